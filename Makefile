@@ -1,0 +1,121 @@
+# Everything happens in $(VENV); uv is used where it is installed, `make UV=` forces pip.
+SHELL := bash
+.SHELLFLAGS := -o pipefail -ec
+.DEFAULT_GOAL := help
+.NOTPARALLEL:
+.DELETE_ON_ERROR:
+
+PYTHON ?= python3
+UV ?= $(shell command -v uv)
+VENV ?= .venv
+BIN := $(VENV)/bin
+PY := $(BIN)/python
+DEMO_DIR ?= .tutti-demo
+PYTEST_FLAGS ?=
+
+# A suite is a pytest marker expression; the suites of TEST_SUITES make up `make test`.
+# To add one: name it here, give it a MARK_ and (if it runs in parallel) a JOBS_ line.
+TEST_SUITES := unit native crash
+MORE_SUITES := slow gpu
+MARK_unit := not (native or crash or slow)
+MARK_native := native and not slow
+MARK_crash := crash and not slow
+MARK_slow := slow
+MARK_gpu := gpu
+JOBS_unit := 2
+JOBS_native := 2
+
+NATIVE_SOURCES := $(shell find kernels -name '*.cpp' -o -name '*.h')
+CPP_SOURCES = find kernels tests -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh'
+PYTHON_SOURCES := setup.py tutti kernels bench integration tests
+
+ifneq ($(strip $(UV)),)
+  CREATE_VENV := $(UV) venv --quiet --clear --seed --python $(PYTHON)
+  INSTALL := $(UV) pip install --quiet --python $(PY)
+else
+  CREATE_VENV := $(PYTHON) -m venv --clear
+  INSTALL := $(PY) -m pip install --quiet --disable-pip-version-check
+endif
+
+# Installs the requirements of an extra alone, so that the native library is not built again.
+EXTRA = import sys, tomllib; project = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
+  print(*project["optional-dependencies"][sys.argv[1]], sep="\n")
+install_extra = $(PY) -c '$(EXTRA)' $(1) > $(VENV)/$(1).txt && $(INSTALL) -r $(VENV)/$(1).txt
+
+.PHONY: help
+help: ## this list
+	@awk -F ':.*## ' '/^[a-z$$].*:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@echo "make test-X     one suite: $(TEST_SUITES) $(MORE_SUITES)"
+
+.PHONY: install
+install: $(VENV)/.core ## the package with its native library, editable, in .venv
+
+.PHONY: demo
+demo: $(VENV)/.core ## builds what is missing and runs the demonstration on ordinary files
+	$(BIN)/tutti demo --dir $(DEMO_DIR)
+
+.PHONY: test
+test: $(addprefix test-,$(TEST_SUITES)) ## every suite; what the machine lacks is skipped by name
+
+.PHONY: $(addprefix test-,$(TEST_SUITES) $(MORE_SUITES))
+$(addprefix test-,$(TEST_SUITES) $(MORE_SUITES)): test-%: $(VENV)/.test device-check
+	@echo "== suite $*"
+	@$(PY) -m pytest -q -rs -n $(or $(JOBS_$*),0) -m "$(MARK_$*)" $(PYTEST_FLAGS) || { \
+	  status=$$?; [ $$status -ne 5 ] || echo "suite $* selects no test: mark one with $*," \
+	  "or take the suite out of TEST_SUITES in the Makefile"; exit $$status; }
+
+# Optional: without these packages (no network, another platform) their tests skip by name.
+.PHONY: device-check
+device-check: $(VENV)/.test
+	@export PIP_RETRIES=1; [ $(VENV)/.device-check -nt pyproject.toml ] || { \
+	  $(call install_extra,device-check) && touch $(VENV)/.device-check || \
+	  echo "device-check packages not installed: tests that compile device code will skip"; }
+
+.PHONY: lint
+lint: $(VENV)/.lint build/view ## ruff, mypy, clang-format, import layers; changes nothing
+	$(BIN)/ruff check $(PYTHON_SOURCES)
+	$(BIN)/ruff format --check $(PYTHON_SOURCES)
+	$(CPP_SOURCES) | xargs -r $(BIN)/clang-format --dry-run -Werror
+	MYPYPATH=build/view $(BIN)/mypy -p tutti 2>&1 | sed -E \
+	  -e 's#^build/view/tutti/(bench|integration|kernels)/#\1/#' -e 's#^build/view/##'
+	cd build/view && $(abspath $(BIN))/lint-imports --config $(CURDIR)/pyproject.toml \
+	  --cache-dir $(CURDIR)/.import_linter_cache
+
+.PHONY: fmt
+fmt: $(VENV)/.lint ## formats Python and C++ in place
+	$(BIN)/ruff check --fix --exit-zero --quiet $(PYTHON_SOURCES)
+	$(BIN)/ruff format $(PYTHON_SOURCES)
+	$(CPP_SOURCES) | xargs -r $(BIN)/clang-format -i
+
+.PHONY: clean
+clean: ## removes what make and the tools made, .venv and the demo's data included
+	rm -rf $(VENV) build dist *.egg-info .tutti-demo* tutti/_native.so
+	rm -rf .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
+	find $(PYTHON_SOURCES) -name __pycache__ -prune -exec rm -rf {} +
+
+# The package as an installation sees it, for tools that do not follow setuptools' folder mapping.
+.PHONY: build/view
+build/view:
+	@rm -rf $@ && mkdir -p $@/tutti
+	@ln -s $(CURDIR)/tutti/* $(addprefix $(CURDIR)/,bench integration kernels) $@/tutti/
+
+$(VENV)/.venv:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "$(PYTHON) is older than Python 3.11: name a newer one with PYTHON=..." >&2; exit 1; }
+	@$(CREATE_VENV) $(VENV) || { \
+	  echo "no environment in $(VENV): install python3-venv or uv, then repeat" >&2; exit 1; }
+	@touch $@
+
+$(VENV)/.core: $(VENV)/.venv pyproject.toml setup.py $(NATIVE_SOURCES)
+	@command -v $(or $(CXX),g++) > /dev/null || { \
+	  echo "no C++ compiler: install g++, or name one with CXX=..." >&2; exit 1; }
+	$(INSTALL) -e .
+	@touch $@
+
+$(VENV)/.test: pyproject.toml | $(VENV)/.core
+	$(call install_extra,test)
+	@touch $@
+
+$(VENV)/.lint: pyproject.toml | $(VENV)/.core
+	$(call install_extra,lint)
+	@touch $@

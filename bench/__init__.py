@@ -1,0 +1,1 @@
+"""Measurements: bandwidth, trace replay, time to first token; installed as tutti.bench."""

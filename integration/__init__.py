@@ -1,0 +1,1 @@
+"""Adapters to inference engines, installed as tutti.integration."""

@@ -1,0 +1,1 @@
+"""SGLang: a HiCache storage backend and a GPU-direct linker; translation only, no I/O."""

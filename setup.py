@@ -1,0 +1,75 @@
+"""Builds the native library and maps the top-level folders below the package.
+
+The library has a C interface and no Python.h, so one wheel serves every Python 3:
+`tutti.native` loads `tutti/_native.so` with ctypes.
+"""
+
+from __future__ import annotations
+
+from glob import glob
+
+from setuptools import Extension, find_packages, setup
+from setuptools.command.bdist_wheel import bdist_wheel
+from setuptools.command.build_ext import build_ext
+
+# kernels, bench and integration are no import names of Tutti's own: other distributions use them.
+PACKAGE_FOLDERS = {
+    "tutti": "tutti",
+    "tutti.bench": "bench",
+    "tutti.integration": "integration",
+    "tutti.kernels": "kernels",
+}
+COMPILE_FLAGS = ["-std=c++17", "-O2", "-Wall", "-Wextra", "-fvisibility=hidden", "-pthread"]
+
+
+class BuildShared(build_ext):
+    """Builds a plain shared library instead of a Python extension module."""
+
+    def get_ext_filename(self, fullname: str) -> str:
+        return fullname.replace(".", "/") + ".so"
+
+    def get_export_symbols(self, ext: Extension) -> list[str]:
+        return []
+
+
+class AnyPython(bdist_wheel):
+    """Tags the wheel by platform alone: the library knows no Python ABI."""
+
+    def get_tag(self) -> tuple[str, str, str]:
+        return "py3", "none", super().get_tag()[2]
+
+
+def packages() -> list[str]:
+    """Import names of every package, sub-packages included."""
+    found = []
+    for name, folder in PACKAGE_FOLDERS.items():
+        found += [name, *(f"{name}.{child}" for child in find_packages(folder))]
+    return found
+
+
+def native_library() -> Extension:
+    """The shared library; a changed header rebuilds it."""
+    return Extension(
+        "tutti._native",
+        sources=sorted(glob("kernels/native/*.cpp")),
+        depends=sorted(glob("kernels/**/*.h", recursive=True)),
+        include_dirs=["kernels/include"],
+        language="c++",
+        extra_compile_args=[
+            "-std=c++17",
+            "-O2",
+            "-Wall",
+            "-Wextra",
+            "-fvisibility=hidden",
+            "-pthread",
+        ],
+        extra_link_args=["-pthread"],
+    )
+
+
+setup(
+    packages=packages(),
+    package_dir=PACKAGE_FOLDERS,
+    ext_modules=[native_library()],
+    cmdclass={"build_ext": BuildShared, "bdist_wheel": AnyPython},
+)

@@ -1,0 +1,81 @@
+"""What every test shares: a printed seed, hypothesis profiles, and GPU tests that skip by name."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import hypothesis
+import pytest
+
+# Keep in step with the suites of the Makefile; tests/<marker>/ carries its marker by itself.
+MARKERS = {
+    "crash": "kills processes or cuts the medium's writes, then recovers",
+    "gpu": "needs a CUDA device",
+    "native": "builds C++ with the sanitizers and runs it",
+    "slow": "longer than a minute; not part of `make test`",
+}
+
+# No deadlines: times are never asserted. A failure prints a blob that repeats it.
+hypothesis.settings.register_profile("tutti", deadline=None, print_blob=True)
+hypothesis.settings.register_profile("ci", deadline=None, print_blob=True, max_examples=50)
+hypothesis.settings.load_profile("tutti")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--seed", type=int, default=None, help="repeat a run's random choices")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    for name, meaning in MARKERS.items():
+        config.addinivalue_line("markers", f"{name}: {meaning}")
+    if config.option.seed is None:
+        given = getattr(config, "workerinput", {})
+        config.option.seed = given.get("seed", random.SystemRandom().randrange(2**32))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """Hands the seed to a parallel worker; without it every worker would draw its own."""
+    node.workerinput["seed"] = node.config.option.seed
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    return f"seed: {config.option.seed}"
+
+
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, config: pytest.Config
+) -> None:
+    terminalreporter.write_line(f"seed {config.option.seed} (repeat with --seed)")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: Sequence[pytest.Item]) -> None:
+    for item in items:
+        folders = item.path.relative_to(config.rootpath).parts[1:-1]
+        for folder in set(folders) & set(MARKERS):
+            item.add_marker(folder)
+        if "gpu" in item.keywords:
+            item.add_marker(pytest.mark.skipif(not cuda_devices(), reason="no CUDA device"))
+
+
+@functools.cache
+def cuda_devices() -> int:
+    """Number of CUDA devices the driver reports; 0 without a driver."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return 0
+    count = ctypes.c_int(0)
+    if driver.cuInit(0) != 0 or driver.cuDeviceGetCount(ctypes.byref(count)) != 0:
+        return 0
+    return count.value
+
+
+@pytest.fixture
+def seed(request: pytest.FixtureRequest) -> int:
+    """The run's seed: every random choice of a test derives from it."""
+    return int(request.config.option.seed)

@@ -1,0 +1,104 @@
+"""What an installation looks like: editable from anywhere, and as a wheel."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+SOURCES = ["LICENSE", "MANIFEST.in", "bench", "integration", "kernels", "tutti"]
+FOLDERS = {
+    "tutti": "tutti",
+    "tutti.bench": "bench",
+    "tutti.gio_uring": "tutti/gio_uring",
+    "tutti.integration": "integration",
+    "tutti.integration.sglang": "integration/sglang",
+    "tutti.kernels": "kernels",
+    "tutti.scheduler": "tutti/scheduler",
+}
+BUILD = ["pyproject.toml", "setup.py"]
+
+
+def run(*command: str, cwd: Path) -> str:
+    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=110)
+    assert done.returncode == 0, f"{command} failed:\n{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+@pytest.mark.parametrize(("name", "folder"), FOLDERS.items(), ids=FOLDERS.keys())
+def test_packages_import_from_any_directory(name: str, folder: str, tmp_path: Path) -> None:
+    # -I keeps the current directory and PYTHONPATH out: only the installation can answer.
+    code = f"import {name} as package; print(package.__file__)"
+    file = run(sys.executable, "-I", "-c", code, cwd=tmp_path).strip()
+    assert Path(file).samefile(ROOT / folder / "__init__.py")
+
+
+def test_no_top_level_names_besides_tutti(tmp_path: Path) -> None:
+    # Other distributions own these names; an installation of Tutti must not answer to them.
+    code = (
+        "import importlib.util as u; print([n for n in ('kernels', 'bench', 'integration')"
+        f" if (s := u.find_spec(n)) and str(s.origin).startswith({str(ROOT)!r})])"
+    )
+    assert run(sys.executable, "-I", "-c", code, cwd=tmp_path).strip() == "[]"
+
+
+def test_the_package_loads_its_exports_on_first_use(tmp_path: Path) -> None:
+    code = "import sys, tutti; print([m for m in sys.modules if m.startswith('tutti.')])"
+    assert run(sys.executable, "-I", "-c", code, cwd=tmp_path).strip() == "[]"
+
+
+def test_a_missing_export_says_what_there_is() -> None:
+    import tutti
+
+    with pytest.raises(AttributeError, match="'KVLayout', 'ObjectStore', 'open'"):
+        _ = tutti.opne
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A wheel built without network from a copy, so that the checkout's build/ plays no part."""
+    source = tmp_path_factory.mktemp("source")
+    skip = shutil.ignore_patterns("__pycache__", "*.so", "*.egg-info", "results")
+    for name in SOURCES + BUILD:
+        path = ROOT / name
+        if path.is_dir():
+            shutil.copytree(path, source / name, ignore=skip)
+        else:
+            shutil.copy(path, source / name)
+    flags = ["--no-deps", "--no-build-isolation", "--no-index", "--quiet", "-w", str(source)]
+    run(sys.executable, "-m", "pip", "wheel", *flags, str(source), cwd=source)
+    (built,) = source.glob("*.whl")
+    return built
+
+
+def test_wheel_serves_every_python_3(wheel: Path) -> None:
+    assert "-py3-none-linux_" in wheel.name
+
+
+def test_wheel_contents(wheel: Path) -> None:
+    names = set(zipfile.ZipFile(wheel).namelist())
+    expected = {
+        "tutti/_native.so",
+        "tutti/bench/__init__.py",
+        "tutti/gio_uring/__init__.py",
+        "tutti/integration/sglang/__init__.py",
+        "tutti/kernels/__init__.py",
+        "tutti/py.typed",
+        "tutti/scheduler/__init__.py",
+    }
+    assert expected <= names
+    top = {name.split("/")[0] for name in names}
+    assert {entry for entry in top if not entry.endswith(".dist-info")} == {"tutti"}
+
+
+def test_wheel_carries_every_device_source(wheel: Path) -> None:
+    names = set(zipfile.ZipFile(wheel).namelist())
+    kernels = ROOT / "kernels"
+    sources = [p for kind in ("include/**/*.h", "**/*.cu", "**/*.cuh") for p in kernels.glob(kind)]
+    assert sources
+    assert {f"tutti/kernels/{p.relative_to(kernels)}" for p in sources} <= names

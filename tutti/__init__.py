@@ -1,0 +1,23 @@
+"""Tutti: a key-value store on NVMe SSDs for the KV cache of large language models.
+
+`tutti.open` opens a pool, `tutti.KVLayout` describes the engine's pages, and
+`tutti.ObjectStore` is what `open` returns. They load on first use, so that
+importing a part of the package stays cheap.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+__version__ = "0.1.0"
+__all__ = ["KVLayout", "ObjectStore", "__version__", "open"]
+
+_EXPORTS = {"KVLayout": "tutti.layout", "ObjectStore": "tutti.store", "open": "tutti.store"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _EXPORTS:
+        raise AttributeError(f"module 'tutti' has no attribute {name!r}; it has {sorted(_EXPORTS)}")
+    from importlib import import_module
+
+    return getattr(import_module(_EXPORTS[name]), name)
