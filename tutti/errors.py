@@ -1,0 +1,108 @@
+"""Every error that Tutti raises on purpose.
+
+Who raises one writes the message: what is wrong, and what to do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class TuttiError(Exception):
+    """The root: `except TuttiError` catches whatever this project raises on purpose."""
+
+
+class ConfigError(TuttiError, ValueError):
+    """A setting or an argument is not acceptable."""
+
+
+class LayoutError(ConfigError):
+    """A KV layout or a geometry that is unsupported, or that would waste too much of the medium."""
+
+
+class KeySizeError(ConfigError):
+    """A key or hash has the wrong number of bytes."""
+
+
+class PageRangeError(TuttiError, IndexError):
+    """A page, slot or layer number lies outside what was registered or formatted."""
+
+
+class KeyMissing(TuttiError, KeyError):
+    """A key that was required is not in the pool."""
+
+    def __str__(self) -> str:
+        return Exception.__str__(self)  # KeyError would print the repr of the message
+
+
+class CapacityError(TuttiError):
+    """There is not enough space: less than one group at format, or a full disk."""
+
+
+class Unsupported(TuttiError):
+    """The machine, kernel, drive or build lacks a feature that was asked for."""
+
+
+class NativeError(TuttiError):
+    """The native library is missing, was built for another version, or failed."""
+
+
+class PoolError(TuttiError):
+    """The root of errors about one pool or one of its members."""
+
+
+class PoolNotFound(PoolError):
+    """There is no formatted pool where one was expected."""
+
+
+class PoolExists(PoolError):
+    """There is already something where a pool was to be formatted."""
+
+
+class PoolInUse(PoolError):
+    """Another process owns the pool."""
+
+
+class PoolMismatch(PoolError):
+    """A pool, but not the expected one: other layout, geometry, format version or UUID."""
+
+
+class PoolCorrupt(PoolError):
+    """Bytes on the medium that contradict the format or themselves."""
+
+
+class MemberMissing(PoolError):
+    """A member of the pool is not there."""
+
+
+class MemberSwapped(PoolMismatch):
+    """A member is in another's place, or belongs to another pool."""
+
+
+class PoolReadOnly(PoolError):
+    """A write to a pool that was opened for reading, or that stopped writing after errors."""
+
+
+class PoolClosed(PoolError):
+    """A call to a pool that is closed or closing."""
+
+
+class MediumError(TuttiError):
+    """The medium failed a transfer.
+
+    `status` is the NVMe status field (0 when there is none), `pages` the positions in the caller's
+    batch that are affected.
+    """
+
+    def __init__(self, message: str, *, status: int = 0, pages: Sequence[int] = ()) -> None:
+        super().__init__(message)
+        self.status = status
+        self.pages = tuple(int(page) for page in pages)
+
+
+class ChecksumMismatch(MediumError):
+    """The medium returned bytes whose digest is not the recorded one."""
+
+
+class DeviceTimeout(TuttiError):
+    """A deadline passed before the device answered; memory it may still write stays reserved."""

@@ -1,0 +1,121 @@
+"""ObjectKeys: 16 bytes that name one page of KV, from page hashes or from token ids.
+
+XXH3 is fast and well mixed but no cryptographic hash: who chooses token ids freely can construct
+collisions of `chain_keys`. Where tenants do not trust each other, start from a cryptographic page
+hash (`object_keys`), as SGLang's SHA-256 chain is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from tutti.errors import ConfigError, KeySizeError
+
+KEY_NBYTES = 16
+_TOKEN_MAX = 2**32 - 1
+
+Keys = npt.NDArray[np.uint8]
+
+
+def object_key(fingerprint: bytes, page_hash: bytes) -> bytes:
+    """The ObjectKey of a page: XXH3-128(fingerprint || page_hash), 16 bytes (docs/format.md).
+
+    `fingerprint` has 16 bytes; `page_hash` any number but zero. Raises KeySizeError.
+    """
+    _check_fingerprint(fingerprint)
+    if not page_hash:
+        raise KeySizeError("the page hash is empty; pass the bytes of the page's chain hash")
+    return xxhash.xxh3_128_digest(fingerprint + page_hash)
+
+
+def object_keys(fingerprint: bytes, hashes: Sequence[bytes]) -> Keys:
+    """`object_key` of each hash: (n, 16) uint8. Raises KeySizeError with the index."""
+    _check_fingerprint(fingerprint)
+    for i, page_hash in enumerate(hashes):
+        if not page_hash:
+            raise KeySizeError(f"page hash {i} is empty; pass the bytes of each page's chain hash")
+    digest = xxhash.xxh3_128_digest
+    return _stack([digest(fingerprint + page_hash) for page_hash in hashes])
+
+
+def chain_keys(
+    fingerprint: bytes,
+    tokens: npt.NDArray[np.integer[Any]] | Sequence[int],
+    page_size: int,
+    *,
+    salt: bytes = b"",
+) -> Keys:
+    """Keys of the full pages of a token sequence, each depending on all tokens before it.
+
+    h_0 = XXH3-128(fingerprint || salt), h_i = XXH3-128(h_(i-1) || token ids of page i as
+    little-endian u32); the keys are h_1, h_2, ...: (len(tokens) // page_size, 16) uint8. Tokens
+    after the last full page are ignored. Raises ConfigError for ids outside 0 .. 2^32 - 1.
+    """
+    _check_fingerprint(fingerprint)
+    if page_size <= 0:
+        raise ConfigError(f"page_size is {page_size}; it must be a positive number of tokens")
+    pages = len(tokens) // page_size
+    raw = _token_bytes(tokens)
+    digest = xxhash.xxh3_128_digest
+    chained = digest(fingerprint + salt)
+    keys = []
+    for page in range(pages):
+        begin = page * page_size * 4
+        chained = digest(chained + raw[begin : begin + page_size * 4])
+        keys.append(chained)
+    return _stack(keys)
+
+
+def as_keys(keys: Keys | Sequence[bytes]) -> Keys:
+    """(n, 16) uint8, C-contiguous, from such an array or from a list of 16-byte strings.
+
+    Raises KeySizeError saying which key has which size.
+    """
+    if isinstance(keys, np.ndarray):
+        if keys.dtype != np.uint8 or keys.ndim != 2 or keys.shape[1] != KEY_NBYTES:
+            raise KeySizeError(
+                f"keys are an array of {keys.dtype} {keys.shape}; pass uint8 (n, {KEY_NBYTES})"
+            )
+        return np.ascontiguousarray(keys)
+    if isinstance(keys, (bytes, bytearray, memoryview, str)):
+        raise KeySizeError(f"keys are one {type(keys).__name__}; pass a list of keys")
+    for i, key in enumerate(keys):
+        if not isinstance(key, bytes) or len(key) != KEY_NBYTES:
+            what = f"{len(key)} bytes" if isinstance(key, bytes) else f"type {type(key).__name__}"
+            raise KeySizeError(f"key {i} has {what}; pass bytes of length {KEY_NBYTES}")
+    return _stack(keys)
+
+
+def _token_bytes(tokens: npt.NDArray[np.integer[Any]] | Sequence[int]) -> bytes:
+    if len(tokens) == 0:
+        return b""
+    try:
+        ids = np.asarray(tokens)
+    except (ValueError, OverflowError) as error:
+        raise ConfigError(f"token ids are not integers: {error}") from error
+    if ids.ndim != 1 or ids.dtype.kind not in "iu":
+        raise ConfigError(
+            f"token ids are {ids.dtype} {ids.shape}; pass one dimension of integers below 2^32"
+        )
+    if int(ids.min()) < 0 or int(ids.max()) > _TOKEN_MAX:
+        raise ConfigError(
+            f"token ids run from {ids.min()} to {ids.max()}; they must be 0 to {_TOKEN_MAX}"
+        )
+    return ids.astype("<u4").tobytes()
+
+
+def _stack(keys: Sequence[bytes]) -> Keys:
+    return np.frombuffer(b"".join(keys), np.uint8).reshape(-1, KEY_NBYTES)
+
+
+def _check_fingerprint(fingerprint: bytes) -> None:
+    if len(fingerprint) != KEY_NBYTES:
+        raise KeySizeError(
+            f"the fingerprint has {len(fingerprint)} bytes, not {KEY_NBYTES};"
+            " pass KVLayout.fingerprint"
+        )
