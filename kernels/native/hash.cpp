@@ -1,0 +1,195 @@
+// XXH3-64 for the host: the stripes in AVX2 or AVX-512 where the processor has them.
+#include "hash.h"
+
+// GCC 12 takes the undefined pass-through operand inside its own AVX-512 intrinsics for a mistake
+// (GCC bug 105593).
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+#include <immintrin.h>
+#pragma GCC diagnostic pop
+
+#include <cstdint>
+
+#include "api.h"
+#include "xxh3.h"
+
+namespace {
+
+using tutti::kXxh3Lanes;
+using tutti::kXxh3Prime32A;
+using tutti::kXxh3ScrambleOffset;
+using tutti::kXxh3SecretBytes;
+using tutti::kXxh3StripeBytes;
+using tutti::kXxh3StripesPerBlock;
+using tutti::Segment;
+using tutti::u32;
+using tutti::u64;
+using tutti::u8;
+
+// Far enough ahead that the line has arrived, near enough that it is still in L1.
+constexpr u32 kPrefetchBytes = 1024;
+
+struct Secret {
+  alignas(64) u64 words[kXxh3SecretBytes / 8];
+};
+
+constexpr Secret make_secret() {
+  Secret secret{};
+  for (u32 i = 0; i < kXxh3SecretBytes / 8; ++i) secret.words[i] = tutti::xxh3_secret64(8 * i);
+  return secret;
+}
+
+// In memory the words are the secret's bytes: the targets of these paths are little-endian.
+constexpr Secret kSecret = make_secret();
+
+const u8* secret_at(u32 offset) { return reinterpret_cast<const u8*>(kSecret.words) + offset; }
+
+u32 stripes_until_scramble(u64 stripes, u32 in_block) {
+  const u32 room = kXxh3StripesPerBlock - in_block;
+  return stripes < room ? static_cast<u32>(stripes) : room;
+}
+
+__attribute__((target("avx2"))) inline __m256i load256(const u8* p) {
+  return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+}
+
+__attribute__((target("avx2"))) inline __m256i round256(__m256i acc, __m256i data, __m256i secret) {
+  const __m256i keyed = _mm256_xor_si256(data, secret);
+  const __m256i product = _mm256_mul_epu32(keyed, _mm256_srli_epi64(keyed, 32));
+  return _mm256_add_epi64(acc, _mm256_add_epi64(product, _mm256_shuffle_epi32(data, 0x4E)));
+}
+
+__attribute__((target("avx2"))) inline __m256i scramble256(__m256i acc, __m256i secret) {
+  const __m256i prime = _mm256_set1_epi64x(kXxh3Prime32A);
+  const __m256i mixed = _mm256_xor_si256(_mm256_xor_si256(acc, _mm256_srli_epi64(acc, 47)), secret);
+  const __m256i low = _mm256_mul_epu32(mixed, prime);
+  const __m256i high = _mm256_mul_epu32(_mm256_srli_epi64(mixed, 32), prime);
+  return _mm256_add_epi64(low, _mm256_slli_epi64(high, 32));
+}
+
+struct Avx2Stripes {
+  __attribute__((target("avx2"))) static void run(u64* acc, const u8* p, u64 stripes,
+                                                  u32* in_block) {
+    __m256i* const lanes = reinterpret_cast<__m256i*>(acc);
+    __m256i low = _mm256_load_si256(lanes);
+    __m256i high = _mm256_load_si256(lanes + 1);
+    while (stripes > 0) {  // Bounded: every pass takes at least one stripe.
+      const u32 count = stripes_until_scramble(stripes, *in_block);
+      const u8* secret = secret_at(8 * *in_block);
+#pragma GCC unroll 4
+      for (u32 i = 0; i < count; ++i, p += kXxh3StripeBytes, secret += 8) {
+        __builtin_prefetch(p + kPrefetchBytes);
+        low = round256(low, load256(p), load256(secret));
+        high = round256(high, load256(p + 32), load256(secret + 32));
+      }
+      stripes -= count;
+      *in_block += count;
+      if (*in_block < kXxh3StripesPerBlock) break;
+      low = scramble256(low, load256(secret_at(kXxh3ScrambleOffset)));
+      high = scramble256(high, load256(secret_at(kXxh3ScrambleOffset + 32)));
+      *in_block = 0;
+    }
+    _mm256_store_si256(lanes, low);
+    _mm256_store_si256(lanes + 1, high);
+  }
+};
+
+__attribute__((target("avx512f"))) inline __m512i round512(__m512i acc, __m512i data,
+                                                           __m512i secret) {
+  const __m512i keyed = _mm512_xor_si512(data, secret);
+  const __m512i product = _mm512_mul_epu32(keyed, _mm512_srli_epi64(keyed, 32));
+  const __m512i swapped = _mm512_shuffle_epi32(data, _MM_PERM_BADC);
+  return _mm512_add_epi64(acc, _mm512_add_epi64(product, swapped));
+}
+
+__attribute__((target("avx512f"))) inline __m512i scramble512(__m512i acc, __m512i secret) {
+  const __m512i prime = _mm512_set1_epi64(kXxh3Prime32A);
+  const __m512i mixed = _mm512_xor_si512(_mm512_xor_si512(acc, _mm512_srli_epi64(acc, 47)), secret);
+  const __m512i low = _mm512_mul_epu32(mixed, prime);
+  const __m512i high = _mm512_mul_epu32(_mm512_srli_epi64(mixed, 32), prime);
+  return _mm512_add_epi64(low, _mm512_slli_epi64(high, 32));
+}
+
+struct Avx512Stripes {
+  __attribute__((target("avx512f"))) static void run(u64* acc, const u8* p, u64 stripes,
+                                                     u32* in_block) {
+    __m512i sum = _mm512_load_si512(acc);
+    while (stripes > 0) {  // Bounded: every pass takes at least one stripe.
+      const u32 count = stripes_until_scramble(stripes, *in_block);
+      const u8* secret = secret_at(8 * *in_block);
+#pragma GCC unroll 4
+      for (u32 i = 0; i < count; ++i, p += kXxh3StripeBytes, secret += 8) {
+        __builtin_prefetch(p + kPrefetchBytes);
+        sum = round512(sum, _mm512_loadu_si512(p), _mm512_loadu_si512(secret));
+      }
+      stripes -= count;
+      *in_block += count;
+      if (*in_block < kXxh3StripesPerBlock) break;
+      sum = scramble512(sum, _mm512_loadu_si512(secret_at(kXxh3ScrambleOffset)));
+      *in_block = 0;
+    }
+    _mm512_store_si512(acc, sum);
+  }
+};
+
+u32 best_isa() {
+  static const u32 best = __builtin_cpu_supports("avx512f") ? kTuttiIsaAvx512
+                          : __builtin_cpu_supports("avx2")  ? kTuttiIsaAvx2
+                                                            : kTuttiIsaScalar;
+  return best;
+}
+
+template <class Stripes>
+u64 digest_segments(const Segment* segments, u32 n) {
+  if (n == 1) return tutti::xxh3_64<Stripes>(segments[0].p, segments[0].n);
+  tutti::xxh3_state state;
+  tutti::xxh3_reset(&state);
+  for (u32 i = 0; i < n; ++i) {
+    tutti::xxh3_update<Stripes>(&state, segments[i].p, segments[i].n);
+  }
+  return tutti::xxh3_digest<Stripes>(&state);
+}
+
+u64 digest_with(u32 isa, const Segment* segments, u32 n) {
+  if (isa == kTuttiIsaAvx512) return digest_segments<Avx512Stripes>(segments, n);
+  if (isa == kTuttiIsaAvx2) return digest_segments<Avx2Stripes>(segments, n);
+  return digest_segments<tutti::Xxh3ScalarStripes>(segments, n);
+}
+
+// Segments by address, streamed so that their number is not bounded by a buffer here.
+template <class Stripes>
+u64 digest_addresses(const uint64_t* addresses, const uint64_t* nbytes, u32 n) {
+  tutti::xxh3_state state;
+  tutti::xxh3_reset(&state);
+  for (u32 i = 0; i < n; ++i) {
+    tutti::xxh3_update<Stripes>(&state, reinterpret_cast<const u8*>(addresses[i]), nbytes[i]);
+  }
+  return tutti::xxh3_digest<Stripes>(&state);
+}
+
+}  // namespace
+
+uint64_t tutti::xxh3_segments(const Segment* segments, uint32_t n) {
+  return digest_with(best_isa(), segments, n);
+}
+
+uint32_t tutti_abi_version(void) { return kTuttiAbiVersion; }
+
+uint32_t tutti_isa_best(void) { return best_isa(); }
+
+uint64_t tutti_xxh3_64(const void* data, uint64_t nbytes) {
+  const Segment whole{static_cast<const uint8_t*>(data), nbytes};
+  return digest_with(best_isa(), &whole, 1);
+}
+
+uint64_t tutti_xxh3_64_segments(const uint64_t* addresses, const uint64_t* nbytes, uint32_t n) {
+  return tutti_xxh3_64_isa(best_isa(), addresses, nbytes, n);
+}
+
+uint64_t tutti_xxh3_64_isa(uint32_t isa, const uint64_t* addresses, const uint64_t* nbytes,
+                           uint32_t n) {
+  const u32 usable = isa <= best_isa() ? isa : static_cast<u32>(kTuttiIsaScalar);
+  if (usable == kTuttiIsaAvx512) return digest_addresses<Avx512Stripes>(addresses, nbytes, n);
+  if (usable == kTuttiIsaAvx2) return digest_addresses<Avx2Stripes>(addresses, nbytes, n);
+  return digest_addresses<tutti::Xxh3ScalarStripes>(addresses, nbytes, n);
+}

@@ -1,0 +1,116 @@
+"""XXH3-64 against the xxhash package: every instruction set, every way in."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import xxhash
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tutti import native
+
+HEADER = Path(__file__).parent.parent / "kernels" / "include" / "xxh3.h"
+ISAS = {"scalar": 0, "avx2": 1, "avx512": 2}
+# Where the algorithm changes, and the edges of a stripe, the buffer and a block.
+EDGES = (0, 1, 3, 4, 8, 9, 16, 17, 128, 129, 240, 241, 256, 257, 320, 512, 1024, 1025, 1088, 2048)
+
+Bytes = npt.NDArray[np.uint8]
+
+
+def random_bytes(seed: int, nbytes: int) -> Bytes:
+    return np.random.default_rng(seed).integers(0, 256, nbytes, dtype=np.uint8)
+
+
+def digest_pieces(isa: int, pieces: list[Bytes]) -> int:
+    addresses = np.array([piece.ctypes.data for piece in pieces], np.uint64)
+    nbytes = np.array([piece.nbytes for piece in pieces], np.uint64)
+    function = native.lib().tutti_xxh3_64_isa
+    return int(function(isa, native.address(addresses), native.address(nbytes), len(pieces)))
+
+
+def test_published_value_of_the_empty_string() -> None:
+    assert native.xxh3_64(b"") == 0x2D06800538D394C2
+
+
+def test_every_short_length(seed: int) -> None:
+    data = random_bytes(seed, 2200)
+    for nbytes in range(2200):
+        part = data[:nbytes]
+        assert native.xxh3_64(part) == xxhash.xxh3_64_intdigest(part.tobytes()), nbytes
+
+
+@pytest.mark.parametrize("isa", ISAS.values(), ids=ISAS.keys())
+def test_lengths_up_to_a_mebibyte(isa: int, seed: int) -> None:
+    if isa > native.lib().tutti_isa_best():
+        pytest.skip(f"the processor lacks instruction set {isa}")
+    data = random_bytes(seed, 1 << 20)
+    lengths = [*EDGES, 4096, 65535, 65536, 65537, (1 << 20) - 1, 1 << 20]
+    lengths += np.random.default_rng(seed).integers(0, 1 << 20, 60).tolist()
+    for nbytes in lengths:
+        part = data[:nbytes]
+        assert digest_pieces(isa, [part]) == xxhash.xxh3_64_intdigest(part.tobytes()), nbytes
+
+
+@given(
+    pieces=st.lists(
+        st.one_of(st.sampled_from(EDGES), st.integers(0, 700)), min_size=0, max_size=12
+    ),
+    isa=st.sampled_from(sorted(ISAS.values())),
+    offset=st.integers(0, 63),
+)
+def test_pieces_hash_as_one_string(pieces: list[int], isa: int, offset: int) -> None:
+    data = random_bytes(len(pieces), sum(pieces) + offset)[offset:]
+    bounds = np.cumsum([0, *pieces])
+    parts = [data[a:b].copy() for a, b in itertools.pairwise(bounds)]
+    assert digest_pieces(isa, parts) == xxhash.xxh3_64_intdigest(data.tobytes())
+
+
+def test_segments_by_address(seed: int) -> None:
+    data = random_bytes(seed, 3 * 65536 + 77)
+    nbytes = np.array([65536, 65536, 0, 65536, 77], np.uint64)
+    starts = np.concatenate(([0], np.cumsum(nbytes)[:-1])).astype(np.uint64)
+    addresses = starts + np.uint64(data.ctypes.data)
+    assert native.xxh3_64_segments(addresses, nbytes) == xxhash.xxh3_64_intdigest(data.tobytes())
+
+
+def test_one_flipped_bit_changes_the_digest(seed: int) -> None:
+    data = random_bytes(seed, 4097)
+    before = native.xxh3_64(data)
+    for position in (0, 63, 64, 1023, 1024, 4033, 4096):
+        data[position] ^= 1
+        assert native.xxh3_64(data) != before, position
+        data[position] ^= 1
+    assert native.xxh3_64(data) == before
+
+
+def test_header_includes_nothing() -> None:
+    assert not re.search(r"^\s*#\s*include", HEADER.read_text(), re.MULTILINE)
+
+
+DEVICE_SOURCE = """
+#include "xxh3.h"
+extern "C" __global__ void digest(const unsigned char* p, unsigned long long nbytes,
+                                  unsigned long long* out) {
+  tutti::xxh3_state state;
+  tutti::xxh3_reset(&state);
+  tutti::xxh3_update(&state, p, nbytes / 2);
+  tutti::xxh3_update(&state, p + nbytes / 2, nbytes - nbytes / 2);
+  out[0] = tutti::xxh3_digest(&state);
+  out[1] = tutti::xxh3_64(p, nbytes);
+}
+"""
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100"])
+def test_compiles_for_the_device(arch: str) -> None:
+    pytest.importorskip("cuda.bindings.nvrtc", reason="needs the extra device-check")
+    core = pytest.importorskip("cuda.core", reason="needs the extra device-check")
+    options = core.ProgramOptions(std="c++17", arch=arch, include_path=[str(HEADER.parent)])
+    code = core.Program(DEVICE_SOURCE, "c++", options).compile("cubin").code
+    assert bytes(code)[:4] == b"\x7fELF"

@@ -1,0 +1,146 @@
+"""Loads the shared library `tutti/_native.so` and declares the part of it that is not about rings.
+
+The library is built from `kernels/native/*.cpp` when the package is installed; its interface is
+`kernels/native/api.h`. Calls through ctypes release the GIL. Nothing here builds or downloads
+anything: a library that is missing or of another version is an error that says what to run.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from tutti.errors import NativeError
+
+ABI_VERSION = 1
+RECORD_NBYTES = 4096
+NO_SLOT = 0xFFFFFFFF
+
+Bytes = npt.NDArray[np.uint8]
+
+
+class NativeIndex(ctypes.Structure):
+    """`struct tutti_index`: the arrays of one hash table, all owned by the caller."""
+
+    _fields_ = (
+        ("keys", ctypes.c_void_p),
+        ("table", ctypes.c_void_p),
+        ("state", ctypes.c_void_p),
+        ("slots", ctypes.c_uint64),
+        ("mask", ctypes.c_uint64),
+        ("seed", ctypes.c_uint64),
+        ("ready_min", ctypes.c_uint32),
+        ("ready_max", ctypes.c_uint32),
+    )
+
+
+_POINTER = ctypes.c_void_p
+_U32 = ctypes.c_uint32
+_U64 = ctypes.c_uint64
+_INDEX = ctypes.POINTER(NativeIndex)
+
+_PROTOTYPES: dict[str, tuple[Any, tuple[Any, ...]]] = {
+    "tutti_isa_best": (_U32, ()),
+    "tutti_xxh3_64": (_U64, (_POINTER, _U64)),
+    "tutti_xxh3_64_segments": (_U64, (_POINTER, _POINTER, _U32)),
+    "tutti_xxh3_64_isa": (_U64, (_U32, _POINTER, _POINTER, _U32)),
+    "tutti_crc32c": (_U32, (_POINTER, _U64, _U32)),
+    "tutti_crc32c_table": (_U32, (_POINTER, _U64, _U32)),
+    "tutti_records_seal": (None, (_POINTER, _U64)),
+    "tutti_records_check": (_U64, (_POINTER, _U64, _POINTER)),
+    "tutti_index_match": (_U64, (_INDEX, _POINTER, _U64, _POINTER)),
+    "tutti_index_find": (_U64, (_INDEX, _POINTER, _U64, _POINTER)),
+    "tutti_index_insert": (_U64, (_INDEX, _POINTER, _POINTER, _U64, _POINTER)),
+    "tutti_index_remove": (_U64, (_INDEX, _POINTER, _U64)),
+}
+
+
+def load(path: Path) -> ctypes.CDLL:
+    """Loads the library at `path` and declares its functions.
+
+    Raises NativeError when it is missing, cannot be loaded or has another ABI version.
+    """
+    try:
+        library = ctypes.CDLL(str(path))
+        library.tutti_abi_version.restype = _U32
+        version = int(library.tutti_abi_version())
+    except (OSError, AttributeError) as error:
+        message = f"the native library {path} cannot be loaded ({error}); run `make install`"
+        raise NativeError(message) from error
+    if version != ABI_VERSION:
+        raise NativeError(
+            f"the native library {path} has ABI version {version}, this package needs "
+            f"{ABI_VERSION}; run `make install` to rebuild it"
+        )
+    for name, (result, arguments) in _PROTOTYPES.items():
+        function = getattr(library, name)
+        function.restype = result
+        function.argtypes = arguments
+    return library
+
+
+@cache
+def lib() -> ctypes.CDLL:
+    """The library beside this file, loaded once; see `load` for errors."""
+    return load(Path(__file__).with_name("_native.so"))
+
+
+def address(array: npt.NDArray[Any]) -> int:
+    """The address of an array's first byte; the array must be C-contiguous."""
+    assert array.flags.c_contiguous, "native code needs a C-contiguous array"
+    return int(array.ctypes.data)
+
+
+def _as_bytes(data: bytes | bytearray | memoryview | npt.NDArray[Any]) -> Bytes:
+    if isinstance(data, np.ndarray):
+        return np.ascontiguousarray(data).reshape(-1).view(np.uint8)
+    return np.frombuffer(data, np.uint8)
+
+
+def xxh3_64(data: bytes | bytearray | memoryview | npt.NDArray[Any]) -> int:
+    """XXH3-64 of a buffer, seed 0, default secret (xxHash, doc/xxhash_spec.md)."""
+    flat = _as_bytes(data)
+    return int(lib().tutti_xxh3_64(address(flat), flat.nbytes))
+
+
+def xxh3_64_segments(addresses: npt.NDArray[np.uint64], nbytes: npt.NDArray[np.uint64]) -> int:
+    """XXH3-64 of n pieces of memory as one string: `addresses` and `nbytes`, shape (n,) each.
+
+    The caller vouches that the addresses are mapped.
+    """
+    assert addresses.dtype == np.uint64, "addresses are uint64"
+    assert nbytes.dtype == np.uint64, "sizes are uint64"
+    assert addresses.shape == nbytes.shape, "every address has a size"
+    n = addresses.size
+    return int(lib().tutti_xxh3_64_segments(address(addresses), address(nbytes), n))
+
+
+def crc32c(data: bytes | bytearray | memoryview | npt.NDArray[Any], seed: int = 0) -> int:
+    """CRC32C (RFC 3720, appendix B.4); `seed` is the CRC of the bytes that came before."""
+    flat = _as_bytes(data)
+    return int(lib().tutti_crc32c(address(flat), flat.nbytes, seed))
+
+
+def _count_records(records: npt.NDArray[Any]) -> int:
+    assert records.nbytes % RECORD_NBYTES == 0, "records are 4096 bytes each"
+    return records.nbytes // RECORD_NBYTES
+
+
+def records_seal(records: npt.NDArray[Any]) -> None:
+    """Writes the CRC32C of bytes 0..4091 of every 4096-byte record to its last four bytes.
+
+    `records` is any C-contiguous array whose size is a multiple of 4096 bytes.
+    """
+    lib().tutti_records_seal(address(records), _count_records(records))
+
+
+def records_check(records: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
+    """For every 4096-byte record, shape (n,): whether its CRC32C fits."""
+    ok = np.zeros(_count_records(records), np.uint8)
+    lib().tutti_records_check(address(records), ok.size, address(ok))
+    return ok.view(np.bool_)
