@@ -1,0 +1,186 @@
+// Integer types, memory order and doorbell stores, once for the host and once for the GPU.
+//
+// Compiled by g++ into the native library, by g++ with a fiber scheduler and the sanitizers
+// into tests (which define GIO_SCHED_POINT), and by NVRTC for the GPU.  No std headers.
+//
+// Two kinds of memory are told apart.  Words shared with a controller (ring entries and
+// doorbells) have one writer each and are only loaded and stored, because a GPU has no
+// read-modify-write on pinned host memory.  Read-modify-write is used on the submitter's own
+// words only, which live next to the submitter.
+#pragma once
+
+#if defined(__CUDACC__) || defined(__CUDACC_RTC__)
+#define GIO_HD __host__ __device__ __forceinline__
+#else
+#define GIO_HD inline __attribute__((always_inline))
+#endif
+
+#if defined(__CUDA_ARCH__)
+#define GIO_DEVICE 1
+#else
+#define GIO_DEVICE 0
+#endif
+
+#ifndef GIO_SCHED_POINT
+#define GIO_SCHED_POINT() ((void)0)
+#endif
+
+namespace gio {
+
+typedef unsigned char u8;
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+
+static_assert(sizeof(u32) == 4 && sizeof(u64) == 8, "fixed-width integers");
+
+// Typed view of a 64-bit address held in a device-visible struct.
+template <typename T>
+GIO_HD T* at(u64 address) {
+  return reinterpret_cast<T*>(address);
+}
+
+// Pairs with: store_release by the other side of the word.
+GIO_HD u32 load_acquire(const u32* p) {
+  GIO_SCHED_POINT();
+#if GIO_DEVICE
+  u32 v;
+  // Pairs with store_release; system scope because the writer may be a CPU or a drive.
+  asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
+  return v;
+#else
+  return __atomic_load_n(p, __ATOMIC_ACQUIRE);  // pairs with store_release
+#endif
+}
+
+// Pairs with: load_acquire by the other side of the word.
+GIO_HD void store_release(u32* p, u32 v) {
+  GIO_SCHED_POINT();
+#if GIO_DEVICE
+  // Pairs with load_acquire; system scope because the reader may be a CPU thread.
+  asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
+#else
+  __atomic_store_n(p, v, __ATOMIC_RELEASE);  // pairs with load_acquire
+#endif
+}
+
+// An owner's own word, read or written without ordering anything else.
+GIO_HD u32 load_relaxed(const u32* p) {
+  GIO_SCHED_POINT();
+#if GIO_DEVICE
+  u32 v;
+  // Orders nothing, pairs with nothing: volatile only keeps the load in place.
+  asm volatile("ld.relaxed.sys.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
+  return v;
+#else
+  return __atomic_load_n(p, __ATOMIC_RELAXED);
+#endif
+}
+
+GIO_HD void store_relaxed(u32* p, u32 v) {
+  GIO_SCHED_POINT();
+#if GIO_DEVICE
+  // Orders nothing, pairs with nothing: volatile only keeps the store in place.
+  asm volatile("st.relaxed.sys.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
+#else
+  __atomic_store_n(p, v, __ATOMIC_RELAXED);
+#endif
+}
+
+// Read-modify-write on the submitter's own words.  All are sequentially consistent: the
+// "mark, then look at the lock" and "unlock, then look at the marks" pattern of
+// queue_pair.h needs a total order of the two sides' store and load.
+GIO_HD u32 exchange(u32* p, u32 v) {
+  GIO_SCHED_POINT();
+#if GIO_DEVICE
+  u32 old;
+  // Pairs with the exchange of the other submitter on the same lock word.
+  asm volatile("fence.sc.sys;\n\tatom.exch.acq_rel.sys.global.b32 %0, [%1], %2;\n\tfence.sc.sys;"
+               : "=r"(old)
+               : "l"(p), "r"(v)
+               : "memory");  // pairs with the other submitter's exchange
+  return old;
+#else
+  return __atomic_exchange_n(p, v, __ATOMIC_SEQ_CST);  // pairs with the other side's exchange
+#endif
+}
+
+GIO_HD u32 fetch_add(u32* p, u32 v) {
+  GIO_SCHED_POINT();
+#if GIO_DEVICE
+  u32 old;
+  // Pairs with the other submitters' fetch_add on the same counter.
+  asm volatile("atom.add.acq_rel.sys.global.u32 %0, [%1], %2;"
+               : "=r"(old)
+               : "l"(p), "r"(v)
+               : "memory");
+  return old;
+#else
+  return __atomic_fetch_add(p, v, __ATOMIC_ACQ_REL);  // pairs with the others' fetch_add
+#endif
+}
+
+GIO_HD u32 fetch_or(u32* p, u32 v) {
+  GIO_SCHED_POINT();
+#if GIO_DEVICE
+  u32 old;
+  // Releases a CID; pairs with the fetch_and that takes it again.
+  asm volatile("atom.or.acq_rel.sys.global.b32 %0, [%1], %2;"
+               : "=r"(old)
+               : "l"(p), "r"(v)
+               : "memory");
+  return old;
+#else
+  return __atomic_fetch_or(p, v, __ATOMIC_ACQ_REL);  // pairs with fetch_and
+#endif
+}
+
+GIO_HD u32 fetch_and(u32* p, u32 v) {
+  GIO_SCHED_POINT();
+#if GIO_DEVICE
+  u32 old;
+  // Takes a CID; pairs with the fetch_or that gave it back.
+  asm volatile("atom.and.acq_rel.sys.global.b32 %0, [%1], %2;"
+               : "=r"(old)
+               : "l"(p), "r"(v)
+               : "memory");
+  return old;
+#else
+  return __atomic_fetch_and(p, v, __ATOMIC_ACQ_REL);  // pairs with fetch_or
+#endif
+}
+
+GIO_HD u32 lowest_bit(u32 v) {
+#if GIO_DEVICE
+  return static_cast<u32>(__ffs(static_cast<int>(v))) - 1u;
+#else
+  return static_cast<u32>(__builtin_ctz(v));
+#endif
+}
+
+// How a queue pair's doorbells are rung.  One template parameter, no copies of the protocol.
+//
+// WordDoorbell: a plain word that a software controller polls (tier T0).
+struct WordDoorbell {
+  GIO_HD static void ring(u32* doorbell, u32 value) {
+    store_release(doorbell, value);  // pairs with load_acquire in controller_queue.h
+  }
+};
+
+// MmioDoorbell: a register in BAR0 of a drive (tiers T1 to T3).  An mmio store is relaxed by
+// definition (PTX ISA, st.mmio), so the fence is ours.
+struct MmioDoorbell {
+  GIO_HD static void ring(u32* doorbell, u32 value) {
+    GIO_SCHED_POINT();
+#if GIO_DEVICE
+    // Pairs with the drive's fetch of the submission queue after it saw the doorbell.
+    asm volatile("fence.acq_rel.sys;\n\tst.mmio.relaxed.sys.global.u32 [%0], %1;" ::"l"(doorbell),
+                 "r"(value)
+                 : "memory");
+#else
+    __atomic_store_n(doorbell, value, __ATOMIC_RELEASE);  // pairs with the drive's fetch
+#endif
+  }
+};
+
+}  // namespace gio

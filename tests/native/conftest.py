@@ -1,0 +1,32 @@
+"""Fixtures that compile and start the native test programs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+
+import pytest
+from native.programs import Build, Program, Start, compile_program
+
+
+@pytest.fixture(scope="session")
+def build(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Build:
+    """`build(name, sanitizer)`: the compiled program, from pytest's cache where it is fresh."""
+    cache = getattr(request.config, "cache", None)
+    folder = cache.mkdir("native-programs") if cache else tmp_path_factory.mktemp("programs")
+    return partial(compile_program, Path(folder))
+
+
+@pytest.fixture
+def start(build: Build) -> Iterator[Start]:
+    """`start(name)`: a line-wise program under the address sanitizer."""
+    with ExitStack() as programs:
+
+        def start_program(name: str) -> Program:
+            program = Program(build(name, "asan"))
+            programs.callback(program.close)
+            return program
+
+        yield start_program

@@ -1,0 +1,231 @@
+// Seeded fibers: every interleaving of the ring headers' shared accesses, on one thread.
+//
+// Defines GIO_SCHED_POINT, so it comes before any gio_uring header.  A switch point stands before
+// every shared access; which fiber goes on is drawn from the seed, so a case replays exactly.
+// What this shows are sequentially consistent interleavings; weaker orders are for TSan.
+#pragma once
+
+#include <ucontext.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <exception>
+#include <functional>
+#include <memory>
+#include <utility>
+#include <vector>
+
+#if defined(__SANITIZE_ADDRESS__)
+#include <sanitizer/common_interface_defs.h>
+#endif
+
+namespace fiber {
+
+// SplitMix64 (Steele, Lea, Flood: Fast Splittable Pseudorandom Number Generators, 2014).
+class Random {
+ public:
+  explicit Random(uint64_t seed) : state_(seed) {}
+  uint64_t next() {
+    uint64_t z = (state_ += 0x9e3779b97f4a7c15u);
+    z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9u;
+    z = (z ^ (z >> 27)) * 0x94d049bb133111ebu;
+    return z ^ (z >> 31);
+  }
+  uint32_t below(uint32_t n) { return static_cast<uint32_t>((next() >> 32) % n); }
+
+ private:
+  uint64_t state_;
+};
+
+// Thrown into fibers that are given up, so that what lives on their stacks is destroyed.
+struct Stopped {};
+
+class Scheduler {
+ public:
+  explicit Scheduler(uint64_t seed) : random_(seed) {}
+  Scheduler(const Scheduler&) = delete;
+  Scheduler& operator=(const Scheduler&) = delete;
+
+  // Adds a fiber before run().  A fiber of weight w is chosen w times as often as one of weight 1;
+  // unequal weights are what makes one fiber stand still while others make many rounds.
+  size_t spawn(std::function<void()> body, uint32_t weight = 1, void* local = nullptr) {
+    auto fiber = std::make_unique<Fiber>();
+    fiber->stack.reset(new char[kStackNbytes]);
+    fiber->body = std::move(body);
+    fiber->weight = weight;
+    fiber->local = local;
+    fibers_.push_back(std::move(fiber));
+    return fibers_.size() - 1;
+  }
+
+  // Runs until every fiber returned.  False when that cannot happen: all that are left are
+  // parked, or nobody called progress() for idle_steps_max switch points, and then not for as many
+  // again with equal weights: a fiber that is merely slow is not a hang.
+  bool run(uint64_t idle_steps_max) {
+    Scheduler* outer = std::exchange(active(), this);
+    progress_at_ = steps_;
+    bool finished = false;
+    for (uint64_t at = choose(); at != kNobody; at = choose()) {  // bounded by idle_steps_max
+      if (steps_ - progress_at_ > idle_steps_max) {
+        if (fair_) break;
+        fair_ = true;
+        progress();
+      }
+      ++steps_;
+      enter(at);
+    }
+    finished = alive() == 0;
+    stopping_ = true;
+    for (size_t i = 0; i < fibers_.size(); ++i) {
+      if (fibers_[i]->started && !fibers_[i]->done) enter(i);
+    }
+    active() = outer;
+    return finished;
+  }
+
+  // A switch point.
+  void pause() {
+    if (stopping_) {
+      if (std::uncaught_exceptions() == 0) throw Stopped();
+      return;
+    }
+    const size_t next = choose();
+    if (next == self_) {
+      ++steps_;
+      return;
+    }
+    next_ = next;
+    leave();
+    if (stopping_) throw Stopped();
+  }
+
+  // Leaves the set of runnable fibers until another fiber calls unpark.
+  void park() {
+    fibers_[self_]->parked = true;
+    leave();
+    if (stopping_) throw Stopped();
+  }
+  void unpark(size_t fiber) { fibers_[fiber]->parked = false; }
+
+  void progress() { progress_at_ = steps_; }
+  size_t self() const { return self_; }
+  void* local() const { return fibers_[self_]->local; }
+  uint64_t steps() const { return steps_; }
+  bool inside() const { return self_ != kNobody; }
+
+  static Scheduler*& active() {
+    static Scheduler* scheduler = nullptr;
+    return scheduler;
+  }
+
+ private:
+  static constexpr size_t kStackNbytes = 128 * 1024;
+  static constexpr size_t kNobody = ~static_cast<size_t>(0);
+
+  struct Fiber {
+    ucontext_t context;
+    std::unique_ptr<char[]> stack;
+    std::function<void()> body;
+    uint32_t weight = 1;
+    void* local = nullptr;
+    void* fake_stack = nullptr;
+    bool started = false, parked = false, done = false;
+  };
+
+  size_t alive() const {
+    size_t n = 0;
+    for (const auto& fiber : fibers_) n += !fiber->done;
+    return n;
+  }
+
+  // The fiber that pause() drew, else a new draw; kNobody when nobody can run.
+  size_t choose() {
+    if (next_ != kNobody) return std::exchange(next_, kNobody);
+    uint32_t total = 0;
+    for (const auto& fiber : fibers_) total += runnable(*fiber) ? weight(*fiber) : 0;
+    if (total == 0) return kNobody;
+    uint32_t ticket = random_.below(total);
+    for (size_t i = 0; i < fibers_.size(); ++i) {
+      if (!runnable(*fibers_[i])) continue;
+      if (ticket < weight(*fibers_[i])) return i;
+      ticket -= weight(*fibers_[i]);
+    }
+    return kNobody;
+  }
+  uint32_t weight(const Fiber& fiber) const { return fair_ ? 1 : fiber.weight; }
+  static bool runnable(const Fiber& fiber) { return !fiber.done && !fiber.parked; }
+
+  void enter(size_t at) {
+    Fiber& fiber = *fibers_[at];
+    self_ = at;
+    if (!fiber.started) {
+      fiber.started = true;
+      getcontext(&fiber.context);
+      fiber.context.uc_stack.ss_sp = fiber.stack.get();
+      fiber.context.uc_stack.ss_size = kStackNbytes;
+      fiber.context.uc_link = nullptr;
+      makecontext(&fiber.context, &Scheduler::trampoline, 0);
+    }
+    announce_switch(&main_fake_stack_, fiber.stack.get(), kStackNbytes);
+    swapcontext(&main_, &fiber.context);
+    finish_switch(main_fake_stack_, nullptr, nullptr);
+    self_ = kNobody;
+  }
+
+  void leave() {
+    Fiber& fiber = *fibers_[self_];
+    announce_switch(fiber.done ? nullptr : &fiber.fake_stack, main_stack_, main_stack_nbytes_);
+    swapcontext(&fiber.context, &main_);
+    finish_switch(fiber.fake_stack, nullptr, nullptr);
+  }
+
+  static void trampoline() {
+    Scheduler* scheduler = active();
+    finish_switch(nullptr, &scheduler->main_stack_, &scheduler->main_stack_nbytes_);
+    Fiber& fiber = *scheduler->fibers_[scheduler->self_];
+    try {
+      fiber.body();
+    } catch (const Stopped&) {
+    }
+    fiber.done = true;
+    scheduler->leave();
+  }
+
+  // AddressSanitizer must know which stack is in use.
+  static void announce_switch([[maybe_unused]] void** fake_stack,
+                              [[maybe_unused]] const void* stack, [[maybe_unused]] size_t nbytes) {
+#if defined(__SANITIZE_ADDRESS__)
+    __sanitizer_start_switch_fiber(fake_stack, stack, nbytes);
+#endif
+  }
+  static void finish_switch([[maybe_unused]] void* fake_stack,
+                            [[maybe_unused]] const void** old_stack,
+                            [[maybe_unused]] size_t* old_nbytes) {
+#if defined(__SANITIZE_ADDRESS__)
+    __sanitizer_finish_switch_fiber(fake_stack, old_stack, old_nbytes);
+#endif
+  }
+
+  Random random_;
+  std::vector<std::unique_ptr<Fiber>> fibers_;
+  ucontext_t main_;
+  void* main_fake_stack_ = nullptr;
+  const void* main_stack_ = nullptr;
+  size_t main_stack_nbytes_ = 0;
+  size_t self_ = kNobody;
+  size_t next_ = kNobody;
+  uint64_t steps_ = 0;
+  uint64_t progress_at_ = 0;
+  bool stopping_ = false;
+  bool fair_ = false;
+};
+
+// Where a fiber may be switched; nothing outside of a scheduler's run().
+inline void switch_point() {
+  Scheduler* scheduler = Scheduler::active();
+  if (scheduler != nullptr && scheduler->inside()) scheduler->pause();
+}
+
+}  // namespace fiber
+
+#define GIO_SCHED_POINT() ::fiber::switch_point()

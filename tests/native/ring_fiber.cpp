@@ -1,0 +1,65 @@
+// The ring under seeded fibers, one case a line:
+//
+//   DEPTH SUBMITTERS COMMANDS SEED VARIANT LAPS  ->  FAULT STEPS
+//
+// A case in which nothing is submitted or completed for kIdleStepsMax steps is a hang.
+#include <cstdio>
+
+#include "ring_harness.h"
+
+namespace {
+
+constexpr ring::u64 kIdleStepsMax = 50000;
+// Weights up to 1024 let a fiber stand still while the others make whole rounds.
+constexpr ring::u32 kWeightBits = 11;
+
+struct Outcome {
+  int fault;
+  ring::u64 steps;
+};
+
+template <typename CqDoorbell>
+Outcome run(const ring::Case& the_case) {
+  ring::World world(the_case);
+  fiber::Scheduler scheduler(the_case.seed);
+  fiber::Random weights(~the_case.seed);
+  scheduler.spawn(
+      [&] {
+        ring::CheckingController controller(&world);
+        while (controller.completed() < world.total() && world.fault() == ring::kNone) {
+          if (controller.step()) scheduler.progress();
+          fiber::switch_point();
+        }
+      },
+      1u << weights.below(kWeightBits));
+  for (ring::u32 id = 0; id < the_case.submitters; ++id) {
+    scheduler.spawn(
+        [&, id] {
+          ring::Submitter<gio::WordDoorbell, CqDoorbell> submitter(&world, id);
+          while (!submitter.finished() && world.fault() == ring::kNone) {
+            if (submitter.step()) scheduler.progress();
+            fiber::switch_point();
+          }
+        },
+        1u << weights.below(kWeightBits));
+  }
+  if (!scheduler.run(kIdleStepsMax)) world.report(ring::kStalled);
+  ring::LateDoorbell::held().clear();
+  return {world.fault(), scheduler.steps()};
+}
+
+}  // namespace
+
+int main() {
+  ring::Case c;
+  unsigned variant;
+  while (std::scanf("%u %u %u %llu %u %u", &c.depth, &c.submitters, &c.commands, &c.seed, &variant,
+                    &c.laps) == 6) {  // bounded by the input
+    c.variant = static_cast<ring::Variant>(variant);
+    const Outcome outcome =
+        c.variant == ring::kLateCqDoorbell ? run<ring::LateDoorbell>(c) : run<gio::WordDoorbell>(c);
+    std::printf("%d %llu\n", outcome.fault, static_cast<unsigned long long>(outcome.steps));
+    std::fflush(stdout);
+  }
+  return 0;
+}
