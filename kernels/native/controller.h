@@ -1,0 +1,133 @@
+// What executes NVMe commands: the lowest seam.  Everything above it is the same for memory,
+// files and drives.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+#include "api.h"
+#include "gio_uring/controller_queue.h"
+#include "gio_uring/queue_pair.h"
+
+namespace gio {
+
+// Plain data, mirrored by tutti/gio_uring/controller.py.
+struct ControllerInfo {
+  u32 lba_shift;
+  u32 namespaces;       // nsid 1..namespaces
+  u32 mdts_nbytes;      // largest transfer of one command
+  u32 sgl_descriptors;  // most descriptors that one command may have; 0 = PRP only
+  u32 flags;            // kHas*
+  u32 depth_max;
+};
+enum ControllerFlags : u32 {
+  kHasFua = 1,
+  kHasDeallocate = 2,
+  kHasVolatileCache = 4,
+  kHasPrp = 8,
+};
+
+struct Extent {
+  u64 address;
+  u64 nbytes;
+};
+
+// The memory that commands may name.  Addresses are identity-mapped here: the "DMA address" of
+// a byte is its virtual address, and nothing outside a registered region is ever touched.
+class MemoryMap {
+ public:
+  // 0, or -EEXIST for an overlap, -EINVAL for an empty or wrapping region.
+  int add(u64 address, u64 nbytes);
+  // 0, or -ENOENT.  The caller makes sure that no command names the region any more.
+  int remove(u64 address);
+  size_t size() const;
+
+  // The regions while commands are decoded.
+  class Reader {
+   public:
+    explicit Reader(const MemoryMap& map) : lock_(map.mutex_), regions_(map.regions_) {}
+    bool contains(u64 address, u64 nbytes);
+
+   private:
+    std::lock_guard<std::mutex> lock_;
+    const std::vector<Extent>& regions_;
+    size_t last_ = 0;
+  };
+
+ private:
+  mutable std::mutex mutex_;
+  std::vector<Extent> regions_;  // sorted, disjoint
+};
+
+// Walks a command's data pointer (SGL or PRP).  Fills `extents`, joined where contiguous, whose
+// lengths add up to `nbytes`; or returns the NVMe status that a drive would.  Descriptor lists
+// are read only from registered memory, and at most `descriptors_max` of them.
+u32 decode_data_pointer(const Sqe& sqe, u64 nbytes, u32 descriptors_max, MemoryMap::Reader* memory,
+                        std::vector<Extent>* extents);
+
+class Controller {
+ public:
+  virtual ~Controller() = default;
+
+  // Does one turn of work: fetches SQEs from every attached queue pair, executes, posts CQEs.
+  // When there is nothing to do it sleeps at most timeout_ns.  Returns the number of CQEs
+  // posted.  Called by one thread at a time (the caller's own, or start()'s).
+  virtual u32 service(u64 timeout_ns) = 0;
+
+  // Makes a sleeping service() return soon.  Any thread, at any time.
+  virtual void wake() = 0;
+
+  // Ends every outstanding command with kAbortedSqDeletion, or its true status.  After 0 no
+  // registered memory is touched and no medium is written any more; -ETIMEDOUT says that
+  // something is still outstanding and everything stays owned.  Called by the thread that calls
+  // service(), or by anyone while nobody does.
+  virtual int reset(u64 timeout_ns) = 0;
+
+  // One namespace's size in LBAs; 0 for a namespace that does not exist.
+  u64 namespace_nlb(u32 nsid) const {
+    return nsid >= 1 && nsid <= namespace_nlb_.size() ? namespace_nlb_[nsid - 1] : 0;
+  }
+
+  // Adds a queue pair.  0, or -ENOSPC beyond 64, -EINVAL for a bad depth.  Not while start()ed.
+  int attach(const QueuePair& qp);
+
+  // Runs service() on a thread of its own, for submitters that only ring (GPU, benchmarks).
+  int start();
+  void stop();
+
+  ControllerInfo info{};
+  MemoryMap memory;
+
+ protected:
+  // Checks what every controller must check: opcode, namespace, range, transfer size.
+  // kOk for a command that may be executed.
+  u32 validate(const Sqe& sqe) const;
+
+  std::vector<ControllerQueue> queues_;
+  std::vector<u64> namespace_nlb_;
+
+ private:
+  std::thread thread_;
+  std::atomic<bool> stop_{false};
+};
+
+}  // namespace gio
+
+extern "C" {
+// Every call takes the handle that a gio_*_controller_create made; errors are negative errno.
+TUTTI_API int gio_controller_info(gio::Controller*, gio::ControllerInfo* out);
+TUTTI_API uint64_t gio_controller_namespace_nlb(gio::Controller*, uint32_t nsid);
+TUTTI_API int gio_controller_register(gio::Controller*, uint64_t address, uint64_t nbytes);
+TUTTI_API int gio_controller_unregister(gio::Controller*, uint64_t address);
+TUTTI_API uint64_t gio_controller_regions(gio::Controller*);
+TUTTI_API int gio_controller_attach(gio::Controller*, const gio::QueuePair* qp);
+TUTTI_API uint32_t gio_controller_service(gio::Controller*, uint64_t timeout_ns);
+TUTTI_API int gio_controller_start(gio::Controller*);
+TUTTI_API void gio_controller_stop(gio::Controller*);
+TUTTI_API int gio_controller_reset(gio::Controller*, uint64_t timeout_ns);
+// Frees a controller that was reset.
+TUTTI_API void gio_controller_destroy(gio::Controller*);
+}

@@ -1,0 +1,428 @@
+"""The host engine: a native thread that submits I/O control blocks and reports readiness by layer.
+
+Python does O(runs) work per batch here and none per layer.  All memory that a job names stays
+referenced by the engine until the device can no longer touch it, also after a timeout.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import logging
+import threading
+import weakref
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from tutti.errors import DeviceTimeout, PoolClosed
+from tutti.gio_uring import _native
+from tutti.gio_uring.controller import NativeController
+from tutti.gio_uring.iocb import U32, U64, IocbStruct, PagedMemory, split_runs
+from tutti.gio_uring.memory import HostBuffer
+from tutti.gio_uring.nvme_spec import (
+    FUA,
+    OPCODE_DATASET_MANAGEMENT,
+    OPCODE_FLUSH,
+    OPCODE_READ,
+    PSDT_PRP,
+    PSDT_SGL,
+)
+
+DIGEST_NONE, DIGEST_COMPUTE, DIGEST_COMPARE = 0, 1, 2
+
+LIST_NBYTES = 4096  # per CID: 256 SGL descriptors or 512 PRP entries
+_DESCRIPTORS_PER_LIST = LIST_NBYTES // 16
+
+_POLL_NS = 200_000_000
+_ENDED = 2**64 - 1
+
+_log = logging.getLogger(__name__)
+
+#: Memory of engines whose controller could not be reset: a device may still write there.
+_ORPHANS: list[object] = []
+
+
+class JobConfig(ctypes.Structure):
+    """``gio::JobConfig``."""
+
+    _fields_ = (
+        ("iocb", IocbStruct),
+        ("digests", ctypes.c_uint64),
+        ("page_status", ctypes.c_uint64),
+        ("tag", ctypes.c_uint64),
+        ("timeout_ns", ctypes.c_uint64),
+        ("priority", ctypes.c_uint32),
+        ("digest", ctypes.c_uint32),
+        ("gated", ctypes.c_uint32),
+        ("reserved", ctypes.c_uint32),
+    )
+
+
+class JobReport(ctypes.Structure):
+    """``gio::JobReport``: times in CLOCK_MONOTONIC nanoseconds, 0 while not done."""
+
+    _fields_ = (
+        ("submitted_ns", ctypes.c_uint64),
+        ("done_ns", ctypes.c_uint64),
+        ("layers_ready", ctypes.c_uint32),
+        ("done", ctypes.c_uint32),
+        ("released", ctypes.c_uint32),
+        ("status", ctypes.c_uint32),
+    )
+
+
+class EngineStats(ctypes.Structure):
+    """``gio::EngineStats``: totals since the engine started."""
+
+    _fields_ = (
+        ("commands", ctypes.c_uint64),
+        ("bytes_read", ctypes.c_uint64),
+        ("bytes_written", ctypes.c_uint64),
+        ("jobs", ctypes.c_uint64),
+        ("timeouts", ctypes.c_uint64),
+        ("thread_cpu_ns", ctypes.c_uint64),
+        ("digest_ns", ctypes.c_uint64),
+    )
+
+
+@dataclass(frozen=True)
+class Extents:
+    """Runs on the medium, in the order of the pages they hold.
+
+    slba, nsid, count: (n,) first LBA in layer 0, namespace, number of consecutive slices.
+    slice_nlb: LBAs of one slice.  layer_stride_nlb: LBAs from one layer to the next.
+    """
+
+    slba: npt.ArrayLike
+    nsid: npt.ArrayLike
+    count: npt.ArrayLike
+    slice_nlb: int
+    layer_stride_nlb: int = 0
+
+
+class Job:
+    """One I/O control block on its way.  Thread-safe.
+
+    page_status: uint32 (pages,), 0 or the first NVMe status that a page met; final once the job
+    is done.
+    """
+
+    def __init__(self, engine: Engine, handle: int, tag: int, keep: tuple[Any, ...]) -> None:
+        self._engine = engine
+        self._handle = handle
+        self._keep: tuple[Any, ...] = keep
+        self.tag = tag
+        self.page_status: U32 = keep[0]
+        self._callback: Callable[[Job], None] | None = None
+        self._lock = threading.Lock()
+        self._released = False
+        # The engine holds this object until the job is released, so this runs after that only.
+        self._free = weakref.finalize(self, _native.lib().gio_job_free, handle)
+        self._free.atexit = False
+
+    def report(self) -> JobReport:
+        """Where the job stands."""
+        out = JobReport()
+        _native.lib().gio_job_report(self._handle, ctypes.byref(out))
+        return out
+
+    def wait_layers(self, layers: int, timeout_s: float) -> bool:
+        """Waits until ``layers`` layers are ready or the job failed.  False after the timeout."""
+        timeout_ns = _nanoseconds(timeout_s)
+        result = _native.lib().gio_job_wait_layers(
+            self._engine.handle, self._handle, layers, timeout_ns
+        )
+        return bool(result == 0)
+
+    def wait_released(self, timeout_s: float) -> bool:
+        """Waits until no command of the job can touch memory any more.  False after the timeout."""
+        timeout_ns = _nanoseconds(timeout_s)
+        result = _native.lib().gio_job_wait_released(self._engine.handle, self._handle, timeout_ns)
+        return bool(result == 0)
+
+    def open_gate(self) -> None:
+        """Lets a gated job compare its digests."""
+        _native.lib().gio_job_open_gate(self._engine.handle, self._handle)
+
+    def cancel(self) -> None:
+        """Issues nothing more of this job; what is in flight still ends by itself."""
+        _native.lib().gio_job_cancel(self._engine.handle, self._handle)
+
+    def on_released(self, callback: Callable[[Job], None] | None) -> None:
+        """Calls back once no command is outstanding: on the engine's thread, or now if that was.
+
+        The last callback given counts.
+        """
+        with self._lock:
+            if not self._released:
+                self._callback = callback
+                return
+        if callback is not None:
+            callback(self)
+
+    def release(self) -> Callable[[Job], None] | None:
+        """Marks the job as released, lets go of its arrays, and returns what to call."""
+        with self._lock:
+            self._released = True
+            self._keep = ()
+            return self._callback
+
+
+class Engine:
+    """Submits I/O control blocks to one controller through one queue pair.
+
+    depth: entries of the queue pair, a power of two.  inflight_max: commands in flight.
+    command_nbytes_max: longest command, further limited by the controller's MDTS.
+    """
+
+    def __init__(
+        self,
+        controller: NativeController,
+        *,
+        depth: int = 64,
+        inflight_max: int = 32,
+        command_nbytes_max: int = 1 << 20,
+        use_sgl: bool | None = None,
+    ) -> None:
+        self.controller = controller
+        info = controller.info
+        self.lba_nbytes = 1 << info.lba_shift
+        self.command_nlb_max = max(1, min(command_nbytes_max, info.mdts_nbytes) // self.lba_nbytes)
+        self.psdt = PSDT_SGL if (info.sgl_descriptors > 0 if use_sgl is None else use_sgl) else 0
+        self._descriptors_max = min(
+            _DESCRIPTORS_PER_LIST, info.sgl_descriptors or _DESCRIPTORS_PER_LIST
+        )
+        self._arena = HostBuffer(depth * LIST_NBYTES + 2 * self.lba_nbytes)
+        self._arena_region = controller.register(self._arena)
+        self._scratch = self._arena.address + depth * LIST_NBYTES
+        self._zeros = self._scratch + self.lba_nbytes
+        self.queue_pair = controller.create_queue_pair(depth)
+        self._closed = False
+        self.handle: int = _native.lib().gio_engine_create(
+            controller.handle,
+            self.queue_pair.struct_address,
+            self._arena.address,
+            LIST_NBYTES,
+            inflight_max,
+        )
+        self._tags = itertools.count(1)
+        self._jobs: dict[int, Job] = {}
+        self._lock = threading.Lock()
+        self._thread = threading.Thread(
+            target=self._completions, name="gio-completions", daemon=True
+        )
+        self._thread.start()
+
+    def submit(
+        self,
+        opcode: int,
+        extents: Extents,
+        pages: U32,
+        memory: PagedMemory,
+        *,
+        digests: U64 | None = None,
+        compare: bool = False,
+        gated: bool = False,
+        fua: bool = False,
+        priority: int = 0,
+        timeout_s: float = 30.0,
+        on_released: Callable[[Job], None] | None = None,
+    ) -> Job:
+        """Moves slices between the medium and paged memory, all layers of ``memory`` in order.
+
+        opcode: OPCODE_READ or OPCODE_WRITE.  pages: uint32 (n,) from ``memory.check_pages``, one
+        per slice of the extents.  digests: uint64 (n, layers), filled with each slice's digest,
+        or compared with it when ``compare``; with ``gated`` only once the gate was opened.
+        timeout_s: how long one command may be outstanding.  on_released: called once no command
+        of the job is outstanding, on the engine's own thread, where it must not wait for a job.
+        Raises PoolClosed after ``close``.
+        """
+        slices_max = max(1, (self._descriptors_max - 1) // (len(memory.segment_nbytes) + 1))
+        runs = split_runs(
+            extents.slba,
+            extents.nsid,
+            extents.count,
+            slice_nlb=extents.slice_nlb,
+            lba_nbytes=self.lba_nbytes,
+            command_nlb_max=self.command_nlb_max,
+            command_slices_max=slices_max,
+        )
+        if digests is not None and digests.shape != (pages.size, memory.bases.shape[0]):
+            raise ValueError("digests must have the shape (pages, layers)")
+        bases = np.ascontiguousarray(memory.bases, np.uint64)
+        config = JobConfig()
+        io = config.iocb
+        io.pages, io.n_pages = pages.ctypes.data, pages.size
+        io.bases, (io.n_layers, io.n_segments) = bases.ctypes.data, bases.shape
+        io.padding = self._scratch if opcode == OPCODE_READ else self._zeros
+        for k, nbytes in enumerate(memory.segment_nbytes):
+            io.segment_nbytes[k], io.segment_stride[k] = nbytes, memory.stride_nbytes[k]
+        io.flags = FUA if fua else 0
+        io.slice_nlb, io.layer_stride_nlb = extents.slice_nlb, extents.layer_stride_nlb
+        io.psdt = self.psdt
+        if digests is not None:
+            config.digests = digests.ctypes.data
+            config.digest = DIGEST_COMPARE if compare else DIGEST_COMPUTE
+            config.gated = int(gated)
+        return self._submit(
+            config,
+            opcode,
+            runs,
+            pages.size,
+            (pages, bases, memory, digests),
+            priority,
+            timeout_s,
+            on_released,
+        )
+
+    def flush(
+        self,
+        namespaces: Iterable[int],
+        *,
+        timeout_s: float = 60.0,
+        on_released: Callable[[Job], None] | None = None,
+    ) -> Job:
+        """Makes every command that completed before durable, one Flush per namespace."""
+        nsid = np.fromiter(namespaces, np.uint32)
+        runs = split_runs(
+            np.zeros(nsid.size, np.uint64),
+            nsid,
+            np.ones(nsid.size, np.int64),
+            slice_nlb=1,
+            lba_nbytes=self.lba_nbytes,
+            command_nlb_max=1,
+            command_slices_max=1,
+        )
+        return self._raw(OPCODE_FLUSH, runs, timeout_s, on_released)
+
+    def deallocate(
+        self,
+        slba: npt.ArrayLike,
+        nsid: npt.ArrayLike,
+        nlb: npt.ArrayLike,
+        *,
+        timeout_s: float = 60.0,
+    ) -> Job:
+        """Tells the medium that ranges of LBAs hold nothing of value (DSM deallocate)."""
+        slba = np.asarray(slba, np.uint64)
+        runs = split_runs(
+            slba,
+            nsid,
+            np.ones(slba.size, np.int64),
+            slice_nlb=1,
+            lba_nbytes=self.lba_nbytes,
+            command_nlb_max=1,
+            command_slices_max=1,
+        )
+        runs["nlb"] = nlb
+        return self._raw(OPCODE_DATASET_MANAGEMENT, runs, timeout_s)
+
+    def reset(self, timeout_s: float) -> None:
+        """Resets the controller: every outstanding command ends.
+
+        Raises DeviceTimeout when the device still owns memory after the deadline.
+        """
+        result = _native.lib().gio_engine_reset(self.handle, _nanoseconds(timeout_s))
+        if result != 0:
+            raise DeviceTimeout(
+                f"the controller could not be reset within {timeout_s:g} s; "
+                "its memory stays reserved, restart the process to get it back"
+            )
+
+    def stats(self) -> EngineStats:
+        """Totals since the engine started."""
+        out = EngineStats()
+        _native.lib().gio_engine_stats(self.handle, ctypes.byref(out))
+        return out
+
+    def close(self, timeout_s: float = 10.0) -> None:
+        """Ends the thread after what is in flight ended, resetting the controller if it must.
+
+        Raises DeviceTimeout when the device answers neither; then all memory stays reserved.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        stopped = _native.lib().gio_engine_stop(self.handle, _nanoseconds(timeout_s)) == 0
+        if stopped:
+            self._thread.join(timeout_s)
+        if not stopped or self._thread.is_alive():
+            _ORPHANS.append((self, self.controller, dict(self._jobs)))
+            raise DeviceTimeout(
+                f"the device answered neither its commands nor a reset within {timeout_s:g} s; "
+                "its memory stays reserved until the process ends"
+            )
+        # Whoever still waits for a job holds this object, so the native one outlives the waits.
+        weakref.finalize(self, _native.lib().gio_engine_destroy, self.handle)
+        self.queue_pair.close()
+        self._arena_region.close()
+
+    def _completions(self) -> None:
+        """Lets go of released jobs and runs their callbacks, until the native thread has ended."""
+        lib = _native.lib()
+        handle = self.handle
+        ended = False
+        while not ended:  # bounded by close(): a native engine that ended reports it
+            tag = int(lib.gio_engine_next(handle, _POLL_NS))
+            if tag in (0, _ENDED):
+                ended = tag == _ENDED
+                continue
+            with self._lock:
+                job = self._jobs.pop(tag)
+                callback = job.release()
+            if callback is not None:
+                try:
+                    callback(job)
+                except Exception:
+                    _log.exception("a completion callback failed")
+
+    def _raw(
+        self,
+        opcode: int,
+        runs: npt.NDArray[np.void],
+        timeout_s: float,
+        on_released: Callable[[Job], None] | None = None,
+    ) -> Job:
+        config = JobConfig()
+        config.iocb.n_layers, config.iocb.slice_nlb = 1, 1
+        config.iocb.psdt = PSDT_PRP
+        return self._submit(config, opcode, runs, 0, (), 1, timeout_s, on_released)
+
+    def _submit(
+        self,
+        config: JobConfig,
+        opcode: int,
+        runs: npt.NDArray[np.void],
+        n_pages: int,
+        keep: tuple[Any, ...],
+        priority: int,
+        timeout_s: float,
+        on_released: Callable[[Job], None] | None,
+    ) -> Job:
+        if self._closed:
+            raise PoolClosed("the engine is closed; open the pool again")
+        page_status = np.zeros(n_pages, np.uint32)
+        config.iocb.opcode = opcode
+        config.iocb.lba_shift = self.controller.info.lba_shift
+        config.iocb.runs, config.iocb.n_runs = runs.ctypes.data, runs.size
+        config.page_status = page_status.ctypes.data if n_pages else 0
+        config.timeout_ns = _nanoseconds(timeout_s)
+        config.priority = priority
+        config.tag = next(self._tags)
+        lib = _native.lib()
+        with self._lock:  # the job may be released before it is known here
+            handle = lib.gio_engine_submit(self.handle, ctypes.byref(config))
+            if not handle:
+                raise PoolClosed("the engine is closing; open the pool again")
+            job = Job(self, handle, config.tag, (page_status, runs, *keep))
+            job.on_released(on_released)
+            self._jobs[config.tag] = job
+        return job
+
+
+def _nanoseconds(seconds: float) -> int:
+    return max(0, int(seconds * 1e9))
