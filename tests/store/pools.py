@@ -1,0 +1,96 @@
+"""Pools on memory controllers, for tests of the store: small, exact, and easy to damage."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from tutti.block_io import BlockIo
+from tutti.core import StoreConfig
+from tutti.geometry import Geometry
+from tutti.gio_uring.controller_memory import MemoryController
+from tutti.gio_uring.engine import Engine
+from tutti.host_pool import HostPool
+from tutti.layout import KVLayout
+from tutti.members import Members
+from tutti.store import ObjectStore
+
+LAYOUT = KVLayout.mha(layers=4, kv_heads=2, head_dim=64, page_size=16, dtype="bfloat16")
+GEOMETRY = Geometry(
+    layers=LAYOUT.layers, segments=LAYOUT.segments, lba_nbytes=4096, group_slots=4, groups=8
+)
+
+Bytes = npt.NDArray[np.uint8]
+
+
+def blank_images(geometry: Geometry = GEOMETRY, members: int = 1) -> list[Bytes]:
+    """Media of zeros, as large as the members need to be."""
+    nbytes = -(-geometry.member_nbytes // (1 << 20)) << 20
+    return [np.zeros(nbytes, np.uint8) for _ in range(members)]
+
+
+def controller_of(images: list[Bytes], *, write_back: bool = False) -> MemoryController:
+    """A memory controller whose namespaces begin as copies of `images`."""
+    controller = MemoryController([image.size for image in images], write_back=write_back)
+    for nsid, image in enumerate(images, 1):
+        controller.medium(nsid)[:] = image
+    return controller
+
+
+def images_of(controller: MemoryController, members: int = 1) -> list[Bytes]:
+    """What is on the medium now."""
+    return [controller.medium(nsid).copy() for nsid in range(1, members + 1)]
+
+
+def names(count: int) -> list[str]:
+    return [f"member{i}" for i in range(count)]
+
+
+def formatted(
+    layout: KVLayout = LAYOUT, geometry: Geometry = GEOMETRY, members: int = 1
+) -> list[Bytes]:
+    """Images of a new, empty pool."""
+    controller = controller_of(blank_images(geometry, members))
+    engine = Engine(controller)
+    io = BlockIo(engine)
+    Members.format(io, engine, names(members), layout, geometry)
+    images = images_of(controller, members)
+    io.close()
+    engine.close()
+    controller.close()
+    return images
+
+
+def opened(
+    images: list[Bytes],
+    *,
+    degraded: bool = False,
+    controller: MemoryController | None = None,
+    inflight_max: int = 32,
+    **config: object,
+) -> ObjectStore:
+    """A store over copies of the images."""
+    controller = controller or controller_of(images)
+    config.setdefault("timeout_s", 5.0)
+    engine = Engine(controller, inflight_max=inflight_max)
+    return ObjectStore(
+        controller,
+        names(len(images)),
+        config=StoreConfig(**config),  # type: ignore[arg-type]
+        engine=engine,
+        degraded=degraded,
+    )
+
+
+def some_keys(rng: np.random.Generator, n: int) -> Bytes:
+    return rng.integers(0, 256, (n, 16), dtype=np.uint8)
+
+
+def fill(pool: HostPool, pages: npt.ArrayLike, rng: np.random.Generator) -> list[bytes]:
+    """Random content for pages; returns it."""
+    contents = []
+    for page in np.asarray(pages).tolist():
+        content = rng.bytes(pool.layout.object_nbytes)
+        pool.write(page, content)
+        contents.append(content)
+    return contents

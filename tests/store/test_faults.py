@@ -1,0 +1,239 @@
+"""A medium that fails, lies, or answers late: typed errors, and no memory reused too early."""
+
+from __future__ import annotations
+
+import contextlib
+
+import numpy as np
+import pytest
+from store.pools import GEOMETRY, LAYOUT, controller_of, fill, formatted, opened, some_keys
+
+from tutti.errors import (
+    CapacityError,
+    ChecksumMismatch,
+    DeviceTimeout,
+    MediumError,
+    TuttiError,
+)
+from tutti.gio_uring.controller_memory import Faults
+from tutti.gio_uring.nvme_spec import (
+    OPCODE_READ,
+    OPCODE_WRITE,
+    STATUS_CAPACITY_EXCEEDED,
+    STATUS_UNRECOVERED_READ,
+    STATUS_WRITE_FAULT,
+)
+from tutti.index import SlotState
+
+DATA_LBA = GEOMETRY.groups_offset // 4096
+DATA_NLB = GEOMETRY.groups * GEOMETRY.layers * GEOMETRY.layer_stride_nlb
+
+
+@pytest.fixture
+def rng(seed: int) -> np.random.Generator:
+    return np.random.default_rng(seed)
+
+
+def test_a_full_disk_in_the_middle_of_a_put(rng: np.random.Generator) -> None:
+    images = formatted()
+    controller = controller_of(images)
+    with opened(images, controller=controller) as store:
+        pool = store.allocate_pool(16)
+        keys = some_keys(rng, 12)
+        contents = fill(pool, range(12), rng)
+        store.put(keys[:4], np.arange(4)).wait(5)
+        controller.fault_range(1, DATA_LBA, DATA_NLB, OPCODE_WRITE, STATUS_CAPACITY_EXCEEDED)
+        with pytest.raises(CapacityError, match="free space"):
+            store.put(keys[4:], np.arange(4, 12)).wait(5)
+        assert store.match(keys[:4]) == 4
+        result = store.put(keys, np.arange(12)).wait(5)  # later there is space again
+        assert result.stored + result.present == 12
+        store.load(keys, np.arange(12)).wait(5)
+        assert [pool.read(page) for page in range(12)] == contents
+
+
+def test_a_failed_write_takes_the_place_out_of_use(rng: np.random.Generator) -> None:
+    images = formatted()
+    controller = controller_of(images)
+    with opened(images, controller=controller) as store:
+        store.allocate_pool(4)
+        keys = some_keys(rng, 4)
+        controller.fault_range(1, DATA_LBA, DATA_NLB, OPCODE_WRITE, STATUS_WRITE_FAULT)
+        with pytest.raises(MediumError) as caught:
+            store.put(keys, np.arange(4)).wait(5)
+        failed = len(caught.value.pages)
+        assert failed > 0
+        store._core.wait_quiet(5)
+        assert store.stats()["slots"]["quarantined"] == failed
+        assert store.put(keys, np.arange(4)).wait(5).stored == failed
+
+
+def test_a_record_that_fails_is_voided_before_reuse(rng: np.random.Generator) -> None:
+    images = formatted()
+    controller = controller_of(images)
+    with opened(images, controller=controller) as store:
+        store.allocate_pool(4)
+        keys = some_keys(rng, 4)
+        table = GEOMETRY.table_offset // 4096
+        controller.fault_range(1, table, GEOMETRY.slots, OPCODE_WRITE, STATUS_WRITE_FAULT)
+        with pytest.raises(MediumError):
+            store.put(keys, np.arange(4)).wait(5)
+        store._core.wait_quiet(5)
+        assert store.stats()["slots"]["voided"] == 4
+        assert store.put(keys, np.arange(4)).wait(5).stored == 4
+
+
+def test_an_unreadable_slice_fails_its_page_only(rng: np.random.Generator) -> None:
+    images = formatted()
+    controller = controller_of(images)
+    with opened(images, controller=controller) as store:
+        store.allocate_pool(16)
+        keys = some_keys(rng, 8)
+        store.put(keys, np.arange(8)).wait(5)
+        slba = int(GEOMETRY.slot_lba(np.array([5]), 1)[0])
+        controller.fault_range(1, slba, 1, OPCODE_READ, STATUS_UNRECOVERED_READ)
+        ticket = store.load(keys, np.arange(8, 16))
+        with pytest.raises(MediumError) as caught:
+            ticket.wait(5)
+        # The command that failed holds the slices of one run in one layer.
+        assert caught.value.pages == (4, 5, 6, 7)
+        assert ticket.wait_settled(5)
+        assert store.match(keys) == 4
+
+
+def test_late_answers_keep_their_memory(rng: np.random.Generator) -> None:
+    """After a timeout the pages and slots stay owned until the device has answered."""
+    images = formatted()
+    controller = controller_of(images)
+    store = opened(images, controller=controller, timeout_s=0.3)
+    pool = store.allocate_pool(32)
+    keys = some_keys(rng, 8)
+    contents = fill(pool, range(8), rng)
+    store.put(keys, np.arange(8)).wait(5)
+    pool.write(16, bytes(LAYOUT.object_nbytes))
+    controller.set_faults(Faults(stall_from=1))
+
+    load = store.load(keys, np.arange(16, 24))
+    with pytest.raises(DeviceTimeout):
+        load.wait(5)
+    assert not load.wait_settled(0.2)
+    with store._core.lock:
+        slots = store._core.index.find(keys)
+        assert (store._core.index.pins[slots] == 1).all()
+    more = some_keys(rng, 4)
+    put = store.put(more, np.arange(24, 28))
+    with pytest.raises(DeviceTimeout):
+        put.wait(1.0)
+    with store._core.lock:
+        writing = store._core.index.find(more)
+        assert (store._core.index.state[writing] == SlotState.WRITING).all()
+        assert not store._core.allocator.is_free(writing).any()
+    assert pool.read(16) == bytes(LAYOUT.object_nbytes)
+
+    controller.set_faults(Faults())
+    controller.release()
+    assert load.wait_settled(5)
+    # The device wrote now, which is why nothing could be handed out before.
+    assert pool.read(16) == contents[0]
+    with pytest.raises(DeviceTimeout):
+        put.wait(5)
+    with store._core.lock:
+        assert not store._core.index.pins[slots].any()
+    store._core.wait_quiet(5)
+    assert store.match(more) == 0
+    assert store.put(more, np.arange(24, 28)).wait(5).stored == 4
+    store.close()
+
+
+def test_close_resets_a_device_that_does_not_answer(rng: np.random.Generator) -> None:
+    images = formatted()
+    controller = controller_of(images)
+    store = opened(images, controller=controller, timeout_s=0.3)
+    store.allocate_pool(8)
+    keys = some_keys(rng, 4)
+    store.put(keys, np.arange(4)).wait(5)
+    controller.set_faults(Faults(stall_from=1))
+    ticket = store.load(keys, np.arange(4, 8))
+    with pytest.raises(DeviceTimeout):
+        ticket.wait(5)
+    store.close(0.3)
+    assert ticket.wait_settled(5)
+
+
+def test_a_device_that_refuses_a_reset_keeps_its_memory(rng: np.random.Generator) -> None:
+    images = formatted()
+    controller = controller_of(images)
+    store = opened(images, controller=controller, timeout_s=0.3)
+    store.allocate_pool(8)
+    keys = some_keys(rng, 4)
+    store.put(keys, np.arange(4)).wait(5)
+    controller.set_faults(Faults(stall_from=1, reset_fails=True))
+    ticket = store.load(keys, np.arange(4, 8))
+    with pytest.raises(DeviceTimeout, match="until the process ends"):
+        store.close(0.3)
+    assert not ticket.wait_settled(0.1)
+    controller.release()
+    assert ticket.wait_settled(5)
+
+
+@pytest.mark.parametrize("durability", ["process", "flush"])
+def test_close_in_the_middle_of_puts(durability: str, rng: np.random.Generator) -> None:
+    """Whatever is under way ends: stored, or an error; nothing hangs and the books are closed."""
+    images = formatted()
+    for stall in range(1, 12):
+        controller = controller_of(images)
+        store = opened(images, controller=controller, timeout_s=0.2, durability=durability)
+        store.allocate_pool(8)
+        controller.set_faults(Faults(stall_from=stall))
+        keys = some_keys(rng, 8)
+        tickets = [store.put(keys[i : i + 2], [i, i + 1]) for i in range(0, 8, 2)]
+        store.close(0.2)
+        for ticket in tickets:
+            with contextlib.suppress(MediumError, DeviceTimeout):
+                ticket.wait(5)
+            assert ticket.done
+        assert store._core.in_flight == 0
+
+
+@pytest.mark.parametrize("kind", ["torn", "lost", "short", "status", "reorder", "delay"])
+def test_seeded_faults_never_serve_other_bytes(kind: str, seed: int) -> None:
+    """Whatever the medium does to writes and reads, a load gives the key's own bytes or fails."""
+    rng = np.random.default_rng(seed)
+    faults = {
+        "torn": Faults(seed=seed, torn_ppm=150_000, torn_status=0),
+        "lost": Faults(seed=seed, lost_ppm=100_000),
+        "short": Faults(seed=seed, short_ppm=100_000),
+        "status": Faults(seed=seed, status_ppm=100_000),
+        "reorder": Faults(seed=seed, reorder_ppm=500_000),
+        "delay": Faults(seed=seed, delay_ppm=300_000),
+    }[kind]
+    images = formatted()
+    controller = controller_of(images)
+    known: dict[bytes, bytes] = {}
+    with opened(images, controller=controller) as store:
+        pool = store.allocate_pool(32)
+        controller.set_faults(faults)
+        for _ in range(30):
+            n = int(rng.integers(1, 8))
+            keys = some_keys(rng, n)
+            known.update(zip((k.tobytes() for k in keys), fill(pool, range(n), rng), strict=True))
+            with contextlib.suppress(TuttiError):
+                store.put(keys, np.arange(n)).wait(10)
+            check_some(store, pool, known, rng)
+        controller.set_faults(Faults())
+
+
+def check_some(store, pool, known, rng) -> None:  # type: ignore[no-untyped-def]
+    names = list(known)
+    for i in rng.integers(0, len(names), 6).tolist():
+        key = np.frombuffer(names[i], np.uint8)[None].copy()
+        if store.match(key) == 0:
+            continue
+        pool.write(20, bytes(LAYOUT.object_nbytes))
+        try:
+            ticket = store.load(key, [20])
+            ticket.wait(10)
+        except (ChecksumMismatch, MediumError, KeyError):
+            ticket.wait_settled(10)
+            continue
+        assert pool.read(20) == known[names[i]]

@@ -1,0 +1,298 @@
+"""Opening again: after a clean close, after a crash, with damage, with members missing."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from store.pools import (
+    GEOMETRY,
+    LAYOUT,
+    Bytes,
+    blank_images,
+    controller_of,
+    fill,
+    formatted,
+    images_of,
+    opened,
+    some_keys,
+)
+
+from tutti.errors import (
+    ChecksumMismatch,
+    MemberMissing,
+    MemberSwapped,
+    PoolCorrupt,
+    PoolMismatch,
+    PoolNotFound,
+)
+from tutti.medium import RECORD_DTYPE, Superblock
+from tutti.store import ObjectStore
+
+
+@pytest.fixture
+def rng(seed: int) -> np.random.Generator:
+    return np.random.default_rng(seed)
+
+
+def left_by(store: ObjectStore, *, clean: bool) -> list[Bytes]:
+    """What a close leaves behind, or a crash at a quiet moment."""
+    members = store.members.count
+    images = images_of(store.controller, members)
+    controller = store.controller
+    if clean:
+        controller.close, close = lambda: None, controller.close  # type: ignore[method-assign]
+        store.close()
+        images = images_of(controller, members)
+        close()
+    else:
+        store.close()
+    return images
+
+
+def filled(
+    rng: np.random.Generator, *, clean: bool, members: int = 1, n: int = 10, **config: object
+) -> tuple[list[Bytes], Bytes, list[bytes]]:
+    """Images of a pool with n objects, their keys and contents."""
+    store = opened(formatted(members=members), **config)
+    pool = store.allocate_pool(n)
+    keys = some_keys(rng, n)
+    contents = fill(pool, range(n), rng)
+    assert store.put(keys, np.arange(n)).wait(5).stored == n
+    return left_by(store, clean=clean), keys, contents
+
+
+def check_all(store: ObjectStore, keys: Bytes, contents: list[bytes]) -> None:
+    store.wait_recovered(5)
+    assert store.match(keys) == len(keys)
+    pool = store.allocate_pool(len(keys))
+    ticket = store.load(keys, np.arange(len(keys)))
+    ticket.wait(5)
+    assert ticket.wait_settled(5)
+    assert [pool.read(page) for page in range(len(keys))] == contents
+
+
+@pytest.mark.parametrize("members", [1, 3])
+@pytest.mark.parametrize("clean", [True, False])
+def test_objects_survive(clean: bool, members: int, rng: np.random.Generator) -> None:
+    images, keys, contents = filled(rng, clean=clean, members=members)
+    with opened(images) as store:
+        check_all(store, keys, contents)
+        assert store.stats()["slots"]["unproven"] == 0
+        assert store.stats()["proven"] == (0 if clean else len(keys))
+
+
+def test_the_order_of_use_survives(rng: np.random.Generator) -> None:
+    store = opened(formatted())
+    store.allocate_pool(32)
+    first, second = some_keys(rng, 8), some_keys(rng, 8)
+    store.put(first, np.arange(8)).wait(5)
+    store.put(second, np.arange(8, 16)).wait(5)
+    store.match(first)
+    images = left_by(store, clean=True)
+    with opened(images) as again:
+        again.allocate_pool(32)
+        again.put(some_keys(rng, 14), np.arange(14)).wait(5)
+        assert again.match(first) >= again.match(second)
+
+
+def test_a_damaged_snapshot_is_not_needed(rng: np.random.Generator) -> None:
+    images, keys, contents = filled(rng, clean=True)
+    images[0][GEOMETRY.snapshot_offset + 4096 + 3] ^= 1
+    with opened(images) as store:
+        check_all(store, keys, contents)
+
+
+def test_without_digests_an_unclean_close_loses_objects(rng: np.random.Generator) -> None:
+    images, keys, _ = filled(rng, clean=False, verify="off")
+    with opened(images) as store:
+        store.wait_recovered(5)
+        assert store.match(keys) == 0
+        store._core.wait_quiet(5)
+        assert store.stats()["slots"]["ready"] == 0
+    images, keys, contents = filled(rng, clean=True, verify="off")
+    with opened(images, verify="always") as store:
+        check_all(store, keys, contents)
+
+
+def flip_payload(image: Bytes, slot: int, layer: int, byte: int) -> None:
+    lba = int(GEOMETRY.slot_lba(np.array([slot]), layer)[0])
+    image[lba * 4096 + byte] ^= 0x10
+
+
+@pytest.mark.parametrize("clean", [True, False])
+def test_a_flipped_payload_byte_is_never_served(clean: bool, rng: np.random.Generator) -> None:
+    images, keys, contents = filled(rng, clean=clean)
+    flip_payload(images[0], slot=4, layer=2, byte=100)
+    with opened(images) as store:
+        store.wait_recovered(5)
+        pool = store.allocate_pool(10)
+        ticket = store.load(keys, np.arange(10))
+        with pytest.raises(ChecksumMismatch) as caught:
+            ticket.wait(5)
+        assert caught.value.pages == (4,)
+        assert ticket.wait_settled(5)
+        assert store.match(keys) == 4
+        good = [page for page in range(10) if page != 4]
+        assert [pool.read(page) for page in good] == [contents[page] for page in good]
+        store._core.wait_quiet(5)
+        assert store.stats()["slots"]["quarantined"] == 1
+        images = images_of(store.controller)
+    with opened(images) as store:  # the quarantine is on the medium
+        store.wait_recovered(5)
+        assert store.match(keys) == 4
+        assert store.stats()["slots"]["quarantined"] == 1
+        store.clear()
+        assert store.stats()["slots"]["quarantined"] == 1
+
+
+def test_an_unproven_object_counts_only_as_a_whole(rng: np.random.Generator) -> None:
+    """The first layer of an unproven object is not ready before its last was verified."""
+    images, keys, _ = filled(rng, clean=False)
+    flip_payload(images[0], slot=0, layer=LAYOUT.layers - 1, byte=0)
+    with opened(images) as store:
+        store.wait_recovered(5)
+        store.allocate_pool(10)
+        with pytest.raises(ChecksumMismatch):
+            store.load(keys, np.arange(10)).wait_layer(0, 5)
+
+
+@pytest.mark.parametrize("field", ["key", "sequence", "digests", "crc", "epoch", "slot"])
+def test_a_damaged_record_is_a_miss(field: str, rng: np.random.Generator) -> None:
+    images, keys, _ = filled(rng, clean=False)
+    offset = RECORD_DTYPE.fields[field][1]  # type: ignore[index]
+    images[0][GEOMETRY.table_offset + 3 * 4096 + offset] ^= 1
+    with opened(images) as store:
+        store.wait_recovered(5)
+        assert store.match(keys) == 3
+        assert store.match(keys[4:]) == 6
+
+
+def test_a_record_that_changed_under_a_clean_pool_is_not_served(rng: np.random.Generator) -> None:
+    """Another object's valid record in the slot: the snapshot says one key, the medium another."""
+    images, keys, _ = filled(rng, clean=True)
+    table = GEOMETRY.table_offset
+    images[0][table : table + 4096] = images[0][table + 4096 : table + 8192]
+    with opened(images) as store:
+        store.allocate_pool(10)
+        ticket = store.load(keys, np.arange(10))
+        with pytest.raises(ChecksumMismatch) as caught:
+            ticket.wait(5)
+        assert caught.value.pages == (0,)
+
+
+def test_a_key_found_twice(rng: np.random.Generator) -> None:
+    """The higher sequence number wins; with equal ones nobody does."""
+    images, keys, contents = filled(rng, clean=False)
+    copy_object(images[0], source=2, target=20, sequence_step=5)
+    copy_object(images[0], source=7, target=21, sequence_step=0)
+    with opened(images) as store:
+        store.wait_recovered(5)
+        store._core.wait_quiet(5)
+        assert store.match(keys) == 7
+        pool = store.allocate_pool(7)
+        store.load(keys[:7], np.arange(7)).wait(5)
+        assert [pool.read(page) for page in range(7)] == contents[:7]
+        with store._core.lock:
+            assert store._core.index.find(keys[2:3])[0] == 20
+        images = images_of(store.controller)
+    with opened(images) as store:
+        store.wait_recovered(5)
+        assert store.match(keys) == 7
+
+
+def copy_object(image: Bytes, *, source: int, target: int, sequence_step: int) -> None:
+    """Forges a second copy of an object, record and all."""
+    from tutti import native
+
+    for layer in range(GEOMETRY.layers):
+        a, b = (int(x) * 4096 for x in GEOMETRY.slot_lba(np.array([source, target]), layer))
+        image[b : b + GEOMETRY.slice_nbytes] = image[a : a + GEOMETRY.slice_nbytes]
+    table = GEOMETRY.table_offset
+    record = image[table + source * 4096 :][:4096].copy().view(RECORD_DTYPE)
+    record["slot"] = target
+    record["sequence"] += sequence_step
+    native.records_seal(record)
+    image[table + target * 4096 :][:4096] = record.view(np.uint8)
+
+
+def test_superblocks(rng: np.random.Generator) -> None:
+    images, keys, contents = filled(rng, clean=True)
+    one = images[0].copy()
+    one[40] ^= 1
+    with opened([one]) as store:  # A is damaged, B is older or the same
+        store.wait_recovered(5)
+    both = one.copy()
+    both[4096 + 40] ^= 1
+    with pytest.raises(PoolCorrupt, match="CRC"):
+        opened([both])
+    with pytest.raises(PoolNotFound, match="not formatted"):
+        opened(blank_images())
+    other = images[0].copy()
+    other[8] += 1  # another format version, sealed
+    from tutti import native
+
+    block = other[:4096].copy()
+    native.records_seal(block)
+    other[:4096] = block
+    with pytest.raises(PoolMismatch, match="version"):
+        opened([other])
+    with pytest.raises(PoolCorrupt, match="truncated"):
+        opened([images[0][: GEOMETRY.groups_offset]])
+    with opened(images) as store:
+        check_all(store, keys, contents)
+
+
+def test_members_missing_and_swapped(rng: np.random.Generator) -> None:
+    images, keys, _ = filled(rng, clean=True, members=3, n=24)
+    with pytest.raises(MemberMissing, match="3 members, 2"):
+        opened(images[:2])
+    with pytest.raises(MemberSwapped, match="given as number"):
+        opened([images[1], images[0], images[2]])
+    with pytest.raises(MemberSwapped):
+        opened([images[0], images[0], images[2]])
+    with pytest.raises(MemberSwapped, match="does not belong"):
+        opened([images[0], formatted(members=3)[1], images[2]])
+    controller = controller_of([images[0], images[2]])
+    store = ObjectStore(controller, ["member0", "member2"], degraded=True)
+    with store:
+        store.wait_recovered(5)
+        store.allocate_pool(24)
+        present = [store.match(key[None]) for key in keys]
+        assert 0 < sum(present) < 24
+        found = keys[np.array(present, bool)]
+        store.load(found, np.arange(len(found))).wait(5)
+        store.put(some_keys(rng, 6), np.arange(6)).wait(5)
+
+
+def test_an_interrupted_clear_is_finished(rng: np.random.Generator) -> None:
+    images, keys, _ = filled(rng, clean=False, members=2)
+    superblock = Superblock.decode(images[0][4096:8192].tobytes(), "member0")
+    newer = replace(superblock, generation=superblock.generation + 1, epoch=12345)
+    images[0][:4096] = np.frombuffer(newer.encode(), np.uint8)
+    with opened(images) as store:
+        store.wait_recovered(5)
+        assert store.match(keys) == 0
+        assert store.members.superblock(1).epoch == 12345
+
+
+def test_lookups_miss_while_recovery_runs(rng: np.random.Generator) -> None:
+    images, keys, contents = filled(rng, clean=False)
+    controller = controller_of(images)
+    # The recovery's first read is answered late.
+    from tutti.gio_uring.controller_memory import Faults
+
+    store = opened(images, controller=controller)
+    store.wait_recovered(5)
+    store.close()
+
+    controller = controller_of(images)
+    controller.set_faults(Faults(stall_from=4))
+    store = opened(images, controller=controller)
+    assert store.match(keys) == 0
+    assert not store.recovered
+    controller.release()
+    controller.set_faults(Faults())
+    with store:
+        check_all(store, keys, contents)

@@ -1,0 +1,152 @@
+"""What the parts of one open pool share: index, allocator, engine, counters, and the lock."""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from tutti.allocator import Allocator
+from tutti.digest_cache import DigestCache
+from tutti.errors import ConfigError, DeviceTimeout, PoolClosed
+from tutti.eviction import EvictionPolicy, LeastRecentlyUsed
+from tutti.gio_uring.engine import Engine, Extents
+from tutti.index import Index
+from tutti.members import Members
+
+Slots = npt.NDArray[np.int64]
+
+VERIFY = ("always", "sampled", "off")
+DURABILITY = ("process", "flush")
+
+
+@dataclass(frozen=True)
+class StoreConfig:
+    """How an open pool behaves; nothing of it is on the medium.
+
+    verify: "always" compares the digest of every slice that is loaded; "sampled" does so for one
+        load in sixteen; "off" neither compares nor computes digests, and objects put so do not
+        survive an unclean close, because nothing could prove them.
+    durability: "process" survives the death of the process; "flush" also a loss of power.
+    timeout_s: how long one command, and a wait for space, may take.
+    pin_lookups: how many later look-ups a pin of ``match`` holds.
+    digest_cache_nbytes: memory for digests of recent objects.
+    """
+
+    verify: str = "always"
+    durability: str = "process"
+    timeout_s: float = 30.0
+    pin_lookups: int = 64
+    digest_cache_nbytes: int = 16 << 20
+    policy: EvictionPolicy = field(default_factory=LeastRecentlyUsed)
+
+    def __post_init__(self) -> None:
+        if self.verify not in VERIFY:
+            raise ConfigError(f"verify is {self.verify!r}; use one of {', '.join(VERIFY)}")
+        if self.durability not in DURABILITY:
+            raise ConfigError(
+                f"durability is {self.durability!r}; use one of {', '.join(DURABILITY)}"
+            )
+        if not self.timeout_s > 0:
+            raise ConfigError(f"timeout_s is {self.timeout_s}; give a positive number of seconds")
+
+
+@dataclass
+class Counters:
+    """Totals since the pool was opened; objects unless the name says otherwise."""
+
+    lookups: int = 0
+    looked_up: int = 0
+    hits: int = 0
+    stored: int = 0
+    present: int = 0
+    dropped: int = 0
+    store_errors: int = 0
+    loaded: int = 0
+    load_errors: int = 0
+    evicted: int = 0
+    quarantined: int = 0
+    mismatches: int = 0
+    proven: int = 0
+    load_runs: int = 0
+    payload_written_nbytes: int = 0
+    payload_read_nbytes: int = 0
+
+
+class Core:
+    """The shared state of an open pool.  Arrays of the index are touched under ``lock`` only."""
+
+    def __init__(self, engine: Engine, members: Members, config: StoreConfig) -> None:
+        self.engine = engine
+        self.members = members
+        self.config = config
+        self.geometry = members.geometry
+        self.layers = members.geometry.layers
+        self.lock = threading.RLock()
+        self.changed = threading.Condition(self.lock)
+        self.counters = Counters()
+        self.sequence = 1
+        self.in_flight = 0
+        self.closing = False
+        self.ready = False  # recovery is done
+        self.failure: BaseException | None = None  # why recovery failed
+        self.index = Index(members.count * self.geometry.slots, pin_lookups=config.pin_lookups)
+        self.allocator = Allocator(members.count, self.geometry.groups, self.geometry.group_slots)
+        entry_nbytes = 8 * self.layers + 16
+        entries = min(self.index.slots, config.digest_cache_nbytes // entry_nbytes)
+        self.digests = DigestCache(entries, self.layers)
+        self._nsid = np.array([members.nsid(m) for m in range(members.count)], np.uint32)
+
+    def extents(self, slots: Slots) -> Extents:
+        """Where the objects of slots in page order lie, as runs."""
+        starts, counts = self.geometry.find_runs(slots)
+        members, local = self.geometry.split_members(starts)
+        return Extents(
+            self.geometry.slot_lba(local),
+            self._nsid[members],
+            counts,
+            self.geometry.slice_nlb,
+            self.geometry.layer_stride_nlb,
+        )
+
+    def begin(self) -> None:
+        """Counts an operation in flight.  PoolClosed while closing.  Lock held."""
+        self.check_open()
+        self.in_flight += 1
+
+    def end(self) -> None:
+        """An operation ended: wakes who waits for space or quiet."""
+        with self.lock:
+            self.in_flight -= 1
+            self.changed.notify_all()
+
+    def check_open(self) -> None:
+        """PoolClosed unless calls are welcome; what broke recovery if it failed."""
+        if self.closing:
+            raise PoolClosed("the pool is closed; open it again")
+        if self.failure is not None:
+            raise self.failure
+
+    def wait_ready(self, timeout_s: float) -> None:
+        """Waits for recovery.  DeviceTimeout when it takes longer."""
+        with self.lock:
+            done = self.changed.wait_for(
+                lambda: self.ready or self.failure is not None or self.closing, timeout_s
+            )
+            self.check_open()
+            if not done:
+                raise DeviceTimeout(
+                    f"recovery is not done after {timeout_s:g} s; look-ups miss until it is"
+                )
+
+    def wait_quiet(self, timeout_s: float) -> bool:
+        """Waits until nothing is in flight.  Lock held or not."""
+        with self.lock:
+            return self.changed.wait_for(lambda: self.in_flight == 0, timeout_s)
+
+    def now_64s(self) -> int:
+        """Wall time in the unit of records."""
+        return int(time.time()) >> 6

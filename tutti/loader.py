@@ -1,0 +1,253 @@
+"""The load pipeline: one job for all layers, digests compared as slices arrive.
+
+Digests come from the cache or from the records, which are read beside the first layer: the data
+job starts at once behind a gate that opens when the digests are known.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import numpy.typing as npt
+
+from tutti.core import Core
+from tutti.errors import DeviceTimeout, KeyMissing
+from tutti.gio_uring.engine import Job
+from tutti.gio_uring.iocb import PagedMemory
+from tutti.gio_uring.nvme_spec import (
+    OPCODE_READ,
+    STATUS_CANCELLED,
+    STATUS_DIGEST_MISMATCH,
+    STATUS_UNRECOVERED_READ,
+)
+from tutti.index import MISSING, SlotState
+from tutti.reclaim import Reclaimer
+from tutti.record_table import BLOCK_RECORDS, RecordTable
+from tutti.tickets import LoadPart, LoadTicket
+
+Keys = npt.NDArray[np.uint8]
+Slots = npt.NDArray[np.int64]
+U32 = npt.NDArray[np.uint32]
+U64 = npt.NDArray[np.uint64]
+
+SAMPLE_ONE_IN = 16
+_BLOCKS = 8
+
+
+@dataclass(frozen=True)
+class _Pages:
+    """What a load reads: everything by row of the batch."""
+
+    keys: Keys
+    slots: Slots
+    sequences: U64
+    pages: U32
+    memory: PagedMemory
+    unproven: npt.NDArray[np.bool_]
+    verify: npt.NDArray[np.bool_]
+
+
+class Loader:
+    """Loads objects from one pool."""
+
+    def __init__(self, core: Core, reclaimer: Reclaimer) -> None:
+        self._core = core
+        self._reclaimer = reclaimer
+        self._table = RecordTable(core.engine, core.members, blocks=_BLOCKS)
+        self._loads = 0
+
+    def close(self) -> None:
+        """Gives the staging memory back; nothing may be in flight."""
+        self._table.close()
+
+    def load(self, keys: Keys, pages: U32, memory: PagedMemory) -> LoadTicket:
+        """Starts a load; see ObjectStore.load."""
+        core = self._core
+        with core.lock:
+            core.begin()
+            try:
+                batch = self._pin(keys, pages, memory)
+            except BaseException:
+                core.end()
+                raise
+        ticket = LoadTicket(len(keys), core.layers)
+        settle = _Settle(self, ticket, batch)
+        try:
+            for mask, whole in self._partition(batch):
+                rows = np.flatnonzero(mask).astype(np.int64)
+                if rows.size:
+                    self._load_part(ticket, batch, rows, whole, settle)
+        except BaseException:
+            self._abandon(ticket)
+            raise
+        finally:
+            settle.end_part()
+        return ticket
+
+    def _abandon(self, ticket: LoadTicket) -> None:
+        """Stops the jobs of a load that could not be started in full.
+
+        DeviceTimeout when one of them may still write into the caller's pages.
+        """
+        for part in ticket.parts:
+            part.job.cancel()
+        for part in ticket.parts:
+            if not part.job.wait_released(self._core.config.timeout_s):
+                raise DeviceTimeout(
+                    "a load was abandoned but the device still owns its pages; do not reuse them "
+                    "before the pool is closed"
+                )
+
+    def _pin(self, keys: Keys, pages: U32, memory: PagedMemory) -> _Pages:
+        """Finds every key, checks that it may be served, and pins its slot."""
+        core, index = self._core, self._core.index
+        slots = index.find(keys)
+        state = index.state[slots]
+        present = (slots != MISSING) & ((state == SlotState.READY) | (state == SlotState.UNPROVEN))
+        if not present.all():
+            first = int(np.flatnonzero(~present)[0])
+            raise KeyMissing(
+                f"key {first} of {len(keys)} is not in the pool; ask match() which prefix is, and "
+                "pin it if time passes before the load"
+            )
+        index.pin(slots)
+        index.touch(slots)
+        self._loads += 1
+        unproven = state == SlotState.UNPROVEN
+        verify = unproven.copy()
+        policy = core.config.verify
+        if policy == "always" or (policy == "sampled" and self._loads % SAMPLE_ONE_IN == 1):
+            verify |= index.has_digests[slots]
+        starts, _ = core.geometry.find_runs(slots)
+        core.counters.load_runs += starts.size
+        return _Pages(keys, slots, index.sequence[slots], pages, memory, unproven, verify)
+
+    @staticmethod
+    def _partition(batch: _Pages) -> tuple[tuple[npt.NDArray[np.bool_], bool], ...]:
+        """(rows, whole): unproven objects count only when all their layers were verified."""
+        return (
+            (batch.verify & ~batch.unproven, False),
+            (~batch.verify, False),
+            (batch.unproven, True),
+        )
+
+    def _load_part(
+        self, ticket: LoadTicket, batch: _Pages, rows: Slots, whole: bool, settle: _Settle
+    ) -> None:
+        core = self._core
+        verify = bool(batch.verify[rows[0]])
+        digests, unknown = None, np.zeros(0, np.int64)
+        if verify:
+            digests = np.zeros((rows.size, core.layers), np.uint64)
+            with core.lock:
+                known = core.digests.get(batch.slots[rows], batch.sequences[rows], digests)
+            unknown = np.flatnonzero(~known).astype(np.int64)
+        settle.add_part()
+        try:
+            job = core.engine.submit(
+                OPCODE_READ,
+                core.extents(batch.slots[rows]),
+                np.ascontiguousarray(batch.pages[rows]),
+                batch.memory,
+                digests=digests,
+                compare=verify,
+                gated=unknown.size > 0,
+                timeout_s=core.config.timeout_s,
+                on_released=lambda _: settle.end_part(),
+            )
+        except BaseException:
+            settle.end_part()
+            raise
+        ticket.parts.append(LoadPart(job, rows, whole))
+        if digests is not None and unknown.size:
+            try:
+                bad = self._read_digests(batch, rows[unknown], unknown, digests)
+            except BaseException:
+                job.cancel()
+                raise
+            ticket.bad = np.concatenate([ticket.bad, rows[unknown[bad]]])
+            job.open_gate()
+
+    def _read_digests(
+        self, batch: _Pages, rows: Slots, places: Slots, digests: U64
+    ) -> npt.NDArray[np.int64]:
+        """Fills ``digests[places]`` from the records of ``rows``; returns which are not right."""
+        core, table = self._core, self._table
+        bad: list[npt.NDArray[np.int64]] = []
+        for start in range(0, rows.size, BLOCK_RECORDS):
+            part = rows[start : start + BLOCK_RECORDS]
+            slots, sequences = batch.slots[part], batch.sequences[part]
+            block = table.reserve(core.config.timeout_s)
+            job = table.read(block, slots)
+            try:
+                if not job.wait_layers(1, core.config.timeout_s * 2):
+                    raise DeviceTimeout(
+                        "the records were not read in time; the load is abandoned, try again"
+                    )
+                found = np.zeros((part.size, core.layers), np.uint64)
+                verdict = table.check(block, slots, batch.keys[part], sequences, found)
+            finally:
+                job.on_released(partial(_release, table, block))
+            right = (verdict == 1) & (job.page_status == 0)
+            digests[places[start : start + BLOCK_RECORDS]] = found
+            with core.lock:
+                core.digests.put(slots[right], sequences[right], found[right])
+            bad.append(start + np.flatnonzero(~right))
+        return np.concatenate(bad).astype(np.int64)
+
+    def settle(self, ticket: LoadTicket, batch: _Pages) -> None:
+        """All jobs of a load were released: unpins, proves and quarantines."""
+        core, index = self._core, self._core.index
+        status = np.full(len(batch.slots), STATUS_CANCELLED, np.uint32)
+        for part in ticket.parts:
+            status[part.rows] = part.job.page_status
+        status[ticket.bad] = STATUS_DIGEST_MISMATCH
+        with core.lock:
+            index.unpin(batch.slots)
+            good = status == 0
+            wrong = (status == STATUS_DIGEST_MISMATCH) | (status == STATUS_UNRECOVERED_READ)
+            core.counters.loaded += int(np.count_nonzero(good))
+            core.counters.load_errors += int(np.count_nonzero(~good))
+            core.counters.mismatches += int(np.count_nonzero(status == STATUS_DIGEST_MISMATCH))
+            payload = core.geometry.slice_nbytes * core.layers
+            core.counters.payload_read_nbytes += int(np.count_nonzero(good)) * payload
+            proven = np.unique(batch.slots[good & batch.unproven])
+            proven = proven[index.state[proven] == SlotState.UNPROVEN]
+            index.set_state(proven, SlotState.READY)
+            core.counters.proven += proven.size
+            slots = np.unique(batch.slots[wrong])
+            alive = (index.state[slots] == SlotState.READY) | (
+                index.state[slots] == SlotState.UNPROVEN
+            )
+            if alive.any():
+                self._reclaimer.quarantine(slots[alive])
+        ticket.settle()
+        core.end()
+
+
+def _release(table: RecordTable, block: int, _: Job) -> None:
+    table.release(block)
+
+
+class _Settle:
+    """Counts the jobs of one load and settles it after the last."""
+
+    def __init__(self, loader: Loader, ticket: LoadTicket, batch: _Pages) -> None:
+        self._loader = loader
+        self._ticket = ticket
+        self._batch = batch
+        self._parts = 1  # the submission itself
+        self._lock = loader._core.lock
+
+    def add_part(self) -> None:
+        with self._lock:
+            self._parts += 1
+
+    def end_part(self) -> None:
+        with self._lock:
+            self._parts -= 1
+            last = self._parts == 0
+        if last:
+            self._loader.settle(self._ticket, self._batch)

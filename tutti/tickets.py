@@ -1,0 +1,177 @@
+"""What ``put`` and ``load`` hand out: an operation on its way."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from tutti.errors import DeviceTimeout, TuttiError
+from tutti.gio_uring.nvme_spec import STATUS_DIGEST_MISMATCH
+from tutti.gio_uring.ring import status_error
+
+if TYPE_CHECKING:
+    from tutti.gio_uring.engine import Job
+
+Rows = npt.NDArray[np.int64]
+U32 = npt.NDArray[np.uint32]
+
+
+@dataclass(frozen=True)
+class PutResult:
+    """What became of the objects of one put: their numbers add up to the number of keys.
+
+    stored: written by this put.  present: there already, or being written by another put.
+    dropped: not stored, because everything else in the pool is in use.
+    """
+
+    stored: int
+    present: int
+    dropped: int
+
+
+class PutTicket:
+    """A put on its way.  The pages must not change before ``wait`` returned.  Thread-safe."""
+
+    def __init__(self, keys: int) -> None:
+        self._keys = keys
+        self._parts = 1  # the submission itself
+        self._lock = threading.Lock()
+        self._done = threading.Event()
+        self._callbacks: list[Callable[[PutTicket], None]] = []
+        self.stored = 0
+        self.present = 0
+        self.dropped = 0
+        self.status: U32 = np.zeros(keys, np.uint32)
+
+    @property
+    def done(self) -> bool:
+        """Whether the outcome is known."""
+        return self._done.is_set()
+
+    def wait(self, timeout_s: float = 60.0) -> PutResult:
+        """The outcome, once every object is acknowledged at the pool's durability level.
+
+        Raises DeviceTimeout after the timeout (the put goes on), CapacityError for a full disk,
+        MediumError for a failed write: ``pages`` are the positions of keys that were not stored;
+        the others were.
+        """
+        if not self._done.wait(timeout_s):
+            raise DeviceTimeout(
+                f"the put is not done after {timeout_s:g} s; its pages stay in use, wait again"
+            )
+        failed = np.flatnonzero(self.status)
+        if failed.size:
+            raise _error(int(self.status[failed[0]]), failed, "put")
+        return PutResult(self.stored, self.present, self.dropped)
+
+    def on_done(self, callback: Callable[[PutTicket], None]) -> None:
+        """Calls back once the outcome is known, on the engine's thread or at once."""
+        with self._lock:
+            if not self._done.is_set():
+                self._callbacks.append(callback)
+                return
+        callback(self)
+
+    def add_part(self) -> None:
+        """One more batch belongs to this put."""
+        with self._lock:
+            self._parts += 1
+
+    def end_part(
+        self, *, stored: int = 0, failed: Rows | None = None, status: U32 | None = None
+    ) -> None:
+        """A batch ended."""
+        with self._lock:
+            self.stored += stored
+            if failed is not None and status is not None:
+                self.status[failed] = status
+            self._parts -= 1
+            if self._parts:
+                return
+            callbacks, self._callbacks = self._callbacks, []
+            self._done.set()
+        for callback in callbacks:
+            callback(self)
+
+
+@dataclass(frozen=True)
+class LoadPart:
+    """Some pages of a load, moved by one job: ``rows`` are their positions in the batch."""
+
+    job: Job
+    rows: Rows
+    whole: bool  # no layer counts before all do: unproven objects are verified in full first
+
+
+class LoadTicket:
+    """A load on its way, whose layers become ready one after another.  Thread-safe.
+
+    The pages must not be read before their layer is ready, nor reused before the load is done.
+    """
+
+    def __init__(self, keys: int, layers: int) -> None:
+        self.keys = keys
+        self.layers = layers
+        self.parts: list[LoadPart] = []
+        self.bad: Rows = np.zeros(0, np.int64)  # whose record was not that of the key
+        self._settled = threading.Event()
+
+    @property
+    def done(self) -> bool:
+        """Whether every layer is ready, or failed."""
+        return all(bool(part.job.report().done) for part in self.parts)
+
+    def wait_layer(self, layer: int, timeout_s: float = 60.0) -> None:
+        """Returns when ``layer`` (from 0) of all pages is in memory, verified if that is on.
+
+        Repeated waits are allowed.  Raises ChecksumMismatch or MediumError with ``pages``, the
+        positions in the batch whose bytes must not be used, DeviceTimeout after the timeout.
+        """
+        if not 0 <= layer < self.layers:
+            raise IndexError(f"layer {layer} of {self.layers}")
+        for part in self.parts:
+            needed = self.layers if part.whole else layer + 1
+            if not part.job.wait_layers(needed, timeout_s):
+                raise DeviceTimeout(
+                    f"layer {layer} is not ready after {timeout_s:g} s; its pages stay in use"
+                )
+        failed = self.failed()
+        if failed.size:
+            status = int(self._status()[failed[0]]) or STATUS_DIGEST_MISMATCH
+            raise _error(status, failed, "load")
+
+    def wait(self, timeout_s: float = 60.0) -> None:
+        """Returns when all layers are ready; see ``wait_layer``."""
+        self.wait_layer(self.layers - 1, timeout_s)
+
+    def wait_settled(self, timeout_s: float = 60.0) -> bool:
+        """Waits until the device can no longer touch the pages, whatever the outcome."""
+        return self._settled.wait(timeout_s)
+
+    def failed(self) -> Rows:
+        """Positions in the batch that failed so far, ascending."""
+        status = self._status()
+        status[self.bad] = STATUS_DIGEST_MISMATCH
+        return np.flatnonzero(status).astype(np.int64)
+
+    def settle(self) -> None:
+        """Every job of this load was released."""
+        self._settled.set()
+
+    def _status(self) -> U32:
+        status = np.zeros(self.keys, np.uint32)
+        for part in self.parts:
+            status[part.rows] = part.job.page_status
+        return status
+
+
+def _error(status: int, failed: Rows, what: str) -> TuttiError:
+    count = f"{failed.size} object{'s' if failed.size != 1 else ''}"
+    error = status_error(status, f"the {what} of {count}", failed.tolist())
+    assert error is not None, "a failed page has a status"
+    return error
