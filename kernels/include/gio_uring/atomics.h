@@ -73,7 +73,7 @@ GIO_HD u32 load_relaxed(const u32* p) {
   asm volatile("ld.relaxed.sys.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
   return v;
 #else
-  return __atomic_load_n(p, __ATOMIC_RELAXED);
+  return __atomic_load_n(p, __ATOMIC_RELAXED);  // pairs with nothing
 #endif
 }
 
@@ -83,7 +83,7 @@ GIO_HD void store_relaxed(u32* p, u32 v) {
   // Orders nothing, pairs with nothing: volatile only keeps the store in place.
   asm volatile("st.relaxed.sys.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
 #else
-  __atomic_store_n(p, v, __ATOMIC_RELAXED);
+  __atomic_store_n(p, v, __ATOMIC_RELAXED);  // pairs with nothing
 #endif
 }
 

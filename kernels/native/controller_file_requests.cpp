@@ -1,0 +1,377 @@
+// What becomes of a request: bounce buffers, short transfers, errors, completions, reset; and the
+// C interface of the file controller.
+#include <fcntl.h>
+#include <linux/magic.h>
+#include <sys/stat.h>
+#include <sys/vfs.h>
+#include <time.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <new>
+#include <system_error>
+
+#include "controller_file.h"
+
+namespace gio {
+
+namespace {
+
+constexpr u32 kTriesMax = 64;  // of one window without progress
+constexpr u64 kResetTickNs = 10'000'000;
+
+u64 now_ns() {
+  timespec now;
+  clock_gettime(CLOCK_MONOTONIC, &now);
+  return static_cast<u64>(now.tv_sec) * 1'000'000'000 + static_cast<u64>(now.tv_nsec);
+}
+
+u32 status_of(OpKind kind, long long result) {
+  switch (-result) {
+    case 0:  // nothing moved: the end of the file
+    case EIO:
+      return kind == OpKind::kRead ? kUnrecoveredRead : kWriteFault;
+    case ENOSPC:
+    case EDQUOT:
+    case EFBIG:
+      return kCapacityExceeded;
+    case EBADF:
+    case ENXIO:
+    case ENODEV:
+      return kNamespaceNotReady;
+    case EFAULT:
+      return kDataTransferError;
+    case EINVAL:
+      return kInvalidField;
+    case ECANCELED:
+      return kAbortedSqDeletion;
+    default:
+      return kInternalError;
+  }
+}
+
+}  // namespace
+
+bool FileController::needs_bounce(const Request& request) const {
+  const FileNamespace& file = files_[request.file];
+  if ((file.flags & kFileDirect) == 0) return false;
+  for (u32 i = 0; i < request.n_extents; ++i) {
+    const iovec& extent = request.extents[i];
+    if (reinterpret_cast<u64>(extent.iov_base) % file.memory_alignment != 0) return true;
+    if (extent.iov_len % file.offset_alignment != 0) return true;
+  }
+  return false;
+}
+
+// Between the bounce buffer and the extents of the window.
+void FileController::copy_window(const Request& request, bool to_bounce) {
+  char* bounce = request.bounce;
+  for (u32 i = 0; i < request.first_part; ++i) bounce += request.parts[i].nbytes;
+  const u32 end = request.parts[request.first_part + request.window_parts - 1].iov_end;
+  for (u32 i = request.parts[request.first_part].iov_first; i < end; ++i) {
+    const iovec& extent = request.extents[i];
+    if (to_bounce) {
+      std::memcpy(bounce, extent.iov_base, extent.iov_len);
+    } else {
+      std::memcpy(extent.iov_base, bounce, extent.iov_len);
+    }
+    bounce += extent.iov_len;
+  }
+}
+
+// Hands a whole request over: at once, or through a bounce buffer when one is free.
+void FileController::launch(Request* request, bool through_bounce) {
+  if (through_bounce) {
+    request->bounce = bounces_->take();
+    if (request->bounce == nullptr) {
+      waiting_.push_back(request);
+      return;
+    }
+    count(kBounced, 1);
+  }
+  open_window(request, 0, request->n_parts);
+  if (through_bounce && request->kind == OpKind::kWrite) copy_window(*request, true);
+  hand_over(request);
+}
+
+void FileController::hand_over(Request* request) {
+  ++under_way_;
+  executor_->submit(request);
+}
+
+// Makes the request be about these parts, from their first byte.
+void FileController::open_window(Request* request, u32 first_part, u32 n_parts) {
+  restore_extent(request);
+  request->first_part = first_part;
+  request->window_parts = n_parts;
+  if (request->kind == OpKind::kDeallocate) {
+    request->offset = request->ranges.back().address;
+    request->nbytes = request->ranges.back().nbytes;
+    request->n_iov = 0;
+    return;
+  }
+  u64 before = 0;
+  for (u32 i = 0; i < first_part; ++i) before += request->parts[i].nbytes;
+  u64 nbytes = 0;
+  for (u32 i = first_part; i < first_part + n_parts; ++i) nbytes += request->parts[i].nbytes;
+  request->offset = request->start + before;
+  request->nbytes = nbytes;
+  if (request->bounce != nullptr) {
+    request->bounce_iov = {request->bounce + before, nbytes};
+    request->iov = &request->bounce_iov;
+    request->n_iov = 1;
+  } else {
+    request->iov = request->extents + request->parts[first_part].iov_first;
+    request->n_iov =
+        request->parts[first_part + n_parts - 1].iov_end - request->parts[first_part].iov_first;
+  }
+}
+
+// Undoes what advance() did to an extent.
+void FileController::restore_extent(Request* request) {
+  if (request->moved_iov != nullptr) *request->moved_iov = request->moved_was;
+  request->moved_iov = nullptr;
+}
+
+// Past what a short transfer did.
+void FileController::advance(Request* request, u64 nbytes) {
+  request->offset += nbytes;
+  request->nbytes -= nbytes;
+  for (; nbytes >= request->iov->iov_len; ++request->iov, --request->n_iov) {
+    nbytes -= request->iov->iov_len;
+  }
+  if (nbytes == 0) return;
+  iovec* iov = request->iov;
+  if (request->moved_iov != iov) {
+    restore_extent(request);
+    request->moved_iov = iov;
+    request->moved_was = *iov;
+  }
+  iov->iov_base = static_cast<char*>(iov->iov_base) + nbytes;
+  iov->iov_len -= nbytes;
+}
+
+void FileController::reap(u64 timeout_ns) {
+  done_.clear();
+  executor_->reap(&done_, timeout_ns);
+  for (const Done& done : done_) {
+    --under_way_;
+    finish(done);
+  }
+  while (!waiting_.empty() && bounces_->has_free()) {  // bounded by the buffers
+    Request* request = waiting_.front();
+    waiting_.pop_front();
+    launch(request, true);
+  }
+}
+
+void FileController::finish(const Done& done) {
+  Request* request = static_cast<Request*>(done.op);
+  const bool moves = request->kind == OpKind::kRead || request->kind == OpKind::kWrite;
+  if (moves && done.result > 0) {
+    const u64 nbytes = static_cast<u64>(done.result);
+    count(request->kind == OpKind::kRead ? kRead_ : kWritten, nbytes);
+    if (nbytes >= request->nbytes) {
+      end_window(request, kOk);
+    } else if (is_resetting_) {
+      end_window(request, kAbortedSqDeletion);
+    } else {
+      advance(request, nbytes);
+      request->tries = 0;
+      count(kRepeated, 1);
+      hand_over(request);
+    }
+  } else if (!moves && done.result >= 0) {
+    end_window(request, kOk);
+  } else if (is_resetting_ || !try_again(request, done.result)) {
+    const bool is_advice = request->kind == OpKind::kDeallocate && done.result == -EOPNOTSUPP;
+    end_window(request, is_advice ? u32{kOk} : status_of(request->kind, done.result));
+  }
+}
+
+// True when the request goes on in spite of the error.
+bool FileController::try_again(Request* request, long long result) {
+  const bool is_passing = result == -EAGAIN || result == -EINTR || result == -ECANCELED;
+  if (is_passing && ++request->tries < kTriesMax) {
+    count(kRepeated, 1);
+    hand_over(request);
+    return true;
+  }
+  const bool is_direct = (files_[request->file].flags & kFileDirect) != 0;
+  if (result == -EINVAL && is_direct && request->n_extents != 0 && request->bounce == nullptr &&
+      !request->is_single) {  // stricter about memory than the file system said
+    launch(request, true);
+    return true;
+  }
+  if (request->n_parts > 1 && !request->is_single) {
+    request->is_single = true;
+    request->tries = 0;
+    count(kRepeated, 1);
+    open_window(request, 0, 1);
+    hand_over(request);
+    return true;
+  }
+  return false;
+}
+
+void FileController::end_window(Request* request, u32 status) {
+  if (request->kind == OpKind::kDeallocate && status == kOk) {
+    request->ranges.pop_back();
+    if (!request->ranges.empty() && !is_resetting_) {
+      open_window(request, 0, 1);
+      hand_over(request);
+      return;
+    }
+    if (!request->ranges.empty()) status = kAbortedSqDeletion;
+  }
+  restore_extent(request);
+  if (status == kOk && request->bounce != nullptr && request->kind == OpKind::kRead) {
+    copy_window(*request, false);
+  }
+  const u32 end = request->first_part + request->window_parts;
+  for (u32 i = request->first_part; i < end; ++i) end_part(request->parts[i].command, status);
+  if (end == request->n_parts) {
+    recycle(request);
+  } else if (is_resetting_) {
+    abort(request, end);
+  } else {
+    open_window(request, end, 1);
+    hand_over(request);
+  }
+}
+
+void FileController::recycle(Request* request) {
+  if (request->bounce != nullptr) bounces_->give_back(request->bounce);
+  request->bounce = nullptr;
+  free_requests_.push_back(request);
+}
+
+// Ends the parts from first_part on, which nobody works on.
+void FileController::abort(Request* request, u32 first_part) {
+  for (u32 i = first_part; i < request->n_parts; ++i) {
+    end_part(request->parts[i].command, kAbortedSqDeletion);
+  }
+  recycle(request);
+}
+
+void FileController::end_part(u32 command, u32 status) {
+  Command* ended = &commands_[command];
+  if (ended->status == kOk) ended->status = status;  // the first error stays
+  if (--ended->parts != 0) return;
+  post(*ended);
+  free_commands_.push_back(command);
+}
+
+void FileController::post(const Command& command) {
+  if (cq_post(&queues_[command.queue], command.cid, command.status)) {
+    ++posted_;
+  } else {
+    kept_.push_back(command);
+  }
+}
+
+void FileController::post_kept() {
+  if (kept_.empty()) return;
+  std::vector<Command> kept;
+  kept.swap(kept_);
+  for (const Command& command : kept) post(command);
+}
+
+int FileController::reset(u64 timeout_ns) {
+  is_resetting_ = true;
+  abort_queued();
+  if (under_way_ != 0) executor_->cancel();
+  const u64 start_ns = now_ns();
+  u64 waited_ns = 0;
+  while (under_way_ != 0) {  // bounded by the deadline
+    reap(std::min(kResetTickNs, timeout_ns - waited_ns));
+    waited_ns = now_ns() - start_ns;
+    if (under_way_ != 0 && waited_ns >= timeout_ns) return -ETIMEDOUT;
+  }
+  post_kept();
+  is_resetting_ = false;
+  return 0;
+}
+
+// Ends everything that no executor works on.
+void FileController::abort_queued() {
+  if (cutting_.is_active) {
+    cutting_.is_active = false;
+    end_part(cutting_.command, kAbortedSqDeletion);
+  }
+  for (Request* request : waiting_) abort(request, 0);
+  waiting_.clear();
+  for (u32 i = 0; i < queues_.size(); ++i) {
+    Sqe sqe;
+    for (u32 n = 0; n < queues_[i].depth && sq_fetch(&queues_[i], &sqe); ++n) {
+      post({i, sqe_cid(sqe), 0, kAbortedSqDeletion});
+    }
+  }
+}
+
+}  // namespace gio
+
+namespace {
+
+gio::FileController* file(gio::Controller* controller) {
+  return static_cast<gio::FileController*>(controller);
+}
+
+}  // namespace
+
+int gio_file_controller_create(const gio::FileConfig* config, gio::Controller** out) {
+  try {
+    auto controller = std::make_unique<gio::FileController>();
+    const int status = controller->open(*config);
+    if (status == 0) *out = controller.release();  // pairs with gio_controller_destroy
+    return status;
+  } catch (const std::bad_alloc&) {
+    return -ENOMEM;
+  } catch (const std::system_error&) {  // no more threads
+    return -EAGAIN;
+  }
+}
+
+int gio_uring_refusal() { return gio::uring_refusal(); }
+
+uint32_t gio_file_controller_executor(gio::Controller* controller, int* uring_error) {
+  *uring_error = file(controller)->uring_error();
+  return file(controller)->executor()->kind();
+}
+
+void gio_file_controller_stats(gio::Controller* controller, gio::FileStats* out) {
+  *out = file(controller)->stats();
+}
+
+void gio_file_controller_sleep_max(gio::Controller* controller, uint64_t sleep_max_ns) {
+  file(controller)->set_sleep_max(sleep_max_ns);
+}
+
+int gio_file_controller_add_buffer(gio::Controller* controller, uint64_t address, uint64_t nbytes) {
+  return file(controller)->executor()->add_buffer(address, nbytes);
+}
+
+int gio_file_controller_remove_buffer(gio::Controller* controller, uint64_t address) {
+  return file(controller)->executor()->remove_buffer(address);
+}
+
+int gio_file_alignment(int fd, uint32_t* memory, uint32_t* offset) {
+  struct statfs system = {};
+  if (fstatfs(fd, &system) != 0) return -errno;
+  // These take O_DIRECT and copy all the same.
+  if (system.f_type == TMPFS_MAGIC || system.f_type == RAMFS_MAGIC) return -EOPNOTSUPP;
+  struct statx facts = {};
+  if (statx(fd, "", AT_EMPTY_PATH, STATX_DIOALIGN | STATX_BASIC_STATS, &facts) != 0) {
+    return -errno;
+  }
+  if ((facts.stx_mask & STATX_DIOALIGN) != 0) {
+    *memory = facts.stx_dio_mem_align;
+    *offset = facts.stx_dio_offset_align;
+    return *offset == 0 ? -EOPNOTSUPP : 0;
+  }
+  // Not said: a page for both is what every file system takes.
+  *memory = gio::kPageNbytes;
+  *offset = gio::kPageNbytes;
+  return 0;
+}

@@ -1,0 +1,94 @@
+// What moves bytes between files and memory, below the file controller: io_uring, threads, and a
+// recorder in front of either.
+#pragma once
+
+#include <sys/uio.h>
+
+#include <memory>
+#include <vector>
+
+#include "gio_uring/atomics.h"
+
+namespace gio {
+
+enum class OpKind : u32 { kRead, kWrite, kFlush, kDeallocate };
+
+// One request.  Belongs to the executor from submit() until reap() returned it.
+struct Op {
+  OpKind kind;
+  u32 file;    // index into ExecutorConfig::fds
+  u64 offset;  // bytes into the file
+  u64 nbytes;  // of the extents, or of the range to deallocate
+  iovec* iov;
+  u32 n_iov;
+  u32 slot;  // below ExecutorConfig::entries, unique among the requests under way
+  bool fua;  // a write that is durable when it ends
+};
+
+struct Done {
+  Op* op;
+  long long result;  // bytes moved, possibly fewer than asked for; or negative errno
+};
+
+enum ExecutorKind : u32 { kExecutorAuto = 0, kExecutorUring = 1, kExecutorThreads = 2 };
+
+struct ExecutorConfig {
+  std::vector<int> fds;  // stay the caller's and outlive the executor
+  u32 entries;           // most requests under way
+  u32 threads;
+};
+
+class Executor {
+ public:
+  virtual ~Executor() = default;
+
+  // Takes a request; the caller keeps to `entries`.  Failures come back through reap().
+  virtual void submit(Op* op) = 0;
+
+  // Starts what was submitted, appends what ended to `done`, and when nothing did sleeps at most
+  // timeout_ns, or until wake().
+  virtual void reap(std::vector<Done>* done, u64 timeout_ns) = 0;
+
+  // Asks for the early end of everything under way.  All of it still comes back through reap(),
+  // with -ECANCELED where it never took place.
+  virtual void cancel() = 0;
+
+  // Any thread, at any time.
+  virtual void wake() = 0;
+
+  virtual ExecutorKind kind() const = 0;
+
+  // Registers memory for transfers that skip the page look-up.  Negative errno where that is
+  // not possible; transfers then work as before.
+  virtual int add_buffer(u64 address, u64 nbytes);
+  virtual int remove_buffer(u64 address);
+};
+
+// Why the kernel or a sandbox refuses io_uring: negative errno, or 0.
+int uring_refusal();
+
+// Null with a negative errno in `error` where io_uring is refused.
+std::unique_ptr<Executor> make_uring_executor(const ExecutorConfig& config, int* error);
+
+std::unique_ptr<Executor> make_threads_executor(const ExecutorConfig& config);
+
+// The recorder writes what the medium went through to `record_fd`, for tests that rebuild it as
+// it would be after a power cut.  An entry is written when a request has ended and before that is
+// reported, so whatever was acknowledged is in the log; what was still under way is not.
+struct RecordHeader {
+  char magic[4];  // "GREC"
+  u32 opcode;     // Opcode of nvme_spec.h: kWrite, kFlush or kDatasetManagement
+  u32 nsid;
+  u32 flags;    // kRecordFua
+  u64 offset;   // bytes into the namespace
+  u64 nbytes;   // written or deallocated; a write is followed by that many bytes of data
+  u64 covered;  // entries that were in the log when this request was submitted: all that a
+                // flush is known to have made durable
+};
+static_assert(sizeof(RecordHeader) == 40, "layout shared with Python");
+constexpr u32 kRecordFua = 1;
+
+std::unique_ptr<Executor> make_recorder(std::unique_ptr<Executor> inner, u32 entries,
+                                        int record_fd);
+
+}  // namespace gio

@@ -1,0 +1,135 @@
+// A small pool of threads that call preadv, pwritev2, fdatasync and fallocate: for sandboxes and
+// kernels that refuse io_uring.
+#include <fcntl.h>
+#include <linux/falloc.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <chrono>
+#include <condition_variable>
+#include <deque>
+#include <mutex>
+#include <thread>
+
+#include "executor.h"
+
+namespace gio {
+
+namespace {
+
+// A sleeping worker looks up this often even if nobody calls it.
+constexpr std::chrono::seconds kIdle(1);
+
+long long execute(int fd, const Op& op) {
+  ssize_t result = -1;
+  switch (op.kind) {
+    case OpKind::kRead:
+      result = preadv(fd, op.iov, static_cast<int>(op.n_iov), static_cast<off_t>(op.offset));
+      break;
+    case OpKind::kWrite:
+      result = pwritev2(fd, op.iov, static_cast<int>(op.n_iov), static_cast<off_t>(op.offset),
+                        op.fua ? RWF_DSYNC : 0);
+      break;
+    case OpKind::kFlush:
+      result = fdatasync(fd);
+      break;
+    case OpKind::kDeallocate:
+      result = fallocate(fd, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE,
+                         static_cast<off_t>(op.offset), static_cast<off_t>(op.nbytes));
+      break;
+  }
+  return result < 0 ? -errno : result;
+}
+
+class ThreadsExecutor final : public Executor {
+ public:
+  explicit ThreadsExecutor(const ExecutorConfig& config) : fds_(config.fds) {
+    for (u32 i = 0; i < config.threads; ++i) workers_.emplace_back([this] { work(); });
+  }
+
+  ~ThreadsExecutor() override {
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      stop_ = true;
+    }
+    todo_changed_.notify_all();
+    for (std::thread& worker : workers_) worker.join();
+  }
+
+  void submit(Op* op) override { submitted_.push_back(op); }
+
+  void reap(std::vector<Done>* done, u64 timeout_ns) override {
+    std::unique_lock<std::mutex> lock(mutex_);
+    if (!submitted_.empty()) {
+      todo_.insert(todo_.end(), submitted_.begin(), submitted_.end());
+      if (submitted_.size() == 1) {
+        todo_changed_.notify_one();
+      } else {
+        todo_changed_.notify_all();
+      }
+      submitted_.clear();
+    }
+    if (done_.empty() && !woken_ && timeout_ns != 0) {
+      done_changed_.wait_for(lock, std::chrono::nanoseconds(timeout_ns),
+                             [this] { return !done_.empty() || woken_; });
+    }
+    woken_ = false;
+    done->insert(done->end(), done_.begin(), done_.end());
+    done_.clear();
+  }
+
+  void cancel() override {
+    std::lock_guard<std::mutex> lock(mutex_);
+    todo_.insert(todo_.end(), submitted_.begin(), submitted_.end());
+    submitted_.clear();
+    for (Op* op : todo_) done_.push_back({op, -ECANCELED});
+    todo_.clear();
+  }
+
+  void wake() override {
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      woken_ = true;
+    }
+    done_changed_.notify_one();
+  }
+
+  ExecutorKind kind() const override { return kExecutorThreads; }
+
+ private:
+  void work() {
+    std::unique_lock<std::mutex> lock(mutex_);
+    while (!stop_) {  // bounded by the destructor
+      if (todo_.empty()) {
+        todo_changed_.wait_for(lock, kIdle, [this] { return stop_ || !todo_.empty(); });
+        continue;
+      }
+      Op* op = todo_.front();
+      todo_.pop_front();
+      lock.unlock();
+      const long long result = execute(fds_[op->file], *op);
+      lock.lock();
+      done_.push_back({op, result});
+      if (done_.size() == 1) done_changed_.notify_one();
+    }
+  }
+
+  const std::vector<int> fds_;
+  std::vector<Op*> submitted_;  // of the servicing thread alone
+  std::mutex mutex_;
+  std::condition_variable todo_changed_;
+  std::condition_variable done_changed_;
+  std::deque<Op*> todo_;
+  std::vector<Done> done_;
+  bool woken_ = false;
+  bool stop_ = false;
+  std::vector<std::thread> workers_;  // last: they use everything above
+};
+
+}  // namespace
+
+std::unique_ptr<Executor> make_threads_executor(const ExecutorConfig& config) {
+  return std::make_unique<ThreadsExecutor>(config);
+}
+
+}  // namespace gio

@@ -1,0 +1,131 @@
+// How many commands per second one submitter gets through one queue pair.
+#include <time.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <vector>
+
+#include "controller.h"
+
+namespace gio {
+
+namespace {
+
+constexpr u64 kSilenceNs = 10'000'000'000;  // without a completion
+constexpr u32 kReapMax = 32;
+
+u64 monotonic_ns() {
+  timespec now;
+  clock_gettime(CLOCK_MONOTONIC, &now);
+  return static_cast<u64>(now.tv_sec) * 1'000'000'000 + static_cast<u64>(now.tv_nsec);
+}
+
+struct Reads {
+  u64 address;
+  u64 nbytes;  // of the memory that is read into, in rotation
+  u64 size_nlb;
+  u32 nlb;
+  u32 lba_shift;
+};
+
+Sqe read_command(const Reads& reads, u64 number, u32 cid) {
+  const u64 transfer_nbytes = static_cast<u64>(reads.nlb) << reads.lba_shift;
+  const u64 slba = number % (reads.size_nlb / reads.nlb) * reads.nlb;
+  Sqe sqe = {};
+  sqe.cdw0 = make_cdw0(kRead, kPsdtSgl, cid);
+  sqe.nsid = 1;
+  sqe.dptr[0] = reads.address + number % (reads.nbytes / transfer_nbytes) * transfer_nbytes;
+  sqe.dptr[1] = transfer_nbytes;  // one data block
+  sqe.cdw10 = static_cast<u32>(slba);
+  sqe.cdw11 = static_cast<u32>(slba >> 32);
+  sqe.cdw12 = reads.nlb - 1;
+  return sqe;
+}
+
+// Commands in flight, oldest first: a ring of CIDs.
+struct Flight {
+  explicit Flight(u32 depth) : cids(depth), mask(depth - 1) {}
+  u32 size() const { return static_cast<u32>(submitted - finished); }
+
+  std::vector<u32> cids;
+  u32 mask;
+  u64 submitted = 0;
+  u64 finished = 0;
+};
+
+u32 submit(QueuePair* qp, const Reads& reads, u64 commands, u32 batch, Flight* flight) {
+  u32 n = 0;
+  for (; n < batch && flight->submitted < commands; ++n) {
+    const u32 cid = cid_acquire(qp);  // pairs with cid_release in finish
+    if (cid == kNoCid) break;
+    sq_enqueue(qp, read_command(reads, flight->submitted, cid));
+    flight->cids[flight->submitted++ & flight->mask] = cid;
+  }
+  if (n != 0) sq_ring<WordDoorbell>(qp);
+  return n;
+}
+
+// Gives back the CIDs of the oldest commands that are complete.  Returns the first error.
+u32 finish(QueuePair* qp, Flight* flight) {
+  u32 error = kOk;
+  while (flight->size() != 0) {  // bounded: each turn finishes one command
+    const u32 cid = flight->cids[flight->finished & flight->mask];
+    const u32 word = completion(qp, cid);
+    if (word == 0) break;
+    if (error == kOk) error = word & ~kCompleted;
+    cid_release(qp, cid);  // pairs with cid_acquire in submit
+    ++flight->finished;
+  }
+  return error;
+}
+
+// 0, -EIO for a command that failed, -ETIMEDOUT when the controller fell silent.
+int read_all(QueuePair* qp, const Reads& reads, u64 commands, u32 batch) {
+  Flight flight(qp->depth);
+  u64 deadline_ns = monotonic_ns() + kSilenceNs;
+  u32 idle = 0;
+  while (flight.finished < commands) {  // bounded by deadline_ns
+    const u32 room = qp->depth - 1 - flight.size();
+    u32 done = 0;
+    if (room >= std::min(batch, qp->depth - 1)) {
+      done += submit(qp, reads, commands, batch, &flight);
+    }
+    done += cq_reap<WordDoorbell>(qp, kReapMax);
+    if (finish(qp, &flight) != kOk) return -EIO;
+    if (done != 0) {
+      idle = 0;
+      continue;
+    }
+    __builtin_ia32_pause();
+    if (++idle % 4096 == 1) {
+      const u64 now_ns = monotonic_ns();
+      if (idle == 1) deadline_ns = now_ns + kSilenceNs;
+      if (now_ns > deadline_ns) return -ETIMEDOUT;
+    }
+  }
+  return 0;
+}
+
+}  // namespace
+
+}  // namespace gio
+
+// Reads `commands` times `nlb` blocks of namespace 1 into the registered memory at `address`, with
+// one doorbell per `batch`; the caller's thread submits, a thread of the controller executes.
+// After -ETIMEDOUT commands are still outstanding: reset the controller.
+TUTTI_API int gio_ring_bench(gio::Controller* controller, gio::QueuePair* qp, uint64_t commands,
+                             uint32_t batch, uint64_t address, uint64_t nbytes, uint32_t nlb,
+                             double* seconds) {
+  const gio::Reads reads = {address, nbytes, controller->namespace_nlb(1), nlb,
+                            controller->info.lba_shift};
+  const gio::u64 transfer_nbytes = static_cast<gio::u64>(nlb) << reads.lba_shift;
+  if (batch == 0 || nlb == 0 || nlb > gio::kNlbMax || nlb > reads.size_nlb) return -EINVAL;
+  if (transfer_nbytes > nbytes) return -EINVAL;
+  int status = controller->start();
+  if (status != 0) return status;
+  const gio::u64 begin_ns = gio::monotonic_ns();
+  status = gio::read_all(qp, reads, commands, batch);
+  *seconds = static_cast<double>(gio::monotonic_ns() - begin_ns) * 1e-9;
+  controller->stop();
+  return status;
+}

@@ -1,0 +1,53 @@
+"""Files for members: real blocks, clear refusals."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from pathlib import Path
+
+import pytest
+
+from tutti.errors import CapacityError, PoolInUse, PoolNotFound
+from tutti.gio_uring.controller_file import allocate_file
+from tutti.units import KiB, MiB
+
+
+@pytest.mark.parametrize("prewrite", [False, True])
+def test_allocate_makes_real_blocks(tmp_path: Path, prewrite: bool) -> None:
+    steps: list[tuple[int, int]] = []
+    nbytes = 9 * MiB + 512
+
+    def progress(done: int, total: int) -> None:
+        steps.append((done, total))
+
+    allocate_file(tmp_path / "a", nbytes, prewrite=prewrite, progress=progress)
+    assert (tmp_path / "a").stat().st_size == nbytes
+    assert (tmp_path / "a").stat().st_blocks * 512 >= nbytes
+    assert steps == sorted(steps)
+    assert steps[-1] == (nbytes, nbytes)
+    assert len(steps) == (3 if prewrite else 1)
+    assert not any((tmp_path / "a").read_bytes())
+
+
+def test_allocate_keeps_what_is_there(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(b"q" * 10_000)
+    allocate_file(tmp_path / "a", 20_000)
+    assert (tmp_path / "a").read_bytes() == b"q" * 10_000 + bytes(10_000)
+    allocate_file(tmp_path / "a", 5_000)
+    assert (tmp_path / "a").read_bytes() == b"q" * 5_000
+
+
+def test_allocate_refuses(tmp_path: Path) -> None:
+    free = os.statvfs(tmp_path).f_bavail * os.statvfs(tmp_path).f_frsize
+    for nbytes in (2 * free + 64 * MiB, 1 << 62):
+        with pytest.raises(CapacityError, match="no room for"):
+            allocate_file(tmp_path / "huge", nbytes)
+        assert not (tmp_path / "huge").exists()
+    with pytest.raises(PoolNotFound, match="folder"):
+        allocate_file(tmp_path / "none" / "a", KiB)
+    with (tmp_path / "locked").open("wb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        with pytest.raises(PoolInUse):
+            allocate_file(tmp_path / "locked", MiB, prewrite=True)
+    assert (tmp_path / "locked").stat().st_size == 0

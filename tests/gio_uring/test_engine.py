@@ -1,0 +1,234 @@
+"""The host engine over a memory controller: layers in order, digests, gates, time-outs."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import xxhash
+
+from tutti.errors import DeviceTimeout, PoolClosed
+from tutti.gio_uring.controller_memory import Faults, MemoryController
+from tutti.gio_uring.engine import Engine, Extents, Job
+from tutti.gio_uring.iocb import PagedMemory
+from tutti.gio_uring.memory import HostBuffer
+from tutti.gio_uring.nvme_spec import (
+    OPCODE_READ,
+    OPCODE_WRITE,
+    STATUS_CANCELLED,
+    STATUS_DIGEST_MISMATCH,
+    STATUS_TIMED_OUT,
+    STATUS_UNRECOVERED_READ,
+)
+
+SEGMENTS = (6000, 2500)  # padded to three blocks of 4096
+SLICE_NLB = 3
+LAYERS = 3
+PAGES = 12
+
+
+class Rig:
+    """A controller, an engine, and paged memory of two segments in three layers."""
+
+    def __init__(self, *, use_sgl: bool = True, inflight_max: int = 8) -> None:
+        self.controller = MemoryController([8 << 20])
+        self.engine = Engine(
+            self.controller,
+            depth=16,
+            inflight_max=inflight_max,
+            command_nbytes_max=8 * 4096,
+            use_sgl=use_sgl,
+        )
+        self.buffer = HostBuffer(LAYERS * PAGES * 12288)
+        self.region = self.controller.register(self.buffer)
+        layer = np.arange(LAYERS, dtype=np.uint64)[:, None] * np.uint64(PAGES * 12288)
+        bases = np.uint64(self.buffer.address) + layer + np.array([0, 8192], np.uint64)
+        self.memory = PagedMemory(bases, (12288, 12288), SEGMENTS, PAGES)
+
+    def close(self) -> None:
+        self.engine.close(5)
+        self.region.close()
+        self.controller.close()
+
+    def segment(self, page: int, layer: int, k: int) -> np.ndarray:
+        start = int(self.memory.bases[layer, k]) - self.buffer.address + page * 12288
+        return self.buffer.array[start : start + SEGMENTS[k]]
+
+    def slice_bytes(self, page: int, layer: int) -> bytes:
+        return b"".join(self.segment(page, layer, k).tobytes() for k in range(2))
+
+    def submit(self, opcode: int, pages: list[int], **options: object) -> Job:
+        """Runs of three and the rest, at LBA 10 and 200, layers 400 blocks apart."""
+        counts = [min(3, len(pages)), max(0, len(pages) - 3)]
+        extents = Extents([10, 200], [1, 1], counts, SLICE_NLB, 400)
+        numbers = self.memory.check_pages(pages)
+        return self.engine.submit(opcode, extents, numbers, self.memory, **options)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def rig() -> Iterator[Rig]:
+    made = Rig()
+    yield made
+    made.close()
+
+
+def test_pages_travel_by_runs(rig: Rig, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    rig.buffer.array[:] = rng.integers(0, 256, rig.buffer.nbytes, dtype=np.uint8)
+    sent = [rig.slice_bytes(page, layer) for layer in range(LAYERS) for page in (1, 4, 2, 7, 0)]
+    digests = np.zeros((5, LAYERS), np.uint64)
+    job = rig.submit(OPCODE_WRITE, [1, 4, 2, 7, 0], digests=digests)
+    assert job.wait_released(5)
+    assert job.report().status == 0
+    expected = [xxhash.xxh3_64_intdigest(content) for content in sent]
+    assert digests.T.reshape(-1).tolist() == expected
+    rig.buffer.array[:] = 0
+    job = rig.submit(OPCODE_READ, [5, 6, 11, 3, 8], digests=digests, compare=True)
+    for layer in range(LAYERS):
+        assert job.wait_layers(layer + 1, 5)
+    assert not job.page_status.any()
+    back = [rig.slice_bytes(page, layer) for layer in range(LAYERS) for page in (5, 6, 11, 3, 8)]
+    assert back == sent
+    # The padding of the medium never touches engine memory.
+    assert not rig.buffer.array[6000:8192].any()
+
+
+def test_layers_become_ready_in_order(rig: Rig) -> None:
+    rig.controller.set_faults(
+        Faults(seed=5, delay_ppm=500_000, delay_turns=20, reorder_ppm=300_000)
+    )
+    job = rig.submit(OPCODE_READ, list(range(PAGES)))
+    seen = []
+    deadline = time.monotonic() + 10
+    while not (report := job.report()).done and time.monotonic() < deadline:
+        seen.append(int(report.layers_ready))
+    assert job.wait_layers(LAYERS, 5)
+    assert seen == sorted(seen)
+
+
+def test_a_digest_that_differs_marks_its_page(rig: Rig) -> None:
+    digests = np.zeros((5, LAYERS), np.uint64)
+    rig.submit(OPCODE_WRITE, [0, 1, 2, 3, 4], digests=digests).wait_released(5)
+    digests[3, 1] ^= np.uint64(1)
+    job = rig.submit(OPCODE_READ, [0, 1, 2, 3, 4], digests=digests, compare=True)
+    assert job.wait_layers(LAYERS, 5)
+    assert job.page_status.tolist() == [0, 0, 0, STATUS_DIGEST_MISMATCH, 0]
+
+
+def test_a_gate_holds_readiness_back(rig: Rig) -> None:
+    digests = np.zeros((4, LAYERS), np.uint64)
+    rig.submit(OPCODE_WRITE, [0, 1, 2, 3], digests=digests).wait_released(5)
+    late = np.zeros_like(digests)
+    job = rig.submit(OPCODE_READ, [0, 1, 2, 3], digests=late, compare=True, gated=True)
+    assert not job.wait_layers(1, 0.1)
+    late[:] = digests
+    job.open_gate()
+    assert job.wait_layers(LAYERS, 5)
+    assert not job.page_status.any()
+
+
+def test_a_gate_that_never_opens_does_not_stop_close() -> None:
+    rig = Rig()
+    digests = np.zeros((4, LAYERS), np.uint64)
+    job = rig.submit(OPCODE_READ, [0, 1, 2, 3], digests=digests, compare=True, gated=True)
+    rig.close()
+    assert job.report().released
+    assert (job.page_status == STATUS_CANCELLED).all()
+
+
+def test_a_failed_command_marks_its_run_only(rig: Rig) -> None:
+    rig.controller.fault_range(1, 200 + 400, 1, OPCODE_READ, STATUS_UNRECOVERED_READ)
+    job = rig.submit(OPCODE_READ, [0, 1, 2, 3, 4])
+    assert job.wait_released(5)
+    bad = STATUS_UNRECOVERED_READ
+    assert job.page_status.tolist() == [0, 0, 0, bad, bad]
+
+
+def test_cancel_ends_a_job(rig: Rig) -> None:
+    rig.controller.set_faults(Faults(stall_from=1))
+    job = rig.submit(OPCODE_READ, list(range(PAGES)), timeout_s=30.0)
+    job.cancel()
+    rig.controller.set_faults(Faults())
+    rig.controller.release()
+    assert job.wait_released(5)
+
+
+@pytest.mark.parametrize("inflight_max", [1, 8])
+def test_a_stuck_controller_releases_waiters_and_keeps_memory(inflight_max: int) -> None:
+    rig = Rig(inflight_max=inflight_max)
+    rig.controller.set_faults(Faults(stall_from=1))
+    jobs = [rig.submit(OPCODE_READ, list(range(PAGES)), timeout_s=0.1) for _ in range(3)]
+    for job in jobs:
+        assert job.wait_layers(LAYERS, 5)
+        assert (job.page_status == STATUS_TIMED_OUT).all()
+    assert not jobs[0].report().released
+    rig.engine.reset(5)
+    for job in jobs:
+        assert job.wait_released(5)
+    rig.controller.set_faults(Faults())
+    again = rig.submit(OPCODE_READ, [0])
+    assert again.wait_released(5)
+    assert again.report().status == 0
+    rig.close()
+
+
+def test_many_threads_submit(rig: Rig, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    rig.controller.set_faults(Faults(seed=seed, delay_ppm=200_000, reorder_ppm=200_000))
+    bad: list[int] = []
+
+    def work(count: int) -> None:
+        for _ in range(count):
+            if not rig.submit(OPCODE_READ, list(range(PAGES))).wait_released(10):
+                bad.append(1)
+
+    threads = [
+        threading.Thread(target=work, args=(int(n),)) for n in rng.integers(5, 25, 4).tolist()
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert not bad
+
+
+def test_prp_pages_must_be_aligned_and_sgl_need_not() -> None:
+    """Segments that end inside a page cannot be named by PRP: a status, and staging is needed."""
+    rig = Rig(use_sgl=False)
+    job = rig.submit(OPCODE_WRITE, [0, 1])
+    assert job.wait_released(5)
+    assert job.page_status.all()
+    rig.close()
+
+
+def test_callbacks_come_after_release(rig: Rig) -> None:
+    called = threading.Event()
+    job = rig.submit(OPCODE_READ, [0], on_released=lambda _: called.set())
+    assert called.wait(5)
+    assert job.report().released
+    again = threading.Event()
+    job.on_released(lambda _: again.set())  # too late to wait for: called at once
+    assert again.is_set()
+
+
+def test_a_closed_engine_refuses_work() -> None:
+    rig = Rig()
+    rig.close()
+    rig.engine.close()
+    with pytest.raises(PoolClosed):
+        rig.submit(OPCODE_READ, [0])
+
+
+def test_an_engine_whose_device_is_lost_says_so() -> None:
+    rig = Rig()
+    rig.controller.set_faults(Faults(stall_from=1, reset_fails=True))
+    job = rig.submit(OPCODE_READ, [0], timeout_s=0.1)
+    assert job.wait_layers(LAYERS, 5)
+    with pytest.raises(DeviceTimeout, match="reset"):
+        rig.engine.close(0.3)
+    assert not job.report().released
+    rig.controller.release()
+    assert job.wait_released(5)

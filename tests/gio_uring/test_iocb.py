@@ -1,0 +1,75 @@
+"""Runs cut into commands: every block once, in order, within the limits."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tutti.errors import ConfigError, PageRangeError
+from tutti.gio_uring.iocb import PagedMemory, flat_memory, split_runs
+
+LBA_NBYTES = 4096
+
+
+@given(
+    counts=st.lists(st.integers(1, 40), min_size=0, max_size=8),
+    slice_nlb=st.integers(1, 70),
+    nlb_max=st.integers(1, 64),
+    slices_max=st.integers(1, 20),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_commands_cover_every_block_once(
+    counts: list[int], slice_nlb: int, nlb_max: int, slices_max: int, seed: int
+) -> None:
+    rng = np.random.default_rng(seed)
+    slba = rng.integers(0, 2**40, len(counts)).astype(np.uint64)
+    nsid = rng.integers(1, 5, len(counts))
+    runs = split_runs(
+        slba,
+        nsid,
+        counts,
+        slice_nlb=slice_nlb,
+        lba_nbytes=LBA_NBYTES,
+        command_nlb_max=nlb_max,
+        command_slices_max=slices_max,
+    )
+    expected = [  # (namespace, lba, page, block inside the slice)
+        (int(nsid[i]), int(slba[i]) + s * slice_nlb + b, sum(counts[:i]) + s, b)
+        for i, count in enumerate(counts)
+        for s in range(count)
+        for b in range(slice_nlb)
+    ]
+    found = []
+    for run in runs:
+        assert 1 <= run["nlb"] <= nlb_max
+        first, skip = int(run["first"]), int(run["skip"]) // LBA_NBYTES
+        assert int(run["skip"]) % LBA_NBYTES == 0
+        assert skip == 0 or slice_nlb > nlb_max
+        blocks = [divmod(skip + b, slice_nlb) for b in range(int(run["nlb"]))]
+        assert blocks[-1][0] < slices_max
+        found += [
+            (int(run["nsid"]), int(run["slba"]) + i, first + page, block)
+            for i, (page, block) in enumerate(blocks)
+        ]
+    assert found == expected
+
+
+def test_page_numbers_are_checked() -> None:
+    memory = flat_memory(1 << 20, 4096, 10)
+    assert memory.check_pages([0, 9]).dtype == np.uint32
+    assert memory.check_pages([]).size == 0
+    for bad in ([10], [-1], [[0]], [0.0], ["0"], [2**40]):
+        with pytest.raises(PageRangeError):
+            memory.check_pages(bad)
+
+
+def test_memory_must_fit_its_segments() -> None:
+    bases = np.zeros((2, 2), np.uint64)
+    with pytest.raises(ConfigError, match="shape"):
+        PagedMemory(bases, (1,), (1,), 1)
+    with pytest.raises(ConfigError, match="stride"):
+        PagedMemory(bases, (1,), (1, 1), 1)
+    with pytest.raises(ConfigError, match="segments"):
+        PagedMemory(np.zeros((1, 5), np.uint64), (1,) * 5, (1,) * 5, 1)

@@ -1,0 +1,89 @@
+"""Declares the ring functions of the native library: everything whose name starts with `gio_`."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from functools import cache
+from typing import Any
+
+from tutti import native
+from tutti.errors import NativeError, TuttiError
+
+_P = ctypes.c_void_p
+_I = ctypes.c_int
+_U32 = ctypes.c_uint32
+_U64 = ctypes.c_uint64
+
+_PROTOTYPES: dict[str, tuple[Any, tuple[Any, ...]]] = {
+    # controller.h
+    "gio_controller_info": (_I, (_P, _P)),
+    "gio_controller_namespace_nlb": (_U64, (_P, _U32)),
+    "gio_controller_register": (_I, (_P, _U64, _U64)),
+    "gio_controller_unregister": (_I, (_P, _U64)),
+    "gio_controller_regions": (_U64, (_P,)),
+    "gio_controller_attach": (_I, (_P, _P)),
+    "gio_controller_service": (_U32, (_P, _U64)),
+    "gio_controller_start": (_I, (_P,)),
+    "gio_controller_stop": (None, (_P,)),
+    "gio_controller_reset": (_I, (_P, _U64)),
+    "gio_controller_destroy": (None, (_P,)),
+    # controller_memory.h
+    "gio_memory_controller_create": (_I, (_P, _P)),
+    "gio_memory_controller_medium": (_P, (_P, _U32)),
+    "gio_memory_controller_faults": (None, (_P, _P)),
+    "gio_memory_controller_fault_range": (None, (_P, _P)),
+    "gio_memory_controller_release": (None, (_P,)),
+    "gio_memory_controller_power_cut": (None, (_P, _U64)),
+    "gio_memory_controller_stats": (None, (_P, _P)),
+    "gio_memory_controller_now_ns": (_U64, (_P,)),
+    "gio_memory_controller_advance": (None, (_P, _U64)),
+    # queue_pair.cpp
+    "gio_qp_cid_acquire": (_U32, (_P,)),
+    "gio_qp_cid_release": (None, (_P, _U32)),
+    "gio_qp_sq_enqueue": (None, (_P, _P)),
+    "gio_qp_sq_ring": (None, (_P,)),
+    "gio_qp_cq_reap": (_U32, (_P, _U32)),
+    "gio_qp_completion": (_U32, (_P, _U32)),
+    "gio_queue_sq_fetch": (_I, (_P, _P)),
+    "gio_queue_cq_post": (_I, (_P, _U32, _U32)),
+    # engine.h
+    "gio_engine_create": (_P, (_P, _P, _U64, _U32, _U32)),
+    "gio_engine_submit": (_P, (_P, _P)),
+    "gio_engine_next": (_U64, (_P, _U64)),
+    "gio_engine_reset": (_I, (_P, _U64)),
+    "gio_engine_stop": (_I, (_P, _U64)),
+    "gio_engine_stats": (None, (_P, _P)),
+    "gio_engine_destroy": (None, (_P,)),
+    "gio_job_wait_layers": (_I, (_P, _P, _U32, _U64)),
+    "gio_job_wait_released": (_I, (_P, _P, _U64)),
+    "gio_job_open_gate": (None, (_P, _P)),
+    "gio_job_cancel": (None, (_P, _P)),
+    "gio_job_report": (None, (_P, _P)),
+    "gio_job_free": (None, (_P,)),
+    # ring_bench.cpp
+    "gio_ring_bench": (_I, (_P, _P, _U64, _U32, _U64, _U64, _U32, _P)),
+}
+
+
+@cache
+def lib() -> ctypes.CDLL:
+    """The native library with the types of its ring functions declared.
+
+    Raises NativeError when it lacks one: it was built from other sources than these.
+    """
+    library = native.lib()
+    for name, (result, arguments) in _PROTOTYPES.items():
+        function = getattr(library, name, None)
+        if function is None:
+            message = f"the native library has no function {name}; run `make install` to rebuild it"
+            raise NativeError(message)
+        function.restype = result
+        function.argtypes = arguments
+    return library
+
+
+def check(result: int, what: str, remedy: str, error: type[TuttiError] = NativeError) -> None:
+    """Raise `error` when `result` is a negative errno, naming what failed and what to do."""
+    if result < 0:
+        raise error(f"{what}: {os.strerror(-result)}; {remedy}")

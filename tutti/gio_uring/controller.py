@@ -1,0 +1,245 @@
+"""What executes NVMe commands, as Python sees it: the lowest seam.
+
+`Controller` is the protocol that everything above relies on; `NativeController` implements it for
+controllers that live in the native library. Memory that a controller may still write is never
+freed: what could not be reset stays reserved until the process ends.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+from dataclasses import dataclass
+from typing import Any, Protocol, Self
+
+from tutti.errors import ConfigError, DeviceTimeout, NativeError
+from tutti.gio_uring import _native
+from tutti.gio_uring.memory import DmaRegion, address_of
+from tutti.gio_uring.queue_pair import QueuePair
+from tutti.units import format_nbytes
+
+HAS_FUA = 1
+HAS_DEALLOCATE = 2
+HAS_VOLATILE_CACHE = 4
+HAS_PRP = 8
+
+_CLOSE_TIMEOUT_S = 5.0
+
+#: (handle, memory) of controllers that could not be reset: they may still write there.
+_STUCK: list[object] = []
+
+
+class ControllerInfoStruct(ctypes.LittleEndianStructure):
+    """`gio::ControllerInfo`."""
+
+    _fields_ = tuple(
+        (name, ctypes.c_uint32)
+        for name in (
+            "lba_shift",
+            "namespaces",
+            "mdts_nbytes",
+            "sgl_descriptors",
+            "flags",
+            "depth_max",
+        )
+    )
+
+
+@dataclass(frozen=True)
+class ControllerInfo:
+    """What a controller can do.
+
+    lba_shift: log2 of the block size. namespaces: nsid 1 to this exist, of namespace_nlb[nsid - 1]
+    blocks. mdts_nbytes: largest transfer of one command. sgl_descriptors: most that one command
+    may have, 0 for PRP only. flags: HAS_*. depth_max: deepest queue pair.
+    """
+
+    lba_shift: int
+    namespaces: int
+    mdts_nbytes: int
+    sgl_descriptors: int
+    flags: int
+    depth_max: int
+    namespace_nlb: tuple[int, ...]
+
+    @property
+    def lba_nbytes(self) -> int:
+        return 1 << self.lba_shift
+
+
+class Controller(Protocol):
+    """What every controller offers."""
+
+    @property
+    def info(self) -> ControllerInfo:
+        """What it can do."""
+
+    def register(self, buffer: Any) -> DmaRegion:
+        """Let commands name a buffer's memory; see `memory.address_of` for what is taken."""
+
+    def create_queue_pair(self, depth: int) -> QueuePair:
+        """A queue pair of `depth` entries, of which depth-1 may be in flight."""
+
+    def reset(self, timeout_s: float) -> None:
+        """End every outstanding command. Raises DeviceTimeout; then memory stays reserved."""
+
+    def close(self) -> None:
+        """Let go of the device. Raises ConfigError while regions are registered."""
+
+
+class NativeController:
+    """A controller in the native library; a context manager.
+
+    One thread at a time drives it: whoever calls `service`, an engine, or the thread that `start`
+    makes. `handle` is the native object, for engines and benchmarks.
+    """
+
+    def __init__(self, handle: int) -> None:
+        self.handle = handle
+        self._lib = _native.lib()
+        self._buffers: dict[int, Any] = {}  # registered, by address
+        self._queue_pairs: list[QueuePair] = []
+        self._rings: list[object] = []
+        self._is_started = False
+        self.info = self._read_info()
+        # What the native side may touch lives at least until it has been destroyed.
+        self._finalizer = weakref.finalize(self, _abandon, handle, self._buffers, self._rings)
+
+    def _read_info(self) -> ControllerInfo:
+        raw = ControllerInfoStruct()
+        self._lib.gio_controller_info(self.handle, ctypes.byref(raw))
+        fields = {field[0]: int(getattr(raw, field[0])) for field in ControllerInfoStruct._fields_}
+        sizes = tuple(
+            int(self._lib.gio_controller_namespace_nlb(self.handle, nsid + 1))
+            for nsid in range(raw.namespaces)
+        )
+        return ControllerInfo(namespace_nlb=sizes, **fields)
+
+    @property
+    def is_started(self) -> bool:
+        """Whether a thread of the controller's own serves the queues."""
+        return self._is_started
+
+    @property
+    def is_closed(self) -> bool:
+        return not self._finalizer.alive
+
+    def register(self, buffer: Any) -> DmaRegion:
+        """Let commands name a buffer's memory; its DMA address is its address.
+
+        Raises ConfigError for memory that is unsuitable or overlaps a registered region.
+        """
+        self._check_open()
+        address, nbytes = address_of(buffer)
+        what = f"cannot register {format_nbytes(nbytes)} at {address:#x}"
+        remedy = "register memory once, and close overlapping regions first"
+        result = self._lib.gio_controller_register(self.handle, address, nbytes)
+        _native.check(result, what, remedy, ConfigError)
+        self._buffers[address] = buffer
+        return DmaRegion(buffer, address, self._unregister)
+
+    def _unregister(self, region: DmaRegion) -> None:
+        if not self.is_closed:
+            self._lib.gio_controller_unregister(self.handle, region.address)
+            del self._buffers[region.address]
+
+    def create_queue_pair(self, depth: int) -> QueuePair:
+        """A queue pair with nothing in flight, perhaps one of this depth that was closed.
+
+        Its rings are not registered memory: no transfer can name them.
+        Raises ConfigError for an unacceptable depth, too many queue pairs, or after `start`.
+        """
+        self._check_open()
+        for queue_pair in self._queue_pairs:
+            idle = queue_pair.is_closed and queue_pair.inflight == 0
+            if idle and queue_pair.depth == depth:
+                queue_pair.is_closed = False
+                return queue_pair
+        queue_pair = QueuePair(depth, len(self._queue_pairs) + 1, owner=self)
+        result = self._lib.gio_controller_attach(self.handle, queue_pair.struct_address)
+        remedy = (
+            f"use a power of two up to {self.info.depth_max}, at most 64 queue pairs, and create"
+            " them before start()"
+        )
+        _native.check(result, f"cannot create a queue pair of depth {depth}", remedy, ConfigError)
+        self._queue_pairs.append(queue_pair)
+        self._rings.append(queue_pair.memory)
+        return queue_pair
+
+    def service(self, timeout_s: float = 0.0) -> int:
+        """One turn of work in the caller's thread, sleeping at most `timeout_s` when idle.
+
+        Returns the number of completions posted. Does nothing while the controller is started.
+        """
+        self._check_open()
+        if self._is_started:
+            return 0
+        return int(self._lib.gio_controller_service(self.handle, int(timeout_s * 1e9)))
+
+    def start(self) -> None:
+        """Serve the queues on a thread of the controller's own. Raises NativeError if it does."""
+        self._check_open()
+        result = self._lib.gio_controller_start(self.handle)
+        _native.check(result, "cannot start the controller", "stop() it first")
+        self._is_started = True
+
+    def stop(self) -> None:
+        """End that thread; commands stay outstanding. Does nothing if there is none."""
+        if self._is_started and not self.is_closed:
+            self._lib.gio_controller_stop(self.handle)
+        self._is_started = False
+
+    def reset(self, timeout_s: float) -> None:
+        """End every outstanding command: its completion tells how.
+
+        Raises DeviceTimeout when something is still outstanding after `timeout_s`; everything
+        stays owned then, and the reset may be tried again.
+        """
+        self._check_open()
+        restarts = self._is_started
+        self.stop()
+        result = self._lib.gio_controller_reset(self.handle, int(timeout_s * 1e9))
+        if restarts:
+            self.start()
+        if result < 0:
+            raise DeviceTimeout(
+                f"the controller could not be reset within {timeout_s:g} s; its memory stays"
+                " reserved, try again or restart the process"
+            )
+
+    def close(self) -> None:
+        """Reset and free the controller; a second call does nothing.
+
+        Raises ConfigError while regions are registered, DeviceTimeout when the reset fails.
+        """
+        if self.is_closed:
+            return
+        if self._buffers:
+            raise ConfigError(
+                f"{len(self._buffers)} memory regions are still registered;"
+                " close them before the controller"
+            )
+        self.stop()
+        self.reset(_CLOSE_TIMEOUT_S)
+        if self._finalizer.detach() is not None:
+            self._lib.gio_controller_destroy(self.handle)
+
+    def _check_open(self) -> None:
+        if self.is_closed:
+            raise NativeError("the controller is closed; create a new one")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+
+def _abandon(handle: int, *memory: object) -> None:
+    """Ends a controller that nobody closed; what cannot be reset keeps its memory."""
+    lib = _native.lib()
+    lib.gio_controller_stop(handle)
+    if lib.gio_controller_reset(handle, int(_CLOSE_TIMEOUT_S * 1e9)) < 0:
+        _STUCK.append((handle, memory))
+        return
+    lib.gio_controller_destroy(handle)

@@ -1,0 +1,188 @@
+"""Memory that a controller may read and write: allocation on hugepages, addresses, regions.
+
+On virtual disks and behind an IOMMU every 4 KiB page of a transfer is a descriptor of its own, so
+what a buffer is backed by decides the bandwidth; `HostBuffer.backing` says what it got.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from tutti.errors import CapacityError, ConfigError
+from tutti.units import MiB, format_nbytes
+
+HUGEPAGE_NBYTES = 2 * MiB
+# linux/mman.h; the mmap module does not name these two.
+_MAP_HUGETLB = 0x40000
+_MADV_POPULATE_WRITE = 23
+_PRIVATE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+
+Bytes = npt.NDArray[np.uint8]
+
+
+class HostBuffer:
+    """Anonymous zeroed memory, freed when the last view of it is gone.
+
+    With `hugepages` it starts at a 2 MiB boundary and lies on hugetlb pages where some are
+    reserved, else on transparent hugepages where the kernel has them, and is touched at once.
+    `address` and `nbytes` describe it, `array` is uint8 of shape (nbytes,).
+
+    Raises CapacityError when there is not enough memory, ConfigError for a size below one byte.
+    """
+
+    def __init__(self, nbytes: int, *, hugepages: bool = True) -> None:
+        if nbytes < 1:
+            raise ConfigError(f"a buffer of {nbytes} bytes is impossible; ask for at least 1")
+        self.nbytes = nbytes
+        self._is_hugetlb = False
+        try:
+            self._mapping = self._map_hugetlb() if hugepages else None
+            if self._mapping is None:
+                # Private: shared memory gets transparent hugepages only where shmem_enabled says so.
+                length = nbytes + (HUGEPAGE_NBYTES if hugepages else 0)
+                self._mapping = mmap.mmap(-1, length, flags=_PRIVATE)
+        except OSError as error:
+            raise CapacityError(
+                f"cannot allocate {format_nbytes(nbytes)} of memory ({error.strerror});"
+                " use a smaller buffer or stop other programs"
+            ) from error
+        whole: Bytes = np.frombuffer(self._mapping, np.uint8)
+        start = -whole.ctypes.data % HUGEPAGE_NBYTES if hugepages else 0
+        self.array: Bytes = whole[start : start + nbytes]
+        self.address = int(self.array.ctypes.data)
+        if hugepages and not self._is_hugetlb:
+            self._advise(start)
+
+    def _map_hugetlb(self) -> mmap.mmap | None:
+        """Memory on reserved hugepages; None where there are not enough."""
+        flags = _PRIVATE | _MAP_HUGETLB
+        length = -(-self.nbytes // HUGEPAGE_NBYTES) * HUGEPAGE_NBYTES
+        try:
+            mapping = mmap.mmap(-1, length, flags=flags)
+        except OSError:
+            return None
+        self._is_hugetlb = True
+        return mapping
+
+    def _advise(self, start: int) -> None:
+        """Ask for transparent hugepages and touch them; a kernel that refuses costs speed alone."""
+        assert self._mapping is not None
+        length = -(-self.nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        for advice in (mmap.MADV_HUGEPAGE, _MADV_POPULATE_WRITE):
+            try:
+                self._mapping.madvise(advice, start, length)
+            except OSError:
+                return
+
+    @property
+    def backing(self) -> str:
+        """What most of the touched memory lies on: "hugetlb", "thp" or "pages"."""
+        if self._is_hugetlb:
+            return "hugetlb"
+        resident_kib, huge_kib = _mapped_kib(self.address)
+        return "thp" if huge_kib * 2 >= resident_kib > 0 else "pages"
+
+
+def allocate(nbytes: int, hugepages: bool = True) -> HostBuffer:
+    """A new `HostBuffer`."""
+    return HostBuffer(nbytes, hugepages=hugepages)
+
+
+def _mapped_kib(address: int) -> tuple[int, int]:
+    """(Rss, AnonHugePages) of the mapping around an address (proc(5), smaps); zeros if unknown."""
+    resident_kib = huge_kib = 0
+    inside = False
+    try:
+        lines = Path("/proc/self/smaps").read_text().splitlines()
+    except OSError:
+        return 0, 0
+    for line in lines:
+        head = line.split(maxsplit=2)
+        if not head[0].endswith(":"):
+            first, _, last = head[0].partition("-")
+            inside = int(first, 16) <= address < int(last, 16)
+        elif inside and head[0] == "Rss:":
+            resident_kib = int(head[1])
+        elif inside and head[0] == "AnonHugePages:":
+            huge_kib = int(head[1])
+    return resident_kib, huge_kib
+
+
+def address_of(buffer: Any) -> tuple[int, int]:
+    """(address, nbytes) of memory that a device may write.
+
+    Takes a HostBuffer, a numpy array, anything with `data_ptr()` (a torch tensor), anything with
+    the buffer protocol (bytearray, mmap, shared memory's `buf`), or the pair itself, whose memory
+    the caller keeps alive and unmoved.
+
+    Raises ConfigError for memory that is read-only, not contiguous or empty.
+    """
+    if isinstance(buffer, tuple):
+        address, nbytes = (int(part) for part in buffer)
+    elif isinstance(buffer, HostBuffer):
+        address, nbytes = buffer.address, buffer.nbytes
+    elif hasattr(buffer, "data_ptr"):
+        if not buffer.is_contiguous():
+            raise ConfigError("the tensor is not contiguous; pass a contiguous one")
+        address, nbytes = int(buffer.data_ptr()), int(buffer.numel() * buffer.element_size())
+    else:
+        address, nbytes = _address_of_view(buffer)
+    if address <= 0 or nbytes <= 0:
+        raise ConfigError("the buffer is empty; pass one of at least one byte")
+    return address, nbytes
+
+
+def _address_of_view(buffer: Any) -> tuple[int, int]:
+    try:
+        view = memoryview(buffer)
+    except TypeError as error:
+        kind = type(buffer).__name__
+        raise ConfigError(
+            f"cannot take the address of a {kind}; pass a numpy array, a tensor, a writable buffer"
+            " or (address, nbytes)"
+        ) from error
+    if view.readonly:
+        raise ConfigError("the buffer is read-only; pass a writable one")
+    if not view.c_contiguous:
+        raise ConfigError("the buffer is not C-contiguous; pass a contiguous one")
+    if view.nbytes == 0:
+        return 0, 0
+    return int(np.frombuffer(view, np.uint8).ctypes.data), view.nbytes
+
+
+class DmaRegion:
+    """Memory registered with one controller.
+
+    `dma` is the address under which commands name it. Holds the buffer and the controller, so
+    neither goes away before it. Close it when no command names the memory any more.
+    """
+
+    def __init__(self, buffer: Any, dma: int, unregister: Callable[[DmaRegion], None]) -> None:
+        self.buffer = buffer
+        self.address, self.nbytes = address_of(buffer)
+        self.dma = dma
+        self._unregister: Callable[[DmaRegion], None] | None = unregister
+
+    def close(self) -> None:
+        """Take the memory away from the controller; a second call does nothing."""
+        unregister, self._unregister = self._unregister, None
+        if unregister is not None:
+            unregister(self)
+
+    def __enter__(self) -> DmaRegion:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+
+def view_at(address: int, nbytes: int) -> Bytes:
+    """uint8 of shape (nbytes,) over memory at an address, which the caller keeps alive."""
+    return np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(address))

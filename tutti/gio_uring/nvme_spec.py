@@ -1,0 +1,119 @@
+"""The NVMe formats that gio_uring uses: queue entries, opcodes, status codes, SGL descriptors.
+
+Names and values are those of `kernels/include/gio_uring/nvme_spec.h`, which cites the
+specification; a test compiles that header and compares every layout and constant.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+_U8 = ctypes.c_uint8
+_U32 = ctypes.c_uint32
+_U64 = ctypes.c_uint64
+
+FUA = 1 << 30  # cdw12
+DSM_DEALLOCATE = 1 << 2  # cdw11
+DSM_RANGES_MAX = 256
+PAGE_NBYTES = 4096
+NLB_MAX = 1 << 16
+
+OPCODE_FLUSH = 0x00
+OPCODE_WRITE = 0x01
+OPCODE_READ = 0x02
+OPCODE_DATASET_MANAGEMENT = 0x09
+
+# What a command's data pointer is.
+PSDT_PRP = 0
+PSDT_SGL = 1
+
+# The last byte of an SGL descriptor: type and subtype.
+SGL_DATA_BLOCK = 0x00
+SGL_BIT_BUCKET = 0x10
+SGL_SEGMENT = 0x20
+SGL_LAST_SEGMENT = 0x30
+
+# Status code type << 8 | status code.
+STATUS_OK = 0x000
+STATUS_INVALID_OPCODE = 0x001
+STATUS_INVALID_FIELD = 0x002
+STATUS_DATA_TRANSFER_ERROR = 0x004
+STATUS_INTERNAL_ERROR = 0x006
+STATUS_ABORT_REQUESTED = 0x007
+STATUS_ABORTED_SQ_DELETION = 0x008
+STATUS_INVALID_NAMESPACE = 0x00B
+STATUS_INVALID_SGL_SEGMENT = 0x00D
+STATUS_INVALID_SGL_COUNT = 0x00E
+STATUS_SGL_LENGTH_INVALID = 0x00F
+STATUS_SGL_TYPE_INVALID = 0x011
+STATUS_INVALID_PRP_OFFSET = 0x013
+STATUS_LBA_OUT_OF_RANGE = 0x080
+STATUS_CAPACITY_EXCEEDED = 0x081
+STATUS_NAMESPACE_NOT_READY = 0x082
+STATUS_WRITE_FAULT = 0x280
+STATUS_UNRECOVERED_READ = 0x281
+STATUS_DIGEST_MISMATCH = 0x7C0
+STATUS_TIMED_OUT = 0x7C1
+STATUS_CANCELLED = 0x7C2
+
+
+class Sqe(ctypes.LittleEndianStructure):
+    """Submission queue entry, 64 bytes."""
+
+    _fields_ = (
+        ("cdw0", _U32),
+        ("nsid", _U32),
+        ("cdw2", _U32),
+        ("cdw3", _U32),
+        ("mptr", _U64),
+        ("dptr", _U64 * 2),
+        ("cdw10", _U32),
+        ("cdw11", _U32),
+        ("cdw12", _U32),
+        ("cdw13", _U32),
+        ("cdw14", _U32),
+        ("cdw15", _U32),
+    )
+
+
+class Cqe(ctypes.LittleEndianStructure):
+    """Completion queue entry, 16 bytes."""
+
+    _fields_ = (("result", _U32), ("reserved", _U32), ("sq", _U32), ("status", _U32))
+
+
+class SglDescriptor(ctypes.LittleEndianStructure):
+    """SGL descriptor, 16 bytes."""
+
+    _fields_ = (("address", _U64), ("nbytes", _U32), ("reserved", _U8 * 3), ("type", _U8))
+
+
+class DsmRange(ctypes.LittleEndianStructure):
+    """Dataset Management range, 16 bytes; `nlb` is not 0-based."""
+
+    _fields_ = (("attributes", _U32), ("nlb", _U32), ("slba", _U64))
+
+
+def make_cdw0(opcode: int, psdt: int, cid: int) -> int:
+    """The first dword of a command."""
+    return opcode | psdt << 14 | cid << 16
+
+
+def transfer_command(sqe: Sqe, opcode: int, nsid: int, slba: int, nlb: int, flags: int = 0) -> None:
+    """Fill a read or write of `nlb` blocks (1 to 65536) but for its data pointer.
+
+    Keeps the CID that `sqe` has; `flags` may be FUA.
+    """
+    assert 1 <= nlb <= NLB_MAX, "NLB has 16 bits and is 0-based"
+    cid = sqe.cdw0 >> 16
+    sqe.cdw0 = make_cdw0(opcode, PSDT_PRP, cid)
+    sqe.nsid = nsid
+    sqe.cdw10 = slba & 0xFFFFFFFF
+    sqe.cdw11 = slba >> 32
+    sqe.cdw12 = (nlb - 1) | flags
+
+
+def simple_command(sqe: Sqe, opcode: int, nsid: int) -> None:
+    """Fill a command without a transfer, such as FLUSH; keeps the CID that `sqe` has."""
+    sqe.cdw0 = make_cdw0(opcode, PSDT_PRP, sqe.cdw0 >> 16)
+    sqe.nsid = nsid
