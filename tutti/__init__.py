@@ -10,9 +10,28 @@ from __future__ import annotations
 from typing import Any
 
 __version__ = "0.1.0"
-__all__ = ["KVLayout", "ObjectStore", "__version__", "open"]
+__all__ = [
+    "HostPool",
+    "KVLayout",
+    "ObjectStore",
+    "StoreConfig",
+    "__version__",
+    "chain_keys",
+    "format",
+    "object_keys",
+    "open",
+]
 
-_EXPORTS = {"KVLayout": "tutti.layout", "ObjectStore": "tutti.store", "open": "tutti.store"}
+_EXPORTS = {
+    "HostPool": "tutti.host_pool",
+    "KVLayout": "tutti.layout",
+    "ObjectStore": "tutti.store",
+    "StoreConfig": "tutti.core",
+    "chain_keys": "tutti.keys",
+    "format": "tutti.store",
+    "object_keys": "tutti.keys",
+    "open": "tutti.store",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -1,0 +1,46 @@
+"""The documents say what is true: the README's program runs, the picture shows the code."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import numpy as np
+
+ROOT = Path(__file__).parent.parent
+#: Not in the picture: what every file uses, and what only the command line uses.
+_NOT_DRAWN = {"errors", "units", "clock", "native", "cli", "terminal", "fsck", "probe"}
+
+
+def test_the_readme_program_runs(tmp_path: Path) -> None:
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    assert len(blocks) == 1
+    program = blocks[0].replace("/nvme/pool.tutti", str(tmp_path / "pool.tutti"))
+    program = program.replace('"64GiB"', '"256MiB"').replace("pages=256", "pages=8")
+    tokens = np.arange(8 * 64 + 5)
+    for _ in range(2):  # the second time everything is there
+        exec(program, {"tokens": tokens, "__name__": "readme"})  # noqa: S102
+
+
+def test_the_picture_shows_the_modules() -> None:
+    text = (ROOT / "docs/architecture.md").read_text()
+    picture = text[text.index("```") : text.index("## Layers")]
+    drawn = set(re.findall(r"(?:gio_uring/|kernels/native/)?\b[a-z_]+\.(?:py|cpp|h)\b", picture))
+    names = {Path(name).name for name in drawn}
+    modules = {
+        path.stem
+        for path in (ROOT / "tutti").glob("*.py")
+        if path.stem != "__init__" and not path.stem.startswith("cli_")
+    }
+    for module in modules - _NOT_DRAWN:
+        assert f"{module}.py" in names, f"{module}.py is not in the picture of docs/architecture.md"
+    for name in names:
+        assert list(ROOT.glob(f"tutti/**/{name}")) + list(ROOT.glob(f"kernels/**/{name}")), (
+            f"docs/architecture.md draws {name}, which does not exist"
+        )
+
+
+def test_links_lead_somewhere() -> None:
+    for page in [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")]:
+        for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text()):
+            assert (page.parent / target).exists(), f"{page.name} links to {target}"
