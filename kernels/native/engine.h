@@ -138,6 +138,7 @@ class Engine {
   u32 list_nbytes_;
   u32 inflight_max_;
   u32 inflight_ = 0;
+  u32 inflight_late_ = 0;  // of priority 1 or lower
   u64 next_check_ns_ = 0;
   std::vector<Command> commands_;  // by CID
   std::vector<u32> active_;        // CIDs in flight
