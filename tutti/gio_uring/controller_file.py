@@ -7,6 +7,7 @@ Namespace i+1 is file i. Files are opened for direct I/O where their file system
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import fcntl
@@ -140,7 +141,7 @@ class FileMember:
             self._set_direct(direct, "it was opened so")
         else:
             self.fd = self._open(self.name, direct)
-        self._finalizer = weakref.finalize(self, os.close, self.fd)
+        self._finalizer = weakref.finalize(self, _unlock_and_close, self.fd)
         self.nbytes = self._size()
         if self.direct:
             self._find_alignment()
@@ -188,6 +189,10 @@ class FileMember:
     def _set_direct(self, direct: bool, reason: str) -> None:
         self.direct = direct
         self.buffered_reason = None if direct else reason
+
+    def lock(self) -> None:
+        """Makes this the only open file that is locked, until `close`. Raises PoolInUse."""
+        _lock(self.fd, self.name)
 
     def close(self) -> None:
         """A second call does nothing."""
@@ -424,11 +429,20 @@ def allocate_file(
         progress(nbytes, nbytes)
 
 
+def _unlock_and_close(fd: int) -> None:
+    # A ring lets go of its files some time after it was closed: closing alone would unlock late.
+    with contextlib.suppress(OSError):
+        fcntl.flock(fd, fcntl.LOCK_UN)
+    os.close(fd)
+
+
 def _lock(fd: int, name: str) -> None:
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
-        raise PoolInUse(f"another process uses {name}; close it first") from error
+        raise PoolInUse(
+            f"{name} is in use by another process or another store; close it there first"
+        ) from error
 
 
 def _reserve(fd: int, name: str, nbytes: int) -> None:

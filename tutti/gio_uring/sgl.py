@@ -1,7 +1,8 @@
 """Building a command's data pointer in Python: SGL or PRP.
 
 For control paths that issue a few commands; data paths use `kernels/include/gio_uring/sgl.h`.
-`Extent` is (address, nbytes) as the controller addresses memory. Lists are written into `ListMemory`, which must be registered with the controller.
+`Extent` is (address, nbytes) as the controller addresses memory. Lists are written into
+`ListMemory`, which must be registered with the controller.
 """
 
 from __future__ import annotations
