@@ -19,7 +19,7 @@ def test_the_readme_program_runs(tmp_path: Path) -> None:
     program = program.replace('"64GiB"', '"256MiB"').replace("pages=256", "pages=8")
     tokens = np.arange(8 * 64 + 5)
     for _ in range(2):  # the second time everything is there
-        exec(program, {"tokens": tokens, "__name__": "readme"})  # noqa: S102
+        exec(program, {"tokens": tokens, "__name__": "readme"})
 
 
 def test_the_picture_shows_the_modules() -> None:

@@ -14,7 +14,7 @@ from tutti.digest_cache import DigestCache
 from tutti.errors import ConfigError, DeviceTimeout, PoolClosed
 from tutti.eviction import EvictionPolicy, LeastRecentlyUsed
 from tutti.gio_uring.engine import Engine, Extents
-from tutti.index import Index
+from tutti.index import Index, SlotState
 from tutti.members import Members
 
 Slots = npt.NDArray[np.int64]
@@ -111,6 +111,22 @@ class Core:
             self.geometry.slice_nlb,
             self.geometry.layer_stride_nlb,
         )
+
+    @property
+    def unproven(self) -> int:
+        """Objects that must be verified before they are served."""
+        return int(np.count_nonzero(self.index.state == SlotState.UNPROVEN))
+
+    def unproven_keys(self, n: int) -> npt.NDArray[np.uint8]:
+        """Keys (<= n, 16) of unproven objects."""
+        with self.lock:
+            slots = np.flatnonzero(self.index.state == SlotState.UNPROVEN)[:n]
+            return self.index.key[slots].copy()
+
+    def proven_prefix(self, slots: Slots) -> int:
+        """How many of these slots come before the first unproven one."""
+        unproven = np.flatnonzero(self.index.state[slots] == SlotState.UNPROVEN)
+        return int(unproven[0]) if unproven.size else slots.size
 
     def begin(self) -> None:
         """Counts an operation in flight.  PoolClosed while closing.  Lock held."""

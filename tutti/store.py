@@ -27,15 +27,15 @@ from tutti.errors import (
     CapacityError,
     ConfigError,
     DeviceTimeout,
+    KeyMissing,
     KeySizeError,
-    PoolExists,
     PoolMismatch,
     PoolNotFound,
     TuttiError,
 )
 from tutti.geometry import Geometry
 from tutti.gio_uring.controller import NativeController
-from tutti.gio_uring.controller_file import FileController, allocate_file
+from tutti.gio_uring.controller_file import FileController
 from tutti.gio_uring.engine import Engine
 from tutti.gio_uring.memory import DmaRegion
 from tutti.host_pool import HostPool
@@ -44,13 +44,13 @@ from tutti.layout import KVLayout
 from tutti.loader import Loader
 from tutti.medium import Superblock
 from tutti.members import Members
+from tutti.pool_format import Paths, format, member_names
 from tutti.reclaim import Reclaimer
 from tutti.recovery import recover, write_snapshots
+from tutti.tails import Tails
 from tutti.tickets import LoadTicket, PutTicket
-from tutti.units import parse_nbytes
 from tutti.writer import PutRequest, Writer
 
-Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 Keys = npt.NDArray[np.uint8] | Sequence[bytes]
 
 #: Stores whose device could not be stopped: their memory is kept until the process ends.
@@ -80,10 +80,11 @@ class ObjectStore:
         self.config = config or StoreConfig()
         self._regions: dict[int, list[DmaRegion]] = {}
         self._pools: list[HostPool] = []
+        self._proving = threading.Lock()
         self._closed = False
         self.engine = engine or Engine(controller)
         self._io = BlockIo(self.engine, timeout_s=self.config.timeout_s)
-        self._parts: list[BlockIo | Reclaimer | Writer | Loader] = [self._io]
+        self._parts: list[BlockIo | Reclaimer | Writer | Tails | Loader] = [self._io]
         try:
             self.members = Members.open(self._io, self.engine, names, degraded=degraded)
             clean, found_as = self.members.clean, list(self.members.superblocks)
@@ -93,6 +94,8 @@ class ObjectStore:
             self._parts.append(self._reclaimer)
             self._writer = Writer(self._core, self._reclaimer)
             self._parts.append(self._writer)
+            self._tails = Tails(self._core, self._writer)
+            self._parts.append(self._tails)
             self._loader = Loader(self._core, self._reclaimer)
             self._parts.append(self._loader)
         except BaseException:
@@ -143,6 +146,9 @@ class ObjectStore:
             raise ConfigError("this memory is not registered with the store")
         if not self._core.wait_quiet(self.config.timeout_s):
             raise DeviceTimeout("transfers are still under way; the memory stays registered")
+        self._forget(pool)
+
+    def _forget(self, pool: HostPool) -> None:
         self._pools.remove(pool)
         for region in self._regions.pop(id(pool)):
             region.close()
@@ -155,11 +161,13 @@ class ObjectStore:
             HostPool.allocate(self.layout, pages, order=order, hugepages=hugepages)
         )
 
-    def match(self, keys: Keys, *, pin: bool = False) -> int:
+    def match(self, keys: Keys, *, pin: bool = False, proven: bool = False) -> int:
         """How many of ``keys``, from the first on without a gap, are in the pool.
 
         keys: uint8 (n, 16), or a list of 16-byte strings, in the order of the chain.
         pin: keep what was found from eviction during the next ``pin_lookups`` look-ups.
+        proven: count only objects that need no verification before they are served; after an
+        unclean close see ``prove``.
         Answers 0 while recovery runs.  Raises KeySizeError.
         """
         array = as_keys(keys)
@@ -169,6 +177,8 @@ class ObjectStore:
             if not core.ready:
                 return 0
             found = core.index.match(array, pin=pin)
+            if proven:
+                found = found[: core.proven_prefix(found)]
             core.counters.lookups += 1
             core.counters.looked_up += len(array)
             core.counters.hits += found.size
@@ -199,7 +209,7 @@ class ObjectStore:
         if depth < 0:
             raise ConfigError(f"depth is {depth}; it counts the pages before the first key")
         self._core.wait_ready(self.config.timeout_s)
-        return self._writer.put(PutRequest(array, numbers, memory, parent, depth))
+        return self._tails.put(PutRequest.chain(array, numbers, memory, parent, depth))
 
     def load(self, keys: Keys, pages: npt.ArrayLike, *, pool: HostPool | None = None) -> LoadTicket:
         """Starts to read objects into pages; layers become ready one after another.
@@ -211,6 +221,30 @@ class ObjectStore:
         _check_lengths(array, numbers)
         self._core.wait_ready(self.config.timeout_s)
         return self._loader.load(array, numbers, memory)
+
+    def prove(self, max_objects: int = 64, *, timeout_s: float = 60.0) -> int:
+        """Verifies up to ``max_objects`` objects that an unclean close left unproven.
+
+        Those that are whole are served like any other from then on, the others are quarantined.
+        Returns how many it looked at: 0 when none is left.  Raises DeviceTimeout.
+        """
+        self._core.wait_ready(timeout_s)
+        with self._proving:
+            keys = self._core.unproven_keys(max_objects)
+            if not len(keys):
+                return 0
+            pool = self.register(HostPool.allocate(self.layout, len(keys)))
+            try:
+                ticket = self.load(keys, np.arange(len(keys)), pool=pool)
+            except KeyMissing:  # one was evicted meanwhile
+                self._forget(pool)
+                return len(keys)
+            if not ticket.wait_settled(timeout_s):
+                raise DeviceTimeout(
+                    f"the objects were not read within {timeout_s:g} s; their memory stays in use"
+                )
+            self._forget(pool)
+            return len(keys)
 
     def clear(self, *, deallocate: bool = True) -> None:
         """Forgets every object; durable on return.
@@ -261,6 +295,7 @@ class ObjectStore:
             "bytes_written": int(engine.bytes_written),
             "bytes_written_per_byte_stored": engine.bytes_written / payload if payload else 0.0,
             "commands": int(engine.commands),
+            "jobs": int(engine.jobs),
             "timeouts": int(engine.timeouts),
             "engine_cpu_s": engine.thread_cpu_ns / 1e9,
             "digest_cpu_s": engine.digest_ns / 1e9,
@@ -277,13 +312,15 @@ class ObjectStore:
         self._closed = True
         timeout_s = self.config.timeout_s if timeout_s is None else timeout_s
         core = self._core
+        self._tails.stop(timeout_s)
         with core.lock:
             core.closing = True
             core.changed.notify_all()
         self._recovery.join(timeout_s)
         quiet = core.wait_quiet(timeout_s)
         try:
-            if quiet and core.ready:
+            # What is unproven stays so: a pool that has some is left as a crash leaves it.
+            if quiet and core.ready and not core.unproven:
                 self._mark_clean()
         finally:
             self._shut_down(timeout_s)
@@ -325,9 +362,7 @@ class ObjectStore:
         for part in self._parts:
             part.close()
         for pool in list(self._pools):
-            for region in self._regions.pop(id(pool)):
-                region.close()
-        self._pools.clear()
+            self._forget(pool)
         self.controller.close()
 
     def _shut_down_failed(self) -> None:
@@ -383,7 +418,7 @@ def open(
     Raises PoolNotFound, PoolMismatch, PoolInUse, PoolCorrupt, MemberMissing, CapacityError and
     others of tutti.errors.
     """
-    names = _names(paths)
+    names = member_names(paths)
     if not any(os.path.exists(name) for name in names):
         if capacity is None or layout is None:
             raise PoolNotFound(
@@ -393,6 +428,8 @@ def open(
     config = config or StoreConfig(verify=verify, durability=durability)
     controller = FileController(names, executor=executor)
     try:
+        for member in controller.members:
+            member.lock()
         store = ObjectStore(controller, names, config=config, degraded=degraded)
     except BaseException:
         controller.close()
@@ -405,62 +442,6 @@ def open(
             "format another pool"
         )
     return store
-
-
-def format(
-    paths: Paths,
-    layout: KVLayout,
-    capacity: int | str,
-    *,
-    force: bool = False,
-    prewrite: bool = False,
-    progress: Any = None,
-) -> Geometry:
-    """Makes a new, empty pool in files of ``capacity`` bytes in all.
-
-    force: overwrite files that exist.  prewrite: write them once, which spares the first puts
-    their journal commits; ``progress(done, total)`` is called in bytes.
-    Raises PoolExists, CapacityError (also for a full disk), LayoutError, PoolInUse.
-    """
-    names = _names(paths)
-    nbytes = parse_nbytes(capacity)
-    geometry = Geometry.plan(layout, nbytes // len(names), members=len(names))
-    for name in names:
-        if os.path.exists(name) and not force:
-            raise PoolExists(f"{name} exists; open it, or format with force to lose what it holds")
-    made: list[str] = []
-    try:
-        for name in names:
-            if not os.path.exists(name):
-                made.append(name)
-            allocate_file(name, geometry.member_nbytes, prewrite=prewrite, progress=progress)
-        _write_format(names, layout, geometry)
-    except BaseException:
-        for name in made:
-            if os.path.exists(name):
-                os.unlink(name)
-        raise
-    return geometry
-
-
-def _write_format(names: Sequence[str], layout: KVLayout, geometry: Geometry) -> None:
-    with FileController(names) as controller:
-        engine = Engine(controller)
-        io = BlockIo(engine)
-        try:
-            Members.format(io, engine, names, layout, geometry)
-        finally:
-            io.close()
-            engine.close()
-
-
-def _names(paths: Paths) -> list[str]:
-    if isinstance(paths, (str, os.PathLike)):
-        return [os.fspath(paths)]
-    names = [os.fspath(path) for path in paths]
-    if not names:
-        raise ConfigError("give at least one path")
-    return names
 
 
 def _check_lengths(keys: npt.NDArray[np.uint8], pages: npt.NDArray[np.uint32]) -> None:

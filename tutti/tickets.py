@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from enum import IntEnum
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -34,18 +35,25 @@ class PutResult:
     dropped: int
 
 
+class Outcome(IntEnum):
+    """What became of one key of a put."""
+
+    PENDING = 0
+    STORED = 1
+    PRESENT = 2
+    DROPPED = 3
+    FAILED = 4
+
+
 class PutTicket:
     """A put on its way.  The pages must not change before ``wait`` returned.  Thread-safe."""
 
     def __init__(self, keys: int) -> None:
-        self._keys = keys
         self._parts = 1  # the submission itself
         self._lock = threading.Lock()
         self._done = threading.Event()
         self._callbacks: list[Callable[[PutTicket], None]] = []
-        self.stored = 0
-        self.present = 0
-        self.dropped = 0
+        self.outcome: npt.NDArray[np.uint8] = np.full(keys, Outcome.PENDING, np.uint8)
         self.status: U32 = np.zeros(keys, np.uint32)
 
     @property
@@ -67,7 +75,8 @@ class PutTicket:
         failed = np.flatnonzero(self.status)
         if failed.size:
             raise _error(int(self.status[failed[0]]), failed, "put")
-        return PutResult(self.stored, self.present, self.dropped)
+        counts = np.bincount(self.outcome, minlength=len(Outcome)).tolist()
+        return PutResult(counts[Outcome.STORED], counts[Outcome.PRESENT], counts[Outcome.DROPPED])
 
     def on_done(self, callback: Callable[[PutTicket], None]) -> None:
         """Calls back once the outcome is known, on the engine's thread or at once."""
@@ -82,14 +91,14 @@ class PutTicket:
         with self._lock:
             self._parts += 1
 
-    def end_part(
-        self, *, stored: int = 0, failed: Rows | None = None, status: U32 | None = None
-    ) -> None:
+    def fail(self, rows: Rows, status: int | U32) -> None:
+        """These keys were not stored; ``status`` says why."""
+        self.outcome[rows] = Outcome.FAILED
+        self.status[rows] = status
+
+    def end_part(self) -> None:
         """A batch ended."""
         with self._lock:
-            self.stored += stored
-            if failed is not None and status is not None:
-                self.status[failed] = status
             self._parts -= 1
             if self._parts:
                 return

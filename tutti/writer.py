@@ -7,6 +7,7 @@ A batch is at most BLOCK_RECORDS pages, so a long put is a pipeline of batches.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -26,7 +27,7 @@ from tutti.index import MISSING, SlotState
 from tutti.medium import RecordState
 from tutti.reclaim import Reclaimer
 from tutti.record_table import BLOCK_RECORDS, RecordContent, RecordTable
-from tutti.tickets import PutTicket
+from tutti.tickets import Outcome, PutTicket
 
 Keys = npt.NDArray[np.uint8]
 Slots = npt.NDArray[np.int64]
@@ -36,13 +37,39 @@ U64 = npt.NDArray[np.uint64]
 
 @dataclass(frozen=True)
 class PutRequest:
-    """One put: keys (n, 16) that follow one another in a chain, and where their pages lie."""
+    """Keys (n, 16) to store, their predecessors (n, 16), depths (n,) and pages (n,).
+
+    A predecessor of zeros is none.
+    """
 
     keys: Keys
+    parents: Keys
+    depths: npt.NDArray[np.int64]
     pages: U32
     memory: PagedMemory
-    parent: bytes | None
-    depth: int
+
+    @classmethod
+    def chain(
+        cls, keys: Keys, pages: U32, memory: PagedMemory, parent: bytes | None, depth: int
+    ) -> PutRequest:
+        """Keys that follow one another, the first behind ``parent``."""
+        parents = np.zeros_like(keys)
+        parents[1:] = keys[:-1]
+        if parent is not None and len(keys):
+            parents[0] = np.frombuffer(parent, np.uint8)
+        depths = depth + np.arange(len(keys), dtype=np.int64)
+        return cls(keys, parents, depths, pages, memory)
+
+    @classmethod
+    def merge(cls, requests: Sequence[PutRequest]) -> PutRequest:
+        """Requests over the same memory, one after another."""
+        return cls(
+            np.concatenate([request.keys for request in requests]),
+            np.concatenate([request.parents for request in requests]),
+            np.concatenate([request.depths for request in requests]),
+            np.concatenate([request.pages for request in requests]),
+            requests[0].memory,
+        )
 
 
 @dataclass(frozen=True)
@@ -77,6 +104,8 @@ class Writer:
         self._core = core
         self._reclaimer = reclaimer
         self._table = RecordTable(core.engine, core.members)
+        self.active = 0  # batches under way
+        self.finished = 0  # batches that ended
         self._unflushed: list[_Batch] = []
         self._flushing = False
 
@@ -84,10 +113,9 @@ class Writer:
         """Gives the staging memory back; nothing may be in flight."""
         self._table.close()
 
-    def put(self, request: PutRequest) -> PutTicket:
-        """Starts a put; see ObjectStore.put."""
+    def put(self, request: PutRequest, ticket: PutTicket) -> None:
+        """Starts a put; see ObjectStore.put.  Raises only if nothing of it was started."""
         core = self._core
-        ticket = PutTicket(len(request.keys))
         with core.lock:
             core.begin()
             new = self._absent_rows(request, ticket)
@@ -101,18 +129,17 @@ class Writer:
                         raise
                     # Earlier batches are on their way: the ticket must reach the caller.
                     late = isinstance(error, DeviceTimeout)
-                    ticket.status[new[start:]] = STATUS_TIMED_OUT if late else STATUS_CANCELLED
+                    ticket.fail(new[start:], STATUS_TIMED_OUT if late else STATUS_CANCELLED)
                     break
                 if placed < rows.size:
-                    ticket.dropped += new.size - start - placed
+                    ticket.outcome[new[start + placed :]] = Outcome.DROPPED
                     break
         finally:
             with core.lock:
-                core.counters.dropped += ticket.dropped
-                core.counters.present += ticket.present
+                core.counters.dropped += int(np.count_nonzero(ticket.outcome == Outcome.DROPPED))
+                core.counters.present += int(np.count_nonzero(ticket.outcome == Outcome.PRESENT))
             ticket.end_part()
             core.end()
-        return ticket
 
     def _absent_rows(self, request: PutRequest, ticket: PutTicket) -> Slots:
         """Rows whose key has no slot, each key once; the others count as accessed."""
@@ -123,7 +150,8 @@ class Writer:
         words = request.keys[rows].view(np.uint64)
         _, first = np.unique(words, axis=0, return_index=True)
         rows = rows[np.sort(first)]
-        ticket.present = len(request.keys) - rows.size
+        ticket.outcome[:] = Outcome.PRESENT
+        ticket.outcome[rows] = Outcome.PENDING
         return rows
 
     def _put_batch(self, ticket: PutTicket, request: PutRequest, rows: Slots) -> int:
@@ -132,16 +160,16 @@ class Writer:
         block = self._table.reserve(core.config.timeout_s)
         try:
             with core.lock:
-                batch, present = self._place(ticket, request, rows, block)
+                batch, placed = self._place(ticket, request, rows, block)
                 core.in_flight += 1
+                self.active += 1
                 ticket.add_part()
-                ticket.present += present
         except BaseException:
             self._table.release(block)
             raise
         if batch.rows.size == 0:
             self._finish(batch)
-            return present
+            return placed
         try:
             core.engine.submit(
                 OPCODE_WRITE,
@@ -156,15 +184,14 @@ class Writer:
         except BaseException:
             self._cancel(batch)
             raise
-        return present + batch.rows.size
+        return placed
 
     def _place(
         self, ticket: PutTicket, request: PutRequest, rows: Slots, block: int
     ) -> tuple[_Batch, int]:
-        """Allocates slots and claims the keys; also how many rows somebody else claimed."""
+        """Allocates slots and claims the keys; returns how many rows, from the first, are done."""
         core = self._core
-        after = self._slot_before(request, int(rows[0]))
-        slots = self._reclaimer.allocate(rows.size, after=after, deadline_s=core.config.timeout_s)
+        slots = self._allocate(request, rows)
         rows = rows[: slots.size]
         sequences = core.sequence + np.arange(rows.size, dtype=np.uint64)
         core.sequence += rows.size
@@ -175,26 +202,35 @@ class Writer:
             slots,
             request.keys[rows],
             sequences,
-            request.depth + rows,
+            request.depths[rows],
             has_digests=digests is not None,
         )
         mine = taken == MISSING
         batch = _Batch(ticket, request, rows, slots, sequences, digests, block)
         if not mine.all():
             core.allocator.free(slots[~mine])
+            ticket.outcome[rows[~mine]] = Outcome.PRESENT
             batch = batch.at(mine)
-        return batch, int(np.count_nonzero(~mine))
+        return batch, rows.size
 
-    def _slot_before(self, request: PutRequest, row: int) -> int | None:
-        """The slot of the page before a row, so that a chain stays one run."""
-        if row > 0:
-            key = request.keys[row - 1 : row]
-        elif request.parent is not None:
-            key = np.frombuffer(request.parent, np.uint8)[None, :]
-        else:
-            return None
-        slot = int(self._core.index.find(np.ascontiguousarray(key))[0])
-        return None if slot == MISSING else slot
+    def _allocate(self, request: PutRequest, rows: Slots) -> Slots:
+        """Slots for rows, each stretch of a chain behind the slot of its predecessor."""
+        core = self._core
+        follows = (request.parents[rows[1:]] == request.keys[rows[:-1]]).all(axis=1)
+        starts = np.concatenate(([0], np.flatnonzero(~follows) + 1, [rows.size]))
+        before = core.index.find(np.ascontiguousarray(request.parents[rows[starts[:-1]]]))
+        parts: list[Slots] = []
+        for i, after in enumerate(before.tolist()):
+            count = int(starts[i + 1] - starts[i])
+            slots = self._reclaimer.allocate(
+                count,
+                after=None if after == MISSING else after,
+                deadline_s=core.config.timeout_s,
+            )
+            parts.append(slots)
+            if slots.size < count:
+                break
+        return np.concatenate(parts)
 
     def _data_written(self, batch: _Batch, job: Job) -> None:
         good = job.page_status == 0
@@ -243,18 +279,13 @@ class Writer:
 
     def _write_records(self, batch: _Batch) -> None:
         core, request = self._core, batch.request
-        parents = np.zeros((batch.rows.size, 16), np.uint8)
-        inner = batch.rows > 0
-        parents[inner] = request.keys[batch.rows[inner] - 1]
-        if request.parent is not None:
-            parents[~inner] = np.frombuffer(request.parent, np.uint8)
         content = RecordContent(
             batch.slots,
             batch.sequences,
             RecordState.READY,
             keys=request.keys[batch.rows],
-            parents=parents,
-            depths=request.depth + batch.rows,
+            parents=request.parents[batch.rows],
+            depths=request.depths[batch.rows],
             access_64s=core.now_64s(),
             digests=batch.digests,
         )
@@ -282,10 +313,11 @@ class Writer:
                 core.index.set_state(batch.slots, SlotState.READY)
                 if batch.digests is not None:
                     core.digests.put(batch.slots, batch.sequences, batch.digests)
+                batch.ticket.outcome[batch.rows] = Outcome.STORED
                 core.counters.stored += batch.rows.size
                 payload = core.geometry.slice_nbytes * core.layers
                 core.counters.payload_written_nbytes += batch.rows.size * payload
-        self._finish(batch, stored=0 if status else batch.rows.size)
+        self._finish(batch)
 
     def _cancel(self, batch: _Batch) -> None:
         self._drop(batch, np.full(batch.rows.size, STATUS_CANCELLED, np.uint32))
@@ -304,9 +336,12 @@ class Writer:
 
     def _fail(self, batch: _Batch, status: U32) -> None:
         self._core.counters.store_errors += batch.rows.size
-        batch.ticket.status[batch.rows] = status
+        batch.ticket.fail(batch.rows, status)
 
-    def _finish(self, batch: _Batch, *, stored: int = 0) -> None:
+    def _finish(self, batch: _Batch) -> None:
         self._table.release(batch.block)
-        batch.ticket.end_part(stored=stored)
+        batch.ticket.end_part()
+        with self._core.lock:
+            self.finished += 1
+            self.active -= 1
         self._core.end()

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+
 from store.pools import (
     GEOMETRY,
     LAYOUT,
@@ -18,7 +19,6 @@ from store.pools import (
     opened,
     some_keys,
 )
-
 from tutti.errors import (
     ChecksumMismatch,
     MemberMissing,
@@ -296,3 +296,38 @@ def test_lookups_miss_while_recovery_runs(rng: np.random.Generator) -> None:
     controller.set_faults(Faults())
     with store:
         check_all(store, keys, contents)
+
+
+def test_unproven_objects_stay_unproven_over_a_close(rng: np.random.Generator) -> None:
+    """Opening and closing in order must not turn what a crash left into something trusted."""
+    images, keys, _ = filled(rng, clean=False)
+    flip_payload(images[0], slot=3, layer=1, byte=7)
+    store = opened(images)
+    store.wait_recovered(5)
+    images = left_by(store, clean=True)
+    with opened(images, verify="off") as store:
+        store.wait_recovered(5)
+        store.allocate_pool(10)
+        with pytest.raises(ChecksumMismatch) as caught:
+            store.load(keys, np.arange(10)).wait(5)
+        assert caught.value.pages == (3,)
+
+
+def test_proving_verifies_and_quarantines(rng: np.random.Generator) -> None:
+    images, keys, contents = filled(rng, clean=False)
+    flip_payload(images[0], slot=6, layer=0, byte=7)
+    store = opened(images)
+    store.wait_recovered(5)
+    assert store.match(keys, proven=True) == 0
+    assert store.match(keys) == 10
+    looked_at = 0
+    for _ in range(10):
+        looked_at += store.prove(4)
+    assert looked_at == 10
+    assert store.prove() == 0
+    assert store.match(keys, proven=True) == 6
+    images = left_by(store, clean=True)
+    with opened(images) as store:  # clean now, so nothing is verified again
+        assert store.match(keys, proven=True) == 6
+        check_all(store, keys[:6], contents[:6])
+        assert store.stats()["proven"] == 0

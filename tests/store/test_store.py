@@ -6,6 +6,7 @@ import threading
 
 import numpy as np
 import pytest
+
 from store.pools import (
     GEOMETRY,
     LAYOUT,
@@ -15,7 +16,6 @@ from store.pools import (
     opened,
     some_keys,
 )
-
 from tutti.errors import (
     ConfigError,
     KeyMissing,
