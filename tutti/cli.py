@@ -1,0 +1,128 @@
+"""The command line: `tutti COMMAND ...`.
+
+Every command lives in a module that is imported when it is called for, so that `tutti --help` is
+quick. A command is a function `add_NAME(parser)` that describes itself, adds its arguments and
+sets `run`, a function from the parsed arguments to an `Outcome`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import traceback
+from collections.abc import Sequence
+from importlib import import_module
+from typing import Any, NoReturn
+
+from tutti import __version__
+from tutti.cli_outcome import (
+    EXIT_DEFECT,
+    EXIT_FAILED,
+    EXIT_INTERRUPTED,
+    EXIT_OK,
+    EXIT_UNUSABLE,
+    EXIT_USAGE,
+    Outcome,
+)
+from tutti.errors import ConfigError, TuttiError
+
+_EXIT_CODES = (
+    (EXIT_OK, "done, and nothing is wrong"),
+    (EXIT_FAILED, "a check failed: fsck found damage, replay found wrong bytes"),
+    (EXIT_USAGE, "the arguments are not acceptable"),
+    (EXIT_UNUSABLE, "the pool or the device cannot be used; stderr says why and what to do"),
+    (EXIT_DEFECT, "a defect of tutti itself; stderr has the traceback"),
+    (EXIT_INTERRUPTED, "interrupted (Ctrl-C)"),
+)
+_EPILOG = (
+    "exit codes:\n"
+    + "\n".join(f"  {code:<5}{meaning}" for code, meaning in _EXIT_CODES)
+    + "\n\n`tutti COMMAND --help` explains a command and shows an example of it."
+)
+
+#: Name, module:function, one line for the list. A name of two words is a command of a group.
+COMMANDS = (
+    ("demo", "tutti.cli_demo:add_demo", "show what this machine's disk does, in about a minute"),
+    ("format", "tutti.cli_pool:add_format", "make a new, empty pool in files"),
+    ("info", "tutti.cli_pool:add_info", "say what a pool is and how full, in use or not"),
+    ("fsck", "tutti.cli_fsck:add_fsck", "verify every object of a pool; repair it"),
+    ("probe", "tutti.cli_probe:add_probe", "say what this machine can do, and why not more"),
+    ("bench bandwidth", "tutti.cli_bench:add_bandwidth", "store, retrieve and both at once: GB/s"),
+    ("bench ring", "tutti.cli_bench:add_ring", "commands per second of the rings themselves"),
+    ("replay", "tutti.cli_bench:add_replay", "replay a trace with real bytes and check each"),
+)
+
+
+class _Parser(argparse.ArgumentParser):
+    """Long texts keep their lines; options are never guessed from their beginnings."""
+
+    def __init__(self, **options: Any) -> None:
+        options.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
+        options.setdefault("allow_abbrev", False)
+        # A bench may define --json for itself; the one that is added last counts.
+        super().__init__(conflict_handler="resolve", **options)
+
+    def error(self, message: str) -> NoReturn:
+        self.print_usage(sys.stderr)
+        self.exit(EXIT_USAGE, f"tutti: {message}; `{self.prog} --help` explains\n")
+
+
+def build_parser(argv: Sequence[str]) -> argparse.ArgumentParser:
+    """The parser; only commands that are named in `argv` are imported and know their arguments."""
+    parser = _Parser(
+        prog="tutti",
+        description="A key-value store on NVMe SSDs for the KV cache of large language models.",
+        epilog=_EPILOG,
+    )
+    parser.add_argument("--version", action="version", version=f"tutti {__version__}")
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    groups: dict[str, Any] = {}
+    for name, where, summary in COMMANDS:
+        group, _, leaf = name.rpartition(" ")
+        if group and group not in groups:
+            of_group = ", ".join(n.split()[1] for n, *_ in COMMANDS if n.startswith(group + " "))
+            child = commands.add_parser(group, help=f"measure: {of_group}")
+            groups[group] = child.add_subparsers(metavar="WHAT", required=True)
+        place = groups[group] if group else commands
+        child = place.add_parser(leaf, help=summary, description=summary)
+        if set(name.split()) <= set(argv):
+            module, _, function = where.partition(":")
+            getattr(import_module(module), function)(child)
+            child.add_argument(
+                "--json", action="store_true", help="print one JSON object instead of tables"
+            )
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command; returns its exit code. Raises SystemExit for usage errors, as argparse."""
+    argv = sys.argv[1:] if argv is None else list(argv)
+    as_json = "--json" in argv
+    try:
+        args = build_parser(argv).parse_args(argv)
+        outcome: Outcome = args.run(args)
+    except KeyboardInterrupt:
+        return _fail("interrupted", EXIT_INTERRUPTED)
+    except ConfigError as error:
+        return _fail(str(error), EXIT_USAGE, error if as_json else None)
+    except (TuttiError, OSError) as error:
+        return _fail(str(error), EXIT_UNUSABLE, error if as_json else None)
+    except Exception:
+        traceback.print_exc()
+        return _fail("this is a defect of tutti; please report the lines above", EXIT_DEFECT)
+    print(json.dumps(outcome.result, indent=2) if args.json else outcome.text, flush=True)
+    return outcome.exit_code
+
+
+def _fail(message: str, exit_code: int, error: Exception | None = None) -> int:
+    """The message on stderr, and with --json the error on stdout as well."""
+    print(f"tutti: {message}", file=sys.stderr, flush=True)
+    if error is not None:
+        name = type(error).__name__
+        print(json.dumps({"error": {"type": name, "message": message}}), flush=True)
+    return exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,75 @@
+"""`tutti bench` and `tutti replay`: the benches' own modules, wired to the command line."""
+
+from __future__ import annotations
+
+import argparse
+from importlib import import_module
+from types import ModuleType
+from typing import Any
+
+from tutti.cli_outcome import EXIT_FAILED, EXIT_OK, Outcome
+from tutti.errors import Unsupported
+from tutti.terminal import progress
+
+_BANDWIDTH = """\
+Measures how fast objects are stored and retrieved, in GB/s (10^9 bytes) of payload, with the CPU
+time that takes, over several shapes of objects. The pools are files that are removed at the end."""
+_BANDWIDTH_EXAMPLE = """\
+example:
+  tutti bench bandwidth --dir /mnt/nvme"""
+_RING = """\
+Measures the rings alone: commands per second against a controller in memory that moves nothing.
+It is the protocol's own ceiling on this machine."""
+_RING_EXAMPLE = """\
+example:
+  tutti bench ring"""
+_REPLAY = """\
+Replays a trace of requests against a pool with real bytes: loads the prefix that hits, checks every
+byte of it, and stores the rest. Says how often it hits, beside what the best policy could do."""
+_REPLAY_EXAMPLE = """\
+example:
+  tutti replay --trace synthetic --requests 500
+  tutti replay --trace requests.jsonl --json
+
+exits with 1 when a byte was wrong."""
+
+
+def bench_module(name: str) -> ModuleType:
+    """`tutti.bench.NAME`.  Raises Unsupported where the benches are not installed."""
+    try:
+        return import_module(f"tutti.bench.{name}")
+    except ModuleNotFoundError as error:
+        if error.name is None or not error.name.startswith("tutti.bench"):
+            raise
+        raise Unsupported(
+            f"{error.name} is not here: benches are part of an installed package; run it from the "
+            "environment that `make install` makes"
+        ) from error
+
+
+def add_bandwidth(parser: argparse.ArgumentParser) -> None:
+    """Describes `tutti bench bandwidth`."""
+    _wire(parser, "bandwidth", _BANDWIDTH, _BANDWIDTH_EXAMPLE)
+
+
+def add_ring(parser: argparse.ArgumentParser) -> None:
+    """Describes `tutti bench ring`."""
+    _wire(parser, "ring", _RING, _RING_EXAMPLE)
+
+
+def add_replay(parser: argparse.ArgumentParser) -> None:
+    """Describes `tutti replay`."""
+    _wire(parser, "replay", _REPLAY, _REPLAY_EXAMPLE)
+
+
+def outcome_of(module: ModuleType, result: dict[str, Any]) -> Outcome:
+    """The bench's own report; wrong bytes fail the command."""
+    exit_code = EXIT_FAILED if result.get("wrong") else EXIT_OK
+    return Outcome(result, module.report(result), exit_code)
+
+
+def _wire(parser: argparse.ArgumentParser, name: str, description: str, example: str) -> None:
+    parser.description, parser.epilog = description, example
+    module = bench_module(name)
+    module.add_arguments(parser)
+    parser.set_defaults(run=lambda args: outcome_of(module, module.run(args, progress)))

@@ -1,0 +1,22 @@
+"""What a command hands back to the command line."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+EXIT_OK = 0
+EXIT_FAILED = 1
+EXIT_USAGE = 2
+EXIT_UNUSABLE = 3
+EXIT_DEFECT = 70  # EX_SOFTWARE of sysexits.h
+EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells report it
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a command found: `result` for programs (--json), `text` for people."""
+
+    result: dict[str, Any]
+    text: str
+    exit_code: int = EXIT_OK

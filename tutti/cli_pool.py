@@ -1,0 +1,287 @@
+"""`tutti format` and `tutti info`."""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tutti import store
+from tutti.cli_arguments import add_layout, add_paths, layout_of, nbytes
+from tutti.cli_outcome import Outcome
+from tutti.errors import PoolCorrupt, PoolNotFound
+from tutti.geometry import Geometry
+from tutti.layout import KVLayout
+from tutti.medium import (
+    BLOCK_NBYTES,
+    SNAPSHOT_ENTRY_DTYPE,
+    PoolState,
+    RecordState,
+    Superblock,
+    check_members,
+    choose_superblock,
+    decode_snapshot,
+)
+from tutti.terminal import Progress, facts, table
+from tutti.units import format_nbytes
+
+_FORMAT = """\
+Makes a new, empty pool in one or more files; the pool is striped over them. Its layout is fixed:
+a pool holds pages of one shape. The space is taken from the disk at once."""
+_FORMAT_EXAMPLE = """\
+example:
+  tutti format pool.tutti --capacity 64GiB --model llama-3.1-8b
+  tutti format /mnt/a/pool /mnt/b/pool --capacity 1TiB --layers 48 --kv-heads 4 --head-dim 128"""
+_INFO = """\
+Says what a pool is, from its superblocks alone: it may be in use meanwhile, and nothing is
+written. How full it is, is known after it was closed in order; a running pool knows it itself."""
+_INFO_EXAMPLE = """\
+example:
+  tutti info pool.tutti
+  tutti info pool.tutti --json"""
+
+
+def add_format(parser: argparse.ArgumentParser) -> None:
+    """Describes `tutti format`."""
+    parser.description, parser.epilog = _FORMAT, _FORMAT_EXAMPLE
+    add_paths(parser)
+    parser.add_argument(
+        "--capacity",
+        type=nbytes,
+        required=True,
+        metavar="SIZE",
+        help="of all files together, e.g. 64GiB",
+    )
+    add_layout(parser)
+    parser.add_argument(
+        "--prewrite",
+        action="store_true",
+        help="write every byte once, so that the first stores are as fast as later ones",
+    )
+    parser.add_argument(
+        "--force", action="store_true", help="format files that exist; what they hold is lost"
+    )
+    parser.set_defaults(run=run_format)
+
+
+def run_format(args: argparse.Namespace) -> Outcome:
+    """Formats a pool and says what it costs."""
+    layout = layout_of(args)
+    with Progress("prewrite", 0, in_bytes=True) as bar:
+        geometry = store.format(
+            args.paths,
+            layout,
+            args.capacity,
+            force=args.force,
+            prewrite=args.prewrite,
+            progress=bar.update if args.prewrite else None,
+        )
+    members = len(args.paths)
+    result = {
+        "paths": args.paths,
+        "layout": _layout_numbers(layout),
+        "geometry": _geometry_numbers(geometry, layout, members),
+        "prewritten": args.prewrite,
+    }
+    text = facts([*_layout_facts(layout), *_geometry_facts(geometry, layout, members)])
+    return Outcome(result, f"{text}\n\nThe pool is formatted and empty.")
+
+
+def add_info(parser: argparse.ArgumentParser) -> None:
+    """Describes `tutti info`."""
+    parser.description, parser.epilog = _INFO, _INFO_EXAMPLE
+    add_paths(parser)
+    parser.set_defaults(run=run_info)
+
+
+@dataclass(frozen=True)
+class _Member:
+    """One member as it lies there: counts are None where no snapshot tells them."""
+
+    path: str
+    superblock: Superblock
+    objects: int | None
+    quarantined: int | None
+    owner: int | None  # process that has it open
+
+
+def run_info(args: argparse.Namespace) -> Outcome:
+    """Reads superblocks and snapshots, and takes no ownership."""
+    members = [_read_member(path) for path in args.paths]
+    check_members([member.superblock for member in members], args.paths)
+    newest = max((member.superblock for member in members), key=lambda s: s.generation)
+    geometry, layout = newest.geometry, KVLayout.from_json(newest.layout_json)
+    owners = sorted({member.owner for member in members if member.owner is not None})
+    slots = len(members) * geometry.slots
+    objects = _total([member.objects for member in members])
+    quarantined = _total([member.quarantined for member in members])
+    created = datetime.datetime.fromtimestamp(newest.created_ns // 10**9, datetime.UTC)
+    state = _state(members, owners)
+    result = {
+        "pool_uuid": newest.pool_uuid.hex(),
+        "created": created.isoformat(),
+        "state": state,
+        "owners": owners,
+        "epoch": f"{newest.epoch:016x}",
+        "generation": newest.generation,
+        "next_sequence": newest.next_sequence,
+        "objects": objects,
+        "quarantined": quarantined,
+        "layout": _layout_numbers(layout),
+        "geometry": _geometry_numbers(geometry, layout, len(members)),
+        "members": [
+            {"path": m.path, "state": m.superblock.state.name.lower(), "objects": m.objects}
+            for m in members
+        ],
+    }
+    full = "unknown until it is closed in order"
+    if objects is not None:
+        full = f"{objects} of {slots} slots, {objects / slots:.1%}; {quarantined} quarantined"
+    rows: list[tuple[str, object]] = [
+        ("pool", newest.pool_uuid.hex()),
+        ("created", created.isoformat()),
+        ("state", _state_text(state, owners)),
+        ("objects", full),
+        ("epoch", f"{newest.epoch:016x}, generation {newest.generation}"),
+        *_layout_facts(layout),
+        *_geometry_facts(geometry, layout, len(members)),
+    ]
+    lines = [
+        (m.superblock.member_index, m.superblock.state.name.lower(), _known(m.objects), m.path)
+        for m in members
+    ]
+    text = f"{facts(rows)}\n\n{table(('member', 'superblock', 'objects', 'path'), lines)}"
+    return Outcome(result, text)
+
+
+def _read_member(path: str) -> _Member:
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError as error:
+        raise PoolNotFound(f"{path} does not exist; correct the path or format a pool") from error
+    try:
+        status = os.fstat(fd)
+        a, b = (os.pread(fd, BLOCK_NBYTES, copy * BLOCK_NBYTES) for copy in (0, 1))
+        superblock, _ = choose_superblock(a, b, path)
+        objects, quarantined = _read_counts(fd, superblock, path)
+    except IsADirectoryError as error:
+        raise PoolNotFound(f"{path} is a folder; name the files of a pool") from error
+    finally:
+        os.close(fd)
+    return _Member(path, superblock, objects, quarantined, _lock_owner(status))
+
+
+def _read_counts(fd: int, superblock: Superblock, path: str) -> tuple[int | None, int | None]:
+    """(objects, quarantined slots) of the snapshot; (None, None) when there is none to go by."""
+    if superblock.state != PoolState.CLEAN:
+        return None, None
+    if superblock.snapshot is None:  # never opened since its format
+        return (0, 0) if superblock.next_sequence == 1 else (None, None)
+    entries_nbytes = superblock.snapshot.entries * SNAPSHOT_ENTRY_DTYPE.itemsize
+    raw = os.pread(fd, BLOCK_NBYTES + entries_nbytes, superblock.geometry.snapshot_offset)
+    try:
+        entries = decode_snapshot(raw, superblock, path)
+    except PoolCorrupt:
+        return None, None
+    objects = int(np.count_nonzero(entries["state"] == RecordState.READY))
+    return objects, entries.size - objects
+
+
+def _lock_owner(status: os.stat_result) -> int | None:
+    """The process that holds the lock on a file, as /proc/locks shows it (proc(5)).
+
+    Taking the lock to find out would make an opening at the same moment fail.
+    """
+    wanted = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}:{status.st_ino}"
+    try:
+        lines = Path("/proc/locks").read_text().splitlines()
+    except OSError:
+        return None
+    for line in lines:
+        words = line.split()
+        if "FLOCK" in words and "->" not in words and wanted in words:
+            return int(words[words.index(wanted) - 1])
+    return None
+
+
+def _state(members: list[_Member], owners: list[int]) -> str:
+    if owners:
+        return "in use"
+    is_clean = all(member.superblock.state == PoolState.CLEAN for member in members)
+    return "clean" if is_clean else "not closed"
+
+
+def _state_text(state: str, owners: list[int]) -> str:
+    if state == "in use":
+        return f"in use by process {', '.join(map(str, owners))}"
+    if state == "clean":
+        return "closed in order"
+    return "in use elsewhere, or not closed in order: then the next opening scans the slot table"
+
+
+def _total(counts: list[int | None]) -> int | None:
+    known = [count for count in counts if count is not None]
+    return sum(known) if len(known) == len(counts) else None
+
+
+def _known(count: int | None) -> object:
+    return "?" if count is None else count
+
+
+def _layout_numbers(layout: KVLayout) -> dict[str, Any]:
+    return {
+        "layers": layout.layers,
+        "model_layers": layout.model_layers,
+        "segments": list(layout.segments),
+        "page_size": layout.page_size,
+        "dtype": layout.dtype,
+        "kind": layout.kind,
+        "dims": list(layout.dims),
+        "object_nbytes": layout.object_nbytes,
+        "fingerprint": layout.fingerprint.hex(),
+    }
+
+
+def _geometry_numbers(geometry: Geometry, layout: KVLayout, members: int) -> dict[str, Any]:
+    slots = members * geometry.slots
+    return {
+        "members": members,
+        "member_nbytes": geometry.member_nbytes,
+        "slots": slots,
+        "tokens": slots * layout.page_size,
+        "payload_nbytes": slots * layout.object_nbytes,
+        "groups": geometry.groups,
+        "group_slots": geometry.group_slots,
+        "lba_nbytes": geometry.lba_nbytes,
+        "slice_nbytes": geometry.slice_nbytes,
+        "slice_padded_nbytes": geometry.slice_padded_nbytes,
+    }
+
+
+def _layout_facts(layout: KVLayout) -> list[tuple[str, object]]:
+    segments = " + ".join(format_nbytes(segment) for segment in layout.segments)
+    return [
+        ("page", f"{layout.page_size} tokens of {layout.dtype}, {layout.kind}"),
+        ("slice", f"{segments}, one per page and layer"),
+        ("object", f"{format_nbytes(layout.object_nbytes)} = {layout.layers} slices"),
+        ("fingerprint", layout.fingerprint.hex()),
+    ]
+
+
+def _geometry_facts(geometry: Geometry, layout: KVLayout, members: int) -> list[tuple[str, object]]:
+    slots = members * geometry.slots
+    payload_nbytes = slots * layout.object_nbytes
+    spent_nbytes = members * geometry.member_nbytes
+    cost = f"{spent_nbytes - payload_nbytes:,} bytes, {spent_nbytes / payload_nbytes - 1:.2%}"
+    files = f"{members} x {format_nbytes(geometry.member_nbytes)}"
+    return [
+        ("holds", f"{slots} objects, {slots * layout.page_size} tokens"),
+        ("payload", format_nbytes(payload_nbytes)),
+        ("files", f"{files}, in {geometry.groups} groups of {geometry.group_slots} slots each"),
+        ("overhead", f"{cost} for padding, records and superblocks"),
+    ]

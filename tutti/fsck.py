@@ -1,0 +1,462 @@
+"""Checks a pool without changing one byte of it, and repairs what the check found.
+
+The check reads superblocks, snapshots and slot tables, then every object whose record has digests,
+and compares them slice by slice. Repair opens the pool in the ordinary way and loads the damaged
+objects, which quarantines them: they are misses from then on, and are computed again.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from tutti import store
+from tutti.block_io import BlockIo
+from tutti.core import Core, StoreConfig
+from tutti.errors import DeviceTimeout, MediumError, PoolCorrupt
+from tutti.gio_uring.controller import NativeController
+from tutti.gio_uring.controller_file import FileController
+from tutti.gio_uring.engine import Engine, Job
+from tutti.gio_uring.memory import DmaRegion
+from tutti.gio_uring.nvme_spec import OPCODE_READ
+from tutti.gio_uring.ring import status_name
+from tutti.host_pool import HostPool
+from tutti.medium import (
+    BLOCK_NBYTES,
+    FLAG_DIGESTS,
+    RECORD_DTYPE,
+    SNAPSHOT_ENTRY_DTYPE,
+    RecordState,
+    Superblock,
+    check_records,
+    choose_superblock,
+    decode_snapshot,
+)
+from tutti.members import Members
+from tutti.record_table import BLOCK_RECORDS, RecordTable
+from tutti.terminal import ProgressFactory
+from tutti.units import MiB
+
+FINDINGS_MAX = 1000  # kept in a report; all of them are counted
+_BATCHES = 2  # one is compared while the next is read
+_MEMORY_NBYTES = 64 * MiB
+_PROVE_OBJECTS = 64
+_TIMEOUT_S = 60.0
+_RECORD_RIGHT, _RECORD_WITHOUT_DIGESTS = 1, 2  # RecordTable.check
+
+Entries = npt.NDArray[np.void]
+Verdict = npt.NDArray[np.uint8]
+U64 = npt.NDArray[np.uint64]
+Rows = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that is wrong.
+
+    kind: "superblock", "clear", "snapshot", "record", "payload" or "unreadable".  slot: of the
+    member; -1 and an empty key where the finding is about no object.  layers: whose slices differ.
+    """
+
+    kind: str
+    member: int
+    message: str
+    slot: int = -1
+    key: str = ""
+    layers: tuple[int, ...] = ()
+
+
+@dataclass
+class FsckReport:
+    """What a pool holds and what is wrong with it.
+
+    objects: that the next opening serves.  verified: read and compared.  without_digests: stored
+    without verification, so that nothing can be said of them.  torn: records cut off by a crash,
+    which count as empty slots.  damaged: objects of the findings, also of those beyond
+    FINDINGS_MAX; their keys are in damaged_keys.
+    """
+
+    pool_uuid: str = ""
+    state: str = ""
+    slots: int = 0
+    objects: int = 0
+    verified: int = 0
+    verified_nbytes: int = 0
+    without_digests: int = 0
+    quarantined: int = 0
+    duplicates: int = 0
+    torn: int = 0
+    damaged: int = 0
+    found: int = 0
+    findings: list[Finding] = field(default_factory=list)
+    damaged_keys: list[bytes] = field(default_factory=list)
+
+    @property
+    def sound(self) -> bool:
+        """Whether nothing is wrong."""
+        return self.found == 0
+
+    def add(self, finding: Finding) -> None:
+        """One thing more is wrong."""
+        self.found += 1
+        if finding.key:
+            self.damaged += 1
+            self.damaged_keys.append(bytes.fromhex(finding.key))
+        if len(self.findings) < FINDINGS_MAX:
+            self.findings.append(finding)
+
+
+@dataclass(frozen=True)
+class RepairReport:
+    """What became of damaged objects: their numbers add up.
+
+    quarantined: will not be served again.  gone: were not served any more.  sound: another copy
+    of the same key is intact and was kept.  left: could not be quarantined.
+    """
+
+    quarantined: int
+    gone: int
+    sound: int
+    left: int
+
+
+def check_files(
+    paths: Sequence[str],
+    progress: ProgressFactory,
+    *,
+    sample: int | None = None,
+    seed: int = 0,
+    executor: str = "auto",
+) -> FsckReport:
+    """Checks the pool in these files, which nobody else may use meanwhile; see `check`."""
+    with FileController(paths, executor=executor) as controller:
+        for member in controller.members:
+            member.lock()
+        return check(controller, paths, progress, sample=sample, seed=seed)
+
+
+def check(
+    controller: NativeController,
+    names: Sequence[str],
+    progress: ProgressFactory,
+    *,
+    sample: int | None = None,
+    seed: int = 0,
+) -> FsckReport:
+    """Checks the pool in the namespaces of a controller and writes nothing.
+
+    names: what messages call the namespaces.  sample: compare only so many objects, drawn by
+    `seed`; by default all.  Raises PoolNotFound, PoolCorrupt, PoolMismatch, MemberMissing,
+    MemberSwapped when there is no pool to be checked, MediumError for an unreadable slot table.
+    """
+    engine = Engine(controller)
+    io = BlockIo(engine)
+    try:
+        report = FsckReport()
+        if not _superblocks_agree(io, names, report):
+            return report
+        members = Members.open(io, engine, names)
+        report.pool_uuid = members.uuid.hex()
+        report.state = "clean" if members.clean else "open"
+        report.slots = members.count * members.geometry.slots
+        entries = _Tables(members, report, progress).scan()
+        if sample is not None and sample < entries.size:
+            drawn = np.random.default_rng(seed).choice(entries.size, sample, replace=False)
+            entries = entries[np.sort(drawn)]
+        with _Verifier(engine, members, report) as verifier:
+            verifier.verify(entries, progress)
+        return report
+    finally:
+        io.close()
+        engine.close()
+
+
+def repair(
+    paths: Sequence[str], report: FsckReport, progress: ProgressFactory, *, executor: str = "auto"
+) -> RepairReport:
+    """Opens the pool, so that superblocks and snapshots are written anew, and quarantines the
+    damaged objects of a report.  Raises what `store.open` raises.
+    """
+    counts = dict.fromkeys(("quarantined", "gone", "sound", "left"), 0)
+    config = StoreConfig(verify="always")
+    with store.open(list(paths), config=config, executor=executor) as pool:
+        pool.wait_recovered()
+        pool.allocate_pool(1)
+        keys = list(dict.fromkeys(report.damaged_keys))
+        with progress("repair", len(keys)) as bar:
+            for key in keys:
+                counts[_quarantine(pool, key)] += 1
+                bar.advance(1)
+        _prove_all(pool, progress)
+    return RepairReport(**counts)
+
+
+def _prove_all(pool: store.ObjectStore, progress: ProgressFactory) -> None:
+    """Verifies what an unclean close left unproven, so that the pool can be closed in order."""
+    left = int(pool.stats()["slots"]["unproven"])
+    with progress("prove", left) as bar:
+        for _ in range(-(-left // _PROVE_OBJECTS)):
+            bar.advance(pool.prove(_PROVE_OBJECTS))
+
+
+def _quarantine(pool: store.ObjectStore, key: bytes) -> str:
+    if pool.match([key]) == 0:
+        return "gone"
+    ticket = pool.load([key], [0])
+    try:
+        ticket.wait(_TIMEOUT_S)
+    except MediumError:
+        ticket.wait_settled(_TIMEOUT_S)
+        return "left" if pool.match([key]) else "quarantined"
+    return "sound"
+
+
+def _superblocks_agree(io: BlockIo, names: Sequence[str], report: FsckReport) -> bool:
+    """Looks at both copies of every superblock; False when a clear was interrupted, because then
+    the pool has no contents before it is finished.
+    """
+    epochs = set()
+    for nsid, name in enumerate(names, 1):
+        raw = io.read(nsid, 0, 2 * BLOCK_NBYTES)
+        copies = raw[:BLOCK_NBYTES], raw[BLOCK_NBYTES:]
+        superblock, _ = choose_superblock(*copies, name)
+        epochs.add(superblock.epoch)
+        for letter, copy in zip("AB", copies, strict=True):
+            try:
+                Superblock.decode(copy, f"{name}, superblock {letter}")
+            except PoolCorrupt as error:
+                report.add(Finding("superblock", superblock.member_index, str(error)))
+        report.pool_uuid = superblock.pool_uuid.hex()
+    if len(epochs) > 1:
+        message = "a clear was interrupted; the next opening of the pool finishes it"
+        report.add(Finding("clear", 0, message))
+    return len(epochs) == 1
+
+
+class _Tables:
+    """The slot tables of a pool, and the snapshots that stand for them after a clean close."""
+
+    def __init__(self, members: Members, report: FsckReport, progress: ProgressFactory) -> None:
+        self._members = members
+        self._report = report
+        self._progress = progress
+
+    def scan(self) -> Entries:
+        """What the next opening serves and can be verified: entries with pool-wide slots."""
+        report = self._report
+        with self._progress("scan", report.slots) as bar:
+            parts = [
+                part
+                for member in self._members.present
+                for part in self._scan_member(member, bar.advance)
+            ]
+        entries = np.concatenate(parts)
+        report.objects += entries.size  # besides those whose record is damaged
+        report.duplicates = entries.size - len(np.unique(entries["key"], axis=0))
+        has_digests = (entries["flags"] & FLAG_DIGESTS) != 0
+        report.without_digests = int(np.count_nonzero(~has_digests))
+        known: Entries = entries[has_digests]
+        return known
+
+    def _scan_member(self, member: int, advance: Callable[[int], None]) -> list[Entries]:
+        geometry, identity = self._members.geometry, self._members.identity(member)
+        snapshot = self._snapshot(member)
+        parts: list[Entries] = []
+        done = 0
+        nsid = self._members.nsid(member)
+        for chunk in self._members.io.scan(nsid, geometry.table_offset, geometry.slots):
+            records = chunk.view(RECORD_DTYPE)
+            slots = np.arange(done, done + records.size)
+            verdict = check_records(records, slots, identity)
+            written = chunk.reshape(-1, BLOCK_NBYTES).any(axis=1)
+            torn = (verdict == RecordState.EMPTY) & written
+            self._report.torn += int(np.count_nonzero(torn))
+            if snapshot is None:
+                part = _entries(records, slots, verdict)
+            else:
+                inside = (snapshot["slot"] >= done) & (snapshot["slot"] < done + records.size)
+                part = snapshot[inside]
+                part = self._confirmed(part, records[part["slot"] - done], verdict, member, done)
+            quarantined = part["state"] == RecordState.QUARANTINED
+            self._report.quarantined += int(np.count_nonzero(quarantined))
+            part = part[~quarantined]
+            part["slot"] += np.uint64(member * geometry.slots)
+            parts.append(part)
+            done += records.size
+            advance(records.size)
+        return parts
+
+    def _snapshot(self, member: int) -> Entries | None:
+        """The entries of a member's snapshot; None where the slot table counts."""
+        members = self._members
+        superblock = members.superblock(member)
+        if not members.clean or superblock.snapshot is None:
+            return None
+        nbytes = BLOCK_NBYTES + superblock.snapshot.entries * SNAPSHOT_ENTRY_DTYPE.itemsize
+        padded = -(-nbytes // BLOCK_NBYTES) * BLOCK_NBYTES
+        raw = members.io.read(members.nsid(member), members.geometry.snapshot_offset, padded)
+        try:
+            return decode_snapshot(raw, superblock, members.names[member]).copy()
+        except PoolCorrupt as error:
+            self._report.add(Finding("snapshot", member, str(error)))
+            return None
+
+    def _confirmed(
+        self,
+        part: Entries,
+        records: Entries,
+        verdict: Verdict,
+        member: int,
+        done: int,
+    ) -> Entries:
+        """The entries whose record says the same; the others are findings."""
+        held = verdict[(part["slot"] - done).astype(np.int64)] == RecordState.READY
+        same = (records["key"] == part["key"]).all(axis=1)
+        same &= records["sequence"] == part["sequence"]
+        right = (part["state"] == RecordState.QUARANTINED) | (held & same)
+        for entry in part[~right]:
+            self._report.objects += 1
+            self._report.add(
+                Finding(
+                    "record",
+                    member,
+                    "the slot's record is damaged or another object's",
+                    int(entry["slot"]),
+                    entry["key"].tobytes().hex(),
+                )
+            )
+        confirmed: Entries = part[right]
+        return confirmed
+
+
+def _entries(records: Entries, slots: Rows, verdict: Verdict) -> Entries:
+    rows = np.flatnonzero((verdict == RecordState.READY) | (verdict == RecordState.QUARANTINED))
+    part = np.zeros(rows.size, SNAPSHOT_ENTRY_DTYPE)
+    for name in ("key", "sequence"):
+        part[name] = records[name][rows]
+    part["slot"] = slots[rows]
+    part["state"] = verdict[rows]
+    part["flags"] = records["flags"][rows] & FLAG_DIGESTS
+    return part
+
+
+@dataclass(frozen=True)
+class _Batch:
+    """Objects on their way into memory; `digests` (n, layers) fills as their slices arrive."""
+
+    entries: Entries
+    slots: Rows
+    job: Job
+    digests: U64
+
+
+class _Verifier:
+    """Reads objects into memory of its own and compares their digests; a context manager."""
+
+    def __init__(self, engine: Engine, members: Members, report: FsckReport) -> None:
+        self._members = members
+        self._report = report
+        self._engine = engine
+        self._core = Core(engine, members, StoreConfig(digest_cache_nbytes=0))
+        self._timeout_s = 2 * self._core.config.timeout_s
+        layout = members.layout
+        pages = min(_MEMORY_NBYTES // layout.object_nbytes // _BATCHES, BLOCK_RECORDS)
+        self._pages = max(1, pages)  # of one batch
+        self._pool = HostPool.allocate(layout, self._pages * _BATCHES)
+        self._table = RecordTable(engine, members, blocks=1)
+        self._regions: list[DmaRegion] = []
+
+    def __enter__(self) -> _Verifier:
+        for buffer in self._pool.buffers:
+            self._regions.append(self._engine.controller.register(buffer))
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for region in self._regions:
+            region.close()
+        self._table.close()
+
+    def verify(self, entries: Entries, progress: ProgressFactory) -> None:
+        """Compares every object with its record's digests."""
+        entries = entries[np.argsort(entries["slot"])]
+        pending: deque[_Batch] = deque()
+        with progress("verify", entries.size) as bar:
+            for number, start in enumerate(range(0, entries.size, self._pages)):
+                if len(pending) == _BATCHES:
+                    bar.advance(self._settle(pending.popleft()))
+                part = entries[start : start + self._pages]
+                pending.append(self._issue(part, number % _BATCHES * self._pages))
+            while pending:
+                bar.advance(self._settle(pending.popleft()))
+
+    def _issue(self, entries: Entries, first_page: int) -> _Batch:
+        slots = entries["slot"].astype(np.int64)
+        digests = np.zeros((entries.size, self._core.layers), np.uint64)
+        pages = np.arange(first_page, first_page + entries.size, dtype=np.uint32)
+        job = self._engine.submit(
+            OPCODE_READ,
+            self._core.extents(slots),
+            pages,
+            self._pool.memory,
+            digests=digests,
+            timeout_s=self._core.config.timeout_s,
+        )
+        return _Batch(entries, slots, job, digests)
+
+    def _settle(self, batch: _Batch) -> int:
+        """Waits for a batch, reports what is wrong with it, and returns its size."""
+        recorded, verdict = self._recorded(batch)
+        if not batch.job.wait_released(self._timeout_s):
+            raise DeviceTimeout(
+                f"the medium did not answer within {self._timeout_s:g} s; check the device"
+            )
+        status = batch.job.page_status
+        differs = (batch.digests != recorded) & (verdict == _RECORD_RIGHT)[:, None]
+        wrong = differs.any(axis=1) | (verdict == 0) | (status != 0)
+        for row in np.flatnonzero(wrong).tolist():
+            self._report.add(self._finding(batch, row, int(status[row]), differs[row]))
+        read = int(np.count_nonzero((status == 0) & (verdict != _RECORD_WITHOUT_DIGESTS)))
+        self._report.verified += read
+        self._report.verified_nbytes += read * self._members.layout.object_nbytes
+        return int(batch.slots.size)
+
+    def _recorded(self, batch: _Batch) -> tuple[U64, Verdict]:
+        """Digests (n, layers) of the records, and what each record is worth (RecordTable.check)."""
+        digests = np.zeros_like(batch.digests)
+        block = self._table.reserve(self._timeout_s)
+        job = self._table.read(block, batch.slots)
+        if not job.wait_released(self._timeout_s):
+            raise DeviceTimeout(
+                f"the slot table was not read within {self._timeout_s:g} s; check the device"
+            )
+        verdict = self._table.check(
+            block,
+            batch.slots,
+            np.ascontiguousarray(batch.entries["key"]),
+            batch.entries["sequence"],
+            digests,
+        )
+        self._table.release(block)
+        verdict[job.page_status != 0] = 0
+        return digests, verdict
+
+    def _finding(
+        self, batch: _Batch, row: int, status: int, differs: npt.NDArray[np.bool_]
+    ) -> Finding:
+        member, slot = (int(part[0]) for part in self._split(batch.slots[row]))
+        key = batch.entries["key"][row].tobytes().hex()
+        if status:
+            message = f"the medium failed: {status_name(status)}"
+            return Finding("unreadable", member, message, slot, key)
+        layers = tuple(np.flatnonzero(differs).tolist())
+        if not layers:
+            return Finding("record", member, "the slot's record cannot be read", slot, key)
+        message = f"{len(layers)} of {differs.size} slices are not what was stored"
+        return Finding("payload", member, message, slot, key, layers)
+
+    def _split(self, slot: np.int64) -> tuple[Rows, Rows]:
+        return self._members.geometry.split_members(np.array([slot]))

@@ -1,0 +1,126 @@
+"""What people see: tables of text and progress bars."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from typing import Protocol, Self, TextIO
+
+from tutti.clock import Clock, SystemClock
+from tutti.units import format_duration, format_nbytes
+
+_BAR_WIDTH = 24
+_REDRAW_NS = 100_000_000  # a person sees ten pictures a second
+_LINE_NS = 5_000_000_000  # a log wants few lines
+
+
+class Advance(Protocol):
+    """What long work reports to; a context manager."""
+
+    def advance(self, n: int) -> None:
+        """``n`` more units are done."""
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(self, *exception: object) -> None: ...
+
+
+#: Makes a progress report: ``progress(label, total)``.
+ProgressFactory = Callable[[str, int], Advance]
+
+
+class Progress:
+    """How far some work is, on stderr: a bar on a terminal, else a line every five seconds.
+
+    total: units of the whole work; 0 when nobody knows.  in_bytes: the units are bytes.
+    """
+
+    def __init__(
+        self,
+        label: str,
+        total: int,
+        *,
+        in_bytes: bool = False,
+        stream: TextIO | None = None,
+        clock: Clock | None = None,
+    ) -> None:
+        self._label = label
+        self._total = total
+        self._format = format_nbytes if in_bytes else str
+        self._stream = sys.stderr if stream is None else stream
+        self._clock = clock or SystemClock()
+        self._is_tty = self._stream.isatty()
+        self._begin_ns = self._shown_ns = self._clock.now_ns()
+        self._is_drawn = False
+        self.done = 0
+
+    def advance(self, n: int) -> None:
+        """``n`` more units are done."""
+        self.update(self.done + n)
+
+    def update(self, done: int, total: int | None = None) -> None:
+        """``done`` units are done, of ``total`` if that became known."""
+        self.done = done
+        self._total = self._total if total is None else total
+        now_ns = self._clock.now_ns()
+        if now_ns - self._shown_ns >= (_REDRAW_NS if self._is_tty else _LINE_NS):
+            self._shown_ns = now_ns
+            self._show(now_ns)
+
+    def _show(self, now_ns: int) -> None:
+        self._is_drawn = True
+        text = self._text((now_ns - self._begin_ns) / 1e9)
+        # "\x1b[K" clears what a longer line left (ECMA-48, EL).
+        self._stream.write(f"\r{text}\x1b[K" if self._is_tty else f"{text}\n")
+        self._stream.flush()
+
+    def _text(self, elapsed_s: float) -> str:
+        if self._total <= 0:
+            return f"{self._label}: {self._format(self.done)}, {format_duration(elapsed_s)}"
+        share = min(1.0, self.done / self._total)
+        filled = round(share * _BAR_WIDTH)
+        bar = f" [{'#' * filled}{'.' * (_BAR_WIDTH - filled)}]" if self._is_tty else ":"
+        amount = f"{self._format(self.done)} of {self._format(self._total)}"
+        left = ""
+        if 0 < share < 1:
+            left = f", {format_duration(elapsed_s / share - elapsed_s)} left"
+        return f"{self._label}{bar} {share:4.0%} {amount}{left}"
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        """Leaves the last picture on a terminal, and nothing where nothing was shown."""
+        if self._is_tty and self._is_drawn:
+            self._show(self._clock.now_ns())
+            self._stream.write("\n")
+            self._stream.flush()
+
+
+def progress(label: str, total: int) -> Progress:
+    """A progress report on stderr."""
+    return Progress(label, total)
+
+
+def table(headers: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    """Columns under headers; a column of numbers is aligned to the right."""
+    cells = [[str(cell) for cell in row] for row in rows]
+    numeric = [
+        bool(rows) and all(isinstance(row[i], (int, float)) for row in rows)
+        for i in range(len(headers))
+    ]
+    widths = [max(len(line[i]) for line in (list(headers), *cells)) for i in range(len(headers))]
+    lines = [list(headers), ["-" * width for width in widths], *cells]
+    return "\n".join(
+        "  ".join(
+            cell.rjust(width) if right else cell.ljust(width)
+            for cell, width, right in zip(line, widths, numeric, strict=True)
+        ).rstrip()
+        for line in lines
+    )
+
+
+def facts(rows: Sequence[tuple[str, object]]) -> str:
+    """Names and what they are, one to a line."""
+    width = max((len(name) for name, _ in rows), default=0)
+    return "\n".join(f"{name.ljust(width)}  {value}" for name, value in rows)
