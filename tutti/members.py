@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from tutti.block_io import BlockIo
@@ -167,27 +167,26 @@ class Members:
                 s, state=state, next_sequence=next_sequence, snapshot=snapshots[s.member_index]
             )
         )
-        for member in self.present:
-            self._copies[member] ^= 1
-            self._write_copy(member, self._copies[member])
-        self.io.flush(self.nsids())
+        self._write_next()
 
-    def _update(self, change: object) -> None:
-        assert callable(change)
+    def _update(self, change: Callable[[Superblock], Superblock]) -> None:
         generation = max(self.superblock(m).generation for m in self.present) + 1
         for member in self.present:
             changed = change(self.superblock(member))
             self.superblocks[member] = replace(changed, generation=generation)
 
     def _write_both(self) -> None:
-        for copy in (0, 1):
-            for member in self.present:
-                self._write_copy(member, copy)
-            self.io.flush(self.nsids())
-        self._copies = [0] * self.count
+        """The copy that does not count first, so that a torn write leaves the one that does."""
+        for _ in range(2):
+            self._write_next()
 
-    def _write_copy(self, member: int, copy: int) -> None:
-        self.io.write(self.nsid(member), copy * BLOCK_NBYTES, self.superblock(member).encode())
+    def _write_next(self) -> None:
+        """Replaces the copy of every member that does not count, which then does."""
+        for member in self.present:
+            self._copies[member] ^= 1
+            offset = self._copies[member] * BLOCK_NBYTES
+            self.io.write(self.nsid(member), offset, self.superblock(member).encode())
+        self.io.flush(self.nsids())
 
     def _finish_clear(self) -> None:
         """Gives all members the epoch of the newest one: a clear that began is finished."""

@@ -98,15 +98,15 @@ class ObjectStore:
             self._parts.append(self._tails)
             self._loader = Loader(self._core, self._reclaimer)
             self._parts.append(self._loader)
+            self._recovery = threading.Thread(
+                target=self._recover, args=(found_as, clean), name="tutti-recovery", daemon=True
+            )
+            self._recovery.start()
+            if clean:
+                self.wait_recovered(self.config.timeout_s * 4)
         except BaseException:
             self._shut_down_failed()
             raise
-        self._recovery = threading.Thread(
-            target=self._recover, args=(found_as, clean), name="tutti-recovery", daemon=True
-        )
-        self._recovery.start()
-        if clean:
-            self.wait_recovered(self.config.timeout_s * 4)
 
     @property
     def layout(self) -> KVLayout:

@@ -14,6 +14,7 @@ import fcntl
 import mmap
 import os
 import stat
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -47,6 +48,7 @@ _U64 = ctypes.c_uint64
 
 _DIRECT = 1  # FileNamespace::flags
 _READ_ONLY_ERRNOS = (errno.EROFS, errno.EACCES, errno.EPERM)
+_LOCK_NAP_S = 0.02
 _FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _PREWRITE_NBYTES = 4 * MiB
 
@@ -190,9 +192,19 @@ class FileMember:
         self.direct = direct
         self.buffered_reason = None if direct else reason
 
-    def lock(self) -> None:
-        """Makes this the only open file that is locked, until `close`. Raises PoolInUse."""
-        _lock(self.fd, self.name)
+    def lock(self, timeout_s: float = 2.0) -> None:
+        """Makes this the only open file that is locked, until `close`.
+
+        The lock belongs to the open file that the kernel's transfers use, so after a process was
+        killed it holds until the last of them has ended; therefore this tries for `timeout_s`.
+        Raises PoolInUse.
+        """
+        deadline_s = time.monotonic() + timeout_s
+        while time.monotonic() < deadline_s:
+            with contextlib.suppress(PoolInUse):
+                return _lock(self.fd, self.name)
+            time.sleep(_LOCK_NAP_S)
+        return _lock(self.fd, self.name)
 
     def close(self) -> None:
         """A second call does nothing."""
