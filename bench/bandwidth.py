@@ -1,0 +1,181 @@
+"""How fast a pool stores and retrieves: GB/s (10^9 bytes), latencies, CPU time, run lengths.
+
+Phases: `store` puts new objects, evicting once the pool is full; `retrieve` looks up and loads
+batches in random order; `layerwise` loads one long prefix and waits for layer after layer; `mixed`
+stores and retrieves at once. Files are accessed by direct I/O where they can be, so the page cache
+plays no part; the result says where they cannot. What was loaded last is compared byte by byte.
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from tutti.bench.environment import describe
+from tutti.bench.pool_file import add_pool_arguments, medium_facts, pool_paths, temporary_pool
+from tutti.bench.shape import Shape, parse_shape
+from tutti.bench.workload import Limit, Workload
+from tutti.core import StoreConfig
+from tutti.errors import ConfigError
+from tutti.store import ObjectStore
+from tutti.terminal import ProgressFactory, table
+from tutti.units import GiB, parse_nbytes
+
+PHASES = ("store", "retrieve", "layerwise", "mixed")
+SHAPES = ("32x256KiB", "64x128KiB", "8x32KiB", "1x256KiB")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments of `tutti bench bandwidth`."""
+    add_pool_arguments(parser)
+    parser.add_argument(
+        "--shapes",
+        nargs="+",
+        default=list(SHAPES),
+        metavar="LxSLICE",
+        help="objects as layers x slice (default: %(default)s)",
+    )
+    parser.add_argument("--phases", nargs="+", choices=PHASES, default=list(PHASES))
+    parser.add_argument("--capacity", default="2GiB", help="of the pool (default: %(default)s)")
+    duration = parser.add_mutually_exclusive_group()
+    duration.add_argument(
+        "--seconds", type=float, default=2.0, help="of each phase (default: %(default)s)"
+    )
+    duration.add_argument("--gib", type=float, help="moved in each phase, instead of a time")
+    parser.add_argument("--batch", default="32MiB", help="of one put or load (%(default)s)")
+    parser.add_argument("--inflight", type=int, default=4, help="batches at once (%(default)s)")
+    parser.add_argument(
+        "--prefix-pages", type=int, default=1024, help="of the layerwise prefix (%(default)s)"
+    )
+    parser.add_argument("--memory", default="512MiB", help="engine memory at most (%(default)s)")
+    parser.add_argument("--seed", type=int, default=1, help="of the order of loads (%(default)s)")
+
+
+def run(args: argparse.Namespace, progress: ProgressFactory) -> dict[str, Any]:
+    """Measures every shape in a pool of its own; the pools are removed.
+
+    The result's `rows` have one entry for each shape and phase, `wrong` counts pages whose bytes
+    were not those that were stored.  Raises ConfigError for sizes that do not go together, and what
+    the store raises.
+    """
+    shapes = [parse_shape(text) for text in args.shapes]
+    paths = pool_paths(args, "bandwidth")
+    rows: list[dict[str, Any]] = []
+    medium: dict[str, Any] = {}
+    wrong = 0
+    for shape in shapes:
+        config = StoreConfig(verify=args.verify, durability=args.durability)
+        with temporary_pool(
+            paths,
+            shape.layout(),
+            parse_nbytes(args.capacity),
+            config=config,
+            executor=args.executor,
+            prewrite=args.prewrite,
+            progress=progress,
+        ) as store:
+            medium = medium_facts(store)
+            workload = make_workload(store, shape, args)
+            rows += _measure(workload, shape, args, progress)
+            wrong += workload.wrong
+    return {
+        "benchmark": "bandwidth",
+        "rows": rows,
+        "wrong": wrong,
+        "verify": args.verify,
+        "durability": args.durability,
+        "capacity_nbytes": parse_nbytes(args.capacity),
+        **medium,
+        "machine": describe(args.dir),
+    }
+
+
+def make_workload(store: ObjectStore, shape: Shape, args: argparse.Namespace) -> Workload:
+    """Engine memory within --memory, batches of --batch as far as that allows.
+
+    Raises ConfigError when not even one object fits.
+    """
+    memory_pages = parse_nbytes(args.memory) // shape.object_nbytes
+    if memory_pages < 2 or args.inflight < 1:
+        raise ConfigError(f"objects of {shape.object_nbytes} bytes need twice that as --memory")
+    inflight = min(args.inflight, memory_pages // 2)
+    # A pool must hold more than what is in flight, or every put would have to be dropped.
+    share = min(memory_pages // 2, store.stats()["capacity_objects"] // 4) // inflight
+    batch_pages = max(1, min(parse_nbytes(args.batch) // shape.object_nbytes, share))
+    return Workload(
+        store,
+        batch_pages=batch_pages,
+        inflight=inflight,
+        load_pages=min(memory_pages - batch_pages * inflight, args.prefix_pages),
+        hugepages=args.memory_pages == "huge",
+        seed=args.seed,
+    )
+
+
+def report(result: dict[str, Any]) -> str:
+    """A table for people."""
+    headers = ["object", "memory", "phase", "GB/s", "p50 ms", "p99 ms", "CPU-s/GB", "run", "note"]
+    rows = [
+        [
+            row["shape"],
+            row["backing"],
+            row["phase"],
+            round(row["gb_per_s"], 2),
+            round(row["p50_ms"], 2),
+            round(row["p99_ms"], 2),
+            round(row["cpu_s_per_gb"], 3),
+            round(row["mean_run_length"], 1),
+            _note(row),
+        ]
+        for row in result["rows"]
+    ]
+    direct = "direct I/O" if result.get("direct_io", True) else "BUFFERED: the page cache helps"
+    lines = [
+        table(headers, rows),
+        f"{result['controller']} controller, {result.get('executor', 'no')} executor, {direct}; "
+        f"verify {result['verify']}, durability {result['durability']}",
+    ]
+    if result["wrong"]:
+        lines.append(f"WRONG BYTES in {result['wrong']} pages")
+    return "\n".join(lines)
+
+
+def _note(row: dict[str, Any]) -> str:
+    if row["phase"] == "mixed":
+        return f"{row['store_gb_per_s']:.2f} stored + {row['retrieve_gb_per_s']:.2f} retrieved"
+    if row["phase"] == "layerwise":
+        return f"{row['prefix_pages']} pages; ms to the first layer"
+    return f"{row['batch_pages']} pages a batch"
+
+
+def _measure(
+    workload: Workload, shape: Shape, args: argparse.Namespace, progress: ProgressFactory
+) -> list[dict[str, Any]]:
+    limit = Limit(args.seconds, None if args.gib is None else int(args.gib * GiB))
+    rows = []
+    with progress(f"objects of {shape}", len(args.phases)) as bar:
+        if "store" not in args.phases:
+            workload.fill_half()
+        for phase in (p for p in PHASES if p in args.phases):
+            facts = {
+                "shape": str(shape),
+                "object_nbytes": shape.object_nbytes,
+                "backing": workload.backing,
+                "batch_pages": workload.batch_pages,
+                "inflight": workload.inflight,
+            }
+            rows.append({**facts, "phase": phase, **_phase(workload, phase, limit, args)})
+            bar.advance(1)
+    return rows
+
+
+def _phase(
+    workload: Workload, phase: str, limit: Limit, args: argparse.Namespace
+) -> dict[str, Any]:
+    if phase == "store":
+        return workload.store_phase(limit)
+    if phase == "retrieve":
+        return workload.retrieve_phase(limit)
+    if phase == "mixed":
+        return workload.mixed_phase(limit)
+    return workload.layerwise_phase(limit, workload.prefix(args.prefix_pages))

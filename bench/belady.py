@@ -1,0 +1,135 @@
+"""Reference hit counts of a trace: Belady's MIN, plain LRU, and unlimited capacity.
+
+A request is the sequence of its blocks, each the successor of the one before. Two counts are
+kept: `hits`, references to a block that is resident, and `prefix_hits`, those before the first
+miss of their request, which is what a prefix cache can serve.
+
+MIN evicts the resident block whose next reference is farthest away (Belady 1966); it may evict the
+block that came last, that is, not keep it at all. No policy has more `hits` on the same stream of
+references. A store that serves prefixes looks a request up before it stores the rest, so its hits
+all precede its misses and it, too, stays at or below MIN's `hits`. MIN's `prefix_hits` are no
+bound: MIN does not know that a block without its predecessors is useless.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+Block = int
+Requests = Sequence[Sequence[Block] | npt.NDArray[np.uint64]]
+
+
+@dataclass
+class HitCount:
+    """Blocks referenced, and how many of them were hits."""
+
+    references: int = 0
+    hits: int = 0
+    prefix_hits: int = 0
+
+    @property
+    def hit_rate(self) -> float:
+        """hits over references; 0 of nothing."""
+        return self.hits / self.references if self.references else 0.0
+
+    @property
+    def prefix_hit_rate(self) -> float:
+        """prefix_hits over references; 0 of nothing."""
+        return self.prefix_hits / self.references if self.references else 0.0
+
+
+class _Counting:
+    """Feeds requests to `reference(block, place)`, which answers whether it was a hit."""
+
+    def count(self, requests: Requests) -> HitCount:
+        total = HitCount()
+        for request in requests:
+            whole = True
+            for block in request:
+                hit = self.reference(int(block), total.references)
+                total.references += 1
+                total.hits += hit
+                whole = whole and hit
+                total.prefix_hits += whole
+        return total
+
+    def reference(self, block: Block, place: int) -> bool:
+        raise NotImplementedError
+
+
+class _Minimum(_Counting):
+    def __init__(self, requests: Requests, capacity: int) -> None:
+        self._capacity = capacity
+        self._next = _next_references(requests)
+        self._resident: dict[Block, int] = {}  # its next reference
+        self._farthest: list[tuple[int, Block]] = []  # entries that moved on stay and are skipped
+
+    def reference(self, block: Block, place: int) -> bool:
+        hit = block in self._resident
+        self._resident[block] = self._next[place]
+        heapq.heappush(self._farthest, (-self._next[place], block))
+        while len(self._resident) > self._capacity:  # each turn pops one entry
+            at, candidate = heapq.heappop(self._farthest)
+            if self._resident.get(candidate) == -at:
+                del self._resident[candidate]
+        return hit
+
+
+class _LeastRecentlyUsed(_Counting):
+    def __init__(self, capacity: int) -> None:
+        self._capacity = capacity
+        self._resident: OrderedDict[Block, None] = OrderedDict()
+
+    def reference(self, block: Block, place: int) -> bool:
+        hit = block in self._resident
+        self._resident[block] = None
+        self._resident.move_to_end(block)
+        if len(self._resident) > self._capacity:
+            self._resident.popitem(last=False)
+        return hit
+
+
+class _Unlimited(_Counting):
+    def __init__(self) -> None:
+        self._seen: set[Block] = set()
+
+    def reference(self, block: Block, place: int) -> bool:
+        hit = block in self._seen
+        self._seen.add(block)
+        return hit
+
+
+def minimum(requests: Requests, capacity: int) -> HitCount:
+    """Belady's MIN with room for `capacity` blocks; O(n log n) in the number of references."""
+    return _Minimum(requests, capacity).count(requests)
+
+
+def least_recently_used(requests: Requests, capacity: int) -> HitCount:
+    """Plain LRU over single blocks."""
+    return _LeastRecentlyUsed(capacity).count(requests)
+
+
+def unlimited(requests: Requests) -> HitCount:
+    """Nothing is ever evicted."""
+    return _Unlimited().count(requests)
+
+
+def _references(requests: Requests) -> Iterator[Block]:
+    return (int(block) for request in requests for block in request)
+
+
+def _next_references(requests: Requests) -> list[int]:
+    """For every reference the place of the next one to the same block; their number if none."""
+    stream = list(_references(requests))
+    last: dict[Block, int] = {}
+    following = [len(stream)] * len(stream)
+    for place in range(len(stream) - 1, -1, -1):
+        following[place] = last.get(stream[place], len(stream))
+        last[stream[place]] = place
+    return following

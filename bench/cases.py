@@ -1,0 +1,243 @@
+"""The cases of tutti/bench/compare.py: which systems, shapes and sizes stand against each other."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from tutti.bench import index_cost
+from tutti.bench.churn import churn
+from tutti.bench.fio import FioJob, hugepages_of, reserved_hugepages, run_fio
+from tutti.bench.paired import System, compare
+from tutti.bench.shape import Shape, parse_shape
+from tutti.bench.systems import (
+    BATCH_NBYTES,
+    INFLIGHT,
+    PoolPlan,
+    file_systems,
+    filled_pool,
+    fio_file,
+    fio_system,
+    pool_system,
+)
+from tutti.bench.workload import Limit, Workload
+from tutti.errors import Unsupported
+from tutti.gio_uring.memory import HUGEPAGE_NBYTES
+from tutti.terminal import ProgressFactory
+from tutti.units import KiB, MiB
+
+PHASES = ("store", "retrieve")
+_DIRECTION = {"store": "write", "retrieve": "read", "layerwise": "read"}
+# What a store keeps on hugepages besides engine memory: staging of records, lists of its engine.
+_STORE_NBYTES = 64 * MiB
+
+Cells = dict[str, dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What every case needs to know; see the arguments of tutti/bench/compare.py."""
+
+    directory: Path
+    pairs: int
+    size_nbytes: int
+    round_s: float
+    prefix_pages: int
+    prefix_shape: str
+    churn: float
+    records: int
+    memory: tuple[str, ...]
+    only: str
+    allow_sysctl: bool
+    seed: int
+    progress: ProgressFactory
+
+    def wanted(self, cell: str) -> bool:
+        """Whether a cell is to be measured."""
+        return self.only in cell
+
+    def compare(self, a: System, b: System, *, twin: bool = True) -> dict[str, Any]:
+        """Pairs of rounds of two systems."""
+        return compare(a, b, pairs=self.pairs, progress=self.progress, twin=twin, seed=self.seed)
+
+    def plan(self, shape: str, **more: Any) -> PoolPlan:
+        """A pool of this size."""
+        return PoolPlan(parse_shape(shape), self.size_nbytes, seed=self.seed, **more)
+
+
+def bandwidth_fio(setup: Setup) -> Cells:
+    """store and retrieve of 8 MiB objects, slices of 256 and 128 KiB, against fio"""
+    return _against_fio(setup, ("32x256KiB", "64x128KiB"), verify="always")
+
+
+def layerwise_fio(setup: Setup) -> Cells:
+    """retrieve of a long prefix, waiting for layer after layer, against fio's reads"""
+    cells: Cells = {}
+    for memory in setup.memory:
+        cell = f"layerwise {setup.prefix_pages} pages of {setup.prefix_shape}, {memory} pages"
+        if setup.wanted(cell):
+            plan = _prefix_plan(setup, hugepages=memory == "huge")
+            cells[cell] = _fio_cell(setup, plan, "layerwise")
+    return cells
+
+
+def churned(setup: Setup) -> Cells:
+    """retrieve of a long prefix from a pool that was churned through, against a fresh pool"""
+    plan = _prefix_plan(setup, hugepages=True)
+    directory, progress = setup.directory, setup.progress
+    with (
+        filled_pool(directory, "fresh", plan, progress) as fresh,
+        filled_pool(directory, "churned", plan, progress) as aged,
+    ):
+        fresh.store.clear(deallocate=False)
+        objects = churn(
+            aged, int(setup.churn * plan.capacity_nbytes), seed=setup.seed, progress=progress
+        )
+        for workload in (fresh, aged):
+            workload.fill(setup.prefix_pages)
+        nbytes = _prefix_round(setup, plan)
+        cell = setup.compare(
+            pool_system("churned pool", aged, "layerwise", nbytes, setup.prefix_pages),
+            pool_system("fresh pool", fresh, "layerwise", nbytes, setup.prefix_pages),
+        )
+    return {"churned": {**cell, "churned_objects": objects}}
+
+
+def files(setup: Setup) -> Cells:
+    """default configuration against a file per object, on ordinary pages"""
+    plan = setup.plan("32x256KiB", hugepages=False)
+    cells: Cells = {}
+    with filled_pool(setup.directory, "compare", plan, setup.progress) as workload:
+        nbytes = _calibrated(setup, workload)
+        for direct in (True, False):
+            kind = "direct" if direct else "buffered"
+            wanted = [p for p in PHASES if setup.wanted(f"{p}, {kind}")]
+            if not wanted:
+                continue
+            with file_systems(setup.directory, plan, direct=direct, nbytes=nbytes) as systems:
+                for phase in wanted:
+                    tutti = pool_system("tutti", workload, phase, nbytes)
+                    cells[f"{phase}, {kind}"] = setup.compare(tutti, systems[phase])
+    return cells
+
+
+def cpu_fio(setup: Setup) -> Cells:
+    """CPU time without verification, objects of 8 MiB and 256 KiB, against fio"""
+    return _against_fio(setup, ("32x256KiB", "8x32KiB"), verify="off")
+
+
+def cpu_verify(setup: Setup) -> Cells:
+    """CPU time that verification adds, slices from 64 KiB"""
+    cells: Cells = {}
+    for slice_kib, phase in itertools.product((64, 128, 256), PHASES):
+        shape = Shape(8 * MiB // (slice_kib * KiB), slice_kib * KiB)
+        cell = f"{phase} {shape}"
+        if not setup.wanted(cell):
+            continue
+        plan = setup.plan(str(shape))
+        bare = replace(plan, verify="off")
+        with (
+            filled_pool(setup.directory, "verified", plan, setup.progress) as verified,
+            filled_pool(setup.directory, "bare", bare, setup.progress) as unverified,
+        ):
+            nbytes = _calibrated(setup, unverified)
+            cells[cell] = setup.compare(
+                pool_system("verify always", verified, phase, nbytes),
+                pool_system("verify off", unverified, phase, nbytes),
+            )
+    return cells
+
+
+def index(setup: Setup) -> Cells:
+    """memory of the index for an object, and recovery of many records after a crash"""
+    return {"index": index_cost.measure(str(setup.directory), setup.records)}
+
+
+CASES: dict[str, Callable[[Setup], Cells]] = {
+    "bandwidth-fio": bandwidth_fio,
+    "layerwise-fio": layerwise_fio,
+    "churned": churned,
+    "files": files,
+    "cpu-fio": cpu_fio,
+    "cpu-verify": cpu_verify,
+    "index": index,
+}
+
+
+def _against_fio(setup: Setup, shapes: tuple[str, ...], verify: str) -> Cells:
+    cells: Cells = {}
+    for shape, memory, phase in itertools.product(shapes, setup.memory, PHASES):
+        cell = f"{phase} {shape}, {memory} pages"
+        if setup.wanted(cell):
+            plan = setup.plan(shape, verify=verify, hugepages=memory == "huge")
+            cells[cell] = _fio_cell(setup, plan, phase)
+    return cells
+
+
+def _fio_cell(setup: Setup, plan: PoolPlan, phase: str) -> dict[str, Any]:
+    """A pool against fio with blocks of one slice, on the same kind of pages."""
+    path = str(setup.directory / "fio.data")
+    block_nbytes = plan.shape.slice_nbytes
+    job = FioJob(
+        path,
+        _DIRECTION[phase],
+        block_nbytes,
+        setup.size_nbytes // block_nbytes * block_nbytes,
+        setup.size_nbytes // block_nbytes * block_nbytes,
+        hugepages=plan.hugepages,
+    )
+    pages = max(INFLIGHT * plan.batch_pages, plan.load_pages) + INFLIGHT * plan.batch_pages
+    nbytes = _STORE_NBYTES + pages * plan.shape.object_nbytes
+    count = hugepages_of(job) + -(-nbytes // HUGEPAGE_NBYTES)
+    needed = reserved_hugepages(count, allow_sysctl=setup.allow_sysctl)
+    try:
+        with (
+            needed if plan.hugepages else nullcontext(),
+            fio_file(setup.directory, job.size_nbytes),
+            filled_pool(setup.directory, "compare", plan, setup.progress) as workload,
+        ):
+            if phase == "layerwise":
+                round_nbytes = _prefix_round(setup, plan, run_fio(job).gb_per_s)
+            else:
+                round_nbytes = _round_nbytes(setup, run_fio(job).gb_per_s)
+            return setup.compare(
+                pool_system("tutti", workload, phase, round_nbytes, setup.prefix_pages),
+                fio_system(replace(job, io_nbytes=round_nbytes)),
+            )
+    except Unsupported as error:
+        return {"not_measured": str(error)}
+
+
+def _calibrated(setup: Setup, workload: Workload) -> int:
+    """Bytes of a round, from a short one of retrieves."""
+    measured = workload.retrieve_phase(Limit(setup.round_s / 4))
+    return _round_nbytes(setup, measured["gb_per_s"])
+
+
+def _round_nbytes(setup: Setup, gb_per_s: float) -> int:
+    """Whole batches for about `round_s` at this speed."""
+    batches = max(INFLIGHT, round(gb_per_s * 1e9 * setup.round_s / BATCH_NBYTES))
+    return batches * BATCH_NBYTES
+
+
+def _prefix_plan(setup: Setup, *, hugepages: bool) -> PoolPlan:
+    """A pool with room for the prefix and half as much again, besides the reserve."""
+    shape = parse_shape(setup.prefix_shape)
+    capacity_nbytes = max(setup.size_nbytes, setup.prefix_pages * shape.object_nbytes * 3 // 2)
+    return PoolPlan(
+        shape,
+        capacity_nbytes,
+        hugepages=hugepages,
+        load_pages=setup.prefix_pages,
+        seed=setup.seed,
+    )
+
+
+def _prefix_round(setup: Setup, plan: PoolPlan, gb_per_s: float = 0.0) -> int:
+    """Whole prefixes for about `round_s`: one at least."""
+    prefix_nbytes = setup.prefix_pages * plan.shape.object_nbytes
+    return max(1, round(gb_per_s * 1e9 * setup.round_s / prefix_nbytes)) * prefix_nbytes

@@ -1,0 +1,94 @@
+"""Compares two systems by rounds that alternate A B B A, so that drift hits both alike."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from tutti.bench.statistics import bootstrap_median, median, ratios
+from tutti.errors import ConfigError
+from tutti.terminal import ProgressFactory
+
+PAIRS_MIN = 7
+
+
+@dataclass(frozen=True)
+class Round:
+    """One round of one system: speed in 10^9 bytes a second, CPU seconds for 10^9 bytes."""
+
+    gb_per_s: float
+    cpu_s_per_gb: float
+    facts: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class System:
+    """A name, and what runs one round."""
+
+    name: str
+    round: Callable[[], Round]
+
+
+def compare(
+    a: System,
+    b: System,
+    *,
+    pairs: int,
+    progress: ProgressFactory,
+    twin: bool = True,
+    seed: int = 0,
+) -> dict[str, Any]:
+    """Runs `pairs` pairs after a warm-up of each that is thrown away.
+
+    twin: run B a second time beside each pair; B against itself is the noise floor.
+    Ratios are A over B: medians over the pairs with 95 % bootstrap intervals.
+    """
+    if pairs < 1:
+        raise ConfigError(f"{pairs} pairs; give at least one, and {PAIRS_MIN} for a result")
+    order = [a, b, b] if twin else [a, b]
+    found: list[list[Round]] = [[] for _ in order]
+    with progress(f"{a.name} against {b.name}", (pairs + 1) * len(order)) as bar:
+        for pair in range(-1, pairs):
+            places = range(len(order)) if pair % 2 == 0 else reversed(range(len(order)))
+            for place in places:
+                measured = order[place].round()
+                if pair >= 0:
+                    found[place].append(measured)
+                bar.advance(1)
+    result = {
+        "pairs": pairs,
+        "a": _summary(a, found[0]),
+        "b": _summary(b, found[1]),
+        **_ratios(found[0], found[1], seed),
+    }
+    if twin:
+        result["noise"] = _ratios(found[2], found[1], seed)
+    return result
+
+
+def _summary(system: System, rounds: list[Round]) -> dict[str, Any]:
+    speeds = [r.gb_per_s for r in rounds]
+    cpus = [r.cpu_s_per_gb for r in rounds]
+    return {
+        "name": system.name,
+        "median_gb_per_s": median(speeds),
+        "median_cpu_s_per_gb": median(cpus),
+        "gb_per_s": speeds,
+        "cpu_s_per_gb": cpus,
+        "facts": rounds[-1].facts,
+    }
+
+
+def _ratios(above: list[Round], below: list[Round], seed: int) -> dict[str, Any]:
+    speed = ratios([r.gb_per_s for r in above], [r.gb_per_s for r in below])
+    cpu = ratios([r.cpu_s_per_gb for r in above], [r.cpu_s_per_gb for r in below])
+    pairs = zip(above, below, strict=True)
+    difference = [x.cpu_s_per_gb - y.cpu_s_per_gb for x, y in pairs]
+    summary: dict[str, Any] = {
+        "speed_ratio": bootstrap_median(speed, seed=seed).to_dict(),
+        "cpu_difference_s_per_gb": bootstrap_median(difference, seed=seed).to_dict(),
+    }
+    # fio reports CPU time in thousandths of a short job: a round without any is possible.
+    summary["cpu_ratio"] = bootstrap_median(cpu, seed=seed).to_dict() if cpu else None
+    return summary

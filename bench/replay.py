@@ -1,0 +1,265 @@
+"""Replays a request trace through a store with real bytes, every one of which is checked.
+
+For each request: look up its blocks, load the prefix that hits, compare every byte with what the
+keys stand for, "compute" the missing blocks and put them. Only look-ups, loads and puts are timed.
+The hit rate stands beside what unlimited capacity, Belady's MIN and plain LRU over single blocks
+reach with the same trace (tutti/bench/belady.py).
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from tutti.bench import belady
+from tutti.bench.environment import describe
+from tutti.bench.meter import Meter
+from tutti.bench.pool_file import add_pool_arguments, medium_facts, pool_paths, temporary_pool
+from tutti.bench.shape import parse_shape
+from tutti.bench.stamps import Keys, Stamps
+from tutti.bench.traces import (
+    BLOCK_TOKENS,
+    Request,
+    Synthetic,
+    block_keys,
+    generate,
+    reach,
+    read_trace,
+)
+from tutti.core import StoreConfig
+from tutti.errors import ConfigError, DeviceTimeout, KeyMissing, MediumError
+from tutti.store import ObjectStore
+from tutti.terminal import ProgressFactory, table
+from tutti.units import format_nbytes, parse_nbytes
+
+WAIT_S = 120.0
+SYNTHETIC = "synthetic"
+
+# A replay has one request under way: more pins would only keep a small pool from evicting.
+_PIN_LOOKUPS = 1
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments of `tutti replay`."""
+    add_pool_arguments(parser)
+    parser.add_argument(
+        "--trace", default=SYNTHETIC, help="a Mooncake .jsonl, or %(default)s (the default)"
+    )
+    parser.add_argument("--requests", type=int, help="the first N of the trace (synthetic: 400)")
+    parser.add_argument("--seed", type=int, default=1, help="of the synthetic trace (%(default)s)")
+    parser.add_argument(
+        "--capacity",
+        nargs="+",
+        default=["1GiB"],
+        help="of the pool; each one given is a replay of its own (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--shape",
+        default="8x32KiB",
+        help="of a page's KV, layers x slice; smaller than a model's, so that a long trace fits a "
+        "disk (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--page-size",
+        type=int,
+        default=BLOCK_TOKENS,
+        help=f"tokens of a page, a divisor of {BLOCK_TOKENS} (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--pages", type=int, default=256, help="pages of engine memory (default: %(default)s)"
+    )
+
+
+def run(args: argparse.Namespace, progress: ProgressFactory) -> dict[str, Any]:
+    """Replays the trace once for each capacity; `wrong` counts pages with wrong bytes in all.
+
+    Raises ConfigError for a trace or numbers that are not acceptable, and what the store raises.
+    """
+    if BLOCK_TOKENS % args.page_size:
+        raise ConfigError(f"--page-size {args.page_size} does not divide {BLOCK_TOKENS}")
+    if args.pages < 1:
+        raise ConfigError(f"--pages {args.pages}; give at least one page of engine memory")
+    requests = _requests(args)
+    runs = [_replay(args, requests, capacity, progress) for capacity in args.capacity]
+    return {
+        "benchmark": "replay",
+        "trace": SYNTHETIC if args.trace == SYNTHETIC else "file",
+        "requests": len(requests),
+        "seed": args.seed,
+        "shape": args.shape,
+        "page_size": args.page_size,
+        "verify": args.verify,
+        "durability": args.durability,
+        "runs": runs,
+        "wrong": sum(run["wrong"] for run in runs),
+        "machine": describe(args.dir),
+    }
+
+
+def report(result: dict[str, Any]) -> str:
+    """Tables for people."""
+    runs = result["runs"]
+    hits = ["capacity", "objects", "token hits", "block hits", "unlimited", "MIN", "LRU", "evicted"]
+    speeds = ["capacity", "", "GB/s", "p50 ms", "p99 ms", "CPU-s/GB", "mean run", "bytes/byte"]
+    hit_rows, speed_rows = [], []
+    for run in runs:
+        capacity = format_nbytes(run["capacity_nbytes"])
+        rates = [run["token_hit_rate"], run["block_hit_rate"], run["unlimited_hit_rate"]]
+        rates += [run["minimum_hit_rate"], run["lru_hit_rate"]]
+        percents = [f"{100 * rate:.1f} %" for rate in rates]
+        hit_rows.append([capacity, run["capacity_objects"], *percents, run["evicted"]])
+        for what, last in (("load", run["mean_run_length"]), ("put", None)):
+            meter = run[what]
+            numbers = [meter["gb_per_s"], meter["p50_ms"], meter["p99_ms"], meter["cpu_s_per_gb"]]
+            written = f"{run['bytes_written_per_byte_stored']:.3f}" if what == "put" else ""
+            run_length = "" if last is None else f"{last:.1f}"
+            texts = [f"{number:.3g}" for number in numbers]
+            speed_rows.append([capacity, what, *texts, run_length, written])
+    verdict = f"WRONG BYTES in {result['wrong']} pages" if result["wrong"] else "every byte right"
+    loaded = sum(run["loaded_pages"] for run in runs)
+    return "\n".join(
+        [
+            table(hits, hit_rows),
+            "",
+            table(speeds, speed_rows),
+            f"{result['requests']} requests, {loaded} pages loaded and compared: {verdict}",
+        ]
+    )
+
+
+class Replayer:
+    """Plays requests into one store, through a bounded number of pages of engine memory."""
+
+    def __init__(
+        self, store: ObjectStore, *, pages: int, page_size: int, hugepages: bool = True
+    ) -> None:
+        self.store = store
+        self.pages_per_block = BLOCK_TOKENS // page_size
+        self.pool = store.allocate_pool(pages, hugepages=hugepages)
+        self._stamps = Stamps(self.pool)
+        self.loads, self.puts = Meter(), Meter()
+        self.tokens = self.hit_tokens = 0
+        self.blocks = self.hit_blocks = 0
+        self.loaded_pages = self.wrong = self.lost = 0
+
+    def play(self, request: Request) -> None:
+        """One request from look-up to put.  Counts wrong bytes instead of raising."""
+        keys = block_keys(self.store.layout.fingerprint, request.hash_ids, self.pages_per_block)
+        hits = self._load(keys, self.store.match(keys, pin=True))
+        hit_blocks = hits // self.pages_per_block
+        self.blocks += len(request.hash_ids)
+        self.hit_blocks += hit_blocks
+        self.tokens += request.input_tokens
+        self.hit_tokens += reach(request, hit_blocks)
+        self._put(keys, hits)
+
+    def summary(self) -> dict[str, Any]:
+        """Everything counted so far."""
+        stats = self.store.stats()
+        return {
+            "token_hit_rate": self.hit_tokens / self.tokens if self.tokens else 0.0,
+            "block_hit_rate": self.hit_blocks / self.blocks if self.blocks else 0.0,
+            "blocks": self.blocks,
+            "load": self.loads.to_dict(),
+            "put": self.puts.to_dict(),
+            "loaded_pages": self.loaded_pages,
+            "wrong": self.wrong,
+            "lost": self.lost,
+            **{name: stats[name] for name in ("evicted", "dropped", "mismatches", "commands")},
+            "mean_run_length": stats["mean_run_length"],
+            "bytes_written_per_byte_stored": stats["bytes_written_per_byte_stored"],
+            "capacity_objects": stats["capacity_objects"],
+            "backing": self.pool.owner.backing,
+        }
+
+    def _load(self, keys: Keys, hits: int) -> int:
+        """Loads and checks the prefix in windows; how many pages of it are usable."""
+        for start in range(0, hits, self.pool.pages):
+            window = keys[start : min(hits, start + self.pool.pages)]
+            good = self._load_window(window)
+            if good < len(window):
+                return start + good
+        return hits
+
+    def _load_window(self, keys: Keys) -> int:
+        """Loads some pages; how many, from the first on, have their bytes."""
+        pages = np.arange(len(keys))
+        good = len(keys)
+        try:
+            with self.loads.operation():
+                ticket = self.store.load(keys, pages)
+                try:
+                    ticket.wait(WAIT_S)
+                except MediumError as error:
+                    good = min(error.pages)
+        except KeyMissing:
+            self.lost += len(keys)
+            return 0
+        if not ticket.wait_settled(WAIT_S):
+            raise DeviceTimeout("a load does not settle; look at the kernel's log")
+        self.loads.nbytes += good * self.store.layout.object_nbytes
+        self.loaded_pages += good
+        wrong = self._stamps.wrong(pages[:good], keys[:good])
+        self.wrong += int(np.count_nonzero(wrong))
+        return good
+
+    def _put(self, keys: Keys, start: int) -> None:
+        """Computes and puts what follows the prefix."""
+        for first in range(start, len(keys), self.pool.pages):
+            window = keys[first : first + self.pool.pages]
+            pages = np.arange(len(window))
+            self._stamps.fill(pages, window)
+            parent = keys[first - 1].tobytes() if first else None
+            with self.puts.operation():
+                result = self.store.put(window, pages, parent=parent, depth=first).wait(WAIT_S)
+            self.puts.nbytes += result.stored * self.store.layout.object_nbytes
+
+
+def reference_rates(requests: list[Request], capacity_blocks: int) -> dict[str, float]:
+    """Block hit rates of unlimited capacity, of MIN and of plain LRU; see tutti/bench/belady.py.
+
+    minimum_hit_rate counts every hit of MIN, so that no store has a higher block hit rate; the
+    others count the hits before a request's first miss, as a store does.
+    """
+    blocks = [request.hash_ids for request in requests]
+    return {
+        "unlimited_hit_rate": belady.unlimited(blocks).prefix_hit_rate,
+        "minimum_hit_rate": belady.minimum(blocks, capacity_blocks).hit_rate,
+        "lru_hit_rate": belady.least_recently_used(blocks, capacity_blocks).prefix_hit_rate,
+    }
+
+
+def _requests(args: argparse.Namespace) -> list[Request]:
+    if args.trace != SYNTHETIC:
+        return read_trace(args.trace, args.requests)
+    config = Synthetic(seed=args.seed)
+    return generate(replace(config, requests=args.requests or config.requests))
+
+
+def _replay(
+    args: argparse.Namespace, requests: list[Request], capacity: str, progress: ProgressFactory
+) -> dict[str, Any]:
+    capacity_nbytes = parse_nbytes(capacity)
+    config = StoreConfig(verify=args.verify, durability=args.durability, pin_lookups=_PIN_LOOKUPS)
+    with temporary_pool(
+        pool_paths(args, "replay"),
+        parse_shape(args.shape).layout(args.page_size),
+        capacity_nbytes,
+        config=config,
+        executor=args.executor,
+        prewrite=args.prewrite,
+        progress=progress,
+    ) as store:
+        hugepages = args.memory_pages == "huge"
+        replayer = Replayer(store, pages=args.pages, page_size=args.page_size, hugepages=hugepages)
+        with progress(f"replay into {format_nbytes(capacity_nbytes)}", len(requests)) as bar:
+            for request in requests:
+                replayer.play(request)
+                bar.advance(1)
+        result = replayer.summary()
+        blocks = result["capacity_objects"] // replayer.pages_per_block
+        facts = {"capacity_nbytes": capacity_nbytes, **medium_facts(store)}
+        return {**facts, **result, **reference_rates(requests, blocks)}

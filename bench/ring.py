@@ -1,0 +1,122 @@
+"""Commands per second of a queue pair: the protocol's own ceiling.
+
+A controller over memory checks every command and completes it without moving a byte, so what is
+left is the cost of submission, doorbells and completions. One thread submits, one executes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import time
+from typing import Any
+
+from tutti.bench.environment import describe
+from tutti.bench.statistics import bootstrap_median, median
+from tutti.errors import ConfigError, DeviceTimeout
+from tutti.gio_uring import _native
+from tutti.gio_uring.controller_memory import MemoryController
+from tutti.gio_uring.memory import HostBuffer
+from tutti.terminal import ProgressFactory, table
+from tutti.units import MiB, format_nbytes, parse_nbytes
+
+_NAMESPACE_NBYTES = 64 * MiB
+_BUFFER_NBYTES = 4 * MiB
+_CLOSE_TIMEOUT_S = 10.0
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments of `tutti bench ring`."""
+    parser.add_argument(
+        "--depths", nargs="+", type=int, default=[64, 1024], help="of the queue pair, powers of two"
+    )
+    parser.add_argument(
+        "--batches", nargs="+", type=int, default=[1, 32], help="commands for one doorbell"
+    )
+    parser.add_argument("--block", default="4KiB", help="bytes a command names (%(default)s)")
+    parser.add_argument("--commands", type=int, default=1_000_000, help="of a run (%(default)s)")
+    parser.add_argument("--repeats", type=int, default=5, help="runs of each row (%(default)s)")
+
+
+def run(args: argparse.Namespace, progress: ProgressFactory) -> dict[str, Any]:
+    """Runs every depth with every batch.
+
+    Raises ConfigError for unacceptable numbers, DeviceTimeout when the controller falls silent.
+    """
+    if min(args.commands, args.repeats, *args.batches) < 1:
+        raise ConfigError("--commands, --repeats and --batches count from 1")
+    block_nbytes = parse_nbytes(args.block)
+    pairs = [(depth, batch) for depth in args.depths for batch in args.batches]
+    rows = []
+    with progress("ring", len(pairs) * args.repeats) as bar:
+        for depth, batch in pairs:
+            runs = []
+            for _ in range(args.repeats):
+                runs.append(read_commands(depth, batch, block_nbytes, args.commands))
+                bar.advance(1)
+            rows.append(_row(depth, batch, args.commands, runs))
+    return {
+        "benchmark": "ring",
+        "rows": rows,
+        "block_nbytes": block_nbytes,
+        "commands": args.commands,
+        "machine": describe(),
+    }
+
+
+def report(result: dict[str, Any]) -> str:
+    """A table for people."""
+    headers = ["depth", "commands a doorbell", "million commands/s", "ns a command", "CPU ns"]
+    rows = [
+        [
+            row["depth"],
+            row["batch"],
+            round(row["commands_per_s"]["median"] / 1e6, 2),
+            round(1e9 / row["commands_per_s"]["median"], 1),
+            round(row["cpu_ns_per_command"], 1),
+        ]
+        for row in result["rows"]
+    ]
+    block = format_nbytes(result["block_nbytes"])
+    return f"{table(headers, rows)}\nreads of {block}; no bytes are moved: the rings alone"
+
+
+def read_commands(depth: int, batch: int, block_nbytes: int, commands: int) -> tuple[float, float]:
+    """(wall s, CPU s) of so many reads through a fresh queue pair."""
+    controller = MemoryController([_NAMESPACE_NBYTES], mode="zero_copy")
+    buffer = HostBuffer(max(_BUFFER_NBYTES, block_nbytes))
+    region = controller.register(buffer)
+    queue_pair = controller.create_queue_pair(depth)
+    seconds = ctypes.c_double()
+    cpu_s = time.process_time()
+    try:
+        result = _native.lib().gio_ring_bench(
+            controller.handle,
+            queue_pair.struct_address,
+            commands,
+            batch,
+            region.address,
+            region.nbytes,
+            block_nbytes // controller.info.lba_nbytes,
+            ctypes.addressof(seconds),
+        )
+        cpu_s = time.process_time() - cpu_s
+        remedy = "use a block of whole 4096-byte blocks up to 1 MiB"
+        _native.check(result, "the ring benchmark failed", remedy, ConfigError)
+    finally:
+        controller.reset(_CLOSE_TIMEOUT_S)
+        queue_pair.close()
+        region.close()
+        controller.close()
+    if not seconds.value > 0:
+        raise DeviceTimeout("the ring benchmark took no time; repeat it with more --commands")
+    return seconds.value, cpu_s
+
+
+def _row(depth: int, batch: int, commands: int, runs: list[tuple[float, float]]) -> dict[str, Any]:
+    return {
+        "depth": depth,
+        "batch": batch,
+        "commands_per_s": bootstrap_median([commands / wall_s for wall_s, _ in runs]).to_dict(),
+        "cpu_ns_per_command": median([cpu_s / commands * 1e9 for _, cpu_s in runs]),
+    }

@@ -1,0 +1,58 @@
+"""Medians, percentiles and bootstrap intervals of few measurements."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+import numpy as np
+
+from tutti.errors import ConfigError
+
+RESAMPLES = 10_000
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A median and the interval that holds it with 95 % confidence."""
+
+    median: float
+    low: float
+    high: float
+
+    def to_dict(self) -> dict[str, float]:
+        """For JSON."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        return f"{self.median:.3f} [{self.low:.3f}, {self.high:.3f}]"
+
+
+def percentile(values: Sequence[float], percent: float) -> float:
+    """Linear interpolation between the closest ranks; 0 of nothing."""
+    return float(np.percentile(np.asarray(values, float), percent)) if len(values) else 0.0
+
+
+def median(values: Sequence[float]) -> float:
+    """The middle value; 0 of nothing."""
+    return percentile(values, 50)
+
+
+def bootstrap_median(values: Sequence[float], *, seed: int = 0) -> Interval:
+    """Median with its percentile bootstrap interval (Efron and Tibshirani 1993, chapter 13).
+
+    Raises ConfigError for no values.
+    """
+    sample = np.asarray(values, float)
+    if sample.size == 0:
+        raise ConfigError("no measurements; run at least one pair")
+    rng = np.random.default_rng(seed)
+    draws = sample[rng.integers(0, sample.size, (RESAMPLES, sample.size))]
+    low, high = np.percentile(np.median(draws, axis=1), (2.5, 97.5))
+    return Interval(float(np.median(sample)), float(low), float(high))
+
+
+def ratios(above: Sequence[float], below: Sequence[float]) -> list[float]:
+    """Quotients of paired measurements; pairs whose divisor is 0 are left out."""
+    assert len(above) == len(below), "measurements come in pairs"
+    return [a / b for a, b in zip(above, below, strict=True) if b]

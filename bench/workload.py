@@ -1,0 +1,286 @@
+"""What the bandwidth benchmarks do with an open pool: bounded batches of stamped pages.
+
+The pages that are put keep their content, so that only their keys change from batch to batch and
+nothing but the store is timed; an object holds what its source page holds. Pages are loaded into
+other memory and a sample of them is checked after the clock has stopped.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from tutti.bench.meter import Meter
+from tutti.bench.stamps import Keys, Stamps, numbered_keys
+from tutti.errors import CapacityError, DeviceTimeout
+from tutti.store import ObjectStore
+from tutti.tickets import LoadTicket, PutTicket
+
+WAIT_S = 120.0
+
+#: Pages of one chain: a prompt of 64K tokens in pages of 64.
+CHAIN_PAGES = 1024
+
+T = TypeVar("T")
+
+Pages = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Limit:
+    """When a phase ends: after so many seconds, or so many bytes, whichever is given."""
+
+    seconds: float | None = 2.0
+    nbytes: int | None = None
+
+    def reached(self, seconds: float, nbytes: int) -> bool:
+        """Whether no further batch is to begin."""
+        if self.nbytes is not None:
+            return nbytes >= self.nbytes
+        return self.seconds is not None and seconds >= self.seconds
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A load and what its pages must hold."""
+
+    ticket: LoadTicket
+    pages: Pages
+    contents: Pages
+
+
+class Workload:
+    """An open pool, engine memory for a bounded number of batches, and batches by number.
+
+    batch_pages: objects of one put or load.  inflight: batches under way at once.
+    load_pages: pages of the memory that is loaded into, at least batch_pages * inflight.
+    """
+
+    def __init__(
+        self,
+        store: ObjectStore,
+        *,
+        batch_pages: int,
+        inflight: int,
+        load_pages: int,
+        hugepages: bool = True,
+        seed: int = 0,
+    ) -> None:
+        self.store = store
+        self.batch_pages = batch_pages
+        self.inflight = inflight
+        self.source_pages = batch_pages * inflight
+        self.load_pages = max(load_pages, self.source_pages)
+        self.object_nbytes = store.layout.object_nbytes
+        self.pool = store.allocate_pool(self.source_pages + self.load_pages, hugepages=hugepages)
+        self.stamps = Stamps(self.pool)
+        self.wrong = 0
+        self.batches = 0  # put so far
+        self._rng = np.random.default_rng(seed)
+        sources = np.arange(self.source_pages)
+        self.stamps.fill(sources, numbered_keys(sources))
+        # Touches the memory, which otherwise happens in the first timed load.
+        self.stamps.fill(
+            np.arange(self.source_pages, self.pool.pages), numbered_keys(np.zeros(self.load_pages))
+        )
+
+    @property
+    def backing(self) -> str:
+        """What engine memory really lies on: "hugetlb", "thp" or "pages"."""
+        return str(self.pool.owner.backing)
+
+    def keys(self, batch: int) -> Keys:
+        """The keys of a batch, uint8 (batch_pages, 16)."""
+        return numbered_keys(np.arange(batch * self.batch_pages, (batch + 1) * self.batch_pages))
+
+    def put(self) -> PutTicket:
+        """Starts to put the next batch, as the continuation of the one before in its chain."""
+        batch = self.batches
+        self.batches += 1
+        first = batch % self.inflight * self.batch_pages
+        pages = np.arange(first, first + self.batch_pages)
+        place = batch % max(1, CHAIN_PAGES // self.batch_pages)
+        parent = self.keys(batch - 1)[-1].tobytes() if place else None
+        depth = place * self.batch_pages
+        return self.store.put(self.keys(batch), pages, parent=parent, depth=depth)
+
+    def resident(self) -> list[int]:
+        """Numbers of the batches that are wholly in the pool, ascending."""
+        room = self.store.stats()["capacity_objects"] // self.batch_pages + 1
+        first = max(0, self.batches - room)
+        every = range(first, self.batches)
+        return [b for b in every if self.store.match(self.keys(b)) == self.batch_pages]
+
+    def load(self, batches: list[int], place: int) -> Loaded:
+        """Starts to load batches as one prefix into load memory from `place` on."""
+        keys = np.concatenate([self.keys(batch) for batch in batches])
+        pages = self.source_pages + place + np.arange(len(keys))
+        inside = np.arange(self.batch_pages)
+        contents = [b % self.inflight * self.batch_pages + inside for b in batches]
+        return Loaded(self.store.load(keys, pages), pages, np.concatenate(contents))
+
+    def store_phase(self, limit: Limit) -> dict[str, Any]:
+        """Puts new batches, several at once; evicts once the pool is full."""
+        meter = Meter()
+        before = self.store.stats()
+        self._puts(meter, limit)
+        return self._result(meter, before)
+
+    def fill(self, objects: int) -> None:
+        """Puts so many objects at least, untimed."""
+        self._puts(Meter(), Limit(None, objects * self.object_nbytes))
+
+    def fill_half(self) -> None:
+        """Puts what fills half of the pool."""
+        self.fill(self.store.stats()["capacity_objects"] // 2)
+
+    def prefix(self, pages: int) -> list[int]:
+        """The youngest resident batches in the order of their puts: about `pages` pages, one batch
+        at least, and no more than load memory holds.
+        """
+        batches = self.resident()
+        if not batches:
+            raise CapacityError("the pool holds no whole batch; raise --capacity or lower --batch")
+        return batches[-max(1, min(pages, self.load_pages) // self.batch_pages) :]
+
+    def retrieve_phase(self, limit: Limit, batches: list[int] | None = None) -> dict[str, Any]:
+        """Looks up and loads resident batches in random order, several at once."""
+        meter = Meter()
+        order = self._shuffled(batches)
+        before = self.store.stats()
+        last = self._loads(meter, limit, order)
+        self._check(last)
+        return self._result(meter, before)
+
+    def mixed_phase(self, limit: Limit) -> dict[str, Any]:
+        """Both at once, each on a thread of its own, until the limit holds for each."""
+        writes, reads, both = Meter(), Meter(), Meter()
+        resident = self.resident()
+        # The youngest quarter: what is read stays young, so the puts evict the rest.
+        order = self._shuffled(resident[-max(1, len(resident) // 4) :])
+        before = self.store.stats()
+        with both.timed(), ThreadPoolExecutor(2) as threads:
+            writer = threads.submit(self._puts, writes, limit)
+            last = threads.submit(self._loads, reads, limit, order).result(timeout=WAIT_S * 2)
+            writer.result(timeout=WAIT_S * 2)
+        self._check(last)
+        both.nbytes = writes.nbytes + reads.nbytes
+        both.latencies_s = writes.latencies_s + reads.latencies_s
+        return {
+            **self._result(both, before),
+            "store_gb_per_s": writes.gb_per_s,
+            "retrieve_gb_per_s": reads.gb_per_s,
+        }
+
+    def layerwise_phase(self, limit: Limit, batches: list[int]) -> dict[str, Any]:
+        """Loads one long prefix again and again, waiting for every layer in turn.
+
+        The latencies are those of the first layer.
+        """
+        meter = Meter()
+        before = self.store.stats()
+        last: list[Loaded] = []
+        keys = np.concatenate([self.keys(batch) for batch in batches])
+        while not limit.reached(meter.wall_s, meter.nbytes):
+            with meter.timed():
+                begin_s = time.perf_counter()
+                self.store.match(keys)
+                loaded = self.load(batches, 0)
+                for layer in range(self.store.layout.layers):
+                    loaded.ticket.wait_layer(layer, WAIT_S)
+                    if layer == 0:
+                        meter.latencies_s.append(time.perf_counter() - begin_s)
+            meter.nbytes += loaded.pages.size * self.object_nbytes
+            last = [loaded]
+        self._check(last)
+        return {**self._result(meter, before), "prefix_pages": last[0].pages.size if last else 0}
+
+    def _puts(self, meter: Meter, limit: Limit) -> None:
+        def finish(ticket: PutTicket) -> int:
+            result = ticket.wait(WAIT_S)
+            if result.stored == 0:
+                raise CapacityError(
+                    "a batch was dropped whole: the pool is too small for what is in flight; "
+                    "raise --capacity or lower --batch and --inflight"
+                )
+            return result.stored
+
+        self._pipeline(meter, limit, self.put, finish)
+
+    def _loads(self, meter: Meter, limit: Limit, order: list[int]) -> list[Loaded]:
+        """Returns the loads whose pages still hold what they loaded."""
+        last: deque[Loaded] = deque(maxlen=self.inflight)
+        started = itertools.count()
+        turn = itertools.cycle(order)
+
+        def issue() -> Loaded:
+            place = next(started) % self.inflight * self.batch_pages
+            for _ in order:
+                batch = next(turn)
+                if self.store.match(self.keys(batch)) == self.batch_pages:
+                    return self.load([batch], place)
+            raise CapacityError("nothing that is read stays in the pool; raise --capacity")
+
+        def finish(loaded: Loaded) -> int:
+            loaded.ticket.wait(WAIT_S)
+            last.append(loaded)
+            return int(loaded.pages.size)
+
+        self._pipeline(meter, limit, issue, finish)
+        return list(last)
+
+    def _pipeline(
+        self, meter: Meter, limit: Limit, issue: Callable[[], T], finish: Callable[[T], int]
+    ) -> None:
+        """Keeps `inflight` batches under way until the limit, and waits for all of them."""
+        waiting: deque[tuple[T, float]] = deque()
+        issued_nbytes = 0
+
+        def finish_oldest() -> None:
+            ticket, issued_s = waiting.popleft()
+            meter.nbytes += finish(ticket) * self.object_nbytes
+            meter.latencies_s.append(time.perf_counter() - issued_s)
+
+        with meter.timed():
+            begin_s = time.perf_counter()
+            while not limit.reached(time.perf_counter() - begin_s, issued_nbytes):
+                if len(waiting) == self.inflight:
+                    finish_oldest()
+                issued_s = time.perf_counter()
+                waiting.append((issue(), issued_s))
+                issued_nbytes += self.batch_pages * self.object_nbytes
+            while waiting:
+                finish_oldest()
+
+    def _check(self, loads: list[Loaded]) -> None:
+        """Counts pages that do not hold what their source page holds."""
+        for loaded in loads:
+            if not loaded.ticket.wait_settled(WAIT_S):
+                raise DeviceTimeout("a load does not settle; look at the kernel's log")
+            wrong = self.stamps.wrong(loaded.pages, numbered_keys(loaded.contents))
+            self.wrong += int(np.count_nonzero(wrong))
+
+    def _shuffled(self, batches: list[int] | None) -> list[int]:
+        batches = self.resident() if batches is None else batches
+        if not batches:
+            raise CapacityError("the pool holds no whole batch; raise --capacity or lower --batch")
+        return [int(b) for b in self._rng.permutation(batches)]
+
+    def _result(self, meter: Meter, before: dict[str, Any]) -> dict[str, Any]:
+        after = self.store.stats()
+        moved = {name: after[name] - before[name] for name in ("commands", "loaded", "load_runs")}
+        runs = moved["load_runs"]
+        return {
+            **meter.to_dict(),
+            "commands": moved["commands"],
+            "mean_run_length": moved["loaded"] / runs if runs else 0.0,
+            "evicted": after["evicted"] - before["evicted"],
+        }

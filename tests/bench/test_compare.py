@@ -1,0 +1,195 @@
+"""Paired rounds, fio's output, pictures, and what a result says of its machine."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tutti.bench import compare, fio
+from tutti.bench.environment import command_line, describe
+from tutti.bench.fio import FioJob, hugepages_of, parse_fio, reserved_hugepages
+from tutti.bench.index_cost import measure
+from tutti.bench.paired import Round, System
+from tutti.bench.paired import compare as compare_pairs
+from tutti.bench.plots import plot_compare, plot_demo
+from tutti.errors import ConfigError, MediumError, Unsupported
+from tutti.terminal import progress
+
+# The members of fio's JSON that are read, with numbers that are easy to follow.
+FIO: dict[str, Any] = {
+    "fio version": "fio-3.33",
+    "jobs": [
+        {
+            "error": 0,
+            "job_runtime": 2000,
+            "usr_cpu": 2.5,
+            "sys_cpu": 7.5,
+            "read": {"io_bytes": 4_000_000_000, "runtime": 2000},
+            "write": {"io_bytes": 0, "runtime": 0},
+        }
+    ],
+}
+
+
+def test_fio_is_parsed() -> None:
+    result = parse_fio("note: something\n" + json.dumps(FIO), "read")
+    assert (result.nbytes, result.wall_s, result.version) == (4_000_000_000, 2.0, "fio-3.33")
+    assert result.gb_per_s == 2.0
+    assert result.cpu_s == pytest.approx(0.2)
+    assert result.cpu_s_per_gb == pytest.approx(0.05)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "no JSON", "{}", '{"jobs": []}', '{"jobs": [{"error": "x"}]}']
+)
+def test_other_output_is_refused(text: str) -> None:
+    with pytest.raises(MediumError, match="not as expected"):
+        parse_fio(text, "read")
+
+
+def test_failed_jobs_are_errors() -> None:
+    failed = FIO | {"jobs": [FIO["jobs"][0] | {"error": 28}]}
+    with pytest.raises(MediumError, match="No space left"):
+        parse_fio(json.dumps(failed), "read")
+    with pytest.raises(MediumError, match="moved nothing"):
+        parse_fio(json.dumps(FIO), "write")
+
+
+def test_fio_gets_direct_io_and_the_right_memory() -> None:
+    job = FioJob("f", "read", 262144, 1 << 30, 1 << 29, hugepages=True)
+    command = job.command()
+    assert {"--direct=1", "--ioengine=io_uring", "--iodepth=32", "--iomem=mmaphuge"} <= set(command)
+    assert "--iomem=mmap" in FioJob("f", "read", 4096, 4096, 4096).command()
+    assert hugepages_of(job) >= 4
+
+
+def test_without_fio_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    with pytest.raises(Unsupported, match="fio is not installed"):
+        fio.run_fio(FioJob("f", "read", 4096, 4096, 4096))
+
+
+def test_hugepages_are_reserved_only_when_allowed() -> None:
+    with (
+        pytest.raises(Unsupported, match="--allow-sysctl"),
+        reserved_hugepages(1 << 30, allow_sysctl=False),
+    ):
+        pass
+    with reserved_hugepages(0, allow_sysctl=False):
+        pass
+
+
+@pytest.mark.skipif(shutil.which("fio") is None, reason="fio is not installed")
+def test_fio_runs(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    fio.prepare_file(str(path), 4 << 20)
+    result = fio.run_fio(FioJob(str(path), "read", 65536, 4 << 20, 2 << 20))
+    assert result.nbytes == 2 << 20
+    assert path.stat().st_size == 4 << 20
+
+
+def rounds(log: list[str], name: str, speed: float, cpu: float) -> System:
+    number = count()
+
+    def run() -> Round:
+        log.append(name)
+        return Round(speed * (1000 if next(number) == 0 else 1), cpu)
+
+    return System(name, run)
+
+
+def test_rounds_alternate_and_the_first_is_thrown_away() -> None:
+    log: list[str] = []
+    a, b = rounds(log, "a", 2.0, 0.3), rounds(log, "b", 1.0, 0.1)
+    result = compare_pairs(a, b, pairs=3, progress=progress, twin=False)
+    assert "".join(log) == "ba" + "ab" + "ba" + "ab"
+    assert result["speed_ratio"] == {"median": 2.0, "low": 2.0, "high": 2.0}
+    assert result["cpu_ratio"]["median"] == pytest.approx(3.0)
+    assert result["cpu_difference_s_per_gb"]["median"] == pytest.approx(0.2)
+    assert result["a"]["gb_per_s"] == [2.0] * 3
+    assert "noise" not in result
+
+
+def test_the_twin_is_the_noise_floor() -> None:
+    log: list[str] = []
+    a, b = rounds(log, "a", 2.0, 0.3), rounds(log, "b", 1.0, 0.0)
+    result = compare_pairs(a, b, pairs=2, progress=progress)
+    assert "".join(log) == "bba" + "abb" + "bba"
+    assert result["noise"]["speed_ratio"]["median"] == 1.0
+    assert result["cpu_ratio"] is None
+    json.dumps(result)
+
+
+def test_no_pairs_are_refused() -> None:
+    system = rounds([], "a", 1.0, 1.0)
+    with pytest.raises(ConfigError, match="0 pairs"):
+        compare_pairs(system, system, pairs=0, progress=progress)
+
+
+def test_a_case_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "results"
+    small = ["--size", "256MiB", "--seconds", "0.01", "--pairs", "1", "--only", "store, direct"]
+    status = compare.main(["files", "--dir", str(tmp_path), "--out", str(out), *small])
+    assert status == 0
+    text = (out / "files.json").read_text()
+    result = json.loads(text)
+    assert list(result["cells"]) == ["store, direct"]
+    assert result["cells"]["store, direct"]["pairs"] == 1
+    assert str(tmp_path) not in text
+    assert "files, direct" in capsys.readouterr().out
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["results"], "files were left behind"
+
+
+def test_a_case_that_cannot_run_says_why(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert compare.main(["index", "--dir", str(tmp_path / "absent"), "--out", str(tmp_path)]) == 3
+    assert "tutti.bench.compare: " in capsys.readouterr().err
+
+
+def test_the_index_is_recovered(tmp_path: Path) -> None:
+    result = measure(str(tmp_path), 1500)
+    assert result["after_a_crash"]["objects"] >= 1500
+    assert result["after_a_clean_close"]["objects"] == result["after_a_crash"]["objects"]
+    assert result["index_nbytes_per_object"] > 0
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_result_names_neither_the_machine_nor_its_paths(tmp_path: Path) -> None:
+    text = json.dumps(describe(tmp_path))
+    assert socket.gethostname() not in text
+    assert str(Path.cwd()) not in text
+    assert {"cpu", "kernel", "filesystem", "disk", "commit"} <= describe(tmp_path).keys()
+    assert command_line(["/usr/bin/x", "--dir", os.sep + "a/b", "n=1"]) == "x --dir b n=1"
+
+
+def test_pictures(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    interval = {"median": 1.1, "low": 1.0, "high": 1.2}
+    cell = {"a": {"name": "x"}, "b": {"name": "y"}, "speed_ratio": interval}
+    cells = {"one": cell, "two": {**cell, "noise": {"speed_ratio": interval}}, "three": {}}
+    assert plot_compare({"case": "c", "cells": cells}, tmp_path / "compare.png")
+    assert not plot_compare({"case": "c", "cells": {"three": {}}}, tmp_path / "none.png")
+    row = {"shape": "8x32KiB", "phase": "store", "gb_per_s": 1.0}
+    rates = ("block_hit_rate", "lru_hit_rate", "minimum_hit_rate", "unlimited_hit_rate")
+    run = dict.fromkeys(rates, 0.3) | {"capacity_objects": 9, "wrong": 0}
+    results = {
+        "bandwidth": {"rows": [row], "controller": "file", "verify": "always"},
+        "replay": {"requests": 3, "runs": [run]},
+    }
+    assert plot_demo(results, tmp_path / "demo.png")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["compare.png", "demo.png"]
+
+
+def test_without_matplotlib_there_is_no_picture(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
+    assert not plot_demo({"bandwidth": {}}, tmp_path / "demo.png")

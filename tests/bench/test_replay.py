@@ -1,0 +1,147 @@
+"""Replay over a small pool: hits, bytes, damage, and the command's own functions."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+import pytest
+
+from store.pools import formatted, opened
+from tutti.bench import replay
+from tutti.bench.belady import least_recently_used, minimum
+from tutti.bench.replay import Replayer
+from tutti.bench.shape import Shape
+from tutti.bench.traces import Request, Synthetic, generate
+from tutti.errors import ConfigError
+from tutti.geometry import Geometry
+from tutti.store import ObjectStore
+from tutti.terminal import progress
+
+SHAPE = Shape(2, 16384)
+LAYOUT = SHAPE.layout(512)
+
+
+def store_of(slots: int, verify: str = "always") -> ObjectStore:
+    geometry = Geometry(LAYOUT.layers, LAYOUT.segments, 4096, 4, slots // 4)
+    return opened(formatted(LAYOUT, geometry), verify=verify, pin_lookups=1)
+
+
+def requests_of(*lengths: int) -> list[Request]:
+    """Requests that share their beginnings."""
+    return [Request(i, n * 512, 1, tuple(range(n))) for i, n in enumerate(lengths)]
+
+
+def play(store: ObjectStore, requests: list[Request], pages: int = 5) -> Replayer:
+    replayer = Replayer(store, pages=pages, page_size=512, hugepages=False)
+    for request in requests:
+        replayer.play(request)
+    return replayer
+
+
+def test_what_was_put_hits_and_is_right() -> None:
+    with store_of(32) as store:
+        # 12 blocks go through 5 pages of engine memory in windows.
+        replayer = play(store, requests_of(12, 12, 7, 14))
+        result = replayer.summary()
+    assert (replayer.blocks, replayer.hit_blocks) == (45, 12 + 7 + 12)
+    assert replayer.loaded_pages == 31
+    assert result["token_hit_rate"] == pytest.approx(31 / 45)
+    assert result["wrong"] == result["evicted"] == result["lost"] == 0
+    assert result["put"]["nbytes"] == 14 * LAYOUT.object_nbytes
+    assert result["load"]["operations"] == 3 + 2 + 3
+    json.dumps(result)
+
+
+def test_pages_smaller_than_a_block() -> None:
+    layout = SHAPE.layout(256)
+    geometry = Geometry(layout.layers, layout.segments, 4096, 4, 8)
+    with opened(formatted(layout, geometry)) as store:
+        replayer = Replayer(store, pages=5, page_size=256, hugepages=False)
+        for request in requests_of(4, 6):
+            replayer.play(request)
+        assert (replayer.hit_blocks, replayer.blocks, replayer.loaded_pages) == (4, 10, 8)
+        assert replayer.wrong == 0
+
+
+def test_hits_stay_between_nothing_and_minimum() -> None:
+    config = Synthetic(requests=60, seed=9, message_median=1500, tokens_max=8000)
+    requests = generate(config)
+    blocks = [request.hash_ids for request in requests]
+    with store_of(64) as store:
+        replayer = play(store, requests, pages=16)
+        result = replayer.summary()
+    assert result["evicted"] > 0
+    assert result["wrong"] == 0
+    assert 0 < replayer.hit_blocks <= minimum(blocks, 64).hits
+    assert least_recently_used(blocks, 64).hits <= minimum(blocks, 64).hits
+
+
+def test_damage_is_found_by_the_replay_itself() -> None:
+    with store_of(32, verify="off") as store:
+        replayer = play(store, requests_of(8))
+        assert replayer.hit_blocks == 0
+        damage(store)
+        replayer.play(requests_of(8)[0])
+    assert replayer.wrong == 1
+    assert replayer.hit_blocks == 8
+
+
+def test_damage_that_the_store_finds_is_a_miss() -> None:
+    with store_of(32) as store:
+        replayer = play(store, requests_of(8))
+        damage(store)
+        first, second = requests_of(8, 8)
+        replayer.play(first)
+        after_damage = replayer.hit_blocks
+        replayer.play(second)
+        assert replayer.summary()["mismatches"] == 1
+    assert replayer.wrong == 0
+    assert after_damage < 8
+    assert replayer.hit_blocks == after_damage + 8
+
+
+def damage(store: ObjectStore) -> None:
+    """Flips a bit in the first slice of the first slot."""
+    medium = store.controller.medium(1)  # type: ignore[attr-defined]
+    medium[store.geometry.groups_offset + 100] ^= 4
+
+
+def arguments(*given: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    replay.add_arguments(parser)
+    return parser.parse_args(given)
+
+
+def test_the_command(tmp_path: Path) -> None:
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text("\n".join(r.to_json() for r in requests_of(6, 9, 3)))
+    shape = ("--shape", "2x16KiB", "--pages", "4", "--dir", str(tmp_path))
+    args = arguments("--trace", str(trace), "--capacity", "6MiB", "12MiB", *shape)
+    result = replay.run(args, progress)
+    json.dumps(result)
+    assert result["wrong"] == 0
+    for run in result["runs"]:
+        assert run["block_hit_rate"] == run["unlimited_hit_rate"] == pytest.approx(9 / 18)
+    text = replay.report(result)
+    assert "50.0 %" in text
+    assert "every byte right" in text
+    result["wrong"] = 3
+    assert "WRONG BYTES in 3 pages" in replay.report(result)
+    assert list(tmp_path.iterdir()) == [trace], "the pool was left behind"
+
+
+def test_synthetic_requests(tmp_path: Path) -> None:
+    shape = ("--shape", "1x32KiB", "--dir", str(tmp_path), "--capacity", "16MiB")
+    result = replay.run(arguments("--requests", "8", "--seed", "5", *shape), progress)
+    assert (result["trace"], result["requests"], result["wrong"]) == ("synthetic", 8, 0)
+
+
+def test_unacceptable_arguments(tmp_path: Path) -> None:
+    place = ("--dir", str(tmp_path))
+    for bad in (("--page-size", "500"), ("--pages", "0"), ("--shape", "none")):
+        with pytest.raises(ConfigError):
+            replay.run(arguments("--requests", "2", *bad, *place), progress)
+    with pytest.raises(ConfigError, match="no directory"):
+        replay.run(arguments("--requests", "2", "--dir", str(tmp_path / "absent")), progress)
