@@ -11,7 +11,7 @@ from typing import Any
 
 from tutti.bench import index_cost
 from tutti.bench.churn import churn
-from tutti.bench.fio import FioJob, hugepages_of, reserved_hugepages, run_fio
+from tutti.bench.fio import IODEPTH, FioJob, hugepages_of, reserved_hugepages, run_fio
 from tutti.bench.paired import System, compare
 from tutti.bench.shape import Shape, parse_shape
 from tutti.bench.systems import (
@@ -33,7 +33,7 @@ from tutti.units import KiB, MiB
 PHASES = ("store", "retrieve")
 _DIRECTION = {"store": "write", "retrieve": "read", "layerwise": "read"}
 # What a store keeps on hugepages besides engine memory: staging of records, lists of its engine.
-_STORE_NBYTES = 64 * MiB
+_STORE_NBYTES = 256 * MiB
 
 Cells = dict[str, dict[str, Any]]
 
@@ -71,16 +71,44 @@ class Setup:
 
 def bandwidth_fio(setup: Setup) -> Cells:
     """store and retrieve of 8 MiB objects, slices of 256 and 128 KiB, against fio"""
-    return _against_fio(setup, ("32x256KiB", "64x128KiB"), verify="always")
+    return _against_fio(setup, ("32x256KiB", "64x128KiB"), verify="off", bounded=True)
+
+
+def bandwidth_memory(setup: Setup) -> Cells:
+    """as bandwidth-fio, verified and in engine memory of 256 MiB where fio reuses 8 MiB"""
+    return _against_fio(setup, ("32x256KiB",), verify="always", bounded=False)
+
+
+def fio_memory(setup: Setup) -> Cells:
+    """fio with 256 MiB of buffers (queue depth 1024) against fio with 8 MiB (queue depth 32)"""
+    cells: Cells = {}
+    for phase in PHASES:
+        path = str(setup.directory / "fio.data")
+        few = FioJob(
+            path, _DIRECTION[phase], 256 * KiB, setup.size_nbytes, setup.size_nbytes, hugepages=True
+        )
+        many = replace(few, iodepth=1024)
+        needed = reserved_hugepages(hugepages_of(many), allow_sysctl=setup.allow_sysctl)
+        if setup.wanted(phase):
+            with needed, fio_file(setup.directory, few.size_nbytes):
+                nbytes = _round_nbytes(setup, run_fio(few).gb_per_s)
+                cells[f"{phase} 256KiB"] = setup.compare(
+                    fio_system(replace(many, io_nbytes=nbytes)),
+                    fio_system(replace(few, io_nbytes=nbytes)),
+                )
+    return cells
 
 
 def layerwise_fio(setup: Setup) -> Cells:
     """retrieve of a long prefix, waiting for layer after layer, against fio's reads"""
     cells: Cells = {}
-    for memory in setup.memory:
-        cell = f"layerwise {setup.prefix_pages} pages of {setup.prefix_shape}, {memory} pages"
+    for memory, bounded in itertools.product(setup.memory, (True, False)):
+        buffers = "fio's 8 MiB of buffers" if bounded else "a page of memory for every page"
+        cell = f"{setup.prefix_pages} pages of {setup.prefix_shape}, {memory} pages, {buffers}"
         if setup.wanted(cell):
             plan = _prefix_plan(setup, hugepages=memory == "huge")
+            if bounded:
+                plan = _with_fio_memory(plan)
             cells[cell] = _fio_cell(setup, plan, "layerwise")
     return cells
 
@@ -108,8 +136,8 @@ def churned(setup: Setup) -> Cells:
 
 
 def files(setup: Setup) -> Cells:
-    """default configuration against a file per object, on ordinary pages"""
-    plan = setup.plan("32x256KiB", hugepages=False)
+    """default configuration, as a user gets it, against a file per object on ordinary pages"""
+    plan = setup.plan("32x256KiB")
     cells: Cells = {}
     with filled_pool(setup.directory, "compare", plan, setup.progress) as workload:
         nbytes = _calibrated(setup, workload)
@@ -127,7 +155,7 @@ def files(setup: Setup) -> Cells:
 
 def cpu_fio(setup: Setup) -> Cells:
     """CPU time without verification, objects of 8 MiB and 256 KiB, against fio"""
-    return _against_fio(setup, ("32x256KiB", "8x32KiB"), verify="off")
+    return _against_fio(setup, ("32x256KiB", "1x256KiB", "8x32KiB"), verify="off", bounded=True)
 
 
 def cpu_verify(setup: Setup) -> Cells:
@@ -138,7 +166,9 @@ def cpu_verify(setup: Setup) -> Cells:
         cell = f"{phase} {shape}"
         if not setup.wanted(cell):
             continue
-        plan = setup.plan(str(shape))
+        # Two batches of 8 MiB: what was just read is still in a cache, as it is for an engine
+        # that uses a layer as soon as it is there.
+        plan = setup.plan(str(shape), batch_nbytes=8 * MiB, inflight=2)
         bare = replace(plan, verify="off")
         with (
             filled_pool(setup.directory, "verified", plan, setup.progress) as verified,
@@ -159,6 +189,8 @@ def index(setup: Setup) -> Cells:
 
 CASES: dict[str, Callable[[Setup], Cells]] = {
     "bandwidth-fio": bandwidth_fio,
+    "bandwidth-memory": bandwidth_memory,
+    "fio-memory": fio_memory,
     "layerwise-fio": layerwise_fio,
     "churned": churned,
     "files": files,
@@ -168,12 +200,15 @@ CASES: dict[str, Callable[[Setup], Cells]] = {
 }
 
 
-def _against_fio(setup: Setup, shapes: tuple[str, ...], verify: str) -> Cells:
+def _against_fio(setup: Setup, shapes: tuple[str, ...], verify: str, *, bounded: bool) -> Cells:
+    """bounded: engine memory as large as fio's buffers, because its size changes the bandwidth."""
     cells: Cells = {}
     for shape, memory, phase in itertools.product(shapes, setup.memory, PHASES):
         cell = f"{phase} {shape}, {memory} pages"
         if setup.wanted(cell):
             plan = setup.plan(shape, verify=verify, hugepages=memory == "huge")
+            if bounded:
+                plan = _with_fio_memory(plan)
             cells[cell] = _fio_cell(setup, plan, phase)
     return cells
 
@@ -190,8 +225,7 @@ def _fio_cell(setup: Setup, plan: PoolPlan, phase: str) -> dict[str, Any]:
         setup.size_nbytes // block_nbytes * block_nbytes,
         hugepages=plan.hugepages,
     )
-    pages = max(INFLIGHT * plan.batch_pages, plan.load_pages) + INFLIGHT * plan.batch_pages
-    nbytes = _STORE_NBYTES + pages * plan.shape.object_nbytes
+    nbytes = _STORE_NBYTES + plan.engine_nbytes
     count = hugepages_of(job) + -(-nbytes // HUGEPAGE_NBYTES)
     needed = reserved_hugepages(count, allow_sysctl=setup.allow_sysctl)
     try:
@@ -210,6 +244,17 @@ def _fio_cell(setup: Setup, plan: PoolPlan, phase: str) -> dict[str, Any]:
             )
     except Unsupported as error:
         return {"not_measured": str(error)}
+
+
+def _with_fio_memory(plan: PoolPlan) -> PoolPlan:
+    """The same in as much engine memory as fio has buffers, which excludes verification.
+
+    Batches of 256 MiB: the pages of a long prefix.
+    """
+    memory_nbytes = IODEPTH * plan.shape.slice_nbytes
+    return replace(
+        plan, verify="off", memory_nbytes=memory_nbytes, batch_nbytes=256 * MiB, inflight=2
+    )
 
 
 def _calibrated(setup: Setup, workload: Workload) -> int:

@@ -5,6 +5,7 @@ fio is the flexible I/O tester (github.com/axboe/fio); its JSON is described in 
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import shutil
@@ -23,7 +24,9 @@ from tutti.units import MiB, format_nbytes
 IODEPTH = 32
 _TIMEOUT_S = 600
 _NR_HUGEPAGES = Path("/proc/sys/vm/nr_hugepages")
-_SPARE_HUGEPAGES = 4  # fio rounds its buffer up and adds to it
+_DROP_CACHES = Path("/proc/sys/vm/drop_caches")
+_COMPACT_MEMORY = Path("/proc/sys/vm/compact_memory")
+_SPARE_HUGEPAGES = 128  # other programs take some as well
 
 
 @dataclass(frozen=True)
@@ -135,18 +138,25 @@ def reserved_hugepages(count: int, *, allow_sysctl: bool) -> Iterator[None]:
 
     Raises Unsupported when they are not there and may not, or cannot, be reserved.
     """
+    gc.collect()  # what an earlier case used may hang in cycles
     before = int(_NR_HUGEPAGES.read_text())
-    missing = count - _free_hugepages()
+    free, total = _hugepages()
+    missing = count - free
     if missing <= 0:
         yield
         return
     what = f"{missing} more hugepages ({format_nbytes(missing * HUGEPAGE_NBYTES)}) are needed"
-    remedy = f"set vm.nr_hugepages to {before + missing}"
+    wanted = total + missing  # pages in use count as well, also those above nr_hugepages
+    remedy = f"set vm.nr_hugepages to {wanted}"
     if not allow_sysctl:
         raise Unsupported(f"{what}; {remedy}, or let this do it with --allow-sysctl")
     try:
-        _NR_HUGEPAGES.write_text(str(before + missing))
-        if _free_hugepages() < count:
+        _NR_HUGEPAGES.write_text(str(wanted))
+        if _hugepages()[0] < count:  # the page cache may be what lies in the way
+            _DROP_CACHES.write_text("1")
+            _COMPACT_MEMORY.write_text("1")
+            _NR_HUGEPAGES.write_text(str(wanted))
+        if _hugepages()[0] < count:
             raise Unsupported(f"{what}, but memory is too fragmented; {remedy} after a restart")
         yield
     except PermissionError as error:
@@ -156,8 +166,9 @@ def reserved_hugepages(count: int, *, allow_sysctl: bool) -> Iterator[None]:
             _NR_HUGEPAGES.write_text(str(before))
 
 
-def _free_hugepages() -> int:
-    """Hugepages that nobody has, nor was promised (HugePages_Rsvd)."""
+def _hugepages() -> tuple[int, int]:
+    """(free, total); a page that was promised (HugePages_Rsvd) is not free."""
     lines = Path("/proc/meminfo").read_text().splitlines()
     counts = {line.split()[0]: int(line.split()[1]) for line in lines}
-    return counts.get("HugePages_Free:", 0) - counts.get("HugePages_Rsvd:", 0)
+    free = counts.get("HugePages_Free:", 0) - counts.get("HugePages_Rsvd:", 0)
+    return free, counts.get("HugePages_Total:", 0)

@@ -33,13 +33,30 @@ class PoolPlan:
     verify: str = "always"
     hugepages: bool = True
     load_pages: int = 1
+    batch_nbytes: int = BATCH_NBYTES
+    inflight: int = INFLIGHT
+    memory_nbytes: int | None = None  # see Workload: only so much for puts, and for loads
     seed: int = 1
 
     @property
     def batch_pages(self) -> int:
-        """Objects of a batch of BATCH_NBYTES, or less in a pool that is small beside it."""
-        nbytes = min(BATCH_NBYTES, self.capacity_nbytes // (8 * INFLIGHT))
+        """Objects of a batch, fewer in a pool that is small beside it."""
+        nbytes = min(self.batch_nbytes, self.capacity_nbytes // (8 * self.inflight))
         return max(1, nbytes // self.shape.object_nbytes)
+
+    @property
+    def memory_pages(self) -> int | None:
+        """Pages of memory_nbytes, one at least."""
+        if self.memory_nbytes is None:
+            return None
+        return max(1, self.memory_nbytes // self.shape.object_nbytes)
+
+    @property
+    def engine_nbytes(self) -> int:
+        """Engine memory of a workload."""
+        source = self.memory_pages or self.inflight * self.batch_pages
+        load = self.memory_pages or max(source, self.load_pages)
+        return (source + load) * self.shape.object_nbytes
 
 
 @contextmanager
@@ -58,9 +75,10 @@ def filled_pool(
         workload = Workload(
             store,
             batch_pages=plan.batch_pages,
-            inflight=INFLIGHT,
+            inflight=plan.inflight,
             load_pages=plan.load_pages,
             hugepages=plan.hugepages,
+            memory_pages=plan.memory_pages,
             seed=plan.seed,
         )
         workload.fill(store.stats()["capacity_objects"])
@@ -85,6 +103,7 @@ def pool_system(
         names = ("mean_run_length", "commands", "evicted", "p50_ms", "p99_ms", "nbytes")
         facts = {
             "backing": workload.backing,
+            "engine_memory_nbytes": workload.pool.nbytes,
             "verify": workload.store.config.verify,
             **medium_facts(workload.store),
             **{key: result[key] for key in names},
@@ -112,7 +131,8 @@ def fio_system(job: FioJob) -> System:
         result = run_fio(job)
         backing = "hugetlb" if job.hugepages else "pages"
         facts = {"backing": backing, "version": result.version, "nbytes": result.nbytes}
-        return Round(result.gb_per_s, result.cpu_s_per_gb, {**facts, "iodepth": job.iodepth})
+        facts |= {"iodepth": job.iodepth, "engine_memory_nbytes": job.iodepth * job.block_nbytes}
+        return Round(result.gb_per_s, result.cpu_s_per_gb, facts)
 
     return System(f"fio {job.direction}", run)
 
@@ -121,9 +141,9 @@ def fio_system(job: FioJob) -> System:
 def file_systems(
     directory: Path, plan: PoolPlan, *, direct: bool, nbytes: int
 ) -> Iterator[dict[str, System]]:
-    """A file per object, filled: rounds of "store" and of "retrieve"."""
-    pages = INFLIGHT * plan.batch_pages
-    pool = HostPool.allocate(plan.shape.layout(), pages, hugepages=plan.hugepages)
+    """A file per object on ordinary pages, filled: rounds of "store" and of "retrieve"."""
+    pages = plan.inflight * plan.batch_pages
+    pool = HostPool.allocate(plan.shape.layout(), pages, hugepages=False)
     objects = plan.capacity_nbytes // plan.shape.object_nbytes
     name = "files, direct" if direct else "files, buffered"
     with ExitStack() as stack:

@@ -16,7 +16,7 @@ from tutti.gio_uring.memory import HostBuffer
 from tutti.gio_uring.nvme_spec import OPCODE_READ, OPCODE_WRITE
 from tutti.gio_uring.ring import status_error
 
-_CHUNK_BLOCKS = 1024
+_CHUNK_BLOCKS = 256
 _CHUNKS = 4
 
 
@@ -46,7 +46,7 @@ class BlockIo:
         return b"".join(chunks)
 
     def scan(self, nsid: int, offset: int, blocks: int) -> Iterator[npt.NDArray[np.uint8]]:
-        """Consecutive blocks in chunks of at most 1024, several reads ahead of the consumer.
+        """Consecutive blocks in chunks of at most 256, several reads ahead of the consumer.
 
         Every chunk is a view that is valid until the next one is asked for.
         """

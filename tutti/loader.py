@@ -33,7 +33,7 @@ U32 = npt.NDArray[np.uint32]
 U64 = npt.NDArray[np.uint64]
 
 SAMPLE_ONE_IN = 16
-_BLOCKS = 8
+_BLOCKS = 3
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from tutti.record_table import BLOCK_RECORDS, RecordContent, RecordTable
 
 Slots = npt.NDArray[np.int64]
 
-_BLOCKS = 8
+_BLOCKS = 3
 
 
 class Reclaimer:

@@ -25,8 +25,8 @@ from tutti.medium import (
 )
 from tutti.members import Members
 
-#: Records that one staging block holds: the most pages of one put batch.
-BLOCK_RECORDS = 256
+#: Records that one staging block holds, 4 MiB: the most pages of one put batch.
+BLOCK_RECORDS = 1024
 
 Keys = npt.NDArray[np.uint8]
 Slots = npt.NDArray[np.int64]
@@ -50,7 +50,7 @@ class RecordContent:
 class RecordTable:
     """Reads and writes records through a bounded set of registered staging blocks.  Thread-safe."""
 
-    def __init__(self, engine: Engine, members: Members, *, blocks: int = 24) -> None:
+    def __init__(self, engine: Engine, members: Members, *, blocks: int) -> None:
         self._engine = engine
         self._members = members
         self._geometry = members.geometry

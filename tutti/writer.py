@@ -2,7 +2,8 @@
 
     put -> slots -> data job -> [flush, shared by all that wait for it] -> record job -> ready
 
-A batch is at most BLOCK_RECORDS pages, so a long put is a pipeline of batches.
+A long put is a pipeline of batches: long enough that what Python does per batch costs little, short
+enough that records follow their data soon.
 """
 
 from __future__ import annotations
@@ -33,6 +34,11 @@ Keys = npt.NDArray[np.uint8]
 Slots = npt.NDArray[np.int64]
 U32 = npt.NDArray[np.uint32]
 U64 = npt.NDArray[np.uint64]
+
+
+BATCH_NBYTES = 256 << 20
+BATCH_PAGES_MIN = 64
+_BLOCKS = 6
 
 
 @dataclass(frozen=True)
@@ -103,7 +109,9 @@ class Writer:
     def __init__(self, core: Core, reclaimer: Reclaimer) -> None:
         self._core = core
         self._reclaimer = reclaimer
-        self._table = RecordTable(core.engine, core.members)
+        self._table = RecordTable(core.engine, core.members, blocks=_BLOCKS)
+        object_nbytes = core.geometry.slice_nbytes * core.layers
+        self._batch_pages = min(BLOCK_RECORDS, max(BATCH_PAGES_MIN, BATCH_NBYTES // object_nbytes))
         self.active = 0  # batches under way
         self.finished = 0  # batches that ended
         self._unflushed: list[_Batch] = []
@@ -120,8 +128,8 @@ class Writer:
             core.begin()
             new = self._absent_rows(request, ticket)
         try:
-            for start in range(0, new.size, BLOCK_RECORDS):
-                rows = new[start : start + BLOCK_RECORDS]
+            for start in range(0, new.size, self._batch_pages):
+                rows = new[start : start + self._batch_pages]
                 try:
                     placed = self._put_batch(ticket, request, rows)
                 except TuttiError as error:
