@@ -50,8 +50,13 @@ COMMANDS = (
     ("probe", "tutti.cli_probe:add_probe", "say what this machine can do, and why not more"),
     ("bench bandwidth", "tutti.cli_bench:add_bandwidth", "store, retrieve and both at once: GB/s"),
     ("bench ring", "tutti.cli_bench:add_ring", "commands per second of the rings themselves"),
+    ("sglang command", "tutti.cli_sglang:add_command", "print the command that starts SGLang"),
+    ("sglang doctor", "tutti.cli_sglang:add_doctor", "say what would keep SGLang from running"),
     ("replay", "tutti.cli_bench:add_replay", "replay a trace with real bytes and check each"),
 )
+
+#: What the commands of a group have in common.
+GROUPS = {"bench": "measure", "sglang": "run behind SGLang"}
 
 
 class _Parser(argparse.ArgumentParser):
@@ -82,7 +87,8 @@ def build_parser(argv: Sequence[str]) -> argparse.ArgumentParser:
         group, _, leaf = name.rpartition(" ")
         if group and group not in groups:
             of_group = ", ".join(n.split()[1] for n, *_ in COMMANDS if n.startswith(group + " "))
-            child = commands.add_parser(group, help=f"measure: {of_group}")
+            meaning = GROUPS[group]
+            child = commands.add_parser(group, help=f"{meaning}: {of_group}")
             groups[group] = child.add_subparsers(metavar="WHAT", required=True)
         place = groups[group] if group else commands
         child = place.add_parser(leaf, help=summary, description=summary)

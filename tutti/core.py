@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 import time
 from dataclasses import dataclass, field
@@ -91,7 +92,8 @@ class Core:
         self.sequence = 1
         self.in_flight = 0
         self.closing = False
-        self.ready = False  # recovery is done
+        self.ready = False  # recovery is done, and no clear is under way
+        self.leave_open = False  # records on the medium are not what the index says
         self.failure: BaseException | None = None  # why recovery failed
         self.index = Index(members.count * self.geometry.slots, pin_lookups=config.pin_lookups)
         self.allocator = Allocator(members.count, self.geometry.groups, self.geometry.group_slots)
@@ -117,11 +119,11 @@ class Core:
         """Objects that must be verified before they are served."""
         return int(np.count_nonzero(self.index.state == SlotState.UNPROVEN))
 
-    def unproven_keys(self, n: int) -> npt.NDArray[np.uint8]:
-        """Keys (<= n, 16) of unproven objects."""
+    def unproven_keys(self, n: int, start: int) -> tuple[npt.NDArray[np.uint8], int]:
+        """Keys (<= n, 16) of unproven objects from slot ``start`` on, and where to go on."""
         with self.lock:
-            slots = np.flatnonzero(self.index.state == SlotState.UNPROVEN)[:n]
-            return self.index.key[slots].copy()
+            slots = start + np.flatnonzero(self.index.state[start:] == SlotState.UNPROVEN)[:n]
+            return self.index.key[slots].copy(), int(slots[-1]) + 1 if slots.size else 0
 
     def proven_prefix(self, slots: Slots) -> int:
         """How many of these slots come before the first unproven one."""
@@ -144,7 +146,8 @@ class Core:
         if self.closing:
             raise PoolClosed("the pool is closed; open it again")
         if self.failure is not None:
-            raise self.failure
+            # A copy: a raised exception collects the frames that it passed.
+            raise copy.copy(self.failure) from self.failure
 
     def wait_ready(self, timeout_s: float) -> None:
         """Waits for recovery.  DeviceTimeout when it takes longer."""

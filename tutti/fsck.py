@@ -268,10 +268,14 @@ class _Tables:
         parts: list[Entries] = []
         done = 0
         nsid = self._members.nsid(member)
-        for chunk in self._members.io.scan(nsid, geometry.table_offset, geometry.slots):
+        for chunk, bad in self._members.io.scan(nsid, geometry.table_offset, geometry.slots):
             records = chunk.view(RECORD_DTYPE)
             slots = np.arange(done, done + records.size)
             verdict = check_records(records, slots, identity)
+            for row in np.flatnonzero(bad).tolist():
+                message = f"its record cannot be read: {status_name(int(bad[row]))}"
+                self._report.add(Finding("unreadable", member, message, slot=int(slots[row])))
+                verdict[row] = RecordState.FOREIGN
             written = chunk.reshape(-1, BLOCK_NBYTES).any(axis=1)
             torn = (verdict == RecordState.EMPTY) & written
             self._report.torn += int(np.count_nonzero(torn))
@@ -428,7 +432,7 @@ class _Verifier:
         """Digests (n, layers) of the records, and what each record is worth (RecordTable.check)."""
         digests = np.zeros_like(batch.digests)
         block = self._table.reserve(self._timeout_s)
-        job = self._table.read(block, batch.slots)
+        job = self._table.read(block, batch.slots, timeout_s=self._timeout_s)
         if not job.wait_released(self._timeout_s):
             raise DeviceTimeout(
                 f"the slot table was not read within {self._timeout_s:g} s; check the device"

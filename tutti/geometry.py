@@ -21,6 +21,7 @@ LBA_NBYTES_CHOICES = (512, 4096)
 LAYERS_MAX = 480
 SEGMENTS_MAX = 4
 SEGMENT_NBYTES_MAX = GiB
+SLICE_NBYTES_MAX = 2**31  # commands count the bytes of a slice in 32 bits
 GROUP_SLOTS_MAX = 256
 MEMBERS_MAX = 256
 SLOTS_MAX = 2**32 - 2  # of a pool; 2^32 - 1 means "no slot" in the index
@@ -58,6 +59,7 @@ class Geometry:
         _check_limit("number of segments", len(self.segments), SEGMENTS_MAX)
         for nbytes in self.segments:
             _check_limit("segment size", nbytes, SEGMENT_NBYTES_MAX)
+        _check_limit("slice size", self.slice_padded_nbytes, SLICE_NBYTES_MAX)
         _check_limit("slots in a group", self.group_slots, GROUP_SLOTS_MAX)
         _check_limit("groups", self.groups, SLOTS_MAX // self.group_slots)
         _check_limit("member size", self.member_nbytes, 2**63 - 1)

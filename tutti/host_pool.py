@@ -94,7 +94,7 @@ class HostPool:
         bases = starts[None, :] + np.arange(layers, dtype=np.uint64)[:, None] * step[None, :]
         scale = layers if order == PAGE_FIRST_DIRECT else 1
         strides = tuple(int(segment) * scale for segment in layout.segments)
-        memory = PagedMemory(bases.astype(np.uint64), strides, layout.segments, pages)
+        memory = PagedMemory(bases.astype(np.uint64), strides, layout.segments, pages, buffer)
         return cls(layout, memory, [(base, need)], buffer)
 
     @classmethod
@@ -122,7 +122,7 @@ class HostPool:
                     )
                 bases[layer, k] = address
                 ranges.append((address, pages * layout.segments[k]))
-        memory = PagedMemory(bases, layout.segments, layout.segments, pages)
+        memory = PagedMemory(bases, layout.segments, layout.segments, pages, buffers)
         return cls(layout, memory, ranges, buffers)
 
     def segment(self, page: int, layer: int, k: int) -> npt.NDArray[np.uint8]:

@@ -7,14 +7,13 @@ job starts at once behind a gate that opens when the digests are known.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 
 import numpy as np
 import numpy.typing as npt
 
 from tutti.core import Core
 from tutti.errors import DeviceTimeout, KeyMissing
-from tutti.gio_uring.engine import Job
+from tutti.gio_uring.engine import PRIORITY_LOAD, Job
 from tutti.gio_uring.iocb import PagedMemory
 from tutti.gio_uring.nvme_spec import (
     OPCODE_READ,
@@ -144,6 +143,8 @@ class Loader:
             with core.lock:
                 known = core.digests.get(batch.slots[rows], batch.sequences[rows], digests)
             unknown = np.flatnonzero(~known).astype(np.int64)
+        # Before the data, so that the digests are there when the first layer is.
+        reads = self._start_records(batch, rows[unknown])
         settle.add_part()
         try:
             job = core.engine.submit(
@@ -154,48 +155,90 @@ class Loader:
                 digests=digests,
                 compare=verify,
                 gated=unknown.size > 0,
+                priority=PRIORITY_LOAD,
                 timeout_s=core.config.timeout_s,
                 on_released=lambda _: settle.end_part(),
             )
         except BaseException:
             settle.end_part()
+            for read in reads:
+                read.release(self._table)
             raise
         ticket.parts.append(LoadPart(job, rows, whole))
         if digests is not None and unknown.size:
             try:
-                bad = self._read_digests(batch, rows[unknown], unknown, digests)
+                known_digests, status = self._finish_records(batch, rows[unknown], reads)
             except BaseException:
                 job.cancel()
                 raise
-            ticket.bad = np.concatenate([ticket.bad, rows[unknown[bad]]])
+            digests[unknown] = known_digests
+            ticket.record_status[rows[unknown]] = status
             job.open_gate()
 
-    def _read_digests(
-        self, batch: _Pages, rows: Slots, places: Slots, digests: U64
-    ) -> npt.NDArray[np.int64]:
-        """Fills ``digests[places]`` from the records of ``rows``; returns which are not right."""
-        core, table = self._core, self._table
-        bad: list[npt.NDArray[np.int64]] = []
+    def _start_records(self, batch: _Pages, rows: Slots) -> list[_RecordRead]:
+        """Starts to read the records of rows, as far as staging is free; one block at least."""
+        reads: list[_RecordRead] = []
         for start in range(0, rows.size, BLOCK_RECORDS):
             part = rows[start : start + BLOCK_RECORDS]
-            slots, sequences = batch.slots[part], batch.sequences[part]
-            block = table.reserve(core.config.timeout_s)
-            job = table.read(block, slots)
             try:
-                if not job.wait_layers(1, core.config.timeout_s * 2):
-                    raise DeviceTimeout(
-                        "the records were not read in time; the load is abandoned, try again"
-                    )
-                found = np.zeros((part.size, core.layers), np.uint64)
-                verdict = table.check(block, slots, batch.keys[part], sequences, found)
+                block = self._table.reserve(0.0 if reads else self._core.config.timeout_s)
+            except DeviceTimeout:
+                if reads:
+                    break
+                raise
+            try:
+                job = self._table.read(
+                    block, batch.slots[part], timeout_s=self._core.config.timeout_s
+                )
+            except BaseException:
+                self._table.release(block)
+                raise
+            reads.append(_RecordRead(block, job, part))
+        return reads
+
+    def _finish_records(
+        self, batch: _Pages, rows: Slots, reads: list[_RecordRead]
+    ) -> tuple[U64, U32]:
+        """Digests (n, layers) of ``rows`` from their records, and a status (n,) for each.
+
+        A record that could not be read says nothing of its object; one that is another's does.
+        """
+        digests: list[U64] = []
+        statuses: list[U32] = []
+        done = 0
+        while done < rows.size:  # bounded: every read takes a row at least
+            reads = reads or self._start_records(batch, rows[done:])
+            read = reads.pop(0)
+            try:
+                found, status = self._check_records(batch, read)
+            except BaseException:
+                for other in reads:
+                    other.release(self._table)
+                raise
             finally:
-                job.on_released(partial(_release, table, block))
-            right = (verdict == 1) & (job.page_status == 0)
-            digests[places[start : start + BLOCK_RECORDS]] = found
-            with core.lock:
-                core.digests.put(slots[right], sequences[right], found[right])
-            bad.append(start + np.flatnonzero(~right))
-        return np.concatenate(bad).astype(np.int64)
+                read.release(self._table)
+            digests.append(found)
+            statuses.append(status)
+            done += read.rows.size
+        return np.concatenate(digests), np.concatenate(statuses)
+
+    def _check_records(self, batch: _Pages, read: _RecordRead) -> tuple[U64, U32]:
+        core = self._core
+        if not read.job.wait_layers(1, core.config.timeout_s * 2):
+            raise DeviceTimeout(
+                "the records were not read in time; the load is abandoned, try again"
+            )
+        slots, sequences = batch.slots[read.rows], batch.sequences[read.rows]
+        found = np.zeros((slots.size, core.layers), np.uint64)
+        keys = batch.keys[read.rows]
+        verdict = self._table.check(read.block, slots, keys, sequences, found)
+        wrong = np.where(verdict == 1, 0, STATUS_DIGEST_MISMATCH)
+        unread = read.job.page_status
+        status = np.where(unread == 0, wrong, unread).astype(np.uint32)
+        right = status == 0
+        with core.lock:
+            core.digests.put(slots[right], sequences[right], found[right])
+        return found, status
 
     def settle(self, ticket: LoadTicket, batch: _Pages) -> None:
         """All jobs of a load were released: unpins, proves and quarantines."""
@@ -203,7 +246,7 @@ class Loader:
         status = np.full(len(batch.slots), STATUS_CANCELLED, np.uint32)
         for part in ticket.parts:
             status[part.rows] = part.job.page_status
-        status[ticket.bad] = STATUS_DIGEST_MISMATCH
+        status = np.where(ticket.record_status == 0, status, ticket.record_status)
         with core.lock:
             index.unpin(batch.slots)
             good = status == 0
@@ -218,17 +261,25 @@ class Loader:
             index.set_state(proven, SlotState.READY)
             core.counters.proven += proven.size
             slots = np.unique(batch.slots[wrong])
-            alive = (index.state[slots] == SlotState.READY) | (
-                index.state[slots] == SlotState.UNPROVEN
-            )
-            if alive.any():
-                self._reclaimer.quarantine(slots[alive])
+            self._reclaimer.quarantine(slots[index.state[slots] == SlotState.READY])
+            # What a crash left half written says nothing against its place.
+            unproven = slots[index.state[slots] == SlotState.UNPROVEN]
+            self._reclaimer.discard(unproven[index.pins[unproven] == 0])
         ticket.settle()
         core.end()
 
 
-def _release(table: RecordTable, block: int, _: Job) -> None:
-    table.release(block)
+@dataclass(frozen=True)
+class _RecordRead:
+    """Records of some rows on their way into a staging block."""
+
+    block: int
+    job: Job
+    rows: Slots
+
+    def release(self, table: RecordTable) -> None:
+        """Gives the block back, once the device can no longer write to it."""
+        self.job.on_released(lambda _: table.release(self.block))
 
 
 class _Settle:

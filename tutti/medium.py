@@ -36,6 +36,7 @@ from tutti.geometry import (
     Geometry,
 )
 from tutti.slot_record import (
+    COUNTER_MAX,
     FLAG_DIGESTS,
     RECORD_DTYPE,
     RecordIdentity,
@@ -249,6 +250,8 @@ class Superblock:
         _require(0 <= member_index < members <= MEMBERS_MAX, f"member {member_index} of {members}")
         _require(members * geometry.slots <= SLOTS_MAX, f"{members} x {geometry.slots} slots")
         _require(row["state"] in tuple(PoolState), f"state {row['state']}")
+        for name in ("generation", "next_sequence"):
+            _require(int(row[name]) <= COUNTER_MAX, f"{name} {row[name]}")
         return cls(
             pool_uuid=row["pool_uuid"].tobytes(),
             member_index=member_index,

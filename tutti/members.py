@@ -71,7 +71,7 @@ class Members:
             io.write(nsid, 0, bytes(2 * BLOCK_NBYTES))
         io.flush(range(1, len(names) + 1))
         members = cls(io, names, superblocks)
-        members._write_both()
+        members._write_both(members.superblocks)
         return members
 
     @classmethod
@@ -153,8 +153,7 @@ class Members:
     def new_epoch(self) -> None:
         """Makes every ready record stale; durable on return."""
         epoch = secrets.randbits(64)
-        self._update(lambda s: replace(s, epoch=epoch, snapshot=None))
-        self._write_both()
+        self._write_both(self._updated(lambda s: replace(s, epoch=epoch, snapshot=None)))
 
     def _change(
         self,
@@ -162,39 +161,43 @@ class Members:
         next_sequence: int,
         snapshots: Sequence[SnapshotDescriptor | None],
     ) -> None:
-        self._update(
-            lambda s: replace(
-                s, state=state, next_sequence=next_sequence, snapshot=snapshots[s.member_index]
+        self._write_next(
+            self._updated(
+                lambda s: replace(
+                    s, state=state, next_sequence=next_sequence, snapshot=snapshots[s.member_index]
+                )
             )
         )
-        self._write_next()
 
-    def _update(self, change: Callable[[Superblock], Superblock]) -> None:
+    def _updated(self, change: Callable[[Superblock], Superblock]) -> list[Superblock | None]:
+        """The superblocks after a change, none of them written yet."""
         generation = max(self.superblock(m).generation for m in self.present) + 1
-        for member in self.present:
-            changed = change(self.superblock(member))
-            self.superblocks[member] = replace(changed, generation=generation)
+        return [s and replace(change(s), generation=generation) for s in self.superblocks]
 
-    def _write_both(self) -> None:
+    def _write_both(self, superblocks: list[Superblock | None]) -> None:
         """The copy that does not count first, so that a torn write leaves the one that does."""
         for _ in range(2):
-            self._write_next()
+            self._write_next(superblocks)
 
-    def _write_next(self) -> None:
-        """Replaces the copy of every member that does not count, which then does."""
-        for member in self.present:
-            self._copies[member] ^= 1
-            offset = self._copies[member] * BLOCK_NBYTES
-            self.io.write(self.nsid(member), offset, self.superblock(member).encode())
+    def _write_next(self, superblocks: list[Superblock | None]) -> None:
+        """Replaces the copy of every member that does not count, which then does.
+
+        After an error nothing has changed here, and a retry writes to the same place.
+        """
+        for member, superblock in enumerate(superblocks):
+            if superblock is not None:
+                offset = (self._copies[member] ^ 1) * BLOCK_NBYTES
+                self.io.write(self.nsid(member), offset, superblock.encode())
         self.io.flush(self.nsids())
+        self._copies = [copy ^ 1 for copy in self._copies]
+        self.superblocks = list(superblocks)
 
     def _finish_clear(self) -> None:
         """Gives all members the epoch of the newest one: a clear that began is finished."""
         newest = max((self.superblock(m) for m in self.present), key=lambda s: s.generation)
         if all(self.superblock(m).epoch == newest.epoch for m in self.present):
             return
-        self._update(lambda s: replace(s, epoch=newest.epoch, snapshot=None))
-        self._write_both()
+        self._write_both(self._updated(lambda s: replace(s, epoch=newest.epoch, snapshot=None)))
 
 
 def _place(found: Sequence[Superblock], names: Sequence[str]) -> list[Superblock | None]:
@@ -202,7 +205,7 @@ def _place(found: Sequence[Superblock], names: Sequence[str]) -> list[Superblock
     places: list[Superblock | None] = [None] * found[0].members
     last = -1
     for superblock, name in zip(found, names, strict=True):
-        if superblock.pool_uuid != found[0].pool_uuid or superblock.members != len(places):
+        if _pool_of(superblock) != _pool_of(found[0]):
             raise MemberSwapped(f"{name} is not a member of the pool of {names[0]}; leave it out")
         if superblock.member_index <= last:
             raise MemberSwapped(
@@ -212,6 +215,15 @@ def _place(found: Sequence[Superblock], names: Sequence[str]) -> list[Superblock
         last = superblock.member_index
         places[last] = superblock
     return places
+
+
+def _pool_of(superblock: Superblock) -> tuple[object, ...]:
+    return (
+        superblock.pool_uuid,
+        superblock.members,
+        superblock.geometry,
+        superblock.layout_json,
+    )
 
 
 def _check_sizes(engine: Engine, names: Sequence[str], geometry: Geometry) -> None:

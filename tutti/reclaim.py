@@ -21,6 +21,7 @@ from tutti.record_table import BLOCK_RECORDS, RecordContent, RecordTable
 Slots = npt.NDArray[np.int64]
 
 _BLOCKS = 3
+_TRIES = 3
 
 
 class Reclaimer:
@@ -29,7 +30,8 @@ class Reclaimer:
     def __init__(self, core: Core) -> None:
         self._core = core
         self._table = RecordTable(core.engine, core.members, blocks=_BLOCKS)
-        self._queue: deque[tuple[Slots, SlotState]] = deque()
+        self._queue: deque[tuple[Slots, SlotState, int]] = deque()
+        self._nothing_at: tuple[int, int, int] | None = None
         self._active = 0
         self._voiding = 0
         slots, group_slots = core.index.slots, core.geometry.group_slots
@@ -66,7 +68,8 @@ class Reclaimer:
         """
         core = self._core
         available = core.allocator.free_slots + self._voiding
-        if available >= self.reserve_slots + extra:
+        state = (core.index.clock, core.counters.stored, core.in_flight)
+        if available >= self.reserve_slots + extra or state == self._nothing_at:
             return
         index = core.index
         view = EvictionView(
@@ -76,13 +79,19 @@ class Reclaimer:
         victims = core.config.policy.victims(view, short)
         if victims.size:
             core.counters.evicted += victims.size
-            index.remove(victims)
-            self.void(np.sort(victims))
+            self.discard(np.sort(victims))
+        else:
+            self._nothing_at = state  # looking again would find the same
 
     def void(self, slots: Slots) -> None:
         """Writes void records for slots in state VOIDING; they are free once that is done."""
         self._voiding += slots.size
         self._enqueue(slots, SlotState.VOIDED)
+
+    def discard(self, slots: Slots) -> None:
+        """Takes their keys from slots and makes them free again."""
+        self._core.index.remove(slots)
+        self.void(slots)
 
     def quarantine(self, slots: Slots) -> None:
         """Takes slots that own a key out of use for good, on the medium as well."""
@@ -90,15 +99,15 @@ class Reclaimer:
         self._core.index.remove(slots, SlotState.QUARANTINED)
         self._enqueue(slots, SlotState.QUARANTINED)
 
-    def _enqueue(self, slots: Slots, outcome: SlotState) -> None:
+    def _enqueue(self, slots: Slots, outcome: SlotState, tries: int = 0) -> None:
         for start in range(0, slots.size, BLOCK_RECORDS):
-            self._queue.append((slots[start : start + BLOCK_RECORDS], outcome))
+            self._queue.append((slots[start : start + BLOCK_RECORDS], outcome, tries))
         self._issue()
 
     def _issue(self) -> None:
         core = self._core
         while self._queue and self._active < _BLOCKS:
-            slots, outcome = self._queue.popleft()
+            slots, outcome, tries = self._queue.popleft()
             block = self._table.reserve(0.0)
             self._active += 1
             core.in_flight += 1
@@ -108,9 +117,13 @@ class Reclaimer:
             content = RecordContent(slots, sequences, state, access_64s=core.now_64s())
 
             def on_released(
-                job: Job, block: int = block, slots: Slots = slots, outcome: SlotState = outcome
+                job: Job,
+                block: int = block,
+                slots: Slots = slots,
+                outcome: SlotState = outcome,
+                tries: int = tries,
             ) -> None:
-                self._settle(job, block, slots, outcome)
+                self._settle(job, block, slots, outcome, tries)
 
             try:
                 self._table.write(
@@ -127,21 +140,23 @@ class Reclaimer:
                 core.in_flight -= 1
                 self._queue.clear()
 
-    def _settle(self, job: Job, block: int, slots: Slots, outcome: SlotState) -> None:
-        """The records were written, or not: then the places are not used again."""
+    def _settle(self, job: Job, block: int, slots: Slots, outcome: SlotState, tries: int) -> None:
+        """The records were written, or not: then they are tried again, and at last given up."""
         core = self._core
         with core.lock:
+            failed = self._table.statuses(job, slots) != 0
             self._table.release(block)
             self._active -= 1
             if outcome == SlotState.VOIDED:
-                self._voiding -= slots.size
-                # Statuses are in the order of members; one error spoils the whole batch.
-                failed = job.report().status != 0
-                if failed:
-                    core.index.set_state(slots, SlotState.QUARANTINED)
-                    core.counters.quarantined += slots.size
+                done = slots[~failed]
+                self._voiding -= done.size
+                core.index.set_state(done, SlotState.VOIDED)
+                core.allocator.free(done)
+            if failed.any():
+                if tries + 1 < _TRIES:
+                    self._enqueue(slots[failed], outcome, tries + 1)
                 else:
-                    core.index.set_state(slots, SlotState.VOIDED)
-                    core.allocator.free(slots)
+                    # The medium still says what it said: the next open has to look.
+                    core.leave_open = True
             self._issue()
             core.end()

@@ -30,6 +30,7 @@ BLOCK_RECORDS = 1024
 
 Keys = npt.NDArray[np.uint8]
 Slots = npt.NDArray[np.int64]
+U32 = npt.NDArray[np.uint32]
 U64 = npt.NDArray[np.uint64]
 
 
@@ -58,7 +59,7 @@ class RecordTable:
         self._region = engine.controller.register(self._buffer)
         self._records = self._buffer.array.view(RECORD_DTYPE)
         self._memory: PagedMemory = flat_memory(
-            self._buffer.address, RECORD_NBYTES, blocks * BLOCK_RECORDS
+            self._buffer.address, RECORD_NBYTES, blocks * BLOCK_RECORDS, self._buffer
         )
         self._free = list(range(blocks))
         self._changed = threading.Condition()
@@ -94,7 +95,7 @@ class RecordTable:
     ) -> Job:
         """Writes the records of at most BLOCK_RECORDS slots, consecutive ones by one command."""
         members, local = self._geometry.split_members(content.slots)
-        order = np.argsort(members, kind="stable")
+        order = self._order(content.slots)
         records = self._records[block * BLOCK_RECORDS :][: content.slots.size]
         for member in np.unique(members).tolist():
             rows = order[members[order] == member]
@@ -115,11 +116,15 @@ class RecordTable:
             OPCODE_WRITE, block, content.slots[order], on_released, fua=fua, timeout_s=timeout_s
         )
 
-    def read(
-        self, block: int, slots: Slots, on_released: Callable[[Job], None] | None = None
-    ) -> Job:
+    def statuses(self, job: Job, slots: Slots) -> U32:
+        """The NVMe status of every slot of a ``write`` that was released, (n,)."""
+        statuses = np.zeros(slots.size, np.uint32)
+        statuses[self._order(slots)] = job.page_status
+        return statuses
+
+    def read(self, block: int, slots: Slots, *, timeout_s: float) -> Job:
         """Reads the records of at most BLOCK_RECORDS slots, in their order, into a block."""
-        return self._submit(OPCODE_READ, block, slots, on_released, fua=False, timeout_s=30.0)
+        return self._submit(OPCODE_READ, block, slots, None, fua=False, timeout_s=timeout_s)
 
     def check(
         self, block: int, slots: Slots, keys: Keys, sequences: U64, digests: U64
@@ -143,6 +148,11 @@ class RecordTable:
         has = (records["flags"] & FLAG_DIGESTS) != 0
         return np.where(right, np.where(has, 1, 2), 0).astype(np.uint8)
 
+    def _order(self, slots: Slots) -> Slots:
+        """Slots by member: what lies together in staging is filled and written together."""
+        members, _ = self._geometry.split_members(slots)
+        return np.argsort(members, kind="stable")
+
     def _submit(
         self,
         opcode: int,
@@ -154,8 +164,11 @@ class RecordTable:
         timeout_s: float,
     ) -> Job:
         assert slots.size <= BLOCK_RECORDS, "a block holds BLOCK_RECORDS records"
-        starts, counts = self._geometry.find_runs(slots)
-        members, local = self._geometry.split_members(starts)
+        # Records of consecutive slots are neighbours, also from one group to the next.
+        owner, local = self._geometry.split_members(slots)
+        cut = np.flatnonzero((np.diff(slots) != 1) | (np.diff(owner) != 0)) + 1
+        at = np.concatenate(([0], cut)) if slots.size else cut
+        members, local, counts = owner[at], local[at], np.diff(np.append(at, slots.size))
         nsid = np.array([self._members.nsid(m) for m in range(self._members.count)], np.uint32)
         extents = Extents(
             self._geometry.record_lba(local), nsid[members], counts, self._geometry.record_nlb
@@ -168,7 +181,6 @@ class RecordTable:
             pages,
             self._memory,
             fua=fua,
-            priority=0 if opcode == OPCODE_READ else 1,
             timeout_s=timeout_s,
             on_released=on_released,
         )

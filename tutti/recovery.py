@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from tutti.block_io import BlockIo
 from tutti.core import Core
-from tutti.errors import PoolCorrupt
+from tutti.errors import MediumError, PoolClosed, PoolCorrupt
 from tutti.index import MISSING, SlotState
 from tutti.medium import (
     BLOCK_NBYTES,
@@ -105,11 +105,11 @@ def _read_snapshot(core: Core, member: int, superblock: Superblock, count: int) 
     members = core.members
     nbytes = BLOCK_NBYTES + count * SNAPSHOT_ENTRY_DTYPE.itemsize
     padded = -(-nbytes // BLOCK_NBYTES) * BLOCK_NBYTES
-    raw = members.io.read(members.nsid(member), members.geometry.snapshot_offset, padded)
     try:
+        raw = members.io.read(members.nsid(member), members.geometry.snapshot_offset, padded)
         entries = decode_snapshot(raw, superblock, members.names[0]).copy()
-    except PoolCorrupt as error:
-        _log.warning("%s", error)
+    except (PoolCorrupt, MediumError) as error:
+        _log.warning("the slot table is scanned: %s", error)
         return None
     entries["slot"] += np.uint64(member * members.geometry.slots)
     return entries
@@ -119,15 +119,20 @@ def scan_member(core: Core, member: int, progress: Progress | None = None) -> tu
     """Reads the slot table of a member: ready and quarantined slots, highest sequence number."""
     members = core.members
     geometry, identity = members.geometry, members.identity(member)
-    io = BlockIo(core.engine)
+    io = BlockIo(core.engine, timeout_s=core.config.timeout_s)
     parts: list[Entries] = []
     top, done = 0, 0
     try:
-        for chunk in io.scan(members.nsid(member), geometry.table_offset, geometry.slots):
+        for chunk, bad in io.scan(members.nsid(member), geometry.table_offset, geometry.slots):
+            if core.closing:
+                raise PoolClosed("the pool was closed during recovery; open it again")
             records = chunk.view(RECORD_DTYPE)
             slots = np.arange(done, done + records.size)
+            # A record that cannot be read may be any; its slot is not used.
             verdict = check_records(records, slots, identity)
+            verdict = np.where(bad == 0, verdict, RecordState.QUARANTINED)
             counted = (verdict >= RecordState.READY) & (verdict <= RecordState.QUARANTINED)
+            counted &= bad == 0
             if counted.any():
                 top = max(top, int(records["sequence"][counted].max()))
             rows = np.flatnonzero(

@@ -54,6 +54,9 @@ RECORD_MAGIC = int.from_bytes(b"TREC", "little")
 FLAG_DIGESTS = 1
 
 
+COUNTER_MAX = 2**63 - 1  # of generations and sequence numbers: half of what fits, never reached
+
+
 class RecordState(IntEnum):
     """`state` of a slot record; STALE and FOREIGN are verdicts of `check_records`, never stored."""
 
@@ -147,6 +150,7 @@ def check_records(
         & (records["fingerprint"] == octets(identity.fingerprint)).all(axis=1)
         & (records["layers"] == identity.layers)
         & (state <= RecordState.QUARANTINED)
+        & (records["sequence"] <= COUNTER_MAX)
     )
     current = (records["epoch"] == np.uint64(identity.epoch)) | (state == RecordState.QUARANTINED)
     written = (records["magic"] == RECORD_MAGIC) & (state != RecordState.EMPTY)

@@ -29,6 +29,7 @@ from tutti.errors import (
     DeviceTimeout,
     KeyMissing,
     KeySizeError,
+    MemberMissing,
     PoolMismatch,
     PoolNotFound,
     TuttiError,
@@ -81,11 +82,15 @@ class ObjectStore:
         self._regions: dict[int, list[DmaRegion]] = {}
         self._pools: list[HostPool] = []
         self._proving = threading.Lock()
+        self._prove_from = 0
+        self._lost_regions: list[DmaRegion] = []  # of memory that a device may still write
         self._closed = False
         self.engine = engine or Engine(controller)
-        self._io = BlockIo(self.engine, timeout_s=self.config.timeout_s)
-        self._parts: list[BlockIo | Reclaimer | Writer | Tails | Loader] = [self._io]
+        self._parts: list[BlockIo | Reclaimer | Writer | Tails | Loader] = []
+        self._recovery: threading.Thread | None = None
         try:
+            self._io = BlockIo(self.engine, timeout_s=self.config.timeout_s)
+            self._parts.append(self._io)
             self.members = Members.open(self._io, self.engine, names, degraded=degraded)
             clean, found_as = self.members.clean, list(self.members.superblocks)
             self.members.mark_open(self.members.next_sequence)
@@ -128,6 +133,12 @@ class ObjectStore:
                 f"the memory holds {pool.layout.to_json()}, the pool {self.layout.to_json()}; "
                 "open a pool of the memory's layout"
             )
+        self._core.check_open()
+        self._regions[id(pool)] = self._register(pool)
+        self._pools.append(pool)
+        return pool
+
+    def _register(self, pool: HostPool) -> list[DmaRegion]:
         regions: list[DmaRegion] = []
         try:
             for address, nbytes in pool.buffers:
@@ -136,9 +147,7 @@ class ObjectStore:
             for region in regions:
                 region.close()
             raise
-        self._regions[id(pool)] = regions
-        self._pools.append(pool)
-        return pool
+        return regions
 
     def unregister(self, pool: HostPool) -> None:
         """Forgets engine memory.  No put or load of it may be under way."""
@@ -201,7 +210,8 @@ class ObjectStore:
         done.  What does not fit because everything is in use is dropped, and counted.
         Raises KeySizeError, PageRangeError, ConfigError, PoolClosed; the ticket tells the rest.
         """
-        array, memory = as_keys(keys), self._pool(pool).memory
+        array = as_keys(keys).copy()  # records are written later, from what the caller gave now
+        memory = self._pool(pool).memory
         numbers = memory.check_pages(pages)
         _check_lengths(array, numbers)
         if parent is not None and len(parent) != KEY_NBYTES:
@@ -214,11 +224,14 @@ class ObjectStore:
     def load(self, keys: Keys, pages: npt.ArrayLike, *, pool: HostPool | None = None) -> LoadTicket:
         """Starts to read objects into pages; layers become ready one after another.
 
-        keys, pages, pool: as for ``put``.  Raises KeyMissing unless every key is in the pool.
+        keys, pages, pool: as for ``put``.  Raises KeyMissing unless every key is in the pool, and
+        ConfigError for a page that is to hold two objects at once.
         """
         array, memory = as_keys(keys), self._pool(pool).memory
         numbers = memory.check_pages(pages)
         _check_lengths(array, numbers)
+        if self.config.verify != "off" and np.unique(numbers).size != numbers.size:
+            raise ConfigError("a page is named twice; give every key a page of its own")
         self._core.wait_ready(self.config.timeout_s)
         return self._loader.load(array, numbers, memory)
 
@@ -226,24 +239,31 @@ class ObjectStore:
         """Verifies up to ``max_objects`` objects that an unclean close left unproven.
 
         Those that are whole are served like any other from then on, the others are quarantined.
-        Returns how many it looked at: 0 when none is left.  Raises DeviceTimeout.
+        Returns how many it looked at: 0 at the end of a round through the pool, when none is left
+        but what could not be read.  Raises DeviceTimeout.
         """
         self._core.wait_ready(timeout_s)
         with self._proving:
-            keys = self._core.unproven_keys(max_objects)
+            keys, self._prove_from = self._core.unproven_keys(max_objects, self._prove_from)
             if not len(keys):
                 return 0
-            pool = self.register(HostPool.allocate(self.layout, len(keys)))
+            pool = HostPool.allocate(self.layout, len(keys))
+            regions = self._register(pool)
+            numbers = np.arange(len(keys), dtype=np.uint32)
+            settled = True
             try:
-                ticket = self.load(keys, np.arange(len(keys)), pool=pool)
-            except KeyMissing:  # one was evicted meanwhile
-                self._forget(pool)
-                return len(keys)
-            if not ticket.wait_settled(timeout_s):
+                ticket = self._loader.load(keys, numbers, pool.memory)
+                settled = ticket.wait_settled(timeout_s)
+            except KeyMissing:
+                return len(keys)  # one was evicted meanwhile
+            finally:
+                for region in regions if settled else ():
+                    region.close()
+            if not settled:
+                self._lost_regions += regions
                 raise DeviceTimeout(
                     f"the objects were not read within {timeout_s:g} s; their memory stays in use"
                 )
-            self._forget(pool)
             return len(keys)
 
     def clear(self, *, deallocate: bool = True) -> None:
@@ -257,15 +277,25 @@ class ObjectStore:
         core.wait_ready(self.config.timeout_s)
         with core.lock:
             core.check_open()
+            core.ready = False  # look-ups miss, and puts and loads wait
+        try:
             if not core.wait_quiet(self.config.timeout_s):
                 raise DeviceTimeout("transfers are still under way; nothing was cleared, try again")
-            self.members.new_epoch()
-            held = core.index.clear()
-            if held.size:
-                core.allocator.free(held)
-            core.changed.notify_all()
-            if deallocate:
-                self._deallocate()
+            try:
+                self.members.new_epoch()
+                if deallocate:
+                    self._deallocate()
+            except TuttiError as error:
+                core.failure = error  # nobody knows what the medium says now
+                raise
+            with core.lock:
+                held = core.index.clear()
+                if held.size:
+                    core.allocator.free(held)
+        finally:
+            with core.lock:
+                core.ready = True
+                core.changed.notify_all()
 
     def wait_recovered(self, timeout_s: float = 600.0) -> None:
         """Waits until recovery is done.  Raises what broke it, or DeviceTimeout."""
@@ -316,12 +346,15 @@ class ObjectStore:
         with core.lock:
             core.closing = True
             core.changed.notify_all()
-        self._recovery.join(timeout_s)
+        if self._recovery is not None:
+            self._recovery.join(timeout_s)
         quiet = core.wait_quiet(timeout_s)
         try:
             # What is unproven stays so: a pool that has some is left as a crash leaves it.
-            if quiet and core.ready and not core.unproven:
-                self._mark_clean()
+            if quiet and core.ready and core.failure is None:
+                self._io.flush(self.members.nsids())
+                if not core.unproven and not core.leave_open:
+                    self._mark_clean()
         finally:
             self._shut_down(timeout_s)
 
@@ -359,6 +392,10 @@ class ObjectStore:
         except DeviceTimeout:
             _STUCK.append(self)  # the device may still write into what this object holds
             raise
+        if self._recovery is not None:
+            self._recovery.join(timeout_s)
+        for region in self._lost_regions:
+            region.close()
         for part in self._parts:
             part.close()
         for pool in list(self._pools):
@@ -368,10 +405,13 @@ class ObjectStore:
     def _shut_down_failed(self) -> None:
         """Undoes an opening that failed; the controller stays the caller's."""
         self.engine.close(self.config.timeout_s)
+        if self._recovery is not None:
+            self._recovery.join(self.config.timeout_s)
         for part in self._parts:
             part.close()
 
     def _pool(self, pool: HostPool | None) -> HostPool:
+        self._core.check_open()
         if pool is not None:
             if pool not in self._pools:
                 raise ConfigError("this memory is not registered; call store.register(pool) first")
@@ -394,7 +434,10 @@ class ObjectStore:
             slba = np.full(nsids.size, start + offset)
             job = self.engine.deallocate(slba, nsids, count)
             if not job.wait_released(self.config.timeout_s * 4):
-                raise DeviceTimeout("the medium did not answer a deallocate; the pool is cleared")
+                raise DeviceTimeout(
+                    "the medium did not answer a deallocate, which may still erase what is put "
+                    "from now on; the pool is cleared, open it again"
+                )
 
 
 def open(
@@ -419,7 +462,12 @@ def open(
     others of tutti.errors.
     """
     names = member_names(paths)
-    if not any(os.path.exists(name) for name in names):
+    missing = [name for name in names if not os.path.exists(name)]
+    if missing and len(missing) < len(names):
+        raise MemberMissing(
+            f"{missing[0]} does not exist; restore it, or leave it out and open with degraded=True"
+        )
+    if missing:
         if capacity is None or layout is None:
             raise PoolNotFound(
                 f"{names[0]} does not exist; give layout and capacity to format a new pool"

@@ -8,6 +8,7 @@ is under way, and with the first batch that ends otherwise.
 
 from __future__ import annotations
 
+import logging
 import threading
 from dataclasses import dataclass
 
@@ -16,9 +17,10 @@ import numpy as np
 from tutti.core import Core
 from tutti.errors import DeviceTimeout, TuttiError
 from tutti.gio_uring.nvme_spec import STATUS_CANCELLED, STATUS_TIMED_OUT
-from tutti.record_table import BLOCK_RECORDS
 from tutti.tickets import PutTicket
 from tutti.writer import PutRequest, Writer
+
+_log = logging.getLogger(__name__)
 
 #: A run of one layer that is at least this long is worth a command of its own.
 COMMAND_NBYTES = 256 << 10
@@ -54,6 +56,8 @@ class Tails:
             if len(request.keys) < self._short and self._writer.active and not self._stopping:
                 core.in_flight += 1
                 self._held.append(_Held(request, ticket, self._writer.finished))
+                if self._due():
+                    core.changed.notify_all()
                 return ticket
         self._writer.put(request, ticket)
         return ticket
@@ -79,14 +83,21 @@ class Tails:
                 if self._due() or self._stopping:
                     held, self._held = self._held, []
                 stopped = self._stopping and not self._held
-            self._write(held)
+            try:
+                self._write(held)
+            except Exception:
+                _log.exception("puts that were held back failed")
 
     def _due(self) -> bool:
         if not self._held:
             return False
         pages = sum(len(held.request.keys) for held in self._held)
         first = self._held[0].finished
-        return not self._writer.active or self._writer.finished > first or pages >= BLOCK_RECORDS
+        return (
+            not self._writer.active
+            or self._writer.finished > first
+            or pages >= self._writer.batch_pages
+        )
 
     def _write(self, held: list[_Held]) -> None:
         by_memory: dict[int, list[_Held]] = {}

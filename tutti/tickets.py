@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,11 +13,12 @@ import numpy as np
 import numpy.typing as npt
 
 from tutti.errors import DeviceTimeout, TuttiError
-from tutti.gio_uring.nvme_spec import STATUS_DIGEST_MISMATCH
 from tutti.gio_uring.ring import status_error
 
 if TYPE_CHECKING:
     from tutti.gio_uring.engine import Job
+
+_log = logging.getLogger(__name__)
 
 Rows = npt.NDArray[np.int64]
 U32 = npt.NDArray[np.uint32]
@@ -26,7 +28,8 @@ U32 = npt.NDArray[np.uint32]
 class PutResult:
     """What became of the objects of one put: their numbers add up to the number of keys.
 
-    stored: written by this put.  present: there already, or being written by another put.
+    stored: written by this put.  present: there already, or being written by another put whose
+    own ticket tells how that ended, or unproven since an unclean close.
     dropped: not stored, because everything else in the pool is in use.
     """
 
@@ -79,12 +82,15 @@ class PutTicket:
         return PutResult(counts[Outcome.STORED], counts[Outcome.PRESENT], counts[Outcome.DROPPED])
 
     def on_done(self, callback: Callable[[PutTicket], None]) -> None:
-        """Calls back once the outcome is known, on the engine's thread or at once."""
+        """Calls back once the outcome is known, on the engine's thread or at once.
+
+        It must not wait for anything of the store; what it raises is logged.
+        """
         with self._lock:
             if not self._done.is_set():
                 self._callbacks.append(callback)
                 return
-        callback(self)
+        self._call(callback)
 
     def add_part(self) -> None:
         """One more batch belongs to this put."""
@@ -105,7 +111,13 @@ class PutTicket:
             callbacks, self._callbacks = self._callbacks, []
             self._done.set()
         for callback in callbacks:
+            self._call(callback)
+
+    def _call(self, callback: Callable[[PutTicket], None]) -> None:
+        try:
             callback(self)
+        except Exception:
+            _log.exception("a callback of a put failed")
 
 
 @dataclass(frozen=True)
@@ -127,7 +139,7 @@ class LoadTicket:
         self.keys = keys
         self.layers = layers
         self.parts: list[LoadPart] = []
-        self.bad: Rows = np.zeros(0, np.int64)  # whose record was not that of the key
+        self.record_status: U32 = np.zeros(keys, np.uint32)  # 0: the slot record was right
         self._settled = threading.Event()
 
     @property
@@ -151,8 +163,7 @@ class LoadTicket:
                 )
         failed = self.failed()
         if failed.size:
-            status = int(self._status()[failed[0]]) or STATUS_DIGEST_MISMATCH
-            raise _error(status, failed, "load")
+            raise _error(int(self._status()[failed[0]]), failed, "load")
 
     def wait(self, timeout_s: float = 60.0) -> None:
         """Returns when all layers are ready; see ``wait_layer``."""
@@ -164,9 +175,7 @@ class LoadTicket:
 
     def failed(self) -> Rows:
         """Positions in the batch that failed so far, ascending."""
-        status = self._status()
-        status[self.bad] = STATUS_DIGEST_MISMATCH
-        return np.flatnonzero(status).astype(np.int64)
+        return np.flatnonzero(self._status()).astype(np.int64)
 
     def settle(self) -> None:
         """Every job of this load was released."""
@@ -176,7 +185,7 @@ class LoadTicket:
         status = np.zeros(self.keys, np.uint32)
         for part in self.parts:
             status[part.rows] = part.job.page_status
-        return status
+        return np.where(self.record_status == 0, status, self.record_status)
 
 
 def _error(status: int, failed: Rows, what: str) -> TuttiError:

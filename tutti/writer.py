@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from tutti.core import Core
 from tutti.errors import DeviceTimeout, PoolClosed, TuttiError
-from tutti.gio_uring.engine import Job
+from tutti.gio_uring.engine import PRIORITY_STORE, Job
 from tutti.gio_uring.iocb import PagedMemory
 from tutti.gio_uring.nvme_spec import (
     OPCODE_WRITE,
@@ -111,7 +111,7 @@ class Writer:
         self._reclaimer = reclaimer
         self._table = RecordTable(core.engine, core.members, blocks=_BLOCKS)
         object_nbytes = core.geometry.slice_nbytes * core.layers
-        self._batch_pages = min(BLOCK_RECORDS, max(BATCH_PAGES_MIN, BATCH_NBYTES // object_nbytes))
+        self.batch_pages = min(BLOCK_RECORDS, max(BATCH_PAGES_MIN, BATCH_NBYTES // object_nbytes))
         self.active = 0  # batches under way
         self.finished = 0  # batches that ended
         self._unflushed: list[_Batch] = []
@@ -128,8 +128,8 @@ class Writer:
             core.begin()
             new = self._absent_rows(request, ticket)
         try:
-            for start in range(0, new.size, self._batch_pages):
-                rows = new[start : start + self._batch_pages]
+            for start in range(0, new.size, self.batch_pages):
+                rows = new[start : start + self.batch_pages]
                 try:
                     placed = self._put_batch(ticket, request, rows)
                 except TuttiError as error:
@@ -185,7 +185,7 @@ class Writer:
                 np.ascontiguousarray(request.pages[batch.rows]),
                 request.memory,
                 digests=batch.digests,
-                priority=1,
+                priority=PRIORITY_STORE,
                 timeout_s=core.config.timeout_s,
                 on_released=lambda job: self._data_written(batch, job),
             )
@@ -310,21 +310,22 @@ class Writer:
 
     def _records_written(self, batch: _Batch, job: Job) -> None:
         core = self._core
-        status = int(job.report().status)
+        status = self._table.statuses(job, batch.slots)
+        good = status == 0
         with core.lock:
-            if status:
+            if not good.all():
                 # A record may be on the medium all the same: void it before the slot is reused.
-                self._fail(batch, np.full(batch.rows.size, status, np.uint32))
-                core.index.remove(batch.slots, SlotState.VOIDING)
-                self._reclaimer.void(batch.slots)
-            else:
-                core.index.set_state(batch.slots, SlotState.READY)
-                if batch.digests is not None:
-                    core.digests.put(batch.slots, batch.sequences, batch.digests)
-                batch.ticket.outcome[batch.rows] = Outcome.STORED
-                core.counters.stored += batch.rows.size
-                payload = core.geometry.slice_nbytes * core.layers
-                core.counters.payload_written_nbytes += batch.rows.size * payload
+                bad = batch.at(~good)
+                self._fail(bad, status[~good])
+                self._reclaimer.discard(bad.slots)
+                batch = batch.at(good)
+            core.index.set_state(batch.slots, SlotState.READY)
+            if batch.digests is not None:
+                core.digests.put(batch.slots, batch.sequences, batch.digests)
+            batch.ticket.outcome[batch.rows] = Outcome.STORED
+            core.counters.stored += batch.rows.size
+            payload = core.geometry.slice_nbytes * core.layers
+            core.counters.payload_written_nbytes += batch.rows.size * payload
         self._finish(batch)
 
     def _cancel(self, batch: _Batch) -> None:
@@ -348,8 +349,8 @@ class Writer:
 
     def _finish(self, batch: _Batch) -> None:
         self._table.release(batch.block)
-        batch.ticket.end_part()
         with self._core.lock:
             self.finished += 1
             self.active -= 1
+        batch.ticket.end_part()
         self._core.end()

@@ -179,8 +179,9 @@ void Engine::loop() {
       reset_wanted_ = false;
       changed_.notify_all();
     }
-    running = !(stop_ && incoming_.empty() && inflight_ == 0 && finished_.empty() &&
-                gated_.empty() && ready_[0].empty() && ready_[1].empty());
+    running =
+        !(stop_ && incoming_.empty() && inflight_ == 0 && finished_.empty() && gated_.empty());
+    for (const auto& queue : ready_) running = running || !queue.empty();
   }
   std::lock_guard<std::mutex> lock(mutex_);
   exited_ = true;
@@ -201,16 +202,18 @@ void Engine::accept() {
       continue;
     }
     if (!job->gate) gated_.push_back(job);
-    ready_[job->config.priority != 0].push_back(job);
+    ready_[std::min(job->config.priority, kPriorities - 1)].push_back(job);
   }
 }
 
-// Priority 0 goes first, but for an eighth of the places: writes must not starve beside reads.
+// Lower priorities go first, but an eighth of the places is the last one's: stores must not starve
+// beside loads.
 Job* Engine::next_job() {
+  const u32 last = kPriorities - 1;
   const u32 share = std::max(1u, inflight_max_ / 8);
-  const u32 first = !ready_[1].empty() && inflight_late_ < share ? 1 : 0;
-  for (u32 turn = 0; turn < 2; ++turn) {
-    auto& queue = ready_[first ^ turn];
+  const bool owed = !ready_[last].empty() && inflight_late_ < share;
+  for (u32 turn = owed ? 0 : 1; turn <= kPriorities; ++turn) {
+    auto& queue = ready_[turn == 0 ? last : turn - 1];
     while (!queue.empty()) {  // bounded: every turn but the last takes a job off
       Job* job = queue.front();
       if ((job->cancel || stop_) && !job->done) abandon(job, kCancelled);
@@ -256,7 +259,7 @@ bool Engine::issue_one(Job* job, u64 now) {
   commands_[cid] = command;
   active_.push_back(cid);
   ++inflight_;
-  inflight_late_ += job->config.priority != 0;
+  inflight_late_ += job->config.priority >= kPriorities - 1;
   ++stats_[kCommands];
   if (moves_pages(io)) {
     const u64 nbytes = static_cast<u64>(job->runs[command.run].nlb) << io.lba_shift;
@@ -285,7 +288,7 @@ void Engine::reap() {
     commands_[cid] = Command{};
     cid_release(qp_, cid);
     --inflight_;
-    inflight_late_ -= command.job->config.priority != 0;
+    inflight_late_ -= command.job->config.priority >= kPriorities - 1;
     finished_.emplace_back(command.job, Completed{command.layer, command.run, word & ~kCompleted});
   }
   active_.resize(kept);
@@ -306,8 +309,11 @@ void Engine::check_deadlines(u64 now) {
   }
   if (late < inflight_max_) return;
   for (auto& queue : ready_) {  // the controller is stuck: nothing queued can be issued
-    for (Job* job : queue) {
+    std::deque<Job*> stuck;
+    stuck.swap(queue);
+    for (Job* job : stuck) {
       if (!job->done) abandon(job, kTimedOut);
+      maybe_release(job);
     }
   }
 }

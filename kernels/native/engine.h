@@ -16,6 +16,9 @@
 
 namespace gio {
 
+// 0: records and metadata, small, and others wait for them; 1: loads; 2: stores.
+constexpr u32 kPriorities = 3;
+
 enum DigestMode : u32 { kDigestNone = 0, kDigestCompute = 1, kDigestCompare = 2 };
 
 // Plain data, mirrored by tutti/gio_uring/engine.py.  The arrays stay valid and unmoved until
@@ -26,7 +29,7 @@ struct JobConfig {
   u64 page_status;  // u32[n_pages], zeroed by the caller; the first error of a page stays; or 0
   u64 tag;          // returned by gio_engine_next
   u64 timeout_ns;   // how long one command may be outstanding
-  u32 priority;     // 0 is issued before 1
+  u32 priority;     // lower ones are issued first
   u32 digest;       // DigestMode
   u32 gated;        // compare only: digests are not read before gio_job_open_gate
   u32 reserved;
@@ -138,13 +141,13 @@ class Engine {
   u32 list_nbytes_;
   u32 inflight_max_;
   u32 inflight_ = 0;
-  u32 inflight_late_ = 0;  // of priority 1 or lower
+  u32 inflight_late_ = 0;  // of the last priority
   u64 next_check_ns_ = 0;
   std::vector<Command> commands_;  // by CID
   std::vector<u32> active_;        // CIDs in flight
   std::vector<std::pair<Job*, Completed>> finished_;
   std::vector<Job*> gated_;
-  std::deque<Job*> ready_[2];  // jobs with commands to issue, by priority
+  std::deque<Job*> ready_[kPriorities];  // jobs with commands to issue
 
   mutable std::mutex mutex_;
   std::condition_variable changed_;

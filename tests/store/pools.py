@@ -69,13 +69,13 @@ def opened(
     inflight_max: int = 32,
     **config: object,
 ) -> ObjectStore:
-    """A store over copies of the images."""
+    """A store over copies of the images, or over a controller that has them."""
     controller = controller or controller_of(images)
     config.setdefault("timeout_s", 5.0)
     engine = Engine(controller, inflight_max=inflight_max)
     return ObjectStore(
         controller,
-        names(len(images)),
+        names(controller.info.namespaces),
         config=StoreConfig(**config),  # type: ignore[arg-type]
         engine=engine,
         degraded=degraded,

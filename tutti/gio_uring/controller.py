@@ -224,6 +224,10 @@ class NativeController:
         if self._finalizer.detach() is not None:
             self._lib.gio_controller_destroy(self.handle)
 
+    def keep_after_failure(self) -> None:
+        """Gives up on ever freeing the native object: something may still use it."""
+        self._finalizer.detach()
+
     def _check_open(self) -> None:
         if self.is_closed:
             raise NativeError("the controller is closed; create a new one")

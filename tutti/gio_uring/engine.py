@@ -34,10 +34,14 @@ from tutti.gio_uring.nvme_spec import (
 
 DIGEST_NONE, DIGEST_COMPUTE, DIGEST_COMPARE = 0, 1, 2
 
+#: What is small and others wait for; what a model waits for; what can wait.
+PRIORITY_RECORDS, PRIORITY_LOAD, PRIORITY_STORE = 0, 1, 2
+
 LIST_NBYTES = 4096  # per CID: 256 SGL descriptors or 512 PRP entries
 _DESCRIPTORS_PER_LIST = LIST_NBYTES // 16
 
 _POLL_NS = 200_000_000
+_STOP_TIMEOUT_S = 5.0
 _ENDED = 2**64 - 1
 
 _log = logging.getLogger(__name__)
@@ -169,7 +173,8 @@ class Job:
         with self._lock:
             self._released = True
             self._keep = ()
-            return self._callback
+            callback, self._callback = self._callback, None
+            return callback
 
 
 class Engine:
@@ -209,6 +214,9 @@ class Engine:
             LIST_NBYTES,
             inflight_max,
         )
+        # A process that ends without close: the thread must not outlive the controller, whose own
+        # finalizer runs after this one.
+        self._finalizer = weakref.finalize(self, _stop, self.handle, controller.keep_after_failure)
         self._tags = itertools.count(1)
         self._jobs: dict[int, Job] = {}
         self._lock = threading.Lock()
@@ -228,7 +236,7 @@ class Engine:
         compare: bool = False,
         gated: bool = False,
         fua: bool = False,
-        priority: int = 0,
+        priority: int = PRIORITY_RECORDS,
         timeout_s: float = 30.0,
         on_released: Callable[[Job], None] | None = None,
     ) -> Job:
@@ -237,6 +245,7 @@ class Engine:
         opcode: OPCODE_READ or OPCODE_WRITE.  pages: uint32 (n,) from ``memory.check_pages``, one
         per slice of the extents.  digests: uint64 (n, layers), filled with each slice's digest,
         or compared with it when ``compare``; with ``gated`` only once the gate was opened.
+        priority: PRIORITY_RECORDS, PRIORITY_LOAD or PRIORITY_STORE; lower goes first.
         timeout_s: how long one command may be outstanding.  on_released: called once no command
         of the job is outstanding, on the engine's own thread, where it must not wait for a job.
         Raises PoolClosed after ``close``.
@@ -356,6 +365,7 @@ class Engine:
                 f"the device answered neither its commands nor a reset within {timeout_s:g} s; "
                 "its memory stays reserved until the process ends"
             )
+        self._finalizer.detach()
         # Whoever still waits for a job holds this object, so the native one outlives the waits.
         weakref.finalize(self, _native.lib().gio_engine_destroy, self.handle)
         self.queue_pair.close()
@@ -390,7 +400,7 @@ class Engine:
         config = JobConfig()
         config.iocb.n_layers, config.iocb.slice_nlb = 1, 1
         config.iocb.psdt = PSDT_PRP
-        return self._submit(config, opcode, runs, 0, (), 1, timeout_s, on_released)
+        return self._submit(config, opcode, runs, 0, (), PRIORITY_RECORDS, timeout_s, on_released)
 
     def _submit(
         self,
@@ -422,6 +432,11 @@ class Engine:
             job.on_released(on_released)
             self._jobs[config.tag] = job
         return job
+
+
+def _stop(handle: int, keep_controller: Callable[[], None]) -> None:
+    if _native.lib().gio_engine_stop(handle, _nanoseconds(_STOP_TIMEOUT_S)) != 0:
+        keep_controller()
 
 
 def _nanoseconds(seconds: float) -> int:

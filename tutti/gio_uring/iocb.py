@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -58,12 +59,14 @@ class PagedMemory:
     bases: uint64 (layers, segments), addresses inside registered memory.
     stride_nbytes, segment_nbytes: one number per segment, at most four.
     pages: how many pages there are; a page number is below it.
+    owner: what keeps the memory mapped; jobs hold it as long as a device may write there.
     """
 
     bases: U64
     stride_nbytes: tuple[int, ...]
     segment_nbytes: tuple[int, ...]
     pages: int
+    owner: Any = None
 
     def __post_init__(self) -> None:
         if self.bases.ndim != 2 or self.bases.shape[1] != len(self.segment_nbytes):
@@ -74,7 +77,7 @@ class PagedMemory:
             raise ConfigError("give one stride per segment")
 
     def check_pages(self, pages: npt.ArrayLike) -> U32:
-        """``pages`` as uint32 (n,), C-contiguous.  PageRangeError for a number that is no page."""
+        """A copy of ``pages`` as uint32 (n,).  PageRangeError for a number that is no page."""
         array = np.asarray(pages)
         if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
             raise PageRangeError("pages must be a one-dimensional sequence of integers")
@@ -86,12 +89,12 @@ class PagedMemory:
                     f"page {bad} is outside the registered pool of {self.pages} pages; "
                     f"use page numbers from 0 to {self.pages - 1}"
                 )
-        return np.ascontiguousarray(array, dtype=np.uint32)
+        return array.astype(np.uint32, order="C")
 
 
-def flat_memory(address: int, nbytes: int, count: int) -> PagedMemory:
+def flat_memory(address: int, nbytes: int, count: int, owner: Any = None) -> PagedMemory:
     """Memory of ``count`` consecutive blocks of ``nbytes`` bytes: one layer, one segment."""
-    return PagedMemory(np.array([[address]], np.uint64), (nbytes,), (nbytes,), count)
+    return PagedMemory(np.array([[address]], np.uint64), (nbytes,), (nbytes,), count, owner)
 
 
 def split_runs(

@@ -1,0 +1,310 @@
+"""What must hold at the edges: arrays that change, errors that pass, devices that answer late."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+
+import numpy as np
+import pytest
+
+from store.pools import (
+    GEOMETRY,
+    LAYOUT,
+    controller_of,
+    fill,
+    formatted,
+    images_of,
+    opened,
+    some_keys,
+)
+from tutti.errors import ConfigError, DeviceTimeout, MediumError, TuttiError
+from tutti.geometry import Geometry
+from tutti.gio_uring.controller_memory import Faults
+from tutti.gio_uring.nvme_spec import (
+    OPCODE_READ,
+    OPCODE_WRITE,
+    STATUS_CAPACITY_EXCEEDED,
+    STATUS_DATA_TRANSFER_ERROR,
+    STATUS_UNRECOVERED_READ,
+    STATUS_WRITE_FAULT,
+)
+from tutti.medium import Superblock, choose_superblock
+from tutti.tickets import PutTicket
+
+TABLE_LBA = GEOMETRY.table_offset // 4096
+
+
+@pytest.fixture
+def rng(seed: int) -> np.random.Generator:
+    return np.random.default_rng(seed)
+
+
+def test_a_put_keeps_nothing_of_the_callers_arrays(rng: np.random.Generator) -> None:
+    controller = controller_of(formatted())
+    with opened([], controller=controller) as store:
+        pool = store.allocate_pool(8)
+        contents = fill(pool, range(4), rng)
+        keys, other, pages = some_keys(rng, 2), some_keys(rng, 2), np.array([0, 1], np.uint32)
+        mine, held = keys.copy(), some_keys(rng, 1)
+        controller.set_faults(Faults(stall_from=1))
+        tickets = [store.put(mine, pages)]
+        held_pages = np.array([2], np.uint32)
+        tickets.append(store.put(held, held_pages))  # held back, because a put is under way
+        mine[:], pages[:], held_pages[:] = other, 3, 3
+        controller.set_faults(None)
+        controller.release()
+        for ticket in tickets:
+            ticket.wait(5)
+        after = images_of(controller)
+    with opened(after) as store:
+        store.wait_recovered(5)
+        pool = store.allocate_pool(8)
+        assert store.match(other) == 0
+        store.load(keys, [4, 5]).wait(5)
+        store.load(held, [6]).wait(5)
+        assert [pool.read(page) for page in (4, 5, 6)] == contents[:3]
+
+
+def test_a_record_that_cannot_be_read_quarantines_nothing(rng: np.random.Generator) -> None:
+    controller = controller_of(formatted())
+    with opened([], controller=controller, digest_cache_nbytes=0) as store:
+        store.allocate_pool(16)
+        keys = some_keys(rng, 8)
+        store.put(keys, np.arange(8)).wait(5)
+        fault = (OPCODE_READ, STATUS_DATA_TRANSFER_ERROR)
+        controller.fault_range(1, TABLE_LBA, GEOMETRY.slots, *fault)
+        ticket = store.load(keys, np.arange(8, 16))
+        with pytest.raises(MediumError, match="data transfer"):
+            ticket.wait(5)
+        assert ticket.wait_settled(5)
+        store.load(keys, np.arange(8, 16)).wait(5)
+        assert store.stats()["slots"]["quarantined"] == 0
+
+
+def test_records_come_before_data(rng: np.random.Generator) -> None:
+    """Digests that are not cached are there with the first layer, not after the last."""
+    geometry = Geometry(LAYOUT.layers, LAYOUT.segments, 4096, 4, 64)
+    controller = controller_of(formatted(geometry=geometry))
+    with opened([], controller=controller, digest_cache_nbytes=0, inflight_max=4) as store:
+        store.allocate_pool(192)
+        keys = some_keys(rng, 192)
+        store.put(keys, np.arange(192)).wait(5)
+        data_commands = 192 // 4 * LAYOUT.layers
+        controller.set_faults(Faults(stall_from=data_commands // LAYOUT.layers + 4))
+        ticket = store.load(keys, np.arange(192))  # returns when the digests are known
+        ticket.wait_layer(0, 5)
+        controller.set_faults(None)
+        controller.release()
+        ticket.wait(5)
+
+
+def test_a_void_that_fails_once_is_tried_again(rng: np.random.Generator) -> None:
+    controller = controller_of(formatted())
+    with opened([], controller=controller) as store:
+        store.allocate_pool(40)
+        fault = (OPCODE_WRITE, STATUS_CAPACITY_EXCEEDED)
+        for _ in range(8):
+            keys = some_keys(rng, 8)
+            store.put(keys, np.arange(8)).wait(5)
+            store._core.wait_quiet(5)
+        with store._core.lock:
+            controller.fault_range(1, TABLE_LBA, GEOMETRY.slots, *fault)
+            store._reclaimer.top_up(24)
+        assert store._core.wait_quiet(5)
+        slots = store.stats()["slots"]
+        assert (slots["quarantined"], slots["voiding"]) == (0, 0)
+
+
+def test_a_void_that_keeps_failing_leaves_the_pool_open(rng: np.random.Generator) -> None:
+    controller = controller_of(formatted())
+    store = opened([], controller=controller)
+    store.allocate_pool(40)
+    keys = some_keys(rng, 24)
+    stored = store.put(keys, np.arange(24)).wait(5).stored
+    store._core.wait_quiet(5)
+    with store._core.lock:
+        fault = (OPCODE_WRITE, STATUS_WRITE_FAULT, 100)
+        controller.fault_range(1, TABLE_LBA, GEOMETRY.slots, *fault)
+        store._reclaimer.top_up(24)
+    assert store._core.wait_quiet(5)
+    assert store.stats()["slots"]["voiding"] > 0
+    controller.set_faults(None)
+    controller.close, close = lambda: None, controller.close  # type: ignore[method-assign]
+    store.close()
+    images = images_of(controller)
+    close()
+    with opened(images) as again:  # what could not be voided is still there, and right
+        again.wait_recovered(5)
+        again.allocate_pool(24)
+        assert sum(again.match(key[None]) for key in keys) == stored
+        assert again.stats()["slots"]["unproven"] == stored
+
+
+def test_a_clear_that_fails_closes_the_pool_to_calls(rng: np.random.Generator) -> None:
+    images = formatted()
+    controller = controller_of(images)
+    store = opened([], controller=controller)
+    store.allocate_pool(8)
+    keys = some_keys(rng, 4)
+    store.put(keys, np.arange(4)).wait(5)
+    controller.fault_range(1, 0, 2, OPCODE_WRITE, STATUS_WRITE_FAULT)
+    with pytest.raises(MediumError):
+        store.clear()
+    for call in (store.match, lambda k: store.put(k, np.arange(4))):
+        with pytest.raises(MediumError):
+            call(keys)
+    images = images_of(controller)
+    store.close()
+    with opened(images) as again:
+        again.wait_recovered(5)
+        assert again.match(keys) == 4
+
+
+def test_a_superblock_write_that_failed_is_repeated_in_its_place(rng: np.random.Generator) -> None:
+    controller = controller_of(formatted())
+    store = opened([], controller=controller)
+    winner = choose_superblock(
+        controller.medium(1)[:4096].tobytes(), controller.medium(1)[4096:8192].tobytes(), "m"
+    )[1]
+    for _ in range(2):
+        controller.fault_range(1, 0, 2, OPCODE_WRITE, STATUS_WRITE_FAULT)
+        with pytest.raises(MediumError):
+            store.members.mark_open(1)
+        kept = controller.medium(1)[winner * 4096 :][:4096].tobytes()
+        Superblock.decode(kept, "the copy that counts")
+    store.close()
+
+
+def test_a_late_deallocate_refuses_further_calls(rng: np.random.Generator) -> None:
+    controller = controller_of(formatted())
+    store = opened([], controller=controller, timeout_s=0.2, verify="off")
+    store.allocate_pool(16)
+    controller.set_faults(Faults(stall_from=5))  # two superblocks, two flushes, then this
+    with pytest.raises(DeviceTimeout, match="may still erase"):
+        store.clear()
+    controller.set_faults(None)
+    with pytest.raises(DeviceTimeout, match="may still erase"):
+        store.put(some_keys(rng, 4), np.arange(4))
+    store.close()
+
+
+def test_one_unreadable_block_is_one_slot(rng: np.random.Generator) -> None:
+    store = opened(formatted())
+    store.allocate_pool(8)
+    keys = some_keys(rng, 8)
+    store.put(keys, np.arange(8)).wait(5)
+    images = images_of(store.controller)
+    store.close()
+    controller = controller_of(images)
+    controller.fault_range(1, TABLE_LBA + 5, 1, OPCODE_READ, STATUS_UNRECOVERED_READ, 2)
+    with opened([], controller=controller) as store:
+        store.wait_recovered(5)
+        assert store.match(keys) == 5
+        assert store.match(keys[6:]) == 2
+        assert store.stats()["slots"]["quarantined"] == 1
+
+
+def test_an_unreadable_snapshot_is_a_scan(rng: np.random.Generator) -> None:
+    controller = controller_of(formatted())
+    store = opened([], controller=controller)
+    store.allocate_pool(4)
+    keys = some_keys(rng, 4)
+    store.put(keys, np.arange(4)).wait(5)
+    controller.close, close = lambda: None, controller.close  # type: ignore[method-assign]
+    store.close()
+    images = images_of(controller)
+    close()
+    controller = controller_of(images)
+    blocks = GEOMETRY.snapshot_nbytes // 4096
+    fault = (OPCODE_READ, STATUS_UNRECOVERED_READ, 10)
+    controller.fault_range(1, GEOMETRY.snapshot_offset // 4096, blocks, *fault)
+    with opened([], controller=controller) as store:
+        assert store.match(keys) == 4
+
+
+def test_a_callback_that_raises_hurts_nobody(rng: np.random.Generator) -> None:
+    with opened(formatted()) as store:
+        store.allocate_pool(8)
+
+        def bad(_: PutTicket) -> None:
+            raise RuntimeError("a user's mistake")
+
+        ticket = store.put(some_keys(rng, 2), [0, 1])
+        ticket.on_done(bad)
+        assert ticket.wait(5).stored == 2
+        ticket.on_done(bad)
+        store.clear()
+        assert store._core.in_flight == 0
+
+
+def test_proving_needs_no_memory_of_the_users(rng: np.random.Generator) -> None:
+    store = opened(formatted())
+    store.allocate_pool(8)
+    keys = some_keys(rng, 8)
+    store.put(keys, np.arange(8)).wait(5)
+    images = images_of(store.controller)
+    store.close()
+    with opened(images) as store:
+        store.wait_recovered(5)
+        assert store.prove() == 8
+        assert store.match(keys, proven=True) == 8
+        with pytest.raises(ConfigError, match="0 pools"):
+            store.put(keys, np.arange(8))
+
+
+def test_a_page_for_two_keys_is_refused(rng: np.random.Generator) -> None:
+    with opened(formatted()) as store:
+        store.allocate_pool(4)
+        keys = some_keys(rng, 2)
+        store.put(keys, [0, 1]).wait(5)
+        with pytest.raises(ConfigError, match="named twice"):
+            store.load(keys, [2, 2])
+        assert store.match(keys) == 2
+
+
+def test_look_ups_go_on_during_a_clear(rng: np.random.Generator) -> None:
+    controller = controller_of(formatted())
+    store = opened([], controller=controller, timeout_s=0.5)
+    store.allocate_pool(4)
+    keys = some_keys(rng, 2)
+    store.put(keys, [0, 1]).wait(5)
+    controller.set_faults(Faults(stall_from=1))
+    store.load(keys, [2, 3])
+    with pytest.raises(TuttiError, match="nothing was cleared"):
+        store.clear()
+    assert store.match(keys) == 2
+    store.close()
+
+
+@pytest.mark.parametrize("what", ["memory", "file"])
+def test_a_process_may_end_without_close(what: str) -> None:
+    program = textwrap.dedent(
+        f"""
+        import os, tempfile, sys
+        import numpy as np
+        from store.pools import LAYOUT, formatted, opened
+        import tutti.store
+        if {what!r} == "memory":
+            store = opened(formatted())
+        else:
+            path = os.path.join(tempfile.mkdtemp(), "pool")
+            store = tutti.store.open(path, LAYOUT, "64MiB", executor="threads")
+        store.allocate_pool(4)
+        store.put([b"0123456789abcdef"], [0]).wait(5)
+        raise SystemExit(7)
+        """
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env={"PYTHONPATH": ":".join(sys.path)},
+        capture_output=True,
+        timeout=60,
+    )
+    assert done.returncode == 7, done.stderr.decode()
+
+
+def test_a_slice_that_commands_cannot_count_is_refused() -> None:
+    with pytest.raises(ConfigError, match="slice size"):
+        Geometry(1, (1 << 30,) * 4, 4096, 1, 1)

@@ -1,0 +1,258 @@
+"""The store on real files: every way to open them, and nothing left behind."""
+
+from __future__ import annotations
+
+import gc
+import os
+import re
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import tutti
+from store.pools import LAYOUT, fill, some_keys
+from tutti.errors import ConfigError, PoolMismatch
+from tutti.gio_uring.controller_file import FileController, uring_refusal
+from tutti.host_pool import HostPool
+from tutti.layout import KVLayout
+from tutti.store import ObjectStore
+from tutti.store import format as format_pool
+
+SMALL = KVLayout.mha(layers=2, kv_heads=8, head_dim=128, page_size=64, dtype="bfloat16")
+SHARED = Path("/dev/shm")
+
+
+@pytest.fixture
+def rng(seed: int) -> np.random.Generator:
+    return np.random.default_rng(seed)
+
+
+@pytest.fixture(params=["uring", "threads"])
+def executor(request: pytest.FixtureRequest) -> str:
+    if request.param == "uring" and (reason := uring_refusal()):
+        pytest.skip(f"io_uring is refused here: {reason}")
+    return str(request.param)
+
+
+def kernel_threads() -> int:
+    """Threads of this process, the native ones included."""
+    return len(os.listdir("/proc/self/task"))
+
+
+def open_files() -> dict[str, str]:
+    links = {}
+    for number in os.listdir("/proc/self/fd"):
+        try:
+            links[number] = os.readlink(f"/proc/self/fd/{number}")
+        except OSError:  # the listing's own
+            continue
+    return links
+
+
+def ring_memory_nbytes() -> int:
+    """Mappings of io_uring rings."""
+    total = 0
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        if "io_uring" in line:
+            first, last = line.split(maxsplit=1)[0].split("-")
+            total += int(last, 16) - int(first, 16)
+    return total
+
+
+@contextmanager
+def nothing_left_behind() -> Iterator[None]:
+    gc.collect()
+    before = (kernel_threads(), set(threading.enumerate()), open_files(), ring_memory_nbytes())
+    yield
+    gc.collect()
+    deadline_s = time.monotonic() + 5
+    while kernel_threads() > before[0] and time.monotonic() < deadline_s:
+        time.sleep(0.01)  # a joined thread is still in the list for a moment
+    assert kernel_threads() <= before[0], "native threads are left"
+    assert set(threading.enumerate()) <= before[1], "Python threads are left"
+    assert open_files().items() <= before[2].items(), "open files are left"
+    assert ring_memory_nbytes() <= before[3], "rings are left"
+
+
+def round_trip(
+    store: ObjectStore, pool: HostPool, rng: np.random.Generator, n: int
+) -> tuple[np.ndarray, list[bytes]]:
+    """Puts pages 0 to n-1, loads them into n to 2n-1 and compares."""
+    keys = some_keys(rng, n)
+    contents = fill(pool, range(n), rng)
+    assert store.put(keys, np.arange(n), pool=pool).wait(10).stored == n
+    read_back(store, pool, keys, contents)
+    return keys, contents
+
+
+def read_back(store: ObjectStore, pool: HostPool, keys: np.ndarray, contents: list[bytes]) -> None:
+    n = len(keys)
+    assert store.match(keys) == n
+    pages = np.arange(n, 2 * n)
+    for page in pages.tolist():
+        pool.write(page, bytes(pool.layout.object_nbytes))
+    store.load(keys, pages, pool=pool).wait(10)
+    assert [pool.read(page) for page in pages.tolist()] == contents
+
+
+@pytest.mark.parametrize("members", [1, 3])
+@pytest.mark.parametrize("durability", ["process", "flush"])
+def test_open_formats_and_reopens(
+    executor: str, durability: str, members: int, tmp_path: Path, rng: np.random.Generator
+) -> None:
+    paths = [tmp_path / f"member{i}" for i in range(members)]
+    options = {"executor": executor, "durability": durability}
+    with nothing_left_behind():
+        with tutti.open(paths, LAYOUT, 12 * members << 20, **options) as store:
+            assert isinstance(store.controller, FileController)
+            assert store.controller.executor_name == executor
+            assert store.members.count == members
+            keys, contents = round_trip(store, store.allocate_pool(24), rng, 12)
+        for path in paths:
+            assert path.stat().st_size == store.geometry.member_nbytes
+            assert path.stat().st_blocks * 512 >= store.geometry.member_nbytes, "not allocated"
+            assert path.stat().st_mode & 0o077 == 0, "others may read the pool"
+        with tutti.open(paths, **options) as store:
+            assert store.layout == LAYOUT
+            read_back(store, store.allocate_pool(24), keys, contents)
+            assert store.stats()["slots"]["unproven"] == 0
+
+
+def test_what_one_executor_wrote_the_other_reads(tmp_path: Path, rng: np.random.Generator) -> None:
+    if reason := uring_refusal():
+        pytest.skip(f"io_uring is refused here: {reason}")
+    path = tmp_path / "member0"
+    with tutti.open(path, LAYOUT, 12 << 20, executor="uring") as store:
+        keys, contents = round_trip(store, store.allocate_pool(8), rng, 4)
+    with tutti.open(path, executor="threads") as store:
+        read_back(store, store.allocate_pool(8), keys, contents)
+
+
+def test_format_with_force_forgets(tmp_path: Path, rng: np.random.Generator) -> None:
+    path = tmp_path / "member0"
+    with tutti.open(path, LAYOUT, 12 << 20) as store:
+        keys, _ = round_trip(store, store.allocate_pool(8), rng, 4)
+    done: list[tuple[int, int]] = []
+    geometry = format_pool(
+        path, SMALL, 30 << 20, force=True, prewrite=True, progress=lambda *at: done.append(at)
+    )
+    assert path.stat().st_size == geometry.member_nbytes
+    assert done[-1] == (geometry.member_nbytes, geometry.member_nbytes)
+    assert [nbytes for nbytes, _ in done] == sorted(nbytes for nbytes, _ in done)
+    with tutti.open(path, SMALL) as store:
+        assert store.match(keys) == 0
+        round_trip(store, store.allocate_pool(8), rng, 4)
+
+
+def test_tmpfs_goes_through_the_page_cache(executor: str, rng: np.random.Generator) -> None:
+    mounts = Path("/proc/self/mounts").read_text()
+    if not re.search(rf"^\S+ {SHARED} tmpfs ", mounts, re.MULTILINE):
+        pytest.skip(f"{SHARED} is no tmpfs")
+    with tempfile.TemporaryDirectory(dir=SHARED) as folder, nothing_left_behind():
+        path = Path(folder) / "member0"
+        with tutti.open(path, LAYOUT, 12 << 20, executor=executor, durability="flush") as store:
+            assert isinstance(store.controller, FileController)
+            if store.controller.direct:
+                pytest.skip("tmpfs has direct I/O here")
+            keys, contents = round_trip(store, store.allocate_pool(24), rng, 12)
+            store.clear()
+            assert store.match(keys) == 0
+            keys, contents = round_trip(store, store.allocate_pool(24), rng, 12)
+        with tutti.open(path, executor=executor) as store:
+            read_back(store, store.allocate_pool(24), keys, contents)
+
+
+def test_close_leaves_nothing_behind(
+    executor: str, tmp_path: Path, rng: np.random.Generator
+) -> None:
+    """After a normal end, after one in the middle of transfers, and after an open that failed."""
+    path = tmp_path / "member0"
+    format_pool(path, LAYOUT, 12 << 20)
+    with nothing_left_behind():
+        for busy in (False, True):
+            store = tutti.open(path, executor=executor)
+            pool = store.allocate_pool(24)
+            keys, _ = round_trip(store, pool, rng, 12)
+            if busy:
+                put = store.put(some_keys(rng, 12), np.arange(12))
+                load = store.load(keys, np.arange(12, 24))
+            store.close()
+            store.close()
+            if busy:
+                assert put.wait(5).stored == 12
+                assert load.wait_settled(5)
+            controller = store.controller
+            assert controller.is_closed
+            assert not controller._buffers, "memory is still registered"
+            with pytest.raises(ConfigError, match="not registered"):
+                store.unregister(pool)
+    with nothing_left_behind():
+        for wrong in ({"layout": SMALL}, {"verify": "maybe"}, {"executor": "magic"}):
+            with pytest.raises((PoolMismatch, ConfigError)):
+                tutti.open(path, **wrong)
+    with tutti.open(path) as store:
+        assert store.match(keys) == 12
+
+
+def test_two_pools_in_one_process(tmp_path: Path, rng: np.random.Generator) -> None:
+    with (
+        nothing_left_behind(),
+        tutti.open(tmp_path / "one", LAYOUT, 12 << 20) as one,
+        tutti.open(tmp_path / "two", SMALL, 30 << 20) as two,
+        tutti.open(tmp_path / "three", LAYOUT, 12 << 20) as three,
+    ):
+        shared = HostPool.allocate(LAYOUT, 24)
+        for store in (one, three):  # the same memory serves two pools
+            store.register(shared)
+        mine = two.allocate_pool(8)
+        keys, contents = round_trip(one, shared, rng, 12)
+        others, _ = round_trip(two, mine, rng, 4)
+        assert three.match(keys) == one.match(others) == 0
+        tickets = [three.put(keys, np.arange(12)), two.put(some_keys(rng, 4), np.arange(4))]
+        for ticket in tickets:
+            assert ticket.wait(10).dropped == 0
+        one.close()
+        read_back(three, shared, keys, contents)
+
+
+@pytest.mark.parametrize("hugepages", [True, False])
+def test_memory_on_either_kind_of_page(
+    hugepages: bool, executor: str, tmp_path: Path, rng: np.random.Generator
+) -> None:
+    with tutti.open(tmp_path / "member0", LAYOUT, 24 << 20, executor=executor) as store:
+        pool = store.allocate_pool(96, hugepages=hugepages)
+        aligned = pool.buffers[0][0] % (2 << 20) == 0
+        assert aligned or not hugepages
+        round_trip(store, pool, rng, 48)
+
+
+@pytest.mark.parametrize("offset", [1, 8, 511, 2048])
+def test_unaligned_memory_bounces(
+    offset: int, executor: str, tmp_path: Path, rng: np.random.Generator
+) -> None:
+    """Wherever an engine's memory lies, and nothing beside it changes."""
+    pages = 8
+    nbytes = pages * LAYOUT.object_nbytes
+    memory = bytearray(rng.bytes(nbytes + 2 * 4096))
+    before = bytes(memory)
+    view = np.frombuffer(memory, np.uint8)
+    start = (offset - view.ctypes.data) % 4096
+    with tutti.open(tmp_path / "member0", LAYOUT, 12 << 20, executor=executor) as store:
+        pool = HostPool.from_buffer(LAYOUT, view[start : start + nbytes], pages)
+        assert pool.buffers[0][0] % 4096 == offset
+        store.register(pool)
+        round_trip(store, pool, rng, pages // 2)
+        assert isinstance(store.controller, FileController)
+        bounced = int(store.controller.stats().bounced)
+        needed = store.controller.direct and any(
+            offset % member.memory_alignment for member in store.controller.members
+        )
+        assert (bounced > 0) == needed
+    assert bytes(memory[:start]) == before[:start]
+    assert bytes(memory[start + nbytes :]) == before[start + nbytes :]
