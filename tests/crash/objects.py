@@ -1,0 +1,103 @@
+"""Objects whose content follows from their key, so that any process can tell right from wrong."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from store.pools import LAYOUT
+from tutti.block_io import BlockIo
+from tutti.errors import ChecksumMismatch, PoolInUse
+from tutti.geometry import Geometry
+from tutti.gio_uring.controller_file import FileController, allocate_file
+from tutti.gio_uring.engine import Engine
+from tutti.members import Members
+from tutti.store import ObjectStore
+
+#: How long a pool may stay locked after its owner was killed: the kernel ends its transfers first.
+UNLOCK_TIMEOUT_S = 10.0
+
+
+def content_of(key: bytes) -> bytes:
+    return hashlib.shake_128(key).digest(LAYOUT.object_nbytes)
+
+
+def as_rows(keys: Sequence[bytes]) -> npt.NDArray[np.uint8]:
+    return np.frombuffer(b"".join(keys), np.uint8).reshape(-1, 16)
+
+
+def make_files(paths: Sequence[str], geometry: Geometry) -> None:
+    """A new, empty pool of a geometry that is smaller than `tutti.store.format` would plan."""
+    for path in paths:
+        allocate_file(path, geometry.member_nbytes)
+    format_members(paths, geometry)
+
+
+def format_members(paths: Sequence[str], geometry: Geometry, **options: Any) -> None:
+    """Formats files that exist; options of the controller."""
+    with FileController(paths, **options) as controller:
+        engine = Engine(controller)
+        io = BlockIo(engine)
+        try:
+            Members.format(io, engine, paths, LAYOUT, geometry)
+        finally:
+            io.close()
+            engine.close()
+
+
+def when_unlocked(opening: Callable[[], ObjectStore]) -> ObjectStore:
+    """Opens a pool whose last owner was killed a moment ago."""
+    deadline_s = time.monotonic() + UNLOCK_TIMEOUT_S
+    while time.monotonic() < deadline_s:
+        try:
+            return opening()
+        except PoolInUse:
+            time.sleep(0.01)
+    return opening()
+
+
+def load_present(store: ObjectStore, keys: Sequence[bytes]) -> tuple[set[bytes], set[bytes]]:
+    """Which of `keys` load and which are there but damaged; fails on a key with other bytes."""
+    present = [key for key in keys if store.match(as_rows([key])) == 1]
+    if not present:
+        return set(), set()
+    pool = store.allocate_pool(len(present), hugepages=False)
+    ticket = store.load(as_rows(present), np.arange(len(present)))
+    try:
+        ticket.wait(20)
+    except ChecksumMismatch:
+        assert ticket.wait_settled(20), "a load does not settle"
+    damaged = {present[row] for row in ticket.failed().tolist()}
+    for page, key in enumerate(present):
+        if key not in damaged:
+            assert pool.read(page) == content_of(key), f"key {key.hex()} serves other bytes"
+    assert store._core.wait_quiet(20), "a load leaves something in flight"
+    store.unregister(pool)
+    return set(present) - damaged, damaged
+
+
+def check_books(store: ObjectStore) -> None:
+    """Index and allocator agree with themselves and with each other."""
+    core = store._core
+    assert core.wait_quiet(20), "something stays in flight"
+    with core.lock:
+        core.index.check_integrity()
+        core.allocator.check_integrity()
+        free = core.index.state <= 1
+        assert np.array_equal(core.allocator.is_free(np.arange(core.index.slots)), free)
+
+
+def check_usable(store: ObjectStore, keys: Sequence[bytes]) -> None:
+    """New objects can be stored and read back."""
+    pool = store.allocate_pool(len(keys), hugepages=False)
+    for page, key in enumerate(keys):
+        pool.write(page, content_of(key))
+    result = store.put(as_rows(keys), np.arange(len(keys))).wait(20)
+    assert result.stored == len(keys), f"{result}, slots {store.stats()['slots']}"
+    store.unregister(pool)
+    assert load_present(store, keys) == (set(keys), set())
