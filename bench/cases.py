@@ -9,10 +9,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
+from tutti import native
 from tutti.bench import index_cost
 from tutti.bench.churn import churn
 from tutti.bench.fio import IODEPTH, FioJob, hugepages_of, reserved_hugepages, run_fio
-from tutti.bench.paired import System, compare
+from tutti.bench.meter import Meter
+from tutti.bench.paired import Round, System, compare
 from tutti.bench.shape import Shape, parse_shape
 from tutti.bench.systems import (
     BATCH_NBYTES,
@@ -26,7 +31,7 @@ from tutti.bench.systems import (
 )
 from tutti.bench.workload import Limit, Workload
 from tutti.errors import Unsupported
-from tutti.gio_uring.memory import HUGEPAGE_NBYTES
+from tutti.gio_uring.memory import HUGEPAGE_NBYTES, HostBuffer
 from tutti.terminal import ProgressFactory
 from tutti.units import KiB, MiB
 
@@ -182,6 +187,28 @@ def cpu_verify(setup: Setup) -> Cells:
     return cells
 
 
+def digest(setup: Setup) -> Cells:
+    """XXH3 of memory that is in no cache, slices of 256 KiB, against a plain sum of the same"""
+    buffer = HostBuffer(1024 * MiB)
+    buffer.array[:] = 1
+    slices = buffer.array.reshape(-1, 256 * KiB)
+
+    def timed(name: str, read: Callable[[npt.NDArray[np.uint8]], object]) -> System:
+        def run() -> Round:
+            meter = Meter()
+            with meter.timed():
+                for one in slices:
+                    read(one)
+            meter.nbytes = buffer.nbytes
+            return Round(meter.gb_per_s, meter.cpu_s_per_gb)
+
+        return System(name, run)
+
+    xxh3 = timed("XXH3-64", native.xxh3_64)
+    plain = timed("sum of 64-bit words", lambda one: one.view(np.uint64).sum())
+    return {"1 GiB": setup.compare(xxh3, plain)}
+
+
 def index(setup: Setup) -> Cells:
     """memory of the index for an object, and recovery of many records after a crash"""
     return {"index": index_cost.measure(str(setup.directory), setup.records)}
@@ -196,6 +223,7 @@ CASES: dict[str, Callable[[Setup], Cells]] = {
     "files": files,
     "cpu-fio": cpu_fio,
     "cpu-verify": cpu_verify,
+    "digest": digest,
     "index": index,
 }
 

@@ -158,5 +158,7 @@ class Reclaimer:
                 else:
                     # The medium still says what it said: the next open has to look.
                     core.leave_open = True
+                    if outcome == SlotState.VOIDED:
+                        self._voiding -= int(np.count_nonzero(failed))
             self._issue()
             core.end()

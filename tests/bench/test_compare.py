@@ -19,6 +19,7 @@ from tutti.bench.index_cost import measure
 from tutti.bench.paired import Round, System
 from tutti.bench.paired import compare as compare_pairs
 from tutti.bench.plots import plot_compare, plot_demo
+from tutti.bench.summary import render
 from tutti.errors import ConfigError, MediumError, Unsupported
 from tutti.terminal import progress
 
@@ -193,3 +194,14 @@ def test_without_matplotlib_there_is_no_picture(
 ) -> None:
     monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
     assert not plot_demo({"bandwidth": {}}, tmp_path / "demo.png")
+
+
+def test_the_results_page_shows_the_raw_results() -> None:
+    root = Path(__file__).parents[2]
+    page = (root / "docs/results.md").read_text()
+    assert render(page, root / "bench/results") == page
+
+
+def test_a_table_without_a_result_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="run the benchmark"):
+        render("<!-- result: nothing -->\n<!-- end -->\n", tmp_path)

@@ -1,0 +1,154 @@
+"""Writes the tables of docs/results.md from the raw results, so that no number there is typed.
+
+    python -m tutti.bench.summary docs/results.md bench/results
+
+A table stands between `<!-- result: NAME -->` and `<!-- end -->` and comes from NAME.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from tutti.errors import ConfigError
+from tutti.units import format_nbytes
+
+_BLOCK = re.compile(r"(<!-- result: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+def render(text: str, results: Path) -> str:
+    """The page with every table made anew.  ConfigError for a result that is not there."""
+
+    def table(match: re.Match[str]) -> str:
+        path = results / f"{match[2]}.json"
+        if not path.exists():
+            raise ConfigError(f"{path} does not exist; run the benchmark or take the table out")
+        return f"{match[1]}\n{_tables(json.loads(path.read_text()))}\n{match[3]}"
+
+    return _BLOCK.sub(table, text)
+
+
+def _tables(result: dict[str, Any]) -> str:
+    return f"{_KINDS[result['benchmark']](result)}\n\n{_machine(result['machine'])}\n"
+
+
+def _machine(machine: dict[str, Any]) -> str:
+    names = ("cpu", "cores", "memory", "kernel", "disk", "filesystem", "python", "commit")
+    facts = ", ".join(f"{name} {machine[name]}" for name in names if name in machine)
+    return f"{facts}; `{machine['command']}`"
+
+
+def _compare(result: dict[str, Any]) -> str:
+    rows, facts = [], []
+    for name, cell in result["cells"].items():
+        if "speed_ratio" not in cell:
+            facts += [f"* {name}: {_plain(cell)}"]
+            continue
+        a, b, noise = cell["a"], cell["b"], cell.get("noise")
+        rows.append(
+            [
+                name,
+                f"{a['name']} {a['median_gb_per_s']:.2f}",
+                f"{b['name']} {b['median_gb_per_s']:.2f}",
+                _interval(cell["speed_ratio"]),
+                _interval(noise["speed_ratio"]) if noise else "",
+                f"{a['median_cpu_s_per_gb']:.3f}",
+                f"{b['median_cpu_s_per_gb']:.3f}",
+                _interval(cell["cpu_ratio"]) if cell["cpu_ratio"] else "",
+                _interval(cell["cpu_difference_s_per_gb"]),
+            ]
+        )
+    head = [
+        *("cell", "a GB/s", "b GB/s", "a/b speed", "b/b speed (noise)"),
+        *("a CPU-s/GB", "b CPU-s/GB", "a/b CPU", "a-b CPU-s/GB"),
+    ]
+    return "\n".join([*(_markdown(head, rows) if rows else []), *facts])
+
+
+def _plain(facts: dict[str, Any]) -> str:
+    return ", ".join(
+        f"{name} {value:.3g}" if isinstance(value, float) else f"{name} {value}"
+        for name, value in facts.items()
+    )
+
+
+def _replay(result: dict[str, Any]) -> str:
+    head = [
+        *("capacity", "token hits", "block hits", "unlimited", "MIN (bound)", "plain LRU"),
+        *("load GB/s", "load p50/p99 ms", "put GB/s", "put p50/p99 ms", "load CPU-s/GB"),
+        *("mean run", "bytes written per byte", "evicted", "wrong"),
+    ]
+    rows = [
+        [
+            format_nbytes(run["capacity_nbytes"]),
+            f"{run['token_hit_rate']:.1%}",
+            f"{run['block_hit_rate']:.1%}",
+            f"{run['unlimited_hit_rate']:.1%}",
+            f"{run['minimum_hit_rate']:.1%}",
+            f"{run['lru_hit_rate']:.1%}",
+            f"{run['load']['gb_per_s']:.2f}",
+            f"{run['load']['p50_ms']:.2f} / {run['load']['p99_ms']:.1f}",
+            f"{run['put']['gb_per_s']:.2f}",
+            f"{run['put']['p50_ms']:.2f} / {run['put']['p99_ms']:.1f}",
+            f"{run['load']['cpu_s_per_gb']:.2f}",
+            f"{run['mean_run_length']:.1f}",
+            f"{run['bytes_written_per_byte_stored']:.3f}",
+            run["evicted"],
+            run["wrong"],
+        ]
+        for run in result["runs"]
+    ]
+    return "\n".join(_markdown(head, rows))
+
+
+def _ring(result: dict[str, Any]) -> str:
+    head = ["depth", "commands a doorbell", "million commands/s", "CPU ns a command"]
+    rows = [
+        [
+            row["depth"],
+            row["batch"],
+            _interval({name: value / 1e6 for name, value in row["commands_per_s"].items()}),
+            f"{row['cpu_ns_per_command']:.0f}",
+        ]
+        for row in result["rows"]
+    ]
+    return "\n".join(_markdown(head, rows))
+
+
+_KINDS: dict[str, Callable[[dict[str, Any]], str]] = {
+    "compare": _compare,
+    "replay": _replay,
+    "ring": _ring,
+}
+
+
+def _interval(interval: dict[str, float]) -> str:
+    return f"{interval['median']:.3f} [{interval['low']:.3f}, {interval['high']:.3f}]"
+
+
+def _markdown(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> list[str]:
+    lines = [head, ["---"] * len(head), *rows]
+    return ["| " + " | ".join(str(cell) for cell in line) + " |" for line in lines]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Rewrites the page."""
+    parser = argparse.ArgumentParser(prog="tutti.bench.summary", description=__doc__)
+    parser.add_argument("page", type=Path)
+    parser.add_argument("results", type=Path)
+    args = parser.parse_args(argv)
+    try:
+        args.page.write_text(render(args.page.read_text(), args.results))
+    except ConfigError as error:
+        print(f"tutti.bench.summary: {error}", file=sys.stderr)
+        return 3
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
