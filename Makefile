@@ -10,17 +10,20 @@ UV ?= $(shell command -v uv)
 VENV ?= .venv
 BIN := $(VENV)/bin
 PY := $(BIN)/python
+SGLANG_VENV ?= .venv-sglang
 DEMO_DIR ?= .tutti-demo
 PYTEST_FLAGS ?=
 
 # A suite is a pytest marker expression; the suites of TEST_SUITES make up `make test`.
 # To add one: name it here, give it a MARK_ and (if it runs in parallel) a JOBS_ line.
-TEST_SUITES := unit native crash
-MORE_SUITES := slow gpu
-MARK_unit := not (native or crash or slow)
+TEST_SUITES := unit native crash sglang
+MORE_SUITES := slow gpu sglang-server
+MARK_unit := not (native or crash or slow or sglang)
 MARK_native := native and not slow
 MARK_crash := crash and not slow
-MARK_slow := slow
+MARK_sglang := sglang and not slow
+MARK_slow := slow and not sglang
+MARK_sglang-server := sglang and slow
 MARK_gpu := gpu
 JOBS_unit := 2
 JOBS_native := 2
@@ -60,9 +63,24 @@ test: $(addprefix test-,$(TEST_SUITES)) ## every suite; what the machine lacks i
 .PHONY: $(addprefix test-,$(TEST_SUITES) $(MORE_SUITES))
 $(addprefix test-,$(TEST_SUITES) $(MORE_SUITES)): test-%: $(VENV)/.test device-check
 	@echo "== suite $*"
-	@$(PY) -m pytest -q -rs -n $(or $(JOBS_$*),0) -m "$(MARK_$*)" $(PYTEST_FLAGS) || { \
+	@$(call test_python,$*) -m pytest -q -rs -n $(or $(JOBS_$*),0) -m "$(MARK_$*)" $(PYTEST_FLAGS) || { \
 	  status=$$?; [ $$status -ne 5 ] || echo "suite $* selects no test: mark one with $*," \
 	  "or take the suite out of TEST_SUITES in the Makefile"; exit $$status; }
+
+# SGLang's packages have a venv of their own (2.6 GB); without them the suite skips by name.
+test_python = $(if $(filter sglang%,$(1)),$$([ -e $(SGLANG_VENV)/.installed ] && \
+  echo "env PYTHONSAFEPATH=1 PYTHONPATH=$(CURDIR)/build/view $(SGLANG_VENV)/bin/python" || \
+  echo $(PY)),$(PY))
+
+test-sglang test-sglang-server: sglang-venv build/view
+
+.PHONY: sglang-venv
+sglang-venv:
+	@[ $(SGLANG_VENV)/.installed -nt tests/sglang/requirements.txt ] || { \
+	  rm -rf $(SGLANG_VENV); mkdir -p build; echo "installing SGLang into $(SGLANG_VENV)"; \
+	  PYTHON=$(PYTHON) tests/sglang/install.sh $(SGLANG_VENV) > build/sglang-install.log 2>&1 && \
+	  touch $(SGLANG_VENV)/.installed || \
+	  echo "SGLang is not installed (build/sglang-install.log says why): its suite will skip"; }
 
 # Optional: without these packages (no network, another platform) their tests skip by name.
 .PHONY: device-check
@@ -89,7 +107,7 @@ fmt: $(VENV)/.lint ## formats Python and C++ in place
 
 .PHONY: clean
 clean: ## removes what make and the tools made, .venv and the demo's data included
-	rm -rf $(VENV) build dist *.egg-info .tutti-demo* tutti/_native.so
+	rm -rf $(VENV) $(SGLANG_VENV) build dist *.egg-info .tutti-demo* tutti/_native.so
 	rm -rf .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
 	find $(PYTHON_SOURCES) -name __pycache__ -prune -exec rm -rf {} +
 

@@ -1,0 +1,102 @@
+"""Everything that Tutti takes from SGLang 0.5.23, in one place.
+
+Another version of SGLang gets its changes here, or a sibling of this file; nothing else of the
+integration names SGLang's modules, except the linker's own adapter.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib import metadata
+
+from sglang.srt.mem_cache.hicache_storage import (
+    HiCacheStorage,
+    HiCacheStorageConfig,
+    HiCacheStorageExtraInfo,
+    PoolHitPolicy,
+    PoolName,
+    PoolTransfer,
+    PoolTransferResult,
+)
+from sglang.srt.observability.metrics_collector import StorageMetrics
+
+from tutti.errors import Unsupported
+from tutti.integration.sglang.launch import VERSIONS
+
+__all__ = [
+    "HiCacheStorage",
+    "HiCacheStorageConfig",
+    "HiCacheStorageExtraInfo",
+    "PoolHitPolicy",
+    "PoolName",
+    "PoolTransfer",
+    "PoolTransferResult",
+    "StorageMetrics",
+]
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """What SGLang's arguments say about the model, as far as KV depends on it."""
+
+    path: str = ""
+    revision: str = ""
+    weight_version: str = ""
+    quantization: str = ""
+    kv_cache_dtype: str = ""
+    load_format: str = ""
+    overrides: str = ""
+    dp_size: int = 1
+    dp_rank: int = 0
+
+
+def check_version() -> None:
+    """Raises Unsupported unless the installed SGLang is one that this adapter was made for."""
+    found = metadata.version("sglang")
+    if found.split("+")[0] not in VERSIONS:
+        raise Unsupported(
+            f"SGLang {found} is installed, this version of Tutti works with "
+            f"{', '.join(VERSIONS)}; install one of them"
+        )
+
+
+def served_model() -> ServedModel:
+    """The model of this process; empty where no server has published its arguments."""
+    from sglang.srt.runtime_context import get_parallel, get_server_args
+
+    try:
+        args = get_server_args()
+        dp_rank = get_parallel().dp_rank or 0
+    except (ValueError, AttributeError):
+        args, dp_rank = None, 0
+    if args is None:
+        return ServedModel()
+
+    def text(name: str) -> str:
+        value = getattr(args, name, None)
+        return "" if value is None else str(value)
+
+    return ServedModel(
+        path=text("model_path"),
+        revision=text("revision"),
+        weight_version=text("weight_version"),
+        quantization=text("quantization"),
+        kv_cache_dtype=text("kv_cache_dtype"),
+        load_format=text("load_format"),
+        overrides=text("json_model_override_args"),
+        dp_size=int(getattr(args, "dp_size", 1) or 1),
+        dp_rank=int(dp_rank),
+    )
+
+
+def let_every_rank_write(config: HiCacheStorageConfig) -> bool:
+    """Whether the KV is replicated over the TP ranks; if so, makes each of them write its copy.
+
+    SGLang lets only one rank write replicated KV (MLA), for storage that all ranks can read. A
+    Tutti pool belongs to one process, so the other ranks would find nothing and, because SGLang
+    takes the minimum over the ranks, nobody would ever hit.
+    """
+    replicated = bool(config.is_mla_model)
+    if replicated and config.tp_size > 1:
+        config.is_mla_model = False
+    return replicated

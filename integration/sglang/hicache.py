@@ -1,0 +1,330 @@
+"""`TuttiHiCacheStorage`: Tutti as the storage behind SGLang's host cache (HiCache, "L3").
+
+    --enable-hierarchical-cache --hicache-storage-backend dynamic
+    --hicache-storage-backend-extra-config '{"backend_name": "tutti",
+      "module_path": "tutti.integration.sglang.hicache", "class_name": "TuttiHiCacheStorage",
+      "interface_v1": 1, "path": "/mnt/nvme/tutti", "capacity": "2TiB"}'
+
+Wrong options and pools that do not fit are errors at start, with what to do. After that nothing
+raises: an error is a miss, or a page that is not stored; it is counted, and logged once per kind.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from tutti.errors import ConfigError
+from tutti.host_pool import HostPool
+from tutti.integration.sglang import adapter
+from tutti.integration.sglang.flat_pages import FlatPages
+from tutti.integration.sglang.host_memory import (
+    Fragments,
+    advise_hugepages,
+    host_pool_of,
+    shape_of,
+)
+from tutti.integration.sglang.host_store import HostStore, open_store
+from tutti.integration.sglang.identity import (
+    Place,
+    identity_of,
+    layout_of,
+    make_folder,
+    pool_path,
+)
+from tutti.integration.sglang.metrics import LOAD, STORE, Recorder
+from tutti.integration.sglang.options import HICACHE, parse_options
+from tutti.integration.sglang.weights import WATCH
+
+_log = logging.getLogger(__name__)
+
+KV = str(adapter.PoolName.KV)
+_SIDECAR_PART = 8
+
+
+class TuttiHiCacheStorage(adapter.HiCacheStorage):
+    """One rank's pools.  Made by SGLang's `dynamic` backend; see the module."""
+
+    def __init__(
+        self, storage_config: adapter.HiCacheStorageConfig, _unused: dict[str, Any] | None = None
+    ) -> None:
+        """Checks options and version; raises ConfigError or Unsupported."""
+        adapter.check_version()
+        self._options = parse_options(storage_config.extra_config, HICACHE)
+        if not (WATCH.watched or self._options["allow_unwatched_weights"]):
+            raise ConfigError(
+                "updates of weights would go unnoticed: the plugin `tutti` is not loaded (is it "
+                "missing in SGLANG_PLUGINS, or tutti not installed with pip?); load it, or set "
+                'the option "allow_unwatched_weights" and never update weights in place'
+            )
+        self._config = storage_config
+        replicated = adapter.let_every_rank_write(storage_config)
+        self._model = adapter.served_model()
+        self._place = Place(
+            tp_rank=storage_config.tp_rank,
+            tp_size=storage_config.tp_size,
+            pp_rank=storage_config.pp_rank,
+            pp_size=storage_config.pp_size,
+            cp_rank=storage_config.attn_cp_rank,
+            cp_size=storage_config.attn_cp_size,
+            dp_rank=max(storage_config.dp_rank, self._model.dp_rank),
+            dp_size=self._model.dp_size,
+            replicated=replicated,
+        )
+        if storage_config.should_split_heads:
+            raise ConfigError("tp_lcm_size splits pages by heads, which Tutti does not; remove it")
+        self._stores: dict[str, HostStore] = {}
+        self._closed = threading.Event()
+        self._flat: FlatPages | None = None
+        self._flat_lock = threading.Lock()
+
+    def register_mem_pool_host(self, mem_pool_host: Any) -> None:
+        """Opens the KV pool for SGLang's host pool.  Raises TuttiError with what to do."""
+        super().register_mem_pool_host(mem_pool_host)
+        self._open(KV, mem_pool_host, self._options["capacity"])
+
+    def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
+        """Opens a pool beside the KV (Mamba, SWA, ...).  Raises TuttiError with what to do."""
+        super().register_mem_host_pool_v2(host_pool, host_pool_name)
+        name = str(host_pool_name)
+        if name not in self._stores:
+            capacity = self._options["sidecar_capacity"]
+            try:
+                self._open(name, host_pool, capacity or self._options["capacity"] // _SIDECAR_PART)
+            except BaseException:
+                self.close()  # SGLang does not, at this point, and could not attach again
+                raise
+
+    def batch_exists(
+        self, keys: list[str], extra_info: adapter.HiCacheStorageExtraInfo | None = None
+    ) -> int:
+        """How many of the pages, from the first on, are stored."""
+        store = self._stores.get(KV)
+        return store.exists(keys) if store else 0
+
+    def batch_get_v1(
+        self,
+        keys: list[str],
+        host_indices: torch.Tensor,
+        extra_info: adapter.HiCacheStorageExtraInfo | None = None,
+    ) -> list[bool]:
+        """Reads pages straight into the host pool; which of them are there, and right."""
+        store = self._stores.get(KV)
+        return store.load(keys, host_indices) if store else [False] * len(keys)
+
+    def batch_set_v1(
+        self,
+        keys: list[str],
+        host_indices: torch.Tensor,
+        extra_info: adapter.HiCacheStorageExtraInfo | None = None,
+    ) -> list[bool]:
+        """Stores pages straight from the host pool; which of them are stored."""
+        store = self._stores.get(KV)
+        prefix = extra_info.prefix_keys if extra_info else None
+        return store.save(keys, host_indices, prefix) if store else [False] * len(keys)
+
+    def batch_exists_v2(
+        self,
+        keys: list[str],
+        pool_transfers: list[adapter.PoolTransfer] | None = None,
+        extra_info: adapter.HiCacheStorageExtraInfo | None = None,
+    ) -> adapter.PoolTransferResult:
+        """Prefixes that can be restored from the KV pool and the pools beside it together."""
+        kv_pages = self.batch_exists(keys, extra_info)
+        hits = {KV: kv_pages} if kv_pages else {}
+        restorable = set(range(1, kv_pages + 1))
+        for transfer in pool_transfers or []:
+            if not restorable:
+                break
+            # Groups of blocks are a second form of the KV and never limit it; not kept here.
+            if transfer.hit_policy == adapter.PoolHitPolicy.BLOCK_GROUPS:
+                continue
+            allowed = restorable_lengths(
+                self._stores.get(str(transfer.name)), transfer, keys[:kv_pages]
+            )
+            if allowed:
+                hits[str(transfer.name)] = max(allowed)
+            restorable &= allowed
+        lengths = sorted(restorable)
+        return adapter.PoolTransferResult(lengths[-1] if lengths else 0, hits, lengths)
+
+    def batch_get_v2(
+        self,
+        transfers: list[adapter.PoolTransfer],
+        extra_info: adapter.HiCacheStorageExtraInfo | None = None,
+    ) -> dict[str, list[bool]]:
+        """As `batch_get_v1`, for several pools."""
+        return {
+            transfer.name: store.load(transfer.keys or [], transfer.host_indices)
+            if (store := self._stores.get(str(transfer.name)))
+            else [False] * len(transfer.keys or [])
+            for transfer in transfers
+        }
+
+    def batch_set_v2(
+        self,
+        transfers: list[adapter.PoolTransfer],
+        extra_info: adapter.HiCacheStorageExtraInfo | None = None,
+    ) -> dict[str, list[bool]]:
+        """As `batch_set_v1`, for several pools."""
+        return {
+            transfer.name: store.save(transfer.keys or [], transfer.host_indices)
+            if (store := self._stores.get(str(transfer.name)))
+            else [False] * len(transfer.keys or [])
+            for transfer in transfers
+        }
+
+    def exists(self, key: str) -> bool:
+        """Whether one page is stored."""
+        return self.batch_exists([key]) == 1
+
+    def get(
+        self, key: str, target_location: Any = None, target_sizes: Any = None
+    ) -> torch.Tensor | None:
+        """One page, flat, copied into the tensor `target_location`; None when it is not there."""
+        return self.batch_get([key], [target_location])[0]
+
+    def batch_get(
+        self, keys: list[str], target_locations: Any = None, target_sizes: Any = None
+    ) -> list[torch.Tensor | None]:
+        """Pages, flat, copied into tensors: the path without "interface_v1"."""
+        flat = self._flat_pages()
+        if flat is None or target_locations is None:
+            return [None] * len(keys)
+        return flat.read(keys, target_locations)
+
+    def set(
+        self,
+        key: str,
+        value: Any = None,
+        target_location: Any = None,
+        target_sizes: Any = None,
+    ) -> bool:
+        """Stores one flat page."""
+        return self.batch_set([key], [value])
+
+    def batch_set(
+        self,
+        keys: list[str],
+        values: Any = None,
+        target_locations: Any = None,
+        target_sizes: Any = None,
+    ) -> bool:
+        """Stores flat pages; whether all of them are stored."""
+        flat = self._flat_pages()
+        return flat is not None and values is not None and flat.write(keys, values)
+
+    def clear(self) -> bool:
+        """Forgets every page of every pool of this rank."""
+        cleared = [store.clear() for store in self._stores.values()]
+        return all(cleared)
+
+    def get_stats(self) -> adapter.StorageMetrics:
+        """Pages and GB/s of every batch since the last call."""
+        stats = adapter.StorageMetrics()
+        for store in self._stores.values():
+            store.refresh()
+            pages, bandwidth = store.recorder.take_samples(LOAD)
+            stats.prefetch_pgs += pages
+            stats.prefetch_bandwidth += bandwidth
+            pages, bandwidth = store.recorder.take_samples(STORE)
+            stats.backup_pgs += pages
+            stats.backup_bandwidth += bandwidth
+        return stats
+
+    def counters(self) -> dict[str, dict[str, float]]:
+        """Everything that was counted, by pool."""
+        for store in self._stores.values():
+            store.refresh()
+        return {name: store.recorder.snapshot() for name, store in self._stores.items()}
+
+    def close(self) -> None:
+        """Ends what is under way and closes the pools cleanly."""
+        self._closed.set()
+        stores, self._stores = self._stores, {}
+        for store in stores.values():
+            store.close()
+
+    def _open(self, name: str, host_pool: Any, capacity: int) -> None:
+        fragments = Fragments(host_pool, name)
+        model = self._model
+        identity = identity_of(
+            self._options,
+            path=model.path,
+            name=self._config.model_name or "",
+            revision=model.revision,
+            weight_version=model.weight_version,
+            load_format=model.load_format,
+            quantization=model.quantization,
+            kv_cache_dtype=model.kv_cache_dtype,
+            overrides=model.overrides,
+        )
+        layout = layout_of(shape_of(host_pool, name, fragments), identity, self._place)
+        path = pool_path(self._options["path"], layout, name, self._place)
+        make_folder(path)
+        recorder = Recorder(
+            {"mode": HICACHE, "pool": name, "rank": self._place.name},
+            prometheus=self._config.enable_storage_metrics,
+        )
+        store = open_store(path, layout, capacity // self._place.ranks, self._options)
+        try:
+            memory: HostPool = host_pool_of(layout, fragments, host_pool)
+            store.register(memory)
+        except BaseException:
+            store.close()
+            raise
+        self._stores[name] = HostStore(
+            store,
+            memory,
+            fragments.page_tokens,
+            recorder,
+            WATCH,
+            timeout_s=self._options["timeout_s"],
+            second_touch=self._options["second_touch"],
+        )
+        self._advise(memory.buffers)
+        _log.info(
+            "Tutti: %s pool %s, %s objects of %s bytes",
+            name,
+            path,
+            store.stats()["capacity_objects"],
+            layout.object_nbytes,
+        )
+
+    def _advise(self, buffers: Sequence[tuple[int, int]]) -> None:
+        how = self._options["hugepages"]
+        if how == "off":
+            return
+        work = partial(advise_hugepages, list(buffers), how, self._closed)
+        threading.Thread(target=work, name="tutti-hugepages", daemon=True).start()
+
+    def _flat_pages(self) -> FlatPages | None:
+        store = self._stores.get(KV)
+        if store is None:
+            return None
+        with self._flat_lock:
+            if self._flat is None:
+                self._flat = FlatPages(store)
+            return self._flat
+
+
+def restorable_lengths(
+    store: HostStore | None, transfer: adapter.PoolTransfer, keys: list[str]
+) -> set[int]:
+    """Prefix lengths in pages for which the pool of `transfer` has what they need."""
+    if store is None:
+        return set()
+    if transfer.hit_policy == adapter.PoolHitPolicy.ALL_PAGES:
+        return set(range(1, store.exists(keys) + 1))
+    tail = max(1, len(transfer.keys or []))
+    run, lengths = 0, set()
+    for length, there in enumerate(store.present(keys), 1):
+        run = run + 1 if there else 0
+        if run >= min(tail, length):
+            lengths.add(length)
+    return lengths

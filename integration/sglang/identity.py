@@ -1,0 +1,183 @@
+"""What a pool's KV is of: model, weights, shapes and rank, and the file that holds it.
+
+SGLang's page hashes name tokens (with LoRA and cache salt), but neither model nor layout nor
+parallelism. All of that is in the fingerprint of the layout, which is in every ObjectKey, in the
+pool's superblock and in the name of its folder.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from tutti.errors import ConfigError
+from tutti.layout import ITEMSIZE_NBYTES, KVLayout
+
+_WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".json", ".model")
+_NAME_MAX = 60
+
+
+@dataclass(frozen=True)
+class Place:
+    """Which rank this is.  Replicated KV (MLA) is the same on every TP rank."""
+
+    tp_rank: int = 0
+    tp_size: int = 1
+    pp_rank: int = 0
+    pp_size: int = 1
+    cp_rank: int = 0
+    cp_size: int = 1
+    dp_rank: int = 0
+    dp_size: int = 1
+    replicated: bool = False
+
+    @property
+    def ranks(self) -> int:
+        """Pools of one kind below one path: one for each process that has KV."""
+        return self.tp_size * self.pp_size * self.cp_size * self.dp_size
+
+    @property
+    def share(self) -> tuple[int, int]:
+        """(rank, world) of this rank's share of the KV; the same for all that hold the same KV."""
+        tp_rank, tp_size = (0, 1) if self.replicated else (self.tp_rank, self.tp_size)
+        rank = (self.pp_rank * self.cp_size + self.cp_rank) * tp_size + tp_rank
+        return rank, self.pp_size * self.cp_size * tp_size
+
+    @property
+    def name(self) -> str:
+        """For file names: "tp0-pp0-cp0-dp0"."""
+        return f"tp{self.tp_rank}-pp{self.pp_rank}-cp{self.cp_rank}-dp{self.dp_rank}"
+
+
+@dataclass(frozen=True)
+class Shape:
+    """How a page of one engine pool lies in memory, and what its bytes mean.
+
+    segments: bytes of the fragments of a page in one layer.  layers: 1 where all layers of a page
+    are one fragment each for K and V.  order: SGLang's name of the memory layout.
+    """
+
+    pool: str
+    kind: str
+    layers: int
+    model_layers: int
+    first_layer: int
+    segments: Sequence[int]
+    page_size: int
+    dtype: str
+    order: str
+    dims: Sequence[int] = ()
+
+
+@dataclass(frozen=True)
+class Identity:
+    """The model and its weights, as far as KV depends on them."""
+
+    model: str
+    weights: str
+    quantization: str = ""
+    kv_cache_dtype: str = ""
+    overrides: str = ""
+
+
+def layout_of(shape: Shape, identity: Identity, place: Place) -> KVLayout:
+    """The layout whose fingerprint says all of it."""
+    rank, world = place.share
+    details = {
+        **asdict(identity),
+        "first_layer": shape.first_layer,
+        "tp": 1 if place.replicated else place.tp_size,
+        "pp": place.pp_size,
+        "cp": place.cp_size,
+    }
+    digest = xxhash.xxh3_128_hexdigest(json.dumps(details, sort_keys=True).encode())
+    return KVLayout(
+        layers=shape.layers,
+        segments=tuple(shape.segments),
+        page_size=shape.page_size,
+        dtype=shape.dtype if shape.dtype in ITEMSIZE_NBYTES else "uint8",
+        kind=f"{shape.kind}:{shape.pool}",
+        model_layers=shape.model_layers,
+        dims=tuple(shape.dims),
+        order=shape.order,
+        model=identity.model[-_NAME_MAX:],
+        weights=digest,
+        rank=rank,
+        world=world,
+    )
+
+
+def pool_path(path: str, layout: KVLayout, pool: str, place: Place) -> Path:
+    """`<path>/<model>-<fingerprint>/<pool>-<rank>.tutti`: another fingerprint, another folder."""
+    slug = re.sub(r"[^A-Za-z0-9._-]+", "-", layout.model).strip("-.") or "model"
+    folder = Path(path) / f"{slug}-{layout.fingerprint.hex()[:16]}"
+    return folder / f"{pool}-{place.name}.tutti"
+
+
+def make_folder(path: Path) -> None:
+    """The folder of a pool, for its owner alone.  Raises ConfigError with what to do."""
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot make the folder {path.parent}: {error.strerror}; choose another path, or give "
+            "this user the right to write there"
+        ) from error
+
+
+def identity_of(
+    options: Mapping[str, Any],
+    *,
+    path: str,
+    name: str = "",
+    revision: str = "",
+    weight_version: str = "",
+    load_format: str = "",
+    quantization: str = "",
+    kv_cache_dtype: str = "",
+    overrides: str = "",
+) -> Identity:
+    """The identity of a served model; options `model` and `weights` have the last word."""
+    weights = options["weights"] or "|".join(
+        (weights_version(path), revision, weight_version, load_format)
+    )
+    return Identity(
+        model=options["model"] or path or name,
+        weights=weights,
+        quantization=quantization,
+        kv_cache_dtype=kv_cache_dtype,
+        overrides=overrides,
+    )
+
+
+def weights_version(path: str) -> str:
+    """What tells this checkpoint from another under the same name.
+
+    A local folder: names, sizes and modification times of its weights and configuration. A name
+    on a hub: the commit of the snapshot in the local cache, if there is one.
+    """
+    if os.path.isdir(path):
+        digest = xxhash.xxh3_128()
+        for entry in sorted(os.scandir(path), key=lambda entry: entry.name):
+            if entry.name.endswith(_WEIGHT_FILES) and entry.is_file():
+                stat = entry.stat()
+                digest.update(f"{entry.name}|{stat.st_size}|{stat.st_mtime_ns}\n".encode())
+        return digest.hexdigest()
+    return _snapshot(path) if path else ""
+
+
+def _snapshot(repository: str) -> str:
+    try:
+        from huggingface_hub import try_to_load_from_cache
+
+        found = try_to_load_from_cache(repository, "config.json")
+    except Exception:  # no cache, no such library, or no valid name: the name alone has to do
+        return ""
+    return Path(found).parent.name if isinstance(found, str) else ""

@@ -1,0 +1,106 @@
+"""How SGLang is started with Tutti: the arguments, without importing SGLang."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from importlib import metadata
+from typing import Any
+
+from tutti.integration.sglang.options import HICACHE, Option, parse_options
+
+#: Versions of SGLang that the adapters were made for.
+VERSIONS = ("0.5.23",)
+PLUGIN_GROUP, PLUGIN = "sglang.srt.plugins", "tutti"
+
+_PACKAGE = "tutti.integration.sglang"
+#: SGLang's names of memory layouts, and the copy engine that each one works with.
+IO_BACKENDS = {"page_first": "kernel", "page_first_direct": "direct", "layer_first": "kernel"}
+
+
+def extra_config(
+    mode: str, options: Mapping[str, Any], own: Sequence[Option] = ()
+) -> dict[str, Any]:
+    """The JSON object for SGLang's extra config.  Raises ConfigError for wrong options."""
+    parse_options(options, mode, own)
+    if mode == HICACHE:
+        return {
+            "backend_name": "tutti",
+            "module_path": f"{_PACKAGE}.hicache",
+            "class_name": "TuttiHiCacheStorage",
+            "interface_v1": 1,
+            "hicache_storage_pass_prefix_keys": True,
+            **options,
+        }
+    return {
+        "linker": "TuttiLinker",
+        "linker_module_path": f"{_PACKAGE}.linker",
+        "linker_extra_config": dict(options),
+    }
+
+
+def server_arguments(
+    mode: str,
+    model: str,
+    options: Mapping[str, Any],
+    *,
+    page_size: int,
+    layout: str = "page_first",
+    own: Sequence[Option] = (),
+) -> list[str]:
+    """Arguments of `python -m sglang.launch_server`.  Raises ConfigError for wrong options."""
+    arguments = ["--model-path", model, "--page-size", str(page_size), "--enable-metrics"]
+    config = json.dumps(extra_config(mode, options, own))
+    if mode == HICACHE:
+        return [
+            *arguments,
+            "--enable-hierarchical-cache",
+            "--hicache-mem-layout",
+            layout,
+            "--hicache-io-backend",
+            IO_BACKENDS[layout],
+            "--hicache-storage-prefetch-policy",
+            "timeout",
+            "--hicache-storage-backend",
+            "dynamic",
+            "--hicache-storage-backend-extra-config",
+            config,
+        ]
+    return [
+        *arguments,
+        "--enable-unified-cache-external-linker",
+        "--unified-cache-external-linker-backend",
+        "dynamic",
+        "--unified-cache-external-linker-config",
+        config,
+    ]
+
+
+def installed_version() -> str:
+    """The version of SGLang in this environment; empty without one."""
+    try:
+        return metadata.version("sglang")
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+def refused_arguments(arguments: Sequence[str]) -> str:
+    """Why the installed SGLang's parser refuses the arguments; empty when it takes them.
+
+    Raises ImportError where SGLang cannot be imported.
+    """
+    import argparse
+
+    from sglang.srt.server_args import ServerArgs
+
+    class Parser(argparse.ArgumentParser):
+        def error(self, message: str) -> Any:
+            raise ValueError(message)
+
+    parser = Parser(add_help=False)
+    ServerArgs.add_cli_args(parser)
+    try:
+        parser.parse_args(list(arguments))
+    except ValueError as error:
+        return str(error)
+    return ""

@@ -1,0 +1,144 @@
+"""What the integration counts, for SGLang's statistics, for Prometheus and for tests.
+
+Prometheus metrics live in the scheduler's process and reach SGLang's /metrics page through
+prometheus_client's multiprocess folder, which SGLang sets up with --enable-metrics.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Mapping
+from typing import Any
+
+#: Name, kind, meaning.  Labels are `mode`, `pool` and `rank`, and `direction` where it says so.
+METRICS: Mapping[str, tuple[str, str]] = {
+    "hit_pages": ("counter", "pages that a look-up found"),
+    "miss_pages": ("counter", "pages that a look-up did not find"),
+    "moved_pages": ("counter", "pages moved, by direction"),
+    "moved_bytes": ("counter", "bytes moved, by direction"),
+    "busy_seconds": ("counter", "time in which something moved, by direction"),
+    "failed_pages": ("counter", "pages that could not be moved, by direction"),
+    "dropped_pages": ("counter", "pages that were offered and not stored"),
+    "errors": ("counter", "operating errors: each became a miss or a page not stored"),
+    "corrupt_slices": ("counter", "objects whose digest was wrong"),
+    "evicted_objects": ("counter", "objects evicted"),
+    "device_read_bytes": ("counter", "bytes read from the medium"),
+    "device_written_bytes": ("counter", "bytes written to the medium: its wear"),
+    "bubble_seconds": ("counter", "time the model waited for layers"),
+    "fullness": ("gauge", "share of the slots in use, 0 to 1"),
+    "pinned_objects": ("gauge", "objects that cannot be evicted"),
+    "backlog_pages": ("gauge", "pages waiting to be written"),
+}
+LATENCY = "batch_seconds"
+_LATENCY_BUCKETS_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30)
+_BY_DIRECTION = ("moved_pages", "moved_bytes", "busy_seconds", "failed_pages")
+_SAMPLES_MAX = 1024
+
+#: Counters of ObjectStore.stats(), and the metric that each one is.
+_FROM_STORE = {
+    "mismatches": "corrupt_slices",
+    "evicted": "evicted_objects",
+    "bytes_read": "device_read_bytes",
+    "bytes_written": "device_written_bytes",
+}
+
+LOAD, STORE = "load", "store"
+
+
+class Recorder:
+    """Counts for one pool.  Thread-safe.
+
+    labels: `mode`, `pool` and `rank`.  prometheus: also publish, if prometheus_client is there.
+    """
+
+    def __init__(self, labels: Mapping[str, str], *, prometheus: bool = False) -> None:
+        self._labels = dict(labels)
+        self._lock = threading.Lock()
+        self._values: dict[tuple[str, str], float] = {}
+        self._seen: dict[str, float] = {}
+        self._samples: dict[str, deque[tuple[int, float]]] = {
+            direction: deque(maxlen=_SAMPLES_MAX) for direction in (LOAD, STORE)
+        }
+        self._published = _published() if prometheus else None
+
+    def count(self, name: str, n: float = 1, direction: str = "") -> None:
+        """Adds to a counter."""
+        if n <= 0:
+            return
+        with self._lock:
+            key = (name, direction)
+            self._values[key] = self._values.get(key, 0) + n
+        self._publish(name, direction, lambda metric: metric.inc(n))
+
+    def level(self, name: str, value: float) -> None:
+        """Sets a gauge."""
+        with self._lock:
+            self._values[name, ""] = value
+        self._publish(name, "", lambda metric: metric.set(value))
+
+    def moved(self, direction: str, pages: int, nbytes: int, duration_s: float) -> None:
+        """One batch was moved."""
+        self.count("moved_pages", pages, direction)
+        self.count("moved_bytes", nbytes, direction)
+        self.count("busy_seconds", duration_s, direction)
+        with self._lock:
+            self._samples[direction].append((pages, nbytes / max(duration_s, 1e-9) / 1e9))
+        self._publish(LATENCY, direction, lambda metric: metric.observe(duration_s))
+
+    def from_store(self, stats: Mapping[str, Any]) -> None:
+        """Takes over what an ObjectStore counts itself."""
+        for source, name in _FROM_STORE.items():
+            value = float(stats[source])
+            self.count(name, value - self._seen.get(source, 0.0))
+            self._seen[source] = value
+        capacity = max(1, int(stats["capacity_objects"]))
+        self.level("fullness", 1 - int(stats["free_objects"]) / capacity)
+
+    def take_samples(self, direction: str) -> tuple[list[int], list[float]]:
+        """Pages and GB/s of each batch since the last call."""
+        with self._lock:
+            samples = list(self._samples[direction])
+            self._samples[direction].clear()
+        return [pages for pages, _ in samples], [bandwidth for _, bandwidth in samples]
+
+    def snapshot(self) -> dict[str, float]:
+        """Every number so far; those by direction as "name/direction"."""
+        with self._lock:
+            items = list(self._values.items())
+        return {f"{name}/{kind}" if kind else name: value for (name, kind), value in items}
+
+    def _publish(self, name: str, direction: str, update: Any) -> None:
+        if self._published is None:
+            return
+        labels = dict(self._labels)
+        if direction:
+            labels["direction"] = direction
+        update(self._published[name].labels(**labels))
+
+
+_PUBLISHED: dict[str, Any] = {}
+_PUBLISHED_LOCK = threading.Lock()
+
+
+def _published() -> dict[str, Any] | None:
+    """The process's Prometheus metrics, made once; None without prometheus_client."""
+    try:
+        from prometheus_client import Counter, Gauge, Histogram
+    except ImportError:
+        return None
+    with _PUBLISHED_LOCK:
+        if not _PUBLISHED:
+            labels = ("mode", "pool", "rank")
+            for name, (kind, meaning) in METRICS.items():
+                own = (*labels, "direction") if name in _BY_DIRECTION else labels
+                make = Counter if kind == "counter" else Gauge
+                extra = {} if kind == "counter" else {"multiprocess_mode": "mostrecent"}
+                _PUBLISHED[name] = make(f"tutti:{name}", meaning, own, **extra)
+            _PUBLISHED[LATENCY] = Histogram(
+                f"tutti:{LATENCY}",
+                "time of one batch, by direction",
+                (*labels, "direction"),
+                buckets=_LATENCY_BUCKETS_S,
+            )
+        return _PUBLISHED

@@ -1,0 +1,181 @@
+"""The options that SGLang's extra config may hold for Tutti: one table, and its only reader.
+
+An option that is not in the table is an error, so that a misspelt one is never silently ignored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import Any
+
+from tutti.core import DURABILITY, VERIFY
+from tutti.errors import ConfigError
+from tutti.units import parse_nbytes
+
+HICACHE, LINKER = "hicache", "linker"
+BOTH = (HICACHE, LINKER)
+
+
+@dataclass(frozen=True)
+class Option:
+    """One option: its type as `kind` ("str", "size", "int", "float", "bool"), and its meaning.
+
+    choices: the values that are allowed.  minimum: the smallest number that is allowed.
+    required: has no default.
+    """
+
+    name: str
+    kind: str
+    default: Any
+    meaning: str
+    modes: Sequence[str] = BOTH
+    choices: Sequence[str] = ()
+    minimum: float | None = None
+    required: bool = False
+
+
+HUGEPAGES = ("advise", "collapse", "off")
+
+#: Options of both modes and of HiCache; the linker hands its own to `parse_options`.
+OPTIONS: tuple[Option, ...] = (
+    Option(
+        "path", "str", None, "folder of the pools, on the SSD; made when missing", required=True
+    ),
+    Option(
+        "capacity",
+        "size",
+        None,
+        "size of all KV pools below the path, shared equally by the ranks; used at format only",
+        required=True,
+    ),
+    Option(
+        "sidecar_capacity",
+        "size",
+        None,
+        "as capacity, for each pool beside the KV (Mamba, SWA, ...); default: an eighth of it",
+        modes=(HICACHE,),
+    ),
+    Option("verify", "str", "always", "which loads are checked against digests", choices=VERIFY),
+    Option(
+        "durability",
+        "str",
+        "process",
+        "what acknowledged pages survive: the process's death, or a loss of power as well (flush)",
+        choices=DURABILITY,
+    ),
+    Option(
+        "executor",
+        "str",
+        "auto",
+        "how files are read and written",
+        choices=("auto", "uring", "threads"),
+    ),
+    Option(
+        "timeout_s", "float", 30.0, "after how long a command of the SSD has failed", minimum=0.001
+    ),
+    Option("model", "str", None, "name of the model in the pools' identity; default: SGLang's"),
+    Option(
+        "weights",
+        "str",
+        None,
+        "version of the weights in the pools' identity; default: what the checkpoint's files tell",
+    ),
+    Option(
+        "allow_unwatched_weights",
+        "bool",
+        False,
+        "run without the plugin that notices weight updates; then never update weights in place",
+    ),
+    Option(
+        "second_touch",
+        "bool",
+        False,
+        "store a page only when it is offered for the second time: less wear, fewer first hits",
+        modes=(HICACHE,),
+    ),
+    Option(
+        "hugepages",
+        "str",
+        "advise",
+        "ask the kernel for hugepages below the host pool; collapse also moves what is in use",
+        modes=(HICACHE,),
+        choices=HUGEPAGES,
+    ),
+)
+
+#: Keys of the same JSON object that SGLang reads itself.
+SGLANG_KEYS: Mapping[str, Sequence[str]] = {
+    HICACHE: (
+        "backend_name",
+        "module_path",
+        "class_name",
+        "interface_v1",
+        "allocator",
+        "prefetch_threshold",
+        "prefetch_timeout_base",
+        "prefetch_timeout_per_ki_token",
+        "hicache_storage_pass_prefix_keys",
+        "tp_lcm_size",
+    ),
+    LINKER: (),
+}
+
+
+def option_table(mode: str, own: Sequence[Option] = ()) -> tuple[Option, ...]:
+    """The options of a mode; `own` are those that the mode itself adds."""
+    return tuple(option for option in OPTIONS if mode in option.modes) + tuple(own)
+
+
+def parse_options(
+    config: Mapping[str, Any] | None, mode: str, own: Sequence[Option] = ()
+) -> dict[str, Any]:
+    """Every option of the mode with its value, checked; sizes in bytes.
+
+    Raises ConfigError for options that are unknown, missing, or of the wrong type.
+    """
+    config = dict(config or {})
+    table = {option.name: option for option in option_table(mode, own)}
+    for name in config:
+        if name not in table and name not in SGLANG_KEYS[mode]:
+            near = get_close_matches(name, table, 1)
+            hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(table)}"
+            raise ConfigError(f"unknown option {name!r} for Tutti's {mode}: {hint}")
+    values = {}
+    for name, option in table.items():
+        value = config.get(name)
+        if value is None:
+            if option.required:
+                raise ConfigError(f"option {name!r} is missing ({option.meaning}); give it")
+            values[name] = option.default
+        else:
+            values[name] = _checked(option, value)
+    return values
+
+
+def _checked(option: Option, value: Any) -> Any:
+    if option.kind == "size":
+        if isinstance(value, bool) or not isinstance(value, (int, str)):
+            raise _wrong(option, value, 'a size such as "64GiB"')
+        return parse_nbytes(value)
+    if option.kind == "bool":
+        if not isinstance(value, bool):
+            raise _wrong(option, value, "true or false")
+        return value
+    if option.kind in ("int", "float"):
+        wanted = (int,) if option.kind == "int" else (int, float)
+        if isinstance(value, bool) or not isinstance(value, wanted):
+            raise _wrong(option, value, f"a number ({option.kind})")
+        if option.minimum is not None and value < option.minimum:
+            raise _wrong(option, value, f"at least {option.minimum:g}")
+        return value
+    if not isinstance(value, str) or not value:
+        raise _wrong(option, value, "a string")
+    if option.choices and value not in option.choices:
+        raise _wrong(option, value, f"one of {', '.join(option.choices)}")
+    return value
+
+
+def _wrong(option: Option, value: Any, wanted: str) -> ConfigError:
+    return ConfigError(f"option {option.name!r} is {value!r}; give {wanted}")

@@ -1,0 +1,84 @@
+"""Numbered pages of the integration's own memory, between engine pages and the medium.
+
+What the medium may still touch is kept back until it lets go, so a device that never answers costs
+staging and never a page of the engine.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
+
+from tutti.host_pool import HostPool
+from tutti.integration.sglang.pools import Pages, Views
+from tutti.store import ObjectStore
+
+
+class Staging:
+    """Pages in registered memory on hugepages.  Thread-safe.
+
+    nbytes: rounded down to whole pages; less than one page is no staging.
+    """
+
+    def __init__(self, store: ObjectStore, nbytes: int) -> None:
+        layout = store.layout
+        self.pages = nbytes // layout.object_nbytes
+        self._lock = threading.Lock()
+        self._free: Pages = np.arange(self.pages, dtype=np.int64)
+        self._retired: list[tuple[Callable[[], bool], Pages]] = []
+        self.pool: HostPool | None = None
+        self.views: Views = []
+        if self.pages:
+            self.pool = store.allocate_pool(self.pages)
+            self.views = _views(self.pool)
+
+    def allocate(self, pages: int) -> Pages | None:
+        """Numbers of ``pages`` pages, or None when there are not so many."""
+        with self._lock:
+            self._reclaim()
+            if pages > self._free.size:
+                return None
+            taken, self._free = self._free[:pages], self._free[pages:]
+            return taken
+
+    def release(self, pages: Pages) -> None:
+        """Takes pages back that nothing touches any more."""
+        with self._lock:
+            self._free = np.sort(np.concatenate((pages, self._free)))
+
+    def retire(self, pages: Pages, is_over: Callable[[], bool]) -> None:
+        """Takes pages back as soon as ``is_over()``: until then a device may still use them."""
+        with self._lock:
+            self._retired.append((is_over, pages))
+
+    @property
+    def in_use(self) -> int:
+        """Pages that are not free."""
+        with self._lock:
+            self._reclaim()
+            return self.pages - self._free.size
+
+    def _reclaim(self) -> None:
+        waiting = []
+        for is_over, pages in self._retired:
+            if is_over():
+                self._free = np.sort(np.concatenate((pages, self._free)))
+            else:
+                waiting.append((is_over, pages))
+        self._retired = waiting
+
+
+def _views(pool: HostPool) -> Views:
+    """The memory of a layer-first pool in one buffer, as EnginePool has it."""
+    array: npt.NDArray[np.uint8] = pool.owner.array
+    views: Views = []
+    for bases in pool.memory.bases:
+        row = []
+        for base, nbytes in zip(bases, pool.memory.segment_nbytes, strict=True):
+            start = int(base) - pool.owner.address
+            row.append(array[start : start + pool.pages * nbytes].reshape(pool.pages, nbytes))
+        views.append(row)
+    return views

@@ -1,0 +1,26 @@
+#!/bin/bash
+# install.sh VENV: SGLang 0.5.23 and what its server needs on a machine without a GPU (2.6 GB).
+# PYTHON names the interpreter (3.11 or newer). Exit 3: the packages cannot be had here.
+set -euo pipefail
+folder=$(dirname "$(readlink -f "$0")")
+venv=$1
+export PIP_RETRIES=2
+"${PYTHON:-python3}" -m venv "$venv"
+pip=("$venv/bin/python" -m pip install --quiet --no-deps --disable-pip-version-check)
+# Without --no-deps torchvision would exchange the CPU build of torch for a CUDA build of 5 GB.
+"${pip[@]}" torch==2.13.0 torchvision==0.28.0 triton==3.9.0 sglang==0.5.23 || exit 3
+"${pip[@]}" -r "$folder/requirements.txt" || exit 3
+# The CUDA build of torchvision cannot load its library beside a CPU torch, and then these two
+# operators, which its Python files register fake kernels for, are declared by nobody.
+site=$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+if "$venv/bin/python" -c 'import sys, torch; sys.exit(torch.version.cuda is not None)'; then
+  cat > "$site/torchvision_operators.py" <<'PYTHON'
+import torch
+
+LIBRARY = torch.library.Library("torchvision", "DEF")
+for name in ("nms", "qnms"):
+    LIBRARY.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+PYTHON
+  echo 'import torchvision_operators' > "$site/torchvision_operators.pth"
+fi
+"$venv/bin/python" -c 'import sglang; print("sglang", sglang.__version__)'

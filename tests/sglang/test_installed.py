@@ -1,0 +1,9 @@
+"""So that the suite has a test to skip, by name, where SGLang is missing."""
+
+from __future__ import annotations
+
+from tutti.integration.sglang.launch import VERSIONS, installed_version
+
+
+def test_the_sglang_that_is_supported_is_installed() -> None:
+    assert installed_version() in VERSIONS

@@ -1,0 +1,421 @@
+"""TuttiLinker over SGLang's real pools, without a server."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("sglang.srt", reason="SGLang is not installed here")
+
+import linker_engine as engine
+import torch
+from linker_engine import Rig, damage, names, wait_for
+from sglang.srt.mem_cache.memory_pool import MHATokenToKOnlyPool, MHATokenToKVPool
+from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
+
+from tutti.errors import ConfigError, DeviceTimeout, PoolInUse, Unsupported
+from tutti.integration.sglang import linker as linker_module
+from tutti.integration.sglang.linker import TuttiLinker
+from tutti.integration.sglang.weights import WeightsWatch
+
+
+@pytest.mark.parametrize("kind", ["mha", "mla"])
+@pytest.mark.parametrize("staging", ["2MiB", "1KiB"])
+def test_pages_come_back_byte_for_byte(tmp_path: Path, kind: str, staging: str) -> None:
+    with Rig(tmp_path, kind, load_staging=staging, store_staging=staging) as rig:
+        rig.fill(1)
+        want = rig.content(range(3, 13))
+        assert rig.lookup(names(10)) == 0
+        assert rig.store(names(10), range(3, 13))
+        rig.wipe()
+        assert rig.lookup(names(12)) == 10
+        target = [40, 20, 21, 22, 60, 1, 2, 30, 31, 5]
+        assert rig.restore(names(10), target)
+        assert rig.content(target) == want
+
+
+def test_every_layer_is_there_when_its_wait_returns(tmp_path: Path) -> None:
+    with Rig(tmp_path) as rig:
+        rig.fill(2)
+        want = [rig.content(range(8), [layer]) for layer in range(engine.LAYERS)]
+        assert rig.store(names(8), range(8))
+        rig.wipe()
+        assert rig.load(names(8), range(8, 16))
+        index = rig.linker.start_layer_wise_loading()
+        rig.pool.get_key_buffer(0)  # no consumer: must not wait
+        rig.linker.layer_done_counter.set_consumer(index)
+        for layer in range(engine.LAYERS):
+            rig.pool.get_key_buffer(layer)
+            rig.pool.get_value_buffer(layer)
+            assert rig.content(range(8, 16), [layer]) == want[layer]
+        assert rig.linker.finish_layer_wise_loading(index)
+        assert rig.linker.finish_layer_wise_loading(index), "twice changes nothing"
+        assert rig.linker.start_layer_wise_loading() == -1
+
+
+@pytest.mark.parametrize("staging", ["2MiB", "1KiB"])
+def test_a_key_is_read_once_however_many_slots_want_it(tmp_path: Path, staging: str) -> None:
+    with Rig(tmp_path, load_staging=staging) as rig:
+        rig.fill(3)
+        want = rig.content(range(8))
+        assert rig.store(names(8), range(8))
+        rig.wipe()
+        before = rig.linker.store.stats()["loaded"]
+        assert rig.load(names(8), range(8, 16), "a")
+        assert rig.load(names(5), range(16, 21), "b")
+        assert rig.load(names(8)[:2], range(30, 32), "c")
+        assert rig.linker.finish_layer_wise_loading(rig.linker.start_layer_wise_loading())
+        wait_for(lambda: rig.linker.store.stats()["loaded"] > before)
+        assert rig.linker.store.stats()["loaded"] - before == 8
+        assert rig.content(range(8, 16)) == want
+        assert rig.content(range(16, 21)) == want[:5]
+        assert rig.content(range(30, 32)) == want[:2]
+        assert rig.content([0, 7, 21, 32]) == [bytes(len(want[0]))] * 4, "no other page was touched"
+
+
+def test_offload_skips_what_is_there_and_completes_in_order(tmp_path: Path) -> None:
+    with Rig(tmp_path) as rig:
+        rig.fill(4)
+        for _ in range(3):
+            for start in range(0, 20, 5):
+                assert rig.offload(names(20)[start : start + 5], range(start, start + 5))
+        wait_for(lambda: rig.linker.num_completed_offloads() == 12)
+        assert [rig.linker.pop_completed_offload() for _ in range(12)] == [True] * 12
+        assert rig.linker.num_completed_offloads() == 0
+        assert rig.linker.store.stats()["stored"] == 20
+
+
+def test_a_backlog_beyond_its_bound_is_copied_out_then_dropped(tmp_path: Path) -> None:
+    slot = 3 * 2 * 4096
+    with Rig(tmp_path, backlog_share=0.0, store_staging=8 * slot) as rig:
+        rig.fill(5)
+        want = rig.content(range(6))
+        assert rig.offload(names(6), range(6))
+        assert rig.linker.num_completed_offloads() == 1, "the pages are free at once"
+        rig.wipe()  # and may change
+        assert rig.linker.pop_completed_offload()
+        assert rig.offload(names(9, "more"), range(9)), "the answer comes from the transfers alone"
+        assert not rig.linker.pop_completed_offload(), "more than staging holds"
+        assert rig.linker.recorder.snapshot()["dropped_pages"] == 9
+        wait_for(lambda: rig.lookup(names(6)) == 6)
+        assert rig.restore(names(6), range(20, 26))
+        assert rig.content(range(20, 26)) == want
+
+
+def test_completions_wait_for_the_oldest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with Rig(tmp_path, backlog_share=10 / 64, store_staging="1MiB") as rig:
+        rig.fill(6)
+        gate = threading.Event()
+        put = rig.linker.store.put
+
+        def late_put(*args: Any, **kwargs: Any) -> Any:
+            gate.wait(30)
+            return put(*args, **kwargs)
+
+        monkeypatch.setattr(rig.linker.store, "put", late_put)
+        rig.offload(names(10, "a"), range(10))  # locked, and held up
+        rig.offload(names(4, "b"), range(10, 14))  # copied out: complete at once
+        rig.offload(names(60, "c"), range(60))  # more than staging: dropped at once
+        assert rig.linker.num_completed_offloads() == 0
+        gate.set()
+        wait_for(lambda: rig.linker.num_completed_offloads() == 3)
+        assert [rig.linker.pop_completed_offload() for _ in range(3)] == [True, True, False]
+
+
+def test_a_damaged_medium_fails_the_batch_and_never_serves_the_page_again(tmp_path: Path) -> None:
+    with Rig(tmp_path) as rig:
+        rig.fill(7)
+        want = rig.content(range(10))
+        assert rig.store(names(10), range(10))
+        damage(rig.file(tmp_path))
+        assert rig.lookup(names(10)) == 10
+        assert not rig.restore(names(10), range(20, 30))
+        wait_for(lambda: rig.linker.store.stats()["quarantined"] > 0)
+        found = rig.lookup(names(10))
+        assert found < 10
+        assert rig.linker.complaints.counts["load: ChecksumMismatch"] == 1
+        assert rig.store(names(10), range(10)), "computed anew, it is stored anew"
+        wait_for(lambda: rig.lookup(names(10)) == 10)
+        rig.restore(names(10), range(40, 50))
+        assert rig.restore(names(10)[found:], range(40, 50 - found))
+        assert rig.content(range(40, 50 - found)) == want[found:]
+
+
+def test_without_verification_damage_is_served(tmp_path: Path) -> None:
+    """So the test above has teeth: it is the digests that catch it."""
+    with Rig(tmp_path, verify="off") as rig:
+        rig.fill(8)
+        want = rig.content(range(10))
+        assert rig.store(names(10), range(10))
+        damage(rig.file(tmp_path))
+        assert rig.restore(names(10), range(20, 30))
+        assert rig.content(range(20, 30)) != want
+
+
+def test_a_failing_medium_opens_the_breaker_until_a_probe_succeeds(tmp_path: Path) -> None:
+    with Rig(tmp_path, breaker_failures=2, breaker_pause_s=0.01, load_staging="1KiB") as rig:
+        rig.fill(9)
+        assert rig.store(names(4), range(4))
+        for _ in range(2):
+            rig.linker.reads.failure()
+        if not rig.linker.reads.closed:  # a probe may have come already
+            assert rig.linker.reads.opened == 1
+        wait_for(lambda: rig.lookup(names(4)) == 4)
+
+
+def test_an_open_breaker_answers_nothing_and_stores_nothing(tmp_path: Path) -> None:
+    with Rig(tmp_path, breaker_failures=1, breaker_pause_s=600.0) as rig:
+        rig.fill(9)
+        assert rig.store(names(4), range(4))
+        rig.linker.reads.failure()
+        assert rig.lookup(names(4)) == 0
+        rig.linker.writes.failure()
+        assert not rig.store(names(4, "new"), range(4))
+
+
+def test_what_was_found_is_not_evicted_before_it_is_loaded(tmp_path: Path) -> None:
+    with Rig(tmp_path, capacity="36MiB", pin_share=1.0, backlog_share=1.0) as rig:
+        rig.fill(10)
+        want = rig.content(range(10))
+        assert rig.store(names(10), range(10))
+        assert rig.lookup(names(10)) == 10
+        for round_ in range(30):
+            rig.store(names(60, str(round_)), range(60))
+        assert rig.linker.store.stats()["evicted"] > 0
+        assert rig.restore(names(10), range(10, 20))
+        assert rig.content(range(10, 20)) == want
+
+
+def test_a_single_rank_refuses_to_load_what_is_gone(tmp_path: Path) -> None:
+    with Rig(tmp_path) as rig:
+        assert not rig.load(names(3), range(3))
+        rig.linker._alone = False  # with several ranks the answer depends on the transfers alone
+        assert rig.load(names(3), range(3))
+        assert not rig.linker.finish_layer_wise_loading(rig.linker.start_layer_wise_loading())
+        assert rig.linker.reads.closed, "a miss is no fault of the medium"
+
+
+def test_slots_that_are_no_whole_pages_are_refused(tmp_path: Path) -> None:
+    with Rig(tmp_path) as rig:
+        assert rig.store(names(2), range(2))
+        for wrong in (
+            torch.arange(1, 33),
+            torch.arange(31),
+            torch.cat((torch.arange(16), torch.arange(15, -1, -1))),
+            torch.arange(engine.PAGES * 16, engine.PAGES * 16 + 32),
+            None,
+        ):
+            transfer = engine.transfer(names(2))
+            transfer.device_indices = wrong
+            assert not rig.linker.load("r", [transfer])
+            assert not rig.linker.offload([transfer])
+        assert not rig.linker.offload([])
+        assert rig.linker.num_completed_offloads() == 0
+
+
+def test_a_queued_load_can_be_cancelled_and_a_second_one_is_refused(tmp_path: Path) -> None:
+    with Rig(tmp_path) as rig:
+        rig.fill(1)
+        assert rig.store(names(4), range(4))
+        assert rig.load(names(4), range(4, 8))
+        assert not rig.load(names(4), range(8, 12)), "one load for a request"
+        assert rig.linker.cancel_queued_load("r")
+        assert not rig.linker.cancel_queued_load("r")
+        assert rig.linker.start_layer_wise_loading() == -1
+
+
+def test_a_batch_is_capped(tmp_path: Path) -> None:
+    with Rig(tmp_path, max_load_tokens=6 * engine.PAGE, min_tokens=2 * engine.PAGE) as rig:
+        rig.fill(1)
+        assert rig.store(names(10), range(10))
+        assert rig.linker.lookup("a", [engine.transfer(names(10))]) == [2, 3, 4, 5, 6]
+        assert rig.load(names(6), range(10, 16), "a")
+        assert not rig.load(names(1), range(20, 21), "b"), "the batch is full"
+
+
+class DeadTicket:
+    """A load that the device never answers."""
+
+    def __init__(self, keys: int) -> None:
+        self.keys = keys
+        self.settled = False
+
+    def wait_layer(self, layer: int, timeout_s: float) -> None:
+        raise DeviceTimeout(f"layer {layer} is not ready after {timeout_s:g} s")
+
+    def wait_settled(self, timeout_s: float) -> bool:
+        return self.settled
+
+
+@pytest.mark.parametrize("staging", ["2MiB", "1KiB"])
+def test_a_device_that_never_answers(
+    tmp_path: Path, staging: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Rig(tmp_path, load_staging=staging, load_timeout_s=0.05) as rig:
+        rig.fill(1)
+        assert rig.store(names(4), range(4))
+        tickets: list[DeadTicket] = []
+
+        def dead_load(keys: Any, *_: Any, **__: Any) -> DeadTicket:
+            tickets.append(DeadTicket(len(keys)))
+            return tickets[-1]
+
+        monkeypatch.setattr(rig.linker.store, "load", dead_load)
+        before = rig.content(range(64))
+        if staging == "1KiB":
+            with pytest.raises(DeviceTimeout, match="restart the server"):
+                rig.restore(names(4), range(4, 8))
+            return
+        assert not rig.restore(names(4), range(4, 8))
+        assert rig.content(range(64)) == before
+        assert rig.linker._staging.in_use == 4, "the device may still write there"
+        tickets[0].settled = True
+        assert rig.linker._staging.in_use == 0
+
+
+def test_other_weights_miss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    watch = WeightsWatch()
+    monkeypatch.setattr(linker_module, "WATCH", watch)
+    with Rig(tmp_path) as rig:
+        rig.fill(1)
+        assert rig.store(names(4), range(4))
+        watch.changed()
+        assert rig.lookup(names(4)) == 0
+        assert not rig.offload(names(4), range(4))
+        assert not rig.load(names(4), range(4))
+        watch.flushed()
+        assert rig.lookup(names(4)) == 0
+        assert rig.store(names(4), range(4))
+        assert rig.lookup(names(4)) == 4
+
+
+def test_pages_survive_a_restart_and_an_unclean_one_only_when_proven(tmp_path: Path) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    with Rig(first) as rig:
+        rig.fill(11)
+        want = rig.content(range(10))
+        assert rig.store(names(10), range(10))
+        shutil.copytree(first, second)
+    with Rig(first) as rig:
+        assert rig.lookup(names(10)) == 10, "closed cleanly: there at once"
+    with Rig(second) as rig:
+        wait_for(lambda: rig.lookup(names(10)) == 10)
+        assert rig.linker.store.stats()["proven"] == 10
+        assert rig.restore(names(10), range(20, 30))
+        assert rig.content(range(20, 30)) == want
+
+
+def test_damage_behind_an_unclean_close_is_never_reported(tmp_path: Path) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    with Rig(first) as rig:
+        rig.fill(12)
+        assert rig.store(names(10), range(10))
+        shutil.copytree(first, second)
+        damage(rig.file(second))
+    with Rig(second) as rig:
+        wait_for(lambda: rig.linker.store.stats()["mismatches"] > 0)
+        wait_for(lambda: rig.linker.store.stats()["slots"].get("unproven", 0) == 0)
+        found = rig.lookup(names(10))
+        assert found < 10
+        if found:
+            assert rig.restore(names(10)[:found], range(20, 20 + found))
+
+
+def test_reset_and_close_leave_nothing(tmp_path: Path) -> None:
+    with Rig(tmp_path / "warm"):
+        pass
+    threads, files = set(threading.enumerate()), set(os.listdir("/proc/self/fd"))
+    rig = Rig(tmp_path / "a")
+    rig.fill(1)
+    for part in range(10):
+        rig.offload(names(6, str(part)), range(part * 6, part * 6 + 6))
+    rig.linker.reset()
+    assert rig.linker.num_completed_offloads() == 0
+    assert rig.linker.store.stats()["stored"] == 60, "reset waits for what is under way"
+    assert rig.lookup(names(6, "0")) == 6, "and forgets nothing that is stored"
+    assert rig.load(names(6, "0"), range(6))
+    rig.linker.start_layer_wise_loading()
+    rig.offload(names(6, "late"), range(6))
+    rig.linker.reset()  # a load and an offload under way
+    assert rig.linker._staging.in_use == rig.linker._copied_out.in_use == 0
+    assert rig.linker._backlog.locked == 0
+    assert not rig.linker.store._core.index.pins.any()
+    rig.linker.close()
+    rig.linker.close()
+    assert set(threading.enumerate()) <= threads
+    assert set(os.listdir("/proc/self/fd")) <= files
+
+
+def test_one_pool_has_one_owner(tmp_path: Path) -> None:
+    with Rig(tmp_path), pytest.raises(PoolInUse):
+        Rig(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"pth": "x"}, "did you mean 'path'"),
+        ({"capacity": None}, "'capacity' is missing"),
+        ({"pin_lookups": 0}, "at least 1"),
+        ({"allow_unwatched_weights": False}, "updates of weights would go unnoticed"),
+    ],
+)
+def test_wrong_options_are_refused(tmp_path: Path, options: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        Rig(tmp_path, **options)
+
+
+def _make(pool: Any, tmp_path: Path, components: set[Any], **changes: Any) -> None:
+    config = {"path": str(tmp_path), "capacity": "8MiB", "allow_unwatched_weights": True}
+    params = engine.init_params(pool, **changes)
+    TuttiLinker(engine.server_args(), params, components=components, extra_config=config)
+
+
+def test_what_is_not_supported_is_refused_with_the_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool, full = engine.kv_pool("mha"), {ComponentType.FULL}
+    for other in (ComponentType.SWA, ComponentType.MAMBA):
+        with pytest.raises(Unsupported, match=other.name):
+            _make(pool, tmp_path, {*full, other})
+    with pytest.raises(Unsupported, match="speculative"):
+        _make(pool, tmp_path, full, sidecar_draft_device_pools=(pool,))
+    with pytest.raises(Unsupported, match="pages of 16 tokens"):
+        _make(pool, tmp_path, full, page_size=32)
+
+    class Derived(MHATokenToKVPool):
+        pass
+
+    monkeypatch.setattr(pool, "__class__", Derived)
+    with pytest.raises(Unsupported, match="Derived"):
+        _make(pool, tmp_path, full)
+    assert not issubclass(MHATokenToKOnlyPool, MHATokenToKVPool)
+    for name, value, sentence in (
+        ("kv_cache_layout", "hnd", "'hnd'"),
+        ("k_scale_buffer", [torch.zeros(1)], "quantised"),
+        ("device", "cuda", "cuda memory"),
+    ):
+        changed = engine.kv_pool("mha")
+        setattr(changed, name, value)
+        with pytest.raises(Unsupported, match=sentence):
+            linker_module.engine_pool(_Params(changed), full)
+
+
+class _Params:
+    """CacheInitParams as far as a pool is judged by them."""
+
+    mtp_draft_device_pools = ()
+    sidecar_draft_device_pools = ()
+    page_size = engine.PAGE
+
+    def __init__(self, pool: Any) -> None:
+        self.token_to_kv_pool_allocator = self
+        self._pool = pool
+
+    def get_kvcache(self) -> Any:
+        return self._pool

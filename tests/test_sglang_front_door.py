@@ -1,0 +1,234 @@
+"""Options, identity and the launch command: what needs no SGLang."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tutti.cli import main
+from tutti.errors import ConfigError
+from tutti.integration.sglang import launch
+from tutti.integration.sglang.identity import (
+    Identity,
+    Place,
+    Shape,
+    identity_of,
+    layout_of,
+    pool_path,
+    weights_version,
+)
+from tutti.integration.sglang.linker_options import LINKER_OPTIONS
+from tutti.integration.sglang.metrics import LOAD, METRICS, Recorder
+from tutti.integration.sglang.options import (
+    HICACHE,
+    LINKER,
+    option_table,
+    parse_options,
+)
+from tutti.integration.sglang.weights import WeightsWatch, _around_flush, _around_update
+
+ROOT = Path(__file__).parent.parent
+NEEDED = {"path": "/pools", "capacity": "1GiB"}
+SHAPE = Shape("kv", "mha", 1, 4, 0, (8192, 8192), 16, "bfloat16", "page_first", (4, 32, 32))
+IDENTITY = Identity("llama", "v1")
+
+
+def test_options_have_defaults_and_sizes_are_bytes() -> None:
+    options = parse_options(NEEDED, HICACHE)
+    assert options["capacity"] == 1 << 30
+    assert options["verify"] == "always"
+    assert set(options) == {option.name for option in option_table(HICACHE)}
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        ({"verfy": "off"}, "did you mean 'verify'"),
+        ({"zzz": 1}, "known are path"),
+        ({"verify": "maybe"}, "one of always, sampled, off"),
+        ({"timeout_s": 0}, "at least 0.001"),
+        ({"timeout_s": "1"}, "a number"),
+        ({"second_touch": 1}, "true or false"),
+        ({"capacity": 1.5}, "a size"),
+        ({"capacity": "1G"}, "cannot read the size"),
+        ({"path": ""}, "a string"),
+        ({"path": None}, "'path' is missing"),
+    ],
+)
+def test_wrong_options_are_errors(wrong: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(says)):
+        parse_options({**NEEDED, **wrong}, HICACHE)
+
+
+def test_options_of_the_other_mode_are_unknown() -> None:
+    with pytest.raises(ConfigError, match="second_touch"):
+        parse_options({**NEEDED, "second_touch": True}, LINKER)
+
+
+def test_the_documented_table_is_the_table() -> None:
+    text = (ROOT / "docs" / "sglang.md").read_text()
+    for option in {*option_table(HICACHE), *option_table(LINKER)}:
+        assert f"| `{option.name}` |" in text, f"docs/sglang.md lacks option {option.name}"
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        replace(SHAPE, dtype="float16"),
+        replace(SHAPE, page_size=32),
+        replace(SHAPE, order="layer_first"),
+        replace(SHAPE, first_layer=4),
+        replace(SHAPE, dims=(2, 64, 64)),
+        replace(SHAPE, pool="swa"),
+        replace(SHAPE, kind="mla"),
+    ],
+)
+def test_every_part_of_a_shape_is_in_the_fingerprint(other: Shape) -> None:
+    one = layout_of(SHAPE, IDENTITY, Place()).fingerprint
+    assert layout_of(other, IDENTITY, Place()).fingerprint != one
+
+
+def test_identity_and_place_are_in_the_fingerprint() -> None:
+    seen = {
+        layout_of(SHAPE, identity, place).fingerprint
+        for identity, place in (
+            (IDENTITY, Place()),
+            (replace(IDENTITY, model="qwen"), Place()),
+            (replace(IDENTITY, weights="v2"), Place()),
+            (replace(IDENTITY, quantization="fp8"), Place()),
+            (replace(IDENTITY, kv_cache_dtype="fp8_e5m2"), Place()),
+            (IDENTITY, Place(tp_size=2)),
+            (IDENTITY, Place(tp_size=2, tp_rank=1)),
+            (IDENTITY, Place(pp_size=2, pp_rank=1)),
+            (IDENTITY, Place(cp_size=2, cp_rank=1)),
+        )
+    }
+    assert len(seen) == 9
+
+
+def test_replicas_hold_the_same_kv_in_pools_of_their_own() -> None:
+    one, other = Place(dp_size=2), Place(dp_size=2, dp_rank=1)
+    layout = layout_of(SHAPE, IDENTITY, one)
+    assert layout == layout_of(SHAPE, IDENTITY, other)
+    assert pool_path("/p", layout, "kv", one) != pool_path("/p", layout, "kv", other)
+    latent = [Place(tp_size=2, tp_rank=rank, replicated=True) for rank in (0, 1)]
+    assert layout_of(SHAPE, IDENTITY, latent[0]) == layout_of(SHAPE, IDENTITY, latent[1])
+    assert Place(tp_size=2, pp_size=3, dp_size=2).ranks == 12
+
+
+def test_other_files_of_weights_are_another_version(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(b"1")
+    (tmp_path / "README.md").write_bytes(b"1")
+    first = weights_version(str(tmp_path))
+    (tmp_path / "README.md").write_bytes(b"22")
+    assert weights_version(str(tmp_path)) == first
+    os.utime(tmp_path / "model.safetensors", ns=(1, 1))
+    assert weights_version(str(tmp_path)) != first
+    options = parse_options({**NEEDED, "weights": "mine"}, HICACHE)
+    assert identity_of(options, path=str(tmp_path)).weights == "mine"
+
+
+def test_weights_are_unknown_from_an_update_until_a_flush() -> None:
+    watch = WeightsWatch()
+    assert watch.namespace == b""
+    watch.flushed()
+    assert watch.namespace == b"", "a flush alone forgets nothing"
+    watch.changed()
+    assert watch.namespace is None
+    watch.flushed()
+    first = watch.namespace
+    watch.changed()
+    watch.flushed()
+    assert first
+    assert watch.namespace not in (first, b"", None)
+
+
+def test_hooks_follow_updates_and_successful_flushes(monkeypatch: pytest.MonkeyPatch) -> None:
+    watch = WeightsWatch()
+    monkeypatch.setattr("tutti.integration.sglang.weights.WATCH", watch)
+    with pytest.raises(RuntimeError):
+        _around_update(_fails)
+    assert watch.namespace is None, "an update that failed half way changed something"
+    _around_flush(lambda: False)
+    assert watch.namespace is None
+    _around_flush(lambda: True)
+    assert watch.namespace
+
+
+def _fails() -> None:
+    raise RuntimeError("half way")
+
+
+def test_the_recorder_counts_and_hands_out_samples_once() -> None:
+    recorder = Recorder({"mode": HICACHE, "pool": "kv", "rank": "tp0"})
+    recorder.moved(LOAD, 4, 4096, 0.5)
+    recorder.count("errors")
+    recorder.count("errors", 0)
+    stats = {"mismatches": 1, "evicted": 2, "bytes_read": 3, "bytes_written": 4}
+    for _ in range(2):
+        recorder.from_store({**stats, "capacity_objects": 10, "free_objects": 5})
+    got = recorder.snapshot()
+    assert got["moved_pages/load"] == 4
+    assert (got["errors"], got["evicted_objects"], got["fullness"]) == (1, 2, 0.5)
+    assert recorder.take_samples(LOAD) == ([4], [4096 / 0.5 / 1e9])
+    assert recorder.take_samples(LOAD) == ([], [])
+    assert {name.split("/")[0] for name in got} <= set(METRICS)
+
+
+def test_the_launch_command(capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
+    monkeypatch.setattr("tutti.cli_sglang.installed_version", lambda: "")
+    arguments = ["sglang", "command", "--model", "m", "--path", "/p", "--capacity", "1GiB"]
+    assert main([*arguments, "--option", "second_touch=true", "--", "--tp", "2"]) == 0
+    line, _, note = capsys.readouterr().out.partition("\n")
+    words = shlex.split(line)
+    assert words[:3] == ["python", "-m", "sglang.launch_server"]
+    assert words[-2:] == ["--tp", "2"]
+    config = json.loads(words[words.index("--hicache-storage-backend-extra-config") + 1])
+    assert config["second_touch"] is True
+    assert config["interface_v1"] == 1
+    parse_options(config, HICACHE)
+    assert "not checked" in note
+    assert main([*arguments, "--mode", "linker"]) == 0
+    words = shlex.split(capsys.readouterr().out.partition("\n")[0])
+    config = json.loads(words[words.index("--unified-cache-external-linker-config") + 1])
+    parse_options(config["linker_extra_config"], LINKER, LINKER_OPTIONS)
+
+
+@pytest.mark.parametrize("option", ["verfy=off", "verify", "second_touch=maybe", "timeout_s=x"])
+def test_the_launch_command_refuses_wrong_options(
+    option: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["sglang", "command", "--model", "m", "--path", "/p", "--capacity", "1GiB"]
+    assert main([*arguments, "--option", option]) == 2
+    assert option.split("=")[0] in capsys.readouterr().err
+
+
+def test_the_doctor_finds_what_fails(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any
+) -> None:
+    monkeypatch.setattr("tutti.cli_sglang.installed_version", lambda: "0.4.0")
+    pool = tmp_path / "llama-1" / "kv-tp0.tutti"
+    pool.parent.mkdir()
+    pool.write_bytes(b"")
+    pool.chmod(0o644)
+    arguments = ["sglang", "doctor", "--path", str(tmp_path), "--page-size", "1"]
+    assert main([*arguments, "--capacity", "900TiB", "--json"]) == 1
+    findings = json.loads(capsys.readouterr().out)["findings"]
+    failing = {finding["what"] for finding in findings if finding["verdict"] == "fails"}
+    assert {"SGLang", "page size", "space", "pool"} <= failing
+
+
+def test_the_plugin_that_is_registered_is_the_one_that_is_asked_for() -> None:
+    text = (ROOT / "pyproject.toml").read_text()
+    assert f'[project.entry-points."{launch.PLUGIN_GROUP}"]\n{launch.PLUGIN} = ' in text
+    bench = ROOT / "tests/sglang/stand_in/tutti_test_bench-1.dist-info/entry_points.txt"
+    line = f"{launch.PLUGIN} = tutti.integration.sglang.weights:activate"
+    assert line in bench.read_text()
+    assert line.replace("= ", '= "') in text
