@@ -171,9 +171,8 @@ def cpu_verify(setup: Setup) -> Cells:
         cell = f"{phase} {shape}"
         if not setup.wanted(cell):
             continue
-        # Two batches of 8 MiB: what was just read is still in a cache, as it is for an engine
-        # that uses a layer as soon as it is there.
-        plan = setup.plan(str(shape), batch_nbytes=8 * MiB, inflight=2)
+        # One batch of 64 MiB at a time: little enough memory that much of it stays in a cache.
+        plan = setup.plan(str(shape), batch_nbytes=64 * MiB, inflight=1)
         bare = replace(plan, verify="off")
         with (
             filled_pool(setup.directory, "verified", plan, setup.progress) as verified,

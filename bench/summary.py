@@ -67,7 +67,17 @@ def _compare(result: dict[str, Any]) -> str:
         *("cell", "a GB/s", "b GB/s", "a/b speed", "b/b speed (noise)"),
         *("a CPU-s/GB", "b CPU-s/GB", "a/b CPU", "a-b CPU-s/GB"),
     ]
-    return "\n".join([*(_markdown(head, rows) if rows else []), *facts])
+    return "\n".join([*(_markdown(head, rows) if rows else []), *facts, *_runs(result["cells"])])
+
+
+def _runs(cells: dict[str, Any]) -> list[str]:
+    """Mean run lengths, where both systems have them."""
+    lines = []
+    for name, cell in cells.items():
+        found = [cell.get(side, {}).get("facts", {}).get("mean_run_length") for side in "ab"]
+        if all(found):
+            lines.append(f"\nMean run length, {name}: a {found[0]:.1f}, b {found[1]:.1f} slots.")
+    return lines
 
 
 def _plain(facts: dict[str, Any]) -> str:
