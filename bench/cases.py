@@ -142,15 +142,15 @@ def churned(setup: Setup) -> Cells:
 
 def files(setup: Setup) -> Cells:
     """default configuration, as a user gets it, against a file per object on ordinary pages"""
-    plan = setup.plan("32x256KiB")
     cells: Cells = {}
-    with filled_pool(setup.directory, "compare", plan, setup.progress) as workload:
-        nbytes = _calibrated(setup, workload)
-        for direct in (True, False):
-            kind = "direct" if direct else "buffered"
-            wanted = [p for p in PHASES if setup.wanted(f"{p}, {kind}")]
-            if not wanted:
-                continue
+    for batch_mib, direct in itertools.product((8, 32), (True, False)):
+        kind = f"{'direct' if direct else 'buffered'}, batches of {batch_mib} MiB"
+        wanted = [p for p in PHASES if setup.wanted(f"{p}, {kind}")]
+        if not wanted:
+            continue
+        plan = setup.plan("32x256KiB", batch_nbytes=batch_mib * MiB)
+        with filled_pool(setup.directory, "compare", plan, setup.progress) as workload:
+            nbytes = _calibrated(setup, workload)
             with file_systems(setup.directory, plan, direct=direct, nbytes=nbytes) as systems:
                 for phase in wanted:
                     tutti = pool_system("tutti", workload, phase, nbytes)
