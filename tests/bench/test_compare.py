@@ -136,13 +136,14 @@ def test_no_pairs_are_refused() -> None:
 
 def test_a_case_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "results"
-    small = ["--size", "256MiB", "--seconds", "0.01", "--pairs", "1", "--only", "store, direct"]
+    cell = "store, direct, batches of 8 MiB"
+    small = ["--size", "256MiB", "--seconds", "0.01", "--pairs", "1", "--only", cell]
     status = compare.main(["files", "--dir", str(tmp_path), "--out", str(out), *small])
     assert status == 0
     text = (out / "files.json").read_text()
     result = json.loads(text)
-    assert list(result["cells"]) == ["store, direct"]
-    assert result["cells"]["store, direct"]["pairs"] == 1
+    assert list(result["cells"]) == [cell]
+    assert result["cells"][cell]["pairs"] == 1
     assert str(tmp_path) not in text
     assert "files, direct" in capsys.readouterr().out
     assert sorted(p.name for p in tmp_path.iterdir()) == ["results"], "files were left behind"
