@@ -7,7 +7,6 @@ import io
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -185,7 +184,7 @@ def test_a_defect_has_a_traceback(
 
 def test_interrupted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def interrupted(*_: object) -> None:
-        signal.raise_signal(signal.SIGINT)
+        raise KeyboardInterrupt
 
     monkeypatch.setattr("tutti.cli_pool.layout_of", interrupted)
     assert run("format", tmp_path / "p", "--capacity", "16MiB") == 130
