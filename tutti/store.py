@@ -208,7 +208,7 @@ class ObjectStore:
         first and has ``depth - 1`` pages before it.  pages: page numbers (n,) in ``pool``, which
         may be left out when only one is registered; they must not change before the ticket is
         done.  What does not fit because everything is in use is dropped, and counted.
-        Raises KeySizeError, PageRangeError, ConfigError, PoolClosed; the ticket tells the rest.
+        Raises KeySizeError, PageRangeError, ConfigError, PoolClosed or DeviceTimeout (no staging).
         """
         array = as_keys(keys).copy()  # records are written later, from what the caller gave now
         memory = self._pool(pool).memory
