@@ -16,6 +16,7 @@ MARKERS = {
     "crash": "kills processes or cuts the medium's writes, then recovers",
     "gpu": "needs a CUDA device",
     "native": "builds C++ with the sanitizers and runs it",
+    "nvme": "needs QEMU, and boots a guest with an emulated NVMe drive",
     "sglang": "needs SGLang, and starts its server",
     "slow": "longer than a minute; not part of `make test`",
 }
