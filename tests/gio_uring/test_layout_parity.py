@@ -13,6 +13,7 @@ from tutti.gio_uring import (
     controller,
     controller_file,
     controller_memory,
+    device_batch,
     engine,
     iocb,
     nvme_spec,
@@ -39,6 +40,14 @@ STRUCTS: dict[str, type[ctypes.Structure]] = {
     "FileStats": controller_file.FileStats,
     "Iocb": iocb.IocbStruct,
     "JobConfig": engine.JobConfig,
+    "QueueShare": device_batch.QueueShareStruct,
+    "RunState": device_batch.RunStateStruct,
+    "LayerFlag": device_batch.LayerFlagStruct,
+    "LayerTally": device_batch.LayerTallyStruct,
+    "SliceTable": device_batch.SliceTableStruct,
+    "Batch": device_batch.BatchStruct,
+    "Post": device_batch.PostStruct,
+    "Mailbox": device_batch.MailboxStruct,
     "JobReport": engine.JobReport,
     "EngineStats": engine.EngineStats,
 }
@@ -49,6 +58,7 @@ UNNAMED = {("QueuePair", "padding")}
 CONSTANTS = {
     "kCompleted": queue_pair.COMPLETED,
     "kNoCid": queue_pair.NO_CID,
+    "kRunPending": device_batch.RUN_PENDING,
     "kHasFua": controller.HAS_FUA,
     "kHasDeallocate": controller.HAS_DEALLOCATE,
     "kHasVolatileCache": controller.HAS_VOLATILE_CACHE,
@@ -80,6 +90,7 @@ def program() -> str:
     lines = [f'#include "{header}"' for header in HEADERS]
     for header in ("controller_file", "controller_memory", "engine"):
         lines.append(f'#include "native/{header}.h"')
+    lines.append('#include "device/parameters.cuh"')
     lines += ["#include <cstddef>", "#include <cstdio>", "using namespace gio;", "int main() {"]
     for name, mirror in STRUCTS.items():
         lines.append(f'  printf("{name} %zu\\n", sizeof({name}));')

@@ -1,0 +1,129 @@
+// What the kernels of kernels.cu take: plain data that the host fills once per batch, for all
+// layers.  Mirrored by tutti/gio_uring/device_batch.py; a test compares the layouts.
+//
+// Entry points, all `extern "C" __global__ void`.  Of each pair, _word rings a word in pinned
+// memory (a controller made of software), _mmio a register in a mapped BAR page (a drive):
+//
+//   gio_submit_word, gio_submit_mmio     (const Batch*, u32 layer)
+//       <<<n_shares, 32>>>  sends the layer's commands, as many as there are CIDs for, and ends.
+//   gio_drain_word, gio_drain_mmio       (const Batch*, u32 layer, u32 publish)
+//       <<<n_shares, 32>>>  sends what is left, polls until every command ended or the deadline.
+//   gio_resident_word, gio_resident_mmio (const Batch*, u32 layer, u32 publish)
+//       <<<n_shares, 32 to 512>>>  both in one, and moves slices: reads to their pages as their
+//       commands end, writes to staging before theirs are sent.
+//   gio_collect_word, gio_collect_mmio   (const Batch*, u32 layer)
+//       <<<n_shares, 32>>>  takes back the CIDs of commands that ended after a deadline.
+//   gio_move                             (const Batch*, u32 layer, u32 publish)
+//       <<<any, 32 to 512>>>  staging -> pages for reads, pages -> staging for writes, digests on
+//       the way where the batch has them.
+//   gio_verify                           (const Batch*, u32 layer, u32 publish)
+//       <<<any, 32 to 512>>>  digests of the slices where they lie: compared for reads, computed
+//       for writes.
+//   gio_persistent_word, gio_persistent_mmio (const Mailbox*)
+//       <<<n_shares, 32 to 512>>>  gio_resident for every post of the mailbox, until told to stop.
+//
+// Blocks have whole warps.  A layer is one of these sequences on one stream:
+//
+//   read, directly         [submit] drain [verify]       read, staged       [submit] drain move
+//   write, directly        [verify] submit drain         write, staged      move submit drain
+//   either                 resident                      staged by the host's engine   move
+//
+// The last kernel of a layer is given publish = 1: when its last block has finished, it stores the
+// first error of the layer to `flags[layer].status` and releases `flags[layer].ready`.  A deadline
+// is an error as any other: nothing waits for ever, and who waits on the flag is let go.
+//
+// After a deadline a command keeps its CID, and the device may still write where the command says.
+// `tallies[layer].owned` counts such commands; memory and CIDs are free again when it is 0: by
+// gio_collect, or after the controller was reset.
+#pragma once
+
+#include "gio_uring/iocb.h"
+#include "gio_uring/queue_pair.h"
+
+namespace gio {
+
+// One block's part of every layer.
+struct QueueShare {
+  u64 qp;           // QueuePair; its own words, marks, cid_free and completions in device memory
+  u64 lists;        // list_nbytes of list memory for each CID, as the kernel addresses it
+  u64 lists_dma;    // the same memory as the controller addresses it
+  u32 list_nbytes;  // at most 4096 where a list may not cross a page
+  u32 first_run;    // runs first_run to first_run + n_runs - 1 of the IOCB; the pieces of a slice
+  u32 n_runs;       // that is longer than a command belong to one share
+  u32 reserved;
+};
+static_assert(sizeof(QueueShare) == 40, "layout shared with Python");
+
+constexpr u32 kRunPending = 0xffffffffu;
+
+// Where one run's command stands.  All bits set, as memset leaves them: not sent.
+struct RunState {
+  u32 cid;     // kNoCid, or the CID that it holds
+  u32 status;  // kRunPending, or the command's Status; kTimedOut is final, also when the CQE comes
+};
+static_assert(sizeof(RunState) == 8, "layout shared with Python");
+
+// Tells a stream, a kernel or the CPU that a layer is over.  One writer; only loaded and stored.
+struct LayerFlag {
+  u32 ready;   // released last; not 0
+  u32 status;  // the first error of the layer, or 0
+};
+static_assert(sizeof(LayerFlag) == 8, "layout shared with Python");
+
+// What the blocks of a layer add up among themselves, in device memory.  Zeroed by the host.
+struct LayerTally {
+  u32 arrived;  // blocks of the publishing kernel that have finished; 0 again afterwards
+  u32 status;   // the first error, or 0
+  u32 owned;    // commands that missed the deadline and still hold their CIDs
+  u32 reserved;
+};
+static_assert(sizeof(LayerTally) == 16, "layout shared with Python");
+
+// Where slices lie as the kernels address them.  The slice of pages[i] in layer l is staged at
+// staged_bases[l] + i * staged_stride, its segments one after another.
+struct SliceTable {
+  u64 paged;         // Iocb of the pages: pages, bases, segments, opcode, slice_nlb and lba_shift
+  u64 staged_bases;  // u64[n_layers], or 0: commands name the pages themselves
+  u64 staged_stride;
+  u64 staged_flags;  // LayerFlag[n_layers] that another processor releases when a layer is staged,
+                     // or 0: this stream saw to it.  For gio_move of reads alone
+  u64 digests;       // u64[n_pages][n_layers], or 0.  Reads are compared, writes computed
+  u64 page_status;   // u32[n_pages] in device memory, zeroed by the host; a page's first error
+};
+static_assert(sizeof(SliceTable) == 48, "layout shared with Python");
+
+struct Batch {
+  u64 iocb;        // Iocb as the controller addresses memory
+  u64 shares;      // QueueShare[n_shares]
+  u64 states;      // RunState[n_layers][n_runs], every byte 0xff at first
+  u64 slices;      // SliceTable
+  u64 flags;       // LayerFlag[n_layers], zeroed; pinned or device memory
+  u64 tallies;     // LayerTally[n_layers]
+  u64 timeout_ns;  // how long a kernel waits, counted from when its block began
+  u32 n_shares;
+  u32 ready;  // what flags[layer].ready is set to; not 0
+};
+static_assert(sizeof(Batch) == 64, "layout shared with Python");
+
+// One layer for the persistent kernel.
+struct Post {
+  u64 batch;  // Batch
+  u32 layer;
+  u32 publish;
+};
+static_assert(sizeof(Post) == 16, "layout shared with Python");
+
+// The persistent kernel's orders, in pinned memory.  `posted` and `stop` have the host as their one
+// writer, consumed[b] has block b.
+struct Mailbox {
+  u64 posts;            // Post[capacity]; post n lies at n % capacity
+  u64 posted;           // u32*: how many posts there are, released after the post was written
+  u64 stop;             // u32*: not 0 ends the kernel before its next post
+  u64 consumed;         // u32[n_shares]: posts that block b is done with; the slowest frees a place
+  u64 idle_timeout_ns;  // a kernel without a new post for so long ends by itself
+  u32 capacity;         // a power of two
+  u32 reserved;
+};
+static_assert(sizeof(Mailbox) == 48, "layout shared with Python");
+
+}  // namespace gio
