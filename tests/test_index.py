@@ -152,6 +152,18 @@ def test_match_stops_at_a_gap_and_at_a_slot_in_writing() -> None:
     assert index.match(make_keys([5, 6])).tolist() == [5, 6]
 
 
+def test_look_answers_for_every_key_on_its_own_as_one_lookup() -> None:
+    index = filled(16, 6, pin_lookups=1)
+    index.insert(as_slots(6), make_keys([6]), 1, 6)
+    index.insert(as_slots(9), make_keys([9]), 1, 0, state=SlotState.UNPROVEN)
+    before = index.clock
+    assert index.look(make_keys([99, 3, 6, 9, 0]), pin=True).tolist() == [-1, 3, -1, 9, 0]
+    assert index.clock == before + 1
+    assert np.flatnonzero(index.access == index.clock).tolist() == [0, 3, 9]
+    assert np.flatnonzero(index.busy()).tolist() == [0, 3, 6, 9], "6 is being written"
+    assert index.look(make_keys([])).size == 0
+
+
 def test_unproven_slots_match() -> None:
     index = Index(4)
     index.insert(as_slots(2), make_keys([5]), 1, 0, state=SlotState.UNPROVEN)

@@ -15,7 +15,7 @@ from tutti.digest_cache import DigestCache
 from tutti.errors import ConfigError, DeviceTimeout, PoolClosed
 from tutti.eviction import EvictionPolicy, LeastRecentlyUsed
 from tutti.gio_uring.engine import Engine, Extents
-from tutti.index import Index, SlotState
+from tutti.index import MISSING, Index, SlotState
 from tutti.members import Members
 
 Slots = npt.NDArray[np.int64]
@@ -129,6 +129,38 @@ class Core:
         """How many of these slots come before the first unproven one."""
         unproven = np.flatnonzero(self.index.state[slots] == SlotState.UNPROVEN)
         return int(unproven[0]) if unproven.size else slots.size
+
+    def match(self, keys: npt.NDArray[np.uint8], *, pin: bool, proven: bool) -> int:
+        """See ObjectStore.match."""
+        with self.lock:
+            self.check_open()
+            if not self.ready:
+                return 0
+            found = self.index.match(keys, pin=pin)
+            if proven:
+                found = found[: self.proven_prefix(found)]
+            self._count_lookup(len(keys), found.size)
+            return int(found.size)
+
+    def present(
+        self, keys: npt.NDArray[np.uint8], *, pin: bool, proven: bool
+    ) -> npt.NDArray[np.bool_]:
+        """See ObjectStore.present."""
+        with self.lock:
+            self.check_open()
+            if not self.ready:
+                return np.zeros(len(keys), np.bool_)
+            slots = self.index.look(keys, pin=pin)
+            there: npt.NDArray[np.bool_] = slots != MISSING
+            if proven:
+                there &= self.index.state[slots] != SlotState.UNPROVEN
+            self._count_lookup(len(keys), int(np.count_nonzero(there)))
+            return there
+
+    def _count_lookup(self, keys: int, hits: int) -> None:
+        self.counters.lookups += 1
+        self.counters.looked_up += keys
+        self.counters.hits += hits
 
     def begin(self) -> None:
         """Counts an operation in flight.  PoolClosed while closing.  Lock held."""

@@ -126,6 +126,18 @@ class Index:
             self.pin_until[slots] = self.clock + self.pin_lookups
         return slots
 
+    def look(self, keys: Keys, *, pin: bool = False) -> Slots:
+        """As `match`, but for every key on its own: its slot or MISSING, shape (n,)."""
+        slots = self.find(keys)
+        self._advance_clock()
+        state = self.state[slots]
+        slots[(state != SlotState.READY) & (state != SlotState.UNPROVEN)] = MISSING
+        found = slots[slots != MISSING]
+        self.access[found] = self.clock
+        if pin:
+            self.pin_until[found] = self.clock + self.pin_lookups
+        return slots
+
     def find(self, keys: Keys) -> Slots:
         """The slot of every key in whatever state, or MISSING; shape (n,). Not an access."""
         self._check_keys(keys)

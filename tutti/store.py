@@ -179,19 +179,16 @@ class ObjectStore:
         unclean close see ``prove``.
         Answers 0 while recovery runs.  Raises KeySizeError.
         """
-        array = as_keys(keys)
-        core = self._core
-        with core.lock:
-            core.check_open()
-            if not core.ready:
-                return 0
-            found = core.index.match(array, pin=pin)
-            if proven:
-                found = found[: core.proven_prefix(found)]
-            core.counters.lookups += 1
-            core.counters.looked_up += len(array)
-            core.counters.hits += found.size
-            return int(found.size)
+        return self._core.match(as_keys(keys), pin=pin, proven=proven)
+
+    def present(
+        self, keys: Keys, *, pin: bool = False, proven: bool = False
+    ) -> npt.NDArray[np.bool_]:
+        """Which of ``keys`` are in the pool, each on its own: bool (n,).
+
+        keys, pin, proven: as for ``match``; one look-up whatever n is.
+        """
+        return self._core.present(as_keys(keys), pin=pin, proven=proven)
 
     def put(
         self,

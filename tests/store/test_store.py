@@ -284,3 +284,13 @@ def test_work_per_batch_is_by_runs(rng: np.random.Generator) -> None:
         before = store.stats()["commands"]
         store.load(keys, np.arange(128)).wait(5)
         assert store.stats()["commands"] - before == 128 // 16 * LAYOUT.layers
+
+
+def test_present_answers_for_every_key(rng: np.random.Generator) -> None:
+    with opened(formatted(LAYOUT, GEOMETRY)) as store:
+        store.allocate_pool(8)
+        keys = some_keys(rng, 5)
+        store.put(keys[[0, 1, 4]], np.arange(3)).wait(5)
+        assert store.present(keys).tolist() == [True, True, False, False, True]
+        assert store.present(keys, pin=True, proven=True).tolist() == [1, 1, 0, 0, 1]
+        assert store.stats()["hits"] == 6
