@@ -158,12 +158,14 @@ void Engine::loop() {
     const bool issued = issue(now);
     if (issued) sq_ring<WordDoorbell>(qp_);
     const bool busy = !finished_.empty() || gate_opened_;
-    controller_->service(busy ? 0 : inflight_ != 0 ? kTickNs : kIdleNs);
+    const u64 idle_ns = inflight_ != 0 ? kTickNs : kIdleNs;
+    controller_->service(busy ? 0 : blocked_.empty() ? idle_ns : mover_ns_);
     std::vector<std::pair<Job*, Completed>> finished;
     finished.swap(finished_);
     for (auto& f : finished) finish(f.first, f.second);
     if (gate_opened_.exchange(false) || stop_) run_gates();  // pairs with open_gate
     reap();
+    run_blocked(now);
     if (now >= next_check_ns_) {
       check_deadlines(now);
       stats_[kCpu] = clock_ns(CLOCK_THREAD_CPUTIME_ID);
@@ -179,8 +181,8 @@ void Engine::loop() {
       reset_wanted_ = false;
       changed_.notify_all();
     }
-    running =
-        !(stop_ && incoming_.empty() && inflight_ == 0 && finished_.empty() && gated_.empty());
+    running = !(stop_ && incoming_.empty() && inflight_ == 0 && finished_.empty() &&
+                gated_.empty() && blocked_.empty());
     for (const auto& queue : ready_) running = running || !queue.empty();
   }
   std::lock_guard<std::mutex> lock(mutex_);
@@ -217,8 +219,12 @@ Job* Engine::next_job() {
     while (!queue.empty()) {  // bounded: every turn but the last takes a job off
       Job* job = queue.front();
       if ((job->cancel || stop_) && !job->done) abandon(job, kCancelled);
-      if (job->next_command < job->n_commands) return job;
+      if (job->next_command < job->n_commands && may_issue(job)) return job;
       queue.pop_front();
+      if (job->next_command < job->n_commands) {
+        job->blocked_ns = now_ns();
+        blocked_.push_back(job);
+      }
       maybe_release(job);
     }
   }
@@ -394,6 +400,7 @@ void Engine::advance(Job* job) {
   u32 ready = job->layers_ready;
   while (ready < job->n_layers && job->layer_left[ready] == 0) ++ready;
   if (ready == job->layers_ready && ready != job->n_layers) return;
+  tell_layers(job, job->layers_ready, ready);
   if (ready == job->n_layers) {
     job->done_ns = now_ns();
     job->done = true;
@@ -417,6 +424,7 @@ void Engine::abandon(Job* job, u32 status) {
   job->next_command = job->n_commands;
   job->gate = true;
   gate_opened_ = true;
+  tell_layers(job, job->layers_ready, job->n_layers);
   job->done_ns = now_ns();
   job->done = true;
   notify();
@@ -425,6 +433,7 @@ void Engine::abandon(Job* job, u32 status) {
 void Engine::maybe_release(Job* job) {
   if (!job->done || job->outstanding != 0 || job->queued) return;
   if (job->next_command < job->n_commands) return;
+  if (std::find(blocked_.begin(), blocked_.end(), job) != blocked_.end()) return;
   for (auto& queue : ready_) {
     // next_job takes a job off its queue; until then a pointer to it is still there.
     if (!queue.empty() && queue.front() == job) queue.pop_front();
@@ -461,37 +470,3 @@ void Engine::notify() {
 }
 
 }  // namespace gio
-
-using gio::Engine;
-using gio::Job;
-
-extern "C" {
-
-Engine* gio_engine_create(gio::Controller* controller, gio::QueuePair* qp, uint64_t lists,
-                          uint32_t list_nbytes, uint32_t inflight_max) {
-  return new Engine(controller, qp, lists, list_nbytes, inflight_max);
-}
-Job* gio_engine_submit(Engine* engine, const gio::JobConfig* config) {
-  return engine->submit(*config);
-}
-int gio_job_wait_layers(Engine* engine, Job* job, uint32_t layers, uint64_t timeout_ns) {
-  return engine->wait_layers(job, layers, timeout_ns);
-}
-int gio_job_wait_released(Engine* engine, Job* job, uint64_t timeout_ns) {
-  return engine->wait_released(job, timeout_ns);
-}
-void gio_job_open_gate(Engine* engine, Job* job) { engine->open_gate(job); }
-void gio_job_cancel(Engine* engine, Job* job) { engine->cancel(job); }
-void gio_job_report(const Job* job, gio::JobReport* out) {
-  *out = gio::JobReport{job->submitted_ns, job->done_ns,  job->layers_ready,
-                        job->done,         job->released, job->status};
-}
-void gio_job_free(Job* job) { delete job; }
-uint64_t gio_engine_next(Engine* engine, uint64_t timeout_ns) {
-  return engine->next_released(timeout_ns);
-}
-int gio_engine_reset(Engine* engine, uint64_t timeout_ns) { return engine->reset(timeout_ns); }
-int gio_engine_stop(Engine* engine, uint64_t timeout_ns) { return engine->stop(timeout_ns); }
-void gio_engine_stats(const Engine* engine, gio::EngineStats* out) { *out = engine->stats(); }
-void gio_engine_destroy(Engine* engine) { delete engine; }
-}

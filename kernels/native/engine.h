@@ -21,6 +21,19 @@ constexpr u32 kPriorities = 3;
 
 enum DigestMode : u32 { kDigestNone = 0, kDigestCompute = 1, kDigestCompare = 2 };
 
+// What a job and the mover of its staging memory tell each other, in memory that a GPU reaches.
+// Nobody sleeps on it and no call wakes anybody: plain words, each with one writer.
+struct LayerWord {
+  u32 ready;   // 1 once the layer's commands ended, or the job did; the job's last word on it
+  u32 status;  // valid with `ready`: the first error of the job by then, or 0
+};
+struct LayerWords {
+  u32 moved;  // by the mover alone: how many layers it has finished, from the first
+  u32 reserved[31];
+  LayerWord layers[1];  // n_layers of them
+};
+static_assert(sizeof(LayerWords) == 136, "layout shared with Python");
+
 // Plain data, mirrored by tutti/gio_uring/engine.py.  The arrays stay valid and unmoved until
 // the job is released.
 struct JobConfig {
@@ -32,9 +45,10 @@ struct JobConfig {
   u32 priority;     // lower ones are issued first
   u32 digest;       // DigestMode
   u32 gated;        // compare only: digests are not read before gio_job_open_gate
-  u32 reserved;
+  u32 window;       // with words: layer l is issued once `moved` + window > l
+  u64 words;        // LayerWords for a mover, zeroed by the caller; or 0
 };
-static_assert(sizeof(JobConfig) == 168, "layout shared with Python");
+static_assert(sizeof(JobConfig) == 176, "layout shared with Python");
 
 struct JobReport {
   u64 submitted_ns;  // CLOCK_MONOTONIC
@@ -74,6 +88,7 @@ struct Job {
   u64 next_command = 0;             // layer-major
   u64 n_commands;
   u32 outstanding = 0;
+  u64 blocked_ns = 0;   // since when the mover is behind
   bool queued = false;  // was handed to waiters of gio_engine_next
   std::atomic<bool> gate;
   std::atomic<bool> cancel{false};
@@ -130,6 +145,9 @@ class Engine {
   void digest_slice(Job* job, u32 layer, u32 page_index);
   void mark_pages(Job* job, const Run& run, u32 status);
   void advance(Job* job);
+  bool may_issue(const Job* job) const;
+  void run_blocked(u64 now);
+  void tell_layers(Job* job, u32 from, u32 to);
   void abandon(Job* job, u32 status);
   void maybe_release(Job* job);
   void run_gates();
@@ -147,6 +165,8 @@ class Engine {
   std::vector<u32> active_;        // CIDs in flight
   std::vector<std::pair<Job*, Completed>> finished_;
   std::vector<Job*> gated_;
+  std::vector<Job*> blocked_;  // have commands to issue, once their mover allows
+  u64 mover_ns_ = 0;
   std::deque<Job*> ready_[kPriorities];  // jobs with commands to issue
 
   mutable std::mutex mutex_;

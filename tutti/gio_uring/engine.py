@@ -22,6 +22,7 @@ from tutti.errors import DeviceTimeout, PoolClosed
 from tutti.gio_uring import _native
 from tutti.gio_uring.controller import NativeController
 from tutti.gio_uring.iocb import U32, U64, IocbStruct, PagedMemory, split_runs
+from tutti.gio_uring.layer_words import LayerWords
 from tutti.gio_uring.memory import HostBuffer
 from tutti.gio_uring.nvme_spec import (
     FUA,
@@ -62,7 +63,8 @@ class JobConfig(ctypes.Structure):
         ("priority", ctypes.c_uint32),
         ("digest", ctypes.c_uint32),
         ("gated", ctypes.c_uint32),
-        ("reserved", ctypes.c_uint32),
+        ("window", ctypes.c_uint32),
+        ("words", ctypes.c_uint64),
     )
 
 
@@ -239,6 +241,8 @@ class Engine:
         priority: int = PRIORITY_RECORDS,
         timeout_s: float = 30.0,
         on_released: Callable[[Job], None] | None = None,
+        words: LayerWords | None = None,
+        window: int = 0,
     ) -> Job:
         """Moves slices between the medium and paged memory, all layers of ``memory`` in order.
 
@@ -248,6 +252,8 @@ class Engine:
         priority: PRIORITY_RECORDS, PRIORITY_LOAD or PRIORITY_STORE; lower goes first.
         timeout_s: how long one command may be outstanding.  on_released: called once no command
         of the job is outstanding, on the engine's own thread, where it must not wait for a job.
+        words: shared with a mover of ``memory``, cleared and kept until the job was released: the
+        engine marks each layer there, and begins layer l only once ``moved + window > l``.
         Raises PoolClosed after ``close``.
         """
         slices_max = max(1, (self._descriptors_max - 1) // (len(memory.segment_nbytes) + 1))
@@ -277,12 +283,14 @@ class Engine:
             config.digests = digests.ctypes.data
             config.digest = DIGEST_COMPARE if compare else DIGEST_COMPUTE
             config.gated = int(gated)
+        if words is not None:
+            config.words, config.window = words.address, window
         return self._submit(
             config,
             opcode,
             runs,
             pages.size,
-            (pages, bases, memory, digests),
+            (pages, bases, memory, digests, words),
             priority,
             timeout_s,
             on_released,

@@ -1,0 +1,36 @@
+// The C functions of the host engine, as tutti/gio_uring/_native.py declares them.
+#include "engine.h"
+
+using gio::Engine;
+using gio::Job;
+
+extern "C" {
+
+Engine* gio_engine_create(gio::Controller* controller, gio::QueuePair* qp, uint64_t lists,
+                          uint32_t list_nbytes, uint32_t inflight_max) {
+  return new Engine(controller, qp, lists, list_nbytes, inflight_max);
+}
+Job* gio_engine_submit(Engine* engine, const gio::JobConfig* config) {
+  return engine->submit(*config);
+}
+int gio_job_wait_layers(Engine* engine, Job* job, uint32_t layers, uint64_t timeout_ns) {
+  return engine->wait_layers(job, layers, timeout_ns);
+}
+int gio_job_wait_released(Engine* engine, Job* job, uint64_t timeout_ns) {
+  return engine->wait_released(job, timeout_ns);
+}
+void gio_job_open_gate(Engine* engine, Job* job) { engine->open_gate(job); }
+void gio_job_cancel(Engine* engine, Job* job) { engine->cancel(job); }
+void gio_job_report(const Job* job, gio::JobReport* out) {
+  *out = gio::JobReport{job->submitted_ns, job->done_ns,  job->layers_ready,
+                        job->done,         job->released, job->status};
+}
+void gio_job_free(Job* job) { delete job; }
+uint64_t gio_engine_next(Engine* engine, uint64_t timeout_ns) {
+  return engine->next_released(timeout_ns);
+}
+int gio_engine_reset(Engine* engine, uint64_t timeout_ns) { return engine->reset(timeout_ns); }
+int gio_engine_stop(Engine* engine, uint64_t timeout_ns) { return engine->stop(timeout_ns); }
+void gio_engine_stats(const Engine* engine, gio::EngineStats* out) { *out = engine->stats(); }
+void gio_engine_destroy(Engine* engine) { delete engine; }
+}

@@ -1,0 +1,76 @@
+"""Words by which a job of the engine and the mover of its staging memory tell each other of layers.
+
+The layout is `gio::LayerWords` of kernels/native/engine.h; a test compares the two.  Every word
+has one writer and nobody sleeps on it: the engine's thread stores `ready` with release order, a GPU
+stream stores `moved` after its copies.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+import numpy as np
+import numpy.typing as npt
+
+from tutti.gio_uring.memory import view_at
+
+#: Bytes before the layers: the mover's word has a line of its own.
+_HEAD_NBYTES = 128
+_LAYER_NBYTES = 8
+
+
+class LayerWordStruct(ctypes.Structure):
+    """`gio::LayerWord`."""
+
+    _fields_ = (("ready", ctypes.c_uint32), ("status", ctypes.c_uint32))
+
+
+class LayerWordsStruct(ctypes.Structure):
+    """`gio::LayerWords`, with the first of its layers."""
+
+    _fields_ = (
+        ("moved", ctypes.c_uint32),
+        ("reserved", ctypes.c_uint32 * 31),
+        ("layers", LayerWordStruct * 1),
+    )
+
+
+class LayerWords:
+    """The words of one job of `layers` layers at an address, whose memory the caller keeps."""
+
+    def __init__(self, address: int, layers: int) -> None:
+        self.address = address
+        self.layers = layers
+        self._words: npt.NDArray[np.uint32] = view_at(address, self.nbytes_of(layers)).view(
+            np.uint32
+        )
+
+    @staticmethod
+    def nbytes_of(layers: int) -> int:
+        """Bytes of the words for `layers` layers, whole lines of 128."""
+        return -(-(_HEAD_NBYTES + layers * _LAYER_NBYTES) // _HEAD_NBYTES) * _HEAD_NBYTES
+
+    def clear(self) -> None:
+        """Zeroes everything, before the job is submitted."""
+        self._words[:] = 0
+
+    @property
+    def moved(self) -> int:
+        """How many layers the mover has finished, from the first."""
+        return int(self._words[0])
+
+    def status(self, layer: int) -> int:
+        """The first error of the job when `layer` ended, 0 for none or not yet."""
+        return int(self._words[self._index(layer) + 1])
+
+    def is_ready(self, layer: int) -> bool:
+        """Whether the engine has said its last word on `layer`."""
+        return bool(self._words[self._index(layer)])
+
+    def ready_offset(self, layer: int) -> int:
+        """Where the word of a layer lies, in bytes from `address`."""
+        return self._index(layer) * 4
+
+    def _index(self, layer: int) -> int:
+        assert 0 <= layer < self.layers, "a layer of the job"
+        return (_HEAD_NBYTES + layer * _LAYER_NBYTES) // 4
