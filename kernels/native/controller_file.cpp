@@ -40,7 +40,10 @@ FileController::~FileController() {
     return;
   }
   executor_.reset();
-  for (const FileNamespace& file : files_) close(file.fd);
+  for (const FileNamespace& file : files_) {
+    close(file.fd);
+    if (file.buffered_fd >= 0) close(file.buffered_fd);
+  }
 }
 
 int FileController::open(const FileConfig& config) {
@@ -77,6 +80,7 @@ int FileController::open_files(const FileConfig& config) {
     if (file.nlb == 0 || file.nlb > (~0ULL >> 1) >> config.lba_shift) return -EINVAL;
     file.fd = fcntl(file.fd, F_DUPFD_CLOEXEC, 0);
     if (file.fd < 0) return -errno;
+    if (file.buffered_fd >= 0) file.buffered_fd = fcntl(file.buffered_fd, F_DUPFD_CLOEXEC, 0);
     files_.push_back(file);
     namespace_nlb_.push_back(file.nlb);
   }
@@ -85,7 +89,11 @@ int FileController::open_files(const FileConfig& config) {
 
 int FileController::open_executor(const FileConfig& config) {
   ExecutorConfig parts;
-  for (const FileNamespace& file : files_) parts.fds.push_back(file.fd);
+  for (const FileNamespace& file : files_) {
+    parts.fds.push_back(file.fd);
+    // The ring takes no gaps; set_buffered() refuses what would use this one.
+    parts.buffered_fds.push_back(file.buffered_fd >= 0 ? file.buffered_fd : file.fd);
+  }
   parts.entries = config.requests;
   parts.threads = config.threads;
   if (config.executor == kExecutorAuto || config.executor == kExecutorUring) {
@@ -134,6 +142,10 @@ void FileController::wake() { executor_->wake(); }
 
 // Takes what the submitters rang, as far as requests are free.
 void FileController::fetch() {
+  {
+    std::lock_guard<std::mutex> lock(next_buffered_mutex_);
+    buffered_ = next_buffered_;
+  }
   std::optional<MemoryMap::Reader> reader;
   bool has_room = !cutting_.is_active || cut();
   Sqe sqe;
@@ -234,8 +246,10 @@ bool FileController::cut() {
   Cutting& c = cutting_;
   Request*& open = open_[c.file];
   while (c.left != 0) {  // bounded: every turn opens a request or takes at least one block
+    c.span = buffered_->at(c.file, c.offset);
     if (open != nullptr) {
-      const bool joins = open->kind == c.kind && open->fua == c.fua && open->n_parts < kPartsMax &&
+      const bool joins = open->kind == c.kind && open->fua == c.fua &&
+                         open->is_buffered == c.span.is_buffered && open->n_parts < kPartsMax &&
                          open->start + open->total_nbytes == c.offset && fit(*open) == c.left;
       if (!joins) close_open(c.file);
     }
@@ -243,6 +257,7 @@ bool FileController::cut() {
       if (free_requests_.empty()) return false;
       open = take_request(c.kind, c.file, c.offset);
       open->fua = c.fua;
+      open->is_buffered = c.span.is_buffered;
     } else {
       count(kJoined, 1);
     }
@@ -256,7 +271,8 @@ bool FileController::cut() {
 // How much of the transfer in cutting_ the request has room for: whole blocks.
 u64 FileController::fit(const Request& request) const {
   const u64 room_nbytes = request_nbytes_max_ - request.total_nbytes;
-  const u64 wanted = std::min(room_nbytes, cutting_.left);
+  const u64 span_nbytes = cutting_.span.end - cutting_.offset;
+  const u64 wanted = std::min({room_nbytes, cutting_.left, span_nbytes});
   u64 nbytes = 0;
   u64 skip = cutting_.extent_done;
   const size_t end = std::min(extents_.size(), cutting_.extent + kExtentsMax - request.n_extents);
@@ -295,6 +311,7 @@ FileController::Request* FileController::take_request(OpKind kind, u32 file, u64
   request->kind = kind;
   request->file = file;
   request->fua = false;
+  request->is_buffered = false;
   request->start = offset;
   request->total_nbytes = 0;
   request->n_extents = 0;
@@ -318,7 +335,20 @@ void FileController::close_open(u32 file) {
   open_[file] = nullptr;
   if (request == nullptr) return;
   count(kRequests, 1);
+  if (request->is_buffered) count(kBuffered, 1);
   launch(request, needs_bounce(*request));
+}
+
+int FileController::set_buffered(const BufferedRange* ranges, size_t n) {
+  auto next = std::make_shared<BufferedRanges>();
+  const int status = next->assign(ranges, n, namespace_nlb_, info.lba_shift);
+  if (status != 0) return status;
+  for (size_t i = 0; i < n; ++i) {
+    if (files_[ranges[i].nsid - 1].buffered_fd < 0) return -ENOTSUP;
+  }
+  std::lock_guard<std::mutex> lock(next_buffered_mutex_);
+  next_buffered_ = std::move(next);
+  return 0;
 }
 
 void FileController::count(Counter counter, u64 n) {
@@ -330,8 +360,8 @@ void FileController::count(Counter counter, u64 n) {
 FileStats FileController::stats() const {
   u64 n[kCounters];
   for (u32 i = 0; i < kCounters; ++i) n[i] = counters_[i].load(std::memory_order_relaxed);
-  return {n[kCommands], n[kRequests], n[kRead_],   n[kWritten],
-          n[kJoined],   n[kBounced],  n[kRepeated]};
+  return {n[kCommands], n[kRequests], n[kRead_],    n[kWritten],
+          n[kJoined],   n[kBounced],  n[kRepeated], n[kBuffered]};
 }
 
 }  // namespace gio

@@ -3,15 +3,18 @@
 // Namespace i+1 is file i.  Commands fetched in one turn that are adjacent on the medium become
 // one request to the kernel, long ones are cut, and memory that direct I/O does not take goes
 // through a bounce buffer.  A request that fails is done again command by command, so that a
-// command only ever reports its own error.
+// command only ever reports its own error.  Ranges of blocks can be sent through the page cache
+// instead; no request crosses the border of one.
 #pragma once
 
 #include <atomic>
 #include <deque>
 #include <memory>
+#include <mutex>
 #include <vector>
 
 #include "bounce.h"
+#include "buffered_ranges.h"
 #include "controller.h"
 #include "executor.h"
 
@@ -19,13 +22,15 @@ namespace gio {
 
 // Plain data, mirrored by tutti/gio_uring/controller_file.py.
 struct FileNamespace {
-  int fd;  // stays the caller's; the controller works on a duplicate
+  int fd;           // stays the caller's; the controller works on a duplicate
+  int buffered_fd;  // the same file opened without O_DIRECT, likewise; or -1
   u32 flags;
+  u32 reserved;
   u64 nlb;
   u32 memory_alignment;  // of addresses, for direct I/O
   u32 offset_alignment;  // of offsets and lengths, for direct I/O
 };
-static_assert(sizeof(FileNamespace) == 24, "layout shared with Python");
+static_assert(sizeof(FileNamespace) == 32, "layout shared with Python");
 constexpr u32 kFileDirect = 1;  // opened with O_DIRECT: the alignments hold
 
 struct FileConfig {
@@ -49,6 +54,7 @@ struct FileStats {
   u64 joined;    // commands, or parts of one, that went with an adjacent one
   u64 bounced;   // requests through a bounce buffer
   u64 repeated;  // hand-overs after short transfers, interruptions and errors
+  u64 buffered;  // requests through the page cache of files opened for direct I/O
 };
 
 class FileController final : public Controller {
@@ -65,6 +71,9 @@ class FileController final : public Controller {
 
   // Bounds every sleep of service(), for submitters that ring without wake(); 0 = no bound.
   void set_sleep_max(u64 sleep_max_ns) { sleep_max_ns_ = sleep_max_ns; }
+  // Any thread.  From the next turn of service() on, exactly these blocks go through the page
+  // cache.  -EINVAL for bad ranges, -ENOTSUP for a file that has no buffered_fd.
+  int set_buffered(const BufferedRange* ranges, size_t n);
   FileStats stats() const;
   Executor* executor() { return executor_.get(); }
   int uring_error() const { return uring_error_; }
@@ -111,10 +120,21 @@ class FileController final : public Controller {
     u32 file;
     u64 offset;  // of the rest
     u64 left;
-    size_t extent;  // of the rest, and how much of it is gone
+    BufferedRanges::Span span;  // around offset
+    size_t extent;              // of the rest, and how much of it is gone
     u64 extent_done;
   };
-  enum Counter { kCommands, kRequests, kRead_, kWritten, kJoined, kBounced, kRepeated, kCounters };
+  enum Counter {
+    kCommands,
+    kRequests,
+    kRead_,
+    kWritten,
+    kJoined,
+    kBounced,
+    kRepeated,
+    kBuffered,
+    kCounters
+  };
 
   int open_files(const FileConfig& config);
   int open_executor(const FileConfig& config);
@@ -169,6 +189,9 @@ class FileController final : public Controller {
   std::vector<Command> kept_;    // ended, but their completion queue is full
   std::vector<Extent> extents_;  // of the command being cut
   Cutting cutting_ = {};
+  std::shared_ptr<const BufferedRanges> buffered_;  // of this turn
+  std::mutex next_buffered_mutex_;
+  std::shared_ptr<const BufferedRanges> next_buffered_ = std::make_shared<BufferedRanges>();
   std::unique_ptr<BouncePool> bounces_;
   std::vector<Done> done_;
   size_t first_queue_ = 0;  // fetching takes turns
@@ -187,6 +210,9 @@ TUTTI_API int gio_uring_refusal();
 // The ExecutorKind in use; *uring_error says why io_uring was not taken (negative errno), or 0.
 TUTTI_API uint32_t gio_file_controller_executor(gio::Controller*, int* uring_error);
 TUTTI_API void gio_file_controller_stats(gio::Controller*, gio::FileStats* out);
+// See FileController::set_buffered.
+TUTTI_API int gio_file_controller_set_buffered(gio::Controller*, const gio::BufferedRange* ranges,
+                                               uint64_t n);
 TUTTI_API void gio_file_controller_sleep_max(gio::Controller*, uint64_t sleep_max_ns);
 // Registered buffers, on top of gio_controller_register.  0 or negative errno.
 TUTTI_API int gio_file_controller_add_buffer(gio::Controller*, uint64_t address, uint64_t nbytes);

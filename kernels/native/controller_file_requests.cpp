@@ -55,7 +55,7 @@ u32 status_of(OpKind kind, long long result) {
 
 bool FileController::needs_bounce(const Request& request) const {
   const FileNamespace& file = files_[request.file];
-  if ((file.flags & kFileDirect) == 0) return false;
+  if ((file.flags & kFileDirect) == 0 || request.is_buffered) return false;
   for (u32 i = 0; i < request.n_extents; ++i) {
     const iovec& extent = request.extents[i];
     if (reinterpret_cast<u64>(extent.iov_base) % file.memory_alignment != 0) return true;
@@ -198,7 +198,7 @@ bool FileController::try_again(Request* request, long long result) {
     hand_over(request);
     return true;
   }
-  const bool is_direct = (files_[request->file].flags & kFileDirect) != 0;
+  const bool is_direct = (files_[request->file].flags & kFileDirect) != 0 && !request->is_buffered;
   if (result == -EINVAL && is_direct && request->n_extents != 0 && request->bounce == nullptr &&
       !request->is_single) {  // stricter about memory than the file system said
     launch(request, true);
@@ -342,6 +342,15 @@ uint32_t gio_file_controller_executor(gio::Controller* controller, int* uring_er
 
 void gio_file_controller_stats(gio::Controller* controller, gio::FileStats* out) {
   *out = file(controller)->stats();
+}
+
+int gio_file_controller_set_buffered(gio::Controller* controller, const gio::BufferedRange* ranges,
+                                     uint64_t n) {
+  try {
+    return file(controller)->set_buffered(ranges, n);
+  } catch (const std::bad_alloc&) {
+    return -ENOMEM;
+  }
 }
 
 void gio_file_controller_sleep_max(gio::Controller* controller, uint64_t sleep_max_ns) {

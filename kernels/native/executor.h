@@ -16,13 +16,14 @@ enum class OpKind : u32 { kRead, kWrite, kFlush, kDeallocate };
 // One request.  Belongs to the executor from submit() until reap() returned it.
 struct Op {
   OpKind kind;
-  u32 file;    // index into ExecutorConfig::fds
+  u32 file;    // index into ExecutorConfig::fds, or buffered_fds
   u64 offset;  // bytes into the file
   u64 nbytes;  // of the extents, or of the range to deallocate
   iovec* iov;
   u32 n_iov;
-  u32 slot;  // below ExecutorConfig::entries, unique among the requests under way
-  bool fua;  // a write that is durable when it ends
+  u32 slot;          // below ExecutorConfig::entries, unique among the requests under way
+  bool fua;          // a write that is durable when it ends
+  bool is_buffered;  // by the fd of buffered_fds
 };
 
 struct Done {
@@ -34,7 +35,9 @@ enum ExecutorKind : u32 { kExecutorAuto = 0, kExecutorUring = 1, kExecutorThread
 
 struct ExecutorConfig {
   std::vector<int> fds;  // stay the caller's and outlive the executor
-  u32 entries;           // most requests under way
+  // The same files opened without O_DIRECT, for the requests that ask for it.
+  std::vector<int> buffered_fds;
+  u32 entries;  // most requests under way
   u32 threads;
 };
 

@@ -43,7 +43,8 @@ long long execute(int fd, const Op& op) {
 
 class ThreadsExecutor final : public Executor {
  public:
-  explicit ThreadsExecutor(const ExecutorConfig& config) : fds_(config.fds) {
+  explicit ThreadsExecutor(const ExecutorConfig& config)
+      : fds_(config.fds), buffered_fds_(config.buffered_fds) {
     for (u32 i = 0; i < config.threads; ++i) workers_.emplace_back([this] { work(); });
   }
 
@@ -107,7 +108,8 @@ class ThreadsExecutor final : public Executor {
       Op* op = todo_.front();
       todo_.pop_front();
       lock.unlock();
-      const long long result = execute(fds_[op->file], *op);
+      const long long result =
+          execute(op->is_buffered ? buffered_fds_[op->file] : fds_[op->file], *op);
       lock.lock();
       done_.push_back({op, result});
       if (done_.size() == 1) done_changed_.notify_one();
@@ -115,6 +117,7 @@ class ThreadsExecutor final : public Executor {
   }
 
   const std::vector<int> fds_;
+  const std::vector<int> buffered_fds_;
   std::vector<Op*> submitted_;  // of the servicing thread alone
   std::mutex mutex_;
   std::condition_variable todo_changed_;

@@ -43,8 +43,10 @@ class UringExecutor final : public Executor {
     if (status != 0) return status;
     wake_fd_ = eventfd(0, EFD_CLOEXEC);
     if (wake_fd_ < 0) return -errno;
-    return ring_.enroll(IORING_REGISTER_FILES, config.fds.data(),
-                        static_cast<u32>(config.fds.size()));
+    std::vector<int> fds = config.fds;
+    first_buffered_ = static_cast<u32>(fds.size());
+    fds.insert(fds.end(), config.buffered_fds.begin(), config.buffered_fds.end());
+    return ring_.enroll(IORING_REGISTER_FILES, fds.data(), static_cast<u32>(fds.size()));
   }
 
   void submit(Op* op) override {
@@ -53,7 +55,7 @@ class UringExecutor final : public Executor {
       failed_.push_back({op, -EBUSY});
       return;
     }
-    sqe->fd = static_cast<int>(op->file);
+    sqe->fd = static_cast<int>(op->file + (op->is_buffered ? first_buffered_ : 0));
     sqe->flags = IOSQE_FIXED_FILE;
     sqe->off = op->offset;
     sqe->user_data = reinterpret_cast<u64>(op);
@@ -165,6 +167,7 @@ class UringExecutor final : public Executor {
   int update_buffer(u32 index, u64 address, u64 nbytes);
 
   Uring ring_;
+  u32 first_buffered_ = 0;  // of the ring's files: from here on the buffered ones
   int wake_fd_ = -1;
   u64 wake_value_ = 0;
   bool wake_armed_ = false;

@@ -1,45 +1,38 @@
 """NVMe commands executed on files and block devices, by io_uring or by threads.
 
 Namespace i+1 is file i. Files are opened for direct I/O where their file system has it; each
-`FileMember` says whether it has, and why not. How commands become requests to the kernel:
+`FileMember` says whether it has, and why not. Ranges of blocks can go through the page cache
+instead, see `FileController.set_buffered`. How commands become requests to the kernel:
 `kernels/native/controller_file.h`.
 """
 
 from __future__ import annotations
 
-import contextlib
+import bisect
 import ctypes
 import errno
-import fcntl
-import mmap
 import os
-import stat
-import time
-import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cache
-from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from tutti.errors import (
-    CapacityError,
-    ConfigError,
-    MediumError,
-    PoolInUse,
-    PoolNotFound,
-    PoolReadOnly,
-    TuttiError,
-    Unsupported,
-)
+from tutti.errors import ConfigError, Unsupported
 from tutti.gio_uring import _native
 from tutti.gio_uring.controller import NativeController
+from tutti.gio_uring.file_member import FileMember, Progress, allocate_file
 from tutti.gio_uring.memory import DmaRegion
-from tutti.units import KiB, MiB, format_nbytes
+from tutti.units import KiB, MiB
+
+__all__ = [
+    "BlockRange",
+    "FileController",
+    "FileMember",
+    "Progress",
+    "allocate_file",
+    "uring_refusal",
+]
 
 EXECUTORS = ("auto", "uring", "threads")
-
-#: Progress of `allocate_file`: bytes done, bytes in all.
-Progress = Callable[[int, int], None]
 
 _P = ctypes.c_void_p
 _I = ctypes.c_int
@@ -47,19 +40,15 @@ _U32 = ctypes.c_uint32
 _U64 = ctypes.c_uint64
 
 _DIRECT = 1  # FileNamespace::flags
-_READ_ONLY_ERRNOS = (errno.EROFS, errno.EACCES, errno.EPERM)
-_LOCK_NAP_S = 0.02
-_FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-_PREWRITE_NBYTES = 4 * MiB
 
 _PROTOTYPES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "gio_file_controller_create": (_I, (_P, _P)),
     "gio_file_controller_executor": (_U32, (_P, _P)),
     "gio_file_controller_stats": (None, (_P, _P)),
     "gio_file_controller_sleep_max": (None, (_P, _U64)),
+    "gio_file_controller_set_buffered": (_I, (_P, _P, _U64)),
     "gio_file_controller_add_buffer": (_I, (_P, _U64, _U64)),
     "gio_file_controller_remove_buffer": (_I, (_P, _U64)),
-    "gio_file_alignment": (_I, (_I, _P, _P)),
     "gio_uring_refusal": (_I, ()),
 }
 
@@ -79,11 +68,19 @@ class FileNamespaceStruct(ctypes.LittleEndianStructure):
 
     _fields_ = (
         ("fd", _I),
+        ("buffered_fd", _I),
         ("flags", _U32),
+        ("reserved", _U32),
         ("nlb", _U64),
         ("memory_alignment", _U32),
         ("offset_alignment", _U32),
     )
+
+
+class BufferedRangeStruct(ctypes.LittleEndianStructure):
+    """`gio::BufferedRange`."""
+
+    _fields_ = (("nsid", _U32), ("reserved", _U32), ("slba", _U64), ("nlb", _U64))
 
 
 class FileConfigStruct(ctypes.LittleEndianStructure):
@@ -108,6 +105,7 @@ class FileStats(ctypes.LittleEndianStructure):
     commands: fetched. requests: handed to the kernel, repetitions not counted. joined: commands,
     or parts of one, that went with an adjacent one. bounced: requests whose memory direct I/O does
     not take. repeated: requests continued or done again after short transfers and errors.
+    buffered: requests through the page cache of files that are opened for direct I/O.
     """
 
     _fields_ = (
@@ -118,97 +116,16 @@ class FileStats(ctypes.LittleEndianStructure):
         ("joined", _U64),
         ("bounced", _U64),
         ("repeated", _U64),
+        ("buffered", _U64),
     )
 
 
-class FileMember:
-    """One open file or block device; closed by `close`, or when it is collected.
+class BlockRange(NamedTuple):
+    """Consecutive blocks of one namespace."""
 
-    file: a path, or the number of an open file, which is duplicated and kept as it was opened.
-    direct: whether to ask for direct I/O at all (paths only).
-
-    fd: its number, for locks. nbytes: its size. direct: whether it is opened for direct I/O, with
-    `memory_alignment` and `offset_alignment` in bytes; else `buffered_reason` says why it is not.
-
-    Raises PoolNotFound, PoolReadOnly, ConfigError for what is no file, else MediumError.
-    """
-
-    def __init__(self, file: str | os.PathLike[str] | int, *, direct: bool = True) -> None:
-        self.name = f"file {file}" if isinstance(file, int) else os.fspath(file)
-        self.buffered_reason: str | None = None
-        self.memory_alignment = self.offset_alignment = 1
-        if isinstance(file, int):
-            self.fd = fcntl.fcntl(file, fcntl.F_DUPFD_CLOEXEC, 0)
-            direct = bool(fcntl.fcntl(file, fcntl.F_GETFL) & os.O_DIRECT)
-            self._set_direct(direct, "it was opened so")
-        else:
-            self.fd = self._open(self.name, direct)
-        self._finalizer = weakref.finalize(self, _unlock_and_close, self.fd)
-        self.nbytes = self._size()
-        if self.direct:
-            self._find_alignment()
-
-    def _open(self, path: str, direct: bool) -> int:
-        flags = os.O_RDWR | os.O_CLOEXEC
-        self._set_direct(direct, "direct I/O was not asked for")
-        try:
-            if direct:
-                try:
-                    return os.open(path, flags | os.O_DIRECT)
-                except OSError as error:
-                    if error.errno != errno.EINVAL:
-                        raise
-                    self._set_direct(False, "its file system refuses O_DIRECT")
-            return os.open(path, flags)
-        except OSError as error:
-            raise _open_error(path, error) from error
-
-    def _size(self) -> int:
-        status = os.fstat(self.fd)
-        if stat.S_ISREG(status.st_mode):
-            return status.st_size
-        if not stat.S_ISBLK(status.st_mode):
-            raise ConfigError(f"{self.name} is no file and no block device; give one of those")
-        return os.lseek(self.fd, 0, os.SEEK_END)
-
-    def _find_alignment(self) -> None:
-        memory, offset = _U32(), _U32()
-        result = _lib().gio_file_alignment(self.fd, ctypes.byref(memory), ctypes.byref(offset))
-        if result == -errno.EOPNOTSUPP:
-            self.give_up_direct("its file system has no direct I/O")
-            return
-        remedy = "check the medium, or open the file without direct I/O"
-        _native.check(result, f"cannot tell the alignment of {self.name}", remedy, MediumError)
-        self.memory_alignment, self.offset_alignment = memory.value, offset.value
-
-    def give_up_direct(self, reason: str) -> None:
-        """Go through the page cache from here on."""
-        flags = fcntl.fcntl(self.fd, fcntl.F_GETFL)
-        fcntl.fcntl(self.fd, fcntl.F_SETFL, flags & ~os.O_DIRECT)
-        self.memory_alignment = self.offset_alignment = 1
-        self._set_direct(False, reason)
-
-    def _set_direct(self, direct: bool, reason: str) -> None:
-        self.direct = direct
-        self.buffered_reason = None if direct else reason
-
-    def lock(self, timeout_s: float = 2.0) -> None:
-        """Makes this the only open file that is locked, until `close`.
-
-        The lock belongs to the open file that the kernel's transfers use, so after a process was
-        killed it holds until the last of them has ended; therefore this tries for `timeout_s`.
-        Raises PoolInUse.
-        """
-        deadline_s = time.monotonic() + timeout_s
-        while time.monotonic() < deadline_s:
-            with contextlib.suppress(PoolInUse):
-                return _lock(self.fd, self.name)
-            time.sleep(_LOCK_NAP_S)
-        return _lock(self.fd, self.name)
-
-    def close(self) -> None:
-        """A second call does nothing."""
-        self._finalizer()
+    nsid: int
+    slba: int
+    nlb: int
 
 
 class FileController(NativeController):
@@ -265,6 +182,7 @@ class FileController(NativeController):
             self._close_members()
             raise
         super().__init__(handle)
+        self._buffered: tuple[BlockRange, ...] = ()
         self._registers = registered_buffers
         self._fixed: set[int] = set()
         self.buffers_reason: str | None = None
@@ -293,6 +211,7 @@ class FileController(NativeController):
         namespaces = (FileNamespaceStruct * len(self.members))()
         for entry, member in zip(namespaces, self.members, strict=True):
             entry.fd = member.fd
+            entry.buffered_fd = -1 if member.buffered_fd is None else member.buffered_fd
             entry.flags = _DIRECT if member.direct else 0
             entry.nlb = member.nbytes // lba_nbytes
             entry.memory_alignment = member.memory_alignment
@@ -318,6 +237,62 @@ class FileController(NativeController):
     def direct(self) -> bool:
         """Whether every file is opened for direct I/O; see `members` for the reasons."""
         return all(member.direct for member in self.members)
+
+    @property
+    def buffered(self) -> tuple[BlockRange, ...]:
+        """What goes through the page cache, as `set_buffered` was told."""
+        return self._buffered
+
+    def set_buffered(self, ranges: Sequence[BlockRange]) -> None:
+        """Sends exactly these blocks through the page cache, and all others by direct I/O.
+
+        What leaves the page cache is written back before and dropped afterwards, so that no byte is
+        there twice. No command to blocks that change may be under way, here or while this runs.
+        Raises ConfigError for ranges that are empty, overlap or lie outside, Unsupported where a
+        file has not both openings, and MediumError when the write-back fails: nothing has changed
+        then.
+        """
+        self._check_open()
+        for nsid in {r.nsid for r in ranges}:
+            self._check_has_both(nsid)
+        leaving = _without(self._buffered, ranges)
+        for piece in leaving:
+            self.members[piece.nsid - 1].write_back(*self._span(piece))
+        array = (BufferedRangeStruct * len(ranges))()
+        for entry, given in zip(array, ranges, strict=True):
+            entry.nsid, entry.slba, entry.nlb = given
+        result = _lib().gio_file_controller_set_buffered(
+            self.handle, ctypes.addressof(array), len(ranges)
+        )
+        remedy = "give disjoint ranges of at least one block within their namespace"
+        _native.check(result, "cannot choose what is buffered", remedy, ConfigError)
+        self._buffered = tuple(ranges)
+        for piece in leaving:
+            self.drop(piece)
+
+    def _check_has_both(self, nsid: int) -> None:
+        if not 1 <= nsid <= len(self.members):
+            raise ConfigError(f"no namespace {nsid}; there are 1 to {len(self.members)}")
+        member = self.members[nsid - 1]
+        if not member.direct:
+            raise Unsupported(
+                f"{member.name} is buffered as a whole: {member.buffered_reason}; put it on a file"
+                " system with direct I/O"
+            )
+        if member.buffered_fd is None:
+            raise Unsupported(f"{member.name} cannot be opened twice; mount /proc")
+
+    def _span(self, blocks: BlockRange) -> tuple[int, int]:
+        lba_nbytes = self.info.lba_nbytes
+        return blocks.slba * lba_nbytes, blocks.nlb * lba_nbytes
+
+    def drop(self, blocks: BlockRange) -> None:
+        """Writes blocks back and drops them from the page cache.  Raises MediumError."""
+        self.members[blocks.nsid - 1].drop(*self._span(blocks))
+
+    def resident_nbytes(self, blocks: BlockRange) -> int:
+        """How many bytes of these blocks the page cache holds.  Raises MediumError."""
+        return self.members[blocks.nsid - 1].resident_nbytes(*self._span(blocks))
 
     def register(self, buffer: Any) -> DmaRegion:
         """As NativeController.register; with registered_buffers the kernel pins it as well."""
@@ -382,117 +357,22 @@ def _refusal(error: int) -> str | None:
     return text
 
 
-def _open_error(path: str, error: OSError) -> TuttiError:
-    reason = f"cannot open {path} for writing: {error.strerror}"
-    if error.errno in (errno.ENOENT, errno.ENOTDIR):
-        return PoolNotFound(f"{path} does not exist; format a pool there, or correct the path")
-    if error.errno in _READ_ONLY_ERRNOS:
-        return PoolReadOnly(f"{reason}; change its permissions or remount it writable")
-    if error.errno in (errno.ENXIO, errno.ENODEV, errno.EIO):
-        return MediumError(f"{reason}; check the device")
-    return ConfigError(f"{reason}; give a file or a block device")
-
-
-def allocate_file(
-    path: str | os.PathLike[str],
-    nbytes: int,
-    prewrite: bool = False,
-    progress: Progress | None = None,
-) -> None:
-    """Make a file of exactly `nbytes` whose blocks exist, new or out of one that is there.
-
-    What an existing file holds is kept or becomes zeros. prewrite: write zeros once and flush, so
-    that later writes convert no extents. A block device only has to be large enough. `progress`
-    is called with (bytes done, nbytes).
-
-    Raises CapacityError without enough space (a new file is removed then), PoolInUse when another
-    process holds the file's lock, PoolReadOnly, PoolNotFound when the folder does not exist.
-    """
-    name = os.fspath(path)
-    is_new = not os.path.lexists(name)
-    try:
-        fd = os.open(name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    except OSError as error:
-        if error.errno == errno.ENOENT:
-            raise PoolNotFound(f"the folder of {name} does not exist; create it first") from error
-        raise _open_error(name, error) from error
-    try:
-        _lock(fd, name)
-        _reserve(fd, name, nbytes)
-        if prewrite:
-            _prewrite(fd, nbytes, progress)
-        os.fsync(fd)
-        _sync_folder(name)
-    except BaseException as error:
-        if is_new:
-            Path(name).unlink(missing_ok=True)
-        if isinstance(error, OSError) and error.errno in _FULL_ERRNOS:
-            raise CapacityError(
-                f"no room for {format_nbytes(nbytes)} in {name}: {error.strerror}; free space or"
-                " choose a smaller capacity"
-            ) from error
-        if isinstance(error, OSError):
-            reason = f"cannot allocate {name}: {error.strerror}"
-            raise MediumError(f"{reason}; check the device and its file system") from error
-        raise
-    finally:
-        os.close(fd)
-    if progress is not None:
-        progress(nbytes, nbytes)
-
-
-def _unlock_and_close(fd: int) -> None:
-    # A ring lets go of its files some time after it was closed: closing alone would unlock late.
-    with contextlib.suppress(OSError):
-        fcntl.flock(fd, fcntl.LOCK_UN)
-    os.close(fd)
-
-
-def _lock(fd: int, name: str) -> None:
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        raise PoolInUse(
-            f"{name} is in use by another process or another store; close it there first"
-        ) from error
-
-
-def _reserve(fd: int, name: str, nbytes: int) -> None:
-    if stat.S_ISBLK(os.fstat(fd).st_mode):
-        available = os.lseek(fd, 0, os.SEEK_END)
-        if available < nbytes:
-            raise CapacityError(
-                f"{name} has {format_nbytes(available)}, not {format_nbytes(nbytes)}; choose a"
-                " smaller capacity"
-            )
-        return
-    os.posix_fallocate(fd, 0, nbytes)
-    os.ftruncate(fd, nbytes)
-
-
-def _prewrite(fd: int, nbytes: int, progress: Progress | None) -> None:
-    """Zeros over the whole file, past the page cache where that is possible."""
-    try:
-        flags = fcntl.fcntl(fd, fcntl.F_GETFL)
-        if nbytes % mmap.PAGESIZE == 0:
-            fcntl.fcntl(fd, fcntl.F_SETFL, flags | os.O_DIRECT)
-    except OSError:
-        pass  # through the page cache, then
-    with mmap.mmap(-1, _PREWRITE_NBYTES) as zeros, memoryview(zeros) as view:
-        done = 0
-        while done < nbytes:
-            part = view[: min(_PREWRITE_NBYTES, nbytes - done)]
-            written = os.pwrite(fd, part, done)
-            part.release()
-            done += written
-            if progress is not None and done < nbytes:
-                progress(done, nbytes)
-
-
-def _sync_folder(name: str) -> None:
-    """Make the file's directory entry durable."""
-    fd = os.open(Path(name).absolute().parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+def _without(old: Sequence[BlockRange], new: Sequence[BlockRange]) -> list[BlockRange]:
+    """The parts of the ranges `old` that none of `new` covers."""
+    ordered = sorted(new)
+    pieces = []
+    for nsid, slba, nlb in old:
+        end = slba + nlb
+        # From the last range that begins at or before this one; the ranges are disjoint.
+        first = max(0, bisect.bisect_right(ordered, (nsid, slba, nlb)) - 1)
+        for i in range(first, len(ordered)):
+            other = ordered[i]
+            if other[:2] >= (nsid, end):
+                break
+            if other.nsid == nsid and slba < other.slba + other.nlb:
+                if slba < other.slba:
+                    pieces.append(BlockRange(nsid, slba, other.slba - slba))
+                slba = other.slba + other.nlb
+        if slba < end:
+            pieces.append(BlockRange(nsid, slba, end - slba))
+    return pieces
