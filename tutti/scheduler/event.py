@@ -1,0 +1,174 @@
+"""What happens to the scheduler, one kind of event each, and their form as JSON.
+
+Every event carries the moment at which it happened, so that a recorded trace replays exactly.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from tutti.errors import ConfigError
+from tutti.scheduler.request import Phase
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """Time passes."""
+
+    at_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class LoadKnown:
+    """A request came whose prefix can be read; see Load."""
+
+    at_ns: int
+    name: str
+    layers: int
+    layer_nbytes: int
+    tokens: int
+    prefix_tokens: int
+    unit_layers: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class LoadGone:
+    """The load is over, failed, or nobody wants it any more."""
+
+    at_ns: int
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class LayersReady:
+    """The first ``layers`` layers of a load have arrived."""
+
+    at_ns: int
+    name: str
+    layers: int
+
+
+@dataclass(frozen=True, slots=True)
+class WriteKnown:
+    """Pages are to be stored; see Write."""
+
+    at_ns: int
+    name: str
+    pages: int
+    page_nbytes: int
+    unit_pages: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class PagesWritten:
+    """The first ``pages`` pages of a write are stored."""
+
+    at_ns: int
+    name: str
+    pages: int
+
+
+@dataclass(frozen=True, slots=True)
+class WriteGone:
+    """A write failed."""
+
+    at_ns: int
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class PagesCopied:
+    """All pages of a write are in staging: the engine may have its own back."""
+
+    at_ns: int
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class StepBegan:
+    """The model begins a step that needs ``loads``.  tokens, context_tokens: see Step."""
+
+    at_ns: int
+    phase: Phase
+    layers: int = 0
+    tokens: int = 0
+    context_tokens: int = 0
+    loads: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class LayerBegan:
+    """A layer begins to compute, after it waited for its load.  Optional: without it the profile
+    says which layer computes.
+    """
+
+    at_ns: int
+    layer: int
+    waited_ns: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class StepEnded:
+    """The model is idle, until another step begins."""
+
+    at_ns: int
+
+
+Event = (
+    Tick
+    | LoadKnown
+    | LoadGone
+    | LayersReady
+    | WriteKnown
+    | PagesWritten
+    | WriteGone
+    | PagesCopied
+    | StepBegan
+    | LayerBegan
+    | StepEnded
+)
+
+_KINDS: dict[str, type[Any]] = {
+    kind.__name__: kind
+    for kind in (
+        Tick,
+        LoadKnown,
+        LoadGone,
+        LayersReady,
+        WriteKnown,
+        PagesWritten,
+        WriteGone,
+        PagesCopied,
+        StepBegan,
+        LayerBegan,
+        StepEnded,
+    )
+}
+
+
+def to_json(event: Event) -> str:
+    """One line, always the same for the same event."""
+    values = {"event": type(event).__name__, **asdict(event)}
+    return json.dumps(values, separators=(",", ":"), default=lambda phase: phase.value)
+
+
+def from_json(line: str) -> Event:
+    """The event of a line.  Raises ConfigError for what is none."""
+    try:
+        values = json.loads(line)
+        kind = _KINDS[values.pop("event")]
+        if "phase" in values:
+            values["phase"] = Phase(values["phase"])
+        if "loads" in values:
+            values["loads"] = tuple(str(name) for name in values["loads"])
+        numbers = [f.name for f in fields(kind) if f.type == "int"]
+        if any(not isinstance(values.get(n, 0), int) or values.get(n, 0) < 0 for n in numbers):
+            raise ValueError("a number is negative or no integer")
+        event: Event = kind(**values)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"{line[:80]!r} is no event of the scheduler ({error}); record the trace again"
+        ) from error
+    return event

@@ -1,0 +1,44 @@
+"""A recorded trace of events and decisions, as JSON lines, and its replay.
+
+A line is the event, a space, and the decision that followed.  Replaying the events through the same
+policy, profile and limits gives the same bytes.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict
+
+from tutti.errors import ConfigError
+from tutti.scheduler.event import Event, from_json, to_json
+from tutti.scheduler.policy import Policy
+from tutti.scheduler.request import Profile
+from tutti.scheduler.state import Decision, State, apply, commit
+
+
+def line(event: Event, decision: Decision) -> str:
+    """One line of a trace, without its end."""
+    values = {name: value for name, value in asdict(decision).items() if value}
+    return f"{to_json(event)} {json.dumps(values, separators=(',', ':'))}"
+
+
+def replay(lines: Iterable[str], policy: Policy, profile: Profile) -> Iterator[str]:
+    """The trace that the events of ``lines`` give.  Raises ConfigError for what is no event."""
+    state = State()
+    for one in lines:
+        event = from_json(_event_part(one))
+        state = apply(state, event, profile)
+        decision = policy.decide(state)
+        state = commit(state, decision, profile)
+        yield line(event, decision)
+
+
+def _event_part(one: str) -> str:
+    try:
+        _, end = json.JSONDecoder().raw_decode(one)
+    except ValueError as error:
+        raise ConfigError(
+            f"{one[:80]!r} is no line of a trace ({error}); record the trace again"
+        ) from error
+    return one[:end]
