@@ -172,14 +172,16 @@ u64 MemoryController::virtual_due_ns(const Sqe& sqe) {
 }
 
 // Executes what is due.  With a virtual clock it first moves to the next moment at which
-// something is.
+// something is, but not past the limit.
 u32 MemoryController::run_held(MemoryMap::Reader* reader) {
   if (config_.mode == kModeVirtual) {
     u64 next_ns = std::numeric_limits<u64>::max();
     for (const Held& held : held_) {
       if (held.due_turn <= turn_) next_ns = std::min(next_ns, held.due_ns);
     }
-    if (next_ns != std::numeric_limits<u64>::max()) now_ns_ = std::max(now_ns_, next_ns);
+    if (next_ns != std::numeric_limits<u64>::max()) {
+      now_ns_ = std::max(now_ns_, std::min(next_ns, limit_ns_));
+    }
   }
   const auto is_waiting = [this](const Held& held) {
     return held.due_turn > turn_ || held.due_ns > now_ns_;
@@ -359,6 +361,11 @@ void MemoryController::advance(u64 duration_ns) {
   now_ns_ += duration_ns;
 }
 
+void MemoryController::limit(u64 limit_ns) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  limit_ns_ = limit_ns;
+}
+
 }  // namespace gio
 
 namespace {
@@ -428,4 +435,8 @@ uint64_t gio_memory_controller_now_ns(gio::Controller* controller) {
 
 void gio_memory_controller_advance(gio::Controller* controller, uint64_t duration_ns) {
   as_memory(controller)->advance(duration_ns);
+}
+
+void gio_memory_controller_limit(gio::Controller* controller, uint64_t limit_ns) {
+  as_memory(controller)->limit(limit_ns);
 }

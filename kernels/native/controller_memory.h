@@ -144,6 +144,7 @@ class MemoryController final : public Controller {
   MemoryStats stats();
   u64 now_ns();
   void advance(u64 duration_ns);
+  void limit(u64 limit_ns);
 
  private:
   struct Held {
@@ -188,6 +189,7 @@ class MemoryController final : public Controller {
   MemoryStats stats_{};
   u64 turn_ = 0;
   u64 now_ns_ = 0;
+  u64 limit_ns_ = ~u64{0};         // virtual time does not pass this moment by itself
   u64 busy_until_ns_[2] = {0, 0};  // by direction: reads, writes
 
   // Of the servicing thread alone.
@@ -216,4 +218,6 @@ TUTTI_API void gio_memory_controller_stats(gio::Controller*, gio::MemoryStats* o
 TUTTI_API uint64_t gio_memory_controller_now_ns(gio::Controller*);
 // Lets virtual time pass outside of the drive.
 TUTTI_API void gio_memory_controller_advance(gio::Controller*, uint64_t duration_ns);
+// What is due later stays in flight, so that something else can happen at `limit_ns`.
+TUTTI_API void gio_memory_controller_limit(gio::Controller*, uint64_t limit_ns);
 }

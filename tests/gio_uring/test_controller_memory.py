@@ -326,6 +326,21 @@ def test_virtual_clock_is_arithmetic() -> None:
         assert controller.now_ns == start + 1000
 
 
+def test_virtual_time_stops_at_its_limit() -> None:
+    options = {"mode": "virtual", "read_bandwidth": GiB, "write_bandwidth": GiB // 2}
+    with host_of(latency_ns=0, **options) as host:
+        controller = memory_of(host)
+        one_read_ns = MiB * 10**9 // GiB
+        controller.limit(one_read_ns - 1)
+        cids = host.submit([host.transfer(READ, 0, 256, [host.extent(0, MiB)])])
+        assert [controller.service() for _ in range(3)] == [0, 0, 0]
+        assert controller.now_ns == one_read_ns - 1
+        controller.limit(2 * one_read_ns)
+        assert controller.service() == 1
+        assert controller.now_ns == one_read_ns, "no later than what was due"
+        assert host.wait(cids) == [OK]
+
+
 @pytest.mark.parametrize(("interference", "expected_us"), [(1.0, 1953), (2.5, 2441)])
 def test_virtual_interference(interference: float, expected_us: int) -> None:
     """The write takes 1953 us; the read beside it 977 us, times the interference."""

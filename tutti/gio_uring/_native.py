@@ -38,6 +38,7 @@ _PROTOTYPES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "gio_memory_controller_stats": (None, (_P, _P)),
     "gio_memory_controller_now_ns": (_U64, (_P,)),
     "gio_memory_controller_advance": (None, (_P, _U64)),
+    "gio_memory_controller_limit": (None, (_P, _U64)),
     # queue_pair.cpp
     "gio_qp_cid_acquire": (_U32, (_P,)),
     "gio_qp_cid_release": (None, (_P, _U32)),

@@ -242,3 +242,8 @@ class MemoryController(NativeController):
         """Let virtual time pass outside of the drive, as computing does."""
         self._check_open()
         self._lib.gio_memory_controller_advance(self.handle, duration_ns)
+
+    def limit(self, limit_ns: int) -> None:
+        """Virtual time does not pass `limit_ns` by itself: what is due later stays in flight."""
+        self._check_open()
+        self._lib.gio_memory_controller_limit(self.handle, limit_ns)
