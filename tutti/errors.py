@@ -104,5 +104,21 @@ class ChecksumMismatch(MediumError):
     """The medium returned bytes whose digest is not the recorded one."""
 
 
+class DeviceGone(MediumError):
+    """The device was removed, was taken back by the kernel, or failed for good."""
+
+
 class DeviceTimeout(TuttiError):
     """A deadline passed before the device answered; memory it may still write stays reserved."""
+
+
+class CudaError(TuttiError):
+    """A call of the CUDA driver or of NVRTC failed.
+
+    `call` is its name, `code` its result (0 when there is none).
+    """
+
+    def __init__(self, message: str, *, call: str = "", code: int = 0) -> None:
+        super().__init__(message)
+        self.call = call
+        self.code = code

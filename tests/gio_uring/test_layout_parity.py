@@ -13,6 +13,7 @@ from tutti.gio_uring import (
     controller,
     controller_file,
     controller_memory,
+    controller_vfio,
     device_batch,
     engine,
     iocb,
@@ -40,6 +41,7 @@ STRUCTS: dict[str, type[ctypes.Structure]] = {
     "BufferedRange": controller_file.BufferedRangeStruct,
     "FileConfig": controller_file.FileConfigStruct,
     "FileStats": controller_file.FileStats,
+    "VfioConfig": controller_vfio.VfioConfigStruct,
     "Iocb": iocb.IocbStruct,
     "JobConfig": engine.JobConfig,
     "LayerWord": layer_words.LayerWordStruct,
@@ -92,7 +94,7 @@ def spec_constants() -> dict[str, int]:
 
 def program() -> str:
     lines = [f'#include "{header}"' for header in HEADERS]
-    for header in ("controller_file", "controller_memory", "engine"):
+    for header in ("controller_file", "controller_memory", "controller_vfio", "engine"):
         lines.append(f'#include "native/{header}.h"')
     lines.append('#include "device/parameters.cuh"')
     lines += ["#include <cstddef>", "#include <cstdio>", "using namespace gio;", "int main() {"]

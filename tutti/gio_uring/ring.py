@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from tutti.errors import (
     CapacityError,
     ChecksumMismatch,
+    DeviceGone,
     DeviceTimeout,
     MediumError,
     TuttiError,
@@ -23,6 +24,7 @@ from tutti.gio_uring import _native, nvme_spec
 from tutti.gio_uring.controller import NativeController
 from tutti.gio_uring.nvme_spec import (
     STATUS_CAPACITY_EXCEEDED,
+    STATUS_DEVICE_GONE,
     STATUS_DIGEST_MISMATCH,
     STATUS_OK,
     STATUS_TIMED_OUT,
@@ -65,6 +67,9 @@ def status_error(
     name = f"{what} failed: {status_name(status)}"
     if status == STATUS_TIMED_OUT:
         return DeviceTimeout(f"{name}; the device may be stuck, see the kernel's log")
+    if status == STATUS_DEVICE_GONE:
+        message = f"{name}; check its slot and power, then open the pool again"
+        return DeviceGone(message, status=status, pages=pages)
     if status == STATUS_CAPACITY_EXCEEDED:
         return CapacityError(f"{name}; free space on the medium")
     if status == STATUS_DIGEST_MISMATCH:

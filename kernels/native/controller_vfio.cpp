@@ -1,0 +1,302 @@
+#include "controller_vfio.h"
+
+#include <fcntl.h>
+#include <linux/vfio.h>
+#include <poll.h>
+#include <sys/ioctl.h>
+#include <sys/mman.h>
+#include <time.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <memory>
+
+#ifndef VFIO_DMA_UNMAP_FLAG_ALL
+#define VFIO_DMA_UNMAP_FLAG_ALL (1 << 1)  // Linux 5.12
+#endif
+
+namespace gio {
+
+namespace {
+
+constexpr u32 kSpins = 100;              // looks at the queues before sleeping
+constexpr u64 kNapNs = 100'000;          // of a drive without interrupts
+constexpr u64 kLookNs = 50'000'000;      // how often a busy drive's request_fd is looked at
+constexpr u64 kFatalNs = 5'000'000'000;  // for the restart of a drive that reports a fatal error
+constexpr u32 kAllOnes = 0xffffffffu;    // what reads of an absent PCI device return
+constexpr u32 kCstsFatal = 1u << 1;      // CSTS.CFS
+
+// For queues whose drive is disabled: its doorbells are made new as well.
+struct NoDoorbell {
+  static void ring(u32*, u32) {}
+};
+
+u64 now_ns() {
+  timespec t;
+  clock_gettime(CLOCK_MONOTONIC, &t);
+  return static_cast<u64>(t.tv_sec) * 1'000'000'000u + static_cast<u64>(t.tv_nsec);
+}
+
+void drain(int fd) {
+  u64 count;
+  if (fd >= 0 && read(fd, &count, sizeof count) < 0) return;  // nothing was counted
+}
+
+bool has_completion(const QueuePair& qp) {
+  const u32 head = load_relaxed(&qp.cq_head);
+  // Pairs with the drive's write of the CQE; who reaps it acquires again.
+  const u32 dw3 = load_acquire(&at<Cqe>(qp.cq)[head & (qp.depth - 1)].status);
+  return cqe_phase(dw3) == (((head / qp.depth) & 1u) ^ 1u);
+}
+
+bool is_free(const QueuePair& qp, u32 cid) {
+  return (load_relaxed(&at<u32>(qp.cid_free)[cid / 32]) >> (cid % 32) & 1u) != 0;
+}
+
+// Whether a doorbell has to be written when its shadow went from `old` to `value`: the drive asked
+// to be told when it passes `event` (NVM Express Base Specification 2.0, Doorbell Buffer Config).
+bool passes(u32 event, u32 value, u32 old) {
+  const u16 ahead = static_cast<u16>(value - event - 1);
+  return ahead < static_cast<u16>(value - old);
+}
+
+}  // namespace
+
+VfioController::VfioController(const VfioConfig& config) : config_(config) {
+  const u64* sizes = at<u64>(config.namespace_nlb);
+  namespace_nlb_.assign(sizes, sizes + config.namespaces);
+  info.lba_shift = config.lba_shift;
+  info.namespaces = config.namespaces;
+  info.mdts_nbytes = config.mdts_nbytes;
+  info.sgl_descriptors = config.sgl_descriptors;
+  info.flags = config.flags;
+  info.depth_max = config.depth_max;
+}
+
+VfioController::~VfioController() {
+  if (doorbells_ != 0) munmap(at<void>(doorbells_), config_.doorbells_nbytes);
+}
+
+int VfioController::map_doorbells() {
+  void* const mapped = mmap(nullptr, config_.doorbells_nbytes, PROT_READ | PROT_WRITE, MAP_SHARED,
+                            config_.device_fd, static_cast<off_t>(config_.doorbells));
+  if (mapped == MAP_FAILED) return -errno;
+  doorbells_ = reinterpret_cast<u64>(mapped);
+  return 0;
+}
+
+int VfioController::attach_pair(QueuePair* qp) {
+  const int result = attach(*qp);
+  if (result != 0) return result;
+  pairs_.push_back(qp);
+  rung_.resize(2 * pairs_.size(), 0);
+  return 0;
+}
+
+u32 VfioController::service(u64 timeout_ns) {
+  if (is_gone_) return refuse(timeout_ns);
+  if (config_.shadow != 0) forward_shadows();
+  const u64 now = now_ns();
+  if (now >= next_look_ns_) {
+    next_look_ns_ = now + kLookNs;
+    pollfd request = {config_.request_fd, POLLIN, 0};
+    if (poll(&request, 1, 0) > 0) lose();
+  }
+  u32 n = pending();
+  if (n != 0 || timeout_ns == 0) return n;
+  for (u32 i = 0; i < kSpins && n == 0; ++i) {
+    __builtin_ia32_pause();
+    n = pending();
+  }
+  if (n == 0) sleep(timeout_ns);
+  return is_gone_ ? refuse(0) : pending();
+}
+
+void VfioController::wake() {
+  const u64 one = 1;
+  if (write(config_.wake_fd, &one, sizeof one) < 0) return;  // the counter is full: it is awake
+}
+
+int VfioController::reset(u64 timeout_ns) {
+  if (is_gone_) {
+    refuse(0);
+    return 0;
+  }
+  const auto restart = reinterpret_cast<int (*)(u64)>(config_.restart);
+  if (restart(timeout_ns) == 0) return 0;
+  return lose() == 0 ? 0 : -ETIMEDOUT;
+}
+
+// Shadow doorbells are words in memory; the register is written when the drive asked for it.
+void VfioController::forward_shadows() {
+  for (size_t i = 0; i < pairs_.size(); ++i) {
+    for (u32 k = 0; k < 2; ++k) {  // SQ tail, CQ head
+      const u64 offset = (2 * (i + 1) + k) * config_.doorbell_nbytes;
+      // Pairs with WordDoorbell::ring: what the doorbell covers was written before it.
+      const u32 value = load_acquire(at<u32>(config_.shadow + offset));
+      u32* rung = &rung_[2 * i + k];
+      if (value == *rung) continue;
+      // Pairs with the drive's fence between its event index and its look at the shadow: one of
+      // the two sees the other.
+      __atomic_thread_fence(__ATOMIC_SEQ_CST);
+      const u32 event = load_relaxed(at<u32>(config_.event_index + offset));
+      if (passes(event, value, *rung)) {
+        MmioDoorbell::ring(at<u32>(doorbells_ + offset), value);
+      }
+      *rung = value;
+    }
+  }
+}
+
+u32 VfioController::pending() const {
+  u32 n = 0;
+  for (const QueuePair* qp : pairs_) n += has_completion(*qp) ? 1 : 0;
+  return n;
+}
+
+void VfioController::sleep(u64 timeout_ns) {
+  if (config_.irq_fd < 0 && timeout_ns > kNapNs) timeout_ns = kNapNs;
+  pollfd fds[] = {
+      {config_.irq_fd, POLLIN, 0}, {config_.wake_fd, POLLIN, 0}, {config_.request_fd, POLLIN, 0}};
+  const timespec limit = {static_cast<time_t>(timeout_ns / 1'000'000'000u),
+                          static_cast<long>(timeout_ns % 1'000'000'000u)};
+  const int n = ppoll(fds, 3, &limit, nullptr);
+  if (n > 0) {
+    drain(config_.irq_fd);
+    drain(config_.wake_fd);
+    if (fds[2].revents != 0) lose();
+  } else if (now_ns() >= next_look_ns_ || config_.irq_fd >= 0) {
+    check_health();
+  }
+}
+
+// An idle drive may have left; reads of one that did are all ones, or fail.
+void VfioController::check_health() {
+  u32 csts = 0;
+  const auto n = pread(config_.device_fd, &csts, sizeof csts, static_cast<off_t>(config_.csts));
+  if (n != static_cast<ssize_t>(sizeof csts) || csts == kAllOnes) {
+    lose();
+  } else if ((csts & kCstsFatal) != 0) {
+    reset(kFatalNs);
+  }
+}
+
+int VfioController::lose() {
+  if (is_gone_) return 0;
+  vfio_iommu_type1_dma_unmap unmap = {};
+  unmap.argsz = sizeof unmap;
+  unmap.flags = VFIO_DMA_UNMAP_FLAG_ALL;
+  if (ioctl(config_.container_fd, VFIO_IOMMU_UNMAP_DMA, &unmap) < 0) return -errno;
+  // Late doorbells land in ordinary memory, from where refuse() answers.
+  void* const plain = mmap(at<void>(doorbells_), config_.doorbells_nbytes, PROT_READ | PROT_WRITE,
+                           MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0);
+  if (plain == MAP_FAILED) return -errno;
+  // The kernel waits for the device's last descriptor; the number stays taken until Python closes.
+  const int nothing = open("/dev/null", O_RDWR | O_CLOEXEC);
+  if (nothing >= 0) {
+    dup3(nothing, config_.device_fd, O_CLOEXEC);
+    close(nothing);
+  }
+  end_all(kDeviceGone);
+  is_gone_ = true;
+  return 0;
+}
+
+void VfioController::end_all(u32 status) {
+  for (size_t i = 0; i < pairs_.size(); ++i) {
+    end_commands(pairs_[i], status);
+    ControllerQueue& queue = queues_[i];
+    queue.sq_head = queue.sq_tail = queue.cq_tail = queue.cq_head = 0;
+    rung_[2 * i] = rung_[2 * i + 1] = 0;
+  }
+  for (const u64 words : {config_.shadow, config_.event_index}) {
+    if (words != 0) std::memset(at<void>(words), 0, kPageNbytes);
+  }
+}
+
+// Both rings start again with their first entry, as a new queue of the drive does.  When there was
+// a command, one completion is left in the last slot for its submitter to find: reaping it leads
+// to slot 0, and looking at all its commands is what every submitter does after it reaped.
+void VfioController::end_commands(QueuePair* qp, u32 status) {
+  const u32 depth = qp->depth;
+  u32* const completions = at<u32>(qp->completions);
+  u32 carrier = depth;
+  u32 reaped = depth;
+  while (reaped != 0) reaped = cq_reap<NoDoorbell>(qp, 32);  // bounded by the ring
+  const bool is_waited_for = load_relaxed(&qp->ticket) != load_relaxed(&qp->cq_head);
+  for (u32 cid = 0; cid + 1 < depth; ++cid) {
+    if (is_free(*qp, cid)) continue;
+    if (is_waited_for && completion(qp, cid) == 0) {
+      // Pairs with load_acquire in completion.
+      store_release(&completions[cid], kCompleted | status);
+    }
+    if (completion(qp, cid) != 0) carrier = cid;
+  }
+  std::memset(at<void>(qp->sq), 0, depth * sizeof(Sqe));
+  std::memset(at<void>(qp->cq), 0, depth * sizeof(Cqe));
+  std::memset(at<void>(qp->marks), 0, depth * sizeof(u32));
+  qp->ticket = qp->tail = qp->cq_head = 0;
+  if (carrier == depth) return;
+  qp->cq_head = 2 * depth - 1;  // the last slot of a lap whose completions have P = 0
+  // Pairs with load_acquire in cq_reap.
+  store_release(&at<Cqe>(qp->cq)[depth - 1].status,
+                make_cqe_status(carrier, 0, completions[carrier] & ~kCompleted));
+}
+
+// The software that stands in for a drive that is gone.
+u32 VfioController::refuse(u64 timeout_ns) {
+  u32 posted = 0;
+  for (ControllerQueue& queue : queues_) {
+    Sqe sqe;
+    for (u32 i = 0; i < queue.depth && sq_fetch(&queue, &sqe); ++i) {
+      posted += cq_post(&queue, sqe_cid(sqe), kDeviceGone) ? 1 : 0;
+    }
+  }
+  const u32 n = posted + pending();
+  if (n != 0 || timeout_ns == 0) return n;
+  pollfd fd = {config_.wake_fd, POLLIN, 0};
+  const timespec limit = {0, static_cast<long>(std::min<u64>(timeout_ns, 10 * kNapNs))};
+  if (ppoll(&fd, 1, &limit, nullptr) > 0) drain(config_.wake_fd);
+  return 0;
+}
+
+}  // namespace gio
+
+namespace {
+
+gio::VfioController* as_vfio(gio::Controller* controller) {
+  return static_cast<gio::VfioController*>(controller);
+}
+
+}  // namespace
+
+int gio_vfio_controller_create(const gio::VfioConfig* config, gio::Controller** out) {
+  const bool has_shadow = config->shadow != 0 && config->event_index != 0;
+  if (config->namespaces == 0 || config->restart == 0) return -EINVAL;
+  if (config->doorbell_nbytes < 4 || has_shadow != (config->shadow != 0)) return -EINVAL;
+  if (config->lba_shift < 9 || config->lba_shift > 16) return -EINVAL;
+  auto controller = std::make_unique<gio::VfioController>(*config);
+  const int result = controller->map_doorbells();
+  if (result == 0) *out = controller.release();  // pairs with the delete in gio_controller_destroy
+  return result;
+}
+
+uint64_t gio_vfio_controller_doorbells(gio::Controller* controller) {
+  return as_vfio(controller)->doorbells();
+}
+
+int gio_vfio_controller_attach(gio::Controller* controller, gio::QueuePair* qp) {
+  return as_vfio(controller)->attach_pair(qp);
+}
+
+void gio_vfio_controller_end_all(gio::Controller* controller, uint32_t status) {
+  as_vfio(controller)->end_all(status);
+}
+
+int gio_vfio_controller_lose(gio::Controller* controller) { return as_vfio(controller)->lose(); }
+
+int gio_vfio_controller_is_gone(gio::Controller* controller) {
+  return as_vfio(controller)->is_gone() ? 1 : 0;
+}

@@ -1,0 +1,98 @@
+// A drive that this process owns through vfio.  The queues' submitters ring the drive itself and
+// read what the drive wrote; what is left for this class is to sleep until the drive has answered,
+// to forward shadow doorbells, and to say when a drive is lost.
+//
+// Registers, admin commands and the rebuilding of queues after a reset are Python's
+// (tutti/gio_uring/nvme_admin.py), reached by the `restart` callback.
+#pragma once
+
+#include <atomic>
+#include <vector>
+
+#include "controller.h"
+
+namespace gio {
+
+// Plain data, mirrored by tutti/gio_uring/controller_vfio.py.
+struct VfioConfig {
+  u64 namespace_nlb;     // u64[namespaces]
+  u64 doorbells;         // offset in device_fd of the doorbell registers, BAR0 + 1000h
+  u64 doorbells_nbytes;  // whole pages
+  u64 shadow;            // shadow doorbells in the doorbells' layout, or 0
+  u64 event_index;       // the drive's event indices beside them, or 0
+  u64 restart;           // int (*)(u64 timeout_ns): 0, or a negative errno
+  u64 csts;              // offset of the controller's status register in device_fd
+  u32 doorbell_nbytes;   // from one doorbell to the next
+  u32 namespaces;
+  u32 lba_shift;
+  u32 mdts_nbytes;
+  u32 sgl_descriptors;
+  u32 flags;
+  u32 depth_max;
+  int device_fd;     // all five stay the caller's and outlive the controller
+  int container_fd;  // whose mappings are this drive's alone
+  int irq_fd;        // counts interrupts of completion queues; -1: there are none
+  int request_fd;    // readable when the kernel wants the device back
+  int wake_fd;       // an eventfd
+};
+static_assert(sizeof(VfioConfig) == 104, "layout shared with Python");
+
+class VfioController final : public Controller {
+ public:
+  explicit VfioController(const VfioConfig& config);
+  ~VfioController() override;
+  VfioController(const VfioController&) = delete;
+  VfioController& operator=(const VfioController&) = delete;
+
+  // Maps the doorbells: 0, or a negative errno.
+  int map_doorbells();
+  u64 doorbells() const { return doorbells_; }
+
+  u32 service(u64 timeout_ns) override;
+  void wake() override;
+
+  // Calls `restart`.  A drive that cannot be restarted is lost: the IOMMU then keeps it away from
+  // all memory, which is what a reset has to achieve.  -ETIMEDOUT when even that failed.
+  int reset(u64 timeout_ns) override;
+
+  // As Controller::attach; `qp` has the drive's doorbells, or its shadow doorbells.
+  int attach_pair(QueuePair* qp);
+
+  // Ends every command that has no completion with `status` and makes all rings new.  Only while
+  // the drive is disabled, and between no get_sqe and its submit.
+  void end_all(u32 status);
+
+  // Takes all memory and the doorbells away from the drive; 0, or a negative errno.  Every
+  // command, under way or yet to come, ends with kDeviceGone.
+  int lose();
+
+  bool is_gone() const { return is_gone_; }
+
+ private:
+  void forward_shadows();
+  u32 pending() const;
+  u32 refuse(u64 timeout_ns);
+  void sleep(u64 timeout_ns);
+  void check_health();
+  void end_commands(QueuePair* qp, u32 status);
+
+  const VfioConfig config_;
+  u64 doorbells_ = 0;  // address of the mapping
+  std::vector<QueuePair*> pairs_;
+  std::vector<u32> rung_;  // SQ tail and CQ head of each pair, as the drive knows them
+  std::atomic<bool> is_gone_{false};
+  u64 next_look_ns_ = 0;
+};
+
+}  // namespace gio
+
+extern "C" {
+// 0 and a controller that gio_controller_destroy frees; or a negative errno.
+TUTTI_API int gio_vfio_controller_create(const gio::VfioConfig*, gio::Controller** out);
+// The functions below take such a controller only.
+TUTTI_API uint64_t gio_vfio_controller_doorbells(gio::Controller*);
+TUTTI_API int gio_vfio_controller_attach(gio::Controller*, gio::QueuePair*);
+TUTTI_API void gio_vfio_controller_end_all(gio::Controller*, uint32_t status);
+TUTTI_API int gio_vfio_controller_lose(gio::Controller*);
+TUTTI_API int gio_vfio_controller_is_gone(gio::Controller*);
+}

@@ -1,0 +1,328 @@
+"""A real NVMe drive, driven from this process: NVMe commands go from the rings to the hardware.
+
+The drive is bound to vfio-pci. Its queue pairs are the ones that every submitter here fills: on a
+CPU thread now, on a GPU where it can ring the drive's doorbells. The drive addresses memory by
+this process's own addresses, through the IOMMU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import logging
+from functools import cache
+from typing import Any
+
+from tutti.errors import ConfigError, DeviceGone, MediumError, TuttiError
+from tutti.gio_uring import _native
+from tutti.gio_uring.controller import (
+    HAS_DEALLOCATE,
+    HAS_FUA,
+    HAS_PRP,
+    HAS_VOLATILE_CACHE,
+    NativeController,
+)
+from tutti.gio_uring.memory import DmaRegion, HostBuffer
+from tutti.gio_uring.nvme_admin import CSTS, DOORBELLS, QUEUES_MAX, NvmeAdmin
+from tutti.gio_uring.nvme_identify import NAMESPACES_MAX, NamespaceIdentity
+from tutti.gio_uring.nvme_spec import PAGE_NBYTES, STATUS_ABORTED_SQ_DELETION
+from tutti.gio_uring.queue_pair import QueuePair
+from tutti.gio_uring.vfio import PageMap, VfioDevice
+
+DESCRIPTORS_MAX = 256
+
+_P = ctypes.c_void_p
+_I = ctypes.c_int
+_U32 = ctypes.c_uint32
+_U64 = ctypes.c_uint64
+_RESTART = ctypes.CFUNCTYPE(_I, _U64)
+_EIO = 5
+
+_log = logging.getLogger(__name__)
+
+_PROTOTYPES: dict[str, tuple[Any, tuple[Any, ...]]] = {
+    "gio_vfio_controller_create": (_I, (_P, _P)),
+    "gio_vfio_controller_doorbells": (_U64, (_P,)),
+    "gio_vfio_controller_attach": (_I, (_P, _P)),
+    "gio_vfio_controller_end_all": (None, (_P, _U32)),
+    "gio_vfio_controller_lose": (_I, (_P,)),
+    "gio_vfio_controller_is_gone": (_I, (_P,)),
+}
+
+
+@cache
+def _lib() -> ctypes.CDLL:
+    library = _native.lib()
+    for name, (result, arguments) in _PROTOTYPES.items():
+        function = getattr(library, name)
+        function.restype = result
+        function.argtypes = arguments
+    return library
+
+
+class VfioConfigStruct(ctypes.LittleEndianStructure):
+    """`gio::VfioConfig`."""
+
+    _fields_ = (
+        ("namespace_nlb", _U64),
+        ("doorbells", _U64),
+        ("doorbells_nbytes", _U64),
+        ("shadow", _U64),
+        ("event_index", _U64),
+        ("restart", _U64),
+        ("csts", _U64),
+        ("doorbell_nbytes", _U32),
+        ("namespaces", _U32),
+        ("lba_shift", _U32),
+        ("mdts_nbytes", _U32),
+        ("sgl_descriptors", _U32),
+        ("flags", _U32),
+        ("depth_max", _U32),
+        ("device_fd", _I),
+        ("container_fd", _I),
+        ("irq_fd", _I),
+        ("request_fd", _I),
+        ("wake_fd", _I),
+    )
+
+
+class _Restart:
+    """What the native controller calls for a reset; knows the drive and not the controller."""
+
+    def __init__(self, admin: NvmeAdmin) -> None:
+        self._admin = admin
+        self.handle = 0
+        self.callback = _RESTART(self._run)
+
+    def _run(self, timeout_ns: int) -> int:
+        try:
+            self._admin.restart(timeout_ns * 1e-9, self._end_all)
+        except TuttiError:
+            _log.exception("the drive could not be reset")
+            return -_EIO
+        except Exception:  # nothing may pass through the native caller
+            _log.exception("a reset failed")
+            return -_EIO
+        return 0
+
+    def _end_all(self) -> None:
+        _lib().gio_vfio_controller_end_all(self.handle, STATUS_ABORTED_SQ_DELETION)
+
+
+class VfioController(NativeController):
+    """One drive bound to vfio-pci, from its reset to its shutdown.
+
+    bdf: the PCI function, "0000:03:00.0". queues: most I/O queue pairs to ask for. use_sgl: None
+    uses SGLs where the drive has them, False uses PRPs alone. shadow_doorbells: None uses them
+    where the drive offers them. Namespace n is the drive's namespace n; those that cannot be used,
+    or have other blocks than the first, have no blocks here, see `refusals`.
+
+    identity, namespace_identities: what the drive said. queues_granted: I/O queue pairs.
+
+    Raises what VfioDevice raises, Unsupported for a drive that lacks what is needed, MediumError
+    for one that contradicts the specification, DeviceTimeout and DeviceGone.
+    """
+
+    def __init__(
+        self,
+        bdf: str,
+        *,
+        queues: int = 8,
+        use_sgl: bool | None = None,
+        shadow_doorbells: bool | None = None,
+    ) -> None:
+        if not 1 <= queues <= QUEUES_MAX:
+            raise ConfigError(f"queues={queues} is not acceptable; use 1 to {QUEUES_MAX}")
+        self.device = VfioDevice(bdf)
+        try:
+            self._bring_up(queues, use_sgl, shadow_doorbells)
+        except BaseException:
+            self.device.close()
+            raise
+
+    def _bring_up(self, queues: int, use_sgl: bool | None, shadow: bool | None) -> None:
+        self.admin = NvmeAdmin(self.device)
+        self.admin.disable()
+        self.admin.enable()
+        self.identity = self.admin.identify()
+        self.namespace_identities = self.admin.identify_namespaces(self.identity.namespaces)
+        self.queues_granted = self.admin.request_queues(queues)
+        self._pages = PageMap(self.device)
+        self._shadow = self._new_shadow(shadow)
+        self._restart = _Restart(self.admin)
+        sizes, shift = self._usable_sizes()
+        handle = self._create(sizes, shift, use_sgl)
+        self._restart.handle = handle
+        super().__init__(handle)
+        # What the native side needs lives as long as it does.
+        self._rings += [self.device, self.admin, self._restart, self._shadow]
+
+    def _new_shadow(self, wanted: bool | None) -> HostBuffer | None:
+        stride = self.admin.capabilities.doorbell_nbytes
+        fits = (2 * (QUEUES_MAX + 1)) * stride <= PAGE_NBYTES
+        if wanted:
+            self.admin.check_features(self.identity, shadow=True)
+        if wanted is False or not (self.identity.has_shadow_doorbells and fits):
+            return None
+        shadow = HostBuffer(2 * PAGE_NBYTES, hugepages=False)
+        self.device.map((shadow.address, shadow.nbytes))
+        self.admin.set_shadow_doorbells(shadow.address)
+        return shadow
+
+    def _usable_sizes(self) -> tuple[list[int], int]:
+        """Blocks of namespaces 1 to the highest, 0 for what cannot be used, and the block shift."""
+        self.refusals: dict[int, str] = {}
+        usable: dict[int, NamespaceIdentity] = {}
+        for nsid, identity in self.namespace_identities.items():
+            if identity.refusal is None and nsid > NAMESPACES_MAX:
+                self.refusals[nsid] = f"only namespaces up to {NAMESPACES_MAX} are used"
+            elif identity.refusal is not None:
+                self.refusals[nsid] = identity.refusal
+            elif usable and identity.lba_shift != next(iter(usable.values())).lba_shift:
+                self.refusals[nsid] = "its blocks have another size than those of the first one"
+            else:
+                usable[nsid] = identity
+        if not usable:
+            reasons = "; ".join(f"namespace {n}: {why}" for n, why in self.refusals.items())
+            raise MediumError(
+                f"{self.device.bdf} has no namespace that can be used"
+                f" ({reasons or 'there are none'}); create or format one with nvme-cli"
+            )
+        sizes = [0] * max(usable)
+        for nsid, identity in usable.items():
+            sizes[nsid - 1] = identity.nlb
+        return sizes, next(iter(usable.values())).lba_shift
+
+    def _create(self, sizes: list[int], lba_shift: int, use_sgl: bool | None) -> int:
+        identity, capabilities = self.identity, self.admin.capabilities
+        stride = capabilities.doorbell_nbytes
+        nbytes = -(-2 * (self.queues_granted + 1) * stride // PAGE_NBYTES) * PAGE_NBYTES
+        self.device.check_mappable(DOORBELLS, nbytes)
+        if use_sgl and not identity.sgl:
+            raise ConfigError(f"{self.device.bdf} has no SGLs; leave use_sgl out")
+        flags = HAS_FUA | HAS_PRP
+        flags |= HAS_DEALLOCATE if identity.has_deallocate else 0
+        flags |= HAS_VOLATILE_CACHE if identity.has_volatile_cache else 0
+        descriptors = min(identity.sgl_advised or DESCRIPTORS_MAX, DESCRIPTORS_MAX)
+        words = (_U64 * len(sizes))(*sizes)
+        config = VfioConfigStruct(
+            namespace_nlb=ctypes.addressof(words),
+            doorbells=self.device.registers + DOORBELLS,
+            doorbells_nbytes=nbytes,
+            shadow=self._shadow.address if self._shadow else 0,
+            event_index=self._shadow.address + PAGE_NBYTES if self._shadow else 0,
+            restart=ctypes.cast(self._restart.callback, _P).value or 0,
+            csts=self.device.registers + CSTS,
+            doorbell_nbytes=stride,
+            namespaces=len(sizes),
+            lba_shift=lba_shift,
+            mdts_nbytes=identity.mdts_nbytes,
+            sgl_descriptors=descriptors if identity.sgl and use_sgl is not False else 0,
+            flags=flags,
+            depth_max=capabilities.depth_max,
+            device_fd=self.device.fd,
+            container_fd=self.device.container_fd,
+            irq_fd=self.device.irq_fd,
+            request_fd=self.device.request_fd,
+            wake_fd=self.device.wake_fd,
+        )
+        handle = _P()
+        result = _lib().gio_vfio_controller_create(ctypes.byref(config), ctypes.byref(handle))
+        _native.check(result, f"cannot drive {self.device.bdf}", "see the kernel's log")
+        return int(handle.value or 0)
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether the drive was removed, taken back by the kernel, or failed for good."""
+        return self.is_closed or bool(_lib().gio_vfio_controller_is_gone(self.handle))
+
+    def register(self, buffer: Any) -> DmaRegion:
+        """As NativeController.register; the pages stay resident, and the drive can reach them."""
+        region = super().register(buffer)
+        try:
+            if not self.is_gone:
+                self._pages.map(region.address, region.nbytes)
+        except BaseException:
+            super()._unregister(region)
+            raise
+        return region
+
+    def _unregister(self, region: DmaRegion) -> None:
+        if not self.is_closed:
+            self._pages.unmap(region.address, region.nbytes)
+        super()._unregister(region)
+
+    def create_queue_pair(self, depth: int) -> QueuePair:
+        """As NativeController.create_queue_pair; the drive has `queues_granted` of them.
+
+        Raises DeviceGone when the drive has left.
+        """
+        self._check_open()
+        for queue_pair in self._queue_pairs:
+            idle = queue_pair.is_closed and queue_pair.inflight == 0
+            if idle and queue_pair.depth == depth:
+                queue_pair.is_closed = False
+                return queue_pair
+        if self.is_gone:
+            raise DeviceGone(f"{self.device.bdf} has left; bring it back and open it again")
+        qid = len(self._queue_pairs) + 1
+        limits = f"depth: a power of two from 2 to {self.info.depth_max}"
+        if depth > self.info.depth_max or qid > self.queues_granted or self.is_started:
+            raise ConfigError(
+                f"cannot create queue pair {qid} of depth {depth}; use a {limits}, at most"
+                f" {self.queues_granted} queue pairs, and create them before start()"
+            )
+        queue_pair = QueuePair(depth, qid, owner=self)
+        self._aim_doorbells(queue_pair)
+        self.device.map((queue_pair.memory.address, queue_pair.layout.nbytes))
+        self.admin.create_queues(queue_pair)
+        result = _lib().gio_vfio_controller_attach(self.handle, queue_pair.struct_address)
+        _native.check(result, f"cannot create a queue pair of depth {depth}", limits, ConfigError)
+        self.admin.queue_pairs.append(queue_pair)
+        self._queue_pairs.append(queue_pair)
+        self._rings.append(queue_pair.memory)
+        return queue_pair
+
+    def _aim_doorbells(self, queue_pair: QueuePair) -> None:
+        """Submitters ring the drive itself, or its shadow doorbells."""
+        base = self._shadow.address if self._shadow else 0
+        base = base or int(_lib().gio_vfio_controller_doorbells(self.handle))
+        stride = self.admin.capabilities.doorbell_nbytes
+        queue_pair.struct.sq_doorbell = base + 2 * queue_pair.qid * stride
+        queue_pair.struct.cq_doorbell = base + (2 * queue_pair.qid + 1) * stride
+
+    def abort(self, queue_pair: QueuePair, cid: int) -> bool:
+        """Ask the drive to end one command early; whether it says that it did.
+
+        Its completion still comes by itself, and until then its memory is the drive's.
+        """
+        self._check_open()
+        return self.admin.abort(queue_pair.qid, cid)
+
+    def close(self) -> None:
+        """Delete the queues, shut the drive down in order, give it back.
+
+        A drive that does not play along is reset by the kernel, which takes all memory from it.
+        Raises ConfigError while regions are registered.
+        """
+        if self.is_closed:
+            return
+        if self._buffers:
+            raise ConfigError(
+                f"{len(self._buffers)} memory regions are still registered;"
+                " close them before the controller"
+            )
+        self.stop()
+        with contextlib.suppress(TuttiError):
+            if not self.is_gone:
+                self._shut_down()
+        _lib().gio_vfio_controller_lose(self.handle)
+        if self._finalizer.detach() is not None:
+            self._lib.gio_controller_destroy(self.handle)
+        self.device.close()
+
+    def _shut_down(self) -> None:
+        if all(pair.inflight == 0 for pair in self._queue_pairs):
+            for queue_pair in self._queue_pairs:
+                self.admin.delete_queues(queue_pair)
+        self.admin.shut_down()

@@ -1,0 +1,322 @@
+"""A PCI device in this process's hands: vfio's container, group and device (linux/vfio.h).
+
+The IOMMU lets the device reach what `map` named and nothing else. When the last descriptor is
+closed, also because the process was killed, the kernel takes the mappings away and resets the
+device.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import mmap
+import os
+import struct
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+
+from tutti.errors import ConfigError, DeviceGone, NativeError, PoolInUse, Unsupported
+
+PCI_DEVICES = Path("/sys/bus/pci/devices")
+_VFIO = Path("/dev/vfio")
+
+# linux/vfio.h: _IO(';', 100 + n)
+_GET_API_VERSION, _CHECK_EXTENSION, _SET_IOMMU = 0x3B64, 0x3B65, 0x3B66
+_GROUP_GET_STATUS, _GROUP_SET_CONTAINER, _GROUP_GET_DEVICE_FD = 0x3B67, 0x3B68, 0x3B6A
+_DEVICE_GET_REGION_INFO, _DEVICE_GET_IRQ_INFO, _DEVICE_SET_IRQS = 0x3B6C, 0x3B6D, 0x3B6E
+_DEVICE_RESET, _IOMMU_GET_INFO, _IOMMU_MAP_DMA, _IOMMU_UNMAP_DMA = 0x3B6F, 0x3B70, 0x3B71, 0x3B72
+_TYPE1V2_IOMMU = 3
+_GROUP_VIABLE = 1
+_REGION_MMAP = 4
+_MAP_READ_WRITE = 3
+_IRQ_DATA_EVENTFD_TRIGGER = 4 | 32
+_IOMMU_INFO_CAPS = 2
+_CAP_IOVA_RANGES = 1
+_IRQ_MSIX, _IRQ_REQUEST = 2, 4
+_REGION_BAR0, _REGION_CONFIG = 0, 7
+_CONFIG_COMMAND = 4  # offset in PCI configuration space
+_COMMAND_MEMORY, _COMMAND_MASTER = 2, 4
+_INFO_NBYTES = 4096
+
+#: (address, nbytes): the device addresses the same bytes by the same numbers as this process.
+Range = tuple[int, int]
+
+
+class VfioDevice:
+    """One PCI function bound to vfio-pci; closed by `close`, or when it is collected.
+
+    bdf: "0000:03:00.0". registers: offset of BAR0 in `fd`, for pread and pwrite. irq_fd: counts
+    MSI-X vector 0, -1 where there is none. wake_fd: an eventfd for whoever waits. request_fd:
+    readable when the kernel wants the device back. iova_ranges: [first, last] device addresses
+    that the IOMMU translates.
+
+    Raises ConfigError for a device that is not there or not bound to vfio-pci, Unsupported without
+    an IOMMU, PoolInUse when another process has it, NativeError when the kernel refuses.
+    """
+
+    def __init__(self, bdf: str) -> None:
+        self.bdf = bdf
+        self._fds: list[int] = []
+        self._finalizer = weakref.finalize(self, _close_all, self._fds)
+        try:
+            self._open()
+        except BaseException:
+            self.close()
+            raise
+
+    def _open(self) -> None:
+        group = iommu_group(self.bdf)
+        self.container_fd = self._keep(_open(_VFIO / "vfio"))
+        if fcntl.ioctl(self.container_fd, _CHECK_EXTENSION, _TYPE1V2_IOMMU) == 0:
+            raise Unsupported("the kernel has no type 1 IOMMU; run `modprobe vfio_iommu_type1`")
+        group_fd = self._keep(_open(_VFIO / group))
+        status = bytearray(struct.pack("<II", 8, 0))
+        fcntl.ioctl(group_fd, _GROUP_GET_STATUS, status)
+        if not struct.unpack("<II", status)[1] & _GROUP_VIABLE:
+            raise ConfigError(
+                f"IOMMU group {group} of {self.bdf} has devices of other drivers; bind all of its"
+                " devices to vfio-pci, or use another slot"
+            )
+        with _explained(f"cannot use IOMMU group {group}"):
+            fcntl.ioctl(group_fd, _GROUP_SET_CONTAINER, struct.pack("<i", self.container_fd))
+            fcntl.ioctl(self.container_fd, _SET_IOMMU, _TYPE1V2_IOMMU)
+            # A bytearray, because ioctl returns the number of the descriptor for those alone.
+            name = bytearray(self.bdf.encode() + b"\0")
+            self.fd = self._keep(fcntl.ioctl(group_fd, _GROUP_GET_DEVICE_FD, name))
+        self.iova_ranges = self._iova_ranges()
+        self._bar_flags, self._bar_nbytes, self.registers = self._region(_REGION_BAR0)
+        self._config = self._region(_REGION_CONFIG)[2]
+        self.wake_fd = self._keep(os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC))
+        self.irq_fd = self._event(_IRQ_MSIX)
+        self.request_fd = self._event(_IRQ_REQUEST)
+
+    def _keep(self, fd: int) -> int:
+        self._fds.append(fd)
+        return fd
+
+    def _region(self, index: int) -> tuple[int, int, int]:
+        """(flags, nbytes, offset in `fd`) of a region."""
+        info = bytearray(struct.pack("<IIIIQQ", 32, 0, index, 0, 0, 0))
+        fcntl.ioctl(self.fd, _DEVICE_GET_REGION_INFO, info)
+        _, flags, _, _, nbytes, offset = struct.unpack("<IIIIQQ", info)
+        return flags, nbytes, offset
+
+    def _event(self, index: int) -> int:
+        """An eventfd that the first interrupt of an index counts up; -1 where it has none."""
+        info = bytearray(struct.pack("<IIII", 16, 0, index, 0))
+        try:
+            fcntl.ioctl(self.fd, _DEVICE_GET_IRQ_INFO, info)
+            if struct.unpack("<IIII", info)[3] == 0:
+                return -1
+            fd = self._keep(os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC))
+            wanted = struct.pack("<IIIIIi", 24, _IRQ_DATA_EVENTFD_TRIGGER, index, 0, 1, fd)
+            fcntl.ioctl(self.fd, _DEVICE_SET_IRQS, wanted)
+        except OSError:
+            return -1
+        return fd
+
+    def _iova_ranges(self) -> list[tuple[int, int]]:
+        """What VFIO_IOMMU_GET_INFO says; the kernel's list is checked before it is believed."""
+        info = bytearray(_INFO_NBYTES)
+        struct.pack_into("<I", info, 0, _INFO_NBYTES)
+        fcntl.ioctl(self.container_fd, _IOMMU_GET_INFO, info)
+        flags, _, cap = struct.unpack_from("<IQI", info, 4)
+        if not flags & _IOMMU_INFO_CAPS:
+            return []
+        for _ in range(_INFO_NBYTES // 16):  # a chain cannot be longer than the buffer
+            if not 0 < cap <= _INFO_NBYTES - 16:
+                return []
+            kind, _, following, count = struct.unpack_from("<HHII", info, cap)
+            if kind == _CAP_IOVA_RANGES:
+                count = min(count, (_INFO_NBYTES - cap - 16) // 16)
+                return [struct.unpack_from("<QQ", info, cap + 16 + 16 * i) for i in range(count)]
+            cap = following
+        return []
+
+    def enable_dma(self) -> None:
+        """Let the device answer and read and write memory (memory space and bus master)."""
+        command = struct.unpack("<H", os.pread(self.fd, 2, self._config + _CONFIG_COMMAND))[0]
+        wanted = struct.pack("<H", command | _COMMAND_MEMORY | _COMMAND_MASTER)
+        os.pwrite(self.fd, wanted, self._config + _CONFIG_COMMAND)
+
+    def read_register(self, offset: int, nbytes: int) -> int:
+        """A register of BAR0. Raises DeviceGone where all of its bits are ones, or it fails."""
+        try:
+            raw = os.pread(self.fd, nbytes, self.registers + offset)
+        except OSError:
+            raw = b""
+        if len(raw) != nbytes or raw == b"\xff" * nbytes:
+            raise DeviceGone(f"{self.bdf} does not answer; it was removed or has failed: check it")
+        return int.from_bytes(raw, "little")
+
+    def write_register(self, offset: int, nbytes: int, content: int) -> None:
+        """Raises DeviceGone when the device cannot be written."""
+        try:
+            os.pwrite(self.fd, content.to_bytes(nbytes, "little"), self.registers + offset)
+        except OSError as error:
+            raise DeviceGone(f"{self.bdf} does not answer ({error.strerror}); check it") from error
+
+    def check_mappable(self, offset: int, nbytes: int) -> None:
+        """Raises Unsupported where these bytes of BAR0 do not exist or may not be mapped."""
+        if offset + nbytes > self._bar_nbytes or not self._bar_flags & _REGION_MMAP:
+            raise Unsupported(
+                f"the registers of {self.bdf} cannot be mapped: BAR0 has {self._bar_nbytes} bytes,"
+                f" bytes {offset} to {offset + nbytes} are needed"
+            )
+
+    def check_iova(self, where: Range) -> None:
+        """Raises Unsupported where the IOMMU cannot translate these addresses."""
+        address, nbytes = where
+        ranges = self.iova_ranges
+        if ranges and not any(a <= address and address + nbytes - 1 <= b for a, b in ranges):
+            raise Unsupported(
+                f"the IOMMU of {self.bdf} cannot translate {address:#x}: it takes"
+                f" {', '.join(f'{a:#x} to {b:#x}' for a, b in ranges)}; it needs addresses of 47"
+                " bits, as all of a process's memory has them"
+            )
+
+    def map(self, where: Range) -> None:
+        """Let the device read and write whole pages, under this process's own addresses.
+
+        They stay resident until they are unmapped. Raises Unsupported for addresses that the IOMMU
+        has not, ConfigError when the kernel refuses.
+        """
+        self.check_iova(where)
+        address, nbytes = where
+        argument = struct.pack("<IIQQQ", 32, _MAP_READ_WRITE, address, address, nbytes)
+        try:
+            fcntl.ioctl(self.container_fd, _IOMMU_MAP_DMA, argument)
+        except OSError as error:
+            hint = "raise RLIMIT_MEMLOCK" if error.errno == errno.ENOMEM else "map memory once"
+            raise ConfigError(
+                f"cannot map {nbytes} bytes at {address:#x} for {self.bdf}: {error.strerror};"
+                f" {hint}"
+            ) from error
+
+    def unmap(self, where: Range) -> None:
+        """Take pages away again, exactly as they were mapped; nothing when they are not mapped."""
+        address, nbytes = where
+        argument = bytearray(struct.pack("<IIQQ", 24, 0, address, nbytes))
+        with contextlib.suppress(OSError):  # a device that is gone lost all mappings
+            fcntl.ioctl(self.container_fd, _IOMMU_UNMAP_DMA, argument)
+
+    def reset(self) -> bool:
+        """A reset of the function by the kernel; False where it has none or it failed."""
+        try:
+            fcntl.ioctl(self.fd, _DEVICE_RESET)
+        except OSError:
+            return False
+        return True
+
+    def close(self) -> None:
+        """Give the device back; a second call does nothing."""
+        self._finalizer()
+
+
+class PageMap:
+    """Maps regions of any alignment for a device: every page once, in as few pieces as possible.
+
+    A region's whole pages are one mapping. A page that it shares with a neighbour is a mapping of
+    its own, kept as long as one of both needs it; the device can reach all of such a page.
+    """
+
+    def __init__(self, device: VfioDevice) -> None:
+        self._device = device
+        self._shared: dict[int, int] = {}  # users, by address of a page
+
+    def map(self, address: int, nbytes: int) -> None:
+        """Raises what `VfioDevice.map` raises; then nothing of the region is mapped."""
+        done: list[Range] = []
+        try:
+            for piece, is_shared in _pieces(address, nbytes):
+                if not is_shared or self._shared.get(piece[0], 0) == 0:
+                    self._device.map(piece)
+                if is_shared:
+                    self._shared[piece[0]] = self._shared.get(piece[0], 0) + 1
+                done.append(piece)
+        except BaseException:
+            self._unmap([p for p in _pieces(address, nbytes) if p[0] in done])
+            raise
+
+    def unmap(self, address: int, nbytes: int) -> None:
+        """A region as it was mapped."""
+        self._unmap(list(_pieces(address, nbytes)))
+
+    def _unmap(self, pieces: list[tuple[Range, bool]]) -> None:
+        for piece, is_shared in pieces:
+            if is_shared:
+                self._shared[piece[0]] -= 1
+                if self._shared[piece[0]] != 0:
+                    continue
+                del self._shared[piece[0]]
+            self._device.unmap(piece)
+
+
+def _pieces(address: int, nbytes: int) -> Iterator[tuple[Range, bool]]:
+    """The page-aligned mappings of a region, each with whether a neighbour may share it."""
+    page = mmap.PAGESIZE
+    first, last = address // page * page, -(-(address + nbytes) // page) * page
+    head = first + page if address != first else first
+    tail = last - page if address + nbytes != last else last
+    if head > tail:  # inside of one page
+        yield (first, page), True
+        return
+    if head != first:
+        yield (first, page), True
+    if head < tail:
+        yield (head, tail - head), False
+    if tail != last:
+        yield (tail, page), True
+
+
+def iommu_group(bdf: str) -> str:
+    """The IOMMU group of a device that is bound to vfio-pci.
+
+    Raises ConfigError or Unsupported with what to do.
+    """
+    device = PCI_DEVICES / bdf
+    if not device.exists():
+        raise ConfigError(f"there is no PCI device {bdf}; `lspci -D` names those that there are")
+    driver = device / "driver"
+    name = driver.resolve().name if driver.exists() else "no driver"
+    if name != "vfio-pci":
+        raise ConfigError(
+            f"{bdf} is bound to {name}, not to vfio-pci; write vfio-pci into"
+            f" {device}/driver_override, {bdf} into its driver's unbind, and then into"
+            " /sys/bus/pci/drivers_probe"
+        )
+    group = device / "iommu_group"
+    if not group.exists():
+        raise Unsupported(
+            f"{bdf} is in no IOMMU group; boot with the IOMMU on (intel_iommu=on, or amd_iommu=on)"
+        )
+    return group.resolve().name
+
+
+def _open(path: Path) -> int:
+    with _explained(f"cannot open {path}"):
+        return os.open(path, os.O_RDWR | os.O_CLOEXEC)
+
+
+@contextlib.contextmanager
+def _explained(what: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        text = f"{what}: {error.strerror}"
+        if error.errno == errno.EBUSY:
+            raise PoolInUse(f"{text}; another process has it") from error
+        if error.errno in (errno.EACCES, errno.EPERM):
+            raise ConfigError(f"{text}; run as root, or change the owner of {_VFIO}/*") from error
+        if error.errno == errno.ENOENT:
+            raise Unsupported(f"{text}; run `modprobe vfio-pci`") from error
+        raise NativeError(f"{text}; see the kernel's log") from error
+
+
+def _close_all(fds: list[int]) -> None:
+    for fd in reversed(fds):
+        with contextlib.suppress(OSError):
+            os.close(fd)
+    fds.clear()
