@@ -159,7 +159,7 @@ def test_look_answers_for_every_key_on_its_own_as_one_lookup() -> None:
     before = index.clock
     assert index.look(make_keys([99, 3, 6, 9, 0]), pin=True).tolist() == [-1, 3, -1, 9, 0]
     assert index.clock == before + 1
-    assert np.flatnonzero(index.access == index.clock).tolist() == [0, 3, 9]
+    assert np.flatnonzero(index.access == index.uses).tolist() == [0, 3, 9]
     assert np.flatnonzero(index.busy()).tolist() == [0, 3, 6, 9], "6 is being written"
     assert index.look(make_keys([])).size == 0
 
@@ -291,9 +291,20 @@ def test_recovered_access_times_stay_in_order_with_later_lookups() -> None:
     assert index.access[0] == index.access[1]
 
 
+def test_a_use_without_a_look_up_is_younger_and_leaves_pins() -> None:
+    index = filled(4, 3, pin_lookups=1)
+    index.match(make_keys([0, 1]), pin=True)
+    for _ in range(3):
+        index.begin_use()
+    index.touch(as_slots(2))
+    assert index.access[2] > index.access[1]
+    assert index.busy().tolist() == [True, True, False, False], "pins expire by look-ups alone"
+
+
 def test_the_clock_wraps_without_losing_order_or_pins() -> None:
     index = filled(4, 4, pin_lookups=4)
     index.clock = CLOCK_MAX - 7
+    index.uses = CLOCK_MAX - 4
     index.match(make_keys([1]))
     index.match(make_keys([2]), pin=True)
     for _ in range(4):
@@ -302,6 +313,7 @@ def test_the_clock_wraps_without_losing_order_or_pins() -> None:
     index.match(make_keys([3]))
     assert not index.busy().any()
     assert index.clock < (1 << 31) + 10, "it did not wrap"
+    assert index.uses < (1 << 31) + 10, "it did not wrap"
     assert index.access[3] > index.access[2] > index.access[1] > index.access[0]
     index.check_integrity()
 

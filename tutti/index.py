@@ -64,7 +64,7 @@ class Index:
 
     Public arrays, shape (slots,), to be read freely and written only by the methods:
     `state` u8, `pins` u32 (transfers in flight), `pin_until` u32 (the last look-up at which a pin
-    of `match` holds), `sequence` u64, `access` u32 (the look-up that last returned it), `depth` u32
+    of `match` holds), `sequence` u64, `access` u32 (the use that last reached it), `depth` u32
     (pages before it in its chain), `has_digests` bool; and `key`, shape (slots, 16) u8.
     """
 
@@ -80,6 +80,9 @@ class Index:
         self.pin_lookups = pin_lookups
         # Look-ups so far. Starts at 1 because 0 in pin_until means never pinned.
         self.clock = 1
+        # Look-ups, loads and new chains so far: recency. Apart from look-ups, because pins expire
+        # by those alone.
+        self.uses = 1
         self._words = np.zeros((slots, 2), np.uint64)
         self.key: Keys = self._words.view(np.uint8)
         self.state = np.full(slots, SlotState.FREE, np.uint8)
@@ -118,10 +121,11 @@ class Index:
         """
         self._check_keys(keys)
         self._advance_clock()
+        self.begin_use()
         found = np.empty(len(keys), np.uint32)
         count = lib().tutti_index_match(self._handle, address(keys), len(keys), address(found))
         slots: Slots = found[:count].astype(np.int64)
-        self.access[slots] = self.clock
+        self.access[slots] = self.uses
         if pin:
             self.pin_until[slots] = self.clock + self.pin_lookups
         return slots
@@ -130,10 +134,11 @@ class Index:
         """As `match`, but for every key on its own: its slot or MISSING, shape (n,)."""
         slots = self.find(keys)
         self._advance_clock()
+        self.begin_use()
         state = self.state[slots]
         slots[(state != SlotState.READY) & (state != SlotState.UNPROVEN)] = MISSING
         found = slots[slots != MISSING]
-        self.access[found] = self.clock
+        self.access[found] = self.uses
         if pin:
             self.pin_until[found] = self.clock + self.pin_lookups
         return slots
@@ -161,7 +166,7 @@ class Index:
         A key that has a slot already, or came earlier in the batch, is left where it is: the
         answer, shape (n,), has that slot, and MISSING for every key that was inserted. `sequence`,
         `depth`, `access` and `has_digests` are scalars or shape (n,). Without `access` the slots
-        count as accessed now; with it the clock moves on so that nothing lies in the future.
+        count as accessed now; with it `uses` moves on so that nothing lies in the future.
         """
         self._check_keys(keys)
         self._check_slots(slots)
@@ -181,10 +186,10 @@ class Index:
         self.depth[mapped] = _select(depth, new)
         self.has_digests[mapped] = _select(has_digests, new)
         if access is None:
-            self.access[mapped] = self.clock
+            self.access[mapped] = self.uses
         else:
             self.access[mapped] = _select(access, new)
-            self.clock = max(self.clock, int(self.access[mapped].max(initial=0)))
+            self.uses = max(self.uses, int(self.access[mapped].max(initial=0)))
         return _from_native(existing)
 
     def remove(self, slots: Slots, state: SlotState = SlotState.VOIDING) -> None:
@@ -245,10 +250,20 @@ class Index:
             np.add.at(self.pins, slots, 1)
             raise AssertionError("a slot was unpinned more often than pinned")
 
+    def begin_use(self) -> None:
+        """What is accessed from now on was used later than all before. Near the end of 32 bits all
+        times move back, which keeps the order of the last 2^31 uses.
+        """
+        if self.uses + 1 >= CLOCK_MAX:
+            back = self.uses - (1 << 31)
+            _move_back(self.access, back)
+            self.uses -= back
+        self.uses += 1
+
     def touch(self, slots: Slots) -> None:
         """Counts as an access now, without a look-up: a parent lives as long as its children."""
         self._check_slots(slots)
-        self.access[slots] = self.clock
+        self.access[slots] = self.uses
 
     def revalidate(self, slots: Slots, sequences: npt.NDArray[np.uint64]) -> Mask:
         """For every slot, whether it still holds what it held at `sequences`, and may be read."""
@@ -284,16 +299,13 @@ class Index:
         assert not self._words[others].any(), "a slot kept a key that it does not own"
         pinned = others & (self.pins > 0)
         assert (self.state[pinned] == SlotState.QUARANTINED).all(), "a slot in flight was given up"
-        assert (self.access <= self.clock).all(), "an access lies in the future"
+        assert (self.access <= self.uses).all(), "an access lies in the future"
 
     def _advance_clock(self) -> None:
-        """One more look-up. Near the end of 32 bits all times move back, which keeps the order of
-        whatever was used in the last 2^31 look-ups.
-        """
+        """One more look-up; see begin_use."""
         if self.clock + self.pin_lookups >= CLOCK_MAX:
             back = self.clock - (1 << 31)
-            for times in (self.access, self.pin_until):
-                times[:] = np.where(times > back, times - np.uint32(back), 0)
+            _move_back(self.pin_until, back)
             self.clock -= back
         self.clock += 1
 
@@ -336,3 +348,7 @@ def _from_native(found: npt.NDArray[np.uint32]) -> Slots:
 def _select(values: npt.ArrayLike, mask: Mask) -> npt.ArrayLike:
     """`values` where the mask holds; a scalar stays one."""
     return values if np.ndim(values) == 0 else np.asarray(values)[mask]
+
+
+def _move_back(times: npt.NDArray[np.uint32], by: int) -> None:
+    times[:] = np.where(times > by, times - np.uint32(by), 0)

@@ -112,6 +112,7 @@ class Loader:
                 "pin it if time passes before the load"
             )
         index.pin(slots)
+        index.begin_use()
         index.touch(slots)
         self._loads += 1
         unproven = state == SlotState.UNPROVEN

@@ -83,8 +83,8 @@ def _entries_of(core: Core) -> Entries:
     entries["key"] = index.key[slots]
     entries["sequence"] = index.sequence[slots]
     entries["depth"] = index.depth[slots]
-    # The order of accesses is what counts; one look-up stands for one unit of time.
-    age = np.minimum(index.clock - index.access[slots].astype(np.int64), core.now_64s())
+    # The order of accesses is what counts; one use stands for one unit of time.
+    age = np.minimum(index.uses - index.access[slots].astype(np.int64), core.now_64s())
     entries["access_64s"] = core.now_64s() - age
     quarantined = index.state[slots] == SlotState.QUARANTINED
     entries["state"] = np.where(quarantined, RecordState.QUARANTINED, RecordState.READY)

@@ -126,6 +126,9 @@ class Writer:
         core = self._core
         with core.lock:
             core.begin()
+            if request.depths.size and request.depths.min() == 0:
+                # The end of a chain must not be younger than its beginning, which is not touched.
+                core.index.begin_use()
             new = self._absent_rows(request, ticket)
         try:
             for start in range(0, new.size, self.batch_pages):

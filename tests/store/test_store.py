@@ -294,3 +294,15 @@ def test_present_answers_for_every_key(rng: np.random.Generator) -> None:
         assert store.present(keys).tolist() == [True, True, False, False, True]
         assert store.present(keys, pin=True, proven=True).tolist() == [1, 1, 0, 0, 1]
         assert store.stats()["hits"] == 6
+
+
+def test_what_is_loaded_stays_also_when_nobody_looks_up(rng: np.random.Generator) -> None:
+    with opened(formatted()) as store:
+        store.allocate_pool(16)
+        hot = some_keys(rng, 4)
+        store.put(hot, np.arange(4)).wait(5)
+        for _ in range(12):
+            store.load(hot, np.arange(8, 12)).wait(5)
+            store.put(some_keys(rng, 4), np.arange(4)).wait(5)
+        assert store.stats()["evicted"] > 0
+        assert store.match(hot) == 4
