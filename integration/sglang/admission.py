@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections import OrderedDict
 
+PAGES_MAX = 1 << 40
+
 
 class PinLedger:
     """How many pages the pins of recent look-ups hold, at most ``pages_max``.
@@ -34,21 +36,35 @@ class PinLedger:
             self._held[rid] = (self._clock, pages)
 
 
-class BreakEven:
-    """From how many pages on loading is faster than computing.
+class Worth:
+    """Which hits are worth loading.
 
-    page_nbytes: of one object.  recompute_s: time to compute one page's KV; 0 is unknown, and every
-    hit is taken.  pages_min: shorter hits are never taken.
+    page_nbytes: read for one page.  recompute_s: time to compute one page's KV; 0 is unknown, and
+    every hit is taken.  pages_min: shorter hits are never taken.  load_s_max: a batch's load is to
+    take no longer; 0 is no limit.
     The bandwidth is that of past loads (exponential mean, weight one quarter); every 64th hit that
     would be refused is taken, so that a medium can become fast again.
     """
 
-    def __init__(self, page_nbytes: int, recompute_s: float, pages_min: int) -> None:
+    def __init__(
+        self, page_nbytes: int, recompute_s: float, pages_min: int, load_s_max: float = 0.0
+    ) -> None:
         self._page_nbytes = page_nbytes
         self._recompute_s = recompute_s
         self._pages_min = max(1, pages_min)
+        self._load_s_max = load_s_max
         self._seconds_per_byte = 0.0
         self._refused = 0
+
+    @property
+    def timed(self) -> bool:
+        """Whether the time of a load is limited."""
+        return self._load_s_max > 0
+
+    @property
+    def page_s(self) -> float:
+        """Measured time to load one page; 0 before the first load."""
+        return self._seconds_per_byte * self._page_nbytes
 
     def loaded(self, nbytes: int, duration_s: float) -> None:
         """A load took so long."""
@@ -57,10 +73,19 @@ class BreakEven:
             old = self._seconds_per_byte or measured
             self._seconds_per_byte = old + (measured - old) / 4
 
-    def lengths(self, pages: int) -> list[int]:
-        """The prefix lengths up to ``pages`` that are worth loading."""
-        if self._recompute_s and self._seconds_per_byte * self._page_nbytes > self._recompute_s:
+    def bounds(self, staged: int = 0) -> tuple[int, int]:
+        """The shortest and the longest prefix to load, in pages; (1, 0) for none.
+
+        staged: leading pages that were read ahead, and cost no time.
+        """
+        if self._recompute_s and self.page_s > self._recompute_s:
             self._refused += 1
             if self._refused % 64:
-                return []
-        return list(range(self._pages_min, pages + 1))
+                return 1, 0
+        return self._pages_min, staged + self.fitting()
+
+    def fitting(self) -> int:
+        """How many pages can be read in the time that a batch's load may take."""
+        if not self.timed or not self.page_s:
+            return PAGES_MAX
+        return max(1, int(self._load_s_max / self.page_s))

@@ -10,89 +10,128 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from tutti.errors import TuttiError
-from tutti.host_pool import HostPool
 from tutti.integration.sglang.breaker import Breaker
-from tutti.integration.sglang.metrics import STORE, Recorder
-from tutti.integration.sglang.pools import EnginePool, Pages
-from tutti.integration.sglang.staging import Staging
-from tutti.store import ObjectStore
+from tutti.integration.sglang.chains import Chains
+from tutti.integration.sglang.fence import Fence
+from tutti.integration.sglang.metrics import STORE
+from tutti.integration.sglang.pools import Pages
+from tutti.integration.sglang.shelf import Shelf
+from tutti.integration.sglang.turns import Turns
 from tutti.tickets import Outcome, PutTicket
 
 Keys = npt.NDArray[np.uint8]
 _IDLE_S = 60.0
 
 
-@dataclass
+@dataclass(eq=False)
+class Part:
+    """Pages of one pool: keys (n, 16), and the slots of n pages.
+
+    staged: where they are in staging; None while they hold the engine's pages.
+    """
+
+    shelf: Shelf
+    keys: Keys
+    slots: torch.Tensor
+    staged: Pages | None = None
+    started_s: float = 0.0
+
+    @property
+    def pages(self) -> int:
+        """How many pages."""
+        return len(self.keys)
+
+
+@dataclass(eq=False)
 class Offload:
     """One of SGLang's offloads.
 
-    staged: its pages in staging, or None while it holds the engine's.
-    kept: whether all was stored or there already; None while SGLang waits for it.
+    waits: parts whose pages in the engine's memory are still needed.
+    good: whether nothing of those parts failed or was dropped.
+    kept: the answer to SGLang; None while it waits.
     """
 
-    keys: Keys
-    pages: Pages
-    staged: Pages | None = None
+    parts: Sequence[Part]
+    fence: Fence
+    waits: int
+    good: bool = True
     kept: bool | None = None
-    started_s: float = 0.0
 
 
 class Backlog:
-    """Offloads under way.  ``add`` never waits for the medium.
+    """Offloads under way.  ``add`` never waits for the medium, nor for the engine's device.
 
-    locked_max: engine pages that may wait for it.
+    locked_share: of each pool's pages that may wait for the medium where they are.
+    turns: when to write.
     """
 
     def __init__(
         self,
-        store: ObjectStore,
-        engine: EnginePool,
-        memory: HostPool,
-        staging: Staging,
+        shelves: Sequence[Shelf],
         *,
-        locked_max: int,
+        locked_share: float,
+        timeout_s: float,
         breaker: Breaker,
-        recorder: Recorder,
+        chains: Chains,
+        turns: Turns,
         complain: Callable[[str, object], None],
     ) -> None:
-        self._store = store
-        self._engine = engine
-        self._memory = memory
-        self._staging = staging
-        self._locked_max = locked_max
+        self._locked = {shelf.name: 0 for shelf in shelves}
+        self._locked_max = {s.name: int(s.engine.pages * locked_share) for s in shelves}
+        self._timeout_s = timeout_s
         self._breaker = breaker
-        self._recorder = recorder
+        self._chains = chains
+        self._turns = turns
         self._complain = complain
         self._changed = threading.Condition()
         self._order: deque[Offload] = deque()
-        self._work: queue.Queue[Offload | None] = queue.Queue()
-        self.locked = 0  # engine pages that the medium may read
-        self.active = 0  # offloads that are not over
-        self._thread = threading.Thread(target=self._run, name="tutti-offload", daemon=True)
-        self._thread.start()
+        self._active = 0  # parts that are not over
+        self._copies: queue.Queue[Offload | None] = queue.Queue()
+        self._puts: queue.Queue[tuple[Offload, Part] | None] = queue.Queue()
+        self._threads = [
+            threading.Thread(target=self._run_copies, name="tutti-copy-out", daemon=True),
+            threading.Thread(target=self._run_puts, name="tutti-offload", daemon=True),
+        ]
+        for thread in self._threads:
+            thread.start()
 
-    def add(self, keys: Keys, pages: Pages) -> None:
-        """Takes one offload: keys (n, 16) and engine pages (n,)."""
-        offload = Offload(keys, pages)
+    @property
+    def locked(self) -> int:
+        """Engine pages that the medium may read, or that wait to be copied out."""
+        with self._changed:
+            return sum(self._locked.values())
+
+    @property
+    def active(self) -> int:
+        """Parts of offloads that are not over."""
+        with self._changed:
+            return self._active
+
+    def add(self, parts: Sequence[Part], fence: Fence) -> None:
+        """Takes one offload, whose pages may be read when ``fence`` has passed."""
+        offload = Offload(parts, fence, waits=len(parts))
         accepted = self._breaker.closed or self._breaker.take_probe()
         with self._changed:
             self._order.append(offload)
-            locks = accepted and self.locked + pages.size <= self._locked_max
-            if locks:
-                self.locked += pages.size
-                self.active += 1
-        if not locks and not (accepted and self._stage(offload)):
-            self._recorder.count("dropped_pages", pages.size)
-            offload.kept = False
-            return
-        self._work.put(offload)
+            if not (accepted and self._place(parts)):
+                offload.kept = False
+                for part in parts:
+                    part.shelf.recorder.count("dropped_pages", part.pages)
+                return
+            self._active += len(parts)
+        for part in parts:
+            if part.staged is None:
+                self._puts.put((offload, part))
+        if any(part.staged is not None for part in parts):
+            self._copies.put(offload)
 
     def completed(self) -> int:
         """How many offloads, from the oldest on, are complete."""
@@ -111,77 +150,120 @@ class Backlog:
 
     def wait_quiet(self, timeout_s: float) -> bool:
         """Waits until all is over; whether it is."""
-        with self._changed:
-            return self._changed.wait_for(lambda: self.active == 0, timeout_s)
+        with self._turns.flushing(), self._changed:
+            return self._changed.wait_for(lambda: self._active == 0, timeout_s)
 
     def reset(self, timeout_s: float) -> bool:
         """Waits for what is under way and forgets completions; whether no engine page is in use."""
         self.wait_quiet(timeout_s)
         with self._changed:
             self._order.clear()
-            return self.locked == 0
+            return not any(self._locked.values())
 
     def close(self, timeout_s: float) -> None:
-        """Ends the thread."""
-        self._work.put(None)
-        self._thread.join(timeout_s)
+        """Ends the threads."""
+        self._copies.put(None)
+        self._puts.put(None)
+        for thread in self._threads:
+            thread.join(timeout_s)
 
-    def _stage(self, offload: Offload) -> bool:
-        """Copies the pages out, so that the engine may have them back at once."""
-        staged = self._staging.allocate(offload.pages.size)
-        if staged is None:
-            return False
-        for sources, targets in zip(self._engine.views, self._staging.views, strict=True):
-            for source, target in zip(sources, targets, strict=True):
-                target[staged] = source[offload.pages]
-        offload.staged = staged
-        with self._changed:
-            self.active += 1
-            offload.kept = True
+    def _place(self, parts: Sequence[Part]) -> bool:
+        """Locks the engine's pages, or finds staging, for every part; False when that fails."""
+        for part in parts:
+            shelf, name = part.shelf, part.shelf.name
+            room = self._locked_max[name] - self._locked[name]
+            if shelf.memory is None or part.pages > room:
+                part.staged = shelf.stores.allocate(part.pages)
+                if part.staged is None:
+                    self._unplace(parts, part)
+                    return False
+            self._locked[name] += part.pages
         return True
 
-    def _run(self) -> None:
+    def _unplace(self, parts: Sequence[Part], failed: Part) -> None:
+        for part in parts:
+            if part is failed:
+                return
+            self._locked[part.shelf.name] -= part.pages
+            if part.staged is not None:
+                part.shelf.stores.release(part.staged)
+
+    def _run_copies(self) -> None:
         ended = False
         while not ended:
             try:
-                offload = self._work.get(timeout=_IDLE_S)
+                offload = self._copies.get(timeout=_IDLE_S)
             except queue.Empty:
                 continue
             ended = offload is None  # the end mark of close()
-            if offload is not None:
-                self._put(offload)
+            if offload is None:
+                continue
+            for part in offload.parts:
+                if part.staged is not None:
+                    self._copy(offload, part, part.staged)
 
-    def _put(self, offload: Offload) -> None:
-        offload.started_s = time.monotonic()
-        staged = offload.staged
-        pool = self._memory if staged is None else self._staging.pool
+    def _copy(self, offload: Offload, part: Part, staged: Pages) -> None:
+        """Copies a part out, so that the engine may have its pages back."""
         try:
-            ticket = self._store.put(
-                offload.keys, offload.pages if staged is None else staged, pool=pool
-            )
+            part.shelf.copy_out(self._pages(offload, part), staged)
+        except Exception as error:
+            self._complain(f"offload: {type(error).__name__}", error)
+            self._let_go(offload, part, good=False)
+            self._over(part)
+            return
+        self._let_go(offload, part, good=True)
+        self._puts.put((offload, part))
+
+    def _pages(self, offload: Offload, part: Part) -> Pages:
+        offload.fence.wait(time.monotonic() + self._timeout_s)
+        return part.shelf.engine.page_numbers(part.slots, part.pages)
+
+    def _run_puts(self) -> None:
+        ended = False
+        while not ended:
+            try:
+                work = self._puts.get(timeout=_IDLE_S)
+            except queue.Empty:
+                continue
+            ended = work is None  # the end mark of close()
+            if work is not None:
+                self._put(*work)
+
+    def _put(self, offload: Offload, part: Part) -> None:
+        shelf, staged = part.shelf, part.staged
+        try:
+            pool = shelf.memory if staged is None else shelf.stores.pool
+            pages = self._pages(offload, part) if staged is None else staged
+            parent, depth = self._chains.before(part.keys[0].tobytes())
+            self._turns.wait(part.pages * shelf.page_nbytes)
+            part.started_s = time.monotonic()
+            ticket = shelf.store.put(part.keys, pages, pool=pool, parent=parent, depth=depth)
         except Exception as error:
             # The thread must live; what was not stored is a miss.
             self._complain(f"offload: {type(error).__name__}", error)
             if isinstance(error, TuttiError):
                 self._breaker.failure()
-            self._over(offload, kept=False)
+            self._done_with(offload, part, good=False)
         else:
-            ticket.on_done(lambda done: self._done(offload, done))
+            ticket.on_done(lambda done: self._done(offload, part, done))
 
-    def _done(self, offload: Offload, ticket: PutTicket) -> None:
+    def _done(self, offload: Offload, part: Part, ticket: PutTicket) -> None:
         counts = np.bincount(ticket.outcome, minlength=len(Outcome))
         failed, dropped = int(counts[Outcome.FAILED]), int(counts[Outcome.DROPPED])
         stored = int(counts[Outcome.STORED])
-        self._recorder.count("dropped_pages", dropped)
-        self._recorder.count("failed_pages", failed, STORE)
+        recorder = part.shelf.recorder
+        recorder.count("dropped_pages", dropped)
+        recorder.count("failed_pages", failed, STORE)
         if stored:
-            nbytes = stored * self._store.layout.object_nbytes
-            self._recorder.moved(STORE, stored, nbytes, time.monotonic() - offload.started_s)
+            nbytes = stored * part.shelf.page_nbytes
+            duration_s = time.monotonic() - part.started_s
+            recorder.moved(STORE, stored, nbytes, duration_s)
+            self._turns.wrote(nbytes, duration_s)
             self._breaker.success()
         if failed:
             self._breaker.failure()
             self._report(ticket)
-        self._over(offload, kept=not (failed or dropped))
+        self._done_with(offload, part, good=not (failed or dropped))
 
     def _report(self, ticket: PutTicket) -> None:
         try:
@@ -189,13 +271,24 @@ class Backlog:
         except TuttiError as error:
             self._complain(f"offload: {type(error).__name__}", error)
 
-    def _over(self, offload: Offload, *, kept: bool) -> None:
-        """The medium does not read the pages any more."""
-        if offload.staged is not None:
-            self._staging.release(offload.staged)
+    def _done_with(self, offload: Offload, part: Part, *, good: bool) -> None:
+        """The medium does not read the part's pages any more."""
+        if part.staged is None:
+            self._let_go(offload, part, good=good)
+        self._over(part)
+
+    def _let_go(self, offload: Offload, part: Part, *, good: bool) -> None:
+        """The engine's pages of a part are not needed any more."""
         with self._changed:
-            if offload.staged is None:
-                self.locked -= offload.pages.size
-                offload.kept = kept
-            self.active -= 1
+            self._locked[part.shelf.name] -= part.pages
+            offload.good &= good
+            offload.waits -= 1
+            if not offload.waits:
+                offload.kept = offload.good
+
+    def _over(self, part: Part) -> None:
+        if part.staged is not None:
+            part.shelf.stores.release(part.staged)
+        with self._changed:
+            self._active -= 1
             self._changed.notify_all()

@@ -13,7 +13,6 @@ it is counted, and logged once per kind.
 from __future__ import annotations
 
 import atexit
-import logging
 import queue
 import threading
 import time
@@ -24,37 +23,32 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-import tutti
 from tutti.errors import ConfigError, DeviceTimeout, KeyMissing, TuttiError
 from tutti.integration.sglang import linker_adapter as adapter
-from tutti.integration.sglang.adapter import ServedModel, check_version, served_model
-from tutti.integration.sglang.admission import BreakEven, PinLedger
-from tutti.integration.sglang.backlog import Backlog
+from tutti.integration.sglang.adapter import check_version, served_model
+from tutti.integration.sglang.admission import Worth
+from tutti.integration.sglang.backlog import Backlog, Part
 from tutti.integration.sglang.breaker import Breaker, crawls
+from tutti.integration.sglang.chains import Chains
+from tutti.integration.sglang.fence import Fence
 from tutti.integration.sglang.host_store import Complaints
-from tutti.integration.sglang.identity import (
-    Place,
-    identity_of,
-    layout_of,
-    make_folder,
-    pool_path,
-)
 from tutti.integration.sglang.layer_counter import LayerCounter
 from tutti.integration.sglang.linker_options import LINKER_OPTIONS
-from tutti.integration.sglang.load_batch import LoadBatch, LoadPlan, QueuedLoad, plan_loads
-from tutti.integration.sglang.metrics import LOAD, Recorder
+from tutti.integration.sglang.load_batch import LoadBatch, QueuedLoad
+from tutti.integration.sglang.lookups import Lookups
+from tutti.integration.sglang.metrics import LOAD
 from tutti.integration.sglang.options import LINKER, parse_options
-from tutti.integration.sglang.pools import EnginePool, engine_pool
+from tutti.integration.sglang.pools import engine_group
+from tutti.integration.sglang.read_ahead import ReadAhead
+from tutti.integration.sglang.shelf import Shelf
+from tutti.integration.sglang.shelves import open_shelves
 from tutti.integration.sglang.staging import Staging
+from tutti.integration.sglang.turns import Turns
 from tutti.integration.sglang.upkeep import Upkeep
 from tutti.integration.sglang.weights import WATCH
 from tutti.keys import object_keys
-from tutti.store import ObjectStore
-from tutti.tickets import LoadTicket
 
 Keys = npt.NDArray[np.uint8]
-
-_log = logging.getLogger(__name__)
 
 _IDLE_S = 60.0
 _PATIENCE_S = 1.0
@@ -64,6 +58,7 @@ class TuttiLinker(adapter.UnifiedCacheLinker):
     """One rank's store.  Made by SGLang's `dynamic` linker backend; see the module.
 
     SGLang calls everything from its scheduler's thread, except the layer counter's waits.
+    pools: the engine's pools by SGLang's names.  shelves: the same with what keeps their pages.
     """
 
     def __init__(
@@ -75,86 +70,101 @@ class TuttiLinker(adapter.UnifiedCacheLinker):
         extra_config: Mapping[str, Any] | None = None,
         forward_stream: Any = None,
     ) -> None:
-        """Opens the pool.  Raises TuttiError with what to do."""
+        """Opens the pools.  Raises TuttiError with what to do."""
         check_version()
         self.forward_stream = forward_stream
         self._options = options = parse_options(extra_config, LINKER, LINKER_OPTIONS)
         _check_weights(options)
-        self._engine = engine = engine_pool(params, components)
-        self.pools = {adapter.PoolName.KV: engine}
+        self._group = group = engine_group(params, components)
+        self.pools = {adapter.PoolName(name): pool for name, pool in group.pools.items()}
         model = served_model()
-        place = adapter.place_of(params, model, replicated=engine.replicated)
+        place = adapter.place_of(params, model, replicated=group.replicated)
         self._alone = place.ranks == place.dp_size
-        self.recorder = Recorder(
-            {"mode": LINKER, "pool": "kv", "rank": place.name},
+        self.shelves: dict[str, Shelf] = open_shelves(
+            options,
+            group,
+            model,
+            place,
             prometheus=bool(getattr(server_args, "enable_metrics", False)),
         )
-        self.complaints = Complaints(self.recorder)
-        self.store = _open(options, engine, model, place)
         try:
             self._start_parts()
+            if group.has_states:
+                params.req_to_token_pool.register_layer_transfer_counter(self.layer_done_counter)
         except BaseException:
-            self.store.close()
+            for shelf in self.shelves.values():
+                shelf.store.close()
             raise
 
     def _start_parts(self) -> None:
-        options, engine, store = self._options, self._engine, self.store
+        options, shelves = self._options, list(self.shelves.values())
+        self.recorder = shelves[0].recorder
+        self.complaints = Complaints(self.recorder)
         self._timeout_s = float(options["load_timeout_s"])
-        self._memory = store.register(engine.host_pool(store.layout))
-        self._staging = Staging(store, options["load_staging"])
-        self._copied_out = Staging(store, options["store_staging"])
         failures, pause_s = options["breaker_failures"], options["breaker_pause_s"]
         self.reads = Breaker(failures, pause_s, time.monotonic)
         self.writes = Breaker(failures, pause_s, time.monotonic)
-        capacity = int(store.stats()["capacity_objects"])
-        self._pins = PinLedger(int(capacity * options["pin_share"]), options["pin_lookups"])
-        page = engine.page_size
-        self._break_even = BreakEven(
-            store.layout.object_nbytes,
-            options["recompute_us_per_token"] * page / 1e6,
-            -(-options["min_tokens"] // page),
-        )
-        self._batch_pages_max = options["max_load_tokens"] // page
-        self.layer_done_counter = LayerCounter(engine.shape.layers)
-        self._queued: dict[str, QueuedLoad] = {}
+        self._worth = self._make_worth(shelves)
+        self._batch_pages_max = options["max_load_tokens"] // self._group.page_size
+        self.layer_done_counter = LayerCounter(self._group.layers)
+        self._queued: dict[str, list[QueuedLoad]] = {}
         self._loads: queue.Queue[LoadBatch | None] = queue.Queue()
         self._closed = False
-        self._backlog = Backlog(
-            store,
-            engine,
-            self._memory,
-            self._copied_out,
-            locked_max=int(engine.pages * options["backlog_share"]),
+        self._chains = Chains()
+        self.ahead = ReadAhead(
+            shelves,
+            share=min(1.0, options["read_ahead_share"]),
+            lookups=options["pin_lookups"],
+            timeout_s=self._timeout_s,
+            breaker=self.reads,
+            complain=self.complaints.add,
+        )
+        self._lookups = Lookups(shelves, self._worth, self.ahead, self.complaints.add)
+        self.backlog = Backlog(
+            shelves,
+            locked_share=options["backlog_share"],
+            timeout_s=self._timeout_s,
             breaker=self.writes,
-            recorder=self.recorder,
+            chains=self._chains,
+            turns=Turns(),
             complain=self.complaints.add,
         )
-        self._upkeep = Upkeep(
-            store,
-            Staging(store, store.layout.object_nbytes),
-            self.reads,
-            recorder=self.recorder,
-            complain=self.complaints.add,
-            probe_s=options["timeout_s"],
-        )
+        self._upkeeps = {
+            shelf.name: Upkeep(
+                shelf.store,
+                Staging(shelf.store, shelf.page_nbytes),
+                self.reads,
+                recorder=shelf.recorder,
+                complain=self.complaints.add,
+                probe_s=options["timeout_s"],
+            )
+            for shelf in shelves
+        }
         self._loader = threading.Thread(target=self._start_loads, name="tutti-load", daemon=True)
         self._loader.start()
         # A scheduler that dies of an error never calls close.
         atexit.register(self.close)
 
+    def _make_worth(self, shelves: Sequence[Shelf]) -> Worth:
+        page, options = self._group.page_size, self._options
+        return Worth(
+            sum(shelf.page_nbytes for shelf in shelves if not shelf.engine.trailing),
+            options["recompute_us_per_token"] * page / 1e6,
+            -(-options["min_tokens"] // page),
+            options["max_load_ms"] / 1e3,
+        )
+
     def lookup(self, rid: str, transfers: list[adapter.PoolTransfer]) -> list[int]:
-        """Every prefix length in pages that is stored, pinned, and worth loading."""
+        """Every prefix length in pages that all pools can restore, pinned, and worth loading."""
         keys = self._keys(_kv(transfers))
-        if keys is None or not self.reads.closed:
+        if keys is None:
             return []
-        wanted = keys[: self._pins.budget(rid)]
-        if self._batch_pages_max:
-            wanted = wanted[: self._batch_pages_max]
-        found = self._match(wanted)
-        self._pins.pinned(rid, found)
-        self.recorder.count("hit_pages", found)
-        self.recorder.count("miss_pages", len(keys) - found)
-        return self._break_even.lengths(found)
+        self._chains.seen(keys)
+        if not self.reads.closed or not self._complete(transfers):
+            return []
+        found = self._lookups.find(rid, keys, transfers, self._pages_left(rid))
+        self.ahead.note(rid, found.wanted)
+        return found.lengths
 
     def load(self, rid: str, transfers: list[adapter.PoolTransfer]) -> bool:
         """Queues a load for the next batch; False makes SGLang compute instead.
@@ -162,20 +172,16 @@ class TuttiLinker(adapter.UnifiedCacheLinker):
         With several ranks the answer depends on the transfers alone. A single rank also refuses
         what was evicted since the look-up.
         """
-        transfer = _kv(transfers)
-        keys = self._keys(transfer)
-        if transfer is None or keys is None or rid in self._queued:
+        loads = self._parts_of(transfers, "load")
+        if loads is None or rid in self._queued:
             return False
-        pages = self._engine.page_numbers(transfer.device_indices, len(keys))
-        if pages is None:
-            self.complaints.add("load: slots", "device slots are not whole pages; not loaded")
+        most = self._pages_left(rid)
+        if most is not None and max(len(keys) for _, keys, _ in loads) > most:
             return False
-        queued = sum(load.pages.size for load in self._queued.values())
-        if self._batch_pages_max and queued + pages.size > self._batch_pages_max:
+        there = self._lookups.still_there([(shelf, keys) for shelf, keys, _ in loads])
+        if self._alone and not there:
             return False
-        if self._match(keys) < len(keys) and self._alone:
-            return False
-        self._queued[rid] = QueuedLoad(keys, pages)
+        self._queued[rid] = [QueuedLoad(*load) for load in loads]
         return True
 
     def start_layer_wise_loading(self) -> int:
@@ -183,8 +189,14 @@ class TuttiLinker(adapter.UnifiedCacheLinker):
         queued, self._queued = self._queued, {}
         if not queued:
             return -1
-        plan = plan_loads(list(queued.values()), self._engine, self._memory, self._staging)
-        batch = LoadBatch(plan, self._engine, self._staging, self._timeout_s)
+        batch = LoadBatch(
+            [load for loads in queued.values() for load in loads],
+            self._group.layers,
+            rids=list(queued),
+            ahead=self.ahead,
+            fence=self._fence(),
+            timeout_s=self._timeout_s,
+        )
         self._loads.put(batch)
         return self.layer_done_counter.add(batch)
 
@@ -195,45 +207,43 @@ class TuttiLinker(adapter.UnifiedCacheLinker):
 
     def cancel_queued_load(self, rid: str) -> bool:
         """Forgets a load that was not started."""
+        self.ahead.forget(rid)
         return self._queued.pop(rid, None) is not None
 
     def offload(self, transfers: list[adapter.PoolTransfer], session_id: str | None = None) -> bool:
-        """Takes pages to store; False, from the transfers alone, when they are no whole pages."""
-        transfer = _kv(transfers)
-        keys = self._keys(transfer)
-        if transfer is None or keys is None:
+        """Takes pages to store; False, from the transfers alone, when there are none."""
+        parts = self._parts_of(transfers, "offload")
+        if parts is None or _kv(transfers) is None:
             return False
-        pages = self._engine.page_numbers(transfer.device_indices, len(keys))
-        if pages is None:
-            self.complaints.add("offload: slots", "device slots are not whole pages; not stored")
-            return False
-        self._backlog.add(keys, pages)
-        self._upkeep.remember(keys)
-        self.recorder.level("backlog_pages", self._backlog.locked)
+        self.backlog.add([Part(*part) for part in parts], self._fence())
+        for shelf, keys, _ in parts:
+            self._upkeeps[shelf.name].remember(keys)
+        self.recorder.level("backlog_pages", self.backlog.locked)
         return True
 
     def num_completed_offloads(self) -> int:
         """Offloads, from the oldest on, whose pages SGLang may reuse."""
-        return self._backlog.completed()
+        return self.backlog.completed()
 
     def pop_completed_offload(self) -> bool:
         """Takes the oldest: whether its pages are stored, or copied out to be."""
-        kept = self._backlog.pop()
-        self.recorder.level("backlog_pages", self._backlog.locked)
+        kept = self.backlog.pop()
+        self.recorder.level("backlog_pages", self.backlog.locked)
         return kept
 
     def reset(self) -> None:
         """Ends what is under way.  Raises DeviceTimeout when the medium does not let go."""
         self._queued.clear()
+        self.ahead.reset()
         self.layer_done_counter.reset(self._end)
-        if not self._backlog.reset(self._timeout_s):
+        if not self.backlog.reset(self._timeout_s):
             raise DeviceTimeout(
                 "the medium has not let go of pages that it was to store, and SGLang would use "
                 "them for other requests; restart the server"
             )
 
     def close(self) -> None:
-        """As reset, then closes the pool; a second call does nothing."""
+        """As reset, then closes the pools; a second call does nothing."""
         if self._closed:
             return
         self._closed = True
@@ -243,29 +253,79 @@ class TuttiLinker(adapter.UnifiedCacheLinker):
         finally:
             self._loads.put(None)
             self._loader.join(self._timeout_s)
-            self._backlog.close(self._timeout_s)
-            self._upkeep.close(self._timeout_s)
-            try:
-                self.store.close()
-            except TuttiError as error:
-                self.complaints.add(f"close: {type(error).__name__}", error)
+            self.ahead.close(self._timeout_s)
+            self.backlog.close(self._timeout_s)
+            for upkeep in self._upkeeps.values():
+                upkeep.close(self._timeout_s)
+            for shelf in self.shelves.values():
+                try:
+                    shelf.store.close()
+                except TuttiError as error:
+                    self.complaints.add(f"close: {type(error).__name__}", error)
+
+    def _complete(self, transfers: Sequence[adapter.PoolTransfer]) -> bool:
+        """Whether the transfers name the pages of every pool."""
+        named = {str(transfer.name) for transfer in transfers if transfer.keys}
+        return all(pool.source in named for pool in self._group.pools.values())
+
+    def _parts_of(
+        self, transfers: Sequence[adapter.PoolTransfer], what: str
+    ) -> list[tuple[Shelf, Keys, Any]] | None:
+        """Keys and slots for each pool; None when there are none, or not a slot for each token."""
+        by_name = {str(transfer.name): transfer for transfer in transfers}
+        parts: list[tuple[Shelf, Keys, Any]] = []
+        known: dict[str, Keys | None] = {}
+        for shelf in self.shelves.values():
+            source = shelf.engine.source
+            transfer = by_name.get(source)
+            if transfer is None or not transfer.keys:
+                continue
+            keys = known[source] = known[source] if source in known else self._keys(transfer)
+            slots = transfer.device_indices
+            if keys is None:
+                return None
+            if slots is None or slots.numel() != len(keys) * shelf.engine.slots:
+                self.complaints.add(f"{what}: slots", "slots are not whole pages; nothing is moved")
+                return None
+            parts.append((shelf, keys, slots))
+        return parts or None
+
+    def _pages_left(self, rid: str) -> int | None:
+        """How many pages the batch that is being formed has left for a request; None: any number.
+
+        From what is queued and the options alone, so that all ranks agree.
+        """
+        limits = [shelf.batch_pages_max for shelf in self.shelves.values()]
+        most = min((limit for limit in limits if limit is not None), default=None)
+        if self._batch_pages_max:
+            most = self._batch_pages_max if most is None else min(most, self._batch_pages_max)
+        if most is None:
+            return None
+        queued = [
+            max(len(load.keys) for load in loads)
+            for other, loads in self._queued.items()
+            if other != rid
+        ]
+        return max(0, most - sum(queued))
 
     def _keys(self, transfer: adapter.PoolTransfer | None) -> Keys | None:
         """ObjectKeys of a transfer; None for none, or while it is not known which weights hold."""
         namespace = WATCH.namespace
         if transfer is None or not transfer.keys or namespace is None:
             return None
-        fingerprint = self.store.layout.fingerprint
+        fingerprint = self._fingerprint
         if namespace:
             fingerprint = xxhash.xxh3_128_digest(fingerprint + namespace)
         return object_keys(fingerprint, [bytes.fromhex(name) for name in transfer.keys])
 
-    def _match(self, keys: Keys) -> int:
-        try:
-            return self.store.match(keys, pin=True, proven=True)
-        except TuttiError as error:
-            self.complaints.add(f"look-up: {type(error).__name__}", error)
-            return 0
+    @property
+    def _fingerprint(self) -> bytes:
+        """Of all pools together: what one of them holds is of no use without the others."""
+        prints = [shelf.store.layout.fingerprint for shelf in self.shelves.values()]
+        return prints[0] if len(prints) == 1 else xxhash.xxh3_128_digest(b"".join(prints))
+
+    def _fence(self) -> Fence:
+        return Fence(self.record_offload_ready())
 
     def _start_loads(self) -> None:
         ended = False
@@ -276,10 +336,7 @@ class TuttiLinker(adapter.UnifiedCacheLinker):
                 continue
             ended = batch is None  # the end mark of close()
             if batch is not None:
-                batch.start(self._submit)
-
-    def _submit(self, plan: LoadPlan) -> LoadTicket:
-        return self.store.load(plan.keys, plan.source, pool=plan.pool)
+                batch.start()
 
     def _end(self, batch: LoadBatch) -> bool:
         good = batch.end()
@@ -287,12 +344,12 @@ class TuttiLinker(adapter.UnifiedCacheLinker):
         if not good:
             assert batch.error is not None, "a batch that is not good has an error"
             self.complaints.add(f"load: {type(batch.error).__name__}", batch.error)
-            self.recorder.count("failed_pages", len(batch.plan.keys), LOAD)
-            if not isinstance(batch.error, KeyMissing):
+            self.recorder.count("failed_pages", batch.pages, LOAD)
+            if not isinstance(batch.error, (KeyMissing, ConfigError)):
                 self.reads.failure()
             return False
-        self.recorder.moved(LOAD, len(batch.plan.keys), batch.nbytes, batch.waited_s)
-        self._break_even.loaded(batch.nbytes, batch.waited_s)
+        self.recorder.moved(LOAD, batch.pages, batch.nbytes, batch.waited_s)
+        self._worth.loaded(batch.nbytes, batch.waited_s)
         if crawls(
             batch.nbytes,
             batch.waited_s,
@@ -320,36 +377,3 @@ def _check_weights(options: Mapping[str, Any]) -> None:
             "missing in SGLANG_PLUGINS, or tutti not installed with pip?); load it, or set the "
             'option "allow_unwatched_weights" and never update weights in place'
         )
-
-
-def _open(
-    options: Mapping[str, Any], engine: EnginePool, model: ServedModel, place: Place
-) -> ObjectStore:
-    identity = identity_of(
-        options,
-        path=model.path,
-        revision=model.revision,
-        weight_version=model.weight_version,
-        load_format=model.load_format,
-        quantization=model.quantization,
-        kv_cache_dtype=model.kv_cache_dtype,
-        overrides=model.overrides,
-    )
-    layout = layout_of(engine.shape, identity, place)
-    path = pool_path(options["path"], layout, "linker-kv", place)
-    make_folder(path)
-    config = tutti.StoreConfig(
-        verify=options["verify"],
-        durability=options["durability"],
-        timeout_s=options["timeout_s"],
-        pin_lookups=options["pin_lookups"],
-    )
-    store: ObjectStore = tutti.open(
-        str(path),
-        layout,
-        options["capacity"] // place.ranks,
-        executor=options["executor"],
-        config=config,
-    )
-    _log.info("Tutti: %s holds %s pages", path, store.stats()["capacity_objects"])
-    return store

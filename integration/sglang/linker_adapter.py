@@ -2,25 +2,72 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import torch
-from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
+from sglang.srt.mem_cache.hybrid_cache.linker_pool_assembler import (
+    DevicePoolEntry,
+    DevicePoolGroup,
+    _mamba_device_pool_entry,
+    resolve_hybrid_device_pool_group,
+)
+from sglang.srt.mem_cache.memory_pool import (
+    HybridLinearKVPool,
+    MHATokenToKVPool,
+    MLATokenToKVPool,
+)
+from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCacheLinker
 
-from tutti.integration.sglang.adapter import PoolName, PoolTransfer, ServedModel
+from tutti.integration.sglang.adapter import PoolHitPolicy, PoolName, PoolTransfer, ServedModel
 from tutti.integration.sglang.identity import Place
 
 __all__ = [
     "ComponentType",
+    "DevicePoolEntry",
+    "DevicePoolGroup",
     "MHATokenToKVPool",
     "MLATokenToKVPool",
+    "PoolHitPolicy",
     "PoolName",
     "PoolTransfer",
     "UnifiedCacheLinker",
+    "device_group",
     "place_of",
 ]
+
+_FULL, _SWA, _MAMBA = ComponentType.FULL, ComponentType.SWA, ComponentType.MAMBA
+
+
+def device_group(params: Any, components: Collection[Any]) -> DevicePoolGroup:
+    """The engine's pools as SGLang's own linkers see them.
+
+    Built here where SGLang 0.5.23 leaves it to the linker: plain MHA and MLA, sliding windows, and
+    Mamba beside MHA.  Everything else is SGLang's to assemble, or to refuse with ValueError.
+    """
+    kvcache = params.token_to_kv_pool_allocator.get_kvcache()
+    kind, kinds, page_size = type(kvcache), frozenset(components), params.page_size
+    drafts = params.mtp_draft_device_pools or params.sidecar_draft_device_pools
+    if not drafts and kinds == {_FULL} and kind in (MHATokenToKVPool, MLATokenToKVPool):
+        entry = _kv_entry(PoolName.KV, kvcache, _own_layers(kvcache), page_size)
+        replicated = kind is MLATokenToKVPool
+        return DevicePoolGroup([entry], kvcache.layer_num, page_size, rank_replicated=replicated)
+    if not drafts and kinds == {_FULL, _SWA} and kind is SWAKVPool:
+        return _group([*_window_entries(kvcache, page_size)], page_size)
+    if not drafts and kinds == {_FULL, _MAMBA} and kind is HybridLinearKVPool:
+        full = kvcache.full_kv_pool
+        if type(full) is MHATokenToKVPool:
+            layers = {
+                layer - kvcache.start_layer: row
+                for layer, row in kvcache.full_attention_layer_id_mapping.items()
+            }
+            states = _mamba_device_pool_entry(params.req_to_token_pool, kvcache.start_layer)
+            return _group([_kv_entry(PoolName.KV, full, layers, page_size), states], page_size)
+    return resolve_hybrid_device_pool_group(
+        kvcache=kvcache, page_size=page_size, params=params, components=set(components)
+    )
 
 
 def place_of(params: Any, model: ServedModel, *, replicated: bool) -> Place:
@@ -42,4 +89,40 @@ def place_of(params: Any, model: ServedModel, *, replicated: bool) -> Place:
         dp_rank=model.dp_rank,
         dp_size=model.dp_size,
         replicated=replicated,
+    )
+
+
+def _group(entries: list[DevicePoolEntry], page_size: int) -> DevicePoolGroup:
+    layers = 1 + max(layer for entry in entries for layer in entry.layer_mapping)
+    return DevicePoolGroup(entries, layers, page_size)
+
+
+def _own_layers(pool: Any) -> dict[int, int]:
+    return {layer: layer for layer in range(pool.layer_num)}
+
+
+def _window_entries(kvcache: Any, page_size: int) -> tuple[DevicePoolEntry, DevicePoolEntry]:
+    layers: dict[bool, dict[int, int]] = {False: {}, True: {}}
+    for layer, (row, windowed) in kvcache.layers_mapping.items():
+        layers[windowed][layer - kvcache.start_layer] = row
+    return (
+        _kv_entry(PoolName.KV, kvcache.full_kv_pool, layers[False], page_size),
+        _kv_entry(PoolName.SWA, kvcache.swa_kv_pool, layers[True], page_size),
+    )
+
+
+def _kv_entry(name: PoolName, pool: Any, layers: dict[int, int], page_size: int) -> DevicePoolEntry:
+    """K and V, or the latent, of each layer; rows are tokens."""
+    if isinstance(pool, MLATokenToKVPool):
+        buffers: list[Any] = [list(pool.kv_buffer)]
+    else:
+        buffers = [list(pool.k_buffer), list(pool.v_buffer)]
+    return DevicePoolEntry(
+        name=name,
+        indices_from_pool=name,
+        device_pool=pool,
+        components=buffers,
+        layer_mapping=layers,
+        page_size=page_size,
+        rows_are_pages=False,
     )

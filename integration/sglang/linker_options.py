@@ -24,13 +24,36 @@ LINKER_OPTIONS: tuple[Option, ...] = tuple(
             "at most so many tokens are loaded for one batch, the rest is computed (0: no limit)",
             0,
         ),
+        (
+            "max_load_ms",
+            "float",
+            0.0,
+            "a look-up answers no more than the SSD brings in this time, by past loads, and what "
+            "was read ahead (0: no limit)",
+            0,
+        ),
+        (
+            "read_ahead_share",
+            "float",
+            0.5,
+            "share of load_staging that may be filled for requests that still wait (0: none)",
+            0,
+        ),
+        (
+            "sidecar_capacity",
+            "size",
+            None,
+            "size of each pool of states beside the KV (sliding windows, Mamba), over all ranks; "
+            "default: an eighth of capacity",
+            None,
+        ),
         ("pin_lookups", "int", 256, "for how many later look-ups a found page is kept", 1),
         ("pin_share", "float", 0.5, "share of the pool that found pages may keep", 0),
         (
             "backlog_share",
             "float",
             0.25,
-            "share of SGLang's pages that may wait for the SSD before they are copied out",
+            "share of each pool's pages that may wait for the SSD before they are copied out",
             0,
         ),
         (

@@ -1,115 +1,185 @@
 """The loads of one SGLang batch: each key is read once, and goes to every page that wants it.
 
 The device writes into staging, whose layers are copied into the engine's pages by who waits for
-them. A batch that is larger than staging is read into the engine's pages directly.
+them; what was read ahead is there already. What is larger than staging is read into the engine's
+pages directly.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
-from tutti.errors import DeviceTimeout, TuttiError
-from tutti.host_pool import HostPool
-from tutti.integration.sglang.pools import EnginePool, Pages, Views
-from tutti.integration.sglang.staging import Staging
-from tutti.tickets import LoadTicket
+from tutti.errors import DeviceTimeout
+from tutti.integration.sglang.fence import Fence
+from tutti.integration.sglang.pools import Pages
+from tutti.integration.sglang.read_ahead import ReadAhead
+from tutti.integration.sglang.reads import Read
+from tutti.integration.sglang.shelf import Shelf
 
 Keys = npt.NDArray[np.uint8]
 
 
 @dataclass(frozen=True)
 class QueuedLoad:
-    """What one request wants: keys (n, 16) and engine pages (n,)."""
+    """What one request wants of one pool: keys (n, 16), and the slots of n pages."""
 
+    shelf: Shelf
     keys: Keys
-    pages: Pages
+    slots: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Copy:
+    """Rows (m,) of a read, as pages of its memory, that go to the engine's pages (m,)."""
+
+    read: Read
+    rows: Pages
+    targets: Pages
 
 
 @dataclass(frozen=True)
 class LoadPlan:
-    """Keys (n, 16), each once, and where they go.
+    """What to read for one pool, what was read ahead, and where it all goes."""
 
-    source: the pages (n,) that the device writes, in ``pool`` whose memory is ``views``.
-    staged: whether those are staging.
-    copy_from, copy_to: (m,) pages of ``views`` and of the engine.
+    fresh: Sequence[Read]
+    ahead: Sequence[Read]
+    copies: Sequence[Copy]
+
+
+def plan_loads(shelf: Shelf, keys: Keys, pages: Pages, ahead: ReadAhead | None) -> LoadPlan:
+    """Reads each key once: not at all if it is staged, into staging if the rest fits, else into
+    the first page that wants it.
+
+    keys (n, 16), pages (n,): what all requests of a batch want of one pool.
+    Raises DeviceTimeout when staging is needed and the device does not give it back.
     """
-
-    keys: Keys
-    pool: HostPool
-    views: Views
-    source: Pages
-    staged: bool
-    copy_from: Pages
-    copy_to: Pages
-
-
-def plan_loads(
-    queued: Sequence[QueuedLoad], engine: EnginePool, engine_memory: HostPool, staging: Staging
-) -> LoadPlan:
-    """Reads each key once: into staging if all fit, else into the first page that wants it."""
-    keys = np.concatenate([load.keys for load in queued])
-    pages = np.concatenate([load.pages for load in queued])
-    rows: dict[bytes, int] = {}
-    row_of = np.array([rows.setdefault(key.tobytes(), len(rows)) for key in keys], np.int64)
+    names: dict[bytes, int] = {}
+    row_of = np.array([names.setdefault(key.tobytes(), len(names)) for key in keys], np.int64)
     _, first = np.unique(row_of, return_index=True)
-    source = staging.allocate(len(rows))
-    if source is not None and staging.pool is not None:
-        return LoadPlan(
-            keys[first], staging.pool, staging.views, source, True, source[row_of], pages
+    taken = {} if ahead is None else ahead.take(shelf, list(names))
+    copies = _copies_of_staged(taken, row_of, pages)
+    reads = list({id(read): read for read, _ in taken.values()}.values())
+    rest = np.array([row for row in range(len(names)) if row not in taken], np.int64)
+    if not rest.size:
+        return LoadPlan([], reads, copies)
+    if ahead is not None:
+        ahead.make_room(shelf, rest.size)
+    place = np.full(len(names), -1, np.int64)
+    staging = shelf.loads.allocate(rest.size)
+    wanted = np.isin(row_of, rest)
+    if staging is not None and shelf.loads.pool is not None:
+        place[rest] = staging
+        read = Read(shelf, keys[first[rest]], staging, staged=True)
+        copies.append(Copy(read, place[row_of[wanted]], pages[wanted]))
+    elif shelf.memory is None:
+        for held in reads:
+            assert ahead is not None, "what was taken came from there"
+            ahead.release(held)
+        raise DeviceTimeout(
+            f"{rest.size} pages of pool {shelf.name} need staging, and {shelf.loads.free} are "
+            "free: the device keeps the others"
         )
-    more = np.ones(len(keys), bool)
-    more[first] = False
-    return LoadPlan(
-        keys[first],
-        engine_memory,
-        engine.views,
-        pages[first],
-        False,
-        pages[first][row_of[more]],
-        pages[more],
-    )
+    else:
+        place[rest] = pages[first[rest]]
+        read = Read(shelf, keys[first[rest]], place[rest], staged=False)
+        wanted[first] = False
+        if wanted.any():
+            copies.append(Copy(read, place[row_of[wanted]], pages[wanted]))
+    return LoadPlan([read], reads, copies)
+
+
+def _copies_of_staged(
+    taken: dict[int, tuple[Read, int]], row_of: Pages, pages: Pages
+) -> list[Copy]:
+    by_read: dict[int, tuple[Read, list[int], list[int]]] = {}
+    for at, row in enumerate(row_of.tolist() if taken else ()):
+        found = taken.get(row)
+        if found is not None:
+            read, place = found
+            _, rows, targets = by_read.setdefault(id(read), (read, [], []))
+            rows.append(int(read.pages[place]))
+            targets.append(int(pages[at]))
+    return [
+        Copy(read, np.array(rows, np.int64), np.array(targets, np.int64))
+        for read, rows, targets in by_read.values()
+    ]
 
 
 class LoadBatch:
     """One batch on its way.  Thread-safe; whoever waits does the copying.
 
+    queued: the loads of all requests and pools.  layers: transfer layers of the model.
+    rids: the requests, for which nothing needs to be kept from now on.
+    fence: what must have happened on the engine's device before its pages are written.
     timeout_s: from now to the last layer.
     """
 
     def __init__(
-        self, plan: LoadPlan, engine: EnginePool, staging: Staging, timeout_s: float
+        self,
+        queued: Sequence[QueuedLoad],
+        layers: int,
+        *,
+        rids: Sequence[str] = (),
+        ahead: ReadAhead | None,
+        fence: Fence,
+        timeout_s: float,
     ) -> None:
-        self.plan = plan
+        self.queued = queued
         self.error: BaseException | None = None
         self.waited_s = 0.0
-        self._engine = engine
-        self._staging = staging
+        self._rids = rids
+        self._ahead = ahead
+        self._fence = fence
         self._deadline_s = time.monotonic() + timeout_s
         self._lock = threading.Lock()
         self._started = threading.Event()
-        self._ticket: LoadTicket | None = None
+        self._planning = threading.Lock()
+        self._abandoned = False
+        self._plans: list[LoadPlan] = []
         self._ready = 0
-        self._layers = engine.shape.layers
+        self._layers = layers
         self._ended = False
 
     @property
-    def nbytes(self) -> int:
-        """What is read from the medium."""
-        return len(self.plan.keys) * self.plan.pool.layout.object_nbytes
+    def pages(self) -> int:
+        """Distinct pages, whether read now or ahead."""
+        return sum(len(read.keys) for plan in self._plans for read in plan.fresh) + sum(
+            np.unique(copy.rows).size
+            for plan in self._plans
+            for copy in plan.copies
+            if copy.read not in plan.fresh
+        )
 
-    def start(self, load: Callable[[LoadPlan], LoadTicket]) -> None:
-        """Submits the load, on a thread that may wait."""
+    @property
+    def nbytes(self) -> int:
+        """What is read from the medium for this batch alone."""
+        return sum(read.nbytes for plan in self._plans for read in plan.fresh)
+
+    def start(self) -> None:
+        """Submits the reads, on a thread that may wait."""
         try:
-            self._ticket = load(self.plan)
+            self._fence.wait(self._deadline_s)
+            for shelf, keys, pages in _by_shelf(self.queued):
+                with self._planning:
+                    if self._abandoned:
+                        break
+                    plan = plan_loads(shelf, keys, pages, self._ahead)
+                    self._plans.append(plan)
+                for read in plan.fresh:
+                    read.start()
         except Exception as error:
             self.error = error
         finally:
+            if self._ahead is not None:
+                for rid in self._rids:
+                    self._ahead.forget(rid)
             self._started.set()
 
     def wait_layer(self, layer: int) -> None:
@@ -124,7 +194,7 @@ class LoadBatch:
                         break
                     self._bring(due)
                     self._ready = due + 1
-            except TuttiError as error:
+            except Exception as error:
                 self.error = error
             self.waited_s += time.monotonic() - began_s
 
@@ -134,12 +204,24 @@ class LoadBatch:
         Raises DeviceTimeout when the device may still write into the engine's pages.
         """
         self.wait_layer(self._layers - 1)
-        if self._ended:
-            return self.error is None
-        self._ended = True
-        if self.plan.staged:
-            self._staging.retire(self.plan.source, self._is_over)
-        elif not self._wait_over():
+        with self._lock:
+            if self._ended:
+                return self.error is None
+            self._ended = True
+        with self._planning:
+            self._abandoned = True  # what was not planned by now never is
+        left = time.monotonic() + max(1.0, self._deadline_s - time.monotonic())
+        safe = True
+        for plan in self._plans:
+            for read in plan.ahead:
+                assert self._ahead is not None, "what was taken came from there"
+                self._ahead.release(read)
+            for read in plan.fresh:
+                if read.staged:
+                    read.retire()
+                else:
+                    safe = read.wait_over(left) and safe
+        if not safe:
             raise DeviceTimeout(
                 "the medium has not let go of pages that it was to fill, and SGLang would use them "
                 "for other requests; restart the server, with a larger load_staging if this lasts"
@@ -149,27 +231,34 @@ class LoadBatch:
     def _bring(self, layer: int) -> None:
         if not self._started.wait(max(0.0, self._deadline_s - time.monotonic())):
             raise DeviceTimeout("the load was not started in time")
-        if self._ticket is None:
+        if self.error is not None:
             return
-        self._ticket.wait_layer(layer, max(0.001, self._deadline_s - time.monotonic()))
-        plan = self.plan
-        if plan.copy_to.size:
-            for source, target in zip(plan.views[layer], self._engine.views[layer], strict=True):
-                target[plan.copy_to] = source[plan.copy_from]
+        for plan in self._plans:
+            for read in plan.fresh:
+                own = read.shelf.engine.layer_of.get(layer)
+                if own is not None:
+                    read.wait_layer(own, self._deadline_s)
+            for copy in plan.copies:
+                shelf = copy.read.shelf
+                own = shelf.engine.layer_of.get(layer)
+                if own is not None:
+                    copy.read.wait_layer(own, self._deadline_s)
+                    source = shelf.loads.views if copy.read.staged else shelf.engine.views
+                    shelf.bring(own, source, copy.rows, copy.targets)
 
-    def _is_over(self) -> bool:
-        """Whether the device has let go."""
-        if not self._started.is_set():
-            return False
-        if self._ticket is not None:
-            return self._ticket.wait_settled(0.0)
-        # Abandoned by the store because the device did not answer: its pages are lost.
-        return not isinstance(self.error, DeviceTimeout)
 
-    def _wait_over(self) -> bool:
-        left_s = max(1.0, self._deadline_s - time.monotonic())
-        if not self._started.wait(left_s):
-            return False
-        if self._ticket is not None:
-            return self._ticket.wait_settled(left_s)
-        return self._is_over()
+def _by_shelf(queued: Sequence[QueuedLoad]) -> list[tuple[Shelf, Keys, Pages]]:
+    """What the batch wants of each pool.  Waits for the engine's device.
+
+    Raises ConfigError for slots that are no whole pages, before anything is moved.
+    """
+    grouped: dict[str, list[QueuedLoad]] = {}
+    for load in queued:
+        grouped.setdefault(load.shelf.name, []).append(load)
+    wanted = []
+    for loads in grouped.values():
+        shelf = loads[0].shelf
+        keys = np.concatenate([load.keys for load in loads])
+        pages = [shelf.engine.page_numbers(load.slots, len(load.keys)) for load in loads]
+        wanted.append((shelf, keys, np.concatenate(pages)))
+    return wanted

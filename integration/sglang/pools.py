@@ -1,18 +1,23 @@
-"""SGLang's KV pools in CPU memory as Tutti sees them: numbered pages of one layout.
+"""SGLang's pools as Tutti sees them: numbered pages of one layout each.
 
+A model has one pool of KV, and may have more beside it: sliding windows, Mamba states, an indexer.
 What is not supported is refused at start, by a sentence that says why.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from tutti.errors import Unsupported
+from tutti.errors import ConfigError, LayoutError, Unsupported
+from tutti.geometry import WASTE_MAX, Geometry
+from tutti.gio_uring.iocb import PagedMemory
+from tutti.gio_uring.memory import view_at
 from tutti.host_pool import HostPool
 from tutti.integration.sglang import linker_adapter as adapter
 from tutti.integration.sglang.identity import Shape
@@ -22,127 +27,175 @@ Pages = npt.NDArray[np.int64]
 Views = list[list[npt.NDArray[np.uint8]]]
 
 _HICACHE = "serve this model in Tutti's HiCache mode instead"
+_LBA_NBYTES = 4096
 
 
 class EnginePool:
-    """The KV pool of one rank.
+    """One pool of one rank.
 
-    tensors: one contiguous tensor (tokens, ...) per layer and segment, pages one after another.
-    views: the same memory, uint8 (pages, segment_nbytes), as ``views[layer][segment]``.
+    name, source: SGLang's names of the pool, and of the pool whose keys and slots name its pages.
+    slots: slot numbers of a page; 1 where a slot is a page.
+    views: the engine's memory, uint8 (pages, nbytes), as ``views[layer][segment]``.
+    layer_of: transfer layer -> own layer; the model's layers without state here are missing.
+    packed: an object is one piece of all layers, because one layer of a page is too small for the
+    medium's blocks, or has more segments than a command, or the layers differ.  Packed pages go
+    through staging.
     """
 
-    def __init__(
-        self,
-        kind: str,
-        tensors: Sequence[Sequence[torch.Tensor]],
-        page_size: int,
-        *,
-        dtype: str,
-        first_layer: int = 0,
-        dims: Sequence[int] = (),
-    ) -> None:
-        self.tensors = tensors
-        self.page_size = page_size
-        self.pages = tensors[0][0].shape[0] // page_size
-        self.views: Views = [[_as_pages(tensor, page_size) for tensor in row] for row in tensors]
-        self.shape = Shape(
-            pool="kv",
-            kind=kind,
-            layers=len(tensors),
-            model_layers=len(tensors),
-            first_layer=first_layer,
-            segments=tuple(view.shape[1] for view in self.views[0]),
-            page_size=page_size,
-            dtype=dtype,
-            order="layer_first",
-            dims=tuple(dims),
-        )
+    def __init__(self, entry: adapter.DevicePoolEntry, slots: int) -> None:
+        self.name = str(entry.name)
+        self.source = str(entry.indices_from_pool)
+        self.slots = slots
+        self.device_pool = entry.device_pool
+        layers = sorted(entry.layer_mapping)
+        self.layer_of: Mapping[int, int] = {layer: own for own, layer in enumerate(layers)}
+        rows = [_buffers(entry, layer) for layer in layers]
+        _check_buffers(self.name, rows)
+        # Rows of token pools are slots; rows of the others are pages already.
+        span = _row_span(entry)
+        self.pages = min(buffer.shape[0] for row in rows for buffer in row) // span
+        self.views: Views = [[_as_pages(self.name, b, span, self.pages) for b in r] for r in rows]
+        self._owner = rows
+        self.packed = _must_pack(self.views)
+        self.shape = self._shape(entry)
 
     @property
-    def replicated(self) -> bool:
-        """Whether all TP ranks hold the same KV."""
-        return self.shape.kind == "mla"
+    def trailing(self) -> bool:
+        """Whether only the pages at the end of a prefix are needed, as of states and windows."""
+        return self.source != str(adapter.PoolName.KV)
 
-    def host_pool(self, layout: KVLayout) -> HostPool:
-        """The same memory for ObjectStore.register."""
-        return HostPool.from_layers(layout, self.tensors, self.pages)
+    @property
+    def nbytes(self) -> int:
+        """Bytes of a page."""
+        return sum(view.shape[1] for row in self.views for view in row)
 
-    def page_numbers(self, indices: torch.Tensor | None, pages: int) -> Pages | None:
-        """Page numbers of the token slots of ``pages`` whole pages; None for anything else."""
-        if indices is None or indices.numel() != pages * self.page_size:
+    def host_pool(self, layout: KVLayout) -> HostPool | None:
+        """The same memory for ObjectStore.register; None for a packed pool."""
+        if self.packed:
             return None
-        slots = indices.detach().to("cpu", torch.int64).numpy().reshape(pages, self.page_size)
-        first = slots[:, 0]
-        if (first % self.page_size).any() or (first < 0).any():
-            return None
-        if (slots != first[:, None] + np.arange(self.page_size)).any():
-            return None
-        numbers: Pages = first // self.page_size
-        return numbers if not pages or numbers.max() < self.pages else None
+        bases = np.array([[v.ctypes.data for v in row] for row in self.views], np.uint64)
+        strides = tuple(int(view.strides[0]) for view in self.views[0])
+        memory = PagedMemory(bases, strides, layout.segments, self.pages, self._owner)
+        buffers = [
+            (int(view.ctypes.data), (self.pages - 1) * int(view.strides[0]) + view.shape[1])
+            for row in self.views
+            for view in row
+        ]
+        return HostPool(layout, memory, buffers, self._owner)
+
+    def staging_views(self, pool: HostPool) -> Views:
+        """Views like ``views`` over staging: a pool in one buffer."""
+        if not self.packed:
+            return _views_by_layer(pool)
+        whole = pool.owner.array[: pool.pages * self.nbytes].reshape(pool.pages, self.nbytes)
+        views: Views = []
+        start = 0
+        for row in self.views:
+            views.append([])
+            for view in row:
+                views[-1].append(whole[:, start : start + view.shape[1]])
+                start += view.shape[1]
+        return views
+
+    def page_numbers(self, indices: torch.Tensor, pages: int) -> Pages:
+        """Page numbers of the slots of ``pages`` whole pages.  Waits for the engine's device.
+
+        Raises ConfigError for anything else: nothing may be moved then.
+        """
+        slots = indices.detach().to("cpu", torch.int64).numpy().reshape(-1)
+        if slots.size != pages * self.slots:
+            raise ConfigError(f"pool {self.name}: {slots.size} slots are not {pages} pages")
+        table = slots.reshape(pages, self.slots)
+        first = table[:, 0]
+        numbers: Pages = first // self.slots
+        wrong = (first % self.slots).any() or (first < 0).any()
+        if wrong or (table != first[:, None] + np.arange(self.slots)).any():
+            raise ConfigError(f"pool {self.name}: the slots are not whole pages; nothing was moved")
+        if pages and numbers.max() >= self.pages:
+            raise ConfigError(f"pool {self.name}: slot {int(slots.max())} lies beyond the pool")
+        return numbers
+
+    def _shape(self, entry: adapter.DevicePoolEntry) -> Shape:
+        pool = entry.device_pool
+        kind, dims = _kind_of(pool)
+        layers = len(self.views)
+        sizes = tuple(view.shape[1] for view in self.views[0])
+        if self.packed:
+            dims = (layers, *sorted({view.shape[1] for row in self.views for view in row}))
+        return Shape(
+            pool=self.name,
+            kind=kind,
+            layers=1 if self.packed else layers,
+            model_layers=1 if self.packed else layers,
+            first_layer=int(getattr(pool, "start_layer", 0) or 0),
+            segments=(self.nbytes,) if self.packed else sizes,
+            page_size=self.slots,
+            dtype=_dtype_name(entry.kv_buffer[0].dtype),
+            order="packed" if self.packed else "layer_first",
+            dims=dims,
+        )
 
 
-def engine_pool(params: Any, components: Collection[Any]) -> EnginePool:
-    """The pool behind CacheInitParams.  Raises Unsupported with the reason."""
+@dataclass(frozen=True)
+class EngineGroup:
+    """All pools of one rank, by SGLang's name; ``layers`` are the model's on this rank."""
+
+    pools: Mapping[str, EnginePool]
+    layers: int
+    page_size: int
+    replicated: bool
+
+    @property
+    def has_states(self) -> bool:
+        """Whether requests have Mamba states, which SGLang keeps beside its KV pool."""
+        return adapter.PoolName.MAMBA in self.pools
+
+
+def engine_group(params: Any, components: Collection[Any]) -> EngineGroup:
+    """The pools behind CacheInitParams.  Raises Unsupported with the reason."""
     kvcache = params.token_to_kv_pool_allocator.get_kvcache()
-    _check_cache(params, components)
     _check_pool(kvcache, params.page_size)
-    if type(kvcache) is adapter.MLATokenToKVPool:
-        return EnginePool(
-            "mla",
-            [[buffer] for buffer in kvcache.kv_buffer],
-            params.page_size,
-            dtype=_dtype_name(kvcache.dtype),
-            first_layer=kvcache.start_layer,
-            dims=(kvcache.kv_lora_rank, kvcache.qk_rope_head_dim),
-        )
-    return EnginePool(
-        "mha",
-        list(zip(kvcache.k_buffer, kvcache.v_buffer, strict=True)),
-        params.page_size,
-        dtype=_dtype_name(kvcache.dtype),
-        first_layer=kvcache.start_layer,
-        dims=(kvcache.head_num, kvcache.head_dim, kvcache.v_head_dim),
-    )
+    try:
+        group = adapter.device_group(params, components)
+    except (ValueError, AssertionError, NotImplementedError) as error:
+        names = ", ".join(sorted(component.name for component in components))
+        raise Unsupported(
+            f"SGLang offers no direct access to a {type(kvcache).__name__} with {names}"
+            f"{_and_drafts(params)} ({error}); {_HICACHE}"
+        ) from error
+    pools = {}
+    for entry in group.entries:
+        _check_pool(entry.device_pool, None)
+        pools[str(entry.name)] = EnginePool(entry, entry.page_size)
+    if all(pool.trailing for pool in pools.values()):
+        raise Unsupported(f"no pool of {type(kvcache).__name__} is kept by KV page; {_HICACHE}")
+    return EngineGroup(pools, group.num_layers, group.page_size, group.rank_replicated)
 
 
-def _check_cache(params: Any, components: Collection[Any]) -> None:
-    others = sorted(c.name for c in components if c != adapter.ComponentType.FULL)
-    if others:
-        raise Unsupported(
-            f"the model keeps {', '.join(others)} state beside its full attention, which this "
-            f"version's linker does not store; {_HICACHE}"
-        )
-    if params.mtp_draft_device_pools or params.sidecar_draft_device_pools:
-        raise Unsupported(
-            "a speculative draft model keeps KV of its own, which this version's linker does not "
-            "store; start SGLang without speculative decoding"
-        )
+def _and_drafts(params: Any) -> str:
+    drafts = params.mtp_draft_device_pools or params.sidecar_draft_device_pools
+    return " and a speculative draft model" if drafts else ""
 
 
-def _check_pool(kvcache: Any, page_size: int) -> None:
-    name = type(kvcache).__name__
-    if type(kvcache) not in (adapter.MHATokenToKVPool, adapter.MLATokenToKVPool):
-        raise Unsupported(
-            f"the KV pool is a {name}; this version's linker knows the plain MHA/GQA and MLA pools "
-            f"only; {_HICACHE}"
-        )
-    if kvcache.page_size != page_size:
-        raise Unsupported(
-            f"the KV pool has pages of {kvcache.page_size} tokens, the tree of {page_size}; "
-            "give SGLang one --page-size"
-        )
-    if getattr(kvcache, "use_dsa", False) or kvcache.layer_shard_enabled:
-        raise Unsupported(f"sparse or sharded latents are not supported; {_HICACHE}")
+def _check_pool(pool: Any, page_size: int | None) -> None:
+    """Refuses what would lose part of the KV."""
     scales = ("k_scale_buffer", "native_k_scale_buffer", "kv_scale_buffer")
-    if any(getattr(kvcache, scale, None) is not None for scale in scales):
+    if any(getattr(pool, scale, None) is not None for scale in scales):
         raise Unsupported(
             "the KV cache is quantised with scales that lie beside it, which this version's linker "
             "does not store; choose a --kv-cache-dtype without scales"
         )
-    layout = getattr(kvcache, "kv_cache_layout", "nhd")
+    layout = getattr(pool, "kv_cache_layout", "nhd")
     if layout != "nhd":
         raise Unsupported(f"the KV pool has the memory layout {layout!r}; only 'nhd' is supported")
-    device = torch.device(kvcache.device)
+    if getattr(pool, "layer_shard_enabled", False):
+        raise Unsupported(f"a KV pool whose layers are sharded is not supported; {_HICACHE}")
+    if page_size is not None and pool.page_size != page_size:
+        raise Unsupported(
+            f"the KV pool has pages of {pool.page_size} tokens, the tree of {page_size}; "
+            "give SGLang one --page-size"
+        )
+    device = torch.device(getattr(pool, "device", "cpu"))
     if device.type != "cpu":
         raise Unsupported(
             f"the KV pool is in {device.type} memory; this version's linker moves KV of pools in "
@@ -150,11 +203,78 @@ def _check_pool(kvcache: Any, page_size: int) -> None:
         )
 
 
-def _as_pages(tensor: torch.Tensor, page_size: int) -> npt.NDArray[np.uint8]:
-    """uint8 (pages, nbytes) over the whole pages of a contiguous tensor (tokens, ...)."""
-    pages = tensor.shape[0] // page_size
-    view: npt.NDArray[np.uint8] = tensor[: pages * page_size].view(torch.uint8).numpy()
-    return view.reshape(pages, -1)
+def _row_span(entry: adapter.DevicePoolEntry) -> int:
+    """Buffer rows of a page."""
+    _, _, nbytes = entry.buffer_meta[0][0]
+    buffer = entry.components[0][0]
+    return max(1, int(nbytes) * int(buffer.shape[0]) // int(buffer.nbytes))
+
+
+def _buffers(entry: adapter.DevicePoolEntry, layer: int) -> list[torch.Tensor]:
+    mapped = entry.layer_mapping[layer]
+    numbers = (mapped,) if isinstance(mapped, int) else tuple(mapped)
+    return [component[i] for component in entry.components for i in numbers]
+
+
+def _check_buffers(name: str, rows: Sequence[Sequence[torch.Tensor]]) -> None:
+    starts = [buffer.data_ptr() for row in rows for buffer in row]
+    if len(set(starts)) != len(starts):
+        raise Unsupported(f"layers of pool {name} share memory, which is not supported; {_HICACHE}")
+    for buffer in (buffer for row in rows for buffer in row):
+        if buffer.device.type != "cpu":
+            raise Unsupported(
+                f"pool {name} is in {buffer.device.type} memory; this version's linker moves pools "
+                f"in CPU memory only; {_HICACHE}"
+            )
+
+
+def _as_pages(name: str, buffer: torch.Tensor, span: int, pages: int) -> npt.NDArray[np.uint8]:
+    """uint8 (pages, nbytes) over the rows of a buffer, ``span`` rows a page."""
+    row_nbytes = buffer[0].numel() * buffer.element_size()
+    stride = buffer.stride(0) * buffer.element_size()
+    if not buffer[0].is_contiguous() or (span > 1 and stride != row_nbytes):
+        raise Unsupported(
+            f"pages of pool {name} are not contiguous in memory, which is not supported; {_HICACHE}"
+        )
+    flat = view_at(buffer.data_ptr(), (pages * span - 1) * stride + row_nbytes)
+    view: npt.NDArray[np.uint8] = np.lib.stride_tricks.as_strided(
+        flat, (pages, row_nbytes * span), (stride * span, 1)
+    )
+    return view
+
+
+def _must_pack(views: Views) -> bool:
+    sizes = {tuple(view.shape[1] for view in row) for row in views}
+    strides = {tuple(view.strides[0] for view in row) for row in views}
+    if len(sizes) > 1 or len(strides) > 1:
+        return True
+    try:
+        one = Geometry(len(views), next(iter(sizes)), _LBA_NBYTES, 1, 1)
+    except LayoutError:
+        return True
+    return one.waste > WASTE_MAX
+
+
+def _views_by_layer(pool: HostPool) -> Views:
+    """The memory of a layer-first pool in one buffer, as EnginePool has it."""
+    array: npt.NDArray[np.uint8] = pool.owner.array
+    views: Views = []
+    for bases in pool.memory.bases:
+        row = []
+        for base, nbytes in zip(bases, pool.memory.segment_nbytes, strict=True):
+            start = int(base) - pool.owner.address
+            row.append(array[start : start + pool.pages * nbytes].reshape(pool.pages, nbytes))
+        views.append(row)
+    return views
+
+
+def _kind_of(pool: Any) -> tuple[str, tuple[int, ...]]:
+    """What the bytes mean, for the identity of the pool."""
+    if type(pool) is adapter.MHATokenToKVPool:
+        return "mha", (pool.head_num, pool.head_dim, pool.v_head_dim)
+    if type(pool) is adapter.MLATokenToKVPool:
+        return "mla", (pool.kv_lora_rank, pool.qk_rope_head_dim)
+    return type(pool).__name__, ()
 
 
 def _dtype_name(dtype: torch.dtype) -> str:

@@ -10,7 +10,6 @@ import threading
 from collections.abc import Callable
 
 import numpy as np
-import numpy.typing as npt
 
 from tutti.host_pool import HostPool
 from tutti.integration.sglang.pools import Pages, Views
@@ -21,9 +20,12 @@ class Staging:
     """Pages in registered memory on hugepages.  Thread-safe.
 
     nbytes: rounded down to whole pages; less than one page is no staging.
+    views_of: how the engine's pool sees that memory.
     """
 
-    def __init__(self, store: ObjectStore, nbytes: int) -> None:
+    def __init__(
+        self, store: ObjectStore, nbytes: int, views_of: Callable[[HostPool], Views] | None = None
+    ) -> None:
         layout = store.layout
         self.pages = nbytes // layout.object_nbytes
         self._lock = threading.Lock()
@@ -33,7 +35,7 @@ class Staging:
         self.views: Views = []
         if self.pages:
             self.pool = store.allocate_pool(self.pages)
-            self.views = _views(self.pool)
+            self.views = [] if views_of is None else views_of(self.pool)
 
     def allocate(self, pages: int) -> Pages | None:
         """Numbers of ``pages`` pages, or None when there are not so many."""
@@ -55,11 +57,16 @@ class Staging:
             self._retired.append((is_over, pages))
 
     @property
-    def in_use(self) -> int:
-        """Pages that are not free."""
+    def free(self) -> int:
+        """Pages that can be allocated."""
         with self._lock:
             self._reclaim()
-            return self.pages - self._free.size
+            return int(self._free.size)
+
+    @property
+    def in_use(self) -> int:
+        """Pages that are not free."""
+        return self.pages - self.free
 
     def _reclaim(self) -> None:
         waiting = []
@@ -69,16 +76,3 @@ class Staging:
             else:
                 waiting.append((is_over, pages))
         self._retired = waiting
-
-
-def _views(pool: HostPool) -> Views:
-    """The memory of a layer-first pool in one buffer, as EnginePool has it."""
-    array: npt.NDArray[np.uint8] = pool.owner.array
-    views: Views = []
-    for bases in pool.memory.bases:
-        row = []
-        for base, nbytes in zip(bases, pool.memory.segment_nbytes, strict=True):
-            start = int(base) - pool.owner.address
-            row.append(array[start : start + pool.pages * nbytes].reshape(pool.pages, nbytes))
-        views.append(row)
-    return views

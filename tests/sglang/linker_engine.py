@@ -81,6 +81,11 @@ class Rig:
         )
         self.pool.register_layer_transfer_counter(self.linker.layer_done_counter)
 
+    @property
+    def shelf(self) -> Any:
+        """The pool of KV, with what keeps its pages."""
+        return self.linker.shelves["kv"]
+
     def __enter__(self) -> Rig:
         return self
 

@@ -1,12 +1,18 @@
-"""The linker's pure policies: breaker, pins, break-even."""
+"""The linker's pure policies: breaker, pins, break-even, hits of several pools, chains."""
 
 from __future__ import annotations
 
+import numpy as np
+import numpy.typing as npt
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tutti.errors import ConfigError
-from tutti.integration.sglang.admission import BreakEven, PinLedger
+from tutti.integration.sglang.admission import PAGES_MAX, PinLedger, Worth
 from tutti.integration.sglang.breaker import Breaker, crawls
+from tutti.integration.sglang.chains import Chains
+from tutti.integration.sglang.hits import Window, restorable
 
 
 class Clock:
@@ -90,18 +96,94 @@ def test_a_request_that_looks_again_renews_its_pins_and_does_not_add_to_them() -
 
 
 def test_short_hits_are_not_taken() -> None:
-    assert BreakEven(1000, 0.0, 3).lengths(2) == []
-    assert BreakEven(1000, 0.0, 3).lengths(5) == [3, 4, 5]
-    assert BreakEven(1000, 0.0, 0).lengths(2) == [1, 2]
-    assert BreakEven(1000, 0.0, 0).lengths(0) == []
+    assert Worth(1000, 0.0, 3).bounds() == (3, PAGES_MAX)
+    assert Worth(1000, 0.0, 0).bounds() == (1, PAGES_MAX)
 
 
 def test_hits_that_load_slower_than_they_compute_are_refused_and_tried_again() -> None:
-    even = BreakEven(1000, 0.001, 1)
-    assert even.lengths(1) == [1], "nothing was measured yet"
-    even.loaded(1000, 0.002)
-    taken = [bool(even.lengths(1)) for _ in range(128)]
+    worth = Worth(1000, 0.001, 1)
+    assert worth.bounds() == (1, PAGES_MAX), "nothing was measured yet"
+    worth.loaded(1000, 0.002)
+    taken = [worth.bounds()[1] > 0 for _ in range(128)]
     assert taken.count(True) == 2, "every 64th is taken, to measure again"
     for _ in range(20):
-        even.loaded(1000, 0.0001)
-    assert even.lengths(1) == [1]
+        worth.loaded(1000, 0.0001)
+    assert worth.bounds() == (1, PAGES_MAX)
+
+
+def test_a_load_takes_no_longer_than_it_may_and_what_is_staged_is_free() -> None:
+    worth = Worth(1000, 0.0, 1, load_s_max=0.010)
+    assert worth.bounds() == (1, PAGES_MAX), "nothing was measured yet"
+    worth.loaded(10_000, 0.020)  # 2 ms a page
+    assert worth.bounds() == (1, 5)
+    assert worth.bounds(staged=7) == (1, 12)
+    worth.loaded(1000, 1.0)
+    assert worth.bounds()[1] == 1, "one page at least, so that it can be measured again"
+
+
+def holds(*pages: int, of: int) -> npt.NDArray[np.bool_]:
+    mask = np.zeros(of, np.bool_)
+    mask[list(pages)] = True
+    return mask
+
+
+def lengths(pages: int, *windows: Window) -> list[int]:
+    return np.flatnonzero(restorable(pages, windows)).tolist()
+
+
+def test_without_states_every_prefix_can_be_restored() -> None:
+    assert lengths(4) == [1, 2, 3, 4]
+    assert lengths(0) == []
+
+
+def test_a_state_must_end_where_the_prefix_does() -> None:
+    assert lengths(6, Window(holds(1, 4, of=6), 1)) == [2, 5]
+    assert lengths(3, Window(holds(1, 4, of=6), 1)) == [2], "beyond the KV it is of no use"
+
+
+def test_a_window_must_be_whole() -> None:
+    assert lengths(6, Window(holds(0, 1, 3, 4, 5, of=6), 2)) == [1, 2, 5, 6]
+    assert lengths(6, Window(holds(0, 1, 2, of=6), 9)) == [1, 2, 3]
+
+
+def test_all_pools_must_agree() -> None:
+    window, state = Window(holds(0, 1, 2, 4, 5, of=6), 2), Window(holds(2, 3, 5, of=6), 1)
+    assert lengths(6, window, state) == [3, 6]
+    assert lengths(5, window, state) == [3]
+
+
+@given(st.data())
+def test_restorable_is_what_the_definition_says(data: st.DataObject) -> None:
+    pages = data.draw(st.integers(0, 12))
+    windows = [
+        Window(np.array(held, np.bool_), data.draw(st.integers(1, 14)))
+        for held in data.draw(
+            st.lists(st.lists(st.booleans(), min_size=pages, max_size=pages), max_size=3)
+        )
+    ]
+    expected = [
+        length
+        for length in range(1, pages + 1)
+        if all(all(w.held[max(0, length - w.pages) : length]) for w in windows)
+    ]
+    assert lengths(pages, *windows) == expected
+
+
+def chain(*numbers: int) -> npt.NDArray[np.uint8]:
+    words = np.zeros((len(numbers), 2), np.uint64)
+    words[:, 1] = numbers
+    return words.view(np.uint8)
+
+
+def test_a_chain_tells_what_precedes_a_page() -> None:
+    chains = Chains(2)
+    chains.seen(chain(1, 2, 3))
+    chains.seen(chain(7, 8))
+    assert chains.before(chain(3)[0].tobytes()) == (chain(2)[0].tobytes(), 2)
+    assert chains.before(chain(1)[0].tobytes()) == (None, 0)
+    chains.seen(chain(1, 2, 3, 4))
+    assert chains.before(chain(4)[0].tobytes()) == (chain(3)[0].tobytes(), 3)
+    chains.seen(chain(1, 2))
+    assert chains.before(chain(4)[0].tobytes())[1] == 3, "a shorter one takes nothing away"
+    chains.seen(chain(20, 21))
+    assert chains.before(chain(8)[0].tobytes()) == (None, 0), "the oldest is forgotten"

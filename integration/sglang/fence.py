@@ -1,0 +1,33 @@
+"""What has to happen on the engine's device before its pages may be read or written."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from tutti.errors import DeviceTimeout
+
+_POLL_S = 50e-6
+
+
+class Fence:
+    """Events recorded on the engine's streams.  On the CPU they have always happened.
+
+    The events are those of SGLang's `record_offload_ready`: one on the scheduler's stream, which
+    computed the slots, and one on the forward's, which may still use the pages.  Not run on a GPU.
+    """
+
+    def __init__(self, events: Sequence[Any] = ()) -> None:
+        self._events = list(events)
+
+    def wait(self, deadline_s: float) -> None:
+        """Returns when all have happened.  Raises DeviceTimeout at the deadline (monotonic)."""
+        for event in self._events:
+            while not event.query():
+                if time.monotonic() > deadline_s:
+                    raise DeviceTimeout(
+                        "the engine's device did not finish its work in time; nothing was moved"
+                    )
+                time.sleep(_POLL_S)
+        self._events.clear()

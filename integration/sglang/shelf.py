@@ -1,0 +1,116 @@
+"""One pool of the engine with its Tutti pool: store, registered memory, and staging."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+import tutti
+from tutti.errors import ConfigError
+from tutti.host_pool import HostPool
+from tutti.integration.sglang.admission import PinLedger
+from tutti.integration.sglang.metrics import Recorder
+from tutti.integration.sglang.pools import EnginePool, Pages, Views
+from tutti.integration.sglang.staging import Staging
+from tutti.layout import KVLayout
+from tutti.store import ObjectStore
+
+Keys = npt.NDArray[np.uint8]
+
+
+class Shelf:
+    """Where the pages of one engine pool are kept.
+
+    memory: the engine's pages for direct transfers; None where everything goes through staging.
+    loads, stores: staging of either direction, with views like the engine's.
+    pins: what look-ups of this pool hold.
+    """
+
+    def __init__(
+        self,
+        engine: EnginePool,
+        store: ObjectStore,
+        recorder: Recorder,
+        *,
+        load_staging: int,
+        store_staging: int,
+        pin_share: float,
+        pin_lookups: int,
+    ) -> None:
+        self.engine = engine
+        self.store = store
+        self.recorder = recorder
+        memory = engine.host_pool(store.layout)
+        self.memory: HostPool | None = None if memory is None else store.register(memory)
+        self.loads = Staging(store, load_staging, engine.staging_views)
+        self.stores = Staging(store, store_staging, engine.staging_views)
+        if self.memory is None and not (self.loads.pages and self.stores.pages):
+            raise ConfigError(
+                f"pool {engine.name} goes through staging, and a page of it has {self.page_nbytes} "
+                "bytes; give larger load_staging and store_staging"
+            )
+        capacity = int(store.stats()["capacity_objects"])
+        self.pins = PinLedger(int(capacity * pin_share), pin_lookups)
+
+    @property
+    def name(self) -> str:
+        """SGLang's name of the pool."""
+        return self.engine.name
+
+    @property
+    def page_nbytes(self) -> int:
+        """Payload of one page."""
+        return self.store.layout.object_nbytes
+
+    @property
+    def batch_pages_max(self) -> int | None:
+        """How many pages one batch can load; None where there is no limit."""
+        return self.loads.pages if self.memory is None else None
+
+    def bring(self, layer: int, source: Views, rows: Pages, targets: Pages) -> None:
+        """Copies pages ``rows`` of one of the engine's layers from staging to ``targets``."""
+        for staged, engine in zip(source[layer], self.engine.views[layer], strict=True):
+            engine[targets] = staged[rows]
+
+    def copy_out(self, pages: Pages, staged: Pages) -> None:
+        """Copies the engine's ``pages`` into staging for stores."""
+        for sources, targets in zip(self.engine.views, self.stores.views, strict=True):
+            for source, target in zip(sources, targets, strict=True):
+                target[staged] = source[pages]
+
+
+def open_store(
+    path: Path, layout: KVLayout, capacity: int, options: Mapping[str, Any]
+) -> ObjectStore:
+    """The pool in a file, formatted when it is not there.  Raises TuttiError."""
+    config = tutti.StoreConfig(
+        verify=options["verify"],
+        durability=options["durability"],
+        timeout_s=options["timeout_s"],
+        pin_lookups=options["pin_lookups"],
+    )
+    store: ObjectStore = tutti.open(
+        str(path), layout, capacity, executor=options["executor"], config=config
+    )
+    return store
+
+
+def split_nbytes(nbytes: int, pools: Sequence[EnginePool], kv_share: float) -> dict[str, int]:
+    """Bytes for each pool: pools by KV page get ``kv_share`` of them, as many pages each.
+
+    The others, whose objects are states, share the rest equally, and get one object at least.
+    """
+    by_page = [pool for pool in pools if not pool.trailing]
+    states = [pool for pool in pools if pool.trailing]
+    whole = nbytes if not states else int(nbytes * kv_share)
+    page = max(1, sum(pool.nbytes for pool in by_page))
+    shares = {pool.name: whole * pool.nbytes // page for pool in by_page}
+    for pool in states:
+        shares[pool.name] = (nbytes - whole) // len(states)
+        if nbytes:
+            shares[pool.name] = max(shares[pool.name], pool.nbytes)
+    return shares

@@ -1,0 +1,79 @@
+"""Opens the Tutti pools of one rank: a file for each of the engine's pools, below one path."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from tutti.integration.sglang.adapter import ServedModel
+from tutti.integration.sglang.identity import Place, identity_of, layout_of, make_folder, pool_path
+from tutti.integration.sglang.metrics import Recorder
+from tutti.integration.sglang.options import LINKER
+from tutti.integration.sglang.pools import EngineGroup, EnginePool
+from tutti.integration.sglang.shelf import Shelf, open_store, split_nbytes
+
+_log = logging.getLogger(__name__)
+
+_KV_SHARE = 0.75
+
+
+def open_shelves(
+    options: Mapping[str, Any],
+    group: EngineGroup,
+    model: ServedModel,
+    place: Place,
+    *,
+    prometheus: bool,
+) -> dict[str, Shelf]:
+    """A shelf for every pool, by name.  Raises TuttiError, with nothing left open."""
+    pools = list(group.pools.values())
+    loads = split_nbytes(options["load_staging"], pools, _KV_SHARE)
+    stores = split_nbytes(options["store_staging"], pools, _KV_SHARE)
+    capacities = _capacities(options, pools)
+    shelves: dict[str, Shelf] = {}
+    identity = identity_of(
+        options,
+        path=model.path,
+        revision=model.revision,
+        weight_version=model.weight_version,
+        load_format=model.load_format,
+        quantization=model.quantization,
+        kv_cache_dtype=model.kv_cache_dtype,
+        overrides=model.overrides,
+    )
+    try:
+        for pool in pools:
+            layout = layout_of(pool.shape, identity, place)
+            path = pool_path(options["path"], layout, f"linker-{pool.name}", place)
+            make_folder(path)
+            store = open_store(path, layout, capacities[pool.name] // place.ranks, options)
+            recorder = Recorder(
+                {"mode": LINKER, "pool": pool.name, "rank": place.name}, prometheus=prometheus
+            )
+            try:
+                shelves[pool.name] = Shelf(
+                    pool,
+                    store,
+                    recorder,
+                    load_staging=loads[pool.name],
+                    store_staging=stores[pool.name],
+                    pin_share=options["pin_share"],
+                    pin_lookups=options["pin_lookups"],
+                )
+            except BaseException:
+                store.close()
+                raise
+            _log.info("Tutti: %s holds %s pages", path, store.stats()["capacity_objects"])
+    except BaseException:
+        for shelf in shelves.values():
+            shelf.store.close()
+        raise
+    return shelves
+
+
+def _capacities(options: Mapping[str, Any], pools: list[EnginePool]) -> dict[str, int]:
+    """Pools by KV page share the capacity, as many pages each; each of the others has its own."""
+    shares = split_nbytes(options["capacity"], [pool for pool in pools if not pool.trailing], 1.0)
+    aside = options["sidecar_capacity"] or options["capacity"] // 8
+    return {pool.name: shares.get(pool.name, aside) for pool in pools}
