@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -35,6 +37,8 @@ class StoreConfig:
     timeout_s: how long one command, and a wait for space, may take.
     pin_lookups: how many later look-ups a pin of ``match`` holds.
     digest_cache_nbytes: memory for digests of recent objects.
+    page_cache_share: how much of the memory that is free at the opening the page cache may use for
+        groups of the pool, from 0 (none: all by direct I/O) to 1; see docs/residency.md.
     """
 
     verify: str = "always"
@@ -42,6 +46,7 @@ class StoreConfig:
     timeout_s: float = 30.0
     pin_lookups: int = 64
     digest_cache_nbytes: int = 16 << 20
+    page_cache_share: float = 0.0
     policy: EvictionPolicy = field(default_factory=LeastRecentlyUsed)
 
     def __post_init__(self) -> None:
@@ -51,6 +56,8 @@ class StoreConfig:
             raise ConfigError(
                 f"durability is {self.durability!r}; use one of {', '.join(DURABILITY)}"
             )
+        if not 0 <= self.page_cache_share <= 1:
+            raise ConfigError(f"page_cache_share is {self.page_cache_share}; give 0 to 1")
         if not self.timeout_s > 0:
             raise ConfigError(f"timeout_s is {self.timeout_s}; give a positive number of seconds")
 
@@ -197,6 +204,25 @@ class Core:
         """Waits until nothing is in flight.  Lock held or not."""
         with self.lock:
             return self.changed.wait_for(lambda: self.in_flight == 0, timeout_s)
+
+    @contextlib.contextmanager
+    def standstill(self) -> Iterator[None]:
+        """Nothing is in flight inside; meanwhile look-ups miss, and puts and loads wait.
+
+        Raises DeviceTimeout, before anything happened, when transfers do not end.
+        """
+        with self.lock:
+            self.wait_ready(self.config.timeout_s)
+            self.check_open()
+            self.ready = False
+        try:
+            if not self.wait_quiet(self.config.timeout_s):
+                raise DeviceTimeout("transfers are still under way; nothing was done, try again")
+            yield
+        finally:
+            with self.lock:
+                self.ready = True
+                self.changed.notify_all()
 
     def now_64s(self) -> int:
         """Wall time in the unit of records."""

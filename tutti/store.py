@@ -48,6 +48,7 @@ from tutti.members import Members
 from tutti.pool_format import Paths, format, member_names
 from tutti.reclaim import Reclaimer
 from tutti.recovery import recover, write_snapshots
+from tutti.residency import Residency
 from tutti.tails import Tails
 from tutti.tickets import LoadTicket, PutTicket
 from tutti.writer import PutRequest, Writer
@@ -109,6 +110,7 @@ class ObjectStore:
             self._recovery.start()
             if clean:
                 self.wait_recovered(self.config.timeout_s * 4)
+            self.residency = Residency(self._core, controller)
         except BaseException:
             self._shut_down_failed()
             raise
@@ -271,13 +273,7 @@ class ObjectStore:
         Waits for what is under way; raises DeviceTimeout when that does not end.
         """
         core = self._core
-        core.wait_ready(self.config.timeout_s)
-        with core.lock:
-            core.check_open()
-            core.ready = False  # look-ups miss, and puts and loads wait
-        try:
-            if not core.wait_quiet(self.config.timeout_s):
-                raise DeviceTimeout("transfers are still under way; nothing was cleared, try again")
+        with core.standstill():
             try:
                 self.members.new_epoch()
                 if deallocate:
@@ -289,10 +285,6 @@ class ObjectStore:
                 held = core.index.clear()
                 if held.size:
                     core.allocator.free(held)
-        finally:
-            with core.lock:
-                core.ready = True
-                core.changed.notify_all()
 
     def wait_recovered(self, timeout_s: float = 600.0) -> None:
         """Waits until recovery is done.  Raises what broke it, or DeviceTimeout."""

@@ -1,0 +1,171 @@
+"""The residency planner: the budget from what the kernel says, and Algorithm 1 with its knob."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tutti.errors import ConfigError, Unsupported
+from tutti.scheduler.residency import MemoryFacts, page_cache_budget, plan_groups, read_memory
+from tutti.units import GiB, MiB
+
+
+def machine(root: Path, available_kib: int = 8 * 1024 * 1024) -> Path:
+    """A root with /proc, without control groups."""
+    own = root / "proc/self"
+    own.mkdir(parents=True)
+    (root / "proc/meminfo").write_text(f"MemTotal: 9 kB\nMemAvailable: {available_kib} kB\n")
+    (own / "mountinfo").write_text("22 1 8:1 / / rw - ext4 disk rw\n")
+    (own / "cgroup").write_text("0::/\n")
+    return root
+
+
+def add_group(root: Path, path: str, version: int, limit: str, stat: str) -> None:
+    folder = root / "sys/fs/cgroup" / path
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / ("memory.max" if version == 2 else "memory.limit_in_bytes")).write_text(limit + "\n")
+    (folder / "memory.stat").write_text(stat)
+
+
+def mount(root: Path, version: int, mounted: str = "/") -> None:
+    kind = "cgroup2 none rw" if version == 2 else "cgroup none rw,memory"
+    with (root / "proc/self/mountinfo").open("a") as file:
+        file.write(f"30 22 0:26 {mounted} /sys/fs/cgroup rw - {kind}\n")
+
+
+def test_without_control_groups_the_machine_counts(tmp_path: Path) -> None:
+    facts = read_memory(machine(tmp_path))
+    assert facts == MemoryFacts(8 * GiB)
+    assert page_cache_budget(facts) == 8 * GiB
+
+
+def test_version_2_counts_anon_and_shmem_of_the_tightest_group(tmp_path: Path) -> None:
+    root = machine(tmp_path)
+    mount(root, 2)
+    (root / "proc/self/cgroup").write_text("0::/outer/inner\n")
+    add_group(root, "", 2, "max", "")
+    add_group(root, "outer", 2, str(2 * GiB), f"anon {GiB}\nshmem {512 * MiB}\nfile 5\n")
+    add_group(root, "outer/inner", 2, str(1 * GiB), f"anon {100 * MiB}\nshmem 0\n")
+    facts = read_memory(root)
+    assert facts.free_nbytes == 512 * MiB  # of the outer one, which is tighter
+    assert "version 2" in facts.source
+    assert page_cache_budget(facts, threads=4, pinned_nbytes=64 * MiB) == 256 * MiB
+
+
+def test_version_1_beside_an_empty_version_2(tmp_path: Path) -> None:
+    """A hybrid hierarchy: memory is limited by version 1 alone."""
+    root = machine(tmp_path)
+    mount(root, 1)
+    (root / "proc/self/cgroup").write_text("4:cpu,memory:/job\n0::/elsewhere\n")
+    add_group(root, "", 1, "9223372036854771712", "total_rss 1\n")
+    stat = f"cache 7\nrss 1\nshmem 1\ntotal_rss {300 * MiB}\ntotal_shmem {20 * MiB}\n"
+    add_group(root, "job", 1, str(GiB), stat)
+    facts = read_memory(root)
+    assert (facts.limit_nbytes, facts.anon_nbytes, facts.shmem_nbytes) == (
+        GiB,
+        300 * MiB,
+        20 * MiB,
+    )
+    assert page_cache_budget(facts) == GiB - 320 * MiB
+
+
+def test_a_container_sees_its_own_group_as_the_root(tmp_path: Path) -> None:
+    root = machine(tmp_path)
+    mount(root, 2, "/docker/abc")
+    (root / "proc/self/cgroup").write_text("0::/docker/abc\n")
+    add_group(root, "", 2, str(GiB), "anon 0\n")
+    assert page_cache_budget(read_memory(root)) == GiB
+
+
+def test_a_limit_above_what_is_available_changes_nothing(tmp_path: Path) -> None:
+    root = machine(tmp_path, available_kib=1024)
+    mount(root, 2)
+    add_group(root, "", 2, str(64 * GiB), "anon 5\n")
+    assert page_cache_budget(read_memory(root)) == MiB
+
+
+def test_more_used_than_allowed_leaves_nothing() -> None:
+    assert page_cache_budget(MemoryFacts(GiB, GiB, anon_nbytes=GiB, shmem_nbytes=1)) == 0
+    assert page_cache_budget(MemoryFacts(GiB), threads=3, pinned_nbytes=GiB) == 0
+    with pytest.raises(ConfigError, match="give what is true"):
+        page_cache_budget(MemoryFacts(GiB), threads=-1)
+
+
+@pytest.mark.parametrize("limit", ["", "garbage", "-5", "max\n"])
+def test_a_limit_that_cannot_be_read_is_none(tmp_path: Path, limit: str) -> None:
+    root = machine(tmp_path)
+    mount(root, 2)
+    add_group(root, "", 2, limit, "anon 5\n")
+    assert read_memory(root).limit_nbytes is None
+
+
+def test_no_proc_is_said(tmp_path: Path) -> None:
+    with pytest.raises(Unsupported, match="mount /proc"):
+        read_memory(tmp_path)
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/meminfo"), reason="no /proc")
+def test_this_machine_answers() -> None:
+    assert read_memory().free_nbytes > 0
+
+
+def test_groups_are_taken_whole_and_in_order() -> None:
+    assert plan_groups([10] * 5, 29).tolist() == [True, True, False, False, False]
+    assert plan_groups([10] * 5, 30).tolist() == [True, True, True, False, False]
+    # Nothing behind the first that does not fit, or small late groups would leave holes.
+    assert plan_groups([10, 30, 5], 20).tolist() == [True, False, False]
+
+
+def test_the_hottest_go_first() -> None:
+    assert plan_groups([10] * 4, 20, heat=[1, 9, 1, 5]).tolist() == [False, True, False, True]
+    assert plan_groups([10] * 4, 20, heat=[3, 3, 3, 3]).tolist() == [True, True, False, False]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options"),
+    [
+        (([1, -1], 5), {}),
+        (([[1]], 5), {}),
+        (([1], -1), {}),
+        (([1], 5), {"share": 1.01}),
+        (([1], 5), {"share": -0.1}),
+        (([1], 5), {"share": float("nan")}),
+        (([1, 2], 5), {"heat": [1]}),
+        (([1], 5), {"heat": [float("nan")]}),
+    ],
+)
+def test_bad_plans_are_refused(arguments: tuple[list[int], int], options: dict[str, float]) -> None:
+    with pytest.raises(ConfigError):
+        plan_groups(*arguments, **options)  # type: ignore[arg-type]
+
+
+sizes = st.lists(st.integers(0, 1000), max_size=40)
+
+
+@given(sizes, st.integers(0, 20_000), st.floats(0, 1), st.randoms(use_true_random=False))
+def test_a_plan_keeps_to_the_knob_and_wastes_less_than_a_group(
+    group_nbytes: list[int], budget: int, share: float, random: object
+) -> None:
+    heat = random.sample(range(len(group_nbytes)), len(group_nbytes))  # type: ignore[attr-defined]
+    chosen = plan_groups(group_nbytes, budget, share=share, heat=heat)
+    taken = int(np.asarray(group_nbytes, np.int64)[chosen].sum())
+    assert taken <= share * budget
+    left = [(-h, n) for h, n, c in zip(heat, group_nbytes, chosen, strict=True) if not c]
+    if left:
+        assert taken + min(left)[1] > int(share * budget), "the next group would have fitted"
+        coldest = min((h for h, c in zip(heat, chosen, strict=True) if c), default=len(heat))
+        assert coldest >= -min(left)[0]
+
+
+@given(sizes, st.integers(0, 20_000), st.floats(0, 1), st.floats(0, 1))
+def test_a_higher_knob_never_takes_a_group_away(
+    group_nbytes: list[int], budget: int, a: float, b: float
+) -> None:
+    less = plan_groups(group_nbytes, budget, share=min(a, b))
+    more = plan_groups(group_nbytes, budget, share=max(a, b))
+    assert not (less & ~more).any()

@@ -1,0 +1,164 @@
+"""An open pool with two paths: what is cached, what changes with a plan, and what survives."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import tutti
+from store.pools import Bytes, fill, formatted, opened, some_keys
+from tutti.core import StoreConfig
+from tutti.errors import ConfigError, Unsupported
+from tutti.gio_uring.controller_file import BlockRange, FileController
+from tutti.host_pool import HostPool
+from tutti.layout import KVLayout
+from tutti.store import ObjectStore
+from tutti.store import format as format_pool
+from tutti.units import MiB
+
+# 256 KiB a page: eight to a group of 2 MiB.
+LAYOUT = KVLayout.mha(layers=1, kv_heads=8, head_dim=128, page_size=64, dtype="bfloat16")
+PAGES = 48
+CAPACITY_NBYTES = 30 * MiB
+
+
+def open_pool(paths: list[Path], **config: object) -> ObjectStore:
+    options = StoreConfig(**config)  # type: ignore[arg-type]
+    store = tutti.open(paths, LAYOUT, config=options)
+    controller = store.controller
+    assert isinstance(controller, FileController)
+    if not controller.direct:
+        store.close()
+        pytest.skip(f"no direct I/O here: {controller.members[0].buffered_reason}")
+    return store
+
+
+@pytest.fixture(params=[1, 3])
+def paths(request: pytest.FixtureRequest, tmp_path: Path) -> list[Path]:
+    names = [tmp_path / f"pool{i}.tutti" for i in range(request.param)]
+    format_pool(names, LAYOUT, CAPACITY_NBYTES)
+    return names
+
+
+def file_of(store: ObjectStore) -> FileController:
+    assert isinstance(store.controller, FileController)
+    return store.controller
+
+
+def groups_resident_nbytes(store: ObjectStore) -> int:
+    """What the page cache holds of all groups, buffered or not."""
+    geometry, controller = store.geometry, file_of(store)
+    first = geometry.groups_offset // geometry.lba_nbytes
+    nlb = geometry.groups * geometry.group_nbytes // geometry.lba_nbytes
+    nsids = store.members.nsids()
+    return sum(controller.resident_nbytes(BlockRange(nsid, first, nlb)) for nsid in nsids)
+
+
+def test_bytes_survive_every_plan(paths: list[Path], seed: int) -> None:
+    """Objects are put under one plan and loaded under the next, and after a new opening."""
+    rng = np.random.default_rng(seed)
+    keys = some_keys(rng, PAGES)
+    step = PAGES // 6
+    with open_pool(paths) as store:
+        pool = store.allocate_pool(2 * PAGES)
+        contents = fill(pool, range(PAGES), rng)
+        for i, budget_groups in enumerate((3, 0, 7, 1, 100, 2)):
+            budget_nbytes = budget_groups * store.geometry.group_nbytes
+            plan = store.residency.replan(budget_nbytes=budget_nbytes)
+            assert plan.buffered_groups == min(budget_groups, plan.groups)
+            fresh = slice(i * step, (i + 1) * step)
+            store.put(keys[fresh], np.arange(PAGES)[fresh]).wait(30)
+            assert store.match(keys) == fresh.stop
+            check_load(store, pool, keys[: fresh.stop], contents)
+    with open_pool(paths) as store:
+        assert store.residency.plan is None
+        check_load(store, store.allocate_pool(2 * PAGES), keys, contents)
+
+
+def check_load(store: ObjectStore, pool: HostPool, keys: Bytes, contents: list[bytes]) -> None:
+    """Loads into the second half of the pool."""
+    targets = PAGES + np.arange(len(keys))
+    for page in targets.tolist():
+        pool.write(page, bytes(store.layout.object_nbytes))
+    store.load(keys, targets).wait(30)
+    assert [pool.read(page) for page in targets.tolist()] == contents[: len(keys)]
+
+
+def test_the_page_cache_holds_what_was_planned_and_no_more(paths: list[Path]) -> None:
+    keys, pages = some_keys(np.random.default_rng(1), PAGES), np.arange(PAGES)
+    with open_pool(paths) as store:
+        pool = store.allocate_pool(PAGES)
+        group_nbytes = store.geometry.group_nbytes
+        store.residency.replan(budget_nbytes=4 * group_nbytes)
+        store.put(keys, pages).wait(30)
+        store.load(keys, pages, pool=pool).wait(30)
+        assert 0 < groups_resident_nbytes(store) <= 4 * group_nbytes
+        assert groups_resident_nbytes(store) == store.residency.resident_nbytes()
+        store.residency.replan(budget_nbytes=0)
+        assert groups_resident_nbytes(store) == 0
+        assert file_of(store).buffered == ()
+
+
+def test_the_hottest_groups_are_chosen(tmp_path: Path) -> None:
+    format_pool([tmp_path / "pool"], LAYOUT, CAPACITY_NBYTES)
+    with open_pool([tmp_path / "pool"]) as store:
+        store.allocate_pool(PAGES)
+        slots = store.geometry.group_slots
+        count = 4 * slots
+        if count > PAGES:
+            pytest.skip("groups are larger than this test expects")
+        keys = some_keys(np.random.default_rng(1), count)
+        store.put(keys, np.arange(count)).wait(30)
+        hot = slice(2 * slots, 3 * slots)
+        assert store.match(keys[hot]) == slots
+        store.residency.replan(budget_nbytes=store.geometry.group_nbytes)
+        before = file_of(store).stats().buffered
+        store.load(keys[hot], np.arange(slots)).wait(30)
+        assert file_of(store).stats().buffered > before
+        before = file_of(store).stats().buffered
+        store.load(keys[:slots], np.arange(slots)).wait(30)
+        assert file_of(store).stats().buffered == before
+
+
+def test_a_share_in_the_config_plans_at_the_opening(paths: list[Path]) -> None:
+    with open_pool(paths, page_cache_share=1.0) as store:
+        plan = store.residency.plan
+        assert plan is not None
+        # The machine that runs this has more memory than the pool has bytes.
+        assert plan.buffered_groups == plan.groups > 0
+    with open_pool(paths, page_cache_share=1e-12) as store:
+        plan = store.residency.plan
+        assert plan is not None
+        assert plan.buffered_groups == 0
+    with pytest.raises(ConfigError, match="page_cache_share"):
+        StoreConfig(page_cache_share=1.5)
+
+
+def test_flushed_puts_through_the_page_cache_leave_nothing_dirty(paths: list[Path]) -> None:
+    keys, pages = some_keys(np.random.default_rng(1), PAGES), np.arange(PAGES)
+    with open_pool(paths, durability="flush", page_cache_share=1.0) as store:
+        store.allocate_pool(PAGES)
+        store.put(keys, pages).wait(30)
+        assert groups_resident_nbytes(store) > 0
+        assert dirty_nbytes_after_advice(store) == 0
+
+
+def dirty_nbytes_after_advice(store: ObjectStore) -> int:
+    """Only dirty pages stay when the kernel is told to drop all."""
+    for member in file_of(store).members:
+        assert member.buffered_fd is not None
+        os.posix_fadvise(member.buffered_fd, 0, 0, os.POSIX_FADV_DONTNEED)
+    return groups_resident_nbytes(store)
+
+
+def test_a_pool_in_memory_has_no_page_cache() -> None:
+    with opened(formatted()) as store:
+        with pytest.raises(Unsupported, match="no page cache"):
+            store.residency.replan()
+        assert store.recovered
+        assert store.match(some_keys(np.random.default_rng(1), 1)) == 0
+    with pytest.raises(Unsupported, match="no page cache"):
+        opened(formatted(), page_cache_share=0.5)

@@ -1,0 +1,165 @@
+"""Which groups of a pool go through the page cache, and how much of it they may use.
+
+The idea and the budget are those of the paper Dual-Blade (arXiv 2604.26557): what fits the memory
+that is really free stays in the page cache, all the rest goes past it, so that the rest cannot push
+out what fits.  One knob X lies between 0 and the budget.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+import numpy as np
+import numpy.typing as npt
+
+from tutti.errors import ConfigError, Unsupported
+
+#: Version 1 writes "no limit" as a page-aligned number near 2^63.
+_UNLIMITED_NBYTES = 1 << 60
+
+
+@dataclass(frozen=True)
+class MemoryFacts:
+    """What this process may still use.
+
+    available_nbytes: MemAvailable of the machine, which counts page cache that can be given back.
+    limit_nbytes: of the tightest control group around the process, None without one; anon_nbytes,
+    shmem_nbytes: what is used in that group and cannot be given back.  source: which group.
+    """
+
+    available_nbytes: int
+    limit_nbytes: int | None = None
+    anon_nbytes: int = 0
+    shmem_nbytes: int = 0
+    source: str = "no control group"
+
+    @property
+    def free_nbytes(self) -> int:
+        """The smaller of what the machine and the control group leave."""
+        if self.limit_nbytes is None:
+            return self.available_nbytes
+        return min(self.available_nbytes, self.limit_nbytes - self.anon_nbytes - self.shmem_nbytes)
+
+
+def page_cache_budget(memory: MemoryFacts, threads: int = 0, pinned_nbytes: int = 0) -> int:
+    """Bytes of page cache that stay: what is free, less what each I/O thread will still pin.
+
+    min(MemAvailable, limit - anon - shmem) - threads * pinned, and not below 0.
+    """
+    if threads < 0 or pinned_nbytes < 0:
+        raise ConfigError(f"{threads} threads that pin {pinned_nbytes} bytes; give what is true")
+    return max(0, memory.free_nbytes - threads * pinned_nbytes)
+
+
+def plan_groups(
+    group_nbytes: npt.ArrayLike,
+    budget_nbytes: int,
+    *,
+    share: float = 1.0,
+    heat: npt.ArrayLike | None = None,
+) -> npt.NDArray[np.bool_]:
+    """True for each group that goes through the page cache (Dual-Blade's Algorithm 1).
+
+    group_nbytes: (n,) what each group takes.  The knob X is ``share`` of the budget, from 0 (all
+    past the page cache) to 1.  Groups are taken whole, the hottest first and at equal heat in their
+    order, until the next one would not fit: a group that is cached in part gains nothing when it is
+    read as a whole.  heat: (n,), any numbers.  Raises ConfigError.
+    """
+    sizes = np.asarray(group_nbytes, np.int64)
+    if sizes.ndim != 1 or (sizes < 0).any():
+        raise ConfigError("sizes of groups are one number for each, and not negative")
+    if not 0.0 <= share <= 1.0 or budget_nbytes < 0:
+        raise ConfigError(f"share is {share}, budget {budget_nbytes}; X lies from 0 to the budget")
+    order = np.arange(sizes.size)
+    if heat is not None:
+        warmth = np.asarray(heat, float)
+        if warmth.shape != sizes.shape or np.isnan(warmth).any():
+            raise ConfigError(f"heat has the shape {warmth.shape}; give one number for each group")
+        order = np.argsort(-warmth, kind="stable")
+    taken = np.cumsum(sizes[order]) <= math.floor(share * budget_nbytes)
+    buffered = np.zeros(sizes.size, np.bool_)
+    buffered[order[taken]] = True
+    return buffered
+
+
+def read_memory(root: Path = Path("/")) -> MemoryFacts:
+    """What the kernel says now: proc(5), and control groups of version 1 or 2.
+
+    root: of the file system that holds proc and sys.  Raises Unsupported without MemAvailable,
+    which Linux has had since 3.14.
+    """
+    available = _numbers(root / "proc/meminfo").get("MemAvailable:")
+    if available is None:
+        raise Unsupported("/proc/meminfo has no MemAvailable; mount /proc to plan residency")
+    tightest = MemoryFacts(available * 1024)
+    for folder, is_v2 in _groups_around(root):
+        facts = _group_facts(folder, is_v2, tightest.available_nbytes)
+        if facts is not None and facts.free_nbytes <= tightest.free_nbytes:
+            tightest = facts
+    return tightest
+
+
+def _group_facts(folder: Path, is_v2: bool, available_nbytes: int) -> MemoryFacts | None:
+    """None for a group without a limit."""
+    try:
+        text = (folder / ("memory.max" if is_v2 else "memory.limit_in_bytes")).read_text().strip()
+    except OSError:
+        return None
+    if not text.isdigit() or int(text) >= _UNLIMITED_NBYTES:
+        return None
+    stat = _numbers(folder / "memory.stat")
+    # "total_" counts the groups below as well; version 2 always does.
+    anon = stat.get("anon", 0) if is_v2 else stat.get("total_rss", stat.get("rss", 0))
+    shmem = stat.get("shmem", 0) if is_v2 else stat.get("total_shmem", stat.get("shmem", 0))
+    version = "version 2" if is_v2 else "version 1"
+    return MemoryFacts(available_nbytes, int(text), anon, shmem, f"control group, {version}")
+
+
+def _groups_around(root: Path) -> Iterator[tuple[Path, bool]]:
+    """Folders of the memory controller for this process and the groups around it."""
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return
+    for mount, mounted_root, is_v2 in _memory_mounts(root):
+        for line in lines:
+            number, controllers, path = line.split(":", 2)
+            wanted = number == "0" and not controllers if is_v2 else "memory" in controllers
+            if not wanted:
+                continue
+            below = PurePosixPath(path)
+            if below.is_relative_to(mounted_root):
+                below = below.relative_to(mounted_root)
+            for part in (below, *below.parents):
+                folder = mount / str(part).lstrip("/")
+                if folder.is_dir():
+                    yield folder, is_v2
+
+
+def _memory_mounts(root: Path) -> Iterator[tuple[Path, PurePosixPath, bool]]:
+    """(where, which part of the hierarchy, version 2?) of mounts that may limit memory."""
+    try:
+        lines = (root / "proc/self/mountinfo").read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:  # proc(5): the fields behind " - " are type, source and options
+        left, _, right = line.partition(" - ")
+        fields, facts = left.split(), right.split()
+        if len(fields) < 5 or len(facts) < 3:
+            continue
+        is_v2 = facts[0] == "cgroup2"
+        if is_v2 or (facts[0] == "cgroup" and "memory" in facts[2].split(",")):
+            yield root / fields[4].lstrip("/"), PurePosixPath(fields[3]), is_v2
+
+
+def _numbers(path: Path) -> dict[str, int]:
+    """Lines of a name and a number; empty for a file that is not there."""
+    try:
+        lines = path.read_text().splitlines()
+    except OSError:
+        return {}
+    pairs = (line.split() for line in lines)
+    return {p[0]: int(p[1]) for p in pairs if len(p) >= 2 and p[1].isdigit()}
