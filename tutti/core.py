@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +18,8 @@ from tutti.digest_cache import DigestCache
 from tutti.errors import ConfigError, DeviceTimeout, PoolClosed
 from tutti.eviction import EvictionPolicy, LeastRecentlyUsed
 from tutti.gio_uring.engine import Engine, Extents
+from tutti.gio_uring.iocb import PagedMemory
+from tutti.gio_uring.transfer import Submitter
 from tutti.index import MISSING, Index, SlotState
 from tutti.members import Members
 
@@ -84,6 +87,13 @@ class Counters:
     payload_read_nbytes: int = 0
 
 
+class Closable(Protocol):
+    """What ends with the store."""
+
+    def close(self) -> None:
+        """Gives back what it holds."""
+
+
 class Core:
     """The shared state of an open pool.  Arrays of the index are touched under ``lock`` only."""
 
@@ -108,6 +118,11 @@ class Core:
         entries = min(self.index.slots, config.digest_cache_nbytes // entry_nbytes)
         self.digests = DigestCache(entries, self.layers)
         self._nsid = np.array([members.nsid(m) for m in range(members.count)], np.uint32)
+
+    def submitter(self, memory: PagedMemory) -> Submitter:
+        """What moves pages of this memory: the engine, or what it names itself."""
+        path: Submitter | None = memory.path
+        return self.engine if path is None else path
 
     def extents(self, slots: Slots) -> Extents:
         """Where the objects of slots in page order lie, as runs."""

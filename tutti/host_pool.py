@@ -125,6 +125,10 @@ class HostPool:
         memory = PagedMemory(bases, layout.segments, layout.segments, pages, buffers)
         return cls(layout, memory, ranges, buffers)
 
+    def wait_idle(self, timeout_s: float) -> bool:
+        """Waits until nothing that the store does not know of moves the pages; here nothing does."""
+        return True
+
     def segment(self, page: int, layer: int, k: int) -> npt.NDArray[np.uint8]:
         """A view of one segment, uint8 (segment_nbytes,)."""
         if not (0 <= page < self.pages and 0 <= layer < self.layout.layers):

@@ -148,7 +148,7 @@ class Loader:
         reads = self._start_records(batch, rows[unknown])
         settle.add_part()
         try:
-            job = core.engine.submit(
+            job = core.submitter(batch.memory).submit(
                 OPCODE_READ,
                 core.extents(batch.slots[rows]),
                 np.ascontiguousarray(batch.pages[rows]),

@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tutti.block_io import BlockIo
-from tutti.core import Core, StoreConfig
+from tutti.core import Closable, Core, StoreConfig
 from tutti.errors import (
     CapacityError,
     ConfigError,
@@ -87,7 +87,7 @@ class ObjectStore:
         self._lost_regions: list[DmaRegion] = []  # of memory that a device may still write
         self._closed = False
         self.engine = engine or Engine(controller)
-        self._parts: list[BlockIo | Reclaimer | Writer | Tails | Loader] = []
+        self._parts: list[Closable] = []
         self._recovery: threading.Thread | None = None
         try:
             self._io = BlockIo(self.engine, timeout_s=self.config.timeout_s)
@@ -151,11 +151,17 @@ class ObjectStore:
             raise
         return regions
 
+    def attach(self, part: Closable) -> None:
+        """Closes ``part`` with the store: after the engine, before the controller."""
+        self._core.check_open()
+        self._parts.append(part)
+
     def unregister(self, pool: HostPool) -> None:
         """Forgets engine memory.  No put or load of it may be under way."""
         if pool not in self._pools:
             raise ConfigError("this memory is not registered with the store")
-        if not self._core.wait_quiet(self.config.timeout_s):
+        timeout_s = self.config.timeout_s
+        if not (self._core.wait_quiet(timeout_s) and pool.wait_idle(timeout_s)):
             raise DeviceTimeout("transfers are still under way; the memory stays registered")
         self._forget(pool)
 

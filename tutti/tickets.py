@@ -16,7 +16,7 @@ from tutti.errors import DeviceTimeout, TuttiError
 from tutti.gio_uring.ring import status_error
 
 if TYPE_CHECKING:
-    from tutti.gio_uring.engine import Job
+    from tutti.gio_uring.transfer import Transfer
 
 _log = logging.getLogger(__name__)
 
@@ -124,7 +124,7 @@ class PutTicket:
 class LoadPart:
     """Some pages of a load, moved by one job: ``rows`` are their positions in the batch."""
 
-    job: Job
+    job: Transfer
     rows: Rows
     whole: bool  # no layer counts before all do: unproven objects are verified in full first
 
@@ -145,7 +145,7 @@ class LoadTicket:
     @property
     def done(self) -> bool:
         """Whether every layer is ready, or failed."""
-        return all(bool(part.job.report().done) for part in self.parts)
+        return all(part.job.done for part in self.parts)
 
     def wait_layer(self, layer: int, timeout_s: float = 60.0) -> None:
         """Returns when ``layer`` (from 0) of all pages is in memory, verified if that is on.
@@ -165,13 +165,26 @@ class LoadTicket:
         if failed.size:
             raise _error(int(self._status()[failed[0]]), failed, "load")
 
+    def order_stream(self, stream: int, layer: int) -> None:
+        """Lets a stream of the GPU wait for ``layer`` instead of the caller; returns at once.
+
+        The stream goes on too when the load failed: what computes on it must not be used before
+        ``failed`` was empty after the last layer.  Raises Unsupported for pages in host memory.
+        """
+        if not 0 <= layer < self.layers:
+            raise IndexError(f"layer {layer} of {self.layers}")
+        for part in self.parts:
+            part.job.order_stream(stream, self.layers if part.whole else layer + 1)
+
     def wait(self, timeout_s: float = 60.0) -> None:
         """Returns when all layers are ready; see ``wait_layer``."""
         self.wait_layer(self.layers - 1, timeout_s)
 
     def wait_settled(self, timeout_s: float = 60.0) -> bool:
         """Waits until the device can no longer touch the pages, whatever the outcome."""
-        return self._settled.wait(timeout_s)
+        if not self._settled.wait(timeout_s):
+            return False
+        return all(part.job.wait_released(timeout_s) for part in self.parts)
 
     def failed(self) -> Rows:
         """Positions in the batch that failed so far, ascending."""

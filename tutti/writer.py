@@ -182,7 +182,7 @@ class Writer:
             self._finish(batch)
             return placed
         try:
-            core.engine.submit(
+            core.submitter(request.memory).submit(
                 OPCODE_WRITE,
                 core.extents(batch.slots),
                 np.ascontiguousarray(request.pages[batch.rows]),

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from tutti.errors import DeviceTimeout, PoolClosed
+from tutti.errors import DeviceTimeout, PoolClosed, Unsupported
 from tutti.gio_uring import _native
 from tutti.gio_uring.controller import NativeController
 from tutti.gio_uring.iocb import U32, U64, IocbStruct, PagedMemory, split_runs
@@ -135,6 +135,18 @@ class Job:
         out = JobReport()
         _native.lib().gio_job_report(self._handle, ctypes.byref(out))
         return out
+
+    @property
+    def done(self) -> bool:
+        """Whether every layer is ready or failed."""
+        return bool(self.report().done)
+
+    def order_stream(self, stream: int, layers: int) -> None:
+        """No stream of a GPU can wait for host memory."""
+        raise Unsupported(
+            "a stream can wait for loads into GPU memory alone; wait with wait_layer, or load into "
+            "a DevicePool"
+        )
 
     def wait_layers(self, layers: int, timeout_s: float) -> bool:
         """Waits until ``layers`` layers are ready or the job failed.  False after the timeout."""

@@ -60,6 +60,7 @@ class PagedMemory:
     stride_nbytes, segment_nbytes: one number per segment, at most four.
     pages: how many pages there are; a page number is below it.
     owner: what keeps the memory mapped; jobs hold it as long as a device may write there.
+    path: the `Submitter` of memory that the controller does not reach itself, such as a GPU's.
     """
 
     bases: U64
@@ -67,6 +68,7 @@ class PagedMemory:
     segment_nbytes: tuple[int, ...]
     pages: int
     owner: Any = None
+    path: Any = None
 
     def __post_init__(self) -> None:
         if self.bases.ndim != 2 or self.bases.shape[1] != len(self.segment_nbytes):

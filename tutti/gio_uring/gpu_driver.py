@@ -1,0 +1,400 @@
+"""The seam to CUDA: exactly the calls of the driver that the GPU path makes, and nothing else.
+
+`Driver` is the protocol; `CudaDriver` is NVIDIA's driver through cuda-bindings, for the primary
+context of one device, which is also PyTorch's.  Handles and addresses are plain integers.  Every
+failure is a `CudaError` with the name of the call.
+
+Names and meanings: CUDA Driver API reference manual, 13.0.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from tutti.errors import CudaError, Unsupported
+
+U64 = npt.NDArray[np.uint64]
+
+#: The driver of CUDA 13.0: `cuMemcpyBatchAsync` has the form that is used here since then.
+_BATCH_VERSION = 13000
+_ALREADY_REGISTERED = 712
+_NOT_READY = 600
+_NON_BLOCKING = 1
+_DISABLE_TIMING = 2
+_REGISTER_PORTABLE_MAPPED = 1 | 2
+_WAIT_GEQ = 0
+_WRITE_DEFAULT = 0
+_SOURCE_IN_STREAM_ORDER = 1
+_PREFER_OVERLAP = 1
+
+_WHAT_TO_DO = {
+    2: "free GPU memory or make staging smaller",
+    100: "no CUDA device is visible; check nvidia-smi and CUDA_VISIBLE_DEVICES",
+    209: "the cubin is for another architecture; delete the cubin cache",
+    700: "a kernel touched memory that is not mapped; the context is lost, restart the process",
+    801: "this GPU or driver lacks the feature; choose another mover or engine",
+}
+
+
+@dataclass(frozen=True)
+class SmResource:
+    """Multiprocessors of a device: how many, the smallest partition, and its granularity."""
+
+    count: int
+    minimum: int
+    granularity: int
+
+
+class Driver(Protocol):
+    """What the GPU path needs from CUDA.
+
+    A call that only enqueues returns at once as long as the stream has room for it; none of them
+    waits for the device.  Streams do not wait for the legacy default stream.
+    """
+
+    @property
+    def architecture(self) -> str:
+        """What NVRTC compiles for, such as "sm_90"."""
+
+    @property
+    def has_copy_batch(self) -> bool:
+        """Whether `copy_batch` works."""
+
+    def create_stream(self, priority: int = 0) -> int:
+        """A new stream; a lower priority goes first."""
+
+    def destroy_stream(self, stream: int) -> None:
+        """Lets go of a stream, on which nothing is left."""
+
+    def is_stream_done(self, stream: int) -> bool:
+        """Whether everything on the stream has ended."""
+
+    def wait_value(self, stream: int, address: int, value: int) -> None:
+        """The stream goes on once the word at a device address is `value` or (cyclic) more."""
+
+    def write_value(self, stream: int, address: int, value: int) -> None:
+        """The stream stores a word at a device address, after all that it did before."""
+
+    def copy(self, target: int, source: int, nbytes: int, stream: int) -> None:
+        """One copy between addresses of any kind."""
+
+    def copy_batch(self, targets: U64, sources: U64, nbytes: U64, stream: int) -> None:
+        """Many copies (n,), in any order among themselves."""
+
+    def fill(self, target: int, value: int, nbytes: int, stream: int) -> None:
+        """Sets bytes of device memory."""
+
+    def create_event(self) -> int:
+        """An event without timing."""
+
+    def destroy_event(self, event: int) -> None:
+        """Lets go of an event."""
+
+    def record_event(self, event: int, stream: int) -> None:
+        """The event happens once all that is on the stream by now has ended."""
+
+    def stream_wait_event(self, stream: int, event: int) -> None:
+        """The stream goes on once the last record of the event has happened."""
+
+    def is_event_done(self, event: int) -> bool:
+        """Whether the last record of the event has happened, or there was none."""
+
+    def register_host(self, address: int, nbytes: int) -> bool:
+        """Pins host memory for the device.  False when all of it was registered already."""
+
+    def unregister_host(self, address: int) -> None:
+        """Undoes `register_host`."""
+
+    def device_address(self, address: int) -> int:
+        """Where the device finds registered host memory."""
+
+    def allocate(self, nbytes: int) -> int:
+        """Device memory."""
+
+    def free(self, address: int) -> None:
+        """Gives device memory back; it may wait for the device."""
+
+    def load_module(self, image: bytes) -> int:
+        """Loads a cubin."""
+
+    def unload_module(self, module: int) -> None:
+        """Undoes `load_module`."""
+
+    def find_function(self, module: int, name: str) -> int:
+        """A kernel of a module, loaded to the end: its first launch loads nothing any more."""
+
+    def launch(
+        self,
+        function: int,
+        grid: int,
+        block: int,
+        arguments: Sequence[tuple[int, Any]],
+        stream: int,
+    ) -> None:
+        """Launches `grid` blocks of `block` threads; arguments are (value, ctypes type)."""
+
+    def sm_resource(self) -> SmResource:
+        """The multiprocessors of the device and how they may be split."""
+
+    def create_green_context(self, sms: int) -> tuple[int, int]:
+        """(handle, multiprocessors) of a green context of at least `sms` of them."""
+
+    def create_green_stream(self, context: int, priority: int = 0) -> int:
+        """A stream whose kernels run on a green context's multiprocessors."""
+
+    def destroy_green_context(self, context: int) -> None:
+        """Lets go of a green context, whose streams are destroyed."""
+
+
+class CudaDriver:
+    """NVIDIA's driver.
+
+    Raises Unsupported when cuda-bindings or the driver is not installed, CudaError when the device
+    does not exist.
+    """
+
+    def __init__(self, device: int = 0) -> None:
+        try:
+            from cuda.bindings import driver
+        except ImportError as error:
+            raise Unsupported(
+                "cuda-bindings is not installed; install the extra: pip install 'tutti[cuda]'"
+            ) from error
+        self._cuda: Any = driver
+        self.device = device
+        self._context = 0  # the first calls run without one
+        self._call("cuInit", 0)
+        self._handle = self._call("cuDeviceGet", device)
+        self._context = int(self._call("cuDevicePrimaryCtxRetain", self._handle))
+        self._copy_batch = self._find_copy_batch()
+        self._attributes = self._cuda.CUmemcpyAttributes()
+        self._attributes.srcAccessOrder = self._cuda.CUmemcpySrcAccessOrder(_SOURCE_IN_STREAM_ORDER)
+        self._attributes.flags = _PREFER_OVERLAP
+        self._first = (ctypes.c_size_t * 1)(0)
+
+    def _find_copy_batch(self) -> Any:
+        """The function itself: cuda-bindings would turn every address into an object first."""
+        if int(self._call("cuDriverGetVersion")) < _BATCH_VERSION:
+            return None
+        found = self._call("cuGetProcAddress", b"cuMemcpyBatchAsync", _BATCH_VERSION, 0)
+        if not int(found[0] or 0):
+            return None
+        pointer, size = ctypes.c_void_p, ctypes.c_size_t
+        prototype = ctypes.CFUNCTYPE(
+            ctypes.c_int, pointer, pointer, pointer, size, pointer, pointer, size, pointer
+        )
+        return prototype(int(found[0]))
+
+    def _call(self, name: str, *arguments: Any) -> Any:
+        """One call in the device's context: None, its result, or a tuple of several."""
+        with self._current():
+            return self._raw(name, *arguments)
+
+    @contextmanager
+    def _current(self) -> Iterator[None]:
+        """Makes the context current, and the caller's again afterwards."""
+        foreign = self._context and int(self._raw("cuCtxGetCurrent")) != self._context
+        if foreign:
+            self._raw("cuCtxPushCurrent", self._context)
+        try:
+            yield
+        finally:
+            if foreign:
+                self._raw("cuCtxPopCurrent")
+
+    def _raw(self, name: str, *arguments: Any) -> Any:
+        try:
+            result, *values = getattr(self._cuda, name)(*arguments)
+        except RuntimeError as error:  # cuda-bindings: no driver, or a driver without the function
+            raise Unsupported(
+                f"{name}: {error}; install an NVIDIA driver of CUDA 13.0 or newer"
+            ) from error
+        self._check(name, int(result))
+        return values[0] if len(values) == 1 else tuple(values) if values else None
+
+    def _check(self, name: str, code: int) -> None:
+        if code == 0:
+            return
+        _, word = self._cuda.cuGetErrorName(self._cuda.CUresult(code))
+        _, text = self._cuda.cuGetErrorString(self._cuda.CUresult(code))
+        remedy = _WHAT_TO_DO.get(code, "see the CUDA driver API reference manual")
+        raise CudaError(
+            f"{name} failed: {_decode(word)}, {_decode(text)}; {remedy}", call=name, code=code
+        )
+
+    @property
+    def architecture(self) -> str:
+        attributes = self._cuda.CUdevice_attribute
+        major, minor = (
+            self._call("cuDeviceGetAttribute", which, self._handle)
+            for which in (
+                attributes.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR,
+                attributes.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR,
+            )
+        )
+        return f"sm_{major}{minor}"
+
+    @property
+    def version(self) -> str:
+        """The CUDA version of the driver, such as "13.0"."""
+        number = int(self._call("cuDriverGetVersion"))
+        return f"{number // 1000}.{number % 1000 // 10}"
+
+    @property
+    def has_copy_batch(self) -> bool:
+        return self._copy_batch is not None
+
+    def create_stream(self, priority: int = 0) -> int:
+        return int(self._call("cuStreamCreateWithPriority", _NON_BLOCKING, priority))
+
+    def destroy_stream(self, stream: int) -> None:
+        self._call("cuStreamDestroy", stream)
+
+    def is_stream_done(self, stream: int) -> bool:
+        return self._is_done("cuStreamQuery", stream)
+
+    def _is_done(self, name: str, handle: int) -> bool:
+        with self._current():
+            (result,) = getattr(self._cuda, name)(handle)
+        if int(result) == _NOT_READY:
+            return False
+        self._check(name, int(result))
+        return True
+
+    def wait_value(self, stream: int, address: int, value: int) -> None:
+        self._call("cuStreamWaitValue32", stream, address, value, _WAIT_GEQ)
+
+    def write_value(self, stream: int, address: int, value: int) -> None:
+        self._call("cuStreamWriteValue32", stream, address, value, _WRITE_DEFAULT)
+
+    def copy(self, target: int, source: int, nbytes: int, stream: int) -> None:
+        self._call("cuMemcpyAsync", target, source, nbytes, stream)
+
+    def copy_batch(self, targets: U64, sources: U64, nbytes: U64, stream: int) -> None:
+        assert targets.size == sources.size == nbytes.size, "three columns of one table"
+        with self._current():
+            code = self._copy_batch(
+                targets.ctypes.data,
+                sources.ctypes.data,
+                nbytes.ctypes.data,
+                targets.size,
+                self._attributes.getPtr(),
+                ctypes.addressof(self._first),
+                1,
+                stream,
+            )
+        self._check("cuMemcpyBatchAsync", int(code))
+
+    def fill(self, target: int, value: int, nbytes: int, stream: int) -> None:
+        self._call("cuMemsetD8Async", target, value, nbytes, stream)
+
+    def create_event(self) -> int:
+        return int(self._call("cuEventCreate", _DISABLE_TIMING))
+
+    def destroy_event(self, event: int) -> None:
+        self._call("cuEventDestroy", event)
+
+    def record_event(self, event: int, stream: int) -> None:
+        self._call("cuEventRecord", event, stream)
+
+    def stream_wait_event(self, stream: int, event: int) -> None:
+        self._call("cuStreamWaitEvent", stream, event, 0)
+
+    def is_event_done(self, event: int) -> bool:
+        return self._is_done("cuEventQuery", event)
+
+    def register_host(self, address: int, nbytes: int) -> bool:
+        try:
+            self._call("cuMemHostRegister", address, nbytes, _REGISTER_PORTABLE_MAPPED)
+        except CudaError as error:
+            if error.code != _ALREADY_REGISTERED:
+                raise
+            self.device_address(address)
+            self.device_address(address + nbytes - 1)
+            return False
+        return True
+
+    def unregister_host(self, address: int) -> None:
+        self._call("cuMemHostUnregister", address)
+
+    def device_address(self, address: int) -> int:
+        return int(self._call("cuMemHostGetDevicePointer", address, 0))
+
+    def allocate(self, nbytes: int) -> int:
+        return int(self._call("cuMemAlloc", nbytes))
+
+    def free(self, address: int) -> None:
+        self._call("cuMemFree", address)
+
+    def load_module(self, image: bytes) -> int:
+        return int(self._call("cuModuleLoadData", image))
+
+    def unload_module(self, module: int) -> None:
+        self._call("cuModuleUnload", module)
+
+    def find_function(self, module: int, name: str) -> int:
+        function = self._call("cuModuleGetFunction", module, name.encode())
+        self._call("cuFuncLoad", function)
+        return int(function)
+
+    def launch(
+        self,
+        function: int,
+        grid: int,
+        block: int,
+        arguments: Sequence[tuple[int, Any]],
+        stream: int,
+    ) -> None:
+        values = tuple(value for value, _ in arguments)
+        types = tuple(kind for _, kind in arguments)
+        self._call(
+            "cuLaunchKernel", function, grid, 1, 1, block, 1, 1, 0, stream, (values, types), 0
+        )
+
+    def _sms(self) -> Any:
+        kind = self._cuda.CUdevResourceType.CU_DEV_RESOURCE_TYPE_SM
+        return self._call("cuDeviceGetDevResource", self._handle, kind)
+
+    def sm_resource(self) -> SmResource:
+        sm = self._sms().sm
+        return SmResource(
+            int(sm.smCount), int(sm.minSmPartitionSize), int(sm.smCoscheduledAlignment)
+        )
+
+    def create_green_context(self, sms: int) -> tuple[int, int]:
+        groups, _, _ = self._call("cuDevSmResourceSplitByCount", 1, self._sms(), 0, sms)
+        return self._green(groups[0])
+
+    def create_green_pair(self, sms: int) -> tuple[tuple[int, int], tuple[int, int]]:
+        """Two green contexts: of at least `sms` multiprocessors, and of all others."""
+        groups, _, rest = self._call("cuDevSmResourceSplitByCount", 1, self._sms(), 0, sms)
+        return self._green(groups[0]), self._green(rest)
+
+    def _green(self, resource: Any) -> tuple[int, int]:
+        description = self._call("cuDevResourceGenerateDesc", [resource], 1)
+        flag = int(self._cuda.CUgreenCtxCreate_flags.CU_GREEN_CTX_DEFAULT_STREAM)
+        context = self._call("cuGreenCtxCreate", description, self._handle, flag)
+        return int(context), int(resource.sm.smCount)
+
+    def create_green_stream(self, context: int, priority: int = 0) -> int:
+        return int(self._call("cuGreenCtxStreamCreate", context, _NON_BLOCKING, priority))
+
+    def destroy_green_context(self, context: int) -> None:
+        self._call("cuGreenCtxDestroy", context)
+
+    def close(self) -> None:
+        """Lets go of the primary context; a second call does nothing."""
+        context, self._context = self._context, 0
+        if context:
+            self._raw("cuDevicePrimaryCtxRelease", self._handle)
+
+
+def _decode(text: Any) -> str:
+    return text.decode() if isinstance(text, bytes) else str(text)

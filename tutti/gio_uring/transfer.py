@@ -1,0 +1,60 @@
+"""What every way to move pages has in common: submitters, and the transfers they return."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from tutti.gio_uring.engine import Extents, Job
+from tutti.gio_uring.iocb import U32, U64, PagedMemory
+
+
+class Transfer(Protocol):
+    """Pages on their way, layer by layer; `Job` is one.
+
+    page_status: uint32 (pages,), 0 or the first NVMe status that a page met.
+    """
+
+    page_status: npt.NDArray[np.uint32]
+
+    @property
+    def done(self) -> bool:
+        """Whether every layer is where it shall be, or failed."""
+
+    def wait_layers(self, layers: int, timeout_s: float) -> bool:
+        """Waits until `layers` layers are there or the transfer failed; False after the timeout."""
+
+    def order_stream(self, stream: int, layers: int) -> None:
+        """Lets a stream of the GPU wait for `layers` layers.  Unsupported for host memory."""
+
+    def wait_released(self, timeout_s: float) -> bool:
+        """Waits until no device can touch memory for it any more; False after the timeout."""
+
+    def open_gate(self) -> None:
+        """Lets a gated transfer compare its digests."""
+
+    def cancel(self) -> None:
+        """Issues nothing more."""
+
+
+class Submitter(Protocol):
+    """Moves slices between the medium and one kind of memory; `Engine` does for host memory."""
+
+    def submit(
+        self,
+        opcode: int,
+        extents: Extents,
+        pages: U32,
+        memory: PagedMemory,
+        *,
+        digests: U64 | None = None,
+        compare: bool = False,
+        gated: bool = False,
+        priority: int = 0,
+        timeout_s: float = 30.0,
+        on_released: Callable[[Job], None] | None = None,
+    ) -> Transfer:
+        """See `Engine.submit`."""
