@@ -50,6 +50,7 @@ COMMANDS = (
     ("probe", "tutti.cli_probe:add_probe", "say what this machine can do, and why not more"),
     ("bench bandwidth", "tutti.cli_bench:add_bandwidth", "store, retrieve and both at once: GB/s"),
     ("bench ring", "tutti.cli_bench:add_ring", "commands per second of the rings themselves"),
+    ("bench slack", "tutti.cli_bench:add_slack", "the scheduler's policies, simulated"),
     ("sglang command", "tutti.cli_sglang:add_command", "print the command that starts SGLang"),
     ("sglang doctor", "tutti.cli_sglang:add_doctor", "say what would keep SGLang from running"),
     ("replay", "tutti.cli_bench:add_replay", "replay a trace with real bytes and check each"),

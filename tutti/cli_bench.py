@@ -23,6 +23,13 @@ It is the protocol's own ceiling on this machine."""
 _RING_EXAMPLE = """\
 example:
   tutti bench ring"""
+_SLACK = """\
+Runs the same requests through several policies of the scheduler, on a simulated server: the
+scheduler's own code, a drive on a virtual clock, and published times of real drives and GPUs. Says
+how long layers waited for their loads under each policy. Everything it prints is simulated."""
+_SLACK_EXAMPLE = """\
+example:
+  tutti bench slack --workloads chat agents --gpus H100 --seeds 3"""
 _REPLAY = """\
 Replays a trace of requests against a pool with real bytes: loads the prefix that hits, checks every
 byte of it, and stores the rest. Says how often it hits, beside what the best policy could do."""
@@ -55,6 +62,11 @@ def add_bandwidth(parser: argparse.ArgumentParser) -> None:
 def add_ring(parser: argparse.ArgumentParser) -> None:
     """Describes `tutti bench ring`."""
     _wire(parser, "ring", _RING, _RING_EXAMPLE)
+
+
+def add_slack(parser: argparse.ArgumentParser) -> None:
+    """Describes `tutti bench slack`."""
+    _wire(parser, "slack", _SLACK, _SLACK_EXAMPLE)
 
 
 def add_replay(parser: argparse.ArgumentParser) -> None:

@@ -480,8 +480,8 @@ def _step_layer_ns(step: Step, estimates: Estimates) -> int:
 
 
 def _whole_units(write: Write, pages: int) -> int:
-    """The most pages, up to so many, that are a launch."""
+    """The most pages, up to so many, that are a launch; 0 when none is."""
     left = write.pages - write.issued
     if pages >= left:
         return left
-    return pages - pages % write.unit_pages
+    return max(0, pages - pages % write.unit_pages)
