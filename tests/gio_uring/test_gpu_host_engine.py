@@ -272,11 +272,11 @@ def test_a_dead_controller_lets_every_stream_go(rng: np.random.Generator) -> Non
             assert time.monotonic() < deadline, "a stream still waits"
             time.sleep(0.001)
         assert ticket.failed().size > 0
-        assert rig.gpu._loads.staging.in_use == 1  # the device may still write there
+        assert rig.gpu._loads.staging.arena.in_use == 1  # the device may still write there
         memory_of(rig).set_faults(None)
         memory_of(rig).release()
         assert ticket.wait_settled(10)
-        assert rig.gpu._loads.staging.in_use == 0
+        assert rig.gpu._loads.staging.arena.in_use == 0
 
 
 def test_closing_with_work_in_flight(rng: np.random.Generator) -> None:

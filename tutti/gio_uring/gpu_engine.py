@@ -301,6 +301,7 @@ class HostEngine:
         staged = PagedMemory(starts[:, None], (stride,), (slice_nbytes,), pages.size, lane)
         to_device = lane.staging.pinned.device_address - lane.staging.pinned.address
         shipment = Shipment(pages, memory, starts + np.uint64(to_device), stride, is_read)
+        cargo: Cargo | None = None
         try:
             cargo = self.mover.prepare(shipment)
             job = self.engine.submit(
@@ -319,10 +320,13 @@ class HostEngine:
             )
         except BaseException:
             lease.is_free = lambda: True
+            if cargo is not None:
+                cargo.hold(lease.is_free)
             raise
         route = _Route(cargo, words, lease.address + to_device, window, is_read)
         moved = MovedJob(lane, job, route)
         lease.is_free = moved.is_free
+        cargo.hold(moved.is_free)
         if not gated:
             moved.enqueue()
         return moved
@@ -355,4 +359,4 @@ def _lease(
     """Staging for a transfer, and how many of its layers fit at once: all, or a share's worth."""
     share = lane.staging.nbytes // _SHARE
     window = min(layers, max(1, (share - head) // max(1, layer_nbytes)))
-    return lane.staging.lease(head + window * layer_nbytes, timeout_s), window
+    return lane.staging.arena.lease(head + window * layer_nbytes, timeout_s), window

@@ -55,22 +55,17 @@ class Lease:
     is_free: Callable[[], bool] = lambda: False
 
 
-class Staging:
-    """Memory on hugepages where it can be, known to a controller and to a GPU, handed out in parts.
+class Arena:
+    """A stretch of memory handed out in parts.
 
     A part comes back when nobody uses it any more, which is looked up when the next one is asked
     for: no callback, and no CUDA call on anybody else's thread.
     """
 
-    def __init__(self, driver: Driver, controller: NativeController, nbytes: int) -> None:
+    def __init__(self, address: int, nbytes: int, what: str) -> None:
+        self.address = address
         self.nbytes = nbytes
-        self._buffer = HostBuffer(nbytes)
-        self._region: DmaRegion = controller.register(self._buffer)
-        try:
-            self.pinned = PinnedMemory(driver, self._buffer)
-        except BaseException:
-            self._region.close()
-            raise
+        self._what = what
         self._lock = threading.Lock()
         self._leases: list[Lease] = []  # by address
 
@@ -82,7 +77,7 @@ class Staging:
         nbytes = -(-nbytes // ALIGNMENT) * ALIGNMENT
         if nbytes > self.nbytes:
             raise CapacityError(
-                f"{format_nbytes(nbytes)} of staging are needed at once, there are "
+                f"{format_nbytes(nbytes)} of {self._what} are needed at once, there are "
                 f"{format_nbytes(self.nbytes)}; give the GPU engine more, or move fewer pages"
             )
         deadline = time.monotonic() + timeout_s
@@ -90,7 +85,7 @@ class Staging:
         while lease is None:
             if time.monotonic() > deadline:
                 raise DeviceTimeout(
-                    f"no {format_nbytes(nbytes)} of staging came free within {timeout_s:g} s; "
+                    f"no {format_nbytes(nbytes)} of {self._what} came free within {timeout_s:g} s; "
                     "try again, or give the GPU engine more"
                 )
             time.sleep(_LOOK_S)
@@ -101,12 +96,12 @@ class Staging:
         """The first gap that is long enough."""
         with self._lock:
             self._leases = [lease for lease in self._leases if not lease.is_free()]
-            start = self.pinned.address
+            start = self.address
             for place, lease in enumerate(self._leases):
                 if lease.address - start >= nbytes:
                     return self._insert(place, start, nbytes)
                 start = lease.address + lease.nbytes
-            if self.pinned.address + self.nbytes - start >= nbytes:
+            if self.address + self.nbytes - start >= nbytes:
                 return self._insert(len(self._leases), start, nbytes)
             return None
 
@@ -122,11 +117,79 @@ class Staging:
             self._leases = [lease for lease in self._leases if not lease.is_free()]
             return len(self._leases)
 
+
+class Staging:
+    """Pinned memory, on hugepages where it can be, that a controller may know too, in parts."""
+
+    def __init__(self, driver: Driver, controller: NativeController | None, nbytes: int) -> None:
+        self.nbytes = nbytes
+        self._buffer = HostBuffer(nbytes)
+        self._region: DmaRegion | None = None
+        if controller is not None:
+            self._region = controller.register(self._buffer)
+        try:
+            self.pinned = PinnedMemory(driver, self._buffer)
+        except BaseException:
+            self._unregister()
+            raise
+        self.arena = Arena(self.pinned.address, nbytes, "staging")
+
     def close(self) -> None:
         """Gives the memory back; nobody may use it any more."""
         self.pinned.close()
-        self._region.close()
+        self._unregister()
+
+    def _unregister(self) -> None:
+        if self._region is not None:
+            self._region.close()
 
     def abandon(self) -> None:
         """Keeps the memory until the process ends: a device may still use it."""
         _STUCK.append(self)
+
+
+@dataclass(frozen=True)
+class Tables:
+    """One job's tables: written at `address` in pinned memory, used at `device_address`."""
+
+    host: Lease
+    device: Lease
+    to_device: int  # from the pinned address to where the device finds it
+
+    def hold(self, is_free: Callable[[], bool]) -> None:
+        """Both stay as they are until `is_free`."""
+        self.host.is_free = self.device.is_free = is_free
+
+
+class TableMemory:
+    """Memory for the tables of kernels: pinned to write them in, on the device to use them in.
+
+    All of it is allocated at the start: allocating while a kernel waits may wait for the kernel.
+    """
+
+    def __init__(self, driver: Driver, nbytes: int) -> None:
+        self._driver = driver
+        self._staging = Staging(driver, None, nbytes)
+        self._device = driver.allocate(nbytes)
+        self._arena = Arena(self._device, nbytes, "memory for tables")
+
+    def lease(self, nbytes: int, timeout_s: float) -> Tables:
+        """Room for `nbytes` on both sides; raises as `Arena.lease`."""
+        host = self._staging.arena.lease(nbytes, timeout_s)
+        try:
+            device = self._arena.lease(nbytes, timeout_s)
+        except BaseException:
+            host.is_free = lambda: True
+            raise
+        pinned = self._staging.pinned
+        return Tables(host, device, pinned.device_address - pinned.address)
+
+    def upload(self, tables: Tables, nbytes: int, stream: int) -> None:
+        """Enqueues the copy of what was written."""
+        source = tables.host.address + tables.to_device
+        self._driver.copy(tables.device.address, source, nbytes, stream)
+
+    def close(self) -> None:
+        """Gives everything back; no kernel may use it any more."""
+        self._staging.close()
+        self._driver.free(self._device)

@@ -7,6 +7,7 @@ are added.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -43,6 +44,9 @@ class Cargo(Protocol):
     def move(self, layer: int, stream: int) -> None:
         """Enqueues the copies of one layer."""
 
+    def hold(self, is_free: Callable[[], bool]) -> None:
+        """What the copies need is theirs until `is_free` says that they are over."""
+
 
 class Mover(Protocol):
     """Moves shipments."""
@@ -67,10 +71,11 @@ class Fragments:
             there = shipment.pages.astype(np.uint64) * np.uint64(paged.stride_nbytes[k])
             here = index * np.uint64(shipment.stride_nbytes) + np.uint64(starts[k])
             columns.append(_joined(there, here, nbytes, k))
-        there, here, nbytes, segment = (np.concatenate(c) for c in zip(*columns, strict=True))
-        self.nbytes: U64 = nbytes
         self._shipment = shipment
-        self._there, self._here, self._segment = there, here, segment
+        self._there: U64 = np.concatenate([column[0] for column in columns])
+        self._here: U64 = np.concatenate([column[1] for column in columns])
+        self.nbytes: U64 = np.concatenate([column[2] for column in columns])
+        self._segment = np.concatenate([column[3] for column in columns])
 
     def at(self, layer: int) -> tuple[U64, U64]:
         """(targets, sources) of one layer."""
@@ -89,6 +94,30 @@ def _joined(
     first = np.flatnonzero(np.concatenate(([True], ~follows)))
     counts = np.diff(np.concatenate((first, [there.size]))).astype(np.uint64)
     return there[first], here[first], counts * step, np.full(first.size, k)
+
+
+class _Copies:
+    """Copies that need no more than their fragments."""
+
+    def __init__(self, driver: Driver, fragments: Fragments) -> None:
+        self._driver, self._fragments = driver, fragments
+
+    def hold(self, is_free: Callable[[], bool]) -> None:
+        """Nothing to hold: the driver has the addresses once it was called."""
+
+
+class _BatchCopies(_Copies):
+    def move(self, layer: int, stream: int) -> None:
+        targets, sources = self._fragments.at(layer)
+        self._driver.copy_batch(targets, sources, self._fragments.nbytes, stream)
+
+
+class _SingleCopies(_Copies):
+    def move(self, layer: int, stream: int) -> None:
+        targets, sources = self._fragments.at(layer)
+        columns = (targets.tolist(), sources.tolist(), self._fragments.nbytes.tolist())
+        for target, source, nbytes in zip(*columns, strict=True):
+            self._driver.copy(target, source, nbytes, stream)
 
 
 class BatchCopyMover:
@@ -111,15 +140,6 @@ class BatchCopyMover:
         return _BatchCopies(self._driver, Fragments(shipment))
 
 
-class _BatchCopies:
-    def __init__(self, driver: Driver, fragments: Fragments) -> None:
-        self._driver, self._fragments = driver, fragments
-
-    def move(self, layer: int, stream: int) -> None:
-        targets, sources = self._fragments.at(layer)
-        self._driver.copy_batch(targets, sources, self._fragments.nbytes, stream)
-
-
 class CopyMover:
     """Copy engines, one cuMemcpyAsync for each fragment."""
 
@@ -129,18 +149,7 @@ class CopyMover:
         self._driver = driver
 
     def prepare(self, shipment: Shipment) -> Cargo:
-        return _Copies(self._driver, Fragments(shipment))
-
-
-class _Copies:
-    def __init__(self, driver: Driver, fragments: Fragments) -> None:
-        self._driver, self._fragments = driver, fragments
-
-    def move(self, layer: int, stream: int) -> None:
-        targets, sources = self._fragments.at(layer)
-        columns = (targets.tolist(), sources.tolist(), self._fragments.nbytes.tolist())
-        for target, source, nbytes in zip(*columns, strict=True):
-            self._driver.copy(target, source, nbytes, stream)
+        return _SingleCopies(self._driver, Fragments(shipment))
 
 
 def choose_mover(driver: Driver) -> Mover:

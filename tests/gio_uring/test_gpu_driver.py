@@ -1,0 +1,238 @@
+"""The seam to CUDA: its calls exist with these arguments, and its failures are typed.
+
+What the calls do on a GPU is not shown here.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+import sys
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+from gio_uring.cuda_stand_in import StandInDriver
+
+from tutti.errors import ConfigError, CudaError, Unsupported
+from tutti.gio_uring import gpu_driver
+from tutti.gio_uring.gpu_driver import CudaDriver, Driver, SmResource
+from tutti.gio_uring.gpu_green import partition
+from tutti.gio_uring.gpu_memory import PinnedMemory
+from tutti.gio_uring.memory import HostBuffer
+
+NEEDED = "cuda-bindings (the extra device-check)"
+
+
+def calls_of_the_driver() -> list[tuple[str, int]]:
+    """(function, number of arguments) of every call that names a function of the driver."""
+    found = []
+    for node in ast.walk(ast.parse(inspect.getsource(gpu_driver))):
+        if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+            continue
+        first = node.args[0] if node.args else None
+        named = isinstance(first, ast.Constant) and str(first.value).startswith("cu")
+        if named and node.func.attr in ("_call", "_raw", "_is_done"):
+            found.append((first.value, len(node.args) - 1))  # type: ignore[union-attr]
+    return found
+
+
+def test_every_call_exists_with_these_arguments() -> None:
+    driver = pytest.importorskip("cuda.bindings.driver", reason=f"needs {NEEDED}")
+    calls = calls_of_the_driver()
+    assert len(calls) > 25
+    for name, count in calls:
+        signature = getattr(driver, name).__doc__.strip().splitlines()[0]
+        inside = re.sub(r"\[[^]]*\]", "", signature.split("(", 1)[1].rsplit(")", 1)[0])
+        named = [part for part in inside.split(",") if part.strip()]
+        assert len(named) == count, signature
+
+
+def test_every_name_and_field_exists() -> None:
+    driver = pytest.importorskip("cuda.bindings.driver", reason=f"needs {NEEDED}")
+    attributes = driver.CUmemcpyAttributes()
+    attributes.srcAccessOrder = driver.CUmemcpySrcAccessOrder(gpu_driver._SOURCE_IN_STREAM_ORDER)
+    attributes.flags = gpu_driver._PREFER_OVERLAP
+    assert attributes.getPtr()
+    order = driver.CUmemcpySrcAccessOrder.CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
+    assert int(order) == gpu_driver._SOURCE_IN_STREAM_ORDER
+    results = driver.CUresult
+    assert int(results.CUDA_ERROR_NOT_READY) == gpu_driver._NOT_READY
+    registered = results.CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED
+    assert int(registered) == gpu_driver._ALREADY_REGISTERED
+    waits = driver.CUstreamWaitValue_flags
+    assert int(waits.CU_STREAM_WAIT_VALUE_GEQ) == gpu_driver._WAIT_GEQ
+    sm = driver.CUdevResource().sm
+    assert {"smCount", "minSmPartitionSize", "smCoscheduledAlignment"} <= set(dir(sm))
+    assert hasattr(driver.CUdevResourceType, "CU_DEV_RESOURCE_TYPE_SM")
+    assert hasattr(driver.CUgreenCtxCreate_flags, "CU_GREEN_CTX_DEFAULT_STREAM")
+
+
+def test_the_stand_in_offers_what_the_protocol_asks_for() -> None:
+    for kind in (StandInDriver, CudaDriver):
+        for name, member in inspect.getmembers(Driver):
+            if name.startswith("_") or not inspect.isfunction(member):
+                continue
+            theirs = list(inspect.signature(getattr(kind, name)).parameters)
+            assert theirs == list(inspect.signature(member).parameters), name
+
+
+class FakeBindings(ModuleType):
+    """cuda.bindings.driver of a machine with one device, whose answers a test sets."""
+
+    def __init__(self) -> None:
+        super().__init__("driver")
+        self.log: list[str] = []
+        self.current = 7  # another device's context, made current by the caller
+        self.answers: dict[str, tuple[Any, ...]] = {
+            "cuDeviceGet": (0, 3),
+            "cuDevicePrimaryCtxRetain": (0, 1234),
+            "cuDriverGetVersion": (0, 12080),
+            "cuGetErrorName": (0, b"CUDA_ERROR_SOMETHING"),
+            "cuGetErrorString": (0, b"something"),
+            "cuDeviceGetAttribute": (0, 9),
+        }
+        self.CUresult = int
+        self.CUmemcpyAttributes = SimpleNamespace
+        self.CUmemcpySrcAccessOrder = int
+        self.CUdevice_attribute = SimpleNamespace(
+            CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR=75,
+            CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR=76,
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        if not name.startswith("cu"):
+            raise AttributeError(name)
+
+        def call(*arguments: Any) -> tuple[Any, ...]:
+            self.log.append(name)
+            if name == "cuCtxGetCurrent":
+                return 0, self.current
+            if name == "cuCtxPushCurrent":
+                self.current = arguments[0]
+            if name == "cuCtxPopCurrent":
+                self.current = 7
+            return self.answers.get(name, (0,))
+
+        return call
+
+
+@pytest.fixture
+def bindings(monkeypatch: pytest.MonkeyPatch) -> FakeBindings:
+    fake = FakeBindings()
+    package = ModuleType("cuda.bindings")
+    package.driver = fake  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "cuda", ModuleType("cuda"))
+    monkeypatch.setitem(sys.modules, "cuda.bindings", package)
+    return fake
+
+
+def test_calls_run_in_the_devices_context_and_leave_the_callers(bindings: FakeBindings) -> None:
+    driver = CudaDriver()
+    bindings.log.clear()
+    driver.copy(1, 2, 3, 4)
+    assert bindings.log == [
+        "cuCtxGetCurrent",
+        "cuCtxPushCurrent",
+        "cuMemcpyAsync",
+        "cuCtxPopCurrent",
+    ]
+    assert bindings.current == 7
+    bindings.current = 1234
+    bindings.log.clear()
+    driver.copy(1, 2, 3, 4)
+    assert bindings.log == ["cuCtxGetCurrent", "cuMemcpyAsync"]
+    assert driver.architecture == "sm_99"
+    assert driver.version == "12.8"
+
+
+def test_an_error_names_its_call(bindings: FakeBindings) -> None:
+    driver = CudaDriver()
+    bindings.answers["cuStreamWaitValue32"] = (801,)
+    with pytest.raises(CudaError, match=r"cuStreamWaitValue32 failed: CUDA_ERROR_SOMETHING") as e:
+        driver.wait_value(1, 2, 3)
+    assert (e.value.call, e.value.code) == ("cuStreamWaitValue32", 801)
+    assert bindings.current == 7
+
+
+def test_what_is_not_ready_is_no_error(bindings: FakeBindings) -> None:
+    driver = CudaDriver()
+    assert driver.is_event_done(5)
+    bindings.answers["cuEventQuery"] = (600,)
+    assert not driver.is_event_done(5)
+    bindings.answers["cuStreamQuery"] = (700,)
+    with pytest.raises(CudaError, match="restart the process"):
+        driver.is_stream_done(5)
+
+
+def test_memory_that_is_registered_is_accepted(bindings: FakeBindings) -> None:
+    driver = CudaDriver()
+    assert driver.register_host(4096, 8192)
+    bindings.answers["cuMemHostRegister"] = (712,)
+    bindings.answers["cuMemHostGetDevicePointer"] = (0, 4096)
+    assert not driver.register_host(4096, 8192)
+    bindings.answers["cuMemHostGetDevicePointer"] = (1,)
+    with pytest.raises(CudaError, match="cuMemHostGetDevicePointer"):
+        driver.register_host(4096, 8192)  # only a part of it is
+
+
+def test_an_old_driver_has_no_batch_copy(bindings: FakeBindings) -> None:
+    assert not CudaDriver().has_copy_batch
+    bindings.answers["cuDriverGetVersion"] = (0, 13000)
+    bindings.answers["cuGetProcAddress"] = (0, 0, 1)
+    assert not CudaDriver().has_copy_batch
+    bindings.answers["cuGetProcAddress"] = (0, 4096, 0)
+    assert CudaDriver().has_copy_batch
+
+
+def test_a_machine_without_a_driver_says_so(bindings: FakeBindings) -> None:
+    def missing(*_: Any) -> None:
+        raise RuntimeError("no libcuda.so.1")
+
+    bindings.cuInit = missing
+    with pytest.raises(Unsupported, match="install an NVIDIA driver"):
+        CudaDriver()
+
+
+def test_pinned_memory_is_unpinned_by_who_pinned_it() -> None:
+    driver = StandInDriver()
+    whole = HostBuffer(16384, hugepages=False)
+    first = PinnedMemory(driver, whole)
+    again = PinnedMemory(driver, whole.array[4096:8192])
+    assert again.device_address == first.to_device(whole.address + 4096)
+    again.close()
+    assert "cuMemHostUnregister" not in driver.calls
+    first.close()
+    first.close()
+    assert driver.calls["cuMemHostUnregister"] == 1
+    driver.close()
+
+
+def test_a_partition_is_what_the_device_splits_by() -> None:
+    driver = StandInDriver(sms=SmResource(132, 8, 8))
+    made = partition(driver, 9)
+    assert (made.sms, made.is_partition, made.reason) == (16, True, "")
+    made.create_stream()
+    made.close()
+    made.close()
+    assert driver.calls["cuGreenCtxDestroy"] == 1
+    assert partition(driver, 1).sms == 8
+    for wrong in (0, 131):
+        with pytest.raises(ConfigError):
+            partition(driver, wrong)
+    driver.close()
+
+
+def test_a_refused_partition_is_the_whole_device() -> None:
+    driver = StandInDriver()
+    driver.fail["cuGreenCtxCreate"] = 1
+    whole = partition(driver, 8)
+    assert (whole.sms, whole.is_partition) == (132, False)
+    assert "refuses" in whole.reason
+    assert driver.is_stream_done(whole.create_stream())
+    whole.close()
+    driver.fail["cuGreenCtxCreate"] = 1
+    with pytest.raises(Unsupported, match="newer driver"):
+        partition(driver, 8, required=True)
+    driver.close()
