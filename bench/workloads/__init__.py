@@ -1,0 +1,1 @@
+"""Prompts that serving benchmarks send: data sets, generators, orders and exports."""
