@@ -157,7 +157,7 @@ def engine_group(params: Any, components: Collection[Any]) -> EngineGroup:
     _check_pool(kvcache, params.page_size)
     try:
         group = adapter.device_group(params, components)
-    except (ValueError, AssertionError, NotImplementedError) as error:
+    except (ArithmeticError, AssertionError, NotImplementedError, ValueError) as error:
         names = ", ".join(sorted(component.name for component in components))
         raise Unsupported(
             f"SGLang offers no direct access to a {type(kvcache).__name__} with {names}"

@@ -165,12 +165,12 @@ def wait_for(what: Callable[[], bool], timeout_s: float = 30.0) -> None:
         time.sleep(0.002)
 
 
-def damage(file: Path, seed: int = 0, *, start: int = 0) -> None:
-    """Flips bits all over the second half of a pool's file, where only slices are."""
+def damage(file: Path, seed: int = 0, *, start: int | None = None) -> None:
+    """Flips bits all over a pool's file, from its second quarter on: only slices are there."""
     rng = random.Random(seed)
     with file.open("r+b") as medium:
         size = file.stat().st_size
-        for offset in range(max(start, size // 4096 // 4 * 4096), size, 1024):
+        for offset in range(size // 4096 // 4 * 4096 if start is None else start, size, 1024):
             medium.seek(offset + rng.randrange(512))
             byte = medium.read(1)
             medium.seek(-1, 1)

@@ -1,0 +1,254 @@
+"""SGLang's real hybrid pools, small and on CPU, with a TuttiLinker over them in this process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import linker_engine as engine
+import numpy as np
+import torch
+from linker_engine import PAGE, server_args, wait_for
+from sglang.srt.configs.mamba_utils import Mamba2CacheParams, Mamba2StateShape
+from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+from sglang.srt.mem_cache.deepseek_v4_memory_pool import DeepSeekV4TokenToKVPool
+from sglang.srt.mem_cache.hicache_storage import PoolHitPolicy, PoolName, PoolTransfer
+from sglang.srt.mem_cache.memory_pool import (
+    DSATokenToKVPool,
+    HybridLinearKVPool,
+    HybridReqToTokenPool,
+)
+from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
+from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
+
+from tutti.integration.sglang.linker import TuttiLinker
+
+PAGES, STATES = 32, 12
+FULL, SWA, MAMBA = ComponentType.FULL, ComponentType.SWA, ComponentType.MAMBA
+KV = PoolName.KV
+
+
+def windows() -> tuple[Any, Any]:
+    """Full attention in layers 0 and 3, a sliding window in 1, 2 and 4."""
+    pool = SWAKVPool(
+        size=PAGES * PAGE,
+        size_swa=16 * PAGE,
+        page_size=PAGE,
+        dtype=torch.bfloat16,
+        head_num=4,
+        head_dim=32,
+        swa_attention_layer_ids=[1, 2, 4],
+        full_attention_layer_ids=[0, 3],
+        device="cpu",
+    )
+    return pool, None
+
+
+def states() -> HybridReqToTokenPool:
+    shape = Mamba2StateShape.create(
+        tp_world_size=1,
+        intermediate_size=256,
+        n_groups=1,
+        num_heads=4,
+        head_dim=64,
+        state_size=16,
+        conv_kernel=4,
+    )
+    return HybridReqToTokenPool(
+        size=8,
+        mamba_size=STATES,
+        mamba_spec_state_size=0,
+        max_context_len=2048,
+        device="cpu",
+        enable_memory_saver=False,
+        cache_params=Mamba2CacheParams(shape=shape, layers=[0, 2, 3]),
+        mamba_layer_ids=[0, 2, 3],
+        enable_mamba_extra_buffer=False,
+        enable_overlap_schedule=False,
+    )
+
+
+def linear(*, use_mla: bool) -> tuple[Any, Any]:
+    """Mamba in layers 0, 2 and 3, full attention in 1 and 4."""
+    requests = states()
+    pool = HybridLinearKVPool(
+        size=PAGES * PAGE,
+        dtype=torch.bfloat16,
+        page_size=PAGE,
+        head_num=4,
+        head_dim=32,
+        full_attention_layer_ids=[1, 4],
+        device="cpu",
+        mamba_pool=requests.mamba_pool,
+        use_mla=use_mla,
+        kv_lora_rank=256,
+        qk_rope_head_dim=128,
+    )
+    return pool, requests
+
+
+def linear_and_windows() -> tuple[Any, Any]:
+    """Mamba in layers 0, 2 and 3, full attention in 1 and 5, a window in 4 and 6."""
+    pool = SWAKVPool(
+        size=PAGES * PAGE,
+        size_swa=16 * PAGE,
+        page_size=PAGE,
+        dtype=torch.bfloat16,
+        head_num=4,
+        head_dim=32,
+        swa_attention_layer_ids=[4, 6],
+        full_attention_layer_ids=[1, 5],
+        device="cpu",
+    )
+    return pool, states()
+
+
+def sparse() -> tuple[Any, Any]:
+    """Latents with an indexer, whose pages are smaller than the medium's blocks."""
+    pool = DSATokenToKVPool(
+        size=16 * 64,
+        page_size=64,
+        kv_lora_rank=512,
+        dtype=torch.bfloat16,
+        qk_rope_head_dim=64,
+        layer_num=5,
+        device="cpu",
+        index_head_dim=128,
+        enable_memory_saver=False,
+        kv_cache_dim=576,
+    )
+    return pool, None
+
+
+def compressed() -> tuple[Any, Any]:
+    """DeepSeek-V4: windows, two compressed latents, an indexer, and states of compression."""
+    pool = DeepSeekV4TokenToKVPool(
+        max_num_reqs=4,
+        swa_size=16 * 256,
+        c4_size=16 * 64,
+        c128_size=16 * 2,
+        c4_state_pool_size=16 * 8,
+        c128_state_pool_size=16 * 128,
+        page_size=256,
+        swa_page_size=256,
+        dtype=torch.float8_e4m3fn,
+        c4_state_dtype=torch.float32,
+        c128_state_dtype=torch.float32,
+        qk_nope_head_dim=448,
+        qk_rope_head_dim=64,
+        indexer_head_dim=128,
+        layer_num=45,
+        device="cpu",
+        enable_memory_saver=False,
+        compression_ratios=[0, *(4, 128) * 22],
+    )
+    return pool, None
+
+
+#: Kind of model -> its pools, SGLang's components, tokens of a page.
+KINDS: Mapping[str, tuple[Callable[[], tuple[Any, Any]], set[Any], int]] = {
+    "windows": (windows, {FULL, SWA}, PAGE),
+    "mamba": (lambda: linear(use_mla=False), {FULL, MAMBA}, PAGE),
+    "mamba-latent": (lambda: linear(use_mla=True), {FULL, MAMBA}, PAGE),
+    "mamba-windows": (linear_and_windows, {FULL, SWA, MAMBA}, PAGE),
+    "sparse": (sparse, {FULL}, 64),
+    "compressed": (compressed, {FULL, SWA}, 256),
+}
+
+
+class StatesRig:
+    """The pools of one rank and their linker.  Options: those of the linker."""
+
+    def __init__(self, folder: Path, kind: str, **options: Any) -> None:
+        server_args()
+        make, components, self.page = KINDS[kind]
+        self.pool, requests = make()
+        params = CacheInitParams(
+            disable=False,
+            req_to_token_pool=requests
+            or engine.init_params(engine.kv_pool("mha")).req_to_token_pool,
+            token_to_kv_pool_allocator=SimpleNamespace(get_kvcache=lambda: self.pool),
+            page_size=self.page,
+            tree_components=tuple(sorted(components, key=int)),
+        )
+        size = 128 if kind == "compressed" else 24
+        config = {
+            "path": str(folder),
+            "capacity": f"{size}MiB",
+            "sidecar_capacity": f"{size}MiB",
+            "load_staging": f"{size}MiB",
+            "store_staging": f"{size}MiB",
+            "allow_unwatched_weights": True,
+            **options,
+        }
+        self.requests = requests
+        self.linker = TuttiLinker(server_args(), params, components=components, extra_config=config)
+        self.sources = sorted({s.engine.source for s in self.linker.shelves.values()})
+
+    def __enter__(self) -> StatesRig:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.linker.close()
+
+    def fill(self, seed: int) -> None:
+        rng = np.random.default_rng(seed)
+        for shelf in self.linker.shelves.values():
+            for row in shelf.engine.views:
+                for view in row:
+                    view[:] = rng.integers(0, 256, view.shape, np.uint8)
+
+    def wipe(self) -> None:
+        for shelf in self.linker.shelves.values():
+            for row in shelf.engine.views:
+                for view in row:
+                    view[:] = 0
+
+    def content(self, name: str, pages: Sequence[int]) -> list[bytes]:
+        """Bytes of pages of one pool, over its layers."""
+        views = self.linker.shelves[name].engine.views
+        return [b"".join(v[p].tobytes() for row in views for v in row) for p in pages]
+
+    def transfers(
+        self,
+        names: Sequence[str],
+        places: Mapping[str, Sequence[int]] | None = None,
+        windows: Mapping[str, int] | None = None,
+    ) -> list[PoolTransfer]:
+        """As SGLang makes them: every KV page, and the last ``windows`` of the states' sources."""
+        found = []
+        for source in self.sources:
+            count = len(names) if source == "kv" else min((windows or {})[source], len(names))
+            slots = None
+            if places is not None:
+                assert len(places[source]) == count
+                slots = self.slots(source, places[source])
+            policy = PoolHitPolicy.ALL_PAGES if source == "kv" else PoolHitPolicy.TRAILING_PAGES
+            found.append(
+                PoolTransfer(
+                    name=PoolName(source),
+                    keys=list(names[len(names) - count :]),
+                    device_indices=slots,
+                    hit_policy=policy,
+                )
+            )
+        return found
+
+    def slots(self, source: str, pages: Sequence[int]) -> torch.Tensor:
+        size = 1 if source == "mamba" else self.page
+        rows = [torch.arange(page * size, (page + 1) * size) for page in pages]
+        return torch.cat(rows) if rows else torch.zeros(0, dtype=torch.int64)
+
+    def store(self, transfers: list[PoolTransfer]) -> bool:
+        """Offloads, and waits until it is on the medium: what is copied out completes before."""
+        assert self.linker.offload(transfers)
+        wait_for(lambda: self.linker.num_completed_offloads() == 1)
+        wait_for(lambda: not self.linker.backlog.active)
+        return self.linker.pop_completed_offload()
+
+    def restore(self, transfers: list[PoolTransfer]) -> bool:
+        assert self.linker.load("r", transfers)
+        index = self.linker.start_layer_wise_loading()
+        return self.linker.finish_layer_wise_loading(index)

@@ -1,0 +1,172 @@
+"""TuttiLinker over SGLang's hybrid pools: a hit is what all of them can restore."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("sglang.srt", reason="SGLang is not installed here")
+
+from linker_engine import damage, names, wait_for
+from linker_states import KINDS, StatesRig
+
+WINDOWS = {"swa": 2, "mamba": 1}
+
+
+def places(rig: StatesRig, kv: range, first: int) -> dict[str, list[int]]:
+    """Pages for each source: windows and states are at ``first``."""
+    counts = {source: min(WINDOWS.get(source, 0), len(kv)) for source in rig.sources}
+    return {
+        source: list(kv) if source == "kv" else list(range(first, first + counts[source]))
+        for source in rig.sources
+    }
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_pool_comes_back_byte_for_byte(tmp_path: Path, kind: str) -> None:
+    with StatesRig(tmp_path, kind) as rig:
+        rig.fill(1)
+        shelves = rig.linker.shelves
+        kv = range(1, 7)
+        at = places(rig, kv, 3)
+        want = {name: rig.content(name, at[s.engine.source]) for name, s in shelves.items()}
+        assert rig.linker.lookup("r", rig.transfers(names(6), None, WINDOWS)) == []
+        assert rig.store(rig.transfers(names(6), at, WINDOWS))
+        rig.wipe()
+        found = rig.linker.lookup("r", rig.transfers(names(8), None, WINDOWS))
+        assert found[-1:] == [6]
+        if rig.sources == ["kv"]:
+            assert found == [1, 2, 3, 4, 5, 6]
+        else:
+            assert found == [6], "states are there at the end alone"
+        to = places(rig, range(8, 14), 7)
+        before = {name: rig.content(name, [0, 1]) for name in shelves}
+        assert rig.restore(rig.transfers(names(6), to, WINDOWS))
+        for name, shelf in shelves.items():
+            assert rig.content(name, to[shelf.engine.source]) == want[name], name
+        assert {name: rig.content(name, [0, 1]) for name in shelves} == before
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_layers_are_there_when_their_wait_returns(tmp_path: Path, kind: str) -> None:
+    with StatesRig(tmp_path, kind) as rig:
+        rig.fill(2)
+        at, to = places(rig, range(4), 2), places(rig, range(8, 12), 6)
+        assert rig.store(rig.transfers(names(4), at, WINDOWS))
+        shelves = rig.linker.shelves.values()
+        assert rig.linker.load("r", rig.transfers(names(4), to, WINDOWS))
+        counter = rig.linker.layer_done_counter
+        counter.set_consumer(rig.linker.start_layer_wise_loading())
+        seen = 0
+        for layer in range(counter.num_layers):
+            counter.wait_until(layer)
+            for shelf in shelves:
+                own = shelf.engine.layer_of.get(layer)
+                if own is not None:
+                    seen += 1
+                    for view in shelf.engine.views[own]:
+                        source = shelf.engine.source
+                        assert (view[to[source]] == view[at[source]]).all()
+        assert seen == sum(len(shelf.engine.views) for shelf in shelves)
+        assert rig.linker.finish_layer_wise_loading(counter.consumer_index)
+        if rig.requests is not None:
+            assert rig.requests.layer_transfer_counter is counter
+
+
+def test_a_window_is_restorable_where_it_is_whole(tmp_path: Path) -> None:
+    with StatesRig(tmp_path, "windows") as rig:
+        rig.fill(3)
+        all_of = names(10)
+        for start, end in ((0, 4), (4, 9)):
+            # Nodes end at 4 and 9, each with the two last pages of its window.
+            count = end - start
+            transfers = rig.transfers(
+                all_of[start:end], {"kv": list(range(count)), "swa": [0, 1]}, WINDOWS
+            )
+            assert rig.store(transfers)
+        look = rig.transfers(all_of, None, WINDOWS)
+        assert rig.linker.lookup("r", look) == [4, 9]
+        # Behind pages that SGLang has, a window may reach back into them.
+        tail = rig.transfers(all_of[3:], None, WINDOWS)
+        assert rig.linker.lookup("s", tail) == [1, 6]
+
+
+def test_a_state_belongs_to_one_boundary(tmp_path: Path) -> None:
+    with StatesRig(tmp_path, "mamba") as rig:
+        rig.fill(4)
+        all_of = names(9)
+        for start, end, slot in ((0, 3, 1), (3, 5, 2), (5, 9, 3)):
+            at = {"kv": list(range(end - start)), "mamba": [slot]}
+            assert rig.store(rig.transfers(all_of[start:end], at, WINDOWS))
+        assert rig.linker.lookup("r", rig.transfers(all_of, None, WINDOWS)) == [3, 5, 9]
+        assert rig.linker.lookup("r", rig.transfers(all_of[:8], None, WINDOWS)) == [3, 5]
+        want = rig.content("mamba", [2])
+        rig.wipe()
+        to = {"kv": [10, 11, 12, 13, 14], "mamba": [9]}
+        assert rig.restore(rig.transfers(all_of[:5], to, WINDOWS))
+        assert rig.content("mamba", [9]) == want
+
+
+def test_an_offload_without_states_stores_what_there_is(tmp_path: Path) -> None:
+    with StatesRig(tmp_path, "mamba") as rig:
+        rig.fill(5)
+        transfers = rig.transfers(names(3), {"kv": [0, 1, 2], "mamba": [1]}, WINDOWS)
+        assert rig.store([t for t in transfers if t.name == "kv"])
+        assert rig.linker.lookup("r", rig.transfers(names(3), None, WINDOWS)) == []
+        assert rig.linker.shelves["kv"].store.stats()["stored"] == 3
+        assert not rig.linker.offload([t for t in transfers if t.name == "mamba"])
+        assert rig.linker.lookup("r", [t for t in transfers if t.name == "kv"]) == []
+
+
+def test_damage_in_any_pool_fails_the_batch(tmp_path: Path) -> None:
+    with StatesRig(tmp_path, "mamba") as rig:
+        rig.fill(6)
+        at = places(rig, range(4), 2)
+        assert rig.store(rig.transfers(names(4), at, WINDOWS))
+        (file,) = tmp_path.rglob("linker-mamba-*.tutti")
+        damage(file, start=rig.linker.shelves["mamba"].store.geometry.groups_offset)
+        look = rig.transfers(names(4), None, WINDOWS)
+        assert rig.linker.lookup("r", look) == [4]
+        assert not rig.restore(rig.transfers(names(4), places(rig, range(8, 12), 5), WINDOWS))
+        wait_for(lambda: rig.linker.lookup("r", look) == [])
+        assert rig.store(rig.transfers(names(4), at, WINDOWS))
+        wait_for(lambda: rig.linker.lookup("r", look) == [4])
+
+
+def test_small_pages_are_packed_and_a_batch_holds_what_staging_does(tmp_path: Path) -> None:
+    with StatesRig(tmp_path, "sparse", load_staging="1MiB", store_staging="1MiB") as rig:
+        shelves = rig.linker.shelves
+        assert shelves["indexer"].engine.packed
+        assert not shelves["kv"].engine.packed
+        most = shelves["indexer"].loads.pages
+        assert 0 < most < 12
+        rig.fill(7)
+        want = rig.content("indexer", range(most))
+        for page in range(12):
+            at = {"kv": [page]}
+            assert rig.store(rig.transfers(names(12)[page : page + 1], at))
+        assert rig.linker.lookup("r", rig.transfers(names(12), None))[-1] == most
+        rig.wipe()
+        to = {"kv": list(range(most))}
+        assert rig.linker.load("a", rig.transfers(names(most), to))
+        assert not rig.linker.load("b", rig.transfers(names(1), {"kv": [15]})), "the batch is full"
+        index = rig.linker.start_layer_wise_loading()
+        assert rig.linker.finish_layer_wise_loading(index)
+        assert rig.content("indexer", range(most)) == want
+
+
+def test_each_pool_has_a_file_and_survives_a_restart(tmp_path: Path) -> None:
+    with StatesRig(tmp_path, "mamba-windows") as rig:
+        rig.fill(8)
+        at = places(rig, range(5), 2)
+        want = {n: rig.content(n, at[s.engine.source]) for n, s in rig.linker.shelves.items()}
+        assert rig.store(rig.transfers(names(5), at, WINDOWS))
+    files = {path.name.rsplit("-tp", 1)[0] for path in tmp_path.rglob("*.tutti")}
+    assert files == {"linker-kv", "linker-swa", "linker-mamba"}
+    with StatesRig(tmp_path, "mamba-windows") as rig:
+        assert rig.linker.lookup("r", rig.transfers(names(5), None, WINDOWS)) == [5]
+        assert rig.restore(rig.transfers(names(5), at, WINDOWS))
+        assert {n: rig.content(n, at[s.engine.source]) for n, s in rig.linker.shelves.items()} == (
+            want
+        )
