@@ -22,6 +22,7 @@ from tutti.gio_uring.iocb import PagedMemory
 from tutti.gio_uring.transfer import Submitter
 from tutti.index import MISSING, Index, SlotState
 from tutti.members import Members
+from tutti.scheduler.dispatcher import Schedule
 
 Slots = npt.NDArray[np.int64]
 
@@ -40,6 +41,7 @@ class StoreConfig:
     timeout_s: how long one command, and a wait for space, may take.
     pin_lookups: how many later look-ups a pin of ``match`` holds.
     digest_cache_nbytes: memory for digests of recent objects.
+    schedule: when puts and loads are launched; None for at once.  See docs/scheduler.md.
     page_cache_share: how much of the memory that is free at the opening the page cache may use for
         groups of the pool, from 0 (none: all by direct I/O) to 1; see docs/residency.md.
     """
@@ -51,6 +53,7 @@ class StoreConfig:
     digest_cache_nbytes: int = 16 << 20
     page_cache_share: float = 0.0
     policy: EvictionPolicy = field(default_factory=LeastRecentlyUsed)
+    schedule: Schedule | None = None
 
     def __post_init__(self) -> None:
         if self.verify not in VERIFY:
@@ -238,6 +241,23 @@ class Core:
             with self.lock:
                 self.ready = True
                 self.changed.notify_all()
+
+    def deallocate(self) -> None:
+        """Tells the medium that the groups hold nothing.  DeviceTimeout when it does not answer."""
+        geometry, members = self.geometry, self.members
+        start = geometry.groups_offset // geometry.lba_nbytes
+        nlb = geometry.groups * geometry.layers * geometry.layer_stride_nlb
+        step = 2**31
+        nsids = np.array(members.nsids(), np.uint32)
+        for offset in range(0, nlb, step):
+            count = np.full(nsids.size, min(step, nlb - offset))
+            slba = np.full(nsids.size, start + offset)
+            job = self.engine.deallocate(slba, nsids, count)
+            if not job.wait_released(self.config.timeout_s * 4):
+                raise DeviceTimeout(
+                    "the medium did not answer a deallocate, which may still erase what is put "
+                    "from now on; the pool is cleared, open it again"
+                )
 
     def now_64s(self) -> int:
         """Wall time in the unit of records."""

@@ -45,10 +45,12 @@ from tutti.layout import KVLayout
 from tutti.loader import Loader
 from tutti.medium import Superblock
 from tutti.members import Members
+from tutti.pacer import Pacer
 from tutti.pool_format import Paths, format, member_names
 from tutti.reclaim import Reclaimer
 from tutti.recovery import recover, write_snapshots
 from tutti.residency import Residency
+from tutti.scheduler.dispatcher import Dispatcher
 from tutti.tails import Tails
 from tutti.tickets import LoadTicket, PutTicket
 from tutti.writer import PutRequest, Writer
@@ -104,6 +106,10 @@ class ObjectStore:
             self._parts.append(self._tails)
             self._loader = Loader(self._core, self._reclaimer)
             self._parts.append(self._loader)
+            self._pacer: Pacer | None = None
+            if self.config.schedule is not None:
+                self._pacer = Pacer(self._core, self._tails, self._loader, self.config.schedule)
+                self._parts.append(self._pacer)
             self._recovery = threading.Thread(
                 target=self._recover, args=(found_as, clean), name="tutti-recovery", daemon=True
             )
@@ -124,6 +130,11 @@ class ObjectStore:
     def geometry(self) -> Geometry:
         """Where everything lies."""
         return self.members.geometry
+
+    @property
+    def scheduler(self) -> Dispatcher | None:
+        """What launches puts and loads; post to it what the model computes.  None: all at once."""
+        return None if self._pacer is None else self._pacer.dispatcher
 
     def register(self, pool: HostPool) -> HostPool:
         """Makes engine memory known, so that ``put`` and ``load`` may name its pages.
@@ -224,7 +235,8 @@ class ObjectStore:
         if depth < 0:
             raise ConfigError(f"depth is {depth}; it counts the pages before the first key")
         self._core.wait_ready(self.config.timeout_s)
-        return self._tails.put(PutRequest.chain(array, numbers, memory, parent, depth))
+        request = PutRequest.chain(array, numbers, memory, parent, depth)
+        return (self._pacer or self._tails).put(request)
 
     def load(self, keys: Keys, pages: npt.ArrayLike, *, pool: HostPool | None = None) -> LoadTicket:
         """Starts to read objects into pages; layers become ready one after another.
@@ -238,7 +250,7 @@ class ObjectStore:
         if self.config.verify != "off" and np.unique(numbers).size != numbers.size:
             raise ConfigError("a page is named twice; give every key a page of its own")
         self._core.wait_ready(self.config.timeout_s)
-        return self._loader.load(array, numbers, memory)
+        return (self._pacer or self._loader).load(array, numbers, memory)
 
     def prove(self, max_objects: int = 64, *, timeout_s: float = 60.0) -> int:
         """Verifies up to ``max_objects`` objects that an unclean close left unproven.
@@ -283,7 +295,7 @@ class ObjectStore:
             try:
                 self.members.new_epoch()
                 if deallocate:
-                    self._deallocate()
+                    core.deallocate()
             except TuttiError as error:
                 core.failure = error  # nobody knows what the medium says now
                 raise
@@ -337,6 +349,8 @@ class ObjectStore:
         self._closed = True
         timeout_s = self.config.timeout_s if timeout_s is None else timeout_s
         core = self._core
+        if self._pacer is not None:
+            self._pacer.stop(timeout_s)
         self._tails.stop(timeout_s)
         with core.lock:
             core.closing = True
@@ -417,22 +431,6 @@ class ObjectStore:
                 "with pool="
             )
         return self._pools[0]
-
-    def _deallocate(self) -> None:
-        geometry, members = self.geometry, self.members
-        start = geometry.groups_offset // geometry.lba_nbytes
-        nlb = geometry.groups * geometry.layers * geometry.layer_stride_nlb
-        step = 2**31
-        nsids = np.array(members.nsids(), np.uint32)
-        for offset in range(0, nlb, step):
-            count = np.full(nsids.size, min(step, nlb - offset))
-            slba = np.full(nsids.size, start + offset)
-            job = self.engine.deallocate(slba, nsids, count)
-            if not job.wait_released(self.config.timeout_s * 4):
-                raise DeviceTimeout(
-                    "the medium did not answer a deallocate, which may still erase what is put "
-                    "from now on; the pool is cleared, open it again"
-                )
 
 
 def open(

@@ -141,6 +141,8 @@ class LoadTicket:
         self.parts: list[LoadPart] = []
         self.record_status: U32 = np.zeros(keys, np.uint32)  # 0: the slot record was right
         self._settled = threading.Event()
+        self._lock = threading.Lock()
+        self._callbacks: list[Callable[[], None]] = []
 
     @property
     def done(self) -> bool:
@@ -190,9 +192,21 @@ class LoadTicket:
         """Positions in the batch that failed so far, ascending."""
         return np.flatnonzero(self._status()).astype(np.int64)
 
+    def on_settled(self, callback: Callable[[], None]) -> None:
+        """Calls back once the device can no longer touch the pages, on its thread or at once."""
+        with self._lock:
+            if not self._settled.is_set():
+                self._callbacks.append(callback)
+                return
+        callback()
+
     def settle(self) -> None:
         """Every job of this load was released."""
-        self._settled.set()
+        with self._lock:
+            callbacks, self._callbacks = self._callbacks, []
+            self._settled.set()
+        for callback in callbacks:
+            callback()
 
     def _status(self) -> U32:
         status = np.zeros(self.keys, np.uint32)

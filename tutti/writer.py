@@ -66,6 +66,12 @@ class PutRequest:
         depths = depth + np.arange(len(keys), dtype=np.int64)
         return cls(keys, parents, depths, pages, memory)
 
+    def take(self, rows: Slots) -> PutRequest:
+        """The same for some rows (m,)."""
+        return PutRequest(
+            self.keys[rows], self.parents[rows], self.depths[rows], self.pages[rows], self.memory
+        )
+
     @classmethod
     def merge(cls, requests: Sequence[PutRequest]) -> PutRequest:
         """Requests over the same memory, one after another."""

@@ -14,13 +14,13 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
 from tutti.clock import Clock, SystemClock
 from tutti.errors import ConfigError
 from tutti.scheduler.event import Event, LoadGone, Tick, WriteGone
-from tutti.scheduler.policy import ImmediatePolicy, Limits, Policy
+from tutti.scheduler.policy import ImmediatePolicy, Limits, Policy, SlackPolicy
 from tutti.scheduler.request import Profile
 from tutti.scheduler.state import Decision, ReadLaunch, State, WriteLaunch, apply, commit
 
@@ -46,6 +46,28 @@ class Launcher(Protocol):
 
     def drop(self, name: str) -> None:
         """A write is given up: nothing of it was launched."""
+
+
+_POOL_LIMITS = Limits(staged_pages=0, read_ahead_nbytes=1 << 62)
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """What a pool needs to schedule its puts and loads.
+
+    profile: of this machine, model and medium.  limits: a pool has no staging, so they have no
+    staged pages, and loads go to pages that are there.  policy: by default SlackPolicy.
+    """
+
+    profile: Profile
+    limits: Limits = _POOL_LIMITS
+    policy: Callable[[Profile, Limits], Policy] = SlackPolicy
+    clock: Clock = field(default_factory=SystemClock)
+    record: Recorder | None = None
+
+    def __post_init__(self) -> None:
+        if self.limits.staged_pages:
+            raise ConfigError("a pool has no staging to copy pages to; use limits without it")
 
 
 class Dispatcher:
@@ -80,6 +102,18 @@ class Dispatcher:
         self._stopping = False
         self._thread: threading.Thread | None = None
 
+    @classmethod
+    def of(cls, schedule: Schedule, launcher: Launcher) -> Dispatcher:
+        """The dispatcher of a pool."""
+        return cls(
+            schedule.policy(schedule.profile, schedule.limits),
+            schedule.profile,
+            launcher,
+            clock=schedule.clock,
+            limits=schedule.limits,
+            record=schedule.record,
+        )
+
     @property
     def state(self) -> State:
         """The state after the last decision: a snapshot that does not change."""
@@ -107,6 +141,12 @@ class Dispatcher:
                 self._take(event)
                 event = self._next(None)
             return self._wake_ns
+
+    def hurry(self) -> None:
+        """From now on everything goes at once."""
+        with self._pumping:
+            self._policy = ImmediatePolicy(self._profile, self._limits)
+        self.post(Tick(self.now_ns()))
 
     def start(self) -> None:
         """Runs the loop in a thread of its own, until ``stop``."""

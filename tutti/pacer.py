@@ -1,0 +1,216 @@
+"""Puts and loads of a pool, each launched when the pool's scheduler says so.
+
+A put is cut to launches of whole pages, in order, and its ticket tells the outcome of all.  A load
+goes in one launch; ``load`` returns once it was started.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from tutti.core import Core
+from tutti.errors import DeviceTimeout, TuttiError
+from tutti.gio_uring.iocb import PagedMemory
+from tutti.gio_uring.nvme_spec import STATUS_CANCELLED, STATUS_TIMED_OUT
+from tutti.index import MISSING
+from tutti.loader import Loader
+from tutti.scheduler.dispatcher import Dispatcher, Schedule
+from tutti.scheduler.event import (
+    LayersReady,
+    LoadGone,
+    LoadKnown,
+    PagesWritten,
+    WriteGone,
+    WriteKnown,
+)
+from tutti.scheduler.state import ReadLaunch, WriteLaunch
+from tutti.tails import Tails
+from tutti.tickets import LoadTicket, Outcome, PutTicket
+from tutti.writer import PutRequest
+
+Rows = npt.NDArray[np.int64]
+
+
+@dataclass
+class _Put:
+    """A put that is not over.
+
+    rows: are to be written, in this order; the first ``launched`` went, ``written`` are over.
+    left: rows of the request, those that need no write included, without an outcome.
+    """
+
+    request: PutRequest
+    ticket: PutTicket
+    rows: Rows
+    left: int
+    launched: int = 0
+    written: int = 0
+
+
+@dataclass
+class _Load:
+    """A load on its way; ``due`` is set when it may start."""
+
+    due: threading.Event = field(default_factory=threading.Event)
+
+
+class Pacer:
+    """Stands before the writer and the loader of one pool, and carries out decisions.
+
+    See scheduler.dispatcher.Launcher.
+    """
+
+    def __init__(self, core: Core, tails: Tails, loader: Loader, schedule: Schedule) -> None:
+        self._core = core
+        self._tails = tails
+        self._loader = loader
+        self._names = map(str, itertools.count(1))
+        self._lock = threading.Lock()
+        self._puts: dict[str, _Put] = {}
+        self._loads: dict[str, _Load] = {}
+        self.dispatcher = Dispatcher.of(schedule, self)
+        self.dispatcher.start()
+
+    def put(self, request: PutRequest) -> PutTicket:
+        """Starts a put, now or later; see ObjectStore.put."""
+        core = self._core
+        with core.lock:
+            absent = core.index.find(request.keys) == MISSING
+        rows = np.flatnonzero(absent).astype(np.int64)
+        if not rows.size:
+            return self._tails.put(request)
+        with core.lock:
+            core.begin()
+        ticket = PutTicket(len(request.keys))
+        with self._lock:
+            name = next(self._names)
+            put = self._puts[name] = _Put(request, ticket, rows, len(request.keys))
+        if rows.size < len(request.keys):
+            # What is there costs the device nothing: no reason to wait.
+            there = np.flatnonzero(~absent).astype(np.int64)
+            self._start(name, put, there, there, paced=False)
+        nbytes = core.geometry.slice_nbytes * core.layers
+        now_ns = self.dispatcher.now_ns()
+        self.dispatcher.post(WriteKnown(now_ns, name, pages=rows.size, page_nbytes=nbytes))
+        return ticket
+
+    def load(self, keys: npt.NDArray[np.uint8], pages: Any, memory: PagedMemory) -> LoadTicket:
+        """Waits for its turn, a burst of writes at most, and starts; see ObjectStore.load."""
+        if not len(keys):
+            return self._loader.load(keys, pages, memory)
+        core, dispatcher = self._core, self.dispatcher
+        with self._lock:
+            name = next(self._names)
+            load = self._loads[name] = _Load()
+        layers = core.layers
+        known = LoadKnown(
+            dispatcher.now_ns(),
+            name,
+            layers=layers,
+            layer_nbytes=core.geometry.slice_nbytes * len(keys),
+            tokens=0,
+            prefix_tokens=0,
+            unit_layers=layers,
+        )
+        dispatcher.post(known)
+        load.due.wait(core.config.timeout_s)  # a scheduler that is stuck costs time, not service
+        try:
+            ticket = self._loader.load(keys, pages, memory)
+        except BaseException:
+            self._loaded(name, layers=0)
+            raise
+        ticket.on_settled(lambda: self._loaded(name, layers))
+        return ticket
+
+    def stop(self, timeout_s: float) -> None:
+        """Launches what waits, and ends; what was not launched in time is dropped."""
+        self.dispatcher.hurry()
+        core = self._core
+        with core.lock:
+            core.changed.wait_for(lambda: not self._puts, timeout_s)
+        self.dispatcher.stop(timeout_s)
+        for name in list(self._puts):
+            self.drop(name)
+
+    def close(self) -> None:
+        """Ends the scheduler if ``stop`` did not."""
+        self.dispatcher.stop()
+
+    def read(self, launch: ReadLaunch) -> None:
+        """See Launcher: the thread that called ``load`` goes on."""
+        with self._lock:
+            load = self._loads.get(launch.name)
+        if load is not None:
+            load.due.set()
+
+    def write(self, launch: WriteLaunch) -> None:
+        """See Launcher."""
+        with self._lock:
+            put = self._puts[launch.name]
+        put.launched = launch.first + launch.pages
+        rows = put.rows[launch.first : put.launched]
+        if not self._start(launch.name, put, rows, put.rows[launch.first :], paced=True):
+            self.dispatcher.post(WriteGone(self.dispatcher.now_ns(), launch.name))
+
+    def copy_out(self, name: str) -> None:
+        """See Launcher.  A pool has no staging of its own: its limits never ask for copies."""
+        raise NotImplementedError("the limits of a pool have no staged pages")
+
+    def drop(self, name: str) -> None:
+        """See Launcher."""
+        with self._lock:
+            put = self._puts.get(name)
+        if put is not None:
+            waiting = put.rows[put.launched :]
+            put.ticket.outcome[waiting] = Outcome.DROPPED
+            with self._core.lock:
+                self._core.counters.dropped += waiting.size
+            self._end_rows(name, put, waiting)
+
+    def _start(self, name: str, put: _Put, rows: Rows, lost: Rows, *, paced: bool) -> bool:
+        """Puts some rows; whether that could be started.  If not, ``lost`` are failed."""
+        request = put.request.take(rows)
+        try:
+            part = self._tails.put(request)
+        except TuttiError as error:
+            late = isinstance(error, DeviceTimeout)
+            put.ticket.fail(lost, STATUS_TIMED_OUT if late else STATUS_CANCELLED)
+            self._end_rows(name, put, lost)
+            return False
+        part.on_done(lambda done: self._written(name, put, rows, done, paced=paced))
+        return True
+
+    def _written(self, name: str, put: _Put, rows: Rows, part: PutTicket, *, paced: bool) -> None:
+        put.ticket.outcome[rows] = part.outcome
+        put.ticket.status[rows] = part.status
+        if paced:
+            with self._lock:
+                put.written += rows.size
+                written = put.written
+            self.dispatcher.post(PagesWritten(self.dispatcher.now_ns(), name, written))
+        self._end_rows(name, put, rows)
+
+    def _end_rows(self, name: str, put: _Put, rows: Rows) -> None:
+        """These rows have their outcome."""
+        with self._lock:
+            put.left -= rows.size
+            over = put.left == 0 and rows.size > 0
+            if over:
+                del self._puts[name]
+        if over:
+            put.ticket.end_part()
+            self._core.end()
+
+    def _loaded(self, name: str, layers: int) -> None:
+        with self._lock:
+            del self._loads[name]
+        now_ns = self.dispatcher.now_ns()
+        if layers:
+            self.dispatcher.post(LayersReady(now_ns, name, layers))
+        self.dispatcher.post(LoadGone(now_ns, name))
