@@ -24,6 +24,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from tutti.errors import ConfigError, CudaError, DeviceTimeout, PoolClosed
+from tutti.gio_uring.controller import NativeController
 from tutti.gio_uring.engine import Engine, Extents, Job
 from tutti.gio_uring.gpu_driver import Driver
 from tutti.gio_uring.gpu_memory import Lease, Staging
@@ -57,11 +58,13 @@ def wait_until(is_done: Callable[[], bool], timeout_s: float) -> bool:
 class Lane:
     """One direction: a stream, its staging, and one transfer after another on it."""
 
-    def __init__(self, driver: Driver, engine: Engine, nbytes: int, stream: int | None) -> None:
+    def __init__(
+        self, driver: Driver, controller: NativeController, nbytes: int, stream: int | None
+    ) -> None:
         self.driver = driver
         self._own_stream = stream is None
         self.stream = driver.create_stream(-1) if stream is None else stream
-        self.staging = Staging(driver, engine.controller, nbytes)
+        self.staging = Staging(driver, controller, nbytes)
         self.lock = threading.Lock()  # keeps what one transfer enqueues together
         self._events: deque[int] = deque()  # of transfers that nobody holds any more
         self._fence = driver.create_event()
@@ -251,9 +254,9 @@ class HostEngine:
         self.engine = engine
         self.mover = mover or choose_mover(driver)
         self._closed = False
-        self._loads = Lane(driver, engine, load_staging_nbytes, load_stream)
+        self._loads = Lane(driver, engine.controller, load_staging_nbytes, load_stream)
         try:
-            self._stores = Lane(driver, engine, store_staging_nbytes, store_stream)
+            self._stores = Lane(driver, engine.controller, store_staging_nbytes, store_stream)
         except BaseException:
             self._loads.close(1.0)
             raise
@@ -291,7 +294,7 @@ class HostEngine:
         slice_nbytes = sum(memory.segment_nbytes)
         stride = extents.slice_nlb * self.engine.lba_nbytes
         head = LayerWords.nbytes_of(layers) + self.engine.lba_nbytes
-        lease, window = _lease(lane, layers, pages.size * stride, head, timeout_s)
+        lease, window = lease_layers(lane, layers, pages.size * stride, head, timeout_s)
         words = LayerWords(lease.address, layers)
         words.clear()
         base = lease.address + LayerWords.nbytes_of(layers)
@@ -353,7 +356,7 @@ class HostEngine:
             self._stores.close(timeout_s)
 
 
-def _lease(
+def lease_layers(
     lane: Lane, layers: int, layer_nbytes: int, head: int, timeout_s: float
 ) -> tuple[Lease, int]:
     """Staging for a transfer, and how many of its layers fit at once: all, or a share's worth."""
