@@ -1,0 +1,194 @@
+"""The linker reads ahead for requests that wait: within bounds, and nobody's answer changes."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("sglang.srt", reason="SGLang is not installed here")
+
+import linker_engine as engine
+from linker_engine import Rig, damage, names, wait_for
+
+OBJECT = 3 * 2 * 4096
+
+
+def stored(rig: Rig, count: int, salt: str = "") -> list[bytes]:
+    """Pages 0 to count - 1 in the store; SGLang's memory is empty afterwards."""
+    rig.fill(1)
+    want = rig.content(range(count))
+    assert rig.store(names(count, salt), range(count))
+    rig.wipe()
+    return want
+
+
+def quiet(rig: Rig, pages: int) -> None:
+    """Waits until so many pages were read ahead."""
+    wait_for(lambda: rig.linker.ahead.pages_read >= pages)
+
+
+def loads_of(rig: Rig) -> int:
+    """Objects read from the medium."""
+    return int(rig.shelf.store.stats()["loaded"])
+
+
+def test_a_look_up_reads_ahead_and_the_load_takes_it(tmp_path: Path) -> None:
+    with Rig(tmp_path) as rig:
+        want = stored(rig, 10)
+        assert rig.lookup(names(10)) == 10
+        quiet(rig, 10)
+        assert rig.linker.ahead.held == 10
+        before = loads_of(rig)
+        assert rig.restore(names(10), range(20, 30))
+        assert rig.content(range(20, 30)) == want
+        assert loads_of(rig) == before == 10, "the load read nothing itself"
+        assert rig.linker.ahead.held == 0
+        wait_for(lambda: rig.shelf.loads.in_use == 0)
+
+
+def test_a_load_takes_what_is_staged_and_reads_the_rest(tmp_path: Path) -> None:
+    share = 4.5 / (2 * 2**20 // OBJECT)
+    with Rig(tmp_path, read_ahead_share=share) as rig:
+        want = stored(rig, 10)
+        assert rig.lookup(names(10)) == 10
+        quiet(rig, 4)
+        assert rig.linker.ahead.held == 4, "no more than its share"
+        assert rig.restore(names(10), range(20, 30))
+        assert rig.content(range(20, 30)) == want
+        wait_for(lambda: loads_of(rig) == 10)
+
+
+def test_requests_share_what_is_staged(tmp_path: Path) -> None:
+    with Rig(tmp_path) as rig:
+        want = stored(rig, 8)
+        assert rig.lookup(names(8), "a") == 8
+        assert rig.lookup(names(5), "b") == 5
+        quiet(rig, 8)
+        assert rig.load(names(8), range(8, 16), "a")
+        assert rig.load(names(5), range(20, 25), "b")
+        assert rig.linker.finish_layer_wise_loading(rig.linker.start_layer_wise_loading())
+        assert rig.content(range(8, 16)) == want
+        assert rig.content(range(20, 25)) == want[:5]
+        assert loads_of(rig) == 8
+        assert rig.linker.ahead.held == 0
+
+
+def test_what_one_request_took_stays_for_the_other(tmp_path: Path) -> None:
+    with Rig(tmp_path) as rig:
+        want = stored(rig, 6)
+        assert rig.lookup(names(6), "a") == rig.lookup(names(6), "b") == 6
+        quiet(rig, 6)
+        wait_for(lambda: all(len(s.rids) == 2 for s in rig.linker.ahead._staged))
+        assert rig.load(names(6), range(6, 12), "a")
+        assert rig.linker.finish_layer_wise_loading(rig.linker.start_layer_wise_loading())
+        assert rig.linker.ahead.held == 6
+        assert rig.load(names(6), range(12, 18), "b")
+        assert rig.linker.finish_layer_wise_loading(rig.linker.start_layer_wise_loading())
+        assert rig.content(range(12, 18)) == want
+        assert loads_of(rig) == 6
+        assert rig.linker.ahead.held == 0
+
+
+def test_a_request_that_goes_away_gives_its_staging_back(tmp_path: Path) -> None:
+    with Rig(tmp_path, pin_lookups=3) as rig:
+        stored(rig, 6)
+        for how in ("cancelled", "forgotten", "reset"):
+            assert rig.lookup(names(6), "gone") == 6
+            wait_for(lambda: rig.linker.ahead.held == 6)
+            if how == "cancelled":
+                assert rig.load(names(6), range(6, 12), "gone")
+                assert rig.linker.cancel_queued_load("gone")
+            elif how == "forgotten":
+                for _ in range(4):
+                    assert rig.lookup(names(2, "other"), "other") == 0
+            else:
+                rig.linker.reset()
+            assert rig.linker.ahead.held == 0
+            wait_for(lambda: rig.shelf.loads.in_use == 0)
+
+
+def test_a_batch_takes_back_the_staging_that_it_needs(tmp_path: Path) -> None:
+    with Rig(tmp_path, load_staging=12 * OBJECT, read_ahead_share=1.0) as rig:
+        want = stored(rig, 20)
+        assert rig.lookup(names(20)[:10], "waits") == 10
+        quiet(rig, 10)
+        assert rig.restore(names(20)[8:20], range(30, 42))
+        assert rig.content(range(30, 42)) == want[8:20]
+        assert loads_of(rig) == 10 + 10, "two were staged"
+        assert rig.linker.ahead.held == 10, "what the batch used was not dropped for it"
+        assert rig.restore(names(20), range(40, 60))
+        assert rig.content(range(40, 60)) == want
+
+
+def test_damage_is_found_ahead_and_never_served(tmp_path: Path) -> None:
+    with Rig(tmp_path, breaker_failures=100) as rig:
+        want = stored(rig, 10)
+        damage(rig.file(tmp_path))
+        assert rig.lookup(names(10)) == 10
+        wait_for(lambda: rig.shelf.store.stats()["quarantined"] > 0)
+        wait_for(lambda: rig.linker.ahead.held == 0)
+        found = rig.lookup(names(10))
+        assert found < 10
+        assert not rig.load(names(10), range(20, 30)), "known before the batch: computed instead"
+        if found:
+            assert rig.restore(names(10)[:found], range(20, 20 + found))
+            assert rig.content(range(20, 20 + found)) == want[:found]
+
+
+def test_answers_do_not_depend_on_what_is_staged(tmp_path: Path) -> None:
+    answers = []
+    for share in (0.0, 0.5):
+        with Rig(tmp_path / str(share), read_ahead_share=share) as rig:
+            stored(rig, 12)
+            seen: list[Any] = []
+            for start in (12, 3, 0):
+                look = [engine.transfer(names(14)[start:])]
+                seen.append(rig.linker.lookup("a", look))
+                seen.append(rig.linker.lookup("a", look))
+            if share:
+                quiet(rig, 12)
+            seen.append(rig.load(names(12), range(20, 32), "a"))
+            seen.append(rig.load(names(14), range(40, 54), "b"))
+            answers.append(seen)
+    assert answers[0] == answers[1]
+
+
+def test_a_slow_medium_shortens_the_answer_to_what_is_staged_and_fits(tmp_path: Path) -> None:
+    with Rig(tmp_path, max_load_ms=10.0, read_ahead_share=4.5 / (2 * 2**20 // OBJECT)) as rig:
+        stored(rig, 10)
+        assert rig.lookup(names(10)) == 10, "nothing was measured yet"
+        quiet(rig, 4)
+        rig.linker.ahead.reset()
+        wait_for(lambda: rig.linker.ahead.held == 0)
+        rig.linker._worth.loaded(OBJECT, 0.005)  # 5 ms a page
+        assert rig.lookup(names(10)) == 2
+        wait_for(lambda: rig.linker.ahead.held == 4)
+        assert rig.lookup(names(10)) == 6, "four are staged, two more fit"
+
+
+def test_reading_ahead_ends_while_the_breaker_is_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Rig(tmp_path, breaker_failures=1, breaker_pause_s=600.0) as rig:
+        stored(rig, 6)
+        calls: list[int] = []
+        gate = threading.Event()
+        load = rig.shelf.store.load
+
+        def late(keys: Any, *args: Any, **kwargs: Any) -> Any:
+            calls.append(len(keys))
+            gate.wait(30)
+            return load(keys, *args, **kwargs)
+
+        monkeypatch.setattr(rig.shelf.store, "load", late)
+        assert rig.lookup(names(6), "a") == 6
+        wait_for(lambda: len(calls) == 1)
+        rig.linker.reads.failure()
+        assert rig.lookup(names(6), "b") == 0
+        rig.linker.cancel_queued_load("a")  # while its read is being started
+        gate.set()
+        wait_for(lambda: rig.shelf.loads.in_use == 0)
+        assert calls == [6]
