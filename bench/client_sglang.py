@@ -120,8 +120,8 @@ def _point(row: dict[str, Any], slos: Sequence[Slo]) -> dict[str, Any]:
             for slo, count in met.items()
         },
         "cached": _cached(row.get("cache_report") or {}),
-        # Nothing here tells when requests ended; the builtin client sees a growing queue.
-        "unstable": False,
+        # Not known: nothing here tells when requests ended.
+        "unstable": None,
     }
 
 

@@ -14,7 +14,7 @@ def plot_demo(results: dict[str, Any], path: str | os.PathLike[str]) -> bool:
     results: {"bandwidth": ..., "replay": ...}, either of which may be missing.
     Returns False, and draws nothing, without matplotlib.
     """
-    canvas = _canvas(("bandwidth" in results) + ("replay" in results))
+    canvas = blank_figure(("bandwidth" in results) + ("replay" in results))
     if canvas is None:
         return False
     figure, axes = canvas
@@ -34,7 +34,7 @@ def plot_compare(result: dict[str, Any], path: str | os.PathLike[str]) -> bool:
     Returns False, and draws nothing, without matplotlib or without a ratio to draw.
     """
     cells = {name: cell for name, cell in result["cells"].items() if "speed_ratio" in cell}
-    canvas = _canvas(1) if cells else None
+    canvas = blank_figure(1) if cells else None
     if canvas is None:
         return False
     figure, (axis,) = canvas
@@ -53,7 +53,7 @@ def plot_compare(result: dict[str, Any], path: str | os.PathLike[str]) -> bool:
     return True
 
 
-def _canvas(columns: int) -> tuple[Any, Any] | None:
+def blank_figure(columns: int) -> tuple[Any, Any] | None:
     """A figure with axes side by side, that needs no display; None without matplotlib."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg

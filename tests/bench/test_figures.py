@@ -1,0 +1,222 @@
+"""Figures: what a CSV must be, what is computed from it, and that pictures say what they show."""
+
+from __future__ import annotations
+
+import argparse
+import builtins
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tutti.bench import figures
+from tutti.bench.figures_cost import Prices, crossings, per_million_tokens
+from tutti.bench.figures_data import (
+    BANDWIDTH,
+    COLUMNS,
+    COST,
+    HIT_RATE,
+    KINDS,
+    PREFIX,
+    RATE,
+    Row,
+    checked,
+    read_csv,
+    rows_of,
+    write_csv,
+)
+from tutti.errors import CapacityError, ConfigError
+from tutti.terminal import progress
+
+
+def ttft_result(system: str, scale: float = 1.0, **more: Any) -> dict[str, Any]:
+    def row(rate: float) -> dict[str, Any]:
+        mean = 100 * scale * rate
+        return {
+            "rate": rate,
+            "ttft_ms": {"mean": mean, "low": mean - 5, "high": mean + 5, "n": 3},
+            "itl_ms": None,
+            "input_tokens_per_s": 900.0 * rate,
+            "output_tokens_per_s": 100.0 * rate,
+            "unstable": rate > 2,
+            "partial": False,
+        }
+
+    rows = [row(rate) for rate in (1.0, 2.0, 3.0)]
+    rows.append({"rate": 4.0, "unstable": True, "partial": True})
+    return {"benchmark": "ttft", "source": "measured", "system": system, "rates": rows, **more}
+
+
+def prefix_result(system: str, *ttft_ms: float, total: int = 1000) -> dict[str, Any]:
+    rows = [
+        {"prefix_tokens": 500 * i, "ttft_ms": {"mean": t, "low": t, "high": t, "n": 1}}
+        for i, t in enumerate(ttft_ms)
+    ]
+    return {"benchmark": "ttft-prefix", "system": system, "total_tokens": total, "rows": rows}
+
+
+def bandwidth_result(controller: str) -> dict[str, Any]:
+    rows = [
+        {"shape": "32x128K", "phase": phase, "batch_pages": pages, "gb_per_s": pages / 10}
+        for phase in ("store", "retrieve", "mixed")
+        for pages in (16, 64)
+    ]
+    return {"benchmark": "bandwidth", "controller": controller, "rows": rows}
+
+
+RESULTS: dict[str, list[dict[str, Any]]] = {
+    RATE: [ttft_result("a"), ttft_result("b", 2, source="simulated")],
+    COST: [ttft_result("a"), ttft_result("b")],
+    PREFIX: [prefix_result("a", 100, 50), prefix_result("b", 60, 55)],
+    HIT_RATE: [prefix_result("a", 100, 50), prefix_result("b", 60, 60)],
+    BANDWIDTH: [bandwidth_result("file"), bandwidth_result("memory")],
+}
+
+
+def made(folder: Path, kind: str, *argv: str) -> dict[str, Any]:
+    paths = []
+    for number, result in enumerate(RESULTS[kind]):
+        paths.append(folder / f"{number}.json")
+        paths[-1].write_text(json.dumps(result))
+    return run(kind, *map(str, paths), "--out", str(folder / "figure"), *argv)
+
+
+def run(*argv: str) -> dict[str, Any]:
+    parser = argparse.ArgumentParser()
+    figures.add_arguments(parser)
+    return figures.run(parser.parse_args(argv), progress)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_figure_is_drawn_again_from_its_csv(kind: str, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed here")
+    result = made(tmp_path, kind)
+    assert result["files"] == ["figure.csv", "figure.png", "figure.svg"]
+    again = run(kind, str(tmp_path / "figure.csv"), "--out", str(tmp_path / "again"))
+    assert again["rows"] == result["rows"]
+    assert (tmp_path / "again.csv").read_bytes() == (tmp_path / "figure.csv").read_bytes()
+    assert (tmp_path / "again.png").read_bytes() == (tmp_path / "figure.png").read_bytes()
+    assert (tmp_path / "figure.png").read_bytes()[1:4] == b"PNG"
+    assert "wrote figure.csv" in figures.report(result)
+
+
+@pytest.mark.parametrize(("kind", "word"), [(RATE, "simulated"), (BANDWIDTH, "emulated")])
+def test_what_is_not_measured_is_labelled(kind: str, word: str, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed here")
+    result = made(tmp_path, kind)
+    assert f"partly {word}" in picture_text(tmp_path, kind)
+    assert word in figures.report(result)
+    rows = [row for row in read_csv(tmp_path / "figure.csv", kind) if row["source"] == word]
+    write_csv(tmp_path / "alone.csv", rows, kind)
+    (tmp_path / "figure.svg").unlink()
+    run(kind, str(tmp_path / "alone.csv"), "--out", str(tmp_path / "figure"))
+    assert f"({word})" in picture_text(tmp_path, kind)
+
+
+def picture_text(folder: Path, kind: str) -> str:
+    """Texts of the picture; matplotlib keeps each as a comment beside its outlines."""
+    return (folder / "figure.svg").read_text()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_without_matplotlib_the_csv_is_there(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = builtins.__import__
+
+    def hidden(name: str, *rest: Any) -> Any:
+        if name.startswith("matplotlib"):
+            raise ImportError(name)
+        return real(name, *rest)
+
+    monkeypatch.setattr(builtins, "__import__", hidden)
+    result = made(tmp_path, kind)
+    assert result["files"] == ["figure.csv"]
+    assert "matplotlib is not installed" in figures.report(result)
+
+
+def test_rows_of_results() -> None:
+    rows = rows_of(RESULTS[RATE][0], RATE, "r")
+    assert [row["ttft_ms"] for row in rows] == ["100.0", "200.0", "300.0", ""]
+    assert [row["unstable"] for row in rows] == ["no", "no", "yes", "yes"]
+    rows = rows_of(bandwidth_result("memory"), BANDWIDTH, "r")
+    assert {row["source"] for row in rows} == {"emulated"}
+    assert [row["tokens"] for row in rows] == ["1024", "4096"] * 2
+    for kind, wrong in ((RATE, prefix_result("a", 1)), (BANDWIDTH, ttft_result("a")), (COST, {})):
+        with pytest.raises(ConfigError, match="has no figure"):
+            rows_of(wrong, kind, "r")
+    with pytest.raises(ConfigError, match="no whole result"):
+        rows_of({"benchmark": "ttft", "rates": [{}]}, RATE, "r")
+
+
+def cost_row(**changes: str) -> Row:
+    row = {"system": "a", "source": "measured", "rate": "1", "unstable": "no", "partial": "no"}
+    row |= {"input_tokens_per_s": "900", "output_tokens_per_s": "100"}
+    return row | {"gpus": "2", "dram_gb": "256", "ssd_gb": "14000"} | changes
+
+
+def test_cost_of_a_million_tokens() -> None:
+    prices = Prices(gpu=5.0, dram_gb=0.0088, ssd_gb=0.000082)
+    per_hour = 2 * 5.0 + 256 * 0.0088 + 14000 * 0.000082
+    assert prices.per_hour(cost_row()) == pytest.approx(per_hour)
+    # 1000 tokens a second are 3.6 million an hour.
+    assert per_million_tokens(cost_row(), prices) == pytest.approx(per_hour / 3.6)
+    assert (
+        per_million_tokens(cost_row(input_tokens_per_s="", output_tokens_per_s="0"), prices) is None
+    )
+
+
+def test_cost_comes_from_flags(tmp_path: Path) -> None:
+    result = made(tmp_path, COST, "--machine", "a:2,10,100", "--gpu-price", "3.6")
+    costs = {(cost["system"], cost["rate"]): cost["dollars"] for cost in result["cost"]}
+    assert costs["b", 1.0] == pytest.approx(1.0)
+    assert costs["a", 1.0] == pytest.approx((2 * 3.6 + 10 * 0.0088 + 100 * 0.000082) / 3.6)
+    with pytest.raises(ConfigError, match="SYSTEM:GPUS"):
+        made(tmp_path, COST, "--machine", "a:2")
+
+
+def test_crossings() -> None:
+    assert crossings([(0, 100), (100, 0)], [(0, 50), (100, 50)]) == [50]
+    assert crossings([(0, 1), (10, 2)], [(0, 3), (10, 4)]) == []
+    assert crossings([(0, 0), (5, 5), (10, 0)], [(0, 2), (10, 2)]) == [2, 8]
+    assert crossings([(0, 0), (10, 10)], [(5, 0), (15, 15)]) == [], "only where both are known"
+    assert crossings([(0, 1), (1, 1)], [(0, 1), (1, 1)]) == [], "the same curve does not cross"
+    assert crossings([(0, 1)], [(5, 1)]) == [], "nowhere both"
+    with pytest.raises(ConfigError, match="two values"):
+        crossings([(0, 1), (0, 2)], [(0, 1), (1, 1)])
+
+
+def test_the_crossing_of_hit_rates_is_reported(tmp_path: Path) -> None:
+    result = made(tmp_path, HIT_RATE)
+    (found,) = result["crossings"]
+    assert found == {"a": "a", "b": "b", "hit_rates_percent": [pytest.approx(40.0)]}
+    assert "cross at: 40.0 %" in figures.report(result)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "no row"),
+        ("system,source\na,measured\n", "lacks rate"),
+        ("{header}\na,measured,fast,1,1,1,1,1,1,no,no\n", "rate is 'fast', no number"),
+        ("{header}\na,measured,nan,1,1,1,1,1,1,no,no\n", "rate is 'nan', no number"),
+        ("{header}\na,guessed,1,1,1,1,1,1,1,no,no\n", "source is one of"),
+        ("{header}\na,measured,1\n", "lacks ttft_ms"),
+        ("\x00\xff", "give a CSV|no row|lacks"),
+    ],
+)
+def test_a_csv_that_is_wrong_says_where(text: str, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "x.csv"
+    path.write_bytes(text.replace("{header}", ",".join(COLUMNS[RATE])).encode("latin-1"))
+    with pytest.raises(ConfigError, match=message):
+        read_csv(path, RATE)
+
+
+def test_files_that_are_not_there_or_cannot_be_written(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="give a CSV"):
+        read_csv(tmp_path / "none.csv", RATE)
+    with pytest.raises(ConfigError, match="give a result"):
+        run(RATE, str(tmp_path / "none.json"), "--out", str(tmp_path / "x"))
+    with pytest.raises(CapacityError, match="--out"):
+        write_csv(Path("/dev/full"), checked(rows_of(ttft_result("a"), RATE, "r"), RATE, "r"), RATE)

@@ -1,0 +1,144 @@
+"""Launch recipes: what is started, what is the same for all, and how a server is ended.
+
+A package named sglang that is a stand-in takes the place of SGLang.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import signal
+import socket
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tutti.bench import recipes
+from tutti.bench.client_http import ServerError
+from tutti.bench.recipes import RECIPES, Options, launch_of
+from tutti.errors import ConfigError, Unsupported
+from tutti.terminal import progress
+
+STAND_IN = """\
+import http.server, json, os, sys
+if "--end-at-once" in sys.argv:
+    sys.exit(7)
+class Answers(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        body = json.dumps({"argv": sys.argv[1:], "storage": os.environ.get(
+            "SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR"), "api_key": "secret"}).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+    def log_message(self, *words):
+        pass
+port = int(sys.argv[sys.argv.index("--port") + 1])
+http.server.HTTPServer(("127.0.0.1", port), Answers).serve_forever()
+"""
+
+
+@pytest.fixture
+def sglang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A package that answers like a server, in place of SGLang."""
+    package = tmp_path / "site" / "sglang"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("")
+    (package / "launch_server.py").write_text(STAND_IN)
+    monkeypatch.syspath_prepend(str(package.parent))
+    monkeypatch.delitem(sys.modules, "sglang", raising=False)
+    places = [str(package.parent), os.environ.get("PYTHONPATH", "")]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(places))
+    return package
+
+
+def parsed(*argv: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    recipes.add_arguments(parser)
+    return parser.parse_args(argv)
+
+
+def printed(name: str, *argv: str) -> dict[str, Any]:
+    args = parsed(name, "--model", "some/model", "--print", *argv)
+    return recipes.run(args, progress)
+
+
+def free_port() -> str:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return str(probe.getsockname()[1])
+
+
+def test_every_recipe_prints_one_command_with_the_same_sizes(tmp_path: Path) -> None:
+    for name, recipe in RECIPES.items():
+        result = printed(name, "--dir", str(tmp_path / name), "--page-size", "32", "--dram", "8GB")
+        command = result["command"]
+        assert command[:3] == ["python", "-m", "sglang.launch_server"]
+        assert command.count("--page-size") == 1
+        assert command[command.index("--page-size") + 1] == "32"
+        assert command.count("--enable-metrics") == command.count("--enable-cache-report") == 1
+        if "--hicache-size" in command:
+            assert command[command.index("--hicache-size") + 1] == "8"
+        if recipe.uses_storage:
+            everything = [*command, *result["env"].values(), *result["daemon"]]
+            assert any(str(tmp_path / name) in word for word in everything), name
+        last = recipes.report(result).splitlines()[-1]
+        assert shlex.split(last)[-len(command) :] == command, "a shell takes it as it is"
+        assert not (tmp_path / name).exists(), "printing makes nothing"
+
+
+def test_what_a_recipe_refuses(tmp_path: Path, sglang: Path) -> None:
+    with pytest.raises(ConfigError, match="needs --dir"):
+        printed("hicache-file")
+    (tmp_path / "old").mkdir()
+    (tmp_path / "old" / "pool").touch()
+    with pytest.raises(ConfigError, match="is not empty"):
+        printed("tutti-hicache", "--dir", str(tmp_path / "old"))
+    assert printed("tutti-hicache", "--dir", str(tmp_path / "old"), "--keep")
+    with pytest.raises(ConfigError, match="--more"):
+        printed("hbm", "--more='")
+    with pytest.raises(ConfigError, match="no system"):
+        launch_of("vllm", Options("m", 64, 10**9, 10**9, tmp_path))
+    missing = parsed("lmcache", "--model", "m", "--dir", str(tmp_path / "new"))
+    with pytest.raises(Unsupported, match="lmcache is not installed"):
+        recipes.run(missing, progress)
+
+
+def test_a_server_that_ends_at_once_is_an_error(sglang: Path) -> None:
+    args = parsed("hbm", "--model", "m", "--port", free_port(), "--more=--end-at-once")
+    with pytest.raises(ServerError, match="ended with 7"):
+        recipes.run(args, progress)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_server_runs_until_it_is_ended(
+    tmp_path: Path, sglang: Path, number: signal.Signals
+) -> None:
+    info, port = tmp_path / "info.json", free_port()
+    argv = ["hicache-file", "--model", "m", "--dir", str(tmp_path / "kv"), "--port", port]
+    main_thread = threading.main_thread().ident or 0
+
+    def end_it() -> None:
+        deadline = time.monotonic() + 30
+        while not info.exists() and time.monotonic() < deadline:
+            time.sleep(0.02)
+        signal.pthread_kill(main_thread, number)
+
+    before = signal.getsignal(signal.SIGTERM)
+    ender = threading.Thread(target=end_it)
+    ender.start()
+    result = recipes.run(parsed(*argv, "--info", str(info), "--more=--tp 2"), progress)
+    ender.join(30)
+    assert result["ended"] == "interrupted" and result["exit_code"] is not None
+    assert signal.getsignal(signal.SIGTERM) is before
+    facts = json.loads(info.read_text())
+    assert facts["system"] == "hicache-file" and facts["server"]["storage"] == "kv"
+    assert facts["server"]["argv"][-2:] == ["--tp", "2"] and "secret" not in info.read_text()
+    with socket.socket() as probe:
+        assert probe.connect_ex(("127.0.0.1", int(port))) != 0, "nothing stays behind"
