@@ -20,6 +20,10 @@ class LayoutError(ConfigError):
     """A KV layout or a geometry that is unsupported, or that would waste too much of the medium."""
 
 
+class ProfileError(ConfigError):
+    """A profile that cannot be used: other schema, missing points, or numbers that mean nothing."""
+
+
 class KeySizeError(ConfigError):
     """A key or hash has the wrong number of bytes."""
 

@@ -1,0 +1,135 @@
+"""Estimates of what cannot be measured here: compute by a roofline, drives by published figures.
+
+Everything in this file is an estimate, and profiles that use it are marked so.  The times of
+prefill and decode are a fit to the kernel tables of AIConfigurator 0.12 for Llama-3.1-8B in BF16
+(at most 4.3 % off for full prefills of 4K to 128K tokens, 7.7 % for 512 new tokens):
+
+    prefill(n new, p cached) = n a + n (p + n / 2) b        decode = c + d (sum of contexts)
+
+a grows with the parameters, b with layers times attention width, c with the weights to read and d
+with the KV bytes of a token; that scaling to other models is arithmetic, not a fit.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from tutti.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """What the time of a model depends on.
+
+    attention_width: query heads times head size.  kv_nbytes_per_token: of all layers.
+    weight_nbytes: read in every decode step.
+    """
+
+    name: str
+    layers: int
+    parameters: float
+    attention_width: int
+    kv_nbytes_per_token: int
+    weight_nbytes: float
+
+    def __post_init__(self) -> None:
+        """Raises ConfigError for numbers that no model has."""
+        numbers = asdict(self)
+        for name, value in numbers.items():
+            if name != "name" and not 0 < value < 1e15:
+                raise ConfigError(f"a model with {name}={value}; give a positive number")
+
+    @property
+    def slice_nbytes_per_token(self) -> int:
+        """KV bytes of a token in one layer."""
+        return max(1, self.kv_nbytes_per_token // self.layers)
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return asdict(self)
+
+
+#: From the models' published configurations.
+MODELS = {
+    model.name: model
+    for model in (
+        ModelShape("llama-3.1-8b", 32, 8.03e9, 4096, 128 << 10, 16.06e9),
+        ModelShape("llama-3.1-70b", 80, 70.6e9, 8192, 320 << 10, 141.2e9),
+        ModelShape("qwen3-32b", 64, 32.8e9, 8192, 256 << 10, 65.5e9),
+    )
+}
+_FITTED = MODELS["llama-3.1-8b"]
+
+
+@dataclass(frozen=True)
+class GpuRoofline:
+    """One GPU and the fitted model.
+
+    token_us, pair_ns: a and b above.  hbm_gb_per_s, sms: the vendor's data sheet.
+    """
+
+    name: str
+    token_us: float
+    pair_ns: float
+    hbm_gb_per_s: float
+    sms: int
+
+
+GPUS = {
+    gpu.name: gpu
+    for gpu in (
+        GpuRoofline("H100", 21.2, 0.862, 3350.0, 132),
+        GpuRoofline("H200", 21.1, 0.899, 4800.0, 132),
+        GpuRoofline("A100", 61.6, 2.59, 2039.0, 108),
+    )
+}
+#: c and d, fitted on the H100; decode is bound by HBM, so other GPUs are scaled by its bandwidth.
+_DECODE_US, _DECODE_CONTEXT_US, _DECODE_FITTED = 6500.0, 0.0425, GPUS["H100"]
+
+#: An SM keeps at most 2048 threads with 16 bytes each in flight, and a read over PCIe takes about
+#: a microsecond and a half: bytes in flight over round trip (Little's law).
+_SM_INFLIGHT_NBYTES = 2048 * 16
+_PCIE_ROUND_TRIP_US = 1.5
+#: Host to device, PCIe 5 x16: 50 GB/s in the testbed of the Tutti paper (arXiv 2605.03375).
+LINK_GB_PER_S = 50.0
+
+
+def layer_us(gpu: GpuRoofline, model: ModelShape, new_tokens: float, prefix_tokens: float) -> float:
+    """One layer of a prefill, in microseconds."""
+    linear = gpu.token_us * model.parameters / _FITTED.parameters
+    widths = model.layers * model.attention_width / (_FITTED.layers * _FITTED.attention_width)
+    pairs = new_tokens * (prefix_tokens + new_tokens / 2)
+    return (new_tokens * linear + pairs * gpu.pair_ns * 1e-3 * widths) / model.layers
+
+
+def decode_us(gpu: GpuRoofline, model: ModelShape, context_tokens: float) -> float:
+    """One decode step of all layers, in microseconds; contexts summed over the batch."""
+    slower = _DECODE_FITTED.hbm_gb_per_s / gpu.hbm_gb_per_s
+    weights = _DECODE_US * model.weight_nbytes / _FITTED.weight_nbytes
+    kv = _DECODE_CONTEXT_US * model.kv_nbytes_per_token / _FITTED.kv_nbytes_per_token
+    return slower * (weights + kv * context_tokens)
+
+
+def mover_gb_per_s(sms: int) -> float:
+    """What a copy kernel on so many SMs brings from host memory, at most the link."""
+    return min(LINK_GB_PER_S, sms * _SM_INFLIGHT_NBYTES / _PCIE_ROUND_TRIP_US / 1e3)
+
+
+@dataclass(frozen=True)
+class Drive:
+    """A medium nobody measured here.  fixed_us: of one command.
+
+    interference: how many times as long a transfer takes while the other direction is busy.
+    """
+
+    name: str
+    read_gb_per_s: float
+    write_gb_per_s: float
+    fixed_us: float
+    interference: float
+
+
+#: Half of the two drives of the Tutti paper: 29 GB/s read, 12 GB/s written, and 60 % of the
+#: bandwidth lost with both at once.  The fixed time is a device's latency of a 128 KiB read.
+PAPER_DRIVE = Drive("one drive of the Tutti paper", 14.5, 6.0, 100.0, 2.5)
