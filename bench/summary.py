@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from tutti.bench import peers
 from tutti.errors import ConfigError
 from tutti.units import format_nbytes
 
@@ -130,8 +131,20 @@ def _ring(result: dict[str, Any]) -> str:
     return "\n".join(_markdown(head, rows))
 
 
+def _peers(result: dict[str, Any]) -> str:
+    lines = []
+    for title, cell in result["cells"].items():
+        size = format_nbytes(cell["page_nbytes"])
+        lines += [f"{title}, {size} each, host pool {result['layout']}:", ""]
+        lines += [*_markdown(peers.HEAD, peers.rows_of(cell)), ""]
+    lines += [f"Skipped: {name} ({why})." for name, why in result["skipped"].items()]
+    versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
+    return "\n".join([*lines, f"Versions: {versions}."])
+
+
 _KINDS: dict[str, Callable[[dict[str, Any]], str]] = {
     "compare": _compare,
+    "peers": _peers,
     "replay": _replay,
     "ring": _ring,
 }

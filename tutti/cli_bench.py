@@ -30,6 +30,16 @@ how long layers waited for their loads under each policy. Everything it prints i
 _SLACK_EXAMPLE = """\
 example:
   tutti bench slack --workloads chat agents --gpus H100 --seeds 3"""
+_PEERS = """\
+Stores and loads batches of 128 pages of Llama-3-8B's shape with every peer that can run here, each
+in a process of its own, in interleaved rounds: SGLang's controller over Tutti, over files and over
+NIXL, the store without SGLang, a file for every page, and fio."""
+_PEERS_EXAMPLE = """\
+example:
+  tutti bench peers --dir /mnt/nvme
+  tutti bench peers --dir /mnt/nvme --page-tokens 64 --peers hicache-tutti hicache-nixl fio
+
+needs sglang in the same environment for SGLang's peers; what cannot run is named as skipped."""
 _REPLAY = """\
 Replays a trace of requests against a pool with real bytes: loads the prefix that hits, checks every
 byte of it, and stores the rest. Says how often it hits, beside what the best policy could do."""
@@ -57,6 +67,11 @@ def bench_module(name: str) -> ModuleType:
 def add_bandwidth(parser: argparse.ArgumentParser) -> None:
     """Describes `tutti bench bandwidth`."""
     _wire(parser, "bandwidth", _BANDWIDTH, _BANDWIDTH_EXAMPLE)
+
+
+def add_peers(parser: argparse.ArgumentParser) -> None:
+    """Describes `tutti bench peers`."""
+    _wire(parser, "peers", _PEERS, _PEERS_EXAMPLE)
 
 
 def add_ring(parser: argparse.ArgumentParser) -> None:

@@ -1,0 +1,85 @@
+"""What is compared: something that stores and loads batches of pages of Llama-3-8B's shape."""
+
+from __future__ import annotations
+
+import json
+from abc import ABC, abstractmethod
+from dataclasses import asdict, dataclass
+
+# Llama-3-8B: 32 layers, 8 heads of KV, 128 wide, 2 bytes (its config.json on huggingface.co).
+LAYERS, HEADS, HEAD_DIM, DTYPE_NBYTES = 32, 8, 128, 2
+
+#: SGLang's batches (STORAGE_BATCH_SIZE in mem_cache/hicache_storage.py, 0.5.23).
+BATCH_PAGES = 128
+
+
+@dataclass(frozen=True)
+class PeerPlan:
+    """The same for all: pages, where they go, how many batches are kept.
+
+    layout: of SGLang's host pool.  batches: how many stay stored; the oldest goes.
+    """
+
+    directory: str
+    page_tokens: int
+    layout: str
+    batches: int
+
+    @property
+    def page_nbytes(self) -> int:
+        """Bytes of K and V of one page over all layers."""
+        return 2 * LAYERS * self.page_tokens * HEADS * HEAD_DIM * DTYPE_NBYTES
+
+    @property
+    def batch_nbytes(self) -> int:
+        """Bytes of one batch."""
+        return BATCH_PAGES * self.page_nbytes
+
+    @property
+    def capacity_nbytes(self) -> int:
+        """For a pool that evicts what was used least recently.
+
+        Loading an old batch makes it a recent one, so others go before it; twice the room keeps
+        all batches that are asked for.
+        """
+        return (2 * self.batches + 1) * self.batch_nbytes
+
+    def to_json(self) -> str:
+        """For the command line."""
+        return json.dumps(asdict(self))
+
+
+class Peer(ABC):
+    """Stores and loads the same pages over and over, under other names.  Not thread-safe."""
+
+    @abstractmethod
+    def open(self) -> None:
+        """Opens what is measured; memory that it takes from here on is counted."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Closes it."""
+
+    @abstractmethod
+    def prepare_store(self, batch: int) -> None:
+        """Whatever is not timed."""
+
+    @abstractmethod
+    def store(self, batch: int) -> None:
+        """Stores all pages of a batch."""
+
+    @abstractmethod
+    def prepare_load(self, batch: int) -> None:
+        """Whatever is not timed."""
+
+    @abstractmethod
+    def load(self, batch: int) -> None:
+        """Loads all pages of a batch."""
+
+    @abstractmethod
+    def check(self, batch: int) -> None:
+        """Raises ChecksumMismatch for wrong bytes after a load."""
+
+    @abstractmethod
+    def exists(self, batches: list[int]) -> int:
+        """Looks all pages of these batches up in one call: how many are stored, from the first."""

@@ -1,0 +1,105 @@
+"""`tutti bench peers`: what is asked of a peer, what is counted, and what stops it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tutti.bench import peer_hicache, peers
+from tutti.bench.peer import BATCH_PAGES, PeerPlan
+from tutti.bench.peer_plain import FilesPeer, StorePeer
+from tutti.bench.peer_process import PeerProcess, make_peer
+from tutti.bench.summary import render
+from tutti.errors import ChecksumMismatch, ConfigError, MediumError
+from tutti.terminal import progress
+
+TOKENS, BATCHES = 1, 2  # pages of 128 KiB, batches of 16 MiB
+
+
+def plan_in(folder: Path) -> PeerPlan:
+    return PeerPlan(str(folder), TOKENS, "page_first", BATCHES)
+
+
+def arguments(folder: Path, *words: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    peers.add_arguments(parser)
+    small = ["--page-tokens", str(TOKENS), "--rounds", "2", "--batches", str(BATCHES)]
+    return parser.parse_args(["--dir", str(folder), *small, *words])
+
+
+@pytest.mark.parametrize("kind", [StorePeer, FilesPeer])
+def test_a_peer_loads_what_it_stored_and_says_what_it_cost(tmp_path: Path, kind: Any) -> None:
+    plan = plan_in(tmp_path)
+    peer = kind(plan)
+    process = PeerProcess(peer, plan)
+    try:
+        for batch in range(BATCHES):
+            stored = process.answer("store", [batch])
+            assert stored["nbytes"] == BATCH_PAGES * plan.page_nbytes
+            assert stored["wall_s"] > 0
+        assert process.answer("load", [0])["nbytes"] == plan.batch_nbytes
+        assert process.answer("exists", [1, 0])["pages"] == 2 * BATCH_PAGES
+        assert process.answer("exists", [0, 7])["pages"] == BATCH_PAGES
+        with pytest.raises(ConfigError, match="no command"):
+            process.answer("erase", [0])
+    finally:
+        peer.close()
+
+
+def test_wrong_bytes_end_the_measurement(tmp_path: Path) -> None:
+    plan = plan_in(tmp_path)
+    peer = FilesPeer(plan)
+    process = PeerProcess(peer, plan)
+    process.answer("store", [0])
+    (tmp_path / "000000-005").write_bytes(bytes(plan.page_nbytes))
+    with pytest.raises(ChecksumMismatch, match="1 pages of batch 0"):
+        process.answer("load", [0])
+    peer.close()
+
+
+def test_a_run_compares_what_is_there_and_names_what_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(peer_hicache, "missing", lambda backend: f"no {backend} today")
+    words = ["--peers", "store", "file-per-page", "hicache-nixl"]
+    result = peers.run(arguments(tmp_path, *words), progress)
+    assert result["skipped"] == {"hicache-nixl": "no nixl today"}
+    (cell,) = result["cells"].values()
+    assert set(cell["peers"]) == {"store", "file-per-page"}
+    for facts in cell["peers"].values():
+        assert facts["exists"]["pages"] == 1024
+        for phase in peers.PHASES:
+            assert len(facts[phase]["gb_per_s"]) == 2
+            assert facts[phase]["median_gb_per_s"] > 0
+    assert "no nixl today" in peers.report(result)
+    assert not list(tmp_path.iterdir()), "files were left behind"
+    (tmp_path / "peers.json").write_text(json.dumps(result))
+    page = render("<!-- result: peers -->\n<!-- end -->", tmp_path)
+    assert "| file-per-page | load |" in page
+
+
+def test_nothing_to_run_and_bad_numbers_are_errors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(peer_hicache, "missing", lambda backend: "gone")
+    with pytest.raises(ConfigError, match="no peer can run"):
+        peers.run(arguments(tmp_path, "--peers", "hicache-file"), progress)
+    with pytest.raises(ConfigError, match="at least one round"):
+        peers.run(arguments(tmp_path, "--rounds", "0"), progress)
+    with pytest.raises(ConfigError, match="no directory"):
+        peers.run(arguments(tmp_path / "nowhere"), progress)
+    with pytest.raises(ConfigError, match="is no peer"):
+        make_peer("tape", plan_in(tmp_path))
+
+
+def test_a_peer_that_fails_is_named_with_its_reason(tmp_path: Path) -> None:
+    worker = peers.Worker("store", plan_in(tmp_path))
+    try:
+        with pytest.raises(MediumError, match=r"store failed: .*not in the pool"):
+            worker.ask("load", 3)
+    finally:
+        worker.end()

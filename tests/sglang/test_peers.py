@@ -1,0 +1,36 @@
+"""`tutti bench peers` with SGLang's real controller, host pools and backends."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("sglang.srt", reason="SGLang is not installed here")
+
+from tutti.bench.peer import BATCH_PAGES, PeerPlan
+from tutti.bench.peers import Worker
+from tutti.errors import MediumError
+
+
+@pytest.mark.parametrize(
+    "name", ["hicache-tutti", pytest.param("hicache-file", marks=pytest.mark.slow)]
+)
+def test_sglangs_controller_stores_loads_and_is_checked(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # SGLang's controller imports kernels that no wheel has for the CPU.
+    paths = [str(Path(__file__).parent / "stand_in"), os.environ.get("PYTHONPATH", "")]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
+    plan = PeerPlan(str(tmp_path), 2, "page_first", 2)
+    worker = Worker(name, plan)
+    try:
+        for batch in range(2):
+            assert worker.ask("store", batch)["nbytes"] == plan.batch_nbytes
+        assert worker.ask("load", 0)["wall_s"] > 0
+        assert worker.ask("exists", 0, 1)["pages"] == 2 * BATCH_PAGES
+        with pytest.raises(MediumError, match="only 0 of 128 pages"):
+            worker.ask("load", 5)
+    finally:
+        worker.end()
