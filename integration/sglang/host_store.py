@@ -248,7 +248,8 @@ class HostStore:
     ) -> LoadTicket | None:
         """Loads the longest prefix that is there; None when there is none."""
         for _ in range(3):  # an eviction may come between look-up and load
-            found = self.store.match(keys, pin=True)
+            # No pin: it would keep the pages long after the load, which holds them by itself.
+            found = self.store.match(keys)
             if found == 0:
                 return None
             try:
