@@ -59,6 +59,7 @@ COMMANDS = (
     ("bench figures", "tutti.cli_serving:add_figures", "draw results: PNG, SVG and CSV"),
     ("sglang command", "tutti.cli_sglang:add_command", "print the command that starts SGLang"),
     ("sglang doctor", "tutti.cli_sglang:add_doctor", "say what would keep SGLang from running"),
+    ("profile", "tutti.cli_profile:add_profile", "measure a profile for the scheduler"),
     ("replay", "tutti.cli_bench:add_replay", "replay a trace with real bytes and check each"),
 )
 

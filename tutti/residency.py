@@ -15,6 +15,8 @@ from tutti.core import Core
 from tutti.errors import Unsupported
 from tutti.gio_uring.controller import NativeController
 from tutti.gio_uring.controller_file import BlockRange, FileController
+from tutti.index import MISSING
+from tutti.keys import as_keys
 from tutti.scheduler.residency import page_cache_budget, plan_groups, read_memory
 
 
@@ -62,6 +64,20 @@ class Residency:
         with self._core.standstill():
             return self._apply(share, budget_nbytes)
 
+    def groups_of(self, keys: npt.NDArray[np.uint8]) -> list[BlockRange]:
+        """The blocks of each group that holds one of these objects; keys as for ``match``.
+
+        With the controller's `resident_nbytes` they tell what the page cache holds of objects.
+        """
+        with self._core.lock:
+            slots = self._core.index.find(as_keys(keys))
+        slots = slots[slots != MISSING]
+        members, groups = np.divmod(
+            np.unique(slots // self._core.geometry.group_slots), self._core.geometry.groups
+        )
+        pairs = zip(members.tolist(), groups.tolist(), strict=True)
+        return [self._blocks(member, group, 1) for member, group in pairs]
+
     def resident_nbytes(self) -> int:
         """How many bytes of the buffered groups the page cache holds now.  Raises MediumError."""
         controller = self._file_controller()
@@ -92,18 +108,19 @@ class Residency:
 
     def _ranges(self, chosen: npt.NDArray[np.bool_]) -> list[BlockRange]:
         """The blocks of the chosen groups; neighbours are one range."""
-        geometry = self._core.geometry
-        group_nlb = geometry.layers * geometry.layer_stride_nlb
-        first_lba = geometry.groups_offset // geometry.lba_nbytes
         ranges = []
         for member in self._core.members.present:
             groups = np.sort(self._group[chosen & (self._member == member)])
             breaks = np.flatnonzero(np.diff(groups) != 1) + 1
-            for run in np.split(groups, breaks) if groups.size else ():
-                slba = first_lba + int(run[0]) * group_nlb
-                nsid = self._core.members.nsid(member)
-                ranges.append(BlockRange(nsid, slba, run.size * group_nlb))
+            runs = np.split(groups, breaks) if groups.size else ()
+            ranges += [self._blocks(member, int(run[0]), run.size) for run in runs]
         return ranges
+
+    def _blocks(self, member: int, group: int, count: int) -> BlockRange:
+        geometry = self._core.geometry
+        nlb = geometry.layers * geometry.layer_stride_nlb
+        slba = geometry.groups_offset // geometry.lba_nbytes + group * nlb
+        return BlockRange(self._core.members.nsid(member), slba, count * nlb)
 
     def _file_controller(self) -> FileController:
         if not isinstance(self._controller, FileController):

@@ -1,0 +1,101 @@
+"""The compute half of a profile on a CUDA device, by torch.
+
+Not run so far on a GPU: no result of this project comes from it yet.  A stand-in layer with the
+model's own counts of parameters, attention pairs and KV bytes is timed, with random weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from tutti.bench.statistics import median
+from tutti.scheduler.roofline import ModelShape, mover_gb_per_s
+
+NEW_TOKENS = (64, 256, 1024, 2048, 4096, 8192, 16384)
+PREFIXES = (0, 4096, 16384, 65536)
+BATCHES = (1, 8, 32, 128)
+CONTEXTS = (0, 65536, 262144)
+_HEAD = 128
+_REPEATS = 5
+_COPY_NBYTES = 256 << 20
+
+
+def measure(model: ModelShape) -> dict[str, Any] | None:
+    """`compute` and `movers` of a profile; None without torch or a CUDA device."""
+    try:
+        import torch
+    except ImportError:
+        return None
+    if not torch.cuda.is_available():
+        return None
+    layer = _StandIn(torch, model)
+    prefill = [[n, p, layer.time_us(n, p)] for p in PREFIXES for n in NEW_TOKENS]
+    decode = [
+        [b, c, model.layers * layer.time_us(b, c // b, batch=b)] for c in CONTEXTS for b in BATCHES
+    ]
+    sms = int(torch.cuda.get_device_properties(0).multi_processor_count)
+    return {
+        "compute": {
+            "estimated": False,
+            "prefill": prefill,
+            "decode": decode,
+            "device": torch.cuda.get_device_name(0),
+        },
+        # The copy engine is measured; how SM movers scale still is an estimate.
+        "movers": {
+            "estimated": True,
+            "copy_engine_gb_per_s": _copy_gb_per_s(torch),
+            "points": [[n, mover_gb_per_s(n)] for n in range(1, sms + 1)],
+        },
+    }
+
+
+class _StandIn:
+    """Two matrix products with all weights of a layer, and attention over a prefix."""
+
+    def __init__(self, torch: Any, model: ModelShape) -> None:
+        self._torch = torch
+        options = {"device": "cuda", "dtype": torch.bfloat16}
+        self._options = options
+        width = model.attention_width
+        inner = max(1, int(model.parameters / model.layers / (2 * width)))
+        self._up = torch.randn(width, inner, **options) * 0.02
+        self._down = torch.randn(inner, width, **options) * 0.02
+        self._heads = width // _HEAD
+        self._kv_heads = max(1, model.slice_nbytes_per_token // (2 * 2 * _HEAD))
+
+    def time_us(self, tokens: int, prefix: int, *, batch: int = 1) -> float:
+        """The median of some runs; with a batch, each sequence has one new token."""
+        torch, options = self._torch, self._options
+        new = tokens // batch
+        x = torch.randn(tokens, self._up.shape[0], **options)
+        q = torch.randn(batch, self._heads, new, _HEAD, **options)
+        shape = (batch, self._kv_heads, prefix + new, _HEAD)
+        k, v = torch.randn(*shape, **options), torch.randn(*shape, **options)
+
+        def step() -> None:
+            torch.relu(x @ self._up) @ self._down
+            torch.nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+
+        return _time_us(torch, step)
+
+
+def _copy_gb_per_s(torch: Any) -> float:
+    host = torch.empty(_COPY_NBYTES, dtype=torch.uint8, pin_memory=True)
+    device = torch.empty(_COPY_NBYTES, dtype=torch.uint8, device="cuda")
+    return _COPY_NBYTES / _time_us(torch, lambda: device.copy_(host, non_blocking=True)) / 1e3
+
+
+def _time_us(torch: Any, step: Callable[[], object]) -> float:
+    step()
+    torch.cuda.synchronize()
+    times = []
+    for _ in range(_REPEATS):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        step()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(begin.elapsed_time(end) * 1e3)
+    return median(times)

@@ -1,0 +1,40 @@
+"""`tutti profile` and `tutti bench residency`: what the scheduler lives on, measured."""
+
+from __future__ import annotations
+
+import argparse
+
+from tutti.cli_bench import bench_module, outcome_of
+from tutti.terminal import progress
+
+_PROFILE = """\
+Measures how long reads and writes of this medium take, alone and beside each other, and writes a
+profile for the scheduler. The compute half is measured where there is a GPU, else estimated by a
+roofline and marked so. An interrupted run goes on where it stopped."""
+_PROFILE_EXAMPLE = """\
+example:
+  tutti profile --medium /mnt/nvme --model llama-3.1-8b --gpu H100 --out profile.json"""
+_RESIDENCY = """\
+Writes a working set of objects and reads it again and again while a control group limits memory,
+in four ways: all through the page cache, with advice to it, all past it, and on two paths. Says how
+often the page cache had what was read, how fast, and how late the slowest were. Needs root."""
+_RESIDENCY_EXAMPLE = """\
+example:
+  tutti bench residency --dir /mnt/nvme --working-set 2GiB"""
+
+
+def add_profile(parser: argparse.ArgumentParser) -> None:
+    """Describes `tutti profile`."""
+    _wire(parser, "profile", _PROFILE, _PROFILE_EXAMPLE)
+
+
+def add_residency(parser: argparse.ArgumentParser) -> None:
+    """Describes `tutti bench residency`."""
+    _wire(parser, "residency", _RESIDENCY, _RESIDENCY_EXAMPLE)
+
+
+def _wire(parser: argparse.ArgumentParser, name: str, description: str, example: str) -> None:
+    parser.description, parser.epilog = description, example
+    module = bench_module(name)
+    module.add_arguments(parser)
+    parser.set_defaults(run=lambda args: outcome_of(module, module.run(args, progress)))
