@@ -1,0 +1,32 @@
+"""A real GPU: the driver, the device code, and memory.  Skipped by name where there is none."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from tutti.gio_uring.gpu_driver import CudaDriver
+from tutti.gio_uring.gpu_modules import Modules
+
+
+@pytest.fixture(scope="session")
+def driver() -> Iterator[CudaDriver]:
+    pytest.importorskip("cuda.bindings.driver", reason="needs cuda-bindings (tutti[cuda])")
+    made = CudaDriver()
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="session")
+def modules(driver: CudaDriver) -> Iterator[Modules]:
+    pytest.importorskip("cuda.bindings.nvrtc", reason="needs NVRTC (tutti[cuda])")
+    made = Modules(driver)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def rng(seed: int) -> np.random.Generator:
+    return np.random.default_rng(seed)

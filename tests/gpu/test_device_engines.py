@@ -1,0 +1,142 @@
+"""Kernels on a real GPU that submit, poll, move and digest; `launch` and `resident`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+import xxhash
+from gpu.device_memory import DeviceMemory, page_bytes, paged, wait_for
+
+from tutti.gio_uring.controller_memory import Faults, MemoryController
+from tutti.gio_uring.engine import Extents
+from tutti.gio_uring.gpu_batch import DeviceBatch, launch_layer
+from tutti.gio_uring.gpu_device_engine import DeviceEngine
+from tutti.gio_uring.gpu_driver import CudaDriver
+from tutti.gio_uring.gpu_memory import TableMemory
+from tutti.gio_uring.gpu_modules import Modules
+from tutti.gio_uring.iocb import PagedMemory
+from tutti.gio_uring.nvme_spec import (
+    OPCODE_READ,
+    OPCODE_WRITE,
+    STATUS_DIGEST_MISMATCH,
+    STATUS_TIMED_OUT,
+)
+
+LAYERS, PAGES = 6, 64
+EXTENTS = Extents([0, 4096], [1, 1], [40, PAGES - 40], 2, 256)
+
+
+@contextmanager
+def engine_of(
+    driver: CudaDriver, modules: Modules, kind: str, controller: MemoryController
+) -> Iterator[DeviceEngine]:
+    engine = DeviceEngine(
+        driver,
+        modules,
+        controller,
+        kind=kind,
+        shares=3,
+        depth=16,
+        staging_nbytes=4 << 20,
+        command_nbytes_max=64 << 10,
+    )
+    try:
+        yield engine
+    finally:
+        engine.close()
+
+
+@pytest.mark.parametrize("faults", [None, Faults(delay_ppm=300_000, reorder_ppm=300_000)])
+@pytest.mark.parametrize("kind", ["launch", "resident"])
+def test_pages_travel_and_come_back(
+    driver: CudaDriver,
+    modules: Modules,
+    rng: np.random.Generator,
+    kind: str,
+    faults: Faults | None,
+) -> None:
+    segments = (4096, 4000)
+    with MemoryController([64 << 20]) as controller:
+        controller.set_faults(faults)
+        with engine_of(driver, modules, kind, controller) as engine:
+            memory = DeviceMemory(driver, LAYERS * PAGES * sum(segments))
+            pages = paged(memory, segments, LAYERS, PAGES)
+            content = rng.integers(0, 256, memory.nbytes, dtype=np.uint8)
+            memory.write(content)
+            sent = rng.permutation(PAGES).astype(np.uint32)
+            digests = np.zeros((PAGES, LAYERS), np.uint64)
+            job = engine.submit(OPCODE_WRITE, EXTENTS, sent, pages, digests=digests)
+            assert job.wait_released(60)
+            assert not job.page_status.any()
+            slices = page_bytes(content, segments, LAYERS, PAGES)
+            for i, page in enumerate(sent.tolist()):
+                for layer in range(LAYERS):
+                    expected = xxhash.xxh3_64_intdigest(slices[layer, page].tobytes())
+                    assert int(digests[i, layer]) == expected
+            memory.write(np.zeros(memory.nbytes, np.uint8))
+            digests[7, 3] ^= np.uint64(1)
+            other = rng.permutation(PAGES).astype(np.uint32)
+            job = engine.submit(OPCODE_READ, EXTENTS, other, pages, digests=digests, compare=True)
+            for layer in range(LAYERS):
+                assert job.wait_layers(layer + 1, 60)
+            assert job.wait_released(60)
+            assert np.flatnonzero(job.page_status).tolist() == [7]
+            assert job.page_status[7] == STATUS_DIGEST_MISMATCH
+            back = page_bytes(memory.read(), segments, LAYERS, PAGES)
+            assert (back[:, other] == slices[:, sent]).all()
+            memory.close()
+
+
+@pytest.mark.parametrize("kind", ["launch", "resident"])
+def test_a_controller_that_dies_ends_the_kernels(
+    driver: CudaDriver, modules: Modules, kind: str
+) -> None:
+    with MemoryController([64 << 20]) as controller:
+        controller.set_faults(Faults(stall_from=5))
+        with engine_of(driver, modules, kind, controller) as engine:
+            memory = DeviceMemory(driver, LAYERS * PAGES * 8192)
+            pages = paged(memory, (8192,), LAYERS, PAGES)
+            job = engine.submit(
+                OPCODE_READ, EXTENTS, np.arange(PAGES, dtype=np.uint32), pages, timeout_s=0.5
+            )
+            assert job.wait_layers(LAYERS, 60)
+            assert (job.page_status == STATUS_TIMED_OUT).any()
+            assert not job.wait_released(0.1)
+            memory.close()
+
+
+def test_digests_of_every_length(
+    driver: CudaDriver, modules: Modules, rng: np.random.Generator
+) -> None:
+    lengths = [*range(1, 600), 1023, 1024, 1025, 4096, 65535, 65536, 65537, 1 << 20]
+    lengths += rng.integers(600, 1 << 20, 200).tolist()
+    tables = TableMemory(driver, 1 << 20)
+    memory = DeviceMemory(driver, 1 << 20)
+    content = rng.integers(0, 256, memory.nbytes, dtype=np.uint8)
+    memory.write(content)
+    stream = driver.create_stream()
+    for nbytes in lengths:
+        one = PagedMemory(np.array([[memory.address]], np.uint64), (nbytes,), (nbytes,), 1)
+        batch = DeviceBatch(
+            tables,
+            one,
+            np.zeros(1, np.uint32),
+            opcode=OPCODE_WRITE,
+            slice_nlb=-(-nbytes // 512),
+            lba_shift=9,
+            digests=np.zeros((1, 1), np.uint64),
+        )
+        batch.upload(stream)
+        launch_layer(driver, modules["gio_verify"], batch, 0, stream, 1, threads=64)
+        assert batch.digests_offset is not None
+        batch.download(driver, batch.digests_offset, 8, stream)
+        wait_for(lambda: driver.is_stream_done(stream))
+        found = int(batch.result(batch.digests_offset, 8).view(np.uint64)[0])
+        assert found == xxhash.xxh3_64_intdigest(content[:nbytes].tobytes()), nbytes
+        batch.tables.hold(lambda: True)
+    driver.destroy_stream(stream)
+    memory.close()
+    tables.close()
