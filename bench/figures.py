@@ -25,15 +25,16 @@ from tutti.bench.figures_data import (
     value,
     write_csv,
 )
-from tutti.bench.figures_draw import draw, hit_share
+from tutti.bench.figures_draw import TITLES, draw, hit_share
 from tutti.bench.ttft_output import RESULT
+from tutti.cli_arguments import positive
 from tutti.errors import CapacityError, ConfigError
 from tutti.terminal import ProgressFactory, table
 
 # Dollars an hour as in the Tutti paper (arXiv 2605.03375), section 4.3.
-_GPU_PRICE = 5.0
-_DRAM_PRICE = 0.0088
-_SSD_PRICE = 0.000082
+PRICES = Prices(gpu=5.0, dram_gb=0.0088, ssd_gb=0.000082)
+#: The only limit that the paper names.
+TTFT_LIMIT_MS = 1000.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -45,14 +46,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--out", type=Path, required=True, metavar="STEM", help="writes STEM.png, .svg and .csv"
     )
-    parser.add_argument("--title", default="", help="default: the kind of figure")
-    parser.add_argument("--slo-ms", type=float, default=1000.0, help="TTFT limit that is drawn")
+    parser.add_argument("--title", default="", help="default: what the figure shows")
+    parser.add_argument(
+        "--slo-ms", type=float, default=TTFT_LIMIT_MS, help="TTFT limit that is drawn"
+    )
+    parser.add_argument(
+        "--page-tokens",
+        type=positive,
+        default=64,
+        help="tokens of a page, for bandwidth (default %(default)s)",
+    )
     group = parser.add_argument_group(
         "cost", "dollars an hour; a system's amounts are read with its result"
     )
-    group.add_argument("--gpu-price", type=float, default=_GPU_PRICE, help="default %(default)s")
-    group.add_argument("--dram-price", type=float, default=_DRAM_PRICE, help="of a GB")
-    group.add_argument("--ssd-price", type=float, default=_SSD_PRICE, help="of a GB")
+    group.add_argument("--gpu-price", type=float, default=PRICES.gpu, help="default %(default)s")
+    group.add_argument("--dram-price", type=float, default=PRICES.dram_gb, help="of a GB")
+    group.add_argument("--ssd-price", type=float, default=PRICES.ssd_gb, help="of a GB")
     group.add_argument(
         "--machine",
         action="append",
@@ -68,19 +77,14 @@ def run(args: argparse.Namespace, progress: ProgressFactory) -> dict[str, Any]:
     Raises ConfigError for inputs of another kind, CapacityError where nothing can be written.
     """
     machines = dict(_machine(text) for text in args.machine)
-    rows = [row for path in args.inputs for row in _read(path, args.kind, machines)]
+    rows = [
+        row for path in args.inputs for row in _read(path, args.kind, machines, args.page_tokens)
+    ]
     prices = Prices(args.gpu_price, args.dram_price, args.ssd_price)
-    stem: Path = args.out
-    csv_path = stem.with_name(f"{stem.name}.csv")
-    write_csv(csv_path, rows, args.kind)
     with progress("drawing", 1) as bar:
-        title = args.title or args.kind
-        try:
-            drawn = draw(args.kind, rows, stem, title=title, slo_ms=args.slo_ms, prices=prices)
-        except OSError as error:
-            raise CapacityError(
-                f"cannot write {stem.name}: {error}; give --out elsewhere"
-            ) from error
+        files = write_figure(
+            args.kind, rows, args.out, title=args.title, slo_ms=args.slo_ms, prices=prices
+        )
         bar.advance(1)
     return {
         "benchmark": "figures",
@@ -88,10 +92,32 @@ def run(args: argparse.Namespace, progress: ProgressFactory) -> dict[str, Any]:
         "rows": len(rows),
         "systems": list(dict.fromkeys(row["system"] for row in rows)),
         "sources": sorted({row["source"] for row in rows}),
-        "files": [csv_path.name, *(path.name for path in drawn)],
+        "files": files,
         "crossings": _crossings(rows) if args.kind == HIT_RATE else [],
         "cost": _costs(rows, prices) if args.kind == COST else [],
     }
+
+
+def write_figure(
+    kind: str,
+    rows: list[Row],
+    stem: Path,
+    *,
+    title: str = "",
+    slo_ms: float = TTFT_LIMIT_MS,
+    prices: Prices = PRICES,
+) -> list[str]:
+    """Writes <stem>.csv, .png and .svg; the names of what was written.
+
+    Without matplotlib the CSV alone.  Raises CapacityError where nothing can be written.
+    """
+    csv_path = stem.with_name(f"{stem.name}.csv")
+    write_csv(csv_path, rows, kind)
+    try:
+        drawn = draw(kind, rows, stem, title=title or TITLES[kind], slo_ms=slo_ms, prices=prices)
+    except OSError as error:
+        raise CapacityError(f"cannot draw {stem.name}: {error}; give --out elsewhere") from error
+    return [csv_path.name, *(path.name for path in drawn)]
 
 
 def report(result: dict[str, Any]) -> str:
@@ -110,7 +136,9 @@ def report(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _read(path: Path, kind: str, machines: dict[str, dict[str, float]]) -> list[Row]:
+def _read(
+    path: Path, kind: str, machines: dict[str, dict[str, float]], page_tokens: int
+) -> list[Row]:
     if path.suffix == ".csv":
         return read_csv(path, kind)
     path = path / RESULT if path.is_dir() else path
@@ -121,7 +149,8 @@ def _read(path: Path, kind: str, machines: dict[str, dict[str, float]]) -> list[
     if not isinstance(result, dict):
         raise ConfigError(f"{path.name} is no result of a benchmark")
     nothing = {"gpus": 1.0, "dram_gb": 0.0, "ssd_gb": 0.0}
-    return rows_of(result, kind, path.name, **machines.get(str(result.get("system")), nothing))
+    machine = machines.get(str(result.get("system")), nothing)
+    return rows_of(result, kind, path.name, page_tokens=page_tokens, **machine)
 
 
 def _machine(text: str) -> tuple[str, dict[str, float]]:

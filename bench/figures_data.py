@@ -101,8 +101,8 @@ def value(row: Row, column: str) -> float:
 def rows_of(result: dict[str, Any], kind: str, name: str, **extra: float) -> list[Row]:
     """Rows of a figure from a benchmark's result.
 
-    extra: gpus, dram_gb and ssd_gb of the system, for its cost.  Raises ConfigError for a result of
-    another benchmark.
+    extra: gpus, dram_gb and ssd_gb of the system, for its cost; page_tokens, for bandwidth.
+    Raises ConfigError for a result of another benchmark.
     """
     benchmark = result.get("benchmark")
     makers: dict[tuple[str, Any], Callable[[], list[dict[str, Any]]]] = {
@@ -110,7 +110,7 @@ def rows_of(result: dict[str, Any], kind: str, name: str, **extra: float) -> lis
         (COST, "ttft"): lambda: _costs(result, extra),
         (PREFIX, "ttft-prefix"): lambda: _prefixes(result),
         (HIT_RATE, "ttft-prefix"): lambda: _prefixes(result),
-        (BANDWIDTH, "bandwidth"): lambda: _bandwidths(result),
+        (BANDWIDTH, "bandwidth"): lambda: _bandwidths(result, extra["page_tokens"]),
     }
     make = makers.get((kind, benchmark))
     if make is None:
@@ -167,14 +167,14 @@ def _prefixes(result: dict[str, Any]) -> list[dict[str, Any]]:
     ]
 
 
-def _bandwidths(result: dict[str, Any]) -> list[dict[str, Any]]:
+def _bandwidths(result: dict[str, Any], page_tokens: float) -> list[dict[str, Any]]:
     """Batches of `tutti bench bandwidth` as context lengths: pages times tokens of a page."""
     return [
         {
             "system": f"{result['controller']} {row['shape']}",
             "source": "measured" if result["controller"] == "file" else "emulated",
             "phase": row["phase"],
-            "tokens": row["batch_pages"] * row.get("page_tokens", 64),
+            "tokens": round(row["batch_pages"] * page_tokens),
             "gb_per_s": row["gb_per_s"],
         }
         for row in result["rows"]

@@ -20,6 +20,13 @@ from tutti.bench.figures_data import (
 )
 from tutti.bench.plots import blank_figure
 
+TITLES = {
+    RATE: "TTFT and ITL against request rate",
+    BANDWIDTH: "Retrieve and store against context length",
+    PREFIX: "TTFT against the cached prefix",
+    HIT_RATE: "TTFT against hit rate",
+    COST: "Cost of tokens against request rate",
+}
 _MARKERS = "osD^vP*X"
 
 
@@ -78,6 +85,7 @@ def _systems(rows: Sequence[Row]) -> dict[str, list[Row]]:
 
 
 def _rate(axes: Sequence[Any], rows: Sequence[Row], slo_ms: float) -> None:
+    axes[0].axhline(slo_ms, color="black", linewidth=0.8, linestyle="--", label=f"{slo_ms:g} ms")
     for axis, name in zip(axes, ("ttft", "itl"), strict=True):
         for number, (system, found) in enumerate(_systems(rows).items()):
             _line(axis, system, number, found, "rate", name)
@@ -86,9 +94,8 @@ def _rate(axes: Sequence[Any], rows: Sequence[Row], slo_ms: float) -> None:
         axis.set_ylim(bottom=0)
         if _hollow(rows):
             axis.plot([], [], "o", color="grey", mfc="none", label="unstable or partial")
-        axis.legend(fontsize=8)
-    axes[0].axhline(slo_ms, color="black", linewidth=0.8, linestyle="--")
-    axes[0].annotate(f"{slo_ms:g} ms", (0, slo_ms), fontsize=8, va="bottom")
+        if axis.get_legend_handles_labels()[0]:
+            axis.legend(fontsize=8)
 
 
 def _hollow(rows: Sequence[Row]) -> bool:
@@ -135,10 +142,16 @@ def _bandwidth(axis: Any, rows: Sequence[Row]) -> None:
                 label = f"{system}, {phase}"
                 axis.plot(places, speeds, style, marker="o", color=f"C{number % 10}", label=label)
     axis.set_xscale("log", base=2)
+    ticks = sorted({value(row, "tokens") for row in rows})
+    axis.set_xticks(ticks, [_short(tokens) for tokens in ticks])
     axis.set_xlabel("context, tokens")
     axis.set_ylabel("GB/s (10^9 bytes)")
     axis.set_ylim(bottom=0)
     axis.legend(fontsize=8)
+
+
+def _short(tokens: float) -> str:
+    return f"{tokens / 1024:g}K" if tokens >= 1024 and tokens % 1024 == 0 else f"{tokens:g}"
 
 
 def _prefix(axis: Any, rows: Sequence[Row]) -> None:

@@ -11,8 +11,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from tutti.bench.client_http import ServerError
 from tutti.bench.client_sglang import bench_serving
 from tutti.bench.environment import describe
+from tutti.bench.figures import write_figure
+from tutti.bench.figures_data import RATE, rows_of
 from tutti.bench.ttft_compare import compare_results, comparison_report
 from tutti.bench.ttft_metrics import Slo, parse_slo
 from tutti.bench.ttft_output import Output, read_result
@@ -82,8 +85,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=Path,
         nargs="+",
         metavar="RESULT",
-        help="measure nothing; show results of the same arrivals side by side (draw them with "
-        "`tutti bench figures rate`)",
+        help="measure nothing; show results of the same arrivals side by side, and draw them as "
+        "OUT.png, .svg and .csv",
     )
     add_prefix_arguments(parser)
 
@@ -95,7 +98,7 @@ def run(args: argparse.Namespace, progress: ProgressFactory) -> dict[str, Any]:
     the run later (the server goes, Ctrl-C, a full disk) leaves a result that says "partial".
     """
     if args.compare:
-        return compare_results([read_result(path) for path in args.compare])
+        return _compare(args)
     slos = args.slo or [parse_slo("ttft:1000")]
     output = Output(args.out)
     _check(args)
@@ -133,6 +136,16 @@ def _slo(text: str) -> Slo:
         return parse_slo(text)
     except ConfigError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def _compare(args: argparse.Namespace) -> dict[str, Any]:
+    """Side by side, and as a figure where --out names one."""
+    results = [read_result(path) for path in args.compare]
+    compared = compare_results(results)
+    if args.out is not None:
+        rows = [row for result in results for row in rows_of(result, RATE, result["system"])]
+        compared["files"] = write_figure(RATE, rows, args.out, slo_ms=args.ttft_limit_ms)
+    return compared
 
 
 def _check(args: argparse.Namespace) -> None:
@@ -190,6 +203,12 @@ def _sweep(
                 output.result(result())
     except Stopped as stop:
         stopped, interrupted = str(stop), stop.interrupted
+    except KeyboardInterrupt:
+        stopped, interrupted = "interrupted", True
+    except ServerError as error:
+        if not sweep.points:
+            raise
+        stopped = str(error)
     output.result(result())
     return result()
 

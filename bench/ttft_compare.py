@@ -57,7 +57,10 @@ def comparison_report(result: dict[str, Any]) -> str:
         ]
         for row in result["rows"]
     ]
-    return table(headers, rows) + ("\nPARTIAL results are among them" if result["partial"] else "")
+    lines = [table(headers, rows)]
+    if "files" in result:
+        lines.append(f"wrote {', '.join(result['files'])}")
+    return "\n".join(lines + (["PARTIAL results are among them"] if result["partial"] else []))
 
 
 def _row(result: dict[str, Any], row: dict[str, Any], first: dict[str, Any]) -> dict[str, Any]:

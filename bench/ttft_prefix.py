@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from tutti.bench.client_http import ServerError
 from tutti.bench.environment import describe
 from tutti.bench.ttft_metrics import latencies_ms, mean_interval
 from tutti.bench.ttft_output import Output
@@ -54,6 +55,10 @@ def run_prefix(session: Session, output: Output) -> dict[str, Any]:
             rows.append(_row(session, tokens, total, output))
     except KeyboardInterrupt:
         stopped, interrupted = "interrupted", True
+    except ServerError as error:
+        if not rows:
+            raise
+        stopped = str(error)
     result = {
         "benchmark": "ttft-prefix",
         "source": "measured",

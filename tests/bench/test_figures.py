@@ -140,7 +140,7 @@ def test_rows_of_results() -> None:
     rows = rows_of(RESULTS[RATE][0], RATE, "r")
     assert [row["ttft_ms"] for row in rows] == ["100.0", "200.0", "300.0", ""]
     assert [row["unstable"] for row in rows] == ["no", "no", "yes", "yes"]
-    rows = rows_of(bandwidth_result("memory"), BANDWIDTH, "r")
+    rows = rows_of(bandwidth_result("memory"), BANDWIDTH, "r", page_tokens=64)
     assert {row["source"] for row in rows} == {"emulated"}
     assert [row["tokens"] for row in rows] == ["1024", "4096"] * 2
     for kind, wrong in ((RATE, prefix_result("a", 1)), (BANDWIDTH, ttft_result("a")), (COST, {})):

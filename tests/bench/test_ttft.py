@@ -19,6 +19,7 @@ from tutti.bench import ttft
 from tutti.bench.client import Record
 from tutti.bench.client_http import NotStreaming, ServerError
 from tutti.bench.client_sglang import read_point
+from tutti.bench.figures_data import read_csv
 from tutti.bench.ttft_metrics import (
     inter_token_ms,
     latencies_ms,
@@ -263,6 +264,26 @@ def test_a_server_that_dies_leaves_a_partial_result(tmp_path: Path) -> None:
     assert "PARTIAL" in ttft.report(result)
 
 
+def test_a_server_that_dies_between_points_leaves_what_it_gave(tmp_path: Path) -> None:
+    with standing_in() as server:
+
+        def end(number: int) -> None:
+            if number == 1 + 12 + 11:  # the last request of the second point
+                threading.Timer(0.2, server.stop).start()
+
+        server.script.on_request = end
+        argv = ["--rates", "200", "400", "800", "--seeds", "1", "--settle-s", "0.5"]
+        result = measured(server.url, *argv, "--out", str(tmp_path / "out"))
+        assert "no server answers" in result["stopped"] and result["partial"]
+        assert len(result["points"]) == 2
+        assert read_result(tmp_path / "out")["partial"]
+    with standing_in(dies_after=4) as server:
+        argv = ["--prefix-tokens", "0", "64", "--total-tokens", "100", "--repeats", "2"]
+        result = measured(server.url, *argv)
+    assert result["partial"] and result["rows"][0]["failed"] == 0
+    assert "PARTIAL" in ttft.report(result)
+
+
 def test_an_interrupt_leaves_a_partial_result(tmp_path: Path) -> None:
     def interrupt(number: int) -> None:
         if number == 5:
@@ -311,7 +332,10 @@ def test_results_of_other_arrivals_are_not_compared(tmp_path: Path) -> None:
             paths.append(tmp_path / str(number))
             argv = ["--rates", "500", "--seeds", "1", "--system", f"s{number}", *more]
             measured(server.url, *argv, "--out", str(paths[-1]))
-    compared = measured("unused", "--compare", str(paths[0]), str(paths[1]))
+    stem = tmp_path / "both"
+    compared = measured("unused", "--compare", str(paths[0]), str(paths[1]), "--out", str(stem))
+    assert "both.csv" in compared["files"] and "both.csv" in ttft.report(compared)
+    assert [row["system"] for row in read_csv(tmp_path / "both.csv", "rate")] == ["s0", "s1"]
     assert [row["system"] for row in compared["rows"]] == ["s0", "s1"]
     assert compared["rows"][0]["ttft_ratio"] == 1
     assert "s1" in ttft.report(compared)
