@@ -6,9 +6,12 @@ What the calls do on a GPU is not shown here.
 from __future__ import annotations
 
 import ast
+import contextlib
+import ctypes
 import inspect
 import re
 import sys
+from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -67,6 +70,54 @@ def test_every_name_and_field_exists() -> None:
     assert {"smCount", "minSmPartitionSize", "smCoscheduledAlignment"} <= set(dir(sm))
     assert hasattr(driver.CUdevResourceType, "CU_DEV_RESOURCE_TYPE_SM")
     assert hasattr(driver.CUgreenCtxCreate_flags, "CU_GREEN_CTX_DEFAULT_STREAM")
+
+
+def test_arguments_are_of_the_kinds_that_cuda_bindings_takes() -> None:
+    """They are converted before the driver's library is looked for, which is not there."""
+    cuda = pytest.importorskip("cuda.bindings.driver", reason=f"needs {NEEDED}")
+    with contextlib.suppress(RuntimeError):
+        cuda.cuInit(0)
+        pytest.skip("with a driver these calls would be made; tests/gpu makes them")
+    driver = object.__new__(CudaDriver)
+    driver._cuda, driver._context, driver._handle = cuda, 0, cuda.CUdevice(0)
+    driver.device = 0
+    resource = cuda.CUdevResource()
+    calls: list[Callable[[], object]] = [
+        lambda: driver.create_stream(-1),
+        lambda: driver.destroy_stream(5),
+        lambda: driver.is_stream_done(5),
+        lambda: driver.wait_value(5, 1 << 40, 1),
+        lambda: driver.write_value(5, 1 << 40, 1),
+        lambda: driver.copy(1 << 40, 1 << 41, 4096, 5),
+        lambda: driver.fill(1 << 40, 0, 4096, 5),
+        driver.create_event,
+        lambda: driver.destroy_event(5),
+        lambda: driver.record_event(5, 6),
+        lambda: driver.stream_wait_event(5, 6),
+        lambda: driver.is_event_done(5),
+        lambda: driver.register_host(1 << 40, 4096),
+        lambda: driver.unregister_host(1 << 40),
+        lambda: driver.device_address(1 << 40),
+        lambda: driver.allocate(4096),
+        lambda: driver.free(1 << 40),
+        lambda: driver.load_module(b"\x7fELF"),
+        lambda: driver.unload_module(5),
+        lambda: driver.find_function(5, "gio_move"),
+        lambda: driver.launch(5, 4, 32, [(1, ctypes.c_void_p), (2, ctypes.c_uint32)], 6),
+        driver.sm_resource,
+        lambda: driver._raw("cuDevSmResourceSplitByCount", 1, resource, 0, 8),
+        lambda: driver._raw("cuDevResourceGenerateDesc", [resource], 1),
+        lambda: driver._raw("cuGreenCtxCreate", cuda.CUdevResourceDesc(), cuda.CUdevice(0), 1),
+        lambda: driver.create_green_stream(5, 0),
+        lambda: driver.destroy_green_context(5),
+        lambda: driver._raw("cuFuncLoad", cuda.CUfunction(5)),
+        lambda: driver._raw("cuCtxPushCurrent", 5),
+        lambda: driver._raw("cuGetProcAddress", b"cuMemcpyBatchAsync", 13000, 0),
+        lambda: driver.architecture,
+    ]
+    for call in calls:
+        with pytest.raises((Unsupported, RuntimeError), match="libcuda"):
+            call()
 
 
 def test_the_stand_in_offers_what_the_protocol_asks_for() -> None:
