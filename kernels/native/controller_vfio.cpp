@@ -2,7 +2,6 @@
 
 #include <fcntl.h>
 #include <linux/vfio.h>
-#include <poll.h>
 #include <sys/ioctl.h>
 #include <sys/mman.h>
 #include <time.h>
@@ -22,8 +21,8 @@ namespace gio {
 namespace {
 
 constexpr u32 kSpins = 100;              // looks at the queues before sleeping
-constexpr u64 kNapNs = 100'000;          // of a drive without interrupts
-constexpr u64 kLookNs = 50'000'000;      // how often a busy drive's request_fd is looked at
+constexpr u64 kNapNs = 200'000;          // where nothing ends a sleep
+constexpr u64 kLookNs = 50'000'000;      // how often request_fd and, when idle, CSTS are looked at
 constexpr u64 kFatalNs = 5'000'000'000;  // for the restart of a drive that reports a fatal error
 constexpr u32 kAllOnes = 0xffffffffu;    // what reads of an absent PCI device return
 constexpr u32 kCstsFatal = 1u << 1;      // CSTS.CFS
@@ -156,20 +155,36 @@ u32 VfioController::pending() const {
   return n;
 }
 
+void VfioController::poll_on(pollfd* fds) const {
+  fds[0] = {config_.irq_fd, POLLIN, 0};
+  fds[1] = {config_.request_fd, POLLIN, 0};
+}
+
+// Nobody wakes us when a drive without interrupts answers, or a shadow doorbell is rung.
+u64 VfioController::sleep_max(u64 timeout_ns) const {
+  const bool is_silent = config_.irq_fd < 0 || config_.shadow != 0;
+  return is_silent ? std::min(timeout_ns, kNapNs) : timeout_ns;
+}
+
+void VfioController::woke(const pollfd* fds) {
+  if (is_gone_) return;
+  if (fds[0].revents != 0) drain(config_.irq_fd);
+  if (fds[1].revents != 0) lose();
+  const u64 now = now_ns();
+  if (fds[0].revents != 0 || now < next_check_ns_) return;
+  next_check_ns_ = now + kLookNs;
+  check_health();
+}
+
 void VfioController::sleep(u64 timeout_ns) {
-  if (config_.irq_fd < 0 && timeout_ns > kNapNs) timeout_ns = kNapNs;
-  pollfd fds[] = {
-      {config_.irq_fd, POLLIN, 0}, {config_.wake_fd, POLLIN, 0}, {config_.request_fd, POLLIN, 0}};
+  timeout_ns = sleep_max(timeout_ns);
+  pollfd fds[kPollFds + 1];
+  poll_on(fds);
+  fds[kPollFds] = {config_.wake_fd, POLLIN, 0};
   const timespec limit = {static_cast<time_t>(timeout_ns / 1'000'000'000u),
                           static_cast<long>(timeout_ns % 1'000'000'000u)};
-  const int n = ppoll(fds, 3, &limit, nullptr);
-  if (n > 0) {
-    drain(config_.irq_fd);
-    drain(config_.wake_fd);
-    if (fds[2].revents != 0) lose();
-  } else if (now_ns() >= next_look_ns_ || config_.irq_fd >= 0) {
-    check_health();
-  }
+  if (ppoll(fds, kPollFds + 1, &limit, nullptr) > 0) drain(config_.wake_fd);
+  woke(fds);
 }
 
 // An idle drive may have left; reads of one that did are all ones, or fail.

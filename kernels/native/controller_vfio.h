@@ -6,6 +6,8 @@
 // (tutti/gio_uring/nvme_admin.py), reached by the `restart` callback.
 #pragma once
 
+#include <poll.h>
+
 #include <atomic>
 #include <vector>
 
@@ -68,6 +70,12 @@ class VfioController final : public Controller {
 
   bool is_gone() const { return is_gone_; }
 
+  // For whoever sleeps on several drives: what to poll, how long at most, and what came of it.
+  static constexpr u32 kPollFds = 2;
+  void poll_on(pollfd* fds) const;
+  u64 sleep_max(u64 timeout_ns) const;
+  void woke(const pollfd* fds);
+
  private:
   void forward_shadows();
   u32 pending() const;
@@ -82,6 +90,7 @@ class VfioController final : public Controller {
   std::vector<u32> rung_;  // SQ tail and CQ head of each pair, as the drive knows them
   std::atomic<bool> is_gone_{false};
   u64 next_look_ns_ = 0;
+  u64 next_check_ns_ = 0;
 };
 
 }  // namespace gio
