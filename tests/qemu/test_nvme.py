@@ -1,0 +1,103 @@
+"""Boots guests with emulated NVMe drives and reports what the cases inside found."""
+
+from __future__ import annotations
+
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+import pytest
+from nvme_host import NAMESPACES
+
+from qemu.guest import Drive, Guest, missing
+from tutti.units import MiB
+
+pytestmark = [pytest.mark.nvme, pytest.mark.timeout(240)]
+HERE = Path(__file__).parent
+PARITY = HERE.parent / "parity"
+
+BLKDEBUG = """
+[inject-error]
+event = "none"
+iotype = "read"
+errno = "5"
+sector = "800"
+once = "off"
+
+[inject-error]
+event = "none"
+iotype = "write"
+errno = "5"
+sector = "1600"
+once = "off"
+
+[inject-error]
+event = "none"
+iotype = "flush"
+errno = "5"
+once = "on"
+"""
+SLOW_NBYTES_PER_S = 4 * MiB
+
+
+def sparse(path: Path, nbytes: int) -> Path:
+    with path.open("wb") as file:
+        file.truncate(nbytes)
+    return path
+
+
+def drives_of_the_first_boot(folder: Path) -> list[Drive]:
+    usual = [sparse(folder / f"usual{i}", nbytes) for i, nbytes in enumerate(NAMESPACES)]
+    odd = [sparse(folder / f"odd{i}", nlb * 512) for i, nlb in enumerate((1001, 16391))]
+    (folder / "blkdebug").write_text(BLKDEBUG)
+    faulty = (
+        f"driver=raw,file.driver=blkdebug,file.config={folder / 'blkdebug'},"
+        "file.image.driver=file,file.image.filename={path}"
+    )
+    slow = "driver=throttle,throttle-group=slow,file.driver=file,file.filename={path}"
+    return [
+        Drive("usual", usual),
+        Drive("odd", odd, blocks=512, mdts=5, queues=2),
+        Drive("faulty", [sparse(folder / "faulty", 4 * MiB)], backend=faulty),
+        Drive("slow", [sparse(folder / "slow", 8 * MiB)], backend=slow),
+    ]
+
+
+def check(out: Path) -> None:
+    """Fails with the failures of the run inside."""
+    root = ElementTree.parse(out / "results.xml").getroot()
+    cases = list(root.iter("testcase"))
+    bad = [case for case in cases for kind in ("failure", "error") if case.find(kind) is not None]
+    skipped = sum(case.find("skipped") is not None for case in cases)
+    print(f"emulated: {len(cases)} cases, {skipped} skipped, {len(bad)} failed")
+    assert cases
+    assert not bad, "\n".join(f"{case.get('classname')}::{case.get('name')}" for case in bad)
+
+
+@pytest.fixture(autouse=True)
+def _guest_can_start() -> None:
+    if reason := missing():
+        pytest.skip(reason)
+
+
+def test_one_drive(tmp_path: Path, seed: int) -> None:
+    """The parity suite, and a drive's limits."""
+    files = [PARITY / "test_controllers.py", PARITY / "test_refusals.py", HERE / "cases_drive.py"]
+    program = ["-m", "qemu.inside", "--seed", str(seed), *map(str, files)]
+    objects = [f"throttle-group,id=slow,x-bps-total={SLOW_NBYTES_PER_S}"]
+    with Guest(tmp_path, drives_of_the_first_boot(tmp_path), program, objects=objects) as guest:
+        guest.wait(220)
+    check(guest.out)
+
+
+def test_unplugged(tmp_path: Path, seed: int) -> None:
+    """One of two drives leaves in mid-load; the other one goes on."""
+    names = ("left", "right")
+    images = [sparse(tmp_path / name, 8 * MiB) for name in names]
+    drives = [Drive(n, [image], hotplug=True) for n, image in zip(names, images, strict=True)]
+    program = ["-m", "qemu.inside", "--seed", str(seed), str(HERE / "cases_unplug.py")]
+    with Guest(tmp_path, drives, program) as guest:
+        guest.wait_file("loading", 100)
+        guest.command("device_del", id="right")
+        guest.wait(120)
+    check(guest.out)
+    print(f"emulated: {(guest.out / 'served').read_text()} objects are left of both drives")
