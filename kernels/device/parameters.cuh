@@ -9,18 +9,18 @@
 //   gio_drain_word, gio_drain_mmio       (const Batch*, u32 layer, u32 publish)
 //       <<<n_shares, 32>>>  sends what is left, polls until every command ended or the deadline.
 //   gio_resident_word, gio_resident_mmio (const Batch*, u32 layer, u32 publish)
-//       <<<n_shares, 32 to 512>>>  both in one, and moves slices: reads to their pages as their
+//       <<<n_shares, 32 to 256>>>  both in one, and moves slices: reads to their pages as their
 //       commands end, writes to staging before theirs are sent.
 //   gio_collect_word, gio_collect_mmio   (const Batch*, u32 layer)
 //       <<<n_shares, 32>>>  takes back the CIDs of commands that ended after a deadline.
 //   gio_move                             (const Batch*, u32 layer, u32 publish)
-//       <<<any, 32 to 512>>>  staging -> pages for reads, pages -> staging for writes, digests on
+//       <<<any, 32 to 256>>>  staging -> pages for reads, pages -> staging for writes, digests on
 //       the way where the batch has them.
 //   gio_verify                           (const Batch*, u32 layer, u32 publish)
-//       <<<any, 32 to 512>>>  digests of the slices where they lie: compared for reads, computed
+//       <<<any, 32 to 256>>>  digests of the slices where they lie: compared for reads, computed
 //       for writes.
 //   gio_persistent_word, gio_persistent_mmio (const Mailbox*)
-//       <<<n_shares, 32 to 512>>>  gio_resident for every post of the mailbox, until told to stop.
+//       <<<n_shares, 32 to 256>>>  gio_resident for every post of the mailbox, until told to stop.
 //
 // Blocks have whole warps.  A layer is one of these sequences on one stream:
 //

@@ -50,25 +50,25 @@ constexpr u64 kXxh3Prime64E = 0x27D4EB2F165667C5ULL;
 constexpr u64 kXxh3MixA = 0x165667919E3779F9ULL;
 constexpr u64 kXxh3MixB = 0x9FB21C651E98DF25ULL;
 
-// The default secret as little-endian words. Device code cannot index a host constant, so there it
-// is a constant of the function that reads it.
-#define TUTTI_XXH3_SECRET_WORDS                                                                \
-  {0xBE4BA423396CFEB8ULL, 0x1CAD21F72C81017CULL, 0xDB979083E96DD4DEULL, 0x1F67B3B7A4A44072ULL, \
-   0x78E5C0CC4EE679CBULL, 0x2172FFCC7DD05A82ULL, 0x8E2443F7744608B8ULL, 0x4C263A81E69035E0ULL, \
-   0xCB00C391BB52283CULL, 0xA32E531B8B65D088ULL, 0x4EF90DA297486471ULL, 0xD8ACDEA946EF1938ULL, \
-   0x3F349CE33F76FAA8ULL, 0x1D4F0BC7C7BBDCF9ULL, 0x3159B4CD4BE0518AULL, 0x647378D9C97E9FC8ULL, \
-   0xC3EBD33483ACC5EAULL, 0xEB6313FAFFA081C5ULL, 0x49DAF0B751DD0D17ULL, 0x9E68D429265516D3ULL, \
-   0xFCA1477D58BE162BULL, 0xCE31D07AD1B8F88FULL, 0x280416958F3ACB45ULL, 0x7E404BBBCAFBD7AFULL}
-
-#if !defined(__CUDA_ARCH__)
-constexpr u64 kXxh3SecretWords[kXxh3SecretBytes / 8] = TUTTI_XXH3_SECRET_WORDS;
+// Device code cannot index a host constant and has its tables in constant memory.
+#if defined(__CUDA_ARCH__)
+#define TUTTI_XXH3_TABLE static __constant__
+#define TUTTI_XXH3_CONSTEXPR
+#else
+#define TUTTI_XXH3_TABLE constexpr
+#define TUTTI_XXH3_CONSTEXPR constexpr
 #endif
+// The default secret as little-endian words.
+TUTTI_XXH3_TABLE u64 kXxh3SecretWords[kXxh3SecretBytes / 8] = {
+    0xBE4BA423396CFEB8ULL, 0x1CAD21F72C81017CULL, 0xDB979083E96DD4DEULL, 0x1F67B3B7A4A44072ULL,
+    0x78E5C0CC4EE679CBULL, 0x2172FFCC7DD05A82ULL, 0x8E2443F7744608B8ULL, 0x4C263A81E69035E0ULL,
+    0xCB00C391BB52283CULL, 0xA32E531B8B65D088ULL, 0x4EF90DA297486471ULL, 0xD8ACDEA946EF1938ULL,
+    0x3F349CE33F76FAA8ULL, 0x1D4F0BC7C7BBDCF9ULL, 0x3159B4CD4BE0518AULL, 0x647378D9C97E9FC8ULL,
+    0xC3EBD33483ACC5EAULL, 0xEB6313FAFFA081C5ULL, 0x49DAF0B751DD0D17ULL, 0x9E68D429265516D3ULL,
+    0xFCA1477D58BE162BULL, 0xCE31D07AD1B8F88FULL, 0x280416958F3ACB45ULL, 0x7E404BBBCAFBD7AFULL};
 
 // The 8 bytes of the default secret that begin at `offset` (0..184), as a little-endian word.
-GIO_HD constexpr u64 xxh3_secret64(u32 offset) {
-#if defined(__CUDA_ARCH__)
-  constexpr u64 kXxh3SecretWords[kXxh3SecretBytes / 8] = TUTTI_XXH3_SECRET_WORDS;
-#endif
+GIO_HD TUTTI_XXH3_CONSTEXPR u64 xxh3_secret64(u32 offset) {
   const u32 word = offset >> 3;
   const u32 shift = (offset & 7) * 8;
   if (shift == 0) return kXxh3SecretWords[word];
@@ -197,11 +197,11 @@ GIO_HD u64 xxh3_scramble_lane(u64 acc, u32 lane) {
   return (acc ^ (acc >> 47) ^ xxh3_secret64(kXxh3ScrambleOffset + 8 * lane)) * kXxh3Prime32A;
 }
 
-GIO_HD u64 xxh3_initial_lane(u32 lane) {
-  constexpr u64 initial[kXxh3Lanes] = {kXxh3Prime32C, kXxh3Prime64A, kXxh3Prime64B, kXxh3Prime64C,
-                                       kXxh3Prime64D, kXxh3Prime32B, kXxh3Prime64E, kXxh3Prime32A};
-  return initial[lane];
-}
+TUTTI_XXH3_TABLE u64 kXxh3InitialWords[kXxh3Lanes] = {kXxh3Prime32C, kXxh3Prime64A, kXxh3Prime64B,
+                                                      kXxh3Prime64C, kXxh3Prime64D, kXxh3Prime32B,
+                                                      kXxh3Prime64E, kXxh3Prime32A};
+
+GIO_HD u64 xxh3_initial_lane(u32 lane) { return kXxh3InitialWords[lane]; }
 
 GIO_HD void xxh3_accumulate(u64* acc, const u8* stripe, u32 secret_offset) {
   for (u32 lane = 0; lane < kXxh3Lanes; lane += 2) {

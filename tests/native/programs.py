@@ -11,7 +11,11 @@ from pathlib import Path
 import pytest
 
 HERE = Path(__file__).parent
-HEADERS = HERE.parents[1] / "kernels" / "include"
+KERNELS = HERE.parents[1] / "kernels"
+HEADERS = KERNELS / "include"
+#: What programs include beside headers, by the first word of their names: kernels, controllers.
+KERNEL_FOLDERS = {"device": [KERNELS / "device", KERNELS / "native"]}
+SOURCE_SUFFIXES = {".h", ".cpp", ".cu", ".cuh"}
 FLAGS = ["-std=c++17", "-O1", "-g", "-Wall", "-Wextra", "-Werror", "-pthread"]
 SANITIZERS = {
     "asan": ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"],
@@ -29,13 +33,13 @@ COMPILE_TIMEOUT_S = 100
 CLOSE_TIMEOUT_S = 30
 
 
-def fingerprint(command: list[str], headers: Path) -> str:
+def fingerprint(command: list[str], headers: Path, folders: list[Path]) -> str:
     """Digest of a compilation: its command and every file that it may read."""
     version = subprocess.run(
         ["g++", "--version"], capture_output=True, check=True, timeout=COMPILE_TIMEOUT_S
     )
     digest = hashlib.sha256(" ".join(command).encode() + version.stdout)
-    own = [path for path in HERE.iterdir() if path.suffix in {".h", ".cpp", ".cuh"}]
+    own = [p for f in folders for p in f.iterdir() if p.suffix in SOURCE_SUFFIXES]
     for path in sorted([*headers.rglob("*.h"), *own]):
         digest.update(path.read_bytes())
     return digest.hexdigest()[:16]
@@ -43,9 +47,11 @@ def fingerprint(command: list[str], headers: Path) -> str:
 
 def compile_program(folder: Path, name: str, sanitizer: str, headers: Path = HEADERS) -> Path:
     """Compiles `name`.cpp into `folder`, unless what it was compiled from is still the same."""
-    command = ["g++", *FLAGS, *SANITIZERS[sanitizer], f"-I{headers}", f"-I{HERE}"]
+    folders = [HERE, *KERNEL_FOLDERS.get(name.split("_")[0], [])]
+    command = ["g++", *FLAGS, *SANITIZERS[sanitizer], f"-I{headers}"]
+    command += [f"-I{included}" for included in folders]
     command.append(str(HERE / f"{name}.cpp"))
-    program = folder / f"{name}-{sanitizer}-{fingerprint(command, headers)}"
+    program = folder / f"{name}-{sanitizer}-{fingerprint(command, headers, folders)}"
     if program.exists():
         return program
     # Other workers may build the same program: the last rename wins, and all are equal.

@@ -1,16 +1,19 @@
-// The CUDA words that a one-warp kernel uses, on fibers: one fiber a lane.
+// The CUDA words that the kernels use, on fibers: one fiber a thread, 32 of them a warp.
 //
-// Collectives take the full mask only, and every lane must reach them; a lane that does not is a
-// deadlock, which the scheduler reports.
+// Collectives take the full mask only, and every lane of the warp, or every thread of the block,
+// must reach them; one that does not is a deadlock, which the scheduler reports.
 #pragma once
 
 #include <cassert>
 #include <cstring>
+#include <map>
 #include <memory>
 #include <vector>
 
 #include "fiber.h"
 
+// Called, not inlined: twelve kernels hold the same functions.
+#define GIO_HD inline
 #define __global__
 #define __device__
 #define __launch_bounds__(...)
@@ -23,28 +26,56 @@ struct Index {
   unsigned x, y, z;
 };
 
+// Who waits for whom: the lanes of a warp, or the threads of a block.
+struct Meeting {
+  std::vector<size_t> fibers;
+  size_t arrived = 0;
+
+  void converge() {
+    fiber::Scheduler& scheduler = *fiber::Scheduler::active();
+    if (++arrived < fibers.size()) return scheduler.park();
+    arrived = 0;
+    for (size_t other : fibers) {
+      if (other != scheduler.self()) scheduler.unpark(other);
+    }
+  }
+};
+
 struct Warp {
-  size_t fibers[kLanes];
-  unsigned arrived = 0;
+  Meeting lanes;
   unsigned long long words[kLanes];
+};
+
+// A block's shared memory holds one object for each place in the source that declares one.
+struct Block {
+  Meeting threads;
+  std::map<const void*, std::shared_ptr<void>> shared;
 };
 
 struct Lane {
   Warp* warp;
-  Index thread, block, grid;
+  Block* block_state;
+  Index thread, block, grid, size;
+  unsigned index() const { return thread.x % kLanes; }
 };
 
 inline Lane& lane() { return *static_cast<Lane*>(fiber::Scheduler::active()->local()); }
 
 // Every lane waits here for the other 31.
-inline void converge() {
-  fiber::Scheduler& scheduler = *fiber::Scheduler::active();
-  Warp& warp = *lane().warp;
-  if (++warp.arrived < kLanes) return scheduler.park();
-  warp.arrived = 0;
-  for (size_t other : warp.fibers) {
-    if (other != scheduler.self()) scheduler.unpark(other);
+inline void converge() { lane().warp->lanes.converge(); }
+
+// Every thread waits here for the others of its block.
+inline void converge_block() { lane().block_state->threads.converge(); }
+
+// Like shared memory, it is not cleared: a pattern stands there at first.
+template <typename T>
+T& shared(const void* place) {
+  std::shared_ptr<void>& object = lane().block_state->shared[place];
+  if (object == nullptr) {
+    object = std::make_shared<T>();
+    std::memset(object.get(), 0xa5, sizeof(T));
   }
+  return *static_cast<T*>(object.get());
 }
 
 // Lane `source`'s value, for every lane.
@@ -53,7 +84,7 @@ T shuffle(unsigned mask, T value, unsigned source) {
   static_assert(sizeof(T) <= sizeof(unsigned long long), "one register");
   assert(mask == 0xffffffffu);
   Warp& warp = *lane().warp;
-  std::memcpy(&warp.words[lane().thread.x], &value, sizeof value);
+  std::memcpy(&warp.words[lane().index()], &value, sizeof value);
   converge();
   T result;
   std::memcpy(&result, &warp.words[source % kLanes], sizeof result);
@@ -65,7 +96,7 @@ T shuffle(unsigned mask, T value, unsigned source) {
 inline unsigned ballot(unsigned mask, bool predicate) {
   assert(mask == 0xffffffffu);
   Warp& warp = *lane().warp;
-  warp.words[lane().thread.x] = predicate;
+  warp.words[lane().index()] = predicate;
   converge();
   unsigned bits = 0;
   for (unsigned i = 0; i < kLanes; ++i) bits |= static_cast<unsigned>(warp.words[i] != 0) << i;
@@ -76,23 +107,28 @@ inline unsigned ballot(unsigned mask, bool predicate) {
 // Time is the number of switch points, so that a deadline replays with the seed.
 inline unsigned long long now_ns() { return fiber::Scheduler::active()->steps(); }
 
-// Holds the lanes of a launch; outlives the scheduler's run.
+// Holds the threads of a launch; outlives the scheduler's run.
 class Launch {
  public:
   template <typename Kernel>
-  void spawn(fiber::Scheduler* scheduler, unsigned blocks, const Kernel& kernel) {
+  void spawn(fiber::Scheduler* scheduler, unsigned blocks, unsigned warps, const Kernel& kernel) {
     for (unsigned block = 0; block < blocks; ++block) {
-      warps_.push_back(std::make_unique<Warp>());
-      for (unsigned i = 0; i < kLanes; ++i) {
-        const Index grid = {blocks, 1, 1};
-        lanes_.push_back(
-            std::make_unique<Lane>(Lane{warps_.back().get(), {i, 0, 0}, {block, 0, 0}, grid}));
-        warps_.back()->fibers[i] = scheduler->spawn(kernel, 1, lanes_.back().get());
+      blocks_.push_back(std::make_unique<Block>());
+      for (unsigned i = 0; i < warps * kLanes; ++i) {
+        if (i % kLanes == 0) warps_.push_back(std::make_unique<Warp>());
+        const Index grid = {blocks, 1, 1}, size = {warps * kLanes, 1, 1};
+        const Lane lane = {
+            warps_.back().get(), blocks_.back().get(), {i, 0, 0}, {block, 0, 0}, grid, size};
+        lanes_.push_back(std::make_unique<Lane>(lane));
+        const size_t fiber = scheduler->spawn(kernel, 1, lanes_.back().get());
+        warps_.back()->lanes.fibers.push_back(fiber);
+        blocks_.back()->threads.fibers.push_back(fiber);
       }
     }
   }
 
  private:
+  std::vector<std::unique_ptr<Block>> blocks_;
   std::vector<std::unique_ptr<Warp>> warps_;
   std::vector<std::unique_ptr<Lane>> lanes_;
 };
@@ -102,8 +138,15 @@ class Launch {
 #define threadIdx (::simt::lane().thread)
 #define blockIdx (::simt::lane().block)
 #define gridDim (::simt::lane().grid)
-#define blockDim (::simt::Index{::simt::kLanes, 1, 1})
+#define blockDim (::simt::lane().size)
 #define __syncwarp() ::simt::converge()
+#define __syncthreads() ::simt::converge_block()
 #define __shfl_sync(mask, value, source) ::simt::shuffle(mask, value, source)
+#define __shfl_xor_sync(mask, value, apart) \
+  ::simt::shuffle(mask, value, ::simt::lane().index() ^ (apart))
 #define __ballot_sync(mask, predicate) ::simt::ballot(mask, predicate)
-#define __nanosleep(ns) ::fiber::switch_point()
+#define __popc(word) __builtin_popcount(word)
+#define __nanosleep(ns) ((void)(ns), ::fiber::switch_point())
+#define GIO_SHARED(type, name)        \
+  static const char name##_place = 0; \
+  type& name = ::simt::shared<type>(&name##_place)

@@ -1,4 +1,4 @@
-"""The device headers as NVRTC compiles them: cubins, and the instructions that carry the order.
+"""The device code as NVRTC compiles it: cubins, and the instructions that carry the order.
 
 No GPU is needed; what the instructions do on one is not shown here.
 """
@@ -11,14 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from native import cubin
 
-HERE = Path(__file__).parent
-HEADERS = HERE.parents[1] / "kernels" / "include"
+HEADERS = Path(__file__).parents[2] / "kernels" / "include"
+DEVICE = HEADERS.parent / "device"
 ARCHITECTURES = ["sm_80", "sm_90", "sm_100"]
 NEEDED = "cuda-core, cuda-bindings and nvidia-cuda-nvrtc==13.0.88 (tutti-kv[device-check])"
 
 KERNELS = """
-#include "warp_kernel.cuh"
+#include "kernels.cu"
 #include "gio_uring/controller_queue.h"
 extern "C" __global__ void controller_half(gio::ControllerQueue* q, gio::Sqe* out) {
   if (gio::sq_fetch(q, out)) gio::cq_post(q, gio::sqe_cid(*out), gio::kOk);
@@ -37,16 +38,48 @@ def everything() -> str:
     return "".join(f'#include "{name}"\n' for name in names) + KERNELS
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_headers_compile_to_a_cubin(architecture: str) -> None:
+# Registers a thread may have.  Warps that work a queue alone stay small, so that they fit beside
+# whatever runs; blocks of 256 threads that move slices fit an SM of 65536 registers.
+REGISTERS_MAX = {"submit": 64, "drain": 64, "collect": 64, "move": 192, "verify": 192}
+REGISTERS_MAX |= {"resident": 224, "persistent": 224}
+RINGING = ["submit", "drain", "collect", "resident", "persistent"]
+ENTRY_POINTS = ["gio_move", "gio_verify"]
+ENTRY_POINTS += [f"gio_{name}_{bell}" for name in RINGING for bell in ("word", "mmio")]
+
+
+@cache
+def compiled(architecture: str) -> bytes:
     core = pytest.importorskip("cuda.core", reason=f"needs {NEEDED}")
-    options = core.ProgramOptions(
-        std="c++17", arch=architecture, include_path=[str(HEADERS), str(HERE)]
-    )
-    cubin = core.Program(everything(), "c++", options).compile("cubin").code
-    assert cubin[:4] == b"\x7fELF"
-    assert b"gio_warp_word" in cubin
-    assert b"gio_warp_mmio" in cubin
+    include = [str(HEADERS), str(DEVICE)]
+    options = core.ProgramOptions(std="c++17", arch=architecture, include_path=include)
+    return bytes(core.Program(everything(), "c++", options).compile("cubin").code)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_everything_compiles_to_a_cubin(architecture: str) -> None:
+    assert compiled(architecture)[:4] == b"\x7fELF"
+    assert set(ENTRY_POINTS) <= cubin.kernels(compiled(architecture)).keys()
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_kernels_keep_to_their_registers_and_spill_nothing(architecture: str) -> None:
+    found = cubin.kernels(compiled(architecture))
+    for name in ENTRY_POINTS:
+        kernel = found[name]
+        assert 0 < kernel.registers <= REGISTERS_MAX[name.split("_")[1]], name
+        assert (kernel.frame_nbytes, kernel.stack_nbytes) == (0, 0), f"{name} uses local memory"
+
+
+def test_a_kernel_with_an_array_of_its_own_is_seen_to_use_local_memory() -> None:
+    core = pytest.importorskip("cuda.core", reason=f"needs {NEEDED}")
+    source = """extern "C" __global__ void spills(const int* from, int* to) {
+      int own[64];
+      for (int i = 0; i < 64; ++i) own[from[i] & 63] = i;
+      for (int i = 0; i < 64; ++i) to[i] = own[from[i + 64] & 63];
+    }"""
+    options = core.ProgramOptions(std="c++17", arch="sm_90")
+    code = bytes(core.Program(source, "c++", options).compile("cubin").code)
+    assert cubin.kernels(code)["spills"].frame_nbytes > 0
 
 
 @cache
@@ -58,12 +91,12 @@ def ptx(architecture: str) -> str:
         error, *rest = function(*arguments)
         return error, rest[0] if rest else None
 
-    _, program = call(nvrtc.nvrtcCreateProgram, KERNELS.encode(), b"kernels.cu", 0, [], [])
+    _, program = call(nvrtc.nvrtcCreateProgram, KERNELS.encode(), b"checked.cu", 0, [], [])
     options = [
         f"--gpu-architecture={architecture.replace('sm', 'compute')}".encode(),
         b"-std=c++17",
         f"-I{HEADERS}".encode(),
-        f"-I{HERE}".encode(),
+        f"-I{DEVICE}".encode(),
     ]
     error, _ = call(nvrtc.nvrtcCompileProgram, program, len(options), options)
     _, nbytes = call(nvrtc.nvrtcGetProgramLogSize, program)
@@ -88,7 +121,7 @@ def named(architecture: str, kernel: str, *prefixes: str) -> list[str]:
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-@pytest.mark.parametrize("kernel", ["ring_mmio", "gio_warp_mmio"])
+@pytest.mark.parametrize("kernel", ["ring_mmio", *(f"gio_{name}_mmio" for name in RINGING)])
 def test_an_mmio_doorbell_follows_a_system_fence(architecture: str, kernel: str) -> None:
     code = [s for s in instructions(architecture, kernel) if not s.startswith(("//", "."))]
     bells = [i for i, s in enumerate(code) if s.startswith("st.mmio")]
@@ -102,11 +135,12 @@ def test_an_mmio_doorbell_follows_a_system_fence(architecture: str, kernel: str)
 def test_a_word_doorbell_is_a_system_release(architecture: str) -> None:
     assert named(architecture, "ring_word", "st.release.sys.global.u32")
     assert not named(architecture, "ring_word", "st.mmio")
-    assert not named(architecture, "gio_warp_word", "st.mmio")
+    for name in RINGING:
+        assert not named(architecture, f"gio_{name}_word", "st.mmio"), name
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-@pytest.mark.parametrize("kernel", ["reap", "look", "ring_word", "controller_half"])
+@pytest.mark.parametrize("kernel", ["reap", "look", "ring_word", "controller_half", "gio_move"])
 def test_the_other_side_is_read_by_system_acquires(architecture: str, kernel: str) -> None:
     assert named(architecture, kernel, "ld.acquire.sys.global.u32")
 
@@ -145,3 +179,22 @@ def test_nothing_is_narrower_than_the_system_or_not_coherent(architecture: str) 
     assert not re.search(r"\bfence\.[a-z_]+\.(cta|gpu|cluster)\b", text)
     assert ".nc." not in text
     assert "ld.volatile" not in text
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("kernel", ["gio_move", "gio_verify"])
+def test_a_layer_is_published_by_a_system_release(architecture: str, kernel: str) -> None:
+    assert named(architecture, kernel, "st.release.sys.global.u32")
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("kernel", ["gio_move", "gio_verify", "gio_resident_word"])
+def test_slices_are_read_16_bytes_a_lane(architecture: str, kernel: str) -> None:
+    assert named(architecture, kernel, "ld.global.L1::no_allocate.v4.u32")
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("kernel", ["gio_drain_word", "gio_resident_word", "gio_move"])
+def test_polls_have_a_clock_and_stand_aside(architecture: str, kernel: str) -> None:
+    assert any("%globaltimer" in s for s in instructions(architecture, kernel))
+    assert named(architecture, kernel, "nanosleep")

@@ -17,6 +17,7 @@ from native.programs import ENVIRONMENT, HEADERS, SANITIZER_EXIT, compile_progra
 QUEUE_PAIR, CONTROLLER, ATOMICS = "queue_pair.h", "controller_queue.h", "atomics.h"
 MARK = "(&at<u32>(qp->marks)"
 COMPLETION = "(&at<u32>(qp->completions)"
+CQE = "(&at<Cqe>(qp->cq)"
 # Name of the order, header, what stands there, what takes the order away.
 ORDERS = [
     ("mark release", QUEUE_PAIR, f"store_release{MARK}", f"store_relaxed{MARK}"),
@@ -24,7 +25,7 @@ ORDERS = [
     ("completion release", QUEUE_PAIR, f"store_release{COMPLETION}", f"store_relaxed{COMPLETION}"),
     ("completion acquire", QUEUE_PAIR, f"load_acquire{COMPLETION}", f"load_relaxed{COMPLETION}"),
     ("CQE release", CONTROLLER, "store_release(&cqe->status", "store_relaxed(&cqe->status"),
-    ("CQE acquire", QUEUE_PAIR, "load_acquire(&cq[", "load_relaxed(&cq["),
+    ("CQE acquire", QUEUE_PAIR, f"load_acquire{CQE}", f"load_relaxed{CQE}"),
     (
         "SQ doorbell acquire",
         CONTROLLER,

@@ -9,10 +9,12 @@
 // words only, which live next to the submitter.
 #pragma once
 
+#ifndef GIO_HD
 #if defined(__CUDACC__) || defined(__CUDACC_RTC__)
 #define GIO_HD __host__ __device__ __forceinline__
 #else
 #define GIO_HD inline __attribute__((always_inline))
+#endif
 #endif
 
 #if defined(__CUDA_ARCH__)
@@ -23,6 +25,12 @@
 
 #ifndef GIO_SCHED_POINT
 #define GIO_SCHED_POINT() ((void)0)
+#endif
+
+// What a host does for a store to a drive's register; tests put an emulated BAR page here.
+#ifndef GIO_MMIO_STORE
+// Pairs with the drive's fetch of the submission queue after it saw the doorbell.
+#define GIO_MMIO_STORE(p, v) __atomic_store_n(p, v, __ATOMIC_RELEASE)
 #endif
 
 namespace gio {
@@ -150,6 +158,24 @@ GIO_HD u32 fetch_and(u32* p, u32 v) {
 #endif
 }
 
+// Stores `v` where 0 is; true when it did.  For the first error among several that may come.
+GIO_HD bool set_if_zero(u32* p, u32 v) {
+  GIO_SCHED_POINT();
+#if GIO_DEVICE
+  u32 old;
+  // Pairs with the other writers' try, of which one succeeds, and orders nothing else.
+  asm volatile("atom.cas.relaxed.sys.global.b32 %0, [%1], 0, %2;"
+               : "=r"(old)
+               : "l"(p), "r"(v)
+               : "memory");
+  return old == 0;
+#else
+  u32 none = 0;
+  // Pairs with the other writers' try, of which one succeeds, and orders nothing else.
+  return __atomic_compare_exchange_n(p, &none, v, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED);
+#endif
+}
+
 GIO_HD u32 lowest_bit(u32 v) {
 #if GIO_DEVICE
   return static_cast<u32>(__ffs(static_cast<int>(v))) - 1u;
@@ -178,7 +204,7 @@ struct MmioDoorbell {
                  "r"(value)
                  : "memory");
 #else
-    __atomic_store_n(doorbell, value, __ATOMIC_RELEASE);  // pairs with the drive's fetch
+    GIO_MMIO_STORE(doorbell, value);
 #endif
   }
 };

@@ -46,6 +46,12 @@ struct Iocb {
 };
 static_assert(sizeof(Iocb) == 120, "layout shared with Python");
 
+// How many slices a run touches, those included that it holds a part of.
+GIO_HD u32 run_slices(const Iocb& io, const Run& run) {
+  const u32 blocks = (run.skip >> io.lba_shift) + run.nlb;
+  return (blocks + io.slice_nlb - 1) / io.slice_nlb;
+}
+
 template <typename Builder>
 GIO_HD u32 iocb_add_extents(const Iocb& io, const Run& run, u32 layer, Builder* builder) {
   const u64* bases = at<u64>(io.bases) + static_cast<u64>(layer) * io.n_segments;

@@ -41,8 +41,9 @@ static_assert(sizeof(QueuePair) == 192, "layout shared with Python");
 constexpr u32 kCompleted = 1u << 31;
 constexpr u32 kNoCid = 0xffffffffu;
 
-// Takes a free CID, or kNoCid when depth-1 commands are in flight.
-GIO_HD u32 cid_acquire(QueuePair* qp) {
+// Takes a free CID, or kNoCid when depth-1 commands are in flight.  Looks at bit `start` (below 32)
+// and those above it first: lanes with starts of their own rarely meet.
+GIO_HD u32 cid_acquire(QueuePair* qp, u32 start = 0) {
   const u32 words = (qp->depth + 31) / 32;
   u32* free_bits = at<u32>(qp->cid_free);
   const u32 first = load_relaxed(&qp->cid_hint) % words;
@@ -50,7 +51,8 @@ GIO_HD u32 cid_acquire(QueuePair* qp) {
     const u32 w = (first + i) % words;
     u32 bits = load_relaxed(&free_bits[w]);
     while (bits != 0) {  // bounded: each turn drops one bit
-      const u32 bit = bits & (0u - bits);
+      const u32 above = bits & (0xffffffffu << start);
+      const u32 bit = above != 0 ? above & (0u - above) : bits & (0u - bits);
       if (fetch_and(&free_bits[w], ~bit) & bit) {  // pairs with fetch_or in cid_release
         const u32 cid = w * 32 + lowest_bit(bit);
         store_relaxed(&at<u32>(qp->completions)[cid], 0);
@@ -107,6 +109,21 @@ GIO_HD void sq_ring(QueuePair* qp) {
   } while (sq_marked(qp, tail));
 }
 
+// The last dword of the CQE at a monotonic position, when the controller has posted it.
+GIO_HD bool cqe_posted(const QueuePair* qp, u32 position, u32* dw3) {
+  const u32 phase = ((position / qp->depth) & 1u) ^ 1u;  // the first lap expects P = 1
+  // Pairs with the controller's release of the CQE's last dword.
+  *dw3 = load_acquire(&at<Cqe>(qp->cq)[position & (qp->depth - 1)].status);
+  return cqe_phase(*dw3) == phase;
+}
+
+// Tells the command's owner.  A CID that was never given out is dropped, not trusted.
+GIO_HD void cqe_publish(QueuePair* qp, u32 dw3) {
+  const u32 cid = cqe_cid(dw3);
+  // Pairs with load_acquire in completion.
+  if (cid < qp->depth) store_release(&at<u32>(qp->completions)[cid], kCompleted | cqe_status(dw3));
+}
+
 // Consumes up to `max` CQEs (at most 32 a call) and publishes their statuses to
 // completions[cid].  Returns how many.  Returns 0 at once when another submitter is reaping.
 template <typename Doorbell>
@@ -116,25 +133,11 @@ GIO_HD u32 cq_reap(QueuePair* qp, u32 max) {
   u32 entries[32];
   u32 n = 0;
   const u32 head = load_relaxed(&qp->cq_head);
-  const Cqe* cq = at<Cqe>(qp->cq);
-  while (n < max && n < 32) {
-    const u32 position = head + n;
-    const u32 phase = ((position / qp->depth) & 1u) ^ 1u;  // the first lap expects P = 1
-    // Pairs with the controller's release of the CQE's last dword.
-    const u32 dw3 = load_acquire(&cq[position & (qp->depth - 1)].status);
-    if (cqe_phase(dw3) != phase) break;
-    entries[n++] = dw3;
-  }
+  while (n < max && n < 32 && cqe_posted(qp, head + n, &entries[n])) ++n;
   if (n != 0) {
     store_relaxed(&qp->cq_head, head + n);
     Doorbell::ring(at<u32>(qp->cq_doorbell), (head + n) & (qp->depth - 1));
-    for (u32 i = 0; i < n; ++i) {
-      const u32 cid = cqe_cid(entries[i]);
-      if (cid < qp->depth) {  // a CID that was never given out is dropped, not trusted
-        // Pairs with load_acquire in completion.
-        store_release(&at<u32>(qp->completions)[cid], kCompleted | cqe_status(entries[i]));
-      }
-    }
+    for (u32 i = 0; i < n; ++i) cqe_publish(qp, entries[i]);
   }
   exchange(&qp->cq_lock, 0);  // pairs with the exchange that locks
   return n;

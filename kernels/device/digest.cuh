@@ -1,0 +1,237 @@
+// XXH3-64 of one slice by one warp, and the copy of the slice in the same pass.
+//
+// A block of 1024 bytes is 16 stripes of 8 accumulators.  Within a block the stripes only add up,
+// so four lanes take a stripe's eight words, eight stripes go at once, and sums over the stripes
+// are exchanged before the scramble (xxHash, doc/xxhash_spec.md, section "XXH3 Algorithm
+// Overview").
+#pragma once
+
+#include "copy.cuh"
+#include "gio_uring/iocb.h"
+#include "xxh3.h"
+
+namespace gio {
+
+// Which way the bytes of a slice go.
+enum class Way : u32 { kToPages, kToStaging, kInPlace };
+
+// One slice as a string of bytes: its segments one after another, in its page and in staging.
+struct Slice {
+  u64 segment[kSegmentsMax];  // address of the string's byte 0, as if the segment began there
+  u32 end[kSegmentsMax];      // where the segment ends in the string
+  u64 staged;                 // address of the string in staging, or 0
+  u32 nbytes;
+  Way way;
+
+  GIO_HD Slice(const Iocb& io, u32 layer, u32 index, u64 staged_address, Way w)
+      : staged(staged_address), way(w) {
+    const u64 page = at<u32>(io.pages)[index];
+    const u64* bases = at<u64>(io.bases) + static_cast<u64>(layer) * io.n_segments;
+    u32 start = 0;
+    GIO_UNROLL
+    for (u32 k = 0; k < kSegmentsMax; ++k) {
+      segment[k] = 0;
+      if (k < io.n_segments) {
+        segment[k] = bases[k] + page * io.segment_stride[k] - start;
+        start += io.segment_nbytes[k];
+      }
+      end[k] = start;
+    }
+    nbytes = start;
+  }
+
+  // Address of the string's byte `position` in its page.
+  GIO_HD u64 paged(u32 position) const {
+    u64 origin = segment[kSegmentsMax - 1];
+    GIO_UNROLL
+    for (u32 k = kSegmentsMax - 1; k-- > 0;) {
+      if (position < end[k]) origin = segment[k];
+    }
+    return origin + position;
+  }
+  GIO_HD u64 source(u32 position) const {
+    return way == Way::kToPages ? staged + position : paged(position);
+  }
+  GIO_HD u64 target(u32 position) const {
+    return way == Way::kToPages ? paged(position) : staged + position;
+  }
+
+  // Whether every 16 bytes of the string are 16 aligned bytes on both sides.
+  GIO_HD bool has_whole_quads() const {
+    u64 bits = staged;
+    GIO_UNROLL
+    for (u32 k = 0; k < kSegmentsMax; ++k) bits |= end[k] | segment[k];
+    return (bits & 15u) == 0;
+  }
+};
+
+// 16 bytes of the string: the two words that one lane takes of a stripe.
+struct Words {
+  u64 even, odd;
+};
+
+GIO_HD Words words_of(const Quad& quad) {
+  return {quad.x | static_cast<u64>(quad.y) << 32, quad.z | static_cast<u64>(quad.w) << 32};
+}
+
+// The secret's two words of a lane at a place in the secret.
+GIO_HD Words secret_at(u32 offset) {
+  return {tutti::xxh3_secret64(offset), tutti::xxh3_secret64(offset + 8)};
+}
+
+GIO_HD void add_words(Words* sum, const Words& data, const Words& secret) {
+  sum->even = tutti::xxh3_round(sum->even, data.even, data.odd, secret.even);
+  sum->odd = tutti::xxh3_round(sum->odd, data.odd, data.even, secret.odd);
+}
+
+// Adds up the lanes that are a multiple of four apart.
+GIO_HD Words across_stripes(Words sum) {
+  GIO_UNROLL
+  for (u32 apart = 4; apart < kLanes; apart *= 2) {
+    sum.even += __shfl_xor_sync(kAllLanes, sum.even, apart);
+    sum.odd += __shfl_xor_sync(kAllLanes, sum.odd, apart);
+  }
+  return sum;
+}
+
+constexpr u32 kDigestBlockNbytes = 1024;
+constexpr u32 kDigestHalfNbytes = kDigestBlockNbytes / 2;
+constexpr u32 kDigestTileNbytes = kLoadsInFlight * kDigestHalfNbytes;
+static_assert(kDigestBlockNbytes == 64 * tutti::kXxh3StripesPerBlock, "16 stripes");
+
+// The lane's part of the accumulators, for strings of more than 240 bytes.
+struct LaneDigest {
+  Words total;
+  Words secret[2];  // of the two halves of a block
+  Words scramble;
+
+  GIO_HD explicit LaneDigest(u32 lane) {
+    const u32 pair = 16 * (lane % 4);
+    total = {tutti::xxh3_initial_lane(2 * (lane % 4)),
+             tutti::xxh3_initial_lane(2 * (lane % 4) + 1)};
+    secret[0] = secret_at(8 * (lane / 4) + pair);
+    secret[1] = secret_at(64 + 8 * (lane / 4) + pair);
+    scramble = secret_at(tutti::kXxh3ScrambleOffset + pair);
+  }
+
+  // A block, or what there is of the last one: `left` whole stripes.
+  GIO_HD void add_block(const Quad& low, const Quad& high, u32 left) {
+    const u32 stripe = lane_index() / 4;
+    Words sum = {0, 0};
+    if (stripe < left) add_words(&sum, words_of(low), secret[0]);
+    if (stripe + 8 < left) add_words(&sum, words_of(high), secret[1]);
+    sum = across_stripes(sum);
+    total.even += sum.even;
+    total.odd += sum.odd;
+    if (left < tutti::kXxh3StripesPerBlock) return;
+    total.even = (total.even ^ (total.even >> 47) ^ scramble.even) * tutti::kXxh3Prime32A;
+    total.odd = (total.odd ^ (total.odd >> 47) ^ scramble.odd) * tutti::kXxh3Prime32A;
+  }
+
+  // The last 64 bytes, whatever of them was a stripe already, and the end.
+  GIO_HD u64 finish(const Quad& last, u32 nbytes) {
+    const u32 pair = 16 * (lane_index() % 4);
+    add_words(&total, words_of(last), secret_at(tutti::kXxh3LastStripeOffset + pair));
+    const Words key = secret_at(tutti::kXxh3MergeOffset + pair);
+    u64 hash = tutti::xxh3_fold(total.even ^ key.even, total.odd ^ key.odd);
+    hash += __shfl_xor_sync(kAllLanes, hash, 1);
+    hash += __shfl_xor_sync(kAllLanes, hash, 2);
+    return tutti::xxh3_avalanche(hash + nbytes * tutti::kXxh3Prime64A);
+  }
+};
+
+// A string of more than 240 bytes, 16 bytes a lane: all loads of four blocks, then the copies, then
+// the sums.
+GIO_HD u64 warp_digest_quads(const Slice& slice) {
+  const u32 offset = kLanes / 2 * lane_index();
+  const u32 stripes = (slice.nbytes - 1) / tutti::kXxh3StripeBytes;
+  LaneDigest digest(lane_index());
+  for (u32 base = 0; base < slice.nbytes; base += kDigestTileNbytes) {
+    Quad quads[kLoadsInFlight];
+    GIO_UNROLL
+    for (u32 i = 0; i < kLoadsInFlight; ++i) {
+      const u32 position = base + i * kDigestHalfNbytes + offset;
+      quads[i] = {0, 0, 0, 0};
+      if (position < slice.nbytes) quads[i] = load_quad(slice.source(position));
+    }
+    GIO_UNROLL
+    for (u32 i = 0; i < kLoadsInFlight; ++i) {
+      const u32 position = base + i * kDigestHalfNbytes + offset;
+      if (slice.way != Way::kInPlace && position < slice.nbytes) {
+        store_quad(slice.target(position), quads[i]);
+      }
+    }
+    GIO_UNROLL
+    for (u32 i = 0; i < kLoadsInFlight; i += 2) {
+      const u32 first = (base + i * kDigestHalfNbytes) / tutti::kXxh3StripeBytes;
+      if (first < stripes) digest.add_block(quads[i], quads[i + 1], stripes - first);
+    }
+  }
+  const u32 last = slice.nbytes - tutti::kXxh3StripeBytes + offset % tutti::kXxh3StripeBytes;
+  return digest.finish(load_quad(slice.source(last)), slice.nbytes);
+}
+
+constexpr u32 kWarpsMax = 8;  // of a block: 256 threads
+
+// A block of a string whose bytes lie anyhow, for each warp.
+struct Gathered {
+  alignas(16) u8 bytes[kWarpsMax][kDigestBlockNbytes];
+};
+
+// Brings bytes `from` to `to` of the string together; they are copied on the way.
+GIO_HD void warp_gather(const Slice& slice, u8* bytes, u32 from, u32 to, bool passes_on) {
+  for (u32 position = from + lane_index(); position < to; position += kLanes) {
+    const u8 byte = *at<u8>(slice.source(position));
+    bytes[position - from] = byte;
+    if (passes_on) *at<u8>(slice.target(position)) = byte;
+  }
+  __syncwarp();
+}
+
+GIO_CALLED u64 digest_short(const u8* bytes, u32 nbytes) {
+  return tutti::xxh3_short(bytes, nbytes);
+}
+
+GIO_HD Quad gathered_quad(const u8* bytes, u32 position) {
+  return *reinterpret_cast<const Quad*>(bytes + position);
+}
+
+// Any string, a byte a lane, through the block's own memory.
+GIO_HD u64 warp_digest_bytes(const Slice& slice) {
+  GIO_SHARED(Gathered, gathered);
+  u8* bytes = gathered.bytes[warp_index()];
+  const bool passes_on = slice.way != Way::kInPlace;
+  if (slice.nbytes <= tutti::kXxh3MidBytesMax) {
+    warp_gather(slice, bytes, 0, slice.nbytes, passes_on);
+    u64 hash = 0;
+    if (lane_index() == 0) hash = digest_short(bytes, slice.nbytes);
+    return __shfl_sync(kAllLanes, hash, 0);
+  }
+  const u32 offset = kLanes / 2 * lane_index();
+  const u32 stripes = (slice.nbytes - 1) / tutti::kXxh3StripeBytes;
+  LaneDigest digest(lane_index());
+  for (u32 base = 0; base < slice.nbytes; base += kDigestBlockNbytes) {
+    const u32 left = slice.nbytes - base;
+    const u32 end = base + (left < kDigestBlockNbytes ? left : kDigestBlockNbytes);
+    warp_gather(slice, bytes, base, end, passes_on);
+    const u32 first = base / tutti::kXxh3StripeBytes;
+    if (first < stripes) {
+      digest.add_block(gathered_quad(bytes, offset),
+                       gathered_quad(bytes, offset + kDigestHalfNbytes), stripes - first);
+    }
+    __syncwarp();
+  }
+  warp_gather(slice, bytes, slice.nbytes - tutti::kXxh3StripeBytes, slice.nbytes, false);
+  const u64 hash =
+      digest.finish(gathered_quad(bytes, offset % tutti::kXxh3StripeBytes), slice.nbytes);
+  __syncwarp();
+  return hash;
+}
+
+// The digest of a slice, moved on the way; every lane has it.
+GIO_HD u64 warp_digest(const Slice& slice) {
+  const bool in_quads = slice.nbytes > tutti::kXxh3MidBytesMax && slice.has_whole_quads();
+  return in_quads ? warp_digest_quads(slice) : warp_digest_bytes(slice);
+}
+
+}  // namespace gio

@@ -1,0 +1,247 @@
+// One warp drives one share of a layer through its queue: lanes build commands by arithmetic,
+// lane 0 rings once for the warp, 32 completions are looked at together.
+//
+// Where each run stands is kept in memory (RunState), so a kernel may end in the middle and the
+// next one goes on.  Lane i of the warp always has the runs i, i + 32, ... of its share.
+#pragma once
+
+#include "block.cuh"
+#include "parameters.cuh"
+
+namespace gio {
+
+// cq_reap of queue_pair.h by a whole warp: one CQE a lane, so a burst costs one round trip.
+template <typename Doorbell>
+GIO_HD u32 warp_reap(QueuePair* qp) {
+  u32 head = 0;
+  u32 locked = 0;
+  if (lane_index() == 0) {
+    // Pairs with the exchange that unlocks: the winner sees the former holder's cq_head.
+    locked = exchange(&qp->cq_lock, 1) == 0;
+    head = load_relaxed(&qp->cq_head);
+  }
+  if (__shfl_sync(kAllLanes, locked, 0) == 0) return 0;
+  head = __shfl_sync(kAllLanes, head, 0);
+  const u32 lane = lane_index();
+  u32 dw3 = 0;
+  // A lap is depth entries: beyond it the phase would say the opposite of what it means.
+  const bool posted = lane < qp->depth && cqe_posted(qp, head + lane, &dw3);
+  const u32 missing = ~__ballot_sync(kAllLanes, posted);
+  const u32 n = missing == 0 ? kLanes : lowest_bit(missing);
+  if (lane == 0 && n != 0) {
+    store_relaxed(&qp->cq_head, head + n);
+    Doorbell::ring(at<u32>(qp->cq_doorbell), (head + n) & (qp->depth - 1));
+  }
+  __syncwarp();  // the doorbell precedes the publication
+  if (lane < n) cqe_publish(qp, dw3);
+  __syncwarp();
+  if (lane == 0) exchange(&qp->cq_lock, 0);  // pairs with the exchange that locks
+  return n;
+}
+
+// A warp's share of one layer.
+struct Pump {
+  const Batch* batch;
+  const QueueShare* share;
+  const Iocb* io;
+  QueuePair* qp;
+  RunState* states;  // of the share, in this layer
+  LayerTally* tally;
+  u32 layer;
+  u32 low;  // every run below was over; a multiple of 32
+
+  GIO_HD Pump(const Batch* b, u32 l)
+      : batch(b),
+        share(at<QueueShare>(b->shares) + blockIdx.x),
+        io(at<Iocb>(b->iocb)),
+        qp(at<QueuePair>(share->qp)),
+        states(at<RunState>(b->states) + static_cast<u64>(l) * io->n_runs + share->first_run),
+        tally(at<LayerTally>(b->tallies) + l),
+        layer(l),
+        low(0) {}
+
+  GIO_HD const Run& run(u32 index) const { return at<Run>(io->runs)[share->first_run + index]; }
+};
+
+// The first error of a layer stays.
+GIO_HD void note_error(LayerTally* tally, u32 status) { set_if_zero(&tally->status, status); }
+
+// Names every page that a failed run was to move.
+GIO_HD void note_run_error(const Pump& pump, const Run& run, u32 status) {
+  note_error(pump.tally, status);
+  if (pump.batch->slices == 0) return;
+  const u64 page_status = at<SliceTable>(pump.batch->slices)->page_status;
+  if (page_status == 0) return;
+  const u32 slices = run_slices(*pump.io, run);
+  for (u32 i = run.first; i < run.first + slices && i < pump.io->n_pages; ++i) {
+    set_if_zero(&at<u32>(page_status)[i], status);
+  }
+}
+
+// Builds and enqueues one run's command.  kOk: it is in flight under *cid, or, with kNoCid, it has
+// to wait for a CID.  Anything else is why it cannot be built.
+GIO_HD u32 lane_send(const Pump& pump, u32 index, u32* cid) {
+  *cid = cid_acquire(pump.qp, lane_index());
+  if (*cid == kNoCid) return kOk;
+  const u64 offset = static_cast<u64>(*cid) * pump.share->list_nbytes;
+  const ListMemory list = {pump.share->lists + offset, pump.share->lists_dma + offset,
+                           pump.share->list_nbytes};
+  Sqe sqe;
+  const u32 status = iocb_build(*pump.io, pump.run(index), pump.layer, *cid, list, &sqe);
+  if (status != kOk) {
+    cid_release(pump.qp, *cid);
+    *cid = kNoCid;
+    return status;
+  }
+  sq_enqueue(pump.qp, sqe);
+  return kOk;
+}
+
+// Looks for the completion of a command and gives its CID back.  True when it came.
+GIO_HD bool lane_take(QueuePair* qp, RunState* state, u32* status) {
+  const u32 word = completion(qp, state->cid);
+  if (word == 0) return false;
+  *status = word & ~kCompleted;
+  cid_release(qp, state->cid);
+  state->cid = kNoCid;
+  return true;
+}
+
+struct Group {
+  bool over;      // every run of the group has ended
+  bool starved;   // a lane found no CID
+  u32 succeeded;  // lanes whose run ended well in this look
+};
+
+// One look at 32 runs, one a lane: takes completions, sends what may be sent, rings once.
+template <typename Doorbell>
+GIO_HD Group pump_group(const Pump& pump, u32 base, u32 limit) {
+  const u32 index = base + lane_index();
+  const bool exists = index < pump.share->n_runs;
+  RunState state = {kNoCid, kOk};
+  if (exists) state = pump.states[index];
+  const bool was_open = state.status == kRunPending;
+  bool sent = false, starved = false;
+  u32 status = kRunPending;
+  if (was_open && state.cid != kNoCid) {
+    lane_take(pump.qp, &state, &status);
+  } else if (was_open && index < limit) {
+    const u32 refused = lane_send(pump, index, &state.cid);
+    sent = state.cid != kNoCid;
+    starved = !sent && refused == kOk;
+    if (refused != kOk) status = refused;
+  }
+  if (__ballot_sync(kAllLanes, sent) != 0 && lane_index() == 0) sq_ring<Doorbell>(pump.qp);
+  const bool ended = was_open && status != kRunPending;
+  if (ended || sent) {
+    if (ended) state.status = status;
+    pump.states[index] = state;
+  }
+  if (ended && status != kOk) note_run_error(pump, pump.run(index), status);
+  const bool open = was_open && !ended;
+  return {__ballot_sync(kAllLanes, open) == 0, __ballot_sync(kAllLanes, starved) != 0,
+          __ballot_sync(kAllLanes, ended && status == kOk)};
+}
+
+struct Look {
+  bool open;    // runs are left
+  bool moved;   // something ended
+  u32 n_ended;  // runs that ended well, in `ended`
+};
+
+// One look at the share.  Runs below `limit` may be sent; those that ended well are listed in
+// `ended` (room for `room`, at least 32), or not when it is null.
+template <typename Doorbell>
+GIO_HD Look pump_look(Pump* pump, u32 limit, u32* ended, u32 room) {
+  Look look = {false, false, 0};
+  look.moved = warp_reap<Doorbell>(pump->qp) != 0;
+  for (u32 base = pump->low; base < pump->share->n_runs; base += kLanes) {
+    if (ended != nullptr && look.n_ended + kLanes > room) {
+      look.open = true;
+      break;
+    }
+    const Group group = pump_group<Doorbell>(*pump, base, limit);
+    if (ended != nullptr && (group.succeeded >> lane_index() & 1u) != 0) {
+      const u32 below = group.succeeded & ((1u << lane_index()) - 1);
+      ended[look.n_ended + static_cast<u32>(__popc(below))] = base + lane_index();
+    }
+    look.n_ended += static_cast<u32>(__popc(group.succeeded));
+    if (group.over && base == pump->low) pump->low = base + kLanes;
+    look.open = look.open || !group.over;
+    if (group.starved || base + kLanes >= limit) {
+      look.open = look.open || base + kLanes < pump->share->n_runs;
+      break;  // no later run can have been sent: they go in order
+    }
+  }
+  return look;
+}
+
+// The deadline passed: what has not ended counts as timed out.  CIDs stay with their commands.
+GIO_HD void pump_expire(const Pump& pump) {
+  for (u32 index = pump.low + lane_index(); index < pump.share->n_runs; index += kLanes) {
+    RunState* state = &pump.states[index];
+    if (state->status != kRunPending) continue;
+    state->status = kTimedOut;
+    if (state->cid != kNoCid) fetch_add(&pump.tally->owned, 1);  // pairs with pump_collect
+    note_run_error(pump, pump.run(index), kTimedOut);
+  }
+}
+
+// Sends what there are CIDs for.
+template <typename Doorbell>
+GIO_HD void pump_submit(Pump* pump) {
+  pump_look<Doorbell>(pump, pump->share->n_runs, nullptr, 0);
+}
+
+// Until every run ended, or the deadline.
+template <typename Doorbell>
+GIO_HD void pump_drain(Pump* pump) {
+  const u64 deadline = deadline_after(pump->batch->timeout_ns);
+  Backoff backoff;
+  bool open = true;
+  while (open) {  // bounded by the deadline
+    const Look look = pump_look<Doorbell>(pump, pump->share->n_runs, nullptr, 0);
+    open = look.open;
+    if (look.moved) {
+      backoff.wake();
+    } else if (open) {
+      backoff.nap();
+    }
+    if (open && __shfl_sync(kAllLanes, static_cast<u32>(now_ns() > deadline), 0) != 0) {
+      pump_expire(*pump);
+      open = false;
+    }
+  }
+}
+
+// Takes the CIDs of late commands back whose completion has come.
+template <typename Doorbell>
+GIO_HD void pump_collect(const Pump& pump) {
+  for (u32 i = 0; i < pump.qp->depth; i += kLanes) {
+    if (warp_reap<Doorbell>(pump.qp) == 0) break;
+  }
+  __syncwarp();
+  for (u32 index = lane_index(); index < pump.share->n_runs; index += kLanes) {
+    RunState* state = &pump.states[index];
+    if (state->status == kRunPending || state->cid == kNoCid) continue;
+    u32 late;
+    // Pairs with fetch_add in pump_expire.
+    if (lane_take(pump.qp, state, &late)) fetch_add(&pump.tally->owned, 0u - 1u);
+  }
+}
+
+// Called by every thread of every block at the end of a layer's last kernel.
+GIO_HD void publish_layer(const Batch* batch, u32 layer) {
+  __syncthreads();
+  if (threadIdx.x != 0 || batch->flags == 0) return;
+  LayerTally* tally = at<LayerTally>(batch->tallies) + layer;
+  LayerFlag* flag = at<LayerFlag>(batch->flags) + layer;
+  // Pairs with the other blocks' fetch_add: the last one has seen what all of them moved.
+  if (fetch_add(&tally->arrived, 1) != gridDim.x - 1) return;
+  store_relaxed(&tally->arrived, 0);
+  store_relaxed(&flag->status, load_relaxed(&tally->status));
+  // Pairs with whoever waits for the layer: a stream's wait, a CPU's or a kernel's load_acquire.
+  store_release(&flag->ready, batch->ready);
+}
+
+}  // namespace gio
