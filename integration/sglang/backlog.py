@@ -24,7 +24,6 @@ from tutti.integration.sglang.fence import Fence
 from tutti.integration.sglang.metrics import STORE
 from tutti.integration.sglang.pools import Pages
 from tutti.integration.sglang.shelf import Shelf
-from tutti.integration.sglang.turns import Turns
 from tutti.tickets import Outcome, PutTicket
 
 Keys = npt.NDArray[np.uint8]
@@ -70,7 +69,7 @@ class Backlog:
     """Offloads under way.  ``add`` never waits for the medium, nor for the engine's device.
 
     locked_share: of each pool's pages that may wait for the medium where they are.
-    turns: when to write.
+    chains: what precedes a page.
     """
 
     def __init__(
@@ -81,7 +80,6 @@ class Backlog:
         timeout_s: float,
         breaker: Breaker,
         chains: Chains,
-        turns: Turns,
         complain: Callable[[str, object], None],
     ) -> None:
         self._locked = {shelf.name: 0 for shelf in shelves}
@@ -89,7 +87,6 @@ class Backlog:
         self._timeout_s = timeout_s
         self._breaker = breaker
         self._chains = chains
-        self._turns = turns
         self._complain = complain
         self._changed = threading.Condition()
         self._order: deque[Offload] = deque()
@@ -150,7 +147,7 @@ class Backlog:
 
     def wait_quiet(self, timeout_s: float) -> bool:
         """Waits until all is over; whether it is."""
-        with self._turns.flushing(), self._changed:
+        with self._changed:
             return self._changed.wait_for(lambda: self._active == 0, timeout_s)
 
     def reset(self, timeout_s: float) -> bool:
@@ -235,7 +232,6 @@ class Backlog:
             pool = shelf.memory if staged is None else shelf.stores.pool
             pages = self._pages(offload, part) if staged is None else staged
             parent, depth = self._chains.before(part.keys[0].tobytes())
-            self._turns.wait(part.pages * shelf.page_nbytes)
             part.started_s = time.monotonic()
             ticket = shelf.store.put(part.keys, pages, pool=pool, parent=parent, depth=depth)
         except Exception as error:
@@ -256,9 +252,7 @@ class Backlog:
         recorder.count("failed_pages", failed, STORE)
         if stored:
             nbytes = stored * part.shelf.page_nbytes
-            duration_s = time.monotonic() - part.started_s
-            recorder.moved(STORE, stored, nbytes, duration_s)
-            self._turns.wrote(nbytes, duration_s)
+            recorder.moved(STORE, stored, nbytes, time.monotonic() - part.started_s)
             self._breaker.success()
         if failed:
             self._breaker.failure()

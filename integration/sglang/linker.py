@@ -43,7 +43,6 @@ from tutti.integration.sglang.read_ahead import ReadAhead
 from tutti.integration.sglang.shelf import Shelf
 from tutti.integration.sglang.shelves import open_shelves
 from tutti.integration.sglang.staging import Staging
-from tutti.integration.sglang.turns import Turns
 from tutti.integration.sglang.upkeep import Upkeep
 from tutti.integration.sglang.weights import WATCH
 from tutti.keys import object_keys
@@ -126,7 +125,6 @@ class TuttiLinker(adapter.UnifiedCacheLinker):
             timeout_s=self._timeout_s,
             breaker=self.writes,
             chains=self._chains,
-            turns=Turns(),
             complain=self.complaints.add,
         )
         self._upkeeps = {

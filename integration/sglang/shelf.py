@@ -17,6 +17,7 @@ from tutti.integration.sglang.metrics import Recorder
 from tutti.integration.sglang.pools import EnginePool, Pages, Views
 from tutti.integration.sglang.staging import Staging
 from tutti.layout import KVLayout
+from tutti.scheduler.dispatcher import Schedule
 from tutti.store import ObjectStore
 
 Keys = npt.NDArray[np.uint8]
@@ -84,14 +85,22 @@ class Shelf:
 
 
 def open_store(
-    path: Path, layout: KVLayout, capacity: int, options: Mapping[str, Any]
+    path: Path,
+    layout: KVLayout,
+    capacity: int,
+    options: Mapping[str, Any],
+    schedule: Schedule | None,
 ) -> ObjectStore:
-    """The pool in a file, formatted when it is not there.  Raises TuttiError."""
+    """The pool in a file, formatted when it is not there.  Raises TuttiError.
+
+    schedule: when its puts and loads are launched; None for at once.
+    """
     config = tutti.StoreConfig(
         verify=options["verify"],
         durability=options["durability"],
         timeout_s=options["timeout_s"],
         pin_lookups=options["pin_lookups"],
+        schedule=schedule,
     )
     store: ObjectStore = tutti.open(
         str(path), layout, capacity, executor=options["executor"], config=config

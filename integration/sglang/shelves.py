@@ -12,6 +12,10 @@ from tutti.integration.sglang.metrics import Recorder
 from tutti.integration.sglang.options import LINKER
 from tutti.integration.sglang.pools import EngineGroup, EnginePool
 from tutti.integration.sglang.shelf import Shelf, open_store, split_nbytes
+from tutti.scheduler.dispatcher import Schedule
+from tutti.scheduler.policy import Limits
+from tutti.scheduler.profile import load_profile
+from tutti.scheduler.request import Profile
 
 _log = logging.getLogger(__name__)
 
@@ -31,6 +35,7 @@ def open_shelves(
     loads = split_nbytes(options["load_staging"], pools, _KV_SHARE)
     stores = split_nbytes(options["store_staging"], pools, _KV_SHARE)
     capacities = _capacities(options, pools)
+    profile = None if options["profile"] is None else load_profile(options["profile"])
     shelves: dict[str, Shelf] = {}
     identity = identity_of(
         options,
@@ -47,7 +52,13 @@ def open_shelves(
             layout = layout_of(pool.shape, identity, place)
             path = pool_path(options["path"], layout, f"linker-{pool.name}", place)
             make_folder(path)
-            store = open_store(path, layout, capacities[pool.name] // place.ranks, options)
+            store = open_store(
+                path,
+                layout,
+                capacities[pool.name] // place.ranks,
+                options,
+                _schedule(profile, pool, options, stores[pool.name]),
+            )
             recorder = Recorder(
                 {"mode": LINKER, "pool": pool.name, "rank": place.name}, prometheus=prometheus
             )
@@ -70,6 +81,17 @@ def open_shelves(
             shelf.store.close()
         raise
     return shelves
+
+
+def _schedule(
+    profile: Profile | None, pool: EnginePool, options: Mapping[str, Any], staging_nbytes: int
+) -> Schedule | None:
+    """Writes yield to reads.  The backlog bounds what waits, so the scheduler drops nothing."""
+    if profile is None:
+        return None
+    most = int(pool.pages * options["backlog_share"]) + staging_nbytes // pool.nbytes
+    limits = Limits(locked_pages=most, staged_pages=0, read_ahead_nbytes=1 << 62)
+    return Schedule(profile, limits)
 
 
 def _capacities(options: Mapping[str, Any], pools: list[EnginePool]) -> dict[str, int]:

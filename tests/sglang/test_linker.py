@@ -18,8 +18,9 @@ from linker_engine import Rig, damage, names, wait_for
 from sglang.srt.mem_cache.memory_pool import MHATokenToKOnlyPool, MHATokenToKVPool
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 
-from tutti.errors import ConfigError, DeviceTimeout, PoolInUse, Unsupported
+from tutti.errors import ConfigError, DeviceTimeout, PoolInUse, ProfileError, Unsupported
 from tutti.integration.sglang import linker as linker_module
+from tutti.integration.sglang import shelves as shelves_module
 from tutti.integration.sglang.linker import TuttiLinker
 from tutti.integration.sglang.pools import engine_group
 from tutti.integration.sglang.weights import WeightsWatch
@@ -88,7 +89,9 @@ def test_offload_skips_what_is_there_and_completes_in_order(tmp_path: Path) -> N
         wait_for(lambda: rig.linker.num_completed_offloads() == 12)
         assert [rig.linker.pop_completed_offload() for _ in range(12)] == [True] * 12
         assert rig.linker.num_completed_offloads() == 0
-        assert rig.shelf.store.stats()["stored"] == 20
+        wait_for(lambda: rig.shelf.store.stats()["stored"] == 20)
+        rig.linker.reset()
+        assert rig.shelf.store.stats()["stored"] == 20, "each page once"
 
 
 def test_a_backlog_beyond_its_bound_is_copied_out_then_dropped(tmp_path: Path) -> None:
@@ -437,3 +440,55 @@ class _Params:
 
     def get_kvcache(self) -> Any:
         return self._pool
+
+
+class FlatProfile:
+    """A machine on which everything takes a little."""
+
+    interference = 4.0
+
+    def layer_us(self, new_tokens: int, prefix_tokens: int) -> float:
+        return 100.0
+
+    def decode_us(self, batch: int, context_tokens: int) -> float:
+        return 1000.0
+
+    def read_us(self, nbytes: int) -> float:
+        return nbytes / 1000
+
+    def write_us(self, nbytes: int) -> float:
+        return nbytes / 500
+
+
+def test_with_a_profile_the_scheduler_launches_what_is_moved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ProfileError, match="cannot read"):
+        Rig(tmp_path / "none", profile=str(tmp_path / "missing.json"))
+    monkeypatch.setattr(shelves_module, "load_profile", lambda path: FlatProfile())
+    with Rig(tmp_path, profile="profile.json", backlog_share=0.1) as rig:
+        rig.fill(13)
+        want = rig.content(range(24))
+        for start in range(0, 24, 4):
+            assert rig.offload(names(24)[start : start + 4], range(start, start + 4))
+        wait_for(lambda: rig.linker.num_completed_offloads() == 6)
+        assert all(rig.linker.pop_completed_offload() for _ in range(6))
+        wait_for(lambda: rig.lookup(names(24)) == 24)
+        assert rig.restore(names(24), range(30, 54))
+        assert rig.content(range(30, 54)) == want
+        scheduler = rig.shelf.store.scheduler
+        wait_for(lambda: scheduler.counters()["read_nbytes"] > 0)
+        assert scheduler.counters()["written_pages"] == 24
+        assert scheduler.counters()["dropped_pages"] == 0
+
+
+def test_pages_are_stored_behind_their_predecessors(tmp_path: Path) -> None:
+    with Rig(tmp_path) as rig:
+        rig.fill(14)
+        assert rig.lookup(names(9)) == 0  # says what follows what
+        assert rig.store(names(9)[6:], range(3))
+        assert rig.store(names(9)[:3], range(3, 6))
+        assert rig.store(names(9)[3:6], range(6, 9))
+        index = rig.shelf.store._core.index
+        keys = rig.linker._keys(engine.transfer(names(9)))
+        assert index.depth[index.find(keys)].tolist() == list(range(9))

@@ -173,7 +173,7 @@ def stores_in_memory(faults: list[Callable[[Faults], None]]) -> Callable[..., Ob
     """In place of pools in files: media in memory whose faults can be set."""
 
     def make(
-        path: Path, layout: KVLayout, capacity: int, options: Mapping[str, Any]
+        path: Path, layout: KVLayout, capacity: int, options: Mapping[str, Any], schedule: Any
     ) -> ObjectStore:
         geometry = Geometry(layout.layers, layout.segments, 4096, 4, GROUPS)
         store = opened(
