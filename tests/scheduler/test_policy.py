@@ -1,10 +1,13 @@
 from __future__ import annotations
 
+import pytest
 from scheduler.drive import Drive, Linear
 
-from tutti.scheduler.event import LoadKnown, StepBegan, StepEnded, WriteKnown
-from tutti.scheduler.policy import FixedWindow, ImmediatePolicy, Limits, SlackPolicy
+from tutti.errors import ConfigError
+from tutti.scheduler.event import LayersReady, LoadKnown, StepBegan, StepEnded, WriteKnown
+from tutti.scheduler.policy import FixedWindow, ImmediatePolicy, Limits, SlackPolicy, admitted
 from tutti.scheduler.request import Phase
+from tutti.scheduler.state import Decision, ReadLaunch, State, apply, commit
 from tutti.scheduler.trace import replay
 
 MS = 1_000_000
@@ -72,3 +75,81 @@ def test_a_trace_replays_to_the_same_bytes() -> None:
     mixed(one)
     one.run()
     assert list(replay(one.trace, SlackPolicy(one.profile, Limits()), one.profile)) == one.trace
+
+
+def busy(one: Drive) -> None:
+    """Steps whose loads are always late: there is never any slack."""
+    for number in range(40):
+        at_ns, name = number * 10 * MS, f"r{number}"
+        one.at(LoadKnown(at_ns, name, layers=2, layer_nbytes=60 * MB, tokens=1, prefix_tokens=1))
+        one.at(StepBegan(at_ns, Phase.PREFILL, layers=2, tokens=1, loads=(name,)))
+
+
+@pytest.mark.parametrize("interference", [1.5, 2.5])
+def test_an_old_write_goes_without_slack(interference: float) -> None:
+    one = drive(truth=Linear(interference=interference), write_patience_us=50_000.0)
+    busy(one)
+    one.at(WriteKnown(MS, "w", pages=4, page_nbytes=MB))
+    one.run()
+    first_ns = min(when for when, direction, _ in one.launches if direction == "write")
+    assert 51 * MS <= first_ns < 100 * MS
+    assert one.state.totals.forced_pages >= 1
+
+
+def test_a_young_write_waits_when_there_is_no_slack() -> None:
+    one = drive()
+    busy(one)
+    one.at(WriteKnown(MS, "w", pages=4, page_nbytes=MB))
+    one.run()
+    first_ns = min(when for when, direction, _ in one.launches if direction == "write")
+    assert first_ns > 390 * MS
+
+
+def test_too_many_writes_go_without_slack() -> None:
+    one = drive(locked_pages=10, staged_pages=0, pressure=0.5)
+    busy(one)
+    one.at(WriteKnown(MS, "w", pages=6, page_nbytes=MB))
+    one.run()
+    assert one.state.totals.forced_pages > 0
+    assert one.state.totals.dropped_pages == 0
+
+
+def test_beyond_the_bound_the_newest_is_copied_out_then_dropped() -> None:
+    one = drive(locked_pages=10, staged_pages=6, pressure=1.0)
+    busy(one)
+    for number in range(4):
+        one.at(WriteKnown((2 + number) * MS, f"w{number}", pages=5, page_nbytes=MB))
+    one.run()
+    assert one.state.totals.copied_pages == 5
+    assert one.dropped == ["w3"]
+
+
+def test_a_batch_takes_what_is_staged_and_what_fits() -> None:
+    truth = Linear()  # 10 GB/s: 10 MB take a millisecond
+    state = State()
+    for name in "abc":
+        known = LoadKnown(0, name, layers=2, layer_nbytes=10 * MB, tokens=1, prefix_tokens=1)
+        state = apply(state, known, truth)
+    names = ("a", "b", "c")
+    assert admitted(state, names, truth, Limits(load_us=10_000)) == 3
+    assert admitted(state, names, truth, Limits(load_us=4_500)) == 2
+    assert admitted(state, names, truth, Limits(load_us=0)) == 1
+    state = commit(state, Decision(reads=(ReadLaunch("a", 0, 2),)), truth)
+    state = apply(state, LayersReady(MS, "a", 2), truth)
+    assert admitted(state, names, truth, Limits(load_us=2_500)) == 2
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"locked_pages": -1},
+        {"margin": 1.0},
+        {"read_window_us": 0.0},
+        {"forced_share": 0.0},
+        {"pressure": 2.0},
+        {"write_patience_us": -1.0},
+    ],
+)
+def test_limits_that_make_no_sense(wrong: dict[str, float]) -> None:
+    with pytest.raises(ConfigError):
+        Limits(**wrong)  # type: ignore[arg-type]

@@ -90,8 +90,8 @@ class SlackPolicy:
 
     * Reads: the layer that is needed first goes first.  A load's deadline lies at most
       ``read_patience_us`` after its arrival, so a load that may be launched (its step began, or
-      its bytes fit into the read-ahead budget) is overtaken only by loads that came at most
-      that much later.
+      it fits into the read-ahead budget behind the more urgent ones) is overtaken only by loads
+      that came at most that much later.
     * Writes: as many as fit between now and the tightest deadline.  Where interference doubles the
       time of a transfer or worse, both directions take turns; else writes go beside reads.
     * Starvation: a write older than ``write_patience_us`` goes all the same, one unit each time,
@@ -436,7 +436,8 @@ class _Plan:
 def _by_deadline(dues: list[Due], read_ahead_nbytes: int, state: State) -> Iterator[Due]:
     """Launches in their order, one unit each; loads as they are after the launches before.
 
-    A load that does not fit into the read-ahead budget holds back those behind it that need it too.
+    A load that does not fit into what is left of the read-ahead budget holds back those behind it
+    that need it too, unless it is larger than the whole budget and has to wait for its step.
     """
     step = state.step.number
     budget = read_ahead_nbytes - state.read_ahead_nbytes
@@ -447,7 +448,8 @@ def _by_deadline(dues: list[Due], read_ahead_nbytes: int, state: State) -> Itera
         ahead = load.step != step
         nbytes = (load.unit_end - load.issued) * load.layer_nbytes
         if ahead and nbytes > budget:
-            left = [d for d in left if d.load.step == step]
+            hopeless = nbytes > read_ahead_nbytes
+            left = [d for d in left if d.load.step == step or (hopeless and d is not due)]
             continue
         yield due
         budget -= nbytes if ahead else 0

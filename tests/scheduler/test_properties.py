@@ -1,0 +1,209 @@
+"""What holds for every order of events: bounds, conservation, fairness, determinism."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scheduler.drive import Drive, Linear
+
+from tutti.scheduler.event import LoadKnown, StepBegan, StepEnded, WriteKnown
+from tutti.scheduler.policy import (
+    Due,
+    FixedWindow,
+    ImmediatePolicy,
+    Limits,
+    SlackPolicy,
+    deadlines,
+)
+from tutti.scheduler.request import Load, Phase, Place
+from tutti.scheduler.slack import Estimates
+from tutti.scheduler.state import Decision, State
+from tutti.scheduler.trace import replay
+
+MS = 1_000_000
+MB = 1_000_000
+POLICIES: tuple[Any, ...] = (SlackPolicy, ImmediatePolicy, FixedWindow)
+
+times = st.integers(0, 400).map(lambda ms: ms * MS)
+loads = st.tuples(times, st.integers(1, 12), st.integers(1, 40), st.integers(1, 4), st.booleans())
+writes = st.tuples(times, st.integers(1, 60), st.integers(1, 8), st.integers(1, 8))
+decodes = st.tuples(times, st.integers(1, 30))
+works = st.tuples(
+    st.lists(loads, max_size=6), st.lists(writes, max_size=6), st.lists(decodes, max_size=4)
+)
+truths = st.builds(
+    Linear,
+    interference=st.sampled_from([1.0, 1.5, 2.0, 2.5, 4.0]),
+    layer=st.floats(100, 5000),
+    read_gbps=st.floats(1, 20),
+    write_gbps=st.floats(1, 20),
+)
+limits_of = st.builds(
+    Limits,
+    locked_pages=st.integers(0, 120),
+    staged_pages=st.integers(0, 60),
+    read_ahead_nbytes=st.integers(0, 400).map(lambda n: n * MB),
+    read_patience_us=st.floats(0, 200_000),
+    write_patience_us=st.floats(0, 200_000),
+    forced_share=st.floats(0.05, 0.5),
+    pressure=st.floats(0.1, 1.0),
+)
+
+
+def feed(drive: Drive, work: Any) -> None:
+    """Loads that begin a step when they come, or are read ahead and never used; and writes."""
+    for number, (at_ns, layers, mb, unit, used) in enumerate(work[0]):
+        name = f"r{number}"
+        drive.at(LoadKnown(at_ns, name, layers, mb * MB, 64, 64, unit_layers=unit))
+        if used:
+            drive.at(StepBegan(at_ns + 5 * MS, Phase.PREFILL, layers, tokens=64, loads=(name,)))
+    for number, (at_ns, pages, mb, unit) in enumerate(work[1]):
+        drive.at(WriteKnown(at_ns, f"w{number}", pages, mb * MB, unit))
+    for at_ns, ms in work[2]:
+        drive.at(StepBegan(at_ns, Phase.DECODE, tokens=4, context_tokens=100))
+        drive.at(StepEnded(at_ns + ms * MS))
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.sampled_from(POLICIES), works, truths, truths, limits_of)
+def test_nothing_is_lost_and_limits_hold(
+    policy: Any, work: Any, truth: Linear, profile: Linear, limits: Limits
+) -> None:
+    drive = Drive(policy(profile, limits), profile, truth)
+    feed(drive, work)
+    drive.run()
+    totals = drive.state.totals
+    offered = sum(pages for _, pages, _, _ in work[1])
+    assert totals.written_pages + totals.dropped_pages == offered
+    assert not drive.state.writes
+    assert not drive.state.writes_fly
+    for state, decision in drive.decisions:
+        assert decision.wake_ns is None or decision.wake_ns > state.now_ns
+        check_launches(state, decision)
+        check_limits(state, decision, limits)
+
+
+def check_launches(state: State, decision: Decision) -> None:
+    """In order, without gaps, of what is there; copied and dropped only what did not begin."""
+    at = {load.name: load.issued for load in state.loads}
+    for read in decision.reads:
+        assert read.first == at[read.name]
+        assert read.layers > 0
+        at[read.name] += read.layers
+    assert all(at[load.name] <= load.layers for load in state.loads)
+    at = {write.name: write.issued for write in state.writes}
+    for write in decision.writes:
+        assert write.first == at[write.name]
+        assert write.pages > 0
+        at[write.name] += write.pages
+    assert all(at[write.name] <= write.pages for write in state.writes)
+    waiting = {w.name for w in state.writes if w.place is Place.ENGINE and not w.issued}
+    gone = Counter([*decision.copy_outs, *decision.drops])
+    assert set(gone) <= waiting
+    assert all(count == 1 for count in gone.values())
+    assert not set(gone) & {launch.name for launch in decision.writes}
+
+
+def check_limits(state: State, decision: Decision, limits: Limits) -> None:
+    gone = {*decision.copy_outs, *decision.drops}
+    idle = [w for w in state.writes if w.place is Place.ENGINE and w.name not in gone]
+    locked = sum(w.pages for w in idle)
+    # Only what the device works on may exceed the bound: it cannot be copied out any more.
+    assert locked <= limits.locked_pages or all(w.issued for w in idle)
+    copied = sum(w.pages for w in state.writes if w.name in decision.copy_outs)
+    assert state.staged_pages + copied <= limits.staged_pages or not copied
+    ahead = {load.name: load.layer_nbytes for load in state.loads if load.step is None}
+    more = sum(r.layers * ahead.get(r.name, 0) for r in decision.reads)
+    assert state.read_ahead_nbytes + more <= limits.read_ahead_nbytes or not more
+
+
+@settings(deadline=None, max_examples=40)
+@given(works, truths, limits_of)
+def test_a_load_is_overtaken_for_a_bounded_time(work: Any, truth: Linear, limits: Limits) -> None:
+    """A launch of B while A could go means: B came at most the patience after A."""
+    drive = Drive(SlackPolicy(truth, limits), truth, truth)
+    feed(drive, work)
+    drive.run()
+    patience_ns = round(limits.read_patience_us * 1000)
+    for state, decision in drive.decisions:
+        budget = limits.read_ahead_nbytes - state.read_ahead_nbytes
+        issued = {load.name: load.issued for load in state.loads}
+        came_ns = {load.name: load.arrived_ns for load in state.loads}
+        urgent = deadlines(state, Estimates(truth, state.corrections), limits)
+        for read in decision.reads:
+            # In the order of this moment: launches of this decision count.
+            now = [
+                replace(due, load=replace(due.load, issued=issued[due.load.name])) for due in urgent
+            ]
+            for name in startable(now, state, limits, budget):
+                assert came_ns[read.name] <= came_ns[name] + patience_ns
+            load = next(due.load for due in now if due.load.name == read.name)
+            budget -= unit_nbytes(load) if load.step is None else 0
+            issued[read.name] = load.unit_end
+
+
+def startable(dues: list[Due], state: State, limits: Limits, budget: int) -> list[str]:
+    """What may be launched now, by SlackPolicy's docstring."""
+    waiting = [due for due in dues if due.load.issued < due.load.layers]
+    waiting.sort(key=lambda due: (due.deadline_ns(due.load.issued), due.load.number))
+    found, blocked = [], False
+    for load in (due.load for due in waiting):
+        fits = unit_nbytes(load) <= budget
+        if load.step == state.step.number or (fits and not blocked):
+            found.append(load.name)
+        elif unit_nbytes(load) <= limits.read_ahead_nbytes:
+            blocked = True
+    return found
+
+
+def unit_nbytes(load: Load) -> int:
+    return (load.unit_end - load.issued) * load.layer_nbytes
+
+
+@settings(deadline=None, max_examples=40)
+@given(works, truths, limits_of)
+def test_a_write_waits_for_a_bounded_time(work: Any, truth: Linear, limits: Limits) -> None:
+    """The bound of SlackPolicy's docstring, with what a drive can take longer than expected."""
+    drive = Drive(SlackPolicy(truth, limits), truth, truth)
+    feed(drive, work)
+    drive.run()
+    unit_reads = [unit * mb * MB for _, _, mb, unit, _ in work[0]]
+    unit_writes = [unit * mb * MB for _, _, mb, unit in work[1]]
+    slow = truth.interference
+    drain_us = limits.read_window_us + slow * truth.read_us(max(unit_reads, default=0))
+    write_us = slow * truth.write_us(max(unit_writes, default=0)) + slow * limits.write_burst_us
+    units = sum(-(-pages // unit) for _, pages, _, unit in work[1])
+    bound_us = limits.write_patience_us + (units + 1) * (
+        2 * drain_us + write_us / limits.forced_share
+    )
+    arrived = {f"w{number}": at_ns for number, (at_ns, *_) in enumerate(work[1])}
+    for when_ns, direction, name in drive.launches:
+        if direction == "write":
+            assert when_ns - arrived[name] <= bound_us * 1000
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.sampled_from(POLICIES), works, truths, limits_of)
+def test_a_trace_replays_to_the_same_bytes(
+    policy: Any, work: Any, truth: Linear, limits: Limits
+) -> None:
+    drive = Drive(policy(truth, limits), truth, truth)
+    feed(drive, work)
+    drive.run()
+    assert list(replay(drive.trace, policy(truth, limits), truth)) == drive.trace
+
+
+@settings(deadline=None, max_examples=40)
+@given(works, st.floats(2, 5), limits_of)
+def test_directions_never_mix_where_that_hurts(work: Any, factor: float, limits: Limits) -> None:
+    truth = Linear(interference=factor)
+    drive = Drive(SlackPolicy(truth, limits), truth, truth)
+    feed(drive, work)
+    drive.run()
+    for state, decision in drive.decisions:
+        assert not (decision.reads and (state.writes_fly or decision.writes))
+        assert not (decision.writes and state.reads_fly)
