@@ -66,11 +66,14 @@ def served_model() -> ServedModel:
 
     try:
         args = get_server_args()
-        dp_rank = get_parallel().dp_rank or 0
     except (ValueError, AttributeError):
-        args, dp_rank = None, 0
+        args = None
     if args is None:
         return ServedModel()
+    try:
+        dp_rank = get_parallel().dp_rank or 0
+    except RuntimeError:  # nobody has said which replica this is: there is one
+        dp_rank = 0
 
     def text(name: str) -> str:
         value = getattr(args, name, None)

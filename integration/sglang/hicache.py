@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from tutti.errors import ConfigError
+from tutti.errors import ConfigError, Unsupported
 from tutti.host_pool import HostPool
 from tutti.integration.sglang import adapter
 from tutti.integration.sglang.flat_pages import FlatPages
@@ -78,6 +78,8 @@ class TuttiHiCacheStorage(adapter.HiCacheStorage):
         )
         if storage_config.should_split_heads:
             raise ConfigError("tp_lcm_size splits pages by heads, which Tutti does not; remove it")
+        if storage_config.dcp_size > 1:
+            raise Unsupported("decode context parallelism splits pages; start with --dcp-size 1")
         self._stores: dict[str, HostStore] = {}
         self._closed = threading.Event()
         self._flat: FlatPages | None = None

@@ -120,7 +120,7 @@ class HostStore:
             keys = self.keys(hashes)
             if keys is None:
                 return [False] * len(hashes)
-            return [self.store.match(keys[i : i + 1], pin=True) == 1 for i in range(len(hashes))]
+            return [bool(there) for there in self.store.present(keys, pin=True)]
 
         return self._guard("look-up", [False] * len(hashes), look_up)
 

@@ -13,6 +13,7 @@ from sglang.srt.mem_cache.device_pool_info import (
     MLABufferInfo,
 )
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig
+from sglang.srt.mem_cache.pool_host.dsa import DSAIndexerPoolHost
 from sglang.srt.mem_cache.pool_host.mamba import MambaPoolHost
 from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
 from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
@@ -98,9 +99,9 @@ def mamba_pool() -> MambaPoolHost:
     )
 
 
-def config(path: Any, **changes: Any) -> HiCacheStorageConfig:
-    """A storage config of one rank, as SGLang's controller makes it."""
-    options = {
+def tutti_options(path: Any) -> dict[str, Any]:
+    """HiCache's extra config for pools below `path`."""
+    return {
         "backend_name": "tutti",
         "module_path": "tutti.integration.sglang.hicache",
         "class_name": "TuttiHiCacheStorage",
@@ -109,8 +110,12 @@ def config(path: Any, **changes: Any) -> HiCacheStorageConfig:
         "path": str(path),
         "capacity": "32MiB",
         "hugepages": "off",
-        **changes.pop("options", {}),
     }
+
+
+def config(path: Any, **changes: Any) -> HiCacheStorageConfig:
+    """A storage config of one rank, as SGLang's controller makes it."""
+    options = {**tutti_options(path), **changes.pop("options", {})}
     fields = {
         "tp_rank": 0,
         "tp_size": 1,
@@ -143,6 +148,8 @@ def wipe(pool: Any) -> None:
 def buffers(pool: Any) -> list[torch.Tensor]:
     if isinstance(pool, MambaPoolHost):
         return [pool.temporal_buffer, *pool.conv_buffer]
+    if isinstance(pool, DSAIndexerPoolHost):
+        return [pool.index_k_with_scale_buffer]
     return [pool.kv_buffer]
 
 

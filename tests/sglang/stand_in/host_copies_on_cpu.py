@@ -13,6 +13,7 @@ import torch
 _POOLS = "sglang.srt.mem_cache.pool_host."
 _MHA = _POOLS + "mha.MHATokenToKVPoolHost"
 _MLA = _POOLS + "mla.MLATokenToKVPoolHost"
+_MAMBA = _POOLS + "mamba.MambaPoolHost"
 
 
 def activate() -> None:
@@ -21,7 +22,7 @@ def activate() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     _choose_absorbed_attention()
-    for pool, tables in ((_MHA, _mha_tables), (_MLA, _mla_tables)):
+    for pool, tables in ((_MHA, _mha_tables), (_MLA, _mla_tables), (_MAMBA, _mamba_tables)):
         HookRegistry.register(f"{pool}.__init__", _unpinned, HookType.BEFORE)
         load, back_up = _copies(tables)
         HookRegistry.register(f"{pool}.load_to_device_per_layer", load, HookType.REPLACE)
@@ -49,12 +50,17 @@ def _mla_tables(pool: Any) -> list[tuple[torch.Tensor, Any]]:
     return [(pool.kv_buffer, pool.device_kv_buffers)]
 
 
+def _mamba_tables(pool: Any) -> list[tuple[torch.Tensor, Any]]:
+    hosts = [pool.temporal_buffer, *pool.conv_buffer]
+    return list(zip(hosts, [pool.buffer_info.temporal, *pool.buffer_info.conv], strict=True))
+
+
 def _host_layer(pool: Any, host: torch.Tensor, layer: int) -> torch.Tensor:
     return host[layer] if pool.layout == "layer_first" else host[:, layer]
 
 
 def _host_rows(pool: Any, indices: torch.Tensor) -> Any:
-    if pool.layout == "page_first_direct":
+    if pool.layout == "page_first_direct" and pool.page_size > 1:
         return indices // pool.page_size, indices % pool.page_size
     return indices
 
@@ -83,7 +89,7 @@ def _copies(tables: Any) -> tuple[Any, Any]:
     ) -> None:
         rows = _host_rows(self, host_indices)
         for host, device in tables(self):
-            for layer in range(self.layer_num):
+            for layer in range(len(device)):
                 _host_layer(self, host, layer)[rows] = device[layer][device_indices]
 
     return load, back_up

@@ -1,0 +1,99 @@
+"""Pools beside the KV (v2): SGLang's real host pools of windows, drafts and sparse indexers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("sglang.srt", reason="SGLang is not installed here")
+
+import host_pools as hp
+import torch
+from sglang.srt.mem_cache.hicache_storage import PoolHitPolicy, PoolName, PoolTransfer
+from sglang.srt.mem_cache.pool_host.dsa import DSAIndexerPoolHost
+
+from tutti.errors import ConfigError, Unsupported
+from tutti.integration.sglang.hicache import TuttiHiCacheStorage
+
+WINDOW = 2
+KEYS = [f"{i:064x}" for i in range(1, 9)]
+
+
+def indexer_pool(anchor: Any) -> DSAIndexerPoolHost:
+    """Bytes and scales of sparse attention's index keys; the device's side is made up."""
+    page_nbytes = anchor.page_size * 132
+    buffers = [torch.zeros((4, page_nbytes), dtype=torch.uint8) for _ in range(hp.LAYERS)]
+    device_pool = SimpleNamespace(
+        store_dtype=torch.uint8,
+        start_layer=0,
+        end_layer=hp.LAYERS,
+        device="cpu",
+        layer_shard_enabled=False,
+        layer_num=hp.LAYERS,
+        index_k_with_scale_buffer=buffers,
+    )
+    storage = SimpleNamespace(
+        dtype=torch.uint8,
+        bytes_per_token_per_layer=132,
+        page_bytes=lambda page_size: page_size * 132,
+        host_bytes=lambda page_num, layer_num, page_size: page_num * layer_num * page_size * 132,
+    )
+    decl = SimpleNamespace(device_pool=device_pool, storage_info=storage, owned_device_layers=None)
+    return DSAIndexerPoolHost(decl, anchor, pin_memory=False)
+
+
+@pytest.fixture
+def storage(tmp_path: Path) -> Iterator[TuttiHiCacheStorage]:
+    storage = TuttiHiCacheStorage(hp.config(tmp_path), {})
+    yield storage
+    storage.close()
+
+
+def transfer(name: PoolName, keys: list[str], pool: Any, pages: list[int]) -> PoolTransfer:
+    policy = {PoolName.SWA: PoolHitPolicy.TRAILING_PAGES}.get(name, PoolHitPolicy.ALL_PAGES)
+    where = hp.indices(pool, pages)
+    return PoolTransfer(name=name, keys=keys, host_indices=where, hit_policy=policy)
+
+
+@pytest.mark.parametrize("name", [PoolName.SWA, PoolName.DRAFT, PoolName.INDEXER])
+@pytest.mark.parametrize("layout", ["page_first", "page_first_direct"])
+def test_what_both_pools_have_is_found_and_comes_back(
+    storage: TuttiHiCacheStorage, name: PoolName, layout: str, seed: int
+) -> None:
+    # Index keys are small: pages of 16 tokens in four layers would waste too much of the medium.
+    kv = hp.mla_pool(layout, 64) if name == PoolName.INDEXER else hp.mha_pool(layout)
+    side = indexer_pool(kv) if name == PoolName.INDEXER else hp.mha_pool(layout, heads=2)
+    storage.register_mem_pool_host(kv)
+    storage.register_mem_host_pool_v2(side, name)
+    storage.on_host_pools_registered()
+    hp.fill(kv, seed)
+    hp.fill(side, seed + 1)
+    assert all(storage.batch_set_v1(KEYS, hp.indices(kv, list(range(8)))))
+    # Of the side pool pages 0 to 3 and 5: a hole at 4, nothing from 6 on.
+    rows = [0, 1, 2, 3, 5]
+    want = [hp.page_bytes(side, page) for page in (10, 11, 12, 13, 15)]
+    stored = [KEYS[row] for row in rows]
+    answer = storage.batch_set_v2([transfer(name, stored, side, [10, 11, 12, 13, 15])])
+    assert answer == {name: [True] * 5}
+    asked = transfer(name, KEYS[-WINDOW:], side, [0, 1])
+    found = storage.batch_exists_v2(KEYS, [asked])
+    # All pages from the first on, or a window of two that ends there (or begins at the first).
+    assert found.restorable_prefix_pages == [1, 2, 3, 4]
+    assert found.kv_hit_pages == 4
+    hp.wipe(side)
+    loaded = storage.batch_get_v2([transfer(name, KEYS[:6], side, [0, 1, 2, 3, 4, 5])])
+    assert loaded == {name: [True, True, True, True, False, False]}, "a gap ends what is served"
+    assert [hp.page_bytes(side, page) for page in rows[:4]] == want[:4]
+    assert not any(hp.page_bytes(side, 4)), "a page that is not stored was written"
+
+
+def test_what_splits_pages_is_refused(tmp_path: Path) -> None:
+    split = {"tp_size": 2, "dcp_size": 2, "logical_page_size": 32}
+    with pytest.raises(Unsupported, match="dcp-size"):
+        TuttiHiCacheStorage(hp.config(tmp_path, is_mla_model=True, **split), {})
+    with pytest.raises(ConfigError, match="tp_lcm_size"):
+        TuttiHiCacheStorage(hp.config(tmp_path, should_split_heads=True), {})
