@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from native.programs import Program, Start
 
 PROPERTY = settings(
-    max_examples=40,
+    max_examples=20,
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
@@ -68,7 +68,7 @@ def test_a_failed_command_is_a_status_of_its_pages_alone(
 
 
 @pytest.mark.parametrize("engine", [SUBMIT_AND_DRAIN, RESIDENT, PERSISTENT])
-@settings(PROPERTY, max_examples=20)
+@settings(PROPERTY, max_examples=15)
 @given(seed=seeds, shape=shapes, opcode=st.sampled_from([READ, WRITE]), mmio=flags, staged=flags)
 def test_a_silent_drive_is_a_status_and_keeps_its_cids_until_it_answers(
     device: Program,
@@ -84,7 +84,7 @@ def test_a_silent_drive_is_a_status_and_keeps_its_cids_until_it_answers(
 
 
 @pytest.mark.parametrize("engine", [SUBMIT_AND_DRAIN, RESIDENT, PERSISTENT])
-@settings(PROPERTY, max_examples=20)
+@settings(PROPERTY, max_examples=15)
 @given(seed=seeds, shape=shapes, staged=flags)
 def test_digests_find_what_the_drive_does_not_tell(
     device: Program, engine: int, seed: int, shape: tuple[int, ...], staged: int
