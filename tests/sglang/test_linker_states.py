@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import threading
 from pathlib import Path
 
 import pytest
@@ -170,3 +172,31 @@ def test_each_pool_has_a_file_and_survives_a_restart(tmp_path: Path) -> None:
         assert {n: rig.content(n, at[s.engine.source]) for n, s in rig.linker.shelves.items()} == (
             want
         )
+
+
+def test_a_close_with_everything_under_way_leaves_nothing(tmp_path: Path) -> None:
+    with StatesRig(tmp_path / "warm", "mamba-windows"):
+        pass
+    threads, files = set(threading.enumerate()), set(os.listdir("/proc/self/fd"))
+    with StatesRig(tmp_path / "a", "mamba-windows") as rig:
+        rig.fill(9)
+        at = places(rig, range(6), 2)
+        assert rig.store(rig.transfers(names(6), at, WINDOWS))
+        look = rig.transfers(names(6), None, WINDOWS)
+        assert rig.linker.lookup("waits", look) == [6]
+        assert rig.linker.load("r", rig.transfers(names(6), places(rig, range(8, 14), 5), WINDOWS))
+        rig.linker.start_layer_wise_loading()
+        assert rig.linker.offload(rig.transfers(names(6, "late"), at, WINDOWS))
+        assert rig.linker.load("q", rig.transfers(names(6), places(rig, range(8, 14), 8), WINDOWS))
+        rig.linker.reset()
+        assert rig.linker.start_layer_wise_loading() == -1
+        assert rig.linker.ahead.held == rig.linker.backlog.locked == rig.linker.backlog.active == 0
+        for shelf in rig.linker.shelves.values():
+            wait_for(lambda shelf=shelf: shelf.loads.in_use == shelf.stores.in_use == 0)
+            wait_for(lambda shelf=shelf: not shelf.store._core.index.pins.any())
+        assert rig.linker.lookup("r", look) == [6], "nothing that is stored is forgotten"
+        assert rig.linker.load("r", rig.transfers(names(6), places(rig, range(8, 14), 5), WINDOWS))
+        rig.linker.start_layer_wise_loading()
+        rig.linker.offload(rig.transfers(names(6, "last"), at, WINDOWS))
+    assert set(threading.enumerate()) <= threads
+    assert set(os.listdir("/proc/self/fd")) <= files
