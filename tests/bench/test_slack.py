@@ -1,0 +1,172 @@
+"""The simulated comparison of policies: exact arithmetic, nothing lost, the same every time."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tutti.bench import slack
+from tutti.bench.slack_drive import READ, WRITE, VirtualDrive
+from tutti.bench.slack_hardware import Drive, drive_names, gpu_names, machine
+from tutti.bench.slack_server import Noise, Server
+from tutti.bench.slack_workload import KINDS, Request, generate, recorded, save
+from tutti.errors import ConfigError
+from tutti.scheduler.policy import Limits
+from tutti.terminal import progress
+
+MIB = 1 << 20
+DRIVE = Drive("round", 2**30, 2**29, 0.0, 2.5, "made up")
+TRUTH = machine(drive_names()[0], "H100")
+LIMITS = Limits(locked_pages=256, staged_pages=256)
+
+
+@pytest.fixture
+def drive() -> Any:
+    one = VirtualDrive(DRIVE)
+    yield one
+    one.close()
+
+
+def test_a_transfer_takes_its_bytes_over_the_bandwidth(drive: VirtualDrive) -> None:
+    drive.start(READ, "a", 64 * MIB)
+    assert drive.run(10**12) == ["a"]
+    assert drive.now_ns == pytest.approx(64 / 1024 * 1e9, rel=1e-3)
+
+
+def test_time_stops_at_the_limit(drive: VirtualDrive) -> None:
+    drive.start(READ, "a", 64 * MIB)
+    assert drive.run(1000) == []
+    assert drive.now_ns == 1000
+    assert drive.run(10**12) == ["a"]
+    assert drive.now_ns == pytest.approx(64 / 1024 * 1e9, rel=1e-3)
+
+
+def test_directions_hurt_each_other(drive: VirtualDrive) -> None:
+    drive.start(WRITE, "w", 256 * MIB)
+    drive.start(READ, "r", 64 * MIB)
+    assert drive.run(10**12) == ["r"]
+    # What was in flight before the drive was busy with the other direction is not slowed.
+    alone_ns = 64 / 1024 * 1e9
+    assert 1.7 * alone_ns < drive.now_ns <= 2.5 * alone_ns
+
+
+def test_one_direction_is_served_in_order(drive: VirtualDrive) -> None:
+    for name in "abc":
+        drive.start(WRITE, name, 8 * MIB)
+    assert [drive.run(10**12) for _ in range(3)] == [["a"], ["b"], ["c"]]
+
+
+@pytest.mark.parametrize("policy", slack.POLICIES)
+def test_every_page_is_stored_or_dropped(policy: str, seed: int) -> None:
+    requests = generate("chat", TRUTH, 4, seed)
+    numbers = slack.run_once(policy, TRUTH, requests, LIMITS, seed)
+    pages = sum(request.new_tokens for request in requests) // TRUTH.model.page_tokens
+    assert numbers["stored_pages"] + numbers["dropped_pages"] == pages
+    assert numbers["first_token_s"] > 0
+
+
+def test_a_run_is_the_same_every_time(seed: int) -> None:
+    requests = generate("agents", TRUTH, 3, seed)
+    first = slack.run_once("slack +30%", TRUTH, requests, LIMITS, seed)
+    assert slack.run_once("slack +30%", TRUTH, requests, LIMITS, seed) == first
+
+
+def test_a_lone_load_waits_as_long_as_arithmetic_says() -> None:
+    """One request alone: the pipeline of loads and layers has a closed form."""
+    model, request = TRUTH.model, Request(0, 32_768, 64, 1)
+    layer_nbytes = request.hit_tokens * model.token_nbytes // model.layers
+    load_s = layer_nbytes / TRUTH.drive.read_bytes_per_s
+    compute_s = TRUTH.layer_us(request.new_tokens, request.hit_tokens) / 1e6
+    assert load_s > compute_s
+    policy, profile = slack.policy_of("slack", TRUTH, LIMITS)
+    drive = VirtualDrive(TRUTH.drive)
+    server = Server(TRUTH, drive, [request], policy, profile, noise=Noise(0, 0), seed=0)
+    measured = server.run()
+    drive.close()
+    expected_s = load_s + (model.layers - 1) * (load_s - compute_s)
+    assert measured.bubble_s == pytest.approx(expected_s, rel=0.02)
+    assert measured.first_token_s == [pytest.approx(expected_s + 32 * compute_s, rel=0.02)]
+
+
+def test_slack_waits_less_than_none_where_writes_are_in_the_way() -> None:
+    requests = generate("agents", TRUTH, 6, 1)
+    names = ("none", "slack", "bound")
+    runs = {name: slack.run_once(name, TRUTH, requests, LIMITS, 1) for name in names}
+    assert runs["slack"]["bubble_s"] < 0.7 * runs["none"]["bubble_s"]
+    assert runs["bound"]["bubble_s"] <= 1.01 * runs["slack"]["bubble_s"]
+    assert runs["bound"]["stored_pages"] == 0
+
+
+def arguments(**changed: Any) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    slack.add_arguments(parser)
+    args = parser.parse_args([])
+    for name, value in changed.items():
+        setattr(args, name, value)
+    return args
+
+
+def test_the_result_has_every_cell() -> None:
+    args = arguments(
+        drives=drive_names()[:1], gpus=["H100"], workloads=["cold", "agents"], requests=2, seeds=1
+    )
+    result = slack.run(args, progress)
+    assert [row["workload"] for row in result["rows"]] == ["cold", "agents"]
+    assert result["simulated"] is True
+    assert set(result["rows"][0]["policies"]) == set(slack.POLICIES)
+    assert "simulated" in slack.report(result)
+    assert slack.counts(result)["no more loss than none"] == "2 of 2"
+
+
+def test_all_parameters_have_a_source() -> None:
+    for drive in drive_names():
+        for gpu in gpu_names():
+            known = machine(drive, gpu)
+            assert known.drive.source
+            assert known.gpu.source
+            assert known.model.source
+            assert known.layer_us(100, 1000) > known.layer_us(100, 0) > 0
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_workload_is_the_same_for_its_seed(name: str) -> None:
+    requests = generate(name, TRUTH, 20, 7)
+    assert requests == generate(name, TRUTH, 20, 7)
+    assert requests != generate(name, TRUTH, 20, 8)
+    assert all(r.hit_tokens % 64 == 0 and r.new_tokens >= 64 for r in requests)
+
+
+def test_recorded_requests(tmp_path: Path) -> None:
+    requests, path = generate("chat", TRUTH, 5, 1), tmp_path / "requests.jsonl"
+    save(requests, path)
+    assert recorded(path) == requests
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "nonsense\n",
+        "[]\n",
+        '{"arrival_ns": 1}\n',
+        '{"arrival_ns": -1, "hit_tokens": 0, "new_tokens": 1, "out_tokens": 1}\n',
+        '{"arrival_ns": 1, "hit_tokens": 0, "new_tokens": 0, "out_tokens": 1}\n',
+    ],
+)
+def test_what_is_no_recording(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "requests.jsonl"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=r"requests\.jsonl"):
+        recorded(path)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"drives": ["none"]}, {"gpus": ["none"]}, {"workloads": ["none"]}, {"seeds": 0}],
+)
+def test_arguments_that_make_no_sense(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError):
+        slack.run(arguments(**{"requests": 2, "seeds": 1, **wrong}), progress)

@@ -1,0 +1,198 @@
+"""The loop around the policy: threads, clocks, launches that fail, profiles of no use."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+
+import pytest
+from scheduler.drive import Linear
+
+from tutti.clock import ManualClock
+from tutti.scheduler.dispatcher import Dispatcher
+from tutti.scheduler.event import (
+    Event,
+    LayersReady,
+    LoadKnown,
+    PagesCopied,
+    PagesWritten,
+    StepBegan,
+    StepEnded,
+    WriteKnown,
+)
+from tutti.scheduler.policy import Limits, SlackPolicy
+from tutti.scheduler.request import Phase
+from tutti.scheduler.state import Decision, ReadLaunch, WriteLaunch
+from tutti.scheduler.trace import line, replay
+
+MB = 1_000_000
+PROFILE = Linear()
+
+
+class Instant:
+    """Every launch ends at once."""
+
+    def __init__(self) -> None:
+        self.dispatcher: Dispatcher | None = None
+        self.reads: list[ReadLaunch] = []
+        self.writes: list[WriteLaunch] = []
+        self.copied: list[str] = []
+        self.dropped: list[str] = []
+        self.fails = False
+
+    def _post(self, event: Event) -> None:
+        assert self.dispatcher is not None
+        self.dispatcher.post(event)
+
+    def read(self, launch: ReadLaunch) -> None:
+        if self.fails:
+            raise OSError("broken")
+        self.reads.append(launch)
+        assert self.dispatcher is not None
+        now_ns = self.dispatcher.now_ns()
+        self._post(LayersReady(now_ns, launch.name, launch.first + launch.layers))
+
+    def write(self, launch: WriteLaunch) -> None:
+        if self.fails:
+            raise OSError("broken")
+        self.writes.append(launch)
+        assert self.dispatcher is not None
+        now_ns = self.dispatcher.now_ns()
+        self._post(PagesWritten(now_ns, launch.name, launch.first + launch.pages))
+
+    def copy_out(self, name: str) -> None:
+        self.copied.append(name)
+        self._post(PagesCopied(0, name))
+
+    def drop(self, name: str) -> None:
+        self.dropped.append(name)
+
+
+def dispatcher_of(
+    profile: Linear = PROFILE, limits: Limits | None = None, **more: object
+) -> tuple[Dispatcher, Instant]:
+    launcher = Instant()
+    limits = limits or Limits()
+    policy = SlackPolicy(profile, limits)
+    dispatcher = Dispatcher(policy, profile, launcher, limits=limits, **more)  # type: ignore[arg-type]
+    launcher.dispatcher = dispatcher
+    return dispatcher, launcher
+
+
+def test_everything_posted_is_launched_within_the_call() -> None:
+    dispatcher, launcher = dispatcher_of(clock=ManualClock(5))
+    dispatcher.post(LoadKnown(5, "a", layers=4, layer_nbytes=MB, tokens=1, prefix_tokens=1))
+    dispatcher.post(WriteKnown(5, "w", pages=8, page_nbytes=MB))
+    dispatcher.pump()
+    assert sum(launch.layers for launch in launcher.reads) == 4
+    assert sum(launch.pages for launch in launcher.writes) == 8
+    assert dispatcher.counters()["written_pages"] == 8
+    assert dispatcher.counters()["read_nbytes"] == 4 * MB
+
+
+def test_a_recorded_run_replays() -> None:
+    lines: list[str] = []
+
+    def record(event: Event, decision: Decision) -> None:
+        lines.append(line(event, decision))
+
+    clock = ManualClock(0)
+    dispatcher, _ = dispatcher_of(clock=clock, record=record)
+    for number in range(5):
+        dispatcher.post(WriteKnown(clock.now_ns(), f"w{number}", pages=9, page_nbytes=MB))
+        clock.advance(0.001)
+        dispatcher.pump()
+    assert list(replay(lines, SlackPolicy(PROFILE, Limits()), PROFILE)) == lines
+
+
+def test_launches_that_fail_are_gone_and_the_loop_lives() -> None:
+    dispatcher, launcher = dispatcher_of(clock=ManualClock(0))
+    launcher.fails = True
+    dispatcher.post(WriteKnown(0, "w", pages=3, page_nbytes=MB))
+    dispatcher.post(LoadKnown(0, "a", layers=4, layer_nbytes=MB, tokens=1, prefix_tokens=1))
+    dispatcher.pump()
+    assert dispatcher.counters()["failed_pages"] == 3
+    assert not dispatcher.state.loads
+    launcher.fails = False
+    dispatcher.post(WriteKnown(0, "v", pages=2, page_nbytes=MB))
+    dispatcher.pump()
+    assert dispatcher.counters()["written_pages"] == 2
+
+
+@pytest.mark.parametrize("us", [-1.0, math.nan, math.inf])
+def test_a_profile_of_no_use_ends_slack_not_service(us: float) -> None:
+    dispatcher, launcher = dispatcher_of(Linear(layer=us, decode=us, interference=us))
+    dispatcher.post(StepBegan(0, Phase.PREFILL, layers=4, tokens=1))
+    dispatcher.post(LoadKnown(0, "a", layers=4, layer_nbytes=MB, tokens=1, prefix_tokens=1))
+    dispatcher.post(WriteKnown(0, "w", pages=3, page_nbytes=MB))
+    dispatcher.pump()
+    assert launcher.reads == [ReadLaunch("a", 0, 4)]
+    assert launcher.writes == [WriteLaunch("w", 0, 3)]
+
+
+def test_a_clock_that_jumps_back() -> None:
+    dispatcher, launcher = dispatcher_of(clock=ManualClock(10**12))
+    dispatcher.pump()
+    dispatcher.post(StepBegan(5 * 10**11, Phase.DECODE, tokens=1, context_tokens=1))
+    dispatcher.post(StepEnded(1))
+    dispatcher.post(WriteKnown(7, "w", pages=3, page_nbytes=MB))
+    dispatcher.pump()
+    assert dispatcher.state.now_ns == 10**12
+    assert dispatcher.state.corrections.decode.factor == 1.0
+    assert launcher.writes
+
+
+def test_a_clock_that_jumps_ahead_teaches_nothing() -> None:
+    dispatcher, _ = dispatcher_of(clock=ManualClock(0))
+    dispatcher.post(StepBegan(0, Phase.DECODE, tokens=1, context_tokens=1))
+    dispatcher.post(StepEnded(10**15))
+    dispatcher.pump()
+    assert dispatcher.state.corrections.decode.factor == 1.0
+
+
+def test_what_does_not_fit_is_copied_out_then_dropped() -> None:
+    limits = Limits(locked_pages=0, staged_pages=4)
+    dispatcher, launcher = dispatcher_of(limits=limits, clock=ManualClock(0))
+    dispatcher.post(WriteKnown(0, "small", pages=4, page_nbytes=MB))
+    dispatcher.post(WriteKnown(0, "large", pages=5, page_nbytes=MB))
+    dispatcher.pump()
+    assert (launcher.copied, launcher.dropped) == (["small"], ["large"])
+    assert dispatcher.counters()["written_pages"] == 4
+    assert dispatcher.counters()["dropped_pages"] == 5
+
+
+def test_many_threads_post() -> None:
+    dispatcher, launcher = dispatcher_of()
+    dispatcher.start()
+
+    def work(worker: int) -> None:
+        for number in range(50):
+            name = f"{worker}-{number}"
+            dispatcher.post(WriteKnown(dispatcher.now_ns(), name, pages=2, page_nbytes=1000))
+
+    threads = [threading.Thread(target=work, args=(worker,)) for worker in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(10)
+    deadline_s = time.monotonic() + 20
+    while dispatcher.state.totals.written_pages < 400 and time.monotonic() < deadline_s:
+        time.sleep(0.01)
+    assert dispatcher.stop()
+    assert sum(launch.pages for launch in launcher.writes) == 400
+
+
+def test_hurry_launches_what_waits() -> None:
+    limits = Limits(write_patience_us=60e6)
+    dispatcher, launcher = dispatcher_of(limits=limits, clock=ManualClock(0))
+    late = LoadKnown(0, "a", layers=4, layer_nbytes=900 * MB, tokens=1, prefix_tokens=1)
+    dispatcher.post(late)
+    dispatcher.post(StepBegan(0, Phase.PREFILL, layers=4, tokens=1, loads=("a",)))
+    launcher.read = lambda launch: None  # type: ignore[method-assign]
+    dispatcher.post(WriteKnown(0, "w", pages=2, page_nbytes=MB))
+    dispatcher.pump()
+    assert not launcher.writes
+    dispatcher.hurry()
+    dispatcher.pump()
+    assert launcher.writes == [WriteLaunch("w", 0, 2)]
