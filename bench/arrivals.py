@@ -1,6 +1,8 @@
-"""When requests are due: an absolute Poisson schedule, the same for every system."""
+"""When requests are due: an absolute schedule, the same for every system."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -17,3 +19,18 @@ def arrival_times_s(requests: int, rate: float, seed: int) -> list[float]:
         raise ConfigError(f"{rate} requests a second; give a positive rate")
     gaps = np.random.default_rng([seed, 3]).exponential(1.0, max(0, requests - 1))
     return [0.0, *(np.cumsum(gaps) / rate).tolist()][:requests]
+
+
+def traced_times_s(arrivals_ms: Sequence[int | None], rate: float) -> list[float]:
+    """The arrivals of a trace, stretched to `rate` requests a second on the mean, from 0.
+
+    Raises ConfigError for requests without a time, out of order or all at once.
+    """
+    known = [at for at in arrivals_ms if at is not None]
+    if len(known) < len(arrivals_ms) or known != sorted(known):
+        raise ConfigError("not every request has a time, in order; use --arrivals poisson")
+    span_ms = known[-1] - known[0]
+    if len(known) > 1 and not span_ms:
+        raise ConfigError("the trace's requests all come at once; use --arrivals poisson")
+    scale = (len(known) - 1) / rate / span_ms if span_ms else 0.0
+    return [(at - known[0]) * scale for at in known]

@@ -86,8 +86,10 @@ async def stream_events(endpoint: Endpoint, path: str, body: bytes) -> AsyncGene
             )
         async for data in _events(pieces):
             yield data
-    except (asyncio.IncompleteReadError, asyncio.LimitOverrunError, ValueError) as error:
-        raise ServerError(f"the answer broke off or is no HTTP ({error})") from error
+    except asyncio.IncompleteReadError as error:
+        raise ConnectionError("the answer broke off") from error
+    except (asyncio.LimitOverrunError, ValueError) as error:
+        raise ServerError(f"the answer is no HTTP/1.1 ({error})") from error
     finally:
         writer.close()
         with contextlib.suppress(OSError):
@@ -138,7 +140,7 @@ async def _pieces(reader: asyncio.StreamReader, headers: dict[str, str]) -> Asyn
         left = None if left is None else left - len(piece)
         yield piece
     if left:
-        raise ServerError(f"the answer ended {left} bytes early")
+        raise ConnectionError(f"the answer broke off, {left} bytes early")
 
 
 async def _events(pieces: AsyncIterator[bytes]) -> AsyncIterator[bytes]:

@@ -21,7 +21,9 @@ from tutti.bench.ttft_metrics import Slo, parse_slo
 from tutti.bench.ttft_output import Output, read_result
 from tutti.bench.ttft_prefix import add_prefix_arguments, prefix_report, run_prefix
 from tutti.bench.ttft_session import (
+    POISSON,
     POPULATED,
+    TRACE,
     Session,
     add_session_arguments,
     open_session,
@@ -55,6 +57,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--rates", type=float, nargs="+", default=[0.25, 0.5, 1.0, 1.5], metavar="REQUESTS_PER_S"
     )
     group.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3], help="of the arrivals")
+    group.add_argument(
+        "--arrivals",
+        choices=(POISSON, TRACE),
+        default=POISSON,
+        help="trace: a trace's own times, stretched to each rate; the seed then changes nothing "
+        "(default %(default)s)",
+    )
     group.add_argument(
         "--seconds", type=float, help="send only what arrives in so many seconds, at every rate"
     )
@@ -153,6 +162,8 @@ def _check(args: argparse.Namespace) -> None:
         raise ConfigError("--rates must be positive, and there must be a seed")
     if args.seconds is not None and args.seconds <= 0:
         raise ConfigError("--seconds must be positive")
+    if args.client == SGLANG and args.arrivals == TRACE:
+        raise ConfigError("--arrivals trace needs --client builtin")
     if args.client == SGLANG and args.prefix_tokens:
         raise ConfigError("--prefix-tokens needs --client builtin")
 
@@ -176,6 +187,7 @@ def _sweep(
             "start": args.start,
             "model": session.model,
             "workload": session.workload.facts(),
+            "arrivals": args.arrivals,
             "seconds": args.seconds,
             "slos": [str(slo) for slo in slos],
             "rates": by_rate(sweep.points),

@@ -24,7 +24,7 @@ def compare_results(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
         for name, what in (("digest", "prompts"), ("seed", "workload seeds")):
             if other["workload"][name] != first["workload"][name]:
                 raise ConfigError(_differs(first, other, what))
-        for name in ("start", "client", "seconds"):
+        for name in ("start", "client", "arrivals", "seconds"):
             if other[name] != first[name]:
                 raise ConfigError(_differs(first, other, f"--{name}"))
         if _seeds(other) != _seeds(first):

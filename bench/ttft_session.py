@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from tutti.bench.arrivals import arrival_times_s
+from tutti.bench.arrivals import arrival_times_s, traced_times_s
 from tutti.bench.client import Call, Record, Run, drive
 from tutti.bench.client_control import Control
 from tutti.bench.client_http import Endpoint, ServerError, parse_endpoint
@@ -25,6 +25,7 @@ from tutti.errors import ConfigError
 from tutti.terminal import ProgressFactory
 
 COLD, POPULATED, AS_IS = "cold", "populated", "as-is"
+POISSON, TRACE = "poisson", "trace"
 GENERATE, CHAT = "generate", "chat"
 _PROBE_TOKENS = 4
 #: Told about every point: the point and its records.
@@ -139,6 +140,12 @@ class Session:
             return prompts
         return prompts[: max(1, math.ceil(rate * self.args.seconds))]
 
+    def due_s(self, prompts: Sequence[Prompt], rate: float, seed: int) -> list[float]:
+        """When each prompt is due, as --arrivals says."""
+        if self.args.arrivals == TRACE:
+            return traced_times_s([prompt.arrival_ms for prompt in prompts], rate)
+        return arrival_times_s(len(prompts), rate, seed)
+
     def salt(self, rate: float, seed: int) -> str:
         """What keeps a cold point from hitting what was stored before; empty for other starts."""
         return f"{self.nonce}-{rate:g}-{seed}" if self.args.start == COLD else ""
@@ -148,7 +155,7 @@ class Session:
         self.flush()
         prompts = self.prompts_at(rate)
         n = len(prompts)
-        calls = self.calls(prompts, arrival_times_s(n, rate, seed), self.salt(rate, seed))
+        calls = self.calls(prompts, self.due_s(prompts, rate, seed), self.salt(rate, seed))
         run, reason, interrupted = Run(), "", False
         try:
             with self.progress(f"{rate:g} requests/s, seed {seed}", n) as bar:
@@ -158,6 +165,7 @@ class Session:
             reason, interrupted = "interrupted", True
         warmup = min(int(self.args.warmup * n), n - 1)
         point = summarise(run.records, self.slos, warmup=warmup, planned=n)
+        point["partial"] |= bool(reason)
         self.listener({"rate": rate, "seed": seed, **point}, run.records)
         if reason:
             raise Stopped(point, reason, interrupted=interrupted)

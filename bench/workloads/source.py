@@ -92,7 +92,7 @@ def add_workload_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--data", type=Path, help="folder of .jsonl files, or the trace")
     group.add_argument("--hub", action="store_true", help="fetch the data set's files")
     group.add_argument(
-        "--tasks", nargs="+", default=[], metavar="TASK", help="only these; all without it"
+        "--tasks", nargs="*", default=[], metavar="TASK", help="only these; all without it"
     )
     group.add_argument("--order", choices=ORDERS, help="default: shuffled; round-robin for LooGLE")
     group.add_argument(
@@ -166,6 +166,8 @@ def _generated(base: str, args: argparse.Namespace) -> list[Prompt]:
 
 
 def _trace_prompts(args: argparse.Namespace) -> list[Prompt]:
+    if args.tasks:
+        raise ConfigError("a trace has no tasks; leave out --tasks")
     if args.data is None:
         raise ConfigError("--workload mooncake needs --data FILE, a trace in Mooncake's format")
     return [_from_trace(request) for request in read_trace(args.data)]

@@ -20,6 +20,7 @@ from tutti.bench.client import Record
 from tutti.bench.client_http import NotStreaming, ServerError
 from tutti.bench.client_sglang import read_point
 from tutti.bench.figures_data import read_csv
+from tutti.bench.traces import Synthetic, generate
 from tutti.bench.ttft_metrics import (
     inter_token_ms,
     latencies_ms,
@@ -212,6 +213,25 @@ def test_a_sweep_of_a_server_that_streams(tmp_path: Path) -> None:
     assert server.script.calls.count("POST /flush_cache") == 4
 
 
+def test_a_trace_is_replayed_at_its_own_times(tmp_path: Path) -> None:
+    trace = tmp_path / "trace.jsonl"
+    requests = generate(Synthetic(requests=20, seed=3, tokens_max=20_000))
+    trace.write_text("".join(request.to_json() + "\n" for request in requests))
+    argv = ["--workload", "mooncake", "--data", str(trace), "--tasks", "--requests", "20"]
+    argv += ["--rates", "100", "--seeds", "1", "--arrivals", "trace", "--out", str(tmp_path / "o")]
+    with standing_in() as server:
+        result = measured(server.url, *argv)
+    assert result["arrivals"] == "trace" and not result["partial"]
+    text = gzip.decompress((tmp_path / "o" / REQUESTS).read_bytes()).decode()
+    due_ms = sorted(json.loads(line)["due_ms"] for line in text.splitlines())
+    assert due_ms[-1] == pytest.approx(190, abs=0.01), "20 requests at 100 a second"
+    first, last = requests[0].timestamp_ms, requests[-1].timestamp_ms
+    wanted = [190 * (r.timestamp_ms - first) / (last - first) for r in requests]
+    assert due_ms == pytest.approx(wanted, abs=0.01)
+    with standing_in() as server, pytest.raises(ConfigError, match="--arrivals poisson"):
+        measured(server.url, "--arrivals", "trace", "--rates", "100", "--seeds", "1")
+
+
 def test_cold_points_share_no_token_with_each_other() -> None:
     with standing_in() as server:
         measured(server.url, "--rates", "500", "1000", "--seeds", "1")
@@ -230,6 +250,16 @@ def test_a_populated_start_computes_every_document_once() -> None:
     assert len(alone) == documents
     for body in asked[1 + documents :]:
         assert any(tuple(body["input_ids"][: len(one)]) == one for one in alone)
+
+
+def test_a_populated_start_needs_a_server_that_computes() -> None:
+    with (
+        standing_in(dies_after=1) as server,
+        pytest.raises(ServerError, match="no document could be computed"),
+    ):
+        measured(server.url, "--rates", "500", "--seeds", "1", "--start", "populated")
+    with standing_in(dies_after=6) as server, pytest.raises(ServerError, match="no document"):
+        measured(server.url, "--requests", "60", "--start", "populated")
 
 
 def test_prefixes_are_stored_first_and_asked_for_then(tmp_path: Path) -> None:

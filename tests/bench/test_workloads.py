@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tutti.bench.arrivals import arrival_times_s
+from tutti.bench.arrivals import arrival_times_s, traced_times_s
 from tutti.bench.traces import Synthetic, generate, parse_trace
 from tutti.bench.workloads import export
 from tutti.bench.workloads.documents import load_documents
@@ -263,6 +263,14 @@ def test_arrivals_are_poisson_absolute_and_scaled(seed: int) -> None:
     for rate in (0.0, -1.0, float("nan"), float("inf")):
         with pytest.raises(ConfigError, match="positive rate"):
             arrival_times_s(3, rate, seed)
+
+
+def test_a_trace_s_own_times_are_stretched_to_a_rate() -> None:
+    assert traced_times_s([500, 600, 600, 1000], 1.5) == pytest.approx([0, 0.4, 0.4, 2.0])
+    assert traced_times_s([7], 2.0) == [0]
+    for wrong in ([1, None], [2, 1], [3, 3]):
+        with pytest.raises(ConfigError, match="--arrivals poisson"):
+            traced_times_s(wrong, 1.0)
 
 
 def test_openai_export_keeps_order_and_content(tmp_path: Path) -> None:
