@@ -13,6 +13,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -180,6 +181,9 @@ class StandInDriver:
     @property
     def has_copy_batch(self) -> bool:
         return self._has_copy_batch
+
+    def bound(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def create_stream(self, priority: int = 0) -> int:
         self._called("cuStreamCreateWithPriority")

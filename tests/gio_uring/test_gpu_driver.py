@@ -80,6 +80,7 @@ def test_arguments_are_of_the_kinds_that_cuda_bindings_takes() -> None:
         pytest.skip("with a driver these calls would be made; tests/gpu makes them")
     driver = object.__new__(CudaDriver)
     driver._cuda, driver._context, driver._handle = cuda, 0, cuda.CUdevice(0)
+    driver._thread = gpu_driver._Thread()
     driver.device = 0
     resource = cuda.CUdevResource()
     calls: list[Callable[[], object]] = [
@@ -194,6 +195,14 @@ def test_calls_run_in_the_devices_context_and_leave_the_callers(bindings: FakeBi
     bindings.log.clear()
     driver.copy(1, 2, 3, 4)
     assert bindings.log == ["cuCtxGetCurrent", "cuMemcpyAsync"]
+    bindings.current = 7
+    bindings.log.clear()
+    with driver.bound(), driver.bound():
+        driver.copy(1, 2, 3, 4)
+        assert driver.is_event_done(5)
+    names = ["cuCtxGetCurrent", "cuCtxPushCurrent", "cuMemcpyAsync", "cuEventQuery"]
+    assert bindings.log == [*names, "cuCtxPopCurrent"]
+    assert bindings.current == 7
     assert driver.architecture == "sm_99"
     assert driver.version == "12.8"
 

@@ -13,12 +13,13 @@ import numpy as np
 import pytest
 from gio_uring.cuda_stand_in import StandInDriver, StandInTensor
 
-from store.pools import LAYOUT, controller_of, formatted, some_keys
+from store.pools import LAYOUT, controller_of, formatted, images_of, some_keys
 from tutti import pool_format
 from tutti.core import StoreConfig
 from tutti.device_pool import DevicePool
 from tutti.errors import (
     CapacityError,
+    ChecksumMismatch,
     ConfigError,
     CudaError,
     DeviceTimeout,
@@ -208,6 +209,57 @@ def test_pages_travel_through_files(rng: np.random.Generator, tmp_path: Path) ->
     assert not driver.violations
 
 
+def test_damage_in_a_file_fails_its_pages_alone(rng: np.random.Generator, tmp_path: Path) -> None:
+    path = str(tmp_path / "pool.tutti")
+    pool_format.format([path], LAYOUT, 16 << 20)
+    driver = StandInDriver()
+    rig = Rig(FileController([path]), [path], driver=driver)
+    try:
+        keys, pages = some_keys(rng, 8), list(range(8))
+        contents = rig.fill(pages, rng)
+        rig.store.put(keys, pages).wait(10)
+        slot = rig.store._core.index.find(keys[3:4])
+        lba = int(rig.store.geometry.slot_lba(slot, 2)[0])
+        with open(path, "r+b") as file:
+            file.seek(lba * rig.store.geometry.lba_nbytes + 5)
+            file.write(b"damage")
+        ticket = rig.store.load(keys, list(range(8, 16)))
+        with pytest.raises(ChecksumMismatch) as caught:
+            ticket.wait(10)
+        assert caught.value.pages == (3,)
+        assert ticket.wait_settled(10)
+        right = [i for i in range(8) if i != 3]
+        assert [rig.pool.read(8 + i) for i in right] == [contents[i] for i in right]
+    finally:
+        rig.store.close()
+        driver.close()
+    assert not driver.violations
+
+
+def test_unproven_objects_count_when_all_their_layers_do(rng: np.random.Generator) -> None:
+    with rig_over_memory() as rig:
+        keys, pages = some_keys(rng, 8), list(range(8))
+        contents = rig.fill(pages, rng)
+        rig.store.put(keys, pages).wait(10)
+        images = images_of(memory_of(rig))  # as a crash would leave them
+    driver = StandInDriver()
+    rig = Rig(controller_of(images), ["member0"], driver=driver)
+    try:
+        rig.store.wait_recovered(10)
+        assert rig.store.match(keys, proven=True) == 0
+        ticket = rig.store.load(keys, pages)
+        stream = driver.create_stream()
+        ticket.order_stream(stream, 0)
+        ticket.wait_layer(0, 10)
+        assert [rig.pool.read(page) for page in pages] == contents
+        assert ticket.wait_settled(10)
+        assert rig.store.match(keys, proven=True) == 8
+    finally:
+        rig.store.close()
+        driver.close()
+    assert not driver.violations
+
+
 @pytest.mark.parametrize("verify", ["always", "off"])
 def test_out_of_order_and_late_completions(
     rng: np.random.Generator, seed: int, verify: str
@@ -240,6 +292,7 @@ def test_seeded_faults_never_show_wrong_bytes(rng: np.random.Generator, seed: in
             for place, key in enumerate(found):
                 if place not in failed:
                     assert rig.pool.read(key) == contents[key]
+        memory_of(rig).set_faults(None)  # closing writes metadata
 
 
 def test_records_are_read_before_a_stream_waits(rng: np.random.Generator) -> None:

@@ -15,6 +15,7 @@ import itertools
 import logging
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -100,6 +101,8 @@ class DeviceJob:
         """Puts all layers on the stream.  A CUDA error ends the job with what was enqueued."""
         try:
             self._events = self._engine.enqueue(self.work)
+            give = self._engine.lane.give_events
+            weakref.finalize(self, give, self._events).atexit = False
         except CudaError as error:
             _log.exception("a transfer could not be put on the GPU's stream")
             self._failure = error
@@ -320,7 +323,7 @@ class DeviceEngine:
         """Puts a job on the stream; returns the layers' events."""
         lane, layers, batch = self.lane, work.words.layers, work.batch
         events = lane.take_events(layers)
-        with lane.lock:
+        with lane.lock, lane.driver.bound():
             batch.upload(lane.stream)
             for layer in range(layers):
                 if self.name == "resident":

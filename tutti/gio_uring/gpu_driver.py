@@ -10,8 +10,9 @@ Names and meanings: CUDA Driver API reference manual, 13.0.
 from __future__ import annotations
 
 import ctypes
+import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -66,6 +67,9 @@ class Driver(Protocol):
     @property
     def has_copy_batch(self) -> bool:
         """Whether `copy_batch` works."""
+
+    def bound(self) -> AbstractContextManager[None]:
+        """Many calls follow on this thread: what each would prepare is prepared once."""
 
     def create_stream(self, priority: int = 0) -> int:
         """A new stream; a lower priority goes first."""
@@ -153,6 +157,12 @@ class Driver(Protocol):
         """Lets go of a green context, whose streams are destroyed."""
 
 
+class _Thread(threading.local):
+    """What a thread knows of its own calls."""
+
+    is_bound = False
+
+
 class CudaDriver:
     """NVIDIA's driver.
 
@@ -169,6 +179,7 @@ class CudaDriver:
             ) from error
         self._cuda: Any = driver
         self.device = device
+        self._thread = _Thread()
         self._context = 0  # the first calls run without one
         self._call("cuInit", 0)
         self._handle = self._call("cuDeviceGet", device)
@@ -194,12 +205,29 @@ class CudaDriver:
 
     def _call(self, name: str, *arguments: Any) -> Any:
         """One call in the device's context: None, its result, or a tuple of several."""
+        if self._thread.is_bound:
+            return self._raw(name, *arguments)
         with self._current():
             return self._raw(name, *arguments)
 
     @contextmanager
+    def bound(self) -> Iterator[None]:
+        if self._thread.is_bound:
+            yield
+            return
+        with self._current():
+            self._thread.is_bound = True
+            try:
+                yield
+            finally:
+                self._thread.is_bound = False
+
+    @contextmanager
     def _current(self) -> Iterator[None]:
         """Makes the context current, and the caller's again afterwards."""
+        if self._thread.is_bound:
+            yield
+            return
         foreign = self._context and int(self._raw("cuCtxGetCurrent")) != self._context
         if foreign:
             self._raw("cuCtxPushCurrent", self._context)

@@ -149,7 +149,7 @@ class MovedJob:
             self._events = lane.take_events(layers)
             # Once nobody can wait for them any more.
             weakref.finalize(self, lane.give_events, self._events).atexit = False
-            with lane.lock:
+            with lane.lock, lane.driver.bound():
                 self._started = not self._sealed
                 for layer in range(layers if self._started else 0):
                     self._enqueue_layer(layer)
