@@ -116,6 +116,7 @@ class TuttiLinker(adapter.UnifiedCacheLinker):
             lookups=options["pin_lookups"],
             timeout_s=self._timeout_s,
             breaker=self.reads,
+            measured=self._worth.loaded,
             complain=self.complaints.add,
         )
         self._lookups = Lookups(shelves, self._worth, self.ahead, self.complaints.add)
@@ -347,9 +348,10 @@ class TuttiLinker(adapter.UnifiedCacheLinker):
                 self.reads.failure()
             return False
         self.recorder.moved(LOAD, batch.pages, batch.nbytes, batch.waited_s)
-        self._worth.loaded(batch.nbytes, batch.waited_s)
+        if not batch.ahead_nbytes:
+            self._worth.loaded(batch.nbytes, batch.waited_s)
         if crawls(
-            batch.nbytes,
+            batch.nbytes + batch.ahead_nbytes,
             batch.waited_s,
             least_mbs=self._options["crawl_mbs"],
             patience_s=_PATIENCE_S,

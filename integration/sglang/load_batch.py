@@ -162,6 +162,11 @@ class LoadBatch:
         """What is read from the medium for this batch alone."""
         return sum(read.nbytes for plan in self._plans for read in plan.fresh)
 
+    @property
+    def ahead_nbytes(self) -> int:
+        """Of the reads ahead that this batch uses."""
+        return sum(read.nbytes for plan in self._plans for read in plan.ahead)
+
     def start(self) -> None:
         """Submits the reads, on a thread that may wait."""
         try:

@@ -53,6 +53,7 @@ class ReadAhead:
 
     share: of each shelf's load staging that may be filled ahead.
     lookups: a request that did not look up again within so many look-ups has gone away.
+    measured: is told the bytes and seconds of each read.
     """
 
     def __init__(
@@ -63,6 +64,7 @@ class ReadAhead:
         lookups: int,
         timeout_s: float,
         breaker: Breaker,
+        measured: Callable[[int, float], None],
         complain: Callable[[str, object], None],
     ) -> None:
         self._budget = {shelf.name: int(shelf.loads.pages * share) for shelf in shelves}
@@ -70,6 +72,7 @@ class ReadAhead:
         self._lookups = lookups
         self._timeout_s = timeout_s
         self._breaker = breaker
+        self._measured = measured
         self._complain = complain
         self._changed = threading.Condition()
         self._notes: OrderedDict[str, _Note] = OrderedDict()
@@ -208,9 +211,10 @@ class ReadAhead:
                 if staged is None:
                     self._changed.wait(_IDLE_S)
                     continue
+            began_s = time.monotonic()
             staged.read.start()
-            over = staged.read.wait_over(time.monotonic() + self._timeout_s)
-            self._ended(staged, over)
+            over = staged.read.wait_over(began_s + self._timeout_s)
+            self._ended(staged, over, time.monotonic() - began_s)
 
     def _next(self) -> _Staged | None:
         """The next piece to read: for the request that has waited for longest."""
@@ -254,10 +258,12 @@ class ReadAhead:
             self._by_key[shelf.name, keys[row].tobytes()] = (staged, place_in)
         return staged
 
-    def _ended(self, staged: _Staged, over: bool) -> None:
+    def _ended(self, staged: _Staged, over: bool, duration_s: float) -> None:
         error = staged.read.outcome() if over else None
         if over and error is None:
             self.pages_read += len(staged.read.keys)
+            if not staged.read.shelf.engine.trailing:
+                self._measured(staged.read.nbytes, duration_s)
             return
         if not isinstance(error, KeyMissing):
             what = "timeout" if error is None else type(error).__name__

@@ -161,12 +161,12 @@ def test_a_slow_medium_shortens_the_answer_to_what_is_staged_and_fits(tmp_path: 
         stored(rig, 10)
         assert rig.lookup(names(10)) == 10, "nothing was measured yet"
         quiet(rig, 4)
-        rig.linker.ahead.reset()
-        wait_for(lambda: rig.linker.ahead.held == 0)
-        rig.linker._worth.loaded(OBJECT, 0.005)  # 5 ms a page
-        assert rig.lookup(names(10)) == 2
-        wait_for(lambda: rig.linker.ahead.held == 4)
+        worth = rig.linker._worth
+        assert worth.page_s > 0, "what was read ahead was measured"
+        worth._seconds_per_byte = 0.005 / OBJECT
         assert rig.lookup(names(10)) == 6, "four are staged, two more fit"
+        rig.linker.ahead.close(10.0)
+        assert rig.lookup(names(10)) == 2
 
 
 def test_reading_ahead_ends_while_the_breaker_is_open(
