@@ -164,7 +164,7 @@ def test_what_it_says(drives: Drives) -> None:
     with drives.open(ODD, use_sgl=False) as controller:
         assert controller.info.mdts_nbytes == 128 * KiB
         assert controller.info.lba_nbytes == 512
-        assert controller.info.namespace_nlb == (1001, 16391)
+        assert controller.info.namespace_nlb == (16391, 1001)
         assert controller.info.sgl_descriptors == 0
 
 
@@ -182,7 +182,7 @@ def test_odd_sizes(drives: Drives, seed: int, psdt: int) -> None:
     rng = random.Random(seed)
     with drives.open(ODD) as controller:
         host = NvmeHost(controller)
-        for nsid, size in ((1, 1001), (2, 16391)):
+        for nsid, size in ((1, 16391), (2, 1001)):
             for slba, nlb in ((0, 1), (size - 1, 1), (size - 200, 200), (3, 255)):
                 content = rng.randbytes(nlb * 512)
                 host.data[: len(content)] = np.frombuffer(content, np.uint8)

@@ -21,7 +21,7 @@ from tutti.gio_uring.controller_vfio import VfioController
 from tutti.units import MiB
 
 OUT = Path("/out")
-LIMIT_S = 200
+LIMIT_S = 280
 
 _IOMMU = "QEMU's drive answers success where the IOMMU dropped a transfer"
 _STATUS = "QEMU's drive refuses it with a status of its own"

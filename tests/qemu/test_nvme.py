@@ -11,7 +11,7 @@ from nvme_host import NAMESPACES
 from qemu.guest import Drive, Guest, missing
 from tutti.units import MiB
 
-pytestmark = [pytest.mark.nvme, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.nvme, pytest.mark.timeout(330)]
 HERE = Path(__file__).parent
 PARITY = HERE.parent / "parity"
 
@@ -21,6 +21,13 @@ event = "none"
 iotype = "read"
 errno = "5"
 sector = "800"
+once = "off"
+
+[inject-error]
+event = "none"
+iotype = "read"
+errno = "5"
+sector = "2400"
 once = "off"
 
 [inject-error]
@@ -47,7 +54,7 @@ def sparse(path: Path, nbytes: int) -> Path:
 
 def drives_of_the_first_boot(folder: Path) -> list[Drive]:
     usual = [sparse(folder / f"usual{i}", nbytes) for i, nbytes in enumerate(NAMESPACES)]
-    odd = [sparse(folder / f"odd{i}", nlb * 512) for i, nlb in enumerate((1001, 16391))]
+    odd = [sparse(folder / f"odd{i}", nlb * 512) for i, nlb in enumerate((16391, 1001))]
     (folder / "blkdebug").write_text(BLKDEBUG)
     faulty = (
         f"driver=raw,file.driver=blkdebug,file.config={folder / 'blkdebug'},"
@@ -81,11 +88,12 @@ def _guest_can_start() -> None:
 
 def test_one_drive(tmp_path: Path, seed: int) -> None:
     """The parity suite, and a drive's limits."""
-    files = [PARITY / "test_controllers.py", PARITY / "test_refusals.py", HERE / "cases_drive.py"]
+    cases = [HERE / "cases_drive.py", HERE / "cases_store.py"]
+    files = [PARITY / "test_controllers.py", PARITY / "test_refusals.py", *cases]
     program = ["-m", "qemu.inside", "--seed", str(seed), *map(str, files)]
     objects = [f"throttle-group,id=slow,x-bps-total={SLOW_NBYTES_PER_S}"]
     with Guest(tmp_path, drives_of_the_first_boot(tmp_path), program, objects=objects) as guest:
-        guest.wait(220)
+        guest.wait(300)
     check(guest.out)
 
 
