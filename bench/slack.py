@@ -20,16 +20,18 @@ from typing import Any
 
 import numpy as np
 
+from tutti.bench import slack_file
 from tutti.bench.environment import describe
 from tutti.bench.slack_drive import VirtualDrive
 from tutti.bench.slack_hardware import Machine, drive_names, gpu_names, machine
+from tutti.bench.slack_report import report
 from tutti.bench.slack_server import Measured, Noise, Server, TruthNow
 from tutti.bench.slack_workload import KINDS, Request, generate, recorded
 from tutti.bench.statistics import bootstrap_median, median, percentile
 from tutti.errors import ConfigError
 from tutti.scheduler.policy import FixedWindow, ImmediatePolicy, Limits, Policy, SlackPolicy
 from tutti.scheduler.request import Profile
-from tutti.terminal import ProgressFactory, table
+from tutti.terminal import ProgressFactory
 
 OFF = 0.3
 POLICIES = ("none", "fixed", "slack", "slack +30%", "slack -30%", "oracle", "bound")
@@ -45,12 +47,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of `tutti bench slack`."""
     parser.add_argument("--drives", nargs="+", default=drive_names(), help="default: all known")
     parser.add_argument("--gpus", nargs="+", default=gpu_names(), help="default: all known")
-    parser.add_argument("--workloads", nargs="+", default=list(KINDS), help="default: all")
+    parser.add_argument(
+        "--workloads", nargs="*", default=list(KINDS), help="default: all; none with only --dir"
+    )
     parser.add_argument("--requests", type=int, default=30, help="of a run (%(default)s)")
     parser.add_argument("--seeds", type=int, default=5, help="runs of each cell (%(default)s)")
     parser.add_argument(
         "--recorded", type=Path, help="a file of requests, a JSON object on each line, instead"
     )
+    parser.add_argument(
+        "--dir", type=Path, help="also measures a small case on a real file in this directory"
+    )
+    parser.add_argument("--rounds", type=int, default=20, help="on the file (%(default)s)")
     parser.add_argument(
         "--backlog-pages", type=int, default=512, help="locked, and as many staged (%(default)s)"
     )
@@ -61,8 +69,8 @@ def run(args: argparse.Namespace, progress: ProgressFactory) -> dict[str, Any]:
 
     Raises ConfigError for names that are not known and for unacceptable numbers.
     """
-    if min(args.requests, args.seeds) < 1 or args.backlog_pages < 0:
-        raise ConfigError("--requests and --seeds count from 1, --backlog-pages from 0")
+    if min(args.requests, args.seeds, args.rounds) < 1 or args.backlog_pages < 0:
+        raise ConfigError("--requests, --seeds and --rounds count from 1, --backlog-pages from 0")
     limits = Limits(locked_pages=args.backlog_pages, staged_pages=args.backlog_pages)
     workloads = ["recorded"] if args.recorded else list(args.workloads)
     seeds = 1 if args.recorded else args.seeds
@@ -83,6 +91,7 @@ def run(args: argparse.Namespace, progress: ProgressFactory) -> dict[str, Any]:
                     bar.advance(1)
             mixed = args.recorded is not None or KINDS[workload].mixed
             rows.append({"drive": drive, "gpu": gpu, "workload": workload, **_cell(runs, mixed)})
+    measured = slack_file.run(args.dir, args.rounds, progress) if args.dir else None
     return {
         "benchmark": "slack",
         "simulated": True,
@@ -94,7 +103,8 @@ def run(args: argparse.Namespace, progress: ProgressFactory) -> dict[str, Any]:
         "parameters": {name: asdict(machine(name, args.gpus[0]).drive) for name in args.drives}
         | {name: asdict(machine(args.drives[0], name).gpu) for name in args.gpus},
         "workloads": {} if args.recorded else {w: asdict(KINDS[w]) for w in workloads},
-        "machine": describe(),
+        "file": measured,
+        "machine": describe(args.dir),
     }
 
 
@@ -128,39 +138,6 @@ def policy_of(name: str, truth: Machine, limits: Limits) -> tuple[Policy, Profil
     elif name == "bound":
         limits = Limits(locked_pages=0, staged_pages=0)
     return SlackPolicy(profile, limits), profile
-
-
-def report(result: dict[str, Any]) -> str:
-    """A table for people."""
-    headers = ["drive", "GPU", "workload", "slack/none", "bound/none", "slack/oracle", "off/oracle"]
-    headers += ["first token", "dropped"]
-    rows = []
-    for row in result["rows"]:
-        ratios = row["ratios"]
-        dropped = [f"{row['policies'][name]['dropped_pages']:.0f}" for name in ("none", "slack")]
-        off = [ratios[f"slack {sign}30% / oracle"]["bubble_s"]["median"] for sign in "+-"]
-        rows.append(
-            [
-                *(row["drive"], row["gpu"], row["workload"]),
-                round(ratios["slack / none"]["bubble_s"]["median"], 3),
-                round(ratios["bound / none"]["bubble_s"]["median"], 3),
-                round(ratios["slack / oracle"]["bubble_s"]["median"], 3),
-                round(max(off), 3),
-                round(ratios["slack / none"]["first_token_s"]["median"], 3),
-                " / ".join(dropped),
-            ]
-        )
-    bars = "\n".join(f"{name}: {count}" for name, count in counts(result).items())
-    return f"{table(headers, rows)}\nratios of bubbles; simulated\n{bars}"
-
-
-def counts(result: dict[str, Any]) -> dict[str, str]:
-    """How many cells reach each bar."""
-    bars: dict[str, list[bool]] = {}
-    for row in result["rows"]:
-        for name, reached in row["bars"].items():
-            bars.setdefault(name, []).append(reached)
-    return {name: f"{sum(reached)} of {len(reached)}" for name, reached in bars.items()}
 
 
 def _numbers(measured: Measured, counters: dict[str, float]) -> dict[str, float]:
@@ -230,3 +207,6 @@ def _bars(
             and near("slack -30% / oracle", NEAR_OFF),
         }
     return bars
+
+
+__all__ = ["POLICIES", "add_arguments", "policy_of", "report", "run", "run_once"]

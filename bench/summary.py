@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from tutti.bench import peers
+from tutti.bench import peers, slack_report
 from tutti.errors import ConfigError
 from tutti.units import format_nbytes
 
@@ -142,11 +142,19 @@ def _peers(result: dict[str, Any]) -> str:
     return "\n".join([*lines, f"Versions: {versions}."])
 
 
+def _slack(result: dict[str, Any]) -> str:
+    rows, notes = slack_report.rows_of(result), slack_report.notes_of(result)
+    return "\n".join(
+        [*(_markdown(slack_report.HEAD, rows) if rows else []), "", *(f"* {n}" for n in notes)]
+    )
+
+
 _KINDS: dict[str, Callable[[dict[str, Any]], str]] = {
     "compare": _compare,
     "peers": _peers,
     "replay": _replay,
     "ring": _ring,
+    "slack": _slack,
 }
 
 
