@@ -114,7 +114,7 @@ def run(args: argparse.Namespace, progress: ProgressFactory) -> dict[str, Any]:
     session = open_session(args, slos, progress)
     if args.prefix_tokens:
         return run_prefix(session, output)
-    session.listener = lambda point, records: output.requests(point["rate"], point["seed"], records)
+    session.listener = output.requests
     return _sweep(session, args, slos, output)
 
 

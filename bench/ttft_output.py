@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gzip
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,14 +36,11 @@ class Output:
         if (folder / RESULT).exists():
             raise ConfigError(f"{folder.name} holds a result already; name a new folder")
 
-    def requests(self, rate: float, seed: int, records: Sequence[Record]) -> None:
-        """Appends the requests of one point."""
+    def requests(self, facts: Mapping[str, Any], records: Sequence[Record]) -> None:
+        """Appends the requests of one point, each with the facts that name the point."""
         if self._folder is None or self.failed:
             return
-        lines = "".join(
-            json.dumps({"rate": rate, "seed": seed, **record.to_dict()}) + "\n"
-            for record in records
-        )
+        lines = "".join(json.dumps({**facts, **record.to_dict()}) + "\n" for record in records)
         path = self._folder / REQUESTS
         kept = path.stat().st_size if path.exists() else 0
         try:

@@ -114,7 +114,7 @@ def _row(session: Session, tokens: int, total: int, output: Output) -> dict[str,
             session.flush()
             run = session.ask(Prompt("prefix", name, (prefix, rest), _OUTPUT_TOKENS), repeat)
             (record,) = run.records
-            output.requests(0.0, tokens, run.records)
+            output.requests({"prefix_tokens": tokens}, run.records)
             if record.error:
                 failed += 1
             else:

@@ -28,8 +28,8 @@ COLD, POPULATED, AS_IS = "cold", "populated", "as-is"
 POISSON, TRACE = "poisson", "trace"
 GENERATE, CHAT = "generate", "chat"
 _PROBE_TOKENS = 4
-#: Told about every point: the point and its records.
-Listener = Callable[[Point, Sequence[Record]], None]
+#: Told about every point: its rate and seed, and its records.
+Listener = Callable[[dict[str, Any], Sequence[Record]], None]
 
 
 def add_session_arguments(parser: argparse.ArgumentParser) -> None:
@@ -94,7 +94,7 @@ class Session:
     workload: Workload
     slos: Sequence[Slo]
     progress: ProgressFactory
-    listener: Listener = lambda point, records: None
+    listener: Listener = lambda facts, records: None
     # Drawn anew for every run: what an earlier run stored must not count as a hit.
     nonce: str = field(default_factory=lambda: secrets.token_hex(8))
 
@@ -166,7 +166,7 @@ class Session:
         warmup = min(int(self.args.warmup * n), n - 1)
         point = summarise(run.records, self.slos, warmup=warmup, planned=n)
         point["partial"] |= bool(reason)
-        self.listener({"rate": rate, "seed": seed, **point}, run.records)
+        self.listener({"rate": rate, "seed": seed}, run.records)
         if reason:
             raise Stopped(point, reason, interrupted=interrupted)
         return point

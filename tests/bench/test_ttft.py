@@ -345,7 +345,7 @@ def test_a_full_disk_keeps_what_was_measured(
     failing.result({"benchmark": "ttft", "partial": False})
     assert read_result(out)["partial"] and "No space" in read_result(out)["output"]
 
-    def full(self: Output, rate: float, seed: int, records: Sequence[Record]) -> None:
+    def full(self: Output, facts: dict[str, Any], records: Sequence[Record]) -> None:
         self._fail(OSError(28, "No space left on device"))
 
     monkeypatch.setattr(Output, "requests", full)
