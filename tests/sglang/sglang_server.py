@@ -5,11 +5,13 @@ Its log goes into a file; what went wrong is quoted from there.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
-import ctypes
 import fcntl
+import functools
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -66,34 +68,16 @@ class Server:
         self.log = log
         self.port = _free_port()
         self._lock = _take_turn()
-        command = [sys.executable, "-m", "sglang.launch_server"]
-        command += ["--model-path", str(model), "--port", str(self.port), "--host", "127.0.0.1"]
+        command = ["--model-path", str(model), "--port", str(self.port), "--host", "127.0.0.1"]
         command += ["--device", "cpu", "--attention-backend", "torch_native"]
         command += ["--skip-tokenizer-init", "--page-size", str(page_size)]
         command += ["--max-total-tokens", "4096", "--context-length", "2048"]
-        command += ["--mem-fraction-static", "0.3", "--enable-cache-report"]
+        command += ["--mem-fraction-static", "0.3", "--enable-cache-report", "--enable-metrics"]
         command += ["--admin-api-key", ADMIN_KEY, "--random-seed", "7"]
         command += [] if overlap else ["--disable-overlap-schedule"]
         command += arguments
-        places = [str(HERE / "stand_in"), os.environ.get("PYTHONPATH", "")]
-        environment = {
-            **os.environ,
-            "SGLANG_USE_CPU_ENGINE": "1",
-            "PYTHONPATH": os.pathsep.join(filter(None, places)),
-            "OMP_NUM_THREADS": "1",
-            "PYTHONSAFEPATH": "1",
-            **(env or {}),
-        }
-        with log.open("ab") as out:
-            self.process = subprocess.Popen(
-                command,
-                env=environment,
-                stdout=out,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-                preexec_fn=_die_with_parent,
-                cwd=log.parent,
-            )
+        log.touch()
+        self.pid = _nursery().start(command, log, env or {})
 
     def __enter__(self) -> Server:
         try:
@@ -114,16 +98,20 @@ class Server:
     def wait_up(self) -> None:
         deadline = time.monotonic() + _START_S
         while time.monotonic() < deadline:
-            if self.process.poll() is not None:
-                raise ServerFailed(
-                    f"the server ended with {self.process.returncode}:\n{self.tail()}"
-                )
+            if not self.alive():
+                raise ServerFailed(f"the server has ended:\n{self.tail()}")
             try:
                 self.call("GET", "/health", timeout_s=5)
                 return
             except (OSError, ServerFailed):
                 time.sleep(0.3)
         raise ServerFailed(f"the server is not up after {_START_S:g} s:\n{self.tail()}")
+
+    def alive(self) -> bool:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, 0)
+            return True
+        return False
 
     def tail(self, lines: int = 60) -> str:
         return "\n".join(self.text().splitlines()[-lines:])
@@ -154,19 +142,7 @@ class Server:
 
     def ask(self, prompt: Sequence[int], new_tokens: int = 8) -> Reply:
         """Greedy decoding with logprobs of what it generates.  Raises ServerFailed."""
-        body = {
-            "input_ids": list(prompt),
-            "sampling_params": {
-                "temperature": 0,
-                "max_new_tokens": new_tokens,
-                "ignore_eos": True,
-            },
-            "return_logprob": True,
-        }
-        status, text = self.call("POST", "/generate", body)
-        if status != 200:
-            raise ServerFailed(f"status {status}: {text}")
-        meta = json.loads(text)["meta_info"]
+        meta = self._generate(prompt, new_tokens)
         output = meta["output_token_logprobs"]
         details = meta.get("cached_tokens_details") or {}
         return Reply(
@@ -176,6 +152,53 @@ class Server:
             storage=int(details.get("storage", 0)),
             meta=meta,
         )
+
+    def judge(self, tokens: Sequence[int]) -> list[float]:
+        """The logprob of every token but the first, all computed here and now."""
+        salt = os.urandom(8).hex()  # another salt, other page hashes: nothing is found
+        meta = self._generate(tokens, 1, logprob_start_len=0, cache_salt=salt)
+        assert meta["cached_tokens"] == 0
+        return [float(logprob) for logprob, *_ in meta["input_token_logprobs"][1:]]
+
+    def _generate(self, prompt: Sequence[int], new_tokens: int, **more: Any) -> dict[str, Any]:
+        sampling = {"temperature": 0, "max_new_tokens": new_tokens, "ignore_eos": True}
+        body = {
+            "input_ids": list(prompt),
+            "sampling_params": sampling,
+            "return_logprob": True,
+            **more,
+        }
+        status, text = self.call("POST", "/generate", body)
+        if status != 200:
+            raise ServerFailed(f"status {status}: {text}")
+        meta: dict[str, Any] = json.loads(text)["meta_info"]
+        return meta
+
+    def metrics(self) -> dict[str, float]:
+        """Tutti's metrics as Prometheus would read them; those by direction as "name/direction"."""
+        status, text = self.call("GET", "/metrics")
+        assert status == 200, text
+        found: dict[str, float] = {}
+        for line in text.splitlines():
+            if line.startswith("tutti:"):
+                name, _, rest = line.removeprefix("tutti:").partition("{")
+                labels, _, value = rest.partition("} ")
+                direction = re.search('direction="([a-z]+)"', labels)
+                key = f"{name}/{direction[1]}" if direction else name
+                found[key] = found.get(key, 0.0) + float(value)
+        return found
+
+    def held(self) -> tuple[int, int]:
+        """Threads and open files of the schedulers, where Tutti lives."""
+        threads = files = 0
+        for folder in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                group = os.getpgid(int(folder.name))
+                name = (folder / "cmdline").read_bytes()
+                if group == self.pid and name.startswith(b"sglang::scheduler"):
+                    threads += len(list((folder / "task").iterdir()))
+                    files += len(list((folder / "fd").iterdir()))
+        return threads, files
 
     def flush(self) -> None:
         """Empties device and host cache.  SGLang refuses while a request counts as running."""
@@ -188,24 +211,38 @@ class Server:
             time.sleep(0.1)
         raise ServerFailed(f"flush refused for {_REQUEST_S:g} s: {text}")
 
-    def settle(self, seconds: float = 1.0) -> None:
-        """Gives the write-through of the last request time to reach the storage."""
-        time.sleep(seconds)
+    def settle(self, quiet_s: float = 0.5) -> None:
+        """Waits until nothing has been stored for a while, so that the last request's KV is."""
+        deadline = time.monotonic() + _REQUEST_S
+        before: dict[str, float] = {}
+        while time.monotonic() < deadline:
+            time.sleep(quiet_s)
+            now = {name: n for name, n in self.metrics().items() if name.endswith("/store")}
+            if now == before:
+                return
+            before = now
 
     def kill(self) -> None:
         """SIGKILL to every process of the server."""
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait(30)
+            os.killpg(self.pid, signal.SIGKILL)
+        self._wait_gone(30)
         self._give_turn()
 
     def stop(self) -> None:
         """SIGTERM, as an operator would stop it."""
-        self.process.send_signal(signal.SIGTERM)
+        os.kill(self.pid, signal.SIGTERM)
         try:
-            self.process.wait(60)
+            self._wait_gone(60)
         finally:
             self.kill()
+
+    def _wait_gone(self, timeout_s: float) -> None:
+        deadline = time.monotonic() + timeout_s
+        while self.alive():
+            if time.monotonic() > deadline:
+                raise ServerFailed(f"the server is still there after {timeout_s:g} s")
+            time.sleep(0.02)
 
     def _give_turn(self) -> None:
         if self._lock >= 0:
@@ -213,9 +250,49 @@ class Server:
             self._lock = -1
 
 
-def _die_with_parent() -> None:
-    """A test that is cut off takes its server along (prctl(2), PR_SET_PDEATHSIG)."""
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+class _Nursery:
+    """The process that servers are forked from; see `server_nursery.py`."""
+
+    def __init__(self) -> None:
+        places = [str(HERE / "stand_in"), os.environ.get("PYTHONPATH", "")]
+        environment = {
+            **os.environ,
+            "SGLANG_USE_CPU_ENGINE": "1",
+            "PYTHONPATH": os.pathsep.join(filter(None, places)),
+            "OMP_NUM_THREADS": "1",
+            "PYTHONSAFEPATH": "1",
+        }
+        self._process = subprocess.Popen(
+            [sys.executable, str(HERE / "server_nursery.py")],
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+        atexit.register(self._process.kill)
+        self._answer()
+
+    def start(self, arguments: Sequence[str], log: Path, env: dict[str, str]) -> int:
+        """The process id of a new server, which is the leader of a group."""
+        request = {"arguments": list(arguments), "log": str(log), "env": env}
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(request) + "\n")
+        self._process.stdin.flush()
+        return int(self._answer()["pid"])
+
+    def _answer(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise ServerFailed("SGLang cannot be imported: run server_nursery.py to see why")
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+
+@functools.cache
+def _nursery() -> _Nursery:
+    return _Nursery()
 
 
 def _free_port() -> int:

@@ -1,0 +1,51 @@
+"""What a real server on CPU must notice: other weights; and what it does not without digests."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("sglang.srt", reason="SGLang is not installed here")
+
+from conftest import make_model
+from medium_damage import flip_objects, pool_files
+from server_modes import Mode, again, both_modes, far, prompts
+from sglang_server import Server
+
+pytestmark = pytest.mark.timeout(300)
+
+
+@both_modes
+def test_without_digests_damage_is_seen_and_new_weights_miss(
+    mode: Mode,
+    tiny_model: Path,
+    tmp_path: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+    seed: int,
+) -> None:
+    """The other tests could fail: here damaged KV does change what the model says."""
+    pools = tmp_path / "pools"
+    other = make_model(tmp_path_factory.mktemp("other"), seed=1)
+    arguments = mode.arguments(pools, "layer_first", verify="off")
+    asked = prompts(seed, 2)
+    with Server(tiny_model, tmp_path / "log", arguments, page_size=64, overlap=False) as server:
+        computed = [server.ask(prompt) for prompt in asked]
+        mode.served(computed, again(server, asked), 576)
+        for model in (other, tiny_model):
+            server.settle()
+            body = {"model_path": str(model)}
+            status, text = server.call("POST", "/update_weights_from_disk", body)
+            assert status == 200, text
+            replies = [server.ask(prompt) for prompt in asked]
+            assert [reply.cached for reply in replies] == [0, 0]
+            same = [reply.logprobs for reply in replies] == [r.logprobs for r in computed]
+            assert same == (model == tiny_model)
+        mode.served(computed, again(server, asked), 576)
+        server.settle()
+        server.flush()
+        flip_objects(pool_files(pools)[0])
+        damaged = [server.ask(prompt) for prompt in asked]
+        assert [mode.loaded(reply) for reply in damaged] == [576, 576]
+        for reply, right in zip(damaged, computed, strict=True):
+            assert far(reply, right)
