@@ -75,6 +75,8 @@ class Control:
             status, text = self.call("POST", "/flush_cache")
             if status == 200:
                 return
+            if status in (404, 405):
+                raise ServerError("the server has no /flush_cache; say --no-flush")
             if status in (401, 403):
                 raise ServerError("the server wants a key for /flush_cache; give --api-key")
             time.sleep(_FLUSH_PAUSE_S)

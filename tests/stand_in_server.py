@@ -19,6 +19,7 @@ class Script:
     mode: "stream", "plain" (no stream), "lump" (all tokens in one event), "refuse", "garbage" (no
     JSON), "break" (ends within a chunk), "abort" (SGLang's error within a stream), "silent".
     dies_after: so many requests are served, then connections are refused.
+    statuses: of the paths that do not answer with 200.
     """
 
     first_s: float = 0.0
@@ -28,6 +29,7 @@ class Script:
     dies_after: int | None = None
     cached: dict[str, int] | None = None
     info: dict[str, Any] = field(default_factory=lambda: {"context_length": 100_000})
+    statuses: dict[str, int] = field(default_factory=dict)
     on_request: Callable[[int], None] = lambda number: None
     requests: list[dict[str, Any]] = field(default_factory=list)
     calls: list[str] = field(default_factory=list)
@@ -84,7 +86,7 @@ class StandIn:
             if path in ("/generate", "/v1/chat/completions"):
                 await self._generate(path, json.loads(body), writer)
             else:
-                _plain(writer, 200, self._fact(path))
+                _plain(writer, self.script.statuses.get(path, 200), self._fact(path))
             await writer.drain()
         writer.close()
 

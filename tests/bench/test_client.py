@@ -138,6 +138,18 @@ def test_nobody_at_the_address() -> None:
     assert not Control(Endpoint("127.0.0.1", 1)).is_up()
 
 
+@pytest.mark.parametrize(
+    ("status", "advice"), [(404, "--no-flush"), (401, "--api-key"), (403, "--api-key")]
+)
+def test_a_flush_that_cannot_be_is_not_tried_again(status: int, advice: str) -> None:
+    with standing_in(statuses={"/flush_cache": status, "/server_info": 404}) as server:
+        control = Control(parse_endpoint(server.url))
+        with pytest.raises(ServerError, match=advice):
+            control.flush()
+        assert server.script.calls == ["POST /flush_cache"]
+        assert control.facts() == {} and control.model() == ("some/model", None)
+
+
 def test_facts_of_a_server_name_no_secret_and_no_place() -> None:
     info = {
         "admin_api_key": "s3cret",
