@@ -18,8 +18,9 @@ from sglang_server import ADMIN_KEY, Server
 
 from tutti.bench import figures, ttft
 from tutti.bench.figures_data import read_csv
-from tutti.bench.recipes import Options, launch_of
+from tutti.bench.recipes import RECIPES, Options, launch_of
 from tutti.bench.ttft_output import read_result
+from tutti.integration.sglang.launch import refused_arguments
 from tutti.terminal import progress
 
 # Starting a server takes 10 s on an idle machine, and one test waits for another's server.
@@ -68,6 +69,12 @@ def test_hits_come_from_the_store_and_the_server_says_so(
     assert cached == [0, 992], "exactly the whole pages that were stored"
     assert counters["hit_pages_total"] >= sum(cached) // PAGE, "Tutti counted them, too"
     _check_figures(tmp_path, system)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_the_installed_sglang_takes_every_recipe(name: str, tmp_path: Path) -> None:
+    options = Options("some/model", PAGE, 10**9, 64 << 20, tmp_path / "pools")
+    assert refused_arguments(launch_of(name, options).arguments) == ""
 
 
 def _check_sweep(result: dict[str, Any], system: str) -> None:
