@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from tutti.bench import peers, slack_report
+from tutti.bench import peers, residency, slack_report
 from tutti.errors import ConfigError
 from tutti.units import format_nbytes
 
@@ -142,6 +142,11 @@ def _peers(result: dict[str, Any]) -> str:
     return "\n".join([*lines, f"Versions: {versions}."])
 
 
+def _residency(result: dict[str, Any]) -> str:
+    notes = [f"* {note}" for note in residency.notes_of(result)]
+    return "\n".join([*_markdown(residency.HEAD, residency.rows_of(result)), "", *notes])
+
+
 def _slack(result: dict[str, Any]) -> str:
     rows, notes = slack_report.rows_of(result), slack_report.notes_of(result)
     return "\n".join(
@@ -153,6 +158,7 @@ _KINDS: dict[str, Callable[[dict[str, Any]], str]] = {
     "compare": _compare,
     "peers": _peers,
     "replay": _replay,
+    "residency": _residency,
     "ring": _ring,
     "slack": _slack,
 }

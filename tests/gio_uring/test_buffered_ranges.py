@@ -163,6 +163,16 @@ def test_flush_makes_the_page_cache_durable(host: NvmeHost) -> None:
     assert host.read(0, 64).tobytes() == content
 
 
+def test_dropping_writes_back_first(host: NvmeHost) -> None:
+    controller = file_of(host)
+    controller.set_buffered([BlockRange(1, 0, 64)])
+    content = os.urandom(64 * LBA)
+    assert host.write(0, content) == OK
+    controller.drop(BlockRange(1, 3, 1))
+    assert controller.resident_nbytes(BlockRange(1, 3, 1)) == 0  # a dirty page would stay
+    assert host.read(0, 64).tobytes() == content
+
+
 def test_fua_writes_leave_nothing_dirty(host: NvmeHost) -> None:
     controller = file_of(host)
     controller.set_buffered([BlockRange(1, 0, 64)])

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -152,6 +155,37 @@ def dirty_nbytes_after_advice(store: ObjectStore) -> int:
         assert member.buffered_fd is not None
         os.posix_fadvise(member.buffered_fd, 0, 0, os.POSIX_FADV_DONTNEED)
     return groups_resident_nbytes(store)
+
+
+_VICTIM = """
+import os, signal, sys
+import numpy as np, tutti
+from tutti.core import StoreConfig
+store = tutti.open(sys.argv[1:], config=StoreConfig(page_cache_share=1.0))
+pages, nbytes = 16, store.layout.object_nbytes
+pool = store.allocate_pool(pages)
+for page in range(pages):
+    pool.write(page, bytes([page]) * nbytes)
+keys = np.arange(pages * 16, dtype=np.uint8).reshape(pages, 16)
+store.put(keys, np.arange(pages)).wait(30)
+assert store.controller.stats().buffered > 0
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_what_a_killed_process_left_in_the_page_cache_is_read_directly(paths: list[Path]) -> None:
+    command = [sys.executable, "-c", _VICTIM, *map(str, paths)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    keys = np.arange(16 * 16, dtype=np.uint8).reshape(16, 16)
+    with open_pool(paths) as store:
+        store.wait_recovered()
+        assert store.match(keys) == 16
+        pool = store.allocate_pool(16)
+        store.load(keys, np.arange(16)).wait(30)
+        assert file_of(store).stats().buffered == 0
+        nbytes = store.layout.object_nbytes
+        assert [pool.read(page) for page in range(16)] == [bytes([p]) * nbytes for p in range(16)]
 
 
 def test_a_pool_in_memory_has_no_page_cache() -> None:
