@@ -101,7 +101,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--out", default="bench/results/gpu", help="(default: %(default)s)")
     parser.add_argument("--dir", default=".", help="for the file of `files` (default: %(default)s)")
     parser.add_argument("--pairs", type=int, default=7, help="rounds (default: %(default)s)")
-    parser.add_argument("--round", default="4GiB", help="moved in a round (default: %(default)s)")
+    parser.add_argument("--round", default="8GiB", help="moved in a round (default: %(default)s)")
     parser.add_argument("--minutes", type=float, default=8.0, help="start no case after so long")
     args = parser.parse_args(arguments)
     out = Path(args.out)

@@ -35,6 +35,8 @@ from tutti.units import KiB, MiB
 DIRECTIONS = ("load", "store")
 SLICES = (64 * KiB, 256 * KiB, MiB)
 ENGINES = ("host", "launch", "resident")
+#: Of a round with files, so that a slow disk does not take hours.
+_FILE_ROUND_NBYTES = 2048 * MiB
 
 
 @dataclass(frozen=True)
@@ -48,7 +50,7 @@ class Plan:
     folder: Path
     pairs: int = 7
     batch_nbytes: int = 256 * MiB
-    round_nbytes: int = 4096 * MiB
+    round_nbytes: int = 8192 * MiB
     file_nbytes: int = 4096 * MiB
     staging_nbytes: int = 256 * MiB
 
@@ -64,15 +66,20 @@ def round_trip(machine: Machine, plan: Plan) -> dict[str, Any]:
     """Bytes that are stored and loaded again are the same, by every engine and mover."""
     verdicts: dict[str, str] = {}
     load = Load(64 * KiB, 16, layers=4)
-    for mover in _movers(machine):
+    ways = [("host", mover) for mover in _movers(machine)]
+    if machine.modules is not None:
+        ways += [("launch", "kernel"), ("resident", "kernel")]
+    for engine, mover in ways:
         with MemoryController([64 * MiB]) as medium, ExitStack() as stack:
+            how = {"controller": medium, "staging_nbytes": 8 * MiB}
             try:
-                gpu, _ = stack.enter_context(
-                    machine.host_engine(mover, controller=medium, staging_nbytes=8 * MiB)
-                )
-                verdicts[f"host {mover}"] = _check_bytes(machine, gpu, load)
+                if engine == "host":
+                    made: Any = stack.enter_context(machine.host_engine(mover, **how))[0]  # type: ignore[arg-type]
+                else:
+                    made = stack.enter_context(machine.device_engine(engine, **how))  # type: ignore[arg-type]
+                verdicts[f"{engine} {mover}"] = _check_bytes(machine, made, load)
             except TuttiError as error:
-                verdicts[f"host {mover}"] = f"{type(error).__name__}: {error}"
+                verdicts[f"{engine} {mover}"] = f"{type(error).__name__}: {error}"
     return {"verdicts": verdicts, "right": all(v == "right" for v in verdicts.values())}
 
 
@@ -216,7 +223,7 @@ def _against_fio(
     machine: Machine, plan: Plan, path: str, slice_nbytes: int, direction: str
 ) -> dict[str, Any]:
     load = Load.of_nbytes(slice_nbytes, min(plan.batch_nbytes, plan.file_nbytes))
-    count = max(2, plan.round_nbytes // load.nbytes)
+    count = max(2, min(plan.round_nbytes, _FILE_ROUND_NBYTES) // load.nbytes)
     verb = "read" if direction == "load" else "write"
     fio = FioJob(path, verb, slice_nbytes, plan.file_nbytes, count * load.nbytes)
 

@@ -142,18 +142,26 @@ class Machine:
 
     @contextmanager
     def device_engine(
-        self, kind: str, *, blocks: int = 16, shares: int = 4
+        self,
+        kind: str,
+        *,
+        controller: NativeController | None = None,
+        staging_nbytes: int = 256 * MiB,
+        blocks: int = 16,
+        shares: int = 4,
     ) -> Iterator[DeviceEngine]:
-        """The engine `launch` or `resident` over a controller that moves nothing."""
+        """The engine `launch` or `resident`, by default over a controller that moves nothing."""
         assert self.modules is not None, "kernels need modules"
-        with zero_copy() as controller:
+        with ExitStack() as stack:
+            medium = controller or stack.enter_context(zero_copy())
             engine = DeviceEngine(
                 self.driver,
                 self.modules,
-                controller,
+                medium,
                 kind=kind,
                 shares=shares,
                 move_blocks=blocks,
+                staging_nbytes=staging_nbytes,
             )
             try:
                 yield engine

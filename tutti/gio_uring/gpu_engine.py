@@ -36,7 +36,7 @@ from tutti.units import MiB
 
 STAGING_NBYTES = 256 * MiB
 _LOOK_S = 0.00005
-_LOOK_MOST_S = 0.002
+_LOOK_MOST_S = 0.0005
 #: Staging that one transfer may take of the whole, unless its layers are longer.
 _SHARE = 2
 
