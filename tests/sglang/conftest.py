@@ -6,8 +6,8 @@ import importlib.util
 import os
 import subprocess
 import sys
+from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
@@ -20,7 +20,7 @@ for folder in (HERE, HERE / "stand_in"):
 os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
 # SGLang's test kit imports a benchmark on its way, which wants a package that nothing here uses.
 if importlib.util.find_spec("datasets") is None:
-    sys.modules["datasets"] = ModuleType("datasets")
+    sys.modules["datasets"] = importlib.util.module_from_spec(ModuleSpec("datasets", None))
     sys.modules["datasets"].__dict__["load_dataset"] = None
 
 

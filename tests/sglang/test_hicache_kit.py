@@ -40,6 +40,7 @@ CHOSEN = [
 class TuttiKit(UnifiedRadixCacheStorageFixtures, CustomTestCase):
     """The kit's helpers for one configuration."""
 
+    __test__ = False
     cfg: CacheConfig
 
     def runTest(self) -> None:
