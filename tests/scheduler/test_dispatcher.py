@@ -23,7 +23,7 @@ from tutti.scheduler.event import (
 )
 from tutti.scheduler.policy import Limits, SlackPolicy
 from tutti.scheduler.request import Phase
-from tutti.scheduler.state import Decision, ReadLaunch, WriteLaunch
+from tutti.scheduler.state import Decision, ReadLaunch, State, WriteLaunch
 from tutti.scheduler.trace import line, replay
 
 MB = 1_000_000
@@ -129,6 +129,31 @@ def test_a_profile_of_no_use_ends_slack_not_service(us: float) -> None:
     dispatcher.pump()
     assert launcher.reads == [ReadLaunch("a", 0, 4)]
     assert launcher.writes == [WriteLaunch("w", 0, 3)]
+
+
+class Broken(SlackPolicy):
+    def decide(self, state: State) -> Decision:
+        raise ZeroDivisionError
+
+
+def test_a_policy_that_breaks_ends_slack_not_service() -> None:
+    launcher = Instant()
+    launcher.dispatcher = Dispatcher(Broken(PROFILE), PROFILE, launcher, clock=ManualClock(0))
+    launcher.dispatcher.post(WriteKnown(0, "w", pages=3, page_nbytes=MB))
+    launcher.dispatcher.post("nonsense")  # type: ignore[arg-type]
+    launcher.dispatcher.post(WriteKnown(0, "v", pages=2, page_nbytes=MB))
+    launcher.dispatcher.pump()
+    assert [launch.name for launch in launcher.writes] == ["w", "v"]
+
+
+def test_a_trace_that_cannot_be_recorded_ends() -> None:
+    def record(event: Event, decision: Decision) -> None:
+        raise OSError("disk full")
+
+    dispatcher, launcher = dispatcher_of(clock=ManualClock(0), record=record)
+    dispatcher.post(WriteKnown(0, "w", pages=3, page_nbytes=MB))
+    dispatcher.pump()
+    assert sum(launch.pages for launch in launcher.writes) == 3
 
 
 def test_a_clock_that_jumps_back() -> None:

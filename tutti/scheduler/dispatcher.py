@@ -188,17 +188,28 @@ class Dispatcher:
     def _take(self, event: Event) -> None:
         try:
             decision = self._decide(event)
-        except ConfigError:
-            if isinstance(self._policy, ImmediatePolicy):
-                raise
-            _log.exception("the scheduler's profile is of no use; everything goes at once")
-            self._profile = _Unknown()
-            self._policy = ImmediatePolicy(self._profile, self._limits)
-            decision = self._decide(event)
+        except Exception:
+            # Whoever waits for a launch must not pay for a profile, or for a bug of a policy.
+            _log.exception("the scheduler cannot decide; everything goes at once from now on")
+            decision = self._decide_plainly(event)
         self._wake_ns = decision.wake_ns
         if self._record is not None:
-            self._record(event, decision)
+            try:
+                self._record(event, decision)
+            except Exception:
+                _log.exception("the scheduler's trace cannot be recorded; it ends here")
+                self._record = None
         self._launch(decision)
+
+    def _decide_plainly(self, event: Event) -> Decision:
+        """Without profile and policy; an event that is no use even so changes nothing."""
+        self._profile = _Unknown()
+        self._policy = ImmediatePolicy(self._profile, self._limits)
+        try:
+            return self._decide(event)
+        except Exception:
+            _log.exception("an event is of no use to the scheduler: %s", event)
+            return Decision()
 
     def _decide(self, event: Event) -> Decision:
         state = apply(self._state, event, self._profile)
