@@ -192,3 +192,29 @@ def test_reading_ahead_ends_while_the_breaker_is_open(
         gate.set()
         wait_for(lambda: rig.shelf.loads.in_use == 0)
         assert calls == [6]
+
+
+class StuckTicket:
+    """A read that the device does not answer, until it does."""
+
+    def __init__(self) -> None:
+        self.settled = threading.Event()
+
+    def wait_settled(self, timeout_s: float) -> bool:
+        return self.settled.wait(min(timeout_s, 0.2))
+
+
+def test_staging_that_a_device_may_still_fill_is_not_handed_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Rig(tmp_path, load_staging=8 * OBJECT, read_ahead_share=1.0) as rig:
+        stored(rig, 6)
+        ticket = StuckTicket()
+        monkeypatch.setattr(rig.shelf.store, "load", lambda *_, **__: ticket)
+        assert rig.lookup(names(6)) == 6
+        wait_for(lambda: rig.linker.complaints.counts.get("read-ahead: timeout", 0) == 1)
+        assert rig.linker.ahead.held == 0, "nobody is served from it"
+        assert rig.shelf.loads.in_use == 6
+        assert rig.shelf.loads.allocate(3) is None
+        ticket.settled.set()
+        assert rig.shelf.loads.in_use == 0
