@@ -15,6 +15,7 @@ import os
 import subprocess
 import sys
 import time
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -64,8 +65,10 @@ def run_case(name: str, machine: Machine, plan: Plan, out: Path, label: str = ""
     began_s = time.monotonic()
     try:
         result = CASES[name](machine, plan)
-    except TuttiError as error:
+    except Exception as error:  # whatever it is, the other cases' results must not be lost
         result = {"not_run": f"{type(error).__name__}: {error}"}
+        if not isinstance(error, TuttiError):
+            result["traceback"] = traceback.format_exc().splitlines()[-12:]
     content = {
         "case": name,
         "label": label,
@@ -82,11 +85,21 @@ def run_case(name: str, machine: Machine, plan: Plan, out: Path, label: str = ""
 
 
 def cases_to_run(wanted: list[str], out: Path) -> list[str]:
-    """The named ones, or all that have no result yet."""
+    """The named ones, or all that have no result yet: those that were not tried come first."""
     unknown = set(wanted) - set(CASES)
     if unknown:
         raise ConfigError(f"no case is called {min(unknown)}; there are {', '.join(CASES)}")
-    return wanted or [name for name in CASES if not (out / f"{name}.json").exists()]
+    if wanted:
+        return wanted
+    states = {name: _state(out / f"{name}.json") for name in CASES}
+    return [name for state in ("new", "failed") for name in CASES if states[name] == state]
+
+
+def _state(path: Path) -> str:
+    """What became of a case: "new", "failed" or "done"."""
+    if not path.exists():
+        return "new"
+    return "failed" if "not_run" in json.loads(path.read_text())["result"] else "done"
 
 
 def machine_of(driver: Driver) -> Machine:
@@ -115,7 +128,11 @@ def main(arguments: list[str] | None = None) -> int:
                 print(f"{name} and what follows are left for the next run")
                 break
             content = run_case(name, machine, plan, out)
-            print(f"{name}: {content['elapsed_s']:.0f} s, {out / name}.json")
+            why = content["result"].get("not_run", "done")
+            print(f"{name}: {content['elapsed_s']:.0f} s, {why}", flush=True)
+            if "traceback" in content["result"]:
+                print("the GPU may be in a bad state: run this again for the cases that are left")
+                return 1
         machine.close()
     except TuttiError as error:
         print(f"error: {error}", file=sys.stderr)

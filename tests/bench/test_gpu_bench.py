@@ -79,10 +79,23 @@ def test_what_cannot_run_says_why(machine: Machine, plan: Plan, tmp_path: Path) 
     assert "Unsupported" in content["result"]["not_run"]
 
 
+def test_a_case_that_breaks_is_written_down(
+    machine: Machine, plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def breaks(*_: object) -> dict[str, Any]:
+        raise ZeroDivisionError("no GPU does this")
+
+    monkeypatch.setitem(gpu.CASES, "scatter", breaks)
+    content = gpu.run_case("scatter", machine, plan, tmp_path)
+    assert "no GPU does this" in content["result"]["not_run"]
+    assert content["result"]["traceback"]
+
+
 def test_a_run_goes_on_where_it_stopped(tmp_path: Path) -> None:
     assert gpu.cases_to_run([], tmp_path) == list(gpu.CASES)
-    (tmp_path / "ceiling.json").write_text("{}")
-    assert gpu.cases_to_run([], tmp_path) == list(gpu.CASES)[1:]
+    (tmp_path / "ceiling.json").write_text('{"result": {}}')
+    (tmp_path / "scatter.json").write_text('{"result": {"not_run": "why"}}')
+    assert gpu.cases_to_run([], tmp_path) == [*list(gpu.CASES)[2:], "scatter"]
     assert gpu.cases_to_run(["ceiling"], tmp_path) == ["ceiling"]
     with pytest.raises(ConfigError, match="no case"):
         gpu.cases_to_run(["nothing"], tmp_path)
