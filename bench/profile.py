@@ -76,6 +76,7 @@ def run(args: argparse.Namespace, progress: ProgressFactory) -> dict[str, Any]:
     )
     io = _measure_io(path, sizes, slices, args, points, progress)
     document = {
+        "benchmark": "profile",
         "kind": KIND,
         "schema": SCHEMA,
         "machine": machine,
@@ -89,12 +90,14 @@ def run(args: argparse.Namespace, progress: ProgressFactory) -> dict[str, Any]:
     _replace(Path(args.out), document)
     plot_profile(document, Path(args.out).with_suffix(".png"))
     points.forget()
-    return {"benchmark": "profile", "out": args.out, **document}
+    return {"out": args.out, **document}
 
 
-def report(result: dict[str, Any]) -> str:
-    """A table for people."""
-    profile = TableProfile(result)
+HEAD = ("bytes", "slice", "read GB/s", "write GB/s", "read beside write", "write beside read")
+
+
+def rows_of(result: dict[str, Any]) -> list[list[str]]:
+    """The table below HEAD."""
     rows = []
     for row in zip(*(result["io"][d] for d in DIRECTIONS), strict=True):
         nbytes, slice_nbytes, read_us = row[0]
@@ -103,25 +106,27 @@ def report(result: dict[str, Any]) -> str:
         rows.append(
             [format_nbytes(nbytes), format_nbytes(slice_nbytes), *(f"{v:.2f}" for v in speeds)]
         )
-    headers = [
-        "bytes",
-        "slice",
-        "read GB/s",
-        "write GB/s",
-        "read beside write",
-        "write beside read",
-    ]
+    return rows
+
+
+def notes_of(result: dict[str, Any]) -> list[str]:
+    """What follows from the profile, and what of it is estimated."""
+    profile = TableProfile(result)
     partition = choose_partition(
         profile.mover_points, profile.read_gb_per_s, sms=GPUS[result["gpu"]].sms
     )
+    return [
+        f"interference {profile.interference:.2f}; a read takes {profile.start_up_us:.0f} us at"
+        f" least; by estimate {partition.sms} SMs of an {result['gpu']} keep up with"
+        f" {profile.read_gb_per_s:.2f} GB/s",
+        f"estimated, not measured: {', '.join(profile.estimated) or 'nothing'}",
+    ]
+
+
+def report(result: dict[str, Any]) -> str:
+    """A table for people."""
     return "\n".join(
-        [
-            table(headers, rows),
-            f"interference {profile.interference:.2f}; a read takes {profile.start_up_us:.0f} us at"
-            f" least; {partition.sms} SMs keep up with {profile.read_gb_per_s:.2f} GB/s",
-            f"estimated, not measured: {', '.join(profile.estimated) or 'nothing'}",
-            f"profile in {result['out']}",
-        ]
+        [table(HEAD, rows_of(result)), *notes_of(result), f"profile in {result['out']}"]
     )
 
 

@@ -13,9 +13,10 @@ import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
-from tutti.bench import peers, residency, slack_report
+from tutti.bench import peers, profile, residency, slack_report
 from tutti.errors import ConfigError
 from tutti.units import format_nbytes
 
@@ -142,25 +143,25 @@ def _peers(result: dict[str, Any]) -> str:
     return "\n".join([*lines, f"Versions: {versions}."])
 
 
-def _residency(result: dict[str, Any]) -> str:
-    notes = [f"* {note}" for note in residency.notes_of(result)]
-    return "\n".join([*_markdown(residency.HEAD, residency.rows_of(result)), "", *notes])
+def _table_of(bench: ModuleType) -> Callable[[dict[str, Any]], str]:
+    """For benches that have a HEAD, rows_of and notes_of."""
 
+    def render_table(result: dict[str, Any]) -> str:
+        rows = bench.rows_of(result)
+        notes = [f"* {note}" for note in bench.notes_of(result)]
+        return "\n".join([*(_markdown(bench.HEAD, rows) if rows else []), "", *notes])
 
-def _slack(result: dict[str, Any]) -> str:
-    rows, notes = slack_report.rows_of(result), slack_report.notes_of(result)
-    return "\n".join(
-        [*(_markdown(slack_report.HEAD, rows) if rows else []), "", *(f"* {n}" for n in notes)]
-    )
+    return render_table
 
 
 _KINDS: dict[str, Callable[[dict[str, Any]], str]] = {
     "compare": _compare,
     "peers": _peers,
+    "profile": _table_of(profile),
     "replay": _replay,
-    "residency": _residency,
+    "residency": _table_of(residency),
     "ring": _ring,
-    "slack": _slack,
+    "slack": _table_of(slack_report),
 }
 
 
