@@ -154,6 +154,7 @@ class Session:
         """One point.  Raises Stopped, with what was found, when it ended early."""
         self.flush()
         prompts = self.prompts_at(rate)
+        self.renderer.prepare(prompts)
         n = len(prompts)
         calls = self.calls(prompts, self.due_s(prompts, rate, seed), self.salt(rate, seed))
         run, reason, interrupted = Run(), "", False

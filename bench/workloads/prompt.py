@@ -20,7 +20,7 @@ IDS, TEXT = "ids", "text"
 FORMS = (IDS, TEXT)
 
 _SALT_TOKENS = 16
-_PARTS_KEPT = 4096
+_PARTS_KEPT = 16_384
 #: Common words that large vocabularies hold as one token with the space before.
 _COMMON_WORDS = """
 time year people way day man thing woman life child world school state family student
@@ -89,6 +89,12 @@ class Renderer:
         self.form = form
         self._vocabulary = vocabulary
         self._encode = lru_cache(maxsize=_PARTS_KEPT)(self._ids if form == IDS else _text)
+
+    def prepare(self, prompts: Iterable[Prompt]) -> None:
+        """Encodes the longest parts ahead, so that no request is late because of its own making."""
+        parts = {part for prompt in prompts for part in prompt.parts}
+        for part in sorted(parts, key=lambda part: -part.tokens)[:_PARTS_KEPT]:
+            self._encode(part)
 
     def json_value(self, parts: Iterable[Part]) -> bytes:
         """The parts as one JSON array of numbers, or one JSON string."""

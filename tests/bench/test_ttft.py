@@ -6,6 +6,7 @@ import argparse
 import gzip
 import json
 import os
+import random
 import signal
 import threading
 from collections.abc import Sequence
@@ -16,6 +17,7 @@ import pytest
 from stand_in_server import standing_in
 
 from tutti.bench import ttft
+from tutti.bench.arrivals import arrival_times_s
 from tutti.bench.client import Record
 from tutti.bench.client_http import NotStreaming, ServerError
 from tutti.bench.client_sglang import read_point
@@ -106,6 +108,24 @@ def test_a_growing_queue_is_unstable_and_a_steady_one_is_not(seed: int) -> None:
     assert served(rate=2.0, busy_s=0.7)
     assert not served(rate=1.0, busy_s=0.7)
     assert not served(rate=1.0, busy_s=0.99)
+
+
+@pytest.mark.parametrize("servers", [1, 8])
+def test_stability_is_judged_right_of_random_queues(servers: int, seed: int) -> None:
+    """400 Poisson arrivals, log-normal service: 0.7 and 1.4 times what the servers can do."""
+
+    def unstable(load: float, run: int) -> bool:
+        rng = random.Random(run)
+        free_s, records = [0.0] * servers, []
+        for number, due_s in enumerate(arrival_times_s(400, load * servers, run)):
+            free_s.sort()
+            free_s[0] = max(free_s[0], due_s) + rng.lognormvariate(-0.125, 0.5)
+            records.append(record(number, due_s, free_s[0], free_s[0]))
+        return bool(summarise(records, [])["unstable"])
+
+    runs = range(seed, seed + 20)
+    assert sum(unstable(0.7, run) for run in runs) <= 1
+    assert sum(unstable(1.4, run) for run in runs) >= 19
 
 
 @pytest.mark.parametrize("text", ["", "ttft", "ttft:0", "ttft:x", "hits:1", "ttft:1,", "ttft:inf"])

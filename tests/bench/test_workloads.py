@@ -216,6 +216,15 @@ def test_a_salt_changes_the_first_token_and_nothing_else() -> None:
     assert one[:8] != other[:8] and len(one) == len(other)
 
 
+def test_prepared_parts_are_not_made_again() -> None:
+    prompts, renderer = some_prompts(), Renderer(IDS)
+    renderer.prepare(prompts)
+    made = renderer._encode.cache_info().misses
+    values = [renderer.json_value(prompt.parts) for prompt in prompts]
+    assert renderer._encode.cache_info().misses == made
+    assert values == [Renderer(IDS).json_value(prompt.parts) for prompt in prompts]
+
+
 def test_text_survives_the_wire() -> None:
     text = 'Line\n"quoted" \\ back, é, 漢字, \U0001f600, \x00, lone \ud83d'
     parts = (text_part(text), text_part("\ude00 more"), Part("generated", 5))
