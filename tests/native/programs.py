@@ -16,7 +16,7 @@ HEADERS = KERNELS / "include"
 #: What programs include beside headers, by the first word of their names: kernels, controllers.
 KERNEL_FOLDERS = {"device": [KERNELS / "device", KERNELS / "native"]}
 SOURCE_SUFFIXES = {".h", ".cpp", ".cu", ".cuh"}
-FLAGS = ["-std=c++17", "-O1", "-g", "-Wall", "-Wextra", "-Werror", "-pthread"]
+FLAGS = ["-std=c++17", "-O1", "-g1", "-Wall", "-Wextra", "-Werror", "-pthread"]
 SANITIZERS = {
     "asan": ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"],
     "tsan": ["-fsanitize=thread"],
