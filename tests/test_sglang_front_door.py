@@ -173,10 +173,11 @@ def test_the_recorder_counts_and_hands_out_samples_once() -> None:
     recorder.count("errors", 0)
     stats = {"mismatches": 1, "evicted": 2, "bytes_read": 3, "bytes_written": 4}
     for _ in range(2):
-        recorder.from_store({**stats, "capacity_objects": 10, "free_objects": 5})
+        recorder.from_store({**stats, "capacity_objects": 10, "free_objects": 5, "busy_objects": 2})
     got = recorder.snapshot()
     assert got["moved_pages/load"] == 4
     assert (got["errors"], got["evicted_objects"], got["fullness"]) == (1, 2, 0.5)
+    assert got["pinned_objects"] == 2
     assert recorder.take_samples(LOAD) == ([4], [4096 / 0.5 / 1e9])
     assert recorder.take_samples(LOAD) == ([], [])
     assert {name.split("/")[0] for name in got} <= set(METRICS)

@@ -320,6 +320,7 @@ class ObjectStore:
         with core.lock:
             counts = {state.name.lower(): n for state, n in core.index.counts().items()}
             counters = dict(vars(core.counters))
+            busy = int(np.count_nonzero(core.index.busy()))
         payload = counters["payload_written_nbytes"]
         runs = counters["load_runs"]
         return {
@@ -327,6 +328,7 @@ class ObjectStore:
             "slots": counts,
             "capacity_objects": core.index.slots,
             "free_objects": core.allocator.free_slots,
+            "busy_objects": busy,
             "mean_run_length": counters["loaded"] / runs if runs else 0.0,
             "bytes_read": int(engine.bytes_read),
             "bytes_written": int(engine.bytes_written),

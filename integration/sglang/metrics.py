@@ -94,6 +94,7 @@ class Recorder:
             self._seen[source] = value
         capacity = max(1, int(stats["capacity_objects"]))
         self.level("fullness", 1 - int(stats["free_objects"]) / capacity)
+        self.level("pinned_objects", int(stats["busy_objects"]))
 
     def take_samples(self, direction: str) -> tuple[list[int], list[float]]:
         """Pages and GB/s of each batch since the last call."""
