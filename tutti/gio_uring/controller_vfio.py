@@ -148,6 +148,7 @@ class VfioController(NativeController):
         self.namespace_identities = self.admin.identify_namespaces(self.identity.namespaces)
         self.queues_granted = self.admin.request_queues(queues)
         self._pages = PageMap(self.device)
+        self._reachable: set[int] = set()  # addresses of regions that are mapped
         self._shadow = self._new_shadow(shadow)
         self._restart = _Restart(self.admin)
         sizes, shift = self._usable_sizes()
@@ -242,14 +243,16 @@ class VfioController(NativeController):
         try:
             if not self.is_gone:
                 self._pages.map(region.address, region.nbytes)
+                self._reachable.add(region.address)
         except BaseException:
             super()._unregister(region)
             raise
         return region
 
     def _unregister(self, region: DmaRegion) -> None:
-        if not self.is_closed:
+        if not self.is_closed and region.address in self._reachable:
             self._pages.unmap(region.address, region.nbytes)
+            self._reachable.discard(region.address)
         super()._unregister(region)
 
     def create_queue_pair(self, depth: int) -> QueuePair:

@@ -8,6 +8,7 @@ queues, so that it can make them again after a reset.
 from __future__ import annotations
 
 import ctypes
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -57,7 +58,7 @@ class AdminResult:
 
 @dataclass
 class NvmeAdmin:
-    """The admin side of one drive. Not thread-safe: it belongs to whoever drives the controller.
+    """The admin side of one drive. Commands and restarts of several threads follow each other.
 
     queue_pairs: I/O queue pairs by qid - 1. shadow: address of a page of shadow doorbells and one
     of event indices, 0 without.
@@ -69,6 +70,7 @@ class NvmeAdmin:
     queues_granted: int = 0
 
     def __post_init__(self) -> None:
+        self._lock = threading.RLock()
         self.device.enable_dma()
         self.capabilities = Capabilities.parse(self.device.read_register(_CAP, 8))
         self._data = HostBuffer(IDENTIFY_NBYTES, hugepages=False)
@@ -134,6 +136,10 @@ class NvmeAdmin:
 
     def run(self, sqe: Sqe, timeout_s: float = _COMMAND_TIMEOUT_S) -> AdminResult:
         """One admin command to its end. Raises DeviceTimeout; then the drive has to be reset."""
+        with self._lock:
+            return self._run(sqe, timeout_s)
+
+    def _run(self, sqe: Sqe, timeout_s: float) -> AdminResult:
         lib, address = _native.lib(), self._queue.struct_address
         cid = lib.gio_qp_cid_acquire(address)
         if cid == NO_CID:
@@ -252,6 +258,10 @@ class NvmeAdmin:
         Where disabling does not work, the function is reset. `when_disabled` ends the commands and
         makes the rings new. Raises DeviceTimeout, DeviceGone or MediumError.
         """
+        with self._lock:
+            self._restart(timeout_s, when_disabled)
+
+    def _restart(self, timeout_s: float, when_disabled: Callable[[], None]) -> None:
         try:
             self.disable(timeout_s)
         except DeviceTimeout:
