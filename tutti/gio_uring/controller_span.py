@@ -66,7 +66,7 @@ class SpanController(NativeController):
         pairs = [drive.create_queue_pair(depth) for drive in drives]
         handles = (_U64 * len(drives))(*(drive.handle for drive in drives))
         addresses = (_U64 * len(pairs))(*(pair.struct_address for pair in pairs))
-        places = (SpanPlaceStruct * len(self.places))(*self.places)
+        places = (SpanPlaceStruct * len(self.places))(*(SpanPlaceStruct(*p) for p in self.places))
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._close_wake = weakref.finalize(self, os.close, self._wake_fd)
         config = SpanConfigStruct(
