@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from scheduler.drive import Linear
 
 from tutti.errors import ConfigError
-from tutti.scheduler.event import LayerBegan, StepBegan, Tick
+from tutti.scheduler.event import LayerBegan, PagesWritten, StepBegan, Tick, WriteKnown
 from tutti.scheduler.request import Phase
 from tutti.scheduler.slack import Correction, Corrections, Estimates, is_worth_loading
-from tutti.scheduler.state import State, apply
+from tutti.scheduler.state import Decision, State, WriteLaunch, apply, commit
 
 MS = 1_000_000
 
@@ -99,3 +99,28 @@ def test_break_even() -> None:
     assert not is_worth_loading(fast, **work)
     assert not is_worth_loading(slow, **work)
     assert not is_worth_loading(fast, **{**work, "hit_tokens": 0})
+
+
+def test_ends_that_come_in_bunches_are_one_measurement() -> None:
+    """Two writes of 2 ms each that end together after 4 took as long as expected."""
+    profile = Linear(write_gbps=1.0)
+    state = State()
+    for name in ("v", "w"):
+        state = apply(state, WriteKnown(0, name, pages=2, page_nbytes=1_000_000), profile)
+    launches = (WriteLaunch("v", 0, 2), WriteLaunch("w", 0, 2))
+    state = commit(state, Decision(writes=launches), profile)
+    for name in ("v", "w"):
+        state = apply(state, PagesWritten(4 * MS, name, 2), profile)
+    assert state.totals.measurements == 1
+    assert state.totals.error_ns == 0
+    assert state.corrections.write.factor == 1.0
+
+
+def test_a_slow_drive_is_learnt() -> None:
+    profile, state = Linear(write_gbps=1.0), State()
+    for number in range(8):
+        at_ns, name = number * 10 * MS, f"w{number}"
+        state = apply(state, WriteKnown(at_ns, name, pages=2, page_nbytes=1_000_000), profile)
+        state = commit(state, Decision(writes=(WriteLaunch(name, 0, 2),)), profile)
+        state = apply(state, PagesWritten(at_ns + 6 * MS, name, 2), profile)
+    assert state.corrections.write.factor == pytest.approx(3.0, rel=0.1)

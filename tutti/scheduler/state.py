@@ -33,6 +33,8 @@ from tutti.scheduler.slack import Corrections, Estimates
 
 #: A report may lie this far behind what was launched with it.
 _FORWARD_NS = 600 * 10**9
+#: Transfers are measured over so long at least, unless the device has nothing more to do.
+_MEASURED_NS = 5_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,12 +108,15 @@ class Totals:
 class Pipe:
     """One direction of the device.
 
-    ends_ns: when what was launched is expected to have ended.  since_ns: when the device began with
-    what it works on now.  alone: the other direction was idle since then.
+    ends_ns: when what was launched is expected to have ended.  since_ns: when the measurement that
+    runs now began, with nothing of it in flight or with the end of the one before.  done_ns: what
+    the profile expects for all that ended since then; ends may come in bunches, their sum counts.
+    alone: the other direction was idle since then.
     """
 
     ends_ns: int = 0
     since_ns: int = 0
+    done_ns: int = 0
     alone: bool = True
 
 
@@ -238,7 +243,7 @@ def _launch_writes(state: State, decision: Decision, estimates: Estimates) -> St
 
 def _launched(pipe: Pipe, now_ns: int, expected_ns: int, flies: bool, other_flies: bool) -> Pipe:
     if not flies:
-        return Pipe(now_ns + expected_ns, now_ns, not other_flies)
+        return Pipe(now_ns + expected_ns, now_ns, 0, not other_flies)
     return replace(pipe, ends_ns=max(now_ns, pipe.ends_ns) + expected_ns)
 
 
@@ -295,18 +300,11 @@ def _layers_ready(state: State, event: LayersReady, profile: Profile) -> State:
     if load is None or not load.ready < event.layers <= load.issued:
         return _ignore(state)
     nbytes = (event.layers - load.ready) * load.layer_nbytes
-    pipe = state.reading
-    if pipe.alone:
-        state = _measured(
-            state,
-            "read",
-            Estimates(profile).read_ns(nbytes),
-            Estimates(profile, state.corrections).read_ns(nbytes),
-            state.now_ns - pipe.since_ns,
-        )
     loads = tuple(replace(x, ready=event.layers) if x is load else x for x in state.loads)
-    pipe = replace(pipe, since_ns=state.now_ns, alone=not state.writes_fly)
-    return _quiet(_count(replace(state, loads=loads, reading=pipe), read_nbytes=nbytes))
+    state = _count(replace(state, loads=loads), read_nbytes=nbytes)
+    base_ns = Estimates(profile).read_ns(nbytes)
+    pipe, state = _ended(state, "read", state.reading, base_ns, state.reads_fly, state.writes_fly)
+    return _quiet(replace(state, reading=pipe))
 
 
 def _write_known(state: State, event: WriteKnown, profile: Profile) -> State:
@@ -329,24 +327,30 @@ def _pages_written(state: State, event: PagesWritten, profile: Profile) -> State
     if write is None or not write.written < event.pages <= write.issued:
         return _ignore(state)
     pages = event.pages - write.written
-    pipe = state.writing
-    if pipe.alone:
-        nbytes = pages * write.page_nbytes
-        state = _measured(
-            state,
-            "write",
-            Estimates(profile).write_ns(nbytes),
-            Estimates(profile, state.corrections).write_ns(nbytes),
-            state.now_ns - pipe.since_ns,
-        )
     done = event.pages == write.pages
     writes = tuple(
         replace(x, written=event.pages) if x is write else x
         for x in state.writes
         if not (done and x is write)
     )
-    pipe = replace(pipe, since_ns=state.now_ns, alone=not state.reads_fly)
-    return _quiet(_count(replace(state, writes=writes, writing=pipe), written_pages=pages))
+    state = _count(replace(state, writes=writes), written_pages=pages)
+    base_ns = Estimates(profile).write_ns(pages * write.page_nbytes)
+    pipe, state = _ended(state, "write", state.writing, base_ns, state.writes_fly, state.reads_fly)
+    return _quiet(replace(state, writing=pipe))
+
+
+def _ended(
+    state: State, kind: str, pipe: Pipe, base_ns: int, flies: bool, other_flies: bool
+) -> tuple[Pipe, State]:
+    """One launch ended.  Measures what ended since the last measurement, once that is enough."""
+    done_ns = pipe.done_ns + base_ns
+    if flies and state.now_ns - pipe.since_ns < _MEASURED_NS:
+        return replace(pipe, done_ns=done_ns), state
+    if pipe.alone:
+        correction = getattr(state.corrections, kind)
+        expected_ns = round(done_ns * correction.factor)
+        state = _measured(state, kind, done_ns, expected_ns, state.now_ns - pipe.since_ns)
+    return replace(pipe, since_ns=state.now_ns, done_ns=0, alone=not other_flies), state
 
 
 def _write_gone(state: State, event: WriteGone, profile: Profile) -> State:
