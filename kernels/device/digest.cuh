@@ -7,7 +7,7 @@
 #pragma once
 
 #include "copy.cuh"
-#include "gio_uring/iocb.h"
+#include "parameters.cuh"
 #include "xxh3.h"
 
 namespace gio {
@@ -171,7 +171,7 @@ GIO_HD u64 warp_digest_quads(const Slice& slice) {
   return digest.finish(load_quad(slice.source(last)), slice.nbytes);
 }
 
-constexpr u32 kWarpsMax = 8;  // of a block: 256 threads
+constexpr u32 kWarpsMax = kBlockThreadsMax / kLanes;
 
 // A block of a string whose bytes lie anyhow, for each warp.
 struct Gathered {

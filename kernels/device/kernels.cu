@@ -84,16 +84,16 @@ __global__ void __launch_bounds__(32) gio_collect_mmio(const gio::Batch* batch, 
   gio::collect<gio::MmioDoorbell>(batch, layer);
 }
 
-__global__ void __launch_bounds__(256, 1)
+__global__ void __launch_bounds__(gio::kBlockThreadsMax, 1)
     gio_resident_word(const gio::Batch* batch, unsigned layer, unsigned publish) {
   gio::resident<gio::WordDoorbell>(batch, layer, publish);
 }
-__global__ void __launch_bounds__(256, 1)
+__global__ void __launch_bounds__(gio::kBlockThreadsMax, 1)
     gio_resident_mmio(const gio::Batch* batch, unsigned layer, unsigned publish) {
   gio::resident<gio::MmioDoorbell>(batch, layer, publish);
 }
 
-__global__ void __launch_bounds__(256, 1)
+__global__ void __launch_bounds__(gio::kBlockThreadsMax, 1)
     gio_move(const gio::Batch* batch, unsigned layer, unsigned publish) {
   const gio::SliceWork work(batch, layer);
   if (gio::block_await_staged(batch, work)) {
@@ -104,16 +104,18 @@ __global__ void __launch_bounds__(256, 1)
   if (publish != 0) gio::publish_layer(batch, layer);
 }
 
-__global__ void __launch_bounds__(256, 1)
+__global__ void __launch_bounds__(gio::kBlockThreadsMax, 1)
     gio_verify(const gio::Batch* batch, unsigned layer, unsigned publish) {
   gio::grid_do(gio::SliceWork(batch, layer), gio::Way::kInPlace);
   if (publish != 0) gio::publish_layer(batch, layer);
 }
 
-__global__ void __launch_bounds__(256, 1) gio_persistent_word(const gio::Mailbox* mailbox) {
+__global__ void __launch_bounds__(gio::kBlockThreadsMax, 1)
+    gio_persistent_word(const gio::Mailbox* mailbox) {
   gio::persistent_run<gio::WordDoorbell>(*mailbox);
 }
-__global__ void __launch_bounds__(256, 1) gio_persistent_mmio(const gio::Mailbox* mailbox) {
+__global__ void __launch_bounds__(gio::kBlockThreadsMax, 1)
+    gio_persistent_mmio(const gio::Mailbox* mailbox) {
   gio::persistent_run<gio::MmioDoorbell>(*mailbox);
 }
 

@@ -42,6 +42,8 @@
 
 namespace gio {
 
+constexpr u32 kBlockThreadsMax = 256;  // where an entry point says "32 to 256"
+
 // One block's part of every layer.
 struct QueueShare {
   u64 qp;           // QueuePair; its own words, marks, cid_free and completions in device memory

@@ -68,6 +68,7 @@ CONSTANTS = {
     "kCompleted": queue_pair.COMPLETED,
     "kNoCid": queue_pair.NO_CID,
     "kRunPending": device_batch.RUN_PENDING,
+    "kBlockThreadsMax": device_batch.BLOCK_THREADS_MAX,
     "kHasFua": controller.HAS_FUA,
     "kHasDeallocate": controller.HAS_DEALLOCATE,
     "kHasVolatileCache": controller.HAS_VOLATILE_CACHE,

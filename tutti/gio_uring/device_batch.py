@@ -11,6 +11,9 @@ import ctypes
 #: `RunState.status` of a command that has not ended, and with `NO_CID` one that was not sent.
 RUN_PENDING = 0xFFFFFFFF
 
+#: Most threads of a block, where the entry point says "32 to 256".
+BLOCK_THREADS_MAX = 256
+
 _U32 = ctypes.c_uint32
 _U64 = ctypes.c_uint64
 

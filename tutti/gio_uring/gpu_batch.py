@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tutti.gio_uring.device_batch import (
+    BLOCK_THREADS_MAX,
     BatchStruct,
     LayerTallyStruct,
     QueueShareStruct,
@@ -29,7 +30,7 @@ from tutti.gio_uring.nvme_spec import OPCODE_READ, OPCODE_WRITE
 ALIGNMENT = 64
 READY = 1
 _LBA_SHIFT = 9
-_THREADS = 512
+_THREADS = BLOCK_THREADS_MAX
 _TABLE_TIMEOUT_S = 30.0
 _BATCH_NBYTES = ctypes.sizeof(BatchStruct)
 _TALLY_NBYTES = ctypes.sizeof(LayerTallyStruct)

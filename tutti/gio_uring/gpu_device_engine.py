@@ -24,7 +24,7 @@ import numpy.typing as npt
 
 from tutti.errors import ConfigError, CudaError, DeviceTimeout, PoolClosed
 from tutti.gio_uring.controller import NativeController
-from tutti.gio_uring.device_batch import QueueShareStruct
+from tutti.gio_uring.device_batch import BLOCK_THREADS_MAX, QueueShareStruct
 from tutti.gio_uring.engine import LIST_NBYTES, Extents
 from tutti.gio_uring.gpu_batch import Commands, DeviceBatch, Staged, launch_layer
 from tutti.gio_uring.gpu_driver import Driver
@@ -176,7 +176,7 @@ class DeviceEngine:
         depth: int = 64,
         staging_nbytes: int = STAGING_NBYTES,
         move_blocks: int = 16,
-        threads: int = 512,
+        threads: int = BLOCK_THREADS_MAX,
         command_nbytes_max: int = MiB,
         stream: int | None = None,
     ) -> None:
