@@ -224,6 +224,23 @@ class Core:
             return self.changed.wait_for(lambda: self.in_flight == 0, timeout_s)
 
     @contextlib.contextmanager
+    def admitted(self, timeout_s: float) -> Iterator[None]:
+        """Counts what begins inside, from when nothing stands still: see ``standstill``.
+
+        Raises DeviceTimeout when that takes longer.
+        """
+        with self.lock:
+            self.wait_ready(timeout_s)
+            self.in_flight += 1  # at once, or a standstill could begin in between
+        try:
+            yield
+        finally:
+            with self.lock:
+                self.in_flight -= 1
+                if self.in_flight == 0:
+                    self.changed.notify_all()
+
+    @contextlib.contextmanager
     def standstill(self) -> Iterator[None]:
         """Nothing is in flight inside; meanwhile look-ups miss, and puts and loads wait.
 

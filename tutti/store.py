@@ -234,9 +234,9 @@ class ObjectStore:
             raise KeySizeError(f"the parent key has {len(parent)} bytes, not {KEY_NBYTES}")
         if depth < 0:
             raise ConfigError(f"depth is {depth}; it counts the pages before the first key")
-        self._core.wait_ready(self.config.timeout_s)
         request = PutRequest.chain(array, numbers, memory, parent, depth)
-        return (self._pacer or self._tails).put(request)
+        with self._core.admitted(self.config.timeout_s):
+            return (self._pacer or self._tails).put(request)
 
     def load(self, keys: Keys, pages: npt.ArrayLike, *, pool: HostPool | None = None) -> LoadTicket:
         """Starts to read objects into pages; layers become ready one after another.
@@ -249,8 +249,8 @@ class ObjectStore:
         _check_lengths(array, numbers)
         if self.config.verify != "off" and np.unique(numbers).size != numbers.size:
             raise ConfigError("a page is named twice; give every key a page of its own")
-        self._core.wait_ready(self.config.timeout_s)
-        return (self._pacer or self._loader).load(array, numbers, memory)
+        with self._core.admitted(self.config.timeout_s):
+            return (self._pacer or self._loader).load(array, numbers, memory)
 
     def prove(self, max_objects: int = 64, *, timeout_s: float = 60.0) -> int:
         """Verifies up to ``max_objects`` objects that an unclean close left unproven.
@@ -259,8 +259,7 @@ class ObjectStore:
         Returns how many it looked at: 0 at the end of a round through the pool, when none is left
         but what could not be read.  Raises DeviceTimeout.
         """
-        self._core.wait_ready(timeout_s)
-        with self._proving:
+        with self._core.admitted(timeout_s), self._proving:
             keys, self._prove_from = self._core.unproven_keys(max_objects, self._prove_from)
             if not len(keys):
                 return 0

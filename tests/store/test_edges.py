@@ -272,7 +272,7 @@ def test_look_ups_go_on_during_a_clear(rng: np.random.Generator) -> None:
     store.put(keys, [0, 1]).wait(5)
     controller.set_faults(Faults(stall_from=1))
     store.load(keys, [2, 3])
-    with pytest.raises(TuttiError, match="nothing was cleared"):
+    with pytest.raises(TuttiError, match="nothing was done"):
         store.clear()
     assert store.match(keys) == 2
     store.close()

@@ -6,6 +6,9 @@ import os
 import signal
 import subprocess
 import sys
+import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -196,3 +199,43 @@ def test_a_pool_in_memory_has_no_page_cache() -> None:
         assert store.match(some_keys(np.random.default_rng(1), 1)) == 0
     with pytest.raises(Unsupported, match="no page cache"):
         opened(formatted(), page_cache_share=0.5)
+
+
+def test_what_was_admitted_ends_before_a_standstill_and_the_next_waits() -> None:
+    order: list[str] = []
+    with opened(formatted()) as store:
+        core = store._core
+        inside, leave = threading.Event(), threading.Event()
+
+        def stand() -> None:
+            with core.standstill():
+                order.append("still")
+                inside.set()
+                assert leave.wait(10)
+                order.append("moving")
+
+        def enter() -> None:
+            assert inside.wait(10)
+            with core.admitted(10):
+                order.append("admitted")
+
+        threads = [threading.Thread(target=stand), threading.Thread(target=enter)]
+        with core.admitted(10):
+            threads[0].start()
+            assert wait_until(lambda: not core.ready)
+            assert not inside.wait(0.1), "it stood still beside an operation"
+            order.append("first")
+        threads[1].start()
+        assert inside.wait(10)
+        assert wait_until(lambda: threads[1].is_alive())
+        leave.set()
+        for thread in threads:
+            thread.join(10)
+    assert order == ["first", "still", "moving", "admitted"]
+
+
+def wait_until(condition: Callable[[], bool]) -> bool:
+    deadline_s = time.monotonic() + 10
+    while time.monotonic() < deadline_s and not condition():
+        time.sleep(0.001)
+    return condition()
