@@ -16,15 +16,15 @@ PYTEST_FLAGS ?=
 
 # A suite is a pytest marker expression; the suites of TEST_SUITES make up `make test`.
 # To add one: name it here, give it a MARK_ and (if it runs in parallel) a JOBS_ line.
-TEST_SUITES := unit native crash sglang
-MORE_SUITES := slow gpu sglang-server
-MARK_unit := not (native or crash or slow or sglang)
+TEST_SUITES := unit native crash nvme sglang
+MORE_SUITES := slow sglang-server
+MARK_unit := not (native or crash or nvme or slow or sglang or gpu)
 MARK_native := native and not slow
 MARK_crash := crash and not slow
+MARK_nvme := nvme and not slow
 MARK_sglang := sglang and not slow
 MARK_slow := slow and not sglang
 MARK_sglang-server := sglang and slow
-MARK_gpu := gpu
 JOBS_unit := 2
 JOBS_native := 2
 
@@ -82,6 +82,29 @@ sglang-venv:
 	  touch $(SGLANG_VENV)/.installed || \
 	  echo "SGLang is not installed (build/sglang-install.log says why): its suite will skip"; }
 
+test-nvme: nvme-guest
+
+.PHONY: nvme-guest
+nvme-guest: $(VENV)/.test
+	@mkdir -p build; $(PY) tests/qemu/guest.py setup > build/qemu-install.log 2>&1 || \
+	  echo "QEMU's guest is not installed (build/qemu-install.log says why): its suite will skip"
+
+# A GPU machine may have no network: these two use $(PYTHON) and its packages as they are.
+GPU_PY := env PYTHONSAFEPATH=1 PYTHONPATH=$(CURDIR)/build/view:$(CURDIR)/tests $(PYTHON)
+
+.PHONY: gpu-native
+gpu-native:
+	$(PYTHON) setup.py -q build_ext --inplace
+	@$(MAKE) --no-print-directory build/view
+
+.PHONY: gpu-test
+gpu-test: gpu-native ## tests on a GPU, with $(PYTHON); goes on where it stopped
+	$(GPU_PY) tests/gpu/shards.py --out build/gpu-test
+
+.PHONY: gpu-bench
+gpu-bench: gpu-native ## measurements on a GPU, with $(PYTHON); goes on where it stopped
+	$(GPU_PY) -m tutti.bench.gpu --out bench/results/gpu
+
 # Optional: without these packages (no network, another platform) their tests skip by name.
 .PHONY: device-check
 device-check: $(VENV)/.test
@@ -132,6 +155,7 @@ $(VENV)/.core: $(VENV)/.venv pyproject.toml setup.py $(NATIVE_SOURCES)
 
 $(VENV)/.test: pyproject.toml | $(VENV)/.core
 	$(call install_extra,test)
+	$(call install_extra,plot)
 	@touch $@
 
 $(VENV)/.lint: pyproject.toml | $(VENV)/.core
