@@ -127,9 +127,10 @@ class Rig:
         return self.linker.offload([transfer(names, pages)])
 
     def store(self, names: Sequence[str], pages: Sequence[int]) -> bool:
-        """Offloads, and waits for the completion."""
+        """Offloads, and waits until it is on the medium: what is copied out completes before."""
         assert self.offload(names, pages)
         wait_for(lambda: self.linker.num_completed_offloads() == 1)
+        wait_for(lambda: not self.linker.backlog.active)
         return self.linker.pop_completed_offload()
 
     def lookup(self, names: Sequence[str], rid: str = "r") -> int:
