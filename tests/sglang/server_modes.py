@@ -117,7 +117,7 @@ def _linker_arguments(path: Path, **options: Any) -> list[str]:
             "load_staging": "8MiB",
             "store_staging": "8MiB",
             "breaker_pause_s": 0.2,
-            "pin_lookups": 8,  # pools are small here: more would pin all of them
+            "pin_lookups": 4,  # pools are small here: more would pin all of them
             **options,
         },
     }

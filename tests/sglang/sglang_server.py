@@ -31,6 +31,7 @@ _LOCK = Path("/tmp/tutti-sglang-server.lock")
 _LOCK_S = 900.0
 _START_S = 180.0
 _REQUEST_S = 60.0
+_COUNTED_S = 30.0  # what the medium counts is read every ten seconds
 
 
 @dataclass(frozen=True)
@@ -187,6 +188,15 @@ class Server:
                 key = f"{name}/{direction[1]}" if direction else name
                 found[key] = found.get(key, 0.0) + float(value)
         return found
+
+    def counted(self, name: str) -> float:
+        """A counter of Tutti's, once it has counted something."""
+        deadline = time.monotonic() + _COUNTED_S
+        while not (count := self.metrics().get(name, 0.0)):
+            if time.monotonic() > deadline:
+                raise ServerFailed(f"nothing was counted as {name}")
+            time.sleep(0.2)
+        return count
 
     def held(self) -> tuple[int, int]:
         """Threads and open files of the schedulers, where Tutti lives."""
