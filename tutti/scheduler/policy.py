@@ -32,8 +32,8 @@ class Limits:
     read_patience_us: a load is overtaken only by loads that came within this time after it.
     write_patience_us: a write that waited longer goes without slack, in ``forced_share`` of the
         device's time.
-    pressure: from this part of locked_pages and staged_pages on writes go without slack, in half of
-        the device's time.
+    pressure: from this part of locked_pages and staged_pages on writes go before reads, until
+        fewer wait: what is dropped costs more than a bubble.
     Raises ConfigError for what makes no sense.
     """
 
@@ -48,7 +48,7 @@ class Limits:
     read_patience_us: float = 2_000_000.0
     write_patience_us: float = 5_000_000.0
     forced_share: float = 0.125
-    pressure: float = 0.75
+    pressure: float = 0.5
 
     def __post_init__(self) -> None:
         counts = (self.locked_pages, self.staged_pages, self.read_ahead_nbytes)
@@ -310,14 +310,14 @@ class _Plan:
         state = self._state
         if state.writes_fly:
             return self._write_on() if not self._reads_wait else Decision()
-        forced = self._forced_pages()
+        forced, share = self._forced()
         writes = bool(self._waiting) and (forced > 0 or self._has_room(1.0))
         if state.reads_fly:
             # Reads pause so that the writes find the device idle.
             return Decision(wake_ns=state.reading.ends_ns) if writes else self._read()
         if not writes:
             return self._read()
-        return self._write(forced) if forced else self._write_into_slack(1.0)
+        return self._write(forced, share) if forced else self._write_into_slack(1.0)
 
     def side_by_side(self) -> Decision:
         """Writes beside reads, as far as reads have time for it."""
@@ -325,13 +325,13 @@ class _Plan:
         cost = max(0.0, self._estimates.interference - 1)
         if not self._waiting:
             return reads
-        forced = self._forced_pages()
+        forced, share = self._forced()
         if self._state.writes_fly:
             writes = self._write_on() if self._has_room(cost) else Decision()
         elif self._has_room(cost):
             writes = self._write_into_slack(cost)
         else:
-            writes = self._write(forced) if forced else Decision()
+            writes = self._write(forced, share) if forced else Decision()
         wakes = [d.wake_ns for d in (reads, writes) if d.wake_ns is not None]
         return replace(writes, reads=reads.reads, wake_ns=min(wakes, default=None))
 
@@ -347,27 +347,25 @@ class _Plan:
         write = self._waiting[0]
         return self._estimates.write_ns(write.unit * write.page_nbytes)
 
-    def _forced_pages(self) -> int:
-        """Pages to write without slack: because they are old, or too many."""
+    def _forced(self) -> tuple[int, float]:
+        """(pages, share of time) to write without slack: because they are old, or too many."""
         state, limits = self._state, self._limits
         if not self._waiting or state.now_ns < state.forced_until_ns:
-            return 0
+            return 0, 1.0
         oldest = self._waiting[0]
         room = limits.pressure * (limits.locked_pages + limits.staged_pages)
         if sum(w.pages for w in state.writes) > room:
             page_ns = max(1, self._estimates.write_ns(oldest.page_nbytes))
             burst = round(limits.write_burst_us * 1000) // page_ns
-            return max(oldest.unit, _whole_units(oldest, burst))
+            return max(oldest.unit, _whole_units(oldest, burst)), 1.0
         if state.now_ns >= oldest.arrived_ns + round(limits.write_patience_us * 1000):
-            return oldest.unit
-        return 0
+            return oldest.unit, limits.forced_share
+        return 0, 1.0
 
-    def _write(self, pages: int) -> Decision:
+    def _write(self, pages: int, share: float) -> Decision:
         """The oldest write's next pages, slack or not."""
         oldest = self._waiting[0]
         launch_ns = self._estimates.write_ns(pages * oldest.page_nbytes)
-        aged = pages <= oldest.unit
-        share = self._limits.forced_share if aged else 0.5
         return Decision(
             writes=(WriteLaunch(oldest.name, oldest.issued, pages),),
             forced=True,
