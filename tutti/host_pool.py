@@ -126,7 +126,7 @@ class HostPool:
         return cls(layout, memory, ranges, buffers)
 
     def wait_idle(self, timeout_s: float) -> bool:
-        """Waits until nothing that the store does not know of moves the pages; here nothing does."""
+        """Waits until nothing unknown to the store moves the pages; here nothing does."""
         return True
 
     def segment(self, page: int, layer: int, k: int) -> npt.NDArray[np.uint8]:
