@@ -15,6 +15,9 @@ import pytest
 
 triton = pytest.importorskip("triton", reason="needs triton (tutti[cuda])")
 
+# The environment of SGLang's tests is the one that has triton and torch.
+pytestmark = pytest.mark.sglang
+
 
 @pytest.fixture
 def interpreted() -> Any:
