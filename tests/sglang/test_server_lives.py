@@ -23,7 +23,7 @@ from server_modes import (
     prompts,
     right_or_503,
 )
-from sglang_server import Reply, Server
+from sglang_server import Reply, Server, ServerFailed
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -167,3 +167,17 @@ def _crowd(mode: Mode, server: Server, seed: int) -> None:
     assert server.counted("evicted_objects_total") > 0
     assert server.metrics().get("backlog_pages", 0) == 0
     assert "memory leak" not in server.text()
+
+
+@both_modes
+def test_a_pool_that_another_server_has_is_an_error_at_start(
+    mode: Mode, tiny_model: Path, tmp_path: Path
+) -> None:
+    pools, log = tmp_path / "pools", tmp_path / "log"
+    arguments = mode.arguments(pools)
+    with Server(tiny_model, log, arguments):
+        pass
+    with pool_files(pools)[0].open() as other:
+        fcntl.flock(other, fcntl.LOCK_EX)  # as the other server would
+        with pytest.raises(ServerFailed, match="in use"), Server(tiny_model, log, arguments):
+            pass
