@@ -1,0 +1,56 @@
+"""A real server of two tensor-parallel ranks on CPU: what one of them lacks, both do without."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("sglang.srt", reason="SGLang is not installed here")
+
+from medium_damage import flip_objects, pool_files
+from server_modes import Mode, again, at_once, both_modes, families, near, prompts, right_or_503
+from sglang_server import Server
+
+pytestmark = pytest.mark.timeout(300)
+#: Of both ranks; a linker's pool has larger groups, so here nothing is evicted from it.
+CAPACITY = {"hicache": "16MiB", "linker": "48MiB"}
+CPUS = sorted(os.sched_getaffinity(0))
+
+
+@both_modes
+@pytest.mark.skipif(len(CPUS) < 2, reason="two ranks need two processors")
+def test_two_ranks_stay_aligned(mode: Mode, tiny_model: Path, tmp_path: Path, seed: int) -> None:
+    """Damage of one rank's pool; then many at once, for HiCache with evictions in both."""
+    pools, log = tmp_path / "pools", tmp_path / "log"
+    env = {"SGLANG_CPU_OMP_THREADS_BIND": f"{CPUS[0]}|{CPUS[1]}"}
+    asked = prompts(seed, 3)
+    arguments = [*mode.arguments(pools, capacity=CAPACITY[mode.name]), "--tp", "2"]
+    with Server(tiny_model, log, arguments, page_size=64, env=env) as server:
+        computed = [server.ask(prompt) for prompt in asked]
+        mode.served(computed, again(server, asked), 576)
+        server.settle()
+        server.flush()
+        (second,) = [path for path in pool_files(pools) if "-tp1-" in path.name]
+        assert len(pool_files(pools)) == 2
+        flip_objects(second)
+        for prompt, want in zip(asked, computed, strict=True):
+            reply = right_or_503(server, prompt, want)
+            assert reply or mode.name == "linker", "HiCache has no reason to refuse"
+            reply = reply or right_or_503(server, prompt, want)
+            assert reply, "a retry failed"
+            assert mode.loaded(reply) == 0, "one rank's damage is all's"
+            mode.equal([want], [reply])
+        mode.recovers(server, asked, computed, 576)
+        mode.served(computed, again(server, asked), 576)
+        crowd = families(seed, roots=6, tails=8)
+        right = [server.ask(prompt) for prompt in crowd]
+        server.settle()
+        server.flush()
+        replies = at_once(server, crowd)
+        assert sum(mode.loaded(reply) for reply in replies) > 0
+        for reply, want in zip(replies, right, strict=True):
+            assert near(reply, want)
+        if mode.name == "hicache":
+            assert server.counted("evicted_objects_total") > 0
