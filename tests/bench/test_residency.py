@@ -76,7 +76,7 @@ def test_a_real_group_limits_the_page_cache(tmp_path: Path) -> None:
             pass
     except Unsupported as error:
         pytest.skip(str(error))
-    arguments = options(tmp_path, "--working-set", "64MiB", "--limits", "0.5", "--rounds", "2")
+    arguments = options(tmp_path, "--working-set", "192MiB", "--limits", "0.5", "--rounds", "2")
     result = residency.run(arguments, lambda label, total: Progress(label, total))
     found = {c["configuration"]: c for c in result["cells"]}
     # Kernel memory counts too, and is much of so small a limit: only what is certain.
