@@ -9,7 +9,7 @@ GIO_HD bool block_await_staged(const Batch* batch, const SliceWork& work) {
   GIO_SHARED(u32, ready);
   if (work.table->staged_flags == 0) return true;
   if (threadIdx.x == 0) {
-    const LayerFlag* flag = at<LayerFlag>(work.table->staged_flags) + work.layer;
+    const LayerWord* flag = at<LayerWord>(work.table->staged_flags) + work.layer;
     const u64 deadline = deadline_after(batch->timeout_ns);
     Backoff backoff;
     // Pairs with the staging processor's release of the word, after its last slice.

@@ -6,6 +6,8 @@
 //
 //   gio_submit_word, gio_submit_mmio     (const Batch*, u32 layer)
 //       <<<n_shares, 32>>>  sends the layer's commands, as many as there are CIDs for, and ends.
+//       May run a layer ahead, before the drain of the layer before, where each share has a queue
+//       of its own; it then sends nothing while that layer is not sent in full.
 //   gio_drain_word, gio_drain_mmio       (const Batch*, u32 layer, u32 publish)
 //       <<<n_shares, 32>>>  sends what is left, polls until every command ended or the deadline.
 //   gio_resident_word, gio_resident_mmio (const Batch*, u32 layer, u32 publish)
@@ -38,6 +40,7 @@
 #pragma once
 
 #include "gio_uring/iocb.h"
+#include "gio_uring/layer_words.h"
 #include "gio_uring/queue_pair.h"
 
 namespace gio {
@@ -65,13 +68,6 @@ struct RunState {
 };
 static_assert(sizeof(RunState) == 8, "layout shared with Python");
 
-// Tells a stream, a kernel or the CPU that a layer is over.  One writer; only loaded and stored.
-struct LayerFlag {
-  u32 ready;   // released last; not 0
-  u32 status;  // the first error of the layer, or 0
-};
-static_assert(sizeof(LayerFlag) == 8, "layout shared with Python");
-
 // What the blocks of a layer add up among themselves, in device memory.  Zeroed by the host.
 struct LayerTally {
   u32 arrived;  // blocks of the publishing kernel that have finished; 0 again afterwards
@@ -87,7 +83,7 @@ struct SliceTable {
   u64 paged;         // Iocb of the pages: pages, bases, segments, opcode, slice_nlb and lba_shift
   u64 staged_bases;  // u64[n_layers], or 0: commands name the pages themselves
   u64 staged_stride;
-  u64 staged_flags;  // LayerFlag[n_layers] that another processor releases when a layer is staged,
+  u64 staged_flags;  // LayerWord[n_layers] that another processor releases when a layer is staged,
                      // or 0: this stream saw to it.  For gio_move of reads alone
   u64 digests;       // u64[n_pages][n_layers], or 0.  Reads are compared, writes computed
   u64 page_status;   // u32[n_pages] in device memory, zeroed by the host; a page's first error
@@ -99,7 +95,7 @@ struct Batch {
   u64 shares;      // QueueShare[n_shares]
   u64 states;      // RunState[n_layers][n_runs], every byte 0xff at first
   u64 slices;      // SliceTable
-  u64 flags;       // LayerFlag[n_layers], zeroed; pinned or device memory
+  u64 flags;       // LayerWord[n_layers], zeroed; pinned or device memory
   u64 tallies;     // LayerTally[n_layers]
   u64 timeout_ns;  // how long a kernel waits, counted from when its block began
   u32 n_shares;

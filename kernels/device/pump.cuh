@@ -131,7 +131,10 @@ GIO_HD Group pump_group(const Pump& pump, u32 base, u32 limit) {
     starved = !sent && refused == kOk;
     if (refused != kOk) status = refused;
   }
-  if (__ballot_sync(kAllLanes, sent) != 0 && lane_index() == 0) sq_ring<Doorbell>(pump.qp);
+  if (__ballot_sync(kAllLanes, sent) != 0) {
+    __syncwarp();  // lane 0 sees all marks: nobody else rings for one that it misses
+    if (lane_index() == 0) sq_ring<Doorbell>(pump.qp);
+  }
   const bool ended = was_open && status != kRunPending;
   if (ended || sent) {
     if (ended) state.status = status;
@@ -187,9 +190,18 @@ GIO_HD void pump_expire(const Pump& pump) {
   }
 }
 
+// Whether all runs of the layer before were sent.  A layer that goes ahead of it would take the
+// CIDs that it still needs, and give none back before its own drain, which comes later.
+GIO_HD bool pump_may_lead(const Pump& pump) {
+  if (pump.layer == 0 || pump.share->n_runs == 0) return true;
+  const RunState& last = (pump.states - pump.io->n_runs)[pump.share->n_runs - 1];
+  return last.cid != kNoCid || last.status != kRunPending;  // they go in order
+}
+
 // Sends what there are CIDs for.
 template <typename Doorbell>
 GIO_HD void pump_submit(Pump* pump) {
+  if (!pump_may_lead(*pump)) return;
   pump_look<Doorbell>(pump, pump->share->n_runs, nullptr, 0);
 }
 
@@ -235,7 +247,7 @@ GIO_HD void publish_layer(const Batch* batch, u32 layer) {
   __syncthreads();
   if (threadIdx.x != 0 || batch->flags == 0) return;
   LayerTally* tally = at<LayerTally>(batch->tallies) + layer;
-  LayerFlag* flag = at<LayerFlag>(batch->flags) + layer;
+  LayerWord* flag = at<LayerWord>(batch->flags) + layer;
   // Pairs with the other blocks' fetch_add: the last one has seen what all of them moved.
   if (fetch_add(&tally->arrived, 1) != gridDim.x - 1) return;
   store_relaxed(&tally->arrived, 0);

@@ -13,6 +13,7 @@
 
 #include "controller.h"
 #include "gio_uring/iocb.h"
+#include "gio_uring/layer_words.h"
 
 namespace gio {
 
@@ -20,19 +21,6 @@ namespace gio {
 constexpr u32 kPriorities = 3;
 
 enum DigestMode : u32 { kDigestNone = 0, kDigestCompute = 1, kDigestCompare = 2 };
-
-// What a job and the mover of its staging memory tell each other, in memory that a GPU reaches.
-// Nobody sleeps on it and no call wakes anybody: plain words, each with one writer.
-struct LayerWord {
-  u32 ready;   // 1 once the layer's commands ended, or the job did; the job's last word on it
-  u32 status;  // valid with `ready`: the first error of the job by then, or 0
-};
-struct LayerWords {
-  u32 moved;  // by the mover alone: how many layers it has finished, from the first
-  u32 reserved[31];
-  LayerWord layers[1];  // n_layers of them
-};
-static_assert(sizeof(LayerWords) == 136, "layout shared with Python");
 
 // Plain data, mirrored by tutti/gio_uring/engine.py.  The arrays stay valid and unmoved until
 // the job is released.

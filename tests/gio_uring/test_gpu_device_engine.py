@@ -22,7 +22,6 @@ from tutti.gio_uring.controller_memory import MemoryController
 from tutti.gio_uring.device_batch import (
     RUN_PENDING,
     BatchStruct,
-    LayerFlagStruct,
     QueueShareStruct,
     RunStateStruct,
     SliceTableStruct,
@@ -34,6 +33,7 @@ from tutti.gio_uring.gpu_engine import HostEngine
 from tutti.gio_uring.gpu_memory import TableMemory
 from tutti.gio_uring.gpu_modules import CubinCache, DeviceSource, Modules
 from tutti.gio_uring.iocb import RUN_DTYPE, IocbStruct, PagedMemory
+from tutti.gio_uring.layer_words import LayerWordStruct
 from tutti.gio_uring.memory import view_at
 from tutti.gio_uring.nvme_spec import (
     OPCODE_READ,
@@ -136,7 +136,7 @@ class Kernels:
         paged = self.at(IocbStruct, table.paged)
         for n in range(int(run["nlb"]) // paged.slice_nlb):
             self.words(table.page_status, paged.n_pages)[int(run["first"]) + n] = status
-        self.at(LayerFlagStruct, batch.flags, layer).status = status
+        self.at(LayerWordStruct, batch.flags, layer).status = status
 
     def _move(self, batch_address: int, layer: int) -> None:
         batch = self.at(BatchStruct, batch_address)
@@ -171,11 +171,11 @@ class Kernels:
             known[place] = xxhash.xxh3_64_intdigest(content)
         elif known[place] != xxhash.xxh3_64_intdigest(content):
             self.words(table.page_status, paged.n_pages)[i] = STATUS_DIGEST_MISMATCH
-            self.at(LayerFlagStruct, batch.flags, layer).status = STATUS_DIGEST_MISMATCH
+            self.at(LayerWordStruct, batch.flags, layer).status = STATUS_DIGEST_MISMATCH
 
     def _publish(self, batch_address: int, layer: int) -> None:
         batch = self.at(BatchStruct, batch_address)
-        self.at(LayerFlagStruct, batch.flags, layer).ready = batch.ready
+        self.at(LayerWordStruct, batch.flags, layer).ready = batch.ready
 
 
 class Rig:

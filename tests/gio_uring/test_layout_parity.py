@@ -51,7 +51,6 @@ STRUCTS: dict[str, type[ctypes.Structure]] = {
     "LayerWords": layer_words.LayerWordsStruct,
     "QueueShare": device_batch.QueueShareStruct,
     "RunState": device_batch.RunStateStruct,
-    "LayerFlag": device_batch.LayerFlagStruct,
     "LayerTally": device_batch.LayerTallyStruct,
     "SliceTable": device_batch.SliceTableStruct,
     "Batch": device_batch.BatchStruct,

@@ -61,7 +61,7 @@ struct Machine {
   Bytes lists;
   std::vector<gio::QueueShare> shares;
   std::vector<gio::RunState> states;
-  std::vector<gio::LayerFlag> flags;
+  std::vector<gio::LayerWord> flags;
   std::vector<gio::LayerTally> tallies;
   std::vector<u32> page_status, consumed;
   gio::SliceTable slices = {};
@@ -76,7 +76,8 @@ struct Machine {
 
   Machine(const Case& the_case, Scene* the_scene, fiber::Random* random)
       : c(the_case), scene(the_scene) {
-    const u32 n_queues = random->below(3) ? c.shares : 1;  // shares may share a queue
+    // Shares may share a queue, unless they send ahead.
+    const u32 n_queues = random->below(3) || c.engine == 3 ? c.shares : 1;
     page.stride = 4u << random->below(3);
     for (u32 i = 0; i < n_queues; ++i) {
       queues.push_back(std::make_unique<Queue>(c.depth, i + 1, c.mmio ? &page : nullptr));
@@ -222,7 +223,9 @@ bool run_layer(Machine* m, u32 layer, u64* steps) {
   if (!m->is_read() && c.staged) ok = grid(gio_move, 0);
   if (!m->is_read() && !c.staged && c.digests) ok = grid(gio_verify, 0);
   const bool ends_with_drain = !m->is_read() || (!c.staged && !c.digests);
-  ok = ok && queue([=] { submit(batch, layer); });
+  const bool leads = c.engine == 3 && layer + 1 < m->n_layers();
+  if (c.engine != 3 || layer == 0) ok = ok && queue([=] { submit(batch, layer); });
+  if (leads) ok = ok && queue([=] { submit(batch, layer + 1); });
   ok = ok && queue([=] { drain(batch, layer, ends_with_drain); });
   if (m->is_read() && c.staged) ok = ok && grid(gio_move, 1);
   if (m->is_read() && !c.staged && c.digests) ok = ok && grid(gio_verify, 1);
@@ -293,7 +296,7 @@ int check_words(const Machine& m) {
         if (is_good(m, run.first + i)) return kUnmarked;
       }
     }
-    const gio::LayerFlag& flag = m.flags[layer];
+    const gio::LayerWord& flag = m.flags[layer];
     if (flag.ready != kReady || (failed && flag.status == 0)) return kFlag;
     if (m.c.faults == 0 && flag.status != 0 && !failed) return kFlag;
   }

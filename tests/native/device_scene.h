@@ -28,7 +28,7 @@ struct Case {
   u32 aligned;  // 1: segments are whole memory pages
   u32 opcode;   // read or write
   u32 mmio;     // 1: doorbells are registers of an emulated BAR page
-  u32 engine;   // 0 submit and drain, 1 resident, 2 persistent
+  u32 engine;   // 0 submit and drain, 1 resident, 2 persistent, 3 as 0 with reads sent ahead
   u32 staged;   // 1: through staging memory
   u32 digests;  // 1: computed and compared
   u32 faults;   // of the controller: 0 none, 1 statuses and delays, 2 silence, 3 silent short reads
@@ -66,7 +66,7 @@ class Scene {
     paged.opcode = c.opcode;
     paged.psdt = c.psdt;
     paged.lba_shift = random->below(2) ? 9 : 12;
-    paged.n_layers = between(random, 1, 2);
+    paged.n_layers = c.engine == 3 ? between(random, 3, 4) : between(random, 1, 2);
     paged.n_segments = between(random, 1, gio::kSegmentsMax);
     paged.n_pages = between(random, 1, 10);
     n_slots_ = paged.n_pages + random->below(4);

@@ -18,7 +18,7 @@ PROPERTY = settings(
 )
 PRP, SGL = 0, 1
 WRITE, READ = 1, 2
-SUBMIT_AND_DRAIN, RESIDENT, PERSISTENT = 0, 1, 2
+SUBMIT_AND_DRAIN, RESIDENT, PERSISTENT, AHEAD = 0, 1, 2, 3
 NO_FAULTS, STATUSES, SILENCE, SHORT_READS = 0, 1, 2, 3
 
 seeds = st.integers(0, 2**64 - 1)
@@ -48,6 +48,15 @@ def test_every_layer_lands_where_the_iocb_says(
     digests: int,
 ) -> None:
     words = (*shape, opcode, mmio, engine, staged, digests, NO_FAULTS)
+    assert device.ask(seed, *words)[0] == 0
+
+
+@PROPERTY
+@given(seed=seeds, shape=shapes, staged=flags, digests=flags)
+def test_a_layer_that_is_sent_ahead_leaves_the_one_before_its_commands(
+    device: Program, seed: int, shape: tuple[int, ...], staged: int, digests: int
+) -> None:
+    words = (*shape, READ, 0, AHEAD, staged, digests, NO_FAULTS)
     assert device.ask(seed, *words)[0] == 0
 
 

@@ -38,12 +38,6 @@ class RunStateStruct(ctypes.LittleEndianStructure):
     _fields_ = (("cid", _U32), ("status", _U32))
 
 
-class LayerFlagStruct(ctypes.LittleEndianStructure):
-    """``gio::LayerFlag``: tells that a layer is over."""
-
-    _fields_ = (("ready", _U32), ("status", _U32))
-
-
 class LayerTallyStruct(ctypes.LittleEndianStructure):
     """``gio::LayerTally``: what the blocks of a layer add up."""
 

@@ -99,7 +99,7 @@ class DeviceBatch:
 
     memory: pages in GPU memory.  staged: None when commands name the pages.  commands: None when
     the device only moves.  digests: uint64 (pages, layers) or None.  flags: the device address of
-    `LayerFlag[layers]`, or 0.
+    `LayerWord[layers]`, or 0.
     """
 
     def __init__(

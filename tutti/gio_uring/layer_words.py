@@ -1,6 +1,6 @@
 """Words by which a job of the engine and the mover of its staging memory tell each other of layers.
 
-The layout is `gio::LayerWords` of kernels/native/engine.h; a test compares the two.  Every word
+The layout is `gio::LayerWords` of gio_uring/layer_words.h; a test compares the two.  Every word
 has one writer and nobody sleeps on it: the engine's thread stores `ready` with release order, a GPU
 stream stores `moved` after its copies.
 """
