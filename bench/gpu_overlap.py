@@ -78,11 +78,16 @@ def _loads_beside(submitter: Any, pages: DevicePages) -> Iterator[dict[str, floa
     moved = {"gb_per_s": 0.0}
     began_s = time.perf_counter()
 
+    errors: list[BaseException] = []
+
     def work() -> None:
         count = 0
-        while not stop.is_set():
-            transfers(submitter, pages, "load", 2)
-            count += 2
+        try:
+            while not stop.is_set():
+                transfers(submitter, pages, "load", 2)
+                count += 2
+        except BaseException as error:
+            errors.append(error)
         moved["gb_per_s"] = count * pages.load.nbytes / (time.perf_counter() - began_s) / 1e9
 
     thread = threading.Thread(target=work, daemon=True)
@@ -93,6 +98,8 @@ def _loads_beside(submitter: Any, pages: DevicePages) -> Iterator[dict[str, floa
     finally:
         stop.set()
         thread.join(120)
+    if errors:
+        raise errors[0]
 
 
 def interference(machine: Machine, plan: Plan) -> dict[str, Any]:

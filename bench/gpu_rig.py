@@ -29,6 +29,7 @@ from tutti.gio_uring.gpu_mover import BatchCopyMover, CopyMover, Mover
 from tutti.gio_uring.iocb import PagedMemory
 from tutti.gio_uring.memory import HostBuffer
 from tutti.gio_uring.nvme_spec import OPCODE_READ, OPCODE_WRITE
+from tutti.gio_uring.ring import status_error
 from tutti.gio_uring.transfer import Submitter, Transfer
 from tutti.units import MiB
 
@@ -214,7 +215,10 @@ def _finish(transfer: Transfer) -> None:
     if not transfer.wait_released(_TIMEOUT_S):
         raise DeviceTimeout("a transfer did not end; is the GPU stuck?")
     failed = np.flatnonzero(transfer.page_status)
-    assert not failed.size, f"status {transfer.page_status[failed[0]]:#x} on a perfect medium"
+    if failed.size:
+        error = status_error(int(transfer.page_status[failed[0]]), "a transfer", failed.tolist())
+        assert error is not None, "a failed page has a status"
+        raise error
 
 
 def timed(nbytes: int, work: Callable[[], None]) -> Round:
@@ -248,6 +252,7 @@ class PlainCopies:
         self._buffer = HostBuffer(pages.load.nbytes)
         self._pinned = PinnedMemory(driver, self._buffer)
         self._stream = driver.create_stream()
+        self._layers = [self._fragments(layer) for layer in range(pages.load.layers)]
 
     def system(self, kind: str, direction: str, count: int) -> System:
         """Rounds of one kind of copy."""
@@ -255,8 +260,9 @@ class PlainCopies:
         nbytes = count * self._pages.load.nbytes
 
         def run() -> None:
-            for _ in range(count):
-                work(direction == "load")
+            with self._driver.bound():  # as the engine's calls are
+                for _ in range(count):
+                    work(direction == "load")
             spin_until(lambda: self._driver.is_stream_done(self._stream), "a copy")
 
         return System(f"memcpy {kind}", lambda: timed(nbytes, run))
@@ -277,14 +283,13 @@ class PlainCopies:
         return there, here.astype(np.uint64), np.full(there.size, segment, np.uint64)
 
     def _batch(self, to_device: bool) -> None:
-        for layer in range(self._pages.load.layers):
-            there, here, nbytes = self._fragments(layer)
+        for there, here, nbytes in self._layers:
             target, source = (there, here) if to_device else (here, there)
             self._driver.copy_batch(target, source, nbytes, self._stream)
 
     def _loop(self, to_device: bool) -> None:
-        for layer in range(self._pages.load.layers):
-            columns: Sequence[list[int]] = [c.tolist() for c in self._fragments(layer)]
+        for layer in self._layers:
+            columns: Sequence[list[int]] = [c.tolist() for c in layer]
             for there, here, nbytes in zip(*columns, strict=True):
                 target, source = (there, here) if to_device else (here, there)
                 self._driver.copy(target, source, nbytes, self._stream)
