@@ -364,6 +364,27 @@ def test_a_cuda_error_in_the_middle_ends_the_load(rng: np.random.Generator) -> N
         assert [rig.pool.read(page) for page in range(8, 16)] == contents
 
 
+def test_a_call_that_the_driver_lacks_ends_the_load(
+    rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with rig_over_memory() as rig:
+        keys, pages = some_keys(rng, 8), list(range(8))
+        contents = rig.fill(pages, rng)
+        rig.store.put(keys, pages).wait(10)
+
+        def lacks(*_: object) -> None:
+            raise Unsupported("cuMemcpyBatchAsync: not found; install a newer driver")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(rig.driver, "copy_batch", lacks)
+            ticket = rig.store.load(keys, list(range(8, 16)))
+        with pytest.raises(Unsupported, match="newer driver"):
+            ticket.wait(10)
+        assert ticket.wait_settled(10)
+        rig.store.load(keys, list(range(8, 16))).wait(10)
+        assert [rig.pool.read(page) for page in range(8, 16)] == contents
+
+
 def test_a_cuda_error_in_a_put_stores_nothing(rng: np.random.Generator) -> None:
     with rig_over_memory() as rig:
         keys, pages = some_keys(rng, 8), list(range(8))

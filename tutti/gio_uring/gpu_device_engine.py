@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from tutti.errors import ConfigError, CudaError, DeviceTimeout, PoolClosed
+from tutti.errors import ConfigError, DeviceTimeout, PoolClosed, TuttiError
 from tutti.gio_uring.controller import NativeController
 from tutti.gio_uring.device_batch import BLOCK_THREADS_MAX, QueueShareStruct
 from tutti.gio_uring.engine import LIST_NBYTES, Extents
@@ -82,7 +82,7 @@ class DeviceJob:
         self._on_released = on_released
         self._events: list[int] = []
         self._finished = threading.Event()
-        self._failure: CudaError | None = None
+        self._failure: TuttiError | None = None
         self.is_kept = False  # the device may still write into its staging
 
     @property
@@ -103,7 +103,7 @@ class DeviceJob:
             self._events = self._engine.enqueue(self.work)
             give = self._engine.lane.give_events
             weakref.finalize(self, give, self._events).atexit = False
-        except CudaError as error:
+        except TuttiError as error:
             _log.exception("a transfer could not be put on the GPU's stream")
             self._failure = error
             self.finish(STATUS_CANCELLED)

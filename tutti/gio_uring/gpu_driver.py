@@ -392,9 +392,9 @@ class CudaDriver:
 
     def sm_resource(self) -> SmResource:
         sm = self._sms().sm
-        return SmResource(
-            int(sm.smCount), int(sm.minSmPartitionSize), int(sm.smCoscheduledAlignment)
-        )
+        # A driver that does not say rounds by itself.
+        steps = (max(1, int(n)) for n in (sm.minSmPartitionSize, sm.smCoscheduledAlignment))
+        return SmResource(int(sm.smCount), *steps)
 
     def create_green_context(self, sms: int) -> tuple[int, int]:
         groups, _, _ = self._call("cuDevSmResourceSplitByCount", 1, self._sms(), 0, sms)

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tutti.errors import ConfigError, CudaError, DeviceTimeout, PoolClosed
+from tutti.errors import ConfigError, DeviceTimeout, PoolClosed, TuttiError
 from tutti.gio_uring.controller import NativeController
 from tutti.gio_uring.engine import Engine, Extents, Job
 from tutti.gio_uring.gpu_driver import Driver
@@ -127,7 +127,7 @@ class MovedJob:
         self._enqueued = 0  # layers that the stream holds
         self._started = False  # to be put on the stream
         self._sealed = False  # nothing more will be put on it
-        self._failure: CudaError | None = None
+        self._failure: TuttiError | None = None
 
     @property
     def words(self) -> LayerWords:
@@ -154,11 +154,12 @@ class MovedJob:
                 for layer in range(layers if self._started else 0):
                     self._enqueue_layer(layer)
                     self._enqueued = layer + 1
-        except CudaError as error:
+        except TuttiError as error:
             _log.exception("a transfer could not be put on the GPU's stream; it is cancelled")
             self._failure = error
             self._job.cancel()
-        self._sealed = True
+        finally:
+            self._sealed = True
 
     def _enqueue_layer(self, layer: int) -> None:
         driver, stream, route = self._lane.driver, self._lane.stream, self._route
