@@ -48,6 +48,7 @@ COMMANDS = (
     ("info", "tutti.cli_pool:add_info", "say what a pool is and how full, in use or not"),
     ("fsck", "tutti.cli_fsck:add_fsck", "verify every object of a pool; repair it"),
     ("probe", "tutti.cli_probe:add_probe", "say what this machine can do, and why not more"),
+    ("nvme list", "tutti.cli_nvme:add_list", "say which drives could hold a pool, and why not"),
     ("bench bandwidth", "tutti.cli_bench:add_bandwidth", "store, retrieve and both at once: GB/s"),
     ("bench peers", "tutti.cli_bench:add_peers", "beside SGLang's backends, plain files and fio"),
     ("bench ring", "tutti.cli_bench:add_ring", "commands per second of the rings themselves"),
@@ -64,7 +65,7 @@ COMMANDS = (
 )
 
 #: What the commands of a group have in common.
-GROUPS = {"bench": "measure", "sglang": "run behind SGLang"}
+GROUPS = {"nvme": "drives", "bench": "measure", "sglang": "run behind SGLang"}
 
 
 class _Parser(argparse.ArgumentParser):

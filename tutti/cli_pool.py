@@ -16,6 +16,7 @@ from tutti.cli_arguments import add_layout, add_paths, layout_of, nbytes
 from tutti.cli_outcome import Outcome
 from tutti.errors import PoolCorrupt, PoolNotFound
 from tutti.geometry import Geometry
+from tutti.gio_uring.generic_device import readable_path
 from tutti.layout import KVLayout
 from tutti.medium import (
     BLOCK_NBYTES,
@@ -32,11 +33,15 @@ from tutti.units import format_nbytes
 
 _FORMAT = """\
 Makes a new, empty pool in one or more files; the pool is striped over them. Its layout is fixed:
-a pool holds pages of one shape. The space is taken from the disk at once."""
+a pool holds pages of one shape. The space is taken from the disk at once.
+
+A path can also be an NVMe namespace (/dev/ng0n1, or /dev/nvme0n1 through the block layer) or a
+partition; `tutti nvme list` shows which are free. What is in use is never touched."""
 _FORMAT_EXAMPLE = """\
 example:
   tutti format pool.tutti --capacity 64GiB --model llama-3.1-8b
-  tutti format /mnt/a/pool /mnt/b/pool --capacity 1TiB --layers 48 --kv-heads 4 --head-dim 128"""
+  tutti format /mnt/a/pool /mnt/b/pool --capacity 1TiB --layers 48 --kv-heads 4 --head-dim 128
+  tutti format /dev/ng0n1 --capacity 1TiB --model llama-3.1-8b --force S5GXNF0R"""
 _INFO = """\
 Says what a pool is, from its superblocks alone: it may be in use meanwhile, and nothing is
 written. How full it is, is known after it was closed in order; a running pool knows it itself."""
@@ -64,7 +69,13 @@ def add_format(parser: argparse.ArgumentParser) -> None:
         help="write every byte once, so that the first stores are as fast as later ones",
     )
     parser.add_argument(
-        "--force", action="store_true", help="format files that exist; what they hold is lost"
+        "--force",
+        nargs="?",
+        const=True,
+        default=False,
+        metavar="SERIAL",
+        help="format files that exist; for a drive that holds anything, give its serial number:"
+        " what is there is lost",
     )
     parser.set_defaults(run=run_format)
 
@@ -161,7 +172,9 @@ def run_info(args: argparse.Namespace) -> Outcome:
 
 def _read_member(path: str) -> _Member:
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        fd = os.open(readable_path(path), os.O_RDONLY | os.O_CLOEXEC)
+        # What was written past the page cache of a device is read from the device.
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
     except FileNotFoundError as error:
         raise PoolNotFound(f"{path} does not exist; correct the path or format a pool") from error
     try:

@@ -1,4 +1,4 @@
-"""Makes new pools in files."""
+"""Makes new pools in files and on devices."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 from tutti.block_io import BlockIo
 from tutti.errors import ConfigError, MemberSwapped, PoolExists
 from tutti.geometry import Geometry
+from tutti.gio_uring.block_device import check_devices, device_name
 from tutti.gio_uring.controller_file import FileController, allocate_file
 from tutti.gio_uring.engine import Engine
 from tutti.layout import KVLayout
@@ -23,21 +24,23 @@ def format(
     layout: KVLayout,
     capacity: int | str,
     *,
-    force: bool = False,
+    force: bool | str = False,
     prewrite: bool = False,
     progress: Any = None,
 ) -> Geometry:
-    """Makes a new, empty pool in files of ``capacity`` bytes in all.
+    """Makes a new, empty pool in files or on devices, of ``capacity`` bytes in all.
 
-    force: overwrite files that exist.  prewrite: write them once, which spares the first puts
-    their journal commits; ``progress(done, total)`` is called in bytes.
-    Raises PoolExists, CapacityError (also for a full disk), LayoutError, PoolInUse.
+    force: overwrite files that exist; a device that holds anything takes its serial number for
+    that, and one that is in use is refused in any case.  prewrite: write them once, which spares
+    the first puts their journal commits; ``progress(done, total)`` is called in bytes.
+    Raises PoolExists, CapacityError (also for a full disk), LayoutError, PoolInUse, PoolNotFound.
     """
     names = member_names(paths)
+    check_devices(names, force)
     nbytes = parse_nbytes(capacity)
     geometry = Geometry.plan(layout, nbytes // len(names), members=len(names))
     for name in names:
-        if os.path.exists(name) and not force:
+        if device_name(name) is None and os.path.exists(name) and not force:
             raise PoolExists(f"{name} exists; open it, or format with force to lose what it holds")
     made: list[str] = []
     try:

@@ -89,14 +89,25 @@ int FileController::open_files(const FileConfig& config) {
 
 int FileController::open_executor(const FileConfig& config) {
   ExecutorConfig parts;
+  size_t generic = 0;
   for (const FileNamespace& file : files_) {
     parts.fds.push_back(file.fd);
     // The ring takes no gaps; set_buffered() refuses what would use this one.
     parts.buffered_fds.push_back(file.buffered_fd >= 0 ? file.buffered_fd : file.fd);
+    parts.generic.push_back({file.generic_nsid, file.offset_alignment});
+    generic += file.generic_nsid != 0 ? 1 : 0;
   }
   parts.entries = config.requests;
   parts.threads = config.threads;
-  if (config.executor == kExecutorAuto || config.executor == kExecutorUring) {
+  const bool is_passthrough =
+      config.executor == kExecutorPassthrough || (config.executor == kExecutorAuto && generic != 0);
+  if ((generic != 0) != is_passthrough || (is_passthrough && generic != files_.size())) {
+    return -EINVAL;
+  }
+  if (is_passthrough) {
+    executor_ = make_passthrough_executor(parts, &uring_error_);
+    if (executor_ == nullptr) return uring_error_;
+  } else if (config.executor != kExecutorThreads) {
     executor_ = make_uring_executor(parts, &uring_error_);
     if (executor_ == nullptr && config.executor == kExecutorUring) return uring_error_;
   }

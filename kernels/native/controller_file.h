@@ -25,7 +25,7 @@ struct FileNamespace {
   int fd;           // stays the caller's; the controller works on a duplicate
   int buffered_fd;  // the same file opened without O_DIRECT, likewise; or -1
   u32 flags;
-  u32 reserved;
+  u32 generic_nsid;  // of a generic character device, whose blocks offset_alignment tells; else 0
   u64 nlb;
   u32 memory_alignment;  // of addresses, for direct I/O
   u32 offset_alignment;  // of offsets and lengths, for direct I/O

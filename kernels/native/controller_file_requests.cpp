@@ -1,7 +1,9 @@
 // What becomes of a request: bounce buffers, short transfers, errors, completions, reset; and the
 // C interface of the file controller.
 #include <fcntl.h>
+#include <linux/fs.h>
 #include <linux/magic.h>
+#include <sys/ioctl.h>
 #include <sys/stat.h>
 #include <sys/vfs.h>
 #include <time.h>
@@ -31,6 +33,11 @@ u32 status_of(OpKind kind, long long result) {
   switch (-result) {
     case 0:  // nothing moved: the end of the file
     case EIO:
+    // What block devices say of a bad block, a failed target and wrong protection information
+    // (blk_errors in Linux' block/blk-core.c).
+    case ENODATA:
+    case EREMOTEIO:
+    case EILSEQ:
       return kind == OpKind::kRead ? kUnrecoveredRead : kWriteFault;
     case ENOSPC:
     case EDQUOT:
@@ -368,16 +375,26 @@ int gio_file_controller_remove_buffer(gio::Controller* controller, uint64_t addr
 int gio_file_alignment(int fd, uint32_t* memory, uint32_t* offset) {
   struct statfs system = {};
   if (fstatfs(fd, &system) != 0) return -errno;
-  // These take O_DIRECT and copy all the same.
-  if (system.f_type == TMPFS_MAGIC || system.f_type == RAMFS_MAGIC) return -EOPNOTSUPP;
   struct statx facts = {};
   if (statx(fd, "", AT_EMPTY_PATH, STATX_DIOALIGN | STATX_BASIC_STATS, &facts) != 0) {
     return -errno;
+  }
+  const bool is_device = S_ISBLK(facts.stx_mode);
+  // These take O_DIRECT and copy all the same; a device's node lies in one, its blocks do not.
+  if (!is_device && (system.f_type == TMPFS_MAGIC || system.f_type == RAMFS_MAGIC)) {
+    return -EOPNOTSUPP;
   }
   if ((facts.stx_mask & STATX_DIOALIGN) != 0) {
     *memory = facts.stx_dio_mem_align;
     *offset = facts.stx_dio_offset_align;
     return *offset == 0 ? -EOPNOTSUPP : 0;
+  }
+  if (is_device) {  // before Linux 6.1: a block for both, open(2)
+    int block_nbytes = 0;
+    if (ioctl(fd, BLKSSZGET, &block_nbytes) != 0) return -errno;
+    *memory = static_cast<uint32_t>(block_nbytes);
+    *offset = static_cast<uint32_t>(block_nbytes);
+    return 0;
   }
   // Not said: a page for both is what every file system takes.
   *memory = gio::kPageNbytes;

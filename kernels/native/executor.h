@@ -31,13 +31,25 @@ struct Done {
   long long result;  // bytes moved, possibly fewer than asked for; or negative errno
 };
 
-enum ExecutorKind : u32 { kExecutorAuto = 0, kExecutorUring = 1, kExecutorThreads = 2 };
+enum ExecutorKind : u32 {
+  kExecutorAuto = 0,
+  kExecutorUring = 1,
+  kExecutorThreads = 2,
+  kExecutorPassthrough = 3,
+};
+
+// A namespace behind an NVMe generic character device; all zeros for any other file.
+struct GenericNamespace {
+  u32 nsid;
+  u32 lba_nbytes;
+};
 
 struct ExecutorConfig {
   std::vector<int> fds;  // stay the caller's and outlive the executor
   // The same files opened without O_DIRECT, for the requests that ask for it.
   std::vector<int> buffered_fds;
-  u32 entries;  // most requests under way
+  std::vector<GenericNamespace> generic;  // by file
+  u32 entries;                            // most requests under way
   u32 threads;
 };
 
@@ -72,6 +84,10 @@ int uring_refusal();
 
 // Null with a negative errno in `error` where io_uring is refused.
 std::unique_ptr<Executor> make_uring_executor(const ExecutorConfig& config, int* error);
+
+// For generic character devices alone.  Null with a negative errno in `error` where io_uring is
+// refused or has no such commands.
+std::unique_ptr<Executor> make_passthrough_executor(const ExecutorConfig& config, int* error);
 
 std::unique_ptr<Executor> make_threads_executor(const ExecutorConfig& config);
 

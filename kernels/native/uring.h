@@ -46,8 +46,8 @@ class Uring {
   // A zeroed entry, submitted by the next enter(); null when the queue is full.
   io_uring_sqe* next_sqe() {
     if (unsubmitted() == sq_entries_) return nullptr;
-    io_uring_sqe* sqe = &sqes_[sq_tail_ & sq_mask_];
-    std::memset(sqe, 0, sizeof(*sqe));
+    io_uring_sqe* sqe = sqe_at(sq_tail_);
+    std::memset(sqe, 0, sizeof(*sqe) << sqe_shift_);
     ++sq_tail_;
     return sqe;
   }
@@ -79,7 +79,7 @@ class Uring {
   void take_back(Take take) {
     // Pairs with the kernel's release of the head, as in unsubmitted().
     const u32 head = __atomic_load_n(sq_head_, __ATOMIC_ACQUIRE);
-    for (u32 i = head; i != sq_tail_; ++i) take(sqes_[i & sq_mask_]);
+    for (u32 i = head; i != sq_tail_; ++i) take(*sqe_at(i));
     sq_tail_ = head;
     __atomic_store_n(sq_tail_shared_, sq_tail_,
                      __ATOMIC_RELEASE);  // pairs with enter's kernel side
@@ -102,7 +102,7 @@ class Uring {
     // Pairs with the kernel's release of the completion queue's tail.
     const u32 tail = __atomic_load_n(cq_tail_, __ATOMIC_ACQUIRE);
     u32 head = *cq_head_;
-    for (; head != tail; ++head) take(cqes_[head & cq_mask_]);
+    for (; head != tail; ++head) take(cqes_[(head & cq_mask_) << cqe_shift_]);
     __atomic_store_n(cq_head_, head, __ATOMIC_RELEASE);  // pairs with the kernel's acquire
   }
 
@@ -118,9 +118,12 @@ class Uring {
                             IORING_FEAT_SUBMIT_STABLE;  // Linux 5.11
     if ((params.features & kNeeded) != kNeeded) return -ENOSYS;
     const u64 sq_nbytes = params.sq_off.array + params.sq_entries * sizeof(u32);
-    const u64 cq_nbytes = params.cq_off.cqes + params.cq_entries * sizeof(io_uring_cqe);
+    sqe_shift_ = (params.flags & IORING_SETUP_SQE128) != 0 ? 1 : 0;
+    cqe_shift_ = (params.flags & IORING_SETUP_CQE32) != 0 ? 1 : 0;
+    const u64 cq_nbytes =
+        params.cq_off.cqes + (params.cq_entries * sizeof(io_uring_cqe) << cqe_shift_);
     rings_nbytes_ = sq_nbytes > cq_nbytes ? sq_nbytes : cq_nbytes;
-    sqes_nbytes_ = params.sq_entries * sizeof(io_uring_sqe);
+    sqes_nbytes_ = params.sq_entries * sizeof(io_uring_sqe) << sqe_shift_;
     void* rings = map_part(rings_nbytes_, IORING_OFF_SQ_RING);
     if (rings == MAP_FAILED) return -errno;
     rings_ = static_cast<char*>(rings);
@@ -147,6 +150,7 @@ class Uring {
     return mmap(nullptr, nbytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_POPULATE, fd_,
                 static_cast<off_t>(part));
   }
+  io_uring_sqe* sqe_at(u32 index) const { return &sqes_[(index & sq_mask_) << sqe_shift_]; }
   u32* word(u32 offset) const { return reinterpret_cast<u32*>(rings_ + offset); }
 
   int fd_ = -1;
@@ -154,6 +158,8 @@ class Uring {
   u64 rings_nbytes_ = 0;
   io_uring_sqe* sqes_ = nullptr;
   u64 sqes_nbytes_ = 0;
+  u32 sqe_shift_ = 0;  // entries of twice the size: SQE128, CQE32
+  u32 cqe_shift_ = 0;
   u32* sq_head_ = nullptr;
   u32* sq_tail_shared_ = nullptr;
   u32* sq_flags_ = nullptr;

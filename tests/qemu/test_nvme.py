@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
@@ -93,6 +94,29 @@ def test_one_drive(tmp_path: Path, seed: int) -> None:
     program = ["-m", "qemu.inside", "--seed", str(seed), *map(str, files)]
     objects = [f"throttle-group,id=slow,x-bps-total={SLOW_NBYTES_PER_S}"]
     with Guest(tmp_path, drives_of_the_first_boot(tmp_path), program, objects=objects) as guest:
+        guest.wait(300)
+    check(guest.out)
+
+
+def partitioned(path: Path, nbytes: int, blocks: int) -> Path:
+    """One partition behind the first megabyte (the PC's partition table, its first entry)."""
+    start, end = MiB // blocks, nbytes // blocks
+    table = bytearray(512)
+    struct.pack_into("<B3xB3xII", table, 446, 0, 0x83, start, end - start)
+    table[510:] = b"\x55\xaa"
+    with sparse(path, nbytes).open("r+b") as file:
+        file.write(table)
+    return path
+
+
+def test_the_kernels_driver(tmp_path: Path, seed: int) -> None:
+    """The parity suite by passthrough and on block devices; pools on both and on a partition."""
+    files = [PARITY / "test_controllers.py", PARITY / "test_refusals.py", HERE / "cases_kernel.py"]
+    program = ["-m", "qemu.inside_kernel", "--seed", str(seed), *map(str, files)]
+    usual, odd, faulty, _ = drives_of_the_first_boot(tmp_path)
+    pools = Drive("pools", [sparse(tmp_path / f"pool{i}", 24 * MiB) for i in range(2)])
+    parted = Drive("parted", [partitioned(tmp_path / "parted", 48 * MiB, 4096)])
+    with Guest(tmp_path, [usual, odd, faulty, pools, parted], program) as guest:
         guest.wait(300)
     check(guest.out)
 

@@ -1,9 +1,10 @@
 """NVMe commands executed on files and block devices, by io_uring or by threads.
 
-Namespace i+1 is file i. Files are opened for direct I/O where their file system has it; each
-`FileMember` says whether it has, and why not. Ranges of blocks can go through the page cache
-instead, see `FileController.set_buffered`. How commands become requests to the kernel:
-`kernels/native/controller_file.h`.
+Namespace i+1 is file i: a file, a block device, or an NVMe generic character device (/dev/ngXnY),
+which takes the commands themselves past the block layer. Files are opened for direct I/O where
+their file system has it; each `FileMember` says whether it has, and why not. Ranges of blocks can
+go through the page cache instead, see `FileController.set_buffered`. How commands become requests
+to the kernel: `kernels/native/controller_file.h`.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ __all__ = [
     "uring_refusal",
 ]
 
-EXECUTORS = ("auto", "uring", "threads")
+EXECUTORS = ("auto", "uring", "threads", "passthrough")
 
 _P = ctypes.c_void_p
 _I = ctypes.c_int
@@ -70,7 +71,7 @@ class FileNamespaceStruct(ctypes.LittleEndianStructure):
         ("fd", _I),
         ("buffered_fd", _I),
         ("flags", _U32),
-        ("reserved", _U32),
+        ("generic_nsid", _U32),
         ("nlb", _U64),
         ("memory_alignment", _U32),
         ("offset_alignment", _U32),
@@ -135,8 +136,9 @@ class FileController(NativeController):
     lba_nbytes: the block size, 512 to 65536. mdts_nbytes: largest transfer of one command.
     request_nbytes_max: adjacent commands are joined and long ones cut to this. requests: most
     under way. executor: "auto" takes io_uring unless it is refused, see `executor_name` and
-    `fallback_reason`. threads: of the threads executor. registered_buffers: ask the kernel to keep
-    registered memory pinned, which saves CPU; `buffers_reason` says why it could not.
+    `fallback_reason`; "passthrough", io_uring with NVMe commands in it, for generic character
+    devices and nothing else. threads: of the threads executor. registered_buffers: ask the kernel
+    to keep registered memory pinned, which saves CPU; `buffers_reason` says why it could not.
     record_fd: an open file that receives what reached the medium (`RecordHeader` in
     `kernels/native/executor.h`), for tests of power loss.
 
@@ -167,6 +169,10 @@ class FileController(NativeController):
         self._own_members: list[FileMember] = []
         try:
             self._take_members(files, lba_nbytes)
+            executor = self._choose_executor(executor)
+            for member in self.members:
+                if member.generic is not None:
+                    request_nbytes_max = min(request_nbytes_max, member.generic.request_nbytes_max)
             config = FileConfigStruct(
                 n_namespaces=len(self.members),
                 lba_shift=lba_nbytes.bit_length() - 1,
@@ -207,12 +213,29 @@ class FileController(NativeController):
                     " allocate it first"
                 )
 
+    def _choose_executor(self, asked: str) -> str:
+        """Generic devices and files do not mix, and each has executors of its own."""
+        generic = [member.name for member in self.members if member.generic is not None]
+        if generic and len(generic) < len(self.members):
+            raise ConfigError(
+                f"{generic[0]} is an NVMe generic device and others are not; name the block"
+                " devices of all, or the generic ones of all"
+            )
+        if generic and asked not in ("auto", "passthrough"):
+            raise ConfigError(f"{generic[0]} takes executor='passthrough' alone, not {asked!r}")
+        if not generic and asked == "passthrough":
+            raise ConfigError(
+                f"{self.members[0].name} is no NVMe generic device; name one, as /dev/ng0n1"
+            )
+        return "passthrough" if generic else asked
+
     def _create(self, config: FileConfigStruct, lba_nbytes: int) -> int:
         namespaces = (FileNamespaceStruct * len(self.members))()
         for entry, member in zip(namespaces, self.members, strict=True):
             entry.fd = member.fd
             entry.buffered_fd = -1 if member.buffered_fd is None else member.buffered_fd
             entry.flags = _DIRECT if member.direct else 0
+            entry.generic_nsid = 0 if member.generic is None else member.generic.nsid
             entry.nlb = member.nbytes // lba_nbytes
             entry.memory_alignment = member.memory_alignment
             entry.offset_alignment = member.offset_alignment
@@ -221,6 +244,11 @@ class FileController(NativeController):
         result = _lib().gio_file_controller_create(ctypes.byref(config), ctypes.byref(handle))
         if config.executor == EXECUTORS.index("uring") and (reason := uring_refusal()):
             raise Unsupported(f"io_uring is refused: {reason}; use executor='auto' or 'threads'")
+        if config.executor == EXECUTORS.index("passthrough") and result < 0:
+            raise Unsupported(
+                f"no passthrough: {_refusal(result)}; it needs io_uring of Linux 5.19 or newer,"
+                " name the block device instead"
+            )
         remedy = (
             "sizes are at least one block, requests 1 to 4096 and threads 1 to 64; with fewer of"
             " both it needs less"

@@ -1,4 +1,7 @@
-"""Files and block devices as members of a file controller: opened, locked, allocated.
+"""Files and devices as members of a file controller: opened, locked, allocated.
+
+Devices are opened exclusively (O_EXCL, open(2)): nobody can mount them meanwhile, and what somebody
+has mounted cannot be opened.
 
 A member that is opened for direct I/O has a second, buffered opening of the same file, for the
 blocks that are meant to stay in the page cache.
@@ -18,7 +21,7 @@ import weakref
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -32,11 +35,13 @@ from tutti.errors import (
     TuttiError,
 )
 from tutti.gio_uring import _native
+from tutti.gio_uring.generic_device import GenericNamespace, claim, identify, is_generic
 from tutti.units import MiB, format_nbytes
 
 #: Progress of `allocate_file`: bytes done, bytes in all.
 Progress = Callable[[int, int], None]
 
+_T = TypeVar("_T")
 _U32 = ctypes.c_uint32
 
 _READ_ONLY_ERRNOS = (errno.EROFS, errno.EACCES, errno.EPERM)
@@ -48,7 +53,7 @@ _SYNC_AND_WAIT = 1 | 2 | 4  # sync_file_range(2): WAIT_BEFORE, WRITE, WAIT_AFTER
 
 
 class FileMember:
-    """One open file or block device; closed by `close`, or when it is collected.
+    """One open file, block device or NVMe generic device; closed by `close`, or when collected.
 
     file: a path, or the number of an open file, which is duplicated and kept as it was opened.
     direct: whether to ask for direct I/O at all (paths only).
@@ -56,7 +61,7 @@ class FileMember:
     fd: its number, for locks. nbytes: its size. direct: whether it is opened for direct I/O, with
     `memory_alignment` and `offset_alignment` in bytes; else `buffered_reason` says why it is not.
     buffered_fd: of a direct member, the same file opened for the page cache; None where /proc does
-    not allow that.
+    not allow that, and for generic devices, which have none. generic: what such a device says.
 
     Raises PoolNotFound, PoolReadOnly, ConfigError for what is no file, else MediumError.
     """
@@ -64,6 +69,7 @@ class FileMember:
     def __init__(self, file: str | os.PathLike[str] | int, *, direct: bool = True) -> None:
         self.name = f"file {file}" if isinstance(file, int) else os.fspath(file)
         self.buffered_reason: str | None = None
+        self.generic: GenericNamespace | None = None
         self.memory_alignment = self.offset_alignment = 1
         if isinstance(file, int):
             self.fd = fcntl.fcntl(file, fcntl.F_DUPFD_CLOEXEC, 0)
@@ -72,13 +78,26 @@ class FileMember:
         else:
             self.fd = self._open(self.name, direct)
         self._finalizer = weakref.finalize(self, _unlock_and_close, self.fd)
-        self.nbytes = self._size()
         self.buffered_fd: int | None = None
         self._buffered_finalizer: Callable[[], object] = _nothing
+        if is_generic(self.name):
+            self._become_generic()
+            return
+        self.nbytes = self._size()
         if self.direct:
             self._find_alignment()
         if self.direct:
             self._open_buffered()
+
+    def _become_generic(self) -> None:
+        """Commands go past the block layer: memory is aligned to dwords, offsets to blocks."""
+        self.generic = identify(self.fd, self.name)
+        claimed = _patiently(lambda: claim(self.name))
+        if claimed is not None:
+            self._buffered_finalizer = weakref.finalize(self, os.close, claimed)
+        self.nbytes = self.generic.nlb * self.generic.lba_nbytes
+        self.memory_alignment, self.offset_alignment = 4, self.generic.lba_nbytes
+        self._set_direct(True, "")
 
     def _open(self, path: str, direct: bool) -> int:
         flags = os.O_RDWR | os.O_CLOEXEC
@@ -86,12 +105,12 @@ class FileMember:
         try:
             if direct:
                 try:
-                    return os.open(path, flags | os.O_DIRECT)
+                    return _open_alone(path, flags | os.O_DIRECT)
                 except OSError as error:
                     if error.errno != errno.EINVAL:
                         raise
                     self._set_direct(False, "its file system refuses O_DIRECT")
-            return os.open(path, flags)
+            return _open_alone(path, flags)
         except OSError as error:
             raise _open_error(path, error) from error
 
@@ -142,12 +161,7 @@ class FileMember:
         killed it holds until the last of them has ended; therefore this tries for `timeout_s`.
         Raises PoolInUse.
         """
-        deadline_s = time.monotonic() + timeout_s
-        while time.monotonic() < deadline_s:
-            with contextlib.suppress(PoolInUse):
-                return _lock(self.fd, self.name)
-            time.sleep(_LOCK_NAP_S)
-        return _lock(self.fd, self.name)
+        _patiently(lambda: _lock(self.fd, self.name), timeout_s)
 
     def write_back(self, offset: int, nbytes: int) -> None:
         """Hands what the page cache holds of these bytes to the medium, and waits for that.
@@ -204,6 +218,34 @@ class FileMember:
         self._finalizer()
 
 
+def _patiently(take: Callable[[], _T], timeout_s: float = 2.0) -> _T:
+    """Tries again while it is in use: a ring lets go of its files some time after it was closed."""
+    deadline_s = time.monotonic() + timeout_s
+    while time.monotonic() < deadline_s:
+        with contextlib.suppress(PoolInUse):
+            return take()
+        time.sleep(_LOCK_NAP_S)
+    return take()
+
+
+def _open_alone(path: str, flags: int) -> int:
+    """Opens a file, or a block device that nobody else has opened so or mounted."""
+    if not Path(path).is_block_device():
+        return os.open(path, flags)
+
+    def take() -> int:
+        try:
+            return os.open(path, flags | os.O_EXCL)
+        except OSError as error:
+            if error.errno == errno.EBUSY:
+                raise PoolInUse(
+                    f"{path} is mounted or in use by another program; give it back there first"
+                ) from error
+            raise
+
+    return _patiently(take)
+
+
 def _open_error(path: str, error: OSError) -> TuttiError:
     reason = f"cannot open {path} for writing: {error.strerror}"
     if error.errno in (errno.ENOENT, errno.ENOTDIR):
@@ -224,7 +266,7 @@ def allocate_file(
     """Make a file of exactly `nbytes` whose blocks exist, new or out of one that is there.
 
     What an existing file holds is kept or becomes zeros. prewrite: write zeros once and flush, so
-    that later writes convert no extents. A block device only has to be large enough. `progress`
+    that later writes convert no extents. A device only has to be large enough. `progress`
     is called with (bytes done, nbytes).
 
     Raises CapacityError without enough space (a new file is removed then), PoolInUse when another
@@ -232,6 +274,9 @@ def allocate_file(
     """
     name = os.fspath(path)
     is_new = not os.path.lexists(name)
+    if is_generic(name):
+        _check_generic(name, nbytes, prewrite)
+        return
     try:
         fd = os.open(name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except OSError as error:
@@ -298,15 +343,28 @@ def _lock(fd: int, name: str) -> None:
 
 def _reserve(fd: int, name: str, nbytes: int) -> None:
     if stat.S_ISBLK(os.fstat(fd).st_mode):
-        available = os.lseek(fd, 0, os.SEEK_END)
-        if available < nbytes:
-            raise CapacityError(
-                f"{name} has {format_nbytes(available)}, not {format_nbytes(nbytes)}; choose a"
-                " smaller capacity"
-            )
+        _check_room(name, os.lseek(fd, 0, os.SEEK_END), nbytes)
         return
     os.posix_fallocate(fd, 0, nbytes)
     os.ftruncate(fd, nbytes)
+
+
+def _check_generic(name: str, nbytes: int, prewrite: bool) -> None:
+    if prewrite:
+        raise ConfigError(f"{name} has no blocks to prepare; leave prewrite out")
+    member = FileMember(name)
+    try:
+        _check_room(name, member.nbytes, nbytes)
+    finally:
+        member.close()
+
+
+def _check_room(name: str, available: int, nbytes: int) -> None:
+    if available < nbytes:
+        raise CapacityError(
+            f"{name} has {format_nbytes(available)}, not {format_nbytes(nbytes)}; choose a"
+            " smaller capacity"
+        )
 
 
 def _prewrite(fd: int, nbytes: int, progress: Progress | None) -> None:

@@ -1,0 +1,121 @@
+"""In the guest: namespaces by passthrough, their block devices, and a partition, below one pool."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+from crash.objects import as_rows, check_books, content_of
+from nvme_host import LBA, READ, WRITE, NvmeHost
+from parity.test_controllers import cut, gather, scatter, spread
+
+import tutti
+from qemu.inside_kernel import KINDS, generic, members, namespaces, zero
+from store.pools import LAYOUT
+from tutti import cli
+from tutti.gio_uring import nvme_spec as nvme
+from tutti.gio_uring.controller_file import FileController
+from tutti.gio_uring.generic_device import REQUEST_NBYTES_MAX
+from tutti.units import MiB
+
+OK = nvme.STATUS_OK
+CAPACITY = 40 * MiB
+
+
+def test_the_executor_is_the_one_that_was_meant(controller: FileController, kind: str) -> None:
+    wanted = "passthrough" if kind == "passthrough" else "uring"
+    assert controller.executor_name == wanted
+    assert controller.fallback_reason is None
+    assert controller.direct
+
+
+@pytest.mark.parametrize("pieces", [1, 2, 256])
+def test_more_than_the_kernel_takes_at_once(
+    controller: FileController, host: NvmeHost, seed: int, pieces: int
+) -> None:
+    """A megabyte on ordinary pages and on hugepages, in one piece and in pages."""
+    rng = random.Random(seed)
+    content = rng.randbytes(MiB)
+    for opcode in (WRITE, READ):
+        extents = scatter(rng, host, cut(rng, MiB, pieces, LBA), 0)
+        if opcode == WRITE:
+            spread(host, extents, content)
+        assert host.run(host.transfer(opcode, 1, MiB // LBA, extents)) == OK
+    assert gather(host, extents) == content
+    assert controller.stats().requests >= 2 * MiB // REQUEST_NBYTES_MAX
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_blocks_of_512_bytes_and_odd_sizes(kind: str, seed: int) -> None:
+    rng = random.Random(seed)
+    with FileController(members(kind, "odd"), lba_nbytes=512) as controller:
+        host = NvmeHost(controller)
+        assert controller.info.namespace_nlb == (16391, 1001)
+        for nsid, size in ((1, 16391), (2, 1001)):
+            for slba, nlb in ((0, 1), (size - 1, 1), (size - 200, 200), (3, 255)):
+                content = rng.randbytes(nlb * 512)
+                host.data[: len(content)] = np.frombuffer(content, np.uint8)
+                near, far = host.extent(0, nlb * 512), host.extent(MiB + 12, nlb * 512)
+                assert host.run(host.transfer(WRITE, slba, nlb, [near], nsid=nsid)) == OK
+                assert host.run(host.transfer(READ, slba, nlb, [far], nsid=nsid)) == OK
+                assert gather(host, [far]) == content
+        host.close()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_injected_errors_hit_what_they_touch(kind: str) -> None:
+    with FileController(members(kind, "faulty")) as controller:
+        host = NvmeHost(controller)
+        fills = [host.transfer(READ, i, 1, [host.extent(i * LBA, LBA)]) for i in range(96, 104)]
+        statuses = host.run_all(fills)
+        bad = nvme.STATUS_UNRECOVERED_READ
+        assert statuses == [bad if i == 100 else OK for i in range(96, 104)]
+        fill = host.transfer(WRITE, 200, 1, [host.extent(0, LBA)])
+        assert host.run(fill) == nvme.STATUS_WRITE_FAULT
+        host.close()
+
+
+def test_deallocated_blocks_read_zeros(controller: FileController, host: NvmeHost) -> None:
+    assert host.write(0, b"\x05" * 64 * LBA) == OK
+    assert host.deallocate([(4, 8), (32, 16)]) == OK
+    blocks = host.read(0, 64).reshape(64, LBA)
+    gone = [*range(4, 12), *range(32, 48)]
+    assert not blocks[gone].any()
+    assert (np.delete(blocks, gone, axis=0) == 5).all()
+
+
+def places() -> dict[str, list[str]]:
+    """What a pool can lie on, by a name."""
+    blocks = namespaces("pools")
+    return {
+        "generic": [generic(path) for path in blocks],
+        "block": blocks,
+        "partition": [namespaces("parted")[0] + "p1"],
+    }
+
+
+@pytest.mark.parametrize("place", ["generic", "block", "partition"])
+@pytest.mark.parametrize("durability", ["flush", "process"])
+def test_a_pool_lives_through_two_lives(place: str, durability: str, seed: int) -> None:
+    paths = places()[place]
+    for path in paths:
+        zero(path.replace("/dev/ng", "/dev/nvme"))
+    rng = np.random.default_rng(seed)
+    keys = [rng.bytes(16) for _ in range(16)]
+    tutti.store.format(paths, LAYOUT, CAPACITY)
+    for life in range(2):
+        with tutti.open(paths, durability=durability) as store:
+            pool = store.allocate_pool(32, hugepages=False)
+            if life == 0:
+                for page, key in enumerate(keys):
+                    pool.write(page, content_of(key))
+                assert store.put(as_rows(keys), np.arange(16)).wait(30).stored == 16
+            assert store.match(as_rows(keys)) == 16
+            store.load(as_rows(keys), np.arange(16, 32)).wait(30)
+            assert all(pool.read(16 + i) == content_of(key) for i, key in enumerate(keys))
+            check_books(store)
+            if life == 1:
+                store.clear()
+                assert store.match(as_rows(keys)) == 0
+    assert cli.main(["fsck", *paths]) == 0

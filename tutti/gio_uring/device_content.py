@@ -1,0 +1,90 @@
+"""What lies on a block device, from its first and last bytes: whoever overwrites it should know.
+
+A table of well-known magic numbers, each with its source. What is in none of them but is not zeros
+either is reported too: data of a kind that nobody here knows is still data.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+from typing import NamedTuple
+
+from tutti.units import KiB, MiB
+
+#: How much is looked at, at either end.
+HEAD_NBYTES = MiB
+TAIL_NBYTES = MiB
+
+#: Reads (offset, nbytes) of the device.
+Read = Callable[[int, int], bytes]
+
+
+class Magic(NamedTuple):
+    """Bytes at an offset that say what a device holds."""
+
+    what: str
+    offset: int
+    magic: bytes
+
+
+# Offsets and values as the projects document them: the Linux headers of each file system
+# (fs/*/super.h, include/uapi/linux/magic.h), UEFI specification 5.3.2 for GPT, LVM2's
+# lib/format_text/layout.h, the kernel's include/uapi/linux/raid/md_p.h, cryptsetup's LUKS
+# specification, drivers/md/bcache, OpenZFS's uberblock, SNIA DDF.
+_HEAD = (
+    Magic("a partition table (GPT)", 512, b"EFI PART"),
+    Magic("a partition table (GPT)", 4096, b"EFI PART"),
+    Magic("a partition table or boot sector", 510, b"\x55\xaa"),
+    Magic("an ext2, ext3 or ext4 file system", 0x438, b"\x53\xef"),
+    Magic("an XFS file system", 0, b"XFSB"),
+    Magic("a Btrfs file system", 0x10040, b"_BHRfS_M"),
+    Magic("an F2FS file system", 0x400, b"\x10\x20\xf5\xf2"),
+    Magic("an NTFS file system", 3, b"NTFS    "),
+    Magic("an exFAT file system", 3, b"EXFAT   "),
+    Magic("an EROFS file system", 0x400, b"\xe2\xe1\xf5\xe0"),
+    Magic("a SquashFS file system", 0, b"hsqs"),
+    Magic("an APFS container", 32, b"NXSB"),
+    Magic("an HFS+ file system", 0x400, b"H+"),
+    Magic("a JFS file system", 0x8000, b"JFS1"),
+    Magic("an ISO 9660 file system", 0x8001, b"CD001"),
+    Magic("a GFS2 file system", 0x10000, b"\x01\x16\x19\x70"),
+    Magic("a ReiserFS file system", 0x10034, b"ReIsEr"),
+    *(Magic("an LVM physical volume", 512 * sector, b"LABELONE") for sector in range(4)),
+    Magic("an encrypted volume (LUKS)", 0, b"LUKS\xba\xbe"),
+    Magic("a member of a RAID (md 1.1)", 0, b"\xfc\x4e\x2b\xa9"),
+    Magic("a member of a RAID (md 1.2)", 4096, b"\xfc\x4e\x2b\xa9"),
+    Magic("a bcache device", 4096 + 24, bytes.fromhex("c68573f64e1a45ca8265f57f48ba6d81")),
+    Magic("a bcachefs file system", 4096 + 24, bytes.fromhex("c68573f666ce90a9d96a60cf803df7ef")),
+    *(Magic("swap space", page - 10, b"SWAPSPACE2") for page in (4096, 8192, 16384, 65536)),
+    Magic("a Ceph BlueStore", 0, b"bluestore block device"),
+    *(Magic("a ZFS pool", 128 * KiB + KiB * i, struct.pack("<Q", 0x00BAB10C)) for i in range(128)),
+)
+
+
+def contents(read: Read, nbytes: int) -> list[str]:
+    """What a device of `nbytes` holds, in words; empty when both of its ends are zeros."""
+    head = read(0, min(HEAD_NBYTES, nbytes))
+    start = max(0, nbytes - TAIL_NBYTES)
+    tail = read(start, nbytes - start)
+    found = [m.what for m in _HEAD if head[m.offset :].startswith(m.magic)]
+    for magic in _tail(nbytes):
+        if magic.offset >= start and tail[magic.offset - start :].startswith(magic.magic):
+            found.append(magic.what)
+    if not found and (head.strip(b"\0") or tail.strip(b"\0")):
+        found = ["data of an unknown kind"]
+    return list(dict.fromkeys(found))
+
+
+def _tail(nbytes: int) -> list[Magic]:
+    """Magic numbers whose place follows from the size (md_p.h; UEFI 5.3.2; SNIA DDF 4.2)."""
+    sectors = nbytes // 512
+    md = b"\xfc\x4e\x2b\xa9"
+    return [
+        Magic("a partition table (GPT backup)", nbytes - 512, b"EFI PART"),
+        Magic("a partition table (GPT backup)", nbytes - 4096, b"EFI PART"),
+        Magic("a member of a RAID (md 1.0)", ((sectors - 16) & ~7) * 512, md),
+        Magic("a member of a RAID (md 0.90)", (nbytes & ~(64 * KiB - 1)) - 64 * KiB, md),
+        Magic("a member of a RAID (Intel)", nbytes - 1024, b"Intel Raid ISM Cfg Sig."),
+        Magic("a member of a RAID (DDF)", nbytes - 512, b"\xde\x11\xde\x11"),
+    ]
