@@ -7,7 +7,9 @@ goes in one launch; ``load`` returns once it was started.
 from __future__ import annotations
 
 import itertools
+import logging
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,6 +35,8 @@ from tutti.scheduler.state import ReadLaunch, WriteLaunch
 from tutti.tails import Tails
 from tutti.tickets import LoadTicket, Outcome, PutTicket
 from tutti.writer import PutRequest
+
+_log = logging.getLogger(__name__)
 
 Rows = npt.NDArray[np.int64]
 
@@ -71,43 +75,57 @@ class Pacer:
         self._tails = tails
         self._loader = loader
         self._names = map(str, itertools.count(1))
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # the core's, where both are held, was taken before
         self._puts: dict[str, _Put] = {}
         self._loads: dict[str, _Load] = {}
+        self._most = schedule.limits.locked_pages
+        self._stopping = False
+        # A put may wait for staging or space; decisions, and with them loads, must not.
+        self._starter = ThreadPoolExecutor(1, "tutti-puts")
         self.dispatcher = Dispatcher.of(schedule, self)
         self.dispatcher.start()
 
     def put(self, request: PutRequest) -> PutTicket:
-        """Starts a put, now or later; see ObjectStore.put."""
+        """Starts a put, now or later; see ObjectStore.put.
+
+        One that is longer than what may wait goes at once: to drop it would free nothing.
+        """
         core = self._core
+        ticket = PutTicket(len(request.keys))
         with core.lock:
             absent = core.index.find(request.keys) == MISSING
-        rows = np.flatnonzero(absent).astype(np.int64)
-        if not rows.size:
+            rows = np.flatnonzero(absent).astype(np.int64)
+            put = _Put(request, ticket, rows, len(request.keys))
+            with self._lock:
+                paced = 0 < rows.size <= self._most and not self._stopping
+                if paced:
+                    core.begin()
+                    name = next(self._names)
+                    self._puts[name] = put
+        if not paced:
             return self._tails.put(request)
-        with core.lock:
-            core.begin()
-        ticket = PutTicket(len(request.keys))
-        with self._lock:
-            name = next(self._names)
-            put = self._puts[name] = _Put(request, ticket, rows, len(request.keys))
         if rows.size < len(request.keys):
             # What is there costs the device nothing: no reason to wait.
-            there = np.flatnonzero(~absent).astype(np.int64)
-            self._start(name, put, there, there, paced=False)
+            self._start(name, put, np.flatnonzero(~absent).astype(np.int64), paced=False)
         nbytes = core.geometry.slice_nbytes * core.layers
         now_ns = self.dispatcher.now_ns()
         self.dispatcher.post(WriteKnown(now_ns, name, pages=rows.size, page_nbytes=nbytes))
         return ticket
 
     def load(self, keys: npt.NDArray[np.uint8], pages: Any, memory: PagedMemory) -> LoadTicket:
-        """Waits for its turn, a burst of writes at most, and starts; see ObjectStore.load."""
-        if not len(keys):
-            return self._loader.load(keys, pages, memory)
+        """Waits for its turn, behind writes and loads under way, and starts.
+
+        See ObjectStore.load.
+        """
         core, dispatcher = self._core, self.dispatcher
+        load = _Load()
         with self._lock:
-            name = next(self._names)
-            load = self._loads[name] = _Load()
+            paced = len(keys) > 0 and not self._stopping
+            if paced:
+                name = next(self._names)
+                self._loads[name] = load
+        if not paced:
+            return self._loader.load(keys, pages, memory)
         layers = core.layers
         known = LoadKnown(
             dispatcher.now_ns(),
@@ -119,8 +137,9 @@ class Pacer:
             unit_layers=layers,
         )
         dispatcher.post(known)
-        load.due.wait(core.config.timeout_s)  # a scheduler that is stuck costs time, not service
         try:
+            # A scheduler that is stuck costs time, not service.
+            load.due.wait(core.config.timeout_s)
             ticket = self._loader.load(keys, pages, memory)
         except BaseException:
             self._loaded(name, layers=0)
@@ -129,18 +148,28 @@ class Pacer:
         return ticket
 
     def stop(self, timeout_s: float) -> None:
-        """Launches what waits, and ends; what was not launched in time is dropped."""
+        """Launches what waits, and ends; what was not launched in time is dropped.
+
+        What comes from now on goes at once.
+        """
+        with self._lock:
+            self._stopping = True
         self.dispatcher.hurry()
         core = self._core
         with core.lock:
             core.changed.wait_for(lambda: not self._puts, timeout_s)
         self.dispatcher.stop(timeout_s)
-        for name in list(self._puts):
+        with self._lock:
+            names, loads = list(self._puts), list(self._loads.values())
+        for name in names:
             self.drop(name)
+        for load in loads:
+            load.due.set()
 
     def close(self) -> None:
         """Ends the scheduler if ``stop`` did not."""
         self.dispatcher.stop()
+        self._starter.shutdown(wait=False)
 
     def read(self, launch: ReadLaunch) -> None:
         """See Launcher: the thread that called ``load`` goes on."""
@@ -151,12 +180,7 @@ class Pacer:
 
     def write(self, launch: WriteLaunch) -> None:
         """See Launcher."""
-        with self._lock:
-            put = self._puts[launch.name]
-        put.launched = launch.first + launch.pages
-        rows = put.rows[launch.first : put.launched]
-        if not self._start(launch.name, put, rows, put.rows[launch.first :], paced=True):
-            self.dispatcher.post(WriteGone(self.dispatcher.now_ns(), launch.name))
+        self._starter.submit(self._launch, launch)
 
     def copy_out(self, name: str) -> None:
         """See Launcher.  A pool has no staging of its own: its limits never ask for copies."""
@@ -166,34 +190,56 @@ class Pacer:
         """See Launcher."""
         with self._lock:
             put = self._puts.get(name)
-        if put is not None:
-            waiting = put.rows[put.launched :]
+        if put is None:
+            return
+        waiting = self._give_up(put)
+        if waiting.size:
             put.ticket.outcome[waiting] = Outcome.DROPPED
             with self._core.lock:
                 self._core.counters.dropped += waiting.size
             self._end_rows(name, put, waiting)
 
-    def _start(self, name: str, put: _Put, rows: Rows, lost: Rows, *, paced: bool) -> bool:
-        """Puts some rows; whether that could be started.  If not, ``lost`` are failed."""
-        request = put.request.take(rows)
+    def _launch(self, launch: WriteLaunch) -> None:
+        end = launch.first + launch.pages
+        with self._lock:
+            put = self._puts.get(launch.name)
+            if put is None or put.launched != launch.first:
+                return  # given up meanwhile
+            put.launched = end
+        self._start(launch.name, put, put.rows[launch.first : end], paced=True)
+
+    def _give_up(self, put: _Put) -> Rows:
+        """What was not launched and will not be."""
+        with self._lock:
+            waiting = put.rows[put.launched :]
+            put.launched = put.rows.size
+        return waiting
+
+    def _start(self, name: str, put: _Put, rows: Rows, *, paced: bool) -> None:
+        """Puts some rows.  If that cannot be started they fail, and what waits behind them."""
         try:
-            part = self._tails.put(request)
-        except TuttiError as error:
+            part = self._tails.put(put.request.take(rows))
+        except Exception as error:  # whatever it is: somebody waits for the ticket
+            if not isinstance(error, TuttiError):
+                _log.exception("a put could not be started")
+            if paced:
+                rows = np.concatenate((rows, self._give_up(put)))
+                self.dispatcher.post(WriteGone(self.dispatcher.now_ns(), name))
             late = isinstance(error, DeviceTimeout)
-            put.ticket.fail(lost, STATUS_TIMED_OUT if late else STATUS_CANCELLED)
-            self._end_rows(name, put, lost)
-            return False
+            put.ticket.fail(rows, STATUS_TIMED_OUT if late else STATUS_CANCELLED)
+            self._end_rows(name, put, rows)
+            return
         part.on_done(lambda done: self._written(name, put, rows, done, paced=paced))
-        return True
 
     def _written(self, name: str, put: _Put, rows: Rows, part: PutTicket, *, paced: bool) -> None:
         put.ticket.outcome[rows] = part.outcome
         put.ticket.status[rows] = part.status
         if paced:
-            with self._lock:
+            lost = np.isin(part.outcome, (Outcome.FAILED, Outcome.DROPPED))
+            with self._lock:  # so that events come in the order of their numbers
                 put.written += rows.size
-                written = put.written
-            self.dispatcher.post(PagesWritten(self.dispatcher.now_ns(), name, written))
+                now_ns, failed = self.dispatcher.now_ns(), int(np.count_nonzero(lost))
+                self.dispatcher.post(PagesWritten(now_ns, name, put.written, failed))
         self._end_rows(name, put, rows)
 
     def _end_rows(self, name: str, put: _Put, rows: Rows) -> None:

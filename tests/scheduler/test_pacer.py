@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -9,13 +11,15 @@ import pytest
 from scheduler.drive import Linear
 
 from store.pools import fill, formatted, opened, some_keys
-from tutti.errors import ConfigError, KeyMissing
+from tutti.errors import ConfigError, KeyMissing, TuttiError
 from tutti.scheduler.dispatcher import Schedule
 from tutti.scheduler.event import StepBegan, StepEnded
-from tutti.scheduler.policy import Limits
+from tutti.scheduler.policy import ImmediatePolicy, Limits
 from tutti.scheduler.request import Phase
-from tutti.scheduler.state import Decision, State
+from tutti.scheduler.state import Decision, State, WriteLaunch
 from tutti.store import ObjectStore
+from tutti.tickets import PutTicket
+from tutti.writer import PutRequest
 
 PROFILE = Linear()
 
@@ -39,6 +43,14 @@ class DropAll(Never):
 
     def decide(self, state: State) -> Decision:
         return Decision(drops=tuple(write.name for write in state.writes))
+
+
+class OneByOne(Never):
+    """A policy that launches a page each time it is asked."""
+
+    def decide(self, state: State) -> Decision:
+        waiting = [write for write in state.writes if write.waits]
+        return Decision(writes=tuple(WriteLaunch(w.name, w.issued, 1) for w in waiting))
 
 
 def scheduled(schedule: Schedule | None = None, **config: Any) -> ObjectStore:
@@ -119,3 +131,138 @@ def test_writes_wait_for_the_step_that_reads(rng: np.random.Generator) -> None:
 def test_a_pool_has_no_staging() -> None:
     with pytest.raises(ConfigError, match="staging"):
         Schedule(PROFILE, Limits(staged_pages=1))
+
+
+def in_time(call: Callable[[], object], seconds: float = 10.0) -> None:
+    """What must not wait for a deadline of the store, which tests set much later."""
+    thread = threading.Thread(target=call, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    assert not thread.is_alive(), "it waits"
+
+
+def test_what_comes_while_the_store_closes_does_not_wait(rng: np.random.Generator) -> None:
+    with scheduled(timeout_s=60.0) as store:
+        store.allocate_pool(8)
+        keys = some_keys(rng, 4)
+        assert store._pacer is not None
+        store._pacer.stop(10.0)
+        assert store.put(keys, np.arange(4)).wait(10).stored == 4
+        in_time(lambda: store.load(keys, np.arange(4, 8)).wait(10))
+
+
+def test_a_load_does_not_wait_for_a_put_that_waits_for_space(
+    rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with scheduled(Schedule(PROFILE, policy=ImmediatePolicy), timeout_s=60.0) as store:
+        store.allocate_pool(8)
+        keys = some_keys(rng, 4)
+        store.put(keys, np.arange(4)).wait(10)
+        there, space, put = threading.Event(), threading.Event(), store._tails.put
+
+        def full(request: PutRequest) -> PutTicket:
+            there.set()
+            space.wait(30)
+            return put(request)
+
+        monkeypatch.setattr(store._tails, "put", full)
+        ticket = store.put(some_keys(rng, 2), [0, 1])
+        try:
+            assert there.wait(10)
+            in_time(lambda: store.load(keys, np.arange(4, 8)).wait(10))
+        finally:
+            space.set()
+        assert ticket.wait(10).stored == 2
+
+
+@pytest.mark.parametrize("error", [MemoryError("none left"), TuttiError("none left")])
+def test_a_put_that_cannot_be_started_ends(
+    rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    store = scheduled(Schedule(PROFILE, policy=OneByOne), timeout_s=5.0)
+    store.allocate_pool(4)
+    parts: list[PutTicket] = []
+    began = threading.Event()
+
+    def once(request: PutRequest) -> PutTicket:
+        if parts:
+            raise error
+        parts.append(PutTicket(len(request.keys)))
+        began.set()
+        return parts[0]
+
+    monkeypatch.setattr(store._tails, "put", once)
+    ticket = store.put(some_keys(rng, 4), np.arange(4))
+    assert store._pacer is not None and store.scheduler is not None
+    assert began.wait(10)
+    store._pacer.stop(0.5)  # gives up what it could not launch
+    parts[0].outcome[:] = 1
+    parts[0].end_part()
+    with pytest.raises(TuttiError):
+        ticket.wait(10)
+    assert np.flatnonzero(ticket.status).tolist() == [1, 2, 3]
+    assert store._core.wait_quiet(0.0)
+    store.close()
+
+
+def test_a_load_that_is_interrupted_is_forgotten(
+    rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Interrupted:
+        class due:
+            @staticmethod
+            def wait(timeout_s: float) -> None:
+                raise KeyboardInterrupt
+
+            @staticmethod
+            def set() -> None: ...
+
+    with scheduled() as store:
+        store.allocate_pool(4)
+        keys = some_keys(rng, 2)
+        store.put(keys, [0, 1]).wait(10)
+        with monkeypatch.context() as patch:
+            patch.setattr("tutti.pacer._Load", Interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                store.load(keys, [2, 3])
+        assert store._pacer is not None and store.scheduler is not None
+        store._pacer.stop(10.0)
+        store.scheduler.pump()
+        assert store.scheduler.counters()["loads_waiting"] == 0
+
+
+def test_a_put_longer_than_the_limits_is_stored(rng: np.random.Generator) -> None:
+    with scheduled(Schedule(PROFILE, Limits(locked_pages=2, staged_pages=0))) as store:
+        store.allocate_pool(4)
+        assert store.put(some_keys(rng, 4), np.arange(4)).wait(10).stored == 4
+
+
+def test_no_load_is_too_long_to_be_launched(rng: np.random.Generator) -> None:
+    limits = Limits(staged_pages=0, read_ahead_nbytes=1)
+    with scheduled(Schedule(PROFILE, limits), timeout_s=60.0) as store:
+        store.allocate_pool(4)
+        keys = some_keys(rng, 2)
+        store.put(keys, [0, 1]).wait(10)
+        in_time(lambda: store.load(keys, [2, 3]).wait(10))
+
+
+def test_pages_that_were_not_stored_do_not_count_as_written(
+    rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(request: PutRequest) -> PutTicket:
+        part = PutTicket(len(request.keys))
+        part.outcome[:] = 1
+        part.fail(np.array([0]), 0x280)  # write fault
+        part.end_part()
+        return part
+
+    with scheduled(Schedule(PROFILE, policy=ImmediatePolicy)) as store:
+        store.allocate_pool(4)
+        monkeypatch.setattr(store._tails, "put", broken)
+        with pytest.raises(TuttiError):
+            store.put(some_keys(rng, 4), np.arange(4)).wait(10)
+        assert store._pacer is not None and store.scheduler is not None
+        store._pacer.stop(10.0)
+        store.scheduler.pump()
+        counters = store.scheduler.counters()
+        assert (counters["written_pages"], counters["failed_pages"]) == (3, 1)

@@ -14,7 +14,7 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Protocol
 
 from tutti.clock import Clock, SystemClock
@@ -48,7 +48,8 @@ class Launcher(Protocol):
         """A write is given up: nothing of it was launched."""
 
 
-_POOL_LIMITS = Limits(staged_pages=0, read_ahead_nbytes=1 << 62)
+_POOL_LIMITS = Limits(staged_pages=0)
+_UNBOUNDED_NBYTES = 1 << 62
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,8 @@ class Schedule:
     """What a pool needs to schedule its puts and loads.
 
     profile: of this machine, model and medium.  limits: a pool has no staging, so they have no
-    staged pages, and loads go to pages that are there.  policy: by default SlackPolicy.
+    staged pages; loads go to pages that are there, so read_ahead_nbytes does not count.
+    policy: by default SlackPolicy.
     """
 
     profile: Profile
@@ -105,12 +107,13 @@ class Dispatcher:
     @classmethod
     def of(cls, schedule: Schedule, launcher: Launcher) -> Dispatcher:
         """The dispatcher of a pool."""
+        limits = replace(schedule.limits, read_ahead_nbytes=_UNBOUNDED_NBYTES)
         return cls(
-            schedule.policy(schedule.profile, schedule.limits),
+            schedule.policy(schedule.profile, limits),
             schedule.profile,
             launcher,
             clock=schedule.clock,
-            limits=schedule.limits,
+            limits=limits,
             record=schedule.record,
         )
 

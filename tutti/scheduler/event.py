@@ -63,11 +63,15 @@ class WriteKnown:
 
 @dataclass(frozen=True, slots=True)
 class PagesWritten:
-    """The first ``pages`` pages of a write are stored."""
+    """The first ``pages`` pages of a write have ended.
+
+    failed: how many of those that were not reported before could not be stored.
+    """
 
     at_ns: int
     name: str
     pages: int
+    failed: int = 0
 
 
 @dataclass(frozen=True, slots=True)

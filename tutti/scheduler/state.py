@@ -333,7 +333,9 @@ def _pages_written(state: State, event: PagesWritten, profile: Profile) -> State
         for x in state.writes
         if not (done and x is write)
     )
-    state = _count(replace(state, writes=writes), written_pages=pages)
+    failed = min(event.failed, pages)
+    state = replace(state, writes=writes)
+    state = _count(state, written_pages=pages - failed, failed_pages=failed)
     base_ns = Estimates(profile).write_ns(pages * write.page_nbytes)
     pipe, state = _ended(state, "write", state.writing, base_ns, state.writes_fly, state.reads_fly)
     return _quiet(replace(state, writing=pipe))
