@@ -61,6 +61,7 @@ COMMANDS = (
     ("sglang command", "tutti.cli_sglang:add_command", "print the command that starts SGLang"),
     ("sglang doctor", "tutti.cli_sglang:add_doctor", "say what would keep SGLang from running"),
     ("profile", "tutti.cli_profile:add_profile", "measure a profile for the scheduler"),
+    ("simulate", "tutti.cli_bench:add_simulate", "many engines over a workload, in virtual time"),
     ("replay", "tutti.cli_bench:add_replay", "replay a trace with real bytes and check each"),
 )
 

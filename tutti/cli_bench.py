@@ -40,6 +40,15 @@ example:
   tutti bench peers --dir /mnt/nvme --page-tokens 64 --peers hicache-tutti hicache-nixl fio
 
 needs sglang in the same environment for SGLang's peers; what cannot run is named as skipped."""
+_SIMULATE = """\
+Serves a workload with simulated engines, nodes and drives, to the scheduler's own decisions, and
+says what users would wait for. Times come from a calibration, or from a profile of this machine.
+`--validate` compares it with published points. Everything it prints is simulated."""
+_SIMULATE_EXAMPLE = """\
+example:
+  tutti simulate --workload mooncake --data trace.jsonl --engines 16
+  tutti simulate --workload leval-synthetic --rates 0.5 1 1.5 --warm 2600 --csv ttft.csv
+  tutti simulate --validate"""
 _REPLAY = """\
 Replays a trace of requests against a pool with real bytes: loads the prefix that hits, checks every
 byte of it, and stores the rest. Says how often it hits, beside what the best policy could do."""
@@ -87,6 +96,11 @@ def add_slack(parser: argparse.ArgumentParser) -> None:
 def add_replay(parser: argparse.ArgumentParser) -> None:
     """Describes `tutti replay`."""
     _wire(parser, "replay", _REPLAY, _REPLAY_EXAMPLE)
+
+
+def add_simulate(parser: argparse.ArgumentParser) -> None:
+    """Describes `tutti simulate`."""
+    _wire(parser, "simulate", _SIMULATE, _SIMULATE_EXAMPLE)
 
 
 def outcome_of(module: ModuleType, result: dict[str, Any]) -> Outcome:

@@ -1,0 +1,411 @@
+"""The simulator: what goes in comes out, limits that are known in closed form, and monotony."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tutti.bench import simulate, simulate_points
+from tutti.bench.simulate_calibration import (
+    Calibration,
+    EngineTimes,
+    drive_of,
+    gpu_of,
+    load_calibration,
+)
+from tutti.bench.simulate_cluster import PREFIX, ROUND_ROBIN, Cluster, Shape
+from tutti.bench.simulate_device import READ, WRITE, Device, Timeline
+from tutti.bench.simulate_points import (
+    FITTED,
+    Effort,
+    PaperMachine,
+    fit,
+    fit_loss,
+    points,
+    residuals,
+)
+from tutti.bench.simulate_tiers import Blocks
+from tutti.bench.slack_drive import VirtualDrive
+from tutti.bench.slack_hardware import Drive
+from tutti.bench.traces import BLOCK_TOKENS, Request, Synthetic, generate
+from tutti.errors import ConfigError, DeviceTimeout
+
+CALIBRATION = load_calibration()
+PAPER_DRIVE = "2x D7-PS1010"
+SYSTEMS = tuple(CALIBRATION.systems)
+
+
+def times_of(
+    system: str,
+    server: str = "sglang",
+    calibration: Calibration = CALIBRATION,
+    **changes: Any,
+) -> EngineTimes:
+    changed = replace(calibration.system(system), **changes)
+    drive = drive_of(PAPER_DRIVE)
+    served = calibration.server(server)
+    return EngineTimes(calibration, served, changed, gpu=gpu_of("H100"), drive=drive)
+
+
+def serve(times: EngineTimes, requests: list[Request], **shape: Any) -> dict[str, Any]:
+    return Cluster(times, Shape(**shape)).run(requests)
+
+
+def without_speed(result: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in result.items() if name != "speed"}
+
+
+def alone(times: EngineTimes, total: int, cached: int, **shape: Any) -> tuple[Cluster, Any]:
+    cluster = Cluster(times, Shape(**shape))
+    ids = tuple(range(-(-total // BLOCK_TOKENS)))
+    cluster.engines[0].store.add(ids[: cached // BLOCK_TOKENS])
+    cluster.run([Request(0, total, 1, ids)])
+    return cluster, cluster.job(0)
+
+
+def prefill_us(times: EngineTimes, new: int, prefix: int) -> float:
+    return times.calibration.model.layers * times.layer_us(new, prefix)
+
+
+# What goes in comes out.
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+@pytest.mark.parametrize("server", ["paper", "sglang"])
+@pytest.mark.parametrize("router", [ROUND_ROBIN, PREFIX])
+def test_work_in_is_work_out(system: str, server: str, router: str) -> None:
+    requests = generate(Synthetic(requests=40, gap_ms=60, seed=3))
+    cluster = Cluster(times_of(system, server), Shape(3, 2, 1, router, 8))
+    result = cluster.run(requests)  # its own checks: requests, tokens, pages, bytes
+    jobs = [cluster.job(number) for number in range(len(requests))]
+    assert all(job.arrived_ns <= job.began_ns <= job.first_ns <= job.last_ns for job in jobs)
+    assert all(job.left == 0 and job.hit_tokens >= 0 and job.computed_tokens > 0 for job in jobs)
+    assert result["offered_pages"] == result["written_pages"] + result["dropped_pages"]
+    assert 0 < result["gpu_busy"] <= 1
+    for engine in cluster.engines:
+        spent_ns = engine.work.prefill_ns + engine.work.decode_ns + engine.work.bubble_ns
+        assert spent_ns <= cluster.timeline.now_ns
+
+
+def test_a_lost_page_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The checks of a run can fail."""
+    cluster = Cluster(times_of("gds"), Shape())
+    monkeypatch.setattr(cluster.media[0], "moved_nbytes", lambda direction: 1)
+    with pytest.raises(AssertionError, match="every byte"):
+        cluster.run(generate(Synthetic(requests=3)))
+
+
+def test_the_same_seed_gives_the_same_run() -> None:
+    requests = generate(Synthetic(requests=30, gap_ms=80))
+    runs = [serve(times_of("tutti"), requests, engines=2, engines_per_node=2) for _ in range(2)]
+    assert without_speed(runs[0]) == without_speed(runs[1])
+    other = serve(times_of("tutti"), generate(Synthetic(requests=30, gap_ms=80, seed=2)), engines=2)
+    assert without_speed(other) != without_speed(runs[0])
+
+
+# Limits that are known.
+
+
+@pytest.mark.parametrize("server", ["paper", "sglang"])
+def test_one_request_takes_its_prefill(server: str) -> None:
+    times = times_of("hbm", server)
+    _, job = alone(times, 20_000, 0)
+    chunk, expected_us, prefix = times.server.chunk_tokens, 0.0, 0
+    while prefix < 20_000:
+        tokens = min(chunk, 20_000 - prefix)
+        expected_us += prefill_us(times, tokens, prefix)
+        prefix += tokens
+    assert job.first_ns / 1e3 == pytest.approx(expected_us, rel=1e-4)
+
+
+@pytest.mark.parametrize(("cached", "total"), [(30_720, 32_768), (32_256, 32_768), (2048, 40_960)])
+def test_a_layerwise_load_is_the_known_pipeline(cached: int, total: int) -> None:
+    """load + 31 max(load, compute) + compute, of one layer each, for an idle machine."""
+    times = times_of("tutti-paper", "paper", policy="immediate")
+    _, job = alone(times, total, cached)
+    nbytes = cached * CALIBRATION.model.kv_nbytes_per_token // 32
+    compute_us = times.layer_us(total - cached, cached)
+    # One launch for all layers: none is ready before all are, without units of their own.
+    everything_us = times.read_us(32 * nbytes) + 32 * compute_us
+    assert job.first_ns / 1e3 == pytest.approx(everything_us, rel=0.01)
+    times = times_of("tutti-paper", "paper")
+    _, job = alone(times, total, cached)
+    load_us = times.read_us(nbytes) - times.latency_us
+    pipeline_us = load_us + 31 * max(load_us, compute_us) + compute_us
+    assert job.first_ns / 1e3 == pytest.approx(pipeline_us, rel=0.03)
+
+
+def test_a_load_before_the_step_adds_up() -> None:
+    times = times_of("gds", "paper")
+    _, job = alone(times, 65_536, 49_152)
+    load_us = times.read_us(49_152 * CALIBRATION.model.kv_nbytes_per_token)
+    expected_us = times.system.fixed_us + load_us + prefill_us(times, 16_384, 49_152)
+    assert job.first_ns / 1e3 == pytest.approx(expected_us, rel=1e-3)
+    bubble_us = times.system.fixed_us + load_us
+    assert job.bubble_ns / 1e3 == pytest.approx(bubble_us, rel=1e-3)
+
+
+def test_decode_steps_add_up() -> None:
+    times = times_of("hbm")
+    cluster = Cluster(times, Shape())
+    cluster.run([Request(0, 600, 101, (1, 2))])
+    job = cluster.job(0)
+    expected_us = sum(times.decode_us(1, 600 + 1 + i) for i in range(100))
+    assert (job.last_ns - job.first_ns) / 1e3 == pytest.approx(expected_us, rel=1e-5)
+
+
+def test_an_arrival_waits_for_the_decode_step_that_runs() -> None:
+    times = times_of("hbm")
+    cluster = Cluster(times, Shape())
+    cluster.run([Request(0, 600, 1000, (1, 2)), Request(1000, 600, 1, (3, 4))])
+    waited_us = (cluster.job(1).began_ns - cluster.job(1).arrived_ns) / 1e3
+    assert 0 <= waited_us <= times.decode_us(1, 1600)
+
+
+def test_equal_jobs_at_random_wait_as_in_a_queue_of_one_server() -> None:
+    """M/D/1: the mean wait is rho s / (2 (1 - rho)), by Pollaczek and Khinchine."""
+    times = times_of("hbm")
+    service_s = prefill_us(times, 4096, 0) / 1e6
+    rng, now_s, requests, load = random.Random(5), 0.0, [], 0.6
+    for number in range(6000):
+        now_s += rng.expovariate(load / service_s)
+        ids = tuple(range(8 * number, 8 * number + 8))
+        requests.append(Request(round(now_s * 1000), 4096, 1, ids))
+    result = serve(times, requests)
+    wait_s = result["ttft_ms"]["mean"] / 1e3 - service_s
+    assert wait_s == pytest.approx(load * service_s / (2 * (1 - load)), rel=0.15)
+    assert result["gpu_busy"] == pytest.approx(load, rel=0.05)
+
+
+def test_a_device_without_interference_serves_both_ways_at_once() -> None:
+    timeline = Timeline()
+    device = Device(timeline, 1e9, 0.5e9, 1.0)
+    ends: dict[str, int] = {}
+    for direction in (READ, WRITE):
+        device.start(direction, 1000, lambda d=direction: ends.update({d: timeline.now_ns}))
+    timeline.run(100)
+    assert ends == {READ: 1000, WRITE: 2000}
+
+
+def test_a_device_is_slower_while_both_ways_have_work() -> None:
+    timeline = Timeline()
+    device = Device(timeline, 1e9, 1e9, 2.5)
+    ends: dict[str, int] = {}
+    device.start(READ, 1000, lambda: ends.update(read=timeline.now_ns))
+    device.start(WRITE, 3000, lambda: ends.update(write=timeline.now_ns))
+    timeline.run(100)
+    # Both at 0.4 bytes a nanosecond until the read ends; then the write has 2000 left, alone.
+    assert ends == {"read": 2500, "write": 4500}
+    assert device.busy_s(READ) == pytest.approx(2.5e-6)
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from((READ, WRITE)), st.integers(1, 10**9), st.integers(0, 10**8)),
+        min_size=1,
+        max_size=20,
+    ),
+    st.floats(1.0, 4.0),
+)
+@settings(max_examples=60, deadline=None)
+def test_a_device_moves_every_byte_and_never_faster(
+    transfers: list[tuple[str, int, int]], slower: float
+) -> None:
+    timeline = Timeline()
+    device = Device(timeline, 29e9, 12e9, slower)
+    ended: list[int] = []
+    for direction, nbytes, at_ns in transfers:
+        start = lambda d=direction, n=nbytes: device.start(d, n, lambda: ended.append(1))  # noqa: E731
+        timeline.at(at_ns, start)
+    timeline.run(100_000)
+    assert len(ended) == len(transfers)
+    for direction, rate in ((READ, 29), (WRITE, 12)):
+        nbytes = sum(n for d, n, _ in transfers if d == direction)
+        assert device.moved_nbytes(direction) == nbytes
+        least_ns = nbytes / rate
+        assert least_ns * 0.999 - 10 <= device.busy_s(direction) * 1e9
+        assert device.busy_s(direction) * 1e9 <= least_ns * slower * 1.001 + 40
+
+
+@pytest.mark.parametrize("pattern", ["reads", "both", "read in writes"])
+def test_the_fluid_drive_agrees_with_the_memory_controller(pattern: str) -> None:
+    """Real commands through real queue pairs take about as long.
+
+    With both directions the controller decides for each command as it starts whether it is slowed,
+    the fluid model at every instant: there they differ by up to a fourth.
+    """
+    near = 0.02 if pattern == "reads" else 0.3
+    drive = Drive("test", 29e9, 12e9, 60, 2.5, "")
+    plans = {
+        "reads": [(READ, 300 << 20)] * 3,
+        "both": [(READ, 400 << 20), (WRITE, 400 << 20)],
+        "read in writes": [(WRITE, 900 << 20), (READ, 100 << 20)],
+    }
+    plan = plans[pattern]
+    timeline = Timeline()
+    fluid = Device(timeline, drive.read_bytes_per_s, drive.write_bytes_per_s, drive.interference)
+    ends: dict[int, int] = {}
+    for number, (direction, nbytes) in enumerate(plan):
+        fluid.start(direction, nbytes, lambda n=number: ends.update({n: timeline.now_ns}))
+    timeline.run(1000)
+    virtual = VirtualDrive(drive)
+    try:
+        for number, (direction, nbytes) in enumerate(plan):
+            virtual.start(direction, number, nbytes)
+        seen: dict[int, int] = {}
+        for _ in range(len(plan)):
+            for tag in virtual.run(10**12):
+                assert isinstance(tag, int)
+                seen[tag] = virtual.now_ns
+    finally:
+        virtual.close()
+    for number in range(len(plan)):
+        assert ends[number] == pytest.approx(seen[number], rel=near), (pattern, number)
+
+
+# Monotony.
+
+
+@given(
+    total=st.integers(2, 120).map(lambda blocks: blocks * BLOCK_TOKENS),
+    shares=st.lists(st.floats(0, 1), min_size=2, max_size=2),
+    system=st.sampled_from(("dram", "tutti-paper")),
+)
+@settings(max_examples=40, deadline=None)
+def test_more_cached_never_takes_longer_when_loads_are_quick(
+    total: int, shares: list[float], system: str
+) -> None:
+    """Compute is dearer than loading here: a token takes 20 us and more, its KV 5 us."""
+    few, many = sorted(round(total * share) // BLOCK_TOKENS * BLOCK_TOKENS for share in shares)
+    times = times_of(system)
+    assert alone(times, total, many)[1].first_ns <= alone(times, total, few)[1].first_ns * 1.001
+
+
+@given(st.floats(0, 50), st.floats(0, 50), st.integers(1, 100))
+@settings(max_examples=30, deadline=None)
+def test_slower_submission_never_helps(first_us: float, second_us: float, blocks: int) -> None:
+    quick, slow = sorted((first_us, second_us))
+    total = (blocks + 4) * BLOCK_TOKENS
+    found = [
+        alone(times_of("gds", submit_read_us=us), total, blocks * BLOCK_TOKENS)[1].first_ns
+        for us in (quick, slow)
+    ]
+    assert found[0] <= found[1]
+
+
+def test_interference_does_not_help_and_slack_avoids_it() -> None:
+    requests = generate(Synthetic(requests=80, gap_ms=250, continue_chance=0.7))
+    bubbles = {}
+    for policy in ("immediate", "slack"):
+        for interference in (1.0, 2.5):
+            times = times_of("tutti-paper", policy=policy)
+            times.drive = replace(times.drive, interference=interference)
+            times = EngineTimes(
+                CALIBRATION, times.server, times.system, gpu=gpu_of("H100"), drive=times.drive
+            )
+            bubbles[policy, interference] = serve(times, requests, unit_layers=4)["bubble_s"]
+    assert bubbles["immediate", 1.0] <= bubbles["immediate", 2.5]
+    assert bubbles["slack", 2.5] < bubbles["immediate", 2.5]
+
+
+def test_more_engines_and_a_router_that_looks_help() -> None:
+    requests = generate(Synthetic(requests=200, gap_ms=60, continue_chance=0.7))
+    few = serve(times_of("gds"), requests, engines=2, engines_per_node=2)
+    many = serve(times_of("gds"), requests, engines=6, engines_per_node=6)
+    assert many["ttft_ms"]["mean"] < few["ttft_ms"]["mean"]
+    found = {
+        router: serve(times_of("hbm"), requests, engines=4, router=router)
+        for router in (ROUND_ROBIN, PREFIX)
+    }
+    assert found[PREFIX]["hit_hbm"] > found[ROUND_ROBIN]["hit_hbm"]
+    assert found[PREFIX]["ttft_ms"]["mean"] < found[ROUND_ROBIN]["ttft_ms"]["mean"]
+
+
+def test_a_rate_that_is_too_high_is_said() -> None:
+    requests = generate(Synthetic(requests=150, gap_ms=20))
+    assert serve(times_of("hbm"), requests)["unstable"]
+    assert not serve(times_of("hbm"), requests, engines=64)["unstable"]
+
+
+# Tiers.
+
+
+@given(st.lists(st.lists(st.integers(0, 30), max_size=10), max_size=30), st.integers(0, 20))
+@settings(max_examples=60, deadline=None)
+def test_a_tier_keeps_the_most_recently_used(batches: list[list[int]], capacity: int) -> None:
+    tier, model = Blocks(capacity), list[int]()
+    for batch in batches:
+        tier.add(batch)
+        for block in reversed(batch):
+            model = [b for b in model if b != block] + [block]
+        model = model[len(model) - capacity :] if capacity < len(model) else model
+        assert len(tier) == len(model) and all(block in tier for block in model)
+
+
+# Published points.
+
+
+def test_the_calibration_is_what_the_fit_makes() -> None:
+    """Each fitted value has less error than its neighbours one percent away."""
+    named = set()
+    for kind, name, value, _, _, names in FITTED:
+        number = getattr(getattr(CALIBRATION, kind)[name], value)
+        losses = [
+            fit_loss(CALIBRATION.with_value(kind, name, value, number * factor), names)
+            for factor in (0.99, 1.0, 1.01)
+        ]
+        assert losses[1] < losses[0] and losses[1] < losses[2], (name, value, losses)
+        named.add(f"{kind}.{name}.{value}")
+    ours = {f"systems.tutti.submit_{way}_us" for way in ("read", "write")}
+    assert named | ours == set(simulate.fitted_values(CALIBRATION))
+    for way in ("submit_read_us", "submit_write_us"):
+        same = [getattr(CALIBRATION.systems[name], way) for name in ("tutti", "tutti-paper")]
+        assert same[0] == same[1]
+
+
+def test_the_fit_finds_a_value_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    place = ("systems", "gds", "submit_read_us")
+    lost = CALIBRATION.with_value(*place, 3.0)
+    monkeypatch.setattr(simulate_points, "FITTED", [f for f in FITTED if f[:3] == place])
+    assert fit(lost).systems["gds"].submit_read_us == pytest.approx(
+        CALIBRATION.systems["gds"].submit_read_us, rel=1e-3
+    )
+
+
+def test_points_that_take_one_request_stay_where_they_were() -> None:
+    machine = PaperMachine(CALIBRATION)
+    assert machine.value("bubble tutti-paper 32K 93.75%") == pytest.approx(6.0, rel=0.3)
+    assert machine.value("bubble tutti-paper 32K mean") == pytest.approx(25.0, rel=0.2)
+    assert machine.value("prefix tutti-paper 112K") == pytest.approx(3.43, rel=0.01)
+
+
+def test_every_published_point_has_a_counterpart() -> None:
+    found = residuals(CALIBRATION, Effort(leval=6, loogle=6))
+    assert [point["name"] for point in found] == [point["name"] for point in points()]
+    assert {point["use"] for point in found} == {"fit", "test"}
+    assert all(point["simulated"] >= 0 and point["source"] for point in found)
+    with pytest.raises(ConfigError, match="nothing is known"):
+        PaperMachine(CALIBRATION).value("price of tea")
+
+
+def test_a_simulation_that_does_not_end_is_said() -> None:
+    timeline = Timeline()
+
+    def again() -> None:
+        timeline.at(timeline.now_ns + 1, again)
+
+    timeline.at(0, again)
+    with pytest.raises(DeviceTimeout, match="does not end"):
+        timeline.run(1000)
+
+
+def test_a_shape_without_engines_is_refused() -> None:
+    with pytest.raises(ConfigError, match="count from 1"):
+        Shape(engines=0)
+    with pytest.raises(ConfigError, match="no requests"):
+        Cluster(times_of("hbm"), Shape()).run([])

@@ -1,0 +1,113 @@
+"""`tutti simulate`: what it says, and what it says to wrong arguments and calibrations."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tutti import cli
+from tutti.bench import simulate
+from tutti.bench.simulate_calibration import FILE, gpu_of, load_calibration
+from tutti.bench.traces import Synthetic, generate
+from tutti.errors import ConfigError
+from tutti.scheduler.profile import TableProfile, estimated_document
+
+CALIBRATION = load_calibration()
+
+
+def simulated(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, Any]:
+    code = cli.main(["simulate", "--json", *arguments])
+    return code, json.loads(capsys.readouterr().out)
+
+
+def test_the_command_says_that_it_is_simulated(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    trace, csv = tmp_path / "trace.jsonl", tmp_path / "ttft.csv"
+    lines = [request.to_json() for request in generate(Synthetic(requests=40))]
+    trace.write_text("\n".join(lines))
+    arguments = ["--workload", "mooncake", "--data", str(trace), "--systems", "gds", "tutti"]
+    code, result = simulated(capsys, *arguments, "--engines", "4", "--csv", str(csv))
+    assert code == 0 and result["source"] == "simulated" and len(result["rows"]) == 2
+    assert all(row["speed"]["requests_per_s"] > 0 for row in result["rows"])
+    assert "simulated" in csv.read_text() and "simulated" in simulate.report(result)
+    code, result = simulated(capsys, *arguments, "--rates", "1", "2", "--seeds", "2")
+    assert code == 0 and [row["rate"] for row in result["rows"][:4]] == [1, 1, 2, 2]
+
+
+def test_a_profile_replaces_compute_and_drive(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    document = estimated_document(CALIBRATION.model, gpu_of("A100"))
+    path = tmp_path / "profile.json"
+    path.write_text(json.dumps(document))
+    common = ("--requests", "12", "--rates", "0.5", "--systems", "tutti")
+    code, measured = simulated(capsys, *common, "--profile", str(path))
+    _, assumed = simulated(capsys, *common)
+    assert code == 0 and measured["gpu"] == "profile" and measured["drive"] == "profile"
+    slower = measured["rows"][0]["ttft_ms"]["mean"] / assumed["rows"][0]["ttft_ms"]["mean"]
+    assert slower > 2  # an A100 takes about three times as long
+    assert TableProfile(document).read_gb_per_s < 29
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--systems", "magic"], "no system 'magic'"),
+        (["--server", "magic"], "no server 'magic'"),
+        (["--rates"], "no times of its own"),
+        (["--rates", "-1"], "positive rate"),
+        (["--warm", "99", "--rates", "1"], "leaves nothing"),
+        (["--calibration", "/nowhere.json", "--rates", "1"], "cannot read the calibration"),
+        (["--profile", "/nowhere.json", "--rates", "1"], "cannot read"),
+    ],
+)
+def test_bad_arguments_are_named(
+    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["simulate", "--requests", "5", *arguments]) == 2
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "said"),
+    [
+        (("systems", "gds", "submit_read_us"), -1, "positive"),
+        (("systems", "gds", "submit_read_us"), "fast", "give a number"),
+        (("systems", "gds", "io_nbytes"), 0, "positive"),
+        (("systems", "gds", "tier"), "tape", "tier is one of"),
+        (("systems", "gds", "source"), "", "no source"),
+        (("servers", "paper", "gpu_scale"), None, "give a number"),
+        (("servers", "paper", "gpu_scale"), 0, "positive"),
+        (("link",), {}, "no source"),
+        (("capacity",), 3, "another form"),
+        (("model",), "nobody's", "no model"),
+    ],
+)
+def test_a_bad_calibration_is_named(
+    path: tuple[str, ...], value: object, said: str, tmp_path: Path
+) -> None:
+    values = json.loads(FILE.read_text())
+    place = values
+    for name in path[:-1]:
+        place = place[name]
+    place[path[-1]] = value
+    file = tmp_path / "calibration.json"
+    file.write_text(json.dumps(values))
+    with pytest.raises(ConfigError, match=said):
+        load_calibration(file)
+    del place[path[-1]]
+    file.write_text(json.dumps(values))
+    with pytest.raises(ConfigError, match=r"lacks|no source"):
+        load_calibration(file)
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{", '{"model": "llama-3.1-8b"}', "[" * 100_000])
+def test_what_is_no_calibration_is_said(content: str, tmp_path: Path) -> None:
+    file = tmp_path / "calibration.json"
+    file.write_text(content)
+    with pytest.raises(ConfigError, match="calibration"):
+        load_calibration(file)
