@@ -7,6 +7,7 @@ every table with the right addresses and launches in the right order, not that d
 from __future__ import annotations
 
 import ctypes
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,7 +18,7 @@ import xxhash
 from gio_uring.cuda_stand_in import DEVICE_MARK, PINNED_MARK, StandInDriver, StandInTensor
 
 from tutti.errors import CapacityError, ConfigError, DeviceTimeout
-from tutti.gio_uring import gpu_modules
+from tutti.gio_uring import gpu_device_engine, gpu_modules
 from tutti.gio_uring.controller_memory import MemoryController
 from tutti.gio_uring.device_batch import (
     RUN_PENDING,
@@ -265,6 +266,21 @@ def test_pages_travel(
         assert job.wait_layers(LAYERS, 10)
         assert job.page_status.tolist() == [0] * 5 + [STATUS_DIGEST_MISMATCH] + [0] * 2
         assert rig.engine.lane.staging.arena.in_use == 0
+
+
+def test_who_waited_for_the_last_layer_on_a_stream_knows_what_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu_device_engine, "_LOOK_S", 0.3)  # the engine's thread is slow
+    with device_rig("launch", tmp_path, monkeypatch) as rig:
+        digests = np.ones((8, LAYERS), np.uint64)
+        stream = rig.driver.create_stream()
+        job = rig.submit(OPCODE_READ, list(range(8)), digests=digests, compare=True)
+        job.order_stream(stream, LAYERS)
+        deadline = time.monotonic() + 10
+        while not rig.driver.is_stream_done(stream):
+            assert time.monotonic() < deadline
+        assert (job.page_status == STATUS_DIGEST_MISMATCH).all()
 
 
 def test_after_a_deadline_the_memory_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -45,6 +45,8 @@ from tutti.units import MiB
 KINDS = ("launch", "resident")
 _TABLES_NBYTES = 8 * MiB
 _LOOK_S = 0.0002
+#: Longest time from a job's last word to its status; the engine's thread looks every _LOOK_S.
+_SETTLE_S = 5.0
 _WARP = 32
 
 _log = logging.getLogger(__name__)
@@ -66,7 +68,7 @@ class _Work:
 class DeviceJob:
     """A job whose commands a kernel sends; a `Transfer`.
 
-    page_status is final once the job is done.
+    page_status is final once the job is done, or the event of its last layer has happened.
     """
 
     def __init__(
@@ -76,7 +78,7 @@ class DeviceJob:
         pages: int,
         on_released: Callable[[DeviceJob], None] | None,
     ) -> None:
-        self.page_status: U32 = np.zeros(pages, np.uint32)
+        self._page_status: U32 = np.zeros(pages, np.uint32)
         self._engine = engine
         self.work = work
         self._on_released = on_released
@@ -84,6 +86,13 @@ class DeviceJob:
         self._finished = threading.Event()
         self._failure: TuttiError | None = None
         self.is_kept = False  # the device may still write into its staging
+
+    @property
+    def page_status(self) -> U32:
+        """uint32 (pages,), 0 or the first NVMe status that a page met."""
+        if not self._finished.is_set() and self.work.words.moved:
+            self._finished.wait(_SETTLE_S)  # the stream is through, the engine's thread not yet
+        return self._page_status
 
     @property
     def done(self) -> bool:
@@ -112,8 +121,8 @@ class DeviceJob:
 
     def finish(self, status: int | U32) -> None:
         """The stream is through, or nothing was put on it."""
-        self.page_status[:] = status
-        self.is_kept = bool((self.page_status == STATUS_TIMED_OUT).any())
+        self._page_status[:] = status
+        self.is_kept = bool((self._page_status == STATUS_TIMED_OUT).any())
         self._finished.set()
         callback, self._on_released = self._on_released, None
         if callback is not None:
@@ -327,15 +336,18 @@ class DeviceEngine:
             batch.upload(lane.stream)
             for layer in range(layers):
                 if self.name == "resident":
-                    self._launch("gio_resident_word", batch, layer, self._threads, 1)
+                    self._launch("gio_resident", batch, layer, self._threads, 1)
                 else:
                     self._launch_layer(work, layer)
-                lane.driver.record_event(events[layer], lane.stream)
+                if layer + 1 < layers:
+                    lane.driver.record_event(events[layer], lane.stream)
             batch.download(lane.driver, batch.status_offset, 4 * batch.pages, lane.stream)
             if work.digests is not None and not work.compare and batch.digests_offset is not None:
                 size = work.digests.nbytes
                 batch.download(lane.driver, batch.digests_offset, size, lane.stream)
             lane.driver.write_value(lane.stream, work.device_words, 1)
+            # With the last layer comes what became of all: who waited for it knows.
+            lane.driver.record_event(events[-1], lane.stream)
         return events
 
     def _launch_layer(self, work: _Work, layer: int) -> None:

@@ -13,12 +13,11 @@ from tutti.gio_uring.iocb import U32, U64, PagedMemory
 
 
 class Transfer(Protocol):
-    """Pages on their way, layer by layer; `Job` is one.
+    """Pages on their way, layer by layer; `Job` is one."""
 
-    page_status: uint32 (pages,), 0 or the first NVMe status that a page met.
-    """
-
-    page_status: npt.NDArray[np.uint32]
+    @property
+    def page_status(self) -> npt.NDArray[np.uint32]:
+        """uint32 (pages,), 0 or the first NVMe status that a page met."""
 
     @property
     def done(self) -> bool:
