@@ -58,7 +58,7 @@ def _text(
     unreadable: list[tuple[str, str]],
     given_away: list[ControllerFacts],
 ) -> str:
-    rows = [
+    rows: list[tuple[object, ...]] = [
         (
             d.generic or d.path,
             format_nbytes(d.nbytes),

@@ -7,6 +7,7 @@ from dataclasses import asdict
 
 from tutti.cli_outcome import Outcome
 from tutti.gio_uring.probe import MachineFacts, MemoryFacts, probe_machine
+from tutti.gio_uring.tier import TierFacts
 from tutti.terminal import facts, table
 from tutti.units import format_nbytes
 
@@ -41,6 +42,12 @@ def run_probe(args: argparse.Namespace) -> Outcome:
     return Outcome(asdict(machine), _text(machine))
 
 
+def _verdict(tier: TierFacts) -> str:
+    if not tier.available:
+        return "missing"
+    return "available" if tier.is_tried else "possible, but never run on hardware"
+
+
 def _text(machine: MachineFacts) -> str:
     root = "root" if machine.is_root else "not root"
     rows: list[tuple[str, object]] = [
@@ -66,10 +73,7 @@ def _text(machine: MachineFacts) -> str:
     parts.append(
         table(
             ("tier", "rings in", "data to", "doorbell", "verdict"),
-            [
-                (t.name, t.rings, t.data, t.doorbell, "available" if t.available else "missing")
-                for t in machine.tiers
-            ],
+            [(t.name, t.rings, t.data, t.doorbell, _verdict(t)) for t in machine.tiers],
         )
     )
     parts += [

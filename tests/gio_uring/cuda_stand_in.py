@@ -287,6 +287,9 @@ class StandInDriver:
         self._registered[address] = nbytes
         return True
 
+    def register_io(self, address: int, nbytes: int) -> None:
+        assert self.register_host(address, nbytes), "registers were registered before"
+
     def unregister_host(self, address: int) -> None:
         self._called("cuMemHostUnregister")
         del self._registered[address]

@@ -68,43 +68,6 @@ def test_iommu_and_memory(machine: Path) -> None:
     assert memory.backing in ("hugetlb", "thp", "pages")
 
 
-DRIVE = ControllerFacts("nvme0", "Example SSD", "", "nvme", ())
-TAKEN = ControllerFacts("", "unknown", "", "vfio-pci", ())
-NO_GPU = CudaFacts("", (), "no NVIDIA driver")
-GPU = CudaFacts("13.0", ("Example GPU",), "")
-
-
-@pytest.mark.parametrize(
-    ("controllers", "iommu", "hint"),
-    [
-        ((), IommuFacts(0, vfio=False, vfio_pci=False), "no NVMe controller"),
-        ((DRIVE,), IommuFacts(0, vfio=False, vfio_pci=False), "IOMMU is off"),
-        ((DRIVE,), IommuFacts(2, vfio=True, vfio_pci=False), "load the module"),
-        ((DRIVE,), IommuFacts(2, vfio=True, vfio_pci=True), "none is"),
-    ],
-)
-def test_the_first_step_to_a_drive(
-    controllers: tuple[ControllerFacts, ...], iommu: IommuFacts, hint: str
-) -> None:
-    tiers = probe.judge_tiers(controllers, iommu, NO_GPU, is_root=False)
-    assert tiers[0].available
-    assert tiers[0].reasons == ()
-    for tier in tiers[1:]:
-        assert not tier.available
-        assert hint in tier.reasons[0]
-        assert any("root" in reason for reason in tier.reasons)
-        assert any("no NVIDIA driver" in reason for reason in tier.reasons)
-
-
-def test_tiers_that_are_not_written_yet_say_so() -> None:
-    iommu = IommuFacts(2, vfio=True, vfio_pci=True)
-    tiers = probe.judge_tiers((TAKEN,), iommu, GPU, is_root=True)
-    assert [tier.available for tier in tiers] == [True, False, False, False]
-    assert len(tiers[1].reasons) == 1
-    assert len(tiers[2].reasons) == 2
-    assert all("not available in this version" in tier.reasons[-1] for tier in tiers[1:])
-
-
 class _Driver:
     """As much of libcuda as is called; results of cuInit and the devices are given."""
 

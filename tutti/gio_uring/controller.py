@@ -124,6 +124,11 @@ class NativeController:
     def is_closed(self) -> bool:
         return not self._finalizer.alive
 
+    @property
+    def doorbell_registers(self) -> tuple[int, int] | None:
+        """(address, bytes) of doorbells that are a drive's registers; None where they are words."""
+        return None
+
     def register(self, buffer: Any) -> DmaRegion:
         """Let commands name a buffer's memory; its DMA address is its address.
 

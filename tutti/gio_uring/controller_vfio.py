@@ -286,6 +286,15 @@ class VfioController(NativeController):
         self._rings.append(queue_pair.memory)
         return queue_pair
 
+    @property
+    def doorbell_registers(self) -> tuple[int, int] | None:
+        """Where its doorbells lie and how many bytes; None while shadow doorbells are rung."""
+        if self._shadow:
+            return None
+        stride = self.admin.capabilities.doorbell_nbytes
+        base = int(_lib().gio_vfio_controller_doorbells(self.handle))
+        return base, 2 * (self.queues_granted + 1) * stride
+
     def _aim_doorbells(self, queue_pair: QueuePair) -> None:
         """Submitters ring the drive itself, or its shadow doorbells."""
         base = self._shadow.address if self._shadow else 0

@@ -355,13 +355,13 @@ class DeviceEngine:
         batch, layers = work.batch, work.words.layers
         if not work.is_read:
             self._move(batch, layer, publish=0)
-            self._launch("gio_drain_word", batch, layer, _WARP, 1)
+            self._launch("gio_drain", batch, layer, _WARP, 1)
             return
         if layer == 0:
-            self._launch("gio_submit_word", batch, 0, _WARP, None)
+            self._launch("gio_submit", batch, 0, _WARP, None)
         if work.window > 1 and layer + 1 < layers:
-            self._launch("gio_submit_word", batch, layer + 1, _WARP, None)
-        self._launch("gio_drain_word", batch, layer, _WARP, 0)
+            self._launch("gio_submit", batch, layer + 1, _WARP, None)
+        self._launch("gio_drain", batch, layer, _WARP, 0)
         self._move(batch, layer, publish=1)
 
     def _launch(
@@ -369,7 +369,7 @@ class DeviceEngine:
     ) -> None:
         launch_layer(
             self.driver,
-            self._modules[name],
+            self._modules[f"{name}_{self._queues.ring}"],
             batch,
             layer,
             self.lane.stream,

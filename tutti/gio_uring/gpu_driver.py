@@ -30,6 +30,7 @@ _NOT_READY = 600
 _NON_BLOCKING = 1
 _DISABLE_TIMING = 2
 _REGISTER_PORTABLE_MAPPED = 1 | 2
+_REGISTER_IO = 4  # CU_MEMHOSTREGISTER_IOMEMORY
 _WAIT_GEQ = 0
 _WRITE_DEFAULT = 0
 _SOURCE_IN_STREAM_ORDER = 1
@@ -113,8 +114,11 @@ class Driver(Protocol):
     def register_host(self, address: int, nbytes: int) -> bool:
         """Pins host memory for the device.  False when all of it was registered already."""
 
+    def register_io(self, address: int, nbytes: int) -> None:
+        """Maps registers of another device, which this process has mapped, for the device."""
+
     def unregister_host(self, address: int) -> None:
-        """Undoes `register_host`."""
+        """Undoes `register_host` and `register_io`."""
 
     def device_address(self, address: int) -> int:
         """Where the device finds registered host memory."""
@@ -348,6 +352,9 @@ class CudaDriver:
             self.device_address(address + nbytes - 1)
             return False
         return True
+
+    def register_io(self, address: int, nbytes: int) -> None:
+        self._call("cuMemHostRegister", address, nbytes, _REGISTER_PORTABLE_MAPPED | _REGISTER_IO)
 
     def unregister_host(self, address: int) -> None:
         self._call("cuMemHostUnregister", address)

@@ -13,6 +13,7 @@ import numpy as np
 from tutti.gio_uring.controller import NativeController
 from tutti.gio_uring.engine import LIST_NBYTES
 from tutti.gio_uring.gpu_batch import TableImage
+from tutti.gio_uring.gpu_doorbells import GpuDoorbells
 from tutti.gio_uring.gpu_driver import Driver
 from tutti.gio_uring.gpu_memory import PinnedMemory, TableMemory
 from tutti.gio_uring.memory import HostBuffer
@@ -53,6 +54,10 @@ class DeviceQueues:
         self._pinned = [PinnedMemory(driver, self._lists)]
         self.scratch = self._lists.address + lists_nbytes
         self.zeros = self.scratch + lba_nbytes
+        registers = controller.doorbell_registers
+        self._doorbells = GpuDoorbells(driver, *registers) if registers else None
+        #: How kernels ring: the end of their names.
+        self.ring = "mmio" if registers else "word"
         self._pairs = [controller.create_queue_pair(depth) for _ in range(count)]
         images = [self._image(driver, pair) for pair in self._pairs]
         whole = TableImage()
@@ -81,8 +86,11 @@ class DeviceQueues:
         pinned = PinnedMemory(driver, pair.memory)
         self._pinned.append(pinned)
         struct = QueuePairStruct.from_buffer_copy(pair.struct)
-        for name in ("sq", "cq", "sq_doorbell", "cq_doorbell"):
+        for name in ("sq", "cq"):
             setattr(struct, name, pinned.to_device(getattr(pair.struct, name)))
+        place = self._doorbells or pinned
+        for name in ("sq_doorbell", "cq_doorbell"):
+            setattr(struct, name, place.to_device(getattr(pair.struct, name)))
         image = TableImage()
         image.add(struct)
         layout = pair.layout
@@ -97,4 +105,6 @@ class DeviceQueues:
             pair.close()
         for pinned in self._pinned:
             pinned.close()
+        if self._doorbells:
+            self._doorbells.close()
         self._region.close()

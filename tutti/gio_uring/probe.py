@@ -2,7 +2,7 @@
 
 Everything is only looked at: no setting changes, no device is opened for writing, and a file that
 is needed for a test has no name and is gone afterwards. The tiers are described in
-docs/architecture.md.
+docs/tiers.md.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from tutti import native
 from tutti.errors import Unsupported
 from tutti.gio_uring.controller_file import uring_refusal
 from tutti.gio_uring.memory import HUGEPAGE_NBYTES, HostBuffer
+from tutti.gio_uring.tier import DriveFacts, TierFacts, judge_tiers, probe_mapping
 
 # linux/io_uring.h. The numbers of the system calls are the same on every architecture that came
 # after Linux 5.0, and on x86-64 and arm64.
@@ -121,18 +122,6 @@ class CudaFacts:
 
 
 @dataclass(frozen=True)
-class TierFacts:
-    """One tier: where rings and data lie, who rings the doorbell, and why it is not there."""
-
-    name: str
-    rings: str
-    data: str
-    doorbell: str
-    available: bool
-    reasons: tuple[str, ...]
-
-
-@dataclass(frozen=True)
 class MachineFacts:
     """Everything together."""
 
@@ -172,7 +161,11 @@ def probe_machine(path: str = ".", root: Path = Path("/")) -> MachineFacts:
         controllers=controllers,
         iommu=iommu,
         cuda=cuda,
-        tiers=judge_tiers(controllers, iommu, cuda, is_root=is_root),
+        tiers=judge_tiers(
+            _drive_facts(controllers, iommu),
+            probe_mapping(root, system.release, is_root=is_root),
+            "" if cuda.devices else cuda.reason,
+        ),
     )
 
 
@@ -424,42 +417,14 @@ def probe_cuda(load: Callable[[str], ctypes.CDLL] = ctypes.CDLL) -> CudaFacts:
     return CudaFacts(version, tuple(names), "" if names else "the driver reports no device")
 
 
-def judge_tiers(
-    controllers: tuple[ControllerFacts, ...],
-    iommu: IommuFacts,
-    cuda: CudaFacts,
-    *,
-    is_root: bool,
-) -> tuple[TierFacts, ...]:
-    """T0 to T3, each with every reason why it is not available."""
-    missing = []
-    if not any(controller.driver == "vfio-pci" for controller in controllers):
-        missing.append(_why_no_vfio(controllers, iommu))
-    if not is_root:
-        missing.append("needs root, to map the drive's registers for the GPU")
-    if not cuda.devices:
-        missing.append(f"needs a CUDA GPU: {cuda.reason}")
-    missing.append("not available in this version: drives behind vfio are not implemented")
-    direct = (*missing[:-1], "needs DMA addresses of GPU memory", missing[-1])
-    pinned, moved = "pinned host memory", "pinned host memory, then GPU"
-    return (
-        TierFacts("T0", pinned, moved, "a word in host memory", True, ()),
-        TierFacts("T1", pinned, moved, "GPU to drive", False, tuple(missing)),
-        TierFacts("T2", pinned, "GPU memory", "GPU to drive", False, direct),
-        TierFacts("T3", "GPU memory", "GPU memory", "GPU to drive", False, direct),
+def _drive_facts(controllers: tuple[ControllerFacts, ...], iommu: IommuFacts) -> DriveFacts:
+    return DriveFacts(
+        drives=len(controllers),
+        on_vfio=sum(controller.driver == "vfio-pci" for controller in controllers),
+        iommu_groups=iommu.groups,
+        has_vfio=iommu.vfio,
+        has_vfio_pci=iommu.vfio_pci,
     )
-
-
-def _why_no_vfio(controllers: tuple[ControllerFacts, ...], iommu: IommuFacts) -> str:
-    if not controllers:
-        return "needs an NVMe drive of its own: there is no NVMe controller"
-    if not iommu.groups:
-        return (
-            "needs an NVMe drive bound to vfio-pci: the IOMMU is off (firmware, or intel_iommu=on)"
-        )
-    if not iommu.vfio_pci:
-        return "needs an NVMe drive bound to vfio-pci: load the module vfio-pci"
-    return "needs an NVMe drive bound to vfio-pci: none is; use a spare one, all on it is lost"
 
 
 def _text(path: Path) -> str:

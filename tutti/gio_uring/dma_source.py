@@ -1,0 +1,165 @@
+"""Where a drive finds memory of a GPU: sources of DMA addresses, and the proof that one is right.
+
+Tiers T2 and T3 need the addresses by which a drive reaches GPU memory. No source that works without
+a kernel module of its own is known, so none is built in: a source is given from outside, as a
+`DmaAddressSource`, and is trusted only after `prove` has moved patterns both ways. docs/tiers.md
+says more about each known one.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from tutti.errors import MediumError, Unsupported
+from tutti.gio_uring.sgl import Extent
+
+_GUARD_BLOCKS = 1  # around the extents that are proved; nothing may change there
+
+
+class DmaAddressSource(Protocol):
+    """Tells a drive's addresses of GPU memory."""
+
+    @property
+    def name(self) -> str:
+        """What to call it in messages."""
+
+    def missing(self) -> Sequence[str]:
+        """What it lacks on this machine, each with the remedy; nothing when it may be tried."""
+
+    def map(self, address: int, nbytes: int) -> Sequence[Extent]:
+        """Device memory as (DMA address, bytes), in order; it stays there until `unmap`."""
+
+    def unmap(self, address: int) -> None:
+        """Undoes `map`; no command to it may be under way."""
+
+
+@dataclass(frozen=True)
+class KnownSource:
+    """A source that is known and not built in: what it is, and what it would take."""
+
+    name: str
+    what: str
+    lacks: str
+
+
+KNOWN_SOURCES = (
+    KnownSource(
+        "nvidia p2p",
+        "nvidia_p2p_get_pages and nvidia_p2p_dma_map_pages of the NVIDIA kernel driver",
+        "needs a kernel module that calls them, and a data-centre or workstation GPU: the driver"
+        " refuses GeForce",
+    ),
+    KnownSource(
+        "dma-buf",
+        "cuMemGetHandleForAddressRange exports memory as a dma-buf, which vfio would map",
+        "no mainline kernel does: iommufd takes only dma-bufs that vfio exported itself; it needs"
+        " an out-of-tree importer",
+    ),
+    KnownSource(
+        "GDRCopy",
+        "maps GPU memory for the CPU by a module of its own",
+        "it gives addresses to the CPU, not to a drive; behind vfio a drive cannot use them",
+    ),
+    KnownSource(
+        "kernel P2PDMA",
+        "the kernel's own NVMe driver moves data to GPU memory (GPUDirect Storage)",
+        "then the kernel has the drive and a CPU submits: it serves T0, not T2 or T3",
+    ),
+)
+
+
+def choose_source(sources: Sequence[DmaAddressSource]) -> DmaAddressSource:
+    """The first of the given sources that lacks nothing.
+
+    Raises Unsupported that says for each given and each known one what is missing.
+    """
+    reasons = []
+    for source in sources:
+        missing = source.missing()
+        if not missing:
+            return source
+        reasons.append(f"{source.name}: {'; '.join(missing)}")
+    reasons += [f"{known.name}: {known.lacks}" for known in KNOWN_SOURCES]
+    raise Unsupported(
+        "no source of DMA addresses of GPU memory works here. "
+        + ". ".join(reasons)
+        + ". Use tier T1 or T0, or give a source"
+    )
+
+
+class PatternPath(Protocol):
+    """What `prove` moves patterns over: a drive, some blocks that may be lost, some GPU memory."""
+
+    lba_nbytes: int
+
+    def fill(self, content: bytes) -> None:
+        """GPU memory becomes `content`, by the GPU itself."""
+
+    def fetch(self) -> bytes:
+        """All of that GPU memory, by the GPU itself."""
+
+    def write_direct(self, extents: Sequence[Extent], slba: int) -> None:
+        """One command writes these extents of GPU memory to the drive."""
+
+    def read_direct(self, extents: Sequence[Extent], slba: int) -> None:
+        """One command reads from the drive into these extents of GPU memory."""
+
+    def write_host(self, content: bytes, slba: int) -> None:
+        """The same blocks, out of host memory."""
+
+    def read_host(self, slba: int, nlb: int) -> bytes:
+        """The same blocks, into host memory."""
+
+
+def prove(path: PatternPath, extents: Sequence[Extent], slba: int, seed: int) -> None:
+    """Shows that a drive reads and writes GPU memory where a source says that it lies.
+
+    extents: DMA addresses of all of the memory of `path`, whole blocks, the first and last of them
+    guards. slba: of as many blocks on the drive, whose content is lost. Both directions are tried,
+    because some machines drop reads from one PCIe device to another but not writes.
+    Raises MediumError that says what went wrong; the source is not to be used then.
+    """
+    rng = random.Random(seed)
+    lba_nbytes = path.lba_nbytes
+    nbytes = sum(size for _, size in extents)
+    guard = _GUARD_BLOCKS * lba_nbytes
+    inner = _cut(extents, guard, nbytes - guard)
+    nlb = (nbytes - 2 * guard) // lba_nbytes
+    if nlb < 1 or nbytes % lba_nbytes:
+        raise MediumError("too little memory for a proof; give at least three whole blocks")
+
+    stored = rng.randbytes(nbytes)
+    path.write_host(rng.randbytes(nlb * lba_nbytes), slba)
+    path.fill(stored)
+    path.write_direct(inner, slba)
+    if path.read_host(slba, nlb) != stored[guard:-guard]:
+        raise MediumError(
+            "the drive did not read GPU memory where the source says it lies: wrong addresses, or"
+            " the machine drops reads between PCIe devices; use tier T1"
+        )
+    loaded, before = rng.randbytes(nlb * lba_nbytes), rng.randbytes(nbytes)
+    path.write_host(loaded, slba)
+    path.fill(before)
+    path.read_direct(inner, slba)
+    after = path.fetch()
+    if after[guard:-guard] != loaded:
+        raise MediumError(
+            "the drive did not write GPU memory where the source says it lies; use tier T1"
+        )
+    if after[:guard] != before[:guard] or after[-guard:] != before[-guard:]:
+        raise MediumError("the drive wrote beside the memory that was named; do not use the source")
+
+
+def _cut(extents: Sequence[Extent], start: int, end: int) -> list[Extent]:
+    """The bytes [start, end) of what the extents are together."""
+    pieces = []
+    at = 0
+    for address, nbytes in extents:
+        first, last = max(start, at), min(end, at + nbytes)
+        if first < last:
+            pieces.append((address + first - at, last - first))
+        at += nbytes
+    return pieces
