@@ -202,18 +202,27 @@ class Backlog:
     def _copy(self, offload: Offload, part: Part, staged: Pages) -> None:
         """Copies a part out, so that the engine may have its pages back."""
         try:
-            part.shelf.copy_out(self._pages(offload, part), staged)
+            pages = self._pages(offload, part)
         except Exception as error:
             self._complain(f"offload: {type(error).__name__}", error)
             self._let_go(offload, part, good=False)
             self._over(part)
+            return
+        try:
+            part.shelf.copy_out(pages, staged, self._timeout_s)
+        except Exception as error:
+            self._complain(f"offload: {type(error).__name__}", error)
+            if part.shelf.gpu is None:
+                self._let_go(offload, part, good=False)
+                self._over(part)
+            # A GPU may still read the pages and write the staging: they are never given back.
             return
         self._let_go(offload, part, good=True)
         self._puts.put((offload, part))
 
     def _pages(self, offload: Offload, part: Part) -> Pages:
         offload.fence.wait(time.monotonic() + self._timeout_s)
-        return part.shelf.engine.page_numbers(part.slots, part.pages)
+        return part.shelf.page_numbers(part.slots, part.pages)
 
     def _run_puts(self) -> None:
         ended = False

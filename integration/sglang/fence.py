@@ -19,15 +19,22 @@ class Fence:
     """
 
     def __init__(self, events: Sequence[Any] = ()) -> None:
-        self._events = list(events)
+        self.events = list(events)
 
     def wait(self, deadline_s: float) -> None:
         """Returns when all have happened.  Raises DeviceTimeout at the deadline (monotonic)."""
-        for event in self._events:
+        self._wait(self.events, deadline_s)
+
+    def wait_slots(self, deadline_s: float) -> None:
+        """As `wait`, for the first event alone: then the slots are known."""
+        self._wait(self.events[:1], deadline_s)
+
+    @staticmethod
+    def _wait(events: Sequence[Any], deadline_s: float) -> None:
+        for event in events:
             while not event.query():
                 if time.monotonic() > deadline_s:
                     raise DeviceTimeout(
                         "the engine's device did not finish its work in time; nothing was moved"
                     )
                 time.sleep(_POLL_S)
-        self._events.clear()

@@ -8,7 +8,7 @@ from tutti.integration.sglang.load_batch import LoadBatch
 
 
 class LayerCounter:
-    """Blocks the forward until the layer that it wants is there.
+    """Blocks the forward until the layer that it wants is there; on a GPU its stream waits.
 
     A failure does not raise into the forward: `finish` reports it, and SGLang aborts the batch.
     """

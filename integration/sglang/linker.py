@@ -31,6 +31,7 @@ from tutti.integration.sglang.backlog import Backlog, Part
 from tutti.integration.sglang.breaker import Breaker, crawls
 from tutti.integration.sglang.chains import Chains
 from tutti.integration.sglang.fence import Fence
+from tutti.integration.sglang.gpu import open_gpu
 from tutti.integration.sglang.host_store import Complaints
 from tutti.integration.sglang.layer_counter import LayerCounter
 from tutti.integration.sglang.linker_options import LINKER_OPTIONS
@@ -79,12 +80,14 @@ class TuttiLinker(adapter.UnifiedCacheLinker):
         model = served_model()
         place = adapter.place_of(params, model, replicated=group.replicated)
         self._alone = place.ranks == place.dp_size
+        self._gpu = open_gpu(group.device, options["gpu_mover"])
         self.shelves: dict[str, Shelf] = open_shelves(
             options,
             group,
             model,
             place,
             prometheus=bool(getattr(server_args, "enable_metrics", False)),
+            gpu=self._gpu,
         )
         try:
             self._start_parts()
@@ -93,6 +96,8 @@ class TuttiLinker(adapter.UnifiedCacheLinker):
         except BaseException:
             for shelf in self.shelves.values():
                 shelf.store.close()
+            if self._gpu is not None:
+                self._gpu.close(self._timeout_s)
             raise
 
     def _start_parts(self) -> None:
@@ -195,6 +200,7 @@ class TuttiLinker(adapter.UnifiedCacheLinker):
             ahead=self.ahead,
             fence=self._fence(),
             timeout_s=self._timeout_s,
+            gpu=self._gpu,
         )
         self._loads.put(batch)
         return self.layer_done_counter.add(batch)
@@ -261,6 +267,8 @@ class TuttiLinker(adapter.UnifiedCacheLinker):
                     shelf.store.close()
                 except TuttiError as error:
                     self.complaints.add(f"close: {type(error).__name__}", error)
+            if self._gpu is not None:
+                self._gpu.close(self._timeout_s)
 
     def _complete(self, transfers: Sequence[adapter.PoolTransfer]) -> bool:
         """Whether the transfers name the pages of every pool."""
@@ -347,16 +355,16 @@ class TuttiLinker(adapter.UnifiedCacheLinker):
             if not isinstance(batch.error, (KeyMissing, ConfigError)):
                 self.reads.failure()
             return False
-        self.recorder.moved(LOAD, batch.pages, batch.nbytes, batch.waited_s)
+        self.recorder.moved(LOAD, batch.pages, batch.nbytes, batch.took_s)
         if not batch.ahead_nbytes:
-            self._worth.loaded(batch.nbytes, batch.waited_s)
+            self._worth.loaded(batch.nbytes, batch.took_s)
         if crawls(
             batch.nbytes + batch.ahead_nbytes,
-            batch.waited_s,
+            batch.took_s,
             least_mbs=self._options["crawl_mbs"],
             patience_s=_PATIENCE_S,
         ):
-            self.complaints.add("load: slow", f"{batch.nbytes} bytes in {batch.waited_s:.3g} s")
+            self.complaints.add("load: slow", f"{batch.nbytes} bytes in {batch.took_s:.3g} s")
             self.reads.failure()
         else:
             self.reads.success()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from tutti.integration.sglang.options import LINKER, Option
 from tutti.units import MiB
 
-LINKER_OPTIONS: tuple[Option, ...] = tuple(
+_PLAIN = tuple(
     Option(name, kind, default, meaning, modes=(LINKER,), minimum=minimum)
     for name, kind, default, meaning, minimum in (
         ("min_tokens", "int", 0, "hits shorter than this are computed instead", 0),
@@ -77,4 +77,26 @@ LINKER_OPTIONS: tuple[Option, ...] = tuple(
         ("breaker_pause_s", "float", 5.0, "time between probes of an SSD that failed", 0.001),
         ("crawl_mbs", "float", 20.0, "a load slower than this (MB/s) counts as a failure", 0),
     )
+)
+
+LINKER_OPTIONS: tuple[Option, ...] = (
+    *_PLAIN,
+    Option(
+        "page_cache_share",
+        "float",
+        0.0,
+        "share of the memory free at the start that the page cache may use for each pool of each "
+        "rank (0: direct I/O only)",
+        modes=(LINKER,),
+        minimum=0,
+    ),
+    Option(
+        "gpu_mover",
+        "str",
+        "auto",
+        "how pages in GPU memory are copied: copy-batch is one cuMemcpyBatchAsync for a layer, "
+        "copy one call for each piece; auto: the best that the driver has",
+        modes=(LINKER,),
+        choices=("auto", "copy-batch", "copy"),
+    ),
 )

@@ -2,7 +2,7 @@
 
 The device writes into staging, whose layers are copied into the engine's pages by who waits for
 them; what was read ahead is there already. What is larger than staging is read into the engine's
-pages directly.
+pages directly, and so is everything fresh where these are a GPU's: there the GPU's streams wait.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ import torch
 
 from tutti.errors import DeviceTimeout
 from tutti.integration.sglang.fence import Fence
+from tutti.integration.sglang.gpu import Gpu
+from tutti.integration.sglang.landing import Copy, Landing, LoadPlan
 from tutti.integration.sglang.pools import Pages
 from tutti.integration.sglang.read_ahead import ReadAhead
 from tutti.integration.sglang.reads import Read
@@ -33,24 +35,6 @@ class QueuedLoad:
     shelf: Shelf
     keys: Keys
     slots: torch.Tensor
-
-
-@dataclass(frozen=True)
-class Copy:
-    """Rows (m,) of a read, as pages of its memory, that go to the engine's pages (m,)."""
-
-    read: Read
-    rows: Pages
-    targets: Pages
-
-
-@dataclass(frozen=True)
-class LoadPlan:
-    """What to read for one pool, what was read ahead, and where it all goes."""
-
-    fresh: Sequence[Read]
-    ahead: Sequence[Read]
-    copies: Sequence[Copy]
 
 
 def plan_loads(shelf: Shelf, keys: Keys, pages: Pages, ahead: ReadAhead | None) -> LoadPlan:
@@ -69,10 +53,10 @@ def plan_loads(shelf: Shelf, keys: Keys, pages: Pages, ahead: ReadAhead | None) 
     rest = np.array([row for row in range(len(names)) if row not in taken], np.int64)
     if not rest.size:
         return LoadPlan([], reads, copies)
-    if ahead is not None:
+    if ahead is not None and not shelf.reads_directly:
         ahead.make_room(shelf, rest.size)
     place = np.full(len(names), -1, np.int64)
-    staging = shelf.loads.allocate(rest.size)
+    staging = None if shelf.reads_directly else shelf.loads.allocate(rest.size)
     wanted = np.isin(row_of, rest)
     if staging is not None and shelf.loads.pool is not None:
         place[rest] = staging
@@ -88,10 +72,15 @@ def plan_loads(shelf: Shelf, keys: Keys, pages: Pages, ahead: ReadAhead | None) 
         )
     else:
         place[rest] = pages[first[rest]]
-        read = Read(shelf, keys[first[rest]], place[rest], staged=False)
         wanted[first] = False
-        if wanted.any():
-            copies.append(Copy(read, place[row_of[wanted]], pages[wanted]))
+        fresh = []
+        step = shelf.read_pages_max or rest.size
+        for part in (rest[at : at + step] for at in range(0, rest.size, step)):
+            fresh.append(Read(shelf, keys[first[part]], place[part], staged=False))
+            more = wanted & np.isin(row_of, part)
+            if more.any():
+                copies.append(Copy(fresh[-1], place[row_of[more]], pages[more]))
+        return LoadPlan(fresh, reads, copies)
     return LoadPlan([read], reads, copies)
 
 
@@ -119,6 +108,7 @@ class LoadBatch:
     rids: the requests, for which nothing needs to be kept from now on.
     fence: what must have happened on the engine's device before its pages are written.
     timeout_s: from now to the last layer.
+    gpu: where the engine's pages are; None for host memory.
     """
 
     def __init__(
@@ -130,6 +120,7 @@ class LoadBatch:
         ahead: ReadAhead | None,
         fence: Fence,
         timeout_s: float,
+        gpu: Gpu | None = None,
     ) -> None:
         self.queued = queued
         self.error: BaseException | None = None
@@ -146,6 +137,8 @@ class LoadBatch:
         self._ready = 0
         self._layers = layers
         self._ended = False
+        self._gpu = gpu
+        self._landing = None if gpu is None else Landing(gpu, layers)
 
     @property
     def pages(self) -> int:
@@ -170,8 +163,7 @@ class LoadBatch:
     def start(self) -> None:
         """Submits the reads, on a thread that may wait."""
         try:
-            self._fence.wait(self._deadline_s)
-            for shelf, keys, pages in _by_shelf(self.queued):
+            for shelf, keys, pages in self._wanted():
                 with self._planning:
                     if self._abandoned:
                         break
@@ -179,16 +171,36 @@ class LoadBatch:
                     self._plans.append(plan)
                 for read in plan.fresh:
                     read.start()
+            if self._landing is not None and not self._abandoned:
+                self._landing.land(self._plans, self._deadline_s)
         except Exception as error:
             self.error = error
         finally:
+            if self._landing is not None:
+                self._landing.end()
             if self._ahead is not None:
                 for rid in self._rids:
                     self._ahead.forget(rid)
             self._started.set()
 
+    def _wanted(self) -> list[tuple[Shelf, Keys, Pages]]:
+        """What the batch wants of each pool, once the fence has passed for it to be written."""
+        if self._gpu is None:
+            self._fence.wait(self._deadline_s)
+            return _by_shelf(self.queued)
+        self._fence.wait_slots(self._deadline_s)
+        wanted = _by_shelf(self.queued)
+        self._gpu.follow(self._fence.events)
+        return wanted
+
     def wait_layer(self, layer: int) -> None:
-        """Returns when the layer is in the engine's pages, or ``error`` says why not."""
+        """Returns when the layer is in the engine's pages, or ``error`` says why not.
+
+        On a GPU: when the caller's stream waits for it.
+        """
+        if self._landing is not None:
+            self._order(layer, self._landing)
+            return
         if layer < self._ready:
             return
         with self._lock:
@@ -203,6 +215,25 @@ class LoadBatch:
                 self.error = error
             self.waited_s += time.monotonic() - began_s
 
+    def _order(self, layer: int, landing: Landing) -> None:
+        began_s = time.monotonic()
+        try:
+            if not landing.order(layer, self._deadline_s):
+                raise DeviceTimeout("the load was not started in time")
+        except Exception as error:
+            self.error = self.error or error
+        self.waited_s += time.monotonic() - began_s
+
+    @property
+    def took_s(self) -> float:
+        """How long the medium took: the time that was waited, or, where streams wait, from the
+        first read to the end of the last.
+        """
+        fresh = [read for plan in self._plans for read in plan.fresh]
+        if self._landing is None or not fresh:
+            return self.waited_s
+        return max(read.ended_s for read in fresh) - min(read.began_s for read in fresh)
+
     def end(self) -> bool:
         """Waits for all layers, and gives staging back; whether every page is right.
 
@@ -216,8 +247,8 @@ class LoadBatch:
         with self._planning:
             self._abandoned = True  # what was not planned by now never is
         left = time.monotonic() + max(1.0, self._deadline_s - time.monotonic())
-        safe = True
-        for plan in self._plans:
+        safe = self._landing is None or self._landing.wait_over(left)
+        for plan in self._plans if safe else ():
             for read in plan.ahead:
                 assert self._ahead is not None, "what was taken came from there"
                 self._ahead.release(read)
@@ -226,6 +257,8 @@ class LoadBatch:
                     read.retire()
                 else:
                     safe = read.wait_over(left) and safe
+                    if safe and self._landing is not None:
+                        self.error = self.error or read.outcome()
         if not safe:
             raise DeviceTimeout(
                 "the medium has not let go of pages that it was to fill, and SGLang would use them "
@@ -264,6 +297,6 @@ def _by_shelf(queued: Sequence[QueuedLoad]) -> list[tuple[Shelf, Keys, Pages]]:
     for loads in grouped.values():
         shelf = loads[0].shelf
         keys = np.concatenate([load.keys for load in loads])
-        pages = [shelf.engine.page_numbers(load.slots, len(load.keys)) for load in loads]
+        pages = [shelf.page_numbers(load.slots, len(load.keys)) for load in loads]
         wanted.append((shelf, keys, np.concatenate(pages)))
     return wanted

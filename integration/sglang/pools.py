@@ -26,8 +26,22 @@ from tutti.layout import KVLayout
 Pages = npt.NDArray[np.int64]
 Views = list[list[npt.NDArray[np.uint8]]]
 
+#: Where pools may lie: in host memory, or in a GPU's that CUDA addresses.
+_DEVICES = ("cpu", "cuda")
 _HICACHE = "serve this model in Tutti's HiCache mode instead"
 _LBA_NBYTES = 4096
+
+
+@dataclass(frozen=True)
+class Span:
+    """One segment of every page in one layer: page p has ``nbytes`` at address + p * stride."""
+
+    address: int
+    nbytes: int
+    stride_nbytes: int
+
+
+Spans = list[list[Span]]
 
 
 class EnginePool:
@@ -35,7 +49,8 @@ class EnginePool:
 
     name, source: SGLang's names of the pool, and of the pool whose keys and slots name its pages.
     slots: slot numbers of a page; 1 where a slot is a page.
-    views: the engine's memory, uint8 (pages, nbytes), as ``views[layer][segment]``.
+    device: where the memory is.  spans: the engine's memory, as ``spans[layer][segment]``.
+    views: the same as uint8 (pages, nbytes); empty where the memory is not the host's.
     layer_of: transfer layer -> own layer; the model's layers without state here are missing.
     packed: an object is one piece of all layers, because one layer of a page is too small for the
     medium's blocks, or has more segments than a command, or the layers differ.  Packed pages go
@@ -54,9 +69,13 @@ class EnginePool:
         # Rows of token pools are slots; rows of the others are pages already.
         span = _row_span(entry)
         self.pages = min(buffer.shape[0] for row in rows for buffer in row) // span
-        self.views: Views = [[_as_pages(self.name, b, span, self.pages) for b in r] for r in rows]
+        self.device: torch.device = rows[0][0].device
+        self.spans: Spans = [[_span_of(self.name, b, span) for b in row] for row in rows]
+        self.views: Views = []
+        if self.device.type == "cpu":
+            self.views = [[_view_of(span, self.pages) for span in row] for row in self.spans]
         self._owner = rows
-        self.packed = _must_pack(self.views)
+        self.packed = _must_pack(self.spans)
         self.shape = self._shape(entry)
 
     @property
@@ -67,34 +86,34 @@ class EnginePool:
     @property
     def nbytes(self) -> int:
         """Bytes of a page."""
-        return sum(view.shape[1] for row in self.views for view in row)
+        return sum(span.nbytes for row in self.spans for span in row)
 
     def host_pool(self, layout: KVLayout) -> HostPool | None:
-        """The same memory for ObjectStore.register; None for a packed pool."""
+        """The same memory for ObjectStore.register, or DevicePool; None for a packed pool."""
         if self.packed:
             return None
-        bases = np.array([[v.ctypes.data for v in row] for row in self.views], np.uint64)
-        strides = tuple(int(view.strides[0]) for view in self.views[0])
+        bases = np.array([[span.address for span in row] for row in self.spans], np.uint64)
+        strides = tuple(span.stride_nbytes for span in self.spans[0])
         memory = PagedMemory(bases, strides, layout.segments, self.pages, self._owner)
         buffers = [
-            (int(view.ctypes.data), (self.pages - 1) * int(view.strides[0]) + view.shape[1])
-            for row in self.views
-            for view in row
+            (span.address, (self.pages - 1) * span.stride_nbytes + span.nbytes)
+            for row in self.spans
+            for span in row
         ]
         return HostPool(layout, memory, buffers, self._owner)
 
     def staging_views(self, pool: HostPool) -> Views:
-        """Views like ``views`` over staging: a pool in one buffer."""
+        """Views like ``spans`` over staging: a pool in one buffer of the host."""
         if not self.packed:
             return _views_by_layer(pool)
         whole = pool.owner.array[: pool.pages * self.nbytes].reshape(pool.pages, self.nbytes)
         views: Views = []
         start = 0
-        for row in self.views:
+        for row in self.spans:
             views.append([])
-            for view in row:
-                views[-1].append(whole[:, start : start + view.shape[1]])
-                start += view.shape[1]
+            for span in row:
+                views[-1].append(whole[:, start : start + span.nbytes])
+                start += span.nbytes
         return views
 
     def page_numbers(self, indices: torch.Tensor, pages: int) -> Pages:
@@ -118,10 +137,10 @@ class EnginePool:
     def _shape(self, entry: adapter.DevicePoolEntry) -> Shape:
         pool = entry.device_pool
         kind, dims = _kind_of(pool)
-        layers = len(self.views)
-        sizes = tuple(view.shape[1] for view in self.views[0])
+        layers = len(self.spans)
+        sizes = tuple(span.nbytes for span in self.spans[0])
         if self.packed:
-            dims = (layers, *sorted({view.shape[1] for row in self.views for view in row}))
+            dims = (layers, *sorted({span.nbytes for row in self.spans for span in row}))
         return Shape(
             pool=self.name,
             kind=kind,
@@ -144,6 +163,16 @@ class EngineGroup:
     layers: int
     page_size: int
     replicated: bool
+
+    @property
+    def device(self) -> torch.device:
+        """Where all pools are.  Raises Unsupported when that is not one device."""
+        devices = {pool.device for pool in self.pools.values()}
+        if len(devices) > 1:
+            raise Unsupported(
+                f"the pools lie on several devices, which is not supported; {_HICACHE}"
+            )
+        return devices.pop()
 
     @property
     def has_states(self) -> bool:
@@ -195,12 +224,6 @@ def _check_pool(pool: Any, page_size: int | None) -> None:
             f"the KV pool has pages of {pool.page_size} tokens, the tree of {page_size}; "
             "give SGLang one --page-size"
         )
-    device = torch.device(getattr(pool, "device", "cpu"))
-    if device.type != "cpu":
-        raise Unsupported(
-            f"the KV pool is in {device.type} memory; this version's linker moves KV of pools in "
-            f"CPU memory only; {_HICACHE}"
-        )
 
 
 def _row_span(entry: adapter.DevicePoolEntry) -> int:
@@ -217,39 +240,57 @@ def _buffers(entry: adapter.DevicePoolEntry, layer: int) -> list[torch.Tensor]:
 
 
 def _check_buffers(name: str, rows: Sequence[Sequence[torch.Tensor]]) -> None:
+    devices = {buffer.device for row in rows for buffer in row}
+    if len(devices) > 1:
+        raise Unsupported(
+            f"pool {name} lies on several devices, which is not supported; {_HICACHE}"
+        )
+    kind = devices.pop().type
+    if kind not in _DEVICES:
+        raise Unsupported(
+            f"pool {name} is in {kind} memory; the linker moves pools in the memory of the CPU and "
+            f"of CUDA devices; {_HICACHE}"
+        )
     starts = [buffer.data_ptr() for row in rows for buffer in row]
     if len(set(starts)) != len(starts):
         raise Unsupported(f"layers of pool {name} share memory, which is not supported; {_HICACHE}")
-    for buffer in (buffer for row in rows for buffer in row):
-        if buffer.device.type != "cpu":
-            raise Unsupported(
-                f"pool {name} is in {buffer.device.type} memory; this version's linker moves pools "
-                f"in CPU memory only; {_HICACHE}"
-            )
 
 
-def _as_pages(name: str, buffer: torch.Tensor, span: int, pages: int) -> npt.NDArray[np.uint8]:
-    """uint8 (pages, nbytes) over the rows of a buffer, ``span`` rows a page."""
+def _span_of(name: str, buffer: torch.Tensor, rows: int) -> Span:
+    """The pages of a buffer, ``rows`` of its rows each."""
     row_nbytes = buffer[0].numel() * buffer.element_size()
     stride = buffer.stride(0) * buffer.element_size()
-    if not buffer[0].is_contiguous() or (span > 1 and stride != row_nbytes):
+    if not buffer[0].is_contiguous() or (rows > 1 and stride != row_nbytes):
         raise Unsupported(
             f"pages of pool {name} are not contiguous in memory, which is not supported; {_HICACHE}"
         )
-    flat = view_at(buffer.data_ptr(), (pages * span - 1) * stride + row_nbytes)
+    return Span(buffer.data_ptr(), row_nbytes * rows, stride * rows)
+
+
+def _view_of(span: Span, pages: int) -> npt.NDArray[np.uint8]:
+    """uint8 (pages, nbytes) over host memory."""
+    flat = view_at(span.address, (pages - 1) * span.stride_nbytes + span.nbytes)
     view: npt.NDArray[np.uint8] = np.lib.stride_tricks.as_strided(
-        flat, (pages, row_nbytes * span), (stride * span, 1)
+        flat, (pages, span.nbytes), (span.stride_nbytes, 1)
     )
     return view
 
 
-def _must_pack(views: Views) -> bool:
-    sizes = {tuple(view.shape[1] for view in row) for row in views}
-    strides = {tuple(view.strides[0] for view in row) for row in views}
+def spans_of(views: Views, shift: int = 0) -> Spans:
+    """Where views lie, at addresses that are ``shift`` higher."""
+    return [
+        [Span(int(v.ctypes.data) + shift, int(v.shape[1]), int(v.strides[0])) for v in row]
+        for row in views
+    ]
+
+
+def _must_pack(spans: Spans) -> bool:
+    sizes = {tuple(span.nbytes for span in row) for row in spans}
+    strides = {tuple(span.stride_nbytes for span in row) for row in spans}
     if len(sizes) > 1 or len(strides) > 1:
         return True
     try:
-        one = Geometry(len(views), next(iter(sizes)), _LBA_NBYTES, 1, 1)
+        one = Geometry(len(spans), next(iter(sizes)), _LBA_NBYTES, 1, 1)
     except LayoutError:
         return True
     return one.waste > WASTE_MAX

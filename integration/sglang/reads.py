@@ -28,6 +28,7 @@ class Read:
         self.pages = pages
         self.staged = staged
         self.error: Exception | None = None
+        self.began_s = self.ended_s = 0.0  # monotonic; the end is the medium's
         self._ticket: LoadTicket | None = None
         self._started = threading.Event()
 
@@ -39,12 +40,27 @@ class Read:
     def start(self) -> None:
         """Submits the read, on a thread that may wait; a failure is kept for who waits."""
         pool = self.shelf.loads.pool if self.staged else self.shelf.memory
+        self.began_s = self.ended_s = time.monotonic()
         try:
             self._ticket = self.shelf.store.load(self.keys, self.pages, pool=pool)
+            self._ticket.on_settled(self._settled)
         except Exception as error:
             self.error = error
         finally:
             self._started.set()
+
+    def _settled(self) -> None:
+        self.ended_s = time.monotonic()
+
+    def order_stream(self, stream: int, layer: int) -> None:
+        """Lets a stream of the GPU wait for one of the engine pool's layers, once started.
+
+        It goes on too when the read failed.  Raises why it could not be started.
+        """
+        if self.error is not None:
+            raise self.error
+        if self._ticket is not None:
+            self._ticket.order_stream(stream, layer)
 
     def wait_layer(self, layer: int, deadline_s: float) -> None:
         """Returns when one of the engine pool's layers is in ``pages``.  Raises TuttiError."""

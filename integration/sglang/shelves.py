@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from tutti.integration.sglang.adapter import ServedModel
+from tutti.integration.sglang.gpu import Gpu
 from tutti.integration.sglang.identity import Place, identity_of, layout_of, make_folder, pool_path
 from tutti.integration.sglang.metrics import Recorder
 from tutti.integration.sglang.options import LINKER
@@ -29,6 +30,7 @@ def open_shelves(
     place: Place,
     *,
     prometheus: bool,
+    gpu: Gpu | None = None,
 ) -> dict[str, Shelf]:
     """A shelf for every pool, by name.  Raises TuttiError, with nothing left open."""
     pools = list(group.pools.values())
@@ -71,6 +73,7 @@ def open_shelves(
                     store_staging=stores[pool.name],
                     pin_share=options["pin_share"],
                     pin_lookups=options["pin_lookups"],
+                    gpu=gpu,
                 )
             except BaseException:
                 store.close()

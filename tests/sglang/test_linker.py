@@ -419,12 +419,15 @@ def test_what_is_not_supported_is_refused_with_the_reason(
     for name, value, sentence in (
         ("kv_cache_layout", "hnd", "'hnd'"),
         ("k_scale_buffer", [torch.zeros(1)], "quantised"),
-        ("device", "cuda", "cuda memory"),
+        ("k_buffer", [b.to("meta") for b in pool.k_buffer], "several devices"),
     ):
         changed = engine.kv_pool("mha")
         setattr(changed, name, value)
         with pytest.raises(Unsupported, match=sentence):
             engine_group(_Params(changed), full)
+    changed.k_buffer = changed.v_buffer = [b.to("meta") for b in pool.k_buffer]
+    with pytest.raises(Unsupported, match="meta memory"):
+        engine_group(_Params(changed), full)
 
 
 class _Params:

@@ -1,0 +1,252 @@
+"""TuttiLinker over pools that a stand-in for the CUDA driver takes for GPU memory; no GPU runs."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+pytest.importorskip("sglang.srt", reason="SGLang is not installed here")
+
+import linker_engine as engine
+import torch
+from linker_engine import damage, names, wait_for
+from linker_gpu import GpuRig, gpu_rig, stand_in_gpu
+from linker_states import KINDS, StatesRig
+
+from tutti.errors import DeviceTimeout
+from tutti.integration.sglang.gpu import open_gpu
+
+SLOT = 3 * 2 * 4096
+
+
+@pytest.mark.parametrize("kind", ["mha", "mla"])
+@pytest.mark.parametrize("ahead", [0.0, 0.5])
+@pytest.mark.parametrize(
+    "driver_options", [{}, {"has_copy_batch": False, "queues": 1}], ids=["streams", "one queue"]
+)
+def test_pages_come_back_byte_for_byte(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    kind: str,
+    ahead: float,
+    driver_options: dict[str, object],
+) -> None:
+    with gpu_rig(
+        tmp_path, monkeypatch, kind, driver_options=driver_options, read_ahead_share=ahead
+    ) as rig:
+        rig.fill(1)
+        want = rig.content(range(3, 13))
+        assert rig.store(names(10), range(3, 13))
+        rig.wipe()
+        assert rig.lookup(names(12)) == 10
+        wait_for(lambda: bool(rig.linker.ahead.pages_read) == bool(ahead))
+        target = [40, 20, 21, 22, 60, 1, 2, 30, 31, 5]
+        assert rig.restore(names(10), target)
+        assert rig.content(target) == want
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_states_windows_and_packed_pools_come_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    windows = {"swa": 2, "mamba": 1}
+    with stand_in_gpu(monkeypatch), StatesRig(tmp_path, kind) as rig:
+        rig.fill(1)
+        shelves = rig.linker.shelves
+        counts = {source: windows.get(source, 6) for source in rig.sources}
+        at = {source: list(range(1, 1 + n)) for source, n in counts.items()}
+        to = {source: list(range(8, 8 + n)) for source, n in counts.items()}
+        want = {name: rig.content(name, at[s.engine.source]) for name, s in shelves.items()}
+        assert rig.store(rig.transfers(names(6), at, windows))
+        rig.wipe()
+        assert rig.linker.lookup("r", rig.transfers(names(6), None, windows))[-1:] == [6]
+        assert rig.restore(rig.transfers(names(6), to, windows))
+        for name, shelf in shelves.items():
+            assert rig.content(name, to[shelf.engine.source]) == want[name], name
+            assert rig.content(name, [0]) == [bytes(shelf.engine.nbytes)]
+
+
+def test_the_forwards_stream_waits_and_not_its_thread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with gpu_rig(tmp_path, monkeypatch, read_ahead_share=0.0) as rig:
+        rig.fill(2)
+        want = [rig.content(range(8), [layer]) for layer in range(engine.LAYERS)]
+        assert rig.store(names(8), range(8))
+        rig.wipe()
+        busy = rig.hold(rig.streams.forward)  # the batch before still runs, on these very pages
+        assert rig.load(names(8), range(8, 16))
+        index = rig.linker.start_layer_wise_loading()
+        counter = rig.linker.layer_done_counter
+        counter.set_consumer(index)
+        seen = []
+        for layer in range(engine.LAYERS):
+            counter.wait_until(layer)  # returns although nothing can have moved
+            counter.wait_until(layer)
+            seen.append(rig.seen_by_forward(range(8, 16), layer))
+        time.sleep(0.05)
+        assert rig.content(range(8, 16)) == [bytes(len(c)) for c in rig.content(range(8, 16))]
+        busy[0] = 1
+        assert rig.linker.finish_layer_wise_loading(index)
+        rig.drain()
+        for layer in range(engine.LAYERS):
+            assert b"".join(part.tobytes() for part in seen[layer]) == b"".join(want[layer])
+
+
+def test_the_end_waits_for_all_copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with gpu_rig(tmp_path, monkeypatch) as rig:
+        rig.fill(3)
+        want = rig.content(range(4))
+        assert rig.store(names(4), range(4))
+        rig.wipe()
+        assert rig.lookup(names(4)) == 4
+        wait_for(lambda: rig.linker.ahead.pages_read == 4)
+        busy = rig.hold(rig.linker._gpu.landing)  # nothing is left to do but copies
+        assert rig.load(names(4), range(8, 12))
+        index = rig.linker.start_layer_wise_loading()
+        ends: list[bool] = []
+        thread = threading.Thread(
+            target=lambda: ends.append(rig.linker.finish_layer_wise_loading(index))
+        )
+        thread.start()
+        thread.join(0.1)
+        assert thread.is_alive()
+        busy[0] = 1
+        thread.join(30)
+        assert ends == [True]
+        assert rig.content(range(8, 12)) == want
+
+
+@pytest.mark.parametrize("ahead", [0.0, 1.0])
+def test_a_key_is_read_once_however_many_slots_want_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ahead: float
+) -> None:
+    with gpu_rig(tmp_path, monkeypatch, load_staging="200KiB", read_ahead_share=ahead) as rig:
+        rig.fill(4)
+        want = rig.content(range(8))
+        assert rig.store(names(8), range(8))
+        rig.wipe()
+        assert rig.shelf.read_pages_max < 8, "more reads than one"
+        before = rig.shelf.store.stats()["loaded"]
+        if ahead:
+            assert rig.lookup(names(2)) == 2
+            wait_for(lambda: rig.linker.ahead.pages_read == 2)
+        assert rig.load(names(8), range(8, 16), "a")
+        assert rig.load(names(5), range(16, 21), "b")
+        assert rig.load(names(8)[:2], range(30, 32), "c")
+        assert rig.linker.finish_layer_wise_loading(rig.linker.start_layer_wise_loading())
+        wait_for(lambda: rig.shelf.store.stats()["loaded"] - before == 8)
+        assert rig.content(range(8, 16)) == want
+        assert rig.content(range(16, 21)) == want[:5]
+        assert rig.content(range(30, 32)) == want[:2]
+        assert rig.content([0, 7, 21, 32]) == [bytes(len(want[0]))] * 4, "no other page was touched"
+
+
+def test_offloads_read_pages_after_the_forward_wrote_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with gpu_rig(tmp_path, monkeypatch) as rig:
+        busy = rig.hold(rig.streams.forward)
+        assert rig.offload(names(6), range(6))
+        time.sleep(0.05)
+        assert not rig.linker.num_completed_offloads()
+        rig.fill(5)  # what the forward computes
+        want = rig.content(range(6))
+        busy[0] = 1
+        wait_for(lambda: rig.linker.num_completed_offloads() == 1)
+        assert rig.linker.pop_completed_offload()
+        rig.wipe()
+        assert rig.restore(names(6), range(20, 26))
+        assert rig.content(range(20, 26)) == want
+
+
+def test_a_backlog_beyond_its_bound_is_copied_out_then_dropped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with gpu_rig(tmp_path, monkeypatch, backlog_share=0.0, store_staging=16 * SLOT) as rig:
+        rig.fill(6)
+        want = rig.content(range(6))
+        assert rig.offload(names(6), range(6))
+        wait_for(lambda: rig.linker.num_completed_offloads() == 1)
+        rig.wipe()  # the pages are free, and may change
+        assert rig.linker.pop_completed_offload()
+        assert rig.offload(names(9, "more"), range(9))
+        assert not rig.linker.pop_completed_offload(), "more than staging holds"
+        wait_for(lambda: rig.lookup(names(6)) == 6)
+        assert rig.restore(names(6), range(20, 26))
+        assert rig.content(range(20, 26)) == want
+
+
+def test_what_the_gpu_does_not_copy_out_stays_locked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with gpu_rig(tmp_path, monkeypatch, backlog_share=0.0, load_timeout_s=0.2) as rig:
+        busy = rig.hold(rig.linker._gpu.leaving)
+        assert rig.offload(names(4), range(4))
+        wait_for(lambda: bool(rig.linker.complaints.counts))
+        assert rig.linker.num_completed_offloads() == 0
+        with pytest.raises(DeviceTimeout, match="restart the server"):
+            rig.linker.reset()
+        busy[0] = 1
+        monkeypatch.setattr(rig.linker, "reset", lambda: None)
+
+
+@pytest.mark.parametrize("ahead", [0.0, 0.5])
+def test_a_damaged_medium_fails_the_batch_and_lets_the_stream_go(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ahead: float
+) -> None:
+    with gpu_rig(tmp_path, monkeypatch, read_ahead_share=ahead) as rig:
+        rig.fill(7)
+        assert rig.store(names(10), range(10))
+        damage(rig.file(tmp_path))
+        assert rig.load(names(10), range(20, 30))
+        index = rig.linker.start_layer_wise_loading()
+        rig.linker.layer_done_counter.set_consumer(index)
+        for layer in range(engine.LAYERS):
+            rig.linker.layer_done_counter.wait_until(layer)
+        rig.drain()
+        assert not rig.linker.finish_layer_wise_loading(index)
+        wait_for(lambda: rig.shelf.store.stats()["quarantined"] > 0)
+        assert rig.lookup(names(10)) < 10
+
+
+@pytest.mark.parametrize("call", ["cuStreamWaitEvent", "cuMemcpyBatchAsync", "cuEventRecord"])
+def test_a_failing_call_fails_the_batch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    with gpu_rig(tmp_path, monkeypatch, read_ahead_share=0.0) as rig:
+        rig.fill(8)
+        want = rig.content(range(6))
+        assert rig.store(names(6), range(6))
+        assert rig.load(names(6), range(20, 26))
+        fail_soon(rig, call)
+        assert not rig.linker.finish_layer_wise_loading(rig.linker.start_layer_wise_loading())
+        assert rig.restore(names(6), range(30, 36))
+        assert rig.content(range(30, 36)) == want
+
+
+def fail_soon(rig: GpuRig, call: str) -> None:
+    """The call fails once the batch is on its way: recording starts before, on SGLang's side."""
+    rig.driver.fail[call] = {"cuEventRecord": 6, "cuStreamWaitEvent": 5}.get(call, 1)
+
+
+def test_slots_that_are_no_pages_move_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with gpu_rig(tmp_path, monkeypatch) as rig:
+        rig.fill(9)
+        assert rig.store(names(2), range(2))
+        rig.wipe()
+        wrong = engine.transfer(names(2), range(2))
+        wrong.device_indices = wrong.device_indices + 1
+        assert rig.linker.load("r", [wrong])
+        assert not rig.linker.finish_layer_wise_loading(rig.linker.start_layer_wise_loading())
+        assert not any(np.frombuffer(page, np.uint8).any() for page in rig.content(range(3)))
+
+
+def test_host_memory_needs_no_gpu() -> None:
+    assert open_gpu(torch.device("cpu"), "auto") is None
