@@ -4,7 +4,7 @@ import pytest
 from scheduler.drive import Drive, Linear
 
 from tutti.errors import ConfigError
-from tutti.scheduler.event import LayersReady, LoadKnown, StepBegan, StepEnded, WriteKnown
+from tutti.scheduler.event import LayersReady, LoadKnown, StepBegan, StepEnded, Tick, WriteKnown
 from tutti.scheduler.policy import FixedWindow, ImmediatePolicy, Limits, SlackPolicy, admitted
 from tutti.scheduler.request import Phase
 from tutti.scheduler.state import Decision, ReadLaunch, State, apply, commit
@@ -153,3 +153,17 @@ def test_a_batch_takes_what_is_staged_and_what_fits() -> None:
 def test_limits_that_make_no_sense(wrong: dict[str, float]) -> None:
     with pytest.raises(ConfigError):
         Limits(**wrong)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("interference", [1.0, 2.5])
+def test_a_drive_that_stalls_is_not_given_more_and_more_writes(interference: float) -> None:
+    """What is launched is in the way of the next read, however late its end is."""
+    profile, limits = Linear(interference=interference), Limits()
+    policy, state = SlackPolicy(profile, limits), State()
+    event: WriteKnown | Tick = WriteKnown(0, "w", pages=2000, page_nbytes=2 * MB)
+    for at in range(1, 200):  # of 1 ms each, in which nothing ends
+        state = apply(state, event, profile)
+        state = commit(state, policy.decide(state), profile)
+        event = Tick(at * MS)
+    launched_us = profile.write_us(state.writes[0].flying_nbytes)
+    assert 0 < launched_us <= 2 * limits.write_burst_us

@@ -387,6 +387,9 @@ class _Plan:
         next_ns = self._state.writing.ends_ns - burst_ns // 2
         if self._state.now_ns < next_ns:
             return Decision(wake_ns=next_ns)
+        flying_nbytes = sum(write.flying_nbytes for write in self._state.writes)
+        if self._estimates.write_ns(flying_nbytes) > max(burst_ns, self._unit_ns()):
+            return Decision()  # late: an end decides, or a drive that stalls gets more and more
         return self._write_for(burst_ns // 2)
 
     def _write_for(self, budget_ns: int) -> Decision:
