@@ -121,6 +121,17 @@ def test_the_result_has_every_cell() -> None:
     assert slack_report.counts(result)["no more loss than none"] == "2 of 2"
 
 
+def test_cells_that_cannot_reach_a_bar_do_not_count_as_reached() -> None:
+    def row(bound: float, reached: bool) -> dict[str, Any]:
+        return {
+            "bars": {slack_report.REACHABLE: reached},
+            "ratios": {"bound / none": {"bubble_s": {"median": bound}}},
+        }
+
+    rows = [row(0.4, True), row(0.4, False), row(0.9, True)]
+    assert slack_report.counts({"rows": rows}) == {slack_report.REACHABLE: "1 of 2"}
+
+
 def test_all_parameters_have_a_source() -> None:
     for drive in drive_names():
         for gpu in gpu_names():
