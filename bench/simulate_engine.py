@@ -31,6 +31,7 @@ class Job:
     loaded_tokens: int = 0
     computed_tokens: int = 0
     load: str = ""  # name of its load, if any
+    loads: int = 0  # that were announced so far
     load_end: int = 0  # blocks that are there once it has arrived
     began_ns: int = 0
     first_ns: int = 0
@@ -164,7 +165,8 @@ class Engine:
         job.loaded_tokens = (job.load_end - hit) * BLOCK_TOKENS
         if job.load_end == hit:
             return
-        job.load = str(job.number)
+        job.loads += 1
+        job.load = f"{job.number}.{job.loads}"  # what an earlier one launched may still arrive
         model = self.calibration.model
         nbytes = job.loaded_tokens * model.kv_nbytes_per_token
         layers = model.layers if self._times.system.layerwise else 1

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from tutti.bench import peers, profile, residency, slack_report
+from tutti.bench import peers, profile, residency, simulate, slack_report
 from tutti.errors import ConfigError
 from tutti.units import format_nbytes
 
@@ -154,6 +154,13 @@ def _table_of(bench: ModuleType) -> Callable[[dict[str, Any]], str]:
     return render_table
 
 
+def _simulate(result: dict[str, Any]) -> str:
+    lines = _markdown(simulate.HEAD, simulate.rows_of(result)) if result["rows"] else []
+    if result.get("points"):
+        lines += _markdown(simulate.POINTS_HEAD, simulate.point_rows(result))
+    return "\n".join([*lines, "", *(f"* {note}" for note in simulate.notes_of(result))])
+
+
 _KINDS: dict[str, Callable[[dict[str, Any]], str]] = {
     "compare": _compare,
     "peers": _peers,
@@ -161,6 +168,7 @@ _KINDS: dict[str, Callable[[dict[str, Any]], str]] = {
     "replay": _replay,
     "residency": _table_of(residency),
     "ring": _ring,
+    "simulate": _simulate,
     "slack": _table_of(slack_report),
 }
 

@@ -31,9 +31,12 @@ from tutti.bench.simulate_points import (
 )
 from tutti.bench.simulate_tiers import Blocks
 from tutti.bench.slack_drive import VirtualDrive
-from tutti.bench.slack_hardware import Drive
+from tutti.bench.slack_hardware import Drive, machine
+from tutti.bench.slack_server import Noise, Server
+from tutti.bench.slack_workload import Request as SlackRequest
 from tutti.bench.traces import BLOCK_TOKENS, Request, Synthetic, generate
 from tutti.errors import ConfigError, DeviceTimeout
+from tutti.scheduler.policy import Limits, SlackPolicy
 
 CALIBRATION = load_calibration()
 PAPER_DRIVE = "2x D7-PS1010"
@@ -378,10 +381,10 @@ def test_the_fit_finds_a_value_again(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_points_that_take_one_request_stay_where_they_were() -> None:
-    machine = PaperMachine(CALIBRATION)
-    assert machine.value("bubble tutti-paper 32K 93.75%") == pytest.approx(6.0, rel=0.3)
-    assert machine.value("bubble tutti-paper 32K mean") == pytest.approx(25.0, rel=0.2)
-    assert machine.value("prefix tutti-paper 112K") == pytest.approx(3.43, rel=0.01)
+    paper = PaperMachine(CALIBRATION)
+    assert paper.value("bubble tutti-paper 32K 93.75%") == pytest.approx(6.0, rel=0.3)
+    assert paper.value("bubble tutti-paper 32K mean") == pytest.approx(25.0, rel=0.2)
+    assert paper.value("prefix tutti-paper 112K") == pytest.approx(3.43, rel=0.01)
 
 
 def test_every_published_point_has_a_counterpart() -> None:
@@ -409,3 +412,43 @@ def test_a_shape_without_engines_is_refused() -> None:
         Shape(engines=0)
     with pytest.raises(ConfigError, match="no requests"):
         Cluster(times_of("hbm"), Shape()).run([])
+
+
+def test_it_agrees_with_the_server_of_bench_slack() -> None:
+    """The same requests, through real commands to the memory controller and layer by layer."""
+    truth = machine(PAPER_DRIVE, "H100")
+    rng, now_ns, wanted = random.Random(7), 0, []
+    for _ in range(12):
+        now_ns += round(rng.expovariate(5) * 1e3) * 10**6
+        hit, new = rng.choice((0, 16, 64, 128)), rng.randint(1, 4)
+        wanted.append(SlackRequest(now_ns, hit * BLOCK_TOKENS, new * BLOCK_TOKENS, 20))
+    limits = Limits()
+    drive = VirtualDrive(truth.drive)
+    try:
+        server = Server(
+            truth,
+            drive,
+            wanted,
+            SlackPolicy(truth, limits),
+            truth,
+            noise=Noise(step=0.0, layer=0.0),
+            seed=1,
+        )
+        there = server.run()
+    finally:
+        drive.close()
+    times = times_of("tutti", submit_read_us=0.0, submit_write_us=0.0)
+    times.server = replace(times.server, chunk_tokens=1 << 20)
+    cluster, requests, first = Cluster(times, Shape()), [], 0
+    for one in wanted:
+        blocks = (one.hit_tokens + one.new_tokens) // BLOCK_TOKENS
+        ids = tuple(range(first, first + blocks))
+        cluster.engines[0].store.add(ids[: one.hit_tokens // BLOCK_TOKENS])
+        first += blocks
+        total = one.hit_tokens + one.new_tokens
+        requests.append(Request(one.arrival_ns // 10**6, total, one.out_tokens, ids))
+    here = cluster.run(requests)
+    mean_s = sum(there.first_token_s) / len(wanted)
+    assert here["ttft_ms"]["mean"] / 1e3 == pytest.approx(mean_s, rel=0.03)
+    assert here["bubble_s"] == pytest.approx(there.bubble_s, rel=0.05)
+    assert here["written_pages"] == there.stored_pages
