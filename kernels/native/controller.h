@@ -86,6 +86,15 @@ class Controller {
   // service(), or by anyone while nobody does.
   virtual int reset(u64 timeout_ns) = 0;
 
+  // A command of an attached queue pair has passed its deadline.  Told again every few milliseconds
+  // until it ends, by the thread that calls service(); the deadline tells commands of one CID
+  // apart.
+  virtual void late(const QueuePair& qp, u32 cid, u64 deadline_ns) {
+    (void)qp;
+    (void)cid;
+    (void)deadline_ns;
+  }
+
   // One namespace's size in LBAs; 0 for a namespace that does not exist.
   u64 namespace_nlb(u32 nsid) const {
     return nsid >= 1 && nsid <= namespace_nlb_.size() ? namespace_nlb_[nsid - 1] : 0;

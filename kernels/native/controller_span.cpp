@@ -63,6 +63,17 @@ int SpanController::reset(u64 timeout_ns) {
   return result;
 }
 
+// The drive that has the command is told; one that no drive has yet waits for a late one.
+void SpanController::late(const QueuePair& qp, u32 cid, u64 deadline_ns) {
+  for (const Drive& drive : drives_) {
+    for (const u32 own : drive.active) {
+      const Origin& origin = drive.origins[own];
+      if (origin.cid != cid || queues_[origin.queue].sq != qp.sq) continue;
+      drive.controller->late(*drive.pair, own, deadline_ns);
+    }
+  }
+}
+
 u32 SpanController::turn() {
   u32 posted = 0;
   std::deque<Answer> backlog;

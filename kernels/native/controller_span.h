@@ -35,6 +35,7 @@ class SpanController final : public Controller {
   u32 service(u64 timeout_ns) override;
   void wake() override;
   int reset(u64 timeout_ns) override;
+  void late(const QueuePair& qp, u32 cid, u64 deadline_ns) override;
 
  private:
   struct Origin {

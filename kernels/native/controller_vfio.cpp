@@ -23,6 +23,7 @@ namespace {
 constexpr u32 kSpins = 100;              // looks at the queues before sleeping
 constexpr u64 kNapNs = 200'000;          // where nothing ends a sleep
 constexpr u64 kLookNs = 50'000'000;      // how often request_fd and, when idle, CSTS are looked at
+constexpr u64 kLateNs = 500'000'000;     // a late command is told again every 20 ms, or has ended
 constexpr u64 kFatalNs = 5'000'000'000;  // for the restart of a drive that reports a fatal error
 constexpr u32 kAllOnes = 0xffffffffu;    // what reads of an absent PCI device return
 constexpr u32 kCstsFatal = 1u << 1;      // CSTS.CFS
@@ -95,8 +96,9 @@ int VfioController::attach_pair(QueuePair* qp) {
 }
 
 u32 VfioController::service(u64 timeout_ns) {
+  answer_ask();
   if (is_gone_) return refuse(timeout_ns);
-  if (config_.shadow != 0) forward_shadows();
+  if (config_.shadow != 0 && !is_parked_) forward_shadows();
   const u64 now = now_ns();
   if (now >= next_look_ns_) {
     next_look_ns_ = now + kLookNs;
@@ -119,20 +121,99 @@ void VfioController::wake() {
 }
 
 int VfioController::reset(u64 timeout_ns) {
-  if (is_gone_) {
-    refuse(0);
-    return 0;
-  }
   const auto restart = reinterpret_cast<int (*)(u64)>(config_.restart);
-  if (restart(timeout_ns) == 0) return 0;
+  const u64 deadline_ns = now_ns() + timeout_ns;
+  int result = is_gone_ ? 0 : restart(timeout_ns);
+  while (result == -EBUSY && now_ns() < deadline_ns) {  // a reset beside us needs answers
+    answer_ask();
+    const timespec nap = {0, static_cast<long>(kNapNs)};
+    nanosleep(&nap, nullptr);
+    result = is_gone_ ? 0 : restart(timeout_ns);
+  }
+  if (is_gone_) refuse(0);
+  if (result == 0 || result == -EBUSY) return result == 0 ? 0 : -ETIMEDOUT;
   return lose() == 0 ? 0 : -ETIMEDOUT;
+}
+
+void VfioController::late(const QueuePair& qp, u32 cid, u64 deadline_ns) {
+  const u64 now = now_ns();
+  std::lock_guard<std::mutex> lock(late_mutex_);
+  for (Late& known : late_) {
+    if (known.command.qid != qp.qid || known.command.cid != cid) continue;
+    known.command.deadline_ns = deadline_ns;
+    known.told_ns = now;
+    return;
+  }
+  late_.push_back({{qp.qid, cid, deadline_ns}, now});
+}
+
+u32 VfioController::late_commands(LateCommand* out, u32 max) {
+  const u64 now = now_ns();
+  std::lock_guard<std::mutex> lock(late_mutex_);
+  late_.erase(std::remove_if(late_.begin(), late_.end(),
+                             [&](const Late& late) { return late.told_ns + kLateNs < now; }),
+              late_.end());
+  u32 n = 0;
+  for (const Late& late : late_) {
+    if (n < max) out[n++] = late.command;
+  }
+  return static_cast<u32>(late_.size());
+}
+
+// Stores of other threads go to one page or to the other: the kernel changes the mapping at once.
+int VfioController::park() {
+  if (is_gone_) return -ENODEV;
+  void* const plain = mmap(at<void>(doorbells_), config_.doorbells_nbytes, PROT_READ | PROT_WRITE,
+                           MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0);
+  if (plain == MAP_FAILED) return -errno;
+  is_parked_ = true;
+  return 0;
+}
+
+void VfioController::ask(u32 what) {
+  asked_.store(what, std::memory_order_release);  // pairs with answer_ask
+  wake();
+}
+
+u32 VfioController::asked() const {
+  return asked_.load(std::memory_order_acquire);  // pairs with the end of answer_ask
+}
+
+void VfioController::answer_ask() {
+  const u32 what = asked_.load(std::memory_order_acquire);  // pairs with ask
+  if (what == kAskNothing) return;
+  if (!is_gone_) {
+    if (what == kAskEndAll) end_all(kAbortedSqDeletion);
+    if (what == kAskLose || (what == kAskGoOn && go_on() != 0)) lose();
+  }
+  asked_.store(kAskNothing, std::memory_order_release);  // pairs with asked
+}
+
+// The doorbells are the drive's again.  What was rung meanwhile, since end_all, is rung now.
+int VfioController::go_on() {
+  std::vector<u32> words;
+  for (size_t i = 0; i < pairs_.size(); ++i) {
+    for (u32 k = 0; k < 2; ++k) {
+      words.push_back(load_relaxed(at<u32>(doorbells_ + doorbell_offset(i, k))));
+    }
+  }
+  void* const mapped =
+      mmap(at<void>(doorbells_), config_.doorbells_nbytes, PROT_READ | PROT_WRITE,
+           MAP_SHARED | MAP_FIXED, config_.device_fd, static_cast<off_t>(config_.doorbells));
+  if (mapped == MAP_FAILED) return -errno;
+  is_parked_ = false;
+  for (size_t i = 0; i < words.size(); ++i) {
+    const u64 offset = doorbell_offset(i / 2, static_cast<u32>(i % 2));
+    if (words[i] != 0) MmioDoorbell::ring(at<u32>(doorbells_ + offset), words[i]);
+  }
+  return 0;
 }
 
 // Shadow doorbells are words in memory; the register is written when the drive asked for it.
 void VfioController::forward_shadows() {
   for (size_t i = 0; i < pairs_.size(); ++i) {
     for (u32 k = 0; k < 2; ++k) {  // SQ tail, CQ head
-      const u64 offset = (2 * (i + 1) + k) * config_.doorbell_nbytes;
+      const u64 offset = doorbell_offset(i, k);
       // Pairs with WordDoorbell::ring: what the doorbell covers was written before it.
       const u32 value = load_acquire(at<u32>(config_.shadow + offset));
       u32* rung = &rung_[2 * i + k];
@@ -189,6 +270,7 @@ void VfioController::sleep(u64 timeout_ns) {
 
 // An idle drive may have left; reads of one that did are all ones, or fail.
 void VfioController::check_health() {
+  if (is_parked_) return;  // it is being reset
   u32 csts = 0;
   const auto n = pread(config_.device_fd, &csts, sizeof csts, static_cast<off_t>(config_.csts));
   if (n != static_cast<ssize_t>(sizeof csts) || csts == kAllOnes) {
@@ -215,6 +297,7 @@ int VfioController::lose() {
     close(nothing);
   }
   end_all(kDeviceGone);
+  is_parked_ = false;
   is_gone_ = true;
   return 0;
 }
@@ -225,6 +308,11 @@ void VfioController::end_all(u32 status) {
     ControllerQueue& queue = queues_[i];
     queue.sq_head = queue.sq_tail = queue.cq_tail = queue.cq_head = 0;
     rung_[2 * i] = rung_[2 * i + 1] = 0;
+    for (u32 k = 0; k < 2 && is_parked_; ++k) *at<u32>(doorbells_ + doorbell_offset(i, k)) = 0;
+  }
+  {
+    std::lock_guard<std::mutex> lock(late_mutex_);
+    late_.clear();
   }
   for (const u64 words : {config_.shadow, config_.event_index}) {
     if (words != 0) std::memset(at<void>(words), 0, kPageNbytes);
@@ -314,4 +402,19 @@ int gio_vfio_controller_lose(gio::Controller* controller) { return as_vfio(contr
 
 int gio_vfio_controller_is_gone(gio::Controller* controller) {
   return as_vfio(controller)->is_gone() ? 1 : 0;
+}
+
+int gio_vfio_controller_park(gio::Controller* controller) { return as_vfio(controller)->park(); }
+
+void gio_vfio_controller_ask(gio::Controller* controller, uint32_t what) {
+  as_vfio(controller)->ask(what);
+}
+
+uint32_t gio_vfio_controller_asked(gio::Controller* controller) {
+  return as_vfio(controller)->asked();
+}
+
+uint32_t gio_vfio_controller_late(gio::Controller* controller, gio::LateCommand* out,
+                                  uint32_t max) {
+  return as_vfio(controller)->late_commands(out, max);
 }

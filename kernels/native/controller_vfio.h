@@ -22,7 +22,7 @@ struct VfioConfig {
   u64 doorbells_nbytes;  // whole pages
   u64 shadow;            // shadow doorbells in the doorbells' layout, or 0
   u64 event_index;       // the drive's event indices beside them, or 0
-  u64 restart;           // int (*)(u64 timeout_ns): 0, or a negative errno
+  u64 restart;           // int (*)(u64 timeout_ns): 0, -EBUSY (ask again), or a negative errno
   u64 csts;              // offset of the controller's status register in device_fd
   u32 doorbell_nbytes;   // from one doorbell to the next
   u32 namespaces;
@@ -38,6 +38,17 @@ struct VfioConfig {
   int wake_fd;       // an eventfd
 };
 static_assert(sizeof(VfioConfig) == 104, "layout shared with Python");
+
+// Plain data, mirrored by tutti/gio_uring/drive_rescue.py.
+struct LateCommand {
+  u32 qid;
+  u32 cid;
+  u64 deadline_ns;  // CLOCK_MONOTONIC; tells commands of one CID apart
+};
+static_assert(sizeof(LateCommand) == 16, "layout shared with Python");
+
+// What a reset by another thread than service()'s asks of that one, which owns the rings.
+enum Ask : u32 { kAskNothing, kAskEndAll, kAskGoOn, kAskLose };
 
 class VfioController final : public Controller {
  public:
@@ -64,6 +75,18 @@ class VfioController final : public Controller {
   // the drive is disabled, and between no get_sqe and its submit.
   void end_all(u32 status);
 
+  void late(const QueuePair& qp, u32 cid, u64 deadline_ns) override;
+
+  // A reset beside service(), by one other thread at a time: park(), disable the drive, ask for
+  // kAskEndAll, enable it and make its queues, ask for kAskGoOn.  An ask is done when asked() is 0.
+  //
+  // park: doorbells go to ordinary memory until kAskGoOn; 0, or a negative errno.
+  int park();
+  void ask(u32 what);
+  u32 asked() const;
+  // Commands that are late; returns how many there are, of which at most `max` are written.
+  u32 late_commands(LateCommand* out, u32 max);
+
   // Takes all memory and the doorbells away from the drive; 0, or a negative errno.  Every
   // command, under way or yet to come, ends with kDeviceGone.
   int lose();
@@ -83,12 +106,26 @@ class VfioController final : public Controller {
   void sleep(u64 timeout_ns);
   void check_health();
   void end_commands(QueuePair* qp, u32 status);
+  void answer_ask();
+  int go_on();
+  u64 doorbell_offset(size_t pair, u32 which) const {
+    return (2 * (pair + 1) + which) * config_.doorbell_nbytes;
+  }
+
+  struct Late {
+    LateCommand command;
+    u64 told_ns;
+  };
 
   const VfioConfig config_;
   u64 doorbells_ = 0;  // address of the mapping
   std::vector<QueuePair*> pairs_;
   std::vector<u32> rung_;  // SQ tail and CQ head of each pair, as the drive knows them
   std::atomic<bool> is_gone_{false};
+  std::atomic<bool> is_parked_{false};
+  std::atomic<u32> asked_{kAskNothing};
+  std::mutex late_mutex_;
+  std::vector<Late> late_;
   u64 next_look_ns_ = 0;
   u64 next_check_ns_ = 0;
 };
@@ -103,5 +140,9 @@ TUTTI_API uint64_t gio_vfio_controller_doorbells(gio::Controller*);
 TUTTI_API int gio_vfio_controller_attach(gio::Controller*, gio::QueuePair*);
 TUTTI_API void gio_vfio_controller_end_all(gio::Controller*, uint32_t status);
 TUTTI_API int gio_vfio_controller_lose(gio::Controller*);
+TUTTI_API int gio_vfio_controller_park(gio::Controller*);
+TUTTI_API void gio_vfio_controller_ask(gio::Controller*, uint32_t what);
+TUTTI_API uint32_t gio_vfio_controller_asked(gio::Controller*);
+TUTTI_API uint32_t gio_vfio_controller_late(gio::Controller*, gio::LateCommand* out, uint32_t max);
 TUTTI_API int gio_vfio_controller_is_gone(gio::Controller*);
 }

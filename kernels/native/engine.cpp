@@ -308,6 +308,7 @@ void Engine::check_deadlines(u64 now) {
     Command& command = commands_[cid];
     if (now < command.deadline_ns) continue;
     ++late;
+    controller_->late(*qp_, cid, command.deadline_ns);
     if (command.timed_out) continue;
     command.timed_out = true;
     ++stats_[kTimeouts];

@@ -20,6 +20,7 @@ from tutti.errors import ConfigError, DeviceGone, PoolInUse
 from tutti.gio_uring import nvme_spec as nvme
 from tutti.gio_uring.controller import HAS_DEALLOCATE, HAS_FUA, HAS_VOLATILE_CACHE
 from tutti.gio_uring.controller_vfio import VfioController, _lib
+from tutti.gio_uring.drive_rescue import Outcome
 from tutti.gio_uring.engine import Engine, Extents
 from tutti.gio_uring.iocb import flat_memory
 from tutti.gio_uring.memory import HostBuffer
@@ -290,7 +291,7 @@ def test_abort(drives: Drives) -> None:
 
 
 def test_a_time_out_keeps_memory_until_the_reset(drives: Drives) -> None:
-    with drives.open(SLOW) as controller:
+    with drives.open(SLOW, rescues=False) as controller:
         mover, host = Mover(controller, 64), NvmeHost(controller)
         # A second of work, behind which everything waits.
         cids = host.submit([host.transfer(WRITE, 0, 256, [host.extent(0, MiB)]) for _ in range(6)])
@@ -308,6 +309,34 @@ def test_a_time_out_keeps_memory_until_the_reset(drives: Drives) -> None:
         assert not mover.move(READ, slba[:4]).any()
         mover.close()
         host.close()
+
+
+@pytest.mark.parametrize("shadow", [False, True])
+def test_late_commands_are_ended_and_the_rings_go_on(drives: Drives, shadow: bool) -> None:
+    """Nobody asks for the reset: the rescue does, beside the engine's thread."""
+    with drives.open(SLOW, shadow_doorbells=shadow) as controller:
+        controller.rescue._grace_s = 0.1
+        mover, host = Mover(controller, 64), NvmeHost(controller)
+        cids = host.submit([host.transfer(WRITE, 0, 256, [host.extent(0, MiB)]) for _ in range(8)])
+        slba = np.arange(BLOCKS, dtype=np.uint64)
+        ones = np.ones(BLOCKS, np.int64)
+        pages = np.arange(BLOCKS, dtype=np.uint32)
+        job = mover.engine.submit(
+            WRITE, Extents(slba, ones, ones, 1), pages, mover.memory, timeout_s=0.2
+        )
+        assert job.wait_layers(1, 5)
+        assert job.wait_released(30), "its memory never came back"
+        assert set(host.wait(cids)) <= {
+            OK,
+            nvme.STATUS_ABORT_REQUESTED,
+            nvme.STATUS_ABORTED_SQ_DELETION,
+        }
+        for opcode in (READ, WRITE, READ):
+            assert not mover.move(opcode, slba[:64]).any()
+        mover.close()
+        host.close()
+        assert controller.rescue.outcomes[Outcome.RESET] >= 1
+        assert not controller.is_gone
 
 
 def test_a_lost_drive_is_an_error_at_once(drives: Drives) -> None:

@@ -10,10 +10,11 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import logging
+import weakref
 from functools import cache
 from typing import Any
 
-from tutti.errors import ConfigError, DeviceGone, MediumError, TuttiError
+from tutti.errors import ConfigError, DeviceGone, DeviceTimeout, MediumError, TuttiError
 from tutti.gio_uring import _native
 from tutti.gio_uring.controller import (
     HAS_DEALLOCATE,
@@ -22,6 +23,7 @@ from tutti.gio_uring.controller import (
     HAS_VOLATILE_CACHE,
     NativeController,
 )
+from tutti.gio_uring.drive_rescue import DriveRescue, NativeDrive
 from tutti.gio_uring.memory import DmaRegion, HostBuffer
 from tutti.gio_uring.nvme_admin import CSTS, DOORBELLS, QUEUES_MAX, NvmeAdmin
 from tutti.gio_uring.nvme_identify import NAMESPACES_MAX, NamespaceIdentity
@@ -36,7 +38,8 @@ _I = ctypes.c_int
 _U32 = ctypes.c_uint32
 _U64 = ctypes.c_uint64
 _RESTART = ctypes.CFUNCTYPE(_I, _U64)
-_EIO = 5
+_EIO, _EBUSY = 5, 16
+_RESCUE_STOP_S = 60.0
 
 _log = logging.getLogger(__name__)
 
@@ -95,6 +98,8 @@ class _Restart:
         self.callback = _RESTART(self._run)
 
     def _run(self, timeout_ns: int) -> int:
+        if not self._admin.lock.acquire(blocking=False):
+            return -_EBUSY  # the rescue is at it, and waits for the caller
         try:
             self._admin.restart(timeout_ns * 1e-9, self._end_all)
         except TuttiError:
@@ -103,6 +108,8 @@ class _Restart:
         except Exception:  # nothing may pass through the native caller
             _log.exception("a reset failed")
             return -_EIO
+        finally:
+            self._admin.lock.release()
         return 0
 
     def _end_all(self) -> None:
@@ -115,7 +122,8 @@ class VfioController(NativeController):
     bdf: the PCI function, "0000:03:00.0". queues: most I/O queue pairs to ask for. use_sgl: None
     uses SGLs where the drive has them, False uses PRPs alone. shadow_doorbells: None uses them
     where the drive offers them. Namespace n is the drive's namespace n; those that cannot be used,
-    or have other blocks than the first, have no blocks here, see `refusals`.
+    or have other blocks than the first, have no blocks here, see `refusals`. rescues: commands that
+    passed their deadline are aborted, and then the drive is reset, see `DriveRescue`.
 
     identity, namespace_identities: what the drive said. queues_granted: I/O queue pairs.
 
@@ -130,6 +138,7 @@ class VfioController(NativeController):
         queues: int = 8,
         use_sgl: bool | None = None,
         shadow_doorbells: bool | None = None,
+        rescues: bool = True,
     ) -> None:
         if not 1 <= queues <= QUEUES_MAX:
             raise ConfigError(f"queues={queues} is not acceptable; use 1 to {QUEUES_MAX}")
@@ -139,6 +148,11 @@ class VfioController(NativeController):
         except BaseException:
             self.device.close()
             raise
+        self.rescue = DriveRescue(self.admin, NativeDrive(self.handle, bdf))
+        if rescues:
+            self.rescue.start()
+            # Ends before the finalizer of the native object, which was made earlier.
+            weakref.finalize(self, self.rescue.stop, _RESCUE_STOP_S)
 
     def _bring_up(self, queues: int, use_sgl: bool | None, shadow: bool | None) -> None:
         self.admin = NvmeAdmin(self.device)
@@ -325,6 +339,12 @@ class VfioController(NativeController):
                 " close them before the controller"
             )
         self.stop()
+        if not self.rescue.stop(_RESCUE_STOP_S):
+            self.keep_after_failure()
+            raise DeviceTimeout(
+                f"{self.device.bdf} is still being reset; its memory stays reserved until the"
+                " process ends"
+            )
         with contextlib.suppress(TuttiError):
             if not self.is_gone:
                 self._shut_down()

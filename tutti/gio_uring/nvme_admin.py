@@ -70,7 +70,7 @@ class NvmeAdmin:
     queues_granted: int = 0
 
     def __post_init__(self) -> None:
-        self._lock = threading.RLock()
+        self.lock = threading.RLock()  # who holds it resets, or runs a command
         self.device.enable_dma()
         self.capabilities = Capabilities.parse(self.device.read_register(_CAP, 8))
         self._data = HostBuffer(IDENTIFY_NBYTES, hugepages=False)
@@ -136,7 +136,7 @@ class NvmeAdmin:
 
     def run(self, sqe: Sqe, timeout_s: float = _COMMAND_TIMEOUT_S) -> AdminResult:
         """One admin command to its end. Raises DeviceTimeout; then the drive has to be reset."""
-        with self._lock:
+        with self.lock:
             return self._run(sqe, timeout_s)
 
     def _run(self, sqe: Sqe, timeout_s: float) -> AdminResult:
@@ -181,13 +181,15 @@ class NvmeAdmin:
         offset = DOORBELLS + which * self.capabilities.doorbell_nbytes
         self.device.write_register(offset, 4, word)
 
-    def _must(self, what: str, opcode: int, **dwords: int) -> AdminResult:
+    def _must(
+        self, what: str, opcode: int, *, timeout_s: float = _COMMAND_TIMEOUT_S, **dwords: int
+    ) -> AdminResult:
         sqe = Sqe(cdw0=opcode)
         dptr = dwords.pop("prp1", 0), dwords.pop("prp2", 0)
         sqe.dptr[0], sqe.dptr[1] = dptr
         for name, content in dwords.items():
             setattr(sqe, name, content)
-        result = self.run(sqe)
+        result = self.run(sqe, timeout_s)
         if result.status:
             raise MediumError(
                 f"{self.device.bdf} refused to {what}: status {result.status:#05x}; reset the"
@@ -239,12 +241,14 @@ class NvmeAdmin:
         self._must(what, _DELETE_SQ, cdw10=queue_pair.qid)
         self._must(what, _DELETE_CQ, cdw10=queue_pair.qid)
 
-    def abort(self, qid: int, cid: int) -> bool:
+    def abort(self, qid: int, cid: int, timeout_s: float = _COMMAND_TIMEOUT_S) -> bool:
         """Ask for the early end of one command; whether the drive says that it was aborted.
 
         The command's completion still comes, and until then its memory is the drive's.
         """
-        return self._must("abort a command", _ABORT, cdw10=cid << 16 | qid).dword & 1 == 0
+        cdw10 = cid << 16 | qid
+        result = self._must("abort a command", _ABORT, timeout_s=timeout_s, cdw10=cdw10)
+        return result.dword & 1 == 0
 
     def set_shadow_doorbells(self, address: int) -> None:
         """Doorbell Buffer Config: shadow doorbells at `address`, event indices a page behind."""
@@ -258,7 +262,7 @@ class NvmeAdmin:
         Where disabling does not work, the function is reset. `when_disabled` ends the commands and
         makes the rings new. Raises DeviceTimeout, DeviceGone or MediumError.
         """
-        with self._lock:
+        with self.lock:
             self._restart(timeout_s, when_disabled)
 
     def _restart(self, timeout_s: float, when_disabled: Callable[[], None]) -> None:
