@@ -223,6 +223,18 @@ def test_files_that_are_buffered_anyway_refuse(tmp_path: Path) -> None:
     member.close()
 
 
+def test_the_paths_share_no_page_of_memory(tmp_path: Path) -> None:
+    """Or the page would be written back over what went past it."""
+    allocate_file(tmp_path / "member", NBYTES)
+    with FileController([tmp_path / "member"], lba_nbytes=512) as controller:
+        if not controller.direct:
+            pytest.skip(f"no direct I/O here: {controller.members[0].buffered_reason}")
+        for slba, nlb in ((0, 7), (4, 12), (8, 4)):
+            with pytest.raises(ConfigError, match="4096"):
+                controller.set_buffered([BlockRange(1, slba, nlb)])
+        controller.set_buffered([BlockRange(1, 8, 16)])
+
+
 def test_what_leaves_is_what_no_new_range_covers(seed: int) -> None:
     rng = random.Random(seed)
     for _ in range(300):

@@ -12,6 +12,7 @@ from __future__ import annotations
 import bisect
 import ctypes
 import errno
+import mmap
 import os
 from collections.abc import Sequence
 from functools import cache
@@ -276,11 +277,17 @@ class FileController(NativeController):
 
         What leaves the page cache is written back before and dropped afterwards, so that no byte is
         there twice. No command to blocks that change may be under way, here or while this runs.
-        Raises ConfigError for ranges that are empty, overlap or lie outside, Unsupported where a
-        file has not both openings, and MediumError when the write-back fails: nothing has changed
-        then.
+        Raises ConfigError for ranges that are empty, overlap, lie outside or are no whole pages of
+        memory, Unsupported where a file has not both openings, and MediumError when the write-back
+        fails: nothing has changed then.
         """
         self._check_open()
+        for given in ranges:
+            if any(nbytes % mmap.PAGESIZE for nbytes in self._span(given)):
+                raise ConfigError(
+                    f"{given} begins or ends within a page of {mmap.PAGESIZE} bytes, which would be"
+                    " written back over its neighbour; choose whole pages within the namespace"
+                )
         for nsid in {r.nsid for r in ranges}:
             self._check_has_both(nsid)
         leaving = _without(self._buffered, ranges)
