@@ -47,7 +47,8 @@ def add_paths(parser: argparse.ArgumentParser) -> None:
         "paths",
         nargs="+",
         metavar="PATH",
-        help="file or block device; several make one pool, always given in the same order",
+        help="file, block device, or drive as nvme:0000:03:00.0 (docs/vfio.md); several make one"
+        " pool, always given in the same order",
     )
 
 

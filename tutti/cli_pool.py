@@ -5,17 +5,21 @@ from __future__ import annotations
 import argparse
 import datetime
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from tutti import store
+from tutti.block_io import BlockIo
 from tutti.cli_arguments import add_layout, add_paths, layout_of, nbytes
 from tutti.cli_outcome import Outcome
 from tutti.errors import PoolCorrupt, PoolNotFound
 from tutti.geometry import Geometry
+from tutti.gio_uring.engine import Engine
 from tutti.gio_uring.generic_device import readable_path
 from tutti.layout import KVLayout
 from tutti.medium import (
@@ -28,6 +32,7 @@ from tutti.medium import (
     choose_superblock,
     decode_snapshot,
 )
+from tutti.member_controller import are_drives, open_controller
 from tutti.terminal import Progress, facts, table
 from tutti.units import format_nbytes
 
@@ -36,7 +41,8 @@ Makes a new, empty pool in one or more files; the pool is striped over them. Its
 a pool holds pages of one shape. The space is taken from the disk at once.
 
 A path can also be an NVMe namespace (/dev/ng0n1, or /dev/nvme0n1 through the block layer) or a
-partition; `tutti nvme list` shows which are free. What is in use is never touched."""
+partition; `tutti nvme list` shows which are free. nvme:0000:03:00.0 is a whole drive that the
+kernel handed over to vfio-pci (docs/vfio.md). What is in use is never touched."""
 _FORMAT_EXAMPLE = """\
 example:
   tutti format pool.tutti --capacity 64GiB --model llama-3.1-8b
@@ -44,7 +50,8 @@ example:
   tutti format /dev/ng0n1 --capacity 1TiB --model llama-3.1-8b --force S5GXNF0R"""
 _INFO = """\
 Says what a pool is, from its superblocks alone: it may be in use meanwhile, and nothing is
-written. How full it is, is known after it was closed in order; a running pool knows it itself."""
+written. How full it is, is known after it was closed in order; a running pool knows it itself.
+Only drives (nvme:0000:03:00.0) cannot be in use meanwhile: whoever has one has it alone."""
 _INFO_EXAMPLE = """\
 example:
   tutti info pool.tutti
@@ -110,6 +117,10 @@ def add_info(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=run_info)
 
 
+#: (offset, nbytes) of a member, both multiples of 4096, to its bytes.
+_Read = Callable[[int, int], bytes]
+
+
 @dataclass(frozen=True)
 class _Member:
     """One member as it lies there: counts are None where no snapshot tells them."""
@@ -123,7 +134,8 @@ class _Member:
 
 def run_info(args: argparse.Namespace) -> Outcome:
     """Reads superblocks and snapshots, and takes no ownership."""
-    members = [_read_member(path) for path in args.paths]
+    on_drives = are_drives(args.paths)
+    members = _read_drives(args.paths) if on_drives else [_read_file(p) for p in args.paths]
     check_members([member.superblock for member in members], args.paths)
     newest = max((member.superblock for member in members), key=lambda s: s.generation)
     geometry, layout = newest.geometry, KVLayout.from_json(newest.layout_json)
@@ -170,7 +182,21 @@ def run_info(args: argparse.Namespace) -> Outcome:
     return Outcome(result, text)
 
 
-def _read_member(path: str) -> _Member:
+def _read_drives(names: list[str]) -> list[_Member]:
+    with open_controller(names) as controller:
+        engine = Engine(controller)
+        io = BlockIo(engine)
+        try:
+            return [
+                _read_member(name, partial(io.read, nsid), None)
+                for nsid, name in enumerate(names, 1)
+            ]
+        finally:
+            io.close()
+            engine.close()
+
+
+def _read_file(path: str) -> _Member:
     try:
         fd = os.open(readable_path(path), os.O_RDONLY | os.O_CLOEXEC)
         # What was written past the page cache of a device is read from the device.
@@ -178,25 +204,30 @@ def _read_member(path: str) -> _Member:
     except FileNotFoundError as error:
         raise PoolNotFound(f"{path} does not exist; correct the path or format a pool") from error
     try:
-        status = os.fstat(fd)
-        a, b = (os.pread(fd, BLOCK_NBYTES, copy * BLOCK_NBYTES) for copy in (0, 1))
-        superblock, _ = choose_superblock(a, b, path)
-        objects, quarantined = _read_counts(fd, superblock, path)
+        owner = _lock_owner(os.fstat(fd))
+        return _read_member(path, lambda offset, nbytes: os.pread(fd, nbytes, offset), owner)
     except IsADirectoryError as error:
         raise PoolNotFound(f"{path} is a folder; name the files of a pool") from error
     finally:
         os.close(fd)
-    return _Member(path, superblock, objects, quarantined, _lock_owner(status))
 
 
-def _read_counts(fd: int, superblock: Superblock, path: str) -> tuple[int | None, int | None]:
+def _read_member(path: str, read: _Read, owner: int | None) -> _Member:
+    a, b = (read(copy * BLOCK_NBYTES, BLOCK_NBYTES) for copy in (0, 1))
+    superblock, _ = choose_superblock(a, b, path)
+    objects, quarantined = _read_counts(read, superblock, path)
+    return _Member(path, superblock, objects, quarantined, owner)
+
+
+def _read_counts(read: _Read, superblock: Superblock, path: str) -> tuple[int | None, int | None]:
     """(objects, quarantined slots) of the snapshot; (None, None) when there is none to go by."""
     if superblock.state != PoolState.CLEAN:
         return None, None
     if superblock.snapshot is None:  # never opened since its format
         return (0, 0) if superblock.next_sequence == 1 else (None, None)
     entries_nbytes = superblock.snapshot.entries * SNAPSHOT_ENTRY_DTYPE.itemsize
-    raw = os.pread(fd, BLOCK_NBYTES + entries_nbytes, superblock.geometry.snapshot_offset)
+    padded = -(-entries_nbytes // BLOCK_NBYTES) * BLOCK_NBYTES  # drives read whole blocks
+    raw = read(superblock.geometry.snapshot_offset, BLOCK_NBYTES + padded)
     try:
         entries = decode_snapshot(raw, superblock, path)
     except PoolCorrupt:

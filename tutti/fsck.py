@@ -19,7 +19,6 @@ from tutti.block_io import BlockIo
 from tutti.core import Core, StoreConfig
 from tutti.errors import DeviceTimeout, MediumError, PoolCorrupt
 from tutti.gio_uring.controller import NativeController
-from tutti.gio_uring.controller_file import FileController
 from tutti.gio_uring.engine import Engine, Job
 from tutti.gio_uring.memory import DmaRegion
 from tutti.gio_uring.nvme_spec import OPCODE_READ
@@ -36,6 +35,7 @@ from tutti.medium import (
     choose_superblock,
     decode_snapshot,
 )
+from tutti.member_controller import open_controller
 from tutti.members import Members
 from tutti.record_table import BLOCK_RECORDS, RecordTable
 from tutti.terminal import ProgressFactory
@@ -132,10 +132,8 @@ def check_files(
     seed: int = 0,
     executor: str = "auto",
 ) -> FsckReport:
-    """Checks the pool in these files, which nobody else may use meanwhile; see `check`."""
-    with FileController(paths, executor=executor) as controller:
-        for member in controller.members:
-            member.lock()
+    """Checks the pool in these files or on these drives, which nobody else may use; see `check`."""
+    with open_controller(paths, executor=executor) as controller:
         return check(controller, paths, progress, sample=sample, seed=seed)
 
 

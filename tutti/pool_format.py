@@ -1,4 +1,4 @@
-"""Makes new pools in files and on devices."""
+"""Makes new pools in files, on devices and on drives."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ from tutti.block_io import BlockIo
 from tutti.errors import ConfigError, MemberSwapped, PoolExists
 from tutti.geometry import Geometry
 from tutti.gio_uring.block_device import check_devices, device_name
-from tutti.gio_uring.controller_file import FileController, allocate_file
+from tutti.gio_uring.controller import NativeController
+from tutti.gio_uring.controller_file import allocate_file
 from tutti.gio_uring.engine import Engine
 from tutti.layout import KVLayout
+from tutti.member_controller import are_drives, check_blank, check_room, open_controller
 from tutti.members import Members
 from tutti.units import parse_nbytes
 
@@ -30,14 +32,17 @@ def format(
 ) -> Geometry:
     """Makes a new, empty pool in files or on devices, of ``capacity`` bytes in all.
 
-    force: overwrite files that exist; a device that holds anything takes its serial number for
-    that, and one that is in use is refused in any case.  prewrite: write them once, which spares
-    the first puts their journal commits; ``progress(done, total)`` is called in bytes.
-    Raises PoolExists, CapacityError (also for a full disk), LayoutError, PoolInUse, PoolNotFound.
+    force: overwrite files that exist; a device or drive that holds anything takes its serial number
+    for that, and one that is in use is refused in any case.  prewrite: write files once, which
+    spares the first puts their journal commits; ``progress(done, total)`` is called in bytes.
+    Raises PoolExists, PoolNotFound, CapacityError (also for a full disk), LayoutError, PoolInUse,
+    and for drives what ``open_controller`` raises.
     """
     names = member_names(paths)
-    check_devices(names, force)
     nbytes = parse_nbytes(capacity)
+    if are_drives(names):
+        return _format_drives(names, layout, nbytes // len(names), force)
+    check_devices(names, force)
     geometry = Geometry.plan(layout, nbytes // len(names), members=len(names))
     for name in names:
         if device_name(name) is None and os.path.exists(name) and not force:
@@ -48,7 +53,8 @@ def format(
             if not os.path.exists(name):
                 made.append(name)
             allocate_file(name, geometry.member_nbytes, prewrite=prewrite, progress=progress)
-        _write_format(names, layout, geometry)
+        with open_controller(names) as controller:
+            _write_format(controller, names, layout, geometry)
     except BaseException:
         for name in made:
             if os.path.exists(name):
@@ -57,17 +63,34 @@ def format(
     return geometry
 
 
-def _write_format(names: Sequence[str], layout: KVLayout, geometry: Geometry) -> None:
-    with FileController(names) as controller:
-        for member in controller.members:
-            member.lock()
-        engine = Engine(controller)
-        io = BlockIo(engine)
-        try:
-            Members.format(io, engine, names, layout, geometry)
-        finally:
-            io.close()
-            engine.close()
+def _format_drives(
+    names: Sequence[str], layout: KVLayout, member_nbytes: int, force: bool | str
+) -> Geometry:
+    """The drives stay this process's from the look at what they hold to the last write."""
+    with open_controller(names) as controller:
+        lba_nbytes = controller.info.lba_nbytes
+        geometry = Geometry.plan(layout, member_nbytes, lba_nbytes=lba_nbytes, members=len(names))
+        check_room(controller, names, geometry)
+        _write_format(controller, names, layout, geometry, force)
+    return geometry
+
+
+def _write_format(
+    controller: NativeController,
+    names: Sequence[str],
+    layout: KVLayout,
+    geometry: Geometry,
+    force: bool | str = True,
+) -> None:
+    engine = Engine(controller)
+    io = BlockIo(engine)
+    try:
+        if are_drives(names):
+            check_blank(controller, io, names, force)
+        Members.format(io, engine, names, layout, geometry)
+    finally:
+        io.close()
+        engine.close()
 
 
 def member_names(paths: Paths) -> list[str]:

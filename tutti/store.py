@@ -36,7 +36,6 @@ from tutti.errors import (
 )
 from tutti.geometry import Geometry
 from tutti.gio_uring.controller import NativeController
-from tutti.gio_uring.controller_file import FileController
 from tutti.gio_uring.engine import Engine
 from tutti.gio_uring.memory import DmaRegion
 from tutti.host_pool import HostPool
@@ -44,6 +43,7 @@ from tutti.keys import KEY_NBYTES, as_keys
 from tutti.layout import KVLayout
 from tutti.loader import Loader
 from tutti.medium import Superblock
+from tutti.member_controller import are_drives, open_controller
 from tutti.members import Members
 from tutti.pacer import Pacer
 from tutti.pool_format import Paths, format, member_names
@@ -447,7 +447,8 @@ def open(
 ) -> ObjectStore:
     """Opens a pool, formatting it first when it does not exist and ``capacity`` is given.
 
-    paths: one path, or several members over which the pool is striped, in a fixed order.
+    paths: one path, or several members over which the pool is striped, in a fixed order; or drives
+    as "nvme:0000:03:00.0", see docs/vfio.md: these are never formatted here.
     layout: what the pool must hold; left out, whatever it holds.
     capacity: total size of a new pool, as bytes or "64GiB".
     verify, durability: see StoreConfig.  executor: "auto", "uring" or "threads".
@@ -456,7 +457,7 @@ def open(
     others of tutti.errors.
     """
     names = member_names(paths)
-    missing = [name for name in names if not os.path.exists(name)]
+    missing = [] if are_drives(names) else [name for name in names if not os.path.exists(name)]
     if missing and len(missing) < len(names):
         raise MemberMissing(
             f"{missing[0]} does not exist; restore it, or leave it out and open with degraded=True"
@@ -468,10 +469,8 @@ def open(
             )
         format(names, layout, capacity)
     config = config or StoreConfig(verify=verify, durability=durability)
-    controller = FileController(names, executor=executor)
+    controller = open_controller(names, executor=executor)
     try:
-        for member in controller.members:
-            member.lock()
         store = ObjectStore(controller, names, config=config, degraded=degraded)
     except BaseException:
         controller.close()

@@ -89,11 +89,14 @@ def _guest_can_start() -> None:
 
 def test_one_drive(tmp_path: Path, seed: int) -> None:
     """The parity suite, and a drive's limits."""
-    cases = [HERE / "cases_drive.py", HERE / "cases_store.py"]
+    cases = [HERE / f"cases_{what}.py" for what in ("drive", "store", "address")]
     files = [PARITY / "test_controllers.py", PARITY / "test_refusals.py", *cases]
     program = ["-m", "qemu.inside", "--seed", str(seed), *map(str, files)]
     objects = [f"throttle-group,id=slow,x-bps-total={SLOW_NBYTES_PER_S}"]
-    with Guest(tmp_path, drives_of_the_first_boot(tmp_path), program, objects=objects) as guest:
+    drives = drives_of_the_first_boot(tmp_path)
+    for name in ("left", "right"):
+        drives.append(Drive(name, [sparse(tmp_path / name, 24 * MiB)]))
+    with Guest(tmp_path, drives, program, objects=objects) as guest:
         guest.wait(300)
     check(guest.out)
 

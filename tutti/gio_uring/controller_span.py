@@ -44,35 +44,43 @@ class SpanController(NativeController):
     """Drives that are used together; it closes them.
 
     drives: open drives of one block size with no queue pairs of their own yet. depth: deepest queue
-    pair, and how many commands each drive may have. Namespaces that cannot be used are left out;
-    `places` says which drive and nsid each namespace is, from 1.
+    pair, and how many commands each drive may have. places: which drive, from 0, and which nsid of
+    it each namespace is; by default all that can be used, drive after drive.
 
     A drive that is lost leaves the others alone: its commands end with STATUS_DEVICE_GONE.
 
     Raises ConfigError for drives that do not fit together.
     """
 
-    def __init__(self, drives: Sequence[VfioController], *, depth: int = 256) -> None:
+    def __init__(
+        self,
+        drives: Sequence[VfioController],
+        *,
+        depth: int = 256,
+        places: Sequence[tuple[int, int]] | None = None,
+    ) -> None:
         if not drives or len({drive.info.lba_shift for drive in drives}) != 1:
             raise ConfigError("give at least one drive, and drives with blocks of one size only")
         self.drives = list(drives)
-        self.places = [
+        usable = [
             (i, nsid)
             for i, drive in enumerate(drives)
             for nsid, nlb in enumerate(drive.info.namespace_nlb, 1)
             if nlb
         ]
+        self.places = usable if places is None else list(places)
+        assert set(self.places) <= set(usable), "places that can be used"
         depth = min([depth, *(drive.info.depth_max for drive in drives)])
         pairs = [drive.create_queue_pair(depth) for drive in drives]
         handles = (_U64 * len(drives))(*(drive.handle for drive in drives))
         addresses = (_U64 * len(pairs))(*(pair.struct_address for pair in pairs))
-        places = (SpanPlaceStruct * len(self.places))(*(SpanPlaceStruct(*p) for p in self.places))
+        structs = (SpanPlaceStruct * len(self.places))(*(SpanPlaceStruct(*p) for p in self.places))
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._close_wake = weakref.finalize(self, os.close, self._wake_fd)
         config = SpanConfigStruct(
             drives=ctypes.addressof(handles),
             pairs=ctypes.addressof(addresses),
-            places=ctypes.addressof(places),
+            places=ctypes.addressof(structs),
             n_drives=len(drives),
             namespaces=len(self.places),
             depth=depth,

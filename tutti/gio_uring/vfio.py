@@ -282,10 +282,11 @@ def iommu_group(bdf: str) -> str:
     driver = device / "driver"
     name = driver.resolve().name if driver.exists() else "no driver"
     if name != "vfio-pci":
+        unbind = f"echo {bdf} > {device}/driver/unbind; " if driver.exists() else ""
         raise ConfigError(
-            f"{bdf} is bound to {name}, not to vfio-pci; write vfio-pci into"
-            f" {device}/driver_override, {bdf} into its driver's unbind, and then into"
-            " /sys/bus/pci/drivers_probe"
+            f"{bdf} is bound to {name}, not to vfio-pci; when nobody uses it, run as root:"
+            f" modprobe vfio-pci; echo vfio-pci > {device}/driver_override; {unbind}"
+            f"echo {bdf} > {PCI_DEVICES.parent}/drivers_probe"
         )
     group = device / "iommu_group"
     if not group.exists():
@@ -307,7 +308,9 @@ def _explained(what: str) -> Iterator[None]:
     except OSError as error:
         text = f"{what}: {error.strerror}"
         if error.errno == errno.EBUSY:
-            raise PoolInUse(f"{text}; another process has it") from error
+            raise PoolInUse(
+                f"{text}; another process has it, or this one has another device of its group"
+            ) from error
         if error.errno in (errno.EACCES, errno.EPERM):
             raise ConfigError(f"{text}; run as root, or change the owner of {_VFIO}/*") from error
         if error.errno == errno.ENOENT:

@@ -1,0 +1,115 @@
+"""In the guest: pools on drives that are given by their addresses, as a user gives them."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from crash.objects import as_rows, content_of
+
+import tutti
+from qemu.inside import Drives
+from store.pools import LAYOUT
+from tutti import cli
+from tutti.core import StoreConfig
+from tutti.errors import ConfigError, PoolExists, PoolInUse, PoolNotFound
+from tutti.gio_uring.controller_span import SpanController
+from tutti.gio_uring.controller_vfio import VfioController
+from tutti.store import ObjectStore
+
+LEFT, RIGHT = 4, 5
+KEYS = [bytes([i]) * 16 for i in range(1, 13)]
+CAPACITY = "16MiB"
+#: Puts to the pool on the drives that are named, says so, and is killed.
+PUTTER = """
+import os, signal, sys
+import numpy as np
+import tutti
+from crash.objects import as_rows, content_of
+from qemu.cases_address import KEYS
+store = tutti.open(sys.argv[1:])
+pool = store.allocate_pool(len(KEYS), hugepages=False)
+for page, key in enumerate(KEYS):
+    pool.write(page, content_of(key))
+assert store.put(as_rows(KEYS), np.arange(len(KEYS))).wait(60).stored == len(KEYS)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def names_of(drives: Drives, *places: int) -> list[str]:
+    return [f"nvme:{drives.bdfs[place]}" for place in places]
+
+
+def check_all(store: ObjectStore) -> None:
+    pool = store.allocate_pool(len(KEYS), hugepages=False)
+    assert store.match(as_rows(KEYS)) == len(KEYS)
+    store.load(as_rows(KEYS), np.arange(len(KEYS))).wait(60)
+    assert all(pool.read(page) == content_of(key) for page, key in enumerate(KEYS))
+
+
+def run(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, object]:
+    """One command of the command line; what it printed as JSON."""
+    code = cli.main([*words, "--json"])
+    out, err = capsys.readouterr()
+    assert code == 0, err
+    found: dict[str, object] = json.loads(out)
+    return found
+
+
+def test_a_drive_by_its_address(drives: Drives, capsys: pytest.CaptureFixture[str]) -> None:
+    """Format by the command line, live, info, fsck, and another format, which is refused."""
+    names = names_of(drives, LEFT)
+    with pytest.raises(PoolNotFound, match="not formatted"):
+        tutti.open(names, LAYOUT, CAPACITY)
+    shape = ["--layers", "4", "--kv-heads", "2", "--head-dim", "64", "--page-size", "16"]
+    run(capsys, "format", *names, "--capacity", CAPACITY, *shape)
+    with tutti.open(names, LAYOUT) as store:
+        assert isinstance(store.controller, VfioController)
+        with pytest.raises(PoolInUse):
+            tutti.open(names)
+        pool = store.allocate_pool(len(KEYS), hugepages=False)
+        for page, key in enumerate(KEYS):
+            pool.write(page, content_of(key))
+        assert store.put(as_rows(KEYS), np.arange(len(KEYS))).wait(60).stored == len(KEYS)
+    found = run(capsys, "info", *names)
+    assert (found["state"], found["objects"]) == ("clean", len(KEYS))
+    found = run(capsys, "fsck", *names)
+    assert (found["sound"], found["verified"]) == (True, len(KEYS))
+    with tutti.open(names) as store:
+        check_all(store)
+    for force in (False, True, "right"):
+        with pytest.raises(PoolExists, match="'left'"):
+            tutti.store.format(names, LAYOUT, CAPACITY, force=force)
+    tutti.store.format(names, LAYOUT, CAPACITY, force="left")
+    with tutti.open(names) as store:
+        assert store.match(as_rows(KEYS)) == 0
+
+
+def test_two_drives_and_a_process_that_is_killed(drives: Drives, tmp_path: Path) -> None:
+    names = names_of(drives, RIGHT, LEFT)
+    tutti.store.format(names, LAYOUT, "40MiB", force="left")
+    child = subprocess.run([sys.executable, "-c", PUTTER, *names], check=False, timeout=120)
+    assert child.returncode == -signal.SIGKILL
+    with tutti.open(names, config=StoreConfig(timeout_s=20.0)) as store:
+        assert isinstance(store.controller, SpanController)
+        store.wait_recovered(60)
+        check_all(store)
+
+
+def test_addresses_that_do_not_do(drives: Drives, tmp_path: Path) -> None:
+    usual, left = names_of(drives, 0, LEFT)
+    with pytest.raises(ConfigError, match=r"several namespaces; use one of .*/ns1, .*/ns2"):
+        tutti.open(usual)
+    with pytest.raises(ConfigError, match="no namespace 7"):
+        tutti.open(f"{usual}/ns7")
+    with pytest.raises(ConfigError, match="given twice"):
+        tutti.open([left, f"{left}/ns1"])
+    with pytest.raises(ConfigError, match="files or on drives"):
+        tutti.open([left, str(tmp_path / "file")])
+    with pytest.raises(ConfigError, match="is no NVMe drive"):
+        tutti.open("nvme:0000:00:00.0")
