@@ -323,11 +323,21 @@ def test_fsck_samples(pool: Path, run_json: Json) -> None:
 def test_probe(tmp_path: Path, run_json: Json, capsys: pytest.CaptureFixture[str]) -> None:
     code, machine = run_json("probe", "--path", tmp_path)
     assert code == 0
-    assert [tier["name"] for tier in machine["tiers"]] == ["T0", "T1", "T2", "T3"]
-    assert machine["tiers"][0]["available"]
+    assert [tier["name"] for tier in machine["tiers"]] == ["T3", "T2", "T1", "T0"]
+    assert machine["tiers"][3]["available"]
     assert run("probe", "--path", tmp_path) == 0
     assert "T3 is missing:" in capsys.readouterr().out
     assert run_json("probe", "--path", tmp_path / "missing")[0] == 3
+
+
+def test_nvme_list(run_json: Json, capsys: pytest.CaptureFixture[str]) -> None:
+    code, listed = run_json("nvme", "list", "--all")
+    assert code == 0
+    for device in listed["devices"]:
+        assert device["is_free"] == (not device["in_use"] and not device["holds"])
+        assert not (device["in_use"] and device["is_free"])
+    assert run("nvme", "list") == 0
+    assert "NVMe" in capsys.readouterr().out or listed["devices"]
 
 
 def test_bench_bandwidth(tmp_path: Path, run_json: Json) -> None:

@@ -61,7 +61,10 @@ def test_what_nothing_speaks_against_is_possible() -> None:
     assert names(tiers) == ["T1", "T0"]
     assert [t.name for t in tiers if t.is_tried] == ["T0"]
     assert names(judge_tiers(ON_VFIO, MAY_MAP, "", [Source()])) == ["T2", "T1", "T0"]
-    assert names(judge_tiers(ON_VFIO, MAY_MAP, "", [Source("a module")])) == ["T1", "T0"]
+    tiers = judge_tiers(ON_VFIO, MAY_MAP, "", [Source("a module")])
+    assert names(tiers) == ["T1", "T0"]
+    assert "of a site lacks a module" in tiers[1].reasons[0]
+    assert all(known.name in tiers[1].reasons[0] for known in KNOWN_SOURCES)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tutti.errors import Unsupported
-from tutti.gio_uring.dma_source import DmaAddressSource, choose_source
+from tutti.gio_uring.dma_source import KNOWN_SOURCES, DmaAddressSource, choose_source
 
 #: The first open driver that maps another device's registers on Linux 6.12 and newer
 #: (NVIDIA/open-gpu-kernel-modules, os-mlock.c: follow_pfnmap_start).
@@ -95,8 +95,8 @@ def judge_tiers(
     t2 = list(t1)
     try:
         choose_source(sources)
-    except Unsupported as error:
-        t2.append(str(error))
+    except Unsupported:
+        t2.append(_why_no_source(sources))
     t3 = [
         *t2,
         "needs rings in GPU memory, which this version does not make; T2 moves the same data",
@@ -108,6 +108,15 @@ def judge_tiers(
         TierFacts("T2", pinned, "GPU memory", register, not t2, False, tuple(t2)),
         TierFacts("T1", pinned, moved, register, not t1, False, tuple(t1)),
         TierFacts("T0", pinned, moved, "a word in host memory", True, True, ()),
+    )
+
+
+def _why_no_source(sources: Sequence[DmaAddressSource]) -> str:
+    given = [f"{source.name} lacks {'; '.join(source.missing())}" for source in sources]
+    known = ", ".join(source.name for source in KNOWN_SOURCES)
+    return (
+        f"needs DMA addresses of GPU memory. {'. '.join([*given, f'Known sources ({known})'])} each"
+        " lack a kernel module or do not fit; docs/tiers.md says what each takes"
     )
 
 
