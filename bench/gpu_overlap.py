@@ -26,6 +26,8 @@ from tutti.units import KiB
 
 _ROUNDS = 12
 _CALLS = 20
+#: Loads beside a kernel between two looks at the clock: the link rests only after so many.
+_BESIDE = 8
 _SMS = 16
 #: Llama-3-8B: hidden size, of the MLP, of K and V together.
 _HIDDEN, _MLP, _KV = 4096, 14336, 2048
@@ -84,8 +86,8 @@ def _loads_beside(submitter: Any, pages: DevicePages) -> Iterator[dict[str, floa
         count = 0
         try:
             while not stop.is_set():
-                transfers(submitter, pages, "load", 2)
-                count += 2
+                transfers(submitter, pages, "load", _BESIDE)
+                count += _BESIDE
         except BaseException as error:
             errors.append(error)
         moved["gb_per_s"] = count * pages.load.nbytes / (time.perf_counter() - began_s) / 1e9
