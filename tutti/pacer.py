@@ -6,10 +6,11 @@ goes in one launch; ``load`` returns once it was started.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
+import queue
 import threading
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -37,6 +38,8 @@ from tutti.tickets import LoadTicket, Outcome, PutTicket
 from tutti.writer import PutRequest
 
 _log = logging.getLogger(__name__)
+
+_LOOK_S = 0.5
 
 Rows = npt.NDArray[np.int64]
 
@@ -81,8 +84,10 @@ class Pacer:
         self._most = schedule.limits.locked_pages
         self._stopping = False
         # A put may wait for staging or space; decisions, and with them loads, must not.
-        self._starter = ThreadPoolExecutor(1, "tutti-puts")
+        self._launches: queue.SimpleQueue[WriteLaunch | None] = queue.SimpleQueue()
+        self._starter = threading.Thread(target=self._run, name="tutti-puts", daemon=True)
         self.dispatcher = Dispatcher.of(schedule, self)
+        self._starter.start()
         self.dispatcher.start()
 
     def put(self, request: PutRequest) -> PutTicket:
@@ -169,7 +174,8 @@ class Pacer:
     def close(self) -> None:
         """Ends the scheduler if ``stop`` did not."""
         self.dispatcher.stop()
-        self._starter.shutdown(wait=False)
+        self._launches.put(None)
+        self._starter.join(1.0)
 
     def read(self, launch: ReadLaunch) -> None:
         """See Launcher: the thread that called ``load`` goes on."""
@@ -180,7 +186,7 @@ class Pacer:
 
     def write(self, launch: WriteLaunch) -> None:
         """See Launcher."""
-        self._starter.submit(self._launch, launch)
+        self._launches.put(launch)
 
     def copy_out(self, name: str) -> None:
         """See Launcher.  A pool has no staging of its own: its limits never ask for copies."""
@@ -198,6 +204,15 @@ class Pacer:
             with self._core.lock:
                 self._core.counters.dropped += waiting.size
             self._end_rows(name, put, waiting)
+
+    def _run(self) -> None:
+        goes_on = True
+        while goes_on:  # bounded by close()
+            with contextlib.suppress(queue.Empty):
+                launch = self._launches.get(timeout=_LOOK_S)
+                goes_on = launch is not None
+                if launch is not None:
+                    self._launch(launch)
 
     def _launch(self, launch: WriteLaunch) -> None:
         end = launch.first + launch.pages
