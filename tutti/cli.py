@@ -52,6 +52,7 @@ COMMANDS = (
     ("bench bandwidth", "tutti.cli_bench:add_bandwidth", "store, retrieve and both at once: GB/s"),
     ("bench peers", "tutti.cli_bench:add_peers", "beside SGLang's backends, plain files and fio"),
     ("bench ring", "tutti.cli_bench:add_ring", "commands per second of the rings themselves"),
+    ("bench placement", "tutti.cli_bench:add_placement", "where commands went on a drive"),
     ("bench residency", "tutti.cli_profile:add_residency", "four ways to use the page cache"),
     ("bench slack", "tutti.cli_bench:add_slack", "the scheduler's policies, simulated"),
     ("bench serve", "tutti.cli_serving:add_serve", "start one of the compared systems"),

@@ -23,6 +23,13 @@ It is the protocol's own ceiling on this machine."""
 _RING_EXAMPLE = """\
 example:
   tutti bench ring"""
+_PLACEMENT = """\
+Reads a trace of an emulated NVMe drive and says where its commands went, in their order: for stored
+and loaded prompts, in a pool and with one file for every page. Writes JSON, CSV and a picture."""
+_PLACEMENT_EXAMPLE = """\
+example:
+  python tests/qemu/placement.py traces
+  tutti bench placement traces/trace --out placement"""
 _SLACK = """\
 Runs the same requests through several policies of the scheduler, on a simulated server: the
 scheduler's own code, a drive on a virtual clock, and published times of real drives and GPUs. Says
@@ -91,6 +98,11 @@ def add_ring(parser: argparse.ArgumentParser) -> None:
 def add_slack(parser: argparse.ArgumentParser) -> None:
     """Describes `tutti bench slack`."""
     _wire(parser, "slack", _SLACK, _SLACK_EXAMPLE)
+
+
+def add_placement(parser: argparse.ArgumentParser) -> None:
+    """Describes `tutti bench placement`."""
+    _wire(parser, "placement", _PLACEMENT, _PLACEMENT_EXAMPLE)
 
 
 def add_replay(parser: argparse.ArgumentParser) -> None:

@@ -27,17 +27,17 @@ KINDS = ("passthrough", "block")
 _BLKZEROOUT = 0x127F  # linux/fs.h
 
 
-def load_driver() -> None:
-    """The kernel's driver takes all drives, and their device files appear."""
+def load_driver(serials: Sequence[str] = ("usual", "odd", "pools")) -> None:
+    """The kernel's driver takes all drives; those named have two namespaces each."""
     subprocess.run(["modprobe", "-a", "nvme", "ext4"], check=True)
     deadline_s = time.monotonic() + 30
-    while time.monotonic() < deadline_s and not _is_settled():
+    while time.monotonic() < deadline_s and not _is_settled(serials):
         time.sleep(0.1)
 
 
-def _is_settled() -> bool:
+def _is_settled(serials: Sequence[str]) -> bool:
     states = [(c / "state").read_text().strip() for c in Path("/sys/class/nvme").glob("nvme*")]
-    whole = all(len(namespaces(serial)) == 2 for serial in ("usual", "odd", "pools"))
+    whole = all(len(namespaces(serial)) == 2 for serial in serials)
     return whole and set(states) == {"live"}
 
 
