@@ -40,11 +40,15 @@ class _Note:
 
 @dataclass(eq=False)
 class _Staged:
-    """A read whose staging is kept: for requests by id, and for batches that use it now."""
+    """A read whose staging is kept: for requests by id, and for batches that use it now.
+
+    used: rows that a batch took.
+    """
 
     read: Read
     rids: set[str] = field(default_factory=set)
     users: int = 0
+    used: set[int] = field(default_factory=set)
     listed: bool = True
 
 
@@ -137,6 +141,7 @@ class ReadAhead:
                 place = self._by_key.get((shelf.name, key))
                 if place is not None:
                     users[id(place[0])] = place[0]
+                    place[0].used.add(place[1])
                     found[row] = place[0].read, place[1]
             for staged in users.values():
                 staged.users += 1
@@ -194,6 +199,9 @@ class ReadAhead:
         self._unlist(staged)
         self._staged.remove(staged)
         self._held[staged.read.shelf.name] -= len(staged.read.keys)
+        recorder = staged.read.shelf.recorder
+        recorder.count("ahead_used_pages", len(staged.used))
+        recorder.count("ahead_unused_pages", len(staged.read.keys) - len(staged.used))
         staged.read.retire()
         self._changed.notify()
 
@@ -261,6 +269,7 @@ class ReadAhead:
     def _ended(self, staged: _Staged, over: bool, duration_s: float) -> None:
         error = staged.read.outcome() if over else None
         if over and error is None:
+            staged.read.shelf.recorder.count("ahead_pages", len(staged.read.keys))
             self.pages_read += len(staged.read.keys)
             if not staged.read.shelf.engine.trailing:
                 self._measured(staged.read.nbytes, duration_s)

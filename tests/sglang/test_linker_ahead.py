@@ -47,6 +47,13 @@ def test_a_look_up_reads_ahead_and_the_load_takes_it(tmp_path: Path) -> None:
         assert loads_of(rig) == before == 10, "the load read nothing itself"
         assert rig.linker.ahead.held == 0
         wait_for(lambda: rig.shelf.loads.in_use == 0)
+        counts = rig.linker.recorder.snapshot()
+        assert (counts["ahead_pages"], counts["ahead_used_pages"]) == (10, 10)
+        assert "ahead_unused_pages" not in counts
+        assert rig.lookup(names(4), "s") == 4
+        quiet(rig, 14)
+        rig.linker.cancel_queued_load("s")
+        assert rig.linker.recorder.snapshot()["ahead_unused_pages"] == 4
 
 
 def test_a_load_takes_what_is_staged_and_reads_the_rest(tmp_path: Path) -> None:
