@@ -12,10 +12,10 @@ from tutti.integration.sglang.identity import Place, identity_of, layout_of, mak
 from tutti.integration.sglang.metrics import Recorder
 from tutti.integration.sglang.options import LINKER
 from tutti.integration.sglang.pools import EngineGroup, EnginePool
+from tutti.integration.sglang.served_profile import served_profile
 from tutti.integration.sglang.shelf import Shelf, open_store, split_nbytes
 from tutti.scheduler.dispatcher import Schedule
 from tutti.scheduler.policy import Limits
-from tutti.scheduler.profile import load_profile
 from tutti.scheduler.request import Profile
 
 _log = logging.getLogger(__name__)
@@ -37,7 +37,9 @@ def open_shelves(
     loads = split_nbytes(options["load_staging"], pools, _KV_SHARE)
     stores = split_nbytes(options["store_staging"], pools, _KV_SHARE)
     capacities = _capacities(options, pools)
-    profile = None if options["profile"] is None else load_profile(options["profile"])
+    profile: Profile | None = None
+    if options["profile"] is not None:
+        profile = served_profile(options["profile"], options["path"], group, place)
     shelves: dict[str, Shelf] = {}
     identity = identity_of(
         options,

@@ -18,9 +18,8 @@ from linker_engine import Rig, damage, names, wait_for
 from sglang.srt.mem_cache.memory_pool import MHATokenToKOnlyPool, MHATokenToKVPool
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 
-from tutti.errors import ConfigError, DeviceTimeout, PoolInUse, ProfileError, Unsupported
+from tutti.errors import ConfigError, DeviceTimeout, PoolInUse, Unsupported
 from tutti.integration.sglang import linker as linker_module
-from tutti.integration.sglang import shelves as shelves_module
 from tutti.integration.sglang.linker import TuttiLinker
 from tutti.integration.sglang.pools import engine_group
 from tutti.integration.sglang.weights import WeightsWatch
@@ -443,46 +442,6 @@ class _Params:
 
     def get_kvcache(self) -> Any:
         return self._pool
-
-
-class FlatProfile:
-    """A machine on which everything takes a little."""
-
-    interference = 4.0
-
-    def layer_us(self, new_tokens: int, prefix_tokens: int) -> float:
-        return 100.0
-
-    def decode_us(self, batch: int, context_tokens: int) -> float:
-        return 1000.0
-
-    def read_us(self, nbytes: int) -> float:
-        return nbytes / 1000
-
-    def write_us(self, nbytes: int) -> float:
-        return nbytes / 500
-
-
-def test_with_a_profile_the_scheduler_launches_what_is_moved(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with pytest.raises(ProfileError, match="cannot read"):
-        Rig(tmp_path / "none", profile=str(tmp_path / "missing.json"))
-    monkeypatch.setattr(shelves_module, "load_profile", lambda path: FlatProfile())
-    with Rig(tmp_path, profile="profile.json", backlog_share=0.1) as rig:
-        rig.fill(13)
-        want = rig.content(range(24))
-        for start in range(0, 24, 4):
-            assert rig.offload(names(24)[start : start + 4], range(start, start + 4))
-        wait_for(lambda: rig.linker.num_completed_offloads() == 6)
-        assert all(rig.linker.pop_completed_offload() for _ in range(6))
-        wait_for(lambda: rig.lookup(names(24)) == 24)
-        assert rig.restore(names(24), range(30, 54))
-        assert rig.content(range(30, 54)) == want
-        scheduler = rig.shelf.store.scheduler
-        wait_for(lambda: scheduler.counters()["read_nbytes"] > 0)
-        assert scheduler.counters()["written_pages"] == 24
-        assert scheduler.counters()["dropped_pages"] == 0
 
 
 def test_pages_are_stored_behind_their_predecessors(tmp_path: Path) -> None:
