@@ -17,7 +17,10 @@ from tutti.gio_uring import nvme_spec as nvme
 from tutti.gio_uring.controller_memory import MemoryController
 from tutti.gio_uring.dma_source import KNOWN_SOURCES, choose_source, prove
 from tutti.gio_uring.gpu_doorbells import GpuDoorbells
+from tutti.gio_uring.gpu_memory import TableMemory
+from tutti.gio_uring.gpu_queues import DeviceQueues
 from tutti.gio_uring.memory import HostBuffer
+from tutti.gio_uring.queue_pair import QueuePair
 from tutti.gio_uring.sgl import Extent
 from tutti.gio_uring.tier import DriveFacts, MappingFacts, judge_tiers, probe_mapping
 from tutti.units import MiB
@@ -240,6 +243,46 @@ def test_doorbells_are_mapped_by_whole_pages() -> None:
         with pytest.raises(ConfigError, match="no doorbell"):
             doorbells.to_device(address)
     doorbells.close()
+
+
+class OnRegisters(MemoryController):
+    """Doorbells in a page of their own, as a drive's."""
+
+    def __init__(self, registers: HostBuffer) -> None:
+        super().__init__([MiB])
+        self.registers = registers
+        self.doorbell_count = 0
+
+    @property
+    def doorbell_registers(self) -> tuple[int, int]:
+        return self.registers.address, 4096
+
+    def create_queue_pair(self, depth: int) -> QueuePair:
+        pair = super().create_queue_pair(depth)
+        pair.struct.sq_doorbell = self.registers.address + 8 + 8 * self.doorbell_count
+        pair.struct.cq_doorbell = pair.struct.sq_doorbell + 4
+        self.doorbell_count += 1
+        return pair
+
+
+def test_kernels_ring_registers_where_a_drive_has_them() -> None:
+    driver = StandInDriver()
+    stream = driver.create_stream()
+    for is_drive in (False, True):
+        registers = HostBuffer(4096, hugepages=False)
+        controller = OnRegisters(registers) if is_drive else MemoryController([MiB])
+        tables = TableMemory(driver, MiB)
+        queues = DeviceQueues(driver, controller, tables, stream, 2, 8)
+        assert queues.ring == ("mmio" if is_drive else "word")
+        _, struct = queues._image(driver, queues._pairs[1])
+        if is_drive:
+            start = driver.device_address(registers.address)
+            assert (struct.sq_doorbell, struct.cq_doorbell) == (start + 16, start + 20)
+        else:
+            pair = queues._pairs[1]
+            assert struct.sq_doorbell == driver.device_address(pair.struct.sq_doorbell)
+        queues.close()
+        controller.close()
 
 
 def test_a_refused_mapping_says_what_it_needs() -> None:
