@@ -130,6 +130,11 @@ DAMAGE = [
     (change("movers.points", [[8, -1]]), "mover"),
     (change("movers.points", [[0, 1]]), "mover"),
     (change("movers.points", 5), "mover"),
+    (change("movers.points", [[float("nan"), 1]]), "mover"),
+    (change("movers.points", [[float("inf"), 1]]), "mover"),
+    (change("machine", None), "no machine"),
+    (change("machine", []), "no machine"),
+    (change("model", "llama"), "no model"),
 ]
 
 

@@ -38,6 +38,7 @@ MACHINE_KEYS = ("cpu", "cores", "memory", "filesystem", "disk")
 _FILE_NBYTES_MAX = 16 * MiB
 #: Faster than any medium or memory: a typing error or a clock that jumped.
 _GB_PER_S_MAX = 1000.0
+_SMS_MAX = 4096
 
 _log = logging.getLogger(__name__)
 
@@ -67,6 +68,7 @@ class TableProfile:
         _check_bandwidth("read", io["read"])
         _check_bandwidth("write", io["write"])
         self.slice_nbytes = _positive(document, "slice_nbytes")
+        self._machine, self._model = _half(document, "machine"), _half(document, "model")
         self.mover_points = _mover_points(_half(document, "movers"))
         self.interference = self._find_interference(io.get("both"))
         self.estimated = tuple(half for half in HALVES if document[half].get("estimated"))
@@ -110,11 +112,11 @@ class TableProfile:
         """Why this profile is not one of that machine and model; empty when it is."""
         found = []
         for name in MACHINE_KEYS:
-            mine, other = self.document.get("machine", {}).get(name), machine.get(name)
+            mine, other = self._machine.get(name), machine.get(name)
             if other is not None and mine != other:
                 found.append(f"{name} was {mine!r} and is {other!r}")
-        if self.document.get("model") != model.to_dict():
-            title = (self.document.get("model") or {}).get("name")
+        if self._model != model.to_dict():
+            title = self._model.get("name")
             found.append(f"it is of the model {title!r}, not of {model.name!r} with this shape")
         return found
 
@@ -264,7 +266,7 @@ def _mover_points(movers: dict[str, Any]) -> list[tuple[int, float]]:
     points = []
     for row in rows:
         is_pair = isinstance(row, list) and [type(v) in (int, float) for v in row] == [True] * 2
-        if not is_pair or row[0] < 1 or not 0 < row[1] <= _GB_PER_S_MAX:
+        if not is_pair or not 1 <= row[0] <= _SMS_MAX or not 0 < row[1] <= _GB_PER_S_MAX:
             raise ProfileError(f"the mover has the point {row!r}; give SMs and GB/s above 0")
         points.append((int(row[0]), float(row[1])))
     return points
