@@ -5,14 +5,14 @@ from __future__ import annotations
 import itertools
 import os
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 from nvme_host import LBA, READ, WRITE, NvmeHost
 
-from tutti.errors import ConfigError, Unsupported
+from tutti.errors import ConfigError, MediumError, Unsupported
 from tutti.gio_uring import nvme_spec as nvme
 from tutti.gio_uring.controller_file import (
     BlockRange,
@@ -221,6 +221,38 @@ def test_files_that_are_buffered_anyway_refuse(tmp_path: Path) -> None:
     with FileController([member]) as controller, pytest.raises(Unsupported, match="as a whole"):
         controller.set_buffered([BlockRange(1, 0, 1)])
     member.close()
+
+
+def test_a_write_back_that_fails_changes_nothing_whenever_it_fails(
+    host: NvmeHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    controller = file_of(host)
+    before = [BlockRange(1, 0, 64)]
+    for good in range(3):
+        controller.set_buffered(before)
+        transfer_all(host, WRITE, [(0, 64)])
+        calls, write_back = itertools.count(), FileMember.write_back
+
+        def fails(
+            member: FileMember,
+            offset: int,
+            nbytes: int,
+            calls: Iterator[int] = calls,
+            good: int = good,
+            write_back: Callable[[FileMember, int, int], None] = write_back,
+        ) -> None:
+            if next(calls) >= good:
+                raise MediumError("a bad block")
+            write_back(member, offset, nbytes)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(FileMember, "write_back", fails)
+            try:
+                controller.set_buffered([])
+            except MediumError:
+                assert controller.buffered == tuple(before)
+            else:
+                assert controller.buffered == ()
 
 
 def test_the_paths_share_no_page_of_memory(tmp_path: Path) -> None:

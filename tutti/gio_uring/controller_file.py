@@ -275,8 +275,8 @@ class FileController(NativeController):
     def set_buffered(self, ranges: Sequence[BlockRange]) -> None:
         """Sends exactly these blocks through the page cache, and all others by direct I/O.
 
-        What leaves the page cache is written back before and dropped afterwards, so that no byte is
-        there twice. No command to blocks that change may be under way, here or while this runs.
+        What leaves the page cache is written back and dropped before, so that no byte is there
+        twice. No command to blocks that change may be under way, here or while this runs.
         Raises ConfigError for ranges that are empty, overlap, lie outside or are no whole pages of
         memory, Unsupported where a file has not both openings, and MediumError when the write-back
         fails: nothing has changed then.
@@ -290,9 +290,8 @@ class FileController(NativeController):
                 )
         for nsid in {r.nsid for r in ranges}:
             self._check_has_both(nsid)
-        leaving = _without(self._buffered, ranges)
-        for piece in leaving:
-            self.members[piece.nsid - 1].write_back(*self._span(piece))
+        for piece in _without(self._buffered, ranges):
+            self.drop(piece)
         array = (BufferedRangeStruct * len(ranges))()
         for entry, given in zip(array, ranges, strict=True):
             entry.nsid, entry.slba, entry.nlb = given
@@ -302,8 +301,6 @@ class FileController(NativeController):
         remedy = "give disjoint ranges of at least one block within their namespace"
         _native.check(result, "cannot choose what is buffered", remedy, ConfigError)
         self._buffered = tuple(ranges)
-        for piece in leaving:
-            self.drop(piece)
 
     def _check_has_both(self, nsid: int) -> None:
         if not 1 <= nsid <= len(self.members):
