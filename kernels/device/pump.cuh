@@ -194,8 +194,14 @@ GIO_HD void pump_expire(const Pump& pump) {
 // CIDs that it still needs, and give none back before its own drain, which comes later.
 GIO_HD bool pump_may_lead(const Pump& pump) {
   if (pump.layer == 0 || pump.share->n_runs == 0) return true;
-  const RunState& last = (pump.states - pump.io->n_runs)[pump.share->n_runs - 1];
-  return last.cid != kNoCid || last.status != kRunPending;  // they go in order
+  // Groups are sent in order: a look at the last one says it.
+  const u32 index = (pump.share->n_runs - 1) / kLanes * kLanes + lane_index();
+  bool is_unsent = false;
+  if (index < pump.share->n_runs) {
+    const RunState state = (pump.states - pump.io->n_runs)[index];
+    is_unsent = state.cid == kNoCid && state.status == kRunPending;
+  }
+  return __ballot_sync(kAllLanes, is_unsent) == 0;
 }
 
 // Sends what there are CIDs for.
