@@ -160,6 +160,7 @@ def _simulated(
         "media_per_node": media,
         "drive": next(iter(all_times.values())).drive.name,
         "gpu": args.gpu if profile is None else "profile",
+        "profile_estimated": [] if profile is None else list(profile.estimated),
         "server": args.server,
         "unit_layers": args.unit_layers,
         "warm": args.warm,
@@ -257,11 +258,15 @@ def notes_of(result: dict[str, Any]) -> list[str]:
             )
         return notes
     workload = result["workload"]
+    estimated = [
+        f"the profile's {half} is an estimate, not measured" for half in result.get("profile_estimated", ())
+    ]
     return [
         f"simulated: {result['engines']} engines, {result['engines_per_node']} to a node with "
         f"{result['media_per_node']} of {result['drive']}; GPU {result['gpu']}, server "
         f"{result['server']}; {workload['requests']} requests of {workload['name']}, "
-        f"{workload['input_tokens_mean']} tokens on the mean"
+        f"{workload['input_tokens_mean']} tokens on the mean",
+        *estimated,
     ]
 
 

@@ -48,6 +48,7 @@ def test_a_profile_replaces_compute_and_drive(
     code, measured = simulated(capsys, *common, "--profile", str(path))
     _, assumed = simulated(capsys, *common)
     assert code == 0 and measured["gpu"] == "profile" and measured["drive"] == "profile"
+    assert "compute is an estimate" in simulate.report(measured)
     slower = measured["rows"][0]["ttft_ms"]["mean"] / assumed["rows"][0]["ttft_ms"]["mean"]
     assert slower > 2  # an A100 takes about three times as long
     assert TableProfile(document).read_gb_per_s < 29
