@@ -259,7 +259,8 @@ def notes_of(result: dict[str, Any]) -> list[str]:
         return notes
     workload = result["workload"]
     estimated = [
-        f"the profile's {half} is an estimate, not measured" for half in result.get("profile_estimated", ())
+        f"the profile's {half} is an estimate, not measured"
+        for half in result.get("profile_estimated", ())
     ]
     return [
         f"simulated: {result['engines']} engines, {result['engines_per_node']} to a node with "
