@@ -26,6 +26,7 @@ _NBYTES_MAX = 1 << 20
 _VALUE_MAX = 1e18
 
 _Record = TypeVar("_Record", bound="Server | System")
+_Known = TypeVar("_Known")
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,8 @@ class Calibration:
         """A copy with one value of a server or a system changed.  kind: servers or systems."""
         records = dict(getattr(self, kind))
         records[name] = replace(records[name], **{value: number})
-        return replace(self, **{kind: records})
+        changed: dict[str, Any] = {kind: records}
+        return replace(self, **changed)
 
     def server(self, name: str) -> Server:
         """Raises ConfigError for a name that is not known."""
@@ -201,7 +203,7 @@ def _measured_drive(profile: TableProfile) -> Drive:
     )
 
 
-def _named(known: Mapping[str, Any], name: str, what: str) -> Any:
+def _named(known: Mapping[str, _Known], name: str, what: str) -> _Known:
     if name not in known:
         raise ConfigError(f"there is no {what} {name!r}; use one of {', '.join(known)}")
     return known[name]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from tutti.bench.simulate_calibration import EngineTimes
@@ -108,7 +109,7 @@ class Cluster:
         first_ms = min(request.timestamp_ms for request in requests)
         for number, request in enumerate(requests):
             at_ns = (request.timestamp_ms - first_ms) * 1_000_000
-            self.timeline.at(at_ns, lambda n=number, r=request: self._arrive(n, r))
+            self.timeline.at(at_ns, partial(self._arrive, number, request))
         self.timeline.run(_EVENTS_PER_REQUEST_MAX * len(requests))
         wall_s = time.perf_counter() - began_s
         self._check(requests)

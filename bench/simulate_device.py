@@ -10,6 +10,7 @@ from __future__ import annotations
 import heapq
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 
 from tutti.errors import DeviceTimeout
 
@@ -105,9 +106,8 @@ class Device:
         for lane in self._lanes.values():
             if lane.waiting:
                 after_ns = max(0, -int(-lane.left // self._rate(lane)))
-                self._timeline.at(
-                    self._timeline.now_ns + after_ns, lambda lane=lane: self._end(lane, version)
-                )
+                ends_ns = self._timeline.now_ns + after_ns
+                self._timeline.at(ends_ns, partial(self._end, lane, version))
 
     def _end(self, lane: _Lane, version: int) -> None:
         if version != self._version:

@@ -7,6 +7,7 @@ the engine's link and the medium at once and ends when the slowest of them has s
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 from tutti.bench.simulate_calibration import EngineTimes
 from tutti.bench.simulate_device import READ, WRITE, Device, Join, Thread, Timeline
@@ -117,7 +118,7 @@ class EngineIo:
         for name in decision.copy_outs:
             write = sizes[name]
             nbytes = write.pages * write.page_nbytes
-            self.link.start(WRITE, nbytes, lambda name=name: self._copied(name))
+            self.link.start(WRITE, nbytes, partial(self._copied, name))
         loads = {load.name: load for load in self._state.loads}
         for launch in decision.reads:
             self._read(launch, loads[launch.name])
