@@ -18,8 +18,13 @@ from parity.test_controllers import cut, gather, scatter, spread
 from qemu.inside import Drives
 from tutti.errors import ConfigError, DeviceGone, PoolInUse
 from tutti.gio_uring import nvme_spec as nvme
-from tutti.gio_uring.controller import HAS_DEALLOCATE, HAS_FUA, HAS_VOLATILE_CACHE
-from tutti.gio_uring.controller_vfio import VfioController, _lib
+from tutti.gio_uring.controller import (
+    HAS_DEALLOCATE,
+    HAS_FUA,
+    HAS_VOLATILE_CACHE,
+    NativeController,
+)
+from tutti.gio_uring.controller_vfio import _lib
 from tutti.gio_uring.drive_rescue import Outcome
 from tutti.gio_uring.engine import Engine, Extents
 from tutti.gio_uring.iocb import flat_memory
@@ -37,7 +42,7 @@ BLOCKS = 256  # that a lap writes and reads
 class Mover:
     """An engine that moves single blocks between a namespace and a buffer."""
 
-    def __init__(self, controller: VfioController, depth: int, **options: object) -> None:
+    def __init__(self, controller: NativeController, depth: int, **options: object) -> None:
         self.controller = controller
         self.engine = Engine(controller, depth=depth, inflight_max=depth - 1, **options)  # type: ignore[arg-type]
         self.nbytes = controller.info.lba_nbytes
