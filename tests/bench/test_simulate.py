@@ -280,13 +280,18 @@ def test_the_fluid_drive_agrees_with_the_memory_controller(pattern: str) -> None
     system=st.sampled_from(("dram", "tutti-paper")),
 )
 @settings(max_examples=40, deadline=None)
-def test_more_cached_never_takes_longer_when_loads_are_quick(
+def test_more_cached_takes_no_longer_than_before_or_than_the_load(
     total: int, shares: list[float], system: str
 ) -> None:
-    """Compute is dearer than loading here: a token takes 20 us and more, its KV 5 us."""
+    """A token is dearer to compute than to load here, so only the load itself may be the limit."""
     few, many = sorted(round(total * share) // BLOCK_TOKENS * BLOCK_TOKENS for share in shares)
     times = times_of(system)
-    assert alone(times, total, many)[1].first_ns <= alone(times, total, few)[1].first_ns * 1.001
+    many = min(many, total - BLOCK_TOKENS)
+    few = min(few, many)
+    load_us = times.read_us(many * CALIBRATION.model.kv_nbytes_per_token) + 32 * times.latency_us
+    load_ns = 1000 * (load_us + times.layer_us(total - many, many))
+    before_ns = alone(times, total, few)[1].first_ns
+    assert alone(times, total, many)[1].first_ns <= 1.02 * max(before_ns, load_ns)
 
 
 @given(st.floats(0, 50), st.floats(0, 50), st.integers(1, 100))
