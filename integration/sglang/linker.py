@@ -44,6 +44,7 @@ from tutti.integration.sglang.read_ahead import ReadAhead
 from tutti.integration.sglang.shelf import Shelf
 from tutti.integration.sglang.shelves import open_shelves
 from tutti.integration.sglang.staging import Staging
+from tutti.integration.sglang.steps import STEPS
 from tutti.integration.sglang.upkeep import Upkeep
 from tutti.integration.sglang.weights import WATCH
 from tutti.keys import object_keys
@@ -144,6 +145,9 @@ class TuttiLinker(adapter.UnifiedCacheLinker):
             )
             for shelf in shelves
         }
+        for shelf in shelves:
+            if shelf.store.scheduler is not None:
+                STEPS.follow(shelf.store.scheduler, self._group.layers)
         self._loader = threading.Thread(target=self._start_loads, name="tutti-load", daemon=True)
         self._loader.start()
         # A scheduler that dies of an error never calls close.
@@ -253,6 +257,9 @@ class TuttiLinker(adapter.UnifiedCacheLinker):
             return
         self._closed = True
         atexit.unregister(self.close)
+        for shelf in self.shelves.values():
+            if shelf.store.scheduler is not None:
+                STEPS.leave(shelf.store.scheduler)
         try:
             self.reset()
         finally:

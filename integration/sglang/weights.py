@@ -11,6 +11,8 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+from tutti.integration.sglang import steps
+
 _UPDATER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager."
 _UPDATES = (
     "update_weights_from_disk",
@@ -52,7 +54,7 @@ WATCH = WeightsWatch()
 
 
 def activate() -> None:
-    """SGLang's plugin: hooks the updates of weights, and the flush that follows them."""
+    """SGLang's plugin: hooks updates of weights, the flush that follows them, and steps."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     for name in _UPDATES:
@@ -60,6 +62,7 @@ def activate() -> None:
     HookRegistry.register(_UPDATER + _END, _around_end, HookType.AROUND)
     HookRegistry.register(_FLUSH, _around_flush, HookType.AROUND)
     WATCH.watched = True
+    steps.activate()
 
 
 def _around_update(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

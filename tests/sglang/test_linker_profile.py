@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -13,9 +15,12 @@ import linker_engine as engine
 from linker_engine import Rig, names, wait_for
 
 from tutti.errors import ProfileError
+from tutti.integration.sglang import linker as linker_module
 from tutti.integration.sglang import shelves as shelves_module
+from tutti.integration.sglang.steps import STEPS, StepsWatch
 from tutti.machine import machine_facts
 from tutti.scheduler.profile import estimated_document
+from tutti.scheduler.request import Phase
 from tutti.scheduler.roofline import GPUS, ModelShape
 
 
@@ -57,6 +62,60 @@ def test_with_a_profile_the_scheduler_launches_what_is_moved(
         wait_for(lambda: scheduler.counters()["read_nbytes"] > 0)
         assert scheduler.counters()["written_pages"] == 24
         assert scheduler.counters()["dropped_pages"] == 0
+
+
+class Batch:
+    """What SGLang's ScheduleBatch says of a step."""
+
+    def __init__(self, phase: Phase) -> None:
+        self.forward_mode = self
+        self.is_decode = lambda: phase is Phase.DECODE
+        self.is_extend = lambda: phase is Phase.PREFILL
+        self.reqs = [SimpleNamespace(seqlen=300)] * 3
+        self.extend_num_tokens, self.prefix_lens = 70, [16, 32]
+
+
+def test_the_scheduler_is_told_of_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shelves_module, "served_profile", lambda *_: FlatProfile())
+    with Rig(tmp_path, profile="profile.json") as rig:
+        scheduler = rig.shelf.store.scheduler
+
+        def computes(phase: Phase, tokens: int, context_tokens: int) -> None:
+            def is_so() -> bool:
+                step = scheduler.state.step
+                known = (step.phase, step.tokens, step.context_tokens)
+                return known == (phase, tokens, context_tokens)
+
+            wait_for(is_so)
+
+        STEPS.launched(Batch(Phase.PREFILL))
+        computes(Phase.PREFILL, 70, 48)
+        assert scheduler.state.step.layers == engine.LAYERS
+        STEPS.launched(Batch(Phase.DECODE))  # overlap: launched while the prefill computes
+        time.sleep(0.01)
+        computes(Phase.PREFILL, 70, 48)
+        STEPS.processed()
+        computes(Phase.DECODE, 3, 900)
+        STEPS.processed()
+        computes(Phase.IDLE, 0, 0)
+        STEPS.processed()
+        rig.fill(16)
+        assert rig.store(names(4), range(4)), "while the model is idle"
+    STEPS.launched(Batch(Phase.DECODE))
+    assert not STEPS._steps, "nobody wants to know any more"
+
+
+def test_a_step_that_is_not_understood_costs_no_service(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shelves_module, "served_profile", lambda *_: FlatProfile())
+    watch = StepsWatch()
+    monkeypatch.setattr(linker_module, "STEPS", watch)
+    with Rig(tmp_path, profile="profile.json") as rig:
+        watch.launched(object())
+        watch.launched(Batch(Phase.DECODE))
+        watch.processed()
+        assert rig.shelf.store.scheduler.state.step.phase is Phase.IDLE
 
 
 @pytest.mark.parametrize("foreign", ["", "machine", "model"])
