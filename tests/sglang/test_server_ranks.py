@@ -10,7 +10,17 @@ import pytest
 pytest.importorskip("sglang.srt", reason="SGLang is not installed here")
 
 from medium_damage import flip_objects, pool_files
-from server_modes import Mode, again, at_once, both_modes, families, near, prompts, right_or_503
+from server_modes import (
+    HICACHE,
+    LINKER,
+    Mode,
+    again,
+    at_once,
+    families,
+    near,
+    prompts,
+    right_or_503,
+)
 from sglang_server import Server
 
 pytestmark = pytest.mark.timeout(300)
@@ -19,7 +29,12 @@ CAPACITY = {"hicache": "16MiB", "linker": "48MiB"}
 CPUS = sorted(os.sched_getaffinity(0))
 
 
-@both_modes
+# With HiCache SGLang itself keeps its ranks in step; the linker has to.
+@pytest.mark.parametrize(
+    "mode",
+    [pytest.param(HICACHE, marks=pytest.mark.slow), LINKER],
+    ids=lambda mode: mode.name,
+)
 @pytest.mark.skipif(len(CPUS) < 2, reason="two ranks need two processors")
 def test_two_ranks_stay_aligned(mode: Mode, tiny_model: Path, tmp_path: Path, seed: int) -> None:
     """Damage of one rank's pool; then many at once, for HiCache with evictions in both."""
