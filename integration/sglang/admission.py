@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable
+
+from tutti.scheduler.request import Profile
+from tutti.scheduler.slack import Estimates, is_worth_loading
 
 PAGES_MAX = 1 << 40
 
@@ -40,19 +44,25 @@ class Worth:
     """Which hits are worth loading.
 
     page_nbytes: read for one page.  recompute_s: time to compute one page's KV; 0 is unknown, and
-    every hit is taken.  pages_min: shorter hits are never taken.  load_s_max: a batch's load is to
-    take no longer; 0 is no limit.
+    every hit is taken, or what ``pays`` says.  pages_min: shorter hits are never taken.
+    load_s_max: a batch's load is to take no longer; 0 is no limit.  pays: see `break_even`.
     The bandwidth is that of past loads (exponential mean, weight one quarter); every 64th hit that
     would be refused is taken, so that a medium can become fast again.
     """
 
     def __init__(
-        self, page_nbytes: int, recompute_s: float, pages_min: int, load_s_max: float = 0.0
+        self,
+        page_nbytes: int,
+        recompute_s: float,
+        pages_min: int,
+        load_s_max: float = 0.0,
+        pays: Callable[[int, int], bool] | None = None,
     ) -> None:
         self._page_nbytes = page_nbytes
         self._recompute_s = recompute_s
         self._pages_min = max(1, pages_min)
         self._load_s_max = load_s_max
+        self._pays = pays
         self._seconds_per_byte = 0.0
         self._refused = 0
 
@@ -73,19 +83,43 @@ class Worth:
             old = self._seconds_per_byte or measured
             self._seconds_per_byte = old + (measured - old) / 4
 
-    def bounds(self, staged: int = 0) -> tuple[int, int]:
+    def bounds(self, staged: int = 0, *, pages: int = 0, asked: int = 0) -> tuple[int, int]:
         """The shortest and the longest prefix to load, in pages; (1, 0) for none.
 
-        staged: leading pages that were read ahead, and cost no time.
+        staged: leading pages that were read ahead, and cost no time.  pages, asked: of the longest
+        prefix that could be restored, and of all that the look-up asked for.
         """
-        if self._recompute_s and self.page_s > self._recompute_s:
+        if self._loses(pages, asked):
             self._refused += 1
             if self._refused % 64:
                 return 1, 0
         return self._pages_min, staged + self.fitting()
+
+    def _loses(self, pages: int, asked: int) -> bool:
+        if self._recompute_s:
+            return self.page_s > self._recompute_s
+        return self._pays is not None and pages > 0 and not self._pays(pages, asked)
 
     def fitting(self) -> int:
         """How many pages can be read in the time that a batch's load may take."""
         if not self.timed or not self.page_s:
             return PAGES_MAX
         return max(1, int(self._load_s_max / self.page_s))
+
+
+def break_even(
+    profile: Profile, *, layers: int, page_tokens: int, page_nbytes: int
+) -> Callable[[int, int], bool]:
+    """Whether a hit of so many pages, out of so many asked for, loads sooner than it computes."""
+    estimates = Estimates(profile)
+
+    def pays(pages: int, asked: int) -> bool:
+        return is_worth_loading(
+            estimates,
+            layers=layers,
+            new_tokens=max(1, asked - pages) * page_tokens,
+            hit_tokens=pages * page_tokens,
+            nbytes=pages * page_nbytes,
+        )
+
+    return pays

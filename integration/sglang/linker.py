@@ -26,7 +26,7 @@ import xxhash
 from tutti.errors import ConfigError, DeviceTimeout, KeyMissing, TuttiError
 from tutti.integration.sglang import linker_adapter as adapter
 from tutti.integration.sglang.adapter import check_version, served_model
-from tutti.integration.sglang.admission import Worth
+from tutti.integration.sglang.admission import Worth, break_even
 from tutti.integration.sglang.backlog import Backlog, Part
 from tutti.integration.sglang.breaker import Breaker, crawls
 from tutti.integration.sglang.chains import Chains
@@ -155,11 +155,21 @@ class TuttiLinker(adapter.UnifiedCacheLinker):
 
     def _make_worth(self, shelves: Sequence[Shelf]) -> Worth:
         page, options = self._group.page_size, self._options
+        nbytes = sum(shelf.page_nbytes for shelf in shelves if not shelf.engine.trailing)
+        schedule = shelves[0].store.config.schedule
         return Worth(
-            sum(shelf.page_nbytes for shelf in shelves if not shelf.engine.trailing),
+            nbytes,
             options["recompute_us_per_token"] * page / 1e6,
             -(-options["min_tokens"] // page),
             options["max_load_ms"] / 1e3,
+            pays=None
+            if schedule is None
+            else break_even(
+                schedule.profile,
+                layers=self._group.layers,
+                page_tokens=page,
+                page_nbytes=nbytes,
+            ),
         )
 
     def lookup(self, rid: str, transfers: list[adapter.PoolTransfer]) -> list[int]:

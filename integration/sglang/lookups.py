@@ -73,7 +73,7 @@ class Lookups:
         staged = 0
         if self._ahead is not None and self._worth.timed and best:
             staged = self._ahead.staged_pages(self._by_page[0], wanted[:best])
-        least, most = self._worth.bounds(staged)
+        least, most = self._worth.bounds(staged, pages=best - staged, asked=len(keys))
         good[:least] = False
         good[most + 1 :] = False
         ahead = self._pages_of(wanted[:best], windows) if best >= least else []

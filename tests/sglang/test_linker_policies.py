@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tutti.errors import ConfigError
-from tutti.integration.sglang.admission import PAGES_MAX, PinLedger, Worth
+from tutti.integration.sglang.admission import PAGES_MAX, PinLedger, Worth, break_even
 from tutti.integration.sglang.breaker import Breaker, crawls
 from tutti.integration.sglang.chains import Chains
 from tutti.integration.sglang.hits import Window, restorable
@@ -109,6 +109,40 @@ def test_hits_that_load_slower_than_they_compute_are_refused_and_tried_again() -
     for _ in range(20):
         worth.loaded(1000, 0.0001)
     assert worth.bounds() == (1, PAGES_MAX)
+
+
+class Machine:
+    """A profile: 100 us a layer for 16 tokens, and so much for a byte read."""
+
+    interference = 1.0
+
+    def __init__(self, us_per_byte: float) -> None:
+        self._us_per_byte = us_per_byte
+
+    def layer_us(self, new_tokens: int, prefix_tokens: int) -> float:
+        return 100 * new_tokens / 16
+
+    def decode_us(self, batch: int, context_tokens: int) -> float:
+        return 100.0
+
+    def read_us(self, nbytes: int) -> float:
+        return nbytes * self._us_per_byte
+
+    def write_us(self, nbytes: int) -> float:
+        return nbytes * self._us_per_byte
+
+
+@pytest.mark.parametrize(("us_per_byte", "pays"), [(0.01, True), (2.0, False)])
+def test_with_a_profile_a_hit_that_computes_sooner_is_not_taken(
+    us_per_byte: float, pays: bool
+) -> None:
+    # Four layers of 1000 bytes a page; computing a page takes 400 us.
+    rule = break_even(Machine(us_per_byte), layers=4, page_tokens=16, page_nbytes=4000)
+    worth = Worth(4000, 0.0, 1, pays=rule)
+    assert (worth.bounds(pages=8, asked=10)[1] > 0) == pays
+    assert worth.bounds(pages=0, asked=10)[1] > 0, "all of it is staged: nothing is read"
+    named = Worth(4000, 0.001, 1, pays=rule)
+    assert named.bounds(pages=8, asked=10)[1] > 0, "a time that is given counts before a profile"
 
 
 def test_a_load_takes_no_longer_than_it_may_and_what_is_staged_is_free() -> None:
