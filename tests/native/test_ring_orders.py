@@ -19,7 +19,7 @@ MARK = "(&at<u32>(qp->marks)"
 COMPLETION = "(&at<u32>(qp->completions)"
 CQE = "(&at<Cqe>(qp->cq)"
 # Name of the order, header, what stands there, what takes the order away.
-RUNS_MAX = 5
+RUNS_MAX = 25
 ORDERS = [
     ("mark release", QUEUE_PAIR, f"store_release{MARK}", f"store_relaxed{MARK}"),
     ("mark acquire", QUEUE_PAIR, f"load_acquire{MARK}", f"load_relaxed{MARK}"),
@@ -58,9 +58,9 @@ def test_tsan_misses_the_order(tmp_path: Path, header: str, order: str, without:
     assert order in text, f"{header} no longer says {order}: name here what took its place"
     patched.write_text(text.replace(order, without))
     program = compile_program(tmp_path, "ring_stress", "tsan", tmp_path / "include")
-    words = [str(program), "8", "8", "10000", "4", "0", "1"]
-    # A run sees the race only if its threads happen to meet; on a busy machine one may not.
-    for _ in range(RUNS_MAX):
+    # A run sees the race only if its threads happen to meet; on a busy machine many may not.
+    for run in range(RUNS_MAX):
+        words = [str(program), "8", "8", "10000", str(4 + run), "0", "1"]
         done = subprocess.run(words, capture_output=True, text=True, timeout=100, env=ENVIRONMENT)
         if done.returncode == SANITIZER_EXIT:
             break
