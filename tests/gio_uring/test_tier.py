@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -281,8 +282,12 @@ def test_kernels_ring_registers_where_a_drive_has_them() -> None:
         else:
             pair = queues._pairs[1]
             assert struct.sq_doorbell == driver.device_address(pair.struct.sq_doorbell)
+        deadline = time.monotonic() + 10
+        while not driver.is_stream_done(stream):  # the tables are on their way
+            assert time.monotonic() < deadline
         queues.close()
         controller.close()
+        tables.close()
 
 
 def test_a_refused_mapping_says_what_it_needs() -> None:
