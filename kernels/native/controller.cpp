@@ -186,7 +186,7 @@ u32 decode_data_pointer(const Sqe& sqe, u64 nbytes, u32 descriptors_max, MemoryM
 }
 
 int Controller::attach(const QueuePair& qp) {
-  if (thread_.joinable()) return -EBUSY;
+  if (is_claimed()) return -EBUSY;
   if (queues_.size() >= kQueuesMax) return -ENOSPC;
   if (qp.depth < 2 || qp.depth > info.depth_max || (qp.depth & (qp.depth - 1)) != 0) return -EINVAL;
   if (qp.sq == 0 || qp.cq == 0 || qp.sq_doorbell == 0 || qp.cq_doorbell == 0) return -EINVAL;
@@ -202,7 +202,7 @@ int Controller::attach(const QueuePair& qp) {
 }
 
 int Controller::start() {
-  if (thread_.joinable()) return -EBUSY;
+  if (!claim()) return -EBUSY;
   stop_ = false;
   thread_ = std::thread([this] {
     while (!stop_) service(kIdleNs);  // bounded by stop()
@@ -215,6 +215,7 @@ void Controller::stop() {
   stop_ = true;
   wake();
   thread_.join();
+  release();
 }
 
 u32 Controller::validate(const Sqe& sqe) const {
@@ -267,8 +268,10 @@ int gio_controller_start(Controller* controller) { return controller->start(); }
 
 void gio_controller_stop(Controller* controller) { controller->stop(); }
 
+int gio_controller_is_claimed(Controller* controller) { return controller->is_claimed() ? 1 : 0; }
+
 int gio_controller_reset(Controller* controller, uint64_t timeout_ns) {
-  return controller->reset(timeout_ns);
+  return controller->is_claimed() ? -EBUSY : controller->reset(timeout_ns);
 }
 
 void gio_controller_destroy(Controller* controller) {

@@ -100,8 +100,14 @@ class Controller {
     return nsid >= 1 && nsid <= namespace_nlb_.size() ? namespace_nlb_[nsid - 1] : 0;
   }
 
-  // Adds a queue pair.  0, or -ENOSPC beyond 64, -EINVAL for a bad depth.  Not while start()ed.
+  // Adds a queue pair.  0, or -ENOSPC beyond 64, -EINVAL for a bad depth, -EBUSY while claimed.
   int attach(const QueuePair& qp);
+
+  // A thread that calls service() over and over claims the controller first, an engine's or
+  // start()'s.  False while another one has it.
+  bool claim() { return !is_claimed_.exchange(true); }
+  void release() { is_claimed_ = false; }
+  bool is_claimed() const { return is_claimed_; }
 
   // Runs service() on a thread of its own, for submitters that only ring (GPU, benchmarks).
   int start();
@@ -121,6 +127,7 @@ class Controller {
  private:
   std::thread thread_;
   std::atomic<bool> stop_{false};
+  std::atomic<bool> is_claimed_{false};
 };
 
 }  // namespace gio
@@ -136,6 +143,8 @@ TUTTI_API int gio_controller_attach(gio::Controller*, const gio::QueuePair* qp);
 TUTTI_API uint32_t gio_controller_service(gio::Controller*, uint64_t timeout_ns);
 TUTTI_API int gio_controller_start(gio::Controller*);
 TUTTI_API void gio_controller_stop(gio::Controller*);
+TUTTI_API int gio_controller_is_claimed(gio::Controller*);
+// -EBUSY while it is claimed.
 TUTTI_API int gio_controller_reset(gio::Controller*, uint64_t timeout_ns);
 // Frees a controller that was reset.
 TUTTI_API void gio_controller_destroy(gio::Controller*);

@@ -92,7 +92,7 @@ struct Job {
 class Engine {
  public:
   // `ring_memory` is the queue pair's and `lists` one descriptor list of `list_nbytes` per CID;
-  // both stay the caller's and outlive the engine.
+  // both stay the caller's and outlive the engine.  The controller was claimed for it.
   Engine(Controller* controller, QueuePair* qp, u64 lists, u32 list_nbytes, u32 inflight_max);
   ~Engine();
 
@@ -175,6 +175,7 @@ class Engine {
 }  // namespace gio
 
 extern "C" {
+// NULL while another engine, or its own thread, serves the controller.
 TUTTI_API gio::Engine* gio_engine_create(gio::Controller*, gio::QueuePair*, uint64_t lists,
                                          uint32_t list_nbytes, uint32_t inflight_max);
 TUTTI_API gio::Job* gio_engine_submit(gio::Engine*, const gio::JobConfig*);

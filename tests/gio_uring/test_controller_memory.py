@@ -247,7 +247,7 @@ def test_reset_ends_a_stall(is_started: bool) -> None:
         if is_started:
             memory_of(host).start()
         host.controller.reset(1.0)
-        assert host.controller.is_started == is_started
+        assert host.controller.is_served == is_started
         assert host.wait(late) == [nvme.STATUS_ABORTED_SQ_DELETION] * 3
         memory_of(host).release()
         assert host.flush() == OK

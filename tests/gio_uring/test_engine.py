@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import xxhash
 
-from tutti.errors import DeviceTimeout, PoolClosed
+from tutti.errors import ConfigError, DeviceTimeout, NativeError, PoolClosed
 from tutti.gio_uring.controller_memory import Faults, MemoryController
 from tutti.gio_uring.engine import Engine, Extents, Job
 from tutti.gio_uring.iocb import PagedMemory
@@ -232,3 +232,21 @@ def test_an_engine_whose_device_is_lost_says_so() -> None:
     assert not job.report().released
     rig.controller.release()
     assert job.wait_released(5)
+
+
+def test_one_engine_serves_a_controller(rig: Rig) -> None:
+    """Nobody changes the queues, or takes the controller away, below the engine's thread."""
+    with pytest.raises(ConfigError, match="another engine"):
+        Engine(rig.controller)
+    with pytest.raises(ConfigError, match="or an engine"):
+        rig.controller.create_queue_pair(8)
+    with pytest.raises(ConfigError, match="an engine serves"):
+        rig.controller.reset(1.0)
+    with pytest.raises(NativeError, match="its engine"):
+        rig.controller.start()
+    assert rig.controller.service() == 0
+    rig.engine.close(5)
+    rig.region.close()
+    rig.region = rig.controller.register(rig.buffer)
+    rig.controller.create_queue_pair(8)
+    rig.controller.reset(1.0)

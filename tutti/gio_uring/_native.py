@@ -26,6 +26,7 @@ _PROTOTYPES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "gio_controller_service": (_U32, (_P, _U64)),
     "gio_controller_start": (_I, (_P,)),
     "gio_controller_stop": (None, (_P,)),
+    "gio_controller_is_claimed": (_I, (_P,)),
     "gio_controller_reset": (_I, (_P, _U64)),
     "gio_controller_destroy": (None, (_P,)),
     # controller_memory.h

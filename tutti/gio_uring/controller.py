@@ -116,9 +116,9 @@ class NativeController:
         return ControllerInfo(namespace_nlb=sizes, **fields)
 
     @property
-    def is_started(self) -> bool:
-        """Whether a thread of the controller's own serves the queues."""
-        return self._is_started
+    def is_served(self) -> bool:
+        """Whether a thread serves the queues: an engine's, or the controller's own."""
+        return not self.is_closed and bool(self._lib.gio_controller_is_claimed(self.handle))
 
     @property
     def is_closed(self) -> bool:
@@ -152,7 +152,7 @@ class NativeController:
         """A queue pair with nothing in flight, perhaps one of this depth that was closed.
 
         Its rings are not registered memory: no transfer can name them.
-        Raises ConfigError for an unacceptable depth, too many queue pairs, or after `start`.
+        Raises ConfigError for an unacceptable depth, too many queue pairs, or while `is_served`.
         """
         self._check_open()
         for queue_pair in self._queue_pairs:
@@ -164,7 +164,7 @@ class NativeController:
         result = self._lib.gio_controller_attach(self.handle, queue_pair.struct_address)
         remedy = (
             f"use a power of two up to {self.info.depth_max}, at most 64 queue pairs, and create"
-            " them before start()"
+            " them before start() or an engine"
         )
         _native.check(result, f"cannot create a queue pair of depth {depth}", remedy, ConfigError)
         self._queue_pairs.append(queue_pair)
@@ -174,18 +174,18 @@ class NativeController:
     def service(self, timeout_s: float = 0.0) -> int:
         """One turn of work in the caller's thread, sleeping at most `timeout_s` when idle.
 
-        Returns the number of completions posted. Does nothing while the controller is started.
+        Returns the number of completions posted. Does nothing while `is_served`.
         """
         self._check_open()
-        if self._is_started:
+        if self.is_served:
             return 0
         return int(self._lib.gio_controller_service(self.handle, int(timeout_s * 1e9)))
 
     def start(self) -> None:
-        """Serve the queues on a thread of the controller's own. Raises NativeError if it does."""
+        """Serve the queues on a thread of the controller's own. Raises NativeError if one does."""
         self._check_open()
         result = self._lib.gio_controller_start(self.handle)
-        _native.check(result, "cannot start the controller", "stop() it first")
+        _native.check(result, "cannot start the controller", "stop() it, or its engine, first")
         self._is_started = True
 
     def stop(self) -> None:
@@ -198,11 +198,13 @@ class NativeController:
         """End every outstanding command: its completion tells how.
 
         Raises DeviceTimeout when something is still outstanding after `timeout_s`; everything
-        stays owned then, and the reset may be tried again.
+        stays owned then, and the reset may be tried again. Raises ConfigError while an engine
+        serves it, which has a reset of its own.
         """
         self._check_open()
         restarts = self._is_started
         self.stop()
+        self._check_unserved()
         result = self._lib.gio_controller_reset(self.handle, int(timeout_s * 1e9))
         if restarts:
             self.start()
@@ -215,16 +217,12 @@ class NativeController:
     def close(self) -> None:
         """Reset and free the controller; a second call does nothing.
 
-        Raises ConfigError while regions are registered, DeviceTimeout when the reset fails.
+        Raises ConfigError while regions are registered or an engine serves it, DeviceTimeout when
+        the reset fails.
         """
         if self.is_closed:
             return
-        if self._buffers:
-            raise ConfigError(
-                f"{len(self._buffers)} memory regions are still registered;"
-                " close them before the controller"
-            )
-        self.stop()
+        self._check_idle()
         self.reset(_CLOSE_TIMEOUT_S)
         if self._finalizer.detach() is not None:
             self._lib.gio_controller_destroy(self.handle)
@@ -232,6 +230,20 @@ class NativeController:
     def keep_after_failure(self) -> None:
         """Gives up on ever freeing the native object: something may still use it."""
         self._finalizer.detach()
+
+    def _check_idle(self) -> None:
+        """Nobody needs it any more; ends the controller's own thread."""
+        if self._buffers:
+            raise ConfigError(
+                f"{len(self._buffers)} memory regions are still registered;"
+                " close them before the controller"
+            )
+        self.stop()
+        self._check_unserved()
+
+    def _check_unserved(self) -> None:
+        if self.is_served:
+            raise ConfigError("an engine serves this controller; close the engine first")
 
     def _check_open(self) -> None:
         if self.is_closed:

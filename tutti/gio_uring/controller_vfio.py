@@ -284,10 +284,10 @@ class VfioController(NativeController):
             raise DeviceGone(f"{self.device.bdf} has left; bring it back and open it again")
         qid = len(self._queue_pairs) + 1
         limits = f"depth: a power of two from 2 to {self.info.depth_max}"
-        if depth > self.info.depth_max or qid > self.queues_granted or self.is_started:
+        if depth > self.info.depth_max or qid > self.queues_granted or self.is_served:
             raise ConfigError(
                 f"cannot create queue pair {qid} of depth {depth}; use a {limits}, at most"
-                f" {self.queues_granted} queue pairs, and create them before start()"
+                f" {self.queues_granted} queue pairs, and create them before start() or an engine"
             )
         queue_pair = QueuePair(depth, qid, owner=self)
         self._aim_doorbells(queue_pair)
@@ -329,16 +329,11 @@ class VfioController(NativeController):
         """Delete the queues, shut the drive down in order, give it back.
 
         A drive that does not play along is reset by the kernel, which takes all memory from it.
-        Raises ConfigError while regions are registered.
+        Raises ConfigError while regions are registered or an engine serves it.
         """
         if self.is_closed:
             return
-        if self._buffers:
-            raise ConfigError(
-                f"{len(self._buffers)} memory regions are still registered;"
-                " close them before the controller"
-            )
-        self.stop()
+        self._check_idle()
         if not self.rescue.stop(_RESCUE_STOP_S):
             self.keep_after_failure()
             raise DeviceTimeout(

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from tutti.errors import DeviceTimeout, PoolClosed, Unsupported
+from tutti.errors import ConfigError, DeviceTimeout, PoolClosed, Unsupported
 from tutti.gio_uring import _native
 from tutti.gio_uring.controller import NativeController
 from tutti.gio_uring.iocb import U32, U64, IocbStruct, PagedMemory, split_runs
@@ -196,6 +196,8 @@ class Engine:
 
     depth: entries of the queue pair, a power of two.  inflight_max: commands in flight.
     command_nbytes_max: longest command, further limited by the controller's MDTS.
+
+    Raises ConfigError while something else serves the controller.
     """
 
     def __init__(
@@ -207,6 +209,8 @@ class Engine:
         command_nbytes_max: int = 1 << 20,
         use_sgl: bool | None = None,
     ) -> None:
+        if controller.is_served:
+            raise ConfigError("another engine serves this controller; close that one first")
         self.controller = controller
         info = controller.info
         self.lba_nbytes = 1 << info.lba_shift
@@ -228,6 +232,7 @@ class Engine:
             LIST_NBYTES,
             inflight_max,
         )
+        assert self.handle, "two engines were made at once"
         # A process that ends without close: the thread must not outlive the controller, whose own
         # finalizer runs after this one.
         self._finalizer = weakref.finalize(self, _stop, self.handle, controller.keep_after_failure)

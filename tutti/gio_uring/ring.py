@@ -84,7 +84,7 @@ class Ring:
     """One submitter on a queue pair that a native controller made.
 
     `get_sqe` and fill, `submit`, then `peek_cqe` or `wait_cqe` and `cq_advance`. A controller that
-    was not started is served inline while waiting. Not thread-safe.
+    nobody serves is served inline while waiting. Not thread-safe.
     """
 
     def __init__(self, queue_pair: QueuePair) -> None:
@@ -133,7 +133,7 @@ class Ring:
         deadline_s = time.monotonic() + timeout_us * 1e-6
         completion = self.peek_cqe()
         while completion is None and (left_s := deadline_s - time.monotonic()) > 0:
-            if self._controller.is_started:
+            if self._controller.is_served:
                 time.sleep(min(left_s, _NAP_S))
             else:
                 self._controller.service(left_s)
