@@ -236,6 +236,31 @@ def test_format_overwrites_only_by_force(pool: Path, run_json: Json) -> None:
     assert run_json("info", pool)[1]["objects"] == 0
 
 
+@pytest.mark.parametrize(
+    ("given", "wanted"),
+    [
+        ([], False),
+        (["--force"], True),
+        (["--force", ""], False),
+        (["--force", "S1"], ["S1"]),
+        (["--force", "S1", "--force=S 2"], ["S1", "S 2"]),
+        (["--force", "--force", "S1"], ["S1"]),
+    ],
+)
+def test_format_is_forced_drive_by_drive(
+    given: list[str], wanted: object, monkeypatch: pytest.MonkeyPatch, run_json: Json
+) -> None:
+    seen: list[object] = []
+
+    def format_nothing(paths: object, *layout: object, force: object, **options: object) -> None:
+        seen.append(force)
+        raise PoolMismatch("x")
+
+    monkeypatch.setattr(store, "format", format_nothing)
+    run_json("format", "a", "b", "--capacity", "16MiB", *SMALL, *given)
+    assert seen == [wanted]
+
+
 def test_several_members(tmp_path: Path, run_json: Json) -> None:
     paths = [tmp_path / name for name in "ab"]
     assert run_json("format", *paths, "--capacity", "32MiB", *SMALL)[0] == 0

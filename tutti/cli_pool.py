@@ -47,7 +47,9 @@ _FORMAT_EXAMPLE = """\
 example:
   tutti format pool.tutti --capacity 64GiB --model llama-3.1-8b
   tutti format /mnt/a/pool /mnt/b/pool --capacity 1TiB --layers 48 --kv-heads 4 --head-dim 128
-  tutti format /dev/ng0n1 --capacity 1TiB --model llama-3.1-8b --force S5GXNF0R"""
+  tutti format /dev/ng0n1 --capacity 1TiB --model llama-3.1-8b --force S5GXNF0R
+  tutti format /dev/ng0n1 /dev/ng1n1 --capacity 2TiB --model llama-3.1-8b \\
+    --force S5GXNF0R --force S5GXNF0T"""
 _INFO = """\
 Says what a pool is, from its superblocks alone: it may be in use meanwhile, and nothing is
 written. How full it is, is known after it was closed in order; a running pool knows it itself.
@@ -77,12 +79,13 @@ def add_format(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--force",
+        action="append",
         nargs="?",
         const=True,
-        default=False,
+        default=[],
         metavar="SERIAL",
-        help="format files that exist; for a drive that holds anything, give its serial number:"
-        " what is there is lost",
+        help="format files that exist; for a drive that holds anything, give its serial number,"
+        " once for each drive: what is there is lost",
     )
     parser.set_defaults(run=run_format)
 
@@ -90,12 +93,13 @@ def add_format(parser: argparse.ArgumentParser) -> None:
 def run_format(args: argparse.Namespace) -> Outcome:
     """Formats a pool and says what it costs."""
     layout = layout_of(args)
+    serials = [serial for serial in args.force if serial and serial is not True]
     with Progress("prewrite", 0, in_bytes=True) as bar:
         geometry = store.format(
             args.paths,
             layout,
             args.capacity,
-            force=args.force,
+            force=serials or True in args.force,
             prewrite=args.prewrite,
             progress=bar.update if args.prewrite else None,
         )

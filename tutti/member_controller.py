@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from functools import partial
 
 from tutti.block_io import BlockIo
-from tutti.errors import CapacityError, ConfigError, PoolExists
+from tutti.errors import CapacityError, ConfigError
 from tutti.geometry import BLOCK_NBYTES, Geometry
 from tutti.gio_uring.controller import NativeController
 from tutti.gio_uring.controller_file import FileController
-from tutti.gio_uring.device_content import contents
+from tutti.gio_uring.device_content import Force, Held, check_forced, contents
 from tutti.gio_uring.named_drive import is_drive, open_drives, serial_of
 from tutti.units import format_nbytes
 
@@ -64,20 +64,17 @@ def check_room(controller: NativeController, names: Sequence[str], geometry: Geo
 
 
 def check_blank(
-    controller: NativeController, io: BlockIo, names: Sequence[str], force: bool | str
+    controller: NativeController, io: BlockIo, names: Sequence[str], force: Force
 ) -> None:
-    """Raises PoolExists where a namespace holds anything and ``force`` is not its drive's serial
-    number.
+    """Raises PoolExists with all namespaces that hold anything and whose drive ``force`` does not
+    name by its serial number.
     """
+    places = []
     for nsid, name in enumerate(names, 1):
         nbytes = controller.info.namespace_nlb[nsid - 1] * controller.info.lba_nbytes
         found = contents(partial(_read_end, io, nsid), nbytes)
-        serial = serial_of(controller, nsid)
-        if found and force != serial:
-            raise PoolExists(
-                f"{name} holds {', '.join(found)}, which would be lost; to overwrite it, force"
-                f" with its serial number, {serial!r}"
-            )
+        places.append(Held(name, found, serial_of(controller, nsid)))
+    check_forced(places, force)
 
 
 def _read_end(io: BlockIo, nsid: int, offset: int, nbytes: int) -> bytes:

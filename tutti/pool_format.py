@@ -12,6 +12,7 @@ from tutti.geometry import Geometry
 from tutti.gio_uring.block_device import check_devices, device_name
 from tutti.gio_uring.controller import NativeController
 from tutti.gio_uring.controller_file import allocate_file
+from tutti.gio_uring.device_content import Force
 from tutti.gio_uring.engine import Engine
 from tutti.layout import KVLayout
 from tutti.member_controller import are_drives, check_blank, check_room, open_controller
@@ -26,15 +27,16 @@ def format(
     layout: KVLayout,
     capacity: int | str,
     *,
-    force: bool | str = False,
+    force: Force = False,
     prewrite: bool = False,
     progress: Any = None,
 ) -> Geometry:
     """Makes a new, empty pool in files or on devices, of ``capacity`` bytes in all.
 
     force: overwrite files that exist; a device or drive that holds anything takes its serial number
-    for that, and one that is in use is refused in any case.  prewrite: write files once, which
-    spares the first puts their journal commits; ``progress(done, total)`` is called in bytes.
+    for that, several take a list of theirs, and one that is in use is refused in any case.
+    prewrite: write files once, which spares the first puts their journal commits;
+    ``progress(done, total)`` is called in bytes.
     Raises PoolExists, PoolNotFound, CapacityError (also for a full disk), LayoutError, PoolInUse,
     and for drives what ``open_controller`` raises.
     """
@@ -64,7 +66,7 @@ def format(
 
 
 def _format_drives(
-    names: Sequence[str], layout: KVLayout, member_nbytes: int, force: bool | str
+    names: Sequence[str], layout: KVLayout, member_nbytes: int, force: Force
 ) -> Geometry:
     """The drives stay this process's from the look at what they hold to the last write."""
     with open_controller(names) as controller:
@@ -80,7 +82,7 @@ def _write_format(
     names: Sequence[str],
     layout: KVLayout,
     geometry: Geometry,
-    force: bool | str = True,
+    force: Force = True,
 ) -> None:
     engine = Engine(controller)
     io = BlockIo(engine)

@@ -13,8 +13,9 @@ import pytest
 import tutti
 from store.pools import LAYOUT
 from tutti.errors import ConfigError, PoolExists, PoolInUse, PoolNotFound
+from tutti.gio_uring import block_device
 from tutti.gio_uring.block_device import Devices, check_devices, device_name
-from tutti.gio_uring.device_content import contents
+from tutti.gio_uring.device_content import Held, check_forced, contents
 from tutti.gio_uring.file_member import FileMember
 from tutti.gio_uring.generic_device import is_generic, readable_path
 from tutti.units import KiB, MiB
@@ -181,6 +182,43 @@ def test_any_content_at_all_is_content(seed: int) -> None:
         image = bytearray(nbytes)
         image[place] = 0x5A
         assert contents(lambda at, n, image=image: bytes(image[at : at + n]), nbytes)
+
+
+def test_all_that_is_not_forced_is_named_at_once() -> None:
+    full = ("XFS",)
+    drives = [
+        Held("/a", full, "A"),
+        Held("/b", (), "B"),
+        Held("/c", full, "C"),
+        Held("/d", full, "C"),
+    ]
+    for force in (False, True, "", "B", "AC", [], ["B"]):
+        with pytest.raises(PoolExists, match=r"^/a .*; /c .*; /d .* number, 'A' and 'C' \("):
+            check_forced(drives, force)
+    with pytest.raises(PoolExists, match=r"^/c .*; /d .* number, 'C' \("):
+        check_forced(drives, ["B", "A"])
+    check_forced(drives, ["C", "A"])
+    check_forced(drives[1:], "C")
+    with pytest.raises(PoolExists, match="no serial number to force /e by: erase it"):
+        check_forced([Held("/e", full, "")], ["", "A"])
+
+
+def test_every_drive_of_a_pool_is_forced_by_its_own_number(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(block_device, "device_name", lambda path: Path(path).name)
+    for name in ("nvme0n1", "nvme1n1"):  # its partitions are content of the first
+        with (machine.root / "dev" / name).open("r+b") as file:
+            file.write(b"XFSB")
+    paths = [str(machine.root / "dev" / name) for name in ("nvme0n1", "nvme1n1")]
+    with pytest.raises(PoolExists, match="'SYSTEM' and 'SPARE'"):
+        check_devices(paths, True, machine.root)
+    with pytest.raises(PoolExists, match="number, 'SYSTEM'"):
+        check_devices(paths, "SPARE", machine.root)
+    assert len(check_devices(paths, {"SPARE", "SYSTEM"}, machine.root)) == 2
+    machine.hold("nvme1n1", "md0")  # which counts more than what the first one holds
+    with pytest.raises(PoolInUse, match="part of md0"):
+        check_devices(paths, False, machine.root)
 
 
 def test_a_missing_device_is_never_a_new_file() -> None:

@@ -52,10 +52,14 @@ def test_what_is_not_blank_takes_the_serial_number(
         names = ["first", "second"]
         member_controller.check_blank(controller, io, names, False)
         controller.medium(2)[where : where + len(content)] = list(content)
-        for force in (False, True, "S1"):
+        for force in (False, True, "S1", ["S1"], []):
             with pytest.raises(PoolExists, match=f"second holds .*{what}.*'S2'"):
                 member_controller.check_blank(controller, io, names, force)
-        member_controller.check_blank(controller, io, names, "S2")
+        for force in ("S2", ["S2"], {"S1", "S2"}):
+            member_controller.check_blank(controller, io, names, force)
+        controller.medium(1)[where] = 1
+        with pytest.raises(PoolExists, match="^first holds .*; second holds .*'S1' and 'S2'"):
+            member_controller.check_blank(controller, io, names, False)
         io.close()
         engine.close()
 

@@ -13,8 +13,8 @@ import stat
 from dataclasses import dataclass
 from pathlib import Path
 
-from tutti.errors import ConfigError, MediumError, PoolExists, PoolInUse, PoolNotFound
-from tutti.gio_uring.device_content import contents
+from tutti.errors import ConfigError, MediumError, PoolInUse, PoolNotFound
+from tutti.gio_uring.device_content import Force, Held, check_forced, contents
 from tutti.gio_uring.generic_device import block_name, is_generic
 
 _SECTOR_NBYTES = 512  # of sysfs, whatever the device's blocks are
@@ -180,35 +180,21 @@ class Devices:
 
 
 def check_devices(
-    paths: list[str], force: bool | str = False, root: Path = Path("/")
+    paths: list[str], force: Force = False, root: Path = Path("/")
 ) -> list[BlockDevice]:
     """Refuses devices that must not be overwritten; paths of ordinary files are left alone.
 
-    force: the serial number of a drive whose content may be lost; True does not do.
+    force: the serial numbers of drives whose content may be lost; True does not do.
     Raises PoolInUse for what is in use whatever `force` says, PoolExists for what holds anything,
     PoolNotFound for a path below /dev that does not exist.
     """
-    found = []
-    for path in paths:
-        if (name := device_name(path)) is not None:
-            found.append(Devices(root).inspect(name))
-            _check_device(found[-1], path, force)
-    return found
-
-
-def _check_device(device: BlockDevice, path: str, force: bool | str) -> None:
-    if device.in_use:
-        raise PoolInUse(f"{path} is not touched: {'; '.join(device.in_use)}; choose another")
-    if not device.holds:
-        return
-    what = f"{path} holds {', '.join(device.holds)}"
-    if not device.serial:
-        raise PoolExists(f"{what}, and has no serial number to force it by; erase it yourself")
-    if force != device.serial:
-        raise PoolExists(
-            f"{what}, which would be lost; to overwrite it, force with its serial number,"
-            f" {device.serial!r}"
-        )
+    names = {path: name for path in paths if (name := device_name(path)) is not None}
+    found = {path: Devices(root).inspect(name) for path, name in names.items()}
+    for path, device in found.items():
+        if device.in_use:
+            raise PoolInUse(f"{path} is not touched: {'; '.join(device.in_use)}; choose another")
+    check_forced((Held(path, d.holds, d.serial) for path, d in found.items()), force)
+    return list(found.values())
 
 
 def device_name(path: str) -> str | None:

@@ -7,9 +7,10 @@ either is reported too: data of a kind that nobody here knows is still data.
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import NamedTuple
 
+from tutti.errors import PoolExists
 from tutti.units import KiB, MiB
 
 #: How much is looked at, at either end.
@@ -18,6 +19,9 @@ TAIL_NBYTES = MiB
 
 #: Reads (offset, nbytes) of the device.
 Read = Callable[[int, int], bytes]
+
+#: Whose content may be lost: True is for files, a drive goes by its serial number.
+Force = bool | str | Collection[str]
 
 
 class Magic(NamedTuple):
@@ -60,6 +64,33 @@ _HEAD = (
     Magic("a Ceph BlueStore", 0, b"bluestore block device"),
     *(Magic("a ZFS pool", 128 * KiB + KiB * i, struct.pack("<Q", 0x00BAB10C)) for i in range(128)),
 )
+
+
+class Held(NamedTuple):
+    """What a place holds; `serial` is its drive's serial number, "" when it has none."""
+
+    path: str
+    holds: Sequence[str]
+    serial: str
+
+
+def check_forced(places: Iterable[Held], force: Force) -> None:
+    """Raises PoolExists with all places that hold anything and whose drive is not in `force`."""
+    named = {force} if isinstance(force, str) else set() if isinstance(force, bool) else set(force)
+    lost = [p for p in places if p.holds and (not p.serial or p.serial not in named)]
+    if not lost:
+        return
+    what = "; ".join(f"{p.path} holds {', '.join(p.holds)}" for p in lost)
+    if nameless := [p.path for p in lost if not p.serial]:
+        raise PoolExists(
+            f"{what}; there is no serial number to force {' and '.join(nameless)} by: erase it"
+            " yourself"
+        )
+    serials = dict.fromkeys(repr(p.serial) for p in lost)
+    raise PoolExists(
+        f"{what}, which would be lost; to overwrite it, force with its serial number,"
+        f" {' and '.join(serials)} (one --force for each drive)"
+    )
 
 
 def contents(read: Read, nbytes: int) -> list[str]:
