@@ -14,7 +14,7 @@ import pytest
 from crash.objects import as_rows, content_of
 
 import tutti
-from qemu.cases_drive import BLOCKS, SLOW, Mover
+from qemu.cases_drive import SLOW, Mover, ends, wait_for
 from qemu.inside import Drives
 from store.pools import LAYOUT
 from tutti import cli
@@ -23,8 +23,7 @@ from tutti.errors import ConfigError, PoolExists, PoolInUse, PoolNotFound
 from tutti.gio_uring.controller_span import SpanController
 from tutti.gio_uring.controller_vfio import VfioController
 from tutti.gio_uring.drive_rescue import Outcome
-from tutti.gio_uring.engine import Extents, Job
-from tutti.gio_uring.nvme_spec import OPCODE_WRITE as WRITE
+from tutti.gio_uring.nvme_spec import STATUS_OK
 from tutti.store import ObjectStore
 
 LEFT, RIGHT = 4, 5
@@ -122,29 +121,16 @@ def test_addresses_that_do_not_do(drives: Drives, tmp_path: Path) -> None:
 
 def test_the_other_drive_of_a_span_goes_on(drives: Drives, monkeypatch: pytest.MonkeyPatch) -> None:
     """One drive is late and reset; nothing of the other one fails, also while that lasts."""
-    span = SpanController([VfioController(drives.bdfs[place]) for place in (SLOW, LEFT)])
-    slow, other = span.drives
+    made = SpanController([VfioController(drives.bdfs[place]) for place in (SLOW, LEFT)])
+    slow, other = made.drives
     slow.rescue._grace_s = 0.1
     monkeypatch.setattr(slow.rescue, "_abort", lambda late: None)  # only a reset helps
-    mover = Mover(span, 64)
-    pages = np.arange(BLOCKS, dtype=np.uint32)
-
-    def submit(nsid: int, timeout_s: float) -> Job:
-        whole = Extents([0], [nsid], [BLOCKS], 1)
-        return mover.engine.submit(WRITE, whole, pages, mover.memory, timeout_s=timeout_s)
-
-    jobs = [submit(1, 0.2) for _ in range(24)]  # six seconds of work
-    deadline_s = time.monotonic() + 60
-    while not all(job.wait_released(0.0) for job in jobs):
-        assert time.monotonic() < deadline_s, "memory never came back"
-        job = submit(2, 30.0)
-        assert job.wait_released(30)
-        assert not job.page_status.any()
-    assert slow.rescue.outcomes[Outcome.RESET] >= 1
-    assert set(other.rescue.outcomes) <= {Outcome.NOTHING_LATE}
-    for nsid in (1, 2):
-        job = submit(nsid, 30.0)
-        assert job.wait_released(30)
-        assert not job.page_status.any()
-    mover.close()
-    span.close()
+    with made as span, Mover(span, 64) as mover:
+        jobs = [mover.write_whole(1, 0.2) for _ in range(24)]  # six seconds of work
+        deadline_s = time.monotonic() + 60
+        while not all(job.wait_released(0.0) for job in jobs):
+            assert time.monotonic() < deadline_s, "memory never came back"
+            assert ends([mover.write_whole(2)]) == {STATUS_OK}
+        wait_for(slow.rescue, Outcome.RESET)
+        assert set(other.rescue.outcomes) <= {Outcome.NOTHING_LATE}
+        assert ends([mover.write_whole(nsid) for nsid in (1, 2)]) == {STATUS_OK}

@@ -9,6 +9,8 @@ from __future__ import annotations
 import itertools
 import random
 import time
+from collections.abc import Sequence
+from typing import Self
 
 import numpy as np
 import pytest
@@ -24,9 +26,8 @@ from tutti.gio_uring.controller import (
     HAS_VOLATILE_CACHE,
     NativeController,
 )
-from tutti.gio_uring.controller_vfio import _lib
-from tutti.gio_uring.drive_rescue import Outcome
-from tutti.gio_uring.engine import Engine, Extents
+from tutti.gio_uring.drive_rescue import Ask, DriveRescue, NativeDrive, Outcome
+from tutti.gio_uring.engine import Engine, Extents, Job
 from tutti.gio_uring.iocb import flat_memory
 from tutti.gio_uring.memory import HostBuffer
 from tutti.gio_uring.ring import status_error
@@ -39,8 +40,16 @@ USUAL, ODD, FAULTY, SLOW = range(4)
 BLOCKS = 256  # that a lap writes and reads
 
 
+def wait_for(rescue: DriveRescue, outcome: Outcome) -> None:
+    """Until a round of the rescue ended so; it counts after the memory came back."""
+    deadline_s = time.monotonic() + 30
+    while not rescue.outcomes[outcome]:
+        assert time.monotonic() < deadline_s, f"no {outcome}, but {rescue.outcomes}"
+        time.sleep(0.01)
+
+
 class Mover:
-    """An engine that moves single blocks between a namespace and a buffer."""
+    """An engine that moves single blocks between a namespace and a buffer; a context manager."""
 
     def __init__(self, controller: NativeController, depth: int, **options: object) -> None:
         self.controller = controller
@@ -52,20 +61,38 @@ class Mover:
 
     def move(self, opcode: int, slba: np.ndarray, timeout_s: float = 30.0) -> np.ndarray:
         """Block i of the buffer to or from slba[i], one command each; their statuses."""
-        ones = np.ones(slba.size, np.int64)
-        pages = np.arange(slba.size, dtype=np.uint32)
-        job = self.engine.submit(
-            opcode, Extents(slba, ones, ones, 1), pages, self.memory, timeout_s=timeout_s
-        )
+        job = self.submit(opcode, slba, timeout_s)
         assert job.wait_layers(1, 60)
         return job.page_status
+
+    def submit(self, opcode: int, slba: np.ndarray, timeout_s: float) -> Job:
+        """As move, under way."""
+        ones = np.ones(slba.size, np.int64)
+        pages = np.arange(slba.size, dtype=np.uint32)
+        extents = Extents(slba, ones, ones, 1)
+        return self.engine.submit(opcode, extents, pages, self.memory, timeout_s=timeout_s)
+
+    def write_whole(self, nsid: int, timeout_s: float = 30.0) -> Job:
+        """The buffer to a namespace's first blocks with one command, under way."""
+        pages = np.arange(BLOCKS, dtype=np.uint32)
+        whole = Extents([0], [nsid], [BLOCKS], 1)
+        return self.engine.submit(WRITE, whole, pages, self.memory, timeout_s=timeout_s)
 
     def blocks(self) -> np.ndarray:
         return self.buffer.array.reshape(BLOCKS, self.nbytes)
 
-    def close(self) -> None:
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
         self.engine.close()
         self.region.close()
+
+
+def ends(jobs: Sequence[Job]) -> set[int]:
+    """The statuses of all pages of jobs that end soon."""
+    assert all(job.wait_released(30) for job in jobs)
+    return {int(status) for job in jobs for status in job.page_status}
 
 
 @pytest.mark.parametrize(
@@ -76,16 +103,15 @@ def test_every_ring_wraps(drives: Drives, seed: int, depths: tuple[int, ...]) ->
     with drives.open(USUAL, shadow_doorbells=len(depths) == 2) as controller:
         assert controller.queues_granted == 8
         for depth in depths:
-            mover = Mover(controller, depth)
-            for _ in range(max(1, 3 * depth // (2 * BLOCKS) + 1)):
-                slba = rng.permutation(BLOCKS).astype(np.uint64) + np.uint64(rng.integers(64))
-                content = rng.integers(0, 256, (BLOCKS, LBA), dtype=np.uint8)
-                mover.blocks()[:] = content
-                assert not mover.move(WRITE, slba).any()
-                mover.blocks()[:] = 0
-                assert not mover.move(READ, slba[::-1]).any()
-                assert np.array_equal(mover.blocks()[::-1], content)
-            mover.close()
+            with Mover(controller, depth) as mover:
+                for _ in range(max(1, 3 * depth // (2 * BLOCKS) + 1)):
+                    slba = rng.permutation(BLOCKS).astype(np.uint64) + np.uint64(rng.integers(64))
+                    content = rng.integers(0, 256, (BLOCKS, LBA), dtype=np.uint8)
+                    mover.blocks()[:] = content
+                    assert not mover.move(WRITE, slba).any()
+                    mover.blocks()[:] = 0
+                    assert not mover.move(READ, slba[::-1]).any()
+                    assert np.array_equal(mover.blocks()[::-1], content)
 
 
 @pytest.mark.parametrize("queues", [1, 2, 8])
@@ -217,8 +243,7 @@ def test_deallocated_blocks_read_as_it_says(drives: Drives) -> None:
 
 def test_injected_errors(drives: Drives) -> None:
     """Only what touches a bad block fails, with the status of a drive, through ring and engine."""
-    with drives.open(FAULTY) as controller:
-        mover = Mover(controller, 32)
+    with drives.open(FAULTY) as controller, Mover(controller, 32) as mover:
         slba = np.arange(BLOCKS, dtype=np.uint64)
         status = mover.move(WRITE, slba)
         assert np.flatnonzero(status).tolist() == [200]
@@ -232,7 +257,6 @@ def test_injected_errors(drives: Drives) -> None:
         again = mover.engine.flush([1])
         assert again.wait_released(20)
         assert again.report().status == OK
-        mover.close()
 
 
 def test_memory_that_was_not_named_is_out_of_reach(drives: Drives) -> None:
@@ -296,24 +320,18 @@ def test_abort(drives: Drives) -> None:
 
 
 def test_a_time_out_keeps_memory_until_the_reset(drives: Drives) -> None:
-    with drives.open(SLOW, rescues=False) as controller:
-        mover, host = Mover(controller, 64), NvmeHost(controller)
+    with drives.open(SLOW, rescues=False) as controller, Mover(controller, 64) as mover:
         # A second of work, behind which everything waits.
-        cids = host.submit([host.transfer(WRITE, 0, 256, [host.extent(0, MiB)]) for _ in range(6)])
+        ahead = [mover.write_whole(1) for _ in range(6)]
         slba = np.arange(BLOCKS, dtype=np.uint64)
-        ones = np.ones(BLOCKS, np.int64)
-        pages = np.arange(BLOCKS, dtype=np.uint32)
-        extents = Extents(slba, ones, ones, 1)
-        job = mover.engine.submit(WRITE, extents, pages, mover.memory, timeout_s=0.05)
+        job = mover.submit(WRITE, slba, 0.05)
         assert job.wait_layers(1, 5)
         assert nvme.STATUS_TIMED_OUT in job.page_status
         assert not job.wait_released(0.0)
         mover.engine.reset(5.0)
         assert job.wait_released(5)
-        assert set(host.wait(cids)) <= {OK, nvme.STATUS_ABORTED_SQ_DELETION}
+        assert ends(ahead) <= {OK, nvme.STATUS_ABORTED_SQ_DELETION}
         assert not mover.move(READ, slba[:4]).any()
-        mover.close()
-        host.close()
 
 
 @pytest.mark.parametrize("shadow", [False, True])
@@ -321,45 +339,36 @@ def test_late_commands_are_ended_and_the_rings_go_on(drives: Drives, shadow: boo
     """Nobody asks for the reset: the rescue does, beside the engine's thread."""
     with drives.open(SLOW, shadow_doorbells=shadow) as controller:
         controller.rescue._grace_s = 0.1
-        mover, host = Mover(controller, 64), NvmeHost(controller)
-        cids = host.submit([host.transfer(WRITE, 0, 256, [host.extent(0, MiB)]) for _ in range(8)])
-        slba = np.arange(BLOCKS, dtype=np.uint64)
-        ones = np.ones(BLOCKS, np.int64)
-        pages = np.arange(BLOCKS, dtype=np.uint32)
-        job = mover.engine.submit(
-            WRITE, Extents(slba, ones, ones, 1), pages, mover.memory, timeout_s=0.2
-        )
-        assert job.wait_layers(1, 5)
-        assert job.wait_released(30), "its memory never came back"
-        assert set(host.wait(cids)) <= {
-            OK,
-            nvme.STATUS_ABORT_REQUESTED,
-            nvme.STATUS_ABORTED_SQ_DELETION,
-        }
-        for opcode in (READ, WRITE, READ):
-            assert not mover.move(opcode, slba[:64]).any()
-        mover.close()
-        host.close()
-        assert controller.rescue.outcomes[Outcome.RESET] >= 1
+        with Mover(controller, 64) as mover:
+            ahead = [mover.write_whole(1) for _ in range(8)]
+            slba = np.arange(BLOCKS, dtype=np.uint64)
+            job = mover.submit(WRITE, slba, 0.2)
+            assert job.wait_layers(1, 5)
+            assert job.wait_released(30), "its memory never came back"
+            assert ends(ahead) <= {
+                OK,
+                nvme.STATUS_ABORT_REQUESTED,
+                nvme.STATUS_ABORTED_SQ_DELETION,
+            }
+            for opcode in (READ, WRITE, READ):
+                assert not mover.move(opcode, slba[:64]).any()
+            wait_for(controller.rescue, Outcome.RESET)
         assert not controller.is_gone
 
 
 def test_a_lost_drive_is_an_error_at_once(drives: Drives) -> None:
     with drives.open(SLOW) as controller:
-        mover = Mover(controller, 16)
-        host = NvmeHost(controller)
-        slba = np.arange(BLOCKS, dtype=np.uint64)
-        cids = host.submit([host.transfer(WRITE, 0, 256, [host.extent(0, MiB)]) for _ in range(4)])
-        assert _lib().gio_vfio_controller_lose(controller.handle) == 0
-        assert controller.is_gone
-        assert set(host.wait(cids)) <= {OK, nvme.STATUS_DEVICE_GONE}
-        start_s = time.monotonic()
-        assert set(mover.move(READ, slba)) == {nvme.STATUS_DEVICE_GONE}
-        assert time.monotonic() - start_s < 20, "a lost drive makes its users wait"
+        with Mover(controller, 16) as mover:
+            slba = np.arange(BLOCKS, dtype=np.uint64)
+            ahead = [mover.write_whole(1) for _ in range(4)]
+            NativeDrive(controller.handle, "the slow drive").ask(Ask.LOSE)
+            assert controller.is_gone
+            assert ends(ahead) <= {OK, nvme.STATUS_DEVICE_GONE}
+            start_s = time.monotonic()
+            assert set(mover.move(READ, slba)) == {nvme.STATUS_DEVICE_GONE}
+            assert time.monotonic() - start_s < 20, "a lost drive makes its users wait"
         assert isinstance(status_error(nvme.STATUS_DEVICE_GONE), DeviceGone)
         controller.register(HostBuffer(LBA)).close()
-        mover.close()
-        host.close()
     with drives.open(SLOW) as controller:  # it comes back as if nothing had been
         host = NvmeHost(controller)
         assert host.flush() == OK
