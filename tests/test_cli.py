@@ -140,6 +140,8 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["format", "p", "--capacity", "16MiB", *SMALL[:-1], "1"], "bundle"),
         (["fsck", "p", "--sample", "0"], "positive integer"),
         (["fsck", "p", "--rep"], "--rep"),
+        (["fsck", "p", "--nonsense"], "`tutti fsck --help`"),
+        (["bench", "ring", "--depth", "3"], "`tutti bench ring --help`"),
     ],
 )
 def test_wrong_usage(argv: list[str], hint: str, capsys: pytest.CaptureFixture[str]) -> None:

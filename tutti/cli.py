@@ -109,6 +109,7 @@ def build_parser(argv: Sequence[str]) -> argparse.ArgumentParser:
             child.add_argument(
                 "--json", action="store_true", help="print one JSON object instead of tables"
             )
+            child.set_defaults(refuse=child.error)
     return parser
 
 
@@ -117,7 +118,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else list(argv)
     as_json = "--json" in argv
     try:
-        args = build_parser(argv).parse_args(argv)
+        args, unknown = build_parser(argv).parse_known_args(argv)
+        if unknown:  # by the command's own parser, whose help knows what there is
+            args.refuse(f"unrecognized arguments: {' '.join(unknown)}")
         outcome: Outcome = args.run(args)
     except KeyboardInterrupt:
         return _fail("interrupted", EXIT_INTERRUPTED)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from importlib import import_module
 from types import ModuleType
 from typing import Any
@@ -80,49 +81,39 @@ def bench_module(name: str) -> ModuleType:
         ) from error
 
 
-def add_bandwidth(parser: argparse.ArgumentParser) -> None:
-    """Describes `tutti bench bandwidth`."""
-    _wire(parser, "bandwidth", _BANDWIDTH, _BANDWIDTH_EXAMPLE)
+def _wrong_bytes(result: dict[str, Any]) -> int:
+    return EXIT_FAILED if result.get("wrong") else EXIT_OK
 
 
-def add_peers(parser: argparse.ArgumentParser) -> None:
-    """Describes `tutti bench peers`."""
-    _wire(parser, "peers", _PEERS, _PEERS_EXAMPLE)
+def bench_command(
+    name: str,
+    description: str,
+    example: str,
+    exit_code: Callable[[dict[str, Any]], int] = _wrong_bytes,
+) -> Callable[[argparse.ArgumentParser], None]:
+    """What describes the command of `tutti.bench.NAME`.
+
+    exit_code: of a result; by default wrong bytes fail the command.
+    """
+
+    def add(parser: argparse.ArgumentParser) -> None:
+        parser.description, parser.epilog = description, example
+        module = bench_module(name)
+        module.add_arguments(parser)
+
+        def run(args: argparse.Namespace) -> Outcome:
+            result = module.run(args, progress)
+            return Outcome(result, module.report(result), exit_code(result))
+
+        parser.set_defaults(run=run)
+
+    return add
 
 
-def add_ring(parser: argparse.ArgumentParser) -> None:
-    """Describes `tutti bench ring`."""
-    _wire(parser, "ring", _RING, _RING_EXAMPLE)
-
-
-def add_slack(parser: argparse.ArgumentParser) -> None:
-    """Describes `tutti bench slack`."""
-    _wire(parser, "slack", _SLACK, _SLACK_EXAMPLE)
-
-
-def add_placement(parser: argparse.ArgumentParser) -> None:
-    """Describes `tutti bench placement`."""
-    _wire(parser, "placement", _PLACEMENT, _PLACEMENT_EXAMPLE)
-
-
-def add_replay(parser: argparse.ArgumentParser) -> None:
-    """Describes `tutti replay`."""
-    _wire(parser, "replay", _REPLAY, _REPLAY_EXAMPLE)
-
-
-def add_simulate(parser: argparse.ArgumentParser) -> None:
-    """Describes `tutti simulate`."""
-    _wire(parser, "simulate", _SIMULATE, _SIMULATE_EXAMPLE)
-
-
-def outcome_of(module: ModuleType, result: dict[str, Any]) -> Outcome:
-    """The bench's own report; wrong bytes fail the command."""
-    exit_code = EXIT_FAILED if result.get("wrong") else EXIT_OK
-    return Outcome(result, module.report(result), exit_code)
-
-
-def _wire(parser: argparse.ArgumentParser, name: str, description: str, example: str) -> None:
-    parser.description, parser.epilog = description, example
-    module = bench_module(name)
-    module.add_arguments(parser)
-    parser.set_defaults(run=lambda args: outcome_of(module, module.run(args, progress)))
+add_bandwidth = bench_command("bandwidth", _BANDWIDTH, _BANDWIDTH_EXAMPLE)
+add_peers = bench_command("peers", _PEERS, _PEERS_EXAMPLE)
+add_ring = bench_command("ring", _RING, _RING_EXAMPLE)
+add_slack = bench_command("slack", _SLACK, _SLACK_EXAMPLE)
+add_placement = bench_command("placement", _PLACEMENT, _PLACEMENT_EXAMPLE)
+add_replay = bench_command("replay", _REPLAY, _REPLAY_EXAMPLE)
+add_simulate = bench_command("simulate", _SIMULATE, _SIMULATE_EXAMPLE)

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import argparse
-
-from tutti.cli_bench import bench_module, outcome_of
-from tutti.terminal import progress
+from tutti.cli_bench import bench_command
 
 _PROFILE = """\
 Measures how long reads and writes of this medium take, alone and beside each other, and writes a
@@ -23,18 +20,5 @@ example:
   tutti bench residency --dir /mnt/nvme --working-set 2GiB"""
 
 
-def add_profile(parser: argparse.ArgumentParser) -> None:
-    """Describes `tutti profile`."""
-    _wire(parser, "profile", _PROFILE, _PROFILE_EXAMPLE)
-
-
-def add_residency(parser: argparse.ArgumentParser) -> None:
-    """Describes `tutti bench residency`."""
-    _wire(parser, "residency", _RESIDENCY, _RESIDENCY_EXAMPLE)
-
-
-def _wire(parser: argparse.ArgumentParser, name: str, description: str, example: str) -> None:
-    parser.description, parser.epilog = description, example
-    module = bench_module(name)
-    module.add_arguments(parser)
-    parser.set_defaults(run=lambda args: outcome_of(module, module.run(args, progress)))
+add_profile = bench_command("profile", _PROFILE, _PROFILE_EXAMPLE)
+add_residency = bench_command("residency", _RESIDENCY, _RESIDENCY_EXAMPLE)

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import argparse
 from typing import Any
 
-from tutti.cli_bench import bench_module
-from tutti.cli_outcome import EXIT_INTERRUPTED, EXIT_OK, EXIT_UNUSABLE, Outcome
-from tutti.terminal import progress
+from tutti.cli_bench import bench_command
+from tutti.cli_outcome import EXIT_INTERRUPTED, EXIT_OK, EXIT_UNUSABLE
 
 _SERVE = """\
 Starts SGLang as one of the compared systems, on this machine, and stays until Ctrl-C. What the
@@ -44,26 +42,6 @@ example:
   tutti bench figures cost results/tutti results/hbm --out figures/cost --gpu-price 4"""
 
 
-def add_serve(parser: argparse.ArgumentParser) -> None:
-    """Describes `tutti bench serve`."""
-    _wire(parser, "recipes", _SERVE, _SERVE_EXAMPLE)
-
-
-def add_ttft(parser: argparse.ArgumentParser) -> None:
-    """Describes `tutti bench ttft`."""
-    _wire(parser, "ttft", _TTFT, _TTFT_EXAMPLE)
-
-
-def add_workload(parser: argparse.ArgumentParser) -> None:
-    """Describes `tutti bench workload`."""
-    _wire(parser, "workloads.export", _WORKLOAD, _WORKLOAD_EXAMPLE)
-
-
-def add_figures(parser: argparse.ArgumentParser) -> None:
-    """Describes `tutti bench figures`."""
-    _wire(parser, "figures", _FIGURES, _FIGURES_EXAMPLE)
-
-
 def _exit_code(result: dict[str, Any]) -> int:
     """A run that ended early fails the command although its results were kept."""
     if result.get("interrupted"):
@@ -71,13 +49,7 @@ def _exit_code(result: dict[str, Any]) -> int:
     return EXIT_UNUSABLE if result.get("stopped") or result.get("output") else EXIT_OK
 
 
-def _wire(parser: argparse.ArgumentParser, name: str, description: str, example: str) -> None:
-    parser.description, parser.epilog = description, example
-    module = bench_module(name)
-    module.add_arguments(parser)
-
-    def run(args: argparse.Namespace) -> Outcome:
-        result = module.run(args, progress)
-        return Outcome(result, module.report(result), _exit_code(result))
-
-    parser.set_defaults(run=run)
+add_serve = bench_command("recipes", _SERVE, _SERVE_EXAMPLE, _exit_code)
+add_ttft = bench_command("ttft", _TTFT, _TTFT_EXAMPLE, _exit_code)
+add_workload = bench_command("workloads.export", _WORKLOAD, _WORKLOAD_EXAMPLE, _exit_code)
+add_figures = bench_command("figures", _FIGURES, _FIGURES_EXAMPLE, _exit_code)
