@@ -24,9 +24,9 @@ def as_slots(*slots: int) -> npt.NDArray[np.int64]:
     return np.array(slots, np.int64)
 
 
-def filled(slots: int, held: int, **options: int) -> Index:
+def filled(slots: int, held: int) -> Index:
     """An index whose first `held` slots are READY and hold the keys 0, 1, 2..."""
-    index = Index(slots, seed=1, **options)
+    index = Index(slots, seed=1)
     numbers = np.arange(held)
     index.insert(numbers, make_keys(numbers), numbers + 100, numbers, state=SlotState.READY)
     return index
@@ -91,8 +91,8 @@ class IndexModel(RuleBasedStateMachine):
         for slot in self.in_state(*(set(SlotState) - {SlotState.QUARANTINED})):
             self.state[slot] = SlotState.FREE
 
-    @rule(numbers=st.lists(st.integers(0, UNIVERSE), max_size=70), pin=st.booleans())
-    def look_up(self, numbers: list[int], pin: bool) -> None:
+    @rule(numbers=st.lists(st.integers(0, UNIVERSE), max_size=70))
+    def look_up(self, numbers: list[int]) -> None:
         keys = make_keys(numbers)
         found = [self.slot_of.get(number, MISSING) for number in numbers]
         assert self.index.find(keys).tolist() == found
@@ -101,7 +101,7 @@ class IndexModel(RuleBasedStateMachine):
             if slot == MISSING or self.state[slot] == SlotState.WRITING:
                 break
             prefix.append(slot)
-        assert self.index.match(keys, pin=pin).tolist() == prefix
+        assert self.index.match(keys).tolist() == prefix
 
     @invariant()
     def agrees(self) -> None:
@@ -153,14 +153,14 @@ def test_match_stops_at_a_gap_and_at_a_slot_in_writing() -> None:
 
 
 def test_look_answers_for_every_key_on_its_own_as_one_lookup() -> None:
-    index = filled(16, 6, pin_lookups=1)
+    index = filled(16, 6)
     index.insert(as_slots(6), make_keys([6]), 1, 6)
     index.insert(as_slots(9), make_keys([9]), 1, 0, state=SlotState.UNPROVEN)
-    before = index.clock
-    assert index.look(make_keys([99, 3, 6, 9, 0]), pin=True).tolist() == [-1, 3, -1, 9, 0]
-    assert index.clock == before + 1
+    before = index.uses
+    assert index.look(make_keys([99, 3, 6, 9, 0])).tolist() == [-1, 3, -1, 9, 0]
+    assert index.uses == before + 1
     assert np.flatnonzero(index.access == index.uses).tolist() == [0, 3, 9]
-    assert np.flatnonzero(index.busy()).tolist() == [0, 3, 6, 9], "6 is being written"
+    assert np.flatnonzero(index.busy()).tolist() == [6], "6 is being written"
     assert index.look(make_keys([])).size == 0
 
 
@@ -194,22 +194,12 @@ def test_only_the_listed_transitions_are_allowed(before: SlotState, after: SlotS
         assert index.state[0] == before
 
 
-def test_a_pin_of_match_expires_by_lookups_alone() -> None:
-    index = filled(8, 4, pin_lookups=3)
-    index.match(make_keys([0, 1]), pin=True)
-    for _ in range(3):
-        index.match(make_keys([3]))
-        assert index.busy().tolist() == [True, True] + [False] * 6
-    index.match(make_keys([]))
-    assert not index.busy().any()
-
-
 def test_nothing_is_pinned_at_first() -> None:
     assert not Index(4).busy().any()
 
 
 def test_pins_in_flight_count_and_do_not_expire() -> None:
-    index = filled(8, 4, pin_lookups=1)
+    index = filled(8, 4)
     index.pin(as_slots(0, 1, 1))
     index.pin(as_slots(1))
     for _ in range(5):
@@ -291,28 +281,21 @@ def test_recovered_access_times_stay_in_order_with_later_lookups() -> None:
     assert index.access[0] == index.access[1]
 
 
-def test_a_use_without_a_look_up_is_younger_and_leaves_pins() -> None:
-    index = filled(4, 3, pin_lookups=1)
-    index.match(make_keys([0, 1]), pin=True)
-    for _ in range(3):
-        index.begin_use()
+def test_a_use_without_a_look_up_is_younger() -> None:
+    index = filled(4, 3)
+    index.match(make_keys([0, 1]))
+    index.begin_use()
     index.touch(as_slots(2))
     assert index.access[2] > index.access[1]
-    assert index.busy().tolist() == [True, True, False, False], "pins expire by look-ups alone"
 
 
-def test_the_clock_wraps_without_losing_order_or_pins() -> None:
-    index = filled(4, 4, pin_lookups=4)
-    index.clock = CLOCK_MAX - 7
+def test_the_clock_wraps_without_losing_order() -> None:
+    index = filled(4, 4)
     index.uses = CLOCK_MAX - 4
     index.match(make_keys([1]))
-    index.match(make_keys([2]), pin=True)
-    for _ in range(4):
+    index.match(make_keys([2]))
+    for _ in range(5):
         index.match(make_keys([3]))
-        assert index.busy().tolist() == [False, False, True, False]
-    index.match(make_keys([3]))
-    assert not index.busy().any()
-    assert index.clock < (1 << 31) + 10, "it did not wrap"
     assert index.uses < (1 << 31) + 10, "it did not wrap"
     assert index.access[3] > index.access[2] > index.access[1] > index.access[0]
     index.check_integrity()

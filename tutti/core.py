@@ -20,6 +20,7 @@ from tutti.eviction import EvictionPolicy, LeastRecentlyUsed
 from tutti.gio_uring.engine import Engine, Extents
 from tutti.gio_uring.iocb import PagedMemory
 from tutti.gio_uring.transfer import Submitter
+from tutti.holds import Holds
 from tutti.index import MISSING, Index, SlotState
 from tutti.members import Members
 from tutti.scheduler.dispatcher import Schedule
@@ -40,6 +41,8 @@ class StoreConfig:
     durability: "process" survives the death of the process; "flush" also a loss of power.
     timeout_s: how long one command, and a wait for space, may take.
     pin_lookups: how many later look-ups a pin of ``match`` holds.
+    pin_share: how much of the pool all pins together may keep, from 0 to 1; answers of look-ups
+        that pin are shortened rather than exceed it.
     digest_cache_nbytes: memory for digests of recent objects.
     schedule: when puts and loads are launched; None for at once.  See docs/scheduler.md.
     page_cache_share: how much of the memory that is free at the opening the page cache may use for
@@ -50,6 +53,7 @@ class StoreConfig:
     durability: str = "process"
     timeout_s: float = 30.0
     pin_lookups: int = 64
+    pin_share: float = 1.0
     digest_cache_nbytes: int = 16 << 20
     page_cache_share: float = 0.0
     policy: EvictionPolicy = field(default_factory=LeastRecentlyUsed)
@@ -62,8 +66,11 @@ class StoreConfig:
             raise ConfigError(
                 f"durability is {self.durability!r}; use one of {', '.join(DURABILITY)}"
             )
-        if not 0 <= self.page_cache_share <= 1:
-            raise ConfigError(f"page_cache_share is {self.page_cache_share}; give 0 to 1")
+        for name in ("page_cache_share", "pin_share"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ConfigError(f"{name} is {getattr(self, name)}; give 0 to 1")
+        if self.pin_lookups < 1:
+            raise ConfigError(f"pin_lookups is {self.pin_lookups}; give at least 1")
         if not self.timeout_s > 0:
             raise ConfigError(f"timeout_s is {self.timeout_s}; give a positive number of seconds")
 
@@ -115,7 +122,12 @@ class Core:
         self.ready = False  # recovery is done, and no clear is under way
         self.leave_open = False  # records on the medium are not what the index says
         self.failure: BaseException | None = None  # why recovery failed
-        self.index = Index(members.count * self.geometry.slots, pin_lookups=config.pin_lookups)
+        self.index = Index(members.count * self.geometry.slots)
+        self.holds = Holds(
+            self.index.kept,
+            lookups=config.pin_lookups,
+            slots_max=int(self.index.slots * config.pin_share),
+        )
         self.allocator = Allocator(members.count, self.geometry.groups, self.geometry.group_slots)
         entry_nbytes = 8 * self.layers + 16
         entries = min(self.index.slots, config.digest_cache_nbytes // entry_nbytes)
@@ -155,32 +167,47 @@ class Core:
         unproven = np.flatnonzero(self.index.state[slots] == SlotState.UNPROVEN)
         return int(unproven[0]) if unproven.size else slots.size
 
-    def match(self, keys: npt.NDArray[np.uint8], *, pin: bool, proven: bool) -> int:
+    def match(self, keys: npt.NDArray[np.uint8], *, pin: bool | str, proven: bool) -> int:
         """See ObjectStore.match."""
         with self.lock:
             self.check_open()
             if not self.ready:
                 return 0
-            found = self.index.match(keys, pin=pin)
-            if proven:
-                found = found[: self.proven_prefix(found)]
-            self._count_lookup(len(keys), found.size)
-            return int(found.size)
+            self.holds.lookup()
+            found = self.index.match(keys)
+            hits = self.proven_prefix(found) if proven else found.size
+            if pin is not False:
+                hits = self.holds.hold(_holder(pin), found[:hits])
+            self._count_lookup(len(keys), hits)
+            return hits
 
     def present(
-        self, keys: npt.NDArray[np.uint8], *, pin: bool, proven: bool
+        self, keys: npt.NDArray[np.uint8], *, pin: bool | str, proven: bool
     ) -> npt.NDArray[np.bool_]:
         """See ObjectStore.present."""
         with self.lock:
             self.check_open()
             if not self.ready:
                 return np.zeros(len(keys), np.bool_)
-            slots = self.index.look(keys, pin=pin)
+            self.holds.lookup()
+            slots = self.index.look(keys)
             there: npt.NDArray[np.bool_] = slots != MISSING
             if proven:
                 there &= self.index.state[slots] != SlotState.UNPROVEN
+            if pin is not False:
+                rows = np.flatnonzero(there)
+                kept = self.holds.hold(_holder(pin), slots[rows], last=True)
+                there[rows[: rows.size - kept]] = False
             self._count_lookup(len(keys), int(np.count_nonzero(there)))
             return there
+
+    def unpin(self, name: str | None) -> None:
+        """See ObjectStore.unpin."""
+        with self.lock:
+            if name is None:
+                self.holds.clear()
+            else:
+                self.holds.release(name)
 
     def _count_lookup(self, keys: int, hits: int) -> None:
         self.counters.lookups += 1
@@ -279,3 +306,7 @@ class Core:
     def now_64s(self) -> int:
         """Wall time in the unit of records."""
         return int(time.time()) >> 6
+
+
+def _holder(pin: bool | str) -> str | None:
+    return pin if isinstance(pin, str) else None

@@ -63,31 +63,25 @@ class Index:
     """Keys, states and pins of `slots` slots.
 
     Public arrays, shape (slots,), to be read freely and written only by the methods:
-    `state` u8, `pins` u32 (transfers in flight), `pin_until` u32 (the last look-up at which a pin
-    of `match` holds), `sequence` u64, `access` u32 (the use that last reached it), `depth` u32
+    `state` u8, `pins` u32 (transfers in flight), `kept` u32 (written by `Holds`: who found it and
+    wants it kept), `sequence` u64, `access` u32 (the use that last reached it), `depth` u32
     (pages before it in its chain), `has_digests` bool; and `key`, shape (slots, 16) u8.
     """
 
-    def __init__(self, slots: int, *, pin_lookups: int = 64, seed: int | None = None) -> None:
+    def __init__(self, slots: int, *, seed: int | None = None) -> None:
         """An index of `slots` free slots.
 
-        A pin of `match` holds for `pin_lookups` later look-ups. `seed` keys the hash table; by
-        default it is random, which changes no result.
+        `seed` keys the hash table; by default it is random, which changes no result.
         """
         assert 0 < slots < NO_SLOT, "slot numbers are 32 bits on the native side"
-        assert 0 < pin_lookups < CLOCK_MAX // 4, "a pin has to expire"
         self.slots = slots
-        self.pin_lookups = pin_lookups
-        # Look-ups so far. Starts at 1 because 0 in pin_until means never pinned.
-        self.clock = 1
-        # Look-ups, loads and new chains so far: recency. Apart from look-ups, because pins expire
-        # by those alone.
+        # Look-ups, loads and new chains so far: recency.
         self.uses = 1
         self._words = np.zeros((slots, 2), np.uint64)
         self.key: Keys = self._words.view(np.uint8)
         self.state = np.full(slots, SlotState.FREE, np.uint8)
         self.pins = np.zeros(slots, np.uint32)
-        self.pin_until = np.zeros(slots, np.uint32)
+        self.kept = np.zeros(slots, np.uint32)
         self.sequence = np.zeros(slots, np.uint64)
         self.access = np.zeros(slots, np.uint32)
         self.depth = np.zeros(slots, np.uint32)
@@ -109,38 +103,31 @@ class Index:
     @property
     def nbytes_per_slot(self) -> float:
         """Memory of all arrays over the number of slots."""
-        arrays = (self._words, self.state, self.pins, self.pin_until, self.sequence)
+        arrays = (self._words, self.state, self.pins, self.kept, self.sequence)
         more = (self.access, self.depth, self.has_digests, self._table)
         return sum(array.nbytes for array in (*arrays, *more)) / self.slots
 
-    def match(self, keys: Keys, *, pin: bool = False) -> Slots:
+    def match(self, keys: Keys) -> Slots:
         """The slots of the longest prefix of `keys` that is READY or UNPROVEN, shape (<= n,).
 
-        Counts as one look-up and as an access of every slot returned. With `pin`, those slots are
-        not evicted during the next `pin_lookups` look-ups; the pin is never taken back earlier.
+        Counts as an access of every slot returned.
         """
         self._check_keys(keys)
-        self._advance_clock()
         self.begin_use()
         found = np.empty(len(keys), np.uint32)
         count = lib().tutti_index_match(self._handle, address(keys), len(keys), address(found))
         slots: Slots = found[:count].astype(np.int64)
         self.access[slots] = self.uses
-        if pin:
-            self.pin_until[slots] = self.clock + self.pin_lookups
         return slots
 
-    def look(self, keys: Keys, *, pin: bool = False) -> Slots:
+    def look(self, keys: Keys) -> Slots:
         """As `match`, but for every key on its own: its slot or MISSING, shape (n,)."""
         slots = self.find(keys)
-        self._advance_clock()
         self.begin_use()
         state = self.state[slots]
         slots[(state != SlotState.READY) & (state != SlotState.UNPROVEN)] = MISSING
         found = slots[slots != MISSING]
         self.access[found] = self.uses
-        if pin:
-            self.pin_until[found] = self.clock + self.pin_lookups
         return slots
 
     def find(self, keys: Keys) -> Slots:
@@ -207,7 +194,6 @@ class Index:
         removed = lib().tutti_index_remove(self._handle, address(narrow), len(slots))
         assert removed == len(slots), "a slot was given twice"
         self.state[slots] = state
-        self.pin_until[slots] = 0
         self.has_digests[slots] = False
 
     def set_state(self, slots: Slots, state: SlotState) -> None:
@@ -231,7 +217,6 @@ class Index:
         held = np.flatnonzero(_OWNS_KEY[self.state]).astype(np.int64)
         self._table.fill(NO_SLOT)
         self._words.fill(0)
-        self.pin_until.fill(0)
         self.has_digests.fill(False)
         self.state[self.state != SlotState.QUARANTINED] = SlotState.FREE
         return held
@@ -256,7 +241,7 @@ class Index:
         """
         if self.uses + 1 >= CLOCK_MAX:
             back = self.uses - (1 << 31)
-            _move_back(self.access, back)
+            self.access[:] = np.where(self.access > back, self.access - np.uint32(back), 0)
             self.uses -= back
         self.uses += 1
 
@@ -279,9 +264,9 @@ class Index:
         return mask
 
     def busy(self) -> Mask:
-        """Slots that must stay as they are for now: pinned, or a write is under way."""
+        """Slots that must stay as they are for now: pinned, kept, or a write is under way."""
         writing = (self.state == SlotState.WRITING) | (self.state == SlotState.VOIDING)
-        mask: Mask = writing | (self.pins > 0) | (self.pin_until >= self.clock)
+        mask: Mask = writing | (self.pins > 0) | (self.kept > 0)
         return mask
 
     def counts(self) -> dict[SlotState, int]:
@@ -301,14 +286,6 @@ class Index:
         assert (self.state[pinned] == SlotState.QUARANTINED).all(), "a slot in flight was given up"
         assert (self.access <= self.uses).all(), "an access lies in the future"
 
-    def _advance_clock(self) -> None:
-        """One more look-up; see begin_use."""
-        if self.clock + self.pin_lookups >= CLOCK_MAX:
-            back = self.clock - (1 << 31)
-            _move_back(self.pin_until, back)
-            self.clock -= back
-        self.clock += 1
-
     def _check_keys(self, keys: Keys) -> None:
         assert keys.ndim == 2, "keys have the shape (n, 16)"
         assert keys.shape[1] == KEY_NBYTES, "a key is 16 bytes"
@@ -323,12 +300,12 @@ class Index:
             assert slots.max() < self.slots, "a slot number lies beyond the pool"
 
     def _check_distinct(self, slots: Slots) -> None:
-        # Slots without a key have no pin either, so that column can be scribbled on: where a slot
-        # comes twice, only the later of its two numbers is there to be read back.
+        # Slots without a key need no depth, so that column can be scribbled on: where a
+        # slot comes twice, only the later of its two numbers is there to be read back.
         numbers = np.arange(slots.size, dtype=np.uint32)
-        self.pin_until[slots] = numbers
-        distinct = np.array_equal(self.pin_until[slots], numbers)
-        self.pin_until[slots] = 0
+        self.depth[slots] = numbers
+        distinct = np.array_equal(self.depth[slots], numbers)
+        self.depth[slots] = 0
         assert distinct, "a slot was given twice"
 
     def _check_transition(self, slots: Slots, state: SlotState) -> None:
@@ -348,7 +325,3 @@ def _from_native(found: npt.NDArray[np.uint32]) -> Slots:
 def _select(values: npt.ArrayLike, mask: Mask) -> npt.ArrayLike:
     """`values` where the mask holds; a scalar stays one."""
     return values if np.ndim(values) == 0 else np.asarray(values)[mask]
-
-
-def _move_back(times: npt.NDArray[np.uint32], by: int) -> None:
-    times[:] = np.where(times > by, times - np.uint32(by), 0)

@@ -68,7 +68,7 @@ class Reclaimer:
         """
         core = self._core
         available = core.allocator.free_slots + self._voiding
-        state = (core.index.clock, core.counters.stored, core.in_flight)
+        state = (core.holds.changes, core.counters.stored, core.in_flight)
         if available >= self.reserve_slots + extra or state == self._nothing_at:
             return
         index = core.index

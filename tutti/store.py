@@ -189,11 +189,12 @@ class ObjectStore:
             HostPool.allocate(self.layout, pages, order=order, hugepages=hugepages)
         )
 
-    def match(self, keys: Keys, *, pin: bool = False, proven: bool = False) -> int:
+    def match(self, keys: Keys, *, pin: bool | str = False, proven: bool = False) -> int:
         """How many of ``keys``, from the first on without a gap, are in the pool.
 
         keys: uint8 (n, 16), or a list of 16-byte strings, in the order of the chain.
-        pin: keep what was found from eviction during the next ``pin_lookups`` look-ups.
+        pin: keep what was found from eviction during the next ``pin_lookups`` look-ups, as far as
+        ``pin_share`` allows.  A name instead of True: until ``unpin`` or its next look-up.
         proven: count only objects that need no verification before they are served; after an
         unclean close see ``prove``.
         Answers 0 while recovery runs.  Raises KeySizeError.
@@ -201,13 +202,17 @@ class ObjectStore:
         return self._core.match(as_keys(keys), pin=pin, proven=proven)
 
     def present(
-        self, keys: Keys, *, pin: bool = False, proven: bool = False
+        self, keys: Keys, *, pin: bool | str = False, proven: bool = False
     ) -> npt.NDArray[np.bool_]:
         """Which of ``keys`` are in the pool, each on its own: bool (n,).
 
-        keys, pin, proven: as for ``match``; one look-up whatever n is.
+        As ``match``, one look-up whatever n is; where not all can be pinned the last ones are.
         """
         return self._core.present(as_keys(keys), pin=pin, proven=proven)
+
+    def unpin(self, name: str | None = None) -> None:
+        """Takes back what look-ups pinned by this name, if they did; all pins without one."""
+        self._core.unpin(name)
 
     def put(
         self,
@@ -299,6 +304,7 @@ class ObjectStore:
                 core.failure = error  # nobody knows what the medium says now
                 raise
             with core.lock:
+                core.holds.clear()
                 held = core.index.clear()
                 if held.size:
                     core.allocator.free(held)

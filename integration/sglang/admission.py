@@ -1,43 +1,13 @@
-"""Which hits are taken: what pins may hold, and what pays.  Pure policy, counted in look-ups."""
+"""Which hits are taken: those that pay.  Pure policy, counted in look-ups."""
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable
 
 from tutti.scheduler.request import Profile
 from tutti.scheduler.slack import Estimates, is_worth_loading
 
 PAGES_MAX = 1 << 40
-
-
-class PinLedger:
-    """How many pages the pins of recent look-ups hold, at most ``pages_max``.
-
-    A pin holds for ``lookups`` later look-ups, as in the store: never by wall clock, because all
-    ranks must agree.  A request that looks up again renews its pins.
-    """
-
-    def __init__(self, pages_max: int, lookups: int) -> None:
-        self._pages_max = pages_max
-        self._lookups = lookups
-        self._clock = 0
-        self._held: OrderedDict[str, tuple[int, int]] = OrderedDict()
-        self.pages = 0
-
-    def budget(self, rid: str) -> int:
-        """One more look-up, of request ``rid``: how many pages it may pin."""
-        self._clock += 1
-        while self._held and next(iter(self._held.values()))[0] < self._clock - self._lookups:
-            _, (_, pages) = self._held.popitem(last=False)
-            self.pages -= pages
-        return max(0, self._pages_max - self.pages + self._held.get(rid, (0, 0))[1])
-
-    def pinned(self, rid: str, pages: int) -> None:
-        """The look-up pinned so many."""
-        self.pages += pages - self._held.pop(rid, (0, 0))[1]
-        if pages:
-            self._held[rid] = (self._clock, pages)
 
 
 class Worth:

@@ -190,14 +190,16 @@ class TuttiLinker(adapter.UnifiedCacheLinker):
         With several ranks the answer depends on the transfers alone. A single rank also refuses
         what was evicted since the look-up.
         """
+        if rid in self._queued:
+            return False
         loads = self._parts_of(transfers, "load")
-        if loads is None or rid in self._queued:
-            return False
         most = self._pages_left(rid)
-        if most is not None and max(len(keys) for _, keys, _ in loads) > most:
+        if loads is None or (most is not None and max(len(p[1]) for p in loads) > most):
+            self._lookups.release([rid])
             return False
-        there = self._lookups.still_there([(shelf, keys) for shelf, keys, _ in loads])
+        there = self._lookups.still_there(rid, [(shelf, keys) for shelf, keys, _ in loads])
         if self._alone and not there:
+            self._lookups.release([rid])
             return False
         self._queued[rid] = [QueuedLoad(*load) for load in loads]
         return True
@@ -220,13 +222,21 @@ class TuttiLinker(adapter.UnifiedCacheLinker):
         return self.layer_done_counter.add(batch)
 
     def finish_layer_wise_loading(self, counter_index: int) -> bool:
-        """Waits until nothing is written to the batch's pages; whether all of them are right."""
+        """Waits until nothing is written to the batch's pages; whether all of them are right.
+
+        The pins of its requests end here: at the same call on all ranks, unlike the transfers.
+        """
         batch = self.layer_done_counter.finish(counter_index)
-        return batch is None or self._end(batch)
+        if batch is None:
+            return True
+        good = self._end(batch)
+        self._lookups.release(batch.rids)
+        return good
 
     def cancel_queued_load(self, rid: str) -> bool:
         """Forgets a load that was not started."""
         self.ahead.forget(rid)
+        self._lookups.release([rid])
         return self._queued.pop(rid, None) is not None
 
     def offload(self, transfers: list[adapter.PoolTransfer], session_id: str | None = None) -> bool:
@@ -255,6 +265,7 @@ class TuttiLinker(adapter.UnifiedCacheLinker):
         self._queued.clear()
         self.ahead.reset()
         self.layer_done_counter.reset(self._end)
+        self._lookups.reset()
         if not self.backlog.reset(self._timeout_s):
             raise DeviceTimeout(
                 "the medium has not let go of pages that it was to store, and SGLang would use "

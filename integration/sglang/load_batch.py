@@ -125,7 +125,7 @@ class LoadBatch:
         self.queued = queued
         self.error: BaseException | None = None
         self.waited_s = 0.0
-        self._rids = rids
+        self.rids = rids
         self._ahead = ahead
         self._fence = fence
         self._deadline_s = time.monotonic() + timeout_s
@@ -179,7 +179,7 @@ class LoadBatch:
             if self._landing is not None:
                 self._landing.end()
             if self._ahead is not None:
-                for rid in self._rids:
+                for rid in self.rids:
                     self._ahead.forget(rid)
             self._started.set()
 

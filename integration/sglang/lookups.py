@@ -56,15 +56,9 @@ class Lookups:
 
         Every pool counts one look-up, whatever is found, so that pins expire alike on all ranks.
         """
-        budgets = {s.name: s.pins.budget(rid) for s in (*self._by_page, *self._states)}
-        wanted = keys[: min(budgets[shelf.name] for shelf in self._by_page)]
-        if pages_max is not None:
-            wanted = wanted[:pages_max]
+        wanted = keys if pages_max is None else keys[:pages_max]
         pages = min([self._match(rid, shelf, wanted) for shelf in self._by_page])
-        windows = [
-            self._window(rid, shelf, wanted[:pages], budgets[shelf.name], transfers)
-            for shelf in self._states
-        ]
+        windows = [self._window(rid, s, wanted[:pages], transfers) for s in self._states]
         for shelf in self._by_page:
             shelf.recorder.count("hit_pages", pages)
             shelf.recorder.count("miss_pages", len(keys) - pages)
@@ -77,44 +71,51 @@ class Lookups:
         good[:least] = False
         good[most + 1 :] = False
         ahead = self._pages_of(wanted[:best], windows) if best >= least else []
+        if not ahead:
+            self.release([rid])
         return Found(np.flatnonzero(good).tolist(), ahead)
 
-    def still_there(self, wanted: Sequence[tuple[Shelf, Keys]]) -> bool:
-        """Whether everything that is to be loaded is still stored; pins it again."""
+    def still_there(self, rid: str, wanted: Sequence[tuple[Shelf, Keys]]) -> bool:
+        """Whether everything that is to be loaded is still stored; pins it, and nothing else."""
         there = True
         for shelf, keys in wanted:
-            there = bool(self._present(shelf, keys).all()) and there
+            there = bool(self._present(rid, shelf, keys).all()) and there
         return there
+
+    def release(self, rids: Sequence[str]) -> None:
+        """These requests have what they wanted, or want nothing any more: their pins go."""
+        for shelf in (*self._by_page, *self._states):
+            for rid in rids:
+                shelf.store.unpin(rid)
+
+    def reset(self) -> None:
+        """Nobody waits for anything: all pins go."""
+        for shelf in (*self._by_page, *self._states):
+            shelf.store.unpin()
 
     def _match(self, rid: str, shelf: Shelf, keys: Keys) -> int:
         try:
-            found = shelf.store.match(keys, pin=True, proven=True)
+            return shelf.store.match(keys, pin=rid, proven=True)
         except TuttiError as error:
             self._complain(f"look-up: {type(error).__name__}", error)
-            found = 0
-        shelf.pins.pinned(rid, found)
-        return found
+            return 0
 
     def _window(
         self,
         rid: str,
         shelf: Shelf,
         keys: Keys,
-        budget: int,
         transfers: Sequence[adapter.PoolTransfer],
     ) -> Window:
-        """What a pool of states holds; beyond ``budget`` only its latest pages are looked at."""
+        """What a pool of states holds, and pins may keep."""
         named = [t.keys for t in transfers if t.name == shelf.engine.source and t.keys]
-        held = np.zeros(len(keys), np.bool_)
-        first = max(0, len(keys) - budget)
-        held[first:] = self._present(shelf, keys[first:])
-        shelf.pins.pinned(rid, int(np.count_nonzero(held)))
+        held = self._present(rid, shelf, keys)
         shelf.recorder.count("hit_pages", int(np.count_nonzero(held)))
         return Window(held, len(named[0]) if named else 1)
 
-    def _present(self, shelf: Shelf, keys: Keys) -> Mask:
+    def _present(self, rid: str, shelf: Shelf, keys: Keys) -> Mask:
         try:
-            return shelf.store.present(keys, pin=True, proven=True)
+            return shelf.store.present(keys, pin=rid, proven=True)
         except TuttiError as error:
             self._complain(f"look-up: {type(error).__name__}", error)
             return np.zeros(len(keys), np.bool_)

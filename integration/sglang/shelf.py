@@ -14,7 +14,6 @@ import tutti
 from tutti.device_pool import DevicePool
 from tutti.errors import ConfigError
 from tutti.host_pool import HostPool
-from tutti.integration.sglang.admission import PinLedger
 from tutti.integration.sglang.gpu import Gpu
 from tutti.integration.sglang.metrics import Recorder
 from tutti.integration.sglang.pools import EnginePool, Pages, Spans, Views, spans_of
@@ -37,7 +36,6 @@ class Shelf:
     loads, stores: staging of either direction, with views like the engine's.  On a GPU half of
     its bytes are the engine's that moves the pages, where pages are moved directly.
     gpu: where the pages are; None for host memory.
-    pins: what look-ups of this pool hold.
     """
 
     def __init__(
@@ -48,8 +46,6 @@ class Shelf:
         *,
         load_staging: int,
         store_staging: int,
-        pin_share: float,
-        pin_lookups: int,
         gpu: Gpu | None = None,
     ) -> None:
         self.engine = engine
@@ -74,8 +70,6 @@ class Shelf:
                 f"pool {engine.name} goes through staging, and a page of it has {self.page_nbytes} "
                 "bytes; give larger load_staging and store_staging"
             )
-        capacity = int(store.stats()["capacity_objects"])
-        self.pins = PinLedger(int(capacity * pin_share), pin_lookups)
 
     @property
     def name(self) -> str:
@@ -153,6 +147,7 @@ def open_store(
         durability=options["durability"],
         timeout_s=options["timeout_s"],
         pin_lookups=options["pin_lookups"],
+        pin_share=min(1.0, options["pin_share"]),
         schedule=schedule,
         page_cache_share=options["page_cache_share"],
     )

@@ -73,8 +73,6 @@ def open_shelves(
                     recorder,
                     load_staging=loads[pool.name],
                     store_staging=stores[pool.name],
-                    pin_share=options["pin_share"],
-                    pin_lookups=options["pin_lookups"],
                     gpu=gpu,
                 )
             except BaseException:

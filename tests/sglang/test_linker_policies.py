@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tutti.errors import ConfigError
-from tutti.integration.sglang.admission import PAGES_MAX, PinLedger, Worth, break_even
+from tutti.integration.sglang.admission import PAGES_MAX, Worth, break_even
 from tutti.integration.sglang.breaker import Breaker, crawls
 from tutti.integration.sglang.chains import Chains
 from tutti.integration.sglang.hits import Window, restorable
@@ -66,33 +66,6 @@ def test_only_a_long_and_slow_wait_crawls() -> None:
     assert not crawls(50_000_000, 2.0, least_mbs=20, patience_s=1.0)
     assert not crawls(0, 0.9, least_mbs=20, patience_s=1.0), "short waits say nothing"
     assert not crawls(1, 100.0, least_mbs=0, patience_s=1.0), "zero switches it off"
-
-
-def test_pins_are_capped_and_expire_by_lookups() -> None:
-    ledger = PinLedger(10, lookups=3)
-    assert ledger.budget("a") == 10
-    ledger.pinned("a", 7)
-    assert ledger.budget("b") == 3
-    ledger.pinned("b", 3)
-    assert ledger.budget("c") == 0
-    ledger.pinned("c", 0)
-    assert ledger.budget("d") == 0, "the pins of a hold for three later look-ups"
-    ledger.pinned("d", 0)
-    assert ledger.budget("e") == 7
-    assert ledger.pages == 3
-
-
-def test_a_request_that_looks_again_renews_its_pins_and_does_not_add_to_them() -> None:
-    ledger = PinLedger(10, lookups=2)
-    for _ in range(20):
-        assert ledger.budget("a") == 10
-        ledger.pinned("a", 10)
-    assert ledger.pages == 10
-    assert ledger.budget("b") == 0
-    ledger.pinned("b", 0)
-    assert ledger.budget("a") == 10
-    ledger.pinned("a", 4)
-    assert ledger.pages == 4
 
 
 def test_short_hits_are_not_taken() -> None:

@@ -181,6 +181,7 @@ def stores_in_memory(faults: list[Callable[[Faults], None]]) -> Callable[..., Ob
             timeout_s=20.0,
             verify=options["verify"],
             pin_lookups=options["pin_lookups"],
+            pin_share=options["pin_share"],
         )
         faults.append(store.controller.set_faults)  # type: ignore[attr-defined]
         return store
@@ -265,6 +266,7 @@ def nothing_leaks(rig: Rig) -> None:
     assert rig.linker.ahead.held == rig.linker.backlog.locked == rig.linker.backlog.active == 0
     wait_for(lambda: store._core.in_flight == 0)
     assert not store._core.index.pins.any()
+    assert not store._core.index.kept.any()
     with store._core.lock:
         store._core.index.check_integrity()
         store._core.allocator.check_integrity()

@@ -1,0 +1,89 @@
+"""Which objects look-ups keep from eviction: each counts once, whoever keeps it.
+
+Not thread-safe: the store holds a lock around it, as around the index.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import OrderedDict
+
+import numpy as np
+import numpy.typing as npt
+
+Slots = npt.NDArray[np.int64]
+
+
+class Holds:
+    """By holder: one request, or one look-up that nobody names.
+
+    kept: u32 (slots,), how many holders keep a slot; who asks what is busy looks there.
+    lookups: a hold ends after so many later look-ups, and never by wall clock: ranks must agree.
+    slots_max: what all holders may keep together.
+    changes: counts what may have made slots free or busy.
+    """
+
+    def __init__(self, kept: npt.NDArray[np.uint32], *, lookups: int, slots_max: int) -> None:
+        assert lookups > 0, "a hold has to end"
+        self._kept = kept
+        self._lookups = lookups
+        self._slots_max = slots_max
+        self._clock = 0
+        #: By holder: since which look-up, what it asked for and got, and that without repetitions.
+        self._held: OrderedDict[str | int, tuple[int, Slots, Slots]] = OrderedDict()
+        self._nameless = itertools.count()
+        self.count = 0  # slots that somebody keeps
+        self.changes = 0
+
+    def lookup(self) -> None:
+        """One more look-up."""
+        self._clock += 1
+        self.changes += 1
+        while self._held:  # bounded: each turn takes one out
+            holder, (since, _, _) = next(iter(self._held.items()))
+            if since >= self._clock - self._lookups:
+                break
+            self.release(holder)
+
+    def hold(self, holder: str | None, slots: Slots, *, last: bool = False) -> int:
+        """Keeps slots (n,) instead of what ``holder`` kept before; None is a holder of its own.
+
+        Returns how many of them, from the first on (with ``last`` the last ones): what others keep
+        already costs nothing, and the rest goes as far as there is room.
+        """
+        name = next(self._nameless) if holder is None else holder
+        before = self._held.get(name)
+        if before is not None and np.array_equal(before[1], slots):
+            self._held[name] = self._clock, *before[1:]
+            self._held.move_to_end(name)
+            return slots.size
+        self.release(name)
+        fresh = self._kept[slots] == 0
+        room = self._slots_max - self.count
+        most = slots.size
+        if np.count_nonzero(fresh) > room:
+            order = fresh[::-1] if last else fresh
+            most = int(np.searchsorted(np.cumsum(order), room, side="right"))
+        if most:
+            taken = slots[slots.size - most :] if last else slots[:most]
+            distinct = np.unique(taken)
+            self.count += int(np.count_nonzero(self._kept[distinct] == 0))
+            self._kept[distinct] += 1
+            self._held[name] = self._clock, taken.copy(), distinct
+        return most
+
+    def release(self, holder: str | int) -> None:
+        """The holder keeps nothing any more; one that keeps nothing is no error."""
+        held = self._held.pop(holder, None)
+        if held is not None:
+            slots = held[2]
+            self._kept[slots] -= 1
+            self.count -= int(np.count_nonzero(self._kept[slots] == 0))
+            self.changes += 1
+
+    def clear(self) -> None:
+        """Nobody keeps anything."""
+        self._held.clear()
+        self._kept.fill(0)
+        self.count = 0
+        self.changes += 1
