@@ -25,6 +25,8 @@ from tutti.terminal import ProgressFactory, table
 from tutti.units import format_nbytes, parse_nbytes
 
 DIRECTIONS = ("read", "write", "both")
+_SIZES = ("1MiB", "4MiB", "16MiB", "64MiB", "256MiB")
+_SLICES = ("64KiB", "256KiB", "1MiB")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -43,14 +45,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--sizes",
         nargs="+",
-        default=["1MiB", "4MiB", "16MiB", "64MiB", "256MiB"],
-        help="bytes of one transfer (%(default)s)",
+        default=_SIZES,
+        help=f"bytes of one transfer ({' '.join(_SIZES)})",
     )
     parser.add_argument(
         "--slices",
         nargs="+",
-        default=["64KiB", "256KiB", "1MiB"],
-        help="contiguous pieces of it in memory (%(default)s)",
+        default=_SLICES,
+        help=f"contiguous pieces of it in memory ({' '.join(_SLICES)})",
     )
     parser.add_argument("--repeats", type=int, default=5, help="of each point (%(default)s)")
     parser.add_argument("--file-size", default="1GiB", help="written once before (%(default)s)")
@@ -65,6 +67,8 @@ def run(args: argparse.Namespace, progress: ProgressFactory) -> dict[str, Any]:
     sizes, slices = _grid(args)
     model, gpu = MODELS[args.model], GPUS[args.gpu]
     path, directory = _medium_path(args.medium)
+    if not Path(args.out).absolute().parent.is_dir():
+        raise ConfigError(f"the folder of {args.out} does not exist; make it, or name another")
     machine = describe(directory)
     points = Points(
         Path(f"{args.out}.partial"),

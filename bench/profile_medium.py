@@ -44,10 +44,13 @@ class Medium:
         self._rng = np.random.default_rng(seed)
         allocate_file(path, nbytes, prewrite=True)
         try:
-            self._controller = FileController([path], lba_nbytes=_LBA_NBYTES)
-        except BaseException:
+            self._open(nbytes, largest_nbytes)
+        except BaseException:  # Ctrl-C as well
             os.unlink(path)
             raise
+
+    def _open(self, nbytes: int, largest_nbytes: int) -> None:
+        self._controller = FileController([self._path], lba_nbytes=_LBA_NBYTES)
         self._groups = nbytes // _GROUP_NBYTES
         self._engine = Engine(self._controller)
         self._buffers = [HostBuffer(largest_nbytes) for _ in range(2)]
@@ -109,11 +112,13 @@ class Medium:
 
     def close(self) -> None:
         """Removes the file."""
-        self._engine.close()
-        for region in self._regions:
-            region.close()
-        self._controller.close()
-        os.unlink(self._path)
+        try:
+            self._engine.close()
+            for region in self._regions:
+                region.close()
+            self._controller.close()
+        finally:
+            os.unlink(self._path)
 
     def __enter__(self) -> Medium:
         return self

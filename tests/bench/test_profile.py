@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tutti.bench import profile
+from tutti.bench import profile, profile_medium
 from tutti.bench.profile_medium import Medium
 from tutti.errors import ConfigError
 from tutti.machine import machine_facts
@@ -79,6 +79,19 @@ def test_an_interrupted_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert not (tmp_path / "p.json.partial").exists()
 
 
+@pytest.mark.parametrize("part", ["FileController", "HostBuffer"])
+def test_an_interrupted_start_leaves_no_file(
+    part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(profile_medium, part, interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run(options(tmp_path))
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"key": 1, "points": {"a": 1}}'])
 def test_a_torn_or_foreign_partial_is_measured_anew(
     tmp_path: Path, content: str, monkeypatch: pytest.MonkeyPatch
@@ -108,6 +121,7 @@ def test_a_file_of_its_own(tmp_path: Path) -> None:
         ("--page-tokens", "0"),
         ("--file-size", "1MiB"),
         ("--medium", "/nowhere/at/all"),
+        ("--out", "/nowhere/at/all"),
     ],
 )
 def test_what_is_not_acceptable(tmp_path: Path, more: tuple[str, str]) -> None:
