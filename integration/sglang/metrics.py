@@ -16,7 +16,7 @@ METRICS: Mapping[str, tuple[str, str]] = {
     "hit_pages": ("counter", "pages that a look-up found"),
     "miss_pages": ("counter", "pages that a look-up did not find"),
     "moved_pages": ("counter", "pages moved, by direction"),
-    "moved_bytes": ("counter", "bytes moved, by direction"),
+    "moved_bytes": ("counter", "bytes moved, by direction; those read ahead once, used or not"),
     "busy_seconds": ("counter", "time in which something moved, by direction"),
     "failed_pages": ("counter", "pages that could not be moved, by direction"),
     "dropped_pages": ("counter", "pages that were offered and not stored"),

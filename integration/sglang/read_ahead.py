@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 from tutti.errors import KeyMissing
 from tutti.integration.sglang.breaker import Breaker
+from tutti.integration.sglang.metrics import LOAD
 from tutti.integration.sglang.reads import Read
 from tutti.integration.sglang.shelf import Shelf
 
@@ -269,7 +270,11 @@ class ReadAhead:
     def _ended(self, staged: _Staged, over: bool, duration_s: float) -> None:
         error = staged.read.outcome() if over else None
         if over and error is None:
-            staged.read.shelf.recorder.count("ahead_pages", len(staged.read.keys))
+            recorder = staged.read.shelf.recorder
+            recorder.count("ahead_pages", len(staged.read.keys))
+            # Here and not with the batches that use it, which may be several, or none.
+            recorder.count("moved_bytes", staged.read.nbytes, LOAD)
+            recorder.count("busy_seconds", duration_s, LOAD)
             self.pages_read += len(staged.read.keys)
             if not staged.read.shelf.engine.trailing:
                 self._measured(staged.read.nbytes, duration_s)

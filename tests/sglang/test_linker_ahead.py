@@ -50,6 +50,9 @@ def test_a_look_up_reads_ahead_and_the_load_takes_it(tmp_path: Path) -> None:
         counts = rig.linker.recorder.snapshot()
         assert (counts["ahead_pages"], counts["ahead_used_pages"]) == (10, 10)
         assert "ahead_unused_pages" not in counts
+        read_nbytes = rig.shelf.store.stats()["payload_read_nbytes"]
+        assert counts["moved_bytes/load"] == read_nbytes == 10 * OBJECT, "once, whoever used it"
+        assert counts["busy_seconds/load"] > 0
         assert rig.lookup(names(4), "s") == 4
         quiet(rig, 14)
         rig.linker.cancel_queued_load("s")
@@ -66,6 +69,7 @@ def test_a_load_takes_what_is_staged_and_reads_the_rest(tmp_path: Path) -> None:
         assert rig.restore(names(10), range(20, 30))
         assert rig.content(range(20, 30)) == want
         wait_for(lambda: loads_of(rig) == 10)
+        assert rig.linker.recorder.snapshot()["moved_bytes/load"] == 10 * OBJECT
 
 
 def test_requests_share_what_is_staged(tmp_path: Path) -> None:

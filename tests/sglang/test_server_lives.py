@@ -85,14 +85,15 @@ def test_flush_kill_damage_deletion_and_a_crowd(
 
 
 def _all_metrics(mode: Mode, server: Server) -> None:
-    linker = mode.name == "linker"
-    wanted = (METRICS | OF_LINKER) - {"moved_bytes_total/load"} if linker else METRICS
+    wanted = METRICS | OF_LINKER if mode.name == "linker" else METRICS
     server.counted("fullness")
     found = server.metrics()
     assert wanted <= set(found), wanted - set(found)
     # 37 pages of 16 tokens, three times; a token is 2 KiB in the tiny model.
     assert found["moved_pages_total/load"] == 3 * 37
-    if mode.name == "hicache":  # a linker counts there what it had not read ahead
+    # A linker may have begun to read ahead what a batch then read itself.
+    assert 1 <= found["moved_bytes_total/load"] / (3 * 592 * 2048) < 2
+    if mode.name == "hicache":
         assert found["moved_bytes_total/load"] == 3 * 592 * 2048
     assert 0 < found["fullness"] <= 1
     assert "errors_total" not in found, server.tail()
