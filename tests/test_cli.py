@@ -307,6 +307,8 @@ def test_info_of_what_is_no_pool(tmp_path: Path, run_json: Json) -> None:
     text.write_text("short")
     assert run_json("info", text)[1]["error"]["type"] == "PoolCorrupt"
     assert run_json("info", tmp_path)[1]["error"]["type"] == "PoolNotFound"
+    os.mkfifo(tmp_path / "fifo")
+    assert run_json("info", tmp_path / "fifo")[1]["error"]["type"] == "PoolNotFound"
     text.write_bytes(bytes(2 * BLOCK_NBYTES))
     code, result = run_json("info", text)
     assert (code, result["error"]["type"]) == (3, "PoolNotFound")

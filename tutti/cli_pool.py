@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import os
+import stat
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -24,7 +25,6 @@ from tutti.gio_uring.generic_device import readable_path
 from tutti.layout import KVLayout
 from tutti.medium import (
     BLOCK_NBYTES,
-    SNAPSHOT_ENTRY_DTYPE,
     PoolState,
     RecordState,
     Superblock,
@@ -202,16 +202,18 @@ def _read_drives(names: list[str]) -> list[_Member]:
 
 def _read_file(path: str) -> _Member:
     try:
-        fd = os.open(readable_path(path), os.O_RDONLY | os.O_CLOEXEC)
-        # What was written past the page cache of a device is read from the device.
-        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        # Without O_NONBLOCK the open of a FIFO would wait for somebody who writes.
+        fd = os.open(readable_path(path), os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except FileNotFoundError as error:
         raise PoolNotFound(f"{path} does not exist; correct the path or format a pool") from error
     try:
-        owner = _lock_owner(os.fstat(fd))
+        status = os.fstat(fd)
+        if not (stat.S_ISREG(status.st_mode) or stat.S_ISBLK(status.st_mode)):
+            raise PoolNotFound(f"{path} is no file and no block device; name those of a pool")
+        # What was written past the page cache of a device is read from the device.
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        owner = _lock_owner(status)
         return _read_member(path, lambda offset, nbytes: os.pread(fd, nbytes, offset), owner)
-    except IsADirectoryError as error:
-        raise PoolNotFound(f"{path} is a folder; name the files of a pool") from error
     finally:
         os.close(fd)
 
@@ -229,9 +231,7 @@ def _read_counts(read: _Read, superblock: Superblock, path: str) -> tuple[int | 
         return None, None
     if superblock.snapshot is None:  # never opened since its format
         return (0, 0) if superblock.next_sequence == 1 else (None, None)
-    entries_nbytes = superblock.snapshot.entries * SNAPSHOT_ENTRY_DTYPE.itemsize
-    padded = -(-entries_nbytes // BLOCK_NBYTES) * BLOCK_NBYTES  # drives read whole blocks
-    raw = read(superblock.geometry.snapshot_offset, BLOCK_NBYTES + padded)
+    raw = read(superblock.geometry.snapshot_offset, superblock.snapshot.nbytes)
     try:
         entries = decode_snapshot(raw, superblock, path)
     except PoolCorrupt:

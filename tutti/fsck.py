@@ -298,11 +298,10 @@ class _Tables:
         superblock = members.superblock(member)
         if not members.clean or superblock.snapshot is None:
             return None
-        nbytes = BLOCK_NBYTES + superblock.snapshot.entries * SNAPSHOT_ENTRY_DTYPE.itemsize
-        padded = -(-nbytes // BLOCK_NBYTES) * BLOCK_NBYTES
-        raw = members.io.read(members.nsid(member), members.geometry.snapshot_offset, padded)
+        nsid, nbytes = members.nsid(member), superblock.snapshot.nbytes
+        raw = members.io.read(nsid, members.geometry.snapshot_offset, nbytes)
         try:
-            return decode_snapshot(raw, superblock, members.names[member]).copy()
+            return decode_snapshot(raw, superblock, members.name(member)).copy()
         except PoolCorrupt as error:
             self._report.add(Finding("snapshot", member, str(error)))
             return None

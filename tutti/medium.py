@@ -74,6 +74,7 @@ __all__ = [
     "empty_records",
     "encode_snapshot",
     "fill_records",
+    "pool_constants",
 ]
 
 SUPERBLOCK_DTYPE = block_dtype(
@@ -151,6 +152,12 @@ class SnapshotDescriptor:
     entries: int
     xxh3: int
     generation: int
+
+    @property
+    def nbytes(self) -> int:
+        """Of header and entries, in whole blocks."""
+        blocks = -(-self.entries * SNAPSHOT_ENTRY_NBYTES // BLOCK_NBYTES)
+        return (1 + blocks) * BLOCK_NBYTES
 
 
 @dataclass(frozen=True)
@@ -336,10 +343,11 @@ def choose_superblock(a: bytes, b: bytes, path: str) -> tuple[Superblock, int]:
 
 def _constants(superblock: Superblock) -> tuple[object, ...]:
     """What never changes between two formats."""
-    return (superblock.member_index, *_pool_constants(superblock))
+    return (superblock.member_index, *pool_constants(superblock))
 
 
-def _pool_constants(superblock: Superblock) -> tuple[object, ...]:
+def pool_constants(superblock: Superblock) -> tuple[object, ...]:
+    """What all members of a pool have in common, and no other pool has."""
     return (
         superblock.pool_uuid,
         superblock.members,
@@ -356,7 +364,7 @@ def check_members(superblocks: Sequence[Superblock], paths: Sequence[str]) -> No
     """
     first = superblocks[0]
     for place, (superblock, path) in enumerate(zip(superblocks, paths, strict=True)):
-        if _pool_constants(superblock) != _pool_constants(first):
+        if pool_constants(superblock) != pool_constants(first):
             raise MemberSwapped(
                 f"{path} does not belong to the pool of {paths[0]}; give the members of one pool"
             )

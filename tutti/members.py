@@ -19,6 +19,7 @@ from tutti.medium import (
     Superblock,
     check_members,
     choose_superblock,
+    pool_constants,
 )
 
 
@@ -33,7 +34,7 @@ class Members:
         self, io: BlockIo, names: Sequence[str], superblocks: Sequence[Superblock | None]
     ) -> None:
         self.io = io
-        self.names = list(names)
+        self._names = list(names)
         self.superblocks = list(superblocks)
         self._nsids: list[int] = []
         given = iter(range(1, len(names) + 1))
@@ -132,6 +133,10 @@ class Members:
         """What the records of a member have in common."""
         return self.superblock(member).identity
 
+    def name(self, member: int) -> str:
+        """What messages call a member that is present."""
+        return self._names[self.nsid(member) - 1]
+
     def nsid(self, member: int) -> int:
         """The namespace of a member."""
         return self._nsids[member]
@@ -205,7 +210,7 @@ def _place(found: Sequence[Superblock], names: Sequence[str]) -> list[Superblock
     places: list[Superblock | None] = [None] * found[0].members
     last = -1
     for superblock, name in zip(found, names, strict=True):
-        if _pool_of(superblock) != _pool_of(found[0]):
+        if pool_constants(superblock) != pool_constants(found[0]):
             raise MemberSwapped(f"{name} is not a member of the pool of {names[0]}; leave it out")
         if superblock.member_index <= last:
             raise MemberSwapped(
@@ -215,15 +220,6 @@ def _place(found: Sequence[Superblock], names: Sequence[str]) -> list[Superblock
         last = superblock.member_index
         places[last] = superblock
     return places
-
-
-def _pool_of(superblock: Superblock) -> tuple[object, ...]:
-    return (
-        superblock.pool_uuid,
-        superblock.members,
-        superblock.geometry,
-        superblock.layout_json,
-    )
 
 
 def _check_sizes(engine: Engine, names: Sequence[str], geometry: Geometry) -> None:

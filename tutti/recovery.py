@@ -14,7 +14,6 @@ from tutti.core import Core
 from tutti.errors import MediumError, PoolClosed, PoolCorrupt
 from tutti.index import MISSING, SlotState
 from tutti.medium import (
-    BLOCK_NBYTES,
     FLAG_DIGESTS,
     RECORD_DTYPE,
     SNAPSHOT_ENTRY_DTYPE,
@@ -95,19 +94,17 @@ def _entries_of(core: Core) -> Entries:
 def _member_entries(core: Core, member: int, superblock: Superblock | None) -> tuple[Entries, int]:
     """What one member holds, with pool-wide slot numbers, and its highest sequence number."""
     if superblock is not None and superblock.snapshot is not None:
-        entries = _read_snapshot(core, member, superblock, superblock.snapshot.entries)
+        entries = _read_snapshot(core, member, superblock, superblock.snapshot.nbytes)
         if entries is not None:
             return entries, 0
     return scan_member(core, member)
 
 
-def _read_snapshot(core: Core, member: int, superblock: Superblock, count: int) -> Entries | None:
+def _read_snapshot(core: Core, member: int, superblock: Superblock, nbytes: int) -> Entries | None:
     members = core.members
-    nbytes = BLOCK_NBYTES + count * SNAPSHOT_ENTRY_DTYPE.itemsize
-    padded = -(-nbytes // BLOCK_NBYTES) * BLOCK_NBYTES
     try:
-        raw = members.io.read(members.nsid(member), members.geometry.snapshot_offset, padded)
-        entries = decode_snapshot(raw, superblock, members.names[0]).copy()
+        raw = members.io.read(members.nsid(member), members.geometry.snapshot_offset, nbytes)
+        entries = decode_snapshot(raw, superblock, members.name(member)).copy()
     except (PoolCorrupt, MediumError) as error:
         _log.warning("the slot table is scanned: %s", error)
         return None

@@ -97,11 +97,15 @@ def test_the_order_of_use_survives(rng: np.random.Generator) -> None:
         assert again.match(first) >= again.match(second)
 
 
-def test_a_damaged_snapshot_is_not_needed(rng: np.random.Generator) -> None:
-    images, keys, contents = filled(rng, clean=True)
-    images[0][GEOMETRY.snapshot_offset + 4096 + 3] ^= 1
+def test_a_damaged_snapshot_is_not_needed(
+    rng: np.random.Generator, caplog: pytest.LogCaptureFixture
+) -> None:
+    images, keys, contents = filled(rng, clean=True, members=2)
+    images[1][GEOMETRY.snapshot_offset + 4096 + 3] ^= 1
     with opened(images) as store:
         check_all(store, keys, contents)
+    (warning,) = (r for r in caplog.records if r.name == "tutti.recovery")
+    assert "member1: the snapshot" in warning.getMessage()
 
 
 def test_without_digests_an_unclean_close_loses_objects(rng: np.random.Generator) -> None:
