@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -161,12 +161,7 @@ class TuttiHiCacheStorage(adapter.HiCacheStorage):
         extra_info: adapter.HiCacheStorageExtraInfo | None = None,
     ) -> dict[str, list[bool]]:
         """As `batch_get_v1`, for several pools."""
-        return {
-            transfer.name: store.load(transfer.keys or [], transfer.host_indices)
-            if (store := self._stores.get(str(transfer.name)))
-            else [False] * len(transfer.keys or [])
-            for transfer in transfers
-        }
+        return self._of_each(transfers, HostStore.load)
 
     def batch_set_v2(
         self,
@@ -174,12 +169,20 @@ class TuttiHiCacheStorage(adapter.HiCacheStorage):
         extra_info: adapter.HiCacheStorageExtraInfo | None = None,
     ) -> dict[str, list[bool]]:
         """As `batch_set_v1`, for several pools."""
-        return {
-            transfer.name: store.save(transfer.keys or [], transfer.host_indices)
-            if (store := self._stores.get(str(transfer.name)))
-            else [False] * len(transfer.keys or [])
-            for transfer in transfers
-        }
+        return self._of_each(transfers, HostStore.save)
+
+    def _of_each(
+        self,
+        transfers: list[adapter.PoolTransfer],
+        move: Callable[[HostStore, list[str], torch.Tensor], list[bool]],
+    ) -> dict[str, list[bool]]:
+        """What `move` answers for the pages of each pool; a pool that is not open has none."""
+        answers = {}
+        for transfer in transfers:
+            store, keys = self._stores.get(str(transfer.name)), transfer.keys or []
+            moved = move(store, keys, transfer.host_indices) if store else [False] * len(keys)
+            answers[transfer.name] = moved
+        return answers
 
     def exists(self, key: str) -> bool:
         """Whether one page is stored."""
