@@ -119,6 +119,7 @@ def notes_of(result: dict[str, Any]) -> list[str]:
         f"W {format_nbytes(result['working_set_nbytes'])}; medians of the last"
         f" {len(rounds) - 1} of {len(rounds)} rounds; control groups, version"
         f" {result['cells'][0]['control_group_version']}",
+        *_fresh_text(result["cells"]),
         *(_pipeline_text(c) for c in result["cells"] if c["pipeline"]),
     ]
 
@@ -129,6 +130,17 @@ def report(result: dict[str, Any]) -> str:
     if result["wrong"]:
         lines.append(f"WRONG BYTES in {result['wrong']} pages")
     return "\n".join(lines)
+
+
+def _fresh_text(cells: list[dict[str, Any]]) -> list[str]:
+    """Nothing for results from before this was measured."""
+    speeds = [cell["fresh_gb_per_s"] for cell in cells if "fresh_gb_per_s" in cell]
+    if not speeds:
+        return []
+    return [
+        f"memory that was free came at {min(speeds):.2f} to {max(speeds):.2f} GB/s; it was taken"
+        " before each measurement, so this is not in the table"
+    ]
 
 
 def _pipeline_text(cell: dict[str, Any]) -> str:
@@ -183,9 +195,15 @@ def _run_cell(cell: dict[str, Any], configuration: str, limit: float) -> dict[st
 
 
 def _measure(cell: dict[str, Any], configuration: str, limit: float) -> dict[str, Any]:
+    limit_nbytes = int(limit * cell["working_set_nbytes"])
     with memory_group("residency") as group:
-        group.limit(int(limit * cell["working_set_nbytes"]))
-        given = {**cell, "configuration": configuration, "members_file": group.members_file}
+        group.limit(limit_nbytes)
+        given = {
+            **cell,
+            "configuration": configuration,
+            "limit_nbytes": limit_nbytes,
+            "members_file": group.members_file,
+        }
         begin_s = time.perf_counter()
         done = subprocess.run(
             [sys.executable, "-m", "tutti.bench.residency_cell"],

@@ -3,12 +3,16 @@
     python -m tutti.bench.residency_cell < cell.json
 
 The process takes its memory first and joins the control group then, so that the limit is one of
-the page cache alone: what was charged before stays charged where it was.
+the page cache alone: what was charged before stays charged where it was.  It also takes as much
+memory as the page cache may and gives it back at once: a virtual machine may have lent its free
+memory to its host (free page reporting of virtio-balloon), and then the first pass through the page
+cache would tell how fast the host brings it back.
 """
 
 from __future__ import annotations
 
 import json
+import mmap
 import sys
 import time
 from pathlib import Path
@@ -25,6 +29,7 @@ from tutti.bench.workload import WAIT_S, Workload
 from tutti.core import StoreConfig
 from tutti.errors import ConfigError
 from tutti.gio_uring.controller_file import BlockRange, FileController
+from tutti.gio_uring.memory import HostBuffer
 from tutti.scheduler.residency import page_cache_budget, plan_groups, read_memory
 from tutti.store import ObjectStore
 
@@ -115,6 +120,17 @@ class Cell:
                     self.controller.drop(blocks)
 
 
+def _touch(limit_nbytes: int) -> float:
+    """Has the machine supply the memory that the page cache may take.  GB/s of that.
+
+    In large pages, as the page cache takes it, and a quarter more: some goes to others meanwhile.
+    """
+    nbytes = min(limit_nbytes * 5 // 4, page_cache_budget(read_memory()) // 2)
+    begin_s = time.perf_counter()
+    HostBuffer(max(nbytes, mmap.PAGESIZE)).array[:: mmap.PAGESIZE] = 1
+    return nbytes / (time.perf_counter() - begin_s) / 1e9
+
+
 def measure(cell: dict[str, Any]) -> dict[str, Any]:
     """Runs one cell; see `tutti.bench.residency` for its fields."""
     shape = parse_shape(cell["shape"])
@@ -127,6 +143,7 @@ def measure(cell: dict[str, Any]) -> dict[str, Any]:
         groups = BlockRange(1, first, geometry.groups * geometry.group_nbytes // 4096)
         controller.drop(groups)
         measured = Cell(store, cell["configuration"], cell["batch_pages"])
+        fresh_gb_per_s = _touch(cell["limit_nbytes"])
         Path(cell["members_file"]).write_text("0")  # this process joins the group
         planned_nbytes = measured.plan(cell["share"])
         written = measured.write(cell["batches"])
@@ -142,6 +159,7 @@ def measure(cell: dict[str, Any]) -> dict[str, Any]:
             pipeline = choose(measured.mover, measured.paths(cell["batches"]), batch_nbytes)
         return {
             "pipeline": pipeline,
+            "fresh_gb_per_s": fresh_gb_per_s,
             "planned_nbytes": planned_nbytes,
             "write": written.to_dict(),
             "rounds": rounds,

@@ -37,6 +37,7 @@ def cell(tmp_path: Path) -> dict[str, Any]:
         "batches": 6,
         "rounds": 2,
         "share": 1.0,
+        "limit_nbytes": 12 * MiB,
         "members_file": str(tmp_path / "procs"),
     }
 
@@ -87,6 +88,7 @@ def test_a_real_group_limits_the_page_cache(tmp_path: Path) -> None:
     text = residency.report(result)
     assert "dual path" in text
     assert "stand-in" in str(result["cells"])
+    assert "memory that was free came at" in text
     assert not list(tmp_path.glob("*.tutti"))
     assert (tmp_path / "r.json").exists()
 
