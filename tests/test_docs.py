@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import re
+import shlex
 from pathlib import Path
 
 import numpy as np
+import pytest
+
+from tutti.cli import COMMANDS, GROUPS, build_parser
 
 ROOT = Path(__file__).parent.parent
 #: Not in the picture: what every file uses, and what only the command line uses.
 _NOT_DRAWN = {"errors", "units", "clock", "native", "cli", "terminal", "fsck", "probe"}
+
+
+def pages() -> list[Path]:
+    return [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")]
 
 
 def test_the_readme_program_runs(tmp_path: Path) -> None:
@@ -20,6 +28,37 @@ def test_the_readme_program_runs(tmp_path: Path) -> None:
     tokens = np.arange(8 * 64 + 5)
     for _ in range(2):  # the second time everything is there
         exec(program, {"tokens": tokens, "__name__": "readme"})
+
+
+def commands() -> list[tuple[str, list[str]]]:
+    """(page, words) of every call of tutti in a block of code."""
+    found = []
+    for page in pages():
+        # Between the fences: every second part.
+        for block in re.split(r"^ *```.*$", page.read_text(), flags=re.MULTILINE)[1::2]:
+            lines = block.replace("\\\n", " ").splitlines()
+            calls = [line for line in lines if line.strip().startswith("tutti ")]
+            found += [(page.name, shlex.split(call, comments=True)[1:]) for call in calls]
+    return found
+
+
+def test_every_command_in_a_page_is_taken() -> None:
+    found = commands()
+    assert len(found) > 20
+    for page, given in found:
+        words = [word for word in given if word != "..."]
+        try:
+            build_parser(words).parse_args(words)
+        except SystemExit:
+            pytest.fail(f"{page}: tutti {shlex.join(words)} is refused")
+
+
+def test_every_command_that_a_page_names_is_there() -> None:
+    names = {name for name, _, _ in COMMANDS} | GROUPS.keys()
+    for page in pages():
+        for words in re.findall(r"`tutti ([a-z]+(?: [a-z]+)?)", page.read_text()):
+            known = words in names or words.split()[0] in names - GROUPS.keys()
+            assert known, f"{page.name} speaks of `tutti {words}`"
 
 
 def test_the_picture_shows_the_modules() -> None:
@@ -41,6 +80,6 @@ def test_the_picture_shows_the_modules() -> None:
 
 
 def test_links_lead_somewhere() -> None:
-    for page in [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")]:
+    for page in pages():
         for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text()):
             assert (page.parent / target).exists(), f"{page.name} links to {target}"
