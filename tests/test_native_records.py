@@ -106,11 +106,16 @@ def test_a_foreign_library_says_what_to_run() -> None:
         native.load(Path("libc.so.6"))
 
 
-def test_another_abi_version_says_what_to_run(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("version", "said"), [(0, "ABI version 0"), (native.ABI_VERSION, "no function tutti_isa_best")]
+)
+def test_a_library_of_other_sources_says_what_to_run(
+    tmp_path: Path, version: int, said: str
+) -> None:
     source = tmp_path / "old.cpp"
-    source.write_text('extern "C" unsigned tutti_abi_version() { return 0; }')
+    source.write_text(f'extern "C" unsigned tutti_abi_version() {{ return {version}; }}')
     library = tmp_path / "_native.so"
     command = ["g++", "-shared", "-fPIC", str(source), "-o", str(library)]
     subprocess.run(command, check=True, timeout=60)
-    with pytest.raises(NativeError, match=r"ABI version 0.*make install"):
+    with pytest.raises(NativeError, match=f"{said}.*make install"):
         native.load(library)

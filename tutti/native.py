@@ -44,7 +44,10 @@ _U32 = ctypes.c_uint32
 _U64 = ctypes.c_uint64
 _INDEX = ctypes.POINTER(NativeIndex)
 
-_PROTOTYPES: dict[str, tuple[Any, tuple[Any, ...]]] = {
+#: By the name of a function: the type of its result, and those of its arguments.
+Prototypes = dict[str, tuple[Any, tuple[Any, ...]]]
+
+_PROTOTYPES: Prototypes = {
     "tutti_isa_best": (_U32, ()),
     "tutti_xxh3_64": (_U64, (_POINTER, _U64)),
     "tutti_xxh3_64_segments": (_U64, (_POINTER, _POINTER, _U32)),
@@ -77,10 +80,20 @@ def load(path: Path) -> ctypes.CDLL:
             f"the native library {path} has ABI version {version}, this package needs "
             f"{ABI_VERSION}; run `make install` to rebuild it"
         )
-    for name, (result, arguments) in _PROTOTYPES.items():
-        function = getattr(library, name)
-        function.restype = result
-        function.argtypes = arguments
+    return declare(library, _PROTOTYPES)
+
+
+def declare(library: ctypes.CDLL, prototypes: Prototypes) -> ctypes.CDLL:
+    """The same library, which now knows the types of these functions.
+
+    Raises NativeError when it lacks one: it was built from other sources than these.
+    """
+    for name, (result, arguments) in prototypes.items():
+        function = getattr(library, name, None)
+        if function is None:
+            message = f"the native library has no function {name}; run `make install` to rebuild it"
+            raise NativeError(message)
+        function.restype, function.argtypes = result, arguments
     return library
 
 

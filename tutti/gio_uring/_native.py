@@ -1,11 +1,11 @@
-"""Declares the ring functions of the native library: everything whose name starts with `gio_`."""
+"""Declares the functions of the native library whose names start with `gio_`, part by part."""
 
 from __future__ import annotations
 
 import ctypes
 import os
+from collections.abc import Callable
 from functools import cache
-from typing import Any
 
 from tutti import native
 from tutti.errors import NativeError, TuttiError
@@ -15,7 +15,7 @@ _I = ctypes.c_int
 _U32 = ctypes.c_uint32
 _U64 = ctypes.c_uint64
 
-_PROTOTYPES: dict[str, tuple[Any, tuple[Any, ...]]] = {
+_PROTOTYPES: native.Prototypes = {
     # controller.h
     "gio_controller_info": (_I, (_P, _P)),
     "gio_controller_namespace_nlb": (_U64, (_P, _U32)),
@@ -68,21 +68,15 @@ _PROTOTYPES: dict[str, tuple[Any, tuple[Any, ...]]] = {
 }
 
 
-@cache
-def lib() -> ctypes.CDLL:
-    """The native library with the types of its ring functions declared.
+def part(prototypes: native.Prototypes) -> Callable[[], ctypes.CDLL]:
+    """A function that gives the native library with the types of these functions declared.
 
-    Raises NativeError when it lacks one: it was built from other sources than these.
+    It raises NativeError, at its first call, as `native.declare` does.
     """
-    library = native.lib()
-    for name, (result, arguments) in _PROTOTYPES.items():
-        function = getattr(library, name, None)
-        if function is None:
-            message = f"the native library has no function {name}; run `make install` to rebuild it"
-            raise NativeError(message)
-        function.restype = result
-        function.argtypes = arguments
-    return library
+    return cache(lambda: native.declare(native.lib(), prototypes))
+
+
+lib = part(_PROTOTYPES)
 
 
 def check(result: int, what: str, remedy: str, error: type[TuttiError] = NativeError) -> None:

@@ -15,7 +15,6 @@ import errno
 import mmap
 import os
 from collections.abc import Sequence
-from functools import cache
 from typing import Any, NamedTuple
 
 from tutti.errors import ConfigError, Unsupported
@@ -43,26 +42,18 @@ _U64 = ctypes.c_uint64
 
 _DIRECT = 1  # FileNamespace::flags
 
-_PROTOTYPES: dict[str, tuple[Any, tuple[Any, ...]]] = {
-    "gio_file_controller_create": (_I, (_P, _P)),
-    "gio_file_controller_executor": (_U32, (_P, _P)),
-    "gio_file_controller_stats": (None, (_P, _P)),
-    "gio_file_controller_sleep_max": (None, (_P, _U64)),
-    "gio_file_controller_set_buffered": (_I, (_P, _P, _U64)),
-    "gio_file_controller_add_buffer": (_I, (_P, _U64, _U64)),
-    "gio_file_controller_remove_buffer": (_I, (_P, _U64)),
-    "gio_uring_refusal": (_I, ()),
-}
-
-
-@cache
-def _lib() -> ctypes.CDLL:
-    library = _native.lib()
-    for name, (result, arguments) in _PROTOTYPES.items():
-        function = getattr(library, name)
-        function.restype = result
-        function.argtypes = arguments
-    return library
+_lib = _native.part(
+    {
+        "gio_file_controller_create": (_I, (_P, _P)),
+        "gio_file_controller_executor": (_U32, (_P, _P)),
+        "gio_file_controller_stats": (None, (_P, _P)),
+        "gio_file_controller_sleep_max": (None, (_P, _U64)),
+        "gio_file_controller_set_buffered": (_I, (_P, _P, _U64)),
+        "gio_file_controller_add_buffer": (_I, (_P, _U64, _U64)),
+        "gio_file_controller_remove_buffer": (_I, (_P, _U64)),
+        "gio_uring_refusal": (_I, ()),
+    }
+)
 
 
 class FileNamespaceStruct(ctypes.LittleEndianStructure):

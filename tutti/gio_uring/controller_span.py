@@ -19,6 +19,8 @@ _P = ctypes.c_void_p
 _U32 = ctypes.c_uint32
 _U64 = ctypes.c_uint64
 
+_lib = _native.part({"gio_span_controller_create": (ctypes.c_int, (_P, _P))})
+
 
 class SpanPlaceStruct(ctypes.LittleEndianStructure):
     """`gio::SpanPlace`."""
@@ -87,9 +89,7 @@ class SpanController(NativeController):
             wake_fd=self._wake_fd,
         )
         handle = _P()
-        create = _native.lib().gio_span_controller_create
-        create.restype, create.argtypes = ctypes.c_int, (_P, _P)
-        result = create(ctypes.byref(config), ctypes.byref(handle))
+        result = _lib().gio_span_controller_create(ctypes.byref(config), ctypes.byref(handle))
         _native.check(result, "cannot join these drives", "use at most 256 namespaces", ConfigError)
         super().__init__(int(handle.value or 0))
         self._rings += [self.drives]

@@ -13,7 +13,6 @@ import logging
 import threading
 import time
 from enum import Enum
-from functools import cache
 from typing import Protocol
 
 from tutti.errors import DeviceTimeout, TuttiError
@@ -32,6 +31,18 @@ _LOOK_S = 0.1
 _NAP_S = 0.001
 
 _log = logging.getLogger(__name__)
+
+_P = ctypes.c_void_p
+_U32 = ctypes.c_uint32
+
+_lib = _native.part(
+    {
+        "gio_vfio_controller_park": (ctypes.c_int, (_P,)),
+        "gio_vfio_controller_ask": (None, (_P, _U32)),
+        "gio_vfio_controller_asked": (_U32, (_P,)),
+        "gio_vfio_controller_late": (_U32, (_P, _P, _U32)),
+    }
+)
 
 
 class Ask(Enum):
@@ -76,21 +87,6 @@ class Drive(Protocol):
 
     def ask(self, what: Ask) -> None:
         """Returns when it is done. Raises DeviceTimeout when nobody serves the queues."""
-
-
-@cache
-def _lib() -> ctypes.CDLL:
-    library = _native.lib()
-    handle, word = ctypes.c_void_p, ctypes.c_uint32
-    for name, result, arguments in (
-        ("park", ctypes.c_int, (handle,)),
-        ("ask", None, (handle, word)),
-        ("asked", word, (handle,)),
-        ("late", word, (handle, handle, word)),
-    ):
-        function = getattr(library, f"gio_vfio_controller_{name}")
-        function.restype, function.argtypes = result, arguments
-    return library
 
 
 class NativeDrive:

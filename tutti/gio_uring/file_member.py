@@ -21,7 +21,7 @@ import weakref
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 
@@ -42,7 +42,10 @@ from tutti.units import MiB, format_nbytes
 Progress = Callable[[int, int], None]
 
 _T = TypeVar("_T")
+_P = ctypes.c_void_p
 _U32 = ctypes.c_uint32
+
+_lib = _native.part({"gio_file_alignment": (ctypes.c_int, (ctypes.c_int, _P, _P))})
 
 _READ_ONLY_ERRNOS = (errno.EROFS, errno.EACCES, errno.EPERM)
 _LOCK_NAP_S = 0.02
@@ -124,7 +127,7 @@ class FileMember:
 
     def _find_alignment(self) -> None:
         memory, offset = _U32(), _U32()
-        result = _alignment()(self.fd, ctypes.byref(memory), ctypes.byref(offset))
+        result = _lib().gio_file_alignment(self.fd, ctypes.byref(memory), ctypes.byref(offset))
         if result == -errno.EOPNOTSUPP:
             self.give_up_direct("its file system has no direct I/O")
             return
@@ -315,14 +318,6 @@ def _nothing() -> None:
 @cache
 def _libc() -> ctypes.CDLL:
     return ctypes.CDLL(None, use_errno=True)
-
-
-@cache
-def _alignment() -> Any:
-    function = _native.lib().gio_file_alignment
-    function.restype = ctypes.c_int
-    function.argtypes = (ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)
-    return function
 
 
 def _unlock_and_close(fd: int) -> None:
