@@ -57,6 +57,8 @@ def run(args: argparse.Namespace, progress: ProgressFactory) -> dict[str, Any]:
             rows.append(_row(depth, batch, args.commands, runs))
     return {
         "benchmark": "ring",
+        "source": "emulated",
+        "controller": "memory, zero-copy",
         "rows": rows,
         "block_nbytes": block_nbytes,
         "commands": args.commands,
@@ -78,7 +80,8 @@ def report(result: dict[str, Any]) -> str:
         for row in result["rows"]
     ]
     block = format_nbytes(result["block_nbytes"])
-    return f"{table(headers, rows)}\nreads of {block}; no bytes are moved: the rings alone"
+    what = f"{result['source']}: reads of {block} from a controller in memory"
+    return f"{table(headers, rows)}\n{what}; no bytes are moved: the rings alone"
 
 
 def read_commands(depth: int, batch: int, block_nbytes: int, commands: int) -> tuple[float, float]:

@@ -137,6 +137,8 @@ def test_rings() -> None:
     json.dumps(result)
     assert [(row["depth"], row["batch"]) for row in result["rows"]] == [(8, 1), (8, 4)]
     assert all(row["commands_per_s"]["low"] > 0 for row in result["rows"])
+    assert result["source"] == "emulated"
+    assert "emulated: reads of" in ring.report(result)
     assert "no bytes are moved" in ring.report(result)
     for bad in (["--commands", "0"], ["--block", "1000"], ["--depths", "7"]):
         with pytest.raises(ConfigError):

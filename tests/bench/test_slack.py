@@ -121,6 +121,16 @@ def test_the_result_has_every_cell() -> None:
     assert slack_report.counts(result)["no more loss than none"] == "2 of 2"
 
 
+def test_a_file_alone_is_measured_and_nothing_simulated(tmp_path: Path) -> None:
+    result = slack.run(arguments(workloads=[], dir=tmp_path, rounds=1), progress)
+    assert result["simulated"] is False
+    assert result["file"]["rounds"] == 1
+    text = slack.report(result)
+    assert "measured on a file" in text
+    assert "simulated" not in text
+    assert not list(tmp_path.iterdir())
+
+
 def test_cells_that_cannot_reach_a_bar_do_not_count_as_reached() -> None:
     def row(bound: float, reached: bool) -> dict[str, Any]:
         return {
