@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from tutti.bench.slack_hardware import Drive, drive_names, machine
+from tutti.bench.slack_hardware import Drive, machine
 from tutti.errors import ConfigError
 from tutti.scheduler.profile import TableProfile
 from tutti.scheduler.request import Profile
@@ -259,6 +259,3 @@ def _number(name: str, value: object, *, above: float) -> float:
 def _check_source(values: dict[str, Any]) -> None:
     if not values.get("source"):
         raise ConfigError("a part of the calibration has no source; say where its numbers are from")
-
-
-__all__ = ["Calibration", "EngineTimes", "Server", "System", "drive_names", "load_calibration"]

@@ -62,11 +62,6 @@ class EngineIo:
         """The scheduler's counters."""
         return self._state.totals
 
-    @property
-    def waiting_pages(self) -> int:
-        """That were not stored yet."""
-        return sum(write.pages - write.written for write in self._state.writes)
-
     def post(self, event: Event) -> None:
         """An event for the scheduler, and what it decides."""
         self.decisions += 1

@@ -97,9 +97,8 @@ class Geometry:
                 f" ({format_nbytes(least.member_nbytes)}), or smaller groups"
             )
         group_nbytes = least.group_nbytes + group_slots * (RECORD_NBYTES + SNAPSHOT_ENTRY_NBYTES)
-        slots_max = (
-            SLOTS_MAX // members
-        )  # what lies beyond the pool's last slot number stays unused
+        # What lies beyond the pool's last slot number stays unused.
+        slots_max = SLOTS_MAX // members
         groups = min(capacity_nbytes_per_member // group_nbytes + 1, slots_max // group_slots)
         planned = cls(one.layers, one.segments, lba_nbytes, group_slots, groups)
         while planned.member_nbytes > capacity_nbytes_per_member:  # ends at one group at the latest

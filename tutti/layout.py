@@ -20,8 +20,6 @@ from tutti.geometry import (
     SEGMENTS_MAX,
 )
 
-FINGERPRINT_NBYTES = 16
-
 ITEMSIZE_NBYTES = {
     "float32": 4,
     "bfloat16": 2,

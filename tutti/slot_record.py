@@ -52,8 +52,6 @@ RECORD_DTYPE = block_dtype(
 )
 RECORD_MAGIC = int.from_bytes(b"TREC", "little")
 FLAG_DIGESTS = 1
-
-
 COUNTER_MAX = 2**63 - 1  # of generations and sequence numbers: half of what fits, never reached
 
 
