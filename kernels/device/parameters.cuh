@@ -111,8 +111,9 @@ struct Post {
 };
 static_assert(sizeof(Post) == 16, "layout shared with Python");
 
-// The persistent kernel's orders, in pinned memory.  `posted` and `stop` have the host as their one
-// writer, consumed[b] has block b.
+// The persistent kernel's orders: words in pinned memory, each with one writer.  `stop` is the
+// host's, consumed[b] is block b's.  `posted` is stored by whoever knows that the tables of the new
+// posts are on the device: the stream that copied them.
 struct Mailbox {
   u64 posts;            // Post[capacity]; post n lies at n % capacity
   u64 posted;           // u32*: how many posts there are, released after the post was written

@@ -124,7 +124,7 @@ GIO_HD void await_post(const Mailbox& box, u32 next, Order* order) {
   Backoff backoff;
   bool posted = false, ends = false;
   while (!posted && !ends) {  // bounded by the deadline
-    // Pairs with the host's release of the count, after the post.
+    // Pairs with the release of the count, by the host or a stream, after the post and its tables.
     posted = load_acquire(at<u32>(box.posted)) != next;
     ends = load_relaxed(at<u32>(box.stop)) != 0 || now_ns() > deadline;
     if (!posted && !ends) backoff.nap();

@@ -28,6 +28,17 @@ U64 = npt.NDArray[np.uint64]
 PINNED_MARK = 1 << 56
 DEVICE_MARK = 1 << 57
 _GIVE_UP_S = 30.0
+#: Calls that may wait for every kernel: docs/gpu.md, "The persistent kernel".
+_SYNCHRONISE = {
+    "cuMemAlloc",
+    "cuMemFree",
+    "cuMemHostRegister",
+    "cuMemHostUnregister",
+    "cuModuleLoadData",
+    "cuModuleUnload",
+    "cuGreenCtxCreate",
+    "cuGreenCtxDestroy",
+}
 
 
 @dataclass
@@ -50,7 +61,8 @@ class StandInDriver:
     """The calls of `Driver`.
 
     fail: {name of a call: which one from now fails}.  violations: what the product must never do.
-    kernels: what `launch` runs, by name, given the arguments.
+    kernels: what `launch` runs, by name, given the arguments.  staying: the same for kernels that
+    stay; what they return is run again and again, until it is True.
     """
 
     def __init__(
@@ -66,6 +78,8 @@ class StandInDriver:
         self.fail: dict[str, int] = {}
         self.calls: dict[str, int] = {}
         self.kernels: dict[str, Callable[..., None]] = {}
+        self.staying: dict[str, Callable[..., Callable[[], bool]]] = {}
+        self._stays = 0  # kernels that stay, and have not ended
         self.owed: dict[int, tuple[int, int]] = {}  # address -> (nbytes, thread that must act)
         self._rng = np.random.default_rng(seed)
         self._has_copy_batch = has_copy_batch
@@ -121,6 +135,8 @@ class StandInDriver:
                 self.fail[name] = left - 1
                 if left == 1:
                     raise CudaError(f"{name} failed; a test said so", call=name, code=719)
+            if self._stays and name in _SYNCHRONISE:
+                self.violations.append(f"{name} while a kernel stays")
             thread = threading.current_thread()
             if thread.name.startswith("gio-"):
                 self.violations.append(f"{name} on {thread.name}, a controller's thread")
@@ -335,12 +351,29 @@ class StandInDriver:
         self._called("cuLaunchKernel")
         name = self._functions[function]
         values = [kind(value).value for value, kind in arguments]
+        if name in self.staying:
+            self._put(stream, _Work(self._stay(lambda: self.staying[name](*values))))
+            return
 
         def run() -> bool:
             self.kernels[name](*values)
             return True
 
         self._put(stream, _Work(run))
+
+    def _stay(self, begin: Callable[[], Callable[[], bool]]) -> Callable[[], bool]:
+        """Counts a kernel as there until its step says that it has ended."""
+        self._stays += 1
+        step: Callable[[], bool] | None = None
+
+        def run() -> bool:
+            nonlocal step
+            step = step or begin()
+            ended = step()
+            self._stays -= ended
+            return ended
+
+        return run
 
     def sm_resource(self) -> SmResource:
         return self._sms

@@ -1,12 +1,7 @@
-"""The GPU engines `launch` and `resident` on the stand-in driver.
-
-The kernels here are short Python ones that read the same tables: they show that the host side fills
-every table with the right addresses and launches in the right order, not that device code works.
-"""
+"""The GPU engines `launch`, `resident` and `persistent` on the stand-in driver and its kernels."""
 
 from __future__ import annotations
 
-import ctypes
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,178 +9,44 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import xxhash
-from gio_uring.cuda_stand_in import DEVICE_MARK, PINNED_MARK, StandInDriver, StandInTensor
+from gio_uring.cuda_stand_in import StandInDriver, StandInTensor
+from gio_uring.kernel_stand_in import Kernels
 
-from tutti.errors import CapacityError, ConfigError, DeviceTimeout
-from tutti.gio_uring import gpu_device_engine, gpu_modules
+from tutti.errors import CapacityError, ConfigError, CudaError, DeviceTimeout
+from tutti.gio_uring import gpu_device_engine, gpu_modules, gpu_persistent
 from tutti.gio_uring.controller_memory import MemoryController
-from tutti.gio_uring.device_batch import (
-    RUN_PENDING,
-    BatchStruct,
-    QueueShareStruct,
-    RunStateStruct,
-    SliceTableStruct,
-)
 from tutti.gio_uring.engine import Engine, Extents
 from tutti.gio_uring.gpu_batch import KernelMover
 from tutti.gio_uring.gpu_device_engine import DeviceEngine, DeviceJob, split_shares
 from tutti.gio_uring.gpu_engine import HostEngine
 from tutti.gio_uring.gpu_memory import TableMemory
 from tutti.gio_uring.gpu_modules import CubinCache, DeviceSource, Modules
-from tutti.gio_uring.iocb import RUN_DTYPE, IocbStruct, PagedMemory
-from tutti.gio_uring.layer_words import LayerWordStruct
-from tutti.gio_uring.memory import view_at
+from tutti.gio_uring.iocb import RUN_DTYPE, PagedMemory
 from tutti.gio_uring.nvme_spec import (
     OPCODE_READ,
     OPCODE_WRITE,
+    STATUS_CANCELLED,
     STATUS_DIGEST_MISMATCH,
     STATUS_TIMED_OUT,
 )
-from tutti.gio_uring.queue_pair import QueuePairStruct
 
+KINDS = gpu_device_engine.KINDS
 LAYERS, PAGES, SEGMENTS, NLB = 5, 16, (3000, 1096), 1
-
-
-class Kernels:
-    """What the kernels do with the tables, without queues: commands go straight to the medium."""
-
-    def __init__(self, driver: StandInDriver, medium: np.ndarray) -> None:
-        self.driver = driver
-        self.medium = medium
-        self.lost: set[int] = set()  # layers whose commands are never answered
-        for name in ("submit", "drain", "resident"):
-            driver.kernels[f"gio_{name}_word"] = getattr(self, name)
-        driver.kernels["gio_move"] = self.move
-
-    def at(self, kind: type[ctypes.Structure], address: int, index: int = 0) -> ctypes.Structure:
-        nbytes = ctypes.sizeof(kind)
-        assert address & (DEVICE_MARK | PINNED_MARK), "kernels use device addresses"
-        return kind.from_address(self.driver.host(address + index * nbytes, nbytes))
-
-    def words(self, address: int, count: int, kind: str = "<u4") -> np.ndarray:
-        nbytes = count * np.dtype(kind).itemsize
-        return view_at(self.driver.host(address, nbytes), nbytes).view(kind)
-
-    def submit(self, batch: int, layer: int) -> None:
-        self._send(batch, layer)
-
-    def drain(self, batch: int, layer: int, publish: int) -> None:
-        self._send(batch, layer)
-        if publish:
-            self._publish(batch, layer)
-
-    def resident(self, batch: int, layer: int, publish: int) -> None:
-        table = self.at(SliceTableStruct, self.at(BatchStruct, batch).slices)
-        reads = self.at(IocbStruct, table.paged).opcode == OPCODE_READ
-        for step in (self._send, self._move) if reads else (self._move, self._send):
-            step(batch, layer)
-        if publish:
-            self._publish(batch, layer)
-
-    def move(self, batch: int, layer: int, publish: int) -> None:
-        self._move(batch, layer)
-        if publish:
-            self._publish(batch, layer)
-
-    def _send(self, batch_address: int, layer: int) -> None:
-        """All runs of all shares that were not sent yet."""
-        batch = self.at(BatchStruct, batch_address)
-        io = self.at(IocbStruct, batch.iocb)
-        runs = self.words(batch.iocb and io.runs, io.n_runs * RUN_DTYPE.itemsize, "u1")
-        table = runs.view(RUN_DTYPE)
-        pages = self.words(io.pages, io.n_pages)
-        bases = self.words(io.bases, io.n_layers * io.n_segments, "<u8")
-        for number in range(batch.n_shares):
-            share = self.at(QueueShareStruct, batch.shares, number)
-            queue = self.at(QueuePairStruct, share.qp)
-            assert queue.depth == 16
-            assert queue.cid_free & DEVICE_MARK
-            assert queue.sq & PINNED_MARK
-            assert self.words(queue.cid_free, 1)[0] == 0x7FFF
-            assert share.lists & PINNED_MARK
-            for i in range(share.first_run, share.first_run + share.n_runs):
-                state = self.at(RunStateStruct, batch.states, layer * io.n_runs + i)
-                if state.status != RUN_PENDING:
-                    continue
-                state.status = 0
-                if layer in self.lost:
-                    self._fail(batch, layer, table[i], STATUS_TIMED_OUT)
-                    continue
-                self._transfer(io, table[i], pages, int(bases[layer]), layer)
-
-    def _transfer(
-        self, io: IocbStruct, run: np.void, pages: np.ndarray, base: int, layer: int
-    ) -> None:
-        slice_nbytes = io.slice_nlb << io.lba_shift
-        lba = int(run["slba"]) + layer * io.layer_stride_nlb
-        for n in range(int(run["nlb"]) // io.slice_nlb):
-            host = base + int(pages[int(run["first"]) + n]) * io.segment_stride[0]
-            assert not host & (DEVICE_MARK | PINNED_MARK), (
-                "commands name the controller's addresses"
-            )
-            place = (lba << io.lba_shift) + n * slice_nbytes
-            there = self.medium[place : place + io.segment_nbytes[0]]
-            here = view_at(host, io.segment_nbytes[0])
-            if io.opcode == OPCODE_READ:
-                here[:] = there
-            else:
-                there[:] = here
-
-    def _fail(self, batch: BatchStruct, layer: int, run: np.void, status: int) -> None:
-        table = self.at(SliceTableStruct, batch.slices)
-        paged = self.at(IocbStruct, table.paged)
-        for n in range(int(run["nlb"]) // paged.slice_nlb):
-            self.words(table.page_status, paged.n_pages)[int(run["first"]) + n] = status
-        self.at(LayerWordStruct, batch.flags, layer).status = status
-
-    def _move(self, batch_address: int, layer: int) -> None:
-        batch = self.at(BatchStruct, batch_address)
-        table = self.at(SliceTableStruct, batch.slices)
-        paged = self.at(IocbStruct, table.paged)
-        pages = self.words(paged.pages, paged.n_pages)
-        bases = self.words(paged.bases, paged.n_layers * paged.n_segments, "<u8")
-        staged = int(self.words(table.staged_bases, paged.n_layers, "<u8")[layer])
-        for i, page in enumerate(pages.tolist()):
-            start = staged + i * table.staged_stride
-            parts = []
-            for k in range(paged.n_segments):
-                n = paged.segment_nbytes[k]
-                there = int(bases[layer * paged.n_segments + k]) + page * paged.segment_stride[k]
-                page_bytes = view_at(self.driver.host(there, n), n)
-                stage_bytes = view_at(self.driver.host(start, n), n)
-                if paged.opcode == OPCODE_READ:
-                    page_bytes[:] = stage_bytes
-                else:
-                    stage_bytes[:] = page_bytes
-                parts.append(stage_bytes.tobytes())
-                start += n
-            if table.digests:
-                self._digest(batch, layer, i, b"".join(parts))
-
-    def _digest(self, batch: BatchStruct, layer: int, i: int, content: bytes) -> None:
-        table = self.at(SliceTableStruct, batch.slices)
-        paged = self.at(IocbStruct, table.paged)
-        known = self.words(table.digests, paged.n_pages * paged.n_layers, "<u8")
-        place = i * paged.n_layers + layer
-        if paged.opcode != OPCODE_READ:
-            known[place] = xxhash.xxh3_64_intdigest(content)
-        elif known[place] != xxhash.xxh3_64_intdigest(content):
-            self.words(table.page_status, paged.n_pages)[i] = STATUS_DIGEST_MISMATCH
-            self.at(LayerWordStruct, batch.flags, layer).status = STATUS_DIGEST_MISMATCH
-
-    def _publish(self, batch_address: int, layer: int) -> None:
-        batch = self.at(BatchStruct, batch_address)
-        self.at(LayerWordStruct, batch.flags, layer).ready = batch.ready
 
 
 class Rig:
     """A device engine over a memory controller, and pages in the stand-in's memory."""
 
-    def __init__(self, kind: str, modules: Modules, driver: StandInDriver, staging: int) -> None:
+    def __init__(
+        self, kind: str, modules: Modules, driver: StandInDriver, staging: int, rest_s: float
+    ) -> None:
         self.driver = driver
+        self.modules = modules
         self.controller = MemoryController([4 << 20])
         self.kernels = Kernels(driver, self.controller.medium(1))
+        self.tensors = [[StandInTensor(driver, PAGES * n) for n in SEGMENTS] for _ in range(LAYERS)]
+        bases = [[tensor.data_ptr() for tensor in row] for row in self.tensors]
+        self.memory = PagedMemory(np.array(bases, np.uint64), SEGMENTS, SEGMENTS, PAGES)
         self.engine = DeviceEngine(
             driver,
             modules,
@@ -195,10 +56,8 @@ class Rig:
             depth=16,
             staging_nbytes=staging,
             command_nbytes_max=2 * 4096,
+            rest_s=rest_s,
         )
-        self.tensors = [[StandInTensor(driver, PAGES * n) for n in SEGMENTS] for _ in range(LAYERS)]
-        bases = [[tensor.data_ptr() for tensor in row] for row in self.tensors]
-        self.memory = PagedMemory(np.array(bases, np.uint64), SEGMENTS, SEGMENTS, PAGES)
 
     def submit(self, opcode: int, pages: list[int], **options: object) -> DeviceJob:
         counts = [3, len(pages) - 3]
@@ -217,12 +76,16 @@ class Rig:
 
 @contextmanager
 def device_rig(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, staging: int = 1 << 20
+    kind: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    staging: int = 1 << 20,
+    rest_s: float = 60.0,
 ) -> Iterator[Rig]:
     monkeypatch.setattr(gpu_modules, "compile_cubin", lambda *_, **__: b"\x7fELF")
     driver = StandInDriver()
     modules = Modules(driver, source=DeviceSource(tmp_path), cache=CubinCache(tmp_path))
-    rig = Rig(kind, modules, driver, staging)
+    rig = Rig(kind, modules, driver, staging, rest_s)
     try:
         yield rig
     finally:
@@ -234,7 +97,7 @@ def device_rig(
 
 
 @pytest.mark.parametrize("staging", [1 << 20, 120 << 10])
-@pytest.mark.parametrize("kind", ["launch", "resident"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_pages_travel(
     kind: str, staging: int, seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -283,16 +146,168 @@ def test_who_waited_for_the_last_layer_on_a_stream_knows_what_failed(
         assert (job.page_status == STATUS_DIGEST_MISMATCH).all()
 
 
-def test_after_a_deadline_the_memory_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with device_rig("launch", tmp_path, monkeypatch) as rig:
+@pytest.mark.parametrize("kind", KINDS)
+def test_after_a_deadline_the_memory_stays(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    released: list[DeviceJob] = []
+    with device_rig(kind, tmp_path, monkeypatch) as rig:
         rig.kernels.lost = {2}
-        job = rig.submit(OPCODE_READ, list(range(8)))
+        job = rig.submit(OPCODE_READ, list(range(8)), on_released=released.append)
         assert job.wait_layers(LAYERS, 10)
         assert (job.page_status == STATUS_TIMED_OUT).all()
         assert not job.wait_released(0.1)
         assert rig.engine.lane.staging.arena.in_use == 1
         with pytest.raises(DeviceTimeout, match="close the engine"):
             rig.submit(OPCODE_READ, list(range(8)))
+        assert not released  # whoever waits for it would use the slots again
+    assert released == [job]
+    assert job.wait_released(0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "call", "nth"),
+    [
+        ("launch", "cuLaunchKernel", 3),
+        ("resident", "cuEventRecord", 2),
+        ("persistent", "cuStreamWaitValue32", 4),
+    ],
+)
+def test_a_cuda_error_in_mid_job_keeps_its_memory(
+    kind: str, call: str, nth: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kernels may be queued that nothing tells of, and commands under way that none takes back."""
+    released: list[DeviceJob] = []
+    with device_rig(kind, tmp_path, monkeypatch) as rig:
+        rig.driver.fail[call] = nth
+        rig.kernels.is_silent = True
+        job = rig.submit(OPCODE_WRITE, list(range(8)), on_released=released.append)
+        with pytest.raises(CudaError, match=call):
+            job.wait_layers(1, 10)
+        assert job.done
+        assert (job.page_status == STATUS_CANCELLED).all()
+        deadline = time.monotonic() + 10
+        while not rig.engine.wait_idle(0.1):
+            assert time.monotonic() < deadline, "a stream still waits"
+        rig.kernels.is_silent = False
+        assert not job.wait_released(0.05)
+        assert not released
+        assert rig.engine.lane.staging.arena.in_use == 1
+        with pytest.raises(DeviceTimeout, match="close the engine"):
+            rig.submit(OPCODE_READ, list(range(8)))
+        with pytest.raises(ConfigError, match="start it again"):
+            job.order_stream(0, 1)
+    assert released == [job]
+    assert job.wait_released(0)
+
+
+def test_a_cuda_error_before_any_kernel_costs_the_job_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with device_rig("resident", tmp_path, monkeypatch) as rig:
+        rig.driver.fail["cuMemcpyAsync"] = 1
+        job = rig.submit(OPCODE_WRITE, list(range(8)))
+        with pytest.raises(CudaError):
+            job.wait_layers(1, 10)
+        assert job.wait_released(0)
+        assert rig.engine.lane.staging.arena.in_use == 0
+        assert rig.submit(OPCODE_WRITE, list(range(8))).wait_released(10)
+
+
+def test_the_persistent_kernel_is_launched_once_and_again_after_a_rest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with device_rig("persistent", tmp_path, monkeypatch, rest_s=0.2) as rig:
+        pages = list(range(8))
+        for _ in range(3):
+            assert rig.submit(OPCODE_WRITE, pages).wait_released(10)
+        assert rig.driver.calls["cuLaunchKernel"] == 1
+        stream = rig.engine._launcher._stream  # type: ignore[attr-defined]
+        deadline = time.monotonic() + 10
+        while not rig.driver.is_stream_done(stream):
+            assert time.monotonic() < deadline, "an idle kernel stays"
+            time.sleep(0.01)
+        rig.driver.free(rig.driver.allocate(4096))  # no kernel is there to wait for
+        for opcode in (OPCODE_WRITE, OPCODE_READ):
+            assert rig.submit(opcode, pages).wait_released(10)
+        assert rig.driver.calls["cuLaunchKernel"] == 2
+
+
+def test_the_mailbox_goes_round(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_persistent, "CAPACITY", 8)
+    with device_rig("persistent", tmp_path, monkeypatch) as rig:
+        jobs = [rig.submit(OPCODE_WRITE, list(range(8))) for _ in range(7)]
+        assert all(job.wait_released(10) for job in jobs)
+        assert not any(job.page_status.any() for job in jobs)
+    monkeypatch.setattr(gpu_persistent, "CAPACITY", 4)
+    with device_rig("persistent", tmp_path, monkeypatch) as rig:
+        job = rig.submit(OPCODE_WRITE, list(range(8)))
+        with pytest.raises(ConfigError, match="another engine"):
+            job.wait_layers(1, 1)
+
+
+@pytest.mark.parametrize("comes_back", [True, False])
+def test_a_persistent_kernel_that_never_answers(
+    comes_back: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every waiting stream is let go; the memory is kept, for ever if the kernel stays silent."""
+    monkeypatch.setattr(gpu_persistent, "_GRACE_S", 0.1)
+    kept: list[object] = []
+    monkeypatch.setattr(gpu_device_engine, "keep_for_ever", kept.append)
+    released: list[DeviceJob] = []
+    with device_rig("persistent", tmp_path, monkeypatch) as rig:
+        assert rig.submit(OPCODE_WRITE, list(range(8))).wait_released(10)
+        rig.kernels.is_silent = True
+        stream = rig.driver.create_stream()
+        jobs = [
+            rig.submit(OPCODE_READ, list(range(8)), timeout_s=0.3, on_released=released.append)
+            for _ in range(2)
+        ]
+        for layer in range(LAYERS):
+            jobs[1].order_stream(stream, layer + 1)
+        assert all(job.wait_layers(LAYERS, 10) for job in jobs)
+        deadline = time.monotonic() + 10
+        while not rig.driver.is_stream_done(stream):
+            assert time.monotonic() < deadline, "a stream still waits"
+            time.sleep(0.001)
+        assert all((job.page_status == STATUS_TIMED_OUT).all() for job in jobs)
+        assert not jobs[0].wait_released(0)
+        assert rig.engine.lane.staging.arena.in_use == 2
+        with pytest.raises(DeviceTimeout, match="close the engine"):
+            rig.submit(OPCODE_READ, list(range(8)))
+        if comes_back:
+            rig.kernels.is_silent = False
+            rig.engine.close()
+            assert released == jobs
+            assert not kept
+            return
+        with pytest.raises(DeviceTimeout, match="reserved until the process ends"):
+            rig.engine.close(0.3)
+        assert kept == [rig.engine]
+        assert not released
+        assert "cuMemHostUnregister" not in rig.driver.calls
+        rig.kernels.is_silent = False  # so that all can be taken down
+        rig.engine._closed = False
+
+
+def test_launches_that_block_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with device_rig("launch", tmp_path, monkeypatch) as rig, monkeypatch.context() as patch:
+        patch.setenv("CUDA_LAUNCH_BLOCKING", "1")
+        with MemoryController([1 << 20]) as controller, pytest.raises(ConfigError, match="unset"):
+            DeviceEngine(rig.driver, rig.modules, controller, kind="persistent")
+
+
+def test_a_forgotten_engine_tells_its_kernel_to_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with device_rig("persistent", tmp_path, monkeypatch) as rig:
+        launcher = rig.engine._launcher
+        assert isinstance(launcher, gpu_persistent.PersistentKernel)
+        launcher._finalizer()  # as at the end of the process
+        deadline = time.monotonic() + 10
+        while not rig.driver.is_stream_done(launcher._stream):
+            assert time.monotonic() < deadline, "the kernel stays"
+            time.sleep(0.01)
 
 
 def test_a_cancelled_gate_ends_the_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -348,14 +348,20 @@ def test_closing_with_work_in_flight(rng: np.random.Generator) -> None:
 
 
 def test_a_cuda_error_in_the_middle_ends_the_load(rng: np.random.Generator) -> None:
-    with rig_over_memory() as rig:
+    with rig_over_memory(has_copy_batch=False) as rig:
         keys, pages = some_keys(rng, 8), list(range(8))
         contents = rig.fill(pages, rng)
         rig.store.put(keys, pages).wait(10)
-        rig.driver.fail["cuMemcpyBatchAsync"] = 3
+        compute, word = rig.driver.create_stream(), rig.driver.allocate(256)
+        rig.driver.wait_value(compute, word, 1)  # keeps the copies from being done
+        rig.pool.follow(compute)
+        rig.driver.fail["cuMemcpyAsync"] = 3  # the copies before it have no event behind them
         ticket = rig.store.load(keys, list(range(8, 16)))
-        with pytest.raises(CudaError, match="cuMemcpyBatchAsync"):
+        with pytest.raises(CudaError, match="cuMemcpyAsync"):
             ticket.wait(10)
+        assert not ticket.wait_settled(0.2)
+        assert not ticket.done
+        rig.driver.array(word)[0] = 1
         assert ticket.wait_settled(10)
         with pytest.raises(ConfigError, match="start it again"):
             ticket.order_stream(0, 3)

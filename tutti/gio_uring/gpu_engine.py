@@ -20,6 +20,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Unpack
 
 import numpy as np
 
@@ -27,11 +28,12 @@ from tutti.errors import ConfigError, DeviceTimeout, PoolClosed, TuttiError
 from tutti.gio_uring.controller import NativeController
 from tutti.gio_uring.engine import Engine, Extents, Job
 from tutti.gio_uring.gpu_driver import Driver
-from tutti.gio_uring.gpu_memory import Lease, Staging
+from tutti.gio_uring.gpu_memory import Lease, Staging, keep_for_ever
 from tutti.gio_uring.gpu_mover import Cargo, Mover, Shipment, choose_mover
 from tutti.gio_uring.iocb import U32, U64, PagedMemory
 from tutti.gio_uring.layer_words import LayerWords
 from tutti.gio_uring.nvme_spec import OPCODE_READ
+from tutti.gio_uring.transfer import TIMEOUT_S, Options
 from tutti.units import MiB
 
 STAGING_NBYTES = 256 * MiB
@@ -55,6 +57,30 @@ def wait_until(is_done: Callable[[], bool], timeout_s: float) -> bool:
     return True
 
 
+@dataclass(frozen=True)
+class StagedLayers:
+    """Staging of one transfer: its words, then `window` of its layers, used again in turn.
+
+    starts: uint64 (layers,), where slice 0 of each layer lies for the host.
+    """
+
+    lease: Lease
+    words: LayerWords
+    window: int
+    starts: U64
+    to_device: int  # from the host's addresses to the device's
+
+    @property
+    def device_words(self) -> int:
+        """Where the device finds the words."""
+        return self.words.address + self.to_device
+
+    @property
+    def device_starts(self) -> U64:
+        """`starts` as the device addresses them."""
+        return self.starts + np.uint64(self.to_device)
+
+
 class Lane:
     """One direction: a stream, its staging, and one transfer after another on it."""
 
@@ -75,6 +101,28 @@ class Lane:
             self.driver.record_event(self._fence, stream)
             self.driver.stream_wait_event(self.stream, self._fence)
 
+    def stage(
+        self, layers: int, pages: int, stride: int, lba_nbytes: int, timeout_s: float
+    ) -> StagedLayers:
+        """Staging for a transfer: all of its layers, or a share's worth, in whole blocks.
+
+        stride: from slice to slice, in bytes.  Raises CapacityError when one layer does not fit,
+        DeviceTimeout when none comes free.
+        """
+        layer_nbytes, words_nbytes = pages * stride, LayerWords.nbytes_of(layers)
+        head = words_nbytes + lba_nbytes
+        share = self.staging.nbytes // _SHARE
+        window = min(layers, max(1, (share - head) // max(1, layer_nbytes)))
+        lease = self.staging.arena.lease(head + window * layer_nbytes, timeout_s)
+        words = LayerWords(lease.address, layers)
+        words.clear()
+        base = lease.address + words_nbytes
+        base += -base % lba_nbytes
+        place = np.arange(layers, dtype=np.uint64) % np.uint64(window)
+        starts = np.uint64(base) + place * np.uint64(layer_nbytes)
+        pinned = self.staging.pinned
+        return StagedLayers(lease, words, window, starts, pinned.device_address - pinned.address)
+
     def take_events(self, count: int) -> list[int]:
         """Events that nobody uses; made when there are not enough."""
         taken: list[int] = []
@@ -92,7 +140,7 @@ class Lane:
     def close(self, timeout_s: float) -> None:
         """Waits for the stream and frees everything; DeviceTimeout keeps it all instead."""
         if not wait_until(lambda: self.driver.is_stream_done(self.stream), timeout_s):
-            self.staging.abandon()
+            keep_for_ever(self)
             raise DeviceTimeout(
                 f"a stream of the GPU did not end within {timeout_s:g} s; its staging stays "
                 "reserved until the process ends"
@@ -109,9 +157,7 @@ class _Route:
     """What the stream needs to know of one transfer."""
 
     cargo: Cargo
-    words: LayerWords
-    device_words: int
-    window: int  # layers of staging
+    staged: StagedLayers
     is_read: bool
 
 
@@ -132,19 +178,19 @@ class MovedJob:
     @property
     def words(self) -> LayerWords:
         """What the engine and the stream tell each other."""
-        return self._route.words
+        return self._route.staged.words
 
     @property
     def done(self) -> bool:
         """Whether every layer is in its place or failed."""
-        return bool(self._job.report().done) and self._is_moved(self._enqueued)
+        return bool(self._job.report().done) and self._is_through()
 
     def enqueue(self) -> None:
         """Puts all layers on the stream.
 
         A CUDA error cancels the job, so that what waits already is let go; waits raise it.
         """
-        lane, layers = self._lane, self._route.words.layers
+        lane, layers = self._lane, self.words.layers
         try:
             self._events = lane.take_events(layers)
             # Once nobody can wait for them any more.
@@ -163,17 +209,24 @@ class MovedJob:
 
     def _enqueue_layer(self, layer: int) -> None:
         driver, stream, route = self._lane.driver, self._lane.stream, self._route
-        awaited = layer if route.is_read else layer - route.window
+        device_words = route.staged.device_words
+        awaited = layer if route.is_read else layer - route.staged.window
         if awaited >= 0:
-            driver.wait_value(stream, route.device_words + route.words.ready_offset(awaited), 1)
+            driver.wait_value(stream, device_words + self.words.ready_offset(awaited), 1)
         route.cargo.move(layer, stream)
-        driver.write_value(stream, route.device_words, layer + 1)
+        driver.write_value(stream, device_words, layer + 1)
         driver.record_event(self._events[layer], stream)
 
     def _is_moved(self, layers: int) -> bool:
         """Whether the stream is through with so many of the layers that it holds."""
         count = min(layers, self._enqueued)
         return not count or self._lane.driver.is_event_done(self._events[count - 1])
+
+    def _is_through(self) -> bool:
+        """Whether the stream touches nothing of this job any more."""
+        if self._failure is not None:  # some copies may have no event behind them
+            return self._lane.driver.is_stream_done(self._lane.stream)
+        return self._is_moved(self._enqueued)
 
     def wait_layers(self, layers: int, timeout_s: float) -> bool:
         """Waits until `layers` layers were moved or the job failed.  False after the timeout.
@@ -205,7 +258,7 @@ class MovedJob:
         if not self._job.wait_released(timeout_s):
             return False
         left_s = max(0.0, deadline - time.monotonic())
-        return wait_until(lambda: self._is_moved(self._enqueued), left_s)
+        return wait_until(self._is_through, left_s)
 
     def open_gate(self) -> None:
         """Lets the job compare its digests, and only then puts its layers on the stream: until
@@ -222,11 +275,7 @@ class MovedJob:
 
     def is_free(self) -> bool:
         """Whether staging and words may be used again."""
-        if not self._sealed or not self._job.report().released:
-            return False
-        if self._failure is not None:  # some copies may have no event behind them
-            return self._lane.driver.is_stream_done(self._lane.stream)
-        return self._is_moved(self._enqueued)
+        return self._sealed and bool(self._job.report().released) and self._is_through()
 
 
 class HostEngine:
@@ -273,13 +322,7 @@ class HostEngine:
         extents: Extents,
         pages: U32,
         memory: PagedMemory,
-        *,
-        digests: U64 | None = None,
-        compare: bool = False,
-        gated: bool = False,
-        priority: int = 0,
-        timeout_s: float = 30.0,
-        on_released: Callable[[Job], None] | None = None,
+        **options: Unpack[Options],
     ) -> MovedJob:
         """As `Engine.submit`, for pages in GPU memory.
 
@@ -291,20 +334,15 @@ class HostEngine:
             raise PoolClosed("the GPU engine is closed; attach a new one")
         is_read = opcode == OPCODE_READ
         lane = self._loads if is_read else self._stores
-        layers = memory.bases.shape[0]
+        lba_nbytes = self.engine.lba_nbytes
+        stride = extents.slice_nlb * lba_nbytes
+        timeout_s = options.get("timeout_s", TIMEOUT_S)
+        staged = lane.stage(memory.bases.shape[0], pages.size, stride, lba_nbytes, timeout_s)
         slice_nbytes = sum(memory.segment_nbytes)
-        stride = extents.slice_nlb * self.engine.lba_nbytes
-        head = LayerWords.nbytes_of(layers) + self.engine.lba_nbytes
-        lease, window = lease_layers(lane, layers, pages.size * stride, head, timeout_s)
-        words = LayerWords(lease.address, layers)
-        words.clear()
-        base = lease.address + LayerWords.nbytes_of(layers)
-        base += -base % self.engine.lba_nbytes
-        place = np.arange(layers, dtype=np.uint64) % np.uint64(window)
-        starts = np.uint64(base) + place * np.uint64(pages.size * stride)
-        staged = PagedMemory(starts[:, None], (stride,), (slice_nbytes,), pages.size, lane)
-        to_device = lane.staging.pinned.device_address - lane.staging.pinned.address
-        shipment = Shipment(pages, memory, starts + np.uint64(to_device), stride, is_read)
+        to_engine = PagedMemory(
+            staged.starts[:, None], (stride,), (slice_nbytes,), pages.size, lane
+        )
+        shipment = Shipment(pages, memory, staged.device_starts, stride, is_read)
         cargo: Cargo | None = None
         try:
             cargo = self.mover.prepare(shipment)
@@ -312,26 +350,20 @@ class HostEngine:
                 opcode,
                 extents,
                 np.arange(pages.size, dtype=np.uint32),
-                staged,
-                digests=digests,
-                compare=compare,
-                gated=gated,
-                priority=priority,
-                timeout_s=timeout_s,
-                on_released=on_released,
-                words=words,
-                window=window if is_read else 0,
+                to_engine,
+                words=staged.words,
+                window=staged.window if is_read else 0,
+                **options,
             )
         except BaseException:
-            lease.is_free = lambda: True
+            staged.lease.is_free = lambda: True
             if cargo is not None:
-                cargo.hold(lease.is_free)
+                cargo.hold(staged.lease.is_free)
             raise
-        route = _Route(cargo, words, lease.address + to_device, window, is_read)
-        moved = MovedJob(lane, job, route)
-        lease.is_free = moved.is_free
+        moved = MovedJob(lane, job, _Route(cargo, staged, is_read))
+        staged.lease.is_free = moved.is_free
         cargo.hold(moved.is_free)
-        if not gated:
+        if not options.get("gated"):
             moved.enqueue()
         return moved
 
@@ -355,12 +387,3 @@ class HostEngine:
             self._loads.close(timeout_s)
         finally:
             self._stores.close(timeout_s)
-
-
-def lease_layers(
-    lane: Lane, layers: int, layer_nbytes: int, head: int, timeout_s: float
-) -> tuple[Lease, int]:
-    """Staging for a transfer, and how many of its layers fit at once: all, or a share's worth."""
-    share = lane.staging.nbytes // _SHARE
-    window = min(layers, max(1, (share - head) // max(1, layer_nbytes)))
-    return lane.staging.arena.lease(head + window * layer_nbytes, timeout_s), window

@@ -17,8 +17,12 @@ from tutti.units import format_nbytes
 ALIGNMENT = 4096
 _LOOK_S = 0.0002
 
-#: Pinned memory that a device may still use when nobody could wait for it any longer.
 _STUCK: list[object] = []
+
+
+def keep_for_ever(owner: object) -> None:
+    """Keeps an object and its memory until the process ends: a device may still use it."""
+    _STUCK.append(owner)
 
 
 class PinnedMemory:
@@ -142,10 +146,6 @@ class Staging:
     def _unregister(self) -> None:
         if self._region is not None:
             self._region.close()
-
-    def abandon(self) -> None:
-        """Keeps the memory until the process ends: a device may still use it."""
-        _STUCK.append(self)
 
 
 @dataclass(frozen=True)

@@ -30,10 +30,12 @@ KERNELS = (
     "gio_drain_word",
     "gio_resident_word",
     "gio_collect_word",
+    "gio_persistent_word",
     "gio_submit_mmio",
     "gio_drain_mmio",
     "gio_resident_mmio",
     "gio_collect_mmio",
+    "gio_persistent_mmio",
     "gio_move",
     "gio_verify",
 )

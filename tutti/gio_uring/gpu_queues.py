@@ -6,6 +6,7 @@ with the controller has one writer each.
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 import numpy as np
@@ -47,19 +48,40 @@ class DeviceQueues:
         depth: int,
     ) -> None:
         self.count = count
+        with ExitStack() as undo:
+            self._set_up(driver, controller, tables, stream, depth, undo)
+            self._undo = undo.pop_all()
+
+    def _set_up(
+        self,
+        driver: Driver,
+        controller: NativeController,
+        tables: TableMemory,
+        stream: int,
+        depth: int,
+        undo: ExitStack,
+    ) -> None:
         lba_nbytes = controller.info.lba_nbytes
-        lists_nbytes = count * depth * LIST_NBYTES
-        self._lists = HostBuffer(lists_nbytes + 2 * lba_nbytes)
-        self._region = controller.register(self._lists)
-        self._pinned = [PinnedMemory(driver, self._lists)]
-        self.scratch = self._lists.address + lists_nbytes
-        self.zeros = self.scratch + lba_nbytes
+        lists_nbytes = self.count * depth * LIST_NBYTES
+        buffer = HostBuffer(lists_nbytes + 2 * lba_nbytes)
         registers = controller.doorbell_registers
-        self._doorbells = GpuDoorbells(driver, *registers) if registers else None
+        doorbells = GpuDoorbells(driver, *registers) if registers else None
+        if doorbells is not None:
+            undo.callback(doorbells.close)
         #: How kernels ring: the end of their names.
         self.ring = "mmio" if registers else "word"
-        self._pairs = [controller.create_queue_pair(depth) for _ in range(count)]
-        images = [self._image(driver, pair) for pair in self._pairs]
+        undo.callback(controller.register(buffer).close)
+        lists = PinnedMemory(driver, buffer)
+        undo.callback(lists.close)
+        self.scratch = buffer.address + lists_nbytes
+        self.zeros = self.scratch + lba_nbytes
+        images = []
+        for _ in range(self.count):
+            pair = controller.create_queue_pair(depth)
+            undo.callback(pair.close)
+            pinned = PinnedMemory(driver, pair.memory)
+            undo.callback(pinned.close)
+            images.append(_image(pair, pinned, doorbells or pinned))
         whole = TableImage()
         for image, _ in images:
             whole.nbytes += image.nbytes
@@ -74,37 +96,28 @@ class DeviceQueues:
             image.write(lease.host.address + offset)
             start = number * depth * LIST_NBYTES
             self.queues.append(
-                DeviceQueue(
-                    place, self._pinned[0].device_address + start, self._lists.address + start
-                )
+                DeviceQueue(place, lists.device_address + start, buffer.address + start)
             )
             offset += image.nbytes
         tables.upload(lease, offset, stream)
 
-    def _image(self, driver: Driver, pair: QueuePair) -> tuple[TableImage, QueuePairStruct]:
-        """The struct and the submitter's words; offsets stand where addresses will."""
-        pinned = PinnedMemory(driver, pair.memory)
-        self._pinned.append(pinned)
-        struct = QueuePairStruct.from_buffer_copy(pair.struct)
-        for name in ("sq", "cq"):
-            setattr(struct, name, pinned.to_device(getattr(pair.struct, name)))
-        place = self._doorbells or pinned
-        for name in ("sq_doorbell", "cq_doorbell"):
-            setattr(struct, name, place.to_device(getattr(pair.struct, name)))
-        image = TableImage()
-        image.add(struct)
-        layout = pair.layout
-        struct.marks = image.add(np.zeros(pair.depth, np.uint32))
-        struct.cid_free = image.add(np.array(layout.free_cids(), np.uint32))
-        struct.completions = image.add(np.zeros(pair.depth, np.uint32))
-        return image, struct
-
     def close(self) -> None:
-        """Gives the memory back; the controller has been reset."""
-        for pair in self._pairs:
-            pair.close()
-        for pinned in self._pinned:
-            pinned.close()
-        if self._doorbells:
-            self._doorbells.close()
-        self._region.close()
+        """Gives the memory back; the controller has been reset.  A second call does nothing."""
+        self._undo.close()
+
+
+def _image(
+    pair: QueuePair, pinned: PinnedMemory, doorbells: PinnedMemory | GpuDoorbells
+) -> tuple[TableImage, QueuePairStruct]:
+    """The struct and the submitter's words; offsets stand where addresses will."""
+    struct = QueuePairStruct.from_buffer_copy(pair.struct)
+    for name in ("sq", "cq"):
+        setattr(struct, name, pinned.to_device(getattr(pair.struct, name)))
+    for name in ("sq_doorbell", "cq_doorbell"):
+        setattr(struct, name, doorbells.to_device(getattr(pair.struct, name)))
+    image = TableImage()
+    image.add(struct)
+    struct.marks = image.add(np.zeros(pair.depth, np.uint32))
+    struct.cid_free = image.add(np.array(pair.layout.free_cids(), np.uint32))
+    struct.completions = image.add(np.zeros(pair.depth, np.uint32))
+    return image, struct

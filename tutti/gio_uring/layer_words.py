@@ -67,6 +67,15 @@ class LayerWords:
         """Whether the engine has said its last word on `layer`."""
         return bool(self._words[self._index(layer)])
 
+    def let_go(self, status: int) -> None:
+        """Marks the layers that are not ready as over, with an error: in place of an engine or a
+        kernel that does not do it any more.
+        """
+        for layer in range(self.layers):
+            if not self.is_ready(layer):
+                self._words[self._index(layer) + 1] = status
+                self._words[self._index(layer)] = 1
+
     def ready_offset(self, layer: int) -> int:
         """Where the word of a layer lies, in bytes from `address`."""
         return self._index(layer) * 4

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol, TypedDict, Unpack
 
 import numpy as np
 import numpy.typing as npt
 
-from tutti.gio_uring.engine import Extents, Job
+from tutti.gio_uring.engine import Extents
 from tutti.gio_uring.iocb import U32, U64, PagedMemory
+
+#: `Options.timeout_s` where it is not given.
+TIMEOUT_S = 30.0
 
 
 class Transfer(Protocol):
@@ -39,6 +42,20 @@ class Transfer(Protocol):
         """Issues nothing more."""
 
 
+class Options(TypedDict, total=False):
+    """What a transfer may be given beside its bytes; `Engine.submit` says what each means.
+
+    on_released: called with the transfer once the medium is done with it.
+    """
+
+    digests: U64 | None
+    compare: bool
+    gated: bool
+    priority: int
+    timeout_s: float
+    on_released: Callable[[Any], None] | None
+
+
 class Submitter(Protocol):
     """Moves slices between the medium and one kind of memory; `Engine` does for host memory."""
 
@@ -48,12 +65,6 @@ class Submitter(Protocol):
         extents: Extents,
         pages: U32,
         memory: PagedMemory,
-        *,
-        digests: U64 | None = None,
-        compare: bool = False,
-        gated: bool = False,
-        priority: int = 0,
-        timeout_s: float = 30.0,
-        on_released: Callable[[Job], None] | None = None,
+        **options: Unpack[Options],
     ) -> Transfer:
         """See `Engine.submit`."""
