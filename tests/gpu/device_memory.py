@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tutti.gio_uring.gpu_driver import CudaDriver
+from tutti.gio_uring.gpu_memory import PinnedMemory
 from tutti.gio_uring.iocb import PagedMemory
 from tutti.gio_uring.memory import HostBuffer
 
@@ -23,7 +24,10 @@ def wait_for(is_done: Callable[[], bool], timeout_s: float = 30.0) -> None:
 
 
 class DeviceMemory:
-    """Bytes on the device.  Offers `data_ptr` as a tensor does."""
+    """Bytes on the device.  Offers `data_ptr` as a tensor does.
+
+    Made before, and closed after, whatever must not be waited for by an allocation.
+    """
 
     def __init__(self, driver: CudaDriver, nbytes: int) -> None:
         self.driver = driver
@@ -31,6 +35,7 @@ class DeviceMemory:
         self.address = driver.allocate(nbytes)
         self._stream = driver.create_stream()
         self._host = HostBuffer(nbytes, hugepages=False)
+        self._pinned = PinnedMemory(driver, self._host)
 
     def data_ptr(self) -> int:
         return self.address
@@ -46,11 +51,13 @@ class DeviceMemory:
 
     def write(self, content: Bytes) -> None:
         self._host.array[:] = content
-        self.driver.copy(self.address, self._host.address, self.nbytes, self._stream)
+        host = self._pinned.device_address
+        self.driver.copy(self.address, host, self.nbytes, self._stream)
         self.wait()
 
     def read(self) -> Bytes:
-        self.driver.copy(self._host.address, self.address, self.nbytes, self._stream)
+        host = self._pinned.device_address
+        self.driver.copy(host, self.address, self.nbytes, self._stream)
         self.wait()
         return self._host.array.copy()
 
@@ -59,6 +66,7 @@ class DeviceMemory:
 
     def close(self) -> None:
         self.driver.destroy_stream(self._stream)
+        self._pinned.close()
         self.driver.free(self.address)
 
 

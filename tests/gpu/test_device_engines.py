@@ -1,8 +1,9 @@
-"""Kernels on a real GPU that submit, poll, move and digest; `launch` and `resident`."""
+"""Kernels on a real GPU that submit, poll, move and digest, with every engine that has them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import numpy as np
@@ -13,7 +14,7 @@ from gpu.device_memory import DeviceMemory, page_bytes, paged, wait_for
 from tutti.gio_uring.controller_memory import Faults, MemoryController
 from tutti.gio_uring.engine import Extents
 from tutti.gio_uring.gpu_batch import DeviceBatch, launch_layer
-from tutti.gio_uring.gpu_device_engine import DeviceEngine
+from tutti.gio_uring.gpu_device_engine import KINDS, DeviceEngine
 from tutti.gio_uring.gpu_driver import CudaDriver
 from tutti.gio_uring.gpu_green import partition
 from tutti.gio_uring.gpu_memory import TableMemory
@@ -28,6 +29,22 @@ from tutti.gio_uring.nvme_spec import (
 
 LAYERS, PAGES = 6, 64
 EXTENTS = Extents([0, 4096], [1, 1], [40, PAGES - 40], 2, 256)
+
+Allocate = Callable[[int], DeviceMemory]
+
+
+@pytest.fixture
+def allocate(driver: CudaDriver) -> Iterator[Allocate]:
+    """Device memory; freed when the test has closed its engine, as that may wait for a kernel."""
+    made: list[DeviceMemory] = []
+
+    def new(nbytes: int) -> DeviceMemory:
+        made.append(DeviceMemory(driver, nbytes))
+        return made[-1]
+
+    yield new
+    for memory in made:
+        memory.close()
 
 
 @contextmanager
@@ -56,19 +73,20 @@ def engine_of(
 
 
 @pytest.mark.parametrize("faults", [None, Faults(delay_ppm=300_000, reorder_ppm=300_000)])
-@pytest.mark.parametrize("kind", ["launch", "resident"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_pages_travel_and_come_back(
     driver: CudaDriver,
     modules: Modules,
     rng: np.random.Generator,
+    allocate: Allocate,
     kind: str,
     faults: Faults | None,
 ) -> None:
     segments = (4096, 4000)
+    memory = allocate(LAYERS * PAGES * sum(segments))
     with MemoryController([64 << 20]) as controller:
         controller.set_faults(faults)
         with engine_of(driver, modules, kind, controller) as engine:
-            memory = DeviceMemory(driver, LAYERS * PAGES * sum(segments))
             pages = paged(memory, segments, LAYERS, PAGES)
             content = rng.integers(0, 256, memory.nbytes, dtype=np.uint8)
             memory.write(content)
@@ -95,13 +113,13 @@ def test_pages_travel_and_come_back(
             good = np.arange(PAGES) != 7  # its layers after the wrong one may be left out
             assert (back[:, other[good]] == slices[:, sent[good]]).all()
             assert (back[:3, other[7]] == slices[:3, sent[7]]).all()
-            memory.close()
 
 
-@pytest.mark.parametrize("kind", ["launch", "resident"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_kernels_run_on_a_partition_of_the_multiprocessors(
-    driver: CudaDriver, modules: Modules, rng: np.random.Generator, kind: str
+    driver: CudaDriver, modules: Modules, rng: np.random.Generator, allocate: Allocate, kind: str
 ) -> None:
+    memory = allocate(LAYERS * PAGES * 8192)
     part = partition(driver, driver.sm_resource().minimum)
     assert part.is_partition, part.reason
     stream = part.create_stream()
@@ -109,7 +127,6 @@ def test_kernels_run_on_a_partition_of_the_multiprocessors(
         MemoryController([64 << 20]) as controller,
         engine_of(driver, modules, kind, controller, stream) as engine,
     ):
-        memory = DeviceMemory(driver, LAYERS * PAGES * 8192)
         pages = paged(memory, (8192,), LAYERS, PAGES)
         content = rng.integers(0, 256, memory.nbytes, dtype=np.uint8)
         memory.write(content)
@@ -121,19 +138,18 @@ def test_kernels_run_on_a_partition_of_the_multiprocessors(
             if opcode == OPCODE_WRITE:
                 memory.write(np.zeros(memory.nbytes, np.uint8))
         assert (memory.read() == content).all()
-        memory.close()
     part.close()
 
 
 def test_a_layer_of_more_commands_than_a_queue_has_places(
-    driver: CudaDriver, modules: Modules, rng: np.random.Generator
+    driver: CudaDriver, modules: Modules, rng: np.random.Generator, allocate: Allocate
 ) -> None:
+    memory = allocate(LAYERS * PAGES * 8192)
     scattered = Extents(np.arange(PAGES) * 4, [1] * PAGES, [1] * PAGES, 2, 256)
     with (
         MemoryController([64 << 20]) as controller,
         engine_of(driver, modules, "launch", controller) as engine,
     ):
-        memory = DeviceMemory(driver, LAYERS * PAGES * 8192)
         pages = paged(memory, (8192,), LAYERS, PAGES)
         content = rng.integers(0, 256, memory.nbytes, dtype=np.uint8)
         memory.write(content)
@@ -144,17 +160,16 @@ def test_a_layer_of_more_commands_than_a_queue_has_places(
         assert job.wait_released(60)
         assert not job.page_status.any()
         assert (memory.read() == content).all()
-        memory.close()
 
 
-@pytest.mark.parametrize("kind", ["launch", "resident"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_controller_that_dies_ends_the_kernels(
-    driver: CudaDriver, modules: Modules, kind: str
+    driver: CudaDriver, modules: Modules, allocate: Allocate, kind: str
 ) -> None:
+    memory = allocate(LAYERS * PAGES * 8192)
     with MemoryController([64 << 20]) as controller:
         controller.set_faults(Faults(stall_from=5))
         with engine_of(driver, modules, kind, controller) as engine:
-            memory = DeviceMemory(driver, LAYERS * PAGES * 8192)
             pages = paged(memory, (8192,), LAYERS, PAGES)
             job = engine.submit(
                 OPCODE_READ, EXTENTS, np.arange(PAGES, dtype=np.uint32), pages, timeout_s=0.5
@@ -162,16 +177,42 @@ def test_a_controller_that_dies_ends_the_kernels(
             assert job.wait_layers(LAYERS, 60)
             assert (job.page_status == STATUS_TIMED_OUT).any()
             assert not job.wait_released(0.1)
-            memory.close()
+
+
+def test_an_idle_persistent_kernel_ends_and_comes_back(
+    driver: CudaDriver, modules: Modules, rng: np.random.Generator, allocate: Allocate
+) -> None:
+    memory = allocate(LAYERS * PAGES * 8192)
+    pages = paged(memory, (8192,), LAYERS, PAGES)
+    content = rng.integers(0, 256, memory.nbytes, dtype=np.uint8)
+    numbers = np.arange(PAGES, dtype=np.uint32)
+    memory.write(content)
+    with (
+        MemoryController([64 << 20]) as controller,
+        engine_of(driver, modules, "persistent", controller) as engine,
+    ):
+        assert engine.submit(OPCODE_WRITE, EXTENTS, numbers, pages).wait_released(60)
+        driver.free(driver.allocate(1 << 20))  # may wait for the kernel, which rests after a second
+        memory.write(np.zeros(memory.nbytes, np.uint8))
+        time.sleep(2)
+        for _ in range(20):
+            job = engine.submit(OPCODE_READ, EXTENTS, numbers, pages)
+            compute = driver.create_stream()
+            for layer in range(LAYERS):
+                job.order_stream(compute, layer + 1)
+            wait_for(lambda stream=compute: driver.is_stream_done(stream))  # type: ignore[misc]
+            driver.destroy_stream(compute)
+            assert not job.page_status.any()
+        assert (memory.read() == content).all()
 
 
 def test_digests_of_every_length(
-    driver: CudaDriver, modules: Modules, rng: np.random.Generator
+    driver: CudaDriver, modules: Modules, rng: np.random.Generator, allocate: Allocate
 ) -> None:
     lengths = [*range(1, 600), 1023, 1024, 1025, 4096, 65535, 65536, 65537, 1 << 20]
     lengths += rng.integers(600, 1 << 20, 200).tolist()
     tables = TableMemory(driver, 1 << 20)
-    memory = DeviceMemory(driver, 1 << 20)
+    memory = allocate(1 << 20)
     content = rng.integers(0, 256, memory.nbytes, dtype=np.uint8)
     memory.write(content)
     stream = driver.create_stream()
@@ -195,5 +236,4 @@ def test_digests_of_every_length(
         assert found == xxhash.xxh3_64_intdigest(content[:nbytes].tobytes()), nbytes
         batch.tables.hold(lambda: True)
     driver.destroy_stream(stream)
-    memory.close()
     tables.close()
