@@ -63,8 +63,7 @@ class HostPool:
         hugepages: False asks for ordinary pages, which cost the device a descriptor each.
         Raises ConfigError for an unknown order or no pages.
         """
-        if pages < 1:
-            raise ConfigError(f"a pool has at least one page, not {pages}")
+        _check_pages(pages)
         buffer = HostBuffer(pages * layout.object_nbytes, hugepages=hugepages)
         return cls.from_buffer(layout, buffer, pages, order=order)
 
@@ -77,9 +76,11 @@ class HostPool:
 
         order: LAYER_FIRST (default) or PAGE_FIRST_DIRECT; token-major layouts are PAGE_FIRST.
         The segments follow one another, each as one array in that order.
-        Raises ConfigError when the buffer is too small, read-only or not contiguous.
+        Raises ConfigError for no pages, and when the buffer is too small, read-only or not
+        contiguous.
         """
         order = _check_order(layout, order)
+        _check_pages(pages)
         base, nbytes = address_of(buffer)
         need = pages * layout.object_nbytes
         if nbytes < need:
@@ -102,8 +103,10 @@ class HostPool:
         cls, layout: KVLayout, buffers: Sequence[Sequence[Any]], pages: int
     ) -> HostPool:
         """A pool in one buffer per layer and segment: ``buffers[layer][segment]``, page after page,
-        as engines keep their KV.  Raises ConfigError for a wrong number or size of buffers.
+        as engines keep their KV.  Raises ConfigError for no pages, and for a wrong number or size
+        of buffers.
         """
+        _check_pages(pages)
         if len(buffers) != layout.layers:
             raise ConfigError(f"{len(buffers)} layers of buffers, the layout has {layout.layers}")
         bases = np.zeros((layout.layers, len(layout.segments)), np.uint64)
@@ -158,6 +161,11 @@ class HostPool:
             for k, nbytes in enumerate(self.layout.segments):
                 self.segment(page, layer, k)[:] = source[start : start + nbytes]
                 start += nbytes
+
+
+def _check_pages(pages: object) -> None:
+    if not isinstance(pages, int | np.integer) or pages < 1:
+        raise ConfigError(f"pages is {pages!r}; engine memory has at least one page")
 
 
 def _check_order(layout: KVLayout, order: str | None) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from typing import Any
 
 import numpy as np
 import pytest
@@ -83,6 +84,18 @@ def test_memory_of_layers_and_foreign_buffers(rng: np.random.Generator) -> None:
         store.unregister(separate)
         with pytest.raises(ConfigError, match="not registered"):
             store.put(keys, np.arange(5), pool=separate)
+
+
+@pytest.mark.parametrize("pages", [0, -1, 2.5, "2", None])
+def test_memory_has_a_whole_number_of_pages(pages: Any) -> None:
+    layers = [[bytearray(nbytes) for nbytes in LAYOUT.segments] for _ in range(LAYOUT.layers)]
+    for make in (
+        lambda: HostPool.allocate(LAYOUT, pages),
+        lambda: HostPool.from_buffer(LAYOUT, bytearray(LAYOUT.object_nbytes), pages),
+        lambda: HostPool.from_layers(LAYOUT, layers, pages),
+    ):
+        with pytest.raises(ConfigError, match="at least one page"):
+            make()
 
 
 def test_prefixes_and_gaps(rng: np.random.Generator) -> None:
