@@ -19,7 +19,7 @@ from crash.objects import as_rows, check_usable, content_of, load_present, make_
 
 import tutti.store
 from store.pools import GEOMETRY, LAYOUT
-from tutti import native
+from tutti import native, pool_format
 from tutti.errors import (
     CapacityError,
     ChecksumMismatch,
@@ -81,10 +81,15 @@ def path(tmp_path: Path) -> Path:
 
 def put_all(paths: list[Path]) -> None:
     with tutti.store.open(paths) as store:
-        pool = store.allocate_pool(len(KEYS), hugepages=False)
-        for page, key in enumerate(KEYS):
-            pool.write(page, content_of(key))
-        assert store.put(as_rows(KEYS), np.arange(len(KEYS))).wait(10).stored == len(KEYS)
+        put_into(store)
+
+
+def put_into(store: ObjectStore) -> None:
+    pool = store.allocate_pool(len(KEYS), hugepages=False)
+    for page, key in enumerate(KEYS):
+        pool.write(page, content_of(key))
+    assert store.put(as_rows(KEYS), np.arange(len(KEYS))).wait(10).stored == len(KEYS)
+    store.unregister(pool)
 
 
 def several(folder: Path, count: int = 3) -> list[Path]:
@@ -445,3 +450,31 @@ def test_keys_of_the_wrong_size(path: Path) -> None:
 def test_settings(path: Path) -> None:
     for options in ({"verify": "maybe"}, {"durability": "some"}, {"executor": "magic"}):
         refuses(ConfigError, r"use (one of )?", lambda o=options: tutti.store.open(path, **o))
+
+
+@pytest.mark.parametrize("does_close", [False, True])
+def test_two_make_one_pool(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, does_close: bool
+) -> None:
+    """Who comes second finds the pool of the first, and loses nothing of it."""
+    path = tmp_path / "new"
+    winners: list[ObjectStore] = []
+    with monkeypatch.context() as patch:
+
+        def come_first(*arguments: object, **options: object) -> bool:
+            patch.undo()
+            winners.append(tutti.store.open(path, LAYOUT, "64MiB"))
+            put_into(winners[0])
+            if does_close:
+                winners[0].close()
+            return pool_format.allocate_file(*arguments, **options)  # type: ignore[arg-type]
+
+        patch.setattr(pool_format, "allocate_file", come_first)
+        if does_close:
+            winners.append(tutti.store.open(path, LAYOUT, "64MiB"))
+        else:
+            refuses(PoolInUse, "close it", lambda: tutti.store.open(path, LAYOUT, "64MiB"))
+    with winners[-1] as store:
+        assert load_present(store, KEYS) == (set(KEYS), set())
+    with tutti.store.open(path) as store:
+        assert load_present(store, KEYS) == (set(KEYS), set())

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from tutti.block_io import BlockIo
-from tutti.errors import ConfigError, MemberSwapped, PoolExists
+from tutti.errors import (
+    ConfigError,
+    MemberMissing,
+    MemberSwapped,
+    PoolExists,
+    PoolInUse,
+    PoolNotFound,
+)
 from tutti.geometry import Geometry
 from tutti.gio_uring.block_device import check_devices, device_name
 from tutti.gio_uring.controller import NativeController
@@ -52,17 +61,40 @@ def format(
     made: list[str] = []
     try:
         for name in names:
-            if not os.path.exists(name):
+            may_exist = bool(force) or device_name(name) is not None
+            if allocate_file(name, geometry.member_nbytes, prewrite, progress, may_exist=may_exist):
                 made.append(name)
-            allocate_file(name, geometry.member_nbytes, prewrite=prewrite, progress=progress)
         with open_controller(names) as controller:
             _write_format(controller, names, layout, geometry)
-    except BaseException:
+    except BaseException as error:
         for name in made:
-            if os.path.exists(name):
-                os.unlink(name)
+            if not isinstance(error, PoolInUse):  # else it has become somebody else's
+                Path(name).unlink(missing_ok=True)
         raise
     return geometry
+
+
+def format_missing(
+    names: Sequence[str], layout: KVLayout | None, capacity: int | str | None
+) -> None:
+    """Makes the pool whose files do not exist, unless somebody else makes it at the same time.
+
+    Raises PoolNotFound without a layout and a capacity, MemberMissing when only some files are
+    there, and what ``format`` raises.
+    """
+    missing = [] if are_drives(names) else [name for name in names if not os.path.exists(name)]
+    if not missing:
+        return
+    if len(missing) < len(names):
+        raise MemberMissing(
+            f"{missing[0]} does not exist; restore it, or leave it out and open with degraded=True"
+        )
+    if capacity is None or layout is None:
+        raise PoolNotFound(
+            f"{names[0]} does not exist; give layout and capacity to format a new pool"
+        )
+    with contextlib.suppress(PoolExists):
+        format(names, layout, capacity)
 
 
 def _format_drives(

@@ -12,7 +12,6 @@ This is the only file that joins KV (layouts, keys, index) and gio_uring (engine
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Sequence
 from types import TracebackType
@@ -29,9 +28,7 @@ from tutti.errors import (
     DeviceTimeout,
     KeyMissing,
     KeySizeError,
-    MemberMissing,
     PoolMismatch,
-    PoolNotFound,
     TuttiError,
 )
 from tutti.geometry import Geometry
@@ -43,10 +40,10 @@ from tutti.keys import KEY_NBYTES, as_keys
 from tutti.layout import KVLayout
 from tutti.loader import Loader
 from tutti.medium import Superblock
-from tutti.member_controller import are_drives, open_controller
+from tutti.member_controller import open_controller
 from tutti.members import Members
 from tutti.pacer import Pacer
-from tutti.pool_format import Paths, format, member_names
+from tutti.pool_format import Paths, format, format_missing, member_names
 from tutti.reclaim import Reclaimer
 from tutti.recovery import recover, write_snapshots
 from tutti.residency import Residency
@@ -463,17 +460,7 @@ def open(
     others of tutti.errors.
     """
     names = member_names(paths)
-    missing = [] if are_drives(names) else [name for name in names if not os.path.exists(name)]
-    if missing and len(missing) < len(names):
-        raise MemberMissing(
-            f"{missing[0]} does not exist; restore it, or leave it out and open with degraded=True"
-        )
-    if missing:
-        if capacity is None or layout is None:
-            raise PoolNotFound(
-                f"{names[0]} does not exist; give layout and capacity to format a new pool"
-            )
-        format(names, layout, capacity)
+    format_missing(names, layout, capacity)
     config = config or StoreConfig(verify=verify, durability=durability)
     controller = open_controller(names, executor=executor)
     try:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tutti.errors import CapacityError, PoolInUse, PoolNotFound
+from tutti.errors import CapacityError, PoolExists, PoolInUse, PoolNotFound
 from tutti.gio_uring.controller_file import allocate_file
 from tutti.units import KiB, MiB
 
@@ -36,6 +36,17 @@ def test_allocate_keeps_what_is_there(tmp_path: Path) -> None:
     assert (tmp_path / "a").read_bytes() == b"q" * 10_000 + bytes(10_000)
     allocate_file(tmp_path / "a", 5_000)
     assert (tmp_path / "a").read_bytes() == b"q" * 5_000
+
+
+def test_one_of_two_makes_a_file(tmp_path: Path) -> None:
+    """A link to nothing is a file that does not exist yet."""
+    (tmp_path / "link").symlink_to(tmp_path / "file")
+    assert allocate_file(tmp_path / "link", KiB, may_exist=False)
+    for name in ("link", "file"):
+        with pytest.raises(PoolExists, match="with force"):
+            allocate_file(tmp_path / name, 2 * KiB, may_exist=False)
+    assert not allocate_file(tmp_path / "file", 2 * KiB)
+    assert (tmp_path / "link").stat().st_size == 2 * KiB
 
 
 def test_allocate_refuses(tmp_path: Path) -> None:

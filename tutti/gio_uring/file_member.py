@@ -29,6 +29,7 @@ from tutti.errors import (
     CapacityError,
     ConfigError,
     MediumError,
+    PoolExists,
     PoolInUse,
     PoolNotFound,
     PoolReadOnly,
@@ -49,6 +50,7 @@ _lib = _native.part({"gio_file_alignment": (ctypes.c_int, (ctypes.c_int, _P, _P)
 
 _READ_ONLY_ERRNOS = (errno.EROFS, errno.EACCES, errno.EPERM)
 _LOCK_NAP_S = 0.02
+_LOCK_TIMEOUT_S = 2.0
 _FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _PREWRITE_NBYTES = 4 * MiB
 _FOLIO_NBYTES_MAX = 2 * MiB  # folios are aligned to their size, at most this on x86-64 (PMD_SIZE)
@@ -157,7 +159,7 @@ class FileMember:
         self.direct = direct
         self.buffered_reason = None if direct else reason
 
-    def lock(self, timeout_s: float = 2.0) -> None:
+    def lock(self, timeout_s: float = _LOCK_TIMEOUT_S) -> None:
         """Makes this the only open file that is locked, until `close`.
 
         The lock belongs to the open file that the kernel's transfers use, so after a process was
@@ -221,7 +223,7 @@ class FileMember:
         self._finalizer()
 
 
-def _patiently(take: Callable[[], _T], timeout_s: float = 2.0) -> _T:
+def _patiently(take: Callable[[], _T], timeout_s: float = _LOCK_TIMEOUT_S) -> _T:
     """Tries again while it is in use: a ring lets go of its files some time after it was closed."""
     deadline_s = time.monotonic() + timeout_s
     while time.monotonic() < deadline_s:
@@ -265,36 +267,34 @@ def allocate_file(
     nbytes: int,
     prewrite: bool = False,
     progress: Progress | None = None,
-) -> None:
-    """Make a file of exactly `nbytes` whose blocks exist, new or out of one that is there.
+    *,
+    may_exist: bool = True,
+) -> bool:
+    """Make a file of exactly `nbytes` whose blocks exist; whether it is a new one.
 
-    What an existing file holds is kept or becomes zeros. prewrite: write zeros once and flush, so
-    that later writes convert no extents. A device only has to be large enough. `progress`
-    is called with (bytes done, nbytes).
+    may_exist: take a file or a device that is there. What a file holds is kept or becomes zeros, a
+    device only has to be large enough. prewrite: write zeros once and flush, so that later writes
+    convert no extents. `progress` is called with (bytes done, nbytes).
 
-    Raises CapacityError without enough space (a new file is removed then), PoolInUse when another
-    process holds the file's lock, PoolReadOnly, PoolNotFound when the folder does not exist.
+    Raises PoolExists for what may not exist, CapacityError without enough space (a new file is
+    removed then), PoolInUse when another process holds the file's lock, PoolReadOnly, PoolNotFound
+    when the folder does not exist.
     """
     name = os.fspath(path)
-    is_new = not os.path.lexists(name)
     if is_generic(name):
         _check_generic(name, nbytes, prewrite)
-        return
+        return False
+    fd, is_new = _create(name, may_exist)
     try:
-        fd = os.open(name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    except OSError as error:
-        if error.errno == errno.ENOENT:
-            raise PoolNotFound(f"the folder of {name} does not exist; create it first") from error
-        raise _open_error(name, error) from error
-    try:
-        _lock(fd, name)
+        # Who opens a file before it is a pool locks it for a moment.
+        _patiently(lambda: _lock(fd, name), _LOCK_TIMEOUT_S if is_new else 0.0)
         _reserve(fd, name, nbytes)
         if prewrite:
             _prewrite(fd, nbytes, progress)
         os.fsync(fd)
         _sync_folder(name)
     except BaseException as error:
-        if is_new:
+        if is_new and not isinstance(error, PoolInUse):
             Path(name).unlink(missing_ok=True)
         if isinstance(error, OSError) and error.errno in _FULL_ERRNOS:
             raise CapacityError(
@@ -309,6 +309,25 @@ def allocate_file(
         os.close(fd)
     if progress is not None:
         progress(nbytes, nbytes)
+    return is_new
+
+
+def _create(name: str, may_exist: bool) -> tuple[int, bool]:
+    """Opens a file, and whether it is new: of several that want it at once, for one alone."""
+    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
+    try:
+        try:
+            return os.open(os.path.realpath(name), flags | os.O_EXCL, 0o600), True
+        except FileExistsError as error:
+            if not may_exist:
+                raise PoolExists(
+                    f"{name} exists; open it, or format with force to lose what it holds"
+                ) from error
+            return os.open(name, flags, 0o600), False
+    except OSError as error:
+        if error.errno == errno.ENOENT:
+            raise PoolNotFound(f"the folder of {name} does not exist; create it first") from error
+        raise _open_error(name, error) from error
 
 
 def _nothing() -> None:
