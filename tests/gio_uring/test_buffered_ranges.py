@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import mmap
 import os
 import random
 from collections.abc import Callable, Iterator
@@ -171,6 +172,24 @@ def test_dropping_writes_back_first(host: NvmeHost) -> None:
     controller.drop(BlockRange(1, 3, 1))
     assert controller.resident_nbytes(BlockRange(1, 3, 1)) == 0  # a dirty page would stay
     assert host.read(0, 64).tobytes() == content
+
+
+def test_what_somebody_else_read_is_not_served(host: NvmeHost) -> None:
+    """A direct write under pages that another reader holds, then the buffered path to them."""
+    controller, blocks = file_of(host), BlockRange(1, 8, 64)
+    assert host.write(8, bytes(64 * LBA)) == OK
+    with (
+        open(controller.members[0].name, "rb") as file,
+        mmap.mmap(file.fileno(), NBYTES, prot=mmap.PROT_READ) as mapped,
+    ):
+        assert not any(mapped[8 * LBA : 72 * LBA])
+        assert controller.resident_nbytes(blocks) == 64 * LBA
+        content = os.urandom(64 * LBA)
+        assert host.write(8, content) == OK
+        controller.set_buffered([blocks])
+        assert host.read(8, 64).tobytes() == content
+        assert mapped[8 * LBA : 72 * LBA] == content
+    assert controller.stats().buffered
 
 
 def test_fua_writes_leave_nothing_dirty(host: NvmeHost) -> None:
