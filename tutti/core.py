@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -213,6 +213,33 @@ class Core:
         self.counters.lookups += 1
         self.counters.looked_up += keys
         self.counters.hits += hits
+
+    def stats(self) -> dict[str, Any]:
+        """See ObjectStore.stats."""
+        engine = self.engine.stats()
+        with self.lock:
+            counts = {state.name.lower(): n for state, n in self.index.counts().items()}
+            counters = dict(vars(self.counters))
+            busy = int(np.count_nonzero(self.index.busy()))
+        payload = counters["payload_written_nbytes"]
+        runs = counters["load_runs"]
+        return {
+            **counters,
+            "slots": counts,
+            "capacity_objects": self.index.slots,
+            "free_objects": self.allocator.free_slots,
+            "busy_objects": busy,
+            "mean_run_length": counters["loaded"] / runs if runs else 0.0,
+            "bytes_read": int(engine.bytes_read),
+            "bytes_written": int(engine.bytes_written),
+            "bytes_written_per_byte_stored": engine.bytes_written / payload if payload else 0.0,
+            "commands": int(engine.commands),
+            "jobs": int(engine.jobs),
+            "timeouts": int(engine.timeouts),
+            "engine_cpu_s": engine.thread_cpu_ns / 1e9,
+            "digest_cpu_s": engine.digest_ns / 1e9,
+            "index_nbytes_per_object": self.index.nbytes_per_slot,
+        }
 
     def begin(self) -> None:
         """Counts an operation in flight.  PoolClosed while closing.  Lock held."""

@@ -117,7 +117,9 @@ class Pacer:
         self.dispatcher.post(WriteKnown(now_ns, name, pages=rows.size, page_nbytes=nbytes))
         return ticket
 
-    def load(self, keys: npt.NDArray[np.uint8], pages: Any, memory: PagedMemory) -> LoadTicket:
+    def load(
+        self, keys: npt.NDArray[np.uint8], pages: Any, memory: PagedMemory, batch: str
+    ) -> LoadTicket:
         """Waits for its turn, behind writes and loads under way, and starts.
 
         See ObjectStore.load.
@@ -140,6 +142,7 @@ class Pacer:
             tokens=0,
             prefix_tokens=0,
             unit_layers=layers,
+            batch=batch,
         )
         dispatcher.post(known)
         try:

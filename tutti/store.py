@@ -240,11 +240,19 @@ class ObjectStore:
         with self._core.admitted(self.config.timeout_s):
             return (self._pacer or self._tails).put(request)
 
-    def load(self, keys: Keys, pages: npt.ArrayLike, *, pool: HostPool | None = None) -> LoadTicket:
+    def load(
+        self,
+        keys: Keys,
+        pages: npt.ArrayLike,
+        *,
+        pool: HostPool | None = None,
+        batch: str = "",
+    ) -> LoadTicket:
         """Starts to read objects into pages; layers become ready one after another.
 
-        keys, pages, pool: as for ``put``.  Raises KeyMissing unless every key is in the pool, and
-        ConfigError for a page that is to hold two objects at once.
+        keys, pages, pool: as for ``put``.  batch: by which a step of the model calls for it, see
+        ``StepBegan``.  Raises KeyMissing unless every key is in the pool, and ConfigError for a
+        page that is to hold two objects at once.
         """
         array, memory = as_keys(keys), self._pool(pool).memory
         numbers = memory.check_pages(pages)
@@ -252,7 +260,9 @@ class ObjectStore:
         if self.config.verify != "off" and np.unique(numbers).size != numbers.size:
             raise ConfigError("a page is named twice; give every key a page of its own")
         with self._core.admitted(self.config.timeout_s):
-            return (self._pacer or self._loader).load(array, numbers, memory)
+            if self._pacer is None:
+                return self._loader.load(array, numbers, memory)
+            return self._pacer.load(array, numbers, memory, batch)
 
     def prove(self, max_objects: int = 64, *, timeout_s: float = 60.0) -> int:
         """Verifies up to ``max_objects`` objects that an unclean close left unproven.
@@ -317,31 +327,7 @@ class ObjectStore:
 
     def stats(self) -> dict[str, Any]:
         """Counters since the pool was opened, and how full it is."""
-        core = self._core
-        engine = self.engine.stats()
-        with core.lock:
-            counts = {state.name.lower(): n for state, n in core.index.counts().items()}
-            counters = dict(vars(core.counters))
-            busy = int(np.count_nonzero(core.index.busy()))
-        payload = counters["payload_written_nbytes"]
-        runs = counters["load_runs"]
-        return {
-            **counters,
-            "slots": counts,
-            "capacity_objects": core.index.slots,
-            "free_objects": core.allocator.free_slots,
-            "busy_objects": busy,
-            "mean_run_length": counters["loaded"] / runs if runs else 0.0,
-            "bytes_read": int(engine.bytes_read),
-            "bytes_written": int(engine.bytes_written),
-            "bytes_written_per_byte_stored": engine.bytes_written / payload if payload else 0.0,
-            "commands": int(engine.commands),
-            "jobs": int(engine.jobs),
-            "timeouts": int(engine.timeouts),
-            "engine_cpu_s": engine.thread_cpu_ns / 1e9,
-            "digest_cpu_s": engine.digest_ns / 1e9,
-            "index_nbytes_per_object": core.index.nbytes_per_slot,
-        }
+        return self._core.stats()
 
     def close(self, timeout_s: float | None = None) -> None:
         """Ends what is under way, writes the snapshots and marks the pool clean.

@@ -111,7 +111,9 @@ class TuttiLinker(adapter.UnifiedCacheLinker):
         self.writes = Breaker(failures, pause_s, time.monotonic)
         self._worth = self._make_worth(shelves)
         self._batch_pages_max = options["max_load_tokens"] // self._group.page_size
-        self.layer_done_counter = LayerCounter(self._group.layers)
+        # A GPU computes a layer long after the forward's thread asked for it.
+        began = STEPS.layer_began if self._gpu is None else None
+        self.layer_done_counter = LayerCounter(self._group.layers, began)
         self._queued: dict[str, list[QueuedLoad]] = {}
         self._loads: queue.Queue[LoadBatch | None] = queue.Queue()
         self._closed = False
@@ -213,6 +215,7 @@ class TuttiLinker(adapter.UnifiedCacheLinker):
             [load for loads in queued.values() for load in loads],
             self._group.layers,
             rids=list(queued),
+            name=str(self.layer_done_counter.next_index),
             ahead=self.ahead,
             fence=self._fence(),
             timeout_s=self._timeout_s,

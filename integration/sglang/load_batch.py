@@ -37,11 +37,13 @@ class QueuedLoad:
     slots: torch.Tensor
 
 
-def plan_loads(shelf: Shelf, keys: Keys, pages: Pages, ahead: ReadAhead | None) -> LoadPlan:
+def plan_loads(
+    shelf: Shelf, keys: Keys, pages: Pages, ahead: ReadAhead | None, batch: str = ""
+) -> LoadPlan:
     """Reads each key once: not at all if it is staged, into staging if the rest fits, else into
     the first page that wants it.
 
-    keys (n, 16), pages (n,): what all requests of a batch want of one pool.
+    keys (n, 16), pages (n,): what all requests of a batch want of one pool.  batch: its name.
     Raises DeviceTimeout when staging is needed and the device does not give it back.
     """
     names: dict[bytes, int] = {}
@@ -60,7 +62,7 @@ def plan_loads(shelf: Shelf, keys: Keys, pages: Pages, ahead: ReadAhead | None) 
     wanted = np.isin(row_of, rest)
     if staging is not None and shelf.loads.pool is not None:
         place[rest] = staging
-        read = Read(shelf, keys[first[rest]], staging, staged=True)
+        read = Read(shelf, keys[first[rest]], staging, staged=True, batch=batch)
         copies.append(Copy(read, place[row_of[wanted]], pages[wanted]))
     elif shelf.memory is None:
         for held in reads:
@@ -76,7 +78,7 @@ def plan_loads(shelf: Shelf, keys: Keys, pages: Pages, ahead: ReadAhead | None) 
         fresh = []
         step = shelf.read_pages_max or rest.size
         for part in (rest[at : at + step] for at in range(0, rest.size, step)):
-            fresh.append(Read(shelf, keys[first[part]], place[part], staged=False))
+            fresh.append(Read(shelf, keys[first[part]], place[part], staged=False, batch=batch))
             more = wanted & np.isin(row_of, part)
             if more.any():
                 copies.append(Copy(fresh[-1], place[row_of[more]], pages[more]))
@@ -106,6 +108,7 @@ class LoadBatch:
 
     queued: the loads of all requests and pools.  layers: transfer layers of the model.
     rids: the requests, for which nothing needs to be kept from now on.
+    name: by which the step that computes the batch calls for its reads.
     fence: what must have happened on the engine's device before its pages are written.
     timeout_s: from now to the last layer.
     gpu: where the engine's pages are; None for host memory.
@@ -117,6 +120,7 @@ class LoadBatch:
         layers: int,
         *,
         rids: Sequence[str] = (),
+        name: str = "",
         ahead: ReadAhead | None,
         fence: Fence,
         timeout_s: float,
@@ -126,6 +130,7 @@ class LoadBatch:
         self.error: BaseException | None = None
         self.waited_s = 0.0
         self.rids = rids
+        self._name = name
         self._ahead = ahead
         self._fence = fence
         self._deadline_s = time.monotonic() + timeout_s
@@ -167,7 +172,7 @@ class LoadBatch:
                 with self._planning:
                     if self._abandoned:
                         break
-                    plan = plan_loads(shelf, keys, pages, self._ahead)
+                    plan = plan_loads(shelf, keys, pages, self._ahead, self._name)
                     self._plans.append(plan)
                 for read in plan.fresh:
                     read.start()

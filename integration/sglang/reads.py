@@ -19,14 +19,17 @@ Keys = npt.NDArray[np.uint8]
 class Read:
     """Objects ``keys`` (n, 16) into ``pages`` (n,).  Thread-safe.
 
-    staged: the pages are staging of the shelf; else the engine's own.
+    staged: the pages are staging of the shelf; else the engine's own.  batch: as ObjectStore.load.
     """
 
-    def __init__(self, shelf: Shelf, keys: Keys, pages: Pages, *, staged: bool) -> None:
+    def __init__(
+        self, shelf: Shelf, keys: Keys, pages: Pages, *, staged: bool, batch: str = ""
+    ) -> None:
         self.shelf = shelf
         self.keys = keys
         self.pages = pages
         self.staged = staged
+        self._batch = batch
         self.error: Exception | None = None
         self.began_s = self.ended_s = 0.0  # monotonic; the end is the medium's
         self._ticket: LoadTicket | None = None
@@ -42,7 +45,9 @@ class Read:
         pool = self.shelf.loads.pool if self.staged else self.shelf.memory
         self.began_s = self.ended_s = time.monotonic()
         try:
-            self._ticket = self.shelf.store.load(self.keys, self.pages, pool=pool)
+            self._ticket = self.shelf.store.load(
+                self.keys, self.pages, pool=pool, batch=self._batch
+            )
             self._ticket.on_settled(self._settled)
         except Exception as error:
             self.error = error

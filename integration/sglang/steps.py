@@ -1,8 +1,12 @@
 """Tells the schedulers of the pools what the model computes, as far as SGLang's scheduler knows.
 
 A step begins when its batch is launched and the one before is over, and ends when its results were
-processed: with overlap scheduling the next batch is launched meanwhile. Without the plugin nobody
-calls this, and writes yield to reads alone.
+processed: with overlap scheduling the next batch is launched meanwhile. It names the batch's loads.
+
+On a CPU the launch itself computes, layer by layer, and the step ends with it. A GPU computes
+later; which layer it is at nobody tells, because no thread of the host waits for one.
+
+Without the plugin nobody calls this, and writes yield to reads alone.
 """
 
 from __future__ import annotations
@@ -14,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tutti.scheduler.dispatcher import Dispatcher
-from tutti.scheduler.event import StepBegan, StepEnded
+from tutti.scheduler.event import Event, LayerBegan, StepBegan, StepEnded
 from tutti.scheduler.request import Phase
 
 _log = logging.getLogger(__name__)
@@ -26,11 +30,21 @@ _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler."
 
 @dataclass(frozen=True)
 class ModelStep:
-    """tokens, context_tokens: as in StepBegan."""
+    """tokens, context_tokens, loads: as in StepBegan."""
 
     phase: Phase
     tokens: int
     context_tokens: int
+    loads: tuple[str, ...] = ()
+
+
+@dataclass
+class _Launched:
+    """A step that was launched and not processed."""
+
+    step: ModelStep
+    begun: bool = False
+    over: bool = False
 
 
 class StepsWatch:
@@ -41,7 +55,8 @@ class StepsWatch:
 
     def __init__(self) -> None:
         self._followers: list[tuple[Dispatcher, int]] = []
-        self._steps: deque[ModelStep] = deque()
+        self._steps: deque[_Launched] = deque()
+        self._layer = -1  # the last that the forward asked for since the launch
         self._is_broken = False
 
     def follow(self, dispatcher: Dispatcher, layers: int) -> None:
@@ -63,33 +78,60 @@ class StepsWatch:
             self._is_broken = True
             _log.exception("steps are not understood; writes yield to reads alone from now on")
             return
-        self._steps.append(step)
+        self._layer = -1
+        self._steps.append(_Launched(step))
         if len(self._steps) > _STEPS_MAX:
             self._steps.popleft()
-        if len(self._steps) == 1:
-            self._begin(step)
+        self._begin_next()
+
+    def layer_began(self, layer: int, waited_s: float) -> None:
+        """The forward, on the thread that computes it, has waited for a layer.  Any number of times
+        for each, and also when it had nothing to wait for.
+        """
+        if layer <= self._layer or not self._steps:
+            return
+        self._layer = layer
+        newest = self._steps[-1]
+        if newest.begun and not newest.over and newest.step.phase is Phase.PREFILL:
+            waited_ns = round(waited_s * 1e9)
+            self._post(lambda now_ns, _: LayerBegan(now_ns, layer, waited_ns))
+
+    def returned(self) -> None:
+        """The launch of the newest batch returned: if its layers were asked for, it is computed."""
+        if self._steps and self._layer >= 0:
+            self._end(self._steps[-1])
 
     def processed(self) -> None:
         """The results of the oldest batch were processed."""
-        if not self._steps:
-            return
-        self._steps.popleft()
-        for dispatcher, _ in self._followers:
-            dispatcher.post(StepEnded(dispatcher.now_ns()))
         if self._steps:
-            self._begin(self._steps[0])
+            self._end(self._steps.popleft())
+            self._begin_next()
 
-    def _begin(self, step: ModelStep) -> None:
-        for dispatcher, layers in self._followers:
-            dispatcher.post(
-                StepBegan(
-                    dispatcher.now_ns(),
-                    step.phase,
-                    layers=layers,
-                    tokens=step.tokens,
-                    context_tokens=step.context_tokens,
-                )
+    def _begin_next(self) -> None:
+        """The oldest step that is not over computes."""
+        launched = next((one for one in self._steps if not one.over), None)
+        if launched is None or launched.begun:
+            return
+        launched.begun, step = True, launched.step
+        self._post(
+            lambda now_ns, layers: StepBegan(
+                now_ns,
+                step.phase,
+                layers=layers,
+                tokens=step.tokens,
+                context_tokens=step.context_tokens,
+                loads=step.loads,
             )
+        )
+
+    def _end(self, launched: _Launched) -> None:
+        if launched.begun and not launched.over:
+            self._post(lambda now_ns, _: StepEnded(now_ns))
+        launched.over = True
+
+    def _post(self, event: Callable[[int, int], Event]) -> None:
+        for dispatcher, layers in self._followers:
+            dispatcher.post(event(dispatcher.now_ns(), layers))
 
 
 STEPS = StepsWatch()
@@ -104,7 +146,9 @@ def step_of(batch: Any) -> ModelStep:
         return ModelStep(Phase.DECODE, len(batch.reqs), int(context_tokens))
     if mode.is_extend():
         prefix = sum(batch.prefix_lens or ())
-        return ModelStep(Phase.PREFILL, int(batch.extend_num_tokens or 0), int(prefix))
+        index = batch.hicache_consumer_index  # what start_layer_wise_loading answered
+        loads = (str(index),) if index >= 0 else ()
+        return ModelStep(Phase.PREFILL, int(batch.extend_num_tokens or 0), int(prefix), loads)
     return ModelStep(Phase.IDLE, 0, 0)
 
 
@@ -120,7 +164,9 @@ def _around_run(
     original: Callable[..., Any], scheduler: Any, batch: Any, *args: Any, **kwargs: Any
 ) -> Any:
     STEPS.launched(batch)
-    return original(scheduler, batch, *args, **kwargs)
+    done = original(scheduler, batch, *args, **kwargs)
+    STEPS.returned()
+    return done
 
 
 def _around_result(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

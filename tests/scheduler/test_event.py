@@ -34,7 +34,7 @@ count = st.integers(0, 2**40)
 name = st.text(max_size=8)
 all_events = st.one_of(
     st.builds(Tick, ns),
-    st.builds(LoadKnown, ns, name, count, count, count, count, count),
+    st.builds(LoadKnown, ns, name, count, count, count, count, count, name),
     st.builds(LoadGone, ns, name),
     st.builds(LayersReady, ns, name, count),
     st.builds(WriteKnown, ns, name, count, count, count),

@@ -10,10 +10,21 @@ from hypothesis import strategies as st
 from scheduler.drive import Linear
 
 from tutti.errors import ConfigError
-from tutti.scheduler.event import LayerBegan, PagesWritten, StepBegan, Tick, WriteKnown
+from tutti.scheduler.event import (
+    Event,
+    LayerBegan,
+    LayersReady,
+    LoadKnown,
+    PagesWritten,
+    StepBegan,
+    StepEnded,
+    Tick,
+    WriteKnown,
+)
+from tutti.scheduler.policy import Limits, deadlines
 from tutti.scheduler.request import Phase
 from tutti.scheduler.slack import Correction, Corrections, Estimates, is_worth_loading
-from tutti.scheduler.state import Decision, State, WriteLaunch, apply, commit
+from tutti.scheduler.state import Decision, ReadLaunch, State, WriteLaunch, apply, commit
 
 MS = 1_000_000
 
@@ -78,6 +89,34 @@ def test_layers_that_take_longer_correct_the_profile() -> None:
     assert 1.1 < state.corrections.layer.factor < 1.35
     assert state.totals.bubble_ns == 7 * 5000
     assert state.totals.error_ns > 0
+
+
+@pytest.mark.parametrize("known_before", [True, False])
+def test_a_load_is_needed_by_the_step_that_names_its_batch(known_before: bool) -> None:
+    truth = Linear(layer=1000.0)
+    loads = [
+        LoadKnown(0, name, 8, 10**6, 0, 0, 8, batch) for name, batch in (("1", "7"), ("2", "8"))
+    ]
+    began = StepBegan(MS, Phase.PREFILL, layers=8, tokens=1, loads=("7",))
+    events: list[Event] = [*loads, began] if known_before else [began, *loads]
+    state = State()
+    for event in events:
+        state = apply(state, event, truth)
+    assert [load.step for load in state.loads] == [state.step.number, None]
+    for layer in range(3):
+        state = apply(state, LayerBegan((2 + 5 * layer) * MS, layer), truth)
+        estimates = Estimates(truth, state.corrections)
+        running, waiting = deadlines(state, estimates, Limits())
+        assert running.load.name == "1"
+        assert running.deadline_ns(layer) == state.now_ns, "it is needed now"
+        assert running.layer_ns == estimates.layer_ns(1, 0)
+        assert waiting.first_ns == running.deadline_ns(8), "when the step is over"
+    over = apply(state, StepEnded(20 * MS), truth)
+    assert [load.step for load in over.loads] == [None, None], "of neither the end was reported"
+    state = commit(state, Decision(reads=(ReadLaunch("1", 0, 8),)), truth)
+    state = apply(state, LayersReady(19 * MS, "1", 8), truth)
+    state = apply(state, StepEnded(20 * MS), truth)
+    assert [load.name for load in state.loads] == ["2"]
 
 
 def test_time_does_not_go_back() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,12 +14,16 @@ pytest.importorskip("sglang.srt", reason="SGLang is not installed here")
 
 import linker_engine as engine
 from linker_engine import Rig, names, wait_for
+from linker_gpu import gpu_rig
 
 from tutti.errors import ProfileError
 from tutti.integration.sglang import linker as linker_module
 from tutti.integration.sglang import shelves as shelves_module
+from tutti.integration.sglang import steps as steps_module
 from tutti.integration.sglang.steps import STEPS, StepsWatch
 from tutti.machine import machine_facts
+from tutti.scheduler.dispatcher import Dispatcher
+from tutti.scheduler.event import Event, LayerBegan, LoadKnown, StepBegan, StepEnded
 from tutti.scheduler.profile import estimated_document
 from tutti.scheduler.request import Phase
 from tutti.scheduler.roofline import GPUS, ModelShape
@@ -67,12 +72,13 @@ def test_with_a_profile_the_scheduler_launches_what_is_moved(
 class Batch:
     """What SGLang's ScheduleBatch says of a step."""
 
-    def __init__(self, phase: Phase) -> None:
+    def __init__(self, phase: Phase, index: int = -1) -> None:
         self.forward_mode = self
         self.is_decode = lambda: phase is Phase.DECODE
         self.is_extend = lambda: phase is Phase.PREFILL
         self.reqs = [SimpleNamespace(seqlen=300)] * 3
         self.extend_num_tokens, self.prefix_lens = 70, [16, 32]
+        self.hicache_consumer_index = index
 
 
 def test_the_scheduler_is_told_of_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,6 +109,90 @@ def test_the_scheduler_is_told_of_steps(tmp_path: Path, monkeypatch: pytest.Monk
         assert rig.store(names(4), range(4)), "while the model is idle"
     STEPS.launched(Batch(Phase.DECODE))
     assert not STEPS._steps, "nobody wants to know any more"
+
+
+@pytest.fixture
+def posted(monkeypatch: pytest.MonkeyPatch) -> list[Event]:
+    """What the pools' schedulers are told, in order."""
+    events: list[Event] = []
+    original = Dispatcher.post
+
+    def post(dispatcher: Dispatcher, event: Event) -> None:
+        events.append(event)
+        original(dispatcher, event)
+
+    monkeypatch.setattr(Dispatcher, "post", post)
+    monkeypatch.setattr(shelves_module, "served_profile", lambda *_: FlatProfile())
+    return events
+
+
+def run_batch(rig: Rig, batch: Batch, asks: Sequence[int]) -> list[bool]:
+    """SGLang's, as the plugin hooks it: the forward asks for layers, then loads are finished."""
+    counter, index = rig.linker.layer_done_counter, batch.hicache_consumer_index
+
+    def original(scheduler: object, batch: Batch) -> list[bool]:
+        counter.set_consumer(index)
+        for layer in asks:
+            counter.wait_until(layer)
+        return [index < 0 or rig.linker.finish_layer_wise_loading(index)]
+
+    return list(steps_module._around_run(original, None, batch))
+
+
+def test_a_cpu_tells_each_layer_and_whose_loads_it_waits_for(
+    tmp_path: Path, posted: list[Event]
+) -> None:
+    with Rig(tmp_path, profile="profile.json", read_ahead_share=0.0) as rig:
+        rig.fill(17)
+        assert rig.store(names(8), range(8))
+        assert rig.load(names(8), range(20, 28))
+        index = rig.linker.start_layer_wise_loading()
+        del posted[:]
+        assert run_batch(rig, Batch(Phase.PREFILL, index), [0, 0, 1, 0, 2, 2, 1]) == [True]
+        assert isinstance(posted[-1], StepEnded)
+        assert run_batch(rig, Batch(Phase.DECODE), [0, 1, 2])  # the other one is not processed yet
+        count = len(posted)
+        STEPS.processed()
+        STEPS.processed()
+        assert len(posted) == count, "both were over when their launch returned"
+        told = [event for event in posted if isinstance(event, StepBegan | LayerBegan | StepEnded)]
+        kinds = [type(event) for event in told]
+        assert kinds == [StepBegan, *[LayerBegan] * 3, StepEnded, StepBegan, StepEnded]
+        assert told[0].loads == (str(index),)
+        assert [event.layer for event in told[1:4]] == [0, 1, 2]
+        waited_s = sum(event.waited_ns for event in told[1:4]) / 1e9
+        assert waited_s == pytest.approx(rig.linker.recorder.snapshot()["bubble_seconds"], rel=0.2)
+        assert told[5].loads == ()
+        scheduler = rig.shelf.store.scheduler
+        wait_for(lambda: scheduler.counters()["bubble_ns"] == round(waited_s * 1e9))
+        assert scheduler.counters()["ignored"] == 0
+
+
+def test_reads_carry_the_name_of_their_batch(tmp_path: Path, posted: list[Event]) -> None:
+    with Rig(tmp_path, profile="profile.json") as rig:
+        rig.fill(18)
+        assert rig.store(names(8), range(8))
+        wait_for(lambda: rig.lookup(names(4)) == 4)
+        wait_for(lambda: rig.linker.ahead.pages_read == 4)
+        for _ in range(2):
+            assert rig.restore(names(8), range(20, 28))
+        batches = [event.batch for event in posted if isinstance(event, LoadKnown)]
+        assert batches == ["", "0", "1"], "what is read ahead is for no step yet"
+
+
+def test_on_a_gpu_no_thread_knows_which_layer_computes(
+    tmp_path: Path, posted: list[Event], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with gpu_rig(tmp_path, monkeypatch, profile="profile.json") as rig:
+        rig.fill(19)
+        assert rig.store(names(4), range(4))
+        assert rig.load(names(4), range(20, 24))
+        index = rig.linker.start_layer_wise_loading()
+        assert run_batch(rig, Batch(Phase.PREFILL, index), [0, 1, 2]) == [True]
+        assert not any(isinstance(event, LayerBegan | StepEnded) for event in posted)
+        STEPS.processed()
+        assert [e.loads for e in posted if isinstance(e, StepBegan)] == [(str(index),)]
+        assert isinstance(posted[-1], StepEnded)
 
 
 def test_a_step_that_is_not_understood_costs_no_service(

@@ -31,6 +31,7 @@ class LoadKnown:
     tokens: int
     prefix_tokens: int
     unit_layers: int = 1
+    batch: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +93,9 @@ class PagesCopied:
 
 @dataclass(frozen=True, slots=True)
 class StepBegan:
-    """The model begins a step that needs ``loads``.  tokens, context_tokens: see Step."""
+    """The model begins a step that needs ``loads``: names of loads or of their batches, whether
+    they are known by now or come later.  tokens, context_tokens: see Step.
+    """
 
     at_ns: int
     phase: Phase

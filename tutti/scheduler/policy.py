@@ -463,7 +463,7 @@ def _by_deadline(dues: list[Due], read_ahead_nbytes: int, state: State) -> Itera
 
 def _all_reads(state: State, limits: Limits) -> tuple[ReadLaunch, ...]:
     """Every load in full, in order of arrival, within the read-ahead budget."""
-    budget = limits.read_ahead_nbytes - state.read_ahead_nbytes
+    budget = max(0, limits.read_ahead_nbytes - state.read_ahead_nbytes)
     launches = []
     for load in state.loads:
         layers = load.layers - load.issued

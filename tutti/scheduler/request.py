@@ -49,7 +49,7 @@ class Step:
     number: counts steps.  layer: the layer that computes, or waits for its load.
     layer_ns: when that layer began to compute, or the step if it did not yet.
     tokens, context_tokens: new tokens and their prefix of a prefill; batch and sum of the contexts
-    of a decode step.
+    of a decode step.  loads: what it needs, by name or batch.
     """
 
     number: int = 0
@@ -60,6 +60,7 @@ class Step:
     layer_ns: int = 0
     tokens: int = 0
     context_tokens: int = 0
+    loads: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +70,7 @@ class Load:
     number: order of arrival.  layer_nbytes: to read for each layer.  unit_layers: a launch reads
     this many layers, or what is left.  issued, ready: layers launched and arrived, from 0 on.
     tokens, prefix_tokens: of the prefill that will use it.  step: the step that waits for it, or
-    None while the load is read ahead.
+    None while the load is read ahead.  batch: by which a step may call for it; empty for none.
     """
 
     name: str
@@ -83,6 +84,11 @@ class Load:
     issued: int = 0
     ready: int = 0
     step: int | None = None
+    batch: str = ""
+
+    def is_for(self, loads: tuple[str, ...]) -> bool:
+        """Whether a step that needs ``loads`` needs it."""
+        return self.name in loads or bool(self.batch and self.batch in loads)
 
     @property
     def unit_end(self) -> int:

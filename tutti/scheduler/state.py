@@ -284,7 +284,10 @@ def _load_known(state: State, event: LoadKnown, profile: Profile) -> State:
         tokens=event.tokens,
         prefix_tokens=event.prefix_tokens,
         unit_layers=event.unit_layers,
+        batch=event.batch,
     )
+    if load.is_for(state.step.loads):
+        load = replace(load, step=state.step.number)
     return replace(state, numbers=state.numbers + 1, loads=(*state.loads, load))
 
 
@@ -382,11 +385,12 @@ def _step_began(state: State, event: StepBegan, profile: Profile) -> State:
         layer_ns=state.now_ns,
         tokens=event.tokens,
         context_tokens=event.context_tokens,
+        loads=event.loads,
     )
     loads = tuple(
-        replace(load, step=number) if load.name in event.loads else load
+        replace(load, step=number) if load.is_for(event.loads) else load
         for load in state.loads
-        if load.step is None or load.name in event.loads
+        if load.step is None or load.is_for(event.loads)
     )
     return _quiet(replace(state, step=step, numbers=number + 1, loads=loads))
 
@@ -421,7 +425,12 @@ def _step_ended(state: State, event: StepEnded, profile: Profile) -> State:
     elif step.phase is Phase.PREFILL and step.layer:
         # Without reports of layers nobody knows how much of the step was waiting.
         state = _layers_computed(state, step.layers - step.layer, 0, profile)
-    loads = tuple(load for load in state.loads if load.step != step.number)
+    # What has not arrived has still to be reported: it was given up, or the report comes late.
+    loads = tuple(
+        replace(load, step=None) if load.step == step.number else load
+        for load in state.loads
+        if load.step != step.number or load.ready < load.layers
+    )
     idle = Step(number=state.numbers, began_ns=state.now_ns, layer_ns=state.now_ns)
     return _quiet(replace(state, step=idle, numbers=state.numbers + 1, loads=loads))
 
