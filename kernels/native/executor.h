@@ -79,6 +79,10 @@ class Executor {
   virtual int remove_buffer(u64 address);
 };
 
+// The result of a request: -ENODEV in the place of whatever else the kernel says where the device
+// behind `fd` has left.  Otherwise as it is.
+long long result_of(int fd, const Op& op, long long result);
+
 // Why the kernel or a sandbox refuses io_uring: negative errno, or 0.
 int uring_refusal();
 

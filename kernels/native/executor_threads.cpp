@@ -108,8 +108,8 @@ class ThreadsExecutor final : public Executor {
       Op* op = todo_.front();
       todo_.pop_front();
       lock.unlock();
-      const long long result =
-          execute(op->is_buffered ? buffered_fds_[op->file] : fds_[op->file], *op);
+      const int fd = op->is_buffered ? buffered_fds_[op->file] : fds_[op->file];
+      const long long result = result_of(fd, *op, execute(fd, *op));
       lock.lock();
       done_.push_back({op, result});
       if (done_.size() == 1) done_changed_.notify_one();

@@ -27,10 +27,10 @@ class UringLoop : public Executor {
     if (status != 0) return status;
     wake_fd_ = eventfd(0, EFD_CLOEXEC);
     if (wake_fd_ < 0) return -errno;
-    std::vector<int> fds = config.fds;
-    first_buffered_ = static_cast<u32>(fds.size());
-    fds.insert(fds.end(), config.buffered_fds.begin(), config.buffered_fds.end());
-    return ring_.enroll(IORING_REGISTER_FILES, fds.data(), static_cast<u32>(fds.size()));
+    fds_ = config.fds;
+    first_buffered_ = static_cast<u32>(fds_.size());
+    fds_.insert(fds_.end(), config.buffered_fds.begin(), config.buffered_fds.end());
+    return ring_.enroll(IORING_REGISTER_FILES, fds_.data(), static_cast<u32>(fds_.size()));
   }
 
   static int open_ring(Uring* ring, u32 entries, u32 flags) {
@@ -90,7 +90,7 @@ class UringLoop : public Executor {
   // The rest of a zeroed entry.
   virtual void fill(io_uring_sqe* sqe, const Op& op) = 0;
 
-  // What reap() reports for a completion's result.
+  // What a completion's result means: bytes moved or negative errno.
   virtual long long outcome(const Op&, int result) const { return result; }
 
   Uring ring_;
@@ -140,11 +140,12 @@ class UringLoop : public Executor {
       wake_armed_ = false;
     } else if (user_data != kCancelTag) {
       Op* op = reinterpret_cast<Op*>(user_data);
-      done->push_back({op, outcome(*op, result)});
+      done->push_back({op, result_of(fds_[op->file], *op, outcome(*op, result))});
     }
   }
 
-  u32 first_buffered_ = 0;  // of the ring's files: from here on the buffered ones
+  std::vector<int> fds_;    // the ring's files
+  u32 first_buffered_ = 0;  // of them: from here on the buffered ones
   int wake_fd_ = -1;
   u64 wake_value_ = 0;
   bool wake_armed_ = false;

@@ -9,12 +9,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from nvme_host import LBA, READ, WRITE, NvmeHost
 
 import tutti
 from store.pools import LAYOUT
 from tutti.errors import ConfigError, PoolExists, PoolInUse, PoolNotFound
 from tutti.gio_uring import block_device
+from tutti.gio_uring import nvme_spec as nvme
 from tutti.gio_uring.block_device import Devices, check_devices, device_name
+from tutti.gio_uring.controller_file import FileController
 from tutti.gio_uring.device_content import Held, check_forced, contents
 from tutti.gio_uring.file_member import FileMember
 from tutti.gio_uring.generic_device import is_generic, readable_path
@@ -280,6 +283,20 @@ def test_a_pool_on_a_block_device(loop: Path, tmp_path: Path) -> None:
         with pytest.raises(PoolExists, match="force with its serial number"):
             tutti.store.format(loop, LAYOUT, 48 * MiB, force=force)
     tutti.store.format(loop, LAYOUT, 48 * MiB, force=serial)
+
+
+@pytest.mark.parametrize("executor", ["uring", "threads"])
+def test_a_device_that_has_left_is_not_full(loop: Path, tmp_path: Path, executor: str) -> None:
+    """A device whose drive is gone has no size; here a loop device over a file cut to nothing."""
+    with FileController([loop], executor=executor) as controller:
+        host = NvmeHost(controller)
+        assert host.write(5, bytes(LBA)) == nvme.STATUS_OK
+        os.truncate(tmp_path / "image", 0)
+        subprocess.run(["losetup", "-c", loop], check=True)
+        for opcode in (READ, WRITE):
+            fill = host.transfer(opcode, 5, 1, [host.extent(0, LBA)])
+            assert host.run(fill) == nvme.STATUS_NAMESPACE_NOT_READY
+        host.close()
 
 
 def test_a_file_system_is_not_overwritten(loop: Path, tmp_path: Path) -> None:

@@ -24,21 +24,33 @@ from tutti.gio_uring.file_member import FileMember
 OUT = Path("/out")
 LIMIT_S = 280
 KINDS = ("passthrough", "block")
-_BLKZEROOUT = 0x127F  # linux/fs.h
+PAIRS = ("usual", "odd", "pools")
+NVME_CLASS = "0x010802"
+BLKZEROOUT = 0x127F  # linux/fs.h
 
 
-def load_driver(serials: Sequence[str] = ("usual", "odd", "pools")) -> None:
-    """The kernel's driver takes all drives; those named have two namespaces each."""
+def load_driver(pairs: Sequence[str] = PAIRS) -> None:
+    """The kernel's driver takes all drives; those of `pairs` have two namespaces, others one."""
     subprocess.run(["modprobe", "-a", "nvme", "ext4"], check=True)
     deadline_s = time.monotonic() + 30
-    while time.monotonic() < deadline_s and not _is_settled(serials):
+    while time.monotonic() < deadline_s and not _is_settled(pairs):
         time.sleep(0.1)
 
 
-def _is_settled(serials: Sequence[str]) -> bool:
-    states = [(c / "state").read_text().strip() for c in Path("/sys/class/nvme").glob("nvme*")]
-    whole = all(len(namespaces(serial)) == 2 for serial in serials)
-    return whole and set(states) == {"live"}
+def _is_settled(pairs: Sequence[str]) -> bool:
+    classes = [p.read_text().strip() for p in Path("/sys/bus/pci/devices").glob("*/class")]
+    drives = controllers()
+    return len(drives) == classes.count(NVME_CLASS) and all(
+        (drives[s] / "state").read_text().strip() == "live"
+        and len(namespaces(s)) == 1 + (s in pairs)
+        for s in drives
+    )
+
+
+def controllers() -> dict[str, Path]:
+    """The drives' folders in sysfs, by serial number."""
+    found = Path("/sys/class/nvme").glob("nvme*")
+    return {(folder / "serial").read_text().strip(): folder for folder in found}
 
 
 def namespaces(serial: str) -> list[str]:
@@ -63,7 +75,7 @@ def members(kind: str, serial: str) -> list[str]:
 
 def zero(path: str) -> None:
     member = FileMember(path)  # waits until the controller before has let go of it
-    fcntl.ioctl(member.fd, _BLKZEROOUT, struct.pack("=QQ", 0, member.nbytes))
+    fcntl.ioctl(member.fd, BLKZEROOUT, struct.pack("=QQ", 0, member.nbytes))
     member.close()
 
 
