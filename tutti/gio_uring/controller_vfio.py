@@ -11,7 +11,6 @@ import contextlib
 import ctypes
 import logging
 import weakref
-from functools import cache
 from typing import Any
 
 from tutti.errors import ConfigError, DeviceGone, DeviceTimeout, MediumError, TuttiError
@@ -43,24 +42,16 @@ _RESCUE_STOP_S = 60.0
 
 _log = logging.getLogger(__name__)
 
-_PROTOTYPES: dict[str, tuple[Any, tuple[Any, ...]]] = {
-    "gio_vfio_controller_create": (_I, (_P, _P)),
-    "gio_vfio_controller_doorbells": (_U64, (_P,)),
-    "gio_vfio_controller_attach": (_I, (_P, _P)),
-    "gio_vfio_controller_end_all": (None, (_P, _U32)),
-    "gio_vfio_controller_lose": (_I, (_P,)),
-    "gio_vfio_controller_is_gone": (_I, (_P,)),
-}
-
-
-@cache
-def _lib() -> ctypes.CDLL:
-    library = _native.lib()
-    for name, (result, arguments) in _PROTOTYPES.items():
-        function = getattr(library, name)
-        function.restype = result
-        function.argtypes = arguments
-    return library
+_lib = _native.part(
+    {
+        "gio_vfio_controller_create": (_I, (_P, _P)),
+        "gio_vfio_controller_doorbells": (_U64, (_P,)),
+        "gio_vfio_controller_attach": (_I, (_P, _P)),
+        "gio_vfio_controller_end_all": (None, (_P, _U32)),
+        "gio_vfio_controller_lose": (_I, (_P,)),
+        "gio_vfio_controller_is_gone": (_I, (_P,)),
+    }
+)
 
 
 class VfioConfigStruct(ctypes.LittleEndianStructure):
