@@ -4,10 +4,10 @@ import pytest
 from scheduler.drive import Drive, Linear
 
 from tutti.errors import ConfigError
-from tutti.scheduler.event import LayersReady, LoadKnown, StepBegan, StepEnded, Tick, WriteKnown
-from tutti.scheduler.policy import FixedWindow, ImmediatePolicy, Limits, SlackPolicy, admitted
+from tutti.scheduler.event import LoadKnown, StepBegan, StepEnded, Tick, WriteKnown
+from tutti.scheduler.policy import FixedWindow, ImmediatePolicy, Limits, SlackPolicy
 from tutti.scheduler.request import Phase
-from tutti.scheduler.state import Decision, ReadLaunch, State, apply, commit
+from tutti.scheduler.state import State, apply, commit
 from tutti.scheduler.trace import replay
 
 MS = 1_000_000
@@ -122,21 +122,6 @@ def test_beyond_the_bound_the_newest_is_copied_out_then_dropped() -> None:
     one.run()
     assert one.state.totals.copied_pages == 5
     assert one.dropped == ["w3"]
-
-
-def test_a_batch_takes_what_is_staged_and_what_fits() -> None:
-    truth = Linear()  # 10 GB/s: 10 MB take a millisecond
-    state = State()
-    for name in "abc":
-        known = LoadKnown(0, name, layers=2, layer_nbytes=10 * MB, tokens=1, prefix_tokens=1)
-        state = apply(state, known, truth)
-    names = ("a", "b", "c")
-    assert admitted(state, names, truth, Limits(load_us=10_000)) == 3
-    assert admitted(state, names, truth, Limits(load_us=4_500)) == 2
-    assert admitted(state, names, truth, Limits(load_us=0)) == 1
-    state = commit(state, Decision(reads=(ReadLaunch("a", 0, 2),)), truth)
-    state = apply(state, LayersReady(MS, "a", 2), truth)
-    assert admitted(state, names, truth, Limits(load_us=2_500)) == 2
 
 
 @pytest.mark.parametrize(

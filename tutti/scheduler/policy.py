@@ -23,7 +23,6 @@ class Limits:
     locked_pages: engine pages that may wait to be written; beyond, they are copied out.
     staged_pages: pages of staging for those; beyond, writes are dropped.
     read_ahead_nbytes: staging for loads whose step did not begin.
-    load_us: a batch's load may take this long beyond what is staged; see ``admitted``.
     read_window_us: reads are launched so far ahead of the device, and no further: what is launched
         cannot be overtaken.
     write_burst_us: as much is written at once, and a new read may have to wait for it.
@@ -40,7 +39,6 @@ class Limits:
     locked_pages: int = 4096
     staged_pages: int = 4096
     read_ahead_nbytes: int = 4 << 30
-    load_us: float = 2_000_000.0
     read_window_us: float = 4_000.0
     write_burst_us: float = 4_000.0
     quantum_us: float = 1_000.0
@@ -52,7 +50,7 @@ class Limits:
 
     def __post_init__(self) -> None:
         counts = (self.locked_pages, self.staged_pages, self.read_ahead_nbytes)
-        times = (self.load_us, self.read_patience_us, self.write_patience_us, self.quantum_us)
+        times = (self.read_patience_us, self.write_patience_us, self.quantum_us)
         if min(counts) < 0 or min(times) < 0 or not 0 <= self.margin < 1:
             raise ConfigError("limits of the scheduler are not negative, and the margin is below 1")
         if min(self.read_window_us, self.write_burst_us) <= 0:
@@ -200,22 +198,6 @@ def overflow(state: State, limits: Limits) -> tuple[tuple[str, ...], tuple[str, 
         else:
             drops.append(write.name)
     return tuple(copy_outs), tuple(drops)
-
-
-def admitted(state: State, names: tuple[str, ...], profile: Profile, limits: Limits) -> int:
-    """How many of these loads, from the first on, one batch should take: what is staged costs
-    nothing, the rest is read within ``load_us``.  One at least, so that there is progress.
-    """
-    estimates = Estimates(profile, state.corrections)
-    loads = {load.name: load for load in state.loads}
-    left_ns = limits.load_us * 1000
-    for count, name in enumerate(names):
-        load = loads.get(name)
-        nbytes = 0 if load is None else (load.layers - load.ready) * load.layer_nbytes
-        left_ns -= estimates.read_ns(nbytes)
-        if left_ns < 0:
-            return max(1, count)
-    return len(names)
 
 
 def deadlines(state: State, estimates: Estimates, limits: Limits) -> list[Due]:
