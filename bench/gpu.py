@@ -16,6 +16,7 @@ import subprocess
 import sys
 import time
 import traceback
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from tutti.bench.environment import describe
 from tutti.bench.gpu_cases import Case, Plan
 from tutti.bench.gpu_rig import Machine
 from tutti.errors import ConfigError, TuttiError
+from tutti.gio_uring.gpu_device_engine import KINDS
 from tutti.gio_uring.gpu_driver import CudaDriver, Driver
 from tutti.gio_uring.gpu_modules import Modules
 from tutti.terminal import progress
@@ -44,9 +46,10 @@ CASES: dict[str, Case] = {
     "interference": gpu_overlap.interference,
     "multiprocessors": gpu_cases.multiprocessors,
     "digests": gpu_overlap.digests,
-    "engines": gpu_cases.engines,
+    "engines": partial(gpu_cases.engine, "host"),
     "files": gpu_cases.files,
 }
+CASES |= {kind: partial(gpu_cases.engine, kind) for kind in KINDS}
 
 
 def describe_gpu() -> dict[str, str]:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,13 +28,14 @@ from tutti.bench.paired import Round, System, compare
 from tutti.errors import TuttiError, Unsupported
 from tutti.gio_uring.controller_file import FileController
 from tutti.gio_uring.controller_memory import MemoryController
+from tutti.gio_uring.gpu_device_engine import KINDS
+from tutti.gio_uring.gpu_memory import PinnedMemory
 from tutti.gio_uring.memory import HostBuffer
 from tutti.terminal import ProgressFactory
 from tutti.units import KiB, MiB
 
 DIRECTIONS = ("load", "store")
 SLICES = (64 * KiB, 256 * KiB, MiB)
-ENGINES = ("host", "launch", "resident")
 #: Of a round with files, so that a slow disk does not take hours.
 _FILE_ROUND_NBYTES = 2048 * MiB
 
@@ -68,46 +69,58 @@ def round_trip(machine: Machine, plan: Plan) -> dict[str, Any]:
     load = Load(64 * KiB, 16, layers=4)
     ways = [("host", mover) for mover in _movers(machine)]
     if machine.modules is not None:
-        ways += [("launch", "kernel"), ("resident", "kernel")]
+        ways += [(kind, "kernel") for kind in KINDS]
+    pages = DevicePages(machine.driver, load)
     for engine, mover in ways:
-        with MemoryController([64 * MiB]) as medium, ExitStack() as stack:
-            how = {"controller": medium, "staging_nbytes": 8 * MiB}
-            try:
-                if engine == "host":
-                    made: Any = stack.enter_context(machine.host_engine(mover, **how))[0]  # type: ignore[arg-type]
-                else:
-                    made = stack.enter_context(machine.device_engine(engine, **how))  # type: ignore[arg-type]
-                verdicts[f"{engine} {mover}"] = _check_bytes(machine, made, load)
-            except TuttiError as error:
-                verdicts[f"{engine} {mover}"] = f"{type(error).__name__}: {error}"
+        try:
+            verdict = _trip(machine, pages, engine, mover)
+        except TuttiError as error:
+            verdict = f"{type(error).__name__}: {error}"
+        verdicts[f"{engine} {mover}"] = verdict
+    pages.close()
     return {"verdicts": verdicts, "right": all(v == "right" for v in verdicts.values())}
 
 
-def _check_bytes(machine: Machine, submitter: Any, load: Load) -> str:
-    """Stores random pages, wipes them, loads them: "right", or how many bytes are not."""
-    driver = machine.driver
-    pages = DevicePages(driver, load)
+def _trip(machine: Machine, pages: DevicePages, engine: str, mover: str) -> str:
+    with MemoryController([64 * MiB]) as medium, ExitStack() as stack:
+        how: dict[str, Any] = {"controller": medium, "staging_nbytes": 8 * MiB}
+        check = stack.enter_context(_checker(machine, pages))
+        if engine == "host":
+            return check(stack.enter_context(machine.host_engine(mover, **how))[0])
+        return check(stack.enter_context(machine.device_engine(engine, **how)))
+
+
+@contextmanager
+def _checker(machine: Machine, pages: DevicePages) -> Iterator[Callable[[Any], str]]:
+    """What stores random pages with an engine, wipes them and loads them: "right", or how many
+    bytes are not.  Pins its memory before the engine is there.
+    """
+    driver, load = machine.driver, pages.load
     host = HostBuffer(load.nbytes)
+    pinned = PinnedMemory(driver, host)
     content = np.random.default_rng(7).integers(0, 256, load.nbytes, dtype=np.uint8)
     stream = driver.create_stream()
 
-    def wait() -> None:
+    def move(target: int, source: int) -> None:
+        driver.copy(target, source, load.nbytes, stream)
         spin_until(lambda: driver.is_stream_done(stream), "a copy")
 
-    host.array[:] = content
-    driver.copy(pages.address, host.address, load.nbytes, stream)
-    wait()
-    transfers(submitter, pages, "store", 1)
-    driver.fill(pages.address, 0, load.nbytes, stream)
-    wait()
-    transfers(submitter, pages, "load", 1)
-    host.array[:] = 0
-    driver.copy(host.address, pages.address, load.nbytes, stream)
-    wait()
-    driver.destroy_stream(stream)
-    pages.close()
-    wrong = int(np.count_nonzero(host.array != content))
-    return "right" if not wrong else f"{wrong} of {load.nbytes} bytes are wrong"
+    def check(submitter: Any) -> str:
+        host.array[:] = content
+        move(pages.address, pinned.device_address)
+        transfers(submitter, pages, "store", 1)
+        host.array[:] = 0
+        move(pages.address, pinned.device_address)
+        transfers(submitter, pages, "load", 1)
+        move(pinned.device_address, pages.address)
+        wrong = int(np.count_nonzero(host.array != content))
+        return "right" if not wrong else f"{wrong} of {load.nbytes} bytes are wrong"
+
+    try:
+        yield check
+    finally:
+        driver.destroy_stream(stream)
+        pinned.close()
 
 
 def _movers(machine: Machine) -> list[str]:
@@ -126,15 +139,16 @@ def ceiling(machine: Machine, plan: Plan) -> dict[str, Any]:
     return {"rows": rows}
 
 
-def engines(machine: Machine, plan: Plan) -> dict[str, Any]:
-    """Every engine and mover over a medium that moves nothing, against one memcpy."""
+def engine(name: str, machine: Machine, plan: Plan) -> dict[str, Any]:
+    """One engine with each of its movers over a medium that moves nothing, against one memcpy."""
+    if name in KINDS and machine.modules is None:
+        raise Unsupported("no device code is loaded")
     rows = []
-    for engine in ENGINES:
-        for mover in _movers(machine) if engine == "host" else ["kernel"]:
-            for slice_nbytes in SLICES:
-                load = Load.of_nbytes(slice_nbytes, plan.batch_nbytes)
-                for direction in DIRECTIONS:
-                    rows.append(_against_memcpy(machine, plan, engine, mover, load, direction))
+    for mover in _movers(machine) if name == "host" else ["kernel"]:
+        for slice_nbytes in SLICES:
+            load = Load.of_nbytes(slice_nbytes, plan.batch_nbytes)
+            for direction in DIRECTIONS:
+                rows.append(_against_memcpy(machine, plan, name, mover, load, direction))
     return {"rows": rows}
 
 
@@ -158,23 +172,23 @@ def _against_memcpy(
         "blocks": blocks if mover == "kernel" else 0,
     }
     count = plan.count(load)
-    with ExitStack() as stack:
-        try:
-            if engine == "host":
-                submitter: Any = stack.enter_context(
-                    machine.host_engine(mover, blocks=blocks, staging_nbytes=plan.staging_nbytes)
-                )[0]
-            else:
-                submitter = stack.enter_context(machine.device_engine(engine, blocks=blocks))
+    try:
+        with ExitStack() as stack:
+            # Before the engine: an allocation may wait for its kernels.
             pages = DevicePages(machine.driver, load)
             stack.callback(pages.close)
             copies = PlainCopies(machine.driver, pages)
             stack.callback(copies.close)
+            how: dict[str, Any] = {"blocks": blocks, "staging_nbytes": plan.staging_nbytes}
+            if engine == "host":
+                submitter: Any = stack.enter_context(machine.host_engine(mover, **how))[0]
+            else:
+                submitter = stack.enter_context(machine.device_engine(engine, **how))
             ours = tutti_system(f"{engine} {mover}", submitter, pages, direction, count)
             theirs = copies.system(bar, direction, count)
             row |= compare(ours, theirs, pairs=plan.pairs, progress=plan.progress)
-        except TuttiError as error:
-            row["not_run"] = f"{type(error).__name__}: {error}"
+    except TuttiError as error:
+        row["not_run"] = f"{type(error).__name__}: {error}"
     return row
 
 
@@ -211,8 +225,8 @@ def files(machine: Machine, plan: Plan) -> dict[str, Any]:
         for slice_nbytes in (256 * KiB, MiB):
             for direction in DIRECTIONS:
                 rows.append(_against_fio(machine, plan, path, slice_nbytes, direction))
-    except Unsupported as error:
-        rows.append({"not_run": str(error)})
+    except TuttiError as error:
+        rows.append({"not_run": f"{type(error).__name__}: {error}"})
     finally:
         if os.path.exists(path):
             os.unlink(path)
@@ -234,13 +248,13 @@ def _against_fio(
     with ExitStack() as stack:
         controller = stack.enter_context(FileController([path]))
         assert controller.info.lba_nbytes == LBA_NBYTES, "files have blocks of 4096 bytes"
+        pages = DevicePages(machine.driver, load)
+        stack.callback(pages.close)  # after the engine, whatever becomes of a transfer
         gpu, _ = stack.enter_context(
             machine.host_engine(
                 _movers(machine)[0], controller=controller, staging_nbytes=plan.staging_nbytes
             )
         )
-        pages = DevicePages(machine.driver, load)
-        stack.callback(pages.close)
         ours = System(
             "host file",
             lambda: timed(count * load.nbytes, lambda: transfers(gpu, pages, direction, count)),

@@ -151,7 +151,7 @@ class Machine:
         blocks: int = 16,
         shares: int = 4,
     ) -> Iterator[DeviceEngine]:
-        """The engine `launch` or `resident`, by default over a controller that moves nothing."""
+        """An engine whose kernels submit, by default over a controller that moves nothing."""
         assert self.modules is not None, "kernels need modules"
         with ExitStack() as stack:
             medium = controller or stack.enter_context(zero_copy())

@@ -74,6 +74,7 @@ class StandInDriver:
         has_copy_batch: bool = True,
         sms: SmResource | None = None,
     ) -> None:
+        self.device = 0
         self.violations: list[str] = []
         self.fail: dict[str, int] = {}
         self.calls: dict[str, int] = {}
@@ -385,6 +386,12 @@ class StandInDriver:
         handle = self._handle()
         self._greens[handle] = count
         return handle, count
+
+    def create_green_pair(self, sms: int) -> tuple[tuple[int, int], tuple[int, int]]:
+        handle, count = self.create_green_context(sms)
+        rest = self._handle()
+        self._greens[rest] = self._sms.count - count
+        return (handle, count), (rest, self._greens[rest])
 
     def create_green_stream(self, context: int, priority: int = 0) -> int:
         self._called("cuGreenCtxStreamCreate")

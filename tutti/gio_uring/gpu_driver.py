@@ -61,6 +61,8 @@ class Driver(Protocol):
     waits for the device.  Streams do not wait for the legacy default stream.
     """
 
+    device: int  # its number, as CUDA counts them
+
     @property
     def architecture(self) -> str:
         """What NVRTC compiles for, such as "sm_90"."""
@@ -153,6 +155,9 @@ class Driver(Protocol):
 
     def create_green_context(self, sms: int) -> tuple[int, int]:
         """(handle, multiprocessors) of a green context of at least `sms` of them."""
+
+    def create_green_pair(self, sms: int) -> tuple[tuple[int, int], tuple[int, int]]:
+        """Two green contexts: of at least `sms` multiprocessors, and of all others."""
 
     def create_green_stream(self, context: int, priority: int = 0) -> int:
         """A stream whose kernels run on a green context's multiprocessors."""
@@ -408,7 +413,6 @@ class CudaDriver:
         return self._green(groups[0])
 
     def create_green_pair(self, sms: int) -> tuple[tuple[int, int], tuple[int, int]]:
-        """Two green contexts: of at least `sms` multiprocessors, and of all others."""
         groups, _, rest = self._call("cuDevSmResourceSplitByCount", 1, self._sms(), 0, sms)
         return self._green(groups[0]), self._green(rest)
 
