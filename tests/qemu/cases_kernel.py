@@ -21,6 +21,7 @@ from tutti.units import MiB
 
 OK = nvme.STATUS_OK
 CAPACITY = 40 * MiB
+SMALL = ["--layers", "2", "--kv-heads", "1", "--head-dim", "64", "--page-size", "32"]
 
 
 def test_the_executor_is_the_one_that_was_meant(controller: FileController, kind: str) -> None:
@@ -119,3 +120,18 @@ def test_a_pool_lives_through_two_lives(place: str, durability: str, seed: int) 
                 store.clear()
                 assert store.match(as_rows(keys)) == 0
     assert cli.main(["fsck", *paths]) == 0
+
+
+def test_each_drive_is_forced_by_its_own_number(capsys: pytest.CaptureFixture[str]) -> None:
+    serials = ["usual", "pools"]
+    blocks = [namespaces(serial)[0] for serial in serials]
+    for path in blocks:
+        zero(path)
+        with open(path, "r+b", buffering=0) as device:
+            device.write(b"XFSB".ljust(LBA, b"\0"))
+    words = ["format", *map(generic, blocks), "--capacity", "12MiB", *SMALL]
+    for named in ([], ["usual"], ["pools"]):
+        assert cli.main([*words, *(f"--force={serial}" for serial in named)]) == 3
+        said = capsys.readouterr().err
+        assert [s for s in serials if repr(s) in said] == [s for s in serials if s not in named]
+    assert cli.main([*words, *(f"--force={serial}" for serial in serials)]) == 0
