@@ -23,7 +23,9 @@ from tutti.gio_uring.gpu_engine import HostEngine, wait_until
 from tutti.gio_uring.gpu_memory import PinnedMemory
 from tutti.gio_uring.gpu_mover import BatchCopyMover, CopyMover, Mover, choose_mover
 from tutti.host_pool import HostPool
+from tutti.integration.sglang.kernel_share import KernelShare
 from tutti.integration.sglang.pools import Pages, Span
+from tutti.scheduler.profile import TableProfile
 from tutti.store import ObjectStore
 
 
@@ -51,15 +53,23 @@ class TorchStreams:
 class Gpu:
     """One GPU as the linker uses it.  Thread-safe as far as CUDA is.
 
-    landing, leaving: streams of its own.  mover: see the option gpu_mover.
+    landing, leaving: streams of its own.  mover: see the option gpu_mover, for which `profile` says
+    how many multiprocessors a kernel has.
     """
 
-    def __init__(self, driver: Driver, streams: TorchStreams, mover: str) -> None:
+    def __init__(
+        self,
+        driver: Driver,
+        streams: TorchStreams,
+        mover: str,
+        profile: TableProfile | None = None,
+    ) -> None:
         self.driver = driver
         self.streams = streams
+        self.share = KernelShare(driver, profile) if mover == "kernel" else None
+        self._mover: Mover = self.share.mover if self.share else _mover_of(driver, mover)
         self.landing = driver.create_stream(-1)
         self.leaving = driver.create_stream()
-        self._mover = _mover_of(driver, mover)
         self._engines: list[HostEngine] = []
         self._events: deque[int] = deque()
         self._left = driver.create_event()
@@ -70,12 +80,15 @@ class Gpu:
 
         load_nbytes, store_nbytes: pinned memory of either direction, which every byte crosses.
         """
+        share = self.share
         engine = HostEngine(
             self.driver,
             store.engine,
             mover=self._mover,
             load_staging_nbytes=load_nbytes,
             store_staging_nbytes=store_nbytes,
+            load_stream=None if share is None else share.create_stream(),
+            store_stream=None if share is None else share.create_stream(),
         )
         store.attach(engine)
         self._engines.append(engine)
@@ -140,9 +153,11 @@ class Gpu:
             self.driver.destroy_stream(stream)
         for event in (*self._events, self._left):
             self.driver.destroy_event(event)
+        if self.share is not None:
+            self.share.close()
 
 
-def open_gpu(device: torch.device, mover: str) -> Gpu | None:
+def open_gpu(device: torch.device, mover: str, profile: TableProfile | None) -> Gpu | None:
     """The GPU that the engine's pools are on; None for host memory.
 
     Raises Unsupported without cuda-bindings or a driver, or for a mover that the driver lacks.
@@ -150,7 +165,7 @@ def open_gpu(device: torch.device, mover: str) -> Gpu | None:
     if device.type == "cpu":
         return None
     index = torch.cuda.current_device() if device.index is None else device.index
-    return Gpu(CudaDriver(index), TorchStreams(device), mover)
+    return Gpu(CudaDriver(index), TorchStreams(device), mover, profile)
 
 
 def _mover_of(driver: Driver, name: str) -> Mover:

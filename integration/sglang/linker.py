@@ -41,6 +41,7 @@ from tutti.integration.sglang.metrics import LOAD
 from tutti.integration.sglang.options import LINKER, parse_options
 from tutti.integration.sglang.pools import engine_group
 from tutti.integration.sglang.read_ahead import ReadAhead
+from tutti.integration.sglang.served_profile import served_profile
 from tutti.integration.sglang.shelf import Shelf
 from tutti.integration.sglang.shelves import open_shelves
 from tutti.integration.sglang.staging import Staging
@@ -81,13 +82,17 @@ class TuttiLinker(adapter.UnifiedCacheLinker):
         model = served_model()
         place = adapter.place_of(params, model, replicated=group.replicated)
         self._alone = place.ranks == place.dp_size
-        self._gpu = open_gpu(group.device, options["gpu_mover"])
+        profile = None
+        if options["profile"] is not None:
+            profile = served_profile(options["profile"], options["path"], group, place)
+        self._gpu = open_gpu(group.device, options["gpu_mover"], profile)
         self.shelves: dict[str, Shelf] = open_shelves(
             options,
             group,
             model,
             place,
             prometheus=bool(getattr(server_args, "enable_metrics", False)),
+            profile=profile,
             gpu=self._gpu,
         )
         try:

@@ -95,8 +95,9 @@ LINKER_OPTIONS: tuple[Option, ...] = (
         "str",
         "auto",
         "how pages in GPU memory are copied: copy-batch is one cuMemcpyBatchAsync for a layer, "
-        "copy one call for each piece; auto: the best that the driver has",
+        "copy one call for each piece, kernel a kernel on as many multiprocessors as profile says; "
+        "auto: the better of the first two that the driver has",
         modes=(LINKER,),
-        choices=("auto", "copy-batch", "copy"),
+        choices=("auto", "copy-batch", "copy", "kernel"),
     ),
 )

@@ -12,7 +12,6 @@ from tutti.integration.sglang.identity import Place, identity_of, layout_of, mak
 from tutti.integration.sglang.metrics import Recorder
 from tutti.integration.sglang.options import LINKER
 from tutti.integration.sglang.pools import EngineGroup, EnginePool
-from tutti.integration.sglang.served_profile import served_profile
 from tutti.integration.sglang.shelf import Shelf, open_store, split_nbytes
 from tutti.scheduler.dispatcher import Schedule
 from tutti.scheduler.policy import Limits
@@ -30,16 +29,17 @@ def open_shelves(
     place: Place,
     *,
     prometheus: bool,
+    profile: Profile | None = None,
     gpu: Gpu | None = None,
 ) -> dict[str, Shelf]:
-    """A shelf for every pool, by name.  Raises TuttiError, with nothing left open."""
+    """A shelf for every pool, by name.  Raises TuttiError, with nothing left open.
+
+    profile: by which its puts and loads are launched; None for at once.
+    """
     pools = list(group.pools.values())
     loads = split_nbytes(options["load_staging"], pools, _KV_SHARE)
     stores = split_nbytes(options["store_staging"], pools, _KV_SHARE)
     capacities = _capacities(options, pools)
-    profile: Profile | None = None
-    if options["profile"] is not None:
-        profile = served_profile(options["profile"], options["path"], group, place)
     shelves: dict[str, Shelf] = {}
     identity = identity_of(
         options,

@@ -18,7 +18,6 @@ from linker_gpu import gpu_rig
 
 from tutti.errors import ProfileError
 from tutti.integration.sglang import linker as linker_module
-from tutti.integration.sglang import shelves as shelves_module
 from tutti.integration.sglang import steps as steps_module
 from tutti.integration.sglang.steps import STEPS, StepsWatch
 from tutti.machine import machine_facts
@@ -52,7 +51,7 @@ def test_with_a_profile_the_scheduler_launches_what_is_moved(
 ) -> None:
     with pytest.raises(ProfileError, match="cannot read"):
         Rig(tmp_path / "none", profile=str(tmp_path / "missing.json"))
-    monkeypatch.setattr(shelves_module, "served_profile", lambda *_: FlatProfile())
+    monkeypatch.setattr(linker_module, "served_profile", lambda *_: FlatProfile())
     with Rig(tmp_path, profile="profile.json", backlog_share=0.1) as rig:
         rig.fill(13)
         want = rig.content(range(24))
@@ -82,7 +81,7 @@ class Batch:
 
 
 def test_the_scheduler_is_told_of_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shelves_module, "served_profile", lambda *_: FlatProfile())
+    monkeypatch.setattr(linker_module, "served_profile", lambda *_: FlatProfile())
     with Rig(tmp_path, profile="profile.json") as rig:
         scheduler = rig.shelf.store.scheduler
 
@@ -122,7 +121,7 @@ def posted(monkeypatch: pytest.MonkeyPatch) -> list[Event]:
         original(dispatcher, event)
 
     monkeypatch.setattr(Dispatcher, "post", post)
-    monkeypatch.setattr(shelves_module, "served_profile", lambda *_: FlatProfile())
+    monkeypatch.setattr(linker_module, "served_profile", lambda *_: FlatProfile())
     return events
 
 
@@ -198,7 +197,7 @@ def test_on_a_gpu_no_thread_knows_which_layer_computes(
 def test_a_step_that_is_not_understood_costs_no_service(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shelves_module, "served_profile", lambda *_: FlatProfile())
+    monkeypatch.setattr(linker_module, "served_profile", lambda *_: FlatProfile())
     watch = StepsWatch()
     monkeypatch.setattr(linker_module, "STEPS", watch)
     with Rig(tmp_path, profile="profile.json") as rig:
