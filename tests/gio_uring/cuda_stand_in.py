@@ -15,15 +15,12 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from tutti.errors import CudaError
-from tutti.gio_uring.gpu_driver import SmResource
-
-U64 = npt.NDArray[np.uint64]
+from tutti.gio_uring.gpu_driver import U64, Arguments, SmResource
 
 PINNED_MARK = 1 << 56
 DEVICE_MARK = 1 << 57
@@ -342,12 +339,7 @@ class StandInDriver:
         return handle
 
     def launch(
-        self,
-        function: int,
-        grid: int,
-        block: int,
-        arguments: Sequence[tuple[int, Any]],
-        stream: int,
+        self, function: int, grid: int, block: int, arguments: Arguments, stream: int
     ) -> None:
         self._called("cuLaunchKernel")
         name = self._functions[function]

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from gio_uring.cuda_stand_in import StandInDriver
 
@@ -244,6 +245,31 @@ def test_an_old_driver_has_no_batch_copy(bindings: FakeBindings) -> None:
     assert not CudaDriver().has_copy_batch
     bindings.answers["cuGetProcAddress"] = (0, 4096, 0)
     assert CudaDriver().has_copy_batch
+
+
+def test_a_long_batch_is_cut_into_calls(
+    bindings: FakeBindings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu_driver, "_BATCH_MAX", 4)
+    bindings.CUmemcpyAttributes = lambda: SimpleNamespace(getPtr=lambda: 77)  # type: ignore[assignment]
+    driver = CudaDriver()
+    calls: list[tuple[list[int], ...]] = []
+
+    def take(*arguments: int) -> int:
+        *columns, count, attributes, first, kinds, stream = arguments
+        assert (attributes, kinds, stream) == (77, 1, 5)
+        assert ctypes.c_size_t.from_address(first).value == 0
+        calls.append(tuple(list((ctypes.c_uint64 * count).from_address(c)) for c in columns))
+        return 0 if count else 1
+
+    monkeypatch.setattr(driver, "_copy_batch", take)
+    table = np.arange(30, dtype=np.uint64).reshape(3, 10)
+    for columns in (table, table.repeat(2, axis=1)[:, ::2], table[:, :0]):
+        calls.clear()
+        driver.copy_batch(columns[0], columns[1], columns[2], 5)
+        assert all(len(call[0]) <= 4 for call in calls)
+        for k in range(3):
+            assert [v for call in calls for v in call[k]] == columns[k].tolist()
 
 
 def test_a_machine_without_a_driver_says_so(bindings: FakeBindings) -> None:

@@ -484,6 +484,8 @@ def test_what_cannot_fit_or_work_says_so(rng: np.random.Generator) -> None:
             rig.store.load(some_keys(rng, 0), [], pool=host).order_stream(0, 0) or _load_host(rig)
         with pytest.raises(Unsupported):
             rig.pool.segment(0, 0, 0)
+        with pytest.raises(ConfigError, match="create a stream"):
+            HostEngine(rig.driver, rig.store.engine, load_stream=0)
         with pytest.raises(ConfigError, match="gpu="):
             DevicePool.from_layers(LAYOUT, rig.tensors, PAGES)
         rig.store.unregister(rig.pool)

@@ -22,9 +22,13 @@ import numpy.typing as npt
 from tutti.errors import CudaError, Unsupported
 
 U64 = npt.NDArray[np.uint64]
+#: Of a kernel: values and their ctypes.
+Arguments = Sequence[tuple[int, Any]]
 
 #: The driver of CUDA 13.0: `cuMemcpyBatchAsync` has the form that is used here since then.
 _BATCH_VERSION = 13000
+#: Copies of one call: a driver 580 crashed and hung with 51,828 (vllm-project/vllm#49276).
+_BATCH_MAX = 4096
 _ALREADY_REGISTERED = 712
 _NOT_READY = 600
 _NON_BLOCKING = 1
@@ -41,6 +45,7 @@ _WHAT_TO_DO = {
     100: "no CUDA device is visible; check nvidia-smi and CUDA_VISIBLE_DEVICES",
     209: "the cubin is for another architecture; delete the cubin cache",
     700: "a kernel touched memory that is not mapped; the context is lost, restart the process",
+    719: "a kernel failed; the context is lost, restart the process",
     801: "this GPU or driver lacks the feature; choose another mover or engine",
 }
 
@@ -93,7 +98,7 @@ class Driver(Protocol):
         """One copy between addresses of any kind."""
 
     def copy_batch(self, targets: U64, sources: U64, nbytes: U64, stream: int) -> None:
-        """Many copies (n,), in any order among themselves."""
+        """Many copies (n,), in any order among themselves; not on the default stream."""
 
     def fill(self, target: int, value: int, nbytes: int, stream: int) -> None:
         """Sets bytes of device memory."""
@@ -141,14 +146,9 @@ class Driver(Protocol):
         """A kernel of a module, loaded to the end: its first launch loads nothing any more."""
 
     def launch(
-        self,
-        function: int,
-        grid: int,
-        block: int,
-        arguments: Sequence[tuple[int, Any]],
-        stream: int,
+        self, function: int, grid: int, block: int, arguments: Arguments, stream: int
     ) -> None:
-        """Launches `grid` blocks of `block` threads; arguments are (value, ctypes type)."""
+        """Launches `grid` blocks of `block` threads."""
 
     def sm_resource(self) -> SmResource:
         """The multiprocessors of the device and how they may be split."""
@@ -316,18 +316,18 @@ class CudaDriver:
 
     def copy_batch(self, targets: U64, sources: U64, nbytes: U64, stream: int) -> None:
         assert targets.size == sources.size == nbytes.size, "three columns of one table"
+        columns = [np.ascontiguousarray(c, np.uint64) for c in (targets, sources, nbytes)]
         with self._current():
-            code = self._copy_batch(
-                targets.ctypes.data,
-                sources.ctypes.data,
-                nbytes.ctypes.data,
-                targets.size,
-                self._attributes.getPtr(),
-                ctypes.addressof(self._first),
-                1,
-                stream,
-            )
-        self._check("cuMemcpyBatchAsync", int(code))
+            for start in range(0, targets.size, _BATCH_MAX):
+                code = self._copy_batch(
+                    *(c.ctypes.data + start * c.itemsize for c in columns),
+                    min(_BATCH_MAX, targets.size - start),
+                    self._attributes.getPtr(),
+                    ctypes.addressof(self._first),
+                    1,
+                    stream,
+                )
+                self._check("cuMemcpyBatchAsync", int(code))
 
     def fill(self, target: int, value: int, nbytes: int, stream: int) -> None:
         self._call("cuMemsetD8Async", target, value, nbytes, stream)
@@ -385,12 +385,7 @@ class CudaDriver:
         return int(function)
 
     def launch(
-        self,
-        function: int,
-        grid: int,
-        block: int,
-        arguments: Sequence[tuple[int, Any]],
-        stream: int,
+        self, function: int, grid: int, block: int, arguments: Arguments, stream: int
     ) -> None:
         values = tuple(value for value, _ in arguments)
         types = tuple(kind for _, kind in arguments)

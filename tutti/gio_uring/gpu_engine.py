@@ -87,6 +87,11 @@ class Lane:
     def __init__(
         self, driver: Driver, controller: NativeController, nbytes: int, stream: int | None
     ) -> None:
+        if stream == 0:
+            raise ConfigError(
+                "the default stream cannot take batches of copies and waits for other streams; "
+                "create a stream for the engine"
+            )
         self.driver = driver
         self._own_stream = stream is None
         self.stream = driver.create_stream(-1) if stream is None else stream

@@ -149,10 +149,8 @@ class PersistentKernel(Launcher):
 
         A layer ends within the job's own timeout; only a kernel that does not run is later.
         """
-        words, posted = work.staged.words, int(self._posted_word[0])
-        consumed = tuple(self._consumed.tolist())
-        ready = sum(words.is_ready(layer) for layer in range(work.layers))
-        progress, now_s = (id(work), posted, ready, *consumed), time.monotonic()
+        posted, consumed = int(self._posted_word[0]), self._consumed.tolist()
+        progress, now_s = (id(work), posted, *consumed), time.monotonic()
         self._quiet_since_s = now_s
         if progress != self._progress or all(done == posted for done in consumed):
             self._progress, self._progress_s = progress, now_s
