@@ -215,7 +215,7 @@ void Controller::stop() {
   stop_ = true;
   wake();
   thread_.join();
-  release();
+  unclaim();
 }
 
 u32 Controller::validate(const Sqe& sqe) const {

@@ -106,7 +106,7 @@ class Controller {
   // A thread that calls service() over and over claims the controller first, an engine's or
   // start()'s.  False while another one has it.
   bool claim() { return !is_claimed_.exchange(true); }
-  void release() { is_claimed_ = false; }
+  void unclaim() { is_claimed_ = false; }
   bool is_claimed() const { return is_claimed_; }
 
   // Runs service() on a thread of its own, for submitters that only ring (GPU, benchmarks).

@@ -185,7 +185,7 @@ void Engine::loop() {
                 gated_.empty() && blocked_.empty());
     for (const auto& queue : ready_) running = running || !queue.empty();
   }
-  controller_->release();
+  controller_->unclaim();
   std::lock_guard<std::mutex> lock(mutex_);
   exited_ = true;
   changed_.notify_all();

@@ -8,7 +8,7 @@ extern "C" {
 
 Engine* gio_engine_create(gio::Controller* controller, gio::QueuePair* qp, uint64_t lists,
                           uint32_t list_nbytes, uint32_t inflight_max) {
-  if (!controller->claim()) return nullptr;  // released at the end of Engine::loop
+  if (!controller->claim()) return nullptr;  // until the end of Engine::loop
   return new Engine(controller, qp, lists, list_nbytes, inflight_max);
 }
 Job* gio_engine_submit(Engine* engine, const gio::JobConfig* config) {
