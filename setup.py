@@ -55,14 +55,7 @@ def native_library() -> Extension:
         depends=sorted(glob("kernels/**/*.h", recursive=True)),
         include_dirs=["kernels/include"],
         language="c++",
-        extra_compile_args=[
-            "-std=c++17",
-            "-O2",
-            "-Wall",
-            "-Wextra",
-            "-fvisibility=hidden",
-            "-pthread",
-        ],
+        extra_compile_args=COMPILE_FLAGS,
         extra_link_args=["-pthread"],
     )
 
