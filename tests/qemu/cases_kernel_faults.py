@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import json
 import re
 import struct
 import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -23,12 +24,21 @@ from nvme_host import LBA, NvmeHost
 
 import tutti
 from qemu.inside_kernel import BLKZEROOUT, KINDS, OUT, controllers, members, namespaces
-from store.pools import GEOMETRY
-from tutti.errors import KeyMissing, MediumError, TuttiError
+from store.pools import GEOMETRY, LAYOUT
+from tutti import cli
+from tutti.errors import (
+    CapacityError,
+    KeyMissing,
+    MediumError,
+    PoolExists,
+    PoolInUse,
+    TuttiError,
+)
 from tutti.gio_uring import nvme_spec as nvme
 from tutti.gio_uring.controller_file import FileController
 from tutti.host_pool import HostPool
 from tutti.store import ObjectStore
+from tutti.units import MiB
 
 OK = nvme.STATUS_OK
 FAULTS = ("flush", "record", "write")
@@ -127,6 +137,36 @@ def test_fua_and_flush_reach_the_drive(kind: str, durability: str, seed: int) ->
     assert forced == records
     steps = "".join("f" if c.name == "flush" else "dr"[c.slba in table] for c in commands)
     assert re.fullmatch("d+fr+", steps), steps
+
+
+def verdict_on(path: str, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    """What `tutti nvme list` says of a namespace."""
+    capsys.readouterr()
+    assert cli.main(["nvme", "list", "--json"]) == 0
+    [found] = [d for d in json.loads(capsys.readouterr().out)["devices"] if d["path"] == path]
+    return dict(found)
+
+
+def test_a_mounted_namespace_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """By both of its paths, and by its serial number too; listed with the reason."""
+    [path] = members("block", "left")
+    [through] = members("passthrough", "left")
+    free = verdict_on(path, capsys)
+    assert (free["is_free"], free["generic"], free["serial"]) == (True, through, "left")
+    subprocess.run(["mkfs.ext4", "-q", path], check=True)
+    subprocess.run(["mount", path, tmp_path], check=True)
+    try:
+        assert verdict_on(path, capsys)["in_use"] == [f"mounted at {tmp_path}"]
+        for name in (path, through):
+            with pytest.raises(PoolInUse, match="mounted at"):
+                tutti.format(name, LAYOUT, 6 * MiB, force="left")
+    finally:
+        subprocess.run(["umount", tmp_path], check=True)
+    assert verdict_on(path, capsys)["holds"] == ["an ext2, ext3 or ext4 file system"]
+    with pytest.raises(PoolExists, match=r"ext4 file system.*'left'"):
+        tutti.format(through, LAYOUT, 6 * MiB)
+    with pytest.raises(CapacityError, match="choose a smaller capacity"):
+        tutti.format(through, LAYOUT, 60 * MiB, force="left")
 
 
 @pytest.mark.parametrize("kind", KINDS)
