@@ -15,6 +15,7 @@ from tutti.bench.environment import describe
 from tutti.bench.pool_file import add_pool_arguments, medium_facts, pool_paths, temporary_pool
 from tutti.bench.shape import Shape, parse_shape
 from tutti.bench.workload import Limit, Workload
+from tutti.cli_arguments import above_zero, natural, positive
 from tutti.core import StoreConfig
 from tutti.errors import ConfigError
 from tutti.store import ObjectStore
@@ -39,16 +40,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--capacity", default="2GiB", help="of the pool (default: %(default)s)")
     duration = parser.add_mutually_exclusive_group()
     duration.add_argument(
-        "--seconds", type=float, default=2.0, help="of each phase (default: %(default)s)"
+        "--seconds", type=above_zero, default=2.0, help="of each phase (default: %(default)s)"
     )
-    duration.add_argument("--gib", type=float, help="moved in each phase, instead of a time")
+    duration.add_argument("--gib", type=above_zero, help="moved in each phase, instead of a time")
     parser.add_argument("--batch", default="32MiB", help="of one put or load (%(default)s)")
-    parser.add_argument("--inflight", type=int, default=4, help="batches at once (%(default)s)")
     parser.add_argument(
-        "--prefix-pages", type=int, default=1024, help="of the layerwise prefix (%(default)s)"
+        "--inflight", type=positive, default=4, help="batches at once (%(default)s)"
+    )
+    parser.add_argument(
+        "--prefix-pages", type=positive, default=1024, help="of the layerwise prefix (%(default)s)"
     )
     parser.add_argument("--memory", default="512MiB", help="engine memory at most (%(default)s)")
-    parser.add_argument("--seed", type=int, default=1, help="of the order of loads (%(default)s)")
+    parser.add_argument(
+        "--seed", type=natural, default=1, help="of the order of loads (%(default)s)"
+    )
 
 
 def run(args: argparse.Namespace, progress: ProgressFactory) -> dict[str, Any]:
@@ -96,7 +101,7 @@ def make_workload(store: ObjectStore, shape: Shape, args: argparse.Namespace) ->
     Raises ConfigError when not even one object fits.
     """
     memory_pages = parse_nbytes(args.memory) // shape.object_nbytes
-    if memory_pages < 2 or args.inflight < 1:
+    if memory_pages < 2:
         raise ConfigError(f"objects of {shape.object_nbytes} bytes need twice that as --memory")
     inflight = min(args.inflight, memory_pages // 2)
     # A pool must hold more than what is in flight, or every put would have to be dropped.

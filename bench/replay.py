@@ -29,6 +29,7 @@ from tutti.bench.traces import (
     reach,
     read_trace,
 )
+from tutti.cli_arguments import natural, positive
 from tutti.core import StoreConfig
 from tutti.errors import ConfigError, DeviceTimeout, KeyMissing, MediumError
 from tutti.store import ObjectStore
@@ -48,8 +49,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--trace", default=SYNTHETIC, help="a Mooncake .jsonl, or %(default)s (the default)"
     )
-    parser.add_argument("--requests", type=int, help="the first N of the trace (synthetic: 400)")
-    parser.add_argument("--seed", type=int, default=1, help="of the synthetic trace (%(default)s)")
+    parser.add_argument(
+        "--requests", type=positive, help="the first N of the trace (synthetic: 400)"
+    )
+    parser.add_argument(
+        "--seed", type=natural, default=1, help="of the synthetic trace (%(default)s)"
+    )
     parser.add_argument(
         "--capacity",
         nargs="+",
@@ -64,12 +69,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--page-size",
-        type=int,
+        type=positive,
         default=BLOCK_TOKENS,
         help=f"tokens of a page, a divisor of {BLOCK_TOKENS} (default: %(default)s)",
     )
     parser.add_argument(
-        "--pages", type=int, default=256, help="pages of engine memory (default: %(default)s)"
+        "--pages", type=positive, default=256, help="pages of engine memory (default: %(default)s)"
     )
 
 
@@ -80,8 +85,6 @@ def run(args: argparse.Namespace, progress: ProgressFactory) -> dict[str, Any]:
     """
     if BLOCK_TOKENS % args.page_size:
         raise ConfigError(f"--page-size {args.page_size} does not divide {BLOCK_TOKENS}")
-    if args.pages < 1:
-        raise ConfigError(f"--pages {args.pages}; give at least one page of engine memory")
     requests = _requests(args)
     runs = [_replay(args, requests, capacity, progress) for capacity in args.capacity]
     return {

@@ -55,6 +55,8 @@ def test_options_have_defaults_and_sizes_are_bytes() -> None:
         ({"verify": "maybe"}, "one of always, sampled, off"),
         ({"timeout_s": 0}, "at least 0.001"),
         ({"timeout_s": "1"}, "a number"),
+        ({"timeout_s": float("nan")}, "a finite number"),
+        ({"timeout_s": float("inf")}, "a finite number"),
         ({"second_touch": 1}, "true or false"),
         ({"capacity": 1.5}, "a size"),
         ({"capacity": "1G"}, "cannot read the size"),

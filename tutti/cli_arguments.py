@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Callable
 from functools import partial
 
@@ -39,6 +40,22 @@ def positive(text: str) -> int:
     if not text.isascii() or not text.isdigit() or int(text) == 0:
         raise argparse.ArgumentTypeError(f"{text!r} is no positive integer")
     return int(text)
+
+
+def natural(text: str) -> int:
+    """An argparse type: an integer from 0, such as a seed."""
+    return 0 if text == "0" else positive(text)
+
+
+def above_zero(text: str) -> float:
+    """An argparse type: a finite number above 0."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number above 0")
+    return value
 
 
 def add_paths(parser: argparse.ArgumentParser) -> None:

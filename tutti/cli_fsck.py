@@ -6,7 +6,7 @@ import argparse
 from dataclasses import asdict
 from typing import Any
 
-from tutti.cli_arguments import add_paths, positive
+from tutti.cli_arguments import add_paths, natural, positive
 from tutti.cli_outcome import EXIT_FAILED, EXIT_OK, Outcome
 from tutti.fsck import FsckReport, RepairReport, check_files, repair
 from tutti.terminal import facts, progress, table
@@ -34,7 +34,9 @@ def add_fsck(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--sample", type=positive, metavar="N", help="compare N objects drawn at random, not all"
     )
-    parser.add_argument("--seed", type=int, default=0, help="of that choice (default %(default)s)")
+    parser.add_argument(
+        "--seed", type=natural, default=0, help="of that choice (default %(default)s)"
+    )
     parser.set_defaults(run=run_fsck)
 
 

@@ -5,6 +5,7 @@ An option that is not in the table is an error, so that a misspelt one is never 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -167,6 +168,8 @@ def _checked(option: Option, value: Any) -> Any:
         wanted = (int,) if option.kind == "int" else (int, float)
         if isinstance(value, bool) or not isinstance(value, wanted):
             raise _wrong(option, value, f"a number ({option.kind})")
+        if isinstance(value, float) and not math.isfinite(value):
+            raise _wrong(option, value, "a finite number")
         if option.minimum is not None and value < option.minimum:
             raise _wrong(option, value, f"at least {option.minimum:g}")
         return value
