@@ -122,6 +122,7 @@ class Writer:
         self.finished = 0  # batches that ended
         self._unflushed: list[_Batch] = []
         self._flushing = False
+        self._flushes_failed = 0
 
     def close(self) -> None:
         """Gives the staging memory back; nothing may be in flight."""
@@ -187,6 +188,7 @@ class Writer:
         if batch.rows.size == 0:
             self._finish(batch)
             return placed
+        failed = self._flushes_failed
         try:
             core.submitter(request.memory).submit(
                 OPCODE_WRITE,
@@ -196,7 +198,7 @@ class Writer:
                 digests=batch.digests,
                 priority=PRIORITY_STORE,
                 timeout_s=core.config.timeout_s,
-                on_released=lambda job: self._data_written(batch, job),
+                on_released=lambda job: self._data_written(batch, job, failed),
             )
         except BaseException:
             self._cancel(batch)
@@ -249,17 +251,19 @@ class Writer:
                 break
         return np.concatenate(parts)
 
-    def _data_written(self, batch: _Batch, job: Job) -> None:
+    def _data_written(self, batch: _Batch, job: Job, flushes_failed: int) -> None:
         good = job.page_status == 0
         if not good.all():
             self._drop(batch.at(~good), job.page_status[~good])
             batch = batch.at(good)
         if batch.rows.size == 0:
             self._finish(batch)
-        elif self._core.config.durability == "flush":
-            self._flush(batch)
-        else:
+        elif self._core.config.durability != "flush":
             self._write_records(batch)
+        elif self._flushes_failed == flushes_failed:
+            self._flush(batch)
+        else:  # a flush that failed meanwhile may have lost these
+            self._give_up(batch, STATUS_WRITE_FAULT)
 
     def _flush(self, batch: _Batch | None) -> None:
         """Group commit: whoever comes while a flush runs shares the next one."""
@@ -273,10 +277,16 @@ class Writer:
 
         def on_released(job: Job) -> None:
             status = int(job.report().status)
+            if status:
+                # It may have lost whatever was written before it ended, and the next one may say
+                # nothing of that: the kernel tells of a file's error once (fsync(2)).
+                with self._core.lock:
+                    self._flushes_failed += 1
+                    batches.extend(self._unflushed)
+                    self._unflushed = []
             for flushed in batches:
                 if status:
-                    self._drop(flushed, np.full(flushed.rows.size, status, np.uint32))
-                    self._finish(flushed)
+                    self._give_up(flushed, status)
                 else:
                     self._write_records(flushed)
             with self._core.lock:
@@ -338,7 +348,10 @@ class Writer:
         self._finish(batch)
 
     def _cancel(self, batch: _Batch) -> None:
-        self._drop(batch, np.full(batch.rows.size, STATUS_CANCELLED, np.uint32))
+        self._give_up(batch, STATUS_CANCELLED)
+
+    def _give_up(self, batch: _Batch, status: int) -> None:
+        self._drop(batch, np.full(batch.rows.size, status, np.uint32))
         self._finish(batch)
 
     def _drop(self, batch: _Batch, status: U32) -> None:

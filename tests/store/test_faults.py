@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import time
+from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import pytest
@@ -17,6 +20,7 @@ from tutti.errors import (
 )
 from tutti.gio_uring.controller_memory import Faults
 from tutti.gio_uring.nvme_spec import (
+    OPCODE_FLUSH,
     OPCODE_READ,
     OPCODE_WRITE,
     STATUS_CAPACITY_EXCEEDED,
@@ -27,6 +31,32 @@ from tutti.index import SlotState
 
 DATA_LBA = GEOMETRY.groups_offset // 4096
 DATA_NLB = GEOMETRY.groups * GEOMETRY.layers * GEOMETRY.layer_stride_nlb
+
+
+class Held:
+    """Calls of a method that wait for `go_on`; those behind it go through."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, owner: object, name: str) -> None:
+        self.calls: list[Callable[[], object]] = []
+        self._is_open = False
+        self._method = getattr(owner, name)
+        monkeypatch.setattr(owner, name, self._called)
+
+    def _called(self, *args: object, **options: object) -> object:
+        call = partial(self._method, *args, **options)
+        return call() if self._is_open else self.calls.append(call)
+
+    def go_on(self) -> None:
+        self._is_open = True
+        for call in self.calls:
+            call()
+
+
+def wait_until(condition: Callable[[], object]) -> None:
+    deadline_s = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline_s, "it never came"
+        time.sleep(0.001)
 
 
 @pytest.fixture
@@ -81,6 +111,34 @@ def test_a_record_that_fails_is_voided_before_reuse(rng: np.random.Generator) ->
         store._core.wait_quiet(5)
         assert store.stats()["slots"]["voided"] == 4
         assert store.put(keys, np.arange(4)).wait(5).stored == 4
+
+
+def test_a_failed_flush_fails_what_was_written_meanwhile(
+    rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next flush may say nothing of it: what the first one lost is told once."""
+    images = formatted()
+    controller = controller_of(images)
+    with opened(images, controller=controller, durability="flush") as store:
+        store.allocate_pool(12)
+        keys = some_keys(rng, 12)
+        flush = Held(monkeypatch, store.engine, "flush")
+        tickets = [store.put(keys[:4], np.arange(4))]
+        wait_until(lambda: flush.calls)
+        tickets.append(store.put(keys[4:8], np.arange(4, 8)))  # waits for the next flush
+        wait_until(lambda: store._writer._unflushed)
+        written = Held(monkeypatch, store._writer, "_data_written")
+        tickets.append(store.put(keys[8:], np.arange(8, 12)))  # comes too late for both
+        wait_until(lambda: written.calls)
+        controller.fault_range(1, 0, 1, OPCODE_FLUSH, STATUS_WRITE_FAULT)
+        flush.go_on()
+        for ticket in tickets:
+            if ticket is tickets[2]:
+                written.go_on()
+            with pytest.raises(MediumError, match="write fault"):
+                ticket.wait(5)
+        assert store.match(keys) == 0
+        assert store.put(keys, np.arange(12)).wait(5).stored == 12
 
 
 def test_an_unreadable_slice_fails_its_page_only(rng: np.random.Generator) -> None:
