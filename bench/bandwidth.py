@@ -129,7 +129,7 @@ def report(result: dict[str, Any]) -> str:
             round(row["p50_ms"], 2),
             round(row["p99_ms"], 2),
             round(row["cpu_s_per_gb"], 3),
-            round(row["mean_run_length"], 1),
+            round(row["mean_run_length"], 1) or "",
             _note(row),
         ]
         for row in result["rows"]

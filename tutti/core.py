@@ -29,6 +29,7 @@ Slots = npt.NDArray[np.int64]
 
 VERIFY = ("always", "sampled", "off")
 DURABILITY = ("process", "flush")
+_TIMEOUT_MAX_S = 86_400.0
 
 
 @dataclass(frozen=True)
@@ -71,8 +72,10 @@ class StoreConfig:
                 raise ConfigError(f"{name} is {getattr(self, name)}; give 0 to 1")
         if self.pin_lookups < 1:
             raise ConfigError(f"pin_lookups is {self.pin_lookups}; give at least 1")
-        if not self.timeout_s > 0:
-            raise ConfigError(f"timeout_s is {self.timeout_s}; give a positive number of seconds")
+        if not 0 < self.timeout_s <= _TIMEOUT_MAX_S:
+            raise ConfigError(
+                f"timeout_s is {self.timeout_s}; give a number of seconds above 0, at most a day"
+            )
 
 
 @dataclass

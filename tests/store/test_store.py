@@ -17,6 +17,7 @@ from store.pools import (
     opened,
     some_keys,
 )
+from tutti.core import StoreConfig
 from tutti.errors import (
     ConfigError,
     KeyMissing,
@@ -84,6 +85,13 @@ def test_memory_of_layers_and_foreign_buffers(rng: np.random.Generator) -> None:
         store.unregister(separate)
         with pytest.raises(ConfigError, match="not registered"):
             store.put(keys, np.arange(5), pool=separate)
+
+
+@pytest.mark.parametrize("timeout_s", [0, -1, 1e6, float("inf"), float("nan")])
+def test_a_command_takes_a_day_at_most(timeout_s: float) -> None:
+    with pytest.raises(ConfigError, match="at most a day"):
+        StoreConfig(timeout_s=timeout_s)
+    assert StoreConfig(timeout_s=86_400).timeout_s == 86_400
 
 
 @pytest.mark.parametrize("pages", [0, -1, 2.5, "2", None])
