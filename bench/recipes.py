@@ -54,7 +54,7 @@ class Options:
 class Launch:
     """Arguments and environment of SGLang for one system.
 
-    daemon: what has to run beside it.  files: what both read, with their content.
+    daemon: of Python for what has to run beside it.  files: what both read, with their content.
     """
 
     arguments: list[str]
@@ -142,10 +142,13 @@ def _tutti_options(options: Options) -> dict[str, Any]:
 def _lmcache(options: Options) -> Launch:
     """LMCache's own server with host memory and files, and SGLang as its client (LMCache's pages on
     its multiprocess mode; SGLang's mem_cache/storage/lmcache/README.md).
+
+    Transfer mode auto: with GPUs LMCache copies, as by default; without them SGLang has to.
     """
     config = options.storage / "lmcache.yaml"
     adapter = {"type": "fs", "base_path": str(options.storage / "kv"), "use_odirect": True}
-    daemon = ["lmcache", "server", "--host", "127.0.0.1", "--port", str(_LMCACHE_PORT)]
+    daemon = ["-m", "lmcache.cli.main", "server", "--host", "127.0.0.1"]
+    daemon += ["--port", str(_LMCACHE_PORT), "--supported-transfer-mode", "auto"]
     daemon += ["--l1-size-gb", str(max(1, options.dram_nbytes // _GB)), "--eviction-policy", "LRU"]
     return Launch(
         [*_base(options), "--enable-lmcache", "--lmcache-config-file", str(config)],
@@ -204,13 +207,14 @@ def run(args: argparse.Namespace, progress: ProgressFactory) -> dict[str, Any]:
     """
     recipe = RECIPES[args.name]
     launch = _launch(recipe, args)
-    command = [sys.executable, "-m", "sglang.launch_server", *launch.arguments]
+    command = ["-m", "sglang.launch_server", *launch.arguments]
+    daemon = list(launch.daemon)
     result: dict[str, Any] = {
         "benchmark": "serve",
         "system": recipe.name,
-        "command": ["python", *command[1:]],
+        "command": ["python", *command],
         "env": launch.env,
-        "daemon": list(launch.daemon),
+        "daemon": ["python", *daemon] if daemon else [],
         "files": {str(path): content for path, content in launch.files.items()},
     }
     if args.print:
@@ -218,20 +222,20 @@ def run(args: argparse.Namespace, progress: ProgressFactory) -> dict[str, Any]:
     _check_installed(recipe)
     for path, content in launch.files.items():
         path.write_text(content)
-    started = [_start(line, launch.env) for line in (list(launch.daemon), command) if line]
-    process = started[-1]
+    started = [_start(words, launch.env) for words in (daemon, command) if words]
     previous = signal.signal(signal.SIGTERM, _interrupt)
     try:
-        result |= _facts(recipe, args, process, progress)
-        while process.poll() is None:  # until the person who started it ends it
+        result |= _facts(result, args, started, progress)
+        while not (ended := _ended(started)):  # until the person who started it ends it
             time.sleep(_POLL_S)
+        result["stopped"] = ended
     except KeyboardInterrupt:
         result["ended"] = "interrupted"
     finally:
         signal.signal(signal.SIGTERM, previous)
         for each in reversed(started):
             _end(each)
-    result["exit_code"] = process.returncode
+    result["exit_code"] = started[-1].returncode
     return result
 
 
@@ -289,19 +293,19 @@ def _check_installed(recipe: Recipe) -> None:
 
 
 def _facts(
-    recipe: Recipe,
+    result: dict[str, Any],
     args: argparse.Namespace,
-    process: subprocess.Popen[bytes],
+    started: list[subprocess.Popen[bytes]],
     progress: ProgressFactory,
 ) -> dict[str, Any]:
     """Waits for the server and writes --info."""
     host = "127.0.0.1" if args.host == "0.0.0.0" else args.host
     control = Control(Endpoint(host, args.port))
     deadline = time.monotonic() + _UP_S
-    with progress(f"{recipe.name} starts", 0) as bar:
+    with progress(f"{args.name} starts", 0) as bar:
         while not control.is_up():
-            if process.poll() is not None:
-                raise ServerError(f"SGLang ended with {process.returncode}; its log above says why")
+            if ended := _ended(started):
+                raise ServerError(ended)
             if time.monotonic() > deadline:
                 raise ServerError(f"SGLang does not answer after {_UP_S:g} s; see its log above")
             time.sleep(_POLL_S)
@@ -309,19 +313,31 @@ def _facts(
     found = {
         "dram": format_nbytes(args.dram),
         "capacity": format_nbytes(args.capacity),
-        "launched": command_line(process.args if isinstance(process.args, list) else []),
+        "launched": command_line(result["command"]),
         "server": control.facts(),
-        "machine": describe(args.dir),
+        "machine": describe(args.dir if RECIPES[args.name].uses_storage else None),
     }
     if args.info is not None:
-        args.info.write_text(json.dumps({"system": recipe.name, **found}, indent=1) + "\n")
-    print(f"{recipe.name} answers on port {args.port}; Ctrl-C ends it", file=sys.stderr, flush=True)
+        args.info.write_text(json.dumps({"system": args.name, **found}, indent=1) + "\n")
+    print(f"{args.name} answers on port {args.port}; Ctrl-C ends it", file=sys.stderr, flush=True)
     return found
 
 
-def _start(command: list[str], env: dict[str, str]) -> subprocess.Popen[bytes]:
-    """A process group of its own, so that Ctrl-C reaches it through here alone."""
-    return subprocess.Popen(command, env={**os.environ, **env}, start_new_session=True)
+def _start(words: list[str], env: dict[str, str]) -> subprocess.Popen[bytes]:
+    """A Python process in a group of its own, so that Ctrl-C reaches it through here alone.
+
+    All that it writes goes to stderr: stdout is for the result.
+    """
+    command = [sys.executable, *words]
+    return subprocess.Popen(command, stdout=2, env={**os.environ, **env}, start_new_session=True)
+
+
+def _ended(started: list[subprocess.Popen[bytes]]) -> str:
+    """Which one has ended, if any: without its daemon a server answers, and finds nothing."""
+    for name, process in zip(("SGLang", "what runs beside it"), reversed(started), strict=False):
+        if process.poll() is not None:
+            return f"{name} ended with {process.returncode}; its log above says why"
+    return ""
 
 
 def _interrupt(number: int, frame: object) -> None:

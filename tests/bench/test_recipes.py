@@ -26,9 +26,12 @@ from tutti.errors import ConfigError, Unsupported
 from tutti.terminal import progress
 
 STAND_IN = """\
-import http.server, json, os, sys
+import http.server, json, os, sys, threading
 if "--end-at-once" in sys.argv:
     sys.exit(7)
+if "--end-soon" in sys.argv:
+    threading.Timer(1, os._exit, [9]).start()
+print("a server's log", flush=True)
 class Answers(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
         body = json.dumps({"argv": sys.argv[1:], "storage": os.environ.get(
@@ -114,6 +117,25 @@ def test_a_server_that_ends_at_once_is_an_error(sglang: Path) -> None:
     args = parsed("hbm", "--model", "m", "--port", free_port(), "--more=--end-at-once")
     with pytest.raises(ServerError, match="ended with 7"):
         recipes.run(args, progress)
+
+
+def test_a_server_that_ends_later_is_no_success(sglang: Path, tmp_path: Path, capfd: Any) -> None:
+    # A folder that it has no use for need not be there.
+    argv = ["--model", "m", "--port", free_port(), "--dir", str(tmp_path / "none")]
+    result = recipes.run(parsed("hbm", *argv, "--more=--end-soon"), progress)
+    assert result["exit_code"] == 9 and "SGLang ended with 9" in result["stopped"]
+    written = capfd.readouterr()
+    assert "a server's log" in written.err and not written.out, "stdout is for the result"
+
+
+def test_what_runs_beside_the_server_has_to_stay(sglang: Path, tmp_path: Path) -> None:
+    daemon = sglang.parent / "lmcache" / "cli"
+    daemon.mkdir(parents=True)
+    (daemon / "main.py").write_text("import sys; sys.exit(8)")
+    argv = ["--model", "m", "--port", free_port(), "--dir", str(tmp_path / "kv")]
+    with pytest.raises(ServerError, match="beside it ended with 8"):
+        # The server may be up first; then it is told in the result.
+        raise ServerError(recipes.run(parsed("lmcache", *argv), progress)["stopped"])
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
