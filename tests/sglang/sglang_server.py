@@ -68,7 +68,7 @@ class Server:
     ) -> None:
         self.log = log
         self.port = _free_port()
-        self._lock = _take_turn()
+        self._lock = take_turn()
         command = ["--model-path", str(model), "--port", str(self.port), "--host", "127.0.0.1"]
         command += ["--device", "cpu", "--attention-backend", "torch_native"]
         command += ["--skip-tokenizer-init", "--page-size", str(page_size)]
@@ -311,7 +311,7 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def _take_turn() -> int:
+def take_turn() -> int:
     """Waits until no other test on this machine runs a server."""
     fd = os.open(os.environ.get("TUTTI_SERVER_LOCK", _LOCK), os.O_RDWR | os.O_CREAT, 0o666)
     deadline = time.monotonic() + _LOCK_S

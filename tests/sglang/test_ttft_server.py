@@ -7,6 +7,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +22,7 @@ import pytest
 
 pytest.importorskip("sglang.srt", reason="SGLang is not installed here")
 
-from sglang_server import ADMIN_KEY, Server
+from sglang_server import ADMIN_KEY, HERE, Server, take_turn
 
 from tutti.bench import figures, ttft
 from tutti.bench.figures_data import read_csv
@@ -29,14 +37,20 @@ pytestmark = [pytest.mark.timeout(900)]
 PAGE = 16
 #: Where SGLang counts hits in the store: a linker's as those of a host cache.
 SYSTEMS = {"tutti-hicache": "storage_tokens", "tutti-linker": "host_tokens"}
+#: What SGLang needs on a CPU; nothing of it belongs to a recipe.
+ON_CPU = (
+    "--device cpu --attention-backend torch_native --skip-tokenizer-init --context-length 2048 "
+    "--max-total-tokens 4096 --mem-fraction-static 0.3"
+)
+_UP_S = 300.0
 # Fifteen documents of about 390 tokens: more than the engine's 4096, far less than the store.
 WORKLOAD = ["--workload", "leval-synthetic", "--tasks", "tpo", "--scale", "0.1"]
 
 
-def measured(server: Server, out: Path, *argv: str) -> dict[str, Any]:
+def measured(port: int, out: Path, *argv: str) -> dict[str, Any]:
     parser = argparse.ArgumentParser(allow_abbrev=False)
     ttft.add_arguments(parser)
-    common = ["--url", f"http://127.0.0.1:{server.port}", "--api-key", ADMIN_KEY]
+    common = ["--url", f"http://127.0.0.1:{port}", "--api-key", ADMIN_KEY]
     common += ["--vocabulary", "1000", "--out", str(out), "--note", "CPU, random weights"]
     return ttft.run(parser.parse_args([*common, *argv]), progress)
 
@@ -50,13 +64,13 @@ def test_hits_come_from_the_store_and_the_server_says_so(
     assert not launch.daemon
     with Server(tiny_model, tmp_path / "log", launch.arguments, env=launch.env) as server:
         sweep = measured(
-            server,
+            server.port,
             tmp_path / "sweep",
             *(*WORKLOAD, "--requests", "16", "--start", "populated"),
             *("--rates", "8", "--seeds", "1", "--system", system, "--slo", "ttft:20000"),
         )
         prefix = measured(
-            server,
+            server.port,
             tmp_path / "prefix",
             *("--prefix-tokens", "0", "992", "--total-tokens", "1024"),
             *("--repeats", "1", "--system", system),
@@ -69,6 +83,63 @@ def test_hits_come_from_the_store_and_the_server_says_so(
     assert cached == [0, 992], "exactly the whole pages that were stored"
     assert counters["hit_pages_total"] >= sum(cached) // PAGE, "Tutti counted them, too"
     _check_figures(tmp_path, system)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RECIPES)
+def test_one_command_starts_each_system_and_its_storage_hits(
+    name: str, tiny_model: Path, tmp_path: Path
+) -> None:
+    if needs := RECIPES[name].needs:
+        pytest.importorskip(needs, reason=f"{needs} is not installed here")
+    with served(name, tiny_model, tmp_path) as port:
+        prefix = measured(
+            port,
+            tmp_path / "prefix",
+            *("--prefix-tokens", "0", "1024", "--total-tokens", "1280"),
+            *("--repeats", "1", "--system", name),
+        )
+    # A flush empties what is in memory; what was stored is found again, to the last page.
+    cached = [row["cached_tokens"] for row in prefix["rows"]]
+    assert cached == [0, 1024 if RECIPES[name].uses_storage else 0]
+    facts = json.loads((tmp_path / "info.json").read_text())
+    assert facts["system"] == name and facts["server"]["page_size"] == PAGE
+    assert facts["server"]["enable_cache_report"] and "--device cpu" in facts["launched"]
+
+
+@contextmanager
+def served(name: str, model: Path, folder: Path) -> Iterator[int]:
+    """The port of a server that `tutti bench serve` has started, and ends."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = int(probe.getsockname()[1])
+    command = [sys.executable, "-m", "tutti.cli", "bench", "serve", name, "--model", str(model)]
+    command += ["--dir", str(folder / "kv"), "--capacity", "64MiB", "--dram", "1GB"]
+    command += ["--page-size", str(PAGE), "--port", str(port), "--info", str(folder / "info.json")]
+    path = os.pathsep.join(filter(None, [str(HERE / "stand_in"), os.environ.get("PYTHONPATH")]))
+    lock, log = take_turn(), (folder / "log").open("w+")
+    process = subprocess.Popen(
+        [*command, "--json", f"--more={ON_CPU}"],
+        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=log,
+    )
+    try:
+        deadline = time.monotonic() + _UP_S
+        while not (folder / "info.json").exists():
+            if process.poll() is not None or time.monotonic() > deadline:
+                log.seek(0)
+                pytest.fail(f"{name} does not start:\n{log.read()[-4000:]}")
+            time.sleep(0.2)
+        yield port
+    finally:
+        process.send_signal(signal.SIGTERM)
+        output, _ = process.communicate(timeout=120)
+        log.close()
+        os.close(lock)
+    assert process.returncode == 0 and json.loads(output)["ended"] == "interrupted"
+    with socket.socket() as probe:
+        assert probe.connect_ex(("127.0.0.1", port)) != 0, "nothing stays behind"
 
 
 @pytest.mark.parametrize("name", RECIPES)
