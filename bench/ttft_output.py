@@ -6,8 +6,10 @@ partial, and the whole result is still printed.
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import json
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -48,8 +50,8 @@ class Output:
                 out.write(gzip.compress(lines.encode()))
         except OSError as error:
             self._fail(error)
-            with path.open("r+b") as out:
-                out.truncate(kept)
+            with contextlib.suppress(OSError):
+                os.truncate(path, kept)
 
     def result(self, result: dict[str, Any]) -> None:
         """Replaces the result; the one before stays if that fails."""

@@ -45,8 +45,8 @@ def run_prefix(session: Session, output: Output) -> dict[str, Any]:
     total = args.total_tokens
     if not all(0 <= tokens < total for tokens in args.prefix_tokens):
         raise ConfigError(f"--prefix-tokens must be below --total-tokens, which is {total}")
-    context = session.facts.get("context_length")
-    if isinstance(context, int) and total + _OUTPUT_TOKENS > context:
+    context = session.context_tokens
+    if context is not None and total + _OUTPUT_TOKENS > context:
         raise ConfigError(f"the server's context is {context} tokens; give less --total-tokens")
     rows: list[dict[str, Any]] = []
     stopped, interrupted = "", False

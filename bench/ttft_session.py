@@ -90,6 +90,7 @@ class Session:
     renderer: Renderer
     model: str
     facts: dict[str, Any]
+    context_tokens: int | None
     args: argparse.Namespace
     workload: Workload
     slos: Sequence[Slo]
@@ -217,8 +218,9 @@ def open_session(
     control = Control(endpoint)
     facts = control.facts()
     model, listed = control.model()
-    context = facts.get("context_length") or listed
-    workload = build_workload(args, context if isinstance(context, int) else None)
+    told = facts.get("context_length")  # only where the server was started with one
+    context_tokens = told if isinstance(told, int) else listed
+    workload = build_workload(args, context_tokens)
     form = _form(args, workload, facts)
     api: ServerApi = Chat(model) if args.api == CHAT else Generate(form)
     session = Session(
@@ -228,6 +230,7 @@ def open_session(
         Renderer(form, args.vocabulary),
         model.rstrip("/").rpartition("/")[2],
         facts,
+        context_tokens,
         args,
         workload,
         slos,

@@ -19,6 +19,7 @@ class Script:
     mode: "stream", "plain" (no stream), "lump" (all tokens in one event), "refuse", "garbage" (no
     JSON), "break" (ends within a chunk), "abort" (SGLang's error within a stream), "silent".
     dies_after: so many requests are served, then connections are refused.
+    model_tokens: the context that /v1/models tells.
     statuses: of the paths that do not answer with 200.
     """
 
@@ -29,6 +30,7 @@ class Script:
     dies_after: int | None = None
     cached: dict[str, int] | None = None
     info: dict[str, Any] = field(default_factory=lambda: {"context_length": 100_000})
+    model_tokens: int | None = None
     statuses: dict[str, int] = field(default_factory=dict)
     on_request: Callable[[int], None] = lambda number: None
     requests: list[dict[str, Any]] = field(default_factory=list)
@@ -92,7 +94,7 @@ class StandIn:
 
     def _fact(self, path: str) -> Any:
         if path == "/v1/models":
-            return {"data": [{"id": "some/model", "max_model_len": None}]}
+            return {"data": [{"id": "some/model", "max_model_len": self.script.model_tokens}]}
         return self.script.info if path == "/server_info" else {}
 
     async def _generate(

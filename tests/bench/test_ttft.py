@@ -8,6 +8,8 @@ import json
 import os
 import random
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -302,9 +304,23 @@ def test_bad_servers_are_refused_before_anything_is_measured() -> None:
         measured(server.url)
     with standing_in(mode="refuse") as server, pytest.raises(ServerError, match="status 400"):
         measured(server.url)
-    small = standing_in(info={"context_length": 16})
-    with small as server, pytest.raises(ConfigError, match="longer than 16 tokens"):
-        measured(server.url)
+
+
+@pytest.mark.parametrize("place", ["server_info", "models"])
+def test_a_shorter_context_is_refused_before_anything_is_measured(place: str) -> None:
+    def told(tokens: int) -> dict[str, Any]:
+        if place == "server_info":
+            return {"info": {"context_length": tokens}}
+        return {"info": {}, "model_tokens": tokens}
+
+    with standing_in(**told(16)) as server:
+        with pytest.raises(ConfigError, match="longer than 16 tokens"):
+            measured(server.url)
+        assert not server.script.requests
+    with standing_in(**told(4096)) as server:  # prefixes have lengths of their own
+        with pytest.raises(ConfigError, match="context is 4096 tokens"):
+            measured(server.url, "--prefix-tokens", "64")
+        assert len(server.script.requests) == 1, "the probe alone"
 
 
 def test_a_server_that_dies_leaves_a_partial_result(tmp_path: Path) -> None:
@@ -352,9 +368,7 @@ def test_an_interrupt_leaves_a_partial_result(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
-def test_a_full_disk_keeps_what_was_measured(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_keeps_the_result_before(tmp_path: Path) -> None:
     out = tmp_path / "out"
     failing = Output(out)
     failing.result({"benchmark": "ttft", "partial": False})
@@ -365,16 +379,33 @@ def test_a_full_disk_keeps_what_was_measured(
     failing.result({"benchmark": "ttft", "partial": False})
     assert read_result(out)["partial"] and "No space" in read_result(out)["output"]
 
-    def full(self: Output, facts: dict[str, Any], records: Sequence[Record]) -> None:
-        self._fail(OSError(28, "No space left on device"))
 
-    monkeypatch.setattr(Output, "requests", full)
+# A limit on the size of files stands in for a disk: the first point's requests fit, no two do.
+FULL_AT_NBYTES = 14_000
+ON_A_FULL_DISK = f"""
+import resource, sys
+from tutti.cli import main
+resource.setrlimit(resource.RLIMIT_FSIZE, ({FULL_AT_NBYTES}, {FULL_AT_NBYTES}))
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def test_a_disk_that_fills_during_a_sweep_keeps_whole_points(tmp_path: Path) -> None:
+    argv = ["--rates", "800", "--seeds", "1", "2", "3", "--out", str(tmp_path), "--json"]
     with standing_in() as server:
-        result = measured(
-            server.url, "--rates", "500", "--seeds", "1", "--out", str(tmp_path / "b")
+        command = ["bench", "ttft", "--url", server.url, *QUICK, "--requests", "400", *argv]
+        done = subprocess.run(
+            [sys.executable, "-c", ON_A_FULL_DISK, *command], capture_output=True, timeout=60
         )
-    assert result["partial"] and result["points"][0]["requests"] == 11
-    assert "PARTIAL" in ttft.report(result) and "No space" in ttft.report(result)
+    assert done.returncode == 3, done.stderr.decode()
+    printed = json.loads(done.stdout)
+    assert len(printed["points"]) == 3 and "File too large" in printed["output"]
+    assert "PARTIAL" in ttft.report(printed)
+    kept = read_result(tmp_path)
+    assert kept["partial"] and kept["output"] == printed["output"]
+    lines = gzip.decompress((tmp_path / REQUESTS).read_bytes()).decode().splitlines()
+    assert {json.loads(line)["seed"] for line in lines} == {1} and len(lines) == 400
+    assert sorted(path.name for path in tmp_path.iterdir()) == [REQUESTS, RESULT]
 
 
 def test_results_of_other_arrivals_are_not_compared(tmp_path: Path) -> None:
