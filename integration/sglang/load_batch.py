@@ -174,6 +174,8 @@ class LoadBatch:
                         break
                     plan = plan_loads(shelf, keys, pages, self._ahead, self._name)
                     self._plans.append(plan)
+                for read in plan.ahead:
+                    read.join(self._name)
                 for read in plan.fresh:
                     read.start()
             if self._landing is not None and not self._abandoned:

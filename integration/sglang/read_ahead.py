@@ -7,6 +7,7 @@ asked for it. It changes when bytes arrive, and never what a look-up or a load a
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections import OrderedDict
@@ -84,6 +85,7 @@ class ReadAhead:
         self._staged: list[_Staged] = []
         self._by_key: dict[tuple[str, bytes], tuple[_Staged, int]] = {}
         self._clock = 0
+        self._names = itertools.count()
         self._stop = False
         self.pages_read = 0
         self._thread: threading.Thread | None = None
@@ -260,7 +262,8 @@ class ReadAhead:
             if rows:
                 note.next_shelf = len(note.wanted)  # batches have all of staging: give up
             return None
-        staged = _Staged(Read(shelf, keys[rows], pages, staged=True), {rid})
+        name = f"ahead {next(self._names)}"
+        staged = _Staged(Read(shelf, keys[rows], pages, staged=True, batch=name), {rid})
         self._staged.append(staged)
         self._held[shelf.name] += len(rows)
         for place_in, row in enumerate(rows):

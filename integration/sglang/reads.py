@@ -11,6 +11,7 @@ import numpy.typing as npt
 from tutti.errors import DeviceTimeout, TuttiError
 from tutti.integration.sglang.pools import Pages
 from tutti.integration.sglang.shelf import Shelf
+from tutti.scheduler.event import BatchJoined
 from tutti.tickets import LoadTicket
 
 Keys = npt.NDArray[np.uint8]
@@ -56,6 +57,13 @@ class Read:
 
     def _settled(self) -> None:
         self.ended_s = time.monotonic()
+
+    def join(self, batch: str) -> None:
+        """A batch takes what was read ahead: the step that calls for it waits for this read."""
+        scheduler, mine = self.shelf.store.scheduler, self._batch
+        self._batch = batch
+        if scheduler is not None:
+            scheduler.post(BatchJoined(scheduler.now_ns(), mine, batch))
 
     def order_stream(self, stream: int, layer: int) -> None:
         """Lets a stream of the GPU wait for one of the engine pool's layers, once started.

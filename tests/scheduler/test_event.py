@@ -10,6 +10,7 @@ from scheduler.drive import Linear
 from tutti.errors import ConfigError
 from tutti.scheduler import event as events
 from tutti.scheduler.event import (
+    BatchJoined,
     LayerBegan,
     LayersReady,
     LoadGone,
@@ -36,6 +37,7 @@ all_events = st.one_of(
     st.builds(Tick, ns),
     st.builds(LoadKnown, ns, name, count, count, count, count, count, name),
     st.builds(LoadGone, ns, name),
+    st.builds(BatchJoined, ns, name, name),
     st.builds(LayersReady, ns, name, count),
     st.builds(WriteKnown, ns, name, count, count, count),
     st.builds(PagesWritten, ns, name, count),

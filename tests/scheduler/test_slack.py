@@ -11,6 +11,7 @@ from scheduler.drive import Linear
 
 from tutti.errors import ConfigError
 from tutti.scheduler.event import (
+    BatchJoined,
     Event,
     LayerBegan,
     LayersReady,
@@ -89,6 +90,24 @@ def test_layers_that_take_longer_correct_the_profile() -> None:
     assert 1.1 < state.corrections.layer.factor < 1.35
     assert state.totals.bubble_ns == 7 * 5000
     assert state.totals.error_ns > 0
+
+
+@pytest.mark.parametrize("joins_before", [True, False])
+def test_what_is_read_ahead_is_needed_by_the_step_that_takes_it(joins_before: bool) -> None:
+    truth = Linear(layer=1000.0)
+    state = State()
+    for name in ("1", "2"):
+        known = LoadKnown(0, name, 8, 10**6, 0, 0, 8, f"ahead {name}")
+        state = apply(state, known, truth)
+    events: list[Event] = [
+        BatchJoined(MS, "ahead 1", "7"),
+        BatchJoined(MS, "ahead 3", "7"),  # it has arrived before
+        StepBegan(MS, Phase.PREFILL, layers=8, tokens=1, loads=("7",)),
+    ]
+    for event in events if joins_before else reversed(events):
+        state = apply(state, event, truth)
+    assert [load.step for load in state.loads] == [state.step.number, None]
+    assert state.totals.ignored == 0
 
 
 @pytest.mark.parametrize("known_before", [True, False])

@@ -22,7 +22,7 @@ from tutti.integration.sglang import steps as steps_module
 from tutti.integration.sglang.steps import STEPS, StepsWatch
 from tutti.machine import machine_facts
 from tutti.scheduler.dispatcher import Dispatcher
-from tutti.scheduler.event import Event, LayerBegan, LoadKnown, StepBegan, StepEnded
+from tutti.scheduler.event import BatchJoined, Event, LayerBegan, LoadKnown, StepBegan, StepEnded
 from tutti.scheduler.profile import estimated_document
 from tutti.scheduler.request import Phase
 from tutti.scheduler.roofline import GPUS, ModelShape
@@ -176,7 +176,9 @@ def test_reads_carry_the_name_of_their_batch(tmp_path: Path, posted: list[Event]
         for _ in range(2):
             assert rig.restore(names(8), range(20, 28))
         batches = [event.batch for event in posted if isinstance(event, LoadKnown)]
-        assert batches == ["", "0", "1"], "what is read ahead is for no step yet"
+        assert batches == ["ahead 0", "0", "1"], "what is read ahead is for no step yet"
+        joined = [event for event in posted if isinstance(event, BatchJoined)]
+        assert [(event.batch, event.into) for event in joined] == [("ahead 0", "0")]
 
 
 def test_on_a_gpu_no_thread_knows_which_layer_computes(

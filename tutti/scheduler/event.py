@@ -43,6 +43,17 @@ class LoadGone:
 
 
 @dataclass(frozen=True, slots=True)
+class BatchJoined:
+    """The loads of ``batch`` that are left belong to the batch ``into`` from now on: it takes what
+    was read ahead.
+    """
+
+    at_ns: int
+    batch: str
+    into: str
+
+
+@dataclass(frozen=True, slots=True)
 class LayersReady:
     """The first ``layers`` layers of a load have arrived."""
 
@@ -127,6 +138,7 @@ Event = (
     Tick
     | LoadKnown
     | LoadGone
+    | BatchJoined
     | LayersReady
     | WriteKnown
     | PagesWritten
@@ -143,6 +155,7 @@ _KINDS: dict[str, type[Any]] = {
         Tick,
         LoadKnown,
         LoadGone,
+        BatchJoined,
         LayersReady,
         WriteKnown,
         PagesWritten,

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from tutti.scheduler.event import (
+    BatchJoined,
     Event,
     LayerBegan,
     LayersReady,
@@ -298,6 +299,17 @@ def _load_gone(state: State, event: LoadGone, profile: Profile) -> State:
     return _quiet(replace(state, loads=kept))
 
 
+def _batch_joined(state: State, event: BatchJoined, profile: Profile) -> State:
+    loads = []
+    for load in state.loads:
+        if load.batch and load.batch == event.batch:
+            load = replace(load, batch=event.into)
+            if load.is_for(state.step.loads):
+                load = replace(load, step=state.step.number)
+        loads.append(load)
+    return replace(state, loads=tuple(loads))
+
+
 def _layers_ready(state: State, event: LayersReady, profile: Profile) -> State:
     load = _find_load(state, event.name)
     if load is None or not load.ready < event.layers <= load.issued:
@@ -457,6 +469,7 @@ _APPLY: dict[type[Any], Callable[[State, Any, Profile], State]] = {
     Tick: _tick,
     LoadKnown: _load_known,
     LoadGone: _load_gone,
+    BatchJoined: _batch_joined,
     LayersReady: _layers_ready,
     WriteKnown: _write_known,
     PagesWritten: _pages_written,
