@@ -67,6 +67,10 @@ class Rig:
         bases = np.array([[t.data_ptr() for t in row] for row in self.tensors], np.uint64)
         self.memory = PagedMemory(bases, SEGMENTS, SEGMENTS, PAGES)
         self.controller = MemoryController([4 << 20])
+        self._staging = staging
+        self.open(kind)
+
+    def open(self, kind: str) -> None:
         self.engine = DeviceEngine(
             self.driver,
             self.modules,
@@ -74,7 +78,7 @@ class Rig:
             kind=kind,
             shares=2,
             depth=4,
-            staging_nbytes=staging,
+            staging_nbytes=self._staging,
             move_blocks=1,
             threads=32,
             command_nbytes_max=2 * NLB * 4096,
@@ -149,3 +153,25 @@ def test_a_controller_that_dies_is_a_status_and_keeps_the_memory(
         rig.submit(OPCODE_READ, list(range(COUNT)))
     rig.close()
     assert job.wait_released(0)
+
+
+@pytest.mark.usefixtures("no_compiler")
+def test_one_engine_after_another_on_a_controller(
+    seed: int, launcher: Launch, tmp_path: Path
+) -> None:
+    rng = np.random.default_rng(seed)
+    rig = Rig(KINDS[0], launcher, tmp_path, seed)
+    for kind in rng.permutation(np.repeat(KINDS, 2)).tolist():
+        rig.engine.close()
+        rig.open(kind)
+        for tensor in (t for row in rig.tensors for t in row):
+            tensor.array[:] = rng.integers(0, 256, tensor.numel(), dtype=np.uint8)
+        pages = rng.permutation(PAGES)[:COUNT].tolist()
+        expected = rig.slices(pages)
+        job = rig.submit(OPCODE_WRITE, pages, timeout_s=0.1)
+        assert job.wait_released(30), f"{kind} does not write"
+        job = rig.submit(OPCODE_READ, pages[::-1], timeout_s=0.1)
+        assert job.wait_released(30), f"{kind} does not read"
+        assert not job.page_status.any()
+        assert rig.slices(pages[::-1]) == expected
+    rig.close()
