@@ -1,5 +1,5 @@
 #!/bin/bash
-# install.sh VENV: SGLang 0.5.23 and what its server needs on a machine without a GPU (2.6 GB).
+# install.sh VENV: SGLang 0.5.23 and what its server needs on a machine without a GPU (2.8 GB).
 # PYTHON names the interpreter (3.11 or newer). Exit 3: the packages cannot be had here.
 set -euo pipefail
 folder=$(dirname "$(readlink -f "$0")")
@@ -10,6 +10,8 @@ pip=("$venv/bin/python" -m pip install --quiet --no-deps --disable-pip-version-c
 # Without --no-deps torchvision would exchange the CPU build of torch for a CUDA build of 5 GB.
 "${pip[@]}" torch==2.13.0 torchvision==0.28.0 triton==3.9.0 sglang==0.5.23 || exit 3
 "${pip[@]}" -r "$folder/requirements.txt" || exit 3
+# One of the compared systems: a download of 69 MB that works without CUDA. Its test can skip.
+"${pip[@]}" nixl==1.5.1 nixl-cu12==1.5.1 || echo "without nixl: the test of hicache-nixl will skip"
 # The CUDA build of torchvision cannot load its library beside a CPU torch, and then these two
 # operators, which its Python files register fake kernels for, are declared by nobody.
 site=$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
@@ -17,9 +19,9 @@ if "$venv/bin/python" -c 'import sys, torch; sys.exit(torch.version.cuda is not 
   cat > "$site/torchvision_operators.py" <<'PYTHON'
 import torch
 
-LIBRARY = torch.library.Library("torchvision", "DEF")
+declared = torch.library.Library("torchvision", "DEF")
 for name in ("nms", "qnms"):
-    LIBRARY.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+    declared.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
 PYTHON
   echo 'import torchvision_operators' > "$site/torchvision_operators.pth"
 fi
