@@ -315,7 +315,7 @@ def test_a_shorter_context_is_refused_before_anything_is_measured(place: str) ->
 
     with standing_in(**told(16)) as server:
         with pytest.raises(ConfigError, match="longer than 16 tokens"):
-            measured(server.url)
+            measured(server.url, "--rates", "500", "--seeds", "1")
         assert not server.script.requests
     with standing_in(**told(4096)) as server:  # prefixes have lengths of their own
         with pytest.raises(ConfigError, match="context is 4096 tokens"):
