@@ -107,8 +107,7 @@ class HostStore:
         def look_up() -> int:
             keys = self.keys(hashes)
             found = 0 if keys is None or not hashes else self.store.match(keys, pin=True)
-            self.recorder.count("hit_pages", found)
-            self.recorder.count("miss_pages", len(hashes) - found)
+            self._count_lookup(len(hashes), found)
             return found
 
         return self._guard("look-up", 0, look_up)
@@ -118,9 +117,11 @@ class HostStore:
 
         def look_up() -> list[bool]:
             keys = self.keys(hashes)
-            if keys is None:
-                return [False] * len(hashes)
-            return [bool(there) for there in self.store.present(keys, pin=True)]
+            there = [False] * len(hashes)
+            if keys is not None:
+                there = [bool(found) for found in self.store.present(keys, pin=True)]
+            self._count_lookup(len(hashes), sum(there))
+            return there
 
         return self._guard("look-up", [False] * len(hashes), look_up)
 
@@ -294,6 +295,10 @@ class HostStore:
         if (first % self._page_tokens).any():
             raise TuttiError("host indices are not aligned to pages; nothing was moved")
         return first // self._page_tokens
+
+    def _count_lookup(self, pages: int, found: int) -> None:
+        self.recorder.count("hit_pages", found)
+        self.recorder.count("miss_pages", pages - found)
 
     def _count_move(self, direction: str, moved: npt.NDArray[np.bool_], duration_s: float) -> None:
         pages = int(np.count_nonzero(moved))

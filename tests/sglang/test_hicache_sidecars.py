@@ -84,6 +84,9 @@ def test_what_both_pools_have_is_found_and_comes_back(
     # All pages from the first on, or a window of two that ends there (or begins at the first).
     assert found.restorable_prefix_pages == [1, 2, 3, 4]
     assert found.kv_hit_pages == 4
+    counted = storage.counters()[str(name)]
+    hits = 5 if name == PoolName.SWA else 4  # a window may lie behind the hole
+    assert (counted["hit_pages"], counted["miss_pages"]) == (hits, len(KEYS) - hits)
     hp.wipe(side)
     loaded = storage.batch_get_v2([transfer(name, KEYS[:6], side, [0, 1, 2, 3, 4, 5])])
     assert loaded == {name: [True, True, True, True, False, False]}, "a gap ends what is served"
