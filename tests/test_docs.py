@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+from importlib import import_module
 from pathlib import Path
 
 import numpy as np
@@ -30,16 +31,29 @@ def test_the_readme_program_runs(tmp_path: Path) -> None:
         exec(program, {"tokens": tokens, "__name__": "readme"})
 
 
-def commands() -> list[tuple[str, list[str]]]:
-    """(page, words) of every call of tutti in a block of code."""
+def code_lines() -> list[tuple[str, str]]:
+    """(page, line) of every block of code, lines that go on joined."""
     found = []
     for page in pages():
         # Between the fences: every second part.
         for block in re.split(r"^ *```.*$", page.read_text(), flags=re.MULTILINE)[1::2]:
-            lines = block.replace("\\\n", " ").splitlines()
-            calls = [line for line in lines if line.strip().startswith("tutti ")]
-            found += [(page.name, shlex.split(call, comments=True)[1:]) for call in calls]
+            found += [(page.name, line) for line in block.replace("\\\n", " ").splitlines()]
     return found
+
+
+def commands() -> list[tuple[str, list[str]]]:
+    """(page, words) of every call of tutti in a block of code."""
+    calls = [(page, line) for page, line in code_lines() if line.strip().startswith("tutti ")]
+    return [(page, shlex.split(line, comments=True)[1:]) for page, line in calls]
+
+
+def test_every_name_that_a_page_imports_is_there() -> None:
+    found = [(p, re.match(r"from (tutti[\w.]*) import (.+)", line)) for p, line in code_lines()]
+    imports = [(page, match) for page, match in found if match]
+    assert len(imports) > 5
+    for page, match in imports:
+        for name in match[2].split(", "):
+            assert hasattr(import_module(match[1]), name), f"{page}: {match[0]}"
 
 
 def test_every_command_in_a_page_is_taken() -> None:
