@@ -210,6 +210,31 @@ def test_pins_survive_pressure_and_expire_by_lookups(rng: np.random.Generator) -
         assert store.match(pinned) < 8
 
 
+def test_a_named_pin_is_let_go_and_all_of_them_have_a_share(rng: np.random.Generator) -> None:
+    for wrong in ({"pin_share": 1.5}, {"pin_lookups": 0}):
+        with pytest.raises(ConfigError, match="pin_"):
+            StoreConfig(**wrong)
+    with opened(formatted(), pin_share=0.25) as store:
+        store.allocate_pool(32)
+        most = store.stats()["capacity_objects"] // 4
+        keys = some_keys(rng, most + 4)
+        assert store.put(keys, np.arange(len(keys))).wait(5).stored == len(keys)
+        assert store.match(keys, pin="a") == store.match(keys, pin="b") == most
+        assert store.match(keys[4:], pin="c") == most - 4
+        assert store.present(keys[most:], pin="d").tolist() == [False] * 4
+        assert store.match(keys) == len(keys), "who pins nothing sees all"
+        assert store.stats()["busy_objects"] == most
+        store.unpin("a")
+        store.unpin("nobody")
+        assert store.stats()["busy_objects"] == most
+        store.unpin("b")
+        assert store.stats()["busy_objects"] == most - 4
+        assert store.present(keys[most - 1 :], pin="d").tolist() == [True] * 5
+        store.match(keys[:1], pin="d")
+        store.unpin()
+        assert store.stats()["busy_objects"] == 0
+
+
 def test_what_cannot_be_evicted_is_dropped_and_counted(rng: np.random.Generator) -> None:
     with opened(formatted(), pin_lookups=1000) as store:
         store.allocate_pool(64)
