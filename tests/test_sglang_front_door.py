@@ -185,6 +185,15 @@ def test_the_recorder_counts_and_hands_out_samples_once() -> None:
     assert {name.split("/")[0] for name in got} <= set(METRICS)
 
 
+def test_older_numbers_of_the_store_count_nothing_twice() -> None:
+    recorder = Recorder({"mode": HICACHE, "pool": "kv", "rank": "tp0"})
+    rest = dict.fromkeys(("mismatches", "bytes_read", "bytes_written"), 0)
+    rest |= {"capacity_objects": 10, "free_objects": 5, "busy_objects": 2}
+    for evicted in (10, 7, 12):  # two threads asked, and the slower one comes in between
+        recorder.from_store({**rest, "evicted": evicted})
+    assert recorder.snapshot()["evicted_objects"] == 12
+
+
 def test_the_launch_command(capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
     monkeypatch.setattr("tutti.cli_sglang.installed_version", lambda: "")
     arguments = ["sglang", "command", "--model", "m", "--path", "/p", "--capacity", "1GiB"]

@@ -93,8 +93,10 @@ class Recorder:
         """Takes over what an ObjectStore counts itself."""
         for source, name in _FROM_STORE.items():
             value = float(stats[source])
-            self.count(name, value - self._seen.get(source, 0.0))
-            self._seen[source] = value
+            with self._lock:  # another thread may come with newer numbers in between
+                before = self._seen.get(source, 0.0)
+                self._seen[source] = max(before, value)
+            self.count(name, value - before)
         capacity = max(1, int(stats["capacity_objects"]))
         self.level("fullness", 1 - int(stats["free_objects"]) / capacity)
         self.level("pinned_objects", int(stats["busy_objects"]))
