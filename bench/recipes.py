@@ -232,9 +232,9 @@ def run(args: argparse.Namespace, progress: ProgressFactory) -> dict[str, Any]:
     except KeyboardInterrupt:
         result["ended"] = "interrupted"
     finally:
-        signal.signal(signal.SIGTERM, previous)
         for each in reversed(started):
             _end(each)
+        signal.signal(signal.SIGTERM, previous)
     result["exit_code"] = started[-1].returncode
     return result
 
@@ -345,10 +345,10 @@ def _interrupt(number: int, frame: object) -> None:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """SIGTERM, and SIGKILL to the whole group when that was not enough."""
+    """SIGTERM, and SIGKILL to the whole group when that was not enough or another signal came."""
     if process.poll() is None:
         process.terminate()
-        with contextlib.suppress(subprocess.TimeoutExpired):
+        with contextlib.suppress(subprocess.TimeoutExpired, KeyboardInterrupt):
             process.wait(_END_S)
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)

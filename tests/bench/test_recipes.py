@@ -26,11 +26,13 @@ from tutti.errors import ConfigError, Unsupported
 from tutti.terminal import progress
 
 STAND_IN = """\
-import http.server, json, os, sys, threading
+import http.server, json, os, signal, sys, threading
 if "--end-at-once" in sys.argv:
     sys.exit(7)
 if "--end-soon" in sys.argv:
     threading.Timer(1, os._exit, [9]).start()
+if "--deaf" in sys.argv:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
 print("a server's log", flush=True)
 class Answers(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
@@ -138,9 +140,11 @@ def test_what_runs_beside_the_server_has_to_stay(sglang: Path, tmp_path: Path) -
         raise ServerError(recipes.run(parsed("lmcache", *argv), progress)["stopped"])
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    ("number", "deaf"), [(signal.SIGINT, False), (signal.SIGTERM, False), (signal.SIGTERM, True)]
+)
 def test_a_server_runs_until_it_is_ended(
-    tmp_path: Path, sglang: Path, number: signal.Signals
+    tmp_path: Path, sglang: Path, number: signal.Signals, deaf: bool
 ) -> None:
     info, port = tmp_path / "info.json", free_port()
     argv = ["hicache-file", "--model", "m", "--dir", str(tmp_path / "kv"), "--port", port]
@@ -150,14 +154,18 @@ def test_a_server_runs_until_it_is_ended(
         deadline = time.monotonic() + 30
         while not info.exists() and time.monotonic() < deadline:
             time.sleep(0.02)
-        signal.pthread_kill(main_thread, number)
+        for _ in range(1 + deaf):  # a second time, when the first does not help
+            signal.pthread_kill(main_thread, number)
+            time.sleep(0.5)
 
     before = signal.getsignal(signal.SIGTERM)
     ender = threading.Thread(target=end_it)
     ender.start()
-    result = recipes.run(parsed(*argv, "--info", str(info), "--more=--tp 2"), progress)
+    more = "--deaf --tp 2" if deaf else "--tp 2"
+    result = recipes.run(parsed(*argv, "--info", str(info), f"--more={more}"), progress)
     ender.join(30)
-    assert result["ended"] == "interrupted" and result["exit_code"] is not None
+    assert result["ended"] == "interrupted"
+    assert result["exit_code"] == (-signal.SIGKILL if deaf else -signal.SIGTERM)
     assert signal.getsignal(signal.SIGTERM) is before
     facts = json.loads(info.read_text())
     assert facts["system"] == "hicache-file" and facts["server"]["storage"] == "kv"
