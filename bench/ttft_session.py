@@ -112,7 +112,10 @@ class Session:
         run = Run()
         self._drive(self.calls([prompt], [0.0], "probe"), run)
         if run.records[0].error:
-            raise ServerError(f"a first small request failed: {run.records[0].error}")
+            raise ServerError(
+                f"a first small request failed: {run.records[0].error}; see the server's log, and "
+                "give --vocabulary where its model knows fewer tokens"
+            )
 
     def populate(self) -> None:
         """Has every document computed once, so that it is in the server's storage."""
