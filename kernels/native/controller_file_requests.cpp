@@ -43,10 +43,9 @@ u32 status_of(OpKind kind, long long result) {
     case EDQUOT:
     case EFBIG:
       return kCapacityExceeded;
-    case EBADF:
-    case ENXIO:
+    case ENXIO:  // what the block layer and the driver say of a device that has left
     case ENODEV:
-      return kNamespaceNotReady;
+      return kDeviceGone;
     case EFAULT:
       return kDataTransferError;
     case EINVAL:

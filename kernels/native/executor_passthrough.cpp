@@ -25,7 +25,6 @@ int errno_of(u32 status) {
     case kLbaOutOfRange:
       return -EINVAL;
     case kInvalidNamespace:
-    case kNamespaceNotReady:
       return -ENODEV;
     case kDataTransferError:
       return -EFAULT;

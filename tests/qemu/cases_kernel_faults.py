@@ -28,6 +28,7 @@ from store.pools import GEOMETRY, LAYOUT
 from tutti import cli
 from tutti.errors import (
     CapacityError,
+    DeviceGone,
     KeyMissing,
     MediumError,
     PoolExists,
@@ -45,7 +46,6 @@ FAULTS = ("flush", "record", "write")
 TRACING = Path("/sys/kernel/tracing")
 FUA_CONTROL = 1 << 14  # of the upper half of CDW12, as the kernel prints it
 DEADLINE_S = 60.0
-GONE = "namespace not ready"
 
 
 class Command(NamedTuple):
@@ -247,7 +247,7 @@ def test_a_drive_leaves_the_kernel_under_load(kind: str, leaving: str, seed: int
     served = sum(is_served(store, pool, key) for key in keys)
     # Groups of the pool take turns on the drives, so about half of the objects are left.
     assert 10 <= served < 40
-    with pytest.raises(MediumError, match=GONE):  # and not that the drive is full
+    with pytest.raises(DeviceGone):  # and not that the drive is full
         store.put(as_rows(some_keys(seed + 1, 40)), np.arange(40)).wait(30)
     with contextlib.suppress(TuttiError):  # it cannot say on the lost drive that it is closed
         store.close()
