@@ -67,7 +67,7 @@ $(addprefix test-,$(TEST_SUITES) $(MORE_SUITES)): test-%: $(VENV)/.test device-c
 	  status=$$?; [ $$status -ne 5 ] || echo "suite $* selects no test: mark one with $*," \
 	  "or take the suite out of TEST_SUITES in the Makefile"; exit $$status; }
 
-# SGLang's packages have a venv of their own (2.6 GB); without them the suite skips by name.
+# SGLang's packages have a venv of their own (2.8 GB); without them the suite skips by name.
 test_python = $(if $(filter sglang%,$(1)),$$([ -e $(SGLANG_VENV)/.installed ] && \
   echo "env PYTHONSAFEPATH=1 PYTHONPATH=$(CURDIR)/build/view $(SGLANG_VENV)/bin/python" || \
   echo $(PY)),$(PY))
@@ -76,7 +76,8 @@ test-sglang test-sglang-server: sglang-venv build/view
 
 .PHONY: sglang-venv
 sglang-venv:
-	@[ $(SGLANG_VENV)/.installed -nt tests/sglang/requirements.txt ] || { \
+	@[ $(SGLANG_VENV)/.installed -nt tests/sglang/requirements.txt ] && \
+	  [ $(SGLANG_VENV)/.installed -nt tests/sglang/install.sh ] || { \
 	  rm -rf $(SGLANG_VENV); mkdir -p build; echo "installing SGLang into $(SGLANG_VENV)"; \
 	  PYTHON=$(PYTHON) tests/sglang/install.sh $(SGLANG_VENV) > build/sglang-install.log 2>&1 && \
 	  touch $(SGLANG_VENV)/.installed || \
