@@ -58,7 +58,7 @@ def test_what_is_not_blank_takes_the_serial_number(
         for force in ("S2", ["S2"], {"S1", "S2"}):
             member_controller.check_blank(controller, io, names, force)
         controller.medium(1)[where] = 1
-        with pytest.raises(PoolExists, match="^first holds .*; second holds .*'S1' and 'S2'"):
+        with pytest.raises(PoolExists, match=r"^first holds .*; second holds .*'S1' and 'S2'"):
             member_controller.check_blank(controller, io, names, False)
         io.close()
         engine.close()
