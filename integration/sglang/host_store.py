@@ -7,6 +7,8 @@ each is counted, and logged once per kind.
 from __future__ import annotations
 
 import logging
+import os
+import signal
 import threading
 import time
 from collections import OrderedDict
@@ -263,8 +265,9 @@ class HostStore:
         """Returns when the device has let go of the host pages.
 
         SGLang reuses them once this thread returns, so returning earlier could serve another
-        page's bytes. A device that never answers holds this thread, not the server: with the
-        prefetch policy `timeout` or `best_effort` requests are computed meanwhile.
+        page's bytes. A device that does not answer holds this thread, not the server: with the
+        prefetch policy `timeout` or `best_effort` requests are computed meanwhile. After a day the
+        process ends, as it does with the linker, which raises on SGLang's main thread.
         """
         if wait(self._timeout_s):
             return
@@ -273,7 +276,9 @@ class HostStore:
             self.complaints.add("device holds pages", error)
             if wait(_HOLD_S):
                 return
-        _log.critical("Tutti: the device kept host pages for a day; restart the server")
+        # An exception would end this thread alone; SGLang stops the server when a process is gone.
+        _log.critical("Tutti: %s; this process ends before wrong bytes are served", error)
+        os.kill(os.getpid(), signal.SIGKILL)
 
     def _admitted(self, keys: Keys) -> npt.NDArray[np.bool_]:
         """Which pages may be written: all, or with `second_touch` those offered before."""

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import logging
 import random
+import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -213,6 +216,21 @@ def test_host_pages_are_kept_while_the_device_may_use_them(
     start.set()
     thread.join(30)
     assert answers == [[True, True]]
+
+
+def test_pages_that_the_device_never_lets_go_of_end_the_process() -> None:
+    script = """
+from types import SimpleNamespace
+from tutti.integration.sglang import host_store
+
+host_store._HOLD_S, host_store._HOLD_ROUNDS = 0.01, 2
+store = SimpleNamespace(_timeout_s=0.01, complaints=SimpleNamespace(add=print))
+host_store.HostStore._hold(store, lambda seconds: False, "a load")
+print("gave the pages back")
+"""
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, timeout=60)
+    assert ended.returncode == -signal.SIGKILL, ended
+    assert b"a load is not over" in ended.stderr and b"gave" not in ended.stdout
 
 
 class _Late:
