@@ -303,6 +303,7 @@ class Writer:
                 self._cancel(cancelled)
             with core.lock:
                 self._flushing = False
+            self._flush(None)  # other threads may have brought more meanwhile
 
     def _write_records(self, batch: _Batch) -> None:
         core, request = self._core, batch.request

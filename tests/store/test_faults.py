@@ -16,6 +16,7 @@ from tutti.errors import (
     ChecksumMismatch,
     DeviceTimeout,
     MediumError,
+    PoolClosed,
     TuttiError,
 )
 from tutti.gio_uring.controller_memory import Faults
@@ -139,6 +140,31 @@ def test_a_failed_flush_fails_what_was_written_meanwhile(
                 ticket.wait(5)
         assert store.match(keys) == 0
         assert store.put(keys, np.arange(12)).wait(5).stored == 12
+
+
+def test_close_ends_what_waits_for_the_next_flush(
+    rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another thread may bring a batch while a flush is refused: its put ends as well."""
+    with opened(formatted(), durability="flush") as store:
+        store.allocate_pool(8)
+        keys = some_keys(rng, 8)
+        written = Held(monkeypatch, store._writer, "_data_written")
+        tickets = [store.put(keys[i : i + 4], np.arange(i, i + 4)) for i in (0, 4)]
+        wait_until(lambda: len(written.calls) == 2)
+
+        def refuse(*_: object, **__: object) -> None:
+            if len(written.calls) == 2:
+                written.calls.pop()()
+            raise PoolClosed("the engine is closing")
+
+        with monkeypatch.context() as patched:
+            patched.setattr(store.engine, "flush", refuse)
+            written.calls[0]()
+        for ticket in tickets:
+            with pytest.raises(MediumError, match="cancelled"):
+                ticket.wait(5)
+        assert store._core.in_flight == 0
 
 
 def test_an_unreadable_slice_fails_its_page_only(rng: np.random.Generator) -> None:
