@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
@@ -157,9 +158,10 @@ class LoadTicket:
         """
         if not 0 <= layer < self.layers:
             raise IndexError(f"layer {layer} of {self.layers}")
+        deadline_s = time.monotonic() + timeout_s
         for part in self.parts:
             needed = self.layers if part.whole else layer + 1
-            if not part.job.wait_layers(needed, timeout_s):
+            if not part.job.wait_layers(needed, _left_s(deadline_s)):
                 raise DeviceTimeout(
                     f"layer {layer} is not ready after {timeout_s:g} s; its pages stay in use"
                 )
@@ -184,9 +186,10 @@ class LoadTicket:
 
     def wait_settled(self, timeout_s: float = 60.0) -> bool:
         """Waits until the device can no longer touch the pages, whatever the outcome."""
+        deadline_s = time.monotonic() + timeout_s
         if not self._settled.wait(timeout_s):
             return False
-        return all(part.job.wait_released(timeout_s) for part in self.parts)
+        return all(part.job.wait_released(_left_s(deadline_s)) for part in self.parts)
 
     def failed(self) -> Rows:
         """Positions in the batch that failed so far, ascending."""
@@ -213,6 +216,10 @@ class LoadTicket:
         for part in self.parts:
             status[part.rows] = part.job.page_status
         return np.where(self.record_status == 0, status, self.record_status)
+
+
+def _left_s(deadline_s: float) -> float:
+    return max(0.0, deadline_s - time.monotonic())
 
 
 def _error(status: int, failed: Rows, what: str) -> TuttiError:

@@ -6,6 +6,8 @@ import contextlib
 import time
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
+from typing import cast
 
 import numpy as np
 import pytest
@@ -28,7 +30,9 @@ from tutti.gio_uring.nvme_spec import (
     STATUS_UNRECOVERED_READ,
     STATUS_WRITE_FAULT,
 )
+from tutti.gio_uring.transfer import Transfer
 from tutti.index import SlotState
+from tutti.tickets import LoadPart, LoadTicket
 
 DATA_LBA = GEOMETRY.groups_offset // 4096
 DATA_NLB = GEOMETRY.groups * GEOMETRY.layers * GEOMETRY.layer_stride_nlb
@@ -183,6 +187,37 @@ def test_an_unreadable_slice_fails_its_page_only(rng: np.random.Generator) -> No
         assert caught.value.pages == (4, 5, 6, 7)
         assert ticket.wait_settled(5)
         assert store.match(keys) == 4
+
+
+def test_parts_of_a_load_share_one_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parts that are late one after another do not add up."""
+    now_s = 100.0
+    waits: list[float] = []
+
+    class Late:
+        """Takes the most of two seconds, and says whether that was in time."""
+
+        def wait(self, timeout_s: float) -> bool:
+            nonlocal now_s
+            waits.append(timeout_s)
+            now_s += min(timeout_s, 2.0)
+            return timeout_s >= 2.0
+
+        def wait_layers(self, layers: int, timeout_s: float) -> bool:
+            return self.wait(timeout_s)
+
+        wait_released = wait
+
+    monkeypatch.setattr("tutti.tickets.time", SimpleNamespace(monotonic=lambda: now_s))
+    ticket = LoadTicket(3, 1)
+    late = cast("Transfer", Late())
+    ticket.parts += [LoadPart(late, np.array([i]), whole=False) for i in range(3)]
+    with pytest.raises(DeviceTimeout, match="after 3 s"):
+        ticket.wait(3.0)
+    assert waits == [3.0, 1.0]
+    ticket.settle()
+    assert not ticket.wait_settled(3.0)
+    assert waits == [3.0, 1.0] * 2
 
 
 def test_late_answers_keep_their_memory(rng: np.random.Generator) -> None:
