@@ -39,13 +39,14 @@ def format(
     force: Force = False,
     prewrite: bool = False,
     progress: Any = None,
+    executor: str = "auto",
 ) -> Geometry:
     """Makes a new, empty pool in files or on devices, of ``capacity`` bytes in all.
 
     force: overwrite files that exist; a device or drive that holds anything takes its serial number
     for that, several take a list of theirs, and one that is in use is refused in any case.
     prewrite: write files once, which spares the first puts their journal commits;
-    ``progress(done, total)`` is called in bytes.
+    ``progress(done, total)`` is called in bytes.  executor: as for ``open``.
     Raises PoolExists, PoolNotFound, CapacityError (also for a full disk), LayoutError, PoolInUse,
     and for drives what ``open_controller`` raises.
     """
@@ -64,7 +65,7 @@ def format(
             may_exist = bool(force) or device_name(name) is not None
             if allocate_file(name, geometry.member_nbytes, prewrite, progress, may_exist=may_exist):
                 made.append(name)
-        with open_controller(names) as controller:
+        with open_controller(names, executor=executor) as controller:
             _write_format(controller, names, layout, geometry)
     except BaseException as error:
         for name in made:
@@ -75,7 +76,10 @@ def format(
 
 
 def format_missing(
-    names: Sequence[str], layout: KVLayout | None, capacity: int | str | None
+    names: Sequence[str],
+    layout: KVLayout | None,
+    capacity: int | str | None,
+    executor: str = "auto",
 ) -> None:
     """Makes the pool whose files do not exist, unless somebody else makes it at the same time.
 
@@ -94,7 +98,7 @@ def format_missing(
             f"{names[0]} does not exist; give layout and capacity to format a new pool"
         )
     with contextlib.suppress(PoolExists):
-        format(names, layout, capacity)
+        format(names, layout, capacity, executor=executor)
 
 
 def _format_drives(

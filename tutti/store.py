@@ -12,6 +12,7 @@ This is the only file that joins KV (layouts, keys, index) and gio_uring (engine
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Sequence
 from types import TracebackType
@@ -114,8 +115,8 @@ class ObjectStore:
             if clean:
                 self.wait_recovered(self.config.timeout_s * 4)
             self.residency = Residency(self._core, controller)
-        except BaseException:
-            self._shut_down_failed()
+        except BaseException as error:
+            self._shut_down_failed(error)
             raise
 
     @property
@@ -401,13 +402,21 @@ class ObjectStore:
             self._forget(pool)
         self.controller.close()
 
-    def _shut_down_failed(self) -> None:
-        """Undoes an opening that failed; the controller stays the caller's."""
-        self.engine.close(self.config.timeout_s)
+    def _shut_down_failed(self, reason: BaseException) -> None:
+        """Undoes an opening that failed for ``reason``; the controller stays the caller's."""
+        try:
+            self.engine.close(self.config.timeout_s)
+        except TuttiError as stuck:
+            _STUCK.append(self)  # the device may still write into what this object holds
+            reason.add_note(str(stuck))
+            return
         if self._recovery is not None:
             self._recovery.join(self.config.timeout_s)
         for part in self._parts:
-            part.close()
+            try:
+                part.close()
+            except TuttiError as error:
+                reason.add_note(str(error))
 
     def _pool(self, pool: HostPool | None) -> HostPool:
         self._core.check_open()
@@ -446,13 +455,14 @@ def open(
     others of tutti.errors.
     """
     names = member_names(paths)
-    format_missing(names, layout, capacity)
+    format_missing(names, layout, capacity, executor)
     config = config or StoreConfig(verify=verify, durability=durability)
     controller = open_controller(names, executor=executor)
     try:
         store = ObjectStore(controller, names, config=config, degraded=degraded)
     except BaseException:
-        controller.close()
+        with contextlib.suppress(TuttiError):  # a device that is stuck keeps it
+            controller.close()
         raise
     if layout is not None and layout != store.layout:
         found = store.layout.to_json()

@@ -19,6 +19,7 @@ from tutti.errors import (
     DeviceTimeout,
     MediumError,
     PoolClosed,
+    PoolCorrupt,
     TuttiError,
 )
 from tutti.gio_uring.controller_memory import Faults
@@ -32,6 +33,8 @@ from tutti.gio_uring.nvme_spec import (
 )
 from tutti.gio_uring.transfer import Transfer
 from tutti.index import SlotState
+from tutti.reclaim import Reclaimer
+from tutti.store import _STUCK
 from tutti.tickets import LoadPart, LoadTicket
 
 DATA_LBA = GEOMETRY.groups_offset // 4096
@@ -293,6 +296,38 @@ def test_a_device_that_refuses_a_reset_keeps_its_memory(rng: np.random.Generator
     assert not ticket.wait_settled(0.1)
     controller.release()
     assert ticket.wait_settled(5)
+
+
+def test_an_opening_that_gets_stuck_keeps_its_error_and_its_memory() -> None:
+    controller = controller_of(formatted())
+    controller.set_faults(Faults(stall_from=1, reset_fails=True))
+    with pytest.raises(DeviceTimeout) as caught:
+        opened([], controller=controller, timeout_s=0.3)
+    assert "until the process ends" not in str(caught.value)
+    assert "until the process ends" in caught.value.__notes__[0]
+    assert _STUCK[-1]._io._region._unregister is not None  # the device may still write there
+    controller.release()
+    _STUCK.pop()
+
+
+def test_an_opening_that_fails_gives_everything_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also when one part cannot be closed; the error is that of the opening."""
+    controller = controller_of(formatted())
+    close = Reclaimer.close
+
+    def closes_and_complains(reclaimer: Reclaimer) -> None:
+        close(reclaimer)
+        raise MediumError("no more")
+
+    def fails(*_: object) -> None:
+        raise PoolCorrupt("not a pool")
+
+    monkeypatch.setattr(Reclaimer, "close", closes_and_complains)
+    monkeypatch.setattr("tutti.store.Tails", fails)
+    with pytest.raises(PoolCorrupt) as caught:
+        opened([], controller=controller)
+    assert caught.value.__notes__ == ["no more"]
+    controller.close()
 
 
 @pytest.mark.parametrize("durability", ["process", "flush"])

@@ -17,8 +17,9 @@ import pytest
 
 import tutti
 from store.pools import LAYOUT, fill, some_keys
-from tutti.errors import ConfigError, PoolMismatch
+from tutti.errors import ConfigError, DeviceTimeout, PoolMismatch, PoolNotFound
 from tutti.gio_uring.controller_file import FileController, uring_refusal
+from tutti.gio_uring.engine import Engine
 from tutti.host_pool import HostPool
 from tutti.layout import KVLayout
 from tutti.store import ObjectStore
@@ -198,6 +199,40 @@ def test_close_leaves_nothing_behind(
                 tutti.open(path, **wrong)
     with tutti.open(path) as store:
         assert store.match(keys) == 12
+
+
+@pytest.mark.parametrize(
+    ("executor", "message"), [("swift", "no executor"), ("passthrough", "no NVMe generic device")]
+)
+def test_a_wrong_executor_leaves_no_file(executor: str, message: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=message):
+        tutti.open(tmp_path / "pool", LAYOUT, 12 << 20, executor=executor)
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_opening_that_gets_stuck_says_why_it_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And not that its controller cannot be closed either."""
+    path = tmp_path / "pool"
+    format_pool(path, LAYOUT, 12 << 20)
+    path.write_bytes(bytes(path.stat().st_size))
+    engines: list[Engine] = []
+
+    def stuck(engine: Engine, timeout_s: float = 0.0) -> None:
+        engines.append(engine)
+        raise DeviceTimeout("stuck")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Engine, "close", stuck)
+        with pytest.raises(PoolNotFound) as caught:
+            tutti.open(path)
+    assert caught.value.__notes__ == ["stuck"]
+    store = tutti.store._STUCK.pop()
+    engines[0].close()
+    for part in store._parts:
+        part.close()
+    store.controller.close()
 
 
 def test_two_pools_in_one_process(tmp_path: Path, rng: np.random.Generator) -> None:
