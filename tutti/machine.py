@@ -6,6 +6,7 @@ import os
 import platform
 from pathlib import Path
 
+from tutti.gio_uring.mounts import filesystem_of
 from tutti.units import format_nbytes
 
 
@@ -23,7 +24,7 @@ def machine_facts(directory: str | os.PathLike[str] | None = None) -> dict[str, 
         "reserved_hugepages": _line("/proc/sys/vm/nr_hugepages"),
     }
     if directory is not None:
-        described["filesystem"] = _filesystem(Path(directory).resolve())
+        described["filesystem"] = filesystem_of(directory)
         described["disk"] = _disk(os.stat(directory).st_dev)
     return described
 
@@ -42,21 +43,6 @@ def _field(path: str, name: str) -> str:
         return "unknown"
     found = (line.partition(":")[2].strip() for line in lines if line.startswith(name))
     return next(found, platform.machine())
-
-
-def _filesystem(directory: Path) -> str:
-    """Type of the file system of the longest mount point above (proc(5), mountinfo)."""
-    best, kind = 0, "unknown"
-    try:
-        lines = Path("/proc/self/mountinfo").read_text().splitlines()
-    except OSError:
-        return kind
-    for line in lines:
-        left, _, right = line.partition(" - ")
-        mount = Path(left.split()[4].encode().decode("unicode_escape"))
-        if directory.is_relative_to(mount) and len(mount.parts) >= best:
-            best, kind = len(mount.parts), right.split()[0]
-    return kind
 
 
 def _disk(device: int) -> str:

@@ -16,6 +16,7 @@ from pathlib import Path
 from tutti.errors import ConfigError, MediumError, PoolInUse, PoolNotFound
 from tutti.gio_uring.device_content import Force, Held, check_forced, contents
 from tutti.gio_uring.generic_device import block_name, is_generic
+from tutti.gio_uring.mounts import read_mounts
 
 _SECTOR_NBYTES = 512  # of sysfs, whatever the device's blocks are
 # Without these the machine does not start again; the drives below them are never given out.
@@ -145,16 +146,13 @@ class Devices:
     def _read_mounts(self) -> dict[str, list[str]]:
         """Mount points by the name of their device: by its number, or else by the source named."""
         found: dict[str, list[str]] = {}
-        for line in _text(self._root / "proc/self/mountinfo").splitlines():
-            words = line.split()
-            number, point = words[2], _unescaped(words[4])
-            source = _unescaped(words[words.index("-") + 2])
-            entry = self._root / "sys/dev/block" / number
+        for mount in read_mounts(self._root):
+            entry = self._root / "sys/dev/block" / mount.number
             name = entry.resolve().name if entry.exists() else ""
-            if not name and source.startswith("/dev/"):  # Btrfs has numbers of its own
-                name = self._by_path(source)
+            if not name and mount.source.startswith("/dev/"):  # Btrfs has numbers of its own
+                name = self._by_path(mount.source)
             if name:
-                found.setdefault(name, []).append(point)
+                found.setdefault(name, []).append(mount.point)
         return found
 
     def _by_path(self, path: str) -> str:
@@ -223,11 +221,6 @@ def device_name(path: str) -> str | None:
 
 def _natural(name: str) -> list[tuple[bool, int, str]]:
     return [(t.isdigit(), int(t) if t.isdigit() else 0, t) for t in re.findall(r"\d+|\D+", name)]
-
-
-def _unescaped(text: str) -> str:
-    """Spaces and the like of /proc/self/mountinfo are octal, as backslash 040."""
-    return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), text)
 
 
 def _text(path: Path) -> str:

@@ -24,6 +24,7 @@ from tutti import native
 from tutti.errors import Unsupported
 from tutti.gio_uring.controller_file import uring_refusal
 from tutti.gio_uring.memory import HUGEPAGE_NBYTES, HostBuffer
+from tutti.gio_uring.mounts import filesystem_of
 from tutti.gio_uring.tier import DriveFacts, TierFacts, judge_tiers, probe_mapping
 
 # linux/io_uring.h. The numbers of the system calls are the same on every architecture that came
@@ -283,7 +284,7 @@ def probe_direct(path: str) -> DirectFacts:
 
     A file or block device is only read. Raises Unsupported when the path cannot be used at all.
     """
-    filesystem = _filesystem(path)
+    filesystem = filesystem_of(path)
     try:
         with _direct_file(path) as (fd, is_new):
             memory, offset = _dio_alignment(fd)
@@ -336,18 +337,6 @@ def _dio_alignment(fd: int) -> tuple[int, int]:
         return 0, 0
     memory, offset = struct.unpack_from("<II", raw.raw, _DIO_MEM_ALIGN_AT)
     return memory, offset
-
-
-def _filesystem(path: str) -> str:
-    """The type of the file system, from the longest mount point above (proc(5), mountinfo)."""
-    place = os.path.realpath(path)
-    best, kind = "", "unknown"
-    for line in _text(Path("/proc/self/mountinfo")).splitlines():
-        words = line.split()
-        point = words[4]
-        if len(point) >= len(best) and os.path.commonpath([place, point]) == point:
-            best, kind = point, words[words.index("-") + 1]
-    return kind
 
 
 def probe_controllers(root: Path = Path("/")) -> tuple[ControllerFacts, ...]:
