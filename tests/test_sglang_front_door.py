@@ -13,11 +13,13 @@ from typing import Any
 import pytest
 
 from tutti.cli import main
+from tutti.core import StoreConfig
 from tutti.errors import ConfigError
 from tutti.integration.sglang import launch
 from tutti.integration.sglang.identity import (
     Identity,
     Place,
+    ServedModel,
     Shape,
     identity_of,
     layout_of,
@@ -32,6 +34,7 @@ from tutti.integration.sglang.options import (
     option_table,
     parse_options,
 )
+from tutti.integration.sglang.pool_file import open_store
 from tutti.integration.sglang.weights import WeightsWatch, _around_flush, _around_update
 
 ROOT = Path(__file__).parent.parent
@@ -134,7 +137,22 @@ def test_other_files_of_weights_are_another_version(tmp_path: Path) -> None:
     os.utime(tmp_path / "model.safetensors", ns=(1, 1))
     assert weights_version(str(tmp_path)) != first
     options = parse_options({**NEEDED, "weights": "mine"}, HICACHE)
-    assert identity_of(options, path=str(tmp_path)).weights == "mine"
+    assert identity_of(options, ServedModel(path=str(tmp_path))).weights == "mine"
+
+
+def test_a_pool_is_opened_with_what_the_options_say(tmp_path: Path) -> None:
+    layout = layout_of(SHAPE, IDENTITY, Place())
+    chosen = {"verify": "sampled", "timeout_s": 7.0, "durability": "flush"}
+    of_linker = {"pin_lookups": 5, "pin_share": 2.0, "page_cache_share": 0.25}
+    hicache = parse_options({**NEEDED, **chosen}, HICACHE)
+    linker = parse_options({**NEEDED, **chosen, **of_linker}, LINKER, LINKER_OPTIONS)
+    config = StoreConfig(**chosen)
+    with open_store(tmp_path / "new" / "a.tutti", layout, 16 << 20, hicache) as store:
+        assert (tmp_path / "new").stat().st_mode & 0o777 == 0o700
+        assert replace(store.config, policy=config.policy) == config
+    with open_store(tmp_path / "new" / "b.tutti", layout, 16 << 20, linker) as store:
+        expected = replace(config, **{**of_linker, "pin_share": 1.0})
+        assert replace(store.config, policy=expected.policy) == expected
 
 
 def test_weights_are_unknown_from_an_update_until_a_flush() -> None:

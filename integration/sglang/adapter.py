@@ -6,7 +6,6 @@ integration names SGLang's modules, except the linker's own adapter.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from importlib import metadata
 
 from sglang.srt.mem_cache.hicache_storage import (
@@ -21,6 +20,7 @@ from sglang.srt.mem_cache.hicache_storage import (
 from sglang.srt.observability.metrics_collector import StorageMetrics
 
 from tutti.errors import Unsupported
+from tutti.integration.sglang.identity import ServedModel
 from tutti.integration.sglang.launch import VERSIONS
 
 __all__ = [
@@ -33,21 +33,6 @@ __all__ = [
     "PoolTransferResult",
     "StorageMetrics",
 ]
-
-
-@dataclass(frozen=True)
-class ServedModel:
-    """What SGLang's arguments say about the model, as far as KV depends on it."""
-
-    path: str = ""
-    revision: str = ""
-    weight_version: str = ""
-    quantization: str = ""
-    kv_cache_dtype: str = ""
-    load_format: str = ""
-    overrides: str = ""
-    dp_size: int = 1
-    dp_rank: int = 0
 
 
 def check_version() -> None:

@@ -29,16 +29,11 @@ from tutti.integration.sglang.host_memory import (
     host_pool_of,
     shape_of,
 )
-from tutti.integration.sglang.host_store import HostStore, open_store
-from tutti.integration.sglang.identity import (
-    Place,
-    identity_of,
-    layout_of,
-    make_folder,
-    pool_path,
-)
+from tutti.integration.sglang.host_store import HostStore
+from tutti.integration.sglang.identity import Place, identity_of, layout_of, pool_path
 from tutti.integration.sglang.metrics import LOAD, STORE, Recorder
 from tutti.integration.sglang.options import HICACHE, parse_options
+from tutti.integration.sglang.pool_file import open_store
 from tutti.integration.sglang.weights import WATCH
 
 _log = logging.getLogger(__name__)
@@ -56,12 +51,7 @@ class TuttiHiCacheStorage(adapter.HiCacheStorage):
         """Checks options and version; raises ConfigError or Unsupported."""
         adapter.check_version()
         self._options = parse_options(storage_config.extra_config, HICACHE)
-        if not (WATCH.watched or self._options["allow_unwatched_weights"]):
-            raise ConfigError(
-                "updates of weights would go unnoticed: the plugin `tutti` is not loaded (is it "
-                "missing in SGLANG_PLUGINS, or tutti not installed with pip?); load it, or set "
-                'the option "allow_unwatched_weights" and never update weights in place'
-            )
+        WATCH.check(self._options["allow_unwatched_weights"])
         self._config = storage_config
         replicated = adapter.let_every_rank_write(storage_config)
         self._model = adapter.served_model()
@@ -257,21 +247,9 @@ class TuttiHiCacheStorage(adapter.HiCacheStorage):
 
     def _open(self, name: str, host_pool: Any, capacity: int) -> None:
         fragments = Fragments(host_pool, name)
-        model = self._model
-        identity = identity_of(
-            self._options,
-            path=model.path,
-            name=self._config.model_name or "",
-            revision=model.revision,
-            weight_version=model.weight_version,
-            load_format=model.load_format,
-            quantization=model.quantization,
-            kv_cache_dtype=model.kv_cache_dtype,
-            overrides=model.overrides,
-        )
+        identity = identity_of(self._options, self._model, self._config.model_name or "")
         layout = layout_of(shape_of(host_pool, name, fragments), identity, self._place)
         path = pool_path(self._options["path"], layout, name, self._place)
-        make_folder(path)
         recorder = Recorder(
             {"mode": HICACHE, "pool": name, "rank": self._place.name},
             prometheus=self._config.enable_storage_metrics,

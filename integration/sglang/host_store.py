@@ -12,15 +12,13 @@ import signal
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from tutti.core import StoreConfig
 from tutti.errors import (
     CapacityError,
     ChecksumMismatch,
@@ -32,9 +30,7 @@ from tutti.host_pool import HostPool
 from tutti.integration.sglang.metrics import LOAD, STORE, Recorder
 from tutti.integration.sglang.weights import WeightsWatch
 from tutti.keys import object_keys
-from tutti.layout import KVLayout
 from tutti.store import ObjectStore
-from tutti.store import open as open_pool
 from tutti.tickets import LoadTicket, Outcome, PutTicket
 
 Answer = TypeVar("Answer")
@@ -320,18 +316,6 @@ class HostStore:
         except Exception as error:
             self.complaints.add(f"{what}: {type(error).__name__}", error)
             return default
-
-
-def open_store(
-    path: Path, layout: KVLayout, capacity: int, options: Mapping[str, Any]
-) -> ObjectStore:
-    """The pool in a file, formatted when it is not there.  Raises TuttiError."""
-    config = StoreConfig(
-        verify=options["verify"],
-        durability=options["durability"],
-        timeout_s=options["timeout_s"],
-    )
-    return open_pool(path, layout, capacity, executor=options["executor"], config=config)
 
 
 def _put_done(ticket: PutTicket, timeout_s: float) -> bool:

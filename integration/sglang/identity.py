@@ -17,11 +17,25 @@ from typing import Any
 
 import xxhash
 
-from tutti.errors import ConfigError
 from tutti.layout import ITEMSIZE_NBYTES, KVLayout
 
 _WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".json", ".model")
 _NAME_MAX = 60
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """What SGLang's arguments say about the model, as far as KV depends on it."""
+
+    path: str = ""
+    revision: str = ""
+    weight_version: str = ""
+    quantization: str = ""
+    kv_cache_dtype: str = ""
+    load_format: str = ""
+    overrides: str = ""
+    dp_size: int = 1
+    dp_rank: int = 0
 
 
 @dataclass(frozen=True)
@@ -121,39 +135,20 @@ def pool_path(path: str, layout: KVLayout, pool: str, place: Place) -> Path:
     return folder / f"{pool}-{place.name}.tutti"
 
 
-def make_folder(path: Path) -> None:
-    """The folder of a pool, for its owner alone.  Raises ConfigError with what to do."""
-    try:
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(
-            f"cannot make the folder {path.parent}: {error.strerror}; choose another path, or give "
-            "this user the right to write there"
-        ) from error
+def identity_of(options: Mapping[str, Any], model: ServedModel, name: str = "") -> Identity:
+    """The identity of a served model; options `model` and `weights` have the last word.
 
-
-def identity_of(
-    options: Mapping[str, Any],
-    *,
-    path: str,
-    name: str = "",
-    revision: str = "",
-    weight_version: str = "",
-    load_format: str = "",
-    quantization: str = "",
-    kv_cache_dtype: str = "",
-    overrides: str = "",
-) -> Identity:
-    """The identity of a served model; options `model` and `weights` have the last word."""
+    name: of a model whose path is not known.
+    """
     weights = options["weights"] or "|".join(
-        (weights_version(path), revision, weight_version, load_format)
+        (weights_version(model.path), model.revision, model.weight_version, model.load_format)
     )
     return Identity(
-        model=options["model"] or path or name,
+        model=options["model"] or model.path or name,
         weights=weights,
-        quantization=quantization,
-        kv_cache_dtype=kv_cache_dtype,
-        overrides=overrides,
+        quantization=model.quantization,
+        kv_cache_dtype=model.kv_cache_dtype,
+        overrides=model.overrides,
     )
 
 

@@ -76,7 +76,7 @@ class TuttiLinker(adapter.UnifiedCacheLinker):
         check_version()
         self.forward_stream = forward_stream
         self._options = options = parse_options(extra_config, LINKER, LINKER_OPTIONS)
-        _check_weights(options)
+        WATCH.check(options["allow_unwatched_weights"])
         self._group = group = engine_group(params, components)
         self.pools = {adapter.PoolName(name): pool for name, pool in group.pools.items()}
         model = served_model()
@@ -412,12 +412,3 @@ def _kv(transfers: Sequence[adapter.PoolTransfer]) -> adapter.PoolTransfer | Non
         if transfer.name == adapter.PoolName.KV:
             return transfer
     return None
-
-
-def _check_weights(options: Mapping[str, Any]) -> None:
-    if not (WATCH.watched or options["allow_unwatched_weights"]):
-        raise ConfigError(
-            "updates of weights would go unnoticed: the plugin `tutti` is not loaded (is it "
-            "missing in SGLANG_PLUGINS, or tutti not installed with pip?); load it, or set the "
-            'option "allow_unwatched_weights" and never update weights in place'
-        )

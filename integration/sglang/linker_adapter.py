@@ -21,8 +21,8 @@ from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCacheLinker
 
-from tutti.integration.sglang.adapter import PoolHitPolicy, PoolName, PoolTransfer, ServedModel
-from tutti.integration.sglang.identity import Place
+from tutti.integration.sglang.adapter import PoolHitPolicy, PoolName, PoolTransfer
+from tutti.integration.sglang.identity import Place, ServedModel
 
 __all__ = [
     "ComponentType",

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-import tutti
 from tutti.device_pool import DevicePool
 from tutti.errors import ConfigError
 from tutti.host_pool import HostPool
@@ -18,8 +15,6 @@ from tutti.integration.sglang.gpu import Gpu
 from tutti.integration.sglang.metrics import Recorder
 from tutti.integration.sglang.pools import EnginePool, Pages, Spans, Views, spans_of
 from tutti.integration.sglang.staging import Staging
-from tutti.layout import KVLayout
-from tutti.scheduler.dispatcher import Schedule
 from tutti.store import ObjectStore
 
 Keys = npt.NDArray[np.uint8]
@@ -129,32 +124,6 @@ class Shelf:
         for sources, targets in zip(self.engine.views, self.stores.views, strict=True):
             for source, target in zip(sources, targets, strict=True):
                 target[staged] = source[pages]
-
-
-def open_store(
-    path: Path,
-    layout: KVLayout,
-    capacity: int,
-    options: Mapping[str, Any],
-    schedule: Schedule | None,
-) -> ObjectStore:
-    """The pool in a file, formatted when it is not there.  Raises TuttiError.
-
-    schedule: when its puts and loads are launched; None for at once.
-    """
-    config = tutti.StoreConfig(
-        verify=options["verify"],
-        durability=options["durability"],
-        timeout_s=options["timeout_s"],
-        pin_lookups=options["pin_lookups"],
-        pin_share=min(1.0, options["pin_share"]),
-        schedule=schedule,
-        page_cache_share=options["page_cache_share"],
-    )
-    store: ObjectStore = tutti.open(
-        str(path), layout, capacity, executor=options["executor"], config=config
-    )
-    return store
 
 
 def split_nbytes(nbytes: int, pools: Sequence[EnginePool], kv_share: float) -> dict[str, int]:

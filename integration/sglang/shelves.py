@@ -6,13 +6,19 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
-from tutti.integration.sglang.adapter import ServedModel
 from tutti.integration.sglang.gpu import Gpu
-from tutti.integration.sglang.identity import Place, identity_of, layout_of, make_folder, pool_path
+from tutti.integration.sglang.identity import (
+    Place,
+    ServedModel,
+    identity_of,
+    layout_of,
+    pool_path,
+)
 from tutti.integration.sglang.metrics import Recorder
 from tutti.integration.sglang.options import LINKER
+from tutti.integration.sglang.pool_file import open_store
 from tutti.integration.sglang.pools import EngineGroup, EnginePool
-from tutti.integration.sglang.shelf import Shelf, open_store, split_nbytes
+from tutti.integration.sglang.shelf import Shelf, split_nbytes
 from tutti.scheduler.dispatcher import Schedule
 from tutti.scheduler.policy import Limits
 from tutti.scheduler.request import Profile
@@ -41,21 +47,11 @@ def open_shelves(
     stores = split_nbytes(options["store_staging"], pools, _KV_SHARE)
     capacities = _capacities(options, pools)
     shelves: dict[str, Shelf] = {}
-    identity = identity_of(
-        options,
-        path=model.path,
-        revision=model.revision,
-        weight_version=model.weight_version,
-        load_format=model.load_format,
-        quantization=model.quantization,
-        kv_cache_dtype=model.kv_cache_dtype,
-        overrides=model.overrides,
-    )
+    identity = identity_of(options, model)
     try:
         for pool in pools:
             layout = layout_of(pool.shape, identity, place)
             path = pool_path(options["path"], layout, f"linker-{pool.name}", place)
-            make_folder(path)
             store = open_store(
                 path,
                 layout,

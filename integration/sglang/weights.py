@@ -11,6 +11,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+from tutti.errors import ConfigError
 from tutti.integration.sglang import steps
 
 _UPDATER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager."
@@ -39,6 +40,15 @@ class WeightsWatch:
     def namespace(self) -> bytes | None:
         """What keys are salted with: empty for the weights of the start, None while unknown."""
         return self._namespace
+
+    def check(self, allow_unwatched: bool) -> None:
+        """Raises ConfigError when updates would go unnoticed and that is not allowed."""
+        if not (self.watched or allow_unwatched):
+            raise ConfigError(
+                "updates of weights would go unnoticed: the plugin `tutti` is not loaded (is it "
+                "missing in SGLANG_PLUGINS, or tutti not installed with pip?); load it, or set the "
+                'option "allow_unwatched_weights" and never update weights in place'
+            )
 
     def changed(self) -> None:
         """The weights are no longer those of the KV in SGLang's memory."""

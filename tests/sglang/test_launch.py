@@ -7,6 +7,7 @@ import pytest
 pytest.importorskip("sglang.srt", reason="SGLang is not installed here")
 
 from tutti.integration.sglang import adapter, launch
+from tutti.integration.sglang.identity import ServedModel
 from tutti.integration.sglang.linker_options import LINKER_OPTIONS
 from tutti.integration.sglang.options import HICACHE, LINKER
 
@@ -36,4 +37,4 @@ def test_the_version_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_process_without_a_server_has_an_empty_model() -> None:
-    assert adapter.served_model() == adapter.ServedModel()
+    assert adapter.served_model() == ServedModel()
