@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import random
 import time
@@ -21,7 +22,7 @@ from tutti.gio_uring.gpu_doorbells import GpuDoorbells
 from tutti.gio_uring.gpu_memory import TableMemory
 from tutti.gio_uring.gpu_queues import DeviceQueues
 from tutti.gio_uring.memory import HostBuffer
-from tutti.gio_uring.queue_pair import QueuePair
+from tutti.gio_uring.queue_pair import QueuePair, QueuePairStruct
 from tutti.gio_uring.sgl import Extent
 from tutti.gio_uring.tier import DriveFacts, MappingFacts, judge_tiers, probe_mapping
 from tutti.units import MiB
@@ -275,16 +276,17 @@ def test_kernels_ring_registers_where_a_drive_has_them() -> None:
         tables = TableMemory(driver, MiB)
         queues = DeviceQueues(driver, controller, tables, stream, 2, 8)
         assert queues.ring == ("mmio" if is_drive else "word")
-        _, struct = queues._image(driver, queues._pairs[1])
+        deadline = time.monotonic() + 10
+        while not driver.is_stream_done(stream):  # the tables are on their way
+            assert time.monotonic() < deadline
+        place = queues.queues[1].struct_address
+        struct = QueuePairStruct.from_address(driver.host(place, ctypes.sizeof(QueuePairStruct)))
         if is_drive:
             start = driver.device_address(registers.address)
             assert (struct.sq_doorbell, struct.cq_doorbell) == (start + 16, start + 20)
         else:
-            pair = queues._pairs[1]
+            pair = controller._queue_pairs[1]
             assert struct.sq_doorbell == driver.device_address(pair.struct.sq_doorbell)
-        deadline = time.monotonic() + 10
-        while not driver.is_stream_done(stream):  # the tables are on their way
-            assert time.monotonic() < deadline
         queues.close()
         controller.close()
         tables.close()
