@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import random
+import signal
 from collections.abc import Sequence
 from typing import Any
 
@@ -32,6 +33,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # A shell without job control starts what it runs in the background deaf to SIGINT.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     for name, meaning in MARKERS.items():
         config.addinivalue_line("markers", f"{name}: {meaning}")
     if config.option.seed is None:
