@@ -157,6 +157,10 @@ def test_wrong_usage(argv: list[str], hint: str, capsys: pytest.CaptureFixture[s
     assert hint in captured.err
     assert "tutti: " in captured.err
     assert captured.out == ""
+    assert run(*argv, "--json") == 2
+    error = json.loads(capsys.readouterr().out)["error"]
+    assert error["type"] in ("ConfigError", "LayoutError")
+    assert hint in error["message"]
 
 
 @pytest.mark.parametrize("command", ["info", "fsck"])

@@ -81,7 +81,7 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         self.print_usage(sys.stderr)
-        self.exit(EXIT_USAGE, f"tutti: {message}; `{self.prog} --help` explains\n")
+        raise ConfigError(f"{message}; `{self.prog} --help` explains")
 
 
 def build_parser(argv: Sequence[str]) -> argparse.ArgumentParser:
@@ -114,7 +114,7 @@ def build_parser(argv: Sequence[str]) -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command; returns its exit code. Raises SystemExit for usage errors, as argparse."""
+    """Runs one command; returns its exit code. Raises SystemExit after --help and --version."""
     argv = sys.argv[1:] if argv is None else list(argv)
     as_json = "--json" in argv
     try:
