@@ -67,13 +67,13 @@ def run(args: argparse.Namespace, progress: ProgressFactory) -> dict[str, Any]:
         "columns": list(Command._fields),
         "commands": [list(command) for command in commands],
     }
-    stem = args.out
-    stem.with_suffix(".json").write_text(json.dumps(result) + "\n")
-    with stem.with_suffix(".csv").open("w", newline="") as file:
+    stem: Path = args.out
+    stem.with_name(f"{stem.name}.json").write_text(json.dumps(result) + "\n")
+    with stem.with_name(f"{stem.name}.csv").open("w", newline="") as file:
         writer = csv.writer(file)
         writer.writerow((*Command._fields, "label"))
         writer.writerows((*command, LABEL) for command in commands)
-    result["plotted"] = plot(commands, stem.with_suffix(".png"))
+    result["plotted"] = plot(commands, stem.with_name(f"{stem.name}.png"))
     return result
 
 

@@ -60,17 +60,17 @@ def test_a_phase_that_is_missing_is_an_error() -> None:
 
 def test_the_files_that_are_written(tmp_path: Path) -> None:
     (tmp_path / "trace").write_text("".join(trace()))
-    args = argparse.Namespace(trace=tmp_path / "trace", out=tmp_path / "figure")
+    args = argparse.Namespace(trace=tmp_path / "trace", out=tmp_path / "figure.b")
     result = placement.run(args, progress)
     assert "emulated" in placement.report(result)
-    document = json.loads((tmp_path / "figure.json").read_text())
+    document = json.loads((tmp_path / "figure.b.json").read_text())
     assert "emulated" in document["label"]
     assert len(document["commands"]) == 16
-    with (tmp_path / "figure.csv").open() as file:
+    with (tmp_path / "figure.b.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert len(rows) == 16
     assert all("emulated" in row["label"] for row in rows)
-    assert result["plotted"] == (tmp_path / "figure.png").exists()
+    assert result["plotted"] == (tmp_path / "figure.b.png").exists()
 
 
 def test_a_trace_that_cannot_be_read(tmp_path: Path) -> None:
