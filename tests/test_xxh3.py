@@ -71,12 +71,11 @@ def test_pieces_hash_as_one_string(pieces: list[int], isa: int, offset: int) -> 
     assert digest_pieces(isa, parts) == xxhash.xxh3_64_intdigest(data.tobytes())
 
 
-def test_segments_by_address(seed: int) -> None:
+def test_long_pieces_hash_as_one_string(seed: int) -> None:
     data = random_bytes(seed, 3 * 65536 + 77)
-    nbytes = np.array([65536, 65536, 0, 65536, 77], np.uint64)
-    starts = np.concatenate(([0], np.cumsum(nbytes)[:-1])).astype(np.uint64)
-    addresses = starts + np.uint64(data.ctypes.data)
-    assert native.xxh3_64_segments(addresses, nbytes) == xxhash.xxh3_64_intdigest(data.tobytes())
+    pieces = np.split(data, [65536, 131072, 131072, 196608])
+    best = int(native.lib().tutti_isa_best())
+    assert digest_pieces(best, pieces) == xxhash.xxh3_64_intdigest(data.tobytes())
 
 
 def test_one_flipped_bit_changes_the_digest(seed: int) -> None:

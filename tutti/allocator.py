@@ -48,19 +48,6 @@ class Allocator:
         """Slots that can be allocated."""
         return self._free_slots
 
-    @property
-    def free_groups(self) -> int:
-        """Groups in which every slot is free."""
-        return sum(len(queue) for queue in self._whole)
-
-    @property
-    def mean_free_run(self) -> float:
-        """Mean length of the free runs, in slots; 0 when nothing is free. O(slots)."""
-        starts = self._free.copy()
-        starts[:, 1:] &= ~self._free[:, :-1]
-        runs = int(np.count_nonzero(starts))
-        return self._free_slots / runs if runs else 0.0
-
     def is_free(self, slots: Slots) -> npt.NDArray[np.bool_]:
         """For every slot whether it is free, shape (n,)."""
         free: npt.NDArray[np.bool_] = self._free.reshape(-1)[slots]

@@ -50,7 +50,6 @@ Prototypes = dict[str, tuple[Any, tuple[Any, ...]]]
 _PROTOTYPES: Prototypes = {
     "tutti_isa_best": (_U32, ()),
     "tutti_xxh3_64": (_U64, (_POINTER, _U64)),
-    "tutti_xxh3_64_segments": (_U64, (_POINTER, _POINTER, _U32)),
     "tutti_xxh3_64_isa": (_U64, (_U32, _POINTER, _POINTER, _U32)),
     "tutti_crc32c": (_U32, (_POINTER, _U64, _U32)),
     "tutti_crc32c_table": (_U32, (_POINTER, _U64, _U32)),
@@ -119,18 +118,6 @@ def xxh3_64(data: bytes | bytearray | memoryview | npt.NDArray[Any]) -> int:
     """XXH3-64 of a buffer, seed 0, default secret (xxHash, doc/xxhash_spec.md)."""
     flat = _as_bytes(data)
     return int(lib().tutti_xxh3_64(address(flat), flat.nbytes))
-
-
-def xxh3_64_segments(addresses: npt.NDArray[np.uint64], nbytes: npt.NDArray[np.uint64]) -> int:
-    """XXH3-64 of n pieces of memory as one string: `addresses` and `nbytes`, shape (n,) each.
-
-    The caller vouches that the addresses are mapped.
-    """
-    assert addresses.dtype == np.uint64, "addresses are uint64"
-    assert nbytes.dtype == np.uint64, "sizes are uint64"
-    assert addresses.shape == nbytes.shape, "every address has a size"
-    n = addresses.size
-    return int(lib().tutti_xxh3_64_segments(address(addresses), address(nbytes), n))
 
 
 def crc32c(data: bytes | bytearray | memoryview | npt.NDArray[Any], seed: int = 0) -> int:

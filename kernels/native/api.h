@@ -24,11 +24,9 @@ enum TuttiIsa : uint32_t { kTuttiIsaScalar = 0, kTuttiIsaAvx2 = 1, kTuttiIsaAvx5
 
 TUTTI_API uint32_t tutti_abi_version(void);
 
-// XXH3-64, seed 0. `_segments` hashes n segments as one string. `_isa` forces an instruction set
-// and is for tests: one the processor lacks falls back to scalar.
+// XXH3-64, seed 0. `_isa` hashes n segments as one string with a given instruction set and is for
+// tests: one the processor lacks falls back to scalar.
 TUTTI_API uint64_t tutti_xxh3_64(const void* data, uint64_t nbytes);
-TUTTI_API uint64_t tutti_xxh3_64_segments(const uint64_t* addresses, const uint64_t* nbytes,
-                                          uint32_t n);
 TUTTI_API uint64_t tutti_xxh3_64_isa(uint32_t isa, const uint64_t* addresses,
                                      const uint64_t* nbytes, uint32_t n);
 TUTTI_API uint32_t tutti_isa_best(void);

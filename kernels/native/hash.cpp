@@ -182,10 +182,6 @@ uint64_t tutti_xxh3_64(const void* data, uint64_t nbytes) {
   return digest_with(best_isa(), &whole, 1);
 }
 
-uint64_t tutti_xxh3_64_segments(const uint64_t* addresses, const uint64_t* nbytes, uint32_t n) {
-  return tutti_xxh3_64_isa(best_isa(), addresses, nbytes, n);
-}
-
 uint64_t tutti_xxh3_64_isa(uint32_t isa, const uint64_t* addresses, const uint64_t* nbytes,
                            uint32_t n) {
   const u32 usable = isa <= best_isa() ? isa : static_cast<u32>(kTuttiIsaScalar);

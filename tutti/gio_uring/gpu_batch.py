@@ -32,7 +32,6 @@ READY = 1
 _LBA_SHIFT = 9
 _THREADS = BLOCK_THREADS_MAX
 _TABLE_TIMEOUT_S = 30.0
-_BATCH_NBYTES = ctypes.sizeof(BatchStruct)
 _TALLY_NBYTES = ctypes.sizeof(LayerTallyStruct)
 _STATE_NBYTES = ctypes.sizeof(RunStateStruct)
 

@@ -73,11 +73,6 @@ class Decision:
     forced: bool = False
     forced_gap_ns: int = 0
 
-    @property
-    def acts(self) -> bool:
-        """Whether anything is to be done but to wait."""
-        return bool(self.reads or self.writes or self.copy_outs or self.drops)
-
 
 @dataclass(frozen=True, slots=True)
 class Totals:
