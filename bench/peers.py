@@ -168,7 +168,9 @@ def _measure(
     plan = PeerPlan("", tokens, args.layout, args.batches)
     samples: dict[str, dict[str, list[Sample]]] = {n: {p: [] for p in PHASES} for n in names}
     with ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=args.dir)))
+        folder = Path(
+            stack.enter_context(tempfile.TemporaryDirectory(prefix="tutti-peers-", dir=args.dir))
+        )
         askers: dict[str, Any] = {}
         for name in names:
             own = replace(plan, directory=str(folder / name))

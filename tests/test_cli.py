@@ -91,7 +91,7 @@ def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     out = capsys.readouterr().out
     for name in LEAVES:
         assert name.split()[0] in out
-    for code in ("0", "1", "2", "3", "130"):
+    for code in ("0", "1", "2", "3", "130", "143"):
         assert f"\n  {code} " in out
 
 

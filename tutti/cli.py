@@ -9,9 +9,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import sys
+import threading
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from importlib import import_module
 from typing import Any, NoReturn
 
@@ -21,6 +24,7 @@ from tutti.cli_outcome import (
     EXIT_FAILED,
     EXIT_INTERRUPTED,
     EXIT_OK,
+    EXIT_TERMINATED,
     EXIT_UNUSABLE,
     EXIT_USAGE,
     Outcome,
@@ -34,6 +38,7 @@ _EXIT_CODES = (
     (EXIT_UNUSABLE, "the pool or the device cannot be used; stderr says why and what to do"),
     (EXIT_DEFECT, "a defect of tutti itself; stderr has the traceback"),
     (EXIT_INTERRUPTED, "interrupted (Ctrl-C)"),
+    (EXIT_TERMINATED, "ended by SIGTERM, which clears up as Ctrl-C does"),
 )
 _EPILOG = (
     "exit codes:\n"
@@ -113,15 +118,45 @@ def build_parser(argv: Sequence[str]) -> argparse.ArgumentParser:
     return parser
 
 
+class _Terminated(KeyboardInterrupt):
+    """SIGTERM: a command ends by it as by Ctrl-C."""
+
+
+def _terminate(number: int, frame: object) -> NoReturn:
+    # Once: `timeout` sends it twice, and the second must not end the clearing up.
+    signal.signal(number, lambda number, frame: None)
+    raise _Terminated
+
+
+@contextmanager
+def _orderly_end() -> Iterator[None]:
+    """SIGTERM raises where it would end the process at once; somebody's own handler stays."""
+    own_thread = threading.current_thread() is threading.main_thread()
+    if not own_thread or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        yield
+        return
+    signal.signal(signal.SIGTERM, _terminate)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; returns its exit code. Raises SystemExit after --help and --version."""
-    argv = sys.argv[1:] if argv is None else list(argv)
+    with _orderly_end():
+        return _run(sys.argv[1:] if argv is None else list(argv))
+
+
+def _run(argv: list[str]) -> int:
     as_json = "--json" in argv
     try:
         args, unknown = build_parser(argv).parse_known_args(argv)
         if unknown:  # by the command's own parser, whose help knows what there is
             args.refuse(f"unrecognized arguments: {' '.join(unknown)}")
         outcome: Outcome = args.run(args)
+    except _Terminated:
+        return _fail("ended by SIGTERM", EXIT_TERMINATED)
     except KeyboardInterrupt:
         return _fail("interrupted", EXIT_INTERRUPTED)
     except ConfigError as error:

@@ -11,6 +11,7 @@ EXIT_USAGE = 2
 EXIT_UNUSABLE = 3
 EXIT_DEFECT = 70  # EX_SOFTWARE of sysexits.h
 EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells report it
+EXIT_TERMINATED = 143  # 128 + SIGTERM
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -103,3 +106,21 @@ def test_a_peer_that_fails_is_named_with_its_reason(tmp_path: Path) -> None:
             worker.ask("load", 3)
     finally:
         worker.end()
+
+
+def test_sigterm_takes_the_data_away(tmp_path: Path) -> None:
+    """What is killed on the way must not keep gigabytes of somebody's disk."""
+    words = ["bench", "peers", "--peers", "file-per-page", "--rounds", "100000"]
+    command = [sys.executable, "-m", "tutti.cli", *words, "--dir", str(tmp_path)]
+    process = subprocess.Popen([*command, "--page-tokens", "1"], stderr=subprocess.DEVNULL)
+    try:
+        deadline_s = time.monotonic() + 60
+        while not list(tmp_path.glob("tutti-peers-*/*/*")) and process.poll() is None:
+            assert time.monotonic() < deadline_s
+            time.sleep(0.02)
+        process.terminate()
+        assert process.wait(60) == 143
+    finally:
+        process.kill()
+        process.wait(60)
+    assert not list(tmp_path.iterdir())
