@@ -35,7 +35,8 @@ def plot_profile(document: dict[str, Any], path: str | os.PathLike[str]) -> bool
                 label=f"{label}, {format_nbytes(int(slice_nbytes))}",
             )
     io.set(xscale="log", xlabel="bytes of a transfer", ylabel="GB/s", title="medium")
-    io.legend(fontsize=7)
+    io.set_ylim(bottom=0)
+    io.legend(fontsize=7, ncols=3, loc="lower center")
     for prefix in sorted({row[1] for row in document["compute"]["prefill"]}):
         rows = [row for row in document["compute"]["prefill"] if row[1] == prefix]
         times_ms = [row[2] / 1e3 for row in rows]
