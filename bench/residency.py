@@ -119,7 +119,7 @@ def notes_of(result: dict[str, Any]) -> list[str]:
         f"W {format_nbytes(result['working_set_nbytes'])}; medians of the last"
         f" {len(rounds) - 1} of {len(rounds)} rounds; control groups, version"
         f" {result['cells'][0]['control_group_version']}",
-        *_fresh_text(result["cells"]),
+        _fresh_text(result["cells"]),
         *(_pipeline_text(c) for c in result["cells"] if c["pipeline"]),
     ]
 
@@ -132,15 +132,12 @@ def report(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _fresh_text(cells: list[dict[str, Any]]) -> list[str]:
-    """Nothing for results from before this was measured."""
-    speeds = [cell["fresh_gb_per_s"] for cell in cells if "fresh_gb_per_s" in cell]
-    if not speeds:
-        return []
-    return [
+def _fresh_text(cells: list[dict[str, Any]]) -> str:
+    speeds = [cell["fresh_gb_per_s"] for cell in cells]
+    return (
         f"memory that was free came at {min(speeds):.2f} to {max(speeds):.2f} GB/s; it was taken"
         " before each measurement, so this is not in the table"
-    ]
+    )
 
 
 def _pipeline_text(cell: dict[str, Any]) -> str:
