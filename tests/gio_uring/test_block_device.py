@@ -286,7 +286,9 @@ def test_a_pool_on_a_block_device(loop: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("executor", ["uring", "threads"])
-def test_a_device_that_has_left_is_gone_and_not_full(loop: Path, tmp_path: Path, executor: str) -> None:
+def test_a_device_that_has_left_is_gone_and_not_full(
+    loop: Path, tmp_path: Path, executor: str
+) -> None:
     """A device whose drive is gone has no size; here a loop device over a file cut to nothing."""
     with FileController([loop], executor=executor) as controller:
         host = NvmeHost(controller)
