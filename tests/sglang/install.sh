@@ -17,11 +17,11 @@ pip=("$venv/bin/python" -m pip install --quiet --no-deps --disable-pip-version-c
 site=$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
 if "$venv/bin/python" -c 'import sys, torch; sys.exit(torch.version.cuda is not None)'; then
   cat > "$site/torchvision_operators.py" <<'PYTHON'
-import torch
+from torch import library
 
-declared = torch.library.Library("torchvision", "DEF")
 for name in ("nms", "qnms"):
-    declared.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+    schema = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
+    library.define(f"torchvision::{name}", schema)
 PYTHON
   echo 'import torchvision_operators' > "$site/torchvision_operators.pth"
 fi
