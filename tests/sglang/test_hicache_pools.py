@@ -24,9 +24,10 @@ from sglang.srt.mem_cache.hicache_storage import PoolHitPolicy, PoolName, PoolTr
 from sglang.srt.mem_cache.storage import StorageBackendFactory
 
 from tutti.errors import ConfigError, DeviceTimeout, PoolInUse, TuttiError, Unsupported
+from tutti.integration.sglang import adapter, host_memory, host_store
 from tutti.integration.sglang import hicache as module
-from tutti.integration.sglang import host_memory, host_store
 from tutti.integration.sglang.hicache import TuttiHiCacheStorage
+from tutti.integration.sglang.identity import ServedModel
 from tutti.integration.sglang.weights import WeightsWatch
 
 Make = Callable[..., TuttiHiCacheStorage]
@@ -269,7 +270,11 @@ def test_a_closed_storage_misses(make: Make) -> None:
     assert storage.get_stats().prefetch_pgs == []
 
 
-def test_every_difference_in_identity_misses(make: Make, seed: int) -> None:
+def test_every_difference_in_identity_misses(
+    make: Make, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The name counts where SGLang's arguments, which other tests may have published, say no path.
+    monkeypatch.setattr(adapter, "served_model", ServedModel)
     pool = hp.mha_pool("page_first")
     hp.fill(pool, seed)
     where = hp.indices(pool, [0, 1])
@@ -284,6 +289,9 @@ def test_every_difference_in_identity_misses(make: Make, seed: int) -> None:
         assert make(pool, **changes).batch_exists(hashes(2)) == 0, changes
     for other in (hp.mha_pool("page_first_direct"), hp.mha_pool("page_first", page_size=64)):
         assert make(other).batch_exists(hashes(2)) == 0
+    for served in (ServedModel(path="elsewhere"), ServedModel(quantization="fp8")):
+        monkeypatch.setattr(adapter, "served_model", lambda served=served: served)
+        assert make(pool).batch_exists(hashes(2)) == 0, served
 
 
 def test_two_servers_on_one_path_are_an_error(make: Make) -> None:
