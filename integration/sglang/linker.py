@@ -86,16 +86,18 @@ class TuttiLinker(adapter.UnifiedCacheLinker):
         if options["profile"] is not None:
             profile = served_profile(options["profile"], options["path"], group, place)
         self._gpu = open_gpu(group.device, options["gpu_mover"], profile)
-        self.shelves: dict[str, Shelf] = open_shelves(
-            options,
-            group,
-            model,
-            place,
-            prometheus=bool(getattr(server_args, "enable_metrics", False)),
-            profile=profile,
-            gpu=self._gpu,
-        )
+        self._timeout_s = float(options["load_timeout_s"])
+        self.shelves: dict[str, Shelf] = {}
         try:
+            self.shelves = open_shelves(
+                options,
+                group,
+                model,
+                place,
+                prometheus=bool(getattr(server_args, "enable_metrics", False)),
+                profile=profile,
+                gpu=self._gpu,
+            )
             self._start_parts()
             if group.has_states:
                 params.req_to_token_pool.register_layer_transfer_counter(self.layer_done_counter)
@@ -110,7 +112,6 @@ class TuttiLinker(adapter.UnifiedCacheLinker):
         options, shelves = self._options, list(self.shelves.values())
         self.recorder = shelves[0].recorder
         self.complaints = Complaints(self.recorder)
-        self._timeout_s = float(options["load_timeout_s"])
         failures, pause_s = options["breaker_failures"], options["breaker_pause_s"]
         self.reads = Breaker(failures, pause_s, time.monotonic)
         self.writes = Breaker(failures, pause_s, time.monotonic)

@@ -17,8 +17,8 @@ from linker_engine import damage, names, wait_for
 from linker_gpu import GpuRig, gpu_rig, stand_in_gpu
 from linker_states import KINDS, StatesRig
 
-from tutti.errors import DeviceTimeout
-from tutti.integration.sglang.gpu import open_gpu
+from tutti.errors import DeviceTimeout, PoolInUse
+from tutti.integration.sglang.gpu import Gpu, open_gpu
 
 SLOT = 3 * 2 * 4096
 
@@ -95,6 +95,22 @@ def test_the_forwards_stream_waits_and_not_its_thread(
         rig.drain()
         for layer in range(engine.LAYERS):
             assert b"".join(part.tobytes() for part in seen[layer]) == b"".join(want[layer])
+
+
+def test_pools_that_cannot_be_opened_give_the_gpu_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closed, close = [], Gpu.close
+
+    def counted(gpu: Gpu, timeout_s: float) -> None:
+        closed.append(gpu)
+        close(gpu, timeout_s)
+
+    with gpu_rig(tmp_path, monkeypatch) as rig:
+        monkeypatch.setattr(Gpu, "close", counted)
+        with pytest.raises(PoolInUse), gpu_rig(tmp_path, monkeypatch):
+            pass
+        assert len(closed) == 1 and closed[0] is not rig.linker._gpu
 
 
 def test_the_end_waits_for_all_copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
