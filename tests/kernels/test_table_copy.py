@@ -13,16 +13,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-triton = pytest.importorskip("triton", reason="needs triton (tutti[cuda])")
-
 # The environment of SGLang's tests is the one that has triton and torch.
 pytestmark = pytest.mark.sglang
+NEEDED = "needs torch and triton (tutti[cuda])"
 
 
 @pytest.fixture
 def interpreted() -> Any:
     """The module as the interpreter runs it."""
-    pytest.importorskip("torch", reason="needs torch (tutti[cuda])")
+    pytest.importorskip("triton", reason=NEEDED)
+    pytest.importorskip("torch", reason=NEEDED)
     os.environ["TRITON_INTERPRET"] = "1"
     try:
         module = importlib.import_module("tutti.kernels.triton.table_copy")
@@ -64,6 +64,7 @@ def test_scatter_and_gather(
 @pytest.mark.parametrize("name", ["scatter", "gather"])
 @pytest.mark.parametrize("capability", [80, 90, 100])
 def test_compiles_for_a_gpu_that_is_absent(name: str, capability: int) -> None:
+    triton = pytest.importorskip("triton", reason=NEEDED)
     compiler = pytest.importorskip("triton.compiler")
     backends = pytest.importorskip("triton.backends.compiler")
     jit = pytest.importorskip("triton.runtime.jit")

@@ -6,6 +6,7 @@ import importlib.util
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 
@@ -32,16 +33,29 @@ def has_sglang() -> bool:
         return False
 
 
+class Absent(pytest.File):
+    """In the place of a module of these tests, which cannot be imported without SGLang."""
+
+    def collect(self) -> Iterator[pytest.Item]:
+        yield Skipped.from_parent(self, name="needs_sglang")
+
+
+class Skipped(pytest.Item):
+    """An item and no skip of the whole module: suites that do not select it do not report it."""
+
+    def runtest(self) -> None:
+        pytest.skip(MISSING)
+
+
+def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> pytest.File | None:
+    return None if has_sglang() else Absent.from_parent(parent, path=module_path)
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     # The kit loads plugins and publishes settings for the whole process: whoever needs a process
     # without them comes first.
     items.sort(key=lambda item: item.path == HERE / "test_hicache_kit.py")
-    if has_sglang():
-        return
-    for item in items:
-        if HERE in item.path.parents:
-            item.add_marker(pytest.mark.skip(reason=MISSING))
 
 
 @pytest.fixture(scope="session")

@@ -12,11 +12,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-pytest.importorskip("sglang.srt", reason="SGLang is not installed here")
-
 import host_pools as hp
+import pytest
 import torch
 from medium_damage import flip, pool_files
 from sglang.srt.environ import envs

@@ -7,11 +7,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
-
-pytest.importorskip("sglang.srt", reason="SGLang is not installed here")
-
 import host_pools as hp
+import pytest
 import torch
 from sglang.srt.mem_cache.hicache_storage import PoolHitPolicy, PoolName, PoolTransfer
 from sglang.srt.mem_cache.pool_host.dsa import DSAIndexerPoolHost

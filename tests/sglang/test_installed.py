@@ -1,4 +1,4 @@
-"""So that the suite has a test to skip, by name, where SGLang is missing."""
+"""The SGLang that these tests run on."""
 
 from __future__ import annotations
 

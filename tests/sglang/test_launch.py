@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-pytest.importorskip("sglang.srt", reason="SGLang is not installed here")
-
 from tutti.integration.sglang import adapter, launch
 from tutti.integration.sglang.identity import ServedModel
 from tutti.integration.sglang.linker_options import LINKER_OPTIONS

@@ -6,11 +6,8 @@ import threading
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-pytest.importorskip("sglang.srt", reason="SGLang is not installed here")
-
 import linker_engine as engine
+import pytest
 from linker_engine import Rig, damage, names, wait_for
 
 OBJECT = 3 * 2 * 4096

@@ -6,12 +6,9 @@ import threading
 import time
 from pathlib import Path
 
+import linker_engine as engine
 import numpy as np
 import pytest
-
-pytest.importorskip("sglang.srt", reason="SGLang is not installed here")
-
-import linker_engine as engine
 import torch
 from linker_engine import damage, names, wait_for
 from linker_gpu import GpuRig, gpu_rig, stand_in_gpu

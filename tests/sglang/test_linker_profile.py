@@ -8,11 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
-import pytest
-
-pytest.importorskip("sglang.srt", reason="SGLang is not installed here")
-
 import linker_engine as engine
+import pytest
 from linker_engine import Rig, names, wait_for
 from linker_gpu import gpu_rig
 

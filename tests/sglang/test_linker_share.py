@@ -10,11 +10,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-pytest.importorskip("sglang.srt", reason="SGLang is not installed here")
-
 import linker_engine as engine
+import pytest
 from gio_uring.kernel_stand_in import Kernels
 from linker_engine import names
 from linker_gpu import GpuRig, stand_in_gpu

@@ -7,8 +7,6 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("sglang.srt", reason="SGLang is not installed here")
-
 from tutti.bench.peer import BATCH_PAGES, PeerPlan
 from tutti.bench.peers import Worker
 from tutti.errors import MediumError

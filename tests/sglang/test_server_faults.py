@@ -7,9 +7,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-
-pytest.importorskip("sglang.srt", reason="SGLang is not installed here")
-
 from faulty_disk import Faults, FaultyDisk
 from server_modes import NEAR, Mode, again, both_modes, prompts, right_or_503
 from sglang_server import Reply, Server

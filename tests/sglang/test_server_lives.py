@@ -8,9 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-pytest.importorskip("sglang.srt", reason="SGLang is not installed here")
-
 from medium_damage import flip_objects, pool_files
 from server_modes import (
     Mode,

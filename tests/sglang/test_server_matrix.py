@@ -6,9 +6,6 @@ import itertools
 from pathlib import Path
 
 import pytest
-
-pytest.importorskip("sglang.srt", reason="SGLang is not installed here")
-
 from conftest import make_model
 from medium_damage import flip_objects, pool_files
 from server_modes import HICACHE, LINKER, Mode, again, both_modes, near, prompts, right_or_503

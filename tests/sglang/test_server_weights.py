@@ -5,9 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-
-pytest.importorskip("sglang.srt", reason="SGLang is not installed here")
-
 from conftest import make_model
 from medium_damage import flip_objects, pool_files
 from server_modes import Mode, again, both_modes, far, prompts

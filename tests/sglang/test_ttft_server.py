@@ -19,9 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-pytest.importorskip("sglang.srt", reason="SGLang is not installed here")
-
 from sglang_server import ADMIN_KEY, HERE, Server, take_turn
 
 from tutti.bench import figures, ttft
