@@ -20,7 +20,7 @@ from tutti.bench.statistics import median
 from tutti.errors import ConfigError
 from tutti.scheduler.green_context import choose_partition
 from tutti.scheduler.profile import KIND, SCHEMA, TableProfile, estimated_compute, estimated_movers
-from tutti.scheduler.roofline import GPUS, MODELS, GpuRoofline, ModelShape
+from tutti.scheduler.roofline import DENSE_MODELS, GPUS, GpuRoofline, ModelShape
 from tutti.terminal import ProgressFactory, table
 from tutti.units import format_nbytes, parse_nbytes
 
@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="a directory on it, or a new file; what is written is removed (%(default)s)",
     )
     parser.add_argument("--out", default="profile.json", help="the profile (%(default)s)")
-    parser.add_argument("--model", choices=sorted(MODELS), default="llama-3.1-8b")
+    parser.add_argument("--model", choices=sorted(DENSE_MODELS), default="llama-3.1-8b")
     parser.add_argument(
         "--gpu", choices=sorted(GPUS), default="H100", help="to estimate for (%(default)s)"
     )
@@ -65,7 +65,7 @@ def run(args: argparse.Namespace, progress: ProgressFactory) -> dict[str, Any]:
     Raises ConfigError for sizes that do not go together, and what the medium raises.
     """
     sizes, slices = _grid(args)
-    model, gpu = MODELS[args.model], GPUS[args.gpu]
+    model, gpu = DENSE_MODELS[args.model], GPUS[args.gpu]
     path, directory = _medium_path(args.medium)
     if not Path(args.out).absolute().parent.is_dir():
         raise ConfigError(f"the folder of {args.out} does not exist; make it, or name another")

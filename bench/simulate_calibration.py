@@ -17,7 +17,14 @@ from tutti.bench.slack_hardware import Drive, machine
 from tutti.errors import ConfigError
 from tutti.scheduler.profile import TableProfile
 from tutti.scheduler.request import Profile
-from tutti.scheduler.roofline import GPUS, MODELS, GpuRoofline, ModelShape, decode_us, layer_us
+from tutti.scheduler.roofline import (
+    DENSE_MODELS,
+    GPUS,
+    GpuRoofline,
+    ModelShape,
+    decode_us,
+    layer_us,
+)
 
 FILE = Path(__file__).with_name("simulate_calibration.json")
 TIERS = ("none", "dram", "ssd")
@@ -211,7 +218,7 @@ def _named(known: Mapping[str, _Known], name: str, what: str) -> _Known:
 
 def _calibration(values: dict[str, Any]) -> Calibration:
     capacity = values["capacity"]
-    model = _named(MODELS, values["model"], "model")
+    model = _named(DENSE_MODELS, values["model"], "model")
     for owner in (values["link"], capacity):
         _check_source(owner)
     found = Calibration(

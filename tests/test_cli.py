@@ -18,11 +18,10 @@ import numpy as np
 import pytest
 
 from tutti import cli, cli_demo, store
-from tutti.cli_arguments import MODELS
 from tutti.clock import ManualClock
 from tutti.errors import PoolMismatch
 from tutti.geometry import BLOCK_NBYTES
-from tutti.layout import KVLayout
+from tutti.layout import MODELS, KVLayout
 from tutti.terminal import Progress, facts, table
 from tutti.units import MiB
 
@@ -221,6 +220,7 @@ def test_format_and_info(tmp_path: Path, run_json: Json) -> None:
     ("model", "object_nbytes"),
     [
         ("llama-3.1-8b", 32 * 2 * 64 * 8 * 128 * 2),
+        ("llama-3.1-70b", 80 * 2 * 64 * 8 * 128 * 2),
         ("qwen3-32b", 64 * 2 * 64 * 8 * 128 * 2),
         ("deepseek-v3", 61 * 64 * (512 + 64) * 2),
         ("tiny", 4 * 2 * 64 * 2 * 64 * 2),
@@ -228,7 +228,7 @@ def test_format_and_info(tmp_path: Path, run_json: Json) -> None:
 )
 def test_named_models(model: str, object_nbytes: int, tmp_path: Path, run_json: Json) -> None:
     assert model in MODELS
-    code, made = run_json("format", tmp_path / "p", "--capacity", "160MiB", "--model", model)
+    code, made = run_json("format", tmp_path / "p", "--capacity", "320MiB", "--model", model)
     assert (code, made["layout"]["object_nbytes"]) == (0, object_nbytes)
 
 

@@ -4,22 +4,11 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Callable
-from functools import partial
 
 from tutti.errors import ConfigError
-from tutti.layout import ITEMSIZE_NBYTES, KVLayout
+from tutti.layout import ITEMSIZE_NBYTES, MODELS, KVLayout
 from tutti.units import parse_nbytes
 
-#: Shapes by name, as functions of (page_size, dtype). From the config.json of the models' cards on
-#: huggingface.co: num_hidden_layers, num_key_value_heads and head_dim (hidden_size over
-#: num_attention_heads where it is not given); for MLA kv_lora_rank and qk_rope_head_dim.
-MODELS: dict[str, Callable[[int, str], KVLayout]] = {
-    "llama-3.1-8b": partial(KVLayout.mha, 32, 8, 128),  # meta-llama/Llama-3.1-8B
-    "qwen3-32b": partial(KVLayout.mha, 64, 8, 128),  # Qwen/Qwen3-32B
-    "deepseek-v3": partial(KVLayout.mla, 61, 512, 64),  # deepseek-ai/DeepSeek-V3
-    "tiny": partial(KVLayout.mha, 4, 2, 64),  # no model: for tries and tests
-}
 PAGE_SIZE = 64
 DTYPE = "bfloat16"
 

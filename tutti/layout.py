@@ -6,7 +6,9 @@ A layout's numbers become addresses in tutti/geometry.py.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields, replace
+from functools import partial
 from typing import Any
 
 import xxhash
@@ -227,6 +229,18 @@ class KVLayout:
                 raise ConfigError(f"{name} in the layout's JSON must be a list of integers")
             content[name] = tuple(content[name])
         return cls(**content)
+
+
+#: Shapes by name, as functions of (page_size, dtype). From the config.json of the models' cards on
+#: huggingface.co: num_hidden_layers, num_key_value_heads and head_dim (hidden_size over
+#: num_attention_heads where it is not given); for MLA kv_lora_rank and qk_rope_head_dim.
+MODELS: dict[str, Callable[[int, str], KVLayout]] = {
+    "llama-3.1-8b": partial(KVLayout.mha, 32, 8, 128),  # meta-llama/Llama-3.1-8B
+    "llama-3.1-70b": partial(KVLayout.mha, 80, 8, 128),  # meta-llama/Llama-3.1-70B
+    "qwen3-32b": partial(KVLayout.mha, 64, 8, 128),  # Qwen/Qwen3-32B
+    "deepseek-v3": partial(KVLayout.mla, 61, 512, 64),  # deepseek-ai/DeepSeek-V3
+    "tiny": partial(KVLayout.mha, 4, 2, 64),  # no model: for tries and tests
+}
 
 
 def itemsize_nbytes(dtype: str) -> int:

@@ -14,7 +14,7 @@ from tutti.bench.profile_medium import Medium
 from tutti.errors import ConfigError
 from tutti.machine import machine_facts
 from tutti.scheduler.profile import load_or_estimate, load_profile
-from tutti.scheduler.roofline import GPUS, MODELS
+from tutti.scheduler.roofline import DENSE_MODELS, GPUS
 from tutti.terminal import Progress
 from tutti.units import KiB, MiB
 
@@ -43,7 +43,7 @@ def test_a_profile_is_measured_and_loads_on_the_same_machine(tmp_path: Path) -> 
     found = load_or_estimate(
         tmp_path / "p.json",
         machine=machine_facts(tmp_path),
-        model=MODELS["llama-3.1-8b"],
+        model=DENSE_MODELS["llama-3.1-8b"],
         gpu=GPUS["H100"],
     )
     assert found.warnings == ()

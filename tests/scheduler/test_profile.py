@@ -23,9 +23,9 @@ from tutti.scheduler.profile import (
 )
 from tutti.scheduler.profile_curves import Curve, Family
 from tutti.scheduler.request import Profile
-from tutti.scheduler.roofline import GPUS, MODELS, PAPER_DRIVE, decode_us, layer_us
+from tutti.scheduler.roofline import DENSE_MODELS, GPUS, PAPER_DRIVE, decode_us, layer_us
 
-MODEL, GPU = MODELS["llama-3.1-8b"], GPUS["H100"]
+MODEL, GPU = DENSE_MODELS["llama-3.1-8b"], GPUS["H100"]
 MACHINE = {"cpu": "a", "cores": 2, "memory": "8 GiB", "filesystem": "ext4", "disk": "d"}
 
 
@@ -70,7 +70,7 @@ def test_estimates_follow_the_roofline() -> None:
     assert profile.decode_us(8, 100_000) == pytest.approx(6500 + 4250)
     assert decode_us(GPUS["H200"], MODEL, 0) < decode_us(GPU, MODEL, 0)
     assert profile.interference == pytest.approx(PAPER_DRIVE.interference)
-    bigger = layer_us(GPU, MODELS["llama-3.1-70b"], 4096, 0)
+    bigger = layer_us(GPU, DENSE_MODELS["llama-3.1-70b"], 4096, 0)
     assert bigger > 3 * layer_us(GPU, MODEL, 4096, 0)
 
 
@@ -167,7 +167,7 @@ def test_files_that_hold_no_profile(tmp_path: Path, content: str) -> None:
     [
         ({**MACHINE, "cpu": "b"}, MODEL, "cpu was 'a' and is 'b'"),
         ({**MACHINE, "disk": "e"}, MODEL, "disk"),
-        (MACHINE, MODELS["qwen3-32b"], "qwen3-32b"),
+        (MACHINE, DENSE_MODELS["qwen3-32b"], "qwen3-32b"),
     ],
 )
 def test_profiles_of_others_are_replaced_with_a_warning(

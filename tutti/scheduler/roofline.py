@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from tutti.errors import ConfigError
+from tutti.layout import MODELS
 
 
 @dataclass(frozen=True)
@@ -50,16 +51,23 @@ class ModelShape:
         return asdict(self)
 
 
-#: From the models' published configurations.
-MODELS = {
+def _dense(name: str, parameters: float, attention_width: int, weight_nbytes: float) -> ModelShape:
+    token = MODELS[name](1, "bfloat16")
+    return ModelShape(
+        name, token.layers, parameters, attention_width, token.object_nbytes, weight_nbytes
+    )
+
+
+#: Models whose times the fit can tell, by their published configurations.
+DENSE_MODELS = {
     model.name: model
     for model in (
-        ModelShape("llama-3.1-8b", 32, 8.03e9, 4096, 128 << 10, 16.06e9),
-        ModelShape("llama-3.1-70b", 80, 70.6e9, 8192, 320 << 10, 141.2e9),
-        ModelShape("qwen3-32b", 64, 32.8e9, 8192, 256 << 10, 65.5e9),
+        _dense("llama-3.1-8b", 8.03e9, 4096, 16.06e9),
+        _dense("llama-3.1-70b", 70.6e9, 8192, 141.2e9),
+        _dense("qwen3-32b", 32.8e9, 8192, 65.5e9),
     )
 }
-_FITTED = MODELS["llama-3.1-8b"]
+_FITTED = DENSE_MODELS["llama-3.1-8b"]
 
 
 @dataclass(frozen=True)
