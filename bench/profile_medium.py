@@ -34,14 +34,14 @@ class Medium:
     that loads and puts of a store have.  Raises what files raise.
     """
 
-    def __init__(self, path: str, nbytes: int, largest_nbytes: int, *, seed: int = 1) -> None:
+    def __init__(self, path: str, nbytes: int, largest_nbytes: int) -> None:
         if nbytes < 2 * largest_nbytes:
             raise ConfigError(
                 f"a file of {format_nbytes(nbytes)} is too small for transfers of"
                 f" {format_nbytes(largest_nbytes)} that do not repeat; make it larger"
             )
         self._path = path
-        self._rng = np.random.default_rng(seed)
+        self._rng = np.random.default_rng(1)
         allocate_file(path, nbytes, prewrite=True)
         try:
             self._open(nbytes, largest_nbytes)

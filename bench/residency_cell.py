@@ -30,7 +30,7 @@ from tutti.core import StoreConfig
 from tutti.errors import ConfigError
 from tutti.gio_uring.controller_file import BlockRange, FileController
 from tutti.gio_uring.memory import HostBuffer
-from tutti.scheduler.residency import page_cache_budget, plan_groups, read_memory
+from tutti.scheduler.residency import plan_groups, read_memory
 from tutti.store import ObjectStore
 
 CONFIGURATIONS = ("page cache only", "cache policy only", "direct only", "dual path")
@@ -65,7 +65,7 @@ class Cell:
         if self.configuration == "page cache only":
             return whole.planned_nbytes
         sizes = np.full(geometry.groups, geometry.group_nbytes)
-        kept = plan_groups(sizes, page_cache_budget(read_memory()), share=share)
+        kept = plan_groups(sizes, read_memory().free_nbytes, share=share)
         count = int(np.count_nonzero(kept))
         first = geometry.groups_offset + count * geometry.group_nbytes
         self._kept_end = first // geometry.lba_nbytes
@@ -125,7 +125,7 @@ def _touch(limit_nbytes: int) -> float:
 
     In large pages, as the page cache takes it, and a quarter more: some goes to others meanwhile.
     """
-    nbytes = min(limit_nbytes * 5 // 4, page_cache_budget(read_memory()) // 2)
+    nbytes = min(limit_nbytes * 5 // 4, read_memory().free_nbytes // 2)
     begin_s = time.perf_counter()
     HostBuffer(max(nbytes, mmap.PAGESIZE)).array[:: mmap.PAGESIZE] = 1
     return nbytes / (time.perf_counter() - begin_s) / 1e9

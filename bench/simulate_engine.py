@@ -58,7 +58,6 @@ class Work:
     decode_ns: int = 0
     bubble_ns: int = 0
     steps: int = 0
-    decode_steps: int = 0
     done: list[Job] = field(default_factory=list)
 
 
@@ -283,7 +282,6 @@ class Engine:
         job.computed_tokens += tokens
         self.io.post(StepEnded(now_ns))
         if self._times.server.mixed and self._running:
-            self.work.decode_steps += 1
             self._decoded(1)
         missing = self._missing(job)
         if missing:
@@ -366,7 +364,6 @@ class Engine:
         if stretch is None or stretch.version != version:
             return
         self.work.decode_ns += self._timeline.now_ns - stretch.began_ns
-        self.work.decode_steps += steps
         self._stretch = None
         self._decoded(steps)
         self._next()

@@ -17,7 +17,7 @@ import numpy as np
 from tutti.bench.slack_drive import READ, WRITE, VirtualDrive
 from tutti.bench.slack_hardware import Machine, copy_bytes_per_s
 from tutti.bench.slack_workload import Request
-from tutti.scheduler.dispatcher import Dispatcher, Recorder
+from tutti.scheduler.dispatcher import Dispatcher
 from tutti.scheduler.event import (
     Event,
     LayerBegan,
@@ -118,7 +118,6 @@ class Server:
         *,
         noise: Noise,
         seed: int,
-        record: Recorder | None = None,
     ) -> None:
         self._machine = machine
         self._drive = drive
@@ -135,9 +134,7 @@ class Server:
         if self._truth is not None:
             shapes = [(r.new_tokens, r.hit_tokens) for r in requests]
             self._truth.prefill_factors = dict(zip(shapes, steps.tolist(), strict=True))
-        self._dispatcher = Dispatcher(
-            policy, profile, self, clock=_DriveClock(drive), record=record
-        )
+        self._dispatcher = Dispatcher(policy, profile, self, clock=_DriveClock(drive))
         self._timers: list[tuple[int, int, Callable[[], None]]] = []
         self._count = 0
         self._ready: dict[str, int] = {}  # layers of a load that arrived

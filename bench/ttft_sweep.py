@@ -106,12 +106,12 @@ def mean_ttft_within(limit_ms: float) -> Condition:
     return holds
 
 
-def attained(slo: str, share: float = ATTAINMENT_MIN) -> Condition:
-    """At least `share` of the requests that were sent met the SLO, on the mean over seeds."""
+def attained(slo: str) -> Condition:
+    """ATTAINMENT_MIN of the requests that were sent met the SLO, on the mean over seeds."""
 
     def holds(points: Sequence[Point]) -> bool:
         shares: list[float] = [point["slo"][slo]["attainment"] for point in points]
-        return _usable(points) and sum(shares) / len(shares) >= share
+        return _usable(points) and sum(shares) / len(shares) >= ATTAINMENT_MIN
 
     return holds
 

@@ -159,10 +159,10 @@ class Workload:
             pages = min(pages, self.load_pages)
         return batches[-max(1, pages // self.batch_pages) :]
 
-    def retrieve_phase(self, limit: Limit, batches: list[int] | None = None) -> dict[str, Any]:
+    def retrieve_phase(self, limit: Limit) -> dict[str, Any]:
         """Looks up and loads resident batches in random order, several at once."""
         meter = Meter()
-        order = self._shuffled(batches)
+        order = self._shuffled(self.resident())
         before = self.store.stats()
         last = self._loads(meter, limit, order)
         self._check(last)
@@ -276,8 +276,7 @@ class Workload:
             wrong = self.stamps.wrong(loaded.pages, numbered_keys(loaded.contents))
             self.wrong += int(np.count_nonzero(wrong))
 
-    def _shuffled(self, batches: list[int] | None) -> list[int]:
-        batches = self.resident() if batches is None else batches
+    def _shuffled(self, batches: list[int]) -> list[int]:
         if not batches:
             raise CapacityError("the pool holds no whole batch; raise --capacity or lower --batch")
         return [int(b) for b in self._rng.permutation(batches)]

@@ -168,7 +168,6 @@ def test_unproven_slots_match() -> None:
     index = Index(4)
     index.insert(as_slots(2), make_keys([5]), 1, 0, state=SlotState.UNPROVEN)
     assert index.match(make_keys([5])).tolist() == [2]
-    assert index.revalidate(as_slots(2), np.array([1], np.uint64)).all()
 
 
 @pytest.mark.parametrize("before", SlotState)
@@ -229,17 +228,6 @@ def test_a_slot_in_flight_is_quarantined_but_never_given_up() -> None:
     index.unpin(as_slots(0))
     index.set_state(as_slots(0), SlotState.VOIDING)
     index.check_integrity()
-
-
-def test_revalidate_notices_reuse_and_removal() -> None:
-    index = filled(4, 3)
-    slots = index.match(make_keys([0, 1, 2]))
-    sequences = index.sequence[slots]
-    assert index.revalidate(slots, sequences).all()
-    index.remove(as_slots(0), SlotState.FREE)
-    index.insert(as_slots(0), make_keys([0]), 500, 0, state=SlotState.READY)
-    index.remove(as_slots(1), SlotState.VOIDING)
-    assert index.revalidate(slots, sequences).tolist() == [False, False, True]
 
 
 def test_insert_writes_the_columns_of_new_keys_only() -> None:

@@ -130,10 +130,9 @@ def check_files(
     *,
     sample: int | None = None,
     seed: int = 0,
-    executor: str = "auto",
 ) -> FsckReport:
     """Checks the pool in these files or on these drives, which nobody else may use; see `check`."""
-    with open_controller(paths, executor=executor) as controller:
+    with open_controller(paths) as controller:
         return check(controller, paths, progress, sample=sample, seed=seed)
 
 
@@ -173,15 +172,13 @@ def check(
         engine.close()
 
 
-def repair(
-    paths: Sequence[str], report: FsckReport, progress: ProgressFactory, *, executor: str = "auto"
-) -> RepairReport:
+def repair(paths: Sequence[str], report: FsckReport, progress: ProgressFactory) -> RepairReport:
     """Opens the pool, so that superblocks and snapshots are written anew, and quarantines the
     damaged objects of a report.  Raises what `store.open` raises.
     """
     counts = dict.fromkeys(("quarantined", "gone", "sound", "left"), 0)
     config = StoreConfig(verify="always")
-    with store.open(list(paths), config=config, executor=executor) as pool:
+    with store.open(list(paths), config=config) as pool:
         pool.wait_recovered()
         pool.allocate_pool(1)
         keys = list(dict.fromkeys(report.damaged_keys))

@@ -250,14 +250,6 @@ class Index:
         self._check_slots(slots)
         self.access[slots] = self.uses
 
-    def revalidate(self, slots: Slots, sequences: npt.NDArray[np.uint64]) -> Mask:
-        """For every slot, whether it still holds what it held at `sequences`, and may be read."""
-        self._check_slots(slots)
-        state = self.state[slots]
-        present = (state == SlotState.READY) | (state == SlotState.UNPROVEN)
-        same: Mask = present & (self.sequence[slots] == sequences)
-        return same
-
     def resident(self) -> Mask:
         """Slots that hold an object, shape (slots,)."""
         mask: Mask = (self.state == SlotState.READY) | (self.state == SlotState.UNPROVEN)

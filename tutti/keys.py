@@ -22,19 +22,11 @@ _TOKEN_MAX = 2**32 - 1
 Keys = npt.NDArray[np.uint8]
 
 
-def object_key(fingerprint: bytes, page_hash: bytes) -> bytes:
-    """The ObjectKey of a page: XXH3-128(fingerprint || page_hash), 16 bytes (docs/format.md).
-
-    `fingerprint` has 16 bytes; `page_hash` any number but zero. Raises KeySizeError.
-    """
-    _check_fingerprint(fingerprint)
-    if not page_hash:
-        raise KeySizeError("the page hash is empty; pass the bytes of the page's chain hash")
-    return xxhash.xxh3_128_digest(fingerprint + page_hash)
-
-
 def object_keys(fingerprint: bytes, hashes: Sequence[bytes]) -> Keys:
-    """`object_key` of each hash: (n, 16) uint8. Raises KeySizeError with the index."""
+    """The ObjectKey of each page: XXH3-128(fingerprint || hash), (n, 16) uint8 (docs/format.md).
+
+    `fingerprint` has 16 bytes, a hash any number but zero. Raises KeySizeError with the index.
+    """
     _check_fingerprint(fingerprint)
     for i, page_hash in enumerate(hashes):
         if not page_hash:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -30,7 +30,6 @@ _log = logging.getLogger(__name__)
 
 Slots = npt.NDArray[np.int64]
 Entries = npt.NDArray[np.void]
-Progress = Callable[[int, int], None]
 
 
 def recover(
@@ -112,7 +111,7 @@ def _read_snapshot(core: Core, member: int, superblock: Superblock, nbytes: int)
     return entries
 
 
-def scan_member(core: Core, member: int, progress: Progress | None = None) -> tuple[Entries, int]:
+def scan_member(core: Core, member: int) -> tuple[Entries, int]:
     """Reads the slot table of a member: ready and quarantined slots, highest sequence number."""
     members = core.members
     geometry, identity = members.geometry, members.identity(member)
@@ -143,8 +142,6 @@ def scan_member(core: Core, member: int, progress: Progress | None = None) -> tu
             part["flags"] = records["flags"][rows] & FLAG_DIGESTS
             parts.append(part)
             done += records.size
-            if progress is not None:
-                progress(done, geometry.slots)
     finally:
         io.close()
     return np.concatenate(parts), top

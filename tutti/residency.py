@@ -17,7 +17,7 @@ from tutti.gio_uring.controller import NativeController
 from tutti.gio_uring.controller_file import BlockRange, FileController
 from tutti.index import MISSING
 from tutti.keys import as_keys
-from tutti.scheduler.residency import page_cache_budget, plan_groups, read_memory
+from tutti.scheduler.residency import plan_groups, read_memory
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ class Residency:
         controller = self._file_controller()
         geometry = self._core.geometry
         if budget_nbytes is None:
-            budget_nbytes = page_cache_budget(read_memory())
+            budget_nbytes = read_memory().free_nbytes
         sizes = np.full(self._group.size, geometry.group_nbytes)
         chosen = plan_groups(sizes, budget_nbytes, share=share, heat=self._heat())
         controller.set_buffered(self._ranges(chosen))

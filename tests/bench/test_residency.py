@@ -15,6 +15,7 @@ from tutti.bench.residency_cell import CONFIGURATIONS, measure
 from tutti.bench.shape import parse_shape
 from tutti.errors import ConfigError, PoolExists, TuttiError, Unsupported
 from tutti.gio_uring.file_member import FileMember, allocate_file
+from tutti.scheduler.residency import MemoryFacts
 from tutti.store import format as format_pool
 from tutti.terminal import Progress
 from tutti.units import MiB
@@ -60,7 +61,7 @@ def test_a_knob_keeps_a_part(
     cell: dict[str, Any], configuration: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for module in ("tutti.residency", "tutti.bench.residency_cell"):
-        monkeypatch.setattr(f"{module}.page_cache_budget", lambda memory: 10 * MiB)
+        monkeypatch.setattr(f"{module}.read_memory", lambda: MemoryFacts(10 * MiB))
     result = measure({**cell, "configuration": configuration, "share": 0.7})
     assert result["planned_nbytes"] == 6 * MiB
     for found in result["rounds"]:

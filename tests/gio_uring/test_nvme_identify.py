@@ -72,12 +72,12 @@ def test_identity() -> None:
     found = Identity.parse(controller(), 4096)
     assert (found.serial, found.model) == ("S123", "A drive")
     assert found.mdts_nbytes == 128 * KiB
-    assert (found.sgl, found.sgl_dword_aligned, found.sgl_advised) == (True, False, 32)
+    assert (found.sgl, found.sgl_advised) == (True, 32)
     assert found.has_deallocate
     assert found.has_volatile_cache
     assert not found.has_shadow_doorbells
     assert Identity.parse(controller(at77=b"\0"), 4096).mdts_nbytes == 2 * MiB
-    assert Identity.parse(controller(at536=b"\x02\0\0\0"), 4096).sgl_dword_aligned
+    assert Identity.parse(controller(at536=b"\x02\0\0\0"), 4096).sgl, "dwords only"
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tutti.errors import ConfigError, Unsupported
-from tutti.scheduler.residency import MemoryFacts, page_cache_budget, plan_groups, read_memory
+from tutti.scheduler.residency import MemoryFacts, plan_groups, read_memory
 from tutti.units import GiB, MiB
 
 
@@ -41,7 +41,7 @@ def mount(root: Path, version: int, mounted: str = "/") -> None:
 def test_without_control_groups_the_machine_counts(tmp_path: Path) -> None:
     facts = read_memory(machine(tmp_path))
     assert facts == MemoryFacts(8 * GiB)
-    assert page_cache_budget(facts) == 8 * GiB
+    assert facts.free_nbytes == 8 * GiB
 
 
 def test_version_2_counts_anon_and_shmem_of_the_tightest_group(tmp_path: Path) -> None:
@@ -54,7 +54,6 @@ def test_version_2_counts_anon_and_shmem_of_the_tightest_group(tmp_path: Path) -
     facts = read_memory(root)
     assert facts.free_nbytes == 512 * MiB  # of the outer one, which is tighter
     assert "version 2" in facts.source
-    assert page_cache_budget(facts, threads=4, pinned_nbytes=64 * MiB) == 256 * MiB
 
 
 def test_version_1_beside_an_empty_version_2(tmp_path: Path) -> None:
@@ -71,7 +70,7 @@ def test_version_1_beside_an_empty_version_2(tmp_path: Path) -> None:
         300 * MiB,
         20 * MiB,
     )
-    assert page_cache_budget(facts) == GiB - 320 * MiB
+    assert facts.free_nbytes == GiB - 320 * MiB
 
 
 def test_a_container_sees_its_own_group_as_the_root(tmp_path: Path) -> None:
@@ -79,21 +78,18 @@ def test_a_container_sees_its_own_group_as_the_root(tmp_path: Path) -> None:
     mount(root, 2, "/docker/abc")
     (root / "proc/self/cgroup").write_text("0::/docker/abc\n")
     add_group(root, "", 2, str(GiB), "anon 0\n")
-    assert page_cache_budget(read_memory(root)) == GiB
+    assert read_memory(root).free_nbytes == GiB
 
 
 def test_a_limit_above_what_is_available_changes_nothing(tmp_path: Path) -> None:
     root = machine(tmp_path, available_kib=1024)
     mount(root, 2)
     add_group(root, "", 2, str(64 * GiB), "anon 5\n")
-    assert page_cache_budget(read_memory(root)) == MiB
+    assert read_memory(root).free_nbytes == MiB
 
 
 def test_more_used_than_allowed_leaves_nothing() -> None:
-    assert page_cache_budget(MemoryFacts(GiB, GiB, anon_nbytes=GiB, shmem_nbytes=1)) == 0
-    assert page_cache_budget(MemoryFacts(GiB), threads=3, pinned_nbytes=GiB) == 0
-    with pytest.raises(ConfigError, match="give what is true"):
-        page_cache_budget(MemoryFacts(GiB), threads=-1)
+    assert MemoryFacts(GiB, GiB, anon_nbytes=GiB, shmem_nbytes=1).free_nbytes == 0
 
 
 @pytest.mark.parametrize("limit", ["", "garbage", "-5", "max\n"])

@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 import weakref
 from dataclasses import dataclass
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 from tutti.errors import ConfigError, DeviceTimeout, NativeError
 from tutti.gio_uring import _native
@@ -65,26 +65,6 @@ class ControllerInfo:
     @property
     def lba_nbytes(self) -> int:
         return 1 << self.lba_shift
-
-
-class Controller(Protocol):
-    """What every controller offers."""
-
-    @property
-    def info(self) -> ControllerInfo:
-        """What it can do."""
-
-    def register(self, buffer: Any) -> DmaRegion:
-        """Let commands name a buffer's memory; see `memory.address_of` for what is taken."""
-
-    def create_queue_pair(self, depth: int) -> QueuePair:
-        """A queue pair of `depth` entries, of which depth-1 may be in flight."""
-
-    def reset(self, timeout_s: float) -> None:
-        """End every outstanding command. Raises DeviceTimeout; then memory stays reserved."""
-
-    def close(self) -> None:
-        """Let go of the device. Raises ConfigError while regions are registered."""
 
 
 class NativeController:

@@ -42,12 +42,16 @@ class SpanConfigStruct(ctypes.LittleEndianStructure):
     )
 
 
+#: Deepest queue pair of a drive, and so how many commands each may have.
+_DEPTH_MAX = 256
+
+
 class SpanController(NativeController):
     """Drives that are used together; it closes them.
 
-    drives: open drives of one block size with no queue pairs of their own yet. depth: deepest queue
-    pair, and how many commands each drive may have. places: which drive, from 0, and which nsid of
-    it each namespace is; by default all that can be used, drive after drive.
+    drives: open drives of one block size with no queue pairs of their own yet. places: which drive,
+    from 0, and which nsid of it each namespace is; by default all that can be used, drive after
+    drive.
 
     A drive that is lost leaves the others alone: its commands end with STATUS_DEVICE_GONE.
 
@@ -58,7 +62,6 @@ class SpanController(NativeController):
         self,
         drives: Sequence[VfioController],
         *,
-        depth: int = 256,
         places: Sequence[tuple[int, int]] | None = None,
     ) -> None:
         if not drives or len({drive.info.lba_shift for drive in drives}) != 1:
@@ -72,7 +75,7 @@ class SpanController(NativeController):
         ]
         self.places = usable if places is None else list(places)
         assert set(self.places) <= set(usable), "places that can be used"
-        depth = min([depth, *(drive.info.depth_max for drive in drives)])
+        depth = min([_DEPTH_MAX, *(drive.info.depth_max for drive in drives)])
         pairs = [drive.create_queue_pair(depth) for drive in drives]
         handles = (_U64 * len(drives))(*(drive.handle for drive in drives))
         addresses = (_U64 * len(pairs))(*(pair.struct_address for pair in pairs))

@@ -159,14 +159,14 @@ class FileMember:
         self.direct = direct
         self.buffered_reason = None if direct else reason
 
-    def lock(self, timeout_s: float = _LOCK_TIMEOUT_S) -> None:
+    def lock(self) -> None:
         """Makes this the only open file that is locked, until `close`.
 
         The lock belongs to the open file that the kernel's transfers use, so after a process was
-        killed it holds until the last of them has ended; therefore this tries for `timeout_s`.
+        killed it holds until the last of them has ended; therefore this tries for two seconds.
         Raises PoolInUse.
         """
-        _patiently(lambda: _lock(self.fd, self.name), timeout_s)
+        _patiently(lambda: _lock(self.fd, self.name))
 
     def write_back(self, offset: int, nbytes: int) -> None:
         """Hands what the page cache holds of these bytes to the medium, and waits for that.

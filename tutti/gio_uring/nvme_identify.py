@@ -60,23 +60,18 @@ class Identity:
     """Identify Controller.
 
     mdts_nbytes: largest transfer of one command. sgl: whether commands may use SGLs, sgl_advised:
-    most descriptors that it likes in one, 0 = it says nothing. atomic_nlb: blocks that a power
-    failure leaves whole. namespaces: highest nsid.
+    most descriptors that it likes in one, 0 = it says nothing. namespaces: highest nsid.
     """
 
     serial: str
     model: str
-    firmware: str
     mdts_nbytes: int
     namespaces: int
     sgl: bool
-    sgl_dword_aligned: bool
     sgl_advised: int
     has_deallocate: bool
     has_volatile_cache: bool
     has_shadow_doorbells: bool
-    atomic_nlb: int
-    flush_all: bool
 
     @classmethod
     def parse(cls, raw: bytes, page_nbytes: int) -> Identity:
@@ -88,7 +83,6 @@ class Identity:
         (namespaces,) = struct.unpack_from("<I", raw, 516)
         (oacs,) = struct.unpack_from("<H", raw, 256)
         (oncs,) = struct.unpack_from("<H", raw, 520)
-        (atomic,) = struct.unpack_from("<H", raw, 528)
         (sgls,) = struct.unpack_from("<I", raw, 536)
         _refuse_if(mdts > _MDTS_MAX, f"an MDTS of 2^{mdts} pages")
         _refuse_if(not sqes & 0xF <= _SQES_64 <= sqes >> 4, f"SQ entries {sqes:#x}")
@@ -99,17 +93,13 @@ class Identity:
         return cls(
             serial=_text(raw[4:24]),
             model=_text(raw[24:64]),
-            firmware=_text(raw[64:72]),
             mdts_nbytes=min(nbytes, _TRANSFER_NBYTES_MAX),
             namespaces=namespaces,
             sgl=sgls & 3 != 0,
-            sgl_dword_aligned=sgls & 3 == 2,
             sgl_advised=sgls >> 8 & 0xFF,
             has_deallocate=bool(oncs & 1 << 2),
             has_volatile_cache=bool(raw[525] & 1),
             has_shadow_doorbells=bool(oacs & 1 << 8),
-            atomic_nlb=atomic + 1,
-            flush_all=raw[525] >> 1 & 3 == 3,
         )
 
 

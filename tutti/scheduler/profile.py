@@ -39,6 +39,8 @@ _FILE_NBYTES_MAX = 16 * MiB
 #: Faster than any medium or memory: a typing error or a clock that jumped.
 _GB_PER_S_MAX = 1000.0
 _SMS_MAX = 4096
+#: Of a page of an estimate, which sets its slices.
+_PAGE_TOKENS = 64
 
 _log = logging.getLogger(__name__)
 
@@ -81,13 +83,13 @@ class TableProfile:
         """One whole decode step; ``context_tokens`` is the sum over the batch."""
         return self._decode.at(batch, context_tokens)
 
-    def read_us(self, nbytes: int, slice_nbytes: int | None = None) -> float:
-        """A read from the medium, alone on it; slices of the profile's model unless said."""
-        return self._read.at(nbytes, slice_nbytes or self.slice_nbytes)
+    def read_us(self, nbytes: int) -> float:
+        """A read from the medium, alone on it, in slices of the profile's model."""
+        return self._read.at(nbytes, self.slice_nbytes)
 
-    def write_us(self, nbytes: int, slice_nbytes: int | None = None) -> float:
+    def write_us(self, nbytes: int) -> float:
         """A write to the medium, alone on it."""
-        return self._write.at(nbytes, slice_nbytes or self.slice_nbytes)
+        return self._write.at(nbytes, self.slice_nbytes)
 
     @property
     def read_gb_per_s(self) -> float:
@@ -168,25 +170,20 @@ def load_or_estimate(
 
 
 def estimated_document(
-    model: ModelShape,
-    gpu: GpuRoofline,
-    *,
-    machine: Mapping[str, Any] | None = None,
-    drive: Drive = PAPER_DRIVE,
-    page_tokens: int = 64,
+    model: ModelShape, gpu: GpuRoofline, *, machine: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """A profile of which nothing was measured.  page_tokens: of a page, which sets the slice."""
-    slice_nbytes = model.slice_nbytes_per_token * page_tokens
+    """A profile of which nothing was measured; the drive is the paper's."""
+    slice_nbytes = model.slice_nbytes_per_token * _PAGE_TOKENS
     return {
         "kind": KIND,
         "schema": SCHEMA,
         "machine": dict(machine or {}),
         "model": model.to_dict(),
         "gpu": gpu.name,
-        "medium": drive.name,
+        "medium": PAPER_DRIVE.name,
         "slice_nbytes": slice_nbytes,
         "compute": estimated_compute(model, gpu),
-        "io": _estimated_io(drive, slice_nbytes),
+        "io": _estimated_io(PAPER_DRIVE, slice_nbytes),
         "movers": estimated_movers(gpu),
     }
 

@@ -61,15 +61,15 @@ class Family:
         self._rising = rising
 
     @classmethod
-    def from_rows(cls, name: str, rows: object, *, rising: bool, value: int = 2) -> Family:
+    def from_rows(cls, name: str, rows: object, *, rising: bool) -> Family:
         """From rows of (amount, parameter, microseconds, ...), one for every pair of the grid.
 
-        value: which column holds the time.  Raises ProfileError for anything else.
+        Raises ProfileError for anything else.
         """
-        table = check_rows(name, rows, value)
+        table = check_rows(name, rows, 2)
         amounts = sorted({row[0] for row in table})
         parameters = sorted({row[1] for row in table})
-        times = {(row[0], row[1]): row[value] for row in table}
+        times = {(row[0], row[1]): row[2] for row in table}
         if len(times) != len(table):
             raise ProfileError(f"{name} has a point twice; run `tutti profile` again")
         missing = [(x, y) for y in parameters for x in amounts if (x, y) not in times]

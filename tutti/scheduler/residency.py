@@ -38,20 +38,11 @@ class MemoryFacts:
 
     @property
     def free_nbytes(self) -> int:
-        """The smaller of what the machine and the control group leave."""
+        """The smaller of what the machine and the control group leave, not below 0."""
         if self.limit_nbytes is None:
             return self.available_nbytes
-        return min(self.available_nbytes, self.limit_nbytes - self.anon_nbytes - self.shmem_nbytes)
-
-
-def page_cache_budget(memory: MemoryFacts, threads: int = 0, pinned_nbytes: int = 0) -> int:
-    """Bytes of page cache that stay: what is free, less what each I/O thread will still pin.
-
-    min(MemAvailable, limit - anon - shmem) - threads * pinned, and not below 0.
-    """
-    if threads < 0 or pinned_nbytes < 0:
-        raise ConfigError(f"{threads} threads that pin {pinned_nbytes} bytes; give what is true")
-    return max(0, memory.free_nbytes - threads * pinned_nbytes)
+        left = self.limit_nbytes - self.anon_nbytes - self.shmem_nbytes
+        return max(0, min(self.available_nbytes, left))
 
 
 def plan_groups(
