@@ -35,7 +35,6 @@ class Kind:
     stores: whether what is computed is written.
     """
 
-    about: str
     hit: tuple[float, float]
     new: tuple[float, float]
     out: tuple[float, float]
@@ -45,26 +44,16 @@ class Kind:
 
 
 KINDS = {
-    "chat": Kind(
-        "long chats: most of a prompt hits", (24_000, 0.7), (1_500, 0.7), (48, 0.5), 0.1, 0.7
-    ),
-    "documents": Kind(
-        "questions about documents, half of them new",
-        (48_000, 0.4),
-        (600, 0.6),
-        (32, 0.5),
-        0.4,
-        0.7,
-    ),
-    "agents": Kind(
-        "many short turns on long prefixes", (32_000, 0.5), (3_000, 0.4), (24, 0.4), 0.0, 0.8
-    ),
-    "decode": Kind(
-        "long answers: mostly decode steps", (12_000, 0.6), (1_500, 0.6), (300, 0.4), 0.1, 0.6
-    ),
-    "cold": Kind(
-        "nothing hits: only writes", (8_000, 0.6), (4_000, 0.6), (48, 0.5), 1.0, 0.7, False
-    ),
+    # long chats: most of a prompt hits
+    "chat": Kind((24_000, 0.7), (1_500, 0.7), (48, 0.5), 0.1, 0.7),
+    # questions about documents, half of them new
+    "documents": Kind((48_000, 0.4), (600, 0.6), (32, 0.5), 0.4, 0.7),
+    # many short turns on long prefixes
+    "agents": Kind((32_000, 0.5), (3_000, 0.4), (24, 0.4), 0.0, 0.8),
+    # long answers: mostly decode steps
+    "decode": Kind((12_000, 0.6), (1_500, 0.6), (300, 0.4), 0.1, 0.6),
+    # nothing hits: only writes
+    "cold": Kind((8_000, 0.6), (4_000, 0.6), (48, 0.5), 1.0, 0.7, False),
 }
 
 _TOKENS_MAX = 128_000
