@@ -55,8 +55,9 @@ def served_model() -> ServedModel:
         args = None
     if args is None:
         return ServedModel()
+    parallel = get_parallel()
     try:
-        dp_rank = get_parallel().dp_rank or 0
+        dp_rank = parallel.dp_rank or 0
     except RuntimeError:  # nobody has said which replica this is: there is one
         dp_rank = 0
 
@@ -72,9 +73,25 @@ def served_model() -> ServedModel:
         kv_cache_dtype=text("kv_cache_dtype"),
         load_format=text("load_format"),
         overrides=text("json_model_override_args"),
-        dp_size=int(getattr(args, "dp_size", 1) or 1),
+        dp_size=int(parallel.num_dp_ranks),  # replicas, or groups of DP attention
         dp_rank=int(dp_rank),
     )
+
+
+def attention_tp(config: HiCacheStorageConfig) -> tuple[int, int]:
+    """(rank, size) among the ranks that share the heads of a page.
+
+    With context parallelism the config counts the CP ranks as TP ranks, too.
+    """
+    from sglang.srt.runtime_context import get_parallel
+
+    if config.attn_cp_size > 1:
+        try:
+            parallel = get_parallel()
+            return int(parallel.attn_tp_rank), int(parallel.attn_tp_size)
+        except RuntimeError:  # no server has said its ranks: the config is all there is
+            pass
+    return config.tp_rank, config.tp_size
 
 
 def let_every_rank_write(config: HiCacheStorageConfig) -> bool:

@@ -55,9 +55,10 @@ class TuttiHiCacheStorage(adapter.HiCacheStorage):
         self._config = storage_config
         replicated = adapter.let_every_rank_write(storage_config)
         self._model = adapter.served_model()
+        tp_rank, tp_size = adapter.attention_tp(storage_config)
         self._place = Place(
-            tp_rank=storage_config.tp_rank,
-            tp_size=storage_config.tp_size,
+            tp_rank=tp_rank,
+            tp_size=tp_size,
             pp_rank=storage_config.pp_rank,
             pp_size=storage_config.pp_size,
             cp_rank=storage_config.attn_cp_rank,

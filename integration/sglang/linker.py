@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from tutti.errors import ConfigError, DeviceTimeout, KeyMissing, TuttiError
+from tutti.errors import ConfigError, DeviceTimeout, KeyMissing, TuttiError, Unsupported
 from tutti.integration.sglang import linker_adapter as adapter
 from tutti.integration.sglang.adapter import check_version, served_model
 from tutti.integration.sglang.admission import Worth, break_even
@@ -81,6 +81,13 @@ class TuttiLinker(adapter.UnifiedCacheLinker):
         self.pools = {adapter.PoolName(name): pool for name, pool in group.pools.items()}
         model = served_model()
         place = adapter.place_of(params, model, replicated=group.replicated)
+        if place.pp_size > 1:
+            # Stages that find different pages would wait for each other for ever:
+            # SGLang takes the common answer of TP and CP ranks alone (sglang PR 38658, open).
+            raise Unsupported(
+                "SGLang 0.5.23 does not keep pipeline stages in step behind a linker; start with "
+                "--pp-size 1, or use Tutti behind HiCache, which works with pipeline stages"
+            )
         self._alone = place.ranks == place.dp_size
         profile = None
         if options["profile"] is not None:

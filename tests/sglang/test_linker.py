@@ -451,3 +451,10 @@ def test_pages_are_stored_behind_their_predecessors(tmp_path: Path) -> None:
         index = rig.shelf.store._core.index
         keys = rig.linker._keys(engine.transfer(names(9)))
         assert index.depth[index.find(keys)].tolist() == list(range(9))
+
+
+def test_pipeline_stages_are_refused(tmp_path: Path) -> None:
+    """SGLang would let stages that find different pages wait for each other."""
+    with pytest.raises(Unsupported, match="--pp-size 1"):
+        _make(engine.kv_pool("mha"), tmp_path, {ComponentType.FULL}, pp_size=2)
+    assert not list(tmp_path.iterdir()), "no pool was made"
