@@ -3,13 +3,15 @@
     python -m tutti.bench.gpu --out DIR            # all that DIR does not hold yet
     python -m tutti.bench.gpu --out DIR ceiling    # these alone, again
 
-Every case writes DIR/NAME.json when it ends, so a run that was cut goes on where it stopped.  The
-first, `ceiling`, says in less than four minutes whether it works, is right, and how fast it can be.
+Every case is a process of its own, so that one that hangs or loses its context costs a row and no
+other case.  DIR/NAME.json is written after every row: a run that was cut goes on behind the last.
+The first, `ceiling`, says in less than four minutes whether it works, is right, and how fast it is.
 """
 
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import json
 import os
 import subprocess
@@ -20,94 +22,199 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tutti.bench import gpu_cases, gpu_overlap
+from tutti.bench import gpu_cases, gpu_digests, gpu_files, gpu_overlap
 from tutti.bench.environment import describe
-from tutti.bench.gpu_cases import Case, Plan
+from tutti.bench.gpu_cases import Case, Plan, Row
+from tutti.bench.gpu_facts import clocks, describe_gpu, describe_host
+from tutti.bench.gpu_report import line_of
 from tutti.bench.gpu_rig import Machine
-from tutti.errors import ConfigError, TuttiError
+from tutti.errors import ConfigError, CudaError, TuttiError
 from tutti.gio_uring.gpu_device_engine import KINDS
 from tutti.gio_uring.gpu_driver import CudaDriver, Driver
 from tutti.gio_uring.gpu_modules import Modules
 from tutti.terminal import progress
 from tutti.units import parse_nbytes
 
-_SMI = "name,driver_version,clocks.sm,clocks.mem,clocks.max.sm,pcie.link.gen.current,power.limit"
-
-
-def first(machine: Machine, plan: Plan) -> dict[str, Any]:
-    """Is it right, and how fast is the ceiling."""
-    return {"round_trip": gpu_cases.round_trip(machine, plan)} | gpu_cases.ceiling(machine, plan)
-
-
 CASES: dict[str, Case] = {
-    "ceiling": first,
+    "ceiling": gpu_cases.first,
     "scatter": gpu_cases.scatter,
     "pipeline": gpu_overlap.pipeline,
     "interference": gpu_overlap.interference,
     "multiprocessors": gpu_cases.multiprocessors,
-    "digests": gpu_overlap.digests,
+    "digests": gpu_digests.digests,
+    "cpu-time": gpu_cases.cpu_time,
     "engines": partial(gpu_cases.engine, "host"),
-    "files": gpu_cases.files,
 }
 CASES |= {kind: partial(gpu_cases.engine, kind) for kind in KINDS}
+CASES["files"] = gpu_files.files
+
+#: Of a row: what takes longer hangs, and its process ends.
+_ROW_S = 90
+#: A case is not begun with less time left, and may be begun again so often in one run.
+_LEFT_S, _TRIES = 20, 6
+#: After these codes of CUresult the context answers every call with the same.
+_LOST = {700, 702, 710, 714, 715, 716, 717, 718, 719, 721}
 
 
-def describe_gpu() -> dict[str, str]:
-    """GPU, driver and clocks as nvidia-smi reports them; nothing where it is not there."""
-    command = ["nvidia-smi", f"--query-gpu={_SMI}", "--format=csv,noheader"]
+def run_case(
+    name: str, machine: Machine, plan: Plan, out: Path, label: str = "", commit: str = ""
+) -> dict[str, Any]:
+    """Runs the rows of a case that have no result yet; its JSON is written after each of them."""
+    content = _begun(name, machine, plan, out, label, commit)
+    rows = content["rows"]
+    known = {row["name"] for row in rows}
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return {}
-    values = done.stdout.splitlines()[0].split(", ")
-    return dict(zip(_SMI.split(","), values, strict=False))
-
-
-def run_case(name: str, machine: Machine, plan: Plan, out: Path, label: str = "") -> dict[str, Any]:
-    """Runs a case and writes its JSON, whatever became of it."""
-    began_s = time.monotonic()
-    try:
-        result = CASES[name](machine, plan)
-    except Exception as error:  # whatever it is, the other cases' results must not be lost
-        result = {"not_run": f"{type(error).__name__}: {error}"}
+        for row in CASES[name](machine, plan):
+            if row.name in known:
+                continue
+            if time.monotonic() > plan.until_s:
+                content["stopped"] = "there was no time left; run it again for the other rows"
+                break
+            content["running"] = row.name
+            _write(content, out)
+            rows.append(_run_row(row))
+            del content["running"]
+            _write(content, out)
+            print(line_of(rows[-1]), flush=True)
+            if rows[-1].get("cuda_error") in _LOST:
+                content["stopped"] = "the context is lost"
+                break
+        else:
+            content["complete"] = True
+    except Exception as error:  # a case that cannot even say what its rows are
+        content |= {"stopped": f"{type(error).__name__}: {error}", "failed": True}
         if not isinstance(error, TuttiError):
-            result["traceback"] = traceback.format_exc().splitlines()[-12:]
-    content = {
-        "case": name,
-        "label": label,
-        "gpu": describe_gpu(),
-        "environment": describe(plan.folder),
-        "elapsed_s": time.monotonic() - began_s,
-        "result": result,
-    }
-    out.mkdir(parents=True, exist_ok=True)
-    temporary = out / f".{name}.json.new"
-    temporary.write_text(json.dumps(content, indent=1) + "\n")
-    os.replace(temporary, out / f"{name}.json")
+            content["traceback"] = traceback.format_exc().splitlines()[-12:]
+    _write(content, out)
     return content
 
 
+def _begun(
+    name: str, machine: Machine, plan: Plan, out: Path, label: str, commit: str
+) -> dict[str, Any]:
+    """What a case's JSON says beside its rows, and the rows of a run that was cut."""
+    machine_facts = describe(plan.folder) | ({"commit": commit} if commit else {})
+    begun = _read(out / f"{name}.json")
+    goes_on = begun.get("machine", {}).get("commit") == machine_facts["commit"]
+    return {
+        "benchmark": "gpu",
+        "case": name,
+        "label": label,
+        "complete": False,
+        "gpu": describe_gpu(),
+        "host": describe_host(),
+        "cuda": machine.facts,
+        "machine": machine_facts,
+        "rows": begun["rows"] if goes_on and not begun.get("complete") else [],
+    }
+
+
+def _run_row(row: Row) -> dict[str, Any]:
+    """A row's result, or why there is none: the other rows must not be lost."""
+    began_s = time.monotonic()
+    result: dict[str, Any] = {"name": row.name}
+    faulthandler.dump_traceback_later(_ROW_S, exit=True)
+    try:
+        result |= row.work()
+    except Exception as error:
+        result["not_run"] = f"{type(error).__name__}: {error}"
+        if isinstance(error, CudaError):
+            result["cuda_error"] = error.code
+        elif not isinstance(error, TuttiError):
+            result["traceback"] = traceback.format_exc().splitlines()[-12:]
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+    return result | {"elapsed_s": time.monotonic() - began_s, "clocks_after": clocks()}
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """A case's JSON; {} where there is none."""
+    content: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+    return content
+
+
+def _write(content: dict[str, Any], out: Path) -> None:
+    out.mkdir(parents=True, exist_ok=True)
+    temporary = out / f".{content['case']}.json.new"
+    temporary.write_text(json.dumps(content, indent=1) + "\n")
+    os.replace(temporary, out / f"{content['case']}.json")
+
+
 def cases_to_run(wanted: list[str], out: Path) -> list[str]:
-    """The named ones, or all that have no result yet: those that were not tried come first."""
+    """The named ones, or all that have no whole result yet: what was not tried comes first."""
     unknown = set(wanted) - set(CASES)
     if unknown:
         raise ConfigError(f"no case is called {min(unknown)}; there are {', '.join(CASES)}")
     if wanted:
         return wanted
-    states = {name: _state(out / f"{name}.json") for name in CASES}
-    return [name for state in ("new", "failed") for name in CASES if states[name] == state]
+    states = {name: _state(_read(out / f"{name}.json")) for name in CASES}
+    return [name for state in ("new", "cut", "failed") for name in CASES if states[name] == state]
 
 
-def _state(path: Path) -> str:
-    """What became of a case: "new", "failed" or "done"."""
-    if not path.exists():
+def _state(content: dict[str, Any]) -> str:
+    """What became of a case: "new", "cut", "failed" or "done"."""
+    if not content:
         return "new"
-    return "failed" if "not_run" in json.loads(path.read_text())["result"] else "done"
+    if content["complete"]:
+        return "done"
+    return "failed" if content.get("failed") else "cut"
 
 
 def machine_of(driver: Driver) -> Machine:
-    """The GPU with the device code of this package."""
-    return Machine(driver, Modules(driver))
+    """The GPU with the device code of this package; without it where it cannot be had."""
+    try:
+        return Machine(driver, Modules(driver))
+    except TuttiError as error:
+        return Machine(driver, None, why_no_modules=f"{type(error).__name__}: {error}")
+
+
+def _run_here(name: str, args: argparse.Namespace) -> int:
+    """One case in this process."""
+    out = Path(args.out)
+    until_s = time.monotonic() + args.minutes * 60
+    try:
+        plan = Plan(
+            progress,
+            Path(args.dir),
+            args.pairs,
+            args.round_s,
+            file_nbytes=parse_nbytes(args.file),
+            until_s=until_s,
+        )
+        machine = machine_of(CudaDriver())
+        run_case(name, machine, plan, out, commit=args.commit)
+        machine.close()
+    except TuttiError as error:
+        print(f"{name}: error: {error}", file=sys.stderr, flush=True)
+        return 1
+    return 0
+
+
+def _run_apart(name: str, argv: list[str], out: Path, left_s: float) -> dict[str, Any]:
+    """One case in a process of its own, again behind a row that ended it; its JSON."""
+    until_s = time.monotonic() + left_s
+    path = out / f"{name}.json"
+    env = {"CUDA_DEVICE_MAX_CONNECTIONS": "32"} | os.environ
+    for _ in range(_TRIES):
+        left_s = until_s - time.monotonic()
+        if left_s < _LEFT_S:
+            break
+        command = [sys.executable, "-m", "tutti.bench.gpu", *argv, "--here", name]
+        try:
+            done = subprocess.run(
+                [*command, "--minutes", str(left_s / 60)], env=env, timeout=left_s + _ROW_S / 2
+            )
+            how = f"its process ended with code {done.returncode}"
+        except subprocess.TimeoutExpired:
+            how = "its process was killed, as the time was over"
+        content = _read(path)
+        row = content.pop("running", None)
+        if row is not None:
+            content["rows"].append({"name": row, "not_run": how})
+            _write(content, out)
+        elif content.get("stopped") != "the context is lost":
+            break
+    return _read(path)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -116,31 +223,38 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("cases", nargs="*", metavar="CASE", help=", ".join(CASES))
     parser.add_argument("--out", default="bench/results/gpu", help="(default: %(default)s)")
     parser.add_argument("--dir", default=".", help="for the file of `files` (default: %(default)s)")
-    parser.add_argument("--pairs", type=int, default=7, help="rounds (default: %(default)s)")
-    parser.add_argument("--round", default="8GiB", help="moved in a round (default: %(default)s)")
-    parser.add_argument("--minutes", type=float, default=8.0, help="start no case after so long")
+    parser.add_argument("--file", default="4GiB", help="its size (default: %(default)s)")
+    parser.add_argument("--pairs", type=int, default=7, help="of rounds (default: %(default)s)")
+    parser.add_argument("--round-s", type=float, default=0.15, help="(default: %(default)s)")
+    parser.add_argument("--minutes", type=float, default=8.0, help="begin no row after so long")
+    parser.add_argument("--commit", default="", help="of the code, where there is no git")
+    parser.add_argument("--here", metavar="CASE", help="this case alone, in this process")
     args = parser.parse_args(arguments)
-    out = Path(args.out)
-    began_s = time.monotonic()
+    if args.here:
+        return _run_here(args.here, args)
+    out, began_s = Path(args.out), time.monotonic()
+    options = [
+        *("--out", args.out, "--dir", args.dir, "--file", args.file, "--commit", args.commit),
+        *("--pairs", str(args.pairs), "--round-s", str(args.round_s)),
+    ]
     try:
         names = cases_to_run(args.cases, out)
-        machine = machine_of(CudaDriver())
-        plan = Plan(progress, Path(args.dir), args.pairs, round_nbytes=parse_nbytes(args.round))
-        for name in names:
-            if time.monotonic() - began_s > args.minutes * 60:
-                print(f"{name} and what follows are left for the next run")
-                break
-            content = run_case(name, machine, plan, out)
-            why = content["result"].get("not_run", "done")
-            print(f"{name}: {content['elapsed_s']:.0f} s, {why}", flush=True)
-            if "traceback" in content["result"]:
-                print("the GPU may be in a bad state: run this again for the cases that are left")
-                return 1
-        machine.close()
-    except TuttiError as error:
+    except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    return 0
+    for name in args.cases:
+        (out / f"{name}.json").unlink(missing_ok=True)
+    is_whole = True
+    for name in names:
+        left_s = args.minutes * 60 - (time.monotonic() - began_s)
+        if left_s < _LEFT_S:
+            print(f"{name} and what follows are left for the next run", flush=True)
+            return 1
+        content = _run_apart(name, options, out, left_s)
+        is_whole = is_whole and bool(content.get("complete"))
+        why = "done" if content.get("complete") else content.get("stopped", "no result")
+        print(f"== {name}: {why}, {time.monotonic() - began_s:.0f} s", flush=True)
+    return 0 if is_whole else 1
 
 
 if __name__ == "__main__":

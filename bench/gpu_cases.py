@@ -1,93 +1,115 @@
-"""The GPU benchmarks that need no compute beside them: ceilings, movers, scatter, files, SMs."""
+"""The GPU benchmarks that need no compute beside them: ceilings, movers, scatter, SMs, CPU time."""
 
 from __future__ import annotations
 
-import os
+import math
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from tutti.bench.fio import FioJob, prepare_file, run_fio
 from tutti.bench.gpu_rig import (
-    LBA_NBYTES,
     MOVERS,
     DevicePages,
     Load,
     Machine,
     PlainCopies,
+    count_for,
     spin_until,
-    timed,
     transfers,
     tutti_system,
 )
-from tutti.bench.paired import Round, System, compare
-from tutti.errors import TuttiError, Unsupported
-from tutti.gio_uring.controller_file import FileController
+from tutti.bench.paired import compare
+from tutti.errors import Unsupported
 from tutti.gio_uring.controller_memory import MemoryController
 from tutti.gio_uring.gpu_device_engine import KINDS
 from tutti.gio_uring.gpu_memory import PinnedMemory
 from tutti.gio_uring.memory import HostBuffer
 from tutti.terminal import ProgressFactory
-from tutti.units import KiB, MiB
+from tutti.units import KiB, MiB, format_nbytes
 
 DIRECTIONS = ("load", "store")
-SLICES = (64 * KiB, 256 * KiB, MiB)
-#: Of a round with files, so that a slow disk does not take hours.
-_FILE_ROUND_NBYTES = 2048 * MiB
+#: The one whose answer counts most comes first: a run may be cut.
+SLICES = (256 * KiB, 64 * KiB, MiB)
+BLOCKS = (16, 8, 4, 2, 1, 12, 24, 32)
+#: Bytes of K, and of V, of a token in a layer of Llama-3-8B.
+_TOKEN_NBYTES = 2048
 
 
 @dataclass(frozen=True)
 class Plan:
     """How much is measured.
 
-    batch_nbytes: of one transfer.  round_nbytes: of a round.  file_nbytes: of the file in folder.
+    pairs: of rounds.  round_s: how long a round of ours lasts, which says how many transfers are in
+    one.  batch_nbytes: of one transfer.  tokens: of the layers that are scattered.  file_nbytes: of
+    the file in folder.  until_s: of time.monotonic(), when no row begins any more.
     """
 
     progress: ProgressFactory
     folder: Path
     pairs: int = 7
+    round_s: float = 0.15
     batch_nbytes: int = 256 * MiB
-    round_nbytes: int = 8192 * MiB
-    file_nbytes: int = 4096 * MiB
     staging_nbytes: int = 256 * MiB
-
-    def count(self, load: Load) -> int:
-        """Transfers of a round."""
-        return max(2, self.round_nbytes // load.nbytes)
-
-
-Case = Callable[[Machine, Plan], dict[str, Any]]
+    tokens: int = 65536
+    file_nbytes: int = 4096 * MiB
+    until_s: float = math.inf
 
 
-def round_trip(machine: Machine, plan: Plan) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Row:
+    """One measurement: its name, which is unique in its case, and what makes it."""
+
+    name: str
+    work: Callable[[], dict[str, Any]]
+
+
+Case = Callable[[Machine, Plan], list[Row]]
+
+
+@dataclass(frozen=True)
+class Way:
+    """How bytes are moved: an engine, a mover, and the blocks of kernels that move."""
+
+    engine: str = "host"
+    mover: str = "kernel"
+    blocks: int = 16
+
+    @property
+    def name(self) -> str:
+        """For rows; the engine's default of 16 blocks is not said."""
+        blocks = f", {self.blocks} blocks" if self.mover == "kernel" and self.blocks != 16 else ""
+        return f"{self.engine}, {self.mover}{blocks}"
+
+
+def round_trips(machine: Machine, plan: Plan) -> list[Row]:
     """Bytes that are stored and loaded again are the same, by every engine and mover."""
-    verdicts: dict[str, str] = {}
-    load = Load(64 * KiB, 16, layers=4)
-    ways = [("host", mover) for mover in _movers(machine)]
+    ways = [Way("host", mover) for mover in _movers(machine)]
     if machine.modules is not None:
-        ways += [(kind, "kernel") for kind in KINDS]
-    pages = DevicePages(machine.driver, load)
-    for engine, mover in ways:
-        try:
-            verdict = _trip(machine, pages, engine, mover)
-        except TuttiError as error:
-            verdict = f"{type(error).__name__}: {error}"
-        verdicts[f"{engine} {mover}"] = verdict
-    pages.close()
-    return {"verdicts": verdicts, "right": all(v == "right" for v in verdicts.values())}
+        ways += [Way(kind) for kind in KINDS]
+    return [Row(f"round trip, {way.name}", partial(_trip, machine, way)) for way in ways]
 
 
-def _trip(machine: Machine, pages: DevicePages, engine: str, mover: str) -> str:
+def _trip(machine: Machine, way: Way) -> dict[str, Any]:
+    load = Load(64 * KiB, 16, layers=4)
     with MemoryController([64 * MiB]) as medium, ExitStack() as stack:
+        pages = DevicePages(machine.driver, load)
+        stack.callback(pages.close)
         how: dict[str, Any] = {"controller": medium, "staging_nbytes": 8 * MiB}
         check = stack.enter_context(_checker(machine, pages))
-        if engine == "host":
-            return check(stack.enter_context(machine.host_engine(mover, **how))[0])
-        return check(stack.enter_context(machine.device_engine(engine, **how)))
+        verdict = check(stack.enter_context(_engine(machine, way, **how)))
+    return {"verdict": verdict, "right": verdict == "right"}
+
+
+def _engine(machine: Machine, way: Way, **how: Any) -> Any:
+    """A context manager that opens the engine of a way."""
+    if way.engine == "host":
+        return machine.host_engine(way.mover, blocks=way.blocks, **how)
+    return machine.device_engine(way.engine, blocks=way.blocks, **how)
 
 
 @contextmanager
@@ -128,136 +150,120 @@ def _movers(machine: Machine) -> list[str]:
     return [name for name in MOVERS if has.get(name, True)]
 
 
-def ceiling(machine: Machine, plan: Plan) -> dict[str, Any]:
-    """Engine host and copy engines over a medium that moves nothing, against one memcpy."""
-    rows = []
-    mover = _movers(machine)[0]
-    for slice_nbytes in SLICES:
-        load = Load.of_nbytes(slice_nbytes, plan.batch_nbytes)
-        for direction in DIRECTIONS:
-            rows.append(_against_memcpy(machine, plan, "host", mover, load, direction))
-    return {"rows": rows}
+def copy_engines(machine: Machine) -> Way:
+    """Engine host with the best copies that the driver has."""
+    return Way("host", _movers(machine)[0])
 
 
-def engine(name: str, machine: Machine, plan: Plan) -> dict[str, Any]:
+def first(machine: Machine, plan: Plan) -> list[Row]:
+    """The most important answers: is it right, and how fast are both movers."""
+    best = copy_engines(machine)
+    loads = [Load.of_nbytes(n, plan.batch_nbytes) for n in SLICES]
+    # K and V apart make fragments of 32 KiB out of slices of 64; together a slice is one fragment.
+    loads.append(replace(loads[SLICES.index(64 * KiB)], segments=1))
+    rows = [_row(machine, plan, best, load, d) for load in loads for d in DIRECTIONS]
+    if machine.modules is not None:
+        rows += [_row(machine, plan, Way(), loads[0], direction) for direction in DIRECTIONS]
+    return [*round_trips(machine, plan), *rows]
+
+
+def engine(name: str, machine: Machine, plan: Plan) -> list[Row]:
     """One engine with each of its movers over a medium that moves nothing, against one memcpy."""
     if name in KINDS and machine.modules is None:
         raise Unsupported("no device code is loaded")
-    rows = []
-    for mover in _movers(machine) if name == "host" else ["kernel"]:
-        for slice_nbytes in SLICES:
-            load = Load.of_nbytes(slice_nbytes, plan.batch_nbytes)
-            for direction in DIRECTIONS:
-                rows.append(_against_memcpy(machine, plan, name, mover, load, direction))
-    return {"rows": rows}
+    ways = [Way("host", m) for m in _movers(machine)] if name == "host" else [Way(name)]
+    loads = [Load.of_nbytes(n, plan.batch_nbytes) for n in SLICES]
+    rows = [_row(machine, plan, w, load, d) for w in ways for load in loads for d in DIRECTIONS]
+    # The blocks of the others drive the queues as well: how many does it take?
+    few = (8, 4) if name in ("resident", "persistent") else ()
+    return rows + [
+        _row(machine, plan, Way(name, blocks=blocks), loads[0], direction)
+        for blocks in few
+        for direction in DIRECTIONS
+    ]
 
 
-def _against_memcpy(
-    machine: Machine,
-    plan: Plan,
-    engine: str,
-    mover: str,
-    load: Load,
-    direction: str,
-    *,
-    bar: str = "one",
-    blocks: int = 16,
+def _row(
+    machine: Machine, plan: Plan, way: Way, load: Load, direction: str, bar: str = "one"
+) -> Row:
+    pieces = f"{format_nbytes(load.slice_nbytes)} in {load.segments}"
+    name = f"{way.name}, {direction}, slices of {pieces}, against {bar}"
+    return Row(name, partial(against_copies, machine, plan, way, load, direction, bar))
+
+
+def against_copies(
+    machine: Machine, plan: Plan, way: Way, load: Load, direction: str, bar: str
 ) -> dict[str, Any]:
-    row: dict[str, Any] = {
-        "engine": engine,
-        "mover": mover,
+    """An engine over a medium that moves nothing, and plain copies of as many bytes by turns."""
+    # Two transfers at once have all their layers staged, or as many as the engine's default allows.
+    staging_nbytes = plan.staging_nbytes
+    if 2 * load.slice_nbytes * load.pages > staging_nbytes // 2:
+        staging_nbytes = 2 * load.nbytes + 64 * MiB
+    with ExitStack() as stack:
+        # Before the engine: an allocation may wait for its kernels.
+        pages = DevicePages(machine.driver, load)
+        stack.callback(pages.close)
+        copies = PlainCopies(machine.driver, pages)
+        stack.callback(copies.close)
+        submitter = stack.enter_context(_engine(machine, way, staging_nbytes=staging_nbytes))
+        count = count_for(submitter, pages, direction, plan.round_s)
+        ours = tutti_system(way.name, submitter, pages, direction, count)
+        theirs = copies.system(bar, direction, count)
+        result = compare(ours, theirs, pairs=plan.pairs, progress=plan.progress)
+    return {
+        "engine": way.engine,
+        "mover": way.mover,
+        "blocks": way.blocks if way.mover == "kernel" else 0,
         "direction": direction,
+        "bar": bar,
         "slice_nbytes": load.slice_nbytes,
         "fragment_nbytes": load.slice_nbytes // load.segments,
-        "blocks": blocks if mover == "kernel" else 0,
+        "layer_nbytes": load.slice_nbytes * load.pages,
+        "transfer_nbytes": load.nbytes,
+        "transfers_in_a_round": count,
+        "staging_nbytes": staging_nbytes,
+        "bar_backing": copies.backing,
+        **result,
     }
-    count = plan.count(load)
-    try:
-        with ExitStack() as stack:
-            # Before the engine: an allocation may wait for its kernels.
-            pages = DevicePages(machine.driver, load)
-            stack.callback(pages.close)
-            copies = PlainCopies(machine.driver, pages)
-            stack.callback(copies.close)
-            how: dict[str, Any] = {"blocks": blocks, "staging_nbytes": plan.staging_nbytes}
-            if engine == "host":
-                submitter: Any = stack.enter_context(machine.host_engine(mover, **how))[0]
-            else:
-                submitter = stack.enter_context(machine.device_engine(engine, **how))
-            ours = tutti_system(f"{engine} {mover}", submitter, pages, direction, count)
-            theirs = copies.system(bar, direction, count)
-            row |= compare(ours, theirs, pairs=plan.pairs, progress=plan.progress)
-    except TuttiError as error:
-        row["not_run"] = f"{type(error).__name__}: {error}"
-    return row
 
 
-def scatter(machine: Machine, plan: Plan) -> dict[str, Any]:
-    """Into scattered fragments of 32 and 128 KiB, K and V, against the batch call and a loop."""
+def scatter(machine: Machine, plan: Plan) -> list[Row]:
+    """Layers of 64K tokens in pages of 16 and 64, fragments of 32 and 128 KiB, K and V, against the
+    batch call alone and against a loop.
+    """
+    bars = ("batch", "loop") if machine.driver.has_copy_batch else ("loop",)
     rows = []
-    for fragment in (32 * KiB, 128 * KiB):
-        load = Load.of_nbytes(2 * fragment, plan.batch_nbytes)
-        for direction in DIRECTIONS:
-            for bar in ("batch", "loop") if machine.driver.has_copy_batch else ("loop",):
-                mover = _movers(machine)[0]
-                row = _against_memcpy(machine, plan, "host", mover, load, direction, bar=bar)
-                rows.append(row | {"bar": bar})
-    return {"rows": rows}
-
-
-def multiprocessors(machine: Machine, plan: Plan) -> dict[str, Any]:
-    """How many blocks, one for each multiprocessor, the SM copy needs for the link's rate."""
-    load = Load.of_nbytes(256 * KiB, plan.batch_nbytes)
-    rows = [
-        _against_memcpy(machine, plan, "host", "kernel", load, direction, blocks=blocks)
-        for direction in DIRECTIONS
-        for blocks in (1, 2, 4, 8, 16, 32)
-    ]
-    return {"rows": rows}
-
-
-def files(machine: Machine, plan: Plan) -> dict[str, Any]:
-    """Loads from and stores to a file by direct I/O, against fio with as many bytes in flight."""
-    path = str(plan.folder / "gpu-bench.dat")
-    rows: list[dict[str, Any]] = []
-    try:
-        prepare_file(path, plan.file_nbytes)
-        for slice_nbytes in (256 * KiB, MiB):
+    for bar in bars:
+        for page_tokens in (16, 64):
+            slice_nbytes = 2 * page_tokens * _TOKEN_NBYTES
+            load = Load(slice_nbytes, plan.tokens // page_tokens, layers=2)
             for direction in DIRECTIONS:
-                rows.append(_against_fio(machine, plan, path, slice_nbytes, direction))
-    except TuttiError as error:
-        rows.append({"not_run": f"{type(error).__name__}: {error}"})
-    finally:
-        if os.path.exists(path):
-            os.unlink(path)
-    return {"rows": rows}
+                rows.append(_row(machine, plan, copy_engines(machine), load, direction, bar))
+    return rows
 
 
-def _against_fio(
-    machine: Machine, plan: Plan, path: str, slice_nbytes: int, direction: str
-) -> dict[str, Any]:
-    load = Load.of_nbytes(slice_nbytes, min(plan.batch_nbytes, plan.file_nbytes))
-    count = max(2, min(plan.round_nbytes, _FILE_ROUND_NBYTES) // load.nbytes)
-    verb = "read" if direction == "load" else "write"
-    fio = FioJob(path, verb, slice_nbytes, plan.file_nbytes, count * load.nbytes)
+def multiprocessors(machine: Machine, plan: Plan) -> list[Row]:
+    """How many blocks, one for each multiprocessor, the SM copy needs for the link's rate."""
+    if machine.modules is None:
+        raise Unsupported("no device code is loaded")
+    load = Load.of_nbytes(256 * KiB, plan.batch_nbytes)
+    return [
+        _row(machine, plan, Way(blocks=blocks), load, direction)
+        for blocks in BLOCKS
+        for direction in DIRECTIONS
+    ]
 
-    def run() -> Round:
-        result = run_fio(fio)
-        return Round(result.gb_per_s, result.cpu_s_per_gb, {"fio": result.version})
 
-    with ExitStack() as stack:
-        controller = stack.enter_context(FileController([path]))
-        assert controller.info.lba_nbytes == LBA_NBYTES, "files have blocks of 4096 bytes"
-        pages = DevicePages(machine.driver, load)
-        stack.callback(pages.close)  # after the engine, whatever becomes of a transfer
-        gpu, _ = stack.enter_context(
-            machine.host_engine(
-                _movers(machine)[0], controller=controller, staging_nbytes=plan.staging_nbytes
-            )
-        )
-        ours = System(
-            "host file",
-            lambda: timed(count * load.nbytes, lambda: transfers(gpu, pages, direction, count)),
-        )
-        result = compare(ours, System("fio", run), pairs=plan.pairs, progress=plan.progress)
-    return {"direction": direction, "slice_nbytes": slice_nbytes, **result}
+def cpu_time(machine: Machine, plan: Plan) -> list[Row]:
+    """CPU time of the whole process for 10^9 bytes, one engine after the other and back again."""
+    ways = [copy_engines(machine)]
+    if machine.modules is not None:
+        ways += [Way("launch"), Way("resident")]
+    load = Load.of_nbytes(256 * KiB, plan.batch_nbytes)
+    rows = []
+    for turn in (1, 2):
+        for way in ways if turn == 1 else reversed(ways):
+            for direction in DIRECTIONS:
+                row = _row(machine, plan, way, load, direction)
+                rows.append(replace(row, name=f"{row.name}, turn {turn}"))
+    return rows

@@ -1,4 +1,4 @@
-"""GPU benchmarks with something beside: what a mover costs compute, a pipeline, digests.
+"""GPU benchmarks with compute beside: what a mover costs it, and a pipeline.
 
 The compute is a stand-in through PyTorch: a bf16 GEMM, a kernel bound by memory as decoding is, and
 a layer of Llama-3-8B's shapes.
@@ -6,32 +6,30 @@ a layer of Llama-3-8B's shapes.
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
-import numpy as np
-
-from tutti.bench.gpu_cases import Plan
-from tutti.bench.gpu_rig import DevicePages, Load, Machine, spin_until, transfers
-from tutti.bench.statistics import bootstrap_median, median
-from tutti.errors import TuttiError, Unsupported
-from tutti.gio_uring.gpu_batch import DeviceBatch, launch_layer
+from tutti.bench import gpu_beside
+from tutti.bench.gpu_beside import Gate, Stopwatch, loads_beside
+from tutti.bench.gpu_cases import Plan, Row, copy_engines
+from tutti.bench.gpu_rig import OPCODES, DevicePages, Load, Machine, spin_until, transfers
+from tutti.bench.statistics import bootstrap_median, median, ratios
+from tutti.errors import Unsupported
+from tutti.gio_uring.engine import Extents
 from tutti.gio_uring.gpu_green import torch_stream
-from tutti.gio_uring.nvme_spec import OPCODE_READ, OPCODE_WRITE
+from tutti.gio_uring.iocb import PagedMemory
 from tutti.units import KiB
 
-_ROUNDS = 12
-_CALLS = 20
-#: Loads beside a kernel between two looks at the clock: the link rests only after so many.
-_BESIDE = 8
 _SMS = 16
 #: Llama-3-8B: hidden size, of the MLP, of K and V together.
 _HIDDEN, _MLP, _KV = 4096, 14336, 2048
 _PREFIX_TOKENS = 8192
 _PAGE_TOKENS = 64
+_LAYERS = 32
 
 
 def _torch() -> Any:
@@ -60,106 +58,102 @@ def _decode(torch: Any) -> Callable[[], object]:
 KERNELS: dict[str, Callable[[Any], Callable[[], object]]] = {"gemm": _gemm, "decode": _decode}
 
 
-def _time_ms(torch: Any, stream: Any, kernel: Callable[[], object]) -> float:
-    """GPU time of _CALLS calls on a stream."""
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    with torch.cuda.stream(stream):
-        begin.record()
-        for _ in range(_CALLS):
-            kernel()
-        end.record()
-    spin_until(end.query, "a kernel")
-    return float(begin.elapsed_time(end))
-
-
-@contextmanager
-def _loads_beside(submitter: Any, pages: DevicePages) -> Iterator[dict[str, float]]:
-    """Loads again and again on a thread of its own; afterwards tells their speed."""
-    stop = threading.Event()
-    moved = {"gb_per_s": 0.0}
-    began_s = time.perf_counter()
-
-    errors: list[BaseException] = []
-
-    def work() -> None:
-        count = 0
-        try:
-            while not stop.is_set():
-                transfers(submitter, pages, "load", _BESIDE)
-                count += _BESIDE
-        except BaseException as error:
-            errors.append(error)
-        moved["gb_per_s"] = count * pages.load.nbytes / (time.perf_counter() - began_s) / 1e9
-
-    thread = threading.Thread(target=work, daemon=True)
-    thread.start()
-    time.sleep(0.05)
-    try:
-        yield moved
-    finally:
-        stop.set()
-        thread.join(120)
-    if errors:
-        raise errors[0]
-
-
-def interference(machine: Machine, plan: Plan) -> dict[str, Any]:
+def interference(machine: Machine, plan: Plan) -> list[Row]:
     """A GEMM and a decode-like kernel with each mover, with and without green contexts."""
     torch = _torch()
-    rows: list[dict[str, Any]] = []
-    for green in (False, True):
-        for kernel in KERNELS:
-            try:
-                rows += _interfere(torch, machine, plan, kernel, green)
-            except (TuttiError, RuntimeError) as error:  # PyTorch's are RuntimeErrors
-                why = f"{type(error).__name__}: {error}"
-                rows.append({"kernel": kernel, "green": green, "not_run": why})
-    return {"rows": rows}
+    movers = [copy_engines(machine).mover] + (["kernel"] if machine.modules is not None else [])
+    return [
+        Row(
+            f"{name} beside {mover}{', green contexts' if green else ''}",
+            partial(_interfere, torch, machine, plan, name, mover, green),
+        )
+        for green in (False, True)
+        for mover in movers
+        for name in KERNELS
+    ]
 
 
 def _interfere(
-    torch: Any, machine: Machine, plan: Plan, name: str, green: bool
-) -> list[dict[str, Any]]:
+    torch: Any, machine: Machine, plan: Plan, name: str, mover: str, green: bool
+) -> dict[str, Any]:
     driver = machine.driver
-    rows = []
     with ExitStack() as stack:
-        mover_stream, compute, sms = None, torch.cuda.Stream(), 0
+        whole = torch.cuda.Stream()
+        mover_stream, compute, sms, mover_sms = None, torch.cuda.Stream(), 0, 0
         if green:
-            small, rest = driver.create_green_pair(_SMS)
-            for context, _ in (small, rest):
+            (small, mover_sms), (rest, sms) = driver.create_green_pair(_SMS)
+            for context in (small, rest):
                 stack.callback(driver.destroy_green_context, context)
-            mover_stream = driver.create_green_stream(small[0])
-            handle = driver.create_green_stream(rest[0])
+            mover_stream = driver.create_green_stream(small)
+            handle = driver.create_green_stream(rest)
             for one in (mover_stream, handle):
                 stack.callback(driver.destroy_stream, one)
-            compute, sms = torch_stream(handle, driver.device), rest[1]
-        kernel = KERNELS[name](torch)
-        whole = torch.cuda.Stream()
-        for _ in range(3):
-            _time_ms(torch, compute, kernel)
-            _time_ms(torch, whole, kernel)
-        partition = [
-            _time_ms(torch, compute, kernel) / _time_ms(torch, whole, kernel)
-            for _ in range(_ROUNDS)
-        ]
-        for mover in ("copy-batch", "kernel"):
-            row: dict[str, Any] = {"kernel": name, "green": green, "mover": mover, "sms": sms}
-            row["partition_ratio"] = bootstrap_median(partition).to_dict()
-            ratios, speeds = [], []
-            load = Load.of_nbytes(256 * KiB, plan.batch_nbytes)
-            pages = DevicePages(driver, load)
-            with machine.host_engine(
+            compute = torch_stream(handle, driver.device)
+        gate = Gate(driver)
+        stack.callback(gate.close)
+        watch = Stopwatch(torch, gate, KERNELS[name](torch))
+        watch.warm_up([whole, compute])
+        load = Load.of_nbytes(256 * KiB, plan.batch_nbytes)
+        pages = DevicePages(driver, load)
+        stack.callback(pages.close)
+        gpu = stack.enter_context(
+            machine.host_engine(
                 mover, stream=mover_stream, blocks=_SMS, staging_nbytes=plan.staging_nbytes
-            ) as (gpu, _):
-                for _ in range(_ROUNDS):
-                    alone = _time_ms(torch, compute, kernel)
-                    with _loads_beside(gpu, pages) as moved:
-                        ratios.append(_time_ms(torch, compute, kernel) / alone)
-                    speeds.append(moved["gb_per_s"])
-            pages.close()
-            row |= {"slowdown": bootstrap_median(ratios).to_dict(), "gb_per_s": median(speeds)}
-            rows.append(row)
-    return rows
+            )
+        )
+        transfers(gpu, pages, "load", 4)
+        found = _beside(watch, compute, whole, lambda: loads_beside(gpu, pages))
+    slowdown = ratios(found["beside_ms"], found["alone_ms"])
+    partition = ratios(found["alone_ms"], found["whole_ms"])
+    return {
+        "kernel": name,
+        "mover": mover,
+        "green": green,
+        "mover_sms": mover_sms,
+        "compute_sms": sms,
+        "calls_in_a_round": watch.calls,
+        "slowdown": bootstrap_median(slowdown).to_dict(),
+        "noise": bootstrap_median(ratios(found["again_ms"], found["alone_ms"])).to_dict(),
+        "partition_ratio": bootstrap_median(partition).to_dict(),
+        "gb_per_s": median(found["beside_gb_per_s"]),
+        "gb_per_s_alone": median(found["loads_alone_gb_per_s"]),
+        "torch": str(torch.__version__),
+        "raw": found,
+    }
+
+
+def _beside(
+    watch: Stopwatch, compute: Any, whole: Any, loads: Callable[[], Any]
+) -> dict[str, list[float]]:
+    """Rounds of compute on a partition, on the whole device, twice alone and with loads beside; and
+    loads alone.  Every other round the other way round.
+    """
+    found: dict[str, list[float]] = {}
+
+    def add(name: str, value: float) -> None:
+        found.setdefault(name, []).append(value)
+
+    def beside() -> None:
+        with loads() as running:
+            add("beside_ms", watch.ms(compute))
+        add("beside_gb_per_s", running.gb_per_s())
+
+    def loads_alone() -> None:
+        with loads() as running:
+            time.sleep(gpu_beside.ROUND_S)
+        add("loads_alone_gb_per_s", running.gb_per_s())
+
+    steps = [
+        lambda: add("whole_ms", watch.ms(whole)),
+        lambda: add("alone_ms", watch.ms(compute)),
+        beside,
+        lambda: add("again_ms", watch.ms(compute)),
+        loads_alone,
+    ]
+    for number in range(gpu_beside.ROUNDS):
+        for step in steps if number % 2 == 0 else reversed(steps):
+            step()
+    return found
 
 
 class _Layer:
@@ -187,104 +181,94 @@ class _Layer:
         torch.matmul(up[:, :_MLP], self._down)
 
 
-def pipeline(machine: Machine, plan: Plan) -> dict[str, Any]:
-    """32 layers that wait for their loads on the GPU, against max(loads alone, compute alone)."""
+def pipeline(machine: Machine, plan: Plan) -> list[Row]:
+    """32 layers that wait for their loads on the GPU, against max(loads alone, compute alone).
+
+    In one part all layers are submitted before any compute is, as the store does; in more, each
+    part before its own layers' compute.
+    """
     torch = _torch()
-    layer_nbytes = _PAGE_TOKENS * _KV * 2
-    load = Load(layer_nbytes, _PREFIX_TOKENS // _PAGE_TOKENS, layers=32)
-    pages = DevicePages(machine.driver, load)
-    rows = []
-    with machine.host_engine("copy-batch", staging_nbytes=2 * load.nbytes) as (gpu, _):
-        for new_tokens in (2048, 4096):
-            layer = _Layer(torch, new_tokens)
-            stream = torch.cuda.Stream()
+    return [
+        Row(
+            f"{new} new tokens over {_PREFIX_TOKENS}, loads in {parts} part{'s'[: parts > 1]}",
+            partial(_pipeline, torch, machine, new, parts),
+        )
+        for new in (2048, 4096)
+        for parts in (1, 8)
+    ]
 
-            def run(
-                loads: bool, computes: bool, layer: _Layer = layer, stream: Any = stream
-            ) -> float:
-                began_s = time.perf_counter()
-                transfer = (
-                    gpu.submit(OPCODE_READ, load.extents, pages.pages, pages.memory, timeout_s=60.0)
-                    if loads
-                    else None
-                )
+
+def _pipeline(torch: Any, machine: Machine, new_tokens: int, parts: int) -> dict[str, Any]:
+    slice_nbytes = _PAGE_TOKENS * _KV * 2
+    load = Load(slice_nbytes, _PREFIX_TOKENS // _PAGE_TOKENS, layers=_LAYERS)
+    staging_nbytes = 2 * load.nbytes
+    with ExitStack() as stack:
+        pages = DevicePages(machine.driver, load)
+        stack.callback(pages.close)
+        layer, stream = _Layer(torch, new_tokens), torch.cuda.Stream()
+        mover = copy_engines(machine).mover
+        gpu = stack.enter_context(
+            machine.host_engine(
+                mover, staging_nbytes=staging_nbytes, store_staging_nbytes=staging_nbytes // 8
+            )
+        )
+
+        def run(loads: bool, computes: bool) -> float:
+            began_s = time.perf_counter()
+            running = []
+            for part in _parts(pages, parts):
+                if loads:
+                    running.append(_submit(gpu, part))
                 with torch.cuda.stream(stream):
-                    for number in range(load.layers if computes else 0):
-                        if transfer is not None:
-                            transfer.order_stream(stream.cuda_stream, number + 1)
+                    for number in range(part.load.layers if computes else 0):
+                        if loads:
+                            running[-1].order_stream(stream.cuda_stream, number + 1)
                         layer.run()
-                if transfer is not None:
-                    spin_until(lambda: transfer.done, "a load")
-                spin_until(stream.query, "the pipeline")
-                return (time.perf_counter() - began_s) * 1e3
+            spin_until(lambda: all(transfer.done for transfer in running), "a load")
+            spin_until(stream.query, "the pipeline")
+            elapsed_s = time.perf_counter() - began_s
+            assert not any(transfer.page_status.any() for transfer in running), "nothing failed"
+            return elapsed_s * 1e3
 
-            for _ in range(3):
-                run(True, True)
-            times = [(run(True, True), run(True, False), run(False, True)) for _ in range(_ROUNDS)]
-            ratios = [both / max(io, compute) for both, io, compute in times]
-            rows.append(
-                {
-                    "new_tokens": new_tokens,
-                    "load_nbytes": load.nbytes,
-                    "both_ms": median([t[0] for t in times]),
-                    "io_ms": median([t[1] for t in times]),
-                    "compute_ms": median([t[2] for t in times]),
-                    "ratio": bootstrap_median(ratios).to_dict(),
-                }
-            )
-    pages.close()
-    return {"rows": rows}
-
-
-def digests(machine: Machine, plan: Plan) -> dict[str, Any]:
-    """XXH3 of slices in GPU memory on at most 8 blocks, alone and beside the copy engine."""
-    if machine.modules is None:
-        raise Unsupported("no device code is loaded")
-    rows = []
-    load = Load.of_nbytes(256 * KiB, plan.batch_nbytes)
-    hashed, moved_pages = DevicePages(machine.driver, load), DevicePages(machine.driver, load, 2)
-    with machine.host_engine("copy-batch", staging_nbytes=plan.staging_nbytes) as (gpu, _):
-        for blocks in (2, 4, 8):
-            alone = [_digest_gb_per_s(machine, hashed, blocks) for _ in range(_ROUNDS)]
-            beside, link = [], []
-            for _ in range(_ROUNDS):
-                with _loads_beside(gpu, moved_pages) as moved:
-                    beside.append(_digest_gb_per_s(machine, hashed, blocks))
-                link.append(moved["gb_per_s"])
-            rows.append(
-                {
-                    "blocks": blocks,
-                    "alone_gb_per_s": bootstrap_median(alone).to_dict(),
-                    "beside_gb_per_s": bootstrap_median(beside).to_dict(),
-                    "mover_gb_per_s": bootstrap_median(link).to_dict(),
-                }
-            )
-    hashed.close()
-    moved_pages.close()
-    return {"rows": rows}
+        for _ in range(3):
+            run(True, True)
+        hows = {"both_ms": (True, True), "io_ms": (True, False), "compute_ms": (False, True)}
+        found: dict[str, list[float]] = {name: [] for name in hows}
+        for number in range(gpu_beside.ROUNDS):
+            for name in hows if number % 2 == 0 else reversed(hows):
+                found[name].append(run(*hows[name]))
+    bars = [max(pair) for pair in zip(found["io_ms"], found["compute_ms"], strict=True)]
+    return {
+        "new_tokens": new_tokens,
+        "parts": parts,
+        "load_nbytes": load.nbytes,
+        **{name: median(values) for name, values in found.items()},
+        "ratio": bootstrap_median(ratios(found["both_ms"], bars)).to_dict(),
+        "torch": str(torch.__version__),
+        "raw": found,
+    }
 
 
-def _digest_gb_per_s(machine: Machine, pages: DevicePages, blocks: int) -> float:
-    """Speed of one pass over all layers."""
-    assert machine.modules is not None
-    driver, load = machine.driver, pages.load
-    stream = driver.create_stream()
-    batch = DeviceBatch(
-        machine.tables,
-        pages.memory,
-        pages.pages,
-        opcode=OPCODE_WRITE,
-        slice_nlb=load.slice_nbytes >> 9,
-        lba_shift=9,
-        digests=np.zeros((load.pages, load.layers), np.uint64),
-    )
-    batch.upload(stream)
-    spin_until(lambda: driver.is_stream_done(stream), "an upload")
-    began_s = time.perf_counter()
-    for layer in range(load.layers):
-        launch_layer(driver, machine.modules["gio_verify"], batch, layer, stream, blocks)
-    spin_until(lambda: driver.is_stream_done(stream), "the digests")
-    elapsed_s = time.perf_counter() - began_s
-    batch.tables.hold(lambda: True)
-    driver.destroy_stream(stream)
-    return load.nbytes / elapsed_s / 1e9
+@dataclass(frozen=True)
+class _Part:
+    """Some layers of pages."""
+
+    load: Load
+    extents: Extents
+    memory: PagedMemory
+    pages: Any
+
+
+def _parts(pages: DevicePages, count: int) -> Iterator[_Part]:
+    """The layers of pages in `count` stretches."""
+    load, memory = pages.load, pages.memory
+    each = load.layers // count
+    for start in range(0, load.layers, each):
+        extents = replace(load.extents, slba=[start * load.extents.layer_stride_nlb])
+        bases = memory.bases[start : start + each]
+        some = PagedMemory(bases, memory.segment_nbytes, memory.stride_nbytes, load.pages)
+        yield _Part(replace(load, layers=each), extents, some, pages.pages)
+
+
+def _submit(gpu: Any, part: _Part) -> Any:
+    return gpu.submit(OPCODES["load"], part.extents, part.pages, part.memory, timeout_s=20.0)

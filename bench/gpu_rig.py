@@ -7,7 +7,8 @@ the compute beside which things are measured needs PyTorch.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -36,16 +37,21 @@ from tutti.units import MiB
 LBA_NBYTES = 4096
 MOVERS = ("copy-batch", "copy", "kernel")
 OPCODES = {"load": OPCODE_READ, "store": OPCODE_WRITE}
-_TIMEOUT_S = 60.0
+#: Of every wait, far above what anything here takes: a row has 90 seconds in all.
+_TIMEOUT_S = 20.0
+_LOOK_S = 0.0005
 _TABLES_NBYTES = 8 * MiB
+_COUNT_MAX = 200
+#: Queue pairs of the engine whose kernels submit and end: a warp for each is plenty.
+_SHARES = 4
 
 
 @dataclass(frozen=True)
 class Load:
     """One transfer: `pages` slices of `slice_nbytes` in each of `layers` layers.
 
-    segments: fragments of a slice in GPU memory.  shuffled: pages in random order, so that no two
-    fragments touch.
+    segments: fragments of a slice in GPU memory, such as K and V.  shuffled: pages in random order,
+    so that no two fragments touch.
     """
 
     slice_nbytes: int
@@ -94,12 +100,24 @@ class DevicePages:
 
 
 class Machine:
-    """The GPU under test.  modules: None where nothing may be launched."""
+    """The GPU under test.  modules: None where nothing may be launched, and why not."""
 
-    def __init__(self, driver: Driver, modules: Modules | None) -> None:
+    def __init__(self, driver: Driver, modules: Modules | None, why_no_modules: str = "") -> None:
         self.driver = driver
         self.modules = modules
+        self._why_no_modules = why_no_modules
         self.tables = TableMemory(driver, _TABLES_NBYTES)
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What the driver says of itself and the device, for JSON."""
+        return {
+            "version": getattr(self.driver, "version", "stand-in"),
+            "architecture": self.driver.architecture,
+            "multiprocessors": self.driver.sm_resource().count,
+            "copy_batch": self.driver.has_copy_batch,
+            "device_code": "loaded" if self.modules is not None else self._why_no_modules,
+        }
 
     def mover(self, name: str, blocks: int = 16) -> Mover:
         """One of MOVERS."""
@@ -115,10 +133,14 @@ class Machine:
         *,
         controller: NativeController | None = None,
         staging_nbytes: int = 256 * MiB,
+        store_staging_nbytes: int | None = None,
         blocks: int = 16,
         stream: int | None = None,
-    ) -> Iterator[tuple[HostEngine, Engine]]:
-        """The engine `host` over a controller, by default one that moves nothing."""
+    ) -> Iterator[HostEngine]:
+        """The engine `host` over a controller, by default one that moves nothing.
+
+        store_staging_nbytes: as much as for loads, unless it is given.
+        """
         with ExitStack() as stack:
             medium = controller or stack.enter_context(zero_copy())
             engine = Engine(medium, depth=256, inflight_max=64)
@@ -128,7 +150,7 @@ class Machine:
                     engine,
                     mover=self.mover(mover, blocks),
                     load_staging_nbytes=staging_nbytes,
-                    store_staging_nbytes=staging_nbytes,
+                    store_staging_nbytes=store_staging_nbytes or staging_nbytes,
                     load_stream=stream,
                     store_stream=stream,
                 )
@@ -136,7 +158,7 @@ class Machine:
                 engine.close(_TIMEOUT_S)
                 raise
             try:
-                yield gpu, engine
+                yield gpu
             finally:
                 engine.close(_TIMEOUT_S)
                 gpu.close(_TIMEOUT_S)
@@ -149,9 +171,11 @@ class Machine:
         controller: NativeController | None = None,
         staging_nbytes: int = 256 * MiB,
         blocks: int = 16,
-        shares: int = 4,
     ) -> Iterator[DeviceEngine]:
-        """An engine whose kernels submit, by default over a controller that moves nothing."""
+        """An engine whose kernels submit, by default over a controller that moves nothing.
+
+        blocks: that move slices.  Where those drive the queue pairs too, there are as many of them.
+        """
         assert self.modules is not None, "kernels need modules"
         with ExitStack() as stack:
             medium = controller or stack.enter_context(zero_copy())
@@ -160,7 +184,7 @@ class Machine:
                 self.modules,
                 medium,
                 kind=kind,
-                shares=shares,
+                shares=_SHARES if kind == "launch" else blocks,
                 move_blocks=blocks,
                 staging_nbytes=staging_nbytes,
             )
@@ -182,33 +206,60 @@ def zero_copy() -> Iterator[MemoryController]:
 
 
 def spin_until(is_done: Callable[[], bool], what: str) -> None:
-    """Looks without a pause: for timing.  DeviceTimeout after a minute."""
+    """Looks without a pause: for timing, while no other thread needs the interpreter."""
+    look_until(is_done, what, 0.0)
+
+
+def look_until(is_done: Callable[[], bool], what: str, pause_s: float = _LOOK_S) -> None:
+    """Looks again and again.  Raises DeviceTimeout after 20 seconds."""
     deadline = time.monotonic() + _TIMEOUT_S
     while not is_done():
         if time.monotonic() > deadline:
             raise DeviceTimeout(f"{what} did not end in {_TIMEOUT_S:g} s; is the GPU stuck?")
+        if pause_s:
+            time.sleep(pause_s)
 
 
 def transfers(
     submitter: Submitter, pages: DevicePages, direction: str, count: int, inflight: int = 2
 ) -> None:
     """Runs a load or store `count` times, `inflight` at once, and waits for all."""
-    running: list[Transfer] = []
-    for _ in range(count):
-        if len(running) == inflight:
-            _finish(running.pop(0))
-        running.append(
-            submitter.submit(
-                OPCODES[direction],
-                pages.load.extents,
-                pages.pages,
-                pages.memory,
-                priority=1,
-                timeout_s=_TIMEOUT_S,
+    for _ in stream_of_transfers(submitter, pages, direction, count, inflight):
+        pass
+
+
+def stream_of_transfers(
+    submitter: Submitter, pages: DevicePages, direction: str, count: int, inflight: int = 2
+) -> Generator[float, None, None]:
+    """The same; yields when each one ended, of time.perf_counter.  Closed early it waits too."""
+    running: deque[Transfer] = deque()
+    try:
+        for _ in range(count):
+            if len(running) == inflight:
+                _finish(running.popleft())
+                yield time.perf_counter()
+            running.append(
+                submitter.submit(
+                    OPCODES[direction],
+                    pages.load.extents,
+                    pages.pages,
+                    pages.memory,
+                    priority=1,
+                    timeout_s=_TIMEOUT_S,
+                )
             )
-        )
-    for transfer in running:
-        _finish(transfer)
+    finally:
+        while running:  # bounded by inflight
+            _finish(running.popleft())
+
+
+def count_for(submitter: Submitter, pages: DevicePages, direction: str, round_s: float) -> int:
+    """Transfers of a round of `round_s`: three warm up what is made at first use, two are timed."""
+    transfers(submitter, pages, direction, 3)
+    began_s = time.perf_counter()
+    transfers(submitter, pages, direction, 2)
+    each_s = (time.perf_counter() - began_s) / 2
+    return max(2, min(_COUNT_MAX, int(round_s / each_s)))
 
 
 def _finish(transfer: Transfer) -> None:
@@ -242,8 +293,9 @@ def tutti_system(
 class PlainCopies:
     """The bars: copies between pinned memory and the device without any store.
 
-    one: one cuMemcpyAsync of all bytes.  batch: all fragments of a layer in one
-    cuMemcpyBatchAsync.  loop: one cuMemcpyAsync for each fragment, from Python, as engines do.
+    one: one cuMemcpyAsync of all bytes.  batch: all fragments of a layer by cuMemcpyBatchAsync.
+    loop: one cuMemcpyAsync for each fragment, from Python, as engines do.  All of them wait by
+    looking without a pause, so that their CPU time is their wall time.
     """
 
     def __init__(self, driver: Driver, pages: DevicePages) -> None:
@@ -253,6 +305,11 @@ class PlainCopies:
         self._pinned = PinnedMemory(driver, self._buffer)
         self._stream = driver.create_stream()
         self._layers = [self._fragments(layer) for layer in range(pages.load.layers)]
+
+    @property
+    def backing(self) -> str:
+        """What the pinned memory lies on; the engine's staging is made in the same way."""
+        return self._buffer.backing
 
     def system(self, kind: str, direction: str, count: int) -> System:
         """Rounds of one kind of copy."""

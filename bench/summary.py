@@ -16,11 +16,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from tutti.bench import peers, profile, residency, simulate, slack_report
+from tutti.bench import gpu_report, peers, profile, residency, simulate, slack_report
 from tutti.errors import ConfigError
 from tutti.units import format_nbytes
 
-_BLOCK = re.compile(r"(<!-- result: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
+_BLOCK = re.compile(r"(<!-- result: ([\w/-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
 def render(text: str, results: Path) -> str:
@@ -163,6 +163,7 @@ def _simulate(result: dict[str, Any]) -> str:
 
 _KINDS: dict[str, Callable[[dict[str, Any]], str]] = {
     "compare": _compare,
+    "gpu": _table_of(gpu_report),
     "peers": _peers,
     "profile": _table_of(profile),
     "replay": _replay,

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,11 +15,28 @@ import pytest
 from gio_uring.cuda_stand_in import StandInDriver
 from gio_uring.kernel_stand_in import Kernels
 
-from tutti.bench import gpu, gpu_cases, gpu_overlap
+from tutti.bench import (
+    gpu,
+    gpu_beside,
+    gpu_cases,
+    gpu_digests,
+    gpu_facts,
+    gpu_files,
+    gpu_overlap,
+    gpu_report,
+    summary,
+)
 from tutti.bench.fio import FioJob, FioResult
-from tutti.bench.gpu_cases import Plan
-from tutti.bench.gpu_rig import DevicePages, Load, Machine, PlainCopies, tutti_system
-from tutti.errors import ConfigError, DeviceTimeout
+from tutti.bench.gpu_cases import Plan, Row
+from tutti.bench.gpu_rig import (
+    DevicePages,
+    Load,
+    Machine,
+    PlainCopies,
+    look_until,
+    tutti_system,
+)
+from tutti.errors import ConfigError, CudaError, DeviceTimeout
 from tutti.gio_uring import gpu_modules
 from tutti.gio_uring.controller_memory import MemoryController
 from tutti.gio_uring.gpu_modules import KERNELS, CubinCache, Modules
@@ -41,10 +60,11 @@ def plan(tmp_path: Path) -> Plan:
         progress,
         tmp_path,
         pairs=1,
+        round_s=0.0,
         batch_nbytes=4 * MiB,
-        round_nbytes=8 * MiB,
-        file_nbytes=32 * MiB,
         staging_nbytes=16 * MiB,
+        tokens=256,
+        file_nbytes=64 * MiB,
     )
 
 
@@ -74,24 +94,28 @@ class FakeEvent:
         return 1.0
 
 
+def fake_stream(driver: StandInDriver, handle: int) -> SimpleNamespace:
+    return SimpleNamespace(cuda_stream=handle, query=lambda: driver.is_stream_done(handle))
+
+
 def fake_torch(driver: StandInDriver) -> SimpleNamespace:
     """PyTorch as the benchmarks use it; its streams are the stand-in's, and nothing is computed."""
 
-    class Stream:
-        def __init__(self) -> None:
-            self.cuda_stream = driver.create_stream()
-
-        def query(self) -> bool:
-            return driver.is_stream_done(self.cuda_stream)
+    def stream() -> SimpleNamespace:
+        return fake_stream(driver, driver.create_stream())
 
     def make(*_: object, **__: object) -> FakeTensor:
         return FakeTensor()
 
-    cuda = SimpleNamespace(Stream=Stream, Event=FakeEvent, stream=lambda _: nullcontext())
+    cuda = SimpleNamespace(Stream=stream, Event=FakeEvent, stream=lambda _: nullcontext())
     functional = SimpleNamespace(scaled_dot_product_attention=make)
     names = dict.fromkeys(("randn", "empty", "matmul", "bmm"), make)
     return SimpleNamespace(
-        cuda=cuda, bfloat16="bf16", nn=SimpleNamespace(functional=functional), **names
+        cuda=cuda,
+        bfloat16="bf16",
+        nn=SimpleNamespace(functional=functional),
+        __version__="none",
+        **names,
     )
 
 
@@ -102,9 +126,12 @@ def whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
     kernels = Kernels(driver, None, depth=64)
     monkeypatch.setattr(gpu_modules, "compile_cubin", lambda *_, **__: b"\x7fELF")
     monkeypatch.setattr(gpu_overlap, "_torch", lambda: fake_torch(driver))
-    monkeypatch.setattr(gpu_overlap, "torch_stream", lambda *_: None)
-    monkeypatch.setattr(gpu_overlap, "_ROUNDS", 2)
-    monkeypatch.setattr(gpu_overlap, "_BESIDE", 1)
+    monkeypatch.setattr(gpu_overlap, "torch_stream", lambda s, _: fake_stream(driver, s))
+    monkeypatch.setattr(gpu_cases, "SLICES", (64 * KiB,))
+    monkeypatch.setattr(gpu_cases, "BLOCKS", (16, 4))
+    monkeypatch.setattr(gpu_beside, "ROUNDS", 2)
+    monkeypatch.setattr(gpu_beside, "CALLS_MAX", 3)
+    monkeypatch.setattr(gpu_beside, "_SETTLE_S", 0.0)
     monkeypatch.setattr(gpu_overlap, "_PREFIX_TOKENS", 128)
 
     def medium_of(sizes: Sequence[int]) -> MemoryController:
@@ -116,9 +143,11 @@ def whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
         return FioResult(job.io_nbytes, 1.0, 0.5, "fio-none")
 
     monkeypatch.setattr(gpu_cases, "MemoryController", medium_of)
-    monkeypatch.setattr(gpu_cases, "run_fio", fio)
+    monkeypatch.setattr(gpu_files.shutil, "which", lambda _: "fio")
+    monkeypatch.setattr(gpu_files, "run_fio", fio)
+    monkeypatch.setattr(gpu_files, "reserved_hugepages", lambda *_, **__: nullcontext())
     monkeypatch.setattr(
-        gpu_cases, "prepare_file", lambda path, nbytes: Path(path).write_bytes(bytes(nbytes))
+        gpu_files, "prepare_file", lambda path, nbytes: Path(path).write_bytes(bytes(nbytes))
     )
     made = Machine(driver, Modules(driver, cache=CubinCache(tmp_path)))
     yield made
@@ -127,15 +156,44 @@ def whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
     assert not driver.violations
 
 
+def results(rows: list[Row]) -> list[dict[str, Any]]:
+    return [gpu._run_row(row) for row in rows]
+
+
 @pytest.mark.parametrize("name", gpu.CASES)
 def test_every_case_runs(name: str, whole: Machine, plan: Plan, tmp_path: Path) -> None:
     content = gpu.run_case(name, whole, plan, tmp_path, label="stand-in")
-    result = content["result"]
-    assert "not_run" not in json.dumps(result), result
-    assert result["rows"]
+    rows = content["rows"]
+    assert content["complete"], content
+    assert "not_run" not in json.dumps(rows), rows
+    assert len({row["name"] for row in rows}) == len(rows) > 0
+    assert json.loads((tmp_path / f"{name}.json").read_text()) == content
+    assert len(gpu_report.rows_of(content)) == len(rows)
+    assert "Label: stand-in." in gpu_report.notes_of(content)
     if name == "ceiling":
-        assert result["round_trip"]["right"], result
-        assert len(result["round_trip"]["verdicts"]) == 6
+        assert [row["right"] for row in rows if "right" in row] == [True] * 6
+
+
+def test_a_case_is_drawn_as_a_table(
+    whole: Machine, plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = gpu_digests.digests(whole, plan)
+    broken = Row("a row that breaks", lambda: {}["nothing"])
+    monkeypatch.setitem(gpu.CASES, "digests", lambda *_: [rows[0], broken])
+    gpu.run_case("digests", whole, plan, tmp_path, label="stand-in")
+    page = summary.render("<!-- result: digests -->\n<!-- end -->", tmp_path)
+    assert "| XXH3 on 8 blocks |" in page
+    assert "Not run: a row that breaks (KeyError: 'nothing')" in page
+
+
+def test_files_without_fio_have_another_bar(
+    whole: Machine, plan: Plan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu_files.shutil, "which", lambda _: None)
+    rows = results(gpu_files.files(whole, plan)[:2])
+    assert [row["b"]["name"] for row in rows] == ["threads", "threads"], rows
+    assert all("against threads" in row["name"] for row in rows)
+    assert not list(plan.folder.glob("gpu-bench*"))
 
 
 def test_an_engine_that_cannot_be_closed_costs_its_row_alone(
@@ -145,68 +203,140 @@ def test_an_engine_that_cannot_be_closed_costs_its_row_alone(
         raise DeviceTimeout("the stream did not end")
 
     monkeypatch.setattr(gpu_cases.DevicePages, "close", stuck)
-    rows = gpu_cases.engine("launch", whole, plan)["rows"]
-    assert len(rows) == 6
+    rows = results(gpu_cases.engine("launch", whole, plan))
+    assert len(rows) == 2
     assert all("did not end" in row["not_run"] for row in rows)
 
 
 def test_every_engine_brings_the_same_bytes_back(machine: Machine, plan: Plan) -> None:
-    found = gpu_cases.round_trip(machine, plan)
-    assert found["right"], found
-    assert set(found["verdicts"]) == {"host copy-batch", "host copy"}
+    rows = gpu_cases.round_trips(machine, plan)
+    assert [row.name for row in rows] == ["round trip, host, copy-batch", "round trip, host, copy"]
+    assert all(row["right"] for row in results(rows))
 
 
 def test_wrong_bytes_are_seen(
     machine: Machine, plan: Plan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gpu_cases, "transfers", lambda *_: None)
-    assert not gpu_cases.round_trip(machine, plan)["right"]
+    assert not any(row["right"] for row in results(gpu_cases.round_trips(machine, plan)))
 
 
-def test_a_case_writes_its_result_with_a_label(
-    machine: Machine, plan: Plan, tmp_path: Path
-) -> None:
-    gpu.run_case("ceiling", machine, plan, tmp_path / "out", label="stand-in")
-    content = json.loads((tmp_path / "out/ceiling.json").read_text())
-    assert content["label"] == "stand-in"
-    rows = content["result"]["rows"]
-    assert len(rows) == 6
-    assert all(row["speed_ratio"]["median"] > 0 for row in rows)
-    assert not [p for p in (tmp_path / "out").iterdir() if p.name.startswith(".")]
-
-
-def test_scattered_copies_have_both_bars(machine: Machine, plan: Plan) -> None:
-    rows: list[dict[str, Any]] = gpu_cases.scatter(machine, plan)["rows"]
+def test_scattered_layers_have_all_tokens_and_both_bars(machine: Machine, plan: Plan) -> None:
+    rows = results(gpu_cases.scatter(machine, plan))
     assert {(row["fragment_nbytes"], row["bar"]) for row in rows} == {
         (size, bar) for size in (32 * KiB, 128 * KiB) for bar in ("batch", "loop")
     }
+    assert {row["layer_nbytes"] for row in rows} == {plan.tokens * 4 * KiB}
 
 
 def test_what_cannot_run_says_why(machine: Machine, plan: Plan, tmp_path: Path) -> None:
     content = gpu.run_case("digests", machine, plan, tmp_path)
-    assert "Unsupported" in content["result"]["not_run"]
+    assert "Unsupported" in content["stopped"]
+    assert gpu.cases_to_run([], tmp_path)[-1] == "digests"
 
 
-def test_a_case_that_breaks_is_written_down(
+def rows_of(*names: str, fail: str = "", error: Exception | None = None) -> Any:
+    """A case of rows that do nothing, one of which fails."""
+
+    def work(name: str) -> dict[str, Any]:
+        if name == fail and error is not None:
+            raise error
+        return {"verdict": "right", "right": True}
+
+    return lambda *_: [Row(name, partial(work, name)) for name in names]
+
+
+def test_a_row_that_breaks_costs_no_other_row(
     machine: Machine, plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def breaks(*_: object) -> dict[str, Any]:
-        raise ZeroDivisionError("no GPU does this")
-
-    monkeypatch.setitem(gpu.CASES, "scatter", breaks)
+    broken = ZeroDivisionError("no GPU does this")
+    monkeypatch.setitem(gpu.CASES, "scatter", rows_of("a", "b", "c", fail="b", error=broken))
     content = gpu.run_case("scatter", machine, plan, tmp_path)
-    assert "no GPU does this" in content["result"]["not_run"]
-    assert content["result"]["traceback"]
+    assert content["complete"]
+    assert "no GPU does this" in content["rows"][1]["not_run"]
+    assert content["rows"][1]["traceback"]
+    assert content["rows"][2]["right"]
+
+
+def test_a_lost_context_ends_the_process_and_the_next_one_goes_on(
+    machine: Machine, plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lost = CudaError("cuStreamQuery failed", call="cuStreamQuery", code=700)
+    monkeypatch.setitem(gpu.CASES, "scatter", rows_of("a", "b", "c", fail="b", error=lost))
+    content = gpu.run_case("scatter", machine, plan, tmp_path)
+    assert not content["complete"]
+    assert [row["name"] for row in content["rows"]] == ["a", "b"]
+    content = gpu.run_case("scatter", machine, plan, tmp_path)
+    assert content["complete"]
+    assert [row["name"] for row in content["rows"]] == ["a", "b", "c"]
+    again = gpu.run_case("scatter", machine, plan, tmp_path, commit="another")
+    assert [row["name"] for row in again["rows"]] == ["a", "b"], "rows of other code do not count"
+
+
+def test_no_row_begins_when_the_time_is_over(machine: Machine, plan: Plan, tmp_path: Path) -> None:
+    content = gpu.run_case("scatter", machine, replace(plan, until_s=0.0), tmp_path)
+    assert "no time left" in content["stopped"]
+    assert gpu.cases_to_run([], tmp_path)[-1] == "scatter"
+
+
+def test_a_process_that_dies_or_hangs_costs_its_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs = iter([("a", -11), ("b", None), ("", 0)])
+
+    def run(command: list[str], **_: object) -> SimpleNamespace:
+        assert command[-4:-1] == ["--here", "ceiling", "--minutes"]
+        row, code = next(runs)
+        content = gpu._read(tmp_path / "ceiling.json") or {"case": "ceiling", "rows": []}
+        content |= {"complete": not row, "machine": {}} | ({"running": row} if row else {})
+        gpu._write(content, tmp_path)
+        if code is None:
+            raise gpu.subprocess.TimeoutExpired(command, 1)
+        return SimpleNamespace(returncode=code)
+
+    monkeypatch.setattr(gpu.subprocess, "run", run)
+    assert gpu.main(["--out", str(tmp_path), "ceiling"]) == 0
+    rows = json.loads((tmp_path / "ceiling.json").read_text())["rows"]
+    assert [row["name"] for row in rows] == ["a", "b"]
+    assert "-11" in rows[0]["not_run"]
+    assert "killed" in rows[1]["not_run"]
 
 
 def test_a_run_goes_on_where_it_stopped(tmp_path: Path) -> None:
     assert gpu.cases_to_run([], tmp_path) == list(gpu.CASES)
-    (tmp_path / "ceiling.json").write_text('{"result": {}}')
-    (tmp_path / "scatter.json").write_text('{"result": {"not_run": "why"}}')
-    assert gpu.cases_to_run([], tmp_path) == [*list(gpu.CASES)[2:], "scatter"]
+    (tmp_path / "ceiling.json").write_text('{"complete": true}')
+    (tmp_path / "scatter.json").write_text('{"complete": false, "failed": true}')
+    (tmp_path / "pipeline.json").write_text('{"complete": false}')
+    assert gpu.cases_to_run([], tmp_path) == [*list(gpu.CASES)[3:], "pipeline", "scatter"]
     assert gpu.cases_to_run(["ceiling"], tmp_path) == ["ceiling"]
     with pytest.raises(ConfigError, match="no case"):
         gpu.cases_to_run(["nothing"], tmp_path)
+
+
+def test_what_holds_a_stream_back_is_let_go(machine: Machine) -> None:
+    gate = gpu_beside.Gate(machine.driver)
+    stream = machine.driver.create_stream()
+    with pytest.raises(ZeroDivisionError), gate.holds(stream):
+        raise ZeroDivisionError
+    look_until(lambda: machine.driver.is_stream_done(stream), "the gate")
+    with gate.holds(stream):
+        assert not machine.driver.is_stream_done(stream)
+    look_until(lambda: machine.driver.is_stream_done(stream), "the gate")
+    gate.close()
+
+
+def test_facts_say_why_they_are_not_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert "not installed" in gpu_facts.describe_gpu()["not known"]
+    # A driver that knows all fields but one refuses all of them at once.
+    script = tmp_path / "nvidia-smi"
+    script.write_text(
+        "#!/bin/sh\ncase $* in *pstate*) exit 2;; *,*,*) echo 1, 2;; *) echo value;; esac\n"
+    )
+    script.chmod(0o755)
+    found = gpu_facts.clocks()
+    assert found["clocks.sm"] == "value"
+    assert "pstate" not in found
 
 
 def test_the_bars_move_the_bytes_that_the_engines_move(machine: Machine) -> None:
@@ -217,7 +347,7 @@ def test_the_bars_move_the_bytes_that_the_engines_move(machine: Machine) -> None
     for kind in ("one", "batch", "loop"):
         for direction in ("load", "store"):
             assert copies.system(kind, direction, 1).round().gb_per_s > 0
-    with machine.host_engine("copy-batch", staging_nbytes=8 * MiB) as (engine, _):
+    with machine.host_engine("copy-batch", staging_nbytes=8 * MiB) as engine:
         assert tutti_system("x", engine, pages, "load", 2).round().gb_per_s > 0
     copies.close()
     pages.close()

@@ -1,0 +1,78 @@
+"""What is known of the GPU that a result was measured on, by nvidia-smi; nothing is changed."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+#: What stays as it is, then what moves.  Of `nvidia-smi --help-query-gpu`.
+_STATIC = (
+    *("name", "driver_version", "memory.total", "vbios_version", "ecc.mode.current"),
+    *("mig.mode.current", "compute_mode", "persistence_mode", "power.limit"),
+    *("clocks.max.sm", "clocks.max.mem", "clocks.applications.graphics"),
+    *("pcie.link.gen.max", "pcie.link.width.max"),
+)
+_MOVING = (
+    *("clocks.sm", "clocks.mem", "temperature.gpu", "power.draw", "pstate"),
+    *("pcie.link.gen.current", "pcie.link.width.current", "clocks_event_reasons.active"),
+)
+_NODES = Path("/sys/devices/system/node")
+_PCI = Path("/sys/bus/pci/devices")
+_NVIDIA, _DISPLAYS = "0x10de", ("0x0302", "0x0300")
+
+
+def describe_gpu() -> dict[str, str]:
+    """GPU, driver, limits and clocks; "not known" says why some of it is missing."""
+    return _query(_STATIC) | _query(_MOVING)
+
+
+def clocks() -> dict[str, str]:
+    """Clocks, temperature, power and what holds them down, now."""
+    return _query(_MOVING)
+
+
+def describe_host() -> dict[str, str]:
+    """What of the host decides how fast pinned memory is."""
+    nodes = len(list(_NODES.glob("node[0-9]*")))
+    return {
+        "numa_nodes": str(nodes or "unknown"),
+        "gpu_numa_node": ", ".join(_gpu_nodes()) or "unknown",
+        "processors": ",".join(map(str, sorted(os.sched_getaffinity(0)))),
+        "cuda_device_max_connections": os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "default"),
+    }
+
+
+def _gpu_nodes() -> list[str]:
+    """NUMA nodes of NVIDIA's devices; -1 where the machine does not say."""
+    found = []
+    for device in sorted(_PCI.glob("*")):
+        try:
+            vendor, kind = ((device / name).read_text().strip() for name in ("vendor", "class"))
+            if vendor == _NVIDIA and kind.startswith(_DISPLAYS):
+                found.append((device / "numa_node").read_text().strip())
+        except OSError:
+            continue
+    return found
+
+
+def _query(fields: tuple[str, ...]) -> dict[str, str]:
+    """Values by field.  A driver that does not know one refuses all: then one by one."""
+    try:
+        return _ask(fields)
+    except FileNotFoundError:
+        return {"not known": "nvidia-smi is not installed"}
+    except (OSError, subprocess.SubprocessError) as error:
+        if len(fields) == 1 or isinstance(error, subprocess.TimeoutExpired):
+            return {"not known": f"nvidia-smi: {type(error).__name__}"}
+    found: dict[str, str] = {}
+    for field in fields:
+        found |= {k: v for k, v in _query((field,)).items() if k == field}
+    return found or {"not known": "nvidia-smi answers nothing"}
+
+
+def _ask(fields: tuple[str, ...]) -> dict[str, str]:
+    command = ["nvidia-smi", "-i", "0", f"--query-gpu={','.join(fields)}", "--format=csv,noheader"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+    values = done.stdout.strip().splitlines()[0].split(", ")
+    return dict(zip(fields, values, strict=True))

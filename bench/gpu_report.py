@@ -1,0 +1,80 @@
+"""Tables of what the GPU benchmarks measured, and a line for each row while they run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+HEAD = ("row", "measured", "bar", "ratio", "noise", "beside")
+
+
+def rows_of(result: dict[str, Any]) -> list[list[str]]:
+    """The cells of HEAD for every row that was measured."""
+    return [_cells(row) for row in result["rows"] if "not_run" not in row]
+
+
+def notes_of(result: dict[str, Any]) -> list[str]:
+    """GPU and clocks, and by name what was not run."""
+    gpu = result["gpu"]
+    names = ("name", "driver_version", "clocks.sm", "clocks.max.sm", "pcie.link.gen.current")
+    facts = ", ".join(f"{name} {gpu[name]}" for name in names if name in gpu)
+    notes = [facts] if facts else []
+    if result.get("label"):
+        notes.append(f"Label: {result['label']}.")
+    notes += [f"Not run: {r['name']} ({r['not_run']})." for r in result["rows"] if "not_run" in r]
+    if not result.get("complete"):
+        notes.append(f"Not complete: {result.get('stopped', 'it was cut')}.")
+    return notes
+
+
+def line_of(row: dict[str, Any]) -> str:
+    """One row for a log."""
+    if "not_run" in row:
+        return f"{row['name']}: NOT RUN, {row['not_run']}"
+    _, *cells = _cells(row)
+    named = zip(HEAD[1:], cells, strict=True)
+    return f"{row['name']}: " + "; ".join(f"{name} {cell}" for name, cell in named if cell)
+
+
+def _cells(row: dict[str, Any]) -> list[str]:
+    name = row["name"]
+    if "verdict" in row:
+        return [name, row["verdict"], "", "", "", ""]
+    if "speed_ratio" in row:
+        a, b = row["a"], row["b"]
+        ratio, noise = row["speed_ratio"], row["noise"]["speed_ratio"]
+        cpu = f"{a['median_cpu_s_per_gb']:.3f} CPU-s/GB"
+        return [
+            name,
+            *(_speed(s["median_gb_per_s"]) for s in (a, b)),
+            _text(ratio),
+            _text(noise),
+            cpu,
+        ]
+    if "slowdown" in row:
+        times = [_middle(row["raw"][f"{way}_ms"]) for way in ("beside", "alone")]
+        more = f"{_speed(row['gb_per_s'])} of {_speed(row['gb_per_s_alone'])}, partition "
+        more += _text(row["partition_ratio"])
+        shown = (f"{times[0]:.2f} ms", f"{times[1]:.2f} ms alone")
+        return [name, *shown, _text(row["slowdown"]), _text(row["noise"]), more]
+    if "keeps_up" in row:
+        speeds = (_speed(row[f"{n}_gb_per_s"]["median"]) for n in ("beside", "mover"))
+        alone, link = (_speed(row[f"{n}_gb_per_s"]["median"]) for n in ("alone", "link"))
+        more = f"{alone} without the mover, mover {link} without it"
+        return [name, *speeds, _text(row["keeps_up"]), "", more]
+    bar = max(row["io_ms"], row["compute_ms"])
+    more = f"loads {row['io_ms']:.2f} ms, compute {row['compute_ms']:.2f} ms"
+    return [name, f"{row['both_ms']:.2f} ms", f"{bar:.2f} ms", _text(row["ratio"]), "", more]
+
+
+def _middle(values: list[float]) -> float:
+    return sorted(values)[len(values) // 2]
+
+
+def _speed(gb_per_s: float) -> str:
+    return f"{gb_per_s:.2f} GB/s"
+
+
+def _text(interval: dict[str, float] | None) -> str:
+    if interval is None:
+        return ""
+    return f"{interval['median']:.3f} [{interval['low']:.3f}, {interval['high']:.3f}]"
