@@ -37,6 +37,43 @@ class Random {
   uint64_t state_;
 };
 
+// Weights of fibers, of which one is drawn: the number whose share of the line a ticket falls into.
+// A binary indexed tree (Fenwick: A New Data Structure for Cumulative Frequency Tables, 1994).
+class Lottery {
+ public:
+  void resize(size_t n) {
+    half_ = 1;
+    while (half_ * 2 <= n) half_ *= 2;
+    weights_.assign(n, 0);
+    sums_.assign(n + 1, 0);
+    total_ = 0;
+  }
+
+  void set(size_t at, uint32_t weight) {
+    const uint32_t more = weight - weights_[at];  // modulo 2^32, as the sums
+    weights_[at] = weight;
+    total_ += more;
+    for (size_t i = at + 1; i < sums_.size(); i += i & -i) sums_[i] += more;
+  }
+
+  uint32_t total() const { return total_; }
+
+  size_t find(uint32_t ticket) const {
+    size_t at = 0;
+    for (size_t step = half_; step != 0; step /= 2) {
+      if (at + step >= sums_.size() || sums_[at + step] > ticket) continue;
+      at += step;
+      ticket -= sums_[at];
+    }
+    return at;
+  }
+
+ private:
+  std::vector<uint32_t> weights_, sums_;
+  uint32_t total_ = 0;
+  size_t half_ = 1;
+};
+
 // Thrown into fibers that are given up, so that what lives on their stacks is destroyed.
 struct Stopped {};
 
@@ -64,11 +101,14 @@ class Scheduler {
   bool run(uint64_t idle_steps_max) {
     Scheduler* outer = std::exchange(active(), this);
     progress_at_ = steps_;
+    lottery_.resize(fibers_.size());
+    for (size_t i = 0; i < fibers_.size(); ++i) update(i);
     bool finished = false;
     for (uint64_t at = choose(); at != kNobody; at = choose()) {  // bounded by idle_steps_max
       if (steps_ - progress_at_ > idle_steps_max) {
         if (fair_) break;
         fair_ = true;
+        for (size_t i = 0; i < fibers_.size(); ++i) update(i);
         progress();
       }
       ++steps_;
@@ -102,10 +142,14 @@ class Scheduler {
   // Leaves the set of runnable fibers until another fiber calls unpark.
   void park() {
     fibers_[self_]->parked = true;
+    update(self_);
     leave();
     if (stopping_) throw Stopped();
   }
-  void unpark(size_t fiber) { fibers_[fiber]->parked = false; }
+  void unpark(size_t fiber) {
+    fibers_[fiber]->parked = false;
+    update(fiber);
+  }
 
   void progress() { progress_at_ = steps_; }
   size_t self() const { return self_; }
@@ -114,7 +158,7 @@ class Scheduler {
   bool inside() const { return self_ != kNobody; }
 
   static Scheduler*& active() {
-    static Scheduler* scheduler = nullptr;
+    static thread_local Scheduler* scheduler = nullptr;  // threads have fibers of their own
     return scheduler;
   }
 
@@ -141,19 +185,16 @@ class Scheduler {
   // The fiber that pause() drew, else a new draw; kNobody when nobody can run.
   size_t choose() {
     if (next_ != kNobody) return std::exchange(next_, kNobody);
-    uint32_t total = 0;
-    for (const auto& fiber : fibers_) total += runnable(*fiber) ? weight(*fiber) : 0;
-    if (total == 0) return kNobody;
-    uint32_t ticket = random_.below(total);
-    for (size_t i = 0; i < fibers_.size(); ++i) {
-      if (!runnable(*fibers_[i])) continue;
-      if (ticket < weight(*fibers_[i])) return i;
-      ticket -= weight(*fibers_[i]);
-    }
-    return kNobody;
+    if (lottery_.total() == 0) return kNobody;
+    return lottery_.find(random_.below(lottery_.total()));
   }
-  uint32_t weight(const Fiber& fiber) const { return fair_ ? 1 : fiber.weight; }
-  static bool runnable(const Fiber& fiber) { return !fiber.done && !fiber.parked; }
+
+  // A fiber that may have become runnable, or no longer is.
+  void update(size_t at) {
+    const Fiber& fiber = *fibers_[at];
+    const bool is_runnable = !fiber.done && !fiber.parked;
+    lottery_.set(at, is_runnable ? (fair_ ? 1 : fiber.weight) : 0);
+  }
 
   void enter(size_t at) {
     Fiber& fiber = *fibers_[at];
@@ -188,6 +229,7 @@ class Scheduler {
     } catch (const Stopped&) {
     }
     fiber.done = true;
+    scheduler->update(scheduler->self_);
     scheduler->leave();
   }
 
@@ -207,6 +249,7 @@ class Scheduler {
   }
 
   Random random_;
+  Lottery lottery_;
   std::vector<std::unique_ptr<Fiber>> fibers_;
   ucontext_t main_;
   void* main_fake_stack_ = nullptr;
