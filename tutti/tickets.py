@@ -91,7 +91,7 @@ class PutTicket:
             if not self._done.is_set():
                 self._callbacks.append(callback)
                 return
-        self._call(callback)
+        _call(callback, self)
 
     def add_part(self) -> None:
         """One more batch belongs to this put."""
@@ -112,13 +112,7 @@ class PutTicket:
             callbacks, self._callbacks = self._callbacks, []
             self._done.set()
         for callback in callbacks:
-            self._call(callback)
-
-    def _call(self, callback: Callable[[PutTicket], None]) -> None:
-        try:
-            callback(self)
-        except Exception:
-            _log.exception("a callback of a put failed")
+            _call(callback, self)
 
 
 @dataclass(frozen=True)
@@ -196,12 +190,15 @@ class LoadTicket:
         return np.flatnonzero(self._status()).astype(np.int64)
 
     def on_settled(self, callback: Callable[[], None]) -> None:
-        """Calls back once the device can no longer touch the pages, on its thread or at once."""
+        """Calls back once the device can no longer touch the pages, on its thread or at once.
+
+        It must not wait for anything of the store; what it raises is logged.
+        """
         with self._lock:
             if not self._settled.is_set():
                 self._callbacks.append(callback)
                 return
-        callback()
+        _call(callback)
 
     def settle(self) -> None:
         """Every job of this load was released."""
@@ -209,13 +206,21 @@ class LoadTicket:
             callbacks, self._callbacks = self._callbacks, []
             self._settled.set()
         for callback in callbacks:
-            callback()
+            _call(callback)
 
     def _status(self) -> U32:
         status = np.zeros(self.keys, np.uint32)
         for part in self.parts:
             status[part.rows] = part.job.page_status
         return np.where(self.record_status == 0, status, self.record_status)
+
+
+def _call(callback: Callable[..., None], *given: object) -> None:
+    """On the engine's thread, which has more to end than this operation."""
+    try:
+        callback(*given)
+    except Exception:
+        _log.exception("a callback of a put or load failed")
 
 
 def _left_s(deadline_s: float) -> float:

@@ -31,7 +31,7 @@ from tutti.gio_uring.nvme_spec import (
     STATUS_WRITE_FAULT,
 )
 from tutti.medium import Superblock, choose_superblock
-from tutti.tickets import PutTicket
+from tutti.tickets import LoadTicket, PutTicket
 
 TABLE_LBA = GEOMETRY.table_offset // 4096
 
@@ -228,15 +228,24 @@ def test_a_callback_that_raises_hurts_nobody(rng: np.random.Generator) -> None:
     with opened(formatted()) as store:
         store.allocate_pool(8)
 
-        def bad(_: PutTicket) -> None:
+        def bad(*_: PutTicket) -> None:
             raise RuntimeError("a user's mistake")
 
-        ticket = store.put(some_keys(rng, 2), [0, 1])
+        keys = some_keys(rng, 2)
+        ticket = store.put(keys, [0, 1])
         ticket.on_done(bad)
         assert ticket.wait(5).stored == 2
         ticket.on_done(bad)
+        loaded = store.load(keys, [2, 3])
+        loaded.on_settled(bad)
+        assert loaded.wait_settled(5)
+        loaded.on_settled(bad)
         store.clear()
         assert store._core.in_flight == 0
+
+    waits = LoadTicket(1, 1)
+    waits.on_settled(bad)
+    waits.settle()
 
 
 def test_proving_needs_no_memory_of_the_users(rng: np.random.Generator) -> None:

@@ -135,11 +135,8 @@ class NativeController:
         Raises ConfigError for an unacceptable depth, too many queue pairs, or while `is_served`.
         """
         self._check_open()
-        for queue_pair in self._queue_pairs:
-            idle = queue_pair.is_closed and queue_pair.inflight == 0
-            if idle and queue_pair.depth == depth:
-                queue_pair.is_closed = False
-                return queue_pair
+        if (idle := self._reopened(depth)) is not None:
+            return idle
         queue_pair = QueuePair(depth, len(self._queue_pairs) + 1, owner=self)
         result = self._lib.gio_controller_attach(self.handle, queue_pair.struct_address)
         remedy = (
@@ -150,6 +147,15 @@ class NativeController:
         self._queue_pairs.append(queue_pair)
         self._rings.append(queue_pair.memory)
         return queue_pair
+
+    def _reopened(self, depth: int) -> QueuePair | None:
+        """One that was closed and has nothing in flight, open again."""
+        for queue_pair in self._queue_pairs:
+            idle = queue_pair.is_closed and queue_pair.inflight == 0
+            if idle and queue_pair.depth == depth:
+                queue_pair.is_closed = False
+                return queue_pair
+        return None
 
     def service(self, timeout_s: float = 0.0) -> int:
         """One turn of work in the caller's thread, sleeping at most `timeout_s` when idle.

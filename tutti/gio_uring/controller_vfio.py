@@ -266,11 +266,8 @@ class VfioController(NativeController):
         Raises DeviceGone when the drive has left.
         """
         self._check_open()
-        for queue_pair in self._queue_pairs:
-            idle = queue_pair.is_closed and queue_pair.inflight == 0
-            if idle and queue_pair.depth == depth:
-                queue_pair.is_closed = False
-                return queue_pair
+        if (idle := self._reopened(depth)) is not None:
+            return idle
         if self.is_gone:
             raise DeviceGone(f"{self.device.bdf} has left; bring it back and open it again")
         qid = len(self._queue_pairs) + 1
