@@ -49,7 +49,7 @@ CASES |= {kind: partial(gpu_cases.engine, kind) for kind in KINDS}
 CASES["files"] = gpu_files.files
 
 #: Of a row: what takes longer hangs, and its process ends.
-_ROW_S = 90
+_ROW_S = 75
 #: A case is not begun with less time left, and may be begun again so often in one run.
 _LEFT_S, _TRIES = 20, 6
 #: After these codes of CUresult the context answers every call with the same.
@@ -178,6 +178,8 @@ def _run_here(name: str, args: argparse.Namespace) -> int:
             Path(args.dir),
             args.pairs,
             args.round_s,
+            layers=args.layers,
+            staging_nbytes=parse_nbytes(args.staging),
             file_nbytes=parse_nbytes(args.file),
             until_s=until_s,
         )
@@ -224,6 +226,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--out", default="bench/results/gpu", help="(default: %(default)s)")
     parser.add_argument("--dir", default=".", help="for the file of `files` (default: %(default)s)")
     parser.add_argument("--file", default="4GiB", help="its size (default: %(default)s)")
+    parser.add_argument("--layers", type=int, default=8, help="of a transfer (%(default)s)")
+    parser.add_argument("--staging", default="256MiB", help="of the engines (%(default)s)")
     parser.add_argument("--pairs", type=int, default=7, help="of rounds (default: %(default)s)")
     parser.add_argument("--round-s", type=float, default=0.15, help="(default: %(default)s)")
     parser.add_argument("--minutes", type=float, default=8.0, help="begin no row after so long")
@@ -236,6 +240,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = [
         *("--out", args.out, "--dir", args.dir, "--file", args.file, "--commit", args.commit),
         *("--pairs", str(args.pairs), "--round-s", str(args.round_s)),
+        *("--layers", str(args.layers), "--staging", args.staging),
     ]
     try:
         names = cases_to_run(args.cases, out)

@@ -27,6 +27,7 @@ from tutti.bench.paired import compare
 from tutti.errors import Unsupported
 from tutti.gio_uring.controller_memory import MemoryController
 from tutti.gio_uring.gpu_device_engine import KINDS
+from tutti.gio_uring.gpu_engine import STAGING_NBYTES
 from tutti.gio_uring.gpu_memory import PinnedMemory
 from tutti.gio_uring.memory import HostBuffer
 from tutti.terminal import ProgressFactory
@@ -44,9 +45,10 @@ _TOKEN_NBYTES = 2048
 class Plan:
     """How much is measured.
 
-    pairs: of rounds.  round_s: how long a round of ours lasts, which says how many transfers are in
-    one.  batch_nbytes: of one transfer.  tokens: of the layers that are scattered.  file_nbytes: of
-    the file in folder.  until_s: of time.monotonic(), when no row begins any more.
+    pairs: of rounds.  round_s: how long a round of ours lasts; so many transfers are in one.
+    batch_nbytes, layers: of one transfer; by default a layer has 8K tokens of Llama-3-8B.
+    staging_nbytes: the engine's own default.  tokens: of the layers that are scattered.
+    file_nbytes: of the file in folder.  until_s: of time.monotonic(), when no row begins any more.
     """
 
     progress: ProgressFactory
@@ -54,10 +56,15 @@ class Plan:
     pairs: int = 7
     round_s: float = 0.15
     batch_nbytes: int = 256 * MiB
-    staging_nbytes: int = 256 * MiB
+    layers: int = 8
+    staging_nbytes: int = STAGING_NBYTES
     tokens: int = 65536
     file_nbytes: int = 4096 * MiB
     until_s: float = math.inf
+
+    def load(self, slice_nbytes: int) -> Load:
+        """A transfer of such slices, K and V apart."""
+        return Load.of_nbytes(slice_nbytes, self.batch_nbytes, self.layers)
 
 
 @dataclass(frozen=True)
@@ -158,7 +165,7 @@ def copy_engines(machine: Machine) -> Way:
 def first(machine: Machine, plan: Plan) -> list[Row]:
     """The most important answers: is it right, and how fast are both movers."""
     best = copy_engines(machine)
-    loads = [Load.of_nbytes(n, plan.batch_nbytes) for n in SLICES]
+    loads = [plan.load(n) for n in SLICES]
     # K and V apart make fragments of 32 KiB out of slices of 64; together a slice is one fragment.
     loads.append(replace(loads[SLICES.index(64 * KiB)], segments=1))
     rows = [_row(machine, plan, best, load, d) for load in loads for d in DIRECTIONS]
@@ -172,7 +179,7 @@ def engine(name: str, machine: Machine, plan: Plan) -> list[Row]:
     if name in KINDS and machine.modules is None:
         raise Unsupported("no device code is loaded")
     ways = [Way("host", m) for m in _movers(machine)] if name == "host" else [Way(name)]
-    loads = [Load.of_nbytes(n, plan.batch_nbytes) for n in SLICES]
+    loads = [plan.load(n) for n in SLICES]
     rows = [_row(machine, plan, w, load, d) for w in ways for load in loads for d in DIRECTIONS]
     # The blocks of the others drive the queues as well: how many does it take?
     few = (8, 4) if name in ("resident", "persistent") else ()
@@ -246,7 +253,7 @@ def multiprocessors(machine: Machine, plan: Plan) -> list[Row]:
     """How many blocks, one for each multiprocessor, the SM copy needs for the link's rate."""
     if machine.modules is None:
         raise Unsupported("no device code is loaded")
-    load = Load.of_nbytes(256 * KiB, plan.batch_nbytes)
+    load = plan.load(256 * KiB)
     return [
         _row(machine, plan, Way(blocks=blocks), load, direction)
         for blocks in BLOCKS
@@ -259,7 +266,7 @@ def cpu_time(machine: Machine, plan: Plan) -> list[Row]:
     ways = [copy_engines(machine)]
     if machine.modules is not None:
         ways += [Way("launch"), Way("resident")]
-    load = Load.of_nbytes(256 * KiB, plan.batch_nbytes)
+    load = plan.load(256 * KiB)
     rows = []
     for turn in (1, 2):
         for way in ways if turn == 1 else reversed(ways):

@@ -33,7 +33,7 @@ def digests(machine: Machine, plan: Plan) -> list[Row]:
 def _digests(machine: Machine, plan: Plan, blocks: int) -> dict[str, Any]:
     # As many slices in a layer as a long prefix has: a warp takes a slice.
     load = Load(256 * KiB, max(1, plan.batch_nbytes // (256 * KiB)), layers=1)
-    moved_load = Load.of_nbytes(256 * KiB, plan.batch_nbytes)
+    moved_load = plan.load(256 * KiB)
     found: dict[str, list[float]] = {
         name: []
         for name in ("alone_gb_per_s", "beside_gb_per_s", "mover_gb_per_s", "link_gb_per_s")

@@ -93,7 +93,7 @@ def _interfere(
         stack.callback(gate.close)
         watch = Stopwatch(torch, gate, KERNELS[name](torch))
         watch.warm_up([whole, compute])
-        load = Load.of_nbytes(256 * KiB, plan.batch_nbytes)
+        load = plan.load(256 * KiB)
         pages = DevicePages(driver, load)
         stack.callback(pages.close)
         gpu = stack.enter_context(

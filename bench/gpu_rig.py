@@ -37,7 +37,7 @@ from tutti.units import MiB
 LBA_NBYTES = 4096
 MOVERS = ("copy-batch", "copy", "kernel")
 OPCODES = {"load": OPCODE_READ, "store": OPCODE_WRITE}
-#: Of every wait, far above what anything here takes: a row has 90 seconds in all.
+#: Of every wait, far above what anything here takes: a row has 75 seconds in all.
 _TIMEOUT_S = 20.0
 _LOOK_S = 0.0005
 _TABLES_NBYTES = 8 * MiB

@@ -13,7 +13,7 @@ from gpu import shards
 CODES: dict[str, list[tuple[int, str]]] = {
     "a::one": [(0, "1 passed")],
     "a::two": [(1, "1 failed"), (0, "1 passed")],
-    "a::three": [(124, "killed after 75 s"), (0, "SKIPPED: needs PyTorch\n1 skipped")],
+    "a::three": [(124, "killed after 60 s"), (0, "SKIPPED: needs PyTorch\n1 skipped")],
 }
 
 

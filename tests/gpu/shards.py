@@ -31,8 +31,8 @@ SHARDS = {
         *("-k", "(travel and launch or dies) and not persistent"),
     ],
 }
-#: Of a test, and of one under a tool.  The compiler runs in the first one, once.
-TEST_S, TOOL_S = 75, 150
+#: Of a test, and of one under a tool; waits of tests are 30 s at most.
+TEST_S, TOOL_S = 60, 150
 COLLECT_S = 60
 TAIL = 40
 SHOWN = 12

@@ -93,7 +93,7 @@ def test_pages_travel_and_come_back(
             sent = rng.permutation(PAGES).astype(np.uint32)
             digests = np.zeros((PAGES, LAYERS), np.uint64)
             job = engine.submit(OPCODE_WRITE, EXTENTS, sent, pages, digests=digests)
-            assert job.wait_released(60)
+            assert job.wait_released(20)
             assert not job.page_status.any()
             slices = page_bytes(content, segments, LAYERS, PAGES)
             for i, page in enumerate(sent.tolist()):
@@ -105,8 +105,8 @@ def test_pages_travel_and_come_back(
             other = rng.permutation(PAGES).astype(np.uint32)
             job = engine.submit(OPCODE_READ, EXTENTS, other, pages, digests=digests, compare=True)
             for layer in range(LAYERS):
-                assert job.wait_layers(layer + 1, 60)
-            assert job.wait_released(60)
+                assert job.wait_layers(layer + 1, 20)
+            assert job.wait_released(20)
             assert np.flatnonzero(job.page_status).tolist() == [7]
             assert job.page_status[7] == STATUS_DIGEST_MISMATCH
             back = page_bytes(memory.read(), segments, LAYERS, PAGES)
@@ -133,7 +133,7 @@ def test_kernels_run_on_a_partition_of_the_multiprocessors(
         numbers = np.arange(PAGES, dtype=np.uint32)
         for opcode in (OPCODE_WRITE, OPCODE_READ):
             job = engine.submit(opcode, EXTENTS, numbers, pages)
-            assert job.wait_released(60)
+            assert job.wait_released(20)
             assert not job.page_status.any()
             if opcode == OPCODE_WRITE:
                 memory.write(np.zeros(memory.nbytes, np.uint8))
@@ -154,10 +154,10 @@ def test_a_layer_of_more_commands_than_a_queue_has_places(
         content = rng.integers(0, 256, memory.nbytes, dtype=np.uint8)
         memory.write(content)
         numbers = rng.permutation(PAGES).astype(np.uint32)
-        assert engine.submit(OPCODE_WRITE, scattered, numbers, pages).wait_released(60)
+        assert engine.submit(OPCODE_WRITE, scattered, numbers, pages).wait_released(20)
         memory.write(np.zeros(memory.nbytes, np.uint8))
         job = engine.submit(OPCODE_READ, scattered, numbers, pages, timeout_s=5.0)
-        assert job.wait_released(60)
+        assert job.wait_released(20)
         assert not job.page_status.any()
         assert (memory.read() == content).all()
 
@@ -174,7 +174,7 @@ def test_a_controller_that_dies_ends_the_kernels(
             job = engine.submit(
                 OPCODE_READ, EXTENTS, np.arange(PAGES, dtype=np.uint32), pages, timeout_s=0.5
             )
-            assert job.wait_layers(LAYERS, 60)
+            assert job.wait_layers(LAYERS, 20)
             assert (job.page_status == STATUS_TIMED_OUT).any()
             assert not job.wait_released(0.1)
 
@@ -191,7 +191,7 @@ def test_an_idle_persistent_kernel_ends_and_comes_back(
         MemoryController([64 << 20]) as controller,
         engine_of(driver, modules, "persistent", controller) as engine,
     ):
-        assert engine.submit(OPCODE_WRITE, EXTENTS, numbers, pages).wait_released(60)
+        assert engine.submit(OPCODE_WRITE, EXTENTS, numbers, pages).wait_released(20)
         driver.free(driver.allocate(1 << 20))  # may wait for the kernel, which rests after a second
         memory.write(np.zeros(memory.nbytes, np.uint8))
         time.sleep(2)
