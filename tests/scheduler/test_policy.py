@@ -85,6 +85,16 @@ def busy(one: Drive) -> None:
         one.at(StepBegan(at_ns, Phase.PREFILL, layers=2, tokens=1, loads=(name,)))
 
 
+def test_a_step_whose_end_nobody_told_takes_no_load_along() -> None:
+    one = drive(read_window_us=1000.0)
+    one.at(LoadKnown(0, "first", layers=1, layer_nbytes=100 * MB, tokens=1, prefix_tokens=1))
+    one.at(LoadKnown(0, "second", layers=1, layer_nbytes=MB, tokens=1, prefix_tokens=1))
+    one.at(StepBegan(MS, Phase.PREFILL, layers=2, tokens=1, loads=("second",)))
+    one.at(StepBegan(2 * MS, Phase.DECODE, tokens=1))
+    one.run()
+    assert [name for _, _, name in one.launches] == ["first", "second"]
+
+
 @pytest.mark.parametrize("interference", [1.5, 2.5])
 def test_an_old_write_goes_without_slack(interference: float) -> None:
     one = drive(truth=Linear(interference=interference), write_patience_us=50_000.0)

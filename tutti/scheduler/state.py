@@ -396,10 +396,21 @@ def _step_began(state: State, event: StepBegan, profile: Profile) -> State:
     )
     loads = tuple(
         replace(load, step=number) if load.is_for(event.loads) else load
-        for load in state.loads
-        if load.step is None or load.is_for(event.loads)
+        for load in _left_by_step(state)
     )
     return _quiet(replace(state, step=step, numbers=number + 1, loads=loads))
+
+
+def _left_by_step(state: State) -> tuple[Load, ...]:
+    """The loads without those that the step, which is over, has used.
+
+    What has not arrived has still to be reported: it was given up, or the report comes late.
+    """
+    return tuple(
+        replace(load, step=None) if load.step == state.step.number else load
+        for load in state.loads
+        if load.step != state.step.number or load.ready < load.layers
+    )
 
 
 def _layer_began(state: State, event: LayerBegan, profile: Profile) -> State:
@@ -432,13 +443,8 @@ def _step_ended(state: State, event: StepEnded, profile: Profile) -> State:
     elif step.phase is Phase.PREFILL and step.layer:
         # Without reports of layers nobody knows how much of the step was waiting.
         state = _layers_computed(state, step.layers - step.layer, 0, profile)
-    # What has not arrived has still to be reported: it was given up, or the report comes late.
-    loads = tuple(
-        replace(load, step=None) if load.step == step.number else load
-        for load in state.loads
-        if load.step != step.number or load.ready < load.layers
-    )
     idle = Step(number=state.numbers, began_ns=state.now_ns, layer_ns=state.now_ns)
+    loads = _left_by_step(state)
     return _quiet(replace(state, step=idle, numbers=state.numbers + 1, loads=loads))
 
 
