@@ -9,11 +9,12 @@ Everything it says is simulated.  `--validate` says how far it is from published
 from __future__ import annotations
 
 import argparse
+import itertools
 from pathlib import Path
 from typing import Any
 
 from tutti.bench.environment import describe
-from tutti.bench.figures_data import RATE, Row, write_csv
+from tutti.bench.figures_data import RATE, Row, check_writable, write_csv
 from tutti.bench.simulate_calibration import (
     FILE,
     Calibration,
@@ -130,6 +131,8 @@ def fitted_values(calibration: Calibration) -> dict[str, float]:
 def _simulated(
     calibration: Calibration, args: argparse.Namespace, progress: ProgressFactory
 ) -> dict[str, Any]:
+    if args.csv:
+        check_writable(args.csv)
     per_node = min(args.engines_per_node, args.engines)
     media = args.media or -(-per_node // 2)
     profile = load_profile(args.profile) if args.profile else None
@@ -139,18 +142,17 @@ def _simulated(
         raise ConfigError(f"--warm {args.warm} of {len(workload.prompts)} requests leaves nothing")
     streams = _streams(workload, args)
     rows = []
-    with progress("simulate", len(all_times) * len(args.routers) * len(streams)) as bar:
-        for name, times in all_times.items():
-            for router in args.routers:
-                shape = Shape(args.engines, per_node, media, router, args.unit_layers)
-                for rate, seed, requests in streams:
-                    cluster = Cluster(times, shape)
-                    cluster.warm(requests[: args.warm])
-                    numbers = cluster.run(requests[args.warm :])
-                    rows.append({"system": name, "router": router, "seed": seed, **numbers})
-                    if rate is not None:
-                        rows[-1]["rate"] = rate
-                    bar.advance(1)
+    runs = list(itertools.product(all_times, args.routers, streams))
+    with progress("simulate", len(runs)) as bar:
+        for name, router, (rate, seed, requests) in runs:
+            shape = Shape(args.engines, per_node, media, router, args.unit_layers)
+            cluster = Cluster(all_times[name], shape)
+            cluster.warm(requests[: args.warm])
+            numbers = cluster.run(requests[args.warm :])
+            rows.append({"system": name, "router": router, "seed": seed, **numbers})
+            if rate is not None:
+                rows[-1]["rate"] = rate
+            bar.advance(1)
     if args.csv:
         write_csv(args.csv, csv_rows(rows), RATE)
     return {

@@ -81,11 +81,10 @@ def run(args: argparse.Namespace, progress: ProgressFactory) -> dict[str, Any]:
             truth = machine(drive, gpu)
             runs: dict[str, list[dict[str, float]]] = {name: [] for name in POLICIES}
             for seed in range(seeds):
-                requests = (
-                    recorded(args.recorded)
-                    if args.recorded
-                    else generate(workload, truth, args.requests, seed)
-                )
+                if args.recorded:
+                    requests = recorded(args.recorded)
+                else:
+                    requests = generate(workload, truth, args.requests, seed)
                 for name in POLICIES:
                     runs[name].append(run_once(name, truth, requests, limits, seed))
                     bar.advance(1)
