@@ -14,7 +14,7 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Protocol
 
 from tutti.clock import Clock, SystemClock
@@ -64,7 +64,6 @@ class Schedule:
     profile: Profile
     limits: Limits = _POOL_LIMITS
     policy: Callable[[Profile, Limits], Policy] = SlackPolicy
-    clock: Clock = field(default_factory=SystemClock)
     record: Recorder | None = None
 
     def __post_init__(self) -> None:
@@ -112,7 +111,6 @@ class Dispatcher:
             schedule.policy(schedule.profile, limits),
             schedule.profile,
             launcher,
-            clock=schedule.clock,
             limits=limits,
             record=schedule.record,
         )
