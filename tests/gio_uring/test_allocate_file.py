@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
+import resource
 from pathlib import Path
 
 import pytest
 
-from tutti.errors import CapacityError, PoolExists, PoolInUse, PoolNotFound
+from tutti.errors import (
+    CapacityError,
+    ConfigError,
+    MediumError,
+    PoolExists,
+    PoolInUse,
+    PoolNotFound,
+)
 from tutti.gio_uring.controller_file import allocate_file
 from tutti.units import KiB, MiB
 
@@ -62,3 +71,44 @@ def test_allocate_refuses(tmp_path: Path) -> None:
         with pytest.raises(PoolInUse):
             allocate_file(tmp_path / "locked", MiB, prewrite=True)
     assert (tmp_path / "locked").stat().st_size == 0
+
+
+def test_a_file_for_which_there_is_no_room_keeps_its_size(tmp_path: Path) -> None:
+    """Else a larger format that fails would leave the disk full."""
+    old = tmp_path / "old"
+    allocate_file(old, 64 * KiB)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (MiB, hard))
+    reserve = os.posix_fallocate
+
+    def in_part(fd: int, offset: int, nbytes: int) -> None:
+        reserve(fd, offset, MiB // 2)  # as a disk that becomes full
+        reserve(fd, offset, nbytes)
+
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(os, "posix_fallocate", in_part)
+            with pytest.raises(CapacityError, match="no room for 2 MiB"):
+                allocate_file(old, 2 * MiB)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert old.stat().st_size == 64 * KiB
+
+
+@pytest.mark.parametrize("kind", [OSError, KeyboardInterrupt])
+def test_writing_once_may_end_early(
+    kind: type[BaseException], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def ended(*_: object) -> int:
+        raise kind(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "pwrite", ended)
+    with pytest.raises(MediumError if kind is OSError else kind, match="Input/output error"):
+        allocate_file(tmp_path / "a", MiB, prewrite=True)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_pipe_is_no_file(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ConfigError, match="no file and no block device"):
+        allocate_file(tmp_path / "pipe", MiB)

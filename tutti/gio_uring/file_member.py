@@ -359,7 +359,15 @@ def _reserve(fd: int, name: str, nbytes: int) -> None:
     if stat.S_ISBLK(os.fstat(fd).st_mode):
         _check_room(name, os.lseek(fd, 0, os.SEEK_END), nbytes)
         return
-    os.posix_fallocate(fd, 0, nbytes)
+    status = os.fstat(fd)
+    if not stat.S_ISREG(status.st_mode):
+        raise ConfigError(f"{name} is no file and no block device; give one of those")
+    try:
+        os.posix_fallocate(fd, 0, nbytes)
+    except BaseException:
+        # What did not suffice is the file's all the same: ext4 would leave the disk full.
+        os.ftruncate(fd, status.st_size)
+        raise
     os.ftruncate(fd, nbytes)
 
 
@@ -392,10 +400,9 @@ def _prewrite(fd: int, nbytes: int, progress: Progress | None) -> None:
     with mmap.mmap(-1, _PREWRITE_NBYTES) as zeros, memoryview(zeros) as view:
         done = 0
         while done < nbytes:
-            part = view[: min(_PREWRITE_NBYTES, nbytes - done)]
-            written = os.pwrite(fd, part, done)
-            part.release()
-            done += written
+            # Released also when Ctrl-C ends the write, or the mapping could not be closed.
+            with view[: min(_PREWRITE_NBYTES, nbytes - done)] as part:
+                done += os.pwrite(fd, part, done)
             if progress is not None and done < nbytes:
                 progress(done, nbytes)
 
