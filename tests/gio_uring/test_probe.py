@@ -153,3 +153,9 @@ def test_this_machine(tmp_path: Path) -> None:
     before = len(os.listdir("/proc/self/fd"))
     probe.probe_machine(str(tmp_path))
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_pipe_is_refused_and_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(Unsupported, match="no folder, file or block device"):
+        probe.probe_direct(str(tmp_path / "pipe"))

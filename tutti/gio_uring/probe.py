@@ -13,6 +13,7 @@ import fcntl
 import mmap
 import os
 import resource
+import stat
 import struct
 import tempfile
 from collections.abc import Callable, Iterator
@@ -303,8 +304,12 @@ def _direct_file(path: str) -> Iterator[tuple[int, bool]]:
         with tempfile.TemporaryFile(dir=path) as file:
             yield file.fileno(), True
         return
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    # Without O_NONBLOCK the open of a FIFO would wait for somebody who writes.
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
+        mode = os.fstat(fd).st_mode
+        if not (stat.S_ISREG(mode) or stat.S_ISBLK(mode)):
+            raise Unsupported(f"{path} is no folder, file or block device; name one of those")
         yield fd, False
     finally:
         os.close(fd)
