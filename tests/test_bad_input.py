@@ -11,6 +11,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -148,7 +149,8 @@ def test_a_missing_path(tmp_path: Path) -> None:
     refuses(PoolNotFound, "create it", lambda: tutti.store.open(inside, LAYOUT, "64MiB"))
     both = [path, inside]
     refuses(PoolNotFound, "create it", lambda: tutti.store.open(both, LAYOUT, "64MiB"))
-    refuses(ConfigError, "at least one path", lambda: tutti.store.open([]))
+    for none in ([], "", ["", path]):
+        refuses(ConfigError, "at least one path", partial(tutti.store.open, none))
     assert list(tmp_path.iterdir()) == []
 
 
@@ -164,6 +166,14 @@ def test_what_is_no_pool(tmp_path: Path) -> None:
     refuses(PoolCorrupt, "check the path, or format", lambda: tutti.store.open(path))
     path.write_bytes(path.read_bytes()[: 3 * KiB])
     refuses(ConfigError, "allocate it first", lambda: tutti.store.open(path))
+    path.write_bytes(b"\x5a" * 4 * KiB)
+    refuses(PoolCorrupt, "check the path, or format", lambda: tutti.store.open(path))
+    for force in (False, True):
+        refuses(
+            PoolExists,
+            "is a folder; name a file in it",
+            partial(tutti.store.format, tmp_path, LAYOUT, "64MiB", force=force),
+        )
 
 
 def test_an_existing_pool_is_not_formatted(path: Path) -> None:

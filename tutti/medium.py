@@ -325,6 +325,8 @@ def choose_superblock(a: bytes, b: bytes, path: str) -> tuple[Superblock, int]:
     """
     if not any(a) and not any(b):
         raise PoolNotFound(f"{path}: not formatted, or a format was interrupted; format the member")
+    if not any(raw.startswith(SUPERBLOCK_MAGIC) for raw in (a, b)):
+        raise PoolCorrupt(f"{path}: no superblock here; check the path, or format the member")
     valid: list[tuple[Superblock, int]] = []
     reasons = []
     for copy, raw in enumerate((a, b)):
@@ -339,6 +341,15 @@ def choose_superblock(a: bytes, b: bytes, path: str) -> tuple[Superblock, int]:
             f"{path}: superblocks A and B describe different pools; format the member anew"
         )
     return max(valid, key=lambda found: (found[0].generation, -found[1]))
+
+
+def check_size(nbytes: int, geometry: Geometry, path: str) -> None:
+    """Whether a member has all the bytes that its superblock speaks of.  Raises PoolCorrupt."""
+    if nbytes < geometry.member_nbytes:
+        raise PoolCorrupt(
+            f"{path} has {nbytes} bytes, its superblock speaks of {geometry.member_nbytes}; "
+            "it was truncated: restore it or format the pool anew"
+        )
 
 
 def _constants(superblock: Superblock) -> tuple[object, ...]:

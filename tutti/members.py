@@ -18,6 +18,7 @@ from tutti.medium import (
     SnapshotDescriptor,
     Superblock,
     check_members,
+    check_size,
     choose_superblock,
     pool_constants,
 )
@@ -86,6 +87,10 @@ class Members:
         """
         found, copies = [], []
         for nsid, name in enumerate(names, 1):
+            if _nbytes(engine, nsid) < 2 * BLOCK_NBYTES:
+                raise PoolCorrupt(
+                    f"{name} is shorter than its superblocks; check the path, or format it anew"
+                )
             raw = io.read(nsid, 0, 2 * BLOCK_NBYTES)
             superblock, copy = choose_superblock(raw[:BLOCK_NBYTES], raw[BLOCK_NBYTES:], name)
             found.append(superblock)
@@ -222,6 +227,10 @@ def _place(found: Sequence[Superblock], names: Sequence[str]) -> list[Superblock
     return places
 
 
+def _nbytes(engine: Engine, nsid: int) -> int:
+    return engine.controller.info.namespace_nlb[nsid - 1] * engine.lba_nbytes
+
+
 def _check_sizes(engine: Engine, names: Sequence[str], geometry: Geometry) -> None:
     if engine.lba_nbytes != geometry.lba_nbytes:
         raise ConfigError(
@@ -229,9 +238,4 @@ def _check_sizes(engine: Engine, names: Sequence[str], geometry: Geometry) -> No
             f"{engine.lba_nbytes}; open it with the controller it was formatted with"
         )
     for nsid, name in enumerate(names, 1):
-        nbytes = engine.controller.info.namespace_nlb[nsid - 1] * engine.lba_nbytes
-        if nbytes < geometry.member_nbytes:
-            raise PoolCorrupt(
-                f"{name} has {nbytes} bytes, its superblock speaks of {geometry.member_nbytes}; "
-                "it was truncated: restore it or format the pool anew"
-            )
+        check_size(_nbytes(engine, nsid), geometry, name)

@@ -57,6 +57,8 @@ def format(
     check_devices(names, force)
     geometry = Geometry.plan(layout, nbytes // len(names), members=len(names))
     for name in names:
+        if os.path.isdir(name):
+            raise PoolExists(f"{name} is a folder; name a file in it")
         if device_name(name) is None and os.path.exists(name) and not force:
             raise PoolExists(f"{name} exists; open it, or format with force to lose what it holds")
     made: list[str] = []
@@ -133,11 +135,10 @@ def _write_format(
 
 def member_names(paths: Paths) -> list[str]:
     """The members' paths, in order.  ConfigError for none, MemberSwapped for one given twice."""
-    if isinstance(paths, (str, os.PathLike)):
-        return [os.fspath(paths)]
-    names = [os.fspath(path) for path in paths]
-    if not names:
-        raise ConfigError("give at least one path")
+    given = [paths] if isinstance(paths, (str, os.PathLike)) else paths
+    names = [os.fspath(path) for path in given]
+    if not names or "" in names:
+        raise ConfigError("a pool lies somewhere; give at least one path, and none that is empty")
     if len({os.path.realpath(name) for name in names}) != len(names):
         raise MemberSwapped("a path is given twice; give each member of the pool once")
     return names

@@ -202,7 +202,7 @@ class FileController(NativeController):
             if member.nbytes < lba_nbytes:
                 raise ConfigError(
                     f"{member.name} has {member.nbytes} bytes, less than a block of {lba_nbytes};"
-                    " allocate it first"
+                    " correct the path, or allocate it first"
                 )
 
     def _choose_executor(self, asked: str) -> str:
