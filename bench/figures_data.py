@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tutti.errors import CapacityError, ConfigError
+from tutti.errors import CapacityError, ConfigError, system_message
 
 #: A line of a CSV: column -> text.  Empty text is a value that is not there.
 Row = dict[str, str]
@@ -68,6 +68,18 @@ def checked(rows: Sequence[Mapping[str, Any]], kind: str, name: str) -> list[Row
     return found
 
 
+def check_writable(path: Path) -> None:
+    """Fails before long work instead of after it.  Raises CapacityError."""
+    is_new = not path.exists()
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.open("a").close()
+        if is_new:
+            path.unlink()
+    except OSError as error:
+        raise CapacityError(f"cannot write {system_message(error)}") from error
+
+
 def write_csv(path: Path, rows: Sequence[Row], kind: str) -> None:
     """Writes the rows.  Raises CapacityError when there is no room."""
     text = io.StringIO()
@@ -78,7 +90,7 @@ def write_csv(path: Path, rows: Sequence[Row], kind: str) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text.getvalue())
     except OSError as error:
-        raise CapacityError(f"cannot write {path.name}: {error}; give --out elsewhere") from error
+        raise CapacityError(f"cannot write {path}: {system_message(error)}") from error
 
 
 def number_of(row: Mapping[str, Any], column: str) -> float | None:

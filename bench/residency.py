@@ -154,7 +154,11 @@ def _common(args: argparse.Namespace) -> dict[str, Any]:
     working_set, batch = parse_nbytes(args.working_set), parse_nbytes(args.batch)
     batch_pages = batch // shape.object_nbytes
     if batch_pages < 1 or working_set % (batch_pages * shape.object_nbytes):
-        raise ConfigError("the working set is to be a multiple of --batch, that of an object")
+        step = format_nbytes(max(1, batch_pages) * shape.object_nbytes)
+        raise ConfigError(
+            f"--working-set {args.working_set} is no multiple of {step}, the objects of a"
+            f" --batch of {args.batch}; choose one"
+        )
     if args.rounds < 2 or not all(0 < limit <= 16 for limit in args.limits):
         raise ConfigError("at least two --rounds, the first warms up; limits are shares of W")
     return {

@@ -8,15 +8,16 @@ sets `run`, a function from the parsed arguments to an `Outcome`.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import os
 import signal
 import sys
 import threading
 import traceback
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from importlib import import_module
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TextIO
 
 from tutti import __version__
 from tutti.cli_outcome import (
@@ -25,11 +26,12 @@ from tutti.cli_outcome import (
     EXIT_INTERRUPTED,
     EXIT_OK,
     EXIT_TERMINATED,
+    EXIT_UNREAD,
     EXIT_UNUSABLE,
     EXIT_USAGE,
     Outcome,
 )
-from tutti.errors import ConfigError, TuttiError
+from tutti.errors import ConfigError, TuttiError, system_message
 
 _EXIT_CODES = (
     (EXIT_OK, "done, and nothing is wrong"),
@@ -38,6 +40,7 @@ _EXIT_CODES = (
     (EXIT_UNUSABLE, "the pool or the device cannot be used; stderr says why and what to do"),
     (EXIT_DEFECT, "a defect of tutti itself; stderr has the traceback"),
     (EXIT_INTERRUPTED, "interrupted (Ctrl-C)"),
+    (EXIT_UNREAD, "whoever read the result went away"),
     (EXIT_TERMINATED, "ended by SIGTERM, which clears up as Ctrl-C does"),
 )
 _EPILOG = (
@@ -128,7 +131,7 @@ def _terminate(number: int, frame: object) -> NoReturn:
     raise _Terminated
 
 
-@contextmanager
+@contextlib.contextmanager
 def _orderly_end() -> Iterator[None]:
     """SIGTERM raises where it would end the process at once; somebody's own handler stays."""
     own_thread = threading.current_thread() is threading.main_thread()
@@ -144,8 +147,24 @@ def _orderly_end() -> Iterator[None]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; returns its exit code. Raises SystemExit after --help and --version."""
+    _occupy_streams()
     with _orderly_end():
         return _run(sys.argv[1:] if argv is None else list(argv))
+
+
+def _occupy_streams() -> None:
+    """Gives closed standard streams to /dev/null.
+
+    Else the next file that is opened, perhaps a pool, gets their number and with it whatever a
+    library or a child process writes to them.
+    """
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the lowest number is free
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(number, "r" if number == 0 else "w", closefd=False))
 
 
 def _run(argv: list[str]) -> int:
@@ -155,28 +174,64 @@ def _run(argv: list[str]) -> int:
         if unknown:  # by the command's own parser, whose help knows what there is
             args.refuse(f"unrecognized arguments: {' '.join(unknown)}")
         outcome: Outcome = args.run(args)
-    except _Terminated:
-        return _fail("ended by SIGTERM", EXIT_TERMINATED)
-    except KeyboardInterrupt:
-        return _fail("interrupted", EXIT_INTERRUPTED)
-    except ConfigError as error:
-        return _fail(str(error), EXIT_USAGE, error if as_json else None)
-    except (TuttiError, OSError) as error:
-        return _fail(str(error), EXIT_UNUSABLE, error if as_json else None)
-    except Exception:
-        traceback.print_exc()
-        return _fail("this is a defect of tutti; please report the lines above", EXIT_DEFECT)
-    print(json.dumps(outcome.result, indent=2) if args.json else outcome.text, flush=True)
-    return outcome.exit_code
+        text = json.dumps(outcome.result, indent=2) if args.json else outcome.text
+        return _print(text) or outcome.exit_code
+    except (Exception, KeyboardInterrupt) as error:
+        message, exit_code = _failure(error)
+        return _fail(message, exit_code, type(error).__name__ if as_json else None)
 
 
-def _fail(message: str, exit_code: int, error: Exception | None = None) -> int:
-    """The message on stderr, and with --json the error on stdout as well."""
-    print(f"tutti: {message}", file=sys.stderr, flush=True)
-    if error is not None:
-        name = type(error).__name__
-        print(json.dumps({"error": {"type": name, "message": message}}), flush=True)
+def _failure(error: BaseException) -> tuple[str, int]:
+    """What to say of an error, and the exit code; a defect's traceback goes to stderr here."""
+    if isinstance(error, _Terminated):
+        return "ended by SIGTERM", EXIT_TERMINATED
+    if isinstance(error, KeyboardInterrupt):
+        return "interrupted", EXIT_INTERRUPTED
+    if isinstance(error, ConfigError):
+        return str(error), EXIT_USAGE
+    if isinstance(error, TuttiError):
+        return str(error), EXIT_UNUSABLE
+    if isinstance(error, OSError):
+        return system_message(error), EXIT_UNUSABLE
+    if isinstance(error, MemoryError):
+        return "out of memory; give smaller sizes, or raise the limit (ulimit -v)", EXIT_UNUSABLE
+    with contextlib.suppress(OSError):
+        traceback.print_exception(error)
+    return "this is a defect of tutti; please report the lines above", EXIT_DEFECT
+
+
+def _print(text: str) -> int:
+    """Prints the result; the exit code where that fails, else 0."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:  # `tutti info POOL | head -1`: no more is wanted
+        _give_up(sys.stdout)
+        return EXIT_UNREAD
+    except UnicodeEncodeError as error:  # a path's bytes, or a terminal that knows few letters
+        return _print(text.encode(error.encoding, "backslashreplace").decode(error.encoding))
+    except OSError as error:
+        _give_up(sys.stdout)
+        return _fail(f"cannot write the result: {system_message(error)}", EXIT_UNUSABLE)
+    return EXIT_OK
+
+
+def _fail(message: str, exit_code: int, kind: str | None = None) -> int:
+    """The message on stderr, and with a kind of error as JSON on stdout as well."""
+    try:
+        print(f"tutti: {message}", file=sys.stderr, flush=True)
+    except OSError:
+        _give_up(sys.stderr)
+    if kind is not None:
+        _print(json.dumps({"error": {"type": kind.lstrip("_"), "message": message}}))
     return exit_code
+
+
+def _give_up(stream: TextIO) -> None:
+    """What the stream still holds goes nowhere: the interpreter would try again at its end."""
+    with contextlib.suppress(OSError, ValueError):
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, stream.fileno())
+        os.close(nowhere)
 
 
 if __name__ == "__main__":

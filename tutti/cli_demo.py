@@ -13,7 +13,7 @@ from typing import Any
 from tutti.cli_arguments import nbytes
 from tutti.cli_bench import bench_module
 from tutti.cli_outcome import EXIT_FAILED, EXIT_OK, Outcome
-from tutti.errors import CapacityError, ConfigError, Unsupported
+from tutti.errors import CapacityError, ConfigError, Unsupported, system_message
 from tutti.terminal import progress
 from tutti.units import GiB, MiB, format_nbytes
 
@@ -96,14 +96,13 @@ def run_demo(args: argparse.Namespace) -> Outcome:
         "replay": replayed,
         "wrong": int(measured["wrong"]) + int(replayed["wrong"]),
     }
-    (folder / "results.json").write_text(json.dumps(result, indent=2) + "\n")
-    plot = _plot(result, folder / "results.png")
+    kept = _keep(result, folder)
     parts = [_LABEL]
     if capacity_nbytes < wanted_nbytes:
         have, want = format_nbytes(capacity_nbytes), format_nbytes(wanted_nbytes)
         parts.append(f"The disk has little space: pools of {have} instead of {want}.")
     parts += ["Bandwidth", bandwidth.report(measured), "Replay of a synthetic trace"]
-    parts += [replay.report(replayed), f"kept: {folder / 'results.json'}\n{plot}"]
+    parts += [replay.report(replayed), kept]
     exit_code = EXIT_FAILED if result["wrong"] else EXIT_OK
     return Outcome(result, "\n\n".join(parts), exit_code)
 
@@ -144,6 +143,15 @@ def _run(module: ModuleType, argv: list[str]) -> dict[str, Any]:
     return result
 
 
+def _keep(result: dict[str, Any], folder: Path) -> str:
+    """Writes the results and draws them; what became of it.  They are printed in any case."""
+    try:
+        (folder / "results.json").write_text(json.dumps(result, indent=2) + "\n")
+        return f"kept: {folder / 'results.json'}\n{_plot(result, folder / 'results.png')}"
+    except OSError as error:
+        return f"not kept: {system_message(error)}"
+
+
 def _plot(result: dict[str, Any], path: Path) -> str:
     """Draws the results where matplotlib is installed; what became of it."""
     try:
@@ -151,5 +159,5 @@ def _plot(result: dict[str, Any], path: Path) -> str:
     except Unsupported as error:
         return f"no plot: {error}"
     if not drawn:
-        return "no plot: matplotlib is not installed (pip install 'tutti[plot]')"
+        return "no plot: matplotlib is not installed (pip install matplotlib)"
     return f"kept: {path}"

@@ -29,6 +29,7 @@ from tutti.medium import (
     RecordState,
     Superblock,
     check_members,
+    check_size,
     choose_superblock,
     decode_snapshot,
 )
@@ -84,10 +85,20 @@ def add_format(parser: argparse.ArgumentParser) -> None:
         const=True,
         default=[],
         metavar="SERIAL",
+        type=_serial,
         help="format files that exist; for a drive that holds anything, give its serial number,"
         " once for each drive: what is there is lost",
     )
     parser.set_defaults(run=run_format)
+
+
+def _serial(text: str) -> str:
+    """An argparse type: a serial number, which no path is taken for."""
+    if "/" in text or os.path.exists(text):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is a path, not a serial number; write --force behind the paths"
+        )
+    return text
 
 
 def run_format(args: argparse.Namespace) -> Outcome:
@@ -213,7 +224,9 @@ def _read_file(path: str) -> _Member:
         # What was written past the page cache of a device is read from the device.
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
         owner = _lock_owner(status)
-        return _read_member(path, lambda offset, nbytes: os.pread(fd, nbytes, offset), owner)
+        member = _read_member(path, lambda offset, nbytes: os.pread(fd, nbytes, offset), owner)
+        check_size(os.lseek(fd, 0, os.SEEK_END), member.superblock.geometry, path)
+        return member
     finally:
         os.close(fd)
 

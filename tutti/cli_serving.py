@@ -34,7 +34,7 @@ example:
   tutti bench workload --workload leval-synthetic --capacity-tokens 400000 2000000"""
 _FIGURES = """\
 Draws a figure from results or from the CSV of an earlier call: PNG and SVG, and the CSV beside
-them. Needs matplotlib (pip install tutti[plot]); without it the CSV alone is written."""
+them. Needs matplotlib (pip install matplotlib); without it the CSV alone is written."""
 _FIGURES_EXAMPLE = """\
 example:
   tutti bench figures rate results/tutti results/hicache-file --out figures/leval

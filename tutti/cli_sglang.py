@@ -13,8 +13,8 @@ from typing import Any
 
 from tutti.cli_arguments import nbytes, positive
 from tutti.cli_outcome import EXIT_FAILED, EXIT_OK, Outcome
-from tutti.errors import ConfigError
-from tutti.gio_uring.probe import MachineFacts, probe_machine
+from tutti.errors import ConfigError, Unsupported
+from tutti.gio_uring.probe import probe_machine
 from tutti.integration.sglang.launch import (
     IO_BACKENDS,
     PLUGIN,
@@ -128,7 +128,7 @@ def run_doctor(args: argparse.Namespace) -> Outcome:
     findings = [
         *_sglang(args.mode, args.page_size),
         *_place(path, args.capacity),
-        *_machine(probe_machine(str(_existing(path)))),
+        *_machine(_existing(path)),
         *_pools(path),
     ]
     failed = any(finding.verdict == "fails" for finding in findings)
@@ -207,10 +207,12 @@ def _sglang(mode: str, page_size: int) -> Iterator[Finding]:
 
 def _place(path: Path, capacity: int) -> Iterator[Finding]:
     parent = _existing(path)
-    if os.access(parent, os.W_OK | os.X_OK):
+    if not parent.is_dir():
+        yield Finding("path", "fails", f"{parent} is no folder; name one with --path")
+    elif os.access(parent, os.W_OK | os.X_OK):
         yield Finding("path", "ok", str(path))
     else:
-        yield Finding("path", "fails", f"no right to write in {parent}; change its owner")
+        yield Finding("path", "fails", f"no right to write in {parent}; name another, or change its owner")
     stat = os.statvfs(parent)
     free = stat.f_bavail * stat.f_frsize
     used = sum(file.stat().st_blocks * 512 for file in path.glob("*/*.tutti"))
@@ -225,7 +227,12 @@ def _place(path: Path, capacity: int) -> Iterator[Finding]:
         yield Finding("space", "ok", f"{format_nbytes(free)} free")
 
 
-def _machine(machine: MachineFacts) -> Iterator[Finding]:
+def _machine(folder: Path) -> Iterator[Finding]:
+    try:
+        machine = probe_machine(str(folder))
+    except Unsupported as error:  # a folder that cannot be written, for instance
+        yield Finding("machine", "unknown", str(error))
+        return
     direct, uring, memory = machine.direct, machine.uring, machine.memory
     if direct.direct:
         yield Finding("disk", "ok", f"direct I/O on {direct.filesystem}")
@@ -262,5 +269,12 @@ def _pools(path: Path) -> Iterator[Finding]:
 
 
 def _existing(path: Path) -> Path:
-    """The path, or its nearest parent that exists."""
-    return next(parent for parent in (path, *path.parents) if parent.exists())
+    """The path, or its nearest parent that is known to exist."""
+
+    def is_seen(place: Path) -> bool:
+        try:
+            return place.exists()
+        except OSError:  # below a folder that only others may enter
+            return False
+
+    return next(place for place in (path, *path.parents) if is_seen(place))

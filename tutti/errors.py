@@ -5,7 +5,8 @@ Who raises one writes the message: what is wrong, and what to do.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import errno
+from collections.abc import Callable, Sequence
 
 
 class TuttiError(Exception):
@@ -116,6 +117,19 @@ class DeviceTimeout(TuttiError):
     """A deadline passed before the device answered; memory it may still write stays reserved."""
 
 
+class PagesHeld(DeviceTimeout):
+    """A load was given up, and the device may still write into its pages.
+
+    wait_settled: waits so many seconds for the device to let go of them; whether it has.
+    """
+
+    def __init__(
+        self, message: str, wait_settled: Callable[[float], bool] = lambda timeout_s: False
+    ) -> None:
+        super().__init__(message)
+        self.wait_settled = wait_settled
+
+
 class CudaError(TuttiError):
     """A call of the CUDA driver or of NVRTC failed.
 
@@ -126,3 +140,34 @@ class CudaError(TuttiError):
         super().__init__(message)
         self.call = call
         self.code = code
+
+
+#: What to do about what the system refuses.
+_ADVICE = {
+    errno.ENOENT: "correct the path, or make what is missing",
+    errno.ENOTDIR: "correct the path: a part of it is no folder",
+    errno.EISDIR: "name a file",
+    errno.EEXIST: "name another",
+    errno.ELOOP: "correct the link",
+    errno.ENAMETOOLONG: "choose a shorter name",
+    errno.EACCES: "change its permissions, or run this as its owner",
+    errno.EPERM: "change its permissions, or run this as its owner",
+    errno.EROFS: "name another disk, or remount this one writable",
+    errno.ENOSPC: "free space there, or name another disk",
+    errno.EDQUOT: "free space there, or name another disk",
+    errno.EFBIG: "raise the limit (ulimit -f), or name another disk",
+    errno.ENOMEM: "free memory, or raise the limit (ulimit -v)",
+    errno.EAGAIN: "end other work, or raise the limits (ulimit -a)",
+    errno.EMFILE: "raise the limit of open files (ulimit -n)",
+    errno.ENFILE: "close other programs: the system has too many open files",
+    errno.EIO: "look for the disk's errors in the kernel's log",
+}
+_OTHER_ADVICE = "check the path, the device and the limits (ulimit -a)"
+
+
+def system_message(error: OSError) -> str:
+    """What the system refused, where, and what to do."""
+    if error.errno is None or error.strerror is None:  # not the system's own: it has its text
+        return str(error)
+    where = "" if error.filename is None else f"{error.filename}: "
+    return f"{where}{error.strerror}; {_ADVICE.get(error.errno, _OTHER_ADVICE)}"

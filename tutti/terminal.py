@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Callable, Sequence
 from typing import Protocol, Self, TextIO
@@ -71,8 +72,13 @@ class Progress:
         self._is_drawn = True
         text = self._text((now_ns - self._begin_ns) / 1e9)
         # "\x1b[K" clears what a longer line left (ECMA-48, EL).
-        self._stream.write(f"\r{text}\x1b[K" if self._is_tty else f"{text}\n")
-        self._stream.flush()
+        self._write(f"\r{text}\x1b[K" if self._is_tty else f"{text}\n")
+
+    def _write(self, text: str) -> None:
+        """Work goes on where nobody reads how far it is (a closed pipe, a full disk)."""
+        with contextlib.suppress(OSError):
+            self._stream.write(text)
+            self._stream.flush()
 
     def _text(self, elapsed_s: float) -> str:
         if self._total <= 0:
@@ -93,8 +99,7 @@ class Progress:
         """Leaves the last picture on a terminal, and nothing where nothing was shown."""
         if self._is_tty and self._is_drawn:
             self._show(self._clock.now_ns())
-            self._stream.write("\n")
-            self._stream.flush()
+            self._write("\n")
 
 
 def progress(label: str, total: int) -> Progress:

@@ -20,7 +20,7 @@ from tutti.bench.workloads.source import (
     build_workload,
     mooncake_requests,
 )
-from tutti.errors import CapacityError
+from tutti.errors import CapacityError, system_message
 from tutti.terminal import ProgressFactory, facts, table
 from tutti.units import format_nbytes
 
@@ -89,12 +89,16 @@ def write_lines(path: Path, lines: Iterable[str]) -> int:
     """
     nbytes = 0
     try:
-        with path.open("w", encoding="utf-8") as out:
+        out = path.open("w", encoding="utf-8")
+    except OSError as error:
+        raise CapacityError(f"cannot write {system_message(error)}") from error
+    try:
+        with out:
             for line in lines:
                 nbytes += out.write(f"{line}\n")
     except OSError as error:
         path.unlink(missing_ok=True)
-        raise CapacityError(f"cannot write {path.name}: {error}; give --out elsewhere") from error
+        raise CapacityError(f"cannot write {path}: {system_message(error)}") from error
     return nbytes
 
 
