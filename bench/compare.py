@@ -20,6 +20,7 @@ from tutti.bench.cases import CASES, Setup
 from tutti.bench.environment import describe
 from tutti.bench.paired import PAIRS_MIN
 from tutti.bench.plots import plot_compare
+from tutti.bench.statistics import interval_text
 from tutti.errors import TuttiError
 from tutti.terminal import progress, table
 from tutti.units import parse_nbytes
@@ -113,9 +114,9 @@ def report(result: dict[str, Any]) -> str:
                 round(cell["a"]["median_gb_per_s"], 2),
                 cell["b"]["name"],
                 round(cell["b"]["median_gb_per_s"], 2),
-                _interval(cell["speed_ratio"]),
-                _interval(noise["speed_ratio"]) if noise else "",
-                _interval(cell["cpu_difference_s_per_gb"]),
+                interval_text(cell["speed_ratio"]),
+                interval_text(noise["speed_ratio"]) if noise else "",
+                interval_text(cell["cpu_difference_s_per_gb"]),
             ]
         )
     lines = [f"{result['case']}: {result['question']}"]
@@ -139,10 +140,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"tutti.bench.compare: {error}", file=sys.stderr)
         return 3
     return 0
-
-
-def _interval(interval: dict[str, float]) -> str:
-    return f"{interval['median']:.3f} [{interval['low']:.3f}, {interval['high']:.3f}]"
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from tutti.bench.environment import describe
 from tutti.bench.fio import FioJob, prepare_file, run_fio
 from tutti.bench.peer import BATCH_PAGES, PeerPlan
 from tutti.bench.peer_process import PEERS
-from tutti.bench.statistics import bootstrap_median, median, percentile, ratios
+from tutti.bench.statistics import bootstrap_median, interval_text, median, percentile, ratios
 from tutti.errors import ConfigError, DeviceTimeout, MediumError, TuttiError
 from tutti.terminal import ProgressFactory, table
 from tutti.units import MiB, format_nbytes
@@ -304,18 +304,12 @@ def rows_of(cell: dict[str, Any]) -> list[list[str]]:
                     f"{found['median_cpu_s_per_gb']:.3f}",
                     f"{found['p99_batch_ms']:.0f}",
                     f"{found['extra_memory_nbytes'] / MiB:.0f}",
-                    _interval(found.get("base_over_this_speed")),
-                    _interval(found.get("base_minus_this_cpu_s_per_gb")),
+                    interval_text(found.get("base_over_this_speed"), 2),
+                    interval_text(found.get("base_minus_this_cpu_s_per_gb"), 2),
                     f"{exists['pages']} pages {exists['median_ms']:.2f} ms" if exists else "",
                 ]
             )
     return rows
-
-
-def _interval(interval: dict[str, float] | None) -> str:
-    if interval is None:
-        return ""
-    return f"{interval['median']:.2f} [{interval['low']:.2f}, {interval['high']:.2f}]"
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from tutti.bench.statistics import interval_text
 from tutti.terminal import table
 
 HALF = 0.5
@@ -72,6 +73,6 @@ def _file(found: dict[str, Any]) -> str:
     return (
         f"measured on a file, {found['rounds']} pairs of rounds: layers waited "
         f"{bubble['none'] * 1e3:.1f} ms a round with `none`, {bubble['slack'] * 1e3:.1f} ms with "
-        f"`slack`, ratio {ratio['median']:.3f} [{ratio['low']:.3f}, {ratio['high']:.3f}]; a load "
+        f"`slack`, ratio {interval_text(ratio)}; a load "
         f"takes {profile['interference']:.2f} times as long beside a put there"
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 import numpy as np
@@ -24,8 +24,13 @@ class Interval:
         """For JSON."""
         return asdict(self)
 
-    def __str__(self) -> str:
-        return f"{self.median:.3f} [{self.low:.3f}, {self.high:.3f}]"
+
+def interval_text(interval: Mapping[str, float] | None, digits: int = 3) -> str:
+    """ "median [low, high]" or "mean [low, high]" of an interval in JSON; "" for none."""
+    if interval is None:
+        return ""
+    middle = interval["median"] if "median" in interval else interval["mean"]
+    return f"{middle:.{digits}f} [{interval['low']:.{digits}f}, {interval['high']:.{digits}f}]"
 
 
 def percentile(values: Sequence[float], percent: float) -> float:

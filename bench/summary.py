@@ -17,6 +17,7 @@ from types import ModuleType
 from typing import Any
 
 from tutti.bench import gpu_report, peers, profile, residency, simulate, slack_report
+from tutti.bench.statistics import interval_text
 from tutti.errors import ConfigError
 from tutti.units import format_nbytes
 
@@ -57,12 +58,12 @@ def _compare(result: dict[str, Any]) -> str:
                 name,
                 f"{a['name']} {a['median_gb_per_s']:.2f}",
                 f"{b['name']} {b['median_gb_per_s']:.2f}",
-                _interval(cell["speed_ratio"]),
-                _interval(noise["speed_ratio"]) if noise else "",
+                interval_text(cell["speed_ratio"]),
+                interval_text(noise["speed_ratio"]) if noise else "",
                 f"{a['median_cpu_s_per_gb']:.3f}",
                 f"{b['median_cpu_s_per_gb']:.3f}",
-                _interval(cell["cpu_ratio"]) if cell["cpu_ratio"] else "",
-                _interval(cell["cpu_difference_s_per_gb"]),
+                interval_text(cell["cpu_ratio"]),
+                interval_text(cell["cpu_difference_s_per_gb"]),
             ]
         )
     head = [
@@ -124,7 +125,7 @@ def _ring(result: dict[str, Any]) -> str:
         [
             row["depth"],
             row["batch"],
-            _interval({name: value / 1e6 for name, value in row["commands_per_s"].items()}),
+            interval_text({name: value / 1e6 for name, value in row["commands_per_s"].items()}),
             f"{row['cpu_ns_per_command']:.0f}",
         ]
         for row in result["rows"]
@@ -172,10 +173,6 @@ _KINDS: dict[str, Callable[[dict[str, Any]], str]] = {
     "simulate": _simulate,
     "slack": _table_of(slack_report),
 }
-
-
-def _interval(interval: dict[str, float]) -> str:
-    return f"{interval['median']:.3f} [{interval['low']:.3f}, {interval['high']:.3f}]"
 
 
 def _markdown(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> list[str]:

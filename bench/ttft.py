@@ -16,6 +16,7 @@ from tutti.bench.client_sglang import bench_serving
 from tutti.bench.environment import describe
 from tutti.bench.figures import write_figure
 from tutti.bench.figures_data import RATE, rows_of
+from tutti.bench.statistics import interval_text
 from tutti.bench.ttft_compare import compare_results, comparison_report
 from tutti.bench.ttft_metrics import Slo, parse_slo
 from tutti.bench.ttft_output import Output, read_result
@@ -265,7 +266,7 @@ def _row(row: dict[str, Any], slos: Sequence[str]) -> list[object]:
     ttft, itl, hits = row["ttft_ms"], row["itl_ms"], row["hit_rate"]
     return [
         *cells,
-        f"{ttft['mean']:.1f} [{ttft['low']:.1f}, {ttft['high']:.1f}]",
+        interval_text(ttft, 1),
         f"{row['ttft_p99_ms']['mean']:.1f}",
         "-" if itl is None else f"{itl['mean']:.2f}",
         "not told" if hits is None else f"{hits:.1%}",

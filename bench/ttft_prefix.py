@@ -11,6 +11,7 @@ from typing import Any
 
 from tutti.bench.client_http import ServerError
 from tutti.bench.environment import describe
+from tutti.bench.statistics import interval_text
 from tutti.bench.ttft_metrics import latencies_ms, mean_interval
 from tutti.bench.ttft_output import Output
 from tutti.bench.ttft_session import Session
@@ -85,7 +86,7 @@ def prefix_report(result: dict[str, Any]) -> str:
         [
             row["prefix_tokens"],
             f"{row['prefix_tokens'] / result['total_tokens']:.1%}",
-            _interval(row["ttft_ms"]),
+            interval_text(row["ttft_ms"], 1) or "-",
             row["cached_tokens"],
             row["failed"],
         ]
@@ -127,9 +128,3 @@ def _row(session: Session, tokens: int, total: int, output: Output) -> dict[str,
         "cached_tokens": round(sum(cached) / len(cached)) if cached else None,
         "failed": failed,
     }
-
-
-def _interval(interval: dict[str, float] | None) -> str:
-    if interval is None:
-        return "-"
-    return f"{interval['mean']:.1f} [{interval['low']:.1f}, {interval['high']:.1f}]"
