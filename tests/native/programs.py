@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -46,11 +46,17 @@ def fingerprint(command: list[str], headers: Path, folders: list[Path]) -> str:
     return digest.hexdigest()[:16]
 
 
-def compile_program(folder: Path, name: str, sanitizer: str, headers: Path = HEADERS) -> Path:
-    """Compiles `name`.cpp into `folder`, unless what it was compiled from is still the same."""
+def compile_program(
+    folder: Path, name: str, sanitizer: str, headers: Path = HEADERS, system: Sequence[str] = ()
+) -> Path:
+    """Compiles `name`.cpp into `folder`, unless what it was compiled from is still the same.
+
+    system: folders of headers of other packages.
+    """
     folders = [HERE, *KERNEL_FOLDERS.get(name.split("_")[0], [])]
     command = ["g++", *FLAGS, *SANITIZERS[sanitizer], f"-I{headers}"]
     command += [f"-I{included}" for included in folders]
+    command += [f"-isystem{included}" for included in system]
     command.append(str(HERE / f"{name}.cpp"))
     program = folder / f"{name}-{sanitizer}-{fingerprint(command, headers, folders)}"
     if program.exists():
@@ -106,5 +112,5 @@ class Program:
             assert self._process.returncode == 0, report
 
 
-Build = Callable[[str, str], Path]
+Build = Callable[..., Path]
 Start = Callable[[str], Program]

@@ -14,6 +14,12 @@
 
 // Called, not inlined: twelve kernels hold the same functions.
 #define GIO_HD inline
+// Time is the number of switch points, so that a deadline replays with the seed, unless a program
+// whose fibers wait for other threads says otherwise.
+#ifndef SIMT_NOW_NS
+#define SIMT_NOW_NS() ::fiber::Scheduler::active()->steps()
+#define SIMT_NAP() ((void)0)
+#endif
 #define __global__
 #define __device__
 #define __launch_bounds__(...)
@@ -104,8 +110,7 @@ inline unsigned ballot(unsigned mask, bool predicate) {
   return bits;
 }
 
-// Time is the number of switch points, so that a deadline replays with the seed.
-inline unsigned long long now_ns() { return fiber::Scheduler::active()->steps(); }
+inline unsigned long long now_ns() { return SIMT_NOW_NS(); }
 
 // Holds the threads of a launch; outlives the scheduler's run.
 class Launch {
@@ -146,7 +151,7 @@ class Launch {
   ::simt::shuffle(mask, value, ::simt::lane().index() ^ (apart))
 #define __ballot_sync(mask, predicate) ::simt::ballot(mask, predicate)
 #define __popc(word) __builtin_popcount(word)
-#define __nanosleep(ns) ((void)(ns), ::fiber::switch_point())
+#define __nanosleep(ns) ((void)(ns), SIMT_NAP(), ::fiber::switch_point())
 #define GIO_SHARED(type, name)        \
   static const char name##_place = 0; \
   type& name = ::simt::shared<type>(&name##_place)

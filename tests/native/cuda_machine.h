@@ -1,0 +1,210 @@
+// What the stand-in of libcuda.so.1 keeps: streams that are threads with queues, and memory that is
+// the host's.  Not a GPU: it shows order, addresses and bytes.
+#pragma once
+
+#include <sys/mman.h>
+
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <thread>
+#include <utility>
+
+namespace machine {
+
+constexpr uint64_t kPageNbytes = 4096;
+// A stream that is full blocks its caller, as a GPU's does.
+constexpr size_t kWorkMax = 1024;
+constexpr auto kGiveUp = std::chrono::seconds(30);
+constexpr auto kNap = std::chrono::microseconds(50);
+
+// Work that is done in order by a thread of its own, which ends with the last work.
+class Stream : public std::enable_shared_from_this<Stream> {
+ public:
+  using Step = std::function<bool()>;  // called until it returns true
+
+  // green: the handle of the green context that it belongs to, or 0.
+  static std::shared_ptr<Stream> start(uint64_t green) {
+    auto stream = std::make_shared<Stream>();
+    stream->green_ = green;
+    std::thread([stream] { stream->work(); }).detach();
+    return stream;
+  }
+
+  // The number of the work, counted from 1; 0 when there came no room for it.
+  uint64_t put(Step step) {
+    std::unique_lock<std::mutex> lock(mutex_);
+    if (!changed_.wait_for(lock, kGiveUp, [&] { return steps_.size() < kWorkMax; })) return 0;
+    steps_.push_back(std::move(step));
+    changed_.notify_all();
+    return ++added_;
+  }
+
+  bool is_past(uint64_t number) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return done_ >= number;
+  }
+
+  // Whether all that is on it by now has ended.
+  bool is_done() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return steps_.empty();
+  }
+
+  // Waits for all that is on it by now.
+  bool settle() {
+    std::unique_lock<std::mutex> lock(mutex_);
+    const uint64_t last = added_;
+    return changed_.wait_for(lock, kGiveUp, [&] { return done_ >= last; });
+  }
+
+  // It ends once its work has.
+  void end() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    is_ending_ = true;
+    changed_.notify_all();
+  }
+
+  uint64_t green() const { return green_; }
+
+ private:
+  void work() {
+    std::unique_lock<std::mutex> lock(mutex_);
+    while (!is_ending_ || !steps_.empty()) {  // until the stream is destroyed, or the process ends
+      if (steps_.empty()) {
+        changed_.wait(lock);
+        continue;
+      }
+      const Step& step = steps_.front();  // others only append
+      lock.unlock();
+      const bool is_over = step();
+      if (!is_over) std::this_thread::sleep_for(kNap);
+      lock.lock();
+      if (!is_over) continue;
+      steps_.pop_front();
+      ++done_;
+      changed_.notify_all();
+    }
+  }
+
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::deque<Step> steps_;
+  uint64_t added_ = 0, done_ = 0, green_ = 0;
+  bool is_ending_ = false;
+};
+
+inline std::atomic<uint64_t>& last_handle() {
+  static std::atomic<uint64_t> last{0xcada0000};
+  return last;
+}
+
+// Objects by handles, which are never used twice, so that none is taken for another.
+template <typename T>
+class Handles {
+ public:
+  template <typename Handle>
+  Handle add(std::shared_ptr<T> object) {
+    const uint64_t handle = last_handle() += 0x10;
+    const std::lock_guard<std::mutex> lock(mutex_);
+    objects_[handle] = std::move(object);
+    return reinterpret_cast<Handle>(handle);
+  }
+
+  std::shared_ptr<T> find(const void* handle) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    const auto found = objects_.find(reinterpret_cast<uint64_t>(handle));
+    return found == objects_.end() ? nullptr : found->second;
+  }
+
+  std::shared_ptr<T> take(const void* handle) {
+    std::shared_ptr<T> object = find(handle);
+    const std::lock_guard<std::mutex> lock(mutex_);
+    objects_.erase(reinterpret_cast<uint64_t>(handle));
+    return object;
+  }
+
+  std::map<uint64_t, std::shared_ptr<T>> all() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return objects_;
+  }
+
+ private:
+  std::mutex mutex_;
+  std::map<uint64_t, std::shared_ptr<T>> objects_;
+};
+
+// What the device reaches: its own memory, and host memory that was registered.
+class Memory {
+ public:
+  enum class Kind { kDevice, kHost };
+
+  // Pages of its own with a guard behind them; filled, as device memory is not cleared.
+  uint64_t allocate(size_t nbytes) {
+    const size_t whole = (nbytes + kPageNbytes - 1) / kPageNbytes * kPageNbytes;
+    void* place = mmap(nullptr, whole + kPageNbytes, PROT_READ | PROT_WRITE,
+                       MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (place == MAP_FAILED) return 0;
+    mprotect(static_cast<char*>(place) + whole, kPageNbytes, PROT_NONE);
+    const std::lock_guard<std::mutex> lock(mutex_);
+    ranges_[reinterpret_cast<uint64_t>(place)] = {nbytes, Kind::kDevice};
+    return reinterpret_cast<uint64_t>(place);
+  }
+
+  bool free(uint64_t address) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    const auto found = ranges_.find(address);
+    if (found == ranges_.end() || found->second.kind != Kind::kDevice) return false;
+    const size_t nbytes = found->second.nbytes;
+    munmap(reinterpret_cast<void*>(address),
+           (nbytes + 2 * kPageNbytes - 1) / kPageNbytes * kPageNbytes);
+    ranges_.erase(found);
+    return true;
+  }
+
+  // False when a page of it is known already.
+  bool pin(uint64_t address, size_t nbytes) {
+    const uint64_t first = address / kPageNbytes, last = (address + nbytes - 1) / kPageNbytes;
+    const std::lock_guard<std::mutex> lock(mutex_);
+    for (const auto& [start, range] : ranges_) {
+      if (start / kPageNbytes <= last && first <= (start + range.nbytes - 1) / kPageNbytes) {
+        return false;
+      }
+    }
+    ranges_[address] = {nbytes, Kind::kHost};
+    return true;
+  }
+
+  bool unpin(uint64_t address) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    const auto found = ranges_.find(address);
+    if (found == ranges_.end() || found->second.kind != Kind::kHost) return false;
+    ranges_.erase(found);
+    return true;
+  }
+
+  // Whether all of it lies in one allocation or registration.
+  bool holds(uint64_t address, size_t nbytes) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    auto above = ranges_.upper_bound(address);
+    if (above == ranges_.begin()) return false;
+    const auto& [start, range] = *--above;
+    return address + nbytes <= start + range.nbytes && address + nbytes >= address;
+  }
+
+ private:
+  struct Range {
+    size_t nbytes;
+    Kind kind;
+  };
+  std::mutex mutex_;
+  std::map<uint64_t, Range> ranges_;
+};
+
+}  // namespace machine

@@ -1,0 +1,136 @@
+"""What the stand-in of libcuda.so.1 refuses: run by test_device_cuda.py in a process of its own.
+
+On a GPU some of these calls may crash, so tests/gpu leaves them out.  Prints a line for each call:
+its code, or 0.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Callable
+
+import numpy as np
+
+from tutti.errors import CudaError
+from tutti.gio_uring.gpu_driver import CudaDriver
+from tutti.gio_uring.memory import HostBuffer
+
+
+def code_of(call: Callable[[], object]) -> int:
+    try:
+        call()
+    except CudaError as error:
+        return error.code
+    return 0
+
+
+def attributes(driver: CudaDriver, order: int, first: int) -> Callable[[], int]:
+    """A batch of one copy with attributes that are wrong, past what CudaDriver would pass."""
+    cuda = driver._cuda
+    made = cuda.CUmemcpyAttributes()
+    if order:
+        made.srcAccessOrder = cuda.CUmemcpySrcAccessOrder(order)
+    place = driver.allocate(64)
+    one = [(ctypes.c_uint64 * 1)(value) for value in (place, place + 32, 8)]
+    firsts = (ctypes.c_size_t * 1)(first)
+    stream = driver.create_stream()
+
+    def call() -> int:
+        with driver.bound():
+            code = driver._copy_batch(
+                *map(ctypes.addressof, one), 1, made.getPtr(), ctypes.addressof(firsts), 1, stream
+            )
+        driver._check("cuMemcpyBatchAsync", code)
+        return int(code)
+
+    return call
+
+
+def handles(driver: CudaDriver) -> dict[str, Callable[[], object]]:
+    stream, event = driver.create_stream(), driver.create_event()
+    gone, past = driver.create_stream(), driver.create_event()
+    driver.destroy_stream(gone)
+    driver.destroy_event(past)
+    green, _ = driver.create_green_context(8)
+    orphan = driver.create_green_stream(green)
+    driver.destroy_green_context(green)
+    return {
+        "a stream that was destroyed": lambda: driver.is_stream_done(gone),
+        "an event that was destroyed": lambda: driver.is_event_done(past),
+        "an event for a stream": lambda: driver.record_event(event, event),
+        "a stream for an event": lambda: driver.stream_wait_event(stream, stream),
+        "a stream of a green context that was destroyed": lambda: driver.is_stream_done(orphan),
+        "a green context that was destroyed": lambda: driver.create_green_stream(green),
+        "a module that there is not": lambda: driver.find_function(stream, "gio_move"),
+        "a kernel that there is not": lambda: driver.launch(stream, 1, 32, [], stream),
+    }
+
+
+def memory(driver: CudaDriver) -> dict[str, Callable[[], object]]:
+    stream = driver.create_stream()
+    place, host = driver.allocate(4096), HostBuffer(8192, hugepages=False)
+    driver.register_host(host.address, 4096)
+    rows = np.array([[place], [host.address], [4096]], np.uint64)
+    driver.copy_batch(*rows, stream)
+    beyond = rows + np.array([[0], [4096], [0]], np.uint64)
+    wrong = [attributes(driver, order, first) for order, first in ((0, 0), (1, 1), (1, 0))]
+    freed = driver.allocate(64)  # the last, as its place may be taken again
+    driver.free(freed)
+    return {
+        "device memory beyond its end": lambda: driver.fill(place + 1, 0, 4096, stream),
+        "device memory that was freed": lambda: driver.fill(freed, 0, 64, stream),
+        "memory freed twice": lambda: driver.free(freed),
+        "a word of memory that is not registered": lambda: driver.wait_value(
+            stream, host.address + 4096, 0
+        ),
+        "a word across words": lambda: driver.write_value(stream, place + 2, 0),
+        "a batch from memory that is not registered": lambda: driver.copy_batch(*beyond, stream),
+        "memory of another device, mapped": lambda: driver.register_io(host.address + 4096, 4096),
+        "and mapped twice": lambda: driver.register_io(host.address + 4096, 4096),
+        "no order of sources": wrong[0],
+        "attributes that begin late": wrong[1],
+        "attributes as they should be": wrong[2],
+        "a device that there is not": lambda: CudaDriver(7),
+    }
+
+
+def outside(driver: CudaDriver) -> dict[str, Callable[[], object]]:
+    """Calls that do not make the context current."""
+    stream = driver.create_stream()
+
+    def elsewhere() -> None:
+        codes = []
+        thread = threading.Thread(
+            target=lambda: codes.append(code_of(lambda: driver._raw("cuStreamQuery", stream)))
+        )
+        thread.start()
+        thread.join()
+        raise CudaError("on another thread", code=codes[0])
+
+    return {
+        "a call without a context": lambda: driver._raw("cuStreamQuery", stream),
+        "a call on a thread without a context": elsewhere,
+    }
+
+
+def closed(driver: CudaDriver) -> dict[str, Callable[[], object]]:
+    stream, context = driver.create_stream(), driver._context
+    driver.close()
+
+    def late() -> None:
+        driver._raw("cuCtxPushCurrent", context)
+        driver._raw("cuStreamQuery", stream)
+
+    return {"a context that was given back": late}
+
+
+def main() -> None:
+    driver = CudaDriver()
+    for part in (handles, memory, outside, closed):
+        for name, call in part(driver).items():
+            print(code_of(call), name)
+
+
+if __name__ == "__main__":
+    main()
