@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tutti.core import Core
-from tutti.errors import DeviceTimeout, KeyMissing
+from tutti.errors import DeviceTimeout, KeyMissing, PagesHeld
 from tutti.gio_uring.engine import PRIORITY_LOAD, Job
 from tutti.gio_uring.iocb import PagedMemory
 from tutti.gio_uring.nvme_spec import (
@@ -88,15 +88,16 @@ class Loader:
     def _abandon(self, ticket: LoadTicket) -> None:
         """Stops the jobs of a load that could not be started in full.
 
-        DeviceTimeout when one of them may still write into the caller's pages.
+        PagesHeld when one of them may still write into the caller's pages.
         """
         for part in ticket.parts:
             part.job.cancel()
         for part in ticket.parts:
             if not part.job.wait_released(self._core.config.timeout_s):
-                raise DeviceTimeout(
+                raise PagesHeld(
                     "a load was abandoned but the device still owns its pages; do not reuse them "
-                    "before the pool is closed"
+                    "before it lets go or the pool is closed",
+                    ticket.wait_settled,
                 )
 
     def _pin(self, keys: Keys, pages: U32, memory: PagedMemory) -> _Pages:

@@ -29,6 +29,7 @@ from tutti.errors import (
     DeviceTimeout,
     KeyMissing,
     KeySizeError,
+    PagesHeld,
     PoolMismatch,
     TuttiError,
 )
@@ -252,8 +253,9 @@ class ObjectStore:
         """Starts to read objects into pages; layers become ready one after another.
 
         keys, pages, pool: as for ``put``.  batch: by which a step of the model calls for it, see
-        ``StepBegan``.  Raises KeyMissing unless every key is in the pool, and ConfigError for a
-        page that is to hold two objects at once.
+        ``StepBegan``.  Raises KeyMissing unless every key is in the pool, ConfigError for a page
+        that is to hold two objects at once, PagesHeld when it had to be given up half started and
+        the device may still write into ``pages``; after any other error nothing does.
         """
         array, memory = as_keys(keys), self._pool(pool).memory
         numbers = memory.check_pages(pages)
@@ -285,6 +287,8 @@ class ObjectStore:
                 settled = ticket.wait_settled(timeout_s)
             except KeyMissing:
                 return len(keys)  # one was evicted meanwhile
+            except PagesHeld as error:
+                settled = error.wait_settled(timeout_s)
             finally:
                 for region in regions if settled else ():
                     region.close()

@@ -13,11 +13,13 @@ import numpy as np
 import pytest
 
 from store.pools import GEOMETRY, LAYOUT, controller_of, fill, formatted, opened, some_keys
+from tutti.digest_cache import DigestCache
 from tutti.errors import (
     CapacityError,
     ChecksumMismatch,
     DeviceTimeout,
     MediumError,
+    PagesHeld,
     PoolClosed,
     PoolCorrupt,
     TuttiError,
@@ -33,6 +35,7 @@ from tutti.gio_uring.nvme_spec import (
 )
 from tutti.gio_uring.transfer import Transfer
 from tutti.index import SlotState
+from tutti.loader import Loader
 from tutti.reclaim import Reclaimer
 from tutti.store import _STUCK
 from tutti.tickets import LoadPart, LoadTicket
@@ -264,6 +267,50 @@ def test_late_answers_keep_their_memory(rng: np.random.Generator) -> None:
     store._core.wait_quiet(5)
     assert store.match(more) == 0
     assert store.put(more, np.arange(24, 28)).wait(5).stored == 4
+    store.close()
+
+
+@pytest.mark.parametrize("proof", [False, True])
+def test_a_load_that_was_given_up_says_who_has_its_pages(
+    rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch, proof: bool
+) -> None:
+    """Its data command is on its way, its records cannot be had: no ticket, yet pages in use."""
+    images = formatted()
+    controller = controller_of(images)
+    store = opened(images, controller=controller, timeout_s=0.3)
+    pool = store.allocate_pool(32)
+    keys = some_keys(rng, 4)
+    contents = fill(pool, range(4), rng)
+    store.put(keys, np.arange(4)).wait(5)
+    pool.write(16, bytes(LAYOUT.object_nbytes))
+    slots = store._core.index.find(keys)
+    with store._core.lock:
+        store._core.digests = DigestCache(GEOMETRY.groups * GEOMETRY.group_slots, LAYOUT.layers)
+        if proof:  # as after an unclean close
+            store._core.index.state[slots] = SlotState.UNPROVEN
+    controller.set_faults(Faults(stall_from=1))
+
+    def never(*_: object) -> None:
+        wait_until(lambda: controller.stats().unanswered >= 2)  # the record's, and one of the data
+        raise DeviceTimeout("the records were not read in time")
+
+    monkeypatch.setattr(Loader, "_finish_records", never)
+    if proof:
+        with pytest.raises(DeviceTimeout, match="their memory stays in use"):
+            store.prove(timeout_s=0.3)
+        assert store._lost_regions
+    else:
+        with pytest.raises(PagesHeld, match="still owns its pages") as caught:
+            store.load(keys, np.arange(16, 20))
+        assert not caught.value.wait_settled(0.1)
+        assert (store._core.index.pins[slots] == 1).all()
+    controller.set_faults(Faults())
+    controller.release()
+    if not proof:
+        assert caught.value.wait_settled(5)
+        assert pool.read(16) == contents[0]
+    store._core.wait_quiet(5)
+    assert not store._core.index.pins[slots].any()
     store.close()
 
 
