@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +30,9 @@ QEMU = "qemu-system-x86_64"
 MODULES = ("9p", "9pnet_virtio", "virtio_pci", "overlay")
 PACKAGES = ("busybox-static", "kmod", "xz-utils", "zstd", "cpio")
 KERNEL = "linux-image-6"
+#: A boot takes 4 s on an idle host. One of some hundred hung with nothing on its console.
+BOOT_S = 60.0
+BOOTS_MAX = 3
 DEVICE_SHIFT = 0x10  # the first NVMe function's place on the guest's bus
 #: Transfers to addresses without a mapping take a bounce buffer. QEMU 10.0 frees the queues of a
 #: drive that is reset while a transfer waits for one, and crashes; so none ever waits.
@@ -101,6 +105,7 @@ def _unpack_kernel(environment: dict[str, str]) -> Path:
         ["apt-cache", "pkgnames", KERNEL], env=environment, check=True, capture_output=True
     ).stdout.decode()
     packages = [p for p in listed.split() if p.endswith("+deb12-amd64-unsigned")]
+    # linux-image-6.12.9+... is version (6, 12, 9)
     newest = max(
         packages, key=lambda name: [int(n) for n in name.split("-")[2].split("+")[0].split(".")]
     )
@@ -115,11 +120,6 @@ def _unpack_kernel(environment: dict[str, str]) -> Path:
     base = modules.parents[2]
     subprocess.run(["depmod", "-b", base, modules.name], check=True)
     return modules
-
-
-def _version(package: str) -> list[int]:
-    """linux-image-6.12.9+... as [6, 12, 9]."""
-    return [int(n) for n in package.split("-")[2].split("+")[0].split(".")]
 
 
 def _initramfs(modules: Path) -> bytes:
@@ -259,6 +259,7 @@ class Guest:
         ]
         modules = (HOME / "modules").read_text()
         return (
+            ": > /out/up\n"
             f"mount --bind {shlex.quote(modules)} /lib/modules\n"
             f"export PATH={shlex.quote(os.environ['PATH'])} HOME=/tmp\n"
             f"export PYTHONPATH={shlex.quote(os.pathsep.join(paths))} PYTHONDONTWRITEBYTECODE=1\n"
@@ -270,10 +271,27 @@ class Guest:
 
     def __enter__(self) -> Guest:
         self._log = self.console.open("wb")
-        self._process = subprocess.Popen(
-            self._words, stdin=subprocess.DEVNULL, stdout=self._log, stderr=subprocess.STDOUT
-        )
-        return self
+        for boot in range(BOOTS_MAX):
+            if boot:
+                warnings.warn(f"no boot to the program, again\n{self.text()}", stacklevel=2)
+            (self.out / "up").unlink(missing_ok=True)
+            self._process = subprocess.Popen(
+                self._words, stdin=subprocess.DEVNULL, stdout=self._log, stderr=subprocess.STDOUT
+            )
+            if self._reaches_program():
+                return self
+            self.kill()
+        self._log.close()
+        raise AssertionError(f"no boot of {BOOTS_MAX} came to the program\n{self.text()}")
+
+    def _reaches_program(self) -> bool:
+        """Whether the boot gets as far as the program; nothing has touched a drive before."""
+        deadline_s = time.monotonic() + BOOT_S
+        while not (self.out / "up").exists():
+            if self._process.poll() is not None or time.monotonic() > deadline_s:
+                return False
+            time.sleep(0.05)
+        return True
 
     def __exit__(self, *exception: object) -> None:
         self.kill()

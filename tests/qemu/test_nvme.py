@@ -12,7 +12,7 @@ from nvme_host import NAMESPACES
 from qemu.guest import Drive, Guest, missing
 from tutti.units import MiB
 
-pytestmark = [pytest.mark.nvme, pytest.mark.timeout(330)]
+pytestmark = [pytest.mark.nvme, pytest.mark.timeout(450)]
 HERE = Path(__file__).parent
 PARITY = HERE.parent / "parity"
 

@@ -20,7 +20,7 @@ from store.pools import LAYOUT, formatted
 from tutti.geometry import Geometry
 from tutti.units import MiB
 
-pytestmark = [pytest.mark.nvme, pytest.mark.timeout(330)]
+pytestmark = [pytest.mark.nvme, pytest.mark.timeout(450)]
 
 SMALL = Geometry(LAYOUT.layers, LAYOUT.segments, 4096, 4, 4)
 LARGE = Geometry(LAYOUT.layers, LAYOUT.segments, 4096, 4, 64)
