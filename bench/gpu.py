@@ -42,11 +42,11 @@ CASES: dict[str, Case] = {
     "interference": gpu_overlap.interference,
     "multiprocessors": gpu_cases.multiprocessors,
     "digests": gpu_digests.digests,
+    "files": gpu_files.files,
     "cpu-time": gpu_cases.cpu_time,
     "engines": partial(gpu_cases.engine, "host"),
 }
 CASES |= {kind: partial(gpu_cases.engine, kind) for kind in KINDS}
-CASES["files"] = gpu_files.files
 
 #: Of a row: what takes longer hangs, and its process ends.
 _ROW_S = 75
@@ -178,6 +178,7 @@ def _run_here(name: str, args: argparse.Namespace) -> int:
             Path(args.dir),
             args.pairs,
             args.round_s,
+            batch_nbytes=parse_nbytes(args.batch),
             layers=args.layers,
             staging_nbytes=parse_nbytes(args.staging),
             file_nbytes=parse_nbytes(args.file),
@@ -226,8 +227,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--out", default="bench/results/gpu", help="(default: %(default)s)")
     parser.add_argument("--dir", default=".", help="for the file of `files` (default: %(default)s)")
     parser.add_argument("--file", default="4GiB", help="its size (default: %(default)s)")
-    parser.add_argument("--layers", type=int, default=8, help="of a transfer (%(default)s)")
-    parser.add_argument("--staging", default="256MiB", help="of the engines (%(default)s)")
+    parser.add_argument("--batch", default="256MiB", help="of a transfer (default: %(default)s)")
+    parser.add_argument("--layers", type=int, default=8, help="of it (default: %(default)s)")
+    parser.add_argument("--staging", default="256MiB", help="of engines (default: %(default)s)")
     parser.add_argument("--pairs", type=int, default=7, help="of rounds (default: %(default)s)")
     parser.add_argument("--round-s", type=float, default=0.15, help="(default: %(default)s)")
     parser.add_argument("--minutes", type=float, default=8.0, help="begin no row after so long")
@@ -240,7 +242,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = [
         *("--out", args.out, "--dir", args.dir, "--file", args.file, "--commit", args.commit),
         *("--pairs", str(args.pairs), "--round-s", str(args.round_s)),
-        *("--layers", str(args.layers), "--staging", args.staging),
+        *("--layers", str(args.layers), "--staging", args.staging, "--batch", args.batch),
     ]
     try:
         names = cases_to_run(args.cases, out)

@@ -37,11 +37,13 @@ class Gate:
         self._pinned = PinnedMemory(driver, HostBuffer(4096, hugepages=False))
         self._word = self._pinned.buffer.array[:4].view(np.uint32)
         self._count = 0
+        self._streams: set[int] = set()
 
     @contextmanager
     def holds(self, stream: int) -> Iterator[None]:
         """What is put on the stream within begins when this ends."""
         self._count += 1
+        self._streams.add(stream)
         late = threading.Timer(5.0, self._open)
         late.start()
         try:
@@ -58,7 +60,9 @@ class Gate:
         self._word[0] = self._count
 
     def close(self) -> None:
-        """Unpins the word; no stream waits for it."""
+        """Unpins the word once no stream waits for it."""
+        for stream in self._streams:
+            look_until(lambda stream=stream: self._driver.is_stream_done(stream), "a stream")  # type: ignore[misc]
         self._pinned.close()
 
 

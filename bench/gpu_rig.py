@@ -236,7 +236,7 @@ def stream_of_transfers(
     try:
         for _ in range(count):
             if len(running) == inflight:
-                _finish(running.popleft())
+                finish(running.popleft())
                 yield time.perf_counter()
             running.append(
                 submitter.submit(
@@ -250,7 +250,7 @@ def stream_of_transfers(
             )
     finally:
         while running:  # bounded by inflight
-            _finish(running.popleft())
+            finish(running.popleft())
 
 
 def count_for(submitter: Submitter, pages: DevicePages, direction: str, round_s: float) -> int:
@@ -262,7 +262,8 @@ def count_for(submitter: Submitter, pages: DevicePages, direction: str, round_s:
     return max(2, min(_COUNT_MAX, int(round_s / each_s)))
 
 
-def _finish(transfer: Transfer) -> None:
+def finish(transfer: Transfer) -> None:
+    """Waits until it is over.  Raises what it failed with, DeviceTimeout after 20 seconds."""
     if not transfer.wait_released(_TIMEOUT_S):
         raise DeviceTimeout("a transfer did not end; is the GPU stuck?")
     failed = np.flatnonzero(transfer.page_status)
