@@ -16,9 +16,9 @@ from enum import IntEnum
 import numpy as np
 import numpy.typing as npt
 
+from tutti.keys import KEY_NBYTES
 from tutti.native import NO_SLOT, NativeIndex, address, lib
 
-KEY_NBYTES = 16
 MISSING = -1
 CLOCK_MAX = 0xFFFFFFFF
 PINS_MAX = 0x7FFFFFFF

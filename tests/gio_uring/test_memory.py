@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from tutti.errors import CapacityError, ConfigError
-from tutti.gio_uring.memory import HUGEPAGE_NBYTES, HostBuffer, address_of, allocate
+from tutti.gio_uring.memory import HUGEPAGE_NBYTES, HostBuffer, address_of
 from tutti.units import KiB, MiB
 
 
@@ -36,7 +36,7 @@ class Tensor:
 @pytest.mark.parametrize("nbytes", [1, 4 * KiB, 3 * MiB + 5])
 @pytest.mark.parametrize("hugepages", [True, False])
 def test_buffer(nbytes: int, hugepages: bool) -> None:
-    buffer = allocate(nbytes, hugepages)
+    buffer = HostBuffer(nbytes, hugepages=hugepages)
     assert buffer.address % (HUGEPAGE_NBYTES if hugepages else mmap.PAGESIZE) == 0
     assert buffer.array.shape == (nbytes,)
     assert not buffer.array.any()

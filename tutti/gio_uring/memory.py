@@ -90,11 +90,6 @@ class HostBuffer:
         return "thp" if huge_kib * 2 >= resident_kib > 0 else "pages"
 
 
-def allocate(nbytes: int, hugepages: bool = True) -> HostBuffer:
-    """A new `HostBuffer`."""
-    return HostBuffer(nbytes, hugepages=hugepages)
-
-
 def _mapped_kib(address: int) -> tuple[int, int]:
     """(Rss, AnonHugePages) of the mapping around an address (proc(5), smaps); zeros if unknown."""
     resident_kib = huge_kib = 0
