@@ -24,7 +24,6 @@ from typing import Any
 HERE = Path(__file__).parent
 SHARDS = {
     "driver": ["tests/gpu/test_driver.py"],
-    "driver": ["test_driver.py"],
     "host_engine": ["tests/gpu/test_host_engine.py"],
     "device_engines": ["tests/gpu/test_device_engines.py"],
     # A tool may wait for every launch, so the kernel that stays is left out.
