@@ -105,9 +105,11 @@ GIO_HD void resident_layer(const Batch* batch, u32 layer) {
     }
     __syncthreads();  // warp 0's acquire of the completions covers what all warps read now
     goes_on = board.goes_on != 0;
+    u32 unit = warp_index();
     for (u32 i = 0; i < board.n_runs; ++i) {
       const Run& run = resident.pump.run(board.runs[i]);
-      if (board.step == Step::kMove || is_split(work, run)) block_do(work, run, board.step);
+      if (board.step == Step::kSplit && !is_split(work, run)) continue;
+      unit = block_do(work, run, board.step, unit);
     }
   }
 }

@@ -110,12 +110,11 @@ GIO_HD void warp_do(const SliceWork& work, const Part& part) {
 // All slices of the layer, spread over the grid: moved, or digested where they lie.
 GIO_HD void grid_do(const SliceWork& work, Way way) {
   const u32 pieces = work.pieces();
-  const u64 units = static_cast<u64>(work.paged->n_pages) * pieces;
-  const u64 step = static_cast<u64>(gridDim.x) * block_warps();
-  for (u64 unit = static_cast<u64>(blockIdx.x) * block_warps() + warp_index(); unit < units;
-       unit += step) {
-    const u32 index = static_cast<u32>(unit / pieces);
-    const u32 from = static_cast<u32>(unit % pieces) * kPieceNbytes;
+  const u32 units = work.paged->n_pages * pieces;  // of 16 KiB: they fit, as a layer does in memory
+  const u32 step = gridDim.x * block_warps();
+  for (u32 unit = blockIdx.x * block_warps() + warp_index(); unit < units; unit += step) {
+    const u32 index = unit / pieces;
+    const u32 from = (unit - index * pieces) * kPieceNbytes;
     const u32 to = work.nbytes - from < kPieceNbytes ? work.nbytes : from + kPieceNbytes;
     if (!work.is_lost(index)) warp_do(work, {index, from, to, work.has_digests(), way});
   }
@@ -145,13 +144,17 @@ GIO_HD Part run_part(const SliceWork& work, const Run& run, u32 number, u32 piec
   return {index, from, to, false, work.way()};
 }
 
-// The slices of one run by all warps of the block.
-GIO_HD void block_do(const SliceWork& work, const Run& run, Step step) {
+// The slices of one run by all warps of the block.  `unit` is the warp's first; returns its first
+// in the run that comes next: warps take turns from run to run, or runs of one slice would all be
+// warp 0's.
+GIO_HD u32 block_do(const SliceWork& work, const Run& run, Step step, u32 unit) {
   const u32 pieces = work.pieces();
   const u32 units = run_slices(*work.paged, run) * pieces;
-  for (u32 unit = warp_index(); unit < units; unit += block_warps()) {
-    warp_do(work, run_part(work, run, unit / pieces, unit % pieces, step));
+  for (; unit < units; unit += block_warps()) {
+    const u32 number = unit / pieces;
+    warp_do(work, run_part(work, run, number, unit - number * pieces, step));
   }
+  return unit - units;
 }
 
 GIO_HD bool is_split(const SliceWork& work, const Run& run) {
