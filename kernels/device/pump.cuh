@@ -10,28 +10,67 @@
 
 namespace gio {
 
-// cq_reap of queue_pair.h by a whole warp: one CQE a lane, so a burst costs one round trip.
+// How many lanes, from lane 0 on, say yes without a gap.
+GIO_HD u32 lanes_in_row(bool is_yes) {
+  const u32 missing = ~__ballot_sync(kAllLanes, is_yes);
+  return missing == 0 ? kLanes : lowest_bit(missing);
+}
+
+// sq_ring of queue_pair.h by a whole warp: one mark a lane instead of one after another.  The
+// lanes' own marks are released, and the warp has met since.
+template <typename Doorbell>
+GIO_HD void warp_ring(QueuePair* qp) {
+  const u32 lane = lane_index();
+  u32 n = 1;
+  while (n != 0) {  // bounded by the SQEs that other submitters finish meanwhile
+    u32 locked = 0, tail = 0;
+    if (lane == 0) {
+      // Pairs with the exchange that unlocks: the winner sees the former holder's tail.
+      locked = exchange(&qp->tail_lock, 1) == 0;
+      tail = load_relaxed(&qp->tail);
+    }
+    if (__shfl_sync(kAllLanes, locked, 0) == 0) return;
+    tail = __shfl_sync(kAllLanes, tail, 0);
+    n = lanes_in_row(lane < qp->depth && sq_marked(qp, tail + lane));
+    __syncwarp();  // the doorbell's release covers what all lanes have acquired
+    if (lane == 0) {
+      if (n != 0) {
+        store_relaxed(&qp->tail, tail + n);
+        Doorbell::ring(at<u32>(qp->sq_doorbell), (tail + n) & (qp->depth - 1));
+      }
+      // Pairs with the exchange that locks.  As in sq_ring the unlock comes before the last look.
+      exchange(&qp->tail_lock, 0);
+    }
+    __syncwarp();
+    n = lanes_in_row(lane == 0 && sq_marked(qp, tail + n));
+  }
+}
+
+// cq_reap of queue_pair.h by a whole warp: one CQE a lane, so a burst costs one round trip.  It
+// looks before it locks: a look in vain costs that round trip and no fence.
 template <typename Doorbell>
 GIO_HD u32 warp_reap(QueuePair* qp) {
-  u32 head = 0;
-  u32 locked = 0;
-  if (lane_index() == 0) {
-    // Pairs with the exchange that unlocks: the winner sees the former holder's cq_head.
-    locked = exchange(&qp->cq_lock, 1) == 0;
-    head = load_relaxed(&qp->cq_head);
-  }
-  if (__shfl_sync(kAllLanes, locked, 0) == 0) return 0;
-  head = __shfl_sync(kAllLanes, head, 0);
   const u32 lane = lane_index();
+  const u32 head = __shfl_sync(kAllLanes, load_relaxed(&qp->cq_head), 0);
   u32 dw3 = 0;
   // A lap is depth entries: beyond it the phase would say the opposite of what it means.
-  const bool posted = lane < qp->depth && cqe_posted(qp, head + lane, &dw3);
-  const u32 missing = ~__ballot_sync(kAllLanes, posted);
-  const u32 n = missing == 0 ? kLanes : lowest_bit(missing);
-  if (lane == 0 && n != 0) {
-    store_relaxed(&qp->cq_head, head + n);
-    Doorbell::ring(at<u32>(qp->cq_doorbell), (head + n) & (qp->depth - 1));
+  const u32 n = lanes_in_row(lane < qp->depth && cqe_posted(qp, head + lane, &dw3));
+  if (n == 0) return 0;
+  u32 locked = 0;
+  if (lane == 0) {
+    // Pairs with the exchange that unlocks: the winner sees the former holder's cq_head.
+    locked = exchange(&qp->cq_lock, 1) == 0;
+    // As long as the head stands there, nobody has consumed what was seen.
+    const bool is_ours = locked != 0 && load_relaxed(&qp->cq_head) == head;
+    if (is_ours) {
+      store_relaxed(&qp->cq_head, head + n);
+      Doorbell::ring(at<u32>(qp->cq_doorbell), (head + n) & (qp->depth - 1));
+    } else if (locked != 0) {
+      exchange(&qp->cq_lock, 0);  // pairs with the exchange that locks
+    }
+    locked = is_ours;
   }
+  if (__shfl_sync(kAllLanes, locked, 0) == 0) return 0;
   __syncwarp();  // the doorbell precedes the publication
   if (lane < n) cqe_publish(qp, dw3);
   __syncwarp();
@@ -132,8 +171,8 @@ GIO_HD Group pump_group(const Pump& pump, u32 base, u32 limit) {
     if (refused != kOk) status = refused;
   }
   if (__ballot_sync(kAllLanes, sent) != 0) {
-    __syncwarp();  // lane 0 sees all marks: nobody else rings for one that it misses
-    if (lane_index() == 0) sq_ring<Doorbell>(pump.qp);
+    __syncwarp();  // every mark comes before the try of the lock: who fails it may leave
+    warp_ring<Doorbell>(pump.qp);
   }
   const bool ended = was_open && status != kRunPending;
   if (ended || sent) {

@@ -60,6 +60,13 @@ def test_kernels_compile_keep_to_their_registers_and_spill_nothing(architecture:
         assert (kernel.frame_nbytes, kernel.stack_nbytes) == (0, 0), f"{name} uses local memory"
 
 
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_a_look_in_vain_meets_no_fence(architecture: str) -> None:
+    code = instructions(architecture, "gio_collect_word")
+    first = next(i for i, s in enumerate(code) if s.startswith("ld.acquire.sys"))
+    assert not any("fence" in s or s.startswith(("atom", "red")) for s in code[:first])
+
+
 def test_a_kernel_with_an_array_of_its_own_is_seen_to_use_local_memory() -> None:
     core = pytest.importorskip("cuda.core", reason=f"needs {NEEDED}")
     source = """extern "C" __global__ void spills(const int* from, int* to) {
@@ -149,7 +156,7 @@ def test_every_read_modify_write_is_of_the_submitters_own_words(architecture: st
         assert statement.startswith("atom.add.acq_rel.sys.global.u32")
     for kernel in ("ring_word", "ring_mmio", "reap"):
         for statement in named(architecture, kernel, "atom", "red"):
-            assert statement.startswith("atom.exch.acq_rel.sys.global.b32")
+            assert statement.startswith("atom.exch.relaxed.sys.global.b32")
     assert not named(architecture, "look", "atom", "red")
 
 

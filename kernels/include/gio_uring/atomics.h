@@ -102,8 +102,9 @@ GIO_HD u32 exchange(u32* p, u32 v) {
   GIO_SCHED_POINT();
 #if GIO_DEVICE
   u32 old;
-  // Pairs with the exchange of the other submitter on the same lock word.
-  asm volatile("fence.sc.sys;\n\tatom.exch.acq_rel.sys.global.b32 %0, [%1], %2;\n\tfence.sc.sys;"
+  // Pairs with the exchange of the other submitter on the same lock word.  The fences on both sides
+  // are its release and its acquire: orders of its own would cost a third one.
+  asm volatile("fence.sc.sys;\n\tatom.exch.relaxed.sys.global.b32 %0, [%1], %2;\n\tfence.sc.sys;"
                : "=r"(old)
                : "l"(p), "r"(v)
                : "memory");  // pairs with the other submitter's exchange
