@@ -1,5 +1,5 @@
-// Moving bytes by a warp: 16 bytes a lane where everything is aligned, and never through a path
-// that is not coherent.
+// Moving bytes by a warp: 16 bytes a lane where everything is aligned, else 4 or 1, several of them
+// at once, and never through a path that is not coherent.
 //
 // Who reads staging that another processor wrote has acquired a word that this processor released:
 // a CQE, a layer's flag, or the stream's own order at the kernel's start.  Loads here are weak and
@@ -14,7 +14,13 @@ struct alignas(16) Quad {
   u32 x, y, z, w;
 };
 
-GIO_HD Quad load_quad(u64 address) {
+template <typename Unit>
+GIO_HD Unit load_unit(u64 address) {
+  return *at<const Unit>(address);
+}
+
+template <>
+GIO_HD Quad load_unit<Quad>(u64 address) {
 #if GIO_DEVICE
   Quad v;
   // Orders nothing, pairs with nothing: volatile keeps the load behind the acquire before it.
@@ -28,36 +34,39 @@ GIO_HD Quad load_quad(u64 address) {
 #endif
 }
 
-GIO_HD void store_quad(u64 address, const Quad& v) { *at<Quad>(address) = v; }
+template <typename Unit>
+GIO_HD void store_unit(u64 address, const Unit& v) {
+  *at<Unit>(address) = v;
+}
 
 // Loads that a lane has under way at once: PCIe answers after a microsecond.
 constexpr u32 kLoadsInFlight = 8;
 
-GIO_HD void warp_copy_quads(u64 to, u64 from, u32 nbytes) {
-  const u32 step = kLanes * sizeof(Quad);
-  for (u32 base = lane_index() * sizeof(Quad); base < nbytes; base += step * kLoadsInFlight) {
-    Quad quads[kLoadsInFlight];
+template <typename Unit>
+GIO_HD void warp_copy_units(u64 to, u64 from, u32 nbytes) {
+  const u32 step = kLanes * sizeof(Unit);
+  for (u32 base = lane_index() * sizeof(Unit); base < nbytes; base += step * kLoadsInFlight) {
+    Unit units[kLoadsInFlight] = {};
     GIO_UNROLL
     for (u32 i = 0; i < kLoadsInFlight; ++i) {
-      if (base + i * step < nbytes) quads[i] = load_quad(from + base + i * step);
+      if (base + i * step < nbytes) units[i] = load_unit<Unit>(from + base + i * step);
     }
     GIO_UNROLL
     for (u32 i = 0; i < kLoadsInFlight; ++i) {
-      if (base + i * step < nbytes) store_quad(to + base + i * step, quads[i]);
+      if (base + i * step < nbytes) store_unit(to + base + i * step, units[i]);
     }
   }
 }
 
-GIO_HD void warp_copy_bytes(u64 to, u64 from, u32 nbytes) {
-  for (u32 i = lane_index(); i < nbytes; i += kLanes) *at<u8>(to + i) = *at<u8>(from + i);
-}
-
 // Copies between memory that does not overlap, by the whole warp.
 GIO_HD void warp_copy(u64 to, u64 from, u32 nbytes) {
-  if (((to | from | nbytes) & 15u) == 0) {
-    warp_copy_quads(to, from, nbytes);
+  const u64 bits = to | from | nbytes;
+  if ((bits & (sizeof(Quad) - 1)) == 0) {
+    warp_copy_units<Quad>(to, from, nbytes);
+  } else if ((bits & (sizeof(u32) - 1)) == 0) {
+    warp_copy_units<u32>(to, from, nbytes);
   } else {
-    warp_copy_bytes(to, from, nbytes);
+    warp_copy_units<u8>(to, from, nbytes);
   }
 }
 

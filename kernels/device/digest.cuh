@@ -15,53 +15,53 @@ namespace gio {
 // Which way the bytes of a slice go.
 enum class Way : u32 { kToPages, kToStaging, kInPlace };
 
-// One slice as a string of bytes: its segments one after another, in its page and in staging.
+// One slice as a string of bytes: where they come from and where they go.  A side is the slice's
+// page, where the string lies in segments, or staging, where it is one piece.
 struct Slice {
-  u64 segment[kSegmentsMax];  // address of the string's byte 0, as if the segment began there
-  u32 end[kSegmentsMax];      // where the segment ends in the string
-  u64 staged;                 // address of the string in staging, or 0
+  // Addresses of the string's byte 0, as if each segment began there.
+  u64 sources[kSegmentsMax];
+  u64 targets[kSegmentsMax];
+  u32 end[kSegmentsMax];  // where the segment ends in the string
   u32 nbytes;
-  Way way;
+  bool passes_on;  // the bytes are copied as well
 
-  GIO_HD Slice(const Iocb& io, u32 layer, u32 index, u64 staged_address, Way w)
-      : staged(staged_address), way(w) {
+  GIO_HD Slice(const Iocb& io, u32 layer, u32 index, u64 staged, Way way)
+      : passes_on(way != Way::kInPlace) {
     const u64 page = at<u32>(io.pages)[index];
     const u64* bases = at<u64>(io.bases) + static_cast<u64>(layer) * io.n_segments;
     u32 start = 0;
     GIO_UNROLL
     for (u32 k = 0; k < kSegmentsMax; ++k) {
-      segment[k] = 0;
+      u64 paged = 0;
       if (k < io.n_segments) {
-        segment[k] = bases[k] + page * io.segment_stride[k] - start;
+        paged = bases[k] + page * io.segment_stride[k] - start;
         start += io.segment_nbytes[k];
       }
+      sources[k] = way == Way::kToPages ? staged : paged;
+      targets[k] = way == Way::kToPages ? paged : staged;
       end[k] = start;
     }
     nbytes = start;
   }
 
-  // Address of the string's byte `position` in its page.
-  GIO_HD u64 paged(u32 position) const {
-    u64 origin = segment[kSegmentsMax - 1];
+  GIO_HD u64 source(u32 position) const { return place(sources, position); }
+  GIO_HD u64 target(u32 position) const { return place(targets, position); }
+
+  // Whether the string is whole units of so many bytes, a power of two, aligned on both sides.
+  GIO_HD bool has_units_of(u32 unit) const {
+    u64 bits = 0;
     GIO_UNROLL
-    for (u32 k = kSegmentsMax - 1; k-- > 0;) {
-      if (position < end[k]) origin = segment[k];
-    }
-    return origin + position;
-  }
-  GIO_HD u64 source(u32 position) const {
-    return way == Way::kToPages ? staged + position : paged(position);
-  }
-  GIO_HD u64 target(u32 position) const {
-    return way == Way::kToPages ? paged(position) : staged + position;
+    for (u32 k = 0; k < kSegmentsMax; ++k) bits |= end[k] | sources[k] | targets[k];
+    return (bits & (unit - 1)) == 0;
   }
 
-  // Whether every 16 bytes of the string are 16 aligned bytes on both sides.
-  GIO_HD bool has_whole_quads() const {
-    u64 bits = staged;
+ private:
+  // Selects, and no branch: the loads of a tile follow one another at once.
+  GIO_HD u64 place(const u64* origins, u32 position) const {
+    u64 origin = origins[kSegmentsMax - 1];
     GIO_UNROLL
-    for (u32 k = 0; k < kSegmentsMax; ++k) bits |= end[k] | segment[k];
-    return (bits & 15u) == 0;
+    for (u32 k = kSegmentsMax - 1; k-- > 0;) origin = position < end[k] ? origins[k] : origin;
+    return origin + position;
   }
 };
 
@@ -99,6 +99,14 @@ constexpr u32 kDigestHalfNbytes = kDigestBlockNbytes / 2;
 constexpr u32 kDigestTileNbytes = kLoadsInFlight * kDigestHalfNbytes;
 static_assert(kDigestBlockNbytes == 64 * tutti::kXxh3StripesPerBlock, "16 stripes");
 
+// A value of the lane's own that is read from constant memory once.  The compiler would read it
+// again for every block, which makes lanes that want different words wait for one another; what
+// came from a shuffle it has to keep.
+GIO_HD Words kept(const Words& words) {
+  return {__shfl_sync(kAllLanes, words.even, lane_index()),
+          __shfl_sync(kAllLanes, words.odd, lane_index())};
+}
+
 // The lane's part of the accumulators, for strings of more than 240 bytes.
 struct LaneDigest {
   Words total;
@@ -109,9 +117,9 @@ struct LaneDigest {
     const u32 pair = 16 * (lane % 4);
     total = {tutti::xxh3_initial_lane(2 * (lane % 4)),
              tutti::xxh3_initial_lane(2 * (lane % 4) + 1)};
-    secret[0] = secret_at(8 * (lane / 4) + pair);
-    secret[1] = secret_at(64 + 8 * (lane / 4) + pair);
-    scramble = secret_at(tutti::kXxh3ScrambleOffset + pair);
+    secret[0] = kept(secret_at(8 * (lane / 4) + pair));
+    secret[1] = kept(secret_at(64 + 8 * (lane / 4) + pair));
+    scramble = kept(secret_at(tutti::kXxh3ScrambleOffset + pair));
   }
 
   // A block, or what there is of the last one: `left` whole stripes.
@@ -145,21 +153,22 @@ struct LaneDigest {
 GIO_HD u64 warp_digest_quads(const Slice& slice) {
   const u32 offset = kLanes / 2 * lane_index();
   const u32 stripes = (slice.nbytes - 1) / tutti::kXxh3StripeBytes;
+  const u32 end = slice.nbytes - tutti::kXxh3StripeBytes + offset % tutti::kXxh3StripeBytes;
+  const Quad last = load_unit<Quad>(slice.source(end));  // under way with those of the first tile
   LaneDigest digest(lane_index());
   for (u32 base = 0; base < slice.nbytes; base += kDigestTileNbytes) {
     Quad quads[kLoadsInFlight];
     GIO_UNROLL
     for (u32 i = 0; i < kLoadsInFlight; ++i) {
       const u32 position = base + i * kDigestHalfNbytes + offset;
-      quads[i] = {0, 0, 0, 0};
-      if (position < slice.nbytes) quads[i] = load_quad(slice.source(position));
+      // Beyond the end any quad will do: no stripe takes it.
+      quads[i] = load_unit<Quad>(slice.source(position < slice.nbytes ? position : end));
     }
     GIO_UNROLL
-    for (u32 i = 0; i < kLoadsInFlight; ++i) {
+    for (u32 i = 0; i < kLoadsInFlight && slice.passes_on; ++i) {
       const u32 position = base + i * kDigestHalfNbytes + offset;
-      if (slice.way != Way::kInPlace && position < slice.nbytes) {
-        store_quad(slice.target(position), quads[i]);
-      }
+      const u64 target = slice.target(position);
+      if (position < slice.nbytes) store_unit(target, quads[i]);
     }
     GIO_UNROLL
     for (u32 i = 0; i < kLoadsInFlight; i += 2) {
@@ -167,8 +176,7 @@ GIO_HD u64 warp_digest_quads(const Slice& slice) {
       if (first < stripes) digest.add_block(quads[i], quads[i + 1], stripes - first);
     }
   }
-  const u32 last = slice.nbytes - tutti::kXxh3StripeBytes + offset % tutti::kXxh3StripeBytes;
-  return digest.finish(load_quad(slice.source(last)), slice.nbytes);
+  return digest.finish(last, slice.nbytes);
 }
 
 constexpr u32 kWarpsMax = kBlockThreadsMax / kLanes;
@@ -178,12 +186,33 @@ struct Gathered {
   alignas(16) u8 bytes[kWarpsMax][kDigestBlockNbytes];
 };
 
+template <typename Unit>
+GIO_HD void warp_gather_units(const Slice& slice, u8* bytes, u32 from, u32 to, bool passes_on) {
+  const u32 step = kLanes * sizeof(Unit);
+  const u32 first = from + lane_index() * sizeof(Unit);
+  for (u32 base = first; base < to; base += step * kLoadsInFlight) {
+    Unit units[kLoadsInFlight] = {};
+    GIO_UNROLL
+    for (u32 i = 0; i < kLoadsInFlight; ++i) {
+      const u32 position = base + i * step;
+      if (position < to) units[i] = load_unit<Unit>(slice.source(position));
+    }
+    GIO_UNROLL
+    for (u32 i = 0; i < kLoadsInFlight; ++i) {
+      const u32 position = base + i * step;
+      if (position >= to) continue;
+      *reinterpret_cast<Unit*>(bytes + (position - from)) = units[i];
+      if (passes_on) store_unit(slice.target(position), units[i]);
+    }
+  }
+}
+
 // Brings bytes `from` to `to` of the string together; they are copied on the way.
 GIO_HD void warp_gather(const Slice& slice, u8* bytes, u32 from, u32 to, bool passes_on) {
-  for (u32 position = from + lane_index(); position < to; position += kLanes) {
-    const u8 byte = *at<u8>(slice.source(position));
-    bytes[position - from] = byte;
-    if (passes_on) *at<u8>(slice.target(position)) = byte;
+  if (slice.has_units_of(sizeof(u32))) {
+    warp_gather_units<u32>(slice, bytes, from, to, passes_on);
+  } else {
+    warp_gather_units<u8>(slice, bytes, from, to, passes_on);
   }
   __syncwarp();
 }
@@ -196,13 +225,12 @@ GIO_HD Quad gathered_quad(const u8* bytes, u32 position) {
   return *reinterpret_cast<const Quad*>(bytes + position);
 }
 
-// Any string, a byte a lane, through the block's own memory.
+// Any string, through the block's own memory.
 GIO_HD u64 warp_digest_bytes(const Slice& slice) {
   GIO_SHARED(Gathered, gathered);
   u8* bytes = gathered.bytes[warp_index()];
-  const bool passes_on = slice.way != Way::kInPlace;
   if (slice.nbytes <= tutti::kXxh3MidBytesMax) {
-    warp_gather(slice, bytes, 0, slice.nbytes, passes_on);
+    warp_gather(slice, bytes, 0, slice.nbytes, slice.passes_on);
     u64 hash = 0;
     if (lane_index() == 0) hash = digest_short(bytes, slice.nbytes);
     return __shfl_sync(kAllLanes, hash, 0);
@@ -213,7 +241,7 @@ GIO_HD u64 warp_digest_bytes(const Slice& slice) {
   for (u32 base = 0; base < slice.nbytes; base += kDigestBlockNbytes) {
     const u32 left = slice.nbytes - base;
     const u32 end = base + (left < kDigestBlockNbytes ? left : kDigestBlockNbytes);
-    warp_gather(slice, bytes, base, end, passes_on);
+    warp_gather(slice, bytes, base, end, slice.passes_on);
     const u32 first = base / tutti::kXxh3StripeBytes;
     if (first < stripes) {
       digest.add_block(gathered_quad(bytes, offset),
@@ -230,8 +258,9 @@ GIO_HD u64 warp_digest_bytes(const Slice& slice) {
 
 // The digest of a slice, moved on the way; every lane has it.
 GIO_HD u64 warp_digest(const Slice& slice) {
-  const bool in_quads = slice.nbytes > tutti::kXxh3MidBytesMax && slice.has_whole_quads();
-  return in_quads ? warp_digest_quads(slice) : warp_digest_bytes(slice);
+  const bool is_long = slice.nbytes > tutti::kXxh3MidBytesMax;
+  return is_long && slice.has_units_of(sizeof(Quad)) ? warp_digest_quads(slice)
+                                                     : warp_digest_bytes(slice);
 }
 
 }  // namespace gio

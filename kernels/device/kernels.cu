@@ -93,7 +93,7 @@ __global__ void __launch_bounds__(gio::kBlockThreadsMax, 1)
   gio::resident<gio::MmioDoorbell>(batch, layer, publish);
 }
 
-__global__ void __launch_bounds__(gio::kBlockThreadsMax, 1)
+__global__ void __launch_bounds__(gio::kBlockThreadsMax, 2)
     gio_move(const gio::Batch* batch, unsigned layer, unsigned publish) {
   const gio::SliceWork work(batch, layer);
   if (gio::block_await_staged(batch, work)) {
@@ -104,7 +104,7 @@ __global__ void __launch_bounds__(gio::kBlockThreadsMax, 1)
   if (publish != 0) gio::publish_layer(batch, layer);
 }
 
-__global__ void __launch_bounds__(gio::kBlockThreadsMax, 1)
+__global__ void __launch_bounds__(gio::kBlockThreadsMax, 2)
     gio_verify(const gio::Batch* batch, unsigned layer, unsigned publish) {
   gio::grid_do(gio::SliceWork(batch, layer), gio::Way::kInPlace);
   if (publish != 0) gio::publish_layer(batch, layer);

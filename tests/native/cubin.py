@@ -1,7 +1,9 @@
-"""What a cubin says about its kernels: registers and stack, read from the ELF sections.
+"""What a cubin says about its kernels: registers, stack and instructions, from the ELF sections.
 
 CUDA's `.nv.info` holds records of (format, attribute, size, words); the names and numbers of the
-attributes are those that NVIDIA's cuobjdump prints with -elf. No GPU and no CUDA tool is needed.
+attributes are those that NVIDIA's cuobjdump prints with -elf. An instruction of compute capability
+7.0 and later is 16 bytes, its opcode the low 12 bits, as `nvdisasm -hex` shows for 8.0, 9.0 and
+10.0. No GPU and no CUDA tool is needed.
 """
 
 from __future__ import annotations
@@ -15,6 +17,11 @@ _SIZED_VALUE = 4  # EIFMT_SVAL: the size and that many bytes follow
 _REGISTERS = 0x2F  # EIATTR_REGCOUNT
 _FRAME = 0x11  # EIATTR_FRAME_SIZE
 _STACK = 0x12  # EIATTR_MIN_STACK_SIZE
+_INSTRUCTION = struct.Struct("<QQ")
+
+LDG = 0x981  # a load of global memory
+LDC = 0xB82  # a load of constant memory, at an address of the lane's own
+SHFL_BFLY = 0xF89  # a shuffle whose distance and mask are constants
 
 
 @dataclass
@@ -57,3 +64,9 @@ def kernels(cubin: bytes) -> dict[str, Kernel]:
             setattr(found.setdefault(names[symbol], Kernel()), fields[attribute], value)
         at += 4 + (size if form == _SIZED_VALUE else 0)
     return found
+
+
+def opcodes(cubin: bytes, kernel: str) -> list[int]:
+    """The instructions of one kernel, in the order they lie in."""
+    code = _sections(cubin)[f".text.{kernel}"]
+    return [low & 0xFFF for low, _ in _INSTRUCTION.iter_unpack(code)]
