@@ -69,6 +69,8 @@ def run(args: argparse.Namespace, progress: ProgressFactory) -> dict[str, Any]:
     path, directory = _medium_path(args.medium)
     if not Path(args.out).absolute().parent.is_dir():
         raise ConfigError(f"the folder of {args.out} does not exist; make it, or name another")
+    if Path(args.out).is_dir():
+        raise ConfigError(f"{args.out} is a folder; name a file in it")
     if not os.access(Path(args.out).absolute().parent, os.W_OK | os.X_OK):
         raise ConfigError(f"no right to write beside {args.out}; give --out elsewhere")
     machine = describe(directory)

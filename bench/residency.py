@@ -153,7 +153,7 @@ def _common(args: argparse.Namespace) -> dict[str, Any]:
     shape = parse_shape(args.shape)
     working_set, batch = parse_nbytes(args.working_set), parse_nbytes(args.batch)
     batch_pages = batch // shape.object_nbytes
-    if batch_pages < 1 or working_set % (batch_pages * shape.object_nbytes):
+    if batch_pages < 1 or not working_set or working_set % (batch_pages * shape.object_nbytes):
         step = format_nbytes(max(1, batch_pages) * shape.object_nbytes)
         raise ConfigError(
             f"--working-set {args.working_set} is no multiple of {step}, the objects of a"

@@ -215,6 +215,28 @@ def test_a_csv_that_cannot_be_written_is_refused_before_the_simulation(
     assert "cannot write " in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("words", "code", "says"),
+    [
+        ("profile --medium . --out .", 2, ". is a folder; name a file in it"),
+        ("demo --dir demo --capacity 1", 3, "1 B a member is less than one group; give at least"),
+        ("sglang command --model m --path . --capacity 1GiB --option timeout_s=x", 2, "a number"),
+    ],
+)
+def test_what_makes_no_sense_is_said_at_once(
+    words: str,
+    code: int,
+    says: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run(*words.split()) == code
+    assert says in capsys.readouterr().err
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+
+
 def test_doctor_names_a_folder_that_is_not_ones_own(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -108,9 +108,9 @@ def run_demo(args: argparse.Namespace) -> Outcome:
 
 
 def _affordable(folder: Path, wanted_nbytes: int) -> int:
-    """The capacity of a pool, whole MiB.  Raises CapacityError when the disk is nearly full."""
+    """The capacity of a pool, as wanted or what fits.  Raises CapacityError on a nearly full disk."""
     free_nbytes = shutil.disk_usage(folder).free
-    capacity_nbytes = min(wanted_nbytes, free_nbytes // _DISK_SHARE) // MiB * MiB
+    capacity_nbytes = min(wanted_nbytes, free_nbytes // _DISK_SHARE // MiB * MiB)
     if capacity_nbytes < min(wanted_nbytes, _LEAST_NBYTES):
         raise CapacityError(
             f"{folder} has {format_nbytes(free_nbytes)} free, too little for a pool of "

@@ -150,7 +150,7 @@ def _options(given: list[str], mode: str, own: tuple[Option, ...]) -> dict[str, 
             raise ConfigError(f"--option {pair!r} has no value; write NAME=VALUE")
         try:
             options[name] = _typed(kinds.get(name, "str"), value)
-        except ValueError as error:
+        except ConfigError as error:
             raise ConfigError(f"--option {pair!r}: {error}") from error
     return options
 
@@ -160,9 +160,10 @@ def _typed(kind: str, value: str) -> Any:
         if value not in ("true", "false"):
             raise ConfigError("write true or false")
         return value == "true"
-    if kind == "int":
-        return int(value)
-    return float(value) if kind == "float" else value
+    try:
+        return {"int": int, "float": float}.get(kind, str)(value)
+    except ValueError as error:
+        raise ConfigError(f"write {'a whole' if kind == 'int' else 'a'} number") from error
 
 
 def _check(arguments: list[str]) -> tuple[bool, str]:
@@ -212,7 +213,9 @@ def _place(path: Path, capacity: int) -> Iterator[Finding]:
     elif os.access(parent, os.W_OK | os.X_OK):
         yield Finding("path", "ok", str(path))
     else:
-        yield Finding("path", "fails", f"no right to write in {parent}; name another, or change its owner")
+        yield Finding(
+            "path", "fails", f"no right to write in {parent}; name another, or change its owner"
+        )
     stat = os.statvfs(parent)
     free = stat.f_bavail * stat.f_frsize
     used = sum(file.stat().st_blocks * 512 for file in path.glob("*/*.tutti"))

@@ -108,6 +108,7 @@ def options(tmp_path: Path, *more: str) -> argparse.Namespace:
         (["--limits", "0"], ConfigError),
         (["--limits", "nan"], ConfigError),
         (["--working-set", "5MiB"], ConfigError),
+        (["--working-set", "0"], ConfigError),
         (["--batch", "1KiB"], ConfigError),
         (["--dir", "/nowhere/at/all"], ConfigError),
     ],
