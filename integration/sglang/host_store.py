@@ -24,6 +24,7 @@ from tutti.errors import (
     ChecksumMismatch,
     DeviceTimeout,
     KeyMissing,
+    PagesHeld,
     TuttiError,
 )
 from tutti.host_pool import HostPool
@@ -255,6 +256,9 @@ class HostStore:
                 return self.store.load(keys[:found], pages[:found], pool=pool)
             except KeyMissing:
                 continue
+            except PagesHeld as error:
+                self._hold(error.wait_settled, "a load that was given up")
+                raise
         return None
 
     def _hold(self, wait: Callable[[float], bool], what: str) -> None:

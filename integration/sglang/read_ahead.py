@@ -222,10 +222,14 @@ class ReadAhead:
                 if staged is None:
                     self._changed.wait(_IDLE_S)
                     continue
-            began_s = time.monotonic()
-            staged.read.start()
-            over = staged.read.wait_over(began_s + self._timeout_s)
-            self._ended(staged, over, time.monotonic() - began_s)
+            try:
+                began_s = time.monotonic()
+                staged.read.start()
+                over = staged.read.wait_over(began_s + self._timeout_s)
+                self._ended(staged, over, time.monotonic() - began_s)
+            except Exception as error:
+                # The thread must live; batches read for themselves what is not staged.
+                self._failed(staged, error)
 
     def _next(self) -> _Staged | None:
         """The next piece to read: for the request that has waited for longest."""
@@ -282,6 +286,10 @@ class ReadAhead:
             if not staged.read.shelf.engine.trailing:
                 self._measured(staged.read.nbytes, duration_s)
             return
+        self._failed(staged, error)
+
+    def _failed(self, staged: _Staged, error: Exception | None) -> None:
+        """Nobody finds it any more; error: None for a medium that did not answer in time."""
         if not isinstance(error, KeyMissing):
             what = "timeout" if error is None else type(error).__name__
             self._complain(f"read-ahead: {what}", error or "the medium does not answer")

@@ -8,7 +8,7 @@ import time
 import numpy as np
 import numpy.typing as npt
 
-from tutti.errors import DeviceTimeout, TuttiError
+from tutti.errors import DeviceTimeout, PagesHeld, TuttiError
 from tutti.integration.sglang.pools import Pages
 from tutti.integration.sglang.shelf import Shelf
 from tutti.scheduler.event import BatchJoined
@@ -92,8 +92,9 @@ class Read:
             return False
         if self._ticket is not None:
             return self._ticket.wait_settled(left_s)
-        # Abandoned by the store because the device did not answer: its pages are lost.
-        return not isinstance(self.error, DeviceTimeout)
+        if isinstance(self.error, PagesHeld):
+            return self.error.wait_settled(max(0.0, deadline_s - time.monotonic()))
+        return True  # the store began nothing, or ended it
 
     def is_over(self) -> bool:
         """Whether the device has let go of ``pages``."""

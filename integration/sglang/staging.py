@@ -69,10 +69,11 @@ class Staging:
         return self.pages - self.free
 
     def _reclaim(self) -> None:
-        waiting = []
+        waiting, over = [], [self._free]
         for is_over, pages in self._retired:
             if is_over():
-                self._free = np.sort(np.concatenate((pages, self._free)))
+                over.append(pages)
             else:
                 waiting.append((is_over, pages))
-        self._retired = waiting
+        # All at once: who asks may raise, and no page may be free twice.
+        self._free, self._retired = np.sort(np.concatenate(over)), waiting

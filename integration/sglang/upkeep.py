@@ -9,7 +9,7 @@ from collections.abc import Callable
 import numpy as np
 import numpy.typing as npt
 
-from tutti.errors import ChecksumMismatch, KeyMissing, TuttiError
+from tutti.errors import ChecksumMismatch, KeyMissing, PagesHeld, TuttiError
 from tutti.integration.sglang.breaker import Breaker
 from tutti.integration.sglang.metrics import Recorder
 from tutti.integration.sglang.staging import Staging
@@ -99,9 +99,15 @@ class Upkeep:
             return False
         try:
             ticket = self._store.load([key], pages, pool=self._staging.pool)
-        except KeyMissing:
+        except PagesHeld as error:
+            given_up = error  # the name of an exception ends with its clause
+            self._staging.retire(pages, lambda: given_up.wait_settled(0.0))
+            raise
+        except TuttiError as error:
             self._staging.release(pages)
-            return False
+            if isinstance(error, KeyMissing):
+                return False
+            raise
         self._staging.retire(pages, lambda: ticket.wait_settled(0.0))
         try:
             ticket.wait(self._probe_s)

@@ -1,0 +1,161 @@
+"""Loads that the store cannot start: who may use their pages, and that service goes on."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import host_pools as hp
+import numpy as np
+import pytest
+from linker_engine import Rig, names, wait_for
+
+from tutti.errors import DeviceTimeout, PagesHeld
+from tutti.integration.sglang import host_store
+from tutti.integration.sglang.hicache import TuttiHiCacheStorage
+from tutti.integration.sglang.staging import Staging
+
+LATE = DeviceTimeout("made up: no staging came free, nothing was begun")
+
+
+def raising(error: BaseException, times: int = 1 << 30) -> Callable[..., Any]:
+    left = [error] * min(times, 1 << 10)
+
+    def load(*_: Any, **__: Any) -> Any:
+        raise left.pop()
+
+    return load
+
+
+def held(until: threading.Event) -> PagesHeld:
+    return PagesHeld("made up: given up, and on its way", until.wait)
+
+
+def test_hicache_keeps_host_pages_that_a_device_may_still_write(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    pool = hp.mha_pool("page_first")
+    storage = TuttiHiCacheStorage(hp.config(tmp_path), {})
+    storage.register_mem_pool_host(pool)
+    hp.fill(pool, seed)
+    where, hashes = hp.indices(pool, [0, 1]), ["01" * 32, "02" * 32]
+    assert all(storage.batch_set_v1(hashes, where))
+    kept = storage._stores["kv"]
+    monkeypatch.setattr(host_store, "_HOLD_S", 0.01)
+    monkeypatch.setattr(kept, "_timeout_s", 0.01)
+    go = threading.Event()
+    monkeypatch.setattr(kept.store, "load", raising(held(go)))
+    answers: list[list[bool]] = []
+    thread = threading.Thread(target=lambda: answers.append(storage.batch_get_v1(hashes, where)))
+    thread.start()
+    while "device holds pages" not in kept.complaints.counts and thread.is_alive():
+        thread.join(0.01)
+    assert not answers, "the call returned while the device held the pages"
+    go.set()
+    thread.join(30)
+    assert answers == [[False, False]]
+    monkeypatch.setattr(kept.store, "load", raising(LATE))
+    assert storage.batch_get_v1(hashes, where) == [False, False], "nothing was begun: a miss"
+    storage.close()
+
+
+@pytest.mark.parametrize("staging", ["2MiB", "1KiB"])
+def test_a_load_that_did_not_begin_costs_its_batch_alone(
+    tmp_path: Path, staging: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither staging nor the engine's pages are lost, and the scheduler goes on."""
+    with Rig(tmp_path, load_staging=staging, load_timeout_s=0.05, read_ahead_share=0.0) as rig:
+        rig.fill(1)
+        want = rig.content(range(4))
+        assert rig.store(names(4), range(4))
+        with monkeypatch.context() as patch:
+            patch.setattr(rig.shelf.store, "load", raising(LATE))
+            assert not rig.restore(names(4), range(4, 8))
+        assert rig.shelf.loads.in_use == 0
+        monkeypatch.setattr(rig.linker, "_timeout_s", 30.0)
+        assert rig.restore(names(4), range(4, 8))
+        assert rig.content(range(4, 8)) == want
+
+
+@pytest.mark.parametrize("staging", ["2MiB", "1KiB"])
+def test_pages_of_a_load_given_up_come_back_when_the_device_lets_go(
+    tmp_path: Path, staging: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Rig(tmp_path, load_staging=staging, load_timeout_s=0.05, read_ahead_share=0.0) as rig:
+        rig.fill(1)
+        assert rig.store(names(4), range(4))
+        go = threading.Event()
+        monkeypatch.setattr(rig.shelf.store, "load", raising(held(go)))
+        if staging == "1KiB":  # into the engine's own pages
+            with pytest.raises(DeviceTimeout, match="restart the server"):
+                rig.restore(names(4), range(4, 8))
+            go.set()
+            assert not rig.restore(names(4), range(4, 8))
+            return
+        assert not rig.restore(names(4), range(4, 8))
+        assert rig.shelf.loads.in_use == 4
+        go.set()
+        assert rig.shelf.loads.in_use == 0
+
+
+def test_a_probe_that_cannot_begin_leaves_its_memory_for_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or reads would stay closed for good after a medium that was away for a while."""
+    with Rig(tmp_path, breaker_pause_s=0.02) as rig:
+        rig.fill(1)
+        assert rig.store(names(4), range(4))
+        go = threading.Event()
+        with monkeypatch.context() as patch:
+            for error in (LATE, held(go)):
+                patch.setattr(rig.shelf.store, "load", raising(error))
+                seen = rig.linker.complaints.counts.get(f"probe: {type(error).__name__}", 0)
+                for _ in range(4):
+                    rig.linker.reads.failure()
+                wait_for(lambda: _probed(rig, error) > seen)  # noqa: B023
+        assert not rig.linker.reads.closed
+        go.set()
+        wait_for(lambda: rig.linker.reads.closed)
+
+
+def _probed(rig: Rig, error: BaseException) -> int:
+    return int(rig.linker.complaints.counts.get(f"probe: {type(error).__name__}", 0))
+
+
+def test_a_page_is_never_free_twice(tmp_path: Path) -> None:
+    """Although who knows whether the device has let go may fail to say so."""
+    with Rig(tmp_path) as rig:
+        staging = Staging(rig.shelf.store, 4 * rig.shelf.page_nbytes)
+        one, other = staging.allocate(1), staging.allocate(1)
+        assert one is not None and other is not None
+        staging.retire(one, lambda: True)
+        answers: list[Callable[[], bool]] = [lambda: 1 // 0 > 0, lambda: True]
+        staging.retire(other, lambda: answers.pop(0)())
+        with pytest.raises(ZeroDivisionError):
+            staging.allocate(4)
+        taken = staging.allocate(4)
+        assert taken is not None and np.unique(taken).size == 4
+        assert staging.free == 0
+
+
+def test_read_ahead_goes_on_after_a_read_that_went_wrong(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Rig(tmp_path) as rig:
+        rig.fill(1)
+        assert rig.store(names(8), range(8))
+        worth = rig.linker.ahead._measured
+
+        def broken(*_: Any) -> None:
+            raise RuntimeError("made up")
+
+        monkeypatch.setattr(rig.linker.ahead, "_measured", broken)
+        assert rig.lookup(names(4), "one") == 4
+        wait_for(lambda: "read-ahead: RuntimeError" in rig.linker.complaints.counts)
+        wait_for(lambda: not rig.linker.ahead.held and not rig.shelf.loads.in_use)
+        monkeypatch.setattr(rig.linker.ahead, "_measured", worth)
+        before = rig.linker.ahead.pages_read
+        assert rig.lookup(names(8)[4:], "two") == 4
+        wait_for(lambda: rig.linker.ahead.pages_read == before + 4)
