@@ -14,7 +14,6 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -284,7 +283,12 @@ class TuttiHiCacheStorage(adapter.HiCacheStorage):
         how = self._options["hugepages"]
         if how == "off":
             return
-        work = partial(advise_hugepages, list(buffers), how, self._closed)
+
+        def work() -> None:
+            why = advise_hugepages(list(buffers), how, self._closed)
+            if why:
+                _log.info("Tutti: not all of the host pool has hugepages, loads go on: %s", why)
+
         threading.Thread(target=work, name="tutti-hugepages", daemon=True).start()
 
     def _flat_pages(self) -> FlatPages | None:

@@ -10,6 +10,7 @@ import ctypes
 import errno
 import os
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,9 @@ LAYOUTS = ("layer_first", "page_first", "page_first_direct")
 _MADV_HUGEPAGE, _MADV_COLLAPSE = 14, 25  # include/uapi/asm-generic/mman-common.h
 _HUGEPAGE_NBYTES = 2 << 20
 _COLLAPSE_STEP_NBYTES = 64 << 20
+#: Before each round.  A round ends after so many failures in a row: each of them compacts memory.
+_COLLAPSE_PAUSES_S = (0.0, 5.0, 30.0, 120.0, 600.0)
+_COLLAPSE_FAILURES = 16
 
 
 class Fragments:
@@ -125,25 +129,59 @@ def advise_hugepages(buffers: list[tuple[int, int]], how: str, stop: threading.E
 
     Returns why not, or an empty string.  An optimisation: its failure changes nothing else.
     """
-    libc = ctypes.CDLL(None, use_errno=True)
-    madvise = libc.madvise
-    madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    ranges = []
     for address, nbytes in buffers:
         start = -(-address // _HUGEPAGE_NBYTES) * _HUGEPAGE_NBYTES
         end = (address + nbytes) // _HUGEPAGE_NBYTES * _HUGEPAGE_NBYTES
-        if end <= start:
-            continue
-        if madvise(start, end - start, _MADV_HUGEPAGE):
-            return f"madvise: {os.strerror(ctypes.get_errno())}"
-        step = _COLLAPSE_STEP_NBYTES if how == "collapse" else end - start
+        if end > start:
+            ranges.append((start, end))
+    advised = (_madvise(start, end - start, _MADV_HUGEPAGE) for start, end in ranges)
+    code = next((code for code in advised if code), 0)
+    if code:
+        return f"madvise: {os.strerror(code)}"
+    return _collapse(ranges, stop) if how == "collapse" else ""
+
+
+def _collapse(ranges: list[tuple[int, int]], stop: threading.Event) -> str:
+    """Again and again, in ever shorter pieces: the kernel leaves a piece at the first large page
+    that it cannot find or build, and memory that is full or pinned now may not be later.
+    """
+    step, code = _COLLAPSE_STEP_NBYTES, 0
+    for pause_s in _COLLAPSE_PAUSES_S:
+        if stop.wait(pause_s):
+            return ""
+        untried: list[tuple[int, int]] = []
+        refused: list[tuple[int, int]] = []
+        in_a_row = 0
+        for at, end in _pieces(ranges, step):
+            if in_a_row >= _COLLAPSE_FAILURES or stop.is_set():
+                untried.append((at, end))
+                continue
+            number = _madvise(at, end - at, _MADV_COLLAPSE)
+            if number not in (0, errno.EAGAIN, errno.ENOMEM, errno.EBUSY):
+                return f"MADV_COLLAPSE: {os.strerror(number)}"
+            in_a_row = in_a_row + 1 if number else 0
+            if number:
+                code = number
+                refused.append((at, end))
+        ranges, step = untried + refused, max(_HUGEPAGE_NBYTES, step // 4)
+        if not ranges:
+            return ""
+    nbytes = sum(end - at for at, end in ranges)
+    return f"MADV_COLLAPSE of the last {nbytes >> 20} MiB: {os.strerror(code)}"
+
+
+def _pieces(ranges: list[tuple[int, int]], step: int) -> Iterator[tuple[int, int]]:
+    for start, end in ranges:
         for at in range(start, end, step):
-            if how != "collapse" or stop.is_set():
-                break
-            if madvise(at, min(step, end - at), _MADV_COLLAPSE):
-                code = ctypes.get_errno()
-                if code not in (errno.EAGAIN, errno.ENOMEM, errno.EBUSY):
-                    return f"MADV_COLLAPSE: {os.strerror(code)}"
-    return ""
+            yield at, min(end, at + step)
+
+
+def _madvise(address: int, nbytes: int, advice: int) -> int:
+    """0, or the number of the error."""
+    madvise = ctypes.CDLL(None, use_errno=True).madvise
+    madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    return ctypes.get_errno() if madvise(address, nbytes, advice) else 0
 
 
 def _model_layers(host_pool: Any) -> int:
