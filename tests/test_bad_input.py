@@ -364,10 +364,6 @@ def test_bits_flipped_in_payload(path: Path, clean: bool, seed: int) -> None:
         assert load_present(store, KEYS) == ({*KEYS} - {KEYS[5]}, set())
 
 
-def format_anew(path: Path) -> None:
-    tutti.store.format(path, LAYOUT, "64MiB", force=True)
-
-
 def test_two_owners_in_one_process(path: Path) -> None:
     with tutti.store.open(path) as store:
         refuses(PoolInUse, "close it", lambda: tutti.store.open(path))

@@ -35,15 +35,6 @@ def refused(host: NvmeHost, fill: Fill, status: int) -> None:
     assert not host.read(0, 64).any(), "a refused command wrote to the medium"
 
 
-def with_change(fill: Fill, **dwords: int) -> Fill:
-    def changed(sqe: nvme.Sqe) -> None:
-        fill(sqe)
-        for name, value in dwords.items():
-            setattr(sqe, name, value)
-
-    return changed
-
-
 def with_opcode(fill: Fill, opcode: int) -> Fill:
     def changed(sqe: nvme.Sqe) -> None:
         fill(sqe)
