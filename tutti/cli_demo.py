@@ -108,7 +108,7 @@ def run_demo(args: argparse.Namespace) -> Outcome:
 
 
 def _affordable(folder: Path, wanted_nbytes: int) -> int:
-    """The capacity of a pool, as wanted or what fits.  Raises CapacityError on a nearly full disk."""
+    """The capacity of a pool, as wanted or what fits.  Raises CapacityError for too little."""
     free_nbytes = shutil.disk_usage(folder).free
     capacity_nbytes = min(wanted_nbytes, free_nbytes // _DISK_SHARE // MiB * MiB)
     if capacity_nbytes < min(wanted_nbytes, _LEAST_NBYTES):
