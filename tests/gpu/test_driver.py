@@ -183,7 +183,7 @@ def test_kernels_take_their_arguments(
     assert len({modules[name] for name in KERNELS}) == len(KERNELS)
     memory.write(np.full(NBYTES, 3, np.uint8))
     tables = TableMemory(driver, 1 << 20)
-    layers = 3
+    layers = 300  # more than a byte counts
     one = PagedMemory(np.full((layers, 1), memory.address, np.uint64), (NBYTES,), (NBYTES,), 1)
     batch = DeviceBatch(
         tables,
@@ -195,12 +195,12 @@ def test_kernels_take_their_arguments(
         digests=np.zeros((1, layers), np.uint64),
     )
     batch.upload(stream)
-    launch_layer(driver, modules["gio_verify"], batch, 1, stream, 1, threads=64)
+    launch_layer(driver, modules["gio_verify"], batch, 299, stream, 1, threads=64)
     assert batch.digests_offset is not None
     batch.download(driver, batch.digests_offset, 8 * layers, stream)
     assert done(driver, stream)
     found = batch.result(batch.digests_offset, 8 * layers).view(np.uint64)
-    assert (found != 0).tolist() == [False, True, False], "of the layer that was named"
+    assert np.flatnonzero(found).tolist() == [299], "of the layer that was named"
     batch.tables.hold(lambda: True)
     tables.close()
 
@@ -239,7 +239,7 @@ def test_green_contexts_split_the_device(driver: CudaDriver, memory: DeviceMemor
     assert found.count > found.minimum >= 1
     first, rest = driver.create_green_pair(found.minimum)
     assert first[1] >= found.minimum
-    assert first[1] + rest[1] <= found.count
+    assert first[1] < rest[1] <= found.count - first[1]
     one = driver.create_green_context(found.minimum + 1)
     assert one[1] >= found.minimum + 1
     event = driver.create_event()
