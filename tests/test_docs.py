@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import tutti
 from tutti.cli import COMMANDS, GROUPS, build_parser
 from tutti.errors import ConfigError
 
@@ -30,6 +31,16 @@ def test_the_readme_program_runs(tmp_path: Path) -> None:
     tokens = np.arange(8 * 64 + 5)
     for _ in range(2):  # the second time everything is there
         exec(program, {"tokens": tokens, "__name__": "readme"})
+
+
+def test_the_numbers_of_a_store_are_explained(tmp_path: Path) -> None:
+    page = (ROOT / "docs/operations.md").read_text()
+    rows = re.findall(r"^\| .*\|$", page[page.index("## A store without SGLang") :], re.MULTILINE)
+    told = set(re.findall(r"`(\w+)`", "\n".join(rows)))
+    layout = tutti.KVLayout.mha(1, 1, 64, 64, "float16")
+    with tutti.open(tmp_path / "pool", layout=layout, capacity="8MiB") as store:
+        stats = store.stats()
+    assert told == stats.keys() | {"unproven"}
 
 
 def code_lines() -> list[tuple[str, str]]:
