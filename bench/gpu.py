@@ -172,6 +172,7 @@ def _run_here(name: str, args: argparse.Namespace) -> int:
     """One case in this process."""
     out = Path(args.out)
     until_s = time.monotonic() + args.minutes * 60
+    faulthandler.dump_traceback_later(_ROW_S, exit=True)  # a driver that does not answer
     try:
         plan = Plan(
             progress,
@@ -186,10 +187,13 @@ def _run_here(name: str, args: argparse.Namespace) -> int:
         )
         machine = machine_of(CudaDriver())
         run_case(name, machine, plan, out, commit=args.commit)
+        faulthandler.dump_traceback_later(_ROW_S / 5, exit=True)
         machine.close()
     except TuttiError as error:
         print(f"{name}: error: {error}", file=sys.stderr, flush=True)
         return 1
+    finally:
+        faulthandler.cancel_dump_traceback_later()
     return 0
 
 
@@ -237,7 +241,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--here", metavar="CASE", help="this case alone, in this process")
     args = parser.parse_args(arguments)
     if args.here:
-        return _run_here(args.here, args)
+        code = _run_here(args.here, args)
+        sys.stdout.flush()
+        os._exit(code)  # a context that is stuck is not waited for
     out, began_s = Path(args.out), time.monotonic()
     options = [
         *("--out", args.out, "--dir", args.dir, "--file", args.file, "--commit", args.commit),

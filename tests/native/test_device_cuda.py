@@ -7,6 +7,7 @@ nothing of a GPU.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -105,3 +106,13 @@ def test_tests_for_a_gpu_pass(name: str, environment: dict[str, str], seed: int)
 def test_what_is_wrong_has_the_drivers_code(environment: dict[str, str]) -> None:
     found = run([str(TESTS / "native/cuda_refusals.py")], environment)
     assert found.splitlines() == REFUSALS.split("\n")[1:-1]
+
+
+def test_the_first_benchmark_runs(environment: dict[str, str], tmp_path: Path) -> None:
+    sizes = ["--batch", "2MiB", "--layers", "4", "--staging", "16MiB"]
+    options = [*sizes, "--pairs", "1", "--round-s", "0.001"]
+    run(["-m", "tutti.bench.gpu", "--out", str(tmp_path / "out"), *options, "ceiling"], environment)
+    content = json.loads((tmp_path / "out/ceiling.json").read_text())
+    assert content["complete"]
+    assert "not_run" not in json.dumps(content["rows"])
+    assert [row["right"] for row in content["rows"] if "right" in row] == [True] * 6
