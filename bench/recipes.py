@@ -222,9 +222,11 @@ def run(args: argparse.Namespace, progress: ProgressFactory) -> dict[str, Any]:
     _check_installed(recipe)
     for path, content in launch.files.items():
         path.write_text(content)
-    started = [_start(words, launch.env) for words in (daemon, command) if words]
+    started: list[subprocess.Popen[bytes]] = []
     previous = signal.signal(signal.SIGTERM, _interrupt)
     try:
+        for words in filter(None, (daemon, command)):
+            started.append(_start(words, launch.env))
         result |= _facts(result, args, started, progress)
         while not (ended := _ended(started)):  # until the person who started it ends it
             time.sleep(_POLL_S)
@@ -235,7 +237,8 @@ def run(args: argparse.Namespace, progress: ProgressFactory) -> dict[str, Any]:
         for each in reversed(started):
             _end(each)
         signal.signal(signal.SIGTERM, previous)
-    result["exit_code"] = started[-1].returncode
+    if started:
+        result["exit_code"] = started[-1].returncode
     return result
 
 

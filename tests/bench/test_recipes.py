@@ -11,6 +11,7 @@ import os
 import shlex
 import signal
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -138,6 +139,25 @@ def test_what_runs_beside_the_server_has_to_stay(sglang: Path, tmp_path: Path) -
     with pytest.raises(ServerError, match="beside it ended with 8"):
         # The server may be up first; then it is told in the result.
         raise ServerError(recipes.run(parsed("lmcache", *argv), progress)["stopped"])
+
+
+def test_a_server_that_cannot_start_takes_along_what_runs_beside_it(
+    sglang: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (sglang.parent / "lmcache").mkdir()
+    (sglang.parent / "lmcache" / "__init__.py").write_text("")
+    started: list[subprocess.Popen[bytes]] = []
+
+    def start(words: list[str], env: dict[str, str]) -> subprocess.Popen[bytes]:
+        if started:
+            raise OSError("no more processes")
+        started.append(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]))
+        return started[0]
+
+    monkeypatch.setattr(recipes, "_start", start)
+    with pytest.raises(OSError, match="no more processes"):
+        recipes.run(parsed("lmcache", "--model", "m", "--dir", str(tmp_path / "new")), progress)
+    assert started[0].poll() is not None, "the daemon has ended"
 
 
 @pytest.mark.parametrize(
