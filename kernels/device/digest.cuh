@@ -153,22 +153,23 @@ struct LaneDigest {
 GIO_HD u64 warp_digest_quads(const Slice& slice) {
   const u32 offset = kLanes / 2 * lane_index();
   const u32 stripes = (slice.nbytes - 1) / tutti::kXxh3StripeBytes;
+  // A quad of the last stripe.  What would be beyond the string's end is this one once more, which
+  // no stripe takes: no branch comes between a tile's loads, nor between its stores.
   const u32 end = slice.nbytes - tutti::kXxh3StripeBytes + offset % tutti::kXxh3StripeBytes;
   const Quad last = load_unit<Quad>(slice.source(end));  // under way with those of the first tile
   LaneDigest digest(lane_index());
   for (u32 base = 0; base < slice.nbytes; base += kDigestTileNbytes) {
     Quad quads[kLoadsInFlight];
+    u32 position[kLoadsInFlight];
     GIO_UNROLL
     for (u32 i = 0; i < kLoadsInFlight; ++i) {
-      const u32 position = base + i * kDigestHalfNbytes + offset;
-      // Beyond the end any quad will do: no stripe takes it.
-      quads[i] = load_unit<Quad>(slice.source(position < slice.nbytes ? position : end));
+      position[i] = base + i * kDigestHalfNbytes + offset;
+      if (position[i] >= slice.nbytes) position[i] = end;
+      quads[i] = load_unit<Quad>(slice.source(position[i]));
     }
     GIO_UNROLL
     for (u32 i = 0; i < kLoadsInFlight && slice.passes_on; ++i) {
-      const u32 position = base + i * kDigestHalfNbytes + offset;
-      const u64 target = slice.target(position);
-      if (position < slice.nbytes) store_unit(target, quads[i]);
+      store_unit(slice.target(position[i]), quads[i]);
     }
     GIO_UNROLL
     for (u32 i = 0; i < kLoadsInFlight; i += 2) {

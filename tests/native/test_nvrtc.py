@@ -76,7 +76,7 @@ def test_a_digest_loads_a_tile_at_once_and_sums_without_constant_memory(
     sums = [i for i, opcode in enumerate(code) if opcode == cubin.SHFL_BFLY]
     # The tile's eight loads, close behind one another, and the shuffles of its four blocks, of
     # which each adds up three times four words.
-    bursts = [first for first, last in zip(loads, loads[7:], strict=False) if last - first < 64]
+    bursts = [first for first, last in zip(loads, loads[7:], strict=False) if last - first < 128]
     tiles = [at for at in bursts if sum(at < i < at + 1000 for i in sums) >= 48]
     assert len(tiles) == 1
     end = [i for i in sums if i > tiles[0]][47]
