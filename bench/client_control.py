@@ -62,10 +62,10 @@ class Control:
         status, text = self.call("GET", "/v1/models")
         try:
             (first, *_) = json.loads(text)["data"] if status == 200 else [{}]
-        except (ValueError, KeyError, TypeError) as error:
+            name, length = str(first.get("id", "default")), first.get("max_model_len")
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ServerError(f"/v1/models answers what is no list of models ({error})") from error
-        length = first.get("max_model_len")
-        return str(first.get("id", "default")), length if isinstance(length, int) else None
+        return name, length if isinstance(length, int) else None
 
     def flush(self) -> None:
         """Empties the engine's own caches; storage stays.  SGLang refuses while requests run."""

@@ -150,6 +150,13 @@ def test_a_flush_that_cannot_be_is_not_tried_again(status: int, advice: str) -> 
         assert control.facts() == {} and control.model() == ("some/model", None)
 
 
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"data": []}', '{"data": ["a"]}'])
+def test_what_is_no_list_of_models(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Control, "call", lambda self, method, path: (200, text))
+    with pytest.raises(ServerError, match="no list of models"):
+        Control(Endpoint("127.0.0.1", 1)).model()
+
+
 def test_facts_of_a_server_name_no_secret_and_no_place() -> None:
     info = {
         "admin_api_key": "s3cret",
