@@ -26,7 +26,7 @@ class Interval:
 
 
 def interval_text(interval: Mapping[str, float] | None, digits: int = 3) -> str:
-    """ "median [low, high]" or "mean [low, high]" of an interval in JSON; "" for none."""
+    """Of an interval in JSON: "median [low, high]" or "mean [low, high]"; "" for none."""
     if interval is None:
         return ""
     middle = interval["median"] if "median" in interval else interval["mean"]
