@@ -11,9 +11,11 @@ The first, `ceiling`, says in less than four minutes whether it works, is right,
 from __future__ import annotations
 
 import argparse
+import ctypes
 import faulthandler
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -52,6 +54,7 @@ CASES |= {kind: partial(gpu_cases.engine, kind) for kind in KINDS}
 _ROW_S = 75
 #: A case is not begun with less time left, and may be begun again so often in one run.
 _LEFT_S, _TRIES = 20, 6
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 #: After these codes of CUresult the context answers every call with the same.
 _LOST = {700, 702, 710, 714, 715, 716, 717, 718, 719, 721}
 
@@ -169,7 +172,8 @@ def machine_of(driver: Driver) -> Machine:
 
 
 def _run_here(name: str, args: argparse.Namespace) -> int:
-    """One case in this process."""
+    """One case in this process, which ends with the one that started it."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     out = Path(args.out)
     until_s = time.monotonic() + args.minutes * 60
     faulthandler.dump_traceback_later(_ROW_S, exit=True)  # a driver that does not answer

@@ -47,7 +47,7 @@ def run(command: list[str], timeout_s: float) -> tuple[int, str]:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        start_new_session=True,
+        process_group=0,
     ) as process:
         try:
             text, _ = process.communicate(timeout=timeout_s)
