@@ -84,7 +84,6 @@ enum Status : u32 {
   kInvalidPrpOffset = 0x013,
   kLbaOutOfRange = 0x080,
   kCapacityExceeded = 0x081,
-  kNamespaceNotReady = 0x082,
   kWriteFault = 0x280,
   kUnrecoveredRead = 0x281,
   // Vendor-specific (SCT 7): statuses that gio_uring itself reports for a slice.
