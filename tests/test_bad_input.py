@@ -151,6 +151,12 @@ def test_a_missing_path(tmp_path: Path) -> None:
     refuses(PoolNotFound, "create it", lambda: tutti.store.open(both, LAYOUT, "64MiB"))
     for none in ([], "", ["", path]):
         refuses(ConfigError, "at least one path", partial(tutti.store.open, none))
+    for odd in (None, 5, [path, None], b"name"):
+        refuses(ConfigError, "is no path", partial(tutti.store.open, odd, LAYOUT, "64MiB"))
+    for wrong in ({"verify": "maybe"}, {"durability": 3}, {"executor": "gpu"}):
+        refuses(
+            ConfigError, "use one of", partial(tutti.store.open, path, LAYOUT, "64MiB", **wrong)
+        )
     assert list(tmp_path.iterdir()) == []
 
 

@@ -136,7 +136,10 @@ def _write_format(
 def member_names(paths: Paths) -> list[str]:
     """The members' paths, in order.  ConfigError for none, MemberSwapped for one given twice."""
     given = [paths] if isinstance(paths, (str, os.PathLike)) else paths
-    names = [os.fspath(path) for path in given]
+    try:
+        names = [os.fsdecode(path) for path in given]
+    except TypeError as error:
+        raise ConfigError(f"{paths!r} is no path and no sequence of paths; give text") from error
     if not names or "" in names:
         raise ConfigError("a pool lies somewhere; give at least one path, and none that is empty")
     if len({os.path.realpath(name) for name in names}) != len(names):

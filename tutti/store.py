@@ -459,8 +459,8 @@ def open(
     others of tutti.errors.
     """
     names = member_names(paths)
-    format_missing(names, layout, capacity, executor)
     config = config or StoreConfig(verify=verify, durability=durability)
+    format_missing(names, layout, capacity, executor)
     controller = open_controller(names, executor=executor)
     try:
         store = ObjectStore(controller, names, config=config, degraded=degraded)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from tutti.errors import DeviceTimeout, TuttiError
+from tutti.errors import DeviceTimeout, PageRangeError, TuttiError
 from tutti.gio_uring.ring import status_error
 
 if TYPE_CHECKING:
@@ -150,8 +150,7 @@ class LoadTicket:
         Repeated waits are allowed.  Raises ChecksumMismatch or MediumError with ``pages``, the
         positions in the batch whose bytes must not be used, DeviceTimeout after the timeout.
         """
-        if not 0 <= layer < self.layers:
-            raise IndexError(f"layer {layer} of {self.layers}")
+        self._check_layer(layer)
         deadline_s = time.monotonic() + timeout_s
         for part in self.parts:
             needed = self.layers if part.whole else layer + 1
@@ -163,14 +162,17 @@ class LoadTicket:
         if failed.size:
             raise _error(int(self._status()[failed[0]]), failed, "load")
 
+    def _check_layer(self, layer: int) -> None:
+        if not 0 <= layer < self.layers:
+            raise PageRangeError(f"there is no layer {layer}; name one from 0 to {self.layers - 1}")
+
     def order_stream(self, stream: int, layer: int) -> None:
         """Lets a stream of the GPU wait for ``layer`` instead of the caller; returns at once.
 
         The stream goes on too when the load failed: what computes on it must not be used before
         ``failed`` was empty after the last layer.  Raises Unsupported for pages in host memory.
         """
-        if not 0 <= layer < self.layers:
-            raise IndexError(f"layer {layer} of {self.layers}")
+        self._check_layer(layer)
         for part in self.parts:
             part.job.order_stream(stream, self.layers if part.whole else layer + 1)
 

@@ -65,6 +65,9 @@ def test_what_was_put_is_loaded(
         for layer in range(layout.layers):
             ticket.wait_layer(layer, 5)
             ticket.wait_layer(layer, 5)  # repeated waits are allowed
+        for layer in (-1, layout.layers):
+            with pytest.raises(PageRangeError, match="name one from 0"):
+                ticket.wait_layer(layer, 5)
         assert [pool.read(int(page)) for page in pages] == contents
 
 
