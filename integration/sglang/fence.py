@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from tutti.errors import DeviceTimeout
-
-_POLL_S = 50e-6
+from tutti.gio_uring.gpu_engine import wait_until
 
 
 class Fence:
@@ -32,9 +31,7 @@ class Fence:
     @staticmethod
     def _wait(events: Sequence[Any], deadline_s: float) -> None:
         for event in events:
-            while not event.query():
-                if time.monotonic() > deadline_s:
-                    raise DeviceTimeout(
-                        "the engine's device did not finish its work in time; nothing was moved"
-                    )
-                time.sleep(_POLL_S)
+            if not wait_until(event.query, max(0.0, deadline_s - time.monotonic())):
+                raise DeviceTimeout(
+                    "the engine's device did not finish its work in time; nothing was moved"
+                )

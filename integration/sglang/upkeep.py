@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 
 import numpy as np
 import numpy.typing as npt
 
-from tutti.errors import ChecksumMismatch, KeyMissing, PagesHeld, TuttiError
+from tutti.errors import ChecksumMismatch, DeviceTimeout, KeyMissing, PagesHeld, TuttiError
 from tutti.integration.sglang.breaker import Breaker
 from tutti.integration.sglang.metrics import Recorder
 from tutti.integration.sglang.staging import Staging
@@ -19,8 +20,7 @@ Keys = npt.NDArray[np.uint8]
 
 _PROVE_OBJECTS = 64
 _EVERY_S = 0.5
-_REFRESH_ROUNDS = 20
-_RECOVERY_S = 3600.0
+_REFRESH_S = 10.0
 _KNOWN_KEYS = 16
 
 
@@ -49,6 +49,7 @@ class Upkeep:
         self._probe_s = probe_s
         self._known: deque[bytes] = deque(maxlen=_KNOWN_KEYS)
         self._proven = False
+        self._hurries = True  # to the next round without a pause
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="tutti-upkeep", daemon=True)
         self._thread.start()
@@ -63,14 +64,15 @@ class Upkeep:
         self._thread.join(timeout_s)
 
     def _run(self) -> None:
-        rounds = 0
-        while not self._stop.wait(_EVERY_S if rounds else 0.0):
-            rounds += 1
+        refresh_s = time.monotonic() + _REFRESH_S
+        while not self._stop.wait(0.0 if self._hurries else _EVERY_S):
+            self._hurries = False
             if not self._proven:
                 self._guard("proof", self._prove)
             if self._reads.take_probe():
                 self._guard("probe", self._probe)
-            if rounds % _REFRESH_ROUNDS == 0:
+            if time.monotonic() > refresh_s:
+                refresh_s = time.monotonic() + _REFRESH_S
                 self._guard("statistics", self.refresh)
 
     def refresh(self) -> None:
@@ -78,11 +80,13 @@ class Upkeep:
         self._recorder.from_store(self._store.stats())
 
     def _prove(self) -> None:
-        self._store.wait_recovered(_RECOVERY_S)
-        while not self._stop.is_set():
-            if not self._store.prove(_PROVE_OBJECTS):
-                self._proven = True
-                return
+        """Some objects, and at once the next ones: a large pool takes long, and probes go on."""
+        try:
+            self._store.wait_recovered(0.0)
+        except DeviceTimeout:
+            return  # not yet
+        self._proven = not self._store.prove(_PROVE_OBJECTS)
+        self._hurries = not self._proven
 
     def _probe(self) -> None:
         """Reads one object that should be there; success closes the breaker, else it stays open."""

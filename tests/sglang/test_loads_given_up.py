@@ -16,6 +16,7 @@ from tutti.errors import DeviceTimeout, PagesHeld
 from tutti.integration.sglang import host_store
 from tutti.integration.sglang.hicache import TuttiHiCacheStorage
 from tutti.integration.sglang.staging import Staging
+from tutti.store import ObjectStore
 
 LATE = DeviceTimeout("made up: no staging came free, nothing was begun")
 
@@ -159,3 +160,44 @@ def test_read_ahead_goes_on_after_a_read_that_went_wrong(
         before = rig.linker.ahead.pages_read
         assert rig.lookup(names(8)[4:], "two") == 4
         wait_for(lambda: rig.linker.ahead.pages_read == before + 4)
+
+
+def test_reads_come_back_while_objects_are_still_proven(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which takes as long as reading a large pool does."""
+    calls: list[int] = []
+
+    def prove(self: ObjectStore, objects: int) -> int:
+        calls.append(objects)
+        return objects
+
+    monkeypatch.setattr(ObjectStore, "prove", prove)
+    with Rig(tmp_path, breaker_pause_s=0.02) as rig:
+        rig.fill(1)
+        assert rig.store(names(4), range(4))
+        for _ in range(3):
+            rig.linker.reads.failure()
+        assert not rig.linker.reads.closed
+        wait_for(lambda: rig.linker.reads.closed)
+        before = len(calls)
+        wait_for(lambda: len(calls) > before)
+
+
+def test_a_storage_closes_while_its_pool_recovers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits: list[float] = []
+    real = ObjectStore.wait_recovered
+
+    def recovering(self: ObjectStore, timeout_s: float = 600.0) -> None:
+        if threading.current_thread().name != "tutti-upkeep":
+            return real(self, timeout_s)
+        waits.append(timeout_s)
+        raise DeviceTimeout("made up: still recovering")
+
+    monkeypatch.setattr(ObjectStore, "wait_recovered", recovering)
+    with Rig(tmp_path) as rig:
+        wait_for(lambda: len(waits) > 0)
+        assert not rig.linker.complaints.counts
+    assert max(waits) == 0.0, "the thread does not hear that it is to end"
