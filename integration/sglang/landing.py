@@ -11,9 +11,11 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
-from tutti.errors import CudaError
+from tutti.errors import CudaError, DeviceTimeout
 from tutti.gio_uring.gpu_engine import wait_until
+from tutti.integration.sglang.fence import Fence
 from tutti.integration.sglang.gpu import Gpu
 from tutti.integration.sglang.pools import Pages
 from tutti.integration.sglang.reads import Read
@@ -38,7 +40,11 @@ class LoadPlan:
 
 
 class Landing:
-    """What one batch has on the stream.  layers: transfer layers of the model."""
+    """What one batch has on the stream.  layers: transfer layers of the model.
+
+    free_s, ended_s: monotonic; when the batch before had let go of the pages, and when the stream
+    was through.  0 for what was not seen.  A thread looks, as nobody else waits for a GPU.
+    """
 
     def __init__(self, gpu: Gpu, layers: int) -> None:
         self._gpu = gpu
@@ -48,6 +54,21 @@ class Landing:
         self._over = False  # nothing more will be
         self._is_marked = False
         self._layers = layers
+        self._looking = threading.Lock()  # at the last event, which is another's once given back
+        self.free_s = self.ended_s = 0.0
+
+    def watch(self, fence: Fence, deadline_s: float) -> None:
+        """Notes the times; the fence is that of the pages."""
+        work = partial(self._watch, fence, deadline_s)
+        threading.Thread(target=work, name="tutti-landing", daemon=True).start()
+
+    def _watch(self, fence: Fence, deadline_s: float) -> None:
+        try:
+            fence.wait(deadline_s)
+            self.free_s = time.monotonic()
+            self._wait_stream(deadline_s)
+        except (CudaError, DeviceTimeout):
+            return  # who ends the batch is told, too
 
     def land(self, plans: Sequence[LoadPlan], deadline_s: float) -> None:
         """Enqueues all layers; the reads are started.  Waits for what was read ahead."""
@@ -103,18 +124,27 @@ class Landing:
 
     def wait_over(self, deadline_s: float) -> bool:
         """Waits until the stream is through with the batch; whether it is."""
+        if not self._wait_stream(deadline_s):
+            return False
+        self._gpu.give_events(self._events)
+        return True
+
+    def _wait_stream(self, deadline_s: float) -> bool:
         with self._changed:
             left_s = max(0.0, deadline_s - time.monotonic())
             if not self._changed.wait_for(lambda: self._over, left_s):
                 return False
+        return wait_until(self._is_through, max(0.0, deadline_s - time.monotonic()))
+
+    def _is_through(self) -> bool:
         gpu = self._gpu
-
-        def is_over() -> bool:
+        with self._looking:
+            if self.ended_s:
+                return True
             if self._is_marked:
-                return gpu.driver.is_event_done(self._events[-1])
-            return gpu.driver.is_stream_done(gpu.landing)
-
-        if not wait_until(is_over, max(0.0, deadline_s - time.monotonic())):
-            return False
-        gpu.give_events(self._events)
-        return True
+                through = gpu.driver.is_event_done(self._events[-1])
+            else:
+                through = gpu.driver.is_stream_done(gpu.landing)
+            if through:
+                self.ended_s = time.monotonic()
+            return through

@@ -198,6 +198,8 @@ class LoadBatch:
         self._fence.wait_slots(self._deadline_s)
         wanted = _by_shelf(self.queued)
         self._gpu.follow(self._fence.events)
+        if self._landing is not None:
+            self._landing.watch(self._fence, self._deadline_s)
         return wanted
 
     def wait_layer(self, layer: int) -> None:
@@ -233,13 +235,15 @@ class LoadBatch:
 
     @property
     def took_s(self) -> float:
-        """How long the medium took: the time that was waited, or, where streams wait, from the
-        first read to the end of the last.
+        """How long it took: the time that was waited, or, where streams wait, from the first read
+        to the end of the last, and of the copies, but for what the batch before held those up.
         """
         fresh = [read for plan in self._plans for read in plan.fresh]
         if self._landing is None or not fresh:
             return self.waited_s
-        return max(read.ended_s for read in fresh) - min(read.began_s for read in fresh)
+        began_s = min(read.began_s for read in fresh)
+        copied_s = self._landing.ended_s - max(began_s, self._landing.free_s)
+        return max(copied_s, max(read.ended_s for read in fresh) - began_s)
 
     def end(self) -> bool:
         """Waits for all layers, and gives staging back; whether every page is right.

@@ -94,6 +94,37 @@ def test_the_forwards_stream_waits_and_not_its_thread(
             assert b"".join(part.tobytes() for part in seen[layer]) == b"".join(want[layer])
 
 
+@pytest.mark.parametrize("held", ["copies", "batch before"])
+def test_the_time_of_a_load_has_the_copies_in_it_and_the_batch_before_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, held: str
+) -> None:
+    with gpu_rig(tmp_path, monkeypatch, read_ahead_share=0.0) as rig:
+        rig.fill(2)
+        assert rig.store(names(8), range(8))
+        stream = rig.linker._gpu.landing if held == "copies" else rig.streams.forward
+        busy = rig.hold(stream)
+        assert rig.load(names(8), range(8, 16))
+        index = rig.linker.start_layer_wise_loading()
+        batch = rig.linker.layer_done_counter._batches[index]
+        landing = batch._landing
+        wait_for(lambda: bool(batch._plans and batch._plans[0].fresh))
+        (read,) = batch._plans[0].fresh
+        wait_for(lambda: read.ended_s > read.began_s)  # the medium is through
+        if held == "copies":
+            wait_for(lambda: landing.free_s > 0)
+        released_s = time.monotonic()
+        assert not landing.ended_s
+        busy[0] = 1
+        assert rig.linker.finish_layer_wise_loading(index)
+        assert landing.ended_s >= released_s
+        if held == "copies":
+            assert batch.took_s >= released_s - max(read.began_s, landing.free_s)
+        else:
+            wait_for(lambda: landing.free_s > 0)
+            alone_s = max(read.ended_s - read.began_s, landing.ended_s - released_s)
+            assert landing.free_s >= released_s and batch.took_s <= alone_s
+
+
 def test_pools_that_cannot_be_opened_give_the_gpu_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
