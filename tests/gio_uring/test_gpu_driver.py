@@ -217,6 +217,27 @@ def test_an_error_names_its_call(bindings: FakeBindings) -> None:
     assert bindings.current == 7
 
 
+def test_a_result_of_a_newer_driver_is_an_error_like_others(bindings: FakeBindings) -> None:
+    def unknown(*_: Any) -> None:
+        raise ValueError("12345 is not a valid CUresult")  # as cuda-bindings 13.5 does
+
+    driver = CudaDriver()
+    bindings.cuEventRecord = bindings.cuEventQuery = bindings.CUresult = unknown
+    for call in (lambda: driver.record_event(5, 6), lambda: driver.is_event_done(5)):
+        with pytest.raises(CudaError, match=r"12345.* as new as the driver"):
+            call()
+    with pytest.raises(CudaError, match="cuMemcpyBatchAsync failed: result 12345") as e:
+        driver._check("cuMemcpyBatchAsync", 12345)
+    assert e.value.code == 12345
+
+    def wrong(*_: Any) -> None:
+        raise ValueError("an argument")
+
+    bindings.cuEventQuery = wrong
+    with pytest.raises(ValueError, match="an argument"):
+        driver.is_event_done(5)
+
+
 def test_what_is_not_ready_is_no_error(bindings: FakeBindings) -> None:
     driver = CudaDriver()
     assert driver.is_event_done(5)

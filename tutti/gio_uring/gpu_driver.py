@@ -247,24 +247,40 @@ class CudaDriver:
                 self._raw("cuCtxPopCurrent")
 
     def _raw(self, name: str, *arguments: Any) -> Any:
+        code, *values = self._answer(name, *arguments)
+        self._check(name, code)
+        return values[0] if len(values) == 1 else tuple(values) if values else None
+
+    def _answer(self, name: str, *arguments: Any) -> tuple[Any, ...]:
+        """What a function returns: the number of its result, and its values."""
         try:
             result, *values = getattr(self._cuda, name)(*arguments)
         except RuntimeError as error:  # cuda-bindings: no driver, or a driver without the function
             raise Unsupported(
                 f"{name}: {error}; install an NVIDIA driver of CUDA 13.0 or newer"
             ) from error
-        self._check(name, int(result))
-        return values[0] if len(values) == 1 else tuple(values) if values else None
+        except ValueError as error:  # a result that only a newer cuda-bindings knows
+            if "CUresult" not in str(error):
+                raise
+            raise CudaError(
+                f"{name} failed: {error}; install a cuda-bindings as new as the driver", call=name
+            ) from error
+        return int(result), *values
 
     def _check(self, name: str, code: int) -> None:
         if code == 0:
             return
-        _, word = self._cuda.cuGetErrorName(self._cuda.CUresult(code))
-        _, text = self._cuda.cuGetErrorString(self._cuda.CUresult(code))
         remedy = _WHAT_TO_DO.get(code, "see the CUDA driver API reference manual")
-        raise CudaError(
-            f"{name} failed: {_decode(word)}, {_decode(text)}; {remedy}", call=name, code=code
-        )
+        raise CudaError(f"{name} failed: {self._describe(code)}; {remedy}", call=name, code=code)
+
+    def _describe(self, code: int) -> str:
+        try:
+            result = self._cuda.CUresult(code)
+        except ValueError:  # one that only a newer cuda-bindings knows
+            return f"result {code}"
+        _, word = self._cuda.cuGetErrorName(result)
+        _, text = self._cuda.cuGetErrorString(result)
+        return f"{_decode(word)}, {_decode(text)}"
 
     @property
     def architecture(self) -> str:
@@ -299,10 +315,10 @@ class CudaDriver:
 
     def _is_done(self, name: str, handle: int) -> bool:
         with self._current():
-            (result,) = getattr(self._cuda, name)(handle)
-        if int(result) == _NOT_READY:
+            (code,) = self._answer(name, handle)
+        if code == _NOT_READY:
             return False
-        self._check(name, int(result))
+        self._check(name, code)
         return True
 
     def wait_value(self, stream: int, address: int, value: int) -> None:
