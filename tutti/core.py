@@ -322,12 +322,13 @@ class Core:
         start = geometry.groups_offset // geometry.lba_nbytes
         nlb = geometry.groups * geometry.layers * geometry.layer_stride_nlb
         step = 2**31
+        timeout_s = 4 * self.config.timeout_s  # a drive may take long over so much space
         nsids = np.array(members.nsids(), np.uint32)
         for offset in range(0, nlb, step):
             count = np.full(nsids.size, min(step, nlb - offset))
             slba = np.full(nsids.size, start + offset)
-            job = self.engine.deallocate(slba, nsids, count)
-            if not job.wait_released(self.config.timeout_s * 4):
+            job = self.engine.deallocate(slba, nsids, count, timeout_s=timeout_s)
+            if not job.wait_released(timeout_s + self.config.timeout_s):
                 raise DeviceTimeout(
                     "the medium did not answer a deallocate, which may still erase what is put "
                     "from now on; the pool is cleared, open it again"

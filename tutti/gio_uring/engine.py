@@ -339,7 +339,7 @@ class Engine:
         nsid: npt.ArrayLike,
         nlb: npt.ArrayLike,
         *,
-        timeout_s: float = 60.0,
+        timeout_s: float,
     ) -> Job:
         """Tells the medium that ranges of LBAs hold nothing of value (DSM deallocate)."""
         slba = np.asarray(slba, np.uint64)
