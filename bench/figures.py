@@ -124,7 +124,7 @@ def report(result: dict[str, Any]) -> str:
     """What was written, and the numbers that the figure adds."""
     lines = [f"wrote {', '.join(result['files'])}: {result['rows']} rows"]
     if len(result["files"]) == 1:
-        lines.append("drew nothing: matplotlib is not installed (pip install tutti[plot])")
+        lines.append("drew nothing: matplotlib is not installed (pip install matplotlib)")
     if result["sources"] != ["measured"]:
         lines.append(f"the rows are {', '.join(result['sources'])}; the figure says so")
     for found in result["crossings"]:

@@ -1,4 +1,4 @@
-"""SIGTERM ends a command of the command line as Ctrl-C does."""
+"""SIGTERM and SIGHUP end a command of the command line as Ctrl-C does."""
 
 from __future__ import annotations
 
@@ -12,28 +12,33 @@ import pytest
 from tutti import cli
 
 
-def test_sigterm_lets_a_command_clear_up(tmp_path: Path) -> None:
-    script = """
+@pytest.mark.parametrize(
+    ("number", "message"),
+    [(signal.SIGTERM, "ended by SIGTERM"), (signal.SIGHUP, "the terminal went away")],
+)
+def test_a_signal_lets_a_command_clear_up(number: int, message: str, tmp_path: Path) -> None:
+    script = f"""
 import os, signal, sys
 from tutti import cli, cli_pool
 
 def stopped(*_):
     try:
-        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), {int(number)})
         print("went on")
     finally:
-        os.kill(os.getpid(), signal.SIGTERM)  # `timeout` sends two
+        os.kill(os.getpid(), {int(number)})  # `timeout` sends two
+        os.kill(os.getpid(), signal.SIGHUP)  # and a terminal may close as well
         print("cleared up")
 
 cli_pool.layout_of = stopped
 code = cli.main(sys.argv[1:])
-assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+assert signal.getsignal(signal.SIGTERM) is signal.getsignal(signal.SIGHUP) is signal.SIG_DFL
 sys.exit(code)
 """
     command = [sys.executable, "-c", script, "format", tmp_path / "p", "--capacity", "16MiB"]
     ended = subprocess.run(command, capture_output=True, timeout=60, text=True)
-    assert (ended.returncode, ended.stdout) == (143, "cleared up\n"), ended.stderr
-    assert ended.stderr == "tutti: ended by SIGTERM\n"
+    assert (ended.returncode, ended.stdout) == (128 + number, "cleared up\n"), ended.stderr
+    assert ended.stderr == f"tutti: {message}\n"
 
 
 def test_a_handler_of_sigterm_stays(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

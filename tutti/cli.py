@@ -23,6 +23,7 @@ from tutti import __version__
 from tutti.cli_outcome import (
     EXIT_DEFECT,
     EXIT_FAILED,
+    EXIT_HUNG_UP,
     EXIT_INTERRUPTED,
     EXIT_OK,
     EXIT_TERMINATED,
@@ -39,9 +40,10 @@ _EXIT_CODES = (
     (EXIT_USAGE, "the arguments are not acceptable"),
     (EXIT_UNUSABLE, "the pool or the device cannot be used; stderr says why and what to do"),
     (EXIT_DEFECT, "a defect of tutti itself; stderr has the traceback"),
+    (EXIT_HUNG_UP, "the terminal went away (SIGHUP)"),
     (EXIT_INTERRUPTED, "interrupted (Ctrl-C)"),
     (EXIT_UNREAD, "whoever read the result went away"),
-    (EXIT_TERMINATED, "ended by SIGTERM, which clears up as Ctrl-C does"),
+    (EXIT_TERMINATED, "ended by SIGTERM; clears up, as after Ctrl-C and SIGHUP"),
 )
 _EPILOG = (
     "exit codes:\n"
@@ -122,27 +124,38 @@ def build_parser(argv: Sequence[str]) -> argparse.ArgumentParser:
 
 
 class _Terminated(KeyboardInterrupt):
-    """SIGTERM: a command ends by it as by Ctrl-C."""
+    """SIGTERM or SIGHUP: a command ends by it as by Ctrl-C."""
+
+
+class _HungUp(_Terminated):
+    """SIGHUP."""
+
+
+_ENDS: dict[int, type[_Terminated]] = {signal.SIGTERM: _Terminated, signal.SIGHUP: _HungUp}
 
 
 def _terminate(number: int, frame: object) -> NoReturn:
     # Once: `timeout` sends it twice, and the second must not end the clearing up.
-    signal.signal(number, lambda number, frame: None)
-    raise _Terminated
+    for each in _ENDS:
+        if signal.getsignal(each) is _terminate:
+            signal.signal(each, lambda number, frame: None)
+    raise _ENDS[number]
 
 
 @contextlib.contextmanager
 def _orderly_end() -> Iterator[None]:
-    """SIGTERM raises where it would end the process at once; somebody's own handler stays."""
+    """What would end the process at once raises; somebody's own handler (or `nohup`) stays."""
     own_thread = threading.current_thread() is threading.main_thread()
-    if not own_thread or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
-        yield
-        return
-    signal.signal(signal.SIGTERM, _terminate)
+    mine = [number for number in _ENDS if signal.getsignal(number) is signal.SIG_DFL]
+    if not own_thread:
+        mine = []
+    for number in mine:
+        signal.signal(number, _terminate)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        for number in mine:
+            signal.signal(number, signal.SIG_DFL)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -183,6 +196,8 @@ def _run(argv: list[str]) -> int:
 
 def _failure(error: BaseException) -> tuple[str, int]:
     """What to say of an error, and the exit code; a defect's traceback goes to stderr here."""
+    if isinstance(error, _HungUp):
+        return "the terminal went away", EXIT_HUNG_UP
     if isinstance(error, _Terminated):
         return "ended by SIGTERM", EXIT_TERMINATED
     if isinstance(error, KeyboardInterrupt):

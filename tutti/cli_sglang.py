@@ -244,7 +244,7 @@ def _machine(folder: Path) -> Iterator[Finding]:
     if uring.available:
         yield Finding("io_uring", "ok", ", ".join(uring.features) or "works")
     else:
-        yield Finding("io_uring", "slow", f"{uring.reason}; threads are used instead")
+        yield Finding("io_uring", "slow", uring.reason)
     if 0 <= memory.memlock_nbytes < _MEMLOCK_WANTED_NBYTES:
         limit = format_nbytes(memory.memlock_nbytes)
         yield Finding("memlock", "slow", f"{limit}; raise it (ulimit -l), or buffers are not fixed")
