@@ -85,7 +85,7 @@ def run_case(
         else:
             content["complete"] = True
     except Exception as error:  # a case that cannot even say what its rows are
-        content |= {"stopped": f"{type(error).__name__}: {error}", "failed": True}
+        content |= {"stopped": _why(error), "failed": True}
         if not isinstance(error, TuttiError):
             content["traceback"] = traceback.format_exc().splitlines()[-12:]
     _write(content, out)
@@ -120,14 +120,28 @@ def _run_row(row: Row) -> dict[str, Any]:
     try:
         result |= row.work()
     except Exception as error:
-        result["not_run"] = f"{type(error).__name__}: {error}"
-        if isinstance(error, CudaError):
-            result["cuda_error"] = error.code
+        result["not_run"] = _why(error)
+        codes = [e.code for e in _chain(error) if isinstance(e, CudaError)]
+        if codes:
+            result["cuda_error"] = codes[-1]
         elif not isinstance(error, TuttiError):
             result["traceback"] = traceback.format_exc().splitlines()[-12:]
     finally:
         faulthandler.cancel_dump_traceback_later()
     return result | {"elapsed_s": time.monotonic() - began_s, "clocks_after": clocks()}
+
+
+def _chain(error: BaseException) -> list[BaseException]:
+    """An error and those in whose handling it was raised, the first one last."""
+    chain = [error]
+    while (before := chain[-1].__cause__ or chain[-1].__context__) is not None:
+        chain.append(before)
+    return chain
+
+
+def _why(error: BaseException) -> str:
+    """What went wrong first, and what came of it: closing may fail because of it."""
+    return ", then ".join(f"{type(e).__name__}: {e}" for e in reversed(_chain(error)))
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -144,14 +158,15 @@ def _write(content: dict[str, Any], out: Path) -> None:
 
 
 def cases_to_run(wanted: list[str], out: Path) -> list[str]:
-    """The named ones, or all that have no whole result yet: what was not tried comes first."""
+    """The named ones, or all that have no whole result yet: what failed comes last."""
     unknown = set(wanted) - set(CASES)
     if unknown:
         raise ConfigError(f"no case is called {min(unknown)}; there are {', '.join(CASES)}")
     if wanted:
         return wanted
     states = {name: _state(_read(out / f"{name}.json")) for name in CASES}
-    return [name for state in ("new", "cut", "failed") for name in CASES if states[name] == state]
+    left = [name for name in CASES if states[name] in ("new", "cut")]
+    return left + [name for name in CASES if states[name] == "failed"]
 
 
 def _state(content: dict[str, Any]) -> str:

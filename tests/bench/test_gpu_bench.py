@@ -258,6 +258,18 @@ def test_a_row_that_breaks_costs_no_other_row(
     assert content["rows"][2]["right"]
 
 
+def test_what_went_wrong_first_is_told(machine: Machine) -> None:
+    def work() -> dict[str, Any]:
+        try:
+            raise CudaError("cuStreamQuery failed", call="cuStreamQuery", code=719)
+        finally:
+            raise ConfigError("regions are still registered")
+
+    row = gpu._run_row(Row("a", work))
+    assert row["not_run"].startswith("CudaError: cuStreamQuery failed, then ConfigError")
+    assert row["cuda_error"] == 719
+
+
 def test_a_lost_context_ends_the_process_and_the_next_one_goes_on(
     machine: Machine, plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -276,7 +288,7 @@ def test_a_lost_context_ends_the_process_and_the_next_one_goes_on(
 def test_no_row_begins_when_the_time_is_over(machine: Machine, plan: Plan, tmp_path: Path) -> None:
     content = gpu.run_case("scatter", machine, replace(plan, until_s=0.0), tmp_path)
     assert "no time left" in content["stopped"]
-    assert gpu.cases_to_run([], tmp_path)[-1] == "scatter"
+    assert gpu.cases_to_run([], tmp_path) == list(gpu.CASES)
 
 
 def test_a_process_that_dies_or_hangs_costs_its_row(
@@ -307,7 +319,7 @@ def test_a_run_goes_on_where_it_stopped(tmp_path: Path) -> None:
     (tmp_path / "ceiling.json").write_text('{"complete": true}')
     (tmp_path / "scatter.json").write_text('{"complete": false, "failed": true}')
     (tmp_path / "pipeline.json").write_text('{"complete": false}')
-    assert gpu.cases_to_run([], tmp_path) == [*list(gpu.CASES)[3:], "pipeline", "scatter"]
+    assert gpu.cases_to_run([], tmp_path) == [*list(gpu.CASES)[2:], "scatter"]
     assert gpu.cases_to_run(["ceiling"], tmp_path) == ["ceiling"]
     with pytest.raises(ConfigError, match="no case"):
         gpu.cases_to_run(["nothing"], tmp_path)
