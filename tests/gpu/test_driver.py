@@ -135,6 +135,24 @@ def test_a_stream_waits_for_a_word_and_an_event_for_the_stream(
     driver.destroy_event(never)
 
 
+def test_the_default_stream_is_followed_and_ordered(
+    driver: CudaDriver, stream: int, memory: DeviceMemory
+) -> None:
+    """It is PyTorch's, unless somebody chose another."""
+    event = driver.create_event()
+    driver.fill(memory.address, 1, NBYTES, 0)
+    driver.record_event(event, 0)
+    driver.stream_wait_event(stream, event)
+    driver.fill(memory.address, 2, NBYTES, stream)
+    driver.record_event(event, stream)
+    driver.stream_wait_event(0, event)
+    driver.fill(memory.address, 3, 8, 0)
+    assert done(driver, 0)
+    content = memory.read()
+    assert content[:9].tolist() == [3] * 8 + [2]
+    driver.destroy_event(event)
+
+
 def test_registered_memory_is_told_from_other(driver: CudaDriver) -> None:
     buffer = HostBuffer(4 * 4096, hugepages=False)
     assert driver.register_host(buffer.address, 2 * 4096)

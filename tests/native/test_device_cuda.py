@@ -25,7 +25,7 @@ NEEDED = "the extra device-check"
 #: Options, and how many pass.  Left out: what needs PyTorch, and what takes long and is tested on
 #: fibers elsewhere.
 SUITES = {
-    "test_driver.py": ([], 13),
+    "test_driver.py": ([], 14),
     "test_host_engine.py": (["-k", "not torch"], 7),
     "test_device_engines.py": (["-k", "not (every_length or faults1)"], 11),
 }
