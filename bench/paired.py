@@ -63,7 +63,8 @@ def compare(
         **_ratios(found[0], found[1], seed),
     }
     if twin:
-        result["noise"] = _ratios(found[2], found[1], seed)
+        again = [r.gb_per_s for r in found[2]]
+        result["noise"] = {"gb_per_s": again, **_ratios(found[2], found[1], seed)}
     return result
 
 
