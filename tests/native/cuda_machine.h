@@ -4,10 +4,12 @@
 
 #include <sys/mman.h>
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
 #include <cstdint>
+#include <cstring>
 #include <deque>
 #include <functional>
 #include <map>
@@ -144,26 +146,30 @@ class Handles {
 class Memory {
  public:
   enum class Kind { kDevice, kHost };
+  static constexpr size_t kAlignment = 256, kFilledNbytes = 16 << 20;
 
-  // Pages of its own with a guard behind them; filled, as device memory is not cleared.
+  // Memory that ends at a page that nobody may touch, aligned as the driver's own.
   uint64_t allocate(size_t nbytes) {
-    const size_t whole = (nbytes + kPageNbytes - 1) / kPageNbytes * kPageNbytes;
+    const size_t used = rounded(nbytes, kAlignment), whole = rounded(used, kPageNbytes);
     void* place = mmap(nullptr, whole + kPageNbytes, PROT_READ | PROT_WRITE,
                        MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (place == MAP_FAILED) return 0;
     mprotect(static_cast<char*>(place) + whole, kPageNbytes, PROT_NONE);
+    const uint64_t address = reinterpret_cast<uint64_t>(place) + whole - used;
+    // The device's is not cleared either; what is large is left alone, for the time it takes.
+    std::memset(reinterpret_cast<void*>(address), 0xa5, std::min(nbytes, kFilledNbytes));
     const std::lock_guard<std::mutex> lock(mutex_);
-    ranges_[reinterpret_cast<uint64_t>(place)] = {nbytes, Kind::kDevice};
-    return reinterpret_cast<uint64_t>(place);
+    ranges_[address] = {nbytes, Kind::kDevice};
+    return address;
   }
 
   bool free(uint64_t address) {
     const std::lock_guard<std::mutex> lock(mutex_);
     const auto found = ranges_.find(address);
     if (found == ranges_.end() || found->second.kind != Kind::kDevice) return false;
-    const size_t nbytes = found->second.nbytes;
-    munmap(reinterpret_cast<void*>(address),
-           (nbytes + 2 * kPageNbytes - 1) / kPageNbytes * kPageNbytes);
+    const uint64_t end = address + rounded(found->second.nbytes, kAlignment) + kPageNbytes;
+    const uint64_t start = address / kPageNbytes * kPageNbytes;
+    munmap(reinterpret_cast<void*>(start), end - start);
     ranges_.erase(found);
     return true;
   }
@@ -199,6 +205,8 @@ class Memory {
   }
 
  private:
+  static size_t rounded(size_t nbytes, size_t step) { return (nbytes + step - 1) / step * step; }
+
   struct Range {
     size_t nbytes;
     Kind kind;
