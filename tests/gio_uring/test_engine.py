@@ -250,3 +250,29 @@ def test_one_engine_serves_a_controller(rig: Rig) -> None:
     rig.region = rig.controller.register(rig.buffer)
     rig.controller.create_queue_pair(8)
     rig.controller.reset(1.0)
+
+
+def test_ctrl_c_between_a_submission_and_its_job(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine's own thread goes on, and the device's arrays stay until it let go of them."""
+
+    def struck(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    failures: list[object] = []
+    monkeypatch.setattr(threading, "excepthook", failures.append)
+    rig.controller.set_faults(Faults(stall_from=1))
+    with monkeypatch.context() as patch:
+        patch.setattr(Job, "__init__", struck)
+        with pytest.raises(KeyboardInterrupt):
+            rig.submit(OPCODE_WRITE, [0, 1, 2])
+    assert len(rig.engine._jobs) == 1
+    rig.controller.set_faults(None)
+    rig.controller.release()
+    released = threading.Event()
+    job = rig.submit(OPCODE_WRITE, [3, 4, 5])
+    job.on_released(lambda _: released.set())
+    assert released.wait(10) and job.wait_layers(LAYERS, 1)
+    deadline_s = time.monotonic() + 10
+    while rig.engine._jobs and time.monotonic() < deadline_s:
+        time.sleep(0.01)
+    assert not rig.engine._jobs and not failures

@@ -237,7 +237,7 @@ class Engine:
         # finalizer runs after this one.
         self._finalizer = weakref.finalize(self, _stop, self.handle, controller.keep_after_failure)
         self._tags = itertools.count(1)
-        self._jobs: dict[int, Job] = {}
+        self._jobs: dict[int, Job | tuple[Any, ...]] = {}
         self._lock = threading.Lock()
         self._thread = threading.Thread(
             target=self._completions, name="gio-completions", daemon=True
@@ -408,8 +408,8 @@ class Engine:
                 continue
             with self._lock:
                 job = self._jobs.pop(tag)
-                callback = job.release()
-            if callback is not None:
+                callback = job.release() if isinstance(job, Job) else None
+            if callback is not None and isinstance(job, Job):
                 try:
                     callback(job)
                 except Exception:
@@ -449,11 +449,15 @@ class Engine:
         config.priority = priority
         config.tag = next(self._tags)
         lib = _native.lib()
+        arrays = (page_status, runs, *keep)
         with self._lock:  # the job may be released before it is known here
+            # Ctrl-C can strike between a submission and its Job: the arrays live on all the same.
+            self._jobs[config.tag] = arrays
             handle = lib.gio_engine_submit(self.handle, ctypes.byref(config))
             if not handle:
+                del self._jobs[config.tag]
                 raise PoolClosed("the engine is closing; open the pool again")
-            job = Job(self, handle, config.tag, (page_status, runs, *keep))
+            job = Job(self, handle, config.tag, arrays)
             job.on_released(on_released)
             self._jobs[config.tag] = job
         return job
