@@ -25,7 +25,7 @@ from tutti.bench.pool_file import pool_paths
 from tutti.bench.residency_cell import CONFIGURATIONS
 from tutti.bench.shape import parse_shape
 from tutti.bench.statistics import median
-from tutti.errors import ConfigError, MediumError, PoolExists, Unsupported
+from tutti.errors import CapacityError, ConfigError, MediumError, PoolExists, Unsupported
 from tutti.gio_uring.file_member import FileMember
 from tutti.terminal import ProgressFactory, table
 from tutti.units import MiB, format_nbytes, parse_nbytes
@@ -213,10 +213,14 @@ def _measure(cell: dict[str, Any], configuration: str, limit: float) -> dict[str
             text=True,
             timeout=_CELL_TIMEOUT_S,
         )
+        if done.returncode < 0:
+            raise CapacityError(
+                f"{configuration} with {limit:g} W was killed, as out of memory in"
+                f" {format_nbytes(limit_nbytes)}; give a larger --working-set, or higher --limits"
+            )
         if done.returncode != 0:
             raise MediumError(
-                f"{configuration} with {limit:g} W failed: {done.stderr.strip()[-500:]}; a process"
-                " that was killed needs a higher limit"
+                f"{configuration} with {limit:g} W failed: {done.stderr.strip()[-500:]}"
             )
         measured: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
         return {
