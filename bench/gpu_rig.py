@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from tutti.bench.paired import Round, System
-from tutti.errors import DeviceTimeout
+from tutti.errors import DeviceTimeout, TuttiError
 from tutti.gio_uring.controller import NativeController
 from tutti.gio_uring.controller_memory import MemoryController
 from tutti.gio_uring.engine import Engine, Extents
@@ -111,10 +111,14 @@ class Machine:
     @property
     def facts(self) -> dict[str, Any]:
         """What the driver says of itself and the device, for JSON."""
+        try:
+            sms: Any = self.driver.sm_resource().count
+        except TuttiError as error:  # one without green contexts
+            sms = f"unknown: {error}"
         return {
             "version": getattr(self.driver, "version", "stand-in"),
             "architecture": self.driver.architecture,
-            "multiprocessors": self.driver.sm_resource().count,
+            "multiprocessors": sms,
             "copy_batch": self.driver.has_copy_batch,
             "device_code": "loaded" if self.modules is not None else self._why_no_modules,
         }

@@ -337,6 +337,16 @@ def test_what_holds_a_stream_back_is_let_go(machine: Machine) -> None:
     gate.close()
 
 
+def test_a_driver_without_green_contexts_is_described(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuses() -> None:
+        raise CudaError("cuDeviceGetDevResource failed", call="cuDeviceGetDevResource", code=801)
+
+    monkeypatch.setattr(machine.driver, "sm_resource", refuses)
+    assert "cuDeviceGetDevResource" in machine.facts["multiprocessors"]
+
+
 def test_facts_say_why_they_are_not_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     assert "not installed" in gpu_facts.describe_gpu()["not known"]
