@@ -59,8 +59,7 @@ class StandInDriver:
 
     fail: {name of a call: which one from now fails}.  violations: what the product must never do.
     kernels: what `launch` runs, by name, given the arguments.  staying: the same for kernels that
-    stay; what they return is run again and again, until it is True.  launcher: runs every kernel
-    instead, given its name, grid, block and arguments; addresses are then without marks.
+    stay; what they return is run again and again, until it is True.
     """
 
     def __init__(
@@ -71,7 +70,6 @@ class StandInDriver:
         queue_max: int = 1024,
         has_copy_batch: bool = True,
         sms: SmResource | None = None,
-        launcher: Callable[[str, int, int, list[int]], None] | None = None,
     ) -> None:
         self.device = 0
         self.violations: list[str] = []
@@ -79,9 +77,6 @@ class StandInDriver:
         self.calls: dict[str, int] = {}
         self.kernels: dict[str, Callable[..., None]] = {}
         self.staying: dict[str, Callable[..., Callable[[], bool]]] = {}
-        self._launcher = launcher
-        self._pinned_mark = 0 if launcher else PINNED_MARK
-        self._device_mark = 0 if launcher else DEVICE_MARK
         self._stays = 0  # kernels that stay, and have not ended
         self.owed: dict[int, tuple[int, int]] = {}  # address -> (nbytes, thread that must act)
         self._rng = np.random.default_rng(seed)
@@ -168,14 +163,14 @@ class StandInDriver:
 
     def host(self, address: int, nbytes: int) -> int:
         """The host address behind a device address; a plain host address stays what it is."""
-        if address & self._device_mark:
-            plain = address & ~self._device_mark
+        if address & DEVICE_MARK:
+            plain = address & ~DEVICE_MARK
             for start, memory in self._memory.items():
                 if start <= plain and plain + nbytes <= start + memory.size:
                     return plain
             raise CudaError(f"{address:#x} is no device memory; a wild address")
-        if address & self._pinned_mark:
-            plain = address & ~self._pinned_mark
+        if address & PINNED_MARK:
+            plain = address & ~PINNED_MARK
             for start, length in self._registered.items():
                 if start <= plain and plain + nbytes <= start + length:
                     return plain
@@ -183,12 +178,11 @@ class StandInDriver:
         return address
 
     def _is_devices(self, address: int) -> bool:
-        marks = self._pinned_mark | self._device_mark
-        return not marks or bool(address & marks)
+        return bool(address & (PINNED_MARK | DEVICE_MARK))
 
     def array(self, address: int) -> npt.NDArray[np.uint8]:
         """The bytes of an allocation of device memory."""
-        return self._memory[address & ~self._device_mark]
+        return self._memory[address & ~DEVICE_MARK]
 
     def close(self) -> None:
         self._stop = True
@@ -318,8 +312,8 @@ class StandInDriver:
         del self._registered[address]
 
     def device_address(self, address: int) -> int:
-        self.host(address | self._pinned_mark, 1)
-        return address | self._pinned_mark
+        self.host(address | PINNED_MARK, 1)
+        return address | PINNED_MARK
 
     def allocate(self, nbytes: int) -> int:
         self._called("cuMemAlloc")
@@ -327,11 +321,11 @@ class StandInDriver:
         start = -memory.ctypes.data % 256
         memory = memory[start : start + nbytes]
         self._memory[memory.ctypes.data] = memory
-        return int(memory.ctypes.data) | self._device_mark
+        return int(memory.ctypes.data) | DEVICE_MARK
 
     def free(self, address: int) -> None:
         self._called("cuMemFree")
-        del self._memory[address & ~self._device_mark]
+        del self._memory[address & ~DEVICE_MARK]
 
     def load_module(self, image: bytes) -> int:
         self._called("cuModuleLoadData")
@@ -358,10 +352,7 @@ class StandInDriver:
             return
 
         def run() -> bool:
-            if self._launcher is not None:
-                self._launcher(name, grid, block, values)
-            else:
-                self.kernels[name](*values)
+            self.kernels[name](*values)
             return True
 
         self._put(stream, _Work(run))

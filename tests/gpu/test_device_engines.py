@@ -54,6 +54,7 @@ def engine_of(
     kind: str,
     controller: MemoryController,
     stream: int | None = None,
+    staging_nbytes: int = 4 << 20,
 ) -> Iterator[DeviceEngine]:
     engine = DeviceEngine(
         driver,
@@ -62,7 +63,7 @@ def engine_of(
         kind=kind,
         shares=3,
         depth=16,
-        staging_nbytes=4 << 20,
+        staging_nbytes=staging_nbytes,
         command_nbytes_max=64 << 10,
         stream=stream,
     )
@@ -72,7 +73,11 @@ def engine_of(
         engine.close()
 
 
-@pytest.mark.parametrize("faults", [None, Faults(delay_ppm=300_000, reorder_ppm=300_000)])
+@pytest.mark.parametrize(
+    ("staging_nbytes", "faults"),
+    [(4 << 20, None), (1 << 20, None), (4 << 20, Faults(delay_ppm=300_000, reorder_ppm=300_000))],
+    ids=["all_layers", "two_layers", "faults"],
+)
 @pytest.mark.parametrize("kind", KINDS)
 def test_pages_travel_and_come_back(
     driver: CudaDriver,
@@ -80,13 +85,14 @@ def test_pages_travel_and_come_back(
     rng: np.random.Generator,
     allocate: Allocate,
     kind: str,
+    staging_nbytes: int,
     faults: Faults | None,
 ) -> None:
     segments = (4096, 4000)
     memory = allocate(LAYERS * PAGES * sum(segments))
     with MemoryController([64 << 20]) as controller:
         controller.set_faults(faults)
-        with engine_of(driver, modules, kind, controller) as engine:
+        with engine_of(driver, modules, kind, controller, staging_nbytes=staging_nbytes) as engine:
             pages = paged(memory, segments, LAYERS, PAGES)
             content = rng.integers(0, 256, memory.nbytes, dtype=np.uint8)
             memory.write(content)
@@ -204,6 +210,25 @@ def test_an_idle_persistent_kernel_ends_and_comes_back(
             driver.destroy_stream(compute)
             assert not job.page_status.any()
         assert (memory.read() == content).all()
+
+
+def test_one_engine_after_another_on_a_controller(
+    driver: CudaDriver, modules: Modules, rng: np.random.Generator, allocate: Allocate
+) -> None:
+    memory = allocate(LAYERS * PAGES * 8192)
+    pages = paged(memory, (8192,), LAYERS, PAGES)
+    numbers = rng.permutation(PAGES).astype(np.uint32)
+    with MemoryController([64 << 20]) as controller:
+        for kind in rng.permutation(np.repeat(KINDS, 2)).tolist():
+            content = rng.integers(0, 256, memory.nbytes, dtype=np.uint8)
+            memory.write(content)
+            with engine_of(driver, modules, kind, controller) as engine:
+                assert engine.submit(OPCODE_WRITE, EXTENTS, numbers, pages).wait_released(20), kind
+                memory.write(np.zeros(memory.nbytes, np.uint8))
+                job = engine.submit(OPCODE_READ, EXTENTS, numbers, pages)
+                assert job.wait_released(20), kind
+                assert not job.page_status.any()
+            assert (memory.read() == content).all(), kind
 
 
 def test_digests_of_every_length(

@@ -27,7 +27,7 @@ NEEDED = "the extra device-check"
 SUITES = {
     "test_driver.py": ([], 14),
     "test_host_engine.py": (["-k", "not torch"], 7),
-    "test_device_engines.py": (["-k", "not (every_length or faults1)"], 11),
+    "test_device_engines.py": (["-k", "not (every_length or faults)"], 15),
 }
 REFUSALS = """
 400 a stream that was destroyed
