@@ -18,6 +18,7 @@ from tutti.gio_uring.controller_memory import MemoryController
 from tutti.gio_uring.engine import Engine, Extents
 from tutti.gio_uring.gpu_batch import KernelMover
 from tutti.gio_uring.gpu_device_engine import DeviceEngine, DeviceJob, split_shares
+from tutti.gio_uring.gpu_driver import SmResource
 from tutti.gio_uring.gpu_engine import HostEngine
 from tutti.gio_uring.gpu_memory import TableMemory
 from tutti.gio_uring.gpu_modules import CubinCache, DeviceSource, Modules
@@ -295,6 +296,20 @@ def test_launches_that_block_are_refused(tmp_path: Path, monkeypatch: pytest.Mon
         patch.setenv("CUDA_LAUNCH_BLOCKING", "1")
         with MemoryController([1 << 20]) as controller, pytest.raises(ConfigError, match="unset"):
             DeviceEngine(rig.driver, rig.modules, controller, kind="persistent")
+
+
+def test_blocks_that_could_not_all_stay_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu_modules, "compile_cubin", lambda *_, **__: b"\x7fELF")
+    driver = StandInDriver(sms=SmResource(2, 1, 1))
+    modules = Modules(driver, source=DeviceSource(tmp_path), cache=CubinCache(tmp_path))
+    with MemoryController([4 << 20]) as controller:
+        with pytest.raises(ConfigError, match="take fewer shares"):
+            DeviceEngine(driver, modules, controller, kind="persistent", shares=3)
+        DeviceEngine(driver, modules, controller, kind="resident", shares=3).close()
+    modules.close()
+    driver.close()
 
 
 def test_a_forgotten_engine_tells_its_kernel_to_end(

@@ -56,7 +56,8 @@ class DeviceEngine:
     controller: for this engine alone; it is started here and stopped by `close`.
     kind: one of KINDS.  shares: queue pairs, and blocks that drive them.  depth: of each.
     move_blocks: blocks of the kernel that moves slices, for "launch".  threads: of a block that
-    stays.  stream: for the kernels, such as a green context's, instead of one of its own.
+    stays.  stream: for the kernels, such as a green context's, instead of one of its own; for
+    "persistent" of a context with a multiprocessor for each share.
     rest_s: time without a job after which the persistent kernel ends until the next one.
     """
 
@@ -78,6 +79,11 @@ class DeviceEngine:
     ) -> None:
         if kind not in KINDS:
             raise ConfigError(f"there is no engine {kind!r}; use one of {', '.join(KINDS)}")
+        if kind == "persistent" and shares > (sms := driver.sm_resource().count):
+            raise ConfigError(
+                f"{shares} blocks that stay do not fit {sms} multiprocessors, and those that never "
+                "start hold up every layer; take fewer shares"
+            )
         self.driver = driver
         self.name = kind
         self._controller = controller
