@@ -142,6 +142,10 @@ build/view:
 	@ln -s $(CURDIR)/tutti/* $(addprefix $(CURDIR)/,bench integration kernels) $@/tutti/
 
 $(VENV)/.venv:
+	@command -v $(PYTHON) > /dev/null || { \
+	  echo "there is no $(PYTHON): name a Python 3.11 or newer with PYTHON=..." >&2; exit 1; }
+	@test -w . || { \
+	  echo "$(CURDIR) cannot be written: copy or clone it to a place of your own" >&2; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 	  echo "$(PYTHON) is older than Python 3.11: name a newer one with PYTHON=..." >&2; exit 1; }
 	@$(CREATE_VENV) $(VENV) || { \
