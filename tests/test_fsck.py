@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -11,9 +12,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tutti import store
+from tutti import cli, store
+from tutti.block_io import BlockIo
 from tutti.core import StoreConfig
-from tutti.errors import PoolCorrupt, PoolNotFound
+from tutti.errors import MediumError, PoolCorrupt, PoolNotFound
 from tutti.fsck import FsckReport, check_files, repair
 from tutti.geometry import BLOCK_NBYTES, Geometry
 from tutti.layout import KVLayout
@@ -162,7 +164,8 @@ def test_a_flipped_record_byte(pool: tuple[str, Geometry]) -> None:
     report = check(path)
     (finding,) = report.findings
     assert (finding.kind, finding.slot, finding.key) == ("record", slot, KEYS[5].hex())
-    assert (report.torn, report.objects, report.verified) == (1, OBJECTS, OBJECTS - 1)
+    assert (report.torn, report.objects, report.verified) == (0, OBJECTS, OBJECTS - 1)
+    assert report.lost == 0, "the snapshot names it"
     assert repair([path], report, progress).left == 0
     assert check(path).sound
     assert_holds(path, others(5))
@@ -173,7 +176,94 @@ def test_a_torn_record_of_a_crashed_pool_is_an_empty_slot(pool: tuple[str, Geome
     flip_record(path, geometry, KEYS[5])
     report = check(path)
     assert report.sound
-    assert (report.torn, report.objects) == (1, OBJECTS - 1)
+    assert (report.torn, report.lost, report.objects) == (1, 0, OBJECTS - 1)
+
+
+def test_a_torn_record_of_a_free_slot_outlives_clean_closes(pool: tuple[str, Geometry]) -> None:
+    """What a crash left is no damage of the pool that was closed in order afterwards."""
+    path, geometry = crashed(pool[0]), pool[1]
+    flip_record(path, geometry, KEYS[5])
+    repair([path], FsckReport(), progress)  # opens, proves, and closes in order
+    report = check(path)
+    assert report.sound
+    assert (report.state, report.torn, report.objects) == ("clean", 1, OBJECTS - 1)
+    flip(path, geometry.snapshot_offset + BLOCK_NBYTES + 9)
+    report = check(path)
+    assert [finding.kind for finding in report.findings] == ["snapshot"], "nothing was lost"
+
+
+def wipe(path: str, offset: int) -> None:
+    with open(path, "r+b") as file:
+        file.seek(offset)
+        file.write(bytes(BLOCK_NBYTES))
+
+
+@pytest.mark.parametrize("spoil", [flip, wipe])
+def test_records_lost_together_with_their_snapshot(
+    pool: tuple[str, Geometry],
+    spoil: Callable[[str, int], None],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Nothing names the objects any more; how many there were is known all the same."""
+    path, geometry = pool
+    for wanted in KEYS[2:5]:
+        slot = slot_of(path, geometry, wanted)
+        spoil(path, geometry.table_offset + slot * BLOCK_NBYTES)
+    flip(path, geometry.snapshot_offset + BLOCK_NBYTES + 9)
+    report = check(path)
+    assert [finding.kind for finding in report.findings] == ["snapshot", "lost"]
+    assert report.findings[1].message.startswith(f"3 of the {OBJECTS} records")
+    assert (report.lost, report.damaged, report.objects) == (3, 0, OBJECTS - 3)
+    assert report.torn == (3 if spoil is flip else 0)
+    repaired = repair([path], report, progress)
+    assert (repaired.given_up, repaired.left) == (3, 0)
+    assert f"3 of the {OBJECTS} records" in caplog.text, "an opening says it too"
+    assert check(path).sound
+    assert_holds(path, others(2, 3, 4))
+
+
+def test_the_command_says_what_it_gives_up(
+    pool: tuple[str, Geometry], capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, geometry = pool
+    flip_record(path, geometry, KEYS[5])
+    flip(path, geometry.snapshot_offset + 8)
+    copy = shutil.copyfile(path, f"{path}.copy")
+
+    def run(*argv: str) -> tuple[int, str]:
+        code = cli.main(["fsck", *argv])
+        return code, capsys.readouterr().out
+
+    code, shown = run(path)
+    assert code == 1
+    assert f"1 of the {OBJECTS} records" in shown and "empty slots" not in shown
+    code, shown = run(path, "--json")
+    report = json.loads(shown)
+    assert (code, report["sound"], report["lost"], report["torn"]) == (1, False, 1, 1)
+    assert [finding["kind"] for finding in report["findings"]] == ["snapshot", "lost"]
+    code, shown = run(copy, "--repair")
+    assert code == 0 and "1 lost record given up" in shown
+    code, shown = run(path, "--repair", "--json")
+    assert (code, json.loads(shown)["repaired"]["given_up"]) == (0, 1)
+    code, shown = run(path)
+    assert code == 0 and "1 (empty slots)" in shown, "the slot is free, its record as it was"
+
+
+def test_a_snapshot_that_cannot_be_read(
+    pool: tuple[str, Geometry], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, geometry = pool
+    read = BlockIo.read
+
+    def fails(self: BlockIo, nsid: int, offset: int, nbytes: int) -> bytes:
+        if offset == geometry.snapshot_offset:
+            raise MediumError("unreadable")
+        return read(self, nsid, offset, nbytes)
+
+    monkeypatch.setattr(BlockIo, "read", fails)
+    report = check(path)
+    assert [finding.kind for finding in report.findings] == ["snapshot"]
+    assert (report.lost, report.verified) == (0, OBJECTS)
 
 
 def test_a_record_of_another_object(pool: tuple[str, Geometry]) -> None:

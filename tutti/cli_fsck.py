@@ -16,7 +16,8 @@ _SHOWN_MAX = 20
 _DESCRIPTION = """\
 Reads a whole pool that nobody has open and compares every object with the digests of its record.
 Without --repair not one byte is written. With it, damaged objects are quarantined: they are misses
-from then on, and the engine computes them again. Superblocks and snapshots are written anew."""
+from then on, and the engine computes them again. Superblocks and snapshots are written anew, and
+records lost together with the snapshot that named them are given up, with their number."""
 _EXAMPLE = """\
 example:
   tutti fsck pool.tutti
@@ -70,7 +71,8 @@ def _text(report: FsckReport, repaired: RepairReport | None) -> str:
         ("verified", amount),
         ("without digests", report.without_digests),
         ("quarantined before", report.quarantined),
-        ("torn records", f"{report.torn} (empty slots)" if report.torn else 0),
+        ("torn records", _torn(report)),
+        ("lost records", report.lost),
         ("damaged objects", report.damaged),
     ]
     parts = [facts(rows)]
@@ -87,6 +89,12 @@ def _text(report: FsckReport, repaired: RepairReport | None) -> str:
     return "\n\n".join(parts)
 
 
+def _torn(report: FsckReport) -> str:
+    if report.torn == 0 or report.lost:
+        return f"{report.torn}"  # which of them are empty slots, nobody knows where some are lost
+    return f"{report.torn} (empty slots)"
+
+
 def _verdict(report: FsckReport, repaired: RepairReport | None) -> str:
     if report.sound:
         return "The pool is sound."
@@ -96,6 +104,9 @@ def _verdict(report: FsckReport, repaired: RepairReport | None) -> str:
         f"{repaired.quarantined} quarantined, {repaired.gone} gone before, {repaired.sound} sound"
         " in another copy"
     )
+    if repaired.given_up:
+        records = "record" if repaired.given_up == 1 else "records"
+        done += f"; {repaired.given_up} lost {records} given up: what they held is gone"
     if repaired.left:
         return f"Repaired in part: {done}; {repaired.left} could not be quarantined."
     return f"Repaired: {done}."

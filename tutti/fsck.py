@@ -58,8 +58,9 @@ Rows = npt.NDArray[np.int64]
 class Finding:
     """One thing that is wrong.
 
-    kind: "superblock", "clear", "snapshot", "record", "payload" or "unreadable".  slot: of the
-    member; -1 and an empty key where the finding is about no object.  layers: whose slices differ.
+    kind: "superblock", "clear", "snapshot", "lost", "record", "payload" or "unreadable".  slot: of
+    the member; -1 and an empty key where the finding is about no object.  layers: whose slices
+    differ.
     """
 
     kind: str
@@ -75,9 +76,11 @@ class FsckReport:
     """What a pool holds and what is wrong with it.
 
     objects: that the next opening serves.  verified: read and compared.  without_digests: stored
-    without verification, so that nothing can be said of them.  torn: records cut off by a crash,
-    which count as empty slots.  damaged: objects of the findings, also of those beyond
-    FINDINGS_MAX; their keys are in damaged_keys.
+    without verification, so that nothing can be said of them.  torn: records whose magic or CRC is
+    wrong in slots that count as empty, as a crash leaves them.  lost: records that a member was
+    closed with and no longer has, where the snapshot that would name them is damaged too.
+    damaged: objects of the findings, also of those beyond FINDINGS_MAX; their keys are in
+    damaged_keys.
     """
 
     pool_uuid: str = ""
@@ -90,6 +93,7 @@ class FsckReport:
     quarantined: int = 0
     duplicates: int = 0
     torn: int = 0
+    lost: int = 0
     damaged: int = 0
     found: int = 0
     findings: list[Finding] = field(default_factory=list)
@@ -112,16 +116,18 @@ class FsckReport:
 
 @dataclass(frozen=True)
 class RepairReport:
-    """What became of damaged objects: their numbers add up.
+    """What became of damaged objects: the first four numbers add up.
 
     quarantined: will not be served again.  gone: were not served any more.  sound: another copy
-    of the same key is intact and was kept.  left: could not be quarantined.
+    of the same key is intact and was kept.  left: could not be quarantined.  given_up: lost
+    records (FsckReport.lost), whose objects nobody can name: they are misses.
     """
 
     quarantined: int
     gone: int
     sound: int
     left: int
+    given_up: int
 
 
 def check_files(
@@ -187,7 +193,7 @@ def repair(paths: Sequence[str], report: FsckReport, progress: ProgressFactory) 
                 counts[_quarantine(pool, key)] += 1
                 bar.advance(1)
         _prove_all(pool, progress)
-    return RepairReport(**counts)
+    return RepairReport(**counts, given_up=report.lost)
 
 
 def _prove_all(pool: store.ObjectStore, progress: ProgressFactory) -> None:
@@ -261,7 +267,7 @@ class _Tables:
         geometry, identity = self._members.geometry, self._members.identity(member)
         snapshot = self._snapshot(member)
         parts: list[Entries] = []
-        done = 0
+        done = found = 0
         nsid = self._members.nsid(member)
         for chunk, bad in self._members.io.scan(nsid, geometry.table_offset, geometry.slots):
             records = chunk.view(RECORD_DTYPE)
@@ -273,13 +279,15 @@ class _Tables:
                 verdict[row] = RecordState.FOREIGN
             written = chunk.reshape(-1, BLOCK_NBYTES).any(axis=1)
             torn = (verdict == RecordState.EMPTY) & written
-            self._report.torn += int(np.count_nonzero(torn))
             if snapshot is None:
                 part = _entries(records, slots, verdict)
+                found += part.size
             else:
                 inside = (snapshot["slot"] >= done) & (snapshot["slot"] < done + records.size)
                 part = snapshot[inside]
+                torn[part["slot"] - done] = False  # a finding, or out of use: not empty
                 part = self._confirmed(part, records[part["slot"] - done], verdict, member, done)
+            self._report.torn += int(np.count_nonzero(torn))
             quarantined = part["state"] == RecordState.QUARANTINED
             self._report.quarantined += int(np.count_nonzero(quarantined))
             part = part[~quarantined]
@@ -287,7 +295,22 @@ class _Tables:
             parts.append(part)
             done += records.size
             advance(records.size)
+        if snapshot is None:
+            self._count_lost(member, found)
         return parts
+
+    def _count_lost(self, member: int, found: int) -> None:
+        """Compares what the table holds with what a clean close counted, if there was one."""
+        described = self._members.superblock(member).snapshot
+        if not self._members.clean or described is None or found >= described.entries:
+            return
+        lost = described.entries - found
+        self._report.lost += lost
+        message = (
+            f"{lost} of the {described.entries} records it was closed with are torn, overwritten or"
+            " unreadable, and its snapshot no longer names them"
+        )
+        self._report.add(Finding("lost", member, message))
 
     def _snapshot(self, member: int) -> Entries | None:
         """The entries of a member's snapshot; None where the slot table counts."""
@@ -296,10 +319,10 @@ class _Tables:
         if not members.clean or superblock.snapshot is None:
             return None
         nsid, nbytes = members.nsid(member), superblock.snapshot.nbytes
-        raw = members.io.read(nsid, members.geometry.snapshot_offset, nbytes)
         try:
+            raw = members.io.read(nsid, members.geometry.snapshot_offset, nbytes)
             return decode_snapshot(raw, superblock, members.name(member)).copy()
-        except PoolCorrupt as error:
+        except (PoolCorrupt, MediumError) as error:
             self._report.add(Finding("snapshot", member, str(error)))
             return None
 

@@ -96,6 +96,16 @@ def _member_entries(core: Core, member: int, superblock: Superblock | None) -> t
         entries = _read_snapshot(core, member, superblock, superblock.snapshot.nbytes)
         if entries is not None:
             return entries, 0
+        entries, top = scan_member(core, member)
+        if entries.size < superblock.snapshot.entries:
+            _log.warning(
+                "%s: %d of the %d records it was closed with are torn or overwritten; their"
+                " objects are misses",
+                core.members.name(member),
+                superblock.snapshot.entries - entries.size,
+                superblock.snapshot.entries,
+            )
+        return entries, top
     return scan_member(core, member)
 
 

@@ -188,6 +188,25 @@ def test_a_record_that_changed_under_a_clean_pool_is_not_served(rng: np.random.G
         assert caught.value.pages == (0,)
 
 
+def test_a_torn_record_under_a_clean_pool_is_not_served(rng: np.random.Generator) -> None:
+    """The snapshot names the object; its load finds the record torn, and from then on it misses."""
+    images, keys, _ = filled(rng, clean=True)
+    images[0][GEOMETRY.table_offset + 3 * 4096 + 130] ^= 1
+    with opened(images) as store:
+        store.allocate_pool(10)
+        assert store.match(keys) == 10
+        ticket = store.load(keys, np.arange(10))
+        with pytest.raises(ChecksumMismatch) as caught:
+            ticket.wait(5)
+        assert caught.value.pages == (3,)
+        assert ticket.wait_settled(5)
+        assert (store.match(keys), store.match(keys[4:])) == (3, 6)
+        images = left_by(store, clean=True)
+    with opened(images) as store:
+        assert (store.match(keys), store.match(keys[4:])) == (3, 6)
+        assert store.stats()["slots"]["quarantined"] == 1
+
+
 def test_a_key_found_twice(rng: np.random.Generator) -> None:
     """The higher sequence number wins; with equal ones nobody does."""
     images, keys, contents = filled(rng, clean=False)
