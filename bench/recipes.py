@@ -24,7 +24,7 @@ from typing import Any
 from tutti.bench.client_control import Control
 from tutti.bench.client_http import Endpoint, ServerError
 from tutti.bench.environment import command_line, describe
-from tutti.cli_arguments import nbytes, positive
+from tutti.cli_arguments import nbytes, port, positive
 from tutti.errors import ConfigError, Unsupported
 from tutti.integration.sglang.launch import server_arguments
 from tutti.integration.sglang.linker_options import LINKER_OPTIONS
@@ -187,7 +187,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--page-size", type=positive, default=64, help="default %(default)s")
     parser.add_argument("--host", default="127.0.0.1", help="default %(default)s")
-    parser.add_argument("--port", type=positive, default=30000, help="default %(default)s")
+    parser.add_argument("--port", type=port, default=30000, help="default %(default)s")
     parser.add_argument("--info", type=Path, help="write what the server says of itself here")
     parser.add_argument("--keep", action="store_true", help="take a --dir that is not empty")
     parser.add_argument("--print", action="store_true", help="print the command, start nothing")
@@ -220,6 +220,8 @@ def run(args: argparse.Namespace, progress: ProgressFactory) -> dict[str, Any]:
     if args.print:
         return result
     _check_installed(recipe)
+    if recipe.uses_storage:
+        args.dir.mkdir(parents=True, exist_ok=True)  # not before: a refusal leaves nothing
     for path, content in launch.files.items():
         path.write_text(content)
     started: list[subprocess.Popen[bytes]] = []
@@ -273,8 +275,6 @@ def _launch(recipe: Recipe, args: argparse.Namespace) -> Launch:
                 f"{folder.name} is not empty: what is stored there would be hits of this run; "
                 "name a new folder, or say --keep"
             )
-        if not args.print:
-            folder.mkdir(parents=True, exist_ok=True)
     options = Options(args.model, args.page_size, args.dram, args.capacity, folder or Path())
     launch = launch_of(recipe.name, options)
     # --enable-cache-report: without it the server does not say which tokens were cached.

@@ -22,6 +22,7 @@ from tutti.keys import object_keys
 BLOCK_TOKENS = 512
 _HASH_ID_MAX = 2**64 - 1
 _TOKENS_MAX = 2**40
+_REQUESTS_MAX = 10**6  # of a synthetic trace, which is in memory as a whole: about 1 KB each
 _FIELDS = ("timestamp", "input_length", "output_length", "hash_ids")
 
 
@@ -72,6 +73,11 @@ class Synthetic:
         for name, value in asdict(self).items():
             if value < 0 or (value == 0 and name not in ("seed", "continue_chance")):
                 raise ConfigError(f"{name} is {value}; it must be positive")
+        if self.requests > _REQUESTS_MAX:
+            raise ConfigError(
+                f"{self.requests} requests are too many for a trace in memory; give at most"
+                f" {_REQUESTS_MAX}"
+            )
         if self.continue_chance >= 1:
             raise ConfigError(f"continue_chance is {self.continue_chance}; it is below 1")
 

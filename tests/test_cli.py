@@ -141,6 +141,8 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["fsck", "p", "--seed", "-1"], "positive integer"),
         (["replay", "--page-size", "0"], "positive integer"),
         (["replay", "--requests", "0"], "positive integer"),
+        (["replay", "--requests", "99999999999999999999"], "at most 1000000"),
+        (["bench", "serve", "hbm", "--model", "m", "--port", "65536"], "1 to 65535"),
         (["bench", "bandwidth", "--seed", "-1"], "positive integer"),
         (["bench", "bandwidth", "--seconds", "nan"], "above 0"),
         (["bench", "bandwidth", "--seconds", "1e400"], "above 0"),

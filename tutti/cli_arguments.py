@@ -10,6 +10,7 @@ from tutti.layout import ITEMSIZE_NBYTES, MODELS, KVLayout
 from tutti.units import parse_nbytes
 
 PAGE_SIZE = 64
+_PORT_MAX = 65535
 DTYPE = "bfloat16"
 
 
@@ -34,6 +35,14 @@ def positive(text: str) -> int:
 def natural(text: str) -> int:
     """An argparse type: an integer from 0, such as a seed."""
     return 0 if text == "0" else positive(text)
+
+
+def port(text: str) -> int:
+    """An argparse type: a TCP port that a server can be told."""
+    number = positive(text)
+    if number > _PORT_MAX:
+        raise argparse.ArgumentTypeError(f"{text!r} is no port; they go from 1 to {_PORT_MAX}")
+    return number
 
 
 def above_zero(text: str) -> float:

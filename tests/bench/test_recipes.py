@@ -114,6 +114,13 @@ def test_what_a_recipe_refuses(tmp_path: Path, sglang: Path) -> None:
     missing = parsed("lmcache", "--model", "m", "--dir", str(tmp_path / "new"))
     with pytest.raises(Unsupported, match="lmcache is not installed"):
         recipes.run(missing, progress)
+    unquoted = parsed("hicache-file", "--model", "m", "--dir", str(tmp_path / "new"), "--more='")
+    with pytest.raises(ConfigError, match="--more"):
+        recipes.run(unquoted, progress)
+    for port in ("0", "65536", "99999999"):
+        with pytest.raises(SystemExit):
+            parsed("hbm", "--model", "m", "--port", port)
+    assert not (tmp_path / "new").exists(), "a refusal leaves nothing"
 
 
 def test_a_server_that_ends_at_once_is_an_error(sglang: Path) -> None:

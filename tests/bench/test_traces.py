@@ -103,7 +103,14 @@ def test_a_block_id_stands_for_its_whole_prefix() -> None:
 
 
 @pytest.mark.parametrize(
-    "bad", [{"requests": 0}, {"continue_chance": 1.0}, {"gap_ms": -1.0}, {"open_conversations": 0}]
+    "bad",
+    [
+        {"requests": 0},
+        {"requests": 10**6 + 1},
+        {"continue_chance": 1.0},
+        {"gap_ms": -1.0},
+        {"open_conversations": 0},
+    ],
 )
 def test_impossible_generators_are_refused(bad: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
