@@ -171,6 +171,22 @@ def test_a_flipped_record_byte(pool: tuple[str, Geometry]) -> None:
     assert_holds(path, others(5))
 
 
+def test_a_damaged_record_of_an_object_without_digests(tmp_path: Path) -> None:
+    """A load has nothing to compare with, and would call it sound."""
+    path = str(tmp_path / "pool")
+    geometry = store.format(path, LAYOUT, "16MiB")
+    fill([path], verify="off")
+    slot = flip_record(path, geometry, KEYS[5])
+    report = check(path)
+    assert [(finding.kind, finding.slot) for finding in report.findings] == [("record", slot)]
+    repaired = repair([path], report, progress)
+    assert (repaired.quarantined, repaired.sound, repaired.left) == (1, 0, 0)
+    after = check(path)
+    assert after.sound
+    assert (after.quarantined, after.objects) == (1, OBJECTS - 1)
+    assert_holds(path, others(5))
+
+
 def test_a_torn_record_of_a_crashed_pool_is_an_empty_slot(pool: tuple[str, Geometry]) -> None:
     path, geometry = crashed(pool[0]), pool[1]
     flip_record(path, geometry, KEYS[5])

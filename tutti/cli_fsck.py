@@ -55,7 +55,7 @@ def run_fsck(args: argparse.Namespace) -> Outcome:
 
 def _result(report: FsckReport, repaired: RepairReport | None) -> dict[str, Any]:
     result = asdict(report)
-    del result["damaged_keys"]  # in the findings
+    del result["damaged_keys"], result["blind_keys"]  # in the findings
     result["sound"] = report.sound
     result["repaired"] = None if repaired is None else asdict(repaired)
     return result

@@ -2,7 +2,8 @@
 
 The check reads superblocks, snapshots and slot tables, then every object whose record has digests,
 and compares them slice by slice. Repair opens the pool in the ordinary way and loads the damaged
-objects, which quarantines them: they are misses from then on, and are computed again.
+objects, which quarantines them, or does so itself where they have no digests: they are misses from
+then on, and are computed again.
 """
 
 from __future__ import annotations
@@ -80,7 +81,7 @@ class FsckReport:
     wrong in slots that count as empty, as a crash leaves them.  lost: records that a member was
     closed with and no longer has, where the snapshot that would name them is damaged too.
     damaged: objects of the findings, also of those beyond FINDINGS_MAX; their keys are in
-    damaged_keys.
+    damaged_keys, and in blind_keys of those without digests, which no load would find out.
     """
 
     pool_uuid: str = ""
@@ -98,6 +99,7 @@ class FsckReport:
     found: int = 0
     findings: list[Finding] = field(default_factory=list)
     damaged_keys: list[bytes] = field(default_factory=list)
+    blind_keys: list[bytes] = field(default_factory=list)
 
     @property
     def sound(self) -> bool:
@@ -188,9 +190,10 @@ def repair(paths: Sequence[str], report: FsckReport, progress: ProgressFactory) 
         pool.wait_recovered()
         pool.allocate_pool(1)
         keys = list(dict.fromkeys(report.damaged_keys))
+        blind = set(report.blind_keys)
         with progress("repair", len(keys)) as bar:
             for key in keys:
-                counts[_quarantine(pool, key)] += 1
+                counts[_quarantine(pool, key, key in blind)] += 1
                 bar.advance(1)
         _prove_all(pool, progress)
     return RepairReport(**counts, given_up=report.lost)
@@ -204,9 +207,11 @@ def _prove_all(pool: store.ObjectStore, progress: ProgressFactory) -> None:
             bar.advance(pool.prove(_PROVE_OBJECTS))
 
 
-def _quarantine(pool: store.ObjectStore, key: bytes) -> str:
+def _quarantine(pool: store.ObjectStore, key: bytes, is_blind: bool) -> str:
     if pool.match([key]) == 0:
         return "gone"
+    if is_blind:
+        return "quarantined" if pool.quarantine([key]) else "left"
     ticket = pool.load([key], [0])
     try:
         ticket.wait(_TIMEOUT_S)
@@ -341,6 +346,8 @@ class _Tables:
         right = (part["state"] == RecordState.QUARANTINED) | (held & same)
         for entry in part[~right]:
             self._report.objects += 1
+            if not entry["flags"] & FLAG_DIGESTS:
+                self._report.blind_keys.append(entry["key"].tobytes())
             self._report.add(
                 Finding(
                     "record",

@@ -38,6 +38,7 @@ from tutti.gio_uring.controller import NativeController
 from tutti.gio_uring.engine import Engine
 from tutti.gio_uring.memory import DmaRegion
 from tutti.host_pool import HostPool
+from tutti.index import MISSING, SlotState
 from tutti.keys import KEY_NBYTES, as_keys
 from tutti.layout import KVLayout
 from tutti.loader import Loader
@@ -298,6 +299,19 @@ class ObjectStore:
                     f"the objects were not read within {timeout_s:g} s; their memory stays in use"
                 )
             return len(keys)
+
+    def quarantine(self, keys: Keys) -> int:
+        """Takes objects and their places out of use for good, on the medium as well.
+
+        For damage that no load finds out, since the objects have no digests.  How many were there.
+        """
+        core = self._core
+        with core.admitted(self.config.timeout_s), core.lock:
+            slots = np.unique(core.index.find(as_keys(keys)))
+            slots = slots[slots != MISSING]
+            slots = slots[core.index.state[slots] == SlotState.READY]
+            self._reclaimer.quarantine(slots)
+            return int(slots.size)
 
     def clear(self, *, deallocate: bool = True) -> None:
         """Forgets every object; durable on return.

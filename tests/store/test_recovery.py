@@ -207,6 +207,18 @@ def test_a_torn_record_under_a_clean_pool_is_not_served(rng: np.random.Generator
         assert store.stats()["slots"]["quarantined"] == 1
 
 
+def test_quarantine_by_key(rng: np.random.Generator) -> None:
+    images, keys, _ = filled(rng, clean=True, verify="off")
+    store = opened(images, verify="off")
+    asked = np.concatenate([keys[4:6], keys[4:5], some_keys(rng, 1)])
+    assert store.quarantine(asked) == 2
+    assert (store.match(keys), store.quarantine(asked)) == (4, 0)
+    assert store._core.wait_quiet(5)
+    with opened(left_by(store, clean=False)) as again:  # on the medium, without a snapshot
+        again.wait_recovered(5)
+        assert again.stats()["slots"]["quarantined"] == 2
+
+
 def test_a_key_found_twice(rng: np.random.Generator) -> None:
     """The higher sequence number wins; with equal ones nobody does."""
     images, keys, contents = filled(rng, clean=False)
