@@ -24,6 +24,7 @@ from typing import Any
 from tutti.bench.client_control import Control
 from tutti.bench.client_http import Endpoint, ServerError
 from tutti.bench.environment import command_line, describe
+from tutti.bench.figures_data import check_writable
 from tutti.cli_arguments import nbytes, port, positive
 from tutti.errors import ConfigError, Unsupported
 from tutti.integration.sglang.launch import server_arguments
@@ -203,7 +204,8 @@ def run(args: argparse.Namespace, progress: ProgressFactory) -> dict[str, Any]:
     """Starts the server, waits until it answers, writes its facts, and stays until it ends.
 
     Ctrl-C and SIGTERM end the server.  Raises Unsupported for a system that is not installed,
-    ConfigError for a folder with other files, ServerError when it ends before it answers.
+    ConfigError for a folder with other files, CapacityError for --info that cannot be written,
+    ServerError when it ends before it answers.
     """
     recipe = RECIPES[args.name]
     launch = _launch(recipe, args)
@@ -220,6 +222,8 @@ def run(args: argparse.Namespace, progress: ProgressFactory) -> dict[str, Any]:
     if args.print:
         return result
     _check_installed(recipe)
+    if args.info is not None:
+        check_writable(args.info)
     if recipe.uses_storage:
         args.dir.mkdir(parents=True, exist_ok=True)  # not before: a refusal leaves nothing
     for path, content in launch.files.items():

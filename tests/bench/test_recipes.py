@@ -23,7 +23,7 @@ import pytest
 from tutti.bench import recipes
 from tutti.bench.client_http import ServerError
 from tutti.bench.recipes import RECIPES, Options, launch_of
-from tutti.errors import ConfigError, Unsupported
+from tutti.errors import CapacityError, ConfigError, Unsupported
 from tutti.terminal import progress
 
 STAND_IN = """\
@@ -121,6 +121,16 @@ def test_what_a_recipe_refuses(tmp_path: Path, sglang: Path) -> None:
         with pytest.raises(SystemExit):
             parsed("hbm", "--model", "m", "--port", port)
     assert not (tmp_path / "new").exists(), "a refusal leaves nothing"
+
+
+def test_facts_that_cannot_be_written_are_refused_before_the_server_starts(
+    sglang: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "kv"
+    argv = ["tutti-hicache", "--model", "m", "--dir", str(folder), "--info", str(tmp_path)]
+    with pytest.raises(CapacityError, match="cannot write"):
+        recipes.run(parsed(*argv), progress)
+    assert not folder.exists()
 
 
 def test_a_server_that_ends_at_once_is_an_error(sglang: Path) -> None:
