@@ -16,6 +16,7 @@ from tutti.bench.gpu_rig import DevicePages, Load, Machine, look_until, transfer
 from tutti.bench.statistics import bootstrap_median, ratios
 from tutti.errors import DeviceTimeout, Unsupported
 from tutti.gio_uring.gpu_batch import DeviceBatch, launch_layer
+from tutti.gio_uring.gpu_memory import Hold
 from tutti.gio_uring.nvme_spec import OPCODE_WRITE
 from tutti.units import KiB
 
@@ -72,10 +73,12 @@ class _Hashed:
         self._function = machine.modules["gio_verify"]
         self._pages = DevicePages(machine.driver, load)
         self._stream = machine.driver.create_stream()
+        self._hold = Hold()
         self._batch = DeviceBatch(
             machine.tables,
             self._pages.memory,
             self._pages.pages,
+            hold=self._hold,
             opcode=OPCODE_WRITE,
             slice_nlb=load.slice_nbytes >> 9,
             lba_shift=9,
@@ -87,7 +90,7 @@ class _Hashed:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._batch.tables.hold(lambda: True)
+        self._hold.is_free = lambda: True
         with suppress(DeviceTimeout):
             self._wait()
         self._driver.destroy_stream(self._stream)

@@ -17,7 +17,7 @@ from tutti.gio_uring.gpu_batch import DeviceBatch, launch_layer
 from tutti.gio_uring.gpu_device_engine import KINDS, DeviceEngine
 from tutti.gio_uring.gpu_driver import CudaDriver
 from tutti.gio_uring.gpu_green import partition
-from tutti.gio_uring.gpu_memory import TableMemory
+from tutti.gio_uring.gpu_memory import Hold, TableMemory
 from tutti.gio_uring.gpu_modules import Modules
 from tutti.gio_uring.iocb import PagedMemory
 from tutti.gio_uring.nvme_spec import (
@@ -243,10 +243,12 @@ def test_digests_of_every_length(
     stream = driver.create_stream()
     for nbytes in lengths:
         one = PagedMemory(np.array([[memory.address]], np.uint64), (nbytes,), (nbytes,), 1)
+        hold = Hold()
         batch = DeviceBatch(
             tables,
             one,
             np.zeros(1, np.uint32),
+            hold=hold,
             opcode=OPCODE_WRITE,
             slice_nlb=-(-nbytes // 512),
             lba_shift=9,
@@ -259,6 +261,6 @@ def test_digests_of_every_length(
         wait_for(lambda: driver.is_stream_done(stream))
         found = int(batch.result(batch.digests_offset, 8).view(np.uint64)[0])
         assert found == xxhash.xxh3_64_intdigest(content[:nbytes].tobytes()), nbytes
-        batch.tables.hold(lambda: True)
+        hold.is_free = lambda: True
     driver.destroy_stream(stream)
     tables.close()

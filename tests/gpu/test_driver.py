@@ -16,7 +16,7 @@ from tutti.errors import CudaError
 from tutti.gio_uring import gpu_driver
 from tutti.gio_uring.gpu_batch import DeviceBatch, launch_layer
 from tutti.gio_uring.gpu_driver import CudaDriver
-from tutti.gio_uring.gpu_memory import PinnedMemory, TableMemory
+from tutti.gio_uring.gpu_memory import Hold, PinnedMemory, TableMemory
 from tutti.gio_uring.gpu_modules import KERNELS, Modules
 from tutti.gio_uring.iocb import PagedMemory
 from tutti.gio_uring.memory import HostBuffer, view_at
@@ -207,6 +207,7 @@ def test_kernels_take_their_arguments(
         tables,
         one,
         np.zeros(1, np.uint32),
+        hold=Hold(),
         opcode=OPCODE_WRITE,
         slice_nlb=NBYTES >> 9,
         lba_shift=9,
@@ -219,7 +220,6 @@ def test_kernels_take_their_arguments(
     assert done(driver, stream)
     found = batch.result(batch.digests_offset, 8 * layers).view(np.uint64)
     assert np.flatnonzero(found).tolist() == [299], "of the layer that was named"
-    batch.tables.hold(lambda: True)
     tables.close()
 
 

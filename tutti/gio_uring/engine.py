@@ -137,6 +137,11 @@ class Job:
         return out
 
     @property
+    def kept(self) -> tuple[Any, ...]:
+        """What must live as long as the device may use it; nothing once the job is released."""
+        return self._keep
+
+    @property
     def done(self) -> bool:
         """Whether every layer is ready or failed."""
         return bool(self.report().done)
@@ -366,6 +371,15 @@ class Engine:
                 f"the controller could not be reset within {timeout_s:g} s; "
                 "its memory stays reserved, restart the process to get it back"
             )
+
+    def is_using(self, owner: object) -> bool:
+        """Whether a job is not released yet that was given memory of `owner`, also when nobody
+        knows of the job because its submission was interrupted.
+        """
+        with self._lock:
+            kept = [job.kept if isinstance(job, Job) else job for job in self._jobs.values()]
+        things = itertools.chain.from_iterable(kept)
+        return any(isinstance(thing, PagedMemory) and thing.owner is owner for thing in things)
 
     def stats(self) -> EngineStats:
         """Totals since the engine started."""

@@ -6,7 +6,6 @@ The structs are those of `device_batch`; kernels/device/parameters.cuh says what
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,7 +20,7 @@ from tutti.gio_uring.device_batch import (
     SliceTableStruct,
 )
 from tutti.gio_uring.gpu_driver import Driver
-from tutti.gio_uring.gpu_memory import TableMemory, Tables
+from tutti.gio_uring.gpu_memory import Hold, TableMemory, Tables
 from tutti.gio_uring.gpu_mover import Cargo, Shipment
 from tutti.gio_uring.iocb import U32, U64, IocbStruct, PagedMemory
 from tutti.gio_uring.memory import Bytes, view_at
@@ -98,7 +97,7 @@ class DeviceBatch:
 
     memory: pages in GPU memory.  staged: None when commands name the pages.  commands: None when
     the device only moves.  digests: uint64 (pages, layers) or None.  flags: the device address of
-    `LayerWord[layers]`, or 0.
+    `LayerWord[layers]`, or 0.  hold: of the tables.
     """
 
     def __init__(
@@ -107,6 +106,7 @@ class DeviceBatch:
         memory: PagedMemory,
         pages: U32,
         *,
+        hold: Hold,
         opcode: int,
         slice_nlb: int,
         lba_shift: int,
@@ -134,7 +134,7 @@ class DeviceBatch:
         self.digests_offset = None if digests is None else image.add(digests)
         if commands is not None:
             links = self._add_commands(commands, layers)
-        self.tables: Tables = tables.lease(image.nbytes, _TABLE_TIMEOUT_S)
+        self.tables: Tables = tables.lease(image.nbytes, _TABLE_TIMEOUT_S, hold)
         base = self.tables.device.address
         paged.pages, paged.bases = base + pages_offset, base + bases_offset
         slices.paged, slices.page_status = base + paged_offset, base + self.status_offset
@@ -200,6 +200,7 @@ class KernelMover:
             self._tables,
             shipment.paged,
             shipment.pages,
+            hold=shipment.hold,
             opcode=OPCODE_READ if shipment.to_pages else OPCODE_WRITE,
             slice_nlb=-(-shipment.stride_nbytes >> _LBA_SHIFT),
             lba_shift=_LBA_SHIFT,
@@ -219,9 +220,6 @@ class _KernelCopies:
             self._batch.upload(stream)
             self._uploaded = True
         launch_layer(self._driver, self._function, self._batch, layer, stream, self._blocks)
-
-    def hold(self, is_free: Callable[[], bool]) -> None:
-        self._batch.tables.hold(is_free)
 
 
 def launch_layer(

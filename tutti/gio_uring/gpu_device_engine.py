@@ -23,7 +23,7 @@ from typing import Unpack
 import numpy as np
 import numpy.typing as npt
 
-from tutti.errors import ConfigError, DeviceTimeout, PoolClosed, TuttiError
+from tutti.errors import ConfigError, DeviceTimeout, PoolClosed
 from tutti.gio_uring.controller import NativeController
 from tutti.gio_uring.device_batch import BLOCK_THREADS_MAX, QueueShareStruct
 from tutti.gio_uring.engine import LIST_NBYTES, Extents
@@ -32,7 +32,7 @@ from tutti.gio_uring.gpu_device_job import DeviceJob
 from tutti.gio_uring.gpu_driver import Driver
 from tutti.gio_uring.gpu_engine import STAGING_NBYTES, Lane, wait_until
 from tutti.gio_uring.gpu_launcher import Launcher, ResidentKernels, ShortKernels, Work
-from tutti.gio_uring.gpu_memory import TableMemory, keep_for_ever
+from tutti.gio_uring.gpu_memory import Hold, TableMemory, keep_for_ever
 from tutti.gio_uring.gpu_modules import Modules
 from tutti.gio_uring.gpu_persistent import PersistentKernel
 from tutti.gio_uring.gpu_queues import DeviceQueues
@@ -114,7 +114,8 @@ class DeviceEngine:
         controller.start()
         self._jobs: list[DeviceJob] = []
         self._kept: list[DeviceJob] = []
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()  # taken itself: an interrupted Condition.__enter__ keeps it
+        self._changed = threading.Condition(self._lock)
         self._thread = threading.Thread(target=self._watch, name="tutti-device-jobs", daemon=True)
         self._thread.start()
 
@@ -143,12 +144,14 @@ class DeviceEngine:
         layers, digests = memory.bases.shape[0], options.get("digests")
         stride = extents.slice_nlb * self._lba_nbytes
         timeout_s = options.get("timeout_s", TIMEOUT_S)
-        staged = self.lane.stage(layers, pages.size, stride, self._lba_nbytes, timeout_s)
+        hold, job = Hold(), None
         try:
+            staged = self.lane.stage(layers, pages.size, stride, self._lba_nbytes, timeout_s, hold)
             batch = DeviceBatch(
                 self._tables,
                 memory,
                 pages,
+                hold=hold,
                 opcode=opcode,
                 slice_nlb=extents.slice_nlb,
                 lba_shift=self._controller.info.lba_shift,
@@ -158,17 +161,20 @@ class DeviceEngine:
                 flags=staged.device_words + staged.words.ready_offset(0),
                 timeout_s=timeout_s,
             )
+            is_read, compare = opcode == OPCODE_READ, options.get("compare", False)
+            work = Work(batch, staged, is_read, compare, digests, timeout_s)
+            job = DeviceJob(self, work, pages.size, options.get("on_released"))
+            hold.is_free = job.is_free
+            if not options.get("gated"):
+                job.enqueue()
+            return job
         except BaseException:
-            staged.lease.is_free = lambda: True
+            if job is None:
+                hold.is_free = lambda: True
+            else:  # interrupted; what waits for it is let go
+                job.abandon()
+                hold.is_free = job.is_free
             raise
-        is_read, compare = opcode == OPCODE_READ, options.get("compare", False)
-        work = Work(batch, staged, is_read, compare, digests, timeout_s)
-        job = DeviceJob(self, work, pages.size, options.get("on_released"))
-        staged.lease.is_free = job.is_free
-        batch.tables.hold(job.is_free)
-        if not options.get("gated"):
-            job.enqueue()
-        return job
 
     def _check(self) -> None:
         if self._closed:
@@ -243,14 +249,14 @@ class DeviceEngine:
             lane.driver.write_value(lane.stream, work.staged.device_words, 1)
             # With the last layer comes what became of all: who waited for it knows.
             lane.driver.record_event(events[-1], lane.stream)
-            with self._changed:  # in the stream's order
+            with self._lock:  # in the stream's order
                 self._jobs.append(job)
                 self._changed.notify_all()
 
     def keep(self, job: DeviceJob) -> None:
         """The job's memory stays until the controller was reset, and no new job is taken."""
         self._broken = True
-        with self._changed:
+        with self._lock:
             self._kept.append(job)
 
     def _watch(self) -> None:
@@ -313,7 +319,7 @@ class DeviceEngine:
             self._thread.join(timeout_s)
             self._controller.stop()
             self._controller.reset(timeout_s)
-        except TuttiError:
+        except BaseException:
             self._give_up()
             keep_for_ever(self)
             raise

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from tutti.errors import ConfigError, TuttiError
-from tutti.gio_uring.gpu_engine import Lane, wait_until
+from tutti.gio_uring.gpu_engine import Lane, interrupted, wait_until
 from tutti.gio_uring.gpu_launcher import Work
 from tutti.gio_uring.iocb import U32
 from tutti.gio_uring.nvme_spec import STATUS_CANCELLED
@@ -55,6 +55,7 @@ class DeviceJob:
         self._finished = threading.Event()
         self._failure: TuttiError | None = None
         self._is_kept = False  # a device may still use its memory
+        weakref.finalize(self, queue.lane.give_events, self._events).atexit = False
 
     @property
     def page_status(self) -> U32:
@@ -81,9 +82,7 @@ class DeviceJob:
 
     def take_events(self) -> list[int]:
         """An event for each layer, given back when nobody can wait for them any more."""
-        lane = self._queue.lane
-        self._events = lane.take_events(self.work.layers)
-        weakref.finalize(self, lane.give_events, self._events).atexit = False
+        self._queue.lane.take_events(self.work.layers, self._events)
         return self._events
 
     def enqueue(self) -> None:
@@ -91,30 +90,45 @@ class DeviceJob:
 
         After a CUDA error in the middle kernels may be queued that no event tells of, with
         commands that nobody takes back: the job fails, and what it had is kept until the
-        controller was reset.
+        controller was reset.  Whoever calls does the same after an interruption.
         """
-        if not self._take():
-            return
         try:
-            self._queue.enqueue(self)
+            if self._take():
+                self._queue.enqueue(self)
         except TuttiError as error:
             _log.exception("a transfer could not be put on the GPU's stream")
-            self._failure = error
-            self.work.staged.words.let_go(STATUS_CANCELLED)
-            self.finish(STATUS_CANCELLED, is_kept=self.is_begun)
+            self._fail(error)
+
+    def abandon(self) -> None:
+        """Ends what an interrupted `submit` left; nobody is called back."""
+        self._on_released = None
+        self._fail(interrupted())
+
+    def _fail(self, error: TuttiError) -> None:
+        self.work.staged.words.let_go(STATUS_CANCELLED)
+        self.finish(STATUS_CANCELLED, is_kept=self.is_begun, failure=error)
 
     def _take(self) -> bool:
         with self._lock:
             is_mine, self._is_taken = not self._is_taken, True
             return is_mine
 
-    def finish(self, status: int | U32, *, is_kept: bool) -> None:
-        """Every layer has its last word.  is_kept: a device may still use the job's memory."""
-        self._page_status[:] = status
-        self._is_kept = is_kept
-        if is_kept:
-            self._queue.keep(self)
-        self._finished.set()
+    def finish(
+        self, status: int | U32, *, is_kept: bool, failure: TuttiError | None = None
+    ) -> None:
+        """Every layer has its last word; whoever comes first says what became of the job.
+
+        is_kept: a device may still use the job's memory.  failure: what waits raise.
+        """
+        with self._lock:
+            if self._finished.is_set():
+                return
+            self._page_status[:] = status
+            self._failure = failure
+            self._is_kept = is_kept
+            if is_kept:
+                self._queue.keep(self)
+            self._finished.set()
         if not is_kept:
             self._tell()
 
@@ -160,7 +174,11 @@ class DeviceJob:
 
     def open_gate(self) -> None:
         """The digests are there: starts the job."""
-        self.enqueue()
+        try:
+            self.enqueue()
+        except BaseException:
+            self._fail(interrupted())
+            raise
 
     def cancel(self) -> None:
         """Ends a job whose gate is closed; one that runs ends by itself, in bounded time."""

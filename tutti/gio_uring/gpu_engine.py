@@ -24,11 +24,11 @@ from typing import Unpack
 
 import numpy as np
 
-from tutti.errors import ConfigError, DeviceTimeout, PoolClosed, TuttiError
+from tutti.errors import ConfigError, CudaError, DeviceTimeout, PoolClosed, TuttiError
 from tutti.gio_uring.controller import NativeController
 from tutti.gio_uring.engine import Engine, Extents, Job
 from tutti.gio_uring.gpu_driver import Driver
-from tutti.gio_uring.gpu_memory import Lease, Staging, keep_for_ever
+from tutti.gio_uring.gpu_memory import Hold, Staging, keep_for_ever
 from tutti.gio_uring.gpu_mover import Cargo, Mover, Shipment, choose_mover
 from tutti.gio_uring.iocb import U32, U64, PagedMemory
 from tutti.gio_uring.layer_words import LayerWords
@@ -57,6 +57,11 @@ def wait_until(is_done: Callable[[], bool], timeout_s: float) -> bool:
     return True
 
 
+def interrupted() -> CudaError:
+    """What waits for a transfer raise whose start was interrupted, by Ctrl-C for instance."""
+    return CudaError("the start of a transfer on the GPU was interrupted; start it again")
+
+
 @dataclass(frozen=True)
 class StagedLayers:
     """Staging of one transfer: its words, then `window` of its layers, used again in turn.
@@ -64,7 +69,6 @@ class StagedLayers:
     starts: uint64 (layers,), where slice 0 of each layer lies for the host.
     """
 
-    lease: Lease
     words: LayerWords
     window: int
     starts: U64
@@ -107,7 +111,7 @@ class Lane:
             self.driver.stream_wait_event(self.stream, self._fence)
 
     def stage(
-        self, layers: int, pages: int, stride: int, lba_nbytes: int, timeout_s: float
+        self, layers: int, pages: int, stride: int, lba_nbytes: int, timeout_s: float, hold: Hold
     ) -> StagedLayers:
         """Staging for a transfer: all of its layers, or a share's worth, in whole blocks.
 
@@ -118,7 +122,7 @@ class Lane:
         head = words_nbytes + lba_nbytes
         share = self.staging.nbytes // _SHARE
         window = min(layers, max(1, (share - head) // max(1, layer_nbytes)))
-        lease = self.staging.arena.lease(head + window * layer_nbytes, timeout_s)
+        lease = self.staging.arena.lease(head + window * layer_nbytes, timeout_s, hold)
         words = LayerWords(lease.address, layers)
         words.clear()
         base = lease.address + words_nbytes
@@ -126,17 +130,15 @@ class Lane:
         place = np.arange(layers, dtype=np.uint64) % np.uint64(window)
         starts = np.uint64(base) + place * np.uint64(layer_nbytes)
         pinned = self.staging.pinned
-        return StagedLayers(lease, words, window, starts, pinned.device_address - pinned.address)
+        return StagedLayers(words, window, starts, pinned.device_address - pinned.address)
 
-    def take_events(self, count: int) -> list[int]:
-        """Events that nobody uses; made when there are not enough."""
-        taken: list[int] = []
-        while len(taken) < count:  # bounded by count
+    def take_events(self, count: int, into: list[int]) -> None:
+        """Adds events that nobody uses; made when there are not enough."""
+        while len(into) < count:  # bounded by count
             try:
-                taken.append(self._events.popleft())
+                into.append(self._events.popleft())
             except IndexError:
-                taken.append(self.driver.create_event())
-        return taken
+                into.append(self.driver.create_event())
 
     def give_events(self, events: list[int]) -> None:
         """Events of a transfer that ended; from any thread, also in the middle of another call."""
@@ -144,8 +146,13 @@ class Lane:
 
     def close(self, timeout_s: float) -> None:
         """Waits for the stream and frees everything; DeviceTimeout keeps it all instead."""
-        if not wait_until(lambda: self.driver.is_stream_done(self.stream), timeout_s):
-            keep_for_ever(self)
+        is_over = False
+        try:
+            is_over = wait_until(lambda: self.driver.is_stream_done(self.stream), timeout_s)
+        finally:  # also when the context is lost, or the wait is interrupted
+            if not is_over:
+                keep_for_ever(self)
+        if not is_over:
             raise DeviceTimeout(
                 f"a stream of the GPU did not end within {timeout_s:g} s; its staging stays "
                 "reserved until the process ends"
@@ -179,6 +186,8 @@ class MovedJob:
         self._started = False  # to be put on the stream
         self._sealed = False  # nothing more will be put on it
         self._failure: TuttiError | None = None
+        # Once nobody can wait for them any more.
+        weakref.finalize(self, lane.give_events, self._events).atexit = False
 
     @property
     def words(self) -> LayerWords:
@@ -194,23 +203,30 @@ class MovedJob:
         """Puts all layers on the stream.
 
         A CUDA error cancels the job, so that what waits already is let go; waits raise it.
+        Whoever calls does the same after an interruption.
         """
         lane, layers = self._lane, self.words.layers
         try:
-            self._events = lane.take_events(layers)
-            # Once nobody can wait for them any more.
-            weakref.finalize(self, lane.give_events, self._events).atexit = False
+            lane.take_events(layers, self._events)
             with lane.lock, lane.driver.bound():
                 self._started = not self._sealed
                 for layer in range(layers if self._started else 0):
                     self._enqueue_layer(layer)
                     self._enqueued = layer + 1
+            self._sealed = True
         except TuttiError as error:
             _log.exception("a transfer could not be put on the GPU's stream; it is cancelled")
-            self._failure = error
-            self._job.cancel()
-        finally:
-            self._sealed = True
+            self._fail(error)
+
+    def _fail(self, error: TuttiError) -> None:
+        self._failure = error  # before it is sealed: copies may have no event behind them
+        self._job.cancel()
+        self._sealed = True
+
+    def abandon(self) -> None:
+        """Ends what an interrupted `submit` left; nobody is called back."""
+        self._job.on_released(None)
+        self._fail(interrupted())
 
     def _enqueue_layer(self, layer: int) -> None:
         driver, stream, route = self._lane.driver, self._lane.stream, self._route
@@ -269,8 +285,12 @@ class MovedJob:
         """Lets the job compare its digests, and only then puts its layers on the stream: until
         the gate is open the caller's own thread is what a waiting stream would wait for.
         """
-        self._job.open_gate()
-        self.enqueue()
+        try:
+            self._job.open_gate()
+            self.enqueue()
+        except BaseException:  # interrupted between the two: nothing is moved, and waits say so
+            self._fail(interrupted())
+            raise
 
     def cancel(self) -> None:
         """Issues nothing more; every layer that the stream waits for is let go."""
@@ -342,15 +362,16 @@ class HostEngine:
         lba_nbytes = self.engine.lba_nbytes
         stride = extents.slice_nlb * lba_nbytes
         timeout_s = options.get("timeout_s", TIMEOUT_S)
-        staged = lane.stage(memory.bases.shape[0], pages.size, stride, lba_nbytes, timeout_s)
-        slice_nbytes = sum(memory.segment_nbytes)
-        to_engine = PagedMemory(
-            staged.starts[:, None], (stride,), (slice_nbytes,), pages.size, lane
-        )
-        shipment = Shipment(pages, memory, staged.device_starts, stride, is_read)
-        cargo: Cargo | None = None
+        layers, slice_nbytes = memory.bases.shape[0], sum(memory.segment_nbytes)
+        hold, job, moved = Hold(lane), None, None
         try:
-            cargo = self.mover.prepare(shipment)
+            staged = lane.stage(layers, pages.size, stride, lba_nbytes, timeout_s, hold)
+            to_engine = PagedMemory(
+                staged.starts[:, None], (stride,), (slice_nbytes,), pages.size, hold
+            )
+            cargo = self.mover.prepare(
+                Shipment(pages, memory, staged.device_starts, stride, is_read, hold)
+            )
             job = self.engine.submit(
                 opcode,
                 extents,
@@ -360,17 +381,27 @@ class HostEngine:
                 window=staged.window if is_read else 0,
                 **options,
             )
+            moved = MovedJob(lane, job, _Route(cargo, staged, is_read))
+            hold.is_free = moved.is_free
+            if not options.get("gated"):
+                moved.enqueue()
+            return moved
         except BaseException:
-            staged.lease.is_free = lambda: True
-            if cargo is not None:
-                cargo.hold(staged.lease.is_free)
+            self._abandon(hold, job, moved)
             raise
-        moved = MovedJob(lane, job, _Route(cargo, staged, is_read))
-        staged.lease.is_free = moved.is_free
-        cargo.hold(moved.is_free)
-        if not options.get("gated"):
-            moved.enqueue()
-        return moved
+
+    def _abandon(self, hold: Hold, job: Job | None, moved: MovedJob | None) -> None:
+        """After an error, or an interruption anywhere in `submit`: Ctrl-C can strike between a
+        native submission and its job.  What a device may use stays.
+        """
+        if moved is not None:
+            moved.abandon()
+            hold.is_free = moved.is_free
+            return
+        hold.is_free = lambda: not self.engine.is_using(hold)
+        if job is not None:  # nothing of it is on the stream
+            job.on_released(None)
+            job.cancel()
 
     def wait_idle(self, timeout_s: float) -> bool:
         """Waits until nothing is on the streams.  False after the timeout."""

@@ -50,13 +50,25 @@ class PinnedMemory:
             self._driver.unregister_host(self.address)
 
 
-@dataclass
+@dataclass(eq=False)
+class Hold:
+    """Says when the parts that one transfer took come back.
+
+    Made before the first of them, so that whatever interrupts a transfer's start can decide on all.
+    is_free: whether nobody touches them any more.  owner: what keeps the memory mapped.
+    """
+
+    owner: object = None
+    is_free: Callable[[], bool] = lambda: False
+
+
+@dataclass(frozen=True)
 class Lease:
-    """A part of the staging memory, until `is_free` says that nobody touches it any more."""
+    """A part of a stretch of memory, until its hold says that nobody touches it any more."""
 
     address: int
     nbytes: int
-    is_free: Callable[[], bool] = lambda: False
+    hold: Hold
 
 
 class Arena:
@@ -73,7 +85,7 @@ class Arena:
         self._lock = threading.Lock()
         self._leases: list[Lease] = []  # by address
 
-    def lease(self, nbytes: int, timeout_s: float) -> Lease:
+    def lease(self, nbytes: int, timeout_s: float, hold: Hold) -> Lease:
         """A part of `nbytes`; waits until there is one.
 
         Raises CapacityError when there can never be one, DeviceTimeout after the timeout.
@@ -85,7 +97,7 @@ class Arena:
                 f"{format_nbytes(self.nbytes)}; give the GPU engine more, or move fewer pages"
             )
         deadline = time.monotonic() + timeout_s
-        lease = self._try(nbytes)
+        lease = self._try(nbytes, hold)
         while lease is None:
             if time.monotonic() > deadline:
                 raise DeviceTimeout(
@@ -93,24 +105,23 @@ class Arena:
                     "try again, or give the GPU engine more"
                 )
             time.sleep(_LOOK_S)
-            lease = self._try(nbytes)
+            lease = self._try(nbytes, hold)
         return lease
 
-    def _try(self, nbytes: int) -> Lease | None:
+    def _try(self, nbytes: int, hold: Hold) -> Lease | None:
         """The first gap that is long enough."""
         with self._lock:
-            self._leases = [lease for lease in self._leases if not lease.is_free()]
+            self._leases = [lease for lease in self._leases if not lease.hold.is_free()]
             start = self.address
             for place, lease in enumerate(self._leases):
                 if lease.address - start >= nbytes:
-                    return self._insert(place, start, nbytes)
+                    return self._insert(place, Lease(start, nbytes, hold))
                 start = lease.address + lease.nbytes
             if self.address + self.nbytes - start >= nbytes:
-                return self._insert(len(self._leases), start, nbytes)
+                return self._insert(len(self._leases), Lease(start, nbytes, hold))
             return None
 
-    def _insert(self, place: int, address: int, nbytes: int) -> Lease:
-        lease = Lease(address, nbytes)
+    def _insert(self, place: int, lease: Lease) -> Lease:
         self._leases.insert(place, lease)
         return lease
 
@@ -118,7 +129,7 @@ class Arena:
     def in_use(self) -> int:
         """How many parts are handed out."""
         with self._lock:
-            self._leases = [lease for lease in self._leases if not lease.is_free()]
+            self._leases = [lease for lease in self._leases if not lease.hold.is_free()]
             return len(self._leases)
 
 
@@ -156,10 +167,6 @@ class Tables:
     device: Lease
     to_device: int  # from the pinned address to where the device finds it
 
-    def hold(self, is_free: Callable[[], bool]) -> None:
-        """Both stay as they are until `is_free`."""
-        self.host.is_free = self.device.is_free = is_free
-
 
 class TableMemory:
     """Memory for the tables of kernels: pinned to write them in, on the device to use them in.
@@ -173,14 +180,13 @@ class TableMemory:
         self._device = driver.allocate(nbytes)
         self._arena = Arena(self._device, nbytes, "memory for tables")
 
-    def lease(self, nbytes: int, timeout_s: float) -> Tables:
-        """Room for `nbytes` on both sides; raises as `Arena.lease`."""
-        host = self._staging.arena.lease(nbytes, timeout_s)
-        try:
-            device = self._arena.lease(nbytes, timeout_s)
-        except BaseException:
-            host.is_free = lambda: True
-            raise
+    def lease(self, nbytes: int, timeout_s: float, hold: Hold) -> Tables:
+        """Room for `nbytes` on both sides; raises as `Arena.lease`.
+
+        With the second refused the first is the hold's all the same.
+        """
+        host = self._staging.arena.lease(nbytes, timeout_s, hold)
+        device = self._arena.lease(nbytes, timeout_s, hold)
         pinned = self._staging.pinned
         return Tables(host, device, pinned.device_address - pinned.address)
 

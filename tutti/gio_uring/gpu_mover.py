@@ -7,7 +7,6 @@ are added.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -16,6 +15,7 @@ import numpy.typing as npt
 
 from tutti.errors import Unsupported
 from tutti.gio_uring.gpu_driver import Driver
+from tutti.gio_uring.gpu_memory import Hold
 from tutti.gio_uring.iocb import PagedMemory
 
 U32 = npt.NDArray[np.uint32]
@@ -28,7 +28,7 @@ class Shipment:
 
     pages: uint32 (n,).  paged: where they are in GPU memory.  staged: uint64 (layers,), where the
     device finds the first slice of each layer in staging.  stride_nbytes: from slice to slice.
-    to_pages: out of staging (a read), or into it (a write).
+    to_pages: out of staging (a read), or into it (a write).  hold: of what copies need beside.
     """
 
     pages: U32
@@ -36,6 +36,7 @@ class Shipment:
     staged: U64
     stride_nbytes: int
     to_pages: bool
+    hold: Hold
 
 
 class Cargo(Protocol):
@@ -43,9 +44,6 @@ class Cargo(Protocol):
 
     def move(self, layer: int, stream: int) -> None:
         """Enqueues the copies of one layer."""
-
-    def hold(self, is_free: Callable[[], bool]) -> None:
-        """What the copies need is theirs until `is_free` says that they are over."""
 
 
 class Mover(Protocol):
@@ -97,13 +95,10 @@ def _joined(
 
 
 class _Copies:
-    """Copies that need no more than their fragments."""
+    """Copies that need no more than their fragments, which the driver has once it was called."""
 
     def __init__(self, driver: Driver, fragments: Fragments) -> None:
         self._driver, self._fragments = driver, fragments
-
-    def hold(self, is_free: Callable[[], bool]) -> None:
-        """Nothing to hold: the driver has the addresses once it was called."""
 
 
 class _BatchCopies(_Copies):

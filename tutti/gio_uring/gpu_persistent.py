@@ -25,7 +25,7 @@ from tutti.errors import ConfigError, DeviceTimeout
 from tutti.gio_uring.device_batch import MailboxStruct, PostStruct
 from tutti.gio_uring.gpu_engine import Lane, wait_until
 from tutti.gio_uring.gpu_launcher import Launcher, Work
-from tutti.gio_uring.gpu_memory import TableMemory
+from tutti.gio_uring.gpu_memory import Hold, TableMemory
 from tutti.gio_uring.gpu_modules import Modules
 from tutti.gio_uring.gpu_queues import DeviceQueues
 from tutti.gio_uring.memory import view_at
@@ -70,7 +70,7 @@ class PersistentKernel(Launcher):
         self._driver = driver = lane.driver
         self._function = modules[f"gio_persistent_{queues.ring}"]
         posts = -(-(_CONSUMED + 4 * queues.count) // _LINE_NBYTES) * _LINE_NBYTES
-        place = tables.lease(posts + CAPACITY * _POST.itemsize, _TABLE_TIMEOUT_S)
+        place = tables.lease(posts + CAPACITY * _POST.itemsize, _TABLE_TIMEOUT_S, Hold())
         self._pinned = pinned = place.host.address + place.to_device
         memory = view_at(place.host.address, place.host.nbytes)
         memory[:] = 0
@@ -118,10 +118,14 @@ class PersistentKernel(Launcher):
                 )
             self._stop_word[0] = 0
             arguments = [(self._address, ctypes.c_void_p)]
-            self._driver.launch(
-                self._function, self._queues.count, self._threads, arguments, self._stream
-            )
-            self._is_running = True
+            count, threads = self._queues.count, self._threads
+            try:
+                self._driver.launch(self._function, count, threads, arguments, self._stream)
+                self._is_running = True
+            except BaseException:  # interrupted: it may run
+                self._stop_word[0] = 1
+                self._is_running = False
+                raise
         if not wait_until(lambda: self._outstanding() + layers <= CAPACITY, timeout_s):
             raise DeviceTimeout(
                 f"the kernel took no work for {timeout_s:g} s; is the GPU busy? close the engine"

@@ -16,7 +16,7 @@ from tutti.gio_uring.engine import LIST_NBYTES
 from tutti.gio_uring.gpu_batch import TableImage
 from tutti.gio_uring.gpu_doorbells import GpuDoorbells
 from tutti.gio_uring.gpu_driver import Driver
-from tutti.gio_uring.gpu_memory import PinnedMemory, TableMemory
+from tutti.gio_uring.gpu_memory import Hold, PinnedMemory, TableMemory
 from tutti.gio_uring.memory import HostBuffer
 from tutti.gio_uring.queue_pair import QueuePair, QueuePairStruct
 
@@ -85,7 +85,7 @@ class DeviceQueues:
         whole = TableImage()
         for image, _ in images:
             whole.nbytes += image.nbytes
-        lease = tables.lease(whole.nbytes, _TIMEOUT_S)
+        lease = tables.lease(whole.nbytes, _TIMEOUT_S, Hold())
         self.queues: list[DeviceQueue] = []
         offset = 0
         for number, (image, struct) in enumerate(images):
