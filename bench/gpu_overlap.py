@@ -36,7 +36,9 @@ def _torch() -> Any:
     try:
         import torch
     except ImportError as error:
-        raise Unsupported("PyTorch is not installed; install the extra tutti[cuda]") from error
+        raise Unsupported(
+            "PyTorch is not installed; in a clone of this project: pip install '.[cuda]'"
+        ) from error
     if not torch.cuda.is_available():
         raise Unsupported("PyTorch sees no CUDA device")
     return torch

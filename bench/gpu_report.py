@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from tutti.bench.statistics import interval_text
+
 HEAD = ("row", "measured", "bar", "ratio", "noise", "beside")
 
 
@@ -46,24 +48,31 @@ def _cells(row: dict[str, Any]) -> list[str]:
         return [
             name,
             *(_speed(s["median_gb_per_s"]) for s in (a, b)),
-            _text(ratio),
-            _text(noise),
+            interval_text(ratio),
+            interval_text(noise),
             cpu,
         ]
     if "slowdown" in row:
         times = [_middle(row["raw"][f"{way}_ms"]) for way in ("beside", "alone")]
         more = f"{_speed(row['gb_per_s'])} of {_speed(row['gb_per_s_alone'])}, partition "
-        more += _text(row["partition_ratio"])
+        more += interval_text(row["partition_ratio"])
         shown = (f"{times[0]:.2f} ms", f"{times[1]:.2f} ms alone")
-        return [name, *shown, _text(row["slowdown"]), _text(row["noise"]), more]
+        return [name, *shown, interval_text(row["slowdown"]), interval_text(row["noise"]), more]
     if "keeps_up" in row:
         speeds = (_speed(row[f"{n}_gb_per_s"]["median"]) for n in ("beside", "mover"))
         alone, link = (_speed(row[f"{n}_gb_per_s"]["median"]) for n in ("alone", "link"))
         more = f"{alone} without the mover, mover {link} without it"
-        return [name, *speeds, _text(row["keeps_up"]), "", more]
+        return [name, *speeds, interval_text(row["keeps_up"]), "", more]
     bar = max(row["io_ms"], row["compute_ms"])
     more = f"loads {row['io_ms']:.2f} ms, compute {row['compute_ms']:.2f} ms"
-    return [name, f"{row['both_ms']:.2f} ms", f"{bar:.2f} ms", _text(row["ratio"]), "", more]
+    return [
+        name,
+        f"{row['both_ms']:.2f} ms",
+        f"{bar:.2f} ms",
+        interval_text(row["ratio"]),
+        "",
+        more,
+    ]
 
 
 def _middle(values: list[float]) -> float:
@@ -72,9 +81,3 @@ def _middle(values: list[float]) -> float:
 
 def _speed(gb_per_s: float) -> str:
     return f"{gb_per_s:.2f} GB/s"
-
-
-def _text(interval: dict[str, float] | None) -> str:
-    if interval is None:
-        return ""
-    return f"{interval['median']:.3f} [{interval['low']:.3f}, {interval['high']:.3f}]"

@@ -42,6 +42,8 @@ _TIMEOUT_S = 20.0
 _LOOK_S = 0.0005
 _TABLES_NBYTES = 8 * MiB
 _COUNT_MAX = 200
+#: Transfers at once, so that the next one is there when one ends.
+_INFLIGHT = 2
 #: Queue pairs of the engine whose kernels submit and end: a warp for each is plenty.
 _SHARES = 4
 
@@ -224,22 +226,20 @@ def look_until(is_done: Callable[[], bool], what: str, pause_s: float = _LOOK_S)
             time.sleep(pause_s)
 
 
-def transfers(
-    submitter: Submitter, pages: DevicePages, direction: str, count: int, inflight: int = 2
-) -> None:
-    """Runs a load or store `count` times, `inflight` at once, and waits for all."""
-    for _ in stream_of_transfers(submitter, pages, direction, count, inflight):
+def transfers(submitter: Submitter, pages: DevicePages, direction: str, count: int) -> None:
+    """Runs a load or store `count` times, two at once, and waits for all."""
+    for _ in stream_of_transfers(submitter, pages, direction, count):
         pass
 
 
 def stream_of_transfers(
-    submitter: Submitter, pages: DevicePages, direction: str, count: int, inflight: int = 2
+    submitter: Submitter, pages: DevicePages, direction: str, count: int
 ) -> Generator[float, None, None]:
     """The same; yields when each one ended, of time.perf_counter.  Closed early it waits too."""
     running: deque[Transfer] = deque()
     try:
         for _ in range(count):
-            if len(running) == inflight:
+            if len(running) == _INFLIGHT:
                 finish(running.popleft())
                 yield time.perf_counter()
             running.append(
@@ -253,7 +253,7 @@ def stream_of_transfers(
                 )
             )
     finally:
-        while running:  # bounded by inflight
+        while running:  # bounded by _INFLIGHT
             finish(running.popleft())
 
 

@@ -16,9 +16,9 @@ import triton.language as tl
 BLOCK_WORDS = 4096
 
 
-def grid(n_segments: int, words: int, block_words: int = BLOCK_WORDS) -> tuple[int, int]:
+def grid(n_segments: int, words: int) -> tuple[int, int]:
     """Programs for ``n_segments`` segments of ``words`` 32-bit words."""
-    return n_segments, -(-words // block_words)
+    return n_segments, -(-words // BLOCK_WORDS)
 
 
 @triton.jit

@@ -14,7 +14,7 @@ from tutti.gio_uring.gpu_modules import Modules
 
 @pytest.fixture(scope="session")
 def driver() -> Iterator[CudaDriver]:
-    pytest.importorskip("cuda.bindings.driver", reason="needs cuda-bindings (tutti[cuda])")
+    pytest.importorskip("cuda.bindings.driver", reason="needs cuda-bindings (extra cuda)")
     try:
         made = CudaDriver()
     except Unsupported as error:  # no driver; one that fails is a failure
@@ -25,7 +25,7 @@ def driver() -> Iterator[CudaDriver]:
 
 @pytest.fixture(scope="session")
 def modules(driver: CudaDriver) -> Iterator[Modules]:
-    pytest.importorskip("cuda.bindings.nvrtc", reason="needs NVRTC (tutti[cuda])")
+    pytest.importorskip("cuda.bindings.nvrtc", reason="needs NVRTC (extra cuda)")
     made = Modules(driver)
     yield made
     made.close()

@@ -15,7 +15,7 @@ import pytest
 
 # The environment of SGLang's tests is the one that has triton and torch.
 pytestmark = pytest.mark.sglang
-NEEDED = "needs torch and triton (tutti[cuda])"
+NEEDED = "needs torch and triton (pip install '.[cuda]')"
 
 
 @pytest.fixture

@@ -184,7 +184,7 @@ class CudaDriver:
             from cuda.bindings import driver
         except ImportError as error:
             raise Unsupported(
-                "cuda-bindings is not installed; install the extra: pip install 'tutti[cuda]'"
+                "cuda-bindings is not installed; in a clone of this project: pip install '.[cuda]'"
             ) from error
         self._cuda: Any = driver
         self.device = device
@@ -225,8 +225,8 @@ class CudaDriver:
             yield
             return
         with self._current():
-            self._thread.is_bound = True
             try:
+                self._thread.is_bound = True
                 yield
             finally:
                 self._thread.is_bound = False

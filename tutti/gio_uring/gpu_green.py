@@ -93,6 +93,8 @@ def torch_stream(stream: int, device: int = 0) -> object:
     try:
         import torch
     except ImportError as error:
-        raise Unsupported("PyTorch is not installed; install the extra: tutti[cuda]") from error
+        raise Unsupported(
+            "PyTorch is not installed; in a clone of this project: pip install '.[cuda]'"
+        ) from error
     make: Callable[..., object] = torch.cuda.ExternalStream
     return make(stream, device=torch.device("cuda", device))

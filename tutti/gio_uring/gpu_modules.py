@@ -91,12 +91,14 @@ class CubinCache:
 class DeviceSource:
     """Sources below one folder: the program, and everything that it may include.
 
-    root: holds `include/` and `device/`.  program: the file to compile, relative to root.
+    root: holds `include/` and `device/`.
     """
 
-    def __init__(self, root: Path | None = None, program: str = "device/kernels.cu") -> None:
+    #: The file to compile, relative to root.
+    program = "device/kernels.cu"
+
+    def __init__(self, root: Path | None = None) -> None:
         self.root = root or _shipped()
-        self.program = program
 
     def text(self) -> str:
         """The program.  Raises Unsupported when the package was installed without it."""
@@ -165,7 +167,7 @@ class _Nvrtc:
             from cuda.bindings import nvrtc
         except ImportError as error:
             raise Unsupported(
-                "cuda-bindings is not installed; install the extra: pip install 'tutti[cuda]'"
+                "cuda-bindings is not installed; in a clone of this project: pip install '.[cuda]'"
             ) from error
         self._nvrtc: Any = nvrtc
 
