@@ -51,8 +51,7 @@ def test_hicache_keeps_host_pages_that_a_device_may_still_write(
     answers: list[list[bool]] = []
     thread = threading.Thread(target=lambda: answers.append(storage.batch_get_v1(hashes, where)))
     thread.start()
-    while "device holds pages" not in kept.complaints.counts and thread.is_alive():
-        thread.join(0.01)
+    wait_for(lambda: "device holds pages" in kept.complaints.counts)
     assert not answers, "the call returned while the device held the pages"
     go.set()
     thread.join(30)

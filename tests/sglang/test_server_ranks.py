@@ -33,6 +33,17 @@ def _bound() -> dict[str, str]:
     return {"SGLANG_CPU_OMP_THREADS_BIND": f"{CPUS[0]}|{CPUS[1]}"}
 
 
+def crowd_is_served(mode: Mode, server: Server, crowd: list[list[int]]) -> None:
+    """Prompts with shared prefixes, one after another and, after a flush, all at once."""
+    right = [server.ask(prompt) for prompt in crowd]
+    server.settle()
+    server.flush()
+    replies = at_once(server, crowd)
+    assert sum(mode.loaded(reply) for reply in replies) > 0
+    for reply, want in zip(replies, right, strict=True):
+        assert near(reply, want)
+
+
 # With HiCache SGLang itself keeps its ranks in step; the linker has to.
 @pytest.mark.parametrize(
     "mode",
@@ -62,14 +73,7 @@ def test_two_ranks_stay_aligned(mode: Mode, tiny_model: Path, tmp_path: Path, se
             mode.equal([want], [reply])
         mode.recovers(server, asked, computed, 576)
         mode.served(computed, again(server, asked), 576)
-        crowd = families(seed, roots=6, tails=8)
-        right = [server.ask(prompt) for prompt in crowd]
-        server.settle()
-        server.flush()
-        replies = at_once(server, crowd)
-        assert sum(mode.loaded(reply) for reply in replies) > 0
-        for reply, want in zip(replies, right, strict=True):
-            assert near(reply, want)
+        crowd_is_served(mode, server, families(seed, roots=6, tails=8))
         if mode.name == "hicache":
             assert server.counted("evicted_objects_total") > 0
 
@@ -96,13 +100,7 @@ def test_stages_and_replicas(
         mode.served(computed, again(server, asked), 576)
         found = {path.name: path.stat().st_ino for path in pool_files(pools)}
         assert len(found) == len(set(found.values())) == 2, "a pool for each rank"
-        right = [server.ask(prompt) for prompt in crowd]
-        server.settle()
-        server.flush()
-        replies = at_once(server, crowd)
-        assert sum(mode.loaded(reply) for reply in replies) > 0
-        for reply, want in zip(replies, right, strict=True):
-            assert near(reply, want)
+        crowd_is_served(mode, server, crowd)
     with Server(tiny_model, log, arguments, page_size=64, env=_bound()) as server:
         mode.recovers(server, asked, computed, 576)
         mode.served(computed, again(server, asked), 576)
