@@ -3,11 +3,15 @@
 The library is built from `kernels/native/*.cpp` when the package is installed; its interface is
 `kernels/native/api.h`. Calls through ctypes release the GIL. Nothing here builds or downloads
 anything: a library that is missing or of another version is an error that says what to run.
+
+The environment variable `TUTTI_NATIVE_LIBRARY` names another build of it: tests load builds with
+sanitizers this way.
 """
 
 from __future__ import annotations
 
 import ctypes
+import os
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -18,6 +22,7 @@ import numpy.typing as npt
 from tutti.errors import NativeError
 
 ABI_VERSION = 1
+LIBRARY_VARIABLE = "TUTTI_NATIVE_LIBRARY"
 RECORD_NBYTES = 4096
 NO_SLOT = 0xFFFFFFFF
 
@@ -98,8 +103,9 @@ def declare(library: ctypes.CDLL, prototypes: Prototypes) -> ctypes.CDLL:
 
 @cache
 def lib() -> ctypes.CDLL:
-    """The library beside this file, loaded once; see `load` for errors."""
-    return load(Path(__file__).with_name("_native.so"))
+    """The library beside this file or in `LIBRARY_VARIABLE`, loaded once; see `load` for errors."""
+    named = os.environ.get(LIBRARY_VARIABLE)
+    return load(Path(named) if named else Path(__file__).with_name("_native.so"))
 
 
 def address(array: npt.NDArray[Any]) -> int:

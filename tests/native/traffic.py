@@ -1,0 +1,166 @@
+"""Traffic of eight threads through the Python API: a program, to be run over a library that was
+built with a sanitizer.
+
+    python traffic.py KIND FOLDER SEED ROUNDS
+
+KIND: "uring" and "threads" are pools in files with that executor, "vfio" is a pool on a drive that
+is made of software behind the vfio controller. Every round opens the pool, and each thread puts,
+looks up, loads and compares objects whose content follows from their keys, while others clear; then
+the pool is closed under the last of them. It ends with 0 when no byte was wrong.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from software_drive import SoftwareDrive
+
+import tutti
+from tutti.block_io import BlockIo
+from tutti.core import StoreConfig
+from tutti.errors import CapacityError, KeyMissing, MediumError, PoolClosed
+from tutti.geometry import Geometry
+from tutti.gio_uring.controller_memory import MemoryController
+from tutti.gio_uring.engine import Engine
+from tutti.host_pool import HostPool
+from tutti.layout import KVLayout
+from tutti.members import Members
+from tutti.store import ObjectStore
+
+LAYOUT = KVLayout.mha(layers=4, kv_heads=2, head_dim=64, page_size=16, dtype="bfloat16")
+GEOMETRY = Geometry(
+    layers=LAYOUT.layers, segments=LAYOUT.segments, lba_nbytes=4096, group_slots=4, groups=16
+)
+THREADS = 8
+STEPS = 12
+PAGES = 8  # of one thread
+KEYS = 48  # that one thread knows
+TIMEOUT_S = 60.0
+
+
+class Rounds:
+    """Opens a pool again and again and drives it from all threads."""
+
+    def __init__(self, opening: Callable[[], ObjectStore], seed: int) -> None:
+        self._opening = opening
+        self._seed = seed
+        self.errors: list[str] = []
+        self.counts = {"put": 0, "load": 0, "cleared": 0, "reset": 0, "failed": 0}
+
+    def run(self, rounds: int) -> None:
+        for number in range(rounds):
+            store = self._opening()
+            pool = store.allocate_pool(THREADS * PAGES)
+            threads = [
+                threading.Thread(target=self._work, args=(store, pool, number, i))
+                for i in range(THREADS)
+            ]
+            for thread in threads:
+                thread.start()
+            # The last thread finds the pool closed now and then.
+            for thread in threads[: THREADS - number % 2]:
+                thread.join(TIMEOUT_S)
+            store.close(TIMEOUT_S)
+            for thread in threads:
+                thread.join(TIMEOUT_S)
+                if thread.is_alive():
+                    self.errors.append("a thread hangs")
+
+    def _work(self, store: ObjectStore, pool: HostPool, number: int, index: int) -> None:
+        rng = np.random.default_rng((self._seed, number, index))
+        keys = np.random.default_rng((self._seed, index)).integers(
+            0, 256, (KEYS, 16), dtype=np.uint8
+        )
+        first = index * PAGES
+        try:
+            for step in range(STEPS):
+                rows = np.sort(rng.permutation(KEYS)[: int(rng.integers(1, PAGES))])
+                pages = first + np.arange(rows.size)
+                work = self._put if rng.random() < 0.5 else self._load
+                try:
+                    work(store, pool, keys[rows], pages)
+                except MediumError:  # of a reset
+                    self.counts["failed"] += 1
+                if index == 0 and step % 5 == 4:
+                    store.clear(deallocate=bool(step % 2))
+                    self.counts["cleared"] += 1
+                if index == 0 and step % 5 == 2:  # never beside a clear, which it would break
+                    self._reset(store)
+                store.stats()
+        except PoolClosed:
+            return
+        except Exception as error:
+            self.errors.append(f"thread {index}: {error!r}")
+
+    def _reset(self, store: ObjectStore) -> None:
+        drive = store.controller
+        if isinstance(drive, SoftwareDrive):
+            drive.reset_beside()
+            self.counts["reset"] += 1
+
+    def _put(self, store: ObjectStore, pool: HostPool, keys: Any, pages: Any) -> None:
+        for key, page in zip(keys, pages.tolist(), strict=True):
+            pool.write(page, content_of(key))
+        with contextlib.suppress(CapacityError):
+            self.counts["put"] += store.put(keys, pages).wait(TIMEOUT_S).stored
+
+    def _load(self, store: ObjectStore, pool: HostPool, keys: Any, pages: Any) -> None:
+        there = np.flatnonzero(store.present(keys))
+        if not there.size:
+            return
+        try:
+            ticket = store.load(keys[there], pages[there])
+            for layer in range(LAYOUT.layers):
+                ticket.wait_layer(layer, TIMEOUT_S)
+        except KeyMissing:
+            return  # cleared meanwhile
+        for key, page in zip(keys[there], pages[there].tolist(), strict=True):
+            if pool.read(page) != content_of(key):
+                self.errors.append(f"key {bytes(key).hex()} serves other bytes")
+        self.counts["load"] += there.size
+
+
+def content_of(key: Any) -> bytes:
+    whole = np.frombuffer(bytes(key), np.uint64)
+    rng = np.random.default_rng(whole.tolist())
+    return rng.bytes(LAYOUT.object_nbytes)
+
+
+def file_opening(folder: Path, executor: str) -> Callable[[], ObjectStore]:
+    path = folder / f"pool-{executor}"
+    return lambda: tutti.open(path, layout=LAYOUT, capacity="24MiB", executor=executor)
+
+
+def vfio_opening() -> Callable[[], ObjectStore]:
+    nbytes = -(-GEOMETRY.member_nbytes // (1 << 20)) << 20
+    image = np.zeros(nbytes, np.uint8)
+    with MemoryController([nbytes]) as medium:
+        engine = Engine(medium)
+        io = BlockIo(engine)
+        Members.format(io, engine, ["drive"], LAYOUT, GEOMETRY)
+        image[:] = medium.medium(1)
+        io.close()
+        engine.close()
+
+    def opening() -> ObjectStore:
+        return ObjectStore(SoftwareDrive(image), ["drive"], config=StoreConfig(timeout_s=TIMEOUT_S))
+
+    return opening
+
+
+def main(kind: str, folder: str, seed: str, rounds: str) -> int:
+    opening = vfio_opening() if kind == "vfio" else file_opening(Path(folder), kind)
+    work = Rounds(opening, int(seed))
+    work.run(int(rounds))
+    print(work.counts, *work.errors, sep="\n")
+    return 1 if work.errors or not work.counts["load"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))
