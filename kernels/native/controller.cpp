@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <chrono>
 
 namespace gio {
 
@@ -186,8 +187,6 @@ u32 decode_data_pointer(const Sqe& sqe, u64 nbytes, u32 descriptors_max, MemoryM
 }
 
 int Controller::attach(const QueuePair& qp) {
-  if (is_claimed()) return -EBUSY;
-  if (queues_.size() >= kQueuesMax) return -ENOSPC;
   if (qp.depth < 2 || qp.depth > info.depth_max || (qp.depth & (qp.depth - 1)) != 0) return -EINVAL;
   if (qp.sq == 0 || qp.cq == 0 || qp.sq_doorbell == 0 || qp.cq_doorbell == 0) return -EINVAL;
   ControllerQueue queue = {};
@@ -197,8 +196,54 @@ int Controller::attach(const QueuePair& qp) {
   queue.cq_doorbell = qp.cq_doorbell;
   queue.depth = qp.depth;
   queue.qid = qp.qid;
-  queues_.push_back(queue);
+  std::unique_lock<std::mutex> lock(changes_mutex_);
+  if (attached_.size() >= kQueuesMax) return -ENOSPC;
+  attached_.push_back(queue.sq);
+  changes_.push_back({queue, false});
+  lock.unlock();
+  announce();
   return 0;
+}
+
+int Controller::detach(const QueuePair& qp, u64 timeout_ns) {
+  std::unique_lock<std::mutex> lock(changes_mutex_);
+  const auto known = std::find(attached_.begin(), attached_.end(), qp.sq);
+  if (known == attached_.end()) return -ENOENT;
+  attached_.erase(known);
+  ControllerQueue queue = {};
+  queue.sq = qp.sq;
+  changes_.push_back({queue, true});
+  lock.unlock();
+  announce();
+  lock.lock();
+  const auto is_taken = [this] { return changes_.empty() || !is_claimed(); };
+  return changed_.wait_for(lock, std::chrono::nanoseconds(timeout_ns), is_taken) ? 0 : -ETIMEDOUT;
+}
+
+void Controller::announce() {
+  has_changes_.store(true, std::memory_order_release);  // pairs with take_changes
+  wake();
+}
+
+void Controller::apply_changes() {
+  static u32 no_doorbell = 0;
+  ControllerQueue nothing = {};
+  nothing.sq_doorbell = nothing.cq_doorbell = reinterpret_cast<u64>(&no_doorbell);
+  nothing.depth = 1;  // nothing can be fetched from it
+  std::lock_guard<std::mutex> lock(changes_mutex_);
+  has_changes_.store(false, std::memory_order_relaxed);
+  for (const Change& change : changes_) {
+    const u64 wanted = change.is_removal ? change.queue.sq : 0;
+    const auto place = std::find_if(queues_.begin(), queues_.end(),
+                                    [&](const ControllerQueue& q) { return q.sq == wanted; });
+    if (place != queues_.end()) {
+      *place = change.is_removal ? nothing : change.queue;
+    } else if (!change.is_removal) {
+      queues_.push_back(change.queue);
+    }
+  }
+  changes_.clear();
+  changed_.notify_all();
 }
 
 int Controller::start() {
@@ -258,6 +303,19 @@ uint64_t gio_controller_regions(Controller* controller) { return controller->mem
 
 int gio_controller_attach(Controller* controller, const gio::QueuePair* qp) {
   return controller->attach(*qp);
+}
+
+int gio_controller_detach(Controller* controller, const gio::QueuePair* qp, uint64_t timeout_ns) {
+  return controller->detach(*qp, timeout_ns);
+}
+
+void gio_controller_expect_rings(Controller* controller, int change) {
+  controller->expect_rings(change);
+}
+
+void gio_controller_late(Controller* controller, const gio::QueuePair* qp, uint32_t cid,
+                         uint64_t deadline_ns) {
+  controller->late(*qp, cid, deadline_ns);
 }
 
 uint32_t gio_controller_service(Controller* controller, uint64_t timeout_ns) {

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <atomic>
+#include <condition_variable>
 #include <cstdint>
 #include <mutex>
 #include <thread>
@@ -100,8 +101,19 @@ class Controller {
     return nsid >= 1 && nsid <= namespace_nlb_.size() ? namespace_nlb_[nsid - 1] : 0;
   }
 
-  // Adds a queue pair.  0, or -ENOSPC beyond 64, -EINVAL for a bad depth, -EBUSY while claimed.
+  // Adds a queue pair, which the next turn of service() looks at: any thread, also while another
+  // one serves.  0, or -ENOSPC beyond 64, -EINVAL for a bad depth.
   int attach(const QueuePair& qp);
+  // Forgets a queue pair that has nothing outstanding, or whose controller was reset.  0, -ENOENT,
+  // or -ETIMEDOUT when the serving thread has not taken note: it may then still look at the rings.
+  int detach(const QueuePair& qp, u64 timeout_ns);
+
+  // Submitters that ring and cannot wake, such as a GPU, begin (+1) or end (-1) their work.  While
+  // there are any, sleeps of service() are as short as the look at a doorbell is worth.
+  void expect_rings(int change) {
+    pollers_ += change;
+    if (change > 0) wake();
+  }
 
   // A thread that calls service() over and over claims the controller first, an engine's or
   // start()'s.  False while another one has it.
@@ -121,10 +133,36 @@ class Controller {
   // kOk for a command that may be executed.
   u32 validate(const Sqe& sqe) const;
 
-  std::vector<ControllerQueue> queues_;
+  // Called first by service() and reset(): what attach() and detach() asked for.
+  void take_changes() {
+    if (has_changes_.load(std::memory_order_acquire)) apply_changes();  // pairs with announce()
+  }
+  // False when the completion queue is full.  Nothing is posted to a queue that was detached.
+  bool post(u32 queue, u32 cid, u32 status) {
+    return queues_[queue].sq == 0 || cq_post(&queues_[queue], cid, status);
+  }
+  u64 sleep_limit(u64 timeout_ns) const {
+    return pollers_ > 0 && timeout_ns > kPollNs ? kPollNs : timeout_ns;
+  }
+
+  std::vector<ControllerQueue> queues_;  // a detached one leaves its place empty
   std::vector<u64> namespace_nlb_;
 
  private:
+  static constexpr u64 kPollNs = 20'000;
+  struct Change {
+    ControllerQueue queue;
+    bool is_removal;
+  };
+  void announce();
+  void apply_changes();
+
+  std::mutex changes_mutex_;
+  std::condition_variable changed_;
+  std::vector<Change> changes_;
+  std::vector<u64> attached_;  // their `sq`, changes included
+  std::atomic<bool> has_changes_{false};
+  std::atomic<int> pollers_{0};
   std::thread thread_;
   std::atomic<bool> stop_{false};
   std::atomic<bool> is_claimed_{false};
@@ -140,6 +178,12 @@ TUTTI_API int gio_controller_register(gio::Controller*, uint64_t address, uint64
 TUTTI_API int gio_controller_unregister(gio::Controller*, uint64_t address);
 TUTTI_API uint64_t gio_controller_regions(gio::Controller*);
 TUTTI_API int gio_controller_attach(gio::Controller*, const gio::QueuePair* qp);
+TUTTI_API int gio_controller_detach(gio::Controller*, const gio::QueuePair* qp,
+                                    uint64_t timeout_ns);
+TUTTI_API void gio_controller_expect_rings(gio::Controller*, int change);
+// For submitters that no engine watches over: see Controller::late.
+TUTTI_API void gio_controller_late(gio::Controller*, const gio::QueuePair* qp, uint32_t cid,
+                                   uint64_t deadline_ns);
 TUTTI_API uint32_t gio_controller_service(gio::Controller*, uint64_t timeout_ns);
 TUTTI_API int gio_controller_start(gio::Controller*);
 TUTTI_API void gio_controller_stop(gio::Controller*);

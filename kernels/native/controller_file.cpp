@@ -140,12 +140,11 @@ void FileController::allocate(const FileConfig& config) {
 }
 
 u32 FileController::service(u64 timeout_ns) {
+  take_changes();
   posted_ = 0;
   post_kept();
   if (!is_resetting_) fetch();
-  const u64 sleep_max_ns = sleep_max_ns_;
-  if (sleep_max_ns != 0) timeout_ns = std::min(timeout_ns, sleep_max_ns);
-  reap(posted_ == 0 && kept_.empty() ? timeout_ns : 0);
+  reap(posted_ == 0 && kept_.empty() ? sleep_limit(timeout_ns) : 0);
   return posted_;
 }
 

@@ -69,8 +69,6 @@ class FileController final : public Controller {
   void wake() override;
   int reset(u64 timeout_ns) override;
 
-  // Bounds every sleep of service(), for submitters that ring without wake(); 0 = no bound.
-  void set_sleep_max(u64 sleep_max_ns) { sleep_max_ns_ = sleep_max_ns; }
   // Any thread.  From the next turn of service() on, exactly these blocks go through the page
   // cache.  -EINVAL for bad ranges, -ENOTSUP for a file that has no buffered_fd.
   int set_buffered(const BufferedRange* ranges, size_t n);
@@ -197,7 +195,6 @@ class FileController final : public Controller {
   size_t first_queue_ = 0;  // fetching takes turns
   u32 posted_ = 0;          // in this turn
   bool is_resetting_ = false;
-  std::atomic<u64> sleep_max_ns_{0};
   std::atomic<u64> counters_[kCounters] = {};
 };
 
@@ -213,7 +210,6 @@ TUTTI_API void gio_file_controller_stats(gio::Controller*, gio::FileStats* out);
 // See FileController::set_buffered.
 TUTTI_API int gio_file_controller_set_buffered(gio::Controller*, const gio::BufferedRange* ranges,
                                                uint64_t n);
-TUTTI_API void gio_file_controller_sleep_max(gio::Controller*, uint64_t sleep_max_ns);
 // Registered buffers, on top of gio_controller_register.  0 or negative errno.
 TUTTI_API int gio_file_controller_add_buffer(gio::Controller*, uint64_t address, uint64_t nbytes);
 TUTTI_API int gio_file_controller_remove_buffer(gio::Controller*, uint64_t address);

@@ -270,7 +270,7 @@ void FileController::end_part(u32 command, u32 status) {
 }
 
 void FileController::post(const Command& command) {
-  if (cq_post(&queues_[command.queue], command.cid, command.status)) {
+  if (Controller::post(command.queue, command.cid, command.status)) {
     ++posted_;
   } else {
     kept_.push_back(command);
@@ -285,6 +285,7 @@ void FileController::post_kept() {
 }
 
 int FileController::reset(u64 timeout_ns) {
+  take_changes();
   is_resetting_ = true;
   abort_queued();
   if (under_way_ != 0) executor_->cancel();
@@ -357,10 +358,6 @@ int gio_file_controller_set_buffered(gio::Controller* controller, const gio::Buf
   } catch (const std::bad_alloc&) {
     return -ENOMEM;
   }
-}
-
-void gio_file_controller_sleep_max(gio::Controller* controller, uint64_t sleep_max_ns) {
-  file(controller)->set_sleep_max(sleep_max_ns);
 }
 
 int gio_file_controller_add_buffer(gio::Controller* controller, uint64_t address, uint64_t nbytes) {

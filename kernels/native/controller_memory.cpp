@@ -69,7 +69,7 @@ u32 MemoryController::service(u64 timeout_ns) {
   ++idle_turns_;
   {
     std::unique_lock<std::mutex> lock(wake_mutex_);
-    woken_.wait_for(lock, std::chrono::nanoseconds(std::min(timeout_ns, nap_ns)),
+    woken_.wait_for(lock, std::chrono::nanoseconds(std::min(sleep_limit(timeout_ns), nap_ns)),
                     [this] { return is_woken_; });
     is_woken_ = false;
   }
@@ -97,6 +97,7 @@ bool MemoryController::is_rung() const {
 }
 
 u32 MemoryController::turn() {
+  take_changes();
   std::lock_guard<std::mutex> lock(mutex_);
   ++turn_;
   outstanding_.resize(queues_.size(), 0);
@@ -200,7 +201,7 @@ u32 MemoryController::run_held(MemoryMap::Reader* reader) {
 }
 
 u32 MemoryController::answer(const Answer& answer) {
-  if (!cq_post(&queues_[answer.queue], answer.cid, answer.status)) {
+  if (!post(answer.queue, answer.cid, answer.status)) {
     backlog_.push_back(answer);
     return 0;
   }
@@ -293,6 +294,7 @@ void MemoryController::write_zeros(u32 nsid, u64 slba, u64 nlb) {
 }
 
 int MemoryController::reset(u64) {
+  take_changes();
   std::lock_guard<std::mutex> lock(mutex_);
   if (faults_.config.reset_fails != 0 && !unanswered_.empty()) return -ETIMEDOUT;
   faults_.config.stall_from = 0;

@@ -38,7 +38,7 @@ SpanController::SpanController(const SpanConfig& config)
 u32 SpanController::service(u64 timeout_ns) {
   u32 posted = turn();
   if (posted != 0 || timeout_ns == 0) return posted;
-  sleep(timeout_ns);
+  sleep(sleep_limit(timeout_ns));
   return turn();
 }
 
@@ -48,6 +48,7 @@ void SpanController::wake() {
 }
 
 int SpanController::reset(u64 timeout_ns) {
+  take_changes();
   int result = 0;
   for (Drive& drive : drives_) {
     const int status = drive.controller->reset(timeout_ns);
@@ -75,6 +76,7 @@ void SpanController::late(const QueuePair& qp, u32 cid, u64 deadline_ns) {
 }
 
 u32 SpanController::turn() {
+  take_changes();
   u32 posted = 0;
   std::deque<Answer> backlog;
   backlog.swap(backlog_);
@@ -141,7 +143,7 @@ u32 SpanController::reap(Drive* drive) {
 }
 
 u32 SpanController::answer(const Answer& answer) {
-  if (cq_post(&queues_[answer.origin.queue], answer.origin.cid, answer.status)) return 1;
+  if (post(answer.origin.queue, answer.origin.cid, answer.status)) return 1;
   backlog_.push_back(answer);
   return 0;
 }

@@ -102,8 +102,10 @@ int VfioController::map_doorbells() {
 }
 
 int VfioController::attach_pair(QueuePair* qp) {
+  if (is_claimed()) return -EBUSY;
   const int result = attach(*qp);
   if (result != 0) return result;
+  take_changes();
   pairs_.push_back(qp);
   rung_.resize(2 * pairs_.size(), 0);
   return 0;

@@ -68,7 +68,9 @@ class VfioController final : public Controller {
   // all memory, which is what a reset has to achieve.  -ETIMEDOUT when even that failed.
   int reset(u64 timeout_ns) override;
 
-  // As Controller::attach; `qp` has the drive's doorbells, or its shadow doorbells.
+  // As Controller::attach, for a queue pair of a CPU thread and before anything serves; `qp` has
+  // the drive's doorbells, or its shadow doorbells.  One that a GPU rings and reaps is not
+  // attached.
   int attach_pair(QueuePair* qp);
 
   // Ends every command that has no completion with `status` and makes all rings new.  Only while
@@ -109,7 +111,7 @@ class VfioController final : public Controller {
   void answer_ask();
   int go_on();
   u64 doorbell_offset(size_t pair, u32 which) const {
-    return (2 * (pair + 1) + which) * config_.doorbell_nbytes;
+    return (2 * pairs_[pair]->qid + which) * config_.doorbell_nbytes;
   }
 
   struct Late {

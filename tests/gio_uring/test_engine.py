@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import ctypes
 import threading
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
 import xxhash
 
 from tutti.errors import ConfigError, DeviceTimeout, NativeError, PoolClosed
+from tutti.gio_uring import _native
+from tutti.gio_uring import nvme_spec as nvme
 from tutti.gio_uring.controller_memory import Faults, MemoryController
 from tutti.gio_uring.engine import Engine, Extents, Job
 from tutti.gio_uring.iocb import PagedMemory
 from tutti.gio_uring.memory import HostBuffer
 from tutti.gio_uring.nvme_spec import (
+    OPCODE_FLUSH,
     OPCODE_READ,
     OPCODE_WRITE,
     STATUS_CANCELLED,
@@ -23,6 +28,7 @@ from tutti.gio_uring.nvme_spec import (
     STATUS_TIMED_OUT,
     STATUS_UNRECOVERED_READ,
 )
+from tutti.gio_uring.queue_pair import COMPLETED, QueuePair
 
 SEGMENTS = (6000, 2500)  # padded to three blocks of 4096
 SLICE_NLB = 3
@@ -235,21 +241,67 @@ def test_an_engine_whose_device_is_lost_says_so() -> None:
 
 
 def test_one_engine_serves_a_controller(rig: Rig) -> None:
-    """Nobody changes the queues, or takes the controller away, below the engine's thread."""
+    """No other thread may service the controller while the engine's does."""
     with pytest.raises(ConfigError, match="another engine"):
         Engine(rig.controller)
-    with pytest.raises(ConfigError, match="or an engine"):
-        rig.controller.create_queue_pair(8)
-    with pytest.raises(ConfigError, match="an engine serves"):
-        rig.controller.reset(1.0)
     with pytest.raises(NativeError, match="its engine"):
         rig.controller.start()
     assert rig.controller.service() == 0
     rig.engine.close(5)
     rig.region.close()
     rig.region = rig.controller.register(rig.buffer)
-    rig.controller.create_queue_pair(8)
     rig.controller.reset(1.0)
+
+
+def test_other_producers_come_and_go_while_an_engine_serves(rig: Rig) -> None:
+    """A device's queue pairs are served by the engine's thread, beside the engine's own jobs."""
+    lib: Any = _native.lib()
+    for _ in range(3):
+        with rig.controller.create_queue_pair(8, is_device=True) as pair:
+            assert pair.qid == 2, "a closed pair leaves its place"
+            rig.controller.expect_rings(True)
+            job = rig.submit(OPCODE_READ, list(range(PAGES)))
+            for _ in range(20):
+                assert run_flush(lib, pair) == COMPLETED
+            rig.controller.expect_rings(False)
+            assert job.wait_released(5)
+    assert rig.engine.stats().jobs == 3
+
+
+def test_a_reset_ends_the_commands_of_all_producers(rig: Rig) -> None:
+    lib: Any = _native.lib()
+    rig.controller.set_faults(Faults(stall_from=1))
+    pair = rig.controller.create_queue_pair(8, is_device=True)
+    job = rig.submit(OPCODE_READ, [0])
+    cid = send_flush(lib, pair)
+    rig.controller.reset(5.0)  # by the engine's thread
+    assert job.wait_released(5)
+    assert job.report().status == nvme.STATUS_ABORTED_SQ_DELETION
+    assert wait_flush(lib, pair, cid) == COMPLETED | nvme.STATUS_ABORTED_SQ_DELETION
+    pair.close()
+
+
+def send_flush(lib: Any, pair: QueuePair) -> int:
+    cid = int(lib.gio_qp_cid_acquire(pair.struct_address))
+    sqe = nvme.Sqe(cdw0=nvme.make_cdw0(OPCODE_FLUSH, 0, cid), nsid=1)
+    lib.gio_qp_sq_enqueue(pair.struct_address, ctypes.byref(sqe))
+    lib.gio_qp_sq_ring(pair.struct_address)
+    return cid
+
+
+def wait_flush(lib: Any, pair: QueuePair, cid: int) -> int:
+    deadline = time.monotonic() + 10
+    word = 0
+    while not word and time.monotonic() < deadline:
+        lib.gio_qp_cq_reap(pair.struct_address, 8)
+        word = int(lib.gio_qp_completion(pair.struct_address, cid))
+    if word:
+        lib.gio_qp_cid_release(pair.struct_address, cid)
+    return word
+
+
+def run_flush(lib: Any, pair: QueuePair) -> int:
+    return wait_flush(lib, pair, send_flush(lib, pair))
 
 
 def test_ctrl_c_between_a_submission_and_its_job(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -40,6 +40,7 @@ class FakeDrive:
         self.refuses: dict[int, int] = {}
         self.identify: dict[int, bytes] = {}
         self.created: list[tuple[str, int, int]] = []
+        self.interrupting: list[int] = []
         self._head = self._tail = 0
 
     def enable_dma(self) -> None:
@@ -110,6 +111,8 @@ class FakeDrive:
         elif opcode in (0x01, 0x05):
             kind = "sq" if opcode == 1 else "cq"
             self.created.append((kind, sqe.cdw10 & 0xFFFF, (sqe.cdw10 >> 16) + 1))
+            if kind == "cq" and sqe.cdw11 & 2:  # IEN
+                self.interrupting.append(sqe.cdw10 & 0xFFFF)
         elif opcode in (0x00, 0x04):
             self.log.append(f"delete {'sq' if opcode == 0 else 'cq'} {sqe.cdw10}")
         return 0
@@ -204,6 +207,22 @@ def test_restart_makes_the_queues_again() -> None:
     admin.restart(5.0, lambda: ended.append(drive.csts & READY))
     assert ended == [0], "commands are ended while the drive is disabled, once"
     assert [qid for kind, qid, _ in drive.created if kind == "sq"] == [1, 2]
+
+
+def test_queue_pairs_of_a_device_have_no_interrupts_and_end_with_a_reset() -> None:
+    drive = FakeDrive()
+    drive.irq_fd = 0
+    admin = brought_up(drive)
+    admin.request_queues(4)
+    pairs = [QueuePair(16, 1), QueuePair(16, 2, is_device=True)]
+    for pair in pairs:
+        admin.create_queues(pair)
+    admin.queue_pairs = pairs
+    assert drive.interrupting == [1]
+    drive.created.clear()
+    admin.restart(5.0, lambda: None)
+    assert [pair.is_dead for pair in pairs] == [False, True]
+    assert [qid for kind, qid, _ in drive.created if kind == "sq"] == [1]
 
 
 def test_restart_of_a_stuck_drive_resets_the_function() -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 import weakref
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 from tutti.errors import ConfigError, DeviceTimeout, NativeError
 from tutti.gio_uring import _native
@@ -67,11 +67,19 @@ class ControllerInfo:
         return 1 << self.lba_shift
 
 
+class Server(Protocol):
+    """What serves a controller and is not its own thread."""
+
+    def reset(self, timeout_s: float) -> None:
+        """Resets the controller. Raises DeviceTimeout."""
+
+
 class NativeController:
     """A controller in the native library; a context manager.
 
-    One thread at a time drives it: whoever calls `service`, an engine, or the thread that `start`
-    makes. `handle` is the native object, for engines and benchmarks.
+    One thread at a time serves it: the caller of `service`, an engine's, or the one that `start`
+    makes. It serves the queue pairs of all producers, those of GPU kernels included, which may
+    come and go meanwhile. `handle` is the native object, for engines and benchmarks.
     """
 
     def __init__(self, handle: int) -> None:
@@ -81,6 +89,7 @@ class NativeController:
         self._queue_pairs: list[QueuePair] = []
         self._rings: list[object] = []
         self._is_started = False
+        self._server: weakref.ref[Server] | None = None
         self.info = self._read_info()
         # What the native side may touch lives at least until it has been destroyed.
         self._finalizer = weakref.finalize(self, _abandon, handle, self._buffers, self._rings)
@@ -128,34 +137,63 @@ class NativeController:
             self._lib.gio_controller_unregister(self.handle, region.address)
             del self._buffers[region.address]
 
-    def create_queue_pair(self, depth: int) -> QueuePair:
-        """A queue pair with nothing in flight, perhaps one of this depth that was closed.
+    def create_queue_pair(self, depth: int, *, is_device: bool = False) -> QueuePair:
+        """A new queue pair, at any time; its `close` gives the place back.
 
+        is_device: kernels of a GPU submit and reap here, with a copy of the submitter's words in
+        GPU memory. While they are at work, announce it with `expect_rings`.
         Its rings are not registered memory: no transfer can name them.
-        Raises ConfigError for an unacceptable depth, too many queue pairs, or while `is_served`.
+        Raises ConfigError for an unacceptable depth or too many queue pairs.
         """
         self._check_open()
-        if (idle := self._reopened(depth)) is not None:
-            return idle
-        queue_pair = QueuePair(depth, len(self._queue_pairs) + 1, owner=self)
-        result = self._lib.gio_controller_attach(self.handle, queue_pair.struct_address)
-        remedy = (
-            f"use a power of two up to {self.info.depth_max}, at most 64 queue pairs, and create"
-            " them before start() or an engine"
+        queue_pair = QueuePair(
+            depth, self._free_qid(), owner=self, is_device=is_device, on_close=self._release
         )
+        result = self._lib.gio_controller_attach(self.handle, queue_pair.struct_address)
+        remedy = f"use a power of two up to {self.info.depth_max}, and at most 64 queue pairs"
         _native.check(result, f"cannot create a queue pair of depth {depth}", remedy, ConfigError)
-        self._queue_pairs.append(queue_pair)
-        self._rings.append(queue_pair.memory)
+        self._keep(queue_pair)
         return queue_pair
 
-    def _reopened(self, depth: int) -> QueuePair | None:
-        """One that was closed and has nothing in flight, open again."""
-        for queue_pair in self._queue_pairs:
-            idle = queue_pair.is_closed and queue_pair.inflight == 0
-            if idle and queue_pair.depth == depth:
-                queue_pair.is_closed = False
-                return queue_pair
-        return None
+    def _free_qid(self) -> int:
+        taken = {queue_pair.qid for queue_pair in self._queue_pairs}
+        return next(qid for qid in range(1, len(taken) + 2) if qid not in taken)
+
+    def _keep(self, queue_pair: QueuePair) -> None:
+        """The native side may look at its rings from now on."""
+        self._queue_pairs.append(queue_pair)
+        self._rings.append(queue_pair.memory)
+
+    def _release(self, queue_pair: QueuePair) -> None:
+        """Forgets a queue pair that was closed; one with commands in flight keeps its rings."""
+        if self.is_closed or queue_pair.inflight:
+            return
+        timeout_ns = int(_CLOSE_TIMEOUT_S * 1e9)
+        address = queue_pair.struct_address
+        if self._lib.gio_controller_detach(self.handle, address, timeout_ns) == 0:
+            self._queue_pairs.remove(queue_pair)
+            self._rings.remove(queue_pair.memory)
+
+    def expect_rings(self, is_busy: bool) -> None:
+        """Says that a producer that cannot wake the serving thread, such as a GPU's kernel, begins
+        its work (True) or has ended it (False). Calls nest; while one is busy, doorbells are looked
+        at every few microseconds.
+        """
+        if not self.is_closed:
+            self._lib.gio_controller_expect_rings(self.handle, 1 if is_busy else -1)
+
+    def late(self, queue_pair: QueuePair, cid: int, deadline_ns: int) -> None:
+        """Says that a command of a device's queue pair has passed its deadline (CLOCK_MONOTONIC).
+
+        On a drive that leads to an abort and then to a reset. Tell it again every few milliseconds
+        until the command has ended. An engine does so for its own commands.
+        """
+        address = queue_pair.struct_address
+        self._lib.gio_controller_late(self.handle, address, cid, deadline_ns)
+
+    def served_by(self, server: Server) -> None:
+        """Names the engine whose thread serves the queues until it is closed: it resets, too."""
+        self._server = weakref.ref(server)
 
     def service(self, timeout_s: float = 0.0) -> int:
         """One turn of work in the caller's thread, sleeping at most `timeout_s` when idle.
@@ -183,11 +221,15 @@ class NativeController:
     def reset(self, timeout_s: float) -> None:
         """End every outstanding command: its completion tells how.
 
-        Raises DeviceTimeout when something is still outstanding after `timeout_s`; everything
-        stays owned then, and the reset may be tried again. Raises ConfigError while an engine
-        serves it, which has a reset of its own.
+        An engine that serves it does it; its commands end, too. Raises DeviceTimeout when something
+        is still outstanding after `timeout_s`; everything stays owned then, and the reset may be
+        tried again.
         """
         self._check_open()
+        server = self._server() if self._server is not None else None
+        if server is not None and not self._is_started and self.is_served:
+            server.reset(timeout_s)
+            return
         restarts = self._is_started
         self.stop()
         self._check_unserved()

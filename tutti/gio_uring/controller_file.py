@@ -47,7 +47,6 @@ _lib = _native.part(
         "gio_file_controller_create": (_I, (_P, _P)),
         "gio_file_controller_executor": (_U32, (_P, _P)),
         "gio_file_controller_stats": (None, (_P, _P)),
-        "gio_file_controller_sleep_max": (None, (_P, _U64)),
         "gio_file_controller_set_buffered": (_I, (_P, _P, _U64)),
         "gio_file_controller_add_buffer": (_I, (_P, _U64, _U64)),
         "gio_file_controller_remove_buffer": (_I, (_P, _U64)),
@@ -334,19 +333,6 @@ class FileController(NativeController):
             self._fixed.discard(region.address)
             _lib().gio_file_controller_remove_buffer(self.handle, region.address)
         super()._unregister(region)
-
-    def start(self, poll_us: int = 50) -> None:
-        """As NativeController.start, looking at the doorbells at least every `poll_us`.
-
-        Submitters on a GPU ring and cannot wake.
-        """
-        _lib().gio_file_controller_sleep_max(self.handle, poll_us * 1000)
-        super().start()
-
-    def stop(self) -> None:
-        super().stop()
-        if not self.is_closed:
-            _lib().gio_file_controller_sleep_max(self.handle, 0)
 
     def stats(self) -> FileStats:
         """Totals since creation."""

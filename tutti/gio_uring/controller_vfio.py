@@ -13,7 +13,14 @@ import logging
 import weakref
 from typing import Any
 
-from tutti.errors import ConfigError, DeviceGone, DeviceTimeout, MediumError, TuttiError
+from tutti.errors import (
+    ConfigError,
+    DeviceGone,
+    DeviceTimeout,
+    MediumError,
+    TuttiError,
+    Unsupported,
+)
 from tutti.gio_uring import _native
 from tutti.gio_uring.controller import (
     HAS_DEALLOCATE,
@@ -260,33 +267,70 @@ class VfioController(NativeController):
             self._reachable.discard(region.address)
         super()._unregister(region)
 
-    def create_queue_pair(self, depth: int) -> QueuePair:
+    def create_queue_pair(self, depth: int, *, is_device: bool = False) -> QueuePair:
         """As NativeController.create_queue_pair; the drive has `queues_granted` of them.
 
-        Raises DeviceGone when the drive has left.
+        is_device: a GPU rings the drive and reaps by itself. The drive raises no interrupts for
+        it, and the serving thread leaves it alone. A reset ends it: `is_dead` is then true, none
+        of its commands touches memory any more, and it is closed and made anew by its owner.
+        One for CPU threads is created while nothing serves.
+
+        Raises DeviceGone when the drive has left, Unsupported for a device's queue pair on a drive
+        whose shadow doorbells are in use.
         """
         self._check_open()
-        if (idle := self._reopened(depth)) is not None:
+        if not is_device and (idle := self._reopened(depth)) is not None:
             return idle
         if self.is_gone:
             raise DeviceGone(f"{self.device.bdf} has left; bring it back and open it again")
-        qid = len(self._queue_pairs) + 1
+        if is_device and self._shadow:
+            raise Unsupported(
+                f"{self.device.bdf} is rung through shadow doorbells, which a GPU cannot forward;"
+                " open it with shadow_doorbells=False"
+            )
+        qid = self._free_qid()
         limits = f"depth: a power of two from 2 to {self.info.depth_max}"
-        if depth > self.info.depth_max or qid > self.queues_granted or self.is_served:
+        is_late = self.is_served and not is_device
+        if depth > self.info.depth_max or qid > self.queues_granted or is_late:
             raise ConfigError(
                 f"cannot create queue pair {qid} of depth {depth}; use a {limits}, at most"
-                f" {self.queues_granted} queue pairs, and create them before start() or an engine"
+                f" {self.queues_granted} queue pairs, and create those of CPU threads before"
+                " start() or an engine"
             )
-        queue_pair = QueuePair(depth, qid, owner=self)
+        queue_pair = QueuePair(depth, qid, owner=self, is_device=is_device, on_close=self._release)
         self._aim_doorbells(queue_pair)
         self.device.map((queue_pair.memory.address, queue_pair.layout.nbytes))
         self.admin.create_queues(queue_pair)
-        result = _lib().gio_vfio_controller_attach(self.handle, queue_pair.struct_address)
-        _native.check(result, f"cannot create a queue pair of depth {depth}", limits, ConfigError)
+        if not is_device:
+            result = _lib().gio_vfio_controller_attach(self.handle, queue_pair.struct_address)
+            what = f"cannot create a queue pair of depth {depth}"
+            _native.check(result, what, limits, ConfigError)
         self.admin.queue_pairs.append(queue_pair)
-        self._queue_pairs.append(queue_pair)
-        self._rings.append(queue_pair.memory)
+        self._keep(queue_pair)
         return queue_pair
+
+    def _reopened(self, depth: int) -> QueuePair | None:
+        """One of CPU threads that was closed and has nothing in flight, open again."""
+        for queue_pair in self._queue_pairs:
+            idle = queue_pair.is_closed and queue_pair.inflight == 0
+            if idle and not queue_pair.is_device and queue_pair.depth == depth:
+                queue_pair.is_closed = False
+                return queue_pair
+        return None
+
+    def _release(self, queue_pair: QueuePair) -> None:
+        """A device's queue pair leaves the drive; others stay for `_reopened`."""
+        if self.is_closed or not queue_pair.is_device:
+            return
+        with self.admin.lock:
+            if not (self.is_gone or queue_pair.is_dead):
+                self.admin.delete_queues(queue_pair)
+            if queue_pair in self.admin.queue_pairs:
+                self.admin.queue_pairs.remove(queue_pair)
+        if not self.is_gone:
+            self.device.unmap((queue_pair.memory.address, queue_pair.layout.nbytes))
+        self._queue_pairs.remove(queue_pair)
+        self._rings.remove(queue_pair.memory)
 
     @property
     def doorbell_registers(self) -> tuple[int, int] | None:

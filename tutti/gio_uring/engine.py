@@ -238,6 +238,7 @@ class Engine:
             inflight_max,
         )
         assert self.handle, "two engines were made at once"
+        controller.served_by(self)
         # A process that ends without close: the thread must not outlive the controller, whose own
         # finalizer runs after this one.
         self._finalizer = weakref.finalize(self, _stop, self.handle, controller.keep_after_failure)

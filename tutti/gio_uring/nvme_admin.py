@@ -60,8 +60,8 @@ class AdminResult:
 class NvmeAdmin:
     """The admin side of one drive. Commands and restarts of several threads follow each other.
 
-    queue_pairs: I/O queue pairs by qid - 1. shadow: address of a page of shadow doorbells and one
-    of event indices, 0 without.
+    queue_pairs: I/O queue pairs; a restart creates them again, except a device's. shadow: address
+    of a page of shadow doorbells and one of event indices, 0 without.
     """
 
     device: VfioDevice
@@ -228,7 +228,8 @@ class NvmeAdmin:
                 f"{self.device.bdf} grants {self.queues_granted} I/O queue pairs; close one first"
             )
         shape = (queue_pair.depth - 1) << 16 | queue_pair.qid
-        flags = _QUEUE_CONTIGUOUS | (_CQ_INTERRUPTS if self.device.irq_fd >= 0 else 0)
+        interrupts = self.device.irq_fd >= 0 and not queue_pair.is_device
+        flags = _QUEUE_CONTIGUOUS | (_CQ_INTERRUPTS if interrupts else 0)
         what = f"create queue pair {queue_pair.qid}"
         struct = queue_pair.struct
         self._must(what, _CREATE_CQ, cdw10=shape, cdw11=flags, prp1=struct.cq)
@@ -279,7 +280,10 @@ class NvmeAdmin:
         if self.shadow:
             self.set_shadow_doorbells(self.shadow)
         for queue_pair in self.queue_pairs:
-            self.create_queues(queue_pair)
+            # The submitter's words of a device are out of reach: kernels could ring old tails.
+            queue_pair.is_dead = queue_pair.is_device
+            if not queue_pair.is_dead:
+                self.create_queues(queue_pair)
 
     def check_features(self, identity: Identity, *, shadow: bool) -> None:
         """Raises Unsupported when a feature that was asked for is not there."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import struct
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -136,13 +137,24 @@ class QueuePair:
     only ends the use of it. Plain data at `struct_address` for native and device code.
     """
 
-    def __init__(self, depth: int, qid: int, owner: object = None) -> None:
+    def __init__(
+        self,
+        depth: int,
+        qid: int,
+        *,
+        owner: object = None,
+        is_device: bool = False,
+        on_close: Callable[[QueuePair], None] | None = None,
+    ) -> None:
         self.layout = QueueLayout(depth)
         self.depth = depth
         self.qid = qid
         self.owner = owner
+        self.is_device = is_device
+        self._on_close = on_close
         self.memory = HostBuffer(self.layout.nbytes)
         self.is_closed = False
+        self.is_dead = False  # a reset of its drive has ended it
         base = self.memory.address
         self.struct_address = base + self.layout.queue_pair
         self.struct = QueuePairStruct.from_address(self.struct_address)
@@ -161,8 +173,11 @@ class QueuePair:
         return self.depth - 1 - free
 
     def close(self) -> None:
-        """Say that nobody submits here any more; a second call does nothing."""
-        self.is_closed = True
+        """Nothing is submitted here any more; a second call does nothing."""
+        if not self.is_closed:
+            self.is_closed = True
+            if self._on_close is not None:
+                self._on_close(self)
 
     def __enter__(self) -> QueuePair:
         return self
