@@ -15,6 +15,7 @@ from tutti.gio_uring.iocb import flat_memory
 from tutti.gio_uring.memory import HostBuffer
 from tutti.gio_uring.nvme_spec import OPCODE_READ, OPCODE_WRITE
 from tutti.gio_uring.ring import status_error
+from tutti.process import Owned
 
 U32 = npt.NDArray[np.uint32]
 
@@ -22,7 +23,7 @@ _CHUNK_BLOCKS = 256
 _CHUNKS = 4
 
 
-class BlockIo:
+class BlockIo(Owned):
     """Moves blocks of one controller through a small registered buffer.  Thread-safe.
 
     Raises MediumError, CapacityError or DeviceTimeout.  After a DeviceTimeout the device may

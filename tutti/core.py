@@ -23,6 +23,7 @@ from tutti.gio_uring.transfer import Submitter
 from tutti.holds import Holds
 from tutti.index import MISSING, Index, SlotState
 from tutti.members import Members
+from tutti.process import Owned
 from tutti.scheduler.dispatcher import Schedule
 
 Slots = npt.NDArray[np.int64]
@@ -107,7 +108,7 @@ class Closable(Protocol):
         """Gives back what it holds."""
 
 
-class Core:
+class Core(Owned):
     """The shared state of an open pool.  Arrays of the index are touched under ``lock`` only."""
 
     def __init__(self, engine: Engine, members: Members, config: StoreConfig) -> None:

@@ -92,6 +92,10 @@ class PoolClosed(PoolError):
     """A call to a pool that is closed or closing."""
 
 
+class ForkedProcess(PoolClosed):
+    """A call in a forked process to what the process before the fork opened."""
+
+
 class MediumError(TuttiError):
     """The medium failed a transfer.
 

@@ -15,6 +15,7 @@ from tutti.errors import ConfigError, PageRangeError
 from tutti.gio_uring.iocb import PagedMemory
 from tutti.gio_uring.memory import HostBuffer, address_of, view_at
 from tutti.layout import KVLayout
+from tutti.process import Owned
 
 #: Orders of one buffer.  The letters name the axes from the slowest to the fastest: segment (K, V
 #: or the latent), layer, page, token.
@@ -24,7 +25,7 @@ PAGE_FIRST = "page_first"  # [segment][page][token][layer]: the layout is token_
 ORDERS = (LAYER_FIRST, PAGE_FIRST_DIRECT, PAGE_FIRST)
 
 
-class HostPool:
+class HostPool(Owned):
     """Numbered pages of one KV layout in registered memory.
 
     memory: where segment k of page p in layer l lies (see PagedMemory).

@@ -22,9 +22,10 @@ from tutti.medium import (
     choose_superblock,
     pool_constants,
 )
+from tutti.process import Owned
 
 
-class Members:
+class Members(Owned):
     """The superblocks of a pool whose namespaces are open.
 
     superblocks: one per member, None for one that is missing in a degraded pool.

@@ -22,6 +22,7 @@ from tutti.errors import DeviceTimeout, TuttiError
 from tutti.gio_uring.iocb import PagedMemory
 from tutti.gio_uring.nvme_spec import STATUS_CANCELLED, STATUS_TIMED_OUT
 from tutti.index import MISSING
+from tutti.process import Owned
 from tutti.loader import Loader
 from tutti.scheduler.dispatcher import Dispatcher, Schedule
 from tutti.scheduler.event import (
@@ -67,7 +68,7 @@ class _Load:
     due: threading.Event = field(default_factory=threading.Event)
 
 
-class Pacer:
+class Pacer(Owned):
     """Stands before the writer and the loader of one pool, and carries out decisions.
 
     See scheduler.dispatcher.Launcher.

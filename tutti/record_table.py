@@ -24,6 +24,7 @@ from tutti.medium import (
     fill_records,
 )
 from tutti.members import Members
+from tutti.process import Owned
 
 #: Records that one staging block holds, 4 MiB: the most pages of one put batch.
 BLOCK_RECORDS = 1024
@@ -48,7 +49,7 @@ class RecordContent:
     digests: U64 | None = None
 
 
-class RecordTable:
+class RecordTable(Owned):
     """Reads and writes records through a bounded set of registered staging blocks.  Thread-safe."""
 
     def __init__(self, engine: Engine, members: Members, *, blocks: int) -> None:

@@ -17,6 +17,7 @@ from tutti.gio_uring.controller import NativeController
 from tutti.gio_uring.controller_file import BlockRange, FileController
 from tutti.index import MISSING
 from tutti.keys import as_keys
+from tutti.process import Owned
 from tutti.scheduler.residency import plan_groups, read_memory
 
 
@@ -34,7 +35,7 @@ class ResidencyPlan:
     planned_nbytes: int
 
 
-class Residency:
+class Residency(Owned):
     """Two paths to one pool's groups.  Thread-safe.
 
     plan: the last one, None while everything goes past the page cache.

@@ -47,6 +47,7 @@ from tutti.member_controller import open_controller
 from tutti.members import Members
 from tutti.pacer import Pacer
 from tutti.pool_format import Paths, format, format_missing, member_names
+from tutti.process import Owned
 from tutti.reclaim import Reclaimer
 from tutti.recovery import recover, write_snapshots
 from tutti.residency import Residency
@@ -61,7 +62,7 @@ Keys = npt.NDArray[np.uint8] | Sequence[bytes]
 _STUCK: list[ObjectStore] = []
 
 
-class ObjectStore:
+class ObjectStore(Owned):
     """An open pool.  Thread-safe; use it as a context manager or call ``close``.
 
     Made by ``open`` for files, or directly over any controller whose namespaces hold a pool.

@@ -16,6 +16,7 @@ import numpy as np
 
 from tutti.core import Core
 from tutti.errors import DeviceTimeout, TuttiError
+from tutti.process import Owned
 from tutti.gio_uring.nvme_spec import STATUS_CANCELLED, STATUS_TIMED_OUT
 from tutti.tickets import PutTicket
 from tutti.writer import PutRequest, Writer
@@ -34,7 +35,7 @@ class _Held:
     finished: int  # of the writer, when it was held
 
 
-class Tails:
+class Tails(Owned):
     """Puts for one pool: long ones at once, short ones in company."""
 
     def __init__(self, core: Core, writer: Writer) -> None:

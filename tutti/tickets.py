@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from tutti.errors import DeviceTimeout, PageRangeError, TuttiError
 from tutti.gio_uring.ring import status_error
+from tutti.process import Owned
 
 if TYPE_CHECKING:
     from tutti.gio_uring.transfer import Transfer
@@ -49,7 +50,7 @@ class Outcome(IntEnum):
     FAILED = 4
 
 
-class PutTicket:
+class PutTicket(Owned):
     """A put on its way.  The pages must not change before ``wait`` returned.  Thread-safe."""
 
     def __init__(self, keys: int) -> None:
@@ -124,7 +125,7 @@ class LoadPart:
     whole: bool  # no layer counts before all do: unproven objects are verified in full first
 
 
-class LoadTicket:
+class LoadTicket(Owned):
     """A load on its way, whose layers become ready one after another.  Thread-safe.
 
     The pages must not be read before their layer is ready, nor reused before the load is done.

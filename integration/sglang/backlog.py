@@ -24,6 +24,7 @@ from tutti.integration.sglang.fence import Fence
 from tutti.integration.sglang.metrics import STORE
 from tutti.integration.sglang.pools import Pages
 from tutti.integration.sglang.shelf import Shelf
+from tutti.process import Owned
 from tutti.tickets import Outcome, PutTicket
 
 Keys = npt.NDArray[np.uint8]
@@ -65,7 +66,7 @@ class Offload:
     kept: bool | None = None
 
 
-class Backlog:
+class Backlog(Owned):
     """Offloads under way.  ``add`` never waits for the medium, nor for the engine's device.
 
     locked_share: of each pool's pages that may wait for the medium where they are.

@@ -12,7 +12,6 @@ it is counted, and logged once per kind.
 
 from __future__ import annotations
 
-import atexit
 import queue
 import threading
 import time
@@ -49,6 +48,7 @@ from tutti.integration.sglang.steps import STEPS
 from tutti.integration.sglang.upkeep import Upkeep
 from tutti.integration.sglang.weights import WATCH
 from tutti.keys import object_keys
+from tutti.process import Owned, at_exit, forget_exit
 
 Keys = npt.NDArray[np.uint8]
 
@@ -56,7 +56,7 @@ _IDLE_S = 60.0
 _PATIENCE_S = 1.0
 
 
-class TuttiLinker(adapter.UnifiedCacheLinker):
+class TuttiLinker(Owned, adapter.UnifiedCacheLinker):
     """One rank's store.  Made by SGLang's `dynamic` linker backend; see the module.
 
     SGLang calls everything from its scheduler's thread, except the layer counter's waits.
@@ -166,7 +166,7 @@ class TuttiLinker(adapter.UnifiedCacheLinker):
         self._loader = threading.Thread(target=self._start_loads, name="tutti-load", daemon=True)
         self._loader.start()
         # A scheduler that dies of an error never calls close.
-        atexit.register(self.close)
+        at_exit(self.close)
 
     def _make_worth(self, shelves: Sequence[Shelf]) -> Worth:
         page, options = self._group.page_size, self._options
@@ -293,7 +293,7 @@ class TuttiLinker(adapter.UnifiedCacheLinker):
         if self._closed:
             return
         self._closed = True
-        atexit.unregister(self.close)
+        forget_exit(self.close)
         for shelf in self.shelves.values():
             if shelf.store.scheduler is not None:
                 STEPS.leave(shelf.store.scheduler)

@@ -24,6 +24,7 @@ from tutti.integration.sglang.pools import Pages
 from tutti.integration.sglang.read_ahead import ReadAhead
 from tutti.integration.sglang.reads import Read
 from tutti.integration.sglang.shelf import Shelf
+from tutti.process import Owned
 
 Keys = npt.NDArray[np.uint8]
 
@@ -103,7 +104,7 @@ def _copies_of_staged(
     ]
 
 
-class LoadBatch:
+class LoadBatch(Owned):
     """One batch on its way.  Thread-safe; whoever waits does the copying.
 
     queued: the loads of all requests and pools.  layers: transfer layers of the model.

@@ -22,6 +22,7 @@ from tutti.integration.sglang.breaker import Breaker
 from tutti.integration.sglang.metrics import LOAD
 from tutti.integration.sglang.reads import Read
 from tutti.integration.sglang.shelf import Shelf
+from tutti.process import Owned
 
 Keys = npt.NDArray[np.uint8]
 
@@ -54,7 +55,7 @@ class _Staged:
     listed: bool = True
 
 
-class ReadAhead:
+class ReadAhead(Owned):
     """Staged pages of requests that wait.  Thread-safe.
 
     share: of each shelf's load staging that may be filled ahead.

@@ -13,10 +13,11 @@ import numpy as np
 
 from tutti.host_pool import HostPool
 from tutti.integration.sglang.pools import Pages, Views
+from tutti.process import Owned
 from tutti.store import ObjectStore
 
 
-class Staging:
+class Staging(Owned):
     """Pages in registered memory on hugepages.  Thread-safe.
 
     nbytes: rounded down to whole pages; less than one page is no staging.

@@ -14,6 +14,7 @@ from tutti.errors import ChecksumMismatch, DeviceTimeout, KeyMissing, PagesHeld,
 from tutti.integration.sglang.breaker import Breaker
 from tutti.integration.sglang.metrics import Recorder
 from tutti.integration.sglang.staging import Staging
+from tutti.process import Owned
 from tutti.store import ObjectStore
 
 Keys = npt.NDArray[np.uint8]
@@ -24,7 +25,7 @@ _REFRESH_S = 10.0
 _KNOWN_KEYS = 16
 
 
-class Upkeep:
+class Upkeep(Owned):
     """A thread that serves one store.
 
     staging: for probes alone.  reads: closed again when an object can be read.  probe_s: how long

@@ -16,6 +16,7 @@ from tutti.errors import ConfigError, DeviceTimeout, NativeError
 from tutti.gio_uring import _native
 from tutti.gio_uring.memory import DmaRegion, address_of
 from tutti.gio_uring.queue_pair import QueuePair
+from tutti.process import Owned, finalize
 from tutti.units import format_nbytes
 
 HAS_FUA = 1
@@ -74,7 +75,7 @@ class Server(Protocol):
         """Resets the controller. Raises DeviceTimeout."""
 
 
-class NativeController:
+class NativeController(Owned):
     """A controller in the native library; a context manager.
 
     One thread at a time serves it: the caller of `service`, an engine's, or the one that `start`
@@ -92,7 +93,7 @@ class NativeController:
         self._server: weakref.ref[Server] | None = None
         self.info = self._read_info()
         # What the native side may touch lives at least until it has been destroyed.
-        self._finalizer = weakref.finalize(self, _abandon, handle, self._buffers, self._rings)
+        self._finalizer = finalize(self, _abandon, handle, self._buffers, self._rings)
 
     def _read_info(self) -> ControllerInfo:
         raw = ControllerInfoStruct()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
-import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,6 +13,7 @@ from tutti.gio_uring import _native
 from tutti.gio_uring.controller import NativeController
 from tutti.gio_uring.controller_vfio import VfioController
 from tutti.gio_uring.memory import DmaRegion
+from tutti.process import finalize
 
 _P = ctypes.c_void_p
 _U32 = ctypes.c_uint32
@@ -81,7 +81,7 @@ class SpanController(NativeController):
         addresses = (_U64 * len(pairs))(*(pair.struct_address for pair in pairs))
         structs = (SpanPlaceStruct * len(self.places))(*(SpanPlaceStruct(*p) for p in self.places))
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._close_wake = weakref.finalize(self, os.close, self._wake_fd)
+        self._close_wake = finalize(self, os.close, self._wake_fd)
         config = SpanConfigStruct(
             drives=ctypes.addressof(handles),
             pairs=ctypes.addressof(addresses),

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import logging
-import weakref
 from typing import Any
 
 from tutti.errors import (
@@ -36,6 +35,7 @@ from tutti.gio_uring.nvme_identify import NAMESPACES_MAX, NamespaceIdentity
 from tutti.gio_uring.nvme_spec import PAGE_NBYTES, STATUS_ABORTED_SQ_DELETION
 from tutti.gio_uring.queue_pair import QueuePair
 from tutti.gio_uring.vfio import PageMap, VfioDevice
+from tutti.process import finalize
 
 DESCRIPTORS_MAX = 256
 
@@ -150,7 +150,7 @@ class VfioController(NativeController):
         if rescues:
             self.rescue.start()
             # Ends before the finalizer of the native object, which was made earlier.
-            weakref.finalize(self, self.rescue.stop, _RESCUE_STOP_S)
+            finalize(self, self.rescue.stop, _RESCUE_STOP_S)
 
     def _bring_up(self, queues: int, use_sgl: bool | None, shadow: bool | None) -> None:
         self.admin = NvmeAdmin(self.device)

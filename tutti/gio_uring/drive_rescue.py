@@ -18,6 +18,7 @@ from typing import Protocol
 from tutti.errors import DeviceTimeout, TuttiError
 from tutti.gio_uring import _native
 from tutti.gio_uring.nvme_admin import NvmeAdmin
+from tutti.process import Owned
 
 LATE_MAX = 64  # looked at in one round
 ABORTS_MAX = 4  # NVM Express Base Specification 2.0, ACL: drives take at least one, often four
@@ -119,7 +120,7 @@ class NativeDrive:
             time.sleep(_NAP_S)
 
 
-class DriveRescue:
+class DriveRescue(Owned):
     """Looks for late commands of one drive and gets them ended.
 
     Each command that is late leads to one abort at most, and what does not end within GRACE_S to

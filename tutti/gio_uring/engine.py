@@ -10,7 +10,6 @@ import ctypes
 import itertools
 import logging
 import threading
-import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -32,6 +31,7 @@ from tutti.gio_uring.nvme_spec import (
     PSDT_PRP,
     PSDT_SGL,
 )
+from tutti.process import Owned, finalize
 
 DIGEST_NONE, DIGEST_COMPUTE, DIGEST_COMPARE = 0, 1, 2
 
@@ -110,7 +110,7 @@ class Extents:
     layer_stride_nlb: int = 0
 
 
-class Job:
+class Job(Owned):
     """One I/O control block on its way.  Thread-safe.
 
     page_status: uint32 (pages,), 0 or the first NVMe status that a page met; final once the job
@@ -127,7 +127,7 @@ class Job:
         self._lock = threading.Lock()
         self._released = False
         # The engine holds this object until the job is released, so this runs after that only.
-        self._free = weakref.finalize(self, _native.lib().gio_job_free, handle)
+        self._free = finalize(self, _native.lib().gio_job_free, handle)
         self._free.atexit = False
 
     def report(self) -> JobReport:
@@ -196,7 +196,7 @@ class Job:
             return callback
 
 
-class Engine:
+class Engine(Owned):
     """Submits I/O control blocks to one controller through one queue pair.
 
     depth: entries of the queue pair, a power of two.  inflight_max: commands in flight.
@@ -241,7 +241,7 @@ class Engine:
         controller.served_by(self)
         # A process that ends without close: the thread must not outlive the controller, whose own
         # finalizer runs after this one.
-        self._finalizer = weakref.finalize(self, _stop, self.handle, controller.keep_after_failure)
+        self._finalizer = finalize(self, _stop, self.handle, controller.keep_after_failure)
         self._tags = itertools.count(1)
         self._jobs: dict[int, Job | tuple[Any, ...]] = {}
         self._lock = threading.Lock()
@@ -407,17 +407,16 @@ class Engine:
             )
         self._finalizer.detach()
         # Whoever still waits for a job holds this object, so the native one outlives the waits.
-        weakref.finalize(self, _native.lib().gio_engine_destroy, self.handle)
+        finalize(self, _native.lib().gio_engine_destroy, self.handle)
         self.queue_pair.close()
         self._arena_region.close()
 
     def _completions(self) -> None:
         """Lets go of released jobs and runs their callbacks, until the native thread has ended."""
         lib = _native.lib()
-        handle = self.handle
         ended = False
         while not ended:  # bounded by close(): a native engine that ended reports it
-            tag = int(lib.gio_engine_next(handle, _POLL_NS))
+            tag = int(lib.gio_engine_next(self.handle, _POLL_NS))  # a fork in a callback ends it
             if tag in (0, _ENDED):
                 ended = tag == _ENDED
                 continue

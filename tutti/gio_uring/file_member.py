@@ -17,7 +17,6 @@ import mmap
 import os
 import stat
 import time
-import weakref
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -37,6 +36,7 @@ from tutti.errors import (
 )
 from tutti.gio_uring import _native
 from tutti.gio_uring.generic_device import GenericNamespace, claim, identify, is_generic
+from tutti.process import Owned, finalize
 from tutti.units import MiB, format_nbytes
 
 #: Progress of `allocate_file`: bytes done, bytes in all.
@@ -57,7 +57,7 @@ _FOLIO_NBYTES_MAX = 2 * MiB  # folios are aligned to their size, at most this on
 _SYNC_AND_WAIT = 1 | 2 | 4  # sync_file_range(2): WAIT_BEFORE, WRITE, WAIT_AFTER
 
 
-class FileMember:
+class FileMember(Owned):
     """One open file, block device or NVMe generic device; closed by `close`, or when collected.
 
     file: a path, or the number of an open file, which is duplicated and kept as it was opened.
@@ -82,7 +82,7 @@ class FileMember:
             self._set_direct(direct, "it was opened so")
         else:
             self.fd = self._open(self.name, direct)
-        self._finalizer = weakref.finalize(self, _unlock_and_close, self.fd)
+        self._finalizer = finalize(self, _unlock_and_close, self.fd)
         self.buffered_fd: int | None = None
         self._buffered_finalizer: Callable[[], object] = _nothing
         if is_generic(self.name):
@@ -99,7 +99,7 @@ class FileMember:
         self.generic = identify(self.fd, self.name)
         claimed = _patiently(lambda: claim(self.name))
         if claimed is not None:
-            self._buffered_finalizer = weakref.finalize(self, os.close, claimed)
+            self._buffered_finalizer = finalize(self, os.close, claimed)
         self.nbytes = self.generic.nlb * self.generic.lba_nbytes
         self.memory_alignment, self.offset_alignment = 4, self.generic.lba_nbytes
         self._set_direct(True, "")
@@ -143,7 +143,7 @@ class FileMember:
             fd = os.open(f"/proc/self/fd/{self.fd}", os.O_RDWR | os.O_CLOEXEC)
         except OSError:
             return
-        self._buffered_finalizer = weakref.finalize(self, os.close, fd)
+        self._buffered_finalizer = finalize(self, os.close, fd)
         self.buffered_fd = fd
         # Nothing is read ahead into blocks that are not meant for the page cache.
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)

@@ -40,6 +40,7 @@ from tutti.gio_uring.iocb import U32, U64, IocbStruct, PagedMemory, split_runs
 from tutti.gio_uring.nvme_spec import OPCODE_READ, PSDT_SGL, STATUS_TIMED_OUT
 from tutti.gio_uring.transfer import TIMEOUT_S, Options
 from tutti.units import MiB
+from tutti.process import Owned
 
 KINDS = ("launch", "resident", "persistent")
 #: Time without a job after which the persistent kernel is told to end.
@@ -50,7 +51,7 @@ _LOOK_S = 0.0002
 _log = logging.getLogger(__name__)
 
 
-class DeviceEngine:
+class DeviceEngine(Owned):
     """Moves pages of one GPU's memory by kernels that drive queue pairs.
 
     controller: for this engine alone; it is started here and stopped by `close`.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import threading
 import time
-import weakref
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -17,6 +16,7 @@ from tutti.gio_uring.gpu_launcher import Work
 from tutti.gio_uring.iocb import U32
 from tutti.gio_uring.nvme_spec import STATUS_CANCELLED
 
+from tutti.process import Owned, finalize
 #: Longest time from a job's last word to its status; the engine's thread looks far more often.
 _SETTLE_S = 5.0
 
@@ -35,7 +35,7 @@ class JobQueue(Protocol):
         """The job's memory stays until the controller was reset, and no new job is taken."""
 
 
-class DeviceJob:
+class DeviceJob(Owned):
     """A job whose commands a kernel sends; a `Transfer`.
 
     page_status is final once the job is done, or the event of its last layer has happened.
@@ -55,7 +55,7 @@ class DeviceJob:
         self._finished = threading.Event()
         self._failure: TuttiError | None = None
         self._is_kept = False  # a device may still use its memory
-        weakref.finalize(self, queue.lane.give_events, self._events).atexit = False
+        finalize(self, queue.lane.give_events, self._events).atexit = False
 
     @property
     def page_status(self) -> U32:

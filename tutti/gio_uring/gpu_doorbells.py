@@ -10,9 +10,10 @@ import mmap
 
 from tutti.errors import ConfigError, CudaError, Unsupported
 from tutti.gio_uring.gpu_driver import Driver
+from tutti.process import Owned
 
 
-class GpuDoorbells:
+class GpuDoorbells(Owned):
     """Registers at [address, address + nbytes) of this process, mapped for the GPU until `close`.
 
     Raises Unsupported where the driver refuses, with what it needs.

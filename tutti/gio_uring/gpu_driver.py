@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tutti.errors import CudaError, Unsupported
+from tutti.process import Owned
 
 U64 = npt.NDArray[np.uint64]
 #: Of a kernel: values and their ctypes.
@@ -172,7 +173,7 @@ class _Thread(threading.local):
     is_bound = False
 
 
-class CudaDriver:
+class CudaDriver(Owned):
     """NVIDIA's driver.
 
     Raises Unsupported when cuda-bindings or the driver is not installed, CudaError when the device

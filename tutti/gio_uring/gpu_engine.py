@@ -16,7 +16,6 @@ from __future__ import annotations
 import logging
 import threading
 import time
-import weakref
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -34,6 +33,7 @@ from tutti.gio_uring.iocb import U32, U64, PagedMemory
 from tutti.gio_uring.layer_words import LayerWords
 from tutti.gio_uring.nvme_spec import OPCODE_READ
 from tutti.gio_uring.transfer import TIMEOUT_S, Options
+from tutti.process import Owned, finalize
 from tutti.units import MiB
 
 STAGING_NBYTES = 256 * MiB
@@ -85,7 +85,7 @@ class StagedLayers:
         return self.starts + np.uint64(self.to_device)
 
 
-class Lane:
+class Lane(Owned):
     """One direction: a stream, its staging, and one transfer after another on it."""
 
     def __init__(
@@ -173,7 +173,7 @@ class _Route:
     is_read: bool
 
 
-class MovedJob:
+class MovedJob(Owned):
     """A job of the native engine over staging, and the stream that moves its layers."""
 
     def __init__(self, lane: Lane, job: Job, route: _Route) -> None:
@@ -187,7 +187,7 @@ class MovedJob:
         self._sealed = False  # nothing more will be put on it
         self._failure: TuttiError | None = None
         # Once nobody can wait for them any more.
-        weakref.finalize(self, lane.give_events, self._events).atexit = False
+        finalize(self, lane.give_events, self._events).atexit = False
 
     @property
     def words(self) -> LayerWords:
@@ -303,7 +303,7 @@ class MovedJob:
         return self._sealed and bool(self._job.report().released) and self._is_through()
 
 
-class HostEngine:
+class HostEngine(Owned):
     """Moves pages of one GPU's memory through one native engine and staging of its own.
 
     engine: whose controller and thread do the I/O.  mover: by default the copy engines.

@@ -15,12 +15,13 @@ from dataclasses import dataclass, field
 
 from tutti.errors import ConfigError, CudaError, Unsupported
 from tutti.gio_uring.gpu_driver import Driver
+from tutti.process import Owned
 
 _log = logging.getLogger(__name__)
 
 
-@dataclass
-class SmPartition:
+@dataclass(eq=False)
+class SmPartition(Owned):
     """Streams that run on some multiprocessors of a device.
 
     sms: how many; all of the device when `reason` says why there is no partition.

@@ -13,6 +13,7 @@ from tutti.gio_uring.gpu_engine import Lane, StagedLayers
 from tutti.gio_uring.gpu_modules import Modules
 from tutti.gio_uring.gpu_queues import DeviceQueues
 from tutti.gio_uring.iocb import U64
+from tutti.process import Owned
 
 _WARP = 32
 
@@ -34,7 +35,7 @@ class Work:
         return self.staged.words.layers
 
 
-class Launcher:
+class Launcher(Owned):
     """Puts layers on a lane's stream.  What only a kernel that stays needs does nothing here.
 
     threads: of a block that moves slices.  move_blocks: of the kernel that moves slices.

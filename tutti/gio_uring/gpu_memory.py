@@ -12,6 +12,7 @@ from tutti.errors import CapacityError, DeviceTimeout
 from tutti.gio_uring.controller import NativeController
 from tutti.gio_uring.gpu_driver import Driver
 from tutti.gio_uring.memory import DmaRegion, HostBuffer, address_of
+from tutti.process import Owned
 from tutti.units import format_nbytes
 
 ALIGNMENT = 4096
@@ -25,7 +26,7 @@ def keep_for_ever(owner: object) -> None:
     _STUCK.append(owner)
 
 
-class PinnedMemory:
+class PinnedMemory(Owned):
     """Host memory registered with the driver; memory that is registered already is accepted.
 
     `address` is the host's, `device_address` the device's.  Holds the buffer.
@@ -133,7 +134,7 @@ class Arena:
             return len(self._leases)
 
 
-class Staging:
+class Staging(Owned):
     """Pinned memory, on hugepages where it can be, that a controller may know too, in parts."""
 
     def __init__(self, driver: Driver, controller: NativeController | None, nbytes: int) -> None:
@@ -168,7 +169,7 @@ class Tables:
     to_device: int  # from the pinned address to where the device finds it
 
 
-class TableMemory:
+class TableMemory(Owned):
     """Memory for the tables of kernels: pinned to write them in, on the device to use them in.
 
     All of it is allocated at the start: allocating while a kernel waits may wait for the kernel.

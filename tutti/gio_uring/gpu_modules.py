@@ -21,6 +21,7 @@ from typing import Any
 
 from tutti.errors import CudaError, Unsupported
 from tutti.gio_uring.gpu_driver import Driver
+from tutti.process import Owned
 
 _log = logging.getLogger(__name__)
 
@@ -218,7 +219,7 @@ class _Nvrtc:
         return into.rstrip(b"\0").decode(errors="replace").strip()
 
 
-class Modules:
+class Modules(Owned):
     """The device code of this package on one device, every kernel loaded to the end.
 
     Raises what `compile_cubin` and the driver raise.

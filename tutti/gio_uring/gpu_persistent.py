@@ -15,7 +15,6 @@ from __future__ import annotations
 import ctypes
 import os
 import time
-import weakref
 from typing import Any
 
 import numpy as np
@@ -29,6 +28,7 @@ from tutti.gio_uring.gpu_memory import Hold, TableMemory
 from tutti.gio_uring.gpu_modules import Modules
 from tutti.gio_uring.gpu_queues import DeviceQueues
 from tutti.gio_uring.memory import view_at
+from tutti.process import finalize
 
 #: Places for posts, one for each layer of a job; a power of two.
 CAPACITY = 1024
@@ -100,7 +100,7 @@ class PersistentKernel(Launcher):
         self._progress: tuple[int, ...] = ()
         self._progress_s = 0.0
         # A process that ends without close: the kernel ends too.
-        self._finalizer = weakref.finalize(self, _store_stop, self._stop_word, tables)
+        self._finalizer = finalize(self, _store_stop, self._stop_word, tables)
         self.wake(0, _TABLE_TIMEOUT_S)
 
     def wake(self, layers: int, timeout_s: float) -> None:

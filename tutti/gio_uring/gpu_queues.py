@@ -19,6 +19,7 @@ from tutti.gio_uring.gpu_driver import Driver
 from tutti.gio_uring.gpu_memory import Hold, PinnedMemory, TableMemory
 from tutti.gio_uring.memory import HostBuffer
 from tutti.gio_uring.queue_pair import QueuePair, QueuePairStruct
+from tutti.process import Owned
 
 _TIMEOUT_S = 10.0
 
@@ -32,7 +33,7 @@ class DeviceQueue:
     lists_dma: int
 
 
-class DeviceQueues:
+class DeviceQueues(Owned):
     """Queue pairs of one controller, which must not be started yet.
 
     scratch, zeros: one LBA each that commands may name, as the controller addresses them.

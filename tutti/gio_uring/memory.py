@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tutti.errors import CapacityError, ConfigError
+from tutti.process import Owned
 from tutti.units import MiB, format_nbytes
 
 HUGEPAGE_NBYTES = 2 * MiB
@@ -152,7 +153,7 @@ def _address_of_view(buffer: Any) -> tuple[int, int]:
     return int(np.frombuffer(view, np.uint8).ctypes.data), view.nbytes
 
 
-class DmaRegion:
+class DmaRegion(Owned):
     """Memory registered with one controller.
 
     `dma` is the address under which commands name it. Holds the buffer and the controller, so

@@ -26,6 +26,7 @@ from tutti.gio_uring.nvme_identify import (
 from tutti.gio_uring.nvme_spec import Cqe, Sqe, make_cdw0
 from tutti.gio_uring.queue_pair import COMPLETED, NO_CID, QueuePair
 from tutti.gio_uring.vfio import Range, VfioDevice
+from tutti.process import Owned
 
 _CAP, _CC, CSTS, _AQA, _ASQ, _ACQ = 0x00, 0x14, 0x1C, 0x24, 0x28, 0x30
 DOORBELLS = 0x1000
@@ -56,8 +57,8 @@ class AdminResult:
     dword: int
 
 
-@dataclass
-class NvmeAdmin:
+@dataclass(eq=False)
+class NvmeAdmin(Owned):
     """The admin side of one drive. Commands and restarts of several threads follow each other.
 
     queue_pairs: I/O queue pairs; a restart creates them again, except a device's. shadow: address

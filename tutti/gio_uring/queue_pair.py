@@ -18,6 +18,7 @@ import numpy as np
 from tutti.errors import ConfigError
 from tutti.gio_uring.memory import HostBuffer
 from tutti.gio_uring.nvme_spec import Cqe, Sqe
+from tutti.process import Owned
 
 COMPLETED = 1 << 31
 NO_CID = 0xFFFFFFFF
@@ -130,7 +131,7 @@ class QueueLayout:
         return [bits >> (32 * i) & _U32_MASK for i in range(self.cid_words)]
 
 
-class QueuePair:
+class QueuePair(Owned):
     """The memory of one queue pair, with nothing in flight.
 
     Made by a controller, which polls this memory until the controller itself is closed; `close`

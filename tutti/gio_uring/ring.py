@@ -31,6 +31,7 @@ from tutti.gio_uring.nvme_spec import (
     Sqe,
 )
 from tutti.gio_uring.queue_pair import COMPLETED, NO_CID, QueuePair
+from tutti.process import Owned
 
 _STATUS_NAMES = {
     status: name.removeprefix("STATUS_").lower().replace("_", " ")
@@ -80,7 +81,7 @@ def status_error(
     )
 
 
-class Ring:
+class Ring(Owned):
     """One submitter on a queue pair that a native controller made.
 
     `get_sqe` and fill, `submit`, then `peek_cqe` or `wait_cqe` and `cq_advance`. A controller that

@@ -13,11 +13,11 @@ import fcntl
 import mmap
 import os
 import struct
-import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
 from tutti.errors import ConfigError, DeviceGone, NativeError, PoolInUse, Unsupported
+from tutti.process import Owned, finalize
 
 PCI_DEVICES = Path("/sys/bus/pci/devices")
 _VFIO = Path("/dev/vfio")
@@ -44,7 +44,7 @@ _INFO_NBYTES = 4096
 Range = tuple[int, int]
 
 
-class VfioDevice:
+class VfioDevice(Owned):
     """One PCI function bound to vfio-pci; closed by `close`, or when it is collected.
 
     bdf: "0000:03:00.0". registers: offset of BAR0 in `fd`, for pread and pwrite. irq_fd: counts
@@ -59,7 +59,7 @@ class VfioDevice:
     def __init__(self, bdf: str) -> None:
         self.bdf = bdf
         self._fds: list[int] = []
-        self._finalizer = weakref.finalize(self, _close_all, self._fds)
+        self._finalizer = finalize(self, _close_all, self._fds)
         try:
             self._open()
         except BaseException:
@@ -215,7 +215,7 @@ class VfioDevice:
         self._finalizer()
 
 
-class PageMap:
+class PageMap(Owned):
     """Maps regions of any alignment for a device: every page once, in as few pieces as possible.
 
     A region's whole pages are one mapping. A page that it shares with a neighbour is a mapping of

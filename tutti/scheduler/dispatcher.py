@@ -19,6 +19,7 @@ from typing import Any, Protocol
 
 from tutti.clock import Clock, SystemClock
 from tutti.errors import ConfigError
+from tutti.process import Owned
 from tutti.scheduler.event import Event, LoadGone, Tick, WriteGone
 from tutti.scheduler.policy import ImmediatePolicy, Limits, Policy, SlackPolicy
 from tutti.scheduler.request import Profile
@@ -71,7 +72,7 @@ class Schedule:
             raise ConfigError("a pool has no staging to copy pages to; use limits without it")
 
 
-class Dispatcher:
+class Dispatcher(Owned):
     """Runs a policy.  Thread-safe: any thread may post, one thread decides and launches.
 
     record: gets every event with the decision that followed, for a trace that replays.

@@ -1,0 +1,39 @@
+"""Forks of a process whose pool is open: the parent's pool stays its own, and whole."""
+
+from __future__ import annotations
+
+import copy
+import json
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import tutti
+from store.forked import CHILDREN, LAYOUT, OBJECTS
+from tutti.errors import ConfigError
+
+
+def test_forked_children_leave_the_pool_alone(tmp_path: Path) -> None:
+    program = Path(__file__).with_name("forked.py")
+    done = subprocess.run(
+        [sys.executable, str(program), str(tmp_path / "pool")],
+        capture_output=True,
+        text=True,
+        timeout=110,
+    )
+    assert done.returncode == 0, done.stderr
+    *rows, last = (json.loads(line) for line in done.stdout.splitlines())
+    assert rows == [{"how": how, "status": 0, "locked": True, "right": OBJECTS} for how in CHILDREN]
+    assert last == {"refused": True, "kept": OBJECTS}
+    raised = [line for line in done.stderr.splitlines() if line[:1].isalpha() and "Error" in line]
+    assert raised == ["RuntimeError: on purpose"]
+
+
+def test_an_open_pool_cannot_be_sent_to_another_process(tmp_path: Path) -> None:
+    with tutti.open(tmp_path / "pool", LAYOUT, "8MiB") as store:
+        for send in (pickle.dumps, copy.copy):
+            with pytest.raises(ConfigError, match="open the pool in that process"):
+                send(store)

@@ -1,0 +1,102 @@
+"""Which process owns an object: what a process opened neither works nor ends in a fork of it.
+
+A forked child has copies of its parent's objects, but none of its threads, and its descriptors
+refer to the parent's open files: unlocking or closing there what the parent uses damages the
+parent.  Therefore every object that owns a descriptor, a lock, a thread or device memory is
+`Owned`, and every finalizer is made by `finalize`.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import weakref
+from collections.abc import Callable
+from typing import Any, Self
+
+from tutti.errors import ConfigError, ForkedProcess
+
+_owned: weakref.WeakSet[Owned] = weakref.WeakSet()
+_exits: set[Callable[[], object]] = set()
+
+
+class Owned:
+    """Base of objects that belong to the process that made them.
+
+    In a forked child each becomes `Foreign`: `close` does nothing, and any other use raises
+    ForkedProcess at once.  An object is known from before it acquires anything.
+    """
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        self = super().__new__(cls)
+        _owned.add(self)
+        return self
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise ConfigError(
+            f"{type(self).__name__} cannot be copied or sent to another process; close it and open "
+            "the pool in that process"
+        )
+
+
+_REFUSAL = (
+    "this was opened before the process forked and belongs to the parent; a pool is open in one "
+    "process only: open it after the fork, in the process that is to use it"
+)
+
+
+class Foreign:
+    """What an `Owned` object is in a process forked from its owner."""
+
+    def __getattribute__(self, name: str) -> Any:
+        if name.startswith("__") and name.endswith("__"):
+            return object.__getattribute__(self, name)
+        if name == "close":
+            return _nothing
+        raise ForkedProcess(_REFUSAL)
+
+    def __enter__(self) -> Self:
+        raise ForkedProcess(_REFUSAL)
+
+    def __exit__(self, *exception: object) -> None:
+        """Does nothing, as `close`."""
+
+
+def finalize(
+    owner: object, function: Callable[..., object], *args: Any
+) -> weakref.finalize[..., Any]:
+    """A weakref.finalize that does nothing in another process than this."""
+    return weakref.finalize(owner, _call_in, os.getpid(), function, *args)
+
+
+def at_exit(function: Callable[[], object]) -> None:
+    """Calls `function` when this process exits, but not when a fork of it does."""
+    _exits.add(function)
+    atexit.register(function)
+
+
+def forget_exit(function: Callable[[], object]) -> None:
+    """Takes `at_exit` back."""
+    atexit.unregister(function)
+    _exits.discard(function)
+
+
+def _call_in(pid: int, function: Callable[..., object], *args: Any) -> None:
+    if os.getpid() == pid:
+        function(*args)
+
+
+def _nothing(*args: object, **kwargs: object) -> None:
+    """Stands for `close` in another process."""
+
+
+def _disown() -> None:
+    """Runs in a child, whose only thread is the one that forked."""
+    for thing in list(_owned):
+        object.__setattr__(thing, "__class__", Foreign)
+    _owned.clear()
+    for function in list(_exits):
+        forget_exit(function)
+
+
+os.register_at_fork(after_in_child=_disown)
