@@ -120,6 +120,7 @@ class Core(Owned):
         self.lock = threading.RLock()
         self.changed = threading.Condition(self.lock)
         self.counters = Counters()
+        self.guard = engine.guard
         self.sequence = 1
         self.in_flight = 0
         self.closing = False
@@ -243,6 +244,7 @@ class Core(Owned):
             "engine_cpu_s": engine.thread_cpu_ns / 1e9,
             "digest_cpu_s": engine.digest_ns / 1e9,
             "index_nbytes_per_object": self.index.nbytes_per_slot,
+            "callback_errors": self.guard.errors,
         }
 
     def begin(self) -> None:

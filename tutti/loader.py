@@ -71,7 +71,7 @@ class Loader:
             except BaseException:
                 core.end()
                 raise
-        ticket = LoadTicket(len(keys), core.layers)
+        ticket = LoadTicket(len(keys), core.layers, core.guard)
         settle = _Settle(self, ticket, batch)
         try:
             for mask, whole in self._partition(batch):

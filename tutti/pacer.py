@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import logging
 import queue
 import threading
 from dataclasses import dataclass, field
@@ -22,8 +21,8 @@ from tutti.errors import DeviceTimeout, TuttiError
 from tutti.gio_uring.iocb import PagedMemory
 from tutti.gio_uring.nvme_spec import STATUS_CANCELLED, STATUS_TIMED_OUT
 from tutti.index import MISSING
-from tutti.process import Owned
 from tutti.loader import Loader
+from tutti.process import Owned
 from tutti.scheduler.dispatcher import Dispatcher, Schedule
 from tutti.scheduler.event import (
     LayersReady,
@@ -37,8 +36,6 @@ from tutti.scheduler.state import ReadLaunch, WriteLaunch
 from tutti.tails import Tails
 from tutti.tickets import LoadTicket, Outcome, PutTicket
 from tutti.writer import PutRequest
-
-_log = logging.getLogger(__name__)
 
 _LOOK_S = 0.5
 
@@ -87,7 +84,7 @@ class Pacer(Owned):
         # A put may wait for staging or space; decisions, and with them loads, must not.
         self._launches: queue.SimpleQueue[WriteLaunch | None] = queue.SimpleQueue()
         self._starter = threading.Thread(target=self._run, name="tutti-puts", daemon=True)
-        self.dispatcher = Dispatcher.of(schedule, self)
+        self.dispatcher = Dispatcher.of(schedule, self, core.guard)
         self._starter.start()
         self.dispatcher.start()
 
@@ -97,7 +94,7 @@ class Pacer(Owned):
         One that is longer than what may wait goes at once: to drop it would free nothing.
         """
         core = self._core
-        ticket = PutTicket(len(request.keys))
+        ticket = PutTicket(len(request.keys), core.guard)
         with core.lock:
             absent = core.index.find(request.keys) == MISSING
             rows = np.flatnonzero(absent).astype(np.int64)
@@ -238,9 +235,9 @@ class Pacer(Owned):
         """Puts some rows.  If that cannot be started they fail, and what waits behind them."""
         try:
             part = self._tails.put(put.request.take(rows))
-        except Exception as error:  # whatever it is: somebody waits for the ticket
+        except BaseException as error:  # whatever it is: somebody waits for the ticket
             if not isinstance(error, TuttiError):
-                _log.exception("a put could not be started")
+                self._core.guard.caught("the start of a put", error)
             if paced:
                 rows = np.concatenate((rows, self._give_up(put)))
                 self.dispatcher.post(WriteGone(self.dispatcher.now_ns(), name))

@@ -197,8 +197,7 @@ class ObjectStore(Owned):
         pin: keep what was found from eviction during the next ``pin_lookups`` look-ups, as far as
         ``pin_share`` allows.  A name instead of True: until ``unpin`` or its next look-up.
         proven: count only objects that need no verification before they are served; after an
-        unclean close see ``prove``.
-        Answers 0 while recovery runs.  Raises KeySizeError.
+        unclean close see ``prove``.  Answers 0 while recovery runs.  Raises KeySizeError.
         """
         return self._core.match(as_keys(keys), pin=pin, proven=proven)
 

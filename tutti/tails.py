@@ -8,7 +8,6 @@ is under way, and with the first batch that ends otherwise.
 
 from __future__ import annotations
 
-import logging
 import threading
 from dataclasses import dataclass
 
@@ -16,12 +15,10 @@ import numpy as np
 
 from tutti.core import Core
 from tutti.errors import DeviceTimeout, TuttiError
-from tutti.process import Owned
 from tutti.gio_uring.nvme_spec import STATUS_CANCELLED, STATUS_TIMED_OUT
+from tutti.process import Owned
 from tutti.tickets import PutTicket
 from tutti.writer import PutRequest, Writer
-
-_log = logging.getLogger(__name__)
 
 #: A run of one layer that is at least this long is worth a command of its own.
 COMMAND_NBYTES = 256 << 10
@@ -51,7 +48,7 @@ class Tails(Owned):
     def put(self, request: PutRequest) -> PutTicket:
         """Starts a put, or holds it back; see ObjectStore.put."""
         core = self._core
-        ticket = PutTicket(len(request.keys))
+        ticket = PutTicket(len(request.keys), core.guard)
         with core.lock:
             core.check_open()
             if len(request.keys) < self._short and self._writer.active and not self._stopping:
@@ -84,10 +81,7 @@ class Tails(Owned):
                 if self._due() or self._stopping:
                     held, self._held = self._held, []
                 stopped = self._stopping and not self._held
-            try:
-                self._write(held)
-            except Exception:
-                _log.exception("puts that were held back failed")
+            core.guard.call("a group of held puts", self._write, held)
 
     def _due(self) -> bool:
         if not self._held:
@@ -108,7 +102,9 @@ class Tails(Owned):
             together = PutTicket(sum(len(one.request.keys) for one in group))
             try:
                 self._writer.put(PutRequest.merge([one.request for one in group]), together)
-            except TuttiError as error:
+            except BaseException as error:  # whatever it is: others wait for the tickets
+                if not isinstance(error, TuttiError):
+                    self._core.guard.caught("a put that was held back", error)
                 late = isinstance(error, DeviceTimeout)
                 rows = np.arange(together.outcome.size)
                 together.fail(rows, STATUS_TIMED_OUT if late else STATUS_CANCELLED)

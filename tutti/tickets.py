@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections.abc import Callable
@@ -13,14 +12,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
+from tutti.callbacks import Guard
 from tutti.errors import DeviceTimeout, PageRangeError, TuttiError
 from tutti.gio_uring.ring import status_error
 from tutti.process import Owned
 
 if TYPE_CHECKING:
     from tutti.gio_uring.transfer import Transfer
-
-_log = logging.getLogger(__name__)
 
 Rows = npt.NDArray[np.int64]
 U32 = npt.NDArray[np.uint32]
@@ -53,7 +51,8 @@ class Outcome(IntEnum):
 class PutTicket(Owned):
     """A put on its way.  The pages must not change before ``wait`` returned.  Thread-safe."""
 
-    def __init__(self, keys: int) -> None:
+    def __init__(self, keys: int, guard: Guard | None = None) -> None:
+        self._guard = guard or Guard()
         self._parts = 1  # the submission itself
         self._lock = threading.Lock()
         self._done = threading.Event()
@@ -92,7 +91,7 @@ class PutTicket(Owned):
             if not self._done.is_set():
                 self._callbacks.append(callback)
                 return
-        _call(callback, self)
+        self._guard.call("a callback of a put", callback, self)
 
     def add_part(self) -> None:
         """One more batch belongs to this put."""
@@ -113,7 +112,7 @@ class PutTicket(Owned):
             callbacks, self._callbacks = self._callbacks, []
             self._done.set()
         for callback in callbacks:
-            _call(callback, self)
+            self._guard.call("a callback of a put", callback, self)
 
 
 @dataclass(frozen=True)
@@ -131,7 +130,8 @@ class LoadTicket(Owned):
     The pages must not be read before their layer is ready, nor reused before the load is done.
     """
 
-    def __init__(self, keys: int, layers: int) -> None:
+    def __init__(self, keys: int, layers: int, guard: Guard | None = None) -> None:
+        self._guard = guard or Guard()
         self.keys = keys
         self.layers = layers
         self.parts: list[LoadPart] = []
@@ -201,7 +201,7 @@ class LoadTicket(Owned):
             if not self._settled.is_set():
                 self._callbacks.append(callback)
                 return
-        _call(callback)
+        self._guard.call("a callback of a load", callback)
 
     def settle(self) -> None:
         """Every job of this load was released."""
@@ -209,21 +209,13 @@ class LoadTicket(Owned):
             callbacks, self._callbacks = self._callbacks, []
             self._settled.set()
         for callback in callbacks:
-            _call(callback)
+            self._guard.call("a callback of a load", callback)
 
     def _status(self) -> U32:
         status = np.zeros(self.keys, np.uint32)
         for part in self.parts:
             status[part.rows] = part.job.page_status
         return np.where(self.record_status == 0, status, self.record_status)
-
-
-def _call(callback: Callable[..., None], *given: object) -> None:
-    """On the engine's thread, which has more to end than this operation."""
-    try:
-        callback(*given)
-    except Exception:
-        _log.exception("a callback of a put or load failed")
 
 
 def _left_s(deadline_s: float) -> float:

@@ -239,16 +239,21 @@ class Writer:
         starts = np.concatenate(([0], np.flatnonzero(~follows) + 1, [rows.size]))
         before = core.index.find(np.ascontiguousarray(request.parents[rows[starts[:-1]]]))
         parts: list[Slots] = []
-        for i, after in enumerate(before.tolist()):
-            count = int(starts[i + 1] - starts[i])
-            slots = self._reclaimer.allocate(
-                count,
-                after=None if after == MISSING else after,
-                deadline_s=core.config.timeout_s,
-            )
-            parts.append(slots)
-            if slots.size < count:
-                break
+        try:
+            for i, after in enumerate(before.tolist()):
+                count = int(starts[i + 1] - starts[i])
+                slots = self._reclaimer.allocate(
+                    count,
+                    after=None if after == MISSING else after,
+                    deadline_s=core.config.timeout_s,
+                )
+                parts.append(slots)
+                if slots.size < count:
+                    break
+        except BaseException:  # closed meanwhile, or the eviction policy failed
+            for slots in parts:
+                core.allocator.free(slots)
+            raise
         return np.concatenate(parts)
 
     def _data_written(self, batch: _Batch, job: Job, flushes_failed: int) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import itertools
-import logging
 import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from tutti.callbacks import Guard
 from tutti.errors import ConfigError, DeviceTimeout, PoolClosed, Unsupported
 from tutti.gio_uring import _native
 from tutti.gio_uring.controller import NativeController
@@ -44,8 +44,6 @@ _DESCRIPTORS_PER_LIST = LIST_NBYTES // 16
 _POLL_NS = 200_000_000
 _STOP_TIMEOUT_S = 5.0
 _ENDED = 2**64 - 1
-
-_log = logging.getLogger(__name__)
 
 #: Memory of engines whose controller could not be reset: a device may still write there.
 _ORPHANS: list[object] = []
@@ -185,7 +183,7 @@ class Job(Owned):
                 self._callback = callback
                 return
         if callback is not None:
-            callback(self)
+            self._engine.guard.call("a completion callback", callback, self)
 
     def release(self) -> Callable[[Job], None] | None:
         """Marks the job as released, lets go of its arrays, and returns what to call."""
@@ -242,6 +240,7 @@ class Engine(Owned):
         # A process that ends without close: the thread must not outlive the controller, whose own
         # finalizer runs after this one.
         self._finalizer = finalize(self, _stop, self.handle, controller.keep_after_failure)
+        self.guard = Guard()
         self._tags = itertools.count(1)
         self._jobs: dict[int, Job | tuple[Any, ...]] = {}
         self._lock = threading.Lock()
@@ -424,10 +423,7 @@ class Engine(Owned):
                 job = self._jobs.pop(tag)
                 callback = job.release() if isinstance(job, Job) else None
             if callback is not None and isinstance(job, Job):
-                try:
-                    callback(job)
-                except Exception:
-                    _log.exception("a completion callback failed")
+                self.guard.call("a completion callback", callback, job)
 
     def _raw(
         self,

@@ -23,6 +23,7 @@ from typing import Unpack
 import numpy as np
 import numpy.typing as npt
 
+from tutti.callbacks import Guard
 from tutti.errors import ConfigError, DeviceTimeout, PoolClosed
 from tutti.gio_uring.controller import NativeController
 from tutti.gio_uring.device_batch import BLOCK_THREADS_MAX, QueueShareStruct
@@ -39,8 +40,8 @@ from tutti.gio_uring.gpu_queues import DeviceQueues
 from tutti.gio_uring.iocb import U32, U64, IocbStruct, PagedMemory, split_runs
 from tutti.gio_uring.nvme_spec import OPCODE_READ, PSDT_SGL, STATUS_TIMED_OUT
 from tutti.gio_uring.transfer import TIMEOUT_S, Options
-from tutti.units import MiB
 from tutti.process import Owned
+from tutti.units import MiB
 
 KINDS = ("launch", "resident", "persistent")
 #: Time without a job after which the persistent kernel is told to end.
@@ -115,6 +116,7 @@ class DeviceEngine(Owned):
         controller.start()
         self._jobs: list[DeviceJob] = []
         self._kept: list[DeviceJob] = []
+        self.guard = Guard()
         self._lock = threading.RLock()  # taken itself: an interrupted Condition.__enter__ keeps it
         self._changed = threading.Condition(self._lock)
         self._thread = threading.Thread(target=self._watch, name="tutti-device-jobs", daemon=True)

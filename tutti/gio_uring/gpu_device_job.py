@@ -10,13 +10,14 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from tutti.callbacks import Guard
 from tutti.errors import ConfigError, TuttiError
 from tutti.gio_uring.gpu_engine import Lane, interrupted, wait_until
 from tutti.gio_uring.gpu_launcher import Work
 from tutti.gio_uring.iocb import U32
 from tutti.gio_uring.nvme_spec import STATUS_CANCELLED
-
 from tutti.process import Owned, finalize
+
 #: Longest time from a job's last word to its status; the engine's thread looks far more often.
 _SETTLE_S = 5.0
 
@@ -27,6 +28,7 @@ class JobQueue(Protocol):
     """What a job needs of its engine."""
 
     lane: Lane
+    guard: Guard
 
     def enqueue(self, job: DeviceJob) -> None:
         """Puts a job on the stream."""
@@ -140,10 +142,7 @@ class DeviceJob(Owned):
     def _tell(self) -> None:
         callback, self._on_released = self._on_released, None
         if callback is not None:
-            try:
-                callback(self)
-            except Exception:
-                _log.exception("a completion callback failed")
+            self._queue.guard.call("a completion callback", callback, self)
 
     def wait_layers(self, layers: int, timeout_s: float) -> bool:
         """Waits until `layers` layers were moved or failed.  False after the timeout.

@@ -10,13 +10,13 @@ knows neither the store nor the device.
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections import deque
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Protocol
 
+from tutti.callbacks import Guard
 from tutti.clock import Clock, SystemClock
 from tutti.errors import ConfigError
 from tutti.process import Owned
@@ -24,8 +24,6 @@ from tutti.scheduler.event import Event, LoadGone, Tick, WriteGone
 from tutti.scheduler.policy import ImmediatePolicy, Limits, Policy, SlackPolicy
 from tutti.scheduler.request import Profile
 from tutti.scheduler.state import Decision, ReadLaunch, State, WriteLaunch, apply, commit
-
-_log = logging.getLogger(__name__)
 
 #: The loop looks at the clock at least so often.
 _NAP_S = 0.5
@@ -89,6 +87,7 @@ class Dispatcher(Owned):
         clock: Clock | None = None,
         limits: Limits | None = None,
         record: Recorder | None = None,
+        guard: Guard | None = None,
     ) -> None:
         self._policy = policy
         self._profile = profile
@@ -96,6 +95,7 @@ class Dispatcher(Owned):
         self._launcher = launcher
         self._clock = clock or SystemClock()
         self._record = record
+        self._guard = guard or Guard()  # policy, profile, recorder and launcher are the user's
         self._changed = threading.Condition()
         self._events: deque[Event] = deque()
         self._pumping = threading.Lock()
@@ -105,7 +105,7 @@ class Dispatcher(Owned):
         self._thread: threading.Thread | None = None
 
     @classmethod
-    def of(cls, schedule: Schedule, launcher: Launcher) -> Dispatcher:
+    def of(cls, schedule: Schedule, launcher: Launcher, guard: Guard) -> Dispatcher:
         """The dispatcher of a pool."""
         limits = replace(schedule.limits, read_ahead_nbytes=_UNBOUNDED_NBYTES)
         return cls(
@@ -114,6 +114,7 @@ class Dispatcher(Owned):
             launcher,
             limits=limits,
             record=schedule.record,
+            guard=guard,
         )
 
     @property
@@ -190,16 +191,14 @@ class Dispatcher(Owned):
     def _take(self, event: Event) -> None:
         try:
             decision = self._decide(event)
-        except Exception:
-            # Whoever waits for a launch must not pay for a profile, or for a bug of a policy.
-            _log.exception("the scheduler cannot decide; everything goes at once from now on")
+        except BaseException as error:
+            # A load that waits for its launch must not pay for a profile, or for a bug of a policy.
+            self._guard.caught("the scheduler's policy (all launches are immediate now)", error)
             decision = self._decide_plainly(event)
         self._wake_ns = decision.wake_ns
         if self._record is not None:
-            try:
-                self._record(event, decision)
-            except Exception:
-                _log.exception("the scheduler's trace cannot be recorded; it ends here")
+            what = "the scheduler's recorder (it is not called again)"
+            if not self._guard.call(what, self._record, event, decision):
                 self._record = None
         self._launch(decision)
 
@@ -209,13 +208,15 @@ class Dispatcher(Owned):
         self._policy = ImmediatePolicy(self._profile, self._limits)
         try:
             return self._decide(event)
-        except Exception:
-            _log.exception("an event is of no use to the scheduler: %s", event)
+        except BaseException as error:
+            self._guard.caught(f"event {event} of the scheduler", error)
             return Decision()
 
     def _decide(self, event: Event) -> Decision:
         state = apply(self._state, event, self._profile)
         decision = self._policy.decide(state)
+        if not isinstance(decision, Decision):
+            raise TypeError(f"the policy returned {decision!r}; a Decision is needed")
         self._state = commit(state, decision, self._profile)
         return decision
 
@@ -231,12 +232,8 @@ class Dispatcher(Owned):
 
     def _try(self, launch: Callable[[Any], None], what: Any, failed: Event | None) -> None:
         """The loop must live; what could not be launched is gone."""
-        try:
-            launch(what)
-        except Exception:
-            _log.exception("a launch failed: %s", what)
-            if failed is not None:
-                self.post(failed)
+        if not self._guard.call(f"the launch of {what}", launch, what) and failed is not None:
+            self.post(failed)
 
     def _run(self) -> None:
         while not self._stopping:  # bounded by stop()

@@ -1,0 +1,155 @@
+"""What a user passes in raises anything at all: no thread of the store ends, and nothing leaks."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from scheduler.drive import Linear
+
+from store.pools import GEOMETRY, controller_of, fill, formatted, opened, some_keys
+from tutti.errors import MediumError
+from tutti.eviction import EvictionView, LeastRecentlyUsed
+from tutti.gio_uring.controller_memory import Faults
+from tutti.scheduler.dispatcher import Schedule
+from tutti.scheduler.policy import Limits
+from tutti.scheduler.state import Decision, State
+from tutti.store import ObjectStore
+from tutti.tickets import PutTicket
+
+SLOTS = GEOMETRY.groups * GEOMETRY.group_slots
+ERRORS = (asyncio.CancelledError, SystemExit, KeyboardInterrupt, GeneratorExit, ValueError)
+
+
+@pytest.fixture
+def rng(seed: int) -> np.random.Generator:
+    return np.random.default_rng(seed)
+
+
+def raising(kind: type[BaseException]) -> Callable[..., Any]:
+    def call(*given: object) -> None:
+        raise kind("on purpose")
+
+    return call
+
+
+def works(store: ObjectStore, rng: np.random.Generator) -> None:
+    """A put, a load and a clear, which need every thread of the store, and a clean close."""
+    keys = some_keys(rng, 3)
+    assert store.put(keys, [0, 1, 2]).wait(10).stored == 3
+    store.load(keys, [3, 4, 5]).wait(10)
+    store.clear()
+    store.close()
+
+
+@pytest.mark.parametrize("kind", ERRORS)
+def test_callbacks_of_tickets(rng: np.random.Generator, kind: type[BaseException]) -> None:
+    images = formatted()
+    controller = controller_of(images)
+    store = opened(images, controller=controller)
+    pool = store.allocate_pool(8)
+    fill(pool, range(8), rng)
+    keys = some_keys(rng, 2)
+    controller.set_faults(Faults(stall_from=1))
+    put = store.put(keys, [0, 1])
+    put.on_done(raising(kind))
+    called: list[PutTicket] = []
+    put.on_done(called.append)
+    controller.set_faults(None)
+    controller.release()
+    assert put.wait(10).stored == 2
+    controller.set_faults(Faults(stall_from=1))
+    load = store.load(keys, [2, 3])
+    load.on_settled(raising(kind))
+    controller.set_faults(None)
+    controller.release()
+    load.wait(10)
+    assert load.wait_settled(10)
+    works(store, rng)
+    assert called == [put], "a callback that raises keeps no other from being called"
+    assert store.stats()["callback_errors"] == 2
+
+
+def test_a_log_handler_that_raises(rng: np.random.Generator) -> None:
+    store = opened(formatted())
+    fill(store.allocate_pool(8), range(8), rng)
+
+    class Broken(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            raise SystemExit("on purpose")
+
+    logger, handler = logging.getLogger("tutti"), Broken()
+    logger.addHandler(handler)
+    try:
+        tickets = [store.put(some_keys(rng, 1), [page]) for page in range(4)]
+        for ticket in tickets:
+            ticket.on_done(raising(asyncio.CancelledError))
+            ticket.wait(10)
+    finally:
+        logger.removeHandler(handler)
+    works(store, rng)
+
+
+class Moody(LeastRecentlyUsed):
+    """An eviction policy that raises while it is told to."""
+
+    kind: type[BaseException] | None = None
+
+    def victims(self, view: EvictionView, count: int) -> npt.NDArray[np.int64]:
+        if self.kind is not None:
+            raise self.kind("on purpose")
+        return super().victims(view, count)
+
+
+@pytest.mark.parametrize("kind", ERRORS)
+@pytest.mark.parametrize("held", [False, True])
+def test_eviction_policies(rng: np.random.Generator, kind: type[BaseException], held: bool) -> None:
+    policy, images = Moody(), formatted()
+    controller = controller_of(images)
+    store = opened(images, controller=controller, policy=policy)
+    fill(store.allocate_pool(8), range(8), rng)
+    for _ in range(SLOTS):  # until there is something to evict
+        store.put(some_keys(rng, 1), [0]).wait(10)
+    free = store.stats()["free_objects"]
+    if held:  # the second put is written by a thread of the store
+        controller.set_faults(Faults(stall_from=1))
+        first = store.put(some_keys(rng, 1), [0])
+        policy.kind = kind
+        held_back = [store.put(some_keys(rng, 3), [0] * 3) for _ in range(3)]
+        controller.set_faults(None)
+        controller.release()
+        first.wait(10)
+        for ticket in held_back:
+            with pytest.raises(MediumError, match="put of 3 objects"):
+                ticket.wait(10)
+    else:
+        policy.kind = kind
+        with pytest.raises(kind):
+            store.put(some_keys(rng, 8), [0] * 8)
+        assert store.stats()["free_objects"] == free
+    policy.kind = None
+    works(store, rng)
+
+
+@pytest.mark.parametrize("kind", ERRORS)
+@pytest.mark.parametrize("part", ["decide", "record", "answer"])
+def test_schedules(rng: np.random.Generator, kind: type[BaseException], part: str) -> None:
+    class Policy:
+        def __init__(self, profile: Any, limits: Limits) -> None: ...
+
+        def decide(self, state: State) -> Decision:
+            if part == "answer":
+                return None  # type: ignore[return-value]
+            raise kind("on purpose")
+
+    record = raising(kind) if part == "record" else None
+    policy = {} if part == "record" else {"policy": Policy}
+    store = opened(formatted(), schedule=Schedule(Linear(), record=record, **policy))
+    fill(store.allocate_pool(8), range(8), rng)
+    works(store, rng)
+    assert store.stats()["callback_errors"] > 0
