@@ -60,10 +60,11 @@ def pytest_terminal_summary(
 
 def pytest_collection_modifyitems(config: pytest.Config, items: Sequence[pytest.Item]) -> None:
     for item in items:
-        folders = item.path.relative_to(config.rootpath).parts[1:-1]
-        for folder in set(folders) & set(MARKERS):
+        folder = item.path.relative_to(config.rootpath).parts[1]
+        if folder in MARKERS:
             item.add_marker(folder)
-        if "gpu" in item.keywords:
+        # Keywords also hold the names of folders, such as that of a clone.
+        if item.get_closest_marker("gpu") is not None:
             item.add_marker(pytest.mark.skipif(not cuda_devices(), reason="no CUDA device"))
 
 

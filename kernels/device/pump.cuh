@@ -27,7 +27,7 @@ GIO_HD void warp_ring(QueuePair* qp) {
     if (lane == 0) {
       // Pairs with the exchange that unlocks: the winner sees the former holder's tail.
       locked = exchange(&qp->tail_lock, 1) == 0;
-      tail = load_relaxed(&qp->tail);
+      tail = own_load(&qp->tail);
     }
     if (__shfl_sync(kAllLanes, locked, 0) == 0) return;
     tail = __shfl_sync(kAllLanes, tail, 0);
@@ -35,7 +35,7 @@ GIO_HD void warp_ring(QueuePair* qp) {
     __syncwarp();  // the doorbell's release covers what all lanes have acquired
     if (lane == 0) {
       if (n != 0) {
-        store_relaxed(&qp->tail, tail + n);
+        own_store(&qp->tail, tail + n);
         Doorbell::ring(at<u32>(qp->sq_doorbell), (tail + n) & (qp->depth - 1));
       }
       // Pairs with the exchange that locks.  As in sq_ring the unlock comes before the last look.
@@ -51,7 +51,7 @@ GIO_HD void warp_ring(QueuePair* qp) {
 template <typename Doorbell>
 GIO_HD u32 warp_reap(QueuePair* qp) {
   const u32 lane = lane_index();
-  const u32 head = __shfl_sync(kAllLanes, load_relaxed(&qp->cq_head), 0);
+  const u32 head = __shfl_sync(kAllLanes, own_load(&qp->cq_head), 0);
   u32 dw3 = 0;
   // A lap is depth entries: beyond it the phase would say the opposite of what it means.
   const u32 n = lanes_in_row(lane < qp->depth && cqe_posted(qp, head + lane, &dw3));
@@ -61,10 +61,10 @@ GIO_HD u32 warp_reap(QueuePair* qp) {
     // Pairs with the exchange that unlocks: the winner sees the former holder's cq_head.
     locked = exchange(&qp->cq_lock, 1) == 0;
     // As long as the head stands there, nobody has consumed what was seen.
-    const bool is_ours = locked != 0 && load_relaxed(&qp->cq_head) == head;
+    const bool is_ours = locked != 0 && own_load(&qp->cq_head) == head;
     if (is_ours) {
-      store_relaxed(&qp->cq_head, head + n);
-      Doorbell::ring(at<u32>(qp->cq_doorbell), (head + n) & (qp->depth - 1));
+      own_store(&qp->cq_head, head + n);
+      Doorbell::ring_head(at<u32>(qp->cq_doorbell), (head + n) & (qp->depth - 1));
     } else if (locked != 0) {
       exchange(&qp->cq_lock, 0);  // pairs with the exchange that locks
     }
@@ -295,8 +295,8 @@ GIO_HD void publish_layer(const Batch* batch, u32 layer) {
   LayerWord* flag = at<LayerWord>(batch->flags) + layer;
   // Pairs with the other blocks' fetch_add: the last one has seen what all of them moved.
   if (fetch_add(&tally->arrived, 1) != gridDim.x - 1) return;
-  store_relaxed(&tally->arrived, 0);
-  store_relaxed(&flag->status, load_relaxed(&tally->status));
+  own_store(&tally->arrived, 0);
+  store_relaxed(&flag->status, own_load(&tally->status));
   // Pairs with whoever waits for the layer: a stream's wait, a CPU's or a kernel's load_acquire.
   store_release(&flag->ready, batch->ready);
 }

@@ -49,7 +49,7 @@ struct SliceWork {
   // takes what then lies in staging.
   GIO_HD bool is_lost(u32 index) const {
     const u64 statuses = reads() ? table->page_status : 0;
-    return statuses != 0 && load_relaxed(&at<u32>(statuses)[index]) != 0;
+    return statuses != 0 && own_load(&at<u32>(statuses)[index]) != 0;
   }
 };
 

@@ -32,6 +32,7 @@ constexpr u32 kCstsFatal = 1u << 1;      // CSTS.CFS
 // For queues whose drive is disabled: its doorbells are made new as well.
 struct NoDoorbell {
   static void ring(u32*, u32) {}
+  static void ring_head(u32*, u32) {}
 };
 
 u64 now_ns() {

@@ -9,6 +9,7 @@ attributes are those that NVIDIA's cuobjdump prints with -elf. An instruction of
 from __future__ import annotations
 
 import struct
+from collections import Counter
 from dataclasses import dataclass
 
 _SECTION = struct.Struct("<IIQQQQIIQQ")
@@ -22,6 +23,9 @@ _INSTRUCTION = struct.Struct("<QQ")
 LDG = 0x981  # a load of global memory
 LDC = 0xB82  # a load of constant memory, at an address of the lane's own
 SHFL_BFLY = 0xF89  # a shuffle whose distance and mask are constants
+MEMBAR = 0x992  # waits until the thread's earlier accesses are visible in a scope
+#: Four bits of a MEMBAR's upper half, as compiling each fence of PTX alone shows them.
+_MEMBARS = {0x3: "sc.sys", 0xB: "acq_rel.sys", 0x2: "sc.gpu", 0xA: "acq_rel.gpu", 0x8: "cta"}
 
 
 @dataclass
@@ -70,3 +74,10 @@ def opcodes(cubin: bytes, kernel: str) -> list[int]:
     """The instructions of one kernel, in the order they lie in."""
     code = _sections(cubin)[f".text.{kernel}"]
     return [low & 0xFFF for low, _ in _INSTRUCTION.iter_unpack(code)]
+
+
+def fences(cubin: bytes, kernel: str) -> Counter[str]:
+    """How many memory barriers of each order and scope one kernel has."""
+    code = _sections(cubin)[f".text.{kernel}"]
+    found = (high for low, high in _INSTRUCTION.iter_unpack(code) if low & 0xFFF == MEMBAR)
+    return Counter(_MEMBARS[high >> 12 & 0xF] for high in found)

@@ -35,6 +35,7 @@ struct InterruptedDoorbell {
     gio::WordDoorbell::ring(doorbell, value);
     submit_as_b();
   }
+  static void ring_head(u32* doorbell, u32 value) { gio::WordDoorbell::ring_head(doorbell, value); }
 };
 
 void submit_as_b() {

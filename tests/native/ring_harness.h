@@ -59,6 +59,7 @@ struct RelaxedDoorbell {
     GIO_SCHED_POINT();
     __atomic_store_n(doorbell, value, __ATOMIC_RELAXED);  // pairs with nothing: that is the fault
   }
+  static void ring_head(u32* doorbell, u32 value) { ring(doorbell, value); }
 };
 
 // Keeps the CQ doorbell back until flush_late_doorbells.
@@ -67,7 +68,7 @@ struct LateDoorbell {
     static std::vector<std::pair<u32*, u32>> doorbells;
     return doorbells;
   }
-  static void ring(u32* doorbell, u32 value) { held().emplace_back(doorbell, value); }
+  static void ring_head(u32* doorbell, u32 value) { held().emplace_back(doorbell, value); }
 };
 
 inline void flush_late_doorbells() {

@@ -152,13 +152,15 @@ def named(architecture: str, kernel: str, *prefixes: str) -> list[str]:
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("kernel", ["ring_mmio", *(f"gio_{name}_mmio" for name in RINGING)])
-def test_an_mmio_doorbell_follows_a_system_fence(architecture: str, kernel: str) -> None:
+def test_a_drives_tail_doorbell_follows_a_system_fence(architecture: str, kernel: str) -> None:
     code = [s for s in instructions(architecture, kernel) if not s.startswith(("//", "."))]
     bells = [i for i, s in enumerate(code) if s.startswith("st.mmio")]
     assert bells
-    for i in bells:
-        assert code[i].startswith("st.mmio.relaxed.sys.global.u32")
-        assert code[i - 1] == "fence.acq_rel.sys"
+    assert all(code[i].startswith("st.mmio.relaxed.sys.global.u32") for i in bells)
+    # The tail's; the head of a completion queue gives back what an acquire has read.
+    fences = [i for i, s in enumerate(code) if s == "fence.acq_rel.sys"]
+    assert bool(fences) == ("collect" not in kernel)
+    assert all(i + 1 in bells for i in fences)
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -170,7 +172,7 @@ def test_a_word_doorbell_is_a_system_release(architecture: str) -> None:
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-@pytest.mark.parametrize("kernel", ["reap", "look", "ring_word", "controller_half", "gio_move"])
+@pytest.mark.parametrize("kernel", ["reap", "controller_half", "gio_move"])
 def test_the_other_side_is_read_by_system_acquires(architecture: str, kernel: str) -> None:
     assert named(architecture, kernel, "ld.acquire.sys.global.u32")
 
@@ -186,27 +188,47 @@ def test_every_read_modify_write_is_of_the_submitters_own_words(architecture: st
     # enqueue: the ticket.  ring: lock and unlock.  reap: lock and unlock.
     assert named(architecture, "enqueue", "atom", "red")
     for statement in named(architecture, "enqueue", "atom", "red"):
-        assert statement.startswith("atom.add.acq_rel.sys.global.u32")
+        assert statement.startswith("atom.add.acq_rel.gpu.global.u32")
     for kernel in ("ring_word", "ring_mmio", "reap"):
         for statement in named(architecture, kernel, "atom", "red"):
-            assert statement.startswith("atom.exch.relaxed.sys.global.b32")
+            assert statement.startswith("atom.exch.acq_rel.gpu.global.b32")
     assert not named(architecture, "look", "atom", "red")
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_a_lock_is_fenced_on_both_sides(architecture: str) -> None:
-    code = [s for s in instructions(architecture, "ring_word") if not s.startswith("//")]
-    locks = [i for i, s in enumerate(code) if s.startswith("atom.exch")]
-    assert locks
-    for i in locks:
-        assert code[i - 1] == code[i + 1] == "fence.sc.sys"
+#: Barriers of system scope that a kernel needs: the doorbell, the flag of a layer, and the place
+#: of a post that was read.  Each waits until the GPU's writes have crossed PCIe.
+SYSTEM_BARRIERS = {"submit": 1, "collect": 0, "drain": 2, "resident": 2, "persistent": 3}
+SYSTEM_BARRIERS |= {"move": 1, "verify": 1}
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_nothing_is_narrower_than_the_system_or_not_coherent(architecture: str) -> None:
+@pytest.mark.parametrize("kernel", ENTRY_POINTS)
+def test_only_what_another_processor_waits_for_has_a_system_barrier(
+    architecture: str, kernel: str
+) -> None:
+    found = cubin.fences(machine_code(architecture), kernel)
+    assert set(found) <= {"acq_rel.gpu", "acq_rel.sys"}, "no fence of sequential consistency"
+    assert found["acq_rel.sys"] == SYSTEM_BARRIERS[kernel.split("_")[1]]
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("fence", ["sc.sys", "acq_rel.sys", "sc.gpu", "acq_rel.gpu"])
+def test_each_fence_is_seen_as_what_it_is(architecture: str, fence: str) -> None:
+    core = pytest.importorskip("cuda.core", reason=f"needs {NEEDED}")
+    source = """extern "C" __global__ void fenced(int* p) {
+      *p = 1;
+      asm volatile("fence.FENCE;" ::: "memory");
+    }""".replace("FENCE", fence)
+    options = core.ProgramOptions(std="c++17", arch=architecture)
+    code = bytes(core.Program(source, "c++", options).compile("cubin").code)
+    assert cubin.fences(code, "fenced") == {fence: 1}
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_nothing_is_narrower_than_the_gpu_or_not_coherent(architecture: str) -> None:
     text = ptx(architecture)
-    assert not re.search(r"\b(atom|red|fence|ld|st)\.[a-z_.0-9]*\.(cta|gpu|cluster)\b", text)
-    assert not re.search(r"\bfence\.[a-z_]+\.(cta|gpu|cluster)\b", text)
+    assert not re.search(r"\b(atom|red|fence|ld|st)\.[a-z_.0-9]*\.(cta|cluster)\b", text)
+    assert not re.search(r"\bfence\.[a-z_]+\.(cta|cluster)\b", text)
     assert ".nc." not in text
     assert "ld.volatile" not in text
 

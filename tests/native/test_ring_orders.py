@@ -21,10 +21,10 @@ CQE = "(&at<Cqe>(qp->cq)"
 # Name of the order, header, what stands there, what takes the order away.
 RUNS_MAX = 25
 ORDERS = [
-    ("mark release", QUEUE_PAIR, f"store_release{MARK}", f"store_relaxed{MARK}"),
-    ("mark acquire", QUEUE_PAIR, f"load_acquire{MARK}", f"load_relaxed{MARK}"),
-    ("completion release", QUEUE_PAIR, f"store_release{COMPLETION}", f"store_relaxed{COMPLETION}"),
-    ("completion acquire", QUEUE_PAIR, f"load_acquire{COMPLETION}", f"load_relaxed{COMPLETION}"),
+    ("mark release", QUEUE_PAIR, f"own_store_release{MARK}", f"own_store{MARK}"),
+    ("mark acquire", QUEUE_PAIR, f"own_load_acquire{MARK}", f"own_load{MARK}"),
+    ("completion release", QUEUE_PAIR, f"own_store_release{COMPLETION}", f"own_store{COMPLETION}"),
+    ("completion acquire", QUEUE_PAIR, f"own_load_acquire{COMPLETION}", f"own_load{COMPLETION}"),
     ("CQE release", CONTROLLER, "store_release(&cqe->status", "store_relaxed(&cqe->status"),
     ("CQE acquire", QUEUE_PAIR, f"load_acquire{CQE}", f"load_relaxed{CQE}"),
     (
@@ -42,7 +42,7 @@ ORDERS = [
     (
         "lock order",
         ATOMICS,
-        "__atomic_exchange_n(p, v, __ATOMIC_SEQ_CST)",
+        "__atomic_exchange_n(p, v, __ATOMIC_ACQ_REL)",
         "__atomic_exchange_n(p, v, __ATOMIC_RELAXED)",
     ),
 ]

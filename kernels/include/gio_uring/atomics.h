@@ -3,10 +3,12 @@
 // Compiled by g++ into the native library, by g++ with a fiber scheduler and the sanitizers
 // into tests (which define GIO_SCHED_POINT), and by NVRTC for the GPU.  No std headers.
 //
-// Two kinds of memory are told apart.  Words shared with a controller (ring entries and
-// doorbells) have one writer each and are only loaded and stored, because a GPU has no
-// read-modify-write on pinned host memory.  Read-modify-write is used on the submitter's own
-// words only, which live next to the submitter.
+// There are two kinds of words.  Words shared with a controller or another processor (ring entries,
+// doorbells, layer words) have one writer each and are only loaded and stored, because a GPU has no
+// read-modify-write on pinned host memory.  Their orders have system scope.  A processor's own
+// words live in its memory and no other processor uses them while it does: `own_...` and all
+// read-modify-writes have the scope of one GPU.  tests/native/test_ptx_orders.py shows by PTX's
+// axioms that this is enough.
 #pragma once
 
 #ifndef GIO_HD
@@ -72,7 +74,7 @@ GIO_HD void store_release(u32* p, u32 v) {
 #endif
 }
 
-// An owner's own word, read or written without ordering anything else.
+// A word that another processor may write; orders nothing else.
 GIO_HD u32 load_relaxed(const u32* p) {
   GIO_SCHED_POINT();
 #if GIO_DEVICE
@@ -95,22 +97,68 @@ GIO_HD void store_relaxed(u32* p, u32 v) {
 #endif
 }
 
-// Read-modify-write on the submitter's own words.  All are sequentially consistent: the
-// "mark, then look at the lock" and "unlock, then look at the marks" pattern of
-// queue_pair.h needs a total order of the two sides' store and load.
+// The four above for a word of one processor's own: on a GPU the scope is the GPU.
+//
+// Pairs with: own_store_release by another thread of this processor.
+GIO_HD u32 own_load_acquire(const u32* p) {
+  GIO_SCHED_POINT();
+#if GIO_DEVICE
+  u32 v;
+  // Pairs with own_store_release.
+  asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
+  return v;
+#else
+  return __atomic_load_n(p, __ATOMIC_ACQUIRE);  // pairs with own_store_release
+#endif
+}
+
+// Pairs with: own_load_acquire by another thread of this processor.
+GIO_HD void own_store_release(u32* p, u32 v) {
+  GIO_SCHED_POINT();
+#if GIO_DEVICE
+  // Pairs with own_load_acquire.
+  asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
+#else
+  __atomic_store_n(p, v, __ATOMIC_RELEASE);  // pairs with own_load_acquire
+#endif
+}
+
+GIO_HD u32 own_load(const u32* p) {
+  GIO_SCHED_POINT();
+#if GIO_DEVICE
+  u32 v;
+  // Orders nothing, pairs with nothing: volatile only keeps the load in place.
+  asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
+  return v;
+#else
+  return __atomic_load_n(p, __ATOMIC_RELAXED);  // pairs with nothing
+#endif
+}
+
+GIO_HD void own_store(u32* p, u32 v) {
+  GIO_SCHED_POINT();
+#if GIO_DEVICE
+  // Orders nothing, pairs with nothing: volatile only keeps the store in place.
+  asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
+#else
+  __atomic_store_n(p, v, __ATOMIC_RELAXED);  // pairs with nothing
+#endif
+}
+
+// Takes or releases a lock word.  "Mark, then try the lock" and "unlock, then look at the marks"
+// need no fence: both sides read-modify-write the lock, so one exchange reads what the other wrote.
 GIO_HD u32 exchange(u32* p, u32 v) {
   GIO_SCHED_POINT();
 #if GIO_DEVICE
   u32 old;
-  // Pairs with the exchange of the other submitter on the same lock word.  The fences on both sides
-  // are its release and its acquire: orders of its own would cost a third one.
-  asm volatile("fence.sc.sys;\n\tatom.exch.relaxed.sys.global.b32 %0, [%1], %2;\n\tfence.sc.sys;"
+  // Pairs with the other submitters' exchange of the same lock word.
+  asm volatile("atom.exch.acq_rel.gpu.global.b32 %0, [%1], %2;"
                : "=r"(old)
                : "l"(p), "r"(v)
-               : "memory");  // pairs with the other submitter's exchange
+               : "memory");
   return old;
 #else
-  return __atomic_exchange_n(p, v, __ATOMIC_SEQ_CST);  // pairs with the other side's exchange
+  return __atomic_exchange_n(p, v, __ATOMIC_ACQ_REL);  // pairs with the other side's exchange
 #endif
 }
 
@@ -119,7 +167,7 @@ GIO_HD u32 fetch_add(u32* p, u32 v) {
 #if GIO_DEVICE
   u32 old;
   // Pairs with the other submitters' fetch_add on the same counter.
-  asm volatile("atom.add.acq_rel.sys.global.u32 %0, [%1], %2;"
+  asm volatile("atom.add.acq_rel.gpu.global.u32 %0, [%1], %2;"
                : "=r"(old)
                : "l"(p), "r"(v)
                : "memory");
@@ -134,7 +182,7 @@ GIO_HD u32 fetch_or(u32* p, u32 v) {
 #if GIO_DEVICE
   u32 old;
   // Releases a CID; pairs with the fetch_and that takes it again.
-  asm volatile("atom.or.acq_rel.sys.global.b32 %0, [%1], %2;"
+  asm volatile("atom.or.acq_rel.gpu.global.b32 %0, [%1], %2;"
                : "=r"(old)
                : "l"(p), "r"(v)
                : "memory");
@@ -149,7 +197,7 @@ GIO_HD u32 fetch_and(u32* p, u32 v) {
 #if GIO_DEVICE
   u32 old;
   // Takes a CID; pairs with the fetch_or that gave it back.
-  asm volatile("atom.and.acq_rel.sys.global.b32 %0, [%1], %2;"
+  asm volatile("atom.and.acq_rel.gpu.global.b32 %0, [%1], %2;"
                : "=r"(old)
                : "l"(p), "r"(v)
                : "memory");
@@ -159,13 +207,13 @@ GIO_HD u32 fetch_and(u32* p, u32 v) {
 #endif
 }
 
-// Stores `v` where 0 is; true when it did.  For the first error among several that may come.
+// Stores `v` if the word is 0; whether it did.  Keeps the first of several errors.
 GIO_HD bool set_if_zero(u32* p, u32 v) {
   GIO_SCHED_POINT();
 #if GIO_DEVICE
   u32 old;
   // Pairs with the other writers' try, of which one succeeds, and orders nothing else.
-  asm volatile("atom.cas.relaxed.sys.global.b32 %0, [%1], 0, %2;"
+  asm volatile("atom.cas.relaxed.gpu.global.b32 %0, [%1], 0, %2;"
                : "=r"(old)
                : "l"(p), "r"(v)
                : "memory");
@@ -187,10 +235,16 @@ GIO_HD u32 lowest_bit(u32 v) {
 
 // How a queue pair's doorbells are rung.  One template parameter, no copies of the protocol.
 //
+// `ring` publishes submission queue entries.  `ring_head` gives completion queue entries back: they
+// were loaded with acquire, so the store needs no order of its own.
+//
 // WordDoorbell: a plain word that a software controller polls (tier T0).
 struct WordDoorbell {
   GIO_HD static void ring(u32* doorbell, u32 value) {
     store_release(doorbell, value);  // pairs with load_acquire in controller_queue.h
+  }
+  GIO_HD static void ring_head(u32* doorbell, u32 value) {
+    store_relaxed(doorbell, value);  // pairs with load_acquire in controller_queue.h
   }
 };
 
@@ -204,6 +258,15 @@ struct MmioDoorbell {
     asm volatile("fence.acq_rel.sys;\n\tst.mmio.relaxed.sys.global.u32 [%0], %1;" ::"l"(doorbell),
                  "r"(value)
                  : "memory");
+#else
+    GIO_MMIO_STORE(doorbell, value);
+#endif
+  }
+  GIO_HD static void ring_head(u32* doorbell, u32 value) {
+    GIO_SCHED_POINT();
+#if GIO_DEVICE
+    // Pairs with the drive's use of the entries that it gives back.
+    asm volatile("st.mmio.relaxed.sys.global.u32 [%0], %1;" ::"l"(doorbell), "r"(value) : "memory");
 #else
     GIO_MMIO_STORE(doorbell, value);
 #endif

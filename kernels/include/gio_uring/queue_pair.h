@@ -46,17 +46,17 @@ constexpr u32 kNoCid = 0xffffffffu;
 GIO_HD u32 cid_acquire(QueuePair* qp, u32 start = 0) {
   const u32 words = (qp->depth + 31) / 32;
   u32* free_bits = at<u32>(qp->cid_free);
-  const u32 first = load_relaxed(&qp->cid_hint) % words;
+  const u32 first = own_load(&qp->cid_hint) % words;
   for (u32 i = 0; i < words; ++i) {
     const u32 w = (first + i) % words;
-    u32 bits = load_relaxed(&free_bits[w]);
+    u32 bits = own_load(&free_bits[w]);
     while (bits != 0) {  // bounded: each turn drops one bit
       const u32 above = bits & (0xffffffffu << start);
       const u32 bit = above != 0 ? above & (0u - above) : bits & (0u - bits);
       if (fetch_and(&free_bits[w], ~bit) & bit) {  // pairs with fetch_or in cid_release
         const u32 cid = w * 32 + lowest_bit(bit);
-        store_relaxed(&at<u32>(qp->completions)[cid], 0);
-        store_relaxed(&qp->cid_hint, w);
+        own_store(&at<u32>(qp->completions)[cid], 0);
+        own_store(&qp->cid_hint, w);
         return cid;
       }
       bits &= ~bit;
@@ -79,13 +79,13 @@ GIO_HD void sq_enqueue(QueuePair* qp, const Sqe& sqe) {
   const u32 ticket = fetch_add(&qp->ticket, 1);
   const u32 slot = ticket & (qp->depth - 1);
   at<Sqe>(qp->sq)[slot] = sqe;
-  // Pairs with load_acquire in sq_ring: who advances the tail over this slot sees the SQE.
-  store_release(&at<u32>(qp->marks)[slot], ticket / qp->depth + 1);
+  // Pairs with own_load_acquire in sq_ring: who advances the tail over this slot sees the SQE.
+  own_store_release(&at<u32>(qp->marks)[slot], ticket / qp->depth + 1);
 }
 
 GIO_HD bool sq_marked(const QueuePair* qp, u32 ticket) {
-  // Pairs with store_release in sq_enqueue.
-  return load_acquire(&at<u32>(qp->marks)[ticket & (qp->depth - 1)]) == ticket / qp->depth + 1;
+  // Pairs with own_store_release in sq_enqueue.
+  return own_load_acquire(&at<u32>(qp->marks)[ticket & (qp->depth - 1)]) == ticket / qp->depth + 1;
 }
 
 // Publishes every finished SQE and rings the doorbell once.  Never waits: when another
@@ -96,11 +96,11 @@ GIO_HD void sq_ring(QueuePair* qp) {
   do {  // bounded by the SQEs that other submitters finish meanwhile
     // Pairs with the exchange that unlocks: the winner sees the former holder's tail.
     if (exchange(&qp->tail_lock, 1) != 0) return;
-    tail = load_relaxed(&qp->tail);
+    tail = own_load(&qp->tail);
     const u32 before = tail;
     while (tail - before < qp->depth && sq_marked(qp, tail)) ++tail;
     if (tail != before) {
-      store_relaxed(&qp->tail, tail);
+      own_store(&qp->tail, tail);
       Doorbell::ring(at<u32>(qp->sq_doorbell), tail & (qp->depth - 1));
     }
     // Pairs with the exchange that locks.  The unlock comes before the last look at the marks,
@@ -120,8 +120,9 @@ GIO_HD bool cqe_posted(const QueuePair* qp, u32 position, u32* dw3) {
 // Tells the command's owner.  A CID that was never given out is dropped, not trusted.
 GIO_HD void cqe_publish(QueuePair* qp, u32 dw3) {
   const u32 cid = cqe_cid(dw3);
-  // Pairs with load_acquire in completion.
-  if (cid < qp->depth) store_release(&at<u32>(qp->completions)[cid], kCompleted | cqe_status(dw3));
+  // Pairs with own_load_acquire in completion.
+  if (cid < qp->depth)
+    own_store_release(&at<u32>(qp->completions)[cid], kCompleted | cqe_status(dw3));
 }
 
 // Consumes up to `max` CQEs (at most 32 a call) and publishes their statuses to
@@ -132,11 +133,11 @@ GIO_HD u32 cq_reap(QueuePair* qp, u32 max) {
   if (exchange(&qp->cq_lock, 1) != 0) return 0;
   u32 entries[32];
   u32 n = 0;
-  const u32 head = load_relaxed(&qp->cq_head);
+  const u32 head = own_load(&qp->cq_head);
   while (n < max && n < 32 && cqe_posted(qp, head + n, &entries[n])) ++n;
   if (n != 0) {
-    store_relaxed(&qp->cq_head, head + n);
-    Doorbell::ring(at<u32>(qp->cq_doorbell), (head + n) & (qp->depth - 1));
+    own_store(&qp->cq_head, head + n);
+    Doorbell::ring_head(at<u32>(qp->cq_doorbell), (head + n) & (qp->depth - 1));
     for (u32 i = 0; i < n; ++i) cqe_publish(qp, entries[i]);
   }
   exchange(&qp->cq_lock, 0);  // pairs with the exchange that locks
@@ -145,7 +146,8 @@ GIO_HD u32 cq_reap(QueuePair* qp, u32 max) {
 
 // The owner's view of its command: 0 = pending, else kCompleted | status.
 GIO_HD u32 completion(const QueuePair* qp, u32 cid) {
-  return load_acquire(&at<u32>(qp->completions)[cid]);  // pairs with store_release in cq_reap
+  // Pairs with own_store_release in cqe_publish.
+  return own_load_acquire(&at<u32>(qp->completions)[cid]);
 }
 
 }  // namespace gio
