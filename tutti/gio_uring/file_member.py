@@ -34,7 +34,7 @@ from tutti.errors import (
     PoolReadOnly,
     TuttiError,
 )
-from tutti.gio_uring import _native
+from tutti.gio_uring import _native, shared_file
 from tutti.gio_uring.generic_device import GenericNamespace, claim, identify, is_generic
 from tutti.process import Owned, finalize
 from tutti.units import MiB, format_nbytes
@@ -353,6 +353,12 @@ def _lock(fd: int, name: str) -> None:
         raise PoolInUse(
             f"{name} is in use by another process or another store; close it there first"
         ) from error
+    if (user := shared_file.user_of(fd)) is not None:
+        fcntl.flock(fd, fcntl.LOCK_UN)
+        raise PoolInUse(
+            f"process {user} still has {name} open, from an agent that ended; it closes it by"
+            " itself once its transfers have ended, or when it is ended"
+        )
 
 
 def _reserve(fd: int, name: str, nbytes: int) -> None:
