@@ -161,6 +161,7 @@ $(VENV)/.core: $(VENV)/.venv pyproject.toml setup.py $(NATIVE_SOURCES)
 $(VENV)/.test: pyproject.toml | $(VENV)/.core
 	$(call install_extra,test)
 	$(call install_extra,plot)
+	$(call install_extra,node)
 	@touch $@
 
 $(VENV)/.lint: pyproject.toml | $(VENV)/.core

@@ -56,6 +56,7 @@ COMMANDS = (
     ("demo", "tutti.cli_demo:add_demo", "show what this machine's disk does, in about a minute"),
     ("format", "tutti.cli_pool:add_format", "make a new, empty pool in files"),
     ("info", "tutti.cli_pool:add_info", "say what a pool is and how full, in use or not"),
+    ("serve", "tutti.cli_serve:add_serve", "own pools and serve them to other processes"),
     ("fsck", "tutti.cli_fsck:add_fsck", "verify every object of a pool; repair it"),
     ("probe", "tutti.cli_probe:add_probe", "say what this machine can do, and why not more"),
     ("nvme list", "tutti.cli_nvme:add_list", "say which drives could hold a pool, and why not"),

@@ -36,3 +36,8 @@ class DigestCache:
         )
         out[known] = self._digests[place[known]]
         return known
+
+    def knows(self, slots: Slots, sequences: U64) -> bool:
+        """Whether it has the digests of all these slots."""
+        place = slots % self._entries
+        return bool(((self._slot[place] == slots) & (self._sequence[place] == sequences)).all())

@@ -96,6 +96,14 @@ class ForkedProcess(PoolClosed):
     """A call in a forked process to what the process before the fork opened."""
 
 
+class AgentRefused(TuttiError):
+    """The agent or a client does not follow the protocol, or may not take part."""
+
+
+class AgentLost(PoolError):
+    """The agent did not answer in time, or its connection ended; it is tried again."""
+
+
 class MediumError(TuttiError):
     """The medium failed a transfer.
 

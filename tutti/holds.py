@@ -35,6 +35,11 @@ class Holds:
         self.count = 0  # slots that somebody keeps
         self.changes = 0
 
+    def set_lookups(self, lookups: int) -> None:
+        """A hold ends after so many later look-ups from now on."""
+        assert lookups > 0, "a hold has to end"
+        self._lookups = lookups
+
     def lookup(self) -> None:
         """One more look-up."""
         self._clock += 1
@@ -80,6 +85,12 @@ class Holds:
             self._kept[slots] -= 1
             self.count -= int(np.count_nonzero(self._kept[slots] == 0))
             self.changes += 1
+
+    def release_all(self, prefix: str) -> None:
+        """As `release`, for every named holder whose name begins so."""
+        names = [name for name in self._held if isinstance(name, str) and name.startswith(prefix)]
+        for name in names:
+            self.release(name)
 
     def clear(self) -> None:
         """Nobody keeps anything."""

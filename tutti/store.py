@@ -28,7 +28,6 @@ from tutti.errors import (
     ConfigError,
     DeviceTimeout,
     KeyMissing,
-    KeySizeError,
     PagesHeld,
     PoolMismatch,
     TuttiError,
@@ -39,7 +38,7 @@ from tutti.gio_uring.engine import Engine
 from tutti.gio_uring.memory import DmaRegion
 from tutti.host_pool import HostPool
 from tutti.index import MISSING, SlotState
-from tutti.keys import KEY_NBYTES, as_keys
+from tutti.keys import as_keys
 from tutti.layout import KVLayout
 from tutti.loader import Loader
 from tutti.medium import Superblock
@@ -231,15 +230,8 @@ class ObjectStore(Owned):
         done.  What does not fit because everything is in use is dropped, and counted.
         Raises KeySizeError, PageRangeError, ConfigError, PoolClosed or DeviceTimeout (no staging).
         """
-        array = as_keys(keys).copy()  # records are written later, from what the caller gave now
         memory = self._pool(pool).memory
-        numbers = memory.check_pages(pages)
-        _check_lengths(array, numbers)
-        if parent is not None and len(parent) != KEY_NBYTES:
-            raise KeySizeError(f"the parent key has {len(parent)} bytes, not {KEY_NBYTES}")
-        if depth < 0:
-            raise ConfigError(f"depth is {depth}; it counts the pages before the first key")
-        request = PutRequest.chain(array, numbers, memory, parent, depth)
+        request = PutRequest.checked(keys, pages, memory, parent, depth)
         with self._core.admitted(self.config.timeout_s):
             return (self._pacer or self._tails).put(request)
 

@@ -9,13 +9,13 @@ enough that records follow their data soon.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 
 from tutti.core import Core
-from tutti.errors import DeviceTimeout, PoolClosed, TuttiError
+from tutti.errors import ConfigError, DeviceTimeout, KeySizeError, PoolClosed, TuttiError
 from tutti.gio_uring.engine import PRIORITY_STORE, Job
 from tutti.gio_uring.iocb import PagedMemory
 from tutti.gio_uring.nvme_spec import (
@@ -25,6 +25,7 @@ from tutti.gio_uring.nvme_spec import (
     STATUS_WRITE_FAULT,
 )
 from tutti.index import MISSING, SlotState
+from tutti.keys import KEY_NBYTES, as_keys
 from tutti.medium import RecordState
 from tutti.reclaim import Reclaimer
 from tutti.record_table import BLOCK_RECORDS, RecordContent, RecordTable
@@ -39,6 +40,7 @@ U64 = npt.NDArray[np.uint64]
 BATCH_NBYTES = 256 << 20
 BATCH_PAGES_MIN = 64
 _BLOCKS = 6
+_NO_BLOCK = -1
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,26 @@ class PutRequest:
             parents[0] = np.frombuffer(parent, np.uint8)
         depths = depth + np.arange(len(keys), dtype=np.int64)
         return cls(keys, parents, depths, pages, memory)
+
+    @classmethod
+    def checked(
+        cls,
+        keys: npt.NDArray[np.uint8] | Sequence[bytes],
+        pages: npt.ArrayLike,
+        memory: PagedMemory,
+        parent: bytes | None,
+        depth: int,
+    ) -> PutRequest:
+        """As `chain`, of what a caller gave.  Raises KeySizeError, PageRangeError, ConfigError."""
+        array = as_keys(keys).copy()  # records are written later, from what the caller gave now
+        numbers = memory.check_pages(pages)
+        if len(array) != numbers.size:
+            raise ConfigError(f"{len(array)} keys and {numbers.size} pages; give one page per key")
+        if parent is not None and len(parent) != KEY_NBYTES:
+            raise KeySizeError(f"the parent key has {len(parent)} bytes, not {KEY_NBYTES}")
+        if depth < 0:
+            raise ConfigError(f"depth is {depth}; it counts the pages before the first key")
+        return cls.chain(array, numbers, memory, parent, depth)
 
     def take(self, rows: Slots) -> PutRequest:
         """The same for some rows (m,)."""
@@ -175,7 +197,9 @@ class Writer:
     def _put_batch(self, ticket: PutTicket, request: PutRequest, rows: Slots) -> int:
         """Gives slots to a batch and starts its data job; returns how many rows have a slot now."""
         core = self._core
-        block = self._table.reserve(core.config.timeout_s)
+        # Where others move the data, staging for records is not kept from everybody meanwhile.
+        late = getattr(request.memory.path, "reserves_late", False)
+        block = _NO_BLOCK if late else self._table.reserve(core.config.timeout_s)
         try:
             with core.lock:
                 batch, placed = self._place(ticket, request, rows, block)
@@ -183,7 +207,7 @@ class Writer:
                 self.active += 1
                 ticket.add_part()
         except BaseException:
-            self._table.release(block)
+            self._release(block)
             raise
         if batch.rows.size == 0:
             self._finish(batch)
@@ -261,6 +285,12 @@ class Writer:
         if not good.all():
             self._drop(batch.at(~good), job.page_status[~good])
             batch = batch.at(good)
+        if batch.rows.size and batch.block == _NO_BLOCK:
+            try:
+                batch = replace(batch, block=self._table.reserve(self._core.config.timeout_s))
+            except DeviceTimeout:
+                self._give_up(batch, STATUS_TIMED_OUT)
+                return
         if batch.rows.size == 0:
             self._finish(batch)
         elif self._core.config.durability != "flush":
@@ -376,9 +406,13 @@ class Writer:
         batch.ticket.fail(batch.rows, status)
 
     def _finish(self, batch: _Batch) -> None:
-        self._table.release(batch.block)
+        self._release(batch.block)
         with self._core.lock:
             self.finished += 1
             self.active -= 1
         batch.ticket.end_part()
         self._core.end()
+
+    def _release(self, block: int) -> None:
+        if block != _NO_BLOCK:
+            self._table.release(block)

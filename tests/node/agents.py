@@ -1,0 +1,72 @@
+"""Agents for tests: in a thread, or as a process of the command line."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+from tutti.core import StoreConfig
+from tutti.layout import KVLayout
+from tutti.node.agent import Agent, AgentConfig
+from tutti.node.client import NodeStore
+from tutti.node.pools import AgentPools
+
+LAYOUT = KVLayout.mha(layers=4, kv_heads=2, head_dim=64, page_size=16, dtype="bfloat16")
+WAIT_S = 30.0
+
+
+class RunningAgent:
+    """An agent in a thread of this process, with a folder of pools."""
+
+    def __init__(self, folder: Path, *, config: StoreConfig | None = None, **agent: object) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.folder = folder
+        self.path = str(folder / "s")
+        self.pools = AgentPools(folder=str(folder), capacity=1 << 30, config=config)
+        self.agent = Agent(AgentConfig(self.path, **agent), self.pools.open)  # type: ignore[arg-type]
+        started = threading.Event()
+        self._thread = threading.Thread(
+            target=lambda: asyncio.run(self.agent.serve(started.set)), daemon=True
+        )
+        self._thread.start()
+        assert started.wait(WAIT_S)
+
+    def connect(self, layout: KVLayout | None = LAYOUT, capacity: str = "32MiB") -> NodeStore:
+        return NodeStore(self.path, layout, capacity)
+
+    def stop(self) -> None:
+        self.agent.stop()
+        self._thread.join(WAIT_S)
+        assert not self._thread.is_alive()
+        self.pools.close()
+
+
+@contextlib.contextmanager
+def running(folder: Path, **options: object) -> Iterator[RunningAgent]:
+    agent = RunningAgent(folder, **options)  # type: ignore[arg-type]
+    try:
+        yield agent
+    finally:
+        agent.stop()
+
+
+def start_process(path: Path, folder: Path, *options: str) -> subprocess.Popen[str]:
+    """`tutti serve` as a user starts it; returns once it listens."""
+    process = subprocess.Popen(
+        [
+            *(sys.executable, "-m", "tutti.cli", "serve", "--folder", str(folder)),
+            *("--capacity", "1GiB", "--socket", str(path), *options),
+        ],
+        stderr=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        text=True,
+    )
+    assert process.stderr is not None
+    line = process.stderr.readline()
+    assert line.startswith("serving on"), line + process.stderr.read()
+    return process

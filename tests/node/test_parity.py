@@ -1,0 +1,254 @@
+"""One interface, two stores: embedded in this process, and as a client of the node's agent."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from node.agents import LAYOUT, RunningAgent
+
+import tutti
+from store.pools import fill, some_keys
+from tutti.core import StoreConfig
+from tutti.errors import (
+    ChecksumMismatch,
+    ConfigError,
+    KeyMissing,
+    KeySizeError,
+    PageRangeError,
+    PoolClosed,
+    PoolMismatch,
+)
+from tutti.geometry import RECORD_NBYTES
+from tutti.host_pool import PAGE_FIRST_DIRECT, HostPool
+from tutti.layout import KVLayout
+from tutti.tickets import Outcome
+
+Opener = Callable[..., Any]
+
+
+@pytest.fixture(params=["embedded", "agent"])
+def opener(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Opener]:
+    """Opens a pool by layout, capacity and StoreConfig; everything is closed at the end."""
+    with contextlib.ExitStack() as stack:
+
+        def embedded(layout: KVLayout = LAYOUT, capacity: str = "32MiB", **config: Any) -> Any:
+            config = {"timeout_s": 5.0, **config}
+            path = str(tmp_path / "pool.tutti")
+            store = tutti.open(path, layout, capacity, config=StoreConfig(**config))
+            return stack.enter_context(store)
+
+        def served(layout: KVLayout = LAYOUT, capacity: str = "32MiB", **config: Any) -> Any:
+            config = {"timeout_s": 5.0, **config}
+            agent = RunningAgent(tmp_path / "agent", config=StoreConfig(**config))
+            stack.callback(agent.stop)
+            return stack.enter_context(agent.connect(layout, capacity))
+
+        yield embedded if request.param == "embedded" else served
+
+
+@pytest.fixture
+def rng(seed: int) -> np.random.Generator:
+    return np.random.default_rng(seed)
+
+
+@pytest.mark.parametrize("verify", ["always", "sampled", "off"])
+@pytest.mark.parametrize("durability", ["process", "flush"])
+def test_what_was_put_is_loaded(
+    opener: Opener, verify: str, durability: str, rng: np.random.Generator
+) -> None:
+    store = opener(verify=verify, durability=durability)
+    pool = store.allocate_pool(48)
+    keys = some_keys(rng, 20)
+    contents = fill(pool, range(20), rng)
+    result = store.put(keys, np.arange(20)).wait(5)
+    assert (result.stored, result.present, result.dropped) == (20, 0, 0)
+    assert store.match(keys) == 20
+    pages = 24 + rng.permutation(20)
+    ticket = store.load(keys, pages)
+    for layer in range(LAYOUT.layers):
+        ticket.wait_layer(layer, 5)
+    assert ticket.wait_settled(5)
+    assert [pool.read(int(page)) for page in pages] == contents
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        KVLayout.mla(5, 512, 64, 16, "bfloat16"),
+        KVLayout.mha(4, 2, 64, 16, "bfloat16").token_major(),
+        KVLayout.mha(2, 3, 96, 32, "float32", v_head_dim=40),
+    ],
+)
+def test_layouts_and_orders(opener: Opener, layout: KVLayout, rng: np.random.Generator) -> None:
+    store = opener(layout)
+    assert store.layout == layout
+    order = None if layout.layers == 1 else PAGE_FIRST_DIRECT
+    pool = store.allocate_pool(12, order=order)
+    keys = some_keys(rng, 6)
+    contents = fill(pool, range(6), rng)
+    assert store.put(keys, np.arange(6)).wait(5).stored == 6
+    store.load(keys, np.arange(6, 12)).wait(5)
+    assert [pool.read(page) for page in range(6, 12)] == contents
+
+
+def test_prefixes_gaps_and_repetitions(opener: Opener, rng: np.random.Generator) -> None:
+    store = opener()
+    store.allocate_pool(8)
+    keys = some_keys(rng, 8)
+    store.put(keys[:3], [0, 1, 2]).wait(5)
+    store.put(keys[5:], [5, 6, 7], parent=keys[4].tobytes(), depth=5).wait(5)
+    assert store.match(keys) == 3
+    assert store.match(keys[5:]) == 3
+    assert store.match(keys[3:]) == 0
+    assert store.present(keys).tolist() == [True] * 3 + [False] * 2 + [True] * 3
+    result = store.put(np.concatenate((keys, keys)), [*range(8), *range(8)]).wait(5)
+    assert (result.stored, result.present) == (2, 14)
+    assert store.match(keys) == 8
+    assert store.match(keys[:0]) == 0
+    assert store.put(keys[:0], []).wait(5).stored == 0
+
+
+def test_many_pages_in_one_call(opener: Opener, rng: np.random.Generator) -> None:
+    """More than one plan, and more keys than one message of the agent has digests for."""
+    layout = KVLayout.mha(layers=2, kv_heads=8, head_dim=128, page_size=8, dtype="bfloat16")
+    store = opener(layout, "128MiB")
+    pool = store.allocate_pool(2600)
+    keys = some_keys(rng, 1300)
+    contents = fill(pool, range(1300), rng)
+    assert store.put(keys, np.arange(1300)).wait(20).stored == 1300
+    assert store.match(keys) == 1300
+    store.load(keys, np.arange(1300, 2600)).wait(20)
+    assert all(pool.read(1300 + i) == content for i, content in enumerate(contents))
+
+
+def test_what_is_not_there(opener: Opener, rng: np.random.Generator) -> None:
+    store = opener()
+    store.allocate_pool(8)
+    keys = some_keys(rng, 4)
+    store.put(keys[:2], [0, 1]).wait(5)
+    with pytest.raises(KeyMissing, match="key 2 of 4"):
+        store.load(keys, [4, 5, 6, 7])
+    assert store.stats()["busy_objects"] == 0
+
+
+def test_bad_arguments(opener: Opener, rng: np.random.Generator) -> None:
+    store = opener()
+    with pytest.raises(ConfigError, match="pools of memory"):
+        store.put(some_keys(rng, 1), [0])
+    pool = store.allocate_pool(4)
+    keys = some_keys(rng, 2)
+    with pytest.raises(PageRangeError):
+        store.put(keys, [3, 4])
+    with pytest.raises(ConfigError, match="2 keys and 1 pages"):
+        store.put(keys, [0])
+    with pytest.raises(ConfigError, match="2 keys and 1 pages"):
+        store.load(keys, [0])
+    with pytest.raises(KeySizeError):
+        store.put([b"short"], [0])
+    with pytest.raises(KeySizeError, match="parent"):
+        store.put(keys, [0, 1], parent=b"short")
+    with pytest.raises(ConfigError, match="depth"):
+        store.put(keys, [0, 1], depth=-1)
+    store.put(keys, [0, 1]).wait(5)
+    with pytest.raises(ConfigError, match="twice"):
+        store.load(keys, [2, 2])
+    other = HostPool.allocate(KVLayout.mla(5, 512, 64, 16, "bfloat16"), 2)
+    with pytest.raises(PoolMismatch):
+        store.register(other)
+    store.unregister(pool)
+    with pytest.raises(ConfigError, match="not registered"):
+        store.put(keys, [0, 1], pool=pool)
+    store.close()
+    with pytest.raises(PoolClosed):
+        store.match(keys)
+
+
+def test_eviction_and_pins(opener: Opener, rng: np.random.Generator) -> None:
+    store = opener(capacity="12MiB", pin_share=0.25)
+    capacity = store.stats()["capacity_objects"]
+    assert capacity >= 64
+    store.allocate_pool(16)
+    pinned = some_keys(rng, 8)
+    store.put(pinned, np.arange(8)).wait(5)
+    for _ in range(2 * capacity // 16):
+        assert store.match(pinned, pin="request") == 8
+        store.put(some_keys(rng, 16), np.arange(16)).wait(5)
+    stats = store.stats()
+    assert stats["evicted"] > 0
+    assert store.match(pinned) == 8
+    store.unpin("request")
+    for _ in range(3 * capacity // 16):
+        store.put(some_keys(rng, 16), np.arange(16)).wait(5)
+    assert store.match(pinned) == 0
+    assert store.stats()["busy_objects"] == 0
+
+
+def test_clear(opener: Opener, rng: np.random.Generator) -> None:
+    store = opener()
+    store.allocate_pool(8)
+    keys = some_keys(rng, 8)
+    store.put(keys, np.arange(8)).wait(5)
+    store.clear()
+    assert store.match(keys) == 0
+    assert store.put(keys, np.arange(8)).wait(5).stored == 8
+
+
+def test_damage_is_found_and_quarantined(
+    opener: Opener, tmp_path: Path, rng: np.random.Generator
+) -> None:
+    store = opener()
+    pool = store.allocate_pool(8)
+    keys = some_keys(rng, 4)
+    fill(pool, range(4), rng)
+    store.put(keys, np.arange(4)).wait(5)
+    (path,) = tmp_path.rglob("*.tutti")
+    geometry = store.geometry
+    content = pool.read(2)[: LAYOUT.segments[0]]
+    raw = path.read_bytes()
+    at = raw.find(content[:RECORD_NBYTES])
+    assert at >= geometry.groups_offset
+    with path.open("r+b") as file:
+        file.seek(at)
+        file.write(bytes([content[0] ^ 1]))
+    ticket = store.load(keys, np.arange(4, 8))
+    with pytest.raises(ChecksumMismatch):
+        ticket.wait(5)
+    assert ticket.failed().tolist() == [2]
+    assert ticket.wait_settled(5)
+    assert store.stats()["quarantined"] == 1
+    assert store.present(keys).tolist() == [True, True, False, True]
+
+
+def test_tickets_call_back(opener: Opener, rng: np.random.Generator) -> None:
+    store = opener()
+    store.allocate_pool(8)
+    keys = some_keys(rng, 4)
+    done: list[list[int]] = []
+    ticket = store.put(keys, np.arange(4))
+    ticket.on_done(lambda each: done.append(each.outcome.tolist()))
+    ticket.wait(5)
+    load = store.load(keys, np.arange(4, 8))
+    load.on_settled(lambda: done.append([]))
+    assert load.wait_settled(5)
+    assert sorted(done) == [[], [int(Outcome.STORED)] * 4]
+
+
+def test_counters(opener: Opener, rng: np.random.Generator) -> None:
+    store = opener()
+    store.allocate_pool(8)
+    keys = some_keys(rng, 4)
+    store.put(keys, np.arange(4)).wait(5)
+    assert store.match(keys) == 4
+    load = store.load(keys, np.arange(4, 8))
+    load.wait(5)
+    assert load.wait_settled(5)
+    stats = store.stats()
+    nbytes = 4 * LAYOUT.object_nbytes
+    assert stats["stored"] == stats["loaded"] == stats["hits"] == 4
+    assert stats["payload_written_nbytes"] == stats["payload_read_nbytes"] == nbytes
+    assert stats["slots"]["ready"] == 4

@@ -1,0 +1,96 @@
+"""`tutti serve`: the node's agent, which owns pools and serves them to other processes."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import grp
+import signal
+import sys
+
+from tutti.cli_arguments import nbytes
+from tutti.cli_outcome import Outcome
+from tutti.core import DURABILITY, VERIFY, StoreConfig
+from tutti.errors import ConfigError
+from tutti.node.agent import Agent, AgentConfig
+from tutti.node.pools import AgentPools
+from tutti.terminal import facts
+
+_EXAMPLE = """
+One pool for every process of this user, until Ctrl-C or SIGTERM:
+
+  tutti serve /mnt/nvme/pool.tutti --socket /run/user/1000/tutti.sock
+
+A folder of pools, made as servers ask for them (SGLang: "path": "unix:/run/user/1000/tutti.sock"):
+
+  tutti serve --folder /mnt/nvme/tutti --capacity 2TiB --socket /run/user/1000/tutti.sock
+"""
+
+
+def add_serve(parser: argparse.ArgumentParser) -> None:
+    """Describes `tutti serve`."""
+    parser.epilog = _EXAMPLE
+    parser.add_argument("paths", nargs="*", metavar="PATH", help="members of one pool, in order")
+    parser.add_argument("--folder", metavar="DIR", help="folder with a pool for each layout")
+    parser.add_argument(
+        "--capacity",
+        type=nbytes,
+        default=0,
+        metavar="SIZE",
+        help="limit of all pools that clients have made in the folder, together",
+    )
+    parser.add_argument(
+        "--socket", required=True, metavar="PATH", help="Unix socket to listen on (mode 0600)"
+    )
+    parser.add_argument("--group", metavar="NAME", help="members of this group may connect, too")
+    parser.add_argument(
+        "--verify", choices=VERIFY, default="always", help="loads to verify (default %(default)s)"
+    )
+    parser.add_argument(
+        "--durability",
+        choices=DURABILITY,
+        default="process",
+        help="what acknowledged pages survive (default %(default)s)",
+    )
+    parser.add_argument(
+        "--executor",
+        choices=("auto", "uring", "threads"),
+        default="auto",
+        help="how files are read and written (default %(default)s)",
+    )
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> Outcome:
+    """Serves until a signal."""
+    pools = AgentPools(
+        args.paths,
+        folder=args.folder,
+        capacity=args.capacity,
+        config=StoreConfig(verify=args.verify, durability=args.durability),
+        executor=args.executor,
+    )
+    agent = Agent(AgentConfig(args.socket, group=_group(args.group)), pools.open)
+    try:
+        pools.open_given()
+        asyncio.run(_serve(agent, args.socket))
+    finally:
+        pools.close()
+    result = dict(vars(agent.counters))
+    return Outcome(result, facts(list(result.items())))
+
+
+async def _serve(agent: Agent, path: str) -> None:
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        loop.add_signal_handler(number, agent.stop)
+    await agent.serve(lambda: print(f"serving on {path}", file=sys.stderr, flush=True))
+
+
+def _group(name: str | None) -> int | None:
+    if name is None:
+        return None
+    try:
+        return grp.getgrnam(name).gr_gid
+    except KeyError as error:
+        raise ConfigError(f"there is no group {name!r}; name one of `getent group`") from error

@@ -1,0 +1,1 @@
+"""One node, many processes: the agent that owns pools, its clients, and the catalogue."""

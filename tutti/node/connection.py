@@ -1,0 +1,239 @@
+"""A client's connection to the agent: one request and its answer at a time, with a deadline."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import socket
+import struct
+import threading
+import time
+from typing import Any
+
+from tutti.errors import AgentLost, AgentRefused
+from tutti.node.messages import (
+    FILES_MAX,
+    FRAME_NBYTES_MAX,
+    HEADER,
+    Failure,
+    Hello,
+    Join,
+    Message,
+    Welcome,
+    body_nbytes,
+    error_of,
+    frame,
+    read_reply,
+)
+
+_RECEIVE_NBYTES = 64 << 10
+_IDLE_MAX = 8
+_TIMEVAL = struct.Struct("ll")
+
+
+class Connection:
+    """One open socket.  Not thread-safe, except ``close``.
+
+    After AgentLost or AgentRefused it is closed: an answer may still come that nobody waits for.
+    """
+
+    def __init__(self, path: str, timeout_s: float) -> None:
+        self._buffer = bytearray(_RECEIVE_NBYTES)
+        self._have = 0
+        self._timeout_s = 0.0
+        self._path = path
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+        try:
+            self._set_timeout(timeout_s)
+            self._socket.connect(path)
+        except OSError as error:
+            self._socket.close()
+            raise AgentLost(
+                f"no agent answers on {path}: {error.strerror or error}; start one with `tutti"
+                " serve`, or correct the path"
+            ) from error
+
+    def request(self, message: Message, timeout_s: float) -> Any:
+        """The answer to a request.  Raises what the agent answers, or AgentLost."""
+        self.send(message, timeout_s)
+        return self.receive(timeout_s)
+
+    def open(self, hello: Hello, timeout_s: float) -> tuple[Welcome, list[int]]:
+        """Opens a session: what the agent says, and the members' files."""
+        files: list[int] = []
+        self.send(hello, timeout_s)
+        try:
+            part, files, _, _ = socket.recv_fds(
+                self._socket, len(self._buffer), FILES_MAX, socket.MSG_CMSG_CLOEXEC
+            )
+            self._buffer[: len(part)] = part
+            self._have = len(part)
+            if not part:
+                raise self._lost("it closed the connection")
+            welcome = self.receive(timeout_s)
+            if not isinstance(welcome, Welcome) or len(files) != len(welcome.files):
+                raise AgentRefused("the agent did not open a session; use the same version of it")
+            return welcome, files
+        except BaseException as error:
+            for fd in files:
+                os.close(fd)
+            self.close()
+            if isinstance(error, OSError):
+                raise self._lost(str(error.strerror or error)) from error
+            raise
+
+    def send(self, message: Message, timeout_s: float) -> None:
+        """Sends a message.  Raises AgentLost."""
+        self._set_timeout(timeout_s)
+        try:
+            self._socket.sendall(frame(message))
+        except OSError as error:
+            raise self._lost(_reason(error, timeout_s)) from error
+
+    def receive(self, timeout_s: float) -> Any:
+        """The next answer.  Raises what it says if it is a Failure, or AgentLost."""
+        self._set_timeout(timeout_s)
+        deadline_s = time.monotonic() + timeout_s
+        need = HEADER.size
+        is_header = True
+        while self._have < need or is_header:
+            if self._have >= need:
+                try:
+                    need += body_nbytes(memoryview(self._buffer)[: HEADER.size])
+                except AgentRefused:
+                    self.close()
+                    raise
+                is_header = False
+                if need > len(self._buffer):
+                    self._buffer.extend(bytes(HEADER.size + FRAME_NBYTES_MAX - len(self._buffer)))
+                continue
+            self._receive_some(deadline_s, timeout_s)
+        body = bytes(memoryview(self._buffer)[HEADER.size : need])
+        rest = self._have - need
+        if rest:
+            self._buffer[:rest] = self._buffer[need : self._have]
+        self._have = rest
+        reply = read_reply(body)
+        if isinstance(reply, Failure):
+            error = error_of(reply)
+            if isinstance(error, AgentRefused):
+                self.close()
+            raise error
+        return reply
+
+    def _receive_some(self, deadline_s: float, timeout_s: float) -> None:
+        try:
+            got = self._socket.recv_into(memoryview(self._buffer)[self._have :])
+        except OSError as error:
+            raise self._lost(_reason(error, timeout_s)) from error
+        if not got:
+            raise self._lost("it closed the connection")
+        self._have += got
+        if time.monotonic() > deadline_s:
+            raise self._lost(f"no whole answer within {timeout_s:g} s")
+
+    def _set_timeout(self, timeout_s: float) -> None:
+        """The kernel's own: a call less than with Python's."""
+        if timeout_s != self._timeout_s:
+            value = _TIMEVAL.pack(int(timeout_s), max(1, int(timeout_s % 1 * 1e6)))
+            with contextlib.suppress(OSError):
+                self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, value)
+                self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, value)
+            self._timeout_s = timeout_s
+
+    def _lost(self, why: str) -> AgentLost:
+        self.close()
+        return AgentLost(f"the agent at {self._path} is lost: {why}; it is tried again")
+
+    def wait_readable(self, timeout_s: float) -> bool:
+        """Whether an answer, or the end of the connection, has begun to arrive."""
+        if self._have:
+            return True
+        try:
+            ready, _, _ = select.select([self._socket], [], [], timeout_s)
+        except (OSError, ValueError) as error:
+            raise self._lost("it was closed") from error
+        return bool(ready)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it can be used again."""
+        return self._socket.fileno() >= 0
+
+    def shut_down(self) -> None:
+        """Ends waits in other threads; they close it."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """A second call does nothing."""
+        self.shut_down()
+        self._socket.close()
+
+
+class Connections:
+    """Connections of one session: each request has one of its own while it lasts."""
+
+    def __init__(self, path: str, session: bytes, timeout_s: float) -> None:
+        self._path = path
+        self._session = session
+        self._timeout_s = timeout_s
+        self._idle: list[Connection] = []
+        self._all: set[Connection] = set()
+        self._lock = threading.Lock()
+        self._closed = False
+
+    def request(self, message: Message, timeout_s: float) -> Any:
+        """See Connection.request; no request waits for another's answer."""
+        connection = self._take()
+        try:
+            return connection.request(message, timeout_s)
+        finally:
+            self._give_back(connection)
+
+    def _take(self) -> Connection:
+        with self._lock:
+            if self._closed:
+                raise AgentLost("the session with the agent has ended; it is tried again")
+            if self._idle:
+                return self._idle.pop()
+        connection = Connection(self._path, self._timeout_s)
+        try:
+            connection.request(Join(self._session), self._timeout_s)
+        except BaseException:
+            connection.close()
+            raise
+        self._keep(connection)
+        return connection
+
+    def _keep(self, connection: Connection) -> None:
+        with self._lock:
+            self._all.add(connection)
+            if self._closed:
+                connection.close()
+
+    def _give_back(self, connection: Connection) -> None:
+        with self._lock:
+            if not self._closed and connection.is_open and len(self._idle) < _IDLE_MAX:
+                self._idle.append(connection)
+                return
+            self._all.discard(connection)
+        connection.close()
+
+    def close(self) -> None:
+        """Ends all of them, with the waits of other threads."""
+        with self._lock:
+            self._closed = True
+            connections = list(self._all)
+            idle, self._idle = self._idle, []
+        for connection in connections:
+            connection.shut_down()
+        for connection in idle:
+            connection.close()
+
+
+def _reason(error: OSError, timeout_s: float) -> str:
+    if isinstance(error, BlockingIOError):
+        return f"no answer within {timeout_s:g} s"
+    return str(error.strerror or error)

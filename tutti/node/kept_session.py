@@ -1,0 +1,152 @@
+"""A session with the agent that is opened again whenever the agent was lost."""
+
+from __future__ import annotations
+
+import logging
+import random
+import threading
+
+from tutti.errors import AgentLost, PoolMismatch, TuttiError
+from tutti.host_pool import HostPool
+from tutti.layout import KVLayout
+from tutti.node.session import AgentSession
+
+_log = logging.getLogger(__name__)
+
+_RETRY_FIRST_S = 0.05
+_RETRY_MAX_S = 2.0
+
+
+class KeptSession:
+    """The session of now, or none while the agent is away.  Thread-safe.
+
+    pools: memory to register with every session; shared with the store.  session: may end at any
+    moment, which its calls tell by AgentLost.  reconnects: since the first session.
+    Raises what AgentSession raises.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        layout: KVLayout | None,
+        capacity: int,
+        open_timeout_s: float,
+        executor: str,
+        pools: list[HostPool],
+    ) -> None:
+        self._path = path
+        self._wanted = layout
+        self._capacity = capacity
+        self._open_timeout_s = open_timeout_s
+        self._executor = executor
+        self._pools = pools
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
+        self._retired: list[AgentSession] = []
+        self._closed = False
+        self.reconnects = 0
+        first = self._open()
+        self.session: AgentSession | None = first
+        self._layout, self._geometry = first.layout, first.geometry
+        self._timeout_s = first.welcome.timeout_s
+        self._keeper = threading.Thread(target=self._keep, name="tutti-reconnect", daemon=True)
+        self._keeper.start()
+
+    def need(self) -> AgentSession:
+        """The session.  Raises AgentLost while the agent is away."""
+        session = self.session
+        if session is None:
+            raise AgentLost(f"the agent at {self._path} is away; it is tried again")
+        return session
+
+    def register(self, pool: HostPool) -> None:
+        """Makes engine memory known to this session and all later ones."""
+        with self._lock:
+            if self.session is not None:
+                self.session.register(pool)
+            self._pools.append(pool)
+
+    def unregister(self, pool: HostPool) -> None:
+        """Forgets engine memory; no transfer of it may be under way."""
+        with self._lock:
+            self._pools.remove(pool)
+            for each in (self.session, *self._retired):
+                if each is not None:
+                    each.unregister(pool)
+
+    def wait_quiet(self, timeout_s: float) -> bool:
+        """Waits until nothing is under way."""
+        session = self.session
+        return session is None or session.wait_quiet(timeout_s)
+
+    def close(self, timeout_s: float) -> None:
+        """Ends what is under way, and the session.  Raises DeviceTimeout."""
+        with self._lock:
+            self._closed = True
+            self._changed.notify_all()
+        self._keeper.join(timeout_s + self._open_timeout_s)
+        session = self.session
+        if session is not None:
+            session.wait_quiet(timeout_s)
+        for each in (*self._retired, session):
+            if each is not None:
+                each.close(timeout_s)
+
+    def _open(self) -> AgentSession:
+        return AgentSession(
+            self._path,
+            self._wanted,
+            self._capacity,
+            open_timeout_s=self._open_timeout_s,
+            executor=self._executor,
+            on_lost=self._wake,
+        )
+
+    def _wake(self) -> None:
+        with self._lock:
+            self._changed.notify_all()
+
+    def _keep(self) -> None:
+        """Retires a session whose agent is lost, and connects again."""
+        while not self._closed:
+            with self._lock:
+                self._changed.wait_for(lambda: self._closed or self._is_lost(), 1.0)
+                lost = self.session if self._is_lost() else None
+                if lost is not None and not self._closed:
+                    self.session = None
+            if lost is not None and not self._closed:
+                self._retire(lost)
+                self._reconnect()
+
+    def _is_lost(self) -> bool:
+        return self.session is not None and self.session.lost
+
+    def _retire(self, session: AgentSession) -> None:
+        """Closes the files once the transfers of a lost session have ended."""
+        try:
+            session.close(self._timeout_s)
+        except TuttiError as error:
+            _log.warning("transfers of a lost session are still under way: %s", error)
+            self._retired.append(session)
+
+    def _reconnect(self) -> None:
+        pause_s = _RETRY_FIRST_S
+        while not self._closed:
+            try:
+                session = self._open()
+                if session.layout != self._layout or session.geometry != self._geometry:
+                    session.close(self._timeout_s)
+                    raise PoolMismatch("the agent has another pool now; restart this process")
+            except TuttiError as error:
+                _log.debug("not connected: %s", error)
+                with self._lock:
+                    # Spread, so that many clients do not come at the same moment.
+                    self._changed.wait_for(lambda: self._closed, pause_s * random.uniform(0.5, 1))
+                pause_s = min(2 * pause_s, _RETRY_MAX_S)
+                continue
+            with self._lock:
+                for pool in self._pools:
+                    session.register(pool)
+                self.session = session
+                self.reconnects += 1
+            return

@@ -1,0 +1,86 @@
+"""The agent's socket: made for one user, or a group, and nobody else gets in."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import stat
+import struct
+from pathlib import Path
+
+from tutti.errors import AgentRefused, ConfigError, PoolInUse
+
+_CREDENTIALS = struct.Struct("3i")  # struct ucred: pid, uid, gid
+_BACKLOG = 128
+
+
+def check_peer(peer: socket.socket, group: int | None) -> int:
+    """The process at the other end.  Raises AgentRefused for one of another user and group."""
+    raw = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    pid, uid, gid = _CREDENTIALS.unpack(raw)
+    allowed = uid in (0, os.geteuid())
+    if not allowed and group is not None:
+        allowed = group in (gid, *_groups_of(pid))
+    if not allowed:
+        raise AgentRefused(
+            f"user {uid} may not use the agent of user {os.geteuid()}; run as that user, or start"
+            " the agent with a group that both are in"
+        )
+    return int(pid)
+
+
+def listen(path: str, group: int | None) -> socket.socket:
+    """A listening socket for this user alone, or a group; a dead agent's socket is replaced."""
+    _remove_stale(path)
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+    before = os.umask(0o177)
+    try:
+        listener.bind(path)
+        if group is not None:
+            os.chown(path, -1, group)
+            os.chmod(path, 0o660)
+    except OSError as error:
+        listener.close()
+        raise ConfigError(
+            f"cannot listen on {path}: {error.strerror}; choose a path of at most 107 bytes in a"
+            " folder that this user can write to"
+        ) from error
+    finally:
+        os.umask(before)
+    listener.listen(_BACKLOG)
+    listener.setblocking(False)
+    return listener
+
+
+def _remove_stale(path: str) -> None:
+    """Raises PoolInUse when an agent answers there, ConfigError for what is not a socket."""
+    try:
+        mode = os.lstat(path).st_mode
+    except OSError:
+        return
+    if not stat.S_ISSOCK(mode):
+        raise ConfigError(f"{path} is not a socket; name another path for the agent's")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.settimeout(1.0)
+        try:
+            probe.connect(path)
+        except (ConnectionRefusedError, FileNotFoundError):
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(path)
+            return
+        except OSError as error:
+            raise ConfigError(f"cannot use {path}: {error}; name another path") from error
+    raise PoolInUse(f"an agent listens on {path} already; stop it, or name another socket")
+
+
+def _groups_of(pid: int) -> tuple[int, ...]:
+    """Groups of a process beside its own, as /proc shows them; none where it does not."""
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except OSError:
+        return ()
+    for line in lines:
+        if line.startswith("Groups:"):
+            return tuple(int(word) for word in line.split()[1:])
+    return ()

@@ -1,0 +1,276 @@
+"""What the agent does for its clients on one pool: look-ups, plans, and how they end.
+
+Nothing here knows sockets.  A method that may wait for the medium or for space says so by
+``may_wait``; the agent then calls it on a thread of its own.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from tutti.errors import ConfigError, DeviceTimeout, KeySizeError, TuttiError, Unsupported
+from tutti.gio_uring import shared_file
+from tutti.gio_uring.controller_file import FileController
+from tutti.index import MISSING
+from tutti.keys import KEY_NBYTES
+from tutti.node.messages import (
+    FILES_MAX,
+    FRAME_NBYTES_MAX,
+    VERSION,
+    Match,
+    Moved,
+    Plan,
+    PlanLoad,
+    PlanPut,
+    Present,
+    Welcome,
+    Written,
+    keys_of,
+    packed_status,
+)
+from tutti.node.remote_transfers import JobTable, PlannedMemory
+from tutti.store import ObjectStore
+from tutti.tickets import PutTicket
+from tutti.writer import PutRequest
+
+_log = logging.getLogger(__name__)
+
+#: Bytes of a plan for one page beside its digests, and of a message beside its pages.
+_PAGE_NBYTES = 64
+_REST_NBYTES = 64 << 10
+_PROVE_OBJECTS = 64
+_PROVE_PAUSE_S = 0.5
+_STOP_S = 5.0
+
+
+class PoolService:
+    """One open pool, served to any number of sessions.
+
+    Raises Unsupported for a pool whose members are not files or block devices.
+    """
+
+    def __init__(self, store: ObjectStore) -> None:
+        controller = store.controller
+        if not isinstance(controller, FileController):
+            raise Unsupported(
+                "the agent serves pools on files and block devices; a drive that one process took"
+                " for itself cannot be shared"
+            )
+        self.store = store
+        self.core = store._core
+        self.files = [member.name for member in controller.members]
+        self._fds = [member.fd for member in controller.members]
+        if len(self._fds) > FILES_MAX:
+            raise Unsupported(f"{len(self._fds)} members; an agent serves at most {FILES_MAX}")
+        shared_file.check_files(self._fds)
+        page_nbytes = 8 * self.core.layers + _PAGE_NBYTES
+        fitting = (FRAME_NBYTES_MAX - _REST_NBYTES) // page_nbytes
+        self.batch_pages = max(1, min(store._writer.batch_pages, fitting))
+        self.sessions: dict[bytes, Session] = {}
+        self._stopping = threading.Event()
+        self._prover = threading.Thread(target=self._prove, name="tutti-agent-prove", daemon=True)
+        self._prover.start()
+
+    def open_session(self, pid: int, report: Callable[[Written], None]) -> Session:
+        """A session for a process, whose ``report`` is called from any thread."""
+        session = Session(self, pid, report)
+        self.sessions[session.id] = session
+        self._share_lookups()
+        return session
+
+    def forget(self, session: Session) -> None:
+        """The session has ended and its transfers are over."""
+        self.sessions.pop(session.id, None)
+        self._share_lookups()
+
+    def _share_lookups(self) -> None:
+        """A pin lasts for so many look-ups of its own process, not of all of them."""
+        with self.core.lock:
+            lookups = self.core.config.pin_lookups * max(1, len(self.sessions))
+            self.core.holds.set_lookups(lookups)
+
+    def close(self) -> None:
+        """Closes the pool; sessions must have ended, or it is left unclean."""
+        self._stopping.set()
+        self._prover.join(_STOP_S)
+        self.store.close()
+
+    def _prove(self) -> None:
+        """Verifies in the background what an unclean close left, for all clients."""
+        pause_s = 0.0
+        while not self._stopping.wait(pause_s):  # bounded by close()
+            try:
+                self.store.wait_recovered(_PROVE_PAUSE_S)
+                if not self.store.prove(_PROVE_OBJECTS):
+                    return
+                pause_s = 0.0
+            except DeviceTimeout:
+                pause_s = _PROVE_PAUSE_S
+            except TuttiError as error:
+                if not self._stopping.is_set():
+                    _log.warning("objects stay unproven: %s", error)
+                return
+
+
+class Session:
+    """One client of one pool: what it has pinned and what it moves.
+
+    id: 16 random bytes that other connections of the client join by.
+    """
+
+    def __init__(self, service: PoolService, pid: int, report: Callable[[Written], None]) -> None:
+        self.service = service
+        self.id = secrets.token_bytes(16)
+        self.pid = pid
+        self.jobs = JobTable()
+        self.requests = 0
+        self._core = service.core
+        self._report = report
+        self._place = shared_file.lock_place(pid)
+        self._prefix = self.id.hex()
+        self._nameless = 0
+        self._puts = 0
+
+    def share_files(self) -> list[int]:
+        """The members, opened for the client; the caller closes them once they are sent."""
+        return shared_file.reopen(self.service._fds, self._place)
+
+    def welcome(self) -> Welcome:
+        """What the client has to know."""
+        core, geometry = self._core, self._core.geometry
+        return Welcome(
+            VERSION,
+            self.id,
+            core.members.superblock(core.members.present[0]).epoch,
+            self.service.store.layout.to_json(),
+            [
+                geometry.layers,
+                list(geometry.segments),
+                geometry.lba_nbytes,
+                geometry.group_slots,
+                geometry.groups,
+            ],
+            self.service.files,
+            core.config.verify,
+            core.config.durability,
+            core.config.timeout_s,
+            self.service.batch_pages,
+            core.index.slots,
+        )
+
+    def match(self, message: Match) -> int:
+        """See ObjectStore.match."""
+        pin, keys = self._pin(message.pin), keys_of(message.keys)
+        return self._core.match(keys, pin=pin, proven=message.proven)
+
+    def present(self, message: Present) -> bytes:
+        """See ObjectStore.present: one byte per key."""
+        pin, keys = self._pin(message.pin), keys_of(message.keys)
+        return self._core.present(keys, pin=pin, proven=message.proven).tobytes()
+
+    def unpin(self, name: str) -> None:
+        """See ObjectStore.unpin; other sessions keep theirs."""
+        if name:
+            self._core.unpin(f"{self._prefix}:{name}")
+        else:
+            with self._core.lock:
+                self._core.holds.release_all(f"{self._prefix}:")
+
+    def _pin(self, name: str) -> str | bool:
+        if not name:
+            return False
+        if name == "*":
+            self._nameless += 1
+            return f"{self._prefix}:*{self._nameless}"
+        return f"{self._prefix}:{name}"
+
+    def may_wait(self, message: PlanPut | PlanLoad) -> bool:
+        """Whether a plan may have to wait for recovery, for space, or for records."""
+        core = self._core
+        if not core.ready:
+            return True
+        if isinstance(message, PlanPut):
+            return core.allocator.free_slots < len(message.keys) // KEY_NBYTES
+        with core.lock:
+            slots = core.index.find(keys_of(message.keys))
+            slots = slots[slots != MISSING]
+            slots = slots[core.index.has_digests[slots]]
+            return not core.digests.knows(slots, core.index.sequence[slots])
+
+    def plan_put(self, message: PlanPut) -> Plan:
+        """Slots for the keys that are not there.  Raises what ObjectStore.put raises."""
+        core = self._core
+        keys = self._batch(message.keys).copy()
+        if message.parent and len(message.parent) != KEY_NBYTES:
+            raise KeySizeError(f"the parent key has {len(message.parent)} bytes, not {KEY_NBYTES}")
+        if not 0 <= message.depth < 2**31:
+            raise ConfigError(f"depth is {message.depth}; it counts the pages before the first key")
+        planned = PlannedMemory(core.geometry)
+        pages, memory = planned.of_rows(len(keys))
+        request = PutRequest.chain(keys, pages, memory, message.parent or None, message.depth)
+        ticket = PutTicket(len(keys))
+        with core.admitted(core.config.timeout_s):
+            self.service.store._writer.put(request, ticket)
+        self._puts += 1
+        number = self._puts
+        if not planned.jobs:
+            return Plan(number, [], ticket.outcome.tobytes(), packed_status(ticket.status))
+        jobs = [job.message(self.jobs.add(job)) for job in planned.jobs]
+        ticket.on_done(lambda done: self._put_over(number, done))
+        return Plan(number, jobs)
+
+    def _put_over(self, number: int, ticket: PutTicket) -> None:
+        self._report(Written(number, ticket.outcome.tobytes(), packed_status(ticket.status)))
+
+    def plan_load(self, message: PlanLoad) -> Plan:
+        """Where the objects are, which stay there until the client reports its jobs.
+
+        Raises what ObjectStore.load raises.
+        """
+        core = self._core
+        keys = self._batch(message.keys)
+        planned = PlannedMemory(core.geometry)
+        pages, memory = planned.of_rows(len(keys))
+        with core.admitted(core.config.timeout_s):
+            ticket = self.service.store._loader.load(keys, pages, memory)
+        whole = [part.whole for part in ticket.parts]
+        jobs = [job.message(self.jobs.add(job), whole[i]) for i, job in enumerate(planned.jobs)]
+        return Plan(0, jobs, status=packed_status(ticket.record_status))
+
+    def moved(self, message: Moved) -> None:
+        """The client reports a job.  May wait for staging of records."""
+        job = self.jobs.take(message.job)
+        try:
+            job.finish(message.status, message.digests)
+        except ConfigError:
+            self.jobs.put_back(message.job, job)
+            raise
+
+    def _batch(self, raw: bytes) -> Any:
+        keys = keys_of(raw)
+        if len(keys) > self.service.batch_pages:
+            raise ConfigError(
+                f"{len(keys)} keys in one plan, at most {self.service.batch_pages} are taken; ask"
+                " for less at a time"
+            )
+        return np.ascontiguousarray(keys)
+
+    def disconnect(self) -> None:
+        """The client is gone: its pins are taken back."""
+        with self._core.lock:
+            self._core.holds.release_all(f"{self._prefix}:")
+
+    def is_using_files(self) -> bool:
+        """Whether transfers of the client may still be under way."""
+        return shared_file.is_open_elsewhere(self.service._fds, self._place)
+
+    def end(self) -> None:
+        """No transfer of the client is under way: what it had not reported has failed."""
+        self.jobs.end()
+        self.service.forget(self)

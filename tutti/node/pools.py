@@ -1,0 +1,128 @@
+"""The pools that one agent owns: one that it was given, or those of a folder, by layout."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+from tutti.core import StoreConfig
+from tutti.errors import CapacityError, ConfigError, PoolMismatch, PoolNotFound, TuttiError
+from tutti.layout import KVLayout
+from tutti.node.pool_service import PoolService
+from tutti.store import open as open_pool
+from tutti.units import format_nbytes
+
+SUFFIX = ".tutti"
+
+
+class AgentPools:
+    """Opens pools when a client first asks for them, and closes all of them at the end.
+
+    paths: the members of the only pool.  folder: instead of them, where each layout has a file.
+    capacity: for pools that clients have made, in bytes, all pools of the folder together.
+    """
+
+    def __init__(
+        self,
+        paths: Sequence[str] = (),
+        *,
+        folder: str | None = None,
+        capacity: int = 0,
+        config: StoreConfig | None = None,
+        executor: str = "auto",
+    ) -> None:
+        if bool(paths) == (folder is not None):
+            raise ConfigError("give the members of one pool, or a folder of pools")
+        self._paths = list(paths)
+        self._folder = None if folder is None else Path(folder)
+        self._capacity = capacity
+        self._config = config or StoreConfig()
+        self._executor = executor
+        self._lock = threading.Lock()
+        self._closed = False
+        self.services: dict[str, PoolService] = {}
+
+    def open_given(self) -> None:
+        """Opens the pool that was given, so that a wrong one is known at the start."""
+        if self._paths:
+            self.open("", 0)
+        elif self._folder is not None and not self._folder.is_dir():
+            raise PoolNotFound(f"{self._folder} is not a folder; make it first")
+
+    def open(self, layout_json: str, capacity: int) -> PoolService:
+        """The pool of a layout, opened or made; see Agent.  Raises TuttiError."""
+        with self._lock:
+            if self._closed:
+                raise PoolNotFound("the agent is stopping; connect again later")
+            if self._paths:
+                return self._given(layout_json)
+            if not layout_json:
+                return self._only()
+            layout = KVLayout.from_json(layout_json)
+            name = layout.fingerprint.hex()
+            if name not in self.services:
+                self.services[name] = self._open_file(name, layout, capacity)
+            return self.services[name]
+
+    def _given(self, layout_json: str) -> PoolService:
+        service = self.services.get("")
+        if service is None:
+            store = open_pool(self._paths, config=self._config, executor=self._executor)
+            service = self.services[""] = PoolService(store)
+        own = service.store.layout
+        if layout_json and KVLayout.from_json(layout_json) != own:
+            raise PoolMismatch(
+                f"the agent's pool holds {own.to_json()}, not {layout_json}; connect with that"
+                " layout, or start an agent with --folder, which has a pool for each"
+            )
+        return service
+
+    def _only(self) -> PoolService:
+        if len(self.services) != 1:
+            raise PoolNotFound(
+                f"the agent has {len(self.services)} pools open; name the layout of one"
+            )
+        return next(iter(self.services.values()))
+
+    def _open_file(self, name: str, layout: KVLayout, capacity: int) -> PoolService:
+        assert self._folder is not None
+        path = self._folder / f"{name}{SUFFIX}"
+        if not path.exists():
+            self._check_capacity(capacity)
+        store = open_pool(
+            str(path), layout, capacity or None, config=self._config, executor=self._executor
+        )
+        try:
+            return PoolService(store)
+        except BaseException:
+            store.close()
+            raise
+
+    def _check_capacity(self, capacity: int) -> None:
+        assert self._folder is not None
+        if not capacity:
+            raise PoolNotFound(
+                "the agent has no pool of this layout; give a capacity, with which it makes one"
+            )
+        used = sum(path.stat().st_size for path in self._folder.glob(f"*{SUFFIX}"))
+        if used + capacity > self._capacity:
+            raise CapacityError(
+                f"a pool of {format_nbytes(capacity)} beside {format_nbytes(used)} is more than"
+                f" the agent's {format_nbytes(self._capacity)}; raise its --capacity, or remove"
+                " pools that are not used any more"
+            )
+
+    def close(self) -> None:
+        """Closes all pools.  Raises the first error after all were tried."""
+        with self._lock:
+            self._closed = True
+            services, self.services = list(self.services.values()), {}
+        errors: list[TuttiError] = []
+        for service in services:
+            try:
+                service.close()
+            except TuttiError as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]

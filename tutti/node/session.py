@@ -1,0 +1,337 @@
+"""A client's session with the agent: its connections, and the engine that moves its pages.
+
+A session ends once, by the client or because the agent is lost, and is never opened again: what
+it had planned is void then.  Its files stay open until its own transfers have ended, which keeps
+every slot that they name from being used again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import os
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from tutti.errors import AgentLost, AgentRefused, TuttiError
+from tutti.geometry import Geometry
+from tutti.gio_uring.controller_file import FileController
+from tutti.gio_uring.engine import PRIORITY_LOAD, PRIORITY_STORE, Engine, Extents
+from tutti.gio_uring.iocb import U32, PagedMemory
+from tutti.gio_uring.memory import DmaRegion
+from tutti.gio_uring.nvme_spec import OPCODE_READ, OPCODE_WRITE, STATUS_CANCELLED
+from tutti.gio_uring.transfer import Submitter, Transfer
+from tutti.host_pool import HostPool
+from tutti.layout import KVLayout
+from tutti.node.connection import Connection, Connections
+from tutti.node.messages import (
+    VERSION,
+    Answer,
+    Call,
+    Hello,
+    Job,
+    Message,
+    Moved,
+    PlanLoad,
+    PlanPut,
+    Written,
+    packed_status,
+)
+
+_log = logging.getLogger(__name__)
+
+_LOOK_S = 0.5
+_SEND_S = 5.0
+
+WrittenCallback = Callable[[Written | None], None]
+
+
+class AgentSession:
+    """One session.  Thread-safe.
+
+    path: the agent's socket.  layout: of the pool, None for the agent's only one.  capacity: bytes,
+    for a pool that the agent is to make.  on_lost: called once when the agent is lost, from any
+    thread.  Raises AgentLost, AgentRefused and what opening a pool raises.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        layout: KVLayout | None,
+        capacity: int,
+        *,
+        open_timeout_s: float,
+        executor: str,
+        on_lost: Callable[[], None],
+    ) -> None:
+        self._on_lost = on_lost
+        self._reports = Connection(path, open_timeout_s)
+        wanted = "" if layout is None else layout.to_json()
+        self.welcome, files = self._reports.open(Hello(VERSION, wanted, capacity), open_timeout_s)
+        welcome = self.welcome
+        try:
+            self.layout = KVLayout.from_json(welcome.layout)
+            layers, segments, lba_nbytes, group_slots, groups = welcome.geometry
+            self.geometry = Geometry(layers, tuple(segments), lba_nbytes, group_slots, groups)
+            self.controller = FileController(files, lba_nbytes=lba_nbytes, executor=executor)
+        except BaseException:
+            self._reports.close()
+            raise
+        finally:
+            for fd in files:
+                os.close(fd)
+        for member, name in zip(self.controller.members, welcome.files, strict=True):
+            member.name = name
+        try:
+            self.engine = Engine(self.controller)
+        except BaseException:
+            self.controller.close()
+            self._reports.close()
+            raise
+        self._calls = Connections(path, welcome.session, open_timeout_s)
+        self._lock = threading.Lock()
+        self._quiet = threading.Condition(self._lock)
+        self._send_lock = threading.Lock()
+        self._puts: dict[int, WrittenCallback] = {}
+        self._early: dict[int, Written] = {}
+        self._settles: list[threading.Event] = []
+        self._moving = 0
+        self._ids = itertools.count(1)
+        self._regions: dict[int, list[DmaRegion]] = {}
+        self.lost = False
+        self._reader = threading.Thread(target=self._read, name="tutti-client", daemon=True)
+        self._reader.start()
+
+    def request(self, message: Message, timeout_s: float) -> Any:
+        """The agent's answer.  Raises what it says; AgentLost ends the session."""
+        try:
+            return self._calls.request(message, timeout_s)
+        except (AgentLost, AgentRefused):
+            self.fail()
+            raise
+
+    def call(self, name: str, timeout_s: float, **arguments: Any) -> Any:
+        """The result of an operation by name, after all reports so far have been counted."""
+        self._settle_reports(timeout_s)
+        answer = self.request(Call(name, arguments), timeout_s)
+        if not isinstance(answer, Answer):
+            self.fail()
+            raise AgentRefused("the agent's answer is not one to this request")
+        return answer.value
+
+    def register(self, pool: HostPool) -> None:
+        """Makes engine memory known to the session's own controller."""
+        regions: list[DmaRegion] = []
+        try:
+            for address, nbytes in pool.buffers:
+                regions.append(self.controller.register((address, nbytes)))
+        except BaseException:
+            for region in regions:
+                region.close()
+            raise
+        self._regions[id(pool)] = regions
+
+    def unregister(self, pool: HostPool) -> None:
+        """Forgets engine memory."""
+        for region in self._regions.pop(id(pool), []):
+            region.close()
+
+    def plan(self, message: PlanPut | PlanLoad, timeout_s: float) -> Any:
+        """A plan whose jobs are this session's from now on: each is submitted or given up."""
+        plan = self.request(message, timeout_s)
+        with self._lock:
+            self._moving += len(plan.jobs)
+        return plan
+
+    def await_written(self, number: int, callback: WrittenCallback) -> None:
+        """Calls back with the outcome of a put, or with None once the agent is lost."""
+        with self._lock:
+            written = self._early.pop(number, None)
+            if written is None and not self.lost:
+                self._puts[number] = callback
+                return
+        callback(written)
+
+    def write(self, job: Job, pages: U32, memory: PagedMemory, timeout_s: float) -> None:
+        """Writes pages (of the whole plan) where a job says, and reports it."""
+        rows = np.frombuffer(job.rows, "<u4")
+        digests = None
+        if self.welcome.verify != "off":
+            digests = np.zeros((rows.size, self.geometry.layers), np.uint64)
+
+        def over(transfer: Transfer) -> None:
+            raw = b"" if digests is None else digests.tobytes()
+            self._report(Moved(job.job, packed_status(transfer.page_status), raw))
+
+        with self._reporting_failure(job, rows.size):
+            self._submitter(memory).submit(
+                OPCODE_WRITE,
+                self._extents(job),
+                np.ascontiguousarray(pages[rows]),
+                memory,
+                digests=digests,
+                priority=PRIORITY_STORE,
+                timeout_s=timeout_s,
+                on_released=over,
+            )
+
+    def read(
+        self,
+        job: Job,
+        pages: U32,
+        memory: PagedMemory,
+        timeout_s: float,
+        on_released: Callable[[Any], None],
+    ) -> Transfer:
+        """Reads pages (of the whole plan) from where a job says, and reports it."""
+        rows = np.frombuffer(job.rows, "<u4")
+        digests = None
+        if job.compare:
+            shape = (rows.size, self.geometry.layers)
+            digests = np.frombuffer(job.digests, "<u8").reshape(shape).copy()
+
+        def over(transfer: Transfer) -> None:
+            on_released(transfer)
+            self._report(Moved(job.job, packed_status(transfer.page_status)))
+
+        with self._reporting_failure(job, rows.size):
+            return self._submitter(memory).submit(
+                OPCODE_READ,
+                self._extents(job),
+                np.ascontiguousarray(pages[rows]),
+                memory,
+                digests=digests,
+                compare=job.compare,
+                priority=PRIORITY_LOAD,
+                timeout_s=timeout_s,
+                on_released=over,
+            )
+
+    def give_up(self, jobs: Sequence[Job]) -> None:
+        """Reports jobs that will not be submitted."""
+        for job in jobs:
+            n = len(job.rows) // 4
+            self._report(Moved(job.job, packed_status(np.full(n, STATUS_CANCELLED, np.uint32))))
+
+    def fail(self) -> None:
+        """The agent is lost: nothing is planned any more, and waiting puts hear of it."""
+        with self._lock:
+            if self.lost:
+                return
+            self.lost = True
+            callbacks, self._puts = list(self._puts.values()), {}
+            settles, self._settles = self._settles, []
+            self._quiet.notify_all()
+        self._calls.close()
+        self._reports.shut_down()
+        for event in settles:
+            event.set()
+        for callback in callbacks:
+            callback(None)
+        self._on_lost()
+
+    def wait_quiet(self, timeout_s: float) -> bool:
+        """Waits until no transfer is under way and every put has its outcome."""
+        with self._lock:
+            return self._quiet.wait_for(lambda: self._moving == 0 and not self._puts, timeout_s)
+
+    def close(self, timeout_s: float) -> None:
+        """Ends transfers, the files' openings, and with them the session.  Raises DeviceTimeout."""
+        with self._lock:
+            self._quiet.wait_for(lambda: self._moving == 0, timeout_s)
+        try:
+            self.engine.close(timeout_s)
+            for regions in self._regions.values():
+                for region in regions:
+                    region.close()
+            self._regions.clear()
+            self.controller.close()
+        finally:
+            self.fail()
+            if threading.current_thread() is not self._reader:
+                self._reader.join(timeout_s)
+            self._reports.close()
+
+    @contextlib.contextmanager
+    def _reporting_failure(self, job: Job, pages: int) -> Any:
+        try:
+            yield
+        except BaseException:
+            self._report(Moved(job.job, packed_status(np.full(pages, STATUS_CANCELLED, np.uint32))))
+            raise
+
+    def _submitter(self, memory: PagedMemory) -> Submitter:
+        path: Submitter | None = memory.path
+        return self.engine if path is None else path
+
+    def _extents(self, job: Job) -> Extents:
+        geometry = self.geometry
+        return Extents(
+            np.frombuffer(job.slba, "<u8"),
+            np.frombuffer(job.nsid, "<u4"),
+            np.frombuffer(job.count, "<u4"),
+            geometry.slice_nlb,
+            geometry.layer_stride_nlb,
+        )
+
+    def _report(self, moved: Moved) -> None:
+        """On the engine's thread.  A report that cannot be sent ends the session."""
+        try:
+            if not self.lost:
+                with self._send_lock:
+                    self._reports.send(moved, _SEND_S)
+        except TuttiError as error:
+            _log.debug("a report was not sent: %s", error)
+            self.fail()
+        finally:
+            with self._lock:
+                self._moving -= 1
+                if self._moving == 0:
+                    self._quiet.notify_all()
+
+    def _settle_reports(self, timeout_s: float) -> None:
+        done = threading.Event()
+        with self._lock:
+            if self.lost:
+                return
+            self._settles.append(done)
+            try:
+                with self._send_lock:
+                    self._reports.send(Call("settle"), _SEND_S)
+            except TuttiError:
+                self._settles.remove(done)
+                return
+        done.wait(timeout_s)
+
+    def _read(self) -> None:
+        """Outcomes of puts, until the session has ended."""
+        try:
+            while not self.lost:
+                if not self._reports.wait_readable(_LOOK_S):
+                    continue
+                reply = self._reports.receive(_SEND_S)
+                if isinstance(reply, Written):
+                    self._written(reply)
+                elif isinstance(reply, Answer):
+                    with self._lock:
+                        event = self._settles.pop(0) if self._settles else threading.Event()
+                    event.set()
+        except TuttiError as error:
+            if not self.lost:
+                _log.warning("%s", error)
+        finally:
+            self.fail()
+
+    def _written(self, written: Written) -> None:
+        with self._lock:
+            callback = self._puts.pop(written.number, None)
+            if callback is None:
+                self._early[written.number] = written  # the plan's answer is on its way
+            if not self._puts:
+                self._quiet.notify_all()
+        if callback is not None:
+            callback(written)
