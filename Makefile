@@ -104,7 +104,7 @@ gpu-test: gpu-native ## tests on a GPU, with $(PYTHON); goes on where it stopped
 
 .PHONY: gpu-bench
 gpu-bench: gpu-native ## measurements on a GPU, with $(PYTHON); goes on where it stopped
-	$(GPU_PY) -m tutti.bench.gpu --out bench/results/gpu
+	$(GPU_PY) -m tutti.bench.gpu.shards --out bench/results/gpu
 
 # Optional: without these packages (no network, another platform) their tests skip by name.
 .PHONY: device-check

@@ -11,15 +11,15 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from tutti.arguments import above_zero, natural, positive
 from tutti.bench.environment import describe
 from tutti.bench.pool_file import add_pool_arguments, medium_facts, pool_paths, temporary_pool
 from tutti.bench.shape import Shape, parse_shape
 from tutti.bench.workload import Limit, Workload
-from tutti.cli_arguments import above_zero, natural, positive
-from tutti.core import StoreConfig
 from tutti.errors import ConfigError
 from tutti.store import ObjectStore
 from tutti.terminal import ProgressFactory, table
+from tutti.transfers.core import StoreConfig
 from tutti.units import GiB, parse_nbytes
 
 PHASES = ("store", "retrieve", "layerwise", "mixed")

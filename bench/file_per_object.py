@@ -19,7 +19,7 @@ from tutti.bench.meter import Meter
 from tutti.bench.stamps import Stamps, numbered_keys
 from tutti.bench.workload import Limit
 from tutti.errors import CapacityError
-from tutti.host_pool import HostPool
+from tutti.memory.host_memory import HostPool
 
 THREADS = 4
 _WAIT_S = 120.0

@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from tutti import store as object_store
-from tutti.core import StoreConfig
 from tutti.errors import ConfigError, PoolExists
 from tutti.gio_uring.controller_file import FileController
-from tutti.layout import KVLayout
+from tutti.medium.layout import KVLayout
 from tutti.store import ObjectStore
 from tutti.terminal import ProgressFactory
+from tutti.transfers.core import StoreConfig
 
 
 def add_pool_arguments(parser: argparse.ArgumentParser) -> None:

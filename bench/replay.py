@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from tutti.arguments import natural, positive
 from tutti.bench import belady
 from tutti.bench.environment import describe
 from tutti.bench.meter import Meter
@@ -29,11 +30,10 @@ from tutti.bench.traces import (
     reach,
     read_trace,
 )
-from tutti.cli_arguments import natural, positive
-from tutti.core import StoreConfig
 from tutti.errors import ConfigError, DeviceTimeout, KeyMissing, MediumError
 from tutti.store import ObjectStore
 from tutti.terminal import ProgressFactory, table
+from tutti.transfers.core import StoreConfig
 from tutti.units import format_nbytes, parse_nbytes
 
 WAIT_S = 120.0

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 
 from tutti.errors import ConfigError
-from tutti.layout import KVLayout
+from tutti.medium.layout import KVLayout
 from tutti.units import format_nbytes, parse_nbytes
 
 

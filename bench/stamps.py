@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from tutti.errors import ConfigError
 from tutti.gio_uring.memory import view_at
-from tutti.host_pool import HostPool
+from tutti.memory.host_memory import HostPool
 
 U64 = npt.NDArray[np.uint64]
 Keys = npt.NDArray[np.uint8]

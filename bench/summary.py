@@ -16,7 +16,12 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from tutti.bench import gpu_report, peers, profile, residency, simulate, slack_report
+from tutti.bench.gpu import report as gpu_report
+from tutti.bench.peers import run as peers
+from tutti.bench.profile import run as profile
+from tutti.bench.residency import run as residency
+from tutti.bench.simulate import run as simulate
+from tutti.bench.slack import report as slack_report
 from tutti.bench.statistics import interval_text
 from tutti.errors import ConfigError
 from tutti.units import format_nbytes

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tutti.errors import ConfigError
-from tutti.keys import object_keys
+from tutti.medium.keys import object_keys
 
 BLOCK_TOKENS = 512
 _HASH_ID_MAX = 2**64 - 1

@@ -22,7 +22,7 @@ from tutti.bench.meter import Meter
 from tutti.bench.stamps import Keys, Stamps, numbered_keys
 from tutti.errors import CapacityError, DeviceTimeout
 from tutti.store import ObjectStore
-from tutti.tickets import LoadTicket, PutTicket
+from tutti.transfers.tickets import LoadTicket, PutTicket
 
 WAIT_S = 120.0
 

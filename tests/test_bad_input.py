@@ -20,7 +20,7 @@ from crash.objects import as_rows, check_usable, content_of, load_present, make_
 
 import tutti.store
 from store.pools import GEOMETRY, LAYOUT
-from tutti import native, pool_format
+from tutti import native
 from tutti.errors import (
     CapacityError,
     ChecksumMismatch,
@@ -38,8 +38,9 @@ from tutti.errors import (
     PoolNotFound,
     TuttiError,
 )
-from tutti.layout import KVLayout
-from tutti.medium import RECORD_DTYPE, SUPERBLOCK_DTYPE
+from tutti.medium.layout import KVLayout
+from tutti.medium.superblock import RECORD_DTYPE, SUPERBLOCK_DTYPE
+from tutti.pool import pool_format
 from tutti.store import ObjectStore
 from tutti.units import KiB
 

@@ -13,14 +13,14 @@ import numpy as np
 import pytest
 
 from tutti import cli, store
-from tutti.block_io import BlockIo
-from tutti.core import StoreConfig
 from tutti.errors import MediumError, PoolCorrupt, PoolNotFound
 from tutti.fsck import FsckReport, check_files, repair
-from tutti.geometry import BLOCK_NBYTES, Geometry
-from tutti.layout import KVLayout
-from tutti.medium import RECORD_DTYPE, RecordState, choose_superblock
+from tutti.medium.geometry import BLOCK_NBYTES, Geometry
+from tutti.medium.layout import KVLayout
+from tutti.medium.superblock import RECORD_DTYPE, RecordState, choose_superblock
+from tutti.pool.block_io import BlockIo
 from tutti.terminal import progress
+from tutti.transfers.core import StoreConfig
 
 LAYOUT = KVLayout.mha(2, 1, 64, 32, "bfloat16")
 OBJECTS = 12

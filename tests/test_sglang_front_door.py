@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from tutti.cli import main
-from tutti.core import StoreConfig
 from tutti.errors import ConfigError
 from tutti.integration.sglang import launch
+from tutti.integration.sglang.direct.options import LINKER_OPTIONS
 from tutti.integration.sglang.identity import (
     Identity,
     Place,
@@ -26,7 +26,6 @@ from tutti.integration.sglang.identity import (
     pool_path,
     weights_version,
 )
-from tutti.integration.sglang.linker_options import LINKER_OPTIONS
 from tutti.integration.sglang.metrics import LOAD, METRICS, Recorder
 from tutti.integration.sglang.options import (
     HICACHE,
@@ -36,6 +35,7 @@ from tutti.integration.sglang.options import (
 )
 from tutti.integration.sglang.pool_file import open_store
 from tutti.integration.sglang.weights import WeightsWatch, _around_flush, _around_update
+from tutti.transfers.core import StoreConfig
 
 ROOT = Path(__file__).parent.parent
 NEEDED = {"path": "/pools", "capacity": "1GiB"}
@@ -213,7 +213,7 @@ def test_older_numbers_of_the_store_count_nothing_twice() -> None:
 
 
 def test_the_launch_command(capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
-    monkeypatch.setattr("tutti.cli_sglang.installed_version", lambda: "")
+    monkeypatch.setattr("tutti.commands.sglang.installed_version", lambda: "")
     arguments = ["sglang", "command", "--model", "m", "--path", "/p", "--capacity", "1GiB"]
     assert main([*arguments, "--option", "second_touch=true", "--", "--tp", "2"]) == 0
     line, _, note = capsys.readouterr().out.partition("\n")
@@ -243,7 +243,7 @@ def test_the_launch_command_refuses_wrong_options(
 def test_the_doctor_finds_what_fails(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any
 ) -> None:
-    monkeypatch.setattr("tutti.cli_sglang.installed_version", lambda: "0.4.0")
+    monkeypatch.setattr("tutti.commands.sglang.installed_version", lambda: "0.4.0")
     pool = tmp_path / "llama-1" / "kv-tp0.tutti"
     pool.parent.mkdir()
     pool.write_bytes(b"")

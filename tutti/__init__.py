@@ -24,14 +24,14 @@ __all__ = [
 ]
 
 _EXPORTS = {
-    "HostPool": "tutti.host_pool",
-    "KVLayout": "tutti.layout",
+    "HostPool": "tutti.memory.host_memory",
+    "KVLayout": "tutti.medium.layout",
     "ObjectStore": "tutti.store",
-    "StoreConfig": "tutti.core",
-    "chain_keys": "tutti.keys",
+    "StoreConfig": "tutti.transfers.core",
+    "chain_keys": "tutti.medium.keys",
     "connect": "tutti.node.client",
     "format": "tutti.store",
-    "object_keys": "tutti.keys",
+    "object_keys": "tutti.medium.keys",
     "open": "tutti.store",
 }
 

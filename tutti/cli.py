@@ -20,7 +20,7 @@ from importlib import import_module
 from typing import Any, NoReturn, TextIO
 
 from tutti import __version__
-from tutti.cli_outcome import (
+from tutti.commands.outcome import (
     EXIT_DEFECT,
     EXIT_FAILED,
     EXIT_HUNG_UP,
@@ -51,30 +51,30 @@ _EPILOG = (
     + "\n\n`tutti COMMAND --help` explains a command and shows an example of it."
 )
 
-#: Name, module:function, one line for the list. A name of two words is a command of a group.
+#: Name, module:function in tutti.commands, help text. A name of two words is a command of a group.
 COMMANDS = (
-    ("demo", "tutti.cli_demo:add_demo", "show what this machine's disk does, in about a minute"),
-    ("format", "tutti.cli_pool:add_format", "make a new, empty pool in files"),
-    ("info", "tutti.cli_pool:add_info", "say what a pool is and how full, in use or not"),
+    ("demo", "demo:add_demo", "show what this machine's disk does, in about a minute"),
+    ("format", "pool:add_format", "make a new, empty pool in files"),
+    ("info", "pool:add_info", "say what a pool is and how full, in use or not"),
     ("serve", "tutti.cli_serve:add_serve", "own pools and serve them to other processes"),
-    ("fsck", "tutti.cli_fsck:add_fsck", "verify every object of a pool; repair it"),
-    ("probe", "tutti.cli_probe:add_probe", "say what this machine can do, and why not more"),
-    ("nvme list", "tutti.cli_nvme:add_list", "say which drives could hold a pool, and why not"),
-    ("bench bandwidth", "tutti.cli_bench:add_bandwidth", "store, retrieve and both at once: GB/s"),
-    ("bench peers", "tutti.cli_bench:add_peers", "beside SGLang's backends, plain files and fio"),
-    ("bench ring", "tutti.cli_bench:add_ring", "commands per second of the rings themselves"),
-    ("bench placement", "tutti.cli_bench:add_placement", "where commands went on a drive"),
-    ("bench residency", "tutti.cli_profile:add_residency", "four ways to use the page cache"),
-    ("bench slack", "tutti.cli_bench:add_slack", "the scheduler's policies, simulated"),
-    ("bench serve", "tutti.cli_serving:add_serve", "start one of the compared systems"),
-    ("bench ttft", "tutti.cli_serving:add_ttft", "time to first token against request rate"),
-    ("bench workload", "tutti.cli_serving:add_workload", "describe or export what is sent"),
-    ("bench figures", "tutti.cli_serving:add_figures", "draw results: PNG, SVG and CSV"),
-    ("sglang command", "tutti.cli_sglang:add_command", "print the command that starts SGLang"),
-    ("sglang doctor", "tutti.cli_sglang:add_doctor", "say what would keep SGLang from running"),
-    ("profile", "tutti.cli_profile:add_profile", "measure a profile for the scheduler"),
-    ("simulate", "tutti.cli_bench:add_simulate", "many engines over a workload, in virtual time"),
-    ("replay", "tutti.cli_bench:add_replay", "replay a trace with real bytes and check each"),
+    ("fsck", "fsck:add_fsck", "verify every object of a pool; repair it"),
+    ("probe", "probe:add_probe", "say what this machine can do, and why not more"),
+    ("nvme list", "nvme:add_list", "say which drives could hold a pool, and why not"),
+    ("bench bandwidth", "bench:add_bandwidth", "store, retrieve and both at once: GB/s"),
+    ("bench peers", "bench:add_peers", "beside SGLang's backends, plain files and fio"),
+    ("bench ring", "bench:add_ring", "commands per second of the rings themselves"),
+    ("bench placement", "bench:add_placement", "where commands went on a drive"),
+    ("bench residency", "profile:add_residency", "four ways to use the page cache"),
+    ("bench slack", "bench:add_slack", "the scheduler's policies, simulated"),
+    ("bench serve", "serving:add_serve", "start one of the compared systems"),
+    ("bench ttft", "serving:add_ttft", "time to first token against request rate"),
+    ("bench workload", "serving:add_workload", "describe or export what is sent"),
+    ("bench figures", "serving:add_figures", "draw results: PNG, SVG and CSV"),
+    ("sglang command", "sglang:add_command", "print the command that starts SGLang"),
+    ("sglang doctor", "sglang:add_doctor", "say what would keep SGLang from running"),
+    ("profile", "profile:add_profile", "measure a profile for the scheduler"),
+    ("simulate", "bench:add_simulate", "many engines over a workload, in virtual time"),
+    ("replay", "bench:add_replay", "replay a trace with real bytes and check each"),
 )
 
 #: What the commands of a group have in common.
@@ -116,7 +116,7 @@ def build_parser(argv: Sequence[str]) -> argparse.ArgumentParser:
         child = place.add_parser(leaf, help=summary, description=summary)
         if set(name.split()) <= set(argv):
             module, _, function = where.partition(":")
-            getattr(import_module(module), function)(child)
+            getattr(import_module(f"tutti.commands.{module}"), function)(child)
             child.add_argument(
                 "--json", action="store_true", help="print one JSON object instead of tables"
             )

@@ -8,13 +8,13 @@ import grp
 import signal
 import sys
 
-from tutti.cli_arguments import nbytes
-from tutti.cli_outcome import Outcome
-from tutti.core import DURABILITY, VERIFY, StoreConfig
+from tutti.arguments import nbytes
+from tutti.commands.outcome import Outcome
 from tutti.errors import ConfigError
 from tutti.node.agent import Agent, AgentConfig
 from tutti.node.pools import AgentPools
 from tutti.terminal import facts
+from tutti.transfers.core import DURABILITY, VERIFY, StoreConfig
 
 _EXAMPLE = """
 One pool for every process of this user, until Ctrl-C or SIGTERM:

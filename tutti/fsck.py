@@ -16,16 +16,13 @@ import numpy as np
 import numpy.typing as npt
 
 from tutti import store
-from tutti.block_io import BlockIo
-from tutti.core import Core, StoreConfig
 from tutti.errors import DeviceTimeout, MediumError, PoolCorrupt
 from tutti.gio_uring.controller import NativeController
 from tutti.gio_uring.engine import Engine, Job
 from tutti.gio_uring.memory import DmaRegion
 from tutti.gio_uring.nvme_spec import OPCODE_READ
 from tutti.gio_uring.ring import status_name
-from tutti.host_pool import HostPool
-from tutti.medium import (
+from tutti.medium.superblock import (
     BLOCK_NBYTES,
     FLAG_DIGESTS,
     RECORD_DTYPE,
@@ -36,10 +33,13 @@ from tutti.medium import (
     choose_superblock,
     decode_snapshot,
 )
-from tutti.member_controller import open_controller
-from tutti.members import Members
-from tutti.record_table import BLOCK_RECORDS, RecordTable
+from tutti.memory.host_memory import HostPool
+from tutti.pool.block_io import BlockIo
+from tutti.pool.member_controller import open_controller
+from tutti.pool.members import Members
+from tutti.pool.record_table import BLOCK_RECORDS, RecordTable
 from tutti.terminal import ProgressFactory
+from tutti.transfers.core import Core, StoreConfig
 from tutti.units import MiB
 
 FINDINGS_MAX = 1000  # kept in a report; all of them are counted

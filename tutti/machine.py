@@ -6,7 +6,7 @@ import os
 import platform
 from pathlib import Path
 
-from tutti.gio_uring.mounts import filesystem_of
+from tutti.gio_uring.drives.mounts import filesystem_of
 from tutti.units import format_nbytes
 
 

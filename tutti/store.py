@@ -21,8 +21,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from tutti.block_io import BlockIo
-from tutti.core import Closable, Core, StoreConfig
 from tutti.errors import (
     CapacityError,
     ConfigError,
@@ -32,28 +30,30 @@ from tutti.errors import (
     PoolMismatch,
     TuttiError,
 )
-from tutti.geometry import Geometry
 from tutti.gio_uring.controller import NativeController
 from tutti.gio_uring.engine import Engine
 from tutti.gio_uring.memory import DmaRegion
-from tutti.host_pool import HostPool
-from tutti.index import MISSING, SlotState
-from tutti.keys import as_keys
-from tutti.layout import KVLayout
-from tutti.loader import Loader
-from tutti.medium import Superblock
-from tutti.member_controller import open_controller
-from tutti.members import Members
-from tutti.pacer import Pacer
-from tutti.pool_format import Paths, format, format_missing, member_names
+from tutti.medium.geometry import Geometry
+from tutti.medium.keys import as_keys
+from tutti.medium.layout import KVLayout
+from tutti.medium.superblock import Superblock
+from tutti.memory.host_memory import HostPool
+from tutti.placement.index import MISSING, SlotState
+from tutti.pool.block_io import BlockIo
+from tutti.pool.member_controller import open_controller
+from tutti.pool.members import Members
+from tutti.pool.pool_format import Paths, format, format_missing, member_names
 from tutti.process import Owned
-from tutti.reclaim import Reclaimer
-from tutti.recovery import recover, write_snapshots
-from tutti.residency import Residency
 from tutti.scheduler.dispatcher import Dispatcher
-from tutti.tails import Tails
-from tutti.tickets import LoadTicket, PutTicket
-from tutti.writer import PutRequest, Writer
+from tutti.transfers.coalescer import Tails
+from tutti.transfers.core import Closable, Core, StoreConfig
+from tutti.transfers.loader import Loader
+from tutti.transfers.reclaim import Reclaimer
+from tutti.transfers.recovery import recover, write_snapshots
+from tutti.transfers.residency import Residency
+from tutti.transfers.tickets import LoadTicket, PutTicket
+from tutti.transfers.transfer_queue import Pacer
+from tutti.transfers.writer import PutRequest, Writer
 
 Keys = npt.NDArray[np.uint8] | Sequence[bytes]
 

@@ -19,21 +19,21 @@ from typing import Any
 import torch
 
 from tutti.errors import ConfigError, Unsupported
-from tutti.host_pool import HostPool
 from tutti.integration.sglang import adapter
-from tutti.integration.sglang.flat_pages import FlatPages
-from tutti.integration.sglang.host_memory import (
+from tutti.integration.sglang.host.flat_pages import FlatPages
+from tutti.integration.sglang.host.host_pools import (
     Fragments,
     advise_hugepages,
     host_pool_of,
     shape_of,
 )
-from tutti.integration.sglang.host_store import HostStore
+from tutti.integration.sglang.host.host_store import HostStore
 from tutti.integration.sglang.identity import Place, identity_of, layout_of, pool_path
 from tutti.integration.sglang.metrics import LOAD, STORE, Recorder
 from tutti.integration.sglang.options import HICACHE, parse_options
 from tutti.integration.sglang.pool_file import open_store
 from tutti.integration.sglang.weights import WATCH
+from tutti.memory.host_memory import HostPool
 
 _log = logging.getLogger(__name__)
 

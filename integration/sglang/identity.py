@@ -17,7 +17,7 @@ from typing import Any
 
 import xxhash
 
-from tutti.layout import ITEMSIZE_NBYTES, KVLayout
+from tutti.medium.layout import ITEMSIZE_NBYTES, KVLayout
 
 _WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".json", ".model")
 _NAME_MAX = 60

@@ -23,31 +23,31 @@ import numpy.typing as npt
 import xxhash
 
 from tutti.errors import ConfigError, DeviceTimeout, KeyMissing, TuttiError, Unsupported
-from tutti.integration.sglang import linker_adapter as adapter
 from tutti.integration.sglang.adapter import check_version, served_model
-from tutti.integration.sglang.admission import Worth, break_even
-from tutti.integration.sglang.backlog import Backlog, Part
 from tutti.integration.sglang.breaker import Breaker, crawls
-from tutti.integration.sglang.chains import Chains
-from tutti.integration.sglang.fence import Fence
-from tutti.integration.sglang.gpu import open_gpu
-from tutti.integration.sglang.host_store import Complaints
-from tutti.integration.sglang.layer_counter import LayerCounter
-from tutti.integration.sglang.linker_options import LINKER_OPTIONS
-from tutti.integration.sglang.load_batch import LoadBatch, QueuedLoad
-from tutti.integration.sglang.lookups import Lookups
+from tutti.integration.sglang.direct import adapter
+from tutti.integration.sglang.direct.admission import Worth, break_even
+from tutti.integration.sglang.direct.backlog import Backlog, Part
+from tutti.integration.sglang.direct.chains import Chains
+from tutti.integration.sglang.direct.fence import Fence
+from tutti.integration.sglang.direct.gpu import open_gpu
+from tutti.integration.sglang.direct.kv_pools import engine_group
+from tutti.integration.sglang.direct.layer_counter import LayerCounter
+from tutti.integration.sglang.direct.load_batch import LoadBatch, QueuedLoad
+from tutti.integration.sglang.direct.lookups import Lookups
+from tutti.integration.sglang.direct.maintenance import Upkeep
+from tutti.integration.sglang.direct.open_pools import open_shelves
+from tutti.integration.sglang.direct.options import LINKER_OPTIONS
+from tutti.integration.sglang.direct.read_ahead import ReadAhead
+from tutti.integration.sglang.direct.served_profile import served_profile
+from tutti.integration.sglang.direct.staging import Staging
+from tutti.integration.sglang.direct.steps import STEPS
+from tutti.integration.sglang.direct.stored_pool import Shelf
+from tutti.integration.sglang.host.host_store import Complaints
 from tutti.integration.sglang.metrics import LOAD
 from tutti.integration.sglang.options import LINKER, parse_options
-from tutti.integration.sglang.pools import engine_group
-from tutti.integration.sglang.read_ahead import ReadAhead
-from tutti.integration.sglang.served_profile import served_profile
-from tutti.integration.sglang.shelf import Shelf
-from tutti.integration.sglang.shelves import open_shelves
-from tutti.integration.sglang.staging import Staging
-from tutti.integration.sglang.steps import STEPS
-from tutti.integration.sglang.upkeep import Upkeep
 from tutti.integration.sglang.weights import WATCH
-from tutti.keys import object_keys
+from tutti.medium.keys import object_keys
 from tutti.process import Owned, at_exit, forget_exit
 
 Keys = npt.NDArray[np.uint8]

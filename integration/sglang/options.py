@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any
 
-from tutti.core import DURABILITY, VERIFY
 from tutti.errors import ConfigError
+from tutti.transfers.core import DURABILITY, VERIFY
 from tutti.units import parse_nbytes
 
 HICACHE, LINKER = "hicache", "linker"

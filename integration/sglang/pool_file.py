@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tutti.core import StoreConfig
 from tutti.errors import ConfigError
-from tutti.layout import KVLayout
+from tutti.medium.layout import KVLayout
 from tutti.scheduler.dispatcher import Schedule
 from tutti.store import ObjectStore
 from tutti.store import open as open_pool
+from tutti.transfers.core import StoreConfig
 
 #: For the options that HiCache does not have.
 _DEFAULTS = StoreConfig()

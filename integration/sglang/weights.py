@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from tutti.errors import ConfigError
-from tutti.integration.sglang import steps
+from tutti.integration.sglang.direct import steps
 
 _UPDATER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager."
 _UPDATES = (

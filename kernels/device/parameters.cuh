@@ -1,5 +1,5 @@
 // What the kernels of kernels.cu take: plain data that the host fills once per batch, for all
-// layers.  Mirrored by tutti/gio_uring/device_batch.py; a test compares the layouts.
+// layers.  Mirrored by tutti/gio_uring/gpu/parameters.py; a test compares the layouts.
 //
 // Entry points, all `extern "C" __global__ void`.  Of each pair, _word rings a word in pinned
 // memory (a controller made of software), _mmio a register in a mapped BAR page (a drive):

@@ -3,7 +3,7 @@
 // to forward shadow doorbells, and to say when a drive is lost.
 //
 // Registers, admin commands and the rebuilding of queues after a reset are Python's
-// (tutti/gio_uring/nvme_admin.py), reached by the `restart` callback.
+// (tutti/gio_uring/drives/admin.py), reached by the `restart` callback.
 #pragma once
 
 #include <poll.h>
@@ -39,7 +39,7 @@ struct VfioConfig {
 };
 static_assert(sizeof(VfioConfig) == 104, "layout shared with Python");
 
-// Plain data, mirrored by tutti/gio_uring/drive_rescue.py.
+// Plain data, mirrored by tutti/gio_uring/drives/rescue.py.
 struct LateCommand {
   u32 qid;
   u32 cid;

@@ -11,13 +11,13 @@ import pytest
 
 from store.pools import formatted, opened
 from tutti.bench import bandwidth, ring
-from tutti.bench.churn import churn
+from tutti.bench.compare.churn import churn
 from tutti.bench.file_per_object import FilePerObject
 from tutti.bench.shape import Shape
 from tutti.bench.workload import Limit, Workload
 from tutti.errors import CapacityError, ConfigError, PoolExists
-from tutti.geometry import Geometry
-from tutti.host_pool import HostPool
+from tutti.medium.geometry import Geometry
+from tutti.memory.host_memory import HostPool
 from tutti.store import ObjectStore
 from tutti.terminal import progress
 

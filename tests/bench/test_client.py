@@ -10,16 +10,16 @@ from collections.abc import AsyncIterator, Sequence
 import pytest
 from stand_in_server import standing_in
 
-from tutti.bench.client import LOST_AFTER, Call, Run, drive
-from tutti.bench.client_control import Control, public
-from tutti.bench.client_http import (
+from tutti.bench.ttft.client import LOST_AFTER, Call, Run, drive
+from tutti.bench.ttft.http import (
     Endpoint,
     NotStreaming,
     ServerError,
     _events,
     parse_endpoint,
 )
-from tutti.bench.client_protocol import Chat, Generate, ServerApi
+from tutti.bench.ttft.protocol import Chat, Generate, ServerApi
+from tutti.bench.ttft.server_control import Control, public
 from tutti.errors import ConfigError
 
 

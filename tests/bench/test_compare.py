@@ -12,12 +12,13 @@ from typing import Any
 
 import pytest
 
-from tutti.bench import compare, fio
+from tutti.bench import fio
+from tutti.bench.compare import run as compare
+from tutti.bench.compare.index_cost import measure
+from tutti.bench.compare.paired import Round, System
+from tutti.bench.compare.paired import compare as compare_pairs
 from tutti.bench.environment import command_line, describe
 from tutti.bench.fio import FioJob, hugepages_of, parse_fio, reserved_hugepages
-from tutti.bench.index_cost import measure
-from tutti.bench.paired import Round, System
-from tutti.bench.paired import compare as compare_pairs
 from tutti.bench.plots import plot_compare, plot_demo
 from tutti.bench.summary import render
 from tutti.errors import ConfigError, MediumError, Unsupported
@@ -153,7 +154,7 @@ def test_a_case_that_cannot_run_says_why(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert compare.main(["index", "--dir", str(tmp_path / "absent"), "--out", str(tmp_path)]) == 3
-    assert "tutti.bench.compare: " in capsys.readouterr().err
+    assert "tutti.bench.compare.run: " in capsys.readouterr().err
 
 
 def test_the_index_is_recovered(tmp_path: Path) -> None:

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from tutti.bench import figures
-from tutti.bench.figures_cost import Prices, crossings, per_million_tokens
-from tutti.bench.figures_data import (
+from tutti.bench.figures import run as figures
+from tutti.bench.figures.cost import Prices, crossings, per_million_tokens
+from tutti.bench.figures.data import (
     BANDWIDTH,
     COLUMNS,
     COST,

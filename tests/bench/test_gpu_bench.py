@@ -15,20 +15,18 @@ import pytest
 from gio_uring.cuda_stand_in import StandInDriver
 from gio_uring.kernel_stand_in import Kernels
 
-from tutti.bench import (
-    gpu,
-    gpu_beside,
-    gpu_cases,
-    gpu_digests,
-    gpu_facts,
-    gpu_files,
-    gpu_overlap,
-    gpu_report,
-    summary,
-)
+from tutti.bench import summary
 from tutti.bench.fio import FioJob, FioResult
-from tutti.bench.gpu_cases import Plan, Row
-from tutti.bench.gpu_rig import (
+from tutti.bench.gpu import cases as gpu_cases
+from tutti.bench.gpu import digests as gpu_digests
+from tutti.bench.gpu import facts as gpu_facts
+from tutti.bench.gpu import files as gpu_files
+from tutti.bench.gpu import interference as gpu_beside
+from tutti.bench.gpu import overlap as gpu_overlap
+from tutti.bench.gpu import report as gpu_report
+from tutti.bench.gpu import shards as gpu
+from tutti.bench.gpu.cases import Plan, Row
+from tutti.bench.gpu.rig import (
     DevicePages,
     Load,
     Machine,
@@ -37,9 +35,9 @@ from tutti.bench.gpu_rig import (
     tutti_system,
 )
 from tutti.errors import ConfigError, CudaError, DeviceTimeout
-from tutti.gio_uring import gpu_modules
 from tutti.gio_uring.controller_memory import MemoryController
-from tutti.gio_uring.gpu_modules import KERNELS, CubinCache, Modules
+from tutti.gio_uring.gpu import modules as gpu_modules
+from tutti.gio_uring.gpu.modules import KERNELS, CubinCache, Modules
 from tutti.terminal import progress
 from tutti.units import KiB, MiB
 

@@ -12,10 +12,11 @@ from typing import Any
 
 import pytest
 
-from tutti.bench import peer_hicache, peers
-from tutti.bench.peer import BATCH_PAGES, PeerPlan
-from tutti.bench.peer_plain import FilesPeer, StorePeer
-from tutti.bench.peer_process import PeerProcess, make_peer
+from tutti.bench.peers import hicache as peer_hicache
+from tutti.bench.peers import run as peers
+from tutti.bench.peers.peer import BATCH_PAGES, PeerPlan
+from tutti.bench.peers.plain import FilesPeer, StorePeer
+from tutti.bench.peers.process import PeerProcess, make_peer
 from tutti.bench.summary import render
 from tutti.errors import ChecksumMismatch, ConfigError, MediumError
 from tutti.terminal import progress

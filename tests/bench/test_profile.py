@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from tutti.bench import profile, profile_medium
-from tutti.bench.profile_medium import Medium
+from tutti.bench.profile import medium as profile_medium
+from tutti.bench.profile import run as profile
+from tutti.bench.profile.medium import Medium
 from tutti.errors import ConfigError
 from tutti.machine import machine_facts
 from tutti.scheduler.profile import load_or_estimate, load_profile

@@ -20,9 +20,9 @@ from typing import Any
 
 import pytest
 
-from tutti.bench import recipes
-from tutti.bench.client_http import ServerError
-from tutti.bench.recipes import RECIPES, Options, launch_of
+from tutti.bench.ttft import recipes
+from tutti.bench.ttft.http import ServerError
+from tutti.bench.ttft.recipes import RECIPES, Options, launch_of
 from tutti.errors import CapacityError, ConfigError, Unsupported
 from tutti.terminal import progress
 

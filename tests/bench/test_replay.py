@@ -15,7 +15,7 @@ from tutti.bench.replay import Replayer
 from tutti.bench.shape import Shape
 from tutti.bench.traces import Request, Synthetic, generate
 from tutti.errors import ConfigError
-from tutti.geometry import Geometry
+from tutti.medium.geometry import Geometry
 from tutti.store import ObjectStore
 from tutti.terminal import progress
 

@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
-from tutti.bench import control_group, residency
-from tutti.bench.control_group import memory_group
-from tutti.bench.residency_cell import CONFIGURATIONS, measure
+from tutti.bench.residency import control_group
+from tutti.bench.residency import run as residency
+from tutti.bench.residency.cell import CONFIGURATIONS, measure
+from tutti.bench.residency.control_group import memory_group
 from tutti.bench.shape import parse_shape
 from tutti.errors import ConfigError, PoolExists, TuttiError, Unsupported
 from tutti.gio_uring.file_member import FileMember, allocate_file
@@ -60,7 +61,7 @@ def test_without_a_limit_each_path_keeps_what_it_should(
 def test_a_knob_keeps_a_part(
     cell: dict[str, Any], configuration: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in ("tutti.residency", "tutti.bench.residency_cell"):
+    for module in ("tutti.transfers.residency", "tutti.bench.residency.cell"):
         monkeypatch.setattr(f"{module}.read_memory", lambda: MemoryFacts(10 * MiB))
     result = measure({**cell, "configuration": configuration, "share": 0.7})
     assert result["planned_nbytes"] == 6 * MiB

@@ -10,17 +10,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tutti.bench import simulate, simulate_points
-from tutti.bench.simulate_calibration import (
+from tutti.bench.simulate import points as simulate_points
+from tutti.bench.simulate import run as simulate
+from tutti.bench.simulate.calibration import (
     Calibration,
     EngineTimes,
     drive_of,
     gpu_of,
     load_calibration,
 )
-from tutti.bench.simulate_cluster import PREFIX, ROUND_ROBIN, Cluster, Shape
-from tutti.bench.simulate_device import READ, WRITE, Device, Timeline
-from tutti.bench.simulate_points import (
+from tutti.bench.simulate.cluster import PREFIX, ROUND_ROBIN, Cluster, Shape
+from tutti.bench.simulate.device import READ, WRITE, Device, Timeline
+from tutti.bench.simulate.points import (
     FITTED,
     Effort,
     PaperMachine,
@@ -29,11 +30,11 @@ from tutti.bench.simulate_points import (
     points,
     residuals,
 )
-from tutti.bench.simulate_tiers import Blocks
-from tutti.bench.slack_drive import VirtualDrive
-from tutti.bench.slack_hardware import Drive, machine
-from tutti.bench.slack_server import Noise, Server
-from tutti.bench.slack_workload import Request as SlackRequest
+from tutti.bench.simulate.tiers import Blocks
+from tutti.bench.slack.drive import VirtualDrive
+from tutti.bench.slack.hardware import Drive, machine
+from tutti.bench.slack.server import Noise, Server
+from tutti.bench.slack.workload import Request as SlackRequest
 from tutti.bench.traces import BLOCK_TOKENS, Request, Synthetic, generate
 from tutti.errors import ConfigError, DeviceTimeout
 from tutti.scheduler.policy import Limits, SlackPolicy

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from tutti import cli
-from tutti.bench import simulate
-from tutti.bench.simulate_calibration import FILE, gpu_of, load_calibration
+from tutti.bench.simulate import run as simulate
+from tutti.bench.simulate.calibration import FILE, gpu_of, load_calibration
 from tutti.bench.traces import Synthetic, generate
 from tutti.errors import ConfigError
 from tutti.scheduler.profile import TableProfile, estimated_document

@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 
-from tutti.bench import slack, slack_report
-from tutti.bench.slack_drive import READ, WRITE, VirtualDrive
-from tutti.bench.slack_hardware import Drive, drive_names, gpu_names, machine
-from tutti.bench.slack_server import Noise, Server
-from tutti.bench.slack_workload import KINDS, Request, generate, recorded, save
+from tutti.bench.slack import report as slack_report
+from tutti.bench.slack import run as slack
+from tutti.bench.slack.drive import READ, WRITE, VirtualDrive
+from tutti.bench.slack.hardware import Drive, drive_names, gpu_names, machine
+from tutti.bench.slack.server import Noise, Server
+from tutti.bench.slack.workload import KINDS, Request, generate, recorded, save
 from tutti.errors import ConfigError
 from tutti.scheduler.policy import Limits
 from tutti.terminal import progress

@@ -8,8 +8,8 @@ import pytest
 from tutti.bench.shape import Shape, parse_shape
 from tutti.bench.stamps import Stamps, numbered_keys
 from tutti.errors import ConfigError
-from tutti.host_pool import PAGE_FIRST_DIRECT, HostPool
-from tutti.layout import KVLayout
+from tutti.medium.layout import KVLayout
+from tutti.memory.host_memory import PAGE_FIRST_DIRECT, HostPool
 
 LAYOUTS = {
     "blocks": Shape(3, 16384).layout(),

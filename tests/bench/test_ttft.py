@@ -19,22 +19,22 @@ from typing import Any
 import pytest
 from stand_in_server import standing_in
 
-from tutti.bench import ttft
-from tutti.bench.arrivals import arrival_times_s
-from tutti.bench.client import Record
-from tutti.bench.client_http import NotStreaming, ServerError
-from tutti.bench.client_sglang import read_point
-from tutti.bench.figures_data import read_csv
+from tutti.bench.figures.data import read_csv
 from tutti.bench.traces import Synthetic, generate
-from tutti.bench.ttft_metrics import (
+from tutti.bench.ttft import run as ttft
+from tutti.bench.ttft.arrivals import arrival_times_s
+from tutti.bench.ttft.client import Record
+from tutti.bench.ttft.http import NotStreaming, ServerError
+from tutti.bench.ttft.metrics import (
     inter_token_ms,
     latencies_ms,
     mean_interval,
     parse_slo,
     summarise,
 )
-from tutti.bench.ttft_output import REQUESTS, RESULT, Output, read_result
-from tutti.bench.ttft_sweep import Point, Stopped, Sweep, attained, by_rate, mean_ttft_within
+from tutti.bench.ttft.output import REQUESTS, RESULT, Output, read_result
+from tutti.bench.ttft.sglang_client import read_point
+from tutti.bench.ttft.sweep import Point, Stopped, Sweep, attained, by_rate, mean_ttft_within
 from tutti.cli import main
 from tutti.errors import ConfigError, Unsupported
 from tutti.terminal import progress

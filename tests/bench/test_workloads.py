@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tutti.bench.arrivals import arrival_times_s, traced_times_s
 from tutti.bench.traces import Synthetic, generate, parse_trace
-from tutti.bench.workloads import export
-from tutti.bench.workloads.documents import load_documents
-from tutti.bench.workloads.orders import arrange
-from tutti.bench.workloads.prompt import (
+from tutti.bench.ttft.arrivals import arrival_times_s, traced_times_s
+from tutti.bench.ttft.workloads import export
+from tutti.bench.ttft.workloads.documents import load_documents
+from tutti.bench.ttft.workloads.orders import arrange
+from tutti.bench.ttft.workloads.prompt import (
     IDS,
     TEXT,
     Part,
@@ -27,8 +27,8 @@ from tutti.bench.workloads.prompt import (
     salted,
     text_part,
 )
-from tutti.bench.workloads.source import add_workload_arguments, build_workload
-from tutti.bench.workloads.synthetic import LEVAL, LOOGLE, generate_documents
+from tutti.bench.ttft.workloads.source import add_workload_arguments, build_workload
+from tutti.bench.ttft.workloads.synthetic import LEVAL, LOOGLE, generate_documents
 from tutti.errors import ConfigError
 from tutti.terminal import progress
 

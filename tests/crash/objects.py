@@ -11,12 +11,12 @@ import numpy as np
 import numpy.typing as npt
 
 from store.pools import LAYOUT
-from tutti.block_io import BlockIo
 from tutti.errors import ChecksumMismatch, PoolInUse
-from tutti.geometry import Geometry
 from tutti.gio_uring.controller_file import FileController, allocate_file
 from tutti.gio_uring.engine import Engine
-from tutti.members import Members
+from tutti.medium.geometry import Geometry
+from tutti.pool.block_io import BlockIo
+from tutti.pool.members import Members
 from tutti.store import ObjectStore
 
 #: How long a pool may stay locked after its owner was killed: the kernel ends its transfers first.

@@ -21,14 +21,14 @@ from crash.power_log import DAMAGES, NOTHING, Bytes, Damage, Entry, image_after,
 
 import tutti.store
 from store.pools import GEOMETRY, LAYOUT, formatted, names, opened
-from tutti.core import StoreConfig
 from tutti.errors import PoolError
-from tutti.geometry import BLOCK_NBYTES
 from tutti.gio_uring.controller_file import FileController, uring_refusal
 from tutti.gio_uring.nvme_spec import OPCODE_WRITE
-from tutti.host_pool import HostPool
-from tutti.index import SlotState
+from tutti.medium.geometry import BLOCK_NBYTES
+from tutti.memory.host_memory import HostPool
+from tutti.placement.index import SlotState
 from tutti.store import ObjectStore
+from tutti.transfers.core import StoreConfig
 
 CHAINS = 12  # of lives, each of which begins with what the one before left behind
 LIVES = 4

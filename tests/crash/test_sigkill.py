@@ -25,8 +25,8 @@ from crash.victim import Request, encode
 
 import tutti.store
 from store.pools import LAYOUT
-from tutti.geometry import Geometry
 from tutti.gio_uring.controller_file import uring_refusal
+from tutti.medium.geometry import Geometry
 
 TESTS = 4  # each with
 CAMPAIGNS = 5  # pools, each of which sees

@@ -22,7 +22,7 @@ from crash.objects import as_rows, content_of, when_unlocked
 
 import tutti.store
 from tutti.errors import KeyMissing
-from tutti.host_pool import HostPool
+from tutti.memory.host_memory import HostPool
 from tutti.store import ObjectStore
 
 PAGES = 24

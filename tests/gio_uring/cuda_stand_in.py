@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tutti.errors import CudaError
-from tutti.gio_uring.gpu_driver import U64, Arguments, SmResource
+from tutti.gio_uring.gpu.driver import U64, Arguments, SmResource
 
 PINNED_MARK = 1 << 56
 DEVICE_MARK = 1 << 57

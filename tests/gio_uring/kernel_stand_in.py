@@ -13,7 +13,7 @@ import numpy as np
 import xxhash
 from gio_uring.cuda_stand_in import DEVICE_MARK, PINNED_MARK, StandInDriver
 
-from tutti.gio_uring.device_batch import (
+from tutti.gio_uring.gpu.parameters import (
     RUN_PENDING,
     BatchStruct,
     MailboxStruct,

@@ -15,13 +15,13 @@ from tutti.gio_uring import (
     controller_memory,
     controller_span,
     controller_vfio,
-    device_batch,
     engine,
     iocb,
     layer_words,
     nvme_spec,
     queue_pair,
 )
+from tutti.gio_uring.gpu import parameters as device_batch
 
 KERNELS = Path(__file__).parents[2] / "kernels"
 HEADERS = ("gio_uring/controller_queue.h", "gio_uring/iocb.h", "gio_uring/queue_pair.h")

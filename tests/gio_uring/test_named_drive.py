@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tutti.errors import ConfigError, Unsupported
-from tutti.gio_uring import vfio
+from tutti.gio_uring.drives import vfio
 from tutti.gio_uring.named_drive import NamedDrive, is_drive, open_drives
 
 BDF = "0000:03:00.0"

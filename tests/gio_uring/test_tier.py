@@ -18,9 +18,9 @@ from tutti.errors import ConfigError, MediumError, Unsupported
 from tutti.gio_uring import nvme_spec as nvme
 from tutti.gio_uring.controller_memory import MemoryController
 from tutti.gio_uring.dma_source import KNOWN_SOURCES, choose_source, prove
-from tutti.gio_uring.gpu_doorbells import GpuDoorbells
-from tutti.gio_uring.gpu_memory import TableMemory
-from tutti.gio_uring.gpu_queues import DeviceQueues
+from tutti.gio_uring.gpu.doorbells import GpuDoorbells
+from tutti.gio_uring.gpu.memory import TableMemory
+from tutti.gio_uring.gpu.queues import DeviceQueues
 from tutti.gio_uring.memory import HostBuffer
 from tutti.gio_uring.queue_pair import QueuePair, QueuePairStruct
 from tutti.gio_uring.sgl import Extent

@@ -13,12 +13,12 @@ from gpu.device_memory import DeviceMemory, page_bytes, paged, wait_for
 
 from tutti.gio_uring.controller_memory import Faults, MemoryController
 from tutti.gio_uring.engine import Extents
-from tutti.gio_uring.gpu_batch import DeviceBatch, launch_layer
-from tutti.gio_uring.gpu_device_engine import KINDS, DeviceEngine
-from tutti.gio_uring.gpu_driver import CudaDriver
-from tutti.gio_uring.gpu_green import partition
-from tutti.gio_uring.gpu_memory import Hold, TableMemory
-from tutti.gio_uring.gpu_modules import Modules
+from tutti.gio_uring.gpu.batch import DeviceBatch, launch_layer
+from tutti.gio_uring.gpu.device_engine import KINDS, DeviceEngine
+from tutti.gio_uring.gpu.driver import CudaDriver
+from tutti.gio_uring.gpu.green_context import partition
+from tutti.gio_uring.gpu.memory import Hold, TableMemory
+from tutti.gio_uring.gpu.modules import Modules
 from tutti.gio_uring.iocb import PagedMemory
 from tutti.gio_uring.nvme_spec import (
     OPCODE_READ,

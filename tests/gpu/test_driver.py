@@ -13,11 +13,11 @@ import pytest
 from gpu.device_memory import DeviceMemory, wait_for
 
 from tutti.errors import CudaError
-from tutti.gio_uring import gpu_driver
-from tutti.gio_uring.gpu_batch import DeviceBatch, launch_layer
-from tutti.gio_uring.gpu_driver import CudaDriver
-from tutti.gio_uring.gpu_memory import Hold, PinnedMemory, TableMemory
-from tutti.gio_uring.gpu_modules import KERNELS, Modules
+from tutti.gio_uring.gpu import driver as gpu_driver
+from tutti.gio_uring.gpu.batch import DeviceBatch, launch_layer
+from tutti.gio_uring.gpu.driver import CudaDriver
+from tutti.gio_uring.gpu.memory import Hold, PinnedMemory, TableMemory
+from tutti.gio_uring.gpu.modules import KERNELS, Modules
 from tutti.gio_uring.iocb import PagedMemory
 from tutti.gio_uring.memory import HostBuffer, view_at
 from tutti.gio_uring.nvme_spec import OPCODE_WRITE

@@ -11,19 +11,19 @@ import pytest
 from gpu.device_memory import DeviceMemory, wait_for
 
 from store.pools import GEOMETRY, LAYOUT, controller_of, formatted, some_keys
-from tutti.core import StoreConfig
-from tutti.device_pool import DevicePool
 from tutti.errors import DeviceTimeout, MediumError, Unsupported
 from tutti.gio_uring.controller_memory import Faults, MemoryController
-from tutti.gio_uring.gpu_batch import KernelMover
-from tutti.gio_uring.gpu_driver import CudaDriver
-from tutti.gio_uring.gpu_engine import HostEngine
-from tutti.gio_uring.gpu_green import partition, torch_stream
-from tutti.gio_uring.gpu_memory import PinnedMemory, TableMemory
-from tutti.gio_uring.gpu_modules import Modules
-from tutti.gio_uring.gpu_mover import BatchCopyMover, CopyMover, Mover
+from tutti.gio_uring.gpu.batch import KernelMover
+from tutti.gio_uring.gpu.driver import CudaDriver
+from tutti.gio_uring.gpu.green_context import partition, torch_stream
+from tutti.gio_uring.gpu.host_engine import HostEngine
+from tutti.gio_uring.gpu.memory import PinnedMemory, TableMemory
+from tutti.gio_uring.gpu.modules import Modules
+from tutti.gio_uring.gpu.mover import BatchCopyMover, CopyMover, Mover
 from tutti.gio_uring.memory import HostBuffer
+from tutti.memory.device_memory import DevicePool
 from tutti.store import ObjectStore
+from tutti.transfers.core import StoreConfig
 
 PAGES = GEOMETRY.slots
 

@@ -13,7 +13,7 @@ from collections.abc import Callable
 import numpy as np
 
 from tutti.errors import CudaError
-from tutti.gio_uring.gpu_driver import CudaDriver
+from tutti.gio_uring.gpu.driver import CudaDriver
 from tutti.gio_uring.memory import HostBuffer
 
 

@@ -15,7 +15,7 @@ from tutti.gio_uring.controller import HAS_FUA, HAS_PRP, NativeController
 from tutti.gio_uring.controller_memory import MemoryController
 from tutti.gio_uring.controller_vfio import _RESTART, VfioConfigStruct
 from tutti.gio_uring.controller_vfio import _lib as vfio_lib
-from tutti.gio_uring.drive_rescue import Ask, NativeDrive
+from tutti.gio_uring.drives.rescue import Ask, NativeDrive
 from tutti.gio_uring.memory import DmaRegion, address_of
 from tutti.gio_uring.nvme_spec import STATUS_ABORTED_SQ_DELETION
 from tutti.gio_uring.queue_pair import QueuePair

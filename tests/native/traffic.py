@@ -22,16 +22,16 @@ import numpy as np
 from software_drive import SoftwareDrive
 
 import tutti
-from tutti.block_io import BlockIo
-from tutti.core import StoreConfig
 from tutti.errors import CapacityError, KeyMissing, MediumError, PoolClosed
-from tutti.geometry import Geometry
 from tutti.gio_uring.controller_memory import MemoryController
 from tutti.gio_uring.engine import Engine
-from tutti.host_pool import HostPool
-from tutti.layout import KVLayout
-from tutti.members import Members
+from tutti.medium.geometry import Geometry
+from tutti.medium.layout import KVLayout
+from tutti.memory.host_memory import HostPool
+from tutti.pool.block_io import BlockIo
+from tutti.pool.members import Members
 from tutti.store import ObjectStore
+from tutti.transfers.core import StoreConfig
 
 LAYOUT = KVLayout.mha(layers=4, kv_heads=2, head_dim=64, page_size=16, dtype="bfloat16")
 GEOMETRY = Geometry(

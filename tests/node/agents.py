@@ -10,11 +10,11 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-from tutti.core import StoreConfig
-from tutti.layout import KVLayout
+from tutti.medium.layout import KVLayout
 from tutti.node.agent import Agent, AgentConfig
 from tutti.node.client import NodeStore
 from tutti.node.pools import AgentPools
+from tutti.transfers.core import StoreConfig
 
 LAYOUT = KVLayout.mha(layers=4, kv_heads=2, head_dim=64, page_size=16, dtype="bfloat16")
 WAIT_S = 30.0

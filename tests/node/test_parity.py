@@ -13,7 +13,6 @@ from node.agents import LAYOUT, RunningAgent
 
 import tutti
 from store.pools import fill, some_keys
-from tutti.core import StoreConfig
 from tutti.errors import (
     ChecksumMismatch,
     ConfigError,
@@ -23,10 +22,11 @@ from tutti.errors import (
     PoolClosed,
     PoolMismatch,
 )
-from tutti.geometry import RECORD_NBYTES
-from tutti.host_pool import PAGE_FIRST_DIRECT, HostPool
-from tutti.layout import KVLayout
-from tutti.tickets import Outcome
+from tutti.medium.geometry import RECORD_NBYTES
+from tutti.medium.layout import KVLayout
+from tutti.memory.host_memory import PAGE_FIRST_DIRECT, HostPool
+from tutti.transfers.core import StoreConfig
+from tutti.transfers.tickets import Outcome
 
 Opener = Callable[..., Any]
 

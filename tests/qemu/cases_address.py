@@ -18,13 +18,13 @@ from qemu.cases_drive import SLOW, Mover, ends, wait_for
 from qemu.inside import Drives
 from store.pools import LAYOUT
 from tutti import cli
-from tutti.core import StoreConfig
 from tutti.errors import ConfigError, PoolExists, PoolInUse, PoolNotFound
 from tutti.gio_uring.controller_span import SpanController
 from tutti.gio_uring.controller_vfio import VfioController
-from tutti.gio_uring.drive_rescue import Outcome
+from tutti.gio_uring.drives.rescue import Outcome
 from tutti.gio_uring.nvme_spec import STATUS_OK
 from tutti.store import ObjectStore
+from tutti.transfers.core import StoreConfig
 
 LEFT, RIGHT = 4, 5
 KEYS = [bytes([i]) * 16 for i in range(1, 13)]

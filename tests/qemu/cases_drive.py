@@ -26,13 +26,13 @@ from tutti.gio_uring.controller import (
     HAS_VOLATILE_CACHE,
     NativeController,
 )
-from tutti.gio_uring.drive_rescue import Ask, DriveRescue, NativeDrive, Outcome
+from tutti.gio_uring.drives.rescue import Ask, DriveRescue, NativeDrive, Outcome
+from tutti.gio_uring.drives.vfio import VfioDevice
 from tutti.gio_uring.engine import Engine, Extents, Job
 from tutti.gio_uring.iocb import flat_memory
 from tutti.gio_uring.memory import HostBuffer
 from tutti.gio_uring.ring import status_error
 from tutti.gio_uring.sgl import set_descriptor
-from tutti.gio_uring.vfio import VfioDevice
 from tutti.units import KiB, MiB
 
 OK = nvme.STATUS_OK

@@ -16,7 +16,7 @@ from store.pools import LAYOUT
 from tutti import cli
 from tutti.gio_uring import nvme_spec as nvme
 from tutti.gio_uring.controller_file import FileController
-from tutti.gio_uring.generic_device import REQUEST_NBYTES_MAX
+from tutti.gio_uring.drives.generic_device import REQUEST_NBYTES_MAX
 from tutti.units import MiB
 
 OK = nvme.STATUS_OK

@@ -37,7 +37,7 @@ from tutti.errors import (
 )
 from tutti.gio_uring import nvme_spec as nvme
 from tutti.gio_uring.controller_file import FileController
-from tutti.host_pool import HostPool
+from tutti.memory.host_memory import HostPool
 from tutti.store import ObjectStore
 from tutti.units import MiB
 

@@ -9,14 +9,14 @@ from crash.objects import as_rows, check_books, content_of
 from qemu.cases_drive import FAULTY, ODD, USUAL
 from qemu.inside import Drives
 from store.pools import GEOMETRY, LAYOUT
-from tutti.block_io import BlockIo
-from tutti.core import StoreConfig
 from tutti.errors import MediumError
-from tutti.geometry import Geometry
 from tutti.gio_uring.controller_vfio import VfioController
 from tutti.gio_uring.engine import Engine
-from tutti.members import Members
+from tutti.medium.geometry import Geometry
+from tutti.pool.block_io import BlockIo
+from tutti.pool.members import Members
 from tutti.store import ObjectStore
+from tutti.transfers.core import StoreConfig
 
 
 def format_pool(drives: Drives, place: int, names: list[str], geometry: Geometry) -> None:

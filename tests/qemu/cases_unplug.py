@@ -11,14 +11,14 @@ from crash.objects import as_rows, content_of
 
 from qemu.inside import OUT, Drives
 from store.pools import GEOMETRY, LAYOUT
-from tutti.block_io import BlockIo
-from tutti.core import StoreConfig
 from tutti.errors import DeviceGone, TuttiError
 from tutti.gio_uring.controller_span import SpanController
 from tutti.gio_uring.controller_vfio import VfioController
 from tutti.gio_uring.engine import Engine
-from tutti.members import Members
+from tutti.pool.block_io import BlockIo
+from tutti.pool.members import Members
 from tutti.store import ObjectStore
+from tutti.transfers.core import StoreConfig
 
 KEYS = 40
 NAMES = ["left", "right"]

@@ -18,13 +18,13 @@ import numpy as np
 from crash.objects import as_rows, content_of
 
 from qemu.vfio_binding import bind
-from tutti.core import StoreConfig
-from tutti.geometry import BLOCK_NBYTES
 from tutti.gio_uring.controller_vfio import VfioController
 from tutti.gio_uring.nvme_spec import FUA, OPCODE_WRITE, Sqe
-from tutti.host_pool import HostPool
-from tutti.index import SlotState
+from tutti.medium.geometry import BLOCK_NBYTES
+from tutti.memory.host_memory import HostPool
+from tutti.placement.index import SlotState
 from tutti.store import ObjectStore
+from tutti.transfers.core import StoreConfig
 
 OUT = Path("/out")
 MARK = b"TUTTI-MARK"

@@ -17,7 +17,7 @@ from qemu.guest import Drive, Guest, missing
 from qemu.lives import DURABILITIES, KILLED_OBJECTS_MAX
 from qemu.write_log import image_at_end, read_write_log
 from store.pools import LAYOUT, formatted
-from tutti.geometry import Geometry
+from tutti.medium.geometry import Geometry
 from tutti.units import MiB
 
 pytestmark = [pytest.mark.nvme, pytest.mark.timeout(450)]

@@ -17,7 +17,7 @@ from gio_uring.cuda_stand_in import StandInDriver
 from linker_engine import PAGE, Rig
 
 from tutti.integration.sglang import linker as linker_module
-from tutti.integration.sglang.gpu import Gpu
+from tutti.integration.sglang.direct.gpu import Gpu
 from tutti.integration.sglang.linker import TuttiLinker
 
 

@@ -21,9 +21,11 @@ from sglang.srt.mem_cache.hicache_storage import PoolHitPolicy, PoolName, PoolTr
 from sglang.srt.mem_cache.storage import StorageBackendFactory
 
 from tutti.errors import ConfigError, DeviceTimeout, PoolInUse, TuttiError, Unsupported
-from tutti.integration.sglang import adapter, host_memory, host_store
+from tutti.integration.sglang import adapter
 from tutti.integration.sglang import hicache as module
 from tutti.integration.sglang.hicache import TuttiHiCacheStorage
+from tutti.integration.sglang.host import host_pools as host_memory
+from tutti.integration.sglang.host import host_store
 from tutti.integration.sglang.identity import ServedModel
 from tutti.integration.sglang.weights import WeightsWatch
 

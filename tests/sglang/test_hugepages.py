@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from tutti.integration.sglang import host_memory
+from tutti.integration.sglang.host import host_pools as host_memory
 
 HUGE = 2 << 20
 PAGES = 4096  # 8 GiB

@@ -17,8 +17,8 @@ from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 
 from tutti.errors import ConfigError, DeviceTimeout, PoolInUse, Unsupported
 from tutti.integration.sglang import linker as linker_module
+from tutti.integration.sglang.direct.kv_pools import engine_group
 from tutti.integration.sglang.linker import TuttiLinker
-from tutti.integration.sglang.pools import engine_group
 from tutti.integration.sglang.weights import WeightsWatch
 
 

@@ -15,7 +15,7 @@ from linker_gpu import GpuRig, gpu_rig, stand_in_gpu
 from linker_states import KINDS, StatesRig
 
 from tutti.errors import DeviceTimeout, PoolInUse
-from tutti.integration.sglang.gpu import Gpu, open_gpu
+from tutti.integration.sglang.direct.gpu import Gpu, open_gpu
 
 SLOT = 3 * 2 * 4096
 

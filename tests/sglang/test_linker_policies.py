@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tutti.errors import ConfigError
-from tutti.integration.sglang.admission import PAGES_MAX, Worth, break_even
 from tutti.integration.sglang.breaker import Breaker, crawls
-from tutti.integration.sglang.chains import Chains
-from tutti.integration.sglang.hits import Window, restorable
+from tutti.integration.sglang.direct.admission import PAGES_MAX, Worth, break_even
+from tutti.integration.sglang.direct.chains import Chains
+from tutti.integration.sglang.direct.hits import Window, restorable
 
 
 class Clock:

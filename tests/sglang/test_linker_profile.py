@@ -15,8 +15,8 @@ from linker_gpu import gpu_rig
 
 from tutti.errors import ProfileError
 from tutti.integration.sglang import linker as linker_module
-from tutti.integration.sglang import steps as steps_module
-from tutti.integration.sglang.steps import STEPS, StepsWatch
+from tutti.integration.sglang.direct import steps as steps_module
+from tutti.integration.sglang.direct.steps import STEPS, StepsWatch
 from tutti.machine import machine_facts
 from tutti.scheduler.dispatcher import Dispatcher
 from tutti.scheduler.event import BatchJoined, Event, LayerBegan, LoadKnown, StepBegan, StepEnded

@@ -16,8 +16,8 @@ from gio_uring.kernel_stand_in import Kernels
 from linker_engine import names
 from linker_gpu import GpuRig, stand_in_gpu
 
-from tutti.gio_uring import gpu_modules
-from tutti.gio_uring.gpu_driver import SmResource
+from tutti.gio_uring.gpu import modules as gpu_modules
+from tutti.gio_uring.gpu.driver import SmResource
 from tutti.integration.sglang import linker as linker_module
 from tutti.scheduler.profile import TableProfile, estimated_document
 from tutti.scheduler.roofline import GPUS, ModelShape

@@ -20,10 +20,10 @@ import xxhash
 from linker_engine import LAYERS, PAGES, Rig, names, transfer, wait_for
 
 from store.pools import formatted, opened
-from tutti.geometry import Geometry
 from tutti.gio_uring.controller_memory import Faults
-from tutti.integration.sglang import shelves as shelves_module
-from tutti.layout import KVLayout
+from tutti.integration.sglang.direct import open_pools as shelves_module
+from tutti.medium.geometry import Geometry
+from tutti.medium.layout import KVLayout
 from tutti.store import ObjectStore
 
 REQUESTS = 64

@@ -13,9 +13,9 @@ import pytest
 from linker_engine import Rig, names, wait_for
 
 from tutti.errors import DeviceTimeout, PagesHeld
-from tutti.integration.sglang import host_store
+from tutti.integration.sglang.direct.staging import Staging
 from tutti.integration.sglang.hicache import TuttiHiCacheStorage
-from tutti.integration.sglang.staging import Staging
+from tutti.integration.sglang.host import host_store
 from tutti.store import ObjectStore
 
 LATE = DeviceTimeout("made up: no staging came free, nothing was begun")

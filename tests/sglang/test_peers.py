@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tutti.bench.peer import BATCH_PAGES, PeerPlan
-from tutti.bench.peers import Worker
+from tutti.bench.peers.peer import BATCH_PAGES, PeerPlan
+from tutti.bench.peers.run import Worker
 from tutti.errors import MediumError
 
 

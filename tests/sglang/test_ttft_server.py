@@ -21,10 +21,11 @@ from typing import Any
 import pytest
 from sglang_server import ADMIN_KEY, HERE, Server, take_turn
 
-from tutti.bench import figures, ttft
-from tutti.bench.figures_data import read_csv
-from tutti.bench.recipes import RECIPES, Options, launch_of
-from tutti.bench.ttft_output import read_result
+from tutti.bench.figures import run as figures
+from tutti.bench.figures.data import read_csv
+from tutti.bench.ttft import run as ttft
+from tutti.bench.ttft.output import read_result
+from tutti.bench.ttft.recipes import RECIPES, Options, launch_of
 from tutti.integration.sglang.launch import refused_arguments
 from tutti.terminal import progress
 

@@ -14,13 +14,13 @@ from scheduler.drive import Linear
 
 from store.pools import GEOMETRY, controller_of, fill, formatted, opened, some_keys
 from tutti.errors import MediumError
-from tutti.eviction import EvictionView, LeastRecentlyUsed
 from tutti.gio_uring.controller_memory import Faults
+from tutti.placement.eviction import EvictionView, LeastRecentlyUsed
 from tutti.scheduler.dispatcher import Schedule
 from tutti.scheduler.policy import Limits
 from tutti.scheduler.state import Decision, State
 from tutti.store import ObjectStore
-from tutti.tickets import PutTicket
+from tutti.transfers.tickets import PutTicket
 
 SLOTS = GEOMETRY.groups * GEOMETRY.group_slots
 ERRORS = (asyncio.CancelledError, SystemExit, KeyboardInterrupt, GeneratorExit, ValueError)

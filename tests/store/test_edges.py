@@ -20,7 +20,6 @@ from store.pools import (
     some_keys,
 )
 from tutti.errors import ConfigError, DeviceTimeout, MediumError, TuttiError
-from tutti.geometry import Geometry
 from tutti.gio_uring.controller_memory import Faults
 from tutti.gio_uring.nvme_spec import (
     OPCODE_READ,
@@ -30,8 +29,9 @@ from tutti.gio_uring.nvme_spec import (
     STATUS_UNRECOVERED_READ,
     STATUS_WRITE_FAULT,
 )
-from tutti.medium import Superblock, choose_superblock
-from tutti.tickets import LoadTicket, PutTicket
+from tutti.medium.geometry import Geometry
+from tutti.medium.superblock import Superblock, choose_superblock
+from tutti.transfers.tickets import LoadTicket, PutTicket
 
 TABLE_LBA = GEOMETRY.table_offset // 4096
 

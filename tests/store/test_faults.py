@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 
 from store.pools import GEOMETRY, LAYOUT, controller_of, fill, formatted, opened, some_keys
-from tutti.digest_cache import DigestCache
 from tutti.errors import (
     CapacityError,
     ChecksumMismatch,
@@ -25,6 +24,7 @@ from tutti.errors import (
     TuttiError,
 )
 from tutti.gio_uring.controller_memory import Faults
+from tutti.gio_uring.gpu.transfer import Transfer
 from tutti.gio_uring.nvme_spec import (
     OPCODE_FLUSH,
     OPCODE_READ,
@@ -33,12 +33,12 @@ from tutti.gio_uring.nvme_spec import (
     STATUS_UNRECOVERED_READ,
     STATUS_WRITE_FAULT,
 )
-from tutti.gio_uring.transfer import Transfer
-from tutti.index import SlotState
-from tutti.loader import Loader
-from tutti.reclaim import Reclaimer
+from tutti.placement.digest_cache import DigestCache
+from tutti.placement.index import SlotState
 from tutti.store import _STUCK
-from tutti.tickets import LoadPart, LoadTicket
+from tutti.transfers.loader import Loader
+from tutti.transfers.reclaim import Reclaimer
+from tutti.transfers.tickets import LoadPart, LoadTicket
 
 DATA_LBA = GEOMETRY.groups_offset // 4096
 DATA_NLB = GEOMETRY.groups * GEOMETRY.layers * GEOMETRY.layer_stride_nlb
@@ -214,7 +214,7 @@ def test_parts_of_a_load_share_one_deadline(monkeypatch: pytest.MonkeyPatch) -> 
 
         wait_released = wait
 
-    monkeypatch.setattr("tutti.tickets.time", SimpleNamespace(monotonic=lambda: now_s))
+    monkeypatch.setattr("tutti.transfers.tickets.time", SimpleNamespace(monotonic=lambda: now_s))
     ticket = LoadTicket(3, 1)
     late = cast("Transfer", Late())
     ticket.parts += [LoadPart(late, np.array([i]), whole=False) for i in range(3)]

@@ -20,8 +20,8 @@ from store.pools import LAYOUT, fill, some_keys
 from tutti.errors import ConfigError, DeviceTimeout, PoolMismatch, PoolNotFound
 from tutti.gio_uring.controller_file import FileController, uring_refusal
 from tutti.gio_uring.engine import Engine
-from tutti.host_pool import HostPool
-from tutti.layout import KVLayout
+from tutti.medium.layout import KVLayout
+from tutti.memory.host_memory import HostPool
 from tutti.store import ObjectStore
 from tutti.store import format as format_pool
 

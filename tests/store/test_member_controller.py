@@ -8,11 +8,12 @@ import pytest
 
 import tutti
 from store.pools import GEOMETRY, LAYOUT
-from tutti import cli, member_controller
-from tutti.block_io import BlockIo
+from tutti import cli
 from tutti.errors import CapacityError, ConfigError, PoolExists
 from tutti.gio_uring.controller_memory import MemoryController
 from tutti.gio_uring.engine import Engine
+from tutti.pool import member_controller
+from tutti.pool.block_io import BlockIo
 from tutti.units import MiB
 
 DRIVE = "nvme:0000:03:00.0"

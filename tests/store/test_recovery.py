@@ -27,7 +27,7 @@ from tutti.errors import (
     PoolMismatch,
     PoolNotFound,
 )
-from tutti.medium import RECORD_DTYPE, Superblock
+from tutti.medium.superblock import RECORD_DTYPE, Superblock
 from tutti.store import ObjectStore
 
 
@@ -104,7 +104,7 @@ def test_a_damaged_snapshot_is_not_needed(
     images[1][GEOMETRY.snapshot_offset + 4096 + 3] ^= 1
     with opened(images) as store:
         check_all(store, keys, contents)
-    (warning,) = (r for r in caplog.records if r.name == "tutti.recovery")
+    (warning,) = (r for r in caplog.records if r.name == "tutti.transfers.recovery")
     assert "member1: the snapshot" in warning.getMessage()
 
 

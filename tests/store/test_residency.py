@@ -16,13 +16,13 @@ import pytest
 
 import tutti
 from store.pools import Bytes, fill, formatted, opened, some_keys
-from tutti.core import StoreConfig
 from tutti.errors import ConfigError, Unsupported
 from tutti.gio_uring.controller_file import BlockRange, FileController
-from tutti.host_pool import HostPool
-from tutti.layout import KVLayout
+from tutti.medium.layout import KVLayout
+from tutti.memory.host_memory import HostPool
 from tutti.store import ObjectStore
 from tutti.store import format as format_pool
+from tutti.transfers.core import StoreConfig
 from tutti.units import MiB
 
 # 256 KiB a page: eight to a group of 2 MiB.
@@ -163,7 +163,7 @@ def dirty_nbytes_after_advice(store: ObjectStore) -> int:
 _VICTIM = """
 import os, signal, sys
 import numpy as np, tutti
-from tutti.core import StoreConfig
+from tutti.transfers.core import StoreConfig
 store = tutti.open(sys.argv[1:], config=StoreConfig(page_cache_share=1.0))
 pages, nbytes = 16, store.layout.object_nbytes
 pool = store.allocate_pool(pages)

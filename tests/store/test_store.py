@@ -17,7 +17,6 @@ from store.pools import (
     opened,
     some_keys,
 )
-from tutti.core import StoreConfig
 from tutti.errors import (
     ConfigError,
     KeyMissing,
@@ -26,10 +25,11 @@ from tutti.errors import (
     PoolClosed,
     PoolMismatch,
 )
-from tutti.geometry import Geometry
-from tutti.host_pool import PAGE_FIRST_DIRECT, HostPool
-from tutti.index import SlotState
-from tutti.layout import KVLayout
+from tutti.medium.geometry import Geometry
+from tutti.medium.layout import KVLayout
+from tutti.memory.host_memory import PAGE_FIRST_DIRECT, HostPool
+from tutti.placement.index import SlotState
+from tutti.transfers.core import StoreConfig
 
 SHAPES = {
     "mha": KVLayout.mha(4, 2, 64, 16, "bfloat16"),

@@ -28,13 +28,13 @@ from tutti.gio_uring.controller import (
     HAS_VOLATILE_CACHE,
     NativeController,
 )
-from tutti.gio_uring.drive_rescue import DriveRescue, NativeDrive
+from tutti.gio_uring.drives.admin import CSTS, DOORBELLS, QUEUES_MAX, NvmeAdmin
+from tutti.gio_uring.drives.identify import NAMESPACES_MAX, NamespaceIdentity
+from tutti.gio_uring.drives.rescue import DriveRescue, NativeDrive
+from tutti.gio_uring.drives.vfio import PageMap, VfioDevice
 from tutti.gio_uring.memory import DmaRegion, HostBuffer
-from tutti.gio_uring.nvme_admin import CSTS, DOORBELLS, QUEUES_MAX, NvmeAdmin
-from tutti.gio_uring.nvme_identify import NAMESPACES_MAX, NamespaceIdentity
 from tutti.gio_uring.nvme_spec import PAGE_NBYTES, STATUS_ABORTED_SQ_DELETION
 from tutti.gio_uring.queue_pair import QueuePair
-from tutti.gio_uring.vfio import PageMap, VfioDevice
 from tutti.process import finalize
 
 DESCRIPTORS_MAX = 256

@@ -35,7 +35,7 @@ from tutti.errors import (
     TuttiError,
 )
 from tutti.gio_uring import _native, shared_file
-from tutti.gio_uring.generic_device import GenericNamespace, claim, identify, is_generic
+from tutti.gio_uring.drives.generic_device import GenericNamespace, claim, identify, is_generic
 from tutti.process import Owned, finalize
 from tutti.units import MiB, format_nbytes
 

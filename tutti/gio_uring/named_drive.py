@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tutti.errors import ConfigError, TuttiError
-from tutti.gio_uring import vfio
 from tutti.gio_uring.controller import NativeController
 from tutti.gio_uring.controller_span import SpanController
 from tutti.gio_uring.controller_vfio import VfioController
+from tutti.gio_uring.drives import vfio
 
 PREFIX = "nvme:"
 _NVME_CLASS = "0x010802"  # PCI Code and ID Assignment Specification 1.15, 1.2

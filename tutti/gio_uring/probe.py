@@ -24,8 +24,8 @@ from pathlib import Path
 from tutti import native
 from tutti.errors import Unsupported
 from tutti.gio_uring.controller_file import uring_refusal
+from tutti.gio_uring.drives.mounts import filesystem_of
 from tutti.gio_uring.memory import HUGEPAGE_NBYTES, HostBuffer
-from tutti.gio_uring.mounts import filesystem_of
 from tutti.gio_uring.tier import DriveFacts, TierFacts, judge_tiers, probe_mapping
 
 # linux/io_uring.h. The numbers of the system calls are the same on every architecture that came

@@ -19,7 +19,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from tutti.core import Closable, StoreConfig
 from tutti.errors import (
     AgentLost,
     AgentRefused,
@@ -31,12 +30,12 @@ from tutti.errors import (
     PoolMismatch,
     TuttiError,
 )
-from tutti.geometry import Geometry
 from tutti.gio_uring.engine import Engine
 from tutti.gio_uring.iocb import U32, PagedMemory
-from tutti.host_pool import HostPool
-from tutti.keys import as_keys
-from tutti.layout import KVLayout
+from tutti.medium.geometry import Geometry
+from tutti.medium.keys import as_keys
+from tutti.medium.layout import KVLayout
+from tutti.memory.host_memory import HostPool
 from tutti.node.kept_session import KeptSession
 from tutti.node.messages import (
     Job,
@@ -49,9 +48,10 @@ from tutti.node.messages import (
     statuses_of,
 )
 from tutti.node.session import AgentSession
-from tutti.tickets import LoadPart, LoadTicket, Outcome, PutTicket
+from tutti.transfers.core import Closable, StoreConfig
+from tutti.transfers.tickets import LoadPart, LoadTicket, Outcome, PutTicket
+from tutti.transfers.writer import PutRequest
 from tutti.units import parse_nbytes
-from tutti.writer import PutRequest
 
 Keys = npt.NDArray[np.uint8] | Sequence[bytes]
 

@@ -7,8 +7,8 @@ import random
 import threading
 
 from tutti.errors import AgentLost, PoolMismatch, TuttiError
-from tutti.host_pool import HostPool
-from tutti.layout import KVLayout
+from tutti.medium.layout import KVLayout
+from tutti.memory.host_memory import HostPool
 from tutti.node.session import AgentSession
 
 _log = logging.getLogger(__name__)

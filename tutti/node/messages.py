@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from tutti import errors
 from tutti.errors import AgentRefused, ConfigError, TuttiError, Unsupported
-from tutti.keys import KEY_NBYTES
+from tutti.medium.keys import KEY_NBYTES
 
 try:
     import msgspec

@@ -17,8 +17,7 @@ import numpy as np
 from tutti.errors import ConfigError, DeviceTimeout, KeySizeError, TuttiError, Unsupported
 from tutti.gio_uring import shared_file
 from tutti.gio_uring.controller_file import FileController
-from tutti.index import MISSING
-from tutti.keys import KEY_NBYTES
+from tutti.medium.keys import KEY_NBYTES
 from tutti.node.messages import (
     FILES_MAX,
     FRAME_NBYTES_MAX,
@@ -35,9 +34,10 @@ from tutti.node.messages import (
     packed_status,
 )
 from tutti.node.remote_transfers import JobTable, PlannedMemory
+from tutti.placement.index import MISSING
 from tutti.store import ObjectStore
-from tutti.tickets import PutTicket
-from tutti.writer import PutRequest
+from tutti.transfers.tickets import PutTicket
+from tutti.transfers.writer import PutRequest
 
 _log = logging.getLogger(__name__)
 

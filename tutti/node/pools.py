@@ -6,11 +6,11 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 
-from tutti.core import StoreConfig
 from tutti.errors import CapacityError, ConfigError, PoolMismatch, PoolNotFound, TuttiError
-from tutti.layout import KVLayout
+from tutti.medium.layout import KVLayout
 from tutti.node.pool_service import PoolService
 from tutti.store import open as open_pool
+from tutti.transfers.core import StoreConfig
 from tutti.units import format_nbytes
 
 SUFFIX = ".tutti"

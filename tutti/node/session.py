@@ -18,15 +18,15 @@ from typing import Any
 import numpy as np
 
 from tutti.errors import AgentLost, AgentRefused, TuttiError
-from tutti.geometry import Geometry
 from tutti.gio_uring.controller_file import FileController
 from tutti.gio_uring.engine import PRIORITY_LOAD, PRIORITY_STORE, Engine, Extents
+from tutti.gio_uring.gpu.transfer import Submitter, Transfer
 from tutti.gio_uring.iocb import U32, PagedMemory
 from tutti.gio_uring.memory import DmaRegion
 from tutti.gio_uring.nvme_spec import OPCODE_READ, OPCODE_WRITE, STATUS_CANCELLED
-from tutti.gio_uring.transfer import Submitter, Transfer
-from tutti.host_pool import HostPool
-from tutti.layout import KVLayout
+from tutti.medium.geometry import Geometry
+from tutti.medium.layout import KVLayout
+from tutti.memory.host_memory import HostPool
 from tutti.node.connection import Connection, Connections
 from tutti.node.messages import (
     VERSION,

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from tutti.errors import ConfigError
-from tutti.layout import MODELS
+from tutti.medium.layout import MODELS
 
 
 @dataclass(frozen=True)

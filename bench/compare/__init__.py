@@ -1,0 +1,1 @@
+"""The store against fio and a file per object, in paired rounds."""

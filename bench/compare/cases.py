@@ -1,0 +1,315 @@
+"""The cases of bench/compare/run.py: which systems, shapes and sizes stand against each other."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from tutti import native
+from tutti.bench.compare import index_cost
+from tutti.bench.compare.churn import churn
+from tutti.bench.compare.paired import Round, System, compare
+from tutti.bench.compare.systems import (
+    BATCH_NBYTES,
+    INFLIGHT,
+    PoolPlan,
+    file_systems,
+    filled_pool,
+    fio_file,
+    fio_system,
+    pool_system,
+)
+from tutti.bench.fio import IODEPTH, FioJob, hugepages_of, reserved_hugepages, run_fio
+from tutti.bench.meter import Meter
+from tutti.bench.shape import Shape, parse_shape
+from tutti.bench.workload import Limit, Workload
+from tutti.errors import Unsupported
+from tutti.gio_uring.memory import HUGEPAGE_NBYTES, HostBuffer
+from tutti.terminal import ProgressFactory
+from tutti.units import KiB, MiB
+
+PHASES = ("store", "retrieve")
+_DIRECTION = {"store": "write", "retrieve": "read", "layerwise": "read"}
+# What a store keeps on hugepages besides engine memory: staging of records, lists of its engine.
+_STORE_NBYTES = 256 * MiB
+
+Cells = dict[str, dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What every case needs to know; see the arguments of tutti/bench/compare/run.py."""
+
+    directory: Path
+    pairs: int
+    size_nbytes: int
+    round_s: float
+    prefix_pages: int
+    prefix_shape: str
+    churn: float
+    records: int
+    memory: tuple[str, ...]
+    only: str
+    allow_sysctl: bool
+    seed: int
+    progress: ProgressFactory
+
+    def wanted(self, cell: str) -> bool:
+        """Whether a cell is to be measured."""
+        return self.only in cell
+
+    def compare(self, a: System, b: System, *, twin: bool = True) -> dict[str, Any]:
+        """Pairs of rounds of two systems."""
+        return compare(a, b, pairs=self.pairs, progress=self.progress, twin=twin, seed=self.seed)
+
+    def plan(self, shape: str, **more: Any) -> PoolPlan:
+        """A pool of this size."""
+        return PoolPlan(parse_shape(shape), self.size_nbytes, seed=self.seed, **more)
+
+
+def bandwidth_fio(setup: Setup) -> Cells:
+    """store and retrieve of 8 MiB objects, slices of 256 and 128 KiB, against fio"""
+    return _against_fio(setup, ("32x256KiB", "64x128KiB"), verify="off", bounded=True)
+
+
+def bandwidth_memory(setup: Setup) -> Cells:
+    """as bandwidth-fio, verified and in engine memory of 256 MiB where fio reuses 8 MiB"""
+    return _against_fio(setup, ("32x256KiB",), verify="always", bounded=False)
+
+
+def fio_memory(setup: Setup) -> Cells:
+    """fio with 256 MiB of buffers (queue depth 1024) against fio with 8 MiB (queue depth 32)"""
+    cells: Cells = {}
+    for phase in PHASES:
+        path = str(setup.directory / "fio.data")
+        few = FioJob(
+            path, _DIRECTION[phase], 256 * KiB, setup.size_nbytes, setup.size_nbytes, hugepages=True
+        )
+        many = replace(few, iodepth=1024)
+        needed = reserved_hugepages(hugepages_of(many), allow_sysctl=setup.allow_sysctl)
+        if setup.wanted(phase):
+            with needed, fio_file(setup.directory, few.size_nbytes):
+                nbytes = _round_nbytes(setup, run_fio(few).gb_per_s)
+                cells[f"{phase} 256KiB"] = setup.compare(
+                    fio_system(replace(many, io_nbytes=nbytes)),
+                    fio_system(replace(few, io_nbytes=nbytes)),
+                )
+    return cells
+
+
+def layerwise_fio(setup: Setup) -> Cells:
+    """retrieve of a long prefix, waiting for layer after layer, against fio's reads"""
+    cells: Cells = {}
+    for memory, bounded in itertools.product(setup.memory, (True, False)):
+        buffers = "fio's 8 MiB of buffers" if bounded else "a page of memory for every page"
+        cell = f"{setup.prefix_pages} pages of {setup.prefix_shape}, {memory} pages, {buffers}"
+        if setup.wanted(cell):
+            plan = _prefix_plan(setup, hugepages=memory == "huge")
+            if bounded:
+                plan = _with_fio_memory(plan)
+            cells[cell] = _fio_cell(setup, plan, "layerwise")
+    return cells
+
+
+def churned(setup: Setup) -> Cells:
+    """retrieve of a long prefix from a pool that was churned through, against a fresh pool"""
+    plan = _prefix_plan(setup, hugepages=True)
+    directory, progress = setup.directory, setup.progress
+    with (
+        filled_pool(directory, "fresh", plan, progress) as fresh,
+        filled_pool(directory, "churned", plan, progress) as aged,
+    ):
+        fresh.store.clear(deallocate=False)
+        objects = churn(
+            aged, int(setup.churn * plan.capacity_nbytes), seed=setup.seed, progress=progress
+        )
+        for workload in (fresh, aged):
+            workload.fill(setup.prefix_pages)
+        nbytes = _prefix_round(setup, plan)
+        cell = setup.compare(
+            pool_system("churned pool", aged, "layerwise", nbytes, setup.prefix_pages),
+            pool_system("fresh pool", fresh, "layerwise", nbytes, setup.prefix_pages),
+        )
+    return {"churned": {**cell, "churned_objects": objects}}
+
+
+def files(setup: Setup) -> Cells:
+    """default configuration, as a user gets it, against a file per object on ordinary pages"""
+    cells: Cells = {}
+    for batch_mib, direct in itertools.product((8, 32), (True, False)):
+        kind = f"{'direct' if direct else 'buffered'}, batches of {batch_mib} MiB"
+        wanted = [p for p in PHASES if setup.wanted(f"{p}, {kind}")]
+        if not wanted:
+            continue
+        plan = setup.plan("32x256KiB", batch_nbytes=batch_mib * MiB)
+        with filled_pool(setup.directory, "compare", plan, setup.progress) as workload:
+            nbytes = _calibrated(setup, workload)
+            with file_systems(setup.directory, plan, direct=direct, nbytes=nbytes) as systems:
+                for phase in wanted:
+                    tutti = pool_system("tutti", workload, phase, nbytes)
+                    cells[f"{phase}, {kind}"] = setup.compare(tutti, systems[phase])
+    return cells
+
+
+def cpu_fio(setup: Setup) -> Cells:
+    """CPU time without verification, objects of 8 MiB and 256 KiB, against fio"""
+    return _against_fio(setup, ("32x256KiB", "1x256KiB", "8x32KiB"), verify="off", bounded=True)
+
+
+def cpu_verify(setup: Setup) -> Cells:
+    """CPU time that verification adds, slices from 64 KiB"""
+    cells: Cells = {}
+    for slice_kib, phase in itertools.product((64, 128, 256), PHASES):
+        shape = Shape(8 * MiB // (slice_kib * KiB), slice_kib * KiB)
+        cell = f"{phase} {shape}"
+        if not setup.wanted(cell):
+            continue
+        # One batch of 64 MiB at a time: little enough memory that much of it stays in a cache.
+        plan = setup.plan(str(shape), batch_nbytes=64 * MiB, inflight=1)
+        bare = replace(plan, verify="off")
+        with (
+            filled_pool(setup.directory, "verified", plan, setup.progress) as verified,
+            filled_pool(setup.directory, "bare", bare, setup.progress) as unverified,
+        ):
+            nbytes = _calibrated(setup, unverified)
+            cells[cell] = setup.compare(
+                pool_system("verify always", verified, phase, nbytes),
+                pool_system("verify off", unverified, phase, nbytes),
+            )
+    return cells
+
+
+def digest(setup: Setup) -> Cells:
+    """XXH3 of memory that is in no cache, slices of 256 KiB, against a plain sum of the same"""
+    buffer = HostBuffer(1024 * MiB)
+    buffer.array[:] = 1
+    slices = buffer.array.reshape(-1, 256 * KiB)
+
+    def timed(name: str, read: Callable[[npt.NDArray[np.uint8]], object]) -> System:
+        def run() -> Round:
+            meter = Meter()
+            with meter.timed():
+                for one in slices:
+                    read(one)
+            meter.nbytes = buffer.nbytes
+            return Round(meter.gb_per_s, meter.cpu_s_per_gb)
+
+        return System(name, run)
+
+    xxh3 = timed("XXH3-64", native.xxh3_64)
+    plain = timed("sum of 64-bit words", lambda one: one.view(np.uint64).sum())
+    return {"1 GiB": setup.compare(xxh3, plain)}
+
+
+def index(setup: Setup) -> Cells:
+    """memory of the index for an object, and recovery of many records after a crash"""
+    return {"index": index_cost.measure(str(setup.directory), setup.records)}
+
+
+CASES: dict[str, Callable[[Setup], Cells]] = {
+    "bandwidth-fio": bandwidth_fio,
+    "bandwidth-memory": bandwidth_memory,
+    "fio-memory": fio_memory,
+    "layerwise-fio": layerwise_fio,
+    "churned": churned,
+    "files": files,
+    "cpu-fio": cpu_fio,
+    "cpu-verify": cpu_verify,
+    "digest": digest,
+    "index": index,
+}
+
+
+def _against_fio(setup: Setup, shapes: tuple[str, ...], verify: str, *, bounded: bool) -> Cells:
+    """bounded: engine memory as large as fio's buffers, because its size changes the bandwidth."""
+    cells: Cells = {}
+    for shape, memory, phase in itertools.product(shapes, setup.memory, PHASES):
+        cell = f"{phase} {shape}, {memory} pages"
+        if setup.wanted(cell):
+            plan = setup.plan(shape, verify=verify, hugepages=memory == "huge")
+            if bounded:
+                plan = _with_fio_memory(plan)
+            cells[cell] = _fio_cell(setup, plan, phase)
+    return cells
+
+
+def _fio_cell(setup: Setup, plan: PoolPlan, phase: str) -> dict[str, Any]:
+    """A pool against fio with blocks of one slice, on the same kind of pages."""
+    path = str(setup.directory / "fio.data")
+    block_nbytes = plan.shape.slice_nbytes
+    job = FioJob(
+        path,
+        _DIRECTION[phase],
+        block_nbytes,
+        setup.size_nbytes // block_nbytes * block_nbytes,
+        setup.size_nbytes // block_nbytes * block_nbytes,
+        hugepages=plan.hugepages,
+    )
+    nbytes = _STORE_NBYTES + plan.engine_nbytes
+    count = hugepages_of(job) + -(-nbytes // HUGEPAGE_NBYTES)
+    needed = reserved_hugepages(count, allow_sysctl=setup.allow_sysctl)
+    try:
+        with (
+            needed if plan.hugepages else nullcontext(),
+            fio_file(setup.directory, job.size_nbytes),
+            filled_pool(setup.directory, "compare", plan, setup.progress) as workload,
+        ):
+            if phase == "layerwise":
+                round_nbytes = _prefix_round(setup, plan, run_fio(job).gb_per_s)
+            else:
+                round_nbytes = _round_nbytes(setup, run_fio(job).gb_per_s)
+            return setup.compare(
+                pool_system("tutti", workload, phase, round_nbytes, setup.prefix_pages),
+                fio_system(replace(job, io_nbytes=round_nbytes)),
+            )
+    except Unsupported as error:
+        return {"not_measured": str(error)}
+
+
+def _with_fio_memory(plan: PoolPlan) -> PoolPlan:
+    """The same in as much engine memory as fio has buffers, which excludes verification.
+
+    Batches of 256 MiB: the pages of a long prefix.
+    """
+    memory_nbytes = IODEPTH * plan.shape.slice_nbytes
+    return replace(
+        plan, verify="off", memory_nbytes=memory_nbytes, batch_nbytes=256 * MiB, inflight=2
+    )
+
+
+def _calibrated(setup: Setup, workload: Workload) -> int:
+    """Bytes of a round, from a short one of retrieves."""
+    measured = workload.retrieve_phase(Limit(setup.round_s / 4))
+    return _round_nbytes(setup, measured["gb_per_s"])
+
+
+def _round_nbytes(setup: Setup, gb_per_s: float) -> int:
+    """Whole batches for about `round_s` at this speed."""
+    batches = max(INFLIGHT, round(gb_per_s * 1e9 * setup.round_s / BATCH_NBYTES))
+    return batches * BATCH_NBYTES
+
+
+def _prefix_plan(setup: Setup, *, hugepages: bool) -> PoolPlan:
+    """A pool with room for the prefix and half as much again, besides the reserve."""
+    shape = parse_shape(setup.prefix_shape)
+    capacity_nbytes = max(setup.size_nbytes, setup.prefix_pages * shape.object_nbytes * 3 // 2)
+    return PoolPlan(
+        shape,
+        capacity_nbytes,
+        hugepages=hugepages,
+        load_pages=setup.prefix_pages,
+        seed=setup.seed,
+    )
+
+
+def _prefix_round(setup: Setup, plan: PoolPlan, gb_per_s: float = 0.0) -> int:
+    """Whole prefixes for about `round_s`: one at least."""
+    prefix_nbytes = setup.prefix_pages * plan.shape.object_nbytes
+    return max(1, round(gb_per_s * 1e9 * setup.round_s / prefix_nbytes)) * prefix_nbytes

@@ -1,0 +1,46 @@
+"""Ages a pool: chains of random length come, are looked up again or not, and are evicted."""
+
+from __future__ import annotations
+
+from collections import deque
+
+import numpy as np
+
+from tutti.bench.stamps import Keys, numbered_keys
+from tutti.bench.workload import WAIT_S, Workload
+from tutti.terminal import ProgressFactory
+from tutti.transfers.tickets import PutTicket
+
+#: Numbers of the keys of churn, apart from those of a workload's batches.
+_FIRST_NUMBER = 1 << 40
+_MEAN_PAGES = 12
+_REMEMBERED = 256
+
+
+def churn(workload: Workload, nbytes: int, *, seed: int, progress: ProgressFactory) -> int:
+    """Puts so many bytes in chains of geometric length; returns how many objects.
+
+    Before every second put, on average, one of the last chains is looked up, which makes it young:
+    so objects do not leave in the order in which they came.
+    """
+    rng = np.random.default_rng(seed)
+    store, source_pages = workload.store, workload.source_pages
+    remembered: deque[Keys] = deque(maxlen=_REMEMBERED)
+    waiting: deque[PutTicket] = deque()
+    objects = -(-nbytes // workload.object_nbytes)
+    put = 0
+    with progress("churn, objects", objects) as bar:
+        while put < objects:
+            length = min(int(rng.geometric(1 / _MEAN_PAGES)), source_pages, objects - put)
+            keys = numbered_keys(_FIRST_NUMBER + put + np.arange(length))
+            if remembered and rng.random() < 0.5:
+                store.match(remembered[int(rng.integers(len(remembered)))])
+            if len(waiting) == workload.inflight:
+                waiting.popleft().wait(WAIT_S)
+            waiting.append(store.put(keys, rng.permutation(source_pages)[:length]))
+            remembered.append(keys)
+            put += length
+            bar.advance(length)
+        while waiting:
+            waiting.popleft().wait(WAIT_S)
+    return put

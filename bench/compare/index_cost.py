@@ -1,0 +1,138 @@
+"""What the index costs: memory for an object, and the time to find many objects after a crash."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tutti import store as object_store
+from tutti.bench.shape import Shape
+from tutti.bench.workload import Limit, Workload
+from tutti.errors import DeviceTimeout, MediumError
+from tutti.gio_uring.memory import HostBuffer
+from tutti.medium.geometry import RECORD_NBYTES, Geometry
+from tutti.store import ObjectStore
+from tutti.units import KiB, MiB
+
+#: The smallest object that the format accepts, so that the pool is little more than its records.
+SHAPE = Shape(1, 16 * KiB)
+
+_BATCH_PAGES = 1024
+_WRITE_TIMEOUT_S = 1800
+_UNLOCK_TIMEOUT_S = 30
+_READ_NBYTES = MiB
+_THREADS = 8
+
+
+def measure(directory: str, records: int) -> dict[str, Any]:
+    """Fills a pool with so many objects, loses the process, and recovers; then a clean open.
+
+    `minus_read_s` is the recovery without the time in which the same bytes can be read.
+    Raises MediumError when the objects that were acknowledged are not found again.
+    """
+    path = Path(directory) / "recovery.tutti"
+    try:
+        geometry = _make_pool(path, records)
+        read_s = _read_time(path, geometry)
+        crashed = _open(path, records)
+        clean = _open(path, records)
+        table_nbytes = geometry.slots * RECORD_NBYTES
+    finally:
+        path.unlink(missing_ok=True)
+    return {
+        "records": records,
+        "table_nbytes": table_nbytes,
+        "index_nbytes_per_object": crashed["index_nbytes_per_object"],
+        "after_a_crash": crashed,
+        "after_a_clean_close": clean,
+        "read_s": read_s,
+        "minus_read_s": max(0.0, crashed["open_s"] - read_s),
+    }
+
+
+def fill_and_vanish(path: str, records: int) -> None:
+    """Puts so many objects into a pool and ends the process without closing it."""
+    store = object_store.open(path, verify="always")
+    workload = Workload(store, batch_pages=_BATCH_PAGES, inflight=4, load_pages=1)
+    workload.store_phase(Limit(None, records * SHAPE.object_nbytes))
+    os._exit(0)
+
+
+def _make_pool(path: Path, records: int) -> Geometry:
+    # A whole batch more than asked for, and what the store holds in reserve.
+    slots = (records + 2 * _BATCH_PAGES) * 65 // 64
+    per_slot = SHAPE.object_nbytes + RECORD_NBYTES + 64
+    capacity_nbytes = slots * per_slot + 64 * MiB
+    geometry = object_store.format(str(path), SHAPE.layout(), capacity_nbytes)
+    code = "import sys; from tutti.bench.compare.index_cost import fill_and_vanish as f\n"
+    code += "f(sys.argv[1], int(sys.argv[2]))"
+    command = [sys.executable, "-P", "-c", code, str(path), str(records)]
+    subprocess.run(command, timeout=_WRITE_TIMEOUT_S, check=True)
+    _wait_unlocked(path)
+    return geometry
+
+
+def _wait_unlocked(path: Path) -> None:
+    """Waits until a dead process has let go: the kernel ends its io_uring, which holds the file and
+    so the lock, a moment after the process.
+    """
+    deadline_s = time.monotonic() + _UNLOCK_TIMEOUT_S
+    with open(path, "rb") as file:
+        while time.monotonic() < deadline_s:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return
+            except BlockingIOError:
+                time.sleep(0.01)
+    raise DeviceTimeout(f"the pool is still locked {_UNLOCK_TIMEOUT_S} s after its process ended")
+
+
+def _open(path: Path, records: int) -> dict[str, Any]:
+    cpu_s, begin_s = time.process_time(), time.perf_counter()
+    with object_store.open(str(path), verify="always") as store:
+        store.wait_recovered()
+        open_s, cpu_s = time.perf_counter() - begin_s, time.process_time() - cpu_s
+        found = _objects(store)
+        index_nbytes = store.stats()["index_nbytes_per_object"]
+    if found < records:
+        raise MediumError(f"{found} of {records} objects were found again; the pool lost some")
+    return {
+        "open_s": open_s,
+        "cpu_s": cpu_s,
+        "objects": found,
+        "index_nbytes_per_object": index_nbytes,
+    }
+
+
+def _objects(store: ObjectStore) -> int:
+    slots = store.stats()["slots"]
+    return int(slots["ready"] + slots["unproven"])
+
+
+def _read_time(path: Path, geometry: Geometry) -> float:
+    """Seconds to read the slot table by direct I/O, 1 MiB at a time, on several threads."""
+    buffers = [HostBuffer(_READ_NBYTES) for _ in range(_THREADS)]
+    end = geometry.table_offset + geometry.slots * RECORD_NBYTES
+    offsets = np.arange(geometry.table_offset, end, _READ_NBYTES)
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECT)
+
+    def read(thread: int) -> None:
+        for offset in offsets[thread::_THREADS].tolist():
+            os.preadv(descriptor, [buffers[thread].array.data], offset)
+
+    try:
+        begin_s = time.perf_counter()
+        with ThreadPoolExecutor(_THREADS) as threads:
+            for future in [threads.submit(read, thread) for thread in range(_THREADS)]:
+                future.result(timeout=_WRITE_TIMEOUT_S)
+        return time.perf_counter() - begin_s
+    finally:
+        os.close(descriptor)

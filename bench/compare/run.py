@@ -1,0 +1,146 @@
+"""Compares the store with fio, with itself, and with a file per object; one case at a time.
+
+    python -m tutti.bench.compare.run bandwidth-fio --dir DIR --pairs 7
+
+Every comparison alternates its two systems (bench/compare/paired.py). Both move the same bytes in a
+round, by direct I/O, on files of the same size on the same file system that were written in full
+before. The result of a case goes to OUT/CASE.json together with a description of the machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tutti.bench.compare.cases import CASES, Setup
+from tutti.bench.compare.paired import PAIRS_MIN
+from tutti.bench.environment import describe
+from tutti.bench.plots import plot_compare
+from tutti.bench.statistics import interval_text
+from tutti.errors import TuttiError
+from tutti.terminal import progress, table
+from tutti.units import parse_nbytes
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments of this command."""
+    names = "\n".join(f"  {name:<20} {case.__doc__}" for name, case in CASES.items())
+    parser.epilog = f"cases:\n{names}"
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("cases", nargs="+", choices=[*CASES, "all"], metavar="CASE")
+    parser.add_argument("--dir", default=".", help="where the files lie (default: %(default)s)")
+    parser.add_argument(
+        "--out", default="bench/results", help="for the results (default: %(default)s)"
+    )
+    parser.add_argument("--pairs", type=int, default=PAIRS_MIN, help="rounds (%(default)s)")
+    parser.add_argument("--size", default="4GiB", help="of pools and fio's file (%(default)s)")
+    parser.add_argument("--seconds", type=float, default=2.0, help="of a round (%(default)s)")
+    parser.add_argument(
+        "--prefix-pages", type=int, default=1024, help="pages of a long prefix (%(default)s)"
+    )
+    parser.add_argument(
+        "--prefix-shape", default="16x128KiB", help="of its pages (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--churn", type=float, default=10.0, help="times the capacity (%(default)s)"
+    )
+    parser.add_argument("--records", type=int, default=1_000_000, help="to recover (%(default)s)")
+    parser.add_argument(
+        "--memory",
+        nargs="+",
+        choices=("huge", "ordinary"),
+        default=["huge", "ordinary"],
+        help="kinds of pages for the buffers of both systems",
+    )
+    parser.add_argument(
+        "--only", default="", help="measure only cells whose name contains this", metavar="TEXT"
+    )
+    parser.add_argument(
+        "--allow-sysctl",
+        action="store_true",
+        help="reserve the hugepages that fio needs (vm.nr_hugepages), and give them back",
+    )
+    parser.add_argument("--seed", type=int, default=1, help="(default: %(default)s)")
+
+
+def setup_of(args: argparse.Namespace) -> Setup:
+    """What every case needs to know."""
+    return Setup(
+        directory=Path(args.dir),
+        pairs=args.pairs,
+        size_nbytes=parse_nbytes(args.size),
+        round_s=args.seconds,
+        prefix_pages=args.prefix_pages,
+        prefix_shape=args.prefix_shape,
+        churn=args.churn,
+        records=args.records,
+        memory=tuple(args.memory),
+        only=args.only,
+        allow_sysctl=args.allow_sysctl,
+        seed=args.seed,
+        progress=progress,
+    )
+
+
+def run_case(name: str, setup: Setup) -> dict[str, Any]:
+    """Measures one case: its cells by name, or why they could not be measured."""
+    return {
+        "benchmark": "compare",
+        "case": name,
+        "question": CASES[name].__doc__,
+        "cells": CASES[name](setup),
+        "size_nbytes": setup.size_nbytes,
+        "machine": describe(setup.directory),
+    }
+
+
+def report(result: dict[str, Any]) -> str:
+    """A table for people."""
+    headers = ["cell", "a", "GB/s", "b", "GB/s", "a/b speed", "b/b speed", "a-b CPU-s/GB"]
+    rows, notes = [], []
+    for name, cell in result["cells"].items():
+        if "speed_ratio" not in cell:
+            notes += [f"{name}: {json.dumps(cell, indent=2)}"]
+            continue
+        noise = cell.get("noise")
+        rows.append(
+            [
+                name,
+                cell["a"]["name"],
+                round(cell["a"]["median_gb_per_s"], 2),
+                cell["b"]["name"],
+                round(cell["b"]["median_gb_per_s"], 2),
+                interval_text(cell["speed_ratio"]),
+                interval_text(noise["speed_ratio"]) if noise else "",
+                interval_text(cell["cpu_difference_s_per_gb"]),
+            ]
+        )
+    lines = [f"{result['case']}: {result['question']}"]
+    return "\n".join(lines + ([table(headers, rows)] if rows else []) + notes)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the cases that are named; 0 when all were measured."""
+    parser = argparse.ArgumentParser(prog="tutti.bench.compare.run", description=__doc__)
+    add_arguments(parser)
+    args = parser.parse_args(argv)
+    out = Path(args.out)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        for name in CASES if "all" in args.cases else args.cases:
+            result = run_case(name, setup_of(args))
+            (out / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
+            plot_compare(result, out / f"{name}.png")
+            print(report(result), flush=True)
+    except TuttiError as error:
+        print(f"tutti.bench.compare.run: {error}", file=sys.stderr)
+        return 3
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,173 @@
+"""The systems that cases compare, each of which runs one round of a given number of bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tutti.bench.compare.paired import Round, System
+from tutti.bench.file_per_object import FilePerObject
+from tutti.bench.fio import FioJob, prepare_file, run_fio
+from tutti.bench.pool_file import medium_facts, temporary_pool
+from tutti.bench.shape import Shape
+from tutti.bench.workload import Limit, Workload
+from tutti.errors import ChecksumMismatch
+from tutti.memory.host_memory import HostPool
+from tutti.terminal import ProgressFactory
+from tutti.transfers.core import StoreConfig
+from tutti.units import MiB
+
+INFLIGHT = 4
+BATCH_NBYTES = 32 * MiB
+
+
+@dataclass(frozen=True)
+class PoolPlan:
+    """A pool and how it is used: everything but where it lies."""
+
+    shape: Shape
+    capacity_nbytes: int
+    verify: str = "always"
+    hugepages: bool = True
+    load_pages: int = 1
+    batch_nbytes: int = BATCH_NBYTES
+    inflight: int = INFLIGHT
+    memory_nbytes: int | None = None  # see Workload: only so much for puts, and for loads
+    seed: int = 1
+
+    @property
+    def batch_pages(self) -> int:
+        """Objects of a batch, fewer in a pool that is small beside it."""
+        nbytes = min(self.batch_nbytes, self.capacity_nbytes // (8 * self.inflight))
+        return max(1, nbytes // self.shape.object_nbytes)
+
+    @property
+    def memory_pages(self) -> int | None:
+        """Pages of memory_nbytes, one at least."""
+        if self.memory_nbytes is None:
+            return None
+        return max(1, self.memory_nbytes // self.shape.object_nbytes)
+
+    @property
+    def engine_nbytes(self) -> int:
+        """Engine memory of a workload."""
+        source = self.memory_pages or self.inflight * self.batch_pages
+        load = self.memory_pages or max(source, self.load_pages)
+        return (source + load) * self.shape.object_nbytes
+
+
+@contextmanager
+def filled_pool(
+    directory: Path, name: str, plan: PoolPlan, progress: ProgressFactory
+) -> Iterator[Workload]:
+    """A pool that was written in full once, by puts that filled all of it."""
+    with temporary_pool(
+        [str(directory / f"{name}.tutti")],
+        plan.shape.layout(),
+        plan.capacity_nbytes,
+        config=StoreConfig(verify=plan.verify),
+        prewrite=True,
+        progress=progress,
+    ) as store:
+        workload = Workload(
+            store,
+            batch_pages=plan.batch_pages,
+            inflight=plan.inflight,
+            load_pages=plan.load_pages,
+            hugepages=plan.hugepages,
+            memory_pages=plan.memory_pages,
+            seed=plan.seed,
+        )
+        workload.fill(store.stats()["capacity_objects"])
+        yield workload
+        check(workload.wrong)
+
+
+def pool_system(
+    name: str, workload: Workload, phase: str, nbytes: int, prefix_pages: int = 0
+) -> System:
+    """Rounds of puts ("store"), of random batches ("retrieve") or of a prefix ("layerwise")."""
+    limit = Limit(None, nbytes)
+    prefix = workload.prefix(prefix_pages) if phase == "layerwise" else []
+    rounds: dict[str, Callable[[], dict[str, Any]]] = {
+        "store": lambda: workload.store_phase(limit),
+        "retrieve": lambda: workload.retrieve_phase(limit),
+        "layerwise": lambda: workload.layerwise_phase(limit, prefix),
+    }
+
+    def run() -> Round:
+        result = rounds[phase]()
+        names = ("mean_run_length", "commands", "evicted", "p50_ms", "p99_ms", "nbytes")
+        facts = {
+            "backing": workload.backing,
+            "engine_memory_nbytes": workload.pool.nbytes,
+            "verify": workload.store.config.verify,
+            **medium_facts(workload.store),
+            **{key: result[key] for key in names},
+        }
+        return Round(result["gb_per_s"], result["cpu_s_per_gb"], facts)
+
+    return System(name, run)
+
+
+@contextmanager
+def fio_file(directory: Path, nbytes: int) -> Iterator[str]:
+    """A file for fio, written once."""
+    path = directory / "fio.data"
+    try:
+        prepare_file(str(path), nbytes)
+        yield str(path)
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def fio_system(job: FioJob) -> System:
+    """Rounds of one job."""
+
+    def run() -> Round:
+        result = run_fio(job)
+        backing = "hugetlb" if job.hugepages else "pages"
+        facts = {"backing": backing, "version": result.version, "nbytes": result.nbytes}
+        facts |= {"iodepth": job.iodepth, "engine_memory_nbytes": job.iodepth * job.block_nbytes}
+        return Round(result.gb_per_s, result.cpu_s_per_gb, facts)
+
+    return System(f"fio {job.direction}", run)
+
+
+@contextmanager
+def file_systems(
+    directory: Path, plan: PoolPlan, *, direct: bool, nbytes: int
+) -> Iterator[dict[str, System]]:
+    """A file per object on ordinary pages, filled: rounds of "store" and of "retrieve"."""
+    pages = plan.inflight * plan.batch_pages
+    pool = HostPool.allocate(plan.shape.layout(), pages, hugepages=False)
+    objects = plan.capacity_nbytes // plan.shape.object_nbytes
+    name = "files, direct" if direct else "files, buffered"
+    with ExitStack() as stack:
+        files = FilePerObject(directory / "objects", pool, direct=direct, objects_max=objects)
+        stack.callback(files.close)
+        files.store_phase(Limit(None, objects * plan.shape.object_nbytes))
+        limit = Limit(None, nbytes)
+
+        def round_of(phase: Callable[[Limit], dict[str, Any]]) -> Callable[[], Round]:
+            def run() -> Round:
+                result = phase(limit)
+                facts = {"backing": pool.owner.backing, "nbytes": result["nbytes"]}
+                return Round(result["gb_per_s"], result["cpu_s_per_gb"], facts)
+
+            return run
+
+        yield {
+            "store": System(name, round_of(files.store_phase)),
+            "retrieve": System(name, round_of(files.retrieve_phase)),
+        }
+        check(files.wrong)
+
+
+def check(wrong: int) -> None:
+    """Raises ChecksumMismatch for pages with wrong bytes: speed without them means nothing."""
+    if wrong:
+        raise ChecksumMismatch(f"{wrong} pages held wrong bytes; the measurement is void")

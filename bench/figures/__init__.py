@@ -1,0 +1,1 @@
+"""`tutti bench figures`: figures from results."""

@@ -1,0 +1,206 @@
+"""Rows of figures: from results, from CSV and to CSV.  A figure is drawn from its rows alone."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tutti.errors import CapacityError, ConfigError, system_message
+
+#: A line of a CSV: column -> text.  Empty text is a value that is not there.
+Row = dict[str, str]
+
+#: The file in a folder of results that figures are drawn from.
+RESULT = "result.json"
+
+RATE, BANDWIDTH, PREFIX, HIT_RATE, COST = "rate", "bandwidth", "prefix", "hit-rate", "cost"
+
+#: Columns of each figure.  source: measured, simulated or emulated; every figure has it.
+COLUMNS = {
+    RATE: (
+        *("system", "source", "rate", "ttft_ms", "ttft_low_ms", "ttft_high_ms"),
+        *("itl_ms", "itl_low_ms", "itl_high_ms", "unstable", "partial"),
+    ),
+    BANDWIDTH: ("system", "source", "phase", "tokens", "gb_per_s"),
+    PREFIX: (
+        *("system", "source", "prefix_tokens", "total_tokens"),
+        *("ttft_ms", "ttft_low_ms", "ttft_high_ms"),
+    ),
+    COST: (
+        *("system", "source", "rate", "input_tokens_per_s", "output_tokens_per_s"),
+        *("gpus", "dram_gb", "ssd_gb", "unstable", "partial"),
+    ),
+}
+COLUMNS[HIT_RATE] = COLUMNS[PREFIX]
+KINDS = tuple(COLUMNS)
+SOURCES = ("measured", "simulated", "emulated")
+_TEXT = ("system", "source", "phase", "unstable", "partial")
+
+
+def read_csv(path: Path, kind: str) -> list[Row]:
+    """Rows of one figure.  Raises ConfigError for other columns or cells that are no numbers."""
+    try:
+        with path.open(newline="", encoding="utf-8") as lines:
+            rows = list(csv.DictReader(lines))
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise ConfigError(f"cannot read {path.name}: {error}; give a CSV of this figure") from error
+    return checked(rows, kind, path.name)
+
+
+def checked(rows: Sequence[Mapping[str, Any]], kind: str, name: str) -> list[Row]:
+    """The rows with the columns of the figure.  Raises ConfigError."""
+    found = []
+    for number, row in enumerate(rows, 2):
+        missing = [column for column in COLUMNS[kind] if row.get(column) is None]
+        if missing:
+            raise ConfigError(
+                f"{name} lacks {', '.join(missing)} in line {number}; a figure of {kind} needs "
+                f"{', '.join(COLUMNS[kind])}"
+            )
+        for column in COLUMNS[kind]:
+            if column not in _TEXT and number_of(row, column) is None and row[column] != "":
+                raise ConfigError(f"{name}, line {number}: {column} is {row[column]!r}, no number")
+        if row["source"] not in SOURCES:
+            raise ConfigError(f"{name}, line {number}: source is one of {', '.join(SOURCES)}")
+        found.append({column: str(row[column]) for column in COLUMNS[kind]})
+    if not found:
+        raise ConfigError(f"{name} has no row to draw")
+    return found
+
+
+def check_writable(path: Path) -> None:
+    """Fails before long work instead of after it.  Raises CapacityError."""
+    is_new = not path.exists()
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.open("a").close()
+        if is_new:
+            path.unlink()
+    except OSError as error:
+        raise CapacityError(f"cannot write {system_message(error)}") from error
+
+
+def write_csv(path: Path, rows: Sequence[Row], kind: str) -> None:
+    """Writes the rows.  Raises CapacityError when there is no room."""
+    text = io.StringIO()
+    writer = csv.DictWriter(text, COLUMNS[kind], lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text.getvalue())
+    except OSError as error:
+        raise CapacityError(f"cannot write {path}: {system_message(error)}") from error
+
+
+def number_of(row: Mapping[str, Any], column: str) -> float | None:
+    """A cell as a finite number; None for an empty one and for what is none."""
+    try:
+        value = float(row[column])
+    except (TypeError, ValueError):
+        return None
+    return value if abs(value) < float("inf") else None
+
+
+def value(row: Row, column: str) -> float:
+    """A cell that has to be there.  Raises ConfigError."""
+    found = number_of(row, column)
+    if found is None:
+        raise ConfigError(f"a row of {row['system']} has no {column}; leave the row out")
+    return found
+
+
+def rows_of(result: dict[str, Any], kind: str, name: str, **extra: float) -> list[Row]:
+    """Rows of a figure from a benchmark's result.
+
+    extra: gpus, dram_gb and ssd_gb of the system, for its cost; page_tokens, for bandwidth.
+    Raises ConfigError for a result of another benchmark.
+    """
+    benchmark = result.get("benchmark")
+    makers: dict[tuple[str, Any], Callable[[], list[dict[str, Any]]]] = {
+        (RATE, "ttft"): lambda: _rates(result),
+        (COST, "ttft"): lambda: _costs(result, extra),
+        (PREFIX, "ttft-prefix"): lambda: _prefixes(result),
+        (HIT_RATE, "ttft-prefix"): lambda: _prefixes(result),
+        (BANDWIDTH, "bandwidth"): lambda: _bandwidths(result, extra["page_tokens"]),
+    }
+    make = makers.get((kind, benchmark))
+    if make is None:
+        raise ConfigError(f"{name} is a result of {benchmark!r}, which has no figure of {kind}")
+    try:
+        rows = make()
+    except (KeyError, TypeError, ZeroDivisionError) as error:
+        raise ConfigError(f"{name} is no whole result ({error!r}); measure it again") from error
+    shown = [{c: "" if row[c] is None else str(row[c]) for c in COLUMNS[kind]} for row in rows]
+    return checked(shown, kind, name)
+
+
+def _rates(result: dict[str, Any]) -> list[dict[str, Any]]:
+    return [
+        {
+            "system": result["system"],
+            "source": result.get("source", "measured"),
+            "rate": row["rate"],
+            **_interval("ttft", row.get("ttft_ms")),
+            **_interval("itl", row.get("itl_ms")),
+            "unstable": "yes" if row["unstable"] else "no",
+            "partial": "yes" if row["partial"] else "no",
+        }
+        for row in result["rates"]
+    ]
+
+
+def _costs(result: dict[str, Any], extra: dict[str, float]) -> list[dict[str, Any]]:
+    return [
+        {
+            "system": result["system"],
+            "source": result.get("source", "measured"),
+            "rate": row["rate"],
+            "input_tokens_per_s": row.get("input_tokens_per_s"),
+            "output_tokens_per_s": row.get("output_tokens_per_s"),
+            **extra,
+            "unstable": "yes" if row["unstable"] else "no",
+            "partial": "yes" if row["partial"] else "no",
+        }
+        for row in result["rates"]
+    ]
+
+
+def _prefixes(result: dict[str, Any]) -> list[dict[str, Any]]:
+    return [
+        {
+            "system": result["system"],
+            "source": result.get("source", "measured"),
+            "prefix_tokens": row["prefix_tokens"],
+            "total_tokens": result["total_tokens"],
+            **_interval("ttft", row["ttft_ms"]),
+        }
+        for row in result["rows"]
+    ]
+
+
+def _bandwidths(result: dict[str, Any], page_tokens: float) -> list[dict[str, Any]]:
+    """Batches of `tutti bench bandwidth` as context lengths: pages times tokens of a page."""
+    return [
+        {
+            "system": f"{result['controller']} {row['shape']}",
+            "source": "measured" if result["controller"] == "file" else "emulated",
+            "phase": row["phase"],
+            "tokens": round(row["batch_pages"] * page_tokens),
+            "gb_per_s": row["gb_per_s"],
+        }
+        for row in result["rows"]
+        if row["phase"] in ("store", "retrieve")
+    ]
+
+
+def _interval(name: str, interval: dict[str, float] | None) -> dict[str, float | None]:
+    found = interval or {}
+    return {
+        f"{name}_ms": found.get("mean"),
+        f"{name}_low_ms": found.get("low"),
+        f"{name}_high_ms": found.get("high"),
+    }

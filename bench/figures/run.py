@@ -1,0 +1,182 @@
+"""`tutti bench figures`: PNG, SVG and CSV of one figure, from results or from a CSV alone.
+
+rate: TTFT and ITL against request rate.  bandwidth: retrieve and store against context length.
+prefix: TTFT against the cached prefix.  hit-rate: the same against the share that hits, with
+crossings.  cost: dollars for a million tokens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+from tutti.arguments import positive
+from tutti.bench.figures.cost import Prices, crossings, per_million_tokens
+from tutti.bench.figures.data import (
+    COST,
+    HIT_RATE,
+    KINDS,
+    RESULT,
+    Row,
+    number_of,
+    read_csv,
+    rows_of,
+    value,
+    write_csv,
+)
+from tutti.bench.figures.draw import TITLES, draw, hit_share
+from tutti.errors import CapacityError, ConfigError
+from tutti.terminal import ProgressFactory, table
+
+# Dollars an hour as in the Tutti paper (arXiv 2605.03375), section 4.3.
+PRICES = Prices(gpu=5.0, dram_gb=0.0088, ssd_gb=0.000082)
+#: The only limit that the paper names.
+TTFT_LIMIT_MS = 1000.0
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments of the command."""
+    parser.add_argument("kind", choices=KINDS)
+    parser.add_argument(
+        "inputs", type=Path, nargs="+", metavar="INPUT", help="results (JSON or folder), or CSVs"
+    )
+    parser.add_argument(
+        "--out", type=Path, required=True, metavar="STEM", help="writes STEM.png, .svg and .csv"
+    )
+    parser.add_argument("--title", default="", help="default: what the figure shows")
+    parser.add_argument(
+        "--slo-ms", type=float, default=TTFT_LIMIT_MS, help="TTFT limit that is drawn"
+    )
+    parser.add_argument(
+        "--page-tokens",
+        type=positive,
+        default=64,
+        help="tokens of a page, for bandwidth (default %(default)s)",
+    )
+    group = parser.add_argument_group(
+        "cost", "dollars an hour; a system's amounts are read with its result"
+    )
+    group.add_argument("--gpu-price", type=float, default=PRICES.gpu, help="default %(default)s")
+    group.add_argument("--dram-price", type=float, default=PRICES.dram_gb, help="of a GB")
+    group.add_argument("--ssd-price", type=float, default=PRICES.ssd_gb, help="of a GB")
+    group.add_argument(
+        "--machine",
+        action="append",
+        default=[],
+        metavar="SYSTEM:GPUS,DRAM_GB,SSD_GB",
+        help="what a system is paid for; 1,0,0 without it",
+    )
+
+
+def run(args: argparse.Namespace, progress: ProgressFactory) -> dict[str, Any]:
+    """Writes the CSV and draws it.
+
+    Raises ConfigError for inputs of another kind, CapacityError where nothing can be written.
+    """
+    machines = dict(_machine(text) for text in args.machine)
+    rows = [
+        row for path in args.inputs for row in _read(path, args.kind, machines, args.page_tokens)
+    ]
+    prices = Prices(args.gpu_price, args.dram_price, args.ssd_price)
+    with progress("drawing", 1) as bar:
+        files = write_figure(
+            args.kind, rows, args.out, title=args.title, slo_ms=args.slo_ms, prices=prices
+        )
+        bar.advance(1)
+    return {
+        "benchmark": "figures",
+        "kind": args.kind,
+        "rows": len(rows),
+        "systems": list(dict.fromkeys(row["system"] for row in rows)),
+        "sources": sorted({row["source"] for row in rows}),
+        "files": files,
+        "crossings": _crossings(rows) if args.kind == HIT_RATE else [],
+        "cost": _costs(rows, prices) if args.kind == COST else [],
+    }
+
+
+def write_figure(
+    kind: str,
+    rows: list[Row],
+    stem: Path,
+    *,
+    title: str = "",
+    slo_ms: float = TTFT_LIMIT_MS,
+    prices: Prices = PRICES,
+) -> list[str]:
+    """Writes <stem>.csv, .png and .svg; the names of what was written.
+
+    Without matplotlib the CSV alone.  Raises CapacityError where nothing can be written.
+    """
+    csv_path = stem.with_name(f"{stem.name}.csv")
+    write_csv(csv_path, rows, kind)
+    try:
+        drawn = draw(kind, rows, stem, title=title or TITLES[kind], slo_ms=slo_ms, prices=prices)
+    except OSError as error:
+        raise CapacityError(f"cannot draw {stem.name}: {error}; give --out elsewhere") from error
+    return [csv_path.name, *(path.name for path in drawn)]
+
+
+def report(result: dict[str, Any]) -> str:
+    """What was written, and the numbers that the figure adds."""
+    lines = [f"wrote {', '.join(result['files'])}: {result['rows']} rows"]
+    if len(result["files"]) == 1:
+        lines.append("drew nothing: matplotlib is not installed (pip install matplotlib)")
+    if result["sources"] != ["measured"]:
+        lines.append(f"the rows are {', '.join(result['sources'])}; the figure says so")
+    for found in result["crossings"]:
+        where = ", ".join(f"{place:.1f} %" for place in found["hit_rates_percent"]) or "nowhere"
+        lines.append(f"{found['a']} and {found['b']} cross at: {where}")
+    if result["cost"]:
+        rows = [(c["system"], c["rate"], f"{c['dollars']:.3f}") for c in result["cost"]]
+        lines.append(table(("system", "req/s", "$ for 10^6 tokens"), rows))
+    return "\n".join(lines)
+
+
+def _read(
+    path: Path, kind: str, machines: dict[str, dict[str, float]], page_tokens: int
+) -> list[Row]:
+    if path.suffix == ".csv":
+        return read_csv(path, kind)
+    path = path / RESULT if path.is_dir() else path
+    try:
+        result = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"cannot read {path.name}: {error}; give a result or a CSV") from error
+    if not isinstance(result, dict):
+        raise ConfigError(f"{path.name} is no result of a benchmark")
+    nothing = {"gpus": 1.0, "dram_gb": 0.0, "ssd_gb": 0.0}
+    machine = machines.get(str(result.get("system")), nothing)
+    return rows_of(result, kind, path.name, page_tokens=page_tokens, **machine)
+
+
+def _machine(text: str) -> tuple[str, dict[str, float]]:
+    name, _, amounts = text.rpartition(":")
+    try:
+        gpus, dram_gb, ssd_gb = (float(amount) for amount in amounts.split(","))
+    except ValueError as error:
+        raise ConfigError(f"--machine {text!r}: write SYSTEM:GPUS,DRAM_GB,SSD_GB") from error
+    return name, {"gpus": gpus, "dram_gb": dram_gb, "ssd_gb": ssd_gb}
+
+
+def _crossings(rows: list[Row]) -> list[dict[str, Any]]:
+    curves: dict[str, list[tuple[float, float]]] = {}
+    for row in rows:
+        if number_of(row, "ttft_ms") is not None:
+            curves.setdefault(row["system"], []).append((hit_share(row), value(row, "ttft_ms")))
+    return [
+        {"a": one, "b": other, "hit_rates_percent": crossings(a, b)}
+        for (one, a), (other, b) in combinations(curves.items(), 2)
+    ]
+
+
+def _costs(rows: list[Row], prices: Prices) -> list[dict[str, Any]]:
+    costs = [(row, per_million_tokens(row, prices)) for row in rows]
+    return [
+        {"system": row["system"], "rate": value(row, "rate"), "dollars": cost}
+        for row, cost in costs
+        if cost is not None
+    ]

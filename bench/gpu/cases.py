@@ -1,0 +1,276 @@
+"""The GPU benchmarks that need no compute beside them: ceilings, movers, scatter, SMs, CPU time."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tutti.bench.compare.paired import compare
+from tutti.bench.gpu.rig import (
+    MOVERS,
+    DevicePages,
+    Load,
+    Machine,
+    PlainCopies,
+    count_for,
+    spin_until,
+    transfers,
+    tutti_system,
+)
+from tutti.errors import Unsupported
+from tutti.gio_uring.controller_memory import MemoryController
+from tutti.gio_uring.gpu.device_engine import KINDS
+from tutti.gio_uring.gpu.host_engine import STAGING_NBYTES
+from tutti.gio_uring.gpu.memory import PinnedMemory
+from tutti.gio_uring.memory import HostBuffer
+from tutti.terminal import ProgressFactory
+from tutti.units import KiB, MiB, format_nbytes
+
+DIRECTIONS = ("load", "store")
+#: The one whose answer counts most comes first: a run may be cut.
+SLICES = (256 * KiB, 64 * KiB, MiB)
+BLOCKS = (16, 8, 4, 2, 1, 12, 24, 32)
+#: Bytes of K, and of V, of a token in a layer of Llama-3-8B.
+_TOKEN_NBYTES = 2048
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How much is measured.
+
+    pairs: of rounds.  round_s: how long a round of ours lasts; so many transfers are in one.
+    batch_nbytes, layers: of one transfer; by default a layer has 8K tokens of Llama-3-8B.
+    staging_nbytes: the engine's own default.  tokens: of the layers that are scattered.
+    file_nbytes: of the file in folder.  until_s: of time.monotonic(), when no row begins any more.
+    """
+
+    progress: ProgressFactory
+    folder: Path
+    pairs: int = 7
+    round_s: float = 0.15
+    batch_nbytes: int = 256 * MiB
+    layers: int = 8
+    staging_nbytes: int = STAGING_NBYTES
+    tokens: int = 65536
+    file_nbytes: int = 4096 * MiB
+    until_s: float = math.inf
+
+    def load(self, slice_nbytes: int) -> Load:
+        """A transfer of such slices, K and V apart."""
+        return Load.of_nbytes(slice_nbytes, self.batch_nbytes, self.layers)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One measurement: its name, which is unique in its case, and what makes it."""
+
+    name: str
+    work: Callable[[], dict[str, Any]]
+
+
+Case = Callable[[Machine, Plan], list[Row]]
+
+
+@dataclass(frozen=True)
+class Way:
+    """How bytes are moved: an engine, a mover, and the blocks of kernels that move."""
+
+    engine: str = "host"
+    mover: str = "kernel"
+    blocks: int = 16
+
+    @property
+    def name(self) -> str:
+        """For rows; the engine's default of 16 blocks is not said."""
+        blocks = f", {self.blocks} blocks" if self.mover == "kernel" and self.blocks != 16 else ""
+        return f"{self.engine}, {self.mover}{blocks}"
+
+
+def round_trips(machine: Machine, plan: Plan) -> list[Row]:
+    """Bytes that are stored and loaded again are the same, by every engine and mover."""
+    ways = [Way("host", mover) for mover in _movers(machine)]
+    if machine.modules is not None:
+        ways += [Way(kind) for kind in KINDS]
+    return [Row(f"round trip, {way.name}", partial(_trip, machine, way)) for way in ways]
+
+
+def _trip(machine: Machine, way: Way) -> dict[str, Any]:
+    load = Load(64 * KiB, 16, layers=4)
+    with MemoryController([64 * MiB]) as medium, ExitStack() as stack:
+        pages = DevicePages(machine.driver, load)
+        stack.callback(pages.close)
+        how: dict[str, Any] = {"controller": medium, "staging_nbytes": 8 * MiB}
+        check = stack.enter_context(_checker(machine, pages))
+        verdict = check(stack.enter_context(_engine(machine, way, **how)))
+    return {"verdict": verdict, "right": verdict == "right"}
+
+
+def _engine(machine: Machine, way: Way, **how: Any) -> Any:
+    """A context manager that opens the engine of a way."""
+    if way.engine == "host":
+        return machine.host_engine(way.mover, blocks=way.blocks, **how)
+    return machine.device_engine(way.engine, blocks=way.blocks, **how)
+
+
+@contextmanager
+def _checker(machine: Machine, pages: DevicePages) -> Iterator[Callable[[Any], str]]:
+    """What stores random pages with an engine, wipes them and loads them: "right", or how many
+    bytes are not.  Pins its memory before the engine is there.
+    """
+    driver, load = machine.driver, pages.load
+    host = HostBuffer(load.nbytes)
+    pinned = PinnedMemory(driver, host)
+    content = np.random.default_rng(7).integers(0, 256, load.nbytes, dtype=np.uint8)
+    stream = driver.create_stream()
+
+    def move(target: int, source: int) -> None:
+        driver.copy(target, source, load.nbytes, stream)
+        spin_until(lambda: driver.is_stream_done(stream), "a copy")
+
+    def check(submitter: Any) -> str:
+        host.array[:] = content
+        move(pages.address, pinned.device_address)
+        transfers(submitter, pages, "store", 1)
+        host.array[:] = 0
+        move(pages.address, pinned.device_address)
+        transfers(submitter, pages, "load", 1)
+        move(pinned.device_address, pages.address)
+        wrong = int(np.count_nonzero(host.array != content))
+        return "right" if not wrong else f"{wrong} of {load.nbytes} bytes are wrong"
+
+    try:
+        yield check
+    finally:
+        driver.destroy_stream(stream)
+        pinned.close()
+
+
+def _movers(machine: Machine) -> list[str]:
+    has = {"copy-batch": machine.driver.has_copy_batch, "kernel": machine.modules is not None}
+    return [name for name in MOVERS if has.get(name, True)]
+
+
+def copy_engines(machine: Machine) -> Way:
+    """Engine host with the best copies that the driver has."""
+    return Way("host", _movers(machine)[0])
+
+
+def first(machine: Machine, plan: Plan) -> list[Row]:
+    """The most important answers: is it right, and how fast are both movers."""
+    best = copy_engines(machine)
+    loads = [plan.load(n) for n in SLICES]
+    # K and V apart make fragments of 32 KiB out of slices of 64; together a slice is one fragment.
+    loads.append(replace(loads[SLICES.index(64 * KiB)], segments=1))
+    rows = [_row(machine, plan, best, load, d) for load in loads for d in DIRECTIONS]
+    if machine.modules is not None:
+        rows += [_row(machine, plan, Way(), loads[0], direction) for direction in DIRECTIONS]
+    return [*round_trips(machine, plan), *rows]
+
+
+def engine(name: str, machine: Machine, plan: Plan) -> list[Row]:
+    """One engine with each of its movers over a medium that moves nothing, against one memcpy."""
+    if name in KINDS and machine.modules is None:
+        raise Unsupported("no device code is loaded")
+    ways = [Way("host", m) for m in _movers(machine)] if name == "host" else [Way(name)]
+    loads = [plan.load(n) for n in SLICES]
+    rows = [_row(machine, plan, w, load, d) for w in ways for load in loads for d in DIRECTIONS]
+    # The blocks of the others drive the queues as well: how many does it take?
+    few = (8, 4) if name in ("resident", "persistent") else ()
+    return rows + [
+        _row(machine, plan, Way(name, blocks=blocks), loads[0], direction)
+        for blocks in few
+        for direction in DIRECTIONS
+    ]
+
+
+def _row(
+    machine: Machine, plan: Plan, way: Way, load: Load, direction: str, bar: str = "one"
+) -> Row:
+    pieces = f"{format_nbytes(load.slice_nbytes)} in {load.segments}"
+    name = f"{way.name}, {direction}, slices of {pieces}, against {bar}"
+    return Row(name, partial(against_copies, machine, plan, way, load, direction, bar))
+
+
+def against_copies(
+    machine: Machine, plan: Plan, way: Way, load: Load, direction: str, bar: str
+) -> dict[str, Any]:
+    """An engine over a medium that moves nothing, and plain copies of as many bytes by turns."""
+    # Two transfers at once have all their layers staged, or as many as the engine's default allows.
+    staging_nbytes = plan.staging_nbytes
+    if 2 * load.slice_nbytes * load.pages > staging_nbytes // 2:
+        staging_nbytes = 2 * load.nbytes + 64 * MiB
+    with ExitStack() as stack:
+        # Before the engine: an allocation may wait for its kernels.
+        pages = DevicePages(machine.driver, load)
+        stack.callback(pages.close)
+        copies = PlainCopies(machine.driver, pages)
+        stack.callback(copies.close)
+        submitter = stack.enter_context(_engine(machine, way, staging_nbytes=staging_nbytes))
+        count = count_for(submitter, pages, direction, plan.round_s)
+        ours = tutti_system(way.name, submitter, pages, direction, count)
+        theirs = copies.system(bar, direction, count)
+        result = compare(ours, theirs, pairs=plan.pairs, progress=plan.progress)
+    return {
+        "engine": way.engine,
+        "mover": way.mover,
+        "blocks": way.blocks if way.mover == "kernel" else 0,
+        "direction": direction,
+        "bar": bar,
+        "slice_nbytes": load.slice_nbytes,
+        "fragment_nbytes": load.slice_nbytes // load.segments,
+        "layer_nbytes": load.slice_nbytes * load.pages,
+        "transfer_nbytes": load.nbytes,
+        "transfers_in_a_round": count,
+        "staging_nbytes": staging_nbytes,
+        "bar_backing": copies.backing,
+        **result,
+    }
+
+
+def scatter(machine: Machine, plan: Plan) -> list[Row]:
+    """Layers of 64K tokens in pages of 16 and 64, fragments of 32 and 128 KiB, K and V, against the
+    batch call alone and against a loop.
+    """
+    bars = ("batch", "loop") if machine.driver.has_copy_batch else ("loop",)
+    rows = []
+    for bar in bars:
+        for page_tokens in (16, 64):
+            slice_nbytes = 2 * page_tokens * _TOKEN_NBYTES
+            load = Load(slice_nbytes, plan.tokens // page_tokens, layers=2)
+            for direction in DIRECTIONS:
+                rows.append(_row(machine, plan, copy_engines(machine), load, direction, bar))
+    return rows
+
+
+def multiprocessors(machine: Machine, plan: Plan) -> list[Row]:
+    """How many blocks, one for each multiprocessor, the SM copy needs for the link's rate."""
+    if machine.modules is None:
+        raise Unsupported("no device code is loaded")
+    load = plan.load(256 * KiB)
+    return [
+        _row(machine, plan, Way(blocks=blocks), load, direction)
+        for blocks in BLOCKS
+        for direction in DIRECTIONS
+    ]
+
+
+def cpu_time(machine: Machine, plan: Plan) -> list[Row]:
+    """CPU time of the whole process for 10^9 bytes, one engine after the other and back again."""
+    ways = [copy_engines(machine)]
+    if machine.modules is not None:
+        ways += [Way("launch"), Way("resident")]
+    load = plan.load(256 * KiB)
+    rows = []
+    for turn in (1, 2):
+        for way in ways if turn == 1 else reversed(ways):
+            for direction in DIRECTIONS:
+                row = _row(machine, plan, way, load, direction)
+                rows.append(replace(row, name=f"{row.name}, turn {turn}"))
+    return rows

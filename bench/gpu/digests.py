@@ -1,0 +1,121 @@
+"""Digests of slices in GPU memory, alone and beside the copy engine."""
+
+from __future__ import annotations
+
+import time
+from contextlib import ExitStack, suppress
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from tutti.bench.gpu import interference as gpu_beside
+from tutti.bench.gpu.cases import Plan, Row, copy_engines
+from tutti.bench.gpu.interference import loads_beside
+from tutti.bench.gpu.rig import DevicePages, Load, Machine, look_until, transfers
+from tutti.bench.statistics import bootstrap_median, ratios
+from tutti.errors import DeviceTimeout, Unsupported
+from tutti.gio_uring.gpu.batch import DeviceBatch, launch_layer
+from tutti.gio_uring.gpu.memory import Hold
+from tutti.gio_uring.nvme_spec import OPCODE_WRITE
+from tutti.units import KiB
+
+
+def digests(machine: Machine, plan: Plan) -> list[Row]:
+    """XXH3 of slices in GPU memory on at most 8 blocks, alone and beside the copy engine."""
+    if machine.modules is None:
+        raise Unsupported("no device code is loaded")
+    return [
+        Row(f"XXH3 on {blocks} blocks", partial(_digests, machine, plan, blocks))
+        for blocks in (8, 4, 2)
+    ]
+
+
+def _digests(machine: Machine, plan: Plan, blocks: int) -> dict[str, Any]:
+    # As many slices in a layer as a long prefix has: a warp takes a slice.
+    load = Load(256 * KiB, max(1, plan.batch_nbytes // (256 * KiB)), layers=1)
+    moved_load = plan.load(256 * KiB)
+    found: dict[str, list[float]] = {
+        name: []
+        for name in ("alone_gb_per_s", "beside_gb_per_s", "mover_gb_per_s", "link_gb_per_s")
+    }
+    with ExitStack() as stack:
+        hashed = stack.enter_context(_Hashed(machine, load, blocks))
+        moved = DevicePages(machine.driver, moved_load, 2)
+        stack.callback(moved.close)
+        mover = copy_engines(machine).mover
+        gpu = stack.enter_context(machine.host_engine(mover, staging_nbytes=plan.staging_nbytes))
+        transfers(gpu, moved, "load", 4)
+        hashed.warm_up()
+        for _ in range(gpu_beside.ROUNDS):
+            found["alone_gb_per_s"].append(hashed.gb_per_s())
+            with loads_beside(gpu, moved) as running:
+                found["beside_gb_per_s"].append(hashed.gb_per_s())
+            found["mover_gb_per_s"].append(running.gb_per_s())
+            with loads_beside(gpu, moved) as running:
+                time.sleep(gpu_beside.ROUND_S)
+            found["link_gb_per_s"].append(running.gb_per_s())
+    keeps_up = ratios(found["beside_gb_per_s"], found["mover_gb_per_s"])
+    return {
+        "blocks": blocks,
+        "keeps_up": bootstrap_median(keeps_up).to_dict() if keeps_up else None,
+        **{name: bootstrap_median(values).to_dict() for name, values in found.items()},
+        "raw": found,
+    }
+
+
+class _Hashed:
+    """Slices in GPU memory whose digests are computed again and again."""
+
+    def __init__(self, machine: Machine, load: Load, blocks: int) -> None:
+        assert machine.modules is not None
+        self._driver, self._load, self._blocks = machine.driver, load, blocks
+        self._function = machine.modules["gio_verify"]
+        self._pages = DevicePages(machine.driver, load)
+        self._stream = machine.driver.create_stream()
+        self._hold = Hold()
+        self._batch = DeviceBatch(
+            machine.tables,
+            self._pages.memory,
+            self._pages.pages,
+            hold=self._hold,
+            opcode=OPCODE_WRITE,
+            slice_nlb=load.slice_nbytes >> 9,
+            lba_shift=9,
+            digests=np.zeros((load.pages, load.layers), np.uint64),
+        )
+        self._passes = 1
+
+    def __enter__(self) -> _Hashed:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._hold.is_free = lambda: True
+        with suppress(DeviceTimeout):
+            self._wait()
+        self._driver.destroy_stream(self._stream)
+        self._pages.close()
+
+    def _wait(self) -> None:
+        # With short pauses: a thread beside needs the interpreter, and a round is far longer.
+        look_until(lambda: self._driver.is_stream_done(self._stream), "the digests", 0.00005)
+
+    def warm_up(self) -> None:
+        """Brings the tables over, and chooses the passes of a round."""
+        self._batch.upload(self._stream)
+        self._wait()
+        self.gb_per_s()
+        passes = int(gpu_beside.ROUND_S * self.gb_per_s() * 1e9 / self._load.nbytes)
+        self._passes = max(1, min(gpu_beside.CALLS_MAX, passes))
+
+    def gb_per_s(self) -> float:
+        """Speed of some passes over all layers."""
+        began_s = time.perf_counter()
+        with self._driver.bound():
+            for _ in range(self._passes):
+                for layer in range(self._load.layers):
+                    launch_layer(
+                        self._driver, self._function, self._batch, layer, self._stream, self._blocks
+                    )
+        self._wait()
+        return self._passes * self._load.nbytes / (time.perf_counter() - began_s) / 1e9

@@ -1,0 +1,277 @@
+"""GPU benchmarks with compute beside: what a mover costs it, and a pipeline.
+
+The compute is a stand-in through PyTorch: a bf16 GEMM, a kernel bound by memory as decoding is, and
+a layer of Llama-3-8B's shapes.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from tutti.bench.gpu import interference as gpu_beside
+from tutti.bench.gpu.cases import Plan, Row, copy_engines
+from tutti.bench.gpu.interference import Gate, Stopwatch, loads_beside
+from tutti.bench.gpu.rig import OPCODES, DevicePages, Load, Machine, finish, spin_until, transfers
+from tutti.bench.statistics import bootstrap_median, median, ratios
+from tutti.errors import Unsupported
+from tutti.gio_uring.engine import Extents
+from tutti.gio_uring.gpu.green_context import torch_stream
+from tutti.gio_uring.iocb import PagedMemory
+from tutti.units import KiB
+
+_SMS = 16
+#: Llama-3-8B: hidden size, of the MLP, of K and V together.
+_HIDDEN, _MLP, _KV = 4096, 14336, 2048
+_PREFIX_TOKENS = 8192
+_PAGE_TOKENS = 64
+_LAYERS = 32
+
+
+def _torch() -> Any:
+    try:
+        import torch
+    except ImportError as error:
+        raise Unsupported(
+            "PyTorch is not installed; in a clone of this project: pip install '.[cuda]'"
+        ) from error
+    if not torch.cuda.is_available():
+        raise Unsupported("PyTorch sees no CUDA device")
+    return torch
+
+
+def _gemm(torch: Any) -> Callable[[], object]:
+    a, b = (torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    out = torch.empty(4096, 4096, device="cuda", dtype=torch.bfloat16)
+    return lambda: torch.matmul(a, b, out=out)
+
+
+def _decode(torch: Any) -> Callable[[], object]:
+    weights = torch.randn(8, _MLP, _HIDDEN, device="cuda", dtype=torch.bfloat16)
+    token = torch.randn(8, _HIDDEN, 1, device="cuda", dtype=torch.bfloat16)
+    out = torch.empty(8, _MLP, 1, device="cuda", dtype=torch.bfloat16)
+    return lambda: torch.bmm(weights, token, out=out)
+
+
+KERNELS: dict[str, Callable[[Any], Callable[[], object]]] = {"gemm": _gemm, "decode": _decode}
+
+
+def interference(machine: Machine, plan: Plan) -> list[Row]:
+    """A GEMM and a decode-like kernel with each mover, with and without green contexts."""
+    torch = _torch()
+    movers = [copy_engines(machine).mover] + (["kernel"] if machine.modules is not None else [])
+    return [
+        Row(
+            f"{name} beside {mover}{', green contexts' if green else ''}",
+            partial(_interfere, torch, machine, plan, name, mover, green),
+        )
+        for green in (False, True)
+        for mover in movers
+        for name in KERNELS
+    ]
+
+
+def _interfere(
+    torch: Any, machine: Machine, plan: Plan, name: str, mover: str, green: bool
+) -> dict[str, Any]:
+    driver = machine.driver
+    with ExitStack() as stack:
+        whole = torch.cuda.Stream()
+        mover_stream, compute, sms, mover_sms = None, torch.cuda.Stream(), 0, 0
+        if green:
+            (small, mover_sms), (rest, sms) = driver.create_green_pair(_SMS)
+            for context in (small, rest):
+                stack.callback(driver.destroy_green_context, context)
+            mover_stream = driver.create_green_stream(small)
+            handle = driver.create_green_stream(rest)
+            for one in (mover_stream, handle):
+                stack.callback(driver.destroy_stream, one)
+            compute = torch_stream(handle, driver.device)
+        gate = Gate(driver)
+        stack.callback(gate.close)
+        watch = Stopwatch(torch, gate, KERNELS[name](torch))
+        watch.warm_up([whole, compute])
+        load = plan.load(256 * KiB)
+        pages = DevicePages(driver, load)
+        stack.callback(pages.close)
+        gpu = stack.enter_context(
+            machine.host_engine(
+                mover, stream=mover_stream, blocks=_SMS, staging_nbytes=plan.staging_nbytes
+            )
+        )
+        transfers(gpu, pages, "load", 4)
+        found = _beside(watch, compute, whole, lambda: loads_beside(gpu, pages))
+    slowdown = ratios(found["beside_ms"], found["alone_ms"])
+    partition = ratios(found["alone_ms"], found["whole_ms"])
+    return {
+        "kernel": name,
+        "mover": mover,
+        "green": green,
+        "mover_sms": mover_sms,
+        "compute_sms": sms,
+        "calls_in_a_round": watch.calls,
+        "slowdown": bootstrap_median(slowdown).to_dict(),
+        "noise": bootstrap_median(ratios(found["again_ms"], found["alone_ms"])).to_dict(),
+        "partition_ratio": bootstrap_median(partition).to_dict(),
+        "gb_per_s": median(found["beside_gb_per_s"]),
+        "gb_per_s_alone": median(found["loads_alone_gb_per_s"]),
+        "torch": str(torch.__version__),
+        "raw": found,
+    }
+
+
+def _beside(
+    watch: Stopwatch, compute: Any, whole: Any, loads: Callable[[], Any]
+) -> dict[str, list[float]]:
+    """Rounds of compute on a partition, on the whole device, twice alone and with loads beside; and
+    loads alone.  Every other round the other way round.
+    """
+    found: dict[str, list[float]] = {}
+
+    def add(name: str, value: float) -> None:
+        found.setdefault(name, []).append(value)
+
+    def beside() -> None:
+        with loads() as running:
+            add("beside_ms", watch.ms(compute))
+        add("beside_gb_per_s", running.gb_per_s())
+
+    def loads_alone() -> None:
+        with loads() as running:
+            time.sleep(gpu_beside.ROUND_S)
+        add("loads_alone_gb_per_s", running.gb_per_s())
+
+    steps = [
+        lambda: add("whole_ms", watch.ms(whole)),
+        lambda: add("alone_ms", watch.ms(compute)),
+        beside,
+        lambda: add("again_ms", watch.ms(compute)),
+        loads_alone,
+    ]
+    for number in range(gpu_beside.ROUNDS):
+        for step in steps if number % 2 == 0 else reversed(steps):
+            step()
+    return found
+
+
+class _Layer:
+    """One layer of Llama-3-8B's shapes over a prefix: its products, and attention over K and V."""
+
+    def __init__(self, torch: Any, new_tokens: int) -> None:
+        def random(*shape: int) -> Any:
+            return torch.randn(*shape, device="cuda", dtype=torch.bfloat16) * 0.02
+
+        self._torch = torch
+        self.hidden = random(new_tokens, _HIDDEN)
+        self._qkv, self._out = random(_HIDDEN, _HIDDEN + _KV), random(_HIDDEN, _HIDDEN)
+        self._up, self._down = random(_HIDDEN, 2 * _MLP), random(_MLP, _HIDDEN)
+        context = _PREFIX_TOKENS + new_tokens
+        self._q = random(1, 32, new_tokens, 128)
+        self._k, self._v = (random(1, 32, context, 128) for _ in range(2))
+
+    def run(self) -> None:
+        torch = self._torch
+        attend = torch.nn.functional.scaled_dot_product_attention
+        torch.matmul(self.hidden, self._qkv)
+        attend(self._q, self._k, self._v)
+        torch.matmul(self.hidden, self._out)
+        up = torch.matmul(self.hidden, self._up)
+        torch.matmul(up[:, :_MLP], self._down)
+
+
+def pipeline(machine: Machine, plan: Plan) -> list[Row]:
+    """32 layers that wait for their loads on the GPU, against max(loads alone, compute alone).
+
+    In one part all layers are submitted before any compute is, as the store does; in more, each
+    part before its own layers' compute.
+    """
+    torch = _torch()
+    return [
+        Row(
+            f"{new} new tokens over {_PREFIX_TOKENS}, loads in {parts} part{'s'[: parts > 1]}",
+            partial(_pipeline, torch, machine, new, parts),
+        )
+        for new in (2048, 4096)
+        for parts in (1, 8, 32)
+    ]
+
+
+def _pipeline(torch: Any, machine: Machine, new_tokens: int, parts: int) -> dict[str, Any]:
+    slice_nbytes = _PAGE_TOKENS * _KV * 2
+    load = Load(slice_nbytes, _PREFIX_TOKENS // _PAGE_TOKENS, layers=_LAYERS)
+    staging_nbytes = 2 * load.nbytes
+    with ExitStack() as stack:
+        pages = DevicePages(machine.driver, load)
+        stack.callback(pages.close)
+        layer, stream = _Layer(torch, new_tokens), torch.cuda.Stream()
+        mover = copy_engines(machine).mover
+        gpu = stack.enter_context(
+            machine.host_engine(
+                mover, staging_nbytes=staging_nbytes, store_staging_nbytes=staging_nbytes // 8
+            )
+        )
+
+        def run(loads: bool, computes: bool) -> float:
+            began_s = time.perf_counter()
+            running = []
+            for part in _parts(pages, parts):
+                if loads:
+                    running.append(_submit(gpu, part))
+                with torch.cuda.stream(stream):
+                    for number in range(part.load.layers if computes else 0):
+                        if loads:
+                            running[-1].order_stream(stream.cuda_stream, number + 1)
+                        layer.run()
+            spin_until(lambda: all(transfer.done for transfer in running), "a load")
+            spin_until(stream.query, "the pipeline")
+            elapsed_s = time.perf_counter() - began_s
+            for transfer in running:
+                finish(transfer)
+            return elapsed_s * 1e3
+
+        for _ in range(3):
+            run(True, True)
+        hows = {"both_ms": (True, True), "io_ms": (True, False), "compute_ms": (False, True)}
+        found: dict[str, list[float]] = {name: [] for name in hows}
+        for number in range(gpu_beside.ROUNDS):
+            for name in hows if number % 2 == 0 else reversed(hows):
+                found[name].append(run(*hows[name]))
+    bars = [max(pair) for pair in zip(found["io_ms"], found["compute_ms"], strict=True)]
+    return {
+        "new_tokens": new_tokens,
+        "parts": parts,
+        "load_nbytes": load.nbytes,
+        **{name: median(values) for name, values in found.items()},
+        "ratio": bootstrap_median(ratios(found["both_ms"], bars)).to_dict(),
+        "torch": str(torch.__version__),
+        "raw": found,
+    }
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Some layers of pages."""
+
+    load: Load
+    extents: Extents
+    memory: PagedMemory
+    pages: Any
+
+
+def _parts(pages: DevicePages, count: int) -> Iterator[_Part]:
+    """The layers of pages in `count` stretches."""
+    load, memory = pages.load, pages.memory
+    each = load.layers // count
+    for start in range(0, load.layers, each):
+        extents = replace(load.extents, slba=[start * load.extents.layer_stride_nlb])
+        bases = memory.bases[start : start + each]
+        some = PagedMemory(bases, memory.segment_nbytes, memory.stride_nbytes, load.pages)
+        yield _Part(replace(load, layers=each), extents, some, pages.pages)
+
+
+def _submit(gpu: Any, part: _Part) -> Any:
+    return gpu.submit(OPCODES["load"], part.extents, part.pages, part.memory, timeout_s=20.0)

@@ -1,0 +1,362 @@
+"""What the GPU benchmarks share: a driver, memory on the device, engines, and timed rounds.
+
+Everything goes through the seam of `gpu_driver`, so that a stand-in can run a case in a test; only
+the compute beside which things are measured needs PyTorch.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from tutti.bench.compare.paired import Round, System
+from tutti.errors import DeviceTimeout, TuttiError
+from tutti.gio_uring.controller import NativeController
+from tutti.gio_uring.controller_memory import MemoryController
+from tutti.gio_uring.engine import Engine, Extents
+from tutti.gio_uring.gpu.batch import KernelMover
+from tutti.gio_uring.gpu.device_engine import DeviceEngine
+from tutti.gio_uring.gpu.driver import Driver
+from tutti.gio_uring.gpu.host_engine import HostEngine
+from tutti.gio_uring.gpu.memory import PinnedMemory, TableMemory
+from tutti.gio_uring.gpu.modules import Modules
+from tutti.gio_uring.gpu.mover import BatchCopyMover, CopyMover, Mover
+from tutti.gio_uring.gpu.transfer import Submitter, Transfer
+from tutti.gio_uring.iocb import PagedMemory
+from tutti.gio_uring.memory import HostBuffer
+from tutti.gio_uring.nvme_spec import OPCODE_READ, OPCODE_WRITE
+from tutti.gio_uring.ring import status_error
+from tutti.units import MiB
+
+LBA_NBYTES = 4096
+MOVERS = ("copy-batch", "copy", "kernel")
+OPCODES = {"load": OPCODE_READ, "store": OPCODE_WRITE}
+#: Of every wait, far above what anything here takes: a row has 75 seconds in all.
+_TIMEOUT_S = 20.0
+_LOOK_S = 0.0005
+_TABLES_NBYTES = 8 * MiB
+_COUNT_MAX = 200
+#: Transfers at once, so that the next one is there when one ends.
+_INFLIGHT = 2
+#: Queue pairs of the engine whose kernels submit and end: a warp for each is plenty.
+_SHARES = 4
+
+
+@dataclass(frozen=True)
+class Load:
+    """One transfer: `pages` slices of `slice_nbytes` in each of `layers` layers.
+
+    segments: fragments of a slice in GPU memory, such as K and V.  shuffled: pages in random order,
+    so that no two fragments touch.
+    """
+
+    slice_nbytes: int
+    pages: int
+    layers: int = 32
+    segments: int = 2
+    shuffled: bool = True
+
+    @property
+    def nbytes(self) -> int:
+        """Of all layers."""
+        return self.slice_nbytes * self.pages * self.layers
+
+    @property
+    def extents(self) -> Extents:
+        """One run on the medium, layer after layer."""
+        nlb = self.slice_nbytes // LBA_NBYTES
+        return Extents([0], [1], [self.pages], nlb, nlb * self.pages)
+
+    @classmethod
+    def of_nbytes(cls, slice_nbytes: int, nbytes: int, layers: int = 32) -> Load:
+        """As many pages as come closest to `nbytes` in all."""
+        return cls(slice_nbytes, max(1, nbytes // (slice_nbytes * layers)), layers)
+
+
+class DevicePages:
+    """Pages of a `Load` in GPU memory."""
+
+    def __init__(self, driver: Driver, load: Load, seed: int = 1) -> None:
+        self._driver = driver
+        self.load = load
+        self.address = driver.allocate(load.nbytes)
+        segment = load.slice_nbytes // load.segments
+        layer = np.arange(load.layers, dtype=np.uint64) * np.uint64(load.pages * load.slice_nbytes)
+        k = np.arange(load.segments, dtype=np.uint64) * np.uint64(load.pages * segment)
+        bases = np.uint64(self.address) + layer[:, None] + k[None, :]
+        shape = (segment,) * load.segments
+        self.memory = PagedMemory(bases, shape, shape, load.pages)
+        order = np.random.default_rng(seed).permutation(load.pages)
+        pages = order if load.shuffled else np.arange(load.pages)
+        self.pages = pages.astype(np.uint32)
+
+    def close(self) -> None:
+        """Frees the memory."""
+        self._driver.free(self.address)
+
+
+class Machine:
+    """The GPU under test.  modules: None where nothing may be launched, and why not."""
+
+    def __init__(self, driver: Driver, modules: Modules | None, why_no_modules: str = "") -> None:
+        self.driver = driver
+        self.modules = modules
+        self._why_no_modules = why_no_modules
+        self.tables = TableMemory(driver, _TABLES_NBYTES)
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What the driver says of itself and the device, for JSON."""
+        try:
+            sms: Any = self.driver.sm_resource().count
+        except TuttiError as error:  # one without green contexts
+            sms = f"unknown: {error}"
+        return {
+            "version": getattr(self.driver, "version", "stand-in"),
+            "architecture": self.driver.architecture,
+            "multiprocessors": sms,
+            "copy_batch": self.driver.has_copy_batch,
+            "device_code": "loaded" if self.modules is not None else self._why_no_modules,
+        }
+
+    def mover(self, name: str, blocks: int = 16) -> Mover:
+        """One of MOVERS."""
+        if name == "kernel":
+            assert self.modules is not None, "kernels need modules"
+            return KernelMover(self.driver, self.modules["gio_move"], self.tables, blocks=blocks)
+        return BatchCopyMover(self.driver) if name == "copy-batch" else CopyMover(self.driver)
+
+    @contextmanager
+    def host_engine(
+        self,
+        mover: str,
+        *,
+        controller: NativeController | None = None,
+        staging_nbytes: int = 256 * MiB,
+        store_staging_nbytes: int | None = None,
+        blocks: int = 16,
+        stream: int | None = None,
+    ) -> Iterator[HostEngine]:
+        """The engine `host` over a controller, by default one that moves nothing.
+
+        store_staging_nbytes: as much as for loads, unless it is given.
+        """
+        with ExitStack() as stack:
+            medium = controller or stack.enter_context(zero_copy())
+            engine = Engine(medium, depth=256, inflight_max=64)
+            try:
+                gpu = HostEngine(
+                    self.driver,
+                    engine,
+                    mover=self.mover(mover, blocks),
+                    load_staging_nbytes=staging_nbytes,
+                    store_staging_nbytes=store_staging_nbytes or staging_nbytes,
+                    load_stream=stream,
+                    store_stream=stream,
+                )
+            except BaseException:
+                engine.close(_TIMEOUT_S)
+                raise
+            try:
+                yield gpu
+            finally:
+                engine.close(_TIMEOUT_S)
+                gpu.close(_TIMEOUT_S)
+
+    @contextmanager
+    def device_engine(
+        self,
+        kind: str,
+        *,
+        controller: NativeController | None = None,
+        staging_nbytes: int = 256 * MiB,
+        blocks: int = 16,
+    ) -> Iterator[DeviceEngine]:
+        """An engine whose kernels submit, by default over a controller that moves nothing.
+
+        blocks: that move slices.  Where those drive the queue pairs too, there are as many of them.
+        """
+        assert self.modules is not None, "kernels need modules"
+        with ExitStack() as stack:
+            medium = controller or stack.enter_context(zero_copy())
+            engine = DeviceEngine(
+                self.driver,
+                self.modules,
+                medium,
+                kind=kind,
+                shares=_SHARES if kind == "launch" else blocks,
+                move_blocks=blocks,
+                staging_nbytes=staging_nbytes,
+            )
+            try:
+                yield engine
+            finally:
+                engine.close(_TIMEOUT_S)
+
+    def close(self) -> None:
+        """Frees the tables."""
+        self.tables.close()
+
+
+@contextmanager
+def zero_copy() -> Iterator[MemoryController]:
+    """A controller that checks and completes commands and moves nothing."""
+    with MemoryController([1024 * MiB], mode="zero_copy") as controller:
+        yield controller
+
+
+def spin_until(is_done: Callable[[], bool], what: str) -> None:
+    """Looks without a pause: for timing, while no other thread needs the interpreter."""
+    look_until(is_done, what, 0.0)
+
+
+def look_until(is_done: Callable[[], bool], what: str, pause_s: float = _LOOK_S) -> None:
+    """Looks again and again.  Raises DeviceTimeout after 20 seconds."""
+    deadline = time.monotonic() + _TIMEOUT_S
+    while not is_done():
+        if time.monotonic() > deadline:
+            raise DeviceTimeout(f"{what} did not end in {_TIMEOUT_S:g} s; is the GPU stuck?")
+        if pause_s:
+            time.sleep(pause_s)
+
+
+def transfers(submitter: Submitter, pages: DevicePages, direction: str, count: int) -> None:
+    """Runs a load or store `count` times, two at once, and waits for all."""
+    for _ in stream_of_transfers(submitter, pages, direction, count):
+        pass
+
+
+def stream_of_transfers(
+    submitter: Submitter, pages: DevicePages, direction: str, count: int
+) -> Generator[float, None, None]:
+    """The same; yields when each one ended, of time.perf_counter.  Closed early it waits too."""
+    running: deque[Transfer] = deque()
+    try:
+        for _ in range(count):
+            if len(running) == _INFLIGHT:
+                finish(running.popleft())
+                yield time.perf_counter()
+            running.append(
+                submitter.submit(
+                    OPCODES[direction],
+                    pages.load.extents,
+                    pages.pages,
+                    pages.memory,
+                    priority=1,
+                    timeout_s=_TIMEOUT_S,
+                )
+            )
+    finally:
+        while running:  # bounded by _INFLIGHT
+            finish(running.popleft())
+
+
+def count_for(submitter: Submitter, pages: DevicePages, direction: str, round_s: float) -> int:
+    """Transfers of a round of `round_s`: three warm up what is made at first use, two are timed."""
+    transfers(submitter, pages, direction, 3)
+    began_s = time.perf_counter()
+    transfers(submitter, pages, direction, 2)
+    each_s = (time.perf_counter() - began_s) / 2
+    return max(2, min(_COUNT_MAX, int(round_s / each_s)))
+
+
+def finish(transfer: Transfer) -> None:
+    """Waits until it is over.  Raises what it failed with, DeviceTimeout after 20 seconds."""
+    if not transfer.wait_released(_TIMEOUT_S):
+        raise DeviceTimeout("a transfer did not end; is the GPU stuck?")
+    failed = np.flatnonzero(transfer.page_status)
+    if failed.size:
+        error = status_error(int(transfer.page_status[failed[0]]), "a transfer", failed.tolist())
+        assert error is not None, "a failed page has a status"
+        raise error
+
+
+def timed(nbytes: int, work: Callable[[], None]) -> Round:
+    """One round: its speed, and the CPU time of all threads of the process."""
+    cpu_s, wall_s = time.process_time(), time.perf_counter()
+    work()
+    wall_s = time.perf_counter() - wall_s
+    return Round(nbytes / wall_s / 1e9, (time.process_time() - cpu_s) / (nbytes / 1e9))
+
+
+def tutti_system(
+    name: str, submitter: Submitter, pages: DevicePages, direction: str, count: int
+) -> System:
+    """Rounds of transfers through an engine."""
+    nbytes = count * pages.load.nbytes
+    return System(
+        name, lambda: timed(nbytes, lambda: transfers(submitter, pages, direction, count))
+    )
+
+
+class PlainCopies:
+    """The bars: copies between pinned memory and the device without any store.
+
+    one: one cuMemcpyAsync of all bytes.  batch: all fragments of a layer by cuMemcpyBatchAsync.
+    loop: one cuMemcpyAsync for each fragment, from Python, as engines do.  All of them wait by
+    looking without a pause, so that their CPU time is their wall time.
+    """
+
+    def __init__(self, driver: Driver, pages: DevicePages) -> None:
+        self._driver = driver
+        self._pages = pages
+        self._buffer = HostBuffer(pages.load.nbytes)
+        self._pinned = PinnedMemory(driver, self._buffer)
+        self._stream = driver.create_stream()
+        self._layers = [self._fragments(layer) for layer in range(pages.load.layers)]
+
+    @property
+    def backing(self) -> str:
+        """What the pinned memory lies on; the engine's staging is made in the same way."""
+        return self._buffer.backing
+
+    def system(self, kind: str, direction: str, count: int) -> System:
+        """Rounds of one kind of copy."""
+        work = {"one": self._one, "batch": self._batch, "loop": self._loop}[kind]
+        nbytes = count * self._pages.load.nbytes
+
+        def run() -> None:
+            with self._driver.bound():  # as the engine's calls are
+                for _ in range(count):
+                    work(direction == "load")
+            spin_until(lambda: self._driver.is_stream_done(self._stream), "a copy")
+
+        return System(f"memcpy {kind}", lambda: timed(nbytes, run))
+
+    def _one(self, to_device: bool) -> None:
+        ends = (self._pages.address, self._pinned.device_address)
+        target, source = ends if to_device else ends[::-1]
+        self._driver.copy(target, source, self._pages.load.nbytes, self._stream)
+
+    def _fragments(self, layer: int) -> tuple[Any, Any, Any]:
+        """(device, host, nbytes) of every fragment of a layer, K and V of each page."""
+        pages, load = self._pages, self._pages.load
+        segment = load.slice_nbytes // load.segments
+        numbers = pages.pages.astype(np.uint64) * np.uint64(segment)
+        there = (pages.memory.bases[layer][None, :] + numbers[:, None]).reshape(-1)
+        start = self._pinned.device_address + layer * load.pages * load.slice_nbytes
+        here = start + np.arange(there.size, dtype=np.uint64) * np.uint64(segment)
+        return there, here.astype(np.uint64), np.full(there.size, segment, np.uint64)
+
+    def _batch(self, to_device: bool) -> None:
+        for there, here, nbytes in self._layers:
+            target, source = (there, here) if to_device else (here, there)
+            self._driver.copy_batch(target, source, nbytes, self._stream)
+
+    def _loop(self, to_device: bool) -> None:
+        for layer in self._layers:
+            columns: Sequence[list[int]] = [c.tolist() for c in layer]
+            for there, here, nbytes in zip(*columns, strict=True):
+                target, source = (there, here) if to_device else (here, there)
+                self._driver.copy(target, source, nbytes, self._stream)
+
+    def close(self) -> None:
+        """Frees the pinned memory."""
+        self._driver.destroy_stream(self._stream)
+        self._pinned.close()

@@ -1,0 +1,296 @@
+"""Measures the GPU path; needs an NVIDIA GPU.  One shard at a time, each below eight minutes.
+
+    python -m tutti.bench.gpu.shards --out DIR            # all that DIR does not hold yet
+    python -m tutti.bench.gpu.shards --out DIR ceiling    # these alone, again
+
+Every case is a process of its own, so that one that hangs or loses its context costs a row and no
+other case.  DIR/NAME.json is written after every row: a run that was cut goes on behind the last.
+The first, `ceiling`, says in less than four minutes whether it works, is right, and how fast it is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import faulthandler
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import traceback
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from tutti.bench.environment import describe
+from tutti.bench.gpu import cases as gpu_cases
+from tutti.bench.gpu import digests as gpu_digests
+from tutti.bench.gpu import files as gpu_files
+from tutti.bench.gpu import overlap as gpu_overlap
+from tutti.bench.gpu.cases import Case, Plan, Row
+from tutti.bench.gpu.facts import clocks, describe_gpu, describe_host
+from tutti.bench.gpu.report import line_of
+from tutti.bench.gpu.rig import Machine
+from tutti.errors import ConfigError, CudaError, TuttiError
+from tutti.gio_uring.gpu.device_engine import KINDS
+from tutti.gio_uring.gpu.driver import CudaDriver, Driver
+from tutti.gio_uring.gpu.modules import Modules
+from tutti.terminal import progress
+from tutti.units import parse_nbytes
+
+CASES: dict[str, Case] = {
+    "ceiling": gpu_cases.first,
+    "scatter": gpu_cases.scatter,
+    "pipeline": gpu_overlap.pipeline,
+    "interference": gpu_overlap.interference,
+    "multiprocessors": gpu_cases.multiprocessors,
+    "digests": gpu_digests.digests,
+    "files": gpu_files.files,
+    "cpu-time": gpu_cases.cpu_time,
+    "engines": partial(gpu_cases.engine, "host"),
+}
+CASES |= {kind: partial(gpu_cases.engine, kind) for kind in KINDS}
+
+#: Of a row: what takes longer hangs, and its process ends.
+_ROW_S = 75
+#: A case is not begun with less time left, and may be begun again so often in one run.
+_LEFT_S, _TRIES = 20, 6
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+#: After these codes of CUresult the context answers every call with the same.
+_LOST = {700, 702, 710, 714, 715, 716, 717, 718, 719, 721}
+
+
+def run_case(
+    name: str, machine: Machine, plan: Plan, out: Path, label: str = "", commit: str = ""
+) -> dict[str, Any]:
+    """Runs the rows of a case that have no result yet; its JSON is written after each of them."""
+    content = _begun(name, machine, plan, out, label, commit)
+    rows = content["rows"]
+    known = {row["name"] for row in rows}
+    try:
+        for row in CASES[name](machine, plan):
+            if row.name in known:
+                continue
+            if time.monotonic() > plan.until_s:
+                content["stopped"] = "there was no time left; run it again for the other rows"
+                break
+            content["running"] = row.name
+            _write(content, out)
+            rows.append(_run_row(row))
+            del content["running"]
+            _write(content, out)
+            print(line_of(rows[-1]), flush=True)
+            if rows[-1].get("cuda_error") in _LOST:
+                content["stopped"] = "the context is lost"
+                break
+        else:
+            content["complete"] = True
+    except Exception as error:  # a case that cannot even say what its rows are
+        content |= {"stopped": _why(error), "failed": True}
+        if not isinstance(error, TuttiError):
+            content["traceback"] = traceback.format_exc().splitlines()[-12:]
+    _write(content, out)
+    return content
+
+
+def _begun(
+    name: str, machine: Machine, plan: Plan, out: Path, label: str, commit: str
+) -> dict[str, Any]:
+    """What a case's JSON says beside its rows, and the rows of a run that was cut."""
+    machine_facts = describe(plan.folder) | ({"commit": commit} if commit else {})
+    begun = _read(out / f"{name}.json")
+    goes_on = begun.get("machine", {}).get("commit") == machine_facts["commit"]
+    return {
+        "benchmark": "gpu",
+        "case": name,
+        "label": label,
+        "complete": False,
+        "gpu": describe_gpu(),
+        "host": describe_host(),
+        "cuda": machine.facts,
+        "machine": machine_facts,
+        "rows": begun["rows"] if goes_on and not begun.get("complete") else [],
+    }
+
+
+def _run_row(row: Row) -> dict[str, Any]:
+    """A row's result, or why there is none: the other rows must not be lost."""
+    began_s = time.monotonic()
+    result: dict[str, Any] = {"name": row.name}
+    faulthandler.dump_traceback_later(_ROW_S, exit=True)
+    try:
+        result |= row.work()
+    except Exception as error:
+        result["not_run"] = _why(error)
+        codes = [e.code for e in _chain(error) if isinstance(e, CudaError)]
+        if codes:
+            result["cuda_error"] = codes[-1]
+        elif not isinstance(error, TuttiError):
+            result["traceback"] = traceback.format_exc().splitlines()[-12:]
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+    return result | {"elapsed_s": time.monotonic() - began_s, "clocks_after": clocks()}
+
+
+def _chain(error: BaseException) -> list[BaseException]:
+    """An error and those in whose handling it was raised, the first one last."""
+    chain = [error]
+    while (before := chain[-1].__cause__ or chain[-1].__context__) is not None:
+        chain.append(before)
+    return chain
+
+
+def _why(error: BaseException) -> str:
+    """What went wrong first, and what came of it: closing may fail because of it."""
+    return ", then ".join(f"{type(e).__name__}: {e}" for e in reversed(_chain(error)))
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """A case's JSON; {} where there is none."""
+    content: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+    return content
+
+
+def _write(content: dict[str, Any], out: Path) -> None:
+    out.mkdir(parents=True, exist_ok=True)
+    temporary = out / f".{content['case']}.json.new"
+    temporary.write_text(json.dumps(content, indent=1) + "\n")
+    os.replace(temporary, out / f"{content['case']}.json")
+
+
+def cases_to_run(wanted: list[str], out: Path) -> list[str]:
+    """The named ones, or all that have no whole result yet: what failed comes last."""
+    unknown = set(wanted) - set(CASES)
+    if unknown:
+        raise ConfigError(f"no case is called {min(unknown)}; there are {', '.join(CASES)}")
+    if wanted:
+        return wanted
+    states = {name: _state(_read(out / f"{name}.json")) for name in CASES}
+    left = [name for name in CASES if states[name] in ("new", "cut")]
+    return left + [name for name in CASES if states[name] == "failed"]
+
+
+def _state(content: dict[str, Any]) -> str:
+    """What became of a case: "new", "cut", "failed" or "done"."""
+    if not content:
+        return "new"
+    if content["complete"]:
+        return "done"
+    return "failed" if content.get("failed") else "cut"
+
+
+def machine_of(driver: Driver) -> Machine:
+    """The GPU with the device code of this package; without it where it cannot be had."""
+    try:
+        return Machine(driver, Modules(driver))
+    except TuttiError as error:
+        return Machine(driver, None, why_no_modules=f"{type(error).__name__}: {error}")
+
+
+def _run_here(name: str, args: argparse.Namespace) -> int:
+    """One case in this process, which ends with the one that started it."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    out = Path(args.out)
+    until_s = time.monotonic() + args.minutes * 60
+    faulthandler.dump_traceback_later(_ROW_S, exit=True)  # a driver that does not answer
+    try:
+        plan = Plan(
+            progress,
+            Path(args.dir),
+            args.pairs,
+            args.round_s,
+            batch_nbytes=parse_nbytes(args.batch),
+            layers=args.layers,
+            staging_nbytes=parse_nbytes(args.staging),
+            file_nbytes=parse_nbytes(args.file),
+            until_s=until_s,
+        )
+        machine = machine_of(CudaDriver())
+        run_case(name, machine, plan, out, commit=args.commit)
+        faulthandler.dump_traceback_later(_ROW_S / 5, exit=True)
+        machine.close()
+    except TuttiError as error:
+        print(f"{name}: error: {error}", file=sys.stderr, flush=True)
+        return 1
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+    return 0
+
+
+def _run_apart(name: str, argv: list[str], out: Path, left_s: float) -> dict[str, Any]:
+    """One case in a process of its own, again behind a row that ended it; its JSON."""
+    until_s = time.monotonic() + left_s
+    path = out / f"{name}.json"
+    env = {"CUDA_DEVICE_MAX_CONNECTIONS": "32"} | os.environ
+    for _ in range(_TRIES):
+        left_s = until_s - time.monotonic()
+        if left_s < _LEFT_S:
+            break
+        command = [sys.executable, "-m", "tutti.bench.gpu.shards", *argv, "--here", name]
+        try:
+            done = subprocess.run(
+                [*command, "--minutes", str(left_s / 60)], env=env, timeout=left_s + _ROW_S / 2
+            )
+            how = f"its process ended with code {done.returncode}"
+        except subprocess.TimeoutExpired:
+            how = "its process was killed, as the time was over"
+        content = _read(path)
+        row = content.pop("running", None)
+        if row is not None:
+            content["rows"].append({"name": row, "not_run": how})
+            _write(content, out)
+        elif content.get("stopped") != "the context is lost":
+            break
+    return _read(path)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m tutti.bench.gpu.shards", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("cases", nargs="*", metavar="CASE", help=", ".join(CASES))
+    parser.add_argument("--out", default="bench/results/gpu", help="(default: %(default)s)")
+    parser.add_argument("--dir", default=".", help="for the file of `files` (default: %(default)s)")
+    parser.add_argument("--file", default="4GiB", help="its size (default: %(default)s)")
+    parser.add_argument("--batch", default="256MiB", help="of a transfer (default: %(default)s)")
+    parser.add_argument("--layers", type=int, default=8, help="of it (default: %(default)s)")
+    parser.add_argument("--staging", default="256MiB", help="of engines (default: %(default)s)")
+    parser.add_argument("--pairs", type=int, default=7, help="of rounds (default: %(default)s)")
+    parser.add_argument("--round-s", type=float, default=0.15, help="(default: %(default)s)")
+    parser.add_argument("--minutes", type=float, default=8.0, help="begin no row after so long")
+    parser.add_argument("--commit", default="", help="of the code, where there is no git")
+    parser.add_argument("--here", metavar="CASE", help="this case alone, in this process")
+    args = parser.parse_args(arguments)
+    if args.here:
+        code = _run_here(args.here, args)
+        sys.stdout.flush()
+        os._exit(code)  # a context that is stuck is not waited for
+    out, began_s = Path(args.out), time.monotonic()
+    options = [
+        *("--out", args.out, "--dir", args.dir, "--file", args.file, "--commit", args.commit),
+        *("--pairs", str(args.pairs), "--round-s", str(args.round_s)),
+        *("--layers", str(args.layers), "--staging", args.staging, "--batch", args.batch),
+    ]
+    try:
+        names = cases_to_run(args.cases, out)
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    for name in args.cases:
+        (out / f"{name}.json").unlink(missing_ok=True)
+    is_whole = True
+    for name in names:
+        left_s = args.minutes * 60 - (time.monotonic() - began_s)
+        if left_s < _LEFT_S:
+            print(f"{name} and what follows are left for the next run", flush=True)
+            return 1
+        content = _run_apart(name, options, out, left_s)
+        is_whole = is_whole and bool(content.get("complete"))
+        why = "done" if content.get("complete") else content.get("stopped", "no result")
+        print(f"== {name}: {why}, {time.monotonic() - began_s:.0f} s", flush=True)
+    return 0 if is_whole else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,176 @@
+"""SGLang's own controller over one of its storage backends, on a host pool of Llama-3-8B's shape.
+
+The controller (managers/cache_controller.py of SGLang 0.5.23) is real, and so are the host pool and
+the backends; only its two calls that move pages run in the caller's thread, so that they can be
+timed. No request, model or server is involved.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import importlib.util
+import os
+from collections.abc import Callable
+from typing import Any
+
+from tutti.bench.peers.peer import BATCH_PAGES, HEAD_DIM, HEADS, LAYERS, Peer, PeerPlan
+from tutti.errors import ChecksumMismatch, MediumError
+
+_MARK_NBYTES = 16
+
+
+def missing(backend: str) -> str:
+    """Why a backend cannot run here; empty when it can."""
+    if importlib.util.find_spec("sglang") is None:
+        return "sglang is not installed"
+    if backend == "nixl" and importlib.util.find_spec("nixl") is None:
+        return "nixl is not installed"
+    return ""
+
+
+class HiCachePeer(Peer):
+    """Pages of one host pool, stored and loaded by SGLang's controller in batches of 128."""
+
+    def __init__(self, plan: PeerPlan, backend: str, **options: Any) -> None:
+        _publish_settings()
+        self._plan = plan
+        self._pool, self._controller = _controller(plan)
+        self._marks = self._places_of_marks()
+        for page in range(BATCH_PAGES):
+            self._mark(page, b"\xff" * _MARK_NBYTES)
+        self._attach: Callable[[], None] = lambda: self._controller.attach_storage_backend(
+            backend, model_name="llama-3-8b", storage_backend_extra_config=options
+        )
+        import torch
+
+        self._indices = torch.arange(BATCH_PAGES * plan.page_tokens)
+
+    def open(self) -> None:
+        """Attaches the backend."""
+        self._attach()
+
+    def close(self) -> None:
+        """Detaches the backend."""
+        self._controller.detach_storage_backend()
+
+    def prepare_store(self, batch: int) -> None:
+        """Every page says which one it is."""
+        for page in range(BATCH_PAGES):
+            self._mark(page, _mark_of(batch, page))
+
+    def store(self, batch: int) -> None:
+        """SGLang's backup of one batch.  Raises MediumError when pages were not stored."""
+        from sglang.srt.managers.cache_controller import StorageOperation
+
+        operation = StorageOperation(self._indices, [], hash_value=_hashes(batch))
+        self._controller._page_backup(operation)
+        if operation.completed_tokens != self._indices.numel():
+            raise MediumError(
+                f"batch {batch}: only {operation.completed_tokens} tokens were stored"
+            )
+
+    def prepare_load(self, batch: int) -> None:
+        """Wipes what the pages say they are."""
+        for page in range(BATCH_PAGES):
+            self._mark(page, bytes(_MARK_NBYTES))
+
+    def load(self, batch: int) -> None:
+        """SGLang's prefetch of one batch.  Raises MediumError when pages were not there."""
+        from sglang.srt.managers.cache_controller import PrefetchOperation
+
+        operation = PrefetchOperation(f"batch {batch}", [])
+        operation.hash_value, operation.host_indices = _hashes(batch), self._indices
+        pages = self._controller._page_transfer(operation)
+        if pages != BATCH_PAGES:
+            raise MediumError(f"batch {batch}: only {pages} of {BATCH_PAGES} pages were loaded")
+
+    def check(self, batch: int) -> None:
+        """Raises ChecksumMismatch for a page that is not what was stored."""
+        for page in range(BATCH_PAGES):
+            found = {ctypes.string_at(place, _MARK_NBYTES) for place in self._marks[page]}
+            if found != {_mark_of(batch, page)}:
+                raise ChecksumMismatch(f"batch {batch}, page {page} holds wrong bytes")
+
+    def exists(self, batches: list[int]) -> int:
+        """SGLang's look-up of many pages in one call."""
+        hashes = [page_hash for batch in batches for page_hash in _hashes(batch)]
+        return int(self._controller.storage_backend.batch_exists(hashes))
+
+    def _places_of_marks(self) -> list[tuple[int, int]]:
+        """Addresses of the first and the last bytes of every page."""
+        places = []
+        size = self._plan.page_tokens
+        for page in range(BATCH_PAGES):
+            import torch
+
+            indices = torch.arange(page * size, (page + 1) * size)
+            pointers, sizes = self._pool.get_page_buffer_meta(indices)
+            places.append((int(pointers[0]), int(pointers[-1]) + int(sizes[-1]) - _MARK_NBYTES))
+        return places
+
+    def _mark(self, page: int, mark: bytes) -> None:
+        for place in self._marks[page]:
+            ctypes.memmove(place, mark, _MARK_NBYTES)
+
+
+def _publish_settings() -> None:
+    """SGLang's settings for one rank on the CPU, without a model."""
+    os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
+    from sglang.srt.runtime_context import SpawnRanks, publish
+    from sglang.srt.server_args import ServerArgs
+
+    # The one name for which SGLang looks for no files.
+    publish(
+        ServerArgs(model_path="dummy", device="cpu"),
+        role="test",
+        ranks=SpawnRanks(world_rank=0, dp_rank=None),
+    )
+
+
+def _controller(plan: PeerPlan) -> tuple[Any, Any]:
+    import threading
+
+    import torch
+    from sglang.srt.managers.cache_controller import HiCacheController
+    from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
+    from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+    from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
+
+    size = plan.page_tokens
+    device = MHATokenToKVPool(
+        size=size,
+        page_size=size,
+        dtype=torch.bfloat16,
+        layer_num=LAYERS,
+        device="cpu",
+        enable_memory_saver=False,
+        head_num=HEADS,
+        head_dim=HEAD_DIM,
+    )
+    allocator = PagedTokenToKVPoolAllocator(size, size, torch.bfloat16, "cpu", device, False)
+    pool = MHATokenToKVPoolHost(
+        device._mha_buffer_info(),
+        1.0,
+        0,
+        size,
+        plan.layout,
+        pin_memory=False,
+        device_capacity_tokens=size,
+        start_layer=0,
+        end_layer=LAYERS,
+        host_token_capacity=BATCH_PAGES * size,
+    )
+    pool.kv_buffer.view(torch.uint8).random_(0, 256)
+    controller = HiCacheController(
+        allocator, pool, size, None, threading.Event(), io_backend="direct"
+    )
+    return pool, controller
+
+
+def _hashes(batch: int) -> list[str]:
+    return [hashlib.sha256(b"%d %d" % (batch, page)).hexdigest() for page in range(BATCH_PAGES)]
+
+
+def _mark_of(batch: int, page: int) -> bytes:
+    return batch.to_bytes(8, "little") + page.to_bytes(8, "little")

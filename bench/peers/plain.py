@@ -1,0 +1,152 @@
+"""Peers without SGLang: the store itself on its host path, and a file for every page."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+
+import tutti
+from tutti.bench.peers.peer import BATCH_PAGES, LAYERS, Peer, PeerPlan
+from tutti.bench.shape import Shape
+from tutti.bench.stamps import Stamps, numbered_keys
+from tutti.errors import ChecksumMismatch, MediumError
+from tutti.memory.host_memory import HostPool
+from tutti.store import ObjectStore
+from tutti.transfers.core import StoreConfig
+
+_WAIT_S = 120.0
+_THREADS = 4
+
+
+class _PlainPeer(Peer):
+    """Pages in ordinary memory that keep their content; only their names change."""
+
+    def __init__(self, plan: PeerPlan) -> None:
+        self._plan = plan
+        shape = Shape(LAYERS, plan.page_nbytes // LAYERS)
+        self._layout = shape.layout(plan.page_tokens).token_major()
+        self._pool = HostPool.allocate(self._layout, BATCH_PAGES, hugepages=False)
+        self._stamps = Stamps(self._pool)
+        self._pages = np.arange(BATCH_PAGES)
+        self._contents = numbered_keys(self._pages)
+        self._stamps.fill(self._pages, self._contents)
+
+    def prepare_store(self, batch: int) -> None:
+        """Nothing: every batch holds the same."""
+
+    def prepare_load(self, batch: int) -> None:
+        """Wipes the beginning and the end of every page."""
+        for page in range(BATCH_PAGES):
+            for k in range(len(self._layout.segments)):
+                segment = self._pool.segment(page, 0, k)
+                segment[:4096] = 0
+                segment[-4096:] = 0
+
+    def check(self, batch: int) -> None:
+        """Raises ChecksumMismatch for a page that is not what was stored."""
+        wrong = int(np.count_nonzero(self._stamps.wrong(self._pages, self._contents)))
+        if wrong:
+            raise ChecksumMismatch(f"{wrong} pages of batch {batch} hold wrong bytes")
+
+
+class StorePeer(_PlainPeer):
+    """Tutti's store on one file, one put or load for a batch."""
+
+    def __init__(self, plan: PeerPlan) -> None:
+        super().__init__(plan)
+        self._path = str(Path(plan.directory) / "store.tutti")
+        self._store: ObjectStore | None = None
+
+    def open(self) -> None:
+        """Formats and opens the pool."""
+        tutti.format([self._path], self._layout, self._plan.capacity_nbytes)
+        self._store = tutti.open([self._path], self._layout, StoreConfig())
+        self._store.register(self._pool)
+
+    def close(self) -> None:
+        """Closes the pool."""
+        self._opened.close()
+
+    def store(self, batch: int) -> None:
+        """One put."""
+        ticket = self._opened.put(_keys(batch), self._pages, pool=self._pool)
+        ticket.wait(_WAIT_S)
+
+    def load(self, batch: int) -> None:
+        """One load."""
+        ticket = self._opened.load(_keys(batch), self._pages, pool=self._pool)
+        ticket.wait(_WAIT_S)
+        if ticket.keys != BATCH_PAGES:
+            raise MediumError(f"batch {batch}: only {ticket.keys} pages are stored")
+
+    def exists(self, batches: list[int]) -> int:
+        """One look-up."""
+        return int(self._opened.match(np.concatenate([_keys(batch) for batch in batches])))
+
+    @property
+    def _opened(self) -> ObjectStore:
+        assert self._store is not None, "open() comes first"
+        return self._store
+
+
+class FilesPeer(_PlainPeer):
+    """A file for every page, by threads, O_DIRECT; nothing is checksummed."""
+
+    def __init__(self, plan: PeerPlan) -> None:
+        super().__init__(plan)
+        self._directory = Path(plan.directory)
+        self._segments = [
+            [self._pool.segment(page, 0, k) for k in range(len(self._layout.segments))]
+            for page in range(BATCH_PAGES)
+        ]
+
+    def open(self) -> None:
+        """Starts the threads."""
+        self._threads = ThreadPoolExecutor(_THREADS)
+
+    def close(self) -> None:
+        """Ends the threads."""
+        self._threads.shutdown()
+
+    def store(self, batch: int) -> None:
+        """Writes the files."""
+        self._each(batch, os.O_WRONLY | os.O_CREAT, os.pwritev)
+
+    def load(self, batch: int) -> None:
+        """Reads the files."""
+        self._each(batch, os.O_RDONLY, os.preadv)
+
+    def exists(self, batches: list[int]) -> int:
+        """Asks the file system for every page."""
+        found = 0
+        for batch in batches:
+            for page in range(BATCH_PAGES):
+                if not self._file(batch, page).exists():
+                    return found
+                found += 1
+        return found
+
+    def _each(self, batch: int, flags: int, transfer: Callable[..., int]) -> None:
+        def move(page: int) -> None:
+            descriptor = os.open(self._file(batch, page), flags | os.O_DIRECT, 0o600)
+            try:
+                moved = transfer(descriptor, self._segments[page], 0)
+            finally:
+                os.close(descriptor)
+            if moved != self._plan.page_nbytes:
+                raise MediumError(f"only {moved} bytes of a page were moved; is the disk full?")
+
+        futures = [self._threads.submit(move, page) for page in range(BATCH_PAGES)]
+        for future in futures:
+            future.result(timeout=_WAIT_S)
+
+    def _file(self, batch: int, page: int) -> Path:
+        return self._directory / f"{batch:06d}-{page:03d}"
+
+
+def _keys(batch: int) -> np.typing.NDArray[np.uint8]:
+    return numbered_keys(np.arange(batch * BATCH_PAGES, (batch + 1) * BATCH_PAGES))

@@ -1,0 +1,335 @@
+"""Compares ways to keep pages on an SSD: SGLang's backends, Tutti's, plain files and fio.
+
+Every peer is a process of its own. The rounds are interleaved: in each, every peer stores a batch
+of 128 pages of Llama-3-8B's shape and loads one that it stored earlier.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import selectors
+import shutil
+import subprocess
+import sys
+import tempfile
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from tutti.bench.environment import describe
+from tutti.bench.fio import FioJob, prepare_file, run_fio
+from tutti.bench.peers import hicache as peer_hicache
+from tutti.bench.peers.peer import BATCH_PAGES, PeerPlan
+from tutti.bench.peers.process import PEERS
+from tutti.bench.statistics import bootstrap_median, interval_text, median, percentile, ratios
+from tutti.errors import ConfigError, DeviceTimeout, MediumError, TuttiError
+from tutti.terminal import ProgressFactory, table
+from tutti.units import MiB, format_nbytes
+
+LAYOUTS = ("page_first", "page_first_direct", "layer_first")
+PHASES = ("store", "load")
+_BASE = "hicache-tutti"
+_TIMEOUT_S = 300.0
+_FIO_BLOCK_NBYTES = MiB
+_EXISTS_PAGES = 1024
+
+
+class Worker:
+    """The process of one peer."""
+
+    def __init__(self, name: str, plan: PeerPlan) -> None:
+        self.name = name
+        environment = os.environ | {"SGLANG_HICACHE_NIXL_BACKEND_STORAGE_DIR": plan.directory}
+        self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed with the process
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tutti.bench.peers.process", plan.to_json(), name],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            text=True,
+            bufsize=1,
+            env=environment,
+        )
+        self._answer()
+
+    def ask(self, command: str, *batches: int) -> dict[str, Any]:
+        """Has a command carried out.  Raises MediumError when the process failed at it."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(" ".join([command, *map(str, batches)]) + "\n")
+        return self._answer()
+
+    def end(self) -> None:
+        """Ends the process, by force when it does not end by itself."""
+        try:
+            self._process.communicate("quit\n", timeout=60)
+        except (OSError, ValueError, subprocess.TimeoutExpired):
+            self._process.kill()
+            self._process.wait(60)
+        self._log.close()
+
+    def _answer(self) -> dict[str, Any]:
+        output = self._process.stdout
+        assert output is not None
+        with selectors.DefaultSelector() as selector:
+            selector.register(output, selectors.EVENT_READ)
+            if not selector.select(_TIMEOUT_S):
+                raise DeviceTimeout(f"{self.name} did not answer within {_TIMEOUT_S:g} s")
+        line = output.readline()
+        answer: dict[str, Any] = json.loads(line) if line else {"error": self._last_words()}
+        if "error" in answer:
+            raise MediumError(f"{self.name} failed: {answer['error']}")
+        return answer
+
+    def _last_words(self) -> str:
+        self._log.seek(0)
+        lines = self._log.read().strip().splitlines()
+        return lines[-1] if lines else "its process ended without a word"
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One batch, in one direction."""
+
+    wall_s: float
+    cpu_s: float
+    nbytes: int
+    extra_memory_nbytes: int
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments of `tutti bench peers`."""
+    parser.add_argument("--dir", default=".", help="where the files lie (default: %(default)s)")
+    parser.add_argument(
+        "--peers", nargs="+", choices=[*PEERS, "fio"], default=[*PEERS, "fio"], metavar="PEER"
+    )
+    parser.add_argument(
+        "--page-tokens", nargs="+", type=int, default=[64, 16], help="(default: 64 16)"
+    )
+    parser.add_argument("--layout", choices=LAYOUTS, default="page_first", help="of host pools")
+    parser.add_argument("--rounds", type=int, default=7, help="(default: %(default)s)")
+    parser.add_argument(
+        "--batches", type=int, default=3, help="batches that stay stored (default: %(default)s)"
+    )
+
+
+def run(args: argparse.Namespace, progress: ProgressFactory) -> dict[str, Any]:
+    """Measures; the result for JSON.  Raises TuttiError."""
+    if args.rounds < 1 or args.batches < 2:
+        raise ConfigError("give at least one round and two batches")
+    if not os.path.isdir(args.dir):
+        raise ConfigError(f"{args.dir} is no directory; make it, or name another with --dir")
+    skipped = {
+        name: why
+        for name in args.peers
+        if (why := _missing(name))  # named, so that nobody takes it for a result
+    }
+    names = [name for name in args.peers if name not in skipped]
+    if not names:
+        raise ConfigError(f"no peer can run here: {skipped}")
+    return {
+        "benchmark": "peers",
+        "layout": args.layout,
+        "batch_pages": BATCH_PAGES,
+        "rounds": args.rounds,
+        "skipped": skipped,
+        "cells": {
+            f"pages of {tokens} tokens": _measure(args, names, tokens, progress)
+            for tokens in args.page_tokens
+        },
+        "versions": _versions(),
+        "machine": describe(args.dir),
+    }
+
+
+def _missing(name: str) -> str:
+    if name == "fio":
+        return "" if shutil.which("fio") else "fio is not installed"
+    return peer_hicache.missing(PEERS[name]) if PEERS[name] else ""
+
+
+def _versions() -> dict[str, str]:
+    from importlib import metadata
+
+    found = {}
+    for name in ("sglang", "torch", "nixl"):
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            found[name] = "not installed"
+    return found
+
+
+def _measure(
+    args: argparse.Namespace, names: list[str], tokens: int, progress: ProgressFactory
+) -> dict[str, Any]:
+    plan = PeerPlan("", tokens, args.layout, args.batches)
+    samples: dict[str, dict[str, list[Sample]]] = {n: {p: [] for p in PHASES} for n in names}
+    with ExitStack() as stack:
+        folder = Path(
+            stack.enter_context(tempfile.TemporaryDirectory(prefix="tutti-peers-", dir=args.dir))
+        )
+        askers: dict[str, Any] = {}
+        for name in names:
+            own = replace(plan, directory=str(folder / name))
+            Path(own.directory).mkdir()
+            worker: Any = _Fio(own) if name == "fio" else Worker(name, own)
+            stack.callback(worker.end)
+            askers[name] = worker
+        # So many rounds first that every pool was written in full once.
+        first = -(2 * args.batches + 2)
+        with progress(f"pages of {tokens} tokens", (args.rounds - first) * len(names)) as bar:
+            for number in range(first, args.rounds):
+                order = names if number % 2 == 0 else names[::-1]
+                for name in order:
+                    _round(askers[name], number - first, args.batches, samples[name], number >= 0)
+                    bar.advance(1)
+        newest = args.rounds - first
+        # The stored batches, named over and over, make up the long prompt that is looked up.
+        kept = [newest - 1 - i % args.batches for i in range(_EXISTS_PAGES // BATCH_PAGES)]
+        exists = {
+            name: [asker.ask("exists", *kept) for _ in range(args.rounds)]
+            for name, asker in askers.items()
+            if name != "fio"
+        }
+    return _cell(samples, exists, plan)
+
+
+def _round(
+    asker: Any, batch: int, batches: int, samples: dict[str, list[Sample]], counted: bool
+) -> None:
+    stored = Sample(**asker.ask("store", batch))
+    loaded = Sample(**asker.ask("load", max(0, batch - batches + 1)))
+    if counted:
+        samples["store"].append(stored)
+        samples["load"].append(loaded)
+
+
+class _Fio:
+    """fio, asked like a peer: blocks of 1 MiB, direct, ordinary pages."""
+
+    def __init__(self, plan: PeerPlan) -> None:
+        self._plan = plan
+        self._path = str(Path(plan.directory) / "fio.data")
+        prepare_file(self._path, plan.batches * plan.batch_nbytes)
+
+    def ask(self, command: str, *batches: int) -> dict[str, Any]:
+        nbytes = self._plan.batch_nbytes
+        direction = "write" if command == "store" else "read"
+        done = run_fio(
+            FioJob(self._path, direction, _FIO_BLOCK_NBYTES, self._plan.batches * nbytes, nbytes)
+        )
+        return {
+            "wall_s": done.wall_s,
+            "cpu_s": done.cpu_s,
+            "nbytes": done.nbytes,
+            "extra_memory_nbytes": 0,
+        }
+
+    def end(self) -> None:
+        Path(self._path).unlink(missing_ok=True)
+
+
+def _cell(
+    samples: dict[str, dict[str, list[Sample]]],
+    exists: dict[str, list[dict[str, Any]]],
+    plan: PeerPlan,
+) -> dict[str, Any]:
+    peers: dict[str, Any] = {}
+    base = samples.get(_BASE, {})
+    for name, phases in samples.items():
+        peers[name] = {phase: _phase(phases[phase], base.get(phase)) for phase in PHASES}
+        if name in exists:
+            times = [answer["wall_s"] for answer in exists[name]]
+            peers[name]["exists"] = {
+                "pages": exists[name][-1]["pages"],
+                "median_ms": median(times) * 1e3,
+                "max_ms": max(times) * 1e3,
+            }
+    return {"page_nbytes": plan.page_nbytes, "stored_nbytes": plan.batches * plan.batch_nbytes} | {
+        "peers": peers
+    }
+
+
+def _phase(found: list[Sample], base: list[Sample] | None) -> dict[str, Any]:
+    speeds = [s.nbytes / s.wall_s / 1e9 for s in found]
+    cpus = [s.cpu_s / (s.nbytes / 1e9) for s in found]
+    facts: dict[str, Any] = {
+        "median_gb_per_s": median(speeds),
+        "median_cpu_s_per_gb": median(cpus),
+        "p99_batch_ms": percentile([s.wall_s * 1e3 for s in found], 99),
+        "extra_memory_nbytes": max(s.extra_memory_nbytes for s in found),
+        "gb_per_s": speeds,
+        "cpu_s_per_gb": cpus,
+    }
+    if base:
+        against = [s.nbytes / s.wall_s / 1e9 for s in base]
+        cpu_base = [s.cpu_s / (s.nbytes / 1e9) for s in base]
+        difference = [b - a for a, b in zip(cpus, cpu_base, strict=True)]
+        facts["base_over_this_speed"] = bootstrap_median(ratios(against, speeds)).to_dict()
+        facts["base_minus_this_cpu_s_per_gb"] = bootstrap_median(difference).to_dict()
+    return facts
+
+
+def report(result: dict[str, Any]) -> str:
+    """Tables for people."""
+    parts = []
+    for title, cell in result["cells"].items():
+        parts.append(f"{title}, {format_nbytes(cell['page_nbytes'])} each, {result['layout']}")
+        parts.append(table(HEAD, rows_of(cell)))
+    parts += [f"skipped: {name} ({why})" for name, why in result["skipped"].items()]
+    return "\n".join(parts)
+
+
+HEAD = [
+    *("peer", "direction", "GB/s", "CPU-s/GB", "p99 of a batch, ms", "memory, MiB"),
+    *(f"{_BASE}/this speed", f"{_BASE}-this CPU-s/GB", "look-up"),
+]
+
+
+def rows_of(cell: dict[str, Any]) -> list[list[str]]:
+    """A line for each peer and direction."""
+    rows = []
+    for name, facts in cell["peers"].items():
+        for phase in PHASES:
+            found = facts[phase]
+            exists = facts.get("exists") if phase == "load" else None
+            rows.append(
+                [
+                    name,
+                    phase,
+                    f"{found['median_gb_per_s']:.2f}",
+                    f"{found['median_cpu_s_per_gb']:.3f}",
+                    f"{found['p99_batch_ms']:.0f}",
+                    f"{found['extra_memory_nbytes'] / MiB:.0f}",
+                    interval_text(found.get("base_over_this_speed"), 2),
+                    interval_text(found.get("base_minus_this_cpu_s_per_gb"), 2),
+                    f"{exists['pages']} pages {exists['median_ms']:.2f} ms" if exists else "",
+                ]
+            )
+    return rows
+
+
+def main(argv: list[str] | None = None) -> int:
+    """`python -m tutti.bench.peers.run`, for an environment that has SGLang but not the command."""
+    from tutti.terminal import progress
+
+    parser = argparse.ArgumentParser(prog="tutti.bench.peers.run", description=__doc__)
+    add_arguments(parser)
+    parser.add_argument("--out", type=Path, help="also write the raw result to this file (JSON)")
+    args = parser.parse_args(argv)
+    try:
+        result = run(args, progress)
+        if args.out:
+            args.out.write_text(json.dumps(result, indent=1) + "\n")
+        print(report(result))
+    except TuttiError as error:
+        print(f"tutti.bench.peers.run: {error}", file=sys.stderr)
+        return 3
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""`tutti profile`: measures a profile for the scheduler."""

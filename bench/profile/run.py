@@ -1,0 +1,243 @@
+"""Measures a profile for the scheduler: the medium here, compute on a GPU or by a roofline.
+
+Every point that was measured is kept beside the result until the profile is whole, so that a run
+that was interrupted goes on where it stopped.  docs/profile.md describes the JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from tutti.bench.environment import describe
+from tutti.bench.profile import gpu as profile_gpu
+from tutti.bench.profile.medium import Medium
+from tutti.bench.profile.plot import plot_profile
+from tutti.bench.statistics import median
+from tutti.errors import ConfigError
+from tutti.scheduler.green_context import choose_partition
+from tutti.scheduler.profile import KIND, SCHEMA, TableProfile, estimated_compute, estimated_movers
+from tutti.scheduler.roofline import DENSE_MODELS, GPUS, GpuRoofline, ModelShape
+from tutti.terminal import ProgressFactory, table
+from tutti.units import format_nbytes, parse_nbytes
+
+DIRECTIONS = ("read", "write", "both")
+_SIZES = ("1MiB", "4MiB", "16MiB", "64MiB", "256MiB")
+_SLICES = ("64KiB", "256KiB", "1MiB")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments of `tutti profile`."""
+    parser.add_argument(
+        "--medium",
+        default=".",
+        help="a directory on it, or a new file; what is written is removed (%(default)s)",
+    )
+    parser.add_argument("--out", default="profile.json", help="the profile (%(default)s)")
+    parser.add_argument("--model", choices=sorted(DENSE_MODELS), default="llama-3.1-8b")
+    parser.add_argument(
+        "--gpu", choices=sorted(GPUS), default="H100", help="to estimate for (%(default)s)"
+    )
+    parser.add_argument("--page-tokens", type=int, default=64, help="of a page (%(default)s)")
+    parser.add_argument(
+        "--sizes",
+        nargs="+",
+        default=_SIZES,
+        help=f"bytes of one transfer ({' '.join(_SIZES)})",
+    )
+    parser.add_argument(
+        "--slices",
+        nargs="+",
+        default=_SLICES,
+        help=f"contiguous pieces of it in memory ({' '.join(_SLICES)})",
+    )
+    parser.add_argument("--repeats", type=int, default=5, help="of each point (%(default)s)")
+    parser.add_argument("--file-size", default="1GiB", help="written once before (%(default)s)")
+    parser.add_argument("--fresh", action="store_true", help="forget an interrupted run")
+
+
+def run(args: argparse.Namespace, progress: ProgressFactory) -> dict[str, Any]:
+    """Measures what is missing and writes the profile and its picture.
+
+    Raises ConfigError for sizes that do not go together, and what the medium raises.
+    """
+    sizes, slices = _grid(args)
+    model, gpu = DENSE_MODELS[args.model], GPUS[args.gpu]
+    path, directory = _medium_path(args.medium)
+    if not Path(args.out).absolute().parent.is_dir():
+        raise ConfigError(f"the folder of {args.out} does not exist; make it, or name another")
+    if Path(args.out).is_dir():
+        raise ConfigError(f"{args.out} is a folder; name a file in it")
+    if not os.access(Path(args.out).absolute().parent, os.W_OK | os.X_OK):
+        raise ConfigError(f"no right to write beside {args.out}; give --out elsewhere")
+    machine = describe(directory)
+    points = Points(
+        Path(f"{args.out}.partial"),
+        {
+            "machine": {k: v for k, v in machine.items() if k not in ("command", "commit")},
+            "grid": [sizes, slices, args.repeats, args.file_size],
+        },
+        fresh=args.fresh,
+    )
+    io = _measure_io(path, sizes, slices, args, points, progress)
+    document = {
+        "benchmark": "profile",
+        "kind": KIND,
+        "schema": SCHEMA,
+        "machine": machine,
+        "model": model.to_dict(),
+        "gpu": gpu.name,
+        "slice_nbytes": model.slice_nbytes_per_token * args.page_tokens,
+        **io,
+        **_gpu_halves(model, gpu),
+    }
+    TableProfile(document)  # refuses what it could not load
+    _replace(Path(args.out), document)
+    plot_profile(document, Path(args.out).with_suffix(".png"))
+    points.forget()
+    return {"out": args.out, **document}
+
+
+HEAD = ("bytes", "slice", "read GB/s", "write GB/s", "read beside write", "write beside read")
+
+
+def rows_of(result: dict[str, Any]) -> list[list[str]]:
+    """The table below HEAD."""
+    rows = []
+    for row in zip(*(result["io"][d] for d in DIRECTIONS), strict=True):
+        nbytes, slice_nbytes, read_us = row[0]
+        write_us, (both_read_us, both_write_us) = row[1][2], row[2][2:]
+        speeds = [nbytes / us / 1e3 for us in (read_us, write_us, both_read_us, both_write_us)]
+        rows.append(
+            [format_nbytes(nbytes), format_nbytes(slice_nbytes), *(f"{v:.2f}" for v in speeds)]
+        )
+    return rows
+
+
+def notes_of(result: dict[str, Any]) -> list[str]:
+    """What follows from the profile, and what of it is estimated."""
+    profile = TableProfile(result)
+    partition = choose_partition(
+        profile.mover_points, profile.read_gb_per_s, sms=GPUS[result["gpu"]].sms
+    )
+    return [
+        f"interference {profile.interference:.2f}; a read takes {profile.start_up_us:.0f} us at"
+        f" least; by estimate {partition.sms} SMs of an {result['gpu']} keep up with"
+        f" {profile.read_gb_per_s:.2f} GB/s",
+        f"estimated, not measured: {', '.join(profile.estimated) or 'nothing'}",
+    ]
+
+
+def report(result: dict[str, Any]) -> str:
+    """A table for people."""
+    return "\n".join(
+        [table(HEAD, rows_of(result)), *notes_of(result), f"profile in {result['out']}"]
+    )
+
+
+class Points:
+    """What was measured so far, in a file beside the result.
+
+    key: what the points depend on; points of another key are forgotten.
+    """
+
+    def __init__(self, path: Path, key: dict[str, Any], *, fresh: bool = False) -> None:
+        self._path = path
+        self._key = json.loads(json.dumps(key))
+        self.done: dict[str, list[float]] = {}
+        if not fresh:
+            self._resume()
+
+    def _resume(self) -> None:
+        try:
+            kept = json.loads(self._path.read_text())
+            points = kept["points"] if kept["key"] == self._key else {}
+            for name, times_us in points.items():
+                self.done[str(name)] = [float(us) for us in times_us]
+        except (OSError, ValueError, TypeError, KeyError, AttributeError):
+            self.done = {}  # torn or not there: measured anew
+
+    def add(self, name: str, times_us: list[float]) -> None:
+        """Keeps a point; it survives the end of the process."""
+        self.done[name] = times_us
+        _replace(self._path, {"key": self._key, "points": self.done})
+
+    def forget(self) -> None:
+        """The profile is whole: nothing is to be resumed."""
+        self._path.unlink(missing_ok=True)
+
+
+def _measure_io(
+    path: str,
+    sizes: list[int],
+    slices: list[int],
+    args: argparse.Namespace,
+    points: Points,
+    progress: ProgressFactory,
+) -> dict[str, Any]:
+    grid = [(d, n, s) for d in DIRECTIONS for s in slices for n in sizes]
+    wanted = [point for point in grid if "/".join(map(str, point)) not in points.done]
+    facts: dict[str, Any] = {}
+    if wanted:
+        with (
+            Medium(path, parse_nbytes(args.file_size), max(sizes)) as medium,
+            progress("profile of the medium", len(wanted)) as bar,
+        ):
+            facts = medium.facts
+            for direction, nbytes, slice_nbytes in wanted:
+                medium.time_us(direction, nbytes, slice_nbytes)  # warm-up
+                runs = [
+                    medium.time_us(direction, nbytes, slice_nbytes) for _ in range(args.repeats)
+                ]
+                middle = [median(times) for times in zip(*runs, strict=True)]
+                points.add(f"{direction}/{nbytes}/{slice_nbytes}", middle)
+                bar.advance(1)
+    rows: dict[str, list[list[float]]] = {d: [] for d in DIRECTIONS}
+    for direction, nbytes, slice_nbytes in grid:
+        times = points.done[f"{direction}/{nbytes}/{slice_nbytes}"]
+        rows[direction].append([nbytes, slice_nbytes, *times])
+    return {"medium": facts, "io": {"estimated": False, **rows}}
+
+
+def _gpu_halves(model: ModelShape, gpu: GpuRoofline) -> dict[str, Any]:
+    """Compute and movers: measured where there is a GPU, else estimated."""
+    measured = profile_gpu.measure(model)
+    if measured is not None:
+        return measured
+    return {"compute": estimated_compute(model, gpu), "movers": estimated_movers(gpu)}
+
+
+def _grid(args: argparse.Namespace) -> tuple[list[int], list[int]]:
+    sizes = sorted({parse_nbytes(size) for size in args.sizes})
+    slices = sorted({parse_nbytes(size) for size in args.slices})
+    if any(n < slices[-1] or n % s for n in sizes for s in slices):
+        raise ConfigError("every size is a multiple of every slice; choose powers of two")
+    if any(s < 4096 or s & (s - 1) for s in slices):
+        raise ConfigError("slices are powers of two from 4 KiB on")
+    if args.repeats < 1 or args.page_tokens < 1:
+        raise ConfigError("--repeats and --page-tokens count from 1")
+    return sizes, slices
+
+
+def _medium_path(medium: str) -> tuple[str, str]:
+    """The file to make, and its directory."""
+    if os.path.isdir(medium):
+        return str(Path(medium) / f"profile-{os.getpid()}.tutti"), medium
+    if os.path.lexists(medium):
+        raise ConfigError(
+            f"{medium} exists, and measuring overwrites; name a directory or new file"
+        )
+    directory = str(Path(medium).absolute().parent)
+    if not os.path.isdir(directory):
+        raise ConfigError(f"the directory of {medium} does not exist; make it first")
+    return medium, directory
+
+
+def _replace(path: Path, content: dict[str, Any]) -> None:
+    """A reader finds the old file or the new one, never a part."""
+    beside = path.with_name(path.name + ".new")
+    beside.write_text(json.dumps(content) + "\n")
+    os.replace(beside, path)

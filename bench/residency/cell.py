@@ -1,0 +1,178 @@
+"""One measurement of `tutti bench residency`, in a process of its own.
+
+    python -m tutti.bench.residency.cell < cell.json
+
+The process takes its memory first and joins the control group then, so that the limit is one of
+the page cache alone: what was charged before stays charged where it was.  It also takes as much
+memory as the page cache may and gives it back at once: a virtual machine may have lent its free
+memory to its host (free page reporting of virtio-balloon), and then the first pass through the page
+cache would tell how fast the host brings it back.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tutti import store as object_store
+from tutti.bench.meter import Meter
+from tutti.bench.residency.pipeline import HostMover, choose
+from tutti.bench.shape import parse_shape
+from tutti.bench.stamps import numbered_keys
+from tutti.bench.workload import WAIT_S, Workload
+from tutti.errors import ConfigError
+from tutti.gio_uring.controller_file import BlockRange, FileController
+from tutti.gio_uring.memory import HostBuffer
+from tutti.scheduler.residency import plan_groups, read_memory
+from tutti.store import ObjectStore
+from tutti.transfers.core import StoreConfig
+
+CONFIGURATIONS = ("page cache only", "cache policy only", "direct only", "dual path")
+
+
+class Cell:
+    """An open pool of which everything is written once and then read in rounds.
+
+    plan_share: the knob X, as a share of the budget.
+    """
+
+    def __init__(self, store: ObjectStore, configuration: str, batch_pages: int) -> None:
+        if configuration not in CONFIGURATIONS:
+            raise ConfigError(f"no configuration {configuration!r}")
+        assert isinstance(store.controller, FileController)
+        self.store, self.controller = store, store.controller
+        self.configuration = configuration
+        self.workload = Workload(
+            store, batch_pages=batch_pages, inflight=1, load_pages=2 * batch_pages
+        )
+        self.mover = HostMover(self.workload)
+        self._kept_end = 0  # first block behind what the cache policy keeps
+
+    def plan(self, share: float) -> int:
+        """Chooses paths; returns the bytes that are meant to stay in the page cache."""
+        geometry, residency = self.store.geometry, self.store.residency
+        if self.configuration == "direct only":
+            return 0
+        if self.configuration == "dual path":
+            return residency.replan(share=share).planned_nbytes
+        whole = residency.replan(budget_nbytes=geometry.groups * geometry.group_nbytes)
+        if self.configuration == "page cache only":
+            return whole.planned_nbytes
+        sizes = np.full(geometry.groups, geometry.group_nbytes)
+        kept = plan_groups(sizes, read_memory().free_nbytes, share=share)
+        count = int(np.count_nonzero(kept))
+        first = geometry.groups_offset + count * geometry.group_nbytes
+        self._kept_end = first // geometry.lba_nbytes
+        return count * geometry.group_nbytes
+
+    def write(self, batches: int) -> Meter:
+        """Prefill-like: everything once, in order."""
+        meter = Meter()
+        for batch in range(batches):
+            with meter.operation():
+                stored = self.workload.put().wait(WAIT_S).stored
+                self._after(batch)
+            meter.nbytes += stored * self.workload.object_nbytes
+        return meter
+
+    def read(self, batches: int) -> tuple[Meter, float]:
+        """Decode-like: everything again, in order.  The share of bytes that the page cache held."""
+        meter, held, whole = Meter(), 0, 0
+        for batch in range(batches):
+            for blocks in self._blocks(batch):
+                held += self.controller.resident_nbytes(blocks)
+                whole += blocks.nlb * self.store.geometry.lba_nbytes
+            with meter.operation():
+                loaded = self.workload.load([batch], 0)
+                loaded.ticket.wait(WAIT_S)
+                self._after(batch)
+            meter.nbytes += loaded.pages.size * self.workload.object_nbytes
+            stamps = self.workload.stamps.wrong(loaded.pages, numbered_keys(loaded.contents))
+            self.workload.wrong += int(np.count_nonzero(stamps))
+        return meter, held / whole
+
+    def paths(self, batches: int) -> dict[str, list[int]]:
+        """Batches by the path that they take; those on both count as direct."""
+        ranges = self.controller.buffered
+        found: dict[str, list[int]] = {"buffered": [], "direct": []}
+        for batch in range(batches):
+            within = all(
+                any(r.slba <= b.slba and b.slba + b.nlb <= r.slba + r.nlb for r in ranges)
+                for b in self._blocks(batch)
+            )
+            found["buffered" if within else "direct"].append(batch)
+        return found
+
+    def _blocks(self, batch: int) -> list[BlockRange]:
+        return self.store.residency.groups_of(self.workload.keys(batch))
+
+    def _after(self, batch: int) -> None:
+        """The cache policy tells the kernel at once what it need not keep."""
+        if self.configuration == "cache policy only":
+            for blocks in self._blocks(batch):
+                if blocks.slba >= self._kept_end:
+                    self.controller.drop(blocks)
+
+
+def _touch(limit_nbytes: int) -> float:
+    """Has the machine supply the memory that the page cache may take.  GB/s of that.
+
+    In large pages, as the page cache takes it, and a quarter more: some goes to others meanwhile.
+    """
+    nbytes = min(limit_nbytes * 5 // 4, read_memory().free_nbytes // 2)
+    begin_s = time.perf_counter()
+    HostBuffer(max(nbytes, mmap.PAGESIZE)).array[:: mmap.PAGESIZE] = 1
+    return nbytes / (time.perf_counter() - begin_s) / 1e9
+
+
+def measure(cell: dict[str, Any]) -> dict[str, Any]:
+    """Runs one cell; see `tutti.bench.residency.run` for its fields."""
+    shape = parse_shape(cell["shape"])
+    config = StoreConfig(verify="off", timeout_s=WAIT_S)
+    with object_store.open([cell["path"]], shape.layout(), config=config) as store:
+        controller = store.controller
+        assert isinstance(controller, FileController)
+        geometry = store.geometry
+        first = geometry.groups_offset // geometry.lba_nbytes
+        groups = BlockRange(1, first, geometry.groups * geometry.group_nbytes // 4096)
+        controller.drop(groups)
+        measured = Cell(store, cell["configuration"], cell["batch_pages"])
+        fresh_gb_per_s = _touch(cell["limit_nbytes"])
+        Path(cell["members_file"]).write_text("0")  # this process joins the group
+        planned_nbytes = measured.plan(cell["share"])
+        written = measured.write(cell["batches"])
+        rounds = []
+        for _ in range(cell["rounds"]):
+            begin_s = time.perf_counter()
+            meter, hit_ratio = measured.read(cell["batches"])
+            facts = {"hit_ratio": hit_ratio, "round_s": time.perf_counter() - begin_s}
+            rounds.append({**meter.to_dict(), **facts})
+        pipeline = {}
+        if cell["configuration"] == "dual path":
+            batch_nbytes = measured.workload.batch_pages * shape.object_nbytes
+            pipeline = choose(measured.mover, measured.paths(cell["batches"]), batch_nbytes)
+        return {
+            "pipeline": pipeline,
+            "fresh_gb_per_s": fresh_gb_per_s,
+            "planned_nbytes": planned_nbytes,
+            "write": written.to_dict(),
+            "rounds": rounds,
+            "wrong": measured.workload.wrong,
+            "executor": controller.executor_name,
+        }
+
+
+def main() -> int:
+    """Reads a cell from stdin and writes what it measured to stdout, both as JSON."""
+    print(json.dumps(measure(json.load(sys.stdin))))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,253 @@
+"""How four ways to use the page cache fare when memory is short: hit ratio, GB/s, p99.
+
+The experiment of the Dual-Blade paper (arXiv 2604.26557), scaled to the machine: a working set W
+of KV objects is written once, as a prefill does, then read as a whole again and again, as decoding
+with offloaded KV does, while a control group limits memory to a share of W.  The hit ratio is what
+mincore(2) finds in the page cache of each batch just before it is read.
+
+The page cache is charged to the control group; the benchmark's own memory is not.  Needs root.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from tutti import store as object_store
+from tutti.bench.environment import describe
+from tutti.bench.pool_file import pool_paths
+from tutti.bench.residency.cell import CONFIGURATIONS
+from tutti.bench.residency.control_group import memory_group
+from tutti.bench.shape import parse_shape
+from tutti.bench.statistics import median
+from tutti.errors import CapacityError, ConfigError, MediumError, PoolExists, Unsupported
+from tutti.gio_uring.file_member import FileMember
+from tutti.terminal import ProgressFactory, table
+from tutti.units import MiB, format_nbytes, parse_nbytes
+
+_CELL_TIMEOUT_S = 900.0
+#: The kernel's own memory for cached pages counts as well: a buffer head of 104 bytes for every
+#: 4096 on ext4, and the nodes of the index, 2.7 % together.
+_SHARE = 0.965
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments of `tutti bench residency`."""
+    parser.add_argument("--dir", default=".", help="directory for the pool's file (%(default)s)")
+    parser.add_argument("--working-set", default="1GiB", help="W (%(default)s)")
+    parser.add_argument(
+        "--limits",
+        nargs="+",
+        type=float,
+        default=[0.2, 0.4, 0.6, 0.8, 1.0, 1.2],
+        help="memory limits as shares of W (%(default)s)",
+    )
+    parser.add_argument(
+        "--only", nargs="+", choices=CONFIGURATIONS, default=list(CONFIGURATIONS), metavar="NAME"
+    )
+    parser.add_argument("--shape", default="4x256KiB", help="of an object (%(default)s)")
+    parser.add_argument("--batch", default="32MiB", help="of one put or load (%(default)s)")
+    parser.add_argument("--rounds", type=int, default=4, help="readings of W (%(default)s)")
+    parser.add_argument("--share", type=float, default=_SHARE, help="knob X (%(default)s)")
+    parser.add_argument("--out", help="also write the JSON here, and a picture beside it")
+    parser.set_defaults(path=None)
+
+
+def run(args: argparse.Namespace, progress: ProgressFactory) -> dict[str, Any]:
+    """Measures every configuration at every limit, each in a process and a group of its own.
+
+    Raises ConfigError for sizes that do not go together, Unsupported without control groups or
+    direct I/O, MediumError when a cell fails.
+    """
+    cell = _common(args)
+    (path,) = pool_paths(args, "residency")
+    if Path(path).exists():
+        raise PoolExists(f"{path} exists; a benchmark overwrites nothing: move it away")
+    cells = []
+    with progress("residency", len(args.limits) * len(args.only)) as bar:
+        for limit in args.limits:
+            for configuration in args.only:
+                cells.append(_run_cell({**cell, "path": path}, configuration, limit))
+                bar.advance(1)
+    result = {
+        "benchmark": "residency",
+        "cells": cells,
+        "wrong": sum(c["wrong"] for c in cells),
+        **{name: cell[name] for name in ("working_set_nbytes", "shape", "share", "batch_nbytes")},
+        "machine": describe(args.dir),
+    }
+    if args.out:
+        _write(result, Path(args.out))
+    return result
+
+
+HEAD = (
+    *("limit / W", "configuration", "hit ratio", "read GB/s", "[min, max]", "p99 ms"),
+    *("CPU-s/GB", "write GB/s"),
+)
+
+
+def rows_of(result: dict[str, Any]) -> list[list[str]]:
+    """The table below HEAD."""
+    rows = []
+    for cell in result["cells"]:
+        low, high = cell["read_gb_per_s_range"]
+        rows.append(
+            [
+                f"{cell['limit']:.2f}",
+                cell["configuration"],
+                f"{cell['hit_ratio']:.3f}",
+                f"{cell['read_gb_per_s']:.2f}",
+                f"[{low:.2f}, {high:.2f}]",
+                f"{cell['read_p99_ms']:.1f}",
+                f"{cell['read_cpu_s_per_gb']:.2f}",
+                f"{cell['write']['gb_per_s']:.2f}",
+            ]
+        )
+    return rows
+
+
+def notes_of(result: dict[str, Any]) -> list[str]:
+    """What the table does not say."""
+    rounds = result["cells"][0]["rounds"]
+    return [
+        f"W {format_nbytes(result['working_set_nbytes'])}; medians of the last"
+        f" {len(rounds) - 1} of {len(rounds)} rounds; control groups, version"
+        f" {result['cells'][0]['control_group_version']}",
+        _fresh_text(result["cells"]),
+        *(_pipeline_text(c) for c in result["cells"] if c["pipeline"]),
+    ]
+
+
+def report(result: dict[str, Any]) -> str:
+    """A table for people."""
+    lines = [table(HEAD, rows_of(result)), *notes_of(result)]
+    if result["wrong"]:
+        lines.append(f"WRONG BYTES in {result['wrong']} pages")
+    return "\n".join(lines)
+
+
+def _fresh_text(cells: list[dict[str, Any]]) -> str:
+    speeds = [cell["fresh_gb_per_s"] for cell in cells]
+    return (
+        f"memory that was free came at {min(speeds):.2f} to {max(speeds):.2f} GB/s; it was taken"
+        " before each measurement, so this is not in the table"
+    )
+
+
+def _pipeline_text(cell: dict[str, Any]) -> str:
+    parts = [
+        f"{path} {way['chosen']} (intra {way['intra_gb_per_s']:.2f},"
+        f" cross {way['cross_gb_per_s']:.2f} GB/s)"
+        for path, way in cell["pipeline"].items()
+    ]
+    return f"{cell['limit']:.2f} W, overlap with a copy in host memory: {', '.join(parts)}"
+
+
+def _common(args: argparse.Namespace) -> dict[str, Any]:
+    shape = parse_shape(args.shape)
+    working_set, batch = parse_nbytes(args.working_set), parse_nbytes(args.batch)
+    batch_pages = batch // shape.object_nbytes
+    if batch_pages < 1 or not working_set or working_set % (batch_pages * shape.object_nbytes):
+        step = format_nbytes(max(1, batch_pages) * shape.object_nbytes)
+        raise ConfigError(
+            f"--working-set {args.working_set} is no multiple of {step}, the objects of a"
+            f" --batch of {args.batch}; choose one"
+        )
+    if args.rounds < 2 or not all(0 < limit <= 16 for limit in args.limits):
+        raise ConfigError("at least two --rounds, the first warms up; limits are shares of W")
+    return {
+        "shape": args.shape,
+        "working_set_nbytes": working_set,
+        "batch_pages": batch_pages,
+        "batch_nbytes": batch_pages * shape.object_nbytes,
+        "batches": working_set // (batch_pages * shape.object_nbytes),
+        "rounds": args.rounds,
+        "share": args.share,
+    }
+
+
+def _check_direct(path: str) -> None:
+    member = FileMember(path)
+    try:
+        if not member.direct:
+            raise Unsupported(
+                f"{path} has one path only: {member.buffered_reason}; use a directory on a disk"
+            )
+    finally:
+        member.close()
+
+
+def _run_cell(cell: dict[str, Any], configuration: str, limit: float) -> dict[str, Any]:
+    """In a new pool, which fills group by group; it is a tenth larger, so nothing is evicted."""
+    capacity_nbytes = cell["working_set_nbytes"] * 11 // 10 + 64 * MiB
+    layout = parse_shape(cell["shape"]).layout()
+    try:
+        object_store.format([cell["path"]], layout, capacity_nbytes, prewrite=True)
+        _check_direct(cell["path"])
+        return _measure(cell, configuration, limit)
+    finally:
+        Path(cell["path"]).unlink(missing_ok=True)
+
+
+def _measure(cell: dict[str, Any], configuration: str, limit: float) -> dict[str, Any]:
+    limit_nbytes = int(limit * cell["working_set_nbytes"])
+    with memory_group("residency") as group:
+        group.limit(limit_nbytes)
+        given = {
+            **cell,
+            "configuration": configuration,
+            "limit_nbytes": limit_nbytes,
+            "members_file": group.members_file,
+        }
+        begin_s = time.perf_counter()
+        done = subprocess.run(
+            [sys.executable, "-m", "tutti.bench.residency.cell"],
+            input=json.dumps(given),
+            capture_output=True,
+            text=True,
+            timeout=_CELL_TIMEOUT_S,
+        )
+        if done.returncode < 0:
+            raise CapacityError(
+                f"{configuration} with {limit:g} W was killed, as out of memory in"
+                f" {format_nbytes(limit_nbytes)}; give a larger --working-set, or higher --limits"
+            )
+        if done.returncode != 0:
+            raise MediumError(
+                f"{configuration} with {limit:g} W failed: {done.stderr.strip()[-500:]}"
+            )
+        measured: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+        return {
+            "configuration": configuration,
+            "limit": limit,
+            **_steady(measured["rounds"][1:]),
+            **measured,
+            "cell_s": time.perf_counter() - begin_s,
+            "charged_cache_nbytes": group.cached_nbytes(),
+            "control_group_version": group.version,
+        }
+
+
+def _steady(rounds: list[dict[str, Any]]) -> dict[str, Any]:
+    """Medians over the rounds after the first, which finds what writing left behind."""
+    speeds = [r["gb_per_s"] for r in rounds]
+    return {
+        "hit_ratio": median([r["hit_ratio"] for r in rounds]),
+        "read_gb_per_s": median(speeds),
+        "read_gb_per_s_range": [min(speeds), max(speeds)],
+        "read_p99_ms": median([r["p99_ms"] for r in rounds]),
+        "read_cpu_s_per_gb": median([r["cpu_s_per_gb"] for r in rounds]),
+    }
+
+
+def _write(result: dict[str, Any], path: Path) -> None:
+    from tutti.bench.residency.plot import plot_residency
+
+    path.write_text(json.dumps(result, indent=1) + "\n")
+    plot_residency(result, path.with_suffix(".png"))

@@ -1,0 +1,1 @@
+"""`tutti simulate`: many servers, drives and tiers in virtual time."""

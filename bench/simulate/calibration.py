@@ -1,0 +1,268 @@
+"""Parameters of `tutti simulate`: read from a file, checked, and made into times.
+
+Compute comes from the scheduler's roofline or from a profile, drives from the list that
+`tutti bench slack` uses; this file adds servers, systems and capacities.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+from tutti.bench.slack.hardware import Drive, machine
+from tutti.errors import ConfigError
+from tutti.scheduler.profile import TableProfile
+from tutti.scheduler.request import Profile
+from tutti.scheduler.roofline import (
+    DENSE_MODELS,
+    GPUS,
+    GpuRoofline,
+    ModelShape,
+    decode_us,
+    layer_us,
+)
+
+FILE = Path(__file__).with_name("calibration.json")
+TIERS = ("none", "dram", "ssd")
+POLICIES = ("immediate", "slack")
+_NBYTES_MAX = 1 << 20
+_VALUE_MAX = 1e18
+
+_Record = TypeVar("_Record", bound="Server | System")
+_Known = TypeVar("_Known")
+
+
+@dataclass(frozen=True)
+class Server:
+    """An inference server.  gpu_scale: times the roofline's compute.  chunk_tokens: of a step.
+
+    mixed: running requests decode within prefill steps, which take mixed_ms longer; else they wait.
+    """
+
+    gpu_scale: float
+    chunk_tokens: int
+    mixed: bool
+    mixed_ms: float
+    fitted: tuple[str, ...]
+    source: str
+
+
+@dataclass(frozen=True)
+class System:
+    """A store below the engine's own cache.
+
+    layerwise: a layer computes as soon as it is there, else all are awaited.  read_ahead_nbytes:
+    of loads whose step did not begin; 0 for none.  submit_*_us: of one I/O of io_nbytes, by one
+    thread.  fixed_us: of each load.
+    """
+
+    tier: str
+    layerwise: bool
+    policy: str
+    read_ahead_nbytes: int
+    io_nbytes: int
+    submit_read_us: float
+    submit_write_us: float
+    fixed_us: float
+    fitted: tuple[str, ...]
+    source: str
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """Everything that decides how long something takes; capacities are those of one engine."""
+
+    model: ModelShape
+    page_tokens: int
+    link_bytes_per_s: float
+    hbm_tokens: int
+    dram_nbytes: float
+    ssd_nbytes: float
+    servers: dict[str, Server]
+    systems: dict[str, System]
+
+    def with_value(self, kind: str, name: str, value: str, number: float) -> Calibration:
+        """A copy with one value of a server or a system changed.  kind: servers or systems."""
+        records = dict(getattr(self, kind))
+        records[name] = replace(records[name], **{value: number})
+        changed: dict[str, Any] = {kind: records}
+        return replace(self, **changed)
+
+    def server(self, name: str) -> Server:
+        """Raises ConfigError for a name that is not known."""
+        return _named(self.servers, name, "server")
+
+    def system(self, name: str) -> System:
+        """Raises ConfigError for a name that is not known."""
+        return _named(self.systems, name, "system")
+
+
+def load_calibration(path: Path = FILE) -> Calibration:
+    """Reads a calibration.  Raises ConfigError, whatever the file holds or lacks."""
+    try:
+        with path.open("rb") as file:
+            content = file.read(_NBYTES_MAX + 1)
+        values = json.loads(content[:_NBYTES_MAX])
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(
+            f"cannot read the calibration {path.name}: {error}; copy the one that is installed"
+        ) from error
+    try:
+        return _calibration(values)
+    except KeyError as error:
+        raise ConfigError(f"the calibration {path.name} lacks {error}; add it") from error
+    except (TypeError, AttributeError) as error:
+        raise ConfigError(
+            f"the calibration {path.name} has another form ({error}); copy the installed one"
+        ) from error
+
+
+def drive_of(name: str) -> Drive:
+    """A drive of the list.  Raises ConfigError for a name that is not known."""
+    return machine(name, "H100").drive
+
+
+def gpu_of(name: str) -> GpuRoofline:
+    """Raises ConfigError for a name that is not known."""
+    return _named(GPUS, name, "GPU")
+
+
+class EngineTimes:
+    """How long things take on one engine that is alone: a `Profile` for the scheduler.
+
+    profile: measured compute and drive that replace the roofline and the list's.
+    """
+
+    def __init__(
+        self,
+        calibration: Calibration,
+        server: Server,
+        system: System,
+        *,
+        gpu: GpuRoofline,
+        drive: Drive,
+        profile: TableProfile | None = None,
+    ) -> None:
+        self.calibration, self.server, self.system = calibration, server, system
+        self.drive = _measured_drive(profile) if profile else drive
+        self._gpu = gpu
+        self._compute: Profile | None = profile
+        self._link = calibration.link_bytes_per_s
+        on_ssd = system.tier == "ssd"
+        self._read = min(self._link, self.drive.read_bytes_per_s) if on_ssd else self._link
+        self._write = min(self._link, self.drive.write_bytes_per_s) if on_ssd else self._link
+        self._latency_us = self.drive.latency_us if on_ssd else 0.0
+
+    @property
+    def interference(self) -> float:
+        """See Profile; links are full duplex."""
+        return self.drive.interference if self.system.tier == "ssd" else 1.0
+
+    @property
+    def latency_us(self) -> float:
+        """Of every transfer."""
+        return self._latency_us
+
+    def layer_us(self, new_tokens: int, prefix_tokens: int) -> float:
+        """See Profile."""
+        if self._compute is not None:
+            return self._compute.layer_us(new_tokens, prefix_tokens)
+        scale, model = self.server.gpu_scale, self.calibration.model
+        return scale * layer_us(self._gpu, model, new_tokens, prefix_tokens)
+
+    def decode_us(self, batch: int, context_tokens: int) -> float:
+        """See Profile.  Decode is not scaled: nothing published tells by how much."""
+        if self._compute is not None:
+            return self._compute.decode_us(batch, context_tokens)
+        return decode_us(self._gpu, self.calibration.model, context_tokens)
+
+    def submit_us(self, nbytes: int, *, write: bool) -> float:
+        """What the submitting thread takes for a transfer."""
+        system = self.system
+        one_us = system.submit_write_us if write else system.submit_read_us
+        return -(-nbytes // system.io_nbytes) * one_us
+
+    def read_us(self, nbytes: int) -> float:
+        """See Profile: the slowest of thread, link and medium."""
+        moved_us = max(self.submit_us(nbytes, write=False), nbytes / self._read * 1e6)
+        return self._latency_us + moved_us
+
+    def write_us(self, nbytes: int) -> float:
+        """See Profile."""
+        moved_us = max(self.submit_us(nbytes, write=True), nbytes / self._write * 1e6)
+        return self._latency_us + moved_us
+
+
+def _measured_drive(profile: TableProfile) -> Drive:
+    largest = 1 << 30
+    write = largest / profile.write_us(largest) * 1e6
+    return Drive(
+        name="profile",
+        read_bytes_per_s=profile.read_gb_per_s * 1e9,
+        write_bytes_per_s=write,
+        latency_us=profile.start_up_us,
+        interference=profile.interference,
+        source="a profile of this project",
+    )
+
+
+def _named(known: Mapping[str, _Known], name: str, what: str) -> _Known:
+    if name not in known:
+        raise ConfigError(f"there is no {what} {name!r}; use one of {', '.join(known)}")
+    return known[name]
+
+
+def _calibration(values: dict[str, Any]) -> Calibration:
+    capacity = values["capacity"]
+    model = _named(DENSE_MODELS, values["model"], "model")
+    for owner in (values["link"], capacity):
+        _check_source(owner)
+    found = Calibration(
+        model=model,
+        page_tokens=int(_number("page_tokens", values["page_tokens"], above=0)),
+        link_bytes_per_s=_number("link", values["link"]["bytes_per_s"], above=0),
+        hbm_tokens=int(_number("hbm_tokens", capacity["hbm_tokens"], above=0)),
+        dram_nbytes=_number("dram_nbytes", capacity["dram_nbytes"], above=0),
+        ssd_nbytes=_number("ssd_nbytes", capacity["ssd_nbytes"], above=0),
+        servers={name: _record(Server, name, v) for name, v in values["servers"].items()},
+        systems={name: _record(System, name, v) for name, v in values["systems"].items()},
+    )
+    for name, system in found.systems.items():
+        if system.tier not in TIERS or system.policy not in POLICIES:
+            raise ConfigError(
+                f"{name}: the tier is one of {', '.join(TIERS)}, the policy of "
+                f"{', '.join(POLICIES)}"
+            )
+    return found
+
+
+def _record(kind: type[_Record], name: str, values: dict[str, Any]) -> _Record:
+    _check_source(values)
+    found: dict[str, Any] = {}
+    for one in fields(kind):
+        value = values[one.name]
+        if one.name == "fitted":
+            value = tuple(value)
+        elif one.type in ("int", "float"):
+            least = one.name in ("gpu_scale", "chunk_tokens", "io_nbytes")
+            value = _number(f"{name}.{one.name}", value, above=0 if least else -1)
+            value = int(value) if one.type == "int" else max(0.0, value)
+        found[one.name] = value
+    return kind(**found)
+
+
+def _number(name: str, value: object, *, above: float) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise ConfigError(f"{name} is {value!r} in the calibration; give a number")
+    if not (value >= 0 and value > above and value < _VALUE_MAX):
+        raise ConfigError(f"{name} is {value} in the calibration; give a positive number")
+    return float(value)
+
+
+def _check_source(values: dict[str, Any]) -> None:
+    if not values.get("source"):
+        raise ConfigError("a part of the calibration has no source; say where its numbers are from")

@@ -1,0 +1,215 @@
+"""Engines, their nodes and a router on one virtual clock; what a run of them says.
+
+Engines of a node share its drives and what is stored there.  A router sends each request to an
+engine when it comes and never takes it back.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from tutti.bench.simulate.calibration import EngineTimes
+from tutti.bench.simulate.device import READ, WRITE, Device, Timeline
+from tutti.bench.simulate.engine import Engine, Job
+from tutti.bench.simulate.tiers import Blocks
+from tutti.bench.traces import BLOCK_TOKENS, Request
+from tutti.bench.ttft.metrics import spread
+from tutti.errors import ConfigError
+
+ROUND_ROBIN, PREFIX = "round-robin", "prefix"
+ROUTERS = (ROUND_ROBIN, PREFIX)
+_EVENTS_PER_REQUEST_MAX = 100_000
+#: A queue that is longer in the second half than this many times the first, and ...
+_GROWTH, _GROWTH_REQUESTS = 1.5, 2.0
+
+
+@dataclass(frozen=True)
+class Shape:
+    """How many of what.  media: of the drive (or set of drives) that the times name, per node.
+
+    unit_layers: layers of a launch; more make the simulation quicker and coarser.
+    """
+
+    engines: int = 1
+    engines_per_node: int = 1
+    media: int = 1
+    router: str = ROUND_ROBIN
+    unit_layers: int = 1
+
+    def __post_init__(self) -> None:
+        """Raises ConfigError."""
+        counts = (self.engines, self.engines_per_node, self.media, self.unit_layers)
+        if min(counts) < 1 or self.router not in ROUTERS:
+            raise ConfigError(
+                "engines, engines of a node, media and layers of a unit count from 1; the router "
+                f"is one of {', '.join(ROUTERS)}"
+            )
+
+
+class Cluster:
+    """One run."""
+
+    def __init__(self, times: EngineTimes, shape: Shape) -> None:
+        self.times, self.shape = times, shape
+        self.timeline = Timeline()
+        self.media: list[Device] = []
+        self.engines: list[Engine] = []
+        self._turn = 0
+        self._jobs: dict[int, Job] = {}
+        self._in_system: list[int] = []
+        self._arrived = 0
+        calibration, tier = times.calibration, times.system.tier
+        block_nbytes = BLOCK_TOKENS * calibration.model.kv_nbytes_per_token
+        nodes = -(-shape.engines // shape.engines_per_node)
+        for node in range(nodes):
+            engines = min(shape.engines_per_node, shape.engines - node * shape.engines_per_node)
+            drive, medium = times.drive, None
+            if tier == "ssd":
+                rates = (drive.read_bytes_per_s, drive.write_bytes_per_s)
+                read, write = (rate * shape.media for rate in rates)
+                medium = Device(self.timeline, read, write, drive.interference)
+                self.media.append(medium)
+            shared = Blocks(int(calibration.ssd_nbytes * shape.media // block_nbytes))
+            for _ in range(engines):
+                own = Blocks(int(calibration.dram_nbytes // block_nbytes) if tier == "dram" else 0)
+                store = shared if tier == "ssd" else own
+                self.engines.append(self._engine(store, medium))
+
+    def _engine(self, store: Blocks, medium: Device | None) -> Engine:
+        return Engine(
+            self.timeline,
+            self.times,
+            store,
+            medium,
+            unit_layers=self.shape.unit_layers,
+            finished=self._finished,
+        )
+
+    def warm(self, requests: Sequence[Request]) -> None:
+        """Fills the tiers as if these requests had been served, without time."""
+        for number, request in enumerate(requests):
+            engine = self.engines[number % len(self.engines)]
+            ids = request.hash_ids[: request.input_tokens // BLOCK_TOKENS]
+            engine.hbm.add(ids)
+            if self.times.system.tier != "none":
+                engine.store.add(ids)
+
+    def run(self, requests: Sequence[Request]) -> dict[str, Any]:
+        """Serves the requests at their timestamps, to the last token and the last page stored.
+
+        Raises ConfigError for nothing to serve.
+        """
+        if not requests:
+            raise ConfigError("no requests to simulate; give a workload")
+        began_s = time.perf_counter()
+        first_ms = min(request.timestamp_ms for request in requests)
+        for number, request in enumerate(requests):
+            at_ns = (request.timestamp_ms - first_ms) * 1_000_000
+            self.timeline.at(at_ns, partial(self._arrive, number, request))
+        self.timeline.run(_EVENTS_PER_REQUEST_MAX * len(requests))
+        wall_s = time.perf_counter() - began_s
+        self._check(requests)
+        return self._numbers(requests, wall_s)
+
+    def job(self, number: int) -> Job:
+        """A request that was served."""
+        return self._jobs[number]
+
+    def _arrive(self, number: int, request: Request) -> None:
+        self._in_system.append(self._arrived - len(self._jobs))
+        self._arrived += 1
+        self._route(request).arrive(number, request)
+
+    def _route(self, request: Request) -> Engine:
+        """Round robin, or to the engine that has the fewest tokens to compute before the first.
+
+        What is queued there counts, and what is not cached there.  Ties go round.
+        """
+        self._turn += 1
+        count = len(self.engines)
+        if self.shape.router == ROUND_ROBIN or count == 1:
+            return self.engines[(self._turn - 1) % count]
+        ids = request.hash_ids[: request.input_tokens // BLOCK_TOKENS]
+
+        def cost(place: int) -> int:
+            engine = self.engines[(self._turn + place) % count]
+            cached = engine.cached_blocks(ids) * BLOCK_TOKENS
+            return engine.waiting_tokens + request.input_tokens - cached
+
+        return self.engines[(self._turn + min(range(count), key=cost)) % count]
+
+    def _finished(self, job: Job) -> None:
+        self._jobs[job.number] = job
+
+    def _check(self, requests: Sequence[Request]) -> None:
+        """What came in went out; a difference is a defect of the simulator."""
+        assert len(self._jobs) == len(requests), "every request ends"
+        for job in self._jobs.values():
+            tokens = job.cached_tokens + job.computed_tokens
+            assert tokens == job.request.input_tokens, "every token is cached or computed"
+        for engine in self.engines:
+            totals = engine.io.totals
+            assert engine.io.offered_pages == totals.written_pages + totals.dropped_pages
+        moved = sum(medium.moved_nbytes(WRITE) for medium in self.media)
+        page_nbytes = self.times.calibration.page_tokens
+        page_nbytes *= self.times.calibration.model.kv_nbytes_per_token
+        written = sum(engine.io.totals.written_pages for engine in self.engines)
+        assert not self.media or moved == written * page_nbytes, "every byte is written once"
+
+    def _numbers(self, requests: Sequence[Request], wall_s: float) -> dict[str, Any]:
+        jobs = [self._jobs[number] for number in range(len(requests))]
+        span_s = max(job.last_ns for job in jobs) / 1e9
+        ttft_ms = [(job.first_ns - job.arrived_ns) / 1e6 for job in jobs]
+        gaps = [j for j in jobs if j.request.output_tokens > 1]
+        itl_ms = [(j.last_ns - j.first_ns) / 1e6 / (j.request.output_tokens - 1) for j in gaps]
+        tokens = sum(job.request.input_tokens for job in jobs)
+        works = [engine.work for engine in self.engines]
+        totals = [engine.io.totals for engine in self.engines]
+        gpu_s = sum(work.prefill_ns + work.decode_ns + work.bubble_ns for work in works) / 1e9
+        bubble_s = sum(work.bubble_ns for work in works) / 1e9
+        return {
+            "requests": len(jobs),
+            "span_s": span_s,
+            "rate": (len(jobs) - 1) / max(1e-9, max(job.arrived_ns for job in jobs) / 1e9),
+            "ttft_ms": spread(ttft_ms),
+            "itl_ms": spread(itl_ms),
+            "input_tokens_per_s": tokens / span_s,
+            "output_tokens_per_s": sum(job.request.output_tokens for job in jobs) / span_s,
+            "hit_hbm": sum(job.hit_tokens for job in jobs) / tokens,
+            "hit_store": sum(job.loaded_tokens for job in jobs) / tokens,
+            "bubble_s": bubble_s,
+            "bubble_share": bubble_s / gpu_s if gpu_s else 0.0,
+            "gpu_busy": gpu_s / span_s / len(works),
+            "medium_read_busy": _mean([m.busy_s(READ) / span_s for m in self.media]),
+            "medium_write_busy": _mean([m.busy_s(WRITE) / span_s for m in self.media]),
+            "thread_busy": _mean([e.io.thread.busy_ns / 1e9 / span_s for e in self.engines]),
+            "offered_pages": sum(engine.io.offered_pages for engine in self.engines),
+            "written_pages": sum(one.written_pages for one in totals),
+            "dropped_pages": sum(one.dropped_pages for one in totals),
+            "copied_pages": sum(one.copied_pages for one in totals),
+            "unstable": self._grows(),
+            "speed": {
+                "wall_s": wall_s,
+                "requests_per_s": len(jobs) / wall_s,
+                "events_per_s": self.timeline.events / wall_s,
+                "decisions": sum(engine.io.decisions for engine in self.engines),
+                "times_real_time": span_s / wall_s,
+            },
+        }
+
+    def _grows(self) -> bool:
+        """Whether more and more requests were under way when others came."""
+        counts = self._in_system
+        if len(counts) < 8:
+            return False
+        half = len(counts) // 2
+        early, late = _mean(counts[:half]), _mean(counts[half:])
+        return late > _GROWTH * early + _GROWTH_REQUESTS * len(self.engines)
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values) if values else 0.0

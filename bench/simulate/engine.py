@@ -1,0 +1,381 @@
+"""One simulated engine: a queue, prefill in chunks, decode, and a cache in its own memory.
+
+Steps, not layers, are what happens in it, except that a step that waits for its load goes unit by
+unit.  Decode steps in which nothing changes are one event: their times rise evenly with the
+contexts, so where each of them ends is known.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from tutti.bench.simulate.calibration import EngineTimes
+from tutti.bench.simulate.device import Device, Timeline
+from tutti.bench.simulate.io import EngineIo
+from tutti.bench.simulate.tiers import Blocks
+from tutti.bench.traces import BLOCK_TOKENS, Request
+from tutti.scheduler.event import LayerBegan, LoadKnown, StepBegan, StepEnded
+from tutti.scheduler.request import Phase
+
+
+@dataclass
+class Job:
+    """A request in an engine.  Tokens of the prompt are hit in HBM, loaded, or computed."""
+
+    number: int
+    request: Request
+    arrived_ns: int
+    hit_tokens: int = 0
+    loaded_tokens: int = 0
+    computed_tokens: int = 0
+    load: str = ""  # name of its load, if any
+    loads: int = 0  # that were announced so far
+    load_end: int = 0  # blocks that are there once it has arrived
+    began_ns: int = 0
+    first_ns: int = 0
+    last_ns: int = 0
+    bubble_ns: int = 0
+    left: int = 0  # tokens to generate
+
+    @property
+    def ids(self) -> tuple[int, ...]:
+        """Whole blocks of the prompt."""
+        return self.request.hash_ids[: self.request.input_tokens // BLOCK_TOKENS]
+
+    @property
+    def cached_tokens(self) -> int:
+        """Not computed."""
+        return self.hit_tokens + self.loaded_tokens
+
+
+@dataclass
+class Work:
+    """What an engine did, in nanoseconds and tokens."""
+
+    prefill_ns: int = 0
+    decode_ns: int = 0
+    bubble_ns: int = 0
+    steps: int = 0
+    done: list[Job] = field(default_factory=list)
+
+
+@dataclass
+class _Stretch:
+    """Decode steps without a change: step i takes first_ns + i * more_ns."""
+
+    began_ns: int
+    first_ns: float
+    more_ns: float
+    steps: int
+    version: int
+
+    def until_ns(self, steps: int) -> int:
+        """When so many steps have ended."""
+        took = steps * self.first_ns + self.more_ns * steps * (steps - 1) / 2
+        return self.began_ns + round(took)
+
+    def steps_by(self, now_ns: int) -> int:
+        """The steps up to the one that runs now, that one included."""
+        low, high = 1, self.steps
+        while low < high:  # bounded: halves each time
+            middle = (low + high) // 2
+            low, high = (low, middle) if self.until_ns(middle) >= now_ns else (middle + 1, high)
+        return low
+
+
+class Engine:
+    """``store``: the tier below, perhaps shared; ``medium``: what it lies on."""
+
+    def __init__(
+        self,
+        timeline: Timeline,
+        times: EngineTimes,
+        store: Blocks,
+        medium: Device | None,
+        *,
+        unit_layers: int,
+        finished: Callable[[Job], None],
+    ) -> None:
+        self._timeline, self._times, self.store = timeline, times, store
+        self.calibration = times.calibration
+        self.hbm = Blocks(self.calibration.hbm_tokens // BLOCK_TOKENS)
+        self.io = EngineIo(timeline, times, medium, self._landed)
+        self._unit = unit_layers if times.system.layerwise else self.calibration.model.layers
+        self._finished = finished
+        self.work = Work()
+        self._queue: deque[Job] = deque()
+        self._running: list[Job] = []
+        self._computes = False
+        self._current: Job | None = None  # in prefill
+        self._stretch: _Stretch | None = None
+        self._version = 0
+        self._waits: tuple[str, Callable[[], None]] | None = None
+        self._pending: set[int] = set()  # blocks on their way to the store
+
+    @property
+    def waiting_tokens(self) -> int:
+        """Of prompts that were not begun, those of the running one included."""
+        waiting = sum(job.request.input_tokens - job.cached_tokens for job in self._queue)
+        current = self._current
+        return waiting + (self._missing(current) if current is not None else 0)
+
+    def cached_blocks(self, ids: tuple[int, ...]) -> int:
+        """Leading blocks that would not have to be computed."""
+        return self.store.match(ids, self.hbm.match(ids))
+
+    def arrive(self, number: int, request: Request) -> None:
+        """A request comes."""
+        job = Job(number, request, self._timeline.now_ns)
+        self._queue.append(job)
+        if self._times.system.read_ahead_nbytes:
+            self._know_load(job)
+        if not self._computes:
+            self._next()
+        elif self._stretch is not None:
+            self._interrupt()
+
+    def _next(self) -> None:
+        """A prefill step if a request may begin, else decode steps, else nothing."""
+        if self._queue and self._fits(self._queue[0]):
+            self._computes = True
+            self._begin(self._queue.popleft())
+        elif self._running:
+            self._computes = True
+            self._decode()
+        else:
+            if self._computes:
+                self.io.post(StepBegan(self._timeline.now_ns, Phase.IDLE))
+            self._computes = False
+
+    def _fits(self, job: Job) -> bool:
+        """Whether HBM holds it beside those that run; alone every request is taken."""
+        wanted = job.request.input_tokens + job.request.output_tokens
+        used = sum(j.request.input_tokens + j.request.output_tokens for j in self._running)
+        return not self._running or used + wanted <= self.calibration.hbm_tokens
+
+    def _know_load(self, job: Job) -> None:
+        """Announces what the store has beyond HBM; a token is always left to compute."""
+        ids = job.ids[: max(0, (job.request.input_tokens - 1) // BLOCK_TOKENS)]
+        hit = self.hbm.match(ids)
+        job.load_end = self.store.match(ids, hit)
+        job.hit_tokens = hit * BLOCK_TOKENS
+        job.loaded_tokens = (job.load_end - hit) * BLOCK_TOKENS
+        if job.load_end == hit:
+            return
+        job.loads += 1
+        job.load = f"{job.number}.{job.loads}"  # what an earlier one launched may still arrive
+        model = self.calibration.model
+        nbytes = job.loaded_tokens * model.kv_nbytes_per_token
+        layers = model.layers if self._times.system.layerwise else 1
+        self.store.touch(ids[: job.load_end])
+        known = LoadKnown(
+            self._timeline.now_ns,
+            job.load,
+            layers=layers,
+            layer_nbytes=nbytes // layers,
+            tokens=min(self._times.server.chunk_tokens, job.request.input_tokens - self._cut(job)),
+            prefix_tokens=self._cut(job),
+            unit_layers=min(self._unit, layers),
+        )
+        self.io.load(known)
+
+    def _cut(self, job: Job) -> int:
+        return min(job.load_end * BLOCK_TOKENS, job.request.input_tokens - 1)
+
+    def _plan(self, job: Job) -> None:
+        """What is loaded, now that its step begins: things may have changed since it came."""
+        ids = job.ids[: max(0, (job.request.input_tokens - 1) // BLOCK_TOKENS)]
+        hit = self.hbm.match(ids)
+        if job.load:
+            more = self.store.match(ids, hit) > job.load_end and not self.io.is_launched(job.load)
+            lost = hit * BLOCK_TOKENS < job.hit_tokens
+            if lost or more or hit >= job.load_end:
+                self.io.forget(job.load)
+                job.load = ""
+        if not job.load:
+            self._know_load(job)
+        self.hbm.touch(ids[:hit])
+
+    def _begin(self, job: Job) -> None:
+        self._current = job
+        self._plan(job)
+        job.began_ns = self._timeline.now_ns
+        tokens = min(self._times.server.chunk_tokens, self._missing(job))
+        layers = self.calibration.model.layers
+        loads = (job.load,) if job.load else ()
+        self._prefill_began(job, tokens, loads)
+        if job.load:
+            self._group(job, tokens, 0, self._timeline.now_ns)
+        else:
+            step_ns = self._layer_ns(job, tokens) * layers
+            self._compute(step_ns, lambda: self._chunk_done(job, tokens))
+
+    def _missing(self, job: Job) -> int:
+        return job.request.input_tokens - job.cached_tokens - job.computed_tokens
+
+    def _prefill_began(self, job: Job, tokens: int, loads: tuple[str, ...]) -> None:
+        begun = StepBegan(
+            self._timeline.now_ns,
+            Phase.PREFILL,
+            layers=self.calibration.model.layers,
+            tokens=tokens,
+            context_tokens=job.cached_tokens + job.computed_tokens,
+            loads=loads,
+        )
+        self.work.steps += 1
+        self.io.post(begun)
+
+    def _layer_ns(self, job: Job, tokens: int) -> int:
+        """A layer of the step, with the decode that it carries."""
+        prefix = job.cached_tokens + job.computed_tokens
+        layer_ns = self._times.layer_us(tokens, prefix) * 1000
+        server = self._times.server
+        if server.mixed and self._running:
+            more_us = self._decode_us(0) + server.mixed_ms * 1000
+            layer_ns += more_us * 1000 / self.calibration.model.layers
+        return round(layer_ns)
+
+    def _decode_us(self, more_tokens: int) -> float:
+        context = sum(job.request.input_tokens + self._generated(job) for job in self._running)
+        return self._times.decode_us(len(self._running), context + more_tokens)
+
+    def _generated(self, job: Job) -> int:
+        return job.request.output_tokens - job.left
+
+    def _compute(self, duration_ns: int, then: Callable[[], None]) -> None:
+        self.work.prefill_ns += duration_ns
+        self._timeline.at(self._timeline.now_ns + duration_ns, then)
+
+    def _group(self, job: Job, tokens: int, layer: int, since_ns: int) -> None:
+        """Begins the layers of one unit, or waits until they are there."""
+        layers, now_ns = self.calibration.model.layers, self._timeline.now_ns
+        end = min(layers, layer + self._unit)
+        if self.io.ready_layers(job.load) < (end if self._times.system.layerwise else 1):
+            self._waits = (job.load, lambda: self._group(job, tokens, layer, since_ns))
+            return
+        waited_ns = now_ns - since_ns
+        job.bubble_ns += waited_ns
+        self.work.bubble_ns += waited_ns
+        self.io.post(LayerBegan(now_ns, layer, waited_ns))
+        duration_ns = self._layer_ns(job, tokens) * (end - layer)
+        if end < layers:
+            ends_ns = now_ns + duration_ns
+            self._compute(duration_ns, lambda: self._group(job, tokens, end, ends_ns))
+        else:
+            self._compute(duration_ns, lambda: self._loaded_chunk_done(job, tokens))
+
+    def _landed(self, name: str) -> None:
+        if self._waits is not None and self._waits[0] == name:
+            _, wait = self._waits
+            self._waits = None
+            wait()
+
+    def _loaded_chunk_done(self, job: Job, tokens: int) -> None:
+        load, job.load = job.load, ""
+        self._chunk_done(job, tokens)
+        self.io.forget(load)
+
+    def _chunk_done(self, job: Job, tokens: int) -> None:
+        now_ns = self._timeline.now_ns
+        job.computed_tokens += tokens
+        self.io.post(StepEnded(now_ns))
+        if self._times.server.mixed and self._running:
+            self._decoded(1)
+        missing = self._missing(job)
+        if missing:
+            more = min(self._times.server.chunk_tokens, missing)
+            self._prefill_began(job, more, ())
+            step_ns = self._layer_ns(job, more) * self.calibration.model.layers
+            self._compute(step_ns, lambda: self._chunk_done(job, more))
+            return
+        self._first_token(job)
+        self._next()
+
+    def _first_token(self, job: Job) -> None:
+        self._current = None
+        job.first_ns = job.last_ns = self._timeline.now_ns
+        job.left = max(1, job.request.output_tokens) - 1
+        self.hbm.add(job.ids)
+        self._store(job)
+        if job.left:
+            self._running.append(job)
+        else:
+            self._end(job)
+
+    def _store(self, job: Job) -> None:
+        """Offers the blocks that are neither stored nor on their way."""
+        if self._times.system.tier == "none":
+            return
+        new = [i for i in job.ids if i not in self.store and i not in self._pending]
+        if not new:
+            return
+        self._pending.update(new)
+        page_nbytes = self.calibration.page_tokens * self.calibration.model.kv_nbytes_per_token
+        pages = len(new) * BLOCK_TOKENS // self.calibration.page_tokens
+
+        def gone(stored: bool) -> None:
+            self._pending.difference_update(new)
+            if stored:
+                self.store.add(new)
+
+        self.io.store(f"w{job.number}", pages, page_nbytes, gone)
+
+    def _end(self, job: Job) -> None:
+        self.work.done.append(job)
+        self._finished(job)
+
+    def _decode(self) -> None:
+        """Steps until the first of the running requests ends."""
+        now_ns = self._timeline.now_ns
+        steps = min(job.left for job in self._running)
+        batch = len(self._running)
+        first_ns = self._decode_us(0) * 1000
+        last_ns = self._decode_us(batch * (steps - 1)) * 1000
+        more_ns = (last_ns - first_ns) / (steps - 1) if steps > 1 else 0.0
+        context = sum(job.request.input_tokens for job in self._running)
+        self._version += 1
+        self._stretch = _Stretch(now_ns, first_ns, more_ns, steps, self._version)
+        self.io.post(StepBegan(now_ns, Phase.DECODE, tokens=batch, context_tokens=context))
+        self._end_stretch_at(steps)
+
+    def _interrupt(self) -> None:
+        """A request came: decode goes on to the end of the step that runs."""
+        stretch = self._stretch
+        assert stretch is not None, "somebody decodes"
+        if not self._fits(self._queue[0]):
+            return
+        steps = stretch.steps_by(self._timeline.now_ns)
+        if steps < stretch.steps:
+            self._version += 1
+            stretch.version = self._version
+            stretch.steps = steps
+            self._end_stretch_at(steps)
+
+    def _end_stretch_at(self, steps: int) -> None:
+        stretch = self._stretch
+        assert stretch is not None, "it has just begun"
+        version = stretch.version
+        self._timeline.at(stretch.until_ns(steps), lambda: self._stretch_done(version, steps))
+
+    def _stretch_done(self, version: int, steps: int) -> None:
+        stretch = self._stretch
+        if stretch is None or stretch.version != version:
+            return
+        self.work.decode_ns += self._timeline.now_ns - stretch.began_ns
+        self._stretch = None
+        self._decoded(steps)
+        self._next()
+
+    def _decoded(self, steps: int) -> None:
+        """Every running request has so many tokens more."""
+        now_ns, left = self._timeline.now_ns, []
+        for job in self._running:
+            job.left -= steps
+            job.last_ns = now_ns
+            if job.left:
+                left.append(job)
+            else:
+                self._end(job)
+        self._running = left

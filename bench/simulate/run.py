@@ -1,0 +1,283 @@
+"""A whole installation in virtual time: engines, nodes, tiers and the scheduler's own policy.
+
+    tutti simulate --workload mooncake --data trace.jsonl --engines 16 --engines-per-node 8
+
+Everything it says is simulated.  `--validate` says how far it is from published points, and
+`--fit` makes the fitted values of the calibration anew.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+from pathlib import Path
+from typing import Any
+
+from tutti.arguments import positive
+from tutti.bench.environment import describe
+from tutti.bench.figures.data import RATE, Row, check_writable, write_csv
+from tutti.bench.simulate.calibration import (
+    FILE,
+    Calibration,
+    EngineTimes,
+    drive_of,
+    gpu_of,
+    load_calibration,
+)
+from tutti.bench.simulate.cluster import ROUND_ROBIN, ROUTERS, Cluster, Shape
+from tutti.bench.simulate.points import Effort, arrivals, fit, residuals
+from tutti.bench.slack.hardware import drive_names
+from tutti.bench.traces import Request
+from tutti.bench.ttft.metrics import mean_interval
+from tutti.bench.ttft.workloads.source import (
+    Workload,
+    add_workload_arguments,
+    build_workload,
+    mooncake_requests,
+)
+from tutti.errors import ConfigError
+from tutti.scheduler.profile import TableProfile, load_profile
+from tutti.scheduler.roofline import GPUS
+from tutti.terminal import ProgressFactory, table
+
+SIMULATED = "simulated"
+HEAD = (
+    *("system", "router", "requests/s", "TTFT ms: mean", "p50", "p99", "ITL ms", "hit HBM"),
+    *("hit store", "bubble", "GPUs busy", "drives read, write", "dropped pages", "queue grows"),
+    "simulated requests per s of wall time",
+)
+POINTS_HEAD = ("published point", "use", "published", "simulated", "off by")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments of `tutti simulate`."""
+    add_workload_arguments(parser)
+    group = parser.add_argument_group("what is simulated")
+    group.add_argument("--systems", nargs="+", default=["hbm", "dram", "gds", "tutti"])
+    group.add_argument("--server", default="sglang", help="of the calibration (%(default)s)")
+    group.add_argument("--gpu", choices=tuple(GPUS), default="H100", help="default %(default)s")
+    group.add_argument(
+        "--drive", choices=drive_names(), default="2x D7-PS1010", help="default %(default)s"
+    )
+    group.add_argument("--calibration", type=Path, default=FILE, help="default: the installed one")
+    group.add_argument(
+        "--profile", type=Path, help="of `tutti profile`: its compute and drive instead"
+    )
+    group.add_argument("--engines", type=positive, default=1, help="default %(default)s")
+    group.add_argument(
+        "--engines-per-node", type=positive, default=8, help="share drives (%(default)s)"
+    )
+    group.add_argument("--media", type=positive, help="drives of a node; default: half its engines")
+    group.add_argument("--routers", nargs="+", choices=ROUTERS, default=[ROUND_ROBIN])
+    group.add_argument(
+        "--rates",
+        nargs="*",
+        type=float,
+        default=[],
+        metavar="R",
+        help="requests a second, at random; without it a trace's own times",
+    )
+    group.add_argument("--seeds", type=positive, default=1, help="of arrivals (%(default)s)")
+    group.add_argument(
+        "--warm", type=int, default=0, metavar="N", help="the first N requests only fill the tiers"
+    )
+    group.add_argument(
+        "--unit-layers", type=positive, default=4, help="layers of a launch (%(default)s)"
+    )
+    group.add_argument("--csv", type=Path, help="also write TTFT and ITL against rate here")
+    group = parser.add_argument_group("calibration")
+    group.add_argument("--fit", action="store_true", help="make the fitted values anew and stop")
+    group.add_argument(
+        "--validate", action="store_true", help="compare with published points and stop"
+    )
+
+
+def run(args: argparse.Namespace, progress: ProgressFactory) -> dict[str, Any]:
+    """Simulates each system with each router at each rate.
+
+    Raises ConfigError for what the arguments name and is not there.
+    """
+    calibration = load_calibration(args.calibration)
+    result: dict[str, Any] = {"benchmark": "simulate", "source": SIMULATED, "rows": []}
+    if args.fit or args.validate:
+        result |= _validated(calibration, args, progress)
+    else:
+        result |= _simulated(calibration, args, progress)
+    return {**result, "machine": describe()}
+
+
+def _validated(
+    calibration: Calibration, args: argparse.Namespace, progress: ProgressFactory
+) -> dict[str, Any]:
+    with progress("published points", 2) as bar:
+        if args.fit:
+            calibration = fit(calibration)
+        bar.advance(1)
+        found = residuals(calibration, Effort(), only="fit" if args.fit else "")
+        bar.advance(1)
+    return {"points": found, "fitted": fitted_values(calibration)}
+
+
+def fitted_values(calibration: Calibration) -> dict[str, float]:
+    """The values of a calibration that are fits, by their places in the file."""
+    return {
+        f"{kind}.{name}.{value}": getattr(record, value)
+        for kind in ("servers", "systems")
+        for name, record in getattr(calibration, kind).items()
+        for value in record.fitted
+    }
+
+
+def _simulated(
+    calibration: Calibration, args: argparse.Namespace, progress: ProgressFactory
+) -> dict[str, Any]:
+    if args.csv:
+        check_writable(args.csv)
+    per_node = min(args.engines_per_node, args.engines)
+    media = args.media or -(-per_node // 2)
+    profile = load_profile(args.profile) if args.profile else None
+    all_times = {name: _times(calibration, name, args, profile) for name in args.systems}
+    workload = build_workload(args)
+    if not 0 <= args.warm < len(workload.prompts):
+        raise ConfigError(f"--warm {args.warm} of {len(workload.prompts)} requests leaves nothing")
+    streams = _streams(workload, args)
+    rows = []
+    runs = list(itertools.product(all_times, args.routers, streams))
+    with progress("simulate", len(runs)) as bar:
+        for name, router, (rate, seed, requests) in runs:
+            shape = Shape(args.engines, per_node, media, router, args.unit_layers)
+            cluster = Cluster(all_times[name], shape)
+            cluster.warm(requests[: args.warm])
+            numbers = cluster.run(requests[args.warm :])
+            rows.append({"system": name, "router": router, "seed": seed, **numbers})
+            if rate is not None:
+                rows[-1]["rate"] = rate
+            bar.advance(1)
+    if args.csv:
+        write_csv(args.csv, csv_rows(rows), RATE)
+    return {
+        "rows": rows,
+        "engines": args.engines,
+        "engines_per_node": per_node,
+        "media_per_node": media,
+        "drive": next(iter(all_times.values())).drive.name,
+        "gpu": args.gpu if profile is None else "profile",
+        "profile_estimated": [] if profile is None else list(profile.estimated),
+        "server": args.server,
+        "unit_layers": args.unit_layers,
+        "warm": args.warm,
+        "workload": workload.facts(),
+        "fitted": fitted_values(calibration),
+    }
+
+
+def _times(
+    calibration: Calibration, name: str, args: argparse.Namespace, profile: TableProfile | None
+) -> EngineTimes:
+    return EngineTimes(
+        calibration,
+        calibration.server(args.server),
+        calibration.system(name),
+        gpu=gpu_of(args.gpu),
+        drive=drive_of(args.drive),
+        profile=profile,
+    )
+
+
+def _streams(
+    workload: Workload, args: argparse.Namespace
+) -> list[tuple[float | None, int, list[Request]]]:
+    """(rate, seed, requests) of each run.  The same for every system."""
+    if args.rates:
+        seeds = range(1, args.seeds + 1)
+        return [(r, s, arrivals(workload, r, s, args.warm)) for r in args.rates for s in seeds]
+    times_ms = [p.arrival_ms for p in workload.prompts if p.arrival_ms is not None]
+    if len(times_ms) < len(workload.prompts):
+        raise ConfigError(f"{workload.name} has no times of its own; give --rates")
+    if times_ms != sorted(times_ms):
+        raise ConfigError("the trace's times are out of order; sort it, or give --rates")
+    return [(None, 0, mooncake_requests(workload, times_ms))]
+
+
+def csv_rows(rows: list[dict[str, Any]]) -> list[Row]:
+    """Rows of the figure of TTFT and ITL against rate, with intervals over seeds."""
+    groups: dict[tuple[str, str, float], list[dict[str, Any]]] = {}
+    for row in rows:
+        groups.setdefault((row["system"], row["router"], row["rate"]), []).append(row)
+    found = []
+    for (system, router, rate), runs in groups.items():
+        line = {"system": f"{system}, {router}", "source": SIMULATED, "rate": str(rate)}
+        for name in ("ttft", "itl"):
+            known = [run[f"{name}_ms"]["mean"] for run in runs if run[f"{name}_ms"]]
+            interval = mean_interval(known) if known else dict.fromkeys(("mean", "low", "high"), "")
+            line[f"{name}_ms"] = str(interval["mean"])
+            line |= {f"{name}_{end}_ms": str(interval[end]) for end in ("low", "high")}
+        line["unstable"] = "yes" if any(run["unstable"] for run in runs) else "no"
+        found.append({**line, "partial": "no"})
+    return found
+
+
+def rows_of(result: dict[str, Any]) -> list[list[object]]:
+    """The table below HEAD."""
+    return [
+        [
+            *(row["system"], row["router"], f"{row['rate']:.2f}"),
+            *(f"{row['ttft_ms'][name]:.0f}" for name in ("mean", "p50", "p99")),
+            f"{row['itl_ms']['mean']:.1f}" if row["itl_ms"] else "",
+            *(f"{row[name]:.1%}" for name in ("hit_hbm", "hit_store", "bubble_share", "gpu_busy")),
+            f"{row['medium_read_busy']:.1%}, {row['medium_write_busy']:.1%}",
+            row["dropped_pages"],
+            "yes" if row["unstable"] else "no",
+            f"{row['speed']['requests_per_s']:.0f}",
+        ]
+        for row in result["rows"]
+    ]
+
+
+def point_rows(result: dict[str, Any]) -> list[list[object]]:
+    """The table below POINTS_HEAD."""
+    return [
+        [
+            *(point["name"], point["use"], f"{point['value']:g} {point['unit']}"),
+            *(f"{point['simulated']:.3g}", f"{point['error']:+.1%}"),
+        ]
+        for point in result.get("points", ())
+    ]
+
+
+def notes_of(result: dict[str, Any]) -> list[str]:
+    """What the tables do not say."""
+    if "points" in result:
+        tested = sorted(abs(p["error"]) for p in result["points"] if p["use"] == "test")
+        notes = [f"{name} = {value:g} (fitted)" for name, value in result["fitted"].items()]
+        if tested:
+            within = sum(error <= 0.1 for error in tested)
+            middle = tested[len(tested) // 2]
+            notes.insert(
+                0,
+                f"simulated; of {len(tested)} points that were not fitted {within} are within "
+                f"10 %, the middle one is off by {middle:.1%}",
+            )
+        return notes
+    workload = result["workload"]
+    estimated = [
+        f"the profile's {half} is an estimate, not measured"
+        for half in result.get("profile_estimated", ())
+    ]
+    return [
+        f"simulated: {result['engines']} engines, {result['engines_per_node']} to a node with "
+        f"{result['media_per_node']} of {result['drive']}; GPU {result['gpu']}, server "
+        f"{result['server']}; {workload['requests']} requests of {workload['name']}, "
+        f"{workload['input_tokens_mean']} tokens on the mean",
+        *estimated,
+    ]
+
+
+def report(result: dict[str, Any]) -> str:
+    """For people."""
+    parts = []
+    if result["rows"]:
+        parts.append(table(HEAD, rows_of(result)))
+    if result.get("points"):
+        parts.append(table(POINTS_HEAD, point_rows(result)))
+    return "\n\n".join([*parts, *notes_of(result)])

@@ -1,0 +1,1 @@
+"""`tutti bench slack`: the scheduler's policies beside a model's compute."""

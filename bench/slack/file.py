@@ -1,0 +1,166 @@
+"""Puts beside layer-wise loads on a real file, with and without a scheduler: measured, no bar.
+
+A round is a prefill whose prefix is loaded layer by layer, while the pages of the round before are
+stored, and then a pause that stands for decode steps.  Computing is sleeping: there is no model.
+The pool's engine memory, file and scheduler are real, and so is the time.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import tutti
+from tutti.bench.statistics import bootstrap_median, median, ratios
+from tutti.medium.layout import KVLayout
+from tutti.scheduler.dispatcher import Schedule
+from tutti.scheduler.event import StepBegan, StepEnded
+from tutti.scheduler.request import Phase
+from tutti.store import ObjectStore
+from tutti.terminal import ProgressFactory
+from tutti.transfers.core import StoreConfig
+
+_LAYOUT = KVLayout.mha(layers=16, kv_heads=8, head_dim=128, page_size=64, dtype="bfloat16")
+_LOADED = 32  # pages
+_STORED = 16
+_PAGES = 128  # of engine memory
+_DECODE_S = 0.06
+_WARM = 2
+_WAIT_S = 60.0
+
+
+@dataclass(frozen=True)
+class FileProfile:
+    """What was measured on the file, alone and both at once, and how long a layer is slept for."""
+
+    read_bytes_per_s: float
+    write_bytes_per_s: float
+    interference: float
+    layer_s: float
+
+    def layer_us(self, new_tokens: int, prefix_tokens: int) -> float:
+        """See Profile; every layer is the same."""
+        return self.layer_s * 1e6
+
+    def decode_us(self, batch: int, context_tokens: int) -> float:
+        """See Profile; the pause of a round."""
+        return _DECODE_S * 1e6
+
+    def read_us(self, nbytes: int) -> float:
+        """See Profile."""
+        return nbytes / self.read_bytes_per_s * 1e6
+
+    def write_us(self, nbytes: int) -> float:
+        """See Profile."""
+        return nbytes / self.write_bytes_per_s * 1e6
+
+
+def run(directory: Path, rounds: int, progress: ProgressFactory) -> dict[str, Any]:
+    """Rounds with `slack` and with `none` in turns, after a profile was measured."""
+    rng = np.random.default_rng(0)
+    with tempfile.TemporaryDirectory(dir=directory) as folder:
+        with _pool(Path(folder) / "profile.tutti", None) as store:
+            profile = _measure(store, rng)
+        waits: dict[str, list[float]] = {"none": [], "slack": []}
+        with (
+            _pool(Path(folder) / "none.tutti", None) as none,
+            _pool(Path(folder) / "slack.tutti", Schedule(profile)) as slack,
+            progress("slack on a file", 2 * rounds) as bar,
+        ):
+            pairs = [
+                (waits["none"], _Rounds(none, profile, rng)),
+                (waits["slack"], _Rounds(slack, profile, rng)),
+            ]
+            for number in range(rounds + _WARM):
+                for found, system in pairs:
+                    waited_s = system.round()
+                    if number >= _WARM:
+                        found.append(waited_s)
+                        bar.advance(1)
+            counters = slack.scheduler.counters() if slack.scheduler else {}
+    ratio = bootstrap_median(ratios(waits["slack"], waits["none"])).to_dict()
+    return {
+        "rounds": rounds,
+        "profile": vars(profile),
+        "bubble_s": {name: median(found) for name, found in waits.items()},
+        "slack / none": ratio,
+        "counters": counters,
+    }
+
+
+@contextmanager
+def _pool(path: Path, schedule: Schedule | None) -> Iterator[ObjectStore]:
+    """An open pool with 128 pages of engine memory."""
+    config = StoreConfig(verify="off", schedule=schedule)
+    with tutti.open(str(path), _LAYOUT, "1GiB", config=config) as store:
+        store.allocate_pool(_PAGES)
+        yield store
+
+
+class _Rounds:
+    """One system: its pool, the prefix it loads, and what it stores next."""
+
+    def __init__(self, store: ObjectStore, profile: FileProfile, rng: np.random.Generator) -> None:
+        self._store = store
+        self._profile = profile
+        self._rng = rng
+        self._prefix = rng.integers(0, 256, (_LOADED, 16), np.uint8)
+        store.put(self._prefix, np.arange(_LOADED)).wait(_WAIT_S)
+
+    def round(self) -> float:
+        """One prefill and its decode steps; seconds that layers waited for their loads."""
+        store, scheduler = self._store, self._store.scheduler
+        stored = self._rng.integers(0, 256, (_STORED, 16), np.uint8)
+        put = store.put(stored, np.arange(_LOADED, _LOADED + _STORED))
+        began_s = time.perf_counter()
+        if scheduler is not None:
+            layers = _LAYOUT.layers
+            scheduler.post(StepBegan(scheduler.now_ns(), Phase.PREFILL, layers, tokens=1))
+        ticket = store.load(self._prefix, np.arange(_LOADED))
+        waited_s = time.perf_counter() - began_s
+        for layer in range(_LAYOUT.layers):
+            began_s = time.perf_counter()
+            ticket.wait_layer(layer, _WAIT_S)
+            waited_s += time.perf_counter() - began_s
+            time.sleep(self._profile.layer_s)
+        if scheduler is not None:
+            scheduler.post(StepEnded(scheduler.now_ns()))
+            scheduler.post(StepBegan(scheduler.now_ns(), Phase.DECODE, tokens=1))
+        time.sleep(_DECODE_S)
+        if scheduler is not None:
+            scheduler.post(StepEnded(scheduler.now_ns()))
+        put.wait(_WAIT_S)
+        return waited_s
+
+
+def _measure(store: ObjectStore, rng: np.random.Generator) -> FileProfile:
+    """Bandwidths alone, and how much longer a load takes beside a put."""
+    keys = rng.integers(0, 256, (64, 16), np.uint8)
+    nbytes = 64 * _LAYOUT.object_nbytes
+    write_s, read_s = [], []
+    for _ in range(3):
+        store.clear(deallocate=False)
+        write_s.append(_timed(lambda: store.put(keys, np.arange(64)).wait(_WAIT_S)))
+        read_s.append(_timed(lambda: store.load(keys, np.arange(64)).wait(_WAIT_S)))
+    more = rng.integers(0, 256, (64, 16), np.uint8)
+    put = store.put(more, np.arange(64, 128))
+    both_s = _timed(lambda: store.load(keys, np.arange(64)).wait(_WAIT_S))
+    put.wait(_WAIT_S)
+    read = nbytes / median(read_s)
+    # A layer computes for as long as it loads: there is slack, but not much of it.
+    layer_s = _LOADED * _LAYOUT.object_nbytes / read / _LAYOUT.layers
+    interference = max(1.0, both_s / median(read_s))
+    return FileProfile(read, nbytes / median(write_s), interference, layer_s)
+
+
+def _timed(what: Callable[[], object]) -> float:
+    began_s = time.perf_counter()
+    what()
+    return time.perf_counter() - began_s

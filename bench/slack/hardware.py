@@ -1,0 +1,139 @@
+"""Drives, GPUs and the model that `tutti bench slack` simulates, and profiles made of them."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from tutti.errors import ConfigError
+
+_FILE = Path(__file__).with_name("hardware.json")
+
+
+@dataclass(frozen=True)
+class Drive:
+    """A medium: bytes per second, and how much longer a transfer takes beside the other way."""
+
+    name: str
+    read_bytes_per_s: float
+    write_bytes_per_s: float
+    latency_us: float
+    interference: float
+    source: str
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """Times of a model on a GPU: n new tokens behind p take n * token_us + n * (p + n/2) * pair_ns.
+
+    memory_bytes_per_s: what moves during a decode step takes that much of it away.
+    """
+
+    name: str
+    token_us: float
+    pair_ns: float
+    decode_base_ms: float
+    decode_token_ns: float
+    memory_bytes_per_s: float
+    source: str
+
+
+@dataclass(frozen=True)
+class Model:
+    """What is moved: bytes of a token's KV over all layers, and tokens of a page."""
+
+    layers: int
+    token_nbytes: int
+    page_tokens: int
+    source: str
+
+    @property
+    def page_nbytes(self) -> int:
+        """A page over all layers."""
+        return self.page_tokens * self.token_nbytes
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Everything that decides how long something takes.  Implements scheduler.request.Profile.
+
+    compute, read, write: factors on the times: 1 is the truth, others make a profile that is off.
+    """
+
+    drive: Drive
+    gpu: Gpu
+    model: Model
+    compute: float = 1.0
+    read: float = 1.0
+    write: float = 1.0
+
+    @property
+    def interference(self) -> float:
+        """See Profile."""
+        return self.drive.interference
+
+    def layer_us(self, new_tokens: int, prefix_tokens: int) -> float:
+        """See Profile and Gpu."""
+        gpu, n = self.gpu, new_tokens
+        whole_us = n * gpu.token_us + n * (prefix_tokens + n / 2) * gpu.pair_ns / 1e3
+        return self.compute * whole_us / self.model.layers
+
+    def decode_us(self, batch: int, context_tokens: int) -> float:
+        """See Profile and Gpu."""
+        gpu = self.gpu
+        return self.compute * (
+            gpu.decode_base_ms * 1e3 + gpu.decode_token_ns * context_tokens / 1e3
+        )
+
+    def read_us(self, nbytes: int) -> float:
+        """See Profile."""
+        return self.read * (nbytes / self.drive.read_bytes_per_s * 1e6 + self.drive.latency_us)
+
+    def write_us(self, nbytes: int) -> float:
+        """See Profile."""
+        return self.write * (nbytes / self.drive.write_bytes_per_s * 1e6 + self.drive.latency_us)
+
+    def off_by(self, part: float) -> Machine:
+        """A profile that takes compute for longer and transfers for shorter than they are.
+
+        That is the harmful way: it sees slack where none is.  A negative part sees too little.
+        """
+        return replace(self, compute=1 + part, read=1 - part, write=1 - part)
+
+
+@cache
+def _values() -> dict[str, Any]:
+    values: dict[str, Any] = json.loads(_FILE.read_text())
+    return values
+
+
+def drive_names() -> list[str]:
+    """Drives that there are parameters of."""
+    return list(_values()["drives"])
+
+
+def gpu_names() -> list[str]:
+    """GPUs that there are parameters of."""
+    return list(_values()["gpus"])
+
+
+def machine(drive: str, gpu: str) -> Machine:
+    """The true times of a drive and a GPU.  Raises ConfigError for a name that is not known."""
+    values = _values()
+    for kind, name in (("drives", drive), ("gpus", gpu)):
+        if name not in values[kind]:
+            known = ", ".join(values[kind])
+            raise ConfigError(f"there are no parameters of {name!r}; use one of {known}")
+    return Machine(
+        Drive(drive, **values["drives"][drive]),
+        Gpu(gpu, **values["gpus"][gpu]),
+        Model(**values["model"]),
+    )
+
+
+def copy_bytes_per_s() -> float:
+    """From engine memory to staging."""
+    return float(_values()["copy_bytes_per_s"])

@@ -1,0 +1,126 @@
+"""Requests for `tutti bench slack`: generated from a seed, or recorded in a file."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from tutti.bench.slack.hardware import Machine
+from tutti.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Request:
+    """One request: its prefix of ``hit_tokens`` is on the medium, ``new_tokens`` are computed and
+    stored, then ``out_tokens`` are decoded.
+    """
+
+    arrival_ns: int
+    hit_tokens: int
+    new_tokens: int
+    out_tokens: int
+
+
+@dataclass(frozen=True)
+class Kind:
+    """How requests of a workload are drawn.
+
+    hit, new, out: log-normal tokens as (median, sigma).  miss_share: of requests without a hit,
+    which compute their whole prompt.  load: offered work over what the machine can do.
+    stores: whether what is computed is written.
+    """
+
+    hit: tuple[float, float]
+    new: tuple[float, float]
+    out: tuple[float, float]
+    miss_share: float
+    load: float
+    mixed: bool = True
+
+
+KINDS = {
+    # long chats: most of a prompt hits
+    "chat": Kind((24_000, 0.7), (1_500, 0.7), (48, 0.5), 0.1, 0.7),
+    # questions about documents, half of them new
+    "documents": Kind((48_000, 0.4), (600, 0.6), (32, 0.5), 0.4, 0.7),
+    # many short turns on long prefixes
+    "agents": Kind((32_000, 0.5), (3_000, 0.4), (24, 0.4), 0.0, 0.8),
+    # long answers: mostly decode steps
+    "decode": Kind((12_000, 0.6), (1_500, 0.6), (300, 0.4), 0.1, 0.6),
+    # nothing hits: only writes
+    "cold": Kind((8_000, 0.6), (4_000, 0.6), (48, 0.5), 1.0, 0.7, False),
+}
+
+_TOKENS_MAX = 128_000
+
+
+def generate(name: str, machine: Machine, requests: int, seed: int) -> list[Request]:
+    """Poisson arrivals of one kind.  Whole pages; the first request comes at 0.
+
+    Raises ConfigError for a kind that does not exist.
+    """
+    if name not in KINDS:
+        raise ConfigError(f"there is no workload {name!r}; use one of {', '.join(KINDS)}")
+    kind, rng = KINDS[name], np.random.default_rng([seed, *name.encode()])
+    page = machine.model.page_tokens
+
+    def draw(tokens: tuple[float, float], unit: int) -> npt.NDArray[np.int64]:
+        drawn = np.exp(rng.normal(np.log(tokens[0]), tokens[1], requests)).astype(np.int64)
+        return np.clip(drawn // unit * unit, unit, _TOKENS_MAX)
+
+    hit, new, out = draw(kind.hit, page), draw(kind.new, page), draw(kind.out, 1)
+    miss = rng.random(requests) < kind.miss_share
+    new = np.where(miss, np.minimum(hit + new, 16_384), new)
+    hit = np.where(miss, 0, hit)
+    busy_us = [
+        _busy_us(machine, int(h), int(n), int(o)) for h, n, o in zip(hit, new, out, strict=True)
+    ]
+    gap_ns = np.mean(busy_us) / kind.load * 1e3
+    arrivals = np.concatenate([[0.0], np.cumsum(rng.exponential(gap_ns, requests - 1))])
+    rows = zip(arrivals.tolist(), hit.tolist(), new.tolist(), out.tolist(), strict=True)
+    return [Request(round(a), h, n, o) for a, h, n, o in rows]
+
+
+def _busy_us(machine: Machine, hit: int, new: int, out: int) -> float:
+    """GPU time of a request: its prefill or its load, and its part of decode steps of eight."""
+    model = machine.model
+    compute_us = model.layers * machine.layer_us(new, hit)
+    load_us = machine.read_us(hit * model.token_nbytes) if hit else 0.0
+    return max(compute_us, load_us) + out * machine.decode_us(8, 8 * (hit + new)) / 8
+
+
+def save(requests: Sequence[Request], path: Path) -> None:
+    """One JSON line for each request."""
+    path.write_text("".join(json.dumps(asdict(request)) + "\n" for request in requests))
+
+
+def recorded(path: Path) -> list[Request]:
+    """Requests of a file as ``save`` writes it, in order of arrival.  Raises ConfigError."""
+    requests = []
+    try:
+        lines = path.read_text().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}; name a file of requests") from error
+    for number, line in enumerate(lines, 1):
+        try:
+            values = json.loads(line)
+            request = Request(**{name: int(value) for name, value in values.items()})
+        except (AttributeError, TypeError, ValueError) as error:
+            raise ConfigError(
+                f"{path}:{number} is no request ({error}); each line is an object with arrival_ns, "
+                "hit_tokens, new_tokens and out_tokens"
+            ) from error
+        if (
+            min(request.arrival_ns, request.hit_tokens) < 0
+            or min(request.new_tokens, request.out_tokens) < 1
+        ):
+            raise ConfigError(f"{path}:{number}: a request has a new and an output token at least")
+        requests.append(request)
+    if not requests:
+        raise ConfigError(f"{path} holds no requests; name another file")
+    return sorted(requests, key=lambda request: request.arrival_ns)

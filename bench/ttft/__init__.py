@@ -1,0 +1,1 @@
+"""`tutti bench ttft`: time to first token of a running server."""

@@ -1,0 +1,193 @@
+"""The builtin client: sends requests when they are due and times every piece of every answer.
+
+Requests go out on an absolute schedule and nothing holds them back, so that a slow server cannot
+slow its own load down. Latencies count from when a request was due; the delay until it really went
+out is kept beside, because it is the client's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from tutti.bench.ttft.http import Endpoint, NotStreaming, ServerError, stream_events
+from tutti.bench.ttft.protocol import ServerApi
+
+#: So many broken connections in a row mean that the server is gone.
+LOST_AFTER = 5
+_LEAD_S = 0.05
+
+
+@dataclass(frozen=True)
+class Call:
+    """A request: its number, when it is due, and its body.  Times are in seconds of the run."""
+
+    number: int
+    due_s: float
+    task: str
+    output_tokens: int
+    body: Callable[[], bytes]
+
+
+@dataclass
+class Record:
+    """What became of a call.  tokens: (time, output tokens so far) of each event with new ones.
+
+    error: empty for success.  cached: prompt tokens by where they came from, as the server says.
+    """
+
+    number: int
+    task: str
+    due_s: float
+    sent_s: float = 0.0
+    tokens: list[tuple[float, int]] = field(default_factory=list)
+    done_s: float = 0.0
+    input_tokens: int = 0
+    cached: dict[str, int] = field(default_factory=dict)
+    error: str = ""
+
+    def see_cached(self, cached: dict[str, int] | None) -> None:
+        """The latest that an event said; a mere total does not replace places that are known."""
+        knows_places = bool(self.cached) and "unknown" not in self.cached
+        if cached is not None and not ("unknown" in cached and knows_places):
+            self.cached = cached
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON; times in milliseconds."""
+        return {
+            "number": self.number,
+            "task": self.task,
+            "due_ms": round(1e3 * self.due_s, 3),
+            "sent_ms": round(1e3 * self.sent_s, 3),
+            "tokens": [[round(1e3 * at, 3), count] for at, count in self.tokens],
+            "done_ms": round(1e3 * self.done_s, 3),
+            "input_tokens": self.input_tokens,
+            "cached": self.cached,
+            "error": self.error,
+        }
+
+
+@dataclass
+class Run:
+    """Records of calls that ended.  stopped: why the run ended early; empty otherwise."""
+
+    records: list[Record] = field(default_factory=list)
+    stopped: str = ""
+    _broken_in_a_row: int = 0
+
+    def take(self, record: Record, *, broken: bool) -> None:
+        """One more call has ended; broken: its connection failed."""
+        self.records.append(record)
+        self._broken_in_a_row = self._broken_in_a_row + 1 if broken else 0
+        if self._broken_in_a_row >= LOST_AFTER:
+            self.stopped = f"the server is gone: {record.error}"
+
+
+def drive(
+    endpoint: Endpoint,
+    protocol: ServerApi,
+    calls: Sequence[Call],
+    run: Run,
+    *,
+    timeout_s: float,
+    concurrency: int | None = None,
+    advance: Callable[[int], None] = lambda n: None,
+) -> None:
+    """Sends the calls and fills `run`, which keeps what was found when this is interrupted.
+
+    concurrency: at most so many at once; None for a measured run, where nothing may hold back.
+    timeout_s: of each request.  Raises NotStreaming for a server that does not stream.
+    """
+    asyncio.run(_drive(endpoint, protocol, calls, run, timeout_s, concurrency, advance))
+
+
+async def _drive(
+    endpoint: Endpoint,
+    protocol: ServerApi,
+    calls: Sequence[Call],
+    run: Run,
+    timeout_s: float,
+    concurrency: int | None,
+    advance: Callable[[int], None],
+) -> None:
+    clock = asyncio.get_running_loop().time
+    begin_s = clock() + _LEAD_S
+    gate = asyncio.Semaphore(concurrency or max(1, len(calls)))
+    not_streaming: list[NotStreaming] = []
+
+    async def one(call: Call) -> None:
+        async with gate:
+            record = Record(call.number, call.task, call.due_s, sent_s=clock() - begin_s)
+            broken = False
+            try:
+                async with asyncio.timeout(timeout_s):
+                    await _ask(endpoint, protocol, call, record, lambda: clock() - begin_s)
+            except NotStreaming as error:
+                record.error = str(error)
+                not_streaming.append(error)
+            except TimeoutError:
+                record.error = f"no end of the answer within {timeout_s:g} s"
+            except (OSError, ServerError) as error:
+                record.error = f"{type(error).__name__}: {error}"
+                broken = isinstance(error, OSError)
+            record.done_s = clock() - begin_s
+            run.take(record, broken=broken)
+            advance(1)
+
+    tasks: list[asyncio.Task[None]] = []
+    try:
+        for call in calls:
+            await asyncio.sleep(max(0.0, begin_s + call.due_s - clock()))
+            if run.stopped or not_streaming:
+                break
+            tasks.append(asyncio.create_task(one(call)))
+        await _finish(tasks, lambda: bool(run.stopped or not_streaming))
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    if not_streaming:
+        raise not_streaming[0]
+
+
+async def _finish(tasks: list[asyncio.Task[None]], is_over: Callable[[], bool]) -> None:
+    """Waits for the tasks, each of which has a deadline, or until the run is over."""
+    pending = set(tasks)
+    while pending and not is_over():
+        done, pending = await asyncio.wait(pending, timeout=0.2)
+        for failure in filter(None, (task.exception() for task in done)):
+            raise failure
+
+
+async def _ask(
+    endpoint: Endpoint,
+    protocol: ServerApi,
+    call: Call,
+    record: Record,
+    now_s: Callable[[], float],
+) -> None:
+    """One request; fills the record."""
+    count = 0
+    events = stream_events(endpoint, protocol.path, protocol.body(call.body(), call.output_tokens))
+    async with contextlib.aclosing(events):
+        async for data in events:
+            at_s = now_s()
+            told = protocol.progress(data)
+            if told is None:
+                continue
+            new = count + 1 if told.output_tokens is None else told.output_tokens
+            if new > count:
+                count = new
+                record.tokens.append((at_s, count))
+            record.input_tokens = told.input_tokens or record.input_tokens
+            record.see_cached(told.cached)
+    if not record.tokens:
+        raise ServerError("the answer has no token")
+    if call.output_tokens > 1 and len(record.tokens) == 1 and count == call.output_tokens:
+        raise NotStreaming(
+            f"{protocol.path} sends all {count} tokens in one event, so that nothing can be timed; "
+            "turn streaming on, or SGLang's --stream-interval down"
+        )

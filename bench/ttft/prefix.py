@@ -1,0 +1,130 @@
+"""TTFT of one prompt at a time against how much of it is cached.
+
+For each length a fresh prefix is computed once, the engine's own cache is flushed, and a prompt of
+the full length that begins with it is timed. With --no-flush the prefix may still be in GPU memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from tutti.arguments import positive
+from tutti.bench.environment import describe
+from tutti.bench.statistics import interval_text
+from tutti.bench.ttft.http import ServerError
+from tutti.bench.ttft.metrics import latencies_ms, mean_interval
+from tutti.bench.ttft.output import Output
+from tutti.bench.ttft.session import Session
+from tutti.bench.ttft.workloads.prompt import Part, Prompt
+from tutti.errors import ConfigError
+from tutti.terminal import table
+
+_OUTPUT_TOKENS = 8
+
+
+def add_prefix_arguments(parser: argparse.ArgumentParser) -> None:
+    """The other measurement: one request at a time."""
+    group = parser.add_argument_group(
+        "cached prefixes", "instead of rates: one prompt at a time, of which so much is stored"
+    )
+    group.add_argument("--prefix-tokens", type=int, nargs="+", metavar="TOKENS")
+    group.add_argument(
+        "--total-tokens",
+        type=positive,
+        default=32 * 1024,
+        help="of every prompt (default %(default)s)",
+    )
+    group.add_argument(
+        "--repeats", type=positive, default=3, help="prompts of each length (default 3)"
+    )
+
+
+def run_prefix(session: Session, output: Output) -> dict[str, Any]:
+    """Rows by prefix length.  Raises ConfigError for lengths beyond the prompt or the context."""
+    args = session.args
+    total = args.total_tokens
+    if not all(0 <= tokens < total for tokens in args.prefix_tokens):
+        raise ConfigError(f"--prefix-tokens must be below --total-tokens, which is {total}")
+    context = session.context_tokens
+    if context is not None and total + _OUTPUT_TOKENS > context:
+        raise ConfigError(f"the server's context is {context} tokens; give less --total-tokens")
+    rows: list[dict[str, Any]] = []
+    stopped, interrupted = "", False
+    try:
+        for tokens in args.prefix_tokens:
+            rows.append(_row(session, tokens, total, output))
+    except KeyboardInterrupt:
+        stopped, interrupted = "interrupted", True
+    except ServerError as error:
+        if not rows:
+            raise
+        stopped = str(error)
+    result = {
+        "benchmark": "ttft-prefix",
+        "source": "measured",
+        "system": args.system,
+        "note": args.note,
+        "model": session.model,
+        "total_tokens": total,
+        "rows": rows,
+        "partial": bool(stopped or output.failed or any(row["failed"] for row in rows)),
+        "stopped": stopped,
+        "interrupted": interrupted,
+        "output": output.failed,
+        "server": session.facts,
+        "machine": describe(),
+    }
+    output.result(result)
+    return result
+
+
+def prefix_report(result: dict[str, Any]) -> str:
+    """A table for people."""
+    headers = ["prefix tokens", "share", "TTFT ms, mean [95 %]", "cached by the server", "failed"]
+    rows = [
+        [
+            row["prefix_tokens"],
+            f"{row['prefix_tokens'] / result['total_tokens']:.1%}",
+            interval_text(row["ttft_ms"], 1) or "-",
+            row["cached_tokens"],
+            row["failed"],
+        ]
+        for row in result["rows"]
+    ]
+    lines = [
+        table(headers, rows),
+        f"{result['system']}, prompts of {result['total_tokens']} tokens",
+    ]
+    return "\n".join(lines + (["PARTIAL"] if result["partial"] else []))
+
+
+def _row(session: Session, tokens: int, total: int, output: Output) -> dict[str, Any]:
+    """Prompts with `tokens` of prefix, one after another."""
+    args = session.args
+    latencies: list[float] = []
+    cached: list[int] = []
+    failed = 0
+    with session.progress(f"prefix of {tokens} tokens", args.repeats) as bar:
+        for repeat in range(args.repeats):
+            name = f"{session.nonce}-{total}-{tokens}-{repeat}"
+            prefix = Part(f"prefix-{name}", tokens)
+            rest = Part(f"rest-{name}", total - tokens)
+            if tokens:
+                session.ask(Prompt("prefix", name, (prefix,), 1), repeat)
+            session.flush()
+            run = session.ask(Prompt("prefix", name, (prefix, rest), _OUTPUT_TOKENS), repeat)
+            (record,) = run.records
+            output.requests({"prefix_tokens": tokens}, run.records)
+            if record.error:
+                failed += 1
+            else:
+                latencies.append(latencies_ms(record)["ttft_sent"])
+                cached.append(sum(record.cached.values()))
+            bar.advance(1)
+    return {
+        "prefix_tokens": tokens,
+        "ttft_ms": mean_interval(latencies) if latencies else None,
+        "cached_tokens": round(sum(cached) / len(cached)) if cached else None,
+        "failed": failed,
+    }

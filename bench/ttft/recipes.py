@@ -1,0 +1,362 @@
+"""`tutti bench serve`: starts one of the compared systems, with one command each.
+
+Every recipe is SGLang's launch command with the same page size and the same sizes of DRAM, so that
+systems differ in nothing else; what the server says of itself is written beside the results.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from tutti.arguments import nbytes, port, positive
+from tutti.bench.environment import command_line, describe
+from tutti.bench.figures.data import check_writable
+from tutti.bench.ttft.http import Endpoint, ServerError
+from tutti.bench.ttft.server_control import Control
+from tutti.errors import ConfigError, Unsupported
+from tutti.integration.sglang.direct.options import LINKER_OPTIONS
+from tutti.integration.sglang.launch import server_arguments
+from tutti.integration.sglang.options import HICACHE, LINKER
+from tutti.terminal import ProgressFactory, facts
+from tutti.units import format_nbytes
+
+_GB = 10**9  # SGLang counts host memory in them
+_UP_S = 1800.0
+_END_S = 60.0
+_LMCACHE_PORT = 5556
+_POLL_S = 0.5
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a recipe may use.  dram_nbytes: of host memory for KV; storage: a folder on the SSD."""
+
+    model: str
+    page_size: int
+    dram_nbytes: int
+    capacity_nbytes: int
+    storage: Path
+
+
+@dataclass(frozen=True)
+class Launch:
+    """Arguments and environment of SGLang for one system.
+
+    daemon: of Python for what has to run beside it.  files: what both read, with their content.
+    """
+
+    arguments: list[str]
+    env: dict[str, str] = field(default_factory=dict)
+    daemon: tuple[str, ...] = ()
+    files: dict[Path, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A system by name.  needs: the module that has to be installed for it beside SGLang."""
+
+    name: str
+    summary: str
+    make: Callable[[Options], Launch]
+    needs: str = ""
+    uses_storage: bool = True
+
+
+def _base(options: Options) -> list[str]:
+    sizes = ["--page-size", str(options.page_size)]
+    return ["--model-path", options.model, *sizes, "--enable-metrics"]
+
+
+def _hierarchical(options: Options, *storage: str) -> list[str]:
+    """Host memory behind GPU memory; SGLang takes its size in whole 10^9 bytes."""
+    gigabytes = max(1, options.dram_nbytes // _GB)
+    return [
+        *_base(options),
+        *("--enable-hierarchical-cache", "--hicache-size", str(gigabytes)),
+        *("--hicache-mem-layout", "page_first", "--hicache-io-backend", "kernel"),
+        *(("--hicache-storage-prefetch-policy", "timeout") if storage else ()),
+        *storage,
+    ]
+
+
+def _hbm(options: Options) -> Launch:
+    return Launch(_base(options))
+
+
+def _dram(options: Options) -> Launch:
+    return Launch(_hierarchical(options))
+
+
+def _file(options: Options) -> Launch:
+    env = {
+        "SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR": str(options.storage),
+        "SGLANG_HICACHE_FILE_BACKEND_MAX_SIZE": str(options.capacity_nbytes),
+    }
+    return Launch(_hierarchical(options, "--hicache-storage-backend", "file"), env)
+
+
+def _nixl(options: Options) -> Launch:
+    env = {
+        "SGLANG_HICACHE_NIXL_BACKEND_STORAGE_DIR": str(options.storage),
+        "SGLANG_HICACHE_NIXL_BACKEND_PLUGIN": "POSIX",
+    }
+    return Launch(_hierarchical(options, "--hicache-storage-backend", "nixl"), env)
+
+
+def _tutti_hicache(options: Options) -> Launch:
+    arguments = server_arguments(
+        HICACHE, options.model, _tutti_options(options), page_size=options.page_size
+    )
+    gigabytes = max(1, options.dram_nbytes // _GB)
+    return Launch([*arguments, "--hicache-size", str(gigabytes)])
+
+
+def _tutti_linker(options: Options) -> Launch:
+    return Launch(
+        server_arguments(
+            LINKER,
+            options.model,
+            _tutti_options(options),
+            page_size=options.page_size,
+            own=LINKER_OPTIONS,
+        )
+    )
+
+
+def _tutti_options(options: Options) -> dict[str, Any]:
+    return {"path": str(options.storage), "capacity": str(options.capacity_nbytes)}
+
+
+def _lmcache(options: Options) -> Launch:
+    """LMCache's own server with host memory and files, and SGLang as its client (LMCache's pages on
+    its multiprocess mode; SGLang's mem_cache/storage/lmcache/README.md).
+
+    Transfer mode auto: with GPUs LMCache copies, as by default; without them SGLang has to.
+    """
+    config = options.storage / "lmcache.yaml"
+    adapter = {"type": "fs", "base_path": str(options.storage / "kv"), "use_odirect": True}
+    daemon = ["-m", "lmcache.cli.main", "server", "--host", "127.0.0.1"]
+    daemon += ["--port", str(_LMCACHE_PORT), "--supported-transfer-mode", "auto"]
+    daemon += ["--l1-size-gb", str(max(1, options.dram_nbytes // _GB)), "--eviction-policy", "LRU"]
+    return Launch(
+        [*_base(options), "--enable-lmcache", "--lmcache-config-file", str(config)],
+        daemon=(*daemon, "--l2-adapter", json.dumps(adapter)),
+        files={config: f"mp_host: 127.0.0.1\nmp_port: {_LMCACHE_PORT}\n"},
+    )
+
+
+RECIPES = {
+    recipe.name: recipe
+    for recipe in (
+        Recipe("hbm", "GPU memory alone", _hbm, uses_storage=False),
+        Recipe("hicache-dram", "HiCache with host memory", _dram, uses_storage=False),
+        Recipe("hicache-file", "HiCache with a file per page", _file),
+        Recipe("hicache-nixl", "HiCache with NIXL's POSIX plugin", _nixl, needs="nixl"),
+        Recipe("tutti-hicache", "HiCache with Tutti as its storage", _tutti_hicache),
+        Recipe("tutti-linker", "Tutti without host memory", _tutti_linker),
+        Recipe("lmcache", "LMCache with host memory and disk", _lmcache, needs="lmcache"),
+    )
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments of the command."""
+    parser.add_argument(
+        "name",
+        choices=RECIPES,
+        metavar="SYSTEM",
+        help="; ".join(f"{recipe.name}: {recipe.summary}" for recipe in RECIPES.values()),
+    )
+    parser.add_argument("--model", required=True, help="folder or name of the model")
+    parser.add_argument("--dir", type=Path, help="a new, empty folder on the SSD, for storage")
+    parser.add_argument("--capacity", type=nbytes, default="256GiB", help="default %(default)s")
+    parser.add_argument(
+        "--dram", type=nbytes, default="16GB", help="host memory for KV (default %(default)s)"
+    )
+    parser.add_argument("--page-size", type=positive, default=64, help="default %(default)s")
+    parser.add_argument("--host", default="127.0.0.1", help="default %(default)s")
+    parser.add_argument("--port", type=port, default=30000, help="default %(default)s")
+    parser.add_argument("--info", type=Path, help="write what the server says of itself here")
+    parser.add_argument("--keep", action="store_true", help="take a --dir that is not empty")
+    parser.add_argument("--print", action="store_true", help="print the command, start nothing")
+    parser.add_argument(
+        "--more",
+        default="",
+        metavar="='ARGUMENTS'",
+        help="SGLang's own arguments as one text, e.g. --more='--tp 2'",
+    )
+
+
+def run(args: argparse.Namespace, progress: ProgressFactory) -> dict[str, Any]:
+    """Starts the server, waits until it answers, writes its facts, and stays until it ends.
+
+    Ctrl-C and SIGTERM end the server.  Raises Unsupported for a system that is not installed,
+    ConfigError for a folder with other files, CapacityError for --info that cannot be written,
+    ServerError when it ends before it answers.
+    """
+    recipe = RECIPES[args.name]
+    launch = _launch(recipe, args)
+    command = ["-m", "sglang.launch_server", *launch.arguments]
+    daemon = list(launch.daemon)
+    result: dict[str, Any] = {
+        "benchmark": "serve",
+        "system": recipe.name,
+        "command": ["python", *command],
+        "env": launch.env,
+        "daemon": ["python", *daemon] if daemon else [],
+        "files": {str(path): content for path, content in launch.files.items()},
+    }
+    if args.print:
+        return result
+    _check_installed(recipe)
+    if args.info is not None:
+        check_writable(args.info)
+    if recipe.uses_storage:
+        args.dir.mkdir(parents=True, exist_ok=True)  # not before: a refusal leaves nothing
+    for path, content in launch.files.items():
+        path.write_text(content)
+    started: list[subprocess.Popen[bytes]] = []
+    previous = signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        for words in filter(None, (daemon, command)):
+            started.append(_start(words, launch.env))
+        result |= _facts(result, args, started, progress)
+        while not (ended := _ended(started)):  # until the person who started it ends it
+            time.sleep(_POLL_S)
+        result["stopped"] = ended
+    except KeyboardInterrupt:
+        result["ended"] = "interrupted"
+    finally:
+        for each in reversed(started):
+            _end(each)
+        signal.signal(signal.SIGTERM, previous)
+    if started:
+        result["exit_code"] = started[-1].returncode
+    return result
+
+
+def report(result: dict[str, Any]) -> str:
+    """The command as a shell would take it."""
+    settings = [f"{name}={shlex.quote(value)}" for name, value in result["env"].items()]
+    command = " ".join([*settings, shlex.join(result["command"])])
+    if result["daemon"]:
+        command = f"{shlex.join(result['daemon'])} &\n{command}"
+    for path, content in result["files"].items():
+        command = f"printf %s {shlex.quote(content)} > {shlex.quote(path)}\n{command}"
+    if "exit_code" not in result:
+        return command
+    return facts([("command", command), ("server ended with", result["exit_code"])])
+
+
+def launch_of(name: str, options: Options) -> Launch:
+    """Arguments and environment of a system.  Raises ConfigError for an unknown name."""
+    if name not in RECIPES:
+        raise ConfigError(f"no system {name!r}; there are {', '.join(RECIPES)}")
+    return RECIPES[name].make(options)
+
+
+def _launch(recipe: Recipe, args: argparse.Namespace) -> Launch:
+    folder: Path | None = args.dir
+    if recipe.uses_storage:
+        if folder is None:
+            raise ConfigError(f"{recipe.name} needs --dir, a new folder on the SSD")
+        folder = folder.absolute()
+        if folder.exists() and any(folder.iterdir()) and not args.keep:
+            raise ConfigError(
+                f"{folder.name} is not empty: what is stored there would be hits of this run; "
+                "name a new folder, or say --keep"
+            )
+    options = Options(args.model, args.page_size, args.dram, args.capacity, folder or Path())
+    launch = launch_of(recipe.name, options)
+    # --enable-cache-report: without it the server does not say which tokens were cached.
+    more = ["--host", args.host, "--port", str(args.port), "--enable-cache-report"]
+    try:
+        more += shlex.split(args.more)
+    except ValueError as error:
+        raise ConfigError(f"--more {args.more!r}: {error}; quote it as for a shell") from error
+    return replace(launch, arguments=[*launch.arguments, *more])
+
+
+def _check_installed(recipe: Recipe) -> None:
+    for module in filter(None, ("sglang", recipe.needs)):
+        if find_spec(module) is None:
+            raise Unsupported(
+                f"{module} is not installed in this environment; pip install {module}, or see the "
+                "command with --print"
+            )
+
+
+def _facts(
+    result: dict[str, Any],
+    args: argparse.Namespace,
+    started: list[subprocess.Popen[bytes]],
+    progress: ProgressFactory,
+) -> dict[str, Any]:
+    """Waits for the server and writes --info."""
+    host = "127.0.0.1" if args.host == "0.0.0.0" else args.host
+    control = Control(Endpoint(host, args.port))
+    deadline = time.monotonic() + _UP_S
+    with progress(f"{args.name} starts", 0) as bar:
+        while not control.is_up():
+            if ended := _ended(started):
+                raise ServerError(ended)
+            if time.monotonic() > deadline:
+                raise ServerError(f"SGLang does not answer after {_UP_S:g} s; see its log above")
+            time.sleep(_POLL_S)
+            bar.advance(1)
+    found = {
+        "dram": format_nbytes(args.dram),
+        "capacity": format_nbytes(args.capacity),
+        "launched": command_line(result["command"]),
+        "server": control.facts(),
+        "machine": describe(args.dir if RECIPES[args.name].uses_storage else None),
+    }
+    if args.info is not None:
+        args.info.write_text(json.dumps({"system": args.name, **found}, indent=1) + "\n")
+    print(f"{args.name} answers on port {args.port}; Ctrl-C ends it", file=sys.stderr, flush=True)
+    return found
+
+
+def _start(words: list[str], env: dict[str, str]) -> subprocess.Popen[bytes]:
+    """A Python process in a group of its own, so that Ctrl-C reaches it through here alone.
+
+    All that it writes goes to stderr: stdout is for the result.
+    """
+    command = [sys.executable, *words]
+    return subprocess.Popen(command, stdout=2, env={**os.environ, **env}, start_new_session=True)
+
+
+def _ended(started: list[subprocess.Popen[bytes]]) -> str:
+    """Which one has ended, if any: without its daemon a server answers, and finds nothing."""
+    for name, process in zip(("SGLang", "what runs beside it"), reversed(started), strict=False):
+        if process.poll() is not None:
+            return f"{name} ended with {process.returncode}; its log above says why"
+    return ""
+
+
+def _interrupt(number: int, frame: object) -> None:
+    raise KeyboardInterrupt
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """SIGTERM, and SIGKILL to the whole group when that was not enough or another signal came."""
+    if process.poll() is None:
+        process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired, KeyboardInterrupt):
+            process.wait(_END_S)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait(_END_S)

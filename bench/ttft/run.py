@@ -1,0 +1,283 @@
+"""`tutti bench ttft`: time to first token against request rate, on a running server.
+
+Every system gets the same prompts at the same times. What a number means is in docs/benchmarks.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tutti.bench.environment import describe
+from tutti.bench.figures.data import RATE, rows_of
+from tutti.bench.figures.run import write_figure
+from tutti.bench.statistics import interval_text
+from tutti.bench.ttft.compare import compare_results, comparison_report
+from tutti.bench.ttft.http import ServerError
+from tutti.bench.ttft.metrics import Slo, parse_slo
+from tutti.bench.ttft.output import Output, read_result
+from tutti.bench.ttft.prefix import add_prefix_arguments, prefix_report, run_prefix
+from tutti.bench.ttft.session import (
+    POISSON,
+    POPULATED,
+    TRACE,
+    Session,
+    add_session_arguments,
+    open_session,
+)
+from tutti.bench.ttft.sglang_client import bench_serving
+from tutti.bench.ttft.sweep import (
+    ATTAINMENT_MIN,
+    Condition,
+    Point,
+    Stopped,
+    Sweep,
+    attained,
+    by_rate,
+    mean_ttft_within,
+)
+from tutti.bench.ttft.workloads.prompt import Prompt, salted
+from tutti.bench.ttft.workloads.source import add_workload_arguments
+from tutti.errors import ConfigError
+from tutti.terminal import ProgressFactory, table
+
+BUILTIN, SGLANG = "builtin", "sglang"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments of the command."""
+    add_session_arguments(parser)
+    add_workload_arguments(parser)
+    group = parser.add_argument_group("measurement")
+    group.add_argument("--system", default="server", help="what the results call the server")
+    group.add_argument("--note", default="", help="kept with the results, e.g. what is emulated")
+    group.add_argument(
+        "--rates", type=float, nargs="+", default=[0.25, 0.5, 1.0, 1.5], metavar="REQUESTS_PER_S"
+    )
+    group.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3], help="of the arrivals")
+    group.add_argument(
+        "--arrivals",
+        choices=(POISSON, TRACE),
+        default=POISSON,
+        help="trace: a trace's own times, stretched to each rate; the seed then changes nothing "
+        "(default %(default)s)",
+    )
+    group.add_argument(
+        "--seconds", type=float, help="send only what arrives in so many seconds, at every rate"
+    )
+    group.add_argument(
+        "--slo",
+        type=_slo,
+        action="append",
+        metavar="ttft:MS,tpot:MS",
+        help="limits that a request must meet; may be repeated; default ttft:1000",
+    )
+    group.add_argument(
+        "--max-rate",
+        action="store_true",
+        help="also search the highest rate with a mean TTFT within --ttft-limit-ms, and the "
+        f"highest at which {ATTAINMENT_MIN:g} of the requests meet each SLO",
+    )
+    group.add_argument("--ttft-limit-ms", type=float, default=1000.0, help="default %(default)s")
+    group.add_argument("--tolerance", type=float, default=0.05, help="of the search, default 0.05")
+    group.add_argument("--rate-limit", type=float, default=64.0, help="no search goes beyond it")
+    group.add_argument("--client", choices=(BUILTIN, SGLANG), default=BUILTIN)
+    group.add_argument(
+        "--sglang-python", default=sys.executable, help="interpreter that has sglang.bench_serving"
+    )
+    group.add_argument("--tokenizer", help="folder or name for sglang.bench_serving's --model")
+    group.add_argument("--out", type=Path, help="new folder for result.json and all requests")
+    group.add_argument(
+        "--compare",
+        type=Path,
+        nargs="+",
+        metavar="RESULT",
+        help="measure nothing; show results of the same arrivals side by side, and draw them as "
+        "OUT.png, .svg and .csv",
+    )
+    add_prefix_arguments(parser)
+
+
+def run(args: argparse.Namespace, progress: ProgressFactory) -> dict[str, Any]:
+    """Measures, or compares what was measured.
+
+    Raises ConfigError for arguments, ServerError for a server that cannot be measured.  What ends
+    the run later (the server goes, Ctrl-C, a full disk) leaves a result that says "partial".
+    """
+    if args.compare:
+        return _compare(args)
+    slos = args.slo or [parse_slo("ttft:1000")]
+    output = Output(args.out)
+    _check(args)
+    session = open_session(args, slos, progress)
+    if args.prefix_tokens:
+        return run_prefix(session, output)
+    session.listener = output.requests
+    return _sweep(session, args, slos, output)
+
+
+def report(result: dict[str, Any]) -> str:
+    """Tables for people."""
+    if result["benchmark"] == "ttft-compare":
+        return comparison_report(result)
+    if result["benchmark"] == "ttft-prefix":
+        return prefix_report(result)
+    headers = ["req/s", "sent", "failed", "TTFT ms, mean [95 %]", "TTFT p99", "ITL ms", "hits"]
+    slos = list(result["slos"])
+    rows = [_row(row, slos) for row in result["rates"]]
+    lines = [table([*headers, *(f"{slo} met" for slo in slos), ""], rows)]
+    for name, found in result["max_rate"].items():
+        lines.append(f"highest rate with {name}: {_found(found)}")
+    lines.append(
+        f"{result['system']}, {result['start']} start, {result['client']} client, "
+        f"{result['workload']['name']} {result['workload']['order']}"
+    )
+    if result["partial"]:
+        why = [text for text in (result["stopped"], result["output"]) if text]
+        lines.append("PARTIAL: " + "; ".join(why or ["requests are missing"]))
+    return "\n".join(lines)
+
+
+def _slo(text: str) -> Slo:
+    try:
+        return parse_slo(text)
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def _compare(args: argparse.Namespace) -> dict[str, Any]:
+    """Side by side, and as a figure where --out names one."""
+    results = [read_result(path) for path in args.compare]
+    compared = compare_results(results)
+    if args.out is not None:
+        rows = [row for result in results for row in rows_of(result, RATE, result["system"])]
+        compared["files"] = write_figure(RATE, rows, args.out, slo_ms=args.ttft_limit_ms)
+    return compared
+
+
+def _check(args: argparse.Namespace) -> None:
+    if not all(rate > 0 for rate in args.rates) or not args.seeds:
+        raise ConfigError("--rates must be positive, and there must be a seed")
+    if args.seconds is not None and args.seconds <= 0:
+        raise ConfigError("--seconds must be positive")
+    if args.client == SGLANG and args.arrivals == TRACE:
+        raise ConfigError("--arrivals trace needs --client builtin")
+    if args.client == SGLANG and args.prefix_tokens:
+        raise ConfigError("--prefix-tokens needs --client builtin")
+
+
+def _sweep(
+    session: Session, args: argparse.Namespace, slos: Sequence[Slo], output: Output
+) -> dict[str, Any]:
+    measure = session.measure if args.client == BUILTIN else _by_sglang(session, args, slos)
+    sweep = Sweep(measure, args.seeds)
+    stopped, interrupted = "", False
+    found: dict[str, Point] = {}
+
+    def result() -> dict[str, Any]:
+        partial = bool(stopped or output.failed) or any(p["partial"] for p in sweep.points)
+        return {
+            "benchmark": "ttft",
+            "source": "measured",
+            "system": args.system,
+            "note": args.note,
+            "client": args.client,
+            "start": args.start,
+            "model": session.model,
+            "workload": session.workload.facts(),
+            "arrivals": args.arrivals,
+            "seconds": args.seconds,
+            "slos": [str(slo) for slo in slos],
+            "rates": by_rate(sweep.points),
+            "max_rate": found,
+            "points": sweep.points,
+            "partial": partial,
+            "stopped": stopped,
+            "interrupted": interrupted,
+            "output": output.failed,
+            "server": session.facts,
+            "machine": describe(),
+        }
+
+    try:
+        if args.start == POPULATED:
+            session.populate()
+        for rate in args.rates:
+            sweep.at(rate)
+            output.result(result())
+        if args.max_rate:
+            for name, condition in _conditions(args, slos).items():
+                found[name] = sweep.max_rate(
+                    condition, tolerance=args.tolerance, rate_max=args.rate_limit
+                )
+                output.result(result())
+    except Stopped as stop:
+        stopped, interrupted = str(stop), stop.interrupted
+    except KeyboardInterrupt:
+        stopped, interrupted = "interrupted", True
+    except ServerError as error:
+        if not sweep.points:
+            raise
+        stopped = str(error)
+    output.result(result())
+    return result()
+
+
+def _by_sglang(session: Session, args: argparse.Namespace, slos: Sequence[Slo]) -> Any:
+    def measure(rate: float, seed: int) -> Point:
+        session.flush()
+        prompts = session.prompts_at(rate)
+        prompts = [_salted(prompt, session.salt(rate, seed)) for prompt in prompts]
+        return bench_serving(
+            session.endpoint.url,
+            prompts,
+            rate=rate,
+            seed=seed,
+            slos=slos,
+            timeout_s=args.timeout_s,
+            api_key=args.api_key,
+            python=args.sglang_python,
+            model=args.tokenizer,
+        )
+
+    return measure
+
+
+def _salted(prompt: Prompt, salt: str) -> Prompt:
+    return Prompt(prompt.task, prompt.document, salted(prompt, salt), prompt.output_tokens)
+
+
+def _conditions(args: argparse.Namespace, slos: Sequence[Slo]) -> dict[str, Condition]:
+    limit = args.ttft_limit_ms
+    return {
+        f"mean TTFT <= {limit:g} ms": mean_ttft_within(limit),
+        **{f">= {ATTAINMENT_MIN:.0%} within {slo}": attained(str(slo)) for slo in slos},
+    }
+
+
+def _row(row: dict[str, Any], slos: Sequence[str]) -> list[object]:
+    flags = [name for name in ("unstable", "partial") if row[name]]
+    cells: list[object] = [row["rate"], row["requests"], row["failed"]]
+    if "ttft_ms" not in row:
+        return [*cells, "-", "-", "-", "-", *("-" for _ in slos), "nothing succeeded"]
+    ttft, itl, hits = row["ttft_ms"], row["itl_ms"], row["hit_rate"]
+    return [
+        *cells,
+        interval_text(ttft, 1),
+        f"{row['ttft_p99_ms']['mean']:.1f}",
+        "-" if itl is None else f"{itl['mean']:.2f}",
+        "not told" if hits is None else f"{hits:.1%}",
+        *(f"{row['slo'][slo]['attainment']['mean']:.1%}" for slo in slos),
+        ", ".join(flags).upper(),
+    ]
+
+
+def _found(found: dict[str, Any]) -> str:
+    if found["rate"] is None:
+        return f"none; {found['fails_at']:g} req/s fails already"
+    if found["at_least"]:
+        return f"at least {found['rate']:g} req/s"
+    return f"{found['rate']:g} req/s ({found['fails_at']:g} fails)"

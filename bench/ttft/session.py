@@ -1,0 +1,253 @@
+"""One server under test: looked at, filled as asked, and measured one rate and seed at a time."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import secrets
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from tutti.arguments import positive
+from tutti.bench.ttft.arrivals import arrival_times_s, traced_times_s
+from tutti.bench.ttft.client import Call, Record, Run, drive
+from tutti.bench.ttft.http import Endpoint, ServerError, parse_endpoint
+from tutti.bench.ttft.metrics import Slo, summarise
+from tutti.bench.ttft.protocol import Chat, Generate, ServerApi
+from tutti.bench.ttft.server_control import Control
+from tutti.bench.ttft.sweep import Point, Stopped
+from tutti.bench.ttft.workloads.prompt import FORMS, IDS, TEXT, Part, Prompt, Renderer, salted
+from tutti.bench.ttft.workloads.source import Workload, build_workload
+from tutti.errors import ConfigError
+from tutti.terminal import ProgressFactory
+
+COLD, POPULATED, AS_IS = "cold", "populated", "as-is"
+POISSON, TRACE = "poisson", "trace"
+GENERATE, CHAT = "generate", "chat"
+_PROBE_TOKENS = 4
+#: Told about every point: its rate and seed, and its records.
+Listener = Callable[[dict[str, Any], Sequence[Record]], None]
+
+
+def add_session_arguments(parser: argparse.ArgumentParser) -> None:
+    """Which server, how it is asked, and in which state it starts."""
+    group = parser.add_argument_group("server")
+    group.add_argument("--url", default="http://127.0.0.1:30000", help="default %(default)s")
+    group.add_argument("--api-key", help="sent as a bearer token; flushing may need the admin's")
+    group.add_argument(
+        "--api",
+        choices=(GENERATE, CHAT),
+        default=GENERATE,
+        help="SGLang's own, or OpenAI's chat for other servers (default %(default)s)",
+    )
+    group.add_argument(
+        "--form",
+        choices=FORMS,
+        help="prompts as token ids or text; default: text for texts, ids for what is generated",
+    )
+    group.add_argument(
+        "--vocabulary",
+        type=positive,
+        default=32_000,
+        help="generated ids are below it (default %(default)s)",
+    )
+    group.add_argument("--timeout-s", type=float, default=600.0, help="of a request")
+    group.add_argument(
+        "--start",
+        choices=(COLD, POPULATED, AS_IS),
+        default=COLD,
+        help="cold: nothing stored before can hit, at every point; populated: every document was "
+        "computed once and the engine's own cache flushed; default %(default)s",
+    )
+    group.add_argument(
+        "--no-flush", action="store_true", help="never flush the engine's cache between points"
+    )
+    group.add_argument(
+        "--settle-s",
+        type=float,
+        default=2.0,
+        help="pause for write-through before a flush (default %(default)s)",
+    )
+    group.add_argument(
+        "--warmup",
+        type=float,
+        default=0.1,
+        metavar="SHARE",
+        help="of the requests at the beginning, which are sent and not counted (default 0.1)",
+    )
+
+
+@dataclass
+class Session:
+    """A server that answered, and the workload that fits it."""
+
+    endpoint: Endpoint
+    control: Control
+    api: ServerApi
+    renderer: Renderer
+    model: str
+    facts: dict[str, Any]
+    context_tokens: int | None
+    args: argparse.Namespace
+    workload: Workload
+    slos: Sequence[Slo]
+    progress: ProgressFactory
+    listener: Listener = lambda facts, records: None
+    # Drawn anew for every run: what an earlier run stored must not count as a hit.
+    nonce: str = field(default_factory=lambda: secrets.token_hex(8))
+
+    def ask(self, prompt: Prompt, number: int) -> Run:
+        """One request alone."""
+        run = Run()
+        self._drive(self.calls([prompt], [0.0], ""), run)
+        run.records[0].number = number
+        return run
+
+    def probe(self) -> None:
+        """Sends one small request.  Raises ServerError for a server that cannot be measured."""
+        prompt = Prompt("probe", "probe", (Part("probe", 8),), _PROBE_TOKENS)
+        run = Run()
+        self._drive(self.calls([prompt], [0.0], "probe"), run)
+        if run.records[0].error:
+            raise ServerError(
+                f"a first small request failed: {run.records[0].error}; see the server's log, and "
+                "give --vocabulary where its model knows fewer tokens"
+            )
+
+    def populate(self) -> None:
+        """Has every document computed once, so that it is in the server's storage."""
+        shared = {prompt.parts[:-1]: prompt for prompt in self.workload.prompts}
+        shared.pop((), None)
+        prompts = [Prompt(p.task, p.document, parts, 1) for parts, p in shared.items()]
+        run = Run()
+        with self.progress("documents computed once", len(prompts)) as bar:
+            calls = self.calls(prompts, [0.0] * len(prompts), "")
+            self._drive(calls, run, concurrency=4, advance=bar.advance)
+        failed = [record for record in run.records if record.error]
+        if run.stopped or len(failed) == len(prompts) > 0:
+            raise ServerError(f"no document could be computed: {failed[0].error}")
+        self.flush()
+
+    def flush(self) -> None:
+        """Lets writes settle and empties the engine's cache, unless that is unwanted."""
+        if not self.args.no_flush:
+            time.sleep(self.args.settle_s)
+            self.control.flush()
+
+    def prompts_at(self, rate: float) -> list[Prompt]:
+        """All prompts, or those of --seconds at this rate."""
+        prompts = self.workload.prompts
+        if self.args.seconds is None:
+            return prompts
+        return prompts[: max(1, math.ceil(rate * self.args.seconds))]
+
+    def due_s(self, prompts: Sequence[Prompt], rate: float, seed: int) -> list[float]:
+        """When each prompt is due, as --arrivals says."""
+        if self.args.arrivals == TRACE:
+            return traced_times_s([prompt.arrival_ms for prompt in prompts], rate)
+        return arrival_times_s(len(prompts), rate, seed)
+
+    def salt(self, rate: float, seed: int) -> str:
+        """What keeps a cold point from hitting what was stored before; empty for other starts."""
+        return f"{self.nonce}-{rate:g}-{seed}" if self.args.start == COLD else ""
+
+    def measure(self, rate: float, seed: int) -> Point:
+        """One point.  Raises Stopped, with what was found, when it ended early."""
+        self.flush()
+        prompts = self.prompts_at(rate)
+        self.renderer.prepare(prompts)
+        n = len(prompts)
+        calls = self.calls(prompts, self.due_s(prompts, rate, seed), self.salt(rate, seed))
+        run, reason, interrupted = Run(), "", False
+        try:
+            with self.progress(f"{rate:g} requests/s, seed {seed}", n) as bar:
+                self._drive(calls, run, advance=bar.advance)
+            reason = run.stopped
+        except KeyboardInterrupt:
+            reason, interrupted = "interrupted", True
+        warmup = min(int(self.args.warmup * n), n - 1)
+        point = summarise(run.records, self.slos, warmup=warmup, planned=n)
+        point["partial"] |= bool(reason)
+        self.listener({"rate": rate, "seed": seed}, run.records)
+        if reason:
+            raise Stopped(point, reason, interrupted=interrupted)
+        return point
+
+    def calls(self, prompts: Iterable[Prompt], due_s: Iterable[float], salt: str) -> list[Call]:
+        """Requests at their times; their bodies are made when they are sent."""
+        return [
+            Call(
+                number, at_s, prompt.task, prompt.output_tokens, partial(self._value, prompt, salt)
+            )
+            for number, (prompt, at_s) in enumerate(zip(prompts, due_s, strict=True))
+        ]
+
+    def _value(self, prompt: Prompt, salt: str) -> bytes:
+        return self.renderer.json_value(salted(prompt, salt))
+
+    def _drive(
+        self,
+        calls: Sequence[Call],
+        run: Run,
+        *,
+        concurrency: int | None = None,
+        advance: Callable[[int], None] = lambda n: None,
+    ) -> None:
+        drive(
+            self.endpoint,
+            self.api,
+            calls,
+            run,
+            timeout_s=self.args.timeout_s,
+            concurrency=concurrency,
+            advance=advance,
+        )
+
+
+def open_session(
+    args: argparse.Namespace, slos: Sequence[Slo], progress: ProgressFactory
+) -> Session:
+    """Looks at the server and builds the workload for its context.
+
+    Raises ServerError for one that cannot be reached or measured, ConfigError for a workload that
+    does not fit it.
+    """
+    if not 0 <= args.warmup < 1:
+        raise ConfigError(f"--warmup is {args.warmup}; it is a share, from 0 to below 1")
+    endpoint = parse_endpoint(args.url, args.api_key)
+    control = Control(endpoint)
+    facts = control.facts()
+    model, listed = control.model()
+    told = facts.get("context_length")  # only where the server was started with one
+    context_tokens = told if isinstance(told, int) else listed
+    workload = build_workload(args, context_tokens)
+    form = _form(args, workload, facts)
+    api: ServerApi = Chat(model) if args.api == CHAT else Generate(form)
+    session = Session(
+        endpoint,
+        control,
+        api,
+        Renderer(form, args.vocabulary),
+        model.rstrip("/").rpartition("/")[2],
+        facts,
+        context_tokens,
+        args,
+        workload,
+        slos,
+        progress,
+    )
+    session.probe()
+    return session
+
+
+def _form(args: argparse.Namespace, workload: Workload, facts: dict[str, Any]) -> str:
+    if args.api == CHAT:
+        if args.form == IDS:
+            raise ConfigError("the chat API takes no token ids; leave out --form, or --api chat")
+        return TEXT
+    has_text = any(part.text is not None for part in workload.prompts[0].parts)
+    chosen: str = args.form or (TEXT if has_text else IDS)
+    return IDS if facts.get("skip_tokenizer_init") else chosen

@@ -1,0 +1,119 @@
+"""`tutti bench workload`: says what a workload is, and writes it for other clients.
+
+openai: a line is {"messages", "max_tokens", ...}, which sglang.bench_serving, GuideLLM and AIPerf
+read in file order.  mooncake: Mooncake's trace format with 512-token blocks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from tutti.bench.ttft.arrivals import arrival_times_s
+from tutti.bench.ttft.workloads.prompt import Prompt, plain_text
+from tutti.bench.ttft.workloads.source import (
+    Workload,
+    add_workload_arguments,
+    build_workload,
+    mooncake_requests,
+)
+from tutti.errors import CapacityError, system_message
+from tutti.terminal import ProgressFactory, facts, table
+from tutti.units import format_nbytes
+
+OPENAI, MOONCAKE = "openai", "mooncake"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments of the command."""
+    add_workload_arguments(parser)
+    group = parser.add_argument_group("export")
+    group.add_argument("--format", choices=(OPENAI, MOONCAKE), default=OPENAI)
+    group.add_argument("--out", type=Path, help="the file to write; nothing is written without it")
+    group.add_argument("--rate", type=float, default=1.0, help="requests/s of written timestamps")
+    group.add_argument("--seed", type=int, default=1, help="of the arrivals (default %(default)s)")
+    group.add_argument(
+        "--capacity-tokens",
+        type=int,
+        nargs="*",
+        default=[],
+        metavar="N",
+        help="say which share of blocks plain LRU caches of so many tokens would serve",
+    )
+
+
+def run(args: argparse.Namespace, progress: ProgressFactory) -> dict[str, Any]:
+    """Builds the workload, describes it, and writes it where asked to."""
+    workload = build_workload(args)
+    result: dict[str, Any] = {"benchmark": "workload", **workload.facts()}
+    if args.capacity_tokens:
+        with progress("hit rates", 1) as bar:
+            result["lru_hit_rates"] = workload.hit_rates(args.capacity_tokens)
+            bar.advance(1)
+    if args.out is not None:
+        with progress("writing", len(workload.prompts)) as bar:
+            lines = _lines(workload, args)
+            result["written_nbytes"] = write_lines(args.out, _counted(lines, bar.advance))
+        result["format"] = args.format
+    return result
+
+
+def report(result: dict[str, Any]) -> str:
+    """Facts for people."""
+    shown = [(name, value) for name, value in result.items() if not isinstance(value, dict | list)]
+    shown += [("tasks", ", ".join(result["tasks"]))]
+    shown += [(f"left out: {reason}", count) for reason, count in result["left_out"].items()]
+    lines = [facts(shown)]
+    if "lru_hit_rates" in result:
+        rows = [(tokens, f"{rate:.1%}") for tokens, rate in result["lru_hit_rates"].items()]
+        lines.append(table(("capacity, tokens", "blocks hit by LRU"), rows))
+    if "written_nbytes" in result:
+        lines.append(f"wrote {format_nbytes(result['written_nbytes'])}")
+    return "\n\n".join(lines)
+
+
+def openai_line(prompt: Prompt) -> str:
+    """One request in the form of OpenAI's chat API; all its tokens are to be generated."""
+    messages = [{"role": "user", "content": plain_text(prompt.parts)}]
+    body = {"messages": messages, "max_tokens": prompt.output_tokens}
+    return json.dumps({**body, "temperature": 0, "ignore_eos": True})
+
+
+def write_lines(path: Path, lines: Iterable[str]) -> int:
+    """Writes lines and returns their bytes; an unfinished file does not stay.
+
+    Raises CapacityError or another OSError that names the file.
+    """
+    nbytes = 0
+    try:
+        out = path.open("w", encoding="utf-8")
+    except OSError as error:
+        raise CapacityError(f"cannot write {system_message(error)}") from error
+    try:
+        with out:
+            for line in lines:
+                nbytes += out.write(f"{line}\n")
+    except OSError as error:
+        path.unlink(missing_ok=True)
+        raise CapacityError(f"cannot write {path}: {system_message(error)}") from error
+    return nbytes
+
+
+def _lines(workload: Workload, args: argparse.Namespace) -> Iterable[str]:
+    if args.format == OPENAI:
+        return map(openai_line, workload.prompts)
+    times_s = arrival_times_s(len(workload.prompts), args.rate, args.seed)
+    times_ms = [round(1000 * at) for at in times_s]
+    traced_ms = [prompt.arrival_ms for prompt in workload.prompts if prompt.arrival_ms is not None]
+    if len(traced_ms) == len(times_ms) and traced_ms == sorted(traced_ms):
+        times_ms = traced_ms
+    return (request.to_json() for request in mooncake_requests(workload, times_ms))
+
+
+def _counted(lines: Iterable[str], advance: Any) -> Iterable[str]:
+    for line in lines:
+        yield line
+        advance(1)

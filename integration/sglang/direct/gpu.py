@@ -1,0 +1,179 @@
+"""The GPU that holds the engine's pages: streams of the linker's own, and copies on them.
+
+Pages move between the SSD and the GPU through a `HostEngine` for each pool. What the engine does
+not move goes on two streams here: `landing`, on which a batch's layers become ready one after
+another, and `leaving`, for pages copied out. Not run on a GPU: tested on a stand-in for the driver.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import numpy as np
+import torch
+
+from tutti.errors import DeviceTimeout
+from tutti.gio_uring.gpu.driver import CudaDriver, Driver
+from tutti.gio_uring.gpu.host_engine import HostEngine, wait_until
+from tutti.gio_uring.gpu.memory import PinnedMemory
+from tutti.gio_uring.gpu.mover import BatchCopyMover, CopyMover, Mover, choose_mover
+from tutti.integration.sglang.direct.kernel_share import KernelShare
+from tutti.integration.sglang.direct.kv_pools import Pages, Span
+from tutti.memory.host_memory import HostPool
+from tutti.scheduler.profile import TableProfile
+from tutti.store import ObjectStore
+
+
+class TorchStreams:
+    """What the linker needs of PyTorch on a CUDA device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._aside = torch.cuda.Stream(device)
+
+    def current(self) -> int:
+        """The stream that the calling thread enqueues on."""
+        return int(torch.cuda.current_stream(self._device).cuda_stream)
+
+    def aside(self) -> AbstractContextManager[Any]:
+        """What the thread does in it waits for nothing that the model does."""
+        aside: AbstractContextManager[Any] = torch.cuda.stream(self._aside)
+        return aside
+
+    def handle_of(self, event: Any) -> int:
+        """The driver's handle of a recorded event."""
+        return int(event.cuda_event)
+
+
+class Gpu:
+    """One GPU as the linker uses it.  Thread-safe as far as CUDA is.
+
+    landing, leaving: streams of its own.  mover: see the option gpu_mover, for which `profile` says
+    how many multiprocessors a kernel has.
+    """
+
+    def __init__(
+        self,
+        driver: Driver,
+        streams: TorchStreams,
+        mover: str,
+        profile: TableProfile | None = None,
+    ) -> None:
+        self.driver = driver
+        self.streams = streams
+        self.share = KernelShare(driver, profile) if mover == "kernel" else None
+        self._mover: Mover = self.share.mover if self.share else _mover_of(driver, mover)
+        self.landing = driver.create_stream(-1)
+        self.leaving = driver.create_stream()
+        self._engines: list[HostEngine] = []
+        self._events: deque[int] = deque()
+        self._left = driver.create_event()
+        self._leaving_lock = threading.Lock()
+
+    def attach(self, store: ObjectStore, load_nbytes: int, store_nbytes: int) -> HostEngine:
+        """The engine that moves a store's pages; closed with the store.
+
+        load_nbytes, store_nbytes: pinned memory of either direction, which every byte crosses.
+        """
+        share = self.share
+        engine = HostEngine(
+            self.driver,
+            store.engine,
+            mover=self._mover,
+            load_staging_nbytes=load_nbytes,
+            store_staging_nbytes=store_nbytes,
+            load_stream=None if share is None else share.create_stream(),
+            store_stream=None if share is None else share.create_stream(),
+        )
+        store.attach(engine)
+        self._engines.append(engine)
+        return engine
+
+    def pin(self, store: ObjectStore, pool: HostPool) -> int:
+        """Lets the GPU reach a pool's host memory until the store is closed; how much higher the
+        GPU's addresses of it are.
+        """
+        pinned = PinnedMemory(self.driver, pool.owner)
+        store.attach(pinned)
+        return pinned.device_address - pinned.address
+
+    def follow(self, events: Sequence[Any]) -> None:
+        """Nothing is written to the engine's pages from now on before ``events`` happened."""
+        for event in events:
+            self.driver.stream_wait_event(self.landing, self.streams.handle_of(event))
+        for engine in self._engines:
+            engine.follow(self.landing)
+
+    def take_events(self, count: int) -> list[int]:
+        """Events that nobody uses; made when there are not enough."""
+        taken = [self._events.popleft() for _ in range(min(count, len(self._events)))]
+        return taken + [self.driver.create_event() for _ in range(count - len(taken))]
+
+    def give_events(self, events: Sequence[int]) -> None:
+        """Events that have happened and that nobody asks about any more."""
+        self._events.extend(events)
+
+    def copy(
+        self, stream: int, targets: Sequence[Span], to: Pages, sources: Sequence[Span], of: Pages
+    ) -> None:
+        """Enqueues copies of pages ``of`` (n,) of some segments to pages ``to`` (n,) of others."""
+        there = np.concatenate([_addresses(span, to) for span in targets])
+        here = np.concatenate([_addresses(span, of) for span in sources])
+        nbytes = np.repeat(np.array([span.nbytes for span in targets], np.uint64), len(to))
+        if not len(to):
+            return
+        if self.driver.has_copy_batch:
+            self.driver.copy_batch(there, here, nbytes, stream)
+            return
+        with self.driver.bound():
+            for target, source, n in zip(there, here, nbytes, strict=True):
+                self.driver.copy(int(target), int(source), int(n), stream)
+
+    def wait_left(self, timeout_s: float) -> None:
+        """Waits for what is on ``leaving`` by now.  Raises DeviceTimeout: it may still move."""
+        with self._leaving_lock:
+            self.driver.record_event(self._left, self.leaving)
+            if not wait_until(lambda: self.driver.is_event_done(self._left), timeout_s):
+                raise DeviceTimeout(
+                    f"the GPU did not copy pages out within {timeout_s:g} s; they stay locked"
+                )
+
+    def close(self, timeout_s: float) -> None:
+        """Gives streams and events back, once the stores are closed.  Raises DeviceTimeout."""
+        deadline_s = time.monotonic() + timeout_s
+        for stream in (self.landing, self.leaving):
+            left_s = max(0.0, deadline_s - time.monotonic())
+            if not wait_until(lambda s=stream: self.driver.is_stream_done(s), left_s):  # type: ignore[misc]
+                raise DeviceTimeout("a stream of the GPU did not end; end the process")
+            self.driver.destroy_stream(stream)
+        for event in (*self._events, self._left):
+            self.driver.destroy_event(event)
+        if self.share is not None:
+            self.share.close()
+
+
+def open_gpu(device: torch.device, mover: str, profile: TableProfile | None) -> Gpu | None:
+    """The GPU that the engine's pools are on; None for host memory.
+
+    Raises Unsupported without cuda-bindings or a driver, or for a mover that the driver lacks.
+    """
+    if device.type == "cpu":
+        return None
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return Gpu(CudaDriver(index), TorchStreams(device), mover, profile)
+
+
+def _mover_of(driver: Driver, name: str) -> Mover:
+    if name == "auto":
+        return choose_mover(driver)
+    return BatchCopyMover(driver) if name == "copy-batch" else CopyMover(driver)
+
+
+def _addresses(span: Span, pages: Pages) -> np.ndarray:
+    base, stride = np.uint64(span.address), np.uint64(span.stride_nbytes)
+    return base + pages.astype(np.uint64) * stride

@@ -1,0 +1,78 @@
+"""Pages moved by a kernel, on as few of the GPU's multiprocessors as keep up with the SSD.
+
+Not run on a GPU: tested on a stand-in for the driver.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from tutti.errors import CudaError, Unsupported
+from tutti.gio_uring.gpu.batch import KernelMover
+from tutti.gio_uring.gpu.driver import Driver
+from tutti.gio_uring.gpu.green_context import SmPartition, partition
+from tutti.gio_uring.gpu.memory import TableMemory
+from tutti.gio_uring.gpu.modules import Modules
+from tutti.scheduler.green_context import choose_partition
+from tutti.scheduler.profile import TableProfile
+from tutti.units import MiB
+
+_log = logging.getLogger(__name__)
+
+_TABLES_NBYTES = 8 * MiB
+#: Blocks without a profile.  No more multiprocessors than blocks are used, whatever they run on.
+_BLOCKS = 16
+
+
+class KernelShare:
+    """A mover, and streams on the multiprocessors that it has.
+
+    profile: says how many; None, or a driver that refuses, leaves the streams ordinary ones, and a
+    warning says so.  Raises Unsupported where kernels cannot be compiled.
+    """
+
+    def __init__(self, driver: Driver, profile: TableProfile | None) -> None:
+        self._modules = Modules(driver, kernels=("gio_move",))
+        self._tables = TableMemory(driver, _TABLES_NBYTES)
+        self.partition, blocks = _share(driver, profile)
+        self.mover = KernelMover(driver, self._modules["gio_move"], self._tables, blocks=blocks)
+
+    def create_stream(self) -> int:
+        """Closed with the share."""
+        return self.partition.create_stream(-1)
+
+    def close(self) -> None:
+        """Gives everything back; nothing may be on the streams."""
+        self.partition.close()
+        self._tables.close()
+        self._modules.close()
+
+
+def _share(driver: Driver, profile: TableProfile | None) -> tuple[SmPartition, int]:
+    """The partition, and how many blocks the kernel has."""
+    if profile is None:
+        reason = "without the option profile nobody knows how many the mover needs"
+        _log.warning("no partition of multiprocessors: %s", reason)
+        return SmPartition(driver, 0, reason=reason), _BLOCKS
+    try:
+        sm = driver.sm_resource()
+        chosen = choose_partition(
+            profile.mover_points,
+            profile.read_gb_per_s,
+            sms=sm.count,
+            least=sm.minimum,
+            step=sm.granularity,
+        )
+    except (CudaError, Unsupported) as error:
+        _log.warning("no partition of multiprocessors: %s", error)
+        return SmPartition(driver, 0, reason=str(error)), _BLOCKS
+    if not chosen.keeps_up:
+        _log.warning(
+            "the kernel moves %.3g GB/s on %d multiprocessors and the SSD delivers %.3g; use the "
+            "copy engines (gpu_mover auto)",
+            chosen.mover_gb_per_s,
+            chosen.sms,
+            profile.read_gb_per_s,
+        )
+    found = partition(driver, chosen.sms)
+    return found, found.sms if found.is_partition else chosen.sms

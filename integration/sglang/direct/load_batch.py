@@ -1,0 +1,314 @@
+"""The loads of one SGLang batch: each key is read once, and goes to every page that wants it.
+
+The device writes into staging, whose layers are copied into the engine's pages by who waits for
+them; what was read ahead is there already. What is larger than staging is read into the engine's
+pages directly, and so is everything fresh where these are a GPU's: there the GPU's streams wait.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from tutti.errors import DeviceTimeout
+from tutti.integration.sglang.direct.fence import Fence
+from tutti.integration.sglang.direct.gpu import Gpu
+from tutti.integration.sglang.direct.kv_pools import Pages
+from tutti.integration.sglang.direct.read_ahead import ReadAhead
+from tutti.integration.sglang.direct.reads import Read
+from tutti.integration.sglang.direct.staging_copy import Copy, Landing, LoadPlan
+from tutti.integration.sglang.direct.stored_pool import Shelf
+from tutti.process import Owned
+
+Keys = npt.NDArray[np.uint8]
+
+
+@dataclass(frozen=True)
+class QueuedLoad:
+    """What one request wants of one pool: keys (n, 16), and the slots of n pages."""
+
+    shelf: Shelf
+    keys: Keys
+    slots: torch.Tensor
+
+
+def plan_loads(
+    shelf: Shelf, keys: Keys, pages: Pages, ahead: ReadAhead | None, batch: str = ""
+) -> LoadPlan:
+    """Reads each key once: not at all if it is staged, into staging if the rest fits, else into
+    the first page that wants it.
+
+    keys (n, 16), pages (n,): what all requests of a batch want of one pool.  batch: its name.
+    Raises DeviceTimeout when staging is needed and the device does not give it back.
+    """
+    names: dict[bytes, int] = {}
+    row_of = np.array([names.setdefault(key.tobytes(), len(names)) for key in keys], np.int64)
+    _, first = np.unique(row_of, return_index=True)
+    taken = {} if ahead is None else ahead.take(shelf, list(names))
+    copies = _copies_of_staged(taken, row_of, pages)
+    reads = list({id(read): read for read, _ in taken.values()}.values())
+    rest = np.array([row for row in range(len(names)) if row not in taken], np.int64)
+    if not rest.size:
+        return LoadPlan([], reads, copies)
+    if ahead is not None and not shelf.reads_directly:
+        ahead.make_room(shelf, rest.size)
+    place = np.full(len(names), -1, np.int64)
+    staging = None if shelf.reads_directly else shelf.loads.allocate(rest.size)
+    wanted = np.isin(row_of, rest)
+    if staging is not None and shelf.loads.pool is not None:
+        place[rest] = staging
+        read = Read(shelf, keys[first[rest]], staging, staged=True, batch=batch)
+        copies.append(Copy(read, place[row_of[wanted]], pages[wanted]))
+    elif shelf.memory is None:
+        for held in reads:
+            assert ahead is not None, "what was taken came from there"
+            ahead.release(held)
+        raise DeviceTimeout(
+            f"{rest.size} pages of pool {shelf.name} need staging, and {shelf.loads.free} are "
+            "free: the device keeps the others"
+        )
+    else:
+        place[rest] = pages[first[rest]]
+        wanted[first] = False
+        fresh = []
+        step = shelf.read_pages_max or rest.size
+        for part in (rest[at : at + step] for at in range(0, rest.size, step)):
+            fresh.append(Read(shelf, keys[first[part]], place[part], staged=False, batch=batch))
+            more = wanted & np.isin(row_of, part)
+            if more.any():
+                copies.append(Copy(fresh[-1], place[row_of[more]], pages[more]))
+        return LoadPlan(fresh, reads, copies)
+    return LoadPlan([read], reads, copies)
+
+
+def _copies_of_staged(
+    taken: dict[int, tuple[Read, int]], row_of: Pages, pages: Pages
+) -> list[Copy]:
+    by_read: dict[int, tuple[Read, list[int], list[int]]] = {}
+    for at, row in enumerate(row_of.tolist() if taken else ()):
+        found = taken.get(row)
+        if found is not None:
+            read, place = found
+            _, rows, targets = by_read.setdefault(id(read), (read, [], []))
+            rows.append(int(read.pages[place]))
+            targets.append(int(pages[at]))
+    return [
+        Copy(read, np.array(rows, np.int64), np.array(targets, np.int64))
+        for read, rows, targets in by_read.values()
+    ]
+
+
+class LoadBatch(Owned):
+    """One batch on its way.  Thread-safe; whoever waits does the copying.
+
+    queued: the loads of all requests and pools.  layers: transfer layers of the model.
+    rids: the requests, for which nothing needs to be kept from now on.
+    name: by which the step that computes the batch calls for its reads.
+    fence: what must have happened on the engine's device before its pages are written.
+    timeout_s: from now to the last layer.
+    gpu: where the engine's pages are; None for host memory.
+    """
+
+    def __init__(
+        self,
+        queued: Sequence[QueuedLoad],
+        layers: int,
+        *,
+        rids: Sequence[str] = (),
+        name: str = "",
+        ahead: ReadAhead | None,
+        fence: Fence,
+        timeout_s: float,
+        gpu: Gpu | None = None,
+    ) -> None:
+        self.queued = queued
+        self.error: BaseException | None = None
+        self.waited_s = 0.0
+        self.rids = rids
+        self._name = name
+        self._ahead = ahead
+        self._fence = fence
+        self._deadline_s = time.monotonic() + timeout_s
+        self._lock = threading.Lock()
+        self._started = threading.Event()
+        self._planning = threading.Lock()
+        self._abandoned = False
+        self._plans: list[LoadPlan] = []
+        self._ready = 0
+        self._layers = layers
+        self._ended = False
+        self._gpu = gpu
+        self._landing = None if gpu is None else Landing(gpu, layers)
+
+    @property
+    def pages(self) -> int:
+        """Distinct pages, whether read now or ahead."""
+        return sum(len(read.keys) for plan in self._plans for read in plan.fresh) + sum(
+            np.unique(copy.rows).size
+            for plan in self._plans
+            for copy in plan.copies
+            if copy.read not in plan.fresh
+        )
+
+    @property
+    def nbytes(self) -> int:
+        """What is read from the medium for this batch alone."""
+        return sum(read.nbytes for plan in self._plans for read in plan.fresh)
+
+    @property
+    def ahead_nbytes(self) -> int:
+        """Of the reads ahead that this batch uses."""
+        return sum(read.nbytes for plan in self._plans for read in plan.ahead)
+
+    def start(self) -> None:
+        """Submits the reads, on a thread that may wait."""
+        try:
+            for shelf, keys, pages in self._wanted():
+                with self._planning:
+                    if self._abandoned:
+                        break
+                    plan = plan_loads(shelf, keys, pages, self._ahead, self._name)
+                    self._plans.append(plan)
+                for read in plan.ahead:
+                    read.join(self._name)
+                for read in plan.fresh:
+                    read.start()
+            if self._landing is not None and not self._abandoned:
+                self._landing.land(self._plans, self._deadline_s)
+        except Exception as error:
+            self.error = error
+        finally:
+            if self._landing is not None:
+                self._landing.end()
+            if self._ahead is not None:
+                for rid in self.rids:
+                    self._ahead.forget(rid)
+            self._started.set()
+
+    def _wanted(self) -> list[tuple[Shelf, Keys, Pages]]:
+        """What the batch wants of each pool, once the fence has passed for it to be written."""
+        if self._gpu is None:
+            self._fence.wait(self._deadline_s)
+            return _by_shelf(self.queued)
+        self._fence.wait_slots(self._deadline_s)
+        wanted = _by_shelf(self.queued)
+        self._gpu.follow(self._fence.events)
+        if self._landing is not None:
+            self._landing.watch(self._fence, self._deadline_s)
+        return wanted
+
+    def wait_layer(self, layer: int) -> None:
+        """Returns when the layer is in the engine's pages, or ``error`` says why not.
+
+        On a GPU: when the caller's stream waits for it.
+        """
+        if self._landing is not None:
+            self._order(layer, self._landing)
+            return
+        if layer < self._ready:
+            return
+        with self._lock:
+            began_s = time.monotonic()
+            try:
+                for due in range(self._ready, min(layer + 1, self._layers)):
+                    if self.error is not None:
+                        break
+                    self._bring(due)
+                    self._ready = due + 1
+            except Exception as error:
+                self.error = error
+            self.waited_s += time.monotonic() - began_s
+
+    def _order(self, layer: int, landing: Landing) -> None:
+        began_s = time.monotonic()
+        try:
+            if not landing.order(layer, self._deadline_s):
+                raise DeviceTimeout("the load was not started in time")
+        except Exception as error:
+            self.error = self.error or error
+        self.waited_s += time.monotonic() - began_s
+
+    @property
+    def took_s(self) -> float:
+        """How long it took: the time that was waited, or, where streams wait, from the first read
+        to the end of the last, and of the copies, but for what the batch before held those up.
+        """
+        fresh = [read for plan in self._plans for read in plan.fresh]
+        if self._landing is None or not fresh:
+            return self.waited_s
+        began_s = min(read.began_s for read in fresh)
+        copied_s = self._landing.ended_s - max(began_s, self._landing.free_s)
+        return max(copied_s, max(read.ended_s for read in fresh) - began_s)
+
+    def end(self) -> bool:
+        """Waits for all layers, and gives staging back; whether every page is right.
+
+        Raises DeviceTimeout when the device may still write into the engine's pages.
+        """
+        self.wait_layer(self._layers - 1)
+        with self._lock:
+            if self._ended:
+                return self.error is None
+            self._ended = True
+        with self._planning:
+            self._abandoned = True  # what was not planned by now never is
+        left = time.monotonic() + max(1.0, self._deadline_s - time.monotonic())
+        safe = self._landing is None or self._landing.wait_over(left)
+        for plan in self._plans if safe else ():
+            for read in plan.ahead:
+                assert self._ahead is not None, "what was taken came from there"
+                self._ahead.release(read)
+            for read in plan.fresh:
+                if read.staged:
+                    read.retire()
+                else:
+                    safe = read.wait_over(left) and safe
+                    if safe and self._landing is not None:
+                        self.error = self.error or read.outcome()
+        if not safe:
+            raise DeviceTimeout(
+                "the medium has not let go of pages that it was to fill, and SGLang would use them "
+                "for other requests; restart the server, with a larger load_staging if this lasts"
+            )
+        return self.error is None
+
+    def _bring(self, layer: int) -> None:
+        if not self._started.wait(max(0.0, self._deadline_s - time.monotonic())):
+            raise DeviceTimeout("the load was not started in time")
+        if self.error is not None:
+            return
+        for plan in self._plans:
+            for read in plan.fresh:
+                own = read.shelf.engine.layer_of.get(layer)
+                if own is not None:
+                    read.wait_layer(own, self._deadline_s)
+            for copy in plan.copies:
+                shelf = copy.read.shelf
+                own = shelf.engine.layer_of.get(layer)
+                if own is not None:
+                    copy.read.wait_layer(own, self._deadline_s)
+                    source = shelf.loads.views if copy.read.staged else shelf.engine.views
+                    shelf.bring(own, source, copy.rows, copy.targets)
+
+
+def _by_shelf(queued: Sequence[QueuedLoad]) -> list[tuple[Shelf, Keys, Pages]]:
+    """What the batch wants of each pool.  Waits for the engine's device.
+
+    Raises ConfigError for slots that are no whole pages, before anything is moved.
+    """
+    grouped: dict[str, list[QueuedLoad]] = {}
+    for load in queued:
+        grouped.setdefault(load.shelf.name, []).append(load)
+    wanted = []
+    for loads in grouped.values():
+        shelf = loads[0].shelf
+        keys = np.concatenate([load.keys for load in loads])
+        pages = [shelf.page_numbers(load.slots, len(load.keys)) for load in loads]
+        wanted.append((shelf, keys, np.concatenate(pages)))
+    return wanted

@@ -1,0 +1,130 @@
+"""What goes on beside the requests: proof after an unclean close, probes, counters."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
+
+from tutti.errors import ChecksumMismatch, DeviceTimeout, KeyMissing, PagesHeld, TuttiError
+from tutti.integration.sglang.breaker import Breaker
+from tutti.integration.sglang.direct.staging import Staging
+from tutti.integration.sglang.metrics import Recorder
+from tutti.process import Owned
+from tutti.store import ObjectStore
+
+Keys = npt.NDArray[np.uint8]
+
+_PROVE_OBJECTS = 64
+_EVERY_S = 0.5
+_REFRESH_S = 10.0
+_KNOWN_KEYS = 16
+
+
+class Upkeep(Owned):
+    """A thread that serves one store.
+
+    staging: for probes alone.  reads: closed again when an object can be read.  probe_s: how long
+    that may take.
+    """
+
+    def __init__(
+        self,
+        store: ObjectStore,
+        staging: Staging,
+        reads: Breaker,
+        *,
+        recorder: Recorder,
+        complain: Callable[[str, object], None],
+        probe_s: float,
+    ) -> None:
+        self._store = store
+        self._staging = staging
+        self._reads = reads
+        self._recorder = recorder
+        self._complain = complain
+        self._probe_s = probe_s
+        self._known: deque[bytes] = deque(maxlen=_KNOWN_KEYS)
+        self._proven = False
+        self._hurries = True  # to the next round without a pause
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="tutti-upkeep", daemon=True)
+        self._thread.start()
+
+    def remember(self, keys: Keys) -> None:
+        """Objects that a probe may read."""
+        self._known.extend(key.tobytes() for key in keys[-2:])
+
+    def close(self, timeout_s: float) -> None:
+        """Ends the thread."""
+        self._stop.set()
+        self._thread.join(timeout_s)
+
+    def _run(self) -> None:
+        refresh_s = time.monotonic() + _REFRESH_S
+        while not self._stop.wait(0.0 if self._hurries else _EVERY_S):
+            self._hurries = False
+            if not self._proven:
+                self._guard("proof", self._prove)
+            if self._reads.take_probe():
+                self._guard("probe", self._probe)
+            if time.monotonic() > refresh_s:
+                refresh_s = time.monotonic() + _REFRESH_S
+                self._guard("statistics", self.refresh)
+
+    def refresh(self) -> None:
+        """Brings the counters up to date."""
+        self._recorder.from_store(self._store.stats())
+
+    def _prove(self) -> None:
+        """Some objects, and at once the next ones: a large pool takes long, and probes go on."""
+        try:
+            self._store.wait_recovered(0.0)
+        except DeviceTimeout:
+            return  # not yet
+        self._proven = not self._store.prove(_PROVE_OBJECTS)
+        self._hurries = not self._proven
+
+    def _probe(self) -> None:
+        """Reads one object that should be there; success closes the breaker, else it stays open."""
+        for key in list(self._known):
+            if self._store.match([key]) and self._read(key):
+                self._reads.success()
+                return
+        if not any(self._store.match([key]) for key in list(self._known)):
+            self._reads.success()  # nothing known is left to try: requests have to
+
+    def _read(self, key: bytes) -> bool:
+        pages = self._staging.allocate(1)
+        if pages is None or self._staging.pool is None:
+            return False
+        try:
+            ticket = self._store.load([key], pages, pool=self._staging.pool)
+        except PagesHeld as error:
+            given_up = error  # the name of an exception ends with its clause
+            self._staging.retire(pages, lambda: given_up.wait_settled(0.0))
+            raise
+        except TuttiError as error:
+            self._staging.release(pages)
+            if isinstance(error, KeyMissing):
+                return False
+            raise
+        self._staging.retire(pages, lambda: ticket.wait_settled(0.0))
+        try:
+            ticket.wait(self._probe_s)
+        except ChecksumMismatch:
+            return False
+        return True
+
+    def _guard(self, what: str, action: Callable[[], None]) -> None:
+        try:
+            action()
+        except Exception as error:
+            # The thread must live: requests are served without it, if less well.
+            if isinstance(error, TuttiError) and self._stop.is_set():
+                return
+            self._complain(f"{what}: {type(error).__name__}", error)

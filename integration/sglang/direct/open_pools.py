@@ -1,0 +1,100 @@
+"""Opens the Tutti pools of one rank: a file for each of the engine's pools, below one path."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from tutti.integration.sglang.direct.gpu import Gpu
+from tutti.integration.sglang.direct.kv_pools import EngineGroup, EnginePool
+from tutti.integration.sglang.direct.stored_pool import Shelf, split_nbytes
+from tutti.integration.sglang.identity import (
+    Place,
+    ServedModel,
+    identity_of,
+    layout_of,
+    pool_path,
+)
+from tutti.integration.sglang.metrics import Recorder
+from tutti.integration.sglang.options import LINKER
+from tutti.integration.sglang.pool_file import open_store
+from tutti.scheduler.dispatcher import Schedule
+from tutti.scheduler.policy import Limits
+from tutti.scheduler.request import Profile
+
+_log = logging.getLogger(__name__)
+
+_KV_SHARE = 0.75
+
+
+def open_shelves(
+    options: Mapping[str, Any],
+    group: EngineGroup,
+    model: ServedModel,
+    place: Place,
+    *,
+    prometheus: bool,
+    profile: Profile | None = None,
+    gpu: Gpu | None = None,
+) -> dict[str, Shelf]:
+    """A shelf for every pool, by name.  Raises TuttiError, with nothing left open.
+
+    profile: by which its puts and loads are launched; None for at once.
+    """
+    pools = list(group.pools.values())
+    loads = split_nbytes(options["load_staging"], pools, _KV_SHARE)
+    stores = split_nbytes(options["store_staging"], pools, _KV_SHARE)
+    capacities = _capacities(options, pools)
+    shelves: dict[str, Shelf] = {}
+    identity = identity_of(options, model)
+    try:
+        for pool in pools:
+            layout = layout_of(pool.shape, identity, place)
+            path = pool_path(options["path"], layout, f"linker-{pool.name}", place)
+            store = open_store(
+                path,
+                layout,
+                capacities[pool.name] // place.ranks,
+                options,
+                _schedule(profile, pool, options, stores[pool.name]),
+            )
+            recorder = Recorder(
+                {"mode": LINKER, "pool": pool.name, "rank": place.name}, prometheus=prometheus
+            )
+            try:
+                shelves[pool.name] = Shelf(
+                    pool,
+                    store,
+                    recorder,
+                    load_staging=loads[pool.name],
+                    store_staging=stores[pool.name],
+                    gpu=gpu,
+                )
+            except BaseException:
+                store.close()
+                raise
+            _log.info("Tutti: %s holds %s pages", path, store.stats()["capacity_objects"])
+    except BaseException:
+        for shelf in shelves.values():
+            shelf.store.close()
+        raise
+    return shelves
+
+
+def _schedule(
+    profile: Profile | None, pool: EnginePool, options: Mapping[str, Any], staging_nbytes: int
+) -> Schedule | None:
+    """Writes yield to reads.  The backlog bounds what waits, so the scheduler drops nothing."""
+    if profile is None:
+        return None
+    most = int(pool.pages * options["backlog_share"]) + staging_nbytes // pool.nbytes
+    limits = Limits(locked_pages=most, staged_pages=0, read_ahead_nbytes=1 << 62)
+    return Schedule(profile, limits)
+
+
+def _capacities(options: Mapping[str, Any], pools: list[EnginePool]) -> dict[str, int]:
+    """Pools by KV page share the capacity, as many pages each; each of the others has its own."""
+    shares = split_nbytes(options["capacity"], [pool for pool in pools if not pool.trailing], 1.0)
+    aside = options["sidecar_capacity"] or options["capacity"] // 8
+    return {pool.name: shares.get(pool.name, aside) for pool in pools}

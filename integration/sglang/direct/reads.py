@@ -1,0 +1,115 @@
+"""One read of one pool's objects on its way into staging, or into the engine's pages directly."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import numpy as np
+import numpy.typing as npt
+
+from tutti.errors import DeviceTimeout, PagesHeld, TuttiError
+from tutti.integration.sglang.direct.kv_pools import Pages
+from tutti.integration.sglang.direct.stored_pool import Shelf
+from tutti.scheduler.event import BatchJoined
+from tutti.transfers.tickets import LoadTicket
+
+Keys = npt.NDArray[np.uint8]
+
+
+class Read:
+    """Objects ``keys`` (n, 16) into ``pages`` (n,).  Thread-safe.
+
+    staged: the pages are staging of the shelf; else the engine's own.  batch: as ObjectStore.load.
+    """
+
+    def __init__(
+        self, shelf: Shelf, keys: Keys, pages: Pages, *, staged: bool, batch: str = ""
+    ) -> None:
+        self.shelf = shelf
+        self.keys = keys
+        self.pages = pages
+        self.staged = staged
+        self._batch = batch
+        self.error: Exception | None = None
+        self.began_s = self.ended_s = 0.0  # monotonic; the end is the medium's
+        self._ticket: LoadTicket | None = None
+        self._started = threading.Event()
+
+    @property
+    def nbytes(self) -> int:
+        """What is read from the medium."""
+        return len(self.keys) * self.shelf.page_nbytes
+
+    def start(self) -> None:
+        """Submits the read, on a thread that may wait; a failure is kept for who waits."""
+        pool = self.shelf.loads.pool if self.staged else self.shelf.memory
+        self.began_s = self.ended_s = time.monotonic()
+        try:
+            self._ticket = self.shelf.store.load(
+                self.keys, self.pages, pool=pool, batch=self._batch
+            )
+            self._ticket.on_settled(self._settled)
+        except Exception as error:
+            self.error = error
+        finally:
+            self._started.set()
+
+    def _settled(self) -> None:
+        self.ended_s = time.monotonic()
+
+    def join(self, batch: str) -> None:
+        """A batch takes what was read ahead: the step that calls for it waits for this read."""
+        scheduler, mine = self.shelf.store.scheduler, self._batch
+        self._batch = batch
+        if scheduler is not None:
+            scheduler.post(BatchJoined(scheduler.now_ns(), mine, batch))
+
+    def order_stream(self, stream: int, layer: int) -> None:
+        """Lets a stream of the GPU wait for one of the engine pool's layers, once started.
+
+        It goes on too when the read failed.  Raises why it could not be started.
+        """
+        if self.error is not None:
+            raise self.error
+        if self._ticket is not None:
+            self._ticket.order_stream(stream, layer)
+
+    def wait_layer(self, layer: int, deadline_s: float) -> None:
+        """Returns when one of the engine pool's layers is in ``pages``.  Raises TuttiError."""
+        if not self._started.wait(max(0.0, deadline_s - time.monotonic())):
+            raise DeviceTimeout("the load was not started in time")
+        if self.error is not None:
+            raise self.error
+        if self._ticket is not None:
+            own = 0 if self.shelf.engine.packed else layer
+            self._ticket.wait_layer(own, max(0.001, deadline_s - time.monotonic()))
+
+    def wait_over(self, deadline_s: float) -> bool:
+        """Waits until the device has let go of ``pages``, whatever the outcome; whether it has."""
+        left_s = max(0.0, deadline_s - time.monotonic())
+        if not self._started.wait(left_s):
+            return False
+        if self._ticket is not None:
+            return self._ticket.wait_settled(left_s)
+        if isinstance(self.error, PagesHeld):
+            return self.error.wait_settled(max(0.0, deadline_s - time.monotonic()))
+        return True  # the store began nothing, or ended it
+
+    def is_over(self) -> bool:
+        """Whether the device has let go of ``pages``."""
+        return self.wait_over(0.0)
+
+    def outcome(self) -> Exception | None:
+        """Why a read that is over failed, or None."""
+        if self.error is None and self._ticket is not None:
+            try:
+                self._ticket.wait(0.001)
+            except TuttiError as error:
+                self.error = error
+        return self.error
+
+    def retire(self) -> None:
+        """Gives staging back as soon as the device has let go."""
+        assert self.staged, "pages of the engine are the engine's to take back"
+        self.shelf.loads.retire(self.pages, self.is_over)

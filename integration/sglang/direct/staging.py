@@ -1,0 +1,80 @@
+"""Numbered pages of the integration's own memory, between engine pages and the medium.
+
+What the medium may still touch is kept back until it lets go, so a device that never answers costs
+staging and never a page of the engine.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import numpy as np
+
+from tutti.integration.sglang.direct.kv_pools import Pages, Views
+from tutti.memory.host_memory import HostPool
+from tutti.process import Owned
+from tutti.store import ObjectStore
+
+
+class Staging(Owned):
+    """Pages in registered memory on hugepages.  Thread-safe.
+
+    nbytes: rounded down to whole pages; less than one page is no staging.
+    views_of: how the engine's pool sees that memory.
+    """
+
+    def __init__(
+        self, store: ObjectStore, nbytes: int, views_of: Callable[[HostPool], Views] | None = None
+    ) -> None:
+        layout = store.layout
+        self.pages = nbytes // layout.object_nbytes
+        self._lock = threading.Lock()
+        self._free: Pages = np.arange(self.pages, dtype=np.int64)
+        self._retired: list[tuple[Callable[[], bool], Pages]] = []
+        self.pool: HostPool | None = None
+        self.views: Views = []
+        if self.pages:
+            self.pool = store.allocate_pool(self.pages)
+            self.views = [] if views_of is None else views_of(self.pool)
+
+    def allocate(self, pages: int) -> Pages | None:
+        """Numbers of ``pages`` pages, or None when there are not so many."""
+        with self._lock:
+            self._reclaim()
+            if pages > self._free.size:
+                return None
+            taken, self._free = self._free[:pages], self._free[pages:]
+            return taken
+
+    def release(self, pages: Pages) -> None:
+        """Takes pages back that nothing touches any more."""
+        with self._lock:
+            self._free = np.sort(np.concatenate((pages, self._free)))
+
+    def retire(self, pages: Pages, is_over: Callable[[], bool]) -> None:
+        """Takes pages back as soon as ``is_over()``: until then a device may still use them."""
+        with self._lock:
+            self._retired.append((is_over, pages))
+
+    @property
+    def free(self) -> int:
+        """Pages that can be allocated."""
+        with self._lock:
+            self._reclaim()
+            return int(self._free.size)
+
+    @property
+    def in_use(self) -> int:
+        """Pages that are not free."""
+        return self.pages - self.free
+
+    def _reclaim(self) -> None:
+        waiting, over = [], [self._free]
+        for is_over, pages in self._retired:
+            if is_over():
+                over.append(pages)
+            else:
+                waiting.append((is_over, pages))
+        # All at once: who asks may raise, and no page may be free twice.
+        self._free, self._retired = np.sort(np.concatenate(over)), waiting

@@ -1,0 +1,150 @@
+"""The layers of one batch on their way into pages in GPU memory.
+
+The loader's thread enqueues everything on the GPU's stream `landing`: for each layer the waits for
+what moves it, the copies from staging and to further slots, and an event. Who needs a layer lets
+its own stream wait for the event, and blocks only until the event was enqueued.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from tutti.errors import CudaError, DeviceTimeout
+from tutti.gio_uring.gpu.host_engine import wait_until
+from tutti.integration.sglang.direct.fence import Fence
+from tutti.integration.sglang.direct.gpu import Gpu
+from tutti.integration.sglang.direct.kv_pools import Pages
+from tutti.integration.sglang.direct.reads import Read
+
+
+@dataclass(frozen=True)
+class Copy:
+    """Rows (m,) of a read, as pages of its memory, that go to the engine's pages (m,)."""
+
+    read: Read
+    rows: Pages
+    targets: Pages
+
+
+@dataclass(frozen=True)
+class LoadPlan:
+    """What to read for one pool, what was read ahead, and where it all goes."""
+
+    fresh: Sequence[Read]
+    ahead: Sequence[Read]
+    copies: Sequence[Copy]
+
+
+class Landing:
+    """What one batch has on the stream.  layers: transfer layers of the model.
+
+    free_s, ended_s: monotonic; when the batch before had let go of the pages, and when the stream
+    was through.  0 for what was not seen.  A thread looks, as nobody else waits for a GPU.
+    """
+
+    def __init__(self, gpu: Gpu, layers: int) -> None:
+        self._gpu = gpu
+        self._events = gpu.take_events(layers + 1)  # the last one: after all, or what failed
+        self._changed = threading.Condition()
+        self._landed = 0  # layers that were enqueued in full
+        self._over = False  # nothing more will be
+        self._is_marked = False
+        self._layers = layers
+        self._looking = threading.Lock()  # at the last event, which is another's once given back
+        self.free_s = self.ended_s = 0.0
+
+    def watch(self, fence: Fence, deadline_s: float) -> None:
+        """Notes the times; the fence is that of the pages."""
+        work = partial(self._watch, fence, deadline_s)
+        threading.Thread(target=work, name="tutti-landing", daemon=True).start()
+
+    def _watch(self, fence: Fence, deadline_s: float) -> None:
+        try:
+            fence.wait(deadline_s)
+            self.free_s = time.monotonic()
+            self._wait_stream(deadline_s)
+        except (CudaError, DeviceTimeout):
+            return  # who ends the batch is told, too
+
+    def land(self, plans: Sequence[LoadPlan], deadline_s: float) -> None:
+        """Enqueues all layers; the reads are started.  Waits for what was read ahead."""
+        for layer in range(self._layers):
+            for plan in plans:
+                self._order(plan, layer)
+                self._copy(plan, layer, deadline_s)
+            self._gpu.driver.record_event(self._events[layer], self._gpu.landing)
+            with self._changed:
+                self._landed = layer + 1
+                self._changed.notify_all()
+
+    def _order(self, plan: LoadPlan, layer: int) -> None:
+        for read in plan.fresh:
+            own = read.shelf.engine.layer_of.get(layer)
+            if own is not None and not read.staged:
+                read.order_stream(self._gpu.landing, own)
+
+    def _copy(self, plan: LoadPlan, layer: int, deadline_s: float) -> None:
+        for copy in plan.copies:
+            read = copy.read
+            own = read.shelf.engine.layer_of.get(layer)
+            if own is not None:
+                if read.staged:
+                    read.wait_layer(own, deadline_s)
+                read.shelf.land(own, copy.rows, copy.targets, staged=read.staged)
+
+    def end(self) -> None:
+        """Nothing more comes: marks the end on the stream, and lets go of who waits."""
+        try:
+            self._gpu.driver.record_event(self._events[-1], self._gpu.landing)
+            self._is_marked = True
+        except CudaError:
+            self._is_marked = False  # then the whole stream tells
+        with self._changed:
+            self._over = True
+            self._changed.notify_all()
+
+    def order(self, layer: int, deadline_s: float) -> bool:
+        """Lets the caller's stream wait for a layer; False at the deadline.
+
+        A layer that never will be there lets it go on: the batch says so when it ends.
+        """
+        with self._changed:
+            left_s = max(0.0, deadline_s - time.monotonic())
+            if not self._changed.wait_for(lambda: self._landed > layer or self._over, left_s):
+                return False
+            landed = self._landed > layer
+        if landed:
+            gpu = self._gpu
+            gpu.driver.stream_wait_event(gpu.streams.current(), self._events[layer])
+        return True
+
+    def wait_over(self, deadline_s: float) -> bool:
+        """Waits until the stream is through with the batch; whether it is."""
+        if not self._wait_stream(deadline_s):
+            return False
+        self._gpu.give_events(self._events)
+        return True
+
+    def _wait_stream(self, deadline_s: float) -> bool:
+        with self._changed:
+            left_s = max(0.0, deadline_s - time.monotonic())
+            if not self._changed.wait_for(lambda: self._over, left_s):
+                return False
+        return wait_until(self._is_through, max(0.0, deadline_s - time.monotonic()))
+
+    def _is_through(self) -> bool:
+        gpu = self._gpu
+        with self._looking:
+            if self.ended_s:
+                return True
+            if self._is_marked:
+                through = gpu.driver.is_event_done(self._events[-1])
+            else:
+                through = gpu.driver.is_stream_done(gpu.landing)
+            if through:
+                self.ended_s = time.monotonic()
+            return through

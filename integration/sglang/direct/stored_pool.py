@@ -1,0 +1,143 @@
+"""One pool of the engine with its Tutti pool: store, registered memory, and staging."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from tutti.errors import ConfigError
+from tutti.integration.sglang.direct.gpu import Gpu
+from tutti.integration.sglang.direct.kv_pools import EnginePool, Pages, Spans, Views, spans_of
+from tutti.integration.sglang.direct.staging import Staging
+from tutti.integration.sglang.metrics import Recorder
+from tutti.memory.device_memory import DevicePool
+from tutti.memory.host_memory import HostPool
+from tutti.store import ObjectStore
+
+Keys = npt.NDArray[np.uint8]
+
+#: A read of a GPU's pages has at most so much of its engine's staging for one layer: the engine
+#: gives a transfer half of it, and two layers go at once.
+_READS_AT_ONCE = 5
+
+
+class Shelf:
+    """Where the pages of one engine pool are kept.
+
+    memory: the engine's pages for direct transfers; None where everything goes through staging.
+    loads, stores: staging of either direction, with views like the engine's.  On a GPU half of
+    its bytes are the engine's that moves the pages, where pages are moved directly.
+    gpu: where the pages are; None for host memory.
+    """
+
+    def __init__(
+        self,
+        engine: EnginePool,
+        store: ObjectStore,
+        recorder: Recorder,
+        *,
+        load_staging: int,
+        store_staging: int,
+        gpu: Gpu | None = None,
+    ) -> None:
+        self.engine = engine
+        self.store = store
+        self.recorder = recorder
+        self.gpu = gpu
+        #: Pages that one read into the engine's pages may have; None for any number.
+        self.read_pages_max: int | None = None
+        memory = engine.host_pool(store.layout)
+        if gpu is not None and memory is not None:
+            load_staging, store_staging = load_staging // 2, store_staging // 2
+            memory = DevicePool(memory, gpu.attach(store, load_staging, store_staging))
+            slice_nbytes = self.page_nbytes // store.layout.layers
+            self.read_pages_max = max(1, load_staging // _READS_AT_ONCE // slice_nbytes)
+        self.memory: HostPool | None = None if memory is None else store.register(memory)
+        self.loads = Staging(store, load_staging, engine.staging_views)
+        self.stores = Staging(store, store_staging, engine.staging_views)
+        self._load_spans = self._reached(self.loads)
+        self._store_spans = self._reached(self.stores)
+        if self.memory is None and not (self.loads.pages and self.stores.pages):
+            raise ConfigError(
+                f"pool {engine.name} goes through staging, and a page of it has {self.page_nbytes} "
+                "bytes; give larger load_staging and store_staging"
+            )
+
+    @property
+    def name(self) -> str:
+        """SGLang's name of the pool."""
+        return self.engine.name
+
+    @property
+    def page_nbytes(self) -> int:
+        """Payload of one page."""
+        return self.store.layout.object_nbytes
+
+    @property
+    def batch_pages_max(self) -> int | None:
+        """How many pages one batch can load; None where there is no limit."""
+        return self.loads.pages if self.memory is None else None
+
+    @property
+    def reads_directly(self) -> bool:
+        """Whether a batch's own reads go to the engine's pages without the staging here."""
+        return self.gpu is not None and self.memory is not None
+
+    def page_numbers(self, slots: torch.Tensor, pages: int) -> Pages:
+        """See EnginePool.page_numbers; waits for no more of a GPU than the slots."""
+        if self.gpu is None:
+            return self.engine.page_numbers(slots, pages)
+        with self.gpu.streams.aside():
+            return self.engine.page_numbers(slots, pages)
+
+    def _reached(self, staging: Staging) -> Spans:
+        """Staging at the GPU's addresses; empty without a GPU."""
+        if self.gpu is None or staging.pool is None:
+            return []
+        return spans_of(staging.views, self.gpu.pin(self.store, staging.pool))
+
+    def land(self, layer: int, rows: Pages, targets: Pages, *, staged: bool) -> None:
+        """As `bring`, enqueued on the GPU's stream; from the engine's pages unless ``staged``."""
+        assert self.gpu is not None, "pages in GPU memory"
+        engine = self.engine.spans[layer]
+        source = self._load_spans[layer] if staged else engine
+        self.gpu.copy(self.gpu.landing, engine, targets, source, rows)
+
+    def bring(self, layer: int, source: Views, rows: Pages, targets: Pages) -> None:
+        """Copies pages ``rows`` of one of the engine's layers from staging to ``targets``."""
+        for staged, engine in zip(source[layer], self.engine.views[layer], strict=True):
+            engine[targets] = staged[rows]
+
+    def copy_out(self, pages: Pages, staged: Pages, timeout_s: float) -> None:
+        """Copies the engine's ``pages`` into staging for stores.
+
+        Raises DeviceTimeout or CudaError from a GPU, which may then still read the pages.
+        """
+        if self.gpu is not None:
+            for there, here in zip(self._store_spans, self.engine.spans, strict=True):
+                self.gpu.copy(self.gpu.leaving, there, staged, here, pages)
+            self.gpu.wait_left(timeout_s)
+            return
+        for sources, targets in zip(self.engine.views, self.stores.views, strict=True):
+            for source, target in zip(sources, targets, strict=True):
+                target[staged] = source[pages]
+
+
+def split_nbytes(nbytes: int, pools: Sequence[EnginePool], kv_share: float) -> dict[str, int]:
+    """Bytes for each pool: pools by KV page get ``kv_share`` of them, as many pages each.
+
+    The others, whose objects are states, share the rest equally, and get one object at least.
+    """
+    by_page = [pool for pool in pools if not pool.trailing]
+    states = [pool for pool in pools if pool.trailing]
+    whole = nbytes if not states else int(nbytes * kv_share)
+    page = max(1, sum(pool.nbytes for pool in by_page))
+    shares = {pool.name: whole * pool.nbytes // page for pool in by_page}
+    for pool in states:
+        shares[pool.name] = (nbytes - whole) // len(states)
+        if nbytes:
+            shares[pool.name] = max(shares[pool.name], pool.nbytes)
+    return shares

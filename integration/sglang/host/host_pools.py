@@ -1,0 +1,222 @@
+"""SGLang's host pools as Tutti sees them: which fragments a page has, and where they lie.
+
+Asked of the pool itself through `get_page_buffer_meta`, which SGLang offers for zero-copy storage:
+every pool kind that answers it in an affine way is understood without knowing its class.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from tutti.errors import Unsupported
+from tutti.gio_uring.iocb import SEGMENTS_MAX, PagedMemory
+from tutti.integration.sglang.identity import Shape
+from tutti.medium.layout import KVLayout
+from tutti.memory.host_memory import HostPool
+
+LAYOUTS = ("layer_first", "page_first", "page_first_direct")
+
+_MADV_HUGEPAGE, _MADV_COLLAPSE = 14, 25  # include/uapi/asm-generic/mman-common.h
+_HUGEPAGE_NBYTES = 2 << 20
+_COLLAPSE_STEP_NBYTES = 64 << 20
+#: Before each round.  A round ends after so many failures in a row: each of them compacts memory.
+_COLLAPSE_PAUSES_S = (0.0, 5.0, 30.0, 120.0, 600.0)
+_COLLAPSE_FAILURES = 16
+
+
+class Fragments:
+    """The fragments of page 0, and how far each one moves from page to page.
+
+    addresses, sizes, strides: bytes, (layers, segments).
+    """
+
+    def __init__(self, host_pool: Any, name: str) -> None:
+        """Raises Unsupported when the pool's pages cannot be addressed by arithmetic."""
+        layout = getattr(host_pool, "layout", None)
+        if layout not in LAYOUTS:
+            raise Unsupported(
+                f"host pool {name!r} has the memory layout {layout!r}; start SGLang with "
+                f"--hicache-mem-layout {' or '.join(LAYOUTS)}"
+            )
+        self.layout: str = layout
+        self.pages = int(host_pool.page_num)
+        self.page_tokens = int(host_pool.page_size)
+        first = _meta(host_pool, 0, name)
+        last = _meta(host_pool, self.pages - 1, name)
+        second = _meta(host_pool, min(1, self.pages - 1), name)
+        strides = second[0] - first[0]
+        if not (
+            np.array_equal(first[1], last[1])
+            and np.array_equal(first[0] + strides * (self.pages - 1), last[0])
+        ):
+            raise Unsupported(
+                f"the pages of host pool {name!r} ({type(host_pool).__name__}) are not evenly "
+                "spaced; this kind of pool is not supported"
+            )
+        self.model_layers = _model_layers(host_pool)
+        shape = _shape(len(first[0]), self.layout, self.model_layers, name)
+        self.addresses = first[0].reshape(shape)
+        self.sizes = first[1].reshape(shape)
+        self.strides = strides.reshape(shape)
+        if (self.sizes != self.sizes[0]).any() or (self.strides != self.strides[0]).any():
+            raise Unsupported(
+                f"the layers of host pool {name!r} differ in size; use --hicache-mem-layout "
+                "page_first"
+            )
+
+    @property
+    def layers(self) -> int:
+        """Layers that are objects' slices; 1 where a page is one fragment per segment."""
+        return int(self.addresses.shape[0])
+
+    @property
+    def segments(self) -> tuple[int, ...]:
+        """Bytes of each fragment of a page in one layer."""
+        return tuple(int(size) for size in self.sizes[0])
+
+    def buffers(self) -> list[tuple[int, int]]:
+        """The (address, nbytes) ranges that hold all pages, neighbours merged."""
+        starts = self.addresses.reshape(-1)
+        reach = (self.strides * (self.pages - 1) + self.sizes).reshape(-1)
+        merged: list[tuple[int, int]] = []
+        for start, nbytes in sorted(zip(starts.tolist(), reach.tolist(), strict=True)):
+            if merged and start <= merged[-1][0] + merged[-1][1]:
+                base, length = merged[-1]
+                merged[-1] = (base, max(length, start + nbytes - base))
+            else:
+                merged.append((start, nbytes))
+        return merged
+
+
+def shape_of(host_pool: Any, name: str, fragments: Fragments) -> Shape:
+    """What goes into the fingerprint."""
+    heads = ("head_num", "head_dim", "v_head_dim", "kv_lora_rank", "qk_rope_head_dim")
+    found = [getattr(host_pool, attribute, None) for attribute in heads]
+    return Shape(
+        pool=name,
+        kind="mla" if hasattr(host_pool, "kv_lora_rank") else type(host_pool).__name__,
+        layers=fragments.layers,
+        model_layers=fragments.layers if fragments.layers > 1 else fragments.model_layers,
+        first_layer=int(getattr(host_pool, "start_layer", 0) or 0),
+        segments=fragments.segments,
+        page_size=fragments.page_tokens,
+        dtype=str(host_pool.dtype).removeprefix("torch."),
+        order=fragments.layout,
+        dims=[int(dim) for dim in found if isinstance(dim, int) and dim > 0],
+    )
+
+
+def host_pool_of(layout: KVLayout, fragments: Fragments, owner: Any) -> HostPool:
+    """The pool's memory, to be registered with a store; `owner` keeps it alive."""
+    memory = PagedMemory(
+        np.ascontiguousarray(fragments.addresses, np.uint64),
+        tuple(int(stride) for stride in fragments.strides[0]),
+        fragments.segments,
+        fragments.pages,
+    )
+    return HostPool(layout, memory, fragments.buffers(), owner)
+
+
+def advise_hugepages(buffers: list[tuple[int, int]], how: str, stop: threading.Event) -> str:
+    """Asks for hugepages below ranges of memory: "advise" or "collapse" (which takes a while).
+
+    Returns why not, or an empty string.  An optimisation: its failure changes nothing else.
+    """
+    ranges = []
+    for address, nbytes in buffers:
+        start = -(-address // _HUGEPAGE_NBYTES) * _HUGEPAGE_NBYTES
+        end = (address + nbytes) // _HUGEPAGE_NBYTES * _HUGEPAGE_NBYTES
+        if end > start:
+            ranges.append((start, end))
+    advised = (_madvise(start, end - start, _MADV_HUGEPAGE) for start, end in ranges)
+    code = next((code for code in advised if code), 0)
+    if code:
+        return f"madvise: {os.strerror(code)}"
+    return _collapse(ranges, stop) if how == "collapse" else ""
+
+
+def _collapse(ranges: list[tuple[int, int]], stop: threading.Event) -> str:
+    """Again and again, in ever shorter pieces: the kernel leaves a piece at the first large page
+    that it cannot find or build, and memory that is full or pinned now may not be later.
+    """
+    step, code = _COLLAPSE_STEP_NBYTES, 0
+    for pause_s in _COLLAPSE_PAUSES_S:
+        if stop.wait(pause_s):
+            return ""
+        untried: list[tuple[int, int]] = []
+        refused: list[tuple[int, int]] = []
+        in_a_row = 0
+        for at, end in _pieces(ranges, step):
+            if in_a_row >= _COLLAPSE_FAILURES or stop.is_set():
+                untried.append((at, end))
+                continue
+            number = _madvise(at, end - at, _MADV_COLLAPSE)
+            if number not in (0, errno.EAGAIN, errno.ENOMEM, errno.EBUSY):
+                return f"MADV_COLLAPSE: {os.strerror(number)}"
+            in_a_row = in_a_row + 1 if number else 0
+            if number:
+                code = number
+                refused.append((at, end))
+        ranges, step = untried + refused, max(_HUGEPAGE_NBYTES, step // 4)
+        if not ranges:
+            return ""
+    nbytes = sum(end - at for at, end in ranges)
+    return f"MADV_COLLAPSE of the last {nbytes >> 20} MiB: {os.strerror(code)}"
+
+
+def _pieces(ranges: list[tuple[int, int]], step: int) -> Iterator[tuple[int, int]]:
+    for start, end in ranges:
+        for at in range(start, end, step):
+            yield at, min(end, at + step)
+
+
+def _madvise(address: int, nbytes: int, advice: int) -> int:
+    """0, or the number of the error."""
+    madvise = ctypes.CDLL(None, use_errno=True).madvise
+    madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    return ctypes.get_errno() if madvise(address, nbytes, advice) else 0
+
+
+def _model_layers(host_pool: Any) -> int:
+    for attribute in ("layer_num", "num_mamba_layers"):
+        value = getattr(host_pool, attribute, None)
+        if isinstance(value, int) and value > 0:
+            return value
+    return 1
+
+
+def _meta(host_pool: Any, page: int, name: str) -> tuple[Any, Any]:
+    """Addresses and sizes (bytes, int64) of the fragments of one page."""
+    import torch
+
+    tokens = int(host_pool.page_size)
+    indices = torch.arange(page * tokens, (page + 1) * tokens, dtype=torch.int64)
+    try:
+        addresses, sizes = host_pool.get_page_buffer_meta(indices)
+    except (NotImplementedError, AttributeError, ValueError) as error:
+        raise Unsupported(
+            f"host pool {name!r} ({type(host_pool).__name__}) offers no zero-copy access: {error}"
+        ) from error
+    return np.array(addresses, np.int64), np.array(sizes, np.int64)
+
+
+def _shape(fragments: int, layout: str, model_layers: int, name: str) -> tuple[int, int]:
+    """(layers, segments) of so many fragments.
+
+    Memory ordered by layer has one fragment per layer, K and V alternating; memory ordered by page
+    has one for all layers, so that such an object is one slice: few, long descriptors.
+    """
+    layers = model_layers if layout == "layer_first" else 1
+    if fragments % layers or not 1 <= fragments // layers <= SEGMENTS_MAX:
+        raise Unsupported(
+            f"a page of host pool {name!r} has {fragments} fragments for {layers} layers; at most "
+            f"{SEGMENTS_MAX} per layer are supported"
+        )
+    return layers, fragments // layers

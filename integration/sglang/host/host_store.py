@@ -1,0 +1,339 @@
+"""One of SGLang's host pools and the Tutti pool behind it: pages by hash, never an exception.
+
+Every call ends in an answer: what cannot be had is a miss, what cannot be stored is not stored;
+each is counted, and logged once per kind.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from tutti.errors import (
+    CapacityError,
+    ChecksumMismatch,
+    DeviceTimeout,
+    KeyMissing,
+    PagesHeld,
+    TuttiError,
+)
+from tutti.integration.sglang.metrics import LOAD, STORE, Recorder
+from tutti.integration.sglang.weights import WeightsWatch
+from tutti.medium.keys import object_keys
+from tutti.memory.host_memory import HostPool
+from tutti.store import ObjectStore
+from tutti.transfers.tickets import LoadTicket, Outcome, PutTicket
+
+Answer = TypeVar("Answer")
+Keys = npt.NDArray[np.uint8]
+
+_log = logging.getLogger(__name__)
+
+_HOLD_S = 60.0
+_HOLD_ROUNDS = 1440
+_TOUCHED_MAX = 1 << 20
+
+
+class Complaints:
+    """Logs each kind of error once, and counts all of them."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+        self._lock = threading.Lock()
+        self.counts: dict[str, int] = {}
+
+    def add(self, kind: str, message: object) -> None:
+        """One error of a kind."""
+        with self._lock:
+            self.counts[kind] = self.counts.get(kind, 0) + 1
+            first = self.counts[kind] == 1
+        self._recorder.count("errors")
+        if first:
+            _log.warning("Tutti: %s (%s); more of this kind are counted, not logged", message, kind)
+
+
+class HostStore:
+    """Pages of one host pool, by SGLang's page hashes.  Thread-safe.
+
+    store, pool: an open store and the registered memory.  page_tokens: host indices per page.
+    """
+
+    def __init__(
+        self,
+        store: ObjectStore,
+        pool: HostPool,
+        page_tokens: int,
+        recorder: Recorder,
+        watch: WeightsWatch,
+        *,
+        timeout_s: float,
+        second_touch: bool = False,
+    ) -> None:
+        self.store = store
+        self.recorder = recorder
+        self.complaints = Complaints(recorder)
+        self._pool = pool
+        self._page_tokens = page_tokens
+        self._watch = watch
+        # A command fails after timeout_s; a batch may wait for others' before it starts.
+        self._timeout_s = 4 * timeout_s
+        self._touched: OrderedDict[bytes, None] | None = OrderedDict() if second_touch else None
+        self._closed = False
+
+    def keys(self, hashes: Sequence[str]) -> Keys | None:
+        """ObjectKeys of page hashes; None while it is not known which weights hold."""
+        namespace = self._watch.namespace
+        if namespace is None:
+            return None
+        fingerprint = self.store.layout.fingerprint
+        if namespace:
+            fingerprint = xxhash.xxh3_128_digest(fingerprint + namespace)
+        return object_keys(fingerprint, [_hash_bytes(page_hash) for page_hash in hashes])
+
+    def exists(self, hashes: Sequence[str]) -> int:
+        """How many of the hashes, from the first on, are stored."""
+
+        def look_up() -> int:
+            keys = self.keys(hashes)
+            found = 0 if keys is None or not hashes else self.store.match(keys, pin=True)
+            self._count_lookup(len(hashes), found)
+            return found
+
+        return self._guard("look-up", 0, look_up)
+
+    def present(self, hashes: Sequence[str]) -> list[bool]:
+        """Which of the hashes are stored, each for itself."""
+
+        def look_up() -> list[bool]:
+            keys = self.keys(hashes)
+            there = [False] * len(hashes)
+            if keys is not None:
+                there = [bool(found) for found in self.store.present(keys, pin=True)]
+            self._count_lookup(len(hashes), sum(there))
+            return there
+
+        return self._guard("look-up", [False] * len(hashes), look_up)
+
+    def load(self, hashes: Sequence[str], host_indices: Any) -> list[bool]:
+        """Reads pages into the host pool: which of them are there now, and right."""
+        failed = [False] * len(hashes)
+        return self._guard("load", failed, lambda: self.read(hashes, self._pages(host_indices)))
+
+    def save(
+        self, hashes: Sequence[str], host_indices: Any, prefix: Sequence[str] | None = None
+    ) -> list[bool]:
+        """Stores pages of the host pool: which of them are stored or need not be.
+
+        prefix: the hashes before the first one, from the beginning of the sequence.
+        """
+        failed = [False] * len(hashes)
+        return self._guard(
+            "store", failed, lambda: self.write(hashes, self._pages(host_indices), prefix)
+        )
+
+    def read(
+        self, hashes: Sequence[str], pages: npt.NDArray[np.int64], pool: HostPool | None = None
+    ) -> list[bool]:
+        """As `load`, into pages of any registered pool.  Raises TuttiError."""
+        keys = self.keys(hashes)
+        if keys is None or not hashes:
+            return [False] * len(hashes)
+        started = time.monotonic()
+        ticket = self._start_load(keys, pages, pool or self._pool)
+        if ticket is None:
+            return [False] * len(hashes)
+        try:
+            ticket.wait(self._timeout_s)
+        except TuttiError as error:
+            kind = "corrupt" if isinstance(error, ChecksumMismatch) else type(error).__name__
+            self.complaints.add(f"load: {kind}", error)
+        self._hold(ticket.wait_settled, "a load")
+        good = np.zeros(len(hashes), bool)
+        good[: ticket.keys] = True
+        good[ticket.failed()] = False
+        self._count_move(LOAD, good, time.monotonic() - started)
+        return [bool(right) for right in good]
+
+    def write(
+        self,
+        hashes: Sequence[str],
+        pages: npt.NDArray[np.int64],
+        prefix: Sequence[str] | None = None,
+        pool: HostPool | None = None,
+    ) -> list[bool]:
+        """As `save`, from pages of any registered pool.  Raises TuttiError."""
+        keys = self.keys(hashes)
+        if keys is None or not hashes:
+            return [False] * len(hashes)
+        wanted = self._admitted(keys)
+        good = ~wanted
+        if not wanted.any():
+            return [True] * len(hashes)
+        started = time.monotonic()
+        parent = self.keys(prefix[-1:]) if prefix else None
+        ticket = self.store.put(
+            keys[wanted],
+            pages[wanted],
+            pool=pool or self._pool,
+            parent=None if parent is None else parent[0].tobytes(),
+            depth=len(prefix or ()),
+        )
+        self._hold(lambda seconds: _put_done(ticket, seconds), "a store")
+        try:
+            ticket.wait(0.001)
+        except CapacityError as error:
+            self.complaints.add("store: disk full", error)
+        except TuttiError as error:
+            self.complaints.add(f"store: {type(error).__name__}", error)
+        kept = (ticket.outcome == Outcome.STORED) | (ticket.outcome == Outcome.PRESENT)
+        good[wanted] = kept
+        dropped = int(np.count_nonzero(ticket.outcome == Outcome.DROPPED))
+        self.recorder.count("dropped_pages", dropped)
+        self._count_move(STORE, ticket.outcome == Outcome.STORED, time.monotonic() - started)
+        self.recorder.count(
+            "failed_pages", int(np.count_nonzero(ticket.outcome == Outcome.FAILED)), STORE
+        )
+        return [bool(right) for right in good]
+
+    def load_pages(
+        self, hashes: Sequence[str], pages: npt.NDArray[np.int64], pool: HostPool
+    ) -> list[bool]:
+        """As `load`, into numbered pages of another registered pool."""
+        return self._guard("load", [False] * len(hashes), lambda: self.read(hashes, pages, pool))
+
+    def save_pages(
+        self, hashes: Sequence[str], pages: npt.NDArray[np.int64], pool: HostPool
+    ) -> list[bool]:
+        """As `save`, from numbered pages of another registered pool."""
+        failed = [False] * len(hashes)
+        return self._guard("store", failed, lambda: self.write(hashes, pages, None, pool))
+
+    def staging(self, pages: int, order: str) -> HostPool | None:
+        """Fresh registered memory, or None when there is none."""
+        return self._guard("staging", None, lambda: self.store.allocate_pool(pages, order=order))
+
+    def clear(self) -> bool:
+        """Forgets everything; whether that worked."""
+
+        def forget() -> bool:
+            self.store.clear()
+            if self._touched is not None:
+                self._touched.clear()
+            return True
+
+        return self._guard("clear", False, forget)
+
+    def refresh(self) -> None:
+        """Brings the counters up to date."""
+        self._guard("statistics", None, lambda: self.recorder.from_store(self.store.stats()))
+
+    def close(self) -> None:
+        """Ends what is under way and closes the store."""
+        if not self._closed:
+            self._closed = True
+            self._guard("close", None, self.store.close)
+
+    def _start_load(
+        self, keys: Keys, pages: npt.NDArray[np.int64], pool: HostPool
+    ) -> LoadTicket | None:
+        """Loads the longest prefix that is there; None when there is none."""
+        for _ in range(3):  # an eviction may come between look-up and load
+            # No pin: it would keep the pages long after the load, which holds them by itself.
+            found = self.store.match(keys)
+            if found == 0:
+                return None
+            try:
+                return self.store.load(keys[:found], pages[:found], pool=pool)
+            except KeyMissing:
+                continue
+            except PagesHeld as error:
+                self._hold(error.wait_settled, "a load that was given up")
+                raise
+        return None
+
+    def _hold(self, wait: Callable[[float], bool], what: str) -> None:
+        """Returns when the device has let go of the host pages.
+
+        SGLang reuses them once this thread returns, so returning earlier could serve another
+        page's bytes. A device that does not answer holds this thread, not the server: with the
+        prefetch policy `timeout` or `best_effort` requests are computed meanwhile. After a day the
+        process ends, as it does with the linker, which raises on SGLang's main thread.
+        """
+        if wait(self._timeout_s):
+            return
+        error = DeviceTimeout(f"{what} is not over, its host pages stay in use until it is")
+        for _ in range(_HOLD_ROUNDS):
+            self.complaints.add("device holds pages", error)
+            if wait(_HOLD_S):
+                return
+        # An exception would end this thread alone; SGLang stops the server when a process is gone.
+        _log.critical("Tutti: %s; this process ends before wrong bytes are served", error)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def _admitted(self, keys: Keys) -> npt.NDArray[np.bool_]:
+        """Which pages may be written: all, or with `second_touch` those offered before."""
+        wanted = np.ones(len(keys), bool)
+        if self._touched is None:
+            return wanted
+        for row, key in enumerate(keys):
+            name = key.tobytes()
+            wanted[row] = name in self._touched
+            self._touched[name] = None
+            self._touched.move_to_end(name)
+        for _ in range(len(self._touched) - _TOUCHED_MAX):
+            self._touched.popitem(last=False)
+        return wanted
+
+    def _pages(self, host_indices: Any) -> npt.NDArray[np.int64]:
+        """Page numbers of SGLang's token indices, of which each page has consecutive ones."""
+        first = np.asarray(host_indices, np.int64)[:: self._page_tokens]
+        if (first % self._page_tokens).any():
+            raise TuttiError("host indices are not aligned to pages; nothing was moved")
+        return first // self._page_tokens
+
+    def _count_lookup(self, pages: int, found: int) -> None:
+        self.recorder.count("hit_pages", found)
+        self.recorder.count("miss_pages", pages - found)
+
+    def _count_move(self, direction: str, moved: npt.NDArray[np.bool_], duration_s: float) -> None:
+        pages = int(np.count_nonzero(moved))
+        if pages:
+            nbytes = pages * self.store.layout.object_nbytes
+            self.recorder.moved(direction, pages, nbytes, duration_s)
+        if direction == LOAD:
+            self.recorder.count("failed_pages", moved.size - pages, direction)
+
+    def _guard(self, what: str, default: Answer, action: Callable[[], Answer]) -> Answer:
+        """The answer of `action`, or `default` after any error: SGLang's threads must live."""
+        try:
+            return action()
+        except Exception as error:
+            self.complaints.add(f"{what}: {type(error).__name__}", error)
+            return default
+
+
+def _put_done(ticket: PutTicket, timeout_s: float) -> bool:
+    try:
+        ticket.wait(timeout_s)
+    except DeviceTimeout:
+        return ticket.done
+    except TuttiError:
+        return True
+    return True
+
+
+def _hash_bytes(page_hash: str) -> bytes:
+    try:
+        return bytes.fromhex(page_hash)
+    except ValueError:
+        return page_hash.encode()

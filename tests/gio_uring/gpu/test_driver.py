@@ -1,0 +1,345 @@
+"""The seam to CUDA: its calls exist with these arguments, and its failures are typed.
+
+What the calls do on a GPU is not shown here.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import ctypes
+import inspect
+import re
+import sys
+from collections.abc import Callable
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from gio_uring.cuda_stand_in import StandInDriver
+
+from tutti.errors import ConfigError, CudaError, Unsupported
+from tutti.gio_uring.gpu import driver as gpu_driver
+from tutti.gio_uring.gpu.driver import CudaDriver, Driver, SmResource
+from tutti.gio_uring.gpu.green_context import partition
+from tutti.gio_uring.gpu.memory import PinnedMemory
+from tutti.gio_uring.memory import HostBuffer
+
+NEEDED = "cuda-bindings (the extra device-check)"
+
+
+def calls_of_the_driver() -> list[tuple[str, int]]:
+    """(function, number of arguments) of every call that names a function of the driver."""
+    found = []
+    for node in ast.walk(ast.parse(inspect.getsource(gpu_driver))):
+        if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+            continue
+        first = node.args[0] if node.args else None
+        named = isinstance(first, ast.Constant) and str(first.value).startswith("cu")
+        if named and node.func.attr in ("_call", "_raw", "_is_done"):
+            found.append((first.value, len(node.args) - 1))  # type: ignore[union-attr]
+    return found
+
+
+def test_every_call_exists_with_these_arguments() -> None:
+    driver = pytest.importorskip("cuda.bindings.driver", reason=f"needs {NEEDED}")
+    calls = calls_of_the_driver()
+    assert len(calls) > 25
+    for name, count in calls:
+        signature = getattr(driver, name).__doc__.strip().splitlines()[0]
+        inside = re.sub(r"\[[^]]*\]", "", signature.split("(", 1)[1].rsplit(")", 1)[0])
+        named = [part for part in inside.split(",") if part.strip()]
+        assert len(named) == count, signature
+
+
+def test_every_name_and_field_exists() -> None:
+    driver = pytest.importorskip("cuda.bindings.driver", reason=f"needs {NEEDED}")
+    attributes = driver.CUmemcpyAttributes()
+    attributes.srcAccessOrder = driver.CUmemcpySrcAccessOrder(gpu_driver._SOURCE_IN_STREAM_ORDER)
+    attributes.flags = gpu_driver._PREFER_OVERLAP
+    assert attributes.getPtr()
+    order = driver.CUmemcpySrcAccessOrder.CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
+    assert int(order) == gpu_driver._SOURCE_IN_STREAM_ORDER
+    results = driver.CUresult
+    assert int(results.CUDA_ERROR_NOT_READY) == gpu_driver._NOT_READY
+    registered = results.CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED
+    assert int(registered) == gpu_driver._ALREADY_REGISTERED
+    waits = driver.CUstreamWaitValue_flags
+    assert int(waits.CU_STREAM_WAIT_VALUE_GEQ) == gpu_driver._WAIT_GEQ
+    sm = driver.CUdevResource().sm
+    assert {"smCount", "minSmPartitionSize", "smCoscheduledAlignment"} <= set(dir(sm))
+    assert hasattr(driver.CUdevResourceType, "CU_DEV_RESOURCE_TYPE_SM")
+    assert hasattr(driver.CUgreenCtxCreate_flags, "CU_GREEN_CTX_DEFAULT_STREAM")
+
+
+def test_arguments_are_of_the_kinds_that_cuda_bindings_takes() -> None:
+    """They are converted before the driver's library is looked for, which is not there."""
+    cuda = pytest.importorskip("cuda.bindings.driver", reason=f"needs {NEEDED}")
+    with contextlib.suppress(RuntimeError):
+        cuda.cuInit(0)
+        pytest.skip("with a driver these calls would be made; tests/gpu makes them")
+    driver = object.__new__(CudaDriver)
+    driver._cuda, driver._context, driver._handle = cuda, 0, cuda.CUdevice(0)
+    driver._thread = gpu_driver._Thread()
+    driver.device = 0
+    resource = cuda.CUdevResource()
+    calls: list[Callable[[], object]] = [
+        lambda: driver.create_stream(-1),
+        lambda: driver.destroy_stream(5),
+        lambda: driver.is_stream_done(5),
+        lambda: driver.wait_value(5, 1 << 40, 1),
+        lambda: driver.write_value(5, 1 << 40, 1),
+        lambda: driver.copy(1 << 40, 1 << 41, 4096, 5),
+        lambda: driver.fill(1 << 40, 0, 4096, 5),
+        driver.create_event,
+        lambda: driver.destroy_event(5),
+        lambda: driver.record_event(5, 6),
+        lambda: driver.stream_wait_event(5, 6),
+        lambda: driver.is_event_done(5),
+        lambda: driver.register_host(1 << 40, 4096),
+        lambda: driver.unregister_host(1 << 40),
+        lambda: driver.device_address(1 << 40),
+        lambda: driver.allocate(4096),
+        lambda: driver.free(1 << 40),
+        lambda: driver.load_module(b"\x7fELF"),
+        lambda: driver.unload_module(5),
+        lambda: driver.find_function(5, "gio_move"),
+        lambda: driver.launch(5, 4, 32, [(1, ctypes.c_void_p), (2, ctypes.c_uint32)], 6),
+        driver.sm_resource,
+        lambda: driver._raw("cuDevSmResourceSplitByCount", 1, resource, 0, 8),
+        lambda: driver._raw("cuDevResourceGenerateDesc", [resource], 1),
+        lambda: driver._raw("cuGreenCtxCreate", cuda.CUdevResourceDesc(), cuda.CUdevice(0), 1),
+        lambda: driver.create_green_stream(5, 0),
+        lambda: driver.destroy_green_context(5),
+        lambda: driver._raw("cuFuncLoad", cuda.CUfunction(5)),
+        lambda: driver._raw("cuCtxPushCurrent", 5),
+        lambda: driver._raw("cuGetProcAddress", b"cuMemcpyBatchAsync", 13000, 0),
+        lambda: driver.architecture,
+    ]
+    for call in calls:
+        with pytest.raises((Unsupported, RuntimeError), match=r"libcuda|NVIDIA driver"):
+            call()
+
+
+def test_the_stand_in_offers_what_the_protocol_asks_for() -> None:
+    for kind in (StandInDriver, CudaDriver):
+        for name, member in inspect.getmembers(Driver):
+            if name.startswith("_") or not inspect.isfunction(member):
+                continue
+            theirs = list(inspect.signature(getattr(kind, name)).parameters)
+            assert theirs == list(inspect.signature(member).parameters), name
+
+
+class FakeBindings(ModuleType):
+    """cuda.bindings.driver of a machine with one device, whose answers a test sets."""
+
+    def __init__(self) -> None:
+        super().__init__("driver")
+        self.log: list[str] = []
+        self.current = 7  # another device's context, made current by the caller
+        self.answers: dict[str, tuple[Any, ...]] = {
+            "cuDeviceGet": (0, 3),
+            "cuDevicePrimaryCtxRetain": (0, 1234),
+            "cuDriverGetVersion": (0, 12080),
+            "cuGetErrorName": (0, b"CUDA_ERROR_SOMETHING"),
+            "cuGetErrorString": (0, b"something"),
+            "cuDeviceGetAttribute": (0, 9),
+        }
+        self.CUresult = int
+        self.CUmemcpyAttributes = SimpleNamespace
+        self.CUmemcpySrcAccessOrder = int
+        self.CUdevice_attribute = SimpleNamespace(
+            CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR=75,
+            CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR=76,
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        if not name.startswith("cu"):
+            raise AttributeError(name)
+
+        def call(*arguments: Any) -> tuple[Any, ...]:
+            self.log.append(name)
+            if name == "cuCtxGetCurrent":
+                return 0, self.current
+            if name == "cuCtxPushCurrent":
+                self.current = arguments[0]
+            if name == "cuCtxPopCurrent":
+                self.current = 7
+            return self.answers.get(name, (0,))
+
+        return call
+
+
+@pytest.fixture
+def bindings(monkeypatch: pytest.MonkeyPatch) -> FakeBindings:
+    fake = FakeBindings()
+    package = ModuleType("cuda.bindings")
+    package.driver = fake  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "cuda", ModuleType("cuda"))
+    monkeypatch.setitem(sys.modules, "cuda.bindings", package)
+    return fake
+
+
+def test_calls_run_in_the_devices_context_and_leave_the_callers(bindings: FakeBindings) -> None:
+    driver = CudaDriver()
+    bindings.log.clear()
+    driver.copy(1, 2, 3, 4)
+    assert bindings.log == [
+        "cuCtxGetCurrent",
+        "cuCtxPushCurrent",
+        "cuMemcpyAsync",
+        "cuCtxPopCurrent",
+    ]
+    assert bindings.current == 7
+    bindings.current = 1234
+    bindings.log.clear()
+    driver.copy(1, 2, 3, 4)
+    assert bindings.log == ["cuCtxGetCurrent", "cuMemcpyAsync"]
+    bindings.current = 7
+    bindings.log.clear()
+    with driver.bound(), driver.bound():
+        driver.copy(1, 2, 3, 4)
+        assert driver.is_event_done(5)
+    names = ["cuCtxGetCurrent", "cuCtxPushCurrent", "cuMemcpyAsync", "cuEventQuery"]
+    assert bindings.log == [*names, "cuCtxPopCurrent"]
+    assert bindings.current == 7
+    assert driver.architecture == "sm_99"
+    assert driver.version == "12.8"
+
+
+def test_an_error_names_its_call(bindings: FakeBindings) -> None:
+    driver = CudaDriver()
+    bindings.answers["cuStreamWaitValue32"] = (801,)
+    with pytest.raises(CudaError, match=r"cuStreamWaitValue32 failed: CUDA_ERROR_SOMETHING") as e:
+        driver.wait_value(1, 2, 3)
+    assert (e.value.call, e.value.code) == ("cuStreamWaitValue32", 801)
+    assert bindings.current == 7
+
+
+def test_a_result_of_a_newer_driver_is_an_error_like_others(bindings: FakeBindings) -> None:
+    def unknown(*_: Any) -> None:
+        raise ValueError("12345 is not a valid CUresult")  # as cuda-bindings 13.5 does
+
+    driver = CudaDriver()
+    bindings.cuEventRecord = bindings.cuEventQuery = bindings.CUresult = unknown
+    for call in (lambda: driver.record_event(5, 6), lambda: driver.is_event_done(5)):
+        with pytest.raises(CudaError, match=r"12345.* as new as the driver"):
+            call()
+    with pytest.raises(CudaError, match="cuMemcpyBatchAsync failed: result 12345") as e:
+        driver._check("cuMemcpyBatchAsync", 12345)
+    assert e.value.code == 12345
+
+    def wrong(*_: Any) -> None:
+        raise ValueError("an argument")
+
+    bindings.cuEventQuery = wrong
+    with pytest.raises(ValueError, match="an argument"):
+        driver.is_event_done(5)
+
+
+def test_what_is_not_ready_is_no_error(bindings: FakeBindings) -> None:
+    driver = CudaDriver()
+    assert driver.is_event_done(5)
+    bindings.answers["cuEventQuery"] = (600,)
+    assert not driver.is_event_done(5)
+    bindings.answers["cuStreamQuery"] = (700,)
+    with pytest.raises(CudaError, match="restart the process"):
+        driver.is_stream_done(5)
+
+
+def test_memory_that_is_registered_is_accepted(bindings: FakeBindings) -> None:
+    driver = CudaDriver()
+    assert driver.register_host(4096, 8192)
+    bindings.answers["cuMemHostRegister"] = (712,)
+    bindings.answers["cuMemHostGetDevicePointer"] = (0, 4096)
+    assert not driver.register_host(4096, 8192)
+    bindings.answers["cuMemHostGetDevicePointer"] = (1,)
+    with pytest.raises(CudaError, match="cuMemHostGetDevicePointer"):
+        driver.register_host(4096, 8192)  # only a part of it is
+
+
+def test_an_old_driver_has_no_batch_copy(bindings: FakeBindings) -> None:
+    assert not CudaDriver().has_copy_batch
+    bindings.answers["cuDriverGetVersion"] = (0, 13000)
+    bindings.answers["cuGetProcAddress"] = (0, 0, 1)
+    assert not CudaDriver().has_copy_batch
+    bindings.answers["cuGetProcAddress"] = (0, 4096, 0)
+    assert CudaDriver().has_copy_batch
+
+
+def test_a_long_batch_is_cut_into_calls(
+    bindings: FakeBindings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu_driver, "_BATCH_MAX", 4)
+    bindings.CUmemcpyAttributes = lambda: SimpleNamespace(getPtr=lambda: 77)  # type: ignore[assignment]
+    driver = CudaDriver()
+    calls: list[tuple[list[int], ...]] = []
+
+    def take(*arguments: int) -> int:
+        *columns, count, attributes, first, kinds, stream = arguments
+        assert (attributes, kinds, stream) == (77, 1, 5)
+        assert ctypes.c_size_t.from_address(first).value == 0
+        calls.append(tuple(list((ctypes.c_uint64 * count).from_address(c)) for c in columns))
+        return 0 if count else 1
+
+    monkeypatch.setattr(driver, "_copy_batch", take)
+    table = np.arange(30, dtype=np.uint64).reshape(3, 10)
+    for columns in (table, table.repeat(2, axis=1)[:, ::2], table[:, :0]):
+        calls.clear()
+        driver.copy_batch(columns[0], columns[1], columns[2], 5)
+        assert all(len(call[0]) <= 4 for call in calls)
+        for k in range(3):
+            assert [v for call in calls for v in call[k]] == columns[k].tolist()
+
+
+def test_a_machine_without_a_driver_says_so(bindings: FakeBindings) -> None:
+    def missing(*_: Any) -> None:
+        raise RuntimeError("no libcuda.so.1")
+
+    bindings.cuInit = missing
+    with pytest.raises(Unsupported, match="install an NVIDIA driver"):
+        CudaDriver()
+
+
+def test_pinned_memory_is_unpinned_by_who_pinned_it() -> None:
+    driver = StandInDriver()
+    whole = HostBuffer(16384, hugepages=False)
+    first = PinnedMemory(driver, whole)
+    again = PinnedMemory(driver, whole.array[4096:8192])
+    assert again.device_address == first.to_device(whole.address + 4096)
+    again.close()
+    assert "cuMemHostUnregister" not in driver.calls
+    first.close()
+    first.close()
+    assert driver.calls["cuMemHostUnregister"] == 1
+    driver.close()
+
+
+def test_a_partition_is_what_the_device_splits_by() -> None:
+    driver = StandInDriver(sms=SmResource(132, 8, 8))
+    made = partition(driver, 9)
+    assert (made.sms, made.is_partition, made.reason) == (16, True, "")
+    made.create_stream()
+    made.close()
+    made.close()
+    assert driver.calls["cuGreenCtxDestroy"] == 1
+    assert partition(driver, 1).sms == 8
+    for wrong in (0, 131):
+        with pytest.raises(ConfigError):
+            partition(driver, wrong)
+    driver.close()
+
+
+def test_a_refused_partition_is_the_whole_device() -> None:
+    driver = StandInDriver()
+    driver.fail["cuGreenCtxCreate"] = 1
+    whole = partition(driver, 8)
+    assert (whole.sms, whole.is_partition) == (132, False)
+    assert "refuses" in whole.reason
+    assert driver.is_stream_done(whole.create_stream())
+    whole.close()
+    driver.fail["cuGreenCtxCreate"] = 1
+    with pytest.raises(Unsupported, match="newer driver"):
+        partition(driver, 8, required=True)
+    driver.close()

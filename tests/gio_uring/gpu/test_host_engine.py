@@ -1,0 +1,498 @@
+"""The GPU engine `host` under a store, on a stand-in for the CUDA driver: no GPU is involved."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+from gio_uring.cuda_stand_in import StandInDriver, StandInTensor
+
+from store.pools import LAYOUT, controller_of, formatted, images_of, some_keys
+from tutti.errors import (
+    CapacityError,
+    ChecksumMismatch,
+    ConfigError,
+    CudaError,
+    DeviceTimeout,
+    MediumError,
+    TuttiError,
+    Unsupported,
+)
+from tutti.gio_uring.controller import NativeController
+from tutti.gio_uring.controller_file import FileController
+from tutti.gio_uring.controller_memory import Faults, MemoryController
+from tutti.gio_uring.engine import Engine, Job
+from tutti.gio_uring.gpu.host_engine import HostEngine
+from tutti.gio_uring.gpu.mover import CopyMover
+from tutti.memory.device_memory import DevicePool
+from tutti.pool import pool_format
+from tutti.store import ObjectStore
+from tutti.transfers.core import StoreConfig
+
+PAGES = 24
+
+
+class Rig:
+    """A store, a stand-in GPU, and a pool of pages in its memory."""
+
+    def __init__(
+        self,
+        controller: NativeController,
+        names: list[str],
+        *,
+        driver: StandInDriver,
+        staging_nbytes: int = 1 << 20,
+        timeout_s: float = 5.0,
+        verify: str = "always",
+        plain: bool = False,
+    ) -> None:
+        self.controller = controller
+        self.driver = driver
+        config = StoreConfig(timeout_s=timeout_s, verify=verify)
+        self.store = ObjectStore(controller, names, config=config)
+        self.gpu = HostEngine(
+            driver,
+            self.store.engine,
+            mover=CopyMover(driver) if plain else None,
+            load_staging_nbytes=staging_nbytes,
+            store_staging_nbytes=staging_nbytes,
+        )
+        self.store.attach(self.gpu)
+        tensors = [[StandInTensor(driver, PAGES * n) for n in LAYOUT.segments] for _ in range(4)]
+        self.tensors = tensors
+        self.pool = self.store.register(
+            DevicePool.from_layers(LAYOUT, tensors, PAGES, gpu=self.gpu)
+        )
+
+    def fill(self, pages: list[int], rng: np.random.Generator) -> list[bytes]:
+        contents = [rng.bytes(LAYOUT.object_nbytes) for _ in pages]
+        for page, content in zip(pages, contents, strict=True):
+            self.pool.write(page, content)
+        return contents
+
+    def layer_bytes(self, page: int, layer: int) -> bytes:
+        """Straight from the stand-in's memory, without a CUDA call."""
+        return b"".join(
+            tensor.array[page * n : (page + 1) * n].tobytes()
+            for tensor, n in zip(self.tensors[layer], LAYOUT.segments, strict=True)
+        )
+
+
+@contextmanager
+def rig_over_memory(
+    *,
+    seed: int = 0,
+    queues: int = 0,
+    queue_max: int = 1024,
+    has_copy_batch: bool = True,
+    **options: object,
+) -> Iterator[Rig]:
+    driver = StandInDriver(
+        seed=seed, queues=queues, queue_max=queue_max, has_copy_batch=has_copy_batch
+    )
+    rig = Rig(controller_of(formatted()), ["member0"], driver=driver, **options)  # type: ignore[arg-type]
+    try:
+        yield rig
+    finally:
+        try:
+            rig.store.close()
+        finally:
+            driver.close()
+    assert not driver.violations, driver.violations[:3]
+
+
+def memory_of(rig: Rig) -> MemoryController:
+    assert isinstance(rig.controller, MemoryController)
+    return rig.controller
+
+
+@pytest.fixture(autouse=True)
+def gates_are_debts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tells the stand-in whose turn it is while a gate is closed: the thread that opens it."""
+    submit, open_gate, cancel = Engine.submit, Job.open_gate, Job.cancel
+
+    def noted_submit(engine: Engine, *arguments: object, **options: object) -> Job:
+        words = options.get("words")
+        job = submit(engine, *arguments, **options)  # type: ignore[arg-type]
+        driver = _driver_of(engine)
+        if words is not None and options.get("gated") and driver is not None:
+            nbytes = words.nbytes_of(words.layers)  # type: ignore[attr-defined]
+            driver.owed[words.address] = (nbytes, threading.get_ident())  # type: ignore[attr-defined]
+            job.debt = words.address  # type: ignore[attr-defined]
+        return job
+
+    def settle(job: Job) -> None:
+        driver = _driver_of(job._engine)
+        if driver is not None:
+            driver.owed.pop(getattr(job, "debt", 0), None)
+
+    def noted_open(job: Job) -> None:
+        settle(job)
+        open_gate(job)
+
+    def noted_cancel(job: Job) -> None:
+        settle(job)
+        cancel(job)
+
+    monkeypatch.setattr(Engine, "submit", noted_submit)
+    monkeypatch.setattr(Job, "open_gate", noted_open)
+    monkeypatch.setattr(Job, "cancel", noted_cancel)
+
+
+def _driver_of(engine: Engine) -> StandInDriver | None:
+    for thing in gc.get_referrers(engine):
+        if isinstance(thing, dict) and isinstance(thing.get("driver"), StandInDriver):
+            return thing["driver"]
+        if isinstance(thing, HostEngine):
+            return thing.driver  # type: ignore[return-value]
+    return None
+
+
+@pytest.fixture
+def rng(seed: int) -> np.random.Generator:
+    return np.random.default_rng(seed)
+
+
+def round_trip(rig: Rig, rng: np.random.Generator) -> None:
+    keys = some_keys(rng, 12)
+    sent = rng.permutation(PAGES)[:12].tolist()
+    contents = rig.fill(sent, rng)
+    assert rig.store.put(keys, sent).wait(10).stored == 12
+    assert rig.store.match(keys) == 12
+    for pages in (rng.permutation(PAGES)[:12].tolist(), list(range(12))):
+        for tensor in (t for row in rig.tensors for t in row):
+            tensor.array[:] = 0
+        ticket = rig.store.load(keys, pages)
+        for layer in range(LAYOUT.layers):
+            ticket.wait_layer(layer, 10)
+            start = sum(LAYOUT.segments) * layer
+            part = slice(start, start + sum(LAYOUT.segments))
+            assert [rig.layer_bytes(p, layer) for p in pages] == [c[part] for c in contents]
+        assert ticket.wait_settled(10)
+        assert ticket.done
+        assert [rig.pool.read(page) for page in pages] == contents
+
+
+@pytest.mark.parametrize("staging_nbytes", [1 << 20, 160 << 10])
+@pytest.mark.parametrize("kind", ["batch", "plain", "aliased", "full"])
+def test_pages_travel_and_come_back(
+    rng: np.random.Generator, seed: int, kind: str, staging_nbytes: int
+) -> None:
+    """Also with staging for one layer alone, all streams on one queue, and queues of four."""
+    with rig_over_memory(
+        seed=seed,
+        plain=kind == "plain",
+        has_copy_batch=kind != "plain",
+        queues=1 if kind in ("aliased", "full") else 0,
+        queue_max=4 if kind == "full" else 1024,
+        staging_nbytes=staging_nbytes,
+    ) as rig:
+        round_trip(rig, rng)
+
+
+def test_pages_travel_through_files(rng: np.random.Generator, tmp_path: Path) -> None:
+    path = str(tmp_path / "pool.tutti")
+    pool_format.format([path], LAYOUT, 16 << 20)
+    driver = StandInDriver()
+    rig = Rig(FileController([path]), [path], driver=driver)
+    try:
+        round_trip(rig, rng)
+    finally:
+        rig.store.close()
+        driver.close()
+    assert not driver.violations
+
+
+def test_damage_in_a_file_fails_its_pages_alone(rng: np.random.Generator, tmp_path: Path) -> None:
+    path = str(tmp_path / "pool.tutti")
+    pool_format.format([path], LAYOUT, 16 << 20)
+    driver = StandInDriver()
+    rig = Rig(FileController([path]), [path], driver=driver)
+    try:
+        keys, pages = some_keys(rng, 8), list(range(8))
+        contents = rig.fill(pages, rng)
+        rig.store.put(keys, pages).wait(10)
+        slot = rig.store._core.index.find(keys[3:4])
+        lba = int(rig.store.geometry.slot_lba(slot, 2)[0])
+        with open(path, "r+b") as file:
+            file.seek(lba * rig.store.geometry.lba_nbytes + 5)
+            file.write(b"damage")
+        ticket = rig.store.load(keys, list(range(8, 16)))
+        with pytest.raises(ChecksumMismatch) as caught:
+            ticket.wait(10)
+        assert caught.value.pages == (3,)
+        assert ticket.wait_settled(10)
+        right = [i for i in range(8) if i != 3]
+        assert [rig.pool.read(8 + i) for i in right] == [contents[i] for i in right]
+    finally:
+        rig.store.close()
+        driver.close()
+    assert not driver.violations
+
+
+def test_unproven_objects_count_when_all_their_layers_do(rng: np.random.Generator) -> None:
+    with rig_over_memory() as rig:
+        keys, pages = some_keys(rng, 8), list(range(8))
+        contents = rig.fill(pages, rng)
+        rig.store.put(keys, pages).wait(10)
+        images = images_of(memory_of(rig))  # as a crash would leave them
+    driver = StandInDriver()
+    rig = Rig(controller_of(images), ["member0"], driver=driver)
+    try:
+        rig.store.wait_recovered(10)
+        assert rig.store.match(keys, proven=True) == 0
+        ticket = rig.store.load(keys, pages)
+        stream = driver.create_stream()
+        ticket.order_stream(stream, 0)
+        ticket.wait_layer(0, 10)
+        assert [rig.pool.read(page) for page in pages] == contents
+        assert ticket.wait_settled(10)
+        assert rig.store.match(keys, proven=True) == 8
+    finally:
+        rig.store.close()
+        driver.close()
+    assert not driver.violations
+
+
+@pytest.mark.parametrize("verify", ["always", "off"])
+def test_out_of_order_and_late_completions(
+    rng: np.random.Generator, seed: int, verify: str
+) -> None:
+    with rig_over_memory(seed=seed, verify=verify, staging_nbytes=256 << 10) as rig:
+        faults = Faults(seed=seed, delay_ppm=400_000, delay_turns=20, reorder_ppm=400_000)
+        memory_of(rig).set_faults(faults)
+        for _ in range(3):
+            round_trip(rig, rng)
+            rig.store.clear()
+
+
+def test_seeded_faults_never_show_wrong_bytes(rng: np.random.Generator, seed: int) -> None:
+    with rig_over_memory(seed=seed) as rig:
+        keys, pages = some_keys(rng, 16), list(range(16))
+        contents = rig.fill(pages, rng)
+        rig.store.put(keys, pages).wait(10)
+        memory_of(rig).set_faults(Faults(seed=seed, status_ppm=30_000, short_ppm=30_000))
+        for _ in range(20):
+            found = [i for i in range(16) if rig.store.match(keys[i : i + 1])]
+            if not found:
+                break
+            ticket = rig.store.load(keys[found], found)
+            failed: tuple[int, ...] = ()
+            try:
+                ticket.wait(10)
+            except MediumError as error:
+                failed = error.pages
+            assert ticket.wait_settled(10)
+            for place, key in enumerate(found):
+                if place not in failed:
+                    assert rig.pool.read(key) == contents[key]
+        memory_of(rig).set_faults(None)  # closing writes metadata
+
+
+def test_records_are_read_before_a_stream_waits(rng: np.random.Generator) -> None:
+    """Digests that are not cached close the gate: only when it is open may a stream wait."""
+    with rig_over_memory() as rig:
+        keys, pages = some_keys(rng, 8), list(range(8))
+        contents = rig.fill(pages, rng)
+        rig.store.put(keys, pages).wait(10)
+        cache = rig.store._core.digests
+        rig.store._core.digests = type(cache)(0, LAYOUT.layers)
+        ticket = rig.store.load(keys, list(range(8, 16)))
+        ticket.wait(10)
+        assert [rig.pool.read(page) for page in range(8, 16)] == contents
+
+
+def test_a_dead_controller_lets_every_stream_go(rng: np.random.Generator) -> None:
+    with rig_over_memory(timeout_s=0.5) as rig:
+        keys, pages = some_keys(rng, 12), list(range(12))
+        rig.fill(pages, rng)
+        rig.store.put(keys, pages).wait(10)
+        memory_of(rig).set_faults(Faults(stall_from=5))
+        ticket = rig.store.load(keys, list(range(12, 24)))
+        streams = [rig.driver.create_stream() for _ in range(LAYOUT.layers)]
+        for layer, stream in enumerate(streams):
+            ticket.order_stream(stream, layer)
+        with pytest.raises(DeviceTimeout):
+            ticket.wait(10)
+        deadline = time.monotonic() + 10
+        while not all(rig.driver.is_stream_done(s) for s in streams):
+            assert time.monotonic() < deadline, "a stream still waits"
+            time.sleep(0.001)
+        assert ticket.failed().size > 0
+        assert rig.gpu._loads.staging.arena.in_use == 1  # the device may still write there
+        memory_of(rig).set_faults(None)
+        memory_of(rig).release()
+        assert ticket.wait_settled(10)
+        assert rig.gpu._loads.staging.arena.in_use == 0
+
+
+def test_closing_with_work_in_flight(rng: np.random.Generator) -> None:
+    with rig_over_memory(timeout_s=1.0) as rig:
+        keys, pages = some_keys(rng, 12), list(range(12))
+        rig.fill(pages, rng)
+        rig.store.put(keys, pages).wait(10)
+        memory_of(rig).set_faults(Faults(stall_from=3))
+        loading = rig.store.load(keys, list(range(12, 24)))
+        storing = rig.store.put(some_keys(rng, 12), pages)
+        rig.store.close(2.0)
+        assert loading.done
+        for ticket in (loading, storing):
+            with pytest.raises(TuttiError):
+                ticket.wait(5)
+
+
+def test_a_cuda_error_in_the_middle_ends_the_load(rng: np.random.Generator) -> None:
+    with rig_over_memory(has_copy_batch=False) as rig:
+        keys, pages = some_keys(rng, 8), list(range(8))
+        contents = rig.fill(pages, rng)
+        rig.store.put(keys, pages).wait(10)
+        compute, word = rig.driver.create_stream(), rig.driver.allocate(256)
+        rig.driver.wait_value(compute, word, 1)  # keeps the copies from being done
+        rig.pool.follow(compute)
+        rig.driver.fail["cuMemcpyAsync"] = 3  # the copies before it have no event behind them
+        ticket = rig.store.load(keys, list(range(8, 16)))
+        with pytest.raises(CudaError, match="cuMemcpyAsync"):
+            ticket.wait(10)
+        assert not ticket.wait_settled(0.2)
+        assert not ticket.done
+        rig.driver.array(word)[0] = 1
+        assert ticket.wait_settled(10)
+        with pytest.raises(ConfigError, match="start it again"):
+            ticket.order_stream(0, 3)
+        ticket = rig.store.load(keys, list(range(8, 16)))
+        ticket.wait(10)
+        assert [rig.pool.read(page) for page in range(8, 16)] == contents
+
+
+def test_a_call_that_the_driver_lacks_ends_the_load(
+    rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with rig_over_memory() as rig:
+        keys, pages = some_keys(rng, 8), list(range(8))
+        contents = rig.fill(pages, rng)
+        rig.store.put(keys, pages).wait(10)
+
+        def lacks(*_: object) -> None:
+            raise Unsupported("cuMemcpyBatchAsync: not found; install a newer driver")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(rig.driver, "copy_batch", lacks)
+            ticket = rig.store.load(keys, list(range(8, 16)))
+        with pytest.raises(Unsupported, match="newer driver"):
+            ticket.wait(10)
+        assert ticket.wait_settled(10)
+        rig.store.load(keys, list(range(8, 16))).wait(10)
+        assert [rig.pool.read(page) for page in range(8, 16)] == contents
+
+
+def test_a_cuda_error_in_a_put_stores_nothing(rng: np.random.Generator) -> None:
+    with rig_over_memory() as rig:
+        keys, pages = some_keys(rng, 8), list(range(8))
+        rig.fill(pages, rng)
+        rig.driver.fail["cuStreamWriteValue32"] = 2
+        with pytest.raises(TuttiError):
+            rig.store.put(keys, pages).wait(10)
+        assert rig.store.match(keys) == 0
+        assert rig.store.put(keys, pages).wait(10).stored == 8
+
+
+def test_a_put_follows_the_stream_that_fills_its_pages(rng: np.random.Generator) -> None:
+    with rig_over_memory() as rig:
+        keys, pages = some_keys(rng, 4), list(range(4))
+        rig.fill(pages, rng)
+        compute = rig.driver.create_stream()
+        word = rig.driver.allocate(256)
+        rig.driver.wait_value(compute, word, 1)  # a kernel that is still at work
+        for tensor in (t for row in rig.tensors for t in row):
+            rig.driver.fill(tensor.data_ptr(), 7, tensor.numel(), compute)
+        rig.pool.follow(compute)
+        ticket = rig.store.put(keys, pages)
+        time.sleep(0.02)
+        assert not ticket.done
+        rig.driver.array(word)[0] = 1
+        assert ticket.wait(10).stored == 4
+        rig.store.load(keys, list(range(4, 8))).wait(10)
+        assert rig.pool.read(5) == b"\7" * LAYOUT.object_nbytes
+
+
+def test_a_stream_waits_for_a_layer_alone(rng: np.random.Generator) -> None:
+    with rig_over_memory() as rig:
+        keys, pages = some_keys(rng, 4), list(range(4))
+        contents = rig.fill(pages, rng)
+        rig.store.put(keys, pages).wait(10)
+        ticket = rig.store.load(keys, list(range(4, 8)))
+        compute = rig.driver.create_stream()
+        out = rig.driver.allocate(LAYOUT.layers * LAYOUT.segments[0])
+        for layer in range(LAYOUT.layers):
+            ticket.order_stream(compute, layer)
+            n = LAYOUT.segments[0]
+            source = rig.tensors[layer][0].data_ptr() + 5 * n
+            rig.driver.copy(out + layer * n, source, n, compute)
+        deadline = time.monotonic() + 10
+        while not rig.driver.is_stream_done(compute):
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+        expected = b"".join(
+            contents[1][layer * sum(LAYOUT.segments) :][: LAYOUT.segments[0]]
+            for layer in range(LAYOUT.layers)
+        )
+        assert rig.driver.array(out).tobytes() == expected
+        with pytest.raises(IndexError):
+            ticket.order_stream(compute, LAYOUT.layers)
+
+
+def test_many_threads_load_and_store_at_once(rng: np.random.Generator, seed: int) -> None:
+    with rig_over_memory(seed=seed, queues=1, queue_max=6, staging_nbytes=192 << 10) as rig:
+        keys = some_keys(rng, 12)
+        contents = rig.fill(list(range(12)), rng)
+        rig.store.put(keys, list(range(12))).wait(10)
+        failures: list[BaseException] = []
+
+        def load(first: int) -> None:
+            try:
+                for _ in range(6):
+                    part = slice(first, first + 4)
+                    rig.store.load(keys[part], list(range(12 + first, 16 + first))).wait(20)
+            except BaseException as error:
+                failures.append(error)
+
+        threads = [threading.Thread(target=load, args=(first,)) for first in (0, 4, 8)]
+        for thread in threads:
+            thread.start()
+        extra = some_keys(rng, 12)
+        rig.store.put(extra, list(range(12))).wait(20)
+        for thread in threads:
+            thread.join(60)
+        assert not failures
+        assert [rig.pool.read(page) for page in range(12, 24)] == contents
+
+
+def test_what_cannot_fit_or_work_says_so(rng: np.random.Generator) -> None:
+    with rig_over_memory(staging_nbytes=64 << 10) as rig:
+        with pytest.raises(CapacityError, match="staging"):
+            rig.store.put(some_keys(rng, 16), list(range(16)))
+        host = rig.store.allocate_pool(4)
+        ticket = rig.store.put(some_keys(rng, 2), [0, 1], pool=rig.pool)
+        assert ticket.wait(10).stored == 2
+        with pytest.raises(Unsupported, match="DevicePool"):
+            rig.store.load(some_keys(rng, 0), [], pool=host).order_stream(0, 0) or _load_host(rig)
+        with pytest.raises(Unsupported):
+            rig.pool.segment(0, 0, 0)
+        with pytest.raises(ConfigError, match="create a stream"):
+            HostEngine(rig.driver, rig.store.engine, load_stream=0)
+        with pytest.raises(ConfigError, match="gpu="):
+            DevicePool.from_layers(LAYOUT, rig.tensors, PAGES)
+        rig.store.unregister(rig.pool)
+
+
+def _load_host(rig: Rig) -> None:
+    host = rig.store._pools[-1]
+    keys = some_keys(np.random.default_rng(1), 1)
+    rig.store.put(keys, [0], pool=host).wait(10)
+    rig.store.load(keys, [1], pool=host).order_stream(0, 0)

@@ -1,0 +1,110 @@
+"""Short puts are held back while others are under way, and lose nothing by it."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from store.pools import GEOMETRY, controller_of, fill, formatted, opened, some_keys
+from tutti.errors import CapacityError
+from tutti.gio_uring.controller_memory import Faults, MemoryController
+from tutti.gio_uring.nvme_spec import OPCODE_WRITE, STATUS_CAPACITY_EXCEEDED
+from tutti.store import ObjectStore
+from tutti.transfers.tickets import Outcome
+
+
+@pytest.fixture
+def rng(seed: int) -> np.random.Generator:
+    return np.random.default_rng(seed)
+
+
+def stalled() -> tuple[ObjectStore, MemoryController]:
+    """A store whose device is busy: the next command and all later ones wait for `release`."""
+    images = formatted()
+    controller = controller_of(images)
+    store = opened(images, controller=controller)
+    controller.set_faults(Faults(stall_from=1))
+    return store, controller
+
+
+def test_tails_of_many_chains_share_a_batch(rng: np.random.Generator) -> None:
+    store, controller = stalled()
+    with store:
+        pool = store.allocate_pool(24)
+        contents = fill(pool, range(12), rng)
+        keys = some_keys(rng, 12)
+        first = store.put(keys[:1], [0])
+        tails = [store.put(keys[i : i + 1], [i]) for i in range(1, 12)]
+        assert not any(ticket.done for ticket in tails)
+        controller.set_faults(None)
+        controller.release()
+        assert first.wait(5).stored == 1
+        assert [ticket.wait(5).stored for ticket in tails] == [1] * 11
+        assert store.stats()["jobs"] < 12 + 4
+        for i in range(12):
+            store.load(keys[i : i + 1], [12 + i]).wait(5)
+        assert [pool.read(12 + i) for i in range(12)] == contents
+
+
+def test_a_chain_of_tails_is_one_run(rng: np.random.Generator) -> None:
+    store, controller = stalled()
+    with store:
+        store.allocate_pool(8)
+        other, keys = some_keys(rng, 1), some_keys(rng, 4)
+        store.put(other, [0])
+        tickets = []
+        for i in range(4):
+            parent = keys[i - 1].tobytes() if i else None
+            tickets.append(store.put(keys[i : i + 1], [i], parent=parent, depth=i))
+        controller.set_faults(None)
+        controller.release()
+        for ticket in tickets:
+            assert ticket.wait(5).stored == 1
+        assert store.load(keys, [4, 5, 6, 7]).wait_settled(5)
+        assert store.stats()["mean_run_length"] == 4.0
+
+
+def test_each_put_learns_its_own_outcome(rng: np.random.Generator) -> None:
+    store, controller = stalled()
+    with store:
+        store.allocate_pool(8)
+        keys = some_keys(rng, 4)
+        store.put(keys[:1], [0])
+        again = store.put(keys[:1], [1])
+        fresh = store.put(keys[1:3], [1, 2])
+        twice = store.put(keys[2:4], [3, 4])
+        controller.set_faults(None)
+        controller.release()
+        assert again.wait(5).present == 1
+        assert fresh.wait(5).stored == 2
+        result = twice.wait(5)
+        assert (result.stored, result.present) == (1, 1)
+
+
+def test_a_failed_tail_says_so(rng: np.random.Generator) -> None:
+    store, controller = stalled()
+    with store:
+        store.allocate_pool(8)
+        keys = some_keys(rng, 4)
+        store.put(keys[:1], [0])
+        held = store.put(keys[1:4], [1, 2, 3])
+        controller.set_faults(None)
+        data_lba = GEOMETRY.groups_offset // 4096
+        nlb = GEOMETRY.groups * GEOMETRY.layers * GEOMETRY.layer_stride_nlb
+        fail = (OPCODE_WRITE, STATUS_CAPACITY_EXCEEDED, 100)
+        controller.fault_range(1, data_lba, nlb, *fail)
+        controller.release()
+        with pytest.raises(CapacityError):
+            held.wait(5)
+        assert held.outcome.tolist() == [Outcome.FAILED] * 3
+
+
+def test_close_writes_what_is_held(rng: np.random.Generator) -> None:
+    store, controller = stalled()
+    store.allocate_pool(8)
+    keys = some_keys(rng, 3)
+    tickets = [store.put(keys[i : i + 1], [i]) for i in range(3)]
+    controller.set_faults(None)
+    controller.release()
+    store.close()
+    assert [ticket.wait(1).stored for ticket in tickets] == [1, 1, 1]

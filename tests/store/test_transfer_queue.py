@@ -1,0 +1,268 @@
+"""A pool whose puts and loads are scheduled: same results, other moments."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from scheduler.drive import Linear
+
+from store.pools import fill, formatted, opened, some_keys
+from tutti.errors import ConfigError, KeyMissing, TuttiError
+from tutti.scheduler.dispatcher import Schedule
+from tutti.scheduler.event import StepBegan, StepEnded
+from tutti.scheduler.policy import ImmediatePolicy, Limits
+from tutti.scheduler.request import Phase
+from tutti.scheduler.state import Decision, State, WriteLaunch
+from tutti.store import ObjectStore
+from tutti.transfers.tickets import PutTicket
+from tutti.transfers.writer import PutRequest
+
+PROFILE = Linear()
+
+
+@pytest.fixture
+def rng(seed: int) -> np.random.Generator:
+    return np.random.default_rng(seed)
+
+
+class Never:
+    """A policy that launches nothing."""
+
+    def __init__(self, profile: Any, limits: Limits) -> None: ...
+
+    def decide(self, state: State) -> Decision:
+        return Decision()
+
+
+class DropAll(Never):
+    """A policy that gives up every write."""
+
+    def decide(self, state: State) -> Decision:
+        return Decision(drops=tuple(write.name for write in state.writes))
+
+
+class OneByOne(Never):
+    """A policy that launches a page each time it is asked."""
+
+    def decide(self, state: State) -> Decision:
+        waiting = [write for write in state.writes if write.waits]
+        return Decision(writes=tuple(WriteLaunch(w.name, w.issued, 1) for w in waiting))
+
+
+def scheduled(schedule: Schedule | None = None, **config: Any) -> ObjectStore:
+    return opened(formatted(), schedule=schedule or Schedule(PROFILE), **config)
+
+
+def test_what_was_put_is_loaded(rng: np.random.Generator) -> None:
+    with scheduled() as store:
+        pool = store.allocate_pool(16)
+        contents = fill(pool, np.arange(8), rng)
+        keys = some_keys(rng, 8)
+        assert store.put(keys, np.arange(8)).wait(10).stored == 8
+        store.load(keys, np.arange(8, 16)).wait(10)
+        assert [pool.read(page) for page in range(8, 16)] == contents
+
+
+def test_present_keys_count_as_such(rng: np.random.Generator) -> None:
+    with scheduled() as store:
+        store.allocate_pool(8)
+        keys = some_keys(rng, 6)
+        store.put(keys[::2], [0, 2, 4]).wait(10)
+        result = store.put(keys, np.arange(6)).wait(10)
+        assert (result.stored, result.present, result.dropped) == (3, 3, 0)
+        assert store.put(keys, np.arange(6)).wait(10).present == 6
+        assert store.put(keys[:0], []).wait(10).stored == 0
+
+
+def test_a_missing_key_is_missing(rng: np.random.Generator) -> None:
+    with scheduled() as store:
+        store.allocate_pool(4)
+        with pytest.raises(KeyMissing):
+            store.load(some_keys(rng, 2), [0, 1])
+        assert store.scheduler is not None
+        store.load(some_keys(rng, 0), []).wait(10)
+
+
+def test_drops_are_told_and_counted(rng: np.random.Generator) -> None:
+    with scheduled(Schedule(PROFILE, policy=DropAll)) as store:
+        store.allocate_pool(4)
+        keys = some_keys(rng, 4)
+        assert store.put(keys, np.arange(4)).wait(10).dropped == 4
+        assert store.match(keys) == 0
+        assert store.stats()["dropped"] == 4
+
+
+def test_close_launches_what_waits(rng: np.random.Generator) -> None:
+    store = scheduled(Schedule(PROFILE, policy=Never))
+    store.allocate_pool(4)
+    ticket = store.put(some_keys(rng, 4), np.arange(4))
+    assert not ticket.done
+    store.close()
+    assert ticket.wait(10).stored == 4
+
+
+def test_a_scheduler_that_is_stuck_costs_time_only(rng: np.random.Generator) -> None:
+    with scheduled(timeout_s=0.2) as store:
+        store.allocate_pool(8)
+        keys = some_keys(rng, 2)
+        store.put(keys, [0, 1]).wait(10)
+        assert store.scheduler is not None
+        store.scheduler.stop()
+        store.load(keys, [2, 3]).wait(10)
+
+
+def test_writes_wait_for_the_step_that_reads(rng: np.random.Generator) -> None:
+    seen: list[tuple[Any, Decision]] = []
+    schedule = Schedule(PROFILE, record=lambda event, decision: seen.append((event, decision)))
+    with scheduled(schedule) as store:
+        store.allocate_pool(8)
+        assert store.scheduler is not None
+        now_ns = store.scheduler.now_ns()
+        store.scheduler.post(StepBegan(now_ns, Phase.DECODE, tokens=1, context_tokens=10))
+        store.put(some_keys(rng, 4), np.arange(4)).wait(10)
+        store.scheduler.post(StepEnded(store.scheduler.now_ns()))
+    assert sum(launch.pages for _, decision in seen for launch in decision.writes) == 4
+
+
+def test_a_pool_has_no_staging() -> None:
+    with pytest.raises(ConfigError, match="staging"):
+        Schedule(PROFILE, Limits(staged_pages=1))
+
+
+def in_time(call: Callable[[], object], seconds: float = 10.0) -> None:
+    """What must not wait for a deadline of the store, which tests set much later."""
+    thread = threading.Thread(target=call, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    assert not thread.is_alive(), "it waits"
+
+
+def test_what_comes_while_the_store_closes_does_not_wait(rng: np.random.Generator) -> None:
+    with scheduled(timeout_s=60.0) as store:
+        store.allocate_pool(8)
+        keys = some_keys(rng, 4)
+        assert store._pacer is not None
+        store._pacer.stop(10.0)
+        assert store.put(keys, np.arange(4)).wait(10).stored == 4
+        in_time(lambda: store.load(keys, np.arange(4, 8)).wait(10))
+
+
+def test_a_load_does_not_wait_for_a_put_that_waits_for_space(
+    rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with scheduled(Schedule(PROFILE, policy=ImmediatePolicy), timeout_s=60.0) as store:
+        store.allocate_pool(8)
+        keys = some_keys(rng, 4)
+        store.put(keys, np.arange(4)).wait(10)
+        there, space, put = threading.Event(), threading.Event(), store._tails.put
+
+        def full(request: PutRequest) -> PutTicket:
+            there.set()
+            space.wait(30)
+            return put(request)
+
+        monkeypatch.setattr(store._tails, "put", full)
+        ticket = store.put(some_keys(rng, 2), [0, 1])
+        try:
+            assert there.wait(10)
+            in_time(lambda: store.load(keys, np.arange(4, 8)).wait(10))
+        finally:
+            space.set()
+        assert ticket.wait(10).stored == 2
+
+
+@pytest.mark.parametrize("error", [MemoryError("none left"), TuttiError("none left")])
+def test_a_put_that_cannot_be_started_ends(
+    rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    store = scheduled(Schedule(PROFILE, policy=OneByOne), timeout_s=5.0)
+    store.allocate_pool(4)
+    parts: list[PutTicket] = []
+    began = threading.Event()
+
+    def once(request: PutRequest) -> PutTicket:
+        if parts:
+            raise error
+        parts.append(PutTicket(len(request.keys)))
+        began.set()
+        return parts[0]
+
+    monkeypatch.setattr(store._tails, "put", once)
+    ticket = store.put(some_keys(rng, 4), np.arange(4))
+    assert store._pacer is not None and store.scheduler is not None
+    assert began.wait(10)
+    store._pacer.stop(0.5)  # gives up what it could not launch
+    parts[0].outcome[:] = 1
+    parts[0].end_part()
+    with pytest.raises(TuttiError):
+        ticket.wait(10)
+    assert np.flatnonzero(ticket.status).tolist() == [1, 2, 3]
+    assert store._core.wait_quiet(0.0)
+    store.close()
+
+
+def test_a_load_that_is_interrupted_is_forgotten(
+    rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Interrupted:
+        class due:
+            @staticmethod
+            def wait(timeout_s: float) -> None:
+                raise KeyboardInterrupt
+
+            @staticmethod
+            def set() -> None: ...
+
+    with scheduled() as store:
+        store.allocate_pool(4)
+        keys = some_keys(rng, 2)
+        store.put(keys, [0, 1]).wait(10)
+        with monkeypatch.context() as patch:
+            patch.setattr("tutti.transfers.transfer_queue._Load", Interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                store.load(keys, [2, 3])
+        assert store._pacer is not None and store.scheduler is not None
+        store._pacer.stop(10.0)
+        store.scheduler.pump()
+        assert store.scheduler.counters()["loads_waiting"] == 0
+
+
+def test_a_put_longer_than_the_limits_is_stored(rng: np.random.Generator) -> None:
+    with scheduled(Schedule(PROFILE, Limits(locked_pages=2, staged_pages=0))) as store:
+        store.allocate_pool(4)
+        assert store.put(some_keys(rng, 4), np.arange(4)).wait(10).stored == 4
+
+
+def test_no_load_is_too_long_to_be_launched(rng: np.random.Generator) -> None:
+    limits = Limits(staged_pages=0, read_ahead_nbytes=1)
+    with scheduled(Schedule(PROFILE, limits), timeout_s=60.0) as store:
+        store.allocate_pool(4)
+        keys = some_keys(rng, 2)
+        store.put(keys, [0, 1]).wait(10)
+        in_time(lambda: store.load(keys, [2, 3]).wait(10))
+
+
+def test_pages_that_were_not_stored_do_not_count_as_written(
+    rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(request: PutRequest) -> PutTicket:
+        part = PutTicket(len(request.keys))
+        part.outcome[:] = 1
+        part.fail(np.array([0]), 0x280)  # write fault
+        part.end_part()
+        return part
+
+    with scheduled(Schedule(PROFILE, policy=ImmediatePolicy)) as store:
+        store.allocate_pool(4)
+        monkeypatch.setattr(store._tails, "put", broken)
+        with pytest.raises(TuttiError):
+            store.put(some_keys(rng, 4), np.arange(4)).wait(10)
+        assert store._pacer is not None and store.scheduler is not None
+        store._pacer.stop(10.0)
+        store.scheduler.pump()
+        counters = store.scheduler.counters()
+        assert (counters["written_pages"], counters["failed_pages"]) == (3, 1)

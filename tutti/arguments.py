@@ -1,0 +1,124 @@
+"""Arguments that several commands share: sizes, paths, and the layout of a page's KV."""
+
+from __future__ import annotations
+
+import argparse
+import math
+
+from tutti.errors import ConfigError
+from tutti.medium.layout import ITEMSIZE_NBYTES, MODELS, KVLayout
+from tutti.units import parse_nbytes
+
+PAGE_SIZE = 64
+_PORT_MAX = 65535
+DTYPE = "bfloat16"
+
+
+def nbytes(text: str) -> int:
+    """An argparse type: "64GiB" as bytes."""
+    try:
+        size = parse_nbytes(text)
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    if size == 0:
+        raise argparse.ArgumentTypeError("a size of 0 bytes; give e.g. 8GiB")
+    return size
+
+
+def positive(text: str) -> int:
+    """An argparse type: an integer from 1."""
+    if not text.isascii() or not text.isdigit() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is no positive integer")
+    return int(text)
+
+
+def natural(text: str) -> int:
+    """An argparse type: an integer from 0, such as a seed."""
+    return 0 if text == "0" else positive(text)
+
+
+def port(text: str) -> int:
+    """An argparse type: a TCP port that a server can be told."""
+    number = positive(text)
+    if number > _PORT_MAX:
+        raise argparse.ArgumentTypeError(f"{text!r} is no port; they go from 1 to {_PORT_MAX}")
+    return number
+
+
+def above_zero(text: str) -> float:
+    """An argparse type: a finite number above 0."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number above 0")
+    return value
+
+
+def add_paths(parser: argparse.ArgumentParser) -> None:
+    """The members of a pool, in the order of its format."""
+    parser.add_argument(
+        "paths",
+        nargs="+",
+        metavar="PATH",
+        help="file, block device, or drive as nvme:0000:03:00.0 (docs/vfio.md); several make one"
+        " pool, always given in the same order",
+    )
+
+
+def add_layout(parser: argparse.ArgumentParser) -> None:
+    """What one page of KV looks like."""
+    group = parser.add_argument_group(
+        "layout of a page", "name a model, or give its numbers as this rank holds them"
+    )
+    group.add_argument("--model", choices=sorted(MODELS), help="a known shape")
+    group.add_argument("--layers", type=positive, metavar="N", help="layers of the model")
+    group.add_argument("--kv-heads", type=positive, metavar="N", help="KV heads of this rank")
+    group.add_argument("--head-dim", type=positive, metavar="N", help="elements of one head")
+    group.add_argument(
+        "--mla", type=_mla, metavar="KV_LORA_RANK:ROPE_DIM", help="latent attention, e.g. 512:64"
+    )
+    group.add_argument(
+        "--page-size",
+        type=positive,
+        default=PAGE_SIZE,
+        metavar="TOKENS",
+        help="tokens of a page, which becomes one object (default %(default)s)",
+    )
+    group.add_argument(
+        "--dtype",
+        choices=sorted(ITEMSIZE_NBYTES),
+        default=DTYPE,
+        metavar="TYPE",
+        help="of the elements: %(choices)s (default %(default)s)",
+    )
+
+
+def layout_of(args: argparse.Namespace) -> KVLayout:
+    """The layout that the arguments describe.  Raises ConfigError for too few or too many."""
+    heads = (args.kv_heads, args.head_dim)
+    if args.model is not None:
+        if args.mla is not None or args.layers is not None or heads != (None, None):
+            raise ConfigError(
+                "--model names the whole shape; leave out --layers, --kv-heads, --head-dim, --mla"
+            )
+        return MODELS[args.model](args.page_size, args.dtype)
+    if args.layers is None:
+        raise ConfigError(
+            f"no layout; give --model ({', '.join(sorted(MODELS))}), or --layers with --kv-heads "
+            "and --head-dim, or --layers with --mla"
+        )
+    if args.mla is not None and heads == (None, None):
+        rank, rope_dim = args.mla
+        return KVLayout.mla(args.layers, rank, rope_dim, args.page_size, args.dtype)
+    if args.mla is None and None not in heads:
+        return KVLayout.mha(args.layers, *heads, args.page_size, args.dtype)
+    raise ConfigError("give --kv-heads and --head-dim, or --mla alone; look into config.json")
+
+
+def _mla(text: str) -> tuple[int, int]:
+    rank, colon, rope = text.partition(":")
+    if not colon:
+        raise argparse.ArgumentTypeError(f"{text!r}; write KV_LORA_RANK:ROPE_DIM, e.g. 512:64")
+    return positive(rank), positive(rope)

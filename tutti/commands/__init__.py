@@ -1,0 +1,1 @@
+"""The commands of `tutti`, one module for each group."""

@@ -1,0 +1,119 @@
+"""`tutti bench` and `tutti replay`: the benches' own modules, wired to the command line."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from importlib import import_module
+from types import ModuleType
+from typing import Any
+
+from tutti.commands.outcome import EXIT_FAILED, EXIT_OK, Outcome
+from tutti.errors import Unsupported
+from tutti.terminal import progress
+
+_BANDWIDTH = """\
+Measures how fast objects are stored and retrieved, in GB/s (10^9 bytes) of payload, with the CPU
+time that takes, over several shapes of objects. The pools are files that are removed at the end."""
+_BANDWIDTH_EXAMPLE = """\
+example:
+  tutti bench bandwidth --dir /mnt/nvme"""
+_RING = """\
+Measures the rings alone: commands per second against a controller in memory that moves nothing.
+It is the protocol's own ceiling on this machine."""
+_RING_EXAMPLE = """\
+example:
+  tutti bench ring"""
+_PLACEMENT = """\
+Reads a trace of an emulated NVMe drive and says where its commands went, in their order: for stored
+and loaded prompts, in a pool and with one file for every page. Writes JSON, CSV and a picture."""
+_PLACEMENT_EXAMPLE = """\
+example:
+  python tests/qemu/placement.py traces
+  tutti bench placement traces/trace --out placement"""
+_SLACK = """\
+Runs the same requests through several policies of the scheduler, on a simulated server: the
+scheduler's own code, a drive on a virtual clock, and published times of real drives and GPUs. Says
+how long layers waited for their loads under each policy. Everything it prints is simulated."""
+_SLACK_EXAMPLE = """\
+example:
+  tutti bench slack --workloads chat agents --gpus H100 --seeds 3"""
+_PEERS = """\
+Stores and loads batches of 128 pages of Llama-3-8B's shape with every peer that can run here, each
+in a process of its own, in interleaved rounds: SGLang's controller over Tutti, over files and over
+NIXL, the store without SGLang, a file for every page, and fio."""
+_PEERS_EXAMPLE = """\
+example:
+  tutti bench peers --dir /mnt/nvme
+  tutti bench peers --dir /mnt/nvme --page-tokens 64 --peers hicache-tutti hicache-nixl fio
+
+needs sglang in the same environment for SGLang's peers; what cannot run is named as skipped."""
+_SIMULATE = """\
+Serves a workload with simulated engines, nodes and drives, to the scheduler's own decisions, and
+says what users would wait for. Times come from a calibration, or from a profile of this machine.
+`--validate` compares it with published points. Everything it prints is simulated."""
+_SIMULATE_EXAMPLE = """\
+example:
+  tutti simulate --workload mooncake --data trace.jsonl --engines 16
+  tutti simulate --workload leval-synthetic --rates 0.5 1 1.5 --warm 2600 --csv ttft.csv
+  tutti simulate --validate"""
+_REPLAY = """\
+Replays a trace of requests against a pool with real bytes: loads the prefix that hits, checks every
+byte of it, and stores the rest. Says how often it hits, beside what the best policy could do."""
+_REPLAY_EXAMPLE = """\
+example:
+  tutti replay --trace synthetic --requests 500
+  tutti replay --trace requests.jsonl --json
+
+exits with 1 when a byte was wrong."""
+
+
+def bench_module(name: str) -> ModuleType:
+    """`tutti.bench.NAME`.  Raises Unsupported where the benches are not installed."""
+    try:
+        return import_module(f"tutti.bench.{name}")
+    except ModuleNotFoundError as error:
+        if error.name is None or not error.name.startswith("tutti.bench"):
+            raise
+        raise Unsupported(
+            f"{error.name} is not here: benches are part of an installed package; run it from the "
+            "environment that `make install` makes"
+        ) from error
+
+
+def _wrong_bytes(result: dict[str, Any]) -> int:
+    return EXIT_FAILED if result.get("wrong") else EXIT_OK
+
+
+def bench_command(
+    name: str,
+    description: str,
+    example: str,
+    exit_code: Callable[[dict[str, Any]], int] = _wrong_bytes,
+) -> Callable[[argparse.ArgumentParser], None]:
+    """What describes the command of `tutti.bench.NAME`.
+
+    exit_code: of a result; by default wrong bytes fail the command.
+    """
+
+    def add(parser: argparse.ArgumentParser) -> None:
+        parser.description, parser.epilog = description, example
+        module = bench_module(name)
+        module.add_arguments(parser)
+
+        def run(args: argparse.Namespace) -> Outcome:
+            result = module.run(args, progress)
+            return Outcome(result, module.report(result), exit_code(result))
+
+        parser.set_defaults(run=run)
+
+    return add
+
+
+add_bandwidth = bench_command("bandwidth", _BANDWIDTH, _BANDWIDTH_EXAMPLE)
+add_peers = bench_command("peers.run", _PEERS, _PEERS_EXAMPLE)
+add_ring = bench_command("ring", _RING, _RING_EXAMPLE)
+add_slack = bench_command("slack.run", _SLACK, _SLACK_EXAMPLE)
+add_placement = bench_command("placement", _PLACEMENT, _PLACEMENT_EXAMPLE)
+add_replay = bench_command("replay", _REPLAY, _REPLAY_EXAMPLE)
+add_simulate = bench_command("simulate.run", _SIMULATE, _SIMULATE_EXAMPLE)

@@ -1,0 +1,86 @@
+"""`tutti nvme list`."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import asdict
+
+from tutti.commands.outcome import Outcome
+from tutti.errors import TuttiError
+from tutti.gio_uring.drives.block_device import BlockDevice, Devices
+from tutti.gio_uring.probe import ControllerFacts, probe_controllers
+from tutti.terminal import table
+from tutti.units import format_nbytes
+
+_DESCRIPTION = """\
+Says which NVMe namespaces and partitions could hold a pool, and why the others could not. Both
+ends of each device are read and nothing is written; without root the ends may be unreadable."""
+_EXAMPLE = """\
+example:
+  tutti nvme list
+  tutti nvme list --all --json"""
+_HINTS = """\
+To use a free one: tutti format PATH ...; the generic device (/dev/ng...) is the shorter way.
+To overwrite what one holds, add --force SERIAL. What is in use is never touched."""
+
+
+def add_list(parser: argparse.ArgumentParser) -> None:
+    """Describes `tutti nvme list`."""
+    parser.description, parser.epilog = _DESCRIPTION, _EXAMPLE
+    parser.add_argument(
+        "--all", action="store_true", help="other block devices too, not NVMe drives alone"
+    )
+    parser.set_defaults(run=run_list)
+
+
+def run_list(args: argparse.Namespace) -> Outcome:
+    """Looks at all devices."""
+    machine = Devices()
+    devices, unreadable = [], []
+    for name in machine.names():
+        if not (args.all or name.startswith("nvme")):
+            continue
+        try:
+            devices.append(machine.inspect(name))
+        except TuttiError as error:  # taken away, or broken: the others are listed
+            unreadable.append((name, str(error)))
+    given_away = [c for c in probe_controllers() if c.driver == "vfio-pci"]
+    result = {
+        "devices": [{**asdict(device), "is_free": device.is_free} for device in devices],
+        "unreadable": [{"name": name, "reason": reason} for name, reason in unreadable],
+        "vfio": [asdict(controller) for controller in given_away],
+    }
+    return Outcome(result, _text(devices, unreadable, given_away))
+
+
+def _text(
+    devices: list[BlockDevice],
+    unreadable: list[tuple[str, str]],
+    given_away: list[ControllerFacts],
+) -> str:
+    rows: list[tuple[object, ...]] = [
+        (
+            d.generic or d.path,
+            format_nbytes(d.nbytes),
+            d.lba_nbytes,
+            d.serial or "-",
+            d.model or "-",
+            _verdict(d),
+        )
+        for d in devices
+    ]
+    rows += [(f"/dev/{name}", "-", "-", "-", "-", reason) for name, reason in unreadable]
+    rows += [
+        (c.address, "-", "-", "-", c.model, "belongs to vfio-pci: see docs/vfio.md")
+        for c in given_away
+    ]
+    if not rows:
+        return "There is no NVMe drive; --all lists other disks. A pool can lie in any file."
+    listed = table(("device", "size", "LBA", "serial", "model", "verdict"), rows)
+    return f"{listed}\n\n{_HINTS}"
+
+
+def _verdict(device: BlockDevice) -> str:
+    if device.in_use:
+        return "in use: " + "; ".join(device.in_use)
+    return "holds " + ", ".join(device.holds) if device.holds else "free"

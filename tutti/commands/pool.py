@@ -1,0 +1,348 @@
+"""`tutti format` and `tutti info`."""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import os
+import stat
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tutti import store
+from tutti.arguments import add_layout, add_paths, layout_of, nbytes
+from tutti.commands.outcome import Outcome
+from tutti.errors import PoolCorrupt, PoolNotFound
+from tutti.gio_uring.drives.generic_device import readable_path
+from tutti.gio_uring.engine import Engine
+from tutti.medium.geometry import Geometry
+from tutti.medium.layout import KVLayout
+from tutti.medium.superblock import (
+    BLOCK_NBYTES,
+    PoolState,
+    RecordState,
+    Superblock,
+    check_members,
+    check_size,
+    choose_superblock,
+    decode_snapshot,
+)
+from tutti.pool.block_io import BlockIo
+from tutti.pool.member_controller import are_drives, open_controller
+from tutti.terminal import Progress, facts, table
+from tutti.units import format_nbytes
+
+_FORMAT = """\
+Makes a new, empty pool in one or more files; the pool is striped over them. Its layout is fixed:
+a pool holds pages of one shape. The space is taken from the disk at once.
+
+A path can also be an NVMe namespace (/dev/ng0n1, or /dev/nvme0n1 through the block layer) or a
+partition; `tutti nvme list` shows which are free. nvme:0000:03:00.0 is a whole drive that the
+kernel handed over to vfio-pci (docs/vfio.md). What is in use is never touched."""
+_FORMAT_EXAMPLE = """\
+example:
+  tutti format pool.tutti --capacity 64GiB --model llama-3.1-8b
+  tutti format /mnt/a/pool /mnt/b/pool --capacity 1TiB --layers 48 --kv-heads 4 --head-dim 128
+  tutti format /dev/ng0n1 --capacity 1TiB --model llama-3.1-8b --force S5GXNF0R
+  tutti format /dev/ng0n1 /dev/ng1n1 --capacity 2TiB --model llama-3.1-8b \\
+    --force S5GXNF0R --force S5GXNF0T"""
+_INFO = """\
+Says what a pool is, from its superblocks alone: it may be in use meanwhile, and nothing is
+written. How full it is, is known after it was closed in order; a running pool knows it itself.
+Only drives (nvme:0000:03:00.0) cannot be in use meanwhile: whoever has one has it alone."""
+_INFO_EXAMPLE = """\
+example:
+  tutti info pool.tutti
+  tutti info pool.tutti --json"""
+
+
+def add_format(parser: argparse.ArgumentParser) -> None:
+    """Describes `tutti format`."""
+    parser.description, parser.epilog = _FORMAT, _FORMAT_EXAMPLE
+    add_paths(parser)
+    parser.add_argument(
+        "--capacity",
+        type=nbytes,
+        required=True,
+        metavar="SIZE",
+        help="of all files together, e.g. 64GiB",
+    )
+    add_layout(parser)
+    parser.add_argument(
+        "--prewrite",
+        action="store_true",
+        help="write every byte once, so that the first stores are as fast as later ones",
+    )
+    parser.add_argument(
+        "--force",
+        action="append",
+        nargs="?",
+        const=True,
+        default=[],
+        metavar="SERIAL",
+        type=_serial,
+        help="format files that exist; for a drive that holds anything, give its serial number,"
+        " once for each drive: what is there is lost",
+    )
+    parser.set_defaults(run=run_format)
+
+
+def _serial(text: str) -> str:
+    """An argparse type: a serial number, which no path is taken for."""
+    if "/" in text or os.path.exists(text):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is a path, not a serial number; write --force behind the paths"
+        )
+    return text
+
+
+def run_format(args: argparse.Namespace) -> Outcome:
+    """Formats a pool and says what it costs."""
+    layout = layout_of(args)
+    serials = [serial for serial in args.force if serial and serial is not True]
+    with Progress("prewrite", 0, in_bytes=True) as bar:
+        geometry = store.format(
+            args.paths,
+            layout,
+            args.capacity,
+            force=serials or True in args.force,
+            prewrite=args.prewrite,
+            progress=bar.update if args.prewrite else None,
+        )
+    members = len(args.paths)
+    result = {
+        "paths": args.paths,
+        "layout": _layout_numbers(layout),
+        "geometry": _geometry_numbers(geometry, layout, members),
+        "prewritten": args.prewrite,
+    }
+    text = facts([*_layout_facts(layout), *_geometry_facts(geometry, layout, members)])
+    return Outcome(result, f"{text}\n\nThe pool is formatted and empty.")
+
+
+def add_info(parser: argparse.ArgumentParser) -> None:
+    """Describes `tutti info`."""
+    parser.description, parser.epilog = _INFO, _INFO_EXAMPLE
+    add_paths(parser)
+    parser.set_defaults(run=run_info)
+
+
+#: (offset, nbytes) of a member, both multiples of 4096, to its bytes.
+_Read = Callable[[int, int], bytes]
+
+
+@dataclass(frozen=True)
+class _Member:
+    """One member as it lies there: counts are None where no snapshot tells them."""
+
+    path: str
+    superblock: Superblock
+    objects: int | None
+    quarantined: int | None
+    owner: int | None  # process that has it open
+
+
+def run_info(args: argparse.Namespace) -> Outcome:
+    """Reads superblocks and snapshots, and takes no ownership."""
+    on_drives = are_drives(args.paths)
+    members = _read_drives(args.paths) if on_drives else [_read_file(p) for p in args.paths]
+    check_members([member.superblock for member in members], args.paths)
+    newest = max((member.superblock for member in members), key=lambda s: s.generation)
+    geometry, layout = newest.geometry, KVLayout.from_json(newest.layout_json)
+    owners = sorted({member.owner for member in members if member.owner is not None})
+    slots = len(members) * geometry.slots
+    objects = _total([member.objects for member in members])
+    quarantined = _total([member.quarantined for member in members])
+    created = datetime.datetime.fromtimestamp(newest.created_ns // 10**9, datetime.UTC)
+    state = _state(members, owners)
+    result = {
+        "pool_uuid": newest.pool_uuid.hex(),
+        "created": created.isoformat(),
+        "state": state,
+        "owners": owners,
+        "epoch": f"{newest.epoch:016x}",
+        "generation": newest.generation,
+        "next_sequence": newest.next_sequence,
+        "objects": objects,
+        "quarantined": quarantined,
+        "layout": _layout_numbers(layout),
+        "geometry": _geometry_numbers(geometry, layout, len(members)),
+        "members": [
+            {"path": m.path, "state": m.superblock.state.name.lower(), "objects": m.objects}
+            for m in members
+        ],
+    }
+    full = "unknown until it is closed in order"
+    if objects is not None:
+        full = f"{objects} of {slots} slots, {objects / slots:.1%}; {quarantined} quarantined"
+    rows: list[tuple[str, object]] = [
+        ("pool", newest.pool_uuid.hex()),
+        ("created", created.isoformat()),
+        ("state", _state_text(state, owners)),
+        ("objects", full),
+        ("epoch", f"{newest.epoch:016x}, generation {newest.generation}"),
+        *_layout_facts(layout),
+        *_geometry_facts(geometry, layout, len(members)),
+    ]
+    lines = [
+        (m.superblock.member_index, m.superblock.state.name.lower(), _known(m.objects), m.path)
+        for m in members
+    ]
+    text = f"{facts(rows)}\n\n{table(('member', 'superblock', 'objects', 'path'), lines)}"
+    return Outcome(result, text)
+
+
+def _read_drives(names: list[str]) -> list[_Member]:
+    with open_controller(names) as controller:
+        engine = Engine(controller)
+        io = BlockIo(engine)
+        try:
+            return [
+                _read_member(name, partial(io.read, nsid), None)
+                for nsid, name in enumerate(names, 1)
+            ]
+        finally:
+            io.close()
+            engine.close()
+
+
+def _read_file(path: str) -> _Member:
+    try:
+        # Without O_NONBLOCK the open of a FIFO would wait for somebody who writes.
+        fd = os.open(readable_path(path), os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except FileNotFoundError as error:
+        raise PoolNotFound(f"{path} does not exist; correct the path or format a pool") from error
+    try:
+        status = os.fstat(fd)
+        if not (stat.S_ISREG(status.st_mode) or stat.S_ISBLK(status.st_mode)):
+            raise PoolNotFound(f"{path} is no file and no block device; name those of a pool")
+        # What was written past the page cache of a device is read from the device.
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        owner = _lock_owner(status)
+        member = _read_member(path, lambda offset, nbytes: os.pread(fd, nbytes, offset), owner)
+        check_size(os.lseek(fd, 0, os.SEEK_END), member.superblock.geometry, path)
+        return member
+    finally:
+        os.close(fd)
+
+
+def _read_member(path: str, read: _Read, owner: int | None) -> _Member:
+    a, b = (read(copy * BLOCK_NBYTES, BLOCK_NBYTES) for copy in (0, 1))
+    superblock, _ = choose_superblock(a, b, path)
+    objects, quarantined = _read_counts(read, superblock, path)
+    return _Member(path, superblock, objects, quarantined, owner)
+
+
+def _read_counts(read: _Read, superblock: Superblock, path: str) -> tuple[int | None, int | None]:
+    """(objects, quarantined slots) of the snapshot; (None, None) when there is none to go by."""
+    if superblock.state != PoolState.CLEAN:
+        return None, None
+    if superblock.snapshot is None:  # never opened since its format
+        return (0, 0) if superblock.next_sequence == 1 else (None, None)
+    raw = read(superblock.geometry.snapshot_offset, superblock.snapshot.nbytes)
+    try:
+        entries = decode_snapshot(raw, superblock, path)
+    except PoolCorrupt:
+        return None, None
+    objects = int(np.count_nonzero(entries["state"] == RecordState.READY))
+    return objects, entries.size - objects
+
+
+def _lock_owner(status: os.stat_result) -> int | None:
+    """The process that holds the lock on a file, as /proc/locks shows it (proc(5)).
+
+    Taking the lock to find out would make an opening at the same moment fail.
+    """
+    wanted = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}:{status.st_ino}"
+    try:
+        lines = Path("/proc/locks").read_text().splitlines()
+    except OSError:
+        return None
+    for line in lines:
+        words = line.split()
+        if "FLOCK" in words and "->" not in words and wanted in words:
+            return int(words[words.index(wanted) - 1])
+    return None
+
+
+def _state(members: list[_Member], owners: list[int]) -> str:
+    if owners:
+        return "in use"
+    is_clean = all(member.superblock.state == PoolState.CLEAN for member in members)
+    return "clean" if is_clean else "not closed"
+
+
+def _state_text(state: str, owners: list[int]) -> str:
+    if state == "in use":
+        return f"in use by process {', '.join(map(str, owners))}"
+    if state == "clean":
+        return "closed in order"
+    return "in use elsewhere, or not closed in order: then the next opening scans the slot table"
+
+
+def _total(counts: list[int | None]) -> int | None:
+    known = [count for count in counts if count is not None]
+    return sum(known) if len(known) == len(counts) else None
+
+
+def _known(count: int | None) -> object:
+    return "?" if count is None else count
+
+
+def _layout_numbers(layout: KVLayout) -> dict[str, Any]:
+    return {
+        "layers": layout.layers,
+        "model_layers": layout.model_layers,
+        "segments": list(layout.segments),
+        "page_size": layout.page_size,
+        "dtype": layout.dtype,
+        "kind": layout.kind,
+        "dims": list(layout.dims),
+        "object_nbytes": layout.object_nbytes,
+        "fingerprint": layout.fingerprint.hex(),
+    }
+
+
+def _geometry_numbers(geometry: Geometry, layout: KVLayout, members: int) -> dict[str, Any]:
+    slots = members * geometry.slots
+    return {
+        "members": members,
+        "member_nbytes": geometry.member_nbytes,
+        "slots": slots,
+        "tokens": slots * layout.page_size,
+        "payload_nbytes": slots * layout.object_nbytes,
+        "groups": geometry.groups,
+        "group_slots": geometry.group_slots,
+        "lba_nbytes": geometry.lba_nbytes,
+        "slice_nbytes": geometry.slice_nbytes,
+        "slice_padded_nbytes": geometry.slice_padded_nbytes,
+    }
+
+
+def _layout_facts(layout: KVLayout) -> list[tuple[str, object]]:
+    segments = " + ".join(format_nbytes(segment) for segment in layout.segments)
+    return [
+        ("page", f"{layout.page_size} tokens of {layout.dtype}, {layout.kind}"),
+        ("slice", f"{segments}, one per page and layer"),
+        ("object", f"{format_nbytes(layout.object_nbytes)} = {layout.layers} slices"),
+        ("fingerprint", layout.fingerprint.hex()),
+    ]
+
+
+def _geometry_facts(geometry: Geometry, layout: KVLayout, members: int) -> list[tuple[str, object]]:
+    slots = members * geometry.slots
+    payload_nbytes = slots * layout.object_nbytes
+    spent_nbytes = members * geometry.member_nbytes
+    cost = f"{spent_nbytes - payload_nbytes:,} bytes, {spent_nbytes / payload_nbytes - 1:.2%}"
+    files = f"{members} x {format_nbytes(geometry.member_nbytes)}"
+    return [
+        ("holds", f"{slots} objects, {slots * layout.page_size} tokens"),
+        ("payload", format_nbytes(payload_nbytes)),
+        ("files", f"{files}, in {geometry.groups} groups of {geometry.group_slots} slots each"),
+        ("overhead", f"{cost} for padding, records and superblocks"),
+    ]

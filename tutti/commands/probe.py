@@ -1,0 +1,127 @@
+"""`tutti probe`."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import asdict
+
+from tutti.commands.outcome import Outcome
+from tutti.gio_uring.probe import MachineFacts, MemoryFacts, probe_machine
+from tutti.gio_uring.tier import TierFacts
+from tutti.terminal import facts, table
+from tutti.units import format_nbytes
+
+_DESCRIPTION = """\
+Says what this machine can do, tier by tier, and what is missing for more. Nothing is changed; one
+block of a nameless file is written to find out about direct I/O."""
+_EXAMPLE = """\
+example:
+  tutti probe
+  tutti probe --path /mnt/nvme"""
+_BACKINGS = {
+    "hugetlb": "reserved hugepages (hugetlb)",
+    "thp": "transparent hugepages",
+    "pages": "ordinary pages: every 4 KiB is a descriptor of its own, which costs bandwidth",
+}
+
+
+def add_probe(parser: argparse.ArgumentParser) -> None:
+    """Describes `tutti probe`."""
+    parser.description, parser.epilog = _DESCRIPTION, _EXAMPLE
+    parser.add_argument(
+        "--path",
+        default=".",
+        help="folder, file or block device whose disk is meant (default: this folder)",
+    )
+    parser.set_defaults(run=run_probe)
+
+
+def run_probe(args: argparse.Namespace) -> Outcome:
+    """Looks at the machine."""
+    machine = probe_machine(args.path)
+    return Outcome(asdict(machine), _text(machine))
+
+
+def _verdict(tier: TierFacts) -> str:
+    if not tier.available:
+        return "missing"
+    return "available" if tier.is_tried else "possible, but never run on hardware"
+
+
+def _text(machine: MachineFacts) -> str:
+    root = "root" if machine.is_root else "not root"
+    rows: list[tuple[str, object]] = [
+        ("machine", f"{machine.kernel}, {machine.machine}, {machine.cpus} CPUs, {root}"),
+        ("digests", f"XXH3 with {machine.digest_isa} instructions"),
+        *_uring_rows(machine),
+        *_memory_rows(machine.memory),
+        ("files", _direct_text(machine)),
+        ("IOMMU", _iommu_text(machine)),
+        ("GPU", ", ".join(machine.cuda.devices) or machine.cuda.reason),
+    ]
+    parts = [facts(rows)]
+    namespaces = [
+        (c.name or "-", c.driver, c.address, c.model, n.name, format_nbytes(n.nbytes), n.lba_nbytes)
+        for c in machine.controllers
+        for n in c.namespaces
+    ]
+    if namespaces:
+        headers = ("NVMe", "driver", "address", "model", "namespace", "size", "LBA")
+        parts.append(table(headers, namespaces))
+    else:
+        parts.append(f"NVMe: {len(machine.controllers)} controllers, no namespaces.")
+    parts.append(
+        table(
+            ("tier", "rings in", "data to", "doorbell", "verdict"),
+            [(t.name, t.rings, t.data, t.doorbell, _verdict(t)) for t in machine.tiers],
+        )
+    )
+    parts += [
+        "\n".join([f"{tier.name} is missing:", *(f"  * {reason}" for reason in tier.reasons)])
+        for tier in machine.tiers
+        if not tier.available
+    ]
+    return "\n\n".join(parts)
+
+
+def _uring_rows(machine: MachineFacts) -> list[tuple[str, object]]:
+    uring = machine.uring
+    if not uring.available:
+        return [("io_uring", f"refused: {uring.reason}")]
+    rows: list[tuple[str, object]] = [("io_uring", f"works, with {', '.join(uring.features)}")]
+    if uring.reason:
+        rows.append(("", f"without {uring.reason}"))
+    return rows
+
+
+def _memory_rows(memory: MemoryFacts) -> list[tuple[str, object]]:
+    limit = "unlimited" if memory.memlock_nbytes < 0 else format_nbytes(memory.memlock_nbytes)
+    pools = [
+        f"{total} of {format_nbytes(nbytes)} ({free} free)"
+        for nbytes, total, free in memory.hugetlb
+    ]
+    collapse = "can" if memory.collapses else "cannot"
+    return [
+        ("memlock", limit),
+        ("hugepages", f"reserved: {', '.join(pools) or 'none'}; transparent: {memory.transparent}"),
+        ("", f"memory of a pool lies on {_BACKINGS[memory.backing]}"),
+        ("", f"memory in use {collapse} be collapsed to hugepages"),
+    ]
+
+
+def _direct_text(machine: MachineFacts) -> str:
+    direct = machine.direct
+    where = f"{direct.path} ({direct.filesystem})"
+    if not direct.direct:
+        return f"{where}: buffered, {direct.reason}"
+    if not direct.offset_alignment:
+        return f"{where}: direct I/O; the kernel does not tell its alignment"
+    memory, offset = direct.memory_alignment, direct.offset_alignment
+    return f"{where}: direct I/O; memory aligned to {memory}, offsets to {offset} bytes"
+
+
+def _iommu_text(machine: MachineFacts) -> str:
+    iommu = machine.iommu
+    vfio = "vfio is there" if iommu.vfio else "no vfio"
+    module = "vfio-pci is loaded" if iommu.vfio_pci else "vfio-pci is not loaded"
+    return f"{iommu.groups} groups, {vfio}, {module}"

@@ -1,0 +1,55 @@
+"""`tutti bench serve`, `ttft`, `workload` and `figures`: servers under load, and their pictures."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tutti.commands.bench import bench_command
+from tutti.commands.outcome import EXIT_INTERRUPTED, EXIT_OK, EXIT_UNUSABLE
+
+_SERVE = """\
+Starts SGLang as one of the compared systems, on this machine, and stays until Ctrl-C. What the
+server says of itself goes to --info. Systems that are not installed are an error that says so."""
+_SERVE_EXAMPLE = """\
+example:
+  tutti bench serve tutti-hicache --model meta-llama/Llama-3.1-8B --dir /mnt/nvme/run1
+  tutti bench serve hicache-file --model meta-llama/Llama-3.1-8B --dir /mnt/nvme/run2 --print"""
+_TTFT = """\
+Measures time to first token (TTFT), time between tokens (ITL, TPOT) and goodput of a running server
+against request rate: Poisson arrivals on an absolute schedule, the same for every system, latencies
+from when a request was due. With --prefix-tokens: one prompt at a time against what is cached."""
+_TTFT_EXAMPLE = """\
+example:
+  tutti bench ttft --workload leval-synthetic --rates 0.5 1 1.5 --system tutti --out results/tutti
+  tutti bench ttft --compare results/tutti results/hicache-file
+  tutti bench ttft --prefix-tokens 0 16384 28672 --total-tokens 32768 --system tutti --out results/p
+
+A run that ends early (Ctrl-C, a lost server, a full disk) keeps its results, marked partial."""
+_WORKLOAD = """\
+Says what a workload is (lengths, documents, what was left out, how often caches would hit), and
+writes it for other clients, as OpenAI-style requests or as a trace in Mooncake's format."""
+_WORKLOAD_EXAMPLE = """\
+example:
+  tutti bench workload --workload loogle --data loogle/ --out loogle.jsonl
+  tutti bench workload --workload leval-synthetic --capacity-tokens 400000 2000000"""
+_FIGURES = """\
+Draws a figure from results or from the CSV of an earlier call: PNG and SVG, and the CSV beside
+them. Needs matplotlib (pip install matplotlib); without it the CSV alone is written."""
+_FIGURES_EXAMPLE = """\
+example:
+  tutti bench figures rate results/tutti results/hicache-file --out figures/leval
+  tutti bench figures rate figures/leval.csv --out figures/again
+  tutti bench figures cost results/tutti results/hbm --out figures/cost --gpu-price 4"""
+
+
+def _exit_code(result: dict[str, Any]) -> int:
+    """A run that ended early fails the command although its results were kept."""
+    if result.get("interrupted"):
+        return EXIT_INTERRUPTED
+    return EXIT_UNUSABLE if result.get("stopped") or result.get("output") else EXIT_OK
+
+
+add_serve = bench_command("ttft.recipes", _SERVE, _SERVE_EXAMPLE, _exit_code)
+add_ttft = bench_command("ttft.run", _TTFT, _TTFT_EXAMPLE, _exit_code)
+add_workload = bench_command("ttft.workloads.export", _WORKLOAD, _WORKLOAD_EXAMPLE, _exit_code)
+add_figures = bench_command("figures.run", _FIGURES, _FIGURES_EXAMPLE, _exit_code)

@@ -1,0 +1,283 @@
+"""`tutti sglang command` and `tutti sglang doctor`: SGLang's launch command, and what it needs."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from tutti.arguments import nbytes, positive
+from tutti.commands.outcome import EXIT_FAILED, EXIT_OK, Outcome
+from tutti.errors import ConfigError, Unsupported
+from tutti.gio_uring.probe import probe_machine
+from tutti.integration.sglang.direct.options import LINKER_OPTIONS
+from tutti.integration.sglang.launch import (
+    IO_BACKENDS,
+    PLUGIN,
+    PLUGIN_GROUP,
+    VERSIONS,
+    installed_version,
+    refused_arguments,
+    server_arguments,
+)
+from tutti.integration.sglang.options import HICACHE, LINKER, Option, option_table
+from tutti.terminal import table
+from tutti.units import MiB, format_nbytes
+
+PAGE_SIZE = 64
+_MEMLOCK_WANTED_NBYTES = 64 * MiB
+
+_COMMAND = """\
+Prints the command that starts SGLang with Tutti, checked against the SGLang that is installed.
+With --mode hicache Tutti is the storage behind SGLang's host cache; with --mode linker KV goes
+from the engine's memory to the SSD and back without a host cache."""
+_COMMAND_EXAMPLE = """\
+example:
+  tutti sglang command --model meta-llama/Llama-3.1-8B --path /mnt/nvme/tutti --capacity 2TiB"""
+_DOCTOR = """\
+Says what would keep SGLang with Tutti from starting or from being fast, and what to do about it."""
+_DOCTOR_EXAMPLE = """\
+example:
+  tutti sglang doctor --path /mnt/nvme/tutti --capacity 2TiB
+
+exits with 1 when something fails."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that was looked at: verdict "ok", "slow", "fails" or "unknown"."""
+
+    what: str
+    verdict: str
+    text: str
+
+
+def add_command(parser: argparse.ArgumentParser) -> None:
+    """Describes `tutti sglang command`."""
+    parser.description, parser.epilog = _COMMAND, _COMMAND_EXAMPLE
+    parser.add_argument("--model", required=True, help="folder or name of the model")
+    parser.add_argument("--capacity", required=True, help="of all pools together, e.g. 2TiB")
+    _add_common(parser, path_required=True)
+    parser.add_argument(
+        "--option",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="an option of the mode (see docs/sglang.md); may be repeated",
+    )
+    parser.add_argument("more", nargs="*", metavar="-- ARGUMENT", help="SGLang's own, as they are")
+    parser.set_defaults(run=run_command)
+
+
+def add_doctor(parser: argparse.ArgumentParser) -> None:
+    """Describes `tutti sglang doctor`."""
+    parser.description, parser.epilog = _DOCTOR, _DOCTOR_EXAMPLE
+    parser.add_argument("--capacity", type=nbytes, default=0, help="is there room for so much?")
+    _add_common(parser, path_required=False)
+    parser.set_defaults(run=run_doctor)
+
+
+def _add_common(parser: argparse.ArgumentParser, *, path_required: bool) -> None:
+    parser.add_argument(
+        "--path", required=path_required, default=".", help="folder of the pools, on the SSD"
+    )
+    parser.add_argument("--mode", choices=(HICACHE, LINKER), default=HICACHE, help="%(default)s")
+    parser.add_argument(
+        "--page-size",
+        type=positive,
+        default=PAGE_SIZE,
+        metavar="TOKENS",
+        help="tokens of a page (default %(default)s)",
+    )
+    parser.add_argument(
+        "--layout",
+        choices=sorted(IO_BACKENDS),
+        default="page_first",
+        help="memory layout of SGLang's host pool (default %(default)s)",
+    )
+
+
+def run_command(args: argparse.Namespace) -> Outcome:
+    """Prints the launch command."""
+    own = LINKER_OPTIONS if args.mode == LINKER else ()
+    options = {"path": args.path, "capacity": args.capacity}
+    options.update(_options(args.option, args.mode, own))
+    arguments = server_arguments(
+        args.mode,
+        args.model,
+        options,
+        page_size=args.page_size,
+        layout=args.layout,
+        own=own,
+    )
+    arguments += args.more
+    command = ["python", "-m", "sglang.launch_server", *arguments]
+    checked, note = _check(arguments)
+    text = shlex.join(command) if checked else f"{shlex.join(command)}\n\n# {note}"
+    return Outcome({"command": command, "checked": checked, "note": note}, text)
+
+
+def run_doctor(args: argparse.Namespace) -> Outcome:
+    """Looks at SGLang, the path and the machine."""
+    path = Path(args.path).absolute()
+    findings = [
+        *_sglang(args.mode, args.page_size),
+        *_place(path, args.capacity),
+        *_machine(_existing(path)),
+        *_pools(path),
+    ]
+    failed = any(finding.verdict == "fails" for finding in findings)
+    rows = [(finding.what, finding.verdict, finding.text) for finding in findings]
+    return Outcome(
+        {"findings": [asdict(finding) for finding in findings]},
+        table(("what", "verdict", "why, and what to do"), rows),
+        EXIT_FAILED if failed else EXIT_OK,
+    )
+
+
+def _options(given: list[str], mode: str, own: tuple[Option, ...]) -> dict[str, Any]:
+    """NAME=VALUE pairs with the types of the table.  Raises ConfigError."""
+    kinds = {option.name: option.kind for option in option_table(mode, own)}
+    options: dict[str, Any] = {}
+    for pair in given:
+        name, equals, value = pair.partition("=")
+        if not equals:
+            raise ConfigError(f"--option {pair!r} has no value; write NAME=VALUE")
+        try:
+            options[name] = _typed(kinds.get(name, "str"), value)
+        except ConfigError as error:
+            raise ConfigError(f"--option {pair!r}: {error}") from error
+    return options
+
+
+def _typed(kind: str, value: str) -> Any:
+    if kind == "bool":
+        if value not in ("true", "false"):
+            raise ConfigError("write true or false")
+        return value == "true"
+    try:
+        return {"int": int, "float": float}.get(kind, str)(value)
+    except ValueError as error:
+        raise ConfigError(f"write {'a whole' if kind == 'int' else 'a'} number") from error
+
+
+def _check(arguments: list[str]) -> tuple[bool, str]:
+    """Whether the installed SGLang takes the arguments.  Raises ConfigError when it refuses."""
+    version = installed_version()
+    if version.split("+")[0] not in VERSIONS:
+        found = f"SGLang {version} is" if version else "no SGLang is"
+        return False, f"not checked: {found} installed here, Tutti works with {VERSIONS[0]}"
+    try:
+        refusal = refused_arguments(arguments)
+    except Exception as error:  # an incomplete installation fails in many ways
+        return False, f"not checked: SGLang {version} cannot be imported here ({error})"
+    if refusal:
+        raise ConfigError(f"SGLang {version} refuses the command: {refusal}")
+    return True, f"checked with SGLang {version}"
+
+
+def _sglang(mode: str, page_size: int) -> Iterator[Finding]:
+    version = installed_version()
+    if version.split("+")[0] in VERSIONS:
+        yield Finding("SGLang", "ok", version)
+    else:
+        found = f"{version} is installed" if version else "not installed"
+        yield Finding("SGLang", "fails", f"{found}; pip install sglang=={VERSIONS[0]}")
+    plugins = {entry.name for entry in metadata.entry_points(group=PLUGIN_GROUP)}
+    allowed = {name.strip() for name in os.environ.get("SGLANG_PLUGINS", "").split(",")} - {""}
+    if PLUGIN not in plugins:
+        yield Finding("plugin", "fails", "not registered; install tutti with pip, not by a path")
+    elif allowed and PLUGIN not in allowed:
+        yield Finding("plugin", "fails", f"SGLANG_PLUGINS leaves it out; add {PLUGIN}")
+    else:
+        yield Finding("plugin", "ok", "updates of weights are noticed")
+    if page_size == 1:
+        yield Finding("page size", "fails", "1 token is too small to store; use --page-size 64")
+    elif page_size < 16:
+        yield Finding("page size", "slow", f"{page_size} tokens make small objects; use 64")
+    else:
+        yield Finding("page size", "ok", f"{page_size} tokens")
+    if mode == LINKER:
+        yield Finding("mode", "ok", "linker: the page layout is the engine's own")
+
+
+def _place(path: Path, capacity: int) -> Iterator[Finding]:
+    parent = _existing(path)
+    if not parent.is_dir():
+        yield Finding("path", "fails", f"{parent} is no folder; name one with --path")
+    elif os.access(parent, os.W_OK | os.X_OK):
+        yield Finding("path", "ok", str(path))
+    else:
+        yield Finding(
+            "path", "fails", f"no right to write in {parent}; name another, or change its owner"
+        )
+    stat = os.statvfs(parent)
+    free = stat.f_bavail * stat.f_frsize
+    used = sum(file.stat().st_blocks * 512 for file in path.glob("*/*.tutti"))
+    if capacity > free + used:
+        yield Finding(
+            "space",
+            "fails",
+            f"{format_nbytes(free)} free and {format_nbytes(used)} in pools, "
+            f"{format_nbytes(capacity)} wanted; give less --capacity",
+        )
+    else:
+        yield Finding("space", "ok", f"{format_nbytes(free)} free")
+
+
+def _machine(folder: Path) -> Iterator[Finding]:
+    try:
+        machine = probe_machine(str(folder))
+    except Unsupported as error:  # a folder that cannot be written, for instance
+        yield Finding("machine", "unknown", str(error))
+        return
+    direct, uring, memory = machine.direct, machine.uring, machine.memory
+    if direct.direct:
+        yield Finding("disk", "ok", f"direct I/O on {direct.filesystem}")
+    else:
+        yield Finding("disk", "slow", f"no direct I/O: {direct.reason}; use ext4 or xfs on NVMe")
+    if uring.available:
+        yield Finding("io_uring", "ok", ", ".join(uring.features) or "works")
+    else:
+        yield Finding("io_uring", "slow", uring.reason)
+    if 0 <= memory.memlock_nbytes < _MEMLOCK_WANTED_NBYTES:
+        limit = format_nbytes(memory.memlock_nbytes)
+        yield Finding("memlock", "slow", f"{limit}; raise it (ulimit -l), or buffers are not fixed")
+    else:
+        yield Finding("memlock", "ok", "enough")
+    if memory.backing == "pages":
+        yield Finding("hugepages", "slow", "none: every 4 KiB is a descriptor of its own")
+    else:
+        yield Finding("hugepages", "ok", memory.backing)
+    best = next((tier for tier in machine.tiers if tier.available), None)
+    yield Finding("tier", "ok" if best else "unknown", best.name if best else "none")
+
+
+def _pools(path: Path) -> Iterator[Finding]:
+    for file in sorted(path.glob("*/*.tutti")):
+        stat = file.stat()
+        open_to_others = stat.st_mode & 0o077
+        size = format_nbytes(stat.st_size)
+        yield Finding(
+            "pool",
+            "fails" if open_to_others else "ok",
+            f"{file.relative_to(path)}, {size}"
+            + ("; others may read it: chmod 600" if open_to_others else ""),
+        )
+
+
+def _existing(path: Path) -> Path:
+    """The path, or its nearest parent that is known to exist."""
+
+    def is_seen(place: Path) -> bool:
+        try:
+            return place.exists()
+        except OSError:  # below a folder that only others may enter
+            return False
+
+    return next(place for place in (path, *path.parents) if is_seen(place))

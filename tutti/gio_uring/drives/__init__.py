@@ -1,0 +1,1 @@
+"""Drives and block devices: how they are found, opened and reset."""

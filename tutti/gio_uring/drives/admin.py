@@ -1,0 +1,294 @@
+"""A drive's registers and its admin queue: bring-up from reset, admin commands, shutdown.
+
+Registers and admin commands: NVM Express Base Specification 2.0, sections 3.1.3, 3.5 and 5. Every
+wait has a deadline, the drive's own (CAP.TO) where it has one. `NvmeAdmin` remembers the I/O
+queues, so that it can make them again after a reset.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from tutti.errors import ConfigError, DeviceTimeout, MediumError, Unsupported
+from tutti.gio_uring import _native
+from tutti.gio_uring.drives.identify import (
+    IDENTIFY_NBYTES,
+    Capabilities,
+    Identity,
+    NamespaceIdentity,
+    parse_namespace_list,
+)
+from tutti.gio_uring.drives.vfio import Range, VfioDevice
+from tutti.gio_uring.memory import HostBuffer
+from tutti.gio_uring.nvme_spec import Cqe, Sqe, make_cdw0
+from tutti.gio_uring.queue_pair import COMPLETED, NO_CID, QueuePair
+from tutti.process import Owned
+
+_CAP, _CC, CSTS, _AQA, _ASQ, _ACQ = 0x00, 0x14, 0x1C, 0x24, 0x28, 0x30
+DOORBELLS = 0x1000
+
+_CC_ENABLE = 1
+_CC_SHUTDOWN_NORMAL = 1 << 14
+_CC_ENTRY_SIZES = 6 << 16 | 4 << 20  # SQ entries of 2^6 bytes, CQ entries of 2^4
+_CSTS_READY, _CSTS_FATAL, _CSTS_SHUTDOWN, _CSTS_SHUTDOWN_DONE = 1, 2, 3 << 2, 2 << 2
+
+_DELETE_SQ, _CREATE_SQ, _DELETE_CQ, _CREATE_CQ = 0x00, 0x01, 0x04, 0x05
+_IDENTIFY, _ABORT, _SET_FEATURES, _DOORBELL_BUFFER = 0x06, 0x08, 0x09, 0x7C
+_CNS_NAMESPACE, _CNS_CONTROLLER, _CNS_ACTIVE_LIST = 0, 1, 2
+_FEATURE_NUMBER_OF_QUEUES = 7
+_QUEUE_CONTIGUOUS, _CQ_INTERRUPTS = 1, 2
+
+_ADMIN_DEPTH = 32
+_COMMAND_TIMEOUT_S = 5.0
+_SHUTDOWN_TIMEOUT_S = 10.0
+_NAP_S = 0.0002
+QUEUES_MAX = 64
+
+
+@dataclass(frozen=True)
+class AdminResult:
+    """One admin command's end: its status and dword 0 of its completion."""
+
+    status: int
+    dword: int
+
+
+@dataclass(eq=False)
+class NvmeAdmin(Owned):
+    """The admin side of one drive. Commands and restarts of several threads follow each other.
+
+    queue_pairs: I/O queue pairs; a restart creates them again, except a device's. shadow: address
+    of a page of shadow doorbells and one of event indices, 0 without.
+    """
+
+    device: VfioDevice
+    queue_pairs: list[QueuePair] = field(default_factory=list)
+    shadow: int = 0
+    queues_granted: int = 0
+
+    def __post_init__(self) -> None:
+        self.lock = threading.RLock()  # who holds it resets, or runs a command
+        self.device.enable_dma()
+        self.capabilities = Capabilities.parse(self.device.read_register(_CAP, 8))
+        self._data = HostBuffer(IDENTIFY_NBYTES, hugepages=False)
+        self._mapped: list[Range] = [(self._data.address, IDENTIFY_NBYTES)]
+        self.device.map(self._mapped[0])
+        self._new_queue()
+
+    def _new_queue(self) -> None:
+        """Rings as the drive expects them when it is enabled."""
+        self._queue = QueuePair(_ADMIN_DEPTH, 0, owner=self)
+        where = (self._queue.memory.address, self._queue.layout.nbytes)
+        self.device.map(where)
+        self._mapped.append(where)
+        self._struct = self._queue.struct
+
+    # Registers
+
+    def disable(self, timeout_s: float | None = None) -> None:
+        """CC.EN to 0 and CSTS.RDY with it: all queues are gone, and no memory is touched any more.
+
+        Raises DeviceTimeout, or DeviceGone.
+        """
+        cc = self.device.read_register(_CC, 4)
+        self.device.write_register(_CC, 4, cc & ~_CC_ENABLE & ~(3 << 14))
+        limit_s = self.capabilities.timeout_s
+        limit_s = limit_s if timeout_s is None else min(limit_s, timeout_s)
+        self._wait_status(_CSTS_READY, 0, limit_s, "disable itself")
+
+    def enable(self) -> None:
+        """From disabled to ready, with a new admin queue. Raises DeviceTimeout or DeviceGone."""
+        old = self._mapped.pop()
+        self.device.unmap(old)
+        self._new_queue()
+        device = self.device
+        device.write_register(_AQA, 4, (_ADMIN_DEPTH - 1) << 16 | (_ADMIN_DEPTH - 1))
+        device.write_register(_ASQ, 8, self._struct.sq)
+        device.write_register(_ACQ, 8, self._struct.cq)
+        device.write_register(_CC, 4, _CC_ENTRY_SIZES)
+        device.write_register(_CC, 4, _CC_ENTRY_SIZES | _CC_ENABLE)
+        self._wait_status(_CSTS_READY, _CSTS_READY, self.capabilities.timeout_s, "become ready")
+
+    def shut_down(self) -> None:
+        """A normal shutdown (CC.SHN), after which power may be cut; then the drive is disabled."""
+        cc = self.device.read_register(_CC, 4)
+        self.device.write_register(_CC, 4, cc & ~(3 << 14) | _CC_SHUTDOWN_NORMAL)
+        self._wait_status(_CSTS_SHUTDOWN, _CSTS_SHUTDOWN_DONE, _SHUTDOWN_TIMEOUT_S, "shut down")
+        self.disable()
+
+    def _wait_status(self, mask: int, wanted: int, timeout_s: float, what: str) -> None:
+        deadline_s = time.monotonic() + timeout_s
+        csts = self.device.read_register(CSTS, 4)
+        while csts & mask != wanted:
+            if csts & _CSTS_FATAL and wanted & _CSTS_READY:
+                raise MediumError(f"{self.device.bdf} reports a fatal error; power-cycle the drive")
+            if time.monotonic() > deadline_s:
+                raise DeviceTimeout(
+                    f"{self.device.bdf} did not {what} within {timeout_s:g} s; power-cycle it"
+                )
+            time.sleep(_NAP_S)
+            csts = self.device.read_register(CSTS, 4)
+
+    # Admin commands
+
+    def run(self, sqe: Sqe, timeout_s: float = _COMMAND_TIMEOUT_S) -> AdminResult:
+        """One admin command to its end. Raises DeviceTimeout; then the drive has to be reset."""
+        with self.lock:
+            return self._run(sqe, timeout_s)
+
+    def _run(self, sqe: Sqe, timeout_s: float) -> AdminResult:
+        lib, address = _native.lib(), self._queue.struct_address
+        cid = lib.gio_qp_cid_acquire(address)
+        if cid == NO_CID:
+            raise DeviceTimeout(f"{self.device.bdf} answers no admin commands; reset it")
+        sqe.cdw0 = make_cdw0(sqe.cdw0 & 0xFF, 0, cid)
+        lib.gio_qp_sq_enqueue(address, ctypes.byref(sqe))
+        lib.gio_qp_sq_ring(address)
+        self._forward(0, self._struct.sq_doorbell)
+        deadline_s = time.monotonic() + timeout_s
+        result = self._reap(cid)
+        while result is None:
+            if time.monotonic() > deadline_s:
+                self.device.read_register(CSTS, 4)  # a drive that is gone says so
+                raise DeviceTimeout(
+                    f"{self.device.bdf} did not answer an admin command within {timeout_s:g} s;"
+                    " reset the controller"
+                )
+            time.sleep(_NAP_S)
+            result = self._reap(cid)
+        return result
+
+    def _reap(self, cid: int) -> AdminResult | None:
+        """Consumes one completion if there is one; the result if it is that of `cid`."""
+        lib, address = _native.lib(), self._queue.struct_address
+        slot = self._struct.cq_head % _ADMIN_DEPTH
+        cqe = Cqe.from_address(self._struct.cq + ctypes.sizeof(Cqe) * slot)
+        if not lib.gio_qp_cq_reap(address, 1):
+            return None
+        self._forward(1, self._struct.cq_doorbell)
+        word = int(lib.gio_qp_completion(address, cid))
+        if not word & COMPLETED:
+            return None
+        lib.gio_qp_cid_release(address, cid)
+        return AdminResult(word & ~COMPLETED, int(cqe.result))
+
+    def _forward(self, which: int, word_address: int) -> None:
+        """A doorbell of the admin queue, from its word in memory to its register."""
+        word = ctypes.c_uint32.from_address(word_address).value
+        offset = DOORBELLS + which * self.capabilities.doorbell_nbytes
+        self.device.write_register(offset, 4, word)
+
+    def _must(
+        self, what: str, opcode: int, *, timeout_s: float = _COMMAND_TIMEOUT_S, **dwords: int
+    ) -> AdminResult:
+        sqe = Sqe(cdw0=opcode)
+        dptr = dwords.pop("prp1", 0), dwords.pop("prp2", 0)
+        sqe.dptr[0], sqe.dptr[1] = dptr
+        for name, content in dwords.items():
+            setattr(sqe, name, content)
+        result = self.run(sqe, timeout_s)
+        if result.status:
+            raise MediumError(
+                f"{self.device.bdf} refused to {what}: status {result.status:#05x}; reset the"
+                " drive, and update its firmware when that does not help",
+                status=result.status,
+            )
+        return result
+
+    def _identify(self, cns: int, nsid: int = 0) -> bytes:
+        self._data.array[:] = 0
+        self._must("identify itself", _IDENTIFY, nsid=nsid, cdw10=cns, prp1=self._data.address)
+        return self._data.array.tobytes()
+
+    def identify(self) -> Identity:
+        """Identify Controller. Raises MediumError for what no drive may say."""
+        page_nbytes = self.capabilities.page_nbytes_min
+        return Identity.parse(self._identify(_CNS_CONTROLLER), page_nbytes)
+
+    def identify_namespaces(self, highest: int) -> dict[int, NamespaceIdentity]:
+        """Every active namespace by nsid."""
+        nsids = parse_namespace_list(self._identify(_CNS_ACTIVE_LIST), highest)
+        return {n: NamespaceIdentity.parse(self._identify(_CNS_NAMESPACE, n)) for n in nsids}
+
+    def request_queues(self, count: int) -> int:
+        """How many I/O queue pairs the drive grants, at most `count`; before any is created."""
+        wanted = (count - 1) << 16 | (count - 1)
+        cdw10 = _FEATURE_NUMBER_OF_QUEUES
+        dword = self._must("grant queues", _SET_FEATURES, cdw10=cdw10, cdw11=wanted).dword
+        self.queues_granted = min(count, (dword & 0xFFFF) + 1, (dword >> 16) + 1)
+        return self.queues_granted
+
+    def create_queues(self, queue_pair: QueuePair) -> None:
+        """The completion queue and then the submission queue of a pair in mapped memory."""
+        if queue_pair.qid > self.queues_granted:
+            raise ConfigError(
+                f"{self.device.bdf} grants {self.queues_granted} I/O queue pairs; close one first"
+            )
+        shape = (queue_pair.depth - 1) << 16 | queue_pair.qid
+        interrupts = self.device.irq_fd >= 0 and not queue_pair.is_device
+        flags = _QUEUE_CONTIGUOUS | (_CQ_INTERRUPTS if interrupts else 0)
+        what = f"create queue pair {queue_pair.qid}"
+        struct = queue_pair.struct
+        self._must(what, _CREATE_CQ, cdw10=shape, cdw11=flags, prp1=struct.cq)
+        cdw11 = queue_pair.qid << 16 | _QUEUE_CONTIGUOUS
+        self._must(what, _CREATE_SQ, cdw10=shape, cdw11=cdw11, prp1=struct.sq)
+
+    def delete_queues(self, queue_pair: QueuePair) -> None:
+        """The submission queue and then the completion queue of a pair that is idle."""
+        what = f"delete queue pair {queue_pair.qid}"
+        self._must(what, _DELETE_SQ, cdw10=queue_pair.qid)
+        self._must(what, _DELETE_CQ, cdw10=queue_pair.qid)
+
+    def abort(self, qid: int, cid: int, timeout_s: float = _COMMAND_TIMEOUT_S) -> bool:
+        """Ask for the early end of one command; whether the drive says that it was aborted.
+
+        The command's completion still comes, and until then its memory is the drive's.
+        """
+        cdw10 = cid << 16 | qid
+        result = self._must("abort a command", _ABORT, timeout_s=timeout_s, cdw10=cdw10)
+        return result.dword & 1 == 0
+
+    def set_shadow_doorbells(self, address: int) -> None:
+        """Doorbell Buffer Config: shadow doorbells at `address`, event indices a page behind."""
+        prp2 = address + self.capabilities.page_nbytes_min
+        self._must("use shadow doorbells", _DOORBELL_BUFFER, prp1=address, prp2=prp2)
+        self.shadow = address
+
+    def restart(self, timeout_s: float, when_disabled: Callable[[], None]) -> None:
+        """A controller reset: disables the drive, and brings it and all its queues back.
+
+        Where disabling does not work, the function is reset. `when_disabled` ends the commands and
+        makes the rings new. Raises DeviceTimeout, DeviceGone or MediumError.
+        """
+        with self.lock:
+            self._restart(timeout_s, when_disabled)
+
+    def _restart(self, timeout_s: float, when_disabled: Callable[[], None]) -> None:
+        try:
+            self.disable(timeout_s)
+        except DeviceTimeout:
+            if not self.device.reset():
+                raise
+            self.device.enable_dma()
+            self.disable(timeout_s)
+        when_disabled()
+        self.enable()
+        self.request_queues(max(1, self.queues_granted))
+        if self.shadow:
+            self.set_shadow_doorbells(self.shadow)
+        for queue_pair in self.queue_pairs:
+            # The submitter's words of a device are out of reach: kernels could ring old tails.
+            queue_pair.is_dead = queue_pair.is_device
+            if not queue_pair.is_dead:
+                self.create_queues(queue_pair)
+
+    def check_features(self, identity: Identity, *, shadow: bool) -> None:
+        """Raises Unsupported when a feature that was asked for is not there."""
+        if shadow and not identity.has_shadow_doorbells:
+            raise Unsupported(
+                f"{self.device.bdf} has no shadow doorbells; only emulated drives have them"
+            )

@@ -1,0 +1,231 @@
+"""Block devices that could hold a pool, and why not: what must be known before one is written to.
+
+A device that is in use is never given out. One that holds anything is given out only to who names
+its serial number. The facts come from sysfs, /proc/self/mountinfo, /proc/swaps (proc(5)) and from
+the device's own ends, see `device_content`.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+from dataclasses import dataclass
+from pathlib import Path
+
+from tutti.errors import ConfigError, MediumError, PoolInUse, PoolNotFound
+from tutti.gio_uring.drives.device_content import Force, Held, check_forced, contents
+from tutti.gio_uring.drives.generic_device import block_name, is_generic
+from tutti.gio_uring.drives.mounts import read_mounts
+
+_SECTOR_NBYTES = 512  # of sysfs, whatever the device's blocks are
+# Without these the machine does not start again; the drives below them are never given out.
+_SYSTEM_MOUNTS = ("/", "/boot", "/boot/efi", "/efi", "/usr", "/var", "/home")
+_HIDDEN_PATH = re.compile(r"nvme\d+c\d+n\d+")  # one path of a namespace with several (multipath)
+
+
+@dataclass(frozen=True)
+class BlockDevice:
+    """A drive, namespace or partition.
+
+    in_use: why it must not be touched. holds: what would be lost. Both empty: free to use.
+    generic: its NVMe generic device, "" without one. serial: names it for `force`, "" when it has
+    none; of a loop device the path of its file.
+    """
+
+    name: str
+    path: str
+    generic: str
+    nbytes: int
+    lba_nbytes: int
+    model: str
+    serial: str
+    is_partition: bool
+    in_use: tuple[str, ...]
+    holds: tuple[str, ...]
+
+    @property
+    def is_free(self) -> bool:
+        """Whether nothing speaks against it."""
+        return not self.in_use and not self.holds
+
+
+class Devices:
+    """The block devices of a machine; `root` is where /sys, /proc and /dev lie."""
+
+    def __init__(self, root: Path = Path("/")) -> None:
+        self._root = root
+        self._class = root / "sys/class/block"
+        self._mounts = self._read_mounts()
+        self._swaps = {
+            self._by_path(line.split()[0])
+            for line in _text(root / "proc/swaps").splitlines()[1:]
+            if line.startswith("/dev/")
+        }
+
+    def names(self) -> list[str]:
+        """All of them that have a size, partitions behind their drives."""
+        if not self._class.is_dir():
+            return []
+        folders = [f for f in self._class.iterdir() if not _HIDDEN_PATH.fullmatch(f.name)]
+        return sorted((f.name for f in folders if int(_text(f / "size") or 0)), key=_natural)
+
+    def inspect(self, name: str) -> BlockDevice:
+        """Everything about one; reads its ends. Raises PoolNotFound and MediumError."""
+        folder = self._class / name
+        if not folder.is_dir():
+            raise PoolNotFound(f"there is no block device {name}; see `tutti nvme list --all`")
+        nbytes = int(_text(folder / "size") or 0) * _SECTOR_NBYTES
+        drive = self._drive(name)
+        generic = name.replace("nvme", "ng", 1)
+        has_generic = generic != name and (self._root / "dev" / generic).exists()
+        in_use = self._uses(name)
+        return BlockDevice(
+            name=name,
+            path=f"/dev/{name}",
+            generic=f"/dev/{generic}" if has_generic else "",
+            nbytes=nbytes,
+            lba_nbytes=int(_text(self._class / drive / "queue/logical_block_size") or 0),
+            model=_text(self._class / drive / "device/model"),
+            serial=self._serial(drive),
+            is_partition=drive != name,
+            in_use=tuple(in_use),
+            holds=() if in_use else tuple(self._contents(name, nbytes)),
+        )
+
+    def _contents(self, name: str, nbytes: int) -> list[str]:
+        path = self._root / "dev" / name
+        partitions = self._partitions(name)
+        found = [f"partitions: {', '.join(partitions)}"] if partitions else []
+        try:
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            return [*found, f"unknown, it cannot be read: {error.strerror}"]
+        try:
+            # What was written past the block layer is not in the page cache.
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+            return [*found, *contents(lambda offset, size: os.pread(fd, size, offset), nbytes)]
+        except OSError as error:
+            raise MediumError(f"cannot read {path}: {error.strerror}; check the drive") from error
+        finally:
+            os.close(fd)
+
+    def _uses(self, name: str) -> list[str]:
+        """Why a device is in use: by itself, by its partitions, by the drive that it is part of."""
+        reasons = []
+        drive = self._drive(name)
+        for part in (name, *self._partitions(name)):
+            where = "" if part == name else f"{part} "
+            reasons += [f"{where}mounted at {point}" for point in self._mounts.get(part, ())]
+            if part in self._swaps:
+                reasons.append(f"{where}swap space")
+            holders = self._class / part / "holders"
+            if holders.is_dir() and (names := sorted(h.name for h in holders.iterdir())):
+                reasons.append(f"{where}part of {', '.join(names)}")
+        points = [p for part in (drive, *self._partitions(drive)) for p in self._mounts_above(part)]
+        if system := [p for p in _SYSTEM_MOUNTS if p in points]:
+            reasons.append(f"the system is on its drive ({', '.join(system)})")
+        if _text(self._class / drive / "ro") == "1" or _text(self._class / name / "ro") == "1":
+            reasons.append("read-only")
+        return reasons
+
+    def _mounts_above(self, name: str) -> list[str]:
+        """Mount points of a device and of everything that is built on it."""
+        points: list[str] = []
+        left, seen = [name], set[str]()
+        while left:  # bounded: every name is looked at once
+            current = left.pop()
+            if current in seen:
+                continue
+            seen.add(current)
+            points += self._mounts.get(current, ())
+            holders = self._class / current / "holders"
+            left += [h.name for h in holders.iterdir()] if holders.is_dir() else []
+        return points
+
+    def _read_mounts(self) -> dict[str, list[str]]:
+        """Mount points by the name of their device: by its number, or else by the source named."""
+        found: dict[str, list[str]] = {}
+        for mount in read_mounts(self._root):
+            entry = self._root / "sys/dev/block" / mount.number
+            name = entry.resolve().name if entry.exists() else ""
+            if not name and mount.source.startswith("/dev/"):  # Btrfs has numbers of its own
+                name = self._by_path(mount.source)
+            if name:
+                found.setdefault(name, []).append(mount.point)
+        return found
+
+    def _by_path(self, path: str) -> str:
+        """The kernel's name of /dev/..., whose links are followed."""
+        return Path(os.path.realpath(self._root / path.lstrip("/"))).name
+
+    def _drive(self, name: str) -> str:
+        """The drive that a partition is part of; a drive itself."""
+        folder = self._class / name
+        return folder.resolve().parent.name if (folder / "partition").exists() else name
+
+    def _partitions(self, name: str) -> list[str]:
+        folder = (self._class / name).resolve()
+        if not folder.is_dir():
+            return []
+        return sorted((f.parent.name for f in folder.glob("*/partition")), key=_natural)
+
+    def _serial(self, drive: str) -> str:
+        for place in ("device/serial", "serial", "device/wwid", "wwid", "loop/backing_file"):
+            if text := _text(self._class / drive / place):
+                return text
+        return ""
+
+
+def check_devices(
+    paths: list[str], force: Force = False, root: Path = Path("/")
+) -> list[BlockDevice]:
+    """Refuses devices that must not be overwritten; paths of ordinary files are left alone.
+
+    force: the serial numbers of drives whose content may be lost; True does not do.
+    Raises PoolInUse for what is in use whatever `force` says, PoolExists for what holds anything,
+    PoolNotFound for a path below /dev that does not exist.
+    """
+    names = {path: name for path in paths if (name := device_name(path)) is not None}
+    found = {path: Devices(root).inspect(name) for path, name in names.items()}
+    for path, device in found.items():
+        if device.in_use:
+            raise PoolInUse(f"{path} is not touched: {'; '.join(device.in_use)}; choose another")
+    check_forced((Held(path, d.holds, d.serial) for path, d in found.items()), force)
+    return list(found.values())
+
+
+def device_name(path: str) -> str | None:
+    """The kernel's name of the block device that a path means; None for ordinary files.
+
+    Raises PoolNotFound for what does not exist below /dev, where a file would vanish at the next
+    start, and ConfigError for other character devices.
+    """
+    try:
+        mode = os.stat(path).st_mode
+    except OSError as error:
+        real = os.path.realpath(path)
+        if real.startswith("/dev/") and not real.startswith("/dev/shm/"):
+            raise PoolNotFound(
+                f"there is no device {path}; see `tutti nvme list --all` for those there are"
+            ) from error
+        return None
+    if stat.S_ISBLK(mode):
+        return Path(os.path.realpath(path)).name
+    if is_generic(path):
+        return block_name(path)
+    if stat.S_ISCHR(mode):
+        raise ConfigError(f"{path} is a character device, but not /dev/ngXnY; name a namespace")
+    return None
+
+
+def _natural(name: str) -> list[tuple[bool, int, str]]:
+    return [(t.isdigit(), int(t) if t.isdigit() else 0, t) for t in re.findall(r"\d+|\D+", name)]
+
+
+def _text(path: Path) -> str:
+    """What a small file of the kernel says; "" when it is not there."""
+    try:
+        return path.read_text(errors="replace").strip()
+    except OSError:
+        return ""

@@ -1,0 +1,145 @@
+"""NVMe generic character devices, /dev/ngXnY: namespaces that take NVMe commands from programs.
+
+What they are is asked by ioctl (linux/nvme_ioctl.h). Their block device, /dev/nvmeXnY, is opened
+exclusively beside them, so that nobody mounts it meanwhile.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import os
+import re
+import stat
+from dataclasses import dataclass
+from pathlib import Path
+
+from tutti.errors import DeviceGone, MediumError, PoolInUse, Unsupported
+from tutti.gio_uring.drives.identify import IDENTIFY_NBYTES, NamespaceIdentity
+from tutti.units import KiB
+
+_NAME = re.compile(r"ng(\d+n\d+)")
+_COMMAND_NBYTES = 72  # struct nvme_passthru_cmd
+_IOCTL_ID = ord("N") << 8 | 0x40
+_IOCTL_ADMIN = 3 << 30 | _COMMAND_NBYTES << 16 | ord("N") << 8 | 0x41
+_IDENTIFY, _CNS_NAMESPACE = 0x06, 0x00
+_TIMEOUT_MS = 10_000
+#: A command on ordinary pages has as many segments as pages, and the kernel's driver takes 128 of
+#: them at most (NVME_MAX_SEGS in its pci.c). It does not cut such commands.
+REQUEST_NBYTES_MAX = 512 * KiB
+
+
+class _Command(ctypes.LittleEndianStructure):
+    """`struct nvme_passthru_cmd`."""
+
+    _fields_ = (
+        ("opcode", ctypes.c_uint8),
+        ("flags", ctypes.c_uint8),
+        ("reserved", ctypes.c_uint16),
+        ("nsid", ctypes.c_uint32),
+        ("cdw2", ctypes.c_uint32 * 2),
+        ("metadata", ctypes.c_uint64),
+        ("address", ctypes.c_uint64),
+        ("metadata_nbytes", ctypes.c_uint32),
+        ("data_nbytes", ctypes.c_uint32),
+        ("cdw10", ctypes.c_uint32 * 6),
+        ("timeout_ms", ctypes.c_uint32),
+        ("result", ctypes.c_uint32),
+    )
+
+
+@dataclass(frozen=True)
+class GenericNamespace:
+    """nlb blocks of lba_nbytes; a command through the kernel moves at most request_nbytes_max."""
+
+    nsid: int
+    nlb: int
+    lba_nbytes: int
+    request_nbytes_max: int
+
+
+def is_generic(path: str | os.PathLike[str]) -> bool:
+    """Whether the path is a character device with the name of a generic one."""
+    try:
+        is_character = stat.S_ISCHR(os.stat(path).st_mode)
+    except OSError:
+        return False
+    return is_character and _NAME.fullmatch(_kernel_name(path)) is not None
+
+
+def block_name(path: str | os.PathLike[str]) -> str:
+    """The kernel's name of its block device: nvme0n1 of /dev/ng0n1."""
+    return _kernel_name(path).replace("ng", "nvme", 1)
+
+
+def readable_path(path: str) -> str:
+    """What to read a path's bytes from: the block device of a generic one, else the path."""
+    return str(_block_path(path)) if is_generic(path) else path
+
+
+def _block_path(path: str) -> Path:
+    return Path(os.path.realpath(path)).with_name(block_name(path))
+
+
+def _kernel_name(path: str | os.PathLike[str]) -> str:
+    return Path(os.path.realpath(path)).name
+
+
+def identify(fd: int, path: str, root: Path = Path("/")) -> GenericNamespace:
+    """Asks the open device.
+
+    Raises Unsupported for a format with metadata and the like, DeviceGone and MediumError.
+    """
+    raw = ctypes.create_string_buffer(IDENTIFY_NBYTES)
+    try:
+        nsid = int(fcntl.ioctl(fd, _IOCTL_ID))
+        command = _Command(
+            opcode=_IDENTIFY,
+            nsid=nsid,
+            address=ctypes.addressof(raw),
+            data_nbytes=IDENTIFY_NBYTES,
+            timeout_ms=_TIMEOUT_MS,
+        )
+        command.cdw10[0] = _CNS_NAMESPACE
+        status = int(fcntl.ioctl(fd, _IOCTL_ADMIN, command))
+    except OSError as error:
+        kind = DeviceGone if error.errno in (errno.ENODEV, errno.ENXIO) else MediumError
+        raise kind(
+            f"{path} does not answer as an NVMe namespace: {error.strerror}; check the drive,"
+            " or use its block device"
+        ) from error
+    if status:
+        raise MediumError(f"{path} refuses Identify with status {status:#x}; reset the drive")
+    found = NamespaceIdentity.parse(raw.raw)
+    if found.refusal:
+        raise Unsupported(f"{path} cannot be used: {found.refusal}")
+    limit = _kernel_limit(block_name(path), root)
+    return GenericNamespace(
+        nsid, found.nlb, 1 << found.lba_shift, min(REQUEST_NBYTES_MAX, limit or REQUEST_NBYTES_MAX)
+    )
+
+
+def _kernel_limit(name: str, root: Path) -> int:
+    """What one command of the block device may move, in bytes; 0 where the kernel does not tell."""
+    try:
+        text = (root / "sys/class/block" / name / "queue/max_hw_sectors_kb").read_text()
+    except OSError:
+        return 0
+    return int(text) * KiB
+
+
+def claim(path: str) -> int | None:
+    """Opens the block device of a generic one exclusively, for reading: nobody can mount it then.
+
+    None where it has none that can be opened. Raises PoolInUse when somebody else has it.
+    """
+    try:
+        return os.open(_block_path(path), os.O_RDONLY | os.O_EXCL | os.O_CLOEXEC)
+    except OSError as error:
+        if error.errno == errno.EBUSY:
+            raise PoolInUse(
+                f"{block_name(path)}, the block device of {path}, is mounted or in use; give it"
+                " back there first"
+            ) from error
+        return None

@@ -1,0 +1,1 @@
+"""Rings, kernels and copies on a GPU."""

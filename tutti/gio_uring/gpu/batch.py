@@ -1,0 +1,240 @@
+"""Tables for device kernels: written in pinned memory, copied to the device once for all layers.
+
+The structs are those of `device_batch`; kernels/device/parameters.cuh says what they mean.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from tutti.gio_uring.gpu.driver import Driver
+from tutti.gio_uring.gpu.memory import Hold, TableMemory, Tables
+from tutti.gio_uring.gpu.mover import Cargo, Shipment
+from tutti.gio_uring.gpu.parameters import (
+    BLOCK_THREADS_MAX,
+    BatchStruct,
+    LayerTallyStruct,
+    QueueShareStruct,
+    RunStateStruct,
+    SliceTableStruct,
+)
+from tutti.gio_uring.iocb import U32, U64, IocbStruct, PagedMemory
+from tutti.gio_uring.memory import Bytes, view_at
+from tutti.gio_uring.nvme_spec import OPCODE_READ, OPCODE_WRITE
+
+ALIGNMENT = 64
+READY = 1
+_LBA_SHIFT = 9
+_THREADS = BLOCK_THREADS_MAX
+_TABLE_TIMEOUT_S = 30.0
+_TALLY_NBYTES = ctypes.sizeof(LayerTallyStruct)
+_STATE_NBYTES = ctypes.sizeof(RunStateStruct)
+
+
+class TableImage:
+    """The bytes of one job's tables, part after part, before anybody knows where they will lie."""
+
+    def __init__(self) -> None:
+        self.nbytes = 0
+        self._parts: list[tuple[int, Bytes]] = []
+
+    def add(self, content: npt.NDArray[np.generic] | ctypes.Structure) -> int:
+        """Appends a part; returns its offset.  A struct is read when the image is written."""
+        if isinstance(content, ctypes.Structure):
+            raw = np.frombuffer(content, np.uint8)  # type: ignore[call-overload]
+        else:
+            raw = np.ascontiguousarray(content).reshape(-1).view(np.uint8)
+        offset = self.nbytes
+        self._parts.append((offset, raw))
+        self.nbytes += -(-max(1, raw.size) // ALIGNMENT) * ALIGNMENT
+        return offset
+
+    def write(self, address: int) -> None:
+        """Copies all parts to host memory."""
+        into = view_at(address, self.nbytes)
+        for offset, raw in self._parts:
+            into[offset : offset + raw.size] = raw
+
+
+def paged_iocb(
+    memory: PagedMemory, pages: int, opcode: int, slice_nlb: int, shift: int
+) -> IocbStruct:
+    """An IOCB of pages without runs; who knows where `pages` and `bases` lie fills them in."""
+    io = IocbStruct()
+    io.n_pages = pages
+    io.n_layers, io.n_segments = memory.bases.shape
+    for k, nbytes in enumerate(memory.segment_nbytes):
+        io.segment_nbytes[k], io.segment_stride[k] = nbytes, memory.stride_nbytes[k]
+    io.opcode, io.slice_nlb, io.lba_shift = opcode, slice_nlb, shift
+    return io
+
+
+@dataclass(frozen=True)
+class Staged:
+    """Where slices are staged: bases uint64 (layers,) as the device addresses them."""
+
+    bases: U64
+    stride_nbytes: int
+
+
+@dataclass(frozen=True)
+class Commands:
+    """What the device submits: an IOCB whose arrays are offsets yet, and the shares of its runs."""
+
+    iocb: IocbStruct
+    runs: npt.NDArray[np.void]
+    pages: U32
+    bases: U64
+    shares: list[QueueShareStruct]
+
+
+class DeviceBatch:
+    """One job's tables on the device.
+
+    memory: pages in GPU memory.  staged: None when commands name the pages.  commands: None when
+    the device only moves.  digests: uint64 (pages, layers) or None.  flags: the device address of
+    `LayerWord[layers]`, or 0.  hold: of the tables.
+    """
+
+    def __init__(
+        self,
+        tables: TableMemory,
+        memory: PagedMemory,
+        pages: U32,
+        *,
+        hold: Hold,
+        opcode: int,
+        slice_nlb: int,
+        lba_shift: int,
+        staged: Staged | None = None,
+        commands: Commands | None = None,
+        digests: U64 | None = None,
+        flags: int = 0,
+        timeout_s: float = 30.0,
+    ) -> None:
+        self._tables = tables
+        self.pages = pages.size
+        self._image = image = TableImage()
+        layers = memory.bases.shape[0]
+        self.batch = BatchStruct(flags=flags, timeout_ns=int(timeout_s * 1e9), ready=READY)
+        self._batch_offset = image.add(self.batch)
+        slices = SliceTableStruct()
+        slices_offset = image.add(slices)
+        paged = paged_iocb(memory, pages.size, opcode, slice_nlb, lba_shift)
+        paged_offset = image.add(paged)
+        pages_offset = image.add(pages)
+        bases_offset = image.add(memory.bases)
+        tallies = image.add(np.zeros(layers * _TALLY_NBYTES, np.uint8))
+        self.status_offset = image.add(np.zeros(pages.size, np.uint32))
+        staged_offset = None if staged is None else image.add(staged.bases)
+        self.digests_offset = None if digests is None else image.add(digests)
+        if commands is not None:
+            links = self._add_commands(commands, layers)
+        self.tables: Tables = tables.lease(image.nbytes, _TABLE_TIMEOUT_S, hold)
+        base = self.tables.device.address
+        paged.pages, paged.bases = base + pages_offset, base + bases_offset
+        slices.paged, slices.page_status = base + paged_offset, base + self.status_offset
+        if staged is not None and staged_offset is not None:
+            slices.staged_bases, slices.staged_stride = base + staged_offset, staged.stride_nbytes
+        if self.digests_offset is not None:
+            slices.digests = base + self.digests_offset
+        self.batch.slices, self.batch.tallies = base + slices_offset, base + tallies
+        if commands is not None:
+            iocb, runs, command_pages, bases, shares, states = links
+            commands.iocb.runs, commands.iocb.pages = base + runs, base + command_pages
+            commands.iocb.bases = base + bases
+            self.batch.iocb, self.batch.shares = base + iocb, base + shares
+            self.batch.states, self.batch.n_shares = base + states, len(commands.shares)
+        self.address = base + self._batch_offset
+
+    def _add_commands(self, commands: Commands, layers: int) -> tuple[int, ...]:
+        """Offsets of the IOCB, runs, pages, bases, shares and states."""
+        image = self._image
+        shares = np.concatenate([np.frombuffer(s, np.uint8) for s in commands.shares])  # type: ignore[call-overload]
+        return (
+            image.add(commands.iocb),
+            image.add(commands.runs),
+            image.add(commands.pages),
+            image.add(commands.bases),
+            image.add(shares),
+            image.add(np.full(layers * commands.runs.size * _STATE_NBYTES, 0xFF, np.uint8)),
+        )
+
+    def upload(self, stream: int) -> None:
+        """Writes the tables and enqueues their copy to the device."""
+        self._image.write(self.tables.host.address)
+        self._tables.upload(self.tables, self._image.nbytes, stream)
+
+    def result(self, offset: int, nbytes: int) -> Bytes:
+        """What `download` brought back of one part."""
+        return view_at(self.tables.host.address + offset, nbytes)
+
+    def download(self, driver: Driver, offset: int, nbytes: int, stream: int) -> None:
+        """Enqueues the copy of one part back to where `result` finds it."""
+        target = self.tables.host.address + self.tables.to_device + offset
+        driver.copy(target, self.tables.device.address + offset, nbytes, stream)
+
+
+class KernelMover:
+    """An SM copy: a kernel in which every lane moves 16 bytes at a time.
+
+    function: gio_move.  blocks: how many, which bounds the multiprocessors it takes.
+    """
+
+    name = "kernel"
+
+    def __init__(
+        self, driver: Driver, function: int, tables: TableMemory, *, blocks: int = 16
+    ) -> None:
+        self._driver = driver
+        self._function = function
+        self._tables = tables
+        self.blocks = blocks
+
+    def prepare(self, shipment: Shipment) -> Cargo:
+        batch = DeviceBatch(
+            self._tables,
+            shipment.paged,
+            shipment.pages,
+            hold=shipment.hold,
+            opcode=OPCODE_READ if shipment.to_pages else OPCODE_WRITE,
+            slice_nlb=-(-shipment.stride_nbytes >> _LBA_SHIFT),
+            lba_shift=_LBA_SHIFT,
+            staged=Staged(shipment.staged, shipment.stride_nbytes),
+        )
+        return _KernelCopies(self._driver, self._function, batch, self.blocks)
+
+
+class _KernelCopies:
+    def __init__(self, driver: Driver, function: int, batch: DeviceBatch, blocks: int) -> None:
+        self._driver, self._function = driver, function
+        self._batch, self._blocks = batch, blocks
+        self._uploaded = False
+
+    def move(self, layer: int, stream: int) -> None:
+        if not self._uploaded:
+            self._batch.upload(stream)
+            self._uploaded = True
+        launch_layer(self._driver, self._function, self._batch, layer, stream, self._blocks)
+
+
+def launch_layer(
+    driver: Driver,
+    function: int,
+    batch: DeviceBatch,
+    layer: int,
+    stream: int,
+    blocks: int,
+    *,
+    threads: int = _THREADS,
+    publish: int | None = 0,
+) -> None:
+    """Launches one kernel of a layer.  publish: None for kernels that do not take it."""
+    arguments = [(batch.address, ctypes.c_void_p), (layer, ctypes.c_uint32)]
+    if publish is not None:
+        arguments.append((publish, ctypes.c_uint32))
+    driver.launch(function, blocks, threads, arguments, stream)

@@ -1,0 +1,342 @@
+"""The GPU engines whose kernels write commands, ring, poll and move slices.
+
+Each has queue pairs in a controller of its own, whose thread polls them; the default at tier T0 is
+`HostEngine`, which needs no multiprocessor at all.  `launch` sends a layer's commands with one
+kernel, goes on with the layer before, and takes the completions with a second one; `resident` does
+all of a layer in one kernel that stays; `persistent` has one kernel for all layers and jobs.  Every
+kernel has a deadline for commands, and the engine's thread one for the persistent kernel, so the
+stream always ends.
+
+After a deadline or a CUDA error the device may still write into staging: the engine then refuses
+new work and keeps that memory until `close` has reset the controller.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+import time
+from contextlib import ExitStack
+from typing import Unpack
+
+import numpy as np
+import numpy.typing as npt
+
+from tutti.callbacks import Guard
+from tutti.errors import ConfigError, DeviceTimeout, PoolClosed
+from tutti.gio_uring.controller import NativeController
+from tutti.gio_uring.engine import LIST_NBYTES, Extents
+from tutti.gio_uring.gpu.batch import Commands, DeviceBatch, Staged
+from tutti.gio_uring.gpu.device_job import DeviceJob
+from tutti.gio_uring.gpu.driver import Driver
+from tutti.gio_uring.gpu.host_engine import STAGING_NBYTES, Lane, wait_until
+from tutti.gio_uring.gpu.launcher import Launcher, ResidentKernels, ShortKernels, Work
+from tutti.gio_uring.gpu.memory import Hold, TableMemory, keep_for_ever
+from tutti.gio_uring.gpu.modules import Modules
+from tutti.gio_uring.gpu.parameters import BLOCK_THREADS_MAX, QueueShareStruct
+from tutti.gio_uring.gpu.persistent import PersistentKernel
+from tutti.gio_uring.gpu.queues import DeviceQueues
+from tutti.gio_uring.gpu.transfer import TIMEOUT_S, Options
+from tutti.gio_uring.iocb import U32, U64, IocbStruct, PagedMemory, split_runs
+from tutti.gio_uring.nvme_spec import OPCODE_READ, PSDT_SGL, STATUS_TIMED_OUT
+from tutti.process import Owned
+from tutti.units import MiB
+
+KINDS = ("launch", "resident", "persistent")
+#: Time without a job after which the persistent kernel is told to end.
+REST_S = 1.0
+_TABLES_NBYTES = 8 * MiB
+_LOOK_S = 0.0002
+
+_log = logging.getLogger(__name__)
+
+
+class DeviceEngine(Owned):
+    """Moves pages of one GPU's memory by kernels that drive queue pairs.
+
+    controller: for this engine alone; it is started here and stopped by `close`.
+    kind: one of KINDS.  shares: queue pairs, and blocks that drive them.  depth: of each.
+    move_blocks: blocks of the kernel that moves slices, for "launch".  threads: of a block that
+    stays.  stream: for the kernels, such as a green context's, instead of one of its own; for
+    "persistent" of a context with a multiprocessor for each share.
+    rest_s: time without a job after which the persistent kernel ends until the next one.
+    """
+
+    def __init__(
+        self,
+        driver: Driver,
+        modules: Modules,
+        controller: NativeController,
+        *,
+        kind: str = "launch",
+        shares: int = 4,
+        depth: int = 64,
+        staging_nbytes: int = STAGING_NBYTES,
+        move_blocks: int = 16,
+        threads: int = BLOCK_THREADS_MAX,
+        command_nbytes_max: int = MiB,
+        stream: int | None = None,
+        rest_s: float = REST_S,
+    ) -> None:
+        if kind not in KINDS:
+            raise ConfigError(f"there is no engine {kind!r}; use one of {', '.join(KINDS)}")
+        if kind == "persistent" and shares > (sms := driver.sm_resource().count):
+            raise ConfigError(
+                f"{shares} blocks that stay do not fit {sms} multiprocessors, and those that never "
+                "start hold up every layer; take fewer shares"
+            )
+        self.driver = driver
+        self.name = kind
+        self._controller = controller
+        info = controller.info
+        self._lba_nbytes = info.lba_nbytes
+        self._command_nlb = max(1, min(command_nbytes_max, info.mdts_nbytes) // info.lba_nbytes)
+        self._closed = self._broken = False
+        self._tables = TableMemory(driver, _TABLES_NBYTES)
+        with ExitStack() as undo:
+            undo.callback(self._tables.close)
+            stays = kind == "persistent"
+            self.lane = Lane(driver, controller, staging_nbytes, None if stays else stream)
+            undo.callback(self.lane.close, TIMEOUT_S)
+            self._queues = DeviceQueues(
+                driver, controller, self._tables, self.lane.stream, shares, depth
+            )
+            undo.callback(self._queues.close)
+            if not self.wait_idle(TIMEOUT_S):  # the kernel that stays is on another stream
+                raise DeviceTimeout("the GPU copied no tables; is it busy? try again")
+            self._launcher: Launcher
+            parts = (modules, self._queues, self.lane, threads)
+            if stays:
+                self._launcher = PersistentKernel(*parts, self._tables, stream, rest_s)
+            else:
+                kernels = ResidentKernels if kind == "resident" else ShortKernels
+                self._launcher = kernels(*parts, move_blocks)
+            undo.pop_all()
+        controller.start()
+        self._jobs: list[DeviceJob] = []
+        self._kept: list[DeviceJob] = []
+        self.guard = Guard()
+        self._lock = threading.RLock()  # taken itself: an interrupted Condition.__enter__ keeps it
+        self._changed = threading.Condition(self._lock)
+        self._thread = threading.Thread(target=self._watch, name="tutti-device-jobs", daemon=True)
+        self._thread.start()
+
+    def follow(self, stream: int) -> None:
+        """Transfers submitted from now on touch pages only after what is on `stream` by now."""
+        self.lane.follow(stream)
+
+    def wait_idle(self, timeout_s: float) -> bool:
+        """Waits until nothing is on the stream.  False after the timeout."""
+        return wait_until(lambda: self.driver.is_stream_done(self.lane.stream), timeout_s)
+
+    def submit(
+        self,
+        opcode: int,
+        extents: Extents,
+        pages: U32,
+        memory: PagedMemory,
+        **options: Unpack[Options],
+    ) -> DeviceJob:
+        """As `Engine.submit`, for pages in GPU memory; jobs run in the order they were submitted.
+
+        timeout_s: for each kernel.  Raises CapacityError when a layer does not fit into the
+        staging, DeviceTimeout when none comes free or after a deadline passed.
+        """
+        self._check()
+        layers, digests = memory.bases.shape[0], options.get("digests")
+        stride = extents.slice_nlb * self._lba_nbytes
+        timeout_s = options.get("timeout_s", TIMEOUT_S)
+        hold, job = Hold(), None
+        try:
+            staged = self.lane.stage(layers, pages.size, stride, self._lba_nbytes, timeout_s, hold)
+            batch = DeviceBatch(
+                self._tables,
+                memory,
+                pages,
+                hold=hold,
+                opcode=opcode,
+                slice_nlb=extents.slice_nlb,
+                lba_shift=self._controller.info.lba_shift,
+                staged=Staged(staged.device_starts, stride),
+                commands=self._commands(opcode, extents, pages.size, memory, staged.starts, stride),
+                digests=digests,
+                flags=staged.device_words + staged.words.ready_offset(0),
+                timeout_s=timeout_s,
+            )
+            is_read, compare = opcode == OPCODE_READ, options.get("compare", False)
+            work = Work(batch, staged, is_read, compare, digests, timeout_s)
+            job = DeviceJob(self, work, pages.size, options.get("on_released"))
+            hold.is_free = job.is_free
+            if not options.get("gated"):
+                job.enqueue()
+            return job
+        except BaseException:
+            if job is None:
+                hold.is_free = lambda: True
+            else:  # interrupted; what waits for it is let go
+                job.abandon()
+                hold.is_free = job.is_free
+            raise
+
+    def _check(self) -> None:
+        if self._closed:
+            raise PoolClosed("the GPU engine is closed; make a new one")
+        if self._broken:
+            raise DeviceTimeout(
+                "a deadline passed or a CUDA call failed, and the device may still write; close "
+                "the engine"
+            )
+
+    def _commands(
+        self,
+        opcode: int,
+        extents: Extents,
+        pages: int,
+        memory: PagedMemory,
+        starts: U64,
+        stride: int,
+    ) -> Commands:
+        """What the kernels submit: slices between the medium and staging."""
+        info = self._controller.info
+        runs = split_runs(
+            extents.slba,
+            extents.nsid,
+            extents.count,
+            slice_nlb=extents.slice_nlb,
+            lba_nbytes=self._lba_nbytes,
+            command_nlb_max=self._command_nlb,
+            command_slices_max=max(1, (min(info.sgl_descriptors or 256, 256) - 1) // 2),
+        )
+        io = IocbStruct()
+        io.n_runs, io.n_pages, io.n_layers, io.n_segments = runs.size, pages, starts.size, 1
+        io.segment_nbytes[0], io.segment_stride[0] = sum(memory.segment_nbytes), stride
+        queues = self._queues
+        io.padding = queues.scratch if opcode == OPCODE_READ else queues.zeros
+        io.opcode, io.lba_shift = opcode, info.lba_shift
+        io.slice_nlb, io.layer_stride_nlb = extents.slice_nlb, extents.layer_stride_nlb
+        io.psdt = PSDT_SGL if info.sgl_descriptors else 0
+        shares = [self._share(q, *part) for q, part in enumerate(split_shares(runs, queues.count))]
+        return Commands(io, runs, np.arange(pages, dtype=np.uint32), starts, shares)
+
+    def _share(self, number: int, first: int, count: int) -> QueueShareStruct:
+        queue = self._queues.queues[number]
+        return QueueShareStruct(
+            qp=queue.struct_address,
+            lists=queue.lists,
+            lists_dma=queue.lists_dma,
+            list_nbytes=LIST_NBYTES,
+            first_run=first,
+            n_runs=count,
+        )
+
+    def enqueue(self, job: DeviceJob) -> None:
+        """Puts a job on the stream, and watches it."""
+        lane, work, launcher = self.lane, job.work, self._launcher
+        batch, layers = work.batch, work.layers
+        events = job.take_events()
+        with lane.lock, lane.driver.bound():
+            self._check()  # a job before it may have failed meanwhile
+            launcher.wake(layers, work.timeout_s)
+            batch.upload(lane.stream)
+            job.is_begun = True
+            launcher.begin(work)
+            for layer in range(layers):
+                launcher.put_layer(work, layer)
+                if layer + 1 < layers:
+                    lane.driver.record_event(events[layer], lane.stream)
+            batch.download(lane.driver, batch.status_offset, 4 * batch.pages, lane.stream)
+            if work.digests is not None and not work.compare and batch.digests_offset is not None:
+                size = work.digests.nbytes
+                batch.download(lane.driver, batch.digests_offset, size, lane.stream)
+            lane.driver.write_value(lane.stream, work.staged.device_words, 1)
+            # With the last layer comes what became of all: who waited for it knows.
+            lane.driver.record_event(events[-1], lane.stream)
+            with self._lock:  # in the stream's order
+                self._jobs.append(job)
+                self._changed.notify_all()
+
+    def keep(self, job: DeviceJob) -> None:
+        """The job's memory stays until the controller was reset, and no new job is taken."""
+        self._broken = True
+        with self._lock:
+            self._kept.append(job)
+
+    def _watch(self) -> None:
+        """Looks at the last word of each job; makes no CUDA call."""
+        while not self._closed or self._jobs:  # bounded by close(), which gives up what is left
+            with self._changed:
+                if not self._jobs:
+                    self._changed.wait(0.2)
+                ended = [job for job in self._jobs if job.work.staged.words.moved]
+                self._jobs = [job for job in self._jobs if job not in ended]
+                first = self._jobs[0] if self._jobs else None
+            for job in ended:
+                self._finish(job)
+            if first is None:
+                self._launcher.rest()
+            elif self._launcher.is_overdue(first.work):
+                _log.error("the kernel that moves pages does not answer; its jobs are given up")
+                self._give_up()
+            elif not ended:
+                time.sleep(_LOOK_S)
+
+    def _give_up(self) -> None:
+        """Lets go of every stream that waits for a kernel; what the jobs have is kept."""
+        with self._changed:
+            jobs, self._jobs = self._jobs, []
+        self._broken = True
+        for job in jobs:
+            job.work.staged.words.let_go(STATUS_TIMED_OUT)
+            job.finish(STATUS_TIMED_OUT, is_kept=True)
+
+    def _finish(self, job: DeviceJob) -> None:
+        work = job.work
+        status = work.batch.result(work.batch.status_offset, 4 * work.batch.pages).view(np.uint32)
+        if work.digests is not None and not work.compare and work.batch.digests_offset is not None:
+            found = work.batch.result(work.batch.digests_offset, work.digests.nbytes)
+            work.digests[:] = found.view(np.uint64).reshape(work.digests.shape)
+        job.finish(status.copy(), is_kept=bool((status == STATUS_TIMED_OUT).any()))
+
+    def close(self, timeout_s: float = 10.0) -> None:
+        """Waits for the stream, resets the controller and gives everything back.
+
+        The controller itself stays the caller's.  Raises DeviceTimeout when the stream, a kernel or
+        the reset does not end, CudaError when the context is lost; all memory is then kept.  A
+        second call does nothing.
+        """
+        with self.lane.lock:
+            is_closed, self._closed = self._closed, True
+        if is_closed:
+            return
+        try:
+            is_idle = self.wait_idle(timeout_s)
+            is_stopped = self._launcher.stop(timeout_s)
+            if not is_idle:
+                self._give_up()
+            if not is_stopped or not (is_idle or self.wait_idle(timeout_s)):
+                raise DeviceTimeout(
+                    f"a kernel or a stream of the GPU did not end within {timeout_s:g} s; what it "
+                    "may touch stays reserved until the process ends"
+                )
+            self._thread.join(timeout_s)
+            self._controller.stop()
+            self._controller.reset(timeout_s)
+        except BaseException:
+            self._give_up()
+            keep_for_ever(self)
+            raise
+        for job in self._kept:
+            job.release()
+        self._launcher.close()
+        self.lane.close(timeout_s)
+        self._queues.close()
+        self._tables.close()
+
+
+def split_shares(runs: npt.NDArray[np.void], count: int) -> list[tuple[int, int]]:
+    """(first, number) of each of `count` shares: equally many runs, no slice in two of them."""
+    whole = np.append(np.flatnonzero(runs["skip"] == 0), runs.size)
+    wanted = np.arange(count + 1) * runs.size // count
+    cuts = whole[np.searchsorted(whole, wanted)].tolist()
+    return [(first, last - first) for first, last in itertools.pairwise(cuts)]

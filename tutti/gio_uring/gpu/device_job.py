@@ -1,0 +1,185 @@
+"""One transfer of an engine whose kernels send the commands."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import numpy as np
+
+from tutti.callbacks import Guard
+from tutti.errors import ConfigError, TuttiError
+from tutti.gio_uring.gpu.host_engine import Lane, interrupted, wait_until
+from tutti.gio_uring.gpu.launcher import Work
+from tutti.gio_uring.iocb import U32
+from tutti.gio_uring.nvme_spec import STATUS_CANCELLED
+from tutti.process import Owned, finalize
+
+#: Longest time from a job's last word to its status; the engine's thread looks far more often.
+_SETTLE_S = 5.0
+
+_log = logging.getLogger(__name__)
+
+
+class JobQueue(Protocol):
+    """What a job needs of its engine."""
+
+    lane: Lane
+    guard: Guard
+
+    def enqueue(self, job: DeviceJob) -> None:
+        """Puts a job on the stream."""
+
+    def keep(self, job: DeviceJob) -> None:
+        """The job's memory stays until the controller was reset, and no new job is taken."""
+
+
+class DeviceJob(Owned):
+    """A job whose commands a kernel sends; a `Transfer`.
+
+    page_status is final once the job is done, or the event of its last layer has happened.
+    """
+
+    def __init__(
+        self, queue: JobQueue, work: Work, pages: int, on_released: Callable[[Any], None] | None
+    ) -> None:
+        self.work = work
+        self.is_begun = False  # kernels may have seen it
+        self._page_status: U32 = np.zeros(pages, np.uint32)
+        self._queue = queue
+        self._on_released = on_released
+        self._lock = threading.Lock()
+        self._is_taken = False  # put on the stream, or cancelled before
+        self._events: list[int] = []
+        self._finished = threading.Event()
+        self._failure: TuttiError | None = None
+        self._is_kept = False  # a device may still use its memory
+        finalize(self, queue.lane.give_events, self._events).atexit = False
+
+    @property
+    def page_status(self) -> U32:
+        """uint32 (pages,), 0 or the first NVMe status that a page met."""
+        if not self._finished.is_set() and self.work.staged.words.moved:
+            self._finished.wait(_SETTLE_S)  # the stream is through, the engine's thread not yet
+        return self._page_status
+
+    @property
+    def done(self) -> bool:
+        """Whether every layer is in its place or failed."""
+        return self._finished.is_set()
+
+    @property
+    def _is_released(self) -> bool:
+        return self._finished.is_set() and not self._is_kept
+
+    def is_free(self) -> bool:
+        """Whether staging and tables may be used again."""
+        if self._is_released and self._failure is not None:  # the tables' copy may be under way
+            lane = self._queue.lane
+            return lane.driver.is_stream_done(lane.stream)
+        return self._is_released
+
+    def take_events(self) -> list[int]:
+        """An event for each layer, given back when nobody can wait for them any more."""
+        self._queue.lane.take_events(self.work.layers, self._events)
+        return self._events
+
+    def enqueue(self) -> None:
+        """Puts all layers on the stream, unless the job was cancelled.
+
+        After a CUDA error in the middle kernels may be queued that no event tells of, with
+        commands that nobody takes back: the job fails, and what it had is kept until the
+        controller was reset.  Whoever calls does the same after an interruption.
+        """
+        try:
+            if self._take():
+                self._queue.enqueue(self)
+        except TuttiError as error:
+            _log.exception("a transfer could not be put on the GPU's stream")
+            self._fail(error)
+
+    def abandon(self) -> None:
+        """Ends what an interrupted `submit` left; nobody is called back."""
+        self._on_released = None
+        self._fail(interrupted())
+
+    def _fail(self, error: TuttiError) -> None:
+        self.work.staged.words.let_go(STATUS_CANCELLED)
+        self.finish(STATUS_CANCELLED, is_kept=self.is_begun, failure=error)
+
+    def _take(self) -> bool:
+        with self._lock:
+            is_mine, self._is_taken = not self._is_taken, True
+            return is_mine
+
+    def finish(
+        self, status: int | U32, *, is_kept: bool, failure: TuttiError | None = None
+    ) -> None:
+        """Every layer has its last word; whoever comes first says what became of the job.
+
+        is_kept: a device may still use the job's memory.  failure: what waits raise.
+        """
+        with self._lock:
+            if self._finished.is_set():
+                return
+            self._page_status[:] = status
+            self._failure = failure
+            self._is_kept = is_kept
+            if is_kept:
+                self._queue.keep(self)
+            self._finished.set()
+        if not is_kept:
+            self._tell()
+
+    def release(self) -> None:
+        """The controller was reset and no kernel runs: what was kept is free."""
+        self._is_kept = False
+        self._tell()
+
+    def _tell(self) -> None:
+        callback, self._on_released = self._on_released, None
+        if callback is not None:
+            self._queue.guard.call("a completion callback", callback, self)
+
+    def wait_layers(self, layers: int, timeout_s: float) -> bool:
+        """Waits until `layers` layers were moved or failed.  False after the timeout.
+
+        Raises CudaError when the stream could not be given all of them.
+        """
+        deadline = time.monotonic() + timeout_s
+        words = self.work.staged.words
+        is_there = wait_until(lambda: self.done or words.is_ready(layers - 1), timeout_s)
+        if self._failure is not None:
+            raise self._failure
+        is_good = not any(words.status(layer) for layer in range(layers))
+        # Which pages failed is known at the end alone.
+        left_s = max(0.0, deadline - time.monotonic())
+        return is_there and (is_good or self._finished.wait(left_s))
+
+    def order_stream(self, stream: int, layers: int) -> None:
+        """Lets `stream` wait on the GPU until `layers` layers were moved or failed."""
+        if self._failure is not None or len(self._events) < layers:
+            raise ConfigError("the transfer was cancelled or its gate is closed; start it again")
+        self._queue.lane.driver.stream_wait_event(stream, self._events[layers - 1])
+
+    def wait_released(self, timeout_s: float) -> bool:
+        """Waits until no device touches memory for it.  False after the timeout, or when one may
+        until the engine is closed.
+        """
+        return self._finished.wait(timeout_s) and self._is_released
+
+    def open_gate(self) -> None:
+        """The digests are there: starts the job."""
+        try:
+            self.enqueue()
+        except BaseException:
+            self._fail(interrupted())
+            raise
+
+    def cancel(self) -> None:
+        """Ends a job whose gate is closed; one that runs ends by itself, in bounded time."""
+        if self._take():
+            self.finish(STATUS_CANCELLED, is_kept=False)

@@ -1,0 +1,101 @@
+"""Green contexts: a share of the multiprocessors for kernels that move pages.
+
+A green context is no reservation: kernels of the ordinary context still run on its
+multiprocessors.  Only compute that runs in the other part keeps out of it.
+
+What the device allows is read from the device; a driver that refuses leaves everything in the
+ordinary context, and says why.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from tutti.errors import ConfigError, CudaError, Unsupported
+from tutti.gio_uring.gpu.driver import Driver
+from tutti.process import Owned
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(eq=False)
+class SmPartition(Owned):
+    """Streams that run on some multiprocessors of a device.
+
+    sms: how many; all of the device when `reason` says why there is no partition.
+    """
+
+    driver: Driver
+    sms: int
+    context: int = 0
+    reason: str = ""
+    streams: list[int] = field(default_factory=list)
+
+    @property
+    def is_partition(self) -> bool:
+        """Whether the streams are confined."""
+        return self.context != 0
+
+    def create_stream(self, priority: int = 0) -> int:
+        """A stream of this partition, destroyed with it."""
+        driver = self.driver
+        if self.is_partition:
+            stream = driver.create_green_stream(self.context, priority)
+        else:
+            stream = driver.create_stream(priority)
+        self.streams.append(stream)
+        return stream
+
+    def close(self) -> None:
+        """Destroys streams and context; nothing may be on them.  A second call does nothing."""
+        while self.streams:
+            self.driver.destroy_stream(self.streams.pop())
+        context, self.context = self.context, 0
+        if context:
+            self.driver.destroy_green_context(context)
+
+
+def partition(driver: Driver, sms: int, *, required: bool = False) -> SmPartition:
+    """A partition of at least `sms` multiprocessors, rounded up to what the device splits by.
+
+    Where the driver or the device refuses, the whole device and the reason; with `required`
+    Unsupported.  Raises ConfigError for a number that no split can give.
+    """
+    if sms < 1:
+        raise ConfigError(f"a partition of {sms} multiprocessors; ask for at least 1")
+    try:
+        found = driver.sm_resource()
+    except (CudaError, Unsupported) as error:
+        return _refused(driver, 0, f"the driver has no green contexts: {error}", required)
+    wanted = max(found.minimum, -(-sms // found.granularity) * found.granularity)
+    if wanted >= found.count:
+        raise ConfigError(
+            f"a partition of {sms} multiprocessors takes {wanted} of {found.count} and leaves none;"
+            " ask for fewer"
+        )
+    try:
+        context, count = driver.create_green_context(wanted)
+    except (CudaError, Unsupported) as error:
+        return _refused(driver, found.count, f"the driver refuses the split: {error}", required)
+    return SmPartition(driver, count, context)
+
+
+def _refused(driver: Driver, sms: int, reason: str, required: bool) -> SmPartition:
+    if required:
+        raise Unsupported(f"{reason}; go without a partition, or use a newer driver")
+    _log.warning("no partition of multiprocessors: %s", reason)
+    return SmPartition(driver, sms, reason=reason)
+
+
+def torch_stream(stream: int, device: int = 0) -> object:
+    """The stream as PyTorch's, for `torch.cuda.stream`.  Raises Unsupported without PyTorch."""
+    try:
+        import torch
+    except ImportError as error:
+        raise Unsupported(
+            "PyTorch is not installed; in a clone of this project: pip install '.[cuda]'"
+        ) from error
+    make: Callable[..., object] = torch.cuda.ExternalStream
+    return make(stream, device=torch.device("cuda", device))

@@ -1,0 +1,121 @@
+"""Which kernels do a job's layers, and in which order they are put on a stream.
+
+kernels/device/parameters.cuh says what each kernel does.  `launch` has short ones for every layer,
+`resident` one that stays for its layer; `gpu_persistent` has one that stays for all of them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tutti.gio_uring.gpu.batch import DeviceBatch, launch_layer
+from tutti.gio_uring.gpu.host_engine import Lane, StagedLayers
+from tutti.gio_uring.gpu.modules import Modules
+from tutti.gio_uring.gpu.queues import DeviceQueues
+from tutti.gio_uring.iocb import U64
+from tutti.process import Owned
+
+_WARP = 32
+
+
+@dataclass(frozen=True)
+class Work:
+    """What kernels need of a job until it is over.  timeout_s: of each wait in a kernel."""
+
+    batch: DeviceBatch
+    staged: StagedLayers
+    is_read: bool
+    compare: bool
+    digests: U64 | None
+    timeout_s: float
+
+    @property
+    def layers(self) -> int:
+        """How many there are."""
+        return self.staged.words.layers
+
+
+class Launcher(Owned):
+    """Puts layers on a lane's stream.  What only a kernel that stays needs does nothing here.
+
+    threads: of a block that moves slices.  move_blocks: of the kernel that moves slices.
+    """
+
+    def __init__(
+        self, modules: Modules, queues: DeviceQueues, lane: Lane, threads: int, move_blocks: int
+    ) -> None:
+        self._modules, self._queues = modules, queues
+        self._lane = lane
+        self._threads, self._move_blocks = threads, move_blocks
+
+    def wake(self, layers: int, timeout_s: float) -> None:
+        """Gets ready for a job; under the lane's lock.  DeviceTimeout when that takes too long."""
+
+    def begin(self, work: Work) -> None:
+        """The tables are on the stream; from here on the device may touch memory."""
+
+    def put_layer(self, work: Work, layer: int) -> None:
+        """Puts one layer on the stream: what comes behind it finds the layer moved, or failed."""
+        raise NotImplementedError
+
+    def is_overdue(self, work: Work) -> bool:
+        """Whether no kernel works any more on the job that is the first of all."""
+        return False
+
+    def rest(self) -> None:
+        """Looked in while there is no job; makes no CUDA call."""
+
+    def stop(self, timeout_s: float) -> bool:
+        """Ends what stays.  False when it still runs after the timeout."""
+        return True
+
+    def close(self) -> None:
+        """Gives back what is its own; nothing of it runs."""
+
+    def _launch(self, name: str, work: Work, layer: int, threads: int, publish: int | None) -> None:
+        launch_layer(
+            self._lane.driver,
+            self._modules[f"{name}_{self._queues.ring}"],
+            work.batch,
+            layer,
+            self._lane.stream,
+            self._queues.count,
+            threads=threads,
+            publish=publish,
+        )
+
+
+class ResidentKernels(Launcher):
+    """One kernel a layer, which stays for all of it."""
+
+    def put_layer(self, work: Work, layer: int) -> None:
+        self._launch("gio_resident", work, layer, self._threads, 1)
+
+
+class ShortKernels(Launcher):
+    """A kernel that sends a layer's commands, one that takes their ends, and one that moves."""
+
+    def put_layer(self, work: Work, layer: int) -> None:
+        """Reads are sent a layer ahead where staging has the room."""
+        if not work.is_read:
+            self._move(work, layer, publish=0)
+            self._launch("gio_drain", work, layer, _WARP, 1)
+            return
+        if layer == 0:
+            self._launch("gio_submit", work, 0, _WARP, None)
+        if work.staged.window > 1 and layer + 1 < work.layers:
+            self._launch("gio_submit", work, layer + 1, _WARP, None)
+        self._launch("gio_drain", work, layer, _WARP, 0)
+        self._move(work, layer, publish=1)
+
+    def _move(self, work: Work, layer: int, *, publish: int) -> None:
+        lane, function = self._lane, self._modules["gio_move"]
+        launch_layer(
+            lane.driver,
+            function,
+            work.batch,
+            layer,
+            lane.stream,
+            self._move_blocks,
+            publish=publish,
+        )

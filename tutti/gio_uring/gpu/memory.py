@@ -1,0 +1,202 @@
+"""Host memory that a GPU reaches, and leases of staging memory that recycle without waiting."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from tutti.errors import CapacityError, DeviceTimeout
+from tutti.gio_uring.controller import NativeController
+from tutti.gio_uring.gpu.driver import Driver
+from tutti.gio_uring.memory import DmaRegion, HostBuffer, address_of
+from tutti.process import Owned
+from tutti.units import format_nbytes
+
+ALIGNMENT = 4096
+_LOOK_S = 0.0002
+
+_STUCK: list[object] = []
+
+
+def keep_for_ever(owner: object) -> None:
+    """Keeps an object and its memory until the process ends: a device may still use it."""
+    _STUCK.append(owner)
+
+
+class PinnedMemory(Owned):
+    """Host memory registered with the driver; memory that is registered already is accepted.
+
+    `address` is the host's, `device_address` the device's.  Holds the buffer.
+    """
+
+    def __init__(self, driver: Driver, buffer: Any) -> None:
+        self.buffer = buffer
+        self.address, self.nbytes = address_of(buffer)
+        self._driver = driver
+        self._is_mine = driver.register_host(self.address, self.nbytes)
+        self.device_address = driver.device_address(self.address)
+
+    def to_device(self, address: int) -> int:
+        """Where the device finds a host address of this memory."""
+        assert self.address <= address < self.address + self.nbytes, "an address in this memory"
+        return self.device_address + address - self.address
+
+    def close(self) -> None:
+        """Unpins it if it was pinned here; a second call does nothing."""
+        is_mine, self._is_mine = self._is_mine, False
+        if is_mine:
+            self._driver.unregister_host(self.address)
+
+
+@dataclass(eq=False)
+class Hold:
+    """Says when the parts that one transfer took come back.
+
+    Made before the first of them, so that whatever interrupts a transfer's start can decide on all.
+    is_free: whether nobody touches them any more.  owner: what keeps the memory mapped.
+    """
+
+    owner: object = None
+    is_free: Callable[[], bool] = lambda: False
+
+
+@dataclass(frozen=True)
+class Lease:
+    """A part of a stretch of memory, until its hold says that nobody touches it any more."""
+
+    address: int
+    nbytes: int
+    hold: Hold
+
+
+class Arena:
+    """A stretch of memory handed out in parts.
+
+    A part comes back when nobody uses it any more, which is looked up when the next one is asked
+    for: no callback, and no CUDA call on anybody else's thread.
+    """
+
+    def __init__(self, address: int, nbytes: int, what: str) -> None:
+        self.address = address
+        self.nbytes = nbytes
+        self._what = what
+        self._lock = threading.Lock()
+        self._leases: list[Lease] = []  # by address
+
+    def lease(self, nbytes: int, timeout_s: float, hold: Hold) -> Lease:
+        """A part of `nbytes`; waits until there is one.
+
+        Raises CapacityError when there can never be one, DeviceTimeout after the timeout.
+        """
+        nbytes = -(-nbytes // ALIGNMENT) * ALIGNMENT
+        if nbytes > self.nbytes:
+            raise CapacityError(
+                f"{format_nbytes(nbytes)} of {self._what} are needed at once, there are "
+                f"{format_nbytes(self.nbytes)}; give the GPU engine more, or move fewer pages"
+            )
+        deadline = time.monotonic() + timeout_s
+        lease = self._try(nbytes, hold)
+        while lease is None:
+            if time.monotonic() > deadline:
+                raise DeviceTimeout(
+                    f"no {format_nbytes(nbytes)} of {self._what} came free within {timeout_s:g} s; "
+                    "try again, or give the GPU engine more"
+                )
+            time.sleep(_LOOK_S)
+            lease = self._try(nbytes, hold)
+        return lease
+
+    def _try(self, nbytes: int, hold: Hold) -> Lease | None:
+        """The first gap that is long enough."""
+        with self._lock:
+            self._leases = [lease for lease in self._leases if not lease.hold.is_free()]
+            start = self.address
+            for place, lease in enumerate(self._leases):
+                if lease.address - start >= nbytes:
+                    return self._insert(place, Lease(start, nbytes, hold))
+                start = lease.address + lease.nbytes
+            if self.address + self.nbytes - start >= nbytes:
+                return self._insert(len(self._leases), Lease(start, nbytes, hold))
+            return None
+
+    def _insert(self, place: int, lease: Lease) -> Lease:
+        self._leases.insert(place, lease)
+        return lease
+
+    @property
+    def in_use(self) -> int:
+        """How many parts are handed out."""
+        with self._lock:
+            self._leases = [lease for lease in self._leases if not lease.hold.is_free()]
+            return len(self._leases)
+
+
+class Staging(Owned):
+    """Pinned memory, on hugepages where it can be, that a controller may know too, in parts."""
+
+    def __init__(self, driver: Driver, controller: NativeController | None, nbytes: int) -> None:
+        self.nbytes = nbytes
+        self._buffer = HostBuffer(nbytes)
+        self._region: DmaRegion | None = None
+        if controller is not None:
+            self._region = controller.register(self._buffer)
+        try:
+            self.pinned = PinnedMemory(driver, self._buffer)
+        except BaseException:
+            self._unregister()
+            raise
+        self.arena = Arena(self.pinned.address, nbytes, "staging")
+
+    def close(self) -> None:
+        """Gives the memory back; nobody may use it any more."""
+        self.pinned.close()
+        self._unregister()
+
+    def _unregister(self) -> None:
+        if self._region is not None:
+            self._region.close()
+
+
+@dataclass(frozen=True)
+class Tables:
+    """One job's tables: written at `address` in pinned memory, used at `device_address`."""
+
+    host: Lease
+    device: Lease
+    to_device: int  # from the pinned address to where the device finds it
+
+
+class TableMemory(Owned):
+    """Memory for the tables of kernels: pinned to write them in, on the device to use them in.
+
+    All of it is allocated at the start: allocating while a kernel waits may wait for the kernel.
+    """
+
+    def __init__(self, driver: Driver, nbytes: int) -> None:
+        self._driver = driver
+        self._staging = Staging(driver, None, nbytes)
+        self._device = driver.allocate(nbytes)
+        self._arena = Arena(self._device, nbytes, "memory for tables")
+
+    def lease(self, nbytes: int, timeout_s: float, hold: Hold) -> Tables:
+        """Room for `nbytes` on both sides; raises as `Arena.lease`.
+
+        With the second refused the first is the hold's all the same.
+        """
+        host = self._staging.arena.lease(nbytes, timeout_s, hold)
+        device = self._arena.lease(nbytes, timeout_s, hold)
+        pinned = self._staging.pinned
+        return Tables(host, device, pinned.device_address - pinned.address)
+
+    def upload(self, tables: Tables, nbytes: int, stream: int) -> None:
+        """Enqueues the copy of what was written."""
+        source = tables.host.address + tables.to_device
+        self._driver.copy(tables.device.address, source, nbytes, stream)
+
+    def close(self) -> None:
+        """Gives everything back; no kernel may use it any more."""
+        self._staging.close()
+        self._driver.free(self._device)

@@ -1,0 +1,152 @@
+"""Movers: from pinned staging to pages in GPU memory and back, one layer at a time.
+
+Staging holds slices one after another; a slice's segments are consecutive there and scattered in
+GPU memory.  Which bytes go where is worked out once per batch, and for each layer only the bases
+are added.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from tutti.errors import Unsupported
+from tutti.gio_uring.gpu.driver import Driver
+from tutti.gio_uring.gpu.memory import Hold
+from tutti.gio_uring.iocb import PagedMemory
+
+U32 = npt.NDArray[np.uint32]
+U64 = npt.NDArray[np.uint64]
+
+
+@dataclass(frozen=True)
+class Shipment:
+    """What a mover moves for one job.
+
+    pages: uint32 (n,).  paged: where they are in GPU memory.  staged: uint64 (layers,), where the
+    device finds the first slice of each layer in staging.  stride_nbytes: from slice to slice.
+    to_pages: out of staging (a read), or into it (a write).  hold: of what copies need beside.
+    """
+
+    pages: U32
+    paged: PagedMemory
+    staged: U64
+    stride_nbytes: int
+    to_pages: bool
+    hold: Hold
+
+
+class Cargo(Protocol):
+    """A shipment made ready."""
+
+    def move(self, layer: int, stream: int) -> None:
+        """Enqueues the copies of one layer."""
+
+
+class Mover(Protocol):
+    """Moves shipments."""
+
+    @property
+    def name(self) -> str:
+        """For results and messages."""
+
+    def prepare(self, shipment: Shipment) -> Cargo:
+        """Does for all layers what is the same for each."""
+
+
+class Fragments:
+    """The copies of a shipment as contiguous stretches, (n,) of each column, for every layer."""
+
+    def __init__(self, shipment: Shipment) -> None:
+        paged = shipment.paged
+        index = np.arange(shipment.pages.size, dtype=np.uint64)
+        starts = np.cumsum(paged.segment_nbytes) - paged.segment_nbytes
+        columns: list[tuple[U64, U64, U64, npt.NDArray[np.intp]]] = []
+        for k, nbytes in enumerate(paged.segment_nbytes):
+            there = shipment.pages.astype(np.uint64) * np.uint64(paged.stride_nbytes[k])
+            here = index * np.uint64(shipment.stride_nbytes) + np.uint64(starts[k])
+            columns.append(_joined(there, here, nbytes, k))
+        self._shipment = shipment
+        self._there: U64 = np.concatenate([column[0] for column in columns])
+        self._here: U64 = np.concatenate([column[1] for column in columns])
+        self.nbytes: U64 = np.concatenate([column[2] for column in columns])
+        self._segment = np.concatenate([column[3] for column in columns])
+
+    def at(self, layer: int) -> tuple[U64, U64]:
+        """(targets, sources) of one layer."""
+        shipment = self._shipment
+        there = shipment.paged.bases[layer][self._segment] + self._there
+        here = shipment.staged[layer] + self._here
+        return (there, here) if shipment.to_pages else (here, there)
+
+
+def _joined(
+    there: U64, here: U64, nbytes: int, k: int
+) -> tuple[U64, U64, U64, npt.NDArray[np.intp]]:
+    """One segment of all pages, neighbours on both sides joined into one copy."""
+    step = np.uint64(nbytes)
+    follows = (np.diff(there) == step) & (np.diff(here) == step)
+    first = np.flatnonzero(np.concatenate(([True], ~follows)))
+    counts = np.diff(np.concatenate((first, [there.size]))).astype(np.uint64)
+    return there[first], here[first], counts * step, np.full(first.size, k)
+
+
+class _Copies:
+    """Copies that need no more than their fragments, which the driver has once it was called."""
+
+    def __init__(self, driver: Driver, fragments: Fragments) -> None:
+        self._driver, self._fragments = driver, fragments
+
+
+class _BatchCopies(_Copies):
+    def move(self, layer: int, stream: int) -> None:
+        targets, sources = self._fragments.at(layer)
+        self._driver.copy_batch(targets, sources, self._fragments.nbytes, stream)
+
+
+class _SingleCopies(_Copies):
+    def move(self, layer: int, stream: int) -> None:
+        targets, sources = self._fragments.at(layer)
+        columns = (targets.tolist(), sources.tolist(), self._fragments.nbytes.tolist())
+        for target, source, nbytes in zip(*columns, strict=True):
+            self._driver.copy(target, source, nbytes, stream)
+
+
+class BatchCopyMover:
+    """Copy engines, all fragments of a layer in one call of cuMemcpyBatchAsync; no SM is used.
+
+    Raises Unsupported where the driver lacks the call.
+    """
+
+    name = "copy-batch"
+
+    def __init__(self, driver: Driver) -> None:
+        if not driver.has_copy_batch:
+            raise Unsupported(
+                "the driver has no cuMemcpyBatchAsync of CUDA 13.0; use the mover 'copy', or a "
+                "newer driver"
+            )
+        self._driver = driver
+
+    def prepare(self, shipment: Shipment) -> Cargo:
+        return _BatchCopies(self._driver, Fragments(shipment))
+
+
+class CopyMover:
+    """Copy engines, one cuMemcpyAsync for each fragment."""
+
+    name = "copy"
+
+    def __init__(self, driver: Driver) -> None:
+        self._driver = driver
+
+    def prepare(self, shipment: Shipment) -> Cargo:
+        return _SingleCopies(self._driver, Fragments(shipment))
+
+
+def choose_mover(driver: Driver) -> Mover:
+    """The copy engines, by the best call that the driver has."""
+    return BatchCopyMover(driver) if driver.has_copy_batch else CopyMover(driver)

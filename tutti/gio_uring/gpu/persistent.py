@@ -1,0 +1,191 @@
+"""One kernel that stays across layers and jobs: the engine `persistent`.
+
+It is launched when the engine opens, and told to end after a time without jobs; the next job
+launches it again.  Work goes to it through pinned words, each with one writer:
+
+    posts, stop   the host's        posted     the lane's stream, after the tables were copied
+    consumed[b]   block b's         a layer's  the kernel's, and the host's once that is overdue
+
+The lane's stream waits for the layers' words as that of `HostEngine` does.  Nothing is ever put
+behind the kernel on its own stream.  docs/gpu.md says what must not be called while it runs.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import time
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from tutti.errors import ConfigError, DeviceTimeout
+from tutti.gio_uring.gpu.host_engine import Lane, wait_until
+from tutti.gio_uring.gpu.launcher import Launcher, Work
+from tutti.gio_uring.gpu.memory import Hold, TableMemory
+from tutti.gio_uring.gpu.modules import Modules
+from tutti.gio_uring.gpu.parameters import MailboxStruct, PostStruct
+from tutti.gio_uring.gpu.queues import DeviceQueues
+from tutti.gio_uring.memory import view_at
+from tutti.process import finalize
+
+#: Places for posts, one for each layer of a job; a power of two.
+CAPACITY = 1024
+#: A kernel whose host is gone ends by itself; a host that lives tells it to, long before.
+_IDLE_TIMEOUT_S = 3600.0
+#: What a layer may take beside its commands: moving its slices.
+_GRACE_S = 5.0
+_TABLE_TIMEOUT_S = 10.0
+_LINE_NBYTES = 128
+_POSTED, _STOP, _CONSUMED = (n * _LINE_NBYTES for n in (1, 2, 3))
+_MASK = 0xFFFFFFFF
+_POST = np.dtype([("batch", "<u8"), ("layer", "<u4"), ("publish", "<u4")])
+assert _POST.itemsize == ctypes.sizeof(PostStruct), "layout shared with the kernels"
+
+
+class PersistentKernel(Launcher):
+    """The kernel, its mailbox and its stream.
+
+    stream: for the kernel alone, such as a green context's; by default one of its own.
+    rest_s: time without a job after which the kernel is told to end.
+    """
+
+    def __init__(
+        self,
+        modules: Modules,
+        queues: DeviceQueues,
+        lane: Lane,
+        threads: int,
+        tables: TableMemory,
+        stream: int | None,
+        rest_s: float,
+    ) -> None:
+        if os.environ.get("CUDA_LAUNCH_BLOCKING") == "1":
+            raise ConfigError(
+                "CUDA_LAUNCH_BLOCKING=1 waits for every kernel, and this one stays; unset it, or "
+                "use another engine"
+            )
+        super().__init__(modules, queues, lane, threads, 0)
+        self._driver = driver = lane.driver
+        self._function = modules[f"gio_persistent_{queues.ring}"]
+        posts = -(-(_CONSUMED + 4 * queues.count) // _LINE_NBYTES) * _LINE_NBYTES
+        place = tables.lease(posts + CAPACITY * _POST.itemsize, _TABLE_TIMEOUT_S, Hold())
+        self._pinned = pinned = place.host.address + place.to_device
+        memory = view_at(place.host.address, place.host.nbytes)
+        memory[:] = 0
+        words: npt.NDArray[np.uint32] = memory.view(np.uint32)
+        self._posted_word = words[_POSTED // 4 :][:1]
+        self._stop_word = words[_STOP // 4 :][:1]
+        self._consumed = words[_CONSUMED // 4 :][: queues.count]
+        self._posts: Any = memory[posts:][: CAPACITY * _POST.itemsize].view(_POST)
+        box = MailboxStruct(
+            posts=pinned + posts,
+            posted=pinned + _POSTED,
+            stop=pinned + _STOP,
+            consumed=pinned + _CONSUMED,
+            idle_timeout_ns=int(_IDLE_TIMEOUT_S * 1e9),
+            capacity=CAPACITY,
+        )
+        nbytes = ctypes.sizeof(box)
+        memory[:nbytes] = np.frombuffer(box, np.uint8)  # type: ignore[call-overload]
+        self._address = place.device.address
+        self._own_stream = stream is None
+        self._stream = driver.create_stream() if stream is None else stream
+        tables.upload(place, nbytes, self._stream)
+        self._rest_s = rest_s
+        self._posted = 0
+        self._is_running = False
+        self._quiet_since_s = time.monotonic()
+        self._progress: tuple[int, ...] = ()
+        self._progress_s = 0.0
+        # A process that ends without close: the kernel ends too.
+        self._finalizer = finalize(self, _store_stop, self._stop_word, tables)
+        self.wake(0, _TABLE_TIMEOUT_S)
+
+    def wake(self, layers: int, timeout_s: float) -> None:
+        if layers > CAPACITY:
+            raise ConfigError(
+                f"the engine persistent takes {CAPACITY} layers at once, not {layers}; use "
+                "another engine"
+            )
+        self._quiet_since_s = time.monotonic()
+        if not self._is_running:
+            if not wait_until(lambda: self._driver.is_stream_done(self._stream), timeout_s):
+                raise DeviceTimeout(
+                    f"the kernel that was told to end still runs after {timeout_s:g} s; close the "
+                    "engine"
+                )
+            self._stop_word[0] = 0
+            arguments = [(self._address, ctypes.c_void_p)]
+            count, threads = self._queues.count, self._threads
+            try:
+                self._driver.launch(self._function, count, threads, arguments, self._stream)
+                self._is_running = True
+            except BaseException:  # interrupted: it may run
+                self._stop_word[0] = 1
+                self._is_running = False
+                raise
+        if not wait_until(lambda: self._outstanding() + layers <= CAPACITY, timeout_s):
+            raise DeviceTimeout(
+                f"the kernel took no work for {timeout_s:g} s; is the GPU busy? close the engine"
+            )
+
+    def _outstanding(self) -> int:
+        """Posts that the slowest block is not done with."""
+        return int(((self._posted - self._consumed.astype(np.int64)) & _MASK).max())
+
+    def begin(self, work: Work) -> None:
+        for layer in range(work.layers):
+            place = (self._posted + layer) % CAPACITY
+            self._posts[place] = (work.batch.address, layer, 1)
+        posted = (self._posted + work.layers) & _MASK
+        # The stream stores it behind the copy of the tables, and behind what it follows.
+        self._driver.write_value(self._lane.stream, self._pinned + _POSTED, posted)
+        self._posted = posted
+
+    def put_layer(self, work: Work, layer: int) -> None:
+        words = work.staged.device_words + work.staged.words.ready_offset(layer)
+        self._driver.wait_value(self._lane.stream, words, 1)
+
+    def is_overdue(self, work: Work) -> bool:
+        """The clock runs while a post lies there, and begins again with whatever the kernel does.
+
+        A layer ends within the job's own timeout; only a kernel that does not run is later.
+        """
+        posted, consumed = int(self._posted_word[0]), self._consumed.tolist()
+        progress, now_s = (id(work), posted, *consumed), time.monotonic()
+        self._quiet_since_s = now_s
+        if progress != self._progress or all(done == posted for done in consumed):
+            self._progress, self._progress_s = progress, now_s
+        return now_s - self._progress_s > work.timeout_s + _GRACE_S
+
+    def rest(self) -> None:
+        now_s = time.monotonic()
+        if not self._is_running or self._outstanding():
+            self._quiet_since_s = now_s
+        # Whoever holds the lock is about to post.
+        if now_s - self._quiet_since_s < self._rest_s or not self._lane.lock.acquire(
+            blocking=False
+        ):
+            return
+        try:
+            if self._is_running and not self._outstanding():
+                self._stop_word[0] = 1
+                self._is_running = False
+        finally:
+            self._lane.lock.release()
+
+    def stop(self, timeout_s: float) -> bool:
+        self._stop_word[0] = 1
+        return wait_until(lambda: self._driver.is_stream_done(self._stream), timeout_s)
+
+    def close(self) -> None:
+        self._finalizer.detach()
+        if self._own_stream:
+            self._driver.destroy_stream(self._stream)
+
+
+def _store_stop(word: npt.NDArray[np.uint32], tables: TableMemory) -> None:
+    """tables: whose memory the word lies in."""
+    word[0] = 1

@@ -1,0 +1,1 @@
+"""What the bytes on a medium mean; no I/O."""

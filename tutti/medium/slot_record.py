@@ -1,0 +1,163 @@
+"""Slot records: what is said on the medium about each slot (docs/format.md, section 3).
+
+All functions work on arrays of records; a record is never trusted before `check_records`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from tutti import native
+from tutti.medium.geometry import BLOCK_NBYTES, FORMAT_VERSION, LAYERS_MAX, Slots
+
+Records = npt.NDArray[np.void]
+
+
+def block_dtype(
+    fields: Sequence[tuple[int, str, Any]], itemsize: int = BLOCK_NBYTES
+) -> np.dtype[np.void]:
+    """A structured dtype from (offset, name, format); blocks end in their CRC."""
+    if itemsize == BLOCK_NBYTES:
+        fields = [*fields, (BLOCK_NBYTES - 4, "crc", "<u4")]
+    offsets, names, formats = zip(*fields, strict=True)
+    return np.dtype({"names": names, "formats": formats, "offsets": offsets, "itemsize": itemsize})
+
+
+RECORD_DTYPE = block_dtype(
+    [
+        (0, "magic", "<u4"),
+        (4, "version", "<u2"),
+        (6, "state", "<u2"),
+        (8, "pool_uuid", ("u1", 16)),
+        (24, "slot", "<u8"),
+        (32, "sequence", "<u8"),
+        (40, "epoch", "<u8"),
+        (48, "key", ("u1", 16)),
+        (64, "parent", ("u1", 16)),
+        (80, "fingerprint", ("u1", 16)),
+        (96, "tenant", "<u8"),
+        (104, "member", "<u4"),
+        (108, "depth", "<u4"),
+        (112, "access_64s", "<u4"),
+        (116, "layers", "<u4"),
+        (120, "flags", "<u4"),
+        (128, "digests", ("<u8", LAYERS_MAX)),
+    ]
+)
+RECORD_MAGIC = int.from_bytes(b"TREC", "little")
+FLAG_DIGESTS = 1
+COUNTER_MAX = 2**63 - 1  # of generations and sequence numbers: half of what fits, never reached
+
+
+class RecordState(IntEnum):
+    """`state` of a slot record; STALE and FOREIGN are verdicts of `check_records`, never stored."""
+
+    EMPTY = 0
+    READY = 1
+    VOID = 2
+    QUARANTINED = 3
+    STALE = 4
+    FOREIGN = 5
+
+
+@dataclass(frozen=True)
+class RecordIdentity:
+    """What every record of one member has in common."""
+
+    pool_uuid: bytes
+    member: int
+    epoch: int
+    fingerprint: bytes
+    layers: int
+
+
+def access_64s(unix_ns: int) -> int:
+    """Wall time in the unit of records and snapshots: 64 s, enough until the year 10,000."""
+    return min(unix_ns // 64_000_000_000, 2**32 - 1)
+
+
+def empty_records(n: int) -> Records:
+    """Make n records of zeros, which read as empty."""
+    return np.zeros(n, RECORD_DTYPE)
+
+
+def fill_records(
+    records: Records,
+    identity: RecordIdentity,
+    *,
+    state: RecordState,
+    slots: Slots,
+    sequences: npt.ArrayLike,
+    keys: npt.NDArray[np.uint8] | None = None,
+    parents: npt.NDArray[np.uint8] | None = None,
+    depths: npt.ArrayLike = 0,
+    access_64s: npt.ArrayLike = 0,
+    tenant: npt.ArrayLike = 0,
+    digests: npt.NDArray[np.uint64] | None = None,
+) -> None:
+    """Overwrite `records` (n, of RECORD_DTYPE, C-contiguous, e.g. a view of staging) and seal them.
+
+    `slots` are member-local, `keys` and `parents` (n, 16), `digests` (n, layers); what is an
+    ArrayLike may be one value for all. Missing keys and parents are zeros.
+    """
+    assert state in (RecordState.READY, RecordState.VOID, RecordState.QUARANTINED)
+    records.view(np.uint8)[:] = 0
+    records["magic"] = RECORD_MAGIC
+    records["version"] = FORMAT_VERSION
+    records["state"] = state
+    records["pool_uuid"] = octets(identity.pool_uuid)
+    records["fingerprint"] = octets(identity.fingerprint)
+    records["member"] = identity.member
+    records["epoch"] = identity.epoch
+    records["layers"] = identity.layers
+    records["slot"] = slots
+    records["sequence"] = sequences
+    records["depth"] = depths
+    records["access_64s"] = access_64s
+    records["tenant"] = tenant
+    if keys is not None:
+        records["key"] = keys
+    if parents is not None:
+        records["parent"] = parents
+    if digests is not None:
+        assert digests.shape == (len(records), identity.layers)
+        records["flags"] = FLAG_DIGESTS
+        records["digests"][:, : identity.layers] = digests
+    native.records_seal(records)
+
+
+def check_records(
+    records: Records, slots: Slots, identity: RecordIdentity
+) -> npt.NDArray[np.uint8]:
+    """What each record, read from the place of member-local `slots`, is: a RecordState (n,) uint8.
+
+    Never raises for bytes; the order of the verdicts is that of docs/format.md, section 3.
+    """
+    state = records["state"]
+    ours = (
+        (records["version"] == FORMAT_VERSION)
+        & (records["pool_uuid"] == octets(identity.pool_uuid)).all(axis=1)
+        & (records["member"] == identity.member)
+        & (records["slot"] == np.asarray(slots, np.uint64))
+        & (records["fingerprint"] == octets(identity.fingerprint)).all(axis=1)
+        & (records["layers"] == identity.layers)
+        & (state <= RecordState.QUARANTINED)
+        & (records["sequence"] <= COUNTER_MAX)
+    )
+    current = (records["epoch"] == np.uint64(identity.epoch)) | (state == RecordState.QUARANTINED)
+    written = (records["magic"] == RECORD_MAGIC) & (state != RecordState.EMPTY)
+    verdicts = np.where(current, state, RecordState.STALE)
+    verdicts = np.where(ours, verdicts, RecordState.FOREIGN)
+    intact = written & native.records_check(records)
+    return np.where(intact, verdicts, RecordState.EMPTY).astype(np.uint8)
+
+
+def octets(raw: bytes) -> npt.NDArray[np.uint8]:
+    """Bytes as an array, for comparison with and assignment to a field."""
+    return np.frombuffer(raw, np.uint8)

@@ -1,0 +1,152 @@
+"""Engine memory on a GPU: pages of KV in tensors that a `HostEngine` or its siblings move.
+
+gpu = HostEngine(CudaDriver(), store.engine)
+store.attach(gpu)
+pool = store.register(DevicePool.from_layers(layout, tensors, pages, gpu=gpu))
+pool.follow(torch.cuda.current_stream().cuda_stream)
+ticket = store.load(keys, pages, pool=pool)
+ticket.order_stream(torch.cuda.current_stream().cuda_stream, layer)
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, Protocol, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from tutti.errors import ConfigError, DeviceTimeout, Unsupported
+from tutti.gio_uring.gpu.driver import Driver
+from tutti.gio_uring.memory import HostBuffer
+from tutti.medium.layout import KVLayout
+from tutti.memory.host_memory import HostPool
+
+_COPY_TIMEOUT_S = 30.0
+
+
+class GpuEngine(Protocol):
+    """What a pool needs of the engine that moves its pages."""
+
+    driver: Driver
+
+    def follow(self, stream: int) -> None:
+        """Later transfers touch pages only after what is on `stream` by now."""
+
+    def wait_idle(self, timeout_s: float) -> bool:
+        """Waits until nothing moves any more."""
+
+    @property
+    def submit(self) -> Callable[..., Any]:
+        """See `tutti.gio_uring.gpu.transfer.Submitter`."""
+
+
+class DevicePool(HostPool):
+    """Numbered pages of one KV layout in GPU memory.
+
+    Addresses are the GPU's, so no controller is told of them; `gpu` moves the pages through its
+    staging.  Tensors are anything with `data_ptr()`, or (address, nbytes) pairs.
+    """
+
+    def __init__(self, pool: HostPool, gpu: GpuEngine) -> None:
+        memory = replace(pool.memory, path=gpu)
+        super().__init__(pool.layout, memory, (), pool.owner)
+        self.gpu = gpu
+
+    @property
+    def nbytes(self) -> int:
+        """Size of all pages."""
+        return self.pages * self.layout.object_nbytes
+
+    @classmethod
+    def from_buffer(
+        cls,
+        layout: KVLayout,
+        buffer: Any,
+        pages: int,
+        *,
+        order: str | None = None,
+        gpu: GpuEngine | None = None,
+    ) -> Self:
+        """A pool in one tensor; see HostPool.from_buffer."""
+        return cls(HostPool.from_buffer(layout, buffer, pages, order=order), _required(gpu))
+
+    @classmethod
+    def from_layers(
+        cls,
+        layout: KVLayout,
+        buffers: Sequence[Sequence[Any]],
+        pages: int,
+        *,
+        gpu: GpuEngine | None = None,
+    ) -> Self:
+        """A pool in one tensor per layer and segment; see HostPool.from_layers."""
+        return cls(HostPool.from_layers(layout, buffers, pages), _required(gpu))
+
+    @classmethod
+    def allocate(
+        cls,
+        layout: KVLayout,
+        pages: int,
+        *,
+        order: str | None = None,
+        hugepages: bool = True,
+    ) -> Self:
+        """Engines allocate their own GPU memory.  Raises Unsupported."""
+        raise Unsupported("allocate a CUDA tensor and give it to DevicePool.from_buffer")
+
+    def follow(self, stream: int) -> None:
+        """Puts and loads from now on touch pages only after what is on `stream` by now: the
+        kernels that fill pages before a put, or that still read them before a load.
+        """
+        self.gpu.follow(stream)
+
+    def wait_idle(self, timeout_s: float) -> bool:
+        return self.gpu.wait_idle(timeout_s)
+
+    def segment(self, page: int, layer: int, k: int) -> npt.NDArray[np.uint8]:
+        """GPU memory has no view on the host.  Raises Unsupported; see `read`."""
+        raise Unsupported("a page in GPU memory has no view; use read() and write()")
+
+    def read(self, page: int) -> bytes:
+        """All bytes of a page, as HostPool.read.  Waits for a copy: for tests and tools."""
+        buffer = HostBuffer(self.layout.object_nbytes, hugepages=False)
+        self._copy(page, buffer.address, to_page=False)
+        return buffer.array.tobytes()
+
+    def write(self, page: int, content: bytes | npt.NDArray[np.uint8]) -> None:
+        """Fills a page, as HostPool.write.  Waits for a copy: for tests and tools."""
+        source = np.frombuffer(content, np.uint8)
+        if source.size != self.layout.object_nbytes:
+            raise ConfigError(f"a page has {self.layout.object_nbytes} bytes, not {source.size}")
+        buffer = HostBuffer(source.size, hugepages=False)
+        buffer.array[:] = source
+        self._copy(page, buffer.address, to_page=True)
+
+    def _copy(self, page: int, host: int, *, to_page: bool) -> None:
+        """Moves one page from or to host memory that nobody else uses, and waits."""
+        driver, memory = self.gpu.driver, self.memory
+        (number,) = memory.check_pages([page]).tolist()
+        stream = driver.create_stream()
+        try:
+            for layer in range(self.layout.layers):
+                for k, nbytes in enumerate(self.layout.segments):
+                    there = int(memory.bases[layer, k]) + number * memory.stride_nbytes[k]
+                    target, source = (there, host) if to_page else (host, there)
+                    driver.copy(target, source, nbytes, stream)
+                    host += nbytes
+            deadline = time.monotonic() + _COPY_TIMEOUT_S
+            while not driver.is_stream_done(stream):
+                if time.monotonic() > deadline:
+                    raise DeviceTimeout("the GPU did not copy a page in time; is it busy?")
+                time.sleep(0.0001)
+        finally:
+            driver.destroy_stream(stream)
+
+
+def _required(gpu: GpuEngine | None) -> GpuEngine:
+    if gpu is None:
+        raise ConfigError("a pool in GPU memory needs gpu=, the engine that moves its pages")
+    return gpu

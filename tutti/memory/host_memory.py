@@ -1,0 +1,183 @@
+"""Engine memory in host DRAM: pages of KV in one of the orders that engines use.
+
+A pool only describes memory; ``ObjectStore.register`` makes it known to the controller.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from tutti.errors import ConfigError, PageRangeError
+from tutti.gio_uring.iocb import PagedMemory
+from tutti.gio_uring.memory import HostBuffer, address_of, view_at
+from tutti.medium.layout import KVLayout
+from tutti.process import Owned
+
+#: Orders of one buffer.  The letters name the axes from the slowest to the fastest: segment (K, V
+#: or the latent), layer, page, token.
+LAYER_FIRST = "layer_first"  # [segment][layer][page]
+PAGE_FIRST_DIRECT = "page_first_direct"  # [segment][page][layer]
+PAGE_FIRST = "page_first"  # [segment][page][token][layer]: the layout is token_major()
+ORDERS = (LAYER_FIRST, PAGE_FIRST_DIRECT, PAGE_FIRST)
+
+
+class HostPool(Owned):
+    """Numbered pages of one KV layout in registered memory.
+
+    memory: where segment k of page p in layer l lies (see PagedMemory).
+    buffers: the (address, nbytes) ranges to register.
+    """
+
+    def __init__(
+        self, layout: KVLayout, memory: PagedMemory, buffers: Sequence[tuple[int, int]], owner: Any
+    ) -> None:
+        self.layout = layout
+        self.memory = memory
+        self.buffers = tuple(buffers)
+        self.owner = owner  # keeps the memory alive
+
+    @property
+    def pages(self) -> int:
+        """How many pages the pool has."""
+        return self.memory.pages
+
+    @property
+    def nbytes(self) -> int:
+        """Size of all buffers."""
+        return sum(nbytes for _, nbytes in self.buffers)
+
+    @classmethod
+    def allocate(
+        cls,
+        layout: KVLayout,
+        pages: int,
+        *,
+        order: str | None = None,
+        hugepages: bool = True,
+    ) -> HostPool:
+        """A pool in fresh memory, on hugepages where the machine gives them.
+
+        hugepages: False asks for ordinary pages, which cost the device a descriptor each.
+        Raises ConfigError for an unknown order or no pages.
+        """
+        _check_pages(pages)
+        buffer = HostBuffer(pages * layout.object_nbytes, hugepages=hugepages)
+        return cls.from_buffer(layout, buffer, pages, order=order)
+
+    @classmethod
+    def from_buffer(
+        cls, layout: KVLayout, buffer: Any, pages: int, *, order: str | None = None
+    ) -> HostPool:
+        """A pool in one buffer: a numpy array, anything with ``data_ptr`` (torch), shared memory,
+        a writable buffer, or an (address, nbytes) pair whose memory the caller keeps alive.
+
+        order: LAYER_FIRST (default) or PAGE_FIRST_DIRECT; token-major layouts are PAGE_FIRST.
+        The segments follow one another, each as one array in that order.
+        Raises ConfigError for no pages, and when the buffer is too small, read-only or not
+        contiguous.
+        """
+        order = _check_order(layout, order)
+        _check_pages(pages)
+        base, nbytes = address_of(buffer)
+        need = pages * layout.object_nbytes
+        if nbytes < need:
+            raise ConfigError(
+                f"{pages} pages of {layout.object_nbytes} bytes need {need} bytes, the buffer has "
+                f"{nbytes}; give a larger buffer or fewer pages"
+            )
+        layers = layout.layers
+        segments = np.array(layout.segments, np.uint64)
+        starts = base + (np.cumsum(segments) - segments) * np.uint64(layers * pages)
+        step = segments if order == PAGE_FIRST_DIRECT else segments * np.uint64(pages)
+        bases = starts[None, :] + np.arange(layers, dtype=np.uint64)[:, None] * step[None, :]
+        scale = layers if order == PAGE_FIRST_DIRECT else 1
+        strides = tuple(int(segment) * scale for segment in layout.segments)
+        memory = PagedMemory(bases.astype(np.uint64), strides, layout.segments, pages, buffer)
+        return cls(layout, memory, [(base, need)], buffer)
+
+    @classmethod
+    def from_layers(
+        cls, layout: KVLayout, buffers: Sequence[Sequence[Any]], pages: int
+    ) -> HostPool:
+        """A pool in one buffer per layer and segment: ``buffers[layer][segment]``, page after page,
+        as engines keep their KV.  Raises ConfigError for no pages, and for a wrong number or size
+        of buffers.
+        """
+        _check_pages(pages)
+        if len(buffers) != layout.layers:
+            raise ConfigError(f"{len(buffers)} layers of buffers, the layout has {layout.layers}")
+        bases = np.zeros((layout.layers, len(layout.segments)), np.uint64)
+        ranges = []
+        for layer, row in enumerate(buffers):
+            if len(row) != len(layout.segments):
+                raise ConfigError(
+                    f"layer {layer} has {len(row)} buffers, the layout {len(layout.segments)}"
+                )
+            for k, buffer in enumerate(row):
+                address, nbytes = address_of(buffer)
+                if nbytes < pages * layout.segments[k]:
+                    raise ConfigError(
+                        f"buffer {k} of layer {layer} has {nbytes} bytes, {pages} pages need "
+                        f"{pages * layout.segments[k]}"
+                    )
+                bases[layer, k] = address
+                ranges.append((address, pages * layout.segments[k]))
+        memory = PagedMemory(bases, layout.segments, layout.segments, pages, buffers)
+        return cls(layout, memory, ranges, buffers)
+
+    def wait_idle(self, timeout_s: float) -> bool:
+        """Waits until nothing unknown to the store moves the pages; here nothing does."""
+        return True
+
+    def segment(self, page: int, layer: int, k: int) -> npt.NDArray[np.uint8]:
+        """A view of one segment, uint8 (segment_nbytes,)."""
+        if not (0 <= page < self.pages and 0 <= layer < self.layout.layers):
+            raise PageRangeError(
+                f"page {page}, layer {layer} is outside a pool of {self.pages} pages and "
+                f"{self.layout.layers} layers"
+            )
+        memory = self.memory
+        address = int(memory.bases[layer, k]) + page * memory.stride_nbytes[k]
+        return view_at(address, memory.segment_nbytes[k])
+
+    def read(self, page: int) -> bytes:
+        """All bytes of a page as they lie on the medium: layer by layer, segments in order."""
+        return b"".join(
+            self.segment(page, layer, k).tobytes()
+            for layer in range(self.layout.layers)
+            for k in range(len(self.layout.segments))
+        )
+
+    def write(self, page: int, content: bytes | npt.NDArray[np.uint8]) -> None:
+        """Fills a page from ``object_nbytes`` bytes in the order of ``read``."""
+        source = np.frombuffer(content, np.uint8)
+        if source.size != self.layout.object_nbytes:
+            raise ConfigError(f"a page has {self.layout.object_nbytes} bytes, not {source.size}")
+        start = 0
+        for layer in range(self.layout.layers):
+            for k, nbytes in enumerate(self.layout.segments):
+                self.segment(page, layer, k)[:] = source[start : start + nbytes]
+                start += nbytes
+
+
+def _check_pages(pages: object) -> None:
+    if not isinstance(pages, int | np.integer) or pages < 1:
+        raise ConfigError(f"pages is {pages!r}; engine memory has at least one page")
+
+
+def _check_order(layout: KVLayout, order: str | None) -> str:
+    by_layer = layout.layers == layout.model_layers
+    if order is None:
+        order = LAYER_FIRST if by_layer else PAGE_FIRST
+    if order not in ORDERS:
+        raise ConfigError(f"order {order!r} is not one of {', '.join(ORDERS)}")
+    if order == PAGE_FIRST and by_layer and layout.layers > 1:
+        raise ConfigError(
+            "page-first memory interleaves the layers of every token; "
+            "use layout.token_major() for the pool and its memory"
+        )
+    return order

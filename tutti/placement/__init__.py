@@ -1,0 +1,1 @@
+"""Which slot holds which object, and which slot is next."""

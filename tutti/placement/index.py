@@ -1,0 +1,319 @@
+"""The index of a pool: which slot holds which key, in which state, who uses it, and when last.
+
+Everything is an array with one entry per slot; the hash table over them is native
+(`kernels/native/index.cpp`). Every method takes a batch. The index knows nothing of the medium and
+nothing of free space, and it is not thread-safe: the store holds a lock around it.
+
+Slots are int64 arrays everywhere here, keys are uint8 arrays of shape (n, 16).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import secrets
+from enum import IntEnum
+
+import numpy as np
+import numpy.typing as npt
+
+from tutti.medium.keys import KEY_NBYTES
+from tutti.native import NO_SLOT, NativeIndex, address, lib
+
+MISSING = -1
+CLOCK_MAX = 0xFFFFFFFF
+PINS_MAX = 0x7FFFFFFF
+
+Keys = npt.NDArray[np.uint8]
+Slots = npt.NDArray[np.int64]
+Mask = npt.NDArray[np.bool_]
+
+
+class SlotState(IntEnum):
+    """What a slot is good for. The values order the states that `match` accepts next to another."""
+
+    FREE = 0  # holds nothing, and no valid record on the medium says otherwise
+    VOIDED = 1  # its record was voided and that is done: data may be written
+    WRITING = 2  # owns a key; data or record are being written
+    READY = 3  # owns a key; may be served
+    UNPROVEN = 4  # owns a key; must be verified in full before it is served
+    QUARANTINED = 5  # served or read wrong bytes once; not used again
+    VOIDING = 6  # lost its key; the void record is being written
+
+
+_S = SlotState
+_TRANSITIONS: dict[SlotState, tuple[SlotState, ...]] = {
+    _S.FREE: (_S.VOIDED, _S.VOIDING, _S.WRITING, _S.READY, _S.UNPROVEN, _S.QUARANTINED),
+    _S.VOIDED: (_S.FREE, _S.WRITING, _S.QUARANTINED),
+    _S.WRITING: (_S.READY, _S.VOIDING, _S.VOIDED, _S.QUARANTINED),
+    _S.READY: (_S.VOIDING, _S.FREE, _S.QUARANTINED),
+    _S.UNPROVEN: (_S.READY, _S.VOIDING, _S.FREE, _S.QUARANTINED),
+    _S.QUARANTINED: (_S.VOIDING,),
+    _S.VOIDING: (_S.VOIDED, _S.QUARANTINED),
+}
+_ALLOWED = np.zeros((len(_S), len(_S)), np.bool_)
+for _before, _afters in _TRANSITIONS.items():
+    _ALLOWED[_before, list(_afters)] = True
+
+# A slot owns a key exactly in these states.
+_OWNS_KEY = np.zeros(len(_S), np.bool_)
+_OWNS_KEY[[_S.WRITING, _S.READY, _S.UNPROVEN]] = True
+
+
+class Index:
+    """Keys, states and pins of `slots` slots.
+
+    Public arrays, shape (slots,), to be read freely and written only by the methods:
+    `state` u8, `pins` u32 (transfers in flight), `kept` u32 (written by `Holds`: who found it and
+    wants it kept), `sequence` u64, `access` u32 (the use that last reached it), `depth` u32
+    (pages before it in its chain), `has_digests` bool; and `key`, shape (slots, 16) u8.
+    """
+
+    def __init__(self, slots: int, *, seed: int | None = None) -> None:
+        """An index of `slots` free slots.
+
+        `seed` keys the hash table; by default it is random, which changes no result.
+        """
+        assert 0 < slots < NO_SLOT, "slot numbers are 32 bits on the native side"
+        self.slots = slots
+        # Look-ups, loads and new chains so far: recency.
+        self.uses = 1
+        self._words = np.zeros((slots, 2), np.uint64)
+        self.key: Keys = self._words.view(np.uint8)
+        self.state = np.full(slots, SlotState.FREE, np.uint8)
+        self.pins = np.zeros(slots, np.uint32)
+        self.kept = np.zeros(slots, np.uint32)
+        self.sequence = np.zeros(slots, np.uint64)
+        self.access = np.zeros(slots, np.uint32)
+        self.depth = np.zeros(slots, np.uint32)
+        self.has_digests = np.zeros(slots, np.bool_)
+        # At most half full, so that probes stay short.
+        self._table = np.full(1 << (2 * slots - 1).bit_length(), NO_SLOT, np.uint32)
+        self._native = NativeIndex(
+            keys=address(self._words),
+            table=address(self._table),
+            state=address(self.state),
+            slots=slots,
+            mask=self._table.size - 1,
+            seed=secrets.randbits(64) if seed is None else seed,
+            ready_min=SlotState.READY,
+            ready_max=SlotState.UNPROVEN,
+        )
+        self._handle = ctypes.byref(self._native)
+
+    @property
+    def nbytes_per_slot(self) -> float:
+        """Memory of all arrays over the number of slots."""
+        arrays = (self._words, self.state, self.pins, self.kept, self.sequence)
+        more = (self.access, self.depth, self.has_digests, self._table)
+        return sum(array.nbytes for array in (*arrays, *more)) / self.slots
+
+    def match(self, keys: Keys) -> Slots:
+        """The slots of the longest prefix of `keys` that is READY or UNPROVEN, shape (<= n,).
+
+        Counts as an access of every slot returned.
+        """
+        self._check_keys(keys)
+        self.begin_use()
+        found = np.empty(len(keys), np.uint32)
+        count = lib().tutti_index_match(self._handle, address(keys), len(keys), address(found))
+        slots: Slots = found[:count].astype(np.int64)
+        self.access[slots] = self.uses
+        return slots
+
+    def look(self, keys: Keys) -> Slots:
+        """As `match`, but for every key on its own: its slot or MISSING, shape (n,)."""
+        slots = self.find(keys)
+        self.begin_use()
+        state = self.state[slots]
+        slots[(state != SlotState.READY) & (state != SlotState.UNPROVEN)] = MISSING
+        found = slots[slots != MISSING]
+        self.access[found] = self.uses
+        return slots
+
+    def find(self, keys: Keys) -> Slots:
+        """The slot of every key in whatever state, or MISSING; shape (n,). Not an access."""
+        self._check_keys(keys)
+        found = np.empty(len(keys), np.uint32)
+        lib().tutti_index_find(self._handle, address(keys), len(keys), address(found))
+        return _from_native(found)
+
+    def insert(
+        self,
+        slots: Slots,
+        keys: Keys,
+        sequence: npt.ArrayLike,
+        depth: npt.ArrayLike,
+        *,
+        state: SlotState = SlotState.WRITING,
+        access: npt.ArrayLike | None = None,
+        has_digests: npt.ArrayLike = False,
+    ) -> Slots:
+        """Gives keys[i] to slots[i], which must be FREE or VOIDED, and moves it to `state`.
+
+        A key that has a slot already, or came earlier in the batch, is left where it is: the
+        answer, shape (n,), has that slot, and MISSING for every key that was inserted. `sequence`,
+        `depth`, `access` and `has_digests` are scalars or shape (n,). Without `access` the slots
+        count as accessed now; with it `uses` moves on so that nothing lies in the future.
+        """
+        self._check_keys(keys)
+        self._check_slots(slots)
+        assert slots.shape == (len(keys),), "every key has one slot"
+        assert _OWNS_KEY[state], f"a slot in state {state.name} owns no key"
+        self._check_transition(slots, state)
+        self._check_distinct(slots)
+        existing = np.empty(len(keys), np.uint32)
+        narrow = slots.astype(np.uint32)
+        lib().tutti_index_insert(
+            self._handle, address(keys), address(narrow), len(keys), address(existing)
+        )
+        new = existing == NO_SLOT
+        mapped = slots[new]
+        self.state[mapped] = state
+        self.sequence[mapped] = _select(sequence, new)
+        self.depth[mapped] = _select(depth, new)
+        self.has_digests[mapped] = _select(has_digests, new)
+        if access is None:
+            self.access[mapped] = self.uses
+        else:
+            self.access[mapped] = _select(access, new)
+            self.uses = max(self.uses, int(self.access[mapped].max(initial=0)))
+        return _from_native(existing)
+
+    def remove(self, slots: Slots, state: SlotState = SlotState.VOIDING) -> None:
+        """Takes the keys from distinct slots that own one and moves the slots to `state`.
+
+        A slot with a transfer in flight can only be quarantined: its place must not be reused.
+        """
+        self._check_slots(slots)
+        assert not _OWNS_KEY[state], f"a slot in state {state.name} owns a key"
+        assert _OWNS_KEY[self.state[slots]].all(), "a slot without a key cannot lose it"
+        self._check_transition(slots, state)
+        if state != SlotState.QUARANTINED:
+            assert not self.pins[slots].any(), "a slot with a transfer in flight was removed"
+        narrow = slots.astype(np.uint32)
+        removed = lib().tutti_index_remove(self._handle, address(narrow), len(slots))
+        assert removed == len(slots), "a slot was given twice"
+        self.state[slots] = state
+        self.has_digests[slots] = False
+
+    def set_state(self, slots: Slots, state: SlotState) -> None:
+        """Moves slots to `state`, where that neither gives them a key nor takes it away."""
+        self._check_slots(slots)
+        self._check_transition(slots, state)
+        owns = _OWNS_KEY[self.state[slots]]
+        assert (owns == _OWNS_KEY[state]).all(), "use insert or remove: a key comes or goes"
+        if state == SlotState.VOIDING:
+            assert not self.pins[slots].any(), "a slot with a transfer in flight was given up"
+        self.state[slots] = state
+
+    def clear(self) -> Slots:
+        """Forgets every key; returns the slots that held one, which are FREE now.
+
+        Quarantined slots stay so. Nothing may be in flight.
+        """
+        in_flight = (self.state == SlotState.WRITING) | (self.state == SlotState.VOIDING)
+        assert not in_flight.any(), "clear while records are being written"
+        assert not self.pins.any(), "clear while transfers are in flight"
+        held = np.flatnonzero(_OWNS_KEY[self.state]).astype(np.int64)
+        self._table.fill(NO_SLOT)
+        self._words.fill(0)
+        self.has_digests.fill(False)
+        self.state[self.state != SlotState.QUARANTINED] = SlotState.FREE
+        return held
+
+    def pin(self, slots: Slots) -> None:
+        """Counts a transfer in flight on every slot given; a slot given twice counts twice."""
+        self._check_slots(slots)
+        assert _OWNS_KEY[self.state[slots]].all(), "a slot without a key cannot be transferred"
+        np.add.at(self.pins, slots, 1)
+
+    def unpin(self, slots: Slots) -> None:
+        """Takes back what one `pin` with the same slots did."""
+        self._check_slots(slots)
+        np.subtract.at(self.pins, slots, 1)
+        if (self.pins[slots] > PINS_MAX).any():
+            np.add.at(self.pins, slots, 1)
+            raise AssertionError("a slot was unpinned more often than pinned")
+
+    def begin_use(self) -> None:
+        """What is accessed from now on was used later than all before. Near the end of 32 bits all
+        times move back, which keeps the order of the last 2^31 uses.
+        """
+        if self.uses + 1 >= CLOCK_MAX:
+            back = self.uses - (1 << 31)
+            self.access[:] = np.where(self.access > back, self.access - np.uint32(back), 0)
+            self.uses -= back
+        self.uses += 1
+
+    def touch(self, slots: Slots) -> None:
+        """Counts as an access now, without a look-up: a parent lives as long as its children."""
+        self._check_slots(slots)
+        self.access[slots] = self.uses
+
+    def resident(self) -> Mask:
+        """Slots that hold an object, shape (slots,)."""
+        mask: Mask = (self.state == SlotState.READY) | (self.state == SlotState.UNPROVEN)
+        return mask
+
+    def busy(self) -> Mask:
+        """Slots that must stay as they are for now: pinned, kept, or a write is under way."""
+        writing = (self.state == SlotState.WRITING) | (self.state == SlotState.VOIDING)
+        mask: Mask = writing | (self.pins > 0) | (self.kept > 0)
+        return mask
+
+    def counts(self) -> dict[SlotState, int]:
+        """How many slots are in each state."""
+        numbers = np.bincount(self.state, minlength=len(SlotState))
+        return {state: int(numbers[state]) for state in SlotState}
+
+    def check_integrity(self) -> None:
+        """Asserts that the table and the arrays agree; for tests, O(slots)."""
+        owners = np.flatnonzero(_OWNS_KEY[self.state])
+        mapped = np.sort(self._table[self._table != NO_SLOT]).astype(np.int64)
+        assert np.array_equal(mapped, owners), "the table and the states disagree"
+        assert np.array_equal(self.find(self.key[owners]), owners), "a key is not found"
+        others = ~_OWNS_KEY[self.state]
+        assert not self._words[others].any(), "a slot kept a key that it does not own"
+        pinned = others & (self.pins > 0)
+        assert (self.state[pinned] == SlotState.QUARANTINED).all(), "a slot in flight was given up"
+        assert (self.access <= self.uses).all(), "an access lies in the future"
+
+    def _check_keys(self, keys: Keys) -> None:
+        assert keys.ndim == 2, "keys have the shape (n, 16)"
+        assert keys.shape[1] == KEY_NBYTES, "a key is 16 bytes"
+        assert keys.dtype == np.uint8, "keys are uint8"
+
+    def _check_slots(self, slots: Slots) -> None:
+        # The native side indexes with these: a wrong one would write outside the arrays.
+        assert slots.ndim == 1, "slots have the shape (n,)"
+        assert slots.dtype == np.int64, "slots are int64"
+        if slots.size > 0:
+            assert slots.min() >= 0, "a slot number is negative"
+            assert slots.max() < self.slots, "a slot number lies beyond the pool"
+
+    def _check_distinct(self, slots: Slots) -> None:
+        # Slots without a key need no depth, so that column can be scribbled on: where a
+        # slot comes twice, only the later of its two numbers is there to be read back.
+        numbers = np.arange(slots.size, dtype=np.uint32)
+        self.depth[slots] = numbers
+        distinct = np.array_equal(self.depth[slots], numbers)
+        self.depth[slots] = 0
+        assert distinct, "a slot was given twice"
+
+    def _check_transition(self, slots: Slots, state: SlotState) -> None:
+        before = self.state[slots]
+        wrong = ~_ALLOWED[before, state]
+        if wrong.any():
+            first = SlotState(int(before[wrong][0]))
+            raise AssertionError(f"a slot cannot go from {first.name} to {state.name}")
+
+
+def _from_native(found: npt.NDArray[np.uint32]) -> Slots:
+    slots = found.astype(np.int64)
+    slots[found == NO_SLOT] = MISSING
+    return slots
+
+
+def _select(values: npt.ArrayLike, mask: Mask) -> npt.ArrayLike:
+    """`values` where the mask holds; a scalar stays one."""
+    return values if np.ndim(values) == 0 else np.asarray(values)[mask]

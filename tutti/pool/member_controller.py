@@ -1,0 +1,81 @@
+"""The controller under a pool: files, or drives that this process takes for itself."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+from tutti.errors import CapacityError, ConfigError
+from tutti.gio_uring.controller import NativeController
+from tutti.gio_uring.controller_file import FileController
+from tutti.gio_uring.drives.device_content import Force, Held, check_forced, contents
+from tutti.gio_uring.named_drive import is_drive, open_drives, serial_of
+from tutti.medium.geometry import BLOCK_NBYTES, Geometry
+from tutti.pool.block_io import BlockIo
+from tutti.units import format_nbytes
+
+
+def are_drives(names: Sequence[str]) -> bool:
+    """Whether these members are drives and not files.  Raises ConfigError for some of both."""
+    drives = [name for name in names if is_drive(name)]
+    if drives and len(drives) != len(names):
+        raise ConfigError(
+            f"{drives[0]} is a drive and other members are files; a pool lies on files or on"
+            " drives: leave one kind out"
+        )
+    return bool(drives)
+
+
+def open_controller(names: Sequence[str], *, executor: str = "auto") -> NativeController:
+    """Opens the members for this process alone; the namespace of member m is m + 1.
+
+    names: paths, or addresses of drives as in docs/vfio.md.  executor: for files.
+    Raises PoolInUse, ConfigError, Unsupported, and what FileController and VfioController raise.
+    """
+    if are_drives(names):
+        controller = open_drives(names)
+        lba_nbytes = controller.info.lba_nbytes
+        if lba_nbytes > BLOCK_NBYTES:
+            controller.close()
+            raise ConfigError(
+                f"{names[0]} has blocks of {lba_nbytes} bytes; give it blocks of 512 or 4096 with"
+                " nvme-cli"
+            )
+        return controller
+    files = FileController(names, executor=executor)
+    try:
+        for member in files.members:
+            member.lock()
+    except BaseException:
+        files.close()
+        raise
+    return files
+
+
+def check_room(controller: NativeController, names: Sequence[str], geometry: Geometry) -> None:
+    """Raises CapacityError where a namespace is smaller than a member."""
+    for name, nlb in zip(names, controller.info.namespace_nlb, strict=False):
+        nbytes = nlb * controller.info.lba_nbytes
+        if nbytes < geometry.member_nbytes:
+            raise CapacityError(
+                f"{name} has {nbytes} bytes ({format_nbytes(nbytes)}), a member needs"
+                f" {geometry.member_nbytes}; give a capacity of at most {len(names) * nbytes}"
+            )
+
+
+def check_blank(
+    controller: NativeController, io: BlockIo, names: Sequence[str], force: Force
+) -> None:
+    """Raises PoolExists with all namespaces that hold anything and whose drive ``force`` does not
+    name by its serial number.
+    """
+    places = []
+    for nsid, name in enumerate(names, 1):
+        nbytes = controller.info.namespace_nlb[nsid - 1] * controller.info.lba_nbytes
+        found = contents(partial(_read_end, io, nsid), nbytes)
+        places.append(Held(name, found, serial_of(controller, nsid)))
+    check_forced(places, force)
+
+
+def _read_end(io: BlockIo, nsid: int, offset: int, nbytes: int) -> bytes:
+    return io.read(nsid, offset, nbytes // BLOCK_NBYTES * BLOCK_NBYTES)

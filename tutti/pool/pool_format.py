@@ -1,0 +1,147 @@
+"""Makes new pools in files, on devices and on drives."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tutti.errors import (
+    ConfigError,
+    MemberMissing,
+    MemberSwapped,
+    PoolExists,
+    PoolInUse,
+    PoolNotFound,
+)
+from tutti.gio_uring.controller import NativeController
+from tutti.gio_uring.controller_file import allocate_file
+from tutti.gio_uring.drives.block_device import check_devices, device_name
+from tutti.gio_uring.drives.device_content import Force
+from tutti.gio_uring.engine import Engine
+from tutti.medium.geometry import Geometry
+from tutti.medium.layout import KVLayout
+from tutti.pool.block_io import BlockIo
+from tutti.pool.member_controller import are_drives, check_blank, check_room, open_controller
+from tutti.pool.members import Members
+from tutti.units import parse_nbytes
+
+Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
+
+
+def format(
+    paths: Paths,
+    layout: KVLayout,
+    capacity: int | str,
+    *,
+    force: Force = False,
+    prewrite: bool = False,
+    progress: Any = None,
+    executor: str = "auto",
+) -> Geometry:
+    """Makes a new, empty pool in files or on devices, of ``capacity`` bytes in all.
+
+    force: overwrite files that exist; a device or drive that holds anything takes its serial number
+    for that, several take a list of theirs, and one that is in use is refused in any case.
+    prewrite: write files once, which spares the first puts their journal commits;
+    ``progress(done, total)`` is called in bytes.  executor: as for ``open``.
+    Raises PoolExists, PoolNotFound, CapacityError (also for a full disk), LayoutError, PoolInUse,
+    and for drives what ``open_controller`` raises.
+    """
+    names = member_names(paths)
+    nbytes = parse_nbytes(capacity)
+    if are_drives(names):
+        return _format_drives(names, layout, nbytes // len(names), force)
+    check_devices(names, force)
+    geometry = Geometry.plan(layout, nbytes // len(names), members=len(names))
+    for name in names:
+        if os.path.isdir(name):
+            raise PoolExists(f"{name} is a folder; name a file in it")
+        if device_name(name) is None and os.path.exists(name) and not force:
+            raise PoolExists(f"{name} exists; open it, or format with force to lose what it holds")
+    made: list[str] = []
+    try:
+        for name in names:
+            may_exist = bool(force) or device_name(name) is not None
+            if allocate_file(name, geometry.member_nbytes, prewrite, progress, may_exist=may_exist):
+                made.append(name)
+        with open_controller(names, executor=executor) as controller:
+            _write_format(controller, names, layout, geometry)
+    except BaseException as error:
+        for name in made:
+            if not isinstance(error, PoolInUse):  # else it has become somebody else's
+                Path(name).unlink(missing_ok=True)
+        raise
+    return geometry
+
+
+def format_missing(
+    names: Sequence[str],
+    layout: KVLayout | None,
+    capacity: int | str | None,
+    executor: str = "auto",
+) -> None:
+    """Makes the pool whose files do not exist, unless somebody else makes it at the same time.
+
+    Raises PoolNotFound without a layout and a capacity, MemberMissing when only some files are
+    there, and what ``format`` raises.
+    """
+    missing = [] if are_drives(names) else [name for name in names if not os.path.exists(name)]
+    if not missing:
+        return
+    if len(missing) < len(names):
+        raise MemberMissing(
+            f"{missing[0]} does not exist; restore it, or leave it out and open with degraded=True"
+        )
+    if capacity is None or layout is None:
+        raise PoolNotFound(
+            f"{names[0]} does not exist; give layout and capacity to format a new pool"
+        )
+    with contextlib.suppress(PoolExists):
+        format(names, layout, capacity, executor=executor)
+
+
+def _format_drives(
+    names: Sequence[str], layout: KVLayout, member_nbytes: int, force: Force
+) -> Geometry:
+    """The drives stay this process's from the look at what they hold to the last write."""
+    with open_controller(names) as controller:
+        lba_nbytes = controller.info.lba_nbytes
+        geometry = Geometry.plan(layout, member_nbytes, lba_nbytes=lba_nbytes, members=len(names))
+        check_room(controller, names, geometry)
+        _write_format(controller, names, layout, geometry, force)
+    return geometry
+
+
+def _write_format(
+    controller: NativeController,
+    names: Sequence[str],
+    layout: KVLayout,
+    geometry: Geometry,
+    force: Force = True,
+) -> None:
+    engine = Engine(controller)
+    io = BlockIo(engine)
+    try:
+        if are_drives(names):
+            check_blank(controller, io, names, force)
+        Members.format(io, engine, names, layout, geometry)
+    finally:
+        io.close()
+        engine.close()
+
+
+def member_names(paths: Paths) -> list[str]:
+    """The members' paths, in order.  ConfigError for none, MemberSwapped for one given twice."""
+    given = [paths] if isinstance(paths, (str, os.PathLike)) else paths
+    try:
+        names = [os.fsdecode(path) for path in given]
+    except TypeError as error:
+        raise ConfigError(f"{paths!r} is no path and no sequence of paths; give text") from error
+    if not names or "" in names:
+        raise ConfigError("a pool lies somewhere; give at least one path, and none that is empty")
+    if len({os.path.realpath(name) for name in names}) != len(names):
+        raise MemberSwapped("a path is given twice; give each member of the pool once")
+    return names

@@ -1,0 +1,192 @@
+"""Slot records on the medium: written after the data, voided before reuse, read to verify."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from tutti.errors import DeviceTimeout
+from tutti.gio_uring.engine import Engine, Extents, Job
+from tutti.gio_uring.iocb import PagedMemory, flat_memory
+from tutti.gio_uring.memory import HostBuffer
+from tutti.gio_uring.nvme_spec import OPCODE_READ, OPCODE_WRITE
+from tutti.medium.superblock import (
+    FLAG_DIGESTS,
+    RECORD_DTYPE,
+    RECORD_NBYTES,
+    RecordState,
+    check_records,
+    fill_records,
+)
+from tutti.pool.members import Members
+from tutti.process import Owned
+
+#: Records that one staging block holds, 4 MiB: the most pages of one put batch.
+BLOCK_RECORDS = 1024
+
+Keys = npt.NDArray[np.uint8]
+Slots = npt.NDArray[np.int64]
+U32 = npt.NDArray[np.uint32]
+U64 = npt.NDArray[np.uint64]
+
+
+@dataclass(frozen=True)
+class RecordContent:
+    """What the records of n slots say; every array has n rows."""
+
+    slots: Slots
+    sequences: U64
+    state: RecordState
+    keys: Keys | None = None
+    parents: Keys | None = None
+    depths: npt.ArrayLike = 0
+    access_64s: int = 0
+    digests: U64 | None = None
+
+
+class RecordTable(Owned):
+    """Reads and writes records through a bounded set of registered staging blocks.  Thread-safe."""
+
+    def __init__(self, engine: Engine, members: Members, *, blocks: int) -> None:
+        self._engine = engine
+        self._members = members
+        self._geometry = members.geometry
+        self._buffer = HostBuffer(blocks * BLOCK_RECORDS * RECORD_NBYTES)
+        self._region = engine.controller.register(self._buffer)
+        self._records = self._buffer.array.view(RECORD_DTYPE)
+        self._memory: PagedMemory = flat_memory(
+            self._buffer.address, RECORD_NBYTES, blocks * BLOCK_RECORDS, self._buffer
+        )
+        self._free = list(range(blocks))
+        self._changed = threading.Condition()
+
+    def close(self) -> None:
+        """Gives the staging memory back."""
+        del self._records
+        self._region.close()
+
+    def reserve(self, timeout_s: float) -> int:
+        """A staging block of BLOCK_RECORDS records.  DeviceTimeout when none became free."""
+        with self._changed:
+            if not self._changed.wait_for(lambda: bool(self._free), timeout_s):
+                raise DeviceTimeout(
+                    f"no record staging became free within {timeout_s:g} s; the medium is stuck"
+                )
+            return self._free.pop()
+
+    def release(self, block: int) -> None:
+        """Gives a staging block back; no transfer of it may be outstanding."""
+        with self._changed:
+            self._free.append(block)
+            self._changed.notify()
+
+    def write(
+        self,
+        block: int,
+        content: RecordContent,
+        on_released: Callable[[Job], None],
+        *,
+        fua: bool = False,
+        timeout_s: float = 30.0,
+    ) -> Job:
+        """Writes the records of at most BLOCK_RECORDS slots, consecutive ones by one command."""
+        members, local = self._geometry.split_members(content.slots)
+        order = self._order(content.slots)
+        records = self._records[block * BLOCK_RECORDS :][: content.slots.size]
+        for member in np.unique(members).tolist():
+            rows = order[members[order] == member]
+            where = np.flatnonzero(members[order] == member)
+            fill_records(
+                records[where[0] : where[-1] + 1],
+                self._members.identity(member),
+                state=content.state,
+                slots=local[rows],
+                sequences=content.sequences[rows],
+                keys=_rows(content.keys, rows),
+                parents=_rows(content.parents, rows),
+                depths=_rows(content.depths, rows),
+                access_64s=content.access_64s,
+                digests=_rows(content.digests, rows),
+            )
+        return self._submit(
+            OPCODE_WRITE, block, content.slots[order], on_released, fua=fua, timeout_s=timeout_s
+        )
+
+    def statuses(self, job: Job, slots: Slots) -> U32:
+        """The NVMe status of every slot of a ``write`` that was released, (n,)."""
+        statuses = np.zeros(slots.size, np.uint32)
+        statuses[self._order(slots)] = job.page_status
+        return statuses
+
+    def read(self, block: int, slots: Slots, *, timeout_s: float) -> Job:
+        """Reads the records of at most BLOCK_RECORDS slots, in their order, into a block."""
+        return self._submit(OPCODE_READ, block, slots, None, fua=False, timeout_s=timeout_s)
+
+    def check(
+        self, block: int, slots: Slots, keys: Keys, sequences: U64, digests: U64
+    ) -> npt.NDArray[np.uint8]:
+        """Compares records that were read with what the index says of their slots.
+
+        Fills ``digests`` (n, layers).  Returns (n,): 0 the record is not that of this key, 1 it
+        is and has digests, 2 it is and has none.
+        """
+        records = self._records[block * BLOCK_RECORDS :][: slots.size]
+        members, local = self._geometry.split_members(slots)
+        right = np.zeros(slots.size, np.bool_)
+        for member in np.unique(members).tolist():
+            rows = np.flatnonzero(members == member)
+            # As bytes: a copy of structured rows leaves out what lies between the fields.
+            mine = records.view(np.uint8).reshape(-1, RECORD_NBYTES)[rows].view(RECORD_DTYPE)
+            verdict = check_records(mine[:, 0], local[rows], self._members.identity(member))
+            right[rows] = verdict == RecordState.READY
+        right &= (records["key"] == keys).all(axis=1) & (records["sequence"] == sequences)
+        digests[:] = records["digests"][:, : digests.shape[1]]
+        has = (records["flags"] & FLAG_DIGESTS) != 0
+        return np.where(right, np.where(has, 1, 2), 0).astype(np.uint8)
+
+    def _order(self, slots: Slots) -> Slots:
+        """Slots by member: what lies together in staging is filled and written together."""
+        members, _ = self._geometry.split_members(slots)
+        return np.argsort(members, kind="stable")
+
+    def _submit(
+        self,
+        opcode: int,
+        block: int,
+        slots: Slots,
+        on_released: Callable[[Job], None] | None,
+        *,
+        fua: bool,
+        timeout_s: float,
+    ) -> Job:
+        assert slots.size <= BLOCK_RECORDS, "a block holds BLOCK_RECORDS records"
+        # Records of consecutive slots are neighbours, also from one group to the next.
+        owner, local = self._geometry.split_members(slots)
+        cut = np.flatnonzero((np.diff(slots) != 1) | (np.diff(owner) != 0)) + 1
+        at = np.concatenate(([0], cut)) if slots.size else cut
+        members, local, counts = owner[at], local[at], np.diff(np.append(at, slots.size))
+        nsid = np.array([self._members.nsid(m) for m in range(self._members.count)], np.uint32)
+        extents = Extents(
+            self._geometry.record_lba(local), nsid[members], counts, self._geometry.record_nlb
+        )
+        first = block * BLOCK_RECORDS
+        pages = np.arange(first, first + slots.size, dtype=np.uint32)
+        return self._engine.submit(
+            opcode,
+            extents,
+            pages,
+            self._memory,
+            fua=fua,
+            timeout_s=timeout_s,
+            on_released=on_released,
+        )
+
+
+def _rows(values: Any, rows: Slots) -> Any:
+    """The given rows of an array; a scalar or None stays."""
+    return values if values is None or np.ndim(values) == 0 else np.asarray(values)[rows]

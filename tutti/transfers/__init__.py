@@ -1,0 +1,1 @@
+"""What moves between memory and the medium, and when it is issued."""

@@ -1,0 +1,346 @@
+"""What the parts of one open pool share: index, allocator, engine, counters, and the lock."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from tutti.errors import ConfigError, DeviceTimeout, PoolClosed
+from tutti.gio_uring.engine import Engine, Extents
+from tutti.gio_uring.gpu.transfer import Submitter
+from tutti.gio_uring.iocb import PagedMemory
+from tutti.placement.allocator import Allocator
+from tutti.placement.digest_cache import DigestCache
+from tutti.placement.eviction import EvictionPolicy, LeastRecentlyUsed
+from tutti.placement.index import MISSING, Index, SlotState
+from tutti.placement.lookup_pins import Holds
+from tutti.pool.members import Members
+from tutti.process import Owned
+from tutti.scheduler.dispatcher import Schedule
+
+Slots = npt.NDArray[np.int64]
+
+VERIFY = ("always", "sampled", "off")
+DURABILITY = ("process", "flush")
+_TIMEOUT_MAX_S = 86_400.0
+
+
+@dataclass(frozen=True)
+class StoreConfig:
+    """How an open pool behaves; nothing of it is on the medium.
+
+    verify: "always" compares the digest of every slice that is loaded; "sampled" does so for one
+        load in sixteen; "off" neither compares nor computes digests, and objects put so do not
+        survive an unclean close, because nothing could prove them.
+    durability: "process" survives the death of the process; "flush" also a loss of power.
+    timeout_s: how long one command, and a wait for space, may take.
+    pin_lookups: how many later look-ups a pin of ``match`` holds.
+    pin_share: how much of the pool all pins together may keep, from 0 to 1; answers of look-ups
+        that pin are shortened rather than exceed it.
+    digest_cache_nbytes: memory for digests of recent objects.
+    schedule: when puts and loads are launched; None for at once.  See docs/scheduler.md.
+    page_cache_share: how much of the memory that is free at the opening the page cache may use for
+        groups of the pool, from 0 (none: all by direct I/O) to 1; see docs/residency.md.
+    """
+
+    verify: str = "always"
+    durability: str = "process"
+    timeout_s: float = 30.0
+    pin_lookups: int = 64
+    pin_share: float = 1.0
+    digest_cache_nbytes: int = 16 << 20
+    page_cache_share: float = 0.0
+    policy: EvictionPolicy = field(default_factory=LeastRecentlyUsed)
+    schedule: Schedule | None = None
+
+    def __post_init__(self) -> None:
+        if self.verify not in VERIFY:
+            raise ConfigError(f"verify is {self.verify!r}; use one of {', '.join(VERIFY)}")
+        if self.durability not in DURABILITY:
+            raise ConfigError(
+                f"durability is {self.durability!r}; use one of {', '.join(DURABILITY)}"
+            )
+        for name in ("page_cache_share", "pin_share"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ConfigError(f"{name} is {getattr(self, name)}; give 0 to 1")
+        if self.pin_lookups < 1:
+            raise ConfigError(f"pin_lookups is {self.pin_lookups}; give at least 1")
+        if not 0 < self.timeout_s <= _TIMEOUT_MAX_S:
+            raise ConfigError(
+                f"timeout_s is {self.timeout_s}; give a number of seconds above 0, at most a day"
+            )
+
+
+@dataclass
+class Counters:
+    """Totals since the pool was opened; objects unless the name says otherwise."""
+
+    lookups: int = 0
+    looked_up: int = 0
+    hits: int = 0
+    stored: int = 0
+    present: int = 0
+    dropped: int = 0
+    store_errors: int = 0
+    loaded: int = 0
+    load_errors: int = 0
+    evicted: int = 0
+    quarantined: int = 0
+    mismatches: int = 0
+    proven: int = 0
+    load_runs: int = 0
+    payload_written_nbytes: int = 0
+    payload_read_nbytes: int = 0
+
+
+class Closable(Protocol):
+    """What ends with the store."""
+
+    def close(self) -> None:
+        """Gives back what it holds."""
+
+
+class Core(Owned):
+    """The shared state of an open pool.  Arrays of the index are touched under ``lock`` only."""
+
+    def __init__(self, engine: Engine, members: Members, config: StoreConfig) -> None:
+        self.engine = engine
+        self.members = members
+        self.config = config
+        self.geometry = members.geometry
+        self.layers = members.geometry.layers
+        self.lock = threading.RLock()
+        self.changed = threading.Condition(self.lock)
+        self.counters = Counters()
+        self.guard = engine.guard
+        self.sequence = 1
+        self.in_flight = 0
+        self.closing = False
+        self.ready = False  # recovery is done, and no clear is under way
+        self.leave_open = False  # records on the medium are not what the index says
+        self.failure: BaseException | None = None  # why recovery failed
+        self.index = Index(members.count * self.geometry.slots)
+        self.holds = Holds(
+            self.index.kept,
+            lookups=config.pin_lookups,
+            slots_max=int(self.index.slots * config.pin_share),
+        )
+        self.allocator = Allocator(members.count, self.geometry.groups, self.geometry.group_slots)
+        entry_nbytes = 8 * self.layers + 16
+        entries = min(self.index.slots, config.digest_cache_nbytes // entry_nbytes)
+        self.digests = DigestCache(entries, self.layers)
+        self._nsid = np.array([members.nsid(m) for m in range(members.count)], np.uint32)
+
+    def submitter(self, memory: PagedMemory) -> Submitter:
+        """What moves pages of this memory: the engine, or what it names itself."""
+        path: Submitter | None = memory.path
+        return self.engine if path is None else path
+
+    def extents(self, slots: Slots) -> Extents:
+        """Where the objects of slots in page order lie, as runs."""
+        starts, counts = self.geometry.find_runs(slots)
+        members, local = self.geometry.split_members(starts)
+        return Extents(
+            self.geometry.slot_lba(local),
+            self._nsid[members],
+            counts,
+            self.geometry.slice_nlb,
+            self.geometry.layer_stride_nlb,
+        )
+
+    @property
+    def unproven(self) -> int:
+        """Objects that must be verified before they are served."""
+        return int(np.count_nonzero(self.index.state == SlotState.UNPROVEN))
+
+    def unproven_keys(self, n: int, start: int) -> tuple[npt.NDArray[np.uint8], int]:
+        """Keys (<= n, 16) of unproven objects from slot ``start`` on, and where to go on."""
+        with self.lock:
+            slots = start + np.flatnonzero(self.index.state[start:] == SlotState.UNPROVEN)[:n]
+            return self.index.key[slots].copy(), int(slots[-1]) + 1 if slots.size else 0
+
+    def proven_prefix(self, slots: Slots) -> int:
+        """How many of these slots come before the first unproven one."""
+        unproven = np.flatnonzero(self.index.state[slots] == SlotState.UNPROVEN)
+        return int(unproven[0]) if unproven.size else slots.size
+
+    def match(self, keys: npt.NDArray[np.uint8], *, pin: bool | str, proven: bool) -> int:
+        """See ObjectStore.match."""
+        with self.lock:
+            self.check_open()
+            if not self.ready:
+                return 0
+            self.holds.lookup()
+            found = self.index.match(keys)
+            hits = self.proven_prefix(found) if proven else found.size
+            if pin is not False:
+                hits = self.holds.hold(_holder(pin), found[:hits])
+            self._count_lookup(len(keys), hits)
+            return hits
+
+    def present(
+        self, keys: npt.NDArray[np.uint8], *, pin: bool | str, proven: bool
+    ) -> npt.NDArray[np.bool_]:
+        """See ObjectStore.present."""
+        with self.lock:
+            self.check_open()
+            if not self.ready:
+                return np.zeros(len(keys), np.bool_)
+            self.holds.lookup()
+            slots = self.index.look(keys)
+            there: npt.NDArray[np.bool_] = slots != MISSING
+            if proven:
+                there &= self.index.state[slots] != SlotState.UNPROVEN
+            if pin is not False:
+                rows = np.flatnonzero(there)
+                kept = self.holds.hold(_holder(pin), slots[rows], last=True)
+                there[rows[: rows.size - kept]] = False
+            self._count_lookup(len(keys), int(np.count_nonzero(there)))
+            return there
+
+    def unpin(self, name: str | None) -> None:
+        """See ObjectStore.unpin."""
+        with self.lock:
+            if name is None:
+                self.holds.clear()
+            else:
+                self.holds.release(name)
+
+    def _count_lookup(self, keys: int, hits: int) -> None:
+        self.counters.lookups += 1
+        self.counters.looked_up += keys
+        self.counters.hits += hits
+
+    def stats(self) -> dict[str, Any]:
+        """See ObjectStore.stats."""
+        engine = self.engine.stats()
+        with self.lock:
+            counts = {state.name.lower(): n for state, n in self.index.counts().items()}
+            counters = dict(vars(self.counters))
+            busy = int(np.count_nonzero(self.index.busy()))
+        payload = counters["payload_written_nbytes"]
+        runs = counters["load_runs"]
+        return {
+            **counters,
+            "slots": counts,
+            "capacity_objects": self.index.slots,
+            "free_objects": self.allocator.free_slots,
+            "busy_objects": busy,
+            "mean_run_length": counters["loaded"] / runs if runs else 0.0,
+            "bytes_read": int(engine.bytes_read),
+            "bytes_written": int(engine.bytes_written),
+            "bytes_written_per_byte_stored": engine.bytes_written / payload if payload else 0.0,
+            "commands": int(engine.commands),
+            "jobs": int(engine.jobs),
+            "timeouts": int(engine.timeouts),
+            "engine_cpu_s": engine.thread_cpu_ns / 1e9,
+            "digest_cpu_s": engine.digest_ns / 1e9,
+            "index_nbytes_per_object": self.index.nbytes_per_slot,
+            "callback_errors": self.guard.errors,
+        }
+
+    def begin(self) -> None:
+        """Counts an operation in flight.  PoolClosed while closing.  Lock held."""
+        self.check_open()
+        self.in_flight += 1
+
+    def end(self) -> None:
+        """An operation ended: wakes who waits for space or quiet."""
+        with self.lock:
+            self.in_flight -= 1
+            self.changed.notify_all()
+
+    def check_open(self) -> None:
+        """PoolClosed unless calls are welcome; what broke recovery if it failed."""
+        if self.closing:
+            raise PoolClosed("the pool is closed; open it again")
+        if self.failure is not None:
+            # A copy: a raised exception collects the frames that it passed.
+            raise copy.copy(self.failure) from self.failure
+
+    def wait_ready(self, timeout_s: float) -> None:
+        """Waits for recovery.  DeviceTimeout when it takes longer."""
+        with self.lock:
+            done = self.changed.wait_for(
+                lambda: self.ready or self.failure is not None or self.closing, timeout_s
+            )
+            self.check_open()
+            if not done:
+                raise DeviceTimeout(
+                    f"recovery is not done after {timeout_s:g} s; look-ups miss until it is"
+                )
+
+    def wait_quiet(self, timeout_s: float) -> bool:
+        """Waits until nothing is in flight.  Lock held or not."""
+        with self.lock:
+            return self.changed.wait_for(lambda: self.in_flight == 0, timeout_s)
+
+    @contextlib.contextmanager
+    def admitted(self, timeout_s: float) -> Iterator[None]:
+        """Counts what begins inside, from when nothing stands still: see ``standstill``.
+
+        Raises DeviceTimeout when that takes longer.
+        """
+        with self.lock:
+            self.wait_ready(timeout_s)
+            self.in_flight += 1  # at once, or a standstill could begin in between
+        try:
+            yield
+        finally:
+            with self.lock:
+                self.in_flight -= 1
+                if self.in_flight == 0:
+                    self.changed.notify_all()
+
+    @contextlib.contextmanager
+    def standstill(self) -> Iterator[None]:
+        """Nothing is in flight inside; meanwhile look-ups miss, and puts and loads wait.
+
+        Raises DeviceTimeout, before anything happened, when transfers do not end.
+        """
+        with self.lock:
+            self.wait_ready(self.config.timeout_s)
+            self.check_open()
+            self.ready = False
+        try:
+            if not self.wait_quiet(self.config.timeout_s):
+                raise DeviceTimeout("transfers are still under way; nothing was done, try again")
+            yield
+        finally:
+            with self.lock:
+                self.ready = True
+                self.changed.notify_all()
+
+    def deallocate(self) -> None:
+        """Tells the medium that the groups hold nothing.  DeviceTimeout when it does not answer."""
+        geometry, members = self.geometry, self.members
+        start = geometry.groups_offset // geometry.lba_nbytes
+        nlb = geometry.groups * geometry.layers * geometry.layer_stride_nlb
+        step = 2**31
+        timeout_s = 4 * self.config.timeout_s  # a drive may take long over so much space
+        nsids = np.array(members.nsids(), np.uint32)
+        for offset in range(0, nlb, step):
+            count = np.full(nsids.size, min(step, nlb - offset))
+            slba = np.full(nsids.size, start + offset)
+            job = self.engine.deallocate(slba, nsids, count, timeout_s=timeout_s)
+            if not job.wait_released(timeout_s + self.config.timeout_s):
+                raise DeviceTimeout(
+                    "the medium did not answer a deallocate, which may still erase what is put "
+                    "from now on; the pool is cleared, open it again"
+                )
+
+    def now_64s(self) -> int:
+        """Wall time in the unit of records."""
+        return int(time.time()) >> 6
+
+
+def _holder(pin: bool | str) -> str | None:
+    return pin if isinstance(pin, str) else None

@@ -1,0 +1,164 @@
+"""Gets slots back: evicts ahead into a reserve, voids records before reuse, quarantines.
+
+Everything here is driven by completions, so a put normally finds free slots and does not wait.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+import numpy as np
+import numpy.typing as npt
+
+from tutti.errors import PoolClosed
+from tutti.gio_uring.engine import Job
+from tutti.medium.superblock import RecordState
+from tutti.placement.eviction import EvictionView
+from tutti.placement.index import SlotState
+from tutti.pool.record_table import BLOCK_RECORDS, RecordContent, RecordTable
+from tutti.transfers.core import Core
+
+Slots = npt.NDArray[np.int64]
+
+_BLOCKS = 3
+_TRIES = 3
+
+
+class Reclaimer:
+    """Voids and quarantines slots of one pool.  Methods are called with the core's lock held."""
+
+    def __init__(self, core: Core) -> None:
+        self._core = core
+        self._table = RecordTable(core.engine, core.members, blocks=_BLOCKS)
+        self._queue: deque[tuple[Slots, SlotState, int]] = deque()
+        self._nothing_at: tuple[int, int, int] | None = None
+        self._active = 0
+        self._voiding = 0
+        slots, group_slots = core.index.slots, core.geometry.group_slots
+        self.reserve_slots = min(max(group_slots, slots // 64), max(1, slots // 8))
+
+    def close(self) -> None:
+        """Gives the staging memory back; nothing may be in flight."""
+        self._table.close()
+
+    @property
+    def busy(self) -> bool:
+        """Whether slots are on their way to being free."""
+        return self._active > 0 or bool(self._queue)
+
+    def allocate(self, n: int, *, after: int | None, deadline_s: float) -> Slots:
+        """Up to ``n`` slots in page order; fewer when nothing more can be evicted in time.
+
+        Waits, with the lock released, while slots are on their way.
+        """
+        core = self._core
+        self.top_up(n)
+        core.changed.wait_for(
+            lambda: core.allocator.free_slots >= n or not self.busy or core.closing, deadline_s
+        )
+        core.check_open()
+        slots = core.allocator.allocate(n, after=after)
+        self.top_up(0)
+        return slots
+
+    def top_up(self, extra: int) -> None:
+        """Evicts when fewer than the reserve, and ``extra`` slots more, are free or on their way.
+
+        Evicting twice the reserve at a time keeps the cost of choosing, O(slots), rare.
+        """
+        core = self._core
+        available = core.allocator.free_slots + self._voiding
+        state = (core.holds.changes, core.counters.stored, core.in_flight)
+        if available >= self.reserve_slots + extra or state == self._nothing_at:
+            return
+        index = core.index
+        view = EvictionView(
+            index.resident(), index.busy(), index.access, index.depth, core.geometry.group_slots
+        )
+        short = 2 * self.reserve_slots + extra - available
+        victims = core.config.policy.victims(view, short)
+        if victims.size:
+            core.counters.evicted += victims.size
+            self.discard(np.sort(victims))
+        else:
+            self._nothing_at = state  # looking again would find the same
+
+    def void(self, slots: Slots) -> None:
+        """Writes void records for slots in state VOIDING; they are free once that is done."""
+        self._voiding += slots.size
+        self._enqueue(slots, SlotState.VOIDED)
+
+    def discard(self, slots: Slots) -> None:
+        """Takes their keys from slots and makes them free again."""
+        self._core.index.remove(slots)
+        self.void(slots)
+
+    def quarantine(self, slots: Slots) -> None:
+        """Takes slots that own a key out of use for good, on the medium as well."""
+        self._core.counters.quarantined += slots.size
+        self._core.index.remove(slots, SlotState.QUARANTINED)
+        self._enqueue(slots, SlotState.QUARANTINED)
+
+    def _enqueue(self, slots: Slots, outcome: SlotState, tries: int = 0) -> None:
+        for start in range(0, slots.size, BLOCK_RECORDS):
+            self._queue.append((slots[start : start + BLOCK_RECORDS], outcome, tries))
+        self._issue()
+
+    def _issue(self) -> None:
+        core = self._core
+        while self._queue and self._active < _BLOCKS:
+            slots, outcome, tries = self._queue.popleft()
+            block = self._table.reserve(0.0)
+            self._active += 1
+            core.in_flight += 1
+            state = RecordState.VOID if outcome == SlotState.VOIDED else RecordState.QUARANTINED
+            sequences = core.sequence + np.arange(slots.size, dtype=np.uint64)
+            core.sequence += slots.size
+            content = RecordContent(slots, sequences, state, access_64s=core.now_64s())
+
+            def on_released(
+                job: Job,
+                block: int = block,
+                slots: Slots = slots,
+                outcome: SlotState = outcome,
+                tries: int = tries,
+            ) -> None:
+                self._settle(job, block, slots, outcome, tries)
+
+            try:
+                self._table.write(
+                    block,
+                    content,
+                    on_released,
+                    fua=core.config.durability == "flush",
+                    timeout_s=core.config.timeout_s,
+                )
+            except PoolClosed:
+                # The slots stay out of use; the next open finds their records as they are.
+                self._table.release(block)
+                self._active -= 1
+                core.in_flight -= 1
+                self._queue.clear()
+
+    def _settle(self, job: Job, block: int, slots: Slots, outcome: SlotState, tries: int) -> None:
+        """The records were written, or not: then they are tried again, and at last given up."""
+        core = self._core
+        with core.lock:
+            failed = self._table.statuses(job, slots) != 0
+            self._table.release(block)
+            self._active -= 1
+            if outcome == SlotState.VOIDED:
+                done = slots[~failed]
+                self._voiding -= done.size
+                core.index.set_state(done, SlotState.VOIDED)
+                core.allocator.free(done)
+            if failed.any():
+                if tries + 1 < _TRIES:
+                    self._enqueue(slots[failed], outcome, tries + 1)
+                else:
+                    # The medium still says what it said: the next open has to look.
+                    core.leave_open = True
+                    if outcome == SlotState.VOIDED:
+                        self._voiding -= int(np.count_nonzero(failed))
+            self._issue()
+            core.end()

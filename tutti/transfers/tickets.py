@@ -1,0 +1,229 @@
+"""What ``put`` and ``load`` hand out: an operation on its way."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from tutti.callbacks import Guard
+from tutti.errors import DeviceTimeout, PageRangeError, TuttiError
+from tutti.gio_uring.ring import status_error
+from tutti.process import Owned
+
+if TYPE_CHECKING:
+    from tutti.gio_uring.gpu.transfer import Transfer
+
+Rows = npt.NDArray[np.int64]
+U32 = npt.NDArray[np.uint32]
+
+
+@dataclass(frozen=True)
+class PutResult:
+    """What became of the objects of one put: their numbers add up to the number of keys.
+
+    stored: written by this put.  present: there already, or being written by another put whose
+    own ticket tells how that ended, or unproven since an unclean close.
+    dropped: not stored, because everything else in the pool is in use.
+    """
+
+    stored: int
+    present: int
+    dropped: int
+
+
+class Outcome(IntEnum):
+    """What became of one key of a put."""
+
+    PENDING = 0
+    STORED = 1
+    PRESENT = 2
+    DROPPED = 3
+    FAILED = 4
+
+
+class PutTicket(Owned):
+    """A put on its way.  The pages must not change before ``wait`` returned.  Thread-safe."""
+
+    def __init__(self, keys: int, guard: Guard | None = None) -> None:
+        self._guard = guard or Guard()
+        self._parts = 1  # the submission itself
+        self._lock = threading.Lock()
+        self._done = threading.Event()
+        self._callbacks: list[Callable[[PutTicket], None]] = []
+        self.outcome: npt.NDArray[np.uint8] = np.full(keys, Outcome.PENDING, np.uint8)
+        self.status: U32 = np.zeros(keys, np.uint32)
+
+    @property
+    def done(self) -> bool:
+        """Whether the outcome is known."""
+        return self._done.is_set()
+
+    def wait(self, timeout_s: float = 60.0) -> PutResult:
+        """The outcome, once every object is acknowledged at the pool's durability level.
+
+        Raises DeviceTimeout after the timeout (the put goes on), CapacityError for a full disk,
+        MediumError for a failed write: ``pages`` are the positions of keys that were not stored;
+        the others were.
+        """
+        if not self._done.wait(timeout_s):
+            raise DeviceTimeout(
+                f"the put is not done after {timeout_s:g} s; its pages stay in use, wait again"
+            )
+        failed = np.flatnonzero(self.status)
+        if failed.size:
+            raise _error(int(self.status[failed[0]]), failed, "put")
+        counts = np.bincount(self.outcome, minlength=len(Outcome)).tolist()
+        return PutResult(counts[Outcome.STORED], counts[Outcome.PRESENT], counts[Outcome.DROPPED])
+
+    def on_done(self, callback: Callable[[PutTicket], None]) -> None:
+        """Calls back once the outcome is known, on the engine's thread or at once.
+
+        It must not wait for anything of the store; what it raises is logged.
+        """
+        with self._lock:
+            if not self._done.is_set():
+                self._callbacks.append(callback)
+                return
+        self._guard.call("a callback of a put", callback, self)
+
+    def add_part(self) -> None:
+        """One more batch belongs to this put."""
+        with self._lock:
+            self._parts += 1
+
+    def fail(self, rows: Rows, status: int | U32) -> None:
+        """These keys were not stored; ``status`` says why."""
+        self.outcome[rows] = Outcome.FAILED
+        self.status[rows] = status
+
+    def end_part(self) -> None:
+        """A batch ended."""
+        with self._lock:
+            self._parts -= 1
+            if self._parts:
+                return
+            callbacks, self._callbacks = self._callbacks, []
+            self._done.set()
+        for callback in callbacks:
+            self._guard.call("a callback of a put", callback, self)
+
+
+@dataclass(frozen=True)
+class LoadPart:
+    """Some pages of a load, moved by one job: ``rows`` are their positions in the batch."""
+
+    job: Transfer
+    rows: Rows
+    whole: bool  # no layer counts before all do: unproven objects are verified in full first
+
+
+class LoadTicket(Owned):
+    """A load on its way, whose layers become ready one after another.  Thread-safe.
+
+    The pages must not be read before their layer is ready, nor reused before the load is done.
+    """
+
+    def __init__(self, keys: int, layers: int, guard: Guard | None = None) -> None:
+        self._guard = guard or Guard()
+        self.keys = keys
+        self.layers = layers
+        self.parts: list[LoadPart] = []
+        self.record_status: U32 = np.zeros(keys, np.uint32)  # 0: the slot record was right
+        self._settled = threading.Event()
+        self._lock = threading.Lock()
+        self._callbacks: list[Callable[[], None]] = []
+
+    @property
+    def done(self) -> bool:
+        """Whether every layer is ready, or failed."""
+        return all(part.job.done for part in self.parts)
+
+    def wait_layer(self, layer: int, timeout_s: float = 60.0) -> None:
+        """Returns when ``layer`` (from 0) of all pages is in memory, verified if that is on.
+
+        Repeated waits are allowed.  Raises ChecksumMismatch or MediumError with ``pages``, the
+        positions in the batch whose bytes must not be used, DeviceTimeout after the timeout.
+        """
+        self._check_layer(layer)
+        deadline_s = time.monotonic() + timeout_s
+        for part in self.parts:
+            needed = self.layers if part.whole else layer + 1
+            if not part.job.wait_layers(needed, _left_s(deadline_s)):
+                raise DeviceTimeout(
+                    f"layer {layer} is not ready after {timeout_s:g} s; its pages stay in use"
+                )
+        failed = self.failed()
+        if failed.size:
+            raise _error(int(self._status()[failed[0]]), failed, "load")
+
+    def _check_layer(self, layer: int) -> None:
+        if not 0 <= layer < self.layers:
+            raise PageRangeError(f"there is no layer {layer}; name one from 0 to {self.layers - 1}")
+
+    def order_stream(self, stream: int, layer: int) -> None:
+        """Lets a stream of the GPU wait for ``layer`` instead of the caller; returns at once.
+
+        The stream goes on too when the load failed: what computes on it must not be used before
+        ``failed`` was empty after the last layer.  Raises Unsupported for pages in host memory.
+        """
+        self._check_layer(layer)
+        for part in self.parts:
+            part.job.order_stream(stream, self.layers if part.whole else layer + 1)
+
+    def wait(self, timeout_s: float = 60.0) -> None:
+        """Returns when all layers are ready; see ``wait_layer``."""
+        self.wait_layer(self.layers - 1, timeout_s)
+
+    def wait_settled(self, timeout_s: float = 60.0) -> bool:
+        """Waits until the device can no longer touch the pages, whatever the outcome."""
+        deadline_s = time.monotonic() + timeout_s
+        if not self._settled.wait(timeout_s):
+            return False
+        return all(part.job.wait_released(_left_s(deadline_s)) for part in self.parts)
+
+    def failed(self) -> Rows:
+        """Positions in the batch that failed so far, ascending."""
+        return np.flatnonzero(self._status()).astype(np.int64)
+
+    def on_settled(self, callback: Callable[[], None]) -> None:
+        """Calls back once the device can no longer touch the pages, on its thread or at once.
+
+        It must not wait for anything of the store; what it raises is logged.
+        """
+        with self._lock:
+            if not self._settled.is_set():
+                self._callbacks.append(callback)
+                return
+        self._guard.call("a callback of a load", callback)
+
+    def settle(self) -> None:
+        """Every job of this load was released."""
+        with self._lock:
+            callbacks, self._callbacks = self._callbacks, []
+            self._settled.set()
+        for callback in callbacks:
+            self._guard.call("a callback of a load", callback)
+
+    def _status(self) -> U32:
+        status = np.zeros(self.keys, np.uint32)
+        for part in self.parts:
+            status[part.rows] = part.job.page_status
+        return np.where(self.record_status == 0, status, self.record_status)
+
+
+def _left_s(deadline_s: float) -> float:
+    return max(0.0, deadline_s - time.monotonic())
+
+
+def _error(status: int, failed: Rows, what: str) -> TuttiError:
+    count = f"{failed.size} object{'s' if failed.size != 1 else ''}"
+    error = status_error(status, f"the {what} of {count}", failed.tolist())
+    assert error is not None, "a failed page has a status"
+    return error

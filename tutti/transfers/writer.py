@@ -1,0 +1,418 @@
+"""The put pipeline: data, then records, then acknowledgement; driven by completions.
+
+    put -> slots -> data job -> [flush, shared by all that wait for it] -> record job -> ready
+
+A long put is a pipeline of batches: long enough that what Python does per batch costs little, short
+enough that records follow their data soon.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from tutti.errors import ConfigError, DeviceTimeout, KeySizeError, PoolClosed, TuttiError
+from tutti.gio_uring.engine import PRIORITY_STORE, Job
+from tutti.gio_uring.iocb import PagedMemory
+from tutti.gio_uring.nvme_spec import (
+    OPCODE_WRITE,
+    STATUS_CANCELLED,
+    STATUS_TIMED_OUT,
+    STATUS_WRITE_FAULT,
+)
+from tutti.medium.keys import KEY_NBYTES, as_keys
+from tutti.medium.superblock import RecordState
+from tutti.placement.index import MISSING, SlotState
+from tutti.pool.record_table import BLOCK_RECORDS, RecordContent, RecordTable
+from tutti.transfers.core import Core
+from tutti.transfers.reclaim import Reclaimer
+from tutti.transfers.tickets import Outcome, PutTicket
+
+Keys = npt.NDArray[np.uint8]
+Slots = npt.NDArray[np.int64]
+U32 = npt.NDArray[np.uint32]
+U64 = npt.NDArray[np.uint64]
+
+
+BATCH_NBYTES = 256 << 20
+BATCH_PAGES_MIN = 64
+_BLOCKS = 6
+_NO_BLOCK = -1
+
+
+@dataclass(frozen=True)
+class PutRequest:
+    """Keys (n, 16) to store, their predecessors (n, 16), depths (n,) and pages (n,).
+
+    A predecessor of zeros is none.
+    """
+
+    keys: Keys
+    parents: Keys
+    depths: npt.NDArray[np.int64]
+    pages: U32
+    memory: PagedMemory
+
+    @classmethod
+    def chain(
+        cls, keys: Keys, pages: U32, memory: PagedMemory, parent: bytes | None, depth: int
+    ) -> PutRequest:
+        """Keys that follow one another, the first behind ``parent``."""
+        parents = np.zeros_like(keys)
+        parents[1:] = keys[:-1]
+        if parent is not None and len(keys):
+            parents[0] = np.frombuffer(parent, np.uint8)
+        depths = depth + np.arange(len(keys), dtype=np.int64)
+        return cls(keys, parents, depths, pages, memory)
+
+    @classmethod
+    def checked(
+        cls,
+        keys: npt.NDArray[np.uint8] | Sequence[bytes],
+        pages: npt.ArrayLike,
+        memory: PagedMemory,
+        parent: bytes | None,
+        depth: int,
+    ) -> PutRequest:
+        """As `chain`, of what a caller gave.  Raises KeySizeError, PageRangeError, ConfigError."""
+        array = as_keys(keys).copy()  # records are written later, from what the caller gave now
+        numbers = memory.check_pages(pages)
+        if len(array) != numbers.size:
+            raise ConfigError(f"{len(array)} keys and {numbers.size} pages; give one page per key")
+        if parent is not None and len(parent) != KEY_NBYTES:
+            raise KeySizeError(f"the parent key has {len(parent)} bytes, not {KEY_NBYTES}")
+        if depth < 0:
+            raise ConfigError(f"depth is {depth}; it counts the pages before the first key")
+        return cls.chain(array, numbers, memory, parent, depth)
+
+    def take(self, rows: Slots) -> PutRequest:
+        """The same for some rows (m,)."""
+        return PutRequest(
+            self.keys[rows], self.parents[rows], self.depths[rows], self.pages[rows], self.memory
+        )
+
+    @classmethod
+    def merge(cls, requests: Sequence[PutRequest]) -> PutRequest:
+        """Requests over the same memory, one after another."""
+        return cls(
+            np.concatenate([request.keys for request in requests]),
+            np.concatenate([request.parents for request in requests]),
+            np.concatenate([request.depths for request in requests]),
+            np.concatenate([request.pages for request in requests]),
+            requests[0].memory,
+        )
+
+
+@dataclass(frozen=True)
+class _Batch:
+    """Pages of one put that got slots: rows (m,) of the request, and everything else by row."""
+
+    ticket: PutTicket
+    request: PutRequest
+    rows: Slots
+    slots: Slots
+    sequences: U64
+    digests: U64 | None
+    block: int
+
+    def at(self, mask: npt.NDArray[np.bool_]) -> _Batch:
+        digests = None if self.digests is None else self.digests[mask]
+        return _Batch(
+            self.ticket,
+            self.request,
+            self.rows[mask],
+            self.slots[mask],
+            self.sequences[mask],
+            digests,
+            self.block,
+        )
+
+
+class Writer:
+    """Stores objects into one pool."""
+
+    def __init__(self, core: Core, reclaimer: Reclaimer) -> None:
+        self._core = core
+        self._reclaimer = reclaimer
+        self._table = RecordTable(core.engine, core.members, blocks=_BLOCKS)
+        object_nbytes = core.geometry.slice_nbytes * core.layers
+        self.batch_pages = min(BLOCK_RECORDS, max(BATCH_PAGES_MIN, BATCH_NBYTES // object_nbytes))
+        self.active = 0  # batches under way
+        self.finished = 0  # batches that ended
+        self._unflushed: list[_Batch] = []
+        self._flushing = False
+        self._flushes_failed = 0
+
+    def close(self) -> None:
+        """Gives the staging memory back; nothing may be in flight."""
+        self._table.close()
+
+    def put(self, request: PutRequest, ticket: PutTicket) -> None:
+        """Starts a put; see ObjectStore.put.  Raises only if nothing of it was started."""
+        core = self._core
+        with core.lock:
+            core.begin()
+            if request.depths.size and request.depths.min() == 0:
+                # The end of a chain must not be younger than its beginning, which is not touched.
+                core.index.begin_use()
+            new = self._absent_rows(request, ticket)
+        try:
+            for start in range(0, new.size, self.batch_pages):
+                rows = new[start : start + self.batch_pages]
+                try:
+                    placed = self._put_batch(ticket, request, rows)
+                except TuttiError as error:
+                    if start == 0:
+                        raise
+                    # Earlier batches are on their way: the ticket must reach the caller.
+                    late = isinstance(error, DeviceTimeout)
+                    ticket.fail(new[start:], STATUS_TIMED_OUT if late else STATUS_CANCELLED)
+                    break
+                if placed < rows.size:
+                    ticket.outcome[new[start + placed :]] = Outcome.DROPPED
+                    break
+        finally:
+            with core.lock:
+                core.counters.dropped += int(np.count_nonzero(ticket.outcome == Outcome.DROPPED))
+                core.counters.present += int(np.count_nonzero(ticket.outcome == Outcome.PRESENT))
+            ticket.end_part()
+            core.end()
+
+    def _absent_rows(self, request: PutRequest, ticket: PutTicket) -> Slots:
+        """Rows whose key has no slot, each key once; the others count as accessed."""
+        index = self._core.index
+        found = index.find(request.keys)
+        index.touch(np.unique(found[found != MISSING]))
+        rows = np.flatnonzero(found == MISSING).astype(np.int64)
+        words = request.keys[rows].view(np.uint64)
+        _, first = np.unique(words, axis=0, return_index=True)
+        rows = rows[np.sort(first)]
+        ticket.outcome[:] = Outcome.PRESENT
+        ticket.outcome[rows] = Outcome.PENDING
+        return rows
+
+    def _put_batch(self, ticket: PutTicket, request: PutRequest, rows: Slots) -> int:
+        """Gives slots to a batch and starts its data job; returns how many rows have a slot now."""
+        core = self._core
+        # Where others move the data, staging for records is not kept from everybody meanwhile.
+        late = getattr(request.memory.path, "reserves_late", False)
+        block = _NO_BLOCK if late else self._table.reserve(core.config.timeout_s)
+        try:
+            with core.lock:
+                batch, placed = self._place(ticket, request, rows, block)
+                core.in_flight += 1
+                self.active += 1
+                ticket.add_part()
+        except BaseException:
+            self._release(block)
+            raise
+        if batch.rows.size == 0:
+            self._finish(batch)
+            return placed
+        failed = self._flushes_failed
+        try:
+            core.submitter(request.memory).submit(
+                OPCODE_WRITE,
+                core.extents(batch.slots),
+                np.ascontiguousarray(request.pages[batch.rows]),
+                request.memory,
+                digests=batch.digests,
+                priority=PRIORITY_STORE,
+                timeout_s=core.config.timeout_s,
+                on_released=lambda job: self._data_written(batch, job, failed),
+            )
+        except BaseException:
+            self._cancel(batch)
+            raise
+        return placed
+
+    def _place(
+        self, ticket: PutTicket, request: PutRequest, rows: Slots, block: int
+    ) -> tuple[_Batch, int]:
+        """Allocates slots and claims the keys; returns how many rows, from the first, are done."""
+        core = self._core
+        slots = self._allocate(request, rows)
+        rows = rows[: slots.size]
+        sequences = core.sequence + np.arange(rows.size, dtype=np.uint64)
+        core.sequence += rows.size
+        digests = None
+        if core.config.verify != "off":
+            digests = np.zeros((rows.size, core.layers), np.uint64)
+        taken = core.index.insert(
+            slots,
+            request.keys[rows],
+            sequences,
+            request.depths[rows],
+            has_digests=digests is not None,
+        )
+        mine = taken == MISSING
+        batch = _Batch(ticket, request, rows, slots, sequences, digests, block)
+        if not mine.all():
+            core.allocator.free(slots[~mine])
+            ticket.outcome[rows[~mine]] = Outcome.PRESENT
+            batch = batch.at(mine)
+        return batch, rows.size
+
+    def _allocate(self, request: PutRequest, rows: Slots) -> Slots:
+        """Slots for rows, each stretch of a chain behind the slot of its predecessor."""
+        core = self._core
+        follows = (request.parents[rows[1:]] == request.keys[rows[:-1]]).all(axis=1)
+        starts = np.concatenate(([0], np.flatnonzero(~follows) + 1, [rows.size]))
+        before = core.index.find(np.ascontiguousarray(request.parents[rows[starts[:-1]]]))
+        parts: list[Slots] = []
+        try:
+            for i, after in enumerate(before.tolist()):
+                count = int(starts[i + 1] - starts[i])
+                slots = self._reclaimer.allocate(
+                    count,
+                    after=None if after == MISSING else after,
+                    deadline_s=core.config.timeout_s,
+                )
+                parts.append(slots)
+                if slots.size < count:
+                    break
+        except BaseException:  # closed meanwhile, or the eviction policy failed
+            for slots in parts:
+                core.allocator.free(slots)
+            raise
+        return np.concatenate(parts)
+
+    def _data_written(self, batch: _Batch, job: Job, flushes_failed: int) -> None:
+        good = job.page_status == 0
+        if not good.all():
+            self._drop(batch.at(~good), job.page_status[~good])
+            batch = batch.at(good)
+        if batch.rows.size and batch.block == _NO_BLOCK:
+            try:
+                batch = replace(batch, block=self._table.reserve(self._core.config.timeout_s))
+            except DeviceTimeout:
+                self._give_up(batch, STATUS_TIMED_OUT)
+                return
+        if batch.rows.size == 0:
+            self._finish(batch)
+        elif self._core.config.durability != "flush":
+            self._write_records(batch)
+        elif self._flushes_failed == flushes_failed:
+            self._flush(batch)
+        else:  # a flush that failed meanwhile may have lost these
+            self._give_up(batch, STATUS_WRITE_FAULT)
+
+    def _flush(self, batch: _Batch | None) -> None:
+        """Group commit: whoever comes while a flush runs shares the next one."""
+        with self._core.lock:
+            if batch is not None:
+                self._unflushed.append(batch)
+            if self._flushing or not self._unflushed:
+                return
+            self._flushing = True
+            batches, self._unflushed = self._unflushed, []
+
+        def on_released(job: Job) -> None:
+            status = int(job.report().status)
+            if status:
+                # It may have lost whatever was written before it ended, and the next one may say
+                # nothing of that: the kernel tells of a file's error once (fsync(2)).
+                with self._core.lock:
+                    self._flushes_failed += 1
+                    batches.extend(self._unflushed)
+                    self._unflushed = []
+            for flushed in batches:
+                if status:
+                    self._give_up(flushed, status)
+                else:
+                    self._write_records(flushed)
+            with self._core.lock:
+                self._flushing = False
+            self._flush(None)
+
+        core = self._core
+        try:
+            core.engine.flush(
+                core.members.nsids(), timeout_s=core.config.timeout_s, on_released=on_released
+            )
+        except PoolClosed:
+            for cancelled in batches:
+                self._cancel(cancelled)
+            with core.lock:
+                self._flushing = False
+            self._flush(None)  # other threads may have brought more meanwhile
+
+    def _write_records(self, batch: _Batch) -> None:
+        core, request = self._core, batch.request
+        content = RecordContent(
+            batch.slots,
+            batch.sequences,
+            RecordState.READY,
+            keys=request.keys[batch.rows],
+            parents=request.parents[batch.rows],
+            depths=request.depths[batch.rows],
+            access_64s=core.now_64s(),
+            digests=batch.digests,
+        )
+        try:
+            self._table.write(
+                batch.block,
+                content,
+                lambda job: self._records_written(batch, job),
+                fua=core.config.durability == "flush",
+                timeout_s=core.config.timeout_s,
+            )
+        except PoolClosed:
+            self._cancel(batch)
+
+    def _records_written(self, batch: _Batch, job: Job) -> None:
+        core = self._core
+        status = self._table.statuses(job, batch.slots)
+        good = status == 0
+        with core.lock:
+            if not good.all():
+                # A record may be on the medium all the same: void it before the slot is reused.
+                bad = batch.at(~good)
+                self._fail(bad, status[~good])
+                self._reclaimer.discard(bad.slots)
+                batch = batch.at(good)
+            core.index.set_state(batch.slots, SlotState.READY)
+            if batch.digests is not None:
+                core.digests.put(batch.slots, batch.sequences, batch.digests)
+            batch.ticket.outcome[batch.rows] = Outcome.STORED
+            core.counters.stored += batch.rows.size
+            payload = core.geometry.slice_nbytes * core.layers
+            core.counters.payload_written_nbytes += batch.rows.size * payload
+        self._finish(batch)
+
+    def _cancel(self, batch: _Batch) -> None:
+        self._give_up(batch, STATUS_CANCELLED)
+
+    def _give_up(self, batch: _Batch, status: int) -> None:
+        self._drop(batch, np.full(batch.rows.size, status, np.uint32))
+        self._finish(batch)
+
+    def _drop(self, batch: _Batch, status: U32) -> None:
+        """Data that was not written: no record speaks of the slots, so they are free at once."""
+        core = self._core
+        with core.lock:
+            self._fail(batch, status)
+            bad = status == STATUS_WRITE_FAULT
+            core.index.remove(batch.slots[~bad], SlotState.VOIDED)
+            core.allocator.free(batch.slots[~bad])
+            if bad.any():
+                self._reclaimer.quarantine(batch.slots[bad])
+
+    def _fail(self, batch: _Batch, status: U32) -> None:
+        self._core.counters.store_errors += batch.rows.size
+        batch.ticket.fail(batch.rows, status)
+
+    def _finish(self, batch: _Batch) -> None:
+        self._release(batch.block)
+        with self._core.lock:
+            self.finished += 1
+            self.active -= 1
+        batch.ticket.end_part()
+        self._core.end()
+
+    def _release(self, block: int) -> None:
+        if block != _NO_BLOCK:
+            self._table.release(block)
