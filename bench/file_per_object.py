@@ -19,7 +19,7 @@ from tutti.bench.meter import Meter
 from tutti.bench.stamps import Stamps, numbered_keys
 from tutti.bench.workload import Limit
 from tutti.errors import CapacityError
-from tutti.memory.host_memory import HostPool
+from tutti.memory.host_memory import HostMemory
 
 THREADS = 4
 _WAIT_S = 120.0
@@ -33,7 +33,9 @@ class FilePerObject:
     objects_max: how many there may be.
     """
 
-    def __init__(self, directory: Path, pool: HostPool, *, direct: bool, objects_max: int) -> None:
+    def __init__(
+        self, directory: Path, pool: HostMemory, *, direct: bool, objects_max: int
+    ) -> None:
         self._directory = directory
         self._directory.mkdir()
         self._direct = direct

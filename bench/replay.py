@@ -15,12 +15,13 @@ from typing import Any
 import numpy as np
 
 from tutti.arguments import natural, positive
+from tutti.arrays import Keys
 from tutti.bench import belady
 from tutti.bench.environment import describe
 from tutti.bench.meter import Meter
 from tutti.bench.pool_file import add_pool_arguments, medium_facts, pool_paths, temporary_pool
 from tutti.bench.shape import parse_shape
-from tutti.bench.stamps import Keys, Stamps
+from tutti.bench.stamps import Stamps
 from tutti.bench.traces import (
     BLOCK_TOKENS,
     Request,
@@ -141,7 +142,7 @@ class Replayer:
     ) -> None:
         self.store = store
         self.pages_per_block = BLOCK_TOKENS // page_size
-        self.pool = store.allocate_pool(pages, hugepages=hugepages)
+        self.pool = store.allocate_memory(pages, hugepages=hugepages)
         self._stamps = Stamps(self.pool)
         self.loads, self.puts = Meter(), Meter()
         self.tokens = self.hit_tokens = 0

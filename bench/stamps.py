@@ -13,12 +13,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from tutti.arrays import U64, Keys
 from tutti.errors import ConfigError
 from tutti.gio_uring.memory import view_at
-from tutti.memory.host_memory import HostPool
+from tutti.memory.host_memory import HostMemory
 
-U64 = npt.NDArray[np.uint64]
-Keys = npt.NDArray[np.uint8]
 Pages = npt.NDArray[np.integer[Any]]
 
 _BLOCK_WORDS = 512
@@ -43,7 +42,7 @@ def numbered_keys(numbers: npt.ArrayLike) -> Keys:
 class Stamps:
     """Fills and checks pages of one pool of engine memory."""
 
-    def __init__(self, pool: HostPool) -> None:
+    def __init__(self, pool: HostMemory) -> None:
         """Raises ConfigError for segments that are no multiple of 8 bytes."""
         memory = pool.memory
         if any(nbytes % 8 for nbytes in memory.segment_nbytes):

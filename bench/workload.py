@@ -18,8 +18,9 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from tutti.arrays import Keys
 from tutti.bench.meter import Meter
-from tutti.bench.stamps import Keys, Stamps, numbered_keys
+from tutti.bench.stamps import Stamps, numbered_keys
 from tutti.errors import CapacityError, DeviceTimeout
 from tutti.store import ObjectStore
 from tutti.transfers.tickets import LoadTicket, PutTicket
@@ -86,7 +87,7 @@ class Workload:
         self.source_pages = memory_pages or batch_pages * inflight
         self.load_pages = memory_pages or max(load_pages, self.source_pages)
         self.object_nbytes = store.layout.object_nbytes
-        self.pool = store.allocate_pool(self.source_pages + self.load_pages, hugepages=hugepages)
+        self.pool = store.allocate_memory(self.source_pages + self.load_pages, hugepages=hugepages)
         self.stamps = Stamps(self.pool)
         self.wrong = 0
         self.batches = 0  # put so far

@@ -87,7 +87,7 @@ def put_all(paths: list[Path]) -> None:
 
 
 def put_into(store: ObjectStore) -> None:
-    pool = store.allocate_pool(len(KEYS), hugepages=False)
+    pool = store.allocate_memory(len(KEYS), hugepages=False)
     for page, key in enumerate(KEYS):
         pool.write(page, content_of(key))
     assert store.put(as_rows(KEYS), np.arange(len(KEYS))).wait(10).stored == len(KEYS)
@@ -115,7 +115,7 @@ def python(code: str, *arguments: str) -> list[str]:
     return [sys.executable, "-c", f"import sys; sys.path[:] = {sys.path!r}\n{code}", *arguments]
 
 
-def said_as_nobody(call: str, path: Path) -> str:
+def output_as_nobody(call: str, path: Path) -> str:
     command = python(AS_NOBODY.format(call=call), str(path))
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=TIMEOUT_S, check=True, cwd="/"
@@ -201,14 +201,14 @@ def public(path: Path) -> Iterator[Path]:
 
 def test_a_read_only_file(public: Path) -> None:
     public.chmod(0o444)
-    said = said_as_nobody("tutti.store.open(sys.argv[1])", public)
+    said = output_as_nobody("tutti.store.open(sys.argv[1])", public)
     assert re.match("PoolReadOnly.*change its permissions or remount", said), said
 
 
 def test_a_read_only_directory(public: Path) -> None:
     public.parent.chmod(0o555)
     call = "tutti.store.format(sys.argv[1], tutti.KVLayout.mha(4, 2, 64, 16, 'bfloat16'), '64MiB')"
-    said = said_as_nobody(call, public.with_name("new"))
+    said = output_as_nobody(call, public.with_name("new"))
     assert re.match("PoolReadOnly.*change its permissions or remount", said), said
 
 
@@ -236,7 +236,7 @@ def test_a_full_disk_in_the_middle_of_a_put(path: Path) -> None:
     """What was stored stays, what was not is said, and later it fits."""
     fresh = [bytes([100 + i]) * 16 for i in range(4)]
     with tutti.store.open(path) as store:
-        pool = store.allocate_pool(4, hugepages=False)
+        pool = store.allocate_memory(4, hugepages=False)
         for page, key in enumerate(fresh):
             pool.write(page, content_of(key))
         with file_limit(GEOMETRY.groups_offset):
@@ -252,7 +252,7 @@ def test_a_full_disk_in_the_middle_of_a_put(path: Path) -> None:
 def test_another_layout(path: Path) -> None:
     refuses(PoolMismatch, "open it with that layout", lambda: tutti.store.open(path, OTHER))
     with tutti.store.open(path, LAYOUT) as store:
-        memory = tutti.store.HostPool.allocate(OTHER, 2, hugepages=False)
+        memory = tutti.store.HostMemory.allocate(OTHER, 2, hugepages=False)
         refuses(PoolMismatch, "open a pool of the memory's layout", lambda: store.register(memory))
         assert store.match(as_rows(KEYS)) == len(KEYS)
 
@@ -362,7 +362,7 @@ def test_bits_flipped_in_payload(path: Path, clean: bool, seed: int) -> None:
     flip(path, lba * 4096 + int(rng.integers(GEOMETRY.slice_nbytes)), int(rng.integers(8)))
     with tutti.store.open(path) as store:
         store.wait_recovered(10)
-        pool = store.allocate_pool(len(KEYS), hugepages=False)
+        pool = store.allocate_memory(len(KEYS), hugepages=False)
         ticket = store.load(as_rows(KEYS), np.arange(len(KEYS)))
         refuses(ChecksumMismatch, "check the drive's health", lambda: ticket.wait(10))
         assert ticket.wait_settled(10)
@@ -440,7 +440,7 @@ def test_pages_outside_the_registered_pool(path: Path) -> None:
         keys = as_rows(KEYS[:2])
         for call in both(store):
             refuses(ConfigError, "register one|registered", lambda call=call: call(keys, [0, 1]))
-        store.allocate_pool(4, hugepages=False)
+        store.allocate_memory(4, hugepages=False)
         for call in both(store):
             for pages in ([0, 4], [-1, 0], [0, 2**32]):
                 refuses(PageRangeError, "0 to 3", lambda c=call, p=pages: c(keys, p))
@@ -451,7 +451,7 @@ def test_pages_outside_the_registered_pool(path: Path) -> None:
 
 def test_keys_of_the_wrong_size(path: Path) -> None:
     with tutti.store.open(path) as store:
-        store.allocate_pool(2, hugepages=False)
+        store.allocate_memory(2, hugepages=False)
         wrong = ([b"x" * 15], [b"x" * 16, b"x" * 17], [""], b"x" * 16, np.zeros((1, 15), np.uint8))
         for keys in wrong:
             refuses(KeySizeError, r"pass", lambda keys=keys: store.match(keys))

@@ -39,7 +39,7 @@ def content(number: int) -> bytes:
 
 def fill(paths: list[str], *, verify: str = "always") -> None:
     with store.open(paths, config=StoreConfig(verify=verify)) as pool:
-        memory = pool.allocate_pool(OBJECTS)
+        memory = pool.allocate_memory(OBJECTS)
         for page in range(OBJECTS):
             memory.write(page, content(page))
         assert pool.put(KEYS, range(OBJECTS)).wait().stored == OBJECTS
@@ -107,7 +107,7 @@ def assert_holds(path: str, numbers: list[int]) -> None:
     """The pool serves exactly these objects, with the right bytes."""
     with store.open(path) as pool:
         pool.wait_recovered(30)
-        memory = pool.allocate_pool(1)
+        memory = pool.allocate_memory(1)
         for number in range(OBJECTS):
             found = pool.match([KEYS[number]])
             assert found == (number in numbers)

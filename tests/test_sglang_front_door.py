@@ -18,7 +18,7 @@ from tutti.integration.sglang import launch
 from tutti.integration.sglang.direct.options import LINKER_OPTIONS
 from tutti.integration.sglang.identity import (
     Identity,
-    Place,
+    ParallelRank,
     ServedModel,
     Shape,
     identity_of,
@@ -26,7 +26,7 @@ from tutti.integration.sglang.identity import (
     pool_path,
     weights_version,
 )
-from tutti.integration.sglang.metrics import LOAD, METRICS, Recorder
+from tutti.integration.sglang.metrics import LOAD, METRICS, Metrics
 from tutti.integration.sglang.options import (
     HICACHE,
     LINKER,
@@ -96,36 +96,36 @@ def test_the_documented_table_is_the_table() -> None:
     ],
 )
 def test_every_part_of_a_shape_is_in_the_fingerprint(other: Shape) -> None:
-    one = layout_of(SHAPE, IDENTITY, Place()).fingerprint
-    assert layout_of(other, IDENTITY, Place()).fingerprint != one
+    one = layout_of(SHAPE, IDENTITY, ParallelRank()).fingerprint
+    assert layout_of(other, IDENTITY, ParallelRank()).fingerprint != one
 
 
 def test_identity_and_place_are_in_the_fingerprint() -> None:
     seen = {
         layout_of(SHAPE, identity, place).fingerprint
         for identity, place in (
-            (IDENTITY, Place()),
-            (replace(IDENTITY, model="qwen"), Place()),
-            (replace(IDENTITY, weights="v2"), Place()),
-            (replace(IDENTITY, quantization="fp8"), Place()),
-            (replace(IDENTITY, kv_cache_dtype="fp8_e5m2"), Place()),
-            (IDENTITY, Place(tp_size=2)),
-            (IDENTITY, Place(tp_size=2, tp_rank=1)),
-            (IDENTITY, Place(pp_size=2, pp_rank=1)),
-            (IDENTITY, Place(cp_size=2, cp_rank=1)),
+            (IDENTITY, ParallelRank()),
+            (replace(IDENTITY, model="qwen"), ParallelRank()),
+            (replace(IDENTITY, weights="v2"), ParallelRank()),
+            (replace(IDENTITY, quantization="fp8"), ParallelRank()),
+            (replace(IDENTITY, kv_cache_dtype="fp8_e5m2"), ParallelRank()),
+            (IDENTITY, ParallelRank(tp_size=2)),
+            (IDENTITY, ParallelRank(tp_size=2, tp_rank=1)),
+            (IDENTITY, ParallelRank(pp_size=2, pp_rank=1)),
+            (IDENTITY, ParallelRank(cp_size=2, cp_rank=1)),
         )
     }
     assert len(seen) == 9
 
 
 def test_replicas_hold_the_same_kv_in_pools_of_their_own() -> None:
-    one, other = Place(dp_size=2), Place(dp_size=2, dp_rank=1)
+    one, other = ParallelRank(dp_size=2), ParallelRank(dp_size=2, dp_rank=1)
     layout = layout_of(SHAPE, IDENTITY, one)
     assert layout == layout_of(SHAPE, IDENTITY, other)
     assert pool_path("/p", layout, "kv", one) != pool_path("/p", layout, "kv", other)
-    latent = [Place(tp_size=2, tp_rank=rank, replicated=True) for rank in (0, 1)]
+    latent = [ParallelRank(tp_size=2, tp_rank=rank, replicated=True) for rank in (0, 1)]
     assert layout_of(SHAPE, IDENTITY, latent[0]) == layout_of(SHAPE, IDENTITY, latent[1])
-    assert Place(tp_size=2, pp_size=3, dp_size=2).ranks == 12
+    assert ParallelRank(tp_size=2, pp_size=3, dp_size=2).ranks == 12
 
 
 def test_other_files_of_weights_are_another_version(tmp_path: Path) -> None:
@@ -141,7 +141,7 @@ def test_other_files_of_weights_are_another_version(tmp_path: Path) -> None:
 
 
 def test_a_pool_is_opened_with_what_the_options_say(tmp_path: Path) -> None:
-    layout = layout_of(SHAPE, IDENTITY, Place())
+    layout = layout_of(SHAPE, IDENTITY, ParallelRank())
     chosen = {"verify": "sampled", "timeout_s": 7.0, "durability": "flush"}
     of_linker = {"pin_lookups": 5, "pin_share": 2.0, "page_cache_share": 0.25}
     hicache = parse_options({**NEEDED, **chosen}, HICACHE)
@@ -187,29 +187,29 @@ def _fails() -> None:
 
 
 def test_the_recorder_counts_and_hands_out_samples_once() -> None:
-    recorder = Recorder({"mode": HICACHE, "pool": "kv", "rank": "tp0"})
-    recorder.moved(LOAD, 4, 4096, 0.5)
-    recorder.count("errors")
-    recorder.count("errors", 0)
+    metrics = Metrics({"mode": HICACHE, "pool": "kv", "rank": "tp0"})
+    metrics.moved(LOAD, 4, 4096, 0.5)
+    metrics.count("errors")
+    metrics.count("errors", 0)
     stats = {"mismatches": 1, "evicted": 2, "bytes_read": 3, "bytes_written": 4}
     for _ in range(2):
-        recorder.from_store({**stats, "capacity_objects": 10, "free_objects": 5, "busy_objects": 2})
-    got = recorder.snapshot()
+        metrics.from_store({**stats, "capacity_objects": 10, "free_objects": 5, "busy_objects": 2})
+    got = metrics.snapshot()
     assert got["moved_pages/load"] == 4
     assert (got["errors"], got["evicted_objects"], got["fullness"]) == (1, 2, 0.5)
     assert got["pinned_objects"] == 2
-    assert recorder.take_samples(LOAD) == ([4], [4096 / 0.5 / 1e9])
-    assert recorder.take_samples(LOAD) == ([], [])
+    assert metrics.take_samples(LOAD) == ([4], [4096 / 0.5 / 1e9])
+    assert metrics.take_samples(LOAD) == ([], [])
     assert {name.split("/")[0] for name in got} <= set(METRICS)
 
 
 def test_older_numbers_of_the_store_count_nothing_twice() -> None:
-    recorder = Recorder({"mode": HICACHE, "pool": "kv", "rank": "tp0"})
+    metrics = Metrics({"mode": HICACHE, "pool": "kv", "rank": "tp0"})
     rest = dict.fromkeys(("mismatches", "bytes_read", "bytes_written"), 0)
     rest |= {"capacity_objects": 10, "free_objects": 5, "busy_objects": 2}
     for evicted in (10, 7, 12):  # two threads asked, and the slower one comes in between
-        recorder.from_store({**rest, "evicted": evicted})
-    assert recorder.snapshot()["evicted_objects"] == 12
+        metrics.from_store({**rest, "evicted": evicted})
+    assert metrics.snapshot()["evicted_objects"] == 12
 
 
 def test_the_launch_command(capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:

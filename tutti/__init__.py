@@ -11,7 +11,7 @@ from typing import Any
 
 __version__ = "0.1.0"
 __all__ = [
-    "HostPool",
+    "HostMemory",
     "KVLayout",
     "ObjectStore",
     "StoreConfig",
@@ -24,7 +24,7 @@ __all__ = [
 ]
 
 _EXPORTS = {
-    "HostPool": "tutti.memory.host_memory",
+    "HostMemory": "tutti.memory.host_memory",
     "KVLayout": "tutti.medium.layout",
     "ObjectStore": "tutti.store",
     "StoreConfig": "tutti.transfers.core",

@@ -56,7 +56,7 @@ COMMANDS = (
     ("demo", "demo:add_demo", "show what this machine's disk does, in about a minute"),
     ("format", "pool:add_format", "make a new, empty pool in files"),
     ("info", "pool:add_info", "say what a pool is and how full, in use or not"),
-    ("serve", "tutti.cli_serve:add_serve", "own pools and serve them to other processes"),
+    ("serve", "serve:add_serve", "own pools and serve them to other processes"),
     ("fsck", "fsck:add_fsck", "verify every object of a pool; repair it"),
     ("probe", "probe:add_probe", "say what this machine can do, and why not more"),
     ("nvme list", "nvme:add_list", "say which drives could hold a pool, and why not"),

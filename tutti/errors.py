@@ -129,7 +129,7 @@ class DeviceTimeout(TuttiError):
     """A deadline passed before the device answered; memory it may still write stays reserved."""
 
 
-class PagesHeld(DeviceTimeout):
+class PagesInUse(DeviceTimeout):
     """A load was given up, and the device may still write into its pages.
 
     wait_settled: waits so many seconds for the device to let go of them; whether it has.

@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tutti import store
+from tutti.arrays import U64, Rows
 from tutti.errors import DeviceTimeout, MediumError, PoolCorrupt
 from tutti.gio_uring.controller import NativeController
 from tutti.gio_uring.engine import Engine, Job
@@ -33,7 +34,7 @@ from tutti.medium.superblock import (
     choose_superblock,
     decode_snapshot,
 )
-from tutti.memory.host_memory import HostPool
+from tutti.memory.host_memory import HostMemory
 from tutti.pool.block_io import BlockIo
 from tutti.pool.member_controller import open_controller
 from tutti.pool.members import Members
@@ -51,8 +52,6 @@ _RECORD_RIGHT, _RECORD_WITHOUT_DIGESTS = 1, 2  # RecordTable.check
 
 Entries = npt.NDArray[np.void]
 Verdict = npt.NDArray[np.uint8]
-U64 = npt.NDArray[np.uint64]
-Rows = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -188,7 +187,7 @@ def repair(paths: Sequence[str], report: FsckReport, progress: ProgressFactory) 
     config = StoreConfig(verify="always")
     with store.open(list(paths), config=config) as pool:
         pool.wait_recovered()
-        pool.allocate_pool(1)
+        pool.allocate_memory(1)
         keys = list(dict.fromkeys(report.damaged_keys))
         blind = set(report.blind_keys)
         with progress("repair", len(keys)) as bar:
@@ -394,7 +393,7 @@ class _Verifier:
         layout = members.layout
         pages = min(_MEMORY_NBYTES // layout.object_nbytes // _BATCHES, BLOCK_RECORDS)
         self._pages = max(1, pages)  # of one batch
-        self._pool = HostPool.allocate(layout, self._pages * _BATCHES)
+        self._pool = HostMemory.allocate(layout, self._pages * _BATCHES)
         self._table = RecordTable(engine, members, blocks=1)
         self._regions: list[DmaRegion] = []
 

@@ -1,7 +1,7 @@
 """The object store: named KV objects on NVMe SSDs or files, moved layer by layer.
 
     with tutti.open("pool.tutti", layout=layout, capacity="8GiB") as store:
-        pool = store.allocate_pool(pages=256)
+        memory = store.allocate_memory(pages=256)
         store.put(keys, pages).wait()
         n = store.match(keys)
         ticket = store.load(keys[:n], pages[:n])
@@ -26,7 +26,7 @@ from tutti.errors import (
     ConfigError,
     DeviceTimeout,
     KeyMissing,
-    PagesHeld,
+    PagesInUse,
     PoolMismatch,
     TuttiError,
 )
@@ -37,7 +37,7 @@ from tutti.medium.geometry import Geometry
 from tutti.medium.keys import as_keys
 from tutti.medium.layout import KVLayout
 from tutti.medium.superblock import Superblock
-from tutti.memory.host_memory import HostPool
+from tutti.memory.host_memory import HostMemory
 from tutti.placement.index import MISSING, SlotState
 from tutti.pool.block_io import BlockIo
 from tutti.pool.member_controller import open_controller
@@ -45,14 +45,14 @@ from tutti.pool.members import Members
 from tutti.pool.pool_format import Paths, format, format_missing, member_names
 from tutti.process import Owned
 from tutti.scheduler.dispatcher import Dispatcher
-from tutti.transfers.coalescer import Tails
+from tutti.transfers.coalescer import Coalescer
 from tutti.transfers.core import Closable, Core, StoreConfig
 from tutti.transfers.loader import Loader
 from tutti.transfers.reclaim import Reclaimer
 from tutti.transfers.recovery import recover, write_snapshots
 from tutti.transfers.residency import Residency
 from tutti.transfers.tickets import LoadTicket, PutTicket
-from tutti.transfers.transfer_queue import Pacer
+from tutti.transfers.transfer_queue import TransferQueue
 from tutti.transfers.writer import PutRequest, Writer
 
 Keys = npt.NDArray[np.uint8] | Sequence[bytes]
@@ -83,7 +83,7 @@ class ObjectStore(Owned):
         self.controller = controller
         self.config = config or StoreConfig()
         self._regions: dict[int, list[DmaRegion]] = {}
-        self._pools: list[HostPool] = []
+        self._memories: list[HostMemory] = []
         self._proving = threading.Lock()
         self._prove_from = 0
         self._lost_regions: list[DmaRegion] = []  # of memory that a device may still write
@@ -102,14 +102,16 @@ class ObjectStore(Owned):
             self._parts.append(self._reclaimer)
             self._writer = Writer(self._core, self._reclaimer)
             self._parts.append(self._writer)
-            self._tails = Tails(self._core, self._writer)
-            self._parts.append(self._tails)
+            self._coalescer = Coalescer(self._core, self._writer)
+            self._parts.append(self._coalescer)
             self._loader = Loader(self._core, self._reclaimer)
             self._parts.append(self._loader)
-            self._pacer: Pacer | None = None
+            self._queue: TransferQueue | None = None
             if self.config.schedule is not None:
-                self._pacer = Pacer(self._core, self._tails, self._loader, self.config.schedule)
-                self._parts.append(self._pacer)
+                self._queue = TransferQueue(
+                    self._core, self._coalescer, self._loader, self.config.schedule
+                )
+                self._parts.append(self._queue)
             self._recovery = threading.Thread(
                 target=self._recover, args=(found_as, clean), name="tutti-recovery", daemon=True
             )
@@ -134,27 +136,27 @@ class ObjectStore(Owned):
     @property
     def scheduler(self) -> Dispatcher | None:
         """What launches puts and loads; post to it what the model computes.  None: all at once."""
-        return None if self._pacer is None else self._pacer.dispatcher
+        return None if self._queue is None else self._queue.dispatcher
 
-    def register(self, pool: HostPool) -> HostPool:
+    def register(self, memory: HostMemory) -> HostMemory:
         """Makes engine memory known, so that ``put`` and ``load`` may name its pages.
 
         Raises PoolMismatch when its layout is not the pool's.
         """
-        if pool.layout != self.layout:
+        if memory.layout != self.layout:
             raise PoolMismatch(
-                f"the memory holds {pool.layout.to_json()}, the pool {self.layout.to_json()}; "
+                f"the memory holds {memory.layout.to_json()}, the pool {self.layout.to_json()}; "
                 "open a pool of the memory's layout"
             )
         self._core.check_open()
-        self._regions[id(pool)] = self._register(pool)
-        self._pools.append(pool)
-        return pool
+        self._regions[id(memory)] = self._register(memory)
+        self._memories.append(memory)
+        return memory
 
-    def _register(self, pool: HostPool) -> list[DmaRegion]:
+    def _register(self, memory: HostMemory) -> list[DmaRegion]:
         regions: list[DmaRegion] = []
         try:
-            for address, nbytes in pool.buffers:
+            for address, nbytes in memory.buffers:
                 regions.append(self.controller.register((address, nbytes)))
         except BaseException:
             for region in regions:
@@ -167,26 +169,26 @@ class ObjectStore(Owned):
         self._core.check_open()
         self._parts.append(part)
 
-    def unregister(self, pool: HostPool) -> None:
+    def unregister(self, memory: HostMemory) -> None:
         """Forgets engine memory.  No put or load of it may be under way."""
-        if pool not in self._pools:
+        if memory not in self._memories:
             raise ConfigError("this memory is not registered with the store")
         timeout_s = self.config.timeout_s
-        if not (self._core.wait_quiet(timeout_s) and pool.wait_idle(timeout_s)):
+        if not (self._core.wait_quiet(timeout_s) and memory.wait_idle(timeout_s)):
             raise DeviceTimeout("transfers are still under way; the memory stays registered")
-        self._forget(pool)
+        self._forget(memory)
 
-    def _forget(self, pool: HostPool) -> None:
-        self._pools.remove(pool)
-        for region in self._regions.pop(id(pool)):
+    def _forget(self, memory: HostMemory) -> None:
+        self._memories.remove(memory)
+        for region in self._regions.pop(id(memory)):
             region.close()
 
-    def allocate_pool(
+    def allocate_memory(
         self, pages: int, *, order: str | None = None, hugepages: bool = True
-    ) -> HostPool:
-        """Fresh engine memory of ``pages`` pages, registered; see HostPool.allocate."""
+    ) -> HostMemory:
+        """Fresh engine memory of ``pages`` pages, registered; see HostMemory.allocate."""
         return self.register(
-            HostPool.allocate(self.layout, pages, order=order, hugepages=hugepages)
+            HostMemory.allocate(self.layout, pages, order=order, hugepages=hugepages)
         )
 
     def match(self, keys: Keys, *, pin: bool | str = False, proven: bool = False) -> int:
@@ -218,69 +220,68 @@ class ObjectStore(Owned):
         keys: Keys,
         pages: npt.ArrayLike,
         *,
-        pool: HostPool | None = None,
+        memory: HostMemory | None = None,
         parent: bytes | None = None,
         depth: int = 0,
     ) -> PutTicket:
         """Starts to store pages under keys; keys that are there already are left alone.
 
         keys: as for ``match``, each the successor of the one before; ``parent`` precedes the
-        first and has ``depth - 1`` pages before it.  pages: page numbers (n,) in ``pool``, which
+        first and has ``depth - 1`` pages before it.  pages: page numbers (n,) in ``memory``, which
         may be left out when only one is registered; they must not change before the ticket is
         done.  What does not fit because everything is in use is dropped, and counted.
         Raises KeySizeError, PageRangeError, ConfigError, PoolClosed or DeviceTimeout (no staging).
         """
-        memory = self._pool(pool).memory
-        request = PutRequest.checked(keys, pages, memory, parent, depth)
+        paged = self._registered(memory).memory
+        request = PutRequest.checked(keys, pages, paged, parent, depth)
         with self._core.admitted(self.config.timeout_s):
-            return (self._pacer or self._tails).put(request)
+            return (self._queue or self._coalescer).put(request)
 
     def load(
         self,
         keys: Keys,
         pages: npt.ArrayLike,
         *,
-        pool: HostPool | None = None,
+        memory: HostMemory | None = None,
         batch: str = "",
     ) -> LoadTicket:
         """Starts to read objects into pages; layers become ready one after another.
 
-        keys, pages, pool: as for ``put``.  batch: by which a step of the model calls for it, see
+        keys, pages, memory: as for ``put``.  batch: by which a step of the model calls for it, see
         ``StepBegan``.  Raises KeyMissing unless every key is in the pool, ConfigError for a page
-        that is to hold two objects at once, PagesHeld when it had to be given up half started and
+        that is to hold two objects at once, PagesInUse when it had to be given up half started and
         the device may still write into ``pages``; after any other error nothing does.
         """
-        array, memory = as_keys(keys), self._pool(pool).memory
-        numbers = memory.check_pages(pages)
+        array, paged = as_keys(keys), self._registered(memory).memory
+        numbers = paged.check_pages(pages)
         _check_lengths(array, numbers)
         if self.config.verify != "off" and np.unique(numbers).size != numbers.size:
             raise ConfigError("a page is named twice; give every key a page of its own")
         with self._core.admitted(self.config.timeout_s):
-            if self._pacer is None:
-                return self._loader.load(array, numbers, memory)
-            return self._pacer.load(array, numbers, memory, batch)
+            if self._queue is None:
+                return self._loader.load(array, numbers, paged)
+            return self._queue.load(array, numbers, paged, batch)
 
     def prove(self, max_objects: int = 64, *, timeout_s: float = 60.0) -> int:
         """Verifies up to ``max_objects`` objects that an unclean close left unproven.
 
-        Those that are whole are served like any other from then on, the others are quarantined.
-        Returns how many it looked at: 0 at the end of a round through the pool, when none is left
-        but what could not be read.  Raises DeviceTimeout.
+        Intact ones are served from then on, damaged ones are quarantined.  Returns how many were
+        read: 0 after a round through the pool.  Raises DeviceTimeout.
         """
         with self._core.admitted(timeout_s), self._proving:
             keys, self._prove_from = self._core.unproven_keys(max_objects, self._prove_from)
             if not len(keys):
                 return 0
-            pool = HostPool.allocate(self.layout, len(keys))
-            regions = self._register(pool)
+            memory = HostMemory.allocate(self.layout, len(keys))
+            regions = self._register(memory)
             numbers = np.arange(len(keys), dtype=np.uint32)
             settled = True
             try:
-                ticket = self._loader.load(keys, numbers, pool.memory)
+                ticket = self._loader.load(keys, numbers, memory.memory)
                 settled = ticket.wait_settled(timeout_s)
             except KeyMissing:
                 return len(keys)  # one was evicted meanwhile
-            except PagesHeld as error:
+            except PagesInUse as error:
                 settled = error.wait_settled(timeout_s)
             finally:
                 for region in regions if settled else ():
@@ -293,10 +294,7 @@ class ObjectStore(Owned):
             return len(keys)
 
     def quarantine(self, keys: Keys) -> int:
-        """Takes objects and their places out of use for good, on the medium as well.
-
-        For damage that no load finds out, since the objects have no digests.  How many were there.
-        """
+        """Takes objects out of use permanently, with their slots.  Returns how many."""
         core = self._core
         with core.admitted(self.config.timeout_s), core.lock:
             slots = np.unique(core.index.find(as_keys(keys)))
@@ -306,14 +304,13 @@ class ObjectStore(Owned):
             return int(slots.size)
 
     def clear(self, *, deallocate: bool = True) -> None:
-        """Forgets every object; durable on return.
+        """Removes every object; durable on return.
 
-        deallocate: also tells the medium that the space holds nothing (DSM deallocate; on files
-        holes are punched, and the file system may give the space to others).
-        Waits for what is under way; raises DeviceTimeout when that does not end.
+        deallocate: also sends DSM deallocate (on files: punches holes).
+        Waits for transfers in flight; raises DeviceTimeout.
         """
         core = self._core
-        with core.standstill():
+        with core.quiesced():
             try:
                 self.members.new_epoch()
                 if deallocate:
@@ -322,7 +319,7 @@ class ObjectStore(Owned):
                 core.failure = error  # nobody knows what the medium says now
                 raise
             with core.lock:
-                core.holds.clear()
+                core.lookup_pins.clear()
                 held = core.index.clear()
                 if held.size:
                     core.allocator.free(held)
@@ -350,9 +347,9 @@ class ObjectStore(Owned):
         self._closed = True
         timeout_s = self.config.timeout_s if timeout_s is None else timeout_s
         core = self._core
-        if self._pacer is not None:
-            self._pacer.stop(timeout_s)
-        self._tails.stop(timeout_s)
+        if self._queue is not None:
+            self._queue.stop(timeout_s)
+        self._coalescer.stop(timeout_s)
         with core.lock:
             core.closing = True
             core.changed.notify_all()
@@ -408,8 +405,8 @@ class ObjectStore(Owned):
             region.close()
         for part in self._parts:
             part.close()
-        for pool in list(self._pools):
-            self._forget(pool)
+        for memory in list(self._memories):
+            self._forget(memory)
         self.controller.close()
 
     def _shut_down_failed(self, reason: BaseException) -> None:
@@ -428,18 +425,19 @@ class ObjectStore(Owned):
             except TuttiError as error:
                 reason.add_note(str(error))
 
-    def _pool(self, pool: HostPool | None) -> HostPool:
+    def _registered(self, memory: HostMemory | None) -> HostMemory:
         self._core.check_open()
-        if pool is not None:
-            if pool not in self._pools:
-                raise ConfigError("this memory is not registered; call store.register(pool) first")
-            return pool
-        if len(self._pools) != 1:
-            raise ConfigError(
-                f"{len(self._pools)} pools of memory are registered; register one, or say which "
-                "with pool="
-            )
-        return self._pools[0]
+        if memory is not None:
+            if memory not in self._memories:
+                raise ConfigError(
+                    "this memory is not registered; call store.register(memory) first"
+                )
+            return memory
+        if len(self._memories) == 1:
+            return self._memories[0]
+        raise ConfigError(
+            f"{len(self._memories)} memories are registered; register one, or pass memory="
+        )
 
 
 def open(

@@ -6,7 +6,8 @@ from collections import deque
 
 import numpy as np
 
-from tutti.bench.stamps import Keys, numbered_keys
+from tutti.arrays import Keys
+from tutti.bench.stamps import numbered_keys
 from tutti.bench.workload import WAIT_S, Workload
 from tutti.terminal import ProgressFactory
 from tutti.transfers.tickets import PutTicket

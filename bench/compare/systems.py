@@ -15,7 +15,7 @@ from tutti.bench.pool_file import medium_facts, temporary_pool
 from tutti.bench.shape import Shape
 from tutti.bench.workload import Limit, Workload
 from tutti.errors import ChecksumMismatch
-from tutti.memory.host_memory import HostPool
+from tutti.memory.host_memory import HostMemory
 from tutti.terminal import ProgressFactory
 from tutti.transfers.core import StoreConfig
 from tutti.units import MiB
@@ -143,7 +143,7 @@ def file_systems(
 ) -> Iterator[dict[str, System]]:
     """A file per object on ordinary pages, filled: rounds of "store" and of "retrieve"."""
     pages = plan.inflight * plan.batch_pages
-    pool = HostPool.allocate(plan.shape.layout(), pages, hugepages=False)
+    pool = HostMemory.allocate(plan.shape.layout(), pages, hugepages=False)
     objects = plan.capacity_nbytes // plan.shape.object_nbytes
     name = "files, direct" if direct else "files, buffered"
     with ExitStack() as stack:

@@ -12,11 +12,11 @@ import numpy as np
 from tutti.bench.gpu import interference as gpu_beside
 from tutti.bench.gpu.cases import Plan, Row, copy_engines
 from tutti.bench.gpu.interference import loads_beside
-from tutti.bench.gpu.rig import DevicePages, Load, Machine, look_until, transfers
+from tutti.bench.gpu.rig import DevicePages, Load, Machine, poll_until, transfers
 from tutti.bench.statistics import bootstrap_median, ratios
 from tutti.errors import DeviceTimeout, Unsupported
 from tutti.gio_uring.gpu.batch import DeviceBatch, launch_layer
-from tutti.gio_uring.gpu.memory import Hold
+from tutti.gio_uring.gpu.memory import LeaseOwner
 from tutti.gio_uring.nvme_spec import OPCODE_WRITE
 from tutti.units import KiB
 
@@ -73,12 +73,12 @@ class _Hashed:
         self._function = machine.modules["gio_verify"]
         self._pages = DevicePages(machine.driver, load)
         self._stream = machine.driver.create_stream()
-        self._hold = Hold()
+        self._hold = LeaseOwner()
         self._batch = DeviceBatch(
             machine.tables,
             self._pages.memory,
             self._pages.pages,
-            hold=self._hold,
+            owner=self._hold,
             opcode=OPCODE_WRITE,
             slice_nlb=load.slice_nbytes >> 9,
             lba_shift=9,
@@ -98,7 +98,7 @@ class _Hashed:
 
     def _wait(self) -> None:
         # With short pauses: a thread beside needs the interpreter, and a round is far longer.
-        look_until(lambda: self._driver.is_stream_done(self._stream), "the digests", 0.00005)
+        poll_until(lambda: self._driver.is_stream_done(self._stream), "the digests", 0.00005)
 
     def warm_up(self) -> None:
         """Brings the tables over, and chooses the passes of a round."""

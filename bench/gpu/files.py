@@ -33,7 +33,7 @@ from tutti.units import KiB, MiB, format_nbytes
 #: As many commands as the engine has in flight.
 _IODEPTH = 64
 _SLICES = (256 * KiB, MiB)
-#: A disk is slower than a link: longer rounds hold more than a few transfers.
+#: A disk is slower than a link: longer rounds owner more than a few transfers.
 _ROUND_FACTOR = 3
 _BATCH_NBYTES = 128 * MiB
 

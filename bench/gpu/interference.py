@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from tutti.bench.gpu.rig import DevicePages, look_until, stream_of_transfers
+from tutti.bench.gpu.rig import DevicePages, poll_until, stream_of_transfers
 from tutti.errors import DeviceTimeout
 from tutti.gio_uring.gpu.driver import Driver
 from tutti.gio_uring.gpu.memory import PinnedMemory
@@ -62,7 +62,7 @@ class Gate:
     def close(self) -> None:
         """Unpins the word once no stream waits for it."""
         for stream in self._streams:
-            look_until(lambda stream=stream: self._driver.is_stream_done(stream), "a stream")  # type: ignore[misc]
+            poll_until(lambda stream=stream: self._driver.is_stream_done(stream), "a stream")  # type: ignore[misc]
         self._pinned.close()
 
 
@@ -81,7 +81,7 @@ class Stopwatch:
             with self.torch.cuda.stream(stream):
                 for _ in range(3):
                     self.kernel()
-            look_until(stream.query, "a kernel")
+            poll_until(stream.query, "a kernel")
         each_ms = min(self.ms(stream) for stream in streams) / self.calls
         self.calls = max(3, min(CALLS_MAX, int(ROUND_S * 1e3 / each_ms)))
 
@@ -94,7 +94,7 @@ class Stopwatch:
                 self.kernel()
             end.record()
         # With pauses: a thread beside may need the interpreter.
-        look_until(end.query, "a kernel")
+        poll_until(end.query, "a kernel")
         return float(begin.elapsed_time(end))
 
 

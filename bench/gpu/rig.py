@@ -213,10 +213,10 @@ def zero_copy() -> Iterator[MemoryController]:
 
 def spin_until(is_done: Callable[[], bool], what: str) -> None:
     """Looks without a pause: for timing, while no other thread needs the interpreter."""
-    look_until(is_done, what, 0.0)
+    poll_until(is_done, what, 0.0)
 
 
-def look_until(is_done: Callable[[], bool], what: str, pause_s: float = _LOOK_S) -> None:
+def poll_until(is_done: Callable[[], bool], what: str, pause_s: float = _LOOK_S) -> None:
     """Looks again and again.  Raises DeviceTimeout after 20 seconds."""
     deadline = time.monotonic() + _TIMEOUT_S
     while not is_done():

@@ -1,6 +1,6 @@
 """Measures the GPU path; needs an NVIDIA GPU.  One shard at a time, each below eight minutes.
 
-    python -m tutti.bench.gpu.shards --out DIR            # all that DIR does not hold yet
+    python -m tutti.bench.gpu.shards --out DIR            # all that DIR does not owner yet
     python -m tutti.bench.gpu.shards --out DIR ceiling    # these alone, again
 
 Every case is a process of its own, so that one that hangs or loses its context costs a row and no

@@ -14,7 +14,7 @@ from tutti.bench.peers.peer import BATCH_PAGES, LAYERS, Peer, PeerPlan
 from tutti.bench.shape import Shape
 from tutti.bench.stamps import Stamps, numbered_keys
 from tutti.errors import ChecksumMismatch, MediumError
-from tutti.memory.host_memory import HostPool
+from tutti.memory.host_memory import HostMemory
 from tutti.store import ObjectStore
 from tutti.transfers.core import StoreConfig
 
@@ -29,7 +29,7 @@ class _PlainPeer(Peer):
         self._plan = plan
         shape = Shape(LAYERS, plan.page_nbytes // LAYERS)
         self._layout = shape.layout(plan.page_tokens).token_major()
-        self._pool = HostPool.allocate(self._layout, BATCH_PAGES, hugepages=False)
+        self._pool = HostMemory.allocate(self._layout, BATCH_PAGES, hugepages=False)
         self._stamps = Stamps(self._pool)
         self._pages = np.arange(BATCH_PAGES)
         self._contents = numbered_keys(self._pages)
@@ -73,12 +73,12 @@ class StorePeer(_PlainPeer):
 
     def store(self, batch: int) -> None:
         """One put."""
-        ticket = self._opened.put(_keys(batch), self._pages, pool=self._pool)
+        ticket = self._opened.put(_keys(batch), self._pages, memory=self._pool)
         ticket.wait(_WAIT_S)
 
     def load(self, batch: int) -> None:
         """One load."""
-        ticket = self._opened.load(_keys(batch), self._pages, pool=self._pool)
+        ticket = self._opened.load(_keys(batch), self._pages, memory=self._pool)
         ticket.wait(_WAIT_S)
         if ticket.keys != BATCH_PAGES:
             raise MediumError(f"batch {batch}: only {ticket.keys} pages are stored")

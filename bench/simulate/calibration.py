@@ -131,7 +131,7 @@ def gpu_of(name: str) -> GpuRoofline:
     return _named(GPUS, name, "GPU")
 
 
-class EngineTimes:
+class ServerTimes:
     """How long things take on one engine that is alone: a `Profile` for the scheduler.
 
     profile: measured compute and drive that replace the roofline and the list's.

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from tutti.bench.simulate.calibration import EngineTimes
+from tutti.bench.simulate.calibration import ServerTimes
 from tutti.bench.simulate.device import READ, WRITE, Device, Timeline
 from tutti.bench.simulate.engine import Engine, Job
 from tutti.bench.simulate.tiers import Blocks
@@ -53,7 +53,7 @@ class Shape:
 class Cluster:
     """One run."""
 
-    def __init__(self, times: EngineTimes, shape: Shape) -> None:
+    def __init__(self, times: ServerTimes, shape: Shape) -> None:
         self.times, self.shape = times, shape
         self.timeline = Timeline()
         self.media: list[Device] = []

@@ -44,7 +44,7 @@ class Timeline:
             what()
 
 
-class _Lane:
+class _Channel:
     """One direction."""
 
     def __init__(self, bytes_per_ns: float) -> None:
@@ -62,7 +62,10 @@ class Device:
         self, timeline: Timeline, read_bytes_per_s: float, write_bytes_per_s: float, slower: float
     ) -> None:
         self._timeline = timeline
-        self._lanes = {READ: _Lane(read_bytes_per_s / 1e9), WRITE: _Lane(write_bytes_per_s / 1e9)}
+        self._channels = {
+            READ: _Channel(read_bytes_per_s / 1e9),
+            WRITE: _Channel(write_bytes_per_s / 1e9),
+        }
         self._slower = max(1.0, slower)
         self._since_ns = 0
         self._version = 0
@@ -70,52 +73,52 @@ class Device:
     def start(self, direction: str, nbytes: int, done: Callable[[], None]) -> None:
         """Queues a transfer; ``done`` is called when its last byte was moved."""
         self._settle()
-        lane = self._lanes[direction]
-        lane.waiting.append((nbytes, done))
-        if len(lane.waiting) == 1:
-            lane.left = float(nbytes)
+        channel = self._channels[direction]
+        channel.waiting.append((nbytes, done))
+        if len(channel.waiting) == 1:
+            channel.left = float(nbytes)
             self._plan()
 
     def moved_nbytes(self, direction: str) -> int:
         """Of transfers that ended."""
-        return self._lanes[direction].moved_nbytes
+        return self._channels[direction].moved_nbytes
 
     def busy_s(self, direction: str) -> float:
         """How long there was work."""
         self._settle()
-        return self._lanes[direction].busy_ns / 1e9
+        return self._channels[direction].busy_ns / 1e9
 
-    def _rate(self, lane: _Lane) -> float:
-        both = all(other.waiting for other in self._lanes.values())
-        return lane.bytes_per_ns / (self._slower if both else 1.0)
+    def _rate(self, channel: _Channel) -> float:
+        both = all(other.waiting for other in self._channels.values())
+        return channel.bytes_per_ns / (self._slower if both else 1.0)
 
     def _settle(self) -> None:
         """Counts what was moved since the last change."""
         elapsed_ns = self._timeline.now_ns - self._since_ns
         if elapsed_ns:
-            for lane in self._lanes.values():
-                if lane.waiting:
-                    lane.left -= elapsed_ns * self._rate(lane)
-                    lane.busy_ns += elapsed_ns
+            for channel in self._channels.values():
+                if channel.waiting:
+                    channel.left -= elapsed_ns * self._rate(channel)
+                    channel.busy_ns += elapsed_ns
             self._since_ns = self._timeline.now_ns
 
     def _plan(self) -> None:
         """When each direction's first transfer ends, as things stand."""
         self._version += 1
         version = self._version
-        for lane in self._lanes.values():
-            if lane.waiting:
-                after_ns = max(0, -int(-lane.left // self._rate(lane)))
+        for channel in self._channels.values():
+            if channel.waiting:
+                after_ns = max(0, -int(-channel.left // self._rate(channel)))
                 ends_ns = self._timeline.now_ns + after_ns
-                self._timeline.at(ends_ns, partial(self._end, lane, version))
+                self._timeline.at(ends_ns, partial(self._end, channel, version))
 
-    def _end(self, lane: _Lane, version: int) -> None:
+    def _end(self, channel: _Channel, version: int) -> None:
         if version != self._version:
             return  # something changed meanwhile
         self._settle()
-        nbytes, done = lane.waiting.popleft()
-        lane.moved_nbytes += nbytes
-        lane.left = float(lane.waiting[0][0]) if lane.waiting else 0.0
+        nbytes, done = channel.waiting.popleft()
+        channel.moved_nbytes += nbytes
+        channel.left = float(channel.waiting[0][0]) if channel.waiting else 0.0
         self._plan()
         done()
 

@@ -11,9 +11,9 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from tutti.bench.simulate.calibration import EngineTimes
+from tutti.bench.simulate.calibration import ServerTimes
 from tutti.bench.simulate.device import Device, Timeline
-from tutti.bench.simulate.io import EngineIo
+from tutti.bench.simulate.io import ServerIo
 from tutti.bench.simulate.tiers import Blocks
 from tutti.bench.traces import BLOCK_TOKENS, Request
 from tutti.scheduler.event import LayerBegan, LoadKnown, StepBegan, StepEnded
@@ -91,7 +91,7 @@ class Engine:
     def __init__(
         self,
         timeline: Timeline,
-        times: EngineTimes,
+        times: ServerTimes,
         store: Blocks,
         medium: Device | None,
         *,
@@ -101,7 +101,7 @@ class Engine:
         self._timeline, self._times, self.store = timeline, times, store
         self.calibration = times.calibration
         self.hbm = Blocks(self.calibration.hbm_tokens // BLOCK_TOKENS)
-        self.io = EngineIo(timeline, times, medium, self._landed)
+        self.io = ServerIo(timeline, times, medium, self._landed)
         self._unit = unit_layers if times.system.layerwise else self.calibration.model.layers
         self._finished = finished
         self.work = Work()

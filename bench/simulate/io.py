@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from tutti.bench.simulate.calibration import EngineTimes
+from tutti.bench.simulate.calibration import ServerTimes
 from tutti.bench.simulate.device import READ, WRITE, Device, Join, Thread, Timeline
 from tutti.scheduler.event import (
     Event,
@@ -26,7 +26,7 @@ from tutti.scheduler.request import Load
 from tutti.scheduler.state import Decision, ReadLaunch, State, Totals, WriteLaunch, apply, commit
 
 
-class EngineIo:
+class ServerIo:
     """Loads and writes of one engine.
 
     medium: shared with other engines; None where the tier lies behind the link alone.
@@ -36,7 +36,7 @@ class EngineIo:
     def __init__(
         self,
         timeline: Timeline,
-        times: EngineTimes,
+        times: ServerTimes,
         medium: Device | None,
         landed: Callable[[str], None],
     ) -> None:

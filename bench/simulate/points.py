@@ -10,7 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from tutti.bench.simulate.calibration import Calibration, EngineTimes, drive_of, gpu_of
+from tutti.bench.simulate.calibration import Calibration, ServerTimes, drive_of, gpu_of
 from tutti.bench.simulate.cluster import Cluster, Shape
 from tutti.bench.simulate.engine import Job
 from tutti.bench.traces import BLOCK_TOKENS, Request
@@ -57,10 +57,10 @@ class PaperMachine:
         self._effort = effort or Effort()
         self._runs: dict[tuple[str, str, float], dict[str, float]] = {}
 
-    def times(self, system: str) -> EngineTimes:
+    def times(self, system: str) -> ServerTimes:
         """Of the paper's server with a system."""
         calibration = self._calibration
-        return EngineTimes(
+        return ServerTimes(
             calibration,
             calibration.server("paper"),
             calibration.system(system),

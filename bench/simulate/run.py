@@ -19,7 +19,7 @@ from tutti.bench.figures.data import RATE, Row, check_writable, write_csv
 from tutti.bench.simulate.calibration import (
     FILE,
     Calibration,
-    EngineTimes,
+    ServerTimes,
     drive_of,
     gpu_of,
     load_calibration,
@@ -173,8 +173,8 @@ def _simulated(
 
 def _times(
     calibration: Calibration, name: str, args: argparse.Namespace, profile: TableProfile | None
-) -> EngineTimes:
-    return EngineTimes(
+) -> ServerTimes:
+    return ServerTimes(
         calibration,
         calibration.server(args.server),
         calibration.system(name),

@@ -100,7 +100,7 @@ def _pool(path: Path, schedule: Schedule | None) -> Iterator[ObjectStore]:
     """An open pool with 128 pages of engine memory."""
     config = StoreConfig(verify="off", schedule=schedule)
     with tutti.open(str(path), _LAYOUT, "1GiB", config=config) as store:
-        store.allocate_pool(_PAGES)
+        store.allocate_memory(_PAGES)
         yield store
 
 

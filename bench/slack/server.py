@@ -153,7 +153,7 @@ class Server:
         for number, request in enumerate(self._requests):
             self._at(request.arrival_ns, lambda number=number: self._arrive(number))  # type: ignore[misc]
         for _ in range(_EVENTS_MAX):
-            wake_ns = self._dispatcher.pump()
+            wake_ns = self._dispatcher.run_due()
             self._watch()
             if not self._left and not self._dispatcher.state.writes:
                 break
@@ -176,22 +176,22 @@ class Server:
         return self._dispatcher.counters()
 
     def read(self, launch: ReadLaunch) -> None:
-        """See Launcher."""
+        """See TransferIssuer."""
         nbytes = launch.layers * self._layer_nbytes(self._requests[int(launch.name)])
         self._drive.start(READ, launch, nbytes)
 
     def write(self, launch: WriteLaunch) -> None:
-        """See Launcher."""
+        """See TransferIssuer."""
         self._drive.start(WRITE, launch, launch.pages * self._machine.model.page_nbytes)
 
     def copy_out(self, name: str) -> None:
-        """See Launcher."""
+        """See TransferIssuer."""
         nbytes = self._pages[name] * self._machine.model.page_nbytes
         copied_ns = self._drive.now_ns + round(nbytes / copy_bytes_per_s() * 1e9)
         self._at(copied_ns, lambda: self._post(PagesCopied(self._drive.now_ns, name)))
 
     def drop(self, name: str) -> None:
-        """See Launcher."""
+        """See TransferIssuer."""
 
     def _layer_nbytes(self, request: Request) -> int:
         return request.hit_tokens * self._machine.model.token_nbytes // self._machine.model.layers

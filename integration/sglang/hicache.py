@@ -28,12 +28,12 @@ from tutti.integration.sglang.host.host_pools import (
     shape_of,
 )
 from tutti.integration.sglang.host.host_store import HostStore
-from tutti.integration.sglang.identity import Place, identity_of, layout_of, pool_path
-from tutti.integration.sglang.metrics import LOAD, STORE, Recorder
+from tutti.integration.sglang.identity import ParallelRank, identity_of, layout_of, pool_path
+from tutti.integration.sglang.metrics import LOAD, STORE, Metrics
 from tutti.integration.sglang.options import HICACHE, parse_options
 from tutti.integration.sglang.pool_file import open_store
 from tutti.integration.sglang.weights import WATCH
-from tutti.memory.host_memory import HostPool
+from tutti.memory.host_memory import HostMemory
 
 _log = logging.getLogger(__name__)
 
@@ -55,7 +55,7 @@ class TuttiHiCacheStorage(adapter.HiCacheStorage):
         replicated = adapter.let_every_rank_write(storage_config)
         self._model = adapter.served_model()
         tp_rank, tp_size = adapter.attention_tp(storage_config)
-        self._place = Place(
+        self._parallel_rank = ParallelRank(
             tp_rank=tp_rank,
             tp_size=tp_size,
             pp_rank=storage_config.pp_rank,
@@ -224,10 +224,10 @@ class TuttiHiCacheStorage(adapter.HiCacheStorage):
         stats = adapter.StorageMetrics()
         for store in self._stores.values():
             store.refresh()
-            pages, bandwidth = store.recorder.take_samples(LOAD)
+            pages, bandwidth = store.metrics.take_samples(LOAD)
             stats.prefetch_pgs += pages
             stats.prefetch_bandwidth += bandwidth
-            pages, bandwidth = store.recorder.take_samples(STORE)
+            pages, bandwidth = store.metrics.take_samples(STORE)
             stats.backup_pgs += pages
             stats.backup_bandwidth += bandwidth
         return stats
@@ -236,7 +236,7 @@ class TuttiHiCacheStorage(adapter.HiCacheStorage):
         """Everything that was counted, by pool."""
         for store in self._stores.values():
             store.refresh()
-        return {name: store.recorder.snapshot() for name, store in self._stores.items()}
+        return {name: store.metrics.snapshot() for name, store in self._stores.items()}
 
     def close(self) -> None:
         """Ends what is under way and closes the pools cleanly."""
@@ -248,15 +248,15 @@ class TuttiHiCacheStorage(adapter.HiCacheStorage):
     def _open(self, name: str, host_pool: Any, capacity: int) -> None:
         fragments = Fragments(host_pool, name)
         identity = identity_of(self._options, self._model, self._config.model_name or "")
-        layout = layout_of(shape_of(host_pool, name, fragments), identity, self._place)
-        path = pool_path(self._options["path"], layout, name, self._place)
-        recorder = Recorder(
-            {"mode": HICACHE, "pool": name, "rank": self._place.name},
+        layout = layout_of(shape_of(host_pool, name, fragments), identity, self._parallel_rank)
+        path = pool_path(self._options["path"], layout, name, self._parallel_rank)
+        metrics = Metrics(
+            {"mode": HICACHE, "pool": name, "rank": self._parallel_rank.name},
             prometheus=self._config.enable_storage_metrics,
         )
-        store = open_store(path, layout, capacity // self._place.ranks, self._options)
+        store = open_store(path, layout, capacity // self._parallel_rank.ranks, self._options)
         try:
-            memory: HostPool = host_pool_of(layout, fragments, host_pool)
+            memory: HostMemory = host_pool_of(layout, fragments, host_pool)
             store.register(memory)
         except BaseException:
             store.close()
@@ -265,7 +265,7 @@ class TuttiHiCacheStorage(adapter.HiCacheStorage):
             store,
             memory,
             fragments.page_tokens,
-            recorder,
+            metrics,
             WATCH,
             timeout_s=self._options["timeout_s"],
             second_touch=self._options["second_touch"],

@@ -39,7 +39,7 @@ class ServedModel:
 
 
 @dataclass(frozen=True)
-class Place:
+class ParallelRank:
     """Which rank this is.  Replicated KV (MLA) is the same on every TP rank."""
 
     tp_rank: int = 0
@@ -101,15 +101,15 @@ class Identity:
     overrides: str = ""
 
 
-def layout_of(shape: Shape, identity: Identity, place: Place) -> KVLayout:
+def layout_of(shape: Shape, identity: Identity, parallel_rank: ParallelRank) -> KVLayout:
     """The layout whose fingerprint says all of it."""
-    rank, world = place.share
+    rank, world = parallel_rank.share
     details = {
         **asdict(identity),
         "first_layer": shape.first_layer,
-        "tp": 1 if place.replicated else place.tp_size,
-        "pp": place.pp_size,
-        "cp": place.cp_size,
+        "tp": 1 if parallel_rank.replicated else parallel_rank.tp_size,
+        "pp": parallel_rank.pp_size,
+        "cp": parallel_rank.cp_size,
     }
     digest = xxhash.xxh3_128_hexdigest(json.dumps(details, sort_keys=True).encode())
     return KVLayout(
@@ -128,11 +128,11 @@ def layout_of(shape: Shape, identity: Identity, place: Place) -> KVLayout:
     )
 
 
-def pool_path(path: str, layout: KVLayout, pool: str, place: Place) -> Path:
+def pool_path(path: str, layout: KVLayout, pool: str, parallel_rank: ParallelRank) -> Path:
     """`<path>/<model>-<fingerprint>/<pool>-<rank>.tutti`: another fingerprint, another folder."""
     slug = re.sub(r"[^A-Za-z0-9._-]+", "-", layout.model).strip("-.") or "model"
     folder = Path(path) / f"{slug}-{layout.fingerprint.hex()[:16]}"
-    return folder / f"{pool}-{place.name}.tutti"
+    return folder / f"{pool}-{parallel_rank.name}.tutti"
 
 
 def identity_of(options: Mapping[str, Any], model: ServedModel, name: str = "") -> Identity:

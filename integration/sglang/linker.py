@@ -18,39 +18,36 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import xxhash
 
+from tutti.arrays import Keys
 from tutti.errors import ConfigError, DeviceTimeout, KeyMissing, TuttiError, Unsupported
 from tutti.integration.sglang.adapter import check_version, served_model
 from tutti.integration.sglang.breaker import Breaker, crawls
 from tutti.integration.sglang.direct import adapter
-from tutti.integration.sglang.direct.admission import Worth, break_even
+from tutti.integration.sglang.direct.admission import Admission, break_even
 from tutti.integration.sglang.direct.backlog import Backlog, Part
 from tutti.integration.sglang.direct.chains import Chains
 from tutti.integration.sglang.direct.fence import Fence
 from tutti.integration.sglang.direct.gpu import open_gpu
-from tutti.integration.sglang.direct.kv_pools import engine_group
+from tutti.integration.sglang.direct.kv_pools import kv_pool_group
 from tutti.integration.sglang.direct.layer_counter import LayerCounter
 from tutti.integration.sglang.direct.load_batch import LoadBatch, QueuedLoad
 from tutti.integration.sglang.direct.lookups import Lookups
-from tutti.integration.sglang.direct.maintenance import Upkeep
-from tutti.integration.sglang.direct.open_pools import open_shelves
+from tutti.integration.sglang.direct.maintenance import Maintenance
+from tutti.integration.sglang.direct.open_pools import open_stored_pools
 from tutti.integration.sglang.direct.options import LINKER_OPTIONS
 from tutti.integration.sglang.direct.read_ahead import ReadAhead
 from tutti.integration.sglang.direct.served_profile import served_profile
-from tutti.integration.sglang.direct.staging import Staging
+from tutti.integration.sglang.direct.staging import StagingPages
 from tutti.integration.sglang.direct.steps import STEPS
-from tutti.integration.sglang.direct.stored_pool import Shelf
-from tutti.integration.sglang.host.host_store import Complaints
+from tutti.integration.sglang.direct.stored_pool import StoredPool
+from tutti.integration.sglang.host.host_store import ErrorLog
 from tutti.integration.sglang.metrics import LOAD
 from tutti.integration.sglang.options import LINKER, parse_options
 from tutti.integration.sglang.weights import WATCH
 from tutti.medium.keys import object_keys
 from tutti.process import Owned, at_exit, forget_exit
-
-Keys = npt.NDArray[np.uint8]
 
 _IDLE_S = 60.0
 _PATIENCE_S = 1.0
@@ -60,7 +57,7 @@ class TuttiLinker(Owned, adapter.UnifiedCacheLinker):
     """One rank's store.  Made by SGLang's `dynamic` linker backend; see the module.
 
     SGLang calls everything from its scheduler's thread, except the layer counter's waits.
-    pools: the engine's pools by SGLang's names.  shelves: the same with what keeps their pages.
+    pools: SGLang's KV pools by name.  stored_pools: each with the store that keeps its pages.
     """
 
     def __init__(
@@ -77,30 +74,30 @@ class TuttiLinker(Owned, adapter.UnifiedCacheLinker):
         self.forward_stream = forward_stream
         self._options = options = parse_options(extra_config, LINKER, LINKER_OPTIONS)
         WATCH.check(options["allow_unwatched_weights"])
-        self._group = group = engine_group(params, components)
+        self._group = group = kv_pool_group(params, components)
         self.pools = {adapter.PoolName(name): pool for name, pool in group.pools.items()}
         model = served_model()
-        place = adapter.place_of(params, model, replicated=group.replicated)
-        if place.pp_size > 1:
+        parallel_rank = adapter.parallel_rank_of(params, model, replicated=group.replicated)
+        if parallel_rank.pp_size > 1:
             # Stages that find different pages would wait for each other for ever:
             # SGLang takes the common answer of TP and CP ranks alone (sglang PR 38658, open).
             raise Unsupported(
                 "SGLang 0.5.23 does not keep pipeline stages in step behind a linker; start with "
                 "--pp-size 1, or use Tutti behind HiCache, which works with pipeline stages"
             )
-        self._alone = place.ranks == place.dp_size
+        self._alone = parallel_rank.ranks == parallel_rank.dp_size
         profile = None
         if options["profile"] is not None:
-            profile = served_profile(options["profile"], options["path"], group, place)
+            profile = served_profile(options["profile"], options["path"], group, parallel_rank)
         self._gpu = open_gpu(group.device, options["gpu_mover"], profile)
         self._timeout_s = float(options["load_timeout_s"])
-        self.shelves: dict[str, Shelf] = {}
+        self.stored_pools: dict[str, StoredPool] = {}
         try:
-            self.shelves = open_shelves(
+            self.stored_pools = open_stored_pools(
                 options,
                 group,
                 model,
-                place,
+                parallel_rank,
                 prometheus=bool(getattr(server_args, "enable_metrics", False)),
                 profile=profile,
                 gpu=self._gpu,
@@ -109,20 +106,20 @@ class TuttiLinker(Owned, adapter.UnifiedCacheLinker):
             if group.has_states:
                 params.req_to_token_pool.register_layer_transfer_counter(self.layer_done_counter)
         except BaseException:
-            for shelf in self.shelves.values():
-                shelf.store.close()
+            for stored_pool in self.stored_pools.values():
+                stored_pool.store.close()
             if self._gpu is not None:
                 self._gpu.close(self._timeout_s)
             raise
 
     def _start_parts(self) -> None:
-        options, shelves = self._options, list(self.shelves.values())
-        self.recorder = shelves[0].recorder
-        self.complaints = Complaints(self.recorder)
+        options, stored_pools = self._options, list(self.stored_pools.values())
+        self.metrics = stored_pools[0].metrics
+        self.error_log = ErrorLog(self.metrics)
         failures, pause_s = options["breaker_failures"], options["breaker_pause_s"]
         self.reads = Breaker(failures, pause_s, time.monotonic)
         self.writes = Breaker(failures, pause_s, time.monotonic)
-        self._worth = self._make_worth(shelves)
+        self._admission = self._make_admission(stored_pools)
         self._batch_pages_max = options["max_load_tokens"] // self._group.page_size
         # A GPU computes a layer long after the forward's thread asked for it.
         began = STEPS.layer_began if self._gpu is None else None
@@ -132,47 +129,51 @@ class TuttiLinker(Owned, adapter.UnifiedCacheLinker):
         self._closed = False
         self._chains = Chains()
         self.ahead = ReadAhead(
-            shelves,
+            stored_pools,
             share=min(1.0, options["read_ahead_share"]),
             lookups=options["pin_lookups"],
             timeout_s=self._timeout_s,
             breaker=self.reads,
-            measured=self._worth.loaded,
-            complain=self.complaints.add,
+            measured=self._admission.loaded,
+            log_error=self.error_log.add,
         )
-        self._lookups = Lookups(shelves, self._worth, self.ahead, self.complaints.add)
+        self._lookups = Lookups(stored_pools, self._admission, self.ahead, self.error_log.add)
         self.backlog = Backlog(
-            shelves,
+            stored_pools,
             locked_share=options["backlog_share"],
             timeout_s=self._timeout_s,
             breaker=self.writes,
             chains=self._chains,
-            complain=self.complaints.add,
+            log_error=self.error_log.add,
         )
-        self._upkeeps = {
-            shelf.name: Upkeep(
-                shelf.store,
-                Staging(shelf.store, shelf.page_nbytes),
+        self._maintenance = {
+            stored_pool.name: Maintenance(
+                stored_pool.store,
+                StagingPages(stored_pool.store, stored_pool.page_nbytes),
                 self.reads,
-                recorder=shelf.recorder,
-                complain=self.complaints.add,
+                metrics=stored_pool.metrics,
+                log_error=self.error_log.add,
                 probe_s=options["timeout_s"],
             )
-            for shelf in shelves
+            for stored_pool in stored_pools
         }
-        for shelf in shelves:
-            if shelf.store.scheduler is not None:
-                STEPS.follow(shelf.store.scheduler, self._group.layers)
+        for stored_pool in stored_pools:
+            if stored_pool.store.scheduler is not None:
+                STEPS.follow(stored_pool.store.scheduler, self._group.layers)
         self._loader = threading.Thread(target=self._start_loads, name="tutti-load", daemon=True)
         self._loader.start()
         # A scheduler that dies of an error never calls close.
         at_exit(self.close)
 
-    def _make_worth(self, shelves: Sequence[Shelf]) -> Worth:
+    def _make_admission(self, stored_pools: Sequence[StoredPool]) -> Admission:
         page, options = self._group.page_size, self._options
-        nbytes = sum(shelf.page_nbytes for shelf in shelves if not shelf.engine.trailing)
-        schedule = shelves[0].store.config.schedule
-        return Worth(
+        nbytes = sum(
+            stored_pool.page_nbytes
+            for stored_pool in stored_pools
+            if not stored_pool.engine.trailing
+        )
+        schedule = stored_pools[0].store.config.schedule
+        return Admission(
             nbytes,
             options["recompute_us_per_token"] * page / 1e6,
             -(-options["min_tokens"] // page),
@@ -212,7 +213,9 @@ class TuttiLinker(Owned, adapter.UnifiedCacheLinker):
         if loads is None or (most is not None and max(len(p[1]) for p in loads) > most):
             self._lookups.release([rid])
             return False
-        there = self._lookups.still_there(rid, [(shelf, keys) for shelf, keys, _ in loads])
+        there = self._lookups.still_there(
+            rid, [(stored_pool, keys) for stored_pool, keys, _ in loads]
+        )
         if self._alone and not there:
             self._lookups.release([rid])
             return False
@@ -261,9 +264,9 @@ class TuttiLinker(Owned, adapter.UnifiedCacheLinker):
         if parts is None or _kv(transfers) is None:
             return False
         self.backlog.add([Part(*part) for part in parts], self._fence())
-        for shelf, keys, _ in parts:
-            self._upkeeps[shelf.name].remember(keys)
-        self.recorder.level("backlog_pages", self.backlog.locked)
+        for stored_pool, keys, _ in parts:
+            self._maintenance[stored_pool.name].remember(keys)
+        self.metrics.level("backlog_pages", self.backlog.locked)
         return True
 
     def num_completed_offloads(self) -> int:
@@ -273,7 +276,7 @@ class TuttiLinker(Owned, adapter.UnifiedCacheLinker):
     def pop_completed_offload(self) -> bool:
         """Takes the oldest: whether its pages are stored, or copied out to be."""
         kept = self.backlog.pop()
-        self.recorder.level("backlog_pages", self.backlog.locked)
+        self.metrics.level("backlog_pages", self.backlog.locked)
         return kept
 
     def reset(self) -> None:
@@ -294,9 +297,9 @@ class TuttiLinker(Owned, adapter.UnifiedCacheLinker):
             return
         self._closed = True
         forget_exit(self.close)
-        for shelf in self.shelves.values():
-            if shelf.store.scheduler is not None:
-                STEPS.leave(shelf.store.scheduler)
+        for stored_pool in self.stored_pools.values():
+            if stored_pool.store.scheduler is not None:
+                STEPS.leave(stored_pool.store.scheduler)
         try:
             self.reset()
         finally:
@@ -304,13 +307,13 @@ class TuttiLinker(Owned, adapter.UnifiedCacheLinker):
             self._loader.join(self._timeout_s)
             self.ahead.close(self._timeout_s)
             self.backlog.close(self._timeout_s)
-            for upkeep in self._upkeeps.values():
-                upkeep.close(self._timeout_s)
-            for shelf in self.shelves.values():
+            for maintenance in self._maintenance.values():
+                maintenance.close(self._timeout_s)
+            for stored_pool in self.stored_pools.values():
                 try:
-                    shelf.store.close()
+                    stored_pool.store.close()
                 except TuttiError as error:
-                    self.complaints.add(f"close: {type(error).__name__}", error)
+                    self.error_log.add(f"close: {type(error).__name__}", error)
             if self._gpu is not None:
                 self._gpu.close(self._timeout_s)
 
@@ -321,13 +324,13 @@ class TuttiLinker(Owned, adapter.UnifiedCacheLinker):
 
     def _parts_of(
         self, transfers: Sequence[adapter.PoolTransfer], what: str
-    ) -> list[tuple[Shelf, Keys, Any]] | None:
+    ) -> list[tuple[StoredPool, Keys, Any]] | None:
         """Keys and slots for each pool; None when there are none, or not a slot for each token."""
         by_name = {str(transfer.name): transfer for transfer in transfers}
-        parts: list[tuple[Shelf, Keys, Any]] = []
+        parts: list[tuple[StoredPool, Keys, Any]] = []
         known: dict[str, Keys | None] = {}
-        for shelf in self.shelves.values():
-            source = shelf.engine.source
+        for stored_pool in self.stored_pools.values():
+            source = stored_pool.engine.source
             transfer = by_name.get(source)
             if transfer is None or not transfer.keys:
                 continue
@@ -335,10 +338,10 @@ class TuttiLinker(Owned, adapter.UnifiedCacheLinker):
             slots = transfer.device_indices
             if keys is None:
                 return None
-            if slots is None or slots.numel() != len(keys) * shelf.engine.slots:
-                self.complaints.add(f"{what}: slots", "slots are not whole pages; nothing is moved")
+            if slots is None or slots.numel() != len(keys) * stored_pool.engine.slots:
+                self.error_log.add(f"{what}: slots", "slots are not whole pages; nothing is moved")
                 return None
-            parts.append((shelf, keys, slots))
+            parts.append((stored_pool, keys, slots))
         return parts or None
 
     def _pages_left(self, rid: str) -> int | None:
@@ -346,7 +349,7 @@ class TuttiLinker(Owned, adapter.UnifiedCacheLinker):
 
         From what is queued and the options alone, so that all ranks agree.
         """
-        limits = [shelf.batch_pages_max for shelf in self.shelves.values()]
+        limits = [stored_pool.batch_pages_max for stored_pool in self.stored_pools.values()]
         most = min((limit for limit in limits if limit is not None), default=None)
         if self._batch_pages_max:
             most = self._batch_pages_max if most is None else min(most, self._batch_pages_max)
@@ -372,7 +375,9 @@ class TuttiLinker(Owned, adapter.UnifiedCacheLinker):
     @property
     def _fingerprint(self) -> bytes:
         """Of all pools together: what one of them holds is of no use without the others."""
-        prints = [shelf.store.layout.fingerprint for shelf in self.shelves.values()]
+        prints = [
+            stored_pool.store.layout.fingerprint for stored_pool in self.stored_pools.values()
+        ]
         return prints[0] if len(prints) == 1 else xxhash.xxh3_128_digest(b"".join(prints))
 
     def _fence(self) -> Fence:
@@ -391,24 +396,24 @@ class TuttiLinker(Owned, adapter.UnifiedCacheLinker):
 
     def _end(self, batch: LoadBatch) -> bool:
         good = batch.end()
-        self.recorder.count("bubble_seconds", batch.waited_s)
+        self.metrics.count("bubble_seconds", batch.waited_s)
         if not good:
             assert batch.error is not None, "a batch that is not good has an error"
-            self.complaints.add(f"load: {type(batch.error).__name__}", batch.error)
-            self.recorder.count("failed_pages", batch.pages, LOAD)
+            self.error_log.add(f"load: {type(batch.error).__name__}", batch.error)
+            self.metrics.count("failed_pages", batch.pages, LOAD)
             if not isinstance(batch.error, (KeyMissing, ConfigError)):
                 self.reads.failure()
             return False
-        self.recorder.moved(LOAD, batch.pages, batch.nbytes, batch.took_s)
+        self.metrics.moved(LOAD, batch.pages, batch.nbytes, batch.took_s)
         if not batch.ahead_nbytes:
-            self._worth.loaded(batch.nbytes, batch.took_s)
+            self._admission.loaded(batch.nbytes, batch.took_s)
         if crawls(
             batch.nbytes + batch.ahead_nbytes,
             batch.took_s,
             least_mbs=self._options["crawl_mbs"],
             patience_s=_PATIENCE_S,
         ):
-            self.complaints.add("load: slow", f"{batch.nbytes} bytes in {batch.took_s:.3g} s")
+            self.error_log.add("load: slow", f"{batch.nbytes} bytes in {batch.took_s:.3g} s")
             self.reads.failure()
         else:
             self.reads.success()

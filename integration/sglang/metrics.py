@@ -49,7 +49,7 @@ _FROM_STORE = {
 LOAD, STORE = "load", "store"
 
 
-class Recorder:
+class Metrics:
     """Counts for one pool.  Thread-safe.
 
     labels: `mode`, `pool` and `rank`.  prometheus: also publish, if prometheus_client is there.

@@ -35,20 +35,20 @@ GIO_HD void grid_give_up(const SliceWork& work) {
 
 template <typename Doorbell>
 GIO_HD void submit(const Batch* batch, u32 layer) {
-  Pump pump(batch, layer);
-  pump_submit<Doorbell>(&pump);
+  LayerShare layer_share(batch, layer);
+  share_submit<Doorbell>(&layer_share);
 }
 
 template <typename Doorbell>
 GIO_HD void drain(const Batch* batch, u32 layer, u32 publish) {
-  Pump pump(batch, layer);
-  pump_drain<Doorbell>(&pump);
+  LayerShare layer_share(batch, layer);
+  share_drain<Doorbell>(&layer_share);
   if (publish != 0) publish_layer(batch, layer);
 }
 
 template <typename Doorbell>
 GIO_HD void collect(const Batch* batch, u32 layer) {
-  pump_collect<Doorbell>(Pump(batch, layer));
+  share_collect<Doorbell>(LayerShare(batch, layer));
 }
 
 template <typename Doorbell>

@@ -16,7 +16,7 @@ struct Board {
 
 // Warp 0's view of a share.
 struct Resident {
-  Pump pump;
+  LayerShare layer_share;
   u64 deadline;
   Backoff backoff;
   u32 n_runs;
@@ -28,9 +28,9 @@ struct Resident {
   bool over;  // every command has ended, or was given up
 
   GIO_HD Resident(const Batch* batch, u32 layer, const SliceWork& work)
-      : pump(batch, layer),
+      : layer_share(batch, layer),
         deadline(deadline_after(batch->timeout_ns)),
-        n_runs(pump.share->n_runs),
+        n_runs(layer_share.share->n_runs),
         listed(0),
         gathered(0),
         moves(work.is_staged() || work.has_digests()),
@@ -54,13 +54,13 @@ template <typename Doorbell>
 GIO_HD void plan_moves(Resident* resident, Board* board) {
   resident->gathered = resident->listed;  // a barrier ago: the doorbell's release covers it
   u32* ended = resident->reads ? board->runs : nullptr;
-  const Look look =
-      pump_look<Doorbell>(&resident->pump, resident->gathered, ended, Board::kRunsMax);
+  const Poll look =
+      share_poll<Doorbell>(&resident->layer_share, resident->gathered, ended, Board::kRunsMax);
   u32 n = resident->reads ? look.n_ended : 0;
   resident->over = !look.open;
   if (!resident->over &&
       __shfl_sync(kAllLanes, static_cast<u32>(now_ns() > resident->deadline), 0) != 0) {
-    pump_expire(resident->pump);
+    share_expire(resident->layer_share);
     resident->over = true;
   } else if (resident->listed < resident->n_runs) {
     n = list_runs(board, resident->listed, resident->n_runs);
@@ -107,7 +107,7 @@ GIO_HD void resident_layer(const Batch* batch, u32 layer) {
     goes_on = board.goes_on != 0;
     u32 unit = warp_index();
     for (u32 i = 0; i < board.n_runs; ++i) {
-      const Run& run = resident.pump.run(board.runs[i]);
+      const Run& run = resident.layer_share.run(board.runs[i]);
       if (board.step == Step::kSplit && !is_split(work, run)) continue;
       unit = block_do(work, run, board.step, unit);
     }

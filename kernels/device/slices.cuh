@@ -2,7 +2,7 @@
 #pragma once
 
 #include "digest.cuh"
-#include "pump.cuh"
+#include "layer_share.cuh"
 
 namespace gio {
 

@@ -17,7 +17,7 @@ from tutti.bench.shape import Shape
 from tutti.bench.workload import Limit, Workload
 from tutti.errors import CapacityError, ConfigError, PoolExists
 from tutti.medium.geometry import Geometry
-from tutti.memory.host_memory import HostPool
+from tutti.memory.host_memory import HostMemory
 from tutti.store import ObjectStore
 from tutti.terminal import progress
 
@@ -113,7 +113,7 @@ def test_churn_evicts_and_leaves_the_pool_usable() -> None:
 
 @pytest.mark.parametrize("direct", [True, False])
 def test_a_file_per_object(direct: bool, tmp_path: Path) -> None:
-    pool = HostPool.allocate(SHAPE.layout(), 4, hugepages=False)
+    pool = HostMemory.allocate(SHAPE.layout(), 4, hugepages=False)
     files = FilePerObject(tmp_path / "objects", pool, direct=direct, objects_max=6)
     with pytest.raises(CapacityError, match="store_phase first"):
         files.retrieve_phase(Limit(None, OBJECT_NBYTES))

@@ -31,7 +31,7 @@ from tutti.bench.gpu.rig import (
     Load,
     Machine,
     PlainCopies,
-    look_until,
+    poll_until,
     tutti_system,
 )
 from tutti.errors import ConfigError, CudaError, DeviceTimeout
@@ -328,10 +328,10 @@ def test_what_holds_a_stream_back_is_let_go(machine: Machine) -> None:
     stream = machine.driver.create_stream()
     with pytest.raises(ZeroDivisionError), gate.holds(stream):
         raise ZeroDivisionError
-    look_until(lambda: machine.driver.is_stream_done(stream), "the gate")
+    poll_until(lambda: machine.driver.is_stream_done(stream), "the gate")
     with gate.holds(stream):
         assert not machine.driver.is_stream_done(stream)
-    look_until(lambda: machine.driver.is_stream_done(stream), "the gate")
+    poll_until(lambda: machine.driver.is_stream_done(stream), "the gate")
     gate.close()
 
 

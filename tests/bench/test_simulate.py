@@ -14,7 +14,7 @@ from tutti.bench.simulate import points as simulate_points
 from tutti.bench.simulate import run as simulate
 from tutti.bench.simulate.calibration import (
     Calibration,
-    EngineTimes,
+    ServerTimes,
     drive_of,
     gpu_of,
     load_calibration,
@@ -49,14 +49,14 @@ def times_of(
     server: str = "sglang",
     calibration: Calibration = CALIBRATION,
     **changes: Any,
-) -> EngineTimes:
+) -> ServerTimes:
     changed = replace(calibration.system(system), **changes)
     drive = drive_of(PAPER_DRIVE)
     served = calibration.server(server)
-    return EngineTimes(calibration, served, changed, gpu=gpu_of("H100"), drive=drive)
+    return ServerTimes(calibration, served, changed, gpu=gpu_of("H100"), drive=drive)
 
 
-def serve(times: EngineTimes, requests: list[Request], **shape: Any) -> dict[str, Any]:
+def serve(times: ServerTimes, requests: list[Request], **shape: Any) -> dict[str, Any]:
     return Cluster(times, Shape(**shape)).run(requests)
 
 
@@ -64,7 +64,7 @@ def without_speed(result: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in result.items() if name != "speed"}
 
 
-def alone(times: EngineTimes, total: int, cached: int, **shape: Any) -> tuple[Cluster, Any]:
+def alone(times: ServerTimes, total: int, cached: int, **shape: Any) -> tuple[Cluster, Any]:
     cluster = Cluster(times, Shape(**shape))
     ids = tuple(range(-(-total // BLOCK_TOKENS)))
     cluster.engines[0].store.add(ids[: cached // BLOCK_TOKENS])
@@ -72,7 +72,7 @@ def alone(times: EngineTimes, total: int, cached: int, **shape: Any) -> tuple[Cl
     return cluster, cluster.job(0)
 
 
-def prefill_us(times: EngineTimes, new: int, prefix: int) -> float:
+def prefill_us(times: ServerTimes, new: int, prefix: int) -> float:
     return times.calibration.model.layers * times.layer_us(new, prefix)
 
 
@@ -314,7 +314,7 @@ def test_interference_does_not_help_and_slack_avoids_it() -> None:
         for interference in (1.0, 2.5):
             times = times_of("tutti-paper", policy=policy)
             times.drive = replace(times.drive, interference=interference)
-            times = EngineTimes(
+            times = ServerTimes(
                 CALIBRATION, times.server, times.system, gpu=gpu_of("H100"), drive=times.drive
             )
             bubbles[policy, interference] = serve(times, requests, unit_layers=4)["bubble_s"]

@@ -9,7 +9,7 @@ from tutti.bench.shape import Shape, parse_shape
 from tutti.bench.stamps import Stamps, numbered_keys
 from tutti.errors import ConfigError
 from tutti.medium.layout import KVLayout
-from tutti.memory.host_memory import PAGE_FIRST_DIRECT, HostPool
+from tutti.memory.host_memory import PAGE_FIRST_DIRECT, HostMemory
 
 LAYOUTS = {
     "blocks": Shape(3, 16384).layout(),
@@ -21,7 +21,7 @@ PAGES = np.array([4, 0, 2])
 @pytest.mark.parametrize("order", [None, PAGE_FIRST_DIRECT])
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 def test_every_byte_counts(layout: KVLayout, order: str | None, seed: int) -> None:
-    pool = HostPool.allocate(layout, 5, order=order, hugepages=False)
+    pool = HostMemory.allocate(layout, 5, order=order, hugepages=False)
     stamps, keys = Stamps(pool), numbered_keys([7, 8, 9])
     stamps.fill(PAGES, keys)
     assert not stamps.wrong(PAGES, keys).any()
@@ -37,7 +37,7 @@ def test_every_byte_counts(layout: KVLayout, order: str | None, seed: int) -> No
 
 
 def test_blocks_in_the_wrong_place_are_seen() -> None:
-    pool = HostPool.allocate(Shape(2, 16384).layout(), 3, hugepages=False)
+    pool = HostMemory.allocate(Shape(2, 16384).layout(), 3, hugepages=False)
     stamps, keys = Stamps(pool), numbered_keys([1, 2])
     stamps.fill(np.arange(2), keys)
     assert stamps.wrong(np.array([1, 0]), keys).all()
@@ -61,7 +61,7 @@ def test_keys_by_number() -> None:
 def test_segments_of_odd_sizes_are_refused() -> None:
     layout = KVLayout(1, (4097,), 16, "uint8", "bench", 1)
     with pytest.raises(ConfigError, match="multiples of 8"):
-        Stamps(HostPool.allocate(layout, 1, hugepages=False))
+        Stamps(HostMemory.allocate(layout, 1, hugepages=False))
 
 
 def test_shapes() -> None:

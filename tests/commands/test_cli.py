@@ -69,7 +69,7 @@ def pool(tmp_path: Path) -> Path:
 
 def put(path: Path, objects: int) -> None:
     with store.open(path) as opened:
-        memory = opened.allocate_pool(objects)
+        memory = opened.allocate_memory(objects)
         for page in range(objects):
             memory.write(page, np.random.default_rng(page).bytes(LAYOUT.object_nbytes))
         opened.put([bytes([page + 1]) * 16 for page in range(objects)], range(objects)).wait()

@@ -100,7 +100,8 @@ def test_closed_streams_are_no_number_of_a_pool(pool: Path) -> None:
     """A library that writes to number 2 must not write into the pool."""
     script = """
 import os, sys
-from tutti import cli, cli_fsck
+from tutti import cli
+from tutti.commands import fsck as cli_fsck
 check = cli_fsck.check_files
 def stray(*args, **more):
     found = check(*args, **more)

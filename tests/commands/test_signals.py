@@ -19,7 +19,8 @@ from tutti import cli
 def test_a_signal_lets_a_command_clear_up(number: int, message: str, tmp_path: Path) -> None:
     script = f"""
 import os, signal, sys
-from tutti import cli, cli_pool
+from tutti import cli
+from tutti.commands import pool as cli_pool
 
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # whoever started the tests may ignore it
 

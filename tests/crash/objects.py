@@ -66,7 +66,7 @@ def load_present(store: ObjectStore, keys: Sequence[bytes]) -> tuple[set[bytes],
     present = [key for key in keys if store.match(as_rows([key])) == 1]
     if not present:
         return set(), set()
-    pool = store.allocate_pool(len(present), hugepages=False)
+    pool = store.allocate_memory(len(present), hugepages=False)
     ticket = store.load(as_rows(present), np.arange(len(present)))
     try:
         ticket.wait(20)
@@ -94,7 +94,7 @@ def check_books(store: ObjectStore) -> None:
 
 def check_usable(store: ObjectStore, keys: Sequence[bytes]) -> None:
     """New objects can be stored and read back."""
-    pool = store.allocate_pool(len(keys), hugepages=False)
+    pool = store.allocate_memory(len(keys), hugepages=False)
     for page, key in enumerate(keys):
         pool.write(page, content_of(key))
     result = store.put(as_rows(keys), np.arange(len(keys))).wait(20)

@@ -25,7 +25,7 @@ from tutti.errors import PoolError
 from tutti.gio_uring.controller_file import FileController, uring_refusal
 from tutti.gio_uring.nvme_spec import OPCODE_WRITE
 from tutti.medium.geometry import BLOCK_NBYTES
-from tutti.memory.host_memory import HostPool
+from tutti.memory.host_memory import HostMemory
 from tutti.placement.index import SlotState
 from tutti.store import ObjectStore
 from tutti.transfers.core import StoreConfig
@@ -96,7 +96,7 @@ class Recording:
         config = StoreConfig(durability=self._life.durability, timeout_s=10.0)
         store = ObjectStore(controller, self._paths, config=config)
         store.wait_recovered(10)
-        pool = store.allocate_pool(24, hugepages=False)
+        pool = store.allocate_memory(24, hugepages=False)
         self._mark("open", store)
         for step in steps:
             if step == "put":
@@ -116,7 +116,7 @@ class Recording:
         for path in self._paths:
             os.unlink(path)
 
-    def _put(self, store: ObjectStore, pool: HostPool) -> None:
+    def _put(self, store: ObjectStore, pool: HostMemory) -> None:
         n = int(self._rng.integers(1, 9))
         keys = [self._rng.bytes(16) for _ in range(n)]
         self._life.puts += keys

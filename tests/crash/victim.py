@@ -22,7 +22,7 @@ from crash.objects import as_rows, content_of, when_unlocked
 
 import tutti.store
 from tutti.errors import KeyMissing
-from tutti.memory.host_memory import HostPool
+from tutti.memory.host_memory import HostMemory
 from tutti.store import ObjectStore
 
 PAGES = 24
@@ -67,7 +67,7 @@ class Victim:
                 request.paths, executor=request.executor, durability=request.durability
             )
         )
-        pool = store.allocate_pool(PAGES, hugepages=False)
+        pool = store.allocate_memory(PAGES, hugepages=False)
         store.wait_recovered(10)
         say("open ends")
         for _ in range(request.steps):
@@ -86,7 +86,7 @@ class Victim:
         store.close()
         say("close ends")
 
-    def _put(self, store: ObjectStore, pool: HostPool) -> None:
+    def _put(self, store: ObjectStore, pool: HostMemory) -> None:
         n = int(self._rng.integers(1, PUT_KEYS_MAX + 1))
         if 0 <= self._room < n:
             return self._load(store, pool)
@@ -106,7 +106,7 @@ class Victim:
         self._room -= n if self._room >= 0 else 0
         return None
 
-    def _load(self, store: ObjectStore, pool: HostPool) -> None:
+    def _load(self, store: ObjectStore, pool: HostMemory) -> None:
         if not self._known:
             return
         picked = self._rng.permutation(len(self._known))[:PUT_KEYS_MAX]

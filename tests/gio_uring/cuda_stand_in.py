@@ -19,8 +19,9 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+from tutti.arrays import U64
 from tutti.errors import CudaError
-from tutti.gio_uring.gpu.driver import U64, Arguments, SmResource
+from tutti.gio_uring.gpu.driver import Arguments, SmResource
 
 PINNED_MARK = 1 << 56
 DEVICE_MARK = 1 << 57

@@ -23,7 +23,7 @@ def wait_for(is_done: Callable[[], bool], timeout_s: float = 30.0) -> None:
         time.sleep(0.0005)
 
 
-class DeviceMemory:
+class Allocation:
     """Bytes on the device.  Offers `data_ptr` as a tensor does.
 
     Made before, and closed after, whatever must not be waited for by an allocation.
@@ -70,7 +70,7 @@ class DeviceMemory:
         self.driver.free(self.address)
 
 
-def paged(memory: DeviceMemory, segments: tuple[int, ...], layers: int, pages: int) -> PagedMemory:
+def paged(memory: Allocation, segments: tuple[int, ...], layers: int, pages: int) -> PagedMemory:
     """All layers and segments one after another, each as an array of pages."""
     starts = np.cumsum((0, *segments[:-1])) * pages
     layer = np.arange(layers)[:, None] * sum(segments) * pages

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 import xxhash
-from gpu.device_memory import DeviceMemory, page_bytes, paged, wait_for
+from gpu.device_memory import Allocation, page_bytes, paged, wait_for
 
 from tutti.gio_uring.controller_memory import Faults, MemoryController
 from tutti.gio_uring.engine import Extents
@@ -17,7 +17,7 @@ from tutti.gio_uring.gpu.batch import DeviceBatch, launch_layer
 from tutti.gio_uring.gpu.device_engine import KINDS, DeviceEngine
 from tutti.gio_uring.gpu.driver import CudaDriver
 from tutti.gio_uring.gpu.green_context import partition
-from tutti.gio_uring.gpu.memory import Hold, TableMemory
+from tutti.gio_uring.gpu.memory import LeaseOwner, TableMemory
 from tutti.gio_uring.gpu.modules import Modules
 from tutti.gio_uring.iocb import PagedMemory
 from tutti.gio_uring.nvme_spec import (
@@ -30,16 +30,16 @@ from tutti.gio_uring.nvme_spec import (
 LAYERS, PAGES = 6, 64
 EXTENTS = Extents([0, 4096], [1, 1], [40, PAGES - 40], 2, 256)
 
-Allocate = Callable[[int], DeviceMemory]
+Allocate = Callable[[int], Allocation]
 
 
 @pytest.fixture
 def allocate(driver: CudaDriver) -> Iterator[Allocate]:
     """Device memory; freed when the test has closed its engine, as that may wait for a kernel."""
-    made: list[DeviceMemory] = []
+    made: list[Allocation] = []
 
-    def new(nbytes: int) -> DeviceMemory:
-        made.append(DeviceMemory(driver, nbytes))
+    def new(nbytes: int) -> Allocation:
+        made.append(Allocation(driver, nbytes))
         return made[-1]
 
     yield new
@@ -243,12 +243,12 @@ def test_digests_of_every_length(
     stream = driver.create_stream()
     for nbytes in lengths:
         one = PagedMemory(np.array([[memory.address]], np.uint64), (nbytes,), (nbytes,), 1)
-        hold = Hold()
+        owner = LeaseOwner()
         batch = DeviceBatch(
             tables,
             one,
             np.zeros(1, np.uint32),
-            hold=hold,
+            owner=owner,
             opcode=OPCODE_WRITE,
             slice_nlb=-(-nbytes // 512),
             lba_shift=9,
@@ -261,6 +261,6 @@ def test_digests_of_every_length(
         wait_for(lambda: driver.is_stream_done(stream))
         found = int(batch.result(batch.digests_offset, 8).view(np.uint64)[0])
         assert found == xxhash.xxh3_64_intdigest(content[:nbytes].tobytes()), nbytes
-        hold.is_free = lambda: True
+        owner.is_free = lambda: True
     driver.destroy_stream(stream)
     tables.close()

@@ -10,13 +10,13 @@ from contextlib import AbstractContextManager
 
 import numpy as np
 import pytest
-from gpu.device_memory import DeviceMemory, wait_for
+from gpu.device_memory import Allocation, wait_for
 
 from tutti.errors import CudaError
 from tutti.gio_uring.gpu import driver as gpu_driver
 from tutti.gio_uring.gpu.batch import DeviceBatch, launch_layer
 from tutti.gio_uring.gpu.driver import CudaDriver
-from tutti.gio_uring.gpu.memory import Hold, PinnedMemory, TableMemory
+from tutti.gio_uring.gpu.memory import LeaseOwner, PinnedMemory, TableMemory
 from tutti.gio_uring.gpu.modules import KERNELS, Modules
 from tutti.gio_uring.iocb import PagedMemory
 from tutti.gio_uring.memory import HostBuffer, view_at
@@ -33,8 +33,8 @@ def stream(driver: CudaDriver) -> Iterator[int]:
 
 
 @pytest.fixture
-def memory(driver: CudaDriver) -> Iterator[DeviceMemory]:
-    made = DeviceMemory(driver, NBYTES)
+def memory(driver: CudaDriver) -> Iterator[Allocation]:
+    made = Allocation(driver, NBYTES)
     yield made
     made.close()
 
@@ -64,7 +64,7 @@ def test_the_device_is_described(driver: CudaDriver) -> None:
 
 
 def test_bytes_are_filled_and_copied(
-    driver: CudaDriver, stream: int, memory: DeviceMemory, rng: np.random.Generator
+    driver: CudaDriver, stream: int, memory: Allocation, rng: np.random.Generator
 ) -> None:
     content = rng.integers(0, 256, NBYTES, dtype=np.uint8)
     memory.write(content)
@@ -82,7 +82,7 @@ def test_bytes_are_filled_and_copied(
 
 @pytest.mark.parametrize("count", [1, 7, gpu_driver._BATCH_MAX + 1])
 def test_a_batch_scatters_what_it_is_given(
-    driver: CudaDriver, stream: int, memory: DeviceMemory, rng: np.random.Generator, count: int
+    driver: CudaDriver, stream: int, memory: Allocation, rng: np.random.Generator, count: int
 ) -> None:
     content = rng.integers(0, 256, NBYTES, dtype=np.uint8)
     memory.write(content)
@@ -103,7 +103,7 @@ def test_a_batch_scatters_what_it_is_given(
 
 
 def test_a_stream_waits_for_a_word_and_an_event_for_the_stream(
-    driver: CudaDriver, stream: int, memory: DeviceMemory, words: PinnedMemory
+    driver: CudaDriver, stream: int, memory: Allocation, words: PinnedMemory
 ) -> None:
     array = view_at(words.address, words.nbytes).view(np.uint32)
     array[:] = 0
@@ -136,7 +136,7 @@ def test_a_stream_waits_for_a_word_and_an_event_for_the_stream(
 
 
 def test_the_default_stream_is_followed_and_ordered(
-    driver: CudaDriver, stream: int, memory: DeviceMemory
+    driver: CudaDriver, stream: int, memory: Allocation
 ) -> None:
     """It is PyTorch's, unless somebody chose another."""
     event = driver.create_event()
@@ -171,7 +171,7 @@ def test_registered_memory_is_told_from_other(driver: CudaDriver) -> None:
 
 
 def test_calls_work_on_every_thread_and_leave_its_context(
-    driver: CudaDriver, stream: int, memory: DeviceMemory
+    driver: CudaDriver, stream: int, memory: Allocation
 ) -> None:
     found: list[object] = []
 
@@ -196,7 +196,7 @@ def test_calls_work_on_every_thread_and_leave_its_context(
 
 
 def test_kernels_take_their_arguments(
-    driver: CudaDriver, modules: Modules, stream: int, memory: DeviceMemory
+    driver: CudaDriver, modules: Modules, stream: int, memory: Allocation
 ) -> None:
     assert len({modules[name] for name in KERNELS}) == len(KERNELS)
     memory.write(np.full(NBYTES, 3, np.uint8))
@@ -207,7 +207,7 @@ def test_kernels_take_their_arguments(
         tables,
         one,
         np.zeros(1, np.uint32),
-        hold=Hold(),
+        owner=LeaseOwner(),
         opcode=OPCODE_WRITE,
         slice_nlb=NBYTES >> 9,
         lba_shift=9,
@@ -234,7 +234,7 @@ def test_what_a_driver_refuses_is_an_error(
     driver: CudaDriver,
     modules: Modules,
     stream: int,
-    memory: DeviceMemory,
+    memory: Allocation,
     words: PinnedMemory,
 ) -> None:
     table = np.array([[memory.address], [memory.address + 8], [8]], np.uint64)
@@ -252,7 +252,7 @@ def test_what_a_driver_refuses_is_an_error(
     assert driver.is_stream_done(stream)
 
 
-def test_green_contexts_split_the_device(driver: CudaDriver, memory: DeviceMemory) -> None:
+def test_green_contexts_split_the_device(driver: CudaDriver, memory: Allocation) -> None:
     found = driver.sm_resource()
     assert found.count > found.minimum >= 1
     first, rest = driver.create_green_pair(found.minimum)

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import numpy as np
 import pytest
-from gpu.device_memory import DeviceMemory, wait_for
+from gpu.device_memory import wait_for
 
 from store.pools import GEOMETRY, LAYOUT, controller_of, formatted, some_keys
 from tutti.errors import DeviceTimeout, MediumError, Unsupported
@@ -21,7 +21,7 @@ from tutti.gio_uring.gpu.memory import PinnedMemory, TableMemory
 from tutti.gio_uring.gpu.modules import Modules
 from tutti.gio_uring.gpu.mover import BatchCopyMover, CopyMover, Mover
 from tutti.gio_uring.memory import HostBuffer
-from tutti.memory.device_memory import DevicePool
+from tutti.memory.device_memory import DeviceMemory
 from tutti.store import ObjectStore
 from tutti.transfers.core import StoreConfig
 
@@ -31,7 +31,7 @@ PAGES = GEOMETRY.slots
 @contextmanager
 def store_on_gpu(
     driver: CudaDriver, mover: Mover | None = None, *, timeout_s: float = 10.0
-) -> Iterator[tuple[ObjectStore, DevicePool, MemoryController]]:
+) -> Iterator[tuple[ObjectStore, DeviceMemory, MemoryController]]:
     controller = controller_of(formatted())
     store = ObjectStore(controller, ["member0"], config=StoreConfig(timeout_s=timeout_s))
     tensor = DeviceMemory(driver, PAGES * LAYOUT.object_nbytes)
@@ -46,7 +46,7 @@ def store_on_gpu(
         store.attach(gpu)
         yield (
             store,
-            store.register(DevicePool.from_buffer(LAYOUT, tensor, PAGES, gpu=gpu)),
+            store.register(DeviceMemory.from_buffer(LAYOUT, tensor, PAGES, gpu=gpu)),
             controller,
         )
     finally:
@@ -179,7 +179,7 @@ def test_torch_tensors_are_pools(driver: CudaDriver, rng: np.random.Generator) -
             [torch.zeros(8 * n, dtype=torch.uint8, device="cuda") for n in LAYOUT.segments]
             for _ in range(LAYOUT.layers)
         ]
-        mine = DevicePool.from_layers(LAYOUT, tensors, 8, gpu=pool.gpu)
+        mine = DeviceMemory.from_layers(LAYOUT, tensors, 8, gpu=pool.gpu)
         store.register(mine)
         for row in tensors:
             for tensor in row:
@@ -188,12 +188,12 @@ def test_torch_tensors_are_pools(driver: CudaDriver, rng: np.random.Generator) -
         stream = torch.cuda.current_stream().cuda_stream
         mine.follow(stream)
         keys = some_keys(rng, 8)
-        store.put(keys, list(range(8)), pool=mine).wait(30)
+        store.put(keys, list(range(8)), memory=mine).wait(30)
         for row in tensors:
             for tensor in row:
                 tensor.zero_()
         mine.follow(stream)
-        ticket = store.load(keys, list(range(8)), pool=mine)
+        ticket = store.load(keys, list(range(8)), memory=mine)
         for layer in range(LAYOUT.layers):
             ticket.order_stream(stream, layer)
         torch.cuda.synchronize()

@@ -29,7 +29,7 @@ inline void switch_point() {
 #undef GIO_SCHED_POINT
 #define GIO_SCHED_POINT() ::visit::switch_point()
 // The code under test, and a queue.
-#include "pump.cuh"
+#include "layer_share.cuh"
 #include "ring_harness.h"
 
 namespace {

@@ -27,7 +27,7 @@ from tutti.gio_uring.controller_memory import MemoryController
 from tutti.gio_uring.engine import Engine
 from tutti.medium.geometry import Geometry
 from tutti.medium.layout import KVLayout
-from tutti.memory.host_memory import HostPool
+from tutti.memory.host_memory import HostMemory
 from tutti.pool.block_io import BlockIo
 from tutti.pool.members import Members
 from tutti.store import ObjectStore
@@ -56,7 +56,7 @@ class Rounds:
     def run(self, rounds: int) -> None:
         for number in range(rounds):
             store = self._opening()
-            pool = store.allocate_pool(THREADS * PAGES)
+            pool = store.allocate_memory(THREADS * PAGES)
             threads = [
                 threading.Thread(target=self._work, args=(store, pool, number, i))
                 for i in range(THREADS)
@@ -72,7 +72,7 @@ class Rounds:
                 if thread.is_alive():
                     self.errors.append("a thread hangs")
 
-    def _work(self, store: ObjectStore, pool: HostPool, number: int, index: int) -> None:
+    def _work(self, store: ObjectStore, pool: HostMemory, number: int, index: int) -> None:
         rng = np.random.default_rng((self._seed, number, index))
         keys = np.random.default_rng((self._seed, index)).integers(
             0, 256, (KEYS, 16), dtype=np.uint8
@@ -104,13 +104,13 @@ class Rounds:
             drive.reset_beside()
             self.counts["reset"] += 1
 
-    def _put(self, store: ObjectStore, pool: HostPool, keys: Any, pages: Any) -> None:
+    def _put(self, store: ObjectStore, pool: HostMemory, keys: Any, pages: Any) -> None:
         for key, page in zip(keys, pages.tolist(), strict=True):
             pool.write(page, content_of(key))
         with contextlib.suppress(CapacityError):
             self.counts["put"] += store.put(keys, pages).wait(TIMEOUT_S).stored
 
-    def _load(self, store: ObjectStore, pool: HostPool, keys: Any, pages: Any) -> None:
+    def _load(self, store: ObjectStore, pool: HostMemory, keys: Any, pages: Any) -> None:
         there = np.flatnonzero(store.present(keys))
         if not there.size:
             return

@@ -24,7 +24,7 @@ from tutti.errors import (
 )
 from tutti.medium.geometry import RECORD_NBYTES
 from tutti.medium.layout import KVLayout
-from tutti.memory.host_memory import PAGE_FIRST_DIRECT, HostPool
+from tutti.memory.host_memory import PAGE_FIRST_DIRECT, HostMemory
 from tutti.transfers.core import StoreConfig
 from tutti.transfers.tickets import Outcome
 
@@ -62,7 +62,7 @@ def test_what_was_put_is_loaded(
     opener: Opener, verify: str, durability: str, rng: np.random.Generator
 ) -> None:
     store = opener(verify=verify, durability=durability)
-    pool = store.allocate_pool(48)
+    pool = store.allocate_memory(48)
     keys = some_keys(rng, 20)
     contents = fill(pool, range(20), rng)
     result = store.put(keys, np.arange(20)).wait(5)
@@ -88,7 +88,7 @@ def test_layouts_and_orders(opener: Opener, layout: KVLayout, rng: np.random.Gen
     store = opener(layout)
     assert store.layout == layout
     order = None if layout.layers == 1 else PAGE_FIRST_DIRECT
-    pool = store.allocate_pool(12, order=order)
+    pool = store.allocate_memory(12, order=order)
     keys = some_keys(rng, 6)
     contents = fill(pool, range(6), rng)
     assert store.put(keys, np.arange(6)).wait(5).stored == 6
@@ -98,7 +98,7 @@ def test_layouts_and_orders(opener: Opener, layout: KVLayout, rng: np.random.Gen
 
 def test_prefixes_gaps_and_repetitions(opener: Opener, rng: np.random.Generator) -> None:
     store = opener()
-    store.allocate_pool(8)
+    store.allocate_memory(8)
     keys = some_keys(rng, 8)
     store.put(keys[:3], [0, 1, 2]).wait(5)
     store.put(keys[5:], [5, 6, 7], parent=keys[4].tobytes(), depth=5).wait(5)
@@ -117,7 +117,7 @@ def test_many_pages_in_one_call(opener: Opener, rng: np.random.Generator) -> Non
     """More than one plan, and more keys than one message of the agent has digests for."""
     layout = KVLayout.mha(layers=2, kv_heads=8, head_dim=128, page_size=8, dtype="bfloat16")
     store = opener(layout, "128MiB")
-    pool = store.allocate_pool(2600)
+    pool = store.allocate_memory(2600)
     keys = some_keys(rng, 1300)
     contents = fill(pool, range(1300), rng)
     assert store.put(keys, np.arange(1300)).wait(20).stored == 1300
@@ -128,7 +128,7 @@ def test_many_pages_in_one_call(opener: Opener, rng: np.random.Generator) -> Non
 
 def test_what_is_not_there(opener: Opener, rng: np.random.Generator) -> None:
     store = opener()
-    store.allocate_pool(8)
+    store.allocate_memory(8)
     keys = some_keys(rng, 4)
     store.put(keys[:2], [0, 1]).wait(5)
     with pytest.raises(KeyMissing, match="key 2 of 4"):
@@ -138,9 +138,9 @@ def test_what_is_not_there(opener: Opener, rng: np.random.Generator) -> None:
 
 def test_bad_arguments(opener: Opener, rng: np.random.Generator) -> None:
     store = opener()
-    with pytest.raises(ConfigError, match="pools of memory"):
+    with pytest.raises(ConfigError, match="memories are registered"):
         store.put(some_keys(rng, 1), [0])
-    pool = store.allocate_pool(4)
+    pool = store.allocate_memory(4)
     keys = some_keys(rng, 2)
     with pytest.raises(PageRangeError):
         store.put(keys, [3, 4])
@@ -157,12 +157,12 @@ def test_bad_arguments(opener: Opener, rng: np.random.Generator) -> None:
     store.put(keys, [0, 1]).wait(5)
     with pytest.raises(ConfigError, match="twice"):
         store.load(keys, [2, 2])
-    other = HostPool.allocate(KVLayout.mla(5, 512, 64, 16, "bfloat16"), 2)
+    other = HostMemory.allocate(KVLayout.mla(5, 512, 64, 16, "bfloat16"), 2)
     with pytest.raises(PoolMismatch):
         store.register(other)
     store.unregister(pool)
     with pytest.raises(ConfigError, match="not registered"):
-        store.put(keys, [0, 1], pool=pool)
+        store.put(keys, [0, 1], memory=pool)
     store.close()
     with pytest.raises(PoolClosed):
         store.match(keys)
@@ -172,7 +172,7 @@ def test_eviction_and_pins(opener: Opener, rng: np.random.Generator) -> None:
     store = opener(capacity="12MiB", pin_share=0.25)
     capacity = store.stats()["capacity_objects"]
     assert capacity >= 64
-    store.allocate_pool(16)
+    store.allocate_memory(16)
     pinned = some_keys(rng, 8)
     store.put(pinned, np.arange(8)).wait(5)
     for _ in range(2 * capacity // 16):
@@ -190,7 +190,7 @@ def test_eviction_and_pins(opener: Opener, rng: np.random.Generator) -> None:
 
 def test_clear(opener: Opener, rng: np.random.Generator) -> None:
     store = opener()
-    store.allocate_pool(8)
+    store.allocate_memory(8)
     keys = some_keys(rng, 8)
     store.put(keys, np.arange(8)).wait(5)
     store.clear()
@@ -202,7 +202,7 @@ def test_damage_is_found_and_quarantined(
     opener: Opener, tmp_path: Path, rng: np.random.Generator
 ) -> None:
     store = opener()
-    pool = store.allocate_pool(8)
+    pool = store.allocate_memory(8)
     keys = some_keys(rng, 4)
     fill(pool, range(4), rng)
     store.put(keys, np.arange(4)).wait(5)
@@ -226,7 +226,7 @@ def test_damage_is_found_and_quarantined(
 
 def test_tickets_call_back(opener: Opener, rng: np.random.Generator) -> None:
     store = opener()
-    store.allocate_pool(8)
+    store.allocate_memory(8)
     keys = some_keys(rng, 4)
     done: list[list[int]] = []
     ticket = store.put(keys, np.arange(4))
@@ -240,7 +240,7 @@ def test_tickets_call_back(opener: Opener, rng: np.random.Generator) -> None:
 
 def test_counters(opener: Opener, rng: np.random.Generator) -> None:
     store = opener()
-    store.allocate_pool(8)
+    store.allocate_memory(8)
     keys = some_keys(rng, 4)
     store.put(keys, np.arange(4)).wait(5)
     assert store.match(keys) == 4

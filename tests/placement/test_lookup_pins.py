@@ -7,26 +7,26 @@ import random
 import numpy as np
 import pytest
 
-from tutti.placement.lookup_pins import Holds
+from tutti.placement.lookup_pins import LookupPins
 
 
-def made(slots: int = 16, *, lookups: int = 3, slots_max: int | None = None) -> Holds:
+def made(slots: int = 16, *, lookups: int = 3, slots_max: int | None = None) -> LookupPins:
     most = slots if slots_max is None else slots_max
-    return Holds(np.zeros(slots, np.uint32), lookups=lookups, slots_max=most)
+    return LookupPins(np.zeros(slots, np.uint32), lookups=lookups, slots_max=most)
 
 
 def slots(*numbers: int) -> np.ndarray:
     return np.array(numbers, np.int64)
 
 
-def kept(holds: Holds) -> list[int]:
+def kept(holds: LookupPins) -> list[int]:
     return np.flatnonzero(holds._kept).tolist()
 
 
 def test_a_hold_ends_by_later_look_ups_alone() -> None:
     holds = made()
     holds.lookup()
-    assert holds.hold(None, slots(0, 1)) == 2
+    assert holds.pin(None, slots(0, 1)) == 2
     for _ in range(3):
         holds.lookup()
         assert kept(holds) == [0, 1]
@@ -37,18 +37,18 @@ def test_a_hold_ends_by_later_look_ups_alone() -> None:
 
 def test_what_several_keep_counts_once_and_stays_for_the_last() -> None:
     holds = made(slots_max=4)
-    assert holds.hold("a", slots(0, 1, 2)) == 3
-    assert holds.hold("b", slots(0, 1, 2, 3)) == 4, "three of them cost nothing"
+    assert holds.pin("a", slots(0, 1, 2)) == 3
+    assert holds.pin("b", slots(0, 1, 2, 3)) == 4, "three of them cost nothing"
     assert holds.count == 4
-    assert holds.hold("c", slots(0, 1, 2, 3, 4)) == 4, "and here the room ends"
+    assert holds.pin("c", slots(0, 1, 2, 3, 4)) == 4, "and here the room ends"
     for name in "ab":
         holds.release(name)
         assert holds.count == 4
     holds.release("c")
     assert (kept(holds), holds.count) == ([], 0)
     holds.release("c")
-    assert holds.hold("d", slots(7, 7)) == 2
-    holds.hold("e", slots(7))
+    assert holds.pin("d", slots(7, 7)) == 2
+    holds.pin("e", slots(7))
     assert holds.count == 1
     for name in "de":
         holds.release(name)
@@ -57,10 +57,10 @@ def test_what_several_keep_counts_once_and_stays_for_the_last() -> None:
 
 def test_room_goes_to_the_first_or_the_last() -> None:
     holds = made(slots_max=3)
-    assert holds.hold("a", slots(9)) == 1
-    assert holds.hold("b", slots(0, 1, 9, 2, 3)) == 3
+    assert holds.pin("a", slots(9)) == 1
+    assert holds.pin("b", slots(0, 1, 9, 2, 3)) == 3
     assert kept(holds) == [0, 1, 9]
-    assert holds.hold("b", slots(0, 1, 9, 2, 3), last=True) == 3, "its own do not count against it"
+    assert holds.pin("b", slots(0, 1, 9, 2, 3), last=True) == 3, "its own do not count against it"
     assert kept(holds) == [2, 3, 9]
 
 
@@ -68,11 +68,11 @@ def test_who_looks_up_again_keeps_the_new_and_for_longer() -> None:
     holds = made(lookups=2)
     for _ in range(5):
         holds.lookup()
-        assert holds.hold("a", slots(4, 5)) == 2
+        assert holds.pin("a", slots(4, 5)) == 2
     assert (holds.count, kept(holds)) == (2, [4, 5])
-    holds.hold("b", slots(1))
+    holds.pin("b", slots(1))
     holds.lookup()
-    holds.hold("a", slots(5, 6))
+    holds.pin("a", slots(5, 6))
     assert kept(holds) == [1, 5, 6]
     for _ in range(2):
         holds.lookup()
@@ -97,7 +97,7 @@ def test_counts_are_those_of_a_plain_model(seed: int) -> None:
             most = next(
                 n for n in range(len(wanted), -1, -1) if len(others | set(wanted[:n])) <= 12
             )
-            assert holds.hold(name, slots(*wanted)) == most, (seed, now)
+            assert holds.pin(name, slots(*wanted)) == most, (seed, now)
             if most:
                 model[name] = now, set(wanted[:most])
         assert kept(holds) == sorted(set().union(*(held for _, held in model.values())))

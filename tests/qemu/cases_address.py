@@ -37,7 +37,7 @@ import tutti
 from crash.objects import as_rows, content_of
 from qemu.cases_address import KEYS
 store = tutti.open(sys.argv[1:])
-pool = store.allocate_pool(len(KEYS), hugepages=False)
+pool = store.allocate_memory(len(KEYS), hugepages=False)
 for page, key in enumerate(KEYS):
     pool.write(page, content_of(key))
 assert store.put(as_rows(KEYS), np.arange(len(KEYS))).wait(60).stored == len(KEYS)
@@ -50,7 +50,7 @@ def names_of(drives: Drives, *places: int) -> list[str]:
 
 
 def check_all(store: ObjectStore) -> None:
-    pool = store.allocate_pool(len(KEYS), hugepages=False)
+    pool = store.allocate_memory(len(KEYS), hugepages=False)
     assert store.match(as_rows(KEYS)) == len(KEYS)
     store.load(as_rows(KEYS), np.arange(len(KEYS))).wait(60)
     assert all(pool.read(page) == content_of(key) for page, key in enumerate(KEYS))
@@ -76,7 +76,7 @@ def test_a_drive_by_its_address(drives: Drives, capsys: pytest.CaptureFixture[st
         assert isinstance(store.controller, VfioController)
         with pytest.raises(PoolInUse):
             tutti.open(names)
-        pool = store.allocate_pool(len(KEYS), hugepages=False)
+        pool = store.allocate_memory(len(KEYS), hugepages=False)
         for page, key in enumerate(KEYS):
             pool.write(page, content_of(key))
         assert store.put(as_rows(KEYS), np.arange(len(KEYS))).wait(60).stored == len(KEYS)

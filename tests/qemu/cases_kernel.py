@@ -107,7 +107,7 @@ def test_a_pool_lives_through_two_lives(place: str, durability: str, seed: int) 
     tutti.store.format(paths, LAYOUT, CAPACITY)
     for life in range(2):
         with tutti.open(paths, durability=durability) as store:
-            pool = store.allocate_pool(32, hugepages=False)
+            pool = store.allocate_memory(32, hugepages=False)
             if life == 0:
                 for page, key in enumerate(keys):
                     pool.write(page, content_of(key))

@@ -37,7 +37,7 @@ from tutti.errors import (
 )
 from tutti.gio_uring import nvme_spec as nvme
 from tutti.gio_uring.controller_file import FileController
-from tutti.memory.host_memory import HostPool
+from tutti.memory.host_memory import HostMemory
 from tutti.store import ObjectStore
 from tutti.units import MiB
 
@@ -100,8 +100,8 @@ def fault(what: str) -> Iterator[None]:
             move_on()
 
 
-def filled(store: ObjectStore, keys: list[bytes]) -> HostPool:
-    pool = store.allocate_pool(2 * len(keys), hugepages=False)
+def filled(store: ObjectStore, keys: list[bytes]) -> HostMemory:
+    pool = store.allocate_memory(2 * len(keys), hugepages=False)
     for page, key in enumerate(keys):
         pool.write(page, content_of(key))
     return pool
@@ -208,7 +208,7 @@ def test_a_put_that_fails_is_not_acknowledged(kind: str, what: str, seed: int) -
         check_books(store)
     with tutti.open(paths, durability="flush") as store:
         store.wait_recovered(30)
-        pool = store.allocate_pool(8, hugepages=False)
+        pool = store.allocate_memory(8, hugepages=False)
         kept = before + after
         assert store.match(as_rows(failed)) == 0
         store.load(as_rows(kept), np.arange(8)).wait(30)
@@ -222,7 +222,7 @@ def load_for_long(store: ObjectStore, keys: list[bytes], loading: Path) -> None:
         loading.touch()
 
 
-def is_served(store: ObjectStore, pool: HostPool, key: bytes) -> bool:
+def is_served(store: ObjectStore, pool: HostMemory, key: bytes) -> bool:
     """Whether its drive is there; then its content is right."""
     try:
         store.load(as_rows([key]), [40]).wait(30)

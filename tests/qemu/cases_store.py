@@ -59,7 +59,7 @@ def test_a_pool_on_a_drive(
     keys = [rng.bytes(16) for _ in range(16)]
     for life in range(2):
         store = opened(drives, place, names, durability, use_sgl=use_sgl)
-        pool = store.allocate_pool(32, hugepages=False)
+        pool = store.allocate_memory(32, hugepages=False)
         if life == 0:
             for page, key in enumerate(keys):
                 pool.write(page, content_of(key))
@@ -82,7 +82,7 @@ def test_a_bad_block_costs_one_object(drives: Drives, seed: int) -> None:
     rng = np.random.default_rng(seed)
     keys = [rng.bytes(16) for _ in range(8)]
     store = opened(drives, FAULTY, ["faulty"], "process")
-    pool = store.allocate_pool(16, hugepages=False)
+    pool = store.allocate_memory(16, hugepages=False)
     for page, key in enumerate(keys):
         pool.write(page, content_of(key))
     assert store.put(as_rows(keys), np.arange(8)).wait(30).stored == 8

@@ -60,7 +60,7 @@ def test_unplugged_under_load(drives: Drives, seed: int) -> None:
     assert controller.info.namespace_nlb == (2048, 2048)
     store = ObjectStore(controller, NAMES, config=StoreConfig(timeout_s=20.0))
     store.wait_recovered(30)
-    pool = store.allocate_pool(KEYS, hugepages=False)
+    pool = store.allocate_memory(KEYS, hugepages=False)
     keys = [rng.bytes(16) for _ in range(KEYS)]
     for page, key in enumerate(keys):
         pool.write(page, content_of(key))

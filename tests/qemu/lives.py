@@ -21,7 +21,7 @@ from qemu.vfio_binding import bind
 from tutti.gio_uring.controller_vfio import VfioController
 from tutti.gio_uring.nvme_spec import FUA, OPCODE_WRITE, Sqe
 from tutti.medium.geometry import BLOCK_NBYTES
-from tutti.memory.host_memory import HostPool
+from tutti.memory.host_memory import HostMemory
 from tutti.placement.index import SlotState
 from tutti.store import ObjectStore
 from tutti.transfers.core import StoreConfig
@@ -42,7 +42,7 @@ class Life:
         config = StoreConfig(durability=durability, timeout_s=30.0)
         self.store = ObjectStore(controller, [bdf], config=config)
         self.store.wait_recovered(30)
-        self.pool: HostPool = self.store.allocate_pool(PAGES, hugepages=False)
+        self.pool: HostMemory = self.store.allocate_memory(PAGES, hugepages=False)
         self.puts: list[str] = []
         self.marks: list[dict[str, object]] = []
         self.fua: set[int] = set()  # first blocks of writes with FUA, and of those without

@@ -64,7 +64,7 @@ def replay() -> None:
 def _in_a_pool(path: str, marks: str, keys: np.ndarray) -> None:
     tutti.format(path, LAYOUT, CAPACITY_NBYTES)
     with tutti.open(path) as store:
-        store.allocate_pool(PAGES)
+        store.allocate_memory(PAGES)
         pages = np.arange(PAGES)
         mark(marks, 0)
         for prompt in keys:

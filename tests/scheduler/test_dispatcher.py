@@ -84,7 +84,7 @@ def test_everything_posted_is_launched_within_the_call() -> None:
     dispatcher, launcher = dispatcher_of(clock=ManualClock(5))
     dispatcher.post(LoadKnown(5, "a", layers=4, layer_nbytes=MB, tokens=1, prefix_tokens=1))
     dispatcher.post(WriteKnown(5, "w", pages=8, page_nbytes=MB))
-    dispatcher.pump()
+    dispatcher.run_due()
     assert sum(launch.layers for launch in launcher.reads) == 4
     assert sum(launch.pages for launch in launcher.writes) == 8
     assert dispatcher.counters()["written_pages"] == 8
@@ -102,7 +102,7 @@ def test_a_recorded_run_replays() -> None:
     for number in range(5):
         dispatcher.post(WriteKnown(clock.now_ns(), f"w{number}", pages=9, page_nbytes=MB))
         clock.advance(0.001)
-        dispatcher.pump()
+        dispatcher.run_due()
     assert list(replay(lines, SlackPolicy(PROFILE, Limits()), PROFILE)) == lines
 
 
@@ -111,12 +111,12 @@ def test_launches_that_fail_are_gone_and_the_loop_lives() -> None:
     launcher.fails = True
     dispatcher.post(WriteKnown(0, "w", pages=3, page_nbytes=MB))
     dispatcher.post(LoadKnown(0, "a", layers=4, layer_nbytes=MB, tokens=1, prefix_tokens=1))
-    dispatcher.pump()
+    dispatcher.run_due()
     assert dispatcher.counters()["failed_pages"] == 3
     assert not dispatcher.state.loads
     launcher.fails = False
     dispatcher.post(WriteKnown(0, "v", pages=2, page_nbytes=MB))
-    dispatcher.pump()
+    dispatcher.run_due()
     assert dispatcher.counters()["written_pages"] == 2
 
 
@@ -126,7 +126,7 @@ def test_a_profile_of_no_use_ends_slack_not_service(us: float) -> None:
     dispatcher.post(StepBegan(0, Phase.PREFILL, layers=4, tokens=1))
     dispatcher.post(LoadKnown(0, "a", layers=4, layer_nbytes=MB, tokens=1, prefix_tokens=1))
     dispatcher.post(WriteKnown(0, "w", pages=3, page_nbytes=MB))
-    dispatcher.pump()
+    dispatcher.run_due()
     assert launcher.reads == [ReadLaunch("a", 0, 4)]
     assert launcher.writes == [WriteLaunch("w", 0, 3)]
 
@@ -142,7 +142,7 @@ def test_a_policy_that_breaks_ends_slack_not_service() -> None:
     launcher.dispatcher.post(WriteKnown(0, "w", pages=3, page_nbytes=MB))
     launcher.dispatcher.post("nonsense")  # type: ignore[arg-type]
     launcher.dispatcher.post(WriteKnown(0, "v", pages=2, page_nbytes=MB))
-    launcher.dispatcher.pump()
+    launcher.dispatcher.run_due()
     assert [launch.name for launch in launcher.writes] == ["w", "v"]
 
 
@@ -152,17 +152,17 @@ def test_a_trace_that_cannot_be_recorded_ends() -> None:
 
     dispatcher, launcher = dispatcher_of(clock=ManualClock(0), record=record)
     dispatcher.post(WriteKnown(0, "w", pages=3, page_nbytes=MB))
-    dispatcher.pump()
+    dispatcher.run_due()
     assert sum(launch.pages for launch in launcher.writes) == 3
 
 
 def test_a_clock_that_jumps_back() -> None:
     dispatcher, launcher = dispatcher_of(clock=ManualClock(10**12))
-    dispatcher.pump()
+    dispatcher.run_due()
     dispatcher.post(StepBegan(5 * 10**11, Phase.DECODE, tokens=1, context_tokens=1))
     dispatcher.post(StepEnded(1))
     dispatcher.post(WriteKnown(7, "w", pages=3, page_nbytes=MB))
-    dispatcher.pump()
+    dispatcher.run_due()
     assert dispatcher.state.now_ns == 10**12
     assert dispatcher.state.corrections.decode.factor == 1.0
     assert launcher.writes
@@ -172,7 +172,7 @@ def test_a_clock_that_jumps_ahead_teaches_nothing() -> None:
     dispatcher, _ = dispatcher_of(clock=ManualClock(0))
     dispatcher.post(StepBegan(0, Phase.DECODE, tokens=1, context_tokens=1))
     dispatcher.post(StepEnded(10**15))
-    dispatcher.pump()
+    dispatcher.run_due()
     assert dispatcher.state.corrections.decode.factor == 1.0
 
 
@@ -181,7 +181,7 @@ def test_what_does_not_fit_is_copied_out_then_dropped() -> None:
     dispatcher, launcher = dispatcher_of(limits=limits, clock=ManualClock(0))
     dispatcher.post(WriteKnown(0, "small", pages=4, page_nbytes=MB))
     dispatcher.post(WriteKnown(0, "large", pages=5, page_nbytes=MB))
-    dispatcher.pump()
+    dispatcher.run_due()
     assert (launcher.copied, launcher.dropped) == (["small"], ["large"])
     assert dispatcher.counters()["written_pages"] == 4
     assert dispatcher.counters()["dropped_pages"] == 5
@@ -216,8 +216,8 @@ def test_hurry_launches_what_waits() -> None:
     dispatcher.post(StepBegan(0, Phase.PREFILL, layers=4, tokens=1, loads=("a",)))
     launcher.read = lambda launch: None  # type: ignore[method-assign]
     dispatcher.post(WriteKnown(0, "w", pages=2, page_nbytes=MB))
-    dispatcher.pump()
+    dispatcher.run_due()
     assert not launcher.writes
-    dispatcher.hurry()
-    dispatcher.pump()
+    dispatcher.expedite()
+    dispatcher.run_due()
     assert launcher.writes == [WriteLaunch("w", 0, 2)]

@@ -28,7 +28,7 @@ from tutti.scheduler.event import (
     to_json,
 )
 from tutti.scheduler.policy import SlackPolicy
-from tutti.scheduler.request import Phase, Place
+from tutti.scheduler.request import PageLocation, Phase
 from tutti.scheduler.state import State, apply, commit
 from tutti.scheduler.trace import replay
 
@@ -88,7 +88,7 @@ def makes_sense(state: State, event: events.Event) -> bool:
             write = writes.get(event.name)
             return write is not None and write.written < event.pages <= write.issued
         case PagesCopied():
-            return event.name in writes and writes[event.name].place is Place.COPYING
+            return event.name in writes and writes[event.name].place is PageLocation.COPYING
         case LayerBegan():
             step = state.step
             return step.phase is Phase.PREFILL and step.layer <= event.layer < step.layers

@@ -19,7 +19,7 @@ from tutti.scheduler.policy import (
     SlackPolicy,
     deadlines,
 )
-from tutti.scheduler.request import Load, Phase, Place
+from tutti.scheduler.request import Load, PageLocation, Phase
 from tutti.scheduler.slack import Estimates
 from tutti.scheduler.state import Decision, State
 from tutti.scheduler.trace import replay
@@ -101,7 +101,7 @@ def check_launches(state: State, decision: Decision) -> None:
         assert write.pages > 0
         at[write.name] += write.pages
     assert all(at[write.name] <= write.pages for write in state.writes)
-    waiting = {w.name for w in state.writes if w.place is Place.ENGINE and not w.issued}
+    waiting = {w.name for w in state.writes if w.place is PageLocation.SOURCE and not w.issued}
     gone = Counter([*decision.copy_outs, *decision.drops])
     assert set(gone) <= waiting
     assert all(count == 1 for count in gone.values())
@@ -110,7 +110,7 @@ def check_launches(state: State, decision: Decision) -> None:
 
 def check_limits(state: State, decision: Decision, limits: Limits) -> None:
     gone = {*decision.copy_outs, *decision.drops}
-    idle = [w for w in state.writes if w.place is Place.ENGINE and w.name not in gone]
+    idle = [w for w in state.writes if w.place is PageLocation.SOURCE and w.name not in gone]
     locked = sum(w.pages for w in idle)
     # Only what the device works on may exceed the bound: it cannot be copied out any more.
     assert locked <= limits.locked_pages or all(w.issued for w in idle)

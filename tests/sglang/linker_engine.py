@@ -82,9 +82,9 @@ class Rig:
         self.pool.register_layer_transfer_counter(self.linker.layer_done_counter)
 
     @property
-    def shelf(self) -> Any:
+    def stored_pool(self) -> Any:
         """The pool of KV, with what keeps its pages."""
-        return self.linker.shelves["kv"]
+        return self.linker.stored_pools["kv"]
 
     def __enter__(self) -> Rig:
         return self

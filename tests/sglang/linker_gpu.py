@@ -42,7 +42,7 @@ class StandInStreams:
     def current(self) -> int:
         return self.forward
 
-    def aside(self) -> AbstractContextManager[Any]:
+    def on_side_stream(self) -> AbstractContextManager[Any]:
         return nullcontext()
 
     def handle_of(self, event: Any) -> int:

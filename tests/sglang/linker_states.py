@@ -185,7 +185,7 @@ class StatesRig:
         }
         self.requests = requests
         self.linker = TuttiLinker(server_args(), params, components=components, extra_config=config)
-        self.sources = sorted({s.engine.source for s in self.linker.shelves.values()})
+        self.sources = sorted({s.engine.source for s in self.linker.stored_pools.values()})
 
     def __enter__(self) -> StatesRig:
         return self
@@ -195,20 +195,20 @@ class StatesRig:
 
     def fill(self, seed: int) -> None:
         rng = np.random.default_rng(seed)
-        for shelf in self.linker.shelves.values():
-            for row in shelf.engine.views:
+        for stored_pool in self.linker.stored_pools.values():
+            for row in stored_pool.engine.views:
                 for view in row:
                     view[:] = rng.integers(0, 256, view.shape, np.uint8)
 
     def wipe(self) -> None:
-        for shelf in self.linker.shelves.values():
-            for row in shelf.engine.views:
+        for stored_pool in self.linker.stored_pools.values():
+            for row in stored_pool.engine.views:
                 for view in row:
                     view[:] = 0
 
     def content(self, name: str, pages: Sequence[int]) -> list[bytes]:
         """Bytes of pages of one pool, over its layers."""
-        views = self.linker.shelves[name].engine.views
+        views = self.linker.stored_pools[name].engine.views
         return [b"".join(v[p].tobytes() for row in views for v in row) for p in pages]
 
     def transfers(

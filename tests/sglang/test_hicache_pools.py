@@ -179,7 +179,7 @@ def test_errors_are_answers_logged_once(
     assert storage.clear() is False
     assert storage.get_stats() is not None
     assert len([r for r in caplog.records if "made up" in r.message]) == 5, "one per kind"
-    assert storage._stores["kv"].complaints.counts["look-up: OSError"] == 3
+    assert storage._stores["kv"].error_log.counts["look-up: OSError"] == 3
     monkeypatch.undo()
     assert all(storage.batch_set_v1(hashes(2), where)), "nothing is left broken"
     unaligned = where + 1
@@ -210,7 +210,7 @@ def test_host_pages_are_kept_while_the_device_may_use_them(
     call = storage.batch_get_v1 if what == "load" else storage.batch_set_v1
     thread = threading.Thread(target=lambda: answers.append(call(keys, where)))
     thread.start()
-    while "device holds pages" not in kept.complaints.counts and thread.is_alive():
+    while "device holds pages" not in kept.error_log.counts and thread.is_alive():
         thread.join(0.01)
     assert not answers, "the call returned while the device held the pages"
     start.set()
@@ -224,7 +224,7 @@ from types import SimpleNamespace
 from tutti.integration.sglang import host_store
 
 host_store._HOLD_S, host_store._HOLD_ROUNDS = 0.01, 2
-store = SimpleNamespace(_timeout_s=0.01, complaints=SimpleNamespace(add=print))
+store = SimpleNamespace(_timeout_s=0.01, error_log=SimpleNamespace(add=print))
 host_store.HostStore._hold(store, lambda seconds: False, "a load")
 print("gave the pages back")
 """

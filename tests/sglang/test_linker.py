@@ -17,7 +17,7 @@ from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 
 from tutti.errors import ConfigError, DeviceTimeout, PoolInUse, Unsupported
 from tutti.integration.sglang import linker as linker_module
-from tutti.integration.sglang.direct.kv_pools import engine_group
+from tutti.integration.sglang.direct.kv_pools import kv_pool_group
 from tutti.integration.sglang.linker import TuttiLinker
 from tutti.integration.sglang.weights import WeightsWatch
 
@@ -63,13 +63,13 @@ def test_a_key_is_read_once_however_many_slots_want_it(tmp_path: Path, staging: 
         want = rig.content(range(8))
         assert rig.store(names(8), range(8))
         rig.wipe()
-        before = rig.shelf.store.stats()["loaded"]
+        before = rig.stored_pool.store.stats()["loaded"]
         assert rig.load(names(8), range(8, 16), "a")
         assert rig.load(names(5), range(16, 21), "b")
         assert rig.load(names(8)[:2], range(30, 32), "c")
         assert rig.linker.finish_layer_wise_loading(rig.linker.start_layer_wise_loading())
-        wait_for(lambda: rig.shelf.store.stats()["loaded"] > before)
-        assert rig.shelf.store.stats()["loaded"] - before == 8
+        wait_for(lambda: rig.stored_pool.store.stats()["loaded"] > before)
+        assert rig.stored_pool.store.stats()["loaded"] - before == 8
         assert rig.content(range(8, 16)) == want
         assert rig.content(range(16, 21)) == want[:5]
         assert rig.content(range(30, 32)) == want[:2]
@@ -85,9 +85,9 @@ def test_offload_skips_what_is_there_and_completes_in_order(tmp_path: Path) -> N
         wait_for(lambda: rig.linker.num_completed_offloads() == 12)
         assert [rig.linker.pop_completed_offload() for _ in range(12)] == [True] * 12
         assert rig.linker.num_completed_offloads() == 0
-        wait_for(lambda: rig.shelf.store.stats()["stored"] == 20)
+        wait_for(lambda: rig.stored_pool.store.stats()["stored"] == 20)
         rig.linker.reset()
-        assert rig.shelf.store.stats()["stored"] == 20, "each page once"
+        assert rig.stored_pool.store.stats()["stored"] == 20, "each page once"
 
 
 def test_a_backlog_beyond_its_bound_is_copied_out_then_dropped(tmp_path: Path) -> None:
@@ -101,7 +101,7 @@ def test_a_backlog_beyond_its_bound_is_copied_out_then_dropped(tmp_path: Path) -
         assert rig.linker.pop_completed_offload()
         assert rig.offload(names(9, "more"), range(9)), "the answer comes from the transfers alone"
         assert not rig.linker.pop_completed_offload(), "more than staging holds"
-        assert rig.linker.recorder.snapshot()["dropped_pages"] == 9
+        assert rig.linker.metrics.snapshot()["dropped_pages"] == 9
         wait_for(lambda: rig.lookup(names(6)) == 6)
         assert rig.restore(names(6), range(20, 26))
         assert rig.content(range(20, 26)) == want
@@ -111,13 +111,13 @@ def test_completions_wait_for_the_oldest(tmp_path: Path, monkeypatch: pytest.Mon
     with Rig(tmp_path, backlog_share=10 / 64, store_staging="1MiB") as rig:
         rig.fill(6)
         gate = threading.Event()
-        put = rig.shelf.store.put
+        put = rig.stored_pool.store.put
 
         def late_put(*args: Any, **kwargs: Any) -> Any:
             gate.wait(30)
             return put(*args, **kwargs)
 
-        monkeypatch.setattr(rig.shelf.store, "put", late_put)
+        monkeypatch.setattr(rig.stored_pool.store, "put", late_put)
         rig.offload(names(10, "a"), range(10))  # locked, and held up
         rig.offload(names(4, "b"), range(10, 14))  # copied out: complete at once
         rig.offload(names(60, "c"), range(60))  # more than staging: dropped at once
@@ -135,10 +135,10 @@ def test_a_damaged_medium_fails_the_batch_and_never_serves_the_page_again(tmp_pa
         damage(rig.file(tmp_path))
         assert rig.lookup(names(10)) == 10
         assert not rig.restore(names(10), range(20, 30))
-        wait_for(lambda: rig.shelf.store.stats()["quarantined"] > 0)
+        wait_for(lambda: rig.stored_pool.store.stats()["quarantined"] > 0)
         found = rig.lookup(names(10))
         assert found < 10
-        assert rig.linker.complaints.counts["load: ChecksumMismatch"] == 1
+        assert rig.linker.error_log.counts["load: ChecksumMismatch"] == 1
         assert rig.store(names(10), range(10)), "computed anew, it is stored anew"
         wait_for(lambda: rig.lookup(names(10)) == 10)
         rig.restore(names(10), range(40, 50))
@@ -186,7 +186,7 @@ def test_what_was_found_is_not_evicted_before_it_is_loaded(tmp_path: Path) -> No
         assert rig.lookup(names(10)) == 10
         for round_ in range(30):
             rig.store(names(60, str(round_)), range(60))
-        assert rig.shelf.store.stats()["evicted"] > 0
+        assert rig.stored_pool.store.stats()["evicted"] > 0
         assert rig.restore(names(10), range(10, 20))
         assert rig.content(range(10, 20)) == want
 
@@ -282,7 +282,7 @@ def test_a_device_that_never_answers(
             tickets.append(DeadTicket(len(keys)))
             return tickets[-1]
 
-        monkeypatch.setattr(rig.shelf.store, "load", dead_load)
+        monkeypatch.setattr(rig.stored_pool.store, "load", dead_load)
         before = rig.content(range(64))
         if staging == "1KiB":
             with pytest.raises(DeviceTimeout, match="restart the server"):
@@ -290,9 +290,9 @@ def test_a_device_that_never_answers(
             return
         assert not rig.restore(names(4), range(4, 8))
         assert rig.content(range(64)) == before
-        assert rig.shelf.loads.in_use == 4, "the device may still write there"
+        assert rig.stored_pool.loads.in_use == 4, "the device may still write there"
         tickets[0].settled = True
-        assert rig.shelf.loads.in_use == 0
+        assert rig.stored_pool.loads.in_use == 0
 
 
 def test_other_weights_miss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -322,7 +322,7 @@ def test_pages_survive_a_restart_and_an_unclean_one_only_when_proven(tmp_path: P
         assert rig.lookup(names(10)) == 10, "closed cleanly: there at once"
     with Rig(second) as rig:
         wait_for(lambda: rig.lookup(names(10)) == 10)
-        assert rig.shelf.store.stats()["proven"] == 10
+        assert rig.stored_pool.store.stats()["proven"] == 10
         assert rig.restore(names(10), range(20, 30))
         assert rig.content(range(20, 30)) == want
 
@@ -335,8 +335,8 @@ def test_damage_behind_an_unclean_close_is_never_reported(tmp_path: Path) -> Non
         shutil.copytree(first, second)
         damage(rig.file(second))
     with Rig(second) as rig:
-        wait_for(lambda: rig.shelf.store.stats()["mismatches"] > 0)
-        wait_for(lambda: rig.shelf.store.stats()["slots"].get("unproven", 0) == 0)
+        wait_for(lambda: rig.stored_pool.store.stats()["mismatches"] > 0)
+        wait_for(lambda: rig.stored_pool.store.stats()["slots"].get("unproven", 0) == 0)
         found = rig.lookup(names(10))
         assert found < 10
         if found:
@@ -353,15 +353,15 @@ def test_reset_and_close_leave_nothing(tmp_path: Path) -> None:
         rig.offload(names(6, str(part)), range(part * 6, part * 6 + 6))
     rig.linker.reset()
     assert rig.linker.num_completed_offloads() == 0
-    assert rig.shelf.store.stats()["stored"] == 60, "reset waits for what is under way"
+    assert rig.stored_pool.store.stats()["stored"] == 60, "reset waits for what is under way"
     assert rig.lookup(names(6, "0")) == 6, "and forgets nothing that is stored"
     assert rig.load(names(6, "0"), range(6))
     rig.linker.start_layer_wise_loading()
     rig.offload(names(6, "late"), range(6))
     rig.linker.reset()  # a load and an offload under way
-    assert rig.shelf.loads.in_use == rig.shelf.stores.in_use == 0
+    assert rig.stored_pool.loads.in_use == rig.stored_pool.stores.in_use == 0
     assert rig.linker.backlog.locked == 0
-    assert not rig.shelf.store._core.index.pins.any()
+    assert not rig.stored_pool.store._core.index.pins.any()
     rig.linker.close()
     rig.linker.close()
     assert set(threading.enumerate()) <= threads
@@ -420,10 +420,10 @@ def test_what_is_not_supported_is_refused_with_the_reason(
         changed = engine.kv_pool("mha")
         setattr(changed, name, value)
         with pytest.raises(Unsupported, match=sentence):
-            engine_group(_Params(changed), full)
+            kv_pool_group(_Params(changed), full)
     changed.k_buffer = changed.v_buffer = [b.to("meta") for b in pool.k_buffer]
     with pytest.raises(Unsupported, match="meta memory"):
-        engine_group(_Params(changed), full)
+        kv_pool_group(_Params(changed), full)
 
 
 class _Params:
@@ -448,7 +448,7 @@ def test_pages_are_stored_behind_their_predecessors(tmp_path: Path) -> None:
         assert rig.store(names(9)[6:], range(3))
         assert rig.store(names(9)[:3], range(3, 6))
         assert rig.store(names(9)[3:6], range(6, 9))
-        index = rig.shelf.store._core.index
+        index = rig.stored_pool.store._core.index
         keys = rig.linker._keys(engine.transfer(names(9)))
         assert index.depth[index.find(keys)].tolist() == list(range(9))
 

@@ -29,7 +29,7 @@ def quiet(rig: Rig, pages: int) -> None:
 
 def loads_of(rig: Rig) -> int:
     """Objects read from the medium."""
-    return int(rig.shelf.store.stats()["loaded"])
+    return int(rig.stored_pool.store.stats()["loaded"])
 
 
 def test_a_look_up_reads_ahead_and_the_load_takes_it(tmp_path: Path) -> None:
@@ -43,17 +43,17 @@ def test_a_look_up_reads_ahead_and_the_load_takes_it(tmp_path: Path) -> None:
         assert rig.content(range(20, 30)) == want
         assert loads_of(rig) == before == 10, "the load read nothing itself"
         assert rig.linker.ahead.held == 0
-        wait_for(lambda: rig.shelf.loads.in_use == 0)
-        counts = rig.linker.recorder.snapshot()
+        wait_for(lambda: rig.stored_pool.loads.in_use == 0)
+        counts = rig.linker.metrics.snapshot()
         assert (counts["ahead_pages"], counts["ahead_used_pages"]) == (10, 10)
         assert "ahead_unused_pages" not in counts
-        read_nbytes = rig.shelf.store.stats()["payload_read_nbytes"]
+        read_nbytes = rig.stored_pool.store.stats()["payload_read_nbytes"]
         assert counts["moved_bytes/load"] == read_nbytes == 10 * OBJECT, "once, whoever used it"
         assert counts["busy_seconds/load"] > 0
         assert rig.lookup(names(4), "s") == 4
         quiet(rig, 14)
         rig.linker.cancel_queued_load("s")
-        assert rig.linker.recorder.snapshot()["ahead_unused_pages"] == 4
+        assert rig.linker.metrics.snapshot()["ahead_unused_pages"] == 4
 
 
 def test_a_load_takes_what_is_staged_and_reads_the_rest(tmp_path: Path) -> None:
@@ -66,7 +66,7 @@ def test_a_load_takes_what_is_staged_and_reads_the_rest(tmp_path: Path) -> None:
         assert rig.restore(names(10), range(20, 30))
         assert rig.content(range(20, 30)) == want
         wait_for(lambda: loads_of(rig) == 10)
-        assert rig.linker.recorder.snapshot()["moved_bytes/load"] == 10 * OBJECT
+        assert rig.linker.metrics.snapshot()["moved_bytes/load"] == 10 * OBJECT
 
 
 def test_requests_share_what_is_staged(tmp_path: Path) -> None:
@@ -115,7 +115,7 @@ def test_a_request_that_goes_away_gives_its_staging_back(tmp_path: Path) -> None
             else:
                 rig.linker.reset()
             assert rig.linker.ahead.held == 0
-            wait_for(lambda: rig.shelf.loads.in_use == 0)
+            wait_for(lambda: rig.stored_pool.loads.in_use == 0)
 
 
 def test_a_batch_takes_back_the_staging_that_it_needs(tmp_path: Path) -> None:
@@ -136,7 +136,7 @@ def test_damage_is_found_ahead_and_never_served(tmp_path: Path) -> None:
         want = stored(rig, 10)
         damage(rig.file(tmp_path))
         assert rig.lookup(names(10)) == 10
-        wait_for(lambda: rig.shelf.store.stats()["quarantined"] > 0)
+        wait_for(lambda: rig.stored_pool.store.stats()["quarantined"] > 0)
         wait_for(lambda: rig.linker.ahead.held == 0)
         found = rig.lookup(names(10))
         assert found < 10
@@ -169,9 +169,9 @@ def test_a_slow_medium_shortens_the_answer_to_what_is_staged_and_fits(tmp_path: 
         stored(rig, 10)
         assert rig.lookup(names(10)) == 10, "nothing was measured yet"
         quiet(rig, 4)
-        worth = rig.linker._worth
-        assert worth.page_s > 0, "what was read ahead was measured"
-        worth._seconds_per_byte = 0.005 / OBJECT
+        admission = rig.linker._admission
+        assert admission.page_s > 0, "what was read ahead was measured"
+        admission._seconds_per_byte = 0.005 / OBJECT
         assert rig.lookup(names(10)) == 6, "four are staged, two more fit"
         rig.linker.ahead.close(10.0)
         assert rig.lookup(names(10)) == 2
@@ -184,21 +184,21 @@ def test_reading_ahead_ends_while_the_breaker_is_open(
         stored(rig, 6)
         calls: list[int] = []
         gate = threading.Event()
-        load = rig.shelf.store.load
+        load = rig.stored_pool.store.load
 
         def late(keys: Any, *args: Any, **kwargs: Any) -> Any:
             calls.append(len(keys))
             gate.wait(30)
             return load(keys, *args, **kwargs)
 
-        monkeypatch.setattr(rig.shelf.store, "load", late)
+        monkeypatch.setattr(rig.stored_pool.store, "load", late)
         assert rig.lookup(names(6), "a") == 6
         wait_for(lambda: len(calls) == 1)
         rig.linker.reads.failure()
         assert rig.lookup(names(6), "b") == 0
         rig.linker.cancel_queued_load("a")  # while its read is being started
         gate.set()
-        wait_for(lambda: rig.shelf.loads.in_use == 0)
+        wait_for(lambda: rig.stored_pool.loads.in_use == 0)
         assert calls == [6]
 
 
@@ -218,11 +218,11 @@ def test_staging_that_a_device_may_still_fill_is_not_handed_out(
     with Rig(tmp_path, load_staging=8 * OBJECT, read_ahead_share=1.0) as rig:
         stored(rig, 6)
         ticket = StuckTicket()
-        monkeypatch.setattr(rig.shelf.store, "load", lambda *_, **__: ticket)
+        monkeypatch.setattr(rig.stored_pool.store, "load", lambda *_, **__: ticket)
         assert rig.lookup(names(6)) == 6
-        wait_for(lambda: rig.linker.complaints.counts.get("read-ahead: timeout", 0) == 1)
+        wait_for(lambda: rig.linker.error_log.counts.get("read-ahead: timeout", 0) == 1)
         assert rig.linker.ahead.held == 0, "nobody is served from it"
-        assert rig.shelf.loads.in_use == 6
-        assert rig.shelf.loads.allocate(3) is None
+        assert rig.stored_pool.loads.in_use == 6
+        assert rig.stored_pool.loads.allocate(3) is None
         ticket.settled.set()
-        assert rig.shelf.loads.in_use == 0
+        assert rig.stored_pool.loads.in_use == 0

@@ -53,18 +53,18 @@ def test_states_windows_and_packed_pools_come_back(
     windows = {"swa": 2, "mamba": 1}
     with stand_in_gpu(monkeypatch), StatesRig(tmp_path, kind) as rig:
         rig.fill(1)
-        shelves = rig.linker.shelves
+        stored_pools = rig.linker.stored_pools
         counts = {source: windows.get(source, 6) for source in rig.sources}
         at = {source: list(range(1, 1 + n)) for source, n in counts.items()}
         to = {source: list(range(8, 8 + n)) for source, n in counts.items()}
-        want = {name: rig.content(name, at[s.engine.source]) for name, s in shelves.items()}
+        want = {name: rig.content(name, at[s.engine.source]) for name, s in stored_pools.items()}
         assert rig.store(rig.transfers(names(6), at, windows))
         rig.wipe()
         assert rig.linker.lookup("r", rig.transfers(names(6), None, windows))[-1:] == [6]
         assert rig.restore(rig.transfers(names(6), to, windows))
-        for name, shelf in shelves.items():
-            assert rig.content(name, to[shelf.engine.source]) == want[name], name
-            assert rig.content(name, [0]) == [bytes(shelf.engine.nbytes)]
+        for name, stored_pool in stored_pools.items():
+            assert rig.content(name, to[stored_pool.engine.source]) == want[name], name
+            assert rig.content(name, [0]) == [bytes(stored_pool.engine.nbytes)]
 
 
 def test_the_forwards_stream_waits_and_not_its_thread(
@@ -101,28 +101,28 @@ def test_the_time_of_a_load_has_the_copies_in_it_and_the_batch_before_not(
     with gpu_rig(tmp_path, monkeypatch, read_ahead_share=0.0) as rig:
         rig.fill(2)
         assert rig.store(names(8), range(8))
-        stream = rig.linker._gpu.landing if held == "copies" else rig.streams.forward
+        stream = rig.linker._gpu.copy_stream if held == "copies" else rig.streams.forward
         busy = rig.hold(stream)
         assert rig.load(names(8), range(8, 16))
         index = rig.linker.start_layer_wise_loading()
         batch = rig.linker.layer_done_counter._batches[index]
-        landing = batch._landing
+        copier = batch._copier
         wait_for(lambda: bool(batch._plans and batch._plans[0].fresh))
         (read,) = batch._plans[0].fresh
         wait_for(lambda: read.ended_s > read.began_s)  # the medium is through
         if held == "copies":
-            wait_for(lambda: landing.free_s > 0)
+            wait_for(lambda: copier.free_s > 0)
         released_s = time.monotonic()
-        assert not landing.ended_s
+        assert not copier.ended_s
         busy[0] = 1
         assert rig.linker.finish_layer_wise_loading(index)
-        assert landing.ended_s >= released_s
+        assert copier.ended_s >= released_s
         if held == "copies":
-            assert batch.took_s >= released_s - max(read.began_s, landing.free_s)
+            assert batch.took_s >= released_s - max(read.began_s, copier.free_s)
         else:
-            wait_for(lambda: landing.free_s > 0)
-            alone_s = max(read.ended_s - read.began_s, landing.ended_s - released_s)
-            assert landing.free_s >= released_s and batch.took_s <= alone_s
+            wait_for(lambda: copier.free_s > 0)
+            alone_s = max(read.ended_s - read.began_s, copier.ended_s - released_s)
+            assert copier.free_s >= released_s and batch.took_s <= alone_s
 
 
 def test_pools_that_cannot_be_opened_give_the_gpu_back(
@@ -149,7 +149,7 @@ def test_the_end_waits_for_all_copies(tmp_path: Path, monkeypatch: pytest.Monkey
         rig.wipe()
         assert rig.lookup(names(4)) == 4
         wait_for(lambda: rig.linker.ahead.pages_read == 4)
-        busy = rig.hold(rig.linker._gpu.landing)  # nothing is left to do but copies
+        busy = rig.hold(rig.linker._gpu.copy_stream)  # nothing is left to do but copies
         assert rig.load(names(4), range(8, 12))
         index = rig.linker.start_layer_wise_loading()
         ends: list[bool] = []
@@ -174,8 +174,8 @@ def test_a_key_is_read_once_however_many_slots_want_it(
         want = rig.content(range(8))
         assert rig.store(names(8), range(8))
         rig.wipe()
-        assert rig.shelf.read_pages_max < 8, "more reads than one"
-        before = rig.shelf.store.stats()["loaded"]
+        assert rig.stored_pool.read_pages_max < 8, "more reads than one"
+        before = rig.stored_pool.store.stats()["loaded"]
         if ahead:
             assert rig.lookup(names(2)) == 2
             wait_for(lambda: rig.linker.ahead.pages_read == 2)
@@ -183,7 +183,7 @@ def test_a_key_is_read_once_however_many_slots_want_it(
         assert rig.load(names(5), range(16, 21), "b")
         assert rig.load(names(8)[:2], range(30, 32), "c")
         assert rig.linker.finish_layer_wise_loading(rig.linker.start_layer_wise_loading())
-        wait_for(lambda: rig.shelf.store.stats()["loaded"] - before == 8)
+        wait_for(lambda: rig.stored_pool.store.stats()["loaded"] - before == 8)
         assert rig.content(range(8, 16)) == want
         assert rig.content(range(16, 21)) == want[:5]
         assert rig.content(range(30, 32)) == want[:2]
@@ -231,7 +231,7 @@ def test_what_the_gpu_does_not_copy_out_stays_locked(
     with gpu_rig(tmp_path, monkeypatch, backlog_share=0.0, load_timeout_s=0.2) as rig:
         busy = rig.hold(rig.linker._gpu.leaving)
         assert rig.offload(names(4), range(4))
-        wait_for(lambda: bool(rig.linker.complaints.counts))
+        wait_for(lambda: bool(rig.linker.error_log.counts))
         assert rig.linker.num_completed_offloads() == 0
         with pytest.raises(DeviceTimeout, match="restart the server"):
             rig.linker.reset()
@@ -254,7 +254,7 @@ def test_a_damaged_medium_fails_the_batch_and_lets_the_stream_go(
             rig.linker.layer_done_counter.wait_until(layer)
         rig.drain()
         assert not rig.linker.finish_layer_wise_loading(index)
-        wait_for(lambda: rig.shelf.store.stats()["quarantined"] > 0)
+        wait_for(lambda: rig.stored_pool.store.stats()["quarantined"] > 0)
         assert rig.lookup(names(10)) < 10
 
 

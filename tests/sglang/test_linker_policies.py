@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tutti.errors import ConfigError
 from tutti.integration.sglang.breaker import Breaker, crawls
-from tutti.integration.sglang.direct.admission import PAGES_MAX, Worth, break_even
+from tutti.integration.sglang.direct.admission import PAGES_MAX, Admission, break_even
 from tutti.integration.sglang.direct.chains import Chains
 from tutti.integration.sglang.direct.hits import Window, restorable
 
@@ -69,19 +69,19 @@ def test_only_a_long_and_slow_wait_crawls() -> None:
 
 
 def test_short_hits_are_not_taken() -> None:
-    assert Worth(1000, 0.0, 3).bounds() == (3, PAGES_MAX)
-    assert Worth(1000, 0.0, 0).bounds() == (1, PAGES_MAX)
+    assert Admission(1000, 0.0, 3).bounds() == (3, PAGES_MAX)
+    assert Admission(1000, 0.0, 0).bounds() == (1, PAGES_MAX)
 
 
 def test_hits_that_load_slower_than_they_compute_are_refused_and_tried_again() -> None:
-    worth = Worth(1000, 0.001, 1)
-    assert worth.bounds() == (1, PAGES_MAX), "nothing was measured yet"
-    worth.loaded(1000, 0.002)
-    taken = [worth.bounds()[1] > 0 for _ in range(128)]
+    admission = Admission(1000, 0.001, 1)
+    assert admission.bounds() == (1, PAGES_MAX), "nothing was measured yet"
+    admission.loaded(1000, 0.002)
+    taken = [admission.bounds()[1] > 0 for _ in range(128)]
     assert taken.count(True) == 2, "every 64th is taken, to measure again"
     for _ in range(20):
-        worth.loaded(1000, 0.0001)
-    assert worth.bounds() == (1, PAGES_MAX)
+        admission.loaded(1000, 0.0001)
+    assert admission.bounds() == (1, PAGES_MAX)
 
 
 class Machine:
@@ -111,21 +111,21 @@ def test_with_a_profile_a_hit_that_computes_sooner_is_not_taken(
 ) -> None:
     # Four layers of 1000 bytes a page; computing a page takes 400 us.
     rule = break_even(Machine(us_per_byte), layers=4, page_tokens=16, page_nbytes=4000)
-    worth = Worth(4000, 0.0, 1, pays=rule)
-    assert (worth.bounds(pages=8, asked=10)[1] > 0) == pays
-    assert worth.bounds(pages=0, asked=10)[1] > 0, "all of it is staged: nothing is read"
-    named = Worth(4000, 0.001, 1, pays=rule)
+    admission = Admission(4000, 0.0, 1, pays=rule)
+    assert (admission.bounds(pages=8, asked=10)[1] > 0) == pays
+    assert admission.bounds(pages=0, asked=10)[1] > 0, "all of it is staged: nothing is read"
+    named = Admission(4000, 0.001, 1, pays=rule)
     assert named.bounds(pages=8, asked=10)[1] > 0, "a time that is given counts before a profile"
 
 
 def test_a_load_takes_no_longer_than_it_may_and_what_is_staged_is_free() -> None:
-    worth = Worth(1000, 0.0, 1, load_s_max=0.010)
-    assert worth.bounds() == (1, PAGES_MAX), "nothing was measured yet"
-    worth.loaded(10_000, 0.020)  # 2 ms a page
-    assert worth.bounds() == (1, 5)
-    assert worth.bounds(staged=7) == (1, 12)
-    worth.loaded(1000, 1.0)
-    assert worth.bounds()[1] == 1, "one page at least, so that it can be measured again"
+    admission = Admission(1000, 0.0, 1, load_s_max=0.010)
+    assert admission.bounds() == (1, PAGES_MAX), "nothing was measured yet"
+    admission.loaded(10_000, 0.020)  # 2 ms a page
+    assert admission.bounds() == (1, 5)
+    assert admission.bounds(staged=7) == (1, 12)
+    admission.loaded(1000, 1.0)
+    assert admission.bounds()[1] == 1, "one page at least, so that it can be measured again"
 
 
 def holds(*pages: int, of: int) -> npt.NDArray[np.bool_]:

@@ -59,7 +59,7 @@ def test_with_a_profile_the_scheduler_launches_what_is_moved(
         wait_for(lambda: rig.lookup(names(24)) == 24)
         assert rig.restore(names(24), range(30, 54))
         assert rig.content(range(30, 54)) == want
-        scheduler = rig.shelf.store.scheduler
+        scheduler = rig.stored_pool.store.scheduler
         wait_for(lambda: scheduler.counters()["read_nbytes"] > 0)
         assert scheduler.counters()["written_pages"] == 24
         assert scheduler.counters()["dropped_pages"] == 0
@@ -80,7 +80,7 @@ class Batch:
 def test_the_scheduler_is_told_of_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(linker_module, "served_profile", lambda *_: FlatProfile())
     with Rig(tmp_path, profile="profile.json") as rig:
-        scheduler = rig.shelf.store.scheduler
+        scheduler = rig.stored_pool.store.scheduler
 
         def computes(phase: Phase, tokens: int, context_tokens: int) -> None:
             def is_so() -> bool:
@@ -157,9 +157,9 @@ def test_a_cpu_tells_each_layer_and_whose_loads_it_waits_for(
         assert told[0].loads == (str(index),)
         assert [event.layer for event in told[1:4]] == [0, 1, 2]
         waited_s = sum(event.waited_ns for event in told[1:4]) / 1e9
-        assert waited_s == pytest.approx(rig.linker.recorder.snapshot()["bubble_seconds"], rel=0.2)
+        assert waited_s == pytest.approx(rig.linker.metrics.snapshot()["bubble_seconds"], rel=0.2)
         assert told[5].loads == ()
-        scheduler = rig.shelf.store.scheduler
+        scheduler = rig.stored_pool.store.scheduler
         wait_for(lambda: scheduler.counters()["bubble_ns"] == round(waited_s * 1e9))
         assert scheduler.counters()["ignored"] == 0
 
@@ -203,7 +203,7 @@ def test_a_step_that_is_not_understood_costs_no_service(
         watch.launched(object())
         watch.launched(Batch(Phase.DECODE))
         watch.processed()
-        assert rig.shelf.store.scheduler.state.step.phase is Phase.IDLE
+        assert rig.stored_pool.store.scheduler.state.step.phase is Phase.IDLE
 
 
 @pytest.mark.parametrize("foreign", ["", "machine", "model"])
@@ -219,7 +219,7 @@ def test_a_foreign_profile_is_replaced_by_estimates(
     with Rig(tmp_path / "pools" / "new", profile=str(file)) as rig:
         rig.fill(15)
         assert rig.store(names(4), range(4))
-        used = rig.shelf.store.scheduler._profile
+        used = rig.stored_pool.store.scheduler._profile
         assert bool(used.warnings) == bool(foreign)
         assert used.document.get("mark") == (None if foreign else "the file's")
     assert bool([r for r in caplog.records if "not used" in r.message]) == bool(foreign)

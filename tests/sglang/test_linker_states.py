@@ -26,10 +26,10 @@ def places(rig: StatesRig, kv: range, first: int) -> dict[str, list[int]]:
 def test_every_pool_comes_back_byte_for_byte(tmp_path: Path, kind: str) -> None:
     with StatesRig(tmp_path, kind) as rig:
         rig.fill(1)
-        shelves = rig.linker.shelves
+        stored_pools = rig.linker.stored_pools
         kv = range(1, 7)
         at = places(rig, kv, 3)
-        want = {name: rig.content(name, at[s.engine.source]) for name, s in shelves.items()}
+        want = {name: rig.content(name, at[s.engine.source]) for name, s in stored_pools.items()}
         assert rig.linker.lookup("r", rig.transfers(names(6), None, WINDOWS)) == []
         assert rig.store(rig.transfers(names(6), at, WINDOWS))
         rig.wipe()
@@ -40,11 +40,11 @@ def test_every_pool_comes_back_byte_for_byte(tmp_path: Path, kind: str) -> None:
         else:
             assert found == [6], "states are there at the end alone"
         to = places(rig, range(8, 14), 7)
-        before = {name: rig.content(name, [0, 1]) for name in shelves}
+        before = {name: rig.content(name, [0, 1]) for name in stored_pools}
         assert rig.restore(rig.transfers(names(6), to, WINDOWS))
-        for name, shelf in shelves.items():
-            assert rig.content(name, to[shelf.engine.source]) == want[name], name
-        assert {name: rig.content(name, [0, 1]) for name in shelves} == before
+        for name, stored_pool in stored_pools.items():
+            assert rig.content(name, to[stored_pool.engine.source]) == want[name], name
+        assert {name: rig.content(name, [0, 1]) for name in stored_pools} == before
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -53,21 +53,21 @@ def test_layers_are_there_when_their_wait_returns(tmp_path: Path, kind: str) -> 
         rig.fill(2)
         at, to = places(rig, range(4), 2), places(rig, range(8, 12), 6)
         assert rig.store(rig.transfers(names(4), at, WINDOWS))
-        shelves = rig.linker.shelves.values()
+        stored_pools = rig.linker.stored_pools.values()
         assert rig.linker.load("r", rig.transfers(names(4), to, WINDOWS))
         counter = rig.linker.layer_done_counter
         counter.set_consumer(rig.linker.start_layer_wise_loading())
         seen = 0
         for layer in range(counter.num_layers):
             counter.wait_until(layer)
-            for shelf in shelves:
-                own = shelf.engine.layer_of.get(layer)
+            for stored_pool in stored_pools:
+                own = stored_pool.engine.layer_of.get(layer)
                 if own is not None:
                     seen += 1
-                    for view in shelf.engine.views[own]:
-                        source = shelf.engine.source
+                    for view in stored_pool.engine.views[own]:
+                        source = stored_pool.engine.source
                         assert (view[to[source]] == view[at[source]]).all()
-        assert seen == sum(len(shelf.engine.views) for shelf in shelves)
+        assert seen == sum(len(stored_pool.engine.views) for stored_pool in stored_pools)
         assert rig.linker.finish_layer_wise_loading(counter.consumer_index)
         if rig.requests is not None:
             assert rig.requests.layer_transfer_counter is counter
@@ -113,7 +113,7 @@ def test_an_offload_without_states_stores_what_there_is(tmp_path: Path) -> None:
         transfers = rig.transfers(names(3), {"kv": [0, 1, 2], "mamba": [1]}, WINDOWS)
         assert rig.store([t for t in transfers if t.name == "kv"])
         assert rig.linker.lookup("r", rig.transfers(names(3), None, WINDOWS)) == []
-        assert rig.linker.shelves["kv"].store.stats()["stored"] == 3
+        assert rig.linker.stored_pools["kv"].store.stats()["stored"] == 3
         assert not rig.linker.offload([t for t in transfers if t.name == "mamba"])
         assert rig.linker.lookup("r", [t for t in transfers if t.name == "kv"]) == []
 
@@ -124,7 +124,7 @@ def test_damage_in_any_pool_fails_the_batch(tmp_path: Path) -> None:
         at = places(rig, range(4), 2)
         assert rig.store(rig.transfers(names(4), at, WINDOWS))
         (file,) = tmp_path.rglob("linker-mamba-*.tutti")
-        damage(file, start=rig.linker.shelves["mamba"].store.geometry.groups_offset)
+        damage(file, start=rig.linker.stored_pools["mamba"].store.geometry.groups_offset)
         look = rig.transfers(names(4), None, WINDOWS)
         assert rig.linker.lookup("r", look) == [4]
         assert not rig.restore(rig.transfers(names(4), places(rig, range(8, 12), 5), WINDOWS))
@@ -135,10 +135,10 @@ def test_damage_in_any_pool_fails_the_batch(tmp_path: Path) -> None:
 
 def test_small_pages_are_packed_and_a_batch_holds_what_staging_does(tmp_path: Path) -> None:
     with StatesRig(tmp_path, "sparse", load_staging="1MiB", store_staging="1MiB") as rig:
-        shelves = rig.linker.shelves
-        assert shelves["indexer"].engine.packed
-        assert not shelves["kv"].engine.packed
-        most = shelves["indexer"].loads.pages
+        stored_pools = rig.linker.stored_pools
+        assert stored_pools["indexer"].engine.packed
+        assert not stored_pools["kv"].engine.packed
+        most = stored_pools["indexer"].loads.pages
         assert 0 < most < 12
         rig.fill(7)
         want = rig.content("indexer", range(most))
@@ -159,16 +159,16 @@ def test_each_pool_has_a_file_and_survives_a_restart(tmp_path: Path) -> None:
     with StatesRig(tmp_path, "mamba-windows") as rig:
         rig.fill(8)
         at = places(rig, range(5), 2)
-        want = {n: rig.content(n, at[s.engine.source]) for n, s in rig.linker.shelves.items()}
+        want = {n: rig.content(n, at[s.engine.source]) for n, s in rig.linker.stored_pools.items()}
         assert rig.store(rig.transfers(names(5), at, WINDOWS))
     files = {path.name.rsplit("-tp", 1)[0] for path in tmp_path.rglob("*.tutti")}
     assert files == {"linker-kv", "linker-swa", "linker-mamba"}
     with StatesRig(tmp_path, "mamba-windows") as rig:
         assert rig.linker.lookup("r", rig.transfers(names(5), None, WINDOWS)) == [5]
         assert rig.restore(rig.transfers(names(5), at, WINDOWS))
-        assert {n: rig.content(n, at[s.engine.source]) for n, s in rig.linker.shelves.items()} == (
-            want
-        )
+        assert {
+            n: rig.content(n, at[s.engine.source]) for n, s in rig.linker.stored_pools.items()
+        } == (want)
 
 
 def test_a_close_with_everything_under_way_leaves_nothing(tmp_path: Path) -> None:
@@ -188,9 +188,13 @@ def test_a_close_with_everything_under_way_leaves_nothing(tmp_path: Path) -> Non
         rig.linker.reset()
         assert rig.linker.start_layer_wise_loading() == -1
         assert rig.linker.ahead.held == rig.linker.backlog.locked == rig.linker.backlog.active == 0
-        for shelf in rig.linker.shelves.values():
-            wait_for(lambda shelf=shelf: shelf.loads.in_use == shelf.stores.in_use == 0)
-            wait_for(lambda shelf=shelf: not shelf.store._core.index.pins.any())
+        for stored_pool in rig.linker.stored_pools.values():
+            wait_for(
+                lambda stored_pool=stored_pool: (
+                    stored_pool.loads.in_use == stored_pool.stores.in_use == 0
+                )
+            )
+            wait_for(lambda stored_pool=stored_pool: not stored_pool.store._core.index.pins.any())
         assert rig.linker.lookup("r", look) == [6], "nothing that is stored is forgotten"
         assert rig.linker.load("r", rig.transfers(names(6), places(rig, range(8, 14), 5), WINDOWS))
         rig.linker.start_layer_wise_loading()

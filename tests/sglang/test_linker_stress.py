@@ -44,16 +44,16 @@ class Model:
 
     def pattern(self, name: str, layer: int, part: int) -> np.ndarray[Any, Any]:
         seed = xxhash.xxh3_64_intdigest(f"{name}/{layer}/{part}".encode())
-        size = self.rig.shelf.engine.views[layer][part].shape[1]
+        size = self.rig.stored_pool.engine.views[layer][part].shape[1]
         return np.full(size // 8, seed, np.uint64).view(np.uint8)
 
     def compute(self, name: str, page: int) -> None:
-        for layer, row in enumerate(self.rig.shelf.engine.views):
+        for layer, row in enumerate(self.rig.stored_pool.engine.views):
             for part, view in enumerate(row):
                 view[page] = self.pattern(name, layer, part)
 
     def right(self, name: str, page: int, layer: int) -> bool:
-        row = self.rig.shelf.engine.views[layer]
+        row = self.rig.stored_pool.engine.views[layer]
         return all(
             np.array_equal(view[page], self.pattern(name, layer, part))
             for part, view in enumerate(row)
@@ -250,7 +250,7 @@ def test_many_requests_over_a_faulty_medium(
             assert model.loaded > 0, "nothing was loaded: the test says little"
         if kind in ("none", "delays"):
             assert not model.failed, "no 503 without a fault of the medium"
-            assert rig.shelf.store.stats()["evicted"] > 0
+            assert rig.stored_pool.store.stats()["evicted"] > 0
         controls[0](Faults())
         nothing_leaks(rig)
 
@@ -258,8 +258,8 @@ def test_many_requests_over_a_faulty_medium(
 def nothing_leaks(rig: Rig) -> None:
     """After a reset no staging, pin or transfer is left."""
     rig.linker.reset()
-    store = rig.shelf.store
-    wait_for(lambda: rig.shelf.loads.in_use == rig.shelf.stores.in_use == 0)
+    store = rig.stored_pool.store
+    wait_for(lambda: rig.stored_pool.loads.in_use == rig.stored_pool.stores.in_use == 0)
     assert rig.linker.ahead.held == rig.linker.backlog.locked == rig.linker.backlog.active == 0
     wait_for(lambda: store._core.in_flight == 0)
     assert not store._core.index.pins.any()

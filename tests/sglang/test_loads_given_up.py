@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from linker_engine import Rig, names, wait_for
 
-from tutti.errors import DeviceTimeout, PagesHeld
-from tutti.integration.sglang.direct.staging import Staging
+from tutti.errors import DeviceTimeout, PagesInUse
+from tutti.integration.sglang.direct.staging import StagingPages
 from tutti.integration.sglang.hicache import TuttiHiCacheStorage
 from tutti.integration.sglang.host import host_store
 from tutti.store import ObjectStore
@@ -30,8 +30,8 @@ def raising(error: BaseException, times: int = 1 << 30) -> Callable[..., Any]:
     return load
 
 
-def held(until: threading.Event) -> PagesHeld:
-    return PagesHeld("made up: given up, and on its way", until.wait)
+def held(until: threading.Event) -> PagesInUse:
+    return PagesInUse("made up: given up, and on its way", until.wait)
 
 
 def test_hicache_keeps_host_pages_that_a_device_may_still_write(
@@ -51,7 +51,7 @@ def test_hicache_keeps_host_pages_that_a_device_may_still_write(
     answers: list[list[bool]] = []
     thread = threading.Thread(target=lambda: answers.append(storage.batch_get_v1(hashes, where)))
     thread.start()
-    wait_for(lambda: "device holds pages" in kept.complaints.counts)
+    wait_for(lambda: "device holds pages" in kept.error_log.counts)
     assert not answers, "the call returned while the device held the pages"
     go.set()
     thread.join(30)
@@ -71,9 +71,9 @@ def test_a_load_that_did_not_begin_costs_its_batch_alone(
         want = rig.content(range(4))
         assert rig.store(names(4), range(4))
         with monkeypatch.context() as patch:
-            patch.setattr(rig.shelf.store, "load", raising(LATE))
+            patch.setattr(rig.stored_pool.store, "load", raising(LATE))
             assert not rig.restore(names(4), range(4, 8))
-        assert rig.shelf.loads.in_use == 0
+        assert rig.stored_pool.loads.in_use == 0
         monkeypatch.setattr(rig.linker, "_timeout_s", 30.0)
         assert rig.restore(names(4), range(4, 8))
         assert rig.content(range(4, 8)) == want
@@ -87,7 +87,7 @@ def test_pages_of_a_load_given_up_come_back_when_the_device_lets_go(
         rig.fill(1)
         assert rig.store(names(4), range(4))
         go = threading.Event()
-        monkeypatch.setattr(rig.shelf.store, "load", raising(held(go)))
+        monkeypatch.setattr(rig.stored_pool.store, "load", raising(held(go)))
         if staging == "1KiB":  # into the engine's own pages
             with pytest.raises(DeviceTimeout, match="restart the server"):
                 rig.restore(names(4), range(4, 8))
@@ -95,9 +95,9 @@ def test_pages_of_a_load_given_up_come_back_when_the_device_lets_go(
             assert not rig.restore(names(4), range(4, 8))
             return
         assert not rig.restore(names(4), range(4, 8))
-        assert rig.shelf.loads.in_use == 4
+        assert rig.stored_pool.loads.in_use == 4
         go.set()
-        assert rig.shelf.loads.in_use == 0
+        assert rig.stored_pool.loads.in_use == 0
 
 
 def test_a_probe_that_cannot_begin_leaves_its_memory_for_the_next(
@@ -110,8 +110,8 @@ def test_a_probe_that_cannot_begin_leaves_its_memory_for_the_next(
         go = threading.Event()
         with monkeypatch.context() as patch:
             for error in (LATE, held(go)):
-                patch.setattr(rig.shelf.store, "load", raising(error))
-                seen = rig.linker.complaints.counts.get(f"probe: {type(error).__name__}", 0)
+                patch.setattr(rig.stored_pool.store, "load", raising(error))
+                seen = rig.linker.error_log.counts.get(f"probe: {type(error).__name__}", 0)
                 for _ in range(4):
                     rig.linker.reads.failure()
                 wait_for(lambda: _probed(rig, error) > seen)  # noqa: B023
@@ -121,13 +121,13 @@ def test_a_probe_that_cannot_begin_leaves_its_memory_for_the_next(
 
 
 def _probed(rig: Rig, error: BaseException) -> int:
-    return int(rig.linker.complaints.counts.get(f"probe: {type(error).__name__}", 0))
+    return int(rig.linker.error_log.counts.get(f"probe: {type(error).__name__}", 0))
 
 
 def test_a_page_is_never_free_twice(tmp_path: Path) -> None:
     """Although who knows whether the device has let go may fail to say so."""
     with Rig(tmp_path) as rig:
-        staging = Staging(rig.shelf.store, 4 * rig.shelf.page_nbytes)
+        staging = StagingPages(rig.stored_pool.store, 4 * rig.stored_pool.page_nbytes)
         one, other = staging.allocate(1), staging.allocate(1)
         assert one is not None and other is not None
         staging.retire(one, lambda: True)
@@ -153,8 +153,8 @@ def test_read_ahead_goes_on_after_a_read_that_went_wrong(
 
         monkeypatch.setattr(rig.linker.ahead, "_measured", broken)
         assert rig.lookup(names(4), "one") == 4
-        wait_for(lambda: "read-ahead: RuntimeError" in rig.linker.complaints.counts)
-        wait_for(lambda: not rig.linker.ahead.held and not rig.shelf.loads.in_use)
+        wait_for(lambda: "read-ahead: RuntimeError" in rig.linker.error_log.counts)
+        wait_for(lambda: not rig.linker.ahead.held and not rig.stored_pool.loads.in_use)
         monkeypatch.setattr(rig.linker.ahead, "_measured", worth)
         before = rig.linker.ahead.pages_read
         assert rig.lookup(names(8)[4:], "two") == 4
@@ -190,7 +190,7 @@ def test_a_storage_closes_while_its_pool_recovers(
     real = ObjectStore.wait_recovered
 
     def recovering(self: ObjectStore, timeout_s: float = 600.0) -> None:
-        if threading.current_thread().name != "tutti-upkeep":
+        if threading.current_thread().name != "tutti-maintenance":
             return real(self, timeout_s)
         waits.append(timeout_s)
         raise DeviceTimeout("made up: still recovering")
@@ -198,5 +198,5 @@ def test_a_storage_closes_while_its_pool_recovers(
     monkeypatch.setattr(ObjectStore, "wait_recovered", recovering)
     with Rig(tmp_path) as rig:
         wait_for(lambda: len(waits) > 0)
-        assert not rig.linker.complaints.counts
+        assert not rig.linker.error_log.counts
     assert max(waits) == 0.0, "the thread does not hear that it is to end"

@@ -35,7 +35,7 @@ class Parent:
     def __init__(self, path: str) -> None:
         self.path = path
         self.store = tutti.open(path, LAYOUT, "8MiB")
-        self.pool = self.store.allocate_pool(2 * OBJECTS)
+        self.pool = self.store.allocate_memory(2 * OBJECTS)
         rng = np.random.default_rng(7)
         self.keys = rng.integers(0, 256, (OBJECTS, 16), np.uint8)
         for page in range(OBJECTS):
@@ -84,7 +84,7 @@ def calls(parent: Parent) -> list[str]:
         lambda: store.clear(),
         lambda: store.prove(),
         lambda: store.stats(),
-        lambda: store.allocate_pool(1),
+        lambda: store.allocate_memory(1),
         lambda: store.wait_recovered(),
         lambda: store.engine,
         lambda: store.__enter__(),
@@ -139,8 +139,8 @@ def drop_everything(parent: Parent) -> None:
 def open_another(parent: Parent) -> None:
     """A child may have a pool of its own, and forks do not hurt that either."""
     with tutti.open(parent.path + ".child", LAYOUT, "8MiB") as store:
-        pool = store.allocate_pool(1)
-        assert store.put(parent.keys[:1], [0], pool=pool).wait().stored == 1
+        pool = store.allocate_memory(1)
+        assert store.put(parent.keys[:1], [0], memory=pool).wait().stored == 1
         if os.fork() == 0:
             sys.exit(0)
         assert os.wait()[1] == 0

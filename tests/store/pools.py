@@ -9,7 +9,7 @@ from tutti.gio_uring.controller_memory import MemoryController
 from tutti.gio_uring.engine import Engine
 from tutti.medium.geometry import Geometry
 from tutti.medium.layout import KVLayout
-from tutti.memory.host_memory import HostPool
+from tutti.memory.host_memory import HostMemory
 from tutti.pool.block_io import BlockIo
 from tutti.pool.members import Members
 from tutti.store import ObjectStore
@@ -86,7 +86,7 @@ def some_keys(rng: np.random.Generator, n: int) -> Bytes:
     return rng.integers(0, 256, (n, 16), dtype=np.uint8)
 
 
-def fill(pool: HostPool, pages: npt.ArrayLike, rng: np.random.Generator) -> list[bytes]:
+def fill(pool: HostMemory, pages: npt.ArrayLike, rng: np.random.Generator) -> list[bytes]:
     """Random content for pages; returns it."""
     contents = []
     for page in np.asarray(pages).tolist():

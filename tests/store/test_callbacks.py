@@ -52,7 +52,7 @@ def test_callbacks_of_tickets(rng: np.random.Generator, kind: type[BaseException
     images = formatted()
     controller = controller_of(images)
     store = opened(images, controller=controller)
-    pool = store.allocate_pool(8)
+    pool = store.allocate_memory(8)
     fill(pool, range(8), rng)
     keys = some_keys(rng, 2)
     controller.set_faults(Faults(stall_from=1))
@@ -77,7 +77,7 @@ def test_callbacks_of_tickets(rng: np.random.Generator, kind: type[BaseException
 
 def test_a_log_handler_that_raises(rng: np.random.Generator) -> None:
     store = opened(formatted())
-    fill(store.allocate_pool(8), range(8), rng)
+    fill(store.allocate_memory(8), range(8), rng)
 
     class Broken(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
@@ -112,7 +112,7 @@ def test_eviction_policies(rng: np.random.Generator, kind: type[BaseException], 
     policy, images = Moody(), formatted()
     controller = controller_of(images)
     store = opened(images, controller=controller, policy=policy)
-    fill(store.allocate_pool(8), range(8), rng)
+    fill(store.allocate_memory(8), range(8), rng)
     for _ in range(SLOTS):  # until there is something to evict
         store.put(some_keys(rng, 1), [0]).wait(10)
     free = store.stats()["free_objects"]
@@ -150,6 +150,6 @@ def test_schedules(rng: np.random.Generator, kind: type[BaseException], part: st
     record = raising(kind) if part == "record" else None
     policy = {} if part == "record" else {"policy": Policy}
     store = opened(formatted(), schedule=Schedule(Linear(), record=record, **policy))
-    fill(store.allocate_pool(8), range(8), rng)
+    fill(store.allocate_memory(8), range(8), rng)
     works(store, rng)
     assert store.stats()["callback_errors"] > 0

@@ -30,7 +30,7 @@ def stalled() -> tuple[ObjectStore, MemoryController]:
 def test_tails_of_many_chains_share_a_batch(rng: np.random.Generator) -> None:
     store, controller = stalled()
     with store:
-        pool = store.allocate_pool(24)
+        pool = store.allocate_memory(24)
         contents = fill(pool, range(12), rng)
         keys = some_keys(rng, 12)
         first = store.put(keys[:1], [0])
@@ -49,7 +49,7 @@ def test_tails_of_many_chains_share_a_batch(rng: np.random.Generator) -> None:
 def test_a_chain_of_tails_is_one_run(rng: np.random.Generator) -> None:
     store, controller = stalled()
     with store:
-        store.allocate_pool(8)
+        store.allocate_memory(8)
         other, keys = some_keys(rng, 1), some_keys(rng, 4)
         store.put(other, [0])
         tickets = []
@@ -67,7 +67,7 @@ def test_a_chain_of_tails_is_one_run(rng: np.random.Generator) -> None:
 def test_each_put_learns_its_own_outcome(rng: np.random.Generator) -> None:
     store, controller = stalled()
     with store:
-        store.allocate_pool(8)
+        store.allocate_memory(8)
         keys = some_keys(rng, 4)
         store.put(keys[:1], [0])
         again = store.put(keys[:1], [1])
@@ -84,7 +84,7 @@ def test_each_put_learns_its_own_outcome(rng: np.random.Generator) -> None:
 def test_a_failed_tail_says_so(rng: np.random.Generator) -> None:
     store, controller = stalled()
     with store:
-        store.allocate_pool(8)
+        store.allocate_memory(8)
         keys = some_keys(rng, 4)
         store.put(keys[:1], [0])
         held = store.put(keys[1:4], [1, 2, 3])
@@ -101,7 +101,7 @@ def test_a_failed_tail_says_so(rng: np.random.Generator) -> None:
 
 def test_close_writes_what_is_held(rng: np.random.Generator) -> None:
     store, controller = stalled()
-    store.allocate_pool(8)
+    store.allocate_memory(8)
     keys = some_keys(rng, 3)
     tickets = [store.put(keys[i : i + 1], [i]) for i in range(3)]
     controller.set_faults(None)

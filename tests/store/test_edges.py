@@ -44,7 +44,7 @@ def rng(seed: int) -> np.random.Generator:
 def test_a_put_keeps_nothing_of_the_callers_arrays(rng: np.random.Generator) -> None:
     controller = controller_of(formatted())
     with opened([], controller=controller) as store:
-        pool = store.allocate_pool(8)
+        pool = store.allocate_memory(8)
         contents = fill(pool, range(4), rng)
         keys, other, pages = some_keys(rng, 2), some_keys(rng, 2), np.array([0, 1], np.uint32)
         mine, held = keys.copy(), some_keys(rng, 1)
@@ -60,7 +60,7 @@ def test_a_put_keeps_nothing_of_the_callers_arrays(rng: np.random.Generator) -> 
         after = images_of(controller)
     with opened(after) as store:
         store.wait_recovered(5)
-        pool = store.allocate_pool(8)
+        pool = store.allocate_memory(8)
         assert store.match(other) == 0
         store.load(keys, [4, 5]).wait(5)
         store.load(held, [6]).wait(5)
@@ -70,7 +70,7 @@ def test_a_put_keeps_nothing_of_the_callers_arrays(rng: np.random.Generator) -> 
 def test_a_record_that_cannot_be_read_quarantines_nothing(rng: np.random.Generator) -> None:
     controller = controller_of(formatted())
     with opened([], controller=controller, digest_cache_nbytes=0) as store:
-        store.allocate_pool(16)
+        store.allocate_memory(16)
         keys = some_keys(rng, 8)
         store.put(keys, np.arange(8)).wait(5)
         fault = (OPCODE_READ, STATUS_DATA_TRANSFER_ERROR)
@@ -88,7 +88,7 @@ def test_records_come_before_data(rng: np.random.Generator) -> None:
     geometry = Geometry(LAYOUT.layers, LAYOUT.segments, 4096, 4, 64)
     controller = controller_of(formatted(geometry=geometry))
     with opened([], controller=controller, digest_cache_nbytes=0, inflight_max=4) as store:
-        store.allocate_pool(192)
+        store.allocate_memory(192)
         keys = some_keys(rng, 192)
         store.put(keys, np.arange(192)).wait(5)
         data_commands = 192 // 4 * LAYOUT.layers
@@ -103,7 +103,7 @@ def test_records_come_before_data(rng: np.random.Generator) -> None:
 def test_a_void_that_fails_once_is_tried_again(rng: np.random.Generator) -> None:
     controller = controller_of(formatted())
     with opened([], controller=controller) as store:
-        store.allocate_pool(40)
+        store.allocate_memory(40)
         fault = (OPCODE_WRITE, STATUS_CAPACITY_EXCEEDED)
         for _ in range(8):
             keys = some_keys(rng, 8)
@@ -120,7 +120,7 @@ def test_a_void_that_fails_once_is_tried_again(rng: np.random.Generator) -> None
 def test_a_void_that_keeps_failing_leaves_the_pool_open(rng: np.random.Generator) -> None:
     controller = controller_of(formatted())
     store = opened([], controller=controller)
-    store.allocate_pool(40)
+    store.allocate_memory(40)
     keys = some_keys(rng, 24)
     stored = store.put(keys, np.arange(24)).wait(5).stored
     store._core.wait_quiet(5)
@@ -137,7 +137,7 @@ def test_a_void_that_keeps_failing_leaves_the_pool_open(rng: np.random.Generator
     close()
     with opened(images) as again:  # what could not be voided is still there, and right
         again.wait_recovered(5)
-        again.allocate_pool(24)
+        again.allocate_memory(24)
         assert sum(again.match(key[None]) for key in keys) == stored
         assert again.stats()["slots"]["unproven"] == stored
 
@@ -146,7 +146,7 @@ def test_a_clear_that_fails_closes_the_pool_to_calls(rng: np.random.Generator) -
     images = formatted()
     controller = controller_of(images)
     store = opened([], controller=controller)
-    store.allocate_pool(8)
+    store.allocate_memory(8)
     keys = some_keys(rng, 4)
     store.put(keys, np.arange(4)).wait(5)
     controller.fault_range(1, 0, 2, OPCODE_WRITE, STATUS_WRITE_FAULT)
@@ -180,7 +180,7 @@ def test_a_superblock_write_that_failed_is_repeated_in_its_place(rng: np.random.
 def test_a_late_deallocate_refuses_further_calls(rng: np.random.Generator) -> None:
     controller = controller_of(formatted())
     store = opened([], controller=controller, timeout_s=0.2, verify="off")
-    store.allocate_pool(16)
+    store.allocate_memory(16)
     controller.set_faults(Faults(stall_from=5))  # two superblocks, two flushes, then this
     with pytest.raises(DeviceTimeout, match="may still erase"):
         store.clear()
@@ -192,7 +192,7 @@ def test_a_late_deallocate_refuses_further_calls(rng: np.random.Generator) -> No
 
 def test_one_unreadable_block_is_one_slot(rng: np.random.Generator) -> None:
     store = opened(formatted())
-    store.allocate_pool(8)
+    store.allocate_memory(8)
     keys = some_keys(rng, 8)
     store.put(keys, np.arange(8)).wait(5)
     images = images_of(store.controller)
@@ -209,7 +209,7 @@ def test_one_unreadable_block_is_one_slot(rng: np.random.Generator) -> None:
 def test_an_unreadable_snapshot_is_a_scan(rng: np.random.Generator) -> None:
     controller = controller_of(formatted())
     store = opened([], controller=controller)
-    store.allocate_pool(4)
+    store.allocate_memory(4)
     keys = some_keys(rng, 4)
     store.put(keys, np.arange(4)).wait(5)
     controller.close, close = lambda: None, controller.close  # type: ignore[method-assign]
@@ -226,7 +226,7 @@ def test_an_unreadable_snapshot_is_a_scan(rng: np.random.Generator) -> None:
 
 def test_a_callback_that_raises_hurts_nobody(rng: np.random.Generator) -> None:
     with opened(formatted()) as store:
-        store.allocate_pool(8)
+        store.allocate_memory(8)
 
         def bad(*_: PutTicket) -> None:
             raise RuntimeError("a user's mistake")
@@ -250,7 +250,7 @@ def test_a_callback_that_raises_hurts_nobody(rng: np.random.Generator) -> None:
 
 def test_proving_needs_no_memory_of_the_users(rng: np.random.Generator) -> None:
     store = opened(formatted())
-    store.allocate_pool(8)
+    store.allocate_memory(8)
     keys = some_keys(rng, 8)
     store.put(keys, np.arange(8)).wait(5)
     images = images_of(store.controller)
@@ -259,13 +259,13 @@ def test_proving_needs_no_memory_of_the_users(rng: np.random.Generator) -> None:
         store.wait_recovered(5)
         assert store.prove() == 8
         assert store.match(keys, proven=True) == 8
-        with pytest.raises(ConfigError, match="0 pools"):
+        with pytest.raises(ConfigError, match="0 memories"):
             store.put(keys, np.arange(8))
 
 
 def test_a_page_for_two_keys_is_refused(rng: np.random.Generator) -> None:
     with opened(formatted()) as store:
-        store.allocate_pool(4)
+        store.allocate_memory(4)
         keys = some_keys(rng, 2)
         store.put(keys, [0, 1]).wait(5)
         with pytest.raises(ConfigError, match="named twice"):
@@ -276,7 +276,7 @@ def test_a_page_for_two_keys_is_refused(rng: np.random.Generator) -> None:
 def test_look_ups_go_on_during_a_clear(rng: np.random.Generator) -> None:
     controller = controller_of(formatted())
     store = opened([], controller=controller, timeout_s=0.5)
-    store.allocate_pool(4)
+    store.allocate_memory(4)
     keys = some_keys(rng, 2)
     store.put(keys, [0, 1]).wait(5)
     controller.set_faults(Faults(stall_from=1))
@@ -300,7 +300,7 @@ def test_a_process_may_end_without_close(what: str) -> None:
         else:
             path = os.path.join(tempfile.mkdtemp(), "pool")
             store = tutti.store.open(path, LAYOUT, "64MiB", executor="threads")
-        store.allocate_pool(4)
+        store.allocate_memory(4)
         store.put([b"0123456789abcdef"], [0]).wait(5)
         raise SystemExit(7)
         """

@@ -18,7 +18,7 @@ from tutti.errors import (
     ChecksumMismatch,
     DeviceTimeout,
     MediumError,
-    PagesHeld,
+    PagesInUse,
     PoolClosed,
     PoolCorrupt,
     TuttiError,
@@ -79,7 +79,7 @@ def test_a_full_disk_in_the_middle_of_a_put(rng: np.random.Generator) -> None:
     images = formatted()
     controller = controller_of(images)
     with opened(images, controller=controller) as store:
-        pool = store.allocate_pool(16)
+        pool = store.allocate_memory(16)
         keys = some_keys(rng, 12)
         contents = fill(pool, range(12), rng)
         store.put(keys[:4], np.arange(4)).wait(5)
@@ -97,7 +97,7 @@ def test_a_failed_write_takes_the_place_out_of_use(rng: np.random.Generator) -> 
     images = formatted()
     controller = controller_of(images)
     with opened(images, controller=controller) as store:
-        store.allocate_pool(4)
+        store.allocate_memory(4)
         keys = some_keys(rng, 4)
         controller.fault_range(1, DATA_LBA, DATA_NLB, OPCODE_WRITE, STATUS_WRITE_FAULT)
         with pytest.raises(MediumError) as caught:
@@ -113,7 +113,7 @@ def test_a_record_that_fails_is_voided_before_reuse(rng: np.random.Generator) ->
     images = formatted()
     controller = controller_of(images)
     with opened(images, controller=controller) as store:
-        store.allocate_pool(4)
+        store.allocate_memory(4)
         keys = some_keys(rng, 4)
         table = GEOMETRY.table_offset // 4096
         controller.fault_range(1, table, GEOMETRY.slots, OPCODE_WRITE, STATUS_WRITE_FAULT)
@@ -131,7 +131,7 @@ def test_a_failed_flush_fails_what_was_written_meanwhile(
     images = formatted()
     controller = controller_of(images)
     with opened(images, controller=controller, durability="flush") as store:
-        store.allocate_pool(12)
+        store.allocate_memory(12)
         keys = some_keys(rng, 12)
         flush = Held(monkeypatch, store.engine, "flush")
         tickets = [store.put(keys[:4], np.arange(4))]
@@ -157,7 +157,7 @@ def test_close_ends_what_waits_for_the_next_flush(
 ) -> None:
     """Another thread may bring a batch while a flush is refused: its put ends as well."""
     with opened(formatted(), durability="flush") as store:
-        store.allocate_pool(8)
+        store.allocate_memory(8)
         keys = some_keys(rng, 8)
         written = Held(monkeypatch, store._writer, "_data_written")
         tickets = [store.put(keys[i : i + 4], np.arange(i, i + 4)) for i in (0, 4)]
@@ -181,7 +181,7 @@ def test_an_unreadable_slice_fails_its_page_only(rng: np.random.Generator) -> No
     images = formatted()
     controller = controller_of(images)
     with opened(images, controller=controller) as store:
-        store.allocate_pool(16)
+        store.allocate_memory(16)
         keys = some_keys(rng, 8)
         store.put(keys, np.arange(8)).wait(5)
         slba = int(GEOMETRY.slot_lba(np.array([5]), 1)[0])
@@ -231,7 +231,7 @@ def test_late_answers_keep_their_memory(rng: np.random.Generator) -> None:
     images = formatted()
     controller = controller_of(images)
     store = opened(images, controller=controller, timeout_s=0.3)
-    pool = store.allocate_pool(32)
+    pool = store.allocate_memory(32)
     keys = some_keys(rng, 8)
     contents = fill(pool, range(8), rng)
     store.put(keys, np.arange(8)).wait(5)
@@ -278,7 +278,7 @@ def test_a_load_that_was_given_up_says_who_has_its_pages(
     images = formatted()
     controller = controller_of(images)
     store = opened(images, controller=controller, timeout_s=0.3)
-    pool = store.allocate_pool(32)
+    pool = store.allocate_memory(32)
     keys = some_keys(rng, 4)
     contents = fill(pool, range(4), rng)
     store.put(keys, np.arange(4)).wait(5)
@@ -300,7 +300,7 @@ def test_a_load_that_was_given_up_says_who_has_its_pages(
             store.prove(timeout_s=0.3)
         assert store._lost_regions
     else:
-        with pytest.raises(PagesHeld, match="still owns its pages") as caught:
+        with pytest.raises(PagesInUse, match="still owns its pages") as caught:
             store.load(keys, np.arange(16, 20))
         assert not caught.value.wait_settled(0.1)
         assert (store._core.index.pins[slots] == 1).all()
@@ -318,7 +318,7 @@ def test_close_resets_a_device_that_does_not_answer(rng: np.random.Generator) ->
     images = formatted()
     controller = controller_of(images)
     store = opened(images, controller=controller, timeout_s=0.3)
-    store.allocate_pool(8)
+    store.allocate_memory(8)
     keys = some_keys(rng, 4)
     store.put(keys, np.arange(4)).wait(5)
     controller.set_faults(Faults(stall_from=1))
@@ -333,7 +333,7 @@ def test_a_device_that_refuses_a_reset_keeps_its_memory(rng: np.random.Generator
     images = formatted()
     controller = controller_of(images)
     store = opened(images, controller=controller, timeout_s=0.3)
-    store.allocate_pool(8)
+    store.allocate_memory(8)
     keys = some_keys(rng, 4)
     store.put(keys, np.arange(4)).wait(5)
     controller.set_faults(Faults(stall_from=1, reset_fails=True))
@@ -370,7 +370,7 @@ def test_an_opening_that_fails_gives_everything_back(monkeypatch: pytest.MonkeyP
         raise PoolCorrupt("not a pool")
 
     monkeypatch.setattr(Reclaimer, "close", closes_and_complains)
-    monkeypatch.setattr("tutti.store.Tails", fails)
+    monkeypatch.setattr("tutti.store.Coalescer", fails)
     with pytest.raises(PoolCorrupt) as caught:
         opened([], controller=controller)
     assert caught.value.__notes__ == ["no more"]
@@ -384,7 +384,7 @@ def test_close_in_the_middle_of_puts(durability: str, rng: np.random.Generator) 
     for stall in range(1, 12):
         controller = controller_of(images)
         store = opened(images, controller=controller, timeout_s=0.2, durability=durability)
-        store.allocate_pool(8)
+        store.allocate_memory(8)
         controller.set_faults(Faults(stall_from=stall))
         keys = some_keys(rng, 8)
         tickets = [store.put(keys[i : i + 2], [i, i + 1]) for i in range(0, 8, 2)]
@@ -413,7 +413,7 @@ def test_seeded_faults_never_serve_other_bytes(kind: str, seed: int) -> None:
     controller = controller_of(images)
     known: dict[bytes, bytes] = {}
     with opened(images, controller=controller) as store:
-        pool = store.allocate_pool(32)
+        pool = store.allocate_memory(32)
         controller.set_faults(faults)
         for _ in range(30):
             n = int(rng.integers(1, 8))

@@ -21,7 +21,7 @@ from tutti.errors import ConfigError, DeviceTimeout, PoolMismatch, PoolNotFound
 from tutti.gio_uring.controller_file import FileController, uring_refusal
 from tutti.gio_uring.engine import Engine
 from tutti.medium.layout import KVLayout
-from tutti.memory.host_memory import HostPool
+from tutti.memory.host_memory import HostMemory
 from tutti.store import ObjectStore
 from tutti.store import format as format_pool
 
@@ -82,23 +82,25 @@ def nothing_left_behind() -> Iterator[None]:
 
 
 def round_trip(
-    store: ObjectStore, pool: HostPool, rng: np.random.Generator, n: int
+    store: ObjectStore, pool: HostMemory, rng: np.random.Generator, n: int
 ) -> tuple[np.ndarray, list[bytes]]:
     """Puts pages 0 to n-1, loads them into n to 2n-1 and compares."""
     keys = some_keys(rng, n)
     contents = fill(pool, range(n), rng)
-    assert store.put(keys, np.arange(n), pool=pool).wait(10).stored == n
+    assert store.put(keys, np.arange(n), memory=pool).wait(10).stored == n
     read_back(store, pool, keys, contents)
     return keys, contents
 
 
-def read_back(store: ObjectStore, pool: HostPool, keys: np.ndarray, contents: list[bytes]) -> None:
+def read_back(
+    store: ObjectStore, pool: HostMemory, keys: np.ndarray, contents: list[bytes]
+) -> None:
     n = len(keys)
     assert store.match(keys) == n
     pages = np.arange(n, 2 * n)
     for page in pages.tolist():
         pool.write(page, bytes(pool.layout.object_nbytes))
-    store.load(keys, pages, pool=pool).wait(10)
+    store.load(keys, pages, memory=pool).wait(10)
     assert [pool.read(page) for page in pages.tolist()] == contents
 
 
@@ -114,14 +116,14 @@ def test_open_formats_and_reopens(
             assert isinstance(store.controller, FileController)
             assert store.controller.executor_name == executor
             assert store.members.count == members
-            keys, contents = round_trip(store, store.allocate_pool(24), rng, 12)
+            keys, contents = round_trip(store, store.allocate_memory(24), rng, 12)
         for path in paths:
             assert path.stat().st_size == store.geometry.member_nbytes
             assert path.stat().st_blocks * 512 >= store.geometry.member_nbytes, "not allocated"
             assert path.stat().st_mode & 0o077 == 0, "others may read the pool"
         with tutti.open(paths, **options) as store:
             assert store.layout == LAYOUT
-            read_back(store, store.allocate_pool(24), keys, contents)
+            read_back(store, store.allocate_memory(24), keys, contents)
             assert store.stats()["slots"]["unproven"] == 0
 
 
@@ -130,15 +132,15 @@ def test_what_one_executor_wrote_the_other_reads(tmp_path: Path, rng: np.random.
         pytest.skip(f"io_uring is refused here: {reason}")
     path = tmp_path / "member0"
     with tutti.open(path, LAYOUT, 12 << 20, executor="uring") as store:
-        keys, contents = round_trip(store, store.allocate_pool(8), rng, 4)
+        keys, contents = round_trip(store, store.allocate_memory(8), rng, 4)
     with tutti.open(path, executor="threads") as store:
-        read_back(store, store.allocate_pool(8), keys, contents)
+        read_back(store, store.allocate_memory(8), keys, contents)
 
 
 def test_format_with_force_forgets(tmp_path: Path, rng: np.random.Generator) -> None:
     path = tmp_path / "member0"
     with tutti.open(path, LAYOUT, 12 << 20) as store:
-        keys, _ = round_trip(store, store.allocate_pool(8), rng, 4)
+        keys, _ = round_trip(store, store.allocate_memory(8), rng, 4)
     done: list[tuple[int, int]] = []
     geometry = format_pool(
         path, SMALL, 30 << 20, force=True, prewrite=True, progress=lambda *at: done.append(at)
@@ -148,7 +150,7 @@ def test_format_with_force_forgets(tmp_path: Path, rng: np.random.Generator) -> 
     assert [nbytes for nbytes, _ in done] == sorted(nbytes for nbytes, _ in done)
     with tutti.open(path, SMALL) as store:
         assert store.match(keys) == 0
-        round_trip(store, store.allocate_pool(8), rng, 4)
+        round_trip(store, store.allocate_memory(8), rng, 4)
 
 
 def test_tmpfs_goes_through_the_page_cache(executor: str, rng: np.random.Generator) -> None:
@@ -161,12 +163,12 @@ def test_tmpfs_goes_through_the_page_cache(executor: str, rng: np.random.Generat
             assert isinstance(store.controller, FileController)
             if store.controller.direct:
                 pytest.skip("tmpfs has direct I/O here")
-            keys, contents = round_trip(store, store.allocate_pool(24), rng, 12)
+            keys, contents = round_trip(store, store.allocate_memory(24), rng, 12)
             store.clear()
             assert store.match(keys) == 0
-            keys, contents = round_trip(store, store.allocate_pool(24), rng, 12)
+            keys, contents = round_trip(store, store.allocate_memory(24), rng, 12)
         with tutti.open(path, executor=executor) as store:
-            read_back(store, store.allocate_pool(24), keys, contents)
+            read_back(store, store.allocate_memory(24), keys, contents)
 
 
 def test_close_leaves_nothing_behind(
@@ -178,7 +180,7 @@ def test_close_leaves_nothing_behind(
     with nothing_left_behind():
         for busy in (False, True):
             store = tutti.open(path, executor=executor)
-            pool = store.allocate_pool(24)
+            pool = store.allocate_memory(24)
             keys, _ = round_trip(store, pool, rng, 12)
             if busy:
                 put = store.put(some_keys(rng, 12), np.arange(12))
@@ -242,10 +244,10 @@ def test_two_pools_in_one_process(tmp_path: Path, rng: np.random.Generator) -> N
         tutti.open(tmp_path / "two", SMALL, 30 << 20) as two,
         tutti.open(tmp_path / "three", LAYOUT, 12 << 20) as three,
     ):
-        shared = HostPool.allocate(LAYOUT, 24)
+        shared = HostMemory.allocate(LAYOUT, 24)
         for store in (one, three):  # the same memory serves two pools
             store.register(shared)
-        mine = two.allocate_pool(8)
+        mine = two.allocate_memory(8)
         keys, contents = round_trip(one, shared, rng, 12)
         others, _ = round_trip(two, mine, rng, 4)
         assert three.match(keys) == one.match(others) == 0
@@ -261,7 +263,7 @@ def test_memory_on_either_kind_of_page(
     hugepages: bool, executor: str, tmp_path: Path, rng: np.random.Generator
 ) -> None:
     with tutti.open(tmp_path / "member0", LAYOUT, 24 << 20, executor=executor) as store:
-        pool = store.allocate_pool(96, hugepages=hugepages)
+        pool = store.allocate_memory(96, hugepages=hugepages)
         aligned = pool.buffers[0][0] % (2 << 20) == 0
         assert aligned or not hugepages
         round_trip(store, pool, rng, 48)
@@ -279,7 +281,7 @@ def test_unaligned_memory_bounces(
     view = np.frombuffer(memory, np.uint8)
     start = (offset - view.ctypes.data) % 4096
     with tutti.open(tmp_path / "member0", LAYOUT, 12 << 20, executor=executor) as store:
-        pool = HostPool.from_buffer(LAYOUT, view[start : start + nbytes], pages)
+        pool = HostMemory.from_buffer(LAYOUT, view[start : start + nbytes], pages)
         assert pool.buffers[0][0] % 4096 == offset
         store.register(pool)
         round_trip(store, pool, rng, pages // 2)

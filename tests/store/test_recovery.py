@@ -56,7 +56,7 @@ def filled(
 ) -> tuple[list[Bytes], Bytes, list[bytes]]:
     """Images of a pool with n objects, their keys and contents."""
     store = opened(formatted(members=members), **config)
-    pool = store.allocate_pool(n)
+    pool = store.allocate_memory(n)
     keys = some_keys(rng, n)
     contents = fill(pool, range(n), rng)
     assert store.put(keys, np.arange(n)).wait(5).stored == n
@@ -66,7 +66,7 @@ def filled(
 def check_all(store: ObjectStore, keys: Bytes, contents: list[bytes]) -> None:
     store.wait_recovered(5)
     assert store.match(keys) == len(keys)
-    pool = store.allocate_pool(len(keys))
+    pool = store.allocate_memory(len(keys))
     ticket = store.load(keys, np.arange(len(keys)))
     ticket.wait(5)
     assert ticket.wait_settled(5)
@@ -85,14 +85,14 @@ def test_objects_survive(clean: bool, members: int, rng: np.random.Generator) ->
 
 def test_the_order_of_use_survives(rng: np.random.Generator) -> None:
     store = opened(formatted())
-    store.allocate_pool(32)
+    store.allocate_memory(32)
     first, second = some_keys(rng, 8), some_keys(rng, 8)
     store.put(first, np.arange(8)).wait(5)
     store.put(second, np.arange(8, 16)).wait(5)
     store.match(first)
     images = left_by(store, clean=True)
     with opened(images) as again:
-        again.allocate_pool(32)
+        again.allocate_memory(32)
         again.put(some_keys(rng, 14), np.arange(14)).wait(5)
         assert again.match(first) >= again.match(second)
 
@@ -131,7 +131,7 @@ def test_a_flipped_payload_byte_is_never_served(clean: bool, rng: np.random.Gene
     flip_payload(images[0], slot=4, layer=2, byte=100)
     with opened(images) as store:
         store.wait_recovered(5)
-        pool = store.allocate_pool(10)
+        pool = store.allocate_memory(10)
         ticket = store.load(keys, np.arange(10))
         with pytest.raises(ChecksumMismatch) as caught:
             ticket.wait(5)
@@ -159,7 +159,7 @@ def test_an_unproven_object_counts_only_as_a_whole(rng: np.random.Generator) -> 
     flip_payload(images[0], slot=0, layer=LAYOUT.layers - 1, byte=0)
     with opened(images) as store:
         store.wait_recovered(5)
-        store.allocate_pool(10)
+        store.allocate_memory(10)
         with pytest.raises(ChecksumMismatch):
             store.load(keys, np.arange(10)).wait_layer(0, 5)
 
@@ -181,7 +181,7 @@ def test_a_record_that_changed_under_a_clean_pool_is_not_served(rng: np.random.G
     table = GEOMETRY.table_offset
     images[0][table : table + 4096] = images[0][table + 4096 : table + 8192]
     with opened(images) as store:
-        store.allocate_pool(10)
+        store.allocate_memory(10)
         ticket = store.load(keys, np.arange(10))
         with pytest.raises(ChecksumMismatch) as caught:
             ticket.wait(5)
@@ -193,7 +193,7 @@ def test_a_torn_record_under_a_clean_pool_is_not_served(rng: np.random.Generator
     images, keys, _ = filled(rng, clean=True)
     images[0][GEOMETRY.table_offset + 3 * 4096 + 130] ^= 1
     with opened(images) as store:
-        store.allocate_pool(10)
+        store.allocate_memory(10)
         assert store.match(keys) == 10
         ticket = store.load(keys, np.arange(10))
         with pytest.raises(ChecksumMismatch) as caught:
@@ -228,7 +228,7 @@ def test_a_key_found_twice(rng: np.random.Generator) -> None:
         store.wait_recovered(5)
         store._core.wait_quiet(5)
         assert store.match(keys) == 7
-        pool = store.allocate_pool(7)
+        pool = store.allocate_memory(7)
         store.load(keys[:7], np.arange(7)).wait(5)
         assert [pool.read(page) for page in range(7)] == contents[:7]
         with store._core.lock:
@@ -295,7 +295,7 @@ def test_members_missing_and_swapped(rng: np.random.Generator) -> None:
     store = ObjectStore(controller, ["member0", "member2"], degraded=True)
     with store:
         store.wait_recovered(5)
-        store.allocate_pool(24)
+        store.allocate_memory(24)
         present = [store.match(key[None]) for key in keys]
         assert 0 < sum(present) < 24
         found = keys[np.array(present, bool)]
@@ -344,7 +344,7 @@ def test_unproven_objects_stay_unproven_over_a_close(rng: np.random.Generator) -
     images = left_by(store, clean=True)
     with opened(images, verify="off") as store:
         store.wait_recovered(5)
-        store.allocate_pool(10)
+        store.allocate_memory(10)
         with pytest.raises(ChecksumMismatch) as caught:
             store.load(keys, np.arange(10)).wait(5)
         assert caught.value.pages == (3,)

@@ -19,7 +19,7 @@ from store.pools import Bytes, fill, formatted, opened, some_keys
 from tutti.errors import ConfigError, Unsupported
 from tutti.gio_uring.controller_file import BlockRange, FileController
 from tutti.medium.layout import KVLayout
-from tutti.memory.host_memory import HostPool
+from tutti.memory.host_memory import HostMemory
 from tutti.store import ObjectStore
 from tutti.store import format as format_pool
 from tutti.transfers.core import StoreConfig
@@ -69,7 +69,7 @@ def test_bytes_survive_every_plan(paths: list[Path], seed: int) -> None:
     keys = some_keys(rng, PAGES)
     step = PAGES // 6
     with open_pool(paths) as store:
-        pool = store.allocate_pool(2 * PAGES)
+        pool = store.allocate_memory(2 * PAGES)
         contents = fill(pool, range(PAGES), rng)
         for i, budget_groups in enumerate((3, 0, 7, 1, 100, 2)):
             budget_nbytes = budget_groups * store.geometry.group_nbytes
@@ -81,10 +81,10 @@ def test_bytes_survive_every_plan(paths: list[Path], seed: int) -> None:
             check_load(store, pool, keys[: fresh.stop], contents)
     with open_pool(paths) as store:
         assert store.residency.plan is None
-        check_load(store, store.allocate_pool(2 * PAGES), keys, contents)
+        check_load(store, store.allocate_memory(2 * PAGES), keys, contents)
 
 
-def check_load(store: ObjectStore, pool: HostPool, keys: Bytes, contents: list[bytes]) -> None:
+def check_load(store: ObjectStore, pool: HostMemory, keys: Bytes, contents: list[bytes]) -> None:
     """Loads into the second half of the pool."""
     targets = PAGES + np.arange(len(keys))
     for page in targets.tolist():
@@ -96,11 +96,11 @@ def check_load(store: ObjectStore, pool: HostPool, keys: Bytes, contents: list[b
 def test_the_page_cache_holds_what_was_planned_and_no_more(paths: list[Path]) -> None:
     keys, pages = some_keys(np.random.default_rng(1), PAGES), np.arange(PAGES)
     with open_pool(paths) as store:
-        pool = store.allocate_pool(PAGES)
+        pool = store.allocate_memory(PAGES)
         group_nbytes = store.geometry.group_nbytes
         store.residency.replan(budget_nbytes=4 * group_nbytes)
         store.put(keys, pages).wait(30)
-        store.load(keys, pages, pool=pool).wait(30)
+        store.load(keys, pages, memory=pool).wait(30)
         assert 0 < groups_resident_nbytes(store) <= 4 * group_nbytes
         assert groups_resident_nbytes(store) == store.residency.resident_nbytes()
         store.residency.replan(budget_nbytes=0)
@@ -111,7 +111,7 @@ def test_the_page_cache_holds_what_was_planned_and_no_more(paths: list[Path]) ->
 def test_the_hottest_groups_are_chosen(tmp_path: Path) -> None:
     format_pool([tmp_path / "pool"], LAYOUT, CAPACITY_NBYTES)
     with open_pool([tmp_path / "pool"]) as store:
-        store.allocate_pool(PAGES)
+        store.allocate_memory(PAGES)
         slots = store.geometry.group_slots
         count = 4 * slots
         if count > PAGES:
@@ -146,7 +146,7 @@ def test_a_share_in_the_config_plans_at_the_opening(paths: list[Path]) -> None:
 def test_flushed_puts_through_the_page_cache_leave_nothing_dirty(paths: list[Path]) -> None:
     keys, pages = some_keys(np.random.default_rng(1), PAGES), np.arange(PAGES)
     with open_pool(paths, durability="flush", page_cache_share=1.0) as store:
-        store.allocate_pool(PAGES)
+        store.allocate_memory(PAGES)
         store.put(keys, pages).wait(30)
         assert groups_resident_nbytes(store) > 0
         assert dirty_nbytes_after_advice(store) == 0
@@ -166,7 +166,7 @@ import numpy as np, tutti
 from tutti.transfers.core import StoreConfig
 store = tutti.open(sys.argv[1:], config=StoreConfig(page_cache_share=1.0))
 pages, nbytes = 16, store.layout.object_nbytes
-pool = store.allocate_pool(pages)
+pool = store.allocate_memory(pages)
 for page in range(pages):
     pool.write(page, bytes([page]) * nbytes)
 keys = np.arange(pages * 16, dtype=np.uint8).reshape(pages, 16)
@@ -184,7 +184,7 @@ def test_what_a_killed_process_left_in_the_page_cache_is_read_directly(paths: li
     with open_pool(paths) as store:
         store.wait_recovered()
         assert store.match(keys) == 16
-        pool = store.allocate_pool(16)
+        pool = store.allocate_memory(16)
         store.load(keys, np.arange(16)).wait(30)
         assert file_of(store).stats().buffered == 0
         nbytes = store.layout.object_nbytes
@@ -208,7 +208,7 @@ def test_what_was_admitted_ends_before_a_standstill_and_the_next_waits() -> None
         inside, leave = threading.Event(), threading.Event()
 
         def stand() -> None:
-            with core.standstill():
+            with core.quiesced():
                 order.append("still")
                 inside.set()
                 assert leave.wait(10)

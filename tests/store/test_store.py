@@ -27,7 +27,7 @@ from tutti.errors import (
 )
 from tutti.medium.geometry import Geometry
 from tutti.medium.layout import KVLayout
-from tutti.memory.host_memory import PAGE_FIRST_DIRECT, HostPool
+from tutti.memory.host_memory import PAGE_FIRST_DIRECT, HostMemory
 from tutti.placement.index import SlotState
 from tutti.transfers.core import StoreConfig
 
@@ -55,7 +55,7 @@ def test_what_was_put_is_loaded(
     layout = SHAPES[shape]
     geometry = Geometry(layout.layers, layout.segments, 4096, 4, 6)
     with opened(formatted(layout, geometry, members)) as store:
-        pool = store.allocate_pool(24, order=order)
+        pool = store.allocate_memory(24, order=order)
         keys = some_keys(rng, 11)
         contents = fill(pool, range(11), rng)
         assert store.put(keys, np.arange(11)).wait(5).stored == 11
@@ -77,17 +77,19 @@ def test_memory_of_layers_and_foreign_buffers(rng: np.random.Generator) -> None:
             [np.zeros(8 * nbytes, np.uint8) for nbytes in LAYOUT.segments]
             for _ in range(LAYOUT.layers)
         ]
-        separate = store.register(HostPool.from_layers(LAYOUT, layers, 8))
-        whole = store.register(HostPool.from_buffer(LAYOUT, bytearray(8 * LAYOUT.object_nbytes), 8))
+        separate = store.register(HostMemory.from_layers(LAYOUT, layers, 8))
+        whole = store.register(
+            HostMemory.from_buffer(LAYOUT, bytearray(8 * LAYOUT.object_nbytes), 8)
+        )
         keys = some_keys(rng, 5)
         contents = fill(separate, range(5), rng)
-        store.put(keys, np.arange(5), pool=separate).wait(5)
-        store.load(keys, np.arange(3, 8), pool=whole).wait(5)
+        store.put(keys, np.arange(5), memory=separate).wait(5)
+        store.load(keys, np.arange(3, 8), memory=whole).wait(5)
         assert [whole.read(page) for page in range(3, 8)] == contents
         assert layers[1][0][: LAYOUT.segments[0]].any()
         store.unregister(separate)
         with pytest.raises(ConfigError, match="not registered"):
-            store.put(keys, np.arange(5), pool=separate)
+            store.put(keys, np.arange(5), memory=separate)
 
 
 @pytest.mark.parametrize("timeout_s", [0, -1, 1e6, float("inf"), float("nan")])
@@ -101,9 +103,9 @@ def test_a_command_takes_a_day_at_most(timeout_s: float) -> None:
 def test_memory_has_a_whole_number_of_pages(pages: Any) -> None:
     layers = [[bytearray(nbytes) for nbytes in LAYOUT.segments] for _ in range(LAYOUT.layers)]
     for make in (
-        lambda: HostPool.allocate(LAYOUT, pages),
-        lambda: HostPool.from_buffer(LAYOUT, bytearray(LAYOUT.object_nbytes), pages),
-        lambda: HostPool.from_layers(LAYOUT, layers, pages),
+        lambda: HostMemory.allocate(LAYOUT, pages),
+        lambda: HostMemory.from_buffer(LAYOUT, bytearray(LAYOUT.object_nbytes), pages),
+        lambda: HostMemory.from_layers(LAYOUT, layers, pages),
     ):
         with pytest.raises(ConfigError, match="at least one page"):
             make()
@@ -111,7 +113,7 @@ def test_memory_has_a_whole_number_of_pages(pages: Any) -> None:
 
 def test_prefixes_and_gaps(rng: np.random.Generator) -> None:
     with opened(formatted()) as store:
-        store.allocate_pool(8)
+        store.allocate_memory(8)
         keys = some_keys(rng, 8)
         store.put(keys[:3], [0, 1, 2]).wait(5)
         store.put(keys[5:], [5, 6, 7]).wait(5)
@@ -124,7 +126,7 @@ def test_prefixes_and_gaps(rng: np.random.Generator) -> None:
 
 def test_a_key_is_stored_once(rng: np.random.Generator) -> None:
     with opened(formatted()) as store:
-        pool = store.allocate_pool(8)
+        pool = store.allocate_memory(8)
         keys = some_keys(rng, 4)
         contents = fill(pool, range(4), rng)
         twice = keys[[0, 1, 1, 2, 3, 0]]
@@ -141,7 +143,7 @@ def test_bad_arguments_change_nothing(rng: np.random.Generator) -> None:
         keys = some_keys(rng, 2)
         with pytest.raises(ConfigError, match="register"):
             store.put(keys, [0, 1])
-        store.allocate_pool(4)
+        store.allocate_memory(4)
         with pytest.raises(KeySizeError, match="key 1"):
             store.match([b"x" * 16, b"short"])
         for pages in ([0, 4], [-1, 0]):
@@ -158,14 +160,14 @@ def test_bad_arguments_change_nothing(rng: np.random.Generator) -> None:
         with pytest.raises(ConfigError, match="depth"):
             store.put(keys, [0, 1], depth=-1)
         with pytest.raises(PoolMismatch, match="layout"):
-            store.register(HostPool.allocate(SHAPES["mla"], 2))
+            store.register(HostMemory.allocate(SHAPES["mla"], 2))
         assert store.stats()["slots"]["free"] == GEOMETRY.slots
 
 
 def test_churn_keeps_the_books(rng: np.random.Generator) -> None:
     images = formatted(members=2)
     with opened(images) as store:
-        pool = store.allocate_pool(64)
+        pool = store.allocate_memory(64)
         for _ in range(40):
             n = int(rng.integers(1, 14))
             keys = some_keys(rng, n)
@@ -186,7 +188,7 @@ def test_churn_keeps_the_books(rng: np.random.Generator) -> None:
 
 def test_tails_go_before_heads(rng: np.random.Generator) -> None:
     with opened(formatted()) as store:
-        store.allocate_pool(40)
+        store.allocate_memory(40)
         old, new = some_keys(rng, 16), some_keys(rng, 12)
         store.put(old, np.arange(16)).wait(5)
         store.match(old)
@@ -199,7 +201,7 @@ def test_tails_go_before_heads(rng: np.random.Generator) -> None:
 
 def test_pins_survive_pressure_and_expire_by_lookups(rng: np.random.Generator) -> None:
     with opened(formatted(), pin_lookups=4) as store:
-        store.allocate_pool(40)
+        store.allocate_memory(40)
         pinned = some_keys(rng, 8)
         store.put(pinned, np.arange(8)).wait(5)
         assert store.match(pinned, pin=True) == 8
@@ -218,7 +220,7 @@ def test_a_named_pin_is_let_go_and_all_of_them_have_a_share(rng: np.random.Gener
         with pytest.raises(ConfigError, match="pin_"):
             StoreConfig(**wrong)
     with opened(formatted(), pin_share=0.25) as store:
-        store.allocate_pool(32)
+        store.allocate_memory(32)
         most = store.stats()["capacity_objects"] // 4
         keys = some_keys(rng, most + 4)
         assert store.put(keys, np.arange(len(keys))).wait(5).stored == len(keys)
@@ -240,7 +242,7 @@ def test_a_named_pin_is_let_go_and_all_of_them_have_a_share(rng: np.random.Gener
 
 def test_what_cannot_be_evicted_is_dropped_and_counted(rng: np.random.Generator) -> None:
     with opened(formatted(), pin_lookups=1000) as store:
-        store.allocate_pool(64)
+        store.allocate_memory(64)
         first = some_keys(rng, 32)
         stored = store.put(first, np.arange(32)).wait(5).stored
         assert store.match(first, pin=True) == stored
@@ -253,7 +255,7 @@ def test_what_cannot_be_evicted_is_dropped_and_counted(rng: np.random.Generator)
 
 def test_a_chain_continues_in_its_run(rng: np.random.Generator) -> None:
     with opened(formatted()) as store:
-        store.allocate_pool(8)
+        store.allocate_memory(8)
         keys = some_keys(rng, 4)
         for i in range(4):
             parent = keys[i - 1].tobytes() if i else None
@@ -264,7 +266,7 @@ def test_a_chain_continues_in_its_run(rng: np.random.Generator) -> None:
 
 def test_clear_forgets_everything(rng: np.random.Generator) -> None:
     store = opened(formatted(members=2))
-    store.allocate_pool(16)
+    store.allocate_memory(16)
     keys = some_keys(rng, 16)
     store.put(keys, np.arange(16)).wait(5)
     epoch = store.members.superblock(0).epoch
@@ -281,7 +283,7 @@ def test_clear_forgets_everything(rng: np.random.Generator) -> None:
 
 def test_a_closed_store_says_so(rng: np.random.Generator) -> None:
     store = opened(formatted())
-    store.allocate_pool(2)
+    store.allocate_memory(2)
     store.close()
     store.close()
     keys = some_keys(rng, 1)
@@ -296,18 +298,18 @@ def test_threads_share_a_store(rng: np.random.Generator) -> None:
     seeds = rng.integers(0, 2**32, 4).tolist()
     wrong: list[str] = []
     with opened(formatted(members=2)) as store:
-        pools = [store.allocate_pool(16) for _ in seeds]
+        pools = [store.allocate_memory(16) for _ in seeds]
 
-        def work(seed: int, pool: HostPool) -> None:
+        def work(seed: int, pool: HostMemory) -> None:
             mine = np.random.default_rng(seed)
             for _ in range(15):
                 n = int(mine.integers(1, 8))
                 keys = some_keys(mine, n)
                 contents = fill(pool, range(n), mine)
-                store.put(keys, np.arange(n), pool=pool).wait(10)
+                store.put(keys, np.arange(n), memory=pool).wait(10)
                 found = store.match(keys)
                 try:
-                    store.load(keys[:found], np.arange(8, 8 + found), pool=pool).wait(10)
+                    store.load(keys[:found], np.arange(8, 8 + found), memory=pool).wait(10)
                 except KeyMissing:
                     continue  # evicted between match and load, as they were not pinned
                 if [pool.read(8 + page) for page in range(found)] != contents[:found]:
@@ -327,7 +329,7 @@ def test_work_per_batch_is_by_runs(rng: np.random.Generator) -> None:
     """A long prefix in whole groups is one command per group and layer, as MDTS allows."""
     geometry = Geometry(LAYOUT.layers, LAYOUT.segments, 4096, 16, 16)
     with opened(formatted(geometry=geometry)) as store:
-        store.allocate_pool(128)
+        store.allocate_memory(128)
         keys = some_keys(rng, 128)
         store.put(keys, np.arange(128)).wait(5)
         before = store.stats()["commands"]
@@ -337,7 +339,7 @@ def test_work_per_batch_is_by_runs(rng: np.random.Generator) -> None:
 
 def test_present_answers_for_every_key(rng: np.random.Generator) -> None:
     with opened(formatted(LAYOUT, GEOMETRY)) as store:
-        store.allocate_pool(8)
+        store.allocate_memory(8)
         keys = some_keys(rng, 5)
         store.put(keys[[0, 1, 4]], np.arange(3)).wait(5)
         assert store.present(keys).tolist() == [True, True, False, False, True]
@@ -347,7 +349,7 @@ def test_present_answers_for_every_key(rng: np.random.Generator) -> None:
 
 def test_what_is_loaded_stays_also_when_nobody_looks_up(rng: np.random.Generator) -> None:
     with opened(formatted()) as store:
-        store.allocate_pool(16)
+        store.allocate_memory(16)
         hot = some_keys(rng, 4)
         store.put(hot, np.arange(4)).wait(5)
         for _ in range(12):

@@ -59,7 +59,7 @@ def scheduled(schedule: Schedule | None = None, **config: Any) -> ObjectStore:
 
 def test_what_was_put_is_loaded(rng: np.random.Generator) -> None:
     with scheduled() as store:
-        pool = store.allocate_pool(16)
+        pool = store.allocate_memory(16)
         contents = fill(pool, np.arange(8), rng)
         keys = some_keys(rng, 8)
         assert store.put(keys, np.arange(8)).wait(10).stored == 8
@@ -69,7 +69,7 @@ def test_what_was_put_is_loaded(rng: np.random.Generator) -> None:
 
 def test_present_keys_count_as_such(rng: np.random.Generator) -> None:
     with scheduled() as store:
-        store.allocate_pool(8)
+        store.allocate_memory(8)
         keys = some_keys(rng, 6)
         store.put(keys[::2], [0, 2, 4]).wait(10)
         result = store.put(keys, np.arange(6)).wait(10)
@@ -80,7 +80,7 @@ def test_present_keys_count_as_such(rng: np.random.Generator) -> None:
 
 def test_a_missing_key_is_missing(rng: np.random.Generator) -> None:
     with scheduled() as store:
-        store.allocate_pool(4)
+        store.allocate_memory(4)
         with pytest.raises(KeyMissing):
             store.load(some_keys(rng, 2), [0, 1])
         assert store.scheduler is not None
@@ -89,7 +89,7 @@ def test_a_missing_key_is_missing(rng: np.random.Generator) -> None:
 
 def test_drops_are_told_and_counted(rng: np.random.Generator) -> None:
     with scheduled(Schedule(PROFILE, policy=DropAll)) as store:
-        store.allocate_pool(4)
+        store.allocate_memory(4)
         keys = some_keys(rng, 4)
         assert store.put(keys, np.arange(4)).wait(10).dropped == 4
         assert store.match(keys) == 0
@@ -98,7 +98,7 @@ def test_drops_are_told_and_counted(rng: np.random.Generator) -> None:
 
 def test_close_launches_what_waits(rng: np.random.Generator) -> None:
     store = scheduled(Schedule(PROFILE, policy=Never))
-    store.allocate_pool(4)
+    store.allocate_memory(4)
     ticket = store.put(some_keys(rng, 4), np.arange(4))
     assert not ticket.done
     store.close()
@@ -107,7 +107,7 @@ def test_close_launches_what_waits(rng: np.random.Generator) -> None:
 
 def test_a_scheduler_that_is_stuck_costs_time_only(rng: np.random.Generator) -> None:
     with scheduled(timeout_s=0.2) as store:
-        store.allocate_pool(8)
+        store.allocate_memory(8)
         keys = some_keys(rng, 2)
         store.put(keys, [0, 1]).wait(10)
         assert store.scheduler is not None
@@ -119,7 +119,7 @@ def test_writes_wait_for_the_step_that_reads(rng: np.random.Generator) -> None:
     seen: list[tuple[Any, Decision]] = []
     schedule = Schedule(PROFILE, record=lambda event, decision: seen.append((event, decision)))
     with scheduled(schedule) as store:
-        store.allocate_pool(8)
+        store.allocate_memory(8)
         assert store.scheduler is not None
         now_ns = store.scheduler.now_ns()
         store.scheduler.post(StepBegan(now_ns, Phase.DECODE, tokens=1, context_tokens=10))
@@ -143,10 +143,10 @@ def in_time(call: Callable[[], object], seconds: float = 10.0) -> None:
 
 def test_what_comes_while_the_store_closes_does_not_wait(rng: np.random.Generator) -> None:
     with scheduled(timeout_s=60.0) as store:
-        store.allocate_pool(8)
+        store.allocate_memory(8)
         keys = some_keys(rng, 4)
-        assert store._pacer is not None
-        store._pacer.stop(10.0)
+        assert store._queue is not None
+        store._queue.stop(10.0)
         assert store.put(keys, np.arange(4)).wait(10).stored == 4
         in_time(lambda: store.load(keys, np.arange(4, 8)).wait(10))
 
@@ -155,17 +155,17 @@ def test_a_load_does_not_wait_for_a_put_that_waits_for_space(
     rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with scheduled(Schedule(PROFILE, policy=ImmediatePolicy), timeout_s=60.0) as store:
-        store.allocate_pool(8)
+        store.allocate_memory(8)
         keys = some_keys(rng, 4)
         store.put(keys, np.arange(4)).wait(10)
-        there, space, put = threading.Event(), threading.Event(), store._tails.put
+        there, space, put = threading.Event(), threading.Event(), store._coalescer.put
 
         def full(request: PutRequest) -> PutTicket:
             there.set()
             space.wait(30)
             return put(request)
 
-        monkeypatch.setattr(store._tails, "put", full)
+        monkeypatch.setattr(store._coalescer, "put", full)
         ticket = store.put(some_keys(rng, 2), [0, 1])
         try:
             assert there.wait(10)
@@ -180,7 +180,7 @@ def test_a_put_that_cannot_be_started_ends(
     rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
     store = scheduled(Schedule(PROFILE, policy=OneByOne), timeout_s=5.0)
-    store.allocate_pool(4)
+    store.allocate_memory(4)
     parts: list[PutTicket] = []
     began = threading.Event()
 
@@ -191,11 +191,11 @@ def test_a_put_that_cannot_be_started_ends(
         began.set()
         return parts[0]
 
-    monkeypatch.setattr(store._tails, "put", once)
+    monkeypatch.setattr(store._coalescer, "put", once)
     ticket = store.put(some_keys(rng, 4), np.arange(4))
-    assert store._pacer is not None and store.scheduler is not None
+    assert store._queue is not None and store.scheduler is not None
     assert began.wait(10)
-    store._pacer.stop(0.5)  # gives up what it could not launch
+    store._queue.stop(0.5)  # gives up what it could not launch
     parts[0].outcome[:] = 1
     parts[0].end_part()
     with pytest.raises(TuttiError):
@@ -218,29 +218,29 @@ def test_a_load_that_is_interrupted_is_forgotten(
             def set() -> None: ...
 
     with scheduled() as store:
-        store.allocate_pool(4)
+        store.allocate_memory(4)
         keys = some_keys(rng, 2)
         store.put(keys, [0, 1]).wait(10)
         with monkeypatch.context() as patch:
             patch.setattr("tutti.transfers.transfer_queue._Load", Interrupted)
             with pytest.raises(KeyboardInterrupt):
                 store.load(keys, [2, 3])
-        assert store._pacer is not None and store.scheduler is not None
-        store._pacer.stop(10.0)
-        store.scheduler.pump()
+        assert store._queue is not None and store.scheduler is not None
+        store._queue.stop(10.0)
+        store.scheduler.run_due()
         assert store.scheduler.counters()["loads_waiting"] == 0
 
 
 def test_a_put_longer_than_the_limits_is_stored(rng: np.random.Generator) -> None:
     with scheduled(Schedule(PROFILE, Limits(locked_pages=2, staged_pages=0))) as store:
-        store.allocate_pool(4)
+        store.allocate_memory(4)
         assert store.put(some_keys(rng, 4), np.arange(4)).wait(10).stored == 4
 
 
 def test_no_load_is_too_long_to_be_launched(rng: np.random.Generator) -> None:
     limits = Limits(staged_pages=0, read_ahead_nbytes=1)
     with scheduled(Schedule(PROFILE, limits), timeout_s=60.0) as store:
-        store.allocate_pool(4)
+        store.allocate_memory(4)
         keys = some_keys(rng, 2)
         store.put(keys, [0, 1]).wait(10)
         in_time(lambda: store.load(keys, [2, 3]).wait(10))
@@ -257,12 +257,12 @@ def test_pages_that_were_not_stored_do_not_count_as_written(
         return part
 
     with scheduled(Schedule(PROFILE, policy=ImmediatePolicy)) as store:
-        store.allocate_pool(4)
-        monkeypatch.setattr(store._tails, "put", broken)
+        store.allocate_memory(4)
+        monkeypatch.setattr(store._coalescer, "put", broken)
         with pytest.raises(TuttiError):
             store.put(some_keys(rng, 4), np.arange(4)).wait(10)
-        assert store._pacer is not None and store.scheduler is not None
-        store._pacer.stop(10.0)
-        store.scheduler.pump()
+        assert store._queue is not None and store.scheduler is not None
+        store._queue.stop(10.0)
+        store.scheduler.run_due()
         counters = store.scheduler.counters()
         assert (counters["written_pages"], counters["failed_pages"]) == (3, 1)

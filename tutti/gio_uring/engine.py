@@ -16,11 +16,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from tutti.arrays import U32, U64
 from tutti.callbacks import Guard
 from tutti.errors import ConfigError, DeviceTimeout, PoolClosed, Unsupported
 from tutti.gio_uring import _native
 from tutti.gio_uring.controller import NativeController
-from tutti.gio_uring.iocb import U32, U64, IocbStruct, PagedMemory, split_runs
+from tutti.gio_uring.iocb import IocbStruct, PagedMemory, split_runs
 from tutti.gio_uring.layer_words import LayerWords
 from tutti.gio_uring.memory import HostBuffer
 from tutti.gio_uring.nvme_spec import (
@@ -148,7 +149,7 @@ class Job(Owned):
         """No stream of a GPU can wait for host memory."""
         raise Unsupported(
             "a stream can wait for loads into GPU memory alone; wait with wait_layer, or load into "
-            "a DevicePool"
+            "a DeviceMemory"
         )
 
     def wait_layers(self, layers: int, timeout_s: float) -> bool:

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from tutti.arrays import U32, U64
 from tutti.errors import ConfigError, PageRangeError
 
 SEGMENTS_MAX = 4
@@ -21,9 +22,6 @@ SEGMENTS_MAX = 4
 RUN_DTYPE = np.dtype(
     [("slba", "<u8"), ("nsid", "<u4"), ("nlb", "<u4"), ("first", "<u4"), ("skip", "<u4")]
 )
-
-U32 = npt.NDArray[np.uint32]
-U64 = npt.NDArray[np.uint64]
 
 
 class IocbStruct(ctypes.Structure):

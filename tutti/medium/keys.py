@@ -14,12 +14,11 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from tutti.arrays import Keys
 from tutti.errors import ConfigError, KeySizeError
 
 KEY_NBYTES = 16
 _TOKEN_MAX = 2**32 - 1
-
-Keys = npt.NDArray[np.uint8]
 
 
 def object_keys(fingerprint: bytes, hashes: Sequence[bytes]) -> Keys:

@@ -14,7 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from tutti import native
-from tutti.medium.geometry import BLOCK_NBYTES, FORMAT_VERSION, LAYERS_MAX, Slots
+from tutti.arrays import Slots
+from tutti.medium.geometry import BLOCK_NBYTES, FORMAT_VERSION, LAYERS_MAX
 
 Records = npt.NDArray[np.void]
 

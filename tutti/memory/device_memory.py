@@ -2,7 +2,7 @@
 
 gpu = HostEngine(CudaDriver(), store.engine)
 store.attach(gpu)
-pool = store.register(DevicePool.from_layers(layout, tensors, pages, gpu=gpu))
+pool = store.register(DeviceMemory.from_layers(layout, tensors, pages, gpu=gpu))
 pool.follow(torch.cuda.current_stream().cuda_stream)
 ticket = store.load(keys, pages, pool=pool)
 ticket.order_stream(torch.cuda.current_stream().cuda_stream, layer)
@@ -22,7 +22,7 @@ from tutti.errors import ConfigError, DeviceTimeout, Unsupported
 from tutti.gio_uring.gpu.driver import Driver
 from tutti.gio_uring.memory import HostBuffer
 from tutti.medium.layout import KVLayout
-from tutti.memory.host_memory import HostPool
+from tutti.memory.host_memory import HostMemory
 
 _COPY_TIMEOUT_S = 30.0
 
@@ -43,14 +43,14 @@ class GpuEngine(Protocol):
         """See `tutti.gio_uring.gpu.transfer.Submitter`."""
 
 
-class DevicePool(HostPool):
+class DeviceMemory(HostMemory):
     """Numbered pages of one KV layout in GPU memory.
 
     Addresses are the GPU's, so no controller is told of them; `gpu` moves the pages through its
     staging.  Tensors are anything with `data_ptr()`, or (address, nbytes) pairs.
     """
 
-    def __init__(self, pool: HostPool, gpu: GpuEngine) -> None:
+    def __init__(self, pool: HostMemory, gpu: GpuEngine) -> None:
         memory = replace(pool.memory, path=gpu)
         super().__init__(pool.layout, memory, (), pool.owner)
         self.gpu = gpu
@@ -70,8 +70,8 @@ class DevicePool(HostPool):
         order: str | None = None,
         gpu: GpuEngine | None = None,
     ) -> Self:
-        """A pool in one tensor; see HostPool.from_buffer."""
-        return cls(HostPool.from_buffer(layout, buffer, pages, order=order), _required(gpu))
+        """A pool in one tensor; see HostMemory.from_buffer."""
+        return cls(HostMemory.from_buffer(layout, buffer, pages, order=order), _required(gpu))
 
     @classmethod
     def from_layers(
@@ -82,8 +82,8 @@ class DevicePool(HostPool):
         *,
         gpu: GpuEngine | None = None,
     ) -> Self:
-        """A pool in one tensor per layer and segment; see HostPool.from_layers."""
-        return cls(HostPool.from_layers(layout, buffers, pages), _required(gpu))
+        """A pool in one tensor per layer and segment; see HostMemory.from_layers."""
+        return cls(HostMemory.from_layers(layout, buffers, pages), _required(gpu))
 
     @classmethod
     def allocate(
@@ -95,7 +95,7 @@ class DevicePool(HostPool):
         hugepages: bool = True,
     ) -> Self:
         """Engines allocate their own GPU memory.  Raises Unsupported."""
-        raise Unsupported("allocate a CUDA tensor and give it to DevicePool.from_buffer")
+        raise Unsupported("allocate a CUDA tensor and give it to DeviceMemory.from_buffer")
 
     def follow(self, stream: int) -> None:
         """Puts and loads from now on touch pages only after what is on `stream` by now: the
@@ -111,13 +111,13 @@ class DevicePool(HostPool):
         raise Unsupported("a page in GPU memory has no view; use read() and write()")
 
     def read(self, page: int) -> bytes:
-        """All bytes of a page, as HostPool.read.  Waits for a copy: for tests and tools."""
+        """All bytes of a page, as HostMemory.read.  Waits for a copy: for tests and tools."""
         buffer = HostBuffer(self.layout.object_nbytes, hugepages=False)
         self._copy(page, buffer.address, to_page=False)
         return buffer.array.tobytes()
 
     def write(self, page: int, content: bytes | npt.NDArray[np.uint8]) -> None:
-        """Fills a page, as HostPool.write.  Waits for a copy: for tests and tools."""
+        """Fills a page, as HostMemory.write.  Waits for a copy: for tests and tools."""
         source = np.frombuffer(content, np.uint8)
         if source.size != self.layout.object_nbytes:
             raise ConfigError(f"a page has {self.layout.object_nbytes} bytes, not {source.size}")

@@ -25,7 +25,7 @@ PAGE_FIRST = "page_first"  # [segment][page][token][layer]: the layout is token_
 ORDERS = (LAYER_FIRST, PAGE_FIRST_DIRECT, PAGE_FIRST)
 
 
-class HostPool(Owned):
+class HostMemory(Owned):
     """Numbered pages of one KV layout in registered memory.
 
     memory: where segment k of page p in layer l lies (see PagedMemory).
@@ -58,7 +58,7 @@ class HostPool(Owned):
         *,
         order: str | None = None,
         hugepages: bool = True,
-    ) -> HostPool:
+    ) -> HostMemory:
         """A pool in fresh memory, on hugepages where the machine gives them.
 
         hugepages: False asks for ordinary pages, which cost the device a descriptor each.
@@ -71,7 +71,7 @@ class HostPool(Owned):
     @classmethod
     def from_buffer(
         cls, layout: KVLayout, buffer: Any, pages: int, *, order: str | None = None
-    ) -> HostPool:
+    ) -> HostMemory:
         """A pool in one buffer: a numpy array, anything with ``data_ptr`` (torch), shared memory,
         a writable buffer, or an (address, nbytes) pair whose memory the caller keeps alive.
 
@@ -102,7 +102,7 @@ class HostPool(Owned):
     @classmethod
     def from_layers(
         cls, layout: KVLayout, buffers: Sequence[Sequence[Any]], pages: int
-    ) -> HostPool:
+    ) -> HostMemory:
         """A pool in one buffer per layer and segment: ``buffers[layer][segment]``, page after page,
         as engines keep their KV.  Raises ConfigError for no pages, and for a wrong number or size
         of buffers.

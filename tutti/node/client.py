@@ -19,23 +19,24 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from tutti.arrays import U32
 from tutti.errors import (
     AgentLost,
     AgentRefused,
     ConfigError,
     DeviceTimeout,
     KeyMissing,
-    PagesHeld,
+    PagesInUse,
     PoolClosed,
     PoolMismatch,
     TuttiError,
 )
 from tutti.gio_uring.engine import Engine
-from tutti.gio_uring.iocb import U32, PagedMemory
+from tutti.gio_uring.iocb import PagedMemory
 from tutti.medium.geometry import Geometry
 from tutti.medium.keys import as_keys
 from tutti.medium.layout import KVLayout
-from tutti.memory.host_memory import HostPool
+from tutti.memory.host_memory import HostMemory
 from tutti.node.kept_session import KeptSession
 from tutti.node.messages import (
     Job,
@@ -79,12 +80,12 @@ class NodeStore:
     ) -> None:
         """Connects.  Raises AgentLost when no agent answers, and what opening a pool raises."""
         self._lookup_timeout_s = lookup_timeout_s
-        self._pools: list[HostPool] = []
+        self._memories: list[HostMemory] = []
         self._parts: list[Closable] = []
         self._closed = False
         self._missed = 0
         nbytes = 0 if capacity is None else parse_nbytes(capacity)
-        self._kept = KeptSession(path, layout, nbytes, open_timeout_s, executor, self._pools)
+        self._kept = KeptSession(path, layout, nbytes, open_timeout_s, executor, self._memories)
         session = self._kept.need()
         self.layout = session.layout
         self.geometry: Geometry = session.geometry
@@ -123,32 +124,32 @@ class NodeStore:
             return False
         return True
 
-    def register(self, pool: HostPool) -> HostPool:
+    def register(self, memory: HostMemory) -> HostMemory:
         """See ObjectStore; after a reconnection the memory is registered again."""
-        if pool.layout != self.layout:
+        if memory.layout != self.layout:
             raise PoolMismatch(
-                f"the memory holds {pool.layout.to_json()}, the pool {self.layout.to_json()}; "
+                f"the memory holds {memory.layout.to_json()}, the pool {self.layout.to_json()}; "
                 "open a pool of the memory's layout"
             )
         self._check_open()
-        self._kept.register(pool)
-        return pool
+        self._kept.register(memory)
+        return memory
 
-    def unregister(self, pool: HostPool) -> None:
+    def unregister(self, memory: HostMemory) -> None:
         """See ObjectStore."""
-        if pool not in self._pools:
+        if memory not in self._memories:
             raise ConfigError("this memory is not registered with the store")
         timeout_s = self.config.timeout_s
-        if not (self._kept.wait_quiet(timeout_s) and pool.wait_idle(timeout_s)):
+        if not (self._kept.wait_quiet(timeout_s) and memory.wait_idle(timeout_s)):
             raise DeviceTimeout("transfers are still under way; the memory stays registered")
-        self._kept.unregister(pool)
+        self._kept.unregister(memory)
 
-    def allocate_pool(
+    def allocate_memory(
         self, pages: int, *, order: str | None = None, hugepages: bool = True
-    ) -> HostPool:
+    ) -> HostMemory:
         """See ObjectStore."""
         return self.register(
-            HostPool.allocate(self.layout, pages, order=order, hugepages=hugepages)
+            HostMemory.allocate(self.layout, pages, order=order, hugepages=hugepages)
         )
 
     def attach(self, part: Closable) -> None:
@@ -191,13 +192,13 @@ class NodeStore:
         keys: Keys,
         pages: npt.ArrayLike,
         *,
-        pool: HostPool | None = None,
+        memory: HostMemory | None = None,
         parent: bytes | None = None,
         depth: int = 0,
     ) -> PutTicket:
         """See ObjectStore; all is dropped while the agent is away."""
-        memory = self._pool(pool).memory
-        request = PutRequest.checked(keys, pages, memory, parent, depth)
+        paged = self._registered(memory).memory
+        request = PutRequest.checked(keys, pages, paged, parent, depth)
         n = len(request.keys)
         ticket = PutTicket(n)
         try:
@@ -249,12 +250,12 @@ class NodeStore:
         keys: Keys,
         pages: npt.ArrayLike,
         *,
-        pool: HostPool | None = None,
+        memory: HostMemory | None = None,
         batch: str = "",
     ) -> LoadTicket:
         """See ObjectStore; raises KeyMissing while the agent is away."""
-        array, memory = as_keys(keys), self._pool(pool).memory
-        numbers = memory.check_pages(pages)
+        array, paged = as_keys(keys), self._registered(memory).memory
+        numbers = paged.check_pages(pages)
         if len(array) != numbers.size:
             raise ConfigError(f"{len(array)} keys and {numbers.size} pages; give one page per key")
         if self.config.verify != "off" and np.unique(numbers).size != numbers.size:
@@ -268,7 +269,7 @@ class NodeStore:
         try:
             for start, jobs in parts:
                 while jobs:  # bounded: each turn takes one
-                    self._read(session, load, start, jobs.pop(0), numbers, memory)
+                    self._read(session, load, start, jobs.pop(0), numbers, paged)
         except BaseException:
             for _, jobs in parts:
                 session.give_up(jobs)
@@ -324,7 +325,7 @@ class NodeStore:
             part.job.cancel()
         for part in ticket.parts:
             if not part.job.wait_released(self.config.timeout_s):
-                raise PagesHeld(
+                raise PagesInUse(
                     "a load was abandoned but the device still owns its pages; do not reuse them "
                     "before it lets go or the pool is closed",
                     ticket.wait_settled,
@@ -391,18 +392,19 @@ class NodeStore:
         if self._closed:
             raise PoolClosed("the pool is closed; open it again")
 
-    def _pool(self, pool: HostPool | None) -> HostPool:
+    def _registered(self, memory: HostMemory | None) -> HostMemory:
         self._check_open()
-        if pool is not None:
-            if pool not in self._pools:
-                raise ConfigError("this memory is not registered; call store.register(pool) first")
-            return pool
-        if len(self._pools) != 1:
+        if memory is not None:
+            if memory not in self._memories:
+                raise ConfigError(
+                    "this memory is not registered; call store.register(memory) first"
+                )
+            return memory
+        if len(self._memories) != 1:
             raise ConfigError(
-                f"{len(self._pools)} pools of memory are registered; register one, or say which "
-                "with pool="
+                f"{len(self._memories)} memories are registered; register one, or pass memory="
             )
-        return self._pools[0]
+        return self._memories[0]
 
 
 class _Load:

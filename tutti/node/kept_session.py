@@ -8,7 +8,7 @@ import threading
 
 from tutti.errors import AgentLost, PoolMismatch, TuttiError
 from tutti.medium.layout import KVLayout
-from tutti.memory.host_memory import HostPool
+from tutti.memory.host_memory import HostMemory
 from tutti.node.session import AgentSession
 
 _log = logging.getLogger(__name__)
@@ -32,7 +32,7 @@ class KeptSession:
         capacity: int,
         open_timeout_s: float,
         executor: str,
-        pools: list[HostPool],
+        pools: list[HostMemory],
     ) -> None:
         self._path = path
         self._wanted = layout
@@ -59,14 +59,14 @@ class KeptSession:
             raise AgentLost(f"the agent at {self._path} is away; it is tried again")
         return session
 
-    def register(self, pool: HostPool) -> None:
+    def register(self, pool: HostMemory) -> None:
         """Makes engine memory known to this session and all later ones."""
         with self._lock:
             if self.session is not None:
                 self.session.register(pool)
             self._pools.append(pool)
 
-    def unregister(self, pool: HostPool) -> None:
+    def unregister(self, pool: HostMemory) -> None:
         """Forgets engine memory; no transfer of it may be under way."""
         with self._lock:
             self._pools.remove(pool)

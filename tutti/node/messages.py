@@ -11,9 +11,9 @@ import struct
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from tutti import errors
+from tutti.arrays import U32, Keys
 from tutti.errors import AgentRefused, ConfigError, TuttiError, Unsupported
 from tutti.medium.keys import KEY_NBYTES
 
@@ -29,9 +29,6 @@ FRAME_NBYTES_MAX = 1 << 20
 HEADER = struct.Struct("<I")
 #: Members' files that one answer can carry (SCM_MAX_FD of Linux is 253).
 FILES_MAX = 250
-
-Keys = npt.NDArray[np.uint8]
-U32 = npt.NDArray[np.uint32]
 
 
 class Message(msgspec.Struct, array_like=True, tag=True):

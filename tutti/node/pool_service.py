@@ -93,7 +93,7 @@ class PoolService:
         """A pin lasts for so many look-ups of its own process, not of all of them."""
         with self.core.lock:
             lookups = self.core.config.pin_lookups * max(1, len(self.sessions))
-            self.core.holds.set_lookups(lookups)
+            self.core.lookup_pins.set_lookups(lookups)
 
     def close(self) -> None:
         """Closes the pool; sessions must have ended, or it is left unclean."""
@@ -180,7 +180,7 @@ class Session:
             self._core.unpin(f"{self._prefix}:{name}")
         else:
             with self._core.lock:
-                self._core.holds.release_all(f"{self._prefix}:")
+                self._core.lookup_pins.release_all(f"{self._prefix}:")
 
     def _pin(self, name: str) -> str | bool:
         if not name:
@@ -264,7 +264,7 @@ class Session:
     def disconnect(self) -> None:
         """The client is gone: its pins are taken back."""
         with self._core.lock:
-            self._core.holds.release_all(f"{self._prefix}:")
+            self._core.lookup_pins.release_all(f"{self._prefix}:")
 
     def is_using_files(self) -> bool:
         """Whether transfers of the client may still be under way."""

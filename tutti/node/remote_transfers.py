@@ -11,10 +11,11 @@ from typing import Unpack
 
 import numpy as np
 
+from tutti.arrays import U32, U64
 from tutti.errors import ConfigError, Unsupported
 from tutti.gio_uring.engine import Extents
 from tutti.gio_uring.gpu.transfer import Options
-from tutti.gio_uring.iocb import U32, U64, PagedMemory
+from tutti.gio_uring.iocb import PagedMemory
 from tutti.gio_uring.nvme_spec import STATUS_CANCELLED
 from tutti.medium.geometry import Geometry
 from tutti.node.messages import Job, statuses_of

@@ -17,16 +17,17 @@ from typing import Any
 
 import numpy as np
 
+from tutti.arrays import U32
 from tutti.errors import AgentLost, AgentRefused, TuttiError
 from tutti.gio_uring.controller_file import FileController
 from tutti.gio_uring.engine import PRIORITY_LOAD, PRIORITY_STORE, Engine, Extents
 from tutti.gio_uring.gpu.transfer import Submitter, Transfer
-from tutti.gio_uring.iocb import U32, PagedMemory
+from tutti.gio_uring.iocb import PagedMemory
 from tutti.gio_uring.memory import DmaRegion
 from tutti.gio_uring.nvme_spec import OPCODE_READ, OPCODE_WRITE, STATUS_CANCELLED
 from tutti.medium.geometry import Geometry
 from tutti.medium.layout import KVLayout
-from tutti.memory.host_memory import HostPool
+from tutti.memory.host_memory import HostMemory
 from tutti.node.connection import Connection, Connections
 from tutti.node.messages import (
     VERSION,
@@ -123,7 +124,7 @@ class AgentSession:
             raise AgentRefused("the agent's answer is not one to this request")
         return answer.value
 
-    def register(self, pool: HostPool) -> None:
+    def register(self, pool: HostMemory) -> None:
         """Makes engine memory known to the session's own controller."""
         regions: list[DmaRegion] = []
         try:
@@ -135,7 +136,7 @@ class AgentSession:
             raise
         self._regions[id(pool)] = regions
 
-    def unregister(self, pool: HostPool) -> None:
+    def unregister(self, pool: HostMemory) -> None:
         """Forgets engine memory."""
         for region in self._regions.pop(id(pool), []):
             region.close()

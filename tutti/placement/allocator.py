@@ -15,7 +15,7 @@ from collections import OrderedDict, deque
 import numpy as np
 import numpy.typing as npt
 
-Slots = npt.NDArray[np.int64]
+from tutti.arrays import Slots
 
 
 class Allocator:

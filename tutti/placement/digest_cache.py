@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-U64 = npt.NDArray[np.uint64]
-Slots = npt.NDArray[np.int64]
+from tutti.arrays import U64, Slots
 
 
 class DigestCache:

@@ -13,8 +13,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-Slots = npt.NDArray[np.int64]
-Mask = npt.NDArray[np.bool_]
+from tutti.arrays import Mask, Slots
 
 _DEPTH_BITS = np.uint64(32)
 _DEPTH_MAX = np.uint64(0xFFFFFFFF)

@@ -16,16 +16,13 @@ from enum import IntEnum
 import numpy as np
 import numpy.typing as npt
 
+from tutti.arrays import Keys, Mask, Slots
 from tutti.medium.keys import KEY_NBYTES
 from tutti.native import NO_SLOT, NativeIndex, address, lib
 
 MISSING = -1
 CLOCK_MAX = 0xFFFFFFFF
 PINS_MAX = 0x7FFFFFFF
-
-Keys = npt.NDArray[np.uint8]
-Slots = npt.NDArray[np.int64]
-Mask = npt.NDArray[np.bool_]
 
 
 class SlotState(IntEnum):
@@ -63,8 +60,8 @@ class Index:
     """Keys, states and pins of `slots` slots.
 
     Public arrays, shape (slots,), to be read freely and written only by the methods:
-    `state` u8, `pins` u32 (transfers in flight), `kept` u32 (written by `Holds`: who found it and
-    wants it kept), `sequence` u64, `access` u32 (the use that last reached it), `depth` u32
+    `state` u8, `pins` u32 (transfers in flight), `kept` u32 (pins, written
+    by `LookupPins`), `sequence` u64, `access` u32 (the use that last reached it), `depth` u32
     (pages before it in its chain), `has_digests` bool; and `key`, shape (slots, 16) u8.
     """
 

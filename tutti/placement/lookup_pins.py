@@ -11,10 +11,10 @@ from collections import OrderedDict
 import numpy as np
 import numpy.typing as npt
 
-Slots = npt.NDArray[np.int64]
+from tutti.arrays import Slots
 
 
-class Holds:
+class LookupPins:
     """By holder: one request, or one look-up that nobody names.
 
     kept: u32 (slots,), how many holders keep a slot; who asks what is busy looks there.
@@ -50,7 +50,7 @@ class Holds:
                 break
             self.release(holder)
 
-    def hold(self, holder: str | None, slots: Slots, *, last: bool = False) -> int:
+    def pin(self, holder: str | None, slots: Slots, *, last: bool = False) -> int:
         """Keeps slots (n,) instead of what ``holder`` kept before; None is a holder of its own.
 
         Returns how many of them, from the first on (with ``last`` the last ones): what others keep

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 import numpy.typing as npt
 
+from tutti.arrays import U32
 from tutti.errors import DeviceTimeout
 from tutti.gio_uring.engine import Engine, Extents, Job
 from tutti.gio_uring.iocb import flat_memory
@@ -16,8 +17,6 @@ from tutti.gio_uring.nvme_spec import OPCODE_READ, OPCODE_WRITE
 from tutti.gio_uring.ring import status_error
 from tutti.medium.geometry import BLOCK_NBYTES
 from tutti.process import Owned
-
-U32 = npt.NDArray[np.uint32]
 
 _CHUNK_BLOCKS = 256
 _CHUNKS = 4

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from tutti.arrays import U32, U64, Keys, Slots
 from tutti.errors import DeviceTimeout
 from tutti.gio_uring.engine import Engine, Extents, Job
 from tutti.gio_uring.iocb import PagedMemory, flat_memory
@@ -28,11 +29,6 @@ from tutti.process import Owned
 
 #: Records that one staging block holds, 4 MiB: the most pages of one put batch.
 BLOCK_RECORDS = 1024
-
-Keys = npt.NDArray[np.uint8]
-Slots = npt.NDArray[np.int64]
-U32 = npt.NDArray[np.uint32]
-U64 = npt.NDArray[np.uint64]
 
 
 @dataclass(frozen=True)

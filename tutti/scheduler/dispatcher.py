@@ -4,7 +4,7 @@
     dispatcher.start()
     dispatcher.post(WriteKnown(dispatcher.now_ns(), "7", pages=64, page_nbytes=8 << 20))
 
-Whoever launches transfers implements `Launcher` and posts what became of them.  The dispatcher
+The code that issues transfers implements `TransferIssuer` and posts their outcome.  The dispatcher
 knows neither the store nor the device.
 """
 
@@ -28,10 +28,10 @@ from tutti.scheduler.state import Decision, ReadLaunch, State, WriteLaunch, appl
 #: The loop looks at the clock at least so often.
 _NAP_S = 0.5
 
-Recorder = Callable[[Event, Decision], None]
+DecisionHook = Callable[[Event, Decision], None]
 
 
-class Launcher(Protocol):
+class TransferIssuer(Protocol):
     """Starts transfers, without waiting for them; their ends are posted as events."""
 
     def read(self, launch: ReadLaunch) -> None:
@@ -63,7 +63,7 @@ class Schedule:
     profile: Profile
     limits: Limits = _POOL_LIMITS
     policy: Callable[[Profile, Limits], Policy] = SlackPolicy
-    record: Recorder | None = None
+    record: DecisionHook | None = None
 
     def __post_init__(self) -> None:
         if self.limits.staged_pages:
@@ -82,11 +82,11 @@ class Dispatcher(Owned):
         self,
         policy: Policy,
         profile: Profile,
-        launcher: Launcher,
+        launcher: TransferIssuer,
         *,
         clock: Clock | None = None,
         limits: Limits | None = None,
-        record: Recorder | None = None,
+        record: DecisionHook | None = None,
         guard: Guard | None = None,
     ) -> None:
         self._policy = policy
@@ -105,7 +105,7 @@ class Dispatcher(Owned):
         self._thread: threading.Thread | None = None
 
     @classmethod
-    def of(cls, schedule: Schedule, launcher: Launcher, guard: Guard) -> Dispatcher:
+    def of(cls, schedule: Schedule, launcher: TransferIssuer, guard: Guard) -> Dispatcher:
         """The dispatcher of a pool."""
         limits = replace(schedule.limits, read_ahead_nbytes=_UNBOUNDED_NBYTES)
         return cls(
@@ -132,7 +132,7 @@ class Dispatcher(Owned):
             self._events.append(event)
             self._changed.notify_all()
 
-    def pump(self) -> int | None:
+    def run_due(self) -> int | None:
         """Takes the events that were posted, decides and launches; when to call again, if ever.
 
         For who has a clock or a loop of his own; otherwise see ``start``.  Launches that post
@@ -145,7 +145,7 @@ class Dispatcher(Owned):
                 event = self._next(None)
             return self._wake_ns
 
-    def hurry(self) -> None:
+    def expedite(self) -> None:
         """From now on everything goes at once."""
         with self._pumping:
             self._policy = ImmediatePolicy(self._profile, self._limits)
@@ -237,7 +237,7 @@ class Dispatcher(Owned):
 
     def _run(self) -> None:
         while not self._stopping:  # bounded by stop()
-            wake_ns = self.pump()
+            wake_ns = self.run_due()
             nap_s = _NAP_S
             if wake_ns is not None:
                 nap_s = min(nap_s, max(0.0, (wake_ns - self._clock.now_ns()) / 1e9))

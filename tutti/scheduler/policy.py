@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from tutti.errors import ConfigError
-from tutti.scheduler.request import Load, Phase, Place, Profile, Step, Write
+from tutti.scheduler.request import Load, PageLocation, Phase, Profile, Step, Write
 from tutti.scheduler.slack import Estimates
 from tutti.scheduler.state import Decision, ReadLaunch, State, WriteLaunch
 
@@ -183,13 +183,13 @@ def overflow(state: State, limits: Limits) -> tuple[tuple[str, ...], tuple[str, 
 
     Only what was not launched at all can go.  Pages that are being copied count as gone.
     """
-    locked = sum(w.pages for w in state.writes if w.place is Place.ENGINE)
+    locked = sum(w.pages for w in state.writes if w.place is PageLocation.SOURCE)
     staged = state.staged_pages
     copy_outs, drops = [], []
     for write in reversed(state.writes):
         if locked <= limits.locked_pages:
             break
-        if write.place is not Place.ENGINE or write.issued:
+        if write.place is not PageLocation.SOURCE or write.issued:
             continue
         locked -= write.pages
         if staged + write.pages <= limits.staged_pages:

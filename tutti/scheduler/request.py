@@ -101,10 +101,10 @@ class Load:
         return (self.issued - self.ready) * self.layer_nbytes
 
 
-class Place(Enum):
+class PageLocation(Enum):
     """Where pages wait to be written."""
 
-    ENGINE = "engine"  # locked: the engine cannot reuse them
+    SOURCE = "engine"  # locked: the engine cannot reuse them
     COPYING = "copying"  # on their way out; still locked
     STAGED = "staged"  # in pinned staging; the engine has its pages back
 
@@ -124,7 +124,7 @@ class Write:
     unit_pages: int = 1
     issued: int = 0
     written: int = 0
-    place: Place = Place.ENGINE
+    place: PageLocation = PageLocation.SOURCE
 
     @property
     def flying_nbytes(self) -> int:
@@ -134,7 +134,7 @@ class Write:
     @property
     def waits(self) -> bool:
         """Whether something of it may be launched."""
-        return self.issued < self.pages and self.place is not Place.COPYING
+        return self.issued < self.pages and self.place is not PageLocation.COPYING
 
     @property
     def unit(self) -> int:

@@ -29,7 +29,7 @@ from tutti.scheduler.event import (
     WriteGone,
     WriteKnown,
 )
-from tutti.scheduler.request import Load, Phase, Place, Profile, Step, Write
+from tutti.scheduler.request import Load, PageLocation, Phase, Profile, Step, Write
 from tutti.scheduler.slack import Corrections, Estimates
 
 #: A report may lie this far behind what was launched with it.
@@ -145,12 +145,12 @@ class State:
     @property
     def locked_pages(self) -> int:
         """Pages that the engine cannot reuse."""
-        return sum(w.pages for w in self.writes if w.place is not Place.STAGED)
+        return sum(w.pages for w in self.writes if w.place is not PageLocation.STAGED)
 
     @property
     def staged_pages(self) -> int:
         """Pages of staging in use, those on their way there included."""
-        return sum(w.pages for w in self.writes if w.place is not Place.ENGINE)
+        return sum(w.pages for w in self.writes if w.place is not PageLocation.SOURCE)
 
     @property
     def read_ahead_nbytes(self) -> int:
@@ -190,7 +190,7 @@ def _leave(state: State, decision: Decision) -> State:
             continue
         if write.name in decision.copy_outs:
             totals = replace(totals, copied_pages=totals.copied_pages + write.pages)
-            write = replace(write, place=Place.COPYING)
+            write = replace(write, place=PageLocation.COPYING)
         kept.append(write)
     return replace(state, writes=tuple(kept), totals=totals)
 
@@ -375,9 +375,9 @@ def _write_gone(state: State, event: WriteGone, profile: Profile) -> State:
 
 def _pages_copied(state: State, event: PagesCopied, profile: Profile) -> State:
     write = _find_write(state, event.name)
-    if write is None or write.place is not Place.COPYING:
+    if write is None or write.place is not PageLocation.COPYING:
         return _ignore(state)
-    staged = replace(write, place=Place.STAGED)
+    staged = replace(write, place=PageLocation.STAGED)
     return replace(state, writes=tuple(staged if x is write else x for x in state.writes))
 
 

@@ -32,7 +32,7 @@ class _Held:
     finished: int  # of the writer, when it was held
 
 
-class Tails(Owned):
+class Coalescer(Owned):
     """Puts for one pool: long ones at once, short ones in company."""
 
     def __init__(self, core: Core, writer: Writer) -> None:
@@ -42,7 +42,7 @@ class Tails(Owned):
         self._stopping = False
         slice_nbytes = core.geometry.slice_padded_nbytes
         self._short = min(core.geometry.group_slots, -(-COMMAND_NBYTES // slice_nbytes))
-        self._thread = threading.Thread(target=self._run, name="tutti-tails", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="tutti-coalescer", daemon=True)
         self._thread.start()
 
     def put(self, request: PutRequest) -> PutTicket:

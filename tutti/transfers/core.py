@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from tutti.arrays import Slots
 from tutti.errors import ConfigError, DeviceTimeout, PoolClosed
 from tutti.gio_uring.engine import Engine, Extents
 from tutti.gio_uring.gpu.transfer import Submitter
@@ -21,12 +22,10 @@ from tutti.placement.allocator import Allocator
 from tutti.placement.digest_cache import DigestCache
 from tutti.placement.eviction import EvictionPolicy, LeastRecentlyUsed
 from tutti.placement.index import MISSING, Index, SlotState
-from tutti.placement.lookup_pins import Holds
+from tutti.placement.lookup_pins import LookupPins
 from tutti.pool.members import Members
 from tutti.process import Owned
 from tutti.scheduler.dispatcher import Schedule
-
-Slots = npt.NDArray[np.int64]
 
 VERIFY = ("always", "sampled", "off")
 DURABILITY = ("process", "flush")
@@ -128,7 +127,7 @@ class Core(Owned):
         self.leave_open = False  # records on the medium are not what the index says
         self.failure: BaseException | None = None  # why recovery failed
         self.index = Index(members.count * self.geometry.slots)
-        self.holds = Holds(
+        self.lookup_pins = LookupPins(
             self.index.kept,
             lookups=config.pin_lookups,
             slots_max=int(self.index.slots * config.pin_share),
@@ -178,11 +177,11 @@ class Core(Owned):
             self.check_open()
             if not self.ready:
                 return 0
-            self.holds.lookup()
+            self.lookup_pins.lookup()
             found = self.index.match(keys)
             hits = self.proven_prefix(found) if proven else found.size
             if pin is not False:
-                hits = self.holds.hold(_holder(pin), found[:hits])
+                hits = self.lookup_pins.pin(_holder(pin), found[:hits])
             self._count_lookup(len(keys), hits)
             return hits
 
@@ -194,14 +193,14 @@ class Core(Owned):
             self.check_open()
             if not self.ready:
                 return np.zeros(len(keys), np.bool_)
-            self.holds.lookup()
+            self.lookup_pins.lookup()
             slots = self.index.look(keys)
             there: npt.NDArray[np.bool_] = slots != MISSING
             if proven:
                 there &= self.index.state[slots] != SlotState.UNPROVEN
             if pin is not False:
                 rows = np.flatnonzero(there)
-                kept = self.holds.hold(_holder(pin), slots[rows], last=True)
+                kept = self.lookup_pins.pin(_holder(pin), slots[rows], last=True)
                 there[rows[: rows.size - kept]] = False
             self._count_lookup(len(keys), int(np.count_nonzero(there)))
             return there
@@ -210,9 +209,9 @@ class Core(Owned):
         """See ObjectStore.unpin."""
         with self.lock:
             if name is None:
-                self.holds.clear()
+                self.lookup_pins.clear()
             else:
-                self.holds.release(name)
+                self.lookup_pins.release(name)
 
     def _count_lookup(self, keys: int, hits: int) -> None:
         self.counters.lookups += 1
@@ -285,13 +284,13 @@ class Core(Owned):
 
     @contextlib.contextmanager
     def admitted(self, timeout_s: float) -> Iterator[None]:
-        """Counts what begins inside, from when nothing stands still: see ``standstill``.
+        """Counts what begins inside, from when nothing stands still: see ``quiesced``.
 
         Raises DeviceTimeout when that takes longer.
         """
         with self.lock:
             self.wait_ready(timeout_s)
-            self.in_flight += 1  # at once, or a standstill could begin in between
+            self.in_flight += 1  # at once, or a quiesced could begin in between
         try:
             yield
         finally:
@@ -301,7 +300,7 @@ class Core(Owned):
                     self.changed.notify_all()
 
     @contextlib.contextmanager
-    def standstill(self) -> Iterator[None]:
+    def quiesced(self) -> Iterator[None]:
         """Nothing is in flight inside; meanwhile look-ups miss, and puts and loads wait.
 
         Raises DeviceTimeout, before anything happened, when transfers do not end.

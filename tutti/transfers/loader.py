@@ -11,7 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from tutti.errors import DeviceTimeout, KeyMissing, PagesHeld
+from tutti.arrays import U32, U64, Keys, Slots
+from tutti.errors import DeviceTimeout, KeyMissing, PagesInUse
 from tutti.gio_uring.engine import PRIORITY_LOAD, Job
 from tutti.gio_uring.iocb import PagedMemory
 from tutti.gio_uring.nvme_spec import (
@@ -25,11 +26,6 @@ from tutti.pool.record_table import BLOCK_RECORDS, RecordTable
 from tutti.transfers.core import Core
 from tutti.transfers.reclaim import Reclaimer
 from tutti.transfers.tickets import LoadPart, LoadTicket
-
-Keys = npt.NDArray[np.uint8]
-Slots = npt.NDArray[np.int64]
-U32 = npt.NDArray[np.uint32]
-U64 = npt.NDArray[np.uint64]
 
 SAMPLE_ONE_IN = 16
 _BLOCKS = 3
@@ -88,13 +84,13 @@ class Loader:
     def _abandon(self, ticket: LoadTicket) -> None:
         """Stops the jobs of a load that could not be started in full.
 
-        PagesHeld when one of them may still write into the caller's pages.
+        PagesInUse when one of them may still write into the caller's pages.
         """
         for part in ticket.parts:
             part.job.cancel()
         for part in ticket.parts:
             if not part.job.wait_released(self._core.config.timeout_s):
-                raise PagesHeld(
+                raise PagesInUse(
                     "a load was abandoned but the device still owns its pages; do not reuse them "
                     "before it lets go or the pool is closed",
                     ticket.wait_settled,

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections import deque
 
 import numpy as np
-import numpy.typing as npt
 
+from tutti.arrays import Slots
 from tutti.errors import PoolClosed
 from tutti.gio_uring.engine import Job
 from tutti.medium.superblock import RecordState
@@ -17,8 +17,6 @@ from tutti.placement.eviction import EvictionView
 from tutti.placement.index import SlotState
 from tutti.pool.record_table import BLOCK_RECORDS, RecordContent, RecordTable
 from tutti.transfers.core import Core
-
-Slots = npt.NDArray[np.int64]
 
 _BLOCKS = 3
 _TRIES = 3
@@ -68,7 +66,7 @@ class Reclaimer:
         """
         core = self._core
         available = core.allocator.free_slots + self._voiding
-        state = (core.holds.changes, core.counters.stored, core.in_flight)
+        state = (core.lookup_pins.changes, core.counters.stored, core.in_flight)
         if available >= self.reserve_slots + extra or state == self._nothing_at:
             return
         index = core.index

@@ -28,7 +28,6 @@ from tutti.transfers.reclaim import Reclaimer
 
 _log = logging.getLogger(__name__)
 
-Slots = npt.NDArray[np.int64]
 Entries = npt.NDArray[np.void]
 
 

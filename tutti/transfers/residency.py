@@ -62,7 +62,7 @@ class Residency(Owned):
         Raises ConfigError, DeviceTimeout, MediumError when a write-back fails, and Unsupported for
         a pool that is not on files with direct I/O; the old plan stays then.
         """
-        with self._core.standstill():
+        with self._core.quiesced():
             return self._apply(share, budget_nbytes)
 
     def groups_of(self, keys: npt.NDArray[np.uint8]) -> list[BlockRange]:

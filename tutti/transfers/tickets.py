@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
+from tutti.arrays import U32, Rows
 from tutti.callbacks import Guard
 from tutti.errors import DeviceTimeout, PageRangeError, TuttiError
 from tutti.gio_uring.ring import status_error
@@ -19,9 +20,6 @@ from tutti.process import Owned
 
 if TYPE_CHECKING:
     from tutti.gio_uring.gpu.transfer import Transfer
-
-Rows = npt.NDArray[np.int64]
-U32 = npt.NDArray[np.uint32]
 
 
 @dataclass(frozen=True)

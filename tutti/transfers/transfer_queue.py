@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from tutti.arrays import Rows
 from tutti.errors import DeviceTimeout, TuttiError
 from tutti.gio_uring.iocb import PagedMemory
 from tutti.gio_uring.nvme_spec import STATUS_CANCELLED, STATUS_TIMED_OUT
@@ -31,15 +32,13 @@ from tutti.scheduler.event import (
     WriteKnown,
 )
 from tutti.scheduler.state import ReadLaunch, WriteLaunch
-from tutti.transfers.coalescer import Tails
+from tutti.transfers.coalescer import Coalescer
 from tutti.transfers.core import Core
 from tutti.transfers.loader import Loader
 from tutti.transfers.tickets import LoadTicket, Outcome, PutTicket
 from tutti.transfers.writer import PutRequest
 
 _LOOK_S = 0.5
-
-Rows = npt.NDArray[np.int64]
 
 
 @dataclass
@@ -65,15 +64,17 @@ class _Load:
     due: threading.Event = field(default_factory=threading.Event)
 
 
-class Pacer(Owned):
+class TransferQueue(Owned):
     """Stands before the writer and the loader of one pool, and carries out decisions.
 
-    See scheduler.dispatcher.Launcher.
+    See scheduler.dispatcher.TransferIssuer.
     """
 
-    def __init__(self, core: Core, tails: Tails, loader: Loader, schedule: Schedule) -> None:
+    def __init__(
+        self, core: Core, coalescer: Coalescer, loader: Loader, schedule: Schedule
+    ) -> None:
         self._core = core
-        self._tails = tails
+        self._coalescer = coalescer
         self._loader = loader
         self._names = map(str, itertools.count(1))
         self._lock = threading.Lock()  # the core's, where both are held, was taken before
@@ -106,7 +107,7 @@ class Pacer(Owned):
                     name = next(self._names)
                     self._puts[name] = put
         if not paced:
-            return self._tails.put(request)
+            return self._coalescer.put(request)
         if rows.size < len(request.keys):
             # What is there costs the device nothing: no reason to wait.
             self._start(name, put, np.flatnonzero(~absent).astype(np.int64), paced=False)
@@ -160,7 +161,7 @@ class Pacer(Owned):
         """
         with self._lock:
             self._stopping = True
-        self.dispatcher.hurry()
+        self.dispatcher.expedite()
         core = self._core
         with core.lock:
             core.changed.wait_for(lambda: not self._puts, timeout_s)
@@ -179,22 +180,22 @@ class Pacer(Owned):
         self._starter.join(1.0)
 
     def read(self, launch: ReadLaunch) -> None:
-        """See Launcher: the thread that called ``load`` goes on."""
+        """See TransferIssuer: the thread that called ``load`` goes on."""
         with self._lock:
             load = self._loads.get(launch.name)
         if load is not None:
             load.due.set()
 
     def write(self, launch: WriteLaunch) -> None:
-        """See Launcher."""
+        """See TransferIssuer."""
         self._launches.put(launch)
 
     def copy_out(self, name: str) -> None:
-        """See Launcher.  A pool has no staging of its own: its limits never ask for copies."""
+        """See TransferIssuer.  A pool has no staging, so its limits never ask for a copy."""
         raise NotImplementedError("the limits of a pool have no staged pages")
 
     def drop(self, name: str) -> None:
-        """See Launcher."""
+        """See TransferIssuer."""
         with self._lock:
             put = self._puts.get(name)
         if put is None:
@@ -234,7 +235,7 @@ class Pacer(Owned):
     def _start(self, name: str, put: _Put, rows: Rows, *, paced: bool) -> None:
         """Puts some rows.  If that cannot be started they fail, and what waits behind them."""
         try:
-            part = self._tails.put(put.request.take(rows))
+            part = self._coalescer.put(put.request.take(rows))
         except BaseException as error:  # whatever it is: somebody waits for the ticket
             if not isinstance(error, TuttiError):
                 self._core.guard.caught("the start of a put", error)

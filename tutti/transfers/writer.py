@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
+from tutti.arrays import U32, U64, Keys, Slots
 from tutti.errors import ConfigError, DeviceTimeout, KeySizeError, PoolClosed, TuttiError
 from tutti.gio_uring.engine import PRIORITY_STORE, Job
 from tutti.gio_uring.iocb import PagedMemory
@@ -30,12 +31,6 @@ from tutti.pool.record_table import BLOCK_RECORDS, RecordContent, RecordTable
 from tutti.transfers.core import Core
 from tutti.transfers.reclaim import Reclaimer
 from tutti.transfers.tickets import Outcome, PutTicket
-
-Keys = npt.NDArray[np.uint8]
-Slots = npt.NDArray[np.int64]
-U32 = npt.NDArray[np.uint32]
-U64 = npt.NDArray[np.uint64]
-
 
 BATCH_NBYTES = 256 << 20
 BATCH_PAGES_MIN = 64

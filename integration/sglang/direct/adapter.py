@@ -22,7 +22,7 @@ from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCacheLinker
 
 from tutti.integration.sglang.adapter import PoolHitPolicy, PoolName, PoolTransfer
-from tutti.integration.sglang.identity import Place, ServedModel
+from tutti.integration.sglang.identity import ParallelRank, ServedModel
 
 __all__ = [
     "ComponentType",
@@ -35,7 +35,7 @@ __all__ = [
     "PoolTransfer",
     "UnifiedCacheLinker",
     "device_group",
-    "place_of",
+    "parallel_rank_of",
 ]
 
 _FULL, _SWA, _MAMBA = ComponentType.FULL, ComponentType.SWA, ComponentType.MAMBA
@@ -70,7 +70,7 @@ def device_group(params: Any, components: Collection[Any]) -> DevicePoolGroup:
     )
 
 
-def place_of(params: Any, model: ServedModel, *, replicated: bool) -> Place:
+def parallel_rank_of(params: Any, model: ServedModel, *, replicated: bool) -> ParallelRank:
     """Which rank this process is, from CacheInitParams."""
     from sglang.srt.runtime_context import get_parallel
 
@@ -79,7 +79,7 @@ def place_of(params: Any, model: ServedModel, *, replicated: bool) -> Place:
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         tp_rank = torch.distributed.get_rank(group=group)
         tp_size = torch.distributed.get_world_size(group=group)
-    return Place(
+    return ParallelRank(
         tp_rank=tp_rank,
         tp_size=tp_size,
         pp_rank=params.pp_rank,

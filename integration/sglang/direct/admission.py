@@ -10,7 +10,7 @@ from tutti.scheduler.slack import Estimates, is_worth_loading
 PAGES_MAX = 1 << 40
 
 
-class Worth:
+class Admission:
     """Which hits are worth loading.
 
     page_nbytes: read for one page.  recompute_s: time to compute one page's KV; 0 is unknown, and

@@ -14,20 +14,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
+from tutti.arrays import Keys
 from tutti.errors import TuttiError
 from tutti.integration.sglang.breaker import Breaker
 from tutti.integration.sglang.direct.chains import Chains
 from tutti.integration.sglang.direct.fence import Fence
 from tutti.integration.sglang.direct.kv_pools import Pages
-from tutti.integration.sglang.direct.stored_pool import Shelf
+from tutti.integration.sglang.direct.stored_pool import StoredPool
 from tutti.integration.sglang.metrics import STORE
 from tutti.process import Owned
 from tutti.transfers.tickets import Outcome, PutTicket
 
-Keys = npt.NDArray[np.uint8]
 _IDLE_S = 60.0
 
 
@@ -38,7 +37,7 @@ class Part:
     staged: where they are in staging; None while they hold the engine's pages.
     """
 
-    shelf: Shelf
+    stored_pool: StoredPool
     keys: Keys
     slots: torch.Tensor
     staged: Pages | None = None
@@ -75,20 +74,20 @@ class Backlog(Owned):
 
     def __init__(
         self,
-        shelves: Sequence[Shelf],
+        stored_pools: Sequence[StoredPool],
         *,
         locked_share: float,
         timeout_s: float,
         breaker: Breaker,
         chains: Chains,
-        complain: Callable[[str, object], None],
+        log_error: Callable[[str, object], None],
     ) -> None:
-        self._locked = {shelf.name: 0 for shelf in shelves}
-        self._locked_max = {s.name: int(s.engine.pages * locked_share) for s in shelves}
+        self._locked = {stored_pool.name: 0 for stored_pool in stored_pools}
+        self._locked_max = {s.name: int(s.engine.pages * locked_share) for s in stored_pools}
         self._timeout_s = timeout_s
         self._breaker = breaker
         self._chains = chains
-        self._complain = complain
+        self._complain = log_error
         self._changed = threading.Condition()
         self._order: deque[Offload] = deque()
         self._active = 0  # parts that are not over
@@ -122,7 +121,7 @@ class Backlog(Owned):
             if not (accepted and self._place(parts)):
                 offload.kept = False
                 for part in parts:
-                    part.shelf.recorder.count("dropped_pages", part.pages)
+                    part.stored_pool.metrics.count("dropped_pages", part.pages)
                 return
             self._active += len(parts)
         for part in parts:
@@ -168,10 +167,10 @@ class Backlog(Owned):
     def _place(self, parts: Sequence[Part]) -> bool:
         """Locks the engine's pages, or finds staging, for every part; False when that fails."""
         for part in parts:
-            shelf, name = part.shelf, part.shelf.name
+            stored_pool, name = part.stored_pool, part.stored_pool.name
             room = self._locked_max[name] - self._locked[name]
-            if shelf.memory is None or part.pages > room:
-                part.staged = shelf.stores.allocate(part.pages)
+            if stored_pool.memory is None or part.pages > room:
+                part.staged = stored_pool.stores.allocate(part.pages)
                 if part.staged is None:
                     self._unplace(parts, part)
                     return False
@@ -182,9 +181,9 @@ class Backlog(Owned):
         for part in parts:
             if part is failed:
                 return
-            self._locked[part.shelf.name] -= part.pages
+            self._locked[part.stored_pool.name] -= part.pages
             if part.staged is not None:
-                part.shelf.stores.release(part.staged)
+                part.stored_pool.stores.release(part.staged)
 
     def _run_copies(self) -> None:
         ended = False
@@ -210,10 +209,10 @@ class Backlog(Owned):
             self._over(part)
             return
         try:
-            part.shelf.copy_out(pages, staged, self._timeout_s)
+            part.stored_pool.copy_out(pages, staged, self._timeout_s)
         except Exception as error:
             self._complain(f"offload: {type(error).__name__}", error)
-            if part.shelf.gpu is None:
+            if part.stored_pool.gpu is None:
                 self._let_go(offload, part, good=False)
                 self._over(part)
             # A GPU may still read the pages and write the staging: they are never given back.
@@ -223,7 +222,7 @@ class Backlog(Owned):
 
     def _pages(self, offload: Offload, part: Part) -> Pages:
         offload.fence.wait(time.monotonic() + self._timeout_s)
-        return part.shelf.page_numbers(part.slots, part.pages)
+        return part.stored_pool.page_numbers(part.slots, part.pages)
 
     def _run_puts(self) -> None:
         ended = False
@@ -237,13 +236,15 @@ class Backlog(Owned):
                 self._put(*work)
 
     def _put(self, offload: Offload, part: Part) -> None:
-        shelf, staged = part.shelf, part.staged
+        stored_pool, staged = part.stored_pool, part.staged
         try:
-            pool = shelf.memory if staged is None else shelf.stores.pool
+            pool = stored_pool.memory if staged is None else stored_pool.stores.pool
             pages = self._pages(offload, part) if staged is None else staged
             parent, depth = self._chains.before(part.keys[0].tobytes())
             part.started_s = time.monotonic()
-            ticket = shelf.store.put(part.keys, pages, pool=pool, parent=parent, depth=depth)
+            ticket = stored_pool.store.put(
+                part.keys, pages, memory=pool, parent=parent, depth=depth
+            )
         except Exception as error:
             # The thread must live; what was not stored is a miss.
             self._complain(f"offload: {type(error).__name__}", error)
@@ -257,12 +258,12 @@ class Backlog(Owned):
         counts = np.bincount(ticket.outcome, minlength=len(Outcome))
         failed, dropped = int(counts[Outcome.FAILED]), int(counts[Outcome.DROPPED])
         stored = int(counts[Outcome.STORED])
-        recorder = part.shelf.recorder
-        recorder.count("dropped_pages", dropped)
-        recorder.count("failed_pages", failed, STORE)
+        metrics = part.stored_pool.metrics
+        metrics.count("dropped_pages", dropped)
+        metrics.count("failed_pages", failed, STORE)
         if stored:
-            nbytes = stored * part.shelf.page_nbytes
-            recorder.moved(STORE, stored, nbytes, time.monotonic() - part.started_s)
+            nbytes = stored * part.stored_pool.page_nbytes
+            metrics.moved(STORE, stored, nbytes, time.monotonic() - part.started_s)
             self._breaker.success()
         if failed:
             self._breaker.failure()
@@ -284,7 +285,7 @@ class Backlog(Owned):
     def _let_go(self, offload: Offload, part: Part, *, good: bool) -> None:
         """The engine's pages of a part are not needed any more."""
         with self._changed:
-            self._locked[part.shelf.name] -= part.pages
+            self._locked[part.stored_pool.name] -= part.pages
             offload.good &= good
             offload.waits -= 1
             if not offload.waits:
@@ -292,7 +293,7 @@ class Backlog(Owned):
 
     def _over(self, part: Part) -> None:
         if part.staged is not None:
-            part.shelf.stores.release(part.staged)
+            part.stored_pool.stores.release(part.staged)
         with self._changed:
             self._active -= 1
             self._changed.notify_all()

@@ -12,7 +12,7 @@ from collections import OrderedDict
 import numpy as np
 import numpy.typing as npt
 
-Keys = npt.NDArray[np.uint8]
+from tutti.arrays import Keys
 
 _CHAINS = 512
 

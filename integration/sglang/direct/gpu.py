@@ -1,7 +1,7 @@
 """The GPU that holds the engine's pages: streams of the linker's own, and copies on them.
 
 Pages move between the SSD and the GPU through a `HostEngine` for each pool. What the engine does
-not move goes on two streams here: `landing`, on which a batch's layers become ready one after
+not move goes on two streams here: `copy_stream`, on which a batch's layers become ready one after
 another, and `leaving`, for pages copied out. Not run on a GPU: tested on a stand-in for the driver.
 """
 
@@ -24,7 +24,7 @@ from tutti.gio_uring.gpu.memory import PinnedMemory
 from tutti.gio_uring.gpu.mover import BatchCopyMover, CopyMover, Mover, choose_mover
 from tutti.integration.sglang.direct.kernel_share import KernelShare
 from tutti.integration.sglang.direct.kv_pools import Pages, Span
-from tutti.memory.host_memory import HostPool
+from tutti.memory.host_memory import HostMemory
 from tutti.scheduler.profile import TableProfile
 from tutti.store import ObjectStore
 
@@ -40,10 +40,10 @@ class TorchStreams:
         """The stream that the calling thread enqueues on."""
         return int(torch.cuda.current_stream(self._device).cuda_stream)
 
-    def aside(self) -> AbstractContextManager[Any]:
+    def on_side_stream(self) -> AbstractContextManager[Any]:
         """What the thread does in it waits for nothing that the model does."""
-        aside: AbstractContextManager[Any] = torch.cuda.stream(self._aside)
-        return aside
+        on_side_stream: AbstractContextManager[Any] = torch.cuda.stream(self._aside)
+        return on_side_stream
 
     def handle_of(self, event: Any) -> int:
         """The driver's handle of a recorded event."""
@@ -53,7 +53,7 @@ class TorchStreams:
 class Gpu:
     """One GPU as the linker uses it.  Thread-safe as far as CUDA is.
 
-    landing, leaving: streams of its own.  mover: see the option gpu_mover, for which `profile` says
+    copier, leaving: streams of its own.  mover: see the option gpu_mover, for which `profile` says
     how many multiprocessors a kernel has.
     """
 
@@ -68,7 +68,7 @@ class Gpu:
         self.streams = streams
         self.share = KernelShare(driver, profile) if mover == "kernel" else None
         self._mover: Mover = self.share.mover if self.share else _mover_of(driver, mover)
-        self.landing = driver.create_stream(-1)
+        self.copy_stream = driver.create_stream(-1)
         self.leaving = driver.create_stream()
         self._engines: list[HostEngine] = []
         self._events: deque[int] = deque()
@@ -94,7 +94,7 @@ class Gpu:
         self._engines.append(engine)
         return engine
 
-    def pin(self, store: ObjectStore, pool: HostPool) -> int:
+    def pin(self, store: ObjectStore, pool: HostMemory) -> int:
         """Lets the GPU reach a pool's host memory until the store is closed; how much higher the
         GPU's addresses of it are.
         """
@@ -105,16 +105,16 @@ class Gpu:
     def follow(self, events: Sequence[Any]) -> None:
         """Nothing is written to the engine's pages from now on before ``events`` happened."""
         for event in events:
-            self.driver.stream_wait_event(self.landing, self.streams.handle_of(event))
+            self.driver.stream_wait_event(self.copy_stream, self.streams.handle_of(event))
         for engine in self._engines:
-            engine.follow(self.landing)
+            engine.follow(self.copy_stream)
 
-    def take_events(self, count: int) -> list[int]:
+    def acquire_events(self, count: int) -> list[int]:
         """Events that nobody uses; made when there are not enough."""
         taken = [self._events.popleft() for _ in range(min(count, len(self._events)))]
         return taken + [self.driver.create_event() for _ in range(count - len(taken))]
 
-    def give_events(self, events: Sequence[int]) -> None:
+    def release_events(self, events: Sequence[int]) -> None:
         """Events that have happened and that nobody asks about any more."""
         self._events.extend(events)
 
@@ -146,7 +146,7 @@ class Gpu:
     def close(self, timeout_s: float) -> None:
         """Gives streams and events back, once the stores are closed.  Raises DeviceTimeout."""
         deadline_s = time.monotonic() + timeout_s
-        for stream in (self.landing, self.leaving):
+        for stream in (self.copy_stream, self.leaving):
             left_s = max(0.0, deadline_s - time.monotonic())
             if not wait_until(lambda s=stream: self.driver.is_stream_done(s), left_s):  # type: ignore[misc]
                 raise DeviceTimeout("a stream of the GPU did not end; end the process")

@@ -21,7 +21,7 @@ from tutti.integration.sglang.direct import adapter
 from tutti.integration.sglang.identity import Shape
 from tutti.medium.geometry import WASTE_MAX, Geometry
 from tutti.medium.layout import KVLayout
-from tutti.memory.host_memory import HostPool
+from tutti.memory.host_memory import HostMemory
 
 Pages = npt.NDArray[np.int64]
 Views = list[list[npt.NDArray[np.uint8]]]
@@ -44,7 +44,7 @@ class Span:
 Spans = list[list[Span]]
 
 
-class EnginePool:
+class KvPool:
     """One pool of one rank.
 
     name, source: SGLang's names of the pool, and of the pool whose keys and slots name its pages.
@@ -88,8 +88,8 @@ class EnginePool:
         """Bytes of a page."""
         return sum(span.nbytes for row in self.spans for span in row)
 
-    def host_pool(self, layout: KVLayout) -> HostPool | None:
-        """The same memory for ObjectStore.register, or DevicePool; None for a packed pool."""
+    def host_pool(self, layout: KVLayout) -> HostMemory | None:
+        """The same memory for ObjectStore.register, or DeviceMemory; None for a packed pool."""
         if self.packed:
             return None
         bases = np.array([[span.address for span in row] for row in self.spans], np.uint64)
@@ -100,9 +100,9 @@ class EnginePool:
             for row in self.spans
             for span in row
         ]
-        return HostPool(layout, memory, buffers, self._owner)
+        return HostMemory(layout, memory, buffers, self._owner)
 
-    def staging_views(self, pool: HostPool) -> Views:
+    def staging_views(self, pool: HostMemory) -> Views:
         """Views like ``spans`` over staging: a pool in one buffer of the host."""
         if not self.packed:
             return _views_by_layer(pool)
@@ -156,10 +156,10 @@ class EnginePool:
 
 
 @dataclass(frozen=True)
-class EngineGroup:
+class KvPoolGroup:
     """All pools of one rank, by SGLang's name; ``layers`` are the model's on this rank."""
 
-    pools: Mapping[str, EnginePool]
+    pools: Mapping[str, KvPool]
     layers: int
     page_size: int
     replicated: bool
@@ -180,7 +180,7 @@ class EngineGroup:
         return adapter.PoolName.MAMBA in self.pools
 
 
-def engine_group(params: Any, components: Collection[Any]) -> EngineGroup:
+def kv_pool_group(params: Any, components: Collection[Any]) -> KvPoolGroup:
     """The pools behind CacheInitParams.  Raises Unsupported with the reason."""
     kvcache = params.token_to_kv_pool_allocator.get_kvcache()
     _check_pool(kvcache, params.page_size)
@@ -190,18 +190,18 @@ def engine_group(params: Any, components: Collection[Any]) -> EngineGroup:
         names = ", ".join(sorted(component.name for component in components))
         raise Unsupported(
             f"SGLang offers no direct access to a {type(kvcache).__name__} with {names}"
-            f"{_and_drafts(params)} ({error}); {_HICACHE}"
+            f"{_with_drafts(params)} ({error}); {_HICACHE}"
         ) from error
     pools = {}
     for entry in group.entries:
         _check_pool(entry.device_pool, None)
-        pools[str(entry.name)] = EnginePool(entry, entry.page_size)
+        pools[str(entry.name)] = KvPool(entry, entry.page_size)
     if all(pool.trailing for pool in pools.values()):
         raise Unsupported(f"no pool of {type(kvcache).__name__} is kept by KV page; {_HICACHE}")
-    return EngineGroup(pools, group.num_layers, group.page_size, group.rank_replicated)
+    return KvPoolGroup(pools, group.num_layers, group.page_size, group.rank_replicated)
 
 
-def _and_drafts(params: Any) -> str:
+def _with_drafts(params: Any) -> str:
     drafts = params.mtp_draft_device_pools or params.sidecar_draft_device_pools
     return " and a speculative draft model" if drafts else ""
 
@@ -296,8 +296,8 @@ def _must_pack(spans: Spans) -> bool:
     return one.waste > WASTE_MAX
 
 
-def _views_by_layer(pool: HostPool) -> Views:
-    """The memory of a layer-first pool in one buffer, as EnginePool has it."""
+def _views_by_layer(pool: HostMemory) -> Views:
+    """The memory of a layer-first pool in one buffer, as KvPool has it."""
     array: npt.NDArray[np.uint8] = pool.owner.array
     views: Views = []
     for bases in pool.memory.bases:

@@ -13,33 +13,31 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
+from tutti.arrays import Keys
 from tutti.errors import DeviceTimeout
 from tutti.integration.sglang.direct.fence import Fence
 from tutti.integration.sglang.direct.gpu import Gpu
 from tutti.integration.sglang.direct.kv_pools import Pages
 from tutti.integration.sglang.direct.read_ahead import ReadAhead
 from tutti.integration.sglang.direct.reads import Read
-from tutti.integration.sglang.direct.staging_copy import Copy, Landing, LoadPlan
-from tutti.integration.sglang.direct.stored_pool import Shelf
+from tutti.integration.sglang.direct.staging_copy import Copy, LoadPlan, StagingCopier
+from tutti.integration.sglang.direct.stored_pool import StoredPool
 from tutti.process import Owned
-
-Keys = npt.NDArray[np.uint8]
 
 
 @dataclass(frozen=True)
 class QueuedLoad:
     """What one request wants of one pool: keys (n, 16), and the slots of n pages."""
 
-    shelf: Shelf
+    stored_pool: StoredPool
     keys: Keys
     slots: torch.Tensor
 
 
 def plan_loads(
-    shelf: Shelf, keys: Keys, pages: Pages, ahead: ReadAhead | None, batch: str = ""
+    stored_pool: StoredPool, keys: Keys, pages: Pages, ahead: ReadAhead | None, batch: str = ""
 ) -> LoadPlan:
     """Reads each key once: not at all if it is staged, into staging if the rest fits, else into
     the first page that wants it.
@@ -50,36 +48,38 @@ def plan_loads(
     names: dict[bytes, int] = {}
     row_of = np.array([names.setdefault(key.tobytes(), len(names)) for key in keys], np.int64)
     _, first = np.unique(row_of, return_index=True)
-    taken = {} if ahead is None else ahead.take(shelf, list(names))
+    taken = {} if ahead is None else ahead.take(stored_pool, list(names))
     copies = _copies_of_staged(taken, row_of, pages)
     reads = list({id(read): read for read, _ in taken.values()}.values())
     rest = np.array([row for row in range(len(names)) if row not in taken], np.int64)
     if not rest.size:
         return LoadPlan([], reads, copies)
-    if ahead is not None and not shelf.reads_directly:
-        ahead.make_room(shelf, rest.size)
+    if ahead is not None and not stored_pool.reads_directly:
+        ahead.make_room(stored_pool, rest.size)
     place = np.full(len(names), -1, np.int64)
-    staging = None if shelf.reads_directly else shelf.loads.allocate(rest.size)
+    staging = None if stored_pool.reads_directly else stored_pool.loads.allocate(rest.size)
     wanted = np.isin(row_of, rest)
-    if staging is not None and shelf.loads.pool is not None:
+    if staging is not None and stored_pool.loads.pool is not None:
         place[rest] = staging
-        read = Read(shelf, keys[first[rest]], staging, staged=True, batch=batch)
+        read = Read(stored_pool, keys[first[rest]], staging, staged=True, batch=batch)
         copies.append(Copy(read, place[row_of[wanted]], pages[wanted]))
-    elif shelf.memory is None:
+    elif stored_pool.memory is None:
         for held in reads:
             assert ahead is not None, "what was taken came from there"
             ahead.release(held)
         raise DeviceTimeout(
-            f"{rest.size} pages of pool {shelf.name} need staging, and {shelf.loads.free} are "
-            "free: the device keeps the others"
+            f"{rest.size} pages of pool {stored_pool.name} need staging, and only "
+            f"{stored_pool.loads.free} are free: the device still uses the others"
         )
     else:
         place[rest] = pages[first[rest]]
         wanted[first] = False
         fresh = []
-        step = shelf.read_pages_max or rest.size
+        step = stored_pool.read_pages_max or rest.size
         for part in (rest[at : at + step] for at in range(0, rest.size, step)):
-            fresh.append(Read(shelf, keys[first[part]], place[part], staged=False, batch=batch))
+            fresh.append(
+                Read(stored_pool, keys[first[part]], place[part], staged=False, batch=batch)
+            )
             more = wanted & np.isin(row_of, part)
             if more.any():
                 copies.append(Copy(fresh[-1], place[row_of[more]], pages[more]))
@@ -144,7 +144,7 @@ class LoadBatch(Owned):
         self._layers = layers
         self._ended = False
         self._gpu = gpu
-        self._landing = None if gpu is None else Landing(gpu, layers)
+        self._copier = None if gpu is None else StagingCopier(gpu, layers)
 
     @property
     def pages(self) -> int:
@@ -169,38 +169,38 @@ class LoadBatch(Owned):
     def start(self) -> None:
         """Submits the reads, on a thread that may wait."""
         try:
-            for shelf, keys, pages in self._wanted():
+            for stored_pool, keys, pages in self._wanted():
                 with self._planning:
                     if self._abandoned:
                         break
-                    plan = plan_loads(shelf, keys, pages, self._ahead, self._name)
+                    plan = plan_loads(stored_pool, keys, pages, self._ahead, self._name)
                     self._plans.append(plan)
                 for read in plan.ahead:
                     read.join(self._name)
                 for read in plan.fresh:
                     read.start()
-            if self._landing is not None and not self._abandoned:
-                self._landing.land(self._plans, self._deadline_s)
+            if self._copier is not None and not self._abandoned:
+                self._copier.copy_layer(self._plans, self._deadline_s)
         except Exception as error:
             self.error = error
         finally:
-            if self._landing is not None:
-                self._landing.end()
+            if self._copier is not None:
+                self._copier.end()
             if self._ahead is not None:
                 for rid in self.rids:
                     self._ahead.forget(rid)
             self._started.set()
 
-    def _wanted(self) -> list[tuple[Shelf, Keys, Pages]]:
+    def _wanted(self) -> list[tuple[StoredPool, Keys, Pages]]:
         """What the batch wants of each pool, once the fence has passed for it to be written."""
         if self._gpu is None:
             self._fence.wait(self._deadline_s)
-            return _by_shelf(self.queued)
+            return _by_stored_pool(self.queued)
         self._fence.wait_slots(self._deadline_s)
-        wanted = _by_shelf(self.queued)
+        wanted = _by_stored_pool(self.queued)
         self._gpu.follow(self._fence.events)
-        if self._landing is not None:
-            self._landing.watch(self._fence, self._deadline_s)
+        if self._copier is not None:
+            self._copier.watch(self._fence, self._deadline_s)
         return wanted
 
     def wait_layer(self, layer: int) -> None:
@@ -208,8 +208,8 @@ class LoadBatch(Owned):
 
         On a GPU: when the caller's stream waits for it.
         """
-        if self._landing is not None:
-            self._order(layer, self._landing)
+        if self._copier is not None:
+            self._order(layer, self._copier)
             return
         if layer < self._ready:
             return
@@ -219,16 +219,16 @@ class LoadBatch(Owned):
                 for due in range(self._ready, min(layer + 1, self._layers)):
                     if self.error is not None:
                         break
-                    self._bring(due)
+                    self._copy_from_staging(due)
                     self._ready = due + 1
             except Exception as error:
                 self.error = error
             self.waited_s += time.monotonic() - began_s
 
-    def _order(self, layer: int, landing: Landing) -> None:
+    def _order(self, layer: int, copier: StagingCopier) -> None:
         began_s = time.monotonic()
         try:
-            if not landing.order(layer, self._deadline_s):
+            if not copier.order(layer, self._deadline_s):
                 raise DeviceTimeout("the load was not started in time")
         except Exception as error:
             self.error = self.error or error
@@ -240,10 +240,10 @@ class LoadBatch(Owned):
         to the end of the last, and of the copies, but for what the batch before held those up.
         """
         fresh = [read for plan in self._plans for read in plan.fresh]
-        if self._landing is None or not fresh:
+        if self._copier is None or not fresh:
             return self.waited_s
         began_s = min(read.began_s for read in fresh)
-        copied_s = self._landing.ended_s - max(began_s, self._landing.free_s)
+        copied_s = self._copier.ended_s - max(began_s, self._copier.free_s)
         return max(copied_s, max(read.ended_s for read in fresh) - began_s)
 
     def end(self) -> bool:
@@ -259,7 +259,7 @@ class LoadBatch(Owned):
         with self._planning:
             self._abandoned = True  # what was not planned by now never is
         left = time.monotonic() + max(1.0, self._deadline_s - time.monotonic())
-        safe = self._landing is None or self._landing.wait_over(left)
+        safe = self._copier is None or self._copier.wait_over(left)
         for plan in self._plans if safe else ():
             for read in plan.ahead:
                 assert self._ahead is not None, "what was taken came from there"
@@ -269,7 +269,7 @@ class LoadBatch(Owned):
                     read.retire()
                 else:
                     safe = read.wait_over(left) and safe
-                    if safe and self._landing is not None:
+                    if safe and self._copier is not None:
                         self.error = self.error or read.outcome()
         if not safe:
             raise DeviceTimeout(
@@ -278,37 +278,39 @@ class LoadBatch(Owned):
             )
         return self.error is None
 
-    def _bring(self, layer: int) -> None:
+    def _copy_from_staging(self, layer: int) -> None:
         if not self._started.wait(max(0.0, self._deadline_s - time.monotonic())):
             raise DeviceTimeout("the load was not started in time")
         if self.error is not None:
             return
         for plan in self._plans:
             for read in plan.fresh:
-                own = read.shelf.engine.layer_of.get(layer)
+                own = read.stored_pool.engine.layer_of.get(layer)
                 if own is not None:
                     read.wait_layer(own, self._deadline_s)
             for copy in plan.copies:
-                shelf = copy.read.shelf
-                own = shelf.engine.layer_of.get(layer)
+                stored_pool = copy.read.stored_pool
+                own = stored_pool.engine.layer_of.get(layer)
                 if own is not None:
                     copy.read.wait_layer(own, self._deadline_s)
-                    source = shelf.loads.views if copy.read.staged else shelf.engine.views
-                    shelf.bring(own, source, copy.rows, copy.targets)
+                    source = (
+                        stored_pool.loads.views if copy.read.staged else stored_pool.engine.views
+                    )
+                    stored_pool.copy_from_staging(own, source, copy.rows, copy.targets)
 
 
-def _by_shelf(queued: Sequence[QueuedLoad]) -> list[tuple[Shelf, Keys, Pages]]:
+def _by_stored_pool(queued: Sequence[QueuedLoad]) -> list[tuple[StoredPool, Keys, Pages]]:
     """What the batch wants of each pool.  Waits for the engine's device.
 
     Raises ConfigError for slots that are no whole pages, before anything is moved.
     """
     grouped: dict[str, list[QueuedLoad]] = {}
     for load in queued:
-        grouped.setdefault(load.shelf.name, []).append(load)
+        grouped.setdefault(load.stored_pool.name, []).append(load)
     wanted = []
     for loads in grouped.values():
-        shelf = loads[0].shelf
+        stored_pool = loads[0].stored_pool
         keys = np.concatenate([load.keys for load in loads])
-        pages = [shelf.page_numbers(load.slots, len(load.keys)) for load in loads]
-        wanted.append((shelf, keys, np.concatenate(pages)))
+        pages = [stored_pool.page_numbers(load.slots, len(load.keys)) for load in loads]
+        wanted.append((stored_pool, keys, np.concatenate(pages)))
     return wanted

@@ -6,16 +6,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
+from tutti.arrays import Keys, Mask
 from tutti.errors import TuttiError
 from tutti.integration.sglang.direct import adapter
-from tutti.integration.sglang.direct.admission import Worth
-from tutti.integration.sglang.direct.hits import Mask, Window, restorable
+from tutti.integration.sglang.direct.admission import Admission
+from tutti.integration.sglang.direct.hits import Window, restorable
 from tutti.integration.sglang.direct.read_ahead import ReadAhead
-from tutti.integration.sglang.direct.stored_pool import Shelf
-
-Keys = npt.NDArray[np.uint8]
+from tutti.integration.sglang.direct.stored_pool import StoredPool
 
 
 @dataclass(frozen=True)
@@ -26,28 +24,30 @@ class Found:
     """
 
     lengths: list[int]
-    wanted: Sequence[tuple[Shelf, Keys]]
+    wanted: Sequence[tuple[StoredPool, Keys]]
 
 
 class Lookups:
     """Looks up in all pools of one rank.  For one thread.
 
-    worth: which hits are taken.  ahead: what is staged does not count as load time.
+    admission: which hits are taken.  ahead: what is staged does not count as load time.
     """
 
     def __init__(
         self,
-        shelves: Sequence[Shelf],
-        worth: Worth,
+        stored_pools: Sequence[StoredPool],
+        admission: Admission,
         ahead: ReadAhead | None,
-        complain: Callable[[str, object], None],
+        log_error: Callable[[str, object], None],
     ) -> None:
-        self._by_page = [shelf for shelf in shelves if not shelf.engine.trailing]
-        self._states = [shelf for shelf in shelves if shelf.engine.trailing]
-        self._worth = worth
+        self._by_page = [
+            stored_pool for stored_pool in stored_pools if not stored_pool.engine.trailing
+        ]
+        self._states = [stored_pool for stored_pool in stored_pools if stored_pool.engine.trailing]
+        self._admission = admission
         self._ahead = ahead
-        self._complain = complain
-        self._page_nbytes = sum(shelf.page_nbytes for shelf in self._by_page)
+        self._complain = log_error
+        self._page_nbytes = sum(stored_pool.page_nbytes for stored_pool in self._by_page)
 
     def find(
         self, rid: str, keys: Keys, transfers: Sequence[adapter.PoolTransfer], pages_max: int | None
@@ -57,17 +57,17 @@ class Lookups:
         Every pool counts one look-up, whatever is found, so that pins expire alike on all ranks.
         """
         wanted = keys if pages_max is None else keys[:pages_max]
-        pages = min([self._match(rid, shelf, wanted) for shelf in self._by_page])
+        pages = min([self._match(rid, stored_pool, wanted) for stored_pool in self._by_page])
         windows = [self._window(rid, s, wanted[:pages], transfers) for s in self._states]
-        for shelf in self._by_page:
-            shelf.recorder.count("hit_pages", pages)
-            shelf.recorder.count("miss_pages", len(keys) - pages)
+        for stored_pool in self._by_page:
+            stored_pool.metrics.count("hit_pages", pages)
+            stored_pool.metrics.count("miss_pages", len(keys) - pages)
         good = restorable(pages, windows)
         best = int(np.flatnonzero(good)[-1]) if good.any() else 0
         staged = 0
-        if self._ahead is not None and self._worth.timed and best:
+        if self._ahead is not None and self._admission.timed and best:
             staged = self._ahead.staged_pages(self._by_page[0], wanted[:best])
-        least, most = self._worth.bounds(staged, pages=best - staged, asked=len(keys))
+        least, most = self._admission.bounds(staged, pages=best - staged, asked=len(keys))
         good[:least] = False
         good[most + 1 :] = False
         ahead = self._pages_of(wanted[:best], windows) if best >= least else []
@@ -75,27 +75,27 @@ class Lookups:
             self.release([rid])
         return Found(np.flatnonzero(good).tolist(), ahead)
 
-    def still_there(self, rid: str, wanted: Sequence[tuple[Shelf, Keys]]) -> bool:
+    def still_there(self, rid: str, wanted: Sequence[tuple[StoredPool, Keys]]) -> bool:
         """Whether everything that is to be loaded is still stored; pins it, and nothing else."""
         there = True
-        for shelf, keys in wanted:
-            there = bool(self._present(rid, shelf, keys).all()) and there
+        for stored_pool, keys in wanted:
+            there = bool(self._present(rid, stored_pool, keys).all()) and there
         return there
 
     def release(self, rids: Sequence[str]) -> None:
         """These requests have what they wanted, or want nothing any more: their pins go."""
-        for shelf in (*self._by_page, *self._states):
+        for stored_pool in (*self._by_page, *self._states):
             for rid in rids:
-                shelf.store.unpin(rid)
+                stored_pool.store.unpin(rid)
 
     def reset(self) -> None:
         """Nobody waits for anything: all pins go."""
-        for shelf in (*self._by_page, *self._states):
-            shelf.store.unpin()
+        for stored_pool in (*self._by_page, *self._states):
+            stored_pool.store.unpin()
 
-    def _match(self, rid: str, shelf: Shelf, keys: Keys) -> int:
+    def _match(self, rid: str, stored_pool: StoredPool, keys: Keys) -> int:
         try:
-            return shelf.store.match(keys, pin=rid, proven=True)
+            return stored_pool.store.match(keys, pin=rid, proven=True)
         except TuttiError as error:
             self._complain(f"look-up: {type(error).__name__}", error)
             return 0
@@ -103,27 +103,27 @@ class Lookups:
     def _window(
         self,
         rid: str,
-        shelf: Shelf,
+        stored_pool: StoredPool,
         keys: Keys,
         transfers: Sequence[adapter.PoolTransfer],
     ) -> Window:
         """What a pool of states holds, and pins may keep."""
-        named = [t.keys for t in transfers if t.name == shelf.engine.source and t.keys]
-        held = self._present(rid, shelf, keys)
-        shelf.recorder.count("hit_pages", int(np.count_nonzero(held)))
+        named = [t.keys for t in transfers if t.name == stored_pool.engine.source and t.keys]
+        held = self._present(rid, stored_pool, keys)
+        stored_pool.metrics.count("hit_pages", int(np.count_nonzero(held)))
         return Window(held, len(named[0]) if named else 1)
 
-    def _present(self, rid: str, shelf: Shelf, keys: Keys) -> Mask:
+    def _present(self, rid: str, stored_pool: StoredPool, keys: Keys) -> Mask:
         try:
-            return shelf.store.present(keys, pin=rid, proven=True)
+            return stored_pool.store.present(keys, pin=rid, proven=True)
         except TuttiError as error:
             self._complain(f"look-up: {type(error).__name__}", error)
             return np.zeros(len(keys), np.bool_)
 
-    def _pages_of(self, keys: Keys, windows: Sequence[Window]) -> list[tuple[Shelf, Keys]]:
+    def _pages_of(self, keys: Keys, windows: Sequence[Window]) -> list[tuple[StoredPool, Keys]]:
         """What a load of these pages reads of each pool; states first, as they are short."""
         states = [
-            (shelf, keys[max(0, len(keys) - window.pages) :])
-            for shelf, window in zip(self._states, windows, strict=True)
+            (stored_pool, keys[max(0, len(keys) - window.pages) :])
+            for stored_pool, window in zip(self._states, windows, strict=True)
         ]
-        return [*states, *((shelf, keys) for shelf in self._by_page)]
+        return [*states, *((stored_pool, keys) for stored_pool in self._by_page)]

@@ -7,17 +7,13 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-import numpy as np
-import numpy.typing as npt
-
-from tutti.errors import ChecksumMismatch, DeviceTimeout, KeyMissing, PagesHeld, TuttiError
+from tutti.arrays import Keys
+from tutti.errors import ChecksumMismatch, DeviceTimeout, KeyMissing, PagesInUse, TuttiError
 from tutti.integration.sglang.breaker import Breaker
-from tutti.integration.sglang.direct.staging import Staging
-from tutti.integration.sglang.metrics import Recorder
+from tutti.integration.sglang.direct.staging import StagingPages
+from tutti.integration.sglang.metrics import Metrics
 from tutti.process import Owned
 from tutti.store import ObjectStore
-
-Keys = npt.NDArray[np.uint8]
 
 _PROVE_OBJECTS = 64
 _EVERY_S = 0.5
@@ -25,7 +21,7 @@ _REFRESH_S = 10.0
 _KNOWN_KEYS = 16
 
 
-class Upkeep(Owned):
+class Maintenance(Owned):
     """A thread that serves one store.
 
     staging: for probes alone.  reads: closed again when an object can be read.  probe_s: how long
@@ -35,24 +31,24 @@ class Upkeep(Owned):
     def __init__(
         self,
         store: ObjectStore,
-        staging: Staging,
+        staging: StagingPages,
         reads: Breaker,
         *,
-        recorder: Recorder,
-        complain: Callable[[str, object], None],
+        metrics: Metrics,
+        log_error: Callable[[str, object], None],
         probe_s: float,
     ) -> None:
         self._store = store
         self._staging = staging
         self._reads = reads
-        self._recorder = recorder
-        self._complain = complain
+        self._recorder = metrics
+        self._complain = log_error
         self._probe_s = probe_s
         self._known: deque[bytes] = deque(maxlen=_KNOWN_KEYS)
         self._proven = False
         self._hurries = True  # to the next round without a pause
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="tutti-upkeep", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="tutti-maintenance", daemon=True)
         self._thread.start()
 
     def remember(self, keys: Keys) -> None:
@@ -103,8 +99,8 @@ class Upkeep(Owned):
         if pages is None or self._staging.pool is None:
             return False
         try:
-            ticket = self._store.load([key], pages, pool=self._staging.pool)
-        except PagesHeld as error:
+            ticket = self._store.load([key], pages, memory=self._staging.pool)
+        except PagesInUse as error:
             given_up = error  # the name of an exception ends with its clause
             self._staging.retire(pages, lambda: given_up.wait_settled(0.0))
             raise

@@ -7,16 +7,16 @@ from collections.abc import Mapping
 from typing import Any
 
 from tutti.integration.sglang.direct.gpu import Gpu
-from tutti.integration.sglang.direct.kv_pools import EngineGroup, EnginePool
-from tutti.integration.sglang.direct.stored_pool import Shelf, split_nbytes
+from tutti.integration.sglang.direct.kv_pools import KvPool, KvPoolGroup
+from tutti.integration.sglang.direct.stored_pool import StoredPool, split_nbytes
 from tutti.integration.sglang.identity import (
-    Place,
+    ParallelRank,
     ServedModel,
     identity_of,
     layout_of,
     pool_path,
 )
-from tutti.integration.sglang.metrics import Recorder
+from tutti.integration.sglang.metrics import Metrics
 from tutti.integration.sglang.options import LINKER
 from tutti.integration.sglang.pool_file import open_store
 from tutti.scheduler.dispatcher import Schedule
@@ -28,17 +28,17 @@ _log = logging.getLogger(__name__)
 _KV_SHARE = 0.75
 
 
-def open_shelves(
+def open_stored_pools(
     options: Mapping[str, Any],
-    group: EngineGroup,
+    group: KvPoolGroup,
     model: ServedModel,
-    place: Place,
+    parallel_rank: ParallelRank,
     *,
     prometheus: bool,
     profile: Profile | None = None,
     gpu: Gpu | None = None,
-) -> dict[str, Shelf]:
-    """A shelf for every pool, by name.  Raises TuttiError, with nothing left open.
+) -> dict[str, StoredPool]:
+    """A stored_pool for every pool, by name.  Raises TuttiError, with nothing left open.
 
     profile: by which its puts and loads are launched; None for at once.
     """
@@ -46,27 +46,28 @@ def open_shelves(
     loads = split_nbytes(options["load_staging"], pools, _KV_SHARE)
     stores = split_nbytes(options["store_staging"], pools, _KV_SHARE)
     capacities = _capacities(options, pools)
-    shelves: dict[str, Shelf] = {}
+    stored_pools: dict[str, StoredPool] = {}
     identity = identity_of(options, model)
     try:
         for pool in pools:
-            layout = layout_of(pool.shape, identity, place)
-            path = pool_path(options["path"], layout, f"linker-{pool.name}", place)
+            layout = layout_of(pool.shape, identity, parallel_rank)
+            path = pool_path(options["path"], layout, f"linker-{pool.name}", parallel_rank)
             store = open_store(
                 path,
                 layout,
-                capacities[pool.name] // place.ranks,
+                capacities[pool.name] // parallel_rank.ranks,
                 options,
                 _schedule(profile, pool, options, stores[pool.name]),
             )
-            recorder = Recorder(
-                {"mode": LINKER, "pool": pool.name, "rank": place.name}, prometheus=prometheus
+            metrics = Metrics(
+                {"mode": LINKER, "pool": pool.name, "rank": parallel_rank.name},
+                prometheus=prometheus,
             )
             try:
-                shelves[pool.name] = Shelf(
+                stored_pools[pool.name] = StoredPool(
                     pool,
                     store,
-                    recorder,
+                    metrics,
                     load_staging=loads[pool.name],
                     store_staging=stores[pool.name],
                     gpu=gpu,
@@ -76,14 +77,14 @@ def open_shelves(
                 raise
             _log.info("Tutti: %s holds %s pages", path, store.stats()["capacity_objects"])
     except BaseException:
-        for shelf in shelves.values():
-            shelf.store.close()
+        for stored_pool in stored_pools.values():
+            stored_pool.store.close()
         raise
-    return shelves
+    return stored_pools
 
 
 def _schedule(
-    profile: Profile | None, pool: EnginePool, options: Mapping[str, Any], staging_nbytes: int
+    profile: Profile | None, pool: KvPool, options: Mapping[str, Any], staging_nbytes: int
 ) -> Schedule | None:
     """Writes yield to reads.  The backlog bounds what waits, so the scheduler drops nothing."""
     if profile is None:
@@ -93,7 +94,7 @@ def _schedule(
     return Schedule(profile, limits)
 
 
-def _capacities(options: Mapping[str, Any], pools: list[EnginePool]) -> dict[str, int]:
+def _capacities(options: Mapping[str, Any], pools: list[KvPool]) -> dict[str, int]:
     """Pools by KV page share the capacity, as many pages each; each of the others has its own."""
     shares = split_nbytes(options["capacity"], [pool for pool in pools if not pool.trailing], 1.0)
     aside = options["sidecar_capacity"] or options["capacity"] // 8

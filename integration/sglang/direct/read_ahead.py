@@ -14,17 +14,13 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
-import numpy.typing as npt
-
+from tutti.arrays import Keys
 from tutti.errors import KeyMissing
 from tutti.integration.sglang.breaker import Breaker
 from tutti.integration.sglang.direct.reads import Read
-from tutti.integration.sglang.direct.stored_pool import Shelf
+from tutti.integration.sglang.direct.stored_pool import StoredPool
 from tutti.integration.sglang.metrics import LOAD
 from tutti.process import Owned
-
-Keys = npt.NDArray[np.uint8]
 
 _PIECE_NBYTES = 16 << 20
 _PIECE_PAGES = 64
@@ -33,11 +29,11 @@ _IDLE_S = 60.0
 
 @dataclass
 class _Note:
-    """What one request may want: keys (n, 16) by shelf, and how far they were read."""
+    """What one request may want: keys (n, 16) by stored_pool, and how far they were read."""
 
-    wanted: Sequence[tuple[Shelf, Keys]]
+    wanted: Sequence[tuple[StoredPool, Keys]]
     seen: int
-    next_shelf: int = 0
+    next_pool: int = 0
     next_row: int = 0
 
 
@@ -58,29 +54,31 @@ class _Staged:
 class ReadAhead(Owned):
     """Staged pages of requests that wait.  Thread-safe.
 
-    share: of each shelf's load staging that may be filled ahead.
+    share: of each stored_pool's load staging that may be filled ahead.
     lookups: a request that did not look up again within so many look-ups has gone away.
     measured: is told the bytes and seconds of each read.
     """
 
     def __init__(
         self,
-        shelves: Sequence[Shelf],
+        stored_pools: Sequence[StoredPool],
         *,
         share: float,
         lookups: int,
         timeout_s: float,
         breaker: Breaker,
         measured: Callable[[int, float], None],
-        complain: Callable[[str, object], None],
+        log_error: Callable[[str, object], None],
     ) -> None:
-        self._budget = {shelf.name: int(shelf.loads.pages * share) for shelf in shelves}
+        self._budget = {
+            stored_pool.name: int(stored_pool.loads.pages * share) for stored_pool in stored_pools
+        }
         self._held = dict.fromkeys(self._budget, 0)
         self._lookups = lookups
         self._timeout_s = timeout_s
         self._breaker = breaker
         self._measured = measured
-        self._complain = complain
+        self._complain = log_error
         self._changed = threading.Condition()
         self._notes: OrderedDict[str, _Note] = OrderedDict()
         self._staged: list[_Staged] = []
@@ -94,7 +92,7 @@ class ReadAhead(Owned):
             self._thread = threading.Thread(target=self._run, name="tutti-ahead", daemon=True)
             self._thread.start()
 
-    def note(self, rid: str, wanted: Sequence[tuple[Shelf, Keys]]) -> None:
+    def note(self, rid: str, wanted: Sequence[tuple[StoredPool, Keys]]) -> None:
         """One more look-up; what request ``rid`` will load if it is scheduled.  Never waits."""
         if self._thread is None:
             return
@@ -121,17 +119,17 @@ class ReadAhead(Owned):
         with self._changed:
             self._forget(rid)
 
-    def staged_pages(self, shelf: Shelf, keys: Keys) -> int:
+    def staged_pages(self, stored_pool: StoredPool, keys: Keys) -> int:
         """How many of ``keys``, from the first on, are staged or on their way."""
         with self._changed:
             if not self._by_key:
                 return 0
             for row, key in enumerate(keys):
-                if (shelf.name, key.tobytes()) not in self._by_key:
+                if (stored_pool.name, key.tobytes()) not in self._by_key:
                     return row
             return len(keys)
 
-    def take(self, shelf: Shelf, keys: Sequence[bytes]) -> dict[int, tuple[Read, int]]:
+    def take(self, stored_pool: StoredPool, keys: Sequence[bytes]) -> dict[int, tuple[Read, int]]:
         """Which rows of ``keys`` are staged: the read, and the row in it.
 
         The reads stay until ``release`` was called for each (once, however many rows it serves).
@@ -142,7 +140,7 @@ class ReadAhead(Owned):
             if not self._by_key:
                 return found
             for row, key in enumerate(keys):
-                place = self._by_key.get((shelf.name, key))
+                place = self._by_key.get((stored_pool.name, key))
                 if place is not None:
                     users[id(place[0])] = place[0]
                     place[0].used.add(place[1])
@@ -160,13 +158,13 @@ class ReadAhead(Owned):
                     self._drop_unwanted(staged)
                     return
 
-    def make_room(self, shelf: Shelf, pages: int) -> None:
+    def make_room(self, stored_pool: StoredPool, pages: int) -> None:
         """Drops what no batch uses, the oldest first, until ``pages`` of staging are free."""
         with self._changed:
             for staged in list(self._staged):
-                if shelf.loads.free >= pages:
+                if stored_pool.loads.free >= pages:
                     return
-                if staged.read.shelf is shelf and not staged.users:
+                if staged.read.stored_pool is stored_pool and not staged.users:
                     staged.rids.clear()
                     self._drop_unwanted(staged)
 
@@ -202,10 +200,10 @@ class ReadAhead(Owned):
             return
         self._unlist(staged)
         self._staged.remove(staged)
-        self._held[staged.read.shelf.name] -= len(staged.read.keys)
-        recorder = staged.read.shelf.recorder
-        recorder.count("ahead_used_pages", len(staged.used))
-        recorder.count("ahead_unused_pages", len(staged.read.keys) - len(staged.used))
+        self._held[staged.read.stored_pool.name] -= len(staged.read.keys)
+        metrics = staged.read.stored_pool.metrics
+        metrics.count("ahead_used_pages", len(staged.used))
+        metrics.count("ahead_unused_pages", len(staged.read.keys) - len(staged.used))
         staged.read.retire()
         self._changed.notify()
 
@@ -214,7 +212,7 @@ class ReadAhead(Owned):
         if staged.listed:
             staged.listed = False
             for key in staged.read.keys:
-                self._by_key.pop((staged.read.shelf.name, key.tobytes()), None)
+                self._by_key.pop((staged.read.stored_pool.name, key.tobytes()), None)
 
     def _run(self) -> None:
         while not self._stop:  # ended by close()
@@ -237,54 +235,56 @@ class ReadAhead(Owned):
         if not self._breaker.closed:
             return None
         for rid, note in list(self._notes.items()):
-            while note.next_shelf < len(note.wanted):
-                shelf, keys = note.wanted[note.next_shelf]
+            while note.next_pool < len(note.wanted):
+                stored_pool, keys = note.wanted[note.next_pool]
                 if note.next_row >= len(keys):
-                    note.next_shelf, note.next_row = note.next_shelf + 1, 0
+                    note.next_pool, note.next_row = note.next_pool + 1, 0
                     continue
-                room = self._budget[shelf.name] - self._held[shelf.name]
+                room = self._budget[stored_pool.name] - self._held[stored_pool.name]
                 if room <= 0:
                     break
-                staged = self._piece(rid, note, shelf, keys, room)
+                staged = self._piece(rid, note, stored_pool, keys, room)
                 if staged is not None:
                     return staged
         return None
 
-    def _piece(self, rid: str, note: _Note, shelf: Shelf, keys: Keys, room: int) -> _Staged | None:
+    def _piece(
+        self, rid: str, note: _Note, stored_pool: StoredPool, keys: Keys, room: int
+    ) -> _Staged | None:
         """Claims the next keys that are not staged yet; None when there are none, or no staging."""
-        most = max(1, min(room, _PIECE_PAGES, _PIECE_NBYTES // shelf.page_nbytes))
+        most = max(1, min(room, _PIECE_PAGES, _PIECE_NBYTES // stored_pool.page_nbytes))
         rows: list[int] = []
         while note.next_row < len(keys) and len(rows) < most:
-            place = self._by_key.get((shelf.name, keys[note.next_row].tobytes()))
+            place = self._by_key.get((stored_pool.name, keys[note.next_row].tobytes()))
             if place is None:
                 rows.append(note.next_row)
             else:
                 place[0].rids.add(rid)
             note.next_row += 1
-        pages = shelf.loads.allocate(len(rows)) if rows else None
+        pages = stored_pool.loads.allocate(len(rows)) if rows else None
         if pages is None:
             note.next_row = rows[0] if rows else note.next_row
             if rows:
-                note.next_shelf = len(note.wanted)  # batches have all of staging: give up
+                note.next_pool = len(note.wanted)  # batches have all of staging: give up
             return None
         name = f"ahead {next(self._names)}"
-        staged = _Staged(Read(shelf, keys[rows], pages, staged=True, batch=name), {rid})
+        staged = _Staged(Read(stored_pool, keys[rows], pages, staged=True, batch=name), {rid})
         self._staged.append(staged)
-        self._held[shelf.name] += len(rows)
+        self._held[stored_pool.name] += len(rows)
         for place_in, row in enumerate(rows):
-            self._by_key[shelf.name, keys[row].tobytes()] = (staged, place_in)
+            self._by_key[stored_pool.name, keys[row].tobytes()] = (staged, place_in)
         return staged
 
     def _ended(self, staged: _Staged, over: bool, duration_s: float) -> None:
         error = staged.read.outcome() if over else None
         if over and error is None:
-            recorder = staged.read.shelf.recorder
-            recorder.count("ahead_pages", len(staged.read.keys))
+            metrics = staged.read.stored_pool.metrics
+            metrics.count("ahead_pages", len(staged.read.keys))
             # Here and not with the batches that use it, which may be several, or none.
-            recorder.count("moved_bytes", staged.read.nbytes, LOAD)
-            recorder.count("busy_seconds", duration_s, LOAD)
+            metrics.count("moved_bytes", staged.read.nbytes, LOAD)
+            metrics.count("busy_seconds", duration_s, LOAD)
             self.pages_read += len(staged.read.keys)
-            if not staged.read.shelf.engine.trailing:
+            if not staged.read.stored_pool.engine.trailing:
                 self._measured(staged.read.nbytes, duration_s)
             return
         self._failed(staged, error)
@@ -302,12 +302,12 @@ class ReadAhead(Owned):
                 self._drop_unwanted(staged)
 
 
-def _same(old: Sequence[tuple[Shelf, Keys]], new: Sequence[tuple[Shelf, Keys]]) -> bool:
-    """Whether both want the same, judged by the first and last key of each shelf."""
+def _same(old: Sequence[tuple[StoredPool, Keys]], new: Sequence[tuple[StoredPool, Keys]]) -> bool:
+    """Whether both want the same, judged by the first and last key of each stored_pool."""
     if len(old) != len(new):
         return False
-    for (shelf, keys), (other, others) in zip(old, new, strict=True):
-        if shelf is not other or len(keys) != len(others):
+    for (stored_pool, keys), (other, others) in zip(old, new, strict=True):
+        if stored_pool is not other or len(keys) != len(others):
             return False
         if len(keys) and not ((keys[0] == others[0]).all() and (keys[-1] == others[-1]).all()):
             return False

@@ -5,28 +5,25 @@ from __future__ import annotations
 import threading
 import time
 
-import numpy as np
-import numpy.typing as npt
-
-from tutti.errors import DeviceTimeout, PagesHeld, TuttiError
+from tutti.arrays import Keys
+from tutti.errors import DeviceTimeout, PagesInUse, TuttiError
 from tutti.integration.sglang.direct.kv_pools import Pages
-from tutti.integration.sglang.direct.stored_pool import Shelf
+from tutti.integration.sglang.direct.stored_pool import StoredPool
 from tutti.scheduler.event import BatchJoined
 from tutti.transfers.tickets import LoadTicket
-
-Keys = npt.NDArray[np.uint8]
 
 
 class Read:
     """Objects ``keys`` (n, 16) into ``pages`` (n,).  Thread-safe.
 
-    staged: the pages are staging of the shelf; else the engine's own.  batch: as ObjectStore.load.
+    staged: the pages are in the stored pool's staging, else in SGLang's own pool.
+    batch: as for ObjectStore.load.
     """
 
     def __init__(
-        self, shelf: Shelf, keys: Keys, pages: Pages, *, staged: bool, batch: str = ""
+        self, stored_pool: StoredPool, keys: Keys, pages: Pages, *, staged: bool, batch: str = ""
     ) -> None:
-        self.shelf = shelf
+        self.stored_pool = stored_pool
         self.keys = keys
         self.pages = pages
         self.staged = staged
@@ -39,15 +36,15 @@ class Read:
     @property
     def nbytes(self) -> int:
         """What is read from the medium."""
-        return len(self.keys) * self.shelf.page_nbytes
+        return len(self.keys) * self.stored_pool.page_nbytes
 
     def start(self) -> None:
         """Submits the read, on a thread that may wait; a failure is kept for who waits."""
-        pool = self.shelf.loads.pool if self.staged else self.shelf.memory
+        pool = self.stored_pool.loads.pool if self.staged else self.stored_pool.memory
         self.began_s = self.ended_s = time.monotonic()
         try:
-            self._ticket = self.shelf.store.load(
-                self.keys, self.pages, pool=pool, batch=self._batch
+            self._ticket = self.stored_pool.store.load(
+                self.keys, self.pages, memory=pool, batch=self._batch
             )
             self._ticket.on_settled(self._settled)
         except Exception as error:
@@ -60,7 +57,7 @@ class Read:
 
     def join(self, batch: str) -> None:
         """A batch takes what was read ahead: the step that calls for it waits for this read."""
-        scheduler, mine = self.shelf.store.scheduler, self._batch
+        scheduler, mine = self.stored_pool.store.scheduler, self._batch
         self._batch = batch
         if scheduler is not None:
             scheduler.post(BatchJoined(scheduler.now_ns(), mine, batch))
@@ -82,7 +79,7 @@ class Read:
         if self.error is not None:
             raise self.error
         if self._ticket is not None:
-            own = 0 if self.shelf.engine.packed else layer
+            own = 0 if self.stored_pool.engine.packed else layer
             self._ticket.wait_layer(own, max(0.001, deadline_s - time.monotonic()))
 
     def wait_over(self, deadline_s: float) -> bool:
@@ -92,7 +89,7 @@ class Read:
             return False
         if self._ticket is not None:
             return self._ticket.wait_settled(left_s)
-        if isinstance(self.error, PagesHeld):
+        if isinstance(self.error, PagesInUse):
             return self.error.wait_settled(max(0.0, deadline_s - time.monotonic()))
         return True  # the store began nothing, or ended it
 
@@ -112,4 +109,4 @@ class Read:
     def retire(self) -> None:
         """Gives staging back as soon as the device has let go."""
         assert self.staged, "pages of the engine are the engine's to take back"
-        self.shelf.loads.retire(self.pages, self.is_over)
+        self.stored_pool.loads.retire(self.pages, self.is_over)

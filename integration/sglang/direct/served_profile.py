@@ -6,14 +6,16 @@ from dataclasses import replace
 from pathlib import Path
 
 from tutti.errors import ConfigError, ProfileError
-from tutti.integration.sglang.direct.kv_pools import EngineGroup
-from tutti.integration.sglang.identity import Place
+from tutti.integration.sglang.direct.kv_pools import KvPoolGroup
+from tutti.integration.sglang.identity import ParallelRank
 from tutti.machine import machine_facts
 from tutti.scheduler.profile import TableProfile, load_or_estimate, load_profile
 from tutti.scheduler.roofline import GPUS, ModelShape
 
 
-def served_profile(file: str, folder: str, group: EngineGroup, place: Place) -> TableProfile:
+def served_profile(
+    file: str, folder: str, group: KvPoolGroup, parallel_rank: ParallelRank
+) -> TableProfile:
     """What ``file`` says, or estimates and a logged warning when it is of another machine or of a
     model whose KV has another shape.
 
@@ -26,7 +28,7 @@ def served_profile(file: str, folder: str, group: EngineGroup, place: Place) -> 
         raise ProfileError(
             f"{Path(file).name} says nothing of its model ({error}); run `tutti profile` again"
         ) from error
-    layers, nbytes = _kv_shape(group, place)
+    layers, nbytes = _kv_shape(group, parallel_rank)
     if (model.layers, model.kv_nbytes_per_token) != (layers, nbytes):
         model = replace(model, name="the served model", layers=layers, kv_nbytes_per_token=nbytes)
     there = Path(folder).absolute()
@@ -35,8 +37,8 @@ def served_profile(file: str, folder: str, group: EngineGroup, place: Place) -> 
     return load_or_estimate(file, machine=machine_facts(there), model=model, gpu=gpu)
 
 
-def _kv_shape(group: EngineGroup, place: Place) -> tuple[int, int]:
+def _kv_shape(group: KvPoolGroup, parallel_rank: ParallelRank) -> tuple[int, int]:
     """Layers, and bytes of a token's KV, of the whole model as its ranks share it."""
     own = sum(pool.nbytes // pool.slots for pool in group.pools.values() if not pool.trailing)
-    heads = 1 if place.replicated else place.tp_size
-    return group.layers * place.pp_size, own * heads * place.pp_size
+    heads = 1 if parallel_rank.replicated else parallel_rank.tp_size
+    return group.layers * parallel_rank.pp_size, own * heads * parallel_rank.pp_size

@@ -12,12 +12,12 @@ from collections.abc import Callable
 import numpy as np
 
 from tutti.integration.sglang.direct.kv_pools import Pages, Views
-from tutti.memory.host_memory import HostPool
+from tutti.memory.host_memory import HostMemory
 from tutti.process import Owned
 from tutti.store import ObjectStore
 
 
-class Staging(Owned):
+class StagingPages(Owned):
     """Pages in registered memory on hugepages.  Thread-safe.
 
     nbytes: rounded down to whole pages; less than one page is no staging.
@@ -25,17 +25,17 @@ class Staging(Owned):
     """
 
     def __init__(
-        self, store: ObjectStore, nbytes: int, views_of: Callable[[HostPool], Views] | None = None
+        self, store: ObjectStore, nbytes: int, views_of: Callable[[HostMemory], Views] | None = None
     ) -> None:
         layout = store.layout
         self.pages = nbytes // layout.object_nbytes
         self._lock = threading.Lock()
         self._free: Pages = np.arange(self.pages, dtype=np.int64)
         self._retired: list[tuple[Callable[[], bool], Pages]] = []
-        self.pool: HostPool | None = None
+        self.pool: HostMemory | None = None
         self.views: Views = []
         if self.pages:
-            self.pool = store.allocate_pool(self.pages)
+            self.pool = store.allocate_memory(self.pages)
             self.views = [] if views_of is None else views_of(self.pool)
 
     def allocate(self, pages: int) -> Pages | None:

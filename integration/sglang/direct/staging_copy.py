@@ -1,8 +1,8 @@
 """The layers of one batch on their way into pages in GPU memory.
 
-The loader's thread enqueues everything on the GPU's stream `landing`: for each layer the waits for
-what moves it, the copies from staging and to further slots, and an event. Who needs a layer lets
-its own stream wait for the event, and blocks only until the event was enqueued.
+The loader's thread enqueues everything on the GPU's `copy_stream`: for each layer the waits for its
+reads, the copies from staging and to further slots, and an event. The consumer of a layer makes its
+own stream wait for the event, and blocks only until the event was enqueued.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class LoadPlan:
     copies: Sequence[Copy]
 
 
-class Landing:
+class StagingCopier:
     """What one batch has on the stream.  layers: transfer layers of the model.
 
     free_s, ended_s: monotonic; when the batch before had let go of the pages, and when the stream
@@ -48,7 +48,7 @@ class Landing:
 
     def __init__(self, gpu: Gpu, layers: int) -> None:
         self._gpu = gpu
-        self._events = gpu.take_events(layers + 1)  # the last one: after all, or what failed
+        self._events = gpu.acquire_events(layers + 1)  # the last one: after all, or what failed
         self._changed = threading.Condition()
         self._landed = 0  # layers that were enqueued in full
         self._over = False  # nothing more will be
@@ -60,7 +60,7 @@ class Landing:
     def watch(self, fence: Fence, deadline_s: float) -> None:
         """Notes the times; the fence is that of the pages."""
         work = partial(self._watch, fence, deadline_s)
-        threading.Thread(target=work, name="tutti-landing", daemon=True).start()
+        threading.Thread(target=work, name="tutti-staging-copy", daemon=True).start()
 
     def _watch(self, fence: Fence, deadline_s: float) -> None:
         try:
@@ -70,36 +70,36 @@ class Landing:
         except (CudaError, DeviceTimeout):
             return  # who ends the batch is told, too
 
-    def land(self, plans: Sequence[LoadPlan], deadline_s: float) -> None:
+    def copy_layer(self, plans: Sequence[LoadPlan], deadline_s: float) -> None:
         """Enqueues all layers; the reads are started.  Waits for what was read ahead."""
         for layer in range(self._layers):
             for plan in plans:
                 self._order(plan, layer)
                 self._copy(plan, layer, deadline_s)
-            self._gpu.driver.record_event(self._events[layer], self._gpu.landing)
+            self._gpu.driver.record_event(self._events[layer], self._gpu.copy_stream)
             with self._changed:
                 self._landed = layer + 1
                 self._changed.notify_all()
 
     def _order(self, plan: LoadPlan, layer: int) -> None:
         for read in plan.fresh:
-            own = read.shelf.engine.layer_of.get(layer)
+            own = read.stored_pool.engine.layer_of.get(layer)
             if own is not None and not read.staged:
-                read.order_stream(self._gpu.landing, own)
+                read.order_stream(self._gpu.copy_stream, own)
 
     def _copy(self, plan: LoadPlan, layer: int, deadline_s: float) -> None:
         for copy in plan.copies:
             read = copy.read
-            own = read.shelf.engine.layer_of.get(layer)
+            own = read.stored_pool.engine.layer_of.get(layer)
             if own is not None:
                 if read.staged:
                     read.wait_layer(own, deadline_s)
-                read.shelf.land(own, copy.rows, copy.targets, staged=read.staged)
+                read.stored_pool.copy_layer(own, copy.rows, copy.targets, staged=read.staged)
 
     def end(self) -> None:
         """Nothing more comes: marks the end on the stream, and lets go of who waits."""
         try:
-            self._gpu.driver.record_event(self._events[-1], self._gpu.landing)
+            self._gpu.driver.record_event(self._events[-1], self._gpu.copy_stream)
             self._is_marked = True
         except CudaError:
             self._is_marked = False  # then the whole stream tells
@@ -126,7 +126,7 @@ class Landing:
         """Waits until the stream is through with the batch; whether it is."""
         if not self._wait_stream(deadline_s):
             return False
-        self._gpu.give_events(self._events)
+        self._gpu.release_events(self._events)
         return True
 
     def _wait_stream(self, deadline_s: float) -> bool:
@@ -144,7 +144,7 @@ class Landing:
             if self._is_marked:
                 through = gpu.driver.is_event_done(self._events[-1])
             else:
-                through = gpu.driver.is_stream_done(gpu.landing)
+                through = gpu.driver.is_stream_done(gpu.copy_stream)
             if through:
                 self.ended_s = time.monotonic()
             return through

@@ -4,27 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from tutti.errors import ConfigError
 from tutti.integration.sglang.direct.gpu import Gpu
-from tutti.integration.sglang.direct.kv_pools import EnginePool, Pages, Spans, Views, spans_of
-from tutti.integration.sglang.direct.staging import Staging
-from tutti.integration.sglang.metrics import Recorder
-from tutti.memory.device_memory import DevicePool
-from tutti.memory.host_memory import HostPool
+from tutti.integration.sglang.direct.kv_pools import KvPool, Pages, Spans, Views, spans_of
+from tutti.integration.sglang.direct.staging import StagingPages
+from tutti.integration.sglang.metrics import Metrics
+from tutti.memory.device_memory import DeviceMemory
+from tutti.memory.host_memory import HostMemory
 from tutti.store import ObjectStore
-
-Keys = npt.NDArray[np.uint8]
 
 #: A read of a GPU's pages has at most so much of its engine's staging for one layer: the engine
 #: gives a transfer half of it, and two layers go at once.
 _READS_AT_ONCE = 5
 
 
-class Shelf:
+class StoredPool:
     """Where the pages of one engine pool are kept.
 
     memory: the engine's pages for direct transfers; None where everything goes through staging.
@@ -35,9 +31,9 @@ class Shelf:
 
     def __init__(
         self,
-        engine: EnginePool,
+        engine: KvPool,
         store: ObjectStore,
-        recorder: Recorder,
+        metrics: Metrics,
         *,
         load_staging: int,
         store_staging: int,
@@ -45,19 +41,19 @@ class Shelf:
     ) -> None:
         self.engine = engine
         self.store = store
-        self.recorder = recorder
+        self.metrics = metrics
         self.gpu = gpu
         #: Pages that one read into the engine's pages may have; None for any number.
         self.read_pages_max: int | None = None
         memory = engine.host_pool(store.layout)
         if gpu is not None and memory is not None:
             load_staging, store_staging = load_staging // 2, store_staging // 2
-            memory = DevicePool(memory, gpu.attach(store, load_staging, store_staging))
+            memory = DeviceMemory(memory, gpu.attach(store, load_staging, store_staging))
             slice_nbytes = self.page_nbytes // store.layout.layers
             self.read_pages_max = max(1, load_staging // _READS_AT_ONCE // slice_nbytes)
-        self.memory: HostPool | None = None if memory is None else store.register(memory)
-        self.loads = Staging(store, load_staging, engine.staging_views)
-        self.stores = Staging(store, store_staging, engine.staging_views)
+        self.memory: HostMemory | None = None if memory is None else store.register(memory)
+        self.loads = StagingPages(store, load_staging, engine.staging_views)
+        self.stores = StagingPages(store, store_staging, engine.staging_views)
         self._load_spans = self._reached(self.loads)
         self._store_spans = self._reached(self.stores)
         if self.memory is None and not (self.loads.pages and self.stores.pages):
@@ -87,26 +83,26 @@ class Shelf:
         return self.gpu is not None and self.memory is not None
 
     def page_numbers(self, slots: torch.Tensor, pages: int) -> Pages:
-        """See EnginePool.page_numbers; waits for no more of a GPU than the slots."""
+        """See KvPool.page_numbers; waits for no more of a GPU than the slots."""
         if self.gpu is None:
             return self.engine.page_numbers(slots, pages)
-        with self.gpu.streams.aside():
+        with self.gpu.streams.on_side_stream():
             return self.engine.page_numbers(slots, pages)
 
-    def _reached(self, staging: Staging) -> Spans:
+    def _reached(self, staging: StagingPages) -> Spans:
         """Staging at the GPU's addresses; empty without a GPU."""
         if self.gpu is None or staging.pool is None:
             return []
         return spans_of(staging.views, self.gpu.pin(self.store, staging.pool))
 
-    def land(self, layer: int, rows: Pages, targets: Pages, *, staged: bool) -> None:
-        """As `bring`, enqueued on the GPU's stream; from the engine's pages unless ``staged``."""
+    def copy_layer(self, layer: int, rows: Pages, targets: Pages, *, staged: bool) -> None:
+        """Enqueues `copy_from_staging` on the GPU; without ``staged`` copies between pages."""
         assert self.gpu is not None, "pages in GPU memory"
         engine = self.engine.spans[layer]
         source = self._load_spans[layer] if staged else engine
-        self.gpu.copy(self.gpu.landing, engine, targets, source, rows)
+        self.gpu.copy(self.gpu.copy_stream, engine, targets, source, rows)
 
-    def bring(self, layer: int, source: Views, rows: Pages, targets: Pages) -> None:
+    def copy_from_staging(self, layer: int, source: Views, rows: Pages, targets: Pages) -> None:
         """Copies pages ``rows`` of one of the engine's layers from staging to ``targets``."""
         for staged, engine in zip(source[layer], self.engine.views[layer], strict=True):
             engine[targets] = staged[rows]
@@ -126,7 +122,7 @@ class Shelf:
                 target[staged] = source[pages]
 
 
-def split_nbytes(nbytes: int, pools: Sequence[EnginePool], kv_share: float) -> dict[str, int]:
+def split_nbytes(nbytes: int, pools: Sequence[KvPool], kv_share: float) -> dict[str, int]:
     """Bytes for each pool: pools by KV page get ``kv_share`` of them, as many pages each.
 
     The others, whose objects are states, share the rest equally, and get one object at least.

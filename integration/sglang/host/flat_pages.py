@@ -10,7 +10,7 @@ import torch
 
 from tutti.gio_uring.memory import view_at
 from tutti.integration.sglang.host.host_store import HostStore
-from tutti.memory.host_memory import PAGE_FIRST, PAGE_FIRST_DIRECT, HostPool
+from tutti.memory.host_memory import PAGE_FIRST, PAGE_FIRST_DIRECT, HostMemory
 
 _STAGING_NBYTES = 64 << 20
 _STAGING_PAGES_MAX = 64
@@ -25,7 +25,7 @@ class FlatPages:
     def __init__(self, store: HostStore) -> None:
         self._host_store = store
         self._lock = threading.Lock()
-        self._pool: HostPool | None = None
+        self._pool: HostMemory | None = None
 
     def read(
         self, keys: Sequence[str], targets: Sequence[torch.Tensor]
@@ -59,7 +59,7 @@ class FlatPages:
                     return False
         return True
 
-    def _staging(self) -> HostPool | None:
+    def _staging(self) -> HostMemory | None:
         if self._pool is None:
             layout = self._host_store.store.layout
             pages = max(1, min(_STAGING_PAGES_MAX, _STAGING_NBYTES // layout.object_nbytes))
@@ -68,21 +68,21 @@ class FlatPages:
         return self._pool
 
     @staticmethod
-    def _pieces(pool: HostPool, page: int) -> list[np.ndarray]:
+    def _pieces(pool: HostMemory, page: int) -> list[np.ndarray]:
         layers, memory = pool.layout.layers, pool.memory
         return [
             view_at(int(memory.bases[0, k]) + page * memory.stride_nbytes[k], nbytes * layers)
             for k, nbytes in enumerate(memory.segment_nbytes)
         ]
 
-    def _copy_out(self, pool: HostPool, page: int, target: torch.Tensor) -> bool:
+    def _copy_out(self, pool: HostMemory, page: int, target: torch.Tensor) -> bool:
         flat = target.view(torch.uint8).reshape(-1).numpy()
         if flat.size != pool.layout.object_nbytes:
             return False
         np.concatenate(self._pieces(pool, page), out=flat)
         return True
 
-    def _copy_in(self, pool: HostPool, page: int, value: torch.Tensor) -> bool:
+    def _copy_in(self, pool: HostMemory, page: int, value: torch.Tensor) -> bool:
         flat = value.contiguous().view(torch.uint8).reshape(-1).numpy()
         if flat.size != pool.layout.object_nbytes:
             return False

@@ -19,7 +19,7 @@ from tutti.errors import Unsupported
 from tutti.gio_uring.iocb import SEGMENTS_MAX, PagedMemory
 from tutti.integration.sglang.identity import Shape
 from tutti.medium.layout import KVLayout
-from tutti.memory.host_memory import HostPool
+from tutti.memory.host_memory import HostMemory
 
 LAYOUTS = ("layer_first", "page_first", "page_first_direct")
 
@@ -113,7 +113,7 @@ def shape_of(host_pool: Any, name: str, fragments: Fragments) -> Shape:
     )
 
 
-def host_pool_of(layout: KVLayout, fragments: Fragments, owner: Any) -> HostPool:
+def host_pool_of(layout: KVLayout, fragments: Fragments, owner: Any) -> HostMemory:
     """The pool's memory, to be registered with a store; `owner` keeps it alive."""
     memory = PagedMemory(
         np.ascontiguousarray(fragments.addresses, np.uint64),
@@ -121,7 +121,7 @@ def host_pool_of(layout: KVLayout, fragments: Fragments, owner: Any) -> HostPool
         fragments.segments,
         fragments.pages,
     )
-    return HostPool(layout, memory, fragments.buffers(), owner)
+    return HostMemory(layout, memory, fragments.buffers(), owner)
 
 
 def advise_hugepages(buffers: list[tuple[int, int]], how: str, stop: threading.Event) -> str:

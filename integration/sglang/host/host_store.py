@@ -19,23 +19,23 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from tutti.arrays import Keys
 from tutti.errors import (
     CapacityError,
     ChecksumMismatch,
     DeviceTimeout,
     KeyMissing,
-    PagesHeld,
+    PagesInUse,
     TuttiError,
 )
-from tutti.integration.sglang.metrics import LOAD, STORE, Recorder
+from tutti.integration.sglang.metrics import LOAD, STORE, Metrics
 from tutti.integration.sglang.weights import WeightsWatch
 from tutti.medium.keys import object_keys
-from tutti.memory.host_memory import HostPool
+from tutti.memory.host_memory import HostMemory
 from tutti.store import ObjectStore
 from tutti.transfers.tickets import LoadTicket, Outcome, PutTicket
 
 Answer = TypeVar("Answer")
-Keys = npt.NDArray[np.uint8]
 
 _log = logging.getLogger(__name__)
 
@@ -44,11 +44,11 @@ _HOLD_ROUNDS = 1440
 _TOUCHED_MAX = 1 << 20
 
 
-class Complaints:
+class ErrorLog:
     """Logs each kind of error once, and counts all of them."""
 
-    def __init__(self, recorder: Recorder) -> None:
-        self._recorder = recorder
+    def __init__(self, metrics: Metrics) -> None:
+        self._recorder = metrics
         self._lock = threading.Lock()
         self.counts: dict[str, int] = {}
 
@@ -71,17 +71,17 @@ class HostStore:
     def __init__(
         self,
         store: ObjectStore,
-        pool: HostPool,
+        pool: HostMemory,
         page_tokens: int,
-        recorder: Recorder,
+        metrics: Metrics,
         watch: WeightsWatch,
         *,
         timeout_s: float,
         second_touch: bool = False,
     ) -> None:
         self.store = store
-        self.recorder = recorder
-        self.complaints = Complaints(recorder)
+        self.metrics = metrics
+        self.error_log = ErrorLog(metrics)
         self._pool = pool
         self._page_tokens = page_tokens
         self._watch = watch
@@ -142,7 +142,7 @@ class HostStore:
         )
 
     def read(
-        self, hashes: Sequence[str], pages: npt.NDArray[np.int64], pool: HostPool | None = None
+        self, hashes: Sequence[str], pages: npt.NDArray[np.int64], pool: HostMemory | None = None
     ) -> list[bool]:
         """As `load`, into pages of any registered pool.  Raises TuttiError."""
         keys = self.keys(hashes)
@@ -156,7 +156,7 @@ class HostStore:
             ticket.wait(self._timeout_s)
         except TuttiError as error:
             kind = "corrupt" if isinstance(error, ChecksumMismatch) else type(error).__name__
-            self.complaints.add(f"load: {kind}", error)
+            self.error_log.add(f"load: {kind}", error)
         self._hold(ticket.wait_settled, "a load")
         good = np.zeros(len(hashes), bool)
         good[: ticket.keys] = True
@@ -169,7 +169,7 @@ class HostStore:
         hashes: Sequence[str],
         pages: npt.NDArray[np.int64],
         prefix: Sequence[str] | None = None,
-        pool: HostPool | None = None,
+        pool: HostMemory | None = None,
     ) -> list[bool]:
         """As `save`, from pages of any registered pool.  Raises TuttiError."""
         keys = self.keys(hashes)
@@ -184,7 +184,7 @@ class HostStore:
         ticket = self.store.put(
             keys[wanted],
             pages[wanted],
-            pool=pool or self._pool,
+            memory=pool or self._pool,
             parent=None if parent is None else parent[0].tobytes(),
             depth=len(prefix or ()),
         )
@@ -192,35 +192,35 @@ class HostStore:
         try:
             ticket.wait(0.001)
         except CapacityError as error:
-            self.complaints.add("store: disk full", error)
+            self.error_log.add("store: disk full", error)
         except TuttiError as error:
-            self.complaints.add(f"store: {type(error).__name__}", error)
+            self.error_log.add(f"store: {type(error).__name__}", error)
         kept = (ticket.outcome == Outcome.STORED) | (ticket.outcome == Outcome.PRESENT)
         good[wanted] = kept
         dropped = int(np.count_nonzero(ticket.outcome == Outcome.DROPPED))
-        self.recorder.count("dropped_pages", dropped)
+        self.metrics.count("dropped_pages", dropped)
         self._count_move(STORE, ticket.outcome == Outcome.STORED, time.monotonic() - started)
-        self.recorder.count(
+        self.metrics.count(
             "failed_pages", int(np.count_nonzero(ticket.outcome == Outcome.FAILED)), STORE
         )
         return [bool(right) for right in good]
 
     def load_pages(
-        self, hashes: Sequence[str], pages: npt.NDArray[np.int64], pool: HostPool
+        self, hashes: Sequence[str], pages: npt.NDArray[np.int64], pool: HostMemory
     ) -> list[bool]:
         """As `load`, into numbered pages of another registered pool."""
         return self._guard("load", [False] * len(hashes), lambda: self.read(hashes, pages, pool))
 
     def save_pages(
-        self, hashes: Sequence[str], pages: npt.NDArray[np.int64], pool: HostPool
+        self, hashes: Sequence[str], pages: npt.NDArray[np.int64], pool: HostMemory
     ) -> list[bool]:
         """As `save`, from numbered pages of another registered pool."""
         failed = [False] * len(hashes)
         return self._guard("store", failed, lambda: self.write(hashes, pages, None, pool))
 
-    def staging(self, pages: int, order: str) -> HostPool | None:
+    def staging(self, pages: int, order: str) -> HostMemory | None:
         """Fresh registered memory, or None when there is none."""
-        return self._guard("staging", None, lambda: self.store.allocate_pool(pages, order=order))
+        return self._guard("staging", None, lambda: self.store.allocate_memory(pages, order=order))
 
     def clear(self) -> bool:
         """Forgets everything; whether that worked."""
@@ -235,7 +235,7 @@ class HostStore:
 
     def refresh(self) -> None:
         """Brings the counters up to date."""
-        self._guard("statistics", None, lambda: self.recorder.from_store(self.store.stats()))
+        self._guard("statistics", None, lambda: self.metrics.from_store(self.store.stats()))
 
     def close(self) -> None:
         """Ends what is under way and closes the store."""
@@ -244,7 +244,7 @@ class HostStore:
             self._guard("close", None, self.store.close)
 
     def _start_load(
-        self, keys: Keys, pages: npt.NDArray[np.int64], pool: HostPool
+        self, keys: Keys, pages: npt.NDArray[np.int64], pool: HostMemory
     ) -> LoadTicket | None:
         """Loads the longest prefix that is there; None when there is none."""
         for _ in range(3):  # an eviction may come between look-up and load
@@ -253,10 +253,10 @@ class HostStore:
             if found == 0:
                 return None
             try:
-                return self.store.load(keys[:found], pages[:found], pool=pool)
+                return self.store.load(keys[:found], pages[:found], memory=pool)
             except KeyMissing:
                 continue
-            except PagesHeld as error:
+            except PagesInUse as error:
                 self._hold(error.wait_settled, "a load that was given up")
                 raise
         return None
@@ -273,7 +273,7 @@ class HostStore:
             return
         error = DeviceTimeout(f"{what} is not over, its host pages stay in use until it is")
         for _ in range(_HOLD_ROUNDS):
-            self.complaints.add("device holds pages", error)
+            self.error_log.add("device holds pages", error)
             if wait(_HOLD_S):
                 return
         # An exception would end this thread alone; SGLang stops the server when a process is gone.
@@ -302,23 +302,23 @@ class HostStore:
         return first // self._page_tokens
 
     def _count_lookup(self, pages: int, found: int) -> None:
-        self.recorder.count("hit_pages", found)
-        self.recorder.count("miss_pages", pages - found)
+        self.metrics.count("hit_pages", found)
+        self.metrics.count("miss_pages", pages - found)
 
     def _count_move(self, direction: str, moved: npt.NDArray[np.bool_], duration_s: float) -> None:
         pages = int(np.count_nonzero(moved))
         if pages:
             nbytes = pages * self.store.layout.object_nbytes
-            self.recorder.moved(direction, pages, nbytes, duration_s)
+            self.metrics.moved(direction, pages, nbytes, duration_s)
         if direction == LOAD:
-            self.recorder.count("failed_pages", moved.size - pages, direction)
+            self.metrics.count("failed_pages", moved.size - pages, direction)
 
     def _guard(self, what: str, default: Answer, action: Callable[[], Answer]) -> Answer:
         """The answer of `action`, or `default` after any error: SGLang's threads must live."""
         try:
             return action()
         except Exception as error:
-            self.complaints.add(f"{what}: {type(error).__name__}", error)
+            self.error_log.add(f"{what}: {type(error).__name__}", error)
             return default
 
 

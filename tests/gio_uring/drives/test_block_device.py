@@ -93,7 +93,7 @@ class Machine:
         self.mounts.append(f"30 1 {number} / {point} rw - ext4 /dev/{name} rw\n")
         put(self.root / "proc", self__mountinfo="".join(self.mounts))
 
-    def hold(self, name: str, holder: str) -> None:
+    def owner(self, name: str, holder: str) -> None:
         self.add(f"virtual/{holder}", holder)
         (self.root / "sys/class/block" / name / "holders" / holder).mkdir()
 
@@ -143,15 +143,15 @@ def test_nothing_of_the_boot_drive_is_given_out(machine: Machine, point: str) ->
 
 
 def test_a_system_on_a_volume_is_found_through_its_holders(machine: Machine) -> None:
-    machine.hold("nvme0n1p1", "dm-0")
-    machine.hold("dm-0", "dm-1")
+    machine.owner("nvme0n1p1", "dm-0")
+    machine.owner("dm-0", "dm-1")
     machine.mount("dm-1", "/", "253:1")
     assert "the system is on its drive (/)" in machine.uses("nvme0n1p2")
     assert "nvme0n1p1 part of dm-0" in machine.uses("nvme0n1")
 
 
 def test_holders_and_swap_are_uses(machine: Machine) -> None:
-    machine.hold("nvme1n1", "md0")
+    machine.owner("nvme1n1", "md0")
     put(machine.root / "proc", swaps="Filename\n/dev/nvme0n1p1 partition 1 0 -2\n")
     assert machine.uses("nvme1n1") == "part of md0"
     assert machine.uses("nvme0n1p1") == "swap space"
@@ -219,7 +219,7 @@ def test_every_drive_of_a_pool_is_forced_by_its_own_number(
     with pytest.raises(PoolExists, match="number, 'SYSTEM'"):
         check_devices(paths, "SPARE", machine.root)
     assert len(check_devices(paths, {"SPARE", "SYSTEM"}, machine.root)) == 2
-    machine.hold("nvme1n1", "md0")  # which counts more than what the first one holds
+    machine.owner("nvme1n1", "md0")  # which counts more than what the first one holds
     with pytest.raises(PoolInUse, match="part of md0"):
         check_devices(paths, False, machine.root)
 

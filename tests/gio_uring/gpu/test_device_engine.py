@@ -256,7 +256,7 @@ def test_a_persistent_kernel_that_never_answers(
     """Every waiting stream is let go; the memory is kept, for ever if the kernel stays silent."""
     monkeypatch.setattr(gpu_persistent, "_GRACE_S", 0.1)
     kept: list[object] = []
-    monkeypatch.setattr(gpu_device_engine, "keep_for_ever", kept.append)
+    monkeypatch.setattr(gpu_device_engine, "retain_until_exit", kept.append)
     released: list[DeviceJob] = []
     with device_rig("persistent", tmp_path, monkeypatch) as rig:
         assert rig.submit(OPCODE_WRITE, list(range(8))).wait_released(10)

@@ -30,7 +30,7 @@ from tutti.gio_uring.controller_memory import Faults, MemoryController
 from tutti.gio_uring.engine import Engine, Job
 from tutti.gio_uring.gpu.host_engine import HostEngine
 from tutti.gio_uring.gpu.mover import CopyMover
-from tutti.memory.device_memory import DevicePool
+from tutti.memory.device_memory import DeviceMemory
 from tutti.pool import pool_format
 from tutti.store import ObjectStore
 from tutti.transfers.core import StoreConfig
@@ -67,7 +67,7 @@ class Rig:
         tensors = [[StandInTensor(driver, PAGES * n) for n in LAYOUT.segments] for _ in range(4)]
         self.tensors = tensors
         self.pool = self.store.register(
-            DevicePool.from_layers(LAYOUT, tensors, PAGES, gpu=self.gpu)
+            DeviceMemory.from_layers(LAYOUT, tensors, PAGES, gpu=self.gpu)
         )
 
     def fill(self, pages: list[int], rng: np.random.Generator) -> list[bytes]:
@@ -477,22 +477,22 @@ def test_what_cannot_fit_or_work_says_so(rng: np.random.Generator) -> None:
     with rig_over_memory(staging_nbytes=64 << 10) as rig:
         with pytest.raises(CapacityError, match="staging"):
             rig.store.put(some_keys(rng, 16), list(range(16)))
-        host = rig.store.allocate_pool(4)
-        ticket = rig.store.put(some_keys(rng, 2), [0, 1], pool=rig.pool)
+        host = rig.store.allocate_memory(4)
+        ticket = rig.store.put(some_keys(rng, 2), [0, 1], memory=rig.pool)
         assert ticket.wait(10).stored == 2
-        with pytest.raises(Unsupported, match="DevicePool"):
-            rig.store.load(some_keys(rng, 0), [], pool=host).order_stream(0, 0) or _load_host(rig)
+        with pytest.raises(Unsupported, match="DeviceMemory"):
+            rig.store.load(some_keys(rng, 0), [], memory=host).order_stream(0, 0) or _load_host(rig)
         with pytest.raises(Unsupported):
             rig.pool.segment(0, 0, 0)
         with pytest.raises(ConfigError, match="create a stream"):
             HostEngine(rig.driver, rig.store.engine, load_stream=0)
         with pytest.raises(ConfigError, match="gpu="):
-            DevicePool.from_layers(LAYOUT, rig.tensors, PAGES)
+            DeviceMemory.from_layers(LAYOUT, rig.tensors, PAGES)
         rig.store.unregister(rig.pool)
 
 
 def _load_host(rig: Rig) -> None:
     host = rig.store._pools[-1]
     keys = some_keys(np.random.default_rng(1), 1)
-    rig.store.put(keys, [0], pool=host).wait(10)
-    rig.store.load(keys, [1], pool=host).order_stream(0, 0)
+    rig.store.put(keys, [0], memory=host).wait(10)
+    rig.store.load(keys, [1], memory=host).order_stream(0, 0)

@@ -11,9 +11,10 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from tutti.arrays import U32, U64
 from tutti.gio_uring.gpu.driver import Driver
-from tutti.gio_uring.gpu.memory import Hold, TableMemory, Tables
-from tutti.gio_uring.gpu.mover import Cargo, Shipment
+from tutti.gio_uring.gpu.memory import LeaseOwner, TableMemory, Tables
+from tutti.gio_uring.gpu.mover import CopyDescriptor, PreparedCopy
 from tutti.gio_uring.gpu.parameters import (
     BLOCK_THREADS_MAX,
     BatchStruct,
@@ -22,7 +23,7 @@ from tutti.gio_uring.gpu.parameters import (
     RunStateStruct,
     SliceTableStruct,
 )
-from tutti.gio_uring.iocb import U32, U64, IocbStruct, PagedMemory
+from tutti.gio_uring.iocb import IocbStruct, PagedMemory
 from tutti.gio_uring.memory import Bytes, view_at
 from tutti.gio_uring.nvme_spec import OPCODE_READ, OPCODE_WRITE
 
@@ -97,7 +98,7 @@ class DeviceBatch:
 
     memory: pages in GPU memory.  staged: None when commands name the pages.  commands: None when
     the device only moves.  digests: uint64 (pages, layers) or None.  flags: the device address of
-    `LayerWord[layers]`, or 0.  hold: of the tables.
+    `LayerWord[layers]`, or 0.  owner: of the tables.
     """
 
     def __init__(
@@ -106,7 +107,7 @@ class DeviceBatch:
         memory: PagedMemory,
         pages: U32,
         *,
-        hold: Hold,
+        owner: LeaseOwner,
         opcode: int,
         slice_nlb: int,
         lba_shift: int,
@@ -134,7 +135,7 @@ class DeviceBatch:
         self.digests_offset = None if digests is None else image.add(digests)
         if commands is not None:
             links = self._add_commands(commands, layers)
-        self.tables: Tables = tables.lease(image.nbytes, _TABLE_TIMEOUT_S, hold)
+        self.tables: Tables = tables.lease(image.nbytes, _TABLE_TIMEOUT_S, owner)
         base = self.tables.device.address
         paged.pages, paged.bases = base + pages_offset, base + bases_offset
         slices.paged, slices.page_status = base + paged_offset, base + self.status_offset
@@ -195,16 +196,16 @@ class KernelMover:
         self._tables = tables
         self.blocks = blocks
 
-    def prepare(self, shipment: Shipment) -> Cargo:
+    def prepare(self, descriptor: CopyDescriptor) -> PreparedCopy:
         batch = DeviceBatch(
             self._tables,
-            shipment.paged,
-            shipment.pages,
-            hold=shipment.hold,
-            opcode=OPCODE_READ if shipment.to_pages else OPCODE_WRITE,
-            slice_nlb=-(-shipment.stride_nbytes >> _LBA_SHIFT),
+            descriptor.paged,
+            descriptor.pages,
+            owner=descriptor.owner,
+            opcode=OPCODE_READ if descriptor.to_pages else OPCODE_WRITE,
+            slice_nlb=-(-descriptor.stride_nbytes >> _LBA_SHIFT),
             lba_shift=_LBA_SHIFT,
-            staged=Staged(shipment.staged, shipment.stride_nbytes),
+            staged=Staged(descriptor.staged, descriptor.stride_nbytes),
         )
         return _KernelCopies(self._driver, self._function, batch, self.blocks)
 

@@ -23,6 +23,7 @@ from typing import Unpack
 import numpy as np
 import numpy.typing as npt
 
+from tutti.arrays import U32, U64
 from tutti.callbacks import Guard
 from tutti.errors import ConfigError, DeviceTimeout, PoolClosed
 from tutti.gio_uring.controller import NativeController
@@ -30,15 +31,15 @@ from tutti.gio_uring.engine import LIST_NBYTES, Extents
 from tutti.gio_uring.gpu.batch import Commands, DeviceBatch, Staged
 from tutti.gio_uring.gpu.device_job import DeviceJob
 from tutti.gio_uring.gpu.driver import Driver
-from tutti.gio_uring.gpu.host_engine import STAGING_NBYTES, Lane, wait_until
+from tutti.gio_uring.gpu.host_engine import STAGING_NBYTES, StreamQueue, wait_until
 from tutti.gio_uring.gpu.launcher import Launcher, ResidentKernels, ShortKernels, Work
-from tutti.gio_uring.gpu.memory import Hold, TableMemory, keep_for_ever
+from tutti.gio_uring.gpu.memory import LeaseOwner, TableMemory, retain_until_exit
 from tutti.gio_uring.gpu.modules import Modules
 from tutti.gio_uring.gpu.parameters import BLOCK_THREADS_MAX, QueueShareStruct
 from tutti.gio_uring.gpu.persistent import PersistentKernel
 from tutti.gio_uring.gpu.queues import DeviceQueues
 from tutti.gio_uring.gpu.transfer import TIMEOUT_S, Options
-from tutti.gio_uring.iocb import U32, U64, IocbStruct, PagedMemory, split_runs
+from tutti.gio_uring.iocb import IocbStruct, PagedMemory, split_runs
 from tutti.gio_uring.nvme_spec import OPCODE_READ, PSDT_SGL, STATUS_TIMED_OUT
 from tutti.process import Owned
 from tutti.units import MiB
@@ -84,7 +85,7 @@ class DeviceEngine(Owned):
         if kind == "persistent" and shares > (sms := driver.sm_resource().count):
             raise ConfigError(
                 f"{shares} blocks that stay do not fit {sms} multiprocessors, and those that never "
-                "start hold up every layer; take fewer shares"
+                "start owner up every layer; take fewer shares"
             )
         self.driver = driver
         self.name = kind
@@ -97,16 +98,18 @@ class DeviceEngine(Owned):
         with ExitStack() as undo:
             undo.callback(self._tables.close)
             stays = kind == "persistent"
-            self.lane = Lane(driver, controller, staging_nbytes, None if stays else stream)
-            undo.callback(self.lane.close, TIMEOUT_S)
+            self.stream_queue = StreamQueue(
+                driver, controller, staging_nbytes, None if stays else stream
+            )
+            undo.callback(self.stream_queue.close, TIMEOUT_S)
             self._queues = DeviceQueues(
-                driver, controller, self._tables, self.lane.stream, shares, depth
+                driver, controller, self._tables, self.stream_queue.stream, shares, depth
             )
             undo.callback(self._queues.close)
             if not self.wait_idle(TIMEOUT_S):  # the kernel that stays is on another stream
                 raise DeviceTimeout("the GPU copied no tables; is it busy? try again")
             self._launcher: Launcher
-            parts = (modules, self._queues, self.lane, threads)
+            parts = (modules, self._queues, self.stream_queue, threads)
             if stays:
                 self._launcher = PersistentKernel(*parts, self._tables, stream, rest_s)
             else:
@@ -124,11 +127,11 @@ class DeviceEngine(Owned):
 
     def follow(self, stream: int) -> None:
         """Transfers submitted from now on touch pages only after what is on `stream` by now."""
-        self.lane.follow(stream)
+        self.stream_queue.follow(stream)
 
     def wait_idle(self, timeout_s: float) -> bool:
         """Waits until nothing is on the stream.  False after the timeout."""
-        return wait_until(lambda: self.driver.is_stream_done(self.lane.stream), timeout_s)
+        return wait_until(lambda: self.driver.is_stream_done(self.stream_queue.stream), timeout_s)
 
     def submit(
         self,
@@ -147,14 +150,16 @@ class DeviceEngine(Owned):
         layers, digests = memory.bases.shape[0], options.get("digests")
         stride = extents.slice_nlb * self._lba_nbytes
         timeout_s = options.get("timeout_s", TIMEOUT_S)
-        hold, job = Hold(), None
+        owner, job = LeaseOwner(), None
         try:
-            staged = self.lane.stage(layers, pages.size, stride, self._lba_nbytes, timeout_s, hold)
+            staged = self.stream_queue.stage(
+                layers, pages.size, stride, self._lba_nbytes, timeout_s, owner
+            )
             batch = DeviceBatch(
                 self._tables,
                 memory,
                 pages,
-                hold=hold,
+                owner=owner,
                 opcode=opcode,
                 slice_nlb=extents.slice_nlb,
                 lba_shift=self._controller.info.lba_shift,
@@ -167,16 +172,16 @@ class DeviceEngine(Owned):
             is_read, compare = opcode == OPCODE_READ, options.get("compare", False)
             work = Work(batch, staged, is_read, compare, digests, timeout_s)
             job = DeviceJob(self, work, pages.size, options.get("on_released"))
-            hold.is_free = job.is_free
+            owner.is_free = job.is_free
             if not options.get("gated"):
                 job.enqueue()
             return job
         except BaseException:
             if job is None:
-                hold.is_free = lambda: True
+                owner.is_free = lambda: True
             else:  # interrupted; what waits for it is let go
                 job.abandon()
-                hold.is_free = job.is_free
+                owner.is_free = job.is_free
             raise
 
     def _check(self) -> None:
@@ -232,26 +237,28 @@ class DeviceEngine(Owned):
 
     def enqueue(self, job: DeviceJob) -> None:
         """Puts a job on the stream, and watches it."""
-        lane, work, launcher = self.lane, job.work, self._launcher
+        stream_queue, work, launcher = self.stream_queue, job.work, self._launcher
         batch, layers = work.batch, work.layers
-        events = job.take_events()
-        with lane.lock, lane.driver.bound():
+        events = job.acquire_events()
+        with stream_queue.lock, stream_queue.driver.bound():
             self._check()  # a job before it may have failed meanwhile
             launcher.wake(layers, work.timeout_s)
-            batch.upload(lane.stream)
+            batch.upload(stream_queue.stream)
             job.is_begun = True
             launcher.begin(work)
             for layer in range(layers):
                 launcher.put_layer(work, layer)
                 if layer + 1 < layers:
-                    lane.driver.record_event(events[layer], lane.stream)
-            batch.download(lane.driver, batch.status_offset, 4 * batch.pages, lane.stream)
+                    stream_queue.driver.record_event(events[layer], stream_queue.stream)
+            batch.download(
+                stream_queue.driver, batch.status_offset, 4 * batch.pages, stream_queue.stream
+            )
             if work.digests is not None and not work.compare and batch.digests_offset is not None:
                 size = work.digests.nbytes
-                batch.download(lane.driver, batch.digests_offset, size, lane.stream)
-            lane.driver.write_value(lane.stream, work.staged.device_words, 1)
+                batch.download(stream_queue.driver, batch.digests_offset, size, stream_queue.stream)
+            stream_queue.driver.write_value(stream_queue.stream, work.staged.device_words, 1)
             # With the last layer comes what became of all: who waited for it knows.
-            lane.driver.record_event(events[-1], lane.stream)
+            stream_queue.driver.record_event(events[-1], stream_queue.stream)
             with self._lock:  # in the stream's order
                 self._jobs.append(job)
                 self._changed.notify_all()
@@ -305,7 +312,7 @@ class DeviceEngine(Owned):
         the reset does not end, CudaError when the context is lost; all memory is then kept.  A
         second call does nothing.
         """
-        with self.lane.lock:
+        with self.stream_queue.lock:
             is_closed, self._closed = self._closed, True
         if is_closed:
             return
@@ -324,12 +331,12 @@ class DeviceEngine(Owned):
             self._controller.reset(timeout_s)
         except BaseException:
             self._give_up()
-            keep_for_ever(self)
+            retain_until_exit(self)
             raise
         for job in self._kept:
             job.release()
         self._launcher.close()
-        self.lane.close(timeout_s)
+        self.stream_queue.close(timeout_s)
         self._queues.close()
         self._tables.close()
 

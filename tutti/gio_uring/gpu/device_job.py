@@ -10,11 +10,11 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from tutti.arrays import U32
 from tutti.callbacks import Guard
 from tutti.errors import ConfigError, TuttiError
-from tutti.gio_uring.gpu.host_engine import Lane, interrupted, wait_until
+from tutti.gio_uring.gpu.host_engine import StreamQueue, interrupted, wait_until
 from tutti.gio_uring.gpu.launcher import Work
-from tutti.gio_uring.iocb import U32
 from tutti.gio_uring.nvme_spec import STATUS_CANCELLED
 from tutti.process import Owned, finalize
 
@@ -27,7 +27,7 @@ _log = logging.getLogger(__name__)
 class JobQueue(Protocol):
     """What a job needs of its engine."""
 
-    lane: Lane
+    stream_queue: StreamQueue
     guard: Guard
 
     def enqueue(self, job: DeviceJob) -> None:
@@ -57,7 +57,7 @@ class DeviceJob(Owned):
         self._finished = threading.Event()
         self._failure: TuttiError | None = None
         self._is_kept = False  # a device may still use its memory
-        finalize(self, queue.lane.give_events, self._events).atexit = False
+        finalize(self, queue.stream_queue.release_events, self._events).atexit = False
 
     @property
     def page_status(self) -> U32:
@@ -78,13 +78,13 @@ class DeviceJob(Owned):
     def is_free(self) -> bool:
         """Whether staging and tables may be used again."""
         if self._is_released and self._failure is not None:  # the tables' copy may be under way
-            lane = self._queue.lane
-            return lane.driver.is_stream_done(lane.stream)
+            stream_queue = self._queue.stream_queue
+            return stream_queue.driver.is_stream_done(stream_queue.stream)
         return self._is_released
 
-    def take_events(self) -> list[int]:
+    def acquire_events(self) -> list[int]:
         """An event for each layer, given back when nobody can wait for them any more."""
-        self._queue.lane.take_events(self.work.layers, self._events)
+        self._queue.stream_queue.acquire_events(self.work.layers, self._events)
         return self._events
 
     def enqueue(self) -> None:
@@ -163,7 +163,7 @@ class DeviceJob(Owned):
         """Lets `stream` wait on the GPU until `layers` layers were moved or failed."""
         if self._failure is not None or len(self._events) < layers:
             raise ConfigError("the transfer was cancelled or its gate is closed; start it again")
-        self._queue.lane.driver.stream_wait_event(stream, self._events[layers - 1])
+        self._queue.stream_queue.driver.stream_wait_event(stream, self._events[layers - 1])
 
     def wait_released(self, timeout_s: float) -> bool:
         """Waits until no device touches memory for it.  False after the timeout, or when one may

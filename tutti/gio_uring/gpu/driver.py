@@ -17,12 +17,11 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
-import numpy.typing as npt
 
+from tutti.arrays import U64
 from tutti.errors import CudaError, Unsupported
 from tutti.process import Owned
 
-U64 = npt.NDArray[np.uint64]
 #: Of a kernel: values and their ctypes.
 Arguments = Sequence[tuple[int, Any]]
 

@@ -19,18 +19,20 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Unpack
 
 import numpy as np
 
+from tutti.arrays import U32, U64
 from tutti.errors import ConfigError, CudaError, DeviceTimeout, PoolClosed, TuttiError
 from tutti.gio_uring.controller import NativeController
 from tutti.gio_uring.engine import Engine, Extents, Job
 from tutti.gio_uring.gpu.driver import Driver
-from tutti.gio_uring.gpu.memory import Hold, Staging, keep_for_ever
-from tutti.gio_uring.gpu.mover import Cargo, Mover, Shipment, choose_mover
+from tutti.gio_uring.gpu.memory import LeaseOwner, PinnedStaging, retain_until_exit
+from tutti.gio_uring.gpu.mover import CopyDescriptor, Mover, PreparedCopy, choose_mover
 from tutti.gio_uring.gpu.transfer import TIMEOUT_S, Options
-from tutti.gio_uring.iocb import U32, U64, PagedMemory
+from tutti.gio_uring.iocb import PagedMemory
 from tutti.gio_uring.layer_words import LayerWords
 from tutti.gio_uring.nvme_spec import OPCODE_READ
 from tutti.process import Owned, finalize
@@ -39,7 +41,7 @@ from tutti.units import MiB
 STAGING_NBYTES = 256 * MiB
 _LOOK_S = 0.00005
 _LOOK_MOST_S = 0.0005
-#: Staging that one transfer may take of the whole, unless its layers are longer.
+#: PinnedStaging that one transfer may take of the whole, unless its layers are longer.
 _SHARE = 2
 
 _log = logging.getLogger(__name__)
@@ -85,7 +87,7 @@ class StagedLayers:
         return self.starts + np.uint64(self.to_device)
 
 
-class Lane(Owned):
+class StreamQueue(Owned):
     """One direction: a stream, its staging, and one transfer after another on it."""
 
     def __init__(
@@ -99,19 +101,25 @@ class Lane(Owned):
         self.driver = driver
         self._own_stream = stream is None
         self.stream = driver.create_stream(-1) if stream is None else stream
-        self.staging = Staging(driver, controller, nbytes)
+        self.staging = PinnedStaging(driver, controller, nbytes)
         self.lock = threading.Lock()  # keeps what one transfer enqueues together
         self._events: deque[int] = deque()  # of transfers that nobody holds any more
         self._fence = driver.create_event()
 
     def follow(self, stream: int) -> None:
-        """What comes on this lane runs after all that is on `stream` by now."""
+        """What comes on this stream_queue runs after all that is on `stream` by now."""
         with self.lock:
             self.driver.record_event(self._fence, stream)
             self.driver.stream_wait_event(self.stream, self._fence)
 
     def stage(
-        self, layers: int, pages: int, stride: int, lba_nbytes: int, timeout_s: float, hold: Hold
+        self,
+        layers: int,
+        pages: int,
+        stride: int,
+        lba_nbytes: int,
+        timeout_s: float,
+        owner: LeaseOwner,
     ) -> StagedLayers:
         """Staging for a transfer: all of its layers, or a share's worth, in whole blocks.
 
@@ -122,7 +130,7 @@ class Lane(Owned):
         head = words_nbytes + lba_nbytes
         share = self.staging.nbytes // _SHARE
         window = min(layers, max(1, (share - head) // max(1, layer_nbytes)))
-        lease = self.staging.arena.lease(head + window * layer_nbytes, timeout_s, hold)
+        lease = self.staging.arena.lease(head + window * layer_nbytes, timeout_s, owner)
         words = LayerWords(lease.address, layers)
         words.clear()
         base = lease.address + words_nbytes
@@ -132,7 +140,7 @@ class Lane(Owned):
         pinned = self.staging.pinned
         return StagedLayers(words, window, starts, pinned.device_address - pinned.address)
 
-    def take_events(self, count: int, into: list[int]) -> None:
+    def acquire_events(self, count: int, into: list[int]) -> None:
         """Adds events that nobody uses; made when there are not enough."""
         while len(into) < count:  # bounded by count
             try:
@@ -140,7 +148,7 @@ class Lane(Owned):
             except IndexError:
                 into.append(self.driver.create_event())
 
-    def give_events(self, events: list[int]) -> None:
+    def release_events(self, events: list[int]) -> None:
         """Events of a transfer that ended; from any thread, also in the middle of another call."""
         self._events.extend(events)
 
@@ -151,7 +159,7 @@ class Lane(Owned):
             is_over = wait_until(lambda: self.driver.is_stream_done(self.stream), timeout_s)
         finally:  # also when the context is lost, or the wait is interrupted
             if not is_over:
-                keep_for_ever(self)
+                retain_until_exit(self)
         if not is_over:
             raise DeviceTimeout(
                 f"a stream of the GPU did not end within {timeout_s:g} s; its staging stays "
@@ -168,7 +176,7 @@ class Lane(Owned):
 class _Route:
     """What the stream needs to know of one transfer."""
 
-    cargo: Cargo
+    copies: PreparedCopy
     staged: StagedLayers
     is_read: bool
 
@@ -176,9 +184,9 @@ class _Route:
 class MovedJob(Owned):
     """A job of the native engine over staging, and the stream that moves its layers."""
 
-    def __init__(self, lane: Lane, job: Job, route: _Route) -> None:
+    def __init__(self, stream_queue: StreamQueue, job: Job, route: _Route) -> None:
         self.page_status: U32 = job.page_status
-        self._lane = lane
+        self._stream_queue = stream_queue
         self._job = job
         self._route = route
         self._events: list[int] = []  # by layer, once enqueued
@@ -187,7 +195,7 @@ class MovedJob(Owned):
         self._sealed = False  # nothing more will be put on it
         self._failure: TuttiError | None = None
         # Once nobody can wait for them any more.
-        finalize(self, lane.give_events, self._events).atexit = False
+        finalize(self, stream_queue.release_events, self._events).atexit = False
 
     @property
     def words(self) -> LayerWords:
@@ -205,10 +213,10 @@ class MovedJob(Owned):
         A CUDA error cancels the job, so that what waits already is let go; waits raise it.
         Whoever calls does the same after an interruption.
         """
-        lane, layers = self._lane, self.words.layers
+        stream_queue, layers = self._stream_queue, self.words.layers
         try:
-            lane.take_events(layers, self._events)
-            with lane.lock, lane.driver.bound():
+            stream_queue.acquire_events(layers, self._events)
+            with stream_queue.lock, stream_queue.driver.bound():
                 self._started = not self._sealed
                 for layer in range(layers if self._started else 0):
                     self._enqueue_layer(layer)
@@ -229,24 +237,24 @@ class MovedJob(Owned):
         self._fail(interrupted())
 
     def _enqueue_layer(self, layer: int) -> None:
-        driver, stream, route = self._lane.driver, self._lane.stream, self._route
+        driver, stream, route = self._stream_queue.driver, self._stream_queue.stream, self._route
         device_words = route.staged.device_words
         awaited = layer if route.is_read else layer - route.staged.window
         if awaited >= 0:
             driver.wait_value(stream, device_words + self.words.ready_offset(awaited), 1)
-        route.cargo.move(layer, stream)
+        route.copies.move(layer, stream)
         driver.write_value(stream, device_words, layer + 1)
         driver.record_event(self._events[layer], stream)
 
     def _is_moved(self, layers: int) -> bool:
         """Whether the stream is through with so many of the layers that it holds."""
         count = min(layers, self._enqueued)
-        return not count or self._lane.driver.is_event_done(self._events[count - 1])
+        return not count or self._stream_queue.driver.is_event_done(self._events[count - 1])
 
     def _is_through(self) -> bool:
         """Whether the stream touches nothing of this job any more."""
         if self._failure is not None:  # some copies may have no event behind them
-            return self._lane.driver.is_stream_done(self._lane.stream)
+            return self._stream_queue.driver.is_stream_done(self._stream_queue.stream)
         return self._is_moved(self._enqueued)
 
     def wait_layers(self, layers: int, timeout_s: float) -> bool:
@@ -271,7 +279,7 @@ class MovedJob(Owned):
                 f"only {self._enqueued} layers of this transfer were enqueued; it was cancelled "
                 "or its gate is closed, start it again"
             )
-        self._lane.driver.stream_wait_event(stream, self._events[layers - 1])
+        self._stream_queue.driver.stream_wait_event(stream, self._events[layers - 1])
 
     def wait_released(self, timeout_s: float) -> bool:
         """Waits until neither the medium nor the stream touches memory.  False after it."""
@@ -295,7 +303,7 @@ class MovedJob(Owned):
     def cancel(self) -> None:
         """Issues nothing more; every layer that the stream waits for is let go."""
         self._job.cancel()
-        with self._lane.lock:
+        with self._stream_queue.lock:
             self._sealed = self._sealed or not self._started
 
     def is_free(self) -> bool:
@@ -329,17 +337,19 @@ class HostEngine(Owned):
         self.engine = engine
         self.mover = mover or choose_mover(driver)
         self._closed = False
-        self._loads = Lane(driver, engine.controller, load_staging_nbytes, load_stream)
+        self._loads = StreamQueue(driver, engine.controller, load_staging_nbytes, load_stream)
         try:
-            self._stores = Lane(driver, engine.controller, store_staging_nbytes, store_stream)
+            self._stores = StreamQueue(
+                driver, engine.controller, store_staging_nbytes, store_stream
+            )
         except BaseException:
             self._loads.close(1.0)
             raise
 
     def follow(self, stream: int) -> None:
         """Transfers submitted from now on touch pages only after what is on `stream` by now."""
-        for lane in (self._loads, self._stores):
-            lane.follow(stream)
+        for stream_queue in (self._loads, self._stores):
+            stream_queue.follow(stream)
 
     def submit(
         self,
@@ -358,19 +368,19 @@ class HostEngine(Owned):
         if self._closed:
             raise PoolClosed("the GPU engine is closed; attach a new one")
         is_read = opcode == OPCODE_READ
-        lane = self._loads if is_read else self._stores
+        stream_queue = self._loads if is_read else self._stores
         lba_nbytes = self.engine.lba_nbytes
         stride = extents.slice_nlb * lba_nbytes
         timeout_s = options.get("timeout_s", TIMEOUT_S)
         layers, slice_nbytes = memory.bases.shape[0], sum(memory.segment_nbytes)
-        hold, job, moved = Hold(lane), None, None
+        owner, job, moved = LeaseOwner(stream_queue), None, None
         try:
-            staged = lane.stage(layers, pages.size, stride, lba_nbytes, timeout_s, hold)
+            staged = stream_queue.stage(layers, pages.size, stride, lba_nbytes, timeout_s, owner)
             to_engine = PagedMemory(
-                staged.starts[:, None], (stride,), (slice_nbytes,), pages.size, hold
+                staged.starts[:, None], (stride,), (slice_nbytes,), pages.size, owner
             )
-            cargo = self.mover.prepare(
-                Shipment(pages, memory, staged.device_starts, stride, is_read, hold)
+            copies = self.mover.prepare(
+                CopyDescriptor(pages, memory, staged.device_starts, stride, is_read, owner)
             )
             job = self.engine.submit(
                 opcode,
@@ -381,24 +391,24 @@ class HostEngine(Owned):
                 window=staged.window if is_read else 0,
                 **options,
             )
-            moved = MovedJob(lane, job, _Route(cargo, staged, is_read))
-            hold.is_free = moved.is_free
+            moved = MovedJob(stream_queue, job, _Route(copies, staged, is_read))
+            owner.is_free = moved.is_free
             if not options.get("gated"):
                 moved.enqueue()
             return moved
         except BaseException:
-            self._abandon(hold, job, moved)
+            self._abandon(owner, job, moved)
             raise
 
-    def _abandon(self, hold: Hold, job: Job | None, moved: MovedJob | None) -> None:
+    def _abandon(self, owner: LeaseOwner, job: Job | None, moved: MovedJob | None) -> None:
         """After an error, or an interruption anywhere in `submit`: Ctrl-C can strike between a
         native submission and its job.  What a device may use stays.
         """
         if moved is not None:
             moved.abandon()
-            hold.is_free = moved.is_free
+            owner.is_free = moved.is_free
             return
-        hold.is_free = lambda: not self.engine.is_using(hold)
+        owner.is_free = lambda: not self.engine.is_using(owner)
         if job is not None:  # nothing of it is on the stream
             job.on_released(None)
             job.cancel()
@@ -406,8 +416,8 @@ class HostEngine(Owned):
     def wait_idle(self, timeout_s: float) -> bool:
         """Waits until nothing is on the streams.  False after the timeout."""
         return all(
-            wait_until(lambda lane=lane: lane.driver.is_stream_done(lane.stream), timeout_s)  # type: ignore[misc]
-            for lane in (self._loads, self._stores)
+            wait_until(partial(queue.driver.is_stream_done, queue.stream), timeout_s)
+            for queue in (self._loads, self._stores)
         )
 
     def close(self, timeout_s: float = 10.0) -> None:

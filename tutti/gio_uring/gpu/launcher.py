@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from tutti.arrays import U64
 from tutti.gio_uring.gpu.batch import DeviceBatch, launch_layer
-from tutti.gio_uring.gpu.host_engine import Lane, StagedLayers
+from tutti.gio_uring.gpu.host_engine import StagedLayers, StreamQueue
 from tutti.gio_uring.gpu.modules import Modules
 from tutti.gio_uring.gpu.queues import DeviceQueues
-from tutti.gio_uring.iocb import U64
 from tutti.process import Owned
 
 _WARP = 32
@@ -36,20 +36,25 @@ class Work:
 
 
 class Launcher(Owned):
-    """Puts layers on a lane's stream.  What only a kernel that stays needs does nothing here.
+    """Enqueues layers on a stream queue.  Hooks of persistent kernels do nothing here.
 
     threads: of a block that moves slices.  move_blocks: of the kernel that moves slices.
     """
 
     def __init__(
-        self, modules: Modules, queues: DeviceQueues, lane: Lane, threads: int, move_blocks: int
+        self,
+        modules: Modules,
+        queues: DeviceQueues,
+        stream_queue: StreamQueue,
+        threads: int,
+        move_blocks: int,
     ) -> None:
         self._modules, self._queues = modules, queues
-        self._lane = lane
+        self._stream_queue = stream_queue
         self._threads, self._move_blocks = threads, move_blocks
 
     def wake(self, layers: int, timeout_s: float) -> None:
-        """Gets ready for a job; under the lane's lock.  DeviceTimeout when that takes too long."""
+        """Prepares a job, under the stream queue's lock.  Raises DeviceTimeout."""
 
     def begin(self, work: Work) -> None:
         """The tables are on the stream; from here on the device may touch memory."""
@@ -74,11 +79,11 @@ class Launcher(Owned):
 
     def _launch(self, name: str, work: Work, layer: int, threads: int, publish: int | None) -> None:
         launch_layer(
-            self._lane.driver,
+            self._stream_queue.driver,
             self._modules[f"{name}_{self._queues.ring}"],
             work.batch,
             layer,
-            self._lane.stream,
+            self._stream_queue.stream,
             self._queues.count,
             threads=threads,
             publish=publish,
@@ -109,13 +114,13 @@ class ShortKernels(Launcher):
         self._move(work, layer, publish=1)
 
     def _move(self, work: Work, layer: int, *, publish: int) -> None:
-        lane, function = self._lane, self._modules["gio_move"]
+        stream_queue, function = self._stream_queue, self._modules["gio_move"]
         launch_layer(
-            lane.driver,
+            stream_queue.driver,
             function,
             work.batch,
             layer,
-            lane.stream,
+            stream_queue.stream,
             self._move_blocks,
             publish=publish,
         )

@@ -21,7 +21,7 @@ _LOOK_S = 0.0002
 _STUCK: list[object] = []
 
 
-def keep_for_ever(owner: object) -> None:
+def retain_until_exit(owner: object) -> None:
     """Keeps an object and its memory until the process ends: a device may still use it."""
     _STUCK.append(owner)
 
@@ -52,7 +52,7 @@ class PinnedMemory(Owned):
 
 
 @dataclass(eq=False)
-class Hold:
+class LeaseOwner:
     """Says when the parts that one transfer took come back.
 
     Made before the first of them, so that whatever interrupts a transfer's start can decide on all.
@@ -65,11 +65,11 @@ class Hold:
 
 @dataclass(frozen=True)
 class Lease:
-    """A part of a stretch of memory, until its hold says that nobody touches it any more."""
+    """A part of a stretch of memory, until its owner says that nobody touches it any more."""
 
     address: int
     nbytes: int
-    hold: Hold
+    owner: LeaseOwner
 
 
 class Arena:
@@ -86,7 +86,7 @@ class Arena:
         self._lock = threading.Lock()
         self._leases: list[Lease] = []  # by address
 
-    def lease(self, nbytes: int, timeout_s: float, hold: Hold) -> Lease:
+    def lease(self, nbytes: int, timeout_s: float, owner: LeaseOwner) -> Lease:
         """A part of `nbytes`; waits until there is one.
 
         Raises CapacityError when there can never be one, DeviceTimeout after the timeout.
@@ -98,7 +98,7 @@ class Arena:
                 f"{format_nbytes(self.nbytes)}; give the GPU engine more, or move fewer pages"
             )
         deadline = time.monotonic() + timeout_s
-        lease = self._try(nbytes, hold)
+        lease = self._try(nbytes, owner)
         while lease is None:
             if time.monotonic() > deadline:
                 raise DeviceTimeout(
@@ -106,20 +106,20 @@ class Arena:
                     "try again, or give the GPU engine more"
                 )
             time.sleep(_LOOK_S)
-            lease = self._try(nbytes, hold)
+            lease = self._try(nbytes, owner)
         return lease
 
-    def _try(self, nbytes: int, hold: Hold) -> Lease | None:
+    def _try(self, nbytes: int, owner: LeaseOwner) -> Lease | None:
         """The first gap that is long enough."""
         with self._lock:
-            self._leases = [lease for lease in self._leases if not lease.hold.is_free()]
+            self._leases = [lease for lease in self._leases if not lease.owner.is_free()]
             start = self.address
             for place, lease in enumerate(self._leases):
                 if lease.address - start >= nbytes:
-                    return self._insert(place, Lease(start, nbytes, hold))
+                    return self._insert(place, Lease(start, nbytes, owner))
                 start = lease.address + lease.nbytes
             if self.address + self.nbytes - start >= nbytes:
-                return self._insert(len(self._leases), Lease(start, nbytes, hold))
+                return self._insert(len(self._leases), Lease(start, nbytes, owner))
             return None
 
     def _insert(self, place: int, lease: Lease) -> Lease:
@@ -130,11 +130,11 @@ class Arena:
     def in_use(self) -> int:
         """How many parts are handed out."""
         with self._lock:
-            self._leases = [lease for lease in self._leases if not lease.hold.is_free()]
+            self._leases = [lease for lease in self._leases if not lease.owner.is_free()]
             return len(self._leases)
 
 
-class Staging(Owned):
+class PinnedStaging(Owned):
     """Pinned memory, on hugepages where it can be, that a controller may know too, in parts."""
 
     def __init__(self, driver: Driver, controller: NativeController | None, nbytes: int) -> None:
@@ -177,17 +177,17 @@ class TableMemory(Owned):
 
     def __init__(self, driver: Driver, nbytes: int) -> None:
         self._driver = driver
-        self._staging = Staging(driver, None, nbytes)
+        self._staging = PinnedStaging(driver, None, nbytes)
         self._device = driver.allocate(nbytes)
         self._arena = Arena(self._device, nbytes, "memory for tables")
 
-    def lease(self, nbytes: int, timeout_s: float, hold: Hold) -> Tables:
+    def lease(self, nbytes: int, timeout_s: float, owner: LeaseOwner) -> Tables:
         """Room for `nbytes` on both sides; raises as `Arena.lease`.
 
-        With the second refused the first is the hold's all the same.
+        With the second refused the first is the owner's all the same.
         """
-        host = self._staging.arena.lease(nbytes, timeout_s, hold)
-        device = self._arena.lease(nbytes, timeout_s, hold)
+        host = self._staging.arena.lease(nbytes, timeout_s, owner)
+        device = self._arena.lease(nbytes, timeout_s, owner)
         pinned = self._staging.pinned
         return Tables(host, device, pinned.device_address - pinned.address)
 

@@ -13,22 +13,20 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from tutti.arrays import U32, U64
 from tutti.errors import Unsupported
 from tutti.gio_uring.gpu.driver import Driver
-from tutti.gio_uring.gpu.memory import Hold
+from tutti.gio_uring.gpu.memory import LeaseOwner
 from tutti.gio_uring.iocb import PagedMemory
-
-U32 = npt.NDArray[np.uint32]
-U64 = npt.NDArray[np.uint64]
 
 
 @dataclass(frozen=True)
-class Shipment:
+class CopyDescriptor:
     """What a mover moves for one job.
 
     pages: uint32 (n,).  paged: where they are in GPU memory.  staged: uint64 (layers,), where the
     device finds the first slice of each layer in staging.  stride_nbytes: from slice to slice.
-    to_pages: out of staging (a read), or into it (a write).  hold: of what copies need beside.
+    to_pages: out of staging (a read), or into it (a write).  owner: of what copies need beside.
     """
 
     pages: U32
@@ -36,11 +34,11 @@ class Shipment:
     staged: U64
     stride_nbytes: int
     to_pages: bool
-    hold: Hold
+    owner: LeaseOwner
 
 
-class Cargo(Protocol):
-    """A shipment made ready."""
+class PreparedCopy(Protocol):
+    """A descriptor made ready."""
 
     def move(self, layer: int, stream: int) -> None:
         """Enqueues the copies of one layer."""
@@ -53,23 +51,23 @@ class Mover(Protocol):
     def name(self) -> str:
         """For results and messages."""
 
-    def prepare(self, shipment: Shipment) -> Cargo:
+    def prepare(self, descriptor: CopyDescriptor) -> PreparedCopy:
         """Does for all layers what is the same for each."""
 
 
 class Fragments:
-    """The copies of a shipment as contiguous stretches, (n,) of each column, for every layer."""
+    """The copies of a descriptor as contiguous stretches, (n,) of each column, for every layer."""
 
-    def __init__(self, shipment: Shipment) -> None:
-        paged = shipment.paged
-        index = np.arange(shipment.pages.size, dtype=np.uint64)
+    def __init__(self, descriptor: CopyDescriptor) -> None:
+        paged = descriptor.paged
+        index = np.arange(descriptor.pages.size, dtype=np.uint64)
         starts = np.cumsum(paged.segment_nbytes) - paged.segment_nbytes
         columns: list[tuple[U64, U64, U64, npt.NDArray[np.intp]]] = []
         for k, nbytes in enumerate(paged.segment_nbytes):
-            there = shipment.pages.astype(np.uint64) * np.uint64(paged.stride_nbytes[k])
-            here = index * np.uint64(shipment.stride_nbytes) + np.uint64(starts[k])
+            there = descriptor.pages.astype(np.uint64) * np.uint64(paged.stride_nbytes[k])
+            here = index * np.uint64(descriptor.stride_nbytes) + np.uint64(starts[k])
             columns.append(_joined(there, here, nbytes, k))
-        self._shipment = shipment
+        self._shipment = descriptor
         self._there: U64 = np.concatenate([column[0] for column in columns])
         self._here: U64 = np.concatenate([column[1] for column in columns])
         self.nbytes: U64 = np.concatenate([column[2] for column in columns])
@@ -77,10 +75,10 @@ class Fragments:
 
     def at(self, layer: int) -> tuple[U64, U64]:
         """(targets, sources) of one layer."""
-        shipment = self._shipment
-        there = shipment.paged.bases[layer][self._segment] + self._there
-        here = shipment.staged[layer] + self._here
-        return (there, here) if shipment.to_pages else (here, there)
+        descriptor = self._shipment
+        there = descriptor.paged.bases[layer][self._segment] + self._there
+        here = descriptor.staged[layer] + self._here
+        return (there, here) if descriptor.to_pages else (here, there)
 
 
 def _joined(
@@ -131,8 +129,8 @@ class BatchCopyMover:
             )
         self._driver = driver
 
-    def prepare(self, shipment: Shipment) -> Cargo:
-        return _BatchCopies(self._driver, Fragments(shipment))
+    def prepare(self, descriptor: CopyDescriptor) -> PreparedCopy:
+        return _BatchCopies(self._driver, Fragments(descriptor))
 
 
 class CopyMover:
@@ -143,8 +141,8 @@ class CopyMover:
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
 
-    def prepare(self, shipment: Shipment) -> Cargo:
-        return _SingleCopies(self._driver, Fragments(shipment))
+    def prepare(self, descriptor: CopyDescriptor) -> PreparedCopy:
+        return _SingleCopies(self._driver, Fragments(descriptor))
 
 
 def choose_mover(driver: Driver) -> Mover:

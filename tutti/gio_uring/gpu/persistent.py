@@ -3,10 +3,10 @@
 It is launched when the engine opens, and told to end after a time without jobs; the next job
 launches it again.  Work goes to it through pinned words, each with one writer:
 
-    posts, stop   the host's        posted     the lane's stream, after the tables were copied
+    posts, stop   the host's        posted     the stream queue's, after the tables were copied
     consumed[b]   block b's         a layer's  the kernel's, and the host's once that is overdue
 
-The lane's stream waits for the layers' words as that of `HostEngine` does.  Nothing is ever put
+The stream queue waits for the layers' words as that of `HostEngine` does.  Nothing is ever enqueued
 behind the kernel on its own stream.  docs/gpu.md says what must not be called while it runs.
 """
 
@@ -21,9 +21,9 @@ import numpy as np
 import numpy.typing as npt
 
 from tutti.errors import ConfigError, DeviceTimeout
-from tutti.gio_uring.gpu.host_engine import Lane, wait_until
+from tutti.gio_uring.gpu.host_engine import StreamQueue, wait_until
 from tutti.gio_uring.gpu.launcher import Launcher, Work
-from tutti.gio_uring.gpu.memory import Hold, TableMemory
+from tutti.gio_uring.gpu.memory import LeaseOwner, TableMemory
 from tutti.gio_uring.gpu.modules import Modules
 from tutti.gio_uring.gpu.parameters import MailboxStruct, PostStruct
 from tutti.gio_uring.gpu.queues import DeviceQueues
@@ -55,7 +55,7 @@ class PersistentKernel(Launcher):
         self,
         modules: Modules,
         queues: DeviceQueues,
-        lane: Lane,
+        stream_queue: StreamQueue,
         threads: int,
         tables: TableMemory,
         stream: int | None,
@@ -66,11 +66,11 @@ class PersistentKernel(Launcher):
                 "CUDA_LAUNCH_BLOCKING=1 waits for every kernel, and this one stays; unset it, or "
                 "use another engine"
             )
-        super().__init__(modules, queues, lane, threads, 0)
-        self._driver = driver = lane.driver
+        super().__init__(modules, queues, stream_queue, threads, 0)
+        self._driver = driver = stream_queue.driver
         self._function = modules[f"gio_persistent_{queues.ring}"]
         posts = -(-(_CONSUMED + 4 * queues.count) // _LINE_NBYTES) * _LINE_NBYTES
-        place = tables.lease(posts + CAPACITY * _POST.itemsize, _TABLE_TIMEOUT_S, Hold())
+        place = tables.lease(posts + CAPACITY * _POST.itemsize, _TABLE_TIMEOUT_S, LeaseOwner())
         self._pinned = pinned = place.host.address + place.to_device
         memory = view_at(place.host.address, place.host.nbytes)
         memory[:] = 0
@@ -141,12 +141,12 @@ class PersistentKernel(Launcher):
             self._posts[place] = (work.batch.address, layer, 1)
         posted = (self._posted + work.layers) & _MASK
         # The stream stores it behind the copy of the tables, and behind what it follows.
-        self._driver.write_value(self._lane.stream, self._pinned + _POSTED, posted)
+        self._driver.write_value(self._stream_queue.stream, self._pinned + _POSTED, posted)
         self._posted = posted
 
     def put_layer(self, work: Work, layer: int) -> None:
         words = work.staged.device_words + work.staged.words.ready_offset(layer)
-        self._driver.wait_value(self._lane.stream, words, 1)
+        self._driver.wait_value(self._stream_queue.stream, words, 1)
 
     def is_overdue(self, work: Work) -> bool:
         """The clock runs while a post lies there, and begins again with whatever the kernel does.
@@ -165,7 +165,7 @@ class PersistentKernel(Launcher):
         if not self._is_running or self._outstanding():
             self._quiet_since_s = now_s
         # Whoever holds the lock is about to post.
-        if now_s - self._quiet_since_s < self._rest_s or not self._lane.lock.acquire(
+        if now_s - self._quiet_since_s < self._rest_s or not self._stream_queue.lock.acquire(
             blocking=False
         ):
             return
@@ -174,7 +174,7 @@ class PersistentKernel(Launcher):
                 self._stop_word[0] = 1
                 self._is_running = False
         finally:
-            self._lane.lock.release()
+            self._stream_queue.lock.release()
 
     def stop(self, timeout_s: float) -> bool:
         self._stop_word[0] = 1

@@ -16,7 +16,7 @@ from tutti.gio_uring.engine import LIST_NBYTES
 from tutti.gio_uring.gpu.batch import TableImage
 from tutti.gio_uring.gpu.doorbells import GpuDoorbells
 from tutti.gio_uring.gpu.driver import Driver
-from tutti.gio_uring.gpu.memory import Hold, PinnedMemory, TableMemory
+from tutti.gio_uring.gpu.memory import LeaseOwner, PinnedMemory, TableMemory
 from tutti.gio_uring.memory import HostBuffer
 from tutti.gio_uring.queue_pair import QueuePair, QueuePairStruct
 from tutti.process import Owned
@@ -86,7 +86,7 @@ class DeviceQueues(Owned):
         whole = TableImage()
         for image, _ in images:
             whole.nbytes += image.nbytes
-        lease = tables.lease(whole.nbytes, _TIMEOUT_S, Hold())
+        lease = tables.lease(whole.nbytes, _TIMEOUT_S, LeaseOwner())
         self.queues: list[DeviceQueue] = []
         offset = 0
         for number, (image, struct) in enumerate(images):

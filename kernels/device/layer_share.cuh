@@ -79,7 +79,7 @@ GIO_HD u32 warp_reap(QueuePair* qp) {
 }
 
 // A warp's share of one layer.
-struct Pump {
+struct LayerShare {
   const Batch* batch;
   const QueueShare* share;
   const Iocb* io;
@@ -89,7 +89,7 @@ struct Pump {
   u32 layer;
   u32 low;  // every run below was over; a multiple of 32
 
-  GIO_HD Pump(const Batch* b, u32 l)
+  GIO_HD LayerShare(const Batch* b, u32 l)
       : batch(b),
         share(at<QueueShare>(b->shares) + blockIdx.x),
         io(at<Iocb>(b->iocb)),
@@ -106,33 +106,34 @@ struct Pump {
 GIO_HD void note_error(LayerTally* tally, u32 status) { set_if_zero(&tally->status, status); }
 
 // Names every page that a failed run was to move.
-GIO_HD void note_run_error(const Pump& pump, const Run& run, u32 status) {
-  note_error(pump.tally, status);
-  if (pump.batch->slices == 0) return;
-  const u64 page_status = at<SliceTable>(pump.batch->slices)->page_status;
+GIO_HD void note_run_error(const LayerShare& layer_share, const Run& run, u32 status) {
+  note_error(layer_share.tally, status);
+  if (layer_share.batch->slices == 0) return;
+  const u64 page_status = at<SliceTable>(layer_share.batch->slices)->page_status;
   if (page_status == 0) return;
-  const u32 slices = run_slices(*pump.io, run);
-  for (u32 i = run.first; i < run.first + slices && i < pump.io->n_pages; ++i) {
+  const u32 slices = run_slices(*layer_share.io, run);
+  for (u32 i = run.first; i < run.first + slices && i < layer_share.io->n_pages; ++i) {
     set_if_zero(&at<u32>(page_status)[i], status);
   }
 }
 
 // Builds and enqueues one run's command.  kOk: it is in flight under *cid, or, with kNoCid, it has
 // to wait for a CID.  Anything else is why it cannot be built.
-GIO_HD u32 lane_send(const Pump& pump, u32 index, u32* cid) {
-  *cid = cid_acquire(pump.qp, lane_index());
+GIO_HD u32 lane_send(const LayerShare& layer_share, u32 index, u32* cid) {
+  *cid = cid_acquire(layer_share.qp, lane_index());
   if (*cid == kNoCid) return kOk;
-  const u64 offset = static_cast<u64>(*cid) * pump.share->list_nbytes;
-  const ListMemory list = {pump.share->lists + offset, pump.share->lists_dma + offset,
-                           pump.share->list_nbytes};
+  const u64 offset = static_cast<u64>(*cid) * layer_share.share->list_nbytes;
+  const ListMemory list = {layer_share.share->lists + offset, layer_share.share->lists_dma + offset,
+                           layer_share.share->list_nbytes};
   Sqe sqe;
-  const u32 status = iocb_build(*pump.io, pump.run(index), pump.layer, *cid, list, &sqe);
+  const u32 status =
+      iocb_build(*layer_share.io, layer_share.run(index), layer_share.layer, *cid, list, &sqe);
   if (status != kOk) {
-    cid_release(pump.qp, *cid);
+    cid_release(layer_share.qp, *cid);
     *cid = kNoCid;
     return status;
   }
-  sq_enqueue(pump.qp, sqe);
+  sq_enqueue(layer_share.qp, sqe);
   return kOk;
 }
 
@@ -154,38 +155,38 @@ struct Group {
 
 // One look at 32 runs, one a lane: takes completions, sends what may be sent, rings once.
 template <typename Doorbell>
-GIO_HD Group pump_group(const Pump& pump, u32 base, u32 limit) {
+GIO_HD Group pump_group(const LayerShare& layer_share, u32 base, u32 limit) {
   const u32 index = base + lane_index();
-  const bool exists = index < pump.share->n_runs;
+  const bool exists = index < layer_share.share->n_runs;
   RunState state = {kNoCid, kOk};
-  if (exists) state = pump.states[index];
+  if (exists) state = layer_share.states[index];
   const bool was_open = state.status == kRunPending;
   bool sent = false, starved = false;
   u32 status = kRunPending;
   if (was_open && state.cid != kNoCid) {
-    lane_take(pump.qp, &state, &status);
+    lane_take(layer_share.qp, &state, &status);
   } else if (was_open && index < limit) {
-    const u32 refused = lane_send(pump, index, &state.cid);
+    const u32 refused = lane_send(layer_share, index, &state.cid);
     sent = state.cid != kNoCid;
     starved = !sent && refused == kOk;
     if (refused != kOk) status = refused;
   }
   if (__ballot_sync(kAllLanes, sent) != 0) {
     __syncwarp();  // every mark comes before the try of the lock: who fails it may leave
-    warp_ring<Doorbell>(pump.qp);
+    warp_ring<Doorbell>(layer_share.qp);
   }
   const bool ended = was_open && status != kRunPending;
   if (ended || sent) {
     if (ended) state.status = status;
-    pump.states[index] = state;
+    layer_share.states[index] = state;
   }
-  if (ended && status != kOk) note_run_error(pump, pump.run(index), status);
+  if (ended && status != kOk) note_run_error(layer_share, layer_share.run(index), status);
   const bool open = was_open && !ended;
   return {__ballot_sync(kAllLanes, open) == 0, __ballot_sync(kAllLanes, starved) != 0,
           __ballot_sync(kAllLanes, ended && status == kOk)};
 }
 
-struct Look {
+struct Poll {
   bool open;    // runs are left
   bool moved;   // something ended
   u32 n_ended;  // runs that ended well, in `ended`
@@ -194,24 +195,24 @@ struct Look {
 // One look at the share.  Runs below `limit` may be sent; those that ended well are listed in
 // `ended` (room for `room`, at least 32), or not when it is null.
 template <typename Doorbell>
-GIO_HD Look pump_look(Pump* pump, u32 limit, u32* ended, u32 room) {
-  Look look = {false, false, 0};
-  look.moved = warp_reap<Doorbell>(pump->qp) != 0;
-  for (u32 base = pump->low; base < pump->share->n_runs; base += kLanes) {
+GIO_HD Poll share_poll(LayerShare* layer_share, u32 limit, u32* ended, u32 room) {
+  Poll look = {false, false, 0};
+  look.moved = warp_reap<Doorbell>(layer_share->qp) != 0;
+  for (u32 base = layer_share->low; base < layer_share->share->n_runs; base += kLanes) {
     if (ended != nullptr && look.n_ended + kLanes > room) {
       look.open = true;
       break;
     }
-    const Group group = pump_group<Doorbell>(*pump, base, limit);
+    const Group group = pump_group<Doorbell>(*layer_share, base, limit);
     if (ended != nullptr && (group.succeeded >> lane_index() & 1u) != 0) {
       const u32 below = group.succeeded & ((1u << lane_index()) - 1);
       ended[look.n_ended + static_cast<u32>(__popc(below))] = base + lane_index();
     }
     look.n_ended += static_cast<u32>(__popc(group.succeeded));
-    if (group.over && base == pump->low) pump->low = base + kLanes;
+    if (group.over && base == layer_share->low) layer_share->low = base + kLanes;
     look.open = look.open || !group.over;
     if (group.starved || base + kLanes >= limit) {
-      look.open = look.open || base + kLanes < pump->share->n_runs;
+      look.open = look.open || base + kLanes < layer_share->share->n_runs;
       break;  // no later run can have been sent: they go in order
     }
   }
@@ -219,25 +220,26 @@ GIO_HD Look pump_look(Pump* pump, u32 limit, u32* ended, u32 room) {
 }
 
 // The deadline passed: what has not ended counts as timed out.  CIDs stay with their commands.
-GIO_HD void pump_expire(const Pump& pump) {
-  for (u32 index = pump.low + lane_index(); index < pump.share->n_runs; index += kLanes) {
-    RunState* state = &pump.states[index];
+GIO_HD void share_expire(const LayerShare& layer_share) {
+  for (u32 index = layer_share.low + lane_index(); index < layer_share.share->n_runs;
+       index += kLanes) {
+    RunState* state = &layer_share.states[index];
     if (state->status != kRunPending) continue;
     state->status = kTimedOut;
-    if (state->cid != kNoCid) fetch_add(&pump.tally->owned, 1);  // pairs with pump_collect
-    note_run_error(pump, pump.run(index), kTimedOut);
+    if (state->cid != kNoCid) fetch_add(&layer_share.tally->owned, 1);  // pairs with share_collect
+    note_run_error(layer_share, layer_share.run(index), kTimedOut);
   }
 }
 
 // Whether all runs of the layer before were sent.  A layer that goes ahead of it would take the
 // CIDs that it still needs, and give none back before its own drain, which comes later.
-GIO_HD bool pump_may_lead(const Pump& pump) {
-  if (pump.layer == 0 || pump.share->n_runs == 0) return true;
+GIO_HD bool pump_may_lead(const LayerShare& layer_share) {
+  if (layer_share.layer == 0 || layer_share.share->n_runs == 0) return true;
   // Groups are sent in order: a look at the last one says it.
-  const u32 index = (pump.share->n_runs - 1) / kLanes * kLanes + lane_index();
+  const u32 index = (layer_share.share->n_runs - 1) / kLanes * kLanes + lane_index();
   bool is_unsent = false;
-  if (index < pump.share->n_runs) {
-    const RunState state = (pump.states - pump.io->n_runs)[index];
+  if (index < layer_share.share->n_runs) {
+    const RunState state = (layer_share.states - layer_share.io->n_runs)[index];
     is_unsent = state.cid == kNoCid && state.status == kRunPending;
   }
   return __ballot_sync(kAllLanes, is_unsent) == 0;
@@ -245,19 +247,19 @@ GIO_HD bool pump_may_lead(const Pump& pump) {
 
 // Sends what there are CIDs for.
 template <typename Doorbell>
-GIO_HD void pump_submit(Pump* pump) {
-  if (!pump_may_lead(*pump)) return;
-  pump_look<Doorbell>(pump, pump->share->n_runs, nullptr, 0);
+GIO_HD void share_submit(LayerShare* layer_share) {
+  if (!pump_may_lead(*layer_share)) return;
+  share_poll<Doorbell>(layer_share, layer_share->share->n_runs, nullptr, 0);
 }
 
 // Until every run ended, or the deadline.
 template <typename Doorbell>
-GIO_HD void pump_drain(Pump* pump) {
-  const u64 deadline = deadline_after(pump->batch->timeout_ns);
+GIO_HD void share_drain(LayerShare* layer_share) {
+  const u64 deadline = deadline_after(layer_share->batch->timeout_ns);
   Backoff backoff;
   bool open = true;
   while (open) {  // bounded by the deadline
-    const Look look = pump_look<Doorbell>(pump, pump->share->n_runs, nullptr, 0);
+    const Poll look = share_poll<Doorbell>(layer_share, layer_share->share->n_runs, nullptr, 0);
     open = look.open;
     if (look.moved) {
       backoff.wake();
@@ -265,7 +267,7 @@ GIO_HD void pump_drain(Pump* pump) {
       backoff.nap();
     }
     if (open && __shfl_sync(kAllLanes, static_cast<u32>(now_ns() > deadline), 0) != 0) {
-      pump_expire(*pump);
+      share_expire(*layer_share);
       open = false;
     }
   }
@@ -273,17 +275,17 @@ GIO_HD void pump_drain(Pump* pump) {
 
 // Takes the CIDs of late commands back whose completion has come.
 template <typename Doorbell>
-GIO_HD void pump_collect(const Pump& pump) {
-  for (u32 i = 0; i < pump.qp->depth; i += kLanes) {
-    if (warp_reap<Doorbell>(pump.qp) == 0) break;
+GIO_HD void share_collect(const LayerShare& layer_share) {
+  for (u32 i = 0; i < layer_share.qp->depth; i += kLanes) {
+    if (warp_reap<Doorbell>(layer_share.qp) == 0) break;
   }
   __syncwarp();
-  for (u32 index = lane_index(); index < pump.share->n_runs; index += kLanes) {
-    RunState* state = &pump.states[index];
+  for (u32 index = lane_index(); index < layer_share.share->n_runs; index += kLanes) {
+    RunState* state = &layer_share.states[index];
     if (state->status == kRunPending || state->cid == kNoCid) continue;
     u32 late;
-    // Pairs with fetch_add in pump_expire.
-    if (lane_take(pump.qp, state, &late)) fetch_add(&pump.tally->owned, 0u - 1u);
+    // Pairs with fetch_add in share_expire.
+    if (lane_take(layer_share.qp, state, &late)) fetch_add(&layer_share.tally->owned, 0u - 1u);
   }
 }
 

@@ -1,0 +1,16 @@
+"""Names for the array types that many modules pass to each other."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+#: ObjectKeys, (n, 16).
+Keys = npt.NDArray[np.uint8]
+#: Slot numbers, pool-wide, (n,).
+Slots = npt.NDArray[np.int64]
+#: Positions in the arrays of one call, (n,).
+Rows = npt.NDArray[np.int64]
+Mask = npt.NDArray[np.bool_]
+U32 = npt.NDArray[np.uint32]
+U64 = npt.NDArray[np.uint64]
