@@ -15,7 +15,6 @@ import pytest
 from tutti.cli import main
 from tutti.errors import ConfigError
 from tutti.integration.sglang import launch
-from tutti.integration.sglang.direct.options import LINKER_OPTIONS
 from tutti.integration.sglang.identity import (
     Identity,
     ParallelRank,
@@ -23,6 +22,7 @@ from tutti.integration.sglang.identity import (
     Shape,
     identity_of,
     layout_of,
+    open_store,
     pool_path,
     weights_version,
 )
@@ -30,10 +30,10 @@ from tutti.integration.sglang.metrics import LOAD, METRICS, Metrics
 from tutti.integration.sglang.options import (
     HICACHE,
     LINKER,
+    LINKER_OPTIONS,
     option_table,
     parse_options,
 )
-from tutti.integration.sglang.pool_file import open_store
 from tutti.integration.sglang.weights import WeightsWatch, _around_flush, _around_update
 from tutti.transfers.core import StoreConfig
 

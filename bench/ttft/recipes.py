@@ -27,9 +27,8 @@ from tutti.bench.figures.data import check_writable
 from tutti.bench.ttft.http import Endpoint, ServerError
 from tutti.bench.ttft.server_control import Control
 from tutti.errors import ConfigError, Unsupported
-from tutti.integration.sglang.direct.options import LINKER_OPTIONS
 from tutti.integration.sglang.launch import server_arguments
-from tutti.integration.sglang.options import HICACHE, LINKER
+from tutti.integration.sglang.options import HICACHE, LINKER, LINKER_OPTIONS
 from tutti.terminal import ProgressFactory, facts
 from tutti.units import format_nbytes
 

@@ -28,10 +28,15 @@ from tutti.integration.sglang.host.host_pools import (
     shape_of,
 )
 from tutti.integration.sglang.host.host_store import HostStore
-from tutti.integration.sglang.identity import ParallelRank, identity_of, layout_of, pool_path
+from tutti.integration.sglang.identity import (
+    ParallelRank,
+    identity_of,
+    layout_of,
+    open_store,
+    pool_path,
+)
 from tutti.integration.sglang.metrics import LOAD, STORE, Metrics
 from tutti.integration.sglang.options import HICACHE, parse_options
-from tutti.integration.sglang.pool_file import open_store
 from tutti.integration.sglang.weights import WATCH
 from tutti.memory.host_memory import HostMemory
 

@@ -26,25 +26,21 @@ from tutti.integration.sglang.adapter import check_version, served_model
 from tutti.integration.sglang.breaker import Breaker, crawls
 from tutti.integration.sglang.direct import adapter
 from tutti.integration.sglang.direct.admission import Admission, break_even
-from tutti.integration.sglang.direct.backlog import Backlog, Part
-from tutti.integration.sglang.direct.chains import Chains
-from tutti.integration.sglang.direct.fence import Fence
+from tutti.integration.sglang.direct.backlog import Backlog, Chains, Part
 from tutti.integration.sglang.direct.gpu import open_gpu
 from tutti.integration.sglang.direct.kv_pools import kv_pool_group
-from tutti.integration.sglang.direct.layer_counter import LayerCounter
-from tutti.integration.sglang.direct.load_batch import LoadBatch, QueuedLoad
+from tutti.integration.sglang.direct.load_batch import LayerCounter, LoadBatch, QueuedLoad
 from tutti.integration.sglang.direct.lookups import Lookups
 from tutti.integration.sglang.direct.maintenance import Maintenance
-from tutti.integration.sglang.direct.open_pools import open_stored_pools
-from tutti.integration.sglang.direct.options import LINKER_OPTIONS
+from tutti.integration.sglang.direct.open_pools import open_stored_pools, served_profile
 from tutti.integration.sglang.direct.read_ahead import ReadAhead
-from tutti.integration.sglang.direct.served_profile import served_profile
 from tutti.integration.sglang.direct.staging import StagingPages
+from tutti.integration.sglang.direct.staging_copy import Fence
 from tutti.integration.sglang.direct.steps import STEPS
 from tutti.integration.sglang.direct.stored_pool import StoredPool
 from tutti.integration.sglang.host.host_store import ErrorLog
 from tutti.integration.sglang.metrics import LOAD
-from tutti.integration.sglang.options import LINKER, parse_options
+from tutti.integration.sglang.options import LINKER, LINKER_OPTIONS, parse_options
 from tutti.integration.sglang.weights import WATCH
 from tutti.medium.keys import object_keys
 from tutti.process import Owned, at_exit, forget_exit

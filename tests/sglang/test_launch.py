@@ -10,9 +10,8 @@ from sglang.srt.runtime_context import SpawnRanks, create_context, use_context
 from sglang.srt.server_args import ServerArgs
 
 from tutti.integration.sglang import adapter, launch
-from tutti.integration.sglang.direct.options import LINKER_OPTIONS
 from tutti.integration.sglang.identity import ServedModel
-from tutti.integration.sglang.options import HICACHE, LINKER
+from tutti.integration.sglang.options import HICACHE, LINKER, LINKER_OPTIONS
 
 OPTIONS = {"path": "/pools", "capacity": "1GiB"}
 

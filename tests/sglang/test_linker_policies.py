@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from tutti.errors import ConfigError
 from tutti.integration.sglang.breaker import Breaker, crawls
 from tutti.integration.sglang.direct.admission import PAGES_MAX, Admission, break_even
-from tutti.integration.sglang.direct.chains import Chains
-from tutti.integration.sglang.direct.hits import Window, restorable
+from tutti.integration.sglang.direct.backlog import Chains
+from tutti.integration.sglang.direct.lookups import Window, restorable
 
 
 class Clock:

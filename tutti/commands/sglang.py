@@ -15,7 +15,6 @@ from tutti.arguments import nbytes, positive
 from tutti.commands.outcome import EXIT_FAILED, EXIT_OK, Outcome
 from tutti.errors import ConfigError, Unsupported
 from tutti.gio_uring.probe import probe_machine
-from tutti.integration.sglang.direct.options import LINKER_OPTIONS
 from tutti.integration.sglang.launch import (
     IO_BACKENDS,
     PLUGIN,
@@ -25,7 +24,7 @@ from tutti.integration.sglang.launch import (
     refused_arguments,
     server_arguments,
 )
-from tutti.integration.sglang.options import HICACHE, LINKER, Option, option_table
+from tutti.integration.sglang.options import HICACHE, LINKER, LINKER_OPTIONS, Option, option_table
 from tutti.terminal import table
 from tutti.units import MiB, format_nbytes
 

@@ -9,23 +9,64 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from tutti.arrays import Keys
 from tutti.errors import TuttiError
 from tutti.integration.sglang.breaker import Breaker
-from tutti.integration.sglang.direct.chains import Chains
-from tutti.integration.sglang.direct.fence import Fence
 from tutti.integration.sglang.direct.kv_pools import Pages
+from tutti.integration.sglang.direct.staging_copy import Fence
 from tutti.integration.sglang.direct.stored_pool import StoredPool
 from tutti.integration.sglang.metrics import STORE
 from tutti.process import Owned
 from tutti.transfers.tickets import Outcome, PutTicket
+
+_CHAINS = 512
+
+
+class Chains:
+    """The page chains of recent look-ups.  Thread-safe; bounded."""
+
+    def __init__(self, chains_max: int = _CHAINS) -> None:
+        self._max = chains_max
+        self._lock = threading.Lock()
+        self._chains: OrderedDict[bytes, npt.NDArray[np.uint64]] = OrderedDict()
+
+    def seen(self, keys: Keys) -> None:
+        """Keys (n, 16) that follow one another, as a look-up named them."""
+        if len(keys) < 2:
+            return
+        words = keys.view(np.uint64).reshape(-1, 2)
+        name = keys[0].tobytes()
+        with self._lock:
+            known = self._chains.get(name)
+            if known is None or len(known) <= len(words):
+                self._chains[name] = words
+            self._chains.move_to_end(name)
+            while len(self._chains) > self._max:
+                self._chains.popitem(last=False)
+
+    def before(self, key: bytes) -> tuple[bytes | None, int]:
+        """The predecessor of a page and how many pages are known to precede it; (None, 0) for none.
+
+        O(pages of the chains): for a thread that may take its time.
+        """
+        word = np.frombuffer(key, np.uint64)
+        with self._lock:
+            chains = list(self._chains.values())
+        for words in reversed(chains):
+            rows = np.flatnonzero(words[1:, 0] == word[0]) + 1
+            for row in rows.tolist():
+                if words[row, 1] == word[1]:
+                    return words[row - 1].tobytes(), row
+        return None, 0
+
 
 _IDLE_S = 60.0
 
@@ -87,7 +128,7 @@ class Backlog(Owned):
         self._timeout_s = timeout_s
         self._breaker = breaker
         self._chains = chains
-        self._complain = log_error
+        self._log_error = log_error
         self._changed = threading.Condition()
         self._order: deque[Offload] = deque()
         self._active = 0  # parts that are not over
@@ -204,14 +245,14 @@ class Backlog(Owned):
         try:
             pages = self._pages(offload, part)
         except Exception as error:
-            self._complain(f"offload: {type(error).__name__}", error)
+            self._log_error(f"offload: {type(error).__name__}", error)
             self._let_go(offload, part, good=False)
             self._over(part)
             return
         try:
             part.stored_pool.copy_out(pages, staged, self._timeout_s)
         except Exception as error:
-            self._complain(f"offload: {type(error).__name__}", error)
+            self._log_error(f"offload: {type(error).__name__}", error)
             if part.stored_pool.gpu is None:
                 self._let_go(offload, part, good=False)
                 self._over(part)
@@ -247,7 +288,7 @@ class Backlog(Owned):
             )
         except Exception as error:
             # The thread must live; what was not stored is a miss.
-            self._complain(f"offload: {type(error).__name__}", error)
+            self._log_error(f"offload: {type(error).__name__}", error)
             if isinstance(error, TuttiError):
                 self._breaker.failure()
             self._done_with(offload, part, good=False)
@@ -274,7 +315,7 @@ class Backlog(Owned):
         try:
             ticket.wait(0.001)
         except TuttiError as error:
-            self._complain(f"offload: {type(error).__name__}", error)
+            self._log_error(f"offload: {type(error).__name__}", error)
 
     def _done_with(self, offload: Offload, part: Part, *, good: bool) -> None:
         """The medium does not read the part's pages any more."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,12 +17,11 @@ import torch
 
 from tutti.arrays import Keys
 from tutti.errors import DeviceTimeout
-from tutti.integration.sglang.direct.fence import Fence
 from tutti.integration.sglang.direct.gpu import Gpu
 from tutti.integration.sglang.direct.kv_pools import Pages
 from tutti.integration.sglang.direct.read_ahead import ReadAhead
 from tutti.integration.sglang.direct.reads import Read
-from tutti.integration.sglang.direct.staging_copy import Copy, LoadPlan, StagingCopier
+from tutti.integration.sglang.direct.staging_copy import Copy, Fence, LoadPlan, StagingCopier
 from tutti.integration.sglang.direct.stored_pool import StoredPool
 from tutti.process import Owned
 
@@ -314,3 +313,57 @@ def _by_stored_pool(queued: Sequence[QueuedLoad]) -> list[tuple[StoredPool, Keys
         pages = [stored_pool.page_numbers(load.slots, len(load.keys)) for load in loads]
         wanted.append((stored_pool, keys, np.concatenate(pages)))
     return wanted
+
+
+class LayerCounter:
+    """Blocks the forward until the layer that it wants is there; on a GPU its stream waits.
+
+    A failure does not raise into the forward: `finish` reports it, and SGLang aborts the batch.
+    began: is told of every layer that the forward asks for, and how many seconds it waited.
+    """
+
+    def __init__(
+        self, num_layers: int, began: Callable[[int, float], object] | None = None
+    ) -> None:
+        self.num_layers = num_layers
+        self._began = began
+        self.consumer_index = -1
+        self._producer_index = -1
+        self._batches: dict[int, LoadBatch] = {}
+
+    @property
+    def next_index(self) -> int:
+        """The index that ``add`` will answer."""
+        return self._producer_index + 1
+
+    def add(self, batch: LoadBatch) -> int:
+        """The index by which a batch's forward will ask for it."""
+        self._producer_index += 1
+        self._batches[self._producer_index] = batch
+        return self._producer_index
+
+    def set_consumer(self, index: int) -> None:
+        """Which batch the next waits are for; -1 for none."""
+        self.consumer_index = index
+
+    def wait_until(self, layer: int) -> None:
+        """Returns when the layer is in the engine's pages, or never will be.  Idempotent."""
+        batch = self._batches.get(self.consumer_index)
+        waited_s = 0.0
+        if batch is not None:
+            waited_s = -batch.waited_s
+            batch.wait_layer(layer)
+            waited_s += batch.waited_s
+        if self._began is not None:
+            self._began(layer, waited_s)
+
+    def finish(self, index: int) -> LoadBatch | None:
+        """Takes out a batch."""
+        return self._batches.pop(index, None)
+
+    def reset(self, end: Callable[[LoadBatch], object]) -> None:
+        """Forgets all batches, ending each."""
+        batches, self._batches = self._batches, {}
+        for batch in batches.values():
+            end(batch)
+        self._producer_index = self.consumer_index = -1

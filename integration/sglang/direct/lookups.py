@@ -11,9 +11,32 @@ from tutti.arrays import Keys, Mask
 from tutti.errors import TuttiError
 from tutti.integration.sglang.direct import adapter
 from tutti.integration.sglang.direct.admission import Admission
-from tutti.integration.sglang.direct.hits import Window, restorable
 from tutti.integration.sglang.direct.read_ahead import ReadAhead
 from tutti.integration.sglang.direct.stored_pool import StoredPool
+
+
+@dataclass(frozen=True)
+class Window:
+    """Pages (n,) that a pool of states holds; a prefix needs the last ``pages`` of its own."""
+
+    held: Mask
+    pages: int
+
+
+def restorable(pages: int, windows: Sequence[Window]) -> Mask:
+    """For each length 0 to ``pages`` whether a prefix of that length can be restored, (pages + 1,).
+
+    pages: how many leading pages every pool has that needs them all.  A window that is longer than
+    the prefix needs the whole prefix.  Length 0 is never an answer.
+    """
+    good = np.ones(pages + 1, np.bool_)
+    good[0] = False
+    lengths = np.arange(pages + 1)
+    for window in windows:
+        counted = np.concatenate(([0], np.cumsum(window.held[:pages])))
+        first = np.maximum(lengths - window.pages, 0)
+        good &= counted[lengths] - counted[first] == lengths - first
+    return good
 
 
 @dataclass(frozen=True)
@@ -46,7 +69,7 @@ class Lookups:
         self._states = [stored_pool for stored_pool in stored_pools if stored_pool.engine.trailing]
         self._admission = admission
         self._ahead = ahead
-        self._complain = log_error
+        self._log_error = log_error
         self._page_nbytes = sum(stored_pool.page_nbytes for stored_pool in self._by_page)
 
     def find(
@@ -97,7 +120,7 @@ class Lookups:
         try:
             return stored_pool.store.match(keys, pin=rid, proven=True)
         except TuttiError as error:
-            self._complain(f"look-up: {type(error).__name__}", error)
+            self._log_error(f"look-up: {type(error).__name__}", error)
             return 0
 
     def _window(
@@ -117,7 +140,7 @@ class Lookups:
         try:
             return stored_pool.store.present(keys, pin=rid, proven=True)
         except TuttiError as error:
-            self._complain(f"look-up: {type(error).__name__}", error)
+            self._log_error(f"look-up: {type(error).__name__}", error)
             return np.zeros(len(keys), np.bool_)
 
     def _pages_of(self, keys: Keys, windows: Sequence[Window]) -> list[tuple[StoredPool, Keys]]:

@@ -42,7 +42,7 @@ class Maintenance(Owned):
         self._staging = staging
         self._reads = reads
         self._recorder = metrics
-        self._complain = log_error
+        self._log_error = log_error
         self._probe_s = probe_s
         self._known: deque[bytes] = deque(maxlen=_KNOWN_KEYS)
         self._proven = False
@@ -123,4 +123,4 @@ class Maintenance(Owned):
             # The thread must live: requests are served without it, if less well.
             if isinstance(error, TuttiError) and self._stop.is_set():
                 return
-            self._complain(f"{what}: {type(error).__name__}", error)
+            self._log_error(f"{what}: {type(error).__name__}", error)

@@ -78,7 +78,7 @@ class ReadAhead(Owned):
         self._timeout_s = timeout_s
         self._breaker = breaker
         self._measured = measured
-        self._complain = log_error
+        self._log_error = log_error
         self._changed = threading.Condition()
         self._notes: OrderedDict[str, _Note] = OrderedDict()
         self._staged: list[_Staged] = []
@@ -293,7 +293,7 @@ class ReadAhead(Owned):
         """Nobody finds it any more; error: None for a medium that did not answer in time."""
         if not isinstance(error, KeyMissing):
             what = "timeout" if error is None else type(error).__name__
-            self._complain(f"read-ahead: {what}", error or "the medium does not answer")
+            self._log_error(f"read-ahead: {what}", error or "the medium does not answer")
             self._breaker.failure()
         with self._changed:
             self._unlist(staged)
