@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from tutti.errors import NativeError
 
-ABI_VERSION = 1
+ABI_VERSION = 2
 LIBRARY_VARIABLE = "TUTTI_NATIVE_LIBRARY"
 RECORD_NBYTES = 4096
 NO_SLOT = 0xFFFFFFFF

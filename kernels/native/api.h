@@ -11,7 +11,7 @@
 #define TUTTI_API extern "C" __attribute__((visibility("default")))
 
 // Raised with every incompatible change of a signature or a struct below.
-constexpr uint32_t kTuttiAbiVersion = 1;
+constexpr uint32_t kTuttiAbiVersion = 2;
 
 // "No slot": an empty table entry, and what look-ups report for an absent key.
 constexpr uint32_t kTuttiNoSlot = 0xFFFFFFFFU;

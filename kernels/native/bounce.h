@@ -13,7 +13,9 @@ namespace gio {
 class BouncePool {
  public:
   BouncePool(u32 buffers, u64 buffer_nbytes)
-      : buffers_(buffers), buffer_nbytes_((buffer_nbytes + kPage - 1) & ~(kPage - 1)) {}
+      : buffers_(buffers), buffer_nbytes_((buffer_nbytes + kPage - 1) & ~(kPage - 1)) {
+    free_.reserve(buffers);  // the thread that takes them must not need memory
+  }
   BouncePool(const BouncePool&) = delete;
   BouncePool& operator=(const BouncePool&) = delete;
   ~BouncePool() {
@@ -29,8 +31,9 @@ class BouncePool {
     return buffer;
   }
 
-  // Before the first take() as well.
-  bool has_free() const { return mapping_ == nullptr || !free_.empty(); }
+  // Whether there are buffers to wait for when take() has none.
+  bool is_mapped() const { return mapping_ != nullptr; }
+  bool has_free() const { return !free_.empty(); }
 
   void give_back(char* buffer) { free_.push_back(buffer); }
 

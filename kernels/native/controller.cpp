@@ -6,6 +6,8 @@
 #include <cerrno>
 #include <chrono>
 
+#include "no_throw.h"
+
 namespace gio {
 
 namespace {
@@ -186,6 +188,11 @@ u32 decode_data_pointer(const Sqe& sqe, u64 nbytes, u32 descriptors_max, MemoryM
   return SglWalk(nbytes, descriptors_max, memory, extents).walk(head);
 }
 
+Controller::Controller() {
+  queues_.reserve(kQueuesMax);  // the thread that serves them must not need memory
+  attached_.reserve(kQueuesMax);
+}
+
 int Controller::attach(const QueuePair& qp) {
   if (qp.depth < 2 || qp.depth > info.depth_max || (qp.depth & (qp.depth - 1)) != 0) return -EINVAL;
   if (qp.sq == 0 || qp.cq == 0 || qp.sq_doorbell == 0 || qp.cq_doorbell == 0) return -EINVAL;
@@ -198,8 +205,8 @@ int Controller::attach(const QueuePair& qp) {
   queue.qid = qp.qid;
   std::unique_lock<std::mutex> lock(changes_mutex_);
   if (attached_.size() >= kQueuesMax) return -ENOSPC;
+  changes_.push_back({queue, false});  // may fail, and nothing has happened then
   attached_.push_back(queue.sq);
-  changes_.push_back({queue, false});
   lock.unlock();
   announce();
   return 0;
@@ -209,10 +216,10 @@ int Controller::detach(const QueuePair& qp, u64 timeout_ns) {
   std::unique_lock<std::mutex> lock(changes_mutex_);
   const auto known = std::find(attached_.begin(), attached_.end(), qp.sq);
   if (known == attached_.end()) return -ENOENT;
-  attached_.erase(known);
   ControllerQueue queue = {};
   queue.sq = qp.sq;
   changes_.push_back({queue, true});
+  attached_.erase(known);
   lock.unlock();
   announce();
   lock.lock();
@@ -249,10 +256,14 @@ void Controller::apply_changes() {
 int Controller::start() {
   if (!claim()) return -EBUSY;
   stop_ = false;
-  thread_ = std::thread([this] {
-    while (!stop_) service(kIdleNs);  // bounded by stop()
+  const int result = without_exceptions([this] {
+    thread_ = std::thread([this] {
+      while (!stop_) service(kIdleNs);  // bounded by stop()
+    });
+    return 0;
   });
-  return 0;
+  if (result != 0) unclaim();
+  return result;
 }
 
 void Controller::stop() {
@@ -292,7 +303,7 @@ uint64_t gio_controller_namespace_nlb(Controller* controller, uint32_t nsid) {
 }
 
 int gio_controller_register(Controller* controller, uint64_t address, uint64_t nbytes) {
-  return controller->memory.add(address, nbytes);
+  return gio::without_exceptions([=] { return controller->memory.add(address, nbytes); });
 }
 
 int gio_controller_unregister(Controller* controller, uint64_t address) {
@@ -302,11 +313,11 @@ int gio_controller_unregister(Controller* controller, uint64_t address) {
 uint64_t gio_controller_regions(Controller* controller) { return controller->memory.size(); }
 
 int gio_controller_attach(Controller* controller, const gio::QueuePair* qp) {
-  return controller->attach(*qp);
+  return gio::without_exceptions([=] { return controller->attach(*qp); });
 }
 
 int gio_controller_detach(Controller* controller, const gio::QueuePair* qp, uint64_t timeout_ns) {
-  return controller->detach(*qp, timeout_ns);
+  return gio::without_exceptions([=] { return controller->detach(*qp, timeout_ns); });
 }
 
 void gio_controller_expect_rings(Controller* controller, int change) {

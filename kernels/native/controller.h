@@ -71,6 +71,7 @@ u32 decode_data_pointer(const Sqe& sqe, u64 nbytes, u32 descriptors_max, MemoryM
 
 class Controller {
  public:
+  Controller();
   virtual ~Controller() = default;
 
   // Does one turn of work: fetches SQEs from every attached queue pair, executes, posts CQEs.
@@ -145,7 +146,7 @@ class Controller {
     return pollers_ > 0 && timeout_ns > kPollNs ? kPollNs : timeout_ns;
   }
 
-  std::vector<ControllerQueue> queues_;  // a detached one leaves its place empty
+  std::vector<ControllerQueue> queues_;  // a detached one leaves its place empty; never grows
   std::vector<u64> namespace_nlb_;
 
  private:

@@ -9,6 +9,8 @@
 #include <cstring>
 #include <optional>
 
+#include "no_throw.h"
+
 namespace gio {
 
 namespace {
@@ -69,6 +71,7 @@ int FileController::open(const FileConfig& config) {
 
 int FileController::open_files(const FileConfig& config) {
   const FileNamespace* given = at<FileNamespace>(config.namespaces);
+  files_.reserve(config.n_namespaces);
   for (u32 i = 0; i < config.n_namespaces; ++i) {
     FileNamespace file = given[i];
     const bool is_direct = (file.flags & kFileDirect) != 0;
@@ -133,8 +136,12 @@ void FileController::allocate(const FileConfig& config) {
   const u32 commands = config.requests * kCommandsPerRequest;
   commands_.resize(commands);
   for (u32 i = commands; i-- > 0;) free_commands_.push_back(i);
+  // The thread that serves must not need memory.
   kept_.reserve(commands);
+  posting_.reserve(commands);
   done_.reserve(config.requests);
+  waiting_.reserve(config.requests);
+  extents_.reserve(std::max<u64>(kSglDescriptorsMax, config.mdts_nbytes / kPageNbytes + 2));
   open_.assign(files_.size(), nullptr);
   bounces_ = std::make_unique<BouncePool>(kBounces, request_nbytes_max_);
 }
@@ -231,6 +238,10 @@ u32 FileController::begin_deallocate(const Sqe& sqe, u32 command, MemoryMap::Rea
   const u64 size_nlb = namespace_nlb(sqe.nsid);
   Request* request = take_request(OpKind::kDeallocate, sqe.nsid - 1, 0);
   request->ranges.clear();
+  if (without_exceptions([=] { return request->ranges.reserve(n), 0; }) != 0) {
+    free_requests_.push_back(request);
+    return kInternalError;
+  }
   for (u32 i = n; i-- > 0;) {
     const DsmRange& range = ranges[i];
     if (range.nlb > size_nlb || range.slba > size_nlb - range.nlb) {

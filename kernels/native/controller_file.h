@@ -8,7 +8,6 @@
 #pragma once
 
 #include <atomic>
-#include <deque>
 #include <memory>
 #include <mutex>
 #include <vector>
@@ -162,7 +161,7 @@ class FileController final : public Controller {
   void advance(Request* request, u64 nbytes);
   void end_window(Request* request, u32 status);
   void recycle(Request* request);
-  void abort(Request* request, u32 first_part);
+  void end_parts(Request* request, u32 first_part, u32 status);
   void abort_queued();
   void end_part(u32 command, u32 status);
   void post(const Command& command);
@@ -179,12 +178,13 @@ class FileController final : public Controller {
   std::unique_ptr<iovec[]> extent_memory_;
   std::unique_ptr<Part[]> part_memory_;
   std::vector<Request*> free_requests_;
-  std::vector<Request*> open_;    // by file: still taking adjacent commands, or null
-  std::deque<Request*> waiting_;  // for a bounce buffer
-  u32 under_way_ = 0;             // with the executor
+  std::vector<Request*> open_;     // by file: still taking adjacent commands, or null
+  std::vector<Request*> waiting_;  // for a bounce buffer, the first one first
+  u32 under_way_ = 0;              // with the executor
   std::vector<Command> commands_;
   std::vector<u32> free_commands_;
-  std::vector<Command> kept_;    // ended, but their completion queue is full
+  std::vector<Command> kept_;  // ended, but their completion queue is full
+  std::vector<Command> posting_;
   std::vector<Extent> extents_;  // of the command being cut
   Cutting cutting_ = {};
   std::shared_ptr<const BufferedRanges> buffered_;  // of this turn

@@ -11,10 +11,9 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
-#include <new>
-#include <system_error>
 
 #include "controller_file.h"
+#include "no_throw.h"
 
 namespace gio {
 
@@ -91,7 +90,11 @@ void FileController::launch(Request* request, bool through_bounce) {
   if (through_bounce) {
     request->bounce = bounces_->take();
     if (request->bounce == nullptr) {
-      waiting_.push_back(request);
+      if (bounces_->is_mapped()) {
+        waiting_.push_back(request);
+      } else {
+        end_parts(request, 0, kInternalError);
+      }
       return;
     }
     count(kBounced, 1);
@@ -167,7 +170,7 @@ void FileController::reap(u64 timeout_ns) {
   }
   while (!waiting_.empty() && bounces_->has_free()) {  // bounded by the buffers
     Request* request = waiting_.front();
-    waiting_.pop_front();
+    waiting_.erase(waiting_.begin());
     launch(request, true);
   }
 }
@@ -240,7 +243,7 @@ void FileController::end_window(Request* request, u32 status) {
   if (end == request->n_parts) {
     recycle(request);
   } else if (is_resetting_) {
-    abort(request, end);
+    end_parts(request, end, kAbortedSqDeletion);
   } else {
     open_window(request, end, 1);
     hand_over(request);
@@ -254,10 +257,8 @@ void FileController::recycle(Request* request) {
 }
 
 // Ends the parts from first_part on, which nobody works on.
-void FileController::abort(Request* request, u32 first_part) {
-  for (u32 i = first_part; i < request->n_parts; ++i) {
-    end_part(request->parts[i].command, kAbortedSqDeletion);
-  }
+void FileController::end_parts(Request* request, u32 first_part, u32 status) {
+  for (u32 i = first_part; i < request->n_parts; ++i) end_part(request->parts[i].command, status);
   recycle(request);
 }
 
@@ -279,9 +280,9 @@ void FileController::post(const Command& command) {
 
 void FileController::post_kept() {
   if (kept_.empty()) return;
-  std::vector<Command> kept;
-  kept.swap(kept_);
-  for (const Command& command : kept) post(command);
+  posting_.swap(kept_);
+  for (const Command& command : posting_) post(command);
+  posting_.clear();
 }
 
 int FileController::reset(u64 timeout_ns) {
@@ -307,7 +308,7 @@ void FileController::abort_queued() {
     cutting_.is_active = false;
     end_part(cutting_.command, kAbortedSqDeletion);
   }
-  for (Request* request : waiting_) abort(request, 0);
+  for (Request* request : waiting_) end_parts(request, 0, kAbortedSqDeletion);
   waiting_.clear();
   for (u32 i = 0; i < queues_.size(); ++i) {
     Sqe sqe;
@@ -328,16 +329,12 @@ gio::FileController* file(gio::Controller* controller) {
 }  // namespace
 
 int gio_file_controller_create(const gio::FileConfig* config, gio::Controller** out) {
-  try {
+  return gio::without_exceptions([=] {
     auto controller = std::make_unique<gio::FileController>();
     const int status = controller->open(*config);
     if (status == 0) *out = controller.release();  // pairs with gio_controller_destroy
     return status;
-  } catch (const std::bad_alloc&) {
-    return -ENOMEM;
-  } catch (const std::system_error&) {  // no more threads
-    return -EAGAIN;
-  }
+  });
 }
 
 int gio_uring_refusal() { return gio::uring_refusal(); }
@@ -353,15 +350,12 @@ void gio_file_controller_stats(gio::Controller* controller, gio::FileStats* out)
 
 int gio_file_controller_set_buffered(gio::Controller* controller, const gio::BufferedRange* ranges,
                                      uint64_t n) {
-  try {
-    return file(controller)->set_buffered(ranges, n);
-  } catch (const std::bad_alloc&) {
-    return -ENOMEM;
-  }
+  return gio::without_exceptions([=] { return file(controller)->set_buffered(ranges, n); });
 }
 
 int gio_file_controller_add_buffer(gio::Controller* controller, uint64_t address, uint64_t nbytes) {
-  return file(controller)->executor()->add_buffer(address, nbytes);
+  return gio::without_exceptions(
+      [=] { return file(controller)->executor()->add_buffer(address, nbytes); });
 }
 
 int gio_file_controller_remove_buffer(gio::Controller* controller, uint64_t address) {

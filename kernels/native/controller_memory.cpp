@@ -8,7 +8,8 @@
 #include <cstring>
 #include <limits>
 #include <memory>
-#include <new>
+
+#include "no_throw.h"
 
 namespace gio {
 
@@ -395,15 +396,13 @@ bool is_acceptable(const gio::MemoryConfig& config) {
 
 int gio_memory_controller_create(const gio::MemoryConfig* config, gio::Controller** out) {
   if (!is_acceptable(*config)) return -EINVAL;
-  try {
+  return gio::without_exceptions([=] {
     auto controller = std::make_unique<gio::MemoryController>(*config);
     const int status = controller->map_medium();
     if (status != 0) return status;
     *out = controller.release();  // pairs with the delete in gio_controller_destroy
-  } catch (const std::bad_alloc&) {
-    return -ENOMEM;
-  }
-  return 0;
+    return 0;
+  });
 }
 
 void* gio_memory_controller_medium(gio::Controller* controller, uint32_t nsid) {

@@ -7,6 +7,8 @@
 #include <algorithm>
 #include <cerrno>
 
+#include "no_throw.h"
+
 namespace gio {
 
 SpanController::SpanController(const SpanConfig& config)
@@ -19,7 +21,12 @@ SpanController::SpanController(const SpanConfig& config)
     drive.pair = at<QueuePair>(at<u64>(config.pairs)[i]);
     drive.origins.resize(drive.pair->depth);
     drives_.push_back(drive);
+    drives_.back().active.reserve(drive.pair->depth);
   }
+  // The thread that serves must not need memory.
+  sleeping_.resize(drives_.size() * VfioController::kPollFds + 1);
+  backlog_.reserve(config.depth * drives_.size());
+  answering_.reserve(config.depth * drives_.size());
   info = drives_[0].controller->info;
   for (const Drive& drive : drives_) {
     const ControllerInfo& other = drive.controller->info;
@@ -78,9 +85,9 @@ void SpanController::late(const QueuePair& qp, u32 cid, u64 deadline_ns) {
 u32 SpanController::turn() {
   take_changes();
   u32 posted = 0;
-  std::deque<Answer> backlog;
-  backlog.swap(backlog_);
-  for (const Answer& late : backlog) posted += answer(late);
+  answering_.swap(backlog_);
+  for (const Answer& late : answering_) posted += answer(late);
+  answering_.clear();
   for (u32 i = 0; i < queues_.size(); ++i) {
     for (u32 k = 0; k < depth_ && backlog_.empty() && fetch(i); ++k) {
     }
@@ -149,7 +156,7 @@ u32 SpanController::answer(const Answer& answer) {
 }
 
 void SpanController::sleep(u64 timeout_ns) {
-  std::vector<pollfd> fds(drives_.size() * VfioController::kPollFds + 1);
+  std::vector<pollfd>& fds = sleeping_;
   fds[0] = {wake_fd_, POLLIN, 0};
   pollfd* next = &fds[1];
   for (const Drive& drive : drives_) {
@@ -177,6 +184,8 @@ int gio_span_controller_create(const gio::SpanConfig* config, gio::Controller** 
   for (gio::u32 i = 0; i < config->namespaces; ++i) {
     if (gio::at<gio::SpanPlace>(config->places)[i].drive >= config->n_drives) return -EINVAL;
   }
-  *out = new gio::SpanController(*config);
-  return 0;
+  return gio::without_exceptions([=] {
+    *out = new gio::SpanController(*config);
+    return 0;
+  });
 }

@@ -3,7 +3,6 @@
 // drive is lost, its commands end with kDeviceGone and the others go on.
 #pragma once
 
-#include <deque>
 #include <vector>
 
 #include "controller_vfio.h"
@@ -62,7 +61,9 @@ class SpanController final : public Controller {
 
   std::vector<Drive> drives_;
   std::vector<SpanPlace> places_;
-  std::deque<Answer> backlog_;  // of full completion queues
+  std::vector<Answer> backlog_;  // of full completion queues
+  std::vector<Answer> answering_;
+  std::vector<pollfd> sleeping_;
   const int wake_fd_;
   const u32 depth_;
 };
@@ -70,6 +71,6 @@ class SpanController final : public Controller {
 }  // namespace gio
 
 extern "C" {
-// 0 and a controller that gio_controller_destroy frees; or -EINVAL.
+// 0 and a controller that gio_controller_destroy frees; -EINVAL, or -ENOMEM.
 TUTTI_API int gio_span_controller_create(const gio::SpanConfig*, gio::Controller** out);
 }

@@ -13,6 +13,8 @@
 #include <cstring>
 #include <memory>
 
+#include "no_throw.h"
+
 #ifndef VFIO_DMA_UNMAP_FLAG_ALL
 #define VFIO_DMA_UNMAP_FLAG_ALL (1 << 1)  // Linux 5.12
 #endif
@@ -104,11 +106,15 @@ int VfioController::map_doorbells() {
 
 int VfioController::attach_pair(QueuePair* qp) {
   if (is_claimed()) return -EBUSY;
+  // All memory first: what follows cannot fail, nor can the thread that serves the pair.
+  pairs_.reserve(pairs_.size() + 1);
+  rung_.resize(2 * pairs_.size() + 2, 0);
+  parked_words_.resize(rung_.size());
+  late_.reserve(late_.capacity() + qp->depth);
   const int result = attach(*qp);
   if (result != 0) return result;
   take_changes();
   pairs_.push_back(qp);
-  rung_.resize(2 * pairs_.size(), 0);
   return 0;
 }
 
@@ -161,6 +167,7 @@ void VfioController::late(const QueuePair& qp, u32 cid, u64 deadline_ns) {
     known.told_ns = now;
     return;
   }
+  if (late_.size() == late_.capacity()) return;  // it is told again when there is room
   late_.push_back({{qp.qid, cid, deadline_ns}, now});
 }
 
@@ -207,17 +214,17 @@ void VfioController::answer_ask() {
 
 // The doorbells are the drive's again.  What was rung meanwhile, since end_all, is rung now.
 int VfioController::go_on() {
-  std::vector<u32> words;
+  std::vector<u32>& words = parked_words_;
   for (size_t i = 0; i < pairs_.size(); ++i) {
     for (u32 k = 0; k < 2; ++k) {
-      words.push_back(load_relaxed(at<u32>(doorbells_ + doorbell_offset(i, k))));
+      words[2 * i + k] = load_relaxed(at<u32>(doorbells_ + doorbell_offset(i, k)));
     }
   }
   const int result = replace_mapping(doorbells_, config_.doorbells_nbytes, MAP_SHARED,
                                      config_.device_fd, config_.doorbells);
   if (result != 0) return result;
   is_parked_ = false;
-  for (size_t i = 0; i < words.size(); ++i) {
+  for (size_t i = 0; i < 2 * pairs_.size(); ++i) {
     const u64 offset = doorbell_offset(i / 2, static_cast<u32>(i % 2));
     if (words[i] != 0) MmioDoorbell::ring(at<u32>(doorbells_ + offset), words[i]);
   }
@@ -394,10 +401,12 @@ int gio_vfio_controller_create(const gio::VfioConfig* config, gio::Controller** 
   if (config->namespaces == 0 || config->restart == 0) return -EINVAL;
   if (config->doorbell_nbytes < 4 || has_shadow != (config->shadow != 0)) return -EINVAL;
   if (config->lba_shift < 9 || config->lba_shift > 16) return -EINVAL;
-  auto controller = std::make_unique<gio::VfioController>(*config);
-  const int result = controller->map_doorbells();
-  if (result == 0) *out = controller.release();  // pairs with the delete in gio_controller_destroy
-  return result;
+  return gio::without_exceptions([=] {
+    auto controller = std::make_unique<gio::VfioController>(*config);
+    const int result = controller->map_doorbells();
+    if (result == 0) *out = controller.release();  // pairs with gio_controller_destroy
+    return result;
+  });
 }
 
 uint64_t gio_vfio_controller_doorbells(gio::Controller* controller) {
@@ -405,7 +414,7 @@ uint64_t gio_vfio_controller_doorbells(gio::Controller* controller) {
 }
 
 int gio_vfio_controller_attach(gio::Controller* controller, gio::QueuePair* qp) {
-  return as_vfio(controller)->attach_pair(qp);
+  return gio::without_exceptions([=] { return as_vfio(controller)->attach_pair(qp); });
 }
 
 void gio_vfio_controller_end_all(gio::Controller* controller, uint32_t status) {

@@ -122,7 +122,8 @@ class VfioController final : public Controller {
   const VfioConfig config_;
   u64 doorbells_ = 0;  // address of the mapping
   std::vector<QueuePair*> pairs_;
-  std::vector<u32> rung_;  // SQ tail and CQ head of each pair, as the drive knows them
+  std::vector<u32> rung_;          // SQ tail and CQ head of each pair, as the drive knows them
+  std::vector<u32> parked_words_;  // likewise, as they were rung while the doorbells were parked
   std::atomic<bool> is_gone_{false};
   std::atomic<bool> is_parked_{false};
   std::atomic<u32> asked_{kAskNothing};

@@ -36,6 +36,7 @@ Job::Job(const JobConfig& c)
       n_commands(static_cast<u64>(c.iocb.n_layers) * c.iocb.n_runs),
       gate(c.gated == 0),
       submitted_ns(now_ns()) {
+  if (c.gated != 0) deferred.reserve(n_commands);
   if (config.digest == kDigestNone) return;
   for (u32 r = 0; r < c.iocb.n_runs && whole_slices; ++r) {
     whole_slices = runs[r].skip == 0 && runs[r].nlb % c.iocb.slice_nlb == 0;
@@ -53,6 +54,10 @@ Engine::Engine(Controller* controller, QueuePair* qp, u64 lists, u32 list_nbytes
       inflight_max_(std::min(inflight_max, qp->depth - 1)),
       commands_(qp->depth) {
   for (auto& s : stats_) s = 0;
+  active_.reserve(qp->depth);
+  // issue() stops at twice the depth; a turn and a reset can each add as many as are in flight.
+  finished_.reserve(4 * qp->depth);
+  finishing_.reserve(4 * qp->depth);
   thread_ = std::thread([this] { loop(); });
 }
 
@@ -60,18 +65,19 @@ Engine::~Engine() {
   if (thread_.joinable()) thread_.join();  // stop() came before and bounded this
 }
 
-Job* Engine::submit(const JobConfig& config) {
+int Engine::submit(const JobConfig& config, Job** out) {
   Job* job = new Job(config);
   {
     std::lock_guard<std::mutex> lock(mutex_);
     if (exited_ || stop_) {
       delete job;
-      return nullptr;
+      return -ESHUTDOWN;
     }
     incoming_.push_back(job);
   }
   controller_->wake();
-  return job;
+  *out = job;
+  return 0;
 }
 
 int Engine::wait_layers(const Job* job, u32 layers, u64 timeout_ns) {
@@ -111,10 +117,9 @@ u64 Engine::next_released(u64 timeout_ns) {
   changed_.wait_for(lock, std::chrono::nanoseconds(timeout_ns),
                     [&] { return !released_.empty() || exited_; });
   --waiters_;
-  if (released_.empty()) return exited_ ? ~0ull : 0;
-  const u64 tag = released_.front();
-  released_.pop_front();
-  return tag;
+  const Job* job = released_.pop_front();
+  if (job == nullptr) return exited_ ? ~0ull : 0;
+  return job->config.tag;
 }
 
 int Engine::reset(u64 timeout_ns) {
@@ -160,9 +165,9 @@ void Engine::loop() {
     const bool busy = !finished_.empty() || gate_opened_;
     const u64 idle_ns = inflight_ != 0 ? kTickNs : kIdleNs;
     controller_->service(busy ? 0 : blocked_.empty() ? idle_ns : mover_ns_);
-    std::vector<std::pair<Job*, Completed>> finished;
-    finished.swap(finished_);
-    for (auto& f : finished) finish(f.first, f.second);
+    finishing_.swap(finished_);
+    for (auto& f : finishing_) finish(f.first, f.second);
+    finishing_.clear();
     if (gate_opened_.exchange(false) || stop_) run_gates();  // pairs with open_gate
     reap();
     run_blocked(now);
@@ -192,12 +197,7 @@ void Engine::loop() {
 }
 
 void Engine::accept() {
-  std::deque<Job*> jobs;
-  {
-    std::lock_guard<std::mutex> lock(mutex_);
-    jobs.swap(incoming_);
-  }
-  for (Job* job : jobs) {
+  while (Job* job = next_incoming()) {  // bounded by what was submitted
     ++stats_[kJobs];
     if (job->n_commands == 0) {
       advance(job);
@@ -207,6 +207,11 @@ void Engine::accept() {
     if (!job->gate) gated_.push_back(job);
     ready_[std::min(job->config.priority, kPriorities - 1)].push_back(job);
   }
+}
+
+Job* Engine::next_incoming() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return incoming_.pop_front();
 }
 
 // Lower priorities go first, but an eighth of the places is the last one's: stores must not starve
@@ -316,10 +321,8 @@ void Engine::check_deadlines(u64 now) {
     if (!command.job->done) abandon(command.job, kTimedOut);
   }
   if (late < inflight_max_) return;
-  for (auto& queue : ready_) {  // the controller is stuck: nothing queued can be issued
-    std::deque<Job*> stuck;
-    stuck.swap(queue);
-    for (Job* job : stuck) {
+  for (auto& queue : ready_) {              // the controller is stuck: nothing queued can be issued
+    while (Job* job = queue.pop_front()) {  // bounded by the queue
       if (!job->done) abandon(job, kTimedOut);
       maybe_release(job);
     }
@@ -435,30 +438,26 @@ void Engine::abandon(Job* job, u32 status) {
 void Engine::maybe_release(Job* job) {
   if (!job->done || job->outstanding != 0 || job->queued) return;
   if (job->next_command < job->n_commands) return;
-  if (std::find(blocked_.begin(), blocked_.end(), job) != blocked_.end()) return;
+  if (blocked_.contains(job)) return;
   for (auto& queue : ready_) {
-    // next_job takes a job off its queue; until then a pointer to it is still there.
-    if (!queue.empty() && queue.front() == job) queue.pop_front();
-    if (std::find(queue.begin(), queue.end(), job) != queue.end()) return;
+    if (queue.contains(job)) queue.remove(job);
   }
-  gated_.erase(std::remove(gated_.begin(), gated_.end(), job), gated_.end());
+  if (gated_.contains(job)) gated_.remove(job);
   job->queued = true;
   stats_[kCpu] = clock_ns(CLOCK_THREAD_CPUTIME_ID);
   std::lock_guard<std::mutex> lock(mutex_);
   job->released = true;
-  released_.push_back(job->config.tag);
+  released_.push_back(job);
   changed_.notify_all();
 }
 
 void Engine::run_gates() {
-  std::vector<Job*> waiting;
-  waiting.swap(gated_);
-  for (Job* job : waiting) {
+  Job* next = gated_.front();
+  while (Job* job = next) {  // bounded by the list: what is done here lists no other job
+    next = gated_.after(job);
     if ((job->cancel || stop_) && !job->done) abandon(job, kCancelled);
-    if (!job->gate) {
-      gated_.push_back(job);
-      continue;
-    }
+    if (!job->gate) continue;
+    gated_.remove(job);
     std::vector<Completed> deferred;
     deferred.swap(job->deferred);
     for (const Completed& completed : deferred) finish(job, completed);

@@ -5,7 +5,6 @@
 #include <atomic>
 #include <condition_variable>
 #include <cstdint>
-#include <deque>
 #include <memory>
 #include <mutex>
 #include <thread>
@@ -14,6 +13,7 @@
 #include "controller.h"
 #include "gio_uring/iocb.h"
 #include "gio_uring/layer_words.h"
+#include "job_list.h"
 
 namespace gio {
 
@@ -63,6 +63,8 @@ struct Completed {
   u32 status;
 };
 
+// Everything that the engine's thread needs for a job is allocated here: the thread never asks for
+// memory, so that nothing can end it.
 struct Job {
   explicit Job(const JobConfig& c);
 
@@ -87,6 +89,9 @@ struct Job {
   std::atomic<bool> released{false};
   u64 submitted_ns;
   std::atomic<u64> done_ns{0};
+
+  JobLink place;  // incoming, ready, blocked or released
+  JobLink gated;
 };
 
 class Engine {
@@ -96,7 +101,8 @@ class Engine {
   Engine(Controller* controller, QueuePair* qp, u64 lists, u32 list_nbytes, u32 inflight_max);
   ~Engine();
 
-  Job* submit(const JobConfig& config);
+  // 0 and a job that was taken over, or -ESHUTDOWN after stop().
+  int submit(const JobConfig& config, Job** out);
   // Waits until `layers` layers are ready or the job is done: 0, or -ETIMEDOUT.
   int wait_layers(const Job* job, u32 layers, u64 timeout_ns);
   int wait_released(const Job* job, u64 timeout_ns);
@@ -123,6 +129,7 @@ class Engine {
 
   void loop();
   void accept();
+  Job* next_incoming();
   bool issue(u64 now);
   bool issue_one(Job* job, u64 now);
   Job* next_job();
@@ -152,15 +159,16 @@ class Engine {
   std::vector<Command> commands_;  // by CID
   std::vector<u32> active_;        // CIDs in flight
   std::vector<std::pair<Job*, Completed>> finished_;
-  std::vector<Job*> gated_;
-  std::vector<Job*> blocked_;  // have commands to issue, once their mover allows
+  std::vector<std::pair<Job*, Completed>> finishing_;  // of this turn
+  JobList<&Job::gated> gated_;
+  JobList<&Job::place> blocked_;  // have commands to issue, once their mover allows
   u64 mover_ns_ = 0;
-  std::deque<Job*> ready_[kPriorities];  // jobs with commands to issue
+  JobList<&Job::place> ready_[kPriorities];  // jobs with commands to issue
 
   mutable std::mutex mutex_;
   std::condition_variable changed_;
-  std::deque<Job*> incoming_;
-  std::deque<u64> released_;
+  JobList<&Job::place> incoming_;
+  JobList<&Job::place> released_;
   std::atomic<u32> waiters_{0};
   std::atomic<bool> stop_{false};
   std::atomic<bool> gate_opened_{false};
@@ -175,10 +183,12 @@ class Engine {
 }  // namespace gio
 
 extern "C" {
-// NULL while another engine, or its own thread, serves the controller.
-TUTTI_API gio::Engine* gio_engine_create(gio::Controller*, gio::QueuePair*, uint64_t lists,
-                                         uint32_t list_nbytes, uint32_t inflight_max);
-TUTTI_API gio::Job* gio_engine_submit(gio::Engine*, const gio::JobConfig*);
+// 0; -EBUSY while another engine, or its own thread, serves the controller; -ENOMEM or -EAGAIN
+// without memory or threads.
+TUTTI_API int gio_engine_create(gio::Controller*, gio::QueuePair*, uint64_t lists,
+                                uint32_t list_nbytes, uint32_t inflight_max, gio::Engine** out);
+// See Engine::submit; -ENOMEM without memory for the job.
+TUTTI_API int gio_engine_submit(gio::Engine*, const gio::JobConfig*, gio::Job** out);
 TUTTI_API int gio_job_wait_layers(gio::Engine*, gio::Job*, uint32_t layers, uint64_t timeout_ns);
 TUTTI_API int gio_job_wait_released(gio::Engine*, gio::Job*, uint64_t timeout_ns);
 TUTTI_API void gio_job_open_gate(gio::Engine*, gio::Job*);

@@ -1,18 +1,24 @@
 // The C functions of the host engine, as tutti/gio_uring/_native.py declares them.
 #include "engine.h"
+#include "no_throw.h"
 
 using gio::Engine;
 using gio::Job;
 
 extern "C" {
 
-Engine* gio_engine_create(gio::Controller* controller, gio::QueuePair* qp, uint64_t lists,
-                          uint32_t list_nbytes, uint32_t inflight_max) {
-  if (!controller->claim()) return nullptr;  // until the end of Engine::loop
-  return new Engine(controller, qp, lists, list_nbytes, inflight_max);
+int gio_engine_create(gio::Controller* controller, gio::QueuePair* qp, uint64_t lists,
+                      uint32_t list_nbytes, uint32_t inflight_max, Engine** out) {
+  if (!controller->claim()) return -EBUSY;  // until the end of Engine::loop
+  const int result = gio::without_exceptions([=] {
+    *out = new Engine(controller, qp, lists, list_nbytes, inflight_max);
+    return 0;
+  });
+  if (result != 0) controller->unclaim();
+  return result;
 }
-Job* gio_engine_submit(Engine* engine, const gio::JobConfig* config) {
-  return engine->submit(*config);
+int gio_engine_submit(Engine* engine, const gio::JobConfig* config, Job** out) {
+  return gio::without_exceptions([=] { return engine->submit(*config, out); });
 }
 int gio_job_wait_layers(Engine* engine, Job* job, uint32_t layers, uint64_t timeout_ns) {
   return engine->wait_layers(job, layers, timeout_ns);

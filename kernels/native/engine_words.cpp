@@ -28,16 +28,14 @@ void Engine::run_blocked(u64 now) {
     mover_ns_ = kLookNs;
     return;
   }
-  std::vector<Job*> waiting;
-  waiting.swap(blocked_);
   mover_ns_ = std::min(2 * mover_ns_, kLookMostNs);
-  for (Job* job : waiting) {
+  Job* next = blocked_.front();
+  while (Job* job = next) {  // bounded by the list: what is done here adds to no job's stay in it
+    next = blocked_.after(job);
     if ((job->cancel || stop_) && !job->done) abandon(job, kCancelled);
     if (!job->done && now > job->blocked_ns + job->config.timeout_ns) abandon(job, kTimedOut);
-    if (job->next_command < job->n_commands && !may_issue(job)) {
-      blocked_.push_back(job);
-      continue;
-    }
+    if (job->next_command < job->n_commands && !may_issue(job)) continue;
+    blocked_.remove(job);
     mover_ns_ = kLookNs;
     if (job->next_command < job->n_commands) {
       ready_[std::min(job->config.priority, kPriorities - 1)].push_front(job);

@@ -7,7 +7,6 @@
 #include <cerrno>
 #include <chrono>
 #include <condition_variable>
-#include <deque>
 #include <mutex>
 #include <thread>
 
@@ -45,17 +44,20 @@ class ThreadsExecutor final : public Executor {
  public:
   explicit ThreadsExecutor(const ExecutorConfig& config)
       : fds_(config.fds), buffered_fds_(config.buffered_fds) {
-    for (u32 i = 0; i < config.threads; ++i) workers_.emplace_back([this] { work(); });
+    // What runs later must not need memory.
+    submitted_.reserve(config.entries);
+    todo_.reserve(config.entries);
+    done_.reserve(config.entries);
+    workers_.reserve(config.threads);
+    try {
+      for (u32 i = 0; i < config.threads; ++i) workers_.emplace_back([this] { work(); });
+    } catch (...) {  // fewer threads than asked for: none of them may outlive this
+      stop();
+      throw;
+    }
   }
 
-  ~ThreadsExecutor() override {
-    {
-      std::lock_guard<std::mutex> lock(mutex_);
-      stop_ = true;
-    }
-    todo_changed_.notify_all();
-    for (std::thread& worker : workers_) worker.join();
-  }
+  ~ThreadsExecutor() override { stop(); }
 
   void submit(Op* op) override { submitted_.push_back(op); }
 
@@ -98,6 +100,15 @@ class ThreadsExecutor final : public Executor {
   ExecutorKind kind() const override { return kExecutorThreads; }
 
  private:
+  void stop() {
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      stop_ = true;
+    }
+    todo_changed_.notify_all();
+    for (std::thread& worker : workers_) worker.join();
+  }
+
   void work() {
     std::unique_lock<std::mutex> lock(mutex_);
     while (!stop_) {  // bounded by the destructor
@@ -106,7 +117,7 @@ class ThreadsExecutor final : public Executor {
         continue;
       }
       Op* op = todo_.front();
-      todo_.pop_front();
+      todo_.erase(todo_.begin());
       lock.unlock();
       const int fd = op->is_buffered ? buffered_fds_[op->file] : fds_[op->file];
       const long long result = result_of(fd, *op, execute(fd, *op));
@@ -122,7 +133,7 @@ class ThreadsExecutor final : public Executor {
   std::mutex mutex_;
   std::condition_variable todo_changed_;
   std::condition_variable done_changed_;
-  std::deque<Op*> todo_;
+  std::vector<Op*> todo_;  // the first one first
   std::vector<Done> done_;
   bool woken_ = false;
   bool stop_ = false;

@@ -30,6 +30,7 @@ class UringLoop : public Executor {
     fds_ = config.fds;
     first_buffered_ = static_cast<u32>(fds_.size());
     fds_.insert(fds_.end(), config.buffered_fds.begin(), config.buffered_fds.end());
+    failed_.reserve(config.entries + kSpareEntries);
     return ring_.enroll(IORING_REGISTER_FILES, fds_.data(), static_cast<u32>(fds_.size()));
   }
 

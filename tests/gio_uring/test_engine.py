@@ -274,6 +274,10 @@ def test_a_reset_ends_the_commands_of_all_producers(rig: Rig) -> None:
     pair = rig.controller.create_queue_pair(8, is_device=True)
     job = rig.submit(OPCODE_READ, [0])
     cid = send_flush(lib, pair)
+    deadline_s = time.monotonic() + 5
+    while rig.controller.stats().unanswered < 2:  # else a command could come after the reset
+        assert time.monotonic() < deadline_s, "the commands never reached the controller"
+        time.sleep(0.001)
     rig.controller.reset(5.0)  # by the engine's thread
     assert job.wait_released(5)
     assert job.report().status == nvme.STATUS_ABORTED_SQ_DELETION

@@ -53,8 +53,8 @@ _PROTOTYPES: native.Prototypes = {
     "gio_queue_sq_fetch": (_I, (_P, _P)),
     "gio_queue_cq_post": (_I, (_P, _U32, _U32)),
     # engine.h
-    "gio_engine_create": (_P, (_P, _P, _U64, _U32, _U32)),
-    "gio_engine_submit": (_P, (_P, _P)),
+    "gio_engine_create": (_I, (_P, _P, _U64, _U32, _U32, _P)),
+    "gio_engine_submit": (_I, (_P, _P, _P)),
     "gio_engine_next": (_U64, (_P, _U64)),
     "gio_engine_reset": (_I, (_P, _U64)),
     "gio_engine_stop": (_I, (_P, _U64)),

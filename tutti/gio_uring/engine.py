@@ -7,6 +7,7 @@ referenced by the engine until the device can no longer touch it, also after a t
 from __future__ import annotations
 
 import ctypes
+import errno
 import itertools
 import threading
 from collections.abc import Callable, Iterable
@@ -18,7 +19,7 @@ import numpy.typing as npt
 
 from tutti.arrays import U32, U64
 from tutti.callbacks import Guard
-from tutti.errors import ConfigError, DeviceTimeout, PoolClosed, Unsupported
+from tutti.errors import CapacityError, ConfigError, DeviceTimeout, PoolClosed, Unsupported
 from tutti.gio_uring import _native
 from tutti.gio_uring.controller import NativeController
 from tutti.gio_uring.iocb import IocbStruct, PagedMemory, split_runs
@@ -224,19 +225,16 @@ class Engine(Owned):
             _DESCRIPTORS_PER_LIST, info.sgl_descriptors or _DESCRIPTORS_PER_LIST
         )
         self._arena = HostBuffer(depth * LIST_NBYTES + 2 * self.lba_nbytes)
-        self._arena_region = controller.register(self._arena)
         self._scratch = self._arena.address + depth * LIST_NBYTES
         self._zeros = self._scratch + self.lba_nbytes
-        self.queue_pair = controller.create_queue_pair(depth)
         self._closed = False
-        self.handle: int = _native.lib().gio_engine_create(
-            controller.handle,
-            self.queue_pair.struct_address,
-            self._arena.address,
-            LIST_NBYTES,
-            inflight_max,
-        )
-        assert self.handle, "two engines were made at once"
+        self._arena_region = controller.register(self._arena)
+        try:
+            self.queue_pair = controller.create_queue_pair(depth)
+            self.handle = self._create(inflight_max)
+        except BaseException:
+            self._arena_region.close()
+            raise
         controller.served_by(self)
         # A process that ends without close: the thread must not outlive the controller, whose own
         # finalizer runs after this one.
@@ -249,6 +247,23 @@ class Engine(Owned):
             target=self._completions, name="gio-completions", daemon=True
         )
         self._thread.start()
+
+    def _create(self, inflight_max: int) -> int:
+        """The native engine, whose thread runs from now on."""
+        handle = ctypes.c_void_p()
+        result = _native.lib().gio_engine_create(
+            self.controller.handle,
+            self.queue_pair.struct_address,
+            self._arena.address,
+            LIST_NBYTES,
+            inflight_max,
+            ctypes.byref(handle),
+        )
+        if result < 0:
+            self.queue_pair.close()
+        remedy = "free memory, or end other threads"
+        _native.check(result, "cannot start an engine", remedy, CapacityError)
+        return int(handle.value or 0)
 
     def submit(
         self,
@@ -277,7 +292,7 @@ class Engine(Owned):
         of the job is outstanding, on the engine's own thread, where it must not wait for a job.
         words: shared with a mover of ``memory``, cleared and kept until the job was released: the
         engine marks each layer there, and begins layer l only once ``moved + window > l``.
-        Raises PoolClosed after ``close``.
+        Raises PoolClosed after ``close``, CapacityError without memory for the job.
         """
         slices_max = max(1, (self._descriptors_max - 1) // (len(memory.segment_nbytes) + 1))
         runs = split_runs(
@@ -459,16 +474,18 @@ class Engine(Owned):
         config.timeout_ns = _nanoseconds(timeout_s)
         config.priority = priority
         config.tag = next(self._tags)
-        lib = _native.lib()
+        lib, handle = _native.lib(), ctypes.c_void_p()
         arrays = (page_status, runs, *keep)
         with self._lock:  # the job may be released before it is known here
             # Ctrl-C can strike between a submission and its Job: the arrays live on all the same.
             self._jobs[config.tag] = arrays
-            handle = lib.gio_engine_submit(self.handle, ctypes.byref(config))
-            if not handle:
+            result = lib.gio_engine_submit(self.handle, ctypes.byref(config), ctypes.byref(handle))
+            if result < 0:
                 del self._jobs[config.tag]
+            if result == -errno.ESHUTDOWN:
                 raise PoolClosed("the engine is closing; open the pool again")
-            job = Job(self, handle, config.tag, arrays)
+            _native.check(result, "cannot start a transfer", "free memory", CapacityError)
+            job = Job(self, int(handle.value or 0), config.tag, arrays)
             job.on_released(on_released)
             self._jobs[config.tag] = job
         return job

@@ -1,0 +1,22 @@
+// What the functions of the C interface have around them: an exception must not reach the caller.
+#pragma once
+
+#include <cerrno>
+#include <new>
+#include <system_error>
+
+namespace gio {
+
+// What `call` returns; -ENOMEM without memory, -EAGAIN without threads.
+template <class Call>
+int without_exceptions(Call call) {
+  try {
+    return call();
+  } catch (const std::bad_alloc&) {
+    return -ENOMEM;
+  } catch (const std::system_error&) {
+    return -EAGAIN;
+  }
+}
+
+}  // namespace gio
