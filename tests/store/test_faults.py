@@ -124,6 +124,23 @@ def test_a_record_that_fails_is_voided_before_reuse(rng: np.random.Generator) ->
         assert store.put(keys, np.arange(4)).wait(5).stored == 4
 
 
+def test_a_slot_whose_void_record_fails_does_not_stop_a_clear(rng: np.random.Generator) -> None:
+    images = formatted()
+    controller = controller_of(images)
+    with opened(images, controller=controller) as store:
+        store.allocate_memory(4)
+        keys = some_keys(rng, 4)
+        table = GEOMETRY.table_offset // 4096
+        # One record of a put, and the three attempts to void it.
+        controller.fault_range(1, table, GEOMETRY.slots, OPCODE_WRITE, STATUS_WRITE_FAULT, count=4)
+        with pytest.raises(MediumError):
+            store.put(keys, np.arange(4)).wait(5)
+        assert store._core.wait_quiet(5)
+        assert store.stats()["slots"]["quarantined"] == 4
+        store.clear()
+        assert store.put(keys, np.arange(4)).wait(5).stored == 4
+
+
 def test_a_failed_flush_fails_what_was_written_meanwhile(
     rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:

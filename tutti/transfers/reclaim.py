@@ -157,6 +157,9 @@ class Reclaimer:
                     # The medium still says what it said: the next open has to look.
                     core.leave_open = True
                     if outcome == SlotState.VOIDED:
-                        self._voiding -= int(np.count_nonzero(failed))
+                        lost = slots[failed]
+                        self._voiding -= lost.size
+                        core.counters.quarantined += lost.size
+                        core.index.set_state(lost, SlotState.QUARANTINED)
             self._issue()
             core.end()
