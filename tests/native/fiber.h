@@ -5,6 +5,7 @@
 // What this shows are sequentially consistent interleavings; weaker orders are for TSan.
 #pragma once
 
+#include <setjmp.h>
 #include <ucontext.h>
 
 #include <cstddef>
@@ -166,8 +167,27 @@ class Scheduler {
   static constexpr size_t kStackNbytes = 128 * 1024;
   static constexpr size_t kNobody = ~static_cast<size_t>(0);
 
+  // Where a fiber goes on.  swapcontext saves the signal mask too, by a system call each time, so
+  // that only a fiber's first entry uses it; AddressSanitizer does not follow a longjmp.
+  struct Context {
+    ucontext_t whole;
+    jmp_buf place;
+    bool jumps = false;
+  };
+
+  static void change(Context* from, Context* to) {
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+    swapcontext(&from->whole, &to->whole);
+#else
+    from->jumps = true;
+    if (_setjmp(from->place) != 0) return;
+    if (to->jumps) _longjmp(to->place, 1);
+    setcontext(&to->whole);
+#endif
+  }
+
   struct Fiber {
-    ucontext_t context;
+    Context context;
     std::unique_ptr<char[]> stack;
     std::function<void()> body;
     uint32_t weight = 1;
@@ -201,14 +221,15 @@ class Scheduler {
     self_ = at;
     if (!fiber.started) {
       fiber.started = true;
-      getcontext(&fiber.context);
-      fiber.context.uc_stack.ss_sp = fiber.stack.get();
-      fiber.context.uc_stack.ss_size = kStackNbytes;
-      fiber.context.uc_link = nullptr;
-      makecontext(&fiber.context, &Scheduler::trampoline, 0);
+      ucontext_t* context = &fiber.context.whole;
+      getcontext(context);
+      context->uc_stack.ss_sp = fiber.stack.get();
+      context->uc_stack.ss_size = kStackNbytes;
+      context->uc_link = nullptr;
+      makecontext(context, &Scheduler::trampoline, 0);
     }
     announce_switch(&main_fake_stack_, fiber.stack.get(), kStackNbytes);
-    swapcontext(&main_, &fiber.context);
+    change(&main_, &fiber.context);
     finish_switch(main_fake_stack_, nullptr, nullptr);
     self_ = kNobody;
   }
@@ -216,7 +237,7 @@ class Scheduler {
   void leave() {
     Fiber& fiber = *fibers_[self_];
     announce_switch(fiber.done ? nullptr : &fiber.fake_stack, main_stack_, main_stack_nbytes_);
-    swapcontext(&fiber.context, &main_);
+    change(&fiber.context, &main_);
     finish_switch(fiber.fake_stack, nullptr, nullptr);
   }
 
@@ -251,7 +272,7 @@ class Scheduler {
   Random random_;
   Lottery lottery_;
   std::vector<std::unique_ptr<Fiber>> fibers_;
-  ucontext_t main_;
+  Context main_;
   void* main_fake_stack_ = nullptr;
   const void* main_stack_ = nullptr;
   size_t main_stack_nbytes_ = 0;

@@ -20,6 +20,7 @@ FLAGS = ["-std=c++17", "-O1", "-g1", "-Wall", "-Wextra", "-Werror", "-pthread"]
 SANITIZERS = {
     "asan": ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"],
     "tsan": ["-fsanitize=thread"],
+    "fast": ["-O2"],  # after -O1 of FLAGS, and without a sanitizer
     "library": ["-fPIC", "-shared"],  # to be loaded into Python, without a sanitizer
 }
 # What the sanitizers do when they find something: a status that nothing else exits with.

@@ -1,9 +1,13 @@
 // The ring under seeded fibers, one case a line:
 //
-//   DEPTH SUBMITTERS COMMANDS SEED VARIANT LAPS  ->  FAULT STEPS
+//   DEPTH SUBMITTERS COMMANDS SEED VARIANT LAPS  ->  FAULT STEPS COMMANDS
 //
+// where the second COMMANDS is how many all submitters did together.
+//
+// ring_fiber [WEIGHT_BITS]: a fiber is drawn up to 2^(WEIGHT_BITS - 1) times as often as another.
 // A case in which nothing is submitted or completed for kIdleStepsMax steps is a hang.
 #include <cstdio>
+#include <cstdlib>
 
 #include "ring_harness.h"
 
@@ -11,11 +15,12 @@ namespace {
 
 constexpr ring::u64 kIdleStepsMax = 50000;
 // Weights up to 1024 let a fiber stand still while the others make whole rounds.
-constexpr ring::u32 kWeightBits = 11;
+ring::u32 weight_bits = 11;
 
 struct Outcome {
   int fault;
   ring::u64 steps;
+  ring::u32 commands;
 };
 
 template <typename CqDoorbell>
@@ -31,7 +36,7 @@ Outcome run(const ring::Case& the_case) {
           fiber::switch_point();
         }
       },
-      1u << weights.below(kWeightBits));
+      1u << weights.below(weight_bits));
   for (ring::u32 id = 0; id < the_case.submitters; ++id) {
     scheduler.spawn(
         [&, id] {
@@ -41,16 +46,18 @@ Outcome run(const ring::Case& the_case) {
             fiber::switch_point();
           }
         },
-        1u << weights.below(kWeightBits));
+        1u << weights.below(weight_bits));
   }
   if (!scheduler.run(kIdleStepsMax)) world.report(ring::kStalled);
   ring::LateDoorbell::held().clear();
-  return {world.fault(), scheduler.steps()};
+  return {world.fault(), scheduler.steps(), world.total()};
 }
 
 }  // namespace
 
-int main() {
+int main(int argc, char** argv) {
+  if (argc > 1) weight_bits = static_cast<ring::u32>(std::atoi(argv[1]));
+  if (weight_bits < 1 || weight_bits > 16) return 64;
   ring::Case c;
   unsigned variant;
   while (std::scanf("%u %u %u %llu %u %u", &c.depth, &c.submitters, &c.commands, &c.seed, &variant,
@@ -58,7 +65,8 @@ int main() {
     c.variant = static_cast<ring::Variant>(variant);
     const Outcome outcome =
         c.variant == ring::kLateCqDoorbell ? run<ring::LateDoorbell>(c) : run<gio::WordDoorbell>(c);
-    std::printf("%d %llu\n", outcome.fault, static_cast<unsigned long long>(outcome.steps));
+    std::printf("%d %llu %u\n", outcome.fault, static_cast<unsigned long long>(outcome.steps),
+                outcome.commands);
     std::fflush(stdout);
   }
   return 0;
