@@ -206,6 +206,39 @@ FAULTS: dict[str, dict[str, Any]] = {
 }
 
 
+def serve(model: Model, rng: random.Random) -> None:
+    """Batches of requests, with SGLang's flush now and then."""
+    rig = model.rig
+    waiting = [(f"r{i}", chain) for i, chain in enumerate(chains(rng))]
+    for round_ in range(70):
+        batch = [waiting.pop(0) for _ in range(min(len(waiting), rng.randrange(1, 5)))]
+        for rid, chain in rng.sample(waiting, min(len(waiting), 3)):
+            rig.linker.lookup(rid, [transfer(chain)])  # it waits, and is looked at
+        waiting += model.step(batch)
+        model.reap()
+        if round_ % 4 == 0:  # or a busy machine would have stored nothing yet
+            wait_for(lambda: not rig.linker.backlog.active)
+        if rng.random() < 0.04:  # SGLang's flush
+            rig.linker.reset()
+            model.offloading.clear()
+            model.free += model.cached.values()
+            model.cached.clear()
+            model.stored.clear()
+        if len(waiting) < 6:
+            waiting += [(f"again{round_}.{i}", c) for i, c in enumerate(chains(rng)[:12])]
+
+
+#: Little staging, so that requests wait for it; a breaker that opens soon and closes soon.
+OPTIONS: dict[str, Any] = {
+    "load_staging": 14 * LAYERS * 2 * 4096,
+    "store_staging": 10 * LAYERS * 2 * 4096,
+    "backlog_share": 0.2,
+    "pin_lookups": 16,
+    "breaker_failures": 4,
+    "breaker_pause_s": 0.05,
+}
+
+
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("kind", FAULTS)
 @pytest.mark.parametrize("share", [0.0, 0.6])
@@ -215,36 +248,10 @@ def test_many_requests_over_a_faulty_medium(
     rng = random.Random(f"{seed}/{kind}/{share}")
     controls: list[Callable[[Faults], None]] = []
     monkeypatch.setattr(shelves_module, "open_store", stores_in_memory(controls))
-    slot = LAYERS * 2 * 4096
-    with Rig(
-        tmp_path,
-        read_ahead_share=share,
-        load_staging=14 * slot,
-        store_staging=10 * slot,
-        backlog_share=0.2,
-        pin_lookups=16,
-        breaker_failures=4,
-        breaker_pause_s=0.05,
-    ) as rig:
+    with Rig(tmp_path, read_ahead_share=share, **OPTIONS) as rig:
         model = Model(rig, rng)
         controls[0](Faults(seed=seed, **FAULTS[kind]))
-        waiting = [(f"r{i}", chain) for i, chain in enumerate(chains(rng))]
-        for round_ in range(70):
-            batch = [waiting.pop(0) for _ in range(min(len(waiting), rng.randrange(1, 5)))]
-            for rid, chain in rng.sample(waiting, min(len(waiting), 3)):
-                rig.linker.lookup(rid, [transfer(chain)])  # it waits, and is looked at
-            waiting += model.step(batch)
-            model.reap()
-            if round_ % 4 == 0:  # or a busy machine would have stored nothing yet
-                wait_for(lambda: not rig.linker.backlog.active)
-            if rng.random() < 0.04:  # SGLang's flush
-                rig.linker.reset()
-                model.offloading.clear()
-                model.free += model.cached.values()
-                model.cached.clear()
-                model.stored.clear()
-            if len(waiting) < 6:
-                waiting += [(f"again{round_}.{i}", c) for i, c in enumerate(chains(rng)[:12])]
+        serve(model, rng)
         # A medium that lies early may not be asked again: then nothing is loaded, which is right.
         if kind in ("none", "delays"):
             assert model.loaded > 0, "nothing was loaded: the test says little"
