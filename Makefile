@@ -106,6 +106,13 @@ gpu-test: gpu-native ## tests on a GPU, with $(PYTHON); goes on where it stopped
 gpu-bench: gpu-native ## measurements on a GPU, with $(PYTHON); goes on where it stopped
 	$(GPU_PY) -m tutti.bench.gpu.shards --out bench/results/gpu
 
+# Goes on after a finding; SEED repeats the sequence of operations.
+SECONDS ?= 60
+.PHONY: soak
+soak: $(VENV)/.test build/view ## SECONDS=... SEED=... of random operations, kills and faults against a model
+	PYTHONPATH=tests $(PY) -m soak --seconds $(SECONDS) $(if $(SEED),--seed $(SEED)) \
+	  --out build/soak.json
+
 # Optional: without these packages (no network, another platform) their tests skip by name.
 .PHONY: device-check
 device-check: $(VENV)/.test

@@ -1,0 +1,23 @@
+"""The actors by name, and the lanes in which they run at the same time."""
+
+from __future__ import annotations
+
+from soak import disks, faults, forks, kills, linker, power, rings, signals
+from soak.run import Actor
+
+ACTORS: dict[str, Actor] = {
+    "kills": kills.run,
+    "faults": faults.run,
+    "power": power.run,
+    "disks": disks.run,
+    "forks": forks.run,
+    "signals": signals.run,
+    "linker": linker.run,
+    "rings": rings.run,
+}
+#: How often a name stands in a lane is how often it is drawn.
+LANES = [
+    ["rings"],
+    ["kills"],
+    [*["faults"] * 8, *["power"] * 4, *["disks"] * 3, *["forks"] * 2, *["signals"] * 2, "linker"],
+]
