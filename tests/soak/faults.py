@@ -135,7 +135,8 @@ class Scene:
             nsid = int(self.rng.integers(1, self.members + 1))
             table = self.geometry.table_offset // 4096
             data = self.geometry.groups_offset // 4096
-            start = int(self.rng.choice([0, table, data, data + int(self.rng.integers(64))]))
+            places = [0, table, data, data + int(self.rng.integers(64))]
+            start = int(self.rng.choice(places, p=[0.05, 0.35, 0.3, 0.3]))
             nlb = int(self.rng.integers(1, 64))
             opcode = int(self.rng.choice(OPCODES, p=[0.4, 0.4, 0.1, 0.1]))
             count = int(self.rng.integers(1, 6))
