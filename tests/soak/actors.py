@@ -19,5 +19,5 @@ ACTORS: dict[str, Actor] = {
 LANES = [
     ["rings"],
     ["kills"],
-    [*["faults"] * 8, *["power"] * 4, *["disks"] * 3, *["forks"] * 2, *["signals"] * 2, "linker"],
+    [*["faults"] * 8, *["power"] * 4, *["disks"] * 3, "forks", "linker"],
 ]
