@@ -28,16 +28,25 @@ FINDINGS_MAX = 50  # with their text; all of them are counted
 
 @dataclass
 class Lane:
-    """Episodes one after another; which, follows from the seed and the lane's number."""
+    """Episodes one after another: each actor once, then as the seed and the lane's number draw."""
 
     number: int
     rng: np.random.Generator
     names: Sequence[str]
+    episodes: int = 0
     child: Child | None = None
     name: str = ""
     seed: int = 0
     folder: str = ""
     begun_s: float = 0.0
+
+    def draw(self) -> None:
+        """The next episode's actor and seed."""
+        drawn = str(self.rng.choice(self.names))
+        first = list(dict.fromkeys(self.names))
+        self.name = first[self.episodes] if self.episodes < len(first) else drawn
+        self.seed = int(self.rng.integers(2**53))
+        self.episodes += 1
 
 
 @dataclass
@@ -124,8 +133,7 @@ class Soak:
         return report
 
     def _begin(self, lane: Lane) -> None:
-        lane.name = str(lane.rng.choice(lane.names))
-        lane.seed = int(lane.rng.integers(2**53))
+        lane.draw()
         lane.folder = tempfile.mkdtemp(prefix=f"{lane.name}-", dir=self._folder)
         lane.begun_s = time.monotonic()
         name, seed, folder = lane.name, lane.seed, Path(lane.folder)
