@@ -258,7 +258,7 @@ def test_the_command_says_what_it_gives_up(
     assert (code, report["sound"], report["lost"], report["torn"]) == (1, False, 1, 1)
     assert [finding["kind"] for finding in report["findings"]] == ["snapshot", "lost"]
     code, shown = run(copy, "--repair")
-    assert code == 0 and "1 lost record given up" in shown
+    assert code == 0 and "1 lost record dropped" in shown
     code, shown = run(path, "--repair", "--json")
     assert (code, json.loads(shown)["repaired"]["given_up"]) == (0, 1)
     code, shown = run(path)

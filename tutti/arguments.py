@@ -21,14 +21,14 @@ def nbytes(text: str) -> int:
     except ConfigError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
     if size == 0:
-        raise argparse.ArgumentTypeError("a size of 0 bytes; give e.g. 8GiB")
+        raise argparse.ArgumentTypeError("the size is 0 bytes; pass e.g. 8GiB")
     return size
 
 
 def positive(text: str) -> int:
     """An argparse type: an integer from 1."""
     if not text.isascii() or not text.isdigit() or int(text) == 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is no positive integer")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive integer")
     return int(text)
 
 
@@ -41,7 +41,7 @@ def port(text: str) -> int:
     """An argparse type: a TCP port that a server can be told."""
     number = positive(text)
     if number > _PORT_MAX:
-        raise argparse.ArgumentTypeError(f"{text!r} is no port; they go from 1 to {_PORT_MAX}")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a port; ports are 1 to {_PORT_MAX}")
     return number
 
 
@@ -52,7 +52,7 @@ def above_zero(text: str) -> float:
     except ValueError:
         value = 0.0
     if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number above 0")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
     return value
 
 
@@ -62,20 +62,20 @@ def add_paths(parser: argparse.ArgumentParser) -> None:
         "paths",
         nargs="+",
         metavar="PATH",
-        help="file, block device, or drive as nvme:0000:03:00.0 (docs/vfio.md); several make one"
-        " pool, always given in the same order",
+        help="file, block device, or drive such as nvme:0000:03:00.0 (docs/vfio.md); several paths"
+        " form one pool and must always be given in the same order",
     )
 
 
 def add_layout(parser: argparse.ArgumentParser) -> None:
-    """What one page of KV looks like."""
+    """Adds the arguments that describe one page of KV."""
     group = parser.add_argument_group(
-        "layout of a page", "name a model, or give its numbers as this rank holds them"
+        "layout of a page", "name a model, or give the dimensions that one rank holds"
     )
-    group.add_argument("--model", choices=sorted(MODELS), help="a known shape")
+    group.add_argument("--model", choices=sorted(MODELS), help="a model with known dimensions")
     group.add_argument("--layers", type=positive, metavar="N", help="layers of the model")
     group.add_argument("--kv-heads", type=positive, metavar="N", help="KV heads of this rank")
-    group.add_argument("--head-dim", type=positive, metavar="N", help="elements of one head")
+    group.add_argument("--head-dim", type=positive, metavar="N", help="elements per head")
     group.add_argument(
         "--mla", type=_mla, metavar="KV_LORA_RANK:ROPE_DIM", help="latent attention, e.g. 512:64"
     )
@@ -84,14 +84,14 @@ def add_layout(parser: argparse.ArgumentParser) -> None:
         type=positive,
         default=PAGE_SIZE,
         metavar="TOKENS",
-        help="tokens of a page, which becomes one object (default %(default)s)",
+        help="tokens per page; a page is one object (default %(default)s)",
     )
     group.add_argument(
         "--dtype",
         choices=sorted(ITEMSIZE_NBYTES),
         default=DTYPE,
         metavar="TYPE",
-        help="of the elements: %(choices)s (default %(default)s)",
+        help="element type: %(choices)s (default %(default)s)",
     )
 
 
@@ -101,12 +101,12 @@ def layout_of(args: argparse.Namespace) -> KVLayout:
     if args.model is not None:
         if args.mla is not None or args.layers is not None or heads != (None, None):
             raise ConfigError(
-                "--model names the whole shape; leave out --layers, --kv-heads, --head-dim, --mla"
+                "--model sets every dimension; remove --layers, --kv-heads, --head-dim and --mla"
             )
         return MODELS[args.model](args.page_size, args.dtype)
     if args.layers is None:
         raise ConfigError(
-            f"no layout; give --model ({', '.join(sorted(MODELS))}), or --layers with --kv-heads "
+            f"no layout; pass --model ({', '.join(sorted(MODELS))}), or --layers with --kv-heads "
             "and --head-dim, or --layers with --mla"
         )
     if args.mla is not None and heads == (None, None):
@@ -114,7 +114,9 @@ def layout_of(args: argparse.Namespace) -> KVLayout:
         return KVLayout.mla(args.layers, rank, rope_dim, args.page_size, args.dtype)
     if args.mla is None and None not in heads:
         return KVLayout.mha(args.layers, *heads, args.page_size, args.dtype)
-    raise ConfigError("give --kv-heads and --head-dim, or --mla alone; look into config.json")
+    raise ConfigError(
+        "pass --kv-heads and --head-dim, or --mla alone; the model's config.json has them"
+    )
 
 
 def _mla(text: str) -> tuple[int, int]:

@@ -35,49 +35,49 @@ from tutti.commands.outcome import (
 from tutti.errors import ConfigError, TuttiError, system_message
 
 _EXIT_CODES = (
-    (EXIT_OK, "done, and nothing is wrong"),
+    (EXIT_OK, "success"),
     (EXIT_FAILED, "a check failed: fsck found damage, replay found wrong bytes"),
-    (EXIT_USAGE, "the arguments are not acceptable"),
-    (EXIT_UNUSABLE, "the pool or the device cannot be used; stderr says why and what to do"),
-    (EXIT_DEFECT, "a defect of tutti itself; stderr has the traceback"),
-    (EXIT_HUNG_UP, "the terminal went away (SIGHUP)"),
+    (EXIT_USAGE, "invalid arguments"),
+    (EXIT_UNUSABLE, "the pool or device cannot be used; stderr has the reason and the remedy"),
+    (EXIT_DEFECT, "a bug in tutti; stderr has the traceback"),
+    (EXIT_HUNG_UP, "the terminal was closed (SIGHUP)"),
     (EXIT_INTERRUPTED, "interrupted (Ctrl-C)"),
-    (EXIT_UNREAD, "whoever read the result went away"),
-    (EXIT_TERMINATED, "ended by SIGTERM; clears up, as after Ctrl-C and SIGHUP"),
+    (EXIT_UNREAD, "the reader of the output closed the pipe"),
+    (EXIT_TERMINATED, "terminated by SIGTERM, after cleaning up"),
 )
 _EPILOG = (
     "exit codes:\n"
     + "\n".join(f"  {code:<5}{meaning}" for code, meaning in _EXIT_CODES)
-    + "\n\n`tutti COMMAND --help` explains a command and shows an example of it."
+    + "\n\n`tutti COMMAND --help` describes a command and shows an example."
 )
 
 #: Name, module:function in tutti.commands, help text. A name of two words is a command of a group.
 COMMANDS = (
-    ("demo", "demo:add_demo", "show what this machine's disk does, in about a minute"),
-    ("format", "pool:add_format", "make a new, empty pool in files"),
-    ("info", "pool:add_info", "say what a pool is and how full, in use or not"),
+    ("demo", "demo:add_demo", "measure the store on this disk, in about a minute"),
+    ("format", "pool:add_format", "create an empty pool"),
+    ("info", "pool:add_info", "show a pool's geometry and usage"),
     ("serve", "serve:add_serve", "own pools and serve them to other processes"),
-    ("fsck", "fsck:add_fsck", "verify every object of a pool; repair it"),
-    ("probe", "probe:add_probe", "say what this machine can do, and why not more"),
-    ("nvme list", "nvme:add_list", "say which drives could hold a pool, and why not"),
-    ("bench bandwidth", "bench:add_bandwidth", "store, retrieve and both at once: GB/s"),
-    ("bench peers", "bench:add_peers", "beside SGLang's backends, plain files and fio"),
-    ("bench ring", "bench:add_ring", "commands per second of the rings themselves"),
-    ("bench placement", "bench:add_placement", "where commands went on a drive"),
-    ("bench residency", "profile:add_residency", "four ways to use the page cache"),
-    ("bench slack", "bench:add_slack", "the scheduler's policies, simulated"),
-    ("bench serve", "serving:add_serve", "start one of the compared systems"),
-    ("bench ttft", "serving:add_ttft", "time to first token against request rate"),
-    ("bench workload", "serving:add_workload", "describe or export what is sent"),
-    ("bench figures", "serving:add_figures", "draw results: PNG, SVG and CSV"),
+    ("fsck", "fsck:add_fsck", "verify every object of a pool, and repair it"),
+    ("probe", "probe:add_probe", "show which tiers work here and what blocks the others"),
+    ("nvme list", "nvme:add_list", "list drives that can hold a pool"),
+    ("bench bandwidth", "bench:add_bandwidth", "store and retrieve bandwidth in GB/s"),
+    ("bench peers", "bench:add_peers", "compare with SGLang's backends, plain files and fio"),
+    ("bench ring", "bench:add_ring", "commands per second of the rings alone"),
+    ("bench placement", "bench:add_placement", "show where commands went on a drive"),
+    ("bench residency", "profile:add_residency", "compare four uses of the page cache"),
+    ("bench slack", "bench:add_slack", "compare scheduling policies (simulated)"),
+    ("bench serve", "serving:add_serve", "start SGLang as one of the compared systems"),
+    ("bench ttft", "serving:add_ttft", "measure time to first token against request rate"),
+    ("bench workload", "serving:add_workload", "describe or export a workload"),
+    ("bench figures", "serving:add_figures", "draw results as PNG, SVG and CSV"),
     ("sglang command", "sglang:add_command", "print the command that starts SGLang"),
-    ("sglang doctor", "sglang:add_doctor", "say what would keep SGLang from running"),
-    ("profile", "profile:add_profile", "measure a profile for the scheduler"),
-    ("simulate", "bench:add_simulate", "many engines over a workload, in virtual time"),
-    ("replay", "bench:add_replay", "replay a trace with real bytes and check each"),
+    ("sglang doctor", "sglang:add_doctor", "check what would prevent SGLang from running"),
+    ("profile", "profile:add_profile", "measure the drive for the scheduler"),
+    ("simulate", "bench:add_simulate", "simulate clusters and drives"),
+    ("replay", "bench:add_replay", "replay a trace with real bytes and check every byte"),
 )
 
-#: What the commands of a group have in common.
+#: Help text of each group of commands.
 GROUPS = {"nvme": "drives", "bench": "measure", "sglang": "run behind SGLang"}
 
 
@@ -92,7 +92,7 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         self.print_usage(sys.stderr)
-        raise ConfigError(f"{message}; `{self.prog} --help` explains")
+        raise ConfigError(f"{message}; see `{self.prog} --help`")
 
 
 def build_parser(argv: Sequence[str]) -> argparse.ArgumentParser:
@@ -136,7 +136,7 @@ _ENDS: dict[int, type[_Terminated]] = {signal.SIGTERM: _Terminated, signal.SIGHU
 
 
 def _terminate(number: int, frame: object) -> NoReturn:
-    # Once: `timeout` sends it twice, and the second must not end the clearing up.
+    # Once: `timeout` sends it twice, and the second must not interrupt the cleanup.
     for each in _ENDS:
         if signal.getsignal(each) is _terminate:
             signal.signal(each, lambda number, frame: None)
@@ -145,7 +145,7 @@ def _terminate(number: int, frame: object) -> NoReturn:
 
 @contextlib.contextmanager
 def _orderly_end() -> Iterator[None]:
-    """What would end the process at once raises; somebody's own handler (or `nohup`) stays."""
+    """Turns SIGTERM and SIGHUP into exceptions, unless another handler (or `nohup`) is set."""
     own_thread = threading.current_thread() is threading.main_thread()
     mine = [number for number in _ENDS if signal.getsignal(number) is signal.SIG_DFL]
     if not own_thread:
@@ -196,11 +196,11 @@ def _run(argv: list[str]) -> int:
 
 
 def _failure(error: BaseException) -> tuple[str, int]:
-    """What to say of an error, and the exit code; a defect's traceback goes to stderr here."""
+    """The message and exit code of an error; prints the traceback of a bug to stderr."""
     if isinstance(error, _HungUp):
-        return "the terminal went away", EXIT_HUNG_UP
+        return "the terminal was closed", EXIT_HUNG_UP
     if isinstance(error, _Terminated):
-        return "ended by SIGTERM", EXIT_TERMINATED
+        return "terminated by SIGTERM", EXIT_TERMINATED
     if isinstance(error, KeyboardInterrupt):
         return "interrupted", EXIT_INTERRUPTED
     if isinstance(error, ConfigError):
@@ -210,10 +210,10 @@ def _failure(error: BaseException) -> tuple[str, int]:
     if isinstance(error, OSError):
         return system_message(error), EXIT_UNUSABLE
     if isinstance(error, MemoryError):
-        return "out of memory; give smaller sizes, or raise the limit (ulimit -v)", EXIT_UNUSABLE
+        return "out of memory; use smaller sizes, or raise the limit (ulimit -v)", EXIT_UNUSABLE
     with contextlib.suppress(OSError):
         traceback.print_exception(error)
-    return "this is a defect of tutti; please report the lines above", EXIT_DEFECT
+    return "this is a bug in tutti; please report the lines above", EXIT_DEFECT
 
 
 def _print(text: str) -> int:

@@ -157,7 +157,7 @@ class CudaError(TuttiError):
 #: What to do about what the system refuses.
 _ADVICE = {
     errno.ENOENT: "correct the path, or make what is missing",
-    errno.ENOTDIR: "correct the path: a part of it is no folder",
+    errno.ENOTDIR: "correct the path: one of its parts is not a folder",
     errno.EISDIR: "name a file",
     errno.EEXIST: "name another",
     errno.ELOOP: "correct the link",

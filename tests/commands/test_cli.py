@@ -133,7 +133,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["format", "p", "--capacity", "0", "--model", "tiny"], "0 bytes"),
         (["format", "p", "--capacity", "16MiB"], "--model"),
         (["format", "p", "--capacity", "16MiB", "--model", "gpt"], "gpt"),
-        (["format", "p", "--capacity", "16MiB", "--model", "tiny", "--layers", "2"], "leave out"),
+        (["format", "p", "--capacity", "16MiB", "--model", "tiny", "--layers", "2"], "remove"),
         (["format", "p", "--capacity", "16MiB", "--layers", "2"], "--kv-heads"),
         (["format", "p", "--capacity", "16MiB", "--layers", "2", "--mla", "512"], "512:64"),
         (["format", "p", "--capacity", "16MiB", "--layers", "x"], "positive integer"),

@@ -47,10 +47,10 @@ def test_what_the_system_refuses_has_a_place_and_a_remedy() -> None:
     ("error", "code", "kind", "says"),
     [
         (PermissionError(errno.EACCES, "no", "/x"), 3, "PermissionError", "/x: no; change its per"),
-        (MemoryError(), 3, "MemoryError", "out of memory; give smaller sizes"),
+        (MemoryError(), 3, "MemoryError", "out of memory; use smaller sizes"),
         (KeyboardInterrupt(), 130, "KeyboardInterrupt", "interrupted"),
-        (cli._Terminated(), 143, "Terminated", "ended by SIGTERM"),
-        (RuntimeError("broken"), 70, "RuntimeError", "a defect of tutti"),
+        (cli._Terminated(), 143, "Terminated", "terminated by SIGTERM"),
+        (RuntimeError("broken"), 70, "RuntimeError", "a bug in tutti"),
     ],
 )
 def test_every_end_is_one_json_document(
@@ -138,7 +138,7 @@ def test_a_path_is_no_serial_number(
     monkeypatch.chdir(pool.parent)
     for path in (pool, Path("new/pool"), Path("pool")):
         assert run("format", "--capacity", "16MiB", "--model", "tiny", "--force", path) == 2
-        assert "write --force behind the paths" in capsys.readouterr().err
+        assert "put --force after the paths" in capsys.readouterr().err
 
 
 def test_info_says_that_a_pool_was_truncated(
@@ -253,7 +253,7 @@ def test_doctor_names_a_folder_that_is_not_ones_own(
     monkeypatch.setattr(Path, "exists", seen)
     monkeypatch.setattr(os, "access", lambda *_: False)
     assert run("sglang", "doctor", "--path", inside) == 1
-    assert f"no right to write in {tmp_path}" in capsys.readouterr().out
+    assert f"{tmp_path} is not writable" in capsys.readouterr().out
     (tmp_path / "file").write_text("")
     assert run("sglang", "doctor", "--path", tmp_path / "file") == 1
-    assert "is no folder" in capsys.readouterr().out
+    assert "is not a folder" in capsys.readouterr().out

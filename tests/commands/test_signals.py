@@ -14,7 +14,7 @@ from tutti import cli
 
 @pytest.mark.parametrize(
     ("number", "message"),
-    [(signal.SIGTERM, "ended by SIGTERM"), (signal.SIGHUP, "the terminal went away")],
+    [(signal.SIGTERM, "terminated by SIGTERM"), (signal.SIGHUP, "the terminal was closed")],
 )
 def test_a_signal_lets_a_command_clear_up(number: int, message: str, tmp_path: Path) -> None:
     script = f"""

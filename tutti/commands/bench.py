@@ -13,59 +13,59 @@ from tutti.errors import Unsupported
 from tutti.terminal import progress
 
 _BANDWIDTH = """\
-Measures how fast objects are stored and retrieved, in GB/s (10^9 bytes) of payload, with the CPU
-time that takes, over several shapes of objects. The pools are files that are removed at the end."""
+Measures store and retrieve bandwidth in GB/s (10^9 bytes) of payload, and its CPU time, for objects
+of several shapes. The pools are files, which are removed at the end."""
 _BANDWIDTH_EXAMPLE = """\
 example:
   tutti bench bandwidth --dir /mnt/nvme"""
 _RING = """\
-Measures the rings alone: commands per second against a controller in memory that moves nothing.
-It is the protocol's own ceiling on this machine."""
+Measures commands per second of the rings alone, with a memory controller that moves no data. This
+is the upper bound of the protocol on this machine."""
 _RING_EXAMPLE = """\
 example:
   tutti bench ring"""
 _PLACEMENT = """\
-Reads a trace of an emulated NVMe drive and says where its commands went, in their order: for stored
-and loaded prompts, in a pool and with one file for every page. Writes JSON, CSV and a picture."""
+Reads a trace of an emulated NVMe drive and shows the addresses of its commands in order, for stored
+and loaded prompts, in a pool and with one file per page. Writes JSON, CSV and a figure."""
 _PLACEMENT_EXAMPLE = """\
 example:
   python tests/qemu/placement.py traces
   tutti bench placement traces/trace --out placement"""
 _SLACK = """\
 Runs the same requests through several policies of the scheduler, on a simulated server: the
-scheduler's own code, a drive on a virtual clock, and published times of real drives and GPUs. Says
-how long layers waited for their loads under each policy. Everything it prints is simulated."""
+scheduler's own code, a drive on a virtual clock, and published times of real drives and GPUs.
+Reports how long layers waited for their loads under each policy. All its results are simulated."""
 _SLACK_EXAMPLE = """\
 example:
   tutti bench slack --workloads chat agents --gpus H100 --seeds 3"""
 _PEERS = """\
 Stores and loads batches of 128 pages of Llama-3-8B's shape with every peer that can run here, each
-in a process of its own, in interleaved rounds: SGLang's controller over Tutti, over files and over
-NIXL, the store without SGLang, a file for every page, and fio."""
+in its own process, in interleaved rounds: SGLang's controller over Tutti, over files and over NIXL,
+the store without SGLang, one file per page, and fio."""
 _PEERS_EXAMPLE = """\
 example:
   tutti bench peers --dir /mnt/nvme
   tutti bench peers --dir /mnt/nvme --page-tokens 64 --peers hicache-tutti hicache-nixl fio
 
-needs sglang in the same environment for SGLang's peers; what cannot run is named as skipped."""
+SGLang's peers need sglang in the same environment; peers that cannot run are listed as skipped."""
 _SIMULATE = """\
-Serves a workload with simulated engines, nodes and drives, to the scheduler's own decisions, and
-says what users would wait for. Times come from a calibration, or from a profile of this machine.
-`--validate` compares it with published points. Everything it prints is simulated."""
+Serves a workload on simulated servers and drives using the real scheduler, and reports latencies.
+Times come from a calibration, or from a profile of this machine. `--validate` compares the model
+with published points. All its results are simulated."""
 _SIMULATE_EXAMPLE = """\
 example:
   tutti simulate --workload mooncake --data trace.jsonl --engines 16
   tutti simulate --workload leval-synthetic --rates 0.5 1 1.5 --warm 2600 --csv ttft.csv
   tutti simulate --validate"""
 _REPLAY = """\
-Replays a trace of requests against a pool with real bytes: loads the prefix that hits, checks every
-byte of it, and stores the rest. Says how often it hits, beside what the best policy could do."""
+Replays a trace of requests against a pool with real bytes: loads the cached prefix, checks every
+byte of it, and stores the rest. Reports the hit rate next to that of the optimal policy."""
 _REPLAY_EXAMPLE = """\
 example:
   tutti replay --trace synthetic --requests 500
   tutti replay --trace requests.jsonl --json
 
-exits with 1 when a byte was wrong."""
+The exit code is 1 when a byte was wrong."""
 
 
 def bench_module(name: str) -> ModuleType:
@@ -76,8 +76,8 @@ def bench_module(name: str) -> ModuleType:
         if error.name is None or not error.name.startswith("tutti.bench"):
             raise
         raise Unsupported(
-            f"{error.name} is not here: benches are part of an installed package; run it from the "
-            "environment that `make install` makes"
+            f"{error.name} is missing: benches are part of the installed package; run it from the "
+            "environment that `make install` creates"
         ) from error
 
 

@@ -1,4 +1,4 @@
-"""`tutti demo`: what the store does on this machine's own disk, in about a minute."""
+"""`tutti demo`: the store measured on this machine's disk, in about a minute."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ example:
   tutti demo --dir .tutti-demo
   tutti demo --dir /mnt/nvme/demo --quick --json
 
-No GPU and no NVMe drive of its own is needed: the pools are files, the commands go through the
-controller for files (tier T0), and the numbers are those of this disk and file system."""
+It runs on ordinary files (tier T0) and uses neither a GPU nor a raw NVMe drive; the numbers
+are those of this disk and file system."""
 _LABEL = (
-    "File-backed controller (tier T0) on this machine's disk and file system: no GPU, no drive of\n"
-    "its own. The CPU executes the commands; a drive that a GPU rings itself is another thing."
+    "Ordinary files (tier T0) on this machine's disk and file system: neither a GPU nor a raw\n"
+    "NVMe drive is used, and the CPU executes the commands."
 )
 
 _DISK_SHARE = 3  # the pool takes at most a third of what is free
@@ -64,7 +64,10 @@ def add_demo(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--quick", action="store_true", help="a few seconds with small pools")
     parser.add_argument(
-        "--capacity", type=nbytes, metavar="SIZE", help="of a pool (2GiB, with --quick 512MiB)"
+        "--capacity",
+        type=nbytes,
+        metavar="SIZE",
+        help="size of each pool (default 2GiB, with --quick 512MiB)",
     )
     parser.set_defaults(run=run_demo)
 
@@ -75,7 +78,7 @@ def run_demo(args: argparse.Namespace) -> Outcome:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except FileExistsError as error:
-        raise ConfigError(f"{folder} is no folder; name another with --dir") from error
+        raise ConfigError(f"{folder} is not a folder; pass another with --dir") from error
     size = _QUICK if args.quick else _FULL
     wanted_nbytes = args.capacity or size.capacity_nbytes
     pools = folder / _POOLS
@@ -113,8 +116,8 @@ def _affordable(folder: Path, wanted_nbytes: int) -> int:
     capacity_nbytes = min(wanted_nbytes, free_nbytes // _DISK_SHARE // MiB * MiB)
     if capacity_nbytes < min(wanted_nbytes, _LEAST_NBYTES):
         raise CapacityError(
-            f"{folder} has {format_nbytes(free_nbytes)} free, too little for a pool of "
-            f"{format_nbytes(_LEAST_NBYTES)} and twice that to spare; name another with --dir"
+            f"{folder} has {format_nbytes(free_nbytes)} free, which is less than three "
+            f"times the smallest pool of {format_nbytes(_LEAST_NBYTES)}; pass another --dir"
         )
     return capacity_nbytes
 

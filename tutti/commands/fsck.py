@@ -14,35 +14,35 @@ from tutti.units import format_nbytes
 
 _SHOWN_MAX = 20
 _DESCRIPTION = """\
-Reads a whole pool that nobody has open and compares every object with the digests of its record.
-Without --repair not one byte is written. With it, damaged objects are quarantined: they are misses
-from then on, and the engine computes them again. Superblocks and snapshots are written anew, and
-records lost together with the snapshot that named them are given up, with their number."""
+Reads a whole pool that is not open and verifies every object against the digests in its record.
+Without --repair nothing is written. With --repair damaged objects are quarantined: they become
+misses, and the server recomputes them. Superblocks and snapshots are rewritten, and lost records
+are dropped and counted."""
 _EXAMPLE = """\
 example:
   tutti fsck pool.tutti
   tutti fsck pool.tutti --sample 1000 --json
   tutti fsck disk0.tutti disk1.tutti --repair
 
-exits with 1 when there is damage that was not repaired."""
+The exit code is 1 when unrepaired damage remains."""
 
 
 def add_fsck(parser: argparse.ArgumentParser) -> None:
     """Describes `tutti fsck`."""
     parser.description, parser.epilog = _DESCRIPTION, _EXAMPLE
     add_paths(parser)
-    parser.add_argument("--repair", action="store_true", help="quarantine what is damaged")
+    parser.add_argument("--repair", action="store_true", help="quarantine damaged objects")
     parser.add_argument(
-        "--sample", type=positive, metavar="N", help="compare N objects drawn at random, not all"
+        "--sample", type=positive, metavar="N", help="verify only N objects drawn at random"
     )
     parser.add_argument(
-        "--seed", type=natural, default=0, help="of that choice (default %(default)s)"
+        "--seed", type=natural, default=0, help="seed of the random sample (default %(default)s)"
     )
     parser.set_defaults(run=run_fsck)
 
 
 def run_fsck(args: argparse.Namespace) -> Outcome:
-    """Checks, and repairs if that is asked for and needed."""
+    """Checks the pool, and repairs it with --repair."""
     report = check_files(args.paths, progress, sample=args.sample, seed=args.seed)
     repaired = None
     if args.repair and not report.sound:
@@ -65,7 +65,7 @@ def _text(report: FsckReport, repaired: RepairReport | None) -> str:
     amount = f"{report.verified} ({format_nbytes(report.verified_nbytes)})"
     rows: list[tuple[str, object]] = [
         ("pool", report.pool_uuid),
-        ("last closed", "in order" if report.state == "clean" else "not in order"),
+        ("last closed", "cleanly" if report.state == "clean" else "not cleanly"),
         ("slots", report.slots),
         ("objects", report.objects),
         ("verified", amount),
@@ -91,7 +91,7 @@ def _text(report: FsckReport, repaired: RepairReport | None) -> str:
 
 def _torn(report: FsckReport) -> str:
     if report.torn == 0 or report.lost:
-        return f"{report.torn}"  # which of them are empty slots, nobody knows where some are lost
+        return f"{report.torn}"  # with lost records, not all of these are empty slots
     return f"{report.torn} (empty slots)"
 
 
@@ -99,14 +99,14 @@ def _verdict(report: FsckReport, repaired: RepairReport | None) -> str:
     if report.sound:
         return "The pool is sound."
     if repaired is None:
-        return "The pool is damaged; run again with --repair to quarantine what is."
+        return "The pool is damaged; run again with --repair to quarantine the damaged objects."
     done = (
         f"{repaired.quarantined} quarantined, {repaired.gone} gone before, {repaired.sound} sound"
         " in another copy"
     )
     if repaired.given_up:
         records = "record" if repaired.given_up == 1 else "records"
-        done += f"; {repaired.given_up} lost {records} given up: what they held is gone"
+        done += f"; {repaired.given_up} lost {records} dropped: their objects are gone"
     if repaired.left:
         return f"Repaired in part: {done}; {repaired.left} could not be quarantined."
     return f"Repaired: {done}."

@@ -13,28 +13,26 @@ from tutti.terminal import table
 from tutti.units import format_nbytes
 
 _DESCRIPTION = """\
-Says which NVMe namespaces and partitions could hold a pool, and why the others could not. Both
-ends of each device are read and nothing is written; without root the ends may be unreadable."""
+Lists NVMe namespaces and partitions that can hold a pool, and why the others cannot. The first and
+last bytes of each device are read, which may need root; nothing is written."""
 _EXAMPLE = """\
 example:
   tutti nvme list
   tutti nvme list --all --json"""
 _HINTS = """\
-To use a free one: tutti format PATH ...; the generic device (/dev/ng...) is the shorter way.
-To overwrite what one holds, add --force SERIAL. What is in use is never touched."""
+To use a free device: tutti format PATH ...; the generic device (/dev/ng...) has the shorter path.
+To overwrite a device, add --force SERIAL. A device in use is refused."""
 
 
 def add_list(parser: argparse.ArgumentParser) -> None:
     """Describes `tutti nvme list`."""
     parser.description, parser.epilog = _DESCRIPTION, _EXAMPLE
-    parser.add_argument(
-        "--all", action="store_true", help="other block devices too, not NVMe drives alone"
-    )
+    parser.add_argument("--all", action="store_true", help="list other block devices too")
     parser.set_defaults(run=run_list)
 
 
 def run_list(args: argparse.Namespace) -> Outcome:
-    """Looks at all devices."""
+    """Inspects all devices."""
     machine = Devices()
     devices, unreadable = [], []
     for name in machine.names():
@@ -71,11 +69,11 @@ def _text(
     ]
     rows += [(f"/dev/{name}", "-", "-", "-", "-", reason) for name, reason in unreadable]
     rows += [
-        (c.address, "-", "-", "-", c.model, "belongs to vfio-pci: see docs/vfio.md")
+        (c.address, "-", "-", "-", c.model, "bound to vfio-pci: see docs/vfio.md")
         for c in given_away
     ]
     if not rows:
-        return "There is no NVMe drive; --all lists other disks. A pool can lie in any file."
+        return "No NVMe drive found; --all lists other disks. A pool can also be an ordinary file."
     listed = table(("device", "size", "LBA", "serial", "model", "verdict"), rows)
     return f"{listed}\n\n{_HINTS}"
 

@@ -38,12 +38,12 @@ from tutti.terminal import Progress, facts, table
 from tutti.units import format_nbytes
 
 _FORMAT = """\
-Makes a new, empty pool in one or more files; the pool is striped over them. Its layout is fixed:
-a pool holds pages of one shape. The space is taken from the disk at once.
+Creates an empty pool in one or more files and stripes it over them. A pool holds pages of one
+shape, which cannot change later. The disk space is allocated at once.
 
 A path can also be an NVMe namespace (/dev/ng0n1, or /dev/nvme0n1 through the block layer) or a
-partition; `tutti nvme list` shows which are free. nvme:0000:03:00.0 is a whole drive that the
-kernel handed over to vfio-pci (docs/vfio.md). What is in use is never touched."""
+partition; `tutti nvme list` shows which are free. nvme:0000:03:00.0 is a whole drive bound to
+vfio-pci (docs/vfio.md). A device that is in use is refused."""
 _FORMAT_EXAMPLE = """\
 example:
   tutti format pool.tutti --capacity 64GiB --model llama-3.1-8b
@@ -52,9 +52,9 @@ example:
   tutti format /dev/ng0n1 /dev/ng1n1 --capacity 2TiB --model llama-3.1-8b \\
     --force S5GXNF0R --force S5GXNF0T"""
 _INFO = """\
-Says what a pool is, from its superblocks alone: it may be in use meanwhile, and nothing is
-written. How full it is, is known after it was closed in order; a running pool knows it itself.
-Only drives (nvme:0000:03:00.0) cannot be in use meanwhile: whoever has one has it alone."""
+Shows a pool's geometry and usage from its superblocks. Nothing is written, and the pool may be in
+use. Usage is shown only for cleanly closed pools; a running server reports it in its metrics.
+Drives (nvme:0000:03:00.0) are opened exclusively, so theirs must not be in use."""
 _INFO_EXAMPLE = """\
 example:
   tutti info pool.tutti
@@ -70,13 +70,13 @@ def add_format(parser: argparse.ArgumentParser) -> None:
         type=nbytes,
         required=True,
         metavar="SIZE",
-        help="of all files together, e.g. 64GiB",
+        help="total size of the pool, e.g. 64GiB",
     )
     add_layout(parser)
     parser.add_argument(
         "--prewrite",
         action="store_true",
-        help="write every byte once, so that the first stores are as fast as later ones",
+        help="write every byte once now, so that first writes run at full speed",
     )
     parser.add_argument(
         "--force",
@@ -86,8 +86,8 @@ def add_format(parser: argparse.ArgumentParser) -> None:
         default=[],
         metavar="SERIAL",
         type=_serial,
-        help="format files that exist; for a drive that holds anything, give its serial number,"
-        " once for each drive: what is there is lost",
+        help="overwrite existing files; to overwrite a drive, pass its serial number, once per"
+        " drive. Their contents are destroyed",
     )
     parser.set_defaults(run=run_format)
 
@@ -96,13 +96,13 @@ def _serial(text: str) -> str:
     """An argparse type: a serial number, which no path is taken for."""
     if "/" in text or os.path.exists(text):
         raise argparse.ArgumentTypeError(
-            f"{text!r} is a path, not a serial number; write --force behind the paths"
+            f"{text!r} is a path, not a serial number; put --force after the paths"
         )
     return text
 
 
 def run_format(args: argparse.Namespace) -> Outcome:
-    """Formats a pool and says what it costs."""
+    """Formats a pool and reports its overhead."""
     layout = layout_of(args)
     serials = [serial for serial in args.force if serial and serial is not True]
     with Progress("prewrite", 0, in_bytes=True) as bar:
@@ -138,7 +138,7 @@ _Read = Callable[[int, int], bytes]
 
 @dataclass(frozen=True)
 class _Member:
-    """One member as it lies there: counts are None where no snapshot tells them."""
+    """One member as found on the medium; counts are None without a snapshot."""
 
     path: str
     superblock: Superblock
@@ -177,7 +177,7 @@ def run_info(args: argparse.Namespace) -> Outcome:
             for m in members
         ],
     }
-    full = "unknown until it is closed in order"
+    full = "unknown until the pool is closed cleanly"
     if objects is not None:
         full = f"{objects} of {slots} slots, {objects / slots:.1%}; {quarantined} quarantined"
     rows: list[tuple[str, object]] = [
@@ -213,15 +213,17 @@ def _read_drives(names: list[str]) -> list[_Member]:
 
 def _read_file(path: str) -> _Member:
     try:
-        # Without O_NONBLOCK the open of a FIFO would wait for somebody who writes.
+        # Without O_NONBLOCK the open of a FIFO would wait for a writer.
         fd = os.open(readable_path(path), os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except FileNotFoundError as error:
         raise PoolNotFound(f"{path} does not exist; correct the path or format a pool") from error
     try:
         status = os.fstat(fd)
         if not (stat.S_ISREG(status.st_mode) or stat.S_ISBLK(status.st_mode)):
-            raise PoolNotFound(f"{path} is no file and no block device; name those of a pool")
-        # What was written past the page cache of a device is read from the device.
+            raise PoolNotFound(
+                f"{path} is neither a file nor a block device; pass the path of a pool"
+            )
+        # Direct writes to a device bypass its page cache, so cached blocks may be stale.
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
         owner = _lock_owner(status)
         member = _read_member(path, lambda offset, nbytes: os.pread(fd, nbytes, offset), owner)
@@ -239,7 +241,7 @@ def _read_member(path: str, read: _Read, owner: int | None) -> _Member:
 
 
 def _read_counts(read: _Read, superblock: Superblock, path: str) -> tuple[int | None, int | None]:
-    """(objects, quarantined slots) of the snapshot; (None, None) when there is none to go by."""
+    """(objects, quarantined slots) of the snapshot; (None, None) without a valid one."""
     if superblock.state != PoolState.CLEAN:
         return None, None
     if superblock.snapshot is None:  # never opened since its format
@@ -281,8 +283,8 @@ def _state_text(state: str, owners: list[int]) -> str:
     if state == "in use":
         return f"in use by process {', '.join(map(str, owners))}"
     if state == "clean":
-        return "closed in order"
-    return "in use elsewhere, or not closed in order: then the next opening scans the slot table"
+        return "closed cleanly"
+    return "in use elsewhere, or not closed cleanly: the next open scans the slot tables"
 
 
 def _total(counts: list[int | None]) -> int | None:

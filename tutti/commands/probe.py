@@ -12,8 +12,8 @@ from tutti.terminal import facts, table
 from tutti.units import format_nbytes
 
 _DESCRIPTION = """\
-Says what this machine can do, tier by tier, and what is missing for more. Nothing is changed; one
-block of a nameless file is written to find out about direct I/O."""
+Shows which tiers work on this machine and what blocks the others. No setting is changed; one block
+of an unnamed file is written to test direct I/O."""
 _EXAMPLE = """\
 example:
   tutti probe
@@ -21,7 +21,7 @@ example:
 _BACKINGS = {
     "hugetlb": "reserved hugepages (hugetlb)",
     "thp": "transparent hugepages",
-    "pages": "ordinary pages: every 4 KiB is a descriptor of its own, which costs bandwidth",
+    "pages": "ordinary pages: one descriptor per 4 KiB, which costs bandwidth",
 }
 
 
@@ -31,13 +31,13 @@ def add_probe(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--path",
         default=".",
-        help="folder, file or block device whose disk is meant (default: this folder)",
+        help="folder, file or block device on the disk to probe (default: this folder)",
     )
     parser.set_defaults(run=run_probe)
 
 
 def run_probe(args: argparse.Namespace) -> Outcome:
-    """Looks at the machine."""
+    """Probes the machine."""
     machine = probe_machine(args.path)
     return Outcome(asdict(machine), _text(machine))
 
@@ -45,7 +45,7 @@ def run_probe(args: argparse.Namespace) -> Outcome:
 def _verdict(tier: TierFacts) -> str:
     if not tier.available:
         return "missing"
-    return "available" if tier.is_tried else "possible, but never run on hardware"
+    return "available" if tier.is_tried else "possible, but not run on hardware"
 
 
 def _text(machine: MachineFacts) -> str:
@@ -104,8 +104,8 @@ def _memory_rows(memory: MemoryFacts) -> list[tuple[str, object]]:
     return [
         ("memlock", limit),
         ("hugepages", f"reserved: {', '.join(pools) or 'none'}; transparent: {memory.transparent}"),
-        ("", f"memory of a pool lies on {_BACKINGS[memory.backing]}"),
-        ("", f"memory in use {collapse} be collapsed to hugepages"),
+        ("", f"allocated memory is backed by {_BACKINGS[memory.backing]}"),
+        ("", f"touched memory {collapse} be collapsed to hugepages"),
     ]
 
 
@@ -115,13 +115,13 @@ def _direct_text(machine: MachineFacts) -> str:
     if not direct.direct:
         return f"{where}: buffered, {direct.reason}"
     if not direct.offset_alignment:
-        return f"{where}: direct I/O; the kernel does not tell its alignment"
+        return f"{where}: direct I/O; the kernel does not report its alignment"
     memory, offset = direct.memory_alignment, direct.offset_alignment
     return f"{where}: direct I/O; memory aligned to {memory}, offsets to {offset} bytes"
 
 
 def _iommu_text(machine: MachineFacts) -> str:
     iommu = machine.iommu
-    vfio = "vfio is there" if iommu.vfio else "no vfio"
+    vfio = "vfio is available" if iommu.vfio else "no vfio"
     module = "vfio-pci is loaded" if iommu.vfio_pci else "vfio-pci is not loaded"
     return f"{iommu.groups} groups, {vfio}, {module}"

@@ -16,21 +16,27 @@ from tutti.node.pools import AgentPools
 from tutti.terminal import facts
 from tutti.transfers.core import DURABILITY, VERIFY, StoreConfig
 
-_EXAMPLE = """
-One pool for every process of this user, until Ctrl-C or SIGTERM:
-
+_DESCRIPTION = """\
+Owns pools and serves them to the processes of this machine until Ctrl-C or SIGTERM. Clients find
+pages through the agent and move the data themselves."""
+_EXAMPLE = """\
+example:
   tutti serve /mnt/nvme/pool.tutti --socket /run/user/1000/tutti.sock
-
-A folder of pools, made as servers ask for them (SGLang: "path": "unix:/run/user/1000/tutti.sock"):
-
   tutti serve --folder /mnt/nvme/tutti --capacity 2TiB --socket /run/user/1000/tutti.sock
-"""
+
+With --folder pools are created as servers ask for them; in SGLang, set the option
+"path": "unix:/run/user/1000/tutti.sock"."""
 
 
 def add_serve(parser: argparse.ArgumentParser) -> None:
     """Describes `tutti serve`."""
-    parser.epilog = _EXAMPLE
-    parser.add_argument("paths", nargs="*", metavar="PATH", help="members of one pool, in order")
+    parser.description, parser.epilog = _DESCRIPTION, _EXAMPLE
+    parser.add_argument(
+        "paths",
+        nargs="*",
+        metavar="PATH",
+        help="members of one pool, always given in the same order",
+    )
     parser.add_argument("--folder", metavar="DIR", help="folder with a pool for each layout")
     parser.add_argument(
         "--capacity",

@@ -1,4 +1,4 @@
-"""`tutti bench serve`, `ttft`, `workload` and `figures`: servers under load, and their pictures."""
+"""`tutti bench serve`, `ttft`, `workload` and `figures`: servers under load, and figures."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from tutti.commands.bench import bench_command
 from tutti.commands.outcome import EXIT_INTERRUPTED, EXIT_OK, EXIT_UNUSABLE
 
 _SERVE = """\
-Starts SGLang as one of the compared systems, on this machine, and stays until Ctrl-C. What the
-server says of itself goes to --info. Systems that are not installed are an error that says so."""
+Starts SGLang as one of the compared systems on this machine and runs until Ctrl-C. The server's own
+description is written to --info. A system that is not installed is an error."""
 _SERVE_EXAMPLE = """\
 example:
   tutti bench serve tutti-hicache --model meta-llama/Llama-3.1-8B --dir /mnt/nvme/run1
@@ -17,24 +17,25 @@ example:
 _TTFT = """\
 Measures time to first token (TTFT), time between tokens (ITL, TPOT) and goodput of a running server
 against request rate: Poisson arrivals on an absolute schedule, the same for every system, latencies
-from when a request was due. With --prefix-tokens: one prompt at a time against what is cached."""
+measured from each request's due time. With --prefix-tokens: one prompt at a time against the cached
+prefix length."""
 _TTFT_EXAMPLE = """\
 example:
   tutti bench ttft --workload leval-synthetic --rates 0.5 1 1.5 --system tutti --out results/tutti
   tutti bench ttft --compare results/tutti results/hicache-file
   tutti bench ttft --prefix-tokens 0 16384 28672 --total-tokens 32768 --system tutti --out results/p
 
-A run that ends early (Ctrl-C, a lost server, a full disk) keeps its results, marked partial."""
+A run that ends early (Ctrl-C, a lost server, a full disk) keeps its results, marked as partial."""
 _WORKLOAD = """\
-Says what a workload is (lengths, documents, what was left out, how often caches would hit), and
-writes it for other clients, as OpenAI-style requests or as a trace in Mooncake's format."""
+Describes a workload (lengths, documents, omissions, expected hit rates) and exports it for other
+clients as OpenAI-style requests or as a trace in Mooncake's format."""
 _WORKLOAD_EXAMPLE = """\
 example:
   tutti bench workload --workload loogle --data loogle/ --out loogle.jsonl
   tutti bench workload --workload leval-synthetic --capacity-tokens 400000 2000000"""
 _FIGURES = """\
-Draws a figure from results or from the CSV of an earlier call: PNG and SVG, and the CSV beside
-them. Needs matplotlib (pip install matplotlib); without it the CSV alone is written."""
+Draws a figure as PNG and SVG from results or from the CSV of an earlier call, and writes the CSV.
+Without matplotlib (pip install matplotlib) only the CSV is written."""
 _FIGURES_EXAMPLE = """\
 example:
   tutti bench figures rate results/tutti results/hicache-file --out figures/leval

@@ -32,24 +32,24 @@ PAGE_SIZE = 64
 _MEMLOCK_WANTED_NBYTES = 64 * MiB
 
 _COMMAND = """\
-Prints the command that starts SGLang with Tutti, checked against the SGLang that is installed.
-With --mode hicache Tutti is the storage behind SGLang's host cache; with --mode linker KV goes
-from the engine's memory to the SSD and back without a host cache."""
+Prints the command that starts SGLang with Tutti and checks it with the installed SGLang.
+With --mode hicache Tutti stores what SGLang's host cache evicts; with --mode linker KV moves
+between SGLang's KV pool and the SSD without a host cache."""
 _COMMAND_EXAMPLE = """\
 example:
   tutti sglang command --model meta-llama/Llama-3.1-8B --path /mnt/nvme/tutti --capacity 2TiB"""
 _DOCTOR = """\
-Says what would keep SGLang with Tutti from starting or from being fast, and what to do about it."""
+Checks what would prevent SGLang from starting with Tutti or make it slow, and how to fix it."""
 _DOCTOR_EXAMPLE = """\
 example:
   tutti sglang doctor --path /mnt/nvme/tutti --capacity 2TiB
 
-exits with 1 when something fails."""
+The exit code is 1 when a check fails."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was looked at: verdict "ok", "slow", "fails" or "unknown"."""
+    """The result of one check: verdict "ok", "slow", "fails" or "unknown"."""
 
     what: str
     verdict: str
@@ -60,23 +60,27 @@ def add_command(parser: argparse.ArgumentParser) -> None:
     """Describes `tutti sglang command`."""
     parser.description, parser.epilog = _COMMAND, _COMMAND_EXAMPLE
     parser.add_argument("--model", required=True, help="folder or name of the model")
-    parser.add_argument("--capacity", required=True, help="of all pools together, e.g. 2TiB")
+    parser.add_argument("--capacity", required=True, help="total size of all pools, e.g. 2TiB")
     _add_common(parser, path_required=True)
     parser.add_argument(
         "--option",
         action="append",
         default=[],
         metavar="NAME=VALUE",
-        help="an option of the mode (see docs/sglang.md); may be repeated",
+        help="set an option of the mode (see docs/sglang.md); may be repeated",
     )
-    parser.add_argument("more", nargs="*", metavar="-- ARGUMENT", help="SGLang's own, as they are")
+    parser.add_argument(
+        "more", nargs="*", metavar="-- ARGUMENT", help="arguments passed to SGLang unchanged"
+    )
     parser.set_defaults(run=run_command)
 
 
 def add_doctor(parser: argparse.ArgumentParser) -> None:
     """Describes `tutti sglang doctor`."""
     parser.description, parser.epilog = _DOCTOR, _DOCTOR_EXAMPLE
-    parser.add_argument("--capacity", type=nbytes, default=0, help="is there room for so much?")
+    parser.add_argument(
+        "--capacity", type=nbytes, default=0, help="check that this much space is free"
+    )
     _add_common(parser, path_required=False)
     parser.set_defaults(run=run_doctor)
 
@@ -91,7 +95,7 @@ def _add_common(parser: argparse.ArgumentParser, *, path_required: bool) -> None
         type=positive,
         default=PAGE_SIZE,
         metavar="TOKENS",
-        help="tokens of a page (default %(default)s)",
+        help="tokens per page (default %(default)s)",
     )
     parser.add_argument(
         "--layout",
@@ -122,7 +126,7 @@ def run_command(args: argparse.Namespace) -> Outcome:
 
 
 def run_doctor(args: argparse.Namespace) -> Outcome:
-    """Looks at SGLang, the path and the machine."""
+    """Checks SGLang, the path and the machine."""
     path = Path(args.path).absolute()
     findings = [
         *_sglang(args.mode, args.page_size),
@@ -194,7 +198,7 @@ def _sglang(mode: str, page_size: int) -> Iterator[Finding]:
     elif allowed and PLUGIN not in allowed:
         yield Finding("plugin", "fails", f"SGLANG_PLUGINS leaves it out; add {PLUGIN}")
     else:
-        yield Finding("plugin", "ok", "updates of weights are noticed")
+        yield Finding("plugin", "ok", "weight updates are detected")
     if page_size == 1:
         yield Finding("page size", "fails", "1 token is too small to store; use --page-size 64")
     elif page_size < 16:
@@ -202,18 +206,18 @@ def _sglang(mode: str, page_size: int) -> Iterator[Finding]:
     else:
         yield Finding("page size", "ok", f"{page_size} tokens")
     if mode == LINKER:
-        yield Finding("mode", "ok", "linker: the page layout is the engine's own")
+        yield Finding("mode", "ok", "linker: pages keep SGLang's own layout")
 
 
 def _place(path: Path, capacity: int) -> Iterator[Finding]:
     parent = _existing(path)
     if not parent.is_dir():
-        yield Finding("path", "fails", f"{parent} is no folder; name one with --path")
+        yield Finding("path", "fails", f"{parent} is not a folder; pass one with --path")
     elif os.access(parent, os.W_OK | os.X_OK):
         yield Finding("path", "ok", str(path))
     else:
         yield Finding(
-            "path", "fails", f"no right to write in {parent}; name another, or change its owner"
+            "path", "fails", f"{parent} is not writable; pass another folder, or change its owner"
         )
     stat = os.statvfs(parent)
     free = stat.f_bavail * stat.f_frsize
@@ -246,11 +250,15 @@ def _machine(folder: Path) -> Iterator[Finding]:
         yield Finding("io_uring", "slow", uring.reason)
     if 0 <= memory.memlock_nbytes < _MEMLOCK_WANTED_NBYTES:
         limit = format_nbytes(memory.memlock_nbytes)
-        yield Finding("memlock", "slow", f"{limit}; raise it (ulimit -l), or buffers are not fixed")
+        yield Finding(
+            "memlock",
+            "slow",
+            f"{limit}; raise it (ulimit -l 65536), otherwise io_uring cannot register buffers",
+        )
     else:
         yield Finding("memlock", "ok", "enough")
     if memory.backing == "pages":
-        yield Finding("hugepages", "slow", "none: every 4 KiB is a descriptor of its own")
+        yield Finding("hugepages", "slow", "none: one descriptor per 4 KiB, which costs bandwidth")
     else:
         yield Finding("hugepages", "ok", memory.backing)
     best = next((tier for tier in machine.tiers if tier.available), None)
@@ -266,12 +274,12 @@ def _pools(path: Path) -> Iterator[Finding]:
             "pool",
             "fails" if open_to_others else "ok",
             f"{file.relative_to(path)}, {size}"
-            + ("; others may read it: chmod 600" if open_to_others else ""),
+            + ("; readable by other users: chmod 600" if open_to_others else ""),
         )
 
 
 def _existing(path: Path) -> Path:
-    """The path, or its nearest parent that is known to exist."""
+    """The path, or its nearest existing parent."""
 
     def is_seen(place: Path) -> bool:
         try:

@@ -309,7 +309,7 @@ def _direct_file(path: str) -> Iterator[tuple[int, bool]]:
     try:
         mode = os.fstat(fd).st_mode
         if not (stat.S_ISREG(mode) or stat.S_ISBLK(mode)):
-            raise Unsupported(f"{path} is no folder, file or block device; name one of those")
+            raise Unsupported(f"{path} is not a folder, file or block device; pass one of those")
         yield fd, False
     finally:
         os.close(fd)
