@@ -23,6 +23,7 @@ from tutti.gio_uring.engine import Engine, Job
 from tutti.gio_uring.memory import DmaRegion
 from tutti.gio_uring.nvme_spec import OPCODE_READ
 from tutti.gio_uring.ring import status_name
+from tutti.medium.slot_record import COUNTER_MAX
 from tutti.medium.superblock import (
     BLOCK_NBYTES,
     FLAG_DIGESTS,
@@ -48,6 +49,7 @@ _BATCHES = 2  # one is compared while the next is read
 _MEMORY_NBYTES = 64 * MiB
 _PROVE_OBJECTS = 64
 _TIMEOUT_S = 60.0
+_SEQUENCES_LEFT_MIN = 2**32
 _RECORD_RIGHT, _RECORD_WITHOUT_DIGESTS = 1, 2  # RecordTable.check
 
 Entries = npt.NDArray[np.void]
@@ -58,9 +60,9 @@ Verdict = npt.NDArray[np.uint8]
 class Finding:
     """One thing that is wrong.
 
-    kind: "superblock", "clear", "snapshot", "lost", "record", "payload" or "unreadable".  slot: of
-    the member; -1 and an empty key where the finding is about no object.  layers: whose slices
-    differ.
+    kind: "superblock", "clear", "counter", "snapshot", "lost", "record", "payload" or "unreadable".
+    slot: of the member; -1 and an empty key where the finding is about no object.  layers: whose
+    slices differ.
     """
 
     kind: str
@@ -121,7 +123,8 @@ class RepairReport:
 
     quarantined: will not be served again.  gone: were not served any more.  sound: another copy
     of the same key is intact and was kept.  left: could not be quarantined.  given_up: lost
-    records (FsckReport.lost), whose objects nobody can name: they are misses.
+    records (FsckReport.lost), whose objects nobody can name: they are misses.  found_again:
+    findings of a second check, which reads superblocks, snapshots and records but no objects.
     """
 
     quarantined: int
@@ -129,6 +132,7 @@ class RepairReport:
     sound: int
     left: int
     given_up: int
+    found_again: int
 
 
 def check_files(
@@ -195,7 +199,8 @@ def repair(paths: Sequence[str], report: FsckReport, progress: ProgressFactory) 
                 counts[_quarantine(pool, key, key in blind)] += 1
                 bar.advance(1)
         _prove_all(pool, progress)
-    return RepairReport(**counts, given_up=report.lost)
+    again = check_files(paths, progress, sample=0)
+    return RepairReport(**counts, given_up=report.lost, found_again=again.found)
 
 
 def _prove_all(pool: store.ObjectStore, progress: ProgressFactory) -> None:
@@ -249,6 +254,7 @@ class _Tables:
         self._members = members
         self._report = report
         self._progress = progress
+        self._top = members.next_sequence
 
     def scan(self) -> Entries:
         """What the next opening serves and can be verified: entries with pool-wide slots."""
@@ -259,6 +265,9 @@ class _Tables:
                 for member in self._members.present
                 for part in self._scan_member(member, bar.advance)
             ]
+        if self._top > COUNTER_MAX - _SEQUENCES_LEFT_MIN:
+            message = f"sequence number {self._top} leaves no room for puts; format the pool anew"
+            report.add(Finding("counter", 0, message))
         entries = np.concatenate(parts)
         report.objects += entries.size  # besides those whose record is damaged
         report.duplicates = entries.size - len(np.unique(entries["key"], axis=0))
@@ -277,6 +286,8 @@ class _Tables:
             records = chunk.view(RECORD_DTYPE)
             slots = np.arange(done, done + records.size)
             verdict = check_records(records, slots, identity)
+            counted = (verdict >= RecordState.READY) & (verdict <= RecordState.QUARANTINED)
+            self._top = max(self._top, int(records["sequence"][counted].max(initial=0)))
             for row in np.flatnonzero(bad).tolist():
                 message = f"its record cannot be read: {status_name(int(bad[row]))}"
                 self._report.add(Finding("unreadable", member, message, slot=int(slots[row])))
@@ -457,9 +468,7 @@ class _Verifier:
         block = self._table.reserve(self._timeout_s)
         job = self._table.read(block, batch.slots, timeout_s=self._timeout_s)
         if not job.wait_released(self._timeout_s):
-            raise DeviceTimeout(
-                f"the slot table was not read within {self._timeout_s:g} s; check the device"
-            )
+            raise DeviceTimeout(f"no slot table within {self._timeout_s:g} s; check the device")
         verdict = self._table.check(
             block,
             batch.slots,

@@ -47,7 +47,7 @@ def run_fsck(args: argparse.Namespace) -> Outcome:
     repaired = None
     if args.repair and not report.sound:
         repaired = repair(args.paths, report, progress)
-    is_good = report.sound or (repaired is not None and repaired.left == 0)
+    is_good = report.sound or (repaired is not None and repaired.left + repaired.found_again == 0)
     return Outcome(
         _result(report, repaired), _text(report, repaired), EXIT_OK if is_good else EXIT_FAILED
     )
@@ -109,4 +109,9 @@ def _verdict(report: FsckReport, repaired: RepairReport | None) -> str:
         done += f"; {repaired.given_up} lost {records} dropped: their objects are gone"
     if repaired.left:
         return f"Repaired in part: {done}; {repaired.left} could not be quarantined."
+    if repaired.found_again:
+        return (
+            f"Repaired in part: {done}; {repaired.found_again} of the findings are still there."
+            " Format the pool anew."
+        )
     return f"Repaired: {done}."

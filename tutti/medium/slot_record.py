@@ -53,7 +53,8 @@ RECORD_DTYPE = block_dtype(
 )
 RECORD_MAGIC = int.from_bytes(b"TREC", "little")
 FLAG_DIGESTS = 1
-COUNTER_MAX = 2**63 - 1  # of generations and sequence numbers: half of what fits, never reached
+#: Of generations and of the next sequence number; a record's sequence number is below it.
+COUNTER_MAX = 2**63 - 1
 
 
 class RecordState(IntEnum):
@@ -108,6 +109,7 @@ def fill_records(
     ArrayLike may be one value for all. Missing keys and parents are zeros.
     """
     assert state in (RecordState.READY, RecordState.VOID, RecordState.QUARANTINED)
+    assert (np.asarray(sequences) < COUNTER_MAX).all(), "a sequence number is out of range"
     records.view(np.uint8)[:] = 0
     records["magic"] = RECORD_MAGIC
     records["version"] = FORMAT_VERSION
@@ -149,7 +151,7 @@ def check_records(
         & (records["fingerprint"] == octets(identity.fingerprint)).all(axis=1)
         & (records["layers"] == identity.layers)
         & (state <= RecordState.QUARANTINED)
-        & (records["sequence"] <= COUNTER_MAX)
+        & (records["sequence"] < COUNTER_MAX)
     )
     current = (records["epoch"] == np.uint64(identity.epoch)) | (state == RecordState.QUARANTINED)
     written = (records["magic"] == RECORD_MAGIC) & (state != RecordState.EMPTY)

@@ -17,6 +17,7 @@ import xxhash
 
 from tutti import native
 from tutti.errors import (
+    ConfigError,
     LayoutError,
     MemberMissing,
     MemberSwapped,
@@ -35,6 +36,7 @@ from tutti.medium.geometry import (
     SNAPSHOT_ENTRY_NBYTES,
     Geometry,
 )
+from tutti.medium.layout import KVLayout
 from tutti.medium.slot_record import (
     COUNTER_MAX,
     FLAG_DIGESTS,
@@ -195,6 +197,8 @@ class Superblock:
         layout = self.layout_json.encode("ascii")
         assert len(layout) <= LAYOUT_JSON_NBYTES_MAX
         assert len(self.pool_uuid) == 16
+        assert 0 < self.generation <= COUNTER_MAX, "the generation is out of range"
+        assert 0 < self.next_sequence <= COUNTER_MAX, "the next sequence number is out of range"
         for name in _OWN_NUMBERS:
             row[name] = getattr(self, name)
         for name in _GEOMETRY_NUMBERS:
@@ -253,12 +257,13 @@ class Superblock:
             xxhash.xxh3_128_digest(layout) == row["fingerprint"].tobytes() and layout.isascii(),
             "the layout does not fit its fingerprint",
         )
+        _check_layout(layout.decode("ascii"), geometry)
         members, member_index = int(row["members"]), int(row["member_index"])
         _require(0 <= member_index < members <= MEMBERS_MAX, f"member {member_index} of {members}")
         _require(members * geometry.slots <= SLOTS_MAX, f"{members} x {geometry.slots} slots")
         _require(row["state"] in tuple(PoolState), f"state {row['state']}")
         for name in ("generation", "next_sequence"):
-            _require(int(row[name]) <= COUNTER_MAX, f"{name} {row[name]}")
+            _require(0 < int(row[name]) <= COUNTER_MAX, f"{name} {row[name]}")
         return cls(
             pool_uuid=row["pool_uuid"].tobytes(),
             member_index=member_index,
@@ -305,6 +310,20 @@ def _read_geometry(row: Any) -> Geometry:
     for name in _DERIVED_NUMBERS:
         _require(row[name] == getattr(geometry, name), f"{name} is {row[name]}")
     return geometry
+
+
+def _check_layout(text: str, geometry: Geometry) -> None:
+    """The layout is what `KVLayout.to_json` writes, and says the same as the geometry."""
+    try:
+        layout = KVLayout.from_json(text)
+    except ConfigError as error:
+        raise _Contradiction(str(error)) from error
+    _require(layout.to_json() == text, "the layout's JSON is not canonical")
+    _require(
+        (layout.layers, layout.segments) == (geometry.layers, geometry.segments),
+        f"the layout has {layout.layers} layers of {layout.segments} bytes, the geometry"
+        f" {geometry.layers} of {geometry.segments}",
+    )
 
 
 def _read_descriptor(row: Any, geometry: Geometry) -> SnapshotDescriptor | None:
@@ -446,6 +465,7 @@ def decode_snapshot(raw: bytes, superblock: Superblock, path: str) -> Records:
         (slots < superblock.geometry.slots).all()
         and (slots[1:] > slots[:-1]).all()
         and np.isin(entries["state"], (RecordState.READY, RecordState.QUARANTINED)).all()
+        and (entries["sequence"] < superblock.next_sequence).all()
     ):
         raise PoolCorrupt(f"{path}: the snapshot has impossible entries; scan the slot table")
     return entries

@@ -11,6 +11,7 @@ from tutti.errors import ConfigError, MemberMissing, MemberSwapped, PoolCorrupt
 from tutti.gio_uring.engine import Engine
 from tutti.medium.geometry import BLOCK_NBYTES, Geometry
 from tutti.medium.layout import KVLayout
+from tutti.medium.slot_record import COUNTER_MAX
 from tutti.medium.superblock import (
     PoolState,
     RecordIdentity,
@@ -23,6 +24,8 @@ from tutti.medium.superblock import (
 )
 from tutti.pool.block_io import BlockIo
 from tutti.process import Owned
+
+_GENERATIONS_LEFT_MIN = 2**32  # more superblocks than one opening writes
 
 
 class Members(Owned):
@@ -104,6 +107,7 @@ class Members(Owned):
             check_members(found, names)
         members = cls(io, names, whole)
         members._copies = copies
+        members._check_generations()
         _check_sizes(engine, names, members.geometry)
         members._finish_clear()
         return members
@@ -202,6 +206,15 @@ class Members(Owned):
         self.io.flush(self.nsids())
         self._copies = [copy ^ 1 for copy in self._copies]
         self.superblocks = list(superblocks)
+
+    def _check_generations(self) -> None:
+        """Raises PoolCorrupt where the superblocks could not be replaced often enough."""
+        newest = max(self.superblock(m).generation for m in self.present)
+        if newest > COUNTER_MAX - _GENERATIONS_LEFT_MIN:
+            raise PoolCorrupt(
+                f"{self._names[0]}: generation {newest} leaves no room for later superblocks, and"
+                " no pool is written that often; format the pool anew"
+            )
 
     def _finish_clear(self) -> None:
         """Gives all members the epoch of the newest one: a clear that began is finished."""

@@ -14,10 +14,11 @@ import numpy as np
 import numpy.typing as npt
 
 from tutti.arrays import Slots
-from tutti.errors import ConfigError, DeviceTimeout, PoolClosed
+from tutti.errors import ConfigError, DeviceTimeout, PoolClosed, PoolCorrupt
 from tutti.gio_uring.engine import Engine, Extents
 from tutti.gio_uring.gpu.transfer import Submitter
 from tutti.gio_uring.iocb import PagedMemory
+from tutti.medium.slot_record import COUNTER_MAX
 from tutti.placement.allocator import Allocator
 from tutti.placement.digest_cache import DigestCache
 from tutti.placement.eviction import EvictionPolicy, LeastRecentlyUsed
@@ -245,6 +246,17 @@ class Core(Owned):
             "index_nbytes_per_object": self.index.nbytes_per_slot,
             "callback_errors": self.guard.errors,
         }
+
+    def take_sequences(self, n: int) -> npt.NDArray[np.uint64]:
+        """New sequence numbers (n,).  Lock held.  Raises PoolCorrupt when none are left."""
+        first = self.sequence
+        if first + n > COUNTER_MAX:
+            raise PoolCorrupt(
+                f"the pool's sequence numbers are used up at {first}, which no use of it explains;"
+                " format the pool anew"
+            )
+        self.sequence += n
+        return first + np.arange(n, dtype=np.uint64)
 
     def begin(self) -> None:
         """Counts an operation in flight.  PoolClosed while closing.  Lock held."""

@@ -12,6 +12,7 @@ import numpy as np
 from tutti.arrays import Slots
 from tutti.errors import PoolClosed
 from tutti.gio_uring.engine import Job
+from tutti.medium.slot_record import COUNTER_MAX
 from tutti.medium.superblock import RecordState
 from tutti.placement.eviction import EvictionView
 from tutti.placement.index import SlotState
@@ -110,8 +111,10 @@ class Reclaimer:
             self._active += 1
             core.in_flight += 1
             state = RecordState.VOID if outcome == SlotState.VOIDED else RecordState.QUARANTINED
-            sequences = core.sequence + np.arange(slots.size, dtype=np.uint64)
-            core.sequence += slots.size
+            # These records name no object, so they may share the last number.
+            first = min(core.sequence, COUNTER_MAX - 1)
+            sequences = np.minimum(first + np.arange(slots.size, dtype=np.uint64), COUNTER_MAX - 1)
+            core.sequence = min(first + slots.size, COUNTER_MAX)
             content = RecordContent(slots, sequences, state, access_64s=core.now_64s())
 
             def on_released(

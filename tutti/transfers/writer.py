@@ -229,10 +229,9 @@ class Writer:
     ) -> tuple[_Batch, int]:
         """Allocates slots and claims the keys; returns how many rows, from the first, are done."""
         core = self._core
+        sequences = core.take_sequences(rows.size)
         slots = self._allocate(request, rows)
-        rows = rows[: slots.size]
-        sequences = core.sequence + np.arange(rows.size, dtype=np.uint64)
-        core.sequence += rows.size
+        rows, sequences = rows[: slots.size], sequences[: slots.size]
         digests = None
         if core.config.verify != "off":
             digests = np.zeros((rows.size, core.layers), np.uint64)
