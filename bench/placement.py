@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import io
 import itertools
 import json
 import re
@@ -17,6 +18,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from tutti.checks import open_regular
 from tutti.bench import environment
 from tutti.bench.plots import blank_figure
 from tutti.errors import ConfigError
@@ -53,7 +55,7 @@ def run(args: argparse.Namespace, progress: ProgressFactory) -> dict[str, Any]:
     """Reads the trace, sums it up and writes the files."""
     del progress  # done at once
     try:
-        with args.trace.open(errors="replace") as lines:
+        with io.TextIOWrapper(open_regular(args.trace), errors="replace") as lines:
             commands = read_trace(lines)
     except OSError as error:
         raise ConfigError(

@@ -7,6 +7,7 @@ the last block perhaps shorter (kvcache-ai/Mooncake, FAST25-release/traces).
 
 from __future__ import annotations
 
+import io
 import json
 import os
 from collections.abc import Iterable, Sequence
@@ -16,6 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from tutti.checks import open_regular
 from tutti.errors import ConfigError
 from tutti.medium.keys import object_keys
 
@@ -88,7 +90,7 @@ def read_trace(path: str | os.PathLike[str], limit: int | None = None) -> list[R
     Raises ConfigError with the number of the line that is not such a request.
     """
     try:
-        with open(path, encoding="utf-8") as lines:
+        with io.TextIOWrapper(open_regular(path), encoding="utf-8") as lines:
             return parse_trace(lines, limit)
     except (OSError, UnicodeDecodeError) as error:
         name = os.path.basename(path)

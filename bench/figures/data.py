@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from tutti.checks import open_regular
 from tutti.errors import CapacityError, ConfigError, system_message
 
 #: A line of a CSV: column -> text.  Empty text is a value that is not there.
@@ -43,7 +44,7 @@ _TEXT = ("system", "source", "phase", "unstable", "partial")
 def read_csv(path: Path, kind: str) -> list[Row]:
     """Rows of one figure.  Raises ConfigError for other columns or cells that are no numbers."""
     try:
-        with path.open(newline="", encoding="utf-8") as lines:
+        with io.TextIOWrapper(open_regular(path), "utf-8", newline="") as lines:
             rows = list(csv.DictReader(lines))
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise ConfigError(f"cannot read {path.name}: {error}; give a CSV of this figure") from error

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from tutti.arguments import positive
+from tutti.checks import open_regular
 from tutti.bench.figures.cost import Prices, crossings, per_million_tokens
 from tutti.bench.figures.data import (
     COST,
@@ -143,7 +144,8 @@ def _read(
         return read_csv(path, kind)
     path = path / RESULT if path.is_dir() else path
     try:
-        result = json.loads(path.read_text())
+        with open_regular(path) as file:
+            result = json.loads(file.read())
     except (OSError, ValueError) as error:
         raise ConfigError(f"cannot read {path.name}: {error}; give a result or a CSV") from error
     if not isinstance(result, dict):

@@ -13,6 +13,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+from tutti.checks import open_regular
 from tutti.bench.slack.hardware import Drive, machine
 from tutti.errors import ConfigError
 from tutti.scheduler.profile import TableProfile
@@ -104,7 +105,7 @@ class Calibration:
 def load_calibration(path: Path = FILE) -> Calibration:
     """Reads a calibration.  Raises ConfigError, whatever the file holds or lacks."""
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             content = file.read(_NBYTES_MAX + 1)
         values = json.loads(content[:_NBYTES_MAX])
     except (OSError, ValueError, RecursionError) as error:

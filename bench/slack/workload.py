@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from tutti.checks import open_regular
 from tutti.bench.slack.hardware import Machine
 from tutti.errors import ConfigError
 
@@ -103,7 +104,8 @@ def recorded(path: Path) -> list[Request]:
     """Requests of a file as ``save`` writes it, in order of arrival.  Raises ConfigError."""
     requests = []
     try:
-        lines = path.read_text().splitlines()
+        with open_regular(path) as file:
+            lines = file.read().decode().splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} cannot be read: {error}; name a file of requests") from error
     for number, line in enumerate(lines, 1):

@@ -8,6 +8,9 @@ import numpy as np
 
 from tutti.errors import ConfigError
 
+#: Requests a second: beyond, times in nanoseconds are all 0, or take more than 64 bits.
+RATE_MIN, RATE_MAX = 1e-6, 1e6
+
 
 def arrival_times_s(requests: int, rate: float, seed: int) -> list[float]:
     """Seconds from the start at which each request is due, the first one at 0.
@@ -15,8 +18,10 @@ def arrival_times_s(requests: int, rate: float, seed: int) -> list[float]:
     Gaps are exponential with mean 1 / rate.  The draws depend on the seed alone and are scaled, so
     that two rates differ in nothing but speed.  Raises ConfigError for a rate that is not positive.
     """
-    if not rate > 0 or not np.isfinite(rate):
-        raise ConfigError(f"{rate} requests a second; give a positive rate")
+    if not RATE_MIN <= rate <= RATE_MAX:
+        raise ConfigError(
+            f"{rate:g} requests a second; give a positive rate from {RATE_MIN:g} to {RATE_MAX:g}"
+        )
     gaps = np.random.default_rng([seed, 3]).exponential(1.0, max(0, requests - 1))
     return [0.0, *(np.cumsum(gaps) / rate).tolist()][:requests]
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from tutti.checks import open_regular
 from tutti.errors import ProfileError
 from tutti.scheduler.profile_curves import Family, check_rows
 from tutti.scheduler.roofline import (
@@ -126,7 +127,7 @@ class TableProfile:
 def load_profile(path: str | os.PathLike[str]) -> TableProfile:
     """Reads a profile.  Raises ProfileError, whatever the file holds or lacks."""
     try:
-        with open(path, "rb") as file:
+        with open_regular(path) as file:
             content = file.read(_FILE_NBYTES_MAX + 1)
         if len(content) > _FILE_NBYTES_MAX:
             raise ProfileError(f"{Path(path).name} is too long for a profile; name another file")

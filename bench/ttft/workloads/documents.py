@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tutti.checks import open_regular
 from tutti.bench.ttft.workloads.prompt import Part, Prompt, text_part
 from tutti.errors import ConfigError, Unsupported
 
@@ -69,7 +70,8 @@ def load_documents(
         raise ConfigError(f"no .jsonl of {wanted} below {root.name}; name other --tasks or --data")
     found, digest = Documents(), hashlib.sha256()
     for path in files:
-        content = path.read_bytes()
+        with open_regular(path) as file:
+            content = file.read()
         digest.update(content)
         for number, line in enumerate(content.split(b"\n"), 1):
             if line.strip():

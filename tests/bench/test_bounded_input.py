@@ -1,0 +1,53 @@
+"""What the measuring commands are given is bounded: rates, and files that never end."""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+
+import pytest
+
+from tutti import cli
+
+USAGE, UNUSABLE = 2, 3
+
+
+@pytest.mark.parametrize("rate", ["1e30", "1e-30", "inf", "nan", "-1", "0"])
+def test_a_rate_that_no_clock_resolves(rate: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["simulate", "--systems", "tutti", f"--rates={rate}"]) == USAGE
+    assert "give a positive rate from 1e-06 to 1e+06" in capsys.readouterr().err
+
+
+COMMANDS = {
+    "replay": ["replay", "--dir", "{folder}", "--trace", "{fifo}"],
+    "simulate": ["simulate", "--workload", "mooncake", "--data", "{fifo}"],
+    "workload": ["bench", "workload", "--workload", "mooncake", "--data", "{fifo}"],
+    "calibration": ["simulate", "--calibration", "{fifo}"],
+    "profile": ["simulate", "--profile", "{fifo}"],
+    "placement": ["bench", "placement", "{fifo}", "--out", "{folder}/out"],
+    "slack": ["bench", "slack", "--recorded", "{fifo}"],
+    "figures": ["bench", "figures", "rate", "{fifo}", "--out", "{folder}/out"],
+}
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_pipe_that_nobody_writes_to(
+    tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+    words = [word.format(fifo=fifo, folder=tmp_path) for word in COMMANDS[name]]
+    codes: list[int] = []
+
+    def run() -> None:
+        try:
+            codes.append(cli.main(words))
+        except SystemExit as stop:
+            codes.append(int(stop.code or 0))
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(60)
+    assert codes == [USAGE], "the command waits for the pipe"
+    assert "not a regular file" in capsys.readouterr().err
