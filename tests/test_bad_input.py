@@ -474,15 +474,15 @@ def test_two_make_one_pool(
     winners: list[ObjectStore] = []
     with monkeypatch.context() as patch:
 
-        def come_first(*arguments: object, **options: object) -> bool:
+        def come_first(*arguments: object, **options: object) -> object:
             patch.undo()
             winners.append(tutti.store.open(path, LAYOUT, "64MiB"))
             put_into(winners[0])
             if does_close:
                 winners[0].close()
-            return pool_format.allocate_file(*arguments, **options)  # type: ignore[arg-type]
+            return pool_format.reserve_file(*arguments, **options)  # type: ignore[arg-type]
 
-        patch.setattr(pool_format, "allocate_file", come_first)
+        patch.setattr(pool_format, "reserve_file", come_first)
         if does_close:
             winners.append(tutti.store.open(path, LAYOUT, "64MiB"))
         else:

@@ -68,6 +68,14 @@ class PoolInUse(PoolError):
     """Another process owns the pool."""
 
 
+class PoolUntrusted(PoolError):
+    """Another user can change the pool, or where its path leads."""
+
+
+class PoolMoved(PoolError):
+    """A file of the pool was renamed, removed, replaced or truncated while the pool was open."""
+
+
 class PoolMismatch(PoolError):
     """A pool, but not the expected one: other layout, geometry, format version or UUID."""
 

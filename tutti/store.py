@@ -40,7 +40,7 @@ from tutti.medium.superblock import Superblock
 from tutti.memory.host_memory import HostMemory
 from tutti.placement.index import MISSING, SlotState
 from tutti.pool.block_io import BlockIo
-from tutti.pool.member_controller import open_controller
+from tutti.pool.member_controller import check_owners, open_controller
 from tutti.pool.members import Members
 from tutti.pool.pool_format import Paths, format, format_missing, member_names
 from tutti.process import Owned
@@ -53,7 +53,7 @@ from tutti.transfers.recovery import recover, write_snapshots
 from tutti.transfers.residency import Residency
 from tutti.transfers.tickets import LoadTicket, PutTicket
 from tutti.transfers.transfer_queue import TransferQueue
-from tutti.transfers.writer import PutRequest, Writer
+from tutti.transfers.writer import PutRequest, Writer, check_lengths
 
 Keys = npt.NDArray[np.uint8] | Sequence[bytes]
 
@@ -253,8 +253,7 @@ class ObjectStore(Owned):
         the device may still write into ``pages``; after any other error nothing does.
         """
         array, paged = as_keys(keys), self._registered(memory).memory
-        numbers = paged.check_pages(pages)
-        _check_lengths(array, numbers)
+        numbers = check_lengths(array, paged.check_pages(pages))
         if self.config.verify != "off" and np.unique(numbers).size != numbers.size:
             raise ConfigError("a page is named twice; give every key a page of its own")
         with self._core.admitted(self.config.timeout_s):
@@ -340,7 +339,8 @@ class ObjectStore(Owned):
     def close(self, timeout_s: float | None = None) -> None:
         """Ends what is under way, writes the snapshots and marks the pool clean.
 
-        Raises DeviceTimeout when the device does not let go: the pool is then left unclean.
+        Raises DeviceTimeout when the device does not let go, and PoolMoved when a file is no longer
+        the one under its name: the pool is then left unclean.
         """
         if self._closed:
             return
@@ -360,6 +360,7 @@ class ObjectStore(Owned):
             # What is unproven stays so: a pool that has some is left as a crash leaves it.
             if quiet and core.ready and core.failure is None:
                 self._io.flush(self.members.nsids())
+                self.controller.check_places()
                 if not core.unproven and not core.leave_open:
                     self._mark_clean()
         finally:
@@ -445,28 +446,32 @@ def open(
     layout: KVLayout | None = None,
     capacity: int | str | None = None,
     *,
-    verify: str = "always",
-    durability: str = "process",
+    verify: str | None = None,
+    durability: str | None = None,
     executor: str = "auto",
     degraded: bool = False,
+    any_owner: bool = False,
     config: StoreConfig | None = None,
 ) -> ObjectStore:
     """Opens a pool, formatting it first when it does not exist and ``capacity`` is given.
 
     paths: one path, or several members over which the pool is striped, in a fixed order; or drives
     as "nvme:0000:03:00.0", see docs/vfio.md: these are never formatted here.
-    layout: what the pool must hold; left out, whatever it holds.
-    capacity: total size of a new pool, as bytes or "64GiB".
-    verify, durability: see StoreConfig.  executor: "auto", "uring" or "threads".
-    degraded: accept missing members; their objects are misses.
-    Raises PoolNotFound, PoolMismatch, PoolInUse, PoolCorrupt, MemberMissing, CapacityError and
-    others of tutti.errors.
+    layout: what the pool must hold; left out, whatever it holds.  That of a new pool names its
+    model, see KVLayout.  capacity: total size of a new pool, as bytes or "64GiB".
+    verify, durability: see StoreConfig, which ``config`` gives as a whole instead.
+    executor: "auto", "uring" or "threads".  degraded: accept missing members; their objects are
+    misses.  any_owner: accept files that other users can change, and with them what they serve.
+    Raises PoolNotFound, PoolMismatch, PoolInUse, PoolCorrupt, PoolUntrusted, MemberMissing,
+    CapacityError and others of tutti.errors.
     """
     names = member_names(paths)
-    config = config or StoreConfig(verify=verify, durability=durability)
+    config = StoreConfig.choose(config, verify=verify, durability=durability)
     format_missing(names, layout, capacity, executor)
     controller = open_controller(names, executor=executor)
     try:
+        if not any_owner:
+            check_owners(controller)
         store = ObjectStore(controller, names, config=config, degraded=degraded)
     except BaseException:
         with contextlib.suppress(TuttiError):  # a device that is stuck keeps it
@@ -480,11 +485,6 @@ def open(
             "format another pool"
         )
     return store
-
-
-def _check_lengths(keys: npt.NDArray[np.uint8], pages: npt.NDArray[np.uint32]) -> None:
-    if len(keys) != pages.size:
-        raise ConfigError(f"{len(keys)} keys and {pages.size} pages; give one page per key")
 
 
 __all__ = ["CapacityError", "ObjectStore", "format", "open"]

@@ -15,7 +15,8 @@ from tutti.bench.residency.cell import CONFIGURATIONS, measure
 from tutti.bench.residency.control_group import memory_group
 from tutti.bench.shape import parse_shape
 from tutti.errors import ConfigError, PoolExists, TuttiError, Unsupported
-from tutti.gio_uring.file_member import FileMember, allocate_file
+from tutti.gio_uring.file_creation import allocate_file
+from tutti.gio_uring.file_member import FileMember
 from tutti.scheduler.residency import MemoryFacts
 from tutti.store import format as format_pool
 from tutti.terminal import Progress

@@ -189,7 +189,7 @@ def test_close_ends_what_waits_for_the_next_flush(
             patched.setattr(store.engine, "flush", refuse)
             written.calls[0]()
         for ticket in tickets:
-            with pytest.raises(MediumError, match="cancelled"):
+            with pytest.raises(PoolClosed, match="cancelled"):
                 ticket.wait(5)
         assert store._core.in_flight == 0
 

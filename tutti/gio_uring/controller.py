@@ -119,6 +119,9 @@ class NativeController(Owned):
         """(address, bytes) of doorbells that are a drive's registers; None where they are words."""
         return None
 
+    def check_places(self) -> None:
+        """Raises PoolMoved where a file is no longer what was opened under its name."""
+
     def register(self, buffer: Any) -> DmaRegion:
         """Let commands name a buffer's memory; its DMA address is its address.
 

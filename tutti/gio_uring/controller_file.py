@@ -20,7 +20,8 @@ from typing import Any, NamedTuple
 from tutti.errors import ConfigError, Unsupported
 from tutti.gio_uring import _native
 from tutti.gio_uring.controller import NativeController
-from tutti.gio_uring.file_member import FileMember, Progress, allocate_file
+from tutti.gio_uring.file_creation import Progress, allocate_file
+from tutti.gio_uring.file_member import FileMember
 from tutti.gio_uring.memory import DmaRegion
 from tutti.units import KiB, MiB
 
@@ -131,7 +132,8 @@ class FileController(NativeController):
     devices and nothing else. threads: of the threads executor. registered_buffers: ask the kernel
     to keep registered memory pinned, which saves CPU; `buffers_reason` says why it could not.
     record_fd: an open file that receives what reached the medium (`RecordHeader` in
-    `kernels/native/executor.h`), for tests of power loss.
+    `kernels/native/executor.h`), for tests of power loss. lock: open the files for this process
+    alone, see `FileMember.lock`.
 
     Raises what FileMember raises, ConfigError for unacceptable arguments, Unsupported where
     executor="uring" is refused.
@@ -149,6 +151,7 @@ class FileController(NativeController):
         threads: int = 4,
         registered_buffers: bool = False,
         record_fd: int | None = None,
+        lock: bool = False,
     ) -> None:
         if executor not in EXECUTORS:
             raise ConfigError(f"no executor {executor!r}; use one of {', '.join(EXECUTORS)}")
@@ -159,7 +162,7 @@ class FileController(NativeController):
         self.members: list[FileMember] = []
         self._own_members: list[FileMember] = []
         try:
-            self._take_members(files, lba_nbytes)
+            self._take_members(files, lba_nbytes, lock)
             executor = self._choose_executor(executor)
             for member in self.members:
                 if member.generic is not None:
@@ -185,11 +188,18 @@ class FileController(NativeController):
         self.buffers_reason: str | None = None
         self.executor_name, self.fallback_reason = self._read_executor()
 
+    def check_places(self) -> None:
+        for member in self.members:
+            member.check_place()
+
     def _take_members(
-        self, files: Sequence[str | os.PathLike[str] | int | FileMember], lba_nbytes: int
+        self,
+        files: Sequence[str | os.PathLike[str] | int | FileMember],
+        lba_nbytes: int,
+        lock: bool,
     ) -> None:
         for file in files:
-            member = file if isinstance(file, FileMember) else FileMember(file)
+            member = file if isinstance(file, FileMember) else FileMember(file, lock=lock)
             self.members.append(member)
             if member is not file:
                 self._own_members.append(member)

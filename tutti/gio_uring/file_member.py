@@ -25,11 +25,10 @@ from typing import TypeVar
 import numpy as np
 
 from tutti.errors import (
-    CapacityError,
     ConfigError,
     MediumError,
-    PoolExists,
     PoolInUse,
+    PoolMoved,
     PoolNotFound,
     PoolReadOnly,
     TuttiError,
@@ -37,10 +36,7 @@ from tutti.errors import (
 from tutti.gio_uring import _native, shared_file
 from tutti.gio_uring.drives.generic_device import GenericNamespace, claim, identify, is_generic
 from tutti.process import Owned, finalize
-from tutti.units import MiB, format_nbytes
-
-#: Progress of `allocate_file`: bytes done, bytes in all.
-Progress = Callable[[int, int], None]
+from tutti.units import MiB
 
 _T = TypeVar("_T")
 _P = ctypes.c_void_p
@@ -50,9 +46,7 @@ _lib = _native.part({"gio_file_alignment": (ctypes.c_int, (ctypes.c_int, _P, _P)
 
 _READ_ONLY_ERRNOS = (errno.EROFS, errno.EACCES, errno.EPERM)
 _LOCK_NAP_S = 0.02
-_LOCK_TIMEOUT_S = 2.0
-_FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-_PREWRITE_NBYTES = 4 * MiB
+LOCK_TIMEOUT_S = 2.0
 _FOLIO_NBYTES_MAX = 2 * MiB  # folios are aligned to their size, at most this on x86-64 (PMD_SIZE)
 _SYNC_AND_WAIT = 1 | 2 | 4  # sync_file_range(2): WAIT_BEFORE, WRITE, WAIT_AFTER
 
@@ -61,7 +55,8 @@ class FileMember(Owned):
     """One open file, block device or NVMe generic device; closed by `close`, or when collected.
 
     file: a path, or the number of an open file, which is duplicated and kept as it was opened.
-    direct: whether to ask for direct I/O at all (paths only).
+    direct: whether to ask for direct I/O at all (paths only).  lock: as `lock`, before the file is
+    looked at.
 
     fd: its number, for locks. nbytes: its size. direct: whether it is opened for direct I/O, with
     `memory_alignment` and `offset_alignment` in bytes; else `buffered_reason` says why it is not.
@@ -71,8 +66,12 @@ class FileMember(Owned):
     Raises PoolNotFound, PoolReadOnly, ConfigError for what is no file, else MediumError.
     """
 
-    def __init__(self, file: str | os.PathLike[str] | int, *, direct: bool = True) -> None:
+    def __init__(
+        self, file: str | os.PathLike[str] | int, *, direct: bool = True, lock: bool = False
+    ) -> None:
         self.name = f"file {file}" if isinstance(file, int) else os.fspath(file)
+        #: Where it was found; None for a file that was given by its number.
+        self._path = None if isinstance(file, int) else os.path.join(os.getcwd(), self.name)
         self.buffered_reason: str | None = None
         self.generic: GenericNamespace | None = None
         self.memory_alignment = self.offset_alignment = 1
@@ -82,9 +81,20 @@ class FileMember(Owned):
             self._set_direct(direct, "it was opened so")
         else:
             self.fd = self._open(self.name, direct)
-        self._finalizer = finalize(self, _unlock_and_close, self.fd)
+        # Who opened a file that was given by its number has the lock, and keeps it.
+        close = os.close if isinstance(file, int) else unlock_and_close
+        self._finalizer = finalize(self, close, self.fd)
         self.buffered_fd: int | None = None
         self._buffered_finalizer: Callable[[], object] = _nothing
+        try:
+            self._prepare(lock)
+        except BaseException:
+            self.close()
+            raise
+
+    def _prepare(self, lock: bool) -> None:
+        if lock:
+            self.lock()
         if is_generic(self.name):
             self._become_generic()
             return
@@ -97,7 +107,7 @@ class FileMember(Owned):
     def _become_generic(self) -> None:
         """Commands go past the block layer: memory is aligned to dwords, offsets to blocks."""
         self.generic = identify(self.fd, self.name)
-        claimed = _patiently(lambda: claim(self.name))
+        claimed = patiently(lambda: claim(self.name))
         if claimed is not None:
             self._buffered_finalizer = finalize(self, os.close, claimed)
         self.nbytes = self.generic.nlb * self.generic.lba_nbytes
@@ -117,7 +127,7 @@ class FileMember(Owned):
                     self._set_direct(False, "its file system refuses O_DIRECT")
             return _open_alone(path, flags)
         except OSError as error:
-            raise _open_error(path, error) from error
+            raise open_error(path, error) from error
 
     def _size(self) -> int:
         status = os.fstat(self.fd)
@@ -166,7 +176,34 @@ class FileMember(Owned):
         killed it holds until the last of them has ended; therefore this tries for two seconds.
         Raises PoolInUse.
         """
-        _patiently(lambda: _lock(self.fd, self.name))
+        patiently(lambda: lock_file(self.fd, self.name))
+
+    def check_place(self) -> None:
+        """Raises PoolMoved where the path leads to another file by now, or bytes were cut off."""
+        status = os.fstat(self.fd)
+        if not stat.S_ISREG(status.st_mode):
+            return
+        if status.st_size < self.nbytes:
+            raise PoolMoved(
+                f"{self.name} was truncated to {status.st_size} of {self.nbytes} bytes while it was"
+                " open; format it anew"
+            )
+        if self._path is None:
+            return
+        try:
+            found = os.stat(self._path)
+        except (FileNotFoundError, NotADirectoryError) as error:
+            raise PoolMoved(
+                f"{self.name} was removed or renamed while it was open; name it so again, or close"
+                " the pool and open it where it is"
+            ) from error
+        except OSError:
+            return  # it cannot be told
+        if not os.path.samestat(found, status):
+            raise PoolMoved(
+                f"{self.name} was replaced by another file while it was open; close the pool and"
+                " open the one that is meant"
+            )
 
     def write_back(self, offset: int, nbytes: int) -> None:
         """Hands what the page cache holds of these bytes to the medium, and waits for that.
@@ -223,7 +260,7 @@ class FileMember(Owned):
         self._finalizer()
 
 
-def _patiently(take: Callable[[], _T], timeout_s: float = _LOCK_TIMEOUT_S) -> _T:
+def patiently(take: Callable[[], _T], timeout_s: float = LOCK_TIMEOUT_S) -> _T:
     """Tries again while it is in use: a ring lets go of its files some time after it was closed."""
     deadline_s = time.monotonic() + timeout_s
     while time.monotonic() < deadline_s:
@@ -248,10 +285,11 @@ def _open_alone(path: str, flags: int) -> int:
                 ) from error
             raise
 
-    return _patiently(take)
+    return patiently(take)
 
 
-def _open_error(path: str, error: OSError) -> TuttiError:
+def open_error(path: str, error: OSError) -> TuttiError:
+    """What to raise where a member cannot be opened."""
     reason = f"cannot open {path} for writing: {error.strerror}"
     if error.errno in (errno.ENOENT, errno.ENOTDIR):
         return PoolNotFound(f"{path} does not exist; format a pool there, or correct the path")
@@ -260,74 +298,6 @@ def _open_error(path: str, error: OSError) -> TuttiError:
     if error.errno in (errno.ENXIO, errno.ENODEV, errno.EIO):
         return MediumError(f"{reason}; check the device")
     return ConfigError(f"{reason}; give a file or a block device")
-
-
-def allocate_file(
-    path: str | os.PathLike[str],
-    nbytes: int,
-    prewrite: bool = False,
-    progress: Progress | None = None,
-    *,
-    may_exist: bool = True,
-) -> bool:
-    """Make a file of exactly `nbytes` whose blocks exist; whether it is a new one.
-
-    may_exist: take a file or a device that is there. What a file holds is kept or becomes zeros, a
-    device only has to be large enough. prewrite: write zeros once and flush, so that later writes
-    convert no extents. `progress` is called with (bytes done, nbytes).
-
-    Raises PoolExists for what may not exist, CapacityError without enough space (a new file is
-    removed then), PoolInUse when another process holds the file's lock, PoolReadOnly, PoolNotFound
-    when the folder does not exist.
-    """
-    name = os.fspath(path)
-    if is_generic(name):
-        _check_generic(name, nbytes, prewrite)
-        return False
-    fd, is_new = _create(name, may_exist)
-    try:
-        # Who opens a file before it is a pool locks it for a moment.
-        _patiently(lambda: _lock(fd, name), _LOCK_TIMEOUT_S if is_new else 0.0)
-        _reserve(fd, name, nbytes)
-        if prewrite:
-            _prewrite(fd, nbytes, progress)
-        os.fsync(fd)
-        _sync_folder(name)
-    except BaseException as error:
-        if is_new and not isinstance(error, PoolInUse):
-            Path(name).unlink(missing_ok=True)
-        if isinstance(error, OSError) and error.errno in _FULL_ERRNOS:
-            raise CapacityError(
-                f"no room for {format_nbytes(nbytes)} in {name}: {error.strerror}; free space or"
-                " choose a smaller capacity"
-            ) from error
-        if isinstance(error, OSError):
-            reason = f"cannot allocate {name}: {error.strerror}"
-            raise MediumError(f"{reason}; check the device and its file system") from error
-        raise
-    finally:
-        os.close(fd)
-    if progress is not None:
-        progress(nbytes, nbytes)
-    return is_new
-
-
-def _create(name: str, may_exist: bool) -> tuple[int, bool]:
-    """Opens a file, and whether it is new: of several that want it at once, for one alone."""
-    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
-    try:
-        try:
-            return os.open(os.path.realpath(name), flags | os.O_EXCL, 0o600), True
-        except FileExistsError as error:
-            if not may_exist:
-                raise PoolExists(
-                    f"{name} exists; open it, or format with force to lose what it holds"
-                ) from error
-            return os.open(name, flags, 0o600), False
-    except OSError as error:
-        if error.errno == errno.ENOENT:
-            raise PoolNotFound(f"the folder of {name} does not exist; create it first") from error
-        raise _open_error(name, error) from error
 
 
 def _nothing() -> None:
@@ -339,14 +309,16 @@ def _libc() -> ctypes.CDLL:
     return ctypes.CDLL(None, use_errno=True)
 
 
-def _unlock_and_close(fd: int) -> None:
+def unlock_and_close(fd: int) -> None:
+    """Ends an exclusive opening."""
     # A ring lets go of its files some time after it was closed: closing alone would unlock late.
     with contextlib.suppress(OSError):
         fcntl.flock(fd, fcntl.LOCK_UN)
     os.close(fd)
 
 
-def _lock(fd: int, name: str) -> None:
+def lock_file(fd: int, name: str) -> None:
+    """Locks an open file, at once.  Raises PoolInUse."""
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
@@ -359,64 +331,3 @@ def _lock(fd: int, name: str) -> None:
             f"process {user} still has {name} open, from an agent that ended; it closes it by"
             " itself once its transfers have ended, or when it is ended"
         )
-
-
-def _reserve(fd: int, name: str, nbytes: int) -> None:
-    if stat.S_ISBLK(os.fstat(fd).st_mode):
-        _check_room(name, os.lseek(fd, 0, os.SEEK_END), nbytes)
-        return
-    status = os.fstat(fd)
-    if not stat.S_ISREG(status.st_mode):
-        raise ConfigError(f"{name} is no file and no block device; give one of those")
-    try:
-        os.posix_fallocate(fd, 0, nbytes)
-    except BaseException:
-        # What did not suffice is the file's all the same: ext4 would leave the disk full.
-        os.ftruncate(fd, status.st_size)
-        raise
-    os.ftruncate(fd, nbytes)
-
-
-def _check_generic(name: str, nbytes: int, prewrite: bool) -> None:
-    if prewrite:
-        raise ConfigError(f"{name} has no blocks to prepare; leave prewrite out")
-    member = FileMember(name)
-    try:
-        _check_room(name, member.nbytes, nbytes)
-    finally:
-        member.close()
-
-
-def _check_room(name: str, available: int, nbytes: int) -> None:
-    if available < nbytes:
-        raise CapacityError(
-            f"{name} has {format_nbytes(available)}, not {format_nbytes(nbytes)}; choose a"
-            " smaller capacity"
-        )
-
-
-def _prewrite(fd: int, nbytes: int, progress: Progress | None) -> None:
-    """Zeros over the whole file, past the page cache where that is possible."""
-    try:
-        flags = fcntl.fcntl(fd, fcntl.F_GETFL)
-        if nbytes % mmap.PAGESIZE == 0:
-            fcntl.fcntl(fd, fcntl.F_SETFL, flags | os.O_DIRECT)
-    except OSError:
-        pass  # through the page cache, then
-    with mmap.mmap(-1, _PREWRITE_NBYTES) as zeros, memoryview(zeros) as view:
-        done = 0
-        while done < nbytes:
-            # Released also when Ctrl-C ends the write, or the mapping could not be closed.
-            with view[: min(_PREWRITE_NBYTES, nbytes - done)] as part:
-                done += os.pwrite(fd, part, done)
-            if progress is not None and done < nbytes:
-                progress(done, nbytes)
-
-
-def _sync_folder(name: str) -> None:
-    """Make the file's directory entry durable."""
-    fd = os.open(Path(name).absolute().parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

@@ -18,14 +18,19 @@ from tutti.errors import (
     DeviceGone,
     DeviceTimeout,
     MediumError,
+    PoolClosed,
+    PoolMoved,
     TuttiError,
 )
 from tutti.gio_uring import _native, nvme_spec
 from tutti.gio_uring.controller import NativeController
 from tutti.gio_uring.nvme_spec import (
+    STATUS_CANCELLED,
     STATUS_CAPACITY_EXCEEDED,
     STATUS_DEVICE_GONE,
     STATUS_DIGEST_MISMATCH,
+    STATUS_INTERNAL_ERROR,
+    STATUS_MEMBER_MOVED,
     STATUS_OK,
     STATUS_TIMED_OUT,
     Sqe,
@@ -60,8 +65,8 @@ def status_error(
     """The exception for an NVMe status that `what` ended with; None for success.
 
     `pages` are positions in the caller's batch. DeviceTimeout where the command had not ended,
-    CapacityError for a full medium, ChecksumMismatch for bytes with another digest, else
-    MediumError.
+    CapacityError for a full medium, ChecksumMismatch for bytes with another digest, PoolClosed for
+    what a close cancelled, PoolMoved, DeviceGone, else MediumError.
     """
     if status == STATUS_OK:
         return None
@@ -71,14 +76,24 @@ def status_error(
     if status == STATUS_DEVICE_GONE:
         message = f"{name}; check its slot and power, then open the pool again"
         return DeviceGone(message, status=status, pages=pages)
+    if status == STATUS_CANCELLED:
+        return PoolClosed(f"{name}, because the pool was closed; open it again")
+    if status == STATUS_MEMBER_MOVED:
+        return PoolMoved(f"{name}; a file of the pool was renamed, removed, replaced or truncated")
     if status == STATUS_CAPACITY_EXCEEDED:
         return CapacityError(f"{name}; free space on the medium")
     if status == STATUS_DIGEST_MISMATCH:
         message = f"{name}; the data is not used, check the drive's health"
         return ChecksumMismatch(message, status=status, pages=pages)
-    return MediumError(
-        f"{name}; check the drive's health and the kernel's log", status=status, pages=pages
-    )
+    log = "this process's log" if status == STATUS_INTERNAL_ERROR else "the kernel's log"
+    return MediumError(f"{name}; check the drive's health and {log}", status=status, pages=pages)
+
+
+def error_status(error: BaseException) -> int:
+    """The status of a transfer that could not be started; `status_error` makes the same of it."""
+    if isinstance(error, DeviceTimeout):
+        return STATUS_TIMED_OUT
+    return STATUS_CANCELLED if isinstance(error, PoolClosed) else STATUS_INTERNAL_ERROR
 
 
 class Ring(Owned):

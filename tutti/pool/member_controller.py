@@ -9,6 +9,7 @@ from tutti.errors import CapacityError, ConfigError
 from tutti.gio_uring.controller import NativeController
 from tutti.gio_uring.controller_file import FileController
 from tutti.gio_uring.drives.device_content import Force, Held, check_forced, contents
+from tutti.gio_uring.file_trust import check_owner
 from tutti.gio_uring.named_drive import is_drive, open_drives, serial_of
 from tutti.medium.geometry import BLOCK_NBYTES, Geometry
 from tutti.pool.block_io import BlockIo
@@ -42,14 +43,14 @@ def open_controller(names: Sequence[str], *, executor: str = "auto") -> NativeCo
                 " nvme-cli"
             )
         return controller
-    files = FileController(names, executor=executor)
-    try:
-        for member in files.members:
-            member.lock()
-    except BaseException:
-        files.close()
-        raise
-    return files
+    return FileController(names, executor=executor, lock=True)
+
+
+def check_owners(controller: NativeController) -> None:
+    """Raises PoolUntrusted for files that another user can change."""
+    if isinstance(controller, FileController):
+        for member in controller.members:
+            check_owner(member.fd, member.name)
 
 
 def check_room(controller: NativeController, names: Sequence[str], geometry: Geometry) -> None:

@@ -17,16 +17,20 @@ from tutti.errors import (
     PoolNotFound,
 )
 from tutti.gio_uring.controller import NativeController
-from tutti.gio_uring.controller_file import allocate_file
+from tutti.gio_uring.controller_file import FileController
 from tutti.gio_uring.drives.block_device import check_devices, device_name
 from tutti.gio_uring.drives.device_content import Force
 from tutti.gio_uring.engine import Engine
+from tutti.gio_uring.file_creation import ReservedFile, reserve_file
+from tutti.gio_uring.file_member import FileMember
 from tutti.medium.geometry import Geometry
 from tutti.medium.layout import KVLayout
 from tutti.pool.block_io import BlockIo
 from tutti.pool.member_controller import are_drives, check_blank, check_room, open_controller
 from tutti.pool.members import Members
 from tutti.units import parse_nbytes
+
+_TRIES = 3
 
 Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
@@ -61,19 +65,24 @@ def format(
             raise PoolExists(f"{name} is a folder; name a file in it")
         if device_name(name) is None and os.path.exists(name) and not force:
             raise PoolExists(f"{name} exists; open it, or format with force to lose what it holds")
-    made: list[str] = []
+    made: list[ReservedFile] = []
     try:
         for name in names:
             may_exist = bool(force) or device_name(name) is not None
-            if allocate_file(name, geometry.member_nbytes, prewrite, progress, may_exist=may_exist):
-                made.append(name)
-        with open_controller(names, executor=executor) as controller:
+            nbytes = geometry.member_nbytes
+            made.append(reserve_file(name, nbytes, prewrite, progress, may_exist=may_exist))
+        # By the open files, so that nobody else has them before they are a pool.
+        files = [file.path if file.fd is None else file.fd for file in made]
+        with FileController(files, executor=executor, lock=True) as controller:
             _write_format(controller, names, layout, geometry)
     except BaseException as error:
-        for name in made:
-            if not isinstance(error, PoolInUse):  # else it has become somebody else's
-                Path(name).unlink(missing_ok=True)
+        for file in made:
+            if file.is_new and not isinstance(error, PoolInUse):  # else it is another's now
+                Path(file.path).unlink(missing_ok=True)
         raise
+    finally:
+        for file in made:
+            file.close()
     return geometry
 
 
@@ -88,19 +97,39 @@ def format_missing(
     Raises PoolNotFound without a layout and a capacity, MemberMissing when only some files are
     there, and what ``format`` raises.
     """
-    missing = [] if are_drives(names) else [name for name in names if not os.path.exists(name)]
-    if not missing:
-        return
-    if len(missing) < len(names):
-        raise MemberMissing(
-            f"{missing[0]} does not exist; restore it, or leave it out and open with degraded=True"
-        )
-    if capacity is None or layout is None:
-        raise PoolNotFound(
-            f"{names[0]} does not exist; give layout and capacity to format a new pool"
-        )
-    with contextlib.suppress(PoolExists):
-        format(names, layout, capacity, executor=executor)
+    for _ in range(_TRIES):  # another process may make it, or fail to, at the same time
+        missing = [] if are_drives(names) else _missing(names)
+        if not missing:
+            return
+        if len(missing) < len(names):
+            _check_incomplete(names, missing)
+            continue
+        if capacity is None or layout is None:
+            raise PoolNotFound(
+                f"{names[0]} does not exist; give layout and capacity to format a new pool"
+            )
+        with contextlib.suppress(PoolExists):
+            format(names, layout, capacity, executor=executor)
+            return
+    raise PoolInUse(f"{names[0]} is made by another process; open it when that is done")
+
+
+def _missing(names: Sequence[str]) -> list[str]:
+    return [name for name in names if not os.path.exists(name)]
+
+
+def _check_incomplete(names: Sequence[str], missing: Sequence[str]) -> None:
+    """Raises MemberMissing, or PoolInUse where another process makes the members just now."""
+    there = next(name for name in names if name not in missing)
+    member = FileMember(there, lock=True)  # which a maker keeps until the last member is there
+    try:
+        if _missing(names) == missing:
+            raise MemberMissing(
+                f"{missing[0]} does not exist; restore it, or leave it out and open with"
+                " degraded=True"
+            )
+    finally:
+        member.close()
 
 
 def _format_drives(

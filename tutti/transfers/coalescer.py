@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tutti.errors import DeviceTimeout, TuttiError
-from tutti.gio_uring.nvme_spec import STATUS_CANCELLED, STATUS_TIMED_OUT
+from tutti.errors import TuttiError
+from tutti.gio_uring.ring import error_status
 from tutti.process import Owned
 from tutti.transfers.core import Core
 from tutti.transfers.tickets import PutTicket
@@ -105,9 +105,7 @@ class Coalescer(Owned):
             except BaseException as error:  # whatever it is: others wait for the tickets
                 if not isinstance(error, TuttiError):
                     self._core.guard.caught("a put that was held back", error)
-                late = isinstance(error, DeviceTimeout)
-                rows = np.arange(together.outcome.size)
-                together.fail(rows, STATUS_TIMED_OUT if late else STATUS_CANCELLED)
+                together.fail(np.arange(together.outcome.size), error_status(error))
                 self._share(together, group)
             else:
                 together.on_done(lambda whole, group=group: self._share(whole, group))  # type: ignore[misc]

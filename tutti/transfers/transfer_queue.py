@@ -17,9 +17,9 @@ import numpy as np
 import numpy.typing as npt
 
 from tutti.arrays import Rows
-from tutti.errors import DeviceTimeout, TuttiError
+from tutti.errors import TuttiError
 from tutti.gio_uring.iocb import PagedMemory
-from tutti.gio_uring.nvme_spec import STATUS_CANCELLED, STATUS_TIMED_OUT
+from tutti.gio_uring.ring import error_status
 from tutti.placement.index import MISSING
 from tutti.process import Owned
 from tutti.scheduler.dispatcher import Dispatcher, Schedule
@@ -242,8 +242,7 @@ class TransferQueue(Owned):
             if paced:
                 rows = np.concatenate((rows, self._give_up(put)))
                 self.dispatcher.post(WriteGone(self.dispatcher.now_ns(), name))
-            late = isinstance(error, DeviceTimeout)
-            put.ticket.fail(rows, STATUS_TIMED_OUT if late else STATUS_CANCELLED)
+            put.ticket.fail(rows, error_status(error))
             self._end_rows(name, put, rows)
             return
         part.on_done(lambda done: self._written(name, put, rows, done, paced=paced))

@@ -8,23 +8,26 @@ enough that records follow their data soon.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 
+from tutti.arguments import whole
 from tutti.arrays import U32, U64, Keys, Slots
-from tutti.errors import ConfigError, DeviceTimeout, KeySizeError, PoolClosed, TuttiError
+from tutti.errors import ConfigError, PoolClosed, PoolMoved, TuttiError
 from tutti.gio_uring.engine import PRIORITY_STORE, Job
 from tutti.gio_uring.iocb import PagedMemory
 from tutti.gio_uring.nvme_spec import (
     OPCODE_WRITE,
     STATUS_CANCELLED,
-    STATUS_TIMED_OUT,
+    STATUS_MEMBER_MOVED,
     STATUS_WRITE_FAULT,
 )
-from tutti.medium.keys import KEY_NBYTES, as_keys
+from tutti.gio_uring.ring import error_status
+from tutti.medium.keys import as_keys, check_key
 from tutti.medium.superblock import RecordState
 from tutti.placement.index import MISSING, SlotState
 from tutti.pool.record_table import BLOCK_RECORDS, RecordContent, RecordTable
@@ -32,6 +35,9 @@ from tutti.transfers.core import Core
 from tutti.transfers.reclaim import Reclaimer
 from tutti.transfers.tickets import Outcome, PutTicket
 
+_log = logging.getLogger(__name__)
+
+DEPTH_MAX = 2**32 - 1  # of a record
 BATCH_NBYTES = 256 << 20
 BATCH_PAGES_MIN = 64
 _BLOCKS = 6
@@ -55,7 +61,14 @@ class PutRequest:
     def chain(
         cls, keys: Keys, pages: U32, memory: PagedMemory, parent: bytes | None, depth: int
     ) -> PutRequest:
-        """Keys that follow one another, the first behind ``parent``."""
+        """Keys that follow one another, the first behind ``parent``.
+
+        Raises KeySizeError and ConfigError for what ObjectStore.put does not take.
+        """
+        check_lengths(keys, pages)
+        if parent is not None:
+            check_key("parent", parent)
+        depth = whole("depth", depth, 0, DEPTH_MAX - max(0, len(keys) - 1))
         parents = np.zeros_like(keys)
         parents[1:] = keys[:-1]
         if parent is not None and len(keys):
@@ -74,14 +87,7 @@ class PutRequest:
     ) -> PutRequest:
         """As `chain`, of what a caller gave.  Raises KeySizeError, PageRangeError, ConfigError."""
         array = as_keys(keys).copy()  # records are written later, from what the caller gave now
-        numbers = memory.check_pages(pages)
-        if len(array) != numbers.size:
-            raise ConfigError(f"{len(array)} keys and {numbers.size} pages; give one page per key")
-        if parent is not None and len(parent) != KEY_NBYTES:
-            raise KeySizeError(f"the parent key has {len(parent)} bytes, not {KEY_NBYTES}")
-        if depth < 0:
-            raise ConfigError(f"depth is {depth}; it counts the pages before the first key")
-        return cls.chain(array, numbers, memory, parent, depth)
+        return cls.chain(array, memory.check_pages(pages), memory, parent, depth)
 
     def take(self, rows: Slots) -> PutRequest:
         """The same for some rows (m,)."""
@@ -126,6 +132,13 @@ class _Batch:
         )
 
 
+def check_lengths(keys: Keys, pages: U32) -> U32:
+    """The pages, if there is one per key.  Raises ConfigError."""
+    if len(keys) != pages.size:
+        raise ConfigError(f"{len(keys)} keys and {pages.size} pages; give one page per key")
+    return pages
+
+
 class Writer:
     """Stores objects into one pool."""
 
@@ -163,8 +176,7 @@ class Writer:
                     if start == 0:
                         raise
                     # Earlier batches are on their way: the ticket must reach the caller.
-                    late = isinstance(error, DeviceTimeout)
-                    ticket.fail(new[start:], STATUS_TIMED_OUT if late else STATUS_CANCELLED)
+                    ticket.fail(new[start:], error_status(error))
                     break
                 if placed < rows.size:
                     ticket.outcome[new[start + placed :]] = Outcome.DROPPED
@@ -305,7 +317,7 @@ class Writer:
             batches, self._unflushed = self._unflushed, []
 
         def on_released(job: Job) -> None:
-            status = int(job.report().status)
+            status = int(job.report().status) or self._moved()
             if status:
                 # It may have lost whatever was written before it ended, and the next one may say
                 # nothing of that: the kernel tells of a file's error once (fsync(2)).
@@ -333,6 +345,15 @@ class Writer:
             with core.lock:
                 self._flushing = False
             self._flush(None)  # other threads may have brought more meanwhile
+
+    def _moved(self) -> int:
+        """STATUS_MEMBER_MOVED where the files are no longer what was opened, else 0."""
+        try:
+            self._core.engine.controller.check_places()
+        except PoolMoved as error:
+            _log.error("%s", error)
+            return STATUS_MEMBER_MOVED
+        return 0
 
     def _write_records(self, batch: _Batch) -> None:
         core, request = self._core, batch.request

@@ -91,6 +91,7 @@ enum Status : u32 {
   kTimedOut = 0x7c1,
   kCancelled = 0x7c2,
   kDeviceGone = 0x7c3,
+  kMemberMoved = 0x7c4,
 };
 
 GIO_HD u32 make_cdw0(u32 opcode, u32 psdt, u32 cid) { return opcode | (psdt << 14) | (cid << 16); }

@@ -1,0 +1,144 @@
+"""Files that are renamed, removed, replaced or truncated while their pool is open."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from crash.objects import as_rows, content_of, load_present, make_files
+
+import tutti.store
+from store.pools import GEOMETRY
+from tutti.errors import PoolCorrupt, PoolMoved, PoolNotFound, TuttiError
+from tutti.store import ObjectStore
+
+KEYS = [bytes([i]) * 16 for i in range(1, 9)]
+
+
+def renamed(path: Path) -> None:
+    path.rename(path.with_name("elsewhere"))
+
+
+def removed(path: Path) -> None:
+    path.unlink()
+
+
+def replaced(path: Path) -> None:
+    shutil.copyfile(path, path.with_name("copy"))
+    path.with_name("copy").rename(path)
+
+
+def folder_renamed(path: Path) -> None:
+    path.parent.rename(path.parent.with_name("other"))
+
+
+def truncated(path: Path) -> None:
+    os.truncate(path, GEOMETRY.groups_offset)
+
+
+def emptied(path: Path) -> None:
+    os.truncate(path, 0)
+
+
+EVENTS: list[Callable[[Path], None]] = [
+    renamed,
+    removed,
+    replaced,
+    folder_renamed,
+    truncated,
+    emptied,
+]
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    (tmp_path / "folder").mkdir()
+    path = tmp_path / "folder" / "pool"
+    make_files([str(path)], GEOMETRY)
+    return path
+
+
+def put(store: ObjectStore, keys: list[bytes]) -> None:
+    memory = store.allocate_memory(len(keys), hugepages=False)
+    try:
+        for page, key in enumerate(keys):
+            memory.write(page, content_of(key))
+        result = store.put(as_rows(keys), np.arange(len(keys)), memory=memory).wait(10)
+        assert result.stored == len(keys)
+    finally:
+        store.unregister(memory)
+
+
+@pytest.mark.parametrize("event", EVENTS)
+def test_before_the_next_acknowledgement(path: Path, event: Callable[[Path], None]) -> None:
+    store = tutti.store.open(path, durability="flush")
+    put(store, KEYS[:4])
+    event(path)
+    for _ in range(2):
+        with pytest.raises(PoolMoved, match="renamed, removed, replaced or truncated"):
+            put(store, KEYS[4:])
+    with pytest.raises(PoolMoved, match="while it was open"):
+        store.close()
+    store.close()
+
+
+@pytest.mark.parametrize("durability", ["process", "flush"])
+@pytest.mark.parametrize("event", EVENTS)
+def test_at_close(path: Path, event: Callable[[Path], None], durability: str) -> None:
+    """Everything else is ended all the same: the next opening has the pool to itself."""
+    store = tutti.store.open(path, durability=durability)
+    put(store, KEYS[:4])
+    event(path)
+    with pytest.raises(PoolMoved, match="while it was open"):
+        store.close()
+    found = next((p for p in (path, *path.parents[1].glob("*/elsewhere")) if p.exists()), None)
+    found = found or next(path.parents[1].glob("other/pool"), None)
+    expected: type[TuttiError] | None = {
+        removed: PoolNotFound,
+        truncated: PoolCorrupt,
+        emptied: TuttiError,
+    }.get(event)
+    if expected is not None:
+        with pytest.raises(expected):
+            tutti.store.open(found or path)
+        return
+    assert found is not None
+    with tutti.store.open(found) as again:  # not closed cleanly, so each object is verified
+        again.wait_recovered(10)
+        present, damaged = load_present(again, KEYS[:4])
+        assert (present, damaged) == (set(KEYS[:4]), set())
+
+
+def test_a_file_that_is_back(path: Path) -> None:
+    with tutti.store.open(path, durability="flush") as store:
+        renamed(path)
+        with pytest.raises(PoolMoved):
+            put(store, KEYS[:4])
+        path.with_name("elsewhere").rename(path)
+        put(store, KEYS[4:])
+    with tutti.store.open(path) as store:
+        assert load_present(store, KEYS) == (set(KEYS[4:]), set())
+
+
+def test_one_of_several_members(tmp_path: Path) -> None:
+    paths = [tmp_path / f"member{i}" for i in range(3)]
+    make_files([str(path) for path in paths], GEOMETRY)
+    store = tutti.store.open(paths, durability="flush")
+    paths[1].unlink()
+    with pytest.raises(PoolMoved):
+        put(store, KEYS)
+    with pytest.raises(PoolMoved, match="member1 was removed"):
+        store.close()
+
+
+def test_a_relative_path_after_a_change_of_folder(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(path.parent)
+    with tutti.store.open("pool", durability="flush") as store:
+        monkeypatch.chdir(tmp_path)
+        put(store, KEYS)
