@@ -18,9 +18,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tutti.checks import open_regular
 from tutti.bench import environment
 from tutti.bench.plots import blank_figure
+from tutti.checks import open_regular
 from tutti.errors import ConfigError
 from tutti.terminal import ProgressFactory, table
 from tutti.units import KiB

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from tutti.arguments import positive
-from tutti.checks import open_regular
 from tutti.bench.figures.cost import Prices, crossings, per_million_tokens
 from tutti.bench.figures.data import (
     COST,
@@ -29,6 +28,7 @@ from tutti.bench.figures.data import (
     write_csv,
 )
 from tutti.bench.figures.draw import TITLES, draw, hit_share
+from tutti.checks import open_regular
 from tutti.errors import CapacityError, ConfigError
 from tutti.terminal import ProgressFactory, table
 

@@ -82,6 +82,14 @@ def as_keys(keys: Keys | Sequence[bytes]) -> Keys:
     return _stack(keys)
 
 
+def check_key(name: str, key: object) -> None:
+    """Raises KeySizeError for what is not one key."""
+    if not isinstance(key, bytes):
+        raise KeySizeError(f"{name} is a {type(key).__name__}; pass bytes of length {KEY_NBYTES}")
+    if len(key) != KEY_NBYTES:
+        raise KeySizeError(f"{name} has {len(key)} bytes; pass bytes of length {KEY_NBYTES}")
+
+
 def _token_bytes(tokens: npt.NDArray[np.integer[Any]] | Sequence[int]) -> bytes:
     if len(tokens) == 0:
         return b""

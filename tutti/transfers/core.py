@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tutti.arrays import Slots
+from tutti.checks import seconds, share, whole
 from tutti.errors import ConfigError, DeviceTimeout, PoolClosed, PoolCorrupt
 from tutti.gio_uring.engine import Engine, Extents
 from tutti.gio_uring.gpu.transfer import Submitter
@@ -30,7 +31,6 @@ from tutti.scheduler.dispatcher import Schedule
 
 VERIFY = ("always", "sampled", "off")
 DURABILITY = ("process", "flush")
-_TIMEOUT_MAX_S = 86_400.0
 
 
 @dataclass(frozen=True)
@@ -61,6 +61,22 @@ class StoreConfig:
     policy: EvictionPolicy = field(default_factory=LeastRecentlyUsed)
     schedule: Schedule | None = None
 
+    @classmethod
+    def choose(cls, config: StoreConfig | None, **settings: str | None) -> StoreConfig:
+        """``config``, or one with these settings that are not None.
+
+        Raises ConfigError for both: which of two values is meant cannot be told.
+        """
+        given = {name: value for name, value in settings.items() if value is not None}
+        if config is None:
+            return cls(**given)  # type: ignore[arg-type]
+        if not isinstance(config, cls):
+            raise ConfigError(f"config is {config!r}; give a StoreConfig")
+        if given:
+            names = ", ".join(given)
+            raise ConfigError(f"config and {names} are given; put {names} into the StoreConfig")
+        return config
+
     def __post_init__(self) -> None:
         if self.verify not in VERIFY:
             raise ConfigError(f"verify is {self.verify!r}; use one of {', '.join(VERIFY)}")
@@ -69,14 +85,15 @@ class StoreConfig:
                 f"durability is {self.durability!r}; use one of {', '.join(DURABILITY)}"
             )
         for name in ("page_cache_share", "pin_share"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ConfigError(f"{name} is {getattr(self, name)}; give 0 to 1")
-        if self.pin_lookups < 1:
-            raise ConfigError(f"pin_lookups is {self.pin_lookups}; give at least 1")
-        if not 0 < self.timeout_s <= _TIMEOUT_MAX_S:
-            raise ConfigError(
-                f"timeout_s is {self.timeout_s}; give a number of seconds above 0, at most a day"
-            )
+            share(name, getattr(self, name))
+        whole("pin_lookups", self.pin_lookups, 1, 2**31)
+        whole("digest_cache_nbytes", self.digest_cache_nbytes, 0, 2**48)
+        if seconds("timeout_s", self.timeout_s) == 0:
+            raise ConfigError("timeout_s is 0; give more than 0 seconds, at most a day")
+        if not callable(getattr(self.policy, "victims", None)):
+            raise ConfigError(f"policy is {self.policy!r}; give an EvictionPolicy")
+        if not isinstance(self.schedule, Schedule | None):
+            raise ConfigError(f"schedule is {self.schedule!r}; give a Schedule, or None")
 
 
 @dataclass

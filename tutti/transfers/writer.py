@@ -15,15 +15,16 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from tutti.arguments import whole
 from tutti.arrays import U32, U64, Keys, Slots
-from tutti.errors import ConfigError, PoolClosed, PoolMoved, TuttiError
+from tutti.checks import whole
+from tutti.errors import ConfigError, DeviceTimeout, PoolClosed, PoolMoved, TuttiError
 from tutti.gio_uring.engine import PRIORITY_STORE, Job
 from tutti.gio_uring.iocb import PagedMemory
 from tutti.gio_uring.nvme_spec import (
     OPCODE_WRITE,
     STATUS_CANCELLED,
     STATUS_MEMBER_MOVED,
+    STATUS_TIMED_OUT,
     STATUS_WRITE_FAULT,
 )
 from tutti.gio_uring.ring import error_status
