@@ -14,10 +14,11 @@ ACTORS: dict[str, Actor] = {
     "signals": signals.run,
     "linker": linker.run,
     "rings": rings.run,
+    "ring-threads": rings.run_threads,
 }
 #: How often a name stands in a lane is how often it is drawn.
 LANES = [
-    ["rings"],
+    ["rings", "ring-threads"],
     ["kills"],
     [*["faults"] * 8, *["power"] * 4, *["disks"] * 3, "forks", "linker"],
 ]

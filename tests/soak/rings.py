@@ -1,4 +1,4 @@
-"""Rings without a drive: every command of seeded schedules is checked on both sides."""
+"""Rings without a drive: every command is checked on both sides."""
 
 from __future__ import annotations
 
@@ -17,10 +17,12 @@ DEPTHS = (2, 4, 8, 16, 32, 64)
 CHANCES = (0.04, 0.06, 0.1, 0.2, 0.2, 0.4)
 EPISODE_MAX_S = 300
 FAITHFUL = 0
+THREAD_CASES = 8
+THREAD_COMMANDS_MAX = 3_000_000  # of all submitters: the program gives itself a minute
 
 
 def run(seed: int, folder: Path, tally: Counter[str]) -> None:
-    """Cases one after another, most of them at full speed, some under the sanitizers."""
+    """Seeded schedules one after another, most of them at full speed, some under the sanitizers."""
     del folder
     rng = np.random.default_rng(seed)
     checked = rng.random() < 0.1
@@ -51,3 +53,25 @@ def run(seed: int, folder: Path, tally: Counter[str]) -> None:
             raise Finding(f"fault {answer[0]} of ring_fiber: {line}")
     if done.returncode or len(answers) != len(lines):
         raise Finding(f"ring_fiber ended with {done.returncode}: {done.stderr[-2000:]}")
+
+
+def run_threads(seed: int, folder: Path, tally: Counter[str]) -> None:
+    """The same ring under real threads, whose meetings the kernel decides and no seed repeats."""
+    del folder
+    rng = np.random.default_rng(seed)
+    CACHE.mkdir(parents=True, exist_ok=True)
+    program = compile_program(CACHE, "ring_stress", "fast")
+    for _ in range(THREAD_CASES):
+        depth, submitters = 2 ** int(rng.integers(4, 11)), int(rng.integers(1, 4))
+        commands = int(rng.integers(1, THREAD_COMMANDS_MAX // submitters))
+        words = [depth, submitters, commands, int(rng.integers(2**63)), FAITHFUL, rng.integers(3)]
+        case = " ".join(str(word) for word in words)
+        done = subprocess.run(
+            [str(program), *case.split()],
+            capture_output=True,
+            text=True,
+            timeout=EPISODE_MAX_S,
+        )
+        if done.returncode:
+            raise Finding(f"ring_stress {case}: {done.stdout} {done.stderr[-2000:]}")
+        tally["ring commands of threads"] += int(done.stdout.split()[1])
