@@ -23,7 +23,7 @@ Actor = Callable[[int, Path, Counter[str]], None]
 
 EPISODE_MAX_S = 400.0
 WRITE_EVERY_S = 60.0
-FINDINGS_MAX = 50  # with their text; all of them are counted
+FINDINGS_MAX = 50  # with their last line; all of them are counted, and printed in full
 
 
 @dataclass
@@ -167,8 +167,9 @@ class Soak:
     def _found(self, lane: Lane, what: str) -> None:
         self.report.found += 1
         if len(self.report.findings) < FINDINGS_MAX:
-            finding = {"actor": lane.name, "seed": lane.seed, "what": what}
+            finding = {"actor": lane.name, "seed": lane.seed, "what": what.strip().split("\n")[-1]}
             finding["after_s"] = round(time.monotonic() - self.report.begun_s, 1)
+            finding["free_nbytes"] = shutil.disk_usage(self._folder).free
             self.report.findings.append(finding)
         print(f"{lane.name} with seed {lane.seed}: {what}", flush=True)
         self.report.write(self._out)
