@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +23,10 @@ from tutti.medium.geometry import Geometry
 from tutti.store import ObjectStore
 
 GEOMETRY = Geometry(LAYOUT.layers, LAYOUT.segments, 4096, 4, 16)
-SIGNALS = 300
+SIGNALS = 500
 KEYS = 8
 QUIET_MAX_S = 20.0
+WAIT_S = 30.0
 EPISODE_MAX_S = 200.0
 
 
@@ -50,7 +49,8 @@ def run(seed: int, folder: Path, tally: Counter[str]) -> None:
 def _live(seed: int, path: str, tally: Counter[str]) -> None:
     rng = np.random.default_rng(seed)
     executor = "threads" if rng.random() < 0.5 or uring_refusal() else "uring"
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    interrupt = Interrupt()
+    signal.signal(signal.SIGINT, interrupt)
     with tutti.store.open(path, executor=executor) as store:
         store.wait_recovered(20)
         memory = store.allocate_memory(2 * KEYS, hugepages=False)
@@ -59,15 +59,20 @@ def _live(seed: int, path: str, tally: Counter[str]) -> None:
         storm = threading.Thread(target=_storm, args=(int(rng.integers(2**32)), over, tally))
         storm.start()
         while not over.is_set():  # bounded by the storm
-            with contextlib.suppress(KeyboardInterrupt, TuttiError):
+            try:
+                interrupt.armed = True
                 _operate(store, memory, keys, rng)
-                tally["operations"] += 1
+                interrupt.armed = False
+            except KeyboardInterrupt:  # what it began may still use the pages
+                tally["operations interrupted"] += 1
+                _wait_quiet(store)
+            except TuttiError as error:
+                interrupt.armed = False
+                tally[f"error {type(error).__name__}"] += 1
+            tally["operations"] += 1
         storm.join(60)
         tally["signals"] += SIGNALS
-        if not store._core.wait_quiet(QUIET_MAX_S):
-            raise Finding(
-                f"in flight after a storm: {store._core.in_flight}, {store.stats()['slots']}"
-            )
+        _wait_quiet(store)
         store.unregister(memory)
         check_books(store)
         present, damaged = load_present(store, keys)
@@ -96,23 +101,30 @@ def _operate(store: ObjectStore, memory: Any, keys: list[bytes], rng: np.random.
         for page, key in enumerate(picked):
             memory.write(page, content_of(key))
         ticket = store.put(as_rows(picked), np.arange(KEYS))
-        _patient(ticket.wait)
+        ticket.wait(WAIT_S)
         return
     picked = picked[: store.match(as_rows(picked), pin="storm")]
     if picked:
         ticket = store.load(as_rows(picked), KEYS + np.arange(len(picked)))
-        _patient(ticket.wait_settled)
+        ticket.wait_settled(WAIT_S)
         if not ticket.failed().size:
             for at, key in enumerate(picked):
                 if memory.read(KEYS + at) != content_of(key):
                     raise Finding(f"key {key.hex()} serves other bytes")
 
 
-def _patient(wait: Callable[[float], Any]) -> None:
-    """Waits on, whatever interrupts it."""
-    for _ in range(1000):
-        try:
-            wait(30.0)
-            return
-        except KeyboardInterrupt:
-            continue
+def _wait_quiet(store: ObjectStore) -> None:
+    if not store._core.wait_quiet(QUIET_MAX_S):
+        slots = store.stats()["slots"]
+        raise Finding(f"in flight after an interrupt: {store._core.in_flight}, {slots}")
+
+
+class Interrupt:
+    """Raises once for each time it is armed, so that no interrupt hits what cleans up."""
+
+    armed = False
+
+    def __call__(self, number: int, frame: object) -> None:
+        if self.armed:
+            self.armed = False
+            raise KeyboardInterrupt
