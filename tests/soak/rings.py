@@ -18,7 +18,7 @@ CHANCES = (0.04, 0.06, 0.1, 0.2, 0.2, 0.4)
 EPISODE_MAX_S = 300
 FAITHFUL = 0
 THREAD_CASES = 8
-THREAD_COMMANDS_MAX = 3_000_000  # of all submitters: the program gives itself a minute
+THREAD_COMMANDS_MAX = 1_000_000  # of all submitters: the program gives itself a minute
 
 
 def run(seed: int, folder: Path, tally: Counter[str]) -> None:
