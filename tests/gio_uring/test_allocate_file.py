@@ -73,6 +73,19 @@ def test_allocate_refuses(tmp_path: Path) -> None:
     assert (tmp_path / "locked").stat().st_size == 0
 
 
+def test_a_file_that_cannot_fit_does_not_fill_the_disk_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other pools on that file system write into space that they freed."""
+    asked: list[int] = []
+    monkeypatch.setattr(os, "posix_fallocate", lambda fd, offset, nbytes: asked.append(nbytes))
+    room = os.statvfs(tmp_path)
+    with pytest.raises(CapacityError, match="no room for"):
+        allocate_file(tmp_path / "a", (room.f_bavail + (1 << 20)) * room.f_frsize)
+    assert not asked
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_file_for_which_there_is_no_room_keeps_its_size(tmp_path: Path) -> None:
     """Else a larger format that fails would leave the disk full."""
     old = tmp_path / "old"

@@ -36,6 +36,7 @@ Progress = Callable[[int, int], None]
 
 _FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _PREWRITE_NBYTES = 4 * MiB
+_STAT_BLOCK_NBYTES = 512  # of st_blocks, whatever the file system: inode(7)
 
 
 def allocate_file(
@@ -177,6 +178,12 @@ def _reserve(fd: int, name: str, nbytes: int) -> None:
     status = os.fstat(fd)
     if not stat.S_ISREG(status.st_mode):
         raise ConfigError(f"{name} is no file and no block device; give one of those")
+    # A reservation that cannot succeed would first take all free space, and other pools on this
+    # file system would fail to write meanwhile.
+    room = os.fstatvfs(fd)
+    missing = nbytes - status.st_blocks * _STAT_BLOCK_NBYTES
+    if room.f_blocks and missing > room.f_bavail * room.f_frsize:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), name)
     try:
         os.posix_fallocate(fd, 0, nbytes)
     except BaseException:
