@@ -221,7 +221,7 @@ def test_host_pages_are_kept_while_the_device_may_use_them(
 def test_pages_that_the_device_never_lets_go_of_end_the_process() -> None:
     script = """
 from types import SimpleNamespace
-from tutti.integration.sglang import host_store
+from tutti.integration.sglang.host import host_store
 
 host_store._HOLD_S, host_store._HOLD_ROUNDS = 0.01, 2
 store = SimpleNamespace(_timeout_s=0.01, error_log=SimpleNamespace(add=print))
