@@ -1,0 +1,242 @@
+"""Agent and clients die, hang and come back, and no byte is ever wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from node.agents import LAYOUT, WAIT_S, running, start_process
+from node.worker import CHAIN_PAGES, chain, content
+
+import tutti
+import tutti.errors
+from store.pools import fill, some_keys
+from tutti.errors import AgentLost, KeyMissing
+from tutti.node.client import NodeStore
+
+WORKER = Path(__file__).with_name("worker.py")
+
+
+def start_worker(path: Path, seed: int, chains: int, log: Path) -> subprocess.Popen[str]:
+    process = subprocess.Popen(
+        [sys.executable, str(WORKER), str(path), str(seed), str(chains), str(log)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    return process
+
+
+def result_of(worker: subprocess.Popen[str]) -> dict[str, int]:
+    worker.send_signal(signal.SIGTERM)
+    out, err = worker.communicate(timeout=2 * WAIT_S)
+    assert worker.returncode == 0, err
+    found: dict[str, int] = json.loads(out.splitlines()[-1])
+    return found
+
+
+def end(processes: list[subprocess.Popen[str]]) -> None:
+    for process in processes:
+        if process.poll() is None:
+            process.kill()
+            process.communicate(timeout=WAIT_S)
+
+
+def wait_until(condition: object, timeout_s: float = WAIT_S) -> None:
+    deadline_s = time.monotonic() + timeout_s
+    while not condition():  # type: ignore[operator]
+        assert time.monotonic() < deadline_s, "it did not come true"
+        time.sleep(0.02)
+
+
+def killing(tmp_path: Path, rng: np.random.Generator, kills: int, chains: int) -> None:
+    """Four processes store and load while agent and processes are killed; then all is compared."""
+    path, folder, log = tmp_path / "s", tmp_path / "pools", tmp_path / "acknowledged"
+    folder.mkdir()
+    log.touch()
+    agent = start_process(path, folder)
+    workers = [start_worker(path, seed, chains, log) for seed in range(4)]
+    try:
+        for kill in range(kills):
+            time.sleep(float(rng.uniform(0.05, 0.5)))
+            victim = int(rng.integers(8))
+            if victim < 4:
+                workers[victim].kill()
+                workers[victim].communicate(timeout=WAIT_S)
+                workers[victim] = start_worker(path, 100 + kill, chains, log)
+            else:
+                agent.kill()
+                agent.communicate(timeout=WAIT_S)
+                agent = start_process(path, folder)
+        size = log.stat().st_size
+        wait_until(lambda: log.stat().st_size > size or _all_there(log, chains))
+        for worker in workers:  # each has begun, and none is stuck
+            assert worker.stdout is not None
+            assert worker.stdout.readline() == "running\n"
+        found = [result_of(worker) for worker in workers]
+        agent.terminate()
+        agent.communicate(timeout=WAIT_S)
+    finally:
+        end([agent, *workers])
+    assert sum(one["wrong"] for one in found) == 0
+    assert sum(one["loaded"] for one in found) > 0
+    check_pool(folder, log, chains)
+
+
+def _all_there(log: Path, chains: int) -> bool:
+    raw = log.read_bytes()
+    return len({raw[i : i + 16] for i in range(0, len(raw), 16)}) >= chains * CHAIN_PAGES // 2
+
+
+def check_pool(folder: Path, log: Path, chains: int) -> None:
+    """Every acknowledged object is there and right, as far as nothing had to be evicted."""
+    (file,) = folder.glob("*.tutti")
+    raw = log.read_bytes()
+    with tutti.open(str(file)) as store:
+        store.wait_recovered(WAIT_S)
+        memory = store.allocate_memory(CHAIN_PAGES)
+        fits = chains * CHAIN_PAGES < store.stats()["capacity_objects"] // 2
+        keys = np.frombuffer(raw[: len(raw) // 16 * 16], np.uint8).reshape(-1, 16)
+        if fits:
+            assert store.present(np.unique(keys, axis=0)).all()
+        for number in range(chains):
+            of_chain = chain(number)
+            found = store.match(of_chain)
+            if found:
+                store.load(of_chain[:found], np.arange(found)).wait(WAIT_S)
+            for page in range(found):
+                assert memory.read(page) == content(of_chain[page].tobytes())
+
+
+def test_a_few_kills_under_traffic(tmp_path: Path, seed: int) -> None:
+    killing(tmp_path, np.random.default_rng(seed), 3, 40)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("chains", [40, 400], ids=["all-fits", "evicting"])
+def test_two_hundred_kills_under_traffic(tmp_path: Path, seed: int, chains: int) -> None:
+    killing(tmp_path, np.random.default_rng(seed), 100, chains)
+
+
+def test_a_client_that_dies_leaves_nothing(tmp_path: Path, seed: int) -> None:
+    """Its pins go, and slots that it was to fill are free again."""
+    code = f"""
+import os, sys, numpy as np, tutti
+from node.agents import LAYOUT
+from tutti.node.messages import PlanPut
+store = tutti.connect({str(tmp_path / "agent" / "s")!r}, LAYOUT)
+store.allocate_memory(8)
+keys = np.arange(160, dtype=np.uint8).reshape(10, 16)
+assert store.match(keys[:4], pin="mine") == 4
+store._kept.need().plan(PlanPut(keys[4:].tobytes()), 5.0)
+print(store.stats()["busy_objects"], flush=True)
+os.kill(os.getpid(), 9)
+"""
+    with running(tmp_path / "agent") as agent, agent.connect() as store:
+        store.allocate_memory(8)
+        keys = np.arange(160, dtype=np.uint8).reshape(10, 16)
+        store.put(keys[:4], np.arange(4)).wait(WAIT_S)
+        environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)}
+        dead = subprocess.run(
+            [sys.executable, "-c", code],
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=WAIT_S,
+        )
+        assert dead.stdout == "10\n", dead.stderr
+        wait_until(lambda: store.stats()["busy_objects"] == 0)
+        assert store.stats()["sessions"] == 1
+        assert store.match(keys) == 4
+        assert store.put(keys, np.arange(8).repeat(2)[:10]).wait(WAIT_S).stored == 6
+
+
+def test_while_the_agent_is_away_everything_misses(tmp_path: Path, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    path, folder = tmp_path / "s", tmp_path / "pools"
+    folder.mkdir()
+    with pytest.raises(AgentLost, match="start one"):
+        tutti.connect(str(path))
+    agent = start_process(path, folder)
+    try:
+        with tutti.connect(f"unix:{path}", LAYOUT, "32MiB") as store:
+            memory = store.allocate_memory(16)
+            keys = some_keys(rng, 8)
+            contents = fill(memory, range(8), rng)
+            store.put(keys, np.arange(8)).wait(WAIT_S)
+            agent.kill()
+            agent.communicate(timeout=WAIT_S)
+            assert store.match(keys) == 0
+            assert not store.present(keys).any()
+            result = store.put(some_keys(rng, 2), [0, 1]).wait(WAIT_S)
+            assert result.dropped == 2
+            with pytest.raises(KeyMissing):
+                store.load(keys, np.arange(8, 16))
+            with pytest.raises(AgentLost):
+                store.clear()
+            assert store.stats()["connected"] == 0
+            agent = start_process(path, folder)
+            wait_until(lambda: store.match(keys) == 8)
+            store.load(keys, np.arange(8, 16)).wait(WAIT_S)
+            assert [memory.read(page) for page in range(8, 16)] == contents
+            stats = store.stats()
+            assert stats["connected"] == 1
+            assert stats["reconnects"] == 1
+    finally:
+        end([agent])
+
+
+def test_an_agent_that_hangs_is_a_miss_after_the_deadline(tmp_path: Path, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    path, folder = tmp_path / "s", tmp_path / "pools"
+    folder.mkdir()
+    agent = start_process(path, folder)
+    try:
+        with NodeStore(
+            str(path), LAYOUT, "32MiB", lookup_timeout_s=0.2, open_timeout_s=1.0
+        ) as store:
+            memory = store.allocate_memory(16)
+            keys = some_keys(rng, 8)
+            contents = fill(memory, range(8), rng)
+            store.put(keys, np.arange(8)).wait(WAIT_S)
+            agent.send_signal(signal.SIGSTOP)
+            assert store.match(keys) == 0
+            assert store.put(some_keys(rng, 2), [0, 1]).wait(WAIT_S).dropped == 2
+            agent.send_signal(signal.SIGCONT)
+            wait_until(lambda: store.match(keys) == 8)
+            store.load(keys, np.arange(8, 16)).wait(WAIT_S)
+            assert [memory.read(page) for page in range(8, 16)] == contents
+    finally:
+        end([agent])
+
+
+def test_a_new_agent_waits_for_the_files_of_an_old_client(tmp_path: Path, seed: int) -> None:
+    """A client that is stopped could still write: nobody opens the pool before it has gone."""
+    rng = np.random.default_rng(seed)
+    path, folder, log = tmp_path / "s", tmp_path / "pools", tmp_path / "log"
+    folder.mkdir()
+    agent = start_process(path, folder)
+    worker = start_worker(path, int(rng.integers(1000)), 10, log)
+    try:
+        assert worker.stdout is not None
+        assert worker.stdout.readline() == "running\n"
+        wait_until(lambda: log.stat().st_size > 0)
+        worker.send_signal(signal.SIGSTOP)
+        agent.kill()
+        agent.communicate(timeout=WAIT_S)
+        (file,) = folder.glob("*.tutti")
+        with pytest.raises(tutti.errors.PoolInUse, match=f"process {worker.pid} still has"):
+            tutti.open(str(file))
+        worker.kill()
+        worker.communicate(timeout=WAIT_S)
+        tutti.open(str(file)).close()
+    finally:
+        end([agent, worker])
