@@ -33,7 +33,6 @@ from tutti.integration.sglang.identity import (
     identity_of,
     layout_of,
     open_store,
-    pool_path,
 )
 from tutti.integration.sglang.metrics import LOAD, STORE, Metrics
 from tutti.integration.sglang.options import HICACHE, parse_options
@@ -254,12 +253,11 @@ class TuttiHiCacheStorage(adapter.HiCacheStorage):
         fragments = Fragments(host_pool, name)
         identity = identity_of(self._options, self._model, self._config.model_name or "")
         layout = layout_of(shape_of(host_pool, name, fragments), identity, self._parallel_rank)
-        path = pool_path(self._options["path"], layout, name, self._parallel_rank)
         metrics = Metrics(
             {"mode": HICACHE, "pool": name, "rank": self._parallel_rank.name},
             prometheus=self._config.enable_storage_metrics,
         )
-        store = open_store(path, layout, capacity // self._parallel_rank.ranks, self._options)
+        store, path = open_store(layout, name, capacity, self._options, self._parallel_rank)
         try:
             memory: HostMemory = host_pool_of(layout, fragments, host_pool)
             store.register(memory)

@@ -18,9 +18,9 @@ from typing import Any
 import xxhash
 
 from tutti.errors import ConfigError
+from tutti.interface import Store
 from tutti.medium.layout import ITEMSIZE_NBYTES, KVLayout
 from tutti.scheduler.dispatcher import Schedule
-from tutti.store import ObjectStore
 from tutti.store import open as open_pool
 from tutti.transfers.core import StoreConfig
 
@@ -183,21 +183,45 @@ def _snapshot(repository: str) -> str:
     return Path(found).parent.name if isinstance(found, str) else ""
 
 
+#: How a path begins that is the socket of an agent.
+AGENT = "unix:"
+
 #: For the options that HiCache does not have.
 _DEFAULTS = StoreConfig()
 
 
 def open_store(
+    layout: KVLayout,
+    pool: str,
+    capacity: int,
+    options: Mapping[str, Any],
+    parallel_rank: ParallelRank,
+    schedule: Schedule | None = None,
+) -> tuple[Store, str]:
+    """A pool of one rank, made when it is not there, and where it is.  Raises TuttiError.
+
+    pool: its name in the file's.  capacity: bytes of all ranks' pools together.  schedule: when its
+    puts and loads are launched; None for at once.
+    """
+    where = str(options["path"])
+    if where.startswith(AGENT):
+        # One pool for all ranks and replicas whose KV is the same.
+        # Imported here: its messages need a package that a pool in a file does without.
+        from tutti.node.client import connect
+
+        capacity //= layout.world
+        return connect(where, layout, capacity, executor=options["executor"]), where
+    path = pool_path(where, layout, pool, parallel_rank)
+    return _open_file(path, layout, capacity // parallel_rank.ranks, options, schedule), str(path)
+
+
+def _open_file(
     path: Path,
     layout: KVLayout,
     capacity: int,
     options: Mapping[str, Any],
-    schedule: Schedule | None = None,
-) -> ObjectStore:
-    """The pool in a file, made when it is not there.  Raises TuttiError.
-
-    schedule: when its puts and loads are launched; None for at once.
-    """
+    schedule: Schedule | None,
+) -> Store:
     _make_folder(path)
     config = StoreConfig(
         verify=options["verify"],

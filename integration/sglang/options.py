@@ -42,7 +42,11 @@ HUGEPAGES = ("advise", "collapse", "off")
 #: Options of both modes and of HiCache; the linker hands its own to `parse_options`.
 OPTIONS: tuple[Option, ...] = (
     Option(
-        "path", "str", None, "folder of the pools, on the SSD; made when missing", required=True
+        "path",
+        "str",
+        None,
+        "folder of the pools, on the SSD; made when missing; or unix:SOCKET of the node's agent",
+        required=True,
     ),
     Option(
         "capacity",

@@ -25,13 +25,12 @@ WORKER = Path(__file__).with_name("worker.py")
 
 
 def start_worker(path: Path, seed: int, chains: int, log: Path) -> subprocess.Popen[str]:
-    process = subprocess.Popen(
+    return subprocess.Popen(
         [sys.executable, str(WORKER), str(path), str(seed), str(chains), str(log)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
     )
-    return process
 
 
 def result_of(worker: subprocess.Popen[str]) -> dict[str, int]:

@@ -29,7 +29,7 @@ class Mode:
 
     def arguments(
         self,
-        path: Path,
+        path: Path | str,
         layout: str = "page_first",
         prefetch: str = "wait_complete",
         **options: Any,
@@ -92,7 +92,7 @@ HICACHE, LINKER = Mode("hicache"), Mode("linker")
 both_modes = pytest.mark.parametrize("mode", [HICACHE, LINKER], ids=lambda mode: mode.name)
 
 
-def hicache_config(path: Path, **options: Any) -> dict[str, Any]:
+def hicache_config(path: Path | str, **options: Any) -> dict[str, Any]:
     """The JSON object of HiCache's extra config."""
     return {
         "backend_name": "tutti",
@@ -107,7 +107,7 @@ def hicache_config(path: Path, **options: Any) -> dict[str, Any]:
     }
 
 
-def _linker_arguments(path: Path, **options: Any) -> list[str]:
+def _linker_arguments(path: Path | str, **options: Any) -> list[str]:
     config = {
         "linker": "TuttiLinker",
         "linker_module_path": "tutti.integration.sglang.linker",

@@ -24,9 +24,9 @@ from tutti.gio_uring.gpu.memory import PinnedMemory
 from tutti.gio_uring.gpu.mover import BatchCopyMover, CopyMover, Mover, choose_mover
 from tutti.integration.sglang.direct.kernel_share import KernelShare
 from tutti.integration.sglang.direct.kv_pools import Pages, Span
+from tutti.interface import Store
 from tutti.memory.host_memory import HostMemory
 from tutti.scheduler.profile import TableProfile
-from tutti.store import ObjectStore
 
 
 class TorchStreams:
@@ -75,7 +75,7 @@ class Gpu:
         self._left = driver.create_event()
         self._leaving_lock = threading.Lock()
 
-    def attach(self, store: ObjectStore, load_nbytes: int, store_nbytes: int) -> HostEngine:
+    def attach(self, store: Store, load_nbytes: int, store_nbytes: int) -> HostEngine:
         """The engine that moves a store's pages; closed with the store.
 
         load_nbytes, store_nbytes: pinned memory of either direction, which every byte crosses.
@@ -94,7 +94,7 @@ class Gpu:
         self._engines.append(engine)
         return engine
 
-    def pin(self, store: ObjectStore, pool: HostMemory) -> int:
+    def pin(self, store: Store, pool: HostMemory) -> int:
         """Lets the GPU reach a pool's host memory until the store is closed; how much higher the
         GPU's addresses of it are.
         """

@@ -12,8 +12,8 @@ from tutti.errors import ChecksumMismatch, DeviceTimeout, KeyMissing, PagesInUse
 from tutti.integration.sglang.breaker import Breaker
 from tutti.integration.sglang.direct.staging import StagingPages
 from tutti.integration.sglang.metrics import Metrics
+from tutti.interface import Store
 from tutti.process import Owned
-from tutti.store import ObjectStore
 
 _PROVE_OBJECTS = 64
 _EVERY_S = 0.5
@@ -30,7 +30,7 @@ class Maintenance(Owned):
 
     def __init__(
         self,
-        store: ObjectStore,
+        store: Store,
         staging: StagingPages,
         reads: Breaker,
         *,

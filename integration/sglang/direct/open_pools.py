@@ -8,17 +8,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from tutti.errors import ConfigError, ProfileError
+from tutti.errors import ConfigError, ProfileError, Unsupported
 from tutti.integration.sglang.direct.gpu import Gpu
 from tutti.integration.sglang.direct.kv_pools import KvPool, KvPoolGroup
 from tutti.integration.sglang.direct.stored_pool import StoredPool, split_nbytes
 from tutti.integration.sglang.identity import (
+    AGENT,
     ParallelRank,
     ServedModel,
     identity_of,
     layout_of,
     open_store,
-    pool_path,
 )
 from tutti.integration.sglang.metrics import Metrics
 from tutti.integration.sglang.options import LINKER
@@ -48,6 +48,11 @@ def open_stored_pools(
 
     profile: by which its puts and loads are launched; None for at once.
     """
+    if gpu is not None and str(options["path"]).startswith(AGENT):
+        raise Unsupported(
+            "pages in GPU memory are not moved through an agent; name a folder as the path, or use"
+            " HiCache (TuttiHiCacheStorage) with the agent"
+        )
     pools = list(group.pools.values())
     loads = split_nbytes(options["load_staging"], pools, _KV_SHARE)
     stores = split_nbytes(options["store_staging"], pools, _KV_SHARE)
@@ -57,12 +62,12 @@ def open_stored_pools(
     try:
         for pool in pools:
             layout = layout_of(pool.shape, identity, parallel_rank)
-            path = pool_path(options["path"], layout, f"linker-{pool.name}", parallel_rank)
-            store = open_store(
-                path,
+            store, path = open_store(
                 layout,
-                capacities[pool.name] // parallel_rank.ranks,
+                f"linker-{pool.name}",
+                capacities[pool.name],
                 options,
+                parallel_rank,
                 _schedule(profile, pool, options, stores[pool.name]),
             )
             metrics = Metrics(

@@ -12,9 +12,9 @@ from collections.abc import Callable
 import numpy as np
 
 from tutti.integration.sglang.direct.kv_pools import Pages, Views
+from tutti.interface import Store
 from tutti.memory.host_memory import HostMemory
 from tutti.process import Owned
-from tutti.store import ObjectStore
 
 
 class StagingPages(Owned):
@@ -25,7 +25,7 @@ class StagingPages(Owned):
     """
 
     def __init__(
-        self, store: ObjectStore, nbytes: int, views_of: Callable[[HostMemory], Views] | None = None
+        self, store: Store, nbytes: int, views_of: Callable[[HostMemory], Views] | None = None
     ) -> None:
         layout = store.layout
         self.pages = nbytes // layout.object_nbytes

@@ -11,9 +11,9 @@ from tutti.integration.sglang.direct.gpu import Gpu
 from tutti.integration.sglang.direct.kv_pools import KvPool, Pages, Spans, Views, spans_of
 from tutti.integration.sglang.direct.staging import StagingPages
 from tutti.integration.sglang.metrics import Metrics
+from tutti.interface import Store
 from tutti.memory.device_memory import DeviceMemory
 from tutti.memory.host_memory import HostMemory
-from tutti.store import ObjectStore
 
 #: A read of a GPU's pages has at most so much of its engine's staging for one layer: the engine
 #: gives a transfer half of it, and two layers go at once.
@@ -32,7 +32,7 @@ class StoredPool:
     def __init__(
         self,
         engine: KvPool,
-        store: ObjectStore,
+        store: Store,
         metrics: Metrics,
         *,
         load_staging: int,

@@ -30,9 +30,9 @@ from tutti.errors import (
 )
 from tutti.integration.sglang.metrics import LOAD, STORE, Metrics
 from tutti.integration.sglang.weights import WeightsWatch
+from tutti.interface import Store
 from tutti.medium.keys import object_keys
 from tutti.memory.host_memory import HostMemory
-from tutti.store import ObjectStore
 from tutti.transfers.tickets import LoadTicket, Outcome, PutTicket
 
 Answer = TypeVar("Answer")
@@ -70,7 +70,7 @@ class HostStore:
 
     def __init__(
         self,
-        store: ObjectStore,
+        store: Store,
         pool: HostMemory,
         page_tokens: int,
         metrics: Metrics,
