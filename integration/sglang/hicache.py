@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -43,6 +44,7 @@ _log = logging.getLogger(__name__)
 
 KV = str(adapter.PoolName.KV)
 _SIDECAR_PART = 8
+_REFRESH_S = 1.0
 
 
 class TuttiHiCacheStorage(adapter.HiCacheStorage):
@@ -76,6 +78,7 @@ class TuttiHiCacheStorage(adapter.HiCacheStorage):
             raise Unsupported("decode context parallelism splits pages; start with --dcp-size 1")
         self._stores: dict[str, HostStore] = {}
         self._closed = threading.Event()
+        self._refresh_s = 0.0
         self._flat: FlatPages | None = None
         self._flat_lock = threading.Lock()
 
@@ -224,10 +227,18 @@ class TuttiHiCacheStorage(adapter.HiCacheStorage):
         return all(cleared)
 
     def get_stats(self) -> adapter.StorageMetrics:
-        """Pages and GB/s of every batch since the last call."""
+        """Pages and GB/s of every batch since the last call.
+
+        SGLang's scheduler asks in every turn; what the stores count is read once a second.
+        """
         stats = adapter.StorageMetrics()
+        now_s = time.monotonic()
+        is_due = now_s >= self._refresh_s
+        if is_due:
+            self._refresh_s = now_s + _REFRESH_S
         for store in self._stores.values():
-            store.refresh()
+            if is_due:
+                store.refresh()
             pages, bandwidth = store.metrics.take_samples(LOAD)
             stats.prefetch_pgs += pages
             stats.prefetch_bandwidth += bandwidth

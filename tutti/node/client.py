@@ -356,7 +356,7 @@ class NodeStore:
             "missed_calls": self._missed,
         }
         with contextlib.suppress(AgentLost, AgentRefused):
-            return {**self.call("stats"), **mine}
+            return {**self.call("stats", self._lookup_timeout_s), **mine}
         return mine
 
     def call(self, name: str, timeout_s: float | None = None, **arguments: Any) -> Any:
