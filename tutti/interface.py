@@ -12,10 +12,23 @@ from tutti.medium.geometry import Geometry
 from tutti.medium.layout import KVLayout
 from tutti.memory.host_memory import HostMemory
 from tutti.scheduler.dispatcher import Dispatcher
+from tutti.transfers.catalogue import ObjectInfo
 from tutti.transfers.core import Closable, StoreConfig
 from tutti.transfers.tickets import LoadTicket, PutTicket
 
-Keys = npt.NDArray[np.uint8] | Sequence[bytes]
+KeyArray = npt.NDArray[np.uint8]
+Keys = KeyArray | Sequence[bytes]
+
+
+class CatalogueCalls(Protocol):
+    """See Catalogue, whose methods these are."""
+
+    def keys(self, namespace: str | None = None) -> KeyArray: ...
+    def objects(self, keys: KeyArray) -> list[ObjectInfo]: ...
+    def delete(self, keys: KeyArray, *, timeout_s: float = 30.0) -> int: ...
+    def pin(self, keys: KeyArray) -> int: ...
+    def unpin(self, keys: KeyArray) -> int: ...
+    def expire(self, keys: KeyArray, ttl_s: float | None) -> int: ...
 
 
 class Store(Protocol):
@@ -23,6 +36,8 @@ class Store(Protocol):
 
     config: StoreConfig
 
+    @property
+    def catalogue(self) -> CatalogueCalls: ...
     @property
     def layout(self) -> KVLayout: ...
     @property
@@ -52,6 +67,8 @@ class Store(Protocol):
         memory: HostMemory | None = None,
         parent: bytes | None = None,
         depth: int = 0,
+        ttl_s: float | None = None,
+        namespace: str = "",
     ) -> PutTicket: ...
     def load(
         self,

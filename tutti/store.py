@@ -45,6 +45,7 @@ from tutti.pool.members import Members
 from tutti.pool.pool_format import Paths, format, format_missing, member_names
 from tutti.process import Owned
 from tutti.scheduler.dispatcher import Dispatcher
+from tutti.transfers.catalogue import Catalogue
 from tutti.transfers.coalescer import Coalescer
 from tutti.transfers.core import Closable, Core, StoreConfig
 from tutti.transfers.loader import Loader
@@ -106,6 +107,8 @@ class ObjectStore(Owned):
             self._parts.append(self._coalescer)
             self._loader = Loader(self._core, self._reclaimer)
             self._parts.append(self._loader)
+            self.catalogue = Catalogue(self._core, self._reclaimer)
+            self._parts.append(self.catalogue)
             self._queue: TransferQueue | None = None
             if self.config.schedule is not None:
                 self._queue = TransferQueue(
@@ -223,17 +226,21 @@ class ObjectStore(Owned):
         memory: HostMemory | None = None,
         parent: bytes | None = None,
         depth: int = 0,
+        ttl_s: float | None = None,
+        namespace: str = "",
     ) -> PutTicket:
         """Starts to store pages under keys; keys that are there already are left alone.
 
         keys: as for ``match``, each the successor of the one before; ``parent`` precedes the
         first and has ``depth - 1`` pages before it.  pages: page numbers (n,) in ``memory``, which
         may be left out when only one is registered; they must not change before the ticket is
-        done.  What does not fit because everything is in use is dropped, and counted.
+        done.  What does not fit because everything is in use is dropped, and counted.  ttl_s: after
+        which the objects are removed, in steps of 64 s.  namespace: whose objects they count as.
         Raises KeySizeError, PageRangeError, ConfigError, PoolClosed or DeviceTimeout (no staging).
         """
         paged = self._registered(memory).memory
-        request = PutRequest.checked(keys, pages, paged, parent, depth)
+        request = PutRequest.checked(keys, pages, paged, parent, depth, ttl_s, namespace)
+        self.catalogue.watch(ttl_s is not None)
         with self._core.admitted(self.config.timeout_s):
             return (self._queue or self._coalescer).put(request)
 
@@ -350,6 +357,7 @@ class ObjectStore(Owned):
         if self._queue is not None:
             self._queue.stop(timeout_s)
         self._coalescer.stop(timeout_s)
+        self.catalogue.stop(timeout_s)
         with core.lock:
             core.closing = True
             core.changed.notify_all()
@@ -381,6 +389,7 @@ class ObjectStore(Owned):
         core = self._core
         try:
             recover(core, self._reclaimer, found_as, proven=clean)
+            self.catalogue.recount()
         except BaseException as error:
             with core.lock:
                 core.failure = error

@@ -40,6 +40,7 @@ class RunningAgent:
         return NodeStore(self.path, layout, capacity)
 
     def stop(self) -> None:
+        """A second call does nothing."""
         self.agent.stop()
         self._thread.join(WAIT_S)
         assert not self._thread.is_alive()

@@ -14,6 +14,7 @@ from node.agents import LAYOUT, RunningAgent
 import tutti
 from store.pools import fill, some_keys
 from tutti.errors import (
+    CapacityError,
     ChecksumMismatch,
     ConfigError,
     KeyMissing,
@@ -30,6 +31,9 @@ from tutti.transfers.tickets import Outcome
 
 Opener = Callable[..., Any]
 
+#: Agents that the test of now has started.
+AGENTS: list[RunningAgent] = []
+
 
 @pytest.fixture(params=["embedded", "agent"])
 def opener(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Opener]:
@@ -45,6 +49,8 @@ def opener(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Opener]:
         def served(layout: KVLayout = LAYOUT, capacity: str = "32MiB", **config: Any) -> Any:
             config = {"timeout_s": 5.0, **config}
             agent = RunningAgent(tmp_path / "agent", config=StoreConfig(**config))
+            AGENTS.append(agent)
+            stack.callback(AGENTS.clear)
             stack.callback(agent.stop)
             return stack.enter_context(agent.connect(layout, capacity))
 
@@ -252,3 +258,109 @@ def test_counters(opener: Opener, rng: np.random.Generator) -> None:
     assert stats["stored"] == stats["loaded"] == stats["hits"] == 4
     assert stats["payload_written_nbytes"] == stats["payload_read_nbytes"] == nbytes
     assert stats["slots"]["ready"] == 4
+
+
+def test_catalogue_lists_and_describes(opener: Opener, rng: np.random.Generator) -> None:
+    store = opener()
+    store.allocate_memory(8)
+    keys = some_keys(rng, 8)
+    store.put(keys[:5], np.arange(5)).wait(5)
+    store.put(keys[5:], np.arange(3), ttl_s=3600, namespace="team").wait(5)
+    load = store.load(keys[:2], [6, 7])
+    load.wait(5)
+    assert load.wait_settled(5)
+    store.stats()  # the load has been reported
+    every = store.catalogue.keys()
+    listed = {key.tobytes() for key in every}
+    assert listed == {key.tobytes() for key in keys}
+    assert len(store.catalogue.keys("team")) == 3
+    assert len(store.catalogue.keys("")) == 5
+    assert len(store.catalogue.keys("other")) == 0
+    infos = {info.key: info for info in store.catalogue.objects(keys)}
+    chain = [infos[key.tobytes()] for key in keys[:5]]
+    assert [info.depth for info in chain] == [0, 1, 2, 3, 4]
+    assert [info.parent for info in chain[1:]] == [info.key for info in chain[:-1]]
+    assert [info.hits for info in chain] == [1, 1, 0, 0, 0]
+    assert chain[0].nbytes == LAYOUT.object_nbytes
+    assert chain[0].expires_s is None
+    assert not chain[0].pinned
+    expires_s = infos[keys[7].tobytes()].expires_s
+    assert expires_s is not None
+    assert 3500 < expires_s < 3700
+
+
+def test_catalogue_deletes(opener: Opener, rng: np.random.Generator) -> None:
+    store = opener()
+    store.allocate_memory(8)
+    keys = some_keys(rng, 8)
+    store.put(keys, np.arange(8)).wait(5)
+    store.match(keys, pin="request")
+    assert store.catalogue.delete(keys[4:]) == 4
+    assert store.catalogue.delete(keys[4:]) == 0
+    assert store.match(keys) == 4
+    slots = store.stats()["slots"]
+    assert (slots["ready"], slots["voiding"]) == (4, 0)
+    assert store.put(keys[4:], np.arange(4), parent=keys[3].tobytes(), depth=4).wait(5).stored == 4
+
+
+def test_catalogue_pins_survive(opener: Opener, tmp_path: Path, rng: np.random.Generator) -> None:
+    store = opener(capacity="12MiB", pin_share=0.25)
+    capacity = store.stats()["capacity_objects"]
+    memory = store.allocate_memory(32)
+    pinned = some_keys(rng, 8)
+    contents = fill(memory, range(8), rng)
+    store.put(pinned, np.arange(8), ttl_s=7200, namespace="team").wait(5)
+    assert store.catalogue.pin(pinned) == 8
+    assert store.stats()["pinned_objects"] == 8
+    for _ in range(3 * capacity // 16):
+        store.put(some_keys(rng, 16), np.arange(16)).wait(5)
+    assert store.stats()["evicted"] > 0
+    assert store.match(pinned) == 8
+    everything = store.catalogue.keys()
+    with pytest.raises(CapacityError, match="pin_share"):
+        store.catalogue.pin(everything)
+    store.close()
+    for agent in AGENTS:
+        agent.stop()
+    (path,) = tmp_path.rglob("*.tutti")
+    config = StoreConfig(pin_share=0.25)
+    with tutti.open(str(path), config=config) as again:
+        assert again.stats()["pinned_objects"] == 8
+        (info,) = again.catalogue.objects(pinned[:1])
+        assert info.pinned
+        assert info.expires_s is not None
+        assert len(again.catalogue.keys("team")) == 8
+        memory = again.allocate_memory(32)
+        for _ in range(3 * capacity // 16):
+            again.put(some_keys(rng, 16), np.arange(16, 32)).wait(5)
+        again.load(pinned, np.arange(8)).wait(5)
+        assert [memory.read(page) for page in range(8)] == contents
+        assert again.catalogue.unpin(pinned) == 8
+        assert again.stats()["pinned_objects"] == 0
+
+
+def test_what_expires_is_removed(opener: Opener, rng: np.random.Generator) -> None:
+    store = opener()
+    store.allocate_memory(8)
+    keys = some_keys(rng, 8)
+    store.put(keys, np.arange(8)).wait(5)
+    with pytest.raises(ConfigError, match="ttl_s"):
+        store.put(keys, np.arange(8), ttl_s=0)
+    assert store.catalogue.expire(keys[6:], 1.0) == 2
+    assert store.catalogue.expire(keys[7:], None) == 1
+    (info,) = store.catalogue.objects(keys[6:7])
+    assert info.expires_s is not None
+    assert 0 < info.expires_s <= 128
+
+
+def test_expired_objects_are_swept(tmp_path: Path, rng: np.random.Generator) -> None:
+    with tutti.open(str(tmp_path / "pool.tutti"), LAYOUT, "32MiB") as store:
+        store.allocate_memory(8)
+        keys = some_keys(rng, 8)
+        store.put(keys, np.arange(8)).wait(5)
+        store.catalogue.expire(keys[5:], 1.0)
+        assert store.catalogue.sweep() == 0
+        store._core.index.expiry[store._core.index.expiry > 0] = 1  # long ago
+        assert store.catalogue.sweep() == 3
+        assert store.present(keys).tolist() == [True] * 5 + [False] * 3
+        assert store.stats()["expired"] == 3

@@ -5,6 +5,7 @@ All functions work on arrays of records; a record is never trusted before `check
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
@@ -12,9 +13,11 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import xxhash
 
 from tutti import native
 from tutti.arrays import Slots
+from tutti.errors import ConfigError
 from tutti.medium.geometry import BLOCK_NBYTES, FORMAT_VERSION, LAYERS_MAX
 
 Records = npt.NDArray[np.void]
@@ -48,11 +51,16 @@ RECORD_DTYPE = block_dtype(
         (112, "access_64s", "<u4"),
         (116, "layers", "<u4"),
         (120, "flags", "<u4"),
+        (124, "expiry_64s", "<u4"),
         (128, "digests", ("<u8", LAYERS_MAX)),
     ]
 )
 RECORD_MAGIC = int.from_bytes(b"TREC", "little")
 FLAG_DIGESTS = 1
+FLAG_PINNED = 2
+EXPIRY_UNIT_S = 64
+_EXPIRY_MAX = 2**32 - 1
+_TENANTS = 2**16 - 1
 #: Of generations and of the next sequence number; a record's sequence number is below it.
 COUNTER_MAX = 2**63 - 1
 
@@ -101,6 +109,8 @@ def fill_records(
     depths: npt.ArrayLike = 0,
     access_64s: npt.ArrayLike = 0,
     tenant: npt.ArrayLike = 0,
+    expiry_64s: npt.ArrayLike = 0,
+    pinned: npt.ArrayLike = False,
     digests: npt.NDArray[np.uint64] | None = None,
 ) -> None:
     """Overwrite `records` (n, of RECORD_DTYPE, C-contiguous, e.g. a view of staging) and seal them.
@@ -124,13 +134,15 @@ def fill_records(
     records["depth"] = depths
     records["access_64s"] = access_64s
     records["tenant"] = tenant
+    records["expiry_64s"] = expiry_64s
+    records["flags"] = np.where(pinned, FLAG_PINNED, 0)
     if keys is not None:
         records["key"] = keys
     if parents is not None:
         records["parent"] = parents
     if digests is not None:
         assert digests.shape == (len(records), identity.layers)
-        records["flags"] = FLAG_DIGESTS
+        records["flags"] |= FLAG_DIGESTS
         records["digests"][:, : identity.layers] = digests
     native.records_seal(records)
 
@@ -164,3 +176,20 @@ def check_records(
 def octets(raw: bytes) -> npt.NDArray[np.uint8]:
     """Bytes as an array, for comparison with and assignment to a field."""
     return np.frombuffer(raw, np.uint8)
+
+
+def tenant_of(namespace: str) -> int:
+    """The number of a namespace on the medium: 0 for none, else 1 to 65535 (docs/format.md)."""
+    return xxhash.xxh3_64_intdigest(namespace.encode()) % _TENANTS + 1 if namespace else 0
+
+
+def expiry_of(ttl_s: float | None) -> int:
+    """When something expires that lives so long from now, in the unit of records; 0 for never.
+
+    Raises ConfigError for what is not a positive number of seconds.
+    """
+    if ttl_s is None:
+        return 0
+    if not ttl_s > 0:
+        raise ConfigError(f"ttl_s is {ttl_s}; give seconds above 0, or None for no limit")
+    return int(min(-(-(time.time() + ttl_s) // EXPIRY_UNIT_S), _EXPIRY_MAX))

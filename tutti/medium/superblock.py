@@ -40,6 +40,7 @@ from tutti.medium.layout import KVLayout
 from tutti.medium.slot_record import (
     COUNTER_MAX,
     FLAG_DIGESTS,
+    FLAG_PINNED,
     RECORD_DTYPE,
     RecordIdentity,
     Records,
@@ -55,6 +56,7 @@ from tutti.medium.slot_record import (
 __all__ = [
     "BLOCK_NBYTES",
     "FLAG_DIGESTS",
+    "FLAG_PINNED",
     "FORMAT_VERSION",
     "RECORD_DTYPE",
     "RECORD_NBYTES",
@@ -131,7 +133,8 @@ SNAPSHOT_ENTRY_DTYPE = block_dtype(
         (36, "access_64s", "<u4"),
         (40, "state", "u1"),
         (41, "flags", "u1"),
-        (42, "reserved", ("u1", 6)),
+        (42, "expiry_64s", "<u4"),
+        (46, "tenant", "<u2"),
     ],
     itemsize=SNAPSHOT_ENTRY_NBYTES,
 )

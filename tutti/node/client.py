@@ -48,6 +48,7 @@ from tutti.node.messages import (
     Written,
     statuses_of,
 )
+from tutti.node.remote_catalogue import RemoteCatalogue
 from tutti.node.session import AgentSession
 from tutti.transfers.core import Closable, StoreConfig
 from tutti.transfers.tickets import LoadPart, LoadTicket, Outcome, PutTicket
@@ -85,6 +86,7 @@ class NodeStore:
         self._closed = False
         self._missed = 0
         nbytes = 0 if capacity is None else parse_nbytes(capacity)
+        self.catalogue = RemoteCatalogue(self.call)
         self._kept = KeptSession(path, layout, nbytes, open_timeout_s, executor, self._memories)
         session = self._kept.need()
         self.layout = session.layout
@@ -195,10 +197,12 @@ class NodeStore:
         memory: HostMemory | None = None,
         parent: bytes | None = None,
         depth: int = 0,
+        ttl_s: float | None = None,
+        namespace: str = "",
     ) -> PutTicket:
         """See ObjectStore; all is dropped while the agent is away."""
         paged = self._registered(memory).memory
-        request = PutRequest.checked(keys, pages, paged, parent, depth)
+        request = PutRequest.checked(keys, pages, paged, parent, depth, ttl_s, namespace)
         n = len(request.keys)
         ticket = PutTicket(n)
         try:
@@ -207,7 +211,9 @@ class NodeStore:
             for start in range(0, n, max(1, step)):
                 rows = np.arange(start, min(n, start + step))
                 part = request.take(rows)
-                if session is None or not self._put_part(session, ticket, rows, part):
+                if session is None or not self._put_part(
+                    session, ticket, rows, part, ttl_s, namespace
+                ):
                     ticket.outcome[start:] = Outcome.DROPPED
                     break
         finally:
@@ -215,10 +221,17 @@ class NodeStore:
         return ticket
 
     def _put_part(
-        self, session: AgentSession, ticket: PutTicket, rows: npt.NDArray[Any], part: PutRequest
+        self,
+        session: AgentSession,
+        ticket: PutTicket,
+        rows: npt.NDArray[Any],
+        part: PutRequest,
+        ttl_s: float | None,
+        namespace: str,
     ) -> bool:
         """Puts the keys of one plan; False when the agent is away."""
-        message = PlanPut(part.keys.tobytes(), part.parents[0].tobytes(), int(part.depths[0]))
+        parent, depth = part.parents[0].tobytes(), int(part.depths[0])
+        message = PlanPut(part.keys.tobytes(), parent, depth, ttl_s, namespace)
         try:
             plan = session.plan(message, self._plan_timeout_s())
         except (AgentLost, AgentRefused):

@@ -29,6 +29,9 @@ FRAME_NBYTES_MAX = 1 << 20
 HEADER = struct.Struct("<I")
 #: Members' files that one answer can carry (SCM_MAX_FD of Linux is 253).
 FILES_MAX = 250
+#: Most keys of one answer, and most objects described in one; both fit into a message.
+LISTED_MAX = 32768
+DESCRIBED_MAX = 2048
 
 
 class Message(msgspec.Struct, array_like=True, tag=True):
@@ -80,6 +83,8 @@ class PlanPut(Message, tag="put"):
     keys: bytes
     parent: bytes = b""
     depth: int = 0
+    ttl_s: float | None = None
+    namespace: str = ""
 
 
 class PlanLoad(Message, tag="load"):

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from typing import Any
 
+from tutti.arrays import Keys
 from tutti.errors import ConfigError, TuttiError
+from tutti.node.messages import DESCRIBED_MAX, LISTED_MAX, keys_of
 from tutti.node.pool_service import Session
+
+_DELETE_MAX_S = 600.0
 
 
 def _settle(session: Session, arguments: Mapping[str, Any]) -> Any:
@@ -32,15 +37,49 @@ def _quarantine(session: Session, arguments: Mapping[str, Any]) -> Any:
     return session.service.store.quarantine(_keys(arguments))
 
 
-def _keys(arguments: Mapping[str, Any]) -> list[bytes]:
-    raw = arguments.get("keys", b"")
-    return [raw[i : i + 16] for i in range(0, len(raw), 16)]
+def _list(session: Session, arguments: Mapping[str, Any]) -> Any:
+    """Keys from a position on, as many as fit into an answer."""
+    keys = session.service.store.catalogue.keys(arguments.get("namespace"))
+    start = int(arguments.get("start", 0))
+    return keys[start : start + LISTED_MAX].tobytes()
+
+
+def _objects(session: Session, arguments: Mapping[str, Any]) -> Any:
+    found = session.service.store.catalogue.objects(_keys(arguments)[:DESCRIBED_MAX])
+    return [asdict(info) for info in found]
+
+
+def _delete(session: Session, arguments: Mapping[str, Any]) -> Any:
+    timeout_s = min(float(arguments.get("seconds", 30.0)), _DELETE_MAX_S)
+    return session.service.store.catalogue.delete(_keys(arguments), timeout_s=timeout_s)
+
+
+def _pin(session: Session, arguments: Mapping[str, Any]) -> Any:
+    return session.service.store.catalogue.pin(_keys(arguments))
+
+
+def _unpin(session: Session, arguments: Mapping[str, Any]) -> Any:
+    return session.service.store.catalogue.unpin(_keys(arguments))
+
+
+def _expire(session: Session, arguments: Mapping[str, Any]) -> Any:
+    return session.service.store.catalogue.expire(_keys(arguments), arguments.get("ttl_s"))
+
+
+def _keys(arguments: Mapping[str, Any]) -> Keys:
+    return keys_of(arguments.get("keys", b""))
 
 
 OPERATIONS: Mapping[str, Callable[[Session, Mapping[str, Any]], Any]] = {
     "settle": _settle,
     "stats": _stats,
     "clear": _clear,
+    "list": _list,
+    "objects": _objects,
+    "delete": _delete,
+    "pin": _pin,
+    "unpin": _unpin,
+    "expire": _expire,
     "wait_recovered": _recovered,
     "quarantine": _quarantine,
 }

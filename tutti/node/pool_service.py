@@ -10,6 +10,7 @@ import logging
 import secrets
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from tutti.errors import ConfigError, DeviceTimeout, KeySizeError, TuttiError, U
 from tutti.gio_uring import shared_file
 from tutti.gio_uring.controller_file import FileController
 from tutti.medium.keys import KEY_NBYTES
+from tutti.medium.slot_record import expiry_of, tenant_of
 from tutti.node.messages import (
     FILES_MAX,
     FRAME_NBYTES_MAX,
@@ -214,6 +216,9 @@ class Session:
         planned = PlannedMemory(core.geometry)
         pages, memory = planned.of_rows(len(keys))
         request = PutRequest.chain(keys, pages, memory, message.parent or None, message.depth)
+        tenant, expiry = tenant_of(message.namespace), expiry_of(message.ttl_s)
+        request = replace(request, tenant=tenant, expiry_64s=expiry)
+        self.service.store.catalogue.watch(expiry > 0)
         ticket = PutTicket(len(keys))
         with core.admitted(core.config.timeout_s):
             self.service.store._writer.put(request, ticket)

@@ -62,7 +62,9 @@ class Index:
     Public arrays, shape (slots,), to be read freely and written only by the methods:
     `state` u8, `pins` u32 (transfers in flight), `kept` u32 (pins, written
     by `LookupPins`), `sequence` u64, `access` u32 (the use that last reached it), `depth` u32
-    (pages before it in its chain), `has_digests` bool; and `key`, shape (slots, 16) u8.
+    (pages before it in its chain), `has_digests` bool; of the catalogue `pinned` bool (until it is
+    told otherwise), `tenant` u16 (a namespace), `hits` u16 (loads, at most 65535) and `expiry` u32
+    (Unix time in units of 64 s, 0 for never); and `key`, shape (slots, 16) u8.
     """
 
     def __init__(self, slots: int, *, seed: int | None = None) -> None:
@@ -83,6 +85,10 @@ class Index:
         self.access = np.zeros(slots, np.uint32)
         self.depth = np.zeros(slots, np.uint32)
         self.has_digests = np.zeros(slots, np.bool_)
+        self.pinned = np.zeros(slots, np.bool_)
+        self.tenant = np.zeros(slots, np.uint16)
+        self.hits = np.zeros(slots, np.uint16)
+        self.expiry = np.zeros(slots, np.uint32)
         # At most half full, so that probes stay short.
         self._table = np.full(1 << (2 * slots - 1).bit_length(), NO_SLOT, np.uint32)
         self._native = NativeIndex(
@@ -102,7 +108,8 @@ class Index:
         """Memory of all arrays over the number of slots."""
         arrays = (self._words, self.state, self.pins, self.kept, self.sequence)
         more = (self.access, self.depth, self.has_digests, self._table)
-        return sum(array.nbytes for array in (*arrays, *more)) / self.slots
+        listed = (self.pinned, self.tenant, self.hits, self.expiry)
+        return sum(array.nbytes for array in (*arrays, *more, *listed)) / self.slots
 
     def match(self, keys: Keys) -> Slots:
         """The slots of the longest prefix of `keys` that is READY or UNPROVEN, shape (<= n,).
@@ -192,6 +199,27 @@ class Index:
         assert removed == len(slots), "a slot was given twice"
         self.state[slots] = state
         self.has_digests[slots] = False
+        self.describe(slots)
+        self.hits[slots] = 0
+
+    def describe(
+        self,
+        slots: Slots,
+        *,
+        tenant: npt.ArrayLike = 0,
+        expiry: npt.ArrayLike = 0,
+        pinned: npt.ArrayLike = False,
+    ) -> None:
+        """What the catalogue knows of slots; each a scalar or of shape (n,)."""
+        self._check_slots(slots)
+        self.tenant[slots] = tenant
+        self.expiry[slots] = expiry
+        self.pinned[slots] = pinned
+
+    def count_hits(self, slots: Slots) -> None:
+        """Counts a load of each slot, up to 65535."""
+        hits = self.hits[slots]
+        self.hits[slots] = hits + (hits < np.iinfo(np.uint16).max)
 
     def set_state(self, slots: Slots, state: SlotState) -> None:
         """Moves slots to `state`, where that neither gives them a key nor takes it away."""
@@ -214,7 +242,8 @@ class Index:
         held = np.flatnonzero(_OWNS_KEY[self.state]).astype(np.int64)
         self._table.fill(NO_SLOT)
         self._words.fill(0)
-        self.has_digests.fill(False)
+        for array in (self.has_digests, self.pinned, self.tenant, self.hits, self.expiry):
+            array.fill(0)
         self.state[self.state != SlotState.QUARANTINED] = SlotState.FREE
         return held
 

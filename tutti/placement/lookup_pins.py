@@ -33,6 +33,7 @@ class LookupPins:
         self._held: OrderedDict[str | int, tuple[int, Slots, Slots]] = OrderedDict()
         self._nameless = itertools.count()
         self.count = 0  # slots that somebody keeps
+        self.reserved = 0  # slots that the catalogue keeps, of the same share
         self.changes = 0
 
     def set_lookups(self, lookups: int) -> None:
@@ -64,7 +65,7 @@ class LookupPins:
             return slots.size
         self.release(name)
         fresh = self._kept[slots] == 0
-        room = self._slots_max - self.count
+        room = max(0, self._slots_max - self.reserved - self.count)
         most = slots.size
         if np.count_nonzero(fresh) > room:
             order = fresh[::-1] if last else fresh
@@ -91,6 +92,16 @@ class LookupPins:
         names = [name for name in self._held if isinstance(name, str) and name.startswith(prefix)]
         for name in names:
             self.release(name)
+
+    def forget(self, slots: Slots) -> None:
+        """These slots lose their objects: nobody pins them any more."""
+        for name, (since, _, distinct) in list(self._held.items()):
+            if np.isin(distinct, slots, assume_unique=True).any():
+                left = distinct[~np.isin(distinct, slots)]
+                self.release(name)
+                self._kept[left] += 1
+                self.count += int(np.count_nonzero(self._kept[left] == 1))
+                self._held[name] = since, left, left
 
     def clear(self) -> None:
         """Nobody keeps anything."""

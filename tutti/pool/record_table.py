@@ -41,7 +41,10 @@ class RecordContent:
     keys: Keys | None = None
     parents: Keys | None = None
     depths: npt.ArrayLike = 0
-    access_64s: int = 0
+    access_64s: npt.ArrayLike = 0
+    tenants: npt.ArrayLike = 0
+    expiry_64s: npt.ArrayLike = 0
+    pinned: npt.ArrayLike = False
     digests: U64 | None = None
 
 
@@ -106,7 +109,10 @@ class RecordTable(Owned):
                 keys=_rows(content.keys, rows),
                 parents=_rows(content.parents, rows),
                 depths=_rows(content.depths, rows),
-                access_64s=content.access_64s,
+                access_64s=_rows(content.access_64s, rows),
+                tenant=_rows(content.tenants, rows),
+                expiry_64s=_rows(content.expiry_64s, rows),
+                pinned=_rows(content.pinned, rows),
                 digests=_rows(content.digests, rows),
             )
         return self._submit(
@@ -144,6 +150,12 @@ class RecordTable(Owned):
         digests[:] = records["digests"][:, : digests.shape[1]]
         has = (records["flags"] & FLAG_DIGESTS) != 0
         return np.where(right, np.where(has, 1, 2), 0).astype(np.uint8)
+
+    def content(self, block: int, n: int) -> npt.NDArray[np.void]:
+        """A copy of the first n records of a block, after a ``read``; see ``check``."""
+        raw = self._records[block * BLOCK_RECORDS :][:n].view(np.uint8).reshape(-1, RECORD_NBYTES)
+        records: npt.NDArray[np.void] = raw.copy().view(RECORD_DTYPE)[:, 0]
+        return records
 
     def _order(self, slots: Slots) -> Slots:
         """Slots by member: what lies together in staging is filled and written together."""

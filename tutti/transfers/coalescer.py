@@ -95,9 +95,11 @@ class Coalescer(Owned):
         )
 
     def _write(self, held: list[_Held]) -> None:
-        by_memory: dict[int, list[_Held]] = {}
+        by_memory: dict[tuple[int, ...], list[_Held]] = {}
         for one in held:
-            by_memory.setdefault(id(one.request.memory), []).append(one)
+            request = one.request
+            alike = (id(request.memory), request.tenant, request.expiry_64s)
+            by_memory.setdefault(alike, []).append(one)
         for group in by_memory.values():
             together = PutTicket(sum(len(one.request.keys) for one in group))
             try:

@@ -110,6 +110,7 @@ class Counters:
     loaded: int = 0
     load_errors: int = 0
     evicted: int = 0
+    expired: int = 0
     quarantined: int = 0
     mismatches: int = 0
     proven: int = 0
@@ -251,6 +252,7 @@ class Core(Owned):
             "capacity_objects": self.index.slots,
             "free_objects": self.allocator.free_slots,
             "busy_objects": busy,
+            "pinned_objects": self.lookup_pins.reserved,
             "mean_run_length": counters["loaded"] / runs if runs else 0.0,
             "bytes_read": int(engine.bytes_read),
             "bytes_written": int(engine.bytes_written),

@@ -111,6 +111,7 @@ class Loader:
         index.pin(slots)
         index.begin_use()
         index.touch(slots)
+        index.count_hits(slots)
         self._loads += 1
         unproven = state == SlotState.UNPROVEN
         verify = unproven.copy()

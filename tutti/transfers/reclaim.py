@@ -71,8 +71,13 @@ class Reclaimer:
         if available >= self.reserve_slots + extra or state == self._nothing_at:
             return
         index = core.index
+        # What is pinned is not there for the policy: the rest of its group goes as any other's.
         view = EvictionView(
-            index.resident(), index.busy(), index.access, index.depth, core.geometry.group_slots
+            index.resident() & ~index.pinned,
+            index.busy(),
+            index.access,
+            index.depth,
+            core.geometry.group_slots,
         )
         short = 2 * self.reserve_slots + extra - available
         victims = core.config.policy.victims(view, short)

@@ -12,6 +12,7 @@ import numpy.typing as npt
 from tutti.errors import MediumError, PoolClosed, PoolCorrupt
 from tutti.medium.superblock import (
     FLAG_DIGESTS,
+    FLAG_PINNED,
     RECORD_DTYPE,
     SNAPSHOT_ENTRY_DTYPE,
     RecordState,
@@ -86,6 +87,9 @@ def _entries_of(core: Core) -> Entries:
     quarantined = index.state[slots] == SlotState.QUARANTINED
     entries["state"] = np.where(quarantined, RecordState.QUARANTINED, RecordState.READY)
     entries["flags"] = np.where(index.has_digests[slots], FLAG_DIGESTS, 0)
+    entries["flags"] |= np.where(index.pinned[slots], FLAG_PINNED, 0).astype(np.uint8)
+    entries["expiry_64s"] = index.expiry[slots]
+    entries["tenant"] = index.tenant[slots]
     return entries
 
 
@@ -148,7 +152,9 @@ def scan_member(core: Core, member: int) -> tuple[Entries, int]:
                 part[name] = records[name][rows]
             part["slot"] = slots[rows] + member * geometry.slots
             part["state"] = verdict[rows]
-            part["flags"] = records["flags"][rows] & FLAG_DIGESTS
+            part["flags"] = records["flags"][rows] & (FLAG_DIGESTS | FLAG_PINNED)
+            part["expiry_64s"] = records["expiry_64s"][rows]
+            part["tenant"] = records["tenant"][rows] & 0xFFFF
             parts.append(part)
             done += records.size
     finally:
@@ -179,6 +185,13 @@ def _take_over(core: Core, reclaimer: Reclaimer, entries: Entries, proven: bool)
         state=SlotState.READY if proven else SlotState.UNPROVEN,
         access=entries["access_64s"][order],
         has_digests=has_digests[order],
+    )
+    mine = order[taken == MISSING]
+    index.describe(
+        slots[mine],
+        tenant=entries["tenant"][mine],
+        expiry=entries["expiry_64s"][mine],
+        pinned=(entries["flags"][mine] & FLAG_PINNED) != 0,
     )
     lost_rows = order[taken != MISSING]
     losers = slots[lost_rows]

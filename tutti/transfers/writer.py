@@ -29,7 +29,7 @@ from tutti.gio_uring.nvme_spec import (
 )
 from tutti.gio_uring.ring import error_status
 from tutti.medium.keys import as_keys, check_key
-from tutti.medium.superblock import RecordState
+from tutti.medium.slot_record import RecordState, expiry_of, tenant_of
 from tutti.placement.index import MISSING, SlotState
 from tutti.pool.record_table import BLOCK_RECORDS, RecordContent, RecordTable
 from tutti.transfers.core import Core
@@ -49,7 +49,8 @@ _NO_BLOCK = -1
 class PutRequest:
     """Keys (n, 16) to store, their predecessors (n, 16), depths (n,) and pages (n,).
 
-    A predecessor of zeros is none.
+    A predecessor of zeros is none.  tenant: number of the namespace, 0 for none.  expiry_64s: Unix
+    time in units of 64 s from which the objects are removed, 0 for never.
     """
 
     keys: Keys
@@ -57,6 +58,8 @@ class PutRequest:
     depths: npt.NDArray[np.int64]
     pages: U32
     memory: PagedMemory
+    tenant: int = 0
+    expiry_64s: int = 0
 
     @classmethod
     def chain(
@@ -85,26 +88,38 @@ class PutRequest:
         memory: PagedMemory,
         parent: bytes | None,
         depth: int,
+        ttl_s: float | None = None,
+        namespace: str = "",
     ) -> PutRequest:
         """As `chain`, of what a caller gave.  Raises KeySizeError, PageRangeError, ConfigError."""
         array = as_keys(keys).copy()  # records are written later, from what the caller gave now
-        return cls.chain(array, memory.check_pages(pages), memory, parent, depth)
+        expiry, tenant = expiry_of(ttl_s), tenant_of(namespace)
+        request = cls.chain(array, memory.check_pages(pages), memory, parent, depth)
+        return replace(request, tenant=tenant, expiry_64s=expiry)
 
     def take(self, rows: Slots) -> PutRequest:
         """The same for some rows (m,)."""
         return PutRequest(
-            self.keys[rows], self.parents[rows], self.depths[rows], self.pages[rows], self.memory
+            self.keys[rows],
+            self.parents[rows],
+            self.depths[rows],
+            self.pages[rows],
+            self.memory,
+            self.tenant,
+            self.expiry_64s,
         )
 
     @classmethod
     def merge(cls, requests: Sequence[PutRequest]) -> PutRequest:
-        """Requests over the same memory, one after another."""
+        """Requests over the same memory, of one namespace and expiry, one after another."""
         return cls(
             np.concatenate([request.keys for request in requests]),
             np.concatenate([request.parents for request in requests]),
             np.concatenate([request.depths for request in requests]),
             np.concatenate([request.pages for request in requests]),
             requests[0].memory,
+            requests[0].tenant,
+            requests[0].expiry_64s,
         )
 
 
@@ -261,6 +276,8 @@ class Writer:
             core.allocator.free(slots[~mine])
             ticket.outcome[rows[~mine]] = Outcome.PRESENT
             batch = batch.at(mine)
+        if request.tenant or request.expiry_64s:
+            core.index.describe(batch.slots, tenant=request.tenant, expiry=request.expiry_64s)
         return batch, rows.size
 
     def _allocate(self, request: PutRequest, rows: Slots) -> Slots:
@@ -366,6 +383,8 @@ class Writer:
             parents=request.parents[batch.rows],
             depths=request.depths[batch.rows],
             access_64s=core.now_64s(),
+            tenants=request.tenant,
+            expiry_64s=request.expiry_64s,
             digests=batch.digests,
         )
         try:

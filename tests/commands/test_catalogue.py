@@ -1,0 +1,63 @@
+"""`tutti ls`, `rm` and `pin`, on a closed pool and through an agent."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from node.agents import LAYOUT, running
+
+import tutti
+from store.pools import some_keys
+from tutti.cli import main
+
+
+def run(capsys: pytest.CaptureFixture[str], *argv: str) -> dict[str, object]:
+    assert main([*argv, "--json"]) == 0
+    found: dict[str, object] = json.loads(capsys.readouterr().out)
+    return found
+
+
+@pytest.mark.parametrize("where", ["file", "agent"])
+def test_chains_are_listed_pinned_and_removed(
+    where: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], seed: int
+) -> None:
+    rng = np.random.default_rng(seed)
+    keys = some_keys(rng, 6)
+    first = keys[0].tobytes().hex()
+    with running(tmp_path) as agent:
+        if where == "agent":
+            pool, store = f"unix:{agent.path}", agent.connect()
+        else:
+            pool = str(tmp_path / "pool.tutti")
+            store = tutti.open(pool, LAYOUT, "32MiB")
+        store.allocate_memory(6)
+        store.put(keys[:4], np.arange(4)).wait(5)
+        store.put(keys[4:5], [4], parent=keys[1].tobytes(), depth=2).wait(5)
+        store.put(keys[5:], [5], namespace="team").wait(5)
+        store.close()
+        found = run(capsys, "ls", pool)
+        assert (found["objects"], found["chains"]) == (6, 3)
+        assert run(capsys, "ls", pool, "--namespace", "team")["objects"] == 1
+        assert main(["ls", pool]) == 0
+        assert first in capsys.readouterr().out
+        assert run(capsys, "pin", pool, first, "--chain", "--ttl", "600") == {"pinned": 5}
+        listed = run(capsys, "ls", pool)["listed"]
+        assert isinstance(listed, list)
+        assert sum(info["pinned"] for info in listed) == 5
+        assert run(capsys, "pin", pool, first, "--undo") == {"unpinned": 1}
+        second = keys[1].tobytes().hex()
+        assert run(capsys, "rm", pool, second, "--chain") == {"removed": 4}
+        assert run(capsys, "rm", pool, "--namespace", "team") == {"removed": 1}
+        assert run(capsys, "ls", pool)["objects"] == 1
+
+
+def test_wrong_keys_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pool = str(tmp_path / "pool.tutti")
+    tutti.open(pool, LAYOUT, "32MiB").close()
+    assert main(["rm", pool]) == 2
+    assert "no objects are named" in capsys.readouterr().err
+    assert main(["rm", pool, "abc"]) == 2
+    assert "32 hexadecimal digits" in capsys.readouterr().err

@@ -1,0 +1,198 @@
+"""`tutti ls`, `rm` and `pin`: the objects of a pool, of a closed one or through its agent."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import numpy as np
+
+from tutti.arguments import above_zero, positive
+from tutti.arrays import Keys
+from tutti.commands.outcome import Outcome
+from tutti.errors import ConfigError, KeySizeError
+from tutti.interface import Store
+from tutti.medium.keys import KEY_NBYTES, as_keys
+from tutti.node.client import connect
+from tutti.store import open as open_pool
+from tutti.terminal import facts, table
+from tutti.transfers.catalogue import ObjectInfo
+from tutti.units import format_nbytes
+
+_AGENT = "unix:"
+_LISTED = 50
+_RECOVERY_S = 600.0
+_EXAMPLE = """\
+example: of a pool that no process has open, or of an agent's (`tutti serve`)
+  tutti {name} /mnt/nvme/pool.tutti {more}
+  tutti {name} unix:/run/user/1000/tutti.sock {more}
+"""
+
+
+def _add_pool(parser: argparse.ArgumentParser, name: str, more: str) -> None:
+    parser.epilog = _EXAMPLE.format(name=name, more=more)
+    parser.add_argument(
+        "pool", metavar="POOL", help="file of a pool of one member, or unix:SOCKET of an agent"
+    )
+
+
+def _add_keys(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("keys", nargs="*", metavar="KEY", help="32 hexadecimal digits, as ls shows")
+    parser.add_argument("--namespace", metavar="NAME", help="all objects of a namespace")
+    parser.add_argument(
+        "--chain", action="store_true", help="with all pages that follow them in their chains"
+    )
+
+
+def add_ls(parser: argparse.ArgumentParser) -> None:
+    """Describes `tutti ls`."""
+    _add_pool(parser, "ls", "--namespace team")
+    parser.add_argument("--namespace", metavar="NAME", help="of this namespace alone")
+    parser.add_argument(
+        "--limit",
+        type=positive,
+        default=_LISTED,
+        metavar="N",
+        help="chains to show, longest first (default %(default)s)",
+    )
+    parser.set_defaults(run=ls)
+
+
+def add_rm(parser: argparse.ArgumentParser) -> None:
+    """Describes `tutti rm`."""
+    _add_pool(parser, "rm", "00112233445566778899aabbccddeeff --chain")
+    _add_keys(parser)
+    parser.set_defaults(run=rm)
+
+
+def add_pin(parser: argparse.ArgumentParser) -> None:
+    """Describes `tutti pin`."""
+    _add_pool(parser, "pin", "00112233445566778899aabbccddeeff --chain")
+    _add_keys(parser)
+    parser.add_argument("--undo", action="store_true", help="unpin them")
+    parser.add_argument(
+        "--ttl", type=above_zero, metavar="SECONDS", help="and remove them after so long"
+    )
+    parser.set_defaults(run=pin)
+
+
+def ls(args: argparse.Namespace) -> Outcome:
+    """Chains by their first pages."""
+    with _opened(args.pool) as store:
+        infos = store.catalogue.objects(store.catalogue.keys(args.namespace))
+        page_size = store.layout.page_size
+    chains = chains_of(infos)
+    chains.sort(key=len, reverse=True)
+    shown = chains[: args.limit]
+    rows = [_row(chain, page_size) for chain in shown]
+    headings = ("first page", "last page", "tokens", "size", "age", "hits", "pinned", "expires")
+    text = facts(
+        [
+            ("objects", f"{len(infos)}, {format_nbytes(sum(info.nbytes for info in infos))}"),
+            ("chains", f"{len(chains)}, {len(shown)} shown"),
+        ]
+    )
+    objects = [_numbers(info) for chain in shown for info in chain]
+    return Outcome(
+        {"objects": len(infos), "chains": len(chains), "listed": objects},
+        f"{text}\n\n{table(headings, rows)}" if rows else text,
+    )
+
+
+def rm(args: argparse.Namespace) -> Outcome:
+    """Removes objects."""
+    with _opened(args.pool) as store:
+        gone = store.catalogue.delete(_chosen(store, args))
+    return Outcome({"removed": gone}, f"{gone} objects removed")
+
+
+def pin(args: argparse.Namespace) -> Outcome:
+    """Pins or unpins objects."""
+    with _opened(args.pool) as store:
+        keys = _chosen(store, args)
+        count = store.catalogue.unpin(keys) if args.undo else store.catalogue.pin(keys)
+        if args.ttl is not None:
+            store.catalogue.expire(keys, args.ttl)
+    what = "unpinned" if args.undo else "pinned"
+    return Outcome({what: count}, f"{count} objects {what}")
+
+
+def chains_of(infos: Sequence[ObjectInfo]) -> list[list[ObjectInfo]]:
+    """Objects in paths from a first page (or one whose parent is gone) to each last page.
+
+    Pages that several chains share are in the longest of them alone.
+    """
+    by_key = {info.key: info for info in infos}
+    taken: set[bytes] = set()
+    chains = []
+    for info in sorted(infos, key=lambda each: -each.depth):
+        chain: list[ObjectInfo] = []
+        page: ObjectInfo | None = info
+        while page is not None and page.key not in taken:
+            taken.add(page.key)
+            chain.append(page)
+            page = by_key.get(page.parent)
+        if chain:
+            chains.append(chain[::-1])
+    return chains
+
+
+def _row(chain: list[ObjectInfo], page_size: int) -> tuple[object, ...]:
+    expiries = [info.expires_s for info in chain if info.expires_s is not None]
+    return (
+        chain[0].key.hex(),
+        chain[-1].key.hex(),
+        f"{chain[0].depth * page_size}-{(chain[-1].depth + 1) * page_size}",
+        format_nbytes(sum(info.nbytes for info in chain)),
+        f"{max(info.age_s for info in chain)} s",
+        sum(info.hits for info in chain),
+        sum(info.pinned for info in chain),
+        f"{min(expiries)} s" if expiries else "never",
+    )
+
+
+def _numbers(info: ObjectInfo) -> dict[str, object]:
+    return {**vars(info), "key": info.key.hex(), "parent": info.parent.hex()}
+
+
+def _chosen(store: Store, args: argparse.Namespace) -> Keys:
+    """The keys that the arguments name.  Raises ConfigError when they name none."""
+    if not args.keys and args.namespace is None:
+        raise ConfigError(
+            "no objects are named; give keys as `tutti ls` shows them, or --namespace"
+        )
+    keys = [_key(text) for text in args.keys]
+    if args.namespace is not None:
+        keys += [key.tobytes() for key in store.catalogue.keys(args.namespace)]
+    if args.chain:
+        keys = _with_followers(keys, store.catalogue.objects(store.catalogue.keys()))
+    return as_keys(keys) if keys else np.zeros((0, KEY_NBYTES), np.uint8)
+
+
+def _with_followers(keys: list[bytes], infos: Sequence[ObjectInfo]) -> list[bytes]:
+    chosen = set(keys)
+    for info in sorted(infos, key=lambda each: each.depth):
+        if info.parent in chosen:
+            chosen.add(info.key)
+    return sorted(chosen)
+
+
+def _key(text: str) -> bytes:
+    try:
+        key = bytes.fromhex(text)
+    except ValueError as error:
+        raise KeySizeError(f"{text!r} is not a key; give 32 hexadecimal digits") from error
+    if len(key) != KEY_NBYTES:
+        raise KeySizeError(f"{text!r} is not a key; give 32 hexadecimal digits")
+    return key
+
+
+@contextmanager
+def _opened(pool: str) -> Iterator[Store]:
+    store: Store = connect(pool) if pool.startswith(_AGENT) else open_pool(pool)
+    try:
+        store.wait_recovered(_RECOVERY_S)
+        yield store
+    finally:
+        store.close()

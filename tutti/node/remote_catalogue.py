@@ -1,0 +1,66 @@
+"""The catalogue of an agent's pool, as its clients call it; see tutti.transfers.catalogue."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+
+from tutti.arrays import Keys
+from tutti.node.messages import DESCRIBED_MAX, LISTED_MAX, keys_of
+from tutti.transfers.catalogue import ObjectInfo
+
+_EXTRA_S = 5.0
+
+
+class RemoteCatalogue:
+    """See Catalogue.  Raises AgentLost as well.
+
+    call: an operation of the agent by name, with a time-out in seconds (None: the usual one).
+    """
+
+    def __init__(self, call: Callable[..., Any]) -> None:
+        self._call = call
+
+    def keys(self, namespace: str | None = None) -> Keys:
+        """See Catalogue; what changes meanwhile may be left out."""
+        parts: list[Keys] = [np.zeros((0, 16), np.uint8)]
+        more = True
+        while more:  # bounded: the agent's keys end
+            start = sum(len(part) for part in parts)
+            parts.append(keys_of(self._call("list", start=start, namespace=namespace)))
+            more = len(parts[-1]) == LISTED_MAX
+        return np.concatenate(parts)
+
+    def objects(self, keys: Keys) -> list[ObjectInfo]:
+        """See Catalogue."""
+        found: list[ObjectInfo] = []
+        for some in _parts(keys, DESCRIBED_MAX):
+            found += [ObjectInfo(**info) for info in self._call("objects", keys=some)]
+        return found
+
+    def delete(self, keys: Keys, *, timeout_s: float = 30.0) -> int:
+        """See Catalogue."""
+        return sum(
+            self._call("delete", timeout_s + _EXTRA_S, keys=some, seconds=timeout_s)
+            for some in _parts(keys, LISTED_MAX)
+        )
+
+    def pin(self, keys: Keys) -> int:
+        """See Catalogue."""
+        return sum(self._call("pin", keys=some) for some in _parts(keys, LISTED_MAX))
+
+    def unpin(self, keys: Keys) -> int:
+        """See Catalogue."""
+        return sum(self._call("unpin", keys=some) for some in _parts(keys, LISTED_MAX))
+
+    def expire(self, keys: Keys, ttl_s: float | None) -> int:
+        """See Catalogue."""
+        parts = _parts(keys, LISTED_MAX)
+        return sum(self._call("expire", keys=some, ttl_s=ttl_s) for some in parts)
+
+
+def _parts(keys: Keys, n: int) -> Iterator[bytes]:
+    for start in range(0, len(keys), n):
+        yield keys[start : start + n].tobytes()

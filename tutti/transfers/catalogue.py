@@ -1,0 +1,311 @@
+"""What an operator does with the objects of a pool: list, delete, pin, and limit their life.
+
+Works on the index and on slot records alone: nothing here reads or writes KV.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from tutti.arrays import Keys, Slots
+from tutti.errors import CapacityError, DeviceTimeout, MediumError
+from tutti.medium.slot_record import (
+    EXPIRY_UNIT_S,
+    FLAG_DIGESTS,
+    RecordState,
+    expiry_of,
+    tenant_of,
+)
+from tutti.placement.index import MISSING, SlotState
+from tutti.pool.record_table import BLOCK_RECORDS, RecordContent, RecordTable
+from tutti.transfers.core import Core
+from tutti.transfers.reclaim import Reclaimer
+
+_PAUSE_S = 0.01
+_SWEEP_S = 16.0
+
+
+@dataclass(frozen=True)
+class ObjectInfo:
+    """One object as the catalogue shows it.
+
+    key, parent: 16 bytes; parent is zeros for the first page of a chain.  depth: pages before it.
+    nbytes: payload.  age_s: since it was written, in steps of 64 s.  hits: loads since the pool was
+    opened, at most 65535.  tenant: number of its namespace.  expires_s: until it is removed, None
+    for never.  proven: needs no verification before it is served.
+    """
+
+    key: bytes
+    parent: bytes
+    depth: int
+    nbytes: int
+    age_s: int
+    hits: int
+    tenant: int
+    pinned: bool
+    expires_s: int | None
+    proven: bool
+
+
+class Catalogue:
+    """The catalogue of one open pool.  Thread-safe.
+
+    keys are uint8 (n, 16); those that are not in the pool are passed over.
+    """
+
+    def __init__(self, core: Core, reclaimer: Reclaimer) -> None:
+        self._core = core
+        self._reclaimer = reclaimer
+        self._table = RecordTable(core.engine, core.members, blocks=1)
+        self._changing = threading.Lock()  # one thread at a time reads and rewrites records
+        self._stopping = threading.Event()
+        self._sweeper: threading.Thread | None = None
+
+    def close(self) -> None:
+        """Gives the staging memory back; nothing may be in flight."""
+        self.stop(1.0)
+        self._table.close()
+
+    def stop(self, timeout_s: float) -> None:
+        """Ends the thread that removes what has expired."""
+        self._stopping.set()
+        if self._sweeper is not None:
+            self._sweeper.join(timeout_s)
+
+    def keys(self, namespace: str | None = None) -> Keys:
+        """Keys of all objects, or of one namespace ("" for none), in the order of their slots."""
+        core = self._core
+        with core.lock:
+            core.check_open()
+            held = core.index.resident()
+            if namespace is not None:
+                held &= core.index.tenant == tenant_of(namespace)
+            return core.index.key[np.flatnonzero(held)].copy()
+
+    def objects(self, keys: Keys) -> list[ObjectInfo]:
+        """What is known of objects, by their records.
+
+        Raises MediumError for records that cannot be read, DeviceTimeout.
+        """
+        found: list[ObjectInfo] = []
+        for slots, records in self._records(keys):
+            found += self._infos(slots, records)
+        return found
+
+    def delete(self, keys: Keys, *, timeout_s: float = 30.0) -> int:
+        """Removes objects, pinned ones as well; how many.  The medium has forgotten them on return.
+
+        Waits for transfers of them.  Raises DeviceTimeout when those do not end in time.
+        """
+        core = self._core
+        deadline_s = time.monotonic() + timeout_s
+        gone = np.zeros(0, np.int64)
+        with core.admitted(timeout_s), core.lock:
+            slots = self._resident(keys)
+            while slots.size and time.monotonic() < deadline_s:
+                idle = slots[core.index.pins[slots] == 0]
+                core.lookup_pins.forget(idle)
+                self._reserve(-int(np.count_nonzero(core.index.pinned[idle])))
+                self._reclaimer.discard(np.sort(idle))
+                gone = np.concatenate((gone, idle))
+                if idle.size < slots.size:
+                    core.changed.wait(_PAUSE_S)
+                slots = self._resident(keys)
+            voided = core.changed.wait_for(
+                lambda: not (core.index.state[gone] == SlotState.VOIDING).any(),
+                max(_PAUSE_S, deadline_s - time.monotonic()),
+            )
+        if slots.size or not voided:
+            raise DeviceTimeout(
+                f"{gone.size} objects were removed, {slots.size} are still being transferred; try"
+                " again"
+            )
+        return int(gone.size)
+
+    def pin(self, keys: Keys) -> int:
+        """Keeps objects from eviction until ``unpin``, also after a restart; how many are pinned.
+
+        Raises CapacityError where that exceeds ``pin_share`` of the pool: nothing is pinned then.
+        """
+        core = self._core
+        with core.lock:
+            slots = self._resident(keys)
+            new = int(np.count_nonzero(~core.index.pinned[slots]))
+            most = int(core.index.slots * core.config.pin_share)
+            if core.lookup_pins.reserved + new > most:
+                raise CapacityError(
+                    f"{core.lookup_pins.reserved} objects are pinned and {new} more are to be, at"
+                    f" most {most} may be; unpin some, or raise pin_share"
+                )
+        return self._change(keys, pinned=True)
+
+    def unpin(self, keys: Keys) -> int:
+        """Takes back what ``pin`` did; how many objects are not pinned now."""
+        return self._change(keys, pinned=False)
+
+    def expire(self, keys: Keys, ttl_s: float | None) -> int:
+        """Objects are removed in so many seconds, rounded up to 64; None: never.  How many."""
+        self.watch(ttl_s is not None)
+        return self._change(keys, expiry=expiry_of(ttl_s))
+
+    def watch(self, something: bool) -> None:
+        """Removes what expires from now on, in a thread, if there is something that does."""
+        with self._core.lock:
+            if something and self._sweeper is None:
+                self._sweeper = threading.Thread(target=self._run, name="tutti-expiry", daemon=True)
+                self._sweeper.start()
+
+    def sweep(self) -> int:
+        """Removes what has expired and is not being transferred; how many objects."""
+        core = self._core
+        with core.lock:
+            if not core.ready or core.closing:
+                return 0
+            index = core.index
+            due = (index.expiry > 0) & (index.expiry <= core.now_64s())
+            slots = np.flatnonzero(due & index.resident() & (index.pins == 0)).astype(np.int64)
+            if slots.size:
+                core.lookup_pins.forget(slots)
+                self._reserve(-int(np.count_nonzero(index.pinned[slots])))
+                core.counters.expired += slots.size
+                self._reclaimer.discard(slots)
+            return int(slots.size)
+
+    def recount(self) -> None:
+        """After recovery: what is pinned counts, and what expires is watched."""
+        with self._core.lock:
+            self._core.lookup_pins.reserved = int(np.count_nonzero(self._core.index.pinned))
+            self.watch(bool(self._core.index.expiry.any()))
+
+    def _run(self) -> None:
+        while not self._stopping.wait(_SWEEP_S):
+            self.sweep()
+
+    def _reserve(self, change: int) -> None:
+        pins = self._core.lookup_pins
+        pins.reserved = max(0, pins.reserved + change)
+        pins.changes += 1
+
+    def _resident(self, keys: Keys) -> Slots:
+        """Distinct slots of keys that are there, ascending.  Lock held."""
+        index = self._core.index
+        slots = np.unique(index.find(keys))
+        slots = slots[slots != MISSING]
+        held: Slots = slots[index.resident()[slots]]
+        return held
+
+    def _change(self, keys: Keys, *, pinned: bool | None = None, expiry: int | None = None) -> int:
+        """Rewrites records; the index follows once they are on the medium."""
+        core, count = self._core, 0
+        for slots, records in self._records(keys):
+            index = core.index
+            pins = index.pinned[slots] if pinned is None else np.full(slots.size, pinned)
+            expiries = index.expiry[slots] if expiry is None else np.full(slots.size, expiry)
+            self._write(slots, records, pins, expiries)
+            with core.lock:
+                self._reserve(int(np.count_nonzero(pins) - np.count_nonzero(index.pinned[slots])))
+                index.describe(slots, tenant=index.tenant[slots], expiry=expiries, pinned=pins)
+            count += slots.size
+        return count
+
+    def _records(self, keys: Keys) -> Iterator[tuple[Slots, npt.NDArray[np.void]]]:
+        """(slots, their records), a block at a time; the objects stay while it is looked at."""
+        core = self._core
+        for start in range(0, len(keys), BLOCK_RECORDS):
+            some = np.ascontiguousarray(keys[start : start + BLOCK_RECORDS])
+            with core.admitted(core.config.timeout_s), self._changing:
+                with core.lock:
+                    slots = self._resident(some)
+                    core.index.pin(slots)
+                try:
+                    yield self._read(slots)
+                finally:
+                    with core.lock:
+                        core.index.unpin(slots)
+                        core.changed.notify_all()
+
+    def _read(self, slots: Slots) -> tuple[Slots, npt.NDArray[np.void]]:
+        """The records of slots, without those that are not what the index says."""
+        core, timeout_s = self._core, self._core.config.timeout_s
+        block = self._table.reserve(timeout_s)
+        job = self._table.read(block, slots, timeout_s=timeout_s)
+        if not job.wait_released(2 * timeout_s):
+            job.on_released(lambda _: self._table.release(block))
+            raise DeviceTimeout("the records were not read in time; try again")
+        try:
+            if (bad := np.flatnonzero(job.page_status)).size:
+                raise MediumError(f"{bad.size} records cannot be read; check the device")
+            digests = np.zeros((slots.size, core.layers), np.uint64)
+            keys, sequences = core.index.key[slots], core.index.sequence[slots]
+            right = self._table.check(block, slots, keys, sequences, digests) != 0
+            return slots[right], self._table.content(block, slots.size)[right]
+        finally:
+            self._table.release(block)
+
+    def _write(
+        self,
+        slots: Slots,
+        records: npt.NDArray[np.void],
+        pinned: npt.NDArray[np.bool_],
+        expiry: npt.NDArray[np.uint32],
+    ) -> None:
+        core, timeout_s = self._core, self._core.config.timeout_s
+        has = (records["flags"] & FLAG_DIGESTS) != 0
+        for rows in (np.flatnonzero(has), np.flatnonzero(~has)):
+            if not rows.size:
+                continue
+            digests = records["digests"][rows, : core.layers] if has[rows[0]] else None
+            content = RecordContent(
+                slots[rows],
+                records["sequence"][rows],
+                RecordState.READY,
+                keys=records["key"][rows],
+                parents=records["parent"][rows],
+                depths=records["depth"][rows],
+                access_64s=records["access_64s"][rows],
+                tenants=records["tenant"][rows],
+                expiry_64s=expiry[rows],
+                pinned=pinned[rows],
+                digests=digests,
+            )
+            block = self._table.reserve(timeout_s)
+            done = self._table.write(
+                block,
+                content,
+                lambda _, block=block: self._table.release(block),  # type: ignore[misc]
+                fua=core.config.durability == "flush",
+                timeout_s=timeout_s,
+            )
+            if not done.wait_released(2 * timeout_s):
+                raise DeviceTimeout("the records were not written in time; try again")
+            if done.page_status.any():
+                core.leave_open = True  # a record may be torn: the next open has to look
+                raise MediumError("records cannot be written; check the device")
+
+    def _infos(self, slots: Slots, records: npt.NDArray[np.void]) -> list[ObjectInfo]:
+        core, index = self._core, self._core.index
+        nbytes, now = core.geometry.slice_nbytes * core.layers, core.now_64s()
+        found = []
+        for slot, record in zip(slots.tolist(), records, strict=True):
+            expiry = int(index.expiry[slot])
+            found.append(
+                ObjectInfo(
+                    key=record["key"].tobytes(),
+                    parent=record["parent"].tobytes(),
+                    depth=int(record["depth"]),
+                    nbytes=nbytes,
+                    age_s=max(0, now - int(record["access_64s"])) * EXPIRY_UNIT_S,
+                    hits=int(index.hits[slot]),
+                    tenant=int(index.tenant[slot]),
+                    pinned=bool(index.pinned[slot]),
+                    expires_s=(expiry - now) * EXPIRY_UNIT_S if expiry else None,
+                    proven=bool(index.state[slot] == SlotState.READY),
+                )
+            )
+        return found
