@@ -1,0 +1,229 @@
+"""What does not follow the protocol is told so, and nobody else notices."""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from node.agents import LAYOUT, WAIT_S, RunningAgent, running
+
+import tutti
+from store.pools import some_keys
+from tutti.errors import AgentRefused, ConfigError, PoolInUse, PoolNotFound
+from tutti.medium.layout import KVLayout
+from tutti.node.agent import AgentConfig
+from tutti.node.client import NodeStore
+from tutti.node.connection import Connection
+from tutti.node.listener import listen
+from tutti.node.messages import (
+    FRAME_NBYTES_MAX,
+    HEADER,
+    Failure,
+    Hello,
+    Join,
+    Match,
+    Moved,
+    PlanPut,
+    frame,
+    read_reply,
+)
+
+
+@pytest.fixture
+def agent(tmp_path: Path) -> Iterator[RunningAgent]:
+    with running(tmp_path / "agent", hello_s=0.5, unread_s=1.0) as one:
+        yield one
+
+
+@pytest.fixture
+def good(agent: RunningAgent, seed: int) -> Iterator[NodeStore]:
+    """A client that must not notice anything."""
+    with agent.connect() as store:
+        store.allocate_memory(8)
+        keys = some_keys(np.random.default_rng(seed), 4)
+        store.put(keys, np.arange(4)).wait(WAIT_S)
+        yield store
+        assert store.match(keys) == 4
+        store.load(keys, np.arange(4, 8)).wait(WAIT_S)
+        assert store.stats()["reconnects"] == 0
+
+
+def raw(agent: RunningAgent) -> socket.socket:
+    peer = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    peer.settimeout(WAIT_S)
+    peer.connect(agent.path)
+    return peer
+
+
+def answer(peer: socket.socket) -> Any:
+    """The only answer, and then the end of the connection."""
+    content = b""
+    while part := peer.recv(1 << 16):
+        content += part
+    return read_reply(content[HEADER.size :])
+
+
+@pytest.mark.parametrize(
+    ("content", "what"),
+    [
+        (struct.pack("<I", 0xFFFFFFFF), "4294967295 bytes"),
+        (struct.pack("<I", FRAME_NBYTES_MAX + 1), "at most"),
+        (struct.pack("<I", 0), "0 bytes"),
+        (struct.pack("<I", 3) + b"\xc1\xc1\xc1", "cannot be read"),
+        (b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", "bytes"),
+        (frame(Match(b"")), "opens or joins"),
+        (frame(Hello(99)), "version 99"),
+        (frame(Join(b"0" * 16)), "connect again"),
+        (frame(Hello(1))[:6], "closed"),
+        (b"", "did not say"),
+    ],
+)
+def test_a_first_message_that_is_wrong(
+    content: bytes, what: str, agent: RunningAgent, good: NodeStore
+) -> None:
+    with raw(agent) as peer:
+        peer.sendall(content)
+        found = answer(peer)
+    assert isinstance(found, Failure)
+    assert found.kind == "AgentRefused"
+    assert what in found.message
+
+
+def test_another_layout_needs_a_capacity(agent: RunningAgent, good: NodeStore) -> None:
+    other = KVLayout.mla(5, 512, 64, 16, "bfloat16")
+    with pytest.raises(PoolNotFound, match="give a capacity"):
+        tutti.connect(agent.path, other)
+    with pytest.raises(tutti.errors.CapacityError, match="the agent's"):
+        tutti.connect(agent.path, other, "8GiB")
+    with raw(agent) as peer:
+        peer.sendall(frame(Hello(1, "{}", 1)))
+        assert answer(peer).kind == "ConfigError"
+
+
+def test_requests_that_are_wrong_are_answered(agent: RunningAgent, good: NodeStore) -> None:
+    session = good._kept.need()
+    with pytest.raises(ConfigError, match="whole keys"):
+        session.request(Match(b"short"), WAIT_S)
+    with pytest.raises(ConfigError, match="in one plan"):
+        session.request(PlanPut(bytes(16 * 1025)), WAIT_S)
+    with pytest.raises(ConfigError, match="no operation"):
+        good.call("format_disk")
+    with pytest.raises(ConfigError, match="not acceptable"):
+        good.call("wait_recovered", seconds="soon")
+
+
+def test_a_report_of_what_is_not_under_way(agent: RunningAgent, good: NodeStore) -> None:
+    session = good._kept.need()
+    with raw(agent) as peer:
+        peer.sendall(frame(Join(session.welcome.session)))
+        peer.recv(1 << 16)
+        peer.sendall(frame(Moved(12345)))
+        content = peer.recv(1 << 16)
+        assert read_reply(content[HEADER.size :]).kind == "ConfigError"
+
+
+def test_a_flood_and_a_client_that_does_not_listen(agent: RunningAgent, good: NodeStore) -> None:
+    """Their answers are never read; the good client is served meanwhile."""
+    keys = some_keys(np.random.default_rng(0), 1024)
+    message = frame(Match(keys.tobytes())) * 8
+    session = good._kept.need()
+    stop = threading.Event()
+
+    def flood() -> None:
+        with raw(agent) as peer:
+            peer.sendall(frame(Join(session.welcome.session)))
+            try:
+                while not stop.is_set():
+                    peer.sendall(message)
+            except OSError:
+                pass  # it was closed
+
+    threads = [threading.Thread(target=flood, daemon=True) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for _ in range(50):
+        assert good.match(keys) == 0
+    assert good.stats()["connected"] == 1
+    stop.set()
+    for thread in threads:
+        thread.join(WAIT_S)
+        assert not thread.is_alive()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="another user takes root")
+def test_another_user_is_refused(agent: RunningAgent, good: NodeStore) -> None:
+    os.chmod(agent.path, 0o666)  # the mode alone keeps them out; so do the credentials
+    for folder in Path(agent.path).parents:
+        if folder.is_relative_to("/tmp") and folder != Path("/tmp"):
+            folder.chmod(0o755)
+    code = f"""
+import os, socket
+os.setgroups([])
+os.setgid(65534)
+os.setuid(65534)
+peer = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+peer.settimeout({WAIT_S})
+peer.connect({agent.path!r})
+print(peer.recv(65536))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=WAIT_S,
+        cwd="/",
+    )
+    assert "user 65534 may not use the agent" in done.stdout, done.stderr
+
+
+def test_the_socket_is_for_its_owner(agent: RunningAgent, tmp_path: Path) -> None:
+    assert os.stat(agent.path).st_mode & 0o777 == 0o600
+    with pytest.raises(PoolInUse, match="listens on"):
+        listen(agent.path, None)
+    file = tmp_path / "file"
+    file.touch()
+    with pytest.raises(ConfigError, match="not a socket"):
+        listen(str(file), None)
+    with pytest.raises(ConfigError, match="107 bytes"):
+        listen(str(tmp_path / ("x" * 120)), None)
+
+
+def test_an_agent_that_answers_garbage(tmp_path: Path) -> None:
+    path = str(tmp_path / "s")
+    server = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    server.bind(path)
+    server.listen(4)
+
+    def serve() -> None:
+        for content in (b"HTTP/1.1 400 Bad Request\r\n\r\n", b"\xff\xff\xff\xff", b""):
+            peer, _ = server.accept()
+            peer.recv(1 << 16)
+            peer.sendall(content)
+            peer.close()
+
+    thread = threading.Thread(target=serve, daemon=True)
+    thread.start()
+    for _ in range(3):
+        with pytest.raises((AgentRefused, tutti.errors.AgentLost)):
+            tutti.connect(path, LAYOUT)
+    thread.join(WAIT_S)
+    server.close()
+
+
+def test_too_many_connections(tmp_path: Path) -> None:
+    with running(tmp_path / "agent", connections_max=2) as agent, agent.connect() as store:
+        store.allocate_memory(1)
+        assert store.match([bytes(16)]) == 0
+        # The client has two by now; a third is told the limit.
+        with pytest.raises(AgentRefused, match="its limit"):
+            Connection(agent.path, 1.0).receive(5.0)
+        assert AgentConfig("x").connections_max > 2
