@@ -53,6 +53,7 @@ class _Channel:
         self.left = 0.0  # of the first one
         self.moved_nbytes = 0
         self.busy_ns = 0
+        self.version = 0
 
 
 class Device:
@@ -62,91 +63,95 @@ class Device:
         self, timeline: Timeline, read_bytes_per_s: float, write_bytes_per_s: float, slower: float
     ) -> None:
         self._timeline = timeline
-        self._channels = {
-            READ: _Channel(read_bytes_per_s / 1e9),
-            WRITE: _Channel(write_bytes_per_s / 1e9),
-        }
+        self._read, self._write = (
+            _Channel(read_bytes_per_s / 1e9),
+            _Channel(write_bytes_per_s / 1e9),
+        )
         self._slower = max(1.0, slower)
         self._since_ns = 0
-        self._version = 0
 
     def start(self, direction: str, nbytes: int, done: Callable[[], None]) -> None:
         """Queues a transfer; ``done`` is called when its last byte was moved."""
+        channel, other = self._read, self._write
+        if direction == WRITE:
+            channel, other = other, channel
+        if channel.waiting:
+            channel.waiting.append((nbytes, done))
+            return
         self._settle()
-        channel = self._channels[direction]
         channel.waiting.append((nbytes, done))
-        if len(channel.waiting) == 1:
-            channel.left = float(nbytes)
-            self._plan()
+        channel.left = float(nbytes)
+        self._plan(channel)
+        if other.waiting:
+            self._plan(other)
+
+    def change(self, write_bytes_per_s: float, slower: float) -> None:
+        """From now on the device writes at another speed, and mixes at another cost."""
+        self._settle()
+        self._write.bytes_per_ns = write_bytes_per_s / 1e9
+        self._slower = max(1.0, slower)
+        for channel in (self._read, self._write):
+            if channel.waiting:
+                self._plan(channel)
 
     def moved_nbytes(self, direction: str) -> int:
         """Of transfers that ended."""
-        return self._channels[direction].moved_nbytes
+        return self._lane(direction).moved_nbytes
 
     def busy_s(self, direction: str) -> float:
         """How long there was work."""
         self._settle()
-        return self._channels[direction].busy_ns / 1e9
+        return self._lane(direction).busy_ns / 1e9
+
+    def _lane(self, direction: str) -> _Channel:
+        return self._write if direction == WRITE else self._read
 
     def _rate(self, channel: _Channel) -> float:
-        both = all(other.waiting for other in self._channels.values())
-        return channel.bytes_per_ns / (self._slower if both else 1.0)
+        both = self._read.waiting and self._write.waiting
+        return channel.bytes_per_ns / self._slower if both else channel.bytes_per_ns
 
     def _settle(self) -> None:
         """Counts what was moved since the last change."""
         elapsed_ns = self._timeline.now_ns - self._since_ns
         if elapsed_ns:
-            for channel in self._channels.values():
+            for channel in (self._read, self._write):
                 if channel.waiting:
                     channel.left -= elapsed_ns * self._rate(channel)
                     channel.busy_ns += elapsed_ns
             self._since_ns = self._timeline.now_ns
 
-    def _plan(self) -> None:
-        """When each direction's first transfer ends, as things stand."""
-        self._version += 1
-        version = self._version
-        for channel in self._channels.values():
-            if channel.waiting:
-                after_ns = max(0, -int(-channel.left // self._rate(channel)))
-                ends_ns = self._timeline.now_ns + after_ns
-                self._timeline.at(ends_ns, partial(self._end, channel, version))
+    def _plan(self, channel: _Channel) -> None:
+        """When the first transfer of a direction ends, as things stand."""
+        channel.version += 1
+        after_ns = max(0, -int(-channel.left // self._rate(channel)))
+        ends_ns = self._timeline.now_ns + after_ns
+        self._timeline.at(ends_ns, partial(self._end, channel, channel.version))
 
     def _end(self, channel: _Channel, version: int) -> None:
-        if version != self._version:
+        if version != channel.version:
             return  # something changed meanwhile
         self._settle()
         nbytes, done = channel.waiting.popleft()
         channel.moved_nbytes += nbytes
-        channel.left = float(channel.waiting[0][0]) if channel.waiting else 0.0
-        self._plan()
+        if channel.waiting:
+            channel.left = float(channel.waiting[0][0])
+            self._plan(channel)
+        else:
+            other = self._read if channel is self._write else self._write
+            if other.waiting:
+                self._plan(other)
         done()
 
 
-class Thread:
-    """Submits one transfer after another."""
+class Line:
+    """Serves one transfer after another, at a speed that nothing changes: a link, or a thread."""
 
-    def __init__(self, timeline: Timeline) -> None:
-        self._timeline = timeline
-        self._free_ns = 0
+    def __init__(self) -> None:
+        self.free_ns = 0
         self.busy_ns = 0
 
-    def start(self, duration_us: float, done: Callable[[], None]) -> None:
-        """Calls ``done`` when so much work is through, after what came before."""
-        duration_ns = round(duration_us * 1000)
-        self._free_ns = max(self._free_ns, self._timeline.now_ns) + duration_ns
+    def take(self, now_ns: int, duration_ns: int) -> int:
+        """When so much more work is through."""
+        self.free_ns = max(self.free_ns, now_ns) + duration_ns
         self.busy_ns += duration_ns
-        self._timeline.at(self._free_ns, done)
-
-
-class Join:
-    """Calls ``done`` when all of so many parts have ended."""
-
-    def __init__(self, parts: int, done: Callable[[], None]) -> None:
-        self._left = parts
-        self._done = done
-
-    def __call__(self) -> None:
-        self._left -= 1
-        if not self._left:
-            self._done()
+        return self.free_ns

@@ -189,7 +189,7 @@ class Engine:
         ids = job.ids[: max(0, (job.request.input_tokens - 1) // BLOCK_TOKENS)]
         hit = self.hbm.match(ids)
         if job.load:
-            more = self.store.match(ids, hit) > job.load_end and not self.io.is_launched(job.load)
+            more = self.store.match(ids, hit) > job.load_end and not self.io.is_issued(job.load)
             lost = hit * BLOCK_TOKENS < job.hit_tokens
             if lost or more or hit >= job.load_end:
                 self.io.forget(job.load)

@@ -1,16 +1,18 @@
-"""The scheduler of one simulated engine, and the transfers that it launches.
+"""The scheduler of one simulated engine, and the transfers that it issues.
 
 The policy and the state are the scheduler's own.  A transfer goes through the submitting thread,
-the engine's link and the medium at once and ends when the slowest of them has served it.
+the engine's link and the medium at once and ends when the slowest of them has served it.  Loads of
+a layer-wise system arrive layer by layer, or in units of layers, under every policy.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 
 from tutti.bench.simulate.calibration import ServerTimes
-from tutti.bench.simulate.device import READ, WRITE, Device, Join, Thread, Timeline
+from tutti.bench.simulate.device import READ, WRITE, Device, Line, Timeline
+from tutti.scheduler.baselines import ImmediatePolicy
+from tutti.scheduler.changes import Scheduler
 from tutti.scheduler.event import (
     Event,
     LayersReady,
@@ -21,9 +23,8 @@ from tutti.scheduler.event import (
     Tick,
     WriteKnown,
 )
-from tutti.scheduler.policy import ImmediatePolicy, Limits, Policy, SlackPolicy
-from tutti.scheduler.request import Load
-from tutti.scheduler.state import Decision, ReadLaunch, State, Totals, WriteLaunch, apply, commit
+from tutti.scheduler.policy import Limits, SlackPolicy
+from tutti.scheduler.state import NOTHING, Decision, Issue, Totals
 
 
 class ServerIo:
@@ -44,13 +45,14 @@ class ServerIo:
         self._times = times
         self._medium = medium
         self._landed = landed
-        bandwidth = times.calibration.link_bytes_per_s
-        self.link = Device(timeline, bandwidth, bandwidth, 1.0)
-        self.thread = Thread(timeline)
+        self._link_ns = 1e9 / times.calibration.link_bytes_per_s  # of a byte
+        self._latency_ns = round(times.latency_us * 1000)
+        self._links = {READ: Line(), WRITE: Line()}
+        self.thread = Line()
         limits = Limits(read_ahead_nbytes=times.system.read_ahead_nbytes)
         kind = SlackPolicy if times.system.policy == "slack" else ImmediatePolicy
-        self._policy: Policy = kind(times, limits)
-        self._state = State()
+        self._scheduler = Scheduler(kind(limits), times)
+        self._state = self._scheduler.state
         self._wake_ns: int | None = None
         self._gone: dict[str, Callable[[bool], None]] = {}
         self._ready: dict[str, int] = {}
@@ -65,10 +67,10 @@ class ServerIo:
     def post(self, event: Event) -> None:
         """An event for the scheduler, and what it decides."""
         self.decisions += 1
-        state = apply(self._state, event, self._times)
-        decision = self._policy.decide(state)
-        self._state = commit(state, decision, self._times)
-        self._launch(decision)
+        decision = self._scheduler.take(event)
+        if decision is NOTHING:
+            return
+        self._carry_out(decision)
         wake_ns = decision.wake_ns
         if wake_ns is not None and wake_ns > self._timeline.now_ns:
             pending = self._wake_ns is not None and self._wake_ns <= wake_ns
@@ -85,14 +87,15 @@ class ServerIo:
         """Layers of a load that arrived."""
         return self._ready[name]
 
-    def is_launched(self, name: str) -> bool:
-        """Whether anything of a load was launched."""
-        return any(load.name == name and load.issued for load in self._state.loads)
+    def is_issued(self, name: str) -> bool:
+        """Whether anything of a load was issued."""
+        load = self._state.loads.get(name)
+        return load is not None and load.issued > 0
 
     def forget(self, name: str) -> None:
-        """A load that nobody waits for any more."""
+        """A load that is not needed any more."""
         del self._ready[name]
-        if any(load.name == name for load in self._state.loads):
+        if name in self._state.loads:
             self.post(LoadGone(self._timeline.now_ns, name))
 
     def store(self, name: str, pages: int, page_nbytes: int, gone: Callable[[bool], None]) -> None:
@@ -106,64 +109,73 @@ class ServerIo:
             self._wake_ns = None
             self.post(Tick(when_ns))
 
-    def _launch(self, decision: Decision) -> None:
+    def _carry_out(self, decision: Decision) -> None:
         for name in decision.drops:
             self._gone.pop(name)(False)
-        sizes = {write.name: write for write in self._state.writes}
         for name in decision.copy_outs:
-            write = sizes[name]
-            nbytes = write.pages * write.page_nbytes
-            self.link.start(WRITE, nbytes, partial(self._copied, name))
-        loads = {load.name: load for load in self._state.loads}
-        for launch in decision.reads:
-            self._read(launch, loads[launch.name])
-        for launched in decision.writes:
-            self._write(launched, sizes[launched.name].page_nbytes)
+            write = self._state.writes[name]
+            took_ns = round(write.pages * write.page_nbytes * self._link_ns)
+            copied_ns = self._links[WRITE].take(self._timeline.now_ns, took_ns)
+            self._timeline.at(copied_ns, self._copied(name))
+        for issue in decision.reads:
+            self._read(issue)
+        for issue in decision.writes:
+            self._write(issue)
 
-    def _copied(self, name: str) -> None:
-        self.post(PagesCopied(self._timeline.now_ns, name))
+    def _copied(self, name: str) -> Callable[[], None]:
+        return lambda: self.post(PagesCopied(self._timeline.now_ns, name))
 
-    def _read(self, launch: ReadLaunch, load: Load) -> None:
-        nbytes = launch.layers * load.layer_nbytes
-        submit_us = self._times.submit_us(nbytes, write=False)
-        fixed_us = self._times.system.fixed_us if launch.first == 0 else 0.0
-
-        def arrived() -> None:
-            if launch.name in self._ready:
-                self._ready[launch.name] = launch.first + launch.layers
-                now_ns = self._timeline.now_ns
-                self.post(LayersReady(now_ns, launch.name, self._ready[launch.name]))
-                self._landed(launch.name)
-
-        if fixed_us:
-            self.thread.start(fixed_us, lambda: self._move(READ, nbytes, submit_us, arrived))
+    def _read(self, issue: Issue) -> None:
+        """Starts an issue, and lets it arrive in units of layers."""
+        load, end = self._state.loads[issue.name], issue.first + issue.count
+        now_ns, fixed_us = self._timeline.now_ns, self._times.system.fixed_us
+        if fixed_us and not issue.first:
+            # Before a load's first byte; the thread does nothing else meanwhile.
+            at_ns = self.thread.take(now_ns, round(fixed_us * 1000))
+            unit, nbytes, name = load.unit_layers, load.layer_nbytes, load.name
+            self._timeline.at(at_ns, lambda: self._units(name, issue.first, end, unit, nbytes))
         else:
-            self._move(READ, nbytes, submit_us, arrived)
+            self._units(load.name, issue.first, end, load.unit_layers, load.layer_nbytes)
 
-    def _write(self, launch: WriteLaunch, page_nbytes: int) -> None:
-        nbytes = launch.pages * page_nbytes
-        end = launch.first + launch.pages
+    def _units(self, name: str, first: int, end: int, unit: int, layer_nbytes: int) -> None:
+        for layer in range(first, end, unit):
+            ready = min(end, layer + unit)
+            nbytes = (ready - layer) * layer_nbytes
+            self._move(READ, nbytes, self._arrived(name, ready))
+
+    def _arrived(self, name: str, layers: int) -> Callable[[], None]:
+        def arrived() -> None:
+            if name in self._ready:
+                self._ready[name] = layers
+                self.post(LayersReady(self._timeline.now_ns, name, layers))
+                self._landed(name)
+
+        return arrived
+
+    def _write(self, issue: Issue) -> None:
+        write = self._state.writes[issue.name]
+        end = issue.first + issue.count
 
         def written() -> None:
-            self.post(PagesWritten(self._timeline.now_ns, launch.name, end))
-            if all(write.name != launch.name for write in self._state.writes):
-                self._gone.pop(launch.name)(True)
+            self.post(PagesWritten(self._timeline.now_ns, issue.name, end))
+            if issue.name not in self._state.writes:
+                self._gone.pop(issue.name)(True)
 
-        self._move(WRITE, nbytes, self._times.submit_us(nbytes, write=True), written)
+        self._move(WRITE, issue.count * write.page_nbytes, written)
 
-    def _move(
-        self, direction: str, nbytes: int, submit_us: float, done: Callable[[], None]
-    ) -> None:
-        latency_ns = round(self._times.latency_us * 1000)
-
-        def through() -> None:
-            if latency_ns:
-                self._timeline.at(self._timeline.now_ns + latency_ns, done)
-            else:
-                done()
-
-        joined = Join(2 + (self._medium is not None), through)
-        self.thread.start(submit_us, joined)
-        self.link.start(direction, nbytes, joined)
-        if self._medium is not None:
-            self._medium.start(direction, nbytes, joined)
+    def _move(self, direction: str, nbytes: int, done: Callable[[], None]) -> None:
+        timeline = self._timeline
+        now_ns = timeline.now_ns
+        submit_us = self._times.submit_us(nbytes, write=direction == WRITE)
+        thread_ns = self.thread.take(now_ns, round(submit_us * 1000))
+        link_ns = self._links[direction].take(now_ns, round(nbytes * self._link_ns))
+        least_ns = max(thread_ns, link_ns)
+        if self._medium is None:
+            timeline.at(least_ns, done)
+            return
+        latency_ns = self._latency_ns
+        self._medium.start(
+            direction,
+            nbytes,
+            lambda: timeline.at(max(timeline.now_ns, least_ns) + latency_ns, done),
+        )

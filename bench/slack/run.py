@@ -22,15 +22,16 @@ import numpy as np
 
 from tutti.bench.environment import describe
 from tutti.bench.slack import file as slack_file
-from tutti.bench.slack.drive import VirtualDrive
 from tutti.bench.slack.hardware import Machine, drive_names, gpu_names, machine
 from tutti.bench.slack.report import HALF, REACHABLE, report
 from tutti.bench.slack.server import Measured, Noise, Server, TruthNow
 from tutti.bench.slack.workload import KINDS, Request, generate, recorded
 from tutti.bench.statistics import bootstrap_median, median, percentile
 from tutti.errors import ConfigError
-from tutti.scheduler.policy import FixedWindow, ImmediatePolicy, Limits, Policy, SlackPolicy
+from tutti.scheduler.baselines import FixedWindow, ImmediatePolicy
+from tutti.scheduler.policy import Limits, SlackPolicy
 from tutti.scheduler.request import Profile
+from tutti.scheduler.state import Policy
 from tutti.terminal import ProgressFactory
 
 OFF = 0.3
@@ -112,22 +113,17 @@ def run_once(
 ) -> dict[str, float]:
     """One policy over some requests: every number of ``_METRICS``."""
     policy, profile = policy_of(name, truth, limits)
-    drive = VirtualDrive(truth.drive)
-    try:
-        server = Server(truth, drive, requests, policy, profile, noise=Noise(), seed=seed)
-        measured = server.run()
-        return _numbers(measured, server.counters())
-    finally:
-        drive.close()
+    server = Server(truth, requests, policy, profile, noise=Noise(), seed=seed)
+    return _numbers(server.run())
 
 
 def policy_of(name: str, truth: Machine, limits: Limits) -> tuple[Policy, Profile]:
     """A policy by its name here, and the profile it believes in."""
     profile: Profile = truth
     if name == "none":
-        return ImmediatePolicy(profile, limits), profile
+        return ImmediatePolicy(limits), profile
     if name == "fixed":
-        return FixedWindow(profile, limits), profile
+        return FixedWindow(limits), profile
     if name == "slack +30%":
         profile = truth.off_by(OFF)
     elif name == "slack -30%":
@@ -136,10 +132,10 @@ def policy_of(name: str, truth: Machine, limits: Limits) -> tuple[Policy, Profil
         profile = TruthNow(truth)
     elif name == "bound":
         limits = Limits(locked_pages=0, staged_pages=0)
-    return SlackPolicy(profile, limits), profile
+    return SlackPolicy(limits), profile
 
 
-def _numbers(measured: Measured, counters: dict[str, float]) -> dict[str, float]:
+def _numbers(measured: Measured) -> dict[str, float]:
     alone_s = measured.decode_alone_s
     return {
         "bubble_s": measured.bubble_s,
@@ -152,8 +148,8 @@ def _numbers(measured: Measured, counters: dict[str, float]) -> dict[str, float]
         "dropped_pages": measured.dropped_pages,
         "stored_pages": measured.stored_pages,
         "drained_s": measured.drained_s,
-        "prediction_error": counters["prediction_error"],
-        "forced_pages": counters["forced_pages"],
+        "prediction_error": measured.prediction_error,
+        "forced_pages": measured.forced_pages,
     }
 
 

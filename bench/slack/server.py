@@ -1,23 +1,25 @@
 """A simulated server for `tutti bench slack`: one GPU that prefills and decodes, the real scheduler
-code, and a drive on a virtual clock.
+code, and a drive in virtual time.
 
 Prefills go first, one request at a time; a layer waits until its load has arrived.  Decode steps
 take all requests that have their first token.  What is computed is stored, once its prefill ended.
+Loads arrive layer by layer under every policy, except where the run says ``whole``.
 """
 
 from __future__ import annotations
 
-import heapq
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 
-from tutti.bench.slack.drive import READ, WRITE, VirtualDrive
+from tutti.bench.simulate.device import READ, WRITE, Device, Timeline
 from tutti.bench.slack.hardware import Machine, copy_bytes_per_s
 from tutti.bench.slack.workload import Request
-from tutti.scheduler.dispatcher import Dispatcher
+from tutti.bench.slack.conditions import Conditions
+from tutti.scheduler.changes import Scheduler
 from tutti.scheduler.event import (
     Event,
     LayerBegan,
@@ -27,14 +29,13 @@ from tutti.scheduler.event import (
     PagesWritten,
     StepBegan,
     StepEnded,
+    Tick,
     WriteKnown,
 )
-from tutti.scheduler.policy import Policy
 from tutti.scheduler.request import Phase, Profile
-from tutti.scheduler.state import ReadLaunch, WriteLaunch
+from tutti.scheduler.state import NOTHING, Issue, Policy, State
 
-_FOREVER_NS = 1 << 62
-_EVENTS_MAX = 5_000_000
+_EVENTS_MAX = 50_000_000
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,8 @@ class Measured:
     dropped_pages: int = 0
     stored_pages: int = 0
     offered_pages: int = 0
+    forced_pages: int = 0
+    prediction_error: float = 0.0
 
 
 class TruthNow:
@@ -106,22 +109,32 @@ class _Running:
 
 
 class Server:
-    """One run.  ``clock`` is the drive's, so everything happens in virtual time."""
+    """One run, in virtual time.
+
+    whole: a load arrives as a whole, as in a system without layers.  conditions: how the drive
+    changes during the run.
+    """
 
     def __init__(
         self,
         machine: Machine,
-        drive: VirtualDrive,
         requests: Sequence[Request],
         policy: Policy,
         profile: Profile,
         *,
         noise: Noise,
         seed: int,
+        whole: bool = False,
+        conditions: Conditions | None = None,
     ) -> None:
         self._machine = machine
-        self._drive = drive
+        self._timeline = Timeline()
+        drive = machine.drive
+        rates = (drive.read_bytes_per_s, drive.write_bytes_per_s)
+        self._device = Device(self._timeline, *rates, drive.interference)
+        self._latency_ns = round(drive.latency_us * 1000)
         self._requests = requests
+        self._whole = whole
         self._truth = profile if isinstance(profile, TruthNow) else None
         self._noise = noise
         # Drawn by request, so that every policy meets the same noise.
@@ -134,103 +147,114 @@ class Server:
         if self._truth is not None:
             shapes = [(r.new_tokens, r.hit_tokens) for r in requests]
             self._truth.prefill_factors = dict(zip(shapes, steps.tolist(), strict=True))
-        self._dispatcher = Dispatcher(policy, profile, self, clock=_DriveClock(drive))
-        self._timers: list[tuple[int, int, Callable[[], None]]] = []
-        self._count = 0
+        self._scheduler = Scheduler(policy, profile)
+        self._wake_ns: int | None = None
         self._ready: dict[str, int] = {}  # layers of a load that arrived
         self._queue: deque[int] = deque()  # requests that wait for their prefill
         self._running: list[_Running] = []
         self._computes = False
         self._left = len(requests)
         self._wait: Callable[[], None] | None = None  # goes on when a layer arrives
-        self._pages: dict[str, int] = {}
         self.measured = Measured()
         self._last_ns = 0
         self._last_token_ns = 0
+        self._issued_nbytes = 0
+        if conditions is not None:
+            conditions.follow(self._timeline, self._device, lambda: self._is_busy)
+
+    @property
+    def state(self) -> State:
+        """The scheduler's."""
+        return self._scheduler.state
+
+    @property
+    def _is_busy(self) -> bool:
+        return self._left > 0 or bool(self.state.writes)
 
     def run(self) -> Measured:
         """Until every request has its last token and every page is stored or dropped."""
         for number, request in enumerate(self._requests):
-            self._at(request.arrival_ns, lambda number=number: self._arrive(number))  # type: ignore[misc]
-        for _ in range(_EVENTS_MAX):
-            wake_ns = self._dispatcher.run_due()
-            self._watch()
-            if not self._left and not self._dispatcher.state.writes:
-                break
-            timer_ns = self._timers[0][0] if self._timers else _FOREVER_NS
-            until_ns = min(timer_ns, _FOREVER_NS if wake_ns is None else wake_ns)
-            ended = self._drive.run(max(until_ns, self._drive.now_ns))
-            assert ended or until_ns < _FOREVER_NS, "something is always about to happen"
-            for tag in ended:
-                self._landed(tag)
-            if not ended and self._timers and self._timers[0][0] <= self._drive.now_ns:
-                heapq.heappop(self._timers)[2]()
-        measured, totals = self.measured, self._dispatcher.state.totals
-        measured.wall_s = self._drive.now_ns / 1e9
-        measured.drained_s = (self._drive.now_ns - self._last_token_ns) / 1e9
+            self._timeline.at(request.arrival_ns, partial(self._arrive, number))
+        self._timeline.run(_EVENTS_MAX)
+        assert not self._is_busy, "everything ends"
+        measured, totals = self.measured, self.state.totals
+        measured.wall_s = self._last_ns / 1e9
+        measured.drained_s = max(0, self._last_ns - self._last_token_ns) / 1e9
         measured.dropped_pages, measured.stored_pages = totals.dropped_pages, totals.written_pages
+        measured.forced_pages = totals.forced_pages
+        expected_ns = totals.expected_ns
+        measured.prediction_error = totals.error_ns / expected_ns if expected_ns else 0.0
         return measured
 
-    def counters(self) -> dict[str, float]:
-        """The dispatcher's counters."""
-        return self._dispatcher.counters()
-
-    def read(self, launch: ReadLaunch) -> None:
-        """See TransferIssuer."""
-        nbytes = launch.layers * self._layer_nbytes(self._requests[int(launch.name)])
-        self._drive.start(READ, launch, nbytes)
-
-    def write(self, launch: WriteLaunch) -> None:
-        """See TransferIssuer."""
-        self._drive.start(WRITE, launch, launch.pages * self._machine.model.page_nbytes)
-
-    def copy_out(self, name: str) -> None:
-        """See TransferIssuer."""
-        nbytes = self._pages[name] * self._machine.model.page_nbytes
-        copied_ns = self._drive.now_ns + round(nbytes / copy_bytes_per_s() * 1e9)
-        self._at(copied_ns, lambda: self._post(PagesCopied(self._drive.now_ns, name)))
-
-    def drop(self, name: str) -> None:
-        """See TransferIssuer."""
-
-    def _layer_nbytes(self, request: Request) -> int:
-        return request.hit_tokens * self._machine.model.token_nbytes // self._machine.model.layers
-
-    def _at(self, when_ns: int, what: Callable[[], None]) -> None:
-        self._count += 1
-        heapq.heappush(self._timers, (when_ns, self._count, what))
-
     def _post(self, event: Event) -> None:
-        self._dispatcher.post(event)
-
-    def _watch(self) -> None:
-        """Counts what waits to be stored."""
-        waiting = sum(w.pages for w in self._dispatcher.state.writes)
-        measured, now_ns = self.measured, self._drive.now_ns
-        measured.backlog_pages_max = max(measured.backlog_pages_max, waiting)
-        measured.backlog_page_s += waiting * (now_ns - self._last_ns) / 1e9
-        self._last_ns = now_ns
-
-    def _landed(self, tag: object) -> None:
-        now_ns = self._drive.now_ns
-        if isinstance(tag, WriteLaunch):
-            self._post(PagesWritten(now_ns, tag.name, tag.first + tag.pages))
+        """An event for the scheduler, and what it decides."""
+        decision = self._scheduler.take(event)
+        self._watch()
+        if decision is NOTHING:
             return
-        assert isinstance(tag, ReadLaunch), "nothing else was started"
-        self._ready[tag.name] = tag.first + tag.layers
-        self._post(LayersReady(now_ns, tag.name, self._ready[tag.name]))
+        timeline = self._timeline
+        for name in decision.copy_outs:
+            write = self.state.writes[name]
+            nbytes = write.pages * write.page_nbytes
+            copied_ns = timeline.now_ns + round(nbytes / copy_bytes_per_s() * 1e9)
+            timeline.at(copied_ns, partial(self._copied, name))
+        for issue in decision.reads:
+            self._read(issue)
+        for issue in decision.writes:
+            nbytes = issue.count * self._machine.model.page_nbytes
+            self._start(WRITE, nbytes, partial(self._written, issue))
+        wake_ns = decision.wake_ns
+        if wake_ns is not None and (self._wake_ns is None or wake_ns < self._wake_ns):
+            self._wake_ns = wake_ns
+            timeline.at(wake_ns, partial(self._tick, wake_ns))
+
+    def _tick(self, when_ns: int) -> None:
+        if self._wake_ns == when_ns:
+            self._wake_ns = None
+            self._post(Tick(when_ns))
+
+    def _copied(self, name: str) -> None:
+        self._post(PagesCopied(self._timeline.now_ns, name))
+
+    def _read(self, issue: Issue) -> None:
+        nbytes = self.state.loads[issue.name].layer_nbytes
+        for layer in range(issue.first, issue.first + issue.count):
+            self._start(READ, nbytes, partial(self._landed, issue.name, layer + 1))
+
+    def _start(self, direction: str, nbytes: int, done: Callable[[], None]) -> None:
+        self._issued_nbytes += nbytes
+        timeline, latency_ns = self._timeline, self._latency_ns
+        self._device.start(
+            direction, nbytes, lambda: timeline.at(timeline.now_ns + latency_ns, done)
+        )
+
+    def _written(self, issue: Issue) -> None:
+        self._post(PagesWritten(self._timeline.now_ns, issue.name, issue.first + issue.count))
+
+    def _landed(self, name: str, layers: int) -> None:
+        self._ready[name] = layers
+        self._post(LayersReady(self._timeline.now_ns, name, layers))
         if self._wait is not None:
             wait, self._wait = self._wait, None
             wait()
 
+    def _watch(self) -> None:
+        """Counts what waits to be stored."""
+        state, measured, now_ns = self.state, self.measured, self._timeline.now_ns
+        waiting = state.engine_pages + state.staged_pages
+        measured.backlog_pages_max = max(measured.backlog_pages_max, waiting)
+        measured.backlog_page_s += waiting * (now_ns - self._last_ns) / 1e9
+        self._last_ns = now_ns
+
     def _arrive(self, number: int) -> None:
         request, model = self._requests[number], self._machine.model
         if request.hit_tokens:
+            layers = 1 if self._whole else model.layers
             load = LoadKnown(
-                self._drive.now_ns,
+                self._timeline.now_ns,
                 str(number),
-                layers=model.layers,
-                layer_nbytes=self._layer_nbytes(request),
+                layers=layers,
+                layer_nbytes=request.hit_tokens * model.token_nbytes // layers,
                 tokens=request.new_tokens,
                 prefix_tokens=request.hit_tokens,
             )
@@ -242,7 +266,7 @@ class Server:
 
     def _next_step(self) -> None:
         """Prefills first, then decode steps, else nothing."""
-        self._last_token_ns = self._drive.now_ns
+        self._last_token_ns = self._timeline.now_ns
         self._computes = bool(self._queue or self._running)
         if self._queue:
             self._prefill(self._queue.popleft())
@@ -253,7 +277,7 @@ class Server:
         request, name = self._requests[number], str(number)
         loads = (name,) if request.hit_tokens else ()
         begun = StepBegan(
-            self._drive.now_ns,
+            self._timeline.now_ns,
             Phase.PREFILL,
             layers=self._machine.model.layers,
             tokens=request.new_tokens,
@@ -261,13 +285,14 @@ class Server:
             loads=loads,
         )
         self._post(begun)
-        self._layer(number, 0, self._drive.now_ns, self.measured.bubble_s)
+        self._layer(number, 0, self._timeline.now_ns, self.measured.bubble_s)
 
     def _layer(self, number: int, layer: int, waits_ns: int, bubble_before_s: float) -> None:
         """Begins a layer, or waits for its load."""
         request, name = self._requests[number], str(number)
-        now_ns = self._drive.now_ns
-        if request.hit_tokens and self._ready[name] <= layer:
+        now_ns = self._timeline.now_ns
+        needed = 1 if self._whole else layer + 1
+        if request.hit_tokens and self._ready[name] < needed:
             self._wait = lambda: self._layer(number, layer, waits_ns, bubble_before_s)
             return
         self.measured.bubble_s += (now_ns - waits_ns) / 1e9
@@ -275,12 +300,14 @@ class Server:
         layer_us = self._machine.layer_us(request.new_tokens, request.hit_tokens)
         ends_ns = now_ns + round(layer_us * 1000 * float(self._layer_factors[number, layer]))
         if layer + 1 < self._machine.model.layers:
-            self._at(ends_ns, lambda: self._layer(number, layer + 1, ends_ns, bubble_before_s))
+            self._timeline.at(
+                ends_ns, lambda: self._layer(number, layer + 1, ends_ns, bubble_before_s)
+            )
         else:
-            self._at(ends_ns, lambda: self._first_token(number, bubble_before_s))
+            self._timeline.at(ends_ns, lambda: self._first_token(number, bubble_before_s))
 
     def _first_token(self, number: int, bubble_before_s: float) -> None:
-        request, now_ns = self._requests[number], self._drive.now_ns
+        request, now_ns = self._requests[number], self._timeline.now_ns
         measured = self.measured
         measured.first_token_s.append((now_ns - request.arrival_ns) / 1e9)
         if request.hit_tokens:
@@ -289,9 +316,8 @@ class Server:
         model = self._machine.model
         pages = request.new_tokens // model.page_tokens
         if pages:
-            self._pages[str(number)] = pages
             measured.offered_pages += pages
-            self._post(WriteKnown(now_ns, str(number), pages, model.page_nbytes))
+            self._post(WriteKnown(now_ns, f"w{number}", pages, model.page_nbytes))
         if request.out_tokens > 1:
             context = request.hit_tokens + request.new_tokens
             self._running.append(_Running(request, request.out_tokens - 1, context, now_ns))
@@ -304,20 +330,20 @@ class Server:
         factor = float(np.exp(self._decode_rng.normal(0, self._noise.step)))
         if self._truth is not None:
             self._truth.decode_factor = factor
-        now_ns, batch = self._drive.now_ns, len(self._running)
+        now_ns, batch = self._timeline.now_ns, len(self._running)
         self._post(StepBegan(now_ns, Phase.DECODE, tokens=batch, context_tokens=context))
         took_ns = round(self._machine.decode_us(batch, context) * 1000 * factor)
-        moved = sum(self._drive.moved_nbytes.values())
-        self._at(now_ns + took_ns, lambda: self._slowed(now_ns, took_ns, moved))
+        moved = self._issued_nbytes
+        self._timeline.at(now_ns + took_ns, lambda: self._slowed(now_ns, took_ns, moved))
 
     def _slowed(self, began_ns: int, took_ns: int, moved_before: int) -> None:
         """What was moved meanwhile took memory bandwidth from the step."""
-        moved = sum(self._drive.moved_nbytes.values()) - moved_before
+        moved = self._issued_nbytes - moved_before
         more_ns = round(moved / self._machine.gpu.memory_bytes_per_s * 1e9)
-        self._at(self._drive.now_ns + more_ns, lambda: self._decoded(began_ns, took_ns))
+        self._timeline.at(self._timeline.now_ns + more_ns, lambda: self._decoded(began_ns, took_ns))
 
     def _decoded(self, began_ns: int, alone_ns: int) -> None:
-        now_ns, measured = self._drive.now_ns, self.measured
+        now_ns, measured = self._timeline.now_ns, self.measured
         measured.decode_s += (now_ns - began_ns) / 1e9
         measured.decode_alone_s += alone_ns / 1e9
         self._post(StepEnded(now_ns))
@@ -328,19 +354,3 @@ class Server:
         self._running = [one for one in self._running if one.left > 0]
         self._left -= before - len(self._running)
         self._next_step()
-
-
-class _DriveClock:
-    """The drive's clock, for the dispatcher."""
-
-    def __init__(self, drive: VirtualDrive) -> None:
-        self._drive = drive
-
-    def now_ns(self) -> int:
-        return self._drive.now_ns
-
-    def unix_ns(self) -> int:
-        return self._drive.now_ns
-
-    def sleep(self, duration_s: float) -> None:
-        raise NotImplementedError("virtual time passes in the drive")

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from virtual_drive import VirtualDrive
 
 from tutti.bench.simulate import points as simulate_points
 from tutti.bench.simulate import run as simulate
@@ -31,7 +32,6 @@ from tutti.bench.simulate.points import (
     residuals,
 )
 from tutti.bench.simulate.tiers import Blocks
-from tutti.bench.slack.drive import VirtualDrive
 from tutti.bench.slack.hardware import Drive, machine
 from tutti.bench.slack.server import Noise, Server
 from tutti.bench.slack.workload import Request as SlackRequest
@@ -127,21 +127,39 @@ def test_one_request_takes_its_prefill(server: str) -> None:
     assert job.first_ns / 1e3 == pytest.approx(expected_us, rel=1e-4)
 
 
+@pytest.mark.parametrize("policy", ["immediate", "slack"])
+@pytest.mark.parametrize("system", ["dram", "tutti-paper"])
 @pytest.mark.parametrize(("cached", "total"), [(30_720, 32_768), (32_256, 32_768), (2048, 40_960)])
-def test_a_layerwise_load_is_the_known_pipeline(cached: int, total: int) -> None:
+def test_a_layerwise_load_is_the_known_pipeline(
+    system: str, policy: str, cached: int, total: int
+) -> None:
     """load + 31 max(load, compute) + compute, of one layer each, for an idle machine."""
-    times = times_of("tutti-paper", "paper", policy="immediate")
+    times = times_of(system, "paper", policy=policy)
     _, job = alone(times, total, cached)
     nbytes = cached * CALIBRATION.model.kv_nbytes_per_token // 32
     compute_us = times.layer_us(total - cached, cached)
-    # One launch for all layers: none is ready before all are, without units of their own.
-    everything_us = times.read_us(32 * nbytes) + 32 * compute_us
-    assert job.first_ns / 1e3 == pytest.approx(everything_us, rel=0.01)
-    times = times_of("tutti-paper", "paper")
-    _, job = alone(times, total, cached)
     load_us = times.read_us(nbytes) - times.latency_us
     pipeline_us = load_us + 31 * max(load_us, compute_us) + compute_us
     assert job.first_ns / 1e3 == pytest.approx(pipeline_us, rel=0.03)
+    # A unit of layers is a coarser simulation, not another system.
+    _, coarse = alone(times, total, cached, unit_layers=4)
+    assert job.first_ns <= coarse.first_ns <= job.first_ns + 4000 * max(load_us, compute_us)
+
+
+def test_every_layerwise_system_waits_for_about_a_layer_where_compute_takes_longer() -> None:
+    """64K tokens, 48K of them cached: only the first layer is waited for, whatever the policy."""
+    total, cached = 65_536, 49_152
+    nbytes = cached * CALIBRATION.model.kv_nbytes_per_token // 32
+    layerwise = [name for name, one in CALIBRATION.systems.items() if one.layerwise]
+    assert {"dram", "tutti", "tutti-paper"} <= set(layerwise)
+    for name in layerwise:
+        for policy in ("immediate", "slack"):
+            times = times_of(name, policy=policy)
+            _, job = alone(times, total, cached)
+            assert job.bubble_ns / 1e3 == pytest.approx(times.read_us(nbytes), rel=0.05), name
+    times = times_of("ssd")
+    _, whole = alone(times, total, cached)
+    assert whole.bubble_ns / 1e3 == pytest.approx(times.read_us(32 * nbytes), rel=0.05)
 
 
 def test_a_load_before_the_step_adds_up() -> None:
@@ -421,28 +439,16 @@ def test_a_shape_without_engines_is_refused() -> None:
 
 
 def test_it_agrees_with_the_server_of_bench_slack() -> None:
-    """The same requests, through real commands to the memory controller and layer by layer."""
+    """The same requests, layer by layer."""
     truth = machine(PAPER_DRIVE, "H100")
     rng, now_ns, wanted = random.Random(7), 0, []
     for _ in range(12):
         now_ns += round(rng.expovariate(5) * 1e3) * 10**6
         hit, new = rng.choice((0, 16, 64, 128)), rng.randint(1, 4)
         wanted.append(SlackRequest(now_ns, hit * BLOCK_TOKENS, new * BLOCK_TOKENS, 20))
-    limits = Limits()
-    drive = VirtualDrive(truth.drive)
-    try:
-        server = Server(
-            truth,
-            drive,
-            wanted,
-            SlackPolicy(truth, limits),
-            truth,
-            noise=Noise(step=0.0, layer=0.0),
-            seed=1,
-        )
-        there = server.run()
-    finally:
-        drive.close()
+    quiet = Noise(step=0.0, layer=0.0)
+    server = Server(truth, wanted, SlackPolicy(Limits()), truth, noise=quiet, seed=1)
+    there = server.run()
     times = times_of("tutti", submit_read_us=0.0, submit_write_us=0.0)
     times.server = replace(times.server, chunk_tokens=1 << 20)
     cluster, requests, first = Cluster(times, Shape()), [], 0

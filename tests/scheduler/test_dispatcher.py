@@ -23,7 +23,7 @@ from tutti.scheduler.event import (
 )
 from tutti.scheduler.policy import Limits, SlackPolicy
 from tutti.scheduler.request import Phase
-from tutti.scheduler.state import Decision, ReadLaunch, State, WriteLaunch
+from tutti.scheduler.state import Decision, Issue, State
 from tutti.scheduler.trace import line, replay
 
 MB = 1_000_000
@@ -35,8 +35,8 @@ class Instant:
 
     def __init__(self) -> None:
         self.dispatcher: Dispatcher | None = None
-        self.reads: list[ReadLaunch] = []
-        self.writes: list[WriteLaunch] = []
+        self.reads: list[Issue] = []
+        self.writes: list[Issue] = []
         self.copied: list[str] = []
         self.dropped: list[str] = []
         self.fails = False
@@ -45,21 +45,21 @@ class Instant:
         assert self.dispatcher is not None
         self.dispatcher.post(event)
 
-    def read(self, launch: ReadLaunch) -> None:
+    def read(self, launch: Issue) -> None:
         if self.fails:
             raise OSError("broken")
         self.reads.append(launch)
         assert self.dispatcher is not None
         now_ns = self.dispatcher.now_ns()
-        self._post(LayersReady(now_ns, launch.name, launch.first + launch.layers))
+        self._post(LayersReady(now_ns, launch.name, launch.first + launch.count))
 
-    def write(self, launch: WriteLaunch) -> None:
+    def write(self, launch: Issue) -> None:
         if self.fails:
             raise OSError("broken")
         self.writes.append(launch)
         assert self.dispatcher is not None
         now_ns = self.dispatcher.now_ns()
-        self._post(PagesWritten(now_ns, launch.name, launch.first + launch.pages))
+        self._post(PagesWritten(now_ns, launch.name, launch.first + launch.count))
 
     def copy_out(self, name: str) -> None:
         self.copied.append(name)
@@ -74,7 +74,7 @@ def dispatcher_of(
 ) -> tuple[Dispatcher, Instant]:
     launcher = Instant()
     limits = limits or Limits()
-    policy = SlackPolicy(profile, limits)
+    policy = SlackPolicy(limits)
     dispatcher = Dispatcher(policy, profile, launcher, limits=limits, **more)  # type: ignore[arg-type]
     launcher.dispatcher = dispatcher
     return dispatcher, launcher
@@ -85,8 +85,8 @@ def test_everything_posted_is_launched_within_the_call() -> None:
     dispatcher.post(LoadKnown(5, "a", layers=4, layer_nbytes=MB, tokens=1, prefix_tokens=1))
     dispatcher.post(WriteKnown(5, "w", pages=8, page_nbytes=MB))
     dispatcher.run_due()
-    assert sum(launch.layers for launch in launcher.reads) == 4
-    assert sum(launch.pages for launch in launcher.writes) == 8
+    assert sum(launch.count for launch in launcher.reads) == 4
+    assert sum(launch.count for launch in launcher.writes) == 8
     assert dispatcher.counters()["written_pages"] == 8
     assert dispatcher.counters()["read_nbytes"] == 4 * MB
 
@@ -103,7 +103,7 @@ def test_a_recorded_run_replays() -> None:
         dispatcher.post(WriteKnown(clock.now_ns(), f"w{number}", pages=9, page_nbytes=MB))
         clock.advance(0.001)
         dispatcher.run_due()
-    assert list(replay(lines, SlackPolicy(PROFILE, Limits()), PROFILE)) == lines
+    assert list(replay(lines, SlackPolicy(Limits()), PROFILE)) == lines
 
 
 def test_launches_that_fail_are_gone_and_the_loop_lives() -> None:
@@ -127,8 +127,8 @@ def test_a_profile_of_no_use_ends_slack_not_service(us: float) -> None:
     dispatcher.post(LoadKnown(0, "a", layers=4, layer_nbytes=MB, tokens=1, prefix_tokens=1))
     dispatcher.post(WriteKnown(0, "w", pages=3, page_nbytes=MB))
     dispatcher.run_due()
-    assert launcher.reads == [ReadLaunch("a", 0, 4)]
-    assert launcher.writes == [WriteLaunch("w", 0, 3)]
+    assert launcher.reads == [Issue("a", 0, 4)]
+    assert launcher.writes == [Issue("w", 0, 3)]
 
 
 class Broken(SlackPolicy):
@@ -138,7 +138,7 @@ class Broken(SlackPolicy):
 
 def test_a_policy_that_breaks_ends_slack_not_service() -> None:
     launcher = Instant()
-    launcher.dispatcher = Dispatcher(Broken(PROFILE), PROFILE, launcher, clock=ManualClock(0))
+    launcher.dispatcher = Dispatcher(Broken(), PROFILE, launcher, clock=ManualClock(0))
     launcher.dispatcher.post(WriteKnown(0, "w", pages=3, page_nbytes=MB))
     launcher.dispatcher.post("nonsense")  # type: ignore[arg-type]
     launcher.dispatcher.post(WriteKnown(0, "v", pages=2, page_nbytes=MB))
@@ -153,7 +153,7 @@ def test_a_trace_that_cannot_be_recorded_ends() -> None:
     dispatcher, launcher = dispatcher_of(clock=ManualClock(0), record=record)
     dispatcher.post(WriteKnown(0, "w", pages=3, page_nbytes=MB))
     dispatcher.run_due()
-    assert sum(launch.pages for launch in launcher.writes) == 3
+    assert sum(launch.count for launch in launcher.writes) == 3
 
 
 def test_a_clock_that_jumps_back() -> None:
@@ -164,7 +164,7 @@ def test_a_clock_that_jumps_back() -> None:
     dispatcher.post(WriteKnown(7, "w", pages=3, page_nbytes=MB))
     dispatcher.run_due()
     assert dispatcher.state.now_ns == 10**12
-    assert dispatcher.state.corrections.decode.factor == 1.0
+    assert dispatcher.state.estimates.decode.factor == 1.0
     assert launcher.writes
 
 
@@ -173,7 +173,7 @@ def test_a_clock_that_jumps_ahead_teaches_nothing() -> None:
     dispatcher.post(StepBegan(0, Phase.DECODE, tokens=1, context_tokens=1))
     dispatcher.post(StepEnded(10**15))
     dispatcher.run_due()
-    assert dispatcher.state.corrections.decode.factor == 1.0
+    assert dispatcher.state.estimates.decode.factor == 1.0
 
 
 def test_what_does_not_fit_is_copied_out_then_dropped() -> None:
@@ -205,7 +205,7 @@ def test_many_threads_post() -> None:
     while dispatcher.state.totals.written_pages < 400 and time.monotonic() < deadline_s:
         time.sleep(0.01)
     assert dispatcher.stop()
-    assert sum(launch.pages for launch in launcher.writes) == 400
+    assert sum(launch.count for launch in launcher.writes) == 400
 
 
 def test_hurry_launches_what_waits() -> None:
@@ -220,4 +220,4 @@ def test_hurry_launches_what_waits() -> None:
     assert not launcher.writes
     dispatcher.expedite()
     dispatcher.run_due()
-    assert launcher.writes == [WriteLaunch("w", 0, 2)]
+    assert launcher.writes == [Issue("w", 0, 2)]

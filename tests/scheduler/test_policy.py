@@ -4,10 +4,12 @@ import pytest
 from scheduler.drive import Drive, Linear
 
 from tutti.errors import ConfigError
+from tutti.scheduler.baselines import FixedWindow, ImmediatePolicy
+from tutti.scheduler.changes import Scheduler
 from tutti.scheduler.event import LoadKnown, StepBegan, StepEnded, Tick, WriteKnown
-from tutti.scheduler.policy import FixedWindow, ImmediatePolicy, Limits, SlackPolicy
+from tutti.scheduler.policy import Limits, SlackPolicy
 from tutti.scheduler.request import Phase
-from tutti.scheduler.state import State, apply, commit
+from tutti.scheduler.state import Issue
 from tutti.scheduler.trace import replay
 
 MS = 1_000_000
@@ -26,7 +28,8 @@ def mixed(drive: Drive) -> None:
 
 def drive(policy: type = SlackPolicy, truth: Linear | None = None, **limits: float) -> Drive:
     truth = truth or Linear()
-    return Drive(policy(truth, Limits(**limits)), truth, truth)
+    limits = {"probe_us": 1e9, **limits}
+    return Drive(policy(Limits(**limits)), truth, truth)
 
 
 def test_reads_and_writes_take_turns_where_they_hurt_each_other() -> None:
@@ -35,20 +38,20 @@ def test_reads_and_writes_take_turns_where_they_hurt_each_other() -> None:
     one.run()
     assert one.state.totals.written_pages == 40
     for state, decision in one.decisions:
-        assert not (decision.reads and (state.writes_fly or decision.writes))
-        assert not (decision.writes and state.reads_fly)
+        assert not (decision.reads and (state.writing.flying or decision.writes))
+        assert not (decision.writes and state.reading.flying)
 
 
 def test_reads_and_writes_go_together_where_they_do_not() -> None:
     one = drive(truth=Linear(interference=1.0))
     mixed(one)
     one.run()
-    assert any(decision.writes and state.reads_fly for state, decision in one.decisions)
+    assert any(decision.writes and state.reading.flying for state, decision in one.decisions)
 
 
 def test_the_slack_of_a_load_goes_to_writes() -> None:
     # A layer computes for 2 ms and loads in 1: half of the time is slack.
-    one = drive(truth=Linear(layer=2000.0))
+    one = drive(truth=Linear(layer=2000.0), write_burst_us=1000.0)
     mixed(one)
     one.run()
     assert one.state.totals.slack_ns > 0
@@ -58,12 +61,14 @@ def test_immediate_launches_all_at_once() -> None:
     one = drive(ImmediatePolicy)
     mixed(one)
     one.run()
-    assert [name for _, _, name in one.launches] == ["w", "a"]
+    issues = [issue for _, d in one.decisions for issue in (*d.writes, *d.reads)]
+    assert issues == [Issue("w", 0, 40), Issue("a", 0, 8)]
+    assert len({when for when, _, name in one.launches if name == "a"}) == 1
 
 
 def test_fixed_writes_one_window_at_a_time() -> None:
     truth = Linear()
-    one = Drive(FixedWindow(truth, window_us=1000.0, bytes_per_s=8e9), truth, truth)
+    one = Drive(FixedWindow(window_us=1000.0, bytes_per_s=8e9), truth, truth)
     mixed(one)
     one.run()
     writes = [when for when, direction, _ in one.launches if direction == "write"]
@@ -74,7 +79,7 @@ def test_a_trace_replays_to_the_same_bytes() -> None:
     one = drive()
     mixed(one)
     one.run()
-    assert list(replay(one.trace, SlackPolicy(one.profile, Limits()), one.profile)) == one.trace
+    assert list(replay(one.trace, SlackPolicy(Limits(probe_us=1e9)), one.profile)) == one.trace
 
 
 def busy(one: Drive) -> None:
@@ -154,11 +159,10 @@ def test_limits_that_make_no_sense(wrong: dict[str, float]) -> None:
 def test_a_drive_that_stalls_is_not_given_more_and_more_writes(interference: float) -> None:
     """What is launched is in the way of the next read, however late its end is."""
     profile, limits = Linear(interference=interference), Limits()
-    policy, state = SlackPolicy(profile, limits), State()
+    scheduler = Scheduler(SlackPolicy(limits), profile)
     event: WriteKnown | Tick = WriteKnown(0, "w", pages=2000, page_nbytes=2 * MB)
     for at in range(1, 200):  # of 1 ms each, in which nothing ends
-        state = apply(state, event, profile)
-        state = commit(state, policy.decide(state), profile)
+        scheduler.take(event)
         event = Tick(at * MS)
-    launched_us = profile.write_us(state.writes[0].flying_nbytes)
+    launched_us = scheduler.state.writing.flying_ns / 1000
     assert 0 < launched_us <= 2 * limits.write_burst_us

@@ -3,24 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import replace
 from typing import Any
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scheduler.drive import Drive, Linear
 
+from tutti.scheduler.baselines import FixedWindow, ImmediatePolicy
 from tutti.scheduler.event import LoadKnown, StepBegan, StepEnded, WriteKnown
-from tutti.scheduler.policy import (
-    Due,
-    FixedWindow,
-    ImmediatePolicy,
-    Limits,
-    SlackPolicy,
-    deadlines,
-)
-from tutti.scheduler.request import Load, PageLocation, Phase
-from tutti.scheduler.slack import Estimates
+from tutti.scheduler.policy import Limits, SlackPolicy
+from tutti.scheduler.request import Kind, PageLocation, Phase
 from tutti.scheduler.state import Decision, State
 from tutti.scheduler.trace import replay
 
@@ -47,6 +39,7 @@ limits_of = st.builds(
     locked_pages=st.integers(0, 120),
     staged_pages=st.integers(0, 60),
     read_ahead_nbytes=st.integers(0, 400).map(lambda n: n * MB),
+    probe_us=st.just(1e9),
     read_patience_us=st.floats(0, 200_000),
     write_patience_us=st.floats(0, 200_000),
     forced_share=st.floats(0.05, 0.5),
@@ -73,14 +66,14 @@ def feed(drive: Drive, work: Any) -> None:
 def test_nothing_is_lost_and_limits_hold(
     policy: Any, work: Any, truth: Linear, profile: Linear, limits: Limits
 ) -> None:
-    drive = Drive(policy(profile, limits), profile, truth)
+    drive = Drive(policy(limits), profile, truth)
     feed(drive, work)
     drive.run()
     totals = drive.state.totals
     offered = sum(pages for _, pages, _, _ in work[1])
     assert totals.written_pages + totals.dropped_pages == offered
     assert not drive.state.writes
-    assert not drive.state.writes_fly
+    assert not drive.state.writing.flying
     for state, decision in drive.decisions:
         assert decision.wake_ns is None or decision.wake_ns > state.now_ns
         check_launches(state, decision)
@@ -89,86 +82,81 @@ def test_nothing_is_lost_and_limits_hold(
 
 def check_launches(state: State, decision: Decision) -> None:
     """In order, without gaps, of what is there; copied and dropped only what did not begin."""
-    at = {load.name: load.issued for load in state.loads}
+    at = {load.name: load.issued for load in state.loads.values()}
     for read in decision.reads:
         assert read.first == at[read.name]
-        assert read.layers > 0
-        at[read.name] += read.layers
-    assert all(at[load.name] <= load.layers for load in state.loads)
-    at = {write.name: write.issued for write in state.writes}
+        assert read.count > 0
+        at[read.name] += read.count
+    assert all(at[load.name] <= load.layers for load in state.loads.values())
+    at = {write.name: write.issued for write in state.writes.values()}
     for write in decision.writes:
         assert write.first == at[write.name]
-        assert write.pages > 0
-        at[write.name] += write.pages
-    assert all(at[write.name] <= write.pages for write in state.writes)
-    waiting = {w.name for w in state.writes if w.place is PageLocation.SOURCE and not w.issued}
+        assert write.count > 0
+        at[write.name] += write.count
+    assert all(at[write.name] <= write.pages for write in state.writes.values())
+    waiting = {
+        w.name for w in state.writes.values() if w.place is PageLocation.SOURCE and not w.issued
+    }
+    waiting |= {load.name for load in state.loads.values() if load.kind is Kind.READ_AHEAD}
     gone = Counter([*decision.copy_outs, *decision.drops])
     assert set(gone) <= waiting
     assert all(count == 1 for count in gone.values())
-    assert not set(gone) & {launch.name for launch in decision.writes}
+    assert not set(gone) & {issue.name for issue in (*decision.reads, *decision.writes)}
 
 
 def check_limits(state: State, decision: Decision, limits: Limits) -> None:
     gone = {*decision.copy_outs, *decision.drops}
-    idle = [w for w in state.writes if w.place is PageLocation.SOURCE and w.name not in gone]
+    writes = state.writes.values()
+    idle = [w for w in writes if w.place is PageLocation.SOURCE and w.name not in gone]
     locked = sum(w.pages for w in idle)
     # Only what the device works on may exceed the bound: it cannot be copied out any more.
     assert locked <= limits.locked_pages or all(w.issued for w in idle)
-    copied = sum(w.pages for w in state.writes if w.name in decision.copy_outs)
+    copied = sum(w.pages for w in writes if w.name in decision.copy_outs)
     assert state.staged_pages + copied <= limits.staged_pages or not copied
-    ahead = {load.name: load.layer_nbytes for load in state.loads if load.step is None}
-    more = sum(r.layers * ahead.get(r.name, 0) for r in decision.reads)
+    ahead = {load.name: load.layer_nbytes for load in state.loads.values() if not load.running}
+    more = sum(r.count * ahead.get(r.name, 0) for r in decision.reads)
     assert state.read_ahead_nbytes + more <= limits.read_ahead_nbytes or not more
 
 
 @settings(deadline=None, max_examples=40)
 @given(works, truths, limits_of)
 def test_a_load_is_overtaken_for_a_bounded_time(work: Any, truth: Linear, limits: Limits) -> None:
-    """A launch of B while A could go means: B came at most the patience after A."""
-    drive = Drive(SlackPolicy(truth, limits), truth, truth)
+    """An issue of B while A could go means: B came at most the patience after A."""
+    drive = Drive(SlackPolicy(limits), truth, truth)
     feed(drive, work)
     drive.run()
     patience_ns = round(limits.read_patience_us * 1000)
     for state, decision in drive.decisions:
-        budget = limits.read_ahead_nbytes - state.read_ahead_nbytes
-        issued = {load.name: load.issued for load in state.loads}
-        came_ns = {load.name: load.arrived_ns for load in state.loads}
-        urgent = deadlines(state, Estimates(truth, state.corrections), limits)
         for read in decision.reads:
-            # In the order of this moment: launches of this decision count.
-            now = [
-                replace(due, load=replace(due.load, issued=issued[due.load.name])) for due in urgent
-            ]
-            for name in startable(now, state, limits, budget):
-                assert came_ns[read.name] <= came_ns[name] + patience_ns
-            load = next(due.load for due in now if due.load.name == read.name)
-            budget -= unit_nbytes(load) if load.step is None else 0
-            issued[read.name] = load.unit_end
+            for name in startable(state, limits):
+                latest_ns = state.loads[name].arrived_ns + patience_ns
+                assert state.loads[read.name].arrived_ns <= latest_ns
+            load = state.loads[read.name]
+            load.issued += read.count  # issues before it in this decision count
+            if not load.running:
+                state.read_ahead_nbytes += read.count * load.layer_nbytes
 
 
-def startable(dues: list[Due], state: State, limits: Limits, budget: int) -> list[str]:
-    """What may be launched now, by SlackPolicy's docstring."""
-    waiting = [due for due in dues if due.load.issued < due.load.layers]
-    waiting.sort(key=lambda due: (due.deadline_ns(due.load.issued), due.load.number))
+def startable(state: State, limits: Limits) -> list[str]:
+    """What may be issued now, by SlackPolicy's docstring."""
+    budget = limits.read_ahead_nbytes - state.read_ahead_nbytes
     found, blocked = [], False
-    for load in (due.load for due in waiting):
-        fits = unit_nbytes(load) <= budget
-        if load.step == state.step.number or (fits and not blocked):
+    for load in state.loads.values():
+        if load.issued == load.layers:
+            continue
+        fits = load.unit_nbytes <= budget
+        if load.running or (fits and not blocked):
             found.append(load.name)
-        elif unit_nbytes(load) <= limits.read_ahead_nbytes:
+        elif load.unit_nbytes <= limits.read_ahead_nbytes:
             blocked = True
     return found
-
-
-def unit_nbytes(load: Load) -> int:
-    return (load.unit_end - load.issued) * load.layer_nbytes
 
 
 @settings(deadline=None, max_examples=40)
 @given(works, truths, limits_of)
 def test_a_write_waits_for_a_bounded_time(work: Any, truth: Linear, limits: Limits) -> None:
     """The bound of SlackPolicy's docstring, with what a drive can take longer than expected."""
-    drive = Drive(SlackPolicy(truth, limits), truth, truth)
+    drive = Drive(SlackPolicy(limits), truth, truth)
     feed(drive, work)
     drive.run()
     unit_reads = [unit * mb * MB for _, _, mb, unit, _ in work[0]]
@@ -191,19 +179,19 @@ def test_a_write_waits_for_a_bounded_time(work: Any, truth: Linear, limits: Limi
 def test_a_trace_replays_to_the_same_bytes(
     policy: Any, work: Any, truth: Linear, limits: Limits
 ) -> None:
-    drive = Drive(policy(truth, limits), truth, truth)
+    drive = Drive(policy(limits), truth, truth)
     feed(drive, work)
     drive.run()
-    assert list(replay(drive.trace, policy(truth, limits), truth)) == drive.trace
+    assert list(replay(drive.trace, policy(limits), truth)) == drive.trace
 
 
 @settings(deadline=None, max_examples=40)
 @given(works, st.floats(2, 5), limits_of)
 def test_directions_never_mix_where_that_hurts(work: Any, factor: float, limits: Limits) -> None:
     truth = Linear(interference=factor)
-    drive = Drive(SlackPolicy(truth, limits), truth, truth)
+    drive = Drive(SlackPolicy(limits), truth, truth)
     feed(drive, work)
     drive.run()
     for state, decision in drive.decisions:
-        assert not (decision.reads and (state.writes_fly or decision.writes))
-        assert not (decision.writes and state.reads_fly)
+        assert not (decision.reads and (state.writing.flying or decision.writes))
+        assert not (decision.writes and state.reading.flying)

@@ -12,11 +12,12 @@ from scheduler.drive import Linear
 
 from store.pools import fill, formatted, opened, some_keys
 from tutti.errors import ConfigError, KeyMissing, TuttiError
+from tutti.scheduler.baselines import ImmediatePolicy
 from tutti.scheduler.dispatcher import Schedule
 from tutti.scheduler.event import StepBegan, StepEnded
-from tutti.scheduler.policy import ImmediatePolicy, Limits
+from tutti.scheduler.policy import Limits
 from tutti.scheduler.request import Phase
-from tutti.scheduler.state import Decision, State, WriteLaunch
+from tutti.scheduler.state import Decision, Issue, State
 from tutti.store import ObjectStore
 from tutti.transfers.tickets import PutTicket
 from tutti.transfers.writer import PutRequest
@@ -32,7 +33,7 @@ def rng(seed: int) -> np.random.Generator:
 class Never:
     """A policy that launches nothing."""
 
-    def __init__(self, profile: Any, limits: Limits) -> None: ...
+    def __init__(self, limits: Limits) -> None: ...
 
     def decide(self, state: State) -> Decision:
         return Decision()
@@ -42,15 +43,15 @@ class DropAll(Never):
     """A policy that gives up every write."""
 
     def decide(self, state: State) -> Decision:
-        return Decision(drops=tuple(write.name for write in state.writes))
+        return Decision(drops=tuple(write.name for write in state.writes.values()))
 
 
 class OneByOne(Never):
     """A policy that launches a page each time it is asked."""
 
     def decide(self, state: State) -> Decision:
-        waiting = [write for write in state.writes if write.waits]
-        return Decision(writes=tuple(WriteLaunch(w.name, w.issued, 1) for w in waiting))
+        waiting = state.unwritten.values()
+        return Decision(writes=tuple(Issue(w.name, w.issued, 1) for w in waiting))
 
 
 def scheduled(schedule: Schedule | None = None, **config: Any) -> ObjectStore:
@@ -125,7 +126,7 @@ def test_writes_wait_for_the_step_that_reads(rng: np.random.Generator) -> None:
         store.scheduler.post(StepBegan(now_ns, Phase.DECODE, tokens=1, context_tokens=10))
         store.put(some_keys(rng, 4), np.arange(4)).wait(10)
         store.scheduler.post(StepEnded(store.scheduler.now_ns()))
-    assert sum(launch.pages for _, decision in seen for launch in decision.writes) == 4
+    assert sum(launch.count for _, decision in seen for launch in decision.writes) == 4
 
 
 def test_a_pool_has_no_staging() -> None:

@@ -20,10 +20,13 @@ from tutti.callbacks import Guard
 from tutti.clock import Clock, SystemClock
 from tutti.errors import ConfigError
 from tutti.process import Owned
+from tutti.scheduler.baselines import ImmediatePolicy
+from tutti.scheduler.changes import Scheduler
 from tutti.scheduler.event import Event, LoadGone, Tick, WriteGone
-from tutti.scheduler.policy import ImmediatePolicy, Limits, Policy, SlackPolicy
+from tutti.scheduler.policy import Limits, SlackPolicy
 from tutti.scheduler.request import Profile
-from tutti.scheduler.state import Decision, ReadLaunch, State, WriteLaunch, apply, commit
+from tutti.scheduler.slack import Estimates
+from tutti.scheduler.state import NOTHING, Decision, Issue, Policy, State
 
 #: The loop looks at the clock at least so often.
 _NAP_S = 0.5
@@ -34,10 +37,10 @@ DecisionHook = Callable[[Event, Decision], None]
 class TransferIssuer(Protocol):
     """Starts transfers, without waiting for them; their ends are posted as events."""
 
-    def read(self, launch: ReadLaunch) -> None:
+    def read(self, launch: Issue) -> None:
         """Layers of a load; then LayersReady, or LoadGone."""
 
-    def write(self, launch: WriteLaunch) -> None:
+    def write(self, launch: Issue) -> None:
         """Pages of a write; then PagesWritten, or WriteGone."""
 
     def copy_out(self, name: str) -> None:
@@ -62,7 +65,7 @@ class Schedule:
 
     profile: Profile
     limits: Limits = _POOL_LIMITS
-    policy: Callable[[Profile, Limits], Policy] = SlackPolicy
+    policy: Callable[[Limits], Policy] = SlackPolicy
     record: DecisionHook | None = None
 
     def __post_init__(self) -> None:
@@ -89,8 +92,7 @@ class Dispatcher(Owned):
         record: DecisionHook | None = None,
         guard: Guard | None = None,
     ) -> None:
-        self._policy = policy
-        self._profile = profile
+        self._scheduler = Scheduler(policy, profile)
         self._limits = limits or Limits()
         self._launcher = launcher
         self._clock = clock or SystemClock()
@@ -99,7 +101,6 @@ class Dispatcher(Owned):
         self._changed = threading.Condition()
         self._events: deque[Event] = deque()
         self._pumping = threading.Lock()
-        self._state = State()
         self._wake_ns: int | None = None
         self._stopping = False
         self._thread: threading.Thread | None = None
@@ -109,7 +110,7 @@ class Dispatcher(Owned):
         """The dispatcher of a pool."""
         limits = replace(schedule.limits, read_ahead_nbytes=_UNBOUNDED_NBYTES)
         return cls(
-            schedule.policy(schedule.profile, limits),
+            schedule.policy(limits),
             schedule.profile,
             launcher,
             limits=limits,
@@ -119,8 +120,8 @@ class Dispatcher(Owned):
 
     @property
     def state(self) -> State:
-        """The state after the last decision: a snapshot that does not change."""
-        return self._state
+        """The scheduler's state, which changes with the next decision; only to be read."""
+        return self._scheduler.state
 
     def now_ns(self) -> int:
         """The time that events are stamped with."""
@@ -148,7 +149,7 @@ class Dispatcher(Owned):
     def expedite(self) -> None:
         """From now on everything goes at once."""
         with self._pumping:
-            self._policy = ImmediatePolicy(self._profile, self._limits)
+            self._scheduler.policy = ImmediatePolicy(self._limits)
         self.post(Tick(self.now_ns()))
 
     def start(self) -> None:
@@ -171,9 +172,8 @@ class Dispatcher(Owned):
         """Totals so far; see state.Totals.  Also what waits, the corrections of the profile, and
         prediction_error, the mean error of expected times relative to them.
         """
-        state = self._state
-        totals = state.totals
-        corrections = asdict(state.corrections)
+        state = self._scheduler.state
+        totals, factors = state.totals, state.estimates.factors()
         return {
             **asdict(totals),
             "prediction_error": totals.error_ns / totals.expected_ns if totals.expected_ns else 0.0,
@@ -181,7 +181,7 @@ class Dispatcher(Owned):
             "staged_pages": state.staged_pages,
             "loads_waiting": len(state.loads),
             "writes_waiting": len(state.writes),
-            **{f"{kind}_factor": corrections[kind]["factor"] for kind in corrections},
+            **{f"{kind}_factor": factor for kind, factor in factors.items()},
         }
 
     def _next(self, otherwise: Event | None) -> Event | None:
@@ -190,35 +190,29 @@ class Dispatcher(Owned):
 
     def _take(self, event: Event) -> None:
         try:
-            decision = self._decide(event)
+            decision = self._scheduler.take(event)
         except BaseException as error:
-            # A load that waits for its launch must not pay for a profile, or for a bug of a policy.
+            # A wrong profile or a bug of a policy costs order, not service.
             self._guard.caught("the scheduler's policy (all launches are immediate now)", error)
-            decision = self._decide_plainly(event)
+            decision = self._take_plainly(event)
         self._wake_ns = decision.wake_ns
         if self._record is not None:
             what = "the scheduler's recorder (it is not called again)"
             if not self._guard.call(what, self._record, event, decision):
                 self._record = None
-        self._launch(decision)
+        if decision is not NOTHING:
+            self._launch(decision)
 
-    def _decide_plainly(self, event: Event) -> Decision:
-        """Without profile and policy; an event that is no use even so changes nothing."""
-        self._profile = _Unknown()
-        self._policy = ImmediatePolicy(self._profile, self._limits)
+    def _take_plainly(self, event: Event) -> Decision:
+        """Without the profile and the policy; an event that still raises changes nothing."""
         try:
-            return self._decide(event)
+            state = self._scheduler.state
+            state.estimates = Estimates(_Unknown())
+            self._scheduler.policy = ImmediatePolicy(self._limits)
+            return self._scheduler.take(event)
         except BaseException as error:
             self._guard.caught(f"event {event} of the scheduler", error)
-            return Decision()
-
-    def _decide(self, event: Event) -> Decision:
-        state = apply(self._state, event, self._profile)
-        decision = self._policy.decide(state)
-        if not isinstance(decision, Decision):
-            raise TypeError(f"the policy returned {decision!r}; a Decision is needed")
-        self._state = commit(state, decision, self._profile)
-        return decision
+            return NOTHING
 
     def _launch(self, decision: Decision) -> None:
         for name in decision.drops:
@@ -246,7 +240,7 @@ class Dispatcher(Owned):
 
 
 class _Unknown:
-    """The profile of who knows nothing: everything takes no time."""
+    """The profile without a measurement: everything takes no time."""
 
     interference = 1.0
 

@@ -1,4 +1,4 @@
-"""What happens to the scheduler, one kind of event each, and their form as JSON.
+"""Events of the scheduler, and their form as JSON.
 
 Every event carries the moment at which it happened, so that a recorded trace replays exactly.
 """
@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from tutti.errors import ConfigError
-from tutti.scheduler.request import Phase
+from tutti.scheduler.request import READS, WRITES, Kind, Phase
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +22,7 @@ class Tick:
 
 @dataclass(frozen=True, slots=True)
 class LoadKnown:
-    """A request came whose prefix can be read; see Load."""
+    """There is something to read, layer by layer; see Load."""
 
     at_ns: int
     name: str
@@ -32,11 +32,12 @@ class LoadKnown:
     prefix_tokens: int
     unit_layers: int = 1
     batch: str = ""
+    kind: Kind = Kind.LOAD
 
 
 @dataclass(frozen=True, slots=True)
 class LoadGone:
-    """The load is over, failed, or nobody wants it any more."""
+    """The load has ended or failed, or is not wanted any more."""
 
     at_ns: int
     name: str
@@ -44,8 +45,8 @@ class LoadGone:
 
 @dataclass(frozen=True, slots=True)
 class BatchJoined:
-    """The loads of ``batch`` that are left belong to the batch ``into`` from now on: it takes what
-    was read ahead.
+    """The remaining loads of ``batch`` belong to the batch ``into`` from now on: it takes what was
+    read ahead.
     """
 
     at_ns: int
@@ -71,6 +72,7 @@ class WriteKnown:
     pages: int
     page_nbytes: int
     unit_pages: int = 1
+    kind: Kind = Kind.PUT
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +98,7 @@ class WriteGone:
 
 @dataclass(frozen=True, slots=True)
 class PagesCopied:
-    """All pages of a write are in staging: the engine may have its own back."""
+    """All pages of a write are in staging: the engine may reuse its own."""
 
     at_ns: int
     name: str
@@ -171,7 +173,7 @@ _KINDS: dict[str, type[Any]] = {
 def to_json(event: Event) -> str:
     """One line, always the same for the same event."""
     values = {"event": type(event).__name__, **asdict(event)}
-    return json.dumps(values, separators=(",", ":"), default=lambda phase: phase.value)
+    return json.dumps(values, separators=(",", ":"), default=lambda one: one.value)
 
 
 def from_json(line: str) -> Event:
@@ -181,6 +183,10 @@ def from_json(line: str) -> Event:
         kind = _KINDS[values.pop("event")]
         if "phase" in values:
             values["phase"] = Phase(values["phase"])
+        if "kind" in values:
+            values["kind"] = Kind(values["kind"])
+            if values["kind"] not in (READS if kind is LoadKnown else WRITES):
+                raise ValueError("its kind goes the other way")
         if "loads" in values:
             values["loads"] = tuple(str(name) for name in values["loads"])
         numbers = [f.name for f in fields(kind) if f.type == "int"]

@@ -1,39 +1,43 @@
 """Policies: from a state to a decision, without memory of their own.
 
-`SlackPolicy` is the one to use.  `ImmediatePolicy` issues everything at once, and `FixedWindow`
-writes so much in every window of time; they are what `SlackPolicy` is compared with.
+`SlackPolicy` is the one to use.  `baselines.py` has those that it is compared with.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from typing import Protocol
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
 
 from tutti.errors import ConfigError
-from tutti.scheduler.request import Load, PageLocation, Phase, Profile, Step, Write
-from tutti.scheduler.slack import Estimates
-from tutti.scheduler.state import Decision, ReadLaunch, State, WriteLaunch
+from tutti.scheduler.request import Kind, Load, PageLocation, Phase, Write
+from tutti.scheduler.state import NOTHING, Decision, Issue, State
+
+#: So many loads are looked at for slack, those that are due first.
+_DUES_MAX = 8
 
 
 @dataclass(frozen=True)
 class Limits:
     """What a policy may use.
 
-    locked_pages: engine pages that may wait to be written; beyond, they are copied out.
+    locked_pages: engine pages that may wait to be written; beyond, they are copied to staging.
     staged_pages: pages of staging for those; beyond, writes are dropped.
     read_ahead_nbytes: staging for loads whose step did not begin.
-    read_window_us: reads are launched so far ahead of the device, and no further: what is launched
+    read_window_us: reads are issued so far ahead of the device, and no further: what is issued
         cannot be overtaken.
-    write_burst_us: as much is written at once, and a new read may have to wait for it.
-    quantum_us: a shorter slack is not worth a pause between reads.
+    write_burst_us: writes are issued in bursts of this length; a new read may have to wait for one.
     margin: part of the time until a deadline that is not planned with.
-    read_patience_us: a load is overtaken only by loads that came within this time after it.
+    read_patience_us: a load is overtaken only by loads that came within this time after it, and
+        read-ahead that was not begun by then is dropped.
     write_patience_us: a write that waited longer goes without slack, in ``forced_share`` of the
-        device's time.
-    pressure: from this part of locked_pages and staged_pages on writes go before reads, until
-        fewer wait: what is dropped costs more than a bubble.
-    Raises ConfigError for what makes no sense.
+        device's time; background work likewise.
+    pressure: from half of this part of locked_pages and staged_pages on, writes go without slack in
+        a share of the time that grows with what waits, up to all of it at this part: what is
+        dropped costs more than a bubble.
+    probe_us: reads and writes go together once in this time where they otherwise take turns, to
+        measure what that costs.
+    Raises ConfigError for values out of range.
     """
 
     locked_pages: int = 4096
@@ -41,16 +45,16 @@ class Limits:
     read_ahead_nbytes: int = 4 << 30
     read_window_us: float = 4_000.0
     write_burst_us: float = 4_000.0
-    quantum_us: float = 1_000.0
     margin: float = 0.02
     read_patience_us: float = 2_000_000.0
     write_patience_us: float = 5_000_000.0
     forced_share: float = 0.125
     pressure: float = 0.5
+    probe_us: float = 2_000_000.0
 
     def __post_init__(self) -> None:
         counts = (self.locked_pages, self.staged_pages, self.read_ahead_nbytes)
-        times = (self.read_patience_us, self.write_patience_us, self.quantum_us)
+        times = (self.read_patience_us, self.write_patience_us, self.probe_us)
         if min(counts) < 0 or min(times) < 0 or not 0 <= self.margin < 1:
             raise ConfigError("limits of the scheduler are not negative, and the margin is below 1")
         if min(self.read_window_us, self.write_burst_us) <= 0:
@@ -59,140 +63,375 @@ class Limits:
             raise ConfigError("forced_share lies in (0, 0.5] and pressure in (0, 1]")
 
 
-class Policy(Protocol):
-    """Decides what to launch.  The same state always gives the same decision."""
-
-    def decide(self, state: State) -> Decision:
-        """What to do now."""
-
-
-@dataclass(frozen=True, slots=True)
-class Due:
-    """A load and when its layers are needed: layer k at ``first_ns + k * layer_ns``.
-
-    eligible: it may be launched now.
-    """
-
-    load: Load
-    first_ns: int
-    layer_ns: int
-    eligible: bool
-
-    def deadline_ns(self, layer: int) -> int:
-        """When a layer is needed."""
-        return self.first_ns + layer * self.layer_ns
-
-
 class SlackPolicy:
     """Reads by deadline; writes into slack, then decode steps and idle time.
 
-    * Reads: the layer that is needed first goes first.  A load's deadline lies at most
-      ``read_patience_us`` after its arrival, so a load that may be launched (its step began, or
-      it fits into the read-ahead budget behind the more urgent ones) is overtaken only by loads
-      that came at most that much later.
+    * Reads: the layer that is needed first goes first, in windows of layers.  A load's deadline
+      lies at most ``read_patience_us`` after its arrival, so a load that may be issued (its step
+      began, or it fits into the read-ahead budget behind the more urgent ones) is overtaken only
+      by loads that came at most that much later.
     * Writes: as many as fit between now and the tightest deadline.  Where interference doubles the
       time of a transfer or worse, both directions take turns; else writes go beside reads.
+    * Pressure: the more pages wait, the more of the device's time writes get without slack.
     * Starvation: a write older than ``write_patience_us`` goes all the same, one unit each time,
       in ``forced_share`` of the device's time.  So a write that has k units before it and in it is
-      launched within ``write_patience_us + k * (drain + unit / forced_share)``, where ``drain`` is
+      issued within ``write_patience_us + k * (drain + unit / forced_share)``, where ``drain`` is
       the time of the reads in flight (``read_window_us`` and one unit at most).
+    * Background work goes when the device is idle, or as writes do once it is that old.
     """
 
-    def __init__(self, profile: Profile, limits: Limits | None = None) -> None:
-        self.profile = profile
+    def __init__(self, limits: Limits | None = None) -> None:
         self.limits = limits or Limits()
-
-    def decide(self, state: State) -> Decision:
-        """See Policy."""
-        estimates = Estimates(self.profile, state.corrections)
-        copy_outs, drops = overflow(state, self.limits)
-        waiting = [
-            w for w in state.writes if w.waits and w.name not in drops and w.name not in copy_outs
-        ]
-        dues = deadlines(state, estimates, self.limits)
-        plan = _Plan(state, estimates, self.limits, dues, waiting)
-        decision = plan.take_turns() if estimates.interference >= 2 else plan.side_by_side()
-        wake_ns = decision.wake_ns
-        if wake_ns is not None and wake_ns <= state.now_ns:
-            wake_ns = None  # what was expected by now did not end: its end decides
-        return replace(decision, copy_outs=copy_outs, drops=drops, wake_ns=wake_ns)
-
-
-class ImmediatePolicy:
-    """Launches whatever it can, at once: no order, no slack.  Memory is as bounded as ever."""
-
-    def __init__(self, profile: Profile, limits: Limits | None = None) -> None:
-        self.limits = limits or Limits()
-
-    def decide(self, state: State) -> Decision:
-        """See Policy."""
-        copy_outs, drops = overflow(state, self.limits)
-        gone = {*copy_outs, *drops}
-        writes = tuple(
-            WriteLaunch(w.name, w.issued, w.pages - w.issued)
-            for w in state.writes
-            if w.waits and w.name not in gone
+        self._window_ns = round(self.limits.read_window_us * 1000)
+        self._burst_ns = round(self.limits.write_burst_us * 1000)
+        self._read_patience_ns = round(self.limits.read_patience_us * 1000)
+        self._write_patience_ns = round(self.limits.write_patience_us * 1000)
+        self._probe_ns = round(self.limits.probe_us * 1000)
+        self._pressing = self.limits.pressure * (
+            self.limits.locked_pages + self.limits.staged_pages
         )
-        return Decision(_all_reads(state, self.limits), writes, copy_outs, drops)
-
-
-class FixedWindow:
-    """Writes what a constant bandwidth moves in a constant window of time; reads go at once.
-
-    window_us: between launches of writes.  bytes_per_s: what the device is taken to write.
-    """
-
-    def __init__(
-        self,
-        profile: Profile,
-        limits: Limits | None = None,
-        *,
-        window_us: float = 10_000.0,
-        bytes_per_s: float = 10 * 2**30,
-    ) -> None:
-        self.limits = limits or Limits()
-        self._window_ns = round(window_us * 1000)
-        self._nbytes = round(window_us * 1e-6 * bytes_per_s)
 
     def decide(self, state: State) -> Decision:
         """See Policy."""
-        copy_outs, drops = overflow(state, self.limits)
-        gone = {*copy_outs, *drops}
-        waiting = [w for w in state.writes if w.waits and w.name not in gone]
-        reads = _all_reads(state, self.limits)
-        last_ns = state.write_launched_ns
-        if waiting and last_ns is not None and state.now_ns < last_ns + self._window_ns:
-            return Decision(reads, (), copy_outs, drops, wake_ns=last_ns + self._window_ns)
-        left = self._nbytes
-        writes: list[WriteLaunch] = []
-        for write in waiting:
-            pages = _whole_units(write, left // write.page_nbytes)
-            if not pages:
-                pages = 0 if writes else write.unit
-            if pages:
-                writes.append(WriteLaunch(write.name, write.issued, pages))
-            left -= pages * write.page_nbytes
-            if pages < write.pages - write.issued:
+        copy_outs: tuple[str, ...] = ()
+        drops: tuple[str, ...] = ()
+        if state.engine_pages > self.limits.locked_pages:
+            copy_outs, drops = overflow(state, self.limits)
+        gone = (*copy_outs, *drops)
+        if state.unread:
+            drops += self._stale(state)
+        plan = _NO_PLAN
+        oldest = _first(state.unwritten, gone) if state.unwritten else None
+        if oldest is not None:
+            plan = self._with_writes(state, oldest, gone)
+        elif state.running or state.unread:
+            plan = self._without_writes(state, drops)
+        if state.background_reads or state.background_writes:
+            plan = self._with_background(state, plan, gone)
+        if plan is _NO_PLAN and not drops and not copy_outs:
+            return NOTHING
+        reads, writes, gap_ns, wake_ns = plan
+        return Decision(reads, writes, copy_outs, drops, wake_ns, gap_ns > 0, gap_ns)
+
+    def _without_writes(self, state: State, gone: tuple[str, ...]) -> _Plan:
+        """Where no writes wait; some may still be in flight."""
+        if state.writing.flying and self._takes_turns(state):
+            return _NO_PLAN
+        reads = self._reads(state, gone)
+        return _Plan(reads) if reads else _NO_PLAN
+
+    def _with_writes(self, state: State, oldest: Write, gone: tuple[str, ...]) -> _Plan:
+        """Where writes wait."""
+        estimates = state.estimates
+        slack_ns = self._slack_ns(state) if state.running or state.unread else None
+        turns = self._takes_turns(state)
+        cost = 1.0  # of a nanosecond of writes to the reads
+        if not turns:
+            cost = max(0.0, estimates.interference - 1)
+        left_ns = state.writing.left_ns(state.now_ns, estimates.write.factor)
+        if slack_ns is not None and slack_ns < cost * (left_ns + self._least_ns(state, oldest)):
+            return self._without_slack(state, oldest, gone, turns)
+        if turns and state.reading.flying:
+            return _NO_PLAN  # reads pause until the device is idle; their end decides
+        budget_ns = self._burst_ns
+        if slack_ns is not None and cost > 0:
+            budget_ns = min(budget_ns, int(slack_ns / cost) - left_ns)
+        writes = self._burst(state, budget_ns, gone)
+        return _Plan(() if turns else self._reads(state, gone), writes)
+
+    def _without_slack(
+        self, state: State, oldest: Write, gone: tuple[str, ...], turns: bool
+    ) -> _Plan:
+        """Reads, and writes that are old or too many."""
+        now_ns = state.now_ns
+        budget_ns, share = self._forced(state, oldest)
+        if not budget_ns:
+            reads = () if turns and state.writing.flying else self._reads(state, gone)
+            return _Plan(reads, wake_ns=self._next_chance_ns(state, oldest))
+        if turns and state.reading.flying:
+            return _NO_PLAN  # as with slack
+        writes = self._burst(state, budget_ns, gone)
+        reads = () if turns else self._reads(state, gone)
+        gap_ns = round(budget_ns / share) if writes else 0
+        return _Plan(reads, writes, gap_ns, now_ns + gap_ns if writes else None)
+
+    def _least_ns(self, state: State, oldest: Write) -> int:
+        """Slack that is worth a pause; less where the device writes already."""
+        burst_ns = self._burst_ns // 4 if state.writing.flying else self._burst_ns
+        return max(burst_ns, round(oldest.unit * oldest.write_ns * state.estimates.write.factor))
+
+    def _takes_turns(self, state: State) -> bool:
+        if state.estimates.interference < 2:
+            return False
+        return state.now_ns - state.both_measured_ns < self._probe_ns
+
+    def _forced(self, state: State, oldest: Write) -> tuple[int, float]:
+        """(device time, share) of writes without slack: because they are old, or too many."""
+        now_ns, limits = state.now_ns, self.limits
+        if now_ns < state.forced_until_ns:
+            return 0, 1.0
+        unit_ns = max(1, round(oldest.unit * oldest.write_ns * state.estimates.write.factor))
+        share = 2 * state.waiting_pages / self._pressing - 1 if self._pressing else 1.0
+        if share > 0:
+            return max(unit_ns, self._burst_ns), min(1.0, max(share, limits.forced_share))
+        if now_ns >= oldest.arrived_ns + self._write_patience_ns:
+            return unit_ns, limits.forced_share
+        return 0, 1.0
+
+    def _next_chance_ns(self, state: State, oldest: Write) -> int | None:
+        """When writes that wait now may go without slack."""
+        at_ns = state.forced_until_ns
+        if 2 * state.waiting_pages <= self._pressing:
+            at_ns = max(at_ns, oldest.arrived_ns + self._write_patience_ns)
+        return at_ns if at_ns > state.now_ns else None
+
+    def _burst(self, state: State, budget_ns: int, gone: tuple[str, ...]) -> tuple[Issue, ...]:
+        """Writes that take so long, one unit at least; none while the device has enough of them.
+
+        A device that stalls is not given more and more.
+        """
+        estimates = state.estimates
+        left_ns = state.writing.left_ns(state.now_ns, estimates.write.factor)
+        flying_ns = state.writing.flying_ns * estimates.write.factor
+        if left_ns > self._burst_ns // 2 or flying_ns > self._burst_ns:
+            return ()
+        return writes_for(state.unwritten, budget_ns / estimates.write.factor, gone)
+
+    def _stale(self, state: State) -> tuple[str, ...]:
+        """Read-ahead that was not begun in time, or does not fit the budget."""
+        if next(iter(state.unread.values())).kind is not Kind.READ_AHEAD:
+            return ()  # the oldest first: others are younger, or wait behind a request
+        budget, since_ns = self.limits.read_ahead_nbytes, state.now_ns - self._read_patience_ns
+        return tuple(
+            load.name
+            for load in state.unread.values()
+            if load.kind is Kind.READ_AHEAD
+            and not load.issued
+            and (load.arrived_ns < since_ns or load.unit_nbytes > budget)
+        )
+
+    def _slack_ns(self, state: State) -> int | None:
+        """How long the device may do something else before a layer is late; None: no limit.
+
+        Every load is checked at its next and at its last layer: in between the time that is needed
+        grows evenly, like the deadlines.  Negative when a layer will be late anyway.
+        """
+        read, margin = state.estimates.read.factor, self.limits.margin
+        free_ns = state.now_ns + state.reading.left_ns(state.now_ns, read)
+        spares, before_ns = [], 0.0
+        for load, first_ns, layer_ns in self._dues(state):
+            issued = load.issued
+            if issued > load.ready:
+                spares.append(first_ns + (issued - 1) * layer_ns - free_ns)
+            left = load.layers - issued
+            if left:
+                one_ns = load.read_ns * read
+                total_ns = before_ns + left * one_ns
+                next_ns = first_ns + issued * layer_ns - free_ns
+                last_ns = next_ns + (left - 1) * layer_ns
+                spares.append(next_ns - before_ns - one_ns - margin * max(0.0, next_ns))
+                spares.append(last_ns - total_ns - margin * max(0.0, last_ns))
+                before_ns = total_ns
+        return round(min(spares)) if spares else None
+
+    def _dues(self, state: State) -> list[tuple[Load, float, float]]:
+        """(load, when its first layer is needed, time of a layer) of what may be issued.
+
+        Loads of the running step by where its layers are.  The others are taken to run one after
+        another in order of arrival, once the step has ended.
+        """
+        step, layer = state.step, state.estimates.layer.factor
+        running_ns = step.expected_ns * layer
+        first_ns = step.layer_ns - step.layer * running_ns
+        dues = [(load, first_ns, running_ns) for load in state.running.values()]
+        start_ns = step_end_ns(state) + state.ahead_ns * layer
+        budget = self.limits.read_ahead_nbytes - state.read_ahead_nbytes
+        for load in state.unread.values():
+            if budget < load.unit_nbytes or len(dues) >= _DUES_MAX:
                 break
-        wake_ns = state.now_ns + self._window_ns if writes else None
-        return Decision(reads, tuple(writes), copy_outs, drops, wake_ns=wake_ns)
+            budget -= (load.layers - load.issued) * load.layer_nbytes
+            layer_ns = load.compute_ns * layer
+            latest_ns = load.arrived_ns + self._read_patience_ns - load.issued * layer_ns
+            dues.append((load, min(start_ns, latest_ns), layer_ns))
+            start_ns += load.layers * layer_ns
+        return dues
+
+    def _reads(self, state: State, gone: tuple[str, ...]) -> tuple[Issue, ...]:
+        """Reads by deadline, until the window is full."""
+        factor = state.estimates.read.factor
+        room_ns = self._window_ns - state.reading.flying_ns * factor
+        if room_ns <= 0 and state.reading.flying > 1:
+            return ()
+        running = [load for load in state.running.values() if load.issued < load.layers]
+        queue = _Reads(state, self.limits.read_ahead_nbytes, gone)
+        patience_ns = self._read_patience_ns
+        step_ns = state.step.expected_ns * state.estimates.layer.factor
+        base_ns = state.step.layer_ns - state.step.layer * step_ns
+        while room_ns > 0 or not (queue.issues or state.reading.flying > 1):  # ends: see _Reads
+            load, least_ns = queue.head, math.inf
+            if load is not None:
+                least_ns = load.arrived_ns + patience_ns
+            for one in running:
+                due_ns = base_ns + queue.next_layer(one) * step_ns
+                latest_ns = one.arrived_ns + patience_ns
+                due_ns = min(max(due_ns, one.arrived_ns), latest_ns)
+                if due_ns < least_ns or (due_ns == least_ns and load is queue.head):
+                    load, least_ns = one, due_ns
+            if load is None:
+                break
+            one_ns = max(1.0, load.read_ns * factor)
+            layers = max(1, math.ceil(room_ns / one_ns))
+            if load.running and len(running) > 1:
+                layers = 1  # the same layer of all is needed together
+            room_ns -= one_ns * queue.add(load, layers)
+            if load.running and queue.next_layer(load) == load.layers:
+                running.remove(load)
+        return queue.result()
+
+    def _with_background(self, state: State, plan: _Plan, gone: tuple[str, ...]) -> _Plan:
+        """Background work beside a plan: where nothing else flies or waits, or when it is old."""
+        if plan.reads or plan.writes or state.now_ns < state.forced_until_ns:
+            return plan
+        write = _first(state.background_writes, gone)
+        load = next(iter(state.background_reads.values()), None)
+        if write is not None and load is not None:
+            write, load = (write, None) if write.number < load.number else (None, load)
+        entry = write or load
+        if entry is None:
+            return plan
+        old_ns = entry.arrived_ns + self._write_patience_ns
+        flies = state.reading.flying or state.writing.flying
+        if flies or plan is not _NO_PLAN:
+            if state.now_ns < old_ns:
+                return plan._replace(wake_ns=min(old_ns, plan.wake_ns or old_ns))
+            if flies and self._takes_turns(state):
+                return plan
+        if write is not None:
+            issue, took_ns = (
+                Issue(write.name, write.issued, write.unit),
+                write.write_ns * write.unit,
+            )
+        else:
+            assert load is not None, "one of both"
+            layers = min(load.unit_layers, load.layers - load.issued)
+            issue = Issue(load.name, load.issued, layers)
+            took_ns = load.read_ns * layers
+        gap_ns = max(1, round(took_ns / self.limits.forced_share)) if flies else 0
+        wake_ns = state.now_ns + gap_ns if gap_ns else plan.wake_ns
+        reads, writes = ((), (issue,)) if write is not None else ((issue,), ())
+        return _Plan(reads, writes, gap_ns if writes else 0, wake_ns)
+
+
+class _Plan(NamedTuple):
+    """What a decision issues.  gap_ns: above 0, the writes go without slack."""
+
+    reads: tuple[Issue, ...] = ()
+    writes: tuple[Issue, ...] = ()
+    gap_ns: int = 0
+    wake_ns: int | None = None
+
+
+_NO_PLAN = _Plan()
+
+
+class _Reads:
+    """Reads of one decision.  head: the load to read ahead next, within the budget.
+
+    Every ``add`` issues a unit at least, so the layers that wait bound how often it is called.
+    A load that does not fit what is left of the budget holds back those behind it, unless it is
+    larger than the whole budget and has to wait for its step.
+    """
+
+    def __init__(self, state: State, budget: int, gone: tuple[str, ...]) -> None:
+        self.issues: list[tuple[Load, int, int]] = []
+        self._whole, self._left = budget, budget - state.read_ahead_nbytes
+        self._ahead = iter(state.unread.values())
+        self._gone = gone
+        self._next: dict[str, int] = {}
+        self.head: Load | None = None
+        self._move()
+
+    def next_layer(self, load: Load) -> int:
+        """The first layer that is not issued, this decision included."""
+        return self._next.get(load.name, load.issued)
+
+    def add(self, load: Load, layers: int) -> int:
+        """Issues so many layers, or as many as are left or fit; in whole units.  How many."""
+        first, unit = self.next_layer(load), load.unit_layers
+        count = min(-(-layers // unit) * unit, load.layers - first)
+        if not load.running:
+            fits = self._left // load.layer_nbytes
+            if fits < count:
+                count = max(min(unit, load.layers - first), fits // unit * unit)
+            self._left -= count * load.layer_nbytes
+        self._next[load.name] = first + count
+        if self.issues and self.issues[-1][0] is load:
+            _, begin, before = self.issues.pop()
+            self.issues.append((load, begin, before + count))
+        else:
+            self.issues.append((load, first, count))
+        if load is self.head:
+            if first + count == load.layers:
+                self._move()
+            elif self._needs(load) > self._left:
+                self.head = None
+        return count
+
+    def result(self) -> tuple[Issue, ...]:
+        """The decision's reads."""
+        return tuple(Issue(load.name, first, count) for load, first, count in self.issues)
+
+    def _needs(self, load: Load) -> int:
+        """Bytes of the next unit."""
+        return min(load.unit_layers, load.layers - self.next_layer(load)) * load.layer_nbytes
+
+    def _move(self) -> None:
+        """To the next load that fits."""
+        self.head = None
+        for load in self._ahead:
+            nbytes = self._needs(load)
+            if load.name in self._gone or nbytes > self._whole:
+                continue
+            self.head = load if nbytes <= self._left else None
+            return
+
+
+def writes_for(
+    unwritten: dict[str, Write], budget_ns: float, gone: tuple[str, ...]
+) -> tuple[Issue, ...]:
+    """Writes that the profile expects to take so long, one unit at least, the oldest first."""
+    issues: list[Issue] = []
+    for write in unwritten.values():
+        if write.name in gone:
+            continue
+        page_ns = max(1, write.write_ns)
+        pages = write.whole_units(int(budget_ns // page_ns))
+        if not pages and not issues:
+            pages = write.unit
+        if pages:
+            issues.append(Issue(write.name, write.issued, pages))
+        budget_ns -= pages * page_ns
+        if pages < write.pages - write.issued:
+            break
+    return tuple(issues)
 
 
 def overflow(state: State, limits: Limits) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """(copy_outs, drops) that keep locked pages within bounds; the newest writes go first.
+    """(copy_outs, drops) that keep locked pages within bounds; the newest go first, and replicas
+    before puts.
 
-    Only what was not launched at all can go.  Pages that are being copied count as gone.
+    Only what was not issued at all can go.  Pages that are being copied count as gone.
     """
-    locked = sum(w.pages for w in state.writes if w.place is PageLocation.SOURCE)
-    staged = state.staged_pages
+    locked, staged = state.engine_pages, state.staged_pages
     copy_outs, drops = [], []
-    for write in reversed(state.writes):
+    newest = sorted(state.writes.values(), key=lambda w: (w.kind is not Kind.REPLICATE, -w.number))
+    for write in newest:
         if locked <= limits.locked_pages:
             break
-        if write.place is not PageLocation.SOURCE or write.issued:
+        if write.place is not PageLocation.SOURCE or write.issued or write.kind is Kind.MIGRATE:
             continue
         locked -= write.pages
-        if staged + write.pages <= limits.staged_pages:
+        if write.kind is Kind.PUT and staged + write.pages <= limits.staged_pages:
             staged += write.pages
             copy_outs.append(write.name)
         else:
@@ -200,273 +439,14 @@ def overflow(state: State, limits: Limits) -> tuple[tuple[str, ...], tuple[str, 
     return tuple(copy_outs), tuple(drops)
 
 
-def deadlines(state: State, estimates: Estimates, limits: Limits) -> list[Due]:
-    """When each load that has not all arrived is needed, the most urgent first.
-
-    Loads of the running step by where its layers are.  The others are taken to run one after
-    another in order of arrival, once the step has ended.
-    """
-    step = state.step
-    start_ns = max(state.now_ns, step_end_ns(state, estimates))
-    patience_ns = round(limits.read_patience_us * 1000)
-    budget = limits.read_ahead_nbytes - state.read_ahead_nbytes
-    running_ns = _step_layer_ns(step, estimates)
-    found = []
-    for load in state.loads:
-        if load.step == step.number and step.phase is Phase.PREFILL:
-            first_ns, layer_ns = step.layer_ns - step.layer * running_ns, running_ns
-            eligible = True
-        else:
-            layer_ns = estimates.layer_ns(load.tokens, load.prefix_tokens)
-            first_ns = start_ns
-            start_ns += load.layers * layer_ns
-            eligible = (load.unit_end - load.issued) * load.layer_nbytes <= budget
-        if load.ready < load.layers:
-            latest_ns = load.arrived_ns + patience_ns
-            late_ns = first_ns + load.issued * layer_ns - latest_ns
-            found.append(Due(load, first_ns - max(0, late_ns), layer_ns, eligible))
-    found.sort(key=lambda due: (due.deadline_ns(due.load.issued), due.load.number))
-    return found
-
-
-def step_end_ns(state: State, estimates: Estimates) -> int:
-    """When the running step should end; now, when none runs."""
-    step = state.step
+def step_end_ns(state: State) -> float:
+    """When the running step should end; now at the earliest."""
+    step, estimates = state.step, state.estimates
     if step.phase is Phase.DECODE:
-        return step.began_ns + estimates.decode_ns(step.tokens, step.context_tokens)
-    if step.phase is Phase.PREFILL:
-        left = step.layers - step.layer
-        return step.layer_ns + left * _step_layer_ns(step, estimates)
-    return state.now_ns
+        return max(state.now_ns, step.began_ns + step.expected_ns * estimates.decode.factor)
+    left_ns = (step.layers - step.layer) * step.expected_ns * estimates.layer.factor
+    return max(state.now_ns, step.layer_ns + left_ns)
 
 
-def slack_ns(state: State, estimates: Estimates, dues: list[Due], margin: float) -> int | None:
-    """How long the device may do something else before a layer is late; None: as long as it likes.
-
-    Every load is checked at its next and at its last layer: in between the time that is needed
-    grows evenly, like the deadlines.  Negative when a layer will be late anyway.
-    """
-    free_ns = max(state.now_ns, state.reading.ends_ns, state.writing.ends_ns)
-    least = None
-    before_ns = 0  # reads of more urgent loads
-    for due in dues:
-        load = due.load
-        if load.issued > load.ready:
-            spare_ns = due.deadline_ns(load.issued - 1) - state.reading.ends_ns
-            least = spare_ns if least is None else min(least, spare_ns)
-        if load.issued == load.layers:
-            continue
-        one_ns = estimates.read_ns(load.layer_nbytes)
-        total_ns = (load.layers - load.issued) * one_ns
-        for layer, needed_ns in ((load.issued, one_ns), (load.layers - 1, total_ns)):
-            left_ns = due.deadline_ns(layer) - free_ns
-            spare_ns = left_ns - before_ns - needed_ns - round(margin * max(0, left_ns))
-            least = spare_ns if least is None else min(least, spare_ns)
-        before_ns += total_ns
-    return least
-
-
-class _Plan:
-    """One decision of SlackPolicy in the making."""
-
-    def __init__(
-        self,
-        state: State,
-        estimates: Estimates,
-        limits: Limits,
-        dues: list[Due],
-        waiting: list[Write],
-    ) -> None:
-        self._state = state
-        self._estimates = estimates
-        self._limits = limits
-        self._dues = dues
-        self._waiting = waiting
-        # A load outside of the budget does not use the device, whatever its deadline.
-        wanted = [due for due in dues if due.eligible]
-        self._reads_wait = any(due.load.issued < due.load.layers for due in wanted)
-        self._slack_ns = slack_ns(state, estimates, wanted, limits.margin)
-
-    def take_turns(self) -> Decision:
-        """Reads or writes, never both."""
-        state = self._state
-        if state.writes_fly:
-            return self._write_on() if not self._reads_wait else Decision()
-        forced, share = self._forced()
-        writes = bool(self._waiting) and (forced > 0 or self._has_room(1.0))
-        if state.reads_fly:
-            # Reads pause so that the writes find the device idle.
-            return Decision(wake_ns=state.reading.ends_ns) if writes else self._read()
-        if not writes:
-            return self._read()
-        return self._write(forced, share) if forced else self._write_into_slack(1.0)
-
-    def side_by_side(self) -> Decision:
-        """Writes beside reads, as far as reads have time for it."""
-        reads = self._read()
-        cost = max(0.0, self._estimates.interference - 1)
-        if not self._waiting:
-            return reads
-        forced, share = self._forced()
-        if self._state.writes_fly:
-            writes = self._write_on() if self._has_room(cost) else Decision()
-        elif self._has_room(cost):
-            writes = self._write_into_slack(cost)
-        else:
-            writes = self._write(forced, share) if forced else Decision()
-        wakes = [d.wake_ns for d in (reads, writes) if d.wake_ns is not None]
-        return replace(writes, reads=reads.reads, wake_ns=min(wakes, default=None))
-
-    def _has_room(self, cost: float) -> bool:
-        """Whether slack is worth a pause.  cost: of a nanosecond of writes to the reads."""
-        if self._slack_ns is None:
-            return True
-        unit_ns = self._unit_ns()
-        wanted_ns = max(unit_ns, round(self._limits.quantum_us * 1000))
-        return self._slack_ns >= cost * wanted_ns
-
-    def _unit_ns(self) -> int:
-        write = self._waiting[0]
-        return self._estimates.write_ns(write.unit * write.page_nbytes)
-
-    def _forced(self) -> tuple[int, float]:
-        """(pages, share of time) to write without slack: because they are old, or too many."""
-        state, limits = self._state, self._limits
-        if not self._waiting or state.now_ns < state.forced_until_ns:
-            return 0, 1.0
-        oldest = self._waiting[0]
-        room = limits.pressure * (limits.locked_pages + limits.staged_pages)
-        if sum(w.pages for w in state.writes) > room:
-            page_ns = max(1, self._estimates.write_ns(oldest.page_nbytes))
-            burst = round(limits.write_burst_us * 1000) // page_ns
-            return max(oldest.unit, _whole_units(oldest, burst)), 1.0
-        if state.now_ns >= oldest.arrived_ns + round(limits.write_patience_us * 1000):
-            return oldest.unit, limits.forced_share
-        return 0, 1.0
-
-    def _write(self, pages: int, share: float) -> Decision:
-        """The oldest write's next pages, slack or not."""
-        oldest = self._waiting[0]
-        launch_ns = self._estimates.write_ns(pages * oldest.page_nbytes)
-        return Decision(
-            writes=(WriteLaunch(oldest.name, oldest.issued, pages),),
-            forced=True,
-            forced_gap_ns=round(launch_ns / share),
-            wake_ns=self._state.now_ns + round(launch_ns / share),
-        )
-
-    def _write_into_slack(self, cost: float) -> Decision:
-        budget_ns = round(self._limits.write_burst_us * 1000)
-        if self._slack_ns is not None and cost > 0:
-            budget_ns = min(budget_ns, int(self._slack_ns / cost))
-        return self._write_for(budget_ns)
-
-    def _write_on(self) -> Decision:
-        """Keeps the device writing: the next burst before the last has ended."""
-        if not self._waiting:
-            return Decision()
-        burst_ns = round(self._limits.write_burst_us * 1000)
-        next_ns = self._state.writing.ends_ns - burst_ns // 2
-        if self._state.now_ns < next_ns:
-            return Decision(wake_ns=next_ns)
-        flying_nbytes = sum(write.flying_nbytes for write in self._state.writes)
-        if self._estimates.write_ns(flying_nbytes) > max(burst_ns, self._unit_ns()):
-            return Decision()  # late: an end decides, or a drive that stalls gets more and more
-        return self._write_for(burst_ns // 2)
-
-    def _write_for(self, budget_ns: int) -> Decision:
-        """Writes that take so long, one unit at least, the oldest first."""
-        launches: list[WriteLaunch] = []
-        left_ns = budget_ns
-        for write in self._waiting:
-            page_ns = max(1, self._estimates.write_ns(write.page_nbytes))
-            pages = _whole_units(write, left_ns // page_ns)
-            if not pages and not launches:
-                pages = write.unit
-            if pages:
-                launches.append(WriteLaunch(write.name, write.issued, pages))
-            left_ns -= pages * page_ns
-            if pages < write.pages - write.issued:
-                break
-        return Decision(
-            writes=tuple(launches), wake_ns=self._state.writing.ends_ns if not launches else None
-        )
-
-    def _read(self) -> Decision:
-        """Units of reads by deadline, until enough are in flight."""
-        state = self._state
-        window_ns = round(self._limits.read_window_us * 1000)
-        ends_ns = max(state.now_ns, state.reading.ends_ns)
-        launches: list[ReadLaunch] = []
-        for due in _by_deadline(self._dues, self._limits.read_ahead_nbytes, state):
-            if ends_ns - state.now_ns >= window_ns:
-                return Decision(tuple(launches), wake_ns=ends_ns - window_ns)
-            load = due.load
-            layers = load.unit_end - load.issued
-            launches.append(ReadLaunch(load.name, load.issued, layers))
-            ends_ns += self._estimates.read_ns(layers * load.layer_nbytes)
-        return Decision(tuple(launches), wake_ns=self._next_chance_ns())
-
-    def _next_chance_ns(self) -> int | None:
-        """When writes that wait now may be old enough to go without slack."""
-        if not self._waiting:
-            return None
-        oldest_ns = self._waiting[0].arrived_ns + round(self._limits.write_patience_us * 1000)
-        at_ns = max(oldest_ns, self._state.forced_until_ns)
-        return at_ns if at_ns > self._state.now_ns else None
-
-
-def _by_deadline(dues: list[Due], read_ahead_nbytes: int, state: State) -> Iterator[Due]:
-    """Launches in their order, one unit each; loads as they are after the launches before.
-
-    A load that does not fit into what is left of the read-ahead budget holds back those behind it
-    that need it too, unless it is larger than the whole budget and has to wait for its step.
-    """
-    step = state.step.number
-    budget = read_ahead_nbytes - state.read_ahead_nbytes
-    left = [due for due in dues if due.load.issued < due.load.layers]
-    while left:  # bounded: every turn launches a unit or takes a load out
-        due = min(left, key=lambda d: (d.deadline_ns(d.load.issued), d.load.number))
-        load, at = due.load, left.index(due)
-        ahead = load.step != step
-        nbytes = (load.unit_end - load.issued) * load.layer_nbytes
-        if ahead and nbytes > budget:
-            hopeless = nbytes > read_ahead_nbytes
-            left = [d for d in left if d.load.step == step or (hopeless and d is not due)]
-            continue
-        yield due
-        budget -= nbytes if ahead else 0
-        after = replace(load, issued=load.unit_end)
-        if after.issued < after.layers:
-            left[at] = replace(due, load=after)
-        else:
-            del left[at]
-
-
-def _all_reads(state: State, limits: Limits) -> tuple[ReadLaunch, ...]:
-    """Every load in full, in order of arrival, within the read-ahead budget."""
-    budget = max(0, limits.read_ahead_nbytes - state.read_ahead_nbytes)
-    launches = []
-    for load in state.loads:
-        layers = load.layers - load.issued
-        if load.step is None:
-            layers = min(layers, budget // load.layer_nbytes)
-            layers -= layers % load.unit_layers if layers < load.layers - load.issued else 0
-            budget -= layers * load.layer_nbytes
-        if layers:
-            launches.append(ReadLaunch(load.name, load.issued, layers))
-    return tuple(launches)
-
-
-def _step_layer_ns(step: Step, estimates: Estimates) -> int:
-    if step.phase is not Phase.PREFILL:
-        return 0
-    return estimates.layer_ns(step.tokens, step.context_tokens)
-
-
-def _whole_units(write: Write, pages: int) -> int:
-    """The most pages, up to so many, that are a launch; 0 when none is."""
-    left = write.pages - write.issued
-    if pages >= left:
-        return left
-    return max(0, pages - pages % write.unit_pages)
+def _first(queue: dict[str, Write], gone: tuple[str, ...]) -> Write | None:
+    return next((write for write in queue.values() if write.name not in gone), None)

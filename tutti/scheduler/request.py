@@ -1,7 +1,7 @@
-"""What the scheduler knows of the work: loads, writes, the step that computes, and a profile.
+"""The scheduler's view of the work: loads, writes, the running step, and the profile.
 
-Times are nanoseconds of one monotonic clock, durations of a profile microseconds.  Nothing here
-changes: a new state is a new object.
+Times are nanoseconds of one monotonic clock, durations of a profile microseconds.  The records
+belong to one `State`, which changes them in place; everybody else only reads them.
 """
 
 from __future__ import annotations
@@ -42,14 +42,36 @@ class Phase(Enum):
     DECODE = "decode"
 
 
-@dataclass(frozen=True, slots=True)
+class Kind(Enum):
+    """The class of a transfer.
+
+    LOAD, READ_AHEAD and PROVE are loads, the others are writes.  READ_AHEAD is a load that no
+    request has asked for yet.  PROVE (verification), MIGRATE (between paths) and REPLICATE (to
+    another tier) are background work: they use the device when nothing else waits for it.
+    """
+
+    LOAD = "load"
+    READ_AHEAD = "read_ahead"
+    PROVE = "prove"
+    PUT = "put"
+    MIGRATE = "migrate"
+    REPLICATE = "replicate"
+
+
+READS = frozenset((Kind.LOAD, Kind.READ_AHEAD, Kind.PROVE))
+WRITES = frozenset((Kind.PUT, Kind.MIGRATE, Kind.REPLICATE))
+BACKGROUND = frozenset((Kind.PROVE, Kind.MIGRATE, Kind.REPLICATE))
+
+
+@dataclass(slots=True)
 class Step:
-    """The step that computes now, as far as it is known.
+    """The running step, as far as it is known.
 
     number: counts steps.  layer: the layer that computes, or waits for its load.
     layer_ns: when that layer began to compute, or the step if it did not yet.
     tokens, context_tokens: new tokens and their prefix of a prefill; batch and sum of the contexts
-    of a decode step.  loads: what it needs, by name or batch.
+    of a decode step.  loads: the loads it needs, by name or batch.
+    expected_ns: of one layer of a prefill, or of a whole decode step, by the profile.
     """
 
     number: int = 0
@@ -61,16 +83,18 @@ class Step:
     tokens: int = 0
     context_tokens: int = 0
     loads: tuple[str, ...] = ()
+    expected_ns: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Load:
-    """A request whose prefix is on the medium.
+    """A prefix on the medium that is to be read, layer by layer.
 
-    number: order of arrival.  layer_nbytes: to read for each layer.  unit_layers: a launch reads
-    this many layers, or what is left.  issued, ready: layers launched and arrived, from 0 on.
-    tokens, prefix_tokens: of the prefill that will use it.  step: the step that waits for it, or
-    None while the load is read ahead.  batch: by which a step may call for it; empty for none.
+    number: order of arrival.  layer_nbytes: bytes of each layer.  unit_layers: an issue is a
+    multiple of it, or the rest.  issued, ready: layers issued and arrived, from 0 on.
+    tokens, prefix_tokens: of the prefill that will use it.  running: its step has begun; else it
+    is read ahead.  batch: by which a step may call for it; empty for none.
+    read_ns, compute_ns: of one layer, by the profile.
     """
 
     name: str
@@ -80,40 +104,39 @@ class Load:
     layer_nbytes: int
     tokens: int
     prefix_tokens: int
-    unit_layers: int = 1
+    unit_layers: int
+    batch: str
+    kind: Kind
+    read_ns: int
+    compute_ns: int
     issued: int = 0
     ready: int = 0
-    step: int | None = None
-    batch: str = ""
+    running: bool = False
 
     def is_for(self, loads: tuple[str, ...]) -> bool:
         """Whether a step that needs ``loads`` needs it."""
         return self.name in loads or bool(self.batch and self.batch in loads)
 
     @property
-    def unit_end(self) -> int:
-        """The layer behind the next launch."""
-        return min(self.layers, self.issued + self.unit_layers)
-
-    @property
-    def flying_nbytes(self) -> int:
-        """Launched and not arrived."""
-        return (self.issued - self.ready) * self.layer_nbytes
+    def unit_nbytes(self) -> int:
+        """Bytes of the shortest issue."""
+        return min(self.unit_layers, self.layers - self.issued) * self.layer_nbytes
 
 
 class PageLocation(Enum):
     """Where pages wait to be written."""
 
-    SOURCE = "engine"  # locked: the engine cannot reuse them
-    COPYING = "copying"  # on their way out; still locked
+    ENGINE = "engine"  # locked: the engine cannot reuse them
+    COPYING = "copying"  # on their way to staging; still locked
     STAGED = "staged"  # in pinned staging; the engine has its pages back
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Write:
-    """Pages to store.  unit_pages: a launch writes a multiple of it, or what is left.
+    """Pages to store.  unit_pages: an issue is a multiple of it, or the rest.
 
-    number: order of arrival.  issued, written: pages launched and stored, from 0 on.
+    number: order of arrival.  issued, written: pages issued and stored, from 0 on.
+    write_ns: of one page, by the profile.
     """
 
     name: str
@@ -121,22 +144,21 @@ class Write:
     arrived_ns: int
     pages: int
     page_nbytes: int
-    unit_pages: int = 1
+    unit_pages: int
+    kind: Kind
+    write_ns: int
     issued: int = 0
     written: int = 0
     place: PageLocation = PageLocation.SOURCE
 
     @property
-    def flying_nbytes(self) -> int:
-        """Launched and not stored."""
-        return (self.issued - self.written) * self.page_nbytes
-
-    @property
-    def waits(self) -> bool:
-        """Whether something of it may be launched."""
-        return self.issued < self.pages and self.place is not PageLocation.COPYING
-
-    @property
     def unit(self) -> int:
-        """Pages of the shortest launch."""
+        """Pages of the shortest issue."""
         return min(self.unit_pages, self.pages - self.issued)
+
+    def whole_units(self, pages: int) -> int:
+        """The most pages, up to so many, that are an issue; 0 when none is."""
+        left = self.pages - self.issued
+        if pages >= left:
+            return left
+        return max(0, pages - pages % self.unit_pages)

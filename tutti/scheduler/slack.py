@@ -8,106 +8,130 @@ contradict the factor, it starts anew from the last of them.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 
 from tutti.errors import ConfigError
 from tutti.scheduler.request import Profile
 
 _WEIGHT = 0.2
-_FACTOR_MAX = 4.0
+_FACTOR_MAX = 8.0
 #: A measurement this many times off contradicts the factor ...
 _CONTRADICTION = 1.5
 #: ... and so many in a row replace it.
 _CONTRADICTIONS_MAX = 4
-#: No layer, step or launch takes longer: the clock jumped.
-_ABSURD_NS = 600 * 10**9
+#: No layer, step or transfer takes longer: the clock jumped.
+ABSURD_NS = 600 * 10**9
+#: Profiles are asked once for each of so many amounts.
+_CACHE_MAX = 4096
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Correction:
     """Measured over expected time of one kind of work."""
 
     factor: float = 1.0
     contradictions: int = 0
 
-    def after(self, expected_ns: int, measured_ns: int) -> Correction:
-        """The correction after one more measurement.  Absurd ones are left out.
+    def measured(self, expected_ns: int, measured_ns: int) -> bool:
+        """Takes one more measurement; False for an absurd one, which changes nothing.
 
-        expected_ns: what the profile says, without this correction.
+        expected_ns: by the profile, without this correction.
         """
-        if not 0 < measured_ns < _ABSURD_NS or expected_ns <= 0:
-            return self
+        if not 0 < measured_ns < ABSURD_NS or expected_ns <= 0:
+            return False
         ratio = min(_FACTOR_MAX, max(1 / _FACTOR_MAX, measured_ns / expected_ns))
-        if max(ratio / self.factor, self.factor / ratio) < _CONTRADICTION:
-            return Correction(self.factor + _WEIGHT * (ratio - self.factor))
-        if self.contradictions + 1 >= _CONTRADICTIONS_MAX:
-            return Correction(ratio)
-        factor = self.factor + _WEIGHT * (ratio - self.factor)
-        return Correction(factor, self.contradictions + 1)
-
-
-@dataclass(frozen=True, slots=True)
-class Corrections:
-    """One for each kind of work."""
-
-    layer: Correction = field(default_factory=Correction)
-    decode: Correction = field(default_factory=Correction)
-    read: Correction = field(default_factory=Correction)
-    write: Correction = field(default_factory=Correction)
-
-    def measured(self, kind: str, expected_ns: int, measured_ns: int) -> Corrections:
-        """After a measurement of "layer", "decode", "read" or "write"; see Correction.after."""
-        after: Correction = getattr(self, kind).after(expected_ns, measured_ns)
-        return replace(self, **{kind: after})
-
-
-NONE = Corrections()
+        contradicts = max(ratio / self.factor, self.factor / ratio) >= _CONTRADICTION
+        self.contradictions = self.contradictions + 1 if contradicts else 0
+        if self.contradictions >= _CONTRADICTIONS_MAX:
+            self.factor, self.contradictions = ratio, 0
+        else:
+            self.factor += _WEIGHT * (ratio - self.factor)
+        return True
 
 
 class Estimates:
-    """Expected times in nanoseconds.
+    """Expected times in nanoseconds: the profile's (base) times a correction for each kind of work.
 
-    Raises ConfigError where the profile says something absurd: negative, not a number, infinite.
+    Raises ConfigError where the profile gives something absurd: negative, not a number, infinite.
     """
 
-    def __init__(self, profile: Profile, corrections: Corrections = NONE) -> None:
+    def __init__(self, profile: Profile) -> None:
         self._profile = profile
-        self._corrections = corrections
+        self.layer = Correction()
+        self.decode = Correction()
+        self.read = Correction()
+        self.write = Correction()
+        self.both = Correction()  # of the interference
+        self._bases: dict[tuple[str, int, int], int] = {}
+        self._interference = 0.0  # not asked yet
 
     @property
     def interference(self) -> float:
         """How many times as long a transfer takes beside the other direction; 1 at least."""
-        factor = self._profile.interference
-        if not (math.isfinite(factor) and factor > 0):
-            raise ConfigError(f"the profile's interference is {factor}; measure it again")
-        return max(1.0, factor)
+        return max(1.0, self.base_interference * self.both.factor)
+
+    @property
+    def base_interference(self) -> float:
+        """By the profile; 1 at least."""
+        if not self._interference:
+            factor = self._profile.interference
+            if not (math.isfinite(factor) and factor > 0):
+                raise ConfigError(f"the profile's interference is {factor}; measure it again")
+            self._interference = max(1.0, factor)
+        return self._interference
+
+    def layer_base_ns(self, tokens: int, prefix_tokens: int) -> int:
+        """Computing one layer of a prefill."""
+        return self._base_ns("layer", tokens, prefix_tokens)
+
+    def decode_base_ns(self, batch: int, context_tokens: int) -> int:
+        """A decode step."""
+        return _ns(self._profile.decode_us(batch, context_tokens), "decode")
+
+    def read_base_ns(self, nbytes: int, parts: int = 1) -> int:
+        """A read alone on the device, for each of so many parts of it."""
+        return self._base_ns("read", nbytes, parts)
+
+    def write_base_ns(self, nbytes: int) -> int:
+        """A write alone on the device."""
+        return self._base_ns("write", nbytes, 1)
 
     def layer_ns(self, tokens: int, prefix_tokens: int) -> int:
-        """Computing one layer of a prefill."""
-        return _ns(self._profile.layer_us(tokens, prefix_tokens), self._corrections.layer, "layer")
-
-    def decode_ns(self, batch: int, context_tokens: int) -> int:
-        """A decode step."""
-        us = self._profile.decode_us(batch, context_tokens)
-        return _ns(us, self._corrections.decode, "decode")
+        """As layer_base_ns, corrected."""
+        return round(self.layer_base_ns(tokens, prefix_tokens) * self.layer.factor)
 
     def read_ns(self, nbytes: int) -> int:
-        """A read alone on the device; nothing takes no time."""
-        if not nbytes:
+        """As read_base_ns, corrected."""
+        return round(self.read_base_ns(nbytes) * self.read.factor)
+
+    def factors(self) -> dict[str, float]:
+        """Every correction, by the kind of work."""
+        names = ("layer", "decode", "read", "write", "both")
+        return {name: getattr(self, name).factor for name in names}
+
+    def _base_ns(self, what: str, first: int, second: int) -> int:
+        key = (what, first, second)
+        found = self._bases.get(key)
+        if found is None:
+            if len(self._bases) >= _CACHE_MAX:
+                self._bases.clear()
+            found = self._bases[key] = self._ask(what, first, second)
+        return found
+
+    def _ask(self, what: str, first: int, second: int) -> int:
+        if what == "layer":
+            return _ns(self._profile.layer_us(first, second), what)
+        if not first:
             return 0
-        return _ns(self._profile.read_us(nbytes), self._corrections.read, "read")
-
-    def write_ns(self, nbytes: int) -> int:
-        """A write alone on the device; nothing takes no time."""
-        if not nbytes:
-            return 0
-        return _ns(self._profile.write_us(nbytes), self._corrections.write, "write")
+        if what == "read":
+            return _ns(self._profile.read_us(first) / second, what)
+        return _ns(self._profile.write_us(first), what)
 
 
-def _ns(us: float, correction: Correction, what: str) -> int:
+def _ns(us: float, what: str) -> int:
     if not (math.isfinite(us) and us >= 0):
         raise ConfigError(f"the profile says that a {what} takes {us} us; measure it again")
-    return round(us * 1000 * correction.factor)
+    return round(us * 1000)
 
 
 def is_worth_loading(

@@ -11,10 +11,10 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 
 from tutti.errors import ConfigError
+from tutti.scheduler.changes import Scheduler
 from tutti.scheduler.event import Event, from_json, to_json
-from tutti.scheduler.policy import Policy
 from tutti.scheduler.request import Profile
-from tutti.scheduler.state import Decision, State, apply, commit
+from tutti.scheduler.state import Decision, Policy
 
 
 def line(event: Event, decision: Decision) -> str:
@@ -25,13 +25,10 @@ def line(event: Event, decision: Decision) -> str:
 
 def replay(lines: Iterable[str], policy: Policy, profile: Profile) -> Iterator[str]:
     """The trace that the events of ``lines`` give.  Raises ConfigError for what is no event."""
-    state = State()
+    scheduler = Scheduler(policy, profile)
     for one in lines:
         event = from_json(_event_part(one))
-        state = apply(state, event, profile)
-        decision = policy.decide(state)
-        state = commit(state, decision, profile)
-        yield line(event, decision)
+        yield line(event, scheduler.take(event))
 
 
 def _event_part(one: str) -> str:

@@ -31,7 +31,7 @@ from tutti.scheduler.event import (
     WriteGone,
     WriteKnown,
 )
-from tutti.scheduler.state import ReadLaunch, WriteLaunch
+from tutti.scheduler.state import Issue
 from tutti.transfers.coalescer import Coalescer
 from tutti.transfers.core import Core
 from tutti.transfers.loader import Loader
@@ -83,7 +83,7 @@ class TransferQueue(Owned):
         self._most = schedule.limits.locked_pages
         self._stopping = False
         # A put may wait for staging or space; decisions, and with them loads, must not.
-        self._launches: queue.SimpleQueue[WriteLaunch | None] = queue.SimpleQueue()
+        self._launches: queue.SimpleQueue[Issue | None] = queue.SimpleQueue()
         self._starter = threading.Thread(target=self._run, name="tutti-puts", daemon=True)
         self.dispatcher = Dispatcher.of(schedule, self, core.guard)
         self._starter.start()
@@ -179,14 +179,14 @@ class TransferQueue(Owned):
         self._launches.put(None)
         self._starter.join(1.0)
 
-    def read(self, launch: ReadLaunch) -> None:
+    def read(self, launch: Issue) -> None:
         """See TransferIssuer: the thread that called ``load`` goes on."""
         with self._lock:
             load = self._loads.get(launch.name)
         if load is not None:
             load.due.set()
 
-    def write(self, launch: WriteLaunch) -> None:
+    def write(self, launch: Issue) -> None:
         """See TransferIssuer."""
         self._launches.put(launch)
 
@@ -216,8 +216,8 @@ class TransferQueue(Owned):
                 if launch is not None:
                     self._launch(launch)
 
-    def _launch(self, launch: WriteLaunch) -> None:
-        end = launch.first + launch.pages
+    def _launch(self, launch: Issue) -> None:
+        end = launch.first + launch.count
         with self._lock:
             put = self._puts.get(launch.name)
             if put is None or put.launched != launch.first:

@@ -1,5 +1,4 @@
-"""A drive on a virtual clock for `tutti bench slack`: real commands through real queue pairs, to
-the memory controller, which moves bytes when its clock says so.
+"""A drive on the memory controller's virtual clock: real commands through real queue pairs.
 
 Scaled: a block of 512 bytes stands for 256 KiB, and bandwidths shrink as much, so that gigabytes
 take little real time and memory.  Latencies are not scaled.

@@ -1,0 +1,496 @@
+"""How events and decisions change the scheduler's state.
+
+    scheduler = Scheduler(SlackPolicy(limits), profile)
+    decision = scheduler.take(event)
+
+A scheduler reads no clock and does no I/O: the same events give the same decisions, wherever they
+come from (a dispatcher, a trace, a simulator with a clock of its own).  The state is changed in
+place, because a copy for each event would cost more than the decision.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from tutti.scheduler.event import (
+    BatchJoined,
+    Event,
+    LayerBegan,
+    LayersReady,
+    LoadGone,
+    LoadKnown,
+    PagesCopied,
+    PagesWritten,
+    StepBegan,
+    StepEnded,
+    Tick,
+    WriteGone,
+    WriteKnown,
+)
+from tutti.scheduler.request import (
+    BACKGROUND,
+    Kind,
+    Load,
+    PageLocation,
+    Phase,
+    Profile,
+    Step,
+    Write,
+)
+from tutti.scheduler.slack import ABSURD_NS
+from tutti.scheduler.state import NOTHING, Decision, Issue, Pipe, Policy, State
+
+#: Transfers are measured over so long at least, unless the device has nothing more to do.
+_MEASURED_NS = 5_000_000
+#: The interference is learnt where both directions were busy for this part of a measurement.
+_BOTH_SHARE = 0.5
+
+_Entry = TypeVar("_Entry", Load, Write)
+
+
+class Scheduler:
+    """A policy and the state that it decides on."""
+
+    def __init__(self, policy: Policy, profile: Profile) -> None:
+        self.policy = policy
+        self.state = State(profile)
+
+    def take(self, event: Event) -> Decision:
+        """What to do after an event.  The caller carries out everything in the decision."""
+        state = self.state
+        apply(state, event)
+        decision = self.policy.decide(state)
+        if not isinstance(decision, Decision):
+            raise TypeError(f"the policy returned {decision!r}; a Decision is needed")
+        if decision is not NOTHING:
+            commit(state, decision)
+        return decision
+
+
+def apply(state: State, event: Event) -> None:
+    """Takes an event.
+
+    Time never goes back: an event that is older than the state happened now.  An event about what
+    is not there (any more) changes nothing but the count of such events.
+    """
+    if event.at_ns > state.now_ns:
+        state.now_ns = event.at_ns
+    _APPLY[type(event)](state, event)
+
+
+def commit(state: State, decision: Decision) -> None:
+    """Takes note that everything in a decision was carried out."""
+    for name in decision.drops:
+        _drop(state, name)
+    for name in decision.copy_outs:
+        write = state.writes[name]
+        _place(state, write, PageLocation.COPYING)
+        state.totals.copied_pages += write.pages
+    if decision.reads:
+        for issue in decision.reads:
+            _issue_read(state, issue)
+    if decision.writes:
+        expected_ns = sum(_issue_write(state, issue, decision.forced) for issue in decision.writes)
+        state.write_issued_ns = state.now_ns
+        if decision.forced:
+            state.forced_until_ns = state.now_ns + decision.forced_gap_ns
+        elif state.running or state.unread:
+            state.totals.slack_ns += round(expected_ns * state.estimates.write.factor)
+
+
+def _drop(state: State, name: str) -> None:
+    write = state.writes.get(name)
+    if write is None:
+        _forget_load(state, state.loads[name])
+        state.totals.dropped_loads += 1
+        return
+    state.totals.dropped_pages += write.pages
+    _forget_write(state, write)
+
+
+def _place(state: State, write: Write, place: PageLocation | None) -> None:
+    """Moves a write from its place to another; None where it leaves."""
+    for at, pages in ((write.place, -write.pages), (place, write.pages)):
+        if at is None or write.kind is Kind.MIGRATE:
+            continue  # a migration needs no memory of the engine's
+        if at is PageLocation.SOURCE:
+            state.engine_pages += pages
+        else:
+            state.staged_pages += pages
+        if at is PageLocation.COPYING:
+            state.copying_pages += pages
+    if place is not None:
+        write.place = place
+        queue = _queue_of(state, write)
+        if place is PageLocation.COPYING:
+            queue.pop(write.name, None)
+        elif write.issued < write.pages:
+            _into_order(queue, write)
+
+
+def _queue_of(state: State, write: Write) -> dict[str, Write]:
+    return state.background_writes if write.kind in BACKGROUND else state.unwritten
+
+
+def _into_order(queue: dict[str, _Entry], entry: _Entry) -> None:
+    """Adds an entry that may be older than what the queue has."""
+    younger = [one for one in queue.values() if one.number > entry.number]
+    for one in younger:
+        del queue[one.name]
+    queue[entry.name] = entry
+    for one in younger:
+        queue[one.name] = one
+
+
+def _issue_read(state: State, issue: Issue) -> None:
+    load = state.loads[issue.name]
+    _begin(state, state.reading, state.writing, issue.count, issue.count * load.read_ns)
+    load.issued += issue.count
+    if not load.running:
+        state.read_ahead_nbytes += issue.count * load.layer_nbytes
+    if load.issued == load.layers:
+        if load.kind in BACKGROUND:
+            state.background_reads.pop(load.name, None)
+        elif state.unread.pop(load.name, None) is not None:
+            state.ahead_ns += load.layers * load.compute_ns
+
+
+def _issue_write(state: State, issue: Issue, forced: bool) -> int:
+    write, totals = state.writes[issue.name], state.totals
+    expected_ns = issue.count * write.write_ns
+    _begin(state, state.writing, state.reading, issue.count, expected_ns)
+    write.issued += issue.count
+    if write.arrived_ns < state.now_ns:
+        totals.deferred_pages += issue.count
+    if forced:
+        totals.forced_pages += issue.count
+    if write.kind not in BACKGROUND:
+        state.waiting_pages -= issue.count
+    if write.issued == write.pages:
+        _queue_of(state, write).pop(write.name, None)
+    return expected_ns
+
+
+def _begin(state: State, pipe: Pipe, other: Pipe, parts: int, expected_ns: int) -> None:
+    """Something is issued into a pipe."""
+    if not pipe.flying:
+        if other.flying:
+            state.both_since_ns = state.now_ns
+        pipe.since_ns = pipe.moved_ns = state.now_ns
+        pipe.done_ns, pipe.flying_ns = 0, 0
+        pipe.both_ns = state.both_ns
+    pipe.flying += parts
+    pipe.flying_ns += expected_ns
+
+
+def _end(state: State, kind: str, parts: int, base_ns: int) -> None:
+    """Parts of a direction have ended.  Measures all since the last measurement, once that is
+    enough.
+    """
+    pipe, other = state.reading, state.writing
+    if kind == "write":
+        pipe, other = other, pipe
+    now_ns = state.now_ns
+    if other.flying:
+        state.both_ns += now_ns - state.both_since_ns
+        state.both_since_ns = now_ns
+    pipe.flying -= parts
+    pipe.flying_ns -= base_ns
+    pipe.done_ns += base_ns
+    pipe.moved_ns = now_ns
+    took_ns = now_ns - pipe.since_ns
+    if pipe.flying and took_ns < _MEASURED_NS:
+        return
+    both_ns = state.both_ns - pipe.both_ns
+    if not both_ns:
+        _measured(state, kind, pipe.done_ns, took_ns)
+    elif both_ns >= _BOTH_SHARE * took_ns:
+        _interference_measured(state, kind, pipe.done_ns, took_ns, both_ns)
+    pipe.since_ns, pipe.done_ns, pipe.both_ns = now_ns, 0, state.both_ns
+
+
+def _interference_measured(
+    state: State, kind: str, base_ns: int, took_ns: int, both_ns: int
+) -> None:
+    """What was not moved alone was moved beside the other direction."""
+    estimates = state.estimates
+    beside_ns = base_ns * getattr(estimates, kind).factor - (took_ns - both_ns)
+    if beside_ns > 0 and took_ns < ABSURD_NS:
+        expected_ns = round(beside_ns * estimates.base_interference)
+        estimates.both.measured(expected_ns, both_ns)
+        state.both_measured_ns = state.now_ns
+
+
+def _given_up(state: State, pipe: Pipe, other: Pipe, parts: int, base_ns: int) -> None:
+    """Parts that were issued will not be reported: nothing is learnt from what flies with them."""
+    if not parts:
+        return
+    if other.flying:
+        state.both_ns += state.now_ns - state.both_since_ns
+        state.both_since_ns = state.now_ns
+    pipe.flying -= parts
+    pipe.flying_ns -= base_ns
+    pipe.since_ns = pipe.moved_ns = state.now_ns
+    pipe.done_ns, pipe.both_ns = 0, state.both_ns
+
+
+def _measured(state: State, kind: str, base_ns: int, measured_ns: int) -> None:
+    """base_ns: by the profile alone."""
+    correction, totals = getattr(state.estimates, kind), state.totals
+    expected_ns = round(base_ns * correction.factor)
+    if not 0 < measured_ns < ABSURD_NS:
+        totals.ignored += 1
+        return
+    totals.error_ns += abs(measured_ns - expected_ns)
+    totals.expected_ns += expected_ns
+    totals.measurements += 1
+    correction.measured(base_ns, measured_ns)
+
+
+def _tick(state: State, event: Tick) -> None:
+    """Time has passed."""
+
+
+def _load_known(state: State, event: LoadKnown) -> None:
+    bad = event.layers < 1 or event.layer_nbytes < 1 or event.unit_layers < 1
+    if bad or event.name in state.loads or event.name in state.writes:
+        state.totals.ignored += 1
+        return
+    estimates, layers = state.estimates, event.layers
+    background = event.kind in BACKGROUND
+    load = state.loads[event.name] = Load(
+        event.name,
+        state.numbers,
+        state.now_ns,
+        layers,
+        event.layer_nbytes,
+        event.tokens,
+        event.prefix_tokens,
+        event.unit_layers,
+        event.batch,
+        event.kind,
+        estimates.read_base_ns(layers * event.layer_nbytes, layers),
+        0 if background else estimates.layer_base_ns(event.tokens, event.prefix_tokens),
+    )
+    state.numbers += 1
+    if background:
+        state.background_reads[event.name] = load
+    elif state.step.loads and load.is_for(state.step.loads):
+        load.running = True
+        state.running[event.name] = load
+    else:
+        state.unread[event.name] = load
+
+
+def _load_gone(state: State, event: LoadGone) -> None:
+    load = state.loads.get(event.name)
+    if load is None:
+        state.totals.ignored += 1
+        return
+    _forget_load(state, load)
+
+
+def _forget_load(state: State, load: Load) -> None:
+    flying = load.issued - load.ready
+    _given_up(state, state.reading, state.writing, flying, flying * load.read_ns)
+    del state.loads[load.name]
+    if load.running:
+        state.running.pop(load.name, None)
+    else:
+        _not_ahead(state, load)
+
+
+def _not_ahead(state: State, load: Load) -> None:
+    """A load is not read ahead any more."""
+    state.read_ahead_nbytes -= load.issued * load.layer_nbytes
+    if load.kind in BACKGROUND:
+        state.background_reads.pop(load.name, None)
+    elif state.unread.pop(load.name, None) is None:
+        state.ahead_ns -= load.layers * load.compute_ns
+
+
+def _batch_joined(state: State, event: BatchJoined) -> None:
+    for load in state.loads.values():
+        if load.batch and load.batch == event.batch:
+            load.batch = event.into
+            if not load.running and load.is_for(state.step.loads):
+                _needed_now(state, load)
+
+
+def _needed_now(state: State, load: Load) -> None:
+    """The running step needs a load."""
+    _not_ahead(state, load)
+    load.running = True
+    if load.ready < load.layers:
+        state.running[load.name] = load
+
+
+def _layers_ready(state: State, event: LayersReady) -> None:
+    load = state.loads.get(event.name)
+    if load is None or not load.ready < event.layers <= load.issued:
+        state.totals.ignored += 1
+        return
+    layers = event.layers - load.ready
+    load.ready = event.layers
+    state.totals.read_nbytes += layers * load.layer_nbytes
+    _end(state, "read", layers, layers * load.read_ns)
+    if load.ready == load.layers and load.running:
+        state.running.pop(load.name, None)
+
+
+def _write_known(state: State, event: WriteKnown) -> None:
+    bad = event.pages < 1 or event.page_nbytes < 1 or event.unit_pages < 1
+    if bad or event.name in state.writes or event.name in state.loads:
+        state.totals.ignored += 1
+        return
+    write = state.writes[event.name] = Write(
+        event.name,
+        state.numbers,
+        state.now_ns,
+        event.pages,
+        event.page_nbytes,
+        event.unit_pages,
+        event.kind,
+        state.estimates.write_base_ns(event.page_nbytes),
+    )
+    state.numbers += 1
+    if write.kind is not Kind.MIGRATE:
+        state.engine_pages += write.pages
+    _queue_of(state, write)[event.name] = write
+    if write.kind not in BACKGROUND:
+        state.waiting_pages += write.pages
+
+
+def _pages_written(state: State, event: PagesWritten) -> None:
+    write = state.writes.get(event.name)
+    if write is None or not write.written < event.pages <= write.issued:
+        state.totals.ignored += 1
+        return
+    pages = event.pages - write.written
+    failed = min(event.failed, pages)
+    write.written = event.pages
+    state.totals.written_pages += pages - failed
+    state.totals.failed_pages += failed
+    _end(state, "write", pages, pages * write.write_ns)
+    if write.written == write.pages:
+        _forget_write(state, write)
+
+
+def _write_gone(state: State, event: WriteGone) -> None:
+    write = state.writes.get(event.name)
+    if write is None:
+        state.totals.ignored += 1
+        return
+    state.totals.failed_pages += write.pages - write.written
+    _forget_write(state, write)
+
+
+def _forget_write(state: State, write: Write) -> None:
+    flying = write.issued - write.written
+    _given_up(state, state.writing, state.reading, flying, flying * write.write_ns)
+    del state.writes[write.name]
+    _queue_of(state, write).pop(write.name, None)
+    if write.kind not in BACKGROUND:
+        state.waiting_pages -= write.pages - write.issued
+    _place(state, write, None)
+
+
+def _pages_copied(state: State, event: PagesCopied) -> None:
+    write = state.writes.get(event.name)
+    if write is None or write.place is not PageLocation.COPYING:
+        state.totals.ignored += 1
+        return
+    _place(state, write, PageLocation.STAGED)
+
+
+def _step_began(state: State, event: StepBegan) -> None:
+    _step_over(state)
+    estimates, expected_ns = state.estimates, 0
+    if event.phase is Phase.PREFILL:
+        expected_ns = estimates.layer_base_ns(event.tokens, event.context_tokens)
+    elif event.phase is Phase.DECODE:
+        expected_ns = estimates.decode_base_ns(event.tokens, event.context_tokens)
+    state.step = Step(
+        state.numbers,
+        event.phase,
+        state.now_ns,
+        event.layers,
+        0,
+        state.now_ns,
+        event.tokens,
+        event.context_tokens,
+        event.loads,
+        expected_ns,
+    )
+    state.numbers += 1
+    if event.loads:
+        for load in list(state.loads.values()):
+            if not load.running and load.kind not in BACKGROUND and load.is_for(event.loads):
+                _needed_now(state, load)
+
+
+def _step_over(state: State) -> None:
+    """The loads that the step has used leave.
+
+    Those that have not arrived must still be reported: the step was given up, or a report is late.
+    """
+    if not state.step.loads:
+        return
+    for load in [load for load in state.loads.values() if load.running]:
+        load.running = False
+        if load.ready == load.layers:
+            del state.loads[load.name]
+            continue
+        state.read_ahead_nbytes += load.issued * load.layer_nbytes
+        if load.issued < load.layers:
+            _into_order(state.unread, load)
+        else:
+            state.ahead_ns += load.layers * load.compute_ns
+    state.running.clear()
+
+
+def _layer_began(state: State, event: LayerBegan) -> None:
+    step = state.step
+    if step.phase is not Phase.PREFILL or not step.layer <= event.layer < step.layers:
+        state.totals.ignored += 1
+        return
+    state.totals.bubble_ns += event.waited_ns
+    if event.layer > step.layer:
+        _layers_computed(state, event.layer - step.layer, event.waited_ns)
+    step.layer, step.layer_ns = event.layer, state.now_ns
+
+
+def _layers_computed(state: State, layers: int, waited_ns: int) -> None:
+    """So many layers of the step were computed since the last report."""
+    measured_ns = state.now_ns - state.step.layer_ns - waited_ns
+    _measured(state, "layer", layers * state.step.expected_ns, measured_ns)
+
+
+def _step_ended(state: State, event: StepEnded) -> None:
+    step = state.step
+    if step.phase is Phase.DECODE:
+        _measured(state, "decode", step.expected_ns, state.now_ns - step.began_ns)
+    elif step.phase is Phase.PREFILL and step.layer:
+        # Without reports of layers the waiting within the step is not known.
+        _layers_computed(state, step.layers - step.layer, 0)
+    _step_over(state)
+    now_ns = state.now_ns
+    state.step = Step(number=state.numbers, began_ns=now_ns, layer_ns=now_ns)
+    state.numbers += 1
+
+
+_APPLY: dict[type[Any], Callable[[State, Any], None]] = {
+    Tick: _tick,
+    LoadKnown: _load_known,
+    LoadGone: _load_gone,
+    BatchJoined: _batch_joined,
+    LayersReady: _layers_ready,
+    WriteKnown: _write_known,
+    PagesWritten: _pages_written,
+    WriteGone: _write_gone,
+    PagesCopied: _pages_copied,
+    StepBegan: _step_began,
+    LayerBegan: _layer_began,
+    StepEnded: _step_ended,
+}
