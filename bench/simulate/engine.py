@@ -258,7 +258,8 @@ class Engine:
         waited_ns = now_ns - since_ns
         job.bubble_ns += waited_ns
         self.work.bubble_ns += waited_ns
-        self.io.post(LayerBegan(now_ns, layer, waited_ns))
+        if waited_ns:  # else the profile tells
+            self.io.post(LayerBegan(now_ns, layer, waited_ns))
         duration_ns = self._layer_ns(job, tokens) * (end - layer)
         if end < layers:
             ends_ns = now_ns + duration_ns

@@ -52,9 +52,15 @@ def test_reads_and_writes_go_together_where_they_do_not() -> None:
 def test_the_slack_of_a_load_goes_to_writes() -> None:
     # A layer computes for 2 ms and loads in 1: half of the time is slack.
     one = drive(truth=Linear(layer=2000.0), write_burst_us=1000.0)
-    mixed(one)
+    one.at(LoadKnown(0, "a", layers=16, layer_nbytes=10 * MB, tokens=1, prefix_tokens=1))
+    one.at(StepBegan(0, Phase.PREFILL, layers=16, tokens=1, context_tokens=1, loads=("a",)))
+    one.at(WriteKnown(MS, "w", pages=8, page_nbytes=MB))
     one.run()
+    writes = [when for when, direction, _ in one.launches if direction == "write"]
+    reads = [when for when, direction, _ in one.launches if direction == "read"]
+    assert min(writes) < max(reads)
     assert one.state.totals.slack_ns > 0
+    assert one.state.totals.forced_pages == 0
 
 
 def test_immediate_launches_all_at_once() -> None:
@@ -165,4 +171,4 @@ def test_a_drive_that_stalls_is_not_given_more_and_more_writes(interference: flo
         scheduler.take(event)
         event = Tick(at * MS)
     launched_us = scheduler.state.writing.flying_ns / 1000
-    assert 0 < launched_us <= 2 * limits.write_burst_us
+    assert 0 < launched_us <= 2 * limits.idle_burst_us

@@ -26,7 +26,8 @@ class Limits:
     read_ahead_nbytes: staging for loads whose step did not begin.
     read_window_us: reads are issued so far ahead of the device, and no further: what is issued
         cannot be overtaken.
-    write_burst_us: writes are issued in bursts of this length; a new read may have to wait for one.
+    write_burst_us: writes are issued in bursts of this length while loads wait.
+    idle_burst_us: likewise while none is known; a new load may have to wait for two of them.
     margin: part of the time until a deadline that is not planned with.
     read_patience_us: a load is overtaken only by loads that came within this time after it, and
         read-ahead that was not begun by then is dropped.
@@ -45,11 +46,12 @@ class Limits:
     read_ahead_nbytes: int = 4 << 30
     read_window_us: float = 4_000.0
     write_burst_us: float = 4_000.0
+    idle_burst_us: float = 8_000.0
     margin: float = 0.02
     read_patience_us: float = 2_000_000.0
     write_patience_us: float = 5_000_000.0
     forced_share: float = 0.125
-    pressure: float = 0.5
+    pressure: float = 0.4
     probe_us: float = 2_000_000.0
 
     def __post_init__(self) -> None:
@@ -57,8 +59,8 @@ class Limits:
         times = (self.read_patience_us, self.write_patience_us, self.probe_us)
         if min(counts) < 0 or min(times) < 0 or not 0 <= self.margin < 1:
             raise ConfigError("limits of the scheduler are not negative, and the margin is below 1")
-        if min(self.read_window_us, self.write_burst_us) <= 0:
-            raise ConfigError("read_window_us and write_burst_us are above 0")
+        if min(self.read_window_us, self.write_burst_us, self.idle_burst_us) <= 0:
+            raise ConfigError("read_window_us, write_burst_us and idle_burst_us are above 0")
         if not (0 < self.forced_share <= 0.5 and 0 < self.pressure <= 1):
             raise ConfigError("forced_share lies in (0, 0.5] and pressure in (0, 1]")
 
@@ -84,6 +86,7 @@ class SlackPolicy:
         self.limits = limits or Limits()
         self._window_ns = round(self.limits.read_window_us * 1000)
         self._burst_ns = round(self.limits.write_burst_us * 1000)
+        self._idle_burst_ns = round(self.limits.idle_burst_us * 1000)
         self._read_patience_ns = round(self.limits.read_patience_us * 1000)
         self._write_patience_ns = round(self.limits.write_patience_us * 1000)
         self._probe_ns = round(self.limits.probe_us * 1000)
@@ -97,15 +100,15 @@ class SlackPolicy:
         drops: tuple[str, ...] = ()
         if state.engine_pages > self.limits.locked_pages:
             copy_outs, drops = overflow(state, self.limits)
-        gone = (*copy_outs, *drops)
         if state.unread:
             drops += self._stale(state)
+        gone = copy_outs + drops
         plan = _NO_PLAN
-        oldest = _first(state.unwritten, gone) if state.unwritten else None
-        if oldest is not None:
-            plan = self._with_writes(state, oldest, gone)
-        elif state.running or state.unread:
-            plan = self._without_writes(state, drops)
+        has_loads = bool(state.running or state.unread)
+        if state.unwritten:
+            plan = (self._with_writes if has_loads else self._writes_alone)(state, gone)
+        elif has_loads:
+            plan = self._without_writes(state, gone)
         if state.background_reads or state.background_writes:
             plan = self._with_background(state, plan, gone)
         if plan is _NO_PLAN and not drops and not copy_outs:
@@ -120,10 +123,23 @@ class SlackPolicy:
         reads = self._reads(state, gone)
         return _Plan(reads) if reads else _NO_PLAN
 
-    def _with_writes(self, state: State, oldest: Write, gone: tuple[str, ...]) -> _Plan:
-        """Where writes wait."""
+    def _writes_alone(self, state: State, gone: tuple[str, ...]) -> _Plan:
+        """Where no load waits.  Two bursts are in flight, so that the device is never idle."""
+        factor = state.estimates.write.factor
+        if state.writing.flying_ns * factor > self._idle_burst_ns:
+            return _NO_PLAN
+        if state.reading.flying and self._takes_turns(state):
+            return _NO_PLAN  # what flies was issued ahead; its end decides
+        writes = writes_for(state.unwritten, self._idle_burst_ns / factor, gone)
+        return _Plan((), writes) if writes else _NO_PLAN
+
+    def _with_writes(self, state: State, gone: tuple[str, ...]) -> _Plan:
+        """Where loads and writes wait."""
         estimates = state.estimates
-        slack_ns = self._slack_ns(state) if state.running or state.unread else None
+        oldest = _first(state.unwritten, gone)
+        if oldest is None:
+            return self._without_writes(state, gone)
+        slack_ns = self._slack_ns(state)
         turns = self._takes_turns(state)
         cost = 1.0  # of a nanosecond of writes to the reads
         if not turns:
@@ -152,7 +168,8 @@ class SlackPolicy:
             return _NO_PLAN  # as with slack
         writes = self._burst(state, budget_ns, gone)
         reads = () if turns else self._reads(state, gone)
-        gap_ns = round(budget_ns / share) if writes else 0
+        took_ns = sum(issue.count * state.writes[issue.name].write_ns for issue in writes)
+        gap_ns = round(took_ns * state.estimates.write.factor / share)
         return _Plan(reads, writes, gap_ns, now_ns + gap_ns if writes else None)
 
     def _least_ns(self, state: State, oldest: Write) -> int:
@@ -417,24 +434,36 @@ def writes_for(
 
 
 def overflow(state: State, limits: Limits) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """(copy_outs, drops) that keep locked pages within bounds; the newest go first, and replicas
-    before puts.
+    """(copy_outs, drops) that keep locked pages within bounds.
 
-    Only what was not issued at all can go.  Pages that are being copied count as gone.
+    Replicas are dropped first.  Then puts are copied, and dropped only where copies do not help;
+    the newest first.  Only what was not issued at all can go.  Pages that are being copied count
+    as gone.
     """
-    locked, staged = state.engine_pages, state.staged_pages
-    copy_outs, drops = [], []
-    newest = sorted(state.writes.values(), key=lambda w: (w.kind is not Kind.REPLICATE, -w.number))
+    if state.engine_pages <= limits.locked_pages:
+        return (), ()
+    excess, staged = state.engine_pages - limits.locked_pages, state.staged_pages
+    copy_outs: list[str] = []
+    drops: list[str] = []
+    newest = [
+        write
+        for write in reversed(state.writes.values())
+        if write.place is PageLocation.SOURCE
+        and not write.issued
+        and write.kind is not Kind.MIGRATE
+    ]
     for write in newest:
-        if locked <= limits.locked_pages:
-            break
-        if write.place is not PageLocation.SOURCE or write.issued or write.kind is Kind.MIGRATE:
-            continue
-        locked -= write.pages
-        if write.kind is Kind.PUT and staged + write.pages <= limits.staged_pages:
+        if excess > 0 and write.kind is Kind.REPLICATE:
+            excess -= write.pages
+            drops.append(write.name)
+    for write in newest:
+        if excess > 0 and write.kind is Kind.PUT and staged + write.pages <= limits.staged_pages:
+            excess -= write.pages
             staged += write.pages
             copy_outs.append(write.name)
-        else:
+    for write in newest:
+        if excess > 0 and write.name not in drops and write.name not in copy_outs:
+            excess -= write.pages
             drops.append(write.name)
     return tuple(copy_outs), tuple(drops)
 

@@ -126,7 +126,7 @@ class Load:
 class PageLocation(Enum):
     """Where pages wait to be written."""
 
-    ENGINE = "engine"  # locked: the engine cannot reuse them
+    SOURCE = "source"  # locked: the engine cannot reuse them
     COPYING = "copying"  # on their way to staging; still locked
     STAGED = "staged"  # in pinned staging; the engine has its pages back
 
