@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 
-from tutti.bench.slack.hardware import Drive
+from tutti.bench.simulate.hardware import Drive
 from tutti.errors import DeviceTimeout
 from tutti.gio_uring.controller_memory import MemoryController
 from tutti.gio_uring.memory import HostBuffer

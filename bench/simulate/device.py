@@ -29,7 +29,9 @@ class Timeline:
     def at(self, when_ns: int, what: Callable[[], None]) -> None:
         """Calls ``what`` at a time, at once when it has passed."""
         self._count += 1
-        heapq.heappush(self._heap, (max(when_ns, self.now_ns), self._count, what))
+        if when_ns < self.now_ns:
+            when_ns = self.now_ns
+        heapq.heappush(self._heap, (when_ns, self._count, what))
 
     def run(self, events_max: int) -> None:
         """Until nothing is left to happen.  Raises DeviceTimeout after so many events."""
@@ -152,6 +154,8 @@ class Line:
 
     def take(self, now_ns: int, duration_ns: int) -> int:
         """When so much more work is through."""
-        self.free_ns = max(self.free_ns, now_ns) + duration_ns
+        if self.free_ns < now_ns:
+            self.free_ns = now_ns
+        self.free_ns += duration_ns
         self.busy_ns += duration_ns
         return self.free_ns

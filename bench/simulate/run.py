@@ -25,8 +25,8 @@ from tutti.bench.simulate.calibration import (
     load_calibration,
 )
 from tutti.bench.simulate.cluster import ROUND_ROBIN, ROUTERS, Cluster, Shape
+from tutti.bench.simulate.hardware import drive_names
 from tutti.bench.simulate.points import Effort, arrivals, fit, residuals
-from tutti.bench.slack.hardware import drive_names
 from tutti.bench.traces import Request
 from tutti.bench.ttft.metrics import mean_interval
 from tutti.bench.ttft.workloads.source import (

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from tutti.bench.simulate.device import WRITE, Device, Timeline
-from tutti.bench.slack.hardware import Drive
+from tutti.bench.simulate.hardware import Drive
 
 _STEP_NS = 20_000_000
 

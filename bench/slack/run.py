@@ -21,8 +21,8 @@ from typing import Any
 import numpy as np
 
 from tutti.bench.environment import describe
+from tutti.bench.simulate.hardware import Machine, drive_names, gpu_names, machine
 from tutti.bench.slack import file as slack_file
-from tutti.bench.slack.hardware import Machine, drive_names, gpu_names, machine
 from tutti.bench.slack.report import HALF, REACHABLE, report
 from tutti.bench.slack.server import Measured, Noise, Server, TruthNow
 from tutti.bench.slack.workload import KINDS, Request, generate, recorded

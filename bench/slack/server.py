@@ -16,8 +16,8 @@ from functools import partial
 import numpy as np
 
 from tutti.bench.simulate.device import READ, WRITE, Device, Timeline
+from tutti.bench.simulate.hardware import Machine, copy_bytes_per_s
 from tutti.bench.slack.conditions import Conditions
-from tutti.bench.slack.hardware import Machine, copy_bytes_per_s
 from tutti.bench.slack.workload import Request
 from tutti.scheduler.changes import Scheduler
 from tutti.scheduler.event import (

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from tutti.bench.slack.hardware import Machine
+from tutti.bench.simulate.hardware import Machine
 from tutti.checks import open_regular
 from tutti.errors import ConfigError
 

@@ -22,6 +22,7 @@ from tutti.bench.simulate.calibration import (
 )
 from tutti.bench.simulate.cluster import PREFIX, ROUND_ROBIN, Cluster, Shape
 from tutti.bench.simulate.device import READ, WRITE, Device, Timeline
+from tutti.bench.simulate.hardware import Drive, machine
 from tutti.bench.simulate.points import (
     FITTED,
     Effort,
@@ -32,7 +33,6 @@ from tutti.bench.simulate.points import (
     residuals,
 )
 from tutti.bench.simulate.tiers import Blocks
-from tutti.bench.slack.hardware import Drive, machine
 from tutti.bench.slack.server import Noise, Server
 from tutti.bench.slack.workload import Request as SlackRequest
 from tutti.bench.traces import BLOCK_TOKENS, Request, Synthetic, generate

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from tutti.bench.simulate.hardware import drive_names, gpu_names, machine
 from tutti.bench.slack import report as slack_report
 from tutti.bench.slack import run as slack
-from tutti.bench.slack.hardware import drive_names, gpu_names, machine
 from tutti.bench.slack.server import Noise, Server
 from tutti.bench.slack.workload import KINDS, Request, generate, recorded, save
 from tutti.errors import ConfigError

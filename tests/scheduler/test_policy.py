@@ -46,7 +46,7 @@ def test_reads_and_writes_go_together_where_they_do_not() -> None:
     one = drive(truth=Linear(interference=1.0))
     mixed(one)
     one.run()
-    assert any(decision.writes and state.reading.flying for state, decision in one.decisions)
+    assert any(decision.reads and state.writing.flying for state, decision in one.decisions)
 
 
 def test_the_slack_of_a_load_goes_to_writes() -> None:

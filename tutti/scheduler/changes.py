@@ -61,10 +61,11 @@ class Scheduler:
         state = self.state
         apply(state, event)
         decision = self.policy.decide(state)
+        if decision is NOTHING:
+            return decision
         if not isinstance(decision, Decision):
             raise TypeError(f"the policy returned {decision!r}; a Decision is needed")
-        if decision is not NOTHING:
-            commit(state, decision)
+        commit(state, decision)
         return decision
 
 
@@ -91,7 +92,9 @@ def commit(state: State, decision: Decision) -> None:
         for issue in decision.reads:
             _issue_read(state, issue)
     if decision.writes:
-        expected_ns = sum(_issue_write(state, issue, decision.forced) for issue in decision.writes)
+        expected_ns = 0
+        for issue in decision.writes:
+            expected_ns += _issue_write(state, issue, decision.forced)
         state.write_issued_ns = state.now_ns
         if decision.forced:
             state.forced_until_ns = state.now_ns + decision.forced_gap_ns
@@ -192,9 +195,7 @@ def _end(state: State, kind: str, parts: int, base_ns: int) -> None:
     if kind == "write":
         pipe, other = other, pipe
     now_ns = state.now_ns
-    if other.flying:
-        state.both_ns += now_ns - state.both_since_ns
-        state.both_since_ns = now_ns
+    _count_both(state, other)
     pipe.flying -= parts
     pipe.flying_ns -= base_ns
     pipe.done_ns += base_ns
@@ -208,6 +209,13 @@ def _end(state: State, kind: str, parts: int, base_ns: int) -> None:
     elif both_ns >= _BOTH_SHARE * took_ns:
         _interference_measured(state, kind, pipe.done_ns, took_ns, both_ns)
     pipe.since_ns, pipe.done_ns, pipe.both_ns = now_ns, 0, state.both_ns
+
+
+def _count_both(state: State, other: Pipe) -> None:
+    """Both directions were busy until now, if the other one is."""
+    if other.flying:
+        state.both_ns += state.now_ns - state.both_since_ns
+        state.both_since_ns = state.now_ns
 
 
 def _interference_measured(
@@ -226,9 +234,7 @@ def _given_up(state: State, pipe: Pipe, other: Pipe, parts: int, base_ns: int) -
     """Parts that were issued will not be reported: nothing is learnt from what flies with them."""
     if not parts:
         return
-    if other.flying:
-        state.both_ns += state.now_ns - state.both_since_ns
-        state.both_since_ns = state.now_ns
+    _count_both(state, other)
     pipe.flying -= parts
     pipe.flying_ns -= base_ns
     pipe.since_ns = pipe.moved_ns = state.now_ns
@@ -246,10 +252,6 @@ def _measured(state: State, kind: str, base_ns: int, measured_ns: int) -> None:
     totals.expected_ns += expected_ns
     totals.measurements += 1
     correction.measured(base_ns, measured_ns)
-
-
-def _tick(state: State, event: Tick) -> None:
-    """Time has passed."""
 
 
 def _load_known(state: State, event: LoadKnown) -> None:
@@ -287,8 +289,8 @@ def _load_gone(state: State, event: LoadGone) -> None:
     load = state.loads.get(event.name)
     if load is None:
         state.totals.ignored += 1
-        return
-    _forget_load(state, load)
+    else:
+        _forget_load(state, load)
 
 
 def _forget_load(state: State, load: Load) -> None:
@@ -368,10 +370,12 @@ def _pages_written(state: State, event: PagesWritten) -> None:
         state.totals.ignored += 1
         return
     pages = event.pages - write.written
-    failed = min(event.failed, pages)
     write.written = event.pages
-    state.totals.written_pages += pages - failed
-    state.totals.failed_pages += failed
+    state.totals.written_pages += pages
+    if event.failed:
+        failed = min(event.failed, pages)
+        state.totals.written_pages -= failed
+        state.totals.failed_pages += failed
     _end(state, "write", pages, pages * write.write_ns)
     if write.written == write.pages:
         _forget_write(state, write)
@@ -400,8 +404,8 @@ def _pages_copied(state: State, event: PagesCopied) -> None:
     write = state.writes.get(event.name)
     if write is None or write.place is not PageLocation.COPYING:
         state.totals.ignored += 1
-        return
-    _place(state, write, PageLocation.STAGED)
+    else:
+        _place(state, write, PageLocation.STAGED)
 
 
 def _step_began(state: State, event: StepBegan) -> None:
@@ -481,7 +485,7 @@ def _step_ended(state: State, event: StepEnded) -> None:
 
 
 _APPLY: dict[type[Any], Callable[[State, Any], None]] = {
-    Tick: _tick,
+    Tick: lambda state, event: None,  # only time has passed
     LoadKnown: _load_known,
     LoadGone: _load_gone,
     BatchJoined: _batch_joined,

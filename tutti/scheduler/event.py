@@ -1,6 +1,7 @@
 """Events of the scheduler, and their form as JSON.
 
 Every event carries the moment at which it happened, so that a recorded trace replays exactly.
+Events are not changed once made; they are not frozen because that makes them four times as slow.
 """
 
 from __future__ import annotations
@@ -13,14 +14,14 @@ from tutti.errors import ConfigError
 from tutti.scheduler.request import READS, WRITES, Kind, Phase
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Tick:
     """Time passes."""
 
     at_ns: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class LoadKnown:
     """There is something to read, layer by layer; see Load."""
 
@@ -35,7 +36,7 @@ class LoadKnown:
     kind: Kind = Kind.LOAD
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class LoadGone:
     """The load has ended or failed, or is not wanted any more."""
 
@@ -43,7 +44,7 @@ class LoadGone:
     name: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class BatchJoined:
     """The remaining loads of ``batch`` belong to the batch ``into`` from now on: it takes what was
     read ahead.
@@ -54,7 +55,7 @@ class BatchJoined:
     into: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class LayersReady:
     """The first ``layers`` layers of a load have arrived."""
 
@@ -63,7 +64,7 @@ class LayersReady:
     layers: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class WriteKnown:
     """Pages are to be stored; see Write."""
 
@@ -75,7 +76,7 @@ class WriteKnown:
     kind: Kind = Kind.PUT
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class PagesWritten:
     """The first ``pages`` pages of a write have ended.
 
@@ -88,7 +89,7 @@ class PagesWritten:
     failed: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class WriteGone:
     """A write failed."""
 
@@ -96,7 +97,7 @@ class WriteGone:
     name: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class PagesCopied:
     """All pages of a write are in staging: the engine may reuse its own."""
 
@@ -104,7 +105,7 @@ class PagesCopied:
     name: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class StepBegan:
     """The model begins a step that needs ``loads``: names of loads or of their batches, whether
     they are known by now or come later.  tokens, context_tokens: see Step.
@@ -118,7 +119,7 @@ class StepBegan:
     loads: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class LayerBegan:
     """A layer begins to compute, after it waited for its load.  Optional: without it the profile
     says which layer computes.
@@ -129,7 +130,7 @@ class LayerBegan:
     waited_ns: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class StepEnded:
     """The model is idle, until another step begins."""
 

@@ -6,8 +6,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, replace
 
 from tutti.errors import ConfigError
 from tutti.scheduler.request import Kind, Load, PageLocation, Phase, Write
@@ -46,7 +45,7 @@ class Limits:
     read_ahead_nbytes: int = 4 << 30
     read_window_us: float = 4_000.0
     write_burst_us: float = 4_000.0
-    idle_burst_us: float = 8_000.0
+    idle_burst_us: float = 16_000.0
     margin: float = 0.02
     read_patience_us: float = 2_000_000.0
     write_patience_us: float = 5_000_000.0
@@ -103,7 +102,7 @@ class SlackPolicy:
         if state.unread:
             drops += self._stale(state)
         gone = copy_outs + drops
-        plan = _NO_PLAN
+        plan = NOTHING
         has_loads = bool(state.running or state.unread)
         if state.unwritten:
             plan = (self._with_writes if has_loads else self._writes_alone)(state, gone)
@@ -111,29 +110,28 @@ class SlackPolicy:
             plan = self._without_writes(state, gone)
         if state.background_reads or state.background_writes:
             plan = self._with_background(state, plan, gone)
-        if plan is _NO_PLAN and not drops and not copy_outs:
-            return NOTHING
-        reads, writes, gap_ns, wake_ns = plan
-        return Decision(reads, writes, copy_outs, drops, wake_ns, gap_ns > 0, gap_ns)
+        if gone:
+            plan = replace(plan, copy_outs=copy_outs, drops=drops)
+        return plan
 
-    def _without_writes(self, state: State, gone: tuple[str, ...]) -> _Plan:
+    def _without_writes(self, state: State, gone: tuple[str, ...]) -> Decision:
         """Where no writes wait; some may still be in flight."""
         if state.writing.flying and self._takes_turns(state):
-            return _NO_PLAN
+            return NOTHING
         reads = self._reads(state, gone)
-        return _Plan(reads) if reads else _NO_PLAN
+        return Decision(reads) if reads else NOTHING
 
-    def _writes_alone(self, state: State, gone: tuple[str, ...]) -> _Plan:
+    def _writes_alone(self, state: State, gone: tuple[str, ...]) -> Decision:
         """Where no load waits.  Two bursts are in flight, so that the device is never idle."""
         factor = state.estimates.write.factor
         if state.writing.flying_ns * factor > self._idle_burst_ns:
-            return _NO_PLAN
+            return NOTHING
         if state.reading.flying and self._takes_turns(state):
-            return _NO_PLAN  # what flies was issued ahead; its end decides
+            return NOTHING  # what flies was issued ahead; its end decides
         writes = writes_for(state.unwritten, self._idle_burst_ns / factor, gone)
-        return _Plan((), writes) if writes else _NO_PLAN
+        return Decision((), writes) if writes else NOTHING
 
-    def _with_writes(self, state: State, gone: tuple[str, ...]) -> _Plan:
+    def _with_writes(self, state: State, gone: tuple[str, ...]) -> Decision:
         """Where loads and writes wait."""
         estimates = state.estimates
         oldest = _first(state.unwritten, gone)
@@ -148,29 +146,35 @@ class SlackPolicy:
         if slack_ns is not None and slack_ns < cost * (left_ns + self._least_ns(state, oldest)):
             return self._without_slack(state, oldest, gone, turns)
         if turns and state.reading.flying:
-            return _NO_PLAN  # reads pause until the device is idle; their end decides
+            return NOTHING  # reads pause until the device is idle; their end decides
         budget_ns = self._burst_ns
         if slack_ns is not None and cost > 0:
             budget_ns = min(budget_ns, int(slack_ns / cost) - left_ns)
         writes = self._burst(state, budget_ns, gone)
-        return _Plan(() if turns else self._reads(state, gone), writes)
+        return Decision(() if turns else self._reads(state, gone), writes)
 
     def _without_slack(
         self, state: State, oldest: Write, gone: tuple[str, ...], turns: bool
-    ) -> _Plan:
+    ) -> Decision:
         """Reads, and writes that are old or too many."""
         now_ns = state.now_ns
         budget_ns, share = self._forced(state, oldest)
         if not budget_ns:
             reads = () if turns and state.writing.flying else self._reads(state, gone)
-            return _Plan(reads, wake_ns=self._next_chance_ns(state, oldest))
+            return Decision(reads, wake_ns=self._next_chance_ns(state, oldest))
         if turns and state.reading.flying:
-            return _NO_PLAN  # as with slack
+            return NOTHING  # as with slack
         writes = self._burst(state, budget_ns, gone)
         reads = () if turns else self._reads(state, gone)
         took_ns = sum(issue.count * state.writes[issue.name].write_ns for issue in writes)
         gap_ns = round(took_ns * state.estimates.write.factor / share)
-        return _Plan(reads, writes, gap_ns, now_ns + gap_ns if writes else None)
+        return Decision(
+            reads,
+            writes,
+            wake_ns=now_ns + gap_ns if writes else None,
+            forced=bool(writes),
+            forced_gap_ns=gap_ns,
+        )
 
     def _least_ns(self, state: State, oldest: Write) -> int:
         """Slack that is worth a pause; less where the device writes already."""
@@ -303,9 +307,9 @@ class SlackPolicy:
             room_ns -= one_ns * queue.add(load, layers)
             if load.running and queue.next_layer(load) == load.layers:
                 running.remove(load)
-        return queue.result()
+        return queue.to_issues()
 
-    def _with_background(self, state: State, plan: _Plan, gone: tuple[str, ...]) -> _Plan:
+    def _with_background(self, state: State, plan: Decision, gone: tuple[str, ...]) -> Decision:
         """Background work beside a plan: where nothing else flies or waits, or when it is old."""
         if plan.reads or plan.writes or state.now_ns < state.forced_until_ns:
             return plan
@@ -318,9 +322,9 @@ class SlackPolicy:
             return plan
         old_ns = entry.arrived_ns + self._write_patience_ns
         flies = state.reading.flying or state.writing.flying
-        if flies or plan is not _NO_PLAN:
+        if flies or plan is not NOTHING:
             if state.now_ns < old_ns:
-                return plan._replace(wake_ns=min(old_ns, plan.wake_ns or old_ns))
+                return replace(plan, wake_ns=min(old_ns, plan.wake_ns or old_ns))
             if flies and self._takes_turns(state):
                 return plan
         if write is not None:
@@ -336,19 +340,13 @@ class SlackPolicy:
         gap_ns = max(1, round(took_ns / self.limits.forced_share)) if flies else 0
         wake_ns = state.now_ns + gap_ns if gap_ns else plan.wake_ns
         reads, writes = ((), (issue,)) if write is not None else ((issue,), ())
-        return _Plan(reads, writes, gap_ns if writes else 0, wake_ns)
-
-
-class _Plan(NamedTuple):
-    """What a decision issues.  gap_ns: above 0, the writes go without slack."""
-
-    reads: tuple[Issue, ...] = ()
-    writes: tuple[Issue, ...] = ()
-    gap_ns: int = 0
-    wake_ns: int | None = None
-
-
-_NO_PLAN = _Plan()
+        return Decision(
+            reads,
+            writes,
+            wake_ns=wake_ns,
+            forced=bool(writes and gap_ns),
+            forced_gap_ns=gap_ns if writes else 0,
+        )
 
 
 class _Reads:
@@ -394,7 +392,7 @@ class _Reads:
                 self.head = None
         return count
 
-    def result(self) -> tuple[Issue, ...]:
+    def to_issues(self) -> tuple[Issue, ...]:
         """The decision's reads."""
         return tuple(Issue(load.name, first, count) for load, first, count in self.issues)
 

@@ -1,4 +1,7 @@
-"""The scheduler's state, and what a decision is.  `changes.py` says how events change the state."""
+"""The scheduler's state, and what a decision is.  `changes.py` says how events change the state.
+
+Only the state changes.  A decision is not frozen because that makes it several times as slow.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from tutti.scheduler.request import Load, Profile, Step, Write
 from tutti.scheduler.slack import Estimates
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Issue:
     """Start ``count`` parts of a load or a write from ``first`` on: layers, or pages."""
 
@@ -18,7 +21,7 @@ class Issue:
     count: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Decision:
     """What to do now, in this order.
 
