@@ -1,13 +1,14 @@
-"""How a simulated drive changes during a run of `tutti bench slack`; its profile stays the same."""
+"""What `tutti bench slack` varies: the drive, the arrivals, the memory, and wrong profiles."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tutti.bench.simulate.device import WRITE, Device, Timeline
-from tutti.bench.simulate.hardware import Drive
+from tutti.bench.simulate.hardware import Drive, Machine
+from tutti.scheduler.policy import Limits
 
 _STEP_NS = 20_000_000
 
@@ -53,3 +54,67 @@ class Conditions:
                 timeline.at(timeline.now_ns + _STEP_NS, step)
 
         step()
+
+
+@dataclass(frozen=True)
+class Condition:
+    """drift, cache_s: see Conditions; the cache in seconds of writing at full speed.
+
+    bursts: requests come in groups.  backlog: of the pages that may wait.
+    """
+
+    drift: tuple[float, float] | None = None
+    cache_s: float = 0.0
+    bursts: bool = False
+    backlog: float = 1.0
+
+    def of(self, drive: Drive) -> Conditions | None:
+        """For a drive; None where it does not change."""
+        if self.drift is None and not self.cache_s:
+            return None
+        return Conditions(drive, self.drift, cache_nbytes=self.cache_s * drive.write_bytes_per_s)
+
+    def limits(self, limits: Limits) -> Limits:
+        """Limits of a run."""
+        locked, staged = (
+            round(n * self.backlog) for n in (limits.locked_pages, limits.staged_pages)
+        )
+        return replace(limits, locked_pages=locked, staged_pages=staged)
+
+
+CONDITIONS = {
+    "steady": Condition(),
+    "drift": Condition(drift=(1.2, 4.0)),
+    "bursts": Condition(bursts=True),
+    "cache ends": Condition(cache_s=0.1),
+    "little memory": Condition(backlog=0.125),
+}
+
+
+def _parts(**factors: float) -> Callable[[Machine], Machine]:
+    def wrong(truth: Machine) -> Machine:
+        interference = max(1.0, truth.drive.interference * factors.get("interference", 1.0))
+        return replace(
+            truth,
+            drive=replace(truth.drive, interference=interference),
+            compute=factors.get("compute", 1.0),
+            read=factors.get("read", 1.0),
+            write=factors.get("write", 1.0),
+        )
+
+    return wrong
+
+
+#: Profiles that are wrong: each part alone, all of them the harmful way, and in no order.
+PROFILES: dict[str, Callable[[Machine], Machine]] = {
+    **{
+        f"{part} x{factor:g}": _parts(**{part: factor})
+        for part in ("compute", "read", "write", "interference")
+        for factor in (4.0, 2.0, 0.5, 0.25)
+    },
+    **{
+        f"all x{factor:g}": _parts(compute=factor, read=1 / factor, write=1 / factor)
+        for factor in (1.3, 2.0, 4.0, 8.0, 16.0)
+    },
+    "uneven": _parts(compute=0.5, read=2.0, write=0.25, interference=0.5),
+}

@@ -33,6 +33,7 @@ from tutti.scheduler.event import (
     WriteKnown,
 )
 from tutti.scheduler.request import Phase, Profile
+from tutti.scheduler.slack import Estimates
 from tutti.scheduler.state import NOTHING, Issue, Policy, State
 
 _EVENTS_MAX = 50_000_000
@@ -98,6 +99,23 @@ class TruthNow:
         return self._machine.write_us(nbytes)
 
 
+def _interference_now(conditions: Conditions, timeline: Timeline) -> float:
+    return conditions.interference(timeline.now_ns)
+
+
+class _Told(Estimates):
+    """The estimates of an oracle: it knows the interference of every moment."""
+
+    def __init__(self, profile: Profile, interference: Callable[[], float]) -> None:
+        super().__init__(profile)
+        self._now = interference
+
+    @property
+    def interference(self) -> float:
+        """See Estimates."""
+        return self._now()
+
+
 @dataclass
 class _Running:
     """A request that has its first token."""
@@ -148,6 +166,9 @@ class Server:
             shapes = [(r.new_tokens, r.hit_tokens) for r in requests]
             self._truth.prefill_factors = dict(zip(shapes, steps.tolist(), strict=True))
         self._scheduler = Scheduler(policy, profile)
+        if self._truth is not None and conditions is not None:
+            now = partial(_interference_now, conditions, self._timeline)
+            self.state.estimates = _Told(profile, now)
         self._wake_ns: int | None = None
         self._ready: dict[str, int] = {}  # layers of a load that arrived
         self._queue: deque[int] = deque()  # requests that wait for their prefill

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -93,6 +93,15 @@ def _busy_us(machine: Machine, hit: int, new: int, out: int) -> float:
     compute_us = model.layers * machine.layer_us(new, hit)
     load_us = machine.read_us(hit * model.token_nbytes) if hit else 0.0
     return max(compute_us, load_us) + out * machine.decode_us(8, 8 * (hit + new)) / 8
+
+
+def in_bursts(requests: Sequence[Request], size: int = 8) -> list[Request]:
+    """The same requests, each group of so many at the moment of its last."""
+    found = []
+    for first in range(0, len(requests), size):
+        group = requests[first : first + size]
+        found += [replace(one, arrival_ns=group[-1].arrival_ns) for one in group]
+    return found
 
 
 def save(requests: Sequence[Request], path: Path) -> None:

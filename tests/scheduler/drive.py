@@ -93,6 +93,7 @@ class Drive:
     launches: list[tuple[int, str, str]] = field(default_factory=list)  # (when, direction, name)
     decisions: list[tuple[State, Decision]] = field(default_factory=list)
     dropped: list[str] = field(default_factory=list)
+    ready: list[tuple[str, int]] = field(default_factory=list)  # layers, by the end of their read
 
     def __post_init__(self) -> None:
         self.state = State(self.profile)
@@ -128,6 +129,7 @@ class Drive:
             for layer in range(read.first, read.first + read.count):
                 end_ns = self._transfer("read", read.name, self.truth.read_us(nbytes))
                 self.at(LayersReady(end_ns, read.name, layer + 1))
+                self.ready.append((read.name, end_ns))
         for write in decision.writes:
             nbytes = write.count * self.state.writes[write.name].page_nbytes
             end_ns = self._transfer("write", write.name, self.truth.write_us(nbytes))
