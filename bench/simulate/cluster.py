@@ -165,7 +165,9 @@ class Cluster:
         span_s = max(job.last_ns for job in jobs) / 1e9
         ttft_ms = [(job.first_ns - job.arrived_ns) / 1e6 for job in jobs]
         gaps = [j for j in jobs if j.request.output_tokens > 1]
-        itl_ms = [(j.last_ns - j.first_ns) / 1e6 / (j.request.output_tokens - 1) for j in gaps]
+        tpot_ms = [(j.last_ns - j.first_ns) / 1e6 / (j.request.output_tokens - 1) for j in gaps]
+        gaps_ms = sum(j.last_ns - j.first_ns for j in gaps) / 1e6
+        pooled = sum(j.request.output_tokens - 1 for j in gaps)
         tokens = sum(job.request.input_tokens for job in jobs)
         works = [engine.work for engine in self.engines]
         totals = [engine.io.totals for engine in self.engines]
@@ -176,7 +178,9 @@ class Cluster:
             "span_s": span_s,
             "rate": (len(jobs) - 1) / max(1e-9, max(job.arrived_ns for job in jobs) / 1e9),
             "ttft_ms": spread(ttft_ms),
-            "itl_ms": spread(itl_ms),
+            # Of requests, and of tokens: a long answer counts once there, and for each token here.
+            "tpot_ms": spread(tpot_ms),
+            "itl_ms": {"mean": gaps_ms / pooled} if pooled else None,
             "input_tokens_per_s": tokens / span_s,
             "output_tokens_per_s": sum(job.request.output_tokens for job in jobs) / span_s,
             "hit_hbm": sum(job.hit_tokens for job in jobs) / tokens,

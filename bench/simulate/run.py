@@ -42,8 +42,9 @@ from tutti.terminal import ProgressFactory, table
 
 SIMULATED = "simulated"
 HEAD = (
-    *("system", "router", "requests/s", "TTFT ms: mean", "p50", "p99", "ITL ms", "hit HBM"),
-    *("hit store", "bubble", "GPUs busy", "drives read, write", "dropped pages", "queue grows"),
+    *("system", "router", "requests/s", "TTFT ms: mean", "p50", "p99", "TPOT ms", "ITL ms"),
+    *("hit HBM", "hit store", "bubble", "GPUs busy", "drives read, write", "dropped pages"),
+    "queue grows",
     "simulated requests per s of wall time",
 )
 POINTS_HEAD = ("published point", "use", "published", "simulated", "off by")
@@ -223,7 +224,7 @@ def rows_of(result: dict[str, Any]) -> list[list[object]]:
         [
             *(row["system"], row["router"], f"{row['rate']:.2f}"),
             *(f"{row['ttft_ms'][name]:.0f}" for name in ("mean", "p50", "p99")),
-            f"{row['itl_ms']['mean']:.1f}" if row["itl_ms"] else "",
+            *(f"{row[n]['mean']:.1f}" if row[n] else "" for n in ("tpot_ms", "itl_ms")),
             *(f"{row[name]:.1%}" for name in ("hit_hbm", "hit_store", "bubble_share", "gpu_busy")),
             f"{row['medium_read_busy']:.1%}, {row['medium_write_busy']:.1%}",
             row["dropped_pages"],

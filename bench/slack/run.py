@@ -277,4 +277,14 @@ def bars_of(
     return bars
 
 
-__all__ = ["POLICIES", "add_arguments", "bars_of", "numbers", "report", "run", "run_once"]
+__all__ = [
+    "BARS",
+    "POLICIES",
+    "add_arguments",
+    "bars_of",
+    "gap_closed",
+    "numbers",
+    "report",
+    "run",
+    "run_once",
+]

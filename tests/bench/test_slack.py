@@ -177,15 +177,16 @@ def test_a_file_alone_is_measured_and_nothing_simulated(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_cells_that_cannot_reach_a_bar_do_not_count_as_reached() -> None:
-    def row(bound: float, reached: bool) -> dict[str, Any]:
-        return {
-            "bars": {slack_report.REACHABLE: reached},
-            "ratios": {"bound / none": {"bubble_s": {"median": bound}}},
-        }
-
-    rows = [row(0.4, True), row(0.4, False), row(0.9, True)]
-    assert slack_report.counts({"rows": rows}) == {slack_report.REACHABLE: "1 of 2"}
+def test_a_gap_that_is_too_small_is_not_judged() -> None:
+    numbers = {"bubble_s": 1.0, "first_token_p99_s": 1.0, "stored_pages": 1.0}
+    same = dict.fromkeys(("none", "fixed", "slack", "oracle", "bound"), numbers)
+    assert slack.gap_closed(same, "slack") == (0.0, None)
+    assert set(slack.bars_of(same, "drift")) == {*slack.BARS[1:]}
+    wide = {**same, "bound": {**numbers, "bubble_s": 0.5}, "slack": {**numbers, "bubble_s": 0.8}}
+    assert slack.gap_closed(wide, "slack") == (0.5, pytest.approx(0.4))
+    bars = slack.bars_of(wide, "steady")
+    assert not bars["at least half of the gap"]
+    assert slack_report.counts({"rows": [{"bars": bars}]})["at least half of the gap"] == "0 of 1"
 
 
 def test_all_parameters_have_a_source() -> None:
