@@ -22,6 +22,7 @@ _ROWS = (
     ("linker pages verified", "pages that SGLang's linker loaded, compared"),
     ("ring commands", "ring commands under seeded schedules"),
     ("ring schedules", "seeded schedules"),
+    ("ring schedules under sanitizers", "of these under AddressSanitizer and UBSan"),
     ("ring commands of threads", "ring commands of real threads"),
 )
 
