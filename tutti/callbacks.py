@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import threading
 from collections.abc import Callable
+
+from tutti.interrupts import is_main_thread
 
 _log = logging.getLogger(__name__)
 
@@ -33,12 +34,8 @@ class Guard:
 
         Raises a KeyboardInterrupt of the main thread again, which is Ctrl-C.
         """
-        if isinstance(error, KeyboardInterrupt) and _is_main_thread():
+        if isinstance(error, KeyboardInterrupt) and is_main_thread():
             raise error
         self.errors += 1
         with contextlib.suppress(BaseException):  # a log handler is the user's too
             _log.error("%s failed", what, exc_info=error)
-
-
-def _is_main_thread() -> bool:
-    return threading.current_thread() is threading.main_thread()

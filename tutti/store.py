@@ -32,7 +32,7 @@ from tutti.errors import (
 )
 from tutti.gio_uring.controller import NativeController
 from tutti.gio_uring.engine import Engine
-from tutti.gio_uring.memory import DmaRegion
+from tutti.interrupts import uninterrupted
 from tutti.medium.geometry import Geometry
 from tutti.medium.keys import as_keys
 from tutti.medium.layout import KVLayout
@@ -43,7 +43,7 @@ from tutti.pool.block_io import BlockIo
 from tutti.pool.member_controller import check_owners, open_controller
 from tutti.pool.members import Members
 from tutti.pool.pool_format import Paths, format, format_missing, member_names
-from tutti.process import Owned
+from tutti.process import Owned, finalize
 from tutti.scheduler.dispatcher import Dispatcher
 from tutti.transfers.catalogue import Catalogue
 from tutti.transfers.coalescer import Coalescer
@@ -52,14 +52,14 @@ from tutti.transfers.loader import Loader
 from tutti.transfers.reclaim import Reclaimer
 from tutti.transfers.recovery import recover, write_snapshots
 from tutti.transfers.residency import Residency
+from tutti.transfers.resources import Resources
 from tutti.transfers.tickets import LoadTicket, PutTicket
 from tutti.transfers.transfer_queue import TransferQueue
 from tutti.transfers.writer import PutRequest, Writer, check_lengths
 
 Keys = npt.NDArray[np.uint8] | Sequence[bytes]
 
-#: Stores whose device could not be stopped: their memory is kept until the process ends.
-_STUCK: list[ObjectStore] = []
+_UNDO_S = 60.0  # the longest wait for an interrupted put or load
 
 
 class ObjectStore(Owned):
@@ -68,6 +68,7 @@ class ObjectStore(Owned):
     Made by ``open`` for files, or directly over any controller whose namespaces hold a pool.
     """
 
+    @uninterrupted(lambda store, _: store.close())
     def __init__(
         self,
         controller: NativeController,
@@ -83,48 +84,49 @@ class ObjectStore(Owned):
         """
         self.controller = controller
         self.config = config or StoreConfig()
-        self._regions: dict[int, list[DmaRegion]] = {}
-        self._memories: list[HostMemory] = []
         self._proving = threading.Lock()
         self._prove_from = 0
-        self._lost_regions: list[DmaRegion] = []  # of memory that a device may still write
         self._closed = False
         self.engine = engine or Engine(controller)
-        self._parts: list[Closable] = []
-        self._recovery: threading.Thread | None = None
+        self._resources = Resources(controller, self.engine)
+        parts = self._resources.parts
         try:
             self._io = BlockIo(self.engine, timeout_s=self.config.timeout_s)
-            self._parts.append(self._io)
+            parts.append(self._io)
             self.members = Members.open(self._io, self.engine, names, degraded=degraded)
             clean, found_as = self.members.clean, list(self.members.superblocks)
             self.members.mark_open(self.members.next_sequence)
-            self._core = Core(self.engine, self.members, self.config)
+            self._core = self._resources.core = Core(self.engine, self.members, self.config)
             self._reclaimer = Reclaimer(self._core)
-            self._parts.append(self._reclaimer)
+            parts.append(self._reclaimer)
             self._writer = Writer(self._core, self._reclaimer)
-            self._parts.append(self._writer)
+            parts.append(self._writer)
             self._coalescer = Coalescer(self._core, self._writer)
-            self._parts.append(self._coalescer)
+            parts.append(self._coalescer)
             self._loader = Loader(self._core, self._reclaimer)
-            self._parts.append(self._loader)
+            parts.append(self._loader)
             self.catalogue = Catalogue(self._core, self._reclaimer)
-            self._parts.append(self.catalogue)
+            parts.append(self.catalogue)
             self._queue: TransferQueue | None = None
             if self.config.schedule is not None:
                 self._queue = TransferQueue(
                     self._core, self._coalescer, self._loader, self.config.schedule
                 )
-                self._parts.append(self._queue)
-            self._recovery = threading.Thread(
-                target=self._recover, args=(found_as, clean), name="tutti-recovery", daemon=True
+                parts.append(self._queue)
+            arguments = (self._core, self._reclaimer, self.catalogue, found_as, clean)
+            recovery = threading.Thread(
+                target=_recover, args=arguments, name="tutti-recovery", daemon=True
             )
-            self._recovery.start()
+            self._resources.recovery = recovery
+            recovery.start()
             if clean:
                 self.wait_recovered(self.config.timeout_s * 4)
             self.residency = Residency(self._core, controller)
         except BaseException as error:
-            self._shut_down_failed(error)
+            self._resources.undo_opening(error, self.config.timeout_s)
             raise
+        self._dropped = finalize(self, self._resources.drop, self.config.timeout_s)
+        self._dropped.atexit = False
 
     @property
     def layout(self) -> KVLayout:
@@ -141,6 +143,7 @@ class ObjectStore(Owned):
         """What launches puts and loads; post to it what the model computes.  None: all at once."""
         return None if self._queue is None else self._queue.dispatcher
 
+    @uninterrupted(lambda store, memory: store.unregister(memory))
     def register(self, memory: HostMemory) -> HostMemory:
         """Makes engine memory known, so that ``put`` and ``load`` may name its pages.
 
@@ -152,40 +155,25 @@ class ObjectStore(Owned):
                 "open a pool of the memory's layout"
             )
         self._core.check_open()
-        self._regions[id(memory)] = self._register(memory)
-        self._memories.append(memory)
+        self._resources.add(memory)
         return memory
-
-    def _register(self, memory: HostMemory) -> list[DmaRegion]:
-        regions: list[DmaRegion] = []
-        try:
-            for address, nbytes in memory.buffers:
-                regions.append(self.controller.register((address, nbytes)))
-        except BaseException:
-            for region in regions:
-                region.close()
-            raise
-        return regions
 
     def attach(self, part: Closable) -> None:
         """Closes ``part`` with the store: after the engine, before the controller."""
         self._core.check_open()
-        self._parts.append(part)
+        self._resources.parts.append(part)
 
+    @uninterrupted()
     def unregister(self, memory: HostMemory) -> None:
         """Forgets engine memory.  No put or load of it may be under way."""
-        if memory not in self._memories:
+        if memory not in self._resources.memories:
             raise ConfigError("this memory is not registered with the store")
         timeout_s = self.config.timeout_s
         if not (self._core.wait_quiet(timeout_s) and memory.wait_idle(timeout_s)):
             raise DeviceTimeout("transfers are still under way; the memory stays registered")
-        self._forget(memory)
+        self._resources.remove(memory)
 
-    def _forget(self, memory: HostMemory) -> None:
-        self._memories.remove(memory)
-        for region in self._regions.pop(id(memory)):
-            region.close()
-
+    @uninterrupted(lambda store, memory: store.unregister(memory))
     def allocate_memory(
         self, pages: int, *, order: str | None = None, hugepages: bool = True
     ) -> HostMemory:
@@ -218,6 +206,7 @@ class ObjectStore(Owned):
         """Takes back what look-ups pinned by this name, if they did; all pins without one."""
         self._core.unpin(name)
 
+    @uninterrupted(lambda _, ticket: ticket.wait_ended(_UNDO_S))
     def put(
         self,
         keys: Keys,
@@ -244,6 +233,7 @@ class ObjectStore(Owned):
         with self._core.admitted(self.config.timeout_s):
             return (self._queue or self._coalescer).put(request)
 
+    @uninterrupted(lambda _, ticket: ticket.abandon(_UNDO_S))
     def load(
         self,
         keys: Keys,
@@ -268,6 +258,7 @@ class ObjectStore(Owned):
                 return self._loader.load(array, numbers, paged)
             return self._queue.load(array, numbers, paged, batch)
 
+    @uninterrupted()
     def prove(self, max_objects: int = 64, *, timeout_s: float = 60.0) -> int:
         """Verifies up to ``max_objects`` objects that an unclean close left unproven.
 
@@ -279,7 +270,7 @@ class ObjectStore(Owned):
             if not len(keys):
                 return 0
             memory = HostMemory.allocate(self.layout, len(keys))
-            regions = self._register(memory)
+            regions = self._resources.register(memory)
             numbers = np.arange(len(keys), dtype=np.uint32)
             settled = True
             try:
@@ -293,12 +284,13 @@ class ObjectStore(Owned):
                 for region in regions if settled else ():
                     region.close()
             if not settled:
-                self._lost_regions += regions
+                self._resources.lose(regions)
                 raise DeviceTimeout(
                     f"the objects were not read within {timeout_s:g} s; their memory stays in use"
                 )
             return len(keys)
 
+    @uninterrupted()
     def quarantine(self, keys: Keys) -> int:
         """Takes objects out of use permanently, with their slots.  Returns how many."""
         core = self._core
@@ -309,6 +301,7 @@ class ObjectStore(Owned):
             self._reclaimer.quarantine(slots)
             return int(slots.size)
 
+    @uninterrupted()
     def clear(self, *, deallocate: bool = True) -> None:
         """Removes every object; durable on return.
 
@@ -330,6 +323,7 @@ class ObjectStore(Owned):
                 if held.size:
                     core.allocator.free(held)
 
+    @uninterrupted()
     def wait_recovered(self, timeout_s: float = 600.0) -> None:
         """Waits until recovery is done.  Raises what broke it, or DeviceTimeout."""
         self._core.wait_ready(timeout_s)
@@ -343,6 +337,7 @@ class ObjectStore(Owned):
         """Counters since the pool was opened, and how full it is."""
         return self._core.stats()
 
+    @uninterrupted()
     def close(self, timeout_s: float | None = None) -> None:
         """Ends what is under way, writes the snapshots and marks the pool clean.
 
@@ -361,8 +356,8 @@ class ObjectStore(Owned):
         with core.lock:
             core.closing = True
             core.changed.notify_all()
-        if self._recovery is not None:
-            self._recovery.join(timeout_s)
+        assert self._resources.recovery is not None, "started with the store"
+        self._resources.recovery.join(timeout_s)
         quiet = core.wait_quiet(timeout_s)
         try:
             # What is unproven stays so: a pool that has some is left as a crash leaves it.
@@ -372,7 +367,8 @@ class ObjectStore(Owned):
                 if not core.unproven and not core.leave_open:
                     self._mark_clean()
         finally:
-            self._shut_down(timeout_s)
+            self._dropped.detach()
+            self._resources.release(timeout_s)
 
     def __enter__(self) -> ObjectStore:
         return self
@@ -385,71 +381,27 @@ class ObjectStore(Owned):
     ) -> None:
         self.close()
 
-    def _recover(self, found_as: Sequence[Superblock | None], clean: bool) -> None:
-        core = self._core
-        try:
-            recover(core, self._reclaimer, found_as, proven=clean)
-            self.catalogue.recount()
-        except BaseException as error:
-            with core.lock:
-                core.failure = error
-                core.changed.notify_all()
-            if not isinstance(error, TuttiError):
-                raise
-
     def _mark_clean(self) -> None:
         core = self._core
         snapshots = write_snapshots(core)
         self._io.flush(self.members.nsids())
         self.members.mark_clean(core.sequence, snapshots)
 
-    def _shut_down(self, timeout_s: float) -> None:
-        try:
-            self.engine.close(timeout_s)
-        except DeviceTimeout:
-            _STUCK.append(self)  # the device may still write into what this object holds
-            raise
-        if self._recovery is not None:
-            self._recovery.join(timeout_s)
-        for region in self._lost_regions:
-            region.close()
-        for part in self._parts:
-            part.close()
-        for memory in list(self._memories):
-            self._forget(memory)
-        self.controller.close()
-
-    def _shut_down_failed(self, reason: BaseException) -> None:
-        """Undoes an opening that failed for ``reason``; the controller stays the caller's."""
-        try:
-            self.engine.close(self.config.timeout_s)
-        except TuttiError as stuck:
-            _STUCK.append(self)  # the device may still write into what this object holds
-            reason.add_note(str(stuck))
-            return
-        if self._recovery is not None:
-            self._recovery.join(self.config.timeout_s)
-        for part in self._parts:
-            try:
-                part.close()
-            except TuttiError as error:
-                reason.add_note(str(error))
-
     def _registered(self, memory: HostMemory | None) -> HostMemory:
         self._core.check_open()
         if memory is not None:
-            if memory not in self._memories:
+            if memory not in self._resources.memories:
                 raise ConfigError(
                     "this memory is not registered; call store.register(memory) first"
                 )
             return memory
-        if len(self._memories) == 1:
-            return self._memories[0]
-        raise ConfigError(
-            f"{len(self._memories)} memories are registered; register one, or pass memory="
-        )
+        memories = self._resources.memories
+        if len(memories) == 1:
+            return memories[0]
+        raise ConfigError(f"{len(memories)} memories are registered; register one, or pass memory=")
 
 
+@uninterrupted(lambda _, store: store.close())
 def open(
     paths: Paths,
     layout: KVLayout | None = None,
@@ -494,6 +446,24 @@ def open(
             "format another pool"
         )
     return store
+
+
+def _recover(
+    core: Core,
+    reclaimer: Reclaimer,
+    catalogue: Catalogue,
+    found_as: Sequence[Superblock | None],
+    clean: bool,
+) -> None:
+    try:
+        recover(core, reclaimer, found_as, proven=clean)
+        catalogue.recount()
+    except BaseException as error:
+        with core.lock:
+            core.failure = error
+            core.changed.notify_all()
+        if not isinstance(error, TuttiError):
+            raise
 
 
 __all__ = ["CapacityError", "ObjectStore", "format", "open"]

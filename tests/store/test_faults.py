@@ -35,9 +35,9 @@ from tutti.gio_uring.nvme_spec import (
 )
 from tutti.placement.digest_cache import DigestCache
 from tutti.placement.index import SlotState
-from tutti.store import _STUCK
 from tutti.transfers.loader import Loader
 from tutti.transfers.reclaim import Reclaimer
+from tutti.transfers.resources import _STUCK
 from tutti.transfers.tickets import LoadPart, LoadTicket
 
 DATA_LBA = GEOMETRY.groups_offset // 4096
@@ -315,7 +315,7 @@ def test_a_load_that_was_given_up_says_who_has_its_pages(
     if proof:
         with pytest.raises(DeviceTimeout, match="their memory stays in use"):
             store.prove(timeout_s=0.3)
-        assert store._lost_regions
+        assert store._resources._lost
     else:
         with pytest.raises(PagesInUse, match="still owns its pages") as caught:
             store.load(keys, np.arange(16, 20))
@@ -369,7 +369,7 @@ def test_an_opening_that_gets_stuck_keeps_its_error_and_its_memory() -> None:
         opened([], controller=controller, timeout_s=0.3)
     assert "until the process ends" not in str(caught.value)
     assert "until the process ends" in caught.value.__notes__[0]
-    assert _STUCK[-1]._io._region._unregister is not None  # the device may still write there
+    assert _STUCK[-1].parts[0]._region._unregister is not None  # the device may still write there
     controller.release()
     _STUCK.pop()
 

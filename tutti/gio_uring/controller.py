@@ -16,6 +16,7 @@ from tutti.errors import ConfigError, DeviceTimeout, NativeError
 from tutti.gio_uring import _native
 from tutti.gio_uring.memory import DmaRegion, address_of
 from tutti.gio_uring.queue_pair import QueuePair
+from tutti.interrupts import uninterrupted
 from tutti.process import Owned, finalize
 from tutti.units import format_nbytes
 
@@ -246,6 +247,7 @@ class NativeController(Owned):
                 " reserved, try again or restart the process"
             )
 
+    @uninterrupted()
     def close(self) -> None:
         """Reset and free the controller; a second call does nothing.
 

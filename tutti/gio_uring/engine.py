@@ -33,6 +33,7 @@ from tutti.gio_uring.nvme_spec import (
     PSDT_PRP,
     PSDT_SGL,
 )
+from tutti.interrupts import in_pieces, uninterrupted
 from tutti.process import Owned, finalize
 
 DIGEST_NONE, DIGEST_COMPUTE, DIGEST_COMPARE = 0, 1, 2
@@ -155,17 +156,15 @@ class Job(Owned):
 
     def wait_layers(self, layers: int, timeout_s: float) -> bool:
         """Waits until ``layers`` layers are ready or the job failed.  False after the timeout."""
-        timeout_ns = _nanoseconds(timeout_s)
-        result = _native.lib().gio_job_wait_layers(
-            self._engine.handle, self._handle, layers, timeout_ns
-        )
-        return bool(result == 0)
+        wait = _native.lib().gio_job_wait_layers
+        handles = (self._engine.handle, self._handle)
+        return in_pieces(lambda s: wait(*handles, layers, _nanoseconds(s)) == 0, timeout_s)
 
     def wait_released(self, timeout_s: float) -> bool:
         """Waits until no command of the job can touch memory any more.  False after the timeout."""
-        timeout_ns = _nanoseconds(timeout_s)
-        result = _native.lib().gio_job_wait_released(self._engine.handle, self._handle, timeout_ns)
-        return bool(result == 0)
+        wait = _native.lib().gio_job_wait_released
+        handles = (self._engine.handle, self._handle)
+        return in_pieces(lambda s: wait(*handles, _nanoseconds(s)) == 0, timeout_s)
 
     def open_gate(self) -> None:
         """Lets a gated job compare its digests."""
@@ -176,10 +175,7 @@ class Job(Owned):
         _native.lib().gio_job_cancel(self._engine.handle, self._handle)
 
     def on_released(self, callback: Callable[[Job], None] | None) -> None:
-        """Calls back once no command is outstanding: on the engine's thread, or now if that was.
-
-        The last callback given counts.
-        """
+        """Calls back once no command is outstanding, or now; the last callback given counts."""
         with self._lock:
             if not self._released:
                 self._callback = callback
@@ -236,9 +232,10 @@ class Engine(Owned):
             self._arena_region.close()
             raise
         controller.served_by(self)
-        # A process that ends without close: the thread must not outlive the controller, whose own
-        # finalizer runs after this one.
-        self._finalizer = finalize(self, _stop, self.handle, controller.keep_after_failure)
+        # At an exit without close: the controller's own finalizer runs after this one.
+        self._stopping = threading.Lock()  # close, or the exit of the process
+        keep = controller.keep_after_failure
+        self._finalizer = finalize(self, _stop, self.handle, self._stopping, keep)
         self.guard = Guard()
         self._tags = itertools.count(1)
         self._jobs: dict[int, Job | tuple[Any, ...]] = {}
@@ -389,9 +386,7 @@ class Engine(Owned):
             )
 
     def is_using(self, owner: object) -> bool:
-        """Whether a job is not released yet that was given memory of `owner`, also when nobody
-        knows of the job because its submission was interrupted.
-        """
+        """Whether a job that was given memory of `owner`, even half submitted, is unreleased."""
         with self._lock:
             kept = [job.kept if isinstance(job, Job) else job for job in self._jobs.values()]
         things = itertools.chain.from_iterable(kept)
@@ -403,6 +398,7 @@ class Engine(Owned):
         _native.lib().gio_engine_stats(self.handle, ctypes.byref(out))
         return out
 
+    @uninterrupted()
     def close(self, timeout_s: float = 10.0) -> None:
         """Ends the thread after what is in flight ended, resetting the controller if it must.
 
@@ -411,7 +407,8 @@ class Engine(Owned):
         if self._closed:
             return
         self._closed = True
-        stopped = _native.lib().gio_engine_stop(self.handle, _nanoseconds(timeout_s)) == 0
+        with self._stopping:
+            stopped = _native.lib().gio_engine_stop(self.handle, _nanoseconds(timeout_s)) == 0
         if stopped:
             self._thread.join(timeout_s)
         if not stopped or self._thread.is_alive():
@@ -453,6 +450,7 @@ class Engine(Owned):
         config.iocb.psdt = PSDT_PRP
         return self._submit(config, opcode, runs, 0, (), PRIORITY_RECORDS, timeout_s, on_released)
 
+    @uninterrupted(lambda _, job: job.cancel())
     def _submit(
         self,
         config: JobConfig,
@@ -477,7 +475,7 @@ class Engine(Owned):
         lib, handle = _native.lib(), ctypes.c_void_p()
         arrays = (page_status, runs, *keep)
         with self._lock:  # the job may be released before it is known here
-            # Ctrl-C can strike between a submission and its Job: the arrays live on all the same.
+            # An error can strike between a submission and its Job: the arrays live on all the same.
             self._jobs[config.tag] = arrays
             result = lib.gio_engine_submit(self.handle, ctypes.byref(config), ctypes.byref(handle))
             if result < 0:
@@ -491,9 +489,10 @@ class Engine(Owned):
         return job
 
 
-def _stop(handle: int, keep_controller: Callable[[], None]) -> None:
-    if _native.lib().gio_engine_stop(handle, _nanoseconds(_STOP_TIMEOUT_S)) != 0:
-        keep_controller()
+def _stop(handle: int, lock: threading.Lock, keep_controller: Callable[[], None]) -> None:
+    with lock:
+        if _native.lib().gio_engine_stop(handle, _nanoseconds(_STOP_TIMEOUT_S)) != 0:
+            keep_controller()
 
 
 def _nanoseconds(seconds: float) -> int:

@@ -35,6 +35,7 @@ class LookupPins:
         self.count = 0  # slots that somebody keeps
         self.reserved = 0  # slots that the catalogue keeps, of the same share
         self.changes = 0
+        self._is_changing = False  # and stays so when an interrupt strikes meanwhile
 
     def set_lookups(self, lookups: int) -> None:
         """A hold ends after so many later look-ups from now on."""
@@ -43,6 +44,8 @@ class LookupPins:
 
     def lookup(self) -> None:
         """One more look-up."""
+        if self._is_changing:
+            self._recount()
         self._clock += 1
         self.changes += 1
         while self._held:  # bounded: each turn takes one out
@@ -64,6 +67,7 @@ class LookupPins:
             self._held.move_to_end(name)
             return slots.size
         self.release(name)
+        self._is_changing = True
         fresh = self._kept[slots] == 0
         room = max(0, self._slots_max - self.reserved - self.count)
         most = slots.size
@@ -76,16 +80,21 @@ class LookupPins:
             self.count += int(np.count_nonzero(self._kept[distinct] == 0))
             self._kept[distinct] += 1
             self._held[name] = self._clock, taken.copy(), distinct
+        self._is_changing = False
         return most
 
     def release(self, holder: str | int) -> None:
         """The holder keeps nothing any more; one that keeps nothing is no error."""
+        if self._is_changing:
+            self._recount()
+        self._is_changing = True
         held = self._held.pop(holder, None)
         if held is not None:
             slots = held[2]
             self._kept[slots] -= 1
             self.count -= int(np.count_nonzero(self._kept[slots] == 0))
             self.changes += 1
+        self._is_changing = False
 
     def release_all(self, prefix: str) -> None:
         """As `release`, for every named holder whose name begins so."""
@@ -106,6 +115,13 @@ class LookupPins:
     def clear(self) -> None:
         """Nobody keeps anything."""
         self._held.clear()
+        self._recount()
+
+    def _recount(self) -> None:
+        """Brings the counts in line with the holders, after an interrupt may have parted them."""
         self._kept.fill(0)
-        self.count = 0
+        for _, _, distinct in self._held.values():
+            self._kept[distinct] += 1
+        self.count = int(np.count_nonzero(self._kept))
         self.changes += 1
+        self._is_changing = False

@@ -98,7 +98,8 @@ class Dispatcher(Owned):
         self._clock = clock or SystemClock()
         self._record = record
         self._guard = guard or Guard()  # policy, profile, recorder and launcher are the user's
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()  # taken itself: Ctrl-C in Condition.__enter__ keeps it
+        self._changed = threading.Condition(self._lock)
         self._events: deque[Event] = deque()
         self._pumping = threading.Lock()
         self._wake_ns: int | None = None
@@ -129,7 +130,7 @@ class Dispatcher(Owned):
 
     def post(self, event: Event) -> None:
         """Takes an event; never waits for a launch."""
-        with self._changed:
+        with self._lock:
             self._events.append(event)
             self._changed.notify_all()
 
@@ -160,7 +161,7 @@ class Dispatcher(Owned):
 
     def stop(self, timeout_s: float = 10.0) -> bool:
         """Ends the thread; whether it did.  What was launched goes on."""
-        with self._changed:
+        with self._lock:
             self._stopping = True
             self._changed.notify_all()
         if self._thread is None:
@@ -185,7 +186,7 @@ class Dispatcher(Owned):
         }
 
     def _next(self, otherwise: Event | None) -> Event | None:
-        with self._changed:
+        with self._lock:
             return self._events.popleft() if self._events else otherwise
 
     def _take(self, event: Event) -> None:
@@ -235,7 +236,7 @@ class Dispatcher(Owned):
             nap_s = _NAP_S
             if wake_ns is not None:
                 nap_s = min(nap_s, max(0.0, (wake_ns - self._clock.now_ns()) / 1e9))
-            with self._changed:
+            with self._lock:
                 self._changed.wait_for(lambda: bool(self._events) or self._stopping, nap_s)
 
 

@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from tutti.arrays import Keys, Slots
 from tutti.errors import CapacityError, DeviceTimeout, MediumError
+from tutti.interrupts import uninterrupted
 from tutti.medium.slot_record import (
     EXPIRY_UNIT_S,
     FLAG_DIGESTS,
@@ -24,6 +25,7 @@ from tutti.medium.slot_record import (
 )
 from tutti.placement.index import MISSING, SlotState
 from tutti.pool.record_table import BLOCK_RECORDS, RecordContent, RecordTable
+from tutti.process import Owned
 from tutti.transfers.core import Core
 from tutti.transfers.reclaim import Reclaimer
 
@@ -53,7 +55,7 @@ class ObjectInfo:
     proven: bool
 
 
-class Catalogue:
+class Catalogue(Owned):
     """The catalogue of one open pool.  Thread-safe.
 
     keys are uint8 (n, 16); those that are not in the pool are passed over.
@@ -88,6 +90,7 @@ class Catalogue:
                 held &= core.index.tenant == tenant_of(namespace)
             return core.index.key[np.flatnonzero(held)].copy()
 
+    @uninterrupted()
     def objects(self, keys: Keys) -> list[ObjectInfo]:
         """What is known of objects, by their records.
 
@@ -98,6 +101,7 @@ class Catalogue:
             found += self._infos(slots, records)
         return found
 
+    @uninterrupted()
     def delete(self, keys: Keys, *, timeout_s: float = 30.0) -> int:
         """Removes objects, pinned ones as well; how many.  The medium has forgotten them on return.
 
@@ -128,6 +132,7 @@ class Catalogue:
             )
         return int(gone.size)
 
+    @uninterrupted()
     def pin(self, keys: Keys) -> int:
         """Keeps objects from eviction until ``unpin``, also after a restart; how many are pinned.
 
@@ -145,10 +150,12 @@ class Catalogue:
                 )
         return self._change(keys, pinned=True)
 
+    @uninterrupted()
     def unpin(self, keys: Keys) -> int:
         """Takes back what ``pin`` did; how many objects are not pinned now."""
         return self._change(keys, pinned=False)
 
+    @uninterrupted()
     def expire(self, keys: Keys, ttl_s: float | None) -> int:
         """Objects are removed in so many seconds, rounded up to 64; None: never.  How many."""
         self.watch(ttl_s is not None)

@@ -14,6 +14,7 @@ import numpy.typing as npt
 from tutti.errors import Unsupported
 from tutti.gio_uring.controller import NativeController
 from tutti.gio_uring.controller_file import BlockRange, FileController
+from tutti.interrupts import uninterrupted
 from tutti.medium.keys import as_keys
 from tutti.placement.index import MISSING
 from tutti.process import Owned
@@ -54,6 +55,7 @@ class Residency(Owned):
         if core.config.page_cache_share > 0:
             self._apply(core.config.page_cache_share, None)
 
+    @uninterrupted()
     def replan(self, *, share: float = 1.0, budget_nbytes: int | None = None) -> ResidencyPlan:
         """Chooses anew what goes through the page cache: the groups that were used last.
 

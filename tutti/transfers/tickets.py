@@ -16,6 +16,7 @@ from tutti.arrays import U32, Rows
 from tutti.callbacks import Guard
 from tutti.errors import DeviceTimeout, PageRangeError, TuttiError
 from tutti.gio_uring.ring import status_error
+from tutti.interrupts import Latch
 from tutti.process import Owned
 
 if TYPE_CHECKING:
@@ -53,7 +54,7 @@ class PutTicket(Owned):
         self._guard = guard or Guard()
         self._parts = 1  # the submission itself
         self._lock = threading.Lock()
-        self._done = threading.Event()
+        self._done = Latch()
         self._callbacks: list[Callable[[PutTicket], None]] = []
         self.outcome: npt.NDArray[np.uint8] = np.full(keys, Outcome.PENDING, np.uint8)
         self.status: U32 = np.zeros(keys, np.uint32)
@@ -79,6 +80,10 @@ class PutTicket(Owned):
             raise _error(int(self.status[failed[0]]), failed, "put")
         counts = np.bincount(self.outcome, minlength=len(Outcome)).tolist()
         return PutResult(counts[Outcome.STORED], counts[Outcome.PRESENT], counts[Outcome.DROPPED])
+
+    def wait_ended(self, timeout_s: float) -> bool:
+        """Waits for the outcome, whatever it is.  False after the timeout."""
+        return self._done.wait(timeout_s)
 
     def on_done(self, callback: Callable[[PutTicket], None]) -> None:
         """Calls back once the outcome is known, on the engine's thread or at once.
@@ -134,7 +139,7 @@ class LoadTicket(Owned):
         self.layers = layers
         self.parts: list[LoadPart] = []
         self.record_status: U32 = np.zeros(keys, np.uint32)  # 0: the slot record was right
-        self._settled = threading.Event()
+        self._settled = Latch()
         self._lock = threading.Lock()
         self._callbacks: list[Callable[[], None]] = []
 
@@ -185,6 +190,12 @@ class LoadTicket(Owned):
         if not self._settled.wait(timeout_s):
             return False
         return all(part.job.wait_released(_left_s(deadline_s)) for part in self.parts)
+
+    def abandon(self, timeout_s: float) -> bool:
+        """Issues nothing more, and waits until the device can no longer touch the pages."""
+        for part in self.parts:
+            part.job.cancel()
+        return self.wait_settled(timeout_s)
 
     def failed(self) -> Rows:
         """Positions in the batch that failed so far, ascending."""

@@ -492,7 +492,7 @@ def test_what_cannot_fit_or_work_says_so(rng: np.random.Generator) -> None:
 
 
 def _load_host(rig: Rig) -> None:
-    host = rig.store._pools[-1]
+    host = rig.store._resources.memories[-1]
     keys = some_keys(np.random.default_rng(1), 1)
     rig.store.put(keys, [0], memory=host).wait(10)
     rig.store.load(keys, [1], memory=host).order_stream(0, 0)

@@ -1,0 +1,227 @@
+"""Ctrl-C at any instruction of any call: nothing stays in flight, and no thread hangs."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import numpy as np
+import pytest
+
+import tutti
+from store.pools import some_keys
+from store.storm import LAYOUT, PAGES, left
+from tutti.interrupts import Latch
+from tutti.placement.lookup_pins import LookupPins
+from tutti.store import ObjectStore
+
+
+@pytest.fixture
+def rng(seed: int) -> np.random.Generator:
+    return np.random.default_rng(seed)
+
+
+@pytest.mark.parametrize(("signals", "how"), [(2000, "plain"), (500, "scheduled")])
+def test_a_storm_of_signals_leaves_nothing_behind(tmp_path: Path, signals: int, how: str) -> None:
+    program = Path(__file__).with_name("storm.py")
+    tests = str(program.parents[1])
+    done = subprocess.run(
+        [sys.executable, str(program), str(tmp_path / "pool"), str(signals), how],
+        capture_output=True,
+        text=True,
+        timeout=110,
+        env={**os.environ, "PYTHONPATH": tests},
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found.pop("raised") >= signals
+    found.pop("seed")
+    assert found == {
+        "quiet": True,
+        "in flight": 0,
+        "writing": 0,
+        "busy": 0,
+        "kept": 0,
+        "staging": [3, 6, 3],
+        "slots": True,
+        "stored": 4,
+        "snapshot": True,
+    }, done.stdout
+
+
+def interrupt(call: Callable[[], object], instruction: int) -> bool:
+    """Whether `call` was interrupted: at its so many-th instruction on this thread."""
+    count = 0
+
+    def trace(frame: FrameType, event: str, argument: object) -> Any:
+        nonlocal count
+        frame.f_trace_opcodes = True
+        if event == "opcode":
+            count += 1
+            if count == instruction:
+                raise KeyboardInterrupt
+        return trace
+
+    sys.settrace(trace)
+    try:
+        call()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(None)
+    return False
+
+
+def at_every_instruction(
+    call: Callable[[], object], after: Callable[[], object], step: int = 1
+) -> int:
+    """Interrupts `call` once at each of its instructions; how many there are.
+
+    step: at every so many-th only.
+    """
+    instruction = 1
+    while interrupt(call, instruction):  # bounded by the length of the call
+        after()
+        instruction += step
+    return instruction - 1
+
+
+CALLS: dict[str, Callable[[ObjectStore, np.ndarray, Any], object]] = {
+    "put": lambda store, keys, pool: store.put(some_keys(RNG, 2), [4, 5], memory=pool),
+    "put and wait": lambda store, keys, pool: store.put(some_keys(RNG, 1), [4], memory=pool).wait(),
+    "load": lambda store, keys, pool: store.load(keys, [0, 1, 2, 3], memory=pool),
+    "load and wait": lambda store, keys, pool: store.load(keys, [0, 1, 2, 3], memory=pool).wait(),
+    "settle": lambda store, keys, pool: store.load(keys, [0, 1, 2, 3], memory=pool).wait_settled(),
+    "match": lambda store, keys, pool: store.match(keys, pin=True),
+    "present": lambda store, keys, pool: store.present(keys, pin="name"),
+    "unpin": lambda store, keys, pool: (store.match(keys, pin="name"), store.unpin("name")),
+    "memory": lambda store, keys, pool: store.unregister(store.allocate_memory(1)),
+    "prove": lambda store, keys, pool: store.prove(),
+    "stats": lambda store, keys, pool: store.stats(),
+}
+RNG = np.random.default_rng(0)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("name", CALLS)
+def test_an_interrupt_at_every_instruction(
+    tmp_path: Path, rng: np.random.Generator, name: str
+) -> None:
+    store = tutti.open(tmp_path / "pool", LAYOUT, "8MiB")
+    pool, keys = store.allocate_memory(PAGES), some_keys(rng, 4)
+    store.put(keys, [0, 1, 2, 3]).wait()
+    core = store._core
+
+    def after() -> None:
+        assert core.wait_quiet(30)
+        assert core.lock.acquire(timeout=30), "no thread keeps it"
+        core.lock.release()
+
+    assert at_every_instruction(lambda: CALLS[name](store, keys, pool), after) > 10
+    assert left(store, pool)["quiet"]
+    assert left(store, pool) == {
+        "quiet": True,
+        "in flight": 0,
+        "writing": 0,
+        "busy": 0,
+        "kept": 0,
+        "staging": [3, 6, 3],
+        "slots": True,
+    }
+    store.clear()
+    store.close()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_an_interrupted_opening_or_close_keeps_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "pool"
+    tutti.open(path, LAYOUT, "8MiB").close()
+
+    def use() -> None:
+        tutti.open(path).close()
+
+    def after() -> None:  # a second opening works as soon as the dropped store is gone
+        gc.collect()
+
+    assert at_every_instruction(use, after, step=23) > 10
+    wait_until(lambda: threads_of_stores() == 0)
+    with tutti.open(path) as store:
+        store.wait_recovered(30)
+
+
+def test_a_store_that_is_dropped_gives_threads_and_descriptors_back(tmp_path: Path) -> None:
+    path = tmp_path / "pool"
+    tutti.open(path, LAYOUT, "8MiB").close()
+    descriptors = set(os.listdir("/proc/self/fd"))
+
+    def drop_one() -> None:
+        store = tutti.open(path)
+        pool = store.allocate_memory(4)
+        ticket = store.put(some_keys(RNG, 2), [0, 1])
+        del store
+        wait_until(lambda: threads_of_stores() == 0)
+        assert ticket.done
+        assert pool.read(0)
+
+    for _ in range(3):
+        with pytest.warns(ResourceWarning, match="close the store"):
+            drop_one()
+    wait_until(lambda: set(os.listdir("/proc/self/fd")) == descriptors)
+
+
+def threads_of_stores() -> int:
+    return sum(t.name.startswith(("tutti-", "gio-")) for t in threading.enumerate())
+
+
+def wait_until(is_so: Callable[[], bool], timeout_s: float = 30.0) -> None:
+    deadline_s = time.monotonic() + timeout_s
+    while not is_so():
+        assert time.monotonic() < deadline_s, "it did not come about"
+        time.sleep(0.01)
+
+
+def test_pins_count_right_after_any_interrupt() -> None:
+    kept = np.zeros(16, np.uint32)
+    pins = LookupPins(kept, lookups=3, slots_max=12)
+    rng = np.random.default_rng(0)
+
+    def use() -> None:
+        pins.lookup()
+        for name in ("a", "b", None):
+            pins.pin(name, rng.integers(0, 16, 5))
+        pins.release("a")
+
+    def after() -> None:
+        pins.lookup()
+        expected = np.zeros(16, np.uint32)
+        for _, _, distinct in pins._held.values():
+            expected[distinct] += 1
+        assert kept.tolist() == expected.tolist()
+        assert pins.count == np.count_nonzero(expected)
+
+    assert at_every_instruction(use, after) > 100
+
+
+def test_a_latch_wakes_all_waiters_after_any_interrupt() -> None:
+    woken: list[bool] = []
+    latch = Latch()
+    assert not latch.wait(0)
+    assert at_every_instruction(lambda: latch.wait(0.001), lambda: None) > 10
+    waiters = [threading.Thread(target=lambda: woken.append(latch.wait(30))) for _ in range(4)]
+    for waiter in waiters:
+        waiter.start()
+    latch.set()
+    for waiter in waiters:
+        waiter.join()
+    assert woken == [True] * 4
+    assert latch.is_set()
+    assert latch.wait(0)

@@ -1,0 +1,237 @@
+"""Ctrl-C at any instruction: what a signal handler raises leaves nothing half done.
+
+Python runs signal handlers in the main thread, between any two of its instructions, and what they
+raise ends whatever ran there.  Code that acquires and releases therefore runs on other threads.
+"""
+
+from __future__ import annotations
+
+import _thread
+import atexit
+import contextlib
+import functools
+import logging
+import os
+import queue
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+_log = logging.getLogger(__name__)
+
+_LINGER_S = 0.5  # how long a thread waits for its next call
+_LOOK_S = 1.0
+_PIECE_S = 0.2
+_EXIT_S = 30.0  # the longest that the exit of the process waits for calls that go on
+
+
+class Latch:
+    """A threading.Event that is never cleared.
+
+    The main thread may wait for it: unlike an Event's, its wait takes no lock that an interrupt
+    could leave taken, which would block the thread that sets it.
+    """
+
+    def __init__(self) -> None:
+        self._is_set = False
+        self._waiting: deque[_thread.LockType] = deque()
+
+    def is_set(self) -> bool:
+        """Whether it was set."""
+        return self._is_set
+
+    def set(self) -> None:
+        """Wakes all waiters, now and later."""
+        self._is_set = True
+        while self._waiting:  # bounded: no more come
+            with contextlib.suppress(IndexError):
+                self._waiting.popleft().release()
+
+    def wait(self, timeout_s: float = threading.TIMEOUT_MAX) -> bool:
+        """Waits until it is set.  False after the timeout."""
+        if not self._is_set and timeout_s > 0:
+            lock = _thread.allocate_lock()
+            lock.acquire(blocking=False)
+            self._waiting.append(lock)
+            # It may have been set before the append.
+            if self._is_set or not lock.acquire(timeout=min(timeout_s, threading.TIMEOUT_MAX)):
+                with contextlib.suppress(ValueError):
+                    self._waiting.remove(lock)
+        return self._is_set
+
+
+def in_pieces(wait: Callable[[float], bool], timeout_s: float) -> bool:
+    """A native wait of ``wait(seconds)``, which no signal ends, in pieces between which Ctrl-C is
+    raised.  False after the timeout.
+    """
+    deadline_s = time.monotonic() + timeout_s
+    left_s = timeout_s
+    while left_s > _PIECE_S:
+        if wait(_PIECE_S):
+            return True
+        left_s = deadline_s - time.monotonic()
+    return wait(left_s)
+
+
+def is_main_thread() -> bool:
+    """Whether signal handlers run in this thread."""
+    return threading.get_ident() == threading.main_thread().ident
+
+
+def uninterrupted(
+    undo: Callable[[Any, Any], object] | None = None,
+) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
+    """A decorator: calls from the main thread run on a thread of their own, to their end.
+
+    An interrupted call raises the interrupt when it has ended and was undone by
+    ``undo(first argument, result)``; a second interrupt does not wait for that.
+    """
+
+    def decorate(function: Callable[_P, _R]) -> Callable[_P, _R]:
+        @functools.wraps(function)
+        def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+            if not is_main_thread():
+                return function(*args, **kwargs)
+            first = args[0] if args else None
+            revert = functools.partial(undo, first) if undo is not None else None
+            result: _R = _call_elsewhere(functools.partial(function, *args, **kwargs), revert)
+            return result
+
+        return call
+
+    return decorate
+
+
+class _Call:
+    """A call on another thread, which begins at most once."""
+
+    def __init__(self, function: Callable[[], Any]) -> None:
+        self._function = function
+        self._claim = _thread.allocate_lock()
+        self._ended = Latch()
+        self._result: Any = None
+        self._has_result = False
+        self._error: BaseException | None = None
+
+    def run(self) -> None:
+        """Runs on its thread."""
+        if not self._claim.acquire(blocking=False):
+            return
+        try:
+            self._result = self._function()
+            self._has_result = True
+        except BaseException as error:
+            self._error = error
+        _running.discard(self)
+        self._ended.set()
+
+    def wait(self, timeout_s: float) -> bool:
+        """Waits for its end.  False after the timeout."""
+        return self._ended.wait(timeout_s)
+
+    def start(self) -> None:
+        """Hands it to a thread that waits for calls, or to a new one."""
+        _running.add(self)
+        try:
+            _idle.pop().put(self)
+        except IndexError:
+            # Not Thread.start, which waits for an Event.
+            _thread.start_new_thread(_start_thread, (self,))
+
+    def finish(self) -> tuple[Any, BaseException | None]:
+        """Waits for the end, which the deadlines of what is called bound: what it returned, and
+        what it raised.
+        """
+        while not self._ended.wait(_LOOK_S):
+            if not self._claim.locked():  # its thread ended just before it came
+                _thread.start_new_thread(_start_thread, (self,))
+        error, self._error = self._error, None  # its frames refer to this object
+        return self._result, error
+
+    def revert(self, undo: Callable[[Any], object] | None) -> None:
+        """Undoes it once it has ended; if it has not begun it never will."""
+        if self._claim.acquire(blocking=False):
+            _running.discard(self)
+            return
+        while not self._ended.wait(_LOOK_S):
+            pass  # bounded by the deadlines of what is called
+        try:
+            if undo is not None and self._has_result:
+                undo(self._result)
+        except Exception:
+            _log.exception("an interrupted call could not be undone")
+
+
+def _call_elsewhere(function: Callable[[], Any], undo: Callable[[Any], object] | None) -> Any:
+    call = _Call(function)
+    undoing = _Call(functools.partial(call.revert, undo))
+    raised: BaseException | None = None
+    try:
+        call.start()
+        result, raised = call.finish()
+        if raised is not None:
+            raise raised
+        return result
+    except BaseException as error:
+        if error is not raised:
+            undoing.start()
+            undoing.finish()
+        raise
+    finally:
+        del call, undoing, raised  # an error refers to its frames, and so to itself
+
+
+def start(function: Callable[[], object]) -> None:
+    """Runs a function on another thread, for which the exit of the process waits."""
+    _Call(function).start()
+
+
+#: What was started and has not ended.
+_running: set[_Call] = set()
+
+
+def _wait_for_calls() -> None:
+    """Before finalizers run at exit: they end what a call may be about to end."""
+    deadline_s = time.monotonic() + _EXIT_S
+    for call in list(_running):
+        call.wait(deadline_s - time.monotonic())
+
+
+# Functions registered last run first: before weakref's, which it registers with its first object.
+weakref.finalize(Latch(), id, 0)
+atexit.register(_wait_for_calls)
+os.register_at_fork(after_in_child=_running.clear)
+
+#: Of the threads that wait for a call, the queues they wait at.
+_idle: deque[queue.SimpleQueue[_Call]] = deque()
+os.register_at_fork(after_in_child=_idle.clear)
+
+
+def _start_thread(call: _Call) -> None:
+    """Runs on a bare thread: a daemon of threading's takes over."""
+    inbox: queue.SimpleQueue[_Call] = queue.SimpleQueue()
+    inbox.put(call)
+    threading.Thread(target=_serve, args=(inbox,), name="tutti-calls", daemon=True).start()
+
+
+def _serve(inbox: queue.SimpleQueue[_Call]) -> None:
+    while (call := _next(inbox)) is not None:  # bounded: ends when none comes for a while
+        call.run()
+        del call  # or what it returned lives on here
+        _idle.append(inbox)
+
+
+def _next(inbox: queue.SimpleQueue[_Call]) -> _Call | None:
+    with contextlib.suppress(queue.Empty):
+        return inbox.get(timeout=_LINGER_S)
+    with contextlib.suppress(ValueError):
+        _idle.remove(inbox)
+    with contextlib.suppress(queue.Empty):  # it may have come meanwhile
+        return inbox.get_nowait()
+    return None

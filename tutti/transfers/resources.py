@@ -1,0 +1,116 @@
+"""What an open pool acquired, and how it is given back when the store is closed or dropped."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import warnings
+from functools import partial
+
+from tutti.errors import DeviceTimeout, TuttiError
+from tutti.gio_uring.controller import NativeController
+from tutti.gio_uring.engine import Engine
+from tutti.gio_uring.memory import DmaRegion
+from tutti.interrupts import start
+from tutti.memory.host_memory import HostMemory
+from tutti.transfers.core import Closable, Core
+
+_log = logging.getLogger(__name__)
+
+#: Resources of devices that could not be stopped: they are kept until the process ends.
+_STUCK: list[Resources] = []
+
+
+class Resources:
+    """Controller, engine, threads and memory of one store; it has no reference to the store.
+
+    parts: closed in this order after the engine.  memories: the registered engine memory.
+    recovery: the thread that reads the pool after it was opened.
+    """
+
+    def __init__(self, controller: NativeController, engine: Engine) -> None:
+        self.controller = controller
+        self.engine = engine
+        self.core: Core | None = None
+        self.parts: list[Closable] = []
+        self.memories: list[HostMemory] = []
+        self.recovery: threading.Thread | None = None
+        self._regions: dict[int, list[DmaRegion]] = {}
+        self._lost: list[DmaRegion] = []
+
+    def add(self, memory: HostMemory) -> None:
+        """Registers engine memory with the controller."""
+        self._regions[id(memory)] = self.register(memory)
+        self.memories.append(memory)
+
+    def remove(self, memory: HostMemory) -> None:
+        """Takes ``add`` back; no transfer of it may be under way."""
+        self.memories.remove(memory)
+        for region in self._regions.pop(id(memory)):
+            region.close()
+
+    def register(self, memory: HostMemory) -> list[DmaRegion]:
+        """Registers memory that the caller closes himself."""
+        regions: list[DmaRegion] = []
+        try:
+            for address, nbytes in memory.buffers:
+                regions.append(self.controller.register((address, nbytes)))
+        except BaseException:
+            for region in regions:
+                region.close()
+            raise
+        return regions
+
+    def lose(self, regions: list[DmaRegion]) -> None:
+        """Keeps memory registered until the engine has ended: a device may still write to it."""
+        self._lost += regions
+
+    def release(self, timeout_s: float) -> None:
+        """Ends everything.  Raises DeviceTimeout, and keeps all, when the device does not stop."""
+        try:
+            self.engine.close(timeout_s)
+        except DeviceTimeout:
+            _STUCK.append(self)
+            raise
+        if self.recovery is not None:
+            self.recovery.join(timeout_s)
+        for region in self._lost:
+            region.close()
+        for part in self.parts:
+            part.close()
+        for memory in list(self.memories):
+            self.remove(memory)
+        self.controller.close()
+
+    def undo_opening(self, reason: BaseException, timeout_s: float) -> None:
+        """Ends what was begun before an opening failed; the controller stays the caller's."""
+        try:
+            self.engine.close(timeout_s)
+        except TuttiError as stuck:
+            _STUCK.append(self)
+            reason.add_note(str(stuck))
+            return
+        if self.recovery is not None:
+            self.recovery.join(timeout_s)
+        for part in self.parts:
+            try:
+                part.close()
+            except TuttiError as error:
+                reason.add_note(str(error))
+
+    def drop(self, timeout_s: float) -> None:
+        """Releases everything of a store that nobody closed, on a thread of its own: a finalizer
+        runs in whatever thread frees the store.
+        """
+        warnings.warn("a pool was not closed; close the store", ResourceWarning, stacklevel=2)
+        start(partial(self._release_dropped, timeout_s))
+
+    def _release_dropped(self, timeout_s: float) -> None:
+        if self.core is not None:
+            with self.core.lock:
+                self.core.closing = True
+                self.core.changed.notify_all()
+        try:
+            self.release(timeout_s)
+        except TuttiError as error:
+            _log.warning("a store that was not closed cannot be released: %s", error)
