@@ -13,7 +13,7 @@ CAPACITY = 320  # pages of the rig's pool, more or less
 
 
 def pinned(rig: Rig) -> int:
-    return int(rig.stored_pool.store._core.holds.count)
+    return int(rig.stored_pool.store._core.lookup_pins.count)
 
 
 def share_of(rig_pages: int) -> float:
@@ -48,7 +48,7 @@ def test_the_share_holds_over_distinct_pages(tmp_path: Path) -> None:
         rig.fill(2)
         everything = names(30)
         assert rig.store(everything, range(30))
-        most = rig.stored_pool.store._core.holds._slots_max
+        most = rig.stored_pool.store._core.lookup_pins._slots_max
         assert 0 < most < 24
         assert rig.lookup(everything[:most], "a") == most
         assert rig.lookup(everything, "b") == most
@@ -69,7 +69,7 @@ def test_pins_go_at_calls_that_all_ranks_make(tmp_path: Path) -> None:
         index = rig.linker.start_layer_wise_loading()
         rig.linker.layer_done_counter.set_consumer(index)
         rig.linker.layer_done_counter.wait_until(2)
-        held = rig.stored_pool.store._core.holds._held
+        held = rig.stored_pool.store._core.lookup_pins._held
         assert set(held) == {"a", "b"}, "landed, but nobody told all ranks"
         assert held["a"][2].size == 6, "what is loaded, and nothing else"
         assert rig.linker.finish_layer_wise_loading(index)
@@ -105,7 +105,7 @@ def test_pools_of_states_let_go_too(tmp_path: Path) -> None:
         rig.fill(1)
         assert rig.store(rig.transfers(names(6), at, windows))
         assert rig.linker.lookup("r", rig.transfers(names(6), None, windows))[-1:] == [6]
-        holds = [stored_pool.store._core.holds for stored_pool in rig.linker.stored_pools.values()]
-        assert [hold.count for hold in holds] == [6, 1]
+        pins = [p.store._core.lookup_pins for p in rig.linker.stored_pools.values()]
+        assert [p.count for p in pins] == [6, 1]
         assert rig.restore(rig.transfers(names(6), at, windows))
-        assert [hold.count for hold in holds] == [0, 0]
+        assert [p.count for p in pins] == [0, 0]
