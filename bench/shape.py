@@ -31,6 +31,7 @@ class Shape:
             page_size=page_size,
             dtype="bfloat16",
             kind="bench",
+            model="bench",
             model_layers=self.layers,
         )
 

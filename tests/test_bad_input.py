@@ -44,7 +44,9 @@ from tutti.pool import pool_format
 from tutti.store import ObjectStore
 from tutti.units import KiB
 
-OTHER = KVLayout.mha(layers=2, kv_heads=2, head_dim=64, page_size=16, dtype="float16")
+OTHER = KVLayout.mha(
+    layers=2, kv_heads=2, head_dim=64, page_size=16, dtype="float16", model="test-model"
+)
 KEYS = [bytes([i]) * 16 for i in range(1, 11)]
 TIMEOUT_S = 30.0
 SHARED = Path("/dev/shm")
@@ -207,7 +209,8 @@ def test_a_read_only_file(public: Path) -> None:
 
 def test_a_read_only_directory(public: Path) -> None:
     public.parent.chmod(0o555)
-    call = "tutti.store.format(sys.argv[1], tutti.KVLayout.mha(4, 2, 64, 16, 'bfloat16'), '64MiB')"
+    layout = "tutti.KVLayout.mha(4, 2, 64, 16, 'bfloat16', model='test-model')"
+    call = f"tutti.store.format(sys.argv[1], {layout}, '64MiB')"
     said = output_as_nobody(call, public.with_name("new"))
     assert re.match("PoolReadOnly.*change its permissions or remount", said), said
 
@@ -417,7 +420,7 @@ def test_a_geometry_that_wastes_more_than_a_quarter(tmp_path: Path) -> None:
     """The message names the number of pages to bundle, and exactly that many do."""
 
     def layout(page_size: int) -> KVLayout:
-        return KVLayout.mla(4, 512, 64, page_size, "bfloat16")
+        return KVLayout.mla(4, 512, 64, page_size, "bfloat16", model="test-model")
 
     path = tmp_path / "member0"
     with pytest.raises(LayoutError, match="bundle") as caught:

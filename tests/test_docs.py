@@ -47,7 +47,7 @@ def test_the_numbers_of_a_store_are_explained(tmp_path: Path) -> None:
     page = (ROOT / "docs/operations.md").read_text()
     rows = re.findall(r"^\| .*\|$", page[page.index("## A store without SGLang") :], re.MULTILINE)
     told = set(re.findall(r"`(\w+)`", "\n".join(rows)))
-    layout = tutti.KVLayout.mha(1, 1, 64, 64, "float16")
+    layout = tutti.KVLayout.mha(1, 1, 64, 64, "float16", model="test-model")
     with tutti.open(tmp_path / "pool", layout=layout, capacity="8MiB") as store:
         stats = store.stats()
     assert told == stats.keys() | {"unproven"}

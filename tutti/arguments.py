@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+from dataclasses import replace
 
 from tutti.errors import ConfigError
 from tutti.medium.layout import ITEMSIZE_NBYTES, MODELS, KVLayout
@@ -72,7 +73,20 @@ def add_layout(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group(
         "layout of a page", "name a model, or give the dimensions that one rank holds"
     )
-    group.add_argument("--model", choices=sorted(MODELS), help="a model with known dimensions")
+    group.add_argument(
+        "--model",
+        metavar="NAME",
+        help="name of the model, stored in the pool: pages of another model never match; it is also"
+        f" the dimensions for {', '.join(sorted(MODELS))}",
+    )
+    group.add_argument(
+        "--any-model",
+        action="store_true",
+        help="instead of --model: pages of every model with these dimensions match",
+    )
+    group.add_argument(
+        "--weights", default="", metavar="VERSION", help="version of the weights, stored as well"
+    )
     group.add_argument("--layers", type=positive, metavar="N", help="layers of the model")
     group.add_argument("--kv-heads", type=positive, metavar="N", help="KV heads of this rank")
     group.add_argument("--head-dim", type=positive, metavar="N", help="elements per head")
@@ -97,17 +111,25 @@ def add_layout(parser: argparse.ArgumentParser) -> None:
 
 def layout_of(args: argparse.Namespace) -> KVLayout:
     """The layout that the arguments describe.  Raises ConfigError for too few or too many."""
+    shape = _shape_of(args)
+    if args.any_model == (args.model is not None):
+        raise ConfigError("pass --model NAME, or --any-model where pages of all models may match")
+    return replace(shape, model=args.model, weights=args.weights)
+
+
+def _shape_of(args: argparse.Namespace) -> KVLayout:
     heads = (args.kv_heads, args.head_dim)
-    if args.model is not None:
+    if args.model in MODELS:
         if args.mla is not None or args.layers is not None or heads != (None, None):
             raise ConfigError(
                 "--model sets every dimension; remove --layers, --kv-heads, --head-dim and --mla"
             )
         return MODELS[args.model](args.page_size, args.dtype)
     if args.layers is None:
+        known = "no model" if args.model is None else f"{args.model!r} has no known dimensions"
         raise ConfigError(
-            f"no layout; pass --model ({', '.join(sorted(MODELS))}), or --layers with --kv-heads "
-            "and --head-dim, or --layers with --mla"
+            f"{known}; pass --model ({', '.join(sorted(MODELS))}), or --layers with"
+            " --kv-heads and --head-dim, or --layers with --mla"
         )
     if args.mla is not None and heads == (None, None):
         rank, rope_dim = args.mla

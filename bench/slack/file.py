@@ -27,7 +27,9 @@ from tutti.store import ObjectStore
 from tutti.terminal import ProgressFactory
 from tutti.transfers.core import StoreConfig
 
-_LAYOUT = KVLayout.mha(layers=16, kv_heads=8, head_dim=128, page_size=64, dtype="bfloat16")
+_LAYOUT = KVLayout.mha(
+    layers=16, kv_heads=8, head_dim=128, page_size=64, dtype="bfloat16", model="bench"
+)
 _LOADED = 32  # pages
 _STORED = 16
 _PAGES = 128  # of engine memory

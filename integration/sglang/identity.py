@@ -135,7 +135,7 @@ def layout_of(shape: Shape, identity: Identity, parallel_rank: ParallelRank) -> 
 
 def pool_path(path: str, layout: KVLayout, pool: str, parallel_rank: ParallelRank) -> Path:
     """`<path>/<model>-<fingerprint>/<pool>-<rank>.tutti`: another fingerprint, another folder."""
-    slug = re.sub(r"[^A-Za-z0-9._-]+", "-", layout.model).strip("-.") or "model"
+    slug = re.sub(r"[^A-Za-z0-9._-]+", "-", layout.model or "").strip("-.") or "model"
     folder = Path(path) / f"{slug}-{layout.fingerprint.hex()[:16]}"
     return folder / f"{pool}-{parallel_rank.name}.tutti"
 

@@ -26,8 +26,8 @@ from tutti.medium.layout import MODELS, KVLayout
 from tutti.terminal import Progress, facts, table
 from tutti.units import MiB
 
-SMALL = ["--layers", "2", "--kv-heads", "1", "--head-dim", "64", "--page-size", "32"]
-LAYOUT = KVLayout.mha(2, 1, 64, 32, "bfloat16")
+SMALL = ["--model=test-model", "--layers=2", "--kv-heads=1", "--head-dim=64", "--page-size=32"]
+LAYOUT = KVLayout.mha(2, 1, 64, 32, "bfloat16", model="test-model")
 LEAVES = [name for name, _, _ in cli.COMMANDS]
 
 
@@ -236,10 +236,10 @@ def test_named_models(model: str, object_nbytes: int, tmp_path: Path, run_json: 
 
 
 def test_a_latent_layout(tmp_path: Path, run_json: Json) -> None:
-    shape = ["--layers", "2", "--mla", "64:64", "--page-size", "64", "--dtype", "float16"]
+    shape = ["--model=test-model", "--layers=2", "--mla=64:64", "--page-size=64", "--dtype=float16"]
     code, made = run_json("format", tmp_path / "p", "--capacity", "16MiB", *shape)
     assert code == 0
-    layout = KVLayout.mla(2, 64, 64, 64, "float16")
+    layout = KVLayout.mla(2, 64, 64, 64, "float16", model="test-model")
     assert made["layout"]["fingerprint"] == layout.fingerprint.hex()
 
 
@@ -495,6 +495,6 @@ def test_tables() -> None:
 
 
 def test_the_layout_that_was_asked_for_is_the_layout_that_is_opened(pool: Path) -> None:
-    other = KVLayout.mha(2, 1, 64, 64, "bfloat16")
+    other = KVLayout.mha(2, 1, 64, 64, "bfloat16", model="test-model")
     with pytest.raises(PoolMismatch):
         store.open(pool, other)

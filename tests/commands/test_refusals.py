@@ -20,7 +20,7 @@ from tutti.errors import CapacityError, system_message
 from tutti.medium.layout import KVLayout
 from tutti.terminal import Progress
 
-LAYOUT = KVLayout.mha(2, 1, 64, 32, "bfloat16")
+LAYOUT = KVLayout.mha(2, 1, 64, 32, "bfloat16", model="test-model")
 TUTTI = [sys.executable, "-m", "tutti.cli"]
 
 

@@ -33,7 +33,9 @@ from tutti.pool.members import Members
 from tutti.store import ObjectStore
 from tutti.transfers.core import StoreConfig
 
-LAYOUT = KVLayout.mha(layers=4, kv_heads=2, head_dim=64, page_size=16, dtype="bfloat16")
+LAYOUT = KVLayout.mha(
+    layers=4, kv_heads=2, head_dim=64, page_size=16, dtype="bfloat16", model="test-model"
+)
 GEOMETRY = Geometry(
     layers=LAYOUT.layers, segments=LAYOUT.segments, lba_nbytes=4096, group_slots=4, groups=16
 )

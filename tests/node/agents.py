@@ -16,7 +16,9 @@ from tutti.node.client import NodeStore
 from tutti.node.pools import AgentPools
 from tutti.transfers.core import StoreConfig
 
-LAYOUT = KVLayout.mha(layers=4, kv_heads=2, head_dim=64, page_size=16, dtype="bfloat16")
+LAYOUT = KVLayout.mha(
+    layers=4, kv_heads=2, head_dim=64, page_size=16, dtype="bfloat16", model="test-model"
+)
 WAIT_S = 30.0
 
 

@@ -99,7 +99,7 @@ def test_a_first_message_that_is_wrong(
 
 
 def test_another_layout_needs_a_capacity(agent: RunningAgent, good: NodeStore) -> None:
-    other = KVLayout.mla(5, 512, 64, 16, "bfloat16")
+    other = KVLayout.mla(5, 512, 64, 16, "bfloat16", model="test-model")
     with pytest.raises(PoolNotFound, match="give a capacity"):
         tutti.connect(agent.path, other)
     with pytest.raises(tutti.errors.CapacityError, match="the agent's"):

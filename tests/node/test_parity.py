@@ -85,9 +85,9 @@ def test_what_was_put_is_loaded(
 @pytest.mark.parametrize(
     "layout",
     [
-        KVLayout.mla(5, 512, 64, 16, "bfloat16"),
-        KVLayout.mha(4, 2, 64, 16, "bfloat16").token_major(),
-        KVLayout.mha(2, 3, 96, 32, "float32", v_head_dim=40),
+        KVLayout.mla(5, 512, 64, 16, "bfloat16", model="test-model"),
+        KVLayout.mha(4, 2, 64, 16, "bfloat16", model="test-model").token_major(),
+        KVLayout.mha(2, 3, 96, 32, "float32", v_head_dim=40, model="test-model"),
     ],
 )
 def test_layouts_and_orders(opener: Opener, layout: KVLayout, rng: np.random.Generator) -> None:
@@ -121,7 +121,9 @@ def test_prefixes_gaps_and_repetitions(opener: Opener, rng: np.random.Generator)
 
 def test_many_pages_in_one_call(opener: Opener, rng: np.random.Generator) -> None:
     """More than one plan, and more keys than one message of the agent has digests for."""
-    layout = KVLayout.mha(layers=2, kv_heads=8, head_dim=128, page_size=8, dtype="bfloat16")
+    layout = KVLayout.mha(
+        layers=2, kv_heads=8, head_dim=128, page_size=8, dtype="bfloat16", model="test-model"
+    )
     store = opener(layout, "128MiB")
     pool = store.allocate_memory(2600)
     keys = some_keys(rng, 1300)
@@ -163,7 +165,7 @@ def test_bad_arguments(opener: Opener, rng: np.random.Generator) -> None:
     store.put(keys, [0, 1]).wait(5)
     with pytest.raises(ConfigError, match="twice"):
         store.load(keys, [2, 2])
-    other = HostMemory.allocate(KVLayout.mla(5, 512, 64, 16, "bfloat16"), 2)
+    other = HostMemory.allocate(KVLayout.mla(5, 512, 64, 16, "bfloat16", model="test-model"), 2)
     with pytest.raises(PoolMismatch):
         store.register(other)
     store.unregister(pool)

@@ -24,7 +24,9 @@ from tutti.errors import ChecksumMismatch, KeyMissing, MediumError, TuttiError
 from tutti.node.client import NodeStore
 from tutti.transfers.tickets import Outcome
 
-LAYOUT = tutti.KVLayout.mha(layers=4, kv_heads=2, head_dim=64, page_size=16, dtype="bfloat16")
+LAYOUT = tutti.KVLayout.mha(
+    layers=4, kv_heads=2, head_dim=64, page_size=16, dtype="bfloat16", model="test-model"
+)
 CHAIN_PAGES = 16
 WAIT_S = 60.0
 

@@ -70,7 +70,7 @@ def test_a_drive_by_its_address(drives: Drives, capsys: pytest.CaptureFixture[st
     names = names_of(drives, LEFT)
     with pytest.raises(PoolNotFound, match="not formatted"):
         tutti.open(names, LAYOUT, CAPACITY)
-    shape = ["--layers", "4", "--kv-heads", "2", "--head-dim", "64", "--page-size", "16"]
+    shape = ["--model=test-model", "--layers=4", "--kv-heads=2", "--head-dim=64", "--page-size=16"]
     run(capsys, "format", *names, "--capacity", CAPACITY, *shape)
     with tutti.open(names, LAYOUT) as store:
         assert isinstance(store.controller, VfioController)

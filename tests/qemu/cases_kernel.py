@@ -21,7 +21,7 @@ from tutti.units import MiB
 
 OK = nvme.STATUS_OK
 CAPACITY = 40 * MiB
-SMALL = ["--layers", "2", "--kv-heads", "1", "--head-dim", "64", "--page-size", "32"]
+SMALL = ["--model=test-model", "--layers=2", "--kv-heads=1", "--head-dim=64", "--page-size=32"]
 
 
 def test_the_executor_is_the_one_that_was_meant(controller: FileController, kind: str) -> None:

@@ -20,7 +20,9 @@ from qemu.guest import Drive, Guest
 from tutti.units import MiB
 
 PROMPTS, PAGES = 4, 32
-LAYOUT = tutti.KVLayout.mha(layers=8, kv_heads=2, head_dim=64, page_size=64, dtype="bfloat16")
+LAYOUT = tutti.KVLayout.mha(
+    layers=8, kv_heads=2, head_dim=64, page_size=64, dtype="bfloat16", model="test-model"
+)
 #: In this order; a mark is a write to the second namespace at the number of what begins.
 PHASES = ("pool write", "pool read", "files write", "files read")
 DRIVE_NBYTES = 256 * MiB

@@ -23,7 +23,9 @@ import tutti
 from tutti.errors import ForkedProcess
 from tutti.store import ObjectStore
 
-LAYOUT = tutti.KVLayout.mha(layers=2, kv_heads=2, head_dim=64, page_size=16, dtype="bfloat16")
+LAYOUT = tutti.KVLayout.mha(
+    layers=2, kv_heads=2, head_dim=64, page_size=16, dtype="bfloat16", model="test-model"
+)
 OBJECTS = 40
 DEADLINE_S = 60
 _OPEN = "import sys, tutti; tutti.open(sys.argv[1])"

@@ -25,7 +25,9 @@ from tutti.scheduler.dispatcher import Schedule
 from tutti.store import ObjectStore
 from tutti.transfers.core import StoreConfig
 
-LAYOUT = tutti.KVLayout.mha(layers=2, kv_heads=2, head_dim=64, page_size=16, dtype="bfloat16")
+LAYOUT = tutti.KVLayout.mha(
+    layers=2, kv_heads=2, head_dim=64, page_size=16, dtype="bfloat16", model="test-model"
+)
 PAGES = 48
 QUIET_S = 60.0
 

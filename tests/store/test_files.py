@@ -26,7 +26,9 @@ from tutti.store import ObjectStore
 from tutti.store import format as format_pool
 from tutti.transfers.resources import _STUCK
 
-SMALL = KVLayout.mha(layers=2, kv_heads=8, head_dim=128, page_size=64, dtype="bfloat16")
+SMALL = KVLayout.mha(
+    layers=2, kv_heads=8, head_dim=128, page_size=64, dtype="bfloat16", model="test-model"
+)
 SHARED = Path("/dev/shm")
 
 

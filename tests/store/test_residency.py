@@ -26,7 +26,9 @@ from tutti.transfers.core import StoreConfig
 from tutti.units import MiB
 
 # 256 KiB a page: eight to a group of 2 MiB.
-LAYOUT = KVLayout.mha(layers=1, kv_heads=8, head_dim=128, page_size=64, dtype="bfloat16")
+LAYOUT = KVLayout.mha(
+    layers=1, kv_heads=8, head_dim=128, page_size=64, dtype="bfloat16", model="test-model"
+)
 PAGES = 48
 CAPACITY_NBYTES = 30 * MiB
 

@@ -32,12 +32,12 @@ from tutti.placement.index import SlotState
 from tutti.transfers.core import StoreConfig
 
 SHAPES = {
-    "mha": KVLayout.mha(4, 2, 64, 16, "bfloat16"),
-    "gqa": KVLayout.gqa(3, 8, 2, 80, 16, "float16"),
-    "mha-odd-v": KVLayout.mha(2, 3, 96, 7, "float32", v_head_dim=40),
-    "mla": KVLayout.mla(5, 512, 64, 16, "bfloat16"),
-    "token-major": KVLayout.mha(4, 2, 64, 16, "bfloat16").token_major(),
-    "one-layer": KVLayout.mha(1, 8, 128, 64, "bfloat16"),
+    "mha": KVLayout.mha(4, 2, 64, 16, "bfloat16", model="test-model"),
+    "gqa": KVLayout.gqa(3, 8, 2, 80, 16, "float16", model="test-model"),
+    "mha-odd-v": KVLayout.mha(2, 3, 96, 7, "float32", v_head_dim=40, model="test-model"),
+    "mla": KVLayout.mla(5, 512, 64, 16, "bfloat16", model="test-model"),
+    "token-major": KVLayout.mha(4, 2, 64, 16, "bfloat16", model="test-model").token_major(),
+    "one-layer": KVLayout.mha(1, 8, 128, 64, "bfloat16", model="test-model"),
 }
 
 

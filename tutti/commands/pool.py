@@ -47,7 +47,8 @@ vfio-pci (docs/vfio.md). A device that is in use is refused."""
 _FORMAT_EXAMPLE = """\
 example:
   tutti format pool.tutti --capacity 64GiB --model llama-3.1-8b
-  tutti format /mnt/a/pool /mnt/b/pool --capacity 1TiB --layers 48 --kv-heads 4 --head-dim 128
+  tutti format /mnt/a/pool /mnt/b/pool --capacity 1TiB --model my-model \\
+    --layers 48 --kv-heads 4 --head-dim 128
   tutti format /dev/ng0n1 --capacity 1TiB --model llama-3.1-8b --force S5GXNF0R
   tutti format /dev/ng0n1 /dev/ng1n1 --capacity 2TiB --model llama-3.1-8b \\
     --force S5GXNF0R --force S5GXNF0T"""
@@ -298,6 +299,9 @@ def _known(count: int | None) -> object:
 
 def _layout_numbers(layout: KVLayout) -> dict[str, Any]:
     return {
+        "model": layout.model or None,
+        "weights": layout.weights,
+        "warning": _model_warning(layout),
         "layers": layout.layers,
         "model_layers": layout.model_layers,
         "segments": list(layout.segments),
@@ -326,9 +330,17 @@ def _geometry_numbers(geometry: Geometry, layout: KVLayout, members: int) -> dic
     }
 
 
+def _model_warning(layout: KVLayout) -> str | None:
+    if layout.model:
+        return None
+    return "warning: none is named, so pages of every model with this shape match"
+
+
 def _layout_facts(layout: KVLayout) -> list[tuple[str, object]]:
     segments = " + ".join(format_nbytes(segment) for segment in layout.segments)
+    named = f"{layout.model}, weights {layout.weights or 'not named'}"
     return [
+        ("model", _model_warning(layout) or named),
         ("page", f"{layout.page_size} tokens of {layout.dtype}, {layout.kind}"),
         ("slice", f"{segments}, one per page and layer"),
         ("object", f"{format_nbytes(layout.object_nbytes)} = {layout.layers} slices"),

@@ -53,7 +53,8 @@ class KVLayout:
         model_layers: layers of the model, whatever `layers` is.
         dims: the model's numbers behind `segments`; identity only.
         order: order of the bytes inside a segment; identity only.
-        model, weights: name of the model, version of its weights.
+        model, weights: name of the model, version of its weights.  A new pool needs a model, since
+            pages of another model with the same shape would match; None says that they may.
         rank, world: whose share of the KV this is, counted over all kinds of parallelism.
     """
 
@@ -65,7 +66,7 @@ class KVLayout:
     model_layers: int
     dims: tuple[int, ...] = ()
     order: str = "layer_first"
-    model: str = ""
+    model: str | None = ""
     weights: str = ""
     rank: int = 0
     world: int = 1
@@ -74,6 +75,8 @@ class KVLayout:
         for name in ("layers", "model_layers", "page_size", "world"):
             _require_positive(name, getattr(self, name))
         for name in ("dtype", "kind", "order", "model", "weights"):
+            if name == "model" and self.model is None:
+                continue
             if not isinstance(getattr(self, name), str):
                 raise ConfigError(f"{name} is {getattr(self, name)!r}; it must be a string")
         _check_numbers(self)
@@ -94,7 +97,7 @@ class KVLayout:
         dtype: str,
         *,
         v_head_dim: int | None = None,
-        model: str = "",
+        model: str | None = "",
         weights: str = "",
         rank: int = 0,
         world: int = 1,
@@ -153,7 +156,7 @@ class KVLayout:
         page_size: int,
         dtype: str,
         *,
-        model: str = "",
+        model: str | None = "",
         weights: str = "",
         rank: int = 0,
         world: int = 1,
@@ -186,6 +189,14 @@ class KVLayout:
             )
         blobs = tuple(nbytes * self.layers for nbytes in self.segments)
         return replace(self, layers=1, segments=blobs, order=order)
+
+    def check_model(self) -> None:
+        """Raises ConfigError where nothing was said of the model."""
+        if self.model == "":
+            raise ConfigError(
+                "the layout names no model, so pages of another model with this shape would match;"
+                " pass model= and weights= to KVLayout, or model=None to accept that"
+            )
 
     @property
     def slice_nbytes(self) -> int:

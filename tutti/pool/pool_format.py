@@ -56,6 +56,7 @@ def format(
     """
     names = member_names(paths)
     nbytes = parse_nbytes(capacity)
+    layout.check_model()
     if are_drives(names):
         return _format_drives(names, layout, nbytes // len(names), force)
     check_devices(names, force)
