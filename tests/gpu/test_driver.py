@@ -80,7 +80,7 @@ def test_bytes_are_filled_and_copied(
     driver.free(there)
 
 
-@pytest.mark.parametrize("count", [1, 7, gpu_driver._BATCH_MAX + 1])
+@pytest.mark.parametrize("count", [1, 7, gpu_driver.BATCH_MAX + 1])
 def test_a_batch_scatters_what_it_is_given(
     driver: CudaDriver, stream: int, memory: Allocation, rng: np.random.Generator, count: int
 ) -> None:

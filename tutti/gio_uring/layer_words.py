@@ -1,8 +1,8 @@
 """Words by which a job of the engine and the mover of its staging memory tell each other of layers.
 
 The layout is `gio::LayerWords` of gio_uring/layer_words.h; a test compares the two.  Every word
-has one writer and nobody sleeps on it: the engine's thread stores `ready` with release order, a GPU
-stream stores `moved` after its copies.
+has one writer, and no thread sleeps on it: the engine's thread stores `ready` with release order, a
+GPU stream stores `moved` after its copies.
 """
 
 from __future__ import annotations
@@ -54,9 +54,13 @@ class LayerWords:
         """Zeroes everything, before the job is submitted."""
         self._words[:] = 0
 
+    def grant(self, layers: int) -> None:
+        """Lets the engine begin so many layers, from the first; before the job is submitted."""
+        self._words[0] = layers
+
     @property
     def moved(self) -> int:
-        """How many layers the mover has finished, from the first."""
+        """How many layers the engine may begin: the mover has filled or freed their places."""
         return int(self._words[0])
 
     def status(self, layer: int) -> int:

@@ -162,6 +162,12 @@ class Core(Owned):
         path: Submitter | None = memory.path
         return self.engine if path is None else path
 
+    def write_pages_max(self, memory: PagedMemory, most: int) -> int:
+        """Pages of one write from this memory: ``most``, or what its path copies out at once."""
+        path: Submitter | None = memory.path
+        limit = getattr(path, "write_pages_max", None)
+        return most if limit is None else min(most, limit(self.layers, self.geometry.slice_nlb))
+
     def extents(self, slots: Slots) -> Extents:
         """Where the objects of slots in page order lie, as runs."""
         starts, counts = self.geometry.find_runs(slots)

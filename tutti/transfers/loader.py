@@ -6,6 +6,8 @@ job starts at once behind a gate that opens when the digests are known.
 
 from __future__ import annotations
 
+import logging
+import threading
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,6 +21,7 @@ from tutti.gio_uring.nvme_spec import (
     OPCODE_READ,
     STATUS_CANCELLED,
     STATUS_DIGEST_MISMATCH,
+    STATUS_TIMED_OUT,
     STATUS_UNRECOVERED_READ,
 )
 from tutti.placement.index import MISSING, SlotState
@@ -26,6 +29,8 @@ from tutti.pool.record_table import BLOCK_RECORDS, RecordTable
 from tutti.transfers.core import Core
 from tutti.transfers.reclaim import Reclaimer
 from tutti.transfers.tickets import LoadPart, LoadTicket
+
+_log = logging.getLogger(__name__)
 
 SAMPLE_ONE_IN = 16
 _BLOCKS = 3
@@ -163,16 +168,58 @@ class Loader:
             for read in reads:
                 read.release(self._table)
             raise
-        ticket.parts.append(LoadPart(job, rows, whole))
-        if digests is not None and unknown.size:
-            try:
-                known_digests, status = self._finish_records(batch, rows[unknown], reads)
-            except BaseException:
-                job.cancel()
-                raise
-            digests[unknown] = known_digests
-            ticket.record_status[rows[unknown]] = status
-            job.open_gate()
+        part = LoadPart(job, rows, whole)
+        ticket.parts.append(part)
+        if digests is None or not unknown.size:
+            return
+        if batch.memory.path is None:
+            self._open_gate(ticket, batch, part, digests, unknown, reads)
+            return
+        settle.add_part()
+        # A stream waits for these pages instead of the caller, who goes on at once.
+        arguments = (ticket, batch, part, digests, unknown, reads, settle)
+        threading.Thread(
+            target=self._open_later, args=arguments, name="tutti-records", daemon=True
+        ).start()
+
+    def _open_gate(
+        self,
+        ticket: LoadTicket,
+        batch: _Pages,
+        part: LoadPart,
+        digests: U64,
+        unknown: Slots,
+        reads: list[_RecordRead],
+    ) -> None:
+        """Fills the digests that are not known from the records, and lets the job compare them."""
+        rows = part.rows[unknown]
+        try:
+            digests[unknown], ticket.record_status[rows] = self._finish_records(batch, rows, reads)
+        except BaseException:
+            part.job.cancel()
+            raise
+        part.job.open_gate()
+
+    def _open_later(
+        self,
+        ticket: LoadTicket,
+        batch: _Pages,
+        part: LoadPart,
+        digests: U64,
+        unknown: Slots,
+        reads: list[_RecordRead],
+        settle: _Settle,
+    ) -> None:
+        """As `_open_gate`, on a thread of its own: the ticket tells of an error."""
+        try:
+            self._open_gate(ticket, batch, part, digests, unknown, reads)
+        except Exception as error:
+            _log.warning("the records of a load could not be read: %s", error)
+            late = isinstance(error, DeviceTimeout)
+            status = STATUS_TIMED_OUT if late else STATUS_CANCELLED
+            ticket.record_status[part.rows[unknown]] = status
+        finally:
+            settle.end_part()
 
     def _start_records(self, batch: _Pages, rows: Slots) -> list[_RecordRead]:
         """Starts to read the records of rows, as far as staging is free; one block at least."""

@@ -184,8 +184,9 @@ class Writer:
                 core.index.begin_use()
             new = self._absent_rows(request, ticket)
         try:
-            for start in range(0, new.size, self.batch_pages):
-                rows = new[start : start + self.batch_pages]
+            step = core.write_pages_max(request.memory, self.batch_pages)
+            for start in range(0, new.size, step):
+                rows = new[start : start + step]
                 try:
                     placed = self._put_batch(ticket, request, rows)
                 except TuttiError as error:

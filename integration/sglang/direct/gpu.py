@@ -19,9 +19,10 @@ import torch
 
 from tutti.errors import DeviceTimeout
 from tutti.gio_uring.gpu.driver import CudaDriver, Driver
-from tutti.gio_uring.gpu.host_engine import HostEngine, wait_until
+from tutti.gio_uring.gpu.host_engine import HostEngine
 from tutti.gio_uring.gpu.memory import PinnedMemory
 from tutti.gio_uring.gpu.mover import BatchCopyMover, CopyMover, Mover, choose_mover
+from tutti.gio_uring.gpu.stream_queue import wait_until
 from tutti.integration.sglang.direct.kernel_share import KernelShare
 from tutti.integration.sglang.direct.kv_pools import Pages, Span
 from tutti.interface import Store

@@ -73,16 +73,9 @@ def plan_loads(
     else:
         place[rest] = pages[first[rest]]
         wanted[first] = False
-        fresh = []
-        step = stored_pool.read_pages_max or rest.size
-        for part in (rest[at : at + step] for at in range(0, rest.size, step)):
-            fresh.append(
-                Read(stored_pool, keys[first[part]], place[part], staged=False, batch=batch)
-            )
-            more = wanted & np.isin(row_of, part)
-            if more.any():
-                copies.append(Copy(fresh[-1], place[row_of[more]], pages[more]))
-        return LoadPlan(fresh, reads, copies)
+        read = Read(stored_pool, keys[first[rest]], place[rest], staged=False, batch=batch)
+        if wanted.any():
+            copies.append(Copy(read, place[row_of[wanted]], pages[wanted]))
     return LoadPlan([read], reads, copies)
 
 

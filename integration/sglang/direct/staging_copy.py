@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 
 from tutti.errors import CudaError, DeviceTimeout
-from tutti.gio_uring.gpu.host_engine import wait_until
+from tutti.gio_uring.gpu.stream_queue import wait_until
 from tutti.integration.sglang.direct.gpu import Gpu
 from tutti.integration.sglang.direct.kv_pools import Pages
 from tutti.integration.sglang.direct.reads import Read

@@ -15,10 +15,6 @@ from tutti.interface import Store
 from tutti.memory.device_memory import DeviceMemory
 from tutti.memory.host_memory import HostMemory
 
-#: A read of a GPU's pages has at most so much of its engine's staging for one layer: the engine
-#: gives a transfer half of it, and two layers go at once.
-_READS_AT_ONCE = 5
-
 
 class StoredPool:
     """Where the pages of one engine pool are kept.
@@ -43,14 +39,10 @@ class StoredPool:
         self.store = store
         self.metrics = metrics
         self.gpu = gpu
-        #: Pages that one read into the engine's pages may have; None for any number.
-        self.read_pages_max: int | None = None
         memory = engine.host_pool(store.layout)
         if gpu is not None and memory is not None:
             load_staging, store_staging = load_staging // 2, store_staging // 2
             memory = DeviceMemory(memory, gpu.attach(store, load_staging, store_staging))
-            slice_nbytes = self.page_nbytes // store.layout.layers
-            self.read_pages_max = max(1, load_staging // _READS_AT_ONCE // slice_nbytes)
         self.memory: HostMemory | None = None if memory is None else store.register(memory)
         self.loads = StagingPages(store, load_staging, engine.staging_views)
         self.stores = StagingPages(store, store_staging, engine.staging_views)

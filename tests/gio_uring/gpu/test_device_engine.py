@@ -131,7 +131,7 @@ def test_pages_travel(
         job = rig.submit(OPCODE_READ, other, digests=digests, compare=True)
         assert job.wait_layers(LAYERS, 10)
         assert job.page_status.tolist() == [0] * 5 + [STATUS_DIGEST_MISMATCH] + [0] * 2
-        assert rig.engine.lane.staging.arena.in_use == 0
+        assert rig.engine.stream_queue.staging.arena.in_use == 0
 
 
 def test_who_waited_for_the_last_layer_on_a_stream_knows_what_failed(
@@ -160,7 +160,7 @@ def test_after_a_deadline_the_memory_stays(
         assert job.wait_layers(LAYERS, 10)
         assert (job.page_status == STATUS_TIMED_OUT).all()
         assert not job.wait_released(0.1)
-        assert rig.engine.lane.staging.arena.in_use == 1
+        assert rig.engine.stream_queue.staging.arena.in_use == 1
         with pytest.raises(DeviceTimeout, match="close the engine"):
             rig.submit(OPCODE_READ, list(range(8)))
         assert not released  # whoever waits for it would use the slots again
@@ -195,7 +195,7 @@ def test_a_cuda_error_in_mid_job_keeps_its_memory(
         rig.kernels.is_silent = False
         assert not job.wait_released(0.05)
         assert not released
-        assert rig.engine.lane.staging.arena.in_use == 1
+        assert rig.engine.stream_queue.staging.arena.in_use == 1
         with pytest.raises(DeviceTimeout, match="close the engine"):
             rig.submit(OPCODE_READ, list(range(8)))
         with pytest.raises(ConfigError, match="start it again"):
@@ -213,7 +213,7 @@ def test_a_cuda_error_before_any_kernel_costs_the_job_alone(
         with pytest.raises(CudaError):
             job.wait_layers(1, 10)
         assert job.wait_released(0)
-        assert rig.engine.lane.staging.arena.in_use == 0
+        assert rig.engine.stream_queue.staging.arena.in_use == 0
         assert rig.submit(OPCODE_WRITE, list(range(8))).wait_released(10)
 
 
@@ -275,7 +275,7 @@ def test_a_persistent_kernel_that_never_answers(
             time.sleep(0.001)
         assert all((job.page_status == STATUS_TIMED_OUT).all() for job in jobs)
         assert not jobs[0].wait_released(0)
-        assert rig.engine.lane.staging.arena.in_use == 2
+        assert rig.engine.stream_queue.staging.arena.in_use == 2
         with pytest.raises(DeviceTimeout, match="close the engine"):
             rig.submit(OPCODE_READ, list(range(8)))
         if comes_back:
@@ -352,7 +352,7 @@ def test_the_kernel_mover_fills_its_tables(
     engine = Engine(controller)
     mover = KernelMover(driver, modules["gio_move"], tables)
     gpu = HostEngine(
-        driver, engine, mover=mover, load_staging_nbytes=256 << 10, store_staging_nbytes=256 << 10
+        driver, engine, mover=mover, load_staging_nbytes=256 << 10, store_staging_nbytes=1 << 20
     )
     tensors = [[StandInTensor(driver, PAGES * n) for n in SEGMENTS] for _ in range(LAYERS)]
     for tensor in (t for row in tensors for t in row):

@@ -271,7 +271,7 @@ def test_an_old_driver_has_no_batch_copy(bindings: FakeBindings) -> None:
 def test_a_long_batch_is_cut_into_calls(
     bindings: FakeBindings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gpu_driver, "_BATCH_MAX", 4)
+    monkeypatch.setattr(gpu_driver, "BATCH_MAX", 4)
     bindings.CUmemcpyAttributes = lambda: SimpleNamespace(getPtr=lambda: 77)  # type: ignore[assignment]
     driver = CudaDriver()
     calls: list[tuple[list[int], ...]] = []

@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -34,6 +35,7 @@ from tutti.memory.device_memory import DeviceMemory
 from tutti.pool import pool_format
 from tutti.store import ObjectStore
 from tutti.transfers.core import StoreConfig
+from tutti.transfers.loader import Loader
 
 PAGES = 24
 
@@ -114,8 +116,19 @@ def memory_of(rig: Rig) -> MemoryController:
 
 @pytest.fixture(autouse=True)
 def gates_are_debts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tells the stand-in whose turn it is while a gate is closed: the thread that opens it."""
+    """Tells the stand-in whose turn it is while a gate is closed: the thread that opens it.
+
+    That is no thread before the loader begins to read the digests.
+    """
     submit, open_gate, cancel = Engine.submit, Job.open_gate, Job.cancel
+    open_part = Loader._open_gate
+
+    def noted_part(loader: Loader, *arguments: Any) -> None:
+        for job in getattr(arguments[2].job, "_jobs", ()):
+            driver = _driver_of(job._engine)
+            if driver is not None and getattr(job, "debt", 0) in driver.owed:
+                driver.owed[job.debt] = (driver.owed[job.debt][0], threading.get_ident())
+        open_part(loader, *arguments)
 
     def noted_submit(engine: Engine, *arguments: object, **options: object) -> Job:
         words = options.get("words")
@@ -123,7 +136,7 @@ def gates_are_debts(monkeypatch: pytest.MonkeyPatch) -> None:
         driver = _driver_of(engine)
         if words is not None and options.get("gated") and driver is not None:
             nbytes = words.nbytes_of(words.layers)  # type: ignore[attr-defined]
-            driver.owed[words.address] = (nbytes, threading.get_ident())  # type: ignore[attr-defined]
+            driver.owed[words.address] = (nbytes, 0)  # type: ignore[attr-defined]
             job.debt = words.address  # type: ignore[attr-defined]
         return job
 
@@ -140,6 +153,7 @@ def gates_are_debts(monkeypatch: pytest.MonkeyPatch) -> None:
         settle(job)
         cancel(job)
 
+    monkeypatch.setattr(Loader, "_open_gate", noted_part)
     monkeypatch.setattr(Engine, "submit", noted_submit)
     monkeypatch.setattr(Job, "open_gate", noted_open)
     monkeypatch.setattr(Job, "cancel", noted_cancel)
@@ -370,27 +384,6 @@ def test_a_cuda_error_in_the_middle_ends_the_load(rng: np.random.Generator) -> N
         assert [rig.pool.read(page) for page in range(8, 16)] == contents
 
 
-def test_a_call_that_the_driver_lacks_ends_the_load(
-    rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with rig_over_memory() as rig:
-        keys, pages = some_keys(rng, 8), list(range(8))
-        contents = rig.fill(pages, rng)
-        rig.store.put(keys, pages).wait(10)
-
-        def lacks(*_: object) -> None:
-            raise Unsupported("cuMemcpyBatchAsync: not found; install a newer driver")
-
-        with monkeypatch.context() as patch:
-            patch.setattr(rig.driver, "copy_batch", lacks)
-            ticket = rig.store.load(keys, list(range(8, 16)))
-        with pytest.raises(Unsupported, match="newer driver"):
-            ticket.wait(10)
-        assert ticket.wait_settled(10)
-        rig.store.load(keys, list(range(8, 16))).wait(10)
-        assert [rig.pool.read(page) for page in range(8, 16)] == contents
-
-
 def test_a_cuda_error_in_a_put_stores_nothing(rng: np.random.Generator) -> None:
     with rig_over_memory() as rig:
         keys, pages = some_keys(rng, 8), list(range(8))
@@ -474,9 +467,12 @@ def test_many_threads_load_and_store_at_once(rng: np.random.Generator, seed: int
 
 
 def test_what_cannot_fit_or_work_says_so(rng: np.random.Generator) -> None:
+    with (
+        rig_over_memory(staging_nbytes=8 << 10) as rig,
+        pytest.raises(CapacityError, match="staging"),
+    ):
+        rig.store.put(some_keys(rng, 16), list(range(16)))
     with rig_over_memory(staging_nbytes=64 << 10) as rig:
-        with pytest.raises(CapacityError, match="staging"):
-            rig.store.put(some_keys(rng, 16), list(range(16)))
         host = rig.store.allocate_memory(4)
         ticket = rig.store.put(some_keys(rng, 2), [0, 1], memory=rig.pool)
         assert ticket.wait(10).stored == 2

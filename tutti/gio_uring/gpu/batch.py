@@ -211,6 +211,8 @@ class KernelMover:
 
 
 class _KernelCopies:
+    calls = 1
+
     def __init__(self, driver: Driver, function: int, batch: DeviceBatch, blocks: int) -> None:
         self._driver, self._function = driver, function
         self._batch, self._blocks = batch, blocks

@@ -31,13 +31,14 @@ from tutti.gio_uring.engine import LIST_NBYTES, Extents
 from tutti.gio_uring.gpu.batch import Commands, DeviceBatch, Staged
 from tutti.gio_uring.gpu.device_job import DeviceJob
 from tutti.gio_uring.gpu.driver import Driver
-from tutti.gio_uring.gpu.host_engine import STAGING_NBYTES, StreamQueue, wait_until
+from tutti.gio_uring.gpu.host_engine import STAGING_NBYTES
 from tutti.gio_uring.gpu.launcher import Launcher, ResidentKernels, ShortKernels, Work
 from tutti.gio_uring.gpu.memory import LeaseOwner, TableMemory, retain_until_exit
 from tutti.gio_uring.gpu.modules import Modules
 from tutti.gio_uring.gpu.parameters import BLOCK_THREADS_MAX, QueueShareStruct
 from tutti.gio_uring.gpu.persistent import PersistentKernel
 from tutti.gio_uring.gpu.queues import DeviceQueues
+from tutti.gio_uring.gpu.stream_queue import Needed, StreamQueue, wait_until
 from tutti.gio_uring.gpu.transfer import TIMEOUT_S, Options
 from tutti.gio_uring.iocb import IocbStruct, PagedMemory, split_runs
 from tutti.gio_uring.nvme_spec import OPCODE_READ, PSDT_SGL, STATUS_TIMED_OUT
@@ -152,9 +153,8 @@ class DeviceEngine(Owned):
         timeout_s = options.get("timeout_s", TIMEOUT_S)
         owner, job = LeaseOwner(), None
         try:
-            staged = self.stream_queue.stage(
-                layers, pages.size, stride, self._lba_nbytes, timeout_s, owner
-            )
+            needed = Needed(layers, pages.size, stride, self._lba_nbytes)
+            staged = self.stream_queue.stage(needed, timeout_s, owner)
             batch = DeviceBatch(
                 self._tables,
                 memory,

@@ -28,7 +28,7 @@ Arguments = Sequence[tuple[int, Any]]
 #: The driver of CUDA 13.0: `cuMemcpyBatchAsync` has the form that is used here since then.
 _BATCH_VERSION = 13000
 #: Copies of one call: a driver 580 crashed and hung with 51,828 (vllm-project/vllm#49276).
-_BATCH_MAX = 4096
+BATCH_MAX = 4096
 _ALREADY_REGISTERED = 712
 _NOT_READY = 600
 _NON_BLOCKING = 1
@@ -334,10 +334,10 @@ class CudaDriver(Owned):
         assert targets.size == sources.size == nbytes.size, "three columns of one table"
         columns = [np.ascontiguousarray(c, np.uint64) for c in (targets, sources, nbytes)]
         with self._current():
-            for start in range(0, targets.size, _BATCH_MAX):
+            for start in range(0, targets.size, BATCH_MAX):
                 code = self._copy_batch(
                     *(c.ctypes.data + start * c.itemsize for c in columns),
-                    min(_BATCH_MAX, targets.size - start),
+                    min(BATCH_MAX, targets.size - start),
                     self._attributes.getPtr(),
                     ctypes.addressof(self._first),
                     1,

@@ -1,14 +1,18 @@
 """The GPU engine `host`: the native thread submits, a stream waits and copies, no SM is used.
 
-For each layer the mover's stream holds, enqueued beforehand and in this order:
+A read goes through staging layer after layer, and each layer in chunks of pages where two layers
+do not fit.  For each chunk of a layer the stream of loads holds, enqueued beforehand:
 
-    read    wait(layer is staged)   copies to the pages     write(moved)   record an event
-    write   wait(its place is free) copies to the staging   write(moved)   record an event
+    wait(the chunk is staged)   copies to the pages   write(its place is free)
+
+and an event for each layer.  The stream of stores never waits for the medium: it holds copies of
+layers whose places are free, which is all of them where the staging is large enough.
+
+    copies to the staging   write(the layer is staged)   record an event
 
 The waits are `cuStreamWaitValue32` on words that the native thread stores, whatever happens: a
-failed command, a deadline, a cancelled job and a closed engine all store them, with the status
-beside.  So nothing that must run to let a stream go on needs a CUDA call, the GIL or a lock.
-Staging that is shorter than the batch is used again layer after layer, by the word `moved`.
+failed command, a deadline, a cancelled job and a closed engine all store them, after the status.
+So nothing that must run to release a stream needs a CUDA call, the GIL or a lock.
 """
 
 from __future__ import annotations
@@ -16,235 +20,157 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Unpack
+from typing import Any, Unpack
 
 import numpy as np
 
-from tutti.arrays import U32, U64
-from tutti.errors import ConfigError, CudaError, DeviceTimeout, PoolClosed, TuttiError
-from tutti.gio_uring.controller import NativeController
+from tutti.arrays import U32
+from tutti.errors import ConfigError, CudaError, PoolClosed, TuttiError
 from tutti.gio_uring.engine import Engine, Extents, Job
 from tutti.gio_uring.gpu.driver import Driver
-from tutti.gio_uring.gpu.memory import LeaseOwner, PinnedStaging, retain_until_exit
+from tutti.gio_uring.gpu.memory import LeaseOwner
 from tutti.gio_uring.gpu.mover import CopyDescriptor, Mover, PreparedCopy, choose_mover
+from tutti.gio_uring.gpu.stream_queue import (
+    CALLS_MAX,
+    FIRST_LAYERS,
+    Cells,
+    Needed,
+    StagedLayers,
+    StreamQueue,
+    wait_until,
+)
 from tutti.gio_uring.gpu.transfer import TIMEOUT_S, Options
 from tutti.gio_uring.iocb import PagedMemory
-from tutti.gio_uring.layer_words import LayerWords
 from tutti.gio_uring.nvme_spec import OPCODE_READ
 from tutti.process import Owned, finalize
 from tutti.units import MiB
 
 STAGING_NBYTES = 256 * MiB
-_LOOK_S = 0.00005
-_LOOK_MOST_S = 0.0005
-#: PinnedStaging that one transfer may take of the whole, unless its layers are longer.
-_SHARE = 2
 
 _log = logging.getLogger(__name__)
 
 
-def wait_until(is_done: Callable[[], bool], timeout_s: float) -> bool:
-    """Looks again and again, less and less often.  False after the timeout."""
-    deadline = time.monotonic() + timeout_s
-    pause_s = _LOOK_S
-    while not is_done():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(pause_s)
-        pause_s = min(2 * pause_s, _LOOK_MOST_S)
-    return True
-
-
 def interrupted() -> CudaError:
-    """What waits for a transfer raise whose start was interrupted, by Ctrl-C for instance."""
+    """The error raised to waiters when the start of a transfer was interrupted, as by Ctrl-C."""
     return CudaError("the start of a transfer on the GPU was interrupted; start it again")
 
 
 @dataclass(frozen=True)
-class StagedLayers:
-    """Staging of one transfer: its words, then `window` of its layers, used again in turn.
-
-    starts: uint64 (layers,), where slice 0 of each layer lies for the host.
-    """
-
-    words: LayerWords
-    window: int
-    starts: U64
-    to_device: int  # from the host's addresses to the device's
-
-    @property
-    def device_words(self) -> int:
-        """Where the device finds the words."""
-        return self.words.address + self.to_device
-
-    @property
-    def device_starts(self) -> U64:
-        """`starts` as the device addresses them."""
-        return self.starts + np.uint64(self.to_device)
-
-
-class StreamQueue(Owned):
-    """One direction: a stream, its staging, and one transfer after another on it."""
-
-    def __init__(
-        self, driver: Driver, controller: NativeController, nbytes: int, stream: int | None
-    ) -> None:
-        if stream == 0:
-            raise ConfigError(
-                "the default stream cannot take batches of copies and waits for other streams; "
-                "create a stream for the engine"
-            )
-        self.driver = driver
-        self._own_stream = stream is None
-        self.stream = driver.create_stream(-1) if stream is None else stream
-        self.staging = PinnedStaging(driver, controller, nbytes)
-        self.lock = threading.Lock()  # keeps what one transfer enqueues together
-        self._events: deque[int] = deque()  # of transfers that nobody holds any more
-        self._fence = driver.create_event()
-
-    def follow(self, stream: int) -> None:
-        """What comes on this stream_queue runs after all that is on `stream` by now."""
-        with self.lock:
-            self.driver.record_event(self._fence, stream)
-            self.driver.stream_wait_event(self.stream, self._fence)
-
-    def stage(
-        self,
-        layers: int,
-        pages: int,
-        stride: int,
-        lba_nbytes: int,
-        timeout_s: float,
-        owner: LeaseOwner,
-    ) -> StagedLayers:
-        """Staging for a transfer: all of its layers, or a share's worth, in whole blocks.
-
-        stride: from slice to slice, in bytes.  Raises CapacityError when one layer does not fit,
-        DeviceTimeout when none comes free.
-        """
-        layer_nbytes, words_nbytes = pages * stride, LayerWords.nbytes_of(layers)
-        head = words_nbytes + lba_nbytes
-        share = self.staging.nbytes // _SHARE
-        window = min(layers, max(1, (share - head) // max(1, layer_nbytes)))
-        lease = self.staging.arena.lease(head + window * layer_nbytes, timeout_s, owner)
-        words = LayerWords(lease.address, layers)
-        words.clear()
-        base = lease.address + words_nbytes
-        base += -base % lba_nbytes
-        place = np.arange(layers, dtype=np.uint64) % np.uint64(window)
-        starts = np.uint64(base) + place * np.uint64(layer_nbytes)
-        pinned = self.staging.pinned
-        return StagedLayers(words, window, starts, pinned.device_address - pinned.address)
-
-    def acquire_events(self, count: int, into: list[int]) -> None:
-        """Adds events that nobody uses; made when there are not enough."""
-        while len(into) < count:  # bounded by count
-            try:
-                into.append(self._events.popleft())
-            except IndexError:
-                into.append(self.driver.create_event())
-
-    def release_events(self, events: list[int]) -> None:
-        """Events of a transfer that ended; from any thread, also in the middle of another call."""
-        self._events.extend(events)
-
-    def close(self, timeout_s: float) -> None:
-        """Waits for the stream and frees everything; DeviceTimeout keeps it all instead."""
-        is_over = False
-        try:
-            is_over = wait_until(lambda: self.driver.is_stream_done(self.stream), timeout_s)
-        finally:  # also when the context is lost, or the wait is interrupted
-            if not is_over:
-                retain_until_exit(self)
-        if not is_over:
-            raise DeviceTimeout(
-                f"a stream of the GPU did not end within {timeout_s:g} s; its staging stays "
-                "reserved until the process ends"
-            )
-        self.staging.close()
-        for event in (*self._events, self._fence):
-            self.driver.destroy_event(event)
-        if self._own_stream:
-            self.driver.destroy_stream(self.stream)
-
-
-@dataclass(frozen=True)
 class _Route:
-    """What the stream needs to know of one transfer."""
+    """What the stream needs of one transfer: copies for each chunk, and the staging."""
 
-    copies: PreparedCopy
-    staged: StagedLayers
+    copies: Sequence[PreparedCopy]
+    cells: Cells
     is_read: bool
+
+    @property
+    def calls(self) -> int:
+        """Driver calls for one layer."""
+        return sum(copies.calls + 2 for copies in self.copies) + 1
 
 
 class MovedJob(Owned):
-    """A job of the native engine over staging, and the stream that moves its layers."""
+    """Jobs of the native engine over staging, one for each chunk, and the stream that moves them.
 
-    def __init__(self, stream_queue: StreamQueue, job: Job, route: _Route) -> None:
-        self.page_status: U32 = job.page_status
+    A `Transfer`.  The stream_queue puts its layers on the stream, see `StreamQueue.feed`.
+    """
+
+    def __init__(self, stream_queue: StreamQueue, jobs: Sequence[Job], route: _Route) -> None:
         self._stream_queue = stream_queue
-        self._job = job
+        self._jobs = jobs
         self._route = route
+        self.layers = route.cells.layers
         self._events: list[int] = []  # by layer, once enqueued
         self._enqueued = 0  # layers that the stream holds
-        self._started = False  # to be put on the stream
+        self._started = False  # something is on the stream
         self._sealed = False  # nothing more will be put on it
         self._failure: TuttiError | None = None
-        # Once nobody can wait for them any more.
+        self._changed = threading.Condition()
+        # Once nothing can wait for them any more.
         finalize(self, stream_queue.release_events, self._events).atexit = False
 
     @property
-    def words(self) -> LayerWords:
-        """What the engine and the stream tell each other."""
-        return self._route.staged.words
+    def page_status(self) -> U32:
+        """uint32 (pages,), 0 or the first NVMe status that a page met; final once it is done."""
+        return np.concatenate([job.page_status for job in self._jobs])
 
     @property
     def done(self) -> bool:
         """Whether every layer is in its place or failed."""
-        return bool(self._job.report().done) and self._is_through()
+        return all(job.report().done for job in self._jobs) and self._is_through()
 
-    def enqueue(self) -> None:
-        """Puts all layers on the stream.
+    def enqueue(self, *, now: bool) -> None:
+        """Gives the transfer to the stream_queue.  A CUDA error cancels it; waits raise the error.
 
-        A CUDA error cancels the job, so that what waits already is let go; waits raise it.
-        Whoever calls does the same after an interruption.
+        now: the first layers by this thread.  Not while the job's gate is closed: then the caller
+        is what the stream waits for, and must not make a CUDA call.
         """
-        stream_queue, layers = self._stream_queue, self.words.layers
+        self._stream_queue.acquire_events(self.layers, self._events)
+        self._stream_queue.feed(self, FIRST_LAYERS if now else 0)
+
+    def put_next(self) -> bool:
+        """Puts one layer on the stream; whether nothing is left to put."""
         try:
-            stream_queue.acquire_events(layers, self._events)
-            with stream_queue.lock, stream_queue.driver.bound():
-                self._started = not self._sealed
-                for layer in range(layers if self._started else 0):
-                    self._enqueue_layer(layer)
-                    self._enqueued = layer + 1
-            self._sealed = True
+            if self._stream_queue.failure is not None:
+                raise self._stream_queue.failure
+            if self._sealed:
+                return True
+            self._started = True
+            self._put_layer(self._enqueued)
         except TuttiError as error:
             _log.exception("a transfer could not be put on the GPU's stream; it is cancelled")
             self._fail(error)
+            return True
+        with self._changed:
+            self._enqueued += 1
+            self._sealed = self._sealed or self._enqueued == self.layers
+            self._changed.notify_all()
+        return self._sealed
+
+    def is_far_ahead(self) -> bool:
+        """Whether the stream holds more calls of this transfer than it should; for a write,
+        whether the next layer's place is still being written to the medium.
+        """
+        if self._sealed or self._enqueued == self.layers:
+            return False
+        if not self._route.is_read:
+            chunk = self._route.cells.chunks[0]
+            former = self._enqueued - chunk.window
+            return former >= 0 and not chunk.words.is_ready(former)
+        behind = self._enqueued - CALLS_MAX // self._route.calls
+        return behind > 0 and not self._is_moved(behind)
+
+    def _put_layer(self, layer: int) -> None:
+        driver, stream, route = self._stream_queue.driver, self._stream_queue.stream, self._route
+        for number, (chunk, copies) in enumerate(
+            zip(route.cells.chunks, route.copies, strict=True)
+        ):
+            if route.is_read:
+                ready = chunk.device_words + chunk.words.ready_offset(layer)
+                driver.wait_value(stream, ready, 1)
+            copies.move(layer, stream)
+            told: tuple[int, int] | None = (number, layer)
+            if route.is_read:
+                told = route.cells.next_user(layer, number)
+            if told is not None:
+                driver.write_value(stream, route.cells.chunks[told[0]].device_words, told[1] + 1)
+        driver.record_event(self._events[layer], stream)
 
     def _fail(self, error: TuttiError) -> None:
         self._failure = error  # before it is sealed: copies may have no event behind them
-        self._job.cancel()
-        self._sealed = True
+        for job in self._jobs:
+            job.cancel()
+        with self._changed:
+            self._sealed = True
+            self._changed.notify_all()
 
     def abandon(self) -> None:
-        """Ends what an interrupted `submit` left; nobody is called back."""
-        self._job.on_released(None)
+        """Ends what an interrupted `submit` left, without a callback."""
+        for job in self._jobs:
+            job.on_released(None)
         self._fail(interrupted())
-
-    def _enqueue_layer(self, layer: int) -> None:
-        driver, stream, route = self._stream_queue.driver, self._stream_queue.stream, self._route
-        device_words = route.staged.device_words
-        awaited = layer if route.is_read else layer - route.staged.window
-        if awaited >= 0:
-            driver.wait_value(stream, device_words + self.words.ready_offset(awaited), 1)
-        route.copies.move(layer, stream)
-        driver.write_value(stream, device_words, layer + 1)
-        driver.record_event(self._events[layer], stream)
 
     def _is_moved(self, layers: int) -> bool:
         """Whether the stream is through with so many of the layers that it holds."""
@@ -253,71 +179,122 @@ class MovedJob(Owned):
 
     def _is_through(self) -> bool:
         """Whether the stream touches nothing of this job any more."""
+        if not self._sealed:
+            return False
         if self._failure is not None:  # some copies may have no event behind them
             return self._stream_queue.driver.is_stream_done(self._stream_queue.stream)
         return self._is_moved(self._enqueued)
+
+    def _is_put(self, layers: int) -> bool:
+        return self._enqueued >= layers or self._sealed
 
     def wait_layers(self, layers: int, timeout_s: float) -> bool:
         """Waits until `layers` layers were moved or the job failed.  False after the timeout.
 
         Raises CudaError when the stream could not be given all of them.
         """
+        deadline = time.monotonic() + timeout_s
+
+        def left_s() -> float:
+            return max(0.0, deadline - time.monotonic())
+
         if self._failure is not None:
             raise self._failure
-        deadline = time.monotonic() + timeout_s
-        if not self._job.wait_layers(layers, timeout_s):
+        if not all(job.wait_layers(layers, left_s()) for job in self._jobs):
             return False
-        return wait_until(lambda: self._is_moved(layers), max(0.0, deadline - time.monotonic()))
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._is_put(layers), left_s()):
+                return False
+        if self._failure is not None:
+            raise self._failure
+        return wait_until(lambda: self._is_moved(layers), left_s())
 
     def order_stream(self, stream: int, layers: int) -> None:
         """Lets `stream` wait, on the GPU, until `layers` layers were moved or the job failed.
 
-        Whether it failed is in `page_status` once the layer's event has happened.
+        Blocks only until these layers are on the queue's own stream.  Whether the job failed is in
+        `page_status` once the layer's event has happened.
         """
+        with self._changed:
+            self._changed.wait_for(lambda: self._is_put(layers), TIMEOUT_S)
         if self._enqueued < layers:
             raise ConfigError(
-                f"only {self._enqueued} layers of this transfer were enqueued; it was cancelled "
-                "or its gate is closed, start it again"
+                f"only {self._enqueued} layers of this transfer were enqueued; it was cancelled, "
+                "start it again"
             )
         self._stream_queue.driver.stream_wait_event(stream, self._events[layers - 1])
 
     def wait_released(self, timeout_s: float) -> bool:
         """Waits until neither the medium nor the stream touches memory.  False after it."""
         deadline = time.monotonic() + timeout_s
-        if not self._job.wait_released(timeout_s):
+
+        def left_s() -> float:
+            return max(0.0, deadline - time.monotonic())
+
+        if not all(job.wait_released(left_s()) for job in self._jobs):
             return False
-        left_s = max(0.0, deadline - time.monotonic())
-        return wait_until(self._is_through, left_s)
+        return wait_until(self._is_through, left_s())
 
     def open_gate(self) -> None:
-        """Lets the job compare its digests, and only then puts its layers on the stream: until
-        the gate is open the caller's own thread is what a waiting stream would wait for.
-        """
+        """Lets the job compare its digests.  Makes no CUDA call: the stream waits for this."""
         try:
-            self._job.open_gate()
-            self.enqueue()
-        except BaseException:  # interrupted between the two: nothing is moved, and waits say so
+            for job in self._jobs:
+                job.open_gate()
+        except BaseException:  # interrupted between two of them
             self._fail(interrupted())
             raise
 
     def cancel(self) -> None:
-        """Issues nothing more; every layer that the stream waits for is let go."""
-        self._job.cancel()
-        with self._stream_queue.lock:
+        """Issues nothing more; every layer that the stream waits for is released."""
+        for job in self._jobs:
+            job.cancel()
+        with self._stream_queue.lock, self._changed:
             self._sealed = self._sealed or not self._started
+            self._changed.notify_all()
 
     def is_free(self) -> bool:
         """Whether staging and words may be used again."""
-        return self._sealed and bool(self._job.report().released) and self._is_through()
+        return all(bool(job.report().released) for job in self._jobs) and self._is_through()
+
+
+class _Released:
+    """Calls back once, when the last of several native jobs is released."""
+
+    def __init__(self, count: int, callback: Callable[[Any], None] | None) -> None:
+        self._left = count
+        self._callback = callback
+        self._lock = threading.Lock()
+        self.job: MovedJob | None = None
+        self._statuses: dict[int, U32] = {}
+
+    def of(self, number: int) -> Callable[[Job], None]:
+        """What job `number` of them calls."""
+        return lambda job: self._ended(number, job)
+
+    def _ended(self, number: int, job: Job) -> None:
+        with self._lock:
+            self._statuses[number] = job.page_status
+            self._left -= 1
+            is_last = self._left == 0
+        if is_last and self._callback is not None:
+            statuses = [self._statuses[n] for n in sorted(self._statuses)]
+            self._callback(_Ended(np.concatenate(statuses)))
+
+
+@dataclass(frozen=True)
+class _Ended:
+    """What a callback is told of a transfer."""
+
+    page_status: U32
 
 
 class HostEngine(Owned):
     """Moves pages of one GPU's memory through one native engine and staging of its own.
 
     engine: whose controller and thread do the I/O.  mover: by default the copy engines.
-    load_staging_nbytes, store_staging_nbytes: pinned memory for each direction; a layer of the
-    longest transfer must fit, and two should.  load_stream, store_stream: streams to use, such as
-    those of a green context; by default two of its own.
+    load_staging_nbytes, store_staging_nbytes: pinned memory for each direction; four layers of the
+    longest read should fit, or it goes in chunks.  load_stream, store_stream: streams to use, such
+    as those of a green context; by default two of its own.
     """
 
     name = "host"
@@ -361,9 +338,12 @@ class HostEngine(Owned):
     ) -> MovedJob:
         """As `Engine.submit`, for pages in GPU memory.
 
-        on_released: the medium is done with the staging; the stream may still copy out of it.
-        Raises CapacityError when not even one layer fits into the staging, DeviceTimeout when none
-        comes free, CudaError, and what the engine raises.
+        A read may have any number of pages.  One layer of a write must fit into the staging, and
+        all of them should; see `write_pages_max`.
+        on_released: called when the medium is done with the staging; the stream may still copy
+        out of it.
+        Raises CapacityError when the staging is too small, DeviceTimeout when none comes free,
+        CudaError, and what the engine raises.
         """
         if self._closed:
             raise PoolClosed("the GPU engine is closed; attach a new one")
@@ -372,35 +352,69 @@ class HostEngine(Owned):
         lba_nbytes = self.engine.lba_nbytes
         stride = extents.slice_nlb * lba_nbytes
         timeout_s = options.get("timeout_s", TIMEOUT_S)
-        layers, slice_nbytes = memory.bases.shape[0], sum(memory.segment_nbytes)
-        owner, job, moved = LeaseOwner(stream_queue), None, None
+        jobs: list[Job] = []
+        owner, moved = LeaseOwner(stream_queue), None
         try:
-            staged = stream_queue.stage(layers, pages.size, stride, lba_nbytes, timeout_s, owner)
-            to_engine = PagedMemory(
-                staged.starts[:, None], (stride,), (slice_nbytes,), pages.size, owner
-            )
-            copies = self.mover.prepare(
-                CopyDescriptor(pages, memory, staged.device_starts, stride, is_read, owner)
-            )
-            job = self.engine.submit(
-                opcode,
-                extents,
-                np.arange(pages.size, dtype=np.uint32),
-                to_engine,
-                words=staged.words,
-                window=staged.window if is_read else 0,
-                **options,
-            )
-            moved = MovedJob(stream_queue, job, _Route(copies, staged, is_read))
+            stage = stream_queue.stage_reads if is_read else stream_queue.stage_writes
+            needed = Needed(memory.bases.shape[0], pages.size, stride, lba_nbytes)
+            cells = stage(needed, timeout_s, owner)
+            copies = [
+                self.mover.prepare(
+                    CopyDescriptor(
+                        pages[c.first : c.last], memory, c.device_starts, stride, is_read, owner
+                    )
+                )
+                for c in cells.chunks
+            ]
+            released = _Released(len(cells.chunks), options.get("on_released"))
+            for number in range(len(cells.chunks)):
+                parts = _chunk_options(options, cells.chunks[number], released.of(number))
+                jobs.append(
+                    self._submit_chunk(opcode, extents, memory, cells, number, owner, parts)
+                )
+            moved = MovedJob(stream_queue, jobs, _Route(copies, cells, is_read))
             owner.is_free = moved.is_free
-            if not options.get("gated"):
-                moved.enqueue()
+            moved.enqueue(now=not options.get("gated"))
             return moved
         except BaseException:
-            self._abandon(owner, job, moved)
+            self._abandon(owner, jobs, moved)
             raise
 
-    def _abandon(self, owner: LeaseOwner, job: Job | None, moved: MovedJob | None) -> None:
+    def _submit_chunk(
+        self,
+        opcode: int,
+        extents: Extents,
+        memory: PagedMemory,
+        cells: Cells,
+        number: int,
+        owner: LeaseOwner,
+        options: Options,
+    ) -> Job:
+        """The native job of one chunk, between the medium and its cells."""
+        chunk = cells.chunks[number]
+        count, stride = chunk.last - chunk.first, extents.slice_nlb * self.engine.lba_nbytes
+        slice_nbytes = sum(memory.segment_nbytes)
+        staging = PagedMemory(chunk.starts[:, None], (stride,), (slice_nbytes,), count, owner)
+        if opcode == OPCODE_READ:
+            chunk.words.grant(cells.granted(number))
+        return self.engine.submit(
+            opcode,
+            part_of(extents, chunk.first, chunk.last),
+            np.arange(count, dtype=np.uint32),
+            staging,
+            words=chunk.words,
+            **options,
+        )
+
+    def write_pages_max(self, layers: int, slice_nlb: int) -> int:
+        """Pages of a write whose layers all have a place in the staging, twice over.
+
+        So one part is copied out while another is written.
+        """
+        lba_nbytes = self.engine.lba_nbytes
+        return self._stores.pages_max(Needed(layers, 1, slice_nlb * lba_nbytes, lba_nbytes))
+
+    def _abandon(self, owner: LeaseOwner, jobs: Sequence[Job], moved: MovedJob | None) -> None:
         """After an error, or an interruption anywhere in `submit`: Ctrl-C can strike between a
         native submission and its job.  What a device may use stays.
         """
@@ -409,15 +423,15 @@ class HostEngine(Owned):
             owner.is_free = moved.is_free
             return
         owner.is_free = lambda: not self.engine.is_using(owner)
-        if job is not None:  # nothing of it is on the stream
+        for job in jobs:  # nothing of them is on the stream
             job.on_released(None)
             job.cancel()
 
     def wait_idle(self, timeout_s: float) -> bool:
         """Waits until nothing is on the streams.  False after the timeout."""
         return all(
-            wait_until(partial(queue.driver.is_stream_done, queue.stream), timeout_s)
-            for queue in (self._loads, self._stores)
+            wait_until(stream_queue.is_idle, timeout_s)
+            for stream_queue in (self._loads, self._stores)
         )
 
     def close(self, timeout_s: float = 10.0) -> None:
@@ -433,3 +447,30 @@ class HostEngine(Owned):
             self._loads.close(timeout_s)
         finally:
             self._stores.close(timeout_s)
+
+
+def _chunk_options(
+    options: Options, chunk: StagedLayers, on_released: Callable[[Job], None]
+) -> Options:
+    """Options of a transfer for the pages of one chunk."""
+    mine = options.copy()
+    digests = options.get("digests")
+    if digests is not None:
+        mine["digests"] = digests[chunk.first : chunk.last]
+    mine["on_released"] = on_released
+    return mine
+
+
+def part_of(extents: Extents, first: int, last: int) -> Extents:
+    """The slices ``first`` to ``last - 1`` in the order of pages, of every layer."""
+    count = np.asarray(extents.count, np.int64)
+    ends = np.cumsum(count)
+    starts = ends - count
+    skipped = np.clip(first - starts, 0, count)
+    kept = np.clip(last - starts, 0, count) - skipped
+    rows = np.flatnonzero(kept)
+    blocks = skipped.astype(np.uint64) * np.uint64(extents.slice_nlb)
+    slba = np.asarray(extents.slba, np.uint64) + blocks
+    nsid = np.asarray(extents.nsid)
+    stride = extents.layer_stride_nlb
+    return Extents(slba[rows], nsid[rows], kept[rows], extents.slice_nlb, stride)

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from tutti.arrays import U32, U64
 from tutti.errors import Unsupported
-from tutti.gio_uring.gpu.driver import Driver
+from tutti.gio_uring.gpu.driver import BATCH_MAX, Driver
 from tutti.gio_uring.gpu.memory import LeaseOwner
 from tutti.gio_uring.iocb import PagedMemory
 
@@ -39,6 +39,10 @@ class CopyDescriptor:
 
 class PreparedCopy(Protocol):
     """A descriptor made ready."""
+
+    @property
+    def calls(self) -> int:
+        """Driver calls that move one layer."""
 
     def move(self, layer: int, stream: int) -> None:
         """Enqueues the copies of one layer."""
@@ -100,12 +104,20 @@ class _Copies:
 
 
 class _BatchCopies(_Copies):
+    @property
+    def calls(self) -> int:
+        return -(-self._fragments.nbytes.size // BATCH_MAX)
+
     def move(self, layer: int, stream: int) -> None:
         targets, sources = self._fragments.at(layer)
         self._driver.copy_batch(targets, sources, self._fragments.nbytes, stream)
 
 
 class _SingleCopies(_Copies):
+    @property
+    def calls(self) -> int:
+        return int(self._fragments.nbytes.size)
+
     def move(self, layer: int, stream: int) -> None:
         targets, sources = self._fragments.at(layer)
         columns = (targets.tolist(), sources.tolist(), self._fragments.nbytes.tolist())

@@ -21,12 +21,12 @@ import numpy as np
 import numpy.typing as npt
 
 from tutti.errors import ConfigError, DeviceTimeout
-from tutti.gio_uring.gpu.host_engine import StreamQueue, wait_until
 from tutti.gio_uring.gpu.launcher import Launcher, Work
 from tutti.gio_uring.gpu.memory import LeaseOwner, TableMemory
 from tutti.gio_uring.gpu.modules import Modules
 from tutti.gio_uring.gpu.parameters import MailboxStruct, PostStruct
 from tutti.gio_uring.gpu.queues import DeviceQueues
+from tutti.gio_uring.gpu.stream_queue import StreamQueue, wait_until
 from tutti.gio_uring.memory import view_at
 from tutti.process import finalize
 

@@ -1,0 +1,240 @@
+"""Long transfers of the GPU engine `host`: chunks of a layer, and what is on its streams.
+
+On a stand-in for the CUDA driver: no GPU is involved.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from gio_uring.gpu.test_host_engine import rig_over_memory
+
+from store.pools import LAYOUT, some_keys
+from tutti.errors import CudaError, DeviceTimeout, Unsupported
+from tutti.gio_uring.controller_memory import Faults, MemoryController
+from tutti.gio_uring.engine import Extents
+from tutti.gio_uring.gpu import stream_queue
+from tutti.gio_uring.gpu.host_engine import part_of
+from tutti.gio_uring.gpu.stream_queue import StreamQueue
+
+#: Staging in which a read of 24 pages goes in more than eight chunks.
+SHORT = 80 << 10
+
+
+def eventually(is_true: Callable[[], object], what: str) -> None:
+    deadline = time.monotonic() + 10
+    while not is_true():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.001)
+
+
+def memory_of(rig: object) -> MemoryController:
+    controller = rig.controller  # type: ignore[attr-defined]
+    assert isinstance(controller, MemoryController)
+    return controller
+
+
+def test_a_layer_is_there_before_the_last_layer_of_any_chunk_was_read(seed: int) -> None:
+    """Chunks are cut by layer first: eight or more of them, and the medium stops behind layer 1."""
+    rng = np.random.default_rng(seed)
+    with rig_over_memory(staging_nbytes=SHORT, verify="off", timeout_s=1.0) as rig:
+        keys, pages = some_keys(rng, 24), list(range(24))
+        contents = rig.fill(pages, rng)
+        rig.store.put(keys, pages).wait(10)
+        for tensor in (t for row in rig.tensors for t in row):
+            tensor.array[:] = 0
+        commands = rig.store.engine.stats().commands
+        ticket = rig.store.load(keys, pages)
+        (part,) = ticket.parts
+        chunks = len(part.job._jobs)  # type: ignore[attr-defined]
+        assert chunks >= 8
+        ticket.wait(10)
+        per_layer = (rig.store.engine.stats().commands - commands) // LAYOUT.layers
+        assert [rig.pool.read(page) for page in pages] == contents
+
+        memory_of(rig).set_faults(Faults(stall_from=2 * per_layer))
+        for tensor in (t for row in rig.tensors for t in row):
+            tensor.array[:] = 0
+        ticket = rig.store.load(keys, pages)
+        ticket.wait_layer(0, 10)
+        width = sum(LAYOUT.segments)
+        assert [rig.layer_bytes(p, 0) for p in pages] == [c[:width] for c in contents]
+        assert not any(rig.layer_bytes(p, LAYOUT.layers - 1).strip(b"\0") for p in pages), (
+            "the last layer of some chunk was read"
+        )
+        memory_of(rig).set_faults(None)
+        memory_of(rig).release()
+        assert ticket.wait_settled(10)
+
+
+@pytest.mark.parametrize(
+    "staging_nbytes", [24 << 10, 48 << 10, 64 << 10, SHORT, 200 << 10, 1 << 20]
+)
+@pytest.mark.parametrize("pages", [1, 2, 7, 23])
+def test_any_number_of_pages_goes_through_any_staging(
+    seed: int, staging_nbytes: int, pages: int
+) -> None:
+    rng = np.random.default_rng(seed)
+    with rig_over_memory(seed=seed, staging_nbytes=staging_nbytes) as rig:
+        keys = some_keys(rng, pages)
+        contents = rig.fill(list(range(pages)), rng)
+        assert rig.store.put(keys, list(range(pages))).wait(10).stored == pages
+        for _ in range(2):
+            target = rng.permutation(24)[:pages].tolist()
+            rig.store.load(keys, target).wait(10)
+            assert [rig.pool.read(page) for page in target] == contents
+
+
+def test_a_put_frees_its_stream_while_the_medium_stands_still(seed: int) -> None:
+    """Nothing on the stream of stores waits for the SSD, so it may share a channel."""
+    rng = np.random.default_rng(seed)
+    with rig_over_memory(timeout_s=30.0) as rig:
+        keys, pages = some_keys(rng, 12), list(range(12))
+        rig.fill(pages, rng)
+        memory_of(rig).set_faults(Faults(stall_from=1))
+        waits = rig.driver.calls.get("cuStreamWaitValue32", 0)
+        ticket = rig.store.put(keys, pages)
+        eventually(rig.gpu._stores.is_idle, "the copies wait for the medium")
+        assert not ticket.done
+        assert rig.driver.calls.get("cuStreamWaitValue32", 0) == waits
+        memory_of(rig).set_faults(None)
+        memory_of(rig).release()
+        assert ticket.wait(10).stored == 12
+
+
+def test_a_page_larger_than_the_staging_is_put_without_a_wait_on_the_stream(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    with rig_over_memory(staging_nbytes=24 << 10) as rig:
+        (content,) = rig.fill([3], rng)
+        assert len(content) > 24 << 10
+        waits = rig.driver.calls.get("cuStreamWaitValue32", 0)
+        keys = some_keys(rng, 1)
+        assert rig.store.put(keys, [3]).wait(10).stored == 1
+        assert rig.driver.calls.get("cuStreamWaitValue32", 0) == waits
+        rig.store.load(keys, [5]).wait(10)
+        assert rig.pool.read(5) == content
+
+
+def test_a_submitter_enqueues_the_first_layers_alone(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rng = np.random.default_rng(seed)
+    go_on = threading.Event()
+    run = StreamQueue._run
+
+    def late(queue: StreamQueue) -> None:
+        assert go_on.wait(10)
+        run(queue)
+
+    with rig_over_memory(verify="off") as rig:
+        keys, pages = some_keys(rng, 8), list(range(8))
+        contents = rig.fill(pages, rng)
+        rig.store.put(keys, pages).wait(10)
+        monkeypatch.setattr(StreamQueue, "_run", late)
+        copies = rig.driver.calls["cuMemcpyBatchAsync"]
+        ticket = rig.store.load(keys, list(range(8, 16)))
+        assert rig.driver.calls["cuMemcpyBatchAsync"] - copies == stream_queue.FIRST_LAYERS
+        ticket.wait_layer(stream_queue.FIRST_LAYERS - 1, 10)
+        assert not ticket.done
+        other = rig.store.load(keys, list(range(16, 24)))  # behind the one before
+        assert rig.driver.calls["cuMemcpyBatchAsync"] - copies == stream_queue.FIRST_LAYERS
+        go_on.set()
+        ticket.wait(10)
+        other.wait(10)
+        for first in (8, 16):
+            assert [rig.pool.read(page) for page in range(first, first + 8)] == contents
+
+
+def test_what_waits_behind_the_medium_is_bounded(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rng = np.random.default_rng(seed)
+    monkeypatch.setattr(stream_queue, "CALLS_MAX", 40)
+    monkeypatch.setattr("tutti.gio_uring.gpu.host_engine.CALLS_MAX", 40)
+    with rig_over_memory(has_copy_batch=False, plain=True, verify="off", timeout_s=30.0) as rig:
+        keys, pages = some_keys(rng, 8), list(range(8))
+        contents = rig.fill(pages, rng)
+        rig.store.put(keys, pages).wait(10)
+        memory_of(rig).set_faults(Faults(stall_from=1))
+        target = [8, 10, 12, 14, 16, 18, 20, 22]  # sixteen copies a layer
+        ticket = rig.store.load(keys, target)
+        time.sleep(0.05)
+        queue, _ = rig.driver._streams[rig.gpu._loads.stream]
+        one_layer = 2 * len(pages) + 3
+        assert len(queue.work) <= 40 + one_layer
+        memory_of(rig).set_faults(None)
+        memory_of(rig).release()
+        ticket.wait(10)
+        assert [rig.pool.read(page) for page in target] == contents
+
+
+def test_a_queue_that_cannot_follow_a_stream_moves_nothing_more(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rng = np.random.default_rng(seed)
+    with rig_over_memory(verify="off", timeout_s=5.0) as rig:
+        keys, pages = some_keys(rng, 8), list(range(8))
+        rig.fill(pages, rng)
+        rig.store.put(keys, pages).wait(10)
+        memory_of(rig).set_faults(Faults(stall_from=1))
+        monkeypatch.setattr("tutti.gio_uring.gpu.host_engine.CALLS_MAX", 1)  # layers wait to be put
+        first = rig.store.load(keys, list(range(8, 16)))
+        compute = rig.driver.create_stream()
+        rig.driver.fail["cuStreamWaitEvent"] = 1
+        rig.gpu._loads.follow(compute)
+        second = rig.store.load(keys, list(range(16, 24)))
+        memory_of(rig).set_faults(None)
+        memory_of(rig).release()
+        first.wait(10)
+        with pytest.raises((CudaError, DeviceTimeout)):
+            second.wait(10)
+        assert second.wait_settled(10)
+
+
+def test_a_call_that_the_driver_lacks_ends_the_load(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rng = np.random.default_rng(seed)
+    with rig_over_memory() as rig:
+        keys, pages = some_keys(rng, 8), list(range(8))
+        contents = rig.fill(pages, rng)
+        rig.store.put(keys, pages).wait(10)
+
+        def lacks(*_: object) -> None:
+            raise Unsupported("cuMemcpyBatchAsync: not found; install a newer driver")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(rig.driver, "copy_batch", lacks)
+            ticket = rig.store.load(keys, list(range(8, 16)))
+        with pytest.raises(Unsupported, match="newer driver"):
+            ticket.wait(10)
+        assert ticket.wait_settled(10)
+        rig.store.load(keys, list(range(8, 16))).wait(10)
+        assert [rig.pool.read(page) for page in range(8, 16)] == contents
+
+
+def test_a_part_of_extents_is_the_same_slices(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    for _ in range(50):
+        runs = int(rng.integers(1, 6))
+        count = rng.integers(1, 5, runs)
+        slba = np.cumsum(rng.integers(100, 200, runs)).astype(np.uint64)
+        whole = Extents(slba, np.arange(1, runs + 1), count, 3, 1000)
+        cuts = np.sort(rng.integers(0, int(count.sum()) + 1, 2)).tolist()
+        slices = [
+            (int(first) + 3 * i, int(namespace))
+            for first, namespace, n in zip(slba, whole.nsid, count, strict=True)  # type: ignore[arg-type]
+            for i in range(n)
+        ]
+        part = part_of(whole, *cuts)
+        found = [
+            (int(first) + 3 * i, int(namespace))
+            for first, namespace, n in zip(part.slba, part.nsid, part.count, strict=True)  # type: ignore[arg-type]
+            for i in range(n)
+        ]
+        assert found == slices[slice(*cuts)]
+        assert (part.slice_nlb, part.layer_stride_nlb) == (3, 1000)

@@ -1,0 +1,314 @@
+"""A queue: one direction of a GPU engine, with its stream, its staging and a queue of transfers.
+
+Transfers go on the stream one after another.  A submitter puts the first layers of its transfer
+there; a thread of the queue puts the others, so that a submitter does not pay for all layers.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from tutti.arrays import U64
+from tutti.errors import ConfigError, DeviceTimeout, TuttiError
+from tutti.gio_uring.controller import NativeController
+from tutti.gio_uring.gpu.driver import Driver
+from tutti.gio_uring.gpu.memory import LeaseOwner, PinnedStaging, retain_until_exit
+from tutti.gio_uring.layer_words import LayerWords
+from tutti.process import Owned
+
+_LOOK_S = 0.00005
+_LOOK_MOST_S = 0.0005
+#: Staging that one transfer may take of the whole, unless one page of its layers is longer.
+_SHARE = 2
+#: Cells of a transfer whose layers are longer than half its share: two move while two are read.
+_CELLS = 4
+#: Layers that a submitter puts on the stream itself.
+FIRST_LAYERS = 2
+#: Driver calls that may be on the stream behind a wait for the medium.  A stream that is full
+#: blocks the calls of every thread.
+CALLS_MAX = 768
+
+_log = logging.getLogger(__name__)
+
+
+def wait_until(is_done: Callable[[], bool], timeout_s: float) -> bool:
+    """Polls with growing pauses.  False after the timeout."""
+    deadline = time.monotonic() + timeout_s
+    pause_s = _LOOK_S
+    while not is_done():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, _LOOK_MOST_S)
+    return True
+
+
+@dataclass(frozen=True)
+class StagedLayers:
+    """Staging of pages [first, last) of a transfer: its words, and a place for each layer.
+
+    starts: uint64 (layers,), where slice 0 of each layer lies for the host.  window: how many
+    layers have a place of their own.
+    """
+
+    words: LayerWords
+    window: int
+    starts: U64
+    to_device: int  # from the host's addresses to the device's
+    first: int = 0
+    last: int = 0
+
+    @property
+    def device_words(self) -> int:
+        """Where the device finds the words."""
+        return self.words.address + self.to_device
+
+    @property
+    def device_starts(self) -> U64:
+        """`starts` as the device addresses them."""
+        return self.starts + np.uint64(self.to_device)
+
+
+@dataclass(frozen=True)
+class Needed:
+    """Staging that a transfer needs.  stride: bytes from slice to slice, in whole blocks."""
+
+    layers: int
+    pages: int
+    stride: int
+    lba_nbytes: int
+
+    def head_nbytes(self, chunks: int = 1) -> int:
+        """Bytes of the words of all chunks, with room to align what follows."""
+        return chunks * LayerWords.nbytes_of(self.layers) + self.lba_nbytes
+
+    def layers_in(self, nbytes: int) -> int:
+        """Layers of all pages for which so much staging is enough, or 1 if it is not."""
+        fitting = (nbytes - self.head_nbytes()) // max(1, self.pages * self.stride)
+        return min(self.layers, max(1, fitting))
+
+
+@dataclass(frozen=True)
+class Cells:
+    """Staging of a transfer whose layers go through it one after another, each in chunks.
+
+    Chunk c of layer l is number v = l * chunks + c, and lies in cell v % cells.  So staging holds
+    a few layers of many pages: every chunk of a layer comes before the next layer.
+    """
+
+    chunks: list[StagedLayers]
+    cells: int
+
+    @property
+    def layers(self) -> int:
+        """Layers of the transfer."""
+        return self.chunks[0].words.layers
+
+    def granted(self, chunk: int) -> int:
+        """Layers of a chunk whose cells are free from the start."""
+        return len(range(chunk, min(self.cells, self.layers * len(self.chunks)), len(self.chunks)))
+
+    def next_user(self, layer: int, chunk: int) -> tuple[int, int] | None:
+        """(chunk, layer) of the number that uses the cell of this one next; None for none."""
+        number = layer * len(self.chunks) + chunk + self.cells
+        after, its_chunk = divmod(number, len(self.chunks))
+        return (its_chunk, after) if after < self.layers else None
+
+
+class Feed(Protocol):
+    """What goes on the stream in turn."""
+
+    def put_next(self) -> bool:
+        """Puts its next part on the stream, under the queue's lock; whether nothing is left."""
+
+    def is_far_ahead(self) -> bool:
+        """Whether so much is behind a wait that the next part has to wait, too."""
+
+
+class _Follow:
+    """A wait for another stream, between transfers."""
+
+    def __init__(self, queue: StreamQueue, event: int) -> None:
+        self._queue, self._event = queue, event
+
+    def put_next(self) -> bool:
+        self._queue.driver.stream_wait_event(self._queue.stream, self._event)
+        self._queue.release_events([self._event])
+        return True
+
+    def is_far_ahead(self) -> bool:
+        return False
+
+
+class StreamQueue(Owned):
+    """One direction: a stream, its staging, and one transfer after another on it."""
+
+    def __init__(
+        self, driver: Driver, controller: NativeController, nbytes: int, stream: int | None
+    ) -> None:
+        if stream == 0:
+            raise ConfigError(
+                "the default stream cannot take batches of copies and waits for other streams; "
+                "create a stream for the engine"
+            )
+        self.driver = driver
+        self._own_stream = stream is None
+        self.stream = driver.create_stream(-1) if stream is None else stream
+        self.staging = PinnedStaging(driver, controller, nbytes)
+        self.lock = threading.Lock()  # keeps what one transfer enqueues together
+        self._events: deque[int] = deque()  # of transfers that nothing refers to
+        self._feeds: deque[Feed] = deque()  # the first is being put on the stream
+        #: Why the stream is not ordered behind another one; then nothing may follow on it.
+        self.failure: TuttiError | None = None
+        self._feeder: threading.Thread | None = None
+
+    def follow(self, stream: int) -> None:
+        """Transfers given to the queue from now on run after all that is on `stream` by now."""
+        with self.lock:
+            events: list[int] = []
+            self.acquire_events(1, events)
+            self.driver.record_event(events[0], stream)
+            self._feed(_Follow(self, events[0]), 1)
+
+    def feed(self, transfer: Feed, steps: int) -> None:
+        """Puts so many parts of a transfer on the stream, unless others wait; the rest later."""
+        with self.lock, self.driver.bound():
+            self._feed(transfer, steps)
+
+    def _feed(self, part: Feed, steps: int) -> None:
+        if not self._feeds:
+            for _ in range(steps):
+                if part.is_far_ahead():
+                    break
+                if part.put_next():
+                    return
+        self._feeds.append(part)
+        if self._feeder is None:
+            self._feeder = threading.Thread(target=self._run, name="tutti-feed", daemon=True)
+            self._feeder.start()
+
+    def _run(self) -> None:
+        """Puts what waits on the stream, and ends."""
+        is_over = False
+        while not is_over:  # bounded by what is fed
+            far_ahead = False
+            with self.lock, self.driver.bound():
+                if self._feeds:
+                    far_ahead = self._step(self._feeds[0])
+                else:
+                    self._feeder, is_over = None, True
+            if far_ahead:
+                time.sleep(_LOOK_MOST_S)
+
+    def _step(self, first: Feed) -> bool:
+        """Puts the next part of the first on the stream; whether that has to wait."""
+        try:
+            if first.is_far_ahead():
+                return True
+            if first.put_next():
+                self._feeds.popleft()
+        except TuttiError as error:
+            _log.exception("a stream could not be ordered behind another one")
+            self.failure = error
+            self._feeds.popleft()
+        return False
+
+    def is_idle(self) -> bool:
+        """Whether nothing is on the stream, nor waits to be put there."""
+        return not self._feeds and self.driver.is_stream_done(self.stream)
+
+    def stage(self, needed: Needed, timeout_s: float, owner: LeaseOwner) -> StagedLayers:
+        """Staging for all pages of a transfer: all of its layers, or a share's worth.
+
+        Raises CapacityError when one layer does not fit, DeviceTimeout when none comes free.
+        """
+        share = self.staging.nbytes // _SHARE
+        return self._cells(needed, 1, needed.layers_in(share), timeout_s, owner).chunks[0]
+
+    def stage_reads(self, needed: Needed, timeout_s: float, owner: LeaseOwner) -> Cells:
+        """As `stage`, for any number of pages: cut into chunks where two layers do not fit.
+
+        Raises CapacityError when one page of a layer does not fit, DeviceTimeout when none comes
+        free.
+        """
+        share = self.staging.nbytes // _SHARE
+        cells = needed.layers_in(share)
+        if cells >= min(2, needed.layers) or needed.pages <= 1:
+            return self._cells(needed, 1, cells, timeout_s, owner)
+        most = max(1, (share - needed.head_nbytes()) // _CELLS // needed.stride)
+        chunks = -(-needed.pages // most)
+        size = -(-needed.pages // chunks) * needed.stride
+        cells = max(1, (share - needed.head_nbytes(chunks)) // size)
+        return self._cells(needed, chunks, cells, timeout_s, owner)
+
+    def stage_writes(self, needed: Needed, timeout_s: float, owner: LeaseOwner) -> Cells:
+        """As `stage`, with a place for every layer where the whole staging has them."""
+        cells = needed.layers_in(self.staging.nbytes)
+        return self._cells(needed, 1, cells, timeout_s, owner)
+
+    def pages_max(self, needed: Needed) -> int:
+        """Pages whose layers all fit into one transfer's share of the staging; at least 1."""
+        share = self.staging.nbytes // _SHARE - needed.head_nbytes()
+        return max(1, share // (needed.layers * needed.stride))
+
+    def _cells(
+        self, needed: Needed, chunks: int, cells: int, timeout_s: float, owner: LeaseOwner
+    ) -> Cells:
+        pages, layers, lba_nbytes = needed.pages, needed.layers, needed.lba_nbytes
+        size = -(-pages // chunks) * needed.stride
+        nbytes = needed.head_nbytes(chunks) + cells * size
+        lease = self.staging.arena.lease(nbytes, timeout_s, owner)
+        words_nbytes = LayerWords.nbytes_of(layers)
+        base = lease.address + chunks * words_nbytes
+        base += -base % lba_nbytes
+        pinned = self.staging.pinned
+        to_device = pinned.device_address - pinned.address
+        numbers = np.arange(layers, dtype=np.uint64) * np.uint64(chunks)
+        made = []
+        for c in range(chunks):
+            words = LayerWords(lease.address + c * words_nbytes, layers)
+            words.clear()
+            place = (numbers + np.uint64(c)) % np.uint64(cells)
+            starts = np.uint64(base) + place * np.uint64(size)
+            first, last = c * pages // chunks, (c + 1) * pages // chunks
+            made.append(StagedLayers(words, cells, starts, to_device, first, last))
+        return Cells(made, cells)
+
+    def acquire_events(self, count: int, into: list[int]) -> None:
+        """Adds events that nothing uses; made when there are not enough."""
+        while len(into) < count:  # bounded by count
+            try:
+                into.append(self._events.popleft())
+            except IndexError:
+                into.append(self.driver.create_event())
+
+    def release_events(self, events: list[int]) -> None:
+        """Events of a transfer that ended; from any thread, also in the middle of another call."""
+        self._events.extend(events)
+
+    def close(self, timeout_s: float) -> None:
+        """Waits for the stream and frees everything; DeviceTimeout keeps it all instead."""
+        is_over = False
+        try:
+            is_over = wait_until(self.is_idle, timeout_s)
+        finally:  # also when the context is lost, or the wait is interrupted
+            if not is_over:
+                retain_until_exit(self)
+        if not is_over:
+            raise DeviceTimeout(
+                f"a stream of the GPU did not end within {timeout_s:g} s; its staging stays "
+                "reserved until the process ends"
+            )
+        self.staging.close()
+        for event in self._events:
+            self.driver.destroy_event(event)
+        if self._own_stream:
+            self.driver.destroy_stream(self.stream)
