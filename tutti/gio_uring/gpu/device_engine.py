@@ -57,7 +57,8 @@ _log = logging.getLogger(__name__)
 class DeviceEngine(Owned):
     """Moves pages of one GPU's memory by kernels that drive queue pairs.
 
-    controller: for this engine alone; it is started here and stopped by `close`.
+    controller: the store's, whose thread polls the queue pairs of all producers; one that no
+    thread serves is started here and stopped by `close`.
     kind: one of KINDS.  shares: queue pairs, and blocks that drive them.  depth: of each.
     move_blocks: blocks of the kernel that moves slices, for "launch".  threads: of a block that
     stays.  stream: for the kernels, such as a green context's, instead of one of its own; for
@@ -95,6 +96,8 @@ class DeviceEngine(Owned):
         self._lba_nbytes = info.lba_nbytes
         self._command_nlb = max(1, min(command_nbytes_max, info.mdts_nbytes) // info.lba_nbytes)
         self._closed = self._broken = False
+        self._is_server = False  # the controller's thread was started here
+        self._busy: set[DeviceJob] = set()  # kernels may ring for these
         self._tables = TableMemory(driver, _TABLES_NBYTES)
         with ExitStack() as undo:
             undo.callback(self._tables.close)
@@ -117,7 +120,9 @@ class DeviceEngine(Owned):
                 kernels = ResidentKernels if kind == "resident" else ShortKernels
                 self._launcher = kernels(*parts, move_blocks)
             undo.pop_all()
-        controller.start()
+        if not controller.is_served:
+            controller.start()
+            self._is_server = True
         self._jobs: list[DeviceJob] = []
         self._kept: list[DeviceJob] = []
         self.guard = Guard()
@@ -244,7 +249,7 @@ class DeviceEngine(Owned):
             self._check()  # a job before it may have failed meanwhile
             launcher.wake(layers, work.timeout_s)
             batch.upload(stream_queue.stream)
-            job.is_begun = True
+            self.begun(job)
             launcher.begin(work)
             for layer in range(layers):
                 launcher.put_layer(work, layer)
@@ -262,6 +267,24 @@ class DeviceEngine(Owned):
             with self._lock:  # in the stream's order
                 self._jobs.append(job)
                 self._changed.notify_all()
+
+    def write_pages_max(self, layers: int, slice_nlb: int) -> int:
+        """Pages of a write whose layers all have a place in the staging, twice over."""
+        lba_nbytes = self._lba_nbytes
+        needed = Needed(layers, 1, slice_nlb * lba_nbytes, lba_nbytes)
+        return self.stream_queue.pages_max(needed)
+
+    def begun(self, job: DeviceJob) -> None:
+        """Kernels ring for a job from now on: the controller's thread looks more often."""
+        job.is_begun = True
+        self._busy.add(job)
+        self._controller.expect_rings(True)
+
+    def ended(self, job: DeviceJob) -> None:
+        """No kernel rings for the job any more; a second call does nothing."""
+        if job in self._busy:
+            self._busy.discard(job)
+            self._controller.expect_rings(False)
 
     def keep(self, job: DeviceJob) -> None:
         """The job's memory stays until the controller was reset, and no new job is taken."""
@@ -306,17 +329,21 @@ class DeviceEngine(Owned):
         job.finish(status.copy(), is_kept=bool((status == STATUS_TIMED_OUT).any()))
 
     def close(self, timeout_s: float = 10.0) -> None:
-        """Waits for the stream, resets the controller and gives everything back.
+        """Waits for the stream and frees everything; a second call does nothing.
 
-        The controller itself stays the caller's.  Raises DeviceTimeout when the stream, a kernel or
-        the reset does not end, CudaError when the context is lost; all memory is then kept.  A
-        second call does nothing.
+        The controller stays the caller's.  It is reset if a device may still use memory of a job,
+        which ends the commands of its other producers, too.
+        Raises DeviceTimeout when the stream, a kernel or the reset does not end, CudaError when the
+        context is lost; all memory is then kept.
         """
         with self.stream_queue.lock:
             is_closed, self._closed = self._closed, True
         if is_closed:
             return
         try:
+            if not self._controller.is_served:  # its engine was closed before
+                self._controller.start()
+                self._is_server = True
             is_idle = self.wait_idle(timeout_s)
             is_stopped = self._launcher.stop(timeout_s)
             if not is_idle:
@@ -327,8 +354,10 @@ class DeviceEngine(Owned):
                     "may touch stays reserved until the process ends"
                 )
             self._thread.join(timeout_s)
-            self._controller.stop()
-            self._controller.reset(timeout_s)
+            if self._is_server:
+                self._controller.stop()
+            if self._is_server or self._kept:
+                self._controller.reset(timeout_s)
         except BaseException:
             self._give_up()
             retain_until_exit(self)

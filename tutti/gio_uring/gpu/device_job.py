@@ -34,6 +34,9 @@ class JobQueue(Protocol):
     def enqueue(self, job: DeviceJob) -> None:
         """Puts a job on the stream."""
 
+    def ended(self, job: DeviceJob) -> None:
+        """No kernel rings for the job any more."""
+
     def keep(self, job: DeviceJob) -> None:
         """The job's memory stays until the controller was reset, and no new job is taken."""
 
@@ -56,6 +59,7 @@ class DeviceJob(Owned):
         self._is_taken = False  # put on the stream, or cancelled before
         self._events: list[int] = []
         self._finished = threading.Event()
+        self._changed = threading.Event()  # put on the stream, or never will be
         self._failure: TuttiError | None = None
         self._is_kept = False  # a device may still use its memory
         finalize(self, queue.stream_queue.release_events, self._events).atexit = False
@@ -98,6 +102,7 @@ class DeviceJob(Owned):
         try:
             if self._take():
                 self._queue.enqueue(self)
+                self._changed.set()
         except TuttiError as error:
             _log.exception("a transfer could not be put on the GPU's stream")
             self._fail(error)
@@ -129,6 +134,8 @@ class DeviceJob(Owned):
             self._page_status[:] = status
             self._failure = failure
             self._is_kept = is_kept
+            self._queue.ended(self)
+            self._changed.set()
             if is_kept:
                 self._queue.keep(self)
             self._finished.set()
@@ -161,9 +168,13 @@ class DeviceJob(Owned):
         return is_there and (is_good or self._finished.wait(left_s))
 
     def order_stream(self, stream: int, layers: int) -> None:
-        """Lets `stream` wait on the GPU until `layers` layers were moved or failed."""
-        if self._failure is not None or len(self._events) < layers:
-            raise ConfigError("the transfer was cancelled or its gate is closed; start it again")
+        """Lets `stream` wait on the GPU until `layers` layers were moved or failed.
+
+        Blocks until the job's gate is open, as its layers are on no stream before.
+        """
+        self._changed.wait(self.work.timeout_s)
+        if self._failure is not None or len(self._events) < layers or not self._changed.is_set():
+            raise ConfigError("the transfer was cancelled or its gate stays closed; start it again")
         self._queue.stream_queue.driver.stream_wait_event(stream, self._events[layers - 1])
 
     def wait_released(self, timeout_s: float) -> bool:

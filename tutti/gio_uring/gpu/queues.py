@@ -34,7 +34,7 @@ class DeviceQueue:
 
 
 class DeviceQueues(Owned):
-    """Queue pairs of one controller, which must not be started yet.
+    """Queue pairs of one controller, which may serve other producers already.
 
     scratch, zeros: one LBA each that commands may name, as the controller addresses them.
     """
@@ -78,7 +78,7 @@ class DeviceQueues(Owned):
         self.zeros = self.scratch + lba_nbytes
         images = []
         for _ in range(self.count):
-            pair = controller.create_queue_pair(depth)
+            pair = controller.create_queue_pair(depth, is_device=True)
             undo.callback(pair.close)
             pinned = PinnedMemory(driver, pair.memory)
             undo.callback(pinned.close)
