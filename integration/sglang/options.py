@@ -283,4 +283,13 @@ LINKER_OPTIONS: tuple[Option, ...] = (
         modes=(LINKER,),
         choices=("auto", "copy-batch", "copy", "kernel"),
     ),
+    Option(
+        "gpu_engine",
+        "str",
+        "auto",
+        "who submits the commands for pages in GPU memory: host is the CPU, launch short kernels, "
+        "resident a kernel for each layer, persistent one kernel for all; auto: host",
+        modes=(LINKER,),
+        choices=("auto", "host", "launch", "resident", "persistent"),
+    ),
 )

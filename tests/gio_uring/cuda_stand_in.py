@@ -70,6 +70,7 @@ class StandInDriver:
         queues: int = 0,
         queue_max: int = 1024,
         has_copy_batch: bool = True,
+        limits_kernels: bool = False,
         sms: SmResource | None = None,
     ) -> None:
         self.device = 0
@@ -82,6 +83,7 @@ class StandInDriver:
         self.owed: dict[int, tuple[int, int]] = {}  # address -> (nbytes, thread that must act)
         self._rng = np.random.default_rng(seed)
         self._has_copy_batch = has_copy_batch
+        self._limits_kernels = limits_kernels
         self._queue_max = queue_max
         self._sms = sms or SmResource(132, 8, 8)
         self._queues: list[_Queue] = []
@@ -199,6 +201,10 @@ class StandInDriver:
     @property
     def has_copy_batch(self) -> bool:
         return self._has_copy_batch
+
+    @property
+    def limits_kernels(self) -> bool:
+        return self._limits_kernels
 
     def bound(self) -> AbstractContextManager[None]:
         return nullcontext()

@@ -56,7 +56,8 @@ CUresult cuDeviceGetAttribute(int* value, CUdevice_attribute attribute, CUdevice
   REFUSE_IF(device != kDevice, CUDA_ERROR_INVALID_DEVICE);
   const bool is_major = attribute == CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR;
   const bool is_minor = attribute == CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR;
-  REFUSE_IF(!is_major && !is_minor, CUDA_ERROR_NOT_SUPPORTED);
+  const bool is_limit = attribute == CU_DEVICE_ATTRIBUTE_KERNEL_EXEC_TIMEOUT;
+  REFUSE_IF(!is_major && !is_minor && !is_limit, CUDA_ERROR_NOT_SUPPORTED);
   *value = is_major ? 9 : 0;
   return CUDA_SUCCESS;
 }

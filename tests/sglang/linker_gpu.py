@@ -90,9 +90,9 @@ def stand_in_gpu(
     driver = StandInDriver(**driver_options)
     streams = StandInStreams(driver)
 
-    def opened(device: torch.device, mover: str, profile: Any) -> Gpu:
+    def opened(device: torch.device, mover: str, profile: Any, engine: str) -> Gpu:
         assert device.type == "cpu", "the stand-in's memory is the host's"
-        return Gpu(driver, streams, mover, profile)  # type: ignore[arg-type]
+        return Gpu(driver, streams, mover, profile, engine)  # type: ignore[arg-type]
 
     def ready(linker: TuttiLinker) -> list[StandInEvent]:
         return [StandInEvent(driver, s) for s in (streams.scheduler, streams.forward)]

@@ -292,4 +292,4 @@ def test_slots_that_are_no_pages_move_nothing(
 
 
 def test_host_memory_needs_no_gpu() -> None:
-    assert open_gpu(torch.device("cpu"), "auto", None) is None
+    assert open_gpu(torch.device("cpu"), "auto", None, "auto") is None

@@ -7,6 +7,8 @@ another, and `leaving`, for pages copied out. Not run on a GPU: tested on a stan
 
 from __future__ import annotations
 
+import logging
+import os
 import threading
 import time
 from collections import deque
@@ -18,9 +20,11 @@ import numpy as np
 import torch
 
 from tutti.errors import DeviceTimeout
+from tutti.gio_uring.gpu.device_engine import DeviceEngine
 from tutti.gio_uring.gpu.driver import CudaDriver, Driver
 from tutti.gio_uring.gpu.host_engine import HostEngine
 from tutti.gio_uring.gpu.memory import PinnedMemory
+from tutti.gio_uring.gpu.modules import Modules
 from tutti.gio_uring.gpu.mover import BatchCopyMover, CopyMover, Mover, choose_mover
 from tutti.gio_uring.gpu.stream_queue import wait_until
 from tutti.integration.sglang.direct.kernel_share import KernelShare
@@ -28,6 +32,15 @@ from tutti.integration.sglang.direct.kv_pools import Pages, Span
 from tutti.interface import Store
 from tutti.memory.host_memory import HostMemory
 from tutti.scheduler.profile import TableProfile
+
+_log = logging.getLogger(__name__)
+
+#: Streams of one engine by its name; SGLang's own: the default one, scheduler, forward, and one
+#: for page numbers.
+_STREAMS = {"host": 2, "launch": 1, "resident": 1, "persistent": 2}
+_ENGINES_STREAMS = 4
+#: Hardware queues where CUDA_DEVICE_MAX_CONNECTIONS is not set.
+_CHANNELS = 8
 
 
 class TorchStreams:
@@ -54,8 +67,8 @@ class TorchStreams:
 class Gpu:
     """One GPU as the linker uses it.  Thread-safe as far as CUDA is.
 
-    copier, leaving: streams of its own.  mover: see the option gpu_mover, for which `profile` says
-    how many multiprocessors a kernel has.
+    copy_stream, leaving: streams of its own.  mover: see the option gpu_mover, for which `profile`
+    says how many multiprocessors a kernel has.  engine: see the option gpu_engine.
     """
 
     def __init__(
@@ -64,6 +77,7 @@ class Gpu:
         streams: TorchStreams,
         mover: str,
         profile: TableProfile | None = None,
+        engine: str = "auto",
     ) -> None:
         self.driver = driver
         self.streams = streams
@@ -71,29 +85,70 @@ class Gpu:
         self._mover: Mover = self.share.mover if self.share else _mover_of(driver, mover)
         self.copy_stream = driver.create_stream(-1)
         self.leaving = driver.create_stream()
-        self._engines: list[HostEngine] = []
+        self._engine = engine
+        self._is_warned = False
+        self._modules: Modules | None = None  # of engines whose kernels submit
+        self._engines: list[HostEngine | DeviceEngine] = []
         self._events: deque[int] = deque()
         self._left = driver.create_event()
         self._leaving_lock = threading.Lock()
 
-    def attach(self, store: Store, load_nbytes: int, store_nbytes: int) -> HostEngine:
+    def attach(
+        self, store: Store, load_nbytes: int, store_nbytes: int
+    ) -> HostEngine | DeviceEngine:
         """The engine that moves a store's pages; closed with the store.
 
         load_nbytes, store_nbytes: pinned memory of either direction, which every byte crosses.
         """
-        share = self.share
-        engine = HostEngine(
-            self.driver,
-            store.engine,
-            mover=self._mover,
-            load_staging_nbytes=load_nbytes,
-            store_staging_nbytes=store_nbytes,
-            load_stream=None if share is None else share.create_stream(),
-            store_stream=None if share is None else share.create_stream(),
-        )
+        kind, reason = choose_engine(self._engine)
+        _log.info("GPU engine %s: %s", kind, reason)
+        engine: HostEngine | DeviceEngine
+        if kind == "host":
+            share = self.share
+            engine = HostEngine(
+                self.driver,
+                store.engine,
+                mover=self._mover,
+                load_staging_nbytes=load_nbytes,
+                store_staging_nbytes=store_nbytes,
+                load_stream=None if share is None else share.create_stream(),
+                store_stream=None if share is None else share.create_stream(),
+            )
+        else:
+            self._modules = self._modules or Modules(self.driver)
+            engine = DeviceEngine(
+                self.driver,
+                self._modules,
+                store.engine.controller,
+                kind=kind,
+                staging_nbytes=load_nbytes + store_nbytes,
+            )
         store.attach(engine)
         self._engines.append(engine)
+        self._check_channels()
         return engine
+
+    def _check_channels(self) -> None:
+        """Warns when more streams exist than hardware queues: streams of one queue wait for each
+        other, so a load that waits for the SSD can hold up a forward.
+        """
+        streams = _ENGINES_STREAMS + 2 + sum(_STREAMS[engine.name] for engine in self._engines)
+        channels = int(os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") or _CHANNELS)
+        if streams > channels and not self._is_warned:
+            self._is_warned = True
+            _log.warning(
+                "%d CUDA streams share %d hardware queues (CUDA_DEVICE_MAX_CONNECTIONS), so a load "
+                "can delay another stream; SGLang sets 8, use its variable to allow up to 32",
+                streams,
+                channels,
+            )
+
+    def read_pages_max(self, store: Store) -> int | None:
+        """Pages of the longest read by the engine attached last; None for any number."""
+        engine = self._engines[-1]
+        if isinstance(engine, HostEngine):
+            return None
+        return engine.read_pages_max(store.layout.layers, store.geometry.slice_nlb)
 
     def pin(self, store: Store, pool: HostMemory) -> int:
         """Lets the GPU reach a pool's host memory until the store is closed; how much higher the
@@ -156,9 +211,23 @@ class Gpu:
             self.driver.destroy_event(event)
         if self.share is not None:
             self.share.close()
+        if self._modules is not None:
+            self._modules.close()
 
 
-def open_gpu(device: torch.device, mover: str, profile: TableProfile | None) -> Gpu | None:
+def choose_engine(asked: str) -> tuple[str, str]:
+    """The engine that moves pages in GPU memory, and why; see the option gpu_engine."""
+    if asked != "auto":
+        return asked, "by the option gpu_engine"
+    return "host", (
+        "the CPU executes the commands of a file, and no measurement on this machine says that "
+        "kernels which submit them are faster; the others take multiprocessors"
+    )
+
+
+def open_gpu(
+    device: torch.device, mover: str, profile: TableProfile | None, engine: str
+) -> Gpu | None:
     """The GPU that the engine's pools are on; None for host memory.
 
     Raises Unsupported without cuda-bindings or a driver, or for a mover that the driver lacks.
@@ -166,7 +235,7 @@ def open_gpu(device: torch.device, mover: str, profile: TableProfile | None) -> 
     if device.type == "cpu":
         return None
     index = torch.cuda.current_device() if device.index is None else device.index
-    return Gpu(CudaDriver(index), TorchStreams(device), mover, profile)
+    return Gpu(CudaDriver(index), TorchStreams(device), mover, profile, engine)
 
 
 def _mover_of(driver: Driver, name: str) -> Mover:

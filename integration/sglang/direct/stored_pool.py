@@ -39,10 +39,12 @@ class StoredPool:
         self.store = store
         self.metrics = metrics
         self.gpu = gpu
+        self._read_pages_max: int | None = None
         memory = engine.host_pool(store.layout)
         if gpu is not None and memory is not None:
             load_staging, store_staging = load_staging // 2, store_staging // 2
             memory = DeviceMemory(memory, gpu.attach(store, load_staging, store_staging))
+            self._read_pages_max = gpu.read_pages_max(store)
         self.memory: HostMemory | None = None if memory is None else store.register(memory)
         self.loads = StagingPages(store, load_staging, engine.staging_views)
         self.stores = StagingPages(store, store_staging, engine.staging_views)
@@ -67,7 +69,7 @@ class StoredPool:
     @property
     def batch_pages_max(self) -> int | None:
         """How many pages one batch can load; None where there is no limit."""
-        return self.loads.pages if self.memory is None else None
+        return self.loads.pages if self.memory is None else self._read_pages_max
 
     @property
     def reads_directly(self) -> bool:

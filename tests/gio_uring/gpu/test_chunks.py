@@ -238,3 +238,18 @@ def test_a_part_of_extents_is_the_same_slices(seed: int) -> None:
         ]
         assert found == slices[slice(*cuts)]
         assert (part.slice_nlb, part.layer_stride_nlb) == (3, 1000)
+
+
+@pytest.mark.parametrize("pages", [8, 24])
+def test_calls_and_waits_for_a_layer_do_not_depend_on_the_pages(seed: int, pages: int) -> None:
+    rng = np.random.default_rng(seed)
+    with rig_over_memory(verify="off") as rig:
+        keys = some_keys(rng, pages)
+        rig.fill(list(range(pages)), rng)
+        rig.store.put(keys, list(range(pages))).wait(10)
+        rig.store.load(keys, list(range(pages))).wait(10)
+        names = ("cuStreamWaitValue32", "cuMemcpyBatchAsync", "cuEventRecord")
+        before = {name: rig.driver.calls.get(name, 0) for name in names}
+        rig.store.load(keys, rng.permutation(24)[:pages].tolist()).wait(10)
+        found = {name: rig.driver.calls[name] - before[name] for name in names}
+        assert found == dict.fromkeys(names, LAYOUT.layers)

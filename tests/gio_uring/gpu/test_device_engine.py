@@ -12,14 +12,14 @@ import pytest
 from gio_uring.cuda_stand_in import StandInDriver, StandInTensor
 from gio_uring.kernel_stand_in import Kernels
 
-from tutti.errors import CapacityError, ConfigError, CudaError, DeviceTimeout
+from tutti.errors import CapacityError, ConfigError, CudaError, DeviceTimeout, Unsupported
 from tutti.gio_uring.controller_memory import MemoryController
 from tutti.gio_uring.engine import Engine, Extents
 from tutti.gio_uring.gpu import device_engine as gpu_device_engine
 from tutti.gio_uring.gpu import modules as gpu_modules
 from tutti.gio_uring.gpu import persistent as gpu_persistent
 from tutti.gio_uring.gpu.batch import KernelMover
-from tutti.gio_uring.gpu.device_engine import DeviceEngine, DeviceJob, split_shares
+from tutti.gio_uring.gpu.device_engine import KERNEL_S, DeviceEngine, DeviceJob, split_shares
 from tutti.gio_uring.gpu.driver import SmResource
 from tutti.gio_uring.gpu.host_engine import HostEngine
 from tutti.gio_uring.gpu.memory import TableMemory
@@ -376,6 +376,21 @@ def test_the_kernel_mover_fills_its_tables(
     controller.close()
     driver.close()
     assert not driver.violations
+
+
+def test_a_driver_that_ends_long_kernels_gets_no_persistent_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(StandInDriver, "limits_kernels", True)
+    with (
+        pytest.raises(Unsupported, match="KERNEL_EXEC_TIMEOUT"),
+        device_rig("persistent", tmp_path, monkeypatch),
+    ):
+        pass
+    with device_rig("launch", tmp_path, monkeypatch) as rig:
+        job = rig.submit(OPCODE_READ, [0, 1, 2, 3], timeout_s=30.0)
+        assert job.work.timeout_s == KERNEL_S
+        assert job.wait_released(10)
 
 
 def test_no_slice_is_in_two_shares(seed: int) -> None:

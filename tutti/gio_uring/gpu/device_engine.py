@@ -25,7 +25,7 @@ import numpy.typing as npt
 
 from tutti.arrays import U32, U64
 from tutti.callbacks import Guard
-from tutti.errors import ConfigError, DeviceTimeout, PoolClosed
+from tutti.errors import ConfigError, DeviceTimeout, PoolClosed, Unsupported
 from tutti.gio_uring.controller import NativeController
 from tutti.gio_uring.engine import LIST_NBYTES, Extents
 from tutti.gio_uring.gpu.batch import Commands, DeviceBatch, Staged
@@ -48,6 +48,8 @@ from tutti.units import MiB
 KINDS = ("launch", "resident", "persistent")
 #: Time without a job after which the persistent kernel is told to end.
 REST_S = 1.0
+#: Longest wait in a kernel where the driver ends kernels that run for seconds.
+KERNEL_S = 1.0
 _TABLES_NBYTES = 8 * MiB
 _LOOK_S = 0.0002
 
@@ -88,6 +90,12 @@ class DeviceEngine(Owned):
             raise ConfigError(
                 f"{shares} blocks that stay do not fit {sms} multiprocessors, and those that never "
                 "start owner up every layer; take fewer shares"
+            )
+        self._limits_kernels = driver.limits_kernels
+        if kind == "persistent" and self._limits_kernels:
+            raise Unsupported(
+                "the driver ends kernels that run long (KERNEL_EXEC_TIMEOUT), and the engine "
+                "persistent has one that stays; use launch, or a GPU without a display"
             )
         self.driver = driver
         self.name = kind
@@ -156,6 +164,8 @@ class DeviceEngine(Owned):
         layers, digests = memory.bases.shape[0], options.get("digests")
         stride = extents.slice_nlb * self._lba_nbytes
         timeout_s = options.get("timeout_s", TIMEOUT_S)
+        if self._limits_kernels:
+            timeout_s = min(timeout_s, KERNEL_S)
         owner, job = LeaseOwner(), None
         try:
             needed = Needed(layers, pages.size, stride, self._lba_nbytes)
@@ -273,6 +283,10 @@ class DeviceEngine(Owned):
         lba_nbytes = self._lba_nbytes
         needed = Needed(layers, 1, slice_nlb * lba_nbytes, lba_nbytes)
         return self.stream_queue.pages_max(needed)
+
+    def read_pages_max(self, layers: int, slice_nlb: int) -> int:
+        """Pages of a read of which one layer fits into the staging, twice over."""
+        return self.write_pages_max(1, slice_nlb)
 
     def begun(self, job: DeviceJob) -> None:
         """Kernels ring for a job from now on: the controller's thread looks more often."""

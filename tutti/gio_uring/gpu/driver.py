@@ -76,6 +76,10 @@ class Driver(Protocol):
     def has_copy_batch(self) -> bool:
         """Whether `copy_batch` works."""
 
+    @property
+    def limits_kernels(self) -> bool:
+        """Whether the driver ends kernels that run for seconds, as on a GPU with a display."""
+
     def bound(self) -> AbstractContextManager[None]:
         """Many calls follow on this thread: what each would prepare is prepared once."""
 
@@ -293,6 +297,11 @@ class CudaDriver(Owned):
             )
         )
         return f"sm_{major}{minor}"
+
+    @property
+    def limits_kernels(self) -> bool:
+        which = self._cuda.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_KERNEL_EXEC_TIMEOUT
+        return bool(self._call("cuDeviceGetAttribute", which, self._handle))
 
     @property
     def version(self) -> str:
