@@ -26,6 +26,7 @@ SHARDS = {
     "driver": ["tests/gpu/test_driver.py"],
     "host_engine": ["tests/gpu/test_host_engine.py"],
     "device_engines": ["tests/gpu/test_device_engines.py"],
+    "store_engines": ["tests/gpu/test_store_engines.py"],
     # A tool may wait for every launch, so the kernel that stays is left out.
     "memcheck": [
         "tests/gpu/test_device_engines.py",

@@ -28,6 +28,7 @@ SUITES = {
     "test_driver.py": ([], 14),
     "test_host_engine.py": (["-k", "not torch"], 7),
     "test_device_engines.py": (["-k", "not (every_length or faults)"], 15),
+    "test_store_engines.py": ([], 12),
 }
 REFUSALS = """
 400 a stream that was destroyed
