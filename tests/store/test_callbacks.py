@@ -17,7 +17,6 @@ from tutti.errors import MediumError
 from tutti.gio_uring.controller_memory import Faults
 from tutti.placement.eviction import EvictionView, LeastRecentlyUsed
 from tutti.scheduler.dispatcher import Schedule
-from tutti.scheduler.policy import Limits
 from tutti.scheduler.state import Decision, State
 from tutti.store import ObjectStore
 from tutti.transfers.tickets import PutTicket
@@ -140,7 +139,7 @@ def test_eviction_policies(rng: np.random.Generator, kind: type[BaseException], 
 @pytest.mark.parametrize("part", ["decide", "record", "answer"])
 def test_schedules(rng: np.random.Generator, kind: type[BaseException], part: str) -> None:
     class Policy:
-        def __init__(self, profile: Any, limits: Limits) -> None: ...
+        def __init__(self, *given: Any) -> None: ...
 
         def decide(self, state: State) -> Decision:
             if part == "answer":
