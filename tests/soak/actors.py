@@ -20,5 +20,5 @@ ACTORS: dict[str, Actor] = {
 LANES = [
     ["rings", "ring-threads"],
     ["kills"],
-    [*["faults"] * 8, *["power"] * 4, *["disks"] * 3, "forks", "linker"],
+    [*["faults"] * 8, *["power"] * 4, *["disks"] * 3, *["signals"] * 2, "forks", "linker"],
 ]
