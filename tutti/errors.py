@@ -5,8 +5,9 @@ Who raises one writes the message: what is wrong, and what to do.
 
 from __future__ import annotations
 
+import contextlib
 import errno
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 
 class TuttiError(Exception):
@@ -191,3 +192,12 @@ def system_message(error: OSError) -> str:
         return str(error)
     where = "" if error.filename is None else f"{error.filename}: "
     return f"{where}{error.strerror}; {_ADVICE.get(error.errno, _OTHER_ADVICE)}"
+
+
+@contextlib.contextmanager
+def system_errors() -> Iterator[None]:
+    """Raises MediumError for what the system refuses inside and nobody has a better error for."""
+    try:
+        yield
+    except OSError as error:
+        raise MediumError(system_message(error)) from error

@@ -36,7 +36,7 @@ from tutti.medium.superblock import (
     decode_snapshot,
 )
 from tutti.memory.host_memory import HostMemory
-from tutti.pool.block_io import BlockIo
+from tutti.pool.block_io import BlockIo, opened_io
 from tutti.pool.member_controller import open_controller
 from tutti.pool.members import Members
 from tutti.pool.record_table import BLOCK_RECORDS, RecordTable
@@ -161,9 +161,7 @@ def check(
     `seed`; by default all.  Raises PoolNotFound, PoolCorrupt, PoolMismatch, MemberMissing,
     MemberSwapped when there is no pool to be checked, MediumError for an unreadable slot table.
     """
-    engine = Engine(controller)
-    io = BlockIo(engine)
-    try:
+    with opened_io(controller) as (engine, io):
         report = FsckReport()
         if not _superblocks_agree(io, names, report):
             return report
@@ -178,9 +176,6 @@ def check(
         with _Verifier(engine, members, report) as verifier:
             verifier.verify(entries, progress)
         return report
-    finally:
-        io.close()
-        engine.close()
 
 
 def repair(paths: Sequence[str], report: FsckReport, progress: ProgressFactory) -> RepairReport:

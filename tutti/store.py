@@ -29,6 +29,7 @@ from tutti.errors import (
     PagesInUse,
     PoolMismatch,
     TuttiError,
+    system_errors,
 )
 from tutti.gio_uring.controller import NativeController
 from tutti.gio_uring.engine import Engine
@@ -45,6 +46,7 @@ from tutti.pool.members import Members
 from tutti.pool.pool_format import Paths, format, format_missing, member_names
 from tutti.process import Owned, finalize
 from tutti.scheduler.dispatcher import Dispatcher
+from tutti.threads import start_thread
 from tutti.transfers.catalogue import Catalogue
 from tutti.transfers.coalescer import Coalescer
 from tutti.transfers.core import Closable, Core, StoreConfig
@@ -114,11 +116,9 @@ class ObjectStore(Owned):
                 )
                 parts.append(self._queue)
             arguments = (self._core, self._reclaimer, self.catalogue, found_as, clean)
-            recovery = threading.Thread(
-                target=_recover, args=arguments, name="tutti-recovery", daemon=True
-            )
+            recovery = threading.Thread(target=_recover, args=arguments, daemon=True)
             self._resources.recovery = recovery
-            recovery.start()
+            start_thread(recovery, "tutti-recovery")
             if clean:
                 self.wait_recovered(self.config.timeout_s * 4)
             self.residency = Residency(self._core, controller)
@@ -401,6 +401,7 @@ class ObjectStore(Owned):
         raise ConfigError(f"{len(memories)} memories are registered; register one, or pass memory=")
 
 
+@system_errors()
 @uninterrupted(lambda _, store: store.close())
 def open(
     paths: Paths,

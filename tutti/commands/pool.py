@@ -19,7 +19,6 @@ from tutti.arguments import add_layout, add_paths, layout_of, nbytes
 from tutti.commands.outcome import Outcome
 from tutti.errors import PoolCorrupt, PoolNotFound
 from tutti.gio_uring.drives.generic_device import readable_path
-from tutti.gio_uring.engine import Engine
 from tutti.medium.geometry import Geometry
 from tutti.medium.layout import KVLayout
 from tutti.medium.superblock import (
@@ -32,7 +31,7 @@ from tutti.medium.superblock import (
     choose_superblock,
     decode_snapshot,
 )
-from tutti.pool.block_io import BlockIo
+from tutti.pool.block_io import opened_io
 from tutti.pool.member_controller import are_drives, open_controller
 from tutti.terminal import Progress, facts, table
 from tutti.units import format_nbytes
@@ -199,17 +198,10 @@ def run_info(args: argparse.Namespace) -> Outcome:
 
 
 def _read_drives(names: list[str]) -> list[_Member]:
-    with open_controller(names) as controller:
-        engine = Engine(controller)
-        io = BlockIo(engine)
-        try:
-            return [
-                _read_member(name, partial(io.read, nsid), None)
-                for nsid, name in enumerate(names, 1)
-            ]
-        finally:
-            io.close()
-            engine.close()
+    with open_controller(names) as controller, opened_io(controller) as (_, io):
+        return [
+            _read_member(name, partial(io.read, nsid), None) for nsid, name in enumerate(names, 1)
+        ]
 
 
 def _read_file(path: str) -> _Member:

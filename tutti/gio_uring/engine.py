@@ -35,6 +35,7 @@ from tutti.gio_uring.nvme_spec import (
 )
 from tutti.interrupts import in_pieces, uninterrupted
 from tutti.process import Owned, finalize
+from tutti.threads import start_thread
 
 DIGEST_NONE, DIGEST_COMPUTE, DIGEST_COMPARE = 0, 1, 2
 
@@ -243,7 +244,7 @@ class Engine(Owned):
         self._thread = threading.Thread(
             target=self._completions, name="gio-completions", daemon=True
         )
-        self._thread.start()
+        start_thread(self._thread, give_up=self.close)
 
     def _create(self, inflight_max: int) -> int:
         """The native engine, whose thread runs from now on."""
@@ -409,7 +410,7 @@ class Engine(Owned):
         self._closed = True
         with self._stopping:
             stopped = _native.lib().gio_engine_stop(self.handle, _nanoseconds(timeout_s)) == 0
-        if stopped:
+        if stopped and self._thread.ident is not None:
             self._thread.join(timeout_s)
         if not stopped or self._thread.is_alive():
             _ORPHANS.append((self, self.controller, dict(self._jobs)))

@@ -17,7 +17,7 @@ import mmap
 import os
 import stat
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import TypeVar
@@ -75,15 +75,16 @@ class FileMember(Owned):
         self.buffered_reason: str | None = None
         self.generic: GenericNamespace | None = None
         self.memory_alignment = self.offset_alignment = 1
-        if isinstance(file, int):
-            self.fd = fcntl.fcntl(file, fcntl.F_DUPFD_CLOEXEC, 0)
-            direct = bool(fcntl.fcntl(file, fcntl.F_GETFL) & os.O_DIRECT)
-            self._set_direct(direct, "it was opened so")
-        else:
-            self.fd = self._open(self.name, direct)
-        # Who opened a file that was given by its number has the lock, and keeps it.
-        close = os.close if isinstance(file, int) else unlock_and_close
-        self._finalizer = finalize(self, close, self.fd)
+        with _explained(self.name):
+            # Who opened a file that was given by its number has the lock, and keeps it.
+            if isinstance(file, int):
+                self.fd = fcntl.fcntl(file, fcntl.F_DUPFD_CLOEXEC, 0)
+                self._finalizer = finalize(self, os.close, self.fd)
+                direct = bool(fcntl.fcntl(file, fcntl.F_GETFL) & os.O_DIRECT)
+                self._set_direct(direct, "it was opened so")
+            else:
+                self.fd = self._open(self.name, direct)
+                self._finalizer = finalize(self, unlock_and_close, self.fd)
         self.buffered_fd: int | None = None
         self._buffered_finalizer: Callable[[], object] = _nothing
         try:
@@ -98,7 +99,8 @@ class FileMember(Owned):
         if is_generic(self.name):
             self._become_generic()
             return
-        self.nbytes = self._size()
+        with _explained(self.name):
+            self.nbytes = self._size()
         if self.direct:
             self._find_alignment()
         if self.direct:
@@ -160,8 +162,9 @@ class FileMember(Owned):
 
     def give_up_direct(self, reason: str) -> None:
         """Go through the page cache from here on."""
-        flags = fcntl.fcntl(self.fd, fcntl.F_GETFL)
-        fcntl.fcntl(self.fd, fcntl.F_SETFL, flags & ~os.O_DIRECT)
+        with _explained(self.name):
+            flags = fcntl.fcntl(self.fd, fcntl.F_GETFL)
+            fcntl.fcntl(self.fd, fcntl.F_SETFL, flags & ~os.O_DIRECT)
         self.memory_alignment = self.offset_alignment = 1
         self._set_direct(False, reason)
 
@@ -180,7 +183,8 @@ class FileMember(Owned):
 
     def check_place(self) -> None:
         """Raises PoolMoved where the path leads to another file by now, or bytes were cut off."""
-        status = os.fstat(self.fd)
+        with _explained(self.name):
+            status = os.fstat(self.fd)
         if not stat.S_ISREG(status.st_mode):
             return
         if status.st_size < self.nbytes:
@@ -300,6 +304,17 @@ def open_error(path: str, error: OSError) -> TuttiError:
     return ConfigError(f"{reason}; give a file or a block device")
 
 
+@contextlib.contextmanager
+def _explained(name: str) -> Iterator[None]:
+    """What the system refuses about an open file, as MediumError."""
+    try:
+        yield
+    except OSError as error:
+        raise MediumError(
+            f"cannot use {name}: {error.strerror}; check the device, and the limit of open files"
+        ) from error
+
+
 def _nothing() -> None:
     """Stands for the closing of what was not opened."""
 
@@ -325,6 +340,9 @@ def lock_file(fd: int, name: str) -> None:
         raise PoolInUse(
             f"{name} is in use by another process or another store; close it there first"
         ) from error
+    except OSError as error:
+        reason = f"cannot lock {name}: {error.strerror}"
+        raise MediumError(f"{reason}; put it on a file system with flock(2)") from error
     if (user := shared_file.user_of(fd)) is not None:
         fcntl.flock(fd, fcntl.LOCK_UN)
         raise PoolInUse(

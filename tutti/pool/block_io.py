@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Iterable, Iterator
 
@@ -10,6 +11,7 @@ import numpy.typing as npt
 
 from tutti.arrays import U32
 from tutti.errors import DeviceTimeout
+from tutti.gio_uring.controller import NativeController
 from tutti.gio_uring.engine import Engine, Extents, Job
 from tutti.gio_uring.iocb import flat_memory
 from tutti.gio_uring.memory import HostBuffer
@@ -20,6 +22,23 @@ from tutti.process import Owned
 
 _CHUNK_BLOCKS = 256
 _CHUNKS = 4
+
+
+@contextlib.contextmanager
+def opened_io(controller: NativeController) -> Iterator[tuple[Engine, BlockIo]]:
+    """An engine on a controller and block I/O through it, until the end of the block.
+
+    Raises what Engine and BlockIo raise.
+    """
+    engine = Engine(controller)
+    try:
+        io = BlockIo(engine)
+        try:
+            yield engine, io
+        finally:
+            io.close()
+    finally:
+        engine.close()
 
 
 class BlockIo(Owned):

@@ -15,17 +15,17 @@ from tutti.errors import (
     PoolExists,
     PoolInUse,
     PoolNotFound,
+    system_errors,
 )
 from tutti.gio_uring.controller import NativeController
 from tutti.gio_uring.controller_file import FileController
 from tutti.gio_uring.drives.block_device import check_devices, device_name
 from tutti.gio_uring.drives.device_content import Force
-from tutti.gio_uring.engine import Engine
 from tutti.gio_uring.file_creation import ReservedFile, reserve_file
 from tutti.gio_uring.file_member import FileMember
 from tutti.medium.geometry import Geometry
 from tutti.medium.layout import KVLayout
-from tutti.pool.block_io import BlockIo
+from tutti.pool.block_io import opened_io
 from tutti.pool.member_controller import are_drives, check_blank, check_room, open_controller
 from tutti.pool.members import Members
 from tutti.units import parse_nbytes
@@ -35,6 +35,7 @@ _TRIES = 3
 Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
 
+@system_errors()
 def format(
     paths: Paths,
     layout: KVLayout,
@@ -152,15 +153,10 @@ def _write_format(
     geometry: Geometry,
     force: Force = True,
 ) -> None:
-    engine = Engine(controller)
-    io = BlockIo(engine)
-    try:
+    with opened_io(controller) as (engine, io):
         if are_drives(names):
             check_blank(controller, io, names, force)
         Members.format(io, engine, names, layout, geometry)
-    finally:
-        io.close()
-        engine.close()
 
 
 def member_names(paths: Paths) -> list[str]:

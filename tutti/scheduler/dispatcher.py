@@ -27,6 +27,7 @@ from tutti.scheduler.policy import Limits, SlackPolicy
 from tutti.scheduler.request import Profile
 from tutti.scheduler.slack import Estimates
 from tutti.scheduler.state import NOTHING, Decision, Issue, Policy, State
+from tutti.threads import start_thread
 
 #: The loop looks at the clock at least so often.
 _NAP_S = 0.5
@@ -157,7 +158,7 @@ class Dispatcher(Owned):
         """Runs the loop in a thread of its own, until ``stop``."""
         assert self._thread is None, "started once"
         self._thread = threading.Thread(target=self._run, name="tutti-scheduler", daemon=True)
-        self._thread.start()
+        start_thread(self._thread)
 
     def stop(self, timeout_s: float = 10.0) -> bool:
         """Ends the thread; whether it did.  What was launched goes on."""

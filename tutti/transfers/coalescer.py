@@ -16,6 +16,7 @@ import numpy as np
 from tutti.errors import TuttiError
 from tutti.gio_uring.ring import error_status
 from tutti.process import Owned
+from tutti.threads import start_thread
 from tutti.transfers.core import Core
 from tutti.transfers.tickets import PutTicket
 from tutti.transfers.writer import PutRequest, Writer
@@ -43,7 +44,7 @@ class Coalescer(Owned):
         slice_nbytes = core.geometry.slice_padded_nbytes
         self._short = min(core.geometry.group_slots, -(-COMMAND_NBYTES // slice_nbytes))
         self._thread = threading.Thread(target=self._run, name="tutti-coalescer", daemon=True)
-        self._thread.start()
+        start_thread(self._thread)
 
     def put(self, request: PutRequest) -> PutTicket:
         """Starts a put, or holds it back; see ObjectStore.put."""

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import numpy.typing as npt
 
-from tutti.errors import MediumError, PoolClosed, PoolCorrupt
+from tutti.errors import CapacityError, MediumError, PoolClosed, PoolCorrupt
 from tutti.medium.superblock import (
     FLAG_DIGESTS,
     FLAG_PINNED,
@@ -43,8 +43,10 @@ def recover(
     """
     members = core.members
     snapshots = found_as if proven else [None] * members.count
-    with ThreadPoolExecutor(max_workers=min(4, len(members.present))) as pool:
-        found = list(pool.map(lambda m: _member_entries(core, m, snapshots[m]), members.present))
+    if len(members.present) == 1:
+        found = [_member_entries(core, m, snapshots[m]) for m in members.present]
+    else:
+        found = _all_entries(core, snapshots)
     entries = np.concatenate([part for part, _ in found])
     top = max(highest for _, highest in found)
     with core.lock:
@@ -52,6 +54,19 @@ def recover(
         _take_over(core, reclaimer, entries, proven)
         core.ready = True
         core.changed.notify_all()
+
+
+def _all_entries(core: Core, snapshots: Sequence[Superblock | None]) -> list[tuple[Entries, int]]:
+    """What the members hold, several at a time.  Raises CapacityError without threads."""
+    present = core.members.present
+    with ThreadPoolExecutor(max_workers=min(4, len(present))) as pool:
+        try:
+            return list(pool.map(lambda m: _member_entries(core, m, snapshots[m]), present))
+        except RuntimeError as error:
+            raise CapacityError(
+                "cannot start threads for the recovery; end other work, or raise the limit of "
+                "threads (ulimit -u)"
+            ) from error
 
 
 def write_snapshots(core: Core) -> list[SnapshotDescriptor | None]:

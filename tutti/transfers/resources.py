@@ -72,7 +72,7 @@ class Resources:
         except DeviceTimeout:
             _STUCK.append(self)
             raise
-        if self.recovery is not None:
+        if self.recovery is not None and self.recovery.ident is not None:
             self.recovery.join(timeout_s)
         for region in self._lost:
             region.close()
@@ -90,7 +90,7 @@ class Resources:
             _STUCK.append(self)
             reason.add_note(str(stuck))
             return
-        if self.recovery is not None:
+        if self.recovery is not None and self.recovery.ident is not None:
             self.recovery.join(timeout_s)
         for part in self.parts:
             try:

@@ -32,6 +32,7 @@ from tutti.scheduler.event import (
     WriteKnown,
 )
 from tutti.scheduler.state import Issue
+from tutti.threads import start_thread
 from tutti.transfers.coalescer import Coalescer
 from tutti.transfers.core import Core
 from tutti.transfers.loader import Loader
@@ -86,7 +87,7 @@ class TransferQueue(Owned):
         self._launches: queue.SimpleQueue[Issue | None] = queue.SimpleQueue()
         self._starter = threading.Thread(target=self._run, name="tutti-puts", daemon=True)
         self.dispatcher = Dispatcher.of(schedule, self, core.guard)
-        self._starter.start()
+        start_thread(self._starter)
         self.dispatcher.start()
 
     def put(self, request: PutRequest) -> PutTicket:
