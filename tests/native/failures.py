@@ -1,0 +1,281 @@
+"""One life of a pool, in which one call of the system fails: a program, over failing_calls.cpp.
+
+    python failures.py KIND EXECUTOR FOLDER WHICH
+
+KIND: what fails: "allocation" is `operator new` of the native library, "system" a system call or a
+new thread, "interrupt" a call that a signal interrupts, "python" a call of a function of the
+package, for want of memory. WHICH: "all", from the first call to the last one of a life that
+passes, "FIRST-END", or "SEED:COUNT", as many of them.
+
+After every failure: no untyped error, nothing left behind, and the pool opens and serves what was
+acknowledged and no wrong byte. Prints one line of JSON with what was tried and what was found.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import faulthandler
+import gc
+import json
+import logging
+import os
+import random
+import sys
+import threading
+import time
+import traceback
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+
+import numpy as np
+
+import tutti
+from tutti.errors import ChecksumMismatch, MediumError, PoolCorrupt, PoolNotFound, TuttiError
+from tutti.medium.keys import as_keys
+from tutti.medium.layout import KVLayout
+from tutti.memory.host_memory import HostMemory
+from tutti.store import ObjectStore
+from tutti.transfers.core import StoreConfig
+
+LAYOUT = KVLayout.mha(layers=2, kv_heads=2, head_dim=64, page_size=16, dtype="bfloat16")
+CAPACITY = "6MiB"
+KINDS = {"allocation": 1, "system": 2, "interrupt": 4}
+PACKAGE = str(Path(tutti.__file__).parent)
+PAGES = 4
+TIMEOUT_S = 2.0
+HANG_S = 60.0
+CALLS_MAX = 100_000
+
+
+def content_of(key: bytes) -> bytes:
+    return np.random.default_rng(list(key)).bytes(LAYOUT.object_nbytes)
+
+
+FIRST, SECOND, THIRD = ([bytes([n, i]) * 8 for i in range(PAGES)] for n in (1, 2, 3))
+CONTENT = {key: content_of(key) for key in (*FIRST, *SECOND, *THIRD)}
+
+
+class Failing:
+    """Makes the n-th call fail."""
+
+    def __init__(self, kind: str) -> None:
+        self._kind = kind
+        self._left = self._counted = 0
+        if kind == "python":
+            threading.settrace(self._trace)
+            sys.settrace(self._trace)
+        self._lib = ctypes.CDLL(None)
+        self._lib.failing_what.restype = ctypes.c_char_p
+        for name in ("failing_disarm", "failing_live", "failing_mapped"):
+            getattr(self._lib, name).restype = ctypes.c_int64
+        self._lib.failing_arm.argtypes = (ctypes.c_int64, ctypes.c_uint32)
+
+    def arm(self, n: int) -> None:
+        if self._kind == "python":
+            self._left, self._counted, self._what = n, 0, ""
+            sys.settrace(self._trace)  # which an exception of its own ended
+        else:
+            self._lib.failing_arm(n, KINDS[self._kind])
+
+    def disarm(self) -> int:
+        """How many calls there were."""
+        if self._kind == "python":
+            self._left = 0
+            return self._counted
+        return int(self._lib.failing_disarm())
+
+    def what(self) -> str:
+        if self._kind == "python":
+            return self._what
+        return (self._lib.failing_what() or b"").decode()
+
+    def _trace(self, frame: FrameType, event: str, argument: object) -> None:
+        """Raises MemoryError in the n-th function of the package, as it is called."""
+        if self._left == 0 or not frame.f_code.co_filename.startswith(PACKAGE):
+            return
+        self._counted += 1
+        self._left -= 1
+        if self._left == 0:
+            self._what = frame.f_code.co_qualname
+            raise MemoryError
+
+    def live(self) -> int:
+        """Allocations of the native library."""
+        return int(self._lib.failing_live())
+
+    def mapped(self) -> int:
+        """Bytes that Python and the native library mapped."""
+        return int(self._lib.failing_mapped())
+
+
+@dataclass
+class Life:
+    """A pool from its format on: what was acknowledged, and what may be gone."""
+
+    path: Path
+    executor: str
+    acknowledged: set[bytes] = field(default_factory=set)
+    is_formatted: bool = False
+
+    def opened(self) -> ObjectStore:
+        config = StoreConfig(timeout_s=TIMEOUT_S, durability="flush")
+        return tutti.open(self.path, executor=self.executor, config=config)
+
+    def run(self) -> None:
+        tutti.format(self.path, LAYOUT, CAPACITY, executor=self.executor)
+        self.is_formatted = True
+        with self.opened() as store:
+            pool = store.allocate_memory(PAGES)
+            self.put(store, pool, FIRST)
+            self.load(store, pool, FIRST)
+            self.acknowledged.clear()
+            store.clear()
+            self.put(store, pool, SECOND)
+        with self.opened() as store:
+            pool = store.allocate_memory(PAGES)
+            self.load(store, pool, SECOND)
+
+    def put(self, store: ObjectStore, pool: HostMemory, keys: list[bytes]) -> None:
+        for page, key in enumerate(keys):
+            pool.write(page, CONTENT[key])
+        if store.put(keys, np.arange(PAGES)).wait(TIMEOUT_S).stored == len(keys):
+            self.acknowledged |= set(keys)
+
+    def load(self, store: ObjectStore, pool: HostMemory, keys: list[bytes]) -> None:
+        assert store.match(keys) == len(keys), "acknowledged objects are missing"
+        try:
+            store.load(keys, np.arange(PAGES)).wait(TIMEOUT_S)
+        except MediumError:
+            self.acknowledged -= set(keys)  # what cannot be read is taken out of use
+            raise
+        for page, key in enumerate(keys):
+            assert pool.read(page) == CONTENT[key], "wrong bytes"
+
+    def check(self) -> None:
+        """The pool as it is now opens, serves what it must and nothing wrong, and takes more."""
+        try:
+            store = self.opened()
+        except (PoolNotFound, PoolCorrupt):  # it was given up in the middle of the format
+            assert not self.is_formatted, "a pool that was formatted does not open"
+            return
+        with store:
+            store.wait_recovered(TIMEOUT_S)
+            pool = store.allocate_memory(PAGES)
+            for key in (*FIRST, *SECOND):
+                self._check_key(store, pool, key)
+            self.put(store, pool, THIRD)
+            self.load(store, pool, THIRD)
+
+    def _check_key(self, store: ObjectStore, pool: HostMemory, key: bytes) -> None:
+        there = store.match(as_keys([key])) == 1
+        assert there or key not in self.acknowledged, "an acknowledged object is gone"
+        if not there:
+            return
+        try:
+            store.load([key], [0]).wait(TIMEOUT_S)
+        except ChecksumMismatch:
+            assert key not in self.acknowledged, "an acknowledged object is damaged"
+            return
+        assert pool.read(0) == CONTENT[key], "wrong bytes"
+
+
+def resources(failing: Failing) -> dict[str, object]:
+    """What this process owns."""
+    gc.collect()
+    maps = [line.split() for line in Path("/proc/self/maps").read_text().splitlines()]
+    return {
+        "files": len(os.listdir("/proc/self/fd")),
+        "threads": len(os.listdir("/proc/self/task")),
+        "python threads": len(threading.enumerate()),
+        "rings": sum("io_uring" in line[-1] for line in maps),
+        "native allocations": failing.live(),
+        "mapped bytes": failing.mapped(),
+    }
+
+
+def leaks(before: dict[str, object], failing: Failing) -> list[str]:
+    """What is more than before, after waiting a while for threads to end."""
+    deadline_s = time.monotonic() + 3
+    while True:
+        now = resources(failing)
+        more = [name for name in before if now[name] > before[name]]  # type: ignore[operator]
+        if not more or time.monotonic() > deadline_s:
+            return [f"{name}: {before[name]} before, {now[name]} now" for name in more]
+        time.sleep(0.02)
+
+
+def try_one(
+    n: int, life: Life, failing: Failing, before: dict[str, object]
+) -> tuple[int, list[str]]:
+    """A life whose n-th call fails: how many calls there were, and what is wrong with it."""
+    found = []
+    failing.arm(n)
+    try:
+        life.run()
+    except TuttiError:
+        pass
+    except MemoryError:
+        if failing._kind != "python":
+            found.append(traceback.format_exc())
+    except BaseException:
+        found.append(traceback.format_exc())
+    finally:
+        calls = failing.disarm()
+    assert calls < n or failing.what(), "nothing failed"
+    found += leaks(before, failing)
+    try:
+        life.check()
+    except BaseException:
+        found.append("afterwards: " + traceback.format_exc())
+    found += [] if found else leaks(before, failing)
+    return calls, found
+
+
+def choose(which: str, calls: int) -> list[int]:
+    if which == "all":
+        return list(range(1, calls * 2))  # it ends at the first that passes
+    if "-" in which:
+        first, last = which.split("-")
+        return list(range(int(first), int(last)))
+    seed, count = (int(part) for part in which.split(":"))
+    return sorted(random.Random(seed).sample(range(1, calls + 1), min(count, calls)))
+
+
+def main(kind: str, executor: str, folder: str, which: str) -> int:
+    logging.disable(logging.CRITICAL)
+    logging.raiseExceptions = False
+    threading.excepthook = lambda _: None
+    sys.unraisablehook = lambda _: None
+    failing = Failing(kind)
+    path = Path(folder) / "pool"
+
+    def one(n: int) -> tuple[int, list[str]]:
+        faulthandler.dump_traceback_later(HANG_S, exit=True)
+        with contextlib.suppress(FileNotFoundError):
+            path.unlink()
+        return try_one(n, Life(path, executor), failing, before)
+
+    before = resources(failing)
+    for _ in range(3):  # what is made once
+        calls, found = one(CALLS_MAX)
+        before = resources(failing)
+    assert not found, found
+    tried, wrong = 0, {}
+    for n in choose(which, calls):
+        print(n, file=sys.stderr, flush=True)
+        calls, found = one(n)
+        if found:
+            wrong[f"{n} {failing.what()}"] = found
+            before = resources(failing)
+        if calls < n:
+            break
+        tried += 1
+    faulthandler.cancel_dump_traceback_later()
+    print(json.dumps({"calls": calls, "tried": tried, "wrong": wrong}))
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))
