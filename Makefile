@@ -13,6 +13,7 @@ PY := $(BIN)/python
 SGLANG_VENV ?= .venv-sglang
 DEMO_DIR ?= .tutti-demo
 PYTEST_FLAGS ?=
+FUZZ_SECONDS ?= 600
 
 # A suite is a pytest marker expression; the suites of TEST_SUITES make up `make test`.
 # To add one: name it here, give it a MARK_ and (if it runs in parallel) a JOBS_ line.
@@ -119,6 +120,11 @@ device-check: $(VENV)/.test
 	@export PIP_RETRIES=1; [ $(VENV)/.device-check -nt pyproject.toml ] || { \
 	  $(call install_extra,device-check) && touch $(VENV)/.device-check || \
 	  echo "device-check packages not installed: tests that compile device code will skip"; }
+
+.PHONY: fuzz
+fuzz: $(VENV)/.test ## fuzzes the readers of foreign bytes for FUZZ_SECONDS
+	$(call install_extra,fuzz)
+	$(PY) tests/fuzz/run.py --seconds $(FUZZ_SECONDS)
 
 .PHONY: lint
 lint: $(VENV)/.lint build/view ## ruff, mypy, clang-format, import layers; changes nothing
