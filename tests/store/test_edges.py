@@ -129,7 +129,7 @@ def test_a_void_that_keeps_failing_leaves_the_pool_open(rng: np.random.Generator
         controller.fault_range(1, TABLE_LBA, GEOMETRY.slots, *fault)
         store._reclaimer.top_up(24)
     assert store._core.wait_quiet(5)
-    assert store.stats()["slots"]["voiding"] > 0
+    assert store.stats()["slots"]["quarantined"] > 0
     controller.set_faults(None)
     controller.close, close = lambda: None, controller.close  # type: ignore[method-assign]
     store.close()
