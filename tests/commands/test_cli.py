@@ -137,7 +137,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["format", "p", "--capacity", "16MiB", "--layers", "2"], "--kv-heads"),
         (["format", "p", "--capacity", "16MiB", "--layers", "2", "--mla", "512"], "512:64"),
         (["format", "p", "--capacity", "16MiB", "--layers", "x"], "positive integer"),
-        (["format", "p", "--capacity", "16MiB", *SMALL[:-1], "1"], "bundle"),
+        (["format", "p", "--capacity", "16MiB", *SMALL[:-1], "--page-size=1"], "bundle"),
         (["fsck", "p", "--sample", "0"], "positive integer"),
         (["fsck", "p", "--seed", "-1"], "positive integer"),
         (["replay", "--page-size", "0"], "positive integer"),
