@@ -269,9 +269,10 @@ def main(kind: str, executor: str, folder: str, which: str) -> int:
         if found:
             wrong[f"{n} {failing.what()}"] = found
             before = resources(failing)
-        if calls < n:
+        if calls >= n:
+            tried += 1
+        elif which == "all":
             break
-        tried += 1
     faulthandler.cancel_dump_traceback_later()
     print(json.dumps({"calls": calls, "tried": tried, "wrong": wrong}))
     return 1 if wrong else 0
