@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import numpy as np
 import pytest
-from gpu.device_memory import wait_for
+from gpu.device_memory import Allocation, wait_for
 
 from store.pools import GEOMETRY, LAYOUT, controller_of, formatted, some_keys
 from tutti.errors import DeviceTimeout, MediumError, Unsupported
@@ -34,7 +34,7 @@ def store_on_gpu(
 ) -> Iterator[tuple[ObjectStore, DeviceMemory, MemoryController]]:
     controller = controller_of(formatted())
     store = ObjectStore(controller, ["member0"], config=StoreConfig(timeout_s=timeout_s))
-    tensor = DeviceMemory(driver, PAGES * LAYOUT.object_nbytes)
+    tensor = Allocation(driver, PAGES * LAYOUT.object_nbytes)
     try:
         gpu = HostEngine(
             driver,
@@ -97,7 +97,7 @@ def test_a_compute_stream_waits_for_its_layer(driver: CudaDriver, rng: np.random
         store.put(keys, pages).wait(30)
         ticket = store.load(keys, list(range(8, 16)))
         n = LAYOUT.segments[0]
-        out = DeviceMemory(driver, LAYOUT.layers * n)
+        out = Allocation(driver, LAYOUT.layers * n)
         for layer in range(LAYOUT.layers):
             ticket.order_stream(compute, layer)
             source = int(pool.memory.bases[layer, 0]) + 9 * pool.memory.stride_nbytes[0]

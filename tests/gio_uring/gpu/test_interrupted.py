@@ -30,8 +30,8 @@ from tutti.gio_uring.nvme_spec import OPCODE_READ, OPCODE_WRITE
 
 LAYERS, PAGES, NBYTES = 4, 8, 4096
 #: Whose calls are struck; the second only when it returns: a native job has begun by then.
-_STRUCK = "/gio_uring/gpu/"
-_RETURNS = (_STRUCK, "/gio_uring/engine.py")
+_STRUCK = "/tutti/gio_uring/gpu/"
+_RETURNS = (_STRUCK, "/tutti/gio_uring/engine.py")
 
 
 class Interrupt:
