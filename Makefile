@@ -179,4 +179,5 @@ $(VENV)/.test: pyproject.toml | $(VENV)/.core
 
 $(VENV)/.lint: pyproject.toml | $(VENV)/.core
 	$(call install_extra,lint)
+	$(call install_extra,node)
 	@touch $@
