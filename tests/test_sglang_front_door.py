@@ -144,13 +144,16 @@ def test_a_pool_is_opened_with_what_the_options_say(tmp_path: Path) -> None:
     layout = layout_of(SHAPE, IDENTITY, ParallelRank())
     chosen = {"verify": "sampled", "timeout_s": 7.0, "durability": "flush"}
     of_linker = {"pin_lookups": 5, "pin_share": 2.0, "page_cache_share": 0.25}
-    hicache = parse_options({**NEEDED, **chosen}, HICACHE)
-    linker = parse_options({**NEEDED, **chosen, **of_linker}, LINKER, LINKER_OPTIONS)
+    needed = {"path": str(tmp_path / "new"), "capacity": "16MiB"}
+    hicache = parse_options({**needed, **chosen}, HICACHE)
+    linker = parse_options({**needed, **chosen, **of_linker}, LINKER, LINKER_OPTIONS)
     config = StoreConfig(**chosen)
-    with open_store(tmp_path / "new" / "a.tutti", layout, 16 << 20, hicache) as store:
-        assert (tmp_path / "new").stat().st_mode & 0o777 == 0o700
+    store, _ = open_store(layout, "a", 16 << 20, hicache, ParallelRank())
+    with store:
+        assert next((tmp_path / "new").iterdir()).stat().st_mode & 0o777 == 0o700
         assert replace(store.config, policy=config.policy) == config
-    with open_store(tmp_path / "new" / "b.tutti", layout, 16 << 20, linker) as store:
+    store, _ = open_store(layout, "b", 16 << 20, linker, ParallelRank())
+    with store:
         expected = replace(config, **{**of_linker, "pin_share": 1.0})
         assert replace(store.config, policy=expected.policy) == expected
 

@@ -225,7 +225,7 @@ def _profile() -> TableProfile:
 def schedule(data: bytes) -> None:
     """A trace of the scheduler's events, replayed."""
     lines = data.decode("utf-8", "replace").splitlines()[:50]
-    for _ in replay(lines, SlackPolicy(_profile()), _profile()):
+    for _ in replay(lines, SlackPolicy(), _profile()):
         pass
 
 

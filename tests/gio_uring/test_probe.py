@@ -157,5 +157,5 @@ def test_this_machine(tmp_path: Path) -> None:
 
 def test_a_pipe_is_refused_and_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(Unsupported, match="no folder, file or block device"):
+    with pytest.raises(Unsupported, match="not a folder, file or block device"):
         probe.probe_direct(str(tmp_path / "pipe"))

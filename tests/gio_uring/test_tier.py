@@ -259,8 +259,8 @@ class OnRegisters(MemoryController):
     def doorbell_registers(self) -> tuple[int, int]:
         return self.registers.address, 4096
 
-    def create_queue_pair(self, depth: int) -> QueuePair:
-        pair = super().create_queue_pair(depth)
+    def create_queue_pair(self, depth: int, *, is_device: bool = False) -> QueuePair:
+        pair = super().create_queue_pair(depth, is_device=is_device)
         pair.struct.sq_doorbell = self.registers.address + 8 + 8 * self.doorbell_count
         pair.struct.cq_doorbell = pair.struct.sq_doorbell + 4
         self.doorbell_count += 1

@@ -114,6 +114,7 @@ def check_pool(folder: Path, log: Path, chains: int) -> None:
                 assert memory.read(page) == content(of_chain[page].tobytes())
 
 
+@pytest.mark.slow  # needs a process of its own, and a quiet machine
 def test_a_few_kills_under_traffic(tmp_path: Path, seed: int) -> None:
     killing(tmp_path, np.random.default_rng(seed), 3, 40)
 
@@ -158,6 +159,7 @@ os.kill(os.getpid(), 9)
         assert store.put(keys, np.arange(8).repeat(2)[:10]).wait(WAIT_S).stored == 6
 
 
+@pytest.mark.slow  # needs a process of its own, and a quiet machine
 def test_while_the_agent_is_away_everything_misses(tmp_path: Path, seed: int) -> None:
     rng = np.random.default_rng(seed)
     path, folder = tmp_path / "s", tmp_path / "pools"
