@@ -219,7 +219,7 @@ def test_a_foreign_profile_is_replaced_by_estimates(
     with Rig(tmp_path / "pools" / "new", profile=str(file)) as rig:
         rig.fill(15)
         assert rig.store(names(4), range(4))
-        used = rig.stored_pool.store.scheduler._profile
+        used = rig.stored_pool.store.config.schedule.profile
         assert bool(used.warnings) == bool(foreign)
         assert used.document.get("mark") == (None if foreign else "the file's")
     assert bool([r for r in caplog.records if "not used" in r.message]) == bool(foreign)
