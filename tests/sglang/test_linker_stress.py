@@ -21,7 +21,7 @@ from linker_engine import LAYERS, PAGES, Rig, names, transfer, wait_for
 
 from store.pools import formatted, opened
 from tutti.gio_uring.controller_memory import Faults
-from tutti.integration.sglang.direct import open_pools as shelves_module
+from tutti.integration.sglang.direct import open_pools as open_pools_module
 from tutti.medium.geometry import Geometry
 from tutti.medium.layout import KVLayout
 from tutti.store import ObjectStore
@@ -166,12 +166,14 @@ class Model:
         return wrong
 
 
-def stores_in_memory(faults: list[Callable[[Faults], None]]) -> Callable[..., ObjectStore]:
+def stores_in_memory(
+    faults: list[Callable[[Faults], None]],
+) -> Callable[..., tuple[ObjectStore, str]]:
     """In place of pools in files: media in memory whose faults can be set."""
 
     def make(
-        path: Path, layout: KVLayout, capacity: int, options: Mapping[str, Any], schedule: Any
-    ) -> ObjectStore:
+        layout: KVLayout, name: str, capacity: int, options: Mapping[str, Any], *_: Any
+    ) -> tuple[ObjectStore, str]:
         geometry = Geometry(layout.layers, layout.segments, 4096, 4, GROUPS)
         store = opened(
             formatted(layout, geometry),
@@ -181,7 +183,7 @@ def stores_in_memory(faults: list[Callable[[Faults], None]]) -> Callable[..., Ob
             pin_share=options["pin_share"],
         )
         faults.append(store.controller.set_faults)  # type: ignore[attr-defined]
-        return store
+        return store, name
 
     return make
 
@@ -247,7 +249,7 @@ def test_many_requests_over_a_faulty_medium(
 ) -> None:
     rng = random.Random(f"{seed}/{kind}/{share}")
     controls: list[Callable[[Faults], None]] = []
-    monkeypatch.setattr(shelves_module, "open_store", stores_in_memory(controls))
+    monkeypatch.setattr(open_pools_module, "open_store", stores_in_memory(controls))
     with Rig(tmp_path, read_ahead_share=share, **OPTIONS) as rig:
         model = Model(rig, rng)
         controls[0](Faults(seed=seed, **FAULTS[kind]))
@@ -281,7 +283,7 @@ def test_the_model_notices_wrong_bytes(
 ) -> None:
     """So the test above has teeth: without verification lost writes are served."""
     controls: list[Callable[[Faults], None]] = []
-    monkeypatch.setattr(shelves_module, "open_store", stores_in_memory(controls))
+    monkeypatch.setattr(open_pools_module, "open_store", stores_in_memory(controls))
     with Rig(tmp_path, verify="off") as rig:
         model = Model(rig, random.Random(seed))
         chain = names(6)
