@@ -33,7 +33,7 @@ class SystemClock:
 
 
 class ManualClock:
-    """A clock that moves only when told to, or when somebody sleeps on it."""
+    """A clock that moves only when told to, or when a caller sleeps on it."""
 
     def __init__(self, now_ns: int = 0, unix_ns: int = 1_700_000_000 * 10**9) -> None:
         self._now_ns = now_ns

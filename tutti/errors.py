@@ -141,7 +141,8 @@ class DeviceTimeout(TuttiError):
 class PagesInUse(DeviceTimeout):
     """A load was given up, and the device may still write into its pages.
 
-    wait_settled: waits so many seconds for the device to let go of them; whether it has.
+    wait_settled: waits up to so many seconds until the device is done with them; returns whether it
+    is.
     """
 
     def __init__(

@@ -123,7 +123,7 @@ class RepairReport:
 
     quarantined: will not be served again.  gone: were not served any more.  sound: another copy
     of the same key is intact and was kept.  left: could not be quarantined.  given_up: lost
-    records (FsckReport.lost), whose objects nobody can name: they are misses.  found_again:
+    records (FsckReport.lost), whose objects are unknown: they are misses.  found_again:
     findings of a second check, which reads superblocks, snapshots and records but no objects.
     """
 
@@ -142,7 +142,7 @@ def check_files(
     sample: int | None = None,
     seed: int = 0,
 ) -> FsckReport:
-    """Checks the pool in these files or on these drives, which nobody else may use; see `check`."""
+    """Checks the pool in these files or on these drives, which must not be open; see `check`."""
     with open_controller(paths) as controller:
         return check(controller, paths, progress, sample=sample, seed=seed)
 

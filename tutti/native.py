@@ -2,7 +2,7 @@
 
 The library is built from `kernels/native/*.cpp` when the package is installed; its interface is
 `kernels/native/api.h`. Calls through ctypes release the GIL. Nothing here builds or downloads
-anything: a library that is missing or of another version is an error that says what to run.
+anything: a library that is missing or of another version is an error that names the command to run.
 
 The environment variable `TUTTI_NATIVE_LIBRARY` names another build of it: tests load builds with
 sanitizers this way.

@@ -315,7 +315,7 @@ class ObjectStore(Owned):
                 if deallocate:
                     core.deallocate()
             except TuttiError as error:
-                core.failure = error  # nobody knows what the medium says now
+                core.failure = error  # the state of the medium is unknown now
                 raise
             with core.lock:
                 core.lookup_pins.clear()

@@ -33,7 +33,7 @@ ProgressFactory = Callable[[str, int], Advance]
 class Progress:
     """How far some work is, on stderr: a bar on a terminal, else a line every five seconds.
 
-    total: units of the whole work; 0 when nobody knows.  in_bytes: the units are bytes.
+    total: units of the whole work; 0 when unknown.  in_bytes: the units are bytes.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class Progress:
         self._write(f"\r{text}\x1b[K" if self._is_tty else f"{text}\n")
 
     def _write(self, text: str) -> None:
-        """Work goes on where nobody reads how far it is (a closed pipe, a full disk)."""
+        """Ignores output errors (a closed pipe, a full disk): the work continues without a bar."""
         with contextlib.suppress(OSError):
             self._stream.write(text)
             self._stream.flush()

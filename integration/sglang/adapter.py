@@ -58,7 +58,7 @@ def served_model() -> ServedModel:
     parallel = get_parallel()
     try:
         dp_rank = parallel.dp_rank or 0
-    except RuntimeError:  # nobody has said which replica this is: there is one
+    except RuntimeError:  # no replica is configured: there is one
         dp_rank = 0
 
     def text(name: str) -> str:
@@ -99,7 +99,7 @@ def let_every_rank_write(config: HiCacheStorageConfig) -> bool:
 
     SGLang lets only one rank write replicated KV (MLA), for storage that all ranks can read. A
     Tutti pool belongs to one process, so the other ranks would find nothing and, because SGLang
-    takes the minimum over the ranks, nobody would ever hit.
+    takes the minimum over the ranks, there would never be a hit.
     """
     replicated = bool(config.is_mla_model)
     if replicated and config.tp_size > 1:

@@ -75,7 +75,7 @@ class TuttiLinker(Owned, adapter.UnifiedCacheLinker):
         model = served_model()
         parallel_rank = adapter.parallel_rank_of(params, model, replicated=group.replicated)
         if parallel_rank.pp_size > 1:
-            # Stages that find different pages would wait for each other for ever:
+            # Stages that find different pages would wait for each other without end:
             # SGLang takes the common answer of TP and CP ranks alone (sglang PR 38658, open).
             raise Unsupported(
                 "SGLang 0.5.23 does not keep pipeline stages in step behind a linker; start with "
@@ -276,14 +276,14 @@ class TuttiLinker(Owned, adapter.UnifiedCacheLinker):
         return kept
 
     def reset(self) -> None:
-        """Ends what is under way.  Raises DeviceTimeout when the medium does not let go."""
+        """Ends transfers in flight.  Raises DeviceTimeout when they do not end."""
         self._queued.clear()
         self.ahead.reset()
         self.layer_done_counter.reset(self._end)
         self._lookups.reset()
         if not self.backlog.reset(self._timeout_s):
             raise DeviceTimeout(
-                "the medium has not let go of pages that it was to store, and SGLang would use "
+                "the device may still read pages of this store, and SGLang would use "
                 "them for other requests; restart the server"
             )
 

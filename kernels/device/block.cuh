@@ -42,7 +42,7 @@ GIO_HD u64 deadline_after(u64 timeout_ns) {
   return now + timeout_ns < now ? ~0ull : now + timeout_ns;
 }
 
-// How a polling warp stands aside: each look in vain doubles the nap.
+// Exponential backoff while polling: each empty poll doubles the sleep.
 struct Backoff {
   static constexpr u32 kNapMinNs = 32;
   static constexpr u32 kNapMaxNs = 2048;

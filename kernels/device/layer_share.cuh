@@ -47,7 +47,7 @@ GIO_HD void warp_ring(QueuePair* qp) {
 }
 
 // cq_reap of queue_pair.h by a whole warp: one CQE a lane, so a burst costs one round trip.  It
-// looks before it locks: a look in vain costs that round trip and no fence.
+// looks before it locks: an empty poll costs that round trip and no fence.
 template <typename Doorbell>
 GIO_HD u32 warp_reap(QueuePair* qp) {
   const u32 lane = lane_index();
@@ -60,7 +60,7 @@ GIO_HD u32 warp_reap(QueuePair* qp) {
   if (lane == 0) {
     // Pairs with the exchange that unlocks: the winner sees the former holder's cq_head.
     locked = exchange(&qp->cq_lock, 1) == 0;
-    // As long as the head stands there, nobody has consumed what was seen.
+    // As long as the head stands there, the entries seen are not consumed.
     const bool is_ours = locked != 0 && own_load(&qp->cq_head) == head;
     if (is_ours) {
       own_store(&qp->cq_head, head + n);
@@ -299,7 +299,7 @@ GIO_HD void publish_layer(const Batch* batch, u32 layer) {
   if (fetch_add(&tally->arrived, 1) != gridDim.x - 1) return;
   own_store(&tally->arrived, 0);
   store_relaxed(&flag->status, own_load(&tally->status));
-  // Pairs with whoever waits for the layer: a stream's wait, a CPU's or a kernel's load_acquire.
+  // Pairs with the waiters of the layer: a stream's wait, a CPU's or a kernel's load_acquire.
   store_release(&flag->ready, batch->ready);
 }
 

@@ -32,7 +32,7 @@
 //
 // The last kernel of a layer is given publish = 1: when its last block has finished, it stores the
 // first error of the layer to `flags[layer].status` and releases `flags[layer].ready`.  A deadline
-// is an error as any other: nothing waits for ever, and who waits on the flag is let go.
+// is an error like any other: no wait is without end, and waiters on the flag are released.
 //
 // After a deadline a command keeps its CID, and the device may still write where the command says.
 // `tallies[layer].owned` counts such commands; memory and CIDs are free again when it is 0: by
@@ -112,7 +112,7 @@ struct Post {
 static_assert(sizeof(Post) == 16, "layout shared with Python");
 
 // The persistent kernel's orders: words in pinned memory, each with one writer.  `stop` is the
-// host's, consumed[b] is block b's.  `posted` is stored by whoever knows that the tables of the new
+// host's, consumed[b] is block b's.  `posted` is stored once the tables of the new
 // posts are on the device: the stream that copied them.
 struct Mailbox {
   u64 posts;            // Post[capacity]; post n lies at n % capacity

@@ -44,7 +44,7 @@ TUTTI_API uint64_t tutti_records_check(const uint8_t* records, uint64_t n, uint8
 // A hash table from 16-byte keys to slots over arrays that the caller owns: keys[slot] is the key
 // of a slot (two words), table has mask + 1 entries (a power of two, at least twice the slots, all
 // kTuttiNoSlot at first), state[slot] decides what `match` accepts: values from ready_min to
-// ready_max. `seed` keys the hash, so that nobody who can choose keys can choose collisions.
+// ready_max. `seed` keys the hash, so that chosen keys cannot be made to collide.
 struct tutti_index {
   uint64_t* keys;
   uint32_t* table;

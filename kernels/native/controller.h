@@ -85,7 +85,7 @@ class Controller {
   // Ends every outstanding command with kAbortedSqDeletion, or its true status.  After 0 no
   // registered memory is touched and no medium is written any more; -ETIMEDOUT says that
   // something is still outstanding and everything stays owned.  Called by the thread that calls
-  // service(), or by anyone while nobody does.
+  // service(), or by any thread while none does.
   virtual int reset(u64 timeout_ns) = 0;
 
   // A command of an attached queue pair has passed its deadline.  Told again every few milliseconds

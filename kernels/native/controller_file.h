@@ -204,7 +204,7 @@ extern "C" {
 TUTTI_API int gio_file_controller_create(const gio::FileConfig*, gio::Controller** out);
 // Why io_uring is refused here: negative errno, or 0.
 TUTTI_API int gio_uring_refusal();
-// The ExecutorKind in use; *uring_error says why io_uring was not taken (negative errno), or 0.
+// The ExecutorKind in use; *uring_error: why io_uring was not used (negative errno), or 0.
 TUTTI_API uint32_t gio_file_controller_executor(gio::Controller*, int* uring_error);
 TUTTI_API void gio_file_controller_stats(gio::Controller*, gio::FileStats* out);
 // See FileController::set_buffered.

@@ -256,7 +256,7 @@ void FileController::recycle(Request* request) {
   free_requests_.push_back(request);
 }
 
-// Ends the parts from first_part on, which nobody works on.
+// Ends the parts from first_part on, which are not in progress.
 void FileController::end_parts(Request* request, u32 first_part, u32 status) {
   for (u32 i = first_part; i < request->n_parts; ++i) end_part(request->parts[i].command, status);
   recycle(request);

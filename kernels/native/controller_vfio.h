@@ -95,7 +95,8 @@ class VfioController final : public Controller {
 
   bool is_gone() const { return is_gone_; }
 
-  // For whoever sleeps on several drives: what to poll, how long at most, and what came of it.
+  // For a thread that sleeps on several drives: what to poll, how long at most, and what came of
+  // it.
   static constexpr u32 kPollFds = 2;
   void poll_on(pollfd* fds) const;
   u64 sleep_max(u64 timeout_ns) const;

@@ -306,7 +306,7 @@ void Engine::reap() {
   active_.resize(kept);
 }
 
-// A command that is late fails its job at once, so that nobody waits; the CID and all memory
+// A late command fails its job at once, so that its waiters wake; the CID and all memory
 // stay owned until the CQE comes or the controller was reset.
 void Engine::check_deadlines(u64 now) {
   u32 late = 0;

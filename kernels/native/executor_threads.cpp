@@ -16,7 +16,7 @@ namespace gio {
 
 namespace {
 
-// A sleeping worker looks up this often even if nobody calls it.
+// A sleeping worker wakes this often even without a call.
 constexpr std::chrono::seconds kIdle(1);
 
 long long execute(int fd, const Op& op) {

@@ -37,7 +37,7 @@ class UringLoop : public Executor {
   static int open_ring(Uring* ring, u32 entries, u32 flags) {
     // Completions are brought in when this side enters the kernel anyway, instead of by an
     // interrupt (5.19).  SINGLE_ISSUER and DEFER_TASKRUN would tie the ring to one thread, while
-    // whoever holds the controller may service or reset it; they saved nothing measurable.
+    // the owner of the controller may service or reset it; they saved nothing measurable.
     const u32 usual = IORING_SETUP_COOP_TASKRUN | IORING_SETUP_TASKRUN_FLAG;
     const int status = ring->open(entries, flags | usual);
     return status == -EINVAL ? ring->open(entries, flags) : status;

@@ -24,7 +24,7 @@ TUTTI_API uint32_t gio_qp_cq_reap(QueuePair* qp, uint32_t max) {
   return gio::cq_reap<WordDoorbell>(qp, max);
 }
 
-// 0 = pending, else kCompleted | status; a CID outside the queue is pending for ever.
+// 0 = pending, else kCompleted | status; a CID outside the queue stays pending.
 TUTTI_API uint32_t gio_qp_completion(const QueuePair* qp, uint32_t cid) {
   return cid < qp->depth ? gio::completion(qp, cid) : 0;
 }

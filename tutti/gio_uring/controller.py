@@ -224,7 +224,7 @@ class NativeController(Owned):
         self._is_started = False
 
     def reset(self, timeout_s: float) -> None:
-        """End every outstanding command: its completion tells how.
+        """Ends every outstanding command, each with its own status.
 
         An engine that serves it does it; its commands end, too. Raises DeviceTimeout when something
         is still outstanding after `timeout_s`; everything stays owned then, and the reset may be
@@ -266,7 +266,7 @@ class NativeController(Owned):
         self._finalizer.detach()
 
     def _check_idle(self) -> None:
-        """Nobody needs it any more; ends the controller's own thread."""
+        """Stops the controller's own thread, which is not needed any more."""
         if self._buffers:
             raise ConfigError(
                 f"{len(self._buffers)} memory regions are still registered;"
@@ -291,7 +291,7 @@ class NativeController(Owned):
 
 
 def _abandon(handle: int, *memory: object) -> None:
-    """Ends a controller that nobody closed; what cannot be reset keeps its memory."""
+    """Ends a controller that was not closed; memory that cannot be reset is kept."""
     lib = _native.lib()
     lib.gio_controller_stop(handle)
     if lib.gio_controller_reset(handle, int(_CLOSE_TIMEOUT_S * 1e9)) < 0:

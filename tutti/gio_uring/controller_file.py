@@ -130,7 +130,7 @@ class FileController(NativeController):
     under way. executor: "auto" takes io_uring unless it is refused, see `executor_name` and
     `fallback_reason`; "passthrough", io_uring with NVMe commands in it, for generic character
     devices and nothing else. threads: of the threads executor. registered_buffers: ask the kernel
-    to keep registered memory pinned, which saves CPU; `buffers_reason` says why it could not.
+    to keep registered memory pinned, which saves CPU; `buffers_reason`: why it could not.
     record_fd: an open file that receives what reached the medium (`RecordHeader` in
     `kernels/native/executor.h`), for tests of power loss. lock: open the files for this process
     alone, see `FileMember.lock`.

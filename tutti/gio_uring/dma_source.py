@@ -120,7 +120,7 @@ def prove(path: PatternPath, extents: Sequence[Extent], slba: int, seed: int) ->
     extents: DMA addresses of all of the memory of `path`, whole blocks, the first and last of them
     guards. slba: of as many blocks on the drive, whose content is lost. Both directions are tried,
     because some machines drop reads from one PCIe device to another but not writes.
-    Raises MediumError that says what went wrong; the source is not to be used then.
+    Raises MediumError with the reason; the source must then not be used.
     """
     rng = random.Random(seed)
     lba_nbytes = path.lba_nbytes

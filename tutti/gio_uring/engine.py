@@ -185,7 +185,7 @@ class Job(Owned):
             self._engine.guard.call("a completion callback", callback, self)
 
     def release(self) -> Callable[[Job], None] | None:
-        """Marks the job as released, lets go of its arrays, and returns what to call."""
+        """Marks the job as released, drops its arrays, and returns the callbacks."""
         with self._lock:
             self._released = True
             self._keep = ()
@@ -419,7 +419,7 @@ class Engine(Owned):
                 "its memory stays reserved until the process ends"
             )
         self._finalizer.detach()
-        # Whoever still waits for a job holds this object, so the native one outlives the waits.
+        # Waiters hold this object, so the native job outlives the waits.
         finalize(self, _native.lib().gio_engine_destroy, self.handle)
         self.queue_pair.close()
         self._arena_region.close()

@@ -265,7 +265,7 @@ class FileMember(Owned):
 
 
 def patiently(take: Callable[[], _T], timeout_s: float = LOCK_TIMEOUT_S) -> _T:
-    """Tries again while it is in use: a ring lets go of its files some time after it was closed."""
+    """Retries while it is in use: a ring releases its files some time after it was closed."""
     deadline_s = time.monotonic() + timeout_s
     while time.monotonic() < deadline_s:
         with contextlib.suppress(PoolInUse):
@@ -275,7 +275,7 @@ def patiently(take: Callable[[], _T], timeout_s: float = LOCK_TIMEOUT_S) -> _T:
 
 
 def _open_alone(path: str, flags: int) -> int:
-    """Opens a file, or a block device that nobody else has opened so or mounted."""
+    """Opens a file, or a block device that is neither opened exclusively nor mounted elsewhere."""
     if not Path(path).is_block_device():
         return os.open(path, flags)
 
@@ -326,7 +326,7 @@ def _libc() -> ctypes.CDLL:
 
 def unlock_and_close(fd: int) -> None:
     """Ends an exclusive opening."""
-    # A ring lets go of its files some time after it was closed: closing alone would unlock late.
+    # A ring releases its files some time after it was closed: closing alone would unlock late.
     with contextlib.suppress(OSError):
         fcntl.flock(fd, fcntl.LOCK_UN)
     os.close(fd)

@@ -1,7 +1,7 @@
 """Memory that a controller may read and write: allocation on hugepages, addresses, regions.
 
 On virtual disks and behind an IOMMU every 4 KiB page of a transfer is a descriptor of its own, so
-what a buffer is backed by decides the bandwidth; `HostBuffer.backing` says what it got.
+what a buffer is backed by decides the bandwidth; `HostBuffer.backing` reads it back.
 """
 
 from __future__ import annotations

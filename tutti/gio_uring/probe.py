@@ -48,7 +48,7 @@ _ISA_NAMES = ("portable", "AVX2", "AVX-512")  # TuttiIsa of kernels/native/api.h
 
 @dataclass(frozen=True)
 class UringFacts:
-    """io_uring. `reason` says why it is refused, or why buffers cannot be registered."""
+    """io_uring. `reason`: why it is refused, or why buffers cannot be registered."""
 
     available: bool
     features: tuple[str, ...]
@@ -116,7 +116,7 @@ class IommuFacts:
 
 @dataclass(frozen=True)
 class CudaFacts:
-    """CUDA devices; `reason` says why there are none. driver: e.g. "13.0"."""
+    """CUDA devices; `reason`: why there are none. driver: e.g. "13.0"."""
 
     driver: str
     devices: tuple[str, ...]
@@ -304,7 +304,7 @@ def _direct_file(path: str) -> Iterator[tuple[int, bool]]:
         with tempfile.TemporaryFile(dir=path) as file:
             yield file.fileno(), True
         return
-    # Without O_NONBLOCK the open of a FIFO would wait for somebody who writes.
+    # Without O_NONBLOCK the open of a FIFO would wait for a writer.
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
         mode = os.fstat(fd).st_mode

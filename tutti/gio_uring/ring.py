@@ -100,7 +100,7 @@ class Ring(Owned):
     """One submitter on a queue pair that a native controller made.
 
     `get_sqe` and fill, `submit`, then `peek_cqe` or `wait_cqe` and `cq_advance`. A controller that
-    nobody serves is served inline while waiting. Not thread-safe.
+    without a service thread is served inline while waiting. Not thread-safe.
     """
 
     def __init__(self, queue_pair: QueuePair) -> None:

@@ -25,7 +25,7 @@ _FLOCK = struct.Struct("hhqqi4x")  # struct flock of 64-bit Linux
 
 
 def lock_place(pid: int) -> int:
-    """A byte to lock for one process; names the process to whoever finds it locked."""
+    """A byte that one process locks, so that another opener can name the owner."""
     return _FIRST + (pid << _PID_SHIFT) + secrets.randbits(_PID_SHIFT)
 
 

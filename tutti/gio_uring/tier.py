@@ -1,6 +1,6 @@
 """How much of the path from a drive to a GPU this machine can give to the GPU: tiers T0 to T3.
 
-`judge_tiers` decides from facts alone, from T3 down; every tier that is not there says what is
+`judge_tiers` decides from facts alone, from T3 down; every tier that is missing lists what is
 missing and how to get it. docs/tiers.md describes the tiers, what they risk and how to go back.
 """
 
@@ -116,7 +116,7 @@ def _why_no_source(sources: Sequence[DmaAddressSource]) -> str:
     known = ", ".join(source.name for source in KNOWN_SOURCES)
     return (
         f"needs DMA addresses of GPU memory. {'. '.join([*given, f'Known sources ({known})'])} each"
-        " lack a kernel module or do not fit; docs/tiers.md says what each takes"
+        " lack a kernel module or do not fit; see docs/tiers.md for what each needs"
     )
 
 

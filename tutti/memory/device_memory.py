@@ -126,7 +126,7 @@ class DeviceMemory(HostMemory):
         self._copy(page, buffer.address, to_page=True)
 
     def _copy(self, page: int, host: int, *, to_page: bool) -> None:
-        """Moves one page from or to host memory that nobody else uses, and waits."""
+        """Moves one page from or to private host memory, and waits."""
         driver, memory = self.gpu.driver, self.memory
         (number,) = memory.check_pages([page]).tolist()
         stream = driver.create_stream()

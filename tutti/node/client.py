@@ -340,7 +340,7 @@ class NodeStore:
             if not part.job.wait_released(self.config.timeout_s):
                 raise PagesInUse(
                     "a load was abandoned but the device still owns its pages; do not reuse them "
-                    "before it lets go or the pool is closed",
+                    "before it is done or the pool is closed",
                     ticket.wait_settled,
                 )
 

@@ -1,4 +1,4 @@
-"""Which objects look-ups keep from eviction: each counts once, whoever keeps it.
+"""Pins of look-ups, which protect objects from eviction; an object counts once for all holders.
 
 Not thread-safe: the store holds a lock around it, as around the index.
 """
@@ -15,7 +15,7 @@ from tutti.arrays import Slots
 
 
 class LookupPins:
-    """By holder: one request, or one look-up that nobody names.
+    """Pins by holder: one request, or one unnamed look-up.
 
     kept: u32 (slots,), how many holders keep a slot; who asks what is busy looks there.
     lookups: a hold ends after so many later look-ups, and never by wall clock: ranks must agree.
@@ -32,7 +32,7 @@ class LookupPins:
         #: By holder: since which look-up, what it asked for and got, and that without repetitions.
         self._held: OrderedDict[str | int, tuple[int, Slots, Slots]] = OrderedDict()
         self._nameless = itertools.count()
-        self.count = 0  # slots that somebody keeps
+        self.count = 0  # pinned slots
         self.reserved = 0  # slots that the catalogue keeps, of the same share
         self.changes = 0
         self._is_changing = False  # and stays so when an interrupt strikes meanwhile
@@ -113,7 +113,7 @@ class LookupPins:
                 self._held[name] = since, left, left
 
     def clear(self) -> None:
-        """Nobody keeps anything."""
+        """Releases all pins."""
         self._held.clear()
         self._recount()
 

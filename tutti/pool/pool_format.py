@@ -94,7 +94,7 @@ def format_missing(
     capacity: int | str | None,
     executor: str = "auto",
 ) -> None:
-    """Makes the pool whose files do not exist, unless somebody else makes it at the same time.
+    """Makes the pool whose files do not exist, unless another process makes it at the same time.
 
     Raises PoolNotFound without a layout and a capacity, MemberMissing when only some files are
     there, and what ``format`` raises.

@@ -162,7 +162,7 @@ class Reclaimer:
                 if tries + 1 < _TRIES:
                     self._enqueue(slots[failed], outcome, tries + 1)
                 else:
-                    # The medium still says what it said: the next open has to look.
+                    # The record on the medium is unchanged: the next open reads it.
                     core.leave_open = True
                     if outcome == SlotState.VOIDED:
                         lost = slots[failed]

@@ -102,7 +102,7 @@ class PutTicket(Owned):
             self._parts += 1
 
     def fail(self, rows: Rows, status: int | U32) -> None:
-        """These keys were not stored; ``status`` says why."""
+        """These keys were not stored; ``status`` is the reason."""
         self.outcome[rows] = Outcome.FAILED
         self.status[rows] = status
 

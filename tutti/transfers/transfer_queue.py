@@ -237,7 +237,7 @@ class TransferQueue(Owned):
         """Puts some rows.  If that cannot be started they fail, and what waits behind them."""
         try:
             part = self._coalescer.put(put.request.take(rows))
-        except BaseException as error:  # whatever it is: somebody waits for the ticket
+        except BaseException as error:  # of any kind: the ticket has waiters
             if not isinstance(error, TuttiError):
                 self._core.guard.caught("the start of a put", error)
             if paced:

@@ -326,7 +326,7 @@ class Writer:
             self._give_up(batch, STATUS_WRITE_FAULT)
 
     def _flush(self, batch: _Batch | None) -> None:
-        """Group commit: whoever comes while a flush runs shares the next one."""
+        """Group commit: batches that arrive during a flush share the next one."""
         with self._core.lock:
             if batch is not None:
                 self._unflushed.append(batch)

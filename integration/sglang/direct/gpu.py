@@ -166,12 +166,12 @@ class Gpu:
             engine.follow(self.copy_stream)
 
     def acquire_events(self, count: int) -> list[int]:
-        """Events that nobody uses; made when there are not enough."""
+        """Unused events, creating more if needed."""
         taken = [self._events.popleft() for _ in range(min(count, len(self._events)))]
         return taken + [self.driver.create_event() for _ in range(count - len(taken))]
 
     def release_events(self, events: Sequence[int]) -> None:
-        """Events that have happened and that nobody asks about any more."""
+        """Returns events that have happened and are not needed any more."""
         self._events.extend(events)
 
     def copy(

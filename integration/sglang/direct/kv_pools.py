@@ -1,7 +1,7 @@
 """SGLang's pools as Tutti sees them: numbered pages of one layout each.
 
 A model has one pool of KV, and may have more beside it: sliding windows, Mamba states, an indexer.
-What is not supported is refused at start, by a sentence that says why.
+Unsupported pools are refused at start, with the reason.
 """
 
 from __future__ import annotations

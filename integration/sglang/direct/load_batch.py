@@ -97,7 +97,7 @@ def _copies_of_staged(
 
 
 class LoadBatch(Owned):
-    """One batch on its way.  Thread-safe; whoever waits does the copying.
+    """One batch on its way.  Thread-safe; the waiting thread does the copying.
 
     queued: the loads of all requests and pools.  layers: transfer layers of the model.
     rids: the requests, for which nothing needs to be kept from now on.
@@ -196,7 +196,7 @@ class LoadBatch(Owned):
         return wanted
 
     def wait_layer(self, layer: int) -> None:
-        """Returns when the layer is in the engine's pages, or ``error`` says why not.
+        """Returns when the layer is in the engine's pages, or ``error`` is set.
 
         On a GPU: when the caller's stream waits for it.
         """
@@ -265,7 +265,7 @@ class LoadBatch(Owned):
                         self.error = self.error or read.outcome()
         if not safe:
             raise DeviceTimeout(
-                "the medium has not let go of pages that it was to fill, and SGLang would use them "
+                "the device may still write pages of this load, and SGLang would use them "
                 "for other requests; restart the server, with a larger load_staging if this lasts"
             )
         return self.error is None

@@ -112,7 +112,7 @@ class Lookups:
                 stored_pool.store.unpin(rid)
 
     def reset(self) -> None:
-        """Nobody waits for anything: all pins go."""
+        """Releases all pins."""
         for stored_pool in (*self._by_page, *self._states):
             stored_pool.store.unpin()
 

@@ -44,7 +44,7 @@ def open_stored_pools(
     profile: Profile | None = None,
     gpu: Gpu | None = None,
 ) -> dict[str, StoredPool]:
-    """A stored_pool for every pool, by name.  Raises TuttiError, with nothing left open.
+    """A StoredPool for every pool, by name.  Raises TuttiError, with nothing left open.
 
     profile: by which its puts and loads are launched; None for at once.
     """

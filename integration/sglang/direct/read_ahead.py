@@ -208,7 +208,7 @@ class ReadAhead(Owned):
         self._changed.notify()
 
     def _unlist(self, staged: _Staged) -> None:
-        """Nobody finds it any more."""
+        """Removes it from the table."""
         if staged.listed:
             staged.listed = False
             for key in staged.read.keys:
@@ -290,7 +290,7 @@ class ReadAhead(Owned):
         self._failed(staged, error)
 
     def _failed(self, staged: _Staged, error: Exception | None) -> None:
-        """Nobody finds it any more; error: None for a medium that did not answer in time."""
+        """Removes it from the table.  error: None for a medium that did not answer in time."""
         if not isinstance(error, KeyMissing):
             what = "timeout" if error is None else type(error).__name__
             self._log_error(f"read-ahead: {what}", error or "the medium does not answer")

@@ -83,7 +83,7 @@ class Read:
             self._ticket.wait_layer(own, max(0.001, deadline_s - time.monotonic()))
 
     def wait_over(self, deadline_s: float) -> bool:
-        """Waits until the device has let go of ``pages``, whatever the outcome; whether it has."""
+        """Waits until the device is done with ``pages``; returns whether it is."""
         left_s = max(0.0, deadline_s - time.monotonic())
         if not self._started.wait(left_s):
             return False
@@ -94,7 +94,7 @@ class Read:
         return True  # the store began nothing, or ended it
 
     def is_over(self) -> bool:
-        """Whether the device has let go of ``pages``."""
+        """Whether the device is done with ``pages``."""
         return self.wait_over(0.0)
 
     def outcome(self) -> Exception | None:
@@ -107,6 +107,6 @@ class Read:
         return self.error
 
     def retire(self) -> None:
-        """Gives staging back as soon as the device has let go."""
+        """Frees staging as soon as the device is done with it."""
         assert self.staged, "pages of the engine are the engine's to take back"
         self.stored_pool.loads.retire(self.pages, self.is_over)

@@ -1,6 +1,6 @@
 """Numbered pages of the integration's own memory, between engine pages and the medium.
 
-What the medium may still touch is kept back until it lets go, so a device that never answers costs
+Pages that the device may still touch stay allocated, so a device that never answers costs
 staging and never a page of the engine.
 """
 

@@ -69,8 +69,8 @@ class LoadPlan:
 class StagingCopier:
     """What one batch has on the stream.  layers: transfer layers of the model.
 
-    free_s, ended_s: monotonic; when the batch before had let go of the pages, and when the stream
-    was through.  0 for what was not seen.  A thread looks, as nobody else waits for a GPU.
+    free_s, ended_s: monotonic; when the previous batch was done with the pages, and when the stream
+    was through.  0 for what was not seen.  A thread polls, as no other thread waits for a GPU.
     """
 
     def __init__(self, gpu: Gpu, layers: int) -> None:
@@ -124,7 +124,7 @@ class StagingCopier:
                 read.stored_pool.copy_layer(own, copy.rows, copy.targets, staged=read.staged)
 
     def end(self) -> None:
-        """Nothing more comes: marks the end on the stream, and lets go of who waits."""
+        """Marks the end on the stream, and wakes all waiters."""
         try:
             self._gpu.driver.record_event(self._events[-1], self._gpu.copy_stream)
             self._is_marked = True

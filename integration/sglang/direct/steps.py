@@ -4,9 +4,9 @@ A step begins when its batch is launched and the one before is over, and ends wh
 processed: with overlap scheduling the next batch is launched meanwhile. It names the batch's loads.
 
 On a CPU the launch itself computes, layer by layer, and the step ends with it. A GPU computes
-later; which layer it is at nobody tells, because no thread of the host waits for one.
+later; the current layer is not reported, because no thread of the host waits for one.
 
-Without the plugin nobody calls this, and writes yield to reads alone.
+Without the plugin this is never called, and writes yield to reads alone.
 """
 
 from __future__ import annotations

@@ -262,7 +262,7 @@ class HostStore:
         return None
 
     def _hold(self, wait: Callable[[float], bool], what: str) -> None:
-        """Returns when the device has let go of the host pages.
+        """Returns when the device is done with the host pages.
 
         SGLang reuses them once this thread returns, so returning earlier could serve another
         page's bytes. A device that does not answer holds this thread, not the server: with the

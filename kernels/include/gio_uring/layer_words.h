@@ -1,6 +1,6 @@
-// Words by which whoever stages or moves the layers of a job tells the others of them: plain
-// memory, pinned or of a device, each word with one writer.  Nobody sleeps on it and no call wakes
-// anybody.
+// Words by which the stager and the mover of a job's layers report progress: plain
+// memory, pinned or of a device, each word with one writer.  No thread sleeps on it and no call
+// wakes anybody.
 #pragma once
 
 #include "gio_uring/atomics.h"

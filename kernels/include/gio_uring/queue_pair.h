@@ -89,7 +89,7 @@ GIO_HD bool sq_marked(const QueuePair* qp, u32 ticket) {
 }
 
 // Publishes every finished SQE and rings the doorbell once.  Never waits: when another
-// submitter holds the lock, that one looks again after it let go and publishes ours as well.
+// submitter holds the lock, that one checks again after unlocking and publishes ours as well.
 template <typename Doorbell>
 GIO_HD void sq_ring(QueuePair* qp) {
   u32 tail;

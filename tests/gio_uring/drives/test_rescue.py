@@ -205,7 +205,7 @@ def test_asking_somebody_who_does_not_serve(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(drive_rescue, "ASK_TIMEOUT_S", 0.02)
     rig = Rig()
     drive = NativeDrive(rig.handle or 0, "rig")
-    with pytest.raises(DeviceTimeout, match="nobody serves"):
+    with pytest.raises(DeviceTimeout, match="no thread serves"):
         drive.ask(Ask.END_ALL)
     assert ctypes.sizeof(drive_rescue.LateCommandStruct) == 16
     rig.close()

@@ -1,7 +1,7 @@
-"""What lies on a block device, from its first and last bytes: whoever overwrites it should know.
+"""What lies on a block device, from its first and last bytes, to warn before it is overwritten.
 
 A table of well-known magic numbers, each with its source. What is in none of them but is not zeros
-either is reported too: data of a kind that nobody here knows is still data.
+either is reported too: data of an unknown kind is still data.
 """
 
 from __future__ import annotations

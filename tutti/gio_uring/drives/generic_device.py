@@ -1,7 +1,7 @@
 """NVMe generic character devices, /dev/ngXnY: namespaces that take NVMe commands from programs.
 
 What they are is asked by ioctl (linux/nvme_ioctl.h). Their block device, /dev/nvmeXnY, is opened
-exclusively beside them, so that nobody mounts it meanwhile.
+exclusively as well, so that it cannot be mounted meanwhile.
 """
 
 from __future__ import annotations
@@ -130,9 +130,9 @@ def _kernel_limit(name: str, root: Path) -> int:
 
 
 def claim(path: str) -> int | None:
-    """Opens the block device of a generic one exclusively, for reading: nobody can mount it then.
+    """Opens the block device of a generic one exclusively, for reading; it cannot be mounted then.
 
-    None where it has none that can be opened. Raises PoolInUse when somebody else has it.
+    None where it has none that can be opened. Raises PoolInUse when another process has it.
     """
     try:
         return os.open(_block_path(path), os.O_RDONLY | os.O_EXCL | os.O_CLOEXEC)

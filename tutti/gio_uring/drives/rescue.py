@@ -87,7 +87,7 @@ class Drive(Protocol):
         """No doorbell reaches the drive any more, until GO_ON. Raises NativeError."""
 
     def ask(self, what: Ask) -> None:
-        """Returns when it is done. Raises DeviceTimeout when nobody serves the queues."""
+        """Returns when it is done. Raises DeviceTimeout when no thread serves the queues."""
 
 
 class NativeDrive:
@@ -115,7 +115,8 @@ class NativeDrive:
         while _lib().gio_vfio_controller_asked(self._handle):
             if time.monotonic() > deadline_s:
                 raise DeviceTimeout(
-                    f"nobody serves the queues of {self._name}, so its reset cannot end; close it"
+                    f"no thread serves the queues of {self._name}, so its reset cannot end; "
+                    "close it"
                 )
             time.sleep(_NAP_S)
 
@@ -191,7 +192,7 @@ class DriveRescue(Owned):
 
     def _reset(self) -> Outcome:
         with self._admin.lock:
-            if not self._drive.late():  # somebody else has reset the drive
+            if not self._drive.late():  # the drive was reset elsewhere
                 return Outcome.ABORTED
             now_s = time.monotonic()
             often = len(self._resets) == RESETS_MAX and now_s - self._resets[0] < RESETS_WINDOW_S

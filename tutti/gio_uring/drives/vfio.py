@@ -48,7 +48,7 @@ class VfioDevice(Owned):
     """One PCI function bound to vfio-pci; closed by `close`, or when it is collected.
 
     bdf: "0000:03:00.0". registers: offset of BAR0 in `fd`, for pread and pwrite. irq_fd: counts
-    MSI-X vector 0, -1 where there is none. wake_fd: an eventfd for whoever waits. request_fd:
+    MSI-X vector 0, -1 where there is none. wake_fd: an eventfd for waiters. request_fd:
     readable when the kernel wants the device back. iova_ranges: [first, last] device addresses
     that the IOMMU translates.
 
@@ -284,7 +284,7 @@ def iommu_group(bdf: str) -> str:
     if name != "vfio-pci":
         unbind = f"echo {bdf} > {device}/driver/unbind; " if driver.exists() else ""
         raise ConfigError(
-            f"{bdf} is bound to {name}, not to vfio-pci; when nobody uses it, run as root:"
+            f"{bdf} is bound to {name}, not to vfio-pci; when it is unused, run as root:"
             f" modprobe vfio-pci; echo vfio-pci > {device}/driver_override; {unbind}"
             f"echo {bdf} > {PCI_DEVICES.parent}/drivers_probe"
         )

@@ -194,7 +194,7 @@ class DeviceEngine(Owned):
         except BaseException:
             if job is None:
                 owner.is_free = lambda: True
-            else:  # interrupted; what waits for it is let go
+            else:  # interrupted; its waiters are released
                 job.abandon()
                 owner.is_free = job.is_free
             raise

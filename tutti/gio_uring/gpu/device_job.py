@@ -88,7 +88,7 @@ class DeviceJob(Owned):
         return self._is_released
 
     def acquire_events(self) -> list[int]:
-        """An event for each layer, given back when nobody can wait for them any more."""
+        """Acquires an event per layer; they return when no waiter is left."""
         self._queue.stream_queue.acquire_events(self.work.layers, self._events)
         return self._events
 
@@ -96,8 +96,8 @@ class DeviceJob(Owned):
         """Puts all layers on the stream, unless the job was cancelled.
 
         After a CUDA error in the middle kernels may be queued that no event tells of, with
-        commands that nobody takes back: the job fails, and what it had is kept until the
-        controller was reset.  Whoever calls does the same after an interruption.
+        commands that cannot be recalled: the job fails, and what it had is kept until the
+        controller was reset.  The caller does the same after an interruption.
         """
         try:
             if self._take():
@@ -108,7 +108,7 @@ class DeviceJob(Owned):
             self._fail(error)
 
     def abandon(self) -> None:
-        """Ends what an interrupted `submit` left; nobody is called back."""
+        """Cleans up after an interrupted `submit`; no callback runs."""
         self._on_released = None
         self._fail(interrupted())
 
@@ -124,7 +124,7 @@ class DeviceJob(Owned):
     def finish(
         self, status: int | U32, *, is_kept: bool, failure: TuttiError | None = None
     ) -> None:
-        """Every layer has its last word; whoever comes first says what became of the job.
+        """Every layer has its final status; the first caller sets the job's outcome.
 
         is_kept: a device may still use the job's memory.  failure: what waits raise.
         """

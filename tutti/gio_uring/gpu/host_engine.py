@@ -437,7 +437,7 @@ class HostEngine(Owned):
     def close(self, timeout_s: float = 10.0) -> None:
         """Waits for both streams and gives everything back; a second call does nothing.
 
-        Close the native engine first: it lets go of every stream that waits.
+        Close the native engine first: it releases every waiting stream.
         Raises DeviceTimeout when a stream does not end; its memory is then kept.
         """
         if self._closed:

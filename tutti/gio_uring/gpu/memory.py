@@ -56,7 +56,7 @@ class LeaseOwner:
     """Says when the parts that one transfer took come back.
 
     Made before the first of them, so that whatever interrupts a transfer's start can decide on all.
-    is_free: whether nobody touches them any more.  owner: what keeps the memory mapped.
+    is_free: whether they are unused.  owner: what keeps the memory mapped.
     """
 
     owner: object = None
@@ -65,7 +65,7 @@ class LeaseOwner:
 
 @dataclass(frozen=True)
 class Lease:
-    """A part of a stretch of memory, until its owner says that nobody touches it any more."""
+    """A part of a stretch of memory, until its owner reports that it is unused."""
 
     address: int
     nbytes: int
@@ -75,7 +75,7 @@ class Lease:
 class Arena:
     """A stretch of memory handed out in parts.
 
-    A part comes back when nobody uses it any more, which is looked up when the next one is asked
+    A part is free again when it is unused, which is checked when the next one is asked
     for: no callback, and no CUDA call on anybody else's thread.
     """
 
@@ -151,7 +151,7 @@ class PinnedStaging(Owned):
         self.arena = Arena(self.pinned.address, nbytes, "staging")
 
     def close(self) -> None:
-        """Gives the memory back; nobody may use it any more."""
+        """Frees the memory, which must be unused."""
         self.pinned.close()
         self._unregister()
 

@@ -7,7 +7,7 @@ launches it again.  Work goes to it through pinned words, each with one writer:
     consumed[b]   block b's         a layer's  the kernel's, and the host's once that is overdue
 
 The stream queue waits for the layers' words as that of `HostEngine` does.  Nothing is ever enqueued
-behind the kernel on its own stream.  docs/gpu.md says what must not be called while it runs.
+behind the kernel on its own stream.  docs/gpu.md lists the calls that are forbidden while it runs.
 """
 
 from __future__ import annotations
@@ -164,7 +164,7 @@ class PersistentKernel(Launcher):
         now_s = time.monotonic()
         if not self._is_running or self._outstanding():
             self._quiet_since_s = now_s
-        # Whoever holds the lock is about to post.
+        # The holder of the lock is about to post.
         if now_s - self._quiet_since_s < self._rest_s or not self._stream_queue.lock.acquire(
             blocking=False
         ):

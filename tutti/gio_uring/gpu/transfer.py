@@ -44,7 +44,7 @@ class Transfer(Protocol):
 
 
 class Options(TypedDict, total=False):
-    """What a transfer may be given beside its bytes; `Engine.submit` says what each means.
+    """Options of a transfer; `Engine.submit` describes them.
 
     on_released: called with the transfer once the medium is done with it.
     """
