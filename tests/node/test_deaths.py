@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,6 +21,7 @@ import tutti.errors
 from store.pools import fill, some_keys
 from tutti.errors import AgentLost, KeyMissing
 from tutti.node.client import NodeStore
+from tutti.transfers.loader import Loader
 
 WORKER = Path(__file__).with_name("worker.py")
 
@@ -114,7 +116,6 @@ def check_pool(folder: Path, log: Path, chains: int) -> None:
                 assert memory.read(page) == content(of_chain[page].tobytes())
 
 
-@pytest.mark.slow  # needs a process of its own, and a quiet machine
 def test_a_few_kills_under_traffic(tmp_path: Path, seed: int) -> None:
     killing(tmp_path, np.random.default_rng(seed), 3, 40)
 
@@ -159,7 +160,6 @@ os.kill(os.getpid(), 9)
         assert store.put(keys, np.arange(8).repeat(2)[:10]).wait(WAIT_S).stored == 6
 
 
-@pytest.mark.slow  # needs a process of its own, and a quiet machine
 def test_while_the_agent_is_away_everything_misses(tmp_path: Path, seed: int) -> None:
     rng = np.random.default_rng(seed)
     path, folder = tmp_path / "s", tmp_path / "pools"
@@ -193,6 +193,30 @@ def test_while_the_agent_is_away_everything_misses(tmp_path: Path, seed: int) ->
             assert stats["reconnects"] == 1
     finally:
         end([agent])
+
+
+def test_a_plan_has_the_digests_that_were_still_to_be_read(
+    tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A new agent knows no digests: a plan that leaves before their records came names wrong ones,
+    and what the client then reports as damaged is lost.
+    """
+    rng, folder = np.random.default_rng(seed), tmp_path / "agent"
+    keys = some_keys(rng, 8)
+    with running(folder) as agent, agent.connect() as store:
+        contents = fill(store.allocate_memory(8), range(8), rng)
+        store.put(keys, np.arange(8)).wait(WAIT_S)
+    check = Loader._check_records
+
+    def check_late(*arguments: Any) -> Any:
+        time.sleep(0.2)
+        return check(*arguments)
+
+    monkeypatch.setattr(Loader, "_check_records", check_late)
+    with running(folder) as agent, agent.connect() as store:
+        memory = store.allocate_memory(8)
+        store.load(keys, np.arange(8)).wait(WAIT_S)
+        assert [memory.read(page) for page in range(8)] == contents
 
 
 def test_an_agent_that_hangs_is_a_miss_after_the_deadline(tmp_path: Path, seed: int) -> None:

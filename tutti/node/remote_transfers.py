@@ -113,8 +113,9 @@ class RemoteJob:
 class PlannedMemory:
     """Stands for a client's memory in one request: collects the jobs instead of moving pages."""
 
-    #: Nobody knows when a client reports: what few have is reserved only then.
-    reserves_late = True
+    #: Another process moves the pages: the jobs it gets are complete, and scarce staging is
+    #: reserved only when it reports.
+    is_remote = True
 
     def __init__(self, geometry: Geometry) -> None:
         self.jobs: list[RemoteJob] = []

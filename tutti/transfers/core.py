@@ -162,6 +162,11 @@ class Core(Owned):
         path: Submitter | None = memory.path
         return self.engine if path is None else path
 
+    @staticmethod
+    def is_remote(memory: PagedMemory) -> bool:
+        """Whether another process moves the pages of this memory."""
+        return bool(getattr(memory.path, "is_remote", False))
+
     def write_pages_max(self, memory: PagedMemory, most: int) -> int:
         """Pages of one write from this memory: ``most``, or what its path copies out at once."""
         path: Submitter | None = memory.path

@@ -172,7 +172,7 @@ class Loader:
         ticket.parts.append(part)
         if digests is None or not unknown.size:
             return
-        if batch.memory.path is None:
+        if batch.memory.path is None or core.is_remote(batch.memory):
             self._open_gate(ticket, batch, part, digests, unknown, reads)
             return
         settle.add_part()

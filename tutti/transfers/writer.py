@@ -222,7 +222,7 @@ class Writer:
         """Gives slots to a batch and starts its data job; returns how many rows have a slot now."""
         core = self._core
         # Where others move the data, staging for records is not kept from everybody meanwhile.
-        late = getattr(request.memory.path, "reserves_late", False)
+        late = core.is_remote(request.memory)
         block = _NO_BLOCK if late else self._table.reserve(core.config.timeout_s)
         try:
             with core.lock:
