@@ -22,6 +22,7 @@ from tutti.errors import (
     PoolNotFound,
     PoolReadOnly,
 )
+from tutti.gio_uring import controller_file
 from tutti.gio_uring import nvme_spec as nvme
 from tutti.gio_uring.controller_file import (
     FileController,
@@ -400,6 +401,16 @@ def test_registered_buffers(opened: Opened, path: Path, seed: int) -> None:
         host.read(4, 1)
     host.regions[0] = host.controller.register(host.buffer)
     assert host.read(5, 1).tobytes() == content[5 * LBA : 6 * LBA]
+
+
+def test_a_ring_that_was_made_is_taken(
+    opened: Opened, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether the next one would be refused is asked only after a failure."""
+    if reason := uring_refusal():
+        pytest.skip(f"io_uring is refused here: {reason}")
+    monkeypatch.setattr(controller_file, "uring_refusal", lambda: "Cannot allocate memory")
+    assert opened(path, executor="uring").write(0, b"z" * LBA) == OK
 
 
 def test_files_that_cannot_be_opened(

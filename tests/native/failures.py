@@ -39,7 +39,9 @@ from tutti.memory.host_memory import HostMemory
 from tutti.store import ObjectStore
 from tutti.transfers.core import StoreConfig
 
-LAYOUT = KVLayout.mha(layers=2, kv_heads=2, head_dim=64, page_size=16, dtype="bfloat16")
+LAYOUT = KVLayout.mha(
+    layers=2, kv_heads=2, head_dim=64, page_size=16, dtype="bfloat16", model="test-model"
+)
 CAPACITY = "6MiB"
 KINDS = {"allocation": 1, "system": 2, "interrupt": 4}
 PACKAGE = str(Path(tutti.__file__).parent)
@@ -215,7 +217,8 @@ def try_one(
     try:
         life.run()
     except TuttiError:
-        pass
+        if not failing.what():
+            found.append("nothing failed: " + traceback.format_exc())
     except MemoryError:
         if failing._kind != "python":
             found.append(traceback.format_exc())

@@ -142,7 +142,6 @@ def test_an_interrupt_at_every_instruction(
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-@pytest.mark.slow  # needs a process of its own, and a quiet machine
 def test_an_interrupted_opening_or_close_keeps_nothing(tmp_path: Path) -> None:
     path = tmp_path / "pool"
     tutti.open(path, LAYOUT, "8MiB").close()
@@ -159,7 +158,6 @@ def test_an_interrupted_opening_or_close_keeps_nothing(tmp_path: Path) -> None:
         store.wait_recovered(30)
 
 
-@pytest.mark.slow  # needs a process of its own, and a quiet machine
 def test_a_store_that_is_dropped_gives_threads_and_descriptors_back(tmp_path: Path) -> None:
     path = tmp_path / "pool"
     tutti.open(path, LAYOUT, "8MiB").close()

@@ -243,7 +243,8 @@ class FileController(NativeController):
         config.namespaces = ctypes.addressof(namespaces)
         handle = _P()
         result = _lib().gio_file_controller_create(ctypes.byref(config), ctypes.byref(handle))
-        if config.executor == EXECUTORS.index("uring") and (reason := uring_refusal()):
+        is_uring = config.executor == EXECUTORS.index("uring")
+        if result < 0 and is_uring and (reason := uring_refusal()):
             raise Unsupported(f"io_uring is refused: {reason}; use executor='auto' or 'threads'")
         if config.executor == EXECUTORS.index("passthrough") and result < 0:
             raise Unsupported(
