@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import platform
+import stat
 from pathlib import Path
 
+from tutti.gio_uring.drives.generic_device import readable_path
 from tutti.gio_uring.drives.mounts import filesystem_of
 from tutti.units import format_nbytes
 
@@ -13,7 +15,7 @@ from tutti.units import format_nbytes
 def machine_facts(directory: str | os.PathLike[str] | None = None) -> dict[str, str | int]:
     """Processor, memory and kernel, for JSON.
 
-    directory: its disk and file system are described as well.
+    directory: its disk and file system are described as well; or a device or drive instead.
     """
     described: dict[str, str | int] = {
         "cpu": _field("/proc/cpuinfo", "model name"),
@@ -24,8 +26,12 @@ def machine_facts(directory: str | os.PathLike[str] | None = None) -> dict[str, 
         "reserved_hugepages": _line("/proc/sys/vm/nr_hugepages"),
     }
     if directory is not None:
-        described["filesystem"] = filesystem_of(directory)
-        described["disk"] = _disk(os.stat(directory).st_dev)
+        if str(directory).startswith("nvme:"):
+            return {**described, "filesystem": "none", "disk": "a drive through vfio"}
+        status = os.stat(readable_path(os.fspath(directory)))
+        is_device = stat.S_ISBLK(status.st_mode)
+        described["filesystem"] = "none" if is_device else filesystem_of(directory)
+        described["disk"] = _disk(status.st_rdev if is_device else status.st_dev)
     return described
 
 

@@ -418,7 +418,8 @@ def open(
     """Opens a pool, formatting it first when it does not exist and ``capacity`` is given.
 
     paths: one path, or several members over which the pool is striped, in a fixed order; or drives
-    as "nvme:0000:03:00.0", see docs/vfio.md: these are never formatted here.
+    as "nvme:0000:03:00.0", see docs/vfio.md.  Devices and drives are formatted here only if
+    they were labelled for it by ``tutti format --for-server``.
     layout: what the pool must hold; left out, whatever it holds.  That of a new pool names its
     model, see KVLayout.  capacity: total size of a new pool, as bytes or "64GiB".
     verify, durability: see StoreConfig, which ``config`` gives as a whole instead.

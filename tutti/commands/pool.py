@@ -17,7 +17,8 @@ import numpy as np
 from tutti import store
 from tutti.arguments import add_layout, add_paths, layout_of, nbytes
 from tutti.commands.outcome import Outcome
-from tutti.errors import PoolCorrupt, PoolNotFound
+from tutti.errors import ConfigError, PoolCorrupt, PoolNotFound
+from tutti.gio_uring.drives.device_content import LABEL
 from tutti.gio_uring.drives.generic_device import readable_path
 from tutti.medium.geometry import Geometry
 from tutti.medium.layout import KVLayout
@@ -33,6 +34,7 @@ from tutti.medium.superblock import (
 )
 from tutti.pool.block_io import opened_io
 from tutti.pool.member_controller import are_drives, open_controller
+from tutti.pool.pool_format import label
 from tutti.terminal import Progress, facts, table
 from tutti.units import format_nbytes
 
@@ -42,7 +44,10 @@ shape, which cannot change later. The disk space is allocated at once.
 
 A path can also be an NVMe namespace (/dev/ng0n1, or /dev/nvme0n1 through the block layer) or a
 partition; `tutti nvme list` shows which are free. nvme:0000:03:00.0 is a whole drive bound to
-vfio-pci (docs/vfio.md). A device that is in use is refused."""
+vfio-pci (docs/vfio.md). A device that is in use is refused.
+
+With --for-server devices are erased and labelled for a server's pools, whose layout the server
+knows; it makes them on labelled devices alone."""
 _FORMAT_EXAMPLE = """\
 example:
   tutti format pool.tutti --capacity 64GiB --model llama-3.1-8b
@@ -50,7 +55,8 @@ example:
     --layers 48 --kv-heads 4 --head-dim 128
   tutti format /dev/ng0n1 --capacity 1TiB --model llama-3.1-8b --force S5GXNF0R
   tutti format /dev/ng0n1 /dev/ng1n1 --capacity 2TiB --model llama-3.1-8b \\
-    --force S5GXNF0R --force S5GXNF0T"""
+    --force S5GXNF0R --force S5GXNF0T
+  tutti format /dev/ng0n1 /dev/ng1n1 --for-server"""
 _INFO = """\
 Shows a pool's geometry and usage from its superblocks. Nothing is written, and the pool may be in
 use. Usage is shown only for cleanly closed pools; a running server reports it in its metrics.
@@ -68,9 +74,13 @@ def add_format(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--capacity",
         type=nbytes,
-        required=True,
         metavar="SIZE",
         help="total size of the pool, e.g. 64GiB",
+    )
+    parser.add_argument(
+        "--for-server",
+        action="store_true",
+        help="instead of a pool: label devices, on which SGLang may then make its pools",
     )
     add_layout(parser)
     parser.add_argument(
@@ -103,8 +113,12 @@ def _serial(text: str) -> str:
 
 def run_format(args: argparse.Namespace) -> Outcome:
     """Formats a pool and reports its overhead."""
-    layout = layout_of(args)
     serials = [serial for serial in args.force if serial and serial is not True]
+    if args.for_server:
+        return _label(args, serials)
+    if args.capacity is None:
+        raise ConfigError("a pool has a size; pass --capacity, or --for-server for devices")
+    layout = layout_of(args)
     with Progress("prewrite", 0, in_bytes=True) as bar:
         geometry = store.format(
             args.paths,
@@ -123,6 +137,14 @@ def run_format(args: argparse.Namespace) -> Outcome:
     }
     text = facts([*_layout_facts(layout), *_geometry_facts(geometry, layout, members)])
     return Outcome(result, f"{text}\n\nThe pool is formatted and empty.")
+
+
+def _label(args: argparse.Namespace, serials: list[str]) -> Outcome:
+    if args.capacity is not None or args.model is not None or args.prewrite:
+        raise ConfigError("the server chooses layout and capacity; pass --for-server without them")
+    label(args.paths, force=serials)
+    text = f"Labelled for a server's pools: {', '.join(args.paths)}"
+    return Outcome({"paths": args.paths, "labelled": True}, text)
 
 
 def add_info(parser: argparse.ArgumentParser) -> None:
@@ -228,6 +250,8 @@ def _read_file(path: str) -> _Member:
 
 def _read_member(path: str, read: _Read, owner: int | None) -> _Member:
     a, b = (read(copy * BLOCK_NBYTES, BLOCK_NBYTES) for copy in (0, 1))
+    if a == LABEL:
+        raise PoolNotFound(f"{path} is labelled for a server, which has made no pool there yet")
     superblock, _ = choose_superblock(a, b, path)
     objects, quarantined = _read_counts(read, superblock, path)
     return _Member(path, superblock, objects, quarantined, owner)

@@ -7,7 +7,8 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from tutti.errors import ConfigError, MemberMissing, MemberSwapped, PoolCorrupt
+from tutti.errors import ConfigError, MemberMissing, MemberSwapped, PoolCorrupt, PoolNotFound
+from tutti.gio_uring.drives.device_content import LABEL
 from tutti.gio_uring.engine import Engine
 from tutti.medium.geometry import BLOCK_NBYTES, Geometry
 from tutti.medium.layout import KVLayout
@@ -96,6 +97,11 @@ class Members(Owned):
                     f"{name} is shorter than its superblocks; check the path, or format it anew"
                 )
             raw = io.read(nsid, 0, 2 * BLOCK_NBYTES)
+            if raw.startswith(LABEL):
+                raise PoolNotFound(
+                    f"{name} is labelled for a server and holds no pool yet; give layout and"
+                    " capacity, or format a pool there"
+                )
             superblock, copy = choose_superblock(raw[:BLOCK_NBYTES], raw[BLOCK_NBYTES:], name)
             found.append(superblock)
             copies.append(copy)

@@ -11,7 +11,6 @@ from typing import Any
 from tutti.errors import (
     ConfigError,
     MemberMissing,
-    MemberSwapped,
     PoolExists,
     PoolInUse,
     PoolNotFound,
@@ -20,14 +19,16 @@ from tutti.errors import (
 from tutti.gio_uring.controller import NativeController
 from tutti.gio_uring.controller_file import FileController
 from tutti.gio_uring.drives.block_device import check_devices, device_name
-from tutti.gio_uring.drives.device_content import Force
+from tutti.gio_uring.drives.device_content import HEAD_NBYTES, LABEL, TAIL_NBYTES, Force
+from tutti.gio_uring.drives.generic_device import readable_path
 from tutti.gio_uring.file_creation import ReservedFile, reserve_file
 from tutti.gio_uring.file_member import FileMember
-from tutti.medium.geometry import Geometry
+from tutti.medium.geometry import BLOCK_NBYTES, Geometry
 from tutti.medium.layout import KVLayout
-from tutti.pool.block_io import opened_io
+from tutti.pool.block_io import BlockIo, opened_io
 from tutti.pool.member_controller import are_drives, check_blank, check_room, open_controller
 from tutti.pool.members import Members
+from tutti.pool.places import check_distinct, check_free, exists
 from tutti.units import parse_nbytes
 
 _TRIES = 3
@@ -67,6 +68,7 @@ def format(
             raise PoolExists(f"{name} is a folder; name a file in it")
         if device_name(name) is None and os.path.exists(name) and not force:
             raise PoolExists(f"{name} exists; open it, or format with force to lose what it holds")
+    check_free(names, geometry.member_nbytes)
     made: list[ReservedFile] = []
     try:
         for name in names:
@@ -94,7 +96,8 @@ def format_missing(
     capacity: int | str | None,
     executor: str = "auto",
 ) -> None:
-    """Makes the pool whose files do not exist, unless another process makes it at the same time.
+    """Makes the pool whose files do not exist or whose devices are labelled for it, unless another
+    process makes it at the same time.
 
     Raises PoolNotFound without a layout and a capacity, MemberMissing when only some files are
     there, and what ``format`` raises.
@@ -102,7 +105,12 @@ def format_missing(
     for _ in range(_TRIES):  # another process may make it, or fail to, at the same time
         missing = [] if are_drives(names) else _missing(names)
         if not missing:
-            return
+            if layout is None or capacity is None or not _are_labelled(names):
+                return
+            with contextlib.suppress(PoolExists):
+                format(names, layout, capacity, executor=executor)
+                return
+            continue
         if len(missing) < len(names):
             _check_incomplete(names, missing)
             continue
@@ -117,7 +125,73 @@ def format_missing(
 
 
 def _missing(names: Sequence[str]) -> list[str]:
-    return [name for name in names if not os.path.exists(name)]
+    return [name for name in names if not exists(name)]
+
+
+def label(paths: Paths, *, force: Force = False) -> None:
+    """Gives devices or drives to the pools of a server, which ``open`` may then make there.
+
+    What they hold is lost.  force: as for ``format``.  Raises ConfigError for files, which need no
+    label, PoolExists for a device that holds anything, PoolInUse, and what opening them raises.
+    """
+    names = member_names(paths)
+    if not are_drives(names):
+        for name in names:
+            if device_name(name) is None:
+                raise ConfigError(f"{name} is not a device; a server makes its files by itself")
+        check_devices(names, force)
+    with open_controller(names) as controller, opened_io(controller) as (_, io):
+        if are_drives(names):
+            check_blank(controller, io, names, force)
+        for nsid in range(1, len(names) + 1):
+            erase(controller, io, nsid)
+            io.write(nsid, 0, LABEL)
+        io.flush(range(1, len(names) + 1))
+
+
+def erase(controller: NativeController, io: BlockIo, nsid: int) -> None:
+    """Zeros at both ends of a namespace: it counts as blank afterwards."""
+    nbytes = controller.info.namespace_nlb[nsid - 1] * controller.info.lba_nbytes
+    nbytes -= nbytes % BLOCK_NBYTES
+    head = min(HEAD_NBYTES, nbytes)
+    start = max(head, nbytes - TAIL_NBYTES)
+    io.write(nsid, 0, bytes(head))
+    io.write(nsid, start, bytes(nbytes - start))
+    io.flush([nsid])
+
+
+def is_labelled(name: str) -> bool:
+    """Whether a device of the kernel was given to the pools of a server, and has none yet."""
+    if device_name(name) is None:
+        return False
+    try:
+        fd = os.open(readable_path(name), os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return False  # opening it reports the error
+    try:
+        # What was written past the block layer is not in the page cache.
+        os.posix_fadvise(fd, 0, len(LABEL), os.POSIX_FADV_DONTNEED)
+        return os.pread(fd, len(LABEL), 0) == LABEL
+    except OSError:
+        return False
+    finally:
+        os.close(fd)
+
+
+def _are_labelled(names: Sequence[str]) -> bool:
+    """Whether a pool may be made there.  Raises MemberMissing where a pool has other members."""
+    if are_drives(names):
+        with open_controller(names) as controller, opened_io(controller) as (_, io):
+            found = [io.read(nsid, 0, len(LABEL)) == LABEL for nsid in range(1, len(names) + 1)]
+    else:
+        found = [is_labelled(name) for name in names]
+    if any(found) and not all(found):
+        raise MemberMissing(
+            f"{names[found.index(True)]} has no pool yet, {names[found.index(False)]} is not"
+            " labelled for one: give all members of the pool, or label all of them with `tutti"
+            " format --for-server`"
+        )
+    return all(found)
 
 
 def _check_incomplete(names: Sequence[str], missing: Sequence[str]) -> None:
@@ -168,6 +242,5 @@ def member_names(paths: Paths) -> list[str]:
         raise ConfigError(f"{paths!r} is no path and no sequence of paths; give text") from error
     if not names or "" in names:
         raise ConfigError("a pool lies somewhere; give at least one path, and none that is empty")
-    if len({os.path.realpath(name) for name in names}) != len(names):
-        raise MemberSwapped("a path is given twice; give each member of the pool once")
+    check_distinct(names)
     return names

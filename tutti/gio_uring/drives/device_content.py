@@ -24,6 +24,11 @@ Read = Callable[[int, int], bytes]
 Force = bool | str | Collection[str]
 
 
+#: The first block of a device that `tutti format --for-server` gave to the pools of a server. With
+#: zeros behind it the device counts as blank.
+LABEL = b"TUTTIDEV 1\nThis device is for the pools of Tutti.\n".ljust(4096, b"\0")
+
+
 class Magic(NamedTuple):
     """Bytes at an offset that say what a device holds."""
 
@@ -94,8 +99,13 @@ def check_forced(places: Iterable[Held], force: Force) -> None:
 
 
 def contents(read: Read, nbytes: int) -> list[str]:
-    """What a device of `nbytes` holds, in words; empty when both of its ends are zeros."""
+    """What a device of `nbytes` holds, in words; empty when both of its ends are zeros.
+
+    LABEL at its start counts as zeros.
+    """
     head = read(0, min(HEAD_NBYTES, nbytes))
+    if head.startswith(LABEL):
+        head = bytes(len(LABEL)) + head[len(LABEL) :]
     start = max(0, nbytes - TAIL_NBYTES)
     tail = read(start, nbytes - start)
     found = [m.what for m in _HEAD if head[m.offset :].startswith(m.magic)]

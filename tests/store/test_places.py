@@ -1,0 +1,215 @@
+"""Members of every kind: folders, files, devices of the kernel (loop devices here) and labels."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from crash.objects import as_rows, content_of
+
+import tutti
+from store.pools import LAYOUT
+from tutti import cli
+from tutti.errors import (
+    CapacityError,
+    ConfigError,
+    MemberMissing,
+    MemberSwapped,
+    PoolExists,
+    PoolInUse,
+    PoolMismatch,
+    PoolNotFound,
+    TuttiError,
+)
+from tutti.gio_uring.drives.block_device import Devices
+from tutti.pool import places
+from tutti.pool.places import Kind, check_distinct, place_of
+from tutti.pool.pool_format import label
+from tutti.store import ObjectStore
+from tutti.units import MiB
+
+CAPACITY = 24 * MiB
+KEYS = [bytes([i]) * 16 for i in range(8)]
+
+Loop = Callable[..., str]
+
+
+@pytest.fixture
+def loop(tmp_path: Path) -> Iterator[Loop]:
+    """Makes loop devices over files of zeros."""
+    if os.geteuid() != 0:
+        pytest.skip("loop devices need root")
+    made: list[str] = []
+
+    def make(nbytes: int = 32 * MiB, block_nbytes: int = 512) -> str:
+        image = tmp_path / f"image{len(made)}"
+        with image.open("wb") as file:
+            file.truncate(nbytes)
+        words = ["losetup", "-f", "--show", f"-b{block_nbytes}", str(image)]
+        done = subprocess.run(words, capture_output=True, text=True, timeout=30)
+        if done.returncode:
+            pytest.skip(f"no loop devices: {done.stderr.strip()}")
+        made.append(done.stdout.strip())
+        return made[-1]
+
+    yield make
+    for device in made:
+        subprocess.run(["losetup", "-d", device], check=True, timeout=30)
+
+
+def store_all(store: ObjectStore) -> None:
+    memory = store.allocate_memory(16, hugepages=False)
+    for page, key in enumerate(KEYS):
+        memory.write(page, content_of(key))
+    assert store.put(as_rows(KEYS), np.arange(len(KEYS))).wait(30).stored == len(KEYS)
+
+
+def check_all(store: ObjectStore) -> None:
+    memory = store.allocate_memory(16, hugepages=False)
+    assert store.match(as_rows(KEYS)) == len(KEYS)
+    store.load(as_rows(KEYS), np.arange(len(KEYS)), memory=memory).wait(30)
+    assert all(memory.read(page) == content_of(key) for page, key in enumerate(KEYS))
+
+
+def test_what_paths_name(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "folder.tutti").mkdir()
+    kinds = {
+        tmp_path: Kind.FOLDER,
+        tmp_path / "new": Kind.FOLDER,
+        tmp_path / "new.tutti": Kind.FILE,
+        tmp_path / "file": Kind.FILE,
+        tmp_path / "folder.tutti": Kind.FOLDER,
+        Path("/dev/nvme77n1"): Kind.DEVICE,
+        Path("/dev/shm/pools"): Kind.FOLDER,
+    }
+    assert {path: place_of(str(path)).kind for path in kinds} == kinds
+    assert place_of("nvme:0000:03:00.0").kind is Kind.DEVICE
+    with pytest.raises(ConfigError, match="no address of a drive"):
+        place_of("nvme:nonsense")
+
+
+def test_numa_nodes_come_from_the_nearest_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for bdf, node in (("0000:03:00.0", "1\n"), ("0000:04:00.0", "-1\n")):
+        (tmp_path / bdf).mkdir()
+        (tmp_path / bdf / "numa_node").write_text(node)
+    monkeypatch.setattr(places, "PCI_DEVICES", tmp_path)
+    assert place_of("nvme:0000:03:00.0").numa_node == 1
+    assert place_of("nvme:0000:04:00.0").numa_node is None
+    assert place_of("nvme:0000:05:00.0").numa_node is None
+    namespace = tmp_path / "0000:03:00.0/nvme/nvme0/nvme0n1"
+    namespace.mkdir(parents=True)
+    (tmp_path / "link").symlink_to(namespace)
+    assert places._climb(tmp_path / "link") == 1
+
+
+def test_two_names_of_one_place(tmp_path: Path) -> None:
+    (tmp_path / "a").touch()
+    os.link(tmp_path / "a", tmp_path / "hard")
+    os.symlink(tmp_path / "a", tmp_path / "soft")
+    for other in ("a", "hard", "soft", "../" + tmp_path.name + "/a"):
+        with pytest.raises(MemberSwapped, match="given twice"):
+            tutti.open([str(tmp_path / "a"), str(tmp_path / other)], LAYOUT, CAPACITY)
+    with pytest.raises(MemberSwapped, match="given twice"):
+        check_distinct(["nvme:0000:03:00.0", "nvme:0000:03:00.0"])
+    assert (tmp_path / "a").stat().st_size == 0
+
+
+def test_two_names_of_one_device(loop: Loop, tmp_path: Path) -> None:
+    device = loop()
+    (tmp_path / "by-id").symlink_to(device)
+    with pytest.raises(MemberSwapped, match="given twice"):
+        tutti.format([device, str(tmp_path / "by-id")], LAYOUT, CAPACITY)
+    label(device)  # nothing was written
+
+
+def test_a_labelled_device_is_made_a_pool_and_no_other(loop: Loop) -> None:
+    devices = [loop(), loop(block_nbytes=4096)]
+    with pytest.raises(TuttiError, match="format"):
+        tutti.open(devices, LAYOUT, CAPACITY)
+    assert cli.main(["format", *devices, "--for-server"]) == 0
+    assert cli.main(["format", *devices, "--for-server"]) == 0, "a label is no content"
+    assert cli.main(["info", devices[0]]) == 3
+    with pytest.raises(PoolNotFound, match="labelled"):
+        tutti.open(devices)
+    with tutti.open(devices, LAYOUT, CAPACITY) as store:
+        store_all(store)
+        with pytest.raises(PoolInUse):
+            label(devices, force=[Devices().inspect(Path(d).name).serial for d in devices])
+    with tutti.open(devices, LAYOUT, CAPACITY) as store:
+        check_all(store)
+    with pytest.raises(PoolExists):
+        label(devices)
+    other = tutti.KVLayout.mha(2, 1, 64, 32, "bfloat16")
+    with pytest.raises(PoolMismatch):
+        tutti.open(devices, other, CAPACITY)
+
+
+def test_half_of_the_members_are_labelled(loop: Loop) -> None:
+    devices = [loop(), loop(), loop()]
+    label(devices[:2])
+    with pytest.raises(MemberMissing, match="label all of them"):
+        tutti.open(devices, LAYOUT, CAPACITY)
+    tutti.open(devices[:1], LAYOUT, CAPACITY).close()
+    with pytest.raises(MemberMissing, match="label all of them"):
+        tutti.open(devices[:2], LAYOUT, CAPACITY)
+
+
+def test_labels_are_for_devices(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["format", str(tmp_path / "pool"), "--for-server"]) == 2
+    assert "not a device" in capsys.readouterr().err
+    assert cli.main(["format", "/dev/x", "--for-server", "--capacity", "1GiB"]) == 2
+    assert "chooses layout and capacity" in capsys.readouterr().err
+    assert cli.main(["format", str(tmp_path / "pool"), "--model", "llama-3.1-8b"]) == 2
+    assert "--capacity" in capsys.readouterr().err
+    assert not any(tmp_path.iterdir())
+
+
+def test_a_device_that_is_mounted(loop: Loop, tmp_path: Path) -> None:
+    device = loop()
+    subprocess.run(["mkfs.ext4", "-q", device], check=True, timeout=60)
+    (tmp_path / "mount").mkdir()
+    done = subprocess.run(
+        ["mount", "-oro,noload", device, str(tmp_path / "mount")], capture_output=True
+    )
+    if done.returncode:
+        pytest.skip("nothing can be mounted here")
+    try:
+        before = Path(device).read_bytes()
+        for refused in (
+            lambda: label(device),
+            lambda: tutti.format([device, loop()], LAYOUT, CAPACITY),
+            lambda: tutti.open(device, LAYOUT, CAPACITY),
+        ):
+            with pytest.raises(PoolInUse, match="mounted"):
+                refused()
+        assert Path(device).read_bytes() == before
+    finally:
+        # Lazily, because a ring releases its files some time after it was closed.
+        subprocess.run(["umount", "-l", device], check=True, timeout=30)
+
+
+def test_a_file_system_without_room_for_one_of_two(loop: Loop, tmp_path: Path) -> None:
+    device = loop(32 * MiB)
+    subprocess.run(["mkfs.ext4", "-q", device], check=True, timeout=60)
+    small = tmp_path / "small"
+    small.mkdir()
+    if subprocess.run(["mount", device, str(small)], capture_output=True).returncode:
+        pytest.skip("nothing can be mounted here")
+    try:
+        paths = [str(tmp_path / "one.tutti"), str(small / "two.tutti")]
+        with pytest.raises(CapacityError, match=r"two.tutti.*free space"):
+            tutti.open(paths, LAYOUT, 128 * MiB)
+        assert not any(os.path.exists(path) for path in paths)
+        with tutti.open(paths, LAYOUT, CAPACITY) as store:
+            store_all(store)
+            check_all(store)
+    finally:
+        # Lazily, because a ring releases its files some time after it was closed.
+        subprocess.run(["umount", "-l", device], check=True, timeout=30)

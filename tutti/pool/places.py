@@ -1,0 +1,152 @@
+"""Where members can lie: in folders, in files and on devices.
+
+Facts about devices come from sysfs; what it does not report is None.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+
+from tutti.errors import CapacityError, MemberSwapped
+from tutti.gio_uring.drives.block_device import device_name
+from tutti.gio_uring.drives.vfio import PCI_DEVICES
+from tutti.gio_uring.named_drive import NamedDrive, is_drive
+from tutti.units import format_nbytes
+
+SUFFIX = ".tutti"
+
+
+class Kind(StrEnum):
+    """Folders hold files of any number of pools; a file or a device is one member of one pool."""
+
+    FOLDER = "folder"
+    FILE = "file"
+    DEVICE = "device"
+
+
+@dataclass(frozen=True)
+class Place:
+    """One path that a user named.  numa_node: of its drive, None where sysfs does not report it."""
+
+    path: str
+    kind: Kind
+    numa_node: int | None
+
+
+def place_of(path: str) -> Place:
+    """What a path names.  One that does not exist is a file if it ends in ".tutti", else a folder.
+
+    Raises ConfigError for malformed addresses of drives.
+    """
+    if is_drive(path):
+        return Place(path, Kind.DEVICE, _number(PCI_DEVICES / NamedDrive.parse(path).bdf))
+    if is_device(path):
+        name = device_name(path) if os.path.exists(path) else None
+        return Place(path, Kind.DEVICE, None if name is None else _node_of_block(name))
+    is_file = os.path.isfile(path) or (path.endswith(SUFFIX) and not os.path.isdir(path))
+    return Place(path, Kind.FILE if is_file else Kind.FOLDER, _node_of_file(path))
+
+
+def is_device(path: str) -> bool:
+    """Whether a path names a drive or a device of the kernel, also one that does not exist now."""
+    if is_drive(path):
+        return True
+    real = os.path.realpath(path)
+    return real.startswith("/dev/") and not real.startswith("/dev/shm/")
+
+
+def exists(path: str) -> bool:
+    """Whether a file, a device or a drive is there."""
+    if is_drive(path):
+        return (PCI_DEVICES / NamedDrive.parse(path).bdf).exists()
+    return os.path.exists(path)
+
+
+def check_distinct(names: Sequence[str]) -> None:
+    """Raises MemberSwapped for one place under two names, or a drive and a partition of it."""
+    seen: dict[tuple[object, ...], str] = {}
+    for name in names:
+        identity = _identity(name)
+        if identity in seen:
+            raise MemberSwapped(
+                f"a path is given twice: {name} is {seen[identity]}; give each member once"
+            )
+        seen[identity] = name
+    for identity, name in seen.items():
+        whole = ("block", *identity[2:])
+        if identity[0] == "block" and len(identity) == 3 and whole in seen:
+            raise MemberSwapped(
+                f"{name} is a partition of {seen[whole]}; give the drive or its partitions"
+            )
+
+
+def check_free(names: Sequence[str], member_nbytes: int) -> None:
+    """Raises CapacityError where new files of this size do not fit on their file systems."""
+    wanted: dict[int, list[str]] = {}
+    for name in names:
+        folder = os.path.dirname(os.path.abspath(name))
+        if not os.path.exists(name) and os.path.isdir(folder):
+            wanted.setdefault(os.stat(folder).st_dev, []).append(name)
+    for files in wanted.values():
+        room = os.statvfs(os.path.dirname(os.path.abspath(files[0])))
+        free, needed = room.f_bavail * room.f_frsize, len(files) * member_nbytes
+        if room.f_blocks and needed > free:
+            raise CapacityError(
+                f"no room for {format_nbytes(needed)} in {', '.join(files)}:"
+                f" {format_nbytes(free)} are free; free space or choose a smaller capacity"
+            )
+
+
+def _identity(name: str) -> tuple[object, ...]:
+    """The same for two names of one place; a partition's has its drive behind it."""
+    if is_drive(name):
+        address = NamedDrive.parse(name)
+        return ("drive", address.bdf, address.nsid)
+    block = device_name(name)
+    if block is not None:
+        folder = Path("/sys/class/block", block)
+        is_partition = (folder / "partition").exists()
+        return ("block", block, folder.resolve().parent.name) if is_partition else ("block", block)
+    try:
+        status = os.stat(name)
+    except OSError:
+        return ("path", os.path.realpath(name))
+    return ("file", status.st_dev, status.st_ino)
+
+
+def _node_of_file(path: str) -> int | None:
+    there = Path(os.path.realpath(path))
+    for place in (there, *there.parents):
+        try:
+            device = os.stat(place).st_dev
+        except OSError:
+            continue
+        return _climb(Path(f"/sys/dev/block/{os.major(device)}:{os.minor(device)}"))
+    return None
+
+
+def _node_of_block(name: str) -> int | None:
+    return _climb(Path("/sys/class/block", name))
+
+
+def _climb(folder: Path) -> int | None:
+    """The NUMA node of a block device: of the nearest device above it that has one."""
+    try:
+        real = folder.resolve(strict=True)
+    except OSError:
+        return None
+    found = (_number(place) for place in (real, *real.parents) if (place / "numa_node").exists())
+    return next(found, None)
+
+
+def _number(folder: Path) -> int | None:
+    """sysfs reports -1 on machines with one node."""
+    try:
+        node = int((folder / "numa_node").read_text())
+    except (OSError, ValueError):
+        return None
+    return node if node >= 0 else None
