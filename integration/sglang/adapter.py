@@ -75,6 +75,7 @@ def served_model() -> ServedModel:
         overrides=text("json_model_override_args"),
         dp_size=int(parallel.num_dp_ranks),  # replicas, or groups of DP attention
         dp_rank=int(dp_rank),
+        nodes=int(getattr(args, "nnodes", None) or 1),
     )
 
 

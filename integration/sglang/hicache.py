@@ -71,6 +71,7 @@ class TuttiHiCacheStorage(adapter.HiCacheStorage):
             dp_rank=max(storage_config.dp_rank, self._model.dp_rank),
             dp_size=self._model.dp_size,
             replicated=replicated,
+            nodes=self._model.nodes,
         )
         if storage_config.should_split_heads:
             raise ConfigError("tp_lcm_size splits pages by heads, which Tutti does not; remove it")
@@ -268,7 +269,9 @@ class TuttiHiCacheStorage(adapter.HiCacheStorage):
             {"mode": HICACHE, "pool": name, "rank": self._parallel_rank.name},
             prometheus=self._config.enable_storage_metrics,
         )
-        store, path = open_store(layout, name, capacity, self._options, self._parallel_rank)
+        store, path = open_store(
+            layout, name, capacity, self._options, self._parallel_rank, is_kv=name == KV
+        )
         try:
             memory: HostMemory = host_pool_of(layout, fragments, host_pool)
             store.register(memory)

@@ -8,6 +8,7 @@ pool's superblock and in the name of its folder.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -18,8 +19,10 @@ from typing import Any
 import xxhash
 
 from tutti.errors import ConfigError
+from tutti.integration.sglang.rank_members import share
 from tutti.interface import Store
 from tutti.medium.layout import ITEMSIZE_NBYTES, KVLayout
+from tutti.pool.places import SUFFIX, exists, is_device
 from tutti.scheduler.dispatcher import Schedule
 from tutti.store import open as open_pool
 from tutti.transfers.core import StoreConfig
@@ -41,6 +44,7 @@ class ServedModel:
     overrides: str = ""
     dp_size: int = 1
     dp_rank: int = 0
+    nodes: int = 1
 
 
 @dataclass(frozen=True)
@@ -56,11 +60,20 @@ class ParallelRank:
     dp_rank: int = 0
     dp_size: int = 1
     replicated: bool = False
+    nodes: int = 1
 
     @property
     def ranks(self) -> int:
         """Pools of one kind below one path: one for each process that has KV."""
         return self.tp_size * self.pp_size * self.cp_size * self.dp_size
+
+    @property
+    def place_on_node(self) -> tuple[int, int]:
+        """(place of this rank, ranks) on its node; SGLang's nodes have consecutive ranks."""
+        group = self.pp_rank * self.dp_size + self.dp_rank
+        index = (group * self.cp_size + self.cp_rank) * self.tp_size + self.tp_rank
+        ranks = max(1, self.ranks // self.nodes)
+        return index % ranks, ranks
 
     @property
     def share(self) -> tuple[int, int]:
@@ -137,7 +150,7 @@ def pool_path(path: str, layout: KVLayout, pool: str, parallel_rank: ParallelRan
     """`<path>/<model>-<fingerprint>/<pool>-<rank>.tutti`: another fingerprint, another folder."""
     slug = re.sub(r"[^A-Za-z0-9._-]+", "-", layout.model or "").strip("-.") or "model"
     folder = Path(path) / f"{slug}-{layout.fingerprint.hex()[:16]}"
-    return folder / f"{pool}-{parallel_rank.name}.tutti"
+    return folder / f"{pool}-{parallel_rank.name}{SUFFIX}"
 
 
 def identity_of(options: Mapping[str, Any], model: ServedModel, name: str = "") -> Identity:
@@ -189,6 +202,17 @@ AGENT = "unix:"
 #: For the options that HiCache does not have.
 _DEFAULTS = StoreConfig()
 
+_log = logging.getLogger(__name__)
+
+
+def uses_agent(options: Mapping[str, Any]) -> bool:
+    """Whether the pools are an agent's.  Raises ConfigError for its socket among other places."""
+    paths = options["path"]
+    sockets = [path for path in paths if path.startswith(AGENT)]
+    if sockets and len(paths) > 1:
+        raise ConfigError(f"{sockets[0]} is an agent's socket; give it alone, as the only path")
+    return bool(sockets)
+
 
 def open_store(
     layout: KVLayout,
@@ -197,32 +221,45 @@ def open_store(
     options: Mapping[str, Any],
     parallel_rank: ParallelRank,
     schedule: Schedule | None = None,
+    *,
+    is_kv: bool = True,
 ) -> tuple[Store, str]:
     """A pool of one rank, made when it is not there, and where it is.  Raises TuttiError.
 
     pool: its name in the file's.  capacity: bytes of all ranks' pools together.  schedule: when its
-    puts and loads are launched; None for at once.
+    puts and loads are launched; None for at once.  is_kv: see `rank_members`.
     """
-    where = str(options["path"])
-    if where.startswith(AGENT):
+    if uses_agent(options):
         # One pool for all ranks and replicas whose KV is the same.
         # Imported here: its messages need a package that a pool in a file does without.
         from tutti.node.client import connect
 
+        where = options["path"][0]
         capacity //= layout.world
         return connect(where, layout, capacity, executor=options["executor"]), where
-    path = pool_path(where, layout, pool, parallel_rank)
-    return _open_file(path, layout, capacity // parallel_rank.ranks, options, schedule), str(path)
+    place, ranks = parallel_rank.place_on_node
+    file = str(pool_path("", layout, pool, parallel_rank))
+    members = share(options["path"], ranks).of(place, file, is_kv=is_kv)
+    store = _open_members(members, layout, capacity // parallel_rank.ranks, options, schedule)
+    return store, ", ".join(members)
 
 
-def _open_file(
-    path: Path,
+def _open_members(
+    members: list[str],
     layout: KVLayout,
     capacity: int,
     options: Mapping[str, Any],
     schedule: Schedule | None,
 ) -> Store:
-    _make_folder(path)
+    there = [member for member in members if exists(member)]
+    if not there:
+        for member in members:
+            if not is_device(member):
+                _make_folder(Path(member))
+    lost = [member for member in members if member not in there] if there else []
+    if lost and options["degraded"]:
+        _log.warning("Tutti: without %s: what is stored there misses", ", ".join(lost))
+        members = there
     config = StoreConfig(
         verify=options["verify"],
         durability=options["durability"],
@@ -232,7 +269,14 @@ def _open_file(
         schedule=schedule,
         page_cache_share=options.get("page_cache_share", _DEFAULTS.page_cache_share),
     )
-    return open_pool(str(path), layout, capacity, executor=options["executor"], config=config)
+    return open_pool(
+        members,
+        layout,
+        capacity,
+        executor=options["executor"],
+        degraded=bool(options["degraded"]),
+        config=config,
+    )
 
 
 def _make_folder(path: Path) -> None:

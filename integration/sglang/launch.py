@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from collections.abc import Mapping, Sequence
 from importlib import metadata
 from typing import Any
 
+from tutti.errors import ConfigError
 from tutti.integration.sglang.options import HICACHE, Option, parse_options
 
 #: Versions of SGLang that the adapters were made for.
@@ -76,6 +78,26 @@ def server_arguments(
     ]
 
 
+def ranks_on_node(arguments: Sequence[str]) -> int:
+    """How many ranks each node has, by SGLang's arguments.  Raises ConfigError for wrong ones."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    for names in (
+        ("--tp-size", "--tp", "--tensor-parallel-size"),
+        ("--pp-size", "--pp", "--pipeline-parallel-size"),
+        ("--dp-size", "--dp", "--data-parallel-size"),
+        ("--nnodes",),
+    ):
+        parser.add_argument(*names, type=int, default=1)
+    parser.add_argument("--enable-dp-attention", action="store_true")
+    try:
+        found, _ = parser.parse_known_args(list(arguments))
+    except argparse.ArgumentError as error:
+        raise ConfigError(f"SGLang would refuse its arguments: {error}") from error
+    replicas = 1 if found.enable_dp_attention else found.dp_size
+    ranks = int(found.tp_size * found.pp_size * replicas)
+    return max(1, ranks // max(1, int(found.nnodes)))
+
+
 def installed_version() -> str:
     """The version of SGLang in this environment; empty without one."""
     try:
@@ -89,8 +111,6 @@ def refused_arguments(arguments: Sequence[str]) -> str:
 
     Raises ImportError where SGLang cannot be imported.
     """
-    import argparse
-
     from sglang.srt.server_args import ServerArgs
 
     class Parser(argparse.ArgumentParser):

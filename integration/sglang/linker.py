@@ -84,7 +84,7 @@ class TuttiLinker(Owned, adapter.UnifiedCacheLinker):
         self._alone = parallel_rank.ranks == parallel_rank.dp_size
         profile = None
         if options["profile"] is not None:
-            profile = served_profile(options["profile"], options["path"], group, parallel_rank)
+            profile = served_profile(options["profile"], options["path"][0], group, parallel_rank)
         self._gpu = open_gpu(group.device, options["gpu_mover"], profile, options["gpu_engine"])
         self._timeout_s = float(options["load_timeout_s"])
         self.stored_pools: dict[str, StoredPool] = {}

@@ -21,7 +21,9 @@ BOTH = (HICACHE, LINKER)
 
 @dataclass(frozen=True)
 class Option:
-    """One option: its type as `kind` ("str", "size", "int", "float", "bool"), and its meaning.
+    """One option: its type as `kind`, and its meaning.
+
+    kind: "str", "size", "int", "float", "bool", or "paths", a string or a list of them.
 
     choices: the values that are allowed.  minimum: the smallest number that is allowed.
     required: has no default.
@@ -43,9 +45,10 @@ HUGEPAGES = ("advise", "collapse", "off")
 OPTIONS: tuple[Option, ...] = (
     Option(
         "path",
-        "str",
+        "paths",
         None,
-        "folder of the pools, on the SSD; made when missing; or unix:SOCKET of the node's agent",
+        "folder of the pools, on the SSD, made when missing; or a list of folders, files and "
+        "devices, which the ranks share; or unix:SOCKET of the node's agent",
         required=True,
     ),
     Option(
@@ -61,6 +64,13 @@ OPTIONS: tuple[Option, ...] = (
         None,
         "as capacity, for each pool beside the KV (Mamba, SWA, ...); default: an eighth of it",
         modes=(HICACHE,),
+    ),
+    Option(
+        "degraded",
+        "bool",
+        False,
+        "start without members that are gone, where others of the pool are there; what they hold "
+        "misses",
     ),
     Option("verify", "str", "always", "which loads are checked against digests", choices=VERIFY),
     Option(
@@ -164,6 +174,13 @@ def _checked(option: Option, value: Any) -> Any:
         if isinstance(value, bool) or not isinstance(value, (int, str)):
             raise _wrong(option, value, 'a size such as "64GiB"')
         return parse_nbytes(value)
+    if option.kind == "paths":
+        paths = [value] if isinstance(value, str) else value
+        if not isinstance(paths, (list, tuple)) or not paths:
+            raise _wrong(option, value, "a string, or a list of strings")
+        if not all(isinstance(path, str) and path for path in paths):
+            raise _wrong(option, value, "a string, or a list of strings, none of them empty")
+        return tuple(paths)
     if option.kind == "bool":
         if not isinstance(value, bool):
             raise _wrong(option, value, "true or false")

@@ -13,18 +13,25 @@ from typing import Any
 
 from tutti.arguments import nbytes, positive
 from tutti.commands.outcome import EXIT_FAILED, EXIT_OK, Outcome
-from tutti.errors import ConfigError, Unsupported
+from tutti.errors import ConfigError, TuttiError, Unsupported
+from tutti.gio_uring.named_drive import is_drive
 from tutti.gio_uring.probe import probe_machine
+from tutti.integration.sglang.identity import AGENT
 from tutti.integration.sglang.launch import (
     IO_BACKENDS,
     PLUGIN,
     PLUGIN_GROUP,
     VERSIONS,
     installed_version,
+    ranks_on_node,
     refused_arguments,
     server_arguments,
 )
 from tutti.integration.sglang.options import HICACHE, LINKER, LINKER_OPTIONS, Option, option_table
+from tutti.integration.sglang.rank_members import Shares, share
+from tutti.medium.superblock import SUPERBLOCK_MAGIC
+from tutti.pool.places import Kind, Place, check_distinct, exists, place_of
+from tutti.pool.pool_format import is_labelled
 from tutti.terminal import table
 from tutti.units import MiB, format_nbytes
 
@@ -87,7 +94,12 @@ def add_doctor(parser: argparse.ArgumentParser) -> None:
 
 def _add_common(parser: argparse.ArgumentParser, *, path_required: bool) -> None:
     parser.add_argument(
-        "--path", required=path_required, default=".", help="folder of the pools, on the SSD"
+        "--path",
+        nargs="+",
+        required=path_required,
+        default=["."],
+        help="folder of the pools, on the SSD; or several folders, files and devices, which the"
+        " ranks share (docs/sglang.md)",
     )
     parser.add_argument("--mode", choices=(HICACHE, LINKER), default=HICACHE, help="%(default)s")
     parser.add_argument(
@@ -108,7 +120,8 @@ def _add_common(parser: argparse.ArgumentParser, *, path_required: bool) -> None
 def run_command(args: argparse.Namespace) -> Outcome:
     """Prints the launch command."""
     own = LINKER_OPTIONS if args.mode == LINKER else ()
-    options = {"path": args.path, "capacity": args.capacity}
+    path = args.path[0] if len(args.path) == 1 else args.path
+    options = {"path": path, "capacity": args.capacity}
     options.update(_options(args.option, args.mode, own))
     arguments = server_arguments(
         args.mode,
@@ -120,20 +133,55 @@ def run_command(args: argparse.Namespace) -> Outcome:
     )
     arguments += args.more
     command = ["python", "-m", "sglang.launch_server", *arguments]
+    shares = None if args.path[0].startswith(AGENT) else share(args.path, ranks_on_node(args.more))
     checked, note = _check(arguments)
-    text = shlex.join(command) if checked else f"{shlex.join(command)}\n\n# {note}"
-    return Outcome({"command": command, "checked": checked, "note": note}, text)
+    text = shlex.join(command)
+    notes = [] if checked else [note]
+    notes += [] if shares is None else _share_lines(shares)
+    if notes:
+        text += "\n\n" + "\n".join(f"# {line}" for line in notes)
+    dealt = [] if shares is None else [[p.path for p in places] for places in shares.dealt]
+    return Outcome({"command": command, "checked": checked, "note": note, "dealt": dealt}, text)
+
+
+def _share_lines(shares: Shares) -> list[str]:
+    """Which rank of a node uses which place, and which devices have to be labelled before."""
+    lines = []
+    if len(shares.folders) > 1 or (shares.folders and any(shares.dealt)):
+        what = "other pools" if any(shares.dealt) else "pools"
+        lines.append(f"every rank: a file in each of {', '.join(shares.folders)} for its {what}")
+    for rank, places in enumerate(shares.dealt):
+        if places:
+            named = ", ".join(map(_place_text, places))
+            lines.append(f"rank {rank} of a node: {named} for its KV pool")
+    devices = [p.path for places in shares.dealt for p in places if p.kind is Kind.DEVICE]
+    if devices:
+        lines.append("devices are labelled once, and erased by that, before the first start:")
+        lines.append(shlex.join(["tutti", "format", *devices, "--for-server"]))
+    return lines
+
+
+def _place_text(place: Place) -> str:
+    return place.path + ("" if place.numa_node is None else f" (NUMA node {place.numa_node})")
 
 
 def run_doctor(args: argparse.Namespace) -> Outcome:
     """Checks SGLang, the path and the machine."""
-    path = Path(args.path).absolute()
-    findings = [
-        *_sglang(args.mode, args.page_size),
-        *_place(path, args.capacity),
-        *_machine(_existing(path)),
-        *_pools(path),
-    ]
+    findings = [*_sglang(args.mode, args.page_size), *_distinct(args.path)]
+    places = [place_of(path) for path in args.path]
+    folders = [Path(p.path).absolute() for p in places if p.kind is Kind.FOLDER]
+    devices = [p for p in places if p.kind is Kind.DEVICE]
+    files = [Path(p.path).absolute() for p in places if p.kind is Kind.FILE]
+    for folder in [*folders, *(file.parent for file in files)]:
+        findings += _place(folder, args.capacity // len(args.path))
+    for file in files:
+        findings += _pool_file(file)
+    findings += _one_disk(folders)
+    for device in devices:
+        findings.append(_device(device))
+    findings += _machine(_existing(folders[0] if folders else Path(".")))
+    for folder in folders:
+        findings += _pools(folder)
     failed = any(finding.verdict == "fails" for finding in findings)
     rows = [(finding.what, finding.verdict, finding.text) for finding in findings]
     return Outcome(
@@ -231,6 +279,54 @@ def _place(path: Path, capacity: int) -> Iterator[Finding]:
         )
     else:
         yield Finding("space", "ok", f"{format_nbytes(free)} free")
+
+
+def _distinct(paths: list[str]) -> Iterator[Finding]:
+    try:
+        check_distinct(paths)
+    except TuttiError as error:
+        yield Finding("path", "fails", str(error))
+
+
+def _one_disk(folders: list[Path]) -> Iterator[Finding]:
+    """Folders on one file system, which is no faster with two of them."""
+    seen: dict[int, Path] = {}
+    for folder in folders:
+        other = seen.setdefault(os.stat(_existing(folder)).st_dev, folder)
+        if other is not folder:
+            text = f"{folder} and {other} are on one file system; name one of them"
+            yield Finding("path", "slow", text)
+
+
+def _pool_file(file: Path) -> Iterator[Finding]:
+    if not file.exists():
+        yield Finding("file", "ok", f"{file}, to be made")
+        return
+    with file.open("rb") as opened:
+        is_pool = opened.read(len(SUPERBLOCK_MAGIC)) == SUPERBLOCK_MAGIC
+    if is_pool:
+        yield Finding("file", "ok", f"{file} holds a pool")
+    else:
+        yield Finding("file", "fails", f"{file} is neither a folder nor a pool; pass another path")
+
+
+def _device(place: Place) -> Finding:
+    """Whether a device is labelled for a server, or has a pool that a server may open."""
+    if is_drive(place.path):
+        found = exists(place.path)
+        return Finding("device", "unknown" if found else "fails", f"{place.path}, see docs/vfio.md")
+    try:
+        if is_labelled(place.path):
+            return Finding("device", "ok", f"{_place_text(place)}, labelled for a server")
+        run = shlex.join(["tutti", "info", place.path])
+        return Finding(
+            "device",
+            "unknown",
+            f"{place.path} is not labelled; if `{run}` shows no"
+            " pool of this server, run `tutti format --for-server`",
+        )
+    except TuttiError as error:
+        return Finding("device", "fails", str(error))
 
 
 def _machine(folder: Path) -> Iterator[Finding]:

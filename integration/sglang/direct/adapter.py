@@ -89,6 +89,7 @@ def parallel_rank_of(params: Any, model: ServedModel, *, replicated: bool) -> Pa
         dp_rank=model.dp_rank,
         dp_size=model.dp_size,
         replicated=replicated,
+        nodes=model.nodes,
     )
 
 

@@ -13,12 +13,12 @@ from tutti.integration.sglang.direct.gpu import Gpu
 from tutti.integration.sglang.direct.kv_pools import KvPool, KvPoolGroup
 from tutti.integration.sglang.direct.stored_pool import StoredPool, split_nbytes
 from tutti.integration.sglang.identity import (
-    AGENT,
     ParallelRank,
     ServedModel,
     identity_of,
     layout_of,
     open_store,
+    uses_agent,
 )
 from tutti.integration.sglang.metrics import Metrics
 from tutti.integration.sglang.options import LINKER
@@ -48,12 +48,13 @@ def open_stored_pools(
 
     profile: by which its puts and loads are launched; None for at once.
     """
-    if gpu is not None and str(options["path"]).startswith(AGENT):
+    if gpu is not None and uses_agent(options):
         raise Unsupported(
             "pages in GPU memory are not moved through an agent; name a folder as the path, or use"
             " HiCache (TuttiHiCacheStorage) with the agent"
         )
     pools = list(group.pools.values())
+    main = group.pools.get("kv", pools[0])
     loads = split_nbytes(options["load_staging"], pools, _KV_SHARE)
     stores = split_nbytes(options["store_staging"], pools, _KV_SHARE)
     capacities = _capacities(options, pools)
@@ -69,6 +70,7 @@ def open_stored_pools(
                 options,
                 parallel_rank,
                 _schedule(profile, pool, options, stores[pool.name]),
+                is_kv=pool is main,
             )
             metrics = Metrics(
                 {"mode": LINKER, "pool": pool.name, "rank": parallel_rank.name},

@@ -1,0 +1,59 @@
+"""Which files and devices hold a rank's pools: one rule, known to every rank alike.
+
+* A folder serves all ranks: each of a rank's pools has one file in every folder.
+* A file or a device holds one pool of one rank. They hold the KV pools, and the folders the other
+  pools. In the order given, those on NUMA node 0 first, they are dealt to the ranks of the node in
+  equal shares: the first ranks get the first ones.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tutti.errors import ConfigError
+from tutti.pool.places import Kind, Place, check_distinct, place_of
+
+
+@dataclass(frozen=True)
+class Shares:
+    """folders: of every rank.  dealt: the files and devices of each rank of this node, in order."""
+
+    folders: Sequence[str]
+    dealt: Sequence[Sequence[Place]]
+
+    def of(self, rank: int, file: str, *, is_kv: bool) -> list[str]:
+        """The members of one pool of a rank of this node.
+
+        file: the pool's own path below each folder.  Raises ConfigError where it has no place.
+        """
+        if is_kv and self.dealt[rank]:
+            return [place.path for place in self.dealt[rank]]
+        if not self.folders:
+            raise ConfigError(
+                f"the pool of {os.path.basename(file)} has no place: files and devices hold the KV"
+                " pool only; add a folder to the path for the pools beside it"
+            )
+        return [os.path.join(folder, file) for folder in self.folders]
+
+
+def share(paths: Sequence[str], ranks: int) -> Shares:
+    """Deals the places of a node to its ranks.
+
+    Raises ConfigError for files and devices that cannot be dealt equally, MemberSwapped for a place
+    that is given twice.
+    """
+    places = [place_of(path) for path in paths]
+    folders = [place.path for place in places if place.kind is Kind.FOLDER]
+    single = [place for place in places if place.kind is not Kind.FOLDER]
+    check_distinct(paths)
+    if len(single) % ranks:
+        raise ConfigError(
+            f"{len(single)} files and devices for {ranks} ranks of this node, and each holds one"
+            f" pool of one rank: give {ranks} or a multiple, make partitions or namespaces, name a"
+            " folder, or use the node's agent (unix:SOCKET)"
+        )
+    single.sort(key=lambda place: -1 if place.numa_node is None else place.numa_node)
+    each = len(single) // ranks
+    return Shares(folders, [single[rank * each : (rank + 1) * each] for rank in range(ranks)])

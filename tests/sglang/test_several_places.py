@@ -1,0 +1,112 @@
+"""Both modes over several folders, files and devices, with SGLang's own pools in one process."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import host_pools as hp
+import pytest
+from linker_engine import PAGES, Rig, names, wait_for
+
+from tutti import cli
+from tutti.integration.sglang.hicache import TuttiHiCacheStorage
+from tutti.pool.pool_format import label
+from tutti.units import MiB
+
+Places = Callable[[str], list[str]]
+CHAINS = "abcdef"  # more pages in all than one group holds
+KINDS = ("folders", "files", "devices")
+
+
+@pytest.fixture
+def places(tmp_path: Path) -> Iterator[Places]:
+    """Two of a kind; devices are loop devices, labelled."""
+    devices: list[str] = []
+
+    def make(kind: str) -> list[str]:
+        if kind != "devices":
+            return [str(tmp_path / f"{n}{'.tutti' if kind == 'files' else ''}") for n in "ab"]
+        if os.geteuid() != 0:
+            pytest.skip("loop devices need root")
+        for name in "ab":
+            with (tmp_path / name).open("wb") as file:
+                file.truncate(32 * MiB)
+            words = ["losetup", "-f", "--show", str(tmp_path / name)]
+            done = subprocess.run(words, capture_output=True, text=True, timeout=30)
+            if done.returncode:
+                pytest.skip(f"no loop devices: {done.stderr.strip()}")
+            devices.append(done.stdout.strip())
+        label(devices)
+        return devices
+
+    yield make
+    for device in devices:
+        subprocess.run(["losetup", "-d", device], check=True, timeout=30)
+
+
+def check_both_are_used(members: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """Of a pool that was closed cleanly."""
+    capsys.readouterr()
+    assert cli.main(["info", *members, "--json"]) == 0
+    counts = [member["objects"] for member in json.loads(capsys.readouterr().out)["members"]]
+    assert len(counts) == 2 and min(counts) > 0
+
+
+def keys(chain: int) -> list[str]:
+    return [f"{chain:032x}{page:032x}" for page in range(hp.PAGES)]
+
+
+def members_of(paths: list[str], kind: str) -> list[str]:
+    if kind != "folders":
+        return paths
+    return [str(file) for path in paths for file in Path(path).rglob("*.tutti")]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_linker_uses_both(
+    places: Places, tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    paths = places(kind)
+    for life in range(2):
+        with Rig(tmp_path, path=paths, capacity="24MiB") as rig:
+            rig.fill(1)
+            want = rig.content(range(PAGES))
+            for chain in CHAINS:
+                if life == 0:
+                    assert rig.store(names(PAGES, chain), range(PAGES))
+            for chain in CHAINS:
+                rig.wipe()
+                wait_for(lambda rig=rig, chain=chain: rig.lookup(names(PAGES, chain)) == PAGES)
+                assert rig.restore(names(PAGES, chain), range(PAGES))
+                assert rig.content(range(PAGES)) == want
+    check_both_are_used(members_of(paths, kind), capsys)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_hicache_uses_both(
+    places: Places, tmp_path: Path, kind: str, seed: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    paths = places(kind)
+    pool = hp.mha_pool("page_first")
+    hp.fill(pool, seed)
+    everything = list(range(hp.PAGES))
+    want = [hp.page_bytes(pool, page) for page in everything]
+    for life in range(2):
+        storage = TuttiHiCacheStorage(hp.config(tmp_path, options={"path": paths}), {})
+        storage.register_mem_pool_host(pool)
+        try:
+            if life == 0:
+                for chain in range(16):
+                    assert all(storage.batch_set_v1(keys(chain), hp.indices(pool, everything)))
+            for chain in range(16):
+                hp.wipe(pool)
+                assert storage.batch_exists(keys(chain)) == hp.PAGES
+                assert all(storage.batch_get_v1(keys(chain), hp.indices(pool, everything)))
+                assert [hp.page_bytes(pool, page) for page in everything] == want
+        finally:
+            storage.close()
+    check_both_are_used(members_of(paths, kind), capsys)
