@@ -13,7 +13,13 @@ from typing import Any
 
 from tutti.arguments import above_zero, natural, positive
 from tutti.bench.environment import describe
-from tutti.bench.pool_file import add_pool_arguments, medium_facts, pool_paths, temporary_pool
+from tutti.bench.pool_file import (
+    add_pool_arguments,
+    medium_facts,
+    medium_of,
+    pool_paths,
+    temporary_pool,
+)
 from tutti.bench.shape import Shape, parse_shape
 from tutti.bench.workload import Limit, Workload
 from tutti.errors import ConfigError
@@ -77,6 +83,7 @@ def run(args: argparse.Namespace, progress: ProgressFactory) -> dict[str, Any]:
             config=config,
             executor=args.executor,
             prewrite=args.prewrite,
+            force=args.force,
             progress=progress,
         ) as store:
             medium = medium_facts(store)
@@ -91,7 +98,7 @@ def run(args: argparse.Namespace, progress: ProgressFactory) -> dict[str, Any]:
         "durability": args.durability,
         "capacity_nbytes": parse_nbytes(args.capacity),
         **medium,
-        "machine": describe(args.dir),
+        "machine": describe(medium_of(args)),
     }
 
 

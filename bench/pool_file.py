@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,8 @@ from tutti import store as object_store
 from tutti.errors import ConfigError, PoolExists
 from tutti.gio_uring.controller_file import FileController
 from tutti.medium.layout import KVLayout
+from tutti.pool.places import is_device
+from tutti.pool.pool_format import make_blank
 from tutti.store import ObjectStore
 from tutti.terminal import ProgressFactory
 from tutti.transfers.core import StoreConfig
@@ -22,12 +24,23 @@ def add_pool_arguments(parser: argparse.ArgumentParser) -> None:
     """Where the pools of a benchmark lie, and how they are opened."""
     where = parser.add_mutually_exclusive_group()
     where.add_argument(
-        "--dir", default=".", help="directory for the pool's file (default: %(default)s)"
+        "--dir",
+        nargs="+",
+        default=["."],
+        help="directories for the pool's files, one in each (default: the current one)",
     )
     where.add_argument(
         "--path",
         nargs="+",
-        help="files of the pool, one a member, which must not exist; they are removed at the end",
+        help="members of the pool: files that do not exist and are removed at the end, or blank"
+        " devices and drives, which are blank again at the end",
+    )
+    parser.add_argument(
+        "--force",
+        action="append",
+        default=[],
+        metavar="SERIAL",
+        help="overwrite the drive with this serial number; once per drive",
     )
     parser.add_argument(
         "--verify",
@@ -59,9 +72,17 @@ def pool_paths(args: argparse.Namespace, name: str) -> list[str]:
     """The members of a pool called `name`.  Raises ConfigError for a directory that is none."""
     if args.path:
         return list(args.path)
-    if not os.path.isdir(args.dir):
-        raise ConfigError(f"{args.dir} is no directory; make it, or name another with --dir")
-    return [str(Path(args.dir) / f"{name}.tutti")]
+    folders = [args.dir] if isinstance(args.dir, str) else args.dir
+    for folder in folders:
+        if not os.path.isdir(folder):
+            raise ConfigError(f"{folder} is not a directory; make it, or name another with --dir")
+    return [str(Path(folder) / f"{name}.tutti") for folder in folders]
+
+
+def medium_of(args: argparse.Namespace) -> str:
+    """The first place that the pool's members were given: a directory, or a device."""
+    first = str((args.path or args.dir)[0])
+    return os.path.dirname(os.path.abspath(first)) if args.path and not is_device(first) else first
 
 
 @contextmanager
@@ -74,30 +95,38 @@ def temporary_pool(
     executor: str = "auto",
     prewrite: bool = False,
     progress: ProgressFactory | None = None,
+    force: Sequence[str] = (),
 ) -> Iterator[ObjectStore]:
-    """Formats a pool, opens it, and removes its files at the end.
+    """Formats a pool, opens it, and at the end removes its files or erases its devices.
 
+    force: serial numbers of drives that may be overwritten.
     Raises PoolExists where a file is in the way, and what formatting and opening raise.
     """
-    for path in paths:
+    files = [path for path in paths if not is_device(path)]
+    for path in files:
         if os.path.exists(path):
             raise PoolExists(f"{path} exists; a benchmark overwrites nothing: move it away")
     try:
-        _format(paths, layout, capacity_nbytes, prewrite, progress)
-        with object_store.open(paths, layout, config=config, executor=executor) as store:
-            yield store
+        _format(paths, layout, capacity_nbytes, prewrite, progress, list(force))
+        try:
+            with object_store.open(paths, layout, config=config, executor=executor) as store:
+                yield store
+        finally:
+            if len(files) < len(paths):
+                make_blank([path for path in paths if path not in files])
     finally:
-        for path in paths:
+        for path in files:
             Path(path).unlink(missing_ok=True)
 
 
 def medium_facts(store: ObjectStore) -> dict[str, Any]:
-    """How the pool's files are accessed, for JSON."""
-    controller = store.controller
+    """How the pool's members are accessed, for JSON."""
+    controller, members = store.controller, store.members.count
     if not isinstance(controller, FileController):
-        return {"controller": type(controller).__name__}
+        return {"controller": type(controller).__name__, "members": members}
     facts: dict[str, Any] = {
         "controller": "file",
+        "members": members,
         "executor": controller.executor_name,
         "direct_io": controller.direct,
     }
@@ -112,9 +141,10 @@ def _format(
     capacity_nbytes: int,
     prewrite: bool,
     progress: ProgressFactory | None,
+    force: list[str],
 ) -> None:
     if not prewrite or progress is None:
-        object_store.format(paths, layout, capacity_nbytes, prewrite=prewrite)
+        object_store.format(paths, layout, capacity_nbytes, prewrite=prewrite, force=force)
         return
     with progress("writing the pool once, MiB", capacity_nbytes >> 20) as bar:
         shown = 0
@@ -126,4 +156,6 @@ def _format(
             bar.advance((done >> 20) - shown)
             shown = done >> 20
 
-        object_store.format(paths, layout, capacity_nbytes, prewrite=True, progress=advance)
+        object_store.format(
+            paths, layout, capacity_nbytes, prewrite=True, progress=advance, force=force
+        )

@@ -19,7 +19,13 @@ from tutti.arrays import Keys
 from tutti.bench import belady
 from tutti.bench.environment import describe
 from tutti.bench.meter import Meter
-from tutti.bench.pool_file import add_pool_arguments, medium_facts, pool_paths, temporary_pool
+from tutti.bench.pool_file import (
+    add_pool_arguments,
+    medium_facts,
+    medium_of,
+    pool_paths,
+    temporary_pool,
+)
 from tutti.bench.shape import parse_shape
 from tutti.bench.stamps import Stamps
 from tutti.bench.traces import (
@@ -99,7 +105,7 @@ def run(args: argparse.Namespace, progress: ProgressFactory) -> dict[str, Any]:
         "durability": args.durability,
         "runs": runs,
         "wrong": sum(run["wrong"] for run in runs),
-        "machine": describe(args.dir),
+        "machine": describe(medium_of(args)),
     }
 
 
@@ -255,6 +261,7 @@ def _replay(
         config=config,
         executor=args.executor,
         prewrite=args.prewrite,
+        force=args.force,
         progress=progress,
     ) as store:
         hugepages = args.memory_pages == "huge"

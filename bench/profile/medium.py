@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-import os
+from collections.abc import Sequence
+from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import numpy as np
 
@@ -20,37 +22,50 @@ from tutti.gio_uring.iocb import flat_memory
 from tutti.gio_uring.memory import HostBuffer
 from tutti.gio_uring.nvme_spec import OPCODE_READ, OPCODE_WRITE
 from tutti.gio_uring.ring import status_error
+from tutti.pool.member_controller import open_controller
+from tutti.pool.places import is_device
+from tutti.pool.pool_format import label, make_blank, member_names
 from tutti.units import MiB, format_nbytes
 
 _GROUP_NBYTES = 2 * MiB  # slices of a run lie together, as one layer of a pool's group does
 _TIMEOUT_S = 120.0
-_LBA_NBYTES = 4096
 
 
 class Medium:
-    """A file made for measuring, written once and removed at the end; a context manager.
+    """Members made for measuring, written once and removed at the end; a context manager.
 
-    nbytes: of the file, at least twice the largest transfer.  Reads and writes have the priorities
-    that loads and puts of a store have.  Raises what files raise.
+    paths: new files, or blank devices or drives, over which groups rotate as in a pool.  nbytes: of
+    all of them, at least twice the largest transfer.  Reads and writes have the priorities that
+    loads and puts of a store have.  Raises what files and devices raise.
     """
 
-    def __init__(self, path: str, nbytes: int, largest_nbytes: int) -> None:
+    def __init__(
+        self, paths: Sequence[str], nbytes: int, largest_nbytes: int, force: Sequence[str] = ()
+    ) -> None:
         if nbytes < 2 * largest_nbytes:
             raise ConfigError(
                 f"a file of {format_nbytes(nbytes)} is too small for transfers of"
                 f" {format_nbytes(largest_nbytes)} that do not repeat; make it larger"
             )
-        self._path = path
+        self._paths = member_names(paths)
+        self._files = [path for path in self._paths if not is_device(path)]
         self._rng = np.random.default_rng(1)
-        allocate_file(path, nbytes, prewrite=True)
+        if len(self._files) < len(self._paths):
+            label(self._paths, force=list(force))  # refuses what is not blank
         try:
+            for path in self._files:
+                groups = -(-nbytes // _GROUP_NBYTES // len(self._paths))
+                allocate_file(path, groups * _GROUP_NBYTES, prewrite=True)
             self._open(nbytes, largest_nbytes)
         except BaseException:  # Ctrl-C as well
-            os.unlink(path)
+            self._remove()
             raise
 
     def _open(self, nbytes: int, largest_nbytes: int) -> None:
-        self._controller = FileController([self._path], lba_nbytes=_LBA_NBYTES)
+        self._controller = open_controller(self._paths)
+        self._lba_nbytes = self._controller.info.lba_nbytes
+        own_nbytes = min(self._controller.info.namespace_nlb) * self._lba_nbytes
+        nbytes = min(nbytes, own_nbytes * len(self._paths))
         self._groups = nbytes // _GROUP_NBYTES
         self._engine = Engine(self._controller)
         self._buffers = [HostBuffer(largest_nbytes) for _ in range(2)]
@@ -58,11 +73,13 @@ class Medium:
         for buffer in self._buffers:
             buffer.array[:] = np.resize(noise, buffer.array.size)
         self._regions = [self._controller.register(buffer) for buffer in self._buffers]
-        self.facts = {
-            "executor": self._controller.executor_name,
-            "direct_io": self._controller.direct,
+        self.facts: dict[str, Any] = {
+            "members": len(self._paths),
             "memory": str(self._buffers[0].backing),
         }
+        if isinstance(self._controller, FileController):
+            self.facts["executor"] = self._controller.executor_name
+            self.facts["direct_io"] = self._controller.direct
 
     def time_us(self, direction: str, nbytes: int, slice_nbytes: int) -> list[float]:
         """Microseconds of one read or one write, or of a read and a write at once."""
@@ -83,11 +100,12 @@ class Medium:
         groups = self._rng.permutation(span)[:runs] * step + which * (self._groups // 2)
         counts = np.full(runs, per_group)
         counts[-1] = slices - per_group * (runs - 1)
+        members = len(self._paths)
         extents = Extents(
-            groups.astype(np.uint64) * np.uint64(_GROUP_NBYTES // _LBA_NBYTES),
-            np.ones(runs, np.uint32),
+            (groups // members).astype(np.uint64) * np.uint64(_GROUP_NBYTES // self._lba_nbytes),
+            (1 + groups % members).astype(np.uint32),
             counts,
-            slice_nbytes // _LBA_NBYTES,
+            slice_nbytes // self._lba_nbytes,
         )
         buffer = self._buffers[which]
         memory = flat_memory(buffer.address, slice_nbytes, slices, buffer)
@@ -111,14 +129,20 @@ class Medium:
         return float(report.done_ns - report.submitted_ns) / 1e3
 
     def close(self) -> None:
-        """Removes the file."""
+        """Removes the files, and makes devices blank again."""
         try:
             self._engine.close()
             for region in self._regions:
                 region.close()
             self._controller.close()
         finally:
-            os.unlink(self._path)
+            self._remove()
+
+    def _remove(self) -> None:
+        for path in self._files:
+            Path(path).unlink(missing_ok=True)
+        if len(self._files) < len(self._paths):
+            make_blank(self._paths)
 
     def __enter__(self) -> Medium:
         return self

@@ -18,6 +18,7 @@ from tutti.bench.profile.medium import Medium
 from tutti.bench.profile.plot import plot_profile
 from tutti.bench.statistics import median
 from tutti.errors import ConfigError
+from tutti.pool.places import is_device
 from tutti.scheduler.green_context import choose_partition
 from tutti.scheduler.profile import KIND, SCHEMA, TableProfile, estimated_compute, estimated_movers
 from tutti.scheduler.roofline import DENSE_MODELS, GPUS, GpuRoofline, ModelShape
@@ -33,8 +34,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of `tutti profile`."""
     parser.add_argument(
         "--medium",
-        default=".",
-        help="a directory on it, or a new file; what is written is removed (%(default)s)",
+        nargs="+",
+        default=["."],
+        help="a directory on it, a new file, or a blank device, or several of them; what is written"
+        " is removed (default: the current directory)",
+    )
+    parser.add_argument(
+        "--force", action="append", default=[], metavar="SERIAL", help="overwrite this drive"
     )
     parser.add_argument("--out", default="profile.json", help="the profile (%(default)s)")
     parser.add_argument("--model", choices=sorted(DENSE_MODELS), default="llama-3.1-8b")
@@ -66,7 +72,8 @@ def run(args: argparse.Namespace, progress: ProgressFactory) -> dict[str, Any]:
     """
     sizes, slices = _grid(args)
     model, gpu = DENSE_MODELS[args.model], GPUS[args.gpu]
-    path, directory = _medium_path(args.medium)
+    found = [_medium_path(medium, i) for i, medium in enumerate(args.medium)]
+    paths, directory = [path for path, _ in found], found[0][1]
     if not Path(args.out).absolute().parent.is_dir():
         raise ConfigError(f"the folder of {args.out} does not exist; make it, or name another")
     if Path(args.out).is_dir():
@@ -82,7 +89,7 @@ def run(args: argparse.Namespace, progress: ProgressFactory) -> dict[str, Any]:
         },
         fresh=args.fresh,
     )
-    io = _measure_io(path, sizes, slices, args, points, progress)
+    io = _measure_io(paths, sizes, slices, args, points, progress)
     document = {
         "benchmark": "profile",
         "kind": KIND,
@@ -171,7 +178,7 @@ class Points:
 
 
 def _measure_io(
-    path: str,
+    paths: list[str],
     sizes: list[int],
     slices: list[int],
     args: argparse.Namespace,
@@ -183,7 +190,7 @@ def _measure_io(
     facts: dict[str, Any] = {}
     if wanted:
         with (
-            Medium(path, parse_nbytes(args.file_size), max(sizes)) as medium,
+            Medium(paths, parse_nbytes(args.file_size), max(sizes), args.force) as medium,
             progress("profile of the medium", len(wanted)) as bar,
         ):
             facts = medium.facts
@@ -222,10 +229,12 @@ def _grid(args: argparse.Namespace) -> tuple[list[int], list[int]]:
     return sizes, slices
 
 
-def _medium_path(medium: str) -> tuple[str, str]:
-    """The file to make, and its directory."""
+def _medium_path(medium: str, place: int) -> tuple[str, str]:
+    """The file to make, and its directory; a device is both."""
+    if is_device(medium):
+        return medium, medium
     if os.path.isdir(medium):
-        return str(Path(medium) / f"profile-{os.getpid()}.tutti"), medium
+        return str(Path(medium) / f"profile-{os.getpid()}-{place}.tutti"), medium
     if os.path.lexists(medium):
         raise ConfigError(
             f"{medium} exists, and measuring overwrites; name a directory or new file"

@@ -80,7 +80,7 @@ def test_an_interrupted_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert not (tmp_path / "p.json.partial").exists()
 
 
-@pytest.mark.parametrize("part", ["FileController", "HostBuffer"])
+@pytest.mark.parametrize("part", ["open_controller", "HostBuffer"])
 def test_an_interrupted_start_leaves_no_file(
     part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -139,7 +139,7 @@ def test_a_file_that_is_there_stays_as_it_is(tmp_path: Path) -> None:
 
 
 def test_reads_and_writes_at_once_touch_different_halves(tmp_path: Path) -> None:
-    with Medium(str(tmp_path / "m"), 8 * MiB, 2 * MiB) as medium:
+    with Medium([str(tmp_path / "m")], 8 * MiB, 2 * MiB) as medium:
         before = (tmp_path / "m").read_bytes()
         assert len(medium.time_us("both", 2 * MiB, 64 * KiB)) == 2
         after = (tmp_path / "m").read_bytes()

@@ -143,5 +143,5 @@ def test_unacceptable_arguments(tmp_path: Path) -> None:
     for bad in (("--page-size", "500"), ("--shape", "none")):
         with pytest.raises(ConfigError):
             replay.run(arguments("--requests", "2", *bad, *place), progress)
-    with pytest.raises(ConfigError, match="no directory"):
+    with pytest.raises(ConfigError, match="not a directory"):
         replay.run(arguments("--requests", "2", "--dir", str(tmp_path / "absent")), progress)

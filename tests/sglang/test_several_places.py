@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-import os
-import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import host_pools as hp
 import pytest
 from linker_engine import PAGES, Rig, names, wait_for
+from loop_devices import loop_devices
 
 from tutti import cli
 from tutti.integration.sglang.hicache import TuttiHiCacheStorage
 from tutti.pool.pool_format import label
-from tutti.units import MiB
 
 Places = Callable[[str], list[str]]
 CHAINS = "abcdef"  # more pages in all than one group holds
@@ -25,27 +24,17 @@ KINDS = ("folders", "files", "devices")
 @pytest.fixture
 def places(tmp_path: Path) -> Iterator[Places]:
     """Two of a kind; devices are loop devices, labelled."""
-    devices: list[str] = []
+    with contextlib.ExitStack() as stack:
 
-    def make(kind: str) -> list[str]:
-        if kind != "devices":
-            return [str(tmp_path / f"{n}{'.tutti' if kind == 'files' else ''}") for n in "ab"]
-        if os.geteuid() != 0:
-            pytest.skip("loop devices need root")
-        for name in "ab":
-            with (tmp_path / name).open("wb") as file:
-                file.truncate(32 * MiB)
-            words = ["losetup", "-f", "--show", str(tmp_path / name)]
-            done = subprocess.run(words, capture_output=True, text=True, timeout=30)
-            if done.returncode:
-                pytest.skip(f"no loop devices: {done.stderr.strip()}")
-            devices.append(done.stdout.strip())
-        label(devices)
-        return devices
+        def make(kind: str) -> list[str]:
+            if kind != "devices":
+                return [str(tmp_path / f"{n}{'.tutti' if kind == 'files' else ''}") for n in "ab"]
+            loop = stack.enter_context(loop_devices(tmp_path))
+            devices = [loop(), loop()]
+            label(devices)
+            return devices
 
-    yield make
-    for device in devices:
-        subprocess.run(["losetup", "-d", device], check=True, timeout=30)
+        yield make
 
 
 def check_both_are_used(members: list[str], capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 from crash.objects import as_rows, content_of
+from loop_devices import Loop, loop_devices
 
 import tutti
 from store.pools import LAYOUT
@@ -35,30 +36,11 @@ from tutti.units import MiB
 CAPACITY = 24 * MiB
 KEYS = [bytes([i]) * 16 for i in range(8)]
 
-Loop = Callable[..., str]
-
 
 @pytest.fixture
 def loop(tmp_path: Path) -> Iterator[Loop]:
-    """Makes loop devices over files of zeros."""
-    if os.geteuid() != 0:
-        pytest.skip("loop devices need root")
-    made: list[str] = []
-
-    def make(nbytes: int = 32 * MiB, block_nbytes: int = 512) -> str:
-        image = tmp_path / f"image{len(made)}"
-        with image.open("wb") as file:
-            file.truncate(nbytes)
-        words = ["losetup", "-f", "--show", f"-b{block_nbytes}", str(image)]
-        done = subprocess.run(words, capture_output=True, text=True, timeout=30)
-        if done.returncode:
-            pytest.skip(f"no loop devices: {done.stderr.strip()}")
-        made.append(done.stdout.strip())
-        return made[-1]
-
-    yield make
-    for device in made:
-        subprocess.run(["losetup", "-d", device], check=True, timeout=30)
+    with loop_devices(tmp_path) as make:
+        yield make
 
 
 def store_all(store: ObjectStore) -> None:

@@ -149,6 +149,16 @@ def label(paths: Paths, *, force: Force = False) -> None:
         io.flush(range(1, len(names) + 1))
 
 
+def make_blank(names: Sequence[str]) -> None:
+    """Erases both ends of devices or drives, so that they count as blank again.
+
+    Raises what opening them raises.
+    """
+    with open_controller(names) as controller, opened_io(controller) as (_, io):
+        for nsid in range(1, len(names) + 1):
+            erase(controller, io, nsid)
+
+
 def erase(controller: NativeController, io: BlockIo, nsid: int) -> None:
     """Zeros at both ends of a namespace: it counts as blank afterwards."""
     nbytes = controller.info.namespace_nlb[nsid - 1] * controller.info.lba_nbytes

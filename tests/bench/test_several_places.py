@@ -1,0 +1,83 @@
+"""Benchmarks over several members: folders, and loop devices that are blank again afterwards."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from loop_devices import Loop, loop_devices
+
+from tutti import cli
+from tutti.gio_uring.drives.device_content import contents
+from tutti.units import MiB
+
+SMALL = {
+    "bandwidth": "bench bandwidth --shapes 2x16KiB --seconds 0.05 --capacity 24MiB --batch 1MiB"
+    " --memory 8MiB",
+    "replay": "replay --requests 20 --capacity 24MiB --shape 1x32KiB --pages 64 --page-size 512",
+    "profile": "profile --sizes 1MiB --slices 64KiB --repeats 1 --file-size 8MiB",
+}
+
+
+@pytest.fixture
+def devices(tmp_path: Path) -> Iterator[list[str]]:
+    with loop_devices(tmp_path) as make:
+        yield two(make)
+
+
+def two(make: Loop) -> list[str]:
+    return [make(), make()]
+
+
+def run(capsys: pytest.CaptureFixture[str], words: list[str]) -> dict[str, object]:
+    capsys.readouterr()
+    assert cli.main([*words, "--json"]) == 0
+    found: dict[str, object] = json.loads(capsys.readouterr().out)
+    return found
+
+
+def members(result: dict[str, object]) -> object:
+    facts = result.get("medium") or (result.get("runs") or [result])[0]  # type: ignore[index]
+    return facts["members"]  # type: ignore[index]
+
+
+def words_of(command: str, where: list[str], tmp_path: Path) -> list[str]:
+    option = "--medium" if command == "profile" else "--path" if "/dev" in where[0] else "--dir"
+    words = [*SMALL[command].split(), option, *where]
+    return [*words, "--out", str(tmp_path / "out.json")] if command == "profile" else words
+
+
+@pytest.mark.parametrize("command", ["bandwidth", "replay"])
+def test_two_folders(command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folders = [tmp_path / "a", tmp_path / "b"]
+    for folder in folders:
+        folder.mkdir()
+    assert members(run(capsys, words_of(command, list(map(str, folders)), tmp_path))) == 2
+    assert not any(any(folder.iterdir()) for folder in folders)
+
+
+@pytest.mark.parametrize("command", SMALL)
+def test_two_devices(
+    command: str, devices: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = words_of(command, devices, tmp_path)
+    for _ in range(2):
+        assert members(run(capsys, words)) == 2
+    for device in devices:
+        raw = Path(device).read_bytes()
+        assert not contents(lambda offset, nbytes, raw=raw: raw[offset : offset + nbytes], len(raw))
+
+
+@pytest.mark.parametrize("command", SMALL)
+def test_a_device_that_holds_anything(
+    command: str, devices: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with Path(devices[1]).open("r+b") as file:
+        file.write(b"XFSB")
+    before = Path(devices[1]).read_bytes()
+    assert cli.main(words_of(command, devices, tmp_path)) == 3
+    assert "XFS" in capsys.readouterr().err
+    assert Path(devices[1]).read_bytes() == before
+    assert len(before) == 32 * MiB
