@@ -149,7 +149,7 @@ class Machine:
         """
         with ExitStack() as stack:
             medium = controller or stack.enter_context(zero_copy())
-            engine = Engine(medium, depth=256, inflight_max=64)
+            engine = Engine(medium)
             try:
                 gpu = HostEngine(
                     self.driver,

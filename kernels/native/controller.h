@@ -97,6 +97,9 @@ class Controller {
     (void)deadline_ns;
   }
 
+  // The clock that a drive's speed is measured by: CLOCK_MONOTONIC, or a virtual one.
+  virtual u64 clock_ns(u64 monotonic_ns) { return monotonic_ns; }
+
   // One namespace's size in LBAs; 0 for a namespace that does not exist.
   u64 namespace_nlb(u32 nsid) const {
     return nsid >= 1 && nsid <= namespace_nlb_.size() ? namespace_nlb_[nsid - 1] : 0;

@@ -134,6 +134,9 @@ class MemoryController final : public Controller {
   u32 service(u64 timeout_ns) override;
   void wake() override;
   int reset(u64 timeout_ns) override;
+  u64 clock_ns(u64 monotonic_ns) override {
+    return config_.mode == kModeVirtual ? now_ns() : monotonic_ns;
+  }
 
   // All of these may be called by any thread at any time.
   u8* medium(u32 nsid) const;

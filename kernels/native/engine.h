@@ -1,10 +1,15 @@
-// The host engine: one native thread that turns I/O control blocks into NVMe commands, rings,
-// drives the controller inline and reports readiness layer by layer.
+// The host engine: turns I/O control blocks into NVMe commands, drives the controller inline and
+// reports readiness layer by layer.
+//
+// Each drive has a lane: a native thread with a queue pair and a window of its own.  A job is
+// shared by the lanes whose drives have a part of it.  Digests are the work of a small pool of
+// threads, or of the lane itself when none of them is free.
 #pragma once
 
 #include <atomic>
 #include <condition_variable>
 #include <cstdint>
+#include <list>
 #include <memory>
 #include <mutex>
 #include <thread>
@@ -13,30 +18,34 @@
 #include "controller.h"
 #include "gio_uring/iocb.h"
 #include "gio_uring/layer_words.h"
-#include "job_list.h"
 
 namespace gio {
 
 // 0: records and metadata, small, and others wait for them; 1: loads; 2: stores.
-constexpr u32 kPriorities = 3;
+enum Priority : u32 { kRecords = 0, kLoads = 1, kStores = 2, kPriorities = 3 };
 
 enum DigestMode : u32 { kDigestNone = 0, kDigestCompute = 1, kDigestCompare = 2 };
 
-// Plain data, mirrored by tutti/gio_uring/engine.py.  The arrays stay valid and unmoved until
-// the job is released.
+constexpr u64 kNeverDue = ~u64{0};
+
+// Plain data, mirrored by tutti/gio_uring/engine.py, as are all structs up to Completed.  The
+// arrays stay valid and unmoved until the job is released.
 struct JobConfig {
   Iocb iocb;
   u64 digests;      // u64[n_pages][n_layers], written (compute) or read (compare); or 0
   u64 page_status;  // u32[n_pages], zeroed by the caller; the first error of a page stays; or 0
   u64 tag;          // returned by gio_engine_next
   u64 timeout_ns;   // how long one command may be outstanding
-  u32 priority;     // lower ones are issued first
+  u32 priority;     // Priority; lower ones are issued first
   u32 digest;       // DigestMode
   u32 gated;        // compare only: digests are not read before gio_job_open_gate
   u32 window;       // with words: layer l is issued once `moved` + window > l
   u64 words;        // LayerWords for a mover, zeroed by the caller; or 0
+  u64 layer_ns;     // u64[n_layers], when each layer became ready, by the controller's clock; or 0
+  u64 due_ns;  // loads: when layer 0 is needed, same clock; 0 = now, kNeverDue = not waited for
+  u64 interval_ns;  // from one layer to the next; 0 = as fast as the drive delivers
 };
-static_assert(sizeof(JobConfig) == 176, "layout shared with Python");
+static_assert(sizeof(JobConfig) == 200, "layout shared with Python");
 
 struct JobReport {
   u64 submitted_ns;  // CLOCK_MONOTONIC
@@ -47,15 +56,49 @@ struct JobReport {
   u32 status;    // first error, or 0
 };
 
+struct LaneConfig {
+  u64 controller;  // Controller*
+  u64 queue_pair;  // QueuePair*
+  u64 lists;       // one descriptor list of list_nbytes for each CID
+};
+
+struct Route {
+  u32 lane;
+  u32 nsid;  // of the lane's controller
+};
+
+struct EngineConfig {
+  u64 lanes;   // LaneConfig[n_lanes]
+  u64 routes;  // Route[n_routes], of namespace i + 1
+  u32 n_lanes;
+  u32 n_routes;
+  u32 list_nbytes;
+  u32 digest_workers;
+  u64 window_nbytes;  // of each lane; 0 = found while it runs
+};
+static_assert(sizeof(EngineConfig) == 40, "layout shared with Python");
+
+// Totals since the engine started.
 struct EngineStats {
   u64 commands;
   u64 bytes_read;
   u64 bytes_written;
   u64 jobs;
   u64 timeouts;
-  u64 thread_cpu_ns;
+  u64 thread_cpu_ns;  // of all lanes and digest workers
   u64 digest_ns;
+  u64 digests_offloaded;  // commands whose digests were a worker's
 };
+
+// What a lane has found out about its drive; index 0 is for reads, 1 for writes.
+struct WindowStats {
+  u64 window_nbytes[2];  // in use now
+  u64 rate[2];           // bytes per second of the last sample with a full window; 0 = none yet
+  u64 latency_ns[2];     // of commands, smoothed
+  u64 samples[2];
+  u64 inflight_nbytes;
+};
+static_assert(sizeof(WindowStats) == 72, "layout shared with Python");
 
 struct Completed {
   u32 layer;
@@ -63,42 +106,46 @@ struct Completed {
   u32 status;
 };
 
-// Everything that the engine's thread needs for a job is allocated here: the thread never asks for
-// memory, so that nothing can end it.
+// Everything that the lanes and workers need for a job is allocated by its submitter: these threads
+// never ask for memory, so that nothing can end them.
 struct Job {
   explicit Job(const JobConfig& c);
 
   const JobConfig config;
   const Run* const runs;
   const u32 n_layers;
-  bool whole_slices;                // no run splits a slice
-  std::vector<u32> layer_left;      // commands not yet finished, by layer
-  std::vector<u32> slice_left;      // blocks not yet moved, [layer][page]; empty if whole_slices
-  std::vector<Completed> deferred;  // finished, but the gate is closed
-  u64 next_command = 0;             // layer-major
-  u64 n_commands;
-  u32 outstanding = 0;
-  u64 blocked_ns = 0;   // since when the mover is behind
-  bool queued = false;  // was handed to waiters of gio_engine_next
+  const bool has_pages;                            // reads and writes
+  bool whole_slices;                               // no run splits a slice
+  std::unique_ptr<std::atomic<u32>[]> layer_left;  // commands not yet finished, by layer
+  std::vector<u32> slice_left;  // blocks not yet moved, [layer][page]; empty if whole_slices
+  const u64 submitted_ns;
+  std::mutex mutex;       // of the step from one watermark to the next, and of the end
+  std::atomic<u32> refs;  // its submitter, the lanes at work on it, digests under way
   std::atomic<bool> gate;
   std::atomic<bool> cancel{false};
-
   std::atomic<u32> layers_ready{0};
   std::atomic<u32> status{0};
   std::atomic<bool> done{false};
   std::atomic<bool> released{false};
-  u64 submitted_ns;
   std::atomic<u64> done_ns{0};
+  std::list<u64> place;  // its tag, for Engine::released_
+};
 
-  JobLink place;  // incoming, ready, blocked or released
-  JobLink gated;
+class Lane;
+struct Part;
+
+// Slices [first, end) of one command that ended, to be hashed.
+struct DigestTask {
+  Job* job;
+  u32 layer;
+  u32 first;
+  u32 end;
 };
 
 class Engine {
  public:
-  // `ring_memory` is the queue pair's and `lists` one descriptor list of `list_nbytes` per CID;
-  // both stay the caller's and outlive the engine.  The controller was claimed for it.
-  Engine(Controller* controller, QueuePair* qp, u64 lists, u32 list_nbytes, u32 inflight_max);
+  // The lanes' memory stays the caller's and outlives the engine; the controllers were claimed.
+  explicit Engine(const EngineConfig& config);
   ~Engine();
 
   // 0 and a job that was taken over, or -ESHUTDOWN after stop().
@@ -109,84 +156,74 @@ class Engine {
   void open_gate(Job* job);
   void cancel(Job* job);
   // The next released job in order of release: its tag; 0 after the timeout; all ones once the
-  // thread has ended and every job was reported.
+  // threads have ended and every job was reported.
   u64 next_released(u64 timeout_ns);
-  // Asks the thread to reset the controller; 0 when nothing is outstanding any more.
+  // Asks the lanes to reset their controllers; 0 when nothing is outstanding any more.
   int reset(u64 timeout_ns);
-  // Ends the thread.  Commands still outstanding after the deadline are reset away; -EBUSY when
+  // Ends the threads.  Commands still outstanding after the deadline are reset away; -EBUSY when
   // even that failed and the memory must not be freed.
   int stop(u64 timeout_ns);
   EngineStats stats() const;
+  bool window_stats(u32 lane, WindowStats* out) const;
 
  private:
-  struct Command {
-    Job* job = nullptr;
-    u32 layer = 0;
-    u32 run = 0;
-    u64 deadline_ns = 0;
-    bool timed_out = false;
-  };
+  friend class Lane;
 
-  void loop();
-  void accept();
-  Job* next_incoming();
-  bool issue(u64 now);
-  bool issue_one(Job* job, u64 now);
-  Job* next_job();
-  void reap();
-  void check_deadlines(u64 now);
-  void finish(Job* job, const Completed& completed);
-  void digest_slices(Job* job, const Completed& completed);
-  void digest_slice(Job* job, u32 layer, u32 page_index);
-  void mark_pages(Job* job, const Run& run, u32 status);
-  void advance(Job* job);
-  bool may_issue(const Job* job) const;
-  void run_blocked(u64 now);
-  void tell_layers(Job* job, u32 from, u32 to);
+  // What lanes and workers share: any of their threads.
+  void digest(const DigestTask& task);
+  bool offer(const DigestTask& task);  // false: no worker is free
+  void layer_command_ended(Job* job, u32 layer);
+  void mark_pages(Job* job, u32 first, u32 end, u32 status);
   void abandon(Job* job, u32 status);
-  void maybe_release(Job* job);
-  void run_gates();
-  void notify();
+  void drop(Job* job);
+  void lane_ended();
+  u32 local_nsid(u32 nsid) const {
+    return nsid - 1 < routes_.size() ? routes_[nsid - 1].nsid : nsid;
+  }
 
-  Controller* controller_;
-  QueuePair* qp_;
-  u64 lists_;
-  u32 list_nbytes_;
-  u32 inflight_max_;
-  u32 inflight_ = 0;
-  u32 inflight_late_ = 0;  // of the last priority
-  u64 next_check_ns_ = 0;
-  std::vector<Command> commands_;  // by CID
-  std::vector<u32> active_;        // CIDs in flight
-  std::vector<std::pair<Job*, Completed>> finished_;
-  std::vector<std::pair<Job*, Completed>> finishing_;  // of this turn
-  JobList<&Job::gated> gated_;
-  JobList<&Job::place> blocked_;  // have commands to issue, once their mover allows
-  u64 mover_ns_ = 0;
-  JobList<&Job::place> ready_[kPriorities];  // jobs with commands to issue
+  void digest_slice(Job* job, u32 layer, u32 page_index);
+  void tell_layers(Job* job, u32 from, u32 to);
+  void end(Job* job);
+  void attend();
+  void notify();
+  void work(std::atomic<u64>* cpu_ns);
+  void end_workers();
+  std::vector<std::list<Part>> split(Job* job) const;
+  template <typename Ready>
+  int wait(u64 timeout_ns, Ready ready);
+
+  const u32 n_lanes_;
+  std::vector<Route> routes_;
+  std::vector<std::unique_ptr<Lane>> lanes_;
 
   mutable std::mutex mutex_;
   std::condition_variable changed_;
-  JobList<&Job::place> incoming_;
-  JobList<&Job::place> released_;
+  std::list<u64> released_;
   std::atomic<u32> waiters_{0};
   std::atomic<bool> stop_{false};
-  std::atomic<bool> gate_opened_{false};
-  bool reset_wanted_ = false;
-  u64 reset_timeout_ns_ = 0;
-  int reset_result_ = 0;
+  u32 lanes_left_;
   bool exited_ = false;
-  std::atomic<u64> stats_[7];
-  std::thread thread_;
+  std::atomic<u64> jobs_{0};
+  std::atomic<u64> digest_ns_{0};
+  std::atomic<u64> offloaded_{0};
+
+  std::mutex tasks_mutex_;
+  std::condition_variable task_came_;
+  std::vector<DigestTask> tasks_;  // the first one first; never more than were reserved
+  bool workers_end_ = false;
+  std::vector<std::thread> workers_;
+  std::vector<std::atomic<u64>> worker_cpu_ns_;  // by worker
 };
+
+u64 monotonic_ns();
+u64 thread_cpu_ns();
 
 }  // namespace gio
 
 extern "C" {
-// 0; -EBUSY while another engine, or its own thread, serves the controller; -ENOMEM or -EAGAIN
-// without memory or threads.
-TUTTI_API int gio_engine_create(gio::Controller*, gio::QueuePair*, uint64_t lists,
-                                uint32_t list_nbytes, uint32_t inflight_max, gio::Engine** out);
+// 0; -EBUSY while another engine, or its own thread, serves one of the controllers; -ENOMEM or
+// -EAGAIN without memory or threads.
+TUTTI_API int gio_engine_create(const gio::EngineConfig*, gio::Engine** out);
 // See Engine::submit; -ENOMEM without memory for the job.
 TUTTI_API int gio_engine_submit(gio::Engine*, const gio::JobConfig*, gio::Job** out);
 TUTTI_API int gio_job_wait_layers(gio::Engine*, gio::Job*, uint32_t layers, uint64_t timeout_ns);
@@ -199,5 +236,6 @@ TUTTI_API uint64_t gio_engine_next(gio::Engine*, uint64_t timeout_ns);
 TUTTI_API int gio_engine_reset(gio::Engine*, uint64_t timeout_ns);
 TUTTI_API int gio_engine_stop(gio::Engine*, uint64_t timeout_ns);
 TUTTI_API void gio_engine_stats(const gio::Engine*, gio::EngineStats* out);
+TUTTI_API int gio_engine_window(const gio::Engine*, uint32_t lane, gio::WindowStats* out);
 TUTTI_API void gio_engine_destroy(gio::Engine*);  // after stop returned 0
 }

@@ -7,14 +7,16 @@ using gio::Job;
 
 extern "C" {
 
-int gio_engine_create(gio::Controller* controller, gio::QueuePair* qp, uint64_t lists,
-                      uint32_t list_nbytes, uint32_t inflight_max, Engine** out) {
-  if (!controller->claim()) return -EBUSY;  // until the end of Engine::loop
-  const int result = gio::without_exceptions([=] {
-    *out = new Engine(controller, qp, lists, list_nbytes, inflight_max);
+int gio_engine_create(const gio::EngineConfig* config, Engine** out) {
+  const auto* lanes = gio::at<gio::LaneConfig>(config->lanes);
+  const auto controller = [=](gio::u32 i) { return gio::at<gio::Controller>(lanes[i].controller); };
+  gio::u32 claimed = 0;
+  while (claimed < config->n_lanes && controller(claimed)->claim()) ++claimed;  // until a lane ends
+  const int result = claimed < config->n_lanes ? -EBUSY : gio::without_exceptions([=] {
+    *out = new Engine(*config);
     return 0;
   });
-  if (result != 0) controller->unclaim();
+  while (result != 0 && claimed-- > 0) controller(claimed)->unclaim();
   return result;
 }
 int gio_engine_submit(Engine* engine, const gio::JobConfig* config, Job** out) {
@@ -39,5 +41,8 @@ uint64_t gio_engine_next(Engine* engine, uint64_t timeout_ns) {
 int gio_engine_reset(Engine* engine, uint64_t timeout_ns) { return engine->reset(timeout_ns); }
 int gio_engine_stop(Engine* engine, uint64_t timeout_ns) { return engine->stop(timeout_ns); }
 void gio_engine_stats(const Engine* engine, gio::EngineStats* out) { *out = engine->stats(); }
+int gio_engine_window(const Engine* engine, uint32_t lane, gio::WindowStats* out) {
+  return engine->window_stats(lane, out) ? 0 : -1;
+}
 void gio_engine_destroy(Engine* engine) { delete engine; }
 }

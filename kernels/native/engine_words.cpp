@@ -1,7 +1,7 @@
 // The host engine's side of the words that it shares with the mover of a job's staging memory.
 #include <algorithm>
 
-#include "engine.h"
+#include "engine_lane.h"
 
 namespace gio {
 namespace {
@@ -14,33 +14,30 @@ constexpr u64 kLookMostNs = 500'000;
 
 // Whether the mover lets the next command's layer begin: its place in the staging memory is free
 // (reads), or filled (writes).
-bool Engine::may_issue(const Job* job) const {
-  if (job->config.words == 0) return true;
-  const u64 layer = job->next_command / job->config.iocb.n_runs;
+bool Lane::may_issue(const Part& part) const {
+  const JobConfig& config = part.job->config;
+  if (config.words == 0) return true;
   // Pairs with the mover's write of `moved`, which follows its copies.
-  const u64 moved = load_acquire(&at<LayerWords>(job->config.words)->moved);
-  return moved + job->config.window > layer;
+  const u64 moved = load_acquire(&at<LayerWords>(config.words)->moved);
+  return moved + config.window > part.next / part.n_runs;
 }
 
-// Jobs whose mover is behind: on with those it caught up with, and an end to those it left.
-void Engine::run_blocked(u64 now) {
+// Parts whose mover is behind: on with those it caught up with, and an end to those it left.
+void Lane::run_blocked(u64 now) {
   if (blocked_.empty()) {
     mover_ns_ = kLookNs;
     return;
   }
   mover_ns_ = std::min(2 * mover_ns_, kLookMostNs);
-  Job* next = blocked_.front();
-  while (Job* job = next) {  // bounded by the list: what is done here adds to no job's stay in it
-    next = blocked_.after(job);
-    if ((job->cancel || stop_) && !job->done) abandon(job, kCancelled);
-    if (!job->done && now > job->blocked_ns + job->config.timeout_ns) abandon(job, kTimedOut);
-    if (job->next_command < job->n_commands && !may_issue(job)) continue;
-    blocked_.remove(job);
+  for (auto next = blocked_.begin(); next != blocked_.end();) {
+    const auto here = next++;
+    Part* part = here->part;
+    Job* job = part->job;
+    if (now > part->blocked_ns + job->config.timeout_ns) engine_->abandon(job, kTimedOut);
+    if (!job->done && !may_issue(*part)) continue;
     mover_ns_ = kLookNs;
-    if (job->next_command < job->n_commands) {
-      ready_[std::min(job->config.priority, kPriorities - 1)].push_front(job);
-    }
-    maybe_release(job);
+    part->place = blocked_.extract(here);
+    list(part);
   }
 }
 

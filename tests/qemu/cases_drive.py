@@ -53,7 +53,7 @@ class Mover:
 
     def __init__(self, controller: NativeController, depth: int, **options: object) -> None:
         self.controller = controller
-        self.engine = Engine(controller, depth=depth, inflight_max=depth - 1, **options)  # type: ignore[arg-type]
+        self.engine = Engine(controller, depth=depth, window_nbytes=1 << 40, **options)  # type: ignore[arg-type]
         self.nbytes = controller.info.lba_nbytes
         self.buffer = HostBuffer(BLOCKS * self.nbytes)
         self.region = controller.register(self.buffer)

@@ -80,7 +80,7 @@ class Life:
 
     def look(self) -> None:
         """What the last commands in the submission queue were."""
-        pair = self.store.engine.queue_pair.struct
+        pair = self.store.engine.queue_pairs[0].struct
         for i in range(pair.depth):
             sqe = Sqe.from_address(pair.sq + ctypes.sizeof(Sqe) * i)
             if sqe.cdw0 & 0xFF == OPCODE_WRITE:

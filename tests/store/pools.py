@@ -68,13 +68,13 @@ def opened(
     *,
     degraded: bool = False,
     controller: MemoryController | None = None,
-    inflight_max: int = 32,
+    window_nbytes: int | None = None,
     **config: object,
 ) -> ObjectStore:
     """A store over copies of the images, or over a controller that has them."""
     controller = controller or controller_of(images)
     config.setdefault("timeout_s", 5.0)
-    engine = Engine(controller, inflight_max=inflight_max)
+    engine = Engine(controller, window_nbytes=window_nbytes)
     return ObjectStore(
         controller,
         names(controller.info.namespaces),

@@ -87,7 +87,7 @@ def test_records_come_before_data(rng: np.random.Generator) -> None:
     """Digests that are not cached are there with the first layer, not after the last."""
     geometry = Geometry(LAYOUT.layers, LAYOUT.segments, 4096, 4, 64)
     controller = controller_of(formatted(geometry=geometry))
-    with opened([], controller=controller, digest_cache_nbytes=0, inflight_max=4) as store:
+    with opened([], controller=controller, digest_cache_nbytes=0, window_nbytes=4 << 15) as store:
         store.allocate_memory(192)
         keys = some_keys(rng, 192)
         store.put(keys, np.arange(192)).wait(5)

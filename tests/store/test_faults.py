@@ -247,7 +247,7 @@ def test_late_answers_keep_their_memory(rng: np.random.Generator) -> None:
     """After a timeout the pages and slots stay owned until the device has answered."""
     images = formatted()
     controller = controller_of(images)
-    store = opened(images, controller=controller, timeout_s=0.3)
+    store = opened(images, controller=controller, timeout_s=0.3, window_nbytes=1 << 30)
     pool = store.allocate_memory(32)
     keys = some_keys(rng, 8)
     contents = fill(pool, range(8), rng)

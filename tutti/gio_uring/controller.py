@@ -81,11 +81,15 @@ class NativeController(Owned):
 
     One thread at a time serves it: the caller of `service`, an engine's, or the one that `start`
     makes. It serves the queue pairs of all producers, those of GPU kernels included, which may
-    come and go meanwhile. `handle` is the native object, for engines and benchmarks.
+    come and go meanwhile.
+
+    handles: the native objects, one for each lane, which is what a thread of its own serves: a
+    drive, or a share of one. handle: the first of them. routes: lane and nsid there, by nsid - 1.
     """
 
-    def __init__(self, handle: int) -> None:
+    def __init__(self, handle: int, *others: int) -> None:
         self.handle = handle
+        self.handles = [handle, *others]
         self._lib = _native.lib()
         self._buffers: dict[int, Any] = {}  # registered, by address
         self._queue_pairs: list[QueuePair] = []
@@ -94,7 +98,7 @@ class NativeController(Owned):
         self._server: weakref.ref[Server] | None = None
         self.info = self._read_info()
         # What the native side may touch lives at least until it has been destroyed.
-        self._finalizer = finalize(self, _abandon, handle, self._buffers, self._rings)
+        self._finalizer = finalize(self, _abandon, self.handles, self._buffers, self._rings)
 
     def _read_info(self) -> ControllerInfo:
         raw = ControllerInfoStruct()
@@ -110,6 +114,12 @@ class NativeController(Owned):
     def is_served(self) -> bool:
         """Whether a thread serves the queues: an engine's, or the controller's own."""
         return not self.is_closed and bool(self._lib.gio_controller_is_claimed(self.handle))
+
+    @property
+    def routes(self) -> list[tuple[int, int]]:
+        """The lane of each namespace, and its nsid there: every lane has them all, in turns."""
+        lanes = len(self.handles)
+        return [(i % lanes, i + 1) for i in range(self.info.namespaces)]
 
     @property
     def is_closed(self) -> bool:
@@ -132,18 +142,20 @@ class NativeController(Owned):
         address, nbytes = address_of(buffer)
         what = f"cannot register {format_nbytes(nbytes)} at {address:#x}"
         remedy = "register memory once, and close overlapping regions first"
-        result = self._lib.gio_controller_register(self.handle, address, nbytes)
-        _native.check(result, what, remedy, ConfigError)
+        for handle in self.handles:  # all of them have the same regions
+            result = self._lib.gio_controller_register(handle, address, nbytes)
+            _native.check(result, what, remedy, ConfigError)
         self._buffers[address] = buffer
         return DmaRegion(buffer, address, self._unregister)
 
     def _unregister(self, region: DmaRegion) -> None:
         if not self.is_closed:
-            self._lib.gio_controller_unregister(self.handle, region.address)
+            for handle in self.handles:
+                self._lib.gio_controller_unregister(handle, region.address)
             del self._buffers[region.address]
 
-    def create_queue_pair(self, depth: int, *, is_device: bool = False) -> QueuePair:
-        """A new queue pair, at any time; its `close` gives the place back.
+    def create_queue_pair(self, depth: int, *, is_device: bool = False, lane: int = 0) -> QueuePair:
+        """A new queue pair of a lane, at any time; its `close` gives the place back.
 
         is_device: kernels of a GPU submit and reap here, with a copy of the submitter's words in
         GPU memory. While they are at work, announce it with `expect_rings`.
@@ -152,9 +164,15 @@ class NativeController(Owned):
         """
         self._check_open()
         queue_pair = QueuePair(
-            depth, self._free_qid(), owner=self, is_device=is_device, on_close=self._release
+            depth,
+            self._free_qid(),
+            owner=self,
+            is_device=is_device,
+            lane=lane,
+            on_close=self._release,
         )
-        result = self._lib.gio_controller_attach(self.handle, queue_pair.struct_address)
+        handle = self.handles[lane]
+        result = self._lib.gio_controller_attach(handle, queue_pair.struct_address)
         remedy = f"use a power of two up to {self.info.depth_max}, and at most 64 queue pairs"
         _native.check(result, f"cannot create a queue pair of depth {depth}", remedy, ConfigError)
         self._keep(queue_pair)
@@ -175,7 +193,8 @@ class NativeController(Owned):
             return
         timeout_ns = int(_CLOSE_TIMEOUT_S * 1e9)
         address = queue_pair.struct_address
-        if self._lib.gio_controller_detach(self.handle, address, timeout_ns) == 0:
+        handle = self.handles[queue_pair.lane]
+        if self._lib.gio_controller_detach(handle, address, timeout_ns) == 0:
             self._queue_pairs.remove(queue_pair)
             self._rings.remove(queue_pair.memory)
 
@@ -184,8 +203,8 @@ class NativeController(Owned):
         its work (True) or has ended it (False). Calls nest; while one is busy, doorbells are looked
         at every few microseconds.
         """
-        if not self.is_closed:
-            self._lib.gio_controller_expect_rings(self.handle, 1 if is_busy else -1)
+        for handle in () if self.is_closed else self.handles:
+            self._lib.gio_controller_expect_rings(handle, 1 if is_busy else -1)
 
     def late(self, queue_pair: QueuePair, cid: int, deadline_ns: int) -> None:
         """Says that a command of a device's queue pair has passed its deadline (CLOCK_MONOTONIC).
@@ -194,33 +213,38 @@ class NativeController(Owned):
         until the command has ended. An engine does so for its own commands.
         """
         address = queue_pair.struct_address
-        self._lib.gio_controller_late(self.handle, address, cid, deadline_ns)
+        handle = self.handles[queue_pair.lane]
+        self._lib.gio_controller_late(handle, address, cid, deadline_ns)
 
     def served_by(self, server: Server) -> None:
         """Names the engine whose thread serves the queues until it is closed: it resets, too."""
         self._server = weakref.ref(server)
 
     def service(self, timeout_s: float = 0.0) -> int:
-        """One turn of work in the caller's thread, sleeping at most `timeout_s` when idle.
+        """One turn of work in the caller's thread, each lane sleeping at most `timeout_s` when
+        idle.
 
         Returns the number of completions posted. Does nothing while `is_served`.
         """
         self._check_open()
         if self.is_served:
             return 0
-        return int(self._lib.gio_controller_service(self.handle, int(timeout_s * 1e9)))
+        timeout_ns = int(timeout_s * 1e9)
+        return sum(int(self._lib.gio_controller_service(h, timeout_ns)) for h in self.handles)
 
     def start(self) -> None:
-        """Serve the queues on a thread of the controller's own. Raises NativeError if one does."""
+        """Serve each lane on a thread of the controller's own. Raises NativeError if one does."""
         self._check_open()
-        result = self._lib.gio_controller_start(self.handle)
-        _native.check(result, "cannot start the controller", "stop() it, or its engine, first")
+        for handle in self.handles:
+            result = self._lib.gio_controller_start(handle)
+            _native.check(result, "cannot start the controller", "stop() it, or its engine, first")
         self._is_started = True
 
     def stop(self) -> None:
-        """End that thread; commands stay outstanding. Does nothing if there is none."""
+        """End those threads; commands stay outstanding. Does nothing if there are none."""
         if self._is_started and not self.is_closed:
-            self._lib.gio_controller_stop(self.handle)
+            for handle in self.handles:
+                self._lib.gio_controller_stop(handle)
         self._is_started = False
 
     def reset(self, timeout_s: float) -> None:
@@ -238,10 +262,11 @@ class NativeController(Owned):
         restarts = self._is_started
         self.stop()
         self._check_unserved()
-        result = self._lib.gio_controller_reset(self.handle, int(timeout_s * 1e9))
+        timeout_ns = int(timeout_s * 1e9)
+        results = [self._lib.gio_controller_reset(handle, timeout_ns) for handle in self.handles]
         if restarts:
             self.start()
-        if result < 0:
+        if min(results) < 0:
             raise DeviceTimeout(
                 f"the controller could not be reset within {timeout_s:g} s; its memory stays"
                 " reserved, try again or restart the process"
@@ -258,8 +283,12 @@ class NativeController(Owned):
             return
         self._check_idle()
         self.reset(_CLOSE_TIMEOUT_S)
+        self._destroy()
+
+    def _destroy(self) -> None:
         if self._finalizer.detach() is not None:
-            self._lib.gio_controller_destroy(self.handle)
+            for handle in self.handles:
+                self._lib.gio_controller_destroy(handle)
 
     def keep_after_failure(self) -> None:
         """Gives up on ever freeing the native object: something may still use it."""
@@ -290,11 +319,12 @@ class NativeController(Owned):
         self.close()
 
 
-def _abandon(handle: int, *memory: object) -> None:
+def _abandon(handles: list[int], *memory: object) -> None:
     """Ends a controller that was not closed; memory that cannot be reset is kept."""
     lib = _native.lib()
-    lib.gio_controller_stop(handle)
-    if lib.gio_controller_reset(handle, int(_CLOSE_TIMEOUT_S * 1e9)) < 0:
-        _STUCK.append((handle, memory))
-        return
-    lib.gio_controller_destroy(handle)
+    for handle in handles:
+        lib.gio_controller_stop(handle)
+        if lib.gio_controller_reset(handle, int(_CLOSE_TIMEOUT_S * 1e9)) < 0:
+            _STUCK.append((handle, memory))
+            continue
+        lib.gio_controller_destroy(handle)

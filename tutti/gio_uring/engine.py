@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import itertools
+import os
 import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -33,6 +34,7 @@ from tutti.gio_uring.nvme_spec import (
     PSDT_PRP,
     PSDT_SGL,
 )
+from tutti.gio_uring.queue_pair import QueuePair
 from tutti.interrupts import in_pieces, uninterrupted
 from tutti.process import Owned, finalize
 from tutti.threads import start_thread
@@ -41,6 +43,12 @@ DIGEST_NONE, DIGEST_COMPUTE, DIGEST_COMPARE = 0, 1, 2
 
 #: What is small and others wait for; what a model waits for; what can wait.
 PRIORITY_RECORDS, PRIORITY_LOAD, PRIORITY_STORE = 0, 1, 2
+
+#: Entries of a queue pair: more than any window has commands of a page each.
+DEPTH = 256
+
+#: Of a load that nothing waits for.
+NEVER_DUE = 2**64 - 1
 
 LIST_NBYTES = 4096  # per CID: 256 SGL descriptors or 512 PRP entries
 _DESCRIPTORS_PER_LIST = LIST_NBYTES // 16
@@ -67,6 +75,9 @@ class JobConfig(ctypes.Structure):
         ("gated", ctypes.c_uint32),
         ("window", ctypes.c_uint32),
         ("words", ctypes.c_uint64),
+        ("layer_ns", ctypes.c_uint64),
+        ("due_ns", ctypes.c_uint64),
+        ("interval_ns", ctypes.c_uint64),
     )
 
 
@@ -94,6 +105,53 @@ class EngineStats(ctypes.Structure):
         ("timeouts", ctypes.c_uint64),
         ("thread_cpu_ns", ctypes.c_uint64),
         ("digest_ns", ctypes.c_uint64),
+        ("digests_offloaded", ctypes.c_uint64),
+    )
+
+
+class LaneConfig(ctypes.Structure):
+    """``gio::LaneConfig``."""
+
+    _fields_ = (
+        ("controller", ctypes.c_uint64),
+        ("queue_pair", ctypes.c_uint64),
+        ("lists", ctypes.c_uint64),
+    )
+
+
+class RouteStruct(ctypes.Structure):
+    """``gio::Route``."""
+
+    _fields_ = (("lane", ctypes.c_uint32), ("nsid", ctypes.c_uint32))
+
+
+class EngineConfig(ctypes.Structure):
+    """``gio::EngineConfig``."""
+
+    _fields_ = (
+        ("lanes", ctypes.c_uint64),
+        ("routes", ctypes.c_uint64),
+        ("n_lanes", ctypes.c_uint32),
+        ("n_routes", ctypes.c_uint32),
+        ("list_nbytes", ctypes.c_uint32),
+        ("digest_workers", ctypes.c_uint32),
+        ("window_nbytes", ctypes.c_uint64),
+    )
+
+
+class WindowStats(ctypes.Structure):
+    """``gio::WindowStats``: what a lane has found out about its drive; [0] reads, [1] writes.
+
+    window_nbytes: in use now. rate: bytes per second of the last sample with a full window, 0
+    before it. latency_ns: of commands, smoothed. samples: of the window in use.
+    """
+
+    _fields_ = (
+        ("window_nbytes", ctypes.c_uint64 * 2),
+        ("rate", ctypes.c_uint64 * 2),
+        ("latency_ns", ctypes.c_uint64 * 2),
+        ("samples", ctypes.c_uint64 * 2),
+        ("inflight_nbytes", ctypes.c_uint64),
     )
 
 
@@ -194,10 +252,12 @@ class Job(Owned):
 
 
 class Engine(Owned):
-    """Submits I/O control blocks to one controller through one queue pair.
+    """Submits I/O control blocks to one controller, through a queue pair for each of its lanes.
 
-    depth: entries of the queue pair, a power of two.  inflight_max: commands in flight.
-    command_nbytes_max: longest command, further limited by the controller's MDTS.
+    depth: entries of a queue pair, a power of two.  command_nbytes_max: longest command, further
+    limited by the controller's MDTS.  window_nbytes: bytes in flight in each lane; None finds the
+    smallest window that has full bandwidth while it runs.  digest_workers: threads that hash beside
+    the lanes' own; None leaves half of the processors alone.
 
     Raises ConfigError while something else serves the controller.
     """
@@ -206,10 +266,11 @@ class Engine(Owned):
         self,
         controller: NativeController,
         *,
-        depth: int = 64,
-        inflight_max: int = 32,
+        depth: int = DEPTH,
         command_nbytes_max: int = 1 << 20,
         use_sgl: bool | None = None,
+        window_nbytes: int | None = None,
+        digest_workers: int | None = None,
     ) -> None:
         if controller.is_served:
             raise ConfigError("another engine serves this controller; close that one first")
@@ -221,15 +282,22 @@ class Engine(Owned):
         self._descriptors_max = min(
             _DESCRIPTORS_PER_LIST, info.sgl_descriptors or _DESCRIPTORS_PER_LIST
         )
-        self._arena = HostBuffer(depth * LIST_NBYTES + 2 * self.lba_nbytes)
-        self._scratch = self._arena.address + depth * LIST_NBYTES
+        self.lanes = len(controller.handles)
+        depth = min(depth, info.depth_max)
+        lists_nbytes = depth * LIST_NBYTES
+        self._arena = HostBuffer(self.lanes * lists_nbytes + 2 * self.lba_nbytes)
+        self._scratch = self._arena.address + self.lanes * lists_nbytes
         self._zeros = self._scratch + self.lba_nbytes
         self._closed = False
         self._arena_region = controller.register(self._arena)
+        self.queue_pairs: list[QueuePair] = []
         try:
-            self.queue_pair = controller.create_queue_pair(depth)
-            self.handle = self._create(inflight_max)
+            for lane in range(self.lanes):
+                self.queue_pairs.append(controller.create_queue_pair(depth, lane=lane))
+            self.handle = self._create(lists_nbytes, window_nbytes, digest_workers)
         except BaseException:
+            for queue_pair in self.queue_pairs:
+                queue_pair.close()
             self._arena_region.close()
             raise
         controller.served_by(self)
@@ -246,19 +314,30 @@ class Engine(Owned):
         )
         start_thread(self._thread, give_up=self.close)
 
-    def _create(self, inflight_max: int) -> int:
-        """The native engine, whose thread runs from now on."""
-        handle = ctypes.c_void_p()
-        result = _native.lib().gio_engine_create(
-            self.controller.handle,
-            self.queue_pair.struct_address,
-            self._arena.address,
-            LIST_NBYTES,
-            inflight_max,
-            ctypes.byref(handle),
+    def _create(
+        self, lists_nbytes: int, window_nbytes: int | None, digest_workers: int | None
+    ) -> int:
+        """The native engine, whose threads run from now on."""
+        lanes = (LaneConfig * self.lanes)()
+        for i, lane in enumerate(lanes):
+            lane.controller = self.controller.handles[i]
+            lane.queue_pair = self.queue_pairs[i].struct_address
+            lane.lists = self._arena.address + i * lists_nbytes
+        routes = self.controller.routes
+        route_structs = (RouteStruct * len(routes))(*(RouteStruct(*route) for route in routes))
+        if digest_workers is None:
+            digest_workers = min(2 * self.lanes, (os.cpu_count() or 1) // 2)
+        config = EngineConfig(
+            lanes=ctypes.addressof(lanes),
+            routes=ctypes.addressof(route_structs),
+            n_lanes=self.lanes,
+            n_routes=len(routes),
+            list_nbytes=LIST_NBYTES,
+            digest_workers=digest_workers,
+            window_nbytes=window_nbytes or 0,
         )
-        if result < 0:
-            self.queue_pair.close()
+        handle = ctypes.c_void_p()
+        result = _native.lib().gio_engine_create(ctypes.byref(config), ctypes.byref(handle))
         remedy = "free memory, or end other threads"
         _native.check(result, "cannot start an engine", remedy, CapacityError)
         return int(handle.value or 0)
@@ -279,6 +358,9 @@ class Engine(Owned):
         on_released: Callable[[Job], None] | None = None,
         words: LayerWords | None = None,
         window: int = 0,
+        due_ns: int = 0,
+        interval_ns: int = 0,
+        layer_ns: U64 | None = None,
     ) -> Job:
         """Moves slices between the medium and paged memory, all layers of ``memory`` in order.
 
@@ -290,6 +372,11 @@ class Engine(Owned):
         of the job is outstanding, on the engine's own thread, where it must not wait for a job.
         words: shared with a mover of ``memory``, cleared and kept until the job was released: the
         engine marks each layer there, and begins layer l only once ``moved + window > l``.
+        due_ns, interval_ns: for loads, when layer 0 is needed (0: now; NEVER_DUE: nothing waits for
+        it) and how much later each of the others is (0: as fast as the drive delivers); commands
+        of all loads are issued in the order in which their layers are due.  layer_ns: uint64
+        (layers,), filled with the times at which they were ready.  Both by CLOCK_MONOTONIC, or the
+        virtual clock of a controller that has one.
         Raises PoolClosed after ``close``, CapacityError without memory for the job.
         """
         slices_max = max(1, (self._descriptors_max - 1) // (len(memory.segment_nbytes) + 1))
@@ -321,12 +408,14 @@ class Engine(Owned):
             config.gated = int(gated)
         if words is not None:
             config.words, config.window = words.address, window
+        config.due_ns, config.interval_ns = due_ns, interval_ns
+        config.layer_ns = 0 if layer_ns is None else layer_ns.ctypes.data
         return self._submit(
             config,
             opcode,
             runs,
             pages.size,
-            (pages, bases, memory, digests, words),
+            (pages, bases, memory, digests, words, layer_ns),
             priority,
             timeout_s,
             on_released,
@@ -399,6 +488,13 @@ class Engine(Owned):
         _native.lib().gio_engine_stats(self.handle, ctypes.byref(out))
         return out
 
+    def windows(self) -> list[WindowStats]:
+        """What each lane has found out about its drive."""
+        out = [WindowStats() for _ in range(self.lanes)]
+        for lane, stats in enumerate(out):
+            _native.lib().gio_engine_window(self.handle, lane, ctypes.byref(stats))
+        return out
+
     @uninterrupted()
     def close(self, timeout_s: float = 10.0) -> None:
         """Ends the thread after what is in flight ended, resetting the controller if it must.
@@ -421,7 +517,8 @@ class Engine(Owned):
         self._finalizer.detach()
         # Waiters hold this object, so the native job outlives the waits.
         finalize(self, _native.lib().gio_engine_destroy, self.handle)
-        self.queue_pair.close()
+        for queue_pair in self.queue_pairs:
+            queue_pair.close()
         self._arena_region.close()
 
     def _completions(self) -> None:

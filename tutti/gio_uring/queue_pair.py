@@ -145,6 +145,7 @@ class QueuePair(Owned):
         *,
         owner: object = None,
         is_device: bool = False,
+        lane: int = 0,
         on_close: Callable[[QueuePair], None] | None = None,
     ) -> None:
         self.layout = QueueLayout(depth)
@@ -152,6 +153,7 @@ class QueuePair(Owned):
         self.qid = qid
         self.owner = owner
         self.is_device = is_device
+        self.lane = lane
         self._on_close = on_close
         self.memory = HostBuffer(self.layout.nbytes)
         self.is_closed = False

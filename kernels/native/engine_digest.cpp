@@ -1,0 +1,78 @@
+// Digests of slices: by the workers, or by the lane where none of them is free, so that progress
+// never depends on a worker.
+#include <algorithm>
+
+#include "engine.h"
+#include "hash.h"
+
+namespace gio {
+
+// Hashes slices that have arrived, or are on the medium, and then their command has ended.
+void Engine::digest(const DigestTask& task) {
+  Job* job = task.job;
+  if (!job->done) {
+    const u64 start = monotonic_ns();
+    for (u32 i = task.first; i < task.end; ++i) digest_slice(job, task.layer, i);
+    digest_ns_ += monotonic_ns() - start;
+    layer_command_ended(job, task.layer);
+  }
+  drop(job);
+}
+
+void Engine::digest_slice(Job* job, u32 layer, u32 page_index) {
+  const Iocb& io = job->config.iocb;
+  const u64 page = at<u32>(io.pages)[page_index];
+  tutti::Segment segments[kSegmentsMax];
+  for (u32 k = 0; k < io.n_segments; ++k) {
+    const u64 base = at<u64>(io.bases)[static_cast<size_t>(layer) * io.n_segments + k];
+    segments[k] = {at<const uint8_t>(base + page * io.segment_stride[k]), io.segment_nbytes[k]};
+  }
+  const u64 digest = tutti::xxh3_segments(segments, io.n_segments);
+  u64* expected =
+      at<u64>(job->config.digests) + static_cast<size_t>(page_index) * job->n_layers + layer;
+  if (job->config.digest == kDigestCompute) {
+    *expected = digest;
+  } else if (*expected != digest) {
+    mark_pages(job, page_index, page_index + 1, kDigestMismatch);
+  }
+}
+
+// Hands a task to the workers: false when all of them have enough to do.
+bool Engine::offer(const DigestTask& task) {
+  if (workers_.empty()) return false;
+  {
+    std::lock_guard<std::mutex> lock(tasks_mutex_);
+    if (tasks_.size() == tasks_.capacity()) return false;
+    tasks_.push_back(task);
+  }
+  task_came_.notify_one();
+  ++offloaded_;
+  return true;
+}
+
+void Engine::work(std::atomic<u64>* cpu_ns) {
+  std::unique_lock<std::mutex> lock(tasks_mutex_);
+  while (!workers_end_ || !tasks_.empty()) {  // bounded by end_workers
+    if (tasks_.empty()) {
+      *cpu_ns = thread_cpu_ns();
+      task_came_.wait(lock);
+      continue;
+    }
+    const DigestTask task = tasks_.front();
+    tasks_.erase(tasks_.begin());
+    lock.unlock();
+    digest(task);
+    lock.lock();
+  }
+}
+
+void Engine::end_workers() {
+  {
+    std::lock_guard<std::mutex> lock(tasks_mutex_);
+    workers_end_ = true;
+  }
+  task_came_.notify_all();
+  for (auto& worker : workers_) worker.join();
+}
+
+}  // namespace gio

@@ -1,0 +1,458 @@
+// One drive's thread: commands in the order in which they are due, within the window.
+#include "engine_lane.h"
+
+#include <algorithm>
+#include <cstring>
+#include <iterator>
+
+namespace gio {
+namespace {
+
+constexpr u64 kTickNs = 20'000'000;          // how often deadlines are looked at
+constexpr u64 kIdleNs = 200'000'000;         // a sleeping lane looks up this often without a wake
+constexpr u32 kFloorCommands = 2;            // of any size, whatever the window
+constexpr u32 kShare = 8;                    // of the window is owed to stores, one part in so many
+constexpr u64 kDefaultRate = 1'000'000'000;  // before a drive was measured
+constexpr u64 kOffloadNbytes = 128 << 10;    // less is hashed sooner than handed over
+constexpr u64 kSizeNbytes[] = {64 << 10, 256 << 10, 512 << 10, 1 << 20};
+
+}  // namespace
+
+Lane::Lane(Engine* engine, const LaneConfig& config, u32 list_nbytes, u64 window_nbytes)
+    : engine_(engine),
+      controller_(at<Controller>(config.controller)),
+      qp_(at<QueuePair>(config.queue_pair)),
+      lists_(config.lists),
+      list_nbytes_(list_nbytes),
+      fixed_window_(window_nbytes),
+      commands_(qp_->depth) {
+  active_.reserve(qp_->depth);
+  // issue() stops at twice the depth; a turn and a reset can each add as many as are in flight.
+  finished_.reserve(4 * qp_->depth);
+  for (u32 kind = 0; kind < kKinds; ++kind) windows_[kind].start(kSizeNbytes[kind % kSizes]);
+}
+
+Lane::~Lane() { join(); }
+
+void Lane::start() {
+  thread_ = std::thread([this] { loop(); });
+}
+
+void Lane::push(std::list<Part>* part) {
+  incoming_.splice(incoming_.end(), *part);
+  controller_->wake();
+}
+
+void Lane::want_reset(u64 timeout_ns) {
+  reset_wanted_ = true;
+  reset_timeout_ns_ = timeout_ns;
+  controller_->wake();
+}
+
+// Ends when stop() was called and nothing is left; each turn is bounded by kIdleNs.
+void Lane::loop() {
+  u64 now = monotonic_ns();
+  while (must_run()) {
+    const u64 clock_ns = controller_->clock_ns(now);
+    accept(clock_ns);
+    if (issue(now, clock_ns)) sq_ring<WordDoorbell>(qp_);
+    const bool busy = !finished_.empty() || !is_attended_;
+    const u64 idle_ns = active_.empty() ? kIdleNs : kTickNs;
+    controller_->service(busy ? 0 : blocked_.empty() ? idle_ns : mover_ns_);
+    now = monotonic_ns();
+    for (const Finished& f : finished_) finish(f.part, f.completed);
+    finished_.clear();
+    if (!is_attended_.exchange(true)) run_attention();  // pairs with attend
+    reap(controller_->clock_ns(now));
+    run_blocked(now);
+    if (now >= next_check_ns_) {
+      check_deadlines(now);
+      stats_[kCpu] = thread_cpu_ns();
+      next_check_ns_ = now + kTickNs;
+    }
+  }
+  controller_->unclaim();
+  engine_->lane_ended();
+}
+
+bool Lane::must_run() {
+  std::unique_lock<std::mutex> lock(engine_->mutex_);
+  if (reset_wanted_) {
+    lock.unlock();
+    const int result = controller_->reset(reset_timeout_ns_);
+    reap(controller_->clock_ns(monotonic_ns()));
+    lock.lock();
+    reset_result_ = result;
+    reset_wanted_ = false;
+    engine_->changed_.notify_all();
+  }
+  return !(engine_->stop_ && incoming_.empty() && parts_.empty());
+}
+
+void Lane::accept(u64 clock_ns) {
+  std::list<Part> arrived;
+  {
+    std::lock_guard<std::mutex> lock(engine_->mutex_);
+    arrived.swap(incoming_);
+  }
+  while (!arrived.empty()) {  // bounded by what was submitted
+    Part* part = &arrived.front();
+    const JobConfig& config = part->job->config;
+    part->itself = arrived.begin();
+    part->order = ++order_;
+    parts_.splice(parts_.end(), arrived, part->itself);
+    if (config.priority == kLoads) begin_load(part, clock_ns);
+    if (part->job->cancel || engine_->stop_) is_attended_ = false;  // it was too late for that look
+    list(part);
+  }
+}
+
+// When its layers are due; without a word on it, as fast as the drive delivers them.
+void Lane::begin_load(Part* part, u64 clock_ns) {
+  const JobConfig& config = part->job->config;
+  part->due_ns = config.due_ns != 0 ? config.due_ns : clock_ns;
+  part->interval_ns = config.interval_ns;
+  if (part->interval_ns == 0) {
+    const u64 nbytes = static_cast<u64>(config.iocb.n_pages) * config.iocb.slice_nlb
+                       << config.iocb.lba_shift;
+    const u64 rate = std::max(windows_[kind_of_direction_[0]].rate(), kDefaultRate / 10);
+    part->interval_ns = nbytes * 1000 / (rate / 1'000'000);
+  }
+  part->is_due = config.due_ns != kNeverDue && part->job->n_layers > 1;
+  if (part->is_due && loads_due_ == 0 && active_.empty()) {
+    opening_ = part;
+    first_layer_left_ = part->n_runs;
+  }
+  loads_due_ += part->is_due ? 1 : 0;
+}
+
+void Lane::end_due(Part* part) {
+  loads_due_ -= part->is_due ? 1 : 0;
+  part->is_due = false;
+}
+
+// Puts a part with commands to issue where its next layer's turn is.
+void Lane::list(Part* part) {
+  const u32 priority = std::min<u32>(part->job->config.priority, kStores);
+  const u64 layer = part->next / part->n_runs;
+  u64 due_ns = 0;
+  if (priority == kLoads) {
+    due_ns = part->due_ns == kNeverDue ? kNeverDue : part->due_ns + layer * part->interval_ns;
+    if (layer + 1 >= part->job->n_layers) end_due(part);
+  }
+  part->place.value() = {due_ns, part->order, part};
+  ready_[priority].insert(std::move(part->place));
+}
+
+// The part whose next command is due first.  Lower priorities go first, but a share of the window
+// is the last one's: stores must not starve beside loads.
+Part* Lane::pick() {
+  const u64 share = window(kKinds - 1) / kShare;
+  const bool owed = !ready_[kStores].empty() && inflight_late_ < share;
+  for (u32 turn = owed ? 0 : 1; turn <= kPriorities; ++turn) {
+    Part::Turns& ready = ready_[turn == 0 ? kStores : turn - 1];
+    while (!ready.empty()) {  // bounded: every turn but the last takes a part off
+      Part* part = ready.begin()->part;
+      if (!part->job->done && part->next < part->n_commands && may_issue(*part)) return part;
+      part->place = ready.extract(ready.begin());
+      if (!part->job->done && part->next < part->n_commands) {
+        part->blocked_ns = monotonic_ns();
+        part->place.value().due_ns = 0;
+        blocked_.insert(std::move(part->place));
+      } else {
+        maybe_drop(part);
+      }
+    }
+  }
+  return nullptr;
+}
+
+u32 Lane::kind_of(u32 opcode, u64 nbytes) {
+  u32 size = 0;
+  while (size + 1 < kSizes && nbytes > kSizeNbytes[size]) ++size;
+  return size + (opcode == kWrite ? kSizes : 0);
+}
+
+u64 Lane::window(u32 kind) const {
+  return fixed_window_ != 0 ? fixed_window_ : windows_[kind].nbytes(loads_due_ != 0);
+}
+
+// Until the first layer of a load that found the drive idle is there, what is in flight must not
+// slow it down: no more than the drive moves in the time that a command alone takes.
+u64 Lane::limit(u32 kind) const {
+  if (opening_ == nullptr || fixed_window_ != 0) return window(kind);
+  const u64 alone = windows_[kind].rate() / 1000 * alone_ns_[kind] / 1'000'000;
+  return std::min(window(kind), alone);
+}
+
+bool Lane::issue(u64 now, u64 clock_ns) {
+  bool any = false;
+  is_full_ = false;
+  while (finished_.size() < 2 * qp_->depth) {
+    Part* part = pick();
+    if (part == nullptr) {
+      windows_[kind_].interrupt();
+      break;
+    }
+    const Job& job = *part->job;
+    const u32 run_index = static_cast<u32>(part->next % part->n_runs);
+    const u32 run = part->runs.empty() ? run_index : part->runs[run_index];
+    const Iocb& io = job.config.iocb;
+    const u64 nbytes = job.has_pages ? static_cast<u64>(job.runs[run].nlb) << io.lba_shift : 0;
+    const u32 kind = nbytes == 0 ? kind_ : kind_of(io.opcode, nbytes);
+    is_full_ = job.config.priority != kRecords && active_.size() >= kFloorCommands &&
+               inflight_nbytes_ + nbytes > limit(kind);
+    if (is_full_) break;
+    const u32 cid = cid_acquire(qp_);
+    is_full_ = cid == kNoCid;
+    if (is_full_) break;
+    Command command;
+    command.part = part;
+    command.layer = static_cast<u32>(part->next / part->n_runs);
+    command.run = run;
+    command.nbytes = nbytes;
+    command.kind = kind;
+    command.issued_ns = clock_ns;
+    command.is_alone = active_.empty();
+    command.deadline_ns = now + job.config.timeout_ns;
+    any = send(cid, command) || any;
+    if (run_index + 1 == part->n_runs) relist(part);
+  }
+  return any;
+}
+
+// The next layer of the part whose turn it was has another one.
+void Lane::relist(Part* part) {
+  Part::Turns& ready = ready_[std::min<u32>(part->job->config.priority, kStores)];
+  part->place = ready.extract(ready.begin());
+  if (part->next < part->n_commands) {
+    list(part);
+  } else {
+    maybe_drop(part);
+  }
+}
+
+bool Lane::send(u32 cid, const Command& command) {
+  Part* part = command.part;
+  const JobConfig& config = part->job->config;
+  const u64 list = lists_ + static_cast<u64>(cid) * list_nbytes_;
+  Sqe sqe;
+  const u32 status = iocb_build(config.iocb, part->job->runs[command.run], command.layer, cid,
+                                ListMemory{list, list, list_nbytes_}, &sqe);
+  ++part->next;
+  ++part->outstanding;
+  if (status != kOk) {
+    cid_release(qp_, cid);
+    finished_.push_back({part, {command.layer, command.run, status}});
+    return false;
+  }
+  sqe.nsid = engine_->local_nsid(sqe.nsid);
+  if (command.nbytes != 0 && command.kind != kind_) {  // rates of a mixture say nothing
+    windows_[kind_].interrupt();
+    windows_[command.kind].interrupt();
+    kind_ = kind_of_direction_[command.kind / kSizes] = command.kind;
+  }
+  commands_[cid] = command;
+  active_.push_back(cid);
+  inflight_nbytes_ += command.nbytes;
+  if (config.priority >= kStores) inflight_late_ += command.nbytes;
+  count(kCommands, 1);
+  if (command.nbytes != 0) {
+    count(config.iocb.opcode == kRead ? kBytesRead : kBytesWritten, command.nbytes);
+  }
+  sq_enqueue(qp_, sqe);
+  return true;
+}
+
+void Lane::reap(u64 clock_ns) {
+  u32 reaped = 0;
+  while (reaped < qp_->depth) {
+    const u32 n = cq_reap<WordDoorbell>(qp_, 32);
+    if (n == 0) break;
+    reaped += n;
+  }
+  if (reaped == 0) return;
+  size_t kept = 0;
+  for (u32 cid : active_) {
+    const u32 word = completion(qp_, cid);
+    if (word == 0) {
+      active_[kept++] = cid;
+      continue;
+    }
+    const Command command = commands_[cid];
+    cid_release(qp_, cid);
+    inflight_nbytes_ -= command.nbytes;
+    if (command.part->job->config.priority >= kStores) inflight_late_ -= command.nbytes;
+    measure(command, clock_ns);
+    finished_.push_back({command.part, {command.layer, command.run, word & ~kCompleted}});
+  }
+  active_.resize(kept);
+  publish_windows();
+}
+
+void Lane::measure(const Command& command, u64 clock_ns) {
+  if (command.nbytes == 0) return;
+  const u32 direction = command.kind / kSizes;
+  u64& latency_ns = latency_ns_[direction];
+  const u64 took_ns = clock_ns - command.issued_ns;
+  latency_ns = latency_ns == 0 ? took_ns : latency_ns - latency_ns / 16 + took_ns / 16;
+  if (command.is_alone) {  // the least, which a slower drive raises in time
+    u64& alone_ns = alone_ns_[command.kind];
+    alone_ns = alone_ns == 0 ? took_ns : std::min(took_ns, alone_ns + alone_ns / 64);
+  }
+  if (opening_ != nullptr) {
+    windows_[command.kind].interrupt();
+    const bool is_first = command.part == opening_ && command.layer == 0;
+    if (is_first && --first_layer_left_ == 0) opening_ = nullptr;
+  } else if (is_full_) {
+    windows_[command.kind].delivered(clock_ns, command.nbytes, loads_due_ != 0);
+  }
+}
+
+// For readers on other threads.
+void Lane::publish_windows() {
+  u64 words[sizeof(WindowStats) / sizeof(u64)];
+  WindowStats stats = {};
+  for (u32 direction = 0; direction < 2; ++direction) {
+    const u32 kind = kind_of_direction_[direction];
+    stats.window_nbytes[direction] = window(kind);
+    stats.rate[direction] = windows_[kind].rate();
+    stats.latency_ns[direction] = latency_ns_[direction];
+    stats.samples[direction] = windows_[kind].samples();
+  }
+  stats.inflight_nbytes = inflight_nbytes_;
+  std::memcpy(words, &stats, sizeof stats);
+  for (size_t i = 0; i < std::size(words); ++i) {
+    window_stats_[i].store(words[i], std::memory_order_relaxed);
+  }
+}
+
+WindowStats Lane::window_stats() const {
+  u64 words[sizeof(WindowStats) / sizeof(u64)];
+  for (size_t i = 0; i < std::size(words); ++i) {
+    words[i] = window_stats_[i].load(std::memory_order_relaxed);
+  }
+  WindowStats stats;
+  std::memcpy(&stats, words, sizeof stats);
+  return stats;
+}
+
+void Lane::add_stats(EngineStats* stats) const {
+  stats->commands += stats_[kCommands];
+  stats->bytes_read += stats_[kBytesRead];
+  stats->bytes_written += stats_[kBytesWritten];
+  stats->timeouts += stats_[kTimeouts];
+  stats->thread_cpu_ns += stats_[kCpu];
+}
+
+// A command that is late fails its job at once, so that nothing waits for it; the CID and all
+// memory stay owned until the CQE comes or the controller was reset.
+void Lane::check_deadlines(u64 now) {
+  size_t late = 0;
+  for (u32 cid : active_) {
+    Command& command = commands_[cid];
+    if (now < command.deadline_ns) continue;
+    ++late;
+    controller_->late(*qp_, cid, command.deadline_ns);
+    if (command.timed_out) continue;
+    command.timed_out = true;
+    count(kTimeouts, 1);
+    engine_->abandon(command.part->job, kTimedOut);
+  }
+  if (late == 0 || late < active_.size() || !is_full_) return;
+  for (const auto& ready : ready_) {  // the drive is stuck: nothing queued can be issued
+    for (const Part::Turn& turn : ready) engine_->abandon(turn.part->job, kTimedOut);
+  }
+}
+
+// One command ended.  Its digests are looked at once the gate is open.
+void Lane::finish(Part* part, const Completed& completed) {
+  Job* job = part->job;
+  if (!job->gate && !job->done) {
+    part->deferred.push_back(completed);
+    return;
+  }
+  --part->outstanding;
+  if (!job->done) {
+    const Run& run = job->runs[completed.run];
+    if (completed.status != kOk) {
+      const u32 end = run.first + (job->has_pages ? run_slices(job->config.iocb, run) : 0);
+      engine_->mark_pages(job, run.first, end, completed.status);
+    }
+    if (completed.status == kOk && job->config.digest != kDigestNone) {
+      digest_command(part, completed);
+    } else {
+      engine_->layer_command_ended(job, completed.layer);
+    }
+  }
+  maybe_drop(part);
+}
+
+// Hashes the slices that are whole now; they follow each other.
+void Lane::digest_command(Part* part, const Completed& completed) {
+  Job* job = part->job;
+  const Iocb& io = job->config.iocb;
+  const Run& run = job->runs[completed.run];
+  DigestTask task = {job, completed.layer, run.first, run.first + run_slices(io, run)};
+  if (!job->whole_slices) {
+    u32 left = run.nlb;
+    u32 skip_nlb = run.skip >> io.lba_shift;
+    const u32 end = task.end;
+    task.end = task.first;
+    for (u32 i = run.first; i < end; ++i) {
+      const u32 covered = std::min(left, io.slice_nlb - skip_nlb);
+      left -= covered;
+      skip_nlb = 0;
+      u32& slice = job->slice_left[static_cast<size_t>(completed.layer) * io.n_pages + i];
+      slice -= covered;
+      if (slice != 0) continue;
+      if (task.end == task.first) task.first = i;
+      task.end = i + 1;
+    }
+  }
+  ++job->refs;  // dropped when the task is done
+  const u64 nbytes = static_cast<u64>(task.end - task.first) * io.slice_nlb << io.lba_shift;
+  if (nbytes < kOffloadNbytes || !engine_->offer(task)) engine_->digest(task);
+}
+
+// What jobs' flags ask for: cancelled ones end, gates that were opened are passed, and parts of
+// jobs that are done leave their queues.
+void Lane::run_attention() {
+  for (Part& part : parts_) {
+    Job* job = part.job;
+    const bool is_unfinished = part.next < part.n_commands || !job->gate;
+    if ((job->cancel || engine_->stop_) && is_unfinished) engine_->abandon(job, kCancelled);
+  }
+  for (Part::Turns& ready : ready_) {
+    for (auto turn = ready.begin(); turn != ready.end();) {
+      const auto here = turn++;
+      Part* part = here->part;
+      if (part->job->done) part->place = ready.extract(here);
+    }
+  }
+  for (auto next = parts_.begin(); next != parts_.end();) {
+    Part* part = &*next++;  // what follows ends no other part
+    if (part->deferred.empty()) {
+      maybe_drop(part);
+    } else if (part->job->gate) {
+      std::vector<Completed> deferred;
+      deferred.swap(part->deferred);
+      for (const Completed& completed : deferred) finish(part, completed);
+    }
+  }
+}
+
+// The lane has nothing more to do with a part whose commands were all issued, or given up, and
+// have ended.
+void Lane::maybe_drop(Part* part) {
+  Job* job = part->job;
+  if (part->place.empty() || part->outstanding != 0) return;  // listed, or in flight
+  if (part->next < part->n_commands && !job->done) return;
+  end_due(part);
+  if (opening_ == part) opening_ = nullptr;
+  parts_.erase(part->itself);
+  stats_[kCpu] = thread_cpu_ns();
+  engine_->drop(job);
+}
+
+}  // namespace gio

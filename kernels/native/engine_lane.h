@@ -1,0 +1,158 @@
+// One drive of the host engine: its thread, its queue pair, and what it has to issue.
+#pragma once
+
+#include <list>
+#include <set>
+#include <vector>
+
+#include "engine.h"
+#include "window.h"
+
+namespace gio {
+
+// What one lane does of a job.  Of the lane's thread alone.
+struct Part {
+  explicit Part(Job* its_job) : job(its_job), place(of_its_own()) {}
+
+  // The order of parts with commands to issue.
+  struct Turn {
+    u64 due_ns;
+    u64 order;
+    Part* part;
+    bool operator<(const Turn& other) const {
+      return due_ns != other.due_ns ? due_ns < other.due_ns : order < other.order;
+    }
+  };
+  using Turns = std::set<Turn>;
+
+  Job* const job;
+  Turns::node_type place;            // while the part is in none of Lane's Turns
+  std::list<Part>::iterator itself;  // in Lane::parts_
+  std::vector<u32> runs;             // indices of the job's runs, in order; empty: all of them
+  u32 n_runs = 0;
+  u64 next = 0;  // command, layer-major
+  u64 n_commands = 0;
+  u64 order = 0;        // of arrival
+  u64 due_ns = 0;       // of layer 0
+  u64 interval_ns = 0;  // from layer to layer
+  u64 blocked_ns = 0;   // since when the mover is behind
+  u32 outstanding = 0;
+  bool is_due = false;              // counted in Lane::loads_due_
+  std::vector<Completed> deferred;  // finished, but the gate is closed
+
+ private:
+  static Turns::node_type of_its_own() {
+    Turns one = {{0, 0, nullptr}};
+    return one.extract(one.begin());
+  }
+};
+
+class Lane {
+ public:
+  Lane(Engine* engine, const LaneConfig& config, u32 list_nbytes, u64 window_nbytes);
+  ~Lane();
+  void start();
+
+  void push(std::list<Part>* part);  // takes it; the engine's mutex is held
+  void attend() {
+    is_attended_ = false;
+    controller_->wake();
+  }
+  void want_reset(u64 timeout_ns);  // the engine's mutex is held; finish_reset once is_reset()
+  bool is_reset() const { return !reset_wanted_; }
+  int reset_result() const { return reset_result_; }
+  void join() {
+    if (thread_.joinable()) thread_.join();
+  }
+  void add_stats(EngineStats* stats) const;
+  WindowStats window_stats() const;
+  u64 clock_ns() const { return controller_->clock_ns(monotonic_ns()); }
+
+ private:
+  struct Command {
+    Part* part = nullptr;
+    u32 layer = 0;
+    u32 run = 0;
+    u64 nbytes = 0;
+    u64 issued_ns = 0;
+    u64 deadline_ns = 0;
+    u32 kind = 0;
+    bool is_alone = false;
+    bool timed_out = false;
+  };
+  struct Finished {
+    Part* part;
+    Completed completed;
+  };
+  enum Stat { kCommands, kBytesRead, kBytesWritten, kTimeouts, kCpu, kStats };
+  // Commands of a direction and of about one size share a window.
+  static constexpr u32 kSizes = 4;
+  static constexpr u32 kKinds = 2 * kSizes;
+  static u32 kind_of(u32 opcode, u64 nbytes);
+
+  void loop();
+  bool must_run();
+  void accept(u64 clock_ns);
+  void begin_load(Part* part, u64 clock_ns);
+  void end_due(Part* part);
+  void list(Part* part);
+  void relist(Part* part);
+  u64 window(u32 kind) const;
+  u64 limit(u32 kind) const;
+  bool issue(u64 now, u64 clock_ns);
+  Part* pick();
+  bool send(u32 cid, const Command& command);
+  void reap(u64 clock_ns);
+  void measure(const Command& command, u64 clock_ns);
+  void publish_windows();
+  void check_deadlines(u64 now);
+  void finish(Part* part, const Completed& completed);
+  void digest_command(Part* part, const Completed& completed);
+  bool may_issue(const Part& part) const;
+  void run_blocked(u64 now);
+  void run_attention();
+  void maybe_drop(Part* part);
+  void count(Stat stat, u64 n) {  // one writer: no read-modify-write needed
+    stats_[stat].store(stats_[stat].load(std::memory_order_relaxed) + n, std::memory_order_relaxed);
+  }
+
+  Engine* const engine_;
+  Controller* const controller_;
+  QueuePair* const qp_;
+  const u64 lists_;
+  const u32 list_nbytes_;
+  const u64 fixed_window_;
+  std::vector<Command> commands_;  // by CID
+  std::vector<u32> active_;        // CIDs in flight
+  u64 inflight_nbytes_ = 0;
+  u64 inflight_late_ = 0;      // bytes of stores
+  Part* opening_ = nullptr;    // the load that found the drive idle, until its first layer is there
+  u32 first_layer_left_ = 0;   // commands of that layer
+  u64 alone_ns_[kKinds] = {};  // time of a command that begins on an idle drive
+  std::vector<Finished> finished_;
+  std::list<Part> parts_;
+  Part::Turns ready_[kPriorities];  // have commands to issue
+  Part::Turns blocked_;             // have some, once their mover allows
+  u64 mover_ns_ = 0;
+  u64 order_ = 0;
+  u32 loads_due_ = 0;     // parts with layers that are waited for
+  bool is_full_ = false;  // the window, when issuing ended
+  u64 next_check_ns_ = 0;
+  Window windows_[kKinds];
+  u32 kind_ = 0;  // of the last command
+  u32 kind_of_direction_[2] = {kSizes - 1, kKinds - 1};
+  u64 latency_ns_[2] = {0, 0};
+
+  // Under the engine's mutex.
+  std::list<Part> incoming_;
+  bool reset_wanted_ = false;
+  u64 reset_timeout_ns_ = 0;
+  int reset_result_ = 0;
+
+  std::atomic<bool> is_attended_{true};
+  std::atomic<u64> stats_[kStats] = {};
+  std::atomic<u64> window_stats_[sizeof(WindowStats) / sizeof(u64)] = {};
+  std::thread thread_;
+};
+
+}  // namespace gio

@@ -1,0 +1,62 @@
+// How many bytes of commands one drive is given at once: as few as full bandwidth allows.
+//
+// Too few leave the drive idle, too many share its bandwidth over layers that nobody waits for yet.
+// Windows are levels, each 1.41 times the one below.  While there is more to issue than the window
+// takes, the delivery rate of a neighbouring level is compared with the rates just before and just
+// after at the level in use, so that a drive whose speed drifts still shows the difference.  The
+// ratios of neighbours give a service curve; the narrow window is the lowest level on it within
+// 3 % of the best one, the wide window is the lowest one within half a percent.
+#pragma once
+
+#include "gio_uring/atomics.h"
+
+namespace gio {
+
+class Window {
+ public:
+  // command_nbytes: of the commands it is for, four of which it starts with.
+  void start(u64 command_nbytes);
+
+  u64 nbytes(bool is_due) const;
+  // Commands of `nbytes` in all have ended, and the window was full until then.
+  void delivered(u64 now_ns, u64 nbytes, bool is_due);
+  // The window was not full: the sample in progress says nothing of the drive.
+  void interrupt() { is_settling_ = true, left_ = 0; }
+  u64 rate() const { return rate_; }  // bytes per second, of the last sample; 0 before it
+  u64 samples() const { return samples_; }
+
+ private:
+  static constexpr u32 kLevels = 19;
+  static constexpr u64 kLowestNbytes = 128 << 10;
+  enum Phase { kBefore, kProbe, kAfter, kRest };
+
+  static u64 level_nbytes(u32 level);
+  u32 base(bool is_due) const { return is_due ? narrow_ : wide_; }
+  void sampled(double rate);
+  void choose_probe();
+  void learn(double ratio);
+  void choose_levels();
+
+  u32 narrow_ = 0;
+  u32 wide_ = 0;
+  u32 lowest_ = 0;  // of the levels with a place on the curve
+  u32 highest_ = 0;
+  double gain_[kLevels] = {};  // rate of the level above over the rate of this one
+  u32 learned_[kLevels] = {};  // from so many comparisons
+  Phase phase_ = kBefore;
+  u32 base_ = 0;   // the level that comparisons are about,
+  u32 probe_ = 0;  // and its neighbour
+  bool goes_up_ = false;
+  u32 rest_ = 0;  // samples until the next comparison
+  double before_ = 0;
+  double probed_ = 0;
+
+  bool is_settling_ = true;
+  u64 left_ = 0;  // bytes until the sample begins
+  u64 begin_ns_ = 0;
+  u64 sample_nbytes_ = 0;
+  u64 rate_ = 0;
+  u64 samples_ = 0;
+};
+
+}  // namespace gio
