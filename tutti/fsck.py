@@ -19,7 +19,8 @@ from tutti import store
 from tutti.arrays import U64, Rows
 from tutti.errors import DeviceTimeout, MediumError, PoolCorrupt
 from tutti.gio_uring.controller import NativeController
-from tutti.gio_uring.engine import Engine, Job
+from tutti.gio_uring.engine import Engine
+from tutti.gio_uring.job import Job
 from tutti.gio_uring.memory import DmaRegion
 from tutti.gio_uring.nvme_spec import OPCODE_READ
 from tutti.gio_uring.ring import status_name

@@ -89,7 +89,7 @@ class ObjectStore(Owned):
         self._proving = threading.Lock()
         self._prove_from = 0
         self._closed = False
-        self.engine = engine or Engine(controller)
+        self.engine = engine or Engine(controller, window_nbytes=self.config.window_nbytes)
         self._resources = Resources(controller, self.engine)
         parts = self._resources.parts
         try:

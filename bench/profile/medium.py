@@ -16,9 +16,9 @@ from tutti.gio_uring.engine import (
     PRIORITY_STORE,
     Engine,
     Extents,
-    Job,
 )
 from tutti.gio_uring.iocb import flat_memory
+from tutti.gio_uring.job import Job
 from tutti.gio_uring.memory import HostBuffer
 from tutti.gio_uring.nvme_spec import OPCODE_READ, OPCODE_WRITE
 from tutti.gio_uring.ring import status_error

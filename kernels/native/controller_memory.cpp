@@ -36,6 +36,7 @@ MemoryController::MemoryController(const MemoryConfig& config) : config_(config)
   info.depth_max = config.depth_max;
   info.flags = kHasFua | kHasDeallocate | kHasPrp;
   if (config.write_back != 0) info.flags |= kHasVolatileCache;
+  channel_until_ns_.resize(config.channels, 0);
 }
 
 MemoryController::~MemoryController() {
@@ -169,8 +170,17 @@ u64 MemoryController::virtual_due_ns(const Sqe& sqe) {
   if (busy_until_ns_[1 - direction] > begin_ns) {
     duration_ns = duration_ns * config_.interference_percent / 100;
   }
+  if (config_.crowd_percent != 0 && held_.size() >= config_.crowd) {
+    duration_ns = duration_ns * config_.crowd_percent / 100;
+  }
   busy_until_ns_[direction] = begin_ns + duration_ns;
-  return busy_until_ns_[direction] + config_.latency_ns;
+  u64 due_ns = busy_until_ns_[direction];
+  if (!channel_until_ns_.empty()) {  // the one that is free first
+    u64& until_ns = *std::min_element(channel_until_ns_.begin(), channel_until_ns_.end());
+    until_ns = std::max(now_ns_, until_ns) + nbytes * kSecondNs / config_.channel_bandwidth;
+    due_ns = std::max(due_ns, until_ns);
+  }
+  return due_ns + config_.latency_ns;
 }
 
 // Executes what is due.  With a virtual clock it first moves to the next moment at which
@@ -389,7 +399,8 @@ bool is_acceptable(const gio::MemoryConfig& config) {
     if (nlb == 0 || nlb > (1ull << 46) >> config.lba_shift) return false;
   }
   return config.mode != gio::kModeVirtual ||
-         (config.read_bandwidth != 0 && config.write_bandwidth != 0);
+         (config.read_bandwidth != 0 && config.write_bandwidth != 0 &&
+          (config.channels == 0 || config.channel_bandwidth != 0));
 }
 
 }  // namespace

@@ -31,8 +31,14 @@ struct MemoryConfig {
   u32 depth_max;
   u32 mode;        // MemoryMode
   u32 write_back;  // 1: a volatile write cache that power_cut may lose
+  // Of the drive on the virtual clock.
+  u64 channel_bandwidth;  // bytes per second of one of its channels
+  u32 channels;           // that each move one transfer at a time; 0 = as many as there are
+  u32 crowd;              // with more transfers in flight than this each takes
+  u32 crowd_percent;      // so much of its time; 0 = no matter how many
+  u32 reserved;
 };
-static_assert(sizeof(MemoryConfig) == 64, "layout shared with Python");
+static_assert(sizeof(MemoryConfig) == 88, "layout shared with Python");
 
 // Chances are in ppm of commands and are drawn from `seed` and the number of the command since
 // the faults were set, so one order of commands always meets the same faults.
@@ -194,6 +200,7 @@ class MemoryController final : public Controller {
   u64 now_ns_ = 0;
   u64 limit_ns_ = ~u64{0};         // virtual time does not pass this moment by itself
   u64 busy_until_ns_[2] = {0, 0};  // by direction: reads, writes
+  std::vector<u64> channel_until_ns_;
 
   // Of the servicing thread alone.
   u32 idle_turns_ = 0;

@@ -178,11 +178,11 @@ u64 Lane::window(u32 kind) const {
 }
 
 // Until the first layer of a load that found the drive idle is there, what is in flight must not
-// slow it down: no more than the drive moves in the time that a command alone takes.
-u64 Lane::limit(u32 kind) const {
+// slow it down: what the drive moves in the time that a command alone takes, and one command.
+u64 Lane::limit(u32 kind, u64 nbytes) const {
   if (opening_ == nullptr || fixed_window_ != 0) return window(kind);
   const u64 alone = windows_[kind].rate() / 1000 * alone_ns_[kind] / 1'000'000;
-  return std::min(window(kind), alone);
+  return std::min(window(kind), alone + nbytes);
 }
 
 bool Lane::issue(u64 now, u64 clock_ns) {
@@ -201,7 +201,7 @@ bool Lane::issue(u64 now, u64 clock_ns) {
     const u64 nbytes = job.has_pages ? static_cast<u64>(job.runs[run].nlb) << io.lba_shift : 0;
     const u32 kind = nbytes == 0 ? kind_ : kind_of(io.opcode, nbytes);
     is_full_ = job.config.priority != kRecords && active_.size() >= kFloorCommands &&
-               inflight_nbytes_ + nbytes > limit(kind);
+               inflight_nbytes_ + nbytes > limit(kind, nbytes);
     if (is_full_) break;
     const u32 cid = cid_acquire(qp_);
     is_full_ = cid == kNoCid;
@@ -345,7 +345,7 @@ void Lane::add_stats(EngineStats* stats) const {
   stats->thread_cpu_ns += stats_[kCpu];
 }
 
-// A command that is late fails its job at once, so that nothing waits for it; the CID and all
+// A late command fails its job at once, so that its waiters wake; the CID and all
 // memory stay owned until the CQE comes or the controller was reset.
 void Lane::check_deadlines(u64 now) {
   size_t late = 0;

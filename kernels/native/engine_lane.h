@@ -98,7 +98,7 @@ class Lane {
   void list(Part* part);
   void relist(Part* part);
   u64 window(u32 kind) const;
-  u64 limit(u32 kind) const;
+  u64 limit(u32 kind, u64 nbytes) const;
   bool issue(u64 now, u64 clock_ns);
   Part* pick();
   bool send(u32 cid, const Command& command);

@@ -6,7 +6,7 @@ namespace gio {
 
 namespace {
 
-constexpr double kNarrow = 0.97;  // of the best rate
+constexpr double kNarrow = 0.98;  // of the best rate
 constexpr double kWide = 0.995;
 constexpr u32 kMemory = 16;        // comparisons that an average is over
 constexpr u32 kFirst = 4;          // comparisons that follow each other closely

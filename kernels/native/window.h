@@ -5,7 +5,7 @@
 // takes, the delivery rate of a neighbouring level is compared with the rates just before and just
 // after at the level in use, so that a drive whose speed drifts still shows the difference.  The
 // ratios of neighbours give a service curve; the narrow window is the lowest level on it within
-// 3 % of the best one, the wide window is the lowest one within half a percent.
+// 2 % of the best one, the wide window is the lowest one within half a percent.
 #pragma once
 
 #include "gio_uring/atomics.h"

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from tutti.gio_uring.controller_memory import Faults, MemoryController
-from tutti.gio_uring.engine import Engine, Extents, Job
+from tutti.gio_uring.engine import Engine, Extents
 from tutti.gio_uring.iocb import PagedMemory
+from tutti.gio_uring.job import Job
 from tutti.gio_uring.layer_words import LayerWords
 from tutti.gio_uring.memory import HostBuffer, view_at
 from tutti.gio_uring.nvme_spec import (

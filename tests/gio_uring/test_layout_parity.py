@@ -16,6 +16,7 @@ from tutti.gio_uring import (
     controller_span,
     controller_vfio,
     engine,
+    engine_structs,
     iocb,
     layer_words,
     nvme_spec,
@@ -46,7 +47,7 @@ STRUCTS: dict[str, type[ctypes.Structure]] = {
     "SpanPlace": controller_span.SpanPlaceStruct,
     "SpanConfig": controller_span.SpanConfigStruct,
     "Iocb": iocb.IocbStruct,
-    "JobConfig": engine.JobConfig,
+    "JobConfig": engine_structs.JobConfig,
     "LayerWord": layer_words.LayerWordStruct,
     "LayerWords": layer_words.LayerWordsStruct,
     "QueueShare": device_batch.QueueShareStruct,
@@ -56,8 +57,12 @@ STRUCTS: dict[str, type[ctypes.Structure]] = {
     "Batch": device_batch.BatchStruct,
     "Post": device_batch.PostStruct,
     "Mailbox": device_batch.MailboxStruct,
-    "JobReport": engine.JobReport,
-    "EngineStats": engine.EngineStats,
+    "JobReport": engine_structs.JobReport,
+    "EngineStats": engine_structs.EngineStats,
+    "LaneConfig": engine_structs.LaneConfig,
+    "Route": engine_structs.RouteStruct,
+    "EngineConfig": engine_structs.EngineConfig,
+    "WindowStats": engine_structs.WindowStats,
 }
 # Fields that C++ has no name for: padding before an aligned member.
 UNNAMED = {("QueuePair", "padding")}

@@ -28,8 +28,9 @@ from tutti.gio_uring.controller import (
 )
 from tutti.gio_uring.drives.rescue import Ask, DriveRescue, NativeDrive, Outcome
 from tutti.gio_uring.drives.vfio import VfioDevice
-from tutti.gio_uring.engine import Engine, Extents, Job
+from tutti.gio_uring.engine import Engine, Extents
 from tutti.gio_uring.iocb import flat_memory
+from tutti.gio_uring.job import Job
 from tutti.gio_uring.memory import HostBuffer
 from tutti.gio_uring.ring import status_error
 from tutti.gio_uring.sgl import set_descriptor

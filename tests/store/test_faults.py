@@ -294,7 +294,7 @@ def test_a_load_that_was_given_up_says_who_has_its_pages(
     """Its data command is on its way, its records cannot be had: no ticket, yet pages in use."""
     images = formatted()
     controller = controller_of(images)
-    store = opened(images, controller=controller, timeout_s=0.3)
+    store = opened(images, controller=controller, timeout_s=0.3, window_nbytes=1 << 30)
     pool = store.allocate_memory(32)
     keys = some_keys(rng, 4)
     contents = fill(pool, range(4), rng)

@@ -24,6 +24,13 @@ is the upper bound of the protocol on this machine."""
 _RING_EXAMPLE = """\
 example:
   tutti bench ring"""
+_WINDOW = """\
+Loads pages of several layers from a file through two engines in turns: one finds its window of
+bytes in flight while it runs, the other has 32 commands in flight. Shows when the first layer
+arrives, how fast the whole load is, and how long a computation waits for layer after layer."""
+_WINDOW_EXAMPLE = """\
+example:
+  tutti bench window --dir /mnt/nvme"""
 _PLACEMENT = """\
 Reads a trace of an emulated NVMe drive and shows the addresses of its commands in order, for stored
 and loaded prompts, in a pool and with one file per page. Writes JSON, CSV and a figure."""
@@ -113,6 +120,7 @@ def bench_command(
 add_bandwidth = bench_command("bandwidth", _BANDWIDTH, _BANDWIDTH_EXAMPLE)
 add_peers = bench_command("peers.run", _PEERS, _PEERS_EXAMPLE)
 add_ring = bench_command("ring", _RING, _RING_EXAMPLE)
+add_window = bench_command("window", _WINDOW, _WINDOW_EXAMPLE)
 add_slack = bench_command("slack.run", _SLACK, _SLACK_EXAMPLE)
 add_placement = bench_command("placement", _PLACEMENT, _PLACEMENT_EXAMPLE)
 add_replay = bench_command("replay", _REPLAY, _REPLAY_EXAMPLE)

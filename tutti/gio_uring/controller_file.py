@@ -14,7 +14,9 @@ import ctypes
 import errno
 import mmap
 import os
+import stat
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from tutti.errors import ConfigError, Unsupported
@@ -131,9 +133,10 @@ class FileController(NativeController):
     `fallback_reason`; "passthrough", io_uring with NVMe commands in it, for generic character
     devices and nothing else. threads: of the threads executor. registered_buffers: ask the kernel
     to keep registered memory pinned, which saves CPU; `buffers_reason`: why it could not.
-    record_fd: an open file that receives what reached the medium (`RecordHeader` in
-    `kernels/native/executor.h`), for tests of power loss. lock: open the files for this process
-    alone, see `FileMember.lock`.
+    lanes: threads that serve the files, each with an executor of its own; None has one for each
+    drive the files are on. record_fd: an open file that receives what reached the medium
+    (`RecordHeader` in `kernels/native/executor.h`), for tests of power loss. lock: open the files
+    for this process alone, see `FileMember.lock`.
 
     Raises what FileMember raises, ConfigError for unacceptable arguments, Unsupported where
     executor="uring" is refused.
@@ -152,6 +155,7 @@ class FileController(NativeController):
         registered_buffers: bool = False,
         record_fd: int | None = None,
         lock: bool = False,
+        lanes: int | None = None,
     ) -> None:
         if executor not in EXECUTORS:
             raise ConfigError(f"no executor {executor!r}; use one of {', '.join(EXECUTORS)}")
@@ -177,11 +181,16 @@ class FileController(NativeController):
                 threads=threads,
                 record_fd=-1 if record_fd is None else record_fd,
             )
-            handle = self._create(config, lba_nbytes)
+            drives = _drives_of(self.members)
+            lanes = max(drives) + 1 if lanes is None else lanes
+            if lanes < 1 or (record_fd is not None and lanes > 1):
+                raise ConfigError(f"lanes={lanes}; give at least 1, and 1 together with record_fd")
+            self._routes = [(drive % lanes, nsid) for nsid, drive in enumerate(drives, 1)]
+            handles = self._create(config, lba_nbytes, lanes)
         except BaseException:
             self._close_members()
             raise
-        super().__init__(handle)
+        super().__init__(*handles)
         self._buffered: tuple[BlockRange, ...] = ()
         self._registers = registered_buffers
         self._fixed: set[int] = set()
@@ -230,7 +239,12 @@ class FileController(NativeController):
             )
         return "passthrough" if generic else asked
 
-    def _create(self, config: FileConfigStruct, lba_nbytes: int) -> int:
+    @property
+    def routes(self) -> list[tuple[int, int]]:
+        """As NativeController.routes: the files of one drive share a lane."""
+        return self._routes
+
+    def _create(self, config: FileConfigStruct, lba_nbytes: int, lanes: int) -> list[int]:
         namespaces = (FileNamespaceStruct * len(self.members))()
         for entry, member in zip(namespaces, self.members, strict=True):
             entry.fd = member.fd
@@ -241,8 +255,15 @@ class FileController(NativeController):
             entry.memory_alignment = member.memory_alignment
             entry.offset_alignment = member.offset_alignment
         config.namespaces = ctypes.addressof(namespaces)
-        handle = _P()
-        result = _lib().gio_file_controller_create(ctypes.byref(config), ctypes.byref(handle))
+        handles: list[int] = []
+        result = 0
+        while len(handles) < lanes and result == 0:
+            handle = _P()
+            result = _lib().gio_file_controller_create(ctypes.byref(config), ctypes.byref(handle))
+            handles += [int(handle.value)] if handle.value else []
+        if result < 0:
+            for made in handles:
+                _native.lib().gio_controller_destroy(made)
         is_uring = config.executor == EXECUTORS.index("uring")
         if result < 0 and is_uring and (reason := uring_refusal()):
             raise Unsupported(f"io_uring is refused: {reason}; use executor='auto' or 'threads'")
@@ -256,7 +277,7 @@ class FileController(NativeController):
             " both it needs less"
         )
         _native.check(result, "cannot create a file controller", remedy, ConfigError)
-        return int(handle.value or 0)
+        return handles
 
     def _read_executor(self) -> tuple[str, str | None]:
         error = _I()
@@ -296,11 +317,12 @@ class FileController(NativeController):
         array = (BufferedRangeStruct * len(ranges))()
         for entry, given in zip(array, ranges, strict=True):
             entry.nsid, entry.slba, entry.nlb = given
-        result = _lib().gio_file_controller_set_buffered(
-            self.handle, ctypes.addressof(array), len(ranges)
-        )
         remedy = "give disjoint ranges of at least one block within their namespace"
-        _native.check(result, "cannot choose what is buffered", remedy, ConfigError)
+        for handle in self.handles:  # they agree, so the first one refuses for all
+            result = _lib().gio_file_controller_set_buffered(
+                handle, ctypes.addressof(array), len(ranges)
+            )
+            _native.check(result, "cannot choose what is buffered", remedy, ConfigError)
         self._buffered = tuple(ranges)
 
     def _check_has_both(self, nsid: int) -> None:
@@ -331,10 +353,11 @@ class FileController(NativeController):
         """As NativeController.register; with registered_buffers the kernel pins it as well."""
         region = super().register(buffer)
         if self._registers:
-            result = _lib().gio_file_controller_add_buffer(
-                self.handle, region.address, region.nbytes
-            )
             self._fixed.add(region.address)  # a part of it may be
+            result = min(
+                _lib().gio_file_controller_add_buffer(handle, region.address, region.nbytes)
+                for handle in self.handles
+            )
             if result < 0:
                 self.buffers_reason = f"{os.strerror(-result)}; RLIMIT_MEMLOCK may be too low"
         return region
@@ -342,15 +365,19 @@ class FileController(NativeController):
     def _unregister(self, region: DmaRegion) -> None:
         if region.address in self._fixed and not self.is_closed:
             self._fixed.discard(region.address)
-            _lib().gio_file_controller_remove_buffer(self.handle, region.address)
+            for handle in self.handles:
+                _lib().gio_file_controller_remove_buffer(handle, region.address)
         super()._unregister(region)
 
     def stats(self) -> FileStats:
         """Totals since creation."""
         self._check_open()
-        stats = FileStats()
-        _lib().gio_file_controller_stats(self.handle, ctypes.byref(stats))
-        return stats
+        total, part = FileStats(), FileStats()
+        for handle in self.handles:
+            _lib().gio_file_controller_stats(handle, ctypes.byref(part))
+            for name in (field[0] for field in FileStats._fields_):
+                setattr(total, name, getattr(total, name) + getattr(part, name))
+        return total
 
     def close(self) -> None:
         super().close()
@@ -359,6 +386,23 @@ class FileController(NativeController):
     def _close_members(self) -> None:
         for member in self._own_members:
             member.close()
+
+
+def _drives_of(members: Sequence[FileMember]) -> list[int]:
+    """Numbers from 0 of the drives that the members are on; partitions of one disk share it."""
+    numbers: dict[str, int] = {}
+    found = []
+    for member in members:
+        status = os.fstat(member.fd)
+        is_device = stat.S_ISBLK(status.st_mode) or stat.S_ISCHR(status.st_mode)
+        device = status.st_rdev if is_device else status.st_dev
+        node = Path(f"/sys/dev/block/{os.major(device)}:{os.minor(device)}")
+        drive = f"{device} {stat.S_ISCHR(status.st_mode)}"
+        if not stat.S_ISCHR(status.st_mode) and node.exists():
+            real = node.resolve()
+            drive = str(real.parent if (real / "partition").exists() else real)
+        found.append(numbers.setdefault(drive, len(numbers)))
+    return found
 
 
 def uring_refusal() -> str | None:

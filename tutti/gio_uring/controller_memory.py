@@ -45,6 +45,11 @@ class MemoryConfigStruct(ctypes.LittleEndianStructure):
         ("depth_max", _U32),
         ("mode", _U32),
         ("write_back", _U32),
+        ("channel_bandwidth", _U64),
+        ("channels", _U32),
+        ("crowd", _U32),
+        ("crowd_percent", _U32),
+        ("reserved", _U32),
     )
 
 
@@ -96,6 +101,21 @@ class MemoryStats(ctypes.LittleEndianStructure):
 
 
 @dataclass(frozen=True)
+class Parallelism:
+    """How a drive on the virtual clock serves several commands at once.
+
+    channels: each moves one transfer at a time, at channel_bandwidth bytes per second, and all
+    together no more than the drive's bandwidth. crowd: with more transfers in flight each takes
+    crowd_factor times as long on the drive.
+    """
+
+    channels: int
+    channel_bandwidth: int
+    crowd: int = 0
+    crowd_factor: float = 0.0
+
+
+@dataclass(frozen=True)
 class Faults:
     """What goes wrong, drawn from `seed` and the number of the command since the faults were set.
 
@@ -135,7 +155,7 @@ class MemoryController(NativeController):
     namespace_nbytes: size of each namespace, multiples of lba_nbytes. mode: see MODES. write_back:
     a volatile write cache that `power_cut` loses. The bandwidths (bytes per second), latency_ns
     and interference (how much longer a transfer takes that starts while the other direction is
-    busy) count in mode "virtual" alone.
+    busy) and its parallelism count in mode "virtual" alone.
 
     Raises ConfigError for arguments that no drive could have or that memory does not hold.
     """
@@ -154,6 +174,7 @@ class MemoryController(NativeController):
         write_bandwidth: int = 2 * GiB,
         latency_ns: int = 80_000,
         interference: float = 1.0,
+        parallelism: Parallelism | None = None,
     ) -> None:
         if mode not in MODES:
             raise ConfigError(f"there is no mode {mode!r}; use one of {', '.join(MODES)}")
@@ -174,6 +195,11 @@ class MemoryController(NativeController):
             mode=MODES.index(mode),
             write_back=int(write_back),
         )
+        if parallelism is not None:
+            config.channels = parallelism.channels
+            config.channel_bandwidth = parallelism.channel_bandwidth
+            config.crowd = parallelism.crowd
+            config.crowd_percent = round(parallelism.crowd_factor * 100)
         handle = ctypes.c_void_p()
         create = _native.lib().gio_memory_controller_create
         result = create(ctypes.byref(config), ctypes.byref(handle))

@@ -20,10 +20,19 @@ import numpy.typing as npt
 
 from tutti.arrays import U32, U64
 from tutti.callbacks import Guard
-from tutti.errors import CapacityError, ConfigError, DeviceTimeout, PoolClosed, Unsupported
+from tutti.errors import CapacityError, ConfigError, DeviceTimeout, PoolClosed
 from tutti.gio_uring import _native
 from tutti.gio_uring.controller import NativeController
-from tutti.gio_uring.iocb import IocbStruct, PagedMemory, split_runs
+from tutti.gio_uring.engine_structs import (
+    EngineConfig,
+    EngineStats,
+    JobConfig,
+    LaneConfig,
+    RouteStruct,
+    WindowStats,
+)
+from tutti.gio_uring.iocb import PagedMemory, split_runs
+from tutti.gio_uring.job import Job, nanoseconds
 from tutti.gio_uring.layer_words import LayerWords
 from tutti.gio_uring.memory import HostBuffer
 from tutti.gio_uring.nvme_spec import (
@@ -35,7 +44,7 @@ from tutti.gio_uring.nvme_spec import (
     PSDT_SGL,
 )
 from tutti.gio_uring.queue_pair import QueuePair
-from tutti.interrupts import in_pieces, uninterrupted
+from tutti.interrupts import uninterrupted
 from tutti.process import Owned, finalize
 from tutti.threads import start_thread
 
@@ -61,100 +70,6 @@ _ENDED = 2**64 - 1
 _ORPHANS: list[object] = []
 
 
-class JobConfig(ctypes.Structure):
-    """``gio::JobConfig``."""
-
-    _fields_ = (
-        ("iocb", IocbStruct),
-        ("digests", ctypes.c_uint64),
-        ("page_status", ctypes.c_uint64),
-        ("tag", ctypes.c_uint64),
-        ("timeout_ns", ctypes.c_uint64),
-        ("priority", ctypes.c_uint32),
-        ("digest", ctypes.c_uint32),
-        ("gated", ctypes.c_uint32),
-        ("window", ctypes.c_uint32),
-        ("words", ctypes.c_uint64),
-        ("layer_ns", ctypes.c_uint64),
-        ("due_ns", ctypes.c_uint64),
-        ("interval_ns", ctypes.c_uint64),
-    )
-
-
-class JobReport(ctypes.Structure):
-    """``gio::JobReport``: times in CLOCK_MONOTONIC nanoseconds, 0 while not done."""
-
-    _fields_ = (
-        ("submitted_ns", ctypes.c_uint64),
-        ("done_ns", ctypes.c_uint64),
-        ("layers_ready", ctypes.c_uint32),
-        ("done", ctypes.c_uint32),
-        ("released", ctypes.c_uint32),
-        ("status", ctypes.c_uint32),
-    )
-
-
-class EngineStats(ctypes.Structure):
-    """``gio::EngineStats``: totals since the engine started."""
-
-    _fields_ = (
-        ("commands", ctypes.c_uint64),
-        ("bytes_read", ctypes.c_uint64),
-        ("bytes_written", ctypes.c_uint64),
-        ("jobs", ctypes.c_uint64),
-        ("timeouts", ctypes.c_uint64),
-        ("thread_cpu_ns", ctypes.c_uint64),
-        ("digest_ns", ctypes.c_uint64),
-        ("digests_offloaded", ctypes.c_uint64),
-    )
-
-
-class LaneConfig(ctypes.Structure):
-    """``gio::LaneConfig``."""
-
-    _fields_ = (
-        ("controller", ctypes.c_uint64),
-        ("queue_pair", ctypes.c_uint64),
-        ("lists", ctypes.c_uint64),
-    )
-
-
-class RouteStruct(ctypes.Structure):
-    """``gio::Route``."""
-
-    _fields_ = (("lane", ctypes.c_uint32), ("nsid", ctypes.c_uint32))
-
-
-class EngineConfig(ctypes.Structure):
-    """``gio::EngineConfig``."""
-
-    _fields_ = (
-        ("lanes", ctypes.c_uint64),
-        ("routes", ctypes.c_uint64),
-        ("n_lanes", ctypes.c_uint32),
-        ("n_routes", ctypes.c_uint32),
-        ("list_nbytes", ctypes.c_uint32),
-        ("digest_workers", ctypes.c_uint32),
-        ("window_nbytes", ctypes.c_uint64),
-    )
-
-
-class WindowStats(ctypes.Structure):
-    """``gio::WindowStats``: what a lane has found out about its drive; [0] reads, [1] writes.
-
-    window_nbytes: in use now. rate: bytes per second of the last sample with a full window, 0
-    before it. latency_ns: of commands, smoothed. samples: of the window in use.
-    """
-
-    _fields_ = (
-        ("window_nbytes", ctypes.c_uint64 * 2),
-        ("rate", ctypes.c_uint64 * 2),
-        ("latency_ns", ctypes.c_uint64 * 2),
-        ("samples", ctypes.c_uint64 * 2),
-        ("inflight_nbytes", ctypes.c_uint64),
-    )
-
-
 @dataclass(frozen=True)
 class Extents:
     """Runs on the medium, in the order of the pages they hold.
@@ -168,87 +83,6 @@ class Extents:
     count: npt.ArrayLike
     slice_nlb: int
     layer_stride_nlb: int = 0
-
-
-class Job(Owned):
-    """One I/O control block on its way.  Thread-safe.
-
-    page_status: uint32 (pages,), 0 or the first NVMe status that a page met; final once the job
-    is done.
-    """
-
-    def __init__(self, engine: Engine, handle: int, tag: int, keep: tuple[Any, ...]) -> None:
-        self._engine = engine
-        self._handle = handle
-        self._keep: tuple[Any, ...] = keep
-        self.tag = tag
-        self.page_status: U32 = keep[0]
-        self._callback: Callable[[Job], None] | None = None
-        self._lock = threading.Lock()
-        self._released = False
-        # The engine holds this object until the job is released, so this runs after that only.
-        self._free = finalize(self, _native.lib().gio_job_free, handle)
-        self._free.atexit = False
-
-    def report(self) -> JobReport:
-        """Where the job stands."""
-        out = JobReport()
-        _native.lib().gio_job_report(self._handle, ctypes.byref(out))
-        return out
-
-    @property
-    def kept(self) -> tuple[Any, ...]:
-        """What must live as long as the device may use it; nothing once the job is released."""
-        return self._keep
-
-    @property
-    def done(self) -> bool:
-        """Whether every layer is ready or failed."""
-        return bool(self.report().done)
-
-    def order_stream(self, stream: int, layers: int) -> None:
-        """No stream of a GPU can wait for host memory."""
-        raise Unsupported(
-            "a stream can wait for loads into GPU memory alone; wait with wait_layer, or load into "
-            "a DeviceMemory"
-        )
-
-    def wait_layers(self, layers: int, timeout_s: float) -> bool:
-        """Waits until ``layers`` layers are ready or the job failed.  False after the timeout."""
-        wait = _native.lib().gio_job_wait_layers
-        handles = (self._engine.handle, self._handle)
-        return in_pieces(lambda s: wait(*handles, layers, _nanoseconds(s)) == 0, timeout_s)
-
-    def wait_released(self, timeout_s: float) -> bool:
-        """Waits until no command of the job can touch memory any more.  False after the timeout."""
-        wait = _native.lib().gio_job_wait_released
-        handles = (self._engine.handle, self._handle)
-        return in_pieces(lambda s: wait(*handles, _nanoseconds(s)) == 0, timeout_s)
-
-    def open_gate(self) -> None:
-        """Lets a gated job compare its digests."""
-        _native.lib().gio_job_open_gate(self._engine.handle, self._handle)
-
-    def cancel(self) -> None:
-        """Issues nothing more of this job; what is in flight still ends by itself."""
-        _native.lib().gio_job_cancel(self._engine.handle, self._handle)
-
-    def on_released(self, callback: Callable[[Job], None] | None) -> None:
-        """Calls back once no command is outstanding, or now; the last callback given counts."""
-        with self._lock:
-            if not self._released:
-                self._callback = callback
-                return
-        if callback is not None:
-            self._engine.guard.call("a completion callback", callback, self)
-
-    def release(self) -> Callable[[Job], None] | None:
-        """Marks the job as released, drops its arrays, and returns the callbacks."""
-        with self._lock:
-            self._released = True
-            self._keep = ()
-            callback, self._callback = self._callback, None
-            return callback
 
 
 class Engine(Owned):
@@ -393,15 +227,8 @@ class Engine(Owned):
             raise ValueError("digests must have the shape (pages, layers)")
         bases = np.ascontiguousarray(memory.bases, np.uint64)
         config = JobConfig()
-        io = config.iocb
-        io.pages, io.n_pages = pages.ctypes.data, pages.size
-        io.bases, (io.n_layers, io.n_segments) = bases.ctypes.data, bases.shape
-        io.padding = self._scratch if opcode == OPCODE_READ else self._zeros
-        for k, nbytes in enumerate(memory.segment_nbytes):
-            io.segment_nbytes[k], io.segment_stride[k] = nbytes, memory.stride_nbytes[k]
-        io.flags = FUA if fua else 0
-        io.slice_nlb, io.layer_stride_nlb = extents.slice_nlb, extents.layer_stride_nlb
-        io.psdt = self.psdt
+        self._describe(config, opcode, extents, pages, memory, bases)
+        config.iocb.flags = FUA if fua else 0
         if digests is not None:
             config.digests = digests.ctypes.data
             config.digest = DIGEST_COMPARE if compare else DIGEST_COMPUTE
@@ -420,6 +247,25 @@ class Engine(Owned):
             timeout_s,
             on_released,
         )
+
+    def _describe(
+        self,
+        config: JobConfig,
+        opcode: int,
+        extents: Extents,
+        pages: U32,
+        memory: PagedMemory,
+        bases: U64,
+    ) -> None:
+        """Fills in what moves, and between where."""
+        io = config.iocb
+        io.pages, io.n_pages = pages.ctypes.data, pages.size
+        io.bases, (io.n_layers, io.n_segments) = bases.ctypes.data, bases.shape
+        io.padding = self._scratch if opcode == OPCODE_READ else self._zeros
+        for k, nbytes in enumerate(memory.segment_nbytes):
+            io.segment_nbytes[k], io.segment_stride[k] = nbytes, memory.stride_nbytes[k]
+        io.slice_nlb, io.layer_stride_nlb = extents.slice_nlb, extents.layer_stride_nlb
+        io.psdt = self.psdt
 
     def flush(
         self,
@@ -468,7 +314,7 @@ class Engine(Owned):
 
         Raises DeviceTimeout when the device still owns memory after the deadline.
         """
-        result = _native.lib().gio_engine_reset(self.handle, _nanoseconds(timeout_s))
+        result = _native.lib().gio_engine_reset(self.handle, nanoseconds(timeout_s))
         if result != 0:
             raise DeviceTimeout(
                 f"the controller could not be reset within {timeout_s:g} s; "
@@ -505,7 +351,7 @@ class Engine(Owned):
             return
         self._closed = True
         with self._stopping:
-            stopped = _native.lib().gio_engine_stop(self.handle, _nanoseconds(timeout_s)) == 0
+            stopped = _native.lib().gio_engine_stop(self.handle, nanoseconds(timeout_s)) == 0
         if stopped and self._thread.ident is not None:
             self._thread.join(timeout_s)
         if not stopped or self._thread.is_alive():
@@ -567,7 +413,7 @@ class Engine(Owned):
         config.iocb.lba_shift = self.controller.info.lba_shift
         config.iocb.runs, config.iocb.n_runs = runs.ctypes.data, runs.size
         config.page_status = page_status.ctypes.data if n_pages else 0
-        config.timeout_ns = _nanoseconds(timeout_s)
+        config.timeout_ns = nanoseconds(timeout_s)
         config.priority = priority
         config.tag = next(self._tags)
         lib, handle = _native.lib(), ctypes.c_void_p()
@@ -589,9 +435,5 @@ class Engine(Owned):
 
 def _stop(handle: int, lock: threading.Lock, keep_controller: Callable[[], None]) -> None:
     with lock:
-        if _native.lib().gio_engine_stop(handle, _nanoseconds(_STOP_TIMEOUT_S)) != 0:
+        if _native.lib().gio_engine_stop(handle, nanoseconds(_STOP_TIMEOUT_S)) != 0:
             keep_controller()
-
-
-def _nanoseconds(seconds: float) -> int:
-    return max(0, int(seconds * 1e9))

@@ -12,8 +12,9 @@ import numpy.typing as npt
 
 from tutti.arrays import U32, U64, Keys, Slots
 from tutti.errors import DeviceTimeout
-from tutti.gio_uring.engine import Engine, Extents, Job
+from tutti.gio_uring.engine import Engine, Extents
 from tutti.gio_uring.iocb import PagedMemory, flat_memory
+from tutti.gio_uring.job import Job
 from tutti.gio_uring.memory import HostBuffer
 from tutti.gio_uring.nvme_spec import OPCODE_READ, OPCODE_WRITE
 from tutti.medium.superblock import (

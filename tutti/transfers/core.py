@@ -17,6 +17,7 @@ from tutti.arrays import Slots
 from tutti.checks import seconds, share, whole
 from tutti.errors import ConfigError, DeviceTimeout, PoolClosed, PoolCorrupt
 from tutti.gio_uring.engine import Engine, Extents
+from tutti.gio_uring.engine_structs import WindowStats
 from tutti.gio_uring.gpu.transfer import Submitter
 from tutti.gio_uring.iocb import PagedMemory
 from tutti.medium.slot_record import COUNTER_MAX
@@ -47,6 +48,8 @@ class StoreConfig:
         that pin are shortened rather than exceed it.
     digest_cache_nbytes: memory for digests of recent objects.
     schedule: when puts and loads are launched; None for at once.  See docs/scheduler.md.
+    window_nbytes: bytes of commands in flight on each drive; None finds the smallest number that
+        has the drive's full bandwidth while it runs, which keeps first layers early.
     page_cache_share: how much of the memory that is free at the opening the page cache may use for
         groups of the pool, from 0 (none: all by direct I/O) to 1; see docs/residency.md.
     """
@@ -57,6 +60,7 @@ class StoreConfig:
     pin_lookups: int = 64
     pin_share: float = 1.0
     digest_cache_nbytes: int = 16 << 20
+    window_nbytes: int | None = None
     page_cache_share: float = 0.0
     policy: EvictionPolicy = field(default_factory=LeastRecentlyUsed)
     schedule: Schedule | None = None
@@ -94,6 +98,8 @@ class StoreConfig:
             raise ConfigError(f"policy is {self.policy!r}; give an EvictionPolicy")
         if not isinstance(self.schedule, Schedule | None):
             raise ConfigError(f"schedule is {self.schedule!r}; give a Schedule, or None")
+        if self.window_nbytes is not None:
+            whole("window_nbytes", self.window_nbytes, 1, 2**48)
 
 
 @dataclass
@@ -117,6 +123,16 @@ class Counters:
     load_runs: int = 0
     payload_written_nbytes: int = 0
     payload_read_nbytes: int = 0
+
+
+def _drive(window: WindowStats) -> dict[str, Any]:
+    """What the engine has found out about one drive, reads and writes apart."""
+    stats: dict[str, Any] = {"inflight_nbytes": int(window.inflight_nbytes)}
+    for i, direction in enumerate(("read", "write")):
+        stats[f"{direction}_window_nbytes"] = int(window.window_nbytes[i])
+        stats[f"{direction}_nbytes_per_s"] = int(window.rate[i])
+        stats[f"{direction}_latency_us"] = window.latency_ns[i] / 1e3
+    return stats
 
 
 class Closable(Protocol):
@@ -273,6 +289,8 @@ class Core(Owned):
             "timeouts": int(engine.timeouts),
             "engine_cpu_s": engine.thread_cpu_ns / 1e9,
             "digest_cpu_s": engine.digest_ns / 1e9,
+            "digests_offloaded": int(engine.digests_offloaded),
+            "drives": [_drive(window) for window in self.engine.windows()],
             "index_nbytes_per_object": self.index.nbytes_per_slot,
             "callback_errors": self.guard.errors,
         }

@@ -15,8 +15,9 @@ import numpy.typing as npt
 
 from tutti.arrays import U32, U64, Keys, Slots
 from tutti.errors import DeviceTimeout, KeyMissing, PagesInUse
-from tutti.gio_uring.engine import PRIORITY_LOAD, Job
+from tutti.gio_uring.engine import PRIORITY_LOAD
 from tutti.gio_uring.iocb import PagedMemory
+from tutti.gio_uring.job import Job
 from tutti.gio_uring.nvme_spec import (
     OPCODE_READ,
     STATUS_CANCELLED,

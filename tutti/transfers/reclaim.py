@@ -11,7 +11,7 @@ import numpy as np
 
 from tutti.arrays import Slots
 from tutti.errors import PoolClosed
-from tutti.gio_uring.engine import Job
+from tutti.gio_uring.job import Job
 from tutti.medium.slot_record import COUNTER_MAX
 from tutti.medium.superblock import RecordState
 from tutti.placement.eviction import EvictionView

@@ -18,8 +18,9 @@ import numpy.typing as npt
 from tutti.arrays import U32, U64, Keys, Slots
 from tutti.checks import whole
 from tutti.errors import ConfigError, DeviceTimeout, PoolClosed, PoolMoved, TuttiError
-from tutti.gio_uring.engine import PRIORITY_STORE, Job
+from tutti.gio_uring.engine import PRIORITY_STORE
 from tutti.gio_uring.iocb import PagedMemory
+from tutti.gio_uring.job import Job
 from tutti.gio_uring.nvme_spec import (
     OPCODE_WRITE,
     STATUS_CANCELLED,

@@ -28,9 +28,10 @@ from tutti.errors import (
 from tutti.gio_uring.controller import NativeController
 from tutti.gio_uring.controller_file import FileController
 from tutti.gio_uring.controller_memory import Faults, MemoryController
-from tutti.gio_uring.engine import Engine, Job
+from tutti.gio_uring.engine import Engine
 from tutti.gio_uring.gpu.host_engine import HostEngine
 from tutti.gio_uring.gpu.mover import CopyMover
+from tutti.gio_uring.job import Job
 from tutti.memory.device_memory import DeviceMemory
 from tutti.pool import pool_format
 from tutti.store import ObjectStore

@@ -28,7 +28,7 @@ import numpy as np
 
 from tutti.arrays import U32
 from tutti.errors import ConfigError, CudaError, PoolClosed, TuttiError
-from tutti.gio_uring.engine import Engine, Extents, Job
+from tutti.gio_uring.engine import Engine, Extents
 from tutti.gio_uring.gpu.driver import Driver
 from tutti.gio_uring.gpu.memory import LeaseOwner
 from tutti.gio_uring.gpu.mover import CopyDescriptor, Mover, PreparedCopy, choose_mover
@@ -43,6 +43,7 @@ from tutti.gio_uring.gpu.stream_queue import (
 )
 from tutti.gio_uring.gpu.transfer import TIMEOUT_S, Options
 from tutti.gio_uring.iocb import PagedMemory
+from tutti.gio_uring.job import Job
 from tutti.gio_uring.nvme_spec import OPCODE_READ
 from tutti.process import Owned, finalize
 from tutti.units import MiB

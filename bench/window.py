@@ -1,0 +1,330 @@
+"""How soon the layers of a load arrive, and at what cost: the window against a fixed one.
+
+Loads of a few sizes go through the engine and a file, each to an engine with the window that is
+found while it runs and to one with a fixed window of 32 commands, in turns. A second part consumes
+layer after layer with a computation between them that takes a multiple of the layer's I/O time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tutti.arrays import U64
+from tutti.bench.environment import describe
+from tutti.bench.statistics import bootstrap_median, median
+from tutti.errors import ConfigError, MediumError
+from tutti.gio_uring.controller_file import FileController, allocate_file
+from tutti.gio_uring.engine import PRIORITY_LOAD, PRIORITY_STORE, Engine, Extents
+from tutti.gio_uring.iocb import PagedMemory
+from tutti.gio_uring.memory import HostBuffer
+from tutti.gio_uring.nvme_spec import OPCODE_READ, OPCODE_WRITE
+from tutti.terminal import ProgressFactory, table
+from tutti.units import KiB, MiB, parse_nbytes
+
+HEAD = ("pages", "window", "first layer, ms", "bound, ms", "whole load, ms", "GB/s")
+COMMAND_NBYTES = MiB
+FIXED_COMMANDS = 32
+_GROUP = 64
+_GROUPS = 4
+_LBA_NBYTES = 4 * KiB
+_TIMEOUT_S = 60.0
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments of `tutti bench window`."""
+    parser.add_argument("--dir", type=Path, required=True, help="where the file is made")
+    parser.add_argument("--layers", type=int, default=32, help="(%(default)s)")
+    parser.add_argument("--slice", default="256KiB", help="of a page and layer (%(default)s)")
+    parser.add_argument("--pages", nargs="+", type=int, default=[1, 4, 16, 64])
+    parser.add_argument("--rounds", type=int, default=9, help="of each size (%(default)s)")
+    parser.add_argument("--warm", type=float, default=5.0, help="seconds to learn (%(default)s)")
+    parser.add_argument(
+        "--compute",
+        nargs="*",
+        type=float,
+        default=[0.25, 0.5, 1.0, 2.0, 4.0],
+        help="computation between layers, in times of a layer's I/O",
+    )
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """Milliseconds from submission to the first and to the last layer, and of waiting for them."""
+
+    first_ms: float
+    whole_ms: float
+    waited_ms: float = 0.0
+
+
+class Reader:
+    """Loads pages from the shared file into memory of its own."""
+
+    def __init__(self, path: Path, layers: int, slice_nbytes: int, window: int | None) -> None:
+        self._layers, self._slice_nlb = layers, slice_nbytes // _LBA_NBYTES
+        with ExitStack() as undo:
+            controller = undo.enter_context(FileController([path], lba_nbytes=_LBA_NBYTES))
+            self.engine = Engine(
+                controller, window_nbytes=window, command_nbytes_max=COMMAND_NBYTES
+            )
+            undo.callback(self.engine.close)
+            buffer = HostBuffer(layers * _GROUP * slice_nbytes)
+            buffer.array[:] = 1
+            undo.callback(controller.register(buffer).close)
+            starts = np.arange(layers, dtype=np.uint64) * np.uint64(_GROUP * slice_nbytes)
+            bases = (np.uint64(buffer.address) + starts)[:, None]
+            self._memory = PagedMemory(bases, (slice_nbytes,), (slice_nbytes,), _GROUP, buffer)
+            self.close = undo.pop_all().close
+
+    def move(
+        self, opcode: int, group: int, first: int, pages: int, compute_ms: float = 0
+    ) -> Loaded:
+        """Moves `pages` slots of a group, waiting `compute_ms` after each layer that is ready."""
+        slba = (group * self._layers * _GROUP + first) * self._slice_nlb
+        extents = Extents([slba], [1], [pages], self._slice_nlb, _GROUP * self._slice_nlb)
+        ready: U64 = np.zeros(self._layers, np.uint64)
+        job = self.engine.submit(
+            opcode,
+            extents,
+            self._memory.check_pages(np.arange(pages)),
+            self._memory,
+            priority=PRIORITY_LOAD if opcode == OPCODE_READ else PRIORITY_STORE,
+            layer_ns=ready,
+        )
+        waited_ms = 0.0
+        for layer in range(self._layers if compute_ms else 0):
+            begin = time.perf_counter()
+            job.wait_layers(layer + 1, _TIMEOUT_S)
+            waited_ms += (time.perf_counter() - begin) * 1e3
+            _compute(compute_ms)
+        if not job.wait_released(_TIMEOUT_S) or (report := job.report()).status:
+            raise MediumError("a transfer failed or took a minute; look at the kernel's log")
+        first_ns, last_ns = int(ready[0]), int(ready[-1])
+        begin_ns = int(report.submitted_ns)
+        return Loaded((first_ns - begin_ns) / 1e6, (last_ns - begin_ns) / 1e6, waited_ms)
+
+
+def _compute(duration_ms: float) -> None:
+    """Stands in for the model: it sleeps, so that it takes no processor from the engine."""
+    time.sleep(duration_ms / 1e3)
+
+
+@contextmanager
+def _file(folder: Path, nbytes: int) -> Iterator[Path]:
+    path = folder / "tutti-bench-window"
+    if path.exists():
+        raise ConfigError(f"{path} is there already; remove it")
+    try:
+        allocate_file(path, nbytes)
+        yield path
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def run(args: argparse.Namespace, progress: ProgressFactory) -> dict[str, Any]:
+    """Loads of every size in turns, and loops that compute between layers.
+
+    Raises ConfigError for unacceptable numbers, MediumError when a transfer fails.
+    """
+    slice_nbytes = parse_nbytes(args.slice)
+    if slice_nbytes % _LBA_NBYTES or not 0 < max(args.pages) <= _GROUP or min(args.pages) < 1:
+        raise ConfigError(f"use slices of whole 4 KiB blocks, and 1 to {_GROUP} pages")
+    if min(args.layers, args.rounds) < 1 or any(factor <= 0 for factor in args.compute):
+        raise ConfigError("--layers and --rounds count from 1; factors of --compute are above 0")
+    nbytes = _GROUPS * args.layers * _GROUP * slice_nbytes
+    with ExitStack() as stack:
+        path = stack.enter_context(_file(args.dir, nbytes))
+        readers = {}
+        for name, window in (("found", None), ("fixed", FIXED_COMMANDS * COMMAND_NBYTES)):
+            readers[name] = Reader(path, args.layers, slice_nbytes, window)
+            stack.callback(readers[name].close)
+        bench = _Bench(readers, args, slice_nbytes)
+        bench.fill()
+        with progress("window", len(args.pages) * (1 + len(args.compute))) as bar:
+            bench.warm_up()
+            rows = []
+            for pages in args.pages:
+                rows += bench.loads(pages)
+                bar.advance(1)
+            loops = []
+            for pages in args.pages:
+                for factor in args.compute:
+                    loops.append(bench.loop(pages, factor))
+                    bar.advance(1)
+        windows = {name: _window_of(reader) for name, reader in readers.items()}
+    return {
+        "benchmark": "window",
+        "source": "measured",
+        "rows": rows,
+        "loops": loops,
+        "windows": windows,
+        "single_command_ms": bench.single_ms,
+        "layers": args.layers,
+        "slice_nbytes": slice_nbytes,
+        "rounds": args.rounds,
+        "machine": describe(),
+    }
+
+
+def _window_of(reader: Reader) -> dict[str, Any]:
+    stats = reader.engine.windows()[0]
+    return {
+        "window_nbytes": int(stats.window_nbytes[0]),
+        "rate_gb_per_s": stats.rate[0] / 1e9,
+        "latency_us": stats.latency_ns[0] / 1e3,
+        "samples": int(stats.samples[0]),
+    }
+
+
+class _Bench:
+    """The rounds over one file."""
+
+    def __init__(
+        self, readers: dict[str, Reader], args: argparse.Namespace, slice_nbytes: int
+    ) -> None:
+        self._readers, self._args, self._slice_nbytes = readers, args, slice_nbytes
+        self._rng = np.random.default_rng(1)
+        self._rate = 0.0  # bytes per ms of the fixed window's largest load
+        self.single_ms = 0.0
+
+    def fill(self) -> None:
+        """Writes the file once, so that no read meets an unwritten extent."""
+        for group in range(_GROUPS):
+            self._readers["fixed"].move(OPCODE_WRITE, group, 0, _GROUP)
+
+    def warm_up(self) -> None:
+        """Lets the window be found, by loads of all sizes."""
+        until = time.monotonic() + self._args.warm
+        while time.monotonic() < until:  # bounded by --warm
+            for pages in self._args.pages:
+                self._load("found", pages)
+        largest = max(self._args.pages)
+        whole = [self._load("fixed", largest).whole_ms for _ in range(3)]
+        self._rate = largest * self._args.layers * self._slice_nbytes / median(whole)
+
+    def _load(self, name: str, pages: int, compute_ms: float = 0) -> Loaded:
+        group = int(self._rng.integers(_GROUPS))
+        first = int(self._rng.integers(_GROUP - pages + 1))
+        return self._readers[name].move(OPCODE_READ, group, first, pages, compute_ms)
+
+    def loads(self, pages: int) -> list[dict[str, Any]]:
+        """A row for each window."""
+        found: dict[str, list[Loaded]] = {name: [] for name in self._readers}
+        for turn in range(self._args.rounds):
+            names = list(self._readers)
+            for name in names if turn % 2 else reversed(names):
+                found[name].append(self._load(name, pages))
+        if not self.single_ms:
+            self.single_ms = self._single_command_ms()
+        layer_nbytes = pages * self._slice_nbytes
+        bound_ms = layer_nbytes / self._rate + self.single_ms
+        rows = []
+        for name, loads in found.items():
+            against = [b.whole_ms / a.whole_ms for a, b in zip(loads, found["fixed"], strict=True)]
+            rows.append(
+                {
+                    "pages": pages,
+                    "window": name,
+                    "first_ms": bootstrap_median([one.first_ms for one in loads]).to_dict(),
+                    "whole_ms": bootstrap_median([one.whole_ms for one in loads]).to_dict(),
+                    "bound_ms": bound_ms,
+                    "first_over_bound": median([one.first_ms for one in loads]) / bound_ms,
+                    "rate_over_fixed": bootstrap_median(against).to_dict(),
+                    "gb_per_s": layer_nbytes
+                    * self._args.layers
+                    / median([one.whole_ms for one in loads])
+                    / 1e6,
+                }
+            )
+        return rows
+
+    def _single_command_ms(self) -> float:
+        """One slice of one layer with nothing else in flight."""
+        reader = self._readers["found"]
+        engine = reader.engine
+        extents = Extents([0], [1], [1], self._slice_nbytes // _LBA_NBYTES)
+        memory = reader._memory
+        one = PagedMemory(
+            memory.bases[:1], memory.stride_nbytes, memory.segment_nbytes, memory.pages
+        )
+        took = []
+        for _ in range(21):
+            job = engine.submit(OPCODE_READ, extents, one.check_pages([0]), one)
+            job.wait_released(_TIMEOUT_S)
+            report = job.report()
+            took.append((report.done_ns - report.submitted_ns) / 1e6)
+        return median(took)
+
+    def loop(self, pages: int, factor: float) -> dict[str, Any]:
+        """Waiting in all against max(I/O, computation) + the first layer."""
+        layers = self._args.layers
+        layer_ms = pages * self._slice_nbytes / self._rate
+        totals: dict[str, list[float]] = {name: [] for name in self._readers}
+        over: list[float] = []
+        for _ in range(max(3, self._args.rounds // 3)):
+            plain = self._load("found", pages)
+            for name in self._readers:
+                begin = time.perf_counter()
+                loaded = self._load(name, pages, factor * layer_ms)
+                total_ms = (time.perf_counter() - begin) * 1e3
+                totals[name].append(total_ms)
+                if name == "found":
+                    compute_ms = total_ms - loaded.waited_ms
+                    over.append(total_ms / (max(plain.whole_ms, compute_ms) + plain.first_ms))
+        return {
+            "pages": pages,
+            "factor": factor,
+            "layers": layers,
+            "total_ms": {name: median(times) for name, times in totals.items()},
+            "over_bound": bootstrap_median(over).to_dict(),
+        }
+
+
+def rows_of(result: dict[str, Any]) -> list[Sequence[Any]]:
+    """What a table shows of the loads."""
+    return [
+        (
+            row["pages"],
+            row["window"],
+            round(row["first_ms"]["median"], 2),
+            round(row["bound_ms"], 2),
+            round(row["whole_ms"]["median"], 1),
+            round(row["gb_per_s"], 2),
+        )
+        for row in result["rows"]
+    ]
+
+
+def notes_of(result: dict[str, Any]) -> list[str]:
+    """What the table does not say."""
+    found = [row for row in result["rows"] if row["window"] == "found"]
+    firsts = ", ".join(f"{row['first_over_bound']:.2f}" for row in found)
+    rates = ", ".join(f"{row['rate_over_fixed']['median']:.2f}" for row in found)
+    notes = [
+        f"first layer over its bound (bar 1.5): {firsts}",
+        f"rate of the whole load over the fixed window's (bar 0.97): {rates}",
+    ]
+    if result["loops"]:
+        worst = max(result["loops"], key=lambda loop: float(loop["over_bound"]["median"]))
+        notes.append(
+            f"layer by layer, the worst total over max(I/O, computation) + first layer (bar 1.05):"
+            f" {worst['over_bound']['median']:.2f}, at {worst['pages']} pages and a computation of"
+            f" {worst['factor']:g} times a layer's I/O"
+        )
+    window = result["windows"]["found"]["window_nbytes"] / MiB
+    return [
+        *notes,
+        f"window at the end: {window:.1f} MiB; fixed: {FIXED_COMMANDS} commands of 1 MiB",
+    ]
+
+
+def report(result: dict[str, Any]) -> str:
+    """A table for people."""
+    return "\n".join([table(list(HEAD), [list(row) for row in rows_of(result)]), *notes_of(result)])

@@ -1,0 +1,139 @@
+"""The window of a drive, found on a virtual clock: it depends on the drive alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from tutti.gio_uring.controller_memory import MemoryController, Parallelism
+from tutti.gio_uring.engine import NEVER_DUE, PRIORITY_LOAD, Engine, Extents
+from tutti.gio_uring.iocb import PagedMemory
+from tutti.gio_uring.job import Job
+from tutti.gio_uring.memory import HostBuffer
+from tutti.gio_uring.nvme_spec import OPCODE_READ
+from tutti.units import KiB, MiB
+
+LAYERS, PAGES = 16, 32
+SLICE_NBYTES = 64 * KiB
+SLICE_NLB = SLICE_NBYTES // 4096
+COMMAND_NBYTES = 256 * KiB
+RATE = 4_000_000_000
+LATENCY_NS = 100_000
+#: What a drive with this rate and latency has in flight when it is just busy.
+BUSY_NBYTES = RATE * LATENCY_NS // 10**9 + COMMAND_NBYTES
+FOREVER = 2**63
+
+
+class Rig:
+    """An engine over a drive on a virtual clock."""
+
+    def __init__(self, window_nbytes: int | None, parallelism: Parallelism | None) -> None:
+        self.controller = MemoryController(
+            [LAYERS * PAGES * SLICE_NBYTES],
+            mode="virtual",
+            read_bandwidth=RATE,
+            latency_ns=LATENCY_NS,
+            parallelism=parallelism,
+        )
+        self.engine = Engine(
+            self.controller, window_nbytes=window_nbytes, command_nbytes_max=COMMAND_NBYTES
+        )
+        self.buffer = HostBuffer(LAYERS * PAGES * SLICE_NBYTES)
+        self.region = self.controller.register(self.buffer)
+        starts = np.arange(LAYERS, dtype=np.uint64) * np.uint64(PAGES * SLICE_NBYTES)
+        bases = (np.uint64(self.buffer.address) + starts)[:, None]
+        self.memory = PagedMemory(bases, (SLICE_NBYTES,), (SLICE_NBYTES,), PAGES)
+
+    def close(self) -> None:
+        self.engine.close(5)
+        self.region.close()
+        self.controller.close()
+
+    def submit(self, pages: int, due_ns: int = 0) -> tuple[Job, np.ndarray]:
+        extents = Extents([0], [1], [pages], SLICE_NLB, PAGES * SLICE_NLB)
+        ready = np.zeros(LAYERS, np.uint64)
+        numbers = self.memory.check_pages(np.arange(pages))
+        job = self.engine.submit(
+            OPCODE_READ,
+            extents,
+            numbers,
+            self.memory,
+            priority=PRIORITY_LOAD,
+            due_ns=due_ns,
+            layer_ns=ready,
+        )
+        return job, ready
+
+    def load(self, pages: int) -> np.ndarray:
+        """Nanoseconds from submission until each layer was ready."""
+        begin_ns = self.controller.now_ns
+        job, ready = self.submit(pages)
+        assert job.wait_released(20)
+        assert job.report().status == 0
+        return ready - np.uint64(begin_ns)
+
+
+@pytest.fixture
+def make() -> Iterator[object]:
+    made: list[Rig] = []
+
+    def build(window_nbytes: int | None = None, parallelism: Parallelism | None = None) -> Rig:
+        made.append(Rig(window_nbytes, parallelism))
+        return made[-1]
+
+    yield build
+    for rig in made:
+        rig.close()
+
+
+@pytest.mark.parametrize(
+    "parallelism",
+    [None, Parallelism(8, RATE // 4), Parallelism(16, RATE // 8, crowd=32, crowd_factor=1.3)],
+)
+def test_the_window_is_small_and_the_drive_is_busy(make, parallelism) -> None:  # type: ignore[no-untyped-def]
+    rig = make(parallelism=parallelism)
+    deep = make(window_nbytes=32 * MiB, parallelism=parallelism)
+    for _ in range(60):
+        rig.load(PAGES)
+    stats = rig.engine.windows()[0]
+    assert stats.samples[0] > 100
+    least = BUSY_NBYTES // 2
+    most = 4 * BUSY_NBYTES if parallelism is None else 8 * BUSY_NBYTES
+    assert least <= stats.window_nbytes[0] <= most
+    assert rig.load(PAGES)[-1] <= deep.load(PAGES)[-1] / 0.97
+    assert 0.9 * RATE <= stats.rate[0] <= 1.02 * RATE
+
+
+def test_the_same_loads_find_the_same_window(make) -> None:  # type: ignore[no-untyped-def]
+    rigs = [make(), make()]
+    found = [[rig.load(8 + i % 24).tolist() for i in range(30)] for rig in rigs]
+    assert found[0] == found[1]
+    windows = [rig.engine.windows()[0].window_nbytes[0] for rig in rigs]
+    assert windows[0] == windows[1]
+
+
+def test_a_fixed_window_stays(make) -> None:  # type: ignore[no-untyped-def]
+    rig = make(window_nbytes=3 * MiB)
+    for _ in range(5):
+        rig.load(PAGES)
+    assert rig.engine.windows()[0].window_nbytes[0] == 3 * MiB
+
+
+def test_layers_of_all_loads_are_issued_as_they_are_due(make) -> None:  # type: ignore[no-untyped-def]
+    """A load that nothing waits for comes last; two that are waited for take turns by layer."""
+    rig = make(window_nbytes=COMMAND_NBYTES)
+    rig.controller.limit(rig.controller.now_ns)  # time stands still until all have arrived
+    first, first_ns = rig.submit(PAGES)
+    ahead, ahead_ns = rig.submit(PAGES, due_ns=NEVER_DUE)
+    second, second_ns = rig.submit(PAGES)
+    while rig.engine.stats().jobs < 3:
+        pass
+    rig.controller.limit(FOREVER)
+    for job in (first, ahead, second):
+        assert job.wait_released(20)
+    assert (second_ns[:-1] < first_ns[1:]).all() or (first_ns[:-1] < second_ns[1:]).all()
+    assert first_ns[LAYERS // 2] < second_ns[-1]
+    assert second_ns[LAYERS // 2] < first_ns[-1]
+    assert ahead_ns[1] > max(first_ns[-1], second_ns[-1])

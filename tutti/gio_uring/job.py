@@ -1,0 +1,109 @@
+"""One I/O control block on its way through the host engine."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from tutti.arrays import U32
+from tutti.callbacks import Guard
+from tutti.errors import Unsupported
+from tutti.gio_uring import _native
+from tutti.gio_uring.engine_structs import JobReport
+from tutti.interrupts import in_pieces
+from tutti.process import Owned, finalize
+
+
+class Served(Protocol):
+    """The engine of a job: `handle` is the native one, `guard` is around callbacks."""
+
+    handle: int
+    guard: Guard
+
+
+def nanoseconds(seconds: float) -> int:
+    """For the native side."""
+    return max(0, int(seconds * 1e9))
+
+
+class Job(Owned):
+    """One I/O control block on its way.  Thread-safe.
+
+    page_status: uint32 (pages,), 0 or the first NVMe status that a page met; final once the job
+    is done.
+    """
+
+    def __init__(self, engine: Served, handle: int, tag: int, keep: tuple[Any, ...]) -> None:
+        self._engine = engine
+        self._handle = handle
+        self._keep: tuple[Any, ...] = keep
+        self.tag = tag
+        self.page_status: U32 = keep[0]
+        self._callback: Callable[[Job], None] | None = None
+        self._lock = threading.Lock()
+        self._released = False
+        # The engine holds this object until the job is released, so this runs after that only.
+        self._free = finalize(self, _native.lib().gio_job_free, handle)
+        self._free.atexit = False
+
+    def report(self) -> JobReport:
+        """Where the job stands."""
+        out = JobReport()
+        _native.lib().gio_job_report(self._handle, ctypes.byref(out))
+        return out
+
+    @property
+    def kept(self) -> tuple[Any, ...]:
+        """What must live as long as the device may use it; nothing once the job is released."""
+        return self._keep
+
+    @property
+    def done(self) -> bool:
+        """Whether every layer is ready or failed."""
+        return bool(self.report().done)
+
+    def order_stream(self, stream: int, layers: int) -> None:
+        """No stream of a GPU can wait for host memory."""
+        raise Unsupported(
+            "a stream can wait for loads into GPU memory alone; wait with wait_layer, or load into "
+            "a DeviceMemory"
+        )
+
+    def wait_layers(self, layers: int, timeout_s: float) -> bool:
+        """Waits until ``layers`` layers are ready or the job failed.  False after the timeout."""
+        wait = _native.lib().gio_job_wait_layers
+        handles = (self._engine.handle, self._handle)
+        return in_pieces(lambda s: wait(*handles, layers, nanoseconds(s)) == 0, timeout_s)
+
+    def wait_released(self, timeout_s: float) -> bool:
+        """Waits until no command of the job can touch memory any more.  False after the timeout."""
+        wait = _native.lib().gio_job_wait_released
+        handles = (self._engine.handle, self._handle)
+        return in_pieces(lambda s: wait(*handles, nanoseconds(s)) == 0, timeout_s)
+
+    def open_gate(self) -> None:
+        """Lets a gated job compare its digests."""
+        _native.lib().gio_job_open_gate(self._engine.handle, self._handle)
+
+    def cancel(self) -> None:
+        """Issues nothing more of this job; what is in flight still ends by itself."""
+        _native.lib().gio_job_cancel(self._engine.handle, self._handle)
+
+    def on_released(self, callback: Callable[[Job], None] | None) -> None:
+        """Calls back once no command is outstanding, or now; the last callback given counts."""
+        with self._lock:
+            if not self._released:
+                self._callback = callback
+                return
+        if callback is not None:
+            self._engine.guard.call("a completion callback", callback, self)
+
+    def release(self) -> Callable[[Job], None] | None:
+        """Marks the job as released, drops its arrays, and returns the callbacks."""
+        with self._lock:
+            self._released = True
+            self._keep = ()
+            callback, self._callback = self._callback, None
+            return callback
