@@ -113,8 +113,9 @@ void Lane::begin_load(Part* part, u64 clock_ns) {
   part->due_ns = config.due_ns != 0 ? config.due_ns : clock_ns;
   part->interval_ns = config.interval_ns;
   if (part->interval_ns == 0) {
-    const u64 nbytes = static_cast<u64>(config.iocb.n_pages) * config.iocb.slice_nlb
-                       << config.iocb.lba_shift;
+    const u64 layer_nbytes = static_cast<u64>(config.iocb.n_pages) * config.iocb.slice_nlb
+                             << config.iocb.lba_shift;
+    const u64 nbytes = layer_nbytes * part->n_runs / config.iocb.n_runs;  // this lane's part
     const u64 rate = std::max(windows_[kind_of_direction_[0]].rate(), kDefaultRate / 10);
     part->interval_ns = nbytes * 1000 / (rate / 1'000'000);
   }

@@ -142,8 +142,11 @@ class NativeController(Owned):
         address, nbytes = address_of(buffer)
         what = f"cannot register {format_nbytes(nbytes)} at {address:#x}"
         remedy = "register memory once, and close overlapping regions first"
-        for handle in self.handles:  # all of them have the same regions
+        for i, handle in enumerate(self.handles):  # all of them have the same regions
             result = self._lib.gio_controller_register(handle, address, nbytes)
+            if result < 0:
+                for other in self.handles[:i]:
+                    self._lib.gio_controller_unregister(other, address)
             _native.check(result, what, remedy, ConfigError)
         self._buffers[address] = buffer
         return DmaRegion(buffer, address, self._unregister)
@@ -158,7 +161,8 @@ class NativeController(Owned):
         """A new queue pair of a lane, at any time; its `close` gives the place back.
 
         is_device: kernels of a GPU submit and reap here, with a copy of the submitter's words in
-        GPU memory. While they are at work, announce it with `expect_rings`.
+        GPU memory. While they are at work, announce it with `expect_rings`; their queue pairs are
+        of lane 0, which executes commands to every namespace.
         Its rings are not registered memory: no transfer can name them.
         Raises ConfigError for an unacceptable depth or too many queue pairs.
         """
@@ -203,8 +207,8 @@ class NativeController(Owned):
         its work (True) or has ended it (False). Calls nest; while one is busy, doorbells are looked
         at every few microseconds.
         """
-        for handle in () if self.is_closed else self.handles:
-            self._lib.gio_controller_expect_rings(handle, 1 if is_busy else -1)
+        if not self.is_closed:  # such producers have queue pairs of the first lane
+            self._lib.gio_controller_expect_rings(self.handle, 1 if is_busy else -1)
 
     def late(self, queue_pair: QueuePair, cid: int, deadline_ns: int) -> None:
         """Says that a command of a device's queue pair has passed its deadline (CLOCK_MONOTONIC).
@@ -235,8 +239,11 @@ class NativeController(Owned):
     def start(self) -> None:
         """Serve each lane on a thread of the controller's own. Raises NativeError if one does."""
         self._check_open()
-        for handle in self.handles:
+        for i, handle in enumerate(self.handles):
             result = self._lib.gio_controller_start(handle)
+            if result < 0:
+                for other in self.handles[:i]:
+                    self._lib.gio_controller_stop(other)
             _native.check(result, "cannot start the controller", "stop() it, or its engine, first")
         self._is_started = True
 

@@ -368,7 +368,7 @@ class Engine(Owned):
         self._arena_region.close()
 
     def _completions(self) -> None:
-        """Lets go of released jobs and runs their callbacks, until the native thread has ended."""
+        """Drops released jobs and runs their callbacks, until the native threads have ended."""
         lib = _native.lib()
         ended = False
         while not ended:  # bounded by close(): a native engine that ended reports it
