@@ -431,7 +431,7 @@ def open(
     names = member_names(paths)
     config = StoreConfig.choose(config, verify=verify, durability=durability)
     format_missing(names, layout, capacity, executor)
-    controller = open_controller(names, executor=executor)
+    controller = open_controller(names, executor=executor, service_threads=config.service_threads)
     try:
         if not any_owner:
             check_owners(controller)

@@ -90,15 +90,18 @@ struct EngineStats {
   u64 digests_offloaded;  // commands whose digests were a worker's
 };
 
-// What a lane has found out about its drive; index 0 is for reads, 1 for writes.
+// What a lane has done, and found out about its drive; index 0 is for reads, 1 for writes.
 struct WindowStats {
   u64 window_nbytes[2];  // in use now
   u64 rate[2];           // bytes per second of the last sample with a full window; 0 = none yet
   u64 latency_ns[2];     // of commands, smoothed
   u64 samples[2];
   u64 inflight_nbytes;
+  u64 commands;  // totals since the engine started
+  u64 bytes_read;
+  u64 bytes_written;
 };
-static_assert(sizeof(WindowStats) == 72, "layout shared with Python");
+static_assert(sizeof(WindowStats) == 96, "layout shared with Python");
 
 struct Completed {
   u32 layer;

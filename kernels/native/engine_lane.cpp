@@ -335,6 +335,9 @@ WindowStats Lane::window_stats() const {
   }
   WindowStats stats;
   std::memcpy(&stats, words, sizeof stats);
+  stats.commands = stats_[kCommands];
+  stats.bytes_read = stats_[kBytesRead];
+  stats.bytes_written = stats_[kBytesWritten];
   return stats;
 }
 

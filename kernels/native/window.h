@@ -1,11 +1,11 @@
 // How many bytes of commands one drive is given at once: as few as full bandwidth allows.
 //
-// Too few leave the drive idle, too many share its bandwidth over layers that are not waited for yet.
-// Windows are levels, each 1.41 times the one below.  While there is more to issue than the window
-// takes, the delivery rate of a neighbouring level is compared with the rates just before and just
-// after at the level in use, so that a drive whose speed drifts still shows the difference.  The
-// ratios of neighbours give a service curve; the narrow window is the lowest level on it within
-// 2 % of the best one, the wide window is the lowest one within half a percent.
+// Too few leave the drive idle, too many share its bandwidth over layers that are not waited for
+// yet. Windows are levels, each 1.41 times the one below.  While there is more to issue than the
+// window takes, the delivery rate of a neighbouring level is compared with the rates just before
+// and just after at the level in use, so that a drive whose speed drifts still shows the
+// difference.  The ratios of neighbours give a service curve; the narrow window is the lowest level
+// on it within 2 % of the best one, the wide window is the lowest one within half a percent.
 #pragma once
 
 #include "gio_uring/atomics.h"

@@ -13,7 +13,6 @@ from tutti.gio_uring import (
     controller,
     controller_file,
     controller_memory,
-    controller_span,
     controller_vfio,
     engine,
     engine_structs,
@@ -44,8 +43,6 @@ STRUCTS: dict[str, type[ctypes.Structure]] = {
     "FileConfig": controller_file.FileConfigStruct,
     "FileStats": controller_file.FileStats,
     "VfioConfig": controller_vfio.VfioConfigStruct,
-    "SpanPlace": controller_span.SpanPlaceStruct,
-    "SpanConfig": controller_span.SpanConfigStruct,
     "Iocb": iocb.IocbStruct,
     "JobConfig": engine_structs.JobConfig,
     "LayerWord": layer_words.LayerWordStruct,
@@ -102,7 +99,7 @@ def spec_constants() -> dict[str, int]:
 
 def program() -> str:
     lines = [f'#include "{header}"' for header in HEADERS]
-    for header in ("controller_file", "controller_memory", "controller_span", "engine"):
+    for header in ("controller_file", "controller_memory", "engine"):
         lines.append(f'#include "native/{header}.h"')
     lines.append('#include "device/parameters.cuh"')
     lines += ["#include <cstddef>", "#include <cstdio>", "using namespace gio;", "int main() {"]

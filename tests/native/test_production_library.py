@@ -19,8 +19,8 @@ SANITIZERS = ["tsan", "asan"]
 #: Hands a job to the engine's thread without the lock that orders it.
 RACE = {
     "engine.cpp": (
-        "    std::lock_guard<std::mutex> lock(mutex_);\n    if (exited_",
-        "    if (exited_",
+        "    std::lock_guard<std::mutex> lock(mutex_);\n    if (exited_ || stop_)",
+        "    if (exited_ || stop_)",
     )
 }
 

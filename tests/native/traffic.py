@@ -3,10 +3,11 @@ built with a sanitizer.
 
     python traffic.py KIND FOLDER SEED ROUNDS
 
-KIND: "uring" and "threads" are pools in files with that executor, "vfio" is a pool on a drive that
-is made of software behind the vfio controller. Every round opens the pool, and each thread puts,
-looks up, loads and compares objects whose content follows from their keys, while others clear; then
-the pool is closed under the last of them. It ends with 0 when no byte was wrong.
+KIND: "uring" and "threads" are pools in two files with that executor and two service threads,
+"vfio" is a pool on two drives that are made of software behind the vfio controller. Every round
+opens the pool, and each thread puts, looks up, loads and compares objects whose content follows
+from their keys, while others clear; then the pool is closed under the last of them. It ends with 0
+when no byte was wrong.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from software_drive import SoftwareDrive
 import tutti
 from tutti.errors import CapacityError, KeyMissing, MediumError, PoolClosed
 from tutti.gio_uring.controller_memory import MemoryController
+from tutti.gio_uring.controller_span import SpanController
 from tutti.gio_uring.engine import Engine
 from tutti.medium.geometry import Geometry
 from tutti.medium.layout import KVLayout
@@ -101,8 +103,9 @@ class Rounds:
             self.errors.append(f"thread {index}: {error!r}")
 
     def _reset(self, store: ObjectStore) -> None:
-        drive = store.controller
-        if isinstance(drive, SoftwareDrive):
+        if isinstance(store.controller, SpanController):
+            drive = store.controller.drives[self.counts["reset"] % 2]
+            assert isinstance(drive, SoftwareDrive)
             drive.reset_beside()
             self.counts["reset"] += 1
 
@@ -118,10 +121,13 @@ class Rounds:
             return
         try:
             ticket = store.load(keys[there], pages[there])
-            for layer in range(LAYOUT.layers):
-                ticket.wait_layer(layer, TIMEOUT_S)
         except KeyMissing:
             return  # cleared meanwhile
+        try:
+            for layer in range(LAYOUT.layers):
+                ticket.wait_layer(layer, TIMEOUT_S)
+        finally:
+            ticket.wait_settled(TIMEOUT_S)  # the pages of a load that failed are the drive's
         for key, page in zip(keys[there], pages[there].tolist(), strict=True):
             if pool.read(page) != content_of(key):
                 self.errors.append(f"key {bytes(key).hex()} serves other bytes")
@@ -135,23 +141,27 @@ def content_of(key: Any) -> bytes:
 
 
 def file_opening(folder: Path, executor: str) -> Callable[[], ObjectStore]:
-    path = folder / f"pool-{executor}"
-    return lambda: tutti.open(path, layout=LAYOUT, capacity="24MiB", executor=executor)
+    paths = [folder / f"pool-{executor}-{i}" for i in range(2)]
+    config = StoreConfig(service_threads=len(paths))
+    return lambda: tutti.open(
+        paths, layout=LAYOUT, capacity="24MiB", executor=executor, config=config
+    )
 
 
 def vfio_opening() -> Callable[[], ObjectStore]:
     nbytes = -(-GEOMETRY.member_nbytes // (1 << 20)) << 20
-    image = np.zeros(nbytes, np.uint8)
-    with MemoryController([nbytes]) as medium:
+    names = ["left", "right"]
+    with MemoryController([nbytes] * len(names)) as medium:
         engine = Engine(medium)
         io = BlockIo(engine)
-        Members.format(io, engine, ["drive"], LAYOUT, GEOMETRY)
-        image[:] = medium.medium(1)
+        Members.format(io, engine, names, LAYOUT, GEOMETRY)
+        images = [medium.medium(nsid).copy() for nsid in (1, 2)]
         io.close()
         engine.close()
 
     def opening() -> ObjectStore:
-        return ObjectStore(SoftwareDrive(image), ["drive"], config=StoreConfig(timeout_s=TIMEOUT_S))
+        span = SpanController([SoftwareDrive(image) for image in images])
+        return ObjectStore(span, names, config=StoreConfig(timeout_s=TIMEOUT_S))
 
     return opening
 

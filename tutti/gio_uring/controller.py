@@ -97,8 +97,11 @@ class NativeController(Owned):
         self._is_started = False
         self._server: weakref.ref[Server] | None = None
         self.info = self._read_info()
-        # What the native side may touch lives at least until it has been destroyed.
-        self._finalizer = finalize(self, _abandon, self.handles, self._buffers, self._rings)
+        self._finalizer = self._finalize()
+
+    def _finalize(self) -> weakref.finalize[..., Any]:
+        """What the native side may touch lives at least until it has been destroyed."""
+        return finalize(self, _abandon, self.handles, self._buffers, self._rings)
 
     def _read_info(self) -> ControllerInfo:
         raw = ControllerInfoStruct()
@@ -113,7 +116,8 @@ class NativeController(Owned):
     @property
     def is_served(self) -> bool:
         """Whether a thread serves the queues: an engine's, or the controller's own."""
-        return not self.is_closed and bool(self._lib.gio_controller_is_claimed(self.handle))
+        claimed = self._lib.gio_controller_is_claimed
+        return not self.is_closed and any(claimed(handle) for handle in self.handles)
 
     @property
     def routes(self) -> list[tuple[int, int]]:
@@ -290,9 +294,6 @@ class NativeController(Owned):
             return
         self._check_idle()
         self.reset(_CLOSE_TIMEOUT_S)
-        self._destroy()
-
-    def _destroy(self) -> None:
         if self._finalizer.detach() is not None:
             for handle in self.handles:
                 self._lib.gio_controller_destroy(handle)

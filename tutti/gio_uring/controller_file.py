@@ -133,10 +133,10 @@ class FileController(NativeController):
     `fallback_reason`; "passthrough", io_uring with NVMe commands in it, for generic character
     devices and nothing else. threads: of the threads executor. registered_buffers: ask the kernel
     to keep registered memory pinned, which saves CPU; `buffers_reason`: why it could not.
-    lanes: threads that serve the files, each with an executor of its own; None has one for each
-    drive the files are on. record_fd: an open file that receives what reached the medium
-    (`RecordHeader` in `kernels/native/executor.h`), for tests of power loss. lock: open the files
-    for this process alone, see `FileMember.lock`.
+    lanes: threads that serve the files, each with an executor of its own, at most one for each
+    file; None has one for each drive the files are on. record_fd: an open file that receives what
+    reached the medium (`RecordHeader` in `kernels/native/executor.h`), for tests of power loss.
+    lock: open the files for this process alone, see `FileMember.lock`.
 
     Raises what FileMember raises, ConfigError for unacceptable arguments, Unsupported where
     executor="uring" is refused.
@@ -181,11 +181,9 @@ class FileController(NativeController):
                 threads=threads,
                 record_fd=-1 if record_fd is None else record_fd,
             )
-            drives = _drives_of(self.members)
-            lanes = max(drives) + 1 if lanes is None else lanes
+            self._routes, lanes = _deal(_drives_of(self.members), lanes)
             if lanes < 1 or (record_fd is not None and lanes > 1):
                 raise ConfigError(f"lanes={lanes}; give at least 1, and 1 together with record_fd")
-            self._routes = [(drive % lanes, nsid) for nsid, drive in enumerate(drives, 1)]
             handles = self._create(config, lba_nbytes, lanes)
         except BaseException:
             self._close_members()
@@ -386,6 +384,17 @@ class FileController(NativeController):
     def _close_members(self) -> None:
         for member in self._own_members:
             member.close()
+
+
+def _deal(drives: list[int], lanes: int | None) -> tuple[list[tuple[int, int]], int]:
+    """The lane and nsid of each file, by the drives they are on, and how many lanes there are.
+
+    Files of one drive share a lane unless more lanes than drives are asked for.
+    """
+    n_drives = max(drives) + 1
+    lanes = n_drives if lanes is None else min(lanes, len(drives))
+    turns = drives if lanes <= n_drives else range(len(drives))
+    return [(turn % max(1, lanes), nsid) for nsid, turn in enumerate(turns, 1)], lanes
 
 
 def _drives_of(members: Sequence[FileMember]) -> list[int]:

@@ -3,51 +3,26 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import os
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
-from tutti.errors import ConfigError, TuttiError
-from tutti.gio_uring import _native
-from tutti.gio_uring.controller import NativeController
+from tutti.errors import ConfigError, TuttiError, Unsupported
+from tutti.gio_uring.controller import (
+    HAS_VOLATILE_CACHE,
+    ControllerInfo,
+    NativeController,
+    Server,
+)
 from tutti.gio_uring.controller_vfio import VfioController
-from tutti.gio_uring.memory import DmaRegion
+from tutti.gio_uring.memory import DmaRegion, address_of
+from tutti.gio_uring.queue_pair import QueuePair
+from tutti.interrupts import uninterrupted
 from tutti.process import finalize
-
-_P = ctypes.c_void_p
-_U32 = ctypes.c_uint32
-_U64 = ctypes.c_uint64
-
-_lib = _native.part({"gio_span_controller_create": (ctypes.c_int, (_P, _P))})
-
-
-class SpanPlaceStruct(ctypes.LittleEndianStructure):
-    """`gio::SpanPlace`."""
-
-    _fields_ = (("drive", _U32), ("nsid", _U32))
-
-
-class SpanConfigStruct(ctypes.LittleEndianStructure):
-    """`gio::SpanConfig`."""
-
-    _fields_ = (
-        ("drives", _U64),
-        ("pairs", _U64),
-        ("places", _U64),
-        ("n_drives", _U32),
-        ("namespaces", _U32),
-        ("depth", _U32),
-        ("wake_fd", ctypes.c_int),
-    )
-
-
-#: Deepest queue pair of a drive, and so how many commands each may have.
-_DEPTH_MAX = 256
 
 
 class SpanController(NativeController):
-    """Drives that are used together; it closes them.
+    """Drives that are used together, each a lane with a service thread of its own; it closes them.
 
     drives: open drives of one block size with no queue pairs of their own yet. places: which drive,
     from 0, and which nsid of it each namespace is; by default all that can be used, drive after
@@ -60,7 +35,7 @@ class SpanController(NativeController):
 
     def __init__(
         self,
-        drives: Sequence[VfioController],
+        drives: Sequence[NativeController],
         *,
         places: Sequence[tuple[int, int]] | None = None,
     ) -> None:
@@ -75,58 +50,89 @@ class SpanController(NativeController):
         ]
         self.places = usable if places is None else list(places)
         assert set(self.places) <= set(usable), "places that can be used"
-        depth = min([_DEPTH_MAX, *(drive.info.depth_max for drive in drives)])
-        pairs = [drive.create_queue_pair(depth) for drive in drives]
-        handles = (_U64 * len(drives))(*(drive.handle for drive in drives))
-        addresses = (_U64 * len(pairs))(*(pair.struct_address for pair in pairs))
-        structs = (SpanPlaceStruct * len(self.places))(*(SpanPlaceStruct(*p) for p in self.places))
-        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._close_wake = finalize(self, os.close, self._wake_fd)
-        config = SpanConfigStruct(
-            drives=ctypes.addressof(handles),
-            pairs=ctypes.addressof(addresses),
-            places=ctypes.addressof(structs),
-            n_drives=len(drives),
-            namespaces=len(self.places),
-            depth=depth,
-            wake_fd=self._wake_fd,
-        )
-        handle = _P()
-        result = _lib().gio_span_controller_create(ctypes.byref(config), ctypes.byref(handle))
-        _native.check(result, "cannot join these drives", "use at most 256 namespaces", ConfigError)
-        super().__init__(int(handle.value or 0))
-        self._rings += [self.drives]
         self._on_drives: dict[int, list[DmaRegion]] = {}  # by address
+        super().__init__(*(drive.handle for drive in drives))
+
+    def _read_info(self) -> ControllerInfo:
+        """A volatile cache of one is one of all; what only some can do, none can."""
+        infos = [drive.info for drive in self.drives]
+        flags = infos[0].flags
+        for other in infos[1:]:
+            flags = (flags & other.flags) | ((flags | other.flags) & HAS_VOLATILE_CACHE)
+        return ControllerInfo(
+            lba_shift=infos[0].lba_shift,
+            namespaces=len(self.places),
+            mdts_nbytes=min(info.mdts_nbytes for info in infos),
+            sgl_descriptors=min(info.sgl_descriptors for info in infos),
+            flags=flags,
+            depth_max=min(info.depth_max for info in infos),
+            namespace_nlb=tuple(infos[i].namespace_nlb[nsid - 1] for i, nsid in self.places),
+        )
+
+    def _finalize(self) -> weakref.finalize[..., Any]:
+        return finalize(self, list, self.drives)  # which end themselves once nothing has them
+
+    @property
+    def routes(self) -> list[tuple[int, int]]:
+        return self.places
 
     @property
     def gone(self) -> list[str]:
         """The addresses of the drives that were lost."""
-        return [drive.device.bdf for drive in self.drives if drive.is_gone]
+        drives = [drive for drive in self.drives if isinstance(drive, VfioController)]
+        return [drive.device.bdf for drive in drives if drive.is_gone]
 
     def register(self, buffer: Any) -> DmaRegion:
         """As NativeController.register, with every drive."""
-        region = super().register(buffer)
+        self._check_open()
         done: list[DmaRegion] = []
         try:
             for drive in self.drives:
-                done.append(drive.register((region.address, region.nbytes)))
+                done.append(drive.register(buffer))
         except BaseException:
             for other in done:
                 other.close()
-            super()._unregister(region)
             raise
-        self._on_drives[region.address] = done
-        return region
+        address, _ = address_of(buffer)
+        self._on_drives[address] = done
+        self._buffers[address] = buffer
+        return DmaRegion(buffer, address, self._unregister)
 
     def _unregister(self, region: DmaRegion) -> None:
         if not self.is_closed:
             for other in self._on_drives.pop(region.address):
                 other.close()
-        super()._unregister(region)
+            del self._buffers[region.address]
 
+    def create_queue_pair(self, depth: int, *, is_device: bool = False, lane: int = 0) -> QueuePair:
+        """As NativeController.create_queue_pair, on one of the drives.
+
+        Raises Unsupported for a device's: its kernels would reach one of several drives.
+        """
+        self._check_open()
+        if is_device and len(self.drives) > 1:
+            raise Unsupported(
+                "GPU kernels ring one drive so far; give one drive, or use the host engine"
+            )
+        return self.drives[lane].create_queue_pair(depth, is_device=is_device)
+
+    def served_by(self, server: Server) -> None:
+        super().served_by(server)
+        for drive in self.drives:
+            drive.served_by(server)
+
+    def keep_after_failure(self) -> None:
+        super().keep_after_failure()
+        for drive in self.drives:
+            drive.keep_after_failure()
+
+    @uninterrupted()
     def close(self) -> None:
-        """As NativeController.close, and then the drives."""
-        super().close()
+        """Closes the drives. Raises ConfigError as NativeController.close."""
+        if self.is_closed:
+            return
+        self._check_idle()
+        self._finalizer.detach()
         for drive in self.drives:
             with contextlib.suppress(TuttiError):
                 drive.close()

@@ -86,7 +86,8 @@ class EngineConfig(ctypes.Structure):
 
 
 class WindowStats(ctypes.Structure):
-    """``gio::WindowStats``: what a lane has found out about its drive; [0] reads, [1] writes.
+    """``gio::WindowStats``: what a lane has done, and found out about its drive; [0] reads, [1]
+    writes.
 
     window_nbytes: in use now. rate: bytes per second of the last sample with a full window, 0
     before it. latency_ns: of commands, smoothed. samples: of the window in use.
@@ -98,4 +99,7 @@ class WindowStats(ctypes.Structure):
         ("latency_ns", ctypes.c_uint64 * 2),
         ("samples", ctypes.c_uint64 * 2),
         ("inflight_nbytes", ctypes.c_uint64),
+        ("commands", ctypes.c_uint64),
+        ("bytes_read", ctypes.c_uint64),
+        ("bytes_written", ctypes.c_uint64),
     )

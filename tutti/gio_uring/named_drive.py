@@ -103,7 +103,7 @@ def _namespace(address: NamedDrive, drive: VfioController) -> int:
 def serial_of(controller: NativeController, nsid: int) -> str:
     """The serial number of the drive that has a namespace of what ``open_drives`` returned."""
     if isinstance(controller, SpanController):
-        return controller.drives[controller.places[nsid - 1][0]].identity.serial
+        controller = controller.drives[controller.places[nsid - 1][0]]
     assert isinstance(controller, VfioController), "a controller of named drives"
     return controller.identity.serial
 

@@ -27,10 +27,13 @@ def are_drives(names: Sequence[str]) -> bool:
     return bool(drives)
 
 
-def open_controller(names: Sequence[str], *, executor: str = "auto") -> NativeController:
+def open_controller(
+    names: Sequence[str], *, executor: str = "auto", service_threads: int | None = None
+) -> NativeController:
     """Opens the members for this process alone; the namespace of member m is m + 1.
 
-    names: paths, or addresses of drives as in docs/vfio.md.  executor: for files.
+    names: paths, or addresses of drives as in docs/vfio.md.  executor, service_threads: for files,
+    the latter as `lanes` of FileController.
     Raises PoolInUse, ConfigError, Unsupported, and what FileController and VfioController raise.
     """
     if are_drives(names):
@@ -43,7 +46,7 @@ def open_controller(names: Sequence[str], *, executor: str = "auto") -> NativeCo
                 " nvme-cli"
             )
         return controller
-    return FileController(names, executor=executor, lock=True)
+    return FileController(names, executor=executor, lock=True, lanes=service_threads)
 
 
 def check_owners(controller: NativeController) -> None:

@@ -50,6 +50,8 @@ class StoreConfig:
     schedule: when puts and loads are launched; None for at once.  See docs/scheduler.md.
     window_nbytes: bytes of commands in flight on each drive; None finds the smallest number that
         has the drive's full bandwidth while it runs, which keeps first layers early.
+    service_threads: native threads that serve the files of a pool, each with some of them; None has
+        one for each drive that the files are on, which is best where drives are independent.
     page_cache_share: how much of the memory that is free at the opening the page cache may use for
         groups of the pool, from 0 (none: all by direct I/O) to 1; see docs/residency.md.
     """
@@ -61,6 +63,7 @@ class StoreConfig:
     pin_share: float = 1.0
     digest_cache_nbytes: int = 16 << 20
     window_nbytes: int | None = None
+    service_threads: int | None = None
     page_cache_share: float = 0.0
     policy: EvictionPolicy = field(default_factory=LeastRecentlyUsed)
     schedule: Schedule | None = None
@@ -100,6 +103,8 @@ class StoreConfig:
             raise ConfigError(f"schedule is {self.schedule!r}; give a Schedule, or None")
         if self.window_nbytes is not None:
             whole("window_nbytes", self.window_nbytes, 1, 2**48)
+        if self.service_threads is not None:
+            whole("service_threads", self.service_threads, 1, 64)
 
 
 @dataclass
@@ -127,7 +132,12 @@ class Counters:
 
 def _drive(window: WindowStats) -> dict[str, Any]:
     """What the engine has found out about one drive, reads and writes apart."""
-    stats: dict[str, Any] = {"inflight_nbytes": int(window.inflight_nbytes)}
+    stats: dict[str, Any] = {
+        "commands": int(window.commands),
+        "read_nbytes": int(window.bytes_read),
+        "written_nbytes": int(window.bytes_written),
+        "inflight_nbytes": int(window.inflight_nbytes),
+    }
     for i, direction in enumerate(("read", "write")):
         stats[f"{direction}_window_nbytes"] = int(window.window_nbytes[i])
         stats[f"{direction}_nbytes_per_s"] = int(window.rate[i])

@@ -31,7 +31,7 @@ from tutti.gio_uring.nvme_spec import OPCODE_READ, OPCODE_WRITE
 LAYERS, PAGES, NBYTES = 4, 8, 4096
 #: Whose calls are struck; the second only when it returns: a native job has begun by then.
 _STRUCK = "/tutti/gio_uring/gpu/"
-_RETURNS = (_STRUCK, "/tutti/gio_uring/engine.py")
+_RETURNS = (_STRUCK, "/tutti/gio_uring/engine.py", "/tutti/gio_uring/job.py")
 
 
 class Interrupt:
