@@ -99,7 +99,7 @@ def spec_constants() -> dict[str, int]:
 
 def program() -> str:
     lines = [f'#include "{header}"' for header in HEADERS]
-    for header in ("controller_file", "controller_memory", "engine"):
+    for header in ("controller_file", "controller_memory", "controller_vfio", "engine"):
         lines.append(f'#include "native/{header}.h"')
     lines.append('#include "device/parameters.cuh"')
     lines += ["#include <cstddef>", "#include <cstdio>", "using namespace gio;", "int main() {"]
