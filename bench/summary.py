@@ -16,7 +16,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from tutti.bench import soak_report, window
+from tutti.bench import soak_report, threads, window
 from tutti.bench.gpu import report as gpu_report
 from tutti.bench.peers import run as peers
 from tutti.bench.profile import run as profile
@@ -179,6 +179,7 @@ _KINDS: dict[str, Callable[[dict[str, Any]], str]] = {
     "simulate": _simulate,
     "slack": _table_of(slack_report),
     "soak": _table_of(soak_report),
+    "threads": _table_of(threads),
     "window": _table_of(window),
 }
 

@@ -66,6 +66,7 @@ COMMANDS = (
     ("bench bandwidth", "bench:add_bandwidth", "store and retrieve bandwidth in GB/s"),
     ("bench peers", "bench:add_peers", "compare with SGLang's backends, plain files and fio"),
     ("bench ring", "bench:add_ring", "commands per second of the rings alone"),
+    ("bench threads", "bench:add_threads", "what service threads and digest workers add"),
     ("bench window", "bench:add_window", "how soon layers of a load arrive, and what that costs"),
     ("bench placement", "bench:add_placement", "show where commands went on a drive"),
     ("bench residency", "profile:add_residency", "compare four uses of the page cache"),

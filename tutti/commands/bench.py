@@ -31,6 +31,13 @@ arrives, how fast the whole load is, and how long a computation waits for layer 
 _WINDOW_EXAMPLE = """\
 example:
   tutti bench window --dir /mnt/nvme"""
+_THREADS = """\
+Moves commands without data, and verified and unverified loads, through engines over drives of
+memory: with one drive, with one and a digest worker, and with two drives of a thread each. Nothing
+is read from a disk; the numbers are what the engine itself can do on this machine."""
+_THREADS_EXAMPLE = """\
+example:
+  tutti bench threads"""
 _PLACEMENT = """\
 Reads a trace of an emulated NVMe drive and shows the addresses of its commands in order, for stored
 and loaded prompts, in a pool and with one file per page. Writes JSON, CSV and a figure."""
@@ -121,6 +128,7 @@ add_bandwidth = bench_command("bandwidth", _BANDWIDTH, _BANDWIDTH_EXAMPLE)
 add_peers = bench_command("peers.run", _PEERS, _PEERS_EXAMPLE)
 add_ring = bench_command("ring", _RING, _RING_EXAMPLE)
 add_window = bench_command("window", _WINDOW, _WINDOW_EXAMPLE)
+add_threads = bench_command("threads", _THREADS, _THREADS_EXAMPLE)
 add_slack = bench_command("slack.run", _SLACK, _SLACK_EXAMPLE)
 add_placement = bench_command("placement", _PLACEMENT, _PLACEMENT_EXAMPLE)
 add_replay = bench_command("replay", _REPLAY, _REPLAY_EXAMPLE)

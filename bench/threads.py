@@ -1,0 +1,185 @@
+"""What service threads and digest workers add, over drives of memory that no disk limits.
+
+Jobs without data give the cost of a command; copies give the rate of verified and unverified
+loads, with one drive, with one and a digest worker, and with two drives of a service thread each.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import numpy as np
+
+from tutti.arrays import U64
+from tutti.bench.environment import describe
+from tutti.bench.statistics import bootstrap_median, median
+from tutti.errors import ConfigError, MediumError
+from tutti.gio_uring.controller_memory import MemoryController
+from tutti.gio_uring.controller_span import SpanController
+from tutti.gio_uring.engine import PRIORITY_LOAD, Engine, Extents
+from tutti.gio_uring.iocb import PagedMemory
+from tutti.gio_uring.memory import HostBuffer
+from tutti.gio_uring.nvme_spec import OPCODE_READ, OPCODE_WRITE
+from tutti.terminal import ProgressFactory, table
+from tutti.units import KiB, MiB
+
+HEAD = ("drives", "workers", "unverified GB/s", "verified GB/s", "verified over one drive's")
+_LBA_NBYTES = 4 * KiB
+_TIMEOUT_S = 60.0
+_LAYERS, _PAGES, _SLICE_NBYTES = 16, 64, 256 * KiB
+_COMMAND_LAYERS, _COMMAND_PAGES = 64, 4096
+#: (drives, digest workers) of each row; the first one is what the others are compared with.
+_SHAPES = ((1, 0), (1, 1), (2, 0))
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments of `tutti bench threads`."""
+    parser.add_argument("--rounds", type=int, default=15, help="of each row (%(default)s)")
+
+
+class _Rig:
+    """An engine over drives of memory; page p lies on drive p modulo their number."""
+
+    def __init__(
+        self, shape: tuple[int, int], mode: str, layers: int, pages: int, slice_nbytes: int
+    ) -> None:
+        drives, workers = shape
+        nlb = slice_nbytes // _LBA_NBYTES
+        per_drive = -(-pages // drives)
+        with ExitStack() as undo:
+            nbytes = layers * per_drive * slice_nbytes
+            span = SpanController([MemoryController([nbytes], mode=mode) for _ in range(drives)])
+            undo.callback(span.close)
+            self.engine = Engine(
+                span, digest_workers=workers, command_nbytes_max=min(MiB, 4 * slice_nbytes)
+            )
+            undo.callback(self.engine.close)
+            buffer = HostBuffer(layers * pages * slice_nbytes)
+            buffer.array[:] = 7
+            undo.callback(span.register(buffer).close)
+            starts = np.arange(layers, dtype=np.uint64) * np.uint64(pages * slice_nbytes)
+            bases = (np.uint64(buffer.address) + starts)[:, None]
+            self._memory = PagedMemory(bases, (slice_nbytes,), (slice_nbytes,), pages, buffer)
+            counts = [len(range(i, pages, drives)) for i in range(drives)]
+            nsids = list(range(1, drives + 1))
+            self._extents = Extents([0] * drives, nsids, counts, nlb, per_drive * nlb)
+            self._pages = self._memory.check_pages(np.arange(pages))
+            self.nbytes = layers * pages * slice_nbytes
+            self.close = undo.pop_all().close
+
+    def seconds(self, opcode: int, digests: U64 | None = None) -> float:
+        """From the submission of one job to its end."""
+        job = self.engine.submit(
+            opcode,
+            self._extents,
+            self._pages,
+            self._memory,
+            priority=PRIORITY_LOAD,
+            digests=digests,
+            compare=opcode == OPCODE_READ,
+        )
+        if not job.wait_released(_TIMEOUT_S) or job.report().status:
+            raise MediumError("a transfer in memory failed; look at the log")
+        report = job.report()
+        return (report.done_ns - report.submitted_ns) / 1e9
+
+
+def run(args: argparse.Namespace, progress: ProgressFactory) -> dict[str, Any]:
+    """Commands without data, then loads of every shape in turns.  Raises ConfigError."""
+    if args.rounds < 3:
+        raise ConfigError("--rounds counts from 3")
+    with progress("threads", args.rounds * (1 + len(_SHAPES))) as bar:
+        commands = []
+        with contextlib.closing(
+            _Rig((1, 0), "zero_copy", _COMMAND_LAYERS, _COMMAND_PAGES, _LBA_NBYTES)
+        ) as rig:
+            rig.engine.command_nlb_max = 1
+            for _ in range(args.rounds):
+                commands.append(_commands(rig))
+                bar.advance(1)
+        rows = _loads(args.rounds, lambda: bar.advance(1))
+    return {
+        "benchmark": "threads",
+        "source": "emulated",
+        "controller": "memory",
+        "commands_per_s": bootstrap_median([rate for rate, _ in commands]).to_dict(),
+        "cpu_ns_per_command": median([cpu_ns for _, cpu_ns in commands]),
+        "rows": rows,
+        "rounds": args.rounds,
+        "machine": describe(),
+    }
+
+
+def _commands(rig: _Rig) -> tuple[float, float]:
+    """(commands per second, CPU ns per command) of one job."""
+    before = rig.engine.stats()
+    seconds = rig.seconds(OPCODE_READ)
+    after = rig.engine.stats()
+    commands = int(after.commands - before.commands)
+    return commands / seconds, (after.thread_cpu_ns - before.thread_cpu_ns) / commands
+
+
+def _loads(rounds: int, advance: Any) -> list[dict[str, Any]]:
+    with ExitStack() as stack:
+        rigs = [_Rig(shape, "copy", _LAYERS, _PAGES, _SLICE_NBYTES) for shape in _SHAPES]
+        digests: list[U64] = [np.zeros((_PAGES, _LAYERS), np.uint64) for _ in rigs]
+        for rig, expected in zip(rigs, digests, strict=True):
+            stack.callback(rig.close)
+            rig.seconds(OPCODE_WRITE, expected)
+        plain: list[list[float]] = [[] for _ in rigs]
+        verified: list[list[float]] = [[] for _ in rigs]
+        for turn in range(rounds):
+            for i in range(len(rigs)) if turn % 2 else reversed(range(len(rigs))):
+                gigabytes = rigs[i].nbytes / 1e9
+                plain[i].append(gigabytes / rigs[i].seconds(OPCODE_READ))
+                verified[i].append(gigabytes / rigs[i].seconds(OPCODE_READ, digests[i]))
+                advance()
+    return [
+        {
+            "drives": drives,
+            "digest_workers": workers,
+            "unverified_gb_per_s": bootstrap_median(plain[i]).to_dict(),
+            "verified_gb_per_s": bootstrap_median(verified[i]).to_dict(),
+            "verified_over_first": bootstrap_median(_ratios(verified[i], verified[0])).to_dict(),
+            "verified_over_unverified": bootstrap_median(_ratios(verified[i], plain[i])).to_dict(),
+        }
+        for i, (drives, workers) in enumerate(_SHAPES)
+    ]
+
+
+def _ratios(above: Sequence[float], below: Sequence[float]) -> list[float]:
+    return [a / b for a, b in zip(above, below, strict=True)]
+
+
+def rows_of(result: dict[str, Any]) -> list[Sequence[Any]]:
+    """What a table shows of the loads."""
+    return [
+        (
+            row["drives"],
+            row["digest_workers"],
+            round(row["unverified_gb_per_s"]["median"], 2),
+            round(row["verified_gb_per_s"]["median"], 2),
+            round(row["verified_over_first"]["median"], 2),
+        )
+        for row in result["rows"]
+    ]
+
+
+def notes_of(result: dict[str, Any]) -> list[str]:
+    """What the table does not say."""
+    commands = result["commands_per_s"]["median"] / 1e6
+    return [
+        f"commands without data through jobs: {commands:.2f} million/s a thread, "
+        f"{result['cpu_ns_per_command']:.0f} ns of CPU each",
+        "emulated: copies from memory of this process, one service thread per drive",
+    ]
+
+
+def report(result: dict[str, Any]) -> str:
+    """A table for people."""
+    return "\n".join([table(list(HEAD), [list(row) for row in rows_of(result)]), *notes_of(result)])
