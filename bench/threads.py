@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any
