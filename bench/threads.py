@@ -82,10 +82,9 @@ class _Rig:
             digests=digests,
             compare=opcode == OPCODE_READ,
         )
-        if not job.wait_released(_TIMEOUT_S) or job.report().status:
+        if not job.wait_released(_TIMEOUT_S) or (report := job.report()).status:
             raise MediumError("a transfer in memory failed; look at the log")
-        report = job.report()
-        return (report.done_ns - report.submitted_ns) / 1e9
+        return int(report.done_ns - report.submitted_ns) / 1e9
 
 
 def run(args: argparse.Namespace, progress: ProgressFactory) -> dict[str, Any]:
