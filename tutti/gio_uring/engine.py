@@ -233,8 +233,7 @@ class Engine(Owned):
             config.digests = digests.ctypes.data
             config.digest = DIGEST_COMPARE if compare else DIGEST_COMPUTE
             config.gated = int(gated)
-        if words is not None:
-            config.words, config.window = words.address, window
+        config.words, config.window = (0, 0) if words is None else (words.address, window)
         config.due_ns, config.interval_ns = due_ns, interval_ns
         config.layer_ns = 0 if layer_ns is None else layer_ns.ctypes.data
         return self._submit(
