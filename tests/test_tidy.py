@@ -140,7 +140,7 @@ def test_scheduler_knows_no_device() -> None:
 
 ORDERING = re.compile(r"fence|acquire|release(?!d)|volatile|__ATOMIC_|seq_cst", re.IGNORECASE)
 # Names that hold such a word and order no memory: CIDs are acquired, a drive's cache is volatile.
-ORDER_FREE = {"cid_acquire", "cid_release", "kHasVolatileCache", "maybe_release"}
+ORDER_FREE = {"cid_acquire", "cid_release", "kHasVolatileCache"}
 
 
 def orders_memory(line: str) -> bool:

@@ -119,7 +119,7 @@ int Engine::submit(const JobConfig& config, Job** out) {
     end(job.get());
     job->layers_ready = job->n_layers;
   }
-  *out = job.release();
+  *out = job.release();  // its ownership pairs with gio_job_free
   drop(*out);
   return 0;
 }
