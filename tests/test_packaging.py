@@ -8,6 +8,7 @@ import sys
 import zipfile
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 ROOT = Path(__file__).parent.parent
@@ -102,3 +103,87 @@ def test_wheel_carries_every_device_source(wheel: Path) -> None:
     sources = [p for kind in ("include/**/*.h", "**/*.cu", "**/*.cuh") for p in kernels.glob(kind)]
     assert sources
     assert {f"tutti/kernels/{p.relative_to(kernels)}" for p in sources} <= names
+
+
+_MISUSED = """
+import tutti
+
+layout = tutti.KVLayout.mha(2, 1, 64, 64, "float16", model="test")
+tutti.no_such_name
+tutti.open(nonsense=3)
+with tutti.open("pool", layout, "8MiB") as store:
+    store.no_such_method()
+    store.allocate_memory(pages="four")
+    ticket = store.load([b"k" * 16], [0])
+    ticket.parts
+    ticket.wait_layer("first")
+with tutti.connect("socket") as remote:
+    remote.no_such_method()
+"""
+
+_USED = """
+import numpy as np
+
+import tutti
+
+layout = tutti.KVLayout.mha(2, 1, 64, 64, "float16", model="test")
+keys = tutti.chain_keys(layout.fingerprint, np.arange(640), 64)
+
+
+def work(store: tutti.Store) -> int:
+    store.allocate_memory(pages=10)
+    put: tutti.PutTicket = store.put(keys, np.arange(len(keys)))
+    stored: int = put.wait(10.0).stored
+    n = store.match(keys)
+    ticket: tutti.LoadTicket = store.load(keys[:n], np.arange(n))
+    for layer in range(layout.layers):
+        ticket.wait_layer(layer)
+    failed: int = ticket.failed().size
+    assert ticket.done and keys[0].tobytes() in store and len(store) == stored
+    return stored - failed
+
+
+with tutti.open("pool", layout, capacity="8MiB") as opened:
+    work(opened)
+with tutti.connect("socket", layout) as remote:
+    work(remote)
+"""
+
+
+@pytest.fixture(scope="module")
+def user(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The Python of an environment that has the wheel and what it requires, nothing else."""
+    environment = tmp_path_factory.mktemp("user")
+    run(sys.executable, "-m", "venv", "--without-pip", str(environment), cwd=environment)
+    python = environment / "bin/python"
+    install = ["-m", "pip", "--python", str(python), "install", "--no-deps", "--no-index", "-q"]
+    run(sys.executable, *install, str(wheel), cwd=environment)
+    packages = next(environment.glob("lib/python3*/site-packages"))
+    for folder in ("numpy", "numpy.libs", "xxhash"):
+        (packages / folder).symlink_to(Path(np.__file__).parent.parent / folder)
+    return python
+
+
+def checked(user: Path, program: str) -> list[str]:
+    """The errors that `mypy --strict` finds in a user's program."""
+    folder = user.parent.parent
+    (folder / "program.py").write_text(program)
+    command = [sys.executable, "-m", "mypy", "--strict", "--python-executable", str(user)]
+    command += ["--config-file", "", "--cache-dir", str(folder / "cache"), "program.py"]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=110)
+    assert not done.stderr, done.stderr
+    return [line for line in done.stdout.splitlines() if ": error:" in line]
+
+
+def test_a_type_checker_knows_the_api(user: Path) -> None:
+    pytest.importorskip("mypy")
+    assert checked(user, _USED) == []
+    found = checked(user, _MISUSED)
+    assert {int(line.split(":")[1]) for line in found} == {5, 6, 8, 9, 11, 12, 14}, found
+
+
+def test_help_shows_the_api_without_any_extra(user: Path, tmp_path: Path) -> None:
+    code = "import sys, tutti; sys.modules['msgspec'] = None; print(dir(tutti)); help(tutti)"
+    shown = run(str(user), "-I", "-c", code, cwd=tmp_path)
+    for name in ("open", "connect", "KVLayout", "ObjectStore", "wait_layer", "match", "deallocate"):
+        assert name in shown

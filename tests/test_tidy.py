@@ -254,7 +254,9 @@ def test_every_cpp_loop_without_a_condition_states_its_bound() -> None:
 
 
 def init_extras(path: str) -> list[str]:
-    """Statements of an __init__.py beyond its docstring; tutti's own may load exports lazily."""
+    """Statements of an __init__.py beyond its docstring; tutti's own may load exports lazily, and
+    tell their types to type checkers.
+    """
     body = ast.parse(text(path)).body
     if ast.get_docstring(ast.parse(text(path))) is None:
         return [f"{path}: no docstring"]
@@ -262,7 +264,8 @@ def init_extras(path: str) -> list[str]:
     extras = []
     for node in body[1:]:
         future = isinstance(node, ast.ImportFrom) and node.module in ("__future__", "typing")
-        if path != "tutti/__init__.py" or not (future or isinstance(node, lazy)):
+        typing = isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+        if path != "tutti/__init__.py" or not (future or typing or isinstance(node, lazy)):
             extras.append(f"{path}:{node.lineno}: {ast.unparse(node).splitlines()[0]}")
     return extras
 

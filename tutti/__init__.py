@@ -1,19 +1,35 @@
 """Tutti: a key-value store on NVMe SSDs for the KV cache of large language models.
 
-`tutti.open` opens a pool, `tutti.KVLayout` describes the engine's pages, and
-`tutti.ObjectStore` is what `open` returns. They load on first use, so that
-importing a part of the package stays cheap.
+    with tutti.open("pool.tutti", layout=layout, capacity="8GiB") as store: ...
+
+`open` opens a pool, `connect` one of the node's agent; `KVLayout` describes pages, `HostMemory` is
+memory that holds them.  Errors are in `tutti.errors`.  What this module offers is imported on
+first use, so that importing a part of the package stays cheap.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from tutti.interface import Store
+    from tutti.medium.keys import chain_keys, object_keys
+    from tutti.medium.layout import KVLayout
+    from tutti.memory.host_memory import HostMemory
+    from tutti.node.connect import connect
+    from tutti.store import ObjectStore, format, open
+    from tutti.transfers.core import StoreConfig
+    from tutti.transfers.tickets import LoadTicket, PutResult, PutTicket
 
 __version__ = "0.1.0"
 __all__ = [
     "HostMemory",
     "KVLayout",
+    "LoadTicket",
     "ObjectStore",
+    "PutResult",
+    "PutTicket",
+    "Store",
     "StoreConfig",
     "__version__",
     "chain_keys",
@@ -26,19 +42,30 @@ __all__ = [
 _EXPORTS = {
     "HostMemory": "tutti.memory.host_memory",
     "KVLayout": "tutti.medium.layout",
+    "LoadTicket": "tutti.transfers.tickets",
     "ObjectStore": "tutti.store",
+    "PutResult": "tutti.transfers.tickets",
+    "PutTicket": "tutti.transfers.tickets",
+    "Store": "tutti.interface",
     "StoreConfig": "tutti.transfers.core",
     "chain_keys": "tutti.medium.keys",
-    "connect": "tutti.node.client",
+    "connect": "tutti.node.connect",
     "format": "tutti.store",
     "object_keys": "tutti.medium.keys",
     "open": "tutti.store",
 }
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _EXPORTS:
-        raise AttributeError(f"module 'tutti' has no attribute {name!r}; it has {sorted(_EXPORTS)}")
-    from importlib import import_module
+def __dir__() -> list[str]:
+    return sorted(__all__)
 
-    return getattr(import_module(_EXPORTS[name]), name)
+
+if not TYPE_CHECKING:  # or every name would be one for a type checker
+
+    def __getattr__(name):
+        if name not in _EXPORTS:
+            names = sorted(_EXPORTS)
+            raise AttributeError(f"module 'tutti' has no attribute {name!r}; it has {names}")
+        from importlib import import_module
+
+        return getattr(import_module(_EXPORTS[name]), name)

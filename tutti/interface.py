@@ -1,13 +1,21 @@
-"""What every store offers, embedded (`tutti.open`) or over the node's agent (`tutti.connect`)."""
+"""The interface of a store, embedded (`tutti.open`) or through the node's agent (`tutti.connect`).
+
+The methods are documented here, and nowhere else.
+"""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, Protocol
+from types import TracebackType
+from typing import Any, Protocol, Self
 
 import numpy as np
 import numpy.typing as npt
 
+from tutti.errors import ConfigError, PoolMismatch, TuttiError
+from tutti.gio_uring.controller import NativeController
+from tutti.gio_uring.engine import Engine
 from tutti.medium.geometry import Geometry
 from tutti.medium.layout import KVLayout
 from tutti.memory.host_memory import HostMemory
@@ -15,6 +23,7 @@ from tutti.scheduler.dispatcher import Dispatcher
 from tutti.transfers.catalogue import ObjectInfo
 from tutti.transfers.core import Closable, StoreConfig
 from tutti.transfers.tickets import LoadTicket, PutTicket
+from tutti.units import format_nbytes
 
 KeyArray = npt.NDArray[np.uint8]
 Keys = KeyArray | Sequence[bytes]
@@ -31,34 +40,93 @@ class CatalogueCalls(Protocol):
     def expire(self, keys: KeyArray, ttl_s: float | None) -> int: ...
 
 
-class Store(Protocol):
-    """See ObjectStore, whose methods these are."""
+class Store(ABC):
+    """An open pool.  Thread-safe; use it as a context manager or call ``close``.
+
+    ``len(store)`` is the number of objects, ``key in store`` looks up one of them.
+
+    config: its settings.  layout: of its objects.  geometry: byte offsets of all parts of the pool.
+    catalogue: lists, pins, expires and deletes objects.
+    """
 
     config: StoreConfig
+    layout: KVLayout
+    geometry: Geometry
+    catalogue: CatalogueCalls
+    _closed: bool
 
     @property
-    def catalogue(self) -> CatalogueCalls: ...
+    @abstractmethod
+    def scheduler(self) -> Dispatcher | None:
+        """Decides when puts and loads are issued; post to it what the model computes.
+
+        None when each is issued at once.
+        """
+
     @property
-    def layout(self) -> KVLayout: ...
+    @abstractmethod
+    def engine(self) -> Engine:
+        """Moves the pages of this process.  Raises AgentLost while the agent is away."""
+
     @property
-    def geometry(self) -> Geometry: ...
+    @abstractmethod
+    def controller(self) -> NativeController:
+        """Executes the engine's commands.  Raises AgentLost while the agent is away."""
+
     @property
-    def scheduler(self) -> Dispatcher | None: ...
-    @property
-    def engine(self) -> Any: ...
-    @property
-    def controller(self) -> Any: ...
-    def register(self, memory: HostMemory) -> HostMemory: ...
-    def unregister(self, memory: HostMemory) -> None: ...
+    @abstractmethod
+    def recovered(self) -> bool:
+        """Whether recovery is done; every look-up misses until then."""
+
+    @abstractmethod
+    def register(self, memory: HostMemory) -> HostMemory:
+        """Registers paged memory, so that ``put`` and ``load`` may name its pages.
+
+        Raises PoolMismatch when its layout is not the pool's.
+        """
+
+    @abstractmethod
+    def unregister(self, memory: HostMemory) -> None:
+        """Takes ``register`` back.  Raises DeviceTimeout while transfers use the memory."""
+
     def allocate_memory(
         self, pages: int, *, order: str | None = None, hugepages: bool = True
-    ) -> HostMemory: ...
-    def attach(self, part: Closable) -> None: ...
-    def match(self, keys: Keys, *, pin: bool | str = False, proven: bool = False) -> int: ...
+    ) -> HostMemory:
+        """Allocates and registers host memory of ``pages`` pages; see HostMemory.allocate."""
+        return self.register(
+            HostMemory.allocate(self.layout, pages, order=order, hugepages=hugepages)
+        )
+
+    @abstractmethod
+    def attach(self, part: Closable) -> None:
+        """Closes ``part`` with the store: after the engine, before the controller."""
+
+    @abstractmethod
+    def match(self, keys: Keys, *, pin: bool | str = False, proven: bool = False) -> int:
+        """Returns how many of ``keys``, from the first on without a gap, are in the pool.
+
+        keys: uint8 (n, 16), or a list of 16-byte strings, in the order of the chain.
+        pin: protects the found objects from eviction during the next ``pin_lookups`` look-ups, as
+        far as ``pin_share`` allows.  A name instead of True: until ``unpin`` or its next look-up.
+        proven: counts only objects that need no verification before they are served; after an
+        unclean close see ``prove``.  Returns 0 while recovery runs.  Raises KeySizeError.
+        """
+
+    @abstractmethod
     def present(
         self, keys: Keys, *, pin: bool | str = False, proven: bool = False
-    ) -> npt.NDArray[np.bool_]: ...
-    def unpin(self, name: str | None = None) -> None: ...
+    ) -> npt.NDArray[np.bool_]:
+        """Returns for each of ``keys`` whether it is in the pool: bool (n,).
+
+        Arguments as for ``match``, and one look-up whatever n is.  Where not all can be pinned,
+        the last ones are.
+        """
+
+    @abstractmethod
+    def unpin(self, name: str | None = None) -> None:
+        """Releases the pins of look-ups by this name; without a name, those of all look-ups."""
+
+    @abstractmethod
     def put(
         self,
         keys: Keys,
@@ -69,7 +137,19 @@ class Store(Protocol):
         depth: int = 0,
         ttl_s: float | None = None,
         namespace: str = "",
-    ) -> PutTicket: ...
+    ) -> PutTicket:
+        """Starts to store pages under keys.  Objects that are in the pool already stay unchanged.
+
+        keys: as for ``match``, each the successor of the one before; ``parent`` precedes the
+        first and has ``depth - 1`` pages before it.  pages: page numbers (n,) in ``memory``, which
+        may be left out when only one is registered; they must not change before the ticket is
+        done.  Pages that do not fit, because all slots are in use, are dropped and counted.
+        ttl_s: removes the objects after this time, in steps of 64 s.  namespace: owner of the
+        objects in the catalogue.
+        Raises KeySizeError, PageRangeError, ConfigError, PoolClosed or DeviceTimeout (no staging).
+        """
+
+    @abstractmethod
     def load(
         self,
         keys: Keys,
@@ -77,10 +157,105 @@ class Store(Protocol):
         *,
         memory: HostMemory | None = None,
         batch: str = "",
-    ) -> LoadTicket: ...
-    def prove(self, max_objects: int = 64, *, timeout_s: float = 60.0) -> int: ...
-    def quarantine(self, keys: Keys) -> int: ...
-    def clear(self, *, deallocate: bool = True) -> None: ...
-    def wait_recovered(self, timeout_s: float = 600.0) -> None: ...
-    def stats(self) -> dict[str, Any]: ...
-    def close(self, timeout_s: float | None = None) -> None: ...
+    ) -> LoadTicket:
+        """Starts to read objects into pages; layers become ready one after another.
+
+        keys, pages, memory: as for ``put``.  batch: the step of the model that needs the pages, see
+        ``StepBegan``.  Raises KeyMissing unless every key is in the pool, ConfigError for a page
+        that is given to two keys, PagesInUse when it was aborted after a partial start and the
+        device may still write into ``pages``; after any other error nothing does.
+        """
+
+    def delete(self, keys: KeyArray, *, timeout_s: float = 30.0) -> int:
+        """Removes objects, pinned ones too, and returns how many; durable on return.
+
+        Waits for transfers of them.  Raises DeviceTimeout when those do not end in time.
+        """
+        return self.catalogue.delete(keys, timeout_s=timeout_s)
+
+    @abstractmethod
+    def clear(self, *, deallocate: bool = True) -> None:
+        """Removes every object; durable on return.
+
+        deallocate: also sends DSM deallocate (on files: punches holes).
+        Waits for transfers in flight; raises DeviceTimeout.
+        """
+
+    @abstractmethod
+    def prove(self, max_objects: int = 64, *, timeout_s: float = 60.0) -> int:
+        """Verifies up to ``max_objects`` objects that an unclean close left unproven.
+
+        Intact ones are served from then on, damaged ones are quarantined.  Returns how many were
+        read: 0 after a round through the pool.  Raises DeviceTimeout.
+        """
+
+    @abstractmethod
+    def quarantine(self, keys: Keys) -> int:
+        """Removes objects and never uses their slots again.  Returns how many."""
+
+    @abstractmethod
+    def wait_recovered(self, timeout_s: float = 600.0) -> None:
+        """Waits until recovery is done.  Raises the error that ended recovery, or DeviceTimeout."""
+
+    @abstractmethod
+    def stats(self) -> dict[str, Any]:
+        """Returns the counters since the pool was opened, and its usage."""
+
+    @abstractmethod
+    def close(self, timeout_s: float | None = None) -> None:
+        """Ends all transfers, writes the snapshots and marks the pool clean.
+
+        Raises DeviceTimeout when the device does not answer in time, and PoolMoved when a member
+        is no longer the file under its name: the pool is then left unclean.
+        """
+
+    def __len__(self) -> int:
+        slots = self.stats().get("slots", {})
+        return int(slots.get("ready", 0)) + int(slots.get("unproven", 0))
+
+    def __bool__(self) -> bool:
+        return True  # an empty store is a store
+
+    def __contains__(self, key: bytes) -> bool:
+        return bool(self.present([key])[0])
+
+    def __repr__(self) -> str:
+        name, each = type(self).__name__, format_nbytes(self.layout.object_nbytes)
+        if self._closed:
+            return f"<{name}: closed>"
+        try:
+            objects, capacity = len(self), self.stats().get("capacity_objects", "?")
+        except TuttiError as error:
+            return f"<{name}: {error}>"
+        return f"<{name}: {objects} of {capacity} objects, {each} each>"
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _check_layout(self, memory: HostMemory) -> None:
+        if memory.layout != self.layout:
+            raise PoolMismatch(
+                f"the memory holds {memory.layout.to_json()}, the pool {self.layout.to_json()}; "
+                "open a pool of the memory's layout"
+            )
+
+    @staticmethod
+    def _chosen(memory: HostMemory | None, registered: Sequence[HostMemory]) -> HostMemory:
+        """The memory of a call: as given, or the only one that is registered."""
+        if memory is None:
+            if len(registered) == 1:
+                return registered[0]
+            raise ConfigError(
+                f"{len(registered)} memories are registered; register one, or pass memory="
+            )
+        if memory not in registered:
+            raise ConfigError("this memory is not registered; call store.register(memory) first")
+        return memory

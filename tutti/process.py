@@ -58,6 +58,15 @@ class Foreign:
     def __enter__(self) -> Self:
         raise ForkedProcess(_REFUSAL)
 
+    def __len__(self) -> int:
+        raise ForkedProcess(_REFUSAL)
+
+    def __contains__(self, item: object) -> bool:
+        raise ForkedProcess(_REFUSAL)
+
+    def __bool__(self) -> bool:
+        return True
+
     def __exit__(self, *exception: object) -> None:
         """Does nothing, as `close`."""
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Sequence
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -33,8 +32,9 @@ from tutti.errors import (
 )
 from tutti.gio_uring.controller import NativeController
 from tutti.gio_uring.engine import Engine
+from tutti.gio_uring.iocb import PagedMemory
+from tutti.interface import Keys, Store
 from tutti.interrupts import uninterrupted
-from tutti.medium.geometry import Geometry
 from tutti.medium.keys import as_keys
 from tutti.medium.layout import KVLayout
 from tutti.medium.superblock import Superblock
@@ -57,18 +57,18 @@ from tutti.transfers.residency import Residency
 from tutti.transfers.resources import Resources
 from tutti.transfers.tickets import LoadTicket, PutTicket
 from tutti.transfers.transfer_queue import TransferQueue
-from tutti.transfers.writer import PutRequest, Writer, check_lengths
-
-Keys = npt.NDArray[np.uint8] | Sequence[bytes]
+from tutti.transfers.writer import PutRequest, Writer, checked_pages
 
 _UNDO_S = 60.0  # the longest wait for an interrupted put or load
 
 
-class ObjectStore(Owned):
-    """An open pool.  Thread-safe; use it as a context manager or call ``close``.
+class ObjectStore(Owned, Store):
+    """A pool that this process has opened.
 
     Made by ``open`` for files, or directly over any controller whose namespaces hold a pool.
     """
+
+    catalogue: Catalogue
 
     @uninterrupted(lambda store, _: store.close())
     def __init__(
@@ -84,18 +84,19 @@ class ObjectStore(Owned):
 
         names: what messages call the namespaces.  degraded: see ``open``.
         """
-        self.controller = controller
+        self._controller = controller
         self.config = config or StoreConfig()
         self._proving = threading.Lock()
         self._prove_from = 0
         self._closed = False
-        self.engine = engine or Engine(controller, window_nbytes=self.config.window_nbytes)
+        self._engine = engine or Engine(controller, window_nbytes=self.config.window_nbytes)
         self._resources = Resources(controller, self.engine)
         parts = self._resources.parts
         try:
             self._io = BlockIo(self.engine, timeout_s=self.config.timeout_s)
             parts.append(self._io)
             self.members = Members.open(self._io, self.engine, names, degraded=degraded)
+            self.layout, self.geometry = self.members.layout, self.members.geometry
             clean, found_as = self.members.clean, list(self.members.superblocks)
             self.members.mark_open(self.members.next_sequence)
             self._core = self._resources.core = Core(self.engine, self.members, self.config)
@@ -129,43 +130,30 @@ class ObjectStore(Owned):
         self._dropped.atexit = False
 
     @property
-    def layout(self) -> KVLayout:
-        """The KV layout of the pool."""
-        return self.members.layout
+    def engine(self) -> Engine:
+        return self._engine
 
     @property
-    def geometry(self) -> Geometry:
-        """Where everything lies."""
-        return self.members.geometry
+    def controller(self) -> NativeController:
+        return self._controller
 
     @property
     def scheduler(self) -> Dispatcher | None:
-        """What launches puts and loads; post to it what the model computes.  None: all at once."""
         return None if self._queue is None else self._queue.dispatcher
 
     @uninterrupted(lambda store, memory: store.unregister(memory))
     def register(self, memory: HostMemory) -> HostMemory:
-        """Makes engine memory known, so that ``put`` and ``load`` may name its pages.
-
-        Raises PoolMismatch when its layout is not the pool's.
-        """
-        if memory.layout != self.layout:
-            raise PoolMismatch(
-                f"the memory holds {memory.layout.to_json()}, the pool {self.layout.to_json()}; "
-                "open a pool of the memory's layout"
-            )
+        self._check_layout(memory)
         self._core.check_open()
         self._resources.add(memory)
         return memory
 
     def attach(self, part: Closable) -> None:
-        """Closes ``part`` with the store: after the engine, before the controller."""
         self._core.check_open()
         self._resources.parts.append(part)
 
     @uninterrupted()
     def unregister(self, memory: HostMemory) -> None:
-        """Forgets engine memory.  No put or load of it may be under way."""
         if memory not in self._resources.memories:
             raise ConfigError("this memory is not registered with the store")
         timeout_s = self.config.timeout_s
@@ -173,37 +161,15 @@ class ObjectStore(Owned):
             raise DeviceTimeout("transfers are still under way; the memory stays registered")
         self._resources.remove(memory)
 
-    @uninterrupted(lambda store, memory: store.unregister(memory))
-    def allocate_memory(
-        self, pages: int, *, order: str | None = None, hugepages: bool = True
-    ) -> HostMemory:
-        """Fresh engine memory of ``pages`` pages, registered; see HostMemory.allocate."""
-        return self.register(
-            HostMemory.allocate(self.layout, pages, order=order, hugepages=hugepages)
-        )
-
     def match(self, keys: Keys, *, pin: bool | str = False, proven: bool = False) -> int:
-        """How many of ``keys``, from the first on without a gap, are in the pool.
-
-        keys: uint8 (n, 16), or a list of 16-byte strings, in the order of the chain.
-        pin: keep what was found from eviction during the next ``pin_lookups`` look-ups, as far as
-        ``pin_share`` allows.  A name instead of True: until ``unpin`` or its next look-up.
-        proven: count only objects that need no verification before they are served; after an
-        unclean close see ``prove``.  Answers 0 while recovery runs.  Raises KeySizeError.
-        """
         return self._core.match(as_keys(keys), pin=pin, proven=proven)
 
     def present(
         self, keys: Keys, *, pin: bool | str = False, proven: bool = False
     ) -> npt.NDArray[np.bool_]:
-        """Which of ``keys`` are in the pool, each on its own: bool (n,).
-
-        As ``match``, one look-up whatever n is; where not all can be pinned the last ones are.
-        """
         return self._core.present(as_keys(keys), pin=pin, proven=proven)
 
     def unpin(self, name: str | None = None) -> None:
-        """Takes back what look-ups pinned by this name, if they did; all pins without one."""
         self._core.unpin(name)
 
     @uninterrupted(lambda _, ticket: ticket.wait_ended(_UNDO_S))
@@ -218,22 +184,13 @@ class ObjectStore(Owned):
         ttl_s: float | None = None,
         namespace: str = "",
     ) -> PutTicket:
-        """Starts to store pages under keys; keys that are there already are left alone.
-
-        keys: as for ``match``, each the successor of the one before; ``parent`` precedes the
-        first and has ``depth - 1`` pages before it.  pages: page numbers (n,) in ``memory``, which
-        may be left out when only one is registered; they must not change before the ticket is
-        done.  What does not fit because everything is in use is dropped, and counted.  ttl_s: after
-        which the objects are removed, in steps of 64 s.  namespace: whose objects they count as.
-        Raises KeySizeError, PageRangeError, ConfigError, PoolClosed or DeviceTimeout (no staging).
-        """
-        paged = self._registered(memory).memory
+        paged = self._memory(memory)
         request = PutRequest.checked(keys, pages, paged, parent, depth, ttl_s, namespace)
         self.catalogue.watch(ttl_s is not None)
         with self._core.admitted(self.config.timeout_s):
-            return (self._queue or self._coalescer).put(request)
+            return PutTicket((self._queue or self._coalescer).put(request))
 
-    @uninterrupted(lambda _, ticket: ticket.abandon(_UNDO_S))
+    @uninterrupted(lambda _, ticket: ticket.cancel(_UNDO_S))
     def load(
         self,
         keys: Keys,
@@ -242,29 +199,15 @@ class ObjectStore(Owned):
         memory: HostMemory | None = None,
         batch: str = "",
     ) -> LoadTicket:
-        """Starts to read objects into pages; layers become ready one after another.
-
-        keys, pages, memory: as for ``put``.  batch: by which a step of the model calls for it, see
-        ``StepBegan``.  Raises KeyMissing unless every key is in the pool, ConfigError for a page
-        that is to hold two objects at once, PagesInUse when it had to be given up half started and
-        the device may still write into ``pages``; after any other error nothing does.
-        """
-        array, paged = as_keys(keys), self._registered(memory).memory
-        numbers = check_lengths(array, paged.check_pages(pages))
-        if self.config.verify != "off" and np.unique(numbers).size != numbers.size:
-            raise ConfigError("a page is named twice; give every key a page of its own")
+        array, paged = as_keys(keys), self._memory(memory)
+        numbers = checked_pages(array, pages, paged, once=self.config.verify != "off")
         with self._core.admitted(self.config.timeout_s):
             if self._queue is None:
-                return self._loader.load(array, numbers, paged)
-            return self._queue.load(array, numbers, paged, batch)
+                return LoadTicket(self._loader.load(array, numbers, paged))
+            return LoadTicket(self._queue.load(array, numbers, paged, batch))
 
     @uninterrupted()
     def prove(self, max_objects: int = 64, *, timeout_s: float = 60.0) -> int:
-        """Verifies up to ``max_objects`` objects that an unclean close left unproven.
-
-        Intact ones are served from then on, damaged ones are quarantined.  Returns how many were
-        read: 0 after a round through the pool.  Raises DeviceTimeout.
-        """
         with self._core.admitted(timeout_s), self._proving:
             keys, self._prove_from = self._core.unproven_keys(max_objects, self._prove_from)
             if not len(keys):
@@ -274,8 +217,8 @@ class ObjectStore(Owned):
             numbers = np.arange(len(keys), dtype=np.uint32)
             settled = True
             try:
-                ticket = self._loader.load(keys, numbers, memory.memory)
-                settled = ticket.wait_settled(timeout_s)
+                progress = self._loader.load(keys, numbers, memory.memory)
+                settled = progress.wait_settled(timeout_s)
             except KeyMissing:
                 return len(keys)  # one was evicted meanwhile
             except PagesInUse as error:
@@ -292,7 +235,6 @@ class ObjectStore(Owned):
 
     @uninterrupted()
     def quarantine(self, keys: Keys) -> int:
-        """Takes objects out of use permanently, with their slots.  Returns how many."""
         core = self._core
         with core.admitted(self.config.timeout_s), core.lock:
             slots = np.unique(core.index.find(as_keys(keys)))
@@ -303,11 +245,6 @@ class ObjectStore(Owned):
 
     @uninterrupted()
     def clear(self, *, deallocate: bool = True) -> None:
-        """Removes every object; durable on return.
-
-        deallocate: also sends DSM deallocate (on files: punches holes).
-        Waits for transfers in flight; raises DeviceTimeout.
-        """
         core = self._core
         with core.quiesced():
             try:
@@ -325,25 +262,17 @@ class ObjectStore(Owned):
 
     @uninterrupted()
     def wait_recovered(self, timeout_s: float = 600.0) -> None:
-        """Waits until recovery is done.  Raises what broke it, or DeviceTimeout."""
         self._core.wait_ready(timeout_s)
 
     @property
     def recovered(self) -> bool:
-        """Whether recovery is done: before, every look-up misses."""
         return self._core.ready
 
     def stats(self) -> dict[str, Any]:
-        """Counters since the pool was opened, and how full it is."""
         return self._core.stats()
 
     @uninterrupted()
     def close(self, timeout_s: float | None = None) -> None:
-        """Ends what is under way, writes the snapshots and marks the pool clean.
-
-        Raises DeviceTimeout when the device does not let go, and PoolMoved when a file is no longer
-        the one under its name: the pool is then left unclean.
-        """
         if self._closed:
             return
         self._closed = True
@@ -370,35 +299,15 @@ class ObjectStore(Owned):
             self._dropped.detach()
             self._resources.release(timeout_s)
 
-    def __enter__(self) -> ObjectStore:
-        return self
-
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
-
     def _mark_clean(self) -> None:
         core = self._core
         snapshots = write_snapshots(core)
         self._io.flush(self.members.nsids())
         self.members.mark_clean(core.sequence, snapshots)
 
-    def _registered(self, memory: HostMemory | None) -> HostMemory:
+    def _memory(self, memory: HostMemory | None) -> PagedMemory:
         self._core.check_open()
-        if memory is not None:
-            if memory not in self._resources.memories:
-                raise ConfigError(
-                    "this memory is not registered; call store.register(memory) first"
-                )
-            return memory
-        memories = self._resources.memories
-        if len(memories) == 1:
-            return memories[0]
-        raise ConfigError(f"{len(memories)} memories are registered; register one, or pass memory=")
+        return self._chosen(memory, self._resources.memories).memory
 
 
 @system_errors()

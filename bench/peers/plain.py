@@ -16,7 +16,6 @@ from tutti.bench.stamps import Stamps, numbered_keys
 from tutti.errors import ChecksumMismatch, MediumError
 from tutti.memory.host_memory import HostMemory
 from tutti.store import ObjectStore
-from tutti.transfers.core import StoreConfig
 
 _WAIT_S = 120.0
 _THREADS = 4
@@ -64,7 +63,7 @@ class StorePeer(_PlainPeer):
     def open(self) -> None:
         """Formats and opens the pool."""
         tutti.format([self._path], self._layout, self._plan.capacity_nbytes)
-        self._store = tutti.open([self._path], self._layout, StoreConfig())
+        self._store = tutti.open([self._path], self._layout)
         self._store.register(self._pool)
 
     def close(self) -> None:

@@ -232,7 +232,7 @@ def open_store(
     if uses_agent(options):
         # One pool for all ranks and replicas whose KV is the same.
         # Imported here: its messages need a package that a pool in a file does without.
-        from tutti.node.client import connect
+        from tutti.node.connect import connect
 
         where = options["path"][0]
         capacity //= layout.world

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,8 @@ from tutti.medium.geometry import RECORD_NBYTES
 from tutti.medium.layout import KVLayout
 from tutti.memory.host_memory import PAGE_FIRST_DIRECT, HostMemory
 from tutti.transfers.core import StoreConfig
-from tutti.transfers.tickets import Outcome
+from tutti.transfers.tickets import LoadTicket, Outcome, PutTicket
+from tutti.units import format_nbytes
 
 Opener = Callable[..., Any]
 
@@ -117,6 +119,42 @@ def test_prefixes_gaps_and_repetitions(opener: Opener, rng: np.random.Generator)
     assert store.match(keys) == 8
     assert store.match(keys[:0]) == 0
     assert store.put(keys[:0], []).wait(5).stored == 0
+
+
+def test_a_store_is_a_container_of_keys(opener: Opener, rng: np.random.Generator) -> None:
+    store = opener()
+    memory = store.allocate_memory(8)
+    keys = some_keys(rng, 4)
+    assert len(store) == 0
+    assert store, "an empty store is a store"
+    put = store.put(keys[:3], [0, 1, 2])
+    put.wait(5)
+    load = store.load(keys[:3], [4, 5, 6])
+    load.wait(5)
+    assert len(store) == 3
+    assert [key.tobytes() in store for key in keys] == [True] * 3 + [False]
+    with pytest.raises(KeySizeError):
+        _ = b"short" in store
+    each = format_nbytes(store.layout.object_nbytes)
+    assert re.fullmatch(rf"<(Object|Node)Store: 3 of \d+ objects, {each} each>", repr(store))
+    assert repr(memory) == f"<HostMemory: 8 pages of {each}>"
+    assert (repr(put), repr(load)) == (
+        "<PutTicket: 3 stored>",
+        "<LoadTicket: 3 keys, done, 0 failed>",
+    )
+    assert store.delete(keys[:1]) == 1
+    assert len(store) == 2
+    store.close()
+    assert repr(store).endswith("Store: closed>")
+
+
+@pytest.mark.parametrize("ticket", [PutTicket, LoadTicket])
+def test_tickets_show_what_users_need(ticket: type) -> None:
+    names = {name for name in dir(ticket) if not name.startswith("_")}
+    both = {"done", "failed", "wait"}
+    put = {"on_done", "outcome", "wait_ended"}
+    load = {"cancel", "keys", "on_settled", "order_stream", "wait_layer", "wait_settled"}
+    assert names == both | (put if ticket is PutTicket else load)
 
 
 def test_many_pages_in_one_call(opener: Opener, rng: np.random.Generator) -> None:

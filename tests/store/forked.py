@@ -90,6 +90,8 @@ def calls(parent: Parent) -> list[str]:
         lambda: store.wait_recovered(),
         lambda: store.engine,
         lambda: store.__enter__(),
+        lambda: len(store),
+        lambda: keys[0].tobytes() in store,
         lambda: parent.put.wait(),
         lambda: parent.load.wait(),
         lambda: parent.load.wait_settled(),

@@ -31,7 +31,7 @@ from tutti.gio_uring.nvme_spec import (
 )
 from tutti.medium.geometry import Geometry
 from tutti.medium.superblock import Superblock, choose_superblock
-from tutti.transfers.tickets import LoadTicket, PutTicket
+from tutti.transfers.tickets import LoadProgress, PutTicket
 
 TABLE_LBA = GEOMETRY.table_offset // 4096
 
@@ -243,7 +243,7 @@ def test_a_callback_that_raises_hurts_nobody(rng: np.random.Generator) -> None:
         store.clear()
         assert store._core.in_flight == 0
 
-    waits = LoadTicket(1, 1)
+    waits = LoadProgress(1, 1)
     waits.on_settled(bad)
     waits.settle()
 

@@ -38,7 +38,7 @@ from tutti.placement.index import SlotState
 from tutti.transfers.loader import Loader
 from tutti.transfers.reclaim import Reclaimer
 from tutti.transfers.resources import _STUCK
-from tutti.transfers.tickets import LoadPart, LoadTicket
+from tutti.transfers.tickets import LoadPart, LoadProgress, LoadTicket
 
 DATA_LBA = GEOMETRY.groups_offset // 4096
 DATA_NLB = GEOMETRY.groups * GEOMETRY.layers * GEOMETRY.layer_stride_nlb
@@ -232,13 +232,14 @@ def test_parts_of_a_load_share_one_deadline(monkeypatch: pytest.MonkeyPatch) -> 
         wait_released = wait
 
     monkeypatch.setattr("tutti.transfers.tickets.time", SimpleNamespace(monotonic=lambda: now_s))
-    ticket = LoadTicket(3, 1)
+    progress = LoadProgress(3, 1)
+    ticket = LoadTicket(progress)
     late = cast("Transfer", Late())
-    ticket.parts += [LoadPart(late, np.array([i]), whole=False) for i in range(3)]
+    progress.parts += [LoadPart(late, np.array([i]), whole=False) for i in range(3)]
     with pytest.raises(DeviceTimeout, match="after 3 s"):
         ticket.wait(3.0)
     assert waits == [3.0, 1.0]
-    ticket.settle()
+    progress.settle()
     assert not ticket.wait_settled(3.0)
     assert waits == [3.0, 1.0] * 2
 

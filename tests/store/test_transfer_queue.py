@@ -19,7 +19,7 @@ from tutti.scheduler.policy import Limits
 from tutti.scheduler.request import Phase
 from tutti.scheduler.state import Decision, Issue, State
 from tutti.store import ObjectStore
-from tutti.transfers.tickets import PutTicket
+from tutti.transfers.tickets import PutProgress
 from tutti.transfers.writer import PutRequest
 
 PROFILE = Linear()
@@ -161,7 +161,7 @@ def test_a_load_does_not_wait_for_a_put_that_waits_for_space(
         store.put(keys, np.arange(4)).wait(10)
         there, space, put = threading.Event(), threading.Event(), store._coalescer.put
 
-        def full(request: PutRequest) -> PutTicket:
+        def full(request: PutRequest) -> PutProgress:
             there.set()
             space.wait(30)
             return put(request)
@@ -182,13 +182,13 @@ def test_a_put_that_cannot_be_started_ends(
 ) -> None:
     store = scheduled(Schedule(PROFILE, policy=OneByOne), timeout_s=5.0)
     store.allocate_memory(4)
-    parts: list[PutTicket] = []
+    parts: list[PutProgress] = []
     began = threading.Event()
 
-    def once(request: PutRequest) -> PutTicket:
+    def once(request: PutRequest) -> PutProgress:
         if parts:
             raise error
-        parts.append(PutTicket(len(request.keys)))
+        parts.append(PutProgress(len(request.keys)))
         began.set()
         return parts[0]
 
@@ -201,7 +201,7 @@ def test_a_put_that_cannot_be_started_ends(
     parts[0].end_part()
     with pytest.raises(TuttiError):
         ticket.wait(10)
-    assert np.flatnonzero(ticket.status).tolist() == [1, 2, 3]
+    assert ticket.failed().tolist() == [1, 2, 3]
     assert store._core.wait_quiet(0.0)
     store.close()
 
@@ -250,8 +250,8 @@ def test_no_load_is_too_long_to_be_launched(rng: np.random.Generator) -> None:
 def test_pages_that_were_not_stored_do_not_count_as_written(
     rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def broken(request: PutRequest) -> PutTicket:
-        part = PutTicket(len(request.keys))
+    def broken(request: PutRequest) -> PutProgress:
+        part = PutProgress(len(request.keys))
         part.outcome[:] = 1
         part.fail(np.array([0]), 0x280)  # write fault
         part.end_part()

@@ -14,7 +14,7 @@ from tutti.commands.outcome import Outcome
 from tutti.errors import ConfigError, KeySizeError
 from tutti.interface import Store
 from tutti.medium.keys import KEY_NBYTES, as_keys
-from tutti.node.client import connect
+from tutti.node.connect import connect
 from tutti.store import open as open_pool
 from tutti.terminal import facts, table
 from tutti.transfers.catalogue import ObjectInfo

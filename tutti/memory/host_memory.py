@@ -16,6 +16,7 @@ from tutti.gio_uring.iocb import PagedMemory
 from tutti.gio_uring.memory import HostBuffer, address_of, view_at
 from tutti.medium.layout import KVLayout
 from tutti.process import Owned
+from tutti.units import format_nbytes
 
 #: Orders of one buffer.  The letters name the axes from the slowest to the fastest: segment (K, V
 #: or the latent), layer, page, token.
@@ -40,9 +41,13 @@ class HostMemory(Owned):
         self.buffers = tuple(buffers)
         self.owner = owner  # keeps the memory alive
 
+    def __repr__(self) -> str:
+        name = type(self).__name__
+        return f"<{name}: {self.pages} pages of {format_nbytes(self.layout.object_nbytes)}>"
+
     @property
     def pages(self) -> int:
-        """How many pages the pool has."""
+        """Number of pages."""
         return self.memory.pages
 
     @property

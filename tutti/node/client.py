@@ -12,8 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Sequence
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -26,14 +24,13 @@ from tutti.errors import (
     ConfigError,
     DeviceTimeout,
     KeyMissing,
-    PagesInUse,
     PoolClosed,
-    PoolMismatch,
     TuttiError,
 )
+from tutti.gio_uring.controller import NativeController
 from tutti.gio_uring.engine import Engine
 from tutti.gio_uring.iocb import PagedMemory
-from tutti.medium.geometry import Geometry
+from tutti.interface import Keys, Store
 from tutti.medium.keys import as_keys
 from tutti.medium.layout import KVLayout
 from tutti.memory.host_memory import HostMemory
@@ -51,22 +48,26 @@ from tutti.node.messages import (
 from tutti.node.remote_catalogue import RemoteCatalogue
 from tutti.node.session import AgentSession
 from tutti.transfers.core import Closable, StoreConfig
-from tutti.transfers.tickets import LoadPart, LoadTicket, Outcome, PutTicket
-from tutti.transfers.writer import PutRequest
+from tutti.transfers.tickets import (
+    LoadPart,
+    LoadProgress,
+    LoadTicket,
+    Outcome,
+    PutProgress,
+    PutTicket,
+)
+from tutti.transfers.writer import PutRequest, checked_pages
 from tutti.units import parse_nbytes
-
-Keys = npt.NDArray[np.uint8] | Sequence[bytes]
 
 #: What a plan may take beyond the store's own time-out for space and records.
 _PLAN_S = 5.0
 
 
-class NodeStore:
-    """A pool of the node's agent.  Thread-safe; use it as a context manager or call ``close``.
+class NodeStore(Store):
+    """A pool of the node's agent, which any number of processes share.
 
-    Every method does what ObjectStore's does.  What differs: while the agent is away ``match``
-    answers 0, ``put`` drops, ``load`` raises KeyMissing, and operations that need an answer raise
-    AgentLost.
+    While the agent is away ``match`` returns 0, ``put`` drops, ``load`` raises KeyMissing, and
+    operations that need an answer raise AgentLost.
     """
 
     def __init__(
@@ -90,7 +91,7 @@ class NodeStore:
         self._kept = KeptSession(path, layout, nbytes, open_timeout_s, executor, self._memories)
         session = self._kept.need()
         self.layout = session.layout
-        self.geometry: Geometry = session.geometry
+        self.geometry = session.geometry
         welcome = session.welcome
         self.config = StoreConfig(
             verify=welcome.verify, durability=welcome.durability, timeout_s=welcome.timeout_s
@@ -104,22 +105,18 @@ class NodeStore:
 
     @property
     def scheduler(self) -> None:
-        """What launches puts and loads: nothing, all go at once."""
-        return
+        return None
 
     @property
     def engine(self) -> Engine:
-        """What moves the pages of this process.  Raises AgentLost."""
         return self._kept.need().engine
 
     @property
-    def controller(self) -> Any:
-        """What executes the engine's commands.  Raises AgentLost."""
+    def controller(self) -> NativeController:
         return self._kept.need().controller
 
     @property
     def recovered(self) -> bool:
-        """See ObjectStore."""
         try:
             self.wait_recovered(0.0)
         except TuttiError:
@@ -127,18 +124,12 @@ class NodeStore:
         return True
 
     def register(self, memory: HostMemory) -> HostMemory:
-        """See ObjectStore; after a reconnection the memory is registered again."""
-        if memory.layout != self.layout:
-            raise PoolMismatch(
-                f"the memory holds {memory.layout.to_json()}, the pool {self.layout.to_json()}; "
-                "open a pool of the memory's layout"
-            )
+        self._check_layout(memory)
         self._check_open()
         self._kept.register(memory)
         return memory
 
     def unregister(self, memory: HostMemory) -> None:
-        """See ObjectStore."""
         if memory not in self._memories:
             raise ConfigError("this memory is not registered with the store")
         timeout_s = self.config.timeout_s
@@ -146,21 +137,11 @@ class NodeStore:
             raise DeviceTimeout("transfers are still under way; the memory stays registered")
         self._kept.unregister(memory)
 
-    def allocate_memory(
-        self, pages: int, *, order: str | None = None, hugepages: bool = True
-    ) -> HostMemory:
-        """See ObjectStore."""
-        return self.register(
-            HostMemory.allocate(self.layout, pages, order=order, hugepages=hugepages)
-        )
-
     def attach(self, part: Closable) -> None:
-        """See ObjectStore."""
         self._check_open()
         self._parts.append(part)
 
     def match(self, keys: Keys, *, pin: bool | str = False, proven: bool = False) -> int:
-        """See ObjectStore."""
         array = as_keys(keys)
         answer = self._look_up(Match(array.tobytes(), _pin(pin), proven))
         return 0 if answer is None else int(answer)
@@ -168,7 +149,6 @@ class NodeStore:
     def present(
         self, keys: Keys, *, pin: bool | str = False, proven: bool = False
     ) -> npt.NDArray[np.bool_]:
-        """See ObjectStore."""
         array = as_keys(keys)
         answer = self._look_up(Present(array.tobytes(), _pin(pin), proven))
         if answer is None:
@@ -201,10 +181,10 @@ class NodeStore:
         namespace: str = "",
     ) -> PutTicket:
         """See ObjectStore; all is dropped while the agent is away."""
-        paged = self._registered(memory).memory
+        paged = self._memory(memory)
         request = PutRequest.checked(keys, pages, paged, parent, depth, ttl_s, namespace)
         n = len(request.keys)
-        ticket = PutTicket(n)
+        progress = PutProgress(n)
         try:
             session = self._kept.session
             step = n if session is None else session.welcome.batch_pages
@@ -212,18 +192,18 @@ class NodeStore:
                 rows = np.arange(start, min(n, start + step))
                 part = request.take(rows)
                 if session is None or not self._put_part(
-                    session, ticket, rows, part, ttl_s, namespace
+                    session, progress, rows, part, ttl_s, namespace
                 ):
-                    ticket.outcome[start:] = Outcome.DROPPED
+                    progress.outcome[start:] = Outcome.DROPPED
                     break
         finally:
-            ticket.end_part()
-        return ticket
+            progress.end_part()
+        return PutTicket(progress)
 
     def _put_part(
         self,
         session: AgentSession,
-        ticket: PutTicket,
+        progress: PutProgress,
         rows: npt.NDArray[Any],
         part: PutRequest,
         ttl_s: float | None,
@@ -237,13 +217,13 @@ class NodeStore:
         except (AgentLost, AgentRefused):
             return False
         if not plan.jobs:
-            _fill(ticket, rows, Written(plan.number, plan.outcome, plan.status))
+            _fill(progress, rows, Written(plan.number, plan.outcome, plan.status))
             return True
-        ticket.add_part()
+        progress.add_part()
 
         def over(written: Written | None) -> None:
-            _fill(ticket, rows, written)
-            ticket.end_part()
+            _fill(progress, rows, written)
+            progress.end_part()
 
         session.await_written(plan.number, over)
         jobs = list(plan.jobs)
@@ -267,18 +247,14 @@ class NodeStore:
         batch: str = "",
     ) -> LoadTicket:
         """See ObjectStore; raises KeyMissing while the agent is away."""
-        array, paged = as_keys(keys), self._registered(memory).memory
-        numbers = paged.check_pages(pages)
-        if len(array) != numbers.size:
-            raise ConfigError(f"{len(array)} keys and {numbers.size} pages; give one page per key")
-        if self.config.verify != "off" and np.unique(numbers).size != numbers.size:
-            raise ConfigError("a page is named twice; give every key a page of its own")
+        array, paged = as_keys(keys), self._memory(memory)
+        numbers = checked_pages(array, pages, paged, once=self.config.verify != "off")
         session = self._kept.session
         if session is None:
             raise KeyMissing("the agent is away, so no key can be found; compute the pages")
-        ticket = LoadTicket(len(array), self.geometry.layers)
-        parts = self._plan_load(session, array, ticket)
-        load = _Load(ticket, sum(len(jobs) for _, jobs in parts))
+        progress = LoadProgress(len(array), self.geometry.layers)
+        parts = self._plan_load(session, array, progress)
+        load = _Load(progress, sum(len(jobs) for _, jobs in parts))
         try:
             for start, jobs in parts:
                 while jobs:  # bounded: each turn takes one
@@ -287,14 +263,14 @@ class NodeStore:
             for _, jobs in parts:
                 session.give_up(jobs)
                 load.skip(len(jobs))
-            self._abandon(ticket)
+            progress.cancel(self.config.timeout_s)
             raise
         finally:
             load.end()
-        return ticket
+        return LoadTicket(progress)
 
     def _plan_load(
-        self, session: AgentSession, keys: npt.NDArray[np.uint8], ticket: LoadTicket
+        self, session: AgentSession, keys: npt.NDArray[np.uint8], progress: LoadProgress
     ) -> list[tuple[int, list[Job]]]:
         """All plans of a load, by their first row, before anything is read."""
         parts: list[tuple[int, list[Job]]] = []
@@ -305,7 +281,7 @@ class NodeStore:
                 plan = session.plan(PlanLoad(some.tobytes()), self._plan_timeout_s())
                 parts.append((start, list(plan.jobs)))
                 status = statuses_of(plan.status, len(some))
-                ticket.record_status[start : start + len(some)] = status
+                progress.record_status[start : start + len(some)] = status
         except BaseException as error:
             for _, jobs in parts:
                 session.give_up(jobs)
@@ -331,18 +307,7 @@ class NodeStore:
         except BaseException:
             load.end()
             raise
-        load.ticket.parts.append(LoadPart(transfer, rows, job.whole))
-
-    def _abandon(self, ticket: LoadTicket) -> None:
-        for part in ticket.parts:
-            part.job.cancel()
-        for part in ticket.parts:
-            if not part.job.wait_released(self.config.timeout_s):
-                raise PagesInUse(
-                    "a load was abandoned but the device still owns its pages; do not reuse them "
-                    "before it is done or the pool is closed",
-                    ticket.wait_settled,
-                )
+        load.progress.parts.append(LoadPart(transfer, rows, job.whole))
 
     def prove(self, max_objects: int = 64, *, timeout_s: float = 60.0) -> int:
         """Nothing is left to do here: the agent verifies for all of its clients."""
@@ -350,7 +315,6 @@ class NodeStore:
         return 0
 
     def quarantine(self, keys: Keys) -> int:
-        """See ObjectStore."""
         return int(self.call("quarantine", keys=as_keys(keys).tobytes()))
 
     def clear(self, *, deallocate: bool = True) -> None:
@@ -358,7 +322,6 @@ class NodeStore:
         self.call("clear", timeout_s=8 * self.config.timeout_s, deallocate=deallocate)
 
     def wait_recovered(self, timeout_s: float = 600.0) -> None:
-        """See ObjectStore."""
         self.call("wait_recovered", timeout_s=timeout_s + _PLAN_S, seconds=timeout_s)
 
     def stats(self) -> dict[str, Any]:
@@ -387,17 +350,6 @@ class NodeStore:
         for part in self._parts:
             part.close()
 
-    def __enter__(self) -> NodeStore:
-        return self
-
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
-
     def _plan_timeout_s(self) -> float:
         return 2 * self.config.timeout_s + _PLAN_S
 
@@ -405,26 +357,16 @@ class NodeStore:
         if self._closed:
             raise PoolClosed("the pool is closed; open it again")
 
-    def _registered(self, memory: HostMemory | None) -> HostMemory:
+    def _memory(self, memory: HostMemory | None) -> PagedMemory:
         self._check_open()
-        if memory is not None:
-            if memory not in self._memories:
-                raise ConfigError(
-                    "this memory is not registered; call store.register(memory) first"
-                )
-            return memory
-        if len(self._memories) != 1:
-            raise ConfigError(
-                f"{len(self._memories)} memories are registered; register one, or pass memory="
-            )
-        return self._memories[0]
+        return self._chosen(memory, self._memories).memory
 
 
 class _Load:
-    """Counts the jobs of one load and settles its ticket after the last."""
+    """Counts the jobs of one load and settles its progress after the last."""
 
-    def __init__(self, ticket: LoadTicket, jobs: int) -> None:
-        self.ticket = ticket
+    def __init__(self, progress: LoadProgress, jobs: int) -> None:
+        self.progress = progress
         self._left = jobs + 1  # the submission itself
         self._lock = threading.Lock()
 
@@ -439,43 +381,19 @@ class _Load:
             self._left -= 1
             last = self._left == 0
         if last:
-            self.ticket.settle()
+            self.progress.settle()
 
 
-def _fill(ticket: PutTicket, rows: npt.NDArray[Any], written: Written | None) -> None:
+def _fill(progress: PutProgress, rows: npt.NDArray[Any], written: Written | None) -> None:
     """What became of some keys; without an answer they may or may not have been stored."""
     if written is None:
-        ticket.outcome[rows] = Outcome.DROPPED
+        progress.outcome[rows] = Outcome.DROPPED
         return
-    ticket.outcome[rows] = np.frombuffer(written.outcome, np.uint8)
-    ticket.status[rows] = statuses_of(written.status, rows.size)
+    progress.outcome[rows] = np.frombuffer(written.outcome, np.uint8)
+    progress.status[rows] = statuses_of(written.status, rows.size)
 
 
 def _pin(pin: bool | str) -> str:
     if isinstance(pin, str):
         return pin
     return "*" if pin else ""
-
-
-def connect(
-    path: str,
-    layout: KVLayout | None = None,
-    capacity: int | str | None = None,
-    *,
-    lookup_timeout_s: float = 1.0,
-    executor: str = "auto",
-) -> NodeStore:
-    """Connects to the node's agent (`tutti serve`), whose pools all processes share.
-
-    path: the agent's socket, with or without "unix:".  layout: of the pool; left out, the agent's
-    only one.  capacity: of a pool that the agent is to make when it has none of this layout.
-    lookup_timeout_s: after which a look-up misses and the agent counts as lost.
-    Raises AgentLost when no agent answers, AgentRefused, PoolNotFound, PoolMismatch and others.
-    """
-    return NodeStore(
-        path.removeprefix("unix:"),
-        layout,
-        capacity,
-        lookup_timeout_s=lookup_timeout_s,
-        executor=executor,
-    )

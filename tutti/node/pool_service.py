@@ -38,7 +38,7 @@ from tutti.node.messages import (
 from tutti.node.remote_transfers import JobTable, PlannedMemory
 from tutti.placement.index import MISSING
 from tutti.store import ObjectStore
-from tutti.transfers.tickets import PutTicket
+from tutti.transfers.tickets import PutProgress
 from tutti.transfers.writer import PutRequest
 
 _log = logging.getLogger(__name__)
@@ -219,19 +219,19 @@ class Session:
         tenant, expiry = tenant_of(message.namespace), expiry_of(message.ttl_s)
         request = replace(request, tenant=tenant, expiry_64s=expiry)
         self.service.store.catalogue.watch(expiry > 0)
-        ticket = PutTicket(len(keys))
+        progress = PutProgress(len(keys))
         with core.admitted(core.config.timeout_s):
-            self.service.store._writer.put(request, ticket)
+            self.service.store._writer.put(request, progress)
         self._puts += 1
         number = self._puts
         if not planned.jobs:
-            return Plan(number, [], ticket.outcome.tobytes(), packed_status(ticket.status))
+            return Plan(number, [], progress.outcome.tobytes(), packed_status(progress.status))
         jobs = [job.message(self.jobs.add(job)) for job in planned.jobs]
-        ticket.on_done(lambda done: self._put_over(number, done))
+        progress.on_done(lambda done: self._put_over(number, done))
         return Plan(number, jobs)
 
-    def _put_over(self, number: int, ticket: PutTicket) -> None:
-        self._report(Written(number, ticket.outcome.tobytes(), packed_status(ticket.status)))
+    def _put_over(self, number: int, progress: PutProgress) -> None:
+        self._report(Written(number, progress.outcome.tobytes(), packed_status(progress.status)))
 
     def plan_load(self, message: PlanLoad) -> Plan:
         """Where the objects are, which stay there until the client reports its jobs.
@@ -243,10 +243,10 @@ class Session:
         planned = PlannedMemory(core.geometry)
         pages, memory = planned.of_rows(len(keys))
         with core.admitted(core.config.timeout_s):
-            ticket = self.service.store._loader.load(keys, pages, memory)
-        whole = [part.whole for part in ticket.parts]
+            progress = self.service.store._loader.load(keys, pages, memory)
+        whole = [part.whole for part in progress.parts]
         jobs = [job.message(self.jobs.add(job), whole[i]) for i, job in enumerate(planned.jobs)]
-        return Plan(0, jobs, status=packed_status(ticket.record_status))
+        return Plan(0, jobs, status=packed_status(progress.record_status))
 
     def moved(self, message: Moved) -> None:
         """The client reports a job.  May wait for staging of records."""

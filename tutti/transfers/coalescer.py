@@ -18,7 +18,7 @@ from tutti.gio_uring.ring import error_status
 from tutti.process import Owned
 from tutti.threads import start_thread
 from tutti.transfers.core import Core
-from tutti.transfers.tickets import PutTicket
+from tutti.transfers.tickets import PutProgress
 from tutti.transfers.writer import PutRequest, Writer
 
 #: A run of one layer that is at least this long is worth a command of its own.
@@ -29,7 +29,7 @@ _LOOK_S = 0.2
 @dataclass(frozen=True)
 class _Held:
     request: PutRequest
-    ticket: PutTicket
+    progress: PutProgress
     finished: int  # of the writer, when it was held
 
 
@@ -46,20 +46,20 @@ class Coalescer(Owned):
         self._thread = threading.Thread(target=self._run, name="tutti-coalescer", daemon=True)
         start_thread(self._thread)
 
-    def put(self, request: PutRequest) -> PutTicket:
+    def put(self, request: PutRequest) -> PutProgress:
         """Starts a put, or holds it back; see ObjectStore.put."""
         core = self._core
-        ticket = PutTicket(len(request.keys), core.guard)
+        progress = PutProgress(len(request.keys), core.guard)
         with core.lock:
             core.check_open()
             if len(request.keys) < self._short and self._writer.active and not self._stopping:
                 core.in_flight += 1
-                self._held.append(_Held(request, ticket, self._writer.finished))
+                self._held.append(_Held(request, progress, self._writer.finished))
                 if self._due():
                     core.changed.notify_all()
-                return ticket
-        self._writer.put(request, ticket)
-        return ticket
+                return progress
+        self._writer.put(request, progress)
+        return progress
 
     def stop(self, timeout_s: float) -> None:
         """Writes what is held back and ends the thread."""
@@ -102,7 +102,7 @@ class Coalescer(Owned):
             alike = (id(request.memory), request.tenant, request.expiry_64s)
             by_memory.setdefault(alike, []).append(one)
         for group in by_memory.values():
-            together = PutTicket(sum(len(one.request.keys) for one in group))
+            together = PutProgress(sum(len(one.request.keys) for one in group))
             try:
                 self._writer.put(PutRequest.merge([one.request for one in group]), together)
             except BaseException as error:  # whatever it is: others wait for the tickets
@@ -113,13 +113,13 @@ class Coalescer(Owned):
             else:
                 together.on_done(lambda whole, group=group: self._share(whole, group))  # type: ignore[misc]
 
-    def _share(self, together: PutTicket, group: list[_Held]) -> None:
+    def _share(self, together: PutProgress, group: list[_Held]) -> None:
         """Hands each put its part of the outcome."""
         start = 0
         for one in group:
             end = start + len(one.request.keys)
-            one.ticket.outcome[:] = together.outcome[start:end]
-            one.ticket.status[:] = together.status[start:end]
-            one.ticket.end_part()
+            one.progress.outcome[:] = together.outcome[start:end]
+            one.progress.status[:] = together.status[start:end]
+            one.progress.end_part()
             self._core.end()
             start = end

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tutti.arrays import U32, U64, Keys, Slots
-from tutti.errors import DeviceTimeout, KeyMissing, PagesInUse
+from tutti.errors import DeviceTimeout, KeyMissing
 from tutti.gio_uring.engine import PRIORITY_LOAD
 from tutti.gio_uring.iocb import PagedMemory
 from tutti.gio_uring.job import Job
@@ -29,7 +29,7 @@ from tutti.placement.index import MISSING, SlotState
 from tutti.pool.record_table import BLOCK_RECORDS, RecordTable
 from tutti.transfers.core import Core
 from tutti.transfers.reclaim import Reclaimer
-from tutti.transfers.tickets import LoadPart, LoadTicket
+from tutti.transfers.tickets import LoadPart, LoadProgress
 
 _log = logging.getLogger(__name__)
 
@@ -63,7 +63,7 @@ class Loader:
         """Gives the staging memory back; nothing may be in flight."""
         self._table.close()
 
-    def load(self, keys: Keys, pages: U32, memory: PagedMemory) -> LoadTicket:
+    def load(self, keys: Keys, pages: U32, memory: PagedMemory) -> LoadProgress:
         """Starts a load; see ObjectStore.load."""
         core = self._core
         with core.lock:
@@ -73,34 +73,19 @@ class Loader:
             except BaseException:
                 core.end()
                 raise
-        ticket = LoadTicket(len(keys), core.layers, core.guard)
-        settle = _Settle(self, ticket, batch)
+        progress = LoadProgress(len(keys), core.layers, core.guard)
+        settle = _Settle(self, progress, batch)
         try:
             for mask, whole in self._partition(batch):
                 rows = np.flatnonzero(mask).astype(np.int64)
                 if rows.size:
-                    self._load_part(ticket, batch, rows, whole, settle)
+                    self._load_part(progress, batch, rows, whole, settle)
         except BaseException:
-            self._abandon(ticket)
+            progress.cancel(core.config.timeout_s)
             raise
         finally:
             settle.end_part()
-        return ticket
-
-    def _abandon(self, ticket: LoadTicket) -> None:
-        """Stops the jobs of a load that could not be started in full.
-
-        PagesInUse when one of them may still write into the caller's pages.
-        """
-        for part in ticket.parts:
-            part.job.cancel()
-        for part in ticket.parts:
-            if not part.job.wait_released(self._core.config.timeout_s):
-                raise PagesInUse(
-                    "a load was abandoned but the device still owns its pages; do not reuse them "
-                    "before it is done or the pool is closed",
-                    ticket.wait_settled,
-                )
+        return progress
 
     def _pin(self, keys: Keys, pages: U32, memory: PagedMemory) -> _Pages:
         """Finds every key, checks that it may be served, and pins its slot."""
@@ -138,7 +123,7 @@ class Loader:
         )
 
     def _load_part(
-        self, ticket: LoadTicket, batch: _Pages, rows: Slots, whole: bool, settle: _Settle
+        self, progress: LoadProgress, batch: _Pages, rows: Slots, whole: bool, settle: _Settle
     ) -> None:
         core = self._core
         verify = bool(batch.verify[rows[0]])
@@ -170,22 +155,22 @@ class Loader:
                 read.release(self._table)
             raise
         part = LoadPart(job, rows, whole)
-        ticket.parts.append(part)
+        progress.parts.append(part)
         if digests is None or not unknown.size:
             return
         if batch.memory.path is None or core.is_remote(batch.memory):
-            self._open_gate(ticket, batch, part, digests, unknown, reads)
+            self._open_gate(progress, batch, part, digests, unknown, reads)
             return
         settle.add_part()
         # A stream waits for these pages instead of the caller, who goes on at once.
-        arguments = (ticket, batch, part, digests, unknown, reads, settle)
+        arguments = (progress, batch, part, digests, unknown, reads, settle)
         threading.Thread(
             target=self._open_later, args=arguments, name="tutti-records", daemon=True
         ).start()
 
     def _open_gate(
         self,
-        ticket: LoadTicket,
+        progress: LoadProgress,
         batch: _Pages,
         part: LoadPart,
         digests: U64,
@@ -195,7 +180,9 @@ class Loader:
         """Fills the digests that are not known from the records, and lets the job compare them."""
         rows = part.rows[unknown]
         try:
-            digests[unknown], ticket.record_status[rows] = self._finish_records(batch, rows, reads)
+            digests[unknown], progress.record_status[rows] = self._finish_records(
+                batch, rows, reads
+            )
         except BaseException:
             part.job.cancel()
             raise
@@ -203,7 +190,7 @@ class Loader:
 
     def _open_later(
         self,
-        ticket: LoadTicket,
+        progress: LoadProgress,
         batch: _Pages,
         part: LoadPart,
         digests: U64,
@@ -211,14 +198,14 @@ class Loader:
         reads: list[_RecordRead],
         settle: _Settle,
     ) -> None:
-        """As `_open_gate`, on a thread of its own: the ticket tells of an error."""
+        """As `_open_gate`, on a thread of its own: the ticket reports an error."""
         try:
-            self._open_gate(ticket, batch, part, digests, unknown, reads)
+            self._open_gate(progress, batch, part, digests, unknown, reads)
         except Exception as error:
             _log.warning("the records of a load could not be read: %s", error)
             late = isinstance(error, DeviceTimeout)
             status = STATUS_TIMED_OUT if late else STATUS_CANCELLED
-            ticket.record_status[part.rows[unknown]] = status
+            progress.record_status[part.rows[unknown]] = status
         finally:
             settle.end_part()
 
@@ -287,13 +274,13 @@ class Loader:
             core.digests.put(slots[right], sequences[right], found[right])
         return found, status
 
-    def settle(self, ticket: LoadTicket, batch: _Pages) -> None:
+    def settle(self, progress: LoadProgress, batch: _Pages) -> None:
         """All jobs of a load were released: unpins, proves and quarantines."""
         core, index = self._core, self._core.index
         status = np.full(len(batch.slots), STATUS_CANCELLED, np.uint32)
-        for part in ticket.parts:
+        for part in progress.parts:
             status[part.rows] = part.job.page_status
-        status = np.where(ticket.record_status == 0, status, ticket.record_status)
+        status = np.where(progress.record_status == 0, status, progress.record_status)
         with core.lock:
             index.unpin(batch.slots)
             good = status == 0
@@ -312,7 +299,7 @@ class Loader:
             # What a crash left half written says nothing against its place.
             unproven = slots[index.state[slots] == SlotState.UNPROVEN]
             self._reclaimer.discard(unproven[index.pins[unproven] == 0])
-        ticket.settle()
+        progress.settle()
         core.end()
 
 
@@ -332,9 +319,9 @@ class _RecordRead:
 class _Settle:
     """Counts the jobs of one load and settles it after the last."""
 
-    def __init__(self, loader: Loader, ticket: LoadTicket, batch: _Pages) -> None:
+    def __init__(self, loader: Loader, progress: LoadProgress, batch: _Pages) -> None:
         self._loader = loader
-        self._ticket = ticket
+        self._progress = progress
         self._batch = batch
         self._parts = 1  # the submission itself
         self._lock = loader._core.lock
@@ -348,4 +335,4 @@ class _Settle:
             self._parts -= 1
             last = self._parts == 0
         if last:
-            self._loader.settle(self._ticket, self._batch)
+            self._loader.settle(self._progress, self._batch)

@@ -1,9 +1,10 @@
-"""What ``put`` and ``load`` hand out: an operation on its way."""
+"""Tickets, which `put` and `load` return, and the progress behind them, which transfers report."""
 
 from __future__ import annotations
 
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
@@ -14,7 +15,7 @@ import numpy.typing as npt
 
 from tutti.arrays import U32, Rows
 from tutti.callbacks import Guard
-from tutti.errors import DeviceTimeout, PageRangeError, TuttiError
+from tutti.errors import DeviceTimeout, PageRangeError, PagesInUse, TuttiError
 from tutti.gio_uring.ring import status_error
 from tutti.interrupts import Latch
 from tutti.process import Owned
@@ -48,48 +49,86 @@ class Outcome(IntEnum):
 
 
 class PutTicket(Owned):
-    """A put on its way.  The pages must not change before ``wait`` returned.  Thread-safe."""
+    """A put that was started.  Thread-safe.
+
+    The pages must not change before the put is done.
+    """
+
+    def __init__(self, progress: PutProgress) -> None:
+        self._progress = progress
+
+    def __repr__(self) -> str:
+        counts = Counter(Outcome(code).name.lower() for code in self.outcome.tolist())
+        return f"<PutTicket: {_listed(counts, 'no keys')}>"
+
+    @property
+    def done(self) -> bool:
+        """Whether the outcome of every key is known."""
+        return self._progress.is_done()
+
+    @property
+    def outcome(self) -> npt.NDArray[np.uint8]:
+        """An Outcome per key, uint8 (n,); not to be written."""
+        return self._progress.outcome
+
+    def wait(self, timeout_s: float = 60.0) -> PutResult:
+        """Returns the outcome, once every object is acknowledged at the pool's durability level.
+
+        Raises DeviceTimeout after the timeout (the put goes on), CapacityError for a full disk,
+        MediumError for a failed write: ``pages`` are the positions of keys that were not stored;
+        the others were.
+        """
+        if not self._progress.wait(timeout_s):
+            raise DeviceTimeout(
+                f"the put is not done after {timeout_s:g} s; its pages stay in use, wait again"
+            )
+        status, failed = self._progress.status, self.failed()
+        if failed.size:
+            raise _error(int(status[failed[0]]), failed, "put")
+        counts = np.bincount(self.outcome, minlength=len(Outcome)).tolist()
+        return PutResult(counts[Outcome.STORED], counts[Outcome.PRESENT], counts[Outcome.DROPPED])
+
+    def wait_ended(self, timeout_s: float = 60.0) -> bool:
+        """Waits until the outcome is known, whatever it is.  False after the timeout."""
+        return self._progress.wait(timeout_s)
+
+    def failed(self) -> Rows:
+        """Positions of the keys that have failed so far, int64 (n,), ascending."""
+        return np.flatnonzero(self._progress.status).astype(np.int64)
+
+    def on_done(self, callback: Callable[[PutTicket], None]) -> None:
+        """Calls ``callback`` when the outcome is known: on the engine's thread, or at once.
+
+        It must not wait for the store.  An exception in it is logged.
+        """
+        self._progress.on_done(lambda _: callback(self))
+
+
+class PutProgress(Owned):
+    """The state of one put, which the batches of the writer bring to an end.  Thread-safe.
+
+    outcome: u8 (keys,), an Outcome each.  status: u32 (keys,), why a key failed, else 0.
+    """
 
     def __init__(self, keys: int, guard: Guard | None = None) -> None:
         self._guard = guard or Guard()
         self._parts = 1  # the submission itself
         self._lock = threading.Lock()
         self._done = Latch()
-        self._callbacks: list[Callable[[PutTicket], None]] = []
+        self._callbacks: list[Callable[[PutProgress], None]] = []
         self.outcome: npt.NDArray[np.uint8] = np.full(keys, Outcome.PENDING, np.uint8)
         self.status: U32 = np.zeros(keys, np.uint32)
 
-    @property
-    def done(self) -> bool:
-        """Whether the outcome is known."""
+    def is_done(self) -> bool:
+        """Whether every batch has ended."""
         return self._done.is_set()
 
-    def wait(self, timeout_s: float = 60.0) -> PutResult:
-        """The outcome, once every object is acknowledged at the pool's durability level.
-
-        Raises DeviceTimeout after the timeout (the put goes on), CapacityError for a full disk,
-        MediumError for a failed write: ``pages`` are the positions of keys that were not stored;
-        the others were.
-        """
-        if not self._done.wait(timeout_s):
-            raise DeviceTimeout(
-                f"the put is not done after {timeout_s:g} s; its pages stay in use, wait again"
-            )
-        failed = np.flatnonzero(self.status)
-        if failed.size:
-            raise _error(int(self.status[failed[0]]), failed, "put")
-        counts = np.bincount(self.outcome, minlength=len(Outcome)).tolist()
-        return PutResult(counts[Outcome.STORED], counts[Outcome.PRESENT], counts[Outcome.DROPPED])
-
-    def wait_ended(self, timeout_s: float) -> bool:
-        """Waits for the outcome, whatever it is.  False after the timeout."""
+    def wait(self, timeout_s: float) -> bool:
+        """Waits until every batch has ended.  False after the timeout."""
         return self._done.wait(timeout_s)
 
-    def on_done(self, callback: Callable[[PutTicket], None]) -> None:
-        """Calls back once the outcome is known, on the engine's thread or at once.
-
-        It must not wait for anything of the store; what it raises is logged.
-        """
+    def on_done(self, callback: Callable[[PutProgress], None]) -> None:
+        """See PutTicket."""
         with self._lock:
             if not self._done.is_set():
                 self._callbacks.append(callback)
@@ -128,25 +167,27 @@ class LoadPart:
 
 
 class LoadTicket(Owned):
-    """A load on its way, whose layers become ready one after another.  Thread-safe.
+    """A load that was started; its layers become ready one after another.  Thread-safe.
 
-    The pages must not be read before their layer is ready, nor reused before the load is done.
+    A layer must not be read before it is ready, and no page reused before the load has settled.
     """
 
-    def __init__(self, keys: int, layers: int, guard: Guard | None = None) -> None:
-        self._guard = guard or Guard()
-        self.keys = keys
-        self.layers = layers
-        self.parts: list[LoadPart] = []
-        self.record_status: U32 = np.zeros(keys, np.uint32)  # 0: the slot record was right
-        self._settled = Latch()
-        self._lock = threading.Lock()
-        self._callbacks: list[Callable[[], None]] = []
+    def __init__(self, progress: LoadProgress) -> None:
+        self._progress = progress
+
+    def __repr__(self) -> str:
+        state = "done" if self.done else "under way"
+        return f"<LoadTicket: {self.keys} keys, {state}, {self.failed().size} failed>"
+
+    @property
+    def keys(self) -> int:
+        """Number of keys."""
+        return self._progress.keys
 
     @property
     def done(self) -> bool:
-        """Whether every layer is ready, or failed."""
-        return all(part.job.done for part in self.parts)
+        """Whether every layer is ready or has failed."""
+        return all(part.job.done for part in self._progress.parts)
 
     def wait_layer(self, layer: int, timeout_s: float = 60.0) -> None:
         """Returns when ``layer`` (from 0) of all pages is in memory, verified if that is on.
@@ -155,57 +196,91 @@ class LoadTicket(Owned):
         positions in the batch whose bytes must not be used, DeviceTimeout after the timeout.
         """
         self._check_layer(layer)
+        progress = self._progress
         deadline_s = time.monotonic() + timeout_s
-        for part in self.parts:
-            needed = self.layers if part.whole else layer + 1
+        for part in progress.parts:
+            needed = progress.layers if part.whole else layer + 1
             if not part.job.wait_layers(needed, _left_s(deadline_s)):
                 raise DeviceTimeout(
                     f"layer {layer} is not ready after {timeout_s:g} s; its pages stay in use"
                 )
         failed = self.failed()
         if failed.size:
-            raise _error(int(self._status()[failed[0]]), failed, "load")
+            raise _error(int(progress.status()[failed[0]]), failed, "load")
 
     def _check_layer(self, layer: int) -> None:
-        if not 0 <= layer < self.layers:
-            raise PageRangeError(f"there is no layer {layer}; name one from 0 to {self.layers - 1}")
+        layers = self._progress.layers
+        if not 0 <= layer < layers:
+            raise PageRangeError(f"there is no layer {layer}; name one from 0 to {layers - 1}")
 
     def order_stream(self, stream: int, layer: int) -> None:
-        """Lets a stream of the GPU wait for ``layer`` instead of the caller; returns at once.
+        """Makes a GPU stream wait for ``layer`` instead of the caller; returns at once.
 
-        The stream goes on too when the load failed: what computes on it must not be used before
+        The stream continues after a failed load too: what it computes must not be used before
         ``failed`` was empty after the last layer.  Raises Unsupported for pages in host memory.
         """
         self._check_layer(layer)
-        for part in self.parts:
-            part.job.order_stream(stream, self.layers if part.whole else layer + 1)
+        progress = self._progress
+        for part in progress.parts:
+            part.job.order_stream(stream, progress.layers if part.whole else layer + 1)
 
     def wait(self, timeout_s: float = 60.0) -> None:
         """Returns when all layers are ready; see ``wait_layer``."""
-        self.wait_layer(self.layers - 1, timeout_s)
+        self.wait_layer(self._progress.layers - 1, timeout_s)
 
     def wait_settled(self, timeout_s: float = 60.0) -> bool:
         """Waits until the device can no longer touch the pages, whatever the outcome."""
+        return self._progress.wait_settled(timeout_s)
+
+    def cancel(self, timeout_s: float = 60.0) -> bool:
+        """Issues no further commands, and waits until the device can no longer touch the pages."""
+        for part in self._progress.parts:
+            part.job.cancel()
+        return self._progress.wait_settled(timeout_s)
+
+    def failed(self) -> Rows:
+        """Positions in the batch that have failed so far, int64 (n,), ascending."""
+        return np.flatnonzero(self._progress.status()).astype(np.int64)
+
+    def on_settled(self, callback: Callable[[], None]) -> None:
+        """Calls ``callback`` when the device can no longer touch the pages: on its thread, or at
+        once.  It must not wait for the store.  An exception in it is logged.
+        """
+        self._progress.on_settled(callback)
+
+
+class LoadProgress(Owned):
+    """The state of one load: its jobs, and whether all of them were released.  Thread-safe.
+
+    record_status: u32 (keys,), why the slot record of a key was refused, else 0.
+    """
+
+    def __init__(self, keys: int, layers: int, guard: Guard | None = None) -> None:
+        self._guard = guard or Guard()
+        self.keys = keys
+        self.layers = layers
+        self.parts: list[LoadPart] = []
+        self.record_status: U32 = np.zeros(keys, np.uint32)
+        self._settled = Latch()
+        self._lock = threading.Lock()
+        self._callbacks: list[Callable[[], None]] = []
+
+    def status(self) -> U32:
+        """Why a key failed so far, else 0: u32 (keys,)."""
+        status = np.zeros(self.keys, np.uint32)
+        for part in self.parts:
+            status[part.rows] = part.job.page_status
+        return np.where(self.record_status == 0, status, self.record_status)
+
+    def wait_settled(self, timeout_s: float = 60.0) -> bool:
+        """See LoadTicket."""
         deadline_s = time.monotonic() + timeout_s
         if not self._settled.wait(timeout_s):
             return False
         return all(part.job.wait_released(_left_s(deadline_s)) for part in self.parts)
 
-    def abandon(self, timeout_s: float) -> bool:
-        """Issues nothing more, and waits until the device can no longer touch the pages."""
-        for part in self.parts:
-            part.job.cancel()
-        return self.wait_settled(timeout_s)
-
-    def failed(self) -> Rows:
-        """Positions in the batch that failed so far, ascending."""
-        return np.flatnonzero(self._status()).astype(np.int64)
-
     def on_settled(self, callback: Callable[[], None]) -> None:
-        """Calls back once the device can no longer touch the pages, on its thread or at once.
-
-        It must not wait for anything of the store; what it raises is logged.
-        """
+        """See LoadTicket."""
         with self._lock:
             if not self._settled.is_set():
                 self._callbacks.append(callback)
@@ -220,11 +295,24 @@ class LoadTicket(Owned):
         for callback in callbacks:
             self._guard.call("a callback of a load", callback)
 
-    def _status(self) -> U32:
-        status = np.zeros(self.keys, np.uint32)
+    def cancel(self, timeout_s: float) -> None:
+        """Stops the jobs of a load that could not be started in full.
+
+        Raises PagesInUse when one of them may still write into the caller's pages.
+        """
         for part in self.parts:
-            status[part.rows] = part.job.page_status
-        return np.where(self.record_status == 0, status, self.record_status)
+            part.job.cancel()
+        for part in self.parts:
+            if not part.job.wait_released(timeout_s):
+                raise PagesInUse(
+                    "a load was abandoned but the device still owns its pages; do not reuse them "
+                    "before it is done or the pool is closed",
+                    self.wait_settled,
+                )
+
+
+def _listed(counts: Counter[str], none: str) -> str:
+    return ", ".join(f"{n} {name}" for name, n in counts.items()) or none
 
 
 def _left_s(deadline_s: float) -> float:

@@ -1,7 +1,7 @@
 """Puts and loads of a pool, each launched when the pool's scheduler says so.
 
-A put is cut to launches of whole pages, in order, and its ticket tells the outcome of all.  A load
-goes in one launch; ``load`` returns once it was started.
+A put is cut to launches of whole pages, in order; its progress has the outcome of all.  A load is
+one launch, and ``load`` returns once it was started.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from tutti.threads import start_thread
 from tutti.transfers.coalescer import Coalescer
 from tutti.transfers.core import Core
 from tutti.transfers.loader import Loader
-from tutti.transfers.tickets import LoadTicket, Outcome, PutTicket
+from tutti.transfers.tickets import LoadProgress, Outcome, PutProgress
 from tutti.transfers.writer import PutRequest
 
 _LOOK_S = 0.5
@@ -51,7 +51,7 @@ class _Put:
     """
 
     request: PutRequest
-    ticket: PutTicket
+    progress: PutProgress
     rows: Rows
     left: int
     launched: int = 0
@@ -90,17 +90,17 @@ class TransferQueue(Owned):
         start_thread(self._starter)
         self.dispatcher.start()
 
-    def put(self, request: PutRequest) -> PutTicket:
+    def put(self, request: PutRequest) -> PutProgress:
         """Starts a put, now or later; see ObjectStore.put.
 
         One that is longer than what may wait goes at once: to drop it would free nothing.
         """
         core = self._core
-        ticket = PutTicket(len(request.keys), core.guard)
+        progress = PutProgress(len(request.keys), core.guard)
         with core.lock:
             absent = core.index.find(request.keys) == MISSING
             rows = np.flatnonzero(absent).astype(np.int64)
-            put = _Put(request, ticket, rows, len(request.keys))
+            put = _Put(request, progress, rows, len(request.keys))
             with self._lock:
                 paced = 0 < rows.size <= self._most and not self._stopping
                 if paced:
@@ -115,11 +115,11 @@ class TransferQueue(Owned):
         nbytes = core.geometry.slice_nbytes * core.layers
         now_ns = self.dispatcher.now_ns()
         self.dispatcher.post(WriteKnown(now_ns, name, pages=rows.size, page_nbytes=nbytes))
-        return ticket
+        return progress
 
     def load(
         self, keys: npt.NDArray[np.uint8], pages: Any, memory: PagedMemory, batch: str
-    ) -> LoadTicket:
+    ) -> LoadProgress:
         """Waits for its turn, behind writes and loads under way, and starts.
 
         See ObjectStore.load.
@@ -148,12 +148,12 @@ class TransferQueue(Owned):
         try:
             # A scheduler that is stuck costs time, not service.
             load.due.wait(core.config.timeout_s)
-            ticket = self._loader.load(keys, pages, memory)
+            progress = self._loader.load(keys, pages, memory)
         except BaseException:
             self._loaded(name, layers=0)
             raise
-        ticket.on_settled(lambda: self._loaded(name, layers))
-        return ticket
+        progress.on_settled(lambda: self._loaded(name, layers))
+        return progress
 
     def stop(self, timeout_s: float) -> None:
         """Launches what waits, and ends; what was not launched in time is dropped.
@@ -203,7 +203,7 @@ class TransferQueue(Owned):
             return
         waiting = self._give_up(put)
         if waiting.size:
-            put.ticket.outcome[waiting] = Outcome.DROPPED
+            put.progress.outcome[waiting] = Outcome.DROPPED
             with self._core.lock:
                 self._core.counters.dropped += waiting.size
             self._end_rows(name, put, waiting)
@@ -243,14 +243,14 @@ class TransferQueue(Owned):
             if paced:
                 rows = np.concatenate((rows, self._give_up(put)))
                 self.dispatcher.post(WriteGone(self.dispatcher.now_ns(), name))
-            put.ticket.fail(rows, error_status(error))
+            put.progress.fail(rows, error_status(error))
             self._end_rows(name, put, rows)
             return
         part.on_done(lambda done: self._written(name, put, rows, done, paced=paced))
 
-    def _written(self, name: str, put: _Put, rows: Rows, part: PutTicket, *, paced: bool) -> None:
-        put.ticket.outcome[rows] = part.outcome
-        put.ticket.status[rows] = part.status
+    def _written(self, name: str, put: _Put, rows: Rows, part: PutProgress, *, paced: bool) -> None:
+        put.progress.outcome[rows] = part.outcome
+        put.progress.status[rows] = part.status
         if paced:
             lost = np.isin(part.outcome, (Outcome.FAILED, Outcome.DROPPED))
             with self._lock:  # so that events come in the order of their numbers
@@ -267,7 +267,7 @@ class TransferQueue(Owned):
             if over:
                 del self._puts[name]
         if over:
-            put.ticket.end_part()
+            put.progress.end_part()
             self._core.end()
 
     def _loaded(self, name: str, layers: int) -> None:

@@ -35,7 +35,7 @@ from tutti.placement.index import MISSING, SlotState
 from tutti.pool.record_table import BLOCK_RECORDS, RecordContent, RecordTable
 from tutti.transfers.core import Core
 from tutti.transfers.reclaim import Reclaimer
-from tutti.transfers.tickets import Outcome, PutTicket
+from tutti.transfers.tickets import Outcome, PutProgress
 
 _log = logging.getLogger(__name__)
 
@@ -128,7 +128,7 @@ class PutRequest:
 class _Batch:
     """Pages of one put that got slots: rows (m,) of the request, and everything else by row."""
 
-    ticket: PutTicket
+    progress: PutProgress
     request: PutRequest
     rows: Slots
     slots: Slots
@@ -139,7 +139,7 @@ class _Batch:
     def at(self, mask: npt.NDArray[np.bool_]) -> _Batch:
         digests = None if self.digests is None else self.digests[mask]
         return _Batch(
-            self.ticket,
+            self.progress,
             self.request,
             self.rows[mask],
             self.slots[mask],
@@ -154,6 +154,17 @@ def check_lengths(keys: Keys, pages: U32) -> U32:
     if len(keys) != pages.size:
         raise ConfigError(f"{len(keys)} keys and {pages.size} pages; give one page per key")
     return pages
+
+
+def checked_pages(keys: Keys, pages: npt.ArrayLike, memory: PagedMemory, *, once: bool) -> U32:
+    """Page numbers (n,) for a load of ``keys``; once: each may be given to one key only.
+
+    Raises PageRangeError, ConfigError.
+    """
+    numbers = check_lengths(keys, memory.check_pages(pages))
+    if once and np.unique(numbers).size != numbers.size:
+        raise ConfigError("a page is named twice; give every key a page of its own")
+    return numbers
 
 
 class Writer:
@@ -175,7 +186,7 @@ class Writer:
         """Gives the staging memory back; nothing may be in flight."""
         self._table.close()
 
-    def put(self, request: PutRequest, ticket: PutTicket) -> None:
+    def put(self, request: PutRequest, progress: PutProgress) -> None:
         """Starts a put; see ObjectStore.put.  Raises only if nothing of it was started."""
         core = self._core
         with core.lock:
@@ -183,30 +194,30 @@ class Writer:
             if request.depths.size and request.depths.min() == 0:
                 # The end of a chain must not be younger than its beginning, which is not touched.
                 core.index.begin_use()
-            new = self._absent_rows(request, ticket)
+            new = self._absent_rows(request, progress)
         try:
             step = core.write_pages_max(request.memory, self.batch_pages)
             for start in range(0, new.size, step):
                 rows = new[start : start + step]
                 try:
-                    placed = self._put_batch(ticket, request, rows)
+                    placed = self._put_batch(progress, request, rows)
                 except TuttiError as error:
                     if start == 0:
                         raise
                     # Earlier batches are on their way: the ticket must reach the caller.
-                    ticket.fail(new[start:], error_status(error))
+                    progress.fail(new[start:], error_status(error))
                     break
                 if placed < rows.size:
-                    ticket.outcome[new[start + placed :]] = Outcome.DROPPED
+                    progress.outcome[new[start + placed :]] = Outcome.DROPPED
                     break
         finally:
             with core.lock:
-                core.counters.dropped += int(np.count_nonzero(ticket.outcome == Outcome.DROPPED))
-                core.counters.present += int(np.count_nonzero(ticket.outcome == Outcome.PRESENT))
-            ticket.end_part()
+                core.counters.dropped += int(np.count_nonzero(progress.outcome == Outcome.DROPPED))
+                core.counters.present += int(np.count_nonzero(progress.outcome == Outcome.PRESENT))
+            progress.end_part()
             core.end()
 
-    def _absent_rows(self, request: PutRequest, ticket: PutTicket) -> Slots:
+    def _absent_rows(self, request: PutRequest, progress: PutProgress) -> Slots:
         """Rows whose key has no slot, each key once; the others count as accessed."""
         index = self._core.index
         found = index.find(request.keys)
@@ -215,11 +226,11 @@ class Writer:
         words = request.keys[rows].view(np.uint64)
         _, first = np.unique(words, axis=0, return_index=True)
         rows = rows[np.sort(first)]
-        ticket.outcome[:] = Outcome.PRESENT
-        ticket.outcome[rows] = Outcome.PENDING
+        progress.outcome[:] = Outcome.PRESENT
+        progress.outcome[rows] = Outcome.PENDING
         return rows
 
-    def _put_batch(self, ticket: PutTicket, request: PutRequest, rows: Slots) -> int:
+    def _put_batch(self, progress: PutProgress, request: PutRequest, rows: Slots) -> int:
         """Gives slots to a batch and starts its data job; returns how many rows have a slot now."""
         core = self._core
         # Where others move the data, staging for records is not kept from everybody meanwhile.
@@ -227,10 +238,10 @@ class Writer:
         block = _NO_BLOCK if late else self._table.reserve(core.config.timeout_s)
         try:
             with core.lock:
-                batch, placed = self._place(ticket, request, rows, block)
+                batch, placed = self._place(progress, request, rows, block)
                 core.in_flight += 1
                 self.active += 1
-                ticket.add_part()
+                progress.add_part()
         except BaseException:
             self._release(block)
             raise
@@ -255,7 +266,7 @@ class Writer:
         return placed
 
     def _place(
-        self, ticket: PutTicket, request: PutRequest, rows: Slots, block: int
+        self, progress: PutProgress, request: PutRequest, rows: Slots, block: int
     ) -> tuple[_Batch, int]:
         """Allocates slots and claims the keys; returns how many rows, from the first, are done."""
         core = self._core
@@ -273,10 +284,10 @@ class Writer:
             has_digests=digests is not None,
         )
         mine = taken == MISSING
-        batch = _Batch(ticket, request, rows, slots, sequences, digests, block)
+        batch = _Batch(progress, request, rows, slots, sequences, digests, block)
         if not mine.all():
             core.allocator.free(slots[~mine])
-            ticket.outcome[rows[~mine]] = Outcome.PRESENT
+            progress.outcome[rows[~mine]] = Outcome.PRESENT
             batch = batch.at(mine)
         if request.tenant or request.expiry_64s:
             core.index.describe(batch.slots, tenant=request.tenant, expiry=request.expiry_64s)
@@ -414,7 +425,7 @@ class Writer:
             core.index.set_state(batch.slots, SlotState.READY)
             if batch.digests is not None:
                 core.digests.put(batch.slots, batch.sequences, batch.digests)
-            batch.ticket.outcome[batch.rows] = Outcome.STORED
+            batch.progress.outcome[batch.rows] = Outcome.STORED
             core.counters.stored += batch.rows.size
             payload = core.geometry.slice_nbytes * core.layers
             core.counters.payload_written_nbytes += batch.rows.size * payload
@@ -440,14 +451,14 @@ class Writer:
 
     def _fail(self, batch: _Batch, status: U32) -> None:
         self._core.counters.store_errors += batch.rows.size
-        batch.ticket.fail(batch.rows, status)
+        batch.progress.fail(batch.rows, status)
 
     def _finish(self, batch: _Batch) -> None:
         self._release(batch.block)
         with self._core.lock:
             self.finished += 1
             self.active -= 1
-        batch.ticket.end_part()
+        batch.progress.end_part()
         self._core.end()
 
     def _release(self, block: int) -> None:

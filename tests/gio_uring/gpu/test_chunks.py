@@ -49,7 +49,7 @@ def test_a_layer_is_there_before_the_last_layer_of_any_chunk_was_read(seed: int)
             tensor.array[:] = 0
         commands = rig.store.engine.stats().commands
         ticket = rig.store.load(keys, pages)
-        (part,) = ticket.parts
+        (part,) = ticket._progress.parts
         chunks = len(part.job._jobs)  # type: ignore[attr-defined]
         assert chunks >= 8
         ticket.wait(10)

@@ -1,0 +1,37 @@
+"""Opens a pool of the node's agent.  Needs the extra `tutti[node]` only when it is called."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from tutti.medium.layout import KVLayout
+
+if TYPE_CHECKING:
+    from tutti.node.client import NodeStore
+
+
+def connect(
+    path: str,
+    layout: KVLayout | None = None,
+    capacity: int | str | None = None,
+    *,
+    lookup_timeout_s: float = 1.0,
+    executor: str = "auto",
+) -> NodeStore:
+    """Connects to the node's agent (`tutti serve`), whose pools all processes share.
+
+    path: the agent's socket, with or without "unix:".  layout: of the pool; left out, the agent's
+    only one.  capacity: of a pool that the agent is to make when it has none of this layout.
+    lookup_timeout_s: after which a look-up misses and the agent counts as lost.
+    Raises AgentLost when no agent answers, AgentRefused, PoolNotFound, PoolMismatch, Unsupported
+    without the extra `tutti[node]`, and others.
+    """
+    from tutti.node.client import NodeStore
+
+    return NodeStore(
+        path.removeprefix("unix:"),
+        layout,
+        capacity,
+        lookup_timeout_s=lookup_timeout_s,
+        executor=executor,
+    )
