@@ -6,6 +6,7 @@ import ast
 import functools
 import re
 import subprocess
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -274,6 +275,19 @@ def test_init_files_hold_a_docstring_alone() -> None:
     paths = [p for p in sources(SHIPPED, ".py") if p.endswith("__init__.py")]
     assert paths
     report([extra for p in paths for extra in init_extras(p)], "move these into a module")
+
+
+def test_every_folder_has_an_import_contract() -> None:
+    contracts = tomllib.loads(text("pyproject.toml"))["tool"]["importlinter"]["contracts"]
+    covered = {name for one in contracts if one.get("exhaustive") for name in one["containers"]}
+    paths = [Path(p) for p in sources(SHIPPED, ".py") if not p.endswith("__init__.py")]
+    folders = {path.parent for path in paths}
+    folders = {f for f in folders if sum(path.parent == f for path in paths) > 1}
+    names = {
+        ".".join(f.parts) if f.parts[0] == "tutti" else ".".join(("tutti", *f.parts))
+        for f in folders
+    }
+    report(sorted(names - covered), "give these folders layers in pyproject.toml")
 
 
 def test_files_are_named_by_their_role() -> None:
