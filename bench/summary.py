@@ -25,6 +25,7 @@ from tutti.bench.simulate import run as simulate
 from tutti.bench.slack import report as slack_report
 from tutti.bench.statistics import interval_text
 from tutti.errors import ConfigError
+from tutti.terminal import WIDTH_MAX, fitting
 from tutti.units import format_nbytes
 
 _BLOCK = re.compile(r"(<!-- result: ([\w/-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -185,8 +186,12 @@ _KINDS: dict[str, Callable[[dict[str, Any]], str]] = {
 
 
 def _markdown(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> list[str]:
-    lines = [head, ["---"] * len(head), *rows]
-    return ["| " + " | ".join(str(cell) for cell in line) + " |" for line in lines]
+    """A table, or several of them where one would be too wide."""
+    lines: list[str] = []
+    for names, cells in fitting(head, rows, gap=len(" | "), width=WIDTH_MAX - len("|  |")):
+        table: list[Sequence[object]] = [names, ["---"] * len(names), *cells]
+        lines += ["", *("| " + " | ".join(str(cell) for cell in line) + " |" for line in table)]
+    return lines[1:]
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import textwrap
 from collections.abc import Callable, Sequence
 from typing import Protocol, Self, TextIO
 
 from tutti.clock import Clock, SystemClock
 from tutti.units import format_duration, format_nbytes
+
+#: The widest table, in characters.
+WIDTH_MAX = 120
 
 _BAR_WIDTH = 24
 _REDRAW_NS = 100_000_000  # a person sees ten pictures a second
@@ -108,13 +112,20 @@ def progress(label: str, total: int) -> Progress:
 
 
 def table(headers: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """Columns under headers; a column of numbers is aligned to the right."""
+    """Columns under headers; a column of numbers is aligned to the right.
+
+    A table wider than ``WIDTH_MAX`` is printed as several, one below the other.
+    """
+    return "\n\n".join(_table(*part) for part in fitting(headers, rows))
+
+
+def _table(headers: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     cells = [[str(cell) for cell in row] for row in rows]
     numeric = [
         bool(rows) and all(isinstance(row[i], (int, float)) for row in rows)
         for i in range(len(headers))
     ]
-    widths = [max(len(line[i]) for line in (list(headers), *cells)) for i in range(len(headers))]
+    widths = _widths(headers, rows)
     lines = [list(headers), ["-" * width for width in widths], *cells]
     return "\n".join(
         "  ".join(
@@ -123,6 +134,62 @@ def table(headers: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
         ).rstrip()
         for line in lines
     )
+
+
+def fitting(
+    headers: Sequence[str],
+    rows: Sequence[Sequence[object]],
+    *,
+    gap: int = 2,
+    width: int = WIDTH_MAX,
+) -> list[tuple[list[str], list[list[object]]]]:
+    """The table as parts of at most ``width`` columns of text, as (headers, rows).
+
+    Every part begins with the columns that tell the rows apart.  A text that no part has room for
+    goes on in further rows.  gap: characters between two columns.
+    """
+    widths = _widths(headers, rows)
+    if sum(widths) + gap * (len(widths) - 1) <= width:
+        return [(list(headers), [list(row) for row in rows])]
+    named = _name_columns(rows)
+    room = max(width // 3, width - sum(widths[:named]) - gap * named)
+    parts: list[list[int]] = []
+    left = 0
+    for column in range(named, len(headers)):
+        need = min(widths[column], room)
+        if not parts or need > left:
+            parts.append(list(range(named)))
+            left = room
+        parts[-1].append(column)
+        left -= need + gap
+    return [
+        ([headers[c] for c in part], _wrapped([[row[c] for c in part] for row in rows], room))
+        for part in parts
+    ]
+
+
+def _widths(headers: Sequence[str], rows: Sequence[Sequence[object]]) -> list[int]:
+    return [max(len(str(line[i])) for line in (headers, *rows)) for i in range(len(headers))]
+
+
+def _name_columns(rows: Sequence[Sequence[object]]) -> int:
+    """The least number of first columns in which no two rows are equal; 1 if all are."""
+    for n in range(1, len(rows[0]) if rows else 1):
+        if len({tuple(map(str, row[:n])) for row in rows}) == len(rows):
+            return n
+    return 1
+
+
+def _wrapped(rows: Sequence[Sequence[object]], width: int) -> list[list[object]]:
+    """Rows whose texts are at most ``width`` long; the rest of one goes to rows below."""
+    found: list[list[object]] = []
+    for row in rows:
+        texts = [
+            textwrap.wrap(str(cell), width) if len(str(cell)) > width else [cell] for cell in row
+        ]
+        for line in range(max(map(len, texts))):
+            found.append([text[line] if line < len(text) else "" for text in texts])
+    return found
 
 
 def facts(rows: Sequence[tuple[str, object]]) -> str:

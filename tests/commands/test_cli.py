@@ -484,6 +484,25 @@ def test_progress_of_unknown_length() -> None:
     ]
 
 
+def test_wide_tables_are_split() -> None:
+    headers = [f"column {n}" for n in range(9)]
+    rows = [
+        ["same", f"row {n}", *(f"{n} of {column} items" for column in range(7))] for n in range(3)
+    ]
+    rows[1][8] = "long " * 50
+    parts = table(headers, rows).split("\n\n")
+    assert len(parts) > 1
+    lines = [line for part in parts for line in part.splitlines()]
+    assert max(map(len, lines)) <= 120
+    for part in parts:
+        assert part.splitlines()[0].startswith("column 0  column 1  ")
+        assert [f"same      row {n} " in part for n in range(3)] == [True] * 3
+    shown = " ".join(lines)
+    assert all(f"{n} of {column} items" in shown for n in (0, 2) for column in range(7))
+    assert shown.count("long") == 50
+    assert table(headers[:2], [row[:2] for row in rows]).count("\n") == 4
+
+
 def test_tables() -> None:
     assert table(("name", "n"), [("a", 1), ("bcdef", 200)]).splitlines() == [
         "name     n",
