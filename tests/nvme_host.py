@@ -6,12 +6,19 @@ import ctypes
 from collections.abc import Callable, Sequence
 
 import numpy as np
+from gio_uring.command_ring import Ring, simple_command, transfer_command
+from gio_uring.data_pointer import (
+    Extent,
+    ListMemory,
+    set_deallocate,
+    set_descriptor,
+    set_prp,
+    set_sgl,
+)
 
 from tutti.gio_uring import nvme_spec as nvme
 from tutti.gio_uring.controller import NativeController
 from tutti.gio_uring.memory import Bytes, HostBuffer
-from tutti.gio_uring.ring import Ring
-from tutti.gio_uring.sgl import Extent, ListMemory, set_deallocate, set_descriptor, set_prp, set_sgl
 from tutti.units import KiB, MiB
 
 LBA = 4096
@@ -91,7 +98,7 @@ class NvmeHost:
         lists: ListMemory | None = None,
     ) -> Fill:
         def fill(sqe: nvme.Sqe) -> None:
-            nvme.transfer_command(sqe, opcode, nsid, slba, nlb, flags)
+            transfer_command(sqe, opcode, nsid, slba, nlb, flags)
             memory = lists or self.list_memory()
             set_sgl(sqe, extents, memory) if psdt == SGL else set_prp(sqe, extents, memory)
 
@@ -114,11 +121,11 @@ class NvmeHost:
         return self.data[: nlb * LBA].copy()
 
     def flush(self, nsid: int = 1) -> int:
-        return self.run(lambda sqe: nvme.simple_command(sqe, nvme.OPCODE_FLUSH, nsid))
+        return self.run(lambda sqe: simple_command(sqe, nvme.OPCODE_FLUSH, nsid))
 
     def deallocate(self, ranges: Sequence[tuple[int, int]], nsid: int = 1) -> int:
         def fill(sqe: nvme.Sqe) -> None:
-            nvme.simple_command(sqe, nvme.OPCODE_DATASET_MANAGEMENT, nsid)
+            simple_command(sqe, nvme.OPCODE_DATASET_MANAGEMENT, nsid)
             set_deallocate(sqe, ranges, self.list_memory())
 
         return self.run(fill)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from manual_clock import ManualClock
 
-from tutti.clock import Clock, ManualClock, SystemClock
+from tutti.clock import Clock, SystemClock
 from tutti.errors import ConfigError
 from tutti.units import GiB, KiB, MiB, TiB, format_duration, format_nbytes, parse_nbytes
 

@@ -9,12 +9,14 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 
+from gio_uring.command_ring import Ring, transfer_command
+
 from tutti.bench.simulate.hardware import Drive
 from tutti.errors import DeviceTimeout
 from tutti.gio_uring.controller_memory import MemoryController
 from tutti.gio_uring.memory import HostBuffer
-from tutti.gio_uring.nvme_spec import OPCODE_READ, OPCODE_WRITE, transfer_command
-from tutti.gio_uring.ring import Ring, status_error
+from tutti.gio_uring.nvme_spec import OPCODE_READ, OPCODE_WRITE
+from tutti.gio_uring.status import status_error
 
 _BLOCK = 512
 _SCALE = 512  # a block stands for 256 KiB

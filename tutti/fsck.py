@@ -23,7 +23,7 @@ from tutti.gio_uring.engine import Engine
 from tutti.gio_uring.job import Job
 from tutti.gio_uring.memory import DmaRegion
 from tutti.gio_uring.nvme_spec import OPCODE_READ
-from tutti.gio_uring.ring import status_name
+from tutti.gio_uring.status import status_name
 from tutti.medium.slot_record import COUNTER_MAX
 from tutti.medium.superblock import (
     BLOCK_NBYTES,

@@ -31,7 +31,7 @@ from tutti.gio_uring.gpu.transfer import Submitter, Transfer
 from tutti.gio_uring.iocb import PagedMemory
 from tutti.gio_uring.memory import HostBuffer
 from tutti.gio_uring.nvme_spec import OPCODE_READ, OPCODE_WRITE
-from tutti.gio_uring.ring import status_error
+from tutti.gio_uring.status import status_error
 from tutti.units import MiB
 
 LBA_NBYTES = 4096

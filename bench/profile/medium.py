@@ -21,7 +21,7 @@ from tutti.gio_uring.iocb import flat_memory
 from tutti.gio_uring.job import Job
 from tutti.gio_uring.memory import HostBuffer
 from tutti.gio_uring.nvme_spec import OPCODE_READ, OPCODE_WRITE
-from tutti.gio_uring.ring import status_error
+from tutti.gio_uring.status import status_error
 from tutti.pool.member_controller import open_controller
 from tutti.pool.places import is_device
 from tutti.pool.pool_format import label, make_blank, member_names

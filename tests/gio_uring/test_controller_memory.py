@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from gio_uring.command_ring import simple_command
 from hypothesis import given
 from hypothesis import strategies as st
 from nvme_host import LBA, READ, WRITE, NvmeHost
@@ -414,7 +415,7 @@ def test_a_submitter_without_rules_cannot_flood_the_controller(stall_from: int) 
         doorbell = ctypes.c_uint32.from_address(pair.sq_doorbell)
         memory_of(host).set_faults(Faults(stall_from=stall_from))
         for sqe in ring:
-            nvme.simple_command(sqe, nvme.OPCODE_FLUSH, 1)
+            simple_command(sqe, nvme.OPCODE_FLUSH, 1)
         for turn in range(100):
             doorbell.value = (turn + 1) % 4
             host.controller.service()

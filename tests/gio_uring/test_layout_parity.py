@@ -8,6 +8,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from gio_uring.ring_model import ControllerQueueStruct
 
 from tutti.gio_uring import (
     controller,
@@ -32,7 +33,7 @@ STRUCTS: dict[str, type[ctypes.Structure]] = {
     "SglDescriptor": nvme_spec.SglDescriptor,
     "DsmRange": nvme_spec.DsmRange,
     "QueuePair": queue_pair.QueuePairStruct,
-    "ControllerQueue": queue_pair.ControllerQueueStruct,
+    "ControllerQueue": ControllerQueueStruct,
     "ControllerInfo": controller.ControllerInfoStruct,
     "MemoryConfig": controller_memory.MemoryConfigStruct,
     "FaultConfig": controller_memory.FaultConfigStruct,

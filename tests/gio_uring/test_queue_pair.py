@@ -6,6 +6,7 @@ import ctypes
 import struct
 
 import pytest
+from gio_uring.ring_model import ControllerQueueStruct, ModelController, ModelQueuePair
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -15,9 +16,6 @@ from tutti.gio_uring.nvme_spec import Sqe
 from tutti.gio_uring.queue_pair import (
     COMPLETED,
     NO_CID,
-    ControllerQueueStruct,
-    ModelController,
-    ModelQueuePair,
     QueueLayout,
     QueuePair,
 )

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+from gio_uring.command_ring import Ring, simple_command
 
 from tutti.errors import CapacityError, ChecksumMismatch, DeviceTimeout, MediumError
 from tutti.gio_uring import nvme_spec as nvme
 from tutti.gio_uring.controller_memory import Faults, MemoryController
-from tutti.gio_uring.ring import Ring, status_error, status_name
+from tutti.gio_uring.status import status_error, status_name
 from tutti.units import MiB
 
 
@@ -22,7 +23,7 @@ def controller() -> Iterator[MemoryController]:
 def prepare(ring: Ring) -> int:
     sqe = ring.get_sqe()
     assert sqe is not None
-    nvme.simple_command(sqe, nvme.OPCODE_FLUSH, 1)
+    simple_command(sqe, nvme.OPCODE_FLUSH, 1)
     return sqe.cdw0 >> 16
 
 

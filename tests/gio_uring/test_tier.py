@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from gio_uring.cuda_stand_in import StandInDriver
+from gio_uring.data_pointer import Extent
 from nvme_host import LBA, READ, WRITE, NvmeHost
 
 from tutti.errors import ConfigError, MediumError, Unsupported
@@ -23,7 +24,6 @@ from tutti.gio_uring.gpu.memory import TableMemory
 from tutti.gio_uring.gpu.queues import DeviceQueues
 from tutti.gio_uring.memory import HostBuffer
 from tutti.gio_uring.queue_pair import QueuePair, QueuePairStruct
-from tutti.gio_uring.sgl import Extent
 from tutti.gio_uring.tier import DriveFacts, MappingFacts, judge_tiers, probe_mapping
 from tutti.units import MiB
 

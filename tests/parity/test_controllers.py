@@ -8,6 +8,7 @@ import random
 
 import numpy as np
 import pytest
+from gio_uring.command_ring import simple_command, transfer_command
 from nvme_host import (
     LBA,
     NAMESPACES,
@@ -108,7 +109,7 @@ def test_sgl_segment_chains(host: NvmeHost, seed: int, per_segment: int) -> None
             spread(host, extents, content)
 
         def fill(sqe: nvme.Sqe, opcode: int = opcode, extents: list = extents) -> None:
-            nvme.transfer_command(sqe, opcode, 2, 5, nlb)
+            transfer_command(sqe, opcode, 2, 5, nlb)
             chain(host, extents, per_segment)(sqe)
 
         assert host.run(fill) == OK
@@ -187,7 +188,7 @@ def test_full_queue(host: NvmeHost) -> None:
     assert all(sqe is not None for sqe in sqes)
     assert host.ring.get_sqe() is None
     for sqe in sqes:
-        nvme.simple_command(sqe, nvme.OPCODE_FLUSH, 1)
+        simple_command(sqe, nvme.OPCODE_FLUSH, 1)
     assert host.ring.submit() == depth - 1
     for _ in range(depth - 1):
         completion = host.ring.wait_cqe(20_000_000)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import ctypes
 
 import pytest
+from gio_uring.command_ring import transfer_command
+from gio_uring.data_pointer import set_descriptor
 from nvme_host import (
     LBA,
     NAMESPACES,
@@ -21,7 +23,6 @@ from nvme_host import (
 from tutti.gio_uring import nvme_spec as nvme
 from tutti.gio_uring.controller import NativeController
 from tutti.gio_uring.memory import HostBuffer
-from tutti.gio_uring.sgl import set_descriptor
 from tutti.units import KiB, MiB
 
 OK = nvme.STATUS_OK
@@ -175,7 +176,7 @@ def test_prp_chain_that_leads_to_itself_ends(host: NvmeHost) -> None:
     pages[:] = [host.buffer.address] * 511 + [host.lists.address]
 
     def fill(sqe: nvme.Sqe) -> None:
-        nvme.transfer_command(sqe, READ, 1, 0, 256)
+        transfer_command(sqe, READ, 1, 0, 256)
         sqe.dptr[0] = host.buffer.address
         sqe.dptr[1] = host.lists.address + 8 * 511
 
@@ -213,7 +214,7 @@ SEGMENT, LAST = nvme.SGL_SEGMENT, nvme.SGL_LAST_SEGMENT
 )
 def test_bad_descriptors(host: NvmeHost, head: int, kinds: list[int], status: int) -> None:
     def fill(sqe: nvme.Sqe) -> None:
-        nvme.transfer_command(sqe, READ, 1, 0, 4)
+        transfer_command(sqe, READ, 1, 0, 4)
         descriptors = []
         for i, kind in enumerate(kinds):
             is_data = kind in (BLOCK, BUCKET)
@@ -227,7 +228,7 @@ def test_bad_descriptors(host: NvmeHost, head: int, kinds: list[int], status: in
 
 def test_endless_chain_of_empty_segments(host: NvmeHost) -> None:
     def fill(sqe: nvme.Sqe) -> None:
-        nvme.transfer_command(sqe, READ, 1, 0, 1)
+        transfer_command(sqe, READ, 1, 0, 1)
         put_descriptors(host.lists.address, [segment((host.lists.address, 16), is_last=False)])
         set_descriptor(sqe, segment((host.lists.address, 16), is_last=False))
 
@@ -237,7 +238,7 @@ def test_endless_chain_of_empty_segments(host: NvmeHost) -> None:
 @pytest.mark.parametrize(("shift", "nbytes"), [(0, 0), (0, 8), (0, 24), (4, 32), (1, 16)])
 def test_bad_segments(host: NvmeHost, shift: int, nbytes: int) -> None:
     def fill(sqe: nvme.Sqe) -> None:
-        nvme.transfer_command(sqe, READ, 1, 0, 1)
+        transfer_command(sqe, READ, 1, 0, 1)
         set_descriptor(sqe, segment((host.lists.address + shift, nbytes)))
 
     refused(host, fill, nvme.STATUS_INVALID_SGL_SEGMENT)

@@ -14,6 +14,8 @@ from typing import Self
 
 import numpy as np
 import pytest
+from gio_uring.command_ring import transfer_command
+from gio_uring.data_pointer import set_descriptor
 from nvme_host import LBA, PRP, READ, SGL, WRITE, NvmeHost, put_descriptors, segment
 from parity.test_controllers import cut, gather, scatter, spread
 
@@ -32,8 +34,7 @@ from tutti.gio_uring.engine import Engine, Extents
 from tutti.gio_uring.iocb import flat_memory
 from tutti.gio_uring.job import Job
 from tutti.gio_uring.memory import HostBuffer
-from tutti.gio_uring.ring import status_error
-from tutti.gio_uring.sgl import set_descriptor
+from tutti.gio_uring.status import status_error
 from tutti.units import KiB, MiB
 
 OK = nvme.STATUS_OK
@@ -166,7 +167,7 @@ def test_segment_chains(drives: Drives, seed: int) -> None:
                 spread(host, extents, content)
 
             def fill(sqe: nvme.Sqe, opcode: int = opcode, left: list = extents) -> None:
-                nvme.transfer_command(sqe, opcode, 1, 5, 16)
+                transfer_command(sqe, opcode, 1, 5, 16)
                 place, links = host.lists.address, []
                 for size in (9, 7, 4, 2):
                     links.append((place, 16 * (size + (size != 2))))

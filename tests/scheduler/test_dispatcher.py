@@ -7,9 +7,9 @@ import threading
 import time
 
 import pytest
+from manual_clock import ManualClock
 from scheduler.drive import Linear
 
-from tutti.clock import ManualClock
 from tutti.scheduler.dispatcher import Dispatcher
 from tutti.scheduler.event import (
     Event,

@@ -14,9 +14,11 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from tutti.errors import MediumError, Unsupported
-from tutti.gio_uring.sgl import Extent
 
 _GUARD_BLOCKS = 1  # around the extents that are proved; nothing may change there
+
+#: Address and number of bytes, as the device addresses memory.
+Extent = tuple[int, int]
 
 
 class DmaAddressSource(Protocol):

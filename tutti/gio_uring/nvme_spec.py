@@ -98,23 +98,3 @@ class DsmRange(ctypes.LittleEndianStructure):
 def make_cdw0(opcode: int, psdt: int, cid: int) -> int:
     """The first dword of a command."""
     return opcode | psdt << 14 | cid << 16
-
-
-def transfer_command(sqe: Sqe, opcode: int, nsid: int, slba: int, nlb: int, flags: int = 0) -> None:
-    """Fill a read or write of `nlb` blocks (1 to 65536) but for its data pointer.
-
-    Keeps the CID that `sqe` has; `flags` may be FUA.
-    """
-    assert 1 <= nlb <= NLB_MAX, "NLB has 16 bits and is 0-based"
-    cid = sqe.cdw0 >> 16
-    sqe.cdw0 = make_cdw0(opcode, PSDT_PRP, cid)
-    sqe.nsid = nsid
-    sqe.cdw10 = slba & 0xFFFFFFFF
-    sqe.cdw11 = slba >> 32
-    sqe.cdw12 = (nlb - 1) | flags
-
-
-def simple_command(sqe: Sqe, opcode: int, nsid: int) -> None:
-    """Fill a command without a transfer, such as FLUSH; keeps the CID that `sqe` has."""
-    sqe.cdw0 = make_cdw0(opcode, PSDT_PRP, sqe.cdw0 >> 16)
-    sqe.nsid = nsid

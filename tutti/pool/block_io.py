@@ -17,7 +17,7 @@ from tutti.gio_uring.iocb import flat_memory
 from tutti.gio_uring.job import Job
 from tutti.gio_uring.memory import HostBuffer
 from tutti.gio_uring.nvme_spec import OPCODE_READ, OPCODE_WRITE
-from tutti.gio_uring.ring import status_error
+from tutti.gio_uring.status import status_error
 from tutti.medium.geometry import BLOCK_NBYTES
 from tutti.process import Owned
 

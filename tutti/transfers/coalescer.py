@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from tutti.errors import TuttiError
-from tutti.gio_uring.ring import error_status
+from tutti.gio_uring.status import error_status
 from tutti.process import Owned
 from tutti.threads import start_thread
 from tutti.transfers.core import Core

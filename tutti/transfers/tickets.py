@@ -16,7 +16,7 @@ import numpy.typing as npt
 from tutti.arrays import U32, Rows
 from tutti.callbacks import Guard
 from tutti.errors import DeviceTimeout, PageRangeError, PagesInUse, TuttiError
-from tutti.gio_uring.ring import status_error
+from tutti.gio_uring.status import status_error
 from tutti.interrupts import Latch
 from tutti.process import Owned
 

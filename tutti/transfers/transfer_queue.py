@@ -19,7 +19,7 @@ import numpy.typing as npt
 from tutti.arrays import Rows
 from tutti.errors import TuttiError
 from tutti.gio_uring.iocb import PagedMemory
-from tutti.gio_uring.ring import error_status
+from tutti.gio_uring.status import error_status
 from tutti.placement.index import MISSING
 from tutti.process import Owned
 from tutti.scheduler.dispatcher import Dispatcher, Schedule

@@ -28,7 +28,7 @@ from tutti.gio_uring.nvme_spec import (
     STATUS_TIMED_OUT,
     STATUS_WRITE_FAULT,
 )
-from tutti.gio_uring.ring import error_status
+from tutti.gio_uring.status import error_status
 from tutti.medium.keys import as_keys, check_key
 from tutti.medium.slot_record import RecordState, expiry_of, tenant_of
 from tutti.placement.index import MISSING, SlotState

@@ -1,6 +1,6 @@
 """Building a command's data pointer in Python: SGL or PRP.
 
-For control paths that issue a few commands; data paths use `kernels/include/gio_uring/sgl.h`.
+The product builds it in `kernels/include/gio_uring/sgl.h`; here tests build malformed ones too.
 `Extent` is (address, nbytes) as the controller addresses memory. Lists are written into
 `ListMemory`, which must be registered with the controller.
 """

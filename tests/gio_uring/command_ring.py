@@ -1,48 +1,18 @@
-"""Submitting commands one by one from Python, in liburing's vocabulary, and reading statuses.
-
-For control paths, tools and tests; what moves data in earnest submits from native or device code.
-This is the one place where an NVMe status becomes an exception.
-"""
+"""Submitting commands one by one from Python, in liburing's vocabulary."""
 
 from __future__ import annotations
 
 import ctypes
 import time
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tutti.errors import (
-    CapacityError,
-    ChecksumMismatch,
-    DeviceGone,
-    DeviceTimeout,
-    MediumError,
-    PoolClosed,
-    PoolMoved,
-    TuttiError,
-)
-from tutti.gio_uring import _native, nvme_spec
+from tutti.gio_uring import _native
 from tutti.gio_uring.controller import NativeController
-from tutti.gio_uring.nvme_spec import (
-    STATUS_CANCELLED,
-    STATUS_CAPACITY_EXCEEDED,
-    STATUS_DEVICE_GONE,
-    STATUS_DIGEST_MISMATCH,
-    STATUS_INTERNAL_ERROR,
-    STATUS_MEMBER_MOVED,
-    STATUS_OK,
-    STATUS_TIMED_OUT,
-    Sqe,
-)
+from tutti.gio_uring.nvme_spec import NLB_MAX, PSDT_PRP, Sqe, make_cdw0
 from tutti.gio_uring.queue_pair import COMPLETED, NO_CID, QueuePair
 from tutti.process import Owned
 
-_STATUS_NAMES = {
-    status: name.removeprefix("STATUS_").lower().replace("_", " ")
-    for name, status in vars(nvme_spec).items()
-    if name.startswith("STATUS_")
-}
 _NAP_S = 0.001
 
 
@@ -52,48 +22,6 @@ class Completion:
 
     cid: int
     status: int
-
-
-def status_name(status: int) -> str:
-    """For people: "lba out of range (0x080)"."""
-    return f"{_STATUS_NAMES.get(status, 'unknown status')} ({status:#05x})"
-
-
-def status_error(
-    status: int, what: str = "a command", pages: Sequence[int] = ()
-) -> TuttiError | None:
-    """The exception for an NVMe status that `what` ended with; None for success.
-
-    `pages` are positions in the caller's batch. DeviceTimeout where the command had not ended,
-    CapacityError for a full medium, ChecksumMismatch for bytes with another digest, PoolClosed for
-    what a close cancelled, PoolMoved, DeviceGone, else MediumError.
-    """
-    if status == STATUS_OK:
-        return None
-    name = f"{what} failed: {status_name(status)}"
-    if status == STATUS_TIMED_OUT:
-        return DeviceTimeout(f"{name}; the device may be stuck, see the kernel's log")
-    if status == STATUS_DEVICE_GONE:
-        message = f"{name}; check its slot and power, then open the pool again"
-        return DeviceGone(message, status=status, pages=pages)
-    if status == STATUS_CANCELLED:
-        return PoolClosed(f"{name}, because the pool was closed; open it again")
-    if status == STATUS_MEMBER_MOVED:
-        return PoolMoved(f"{name}; a file of the pool was renamed, removed, replaced or truncated")
-    if status == STATUS_CAPACITY_EXCEEDED:
-        return CapacityError(f"{name}; free space on the medium")
-    if status == STATUS_DIGEST_MISMATCH:
-        message = f"{name}; the data is not used, check the drive's health"
-        return ChecksumMismatch(message, status=status, pages=pages)
-    log = "this process's log" if status == STATUS_INTERNAL_ERROR else "the kernel's log"
-    return MediumError(f"{name}; check the drive's health and {log}", status=status, pages=pages)
-
-
-def error_status(error: BaseException) -> int:
-    """The status of a transfer that could not be started; `status_error` makes the same of it."""
-    if isinstance(error, DeviceTimeout):
-        return STATUS_TIMED_OUT
-    return STATUS_CANCELLED if isinstance(error, PoolClosed) else STATUS_INTERNAL_ERROR
 
 
 class Ring(Owned):
@@ -172,3 +100,23 @@ class Ring(Owned):
             if word & COMPLETED:
                 del self._inflight[cid]
                 self._completed.append(Completion(cid, word & ~COMPLETED))
+
+
+def transfer_command(sqe: Sqe, opcode: int, nsid: int, slba: int, nlb: int, flags: int = 0) -> None:
+    """Fill a read or write of `nlb` blocks (1 to 65536) but for its data pointer.
+
+    Keeps the CID that `sqe` has; `flags` may be FUA.
+    """
+    assert 1 <= nlb <= NLB_MAX, "NLB has 16 bits and is 0-based"
+    cid = sqe.cdw0 >> 16
+    sqe.cdw0 = make_cdw0(opcode, PSDT_PRP, cid)
+    sqe.nsid = nsid
+    sqe.cdw10 = slba & 0xFFFFFFFF
+    sqe.cdw11 = slba >> 32
+    sqe.cdw12 = (nlb - 1) | flags
+
+
+def simple_command(sqe: Sqe, opcode: int, nsid: int) -> None:
+    """Fill a command without a transfer, such as FLUSH; keeps the CID that `sqe` has."""
+    sqe.cdw0 = make_cdw0(opcode, PSDT_PRP, sqe.cdw0 >> 16)
+    sqe.nsid = nsid
