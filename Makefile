@@ -82,14 +82,14 @@ sglang-venv:
 	  rm -rf $(SGLANG_VENV); mkdir -p build; echo "installing SGLang into $(SGLANG_VENV)"; \
 	  PYTHON=$(PYTHON) tests/sglang/install.sh $(SGLANG_VENV) > build/sglang-install.log 2>&1 && \
 	  touch $(SGLANG_VENV)/.installed || \
-	  echo "SGLang is not installed (build/sglang-install.log says why): its suite will skip"; }
+	  echo "SGLang is not installed (see build/sglang-install.log): its suite will skip"; }
 
 test-nvme: nvme-guest
 
 .PHONY: nvme-guest
 nvme-guest: $(VENV)/.test
 	@mkdir -p build; $(PY) tests/qemu/guest.py setup > build/qemu-install.log 2>&1 || \
-	  echo "QEMU's guest is not installed (build/qemu-install.log says why): its suite will skip"
+	  echo "QEMU's guest is not installed (see build/qemu-install.log): its suite will skip"
 
 # A GPU machine may have no network: these two use $(PYTHON) and its packages as they are.
 GPU_PY := env PYTHONSAFEPATH=1 PYTHONPATH=$(CURDIR)/build/view:$(CURDIR)/tests $(PYTHON)
@@ -156,7 +156,7 @@ build/view:
 
 $(VENV)/.venv:
 	@command -v $(PYTHON) > /dev/null || { \
-	  echo "there is no $(PYTHON): name a Python 3.11 or newer with PYTHON=..." >&2; exit 1; }
+	  echo "$(PYTHON) was not found: name a Python 3.11 or newer with PYTHON=..." >&2; exit 1; }
 	@test -w . || { \
 	  echo "$(CURDIR) cannot be written: copy or clone it to a place of your own" >&2; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \

@@ -12,7 +12,7 @@ from setuptools import Extension, find_packages, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 
-# kernels, bench and integration are no import names of Tutti's own: other distributions use them.
+# kernels, bench and integration are not import names of Tutti: other distributions use them.
 PACKAGE_FOLDERS = {
     "tutti": "tutti",
     "tutti.bench": "bench",

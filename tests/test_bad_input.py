@@ -155,7 +155,7 @@ def test_a_missing_path(tmp_path: Path) -> None:
     for none in ([], "", ["", path]):
         refuses(ConfigError, "at least one path", partial(tutti.store.open, none))
     for odd in (None, 5, [path, None], b"name"):
-        refuses(ConfigError, "is no path", partial(tutti.store.open, odd, LAYOUT, "64MiB"))
+        refuses(ConfigError, "neither a path", partial(tutti.store.open, odd, LAYOUT, "64MiB"))
     for wrong in ({"verify": "maybe"}, {"durability": 3}, {"executor": "gpu"}):
         refuses(
             ConfigError, "use one of", partial(tutti.store.open, path, LAYOUT, "64MiB", **wrong)

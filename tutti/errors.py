@@ -58,7 +58,7 @@ class PoolError(TuttiError):
 
 
 class PoolNotFound(PoolError):
-    """There is no formatted pool where one was expected."""
+    """No formatted pool was found at a path."""
 
 
 class PoolExists(PoolError):
@@ -131,7 +131,7 @@ class ChecksumMismatch(MediumError):
 
 
 class DeviceGone(MediumError):
-    """The device was removed, was taken back by the kernel, or failed for good."""
+    """The device was removed, was returned to the kernel, or failed permanently."""
 
 
 class DeviceTimeout(TuttiError):
@@ -197,7 +197,7 @@ def system_message(error: OSError) -> str:
 
 @contextlib.contextmanager
 def system_errors() -> Iterator[None]:
-    """Raises MediumError for what the system refuses inside and nobody has a better error for."""
+    """Turns an OSError inside, for which no other error fits better, into MediumError."""
     try:
         yield
     except OSError as error:

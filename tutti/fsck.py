@@ -160,7 +160,7 @@ def check(
 
     names: what messages call the namespaces.  sample: compare only so many objects, drawn by
     `seed`; by default all.  Raises PoolNotFound, PoolCorrupt, PoolMismatch, MemberMissing,
-    MemberSwapped when there is no pool to be checked, MediumError for an unreadable slot table.
+    MemberSwapped when no pool can be checked, MediumError for an unreadable slot table.
     """
     with opened_io(controller) as (engine, io):
         report = FsckReport()

@@ -55,7 +55,7 @@ def parse_endpoint(url: str, api_key: str | None = None) -> Endpoint:
     except ValueError as error:
         raise ConfigError(f"{url!r} is no URL ({error}); write http://host:port") from error
     if split.scheme not in ("http", "https") or not split.hostname:
-        raise ConfigError(f"{url!r} is no address of a server; write http://host:port")
+        raise ConfigError(f"{url!r} is not the address of a server; write http://host:port")
     tls = split.scheme == "https"
     headers = (("Authorization", f"Bearer {api_key}"),) if api_key else ()
     return Endpoint(
@@ -66,7 +66,7 @@ def parse_endpoint(url: str, api_key: str | None = None) -> Endpoint:
 async def stream_events(endpoint: Endpoint, path: str, body: bytes) -> AsyncGenerator[bytes, None]:
     """Posts JSON and yields the data of each event as it arrives.
 
-    Raises Refused for another status than 200, NotStreaming for an answer that is no event stream,
+    Raises Refused for another status than 200, NotStreaming for anything but an event stream,
     ServerError for a broken answer, OSError for a broken connection. The caller sets the deadline.
     """
     reader, writer = await asyncio.open_connection(

@@ -107,9 +107,9 @@ def _event(data: bytes) -> dict[str, Any] | None:
     try:
         event = json.loads(data)
     except ValueError as error:
-        raise ServerError(f"an event of the stream is no JSON ({error})") from error
+        raise ServerError(f"an event of the stream is not JSON ({error})") from error
     if not isinstance(event, dict):
-        raise ServerError("an event of the stream is no JSON object")
+        raise ServerError("an event of the stream is not a JSON object")
     if "error" in event:
         raise Refused(f"the server gave up: {json.dumps(event['error'])[:500]}")
     reason = (event.get("meta_info") or {}).get("finish_reason")

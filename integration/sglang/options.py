@@ -228,7 +228,7 @@ _PLAIN = tuple(
             "max_load_ms",
             "float",
             0.0,
-            "a look-up answers no more than the SSD brings in this time, by past loads, and what "
+            "a look-up returns no more than the SSD loads in this time, by past loads, and what "
             "was read ahead (0: no limit)",
             0,
         ),

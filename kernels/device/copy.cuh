@@ -1,7 +1,7 @@
 // Moving bytes by a warp: 16 bytes a lane where everything is aligned, else 4 or 1, several of them
 // at once, and never through a path that is not coherent.
 //
-// Who reads staging that another processor wrote has acquired a word that this processor released:
+// Readers of staging that another processor wrote have acquired a word that it released:
 // a CQE, a layer's flag, or the stream's own order at the kernel's start.  Loads here are weak and
 // come after that in program order or behind a barrier.
 #pragma once

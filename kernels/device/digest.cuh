@@ -208,7 +208,7 @@ GIO_HD void warp_gather_units(const Slice& slice, u8* bytes, u32 from, u32 to, b
   }
 }
 
-// Brings bytes `from` to `to` of the string together; they are copied on the way.
+// Gathers bytes `from` to `to` of the string; they are copied on the way.
 GIO_HD void warp_gather(const Slice& slice, u8* bytes, u32 from, u32 to, bool passes_on) {
   if (slice.has_units_of(sizeof(u32))) {
     warp_gather_units<u32>(slice, bytes, from, to, passes_on);

@@ -1,10 +1,10 @@
-// The entry points.  parameters.cuh says what they take and in which order they run.
+// The entry points.  parameters.cuh describes their parameters and their order.
 #include "resident.cuh"
 
 namespace gio {
 
 // Another processor stages the slices: every block acquires its word itself, as what one block has
-// acquired says nothing to another.  False when the word did not come before the deadline.
+// acquired is not visible to another.  False when the word did not come before the deadline.
 GIO_HD bool block_await_staged(const Batch* batch, const SliceWork& work) {
   GIO_SHARED(u32, ready);
   if (work.table->staged_flags == 0) return true;

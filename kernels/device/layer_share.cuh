@@ -137,7 +137,7 @@ GIO_HD u32 lane_send(const LayerShare& layer_share, u32 index, u32* cid) {
   return kOk;
 }
 
-// Looks for the completion of a command and gives its CID back.  True when it came.
+// Looks for the completion of a command and releases its CID.  True when it came.
 GIO_HD bool lane_take(QueuePair* qp, RunState* state, u32* status) {
   const u32 word = completion(qp, state->cid);
   if (word == 0) return false;
@@ -172,7 +172,7 @@ GIO_HD Group pump_group(const LayerShare& layer_share, u32 base, u32 limit) {
     if (refused != kOk) status = refused;
   }
   if (__ballot_sync(kAllLanes, sent) != 0) {
-    __syncwarp();  // every mark comes before the try of the lock: who fails it may leave
+    __syncwarp();  // every mark comes before the try-lock: a warp that fails it may return
     warp_ring<Doorbell>(layer_share.qp);
   }
   const bool ended = was_open && status != kRunPending;
@@ -232,7 +232,7 @@ GIO_HD void share_expire(const LayerShare& layer_share) {
 }
 
 // Whether all runs of the layer before were sent.  A layer that goes ahead of it would take the
-// CIDs that it still needs, and give none back before its own drain, which comes later.
+// CIDs that it still needs, and release none before its own drain, which comes later.
 GIO_HD bool pump_may_lead(const LayerShare& layer_share) {
   if (layer_share.layer == 0 || layer_share.share->n_runs == 0) return true;
   // Groups are sent in order: a look at the last one says it.

@@ -83,7 +83,7 @@ class Controller {
   virtual void wake() = 0;
 
   // Ends every outstanding command with kAbortedSqDeletion, or its true status.  After 0 no
-  // registered memory is touched and no medium is written any more; -ETIMEDOUT says that
+  // registered memory is touched and no medium is written any more; -ETIMEDOUT means that
   // something is still outstanding and everything stays owned.  Called by the thread that calls
   // service(), or by any thread while none does.
   virtual int reset(u64 timeout_ns) = 0;

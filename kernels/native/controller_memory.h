@@ -14,7 +14,7 @@ namespace gio {
 enum MemoryMode : u32 {
   kModeCopy = 0,
   kModeZeroCopy = 1,  // checks and completes, moves nothing: the medium is the staging
-  kModeVirtual = 2,   // copies when a virtual clock, moved by service(), says so
+  kModeVirtual = 2,   // copies at times of a virtual clock, which service() moves
 };
 
 // Plain data, mirrored by tutti/gio_uring/controller_memory.py, as are all structs below.

@@ -263,7 +263,7 @@ void VfioController::poll_on(pollfd* fds) const {
   fds[1] = {config_.request_fd, POLLIN, 0};
 }
 
-// There is no wake-up when a drive without interrupts answers, or a shadow doorbell is rung.
+// Nothing wakes the thread when a drive without interrupts answers, or a shadow doorbell is rung.
 u64 VfioController::sleep_max(u64 timeout_ns) const {
   const bool is_silent = config_.irq_fd < 0 || config_.shadow != 0;
   return is_silent ? std::min(timeout_ns, kNapNs) : timeout_ns;

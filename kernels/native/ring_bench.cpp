@@ -65,7 +65,7 @@ u32 submit(QueuePair* qp, const Reads& reads, u64 commands, u32 batch, Flight* f
   return n;
 }
 
-// Gives back the CIDs of the oldest commands that are complete.  Returns the first error.
+// Releases the CIDs of the oldest commands that are complete.  Returns the first error.
 u32 finish(QueuePair* qp, Flight* flight) {
   u32 error = kOk;
   while (flight->size() != 0) {  // bounded: each turn finishes one command

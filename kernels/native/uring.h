@@ -74,7 +74,7 @@ class Uring {
     return status < 0 ? -errno : 0;
   }
 
-  // The entries that enter() could not submit, taken back: call after it failed for good.
+  // The entries that enter() could not submit, taken back: call after a permanent failure.
   template <typename Take>
   void take_back(Take take) {
     // Pairs with the kernel's release of the head, as in unsubmitted().

@@ -20,7 +20,7 @@ class Window {
   u64 nbytes(bool is_due) const;
   // Commands of `nbytes` in all have ended, and the window was full until then.
   void delivered(u64 now_ns, u64 nbytes, bool is_due);
-  // The window was not full: the sample in progress says nothing of the drive.
+  // The window was not full: the sample in progress does not measure the drive.
   void interrupt() { is_settling_ = true, left_ = 0; }
   u64 rate() const { return rate_; }  // bytes per second, of the last sample; 0 before it
   u64 samples() const { return samples_; }

@@ -123,5 +123,5 @@ def test_writing_once_may_end_early(
 
 def test_a_pipe_is_no_file(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(ConfigError, match="no file and no block device"):
+    with pytest.raises(ConfigError, match="neither a file nor a block device"):
         allocate_file(tmp_path / "pipe", MiB)

@@ -420,7 +420,7 @@ def test_files_that_cannot_be_opened(
         FileController([tmp_path / "nothing"])
     with pytest.raises(ConfigError):
         FileController([tmp_path])
-    with pytest.raises(ConfigError, match="no file and no block device"):
+    with pytest.raises(ConfigError, match="neither a file nor a block device"):
         FileController(["/dev/null"])
     with pytest.raises(ConfigError, match="give at least one"):
         FileController([])

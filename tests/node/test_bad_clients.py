@@ -84,7 +84,7 @@ def answer(peer: socket.socket) -> Any:
         (frame(Hello(99)), "version 99"),
         (frame(Join(b"0" * 16)), "connect again"),
         (frame(Hello(1))[:6], "closed"),
-        (b"", "did not say"),
+        (b"", "no request came"),
     ],
 )
 def test_a_first_message_that_is_wrong(

@@ -115,7 +115,7 @@ def test_addresses_that_do_not_do(drives: Drives, tmp_path: Path) -> None:
         tutti.open([left, f"{left}/ns1"])
     with pytest.raises(ConfigError, match="files or on drives"):
         tutti.open([left, str(tmp_path / "file")])
-    with pytest.raises(ConfigError, match="is no NVMe drive"):
+    with pytest.raises(ConfigError, match="is not an NVMe drive"):
         tutti.open("nvme:0000:00:00.0")
 
 

@@ -383,7 +383,7 @@ def test_one_owner(drives: Drives) -> None:
 
 
 @pytest.mark.parametrize(
-    ("bdf", "why"), [("0000:00:00.0", "not to vfio-pci"), ("0000:99:00.0", "there is no PCI")]
+    ("bdf", "why"), [("0000:00:00.0", "not to vfio-pci"), ("0000:99:00.0", "does not exist")]
 )
 def test_other_devices_are_refused(drives: Drives, bdf: str, why: str) -> None:
     with pytest.raises(ConfigError, match=why):

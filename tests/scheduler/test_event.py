@@ -168,5 +168,5 @@ def test_what_is_no_event(line: str) -> None:
 
 
 def test_a_trace_that_is_none() -> None:
-    with pytest.raises(ConfigError, match="no line of a trace"):
+    with pytest.raises(ConfigError, match="not a line of a trace"):
         list(replay(["nonsense"], SlackPolicy(), Linear()))

@@ -224,5 +224,5 @@ def test_a_foreign_profile_is_replaced_by_estimates(
         assert used.document.get("mark") == (None if foreign else "the file's")
     assert bool([r for r in caplog.records if "not used" in r.message]) == bool(foreign)
     file.write_text(json.dumps({**document, "model": {"name": "nameless"}}))
-    with pytest.raises(ProfileError, match="says nothing of its model"):
+    with pytest.raises(ProfileError, match="does not name its model"):
         Rig(tmp_path / "none", profile=str(file))

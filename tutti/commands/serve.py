@@ -99,4 +99,6 @@ def _group(name: str | None) -> int | None:
     try:
         return grp.getgrnam(name).gr_gid
     except KeyError as error:
-        raise ConfigError(f"there is no group {name!r}; name one of `getent group`") from error
+        raise ConfigError(
+            f"the group {name!r} does not exist; name one of `getent group`"
+        ) from error

@@ -162,7 +162,7 @@ class NativeController(Owned):
             del self._buffers[region.address]
 
     def create_queue_pair(self, depth: int, *, is_device: bool = False, lane: int = 0) -> QueuePair:
-        """A new queue pair of a lane, at any time; its `close` gives the place back.
+        """A new queue pair of a lane, at any time; its `close` releases the place.
 
         is_device: kernels of a GPU submit and reap here, with a copy of the submitter's words in
         GPU memory. While they are at work, announce it with `expect_rings`; their queue pairs are
@@ -207,7 +207,7 @@ class NativeController(Owned):
             self._rings.remove(queue_pair.memory)
 
     def expect_rings(self, is_busy: bool) -> None:
-        """Says that a producer that cannot wake the serving thread, such as a GPU's kernel, begins
+        """Reports that a producer that cannot wake the serving thread, as a GPU's kernel, begins
         its work (True) or has ended it (False). Calls nest; while one is busy, doorbells are looked
         at every few microseconds.
         """
@@ -215,7 +215,7 @@ class NativeController(Owned):
             self._lib.gio_controller_expect_rings(self.handle, 1 if is_busy else -1)
 
     def late(self, queue_pair: QueuePair, cid: int, deadline_ns: int) -> None:
-        """Says that a command of a device's queue pair has passed its deadline (CLOCK_MONOTONIC).
+        """Reports a command of a device's queue pair that is past its deadline (CLOCK_MONOTONIC).
 
         On a drive that leads to an abort and then to a reset. Tell it again every few milliseconds
         until the command has ended. An engine does so for its own commands.

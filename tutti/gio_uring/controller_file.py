@@ -160,7 +160,7 @@ class FileController(NativeController):
         if executor not in EXECUTORS:
             raise ConfigError(f"no executor {executor!r}; use one of {', '.join(EXECUTORS)}")
         if lba_nbytes & (lba_nbytes - 1) or not 512 <= lba_nbytes <= 64 * KiB:
-            raise ConfigError(f"lba_nbytes={lba_nbytes} is no power of two from 512 to 65536")
+            raise ConfigError(f"lba_nbytes={lba_nbytes} is not a power of two from 512 to 65536")
         if not files:
             raise ConfigError("a controller without files; give at least one")
         self.members: list[FileMember] = []
@@ -233,7 +233,7 @@ class FileController(NativeController):
             raise ConfigError(f"{generic[0]} takes executor='passthrough' alone, not {asked!r}")
         if not generic and asked == "passthrough":
             raise ConfigError(
-                f"{self.members[0].name} is no NVMe generic device; name one, as /dev/ng0n1"
+                f"{self.members[0].name} is not an NVMe generic device; name one, as /dev/ng0n1"
             )
         return "passthrough" if generic else asked
 
@@ -297,7 +297,7 @@ class FileController(NativeController):
 
         What leaves the page cache is written back and dropped before, so that no byte is there
         twice. No command to blocks that change may be under way, here or while this runs.
-        Raises ConfigError for ranges that are empty, overlap, lie outside or are no whole pages of
+        Raises ConfigError for ranges that are empty, overlap, lie outside or are not whole pages of
         memory, Unsupported where a file has not both openings, and MediumError when the write-back
         fails: nothing has changed then.
         """

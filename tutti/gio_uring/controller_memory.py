@@ -177,7 +177,7 @@ class MemoryController(NativeController):
         parallelism: Parallelism | None = None,
     ) -> None:
         if mode not in MODES:
-            raise ConfigError(f"there is no mode {mode!r}; use one of {', '.join(MODES)}")
+            raise ConfigError(f"the mode {mode!r} does not exist; use one of {', '.join(MODES)}")
         if lba_nbytes & (lba_nbytes - 1) or any(n % lba_nbytes for n in namespace_nbytes):
             raise ConfigError("lba_nbytes is a power of two that divides the namespaces' sizes")
         sizes = (_U64 * len(namespace_nbytes))(*(n // lba_nbytes for n in namespace_nbytes))
@@ -215,7 +215,7 @@ class MemoryController(NativeController):
         self._check_open()
         address = self._lib.gio_memory_controller_medium(self.handle, nsid)
         if not address:
-            raise ConfigError(f"there is no namespace {nsid}; use 1 to {self.info.namespaces}")
+            raise ConfigError(f"namespace {nsid} does not exist; use 1 to {self.info.namespaces}")
         return view_at(address, self.info.namespace_nlb[nsid - 1] * self.info.lba_nbytes)
 
     def set_faults(self, faults: Faults | None) -> None:

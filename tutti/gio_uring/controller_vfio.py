@@ -246,7 +246,7 @@ class VfioController(NativeController):
 
     @property
     def is_gone(self) -> bool:
-        """Whether the drive was removed, taken back by the kernel, or failed for good."""
+        """Whether the drive was removed, returned to the kernel, or failed permanently."""
         return self.is_closed or bool(_lib().gio_vfio_controller_is_gone(self.handle))
 
     def register(self, buffer: Any) -> DmaRegion:
@@ -282,7 +282,7 @@ class VfioController(NativeController):
         if not is_device and (idle := self._reopened(depth)) is not None:
             return idle
         if self.is_gone:
-            raise DeviceGone(f"{self.device.bdf} has left; bring it back and open it again")
+            raise DeviceGone(f"{self.device.bdf} was removed; reconnect it and open it again")
         if is_device and self._shadow:
             raise Unsupported(
                 f"{self.device.bdf} is rung through shadow doorbells, which a GPU cannot forward;"
@@ -350,7 +350,7 @@ class VfioController(NativeController):
         queue_pair.struct.cq_doorbell = base + (2 * queue_pair.qid + 1) * stride
 
     def abort(self, queue_pair: QueuePair, cid: int) -> bool:
-        """Ask the drive to end one command early; whether it says that it did.
+        """Asks the drive to abort one command; returns whether it did.
 
         Its completion still comes by itself, and until then its memory is the drive's.
         """
@@ -358,7 +358,7 @@ class VfioController(NativeController):
         return self.admin.abort(queue_pair.qid, cid)
 
     def close(self) -> None:
-        """Delete the queues, shut the drive down in order, give it back.
+        """Deletes the queues, shuts the drive down cleanly and releases it.
 
         A drive that does not play along is reset by the kernel, which takes all memory from it.
         Raises ConfigError while regions are registered or an engine serves it.

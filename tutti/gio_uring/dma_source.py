@@ -117,7 +117,7 @@ class PatternPath(Protocol):
 
 
 def prove(path: PatternPath, extents: Sequence[Extent], slba: int, seed: int) -> None:
-    """Shows that a drive reads and writes GPU memory where a source says that it lies.
+    """Proves that a drive reads and writes GPU memory at the addresses of a source.
 
     extents: DMA addresses of all of the memory of `path`, whole blocks, the first and last of them
     guards. slba: of as many blocks on the drive, whose content is lost. Both directions are tried,

@@ -177,7 +177,7 @@ def _reserve(fd: int, name: str, nbytes: int) -> None:
         return
     status = os.fstat(fd)
     if not stat.S_ISREG(status.st_mode):
-        raise ConfigError(f"{name} is no file and no block device; give one of those")
+        raise ConfigError(f"{name} is neither a file nor a block device; give one of those")
     # A reservation that cannot succeed would first take all free space, and other pools on this
     # file system would fail to write meanwhile.
     room = os.fstatvfs(fd)

@@ -1,7 +1,7 @@
 """Files and devices as members of a file controller: opened, locked, allocated.
 
-Devices are opened exclusively (O_EXCL, open(2)): nobody can mount them meanwhile, and what somebody
-has mounted cannot be opened.
+Devices are opened exclusively (O_EXCL, open(2)): they cannot be mounted meanwhile, and a mounted
+device cannot be opened.
 
 A member that is opened for direct I/O has a second, buffered opening of the same file, for the
 blocks that are meant to stay in the page cache.
@@ -59,11 +59,11 @@ class FileMember(Owned):
     looked at.
 
     fd: its number, for locks. nbytes: its size. direct: whether it is opened for direct I/O, with
-    `memory_alignment` and `offset_alignment` in bytes; else `buffered_reason` says why it is not.
+    `memory_alignment` and `offset_alignment` in bytes; else `buffered_reason` is the reason.
     buffered_fd: of a direct member, the same file opened for the page cache; None where /proc does
     not allow that, and for generic devices, which have none. generic: what such a device says.
 
-    Raises PoolNotFound, PoolReadOnly, ConfigError for what is no file, else MediumError.
+    Raises PoolNotFound, PoolReadOnly, ConfigError for other kinds, else MediumError.
     """
 
     def __init__(
@@ -136,7 +136,9 @@ class FileMember(Owned):
         if stat.S_ISREG(status.st_mode):
             return status.st_size
         if not stat.S_ISBLK(status.st_mode):
-            raise ConfigError(f"{self.name} is no file and no block device; give one of those")
+            raise ConfigError(
+                f"{self.name} is neither a file nor a block device; give one of those"
+            )
         return os.lseek(self.fd, 0, os.SEEK_END)
 
     def _find_alignment(self) -> None:
@@ -285,7 +287,7 @@ def _open_alone(path: str, flags: int) -> int:
         except OSError as error:
             if error.errno == errno.EBUSY:
                 raise PoolInUse(
-                    f"{path} is mounted or in use by another program; give it back there first"
+                    f"{path} is mounted or in use by another program; release it first"
                 ) from error
             raise
 

@@ -77,7 +77,7 @@ class PagedMemory:
             raise ConfigError("give one stride per segment")
 
     def check_pages(self, pages: npt.ArrayLike) -> U32:
-        """A copy of ``pages`` as uint32 (n,).  PageRangeError for a number that is no page."""
+        """A copy of ``pages`` as uint32 (n,).  Raises PageRangeError."""
         array = np.asarray(pages)
         if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
             raise PageRangeError("pages must be a one-dimensional sequence of integers")

@@ -46,7 +46,7 @@ class HostBuffer:
         try:
             self._mapping = self._map_hugetlb() if hugepages else None
             if self._mapping is None:
-                # Private: shared memory has transparent hugepages only if shmem_enabled says so.
+                # Private: shared memory has transparent hugepages only if shmem_enabled allows it.
                 length = nbytes + (HUGEPAGE_NBYTES if hugepages else 0)
                 self._mapping = mmap.mmap(-1, length, flags=_PRIVATE)
         except OSError as error:

@@ -31,11 +31,11 @@ class NamedDrive:
 
     @classmethod
     def parse(cls, name: str) -> NamedDrive:
-        """Raises ConfigError for what is no address."""
+        """Raises ConfigError for a name that is not an address."""
         found = _FORM.fullmatch(name.removeprefix(PREFIX).lower())
         if found is None or not is_drive(name):
             raise ConfigError(
-                f"{name!r} is no address of a drive; write nvme:0000:03:00.0 as `lspci -D` has it,"
+                f"{name!r} is not a drive's address; write nvme:0000:03:00.0 as `lspci -D` has it,"
                 " and /ns2 behind it for its second namespace"
             )
         return cls(found[1], int(found[2]) if found[2] else None)
@@ -81,7 +81,7 @@ def _check_is_nvme(bdf: str) -> None:
     where = vfio.PCI_DEVICES / bdf / "class"
     if where.exists() and where.read_text().strip() != _NVME_CLASS:
         raise ConfigError(
-            f"{bdf} is no NVMe drive; `lspci -D` names those that there are as"
+            f"{bdf} is not an NVMe drive; `lspci -D` lists those that there are as"
             " Non-Volatile memory controller"
         )
 

@@ -149,7 +149,7 @@ class QueuePair(Owned):
 
     @property
     def inflight(self) -> int:
-        """Commands whose CID was acquired and not given back."""
+        """Number of commands whose CID is acquired."""
         bitmap = self.memory.array[self.layout.cid_free :][: 4 * self.layout.cid_words]
         free = sum(int(word).bit_count() for word in bitmap.view(np.uint32))
         return self.depth - 1 - free

@@ -54,7 +54,7 @@ class KVLayout:
         dims: the model's numbers behind `segments`; identity only.
         order: order of the bytes inside a segment; identity only.
         model, weights: name of the model, version of its weights.  A new pool needs a model, since
-            pages of another model with the same shape would match; None says that they may.
+            pages of another model with the same shape would match; None allows that.
         rank, world: whose share of the KV this is, counted over all kinds of parallelism.
     """
 

@@ -442,7 +442,7 @@ def decode_snapshot(raw: bytes, superblock: Superblock, path: str) -> Records:
     """
     descriptor, identity = superblock.snapshot, superblock.identity
     if descriptor is None or len(raw) < BLOCK_NBYTES:
-        raise PoolCorrupt(f"{path}: there is no snapshot; scan the slot table")
+        raise PoolCorrupt(f"{path}: no snapshot was found; scan the slot table")
     header = np.frombuffer(raw, SNAPSHOT_HEADER_DTYPE, count=1)
     row = header[0]
     found = (

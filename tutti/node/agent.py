@@ -2,7 +2,7 @@
 
 Control plane only: a client gets the files of the members and slots, and moves the bytes itself.
 One asyncio loop serves all connections; what may wait runs on threads of its own, one request of a
-connection at a time, so that a client that floods or hangs delays nobody else.
+connection at a time, so that a client that floods or hangs does not delay the others.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class AgentConfig:
     """How an agent serves.
 
     path: of its socket, mode 0600.  group: members of this group may connect as well (0660).
-    hello_s: how long a connection may take to say what it wants, and to complete a message.
+    hello_s: how long a connection may take for its first message, and to complete any message.
     unread_s: how long a client may leave answers unread.  connections_max: of all clients.
     threads: requests of each kind (loads, puts, operations) that may wait at the same time.
     """
@@ -261,10 +261,10 @@ class _Connection(asyncio.Protocol):
             self._turn()
 
     def check_time(self, now_s: float) -> None:
-        """Closes a connection that says nothing, half of something, or does not listen."""
+        """Closes a connection that sends nothing, sends half a message, or does not read."""
         config = self._agent.config
         if self.session is None and now_s - self._opened_s > config.hello_s and not self._busy:
-            self._refuse(AgentRefused("the connection did not say what it wants; it is closed"))
+            self._refuse(AgentRefused("no request came on the connection; it is closed"))
         elif self._partial_s is not None and now_s - self._partial_s > config.hello_s:
             self._refuse(AgentRefused("the rest of a message did not come; the session is closed"))
         elif self._unread_s is not None and now_s - self._unread_s > config.unread_s:
@@ -290,7 +290,7 @@ class _Connection(asyncio.Protocol):
                 self._handle(read_request(body))
             except AgentRefused as error:
                 self._refuse(error)
-            except Exception as error:  # the answer says so; others are served on
+            except Exception as error:  # goes to the client; others are served on
                 self._fail(error)
         self._turn_later()
 
@@ -452,7 +452,7 @@ class _Connection(asyncio.Protocol):
             self._transport.close()
 
     def _refuse(self, error: TuttiError) -> None:
-        """Says why, and ends the connection; and with its first one the session."""
+        """Sends the reason and ends the connection; with its first one the session ends too."""
         self._agent.counters.refused += 1
         if self._transport is not None:
             self.send(Failure("AgentRefused", str(error)))

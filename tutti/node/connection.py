@@ -35,7 +35,7 @@ _TIMEVAL = struct.Struct("ll")
 class Connection:
     """One open socket.  Not thread-safe, except ``close``.
 
-    After AgentLost or AgentRefused it is closed: an answer may still come that nobody waits for.
+    After AgentLost or AgentRefused it is closed: an answer that no call waits for may still come.
     """
 
     def __init__(self, path: str, timeout_s: float) -> None:

@@ -1,4 +1,4 @@
-"""The agent's socket: made for one user, or a group, and nobody else gets in."""
+"""The agent's socket: made for one user or a group, closed to all others."""
 
 from __future__ import annotations
 

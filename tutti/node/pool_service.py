@@ -1,6 +1,6 @@
 """What the agent does for its clients on one pool: look-ups, plans, and how they end.
 
-Nothing here knows sockets.  A method that may wait for the medium or for space says so by
+Nothing here knows sockets.  A method that may wait for the medium or for space is marked by
 ``may_wait``; the agent then calls it on a thread of its own.
 """
 

@@ -85,7 +85,7 @@ class Allocator:
         return np.concatenate(parts) if parts else np.empty(0, np.int64)
 
     def free(self, slots: Slots) -> None:
-        """Gives back distinct allocated slots, in any order."""
+        """Frees distinct allocated slots, in any order."""
         flat = self._free.reshape(-1)
         assert not flat[slots].any(), "a slot was freed that was free"
         groups = np.unique(slots // self.group_slots)

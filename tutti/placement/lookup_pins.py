@@ -17,7 +17,7 @@ from tutti.arrays import Slots
 class LookupPins:
     """Pins by holder: one request, or one unnamed look-up.
 
-    kept: u32 (slots,), how many holders keep a slot; who asks what is busy looks there.
+    kept: u32 (slots,), number of holders that keep a slot; it counts as busy above 0.
     lookups: a hold ends after so many later look-ups, and never by wall clock: ranks must agree.
     slots_max: what all holders may keep together.
     changes: counts what may have made slots free or busy.
@@ -84,7 +84,7 @@ class LookupPins:
         return most
 
     def release(self, holder: str | int) -> None:
-        """The holder keeps nothing any more; one that keeps nothing is no error."""
+        """Releases all pins of a holder, if it has any."""
         if self._is_changing:
             self._recount()
         self._is_changing = True
@@ -103,7 +103,7 @@ class LookupPins:
             self.release(name)
 
     def forget(self, slots: Slots) -> None:
-        """These slots lose their objects: nobody pins them any more."""
+        """Removes all pins of slots that lose their objects."""
         for name, (since, _, distinct) in list(self._held.items()):
             if np.isin(distinct, slots, assume_unique=True).any():
                 left = distinct[~np.isin(distinct, slots)]
@@ -118,7 +118,7 @@ class LookupPins:
         self._recount()
 
     def _recount(self) -> None:
-        """Brings the counts in line with the holders, after an interrupt may have parted them."""
+        """Recomputes the counts from the holders, which an interrupt may have left different."""
         self._kept.fill(0)
         for _, _, distinct in self._held.values():
             self._kept[distinct] += 1

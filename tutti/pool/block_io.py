@@ -62,7 +62,7 @@ class BlockIo(Owned):
         self._bytes = self._buffer.array
 
     def close(self) -> None:
-        """Gives the buffer back."""
+        """Releases the buffer."""
         self._region.close()
 
     def read(self, nsid: int, offset: int, nbytes: int) -> bytes:

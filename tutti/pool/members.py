@@ -162,13 +162,13 @@ class Members(Owned):
         return [self.nsid(member) for member in self.present]
 
     def mark_open(self, next_sequence: int) -> None:
-        """Says that the pool is in use, before anything else is written."""
+        """Marks the pool as in use, before anything else is written."""
         self._change(PoolState.OPEN, next_sequence, [None] * self.count)
 
     def mark_clean(
         self, next_sequence: int, snapshots: Sequence[SnapshotDescriptor | None]
     ) -> None:
-        """Says that the pool is whole, after everything else was written and flushed."""
+        """Marks the pool as clean, after everything else was written and flushed."""
         self._change(PoolState.CLEAN, next_sequence, snapshots)
 
     def new_epoch(self) -> None:

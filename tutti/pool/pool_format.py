@@ -75,7 +75,7 @@ def format(
             may_exist = bool(force) or device_name(name) is not None
             nbytes = geometry.member_nbytes
             made.append(reserve_file(name, nbytes, prewrite, progress, may_exist=may_exist))
-        # By the open files, so that nobody else has them before they are a pool.
+        # Through the open files, so that no other process has them before they are a pool.
         files = [file.path if file.fd is None else file.fd for file in made]
         with FileController(files, executor=executor, lock=True) as controller:
             _write_format(controller, names, layout, geometry)
@@ -249,7 +249,9 @@ def member_names(paths: Paths) -> list[str]:
     try:
         names = [os.fsdecode(path) for path in given]
     except TypeError as error:
-        raise ConfigError(f"{paths!r} is no path and no sequence of paths; give text") from error
+        raise ConfigError(
+            f"{paths!r} is neither a path nor a sequence of paths; give text"
+        ) from error
     if not names or "" in names:
         raise ConfigError("a pool lies somewhere; give at least one path, and none that is empty")
     check_distinct(names)

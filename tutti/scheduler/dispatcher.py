@@ -79,7 +79,7 @@ class Dispatcher(Owned):
 
     record: gets every event with the decision that followed, for a trace that replays.
     A profile that says something absurd ends slack, not service: from then on everything goes at
-    once, and the log says so.
+    once, with a line in the log.
     """
 
     def __init__(
@@ -138,7 +138,7 @@ class Dispatcher(Owned):
     def run_due(self) -> int | None:
         """Takes the events that were posted, decides and launches; when to call again, if ever.
 
-        For who has a clock or a loop of his own; otherwise see ``start``.  Launches that post
+        For callers with their own clock or loop; otherwise see ``start``.  Launches that post
         events are answered within the call.
         """
         with self._pumping:

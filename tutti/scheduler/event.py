@@ -122,7 +122,7 @@ class StepBegan:
 @dataclass(slots=True)
 class LayerBegan:
     """A layer begins to compute, after it waited for its load.  Optional: without it the profile
-    says which layer computes.
+    determines which layer computes.
     """
 
     at_ns: int
@@ -196,6 +196,6 @@ def from_json(line: str) -> Event:
         event: Event = kind(**values)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ConfigError(
-            f"{line[:80]!r} is no event of the scheduler ({error}); record the trace again"
+            f"{line[:80]!r} is not an event of the scheduler ({error}); record the trace again"
         ) from error
     return event

@@ -1,6 +1,6 @@
 """How many SMs the I/O kernels get: the fewest that keep up with the medium.
 
-A partition is no reservation: kernels of the primary context still run on its SMs unless compute
+A partition is not a reservation: kernels of the primary context still run on its SMs unless compute
 has the complementary partition.  What a GPU can be split into is the caller's to say.
 """
 
@@ -38,7 +38,7 @@ def choose_partition(
     """The smallest partition whose mover keeps up with the medium, or the best that is allowed.
 
     points: measured or estimated (SMs, GB/s) of the mover; between them it is interpolated, more
-    SMs never count for less, and beyond the last one they bring nothing.  sms: of the GPU.  least,
+    SMs never count for less, and beyond the last one they add nothing.  sms: of the GPU.  least,
     step: sizes that the GPU can be split into.  share_max: of the GPU that I/O may have.
     Where even that is too slow the partition is the smallest with the same bandwidth.
     Raises ConfigError for points that mean nothing, Unsupported for a GPU without a partition.

@@ -2,7 +2,7 @@
 
 `tutti profile` measures it; docs/profile.md describes the JSON.  What could not be measured is an
 estimate (`roofline.py`) and marked so.  A profile that does not fit is replaced by estimates as a
-whole, with a warning that says why.
+whole, with the reason as a warning.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class TableProfile:
         self.document = document
         self.warnings = warnings
         if document.get("kind") != KIND:
-            raise ProfileError("this is no profile; make one with `tutti profile`")
+            raise ProfileError("this is not a profile; make one with `tutti profile`")
         if document.get("schema") != SCHEMA:
             raise ProfileError(
                 f"the profile has schema {document.get('schema')!r}, this version reads {SCHEMA};"
@@ -137,7 +137,7 @@ def load_profile(path: str | os.PathLike[str]) -> TableProfile:
             f"cannot read {Path(path).name}: {error.strerror}; make it with `tutti profile`"
         ) from error
     except (ValueError, RecursionError) as error:
-        raise ProfileError(f"{Path(path).name} is no JSON: {error}; make it anew") from error
+        raise ProfileError(f"{Path(path).name} is not JSON: {error}; make it anew") from error
     if not isinstance(document, dict):
         raise ProfileError(f"{Path(path).name} holds no JSON object; make it anew")
     return TableProfile(document)
@@ -205,7 +205,7 @@ def estimated_compute(model: ModelShape, gpu: GpuRoofline) -> dict[str, Any]:
 
 
 def estimated_movers(gpu: GpuRoofline) -> dict[str, Any]:
-    """What SM movers and the copy engine bring, by round trips and the link."""
+    """Speed of SM movers and the copy engine, limited by round trips and the link."""
     return {
         "estimated": True,
         "copy_engine_gb_per_s": LINK_GB_PER_S,

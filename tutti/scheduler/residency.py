@@ -25,9 +25,9 @@ _UNLIMITED_NBYTES = 1 << 60
 class MemoryFacts:
     """What this process may still use.
 
-    available_nbytes: MemAvailable of the machine, which counts page cache that can be given back.
+    available_nbytes: MemAvailable of the machine, which counts page cache that can be reclaimed.
     limit_nbytes: of the tightest control group around the process, None without one; anon_nbytes,
-    shmem_nbytes: what is used in that group and cannot be given back.  source: which group.
+    shmem_nbytes: what is used in that group and cannot be reclaimed.  source: which group.
     """
 
     available_nbytes: int

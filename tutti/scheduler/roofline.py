@@ -120,13 +120,13 @@ def decode_us(gpu: GpuRoofline, model: ModelShape, context_tokens: float) -> flo
 
 
 def mover_gb_per_s(sms: int) -> float:
-    """What a copy kernel on so many SMs brings from host memory, at most the link."""
+    """Speed of a copy kernel on so many SMs from host memory, at most the link's."""
     return min(LINK_GB_PER_S, sms * _SM_INFLIGHT_NBYTES / _PCIE_ROUND_TRIP_US / 1e3)
 
 
 @dataclass(frozen=True)
 class Drive:
-    """A medium nobody measured here.  fixed_us: of one command.
+    """A medium that was not measured.  fixed_us: of one command.
 
     interference: how many times as long a transfer takes while the other direction is busy.
     """

@@ -130,7 +130,7 @@ class Estimates:
 
 def _ns(us: float, what: str) -> int:
     if not (math.isfinite(us) and us >= 0):
-        raise ConfigError(f"the profile says that a {what} takes {us} us; measure it again")
+        raise ConfigError(f"by the profile a {what} takes {us} us; measure it again")
     return round(us * 1000)
 
 

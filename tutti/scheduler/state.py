@@ -1,4 +1,4 @@
-"""The scheduler's state, and what a decision is.  `changes.py` says how events change the state.
+"""The scheduler's state and its decisions.  Events change the state in `changes.py`.
 
 Only the state changes.  A decision is not frozen because that makes it several times as slow.
 """

@@ -24,7 +24,7 @@ def line(event: Event, decision: Decision) -> str:
 
 
 def replay(lines: Iterable[str], policy: Policy, profile: Profile) -> Iterator[str]:
-    """The trace that the events of ``lines`` give.  Raises ConfigError for what is no event."""
+    """The trace that the events of ``lines`` give.  Raises ConfigError for other lines."""
     scheduler = Scheduler(policy, profile)
     for one in lines:
         event = from_json(_event_part(one))
@@ -36,6 +36,6 @@ def _event_part(one: str) -> str:
         _, end = json.JSONDecoder().raw_decode(one)
     except ValueError as error:
         raise ConfigError(
-            f"{one[:80]!r} is no line of a trace ({error}); record the trace again"
+            f"{one[:80]!r} is not a line of a trace ({error}); record the trace again"
         ) from error
     return one[:end]

@@ -34,7 +34,7 @@ class _Held:
 
 
 class Coalescer(Owned):
-    """Puts for one pool: long ones at once, short ones in company."""
+    """Puts for one pool: long ones at once, short ones together."""
 
     def __init__(self, core: Core, writer: Writer) -> None:
         self._core = core

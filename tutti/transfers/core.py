@@ -149,7 +149,7 @@ class Closable(Protocol):
     """What ends with the store."""
 
     def close(self) -> None:
-        """Gives back what it holds."""
+        """Releases what it holds."""
 
 
 class Core(Owned):
@@ -322,7 +322,7 @@ class Core(Owned):
         self.in_flight += 1
 
     def end(self) -> None:
-        """An operation ended: wakes who waits for space or quiet."""
+        """An operation ended: wakes waiters for space or quiet."""
         with self.lock:
             self.in_flight -= 1
             self.changed.notify_all()

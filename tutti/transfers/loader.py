@@ -235,7 +235,7 @@ class Loader:
     ) -> tuple[U64, U32]:
         """Digests (n, layers) of ``rows`` from their records, and a status (n,) for each.
 
-        A record that could not be read says nothing of its object; one that is another's does.
+        A read error is not evidence of damage; a record of another object is.
         """
         digests: list[U64] = []
         statuses: list[U32] = []
@@ -296,7 +296,7 @@ class Loader:
             core.counters.proven += proven.size
             slots = np.unique(batch.slots[wrong])
             self._reclaimer.quarantine(slots[index.state[slots] == SlotState.READY])
-            # What a crash left half written says nothing against its place.
+            # A torn write does not condemn the slot.
             unproven = slots[index.state[slots] == SlotState.UNPROVEN]
             self._reclaimer.discard(unproven[index.pins[unproven] == 0])
         progress.settle()
@@ -312,7 +312,7 @@ class _RecordRead:
     rows: Slots
 
     def release(self, table: RecordTable) -> None:
-        """Gives the block back, once the device can no longer write to it."""
+        """Releases the block, once the device can no longer write to it."""
         self.job.on_released(lambda _: table.release(self.block))
 
 

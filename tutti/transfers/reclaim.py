@@ -98,7 +98,7 @@ class Reclaimer:
         self.void(slots)
 
     def quarantine(self, slots: Slots) -> None:
-        """Takes slots that own a key out of use for good, on the medium as well."""
+        """Takes slots that own a key out of use permanently, on the medium as well."""
         self._core.counters.quarantined += slots.size
         self._core.index.remove(slots, SlotState.QUARANTINED)
         self._enqueue(slots, SlotState.QUARANTINED)

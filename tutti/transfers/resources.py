@@ -1,4 +1,4 @@
-"""What an open pool acquired, and how it is given back when the store is closed or dropped."""
+"""The resources of an open pool, released when the store is closed or dropped."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ class Resources:
                 reason.add_note(str(error))
 
     def drop(self, timeout_s: float) -> None:
-        """Releases everything of a store that nobody closed, on a thread of its own: a finalizer
+        """Releases everything of a store that was not closed, on a thread of its own: a finalizer
         runs in whatever thread frees the store.
         """
         warnings.warn("a pool was not closed; close the store", ResourceWarning, stacklevel=2)

@@ -105,7 +105,7 @@ class PutTicket(Owned):
 
 
 class PutProgress(Owned):
-    """The state of one put, which the batches of the writer bring to an end.  Thread-safe.
+    """The state of one put, which ends with the last batch of the writer.  Thread-safe.
 
     outcome: u8 (keys,), an Outcome each.  status: u32 (keys,), why a key failed, else 0.
     """
@@ -211,7 +211,7 @@ class LoadTicket(Owned):
     def _check_layer(self, layer: int) -> None:
         layers = self._progress.layers
         if not 0 <= layer < layers:
-            raise PageRangeError(f"there is no layer {layer}; name one from 0 to {layers - 1}")
+            raise PageRangeError(f"layer {layer} does not exist; name one from 0 to {layers - 1}")
 
     def order_stream(self, stream: int, layer: int) -> None:
         """Makes a GPU stream wait for ``layer`` instead of the caller; returns at once.

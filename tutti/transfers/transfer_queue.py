@@ -1,4 +1,4 @@
-"""Puts and loads of a pool, each launched when the pool's scheduler says so.
+"""Puts and loads of a pool, each launched when the pool's scheduler decides it.
 
 A put is cut to launches of whole pages, in order; its progress has the outcome of all.  A load is
 one launch, and ``load`` returns once it was started.

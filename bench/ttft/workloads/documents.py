@@ -102,7 +102,7 @@ def _row(
 
 def _prompts(name: str, task: str, row: Any) -> Iterator[Prompt]:
     if not isinstance(row, dict):
-        raise _Malformed("the row is no JSON object")
+        raise _Malformed("the row is not a JSON object")
     document = text_part(_string(row, "context" if "context" in row else "input"))
     pairs = _leval_pairs(row) if name == "leval" else _loogle_pairs(row)
     limit = _OUTPUT_TOKENS_MAX

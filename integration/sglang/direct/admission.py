@@ -15,7 +15,7 @@ class Admission:
 
     page_nbytes: read for one page.  recompute_s: time to compute one page's KV; 0 is unknown, and
     every hit is taken, or what ``pays`` says.  pages_min: shorter hits are never taken.
-    load_s_max: a batch's load is to take no longer; 0 is no limit.  pays: see `break_even`.
+    load_s_max: longest time for the load of a batch; 0: unlimited.  pays: see `break_even`.
     The bandwidth is that of past loads (exponential mean, weight one quarter); every 64th hit that
     would be refused is taken, so that a medium can become fast again.
     """

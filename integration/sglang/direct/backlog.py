@@ -256,7 +256,7 @@ class Backlog(Owned):
             if part.stored_pool.gpu is None:
                 self._let_go(offload, part, good=False)
                 self._over(part)
-            # A GPU may still read the pages and write the staging: they are never given back.
+            # A GPU may still read the pages and write the staging: they are never released.
             return
         self._let_go(offload, part, good=True)
         self._puts.put((offload, part))

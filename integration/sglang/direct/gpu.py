@@ -220,7 +220,7 @@ def choose_engine(asked: str) -> tuple[str, str]:
     if asked != "auto":
         return asked, "by the option gpu_engine"
     return "host", (
-        "the CPU executes the commands of a file, and no measurement on this machine says that "
+        "the CPU executes the commands of a file, and no measurement on this machine shows that "
         "kernels which submit them are faster; the others take multiprocessors"
     )
 

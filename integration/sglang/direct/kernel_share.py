@@ -27,8 +27,8 @@ _BLOCKS = 16
 class KernelShare:
     """A mover, and streams on the multiprocessors that it has.
 
-    profile: says how many; None, or a driver that refuses, leaves the streams ordinary ones, and a
-    warning says so.  Raises Unsupported where kernels cannot be compiled.
+    profile: gives their number; without one, or where the driver refuses, the streams are ordinary
+    ones and a warning is logged.  Raises Unsupported where kernels cannot be compiled.
     """
 
     def __init__(self, driver: Driver, profile: TableProfile | None) -> None:
@@ -42,7 +42,7 @@ class KernelShare:
         return self.partition.create_stream(-1)
 
     def close(self) -> None:
-        """Gives everything back; nothing may be on the streams."""
+        """Releases everything; nothing may be on the streams."""
         self.partition.close()
         self._tables.close()
         self._modules.close()

@@ -1,7 +1,7 @@
 """The loads of one SGLang batch: each key is read once, and goes to every page that wants it.
 
-The device writes into staging, whose layers are copied into the engine's pages by who waits for
-them; what was read ahead is there already. What is larger than staging is read into the engine's
+The device writes into staging; the thread that waits for a layer copies it into SGLang's pages.
+What was read ahead is there already. What is larger than staging is read into the engine's
 pages directly, and so is everything fresh where these are a GPU's: there the GPU's streams wait.
 """
 
@@ -42,7 +42,7 @@ def plan_loads(
     the first page that wants it.
 
     keys (n, 16), pages (n,): what all requests of a batch want of one pool.  batch: its name.
-    Raises DeviceTimeout when staging is needed and the device does not give it back.
+    Raises DeviceTimeout when staging is needed and the device does not release it.
     """
     names: dict[bytes, int] = {}
     row_of = np.array([names.setdefault(key.tobytes(), len(names)) for key in keys], np.int64)
@@ -239,7 +239,7 @@ class LoadBatch(Owned):
         return max(copied_s, max(read.ended_s for read in fresh) - began_s)
 
     def end(self) -> bool:
-        """Waits for all layers, and gives staging back; whether every page is right.
+        """Waits for all layers and releases staging; returns whether every page is right.
 
         Raises DeviceTimeout when the device may still write into the engine's pages.
         """
@@ -294,7 +294,7 @@ class LoadBatch(Owned):
 def _by_stored_pool(queued: Sequence[QueuedLoad]) -> list[tuple[StoredPool, Keys, Pages]]:
     """What the batch wants of each pool.  Waits for the engine's device.
 
-    Raises ConfigError for slots that are no whole pages, before anything is moved.
+    Raises ConfigError for slots that are not whole pages, before anything is moved.
     """
     grouped: dict[str, list[QueuedLoad]] = {}
     for load in queued:

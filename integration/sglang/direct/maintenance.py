@@ -73,7 +73,7 @@ class Maintenance(Owned):
                 self._guard("statistics", self.refresh)
 
     def refresh(self) -> None:
-        """Brings the counters up to date."""
+        """Updates the counters."""
         self._recorder.from_store(self._store.stats())
 
     def _prove(self) -> None:

@@ -127,7 +127,7 @@ def served_profile(
         model = ModelShape(**profile.document["model"])
     except (ConfigError, KeyError, TypeError) as error:
         raise ProfileError(
-            f"{Path(file).name} says nothing of its model ({error}); run `tutti profile` again"
+            f"{Path(file).name} does not name its model ({error}); run `tutti profile` again"
         ) from error
     layers, nbytes = _kv_shape(group, parallel_rank)
     if (model.layers, model.kv_nbytes_per_token) != (layers, nbytes):

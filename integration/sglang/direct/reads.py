@@ -39,7 +39,7 @@ class Read:
         return len(self.keys) * self.stored_pool.page_nbytes
 
     def start(self) -> None:
-        """Submits the read, on a thread that may wait; a failure is kept for who waits."""
+        """Submits the read, on a thread that may wait; a failure is raised to waiters."""
         pool = self.stored_pool.loads.pool if self.staged else self.stored_pool.memory
         self.began_s = self.ended_s = time.monotonic()
         try:

@@ -20,7 +20,7 @@ from tutti.process import Owned
 class StagingPages(Owned):
     """Pages in registered memory on hugepages.  Thread-safe.
 
-    nbytes: rounded down to whole pages; less than one page is no staging.
+    nbytes: rounded down to whole pages; none if it is less than one page.
     views_of: how the engine's pool sees that memory.
     """
 
@@ -76,5 +76,5 @@ class StagingPages(Owned):
                 over.append(pages)
             else:
                 waiting.append((is_over, pages))
-        # All at once: who asks may raise, and no page may be free twice.
+        # All at once: the callbacks may raise, and no page may be free twice.
         self._free, self._retired = np.sort(np.concatenate(over)), waiting

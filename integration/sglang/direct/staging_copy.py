@@ -137,7 +137,7 @@ class StagingCopier:
     def order(self, layer: int, deadline_s: float) -> bool:
         """Lets the caller's stream wait for a layer; False at the deadline.
 
-        A layer that never will be there lets it go on: the batch says so when it ends.
+        It also goes on after a layer that failed: the batch raises at its end.
         """
         with self._changed:
             left_s = max(0.0, deadline_s - time.monotonic())

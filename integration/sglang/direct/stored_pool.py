@@ -68,7 +68,7 @@ class StoredPool:
 
     @property
     def batch_pages_max(self) -> int | None:
-        """How many pages one batch can load; None where there is no limit."""
+        """Returns how many pages one batch can load; None: unlimited."""
         return self.loads.pages if self.memory is None else self._read_pages_max
 
     @property

@@ -234,7 +234,7 @@ class HostStore:
         return self._guard("clear", False, forget)
 
     def refresh(self) -> None:
-        """Brings the counters up to date."""
+        """Updates the counters."""
         self._guard("statistics", None, lambda: self.metrics.from_store(self.store.stats()))
 
     def close(self) -> None:

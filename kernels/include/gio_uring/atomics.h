@@ -265,7 +265,7 @@ struct MmioDoorbell {
   GIO_HD static void ring_head(u32* doorbell, u32 value) {
     GIO_SCHED_POINT();
 #if GIO_DEVICE
-    // Pairs with the drive's use of the entries that it gives back.
+    // Pairs with the drive's use of the entries that it releases.
     asm volatile("st.mmio.relaxed.sys.global.u32 [%0], %1;" ::"l"(doorbell), "r"(value) : "memory");
 #else
     GIO_MMIO_STORE(doorbell, value);

@@ -7,7 +7,7 @@
 
 namespace gio {
 
-// Says that a layer is over.
+// Reports the end of a layer.
 struct LayerWord {
   u32 ready;   // not 0 once every command of the layer ended, or was given up; released last
   u32 status;  // valid with `ready`: the first error by then, or 0

@@ -65,7 +65,7 @@ GIO_HD u32 cid_acquire(QueuePair* qp, u32 start = 0) {
   return kNoCid;
 }
 
-// Gives a CID back.  Only after its completion was read.
+// Releases a CID.  Only after its completion was read.
 GIO_HD void cid_release(QueuePair* qp, u32 cid) {
   // Pairs with fetch_and in cid_acquire: the next owner sees the command's memory as free.
   fetch_or(&at<u32>(qp->cid_free)[cid / 32], 1u << (cid % 32));

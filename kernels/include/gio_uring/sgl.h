@@ -51,7 +51,7 @@ struct SglBuilder {
 };
 
 // Collects PRP entries.  PRP allows an offset in the first page only, and every extent but the
-// last must end on a page boundary; kInvalidPrpOffset says that staging is needed.
+// last must end on a page boundary; kInvalidPrpOffset: staging is needed.
 struct PrpBuilder {
   ListMemory list;
   u64 prp1;

@@ -231,7 +231,7 @@ def test_a_missing_device_is_never_a_new_file() -> None:
         lambda: tutti.store.format(path, LAYOUT, 64 * MiB),
         lambda: tutti.open(path, LAYOUT, 64 * MiB),
     ):
-        with pytest.raises(PoolNotFound, match="there is no device"):
+        with pytest.raises(PoolNotFound, match="does not exist; `tutti nvme"):
             refused()
     assert not os.path.exists(path)
 

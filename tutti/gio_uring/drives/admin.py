@@ -71,7 +71,7 @@ class NvmeAdmin(Owned):
     queues_granted: int = 0
 
     def __post_init__(self) -> None:
-        self.lock = threading.RLock()  # who holds it resets, or runs a command
+        self.lock = threading.RLock()  # held to reset, or to run a command
         self.device.enable_dma()
         self.capabilities = Capabilities.parse(self.device.read_register(_CAP, 8))
         self._data = HostBuffer(IDENTIFY_NBYTES, hugepages=False)
@@ -153,7 +153,7 @@ class NvmeAdmin(Owned):
         result = self._reap(cid)
         while result is None:
             if time.monotonic() > deadline_s:
-                self.device.read_register(CSTS, 4)  # a drive that is gone says so
+                self.device.read_register(CSTS, 4)  # raises if the drive is gone
                 raise DeviceTimeout(
                     f"{self.device.bdf} did not answer an admin command within {timeout_s:g} s;"
                     " reset the controller"
@@ -244,7 +244,7 @@ class NvmeAdmin(Owned):
         self._must(what, _DELETE_CQ, cdw10=queue_pair.qid)
 
     def abort(self, qid: int, cid: int, timeout_s: float = _COMMAND_TIMEOUT_S) -> bool:
-        """Ask for the early end of one command; whether the drive says that it was aborted.
+        """Asks the drive to abort one command; returns whether it was aborted.
 
         The command's completion still comes, and until then its memory is the drive's.
         """
@@ -259,7 +259,7 @@ class NvmeAdmin(Owned):
         self.shadow = address
 
     def restart(self, timeout_s: float, when_disabled: Callable[[], None]) -> None:
-        """A controller reset: disables the drive, and brings it and all its queues back.
+        """Resets the controller: disables the drive, then enables it with all its queues.
 
         Where disabling does not work, the function is reset. `when_disabled` ends the commands and
         makes the rings new. Raises DeviceTimeout, DeviceGone or MediumError.

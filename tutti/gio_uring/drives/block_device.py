@@ -74,7 +74,9 @@ class Devices:
         """Everything about one; reads its ends. Raises PoolNotFound and MediumError."""
         folder = self._class / name
         if not folder.is_dir():
-            raise PoolNotFound(f"there is no block device {name}; see `tutti nvme list --all`")
+            raise PoolNotFound(
+                f"the block device {name} does not exist; see `tutti nvme list --all`"
+            )
         nbytes = int(_text(folder / "size") or 0) * _SECTOR_NBYTES
         drive = self._drive(name)
         generic = name.replace("nvme", "ng", 1)
@@ -207,7 +209,7 @@ def device_name(path: str) -> str | None:
         real = os.path.realpath(path)
         if real.startswith("/dev/") and not real.startswith("/dev/shm/"):
             raise PoolNotFound(
-                f"there is no device {path}; see `tutti nvme list --all` for those there are"
+                f"the device {path} does not exist; `tutti nvme list --all` lists the devices"
             ) from error
         return None
     if stat.S_ISBLK(mode):

@@ -30,7 +30,7 @@ LABEL = b"TUTTIDEV 1\nThis device is for the pools of Tutti.\n".ljust(4096, b"\0
 
 
 class Magic(NamedTuple):
-    """Bytes at an offset that say what a device holds."""
+    """Bytes at an offset that identify the content of a device."""
 
     what: str
     offset: int

@@ -60,7 +60,7 @@ class Identity:
     """Identify Controller.
 
     mdts_nbytes: largest transfer of one command. sgl: whether commands may use SGLs, sgl_advised:
-    most descriptors that it likes in one, 0 = it says nothing. namespaces: highest nsid.
+    most descriptors that it recommends in one, 0 = not reported. namespaces: highest nsid.
     """
 
     serial: str

@@ -211,7 +211,7 @@ class VfioDevice(Owned):
         return True
 
     def close(self) -> None:
-        """Give the device back; a second call does nothing."""
+        """Releases the device; a second call does nothing."""
         self._finalizer()
 
 
@@ -278,7 +278,7 @@ def iommu_group(bdf: str) -> str:
     """
     device = PCI_DEVICES / bdf
     if not device.exists():
-        raise ConfigError(f"there is no PCI device {bdf}; `lspci -D` names those that there are")
+        raise ConfigError(f"the PCI device {bdf} does not exist; `lspci -D` lists the devices")
     driver = device / "driver"
     name = driver.resolve().name if driver.exists() else "no driver"
     if name != "vfio-pci":

@@ -1,6 +1,6 @@
 """Tables for device kernels: written in pinned memory, copied to the device once for all layers.
 
-The structs are those of `device_batch`; kernels/device/parameters.cuh says what they mean.
+The structs are those of `device_batch`; kernels/device/parameters.cuh describes them.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class TableImage:
 def paged_iocb(
     memory: PagedMemory, pages: int, opcode: int, slice_nlb: int, shift: int
 ) -> IocbStruct:
-    """An IOCB of pages without runs; who knows where `pages` and `bases` lie fills them in."""
+    """An IOCB of pages without runs; the caller fills in the addresses of `pages` and `bases`."""
     io = IocbStruct()
     io.n_pages = pages
     io.n_layers, io.n_segments = memory.bases.shape

@@ -85,7 +85,7 @@ class DeviceEngine(Owned):
         rest_s: float = REST_S,
     ) -> None:
         if kind not in KINDS:
-            raise ConfigError(f"there is no engine {kind!r}; use one of {', '.join(KINDS)}")
+            raise ConfigError(f"the engine {kind!r} does not exist; use one of {', '.join(KINDS)}")
         if kind == "persistent" and shares > (sms := driver.sm_resource().count):
             raise ConfigError(
                 f"{shares} blocks that stay do not fit {sms} multiprocessors, and those that never "
@@ -326,7 +326,7 @@ class DeviceEngine(Owned):
                 time.sleep(_LOOK_S)
 
     def _give_up(self) -> None:
-        """Lets go of every stream that waits for a kernel; what the jobs have is kept."""
+        """Wakes every stream that waits for a kernel; the jobs keep their memory."""
         with self._changed:
             jobs, self._jobs = self._jobs, []
         self._broken = True

@@ -1,7 +1,7 @@
 """A drive's doorbells where kernels find them: the registers of BAR0, mapped for the GPU.
 
 Tier T1. Kernels only ever write there (st.mmio): a read of a drive's registers by a GPU can take
-the link down on some machines. It has not run on a GPU with a drive; docs/tiers.md says what has.
+the link down on some machines. It has not run on a GPU with a drive; see docs/tiers.md.
 """
 
 from __future__ import annotations
@@ -38,7 +38,9 @@ class GpuDoorbells(Owned):
         """Where kernels find a doorbell of this process. Raises ConfigError for any other place."""
         offset = address - self.address
         if not 0 <= offset <= self.nbytes - 4:
-            raise ConfigError(f"{address:#x} is no doorbell of this drive; ring one of its queues")
+            raise ConfigError(
+                f"{address:#x} is not a doorbell of this drive; ring one of its queues"
+            )
         return self._device_address + offset
 
     def close(self) -> None:

@@ -87,7 +87,7 @@ class Driver(Protocol):
         """A new stream; a lower priority goes first."""
 
     def destroy_stream(self, stream: int) -> None:
-        """Lets go of a stream, on which nothing is left."""
+        """Destroys a stream on which nothing is left."""
 
     def is_stream_done(self, stream: int) -> bool:
         """Whether everything on the stream has ended."""
@@ -111,7 +111,7 @@ class Driver(Protocol):
         """An event without timing."""
 
     def destroy_event(self, event: int) -> None:
-        """Lets go of an event."""
+        """Destroys an event."""
 
     def record_event(self, event: int, stream: int) -> None:
         """The event happens once all that is on the stream by now has ended."""
@@ -138,7 +138,7 @@ class Driver(Protocol):
         """Device memory."""
 
     def free(self, address: int) -> None:
-        """Gives device memory back; it may wait for the device."""
+        """Frees device memory; may wait for the device."""
 
     def load_module(self, image: bytes) -> int:
         """Loads a cubin."""
@@ -167,7 +167,7 @@ class Driver(Protocol):
         """A stream whose kernels run on a green context's multiprocessors."""
 
     def destroy_green_context(self, context: int) -> None:
-        """Lets go of a green context, whose streams are destroyed."""
+        """Destroys a green context, whose streams are destroyed already."""
 
 
 class _Thread(threading.local):
@@ -449,7 +449,7 @@ class CudaDriver(Owned):
         self._call("cuGreenCtxDestroy", context)
 
     def close(self) -> None:
-        """Lets go of the primary context; a second call does nothing."""
+        """Releases the primary context; a second call does nothing."""
         context, self._context = self._context, 0
         if context:
             self._raw("cuDevicePrimaryCtxRelease", self._handle)

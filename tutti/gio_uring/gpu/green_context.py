@@ -1,10 +1,10 @@
 """Green contexts: a share of the multiprocessors for kernels that move pages.
 
-A green context is no reservation: kernels of the ordinary context still run on its
+A green context is not a reservation: kernels of the ordinary context still run on its
 multiprocessors.  Only compute that runs in the other part keeps out of it.
 
 What the device allows is read from the device; a driver that refuses leaves everything in the
-ordinary context, and says why.
+ordinary context, and gives the reason.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _log = logging.getLogger(__name__)
 class SmPartition(Owned):
     """Streams that run on some multiprocessors of a device.
 
-    sms: how many; all of the device when `reason` says why there is no partition.
+    sms: how many; all of the device when there is no partition; `reason` is then set.
     """
 
     driver: Driver

@@ -436,7 +436,7 @@ class HostEngine(Owned):
         )
 
     def close(self, timeout_s: float = 10.0) -> None:
-        """Waits for both streams and gives everything back; a second call does nothing.
+        """Waits for both streams and releases everything; a second call does nothing.
 
         Close the native engine first: it releases every waiting stream.
         Raises DeviceTimeout when a stream does not end; its memory is then kept.

@@ -1,6 +1,6 @@
 """Which kernels do a job's layers, and in which order they are put on a stream.
 
-kernels/device/parameters.cuh says what each kernel does.  `launch` has short ones for every layer,
+kernels/device/parameters.cuh describes each kernel.  `launch` has short ones for every layer,
 `resident` one that stays for its layer; `gpu_persistent` has one that stays for all of them.
 """
 
@@ -75,7 +75,7 @@ class Launcher(Owned):
         return True
 
     def close(self) -> None:
-        """Gives back what is its own; nothing of it runs."""
+        """Releases its memory; none of its kernels may run."""
 
     def _launch(self, name: str, work: Work, layer: int, threads: int, publish: int | None) -> None:
         launch_layer(

@@ -197,6 +197,6 @@ class TableMemory(Owned):
         self._driver.copy(tables.device.address, source, nbytes, stream)
 
     def close(self) -> None:
-        """Gives everything back; no kernel may use it any more."""
+        """Releases everything; no kernel may use it any more."""
         self._staging.close()
         self._driver.free(self._device)

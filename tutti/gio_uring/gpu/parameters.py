@@ -1,6 +1,6 @@
 """What device kernels take: the structs of ``kernels/device/parameters.cuh``.
 
-That file says what every field means, which kernels there are and in which order they run; a test
+That file describes every field, the kernels and their order; a test
 compares the layouts.  Addresses are device addresses unless a field says otherwise.
 """
 

@@ -103,7 +103,7 @@ class DeviceQueues(Owned):
         tables.upload(lease, offset, stream)
 
     def close(self) -> None:
-        """Gives the memory back; the controller has been reset.  A second call does nothing."""
+        """Releases the memory; the controller has been reset.  A second call does nothing."""
         self._undo.close()
 
 
