@@ -60,6 +60,7 @@ COMMANDS = (
     ("rm", "catalogue:add_rm", "remove objects from a pool"),
     ("pin", "catalogue:add_pin", "keep objects from eviction, or let them expire"),
     ("serve", "serve:add_serve", "own pools and serve them to other processes"),
+    ("resize", "resize:add_resize", "give a pool in files another size"),
     ("fsck", "fsck:add_fsck", "verify every object of a pool, and repair it"),
     ("probe", "probe:add_probe", "show which tiers work here and what blocks the others"),
     ("nvme list", "nvme:add_list", "list drives that can hold a pool"),

@@ -187,6 +187,10 @@ class ObjectStore(Owned, Store):
         paged = self._memory(memory)
         request = PutRequest.checked(keys, pages, paged, parent, depth, ttl_s, namespace)
         self.catalogue.watch(ttl_s is not None)
+        return self.put_request(request)
+
+    def put_request(self, request: PutRequest) -> PutTicket:
+        """As ``put``, of a request that was checked."""
         with self._core.admitted(self.config.timeout_s):
             return PutTicket((self._queue or self._coalescer).put(request))
 

@@ -102,7 +102,7 @@ def reserve_file(
         if prewrite:
             _prewrite(fd, nbytes, progress)
         os.fsync(fd)
-        _sync_folder(target)
+        sync_folder(target)
     except BaseException as error:
         if is_new and not isinstance(error, PoolInUse):
             Path(target).unlink(missing_ok=True)
@@ -229,7 +229,7 @@ def _prewrite(fd: int, nbytes: int, progress: Progress | None) -> None:
                 progress(done, nbytes)
 
 
-def _sync_folder(name: str) -> None:
+def sync_folder(name: str) -> None:
     """Make the file's directory entry durable."""
     fd = os.open(Path(name).absolute().parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:

@@ -25,6 +25,7 @@ from tutti.gio_uring.file_creation import ReservedFile, reserve_file
 from tutti.gio_uring.file_member import FileMember
 from tutti.medium.geometry import BLOCK_NBYTES, Geometry
 from tutti.medium.layout import KVLayout
+from tutti.pool import replacement
 from tutti.pool.block_io import BlockIo, opened_io
 from tutti.pool.member_controller import are_drives, check_blank, check_room, open_controller
 from tutti.pool.members import Members
@@ -102,6 +103,7 @@ def format_missing(
     Raises PoolNotFound without a layout and a capacity, MemberMissing when only some files are
     there, and what ``format`` raises.
     """
+    replacement.finish(names)
     for _ in range(_TRIES):  # another process may make it, or fail to, at the same time
         missing = [] if are_drives(names) else _missing(names)
         if not missing:

@@ -90,6 +90,15 @@ class Catalogue(Owned):
                 held &= core.index.tenant == tenant_of(namespace)
             return core.index.key[np.flatnonzero(held)].copy()
 
+    def keys_by_use(self) -> Keys:
+        """Keys of all objects, the least recently used first; of one use by their slots."""
+        core = self._core
+        with core.lock:
+            core.check_open()
+            slots = np.flatnonzero(core.index.resident())
+            slots = slots[np.argsort(core.index.access[slots], kind="stable")]
+            return core.index.key[slots].copy()
+
     @uninterrupted()
     def objects(self, keys: Keys) -> list[ObjectInfo]:
         """What is known of objects, by their records.

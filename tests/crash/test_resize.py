@@ -1,0 +1,182 @@
+"""A pool that is given another size keeps its objects, also when that is killed anywhere."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+from crash.objects import as_rows, check_books, content_of, when_unlocked
+
+import tutti
+from store.pools import LAYOUT
+from tutti import cli, resize
+from tutti.errors import CapacityError, PoolInUse, Unsupported
+from tutti.pool import replacement
+from tutti.store import ObjectStore
+from tutti.units import MiB
+
+SMALL, LARGE = 24 * MiB, 48 * MiB
+KEYS = [bytes([1 + i]) * 16 for i in range(40)]
+POINTS = 12  # at which a resize of two members may be killed
+
+
+def made(tmp_path: Path, capacity: int) -> list[str]:
+    """A pool of two members that holds KEYS: the first is pinned, the last four used last."""
+    paths = [str(tmp_path / name) for name in ("left", "right")]
+    with tutti.open(paths, LAYOUT, capacity) as store:
+        memory = store.allocate_memory(len(KEYS), hugepages=False)
+        for page, key in enumerate(KEYS):
+            memory.write(page, content_of(key))
+        put = store.put(as_rows(KEYS[:20]), np.arange(20))
+        assert put.wait(30).stored == 20
+        put = store.put(as_rows(KEYS[20:]), np.arange(20, 40), ttl_s=1e6, namespace="other")
+        assert put.wait(30).stored == 20
+        store.catalogue.pin(as_rows(KEYS[:1]))
+    return paths
+
+
+def held(store: ObjectStore) -> list[bytes]:
+    """The keys that are served, after a look at every byte."""
+    store.wait_recovered(30)
+    memory = store.allocate_memory(1, hugepages=False)
+    found = []
+    for key in KEYS:
+        if store.present(as_rows([key]))[0]:
+            store.load(as_rows([key]), [0], memory=memory).wait(30)
+            assert memory.read(0) == content_of(key)
+            found.append(key)
+    check_books(store)
+    return found
+
+
+@pytest.mark.parametrize(("before", "after"), [(SMALL, LARGE), (LARGE, SMALL), (LARGE, LARGE)])
+def test_everything_that_fits_goes_along(tmp_path: Path, before: int, after: int) -> None:
+    paths = made(tmp_path, before)
+    done = resize.resize(paths, after)
+    assert done.damaged == 0
+    assert sorted(os.listdir(tmp_path)) == ["left", "right"]
+    with tutti.open(paths) as store:
+        assert store.geometry.member_nbytes * 2 <= after
+        assert store.geometry.member_nbytes * 2 > after // 2
+        found = held(store)
+        assert len(found) == done.kept
+        assert done.kept + done.dropped == len(KEYS)
+        infos = {info.key: info for info in store.catalogue.objects(as_rows(found))}
+        assert infos[KEYS[-1]].expires_s is not None
+        assert infos[KEYS[-1]].tenant != infos[found[0]].tenant or found[0] in KEYS[20:]
+        assert infos[KEYS[-1]].parent == KEYS[-2]
+        assert [key for key, info in infos.items() if info.pinned] == [
+            key for key in found if key == KEYS[0]
+        ]
+
+
+def test_a_smaller_pool_keeps_what_was_used_last(tmp_path: Path) -> None:
+    path = str(tmp_path / "pool")
+    least = 0
+    with pytest.raises(CapacityError, match="give at least"):
+        tutti.open(path, LAYOUT, MiB)
+    with tutti.open(path, LAYOUT, LARGE) as store:
+        slots = store.stats()["capacity_objects"]
+        memory = store.allocate_memory(1, hugepages=False)
+        keys = [i.to_bytes(16, "big") for i in range(slots - store.geometry.group_slots)]
+        for key in keys:
+            memory.write(0, content_of(key))
+            assert store.put(as_rows([key]), [0]).wait(30).stored == 1
+        store.match(as_rows(keys[:1]))
+        least = len(keys)
+    assert cli.main(["resize", path, "--capacity", "12MiB"]) == 0
+    with tutti.open(path) as store:
+        left = store.present(as_rows(keys))
+        count = int(left.sum())
+        assert 0 < count < least
+        assert left[0], "it was used last"
+        assert left[-count + 1 :].all()
+
+
+def killed_at(point: int, paths: Sequence[str], capacity: int) -> bool:
+    """Resizes in a child that kills itself at its n-th step; whether it came so far."""
+    child = os.fork()
+    if child == 0:
+        left = point
+
+        def step(call: Callable[..., object], *arguments: object, **options: object) -> object:
+            nonlocal left
+            if left == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+            left -= 1
+            return call(*arguments, **options)
+
+        def stepping(call: Callable[..., object]) -> Callable[..., object]:
+            return lambda *arguments, **options: step(call, *arguments, **options)
+
+        try:
+            for module, name in (
+                (resize, "format"),
+                (resize, "open_pool"),
+                (resize, "_copy_batch"),
+                (replacement, "replace"),
+                (replacement, "_rename"),
+            ):
+                setattr(module, name, stepping(getattr(module, name)))
+            resize._BATCH_NBYTES = 10 * LAYOUT.object_nbytes
+            resize.resize(paths, capacity)
+            step(lambda: None)
+        finally:
+            os._exit(0)
+    _, status = os.waitpid(child, 0)
+    return os.WIFSIGNALED(status)
+
+
+def test_killed_in_the_middle(tmp_path: Path) -> None:
+    """Whatever was done: the pool opens and serves everything; a second resize ends it."""
+    paths = made(tmp_path, SMALL)
+    target, points = LARGE, 0
+    for point in range(POINTS):
+        if not killed_at(point, paths, target):
+            break
+        points += 1
+        with when_unlocked(lambda: tutti.open(paths)) as store:
+            assert len(held(store)) == len(KEYS)
+        resize.resize(paths, target)
+        with tutti.open(paths) as store:
+            assert len(held(store)) == len(KEYS)
+        assert sorted(os.listdir(tmp_path)) == ["left", "right"]
+        target = SMALL + LARGE - target  # grows and shrinks in turn
+    assert points >= 8, "too few places were tried"
+
+
+def test_what_cannot_be_resized(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    paths = made(tmp_path, SMALL)
+    with tutti.open(paths), pytest.raises(PoolInUse):
+        resize.resize(paths, LARGE)
+    with pytest.raises(CapacityError, match="free space"):
+        resize.resize(paths, "900TiB")
+    with pytest.raises(CapacityError, match="give at least"):
+        resize.resize(paths, MiB)
+    with pytest.raises(Unsupported, match="other devices"):
+        resize.resize("nvme:0000:03:00.0", LARGE)
+    assert sorted(os.listdir(tmp_path)) == ["left", "right"]
+    with tutti.open(paths) as store:
+        assert len(held(store)) == len(KEYS)
+
+
+def test_a_pool_that_was_opened_meanwhile_keeps_its_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paths = made(tmp_path, SMALL)
+    replace = replacement.replace
+
+    def late(*arguments: object) -> None:
+        tutti.open(paths).close()
+        replace(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(replacement, "replace", late)
+    with pytest.raises(PoolInUse, match="opened meanwhile"):
+        resize.resize(paths, LARGE)
+    assert sorted(os.listdir(tmp_path)) == ["left", "right"]
+    with tutti.open(paths) as store:
+        assert len(held(store)) == len(KEYS)

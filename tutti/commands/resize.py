@@ -1,0 +1,38 @@
+"""`tutti resize`."""
+
+from __future__ import annotations
+
+import argparse
+
+from tutti.arguments import add_paths, nbytes
+from tutti.commands.outcome import Outcome
+from tutti.resize import resize
+from tutti.terminal import Progress
+
+_DESCRIPTION = """\
+Gives a pool in files another size. Its objects are verified and copied to new files beside the old
+ones, which then take their names; pins, expiries and the order of use go along. A smaller pool
+keeps what was used last. The pool must be closed, and there must be room for both meanwhile.
+
+When it is interrupted the pool is as before, or as afterwards; it can be run again."""
+_EXAMPLE = """\
+example:
+  tutti resize pool.tutti --capacity 128GiB"""
+
+
+def add_resize(parser: argparse.ArgumentParser) -> None:
+    """Describes `tutti resize`."""
+    parser.description, parser.epilog = _DESCRIPTION, _EXAMPLE
+    add_paths(parser)
+    parser.add_argument(
+        "--capacity", type=nbytes, required=True, metavar="SIZE", help="new total size of the pool"
+    )
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> Outcome:
+    """Resizes a pool."""
+    with Progress("objects", 0) as bar:
+        done = resize(args.paths, args.capacity, progress=bar.update)
+    text = f"{done.kept} objects were kept, {done.dropped} had no room, {done.damaged} were damaged"
+    return Outcome({"paths": args.paths, **done._asdict()}, text)

@@ -1,0 +1,163 @@
+"""Gives a pool in files another size: its objects go to new files, which then take the old names.
+
+The old files stay as they are until the new ones are complete. An interrupted resize leaves the old
+pool or the new one, never a part of either.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from tutti.arrays import Keys
+from tutti.errors import DeviceTimeout, KeyMissing, Unsupported
+from tutti.gio_uring.drives.block_device import device_name
+from tutti.medium.superblock import Superblock
+from tutti.memory.host_memory import HostMemory
+from tutti.pool import replacement
+from tutti.pool.member_controller import are_drives
+from tutti.pool.pool_format import Paths, format, member_names
+from tutti.store import ObjectStore
+from tutti.store import open as open_pool
+from tutti.transfers.catalogue import ObjectInfo
+from tutti.transfers.writer import PutRequest
+from tutti.units import MiB
+
+_BATCH_NBYTES = 64 * MiB
+_WAIT_S = 120.0
+#: Slots that stay free in the new pool, so that copying evicts nothing that was copied.
+_RESERVE = 16
+
+Progress = Callable[[int, int], None]
+
+
+class Resized(NamedTuple):
+    """Objects that went along, were damaged, and had no room (the least recently used ones)."""
+
+    kept: int
+    damaged: int
+    dropped: int
+
+
+def resize(
+    paths: Paths, capacity: int | str, *, executor: str = "auto", progress: Progress | None = None
+) -> Resized:
+    """Gives a closed pool in files ``capacity`` bytes in all, as many members as before.
+
+    Pins, expiries, namespaces and the order of use go along. The file systems need room for the
+    new files while the old ones are there. progress: called with (objects done, objects).
+    Raises Unsupported for devices, CapacityError, PoolInUse, and what opening and formatting raise.
+    """
+    names = member_names(paths)
+    if are_drives(names) or any(device_name(name) is not None for name in names):
+        raise Unsupported(
+            "a pool on devices is as large as they are; format a pool on other devices instead"
+        )
+    replacement.finish(names)
+    news = replacement.beside(names)
+    with open_pool(names, executor=executor) as old:
+        old.wait_recovered()
+        try:
+            with contextlib.suppress(FileNotFoundError):
+                for path in news:  # of an attempt that was interrupted
+                    os.unlink(path)
+            format(news, old.layout, capacity, executor=executor)
+            with open_pool(news, executor=executor) as new:
+                result = _copy(old, new, progress)
+        except BaseException:
+            for path in news:
+                Path(path).unlink(missing_ok=True)
+            raise
+    try:
+        replacement.replace(names, _superblocks(old))
+    except BaseException:
+        if not replacement.finish(names):  # no name has changed
+            for path in news:
+                Path(path).unlink(missing_ok=True)
+        raise
+    return result
+
+
+def _superblocks(store: ObjectStore) -> list[Superblock]:
+    return [store.members.superblock(member) for member in store.members.present]
+
+
+def _copy(old: ObjectStore, new: ObjectStore, progress: Progress | None) -> Resized:
+    """Copies what fits, the least recently used first, so that the order of use stays."""
+    keys = old.catalogue.keys_by_use()
+    room = new.stats()["capacity_objects"]
+    room -= min(room // 8, max(_RESERVE, new.geometry.group_slots))
+    wanted = keys[max(0, len(keys) - room) :]
+    pages = max(1, min(len(wanted), _BATCH_NBYTES // old.layout.object_nbytes))
+    memory = HostMemory.allocate(old.layout, pages)
+    kept = damaged = 0
+    with _registered(memory, old, new):
+        for start in range(0, len(wanted), pages):
+            infos = old.catalogue.objects(wanted[start : start + pages])
+            copied = _copy_batch(old, new, memory, infos)
+            kept, damaged = kept + copied, damaged + len(infos) - copied
+            if progress is not None:
+                progress(min(start + pages, len(wanted)), len(wanted))
+    return Resized(kept, damaged, len(keys) - len(wanted))
+
+
+@contextlib.contextmanager
+def _registered(memory: HostMemory, *stores: ObjectStore) -> Iterator[None]:
+    for store in stores:
+        store.register(memory)
+    yield
+    for store in stores:
+        store.unregister(memory)
+
+
+def _copy_batch(
+    old: ObjectStore, new: ObjectStore, memory: HostMemory, infos: list[ObjectInfo]
+) -> int:
+    """Loads and verifies objects, and puts those that are right; how many."""
+    keys = _rows([info.key for info in infos])
+    try:
+        ticket = old.load(keys, np.arange(len(infos)), memory=memory)
+    except KeyMissing:  # one was found damaged meanwhile: the others one by one
+        if len(infos) == 1:
+            return 0
+        return sum(_copy_batch(old, new, memory, [info]) for info in infos)
+    if not ticket.wait_settled(_WAIT_S):
+        raise DeviceTimeout("the pool's device does not answer; check it, then try again")
+    bad = set(ticket.failed().tolist())
+    good = [page for page in range(len(infos)) if page not in bad]
+    stored = 0
+    for (tenant, expires_s), rows in _by_owner(infos, good).items():
+        chosen = [infos[row] for row in rows]
+        request = PutRequest(
+            _rows([info.key for info in chosen]),
+            _rows([info.parent for info in chosen]),
+            np.array([info.depth for info in chosen], np.int64),
+            np.array(rows, np.uint32),
+            memory.memory,
+            tenant,
+        )
+        if expires_s is not None:
+            expiry = PutRequest.checked([], [], memory.memory, None, 0, max(1, expires_s))
+            request = replace(request, expiry_64s=expiry.expiry_64s)
+        stored += new.put_request(request).wait(_WAIT_S).stored
+    pinned = [info.key for info in infos if info.pinned]
+    if pinned:
+        new.catalogue.pin(_rows(pinned))
+    return stored
+
+
+def _by_owner(infos: list[ObjectInfo], rows: list[int]) -> dict[tuple[int, int | None], list[int]]:
+    found: dict[tuple[int, int | None], list[int]] = {}
+    for row in rows:
+        found.setdefault((infos[row].tenant, infos[row].expires_s), []).append(row)
+    return found
+
+
+def _rows(keys: list[bytes]) -> Keys:
+    return np.frombuffer(b"".join(keys), np.uint8).reshape(-1, 16)
