@@ -29,7 +29,7 @@ class Mode:
 
     def arguments(
         self,
-        path: Path | str,
+        path: Path | str | list[str],
         layout: str = "page_first",
         prefetch: str = "wait_complete",
         **options: Any,
@@ -92,14 +92,14 @@ HICACHE, LINKER = Mode("hicache"), Mode("linker")
 both_modes = pytest.mark.parametrize("mode", [HICACHE, LINKER], ids=lambda mode: mode.name)
 
 
-def hicache_config(path: Path | str, **options: Any) -> dict[str, Any]:
+def hicache_config(path: Path | str | list[str], **options: Any) -> dict[str, Any]:
     """The JSON object of HiCache's extra config."""
     return {
         "backend_name": "tutti",
         "module_path": "tutti.integration.sglang.hicache",
         "class_name": "TuttiHiCacheStorage",
         "interface_v1": 1,
-        "path": str(path),
+        "path": path if isinstance(path, list) else str(path),
         "capacity": "48MiB",
         "prefetch_threshold": 16,
         "hicache_storage_pass_prefix_keys": True,
@@ -107,12 +107,12 @@ def hicache_config(path: Path | str, **options: Any) -> dict[str, Any]:
     }
 
 
-def _linker_arguments(path: Path | str, **options: Any) -> list[str]:
+def _linker_arguments(path: Path | str | list[str], **options: Any) -> list[str]:
     config = {
         "linker": "TuttiLinker",
         "linker_module_path": "tutti.integration.sglang.linker",
         "linker_extra_config": {
-            "path": str(path),
+            "path": path if isinstance(path, list) else str(path),
             "capacity": "48MiB",
             "load_staging": "8MiB",
             "store_staging": "8MiB",
