@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from qemu.guest import PATIENCE
 from tutti import cli
 from tutti.errors import ConfigError, PoolNotFound, TuttiError
 from tutti.integration.sglang.host.host_store import HostStore
@@ -33,7 +34,7 @@ from tutti.units import MiB
 OUT = Path("/out")
 TOKENS, PAGES, CHAINS = 16, 16, 6
 SHAPE = Shape("kv", "mha", 1, 4, 0, (65536, 65536), TOKENS, "bfloat16", "page_first", (4, 32, 32))
-DEADLINE_S = 100.0
+DEADLINE_S = 100.0 * PATIENCE
 
 
 def servers_names() -> list[str]:
@@ -59,7 +60,7 @@ class Rank:
     """The storage of one rank behind its host pool."""
 
     def __init__(self, names: Sequence[str], rank: ParallelRank) -> None:
-        options = {"path": list(names), "capacity": "40MiB", "timeout_s": 20.0}
+        options = {"path": list(names), "capacity": "40MiB", "timeout_s": 20.0 * PATIENCE}
         layout = layout_of(SHAPE, Identity("tiny", "v1"), rank)
         parsed = parse_options(options, HICACHE)
         self.store, self.place = open_store(layout, "kv", 40 * MiB, parsed, rank)

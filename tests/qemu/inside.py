@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 from nvme_host import NvmeHost
 
+from qemu.guest import PATIENCE
 from qemu.vfio_binding import bind
 from tutti.gio_uring import nvme_spec as nvme
 from tutti.gio_uring.controller_vfio import VfioController
@@ -127,7 +128,7 @@ class Fixtures:
 
 
 def main(arguments: Sequence[str]) -> int:
-    faulthandler.dump_traceback_later(LIMIT_S, exit=True)
+    faulthandler.dump_traceback_later(LIMIT_S * PATIENCE, exit=True)
     fixed = ["--noconftest", "-c", "/dev/null", "--import-mode=importlib", "-q", "-rs"]
     fixed += ["-p", "no:cacheprovider", f"--junitxml={OUT / 'results.xml'}", "--durations=8"]
     return int(pytest.main([*fixed, *arguments], plugins=[Fixtures()]))

@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 from nvme_host import NvmeHost
 
+from qemu.guest import PATIENCE
 from tutti.gio_uring.controller_file import FileController
 from tutti.gio_uring.file_member import FileMember
 
@@ -110,7 +111,7 @@ class Fixtures:
 
 
 def main(arguments: Sequence[str]) -> int:
-    faulthandler.dump_traceback_later(LIMIT_S, exit=True)
+    faulthandler.dump_traceback_later(LIMIT_S * PATIENCE, exit=True)
     load_driver()
     fixed = ["--noconftest", "-c", "/dev/null", "--import-mode=importlib", "-q", "-rs"]
     fixed += ["-p", "no:cacheprovider", f"--junitxml={OUT / 'results.xml'}", "--durations=8"]

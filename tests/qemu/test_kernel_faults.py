@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from qemu.guest import Drive, Guest, missing
+from qemu.guest import PATIENCE, Drive, Guest, missing
 from qemu.test_nvme import check, sparse
 from store.pools import GEOMETRY
 from tutti.units import MiB
 
-pytestmark = [pytest.mark.nvme, pytest.mark.timeout(450)]
+pytestmark = [pytest.mark.nvme, pytest.mark.timeout(450 * PATIENCE)]
 HERE = Path(__file__).parent
 RECORDS = range(GEOMETRY.table_offset, GEOMETRY.groups_offset, 4096)
 

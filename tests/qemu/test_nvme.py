@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from nvme_host import NAMESPACES
 
-from qemu.guest import Drive, Guest, missing
+from qemu.guest import PATIENCE, Drive, Guest, missing
 from tutti.units import MiB
 
-pytestmark = [pytest.mark.nvme, pytest.mark.timeout(450)]
+pytestmark = [pytest.mark.nvme, pytest.mark.timeout(450 * PATIENCE)]
 HERE = Path(__file__).parent
 PARITY = HERE.parent / "parity"
 

@@ -13,14 +13,14 @@ from crash.power_log import DAMAGES, Bytes
 from crash.test_power_loss import Life, Mark, checked, some_cut
 
 import tutti.store
-from qemu.guest import Drive, Guest, missing
+from qemu.guest import PATIENCE, Drive, Guest, missing
 from qemu.lives import DURABILITIES, KILLED_OBJECTS_MAX
 from qemu.write_log import image_at_end, read_write_log
 from store.pools import LAYOUT, formatted
 from tutti.medium.geometry import Geometry
 from tutti.units import MiB
 
-pytestmark = [pytest.mark.nvme, pytest.mark.timeout(450)]
+pytestmark = [pytest.mark.nvme, pytest.mark.timeout(450 * PATIENCE)]
 
 SMALL = Geometry(LAYOUT.layers, LAYOUT.segments, 4096, 4, 4)
 LARGE = Geometry(LAYOUT.layers, LAYOUT.segments, 4096, 4, 64)

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from qemu.guest import Drive, Guest, missing
+from qemu.guest import PATIENCE, Drive, Guest, missing
 from qemu.test_nvme import check, sparse
 from tutti.units import MiB
 
-pytestmark = [pytest.mark.nvme, pytest.mark.timeout(450)]
+pytestmark = [pytest.mark.nvme, pytest.mark.timeout(450 * PATIENCE)]
 HERE = Path(__file__).parent
 
 
