@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import grp
 import signal
 import sys
@@ -48,6 +49,11 @@ def add_serve(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--socket", required=True, metavar="PATH", help="Unix socket to listen on (mode 0600)"
     )
+    parser.add_argument(
+        "--metrics",
+        metavar="[HOST:]PORT",
+        help="serve Prometheus metrics at http://HOST:PORT/metrics (default host 127.0.0.1)",
+    )
     parser.add_argument("--group", metavar="NAME", help="members of this group may connect, too")
     parser.add_argument(
         "--verify", choices=VERIFY, default="always", help="loads to verify (default %(default)s)"
@@ -78,8 +84,14 @@ def run(args: argparse.Namespace) -> Outcome:
     )
     agent = Agent(AgentConfig(args.socket, group=_group(args.group)), pools.open)
     try:
-        pools.open_given()
-        asyncio.run(_serve(agent, args.socket))
+        with contextlib.ExitStack() as stack:
+            if args.metrics is not None:
+                from tutti.metrics import AgentCollector, StoreCollector, published
+
+                collectors = (StoreCollector(pools.stores), AgentCollector(agent))
+                stack.enter_context(published(args.metrics, *collectors))
+            pools.open_given()
+            asyncio.run(_serve(agent, args.socket))
     finally:
         pools.close()
     result = dict(vars(agent.counters))

@@ -219,7 +219,7 @@ class Session:
         tenant, expiry = tenant_of(message.namespace), expiry_of(message.ttl_s)
         request = replace(request, tenant=tenant, expiry_64s=expiry)
         self.service.store.catalogue.watch(expiry > 0)
-        progress = PutProgress(len(keys))
+        progress = PutProgress(len(keys), core.guard, core.store_latency)
         with core.admitted(core.config.timeout_s):
             self.service.store._writer.put(request, progress)
         self._puts += 1

@@ -9,6 +9,7 @@ from pathlib import Path
 from tutti.errors import CapacityError, ConfigError, PoolMismatch, PoolNotFound, TuttiError
 from tutti.medium.layout import KVLayout
 from tutti.node.pool_service import PoolService
+from tutti.store import ObjectStore
 from tutti.store import open as open_pool
 from tutti.transfers.core import StoreConfig
 from tutti.units import format_nbytes
@@ -112,6 +113,11 @@ class AgentPools:
                 f" the agent's {format_nbytes(self._capacity)}; raise its --capacity, or remove"
                 " pools that are not used any more"
             )
+
+    def stores(self) -> dict[str, ObjectStore]:
+        """Open pools by the name of their first member."""
+        with self._lock:
+            return {service.files[0]: service.store for service in self.services.values()}
 
     def close(self) -> None:
         """Closes all pools.  Raises the first error after all were tried."""

@@ -49,7 +49,7 @@ class Coalescer(Owned):
     def put(self, request: PutRequest) -> PutProgress:
         """Starts a put, or holds it back; see ObjectStore.put."""
         core = self._core
-        progress = PutProgress(len(request.keys), core.guard)
+        progress = PutProgress(len(request.keys), core.guard, core.store_latency)
         with core.lock:
             core.check_open()
             if len(request.keys) < self._short and self._writer.active and not self._stopping:

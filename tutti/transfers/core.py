@@ -20,6 +20,7 @@ from tutti.gio_uring.engine import Engine, Extents
 from tutti.gio_uring.engine_structs import WindowStats
 from tutti.gio_uring.gpu.transfer import Submitter
 from tutti.gio_uring.iocb import PagedMemory
+from tutti.histogram import Histogram
 from tutti.medium.slot_record import COUNTER_MAX
 from tutti.placement.allocator import Allocator
 from tutti.placement.digest_cache import DigestCache
@@ -164,6 +165,8 @@ class Core(Owned):
         self.lock = threading.RLock()
         self.changed = threading.Condition(self.lock)
         self.counters = Counters()
+        self.load_latency = Histogram()
+        self.store_latency = Histogram()
         self.guard = engine.guard
         self.sequence = 1
         self.in_flight = 0
@@ -303,6 +306,8 @@ class Core(Owned):
             "drives": [_drive(window) for window in self.engine.windows()],
             "index_nbytes_per_object": self.index.nbytes_per_slot,
             "callback_errors": self.guard.errors,
+            "load_latency": self.load_latency.as_dict(),
+            "store_latency": self.store_latency.as_dict(),
         }
 
     def take_sequences(self, n: int) -> npt.NDArray[np.uint64]:

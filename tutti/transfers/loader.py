@@ -73,7 +73,7 @@ class Loader:
             except BaseException:
                 core.end()
                 raise
-        progress = LoadProgress(len(keys), core.layers, core.guard)
+        progress = LoadProgress(len(keys), core.layers, core.guard, core.load_latency)
         settle = _Settle(self, progress, batch)
         try:
             for mask, whole in self._partition(batch):

@@ -17,6 +17,7 @@ from tutti.arrays import U32, Rows
 from tutti.callbacks import Guard
 from tutti.errors import DeviceTimeout, PageRangeError, PagesInUse, TuttiError
 from tutti.gio_uring.status import status_error
+from tutti.histogram import Histogram
 from tutti.interrupts import Latch
 from tutti.process import Owned
 
@@ -110,8 +111,12 @@ class PutProgress(Owned):
     outcome: u8 (keys,), an Outcome each.  status: u32 (keys,), why a key failed, else 0.
     """
 
-    def __init__(self, keys: int, guard: Guard | None = None) -> None:
+    def __init__(
+        self, keys: int, guard: Guard | None = None, latency: Histogram | None = None
+    ) -> None:
         self._guard = guard or Guard()
+        self._latency = latency
+        self._begun_s = time.monotonic()
         self._parts = 1  # the submission itself
         self._lock = threading.Lock()
         self._done = Latch()
@@ -153,6 +158,8 @@ class PutProgress(Owned):
                 return
             callbacks, self._callbacks = self._callbacks, []
             self._done.set()
+        if self._latency is not None:
+            self._latency.observe_since(self._begun_s)
         for callback in callbacks:
             self._guard.call("a callback of a put", callback, self)
 
@@ -255,8 +262,16 @@ class LoadProgress(Owned):
     record_status: u32 (keys,), why the slot record of a key was refused, else 0.
     """
 
-    def __init__(self, keys: int, layers: int, guard: Guard | None = None) -> None:
+    def __init__(
+        self,
+        keys: int,
+        layers: int,
+        guard: Guard | None = None,
+        latency: Histogram | None = None,
+    ) -> None:
         self._guard = guard or Guard()
+        self._latency = latency
+        self._begun_s = time.monotonic()
         self.keys = keys
         self.layers = layers
         self.parts: list[LoadPart] = []
@@ -292,6 +307,8 @@ class LoadProgress(Owned):
         with self._lock:
             callbacks, self._callbacks = self._callbacks, []
             self._settled.set()
+        if self._latency is not None:
+            self._latency.observe_since(self._begun_s)
         for callback in callbacks:
             self._guard.call("a callback of a load", callback)
 

@@ -96,7 +96,7 @@ class TransferQueue(Owned):
         One that is longer than what may wait goes at once: to drop it would free nothing.
         """
         core = self._core
-        progress = PutProgress(len(request.keys), core.guard)
+        progress = PutProgress(len(request.keys), core.guard, core.store_latency)
         with core.lock:
             absent = core.index.find(request.keys) == MISSING
             rows = np.flatnonzero(absent).astype(np.int64)

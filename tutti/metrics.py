@@ -1,0 +1,186 @@
+"""Prometheus metrics of open pools, for programs without SGLang and for the agent.
+
+    from prometheus_client import REGISTRY
+    REGISTRY.register(StoreCollector({"chat": store}))
+
+`tutti serve --metrics` publishes those of its pools over HTTP.  Every number comes from
+``store.stats()`` when the page is read; nothing is counted twice.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from tutti import __version__
+from tutti.errors import ConfigError, TuttiError, Unsupported, system_message
+
+if TYPE_CHECKING:
+    from tutti.interface import Store
+    from tutti.node.agent import Agent
+
+try:
+    from prometheus_client import CollectorRegistry, start_http_server
+    from prometheus_client.core import (
+        CounterMetricFamily,
+        GaugeMetricFamily,
+        HistogramMetricFamily,
+        InfoMetricFamily,
+    )
+    from prometheus_client.registry import Collector
+except ImportError as _missing:
+    raise Unsupported(
+        "metrics need the package prometheus-client; install tutti[node]"
+    ) from _missing
+
+#: Name without prefix: (key of ``store.stats()``, meaning).  Prometheus appends _total.
+COUNTERS: Mapping[str, tuple[str, str]] = {
+    "lookups": ("lookups", "look-ups"),
+    "lookup_pages": ("looked_up", "pages that look-ups asked for"),
+    "hit_pages": ("hits", "pages that look-ups found"),
+    "stored_pages": ("stored", "pages stored"),
+    "present_pages": ("present", "pages offered that were in the pool already"),
+    "dropped_pages": ("dropped", "pages offered and not stored, for want of space"),
+    "store_errors": ("store_errors", "pages that could not be stored"),
+    "loaded_pages": ("loaded", "pages loaded"),
+    "load_errors": ("load_errors", "pages that could not be loaded"),
+    "corrupt_slices": ("mismatches", "pages whose digest was wrong"),
+    "evicted_objects": ("evicted", "objects evicted"),
+    "expired_objects": ("expired", "objects removed at the end of their time to live"),
+    "quarantined_objects": ("quarantined", "slots taken out of use"),
+    "read_bytes": ("bytes_read", "bytes read from the medium"),
+    "written_bytes": ("bytes_written", "bytes written to the medium: its wear"),
+    "commands": ("commands", "NVMe commands"),
+    "timeouts": ("timeouts", "commands that did not end in time"),
+    "cpu_seconds": ("engine_cpu_s", "CPU time of the engine's threads"),
+}
+GAUGES: Mapping[str, tuple[str, str]] = {
+    "capacity_objects": ("capacity_objects", "objects that fit into the pool"),
+    "free_objects": ("free_objects", "slots that are free"),
+    "busy_objects": ("busy_objects", "objects that transfers or look-ups protect from eviction"),
+    "pinned_objects": ("pinned_objects", "objects that an operator pinned"),
+}
+LATENCIES: Mapping[str, str] = {"load": "load_latency", "store": "store_latency"}
+
+
+class StoreCollector(Collector):
+    """Collects stores for a Prometheus registry.
+
+    stores: by the value of the label `pool`; or a function that returns them as they are now.
+    A store whose counters cannot be read has no samples but `tutti_up` 0.
+    """
+
+    def __init__(self, stores: Mapping[str, Store] | Callable[[], Mapping[str, Any]]) -> None:
+        self._stores: Callable[[], Mapping[str, Any]] = (
+            stores if callable(stores) else lambda: stores
+        )
+
+    def collect(self) -> Iterator[Any]:
+        """The metrics of all stores."""
+        labels = ["pool"]
+        info = InfoMetricFamily("tutti", "version and settings of a pool", labels=labels)
+        up = GaugeMetricFamily("tutti_up", "1 if the pool answers", labels=labels)
+        recovered = GaugeMetricFamily(
+            "tutti_recovered", "1 after recovery; look-ups miss before", labels=labels
+        )
+        counters = {
+            name: CounterMetricFamily(f"tutti_{name}", meaning, labels=labels)
+            for name, (_, meaning) in COUNTERS.items()
+        }
+        gauges = {
+            name: GaugeMetricFamily(f"tutti_{name}", meaning, labels=labels)
+            for name, (_, meaning) in GAUGES.items()
+        }
+        slots = GaugeMetricFamily("tutti_slots", "slots by state", labels=["pool", "state"])
+        latency = HistogramMetricFamily(
+            "tutti_transfer_seconds",
+            "time from the call until its pages are free, by direction",
+            labels=["pool", "direction"],
+        )
+        for pool, store in self._stores().items():
+            stats = _stats_of(store)
+            up.add_metric([pool], float(stats is not None))
+            if stats is None:
+                continue
+            info.add_metric([pool], _settings(store))
+            recovered.add_metric([pool], float(store.recovered))
+            for families, names in ((counters, COUNTERS), (gauges, GAUGES)):
+                for name, (key, _) in names.items():
+                    if key in stats:
+                        families[name].add_metric([pool], float(stats[key]))
+            for state, count in stats["slots"].items():
+                slots.add_metric([pool, state], float(count))
+            for direction, key in LATENCIES.items():
+                buckets, sum_s = _cumulative(stats[key])
+                latency.add_metric([pool, direction], buckets=buckets, sum_value=sum_s)
+        yield from (info, up, recovered, *counters.values(), *gauges.values(), slots, latency)
+
+
+class AgentCollector(Collector):
+    """Collects what an agent counts: see AgentCounters, whose fields are the counters' names."""
+
+    def __init__(self, agent: Agent) -> None:
+        self._agent = agent
+
+    def collect(self) -> Iterator[Any]:
+        """The agent's metrics."""
+        for name, value in vars(self._agent.counters).items():
+            meaning = f"{name} of the agent since it started"
+            yield CounterMetricFamily(f"tutti_agent_{name}", meaning, value=float(value))
+        open_sessions = float(len(self._agent.sessions))
+        yield GaugeMetricFamily("tutti_agent_open_sessions", "clients", value=open_sessions)
+
+
+@contextlib.contextmanager
+def published(address: str, *collectors: Collector) -> Iterator[None]:
+    """Serves metrics over HTTP at "HOST:PORT", or at "PORT" of 127.0.0.1, inside the block.
+
+    Raises ConfigError for an address that cannot be used.
+    """
+    host, _, port = address.rpartition(":")
+    if not port.isdecimal() or not 0 < int(port) < 2**16:
+        raise ConfigError(f"{address!r} is not an address; give HOST:PORT, or a PORT of 127.0.0.1")
+    registry = CollectorRegistry()
+    for collector in collectors:
+        registry.register(collector)
+    try:
+        server, thread = start_http_server(int(port), host or "127.0.0.1", registry)
+    except OSError as error:
+        raise ConfigError(
+            f"metrics cannot be served at {address}: {system_message(error)}; choose another port"
+        ) from error
+    try:
+        yield
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join(5.0)
+
+
+def _stats_of(store: Any) -> dict[str, Any] | None:
+    try:
+        stats: dict[str, Any] = store.stats()
+    except TuttiError:
+        return None
+    return stats if "slots" in stats else None
+
+
+def _settings(store: Any) -> dict[str, str]:
+    return {
+        "version": __version__,
+        "model": str(store.layout.model),
+        "page_size": str(store.layout.page_size),
+        "verify": store.config.verify,
+        "durability": store.config.durability,
+    }
+
+
+def _cumulative(histogram: Mapping[str, Any]) -> tuple[list[tuple[str, float]], float]:
+    total = 0
+    buckets = []
+    bounds = [*(f"{bound:g}" for bound in histogram["bounds_s"]), "+Inf"]
+    for bound, count in zip(bounds, histogram["counts"], strict=True):
+        total += count
+        buckets.append((bound, float(total)))
+    return buckets, float(histogram["sum_s"])
