@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from bisect import bisect_left
+from collections.abc import Sequence
 from typing import Any
 
 #: Upper bounds of the buckets in seconds; the last bucket has none.
@@ -37,3 +39,16 @@ class Histogram:
                 "counts": list(self._counts),
                 "sum_s": self._sum_s,
             }
+
+
+def quantile_s(counts: Sequence[int], share: float) -> float | None:
+    """The upper bound of the bucket that the quantile lies in; None without a count."""
+    total = sum(counts)
+    if not total:
+        return None
+    below = 0
+    for bound_s, count in zip((*BOUNDS_S, math.inf), counts, strict=True):
+        below += count
+        if below >= share * total:
+            return bound_s
+    return math.inf

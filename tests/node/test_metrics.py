@@ -123,5 +123,8 @@ def test_a_port_in_use_is_refused() -> None:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        with pytest.raises(ConfigError, match="choose another port"), published(f"127.0.0.1:{port}"):
+        with (
+            pytest.raises(ConfigError, match="choose another port"),
+            published(f"127.0.0.1:{port}"),
+        ):
             pass

@@ -1,14 +1,17 @@
-"""`tutti ls`, `rm` and `pin`: the objects of a pool, of a closed one or through its agent."""
+"""`tutti ls`, `rm`, `pin`, `export` and `import`: the objects of a closed pool, or of an agent's."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Sequence
+import os
+from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import numpy as np
 
 from tutti.arguments import above_zero, positive
+from tutti.archive import ImportResult, chains_of, export_objects, import_objects
 from tutti.arrays import Keys
 from tutti.commands.outcome import Outcome
 from tutti.errors import ConfigError, KeySizeError
@@ -77,6 +80,22 @@ def add_pin(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=pin)
 
 
+def add_export(parser: argparse.ArgumentParser) -> None:
+    """Describes `tutti export`."""
+    _add_pool(parser, "export", "--namespace docs --out docs.tkv")
+    _add_keys(parser)
+    parser.add_argument("--out", required=True, metavar="FILE", help="file to create")
+    parser.set_defaults(run=export)
+
+
+def add_import(parser: argparse.ArgumentParser) -> None:
+    """Describes `tutti import`."""
+    _add_pool(parser, "import", "docs.tkv --namespace docs")
+    parser.add_argument("file", metavar="FILE", help="as `tutti export` wrote it")
+    parser.add_argument("--namespace", default="", metavar="NAME", help="of the imported objects")
+    parser.set_defaults(run=import_)
+
+
 def ls(args: argparse.Namespace) -> Outcome:
     """Chains by their first pages."""
     with _opened(args.pool) as store:
@@ -118,24 +137,39 @@ def pin(args: argparse.Namespace) -> Outcome:
     return Outcome({what: count}, f"{count} objects {what}")
 
 
-def chains_of(infos: Sequence[ObjectInfo]) -> list[list[ObjectInfo]]:
-    """Objects in paths from a first page (or one whose parent is gone) to each last page.
+def export(args: argparse.Namespace) -> Outcome:
+    """Writes objects to a file, which appears when it is complete."""
+    part = Path(f"{args.out}.part")
+    with _opened(args.pool) as store:
+        keys = _chosen(store, args)
+        if Path(args.out).exists():
+            raise ConfigError(f"{args.out} exists; name another file, or remove it first")
+        try:
+            with part.open("xb") as file:
+                count = export_objects(store, keys, file)
+                file.flush()
+                os.fsync(file.fileno())
+            part.rename(args.out)
+        except FileExistsError as error:
+            raise ConfigError(f"{part} exists; remove it if no export is running") from error
+        except BaseException:
+            part.unlink(missing_ok=True)
+            raise
+        nbytes = count * store.layout.object_nbytes
+    return Outcome(
+        {"exported": count, "payload_nbytes": nbytes},
+        f"{count} objects exported, {format_nbytes(nbytes)}",
+    )
 
-    Pages that several chains share are in the longest of them alone.
-    """
-    by_key = {info.key: info for info in infos}
-    taken: set[bytes] = set()
-    chains = []
-    for info in sorted(infos, key=lambda each: -each.depth):
-        chain: list[ObjectInfo] = []
-        page: ObjectInfo | None = info
-        while page is not None and page.key not in taken:
-            taken.add(page.key)
-            chain.append(page)
-            page = by_key.get(page.parent)
-        if chain:
-            chains.append(chain[::-1])
-    return chains
+
+def import_(args: argparse.Namespace) -> Outcome:
+    """Stores the objects of a file."""
+    with Path(args.file).open("rb") as file, _opened(args.pool) as store:
+        result: ImportResult = import_objects(store, file, namespace=args.namespace)
+    text = f"{result.stored} objects stored, {result.present} in the pool already"
+    if result.dropped:
+        text += f", {result.dropped} dropped: the pool is full of objects in use"
+    return Outcome(dict(vars(result)), text)
 
 
 def _row(chain: list[ObjectInfo], page_size: int) -> tuple[object, ...]:

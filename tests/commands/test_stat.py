@@ -1,0 +1,81 @@
+"""`tutti stat`: totals and intervals of an agent's pool."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from node.agents import RunningAgent
+
+from store.pools import fill, some_keys
+from tutti.cli import main
+
+
+@pytest.fixture
+def agent(tmp_path: Path) -> Iterator[RunningAgent]:
+    running = RunningAgent(tmp_path / "agent")
+    yield running
+    running.stop()
+
+
+def test_totals(agent: RunningAgent, capsys: pytest.CaptureFixture[str], seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    with agent.connect() as store:
+        memory = store.allocate_memory(4)
+        fill(memory, range(4), rng)
+        keys = some_keys(rng, 8)
+        store.put(keys[:4], range(4)).wait(5)
+        assert store.match(keys) == 4
+        assert main(["stat", f"unix:{agent.path}"]) == 0
+        shown = capsys.readouterr().out
+        assert main(["stat", f"unix:{agent.path}", "--json"]) == 0
+        result = json.loads(capsys.readouterr().out)
+    lines = dict(line.split("  ", 1) for line in shown.splitlines())
+    assert lines["hits"].strip() == "50.0%"
+    assert lines["errors"].strip() == "0"
+    assert "<" in lines["store p99"]
+    assert lines["load p99"].strip() == "-"
+    assert result["stored"] == 4
+
+
+def test_an_interval_shows_what_happened_in_it(
+    agent: RunningAgent, capsys: pytest.CaptureFixture[str], seed: int
+) -> None:
+    """Look-ups before the first line are not in it."""
+    rng = np.random.default_rng(seed)
+    keys = some_keys(rng, 8)
+    with agent.connect() as store:
+        memory = store.allocate_memory(4)
+        fill(memory, range(4), rng)
+        store.put(keys[:4], range(4)).wait(5)
+        store.match(keys)
+        stop = threading.Event()
+
+        def look_up() -> None:
+            while not stop.is_set():
+                store.match(keys[:4])
+
+        busy = threading.Thread(target=look_up)
+        busy.start()
+        try:
+            assert main(["stat", f"unix:{agent.path}", "--watch", "0.2", "--count", "2"]) == 0
+        finally:
+            stop.set()
+            busy.join()
+    headings, *rows, last = capsys.readouterr().out.splitlines()
+    assert headings.split()[:3] == ["time", "used", "hits"]
+    assert max(map(len, (headings, *rows))) <= 120
+    assert [row.split()[2] for row in rows] == ["100.0%"] * 2
+    assert last == "2 intervals"
+
+
+def test_what_is_not_an_agent_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["stat", "/tmp/pool.tutti"]) == 2
+    assert "unix:SOCKET" in capsys.readouterr().err
+    assert main(["stat", "unix:/nowhere", "--count", "3"]) == 2
+    assert "--watch" in capsys.readouterr().err
+    assert main(["stat", "unix:/nowhere"]) == 3

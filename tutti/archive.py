@@ -1,0 +1,219 @@
+"""Objects of a pool as a file that another machine can import.
+
+    with tutti.open("pool.tutti") as store, open("docs.tkv", "wb") as file:
+        export_objects(store, store.catalogue.keys("docs"), file)
+
+A file holds a header (magic, version, length of the JSON behind it, its XXH3-64), the JSON, and per
+object a fixed head, the payload in the order of the medium, and the XXH3-128 of both.  All
+integers are little-endian.  The JSON names the layout, whose fingerprint must be the pool's, and
+the number of objects.  Chains come one after another, each from its first page on.
+
+Pins, hits and namespaces stay behind: the importer chooses its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import struct
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import BinaryIO
+
+import numpy as np
+import xxhash
+
+from tutti import __version__
+from tutti.arrays import Keys
+from tutti.errors import PoolCorrupt, PoolMismatch
+from tutti.interface import Store
+from tutti.medium.keys import KEY_NBYTES, as_keys
+from tutti.medium.layout import KVLayout
+from tutti.memory.host_memory import HostMemory
+from tutti.transfers.catalogue import ObjectInfo
+
+VERSION = 1
+_MAGIC = b"TUTTIKV\n"
+_HEADER = struct.Struct("<8sIIQ")
+#: key, parent, depth, seconds to live (0: no limit).
+_HEAD = struct.Struct(f"<{KEY_NBYTES}s{KEY_NBYTES}sII")
+_DIGEST_NBYTES = 16
+_JSON_NBYTES_MAX = 1 << 20
+_BATCH_NBYTES = 64 << 20
+_TIMEOUT_S = 600.0
+_NO_PARENT = bytes(KEY_NBYTES)
+
+
+@dataclass(frozen=True)
+class ImportResult:
+    """Objects of an import: stored, in the pool already, and dropped because nothing could go."""
+
+    stored: int
+    present: int
+    dropped: int
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """One object of a file."""
+
+    key: bytes
+    parent: bytes
+    depth: int
+    ttl_s: int
+    payload: bytes
+
+    def follows(self, other: _Entry) -> bool:
+        """Whether both can be in one put."""
+        return (self.parent, self.depth, self.ttl_s) == (other.key, other.depth + 1, other.ttl_s)
+
+
+def chains_of(infos: Sequence[ObjectInfo]) -> list[list[ObjectInfo]]:
+    """Objects in paths from a first page (or one whose parent is gone) to each last page.
+
+    Pages that several chains share are in the longest of them alone.
+    """
+    by_key = {info.key: info for info in infos}
+    taken: set[bytes] = set()
+    chains = []
+    for info in sorted(infos, key=lambda each: -each.depth):
+        chain: list[ObjectInfo] = []
+        page: ObjectInfo | None = info
+        while page is not None and page.key not in taken:
+            taken.add(page.key)
+            chain.append(page)
+            page = by_key.get(page.parent)
+        if chain:
+            chains.append(chain[::-1])
+    return chains
+
+
+def export_objects(store: Store, keys: Keys, file: BinaryIO) -> int:
+    """Writes objects to a file opened for binary writing; returns how many.
+
+    keys: uint8 (n, 16); those that are not in the pool are left out.  Every byte is verified as it
+    is read, unless the pool is opened with verify="off".  Raises OSError of the file, and what
+    ``load`` raises.
+    """
+    infos = [info for chain in chains_of(store.catalogue.objects(keys)) for info in chain]
+    description = json.dumps(
+        {"tutti": __version__, "objects": len(infos), "layout": json.loads(store.layout.to_json())}
+    ).encode()
+    digest = xxhash.xxh3_64_intdigest(description)
+    file.write(_HEADER.pack(_MAGIC, VERSION, len(description), digest) + description)
+    with _memory(store) as memory:
+        for start in range(0, len(infos), memory.pages):
+            some = infos[start : start + memory.pages]
+            pages = np.arange(len(some), dtype=np.uint32)
+            ticket = store.load(as_keys([info.key for info in some]), pages, memory=memory)
+            ticket.wait(_TIMEOUT_S)
+            for page, info in enumerate(some):
+                ttl_s = max(1, info.expires_s) if info.expires_s is not None else 0
+                head = _HEAD.pack(info.key, info.parent, info.depth, ttl_s)
+                payload = memory.read(page)
+                file.write(head + payload + _digest(head, payload))
+            ticket.wait_settled(_TIMEOUT_S)
+    return len(infos)
+
+
+def import_objects(store: Store, file: BinaryIO, *, namespace: str = "") -> ImportResult:
+    """Stores the objects of a file in a pool.
+
+    file: opened for binary reading.  namespace: whose objects they become.  Nothing of an object
+    is stored before its checksum was right; objects before a damaged one stay stored.
+    Raises PoolMismatch for KV of another model, layout or version, PoolCorrupt for a damaged or
+    incomplete file, and what ``put`` raises.
+    """
+    count = _read_header(store.layout, file)
+    totals = np.zeros(3, np.int64)
+    with _memory(store) as memory:
+        batch: list[_Entry] = []
+        for number in range(count):
+            entry = _read_entry(file, number, store.layout.object_nbytes)
+            if batch and (len(batch) == memory.pages or not entry.follows(batch[-1])):
+                totals += _put(store, memory, batch, namespace)
+                batch = []
+            batch.append(entry)
+        if batch:
+            totals += _put(store, memory, batch, namespace)
+        if file.read(1):
+            raise PoolCorrupt("the file goes on after its last object; export it again")
+    return ImportResult(*totals.tolist())
+
+
+def _put(
+    store: Store, memory: HostMemory, batch: list[_Entry], namespace: str
+) -> tuple[int, int, int]:
+    for page, entry in enumerate(batch):
+        memory.write(page, entry.payload)
+    first = batch[0]
+    ticket = store.put(
+        as_keys([entry.key for entry in batch]),
+        np.arange(len(batch), dtype=np.uint32),
+        memory=memory,
+        parent=first.parent if first.parent != _NO_PARENT else None,
+        depth=first.depth,
+        ttl_s=float(first.ttl_s) if first.ttl_s else None,
+        namespace=namespace,
+    )
+    result = ticket.wait(_TIMEOUT_S)
+    return result.stored, result.present, result.dropped
+
+
+def _read_header(layout: KVLayout, file: BinaryIO) -> int:
+    """The number of objects.  Raises PoolMismatch or PoolCorrupt."""
+    header = file.read(_HEADER.size)
+    if len(header) < _HEADER.size or not header.startswith(_MAGIC):
+        raise PoolMismatch("this is not a file of `tutti export`; name another")
+    _, version, nbytes, digest = _HEADER.unpack(header)
+    if version != VERSION:
+        raise PoolMismatch(
+            f"the file has version {version}, this program reads {VERSION}; export it again with"
+            " the same version of tutti"
+        )
+    if nbytes > _JSON_NBYTES_MAX:
+        raise PoolCorrupt("the header of the file is damaged; export it again")
+    description = file.read(nbytes)
+    if len(description) != nbytes or xxhash.xxh3_64_intdigest(description) != digest:
+        raise PoolCorrupt("the header of the file is damaged; export it again")
+    try:
+        fields = json.loads(description)
+        count = int(fields["objects"])
+        found = KVLayout.from_json(json.dumps(fields["layout"]))
+    except (ValueError, KeyError, TypeError) as error:
+        raise PoolCorrupt("the header of the file is damaged; export it again") from error
+    if found.fingerprint != layout.fingerprint:
+        raise PoolMismatch(
+            f"the file holds {found.to_json()}, the pool {layout.to_json()}; import it into a pool"
+            " of the same model and layout"
+        )
+    return count
+
+
+def _read_entry(file: BinaryIO, number: int, object_nbytes: int) -> _Entry:
+    raw = file.read(_HEAD.size + object_nbytes + _DIGEST_NBYTES)
+    head, payload = raw[: _HEAD.size], raw[_HEAD.size : _HEAD.size + object_nbytes]
+    if raw[_HEAD.size + object_nbytes :] != _digest(head, payload):
+        raise PoolCorrupt(
+            f"object {number} of the file is damaged or missing; those before it are stored,"
+            " export the file again for the rest"
+        )
+    return _Entry(*_HEAD.unpack(head), payload)
+
+
+def _digest(head: bytes, payload: bytes) -> bytes:
+    digest = xxhash.xxh3_128()
+    digest.update(head)
+    digest.update(payload)
+    return digest.digest()
+
+
+@contextlib.contextmanager
+def _memory(store: Store) -> Iterator[HostMemory]:
+    """Registered memory for a batch of objects."""
+    pages = max(1, _BATCH_NBYTES // store.layout.object_nbytes)
+    memory = store.allocate_memory(pages)
+    try:
+        yield memory
+    finally:
+        store.unregister(memory)

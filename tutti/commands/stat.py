@@ -1,0 +1,113 @@
+"""`tutti stat`: what an agent's pool is doing."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from tutti.arguments import above_zero, positive
+from tutti.commands.outcome import Outcome
+from tutti.errors import ConfigError
+from tutti.histogram import BOUNDS_S, quantile_s
+from tutti.node.client import connect
+from tutti.terminal import facts
+from tutti.units import format_duration
+
+_AGENT = "unix:"
+_DESCRIPTION = """\
+Shows the counters of an agent's pool (`tutti serve`) since it was opened. With --watch, a line for
+each interval until Ctrl-C."""
+_EXAMPLE = """\
+example:
+  tutti stat unix:/run/user/1000/tutti.sock --watch 5
+
+`tutti info` shows the pool of a file that is not open."""
+_HEADINGS = (
+    *("time", "used", "hits", "read GB/s", "write GB/s", "load p99", "store p99"),
+    *("dropped", "evicted", "errors", "clients"),
+)
+_WIDTH = 9
+
+
+def add_stat(parser: argparse.ArgumentParser) -> None:
+    """Describes `tutti stat`."""
+    parser.description, parser.epilog = _DESCRIPTION, _EXAMPLE
+    parser.add_argument("pool", metavar="unix:SOCKET", help="socket of an agent")
+    parser.add_argument("--watch", type=above_zero, metavar="SECONDS", help="length of an interval")
+    parser.add_argument(
+        "--count", type=positive, metavar="N", help="end after so many intervals (default: never)"
+    )
+    parser.set_defaults(run=stat)
+
+
+def stat(args: argparse.Namespace) -> Outcome:
+    """Shows totals, or intervals."""
+    if not args.pool.startswith(_AGENT):
+        raise ConfigError(f"{args.pool} is not the socket of an agent; give unix:SOCKET")
+    if args.count is not None and args.watch is None:
+        raise ConfigError("--count needs --watch; give the length of an interval")
+    with connect(args.pool) as store:
+        if args.watch is None:
+            stats = store.stats()
+            zero = _nothing(stats)
+            return Outcome(stats, facts(list(zip(_HEADINGS, _row(zero, stats, 0.0), strict=True))))
+        lines = _watch(store.stats, args.watch, args.count)
+    return Outcome({"intervals": lines}, f"{lines} intervals")
+
+
+def _watch(read: Any, interval_s: float, count: int | None) -> int:
+    print(_line(_HEADINGS), flush=True)
+    before, before_s, lines = read(), time.monotonic(), 0
+    while count is None or lines < count:
+        time.sleep(interval_s)
+        now, now_s = read(), time.monotonic()
+        print(_line(_row(before, now, now_s - before_s)), flush=True)
+        before, before_s, lines = now, now_s, lines + 1
+    return lines
+
+
+def _nothing(stats: Mapping[str, Any]) -> dict[str, Any]:
+    """The counters at the opening."""
+    empty = {**stats["load_latency"], "counts": [0] * len(stats["load_latency"]["counts"])}
+    counters = {name: 0 for name, value in stats.items() if isinstance(value, int)}
+    return {**counters, "slots": {}, "load_latency": empty, "store_latency": empty}
+
+
+def _row(before: Mapping[str, Any], now: Mapping[str, Any], seconds: float) -> list[str]:
+    """One line; bandwidths only where an interval has a length."""
+    if "slots" not in now or "slots" not in before:
+        return [time.strftime("%H:%M:%S"), "away", *[""] * (len(_HEADINGS) - 2)]
+
+    def since(*names: str) -> int:
+        return sum(int(now[name]) - int(before[name]) for name in names)
+
+    looked_up, capacity = since("looked_up"), max(1, int(now["capacity_objects"]))
+    return [
+        time.strftime("%H:%M:%S"),
+        f"{1 - int(now['free_objects']) / capacity:.1%}",
+        f"{since('hits') / looked_up:.1%}" if looked_up else "-",
+        *(
+            f"{since(name) / seconds / 1e9:.2f}" if seconds else "-"
+            for name in ("bytes_read", "bytes_written")
+        ),
+        *(_p99(before, now, name) for name in ("load_latency", "store_latency")),
+        str(since("dropped")),
+        str(since("evicted")),
+        str(since("load_errors", "store_errors", "mismatches", "timeouts")),
+        str(now.get("sessions", 1)),
+    ]
+
+
+def _p99(before: Mapping[str, Any], now: Mapping[str, Any], name: str) -> str:
+    pairs = zip(before[name]["counts"], now[name]["counts"], strict=True)
+    bound_s = quantile_s([later - earlier for earlier, later in pairs], 0.99)
+    if bound_s is None:
+        return "-"
+    return f">{BOUNDS_S[-1]:g} s" if math.isinf(bound_s) else f"<{format_duration(bound_s)}"
+
+
+def _line(cells: Any) -> str:
+    return "  ".join(str(cell).rjust(_WIDTH) for cell in cells)
