@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import secrets
 import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -91,11 +92,29 @@ def chains_of(infos: Sequence[ObjectInfo]) -> list[list[ObjectInfo]]:
 def export_objects(store: Store, keys: Keys, file: BinaryIO) -> int:
     """Writes objects to a file opened for binary writing; returns how many.
 
-    keys: uint8 (n, 16); those that are not in the pool are left out.  Every byte is verified as it
-    is read, unless the pool is opened with verify="off".  Raises OSError of the file, and what
-    ``load`` raises.
+    keys: uint8 (n, 16); those that are not in the pool, or that ``pin_share`` does not allow to
+    keep, are left out.  Every byte is verified, unless the pool is opened with verify="off".
+    Raises OSError of the file, and what ``load`` raises.
     """
+    name = f"export-{secrets.token_hex(8)}"
+    try:
+        infos = _pinned(store, keys, name)
+        _write(store, infos, file)
+    finally:
+        store.unpin(name)
+    return len(infos)
+
+
+def _pinned(store: Store, keys: Keys, name: str) -> list[ObjectInfo]:
+    """Objects in the order of their chains, which stay until ``name`` is unpinned."""
     infos = [info for chain in chains_of(store.catalogue.objects(keys)) for info in chain]
+    if not infos:
+        return []
+    there = store.present(as_keys([info.key for info in infos]), pin=name)
+    return [info for info, is_there in zip(infos, there, strict=True) if is_there]
+
+
+def _write(store: Store, infos: Sequence[ObjectInfo], file: BinaryIO) -> None:
     description = json.dumps(
         {"tutti": __version__, "objects": len(infos), "layout": json.loads(store.layout.to_json())}
     ).encode()
@@ -113,7 +132,6 @@ def export_objects(store: Store, keys: Keys, file: BinaryIO) -> int:
                 payload = memory.read(page)
                 file.write(head + payload + _digest(head, payload))
             ticket.wait_settled(_TIMEOUT_S)
-    return len(infos)
 
 
 def import_objects(store: Store, file: BinaryIO, *, namespace: str = "") -> ImportResult:
@@ -198,7 +216,8 @@ def _read_entry(file: BinaryIO, number: int, object_nbytes: int) -> _Entry:
             f"object {number} of the file is damaged or missing; those before it are stored,"
             " export the file again for the rest"
         )
-    return _Entry(*_HEAD.unpack(head), payload)
+    key, parent, depth, ttl_s = _HEAD.unpack(head)
+    return _Entry(key, parent, depth, ttl_s, payload)
 
 
 def _digest(head: bytes, payload: bytes) -> bytes:

@@ -1,17 +1,17 @@
-"""`tutti ls`, `rm`, `pin`, `export` and `import`: the objects of a closed pool, or of an agent's."""
+"""`tutti ls`, `rm`, `pin`, `export` and `import`: objects of a closed pool, or of an agent's."""
 
 from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 
-from tutti.arguments import above_zero, positive
 from tutti.archive import ImportResult, chains_of, export_objects, import_objects
+from tutti.arguments import above_zero, positive
 from tutti.arrays import Keys
 from tutti.commands.outcome import Outcome
 from tutti.errors import ConfigError, KeySizeError

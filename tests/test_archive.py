@@ -1,0 +1,176 @@
+"""`tutti export` and `tutti import`: chains of one pool in another, through both kinds of store."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from node.agents import LAYOUT, RunningAgent, running
+
+import tutti
+from store.pools import fill, some_keys
+from tutti.archive import export_objects, import_objects
+from tutti.cli import main
+from tutti.errors import PoolCorrupt, PoolMismatch
+from tutti.medium.layout import KVLayout
+
+OTHER = KVLayout.mha(
+    layers=4, kv_heads=2, head_dim=64, page_size=16, dtype="bfloat16", model="another-model"
+)
+
+
+def stored(store: Any, rng: np.random.Generator, n: int = 6) -> tuple[Any, list[bytes]]:
+    """A chain of n - 1 pages and one page that branches off after the second."""
+    memory = store.allocate_memory(n)
+    keys = some_keys(rng, n)
+    contents = fill(memory, range(n), rng)
+    store.put(keys[: n - 1], range(n - 1)).wait(5)
+    store.put(keys[n - 1 :], [n - 1], parent=keys[1].tobytes(), depth=2, ttl_s=640).wait(5)
+    store.unregister(memory)
+    return keys, contents
+
+
+def loaded(store: Any, keys: Any) -> list[bytes]:
+    memory = store.allocate_memory(len(keys))
+    ticket = store.load(keys, range(len(keys)), memory=memory)
+    ticket.wait(5)
+    assert ticket.wait_settled(5)
+    contents = [memory.read(page) for page in range(len(keys))]
+    store.unregister(memory)
+    return contents
+
+
+@pytest.mark.parametrize("target", ["file", "agent"])
+def test_chains_travel(
+    target: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], seed: int
+) -> None:
+    rng = np.random.default_rng(seed)
+    source, archive = str(tmp_path / "source.tutti"), str(tmp_path / "a.tkv")
+    with tutti.open(source, LAYOUT, "32MiB") as store:
+        keys, contents = stored(store, rng)
+    first = keys[0].tobytes().hex()
+    assert main(["export", source, first, "--chain", "--out", archive, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["exported"] == 6
+    with running(tmp_path / "node") as agent:
+        pool = str(tmp_path / "target.tutti")
+        if target == "agent":
+            pool, opened = f"unix:{agent.path}", agent.connect
+        else:
+            opened = lambda: tutti.open(pool, LAYOUT, "32MiB")  # noqa: E731
+        opened().close()
+        with opened() as store:
+            for expected in ({"stored": 6, "present": 0}, {"stored": 0, "present": 6}):
+                if target == "file":
+                    with open(archive, "rb") as file:
+                        result = vars(import_objects(store, file, namespace="docs"))
+                else:
+                    assert main(["import", pool, archive, "--namespace", "docs", "--json"]) == 0
+                    result = json.loads(capsys.readouterr().out)
+                assert result == {**expected, "dropped": 0}
+            assert store.match(keys[:5]) == 5
+            assert loaded(store, keys) == contents
+            infos = {
+                info.key: info for info in store.catalogue.objects(store.catalogue.keys("docs"))
+            }
+    branch = infos[keys[5].tobytes()]
+    assert (branch.parent, branch.depth) == (keys[1].tobytes(), 2)
+    assert branch.expires_s is not None
+    assert infos[keys[4].tobytes()].expires_s is None
+
+
+def exported(tmp_path: Path, rng: np.random.Generator) -> tuple[bytes, Any, list[bytes]]:
+    file = io.BytesIO()
+    with tutti.open(str(tmp_path / "source.tutti"), LAYOUT, "32MiB") as store:
+        keys, contents = stored(store, rng)
+        assert export_objects(store, keys, file) == 6
+    return file.getvalue(), keys, contents
+
+
+def test_a_damaged_file_stores_no_wrong_byte(tmp_path: Path, seed: int) -> None:
+    """Any one byte, and any end: refused, and what was stored before is right."""
+    rng = np.random.default_rng(seed)
+    whole, keys, contents = exported(tmp_path, rng)
+    by_key = {key.tobytes(): content for key, content in zip(keys, contents, strict=True)}
+    with tutti.open(str(tmp_path / "target.tutti"), LAYOUT, "32MiB") as store:
+        cuts = [*range(0, 40, 7), *rng.integers(0, len(whole), 6).tolist(), len(whole) - 1]
+        damaged = [whole[:cut] for cut in cuts] + [whole + b"x"]
+        for place in (*range(0, 24, 3), *rng.integers(0, len(whole), 16).tolist()):
+            flipped = bytearray(whole)
+            flipped[place] ^= 1 << int(rng.integers(8))
+            damaged.append(bytes(flipped))
+        for raw in damaged:
+            store.clear()
+            with pytest.raises((PoolCorrupt, PoolMismatch)):
+                import_objects(store, io.BytesIO(raw))
+            there = store.catalogue.keys()
+            if len(there):
+                assert loaded(store, there) == [by_key[key.tobytes()] for key in there]
+
+
+def test_another_model_and_another_version_are_refused(tmp_path: Path, seed: int) -> None:
+    whole, _, _ = exported(tmp_path, np.random.default_rng(seed))
+    with tutti.open(str(tmp_path / "other.tutti"), OTHER, "32MiB") as store:
+        with pytest.raises(PoolMismatch, match="same model"):
+            import_objects(store, io.BytesIO(whole))
+        newer = whole[:8] + (9).to_bytes(4, "little") + whole[12:]
+        with pytest.raises(PoolMismatch, match="version 9"):
+            import_objects(store, io.BytesIO(newer))
+        assert not len(store.catalogue.keys())
+
+
+def test_what_is_exported_is_not_evicted_meanwhile(tmp_path: Path, seed: int) -> None:
+    """Another client fills the pool during the export."""
+    rng = np.random.default_rng(seed)
+    with running(tmp_path) as agent, agent.connect(capacity="8MiB") as store:
+        keys, contents = stored(store, rng)
+        file = Slow(lambda: crowd(agent, rng))
+        assert export_objects(store, keys, file) == 6
+        file.seek(0)
+        store.clear()
+        assert import_objects(store, file).stored == 6
+        assert loaded(store, keys) == contents
+
+
+class Slow(io.BytesIO):
+    """Calls back after the header, before the first object is read."""
+
+    def __init__(self, callback: Any) -> None:
+        super().__init__()
+        self._callback = callback
+
+    def write(self, data: Any) -> int:
+        callback, self._callback = self._callback, None
+        if callback is not None:
+            callback()
+        return super().write(data)
+
+
+def crowd(agent: RunningAgent, rng: np.random.Generator) -> None:
+    with agent.connect() as other:
+        n = other.stats()["capacity_objects"]
+        memory = other.allocate_memory(n)
+        other.put(some_keys(rng, n), np.arange(n), memory=memory).wait(10)
+        assert other.stats()["evicted"] > 0 or other.stats()["dropped"] > 0
+
+
+def test_the_command_line_keeps_files(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], seed: int
+) -> None:
+    """An export never overwrites, and leaves nothing when it fails."""
+    pool, out = str(tmp_path / "pool.tutti"), tmp_path / "a.tkv"
+    with tutti.open(pool, LAYOUT, "32MiB") as store:
+        keys, _ = stored(store, np.random.default_rng(seed))
+    out.write_bytes(b"mine")
+    argv = ["export", pool, keys[0].tobytes().hex(), "--out", str(out)]
+    assert main(argv) == 2
+    assert "exists" in capsys.readouterr().err
+    assert out.read_bytes() == b"mine"
+    assert main(["import", pool, str(out)]) == 3
+    assert "tutti export" in capsys.readouterr().err
+    assert main(["import", pool, str(tmp_path / "none")]) == 3
+    assert main([*argv[:-1], str(tmp_path / "none" / "b")]) == 3
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.tkv", "pool.tutti"]
