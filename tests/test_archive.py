@@ -125,7 +125,7 @@ def test_another_model_and_another_version_are_refused(tmp_path: Path, seed: int
 def test_what_is_exported_is_not_evicted_meanwhile(tmp_path: Path, seed: int) -> None:
     """Another client fills the pool during the export."""
     rng = np.random.default_rng(seed)
-    with running(tmp_path) as agent, agent.connect(capacity="8MiB") as store:
+    with running(tmp_path) as agent, agent.connect(capacity="12MiB") as store:
         keys, contents = stored(store, rng)
         file = Slow(lambda: crowd(agent, rng))
         assert export_objects(store, keys, file) == 6
