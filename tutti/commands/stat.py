@@ -12,7 +12,7 @@ from tutti.arguments import above_zero, positive
 from tutti.commands.outcome import Outcome
 from tutti.errors import ConfigError
 from tutti.histogram import BOUNDS_S, quantile_s
-from tutti.node.client import connect
+from tutti.node.connect import connect
 from tutti.terminal import facts
 from tutti.units import format_duration
 
