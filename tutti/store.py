@@ -273,7 +273,10 @@ class ObjectStore(Owned, Store):
         return self._core.ready
 
     def stats(self) -> dict[str, Any]:
-        return self._core.stats()
+        stats = self._core.stats()
+        for memory in tuple(self._resources.memories):
+            stats.update(memory.stats())
+        return stats
 
     @uninterrupted()
     def close(self, timeout_s: float | None = None) -> None:

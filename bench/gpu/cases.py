@@ -108,11 +108,11 @@ def _trip(machine: Machine, way: Way) -> dict[str, Any]:
         stack.callback(pages.close)
         how: dict[str, Any] = {"controller": medium, "staging_nbytes": 8 * MiB}
         check = stack.enter_context(_checker(machine, pages))
-        verdict = check(stack.enter_context(_engine(machine, way, **how)))
+        verdict = check(stack.enter_context(open_engine(machine, way, **how)))
     return {"verdict": verdict, "right": verdict == "right"}
 
 
-def _engine(machine: Machine, way: Way, **how: Any) -> Any:
+def open_engine(machine: Machine, way: Way, **how: Any) -> Any:
     """A context manager that opens the engine of a way."""
     if way.engine == "host":
         return machine.host_engine(way.mover, blocks=way.blocks, **how)
@@ -212,7 +212,7 @@ def against_copies(
         stack.callback(pages.close)
         copies = PlainCopies(machine.driver, pages)
         stack.callback(copies.close)
-        submitter = stack.enter_context(_engine(machine, way, staging_nbytes=staging_nbytes))
+        submitter = stack.enter_context(open_engine(machine, way, staging_nbytes=staging_nbytes))
         count = count_for(submitter, pages, direction, plan.round_s)
         ours = tutti_system(way.name, submitter, pages, direction, count)
         theirs = copies.system(bar, direction, count)

@@ -6,10 +6,17 @@ model's own counts of parameters, attention pairs and KV bytes is timed, with ra
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
+from tutti.bench.gpu.cases import Way, copy_engines, open_engine
+from tutti.bench.gpu.rig import DevicePages, Load, Machine, transfers
 from tutti.bench.statistics import median
+from tutti.gio_uring.gpu.device_engine import KINDS
+from tutti.gio_uring.gpu.driver import CudaDriver
+from tutti.gio_uring.gpu.modules import Modules
 from tutti.scheduler.roofline import ModelShape, mover_gb_per_s
 
 NEW_TOKENS = (64, 256, 1024, 2048, 4096, 8192, 16384)
@@ -19,6 +26,8 @@ CONTEXTS = (0, 65536, 262144)
 _HEAD = 128
 _REPEATS = 5
 _COPY_NBYTES = 256 << 20
+#: What engines are compared by: 256 pages of 64 KiB in a layer.
+_LOAD = Load(64 << 10, 256, layers=8)
 
 
 def measure(model: ModelShape) -> dict[str, Any] | None:
@@ -48,7 +57,37 @@ def measure(model: ModelShape) -> dict[str, Any] | None:
             "copy_engine_gb_per_s": _copy_gb_per_s(torch),
             "points": [[n, mover_gb_per_s(n)] for n in range(1, sms + 1)],
         },
+        "engines": _measure_engines(),
     }
+
+
+def _measure_engines() -> dict[str, dict[str, float]]:
+    driver = CudaDriver()
+    try:
+        machine = Machine(driver, Modules(driver))
+        return {"T0": engine_times(machine)}
+    finally:
+        driver.close()
+
+
+def engine_times(machine: Machine, load: Load = _LOAD) -> dict[str, float]:
+    """Microseconds of one load by each engine, over a medium that moves nothing at tier T0."""
+    with ExitStack() as stack:
+        pages = DevicePages(machine.driver, load)
+        stack.callback(pages.close)
+        ways = [copy_engines(machine), *(Way(kind) for kind in KINDS if _may(machine, kind))]
+        times = {}
+        for way in ways:
+            with open_engine(machine, way) as engine:
+                transfers(engine, pages, "load", 2)
+                began_s = time.perf_counter()
+                transfers(engine, pages, "load", _REPEATS)
+                times[way.engine] = (time.perf_counter() - began_s) / _REPEATS * 1e6
+        return times
+
+
+def _may(machine: Machine, kind: str) -> bool:
+    return kind != "persistent" or not machine.driver.limits_kernels
 
 
 class _StandIn:

@@ -305,6 +305,8 @@ class TuttiLinker(Owned, adapter.UnifiedCacheLinker):
             self.backlog.close(self._timeout_s)
             for maintenance in self._maintenance.values():
                 maintenance.close(self._timeout_s)
+            if self._gpu is not None:
+                self._gpu.rest(self._timeout_s)
             for stored_pool in self.stored_pools.values():
                 try:
                     stored_pool.store.close()

@@ -305,7 +305,8 @@ LINKER_OPTIONS: tuple[Option, ...] = (
         "str",
         "auto",
         "who submits the commands for pages in GPU memory: host is the CPU, launch short kernels, "
-        "resident a kernel for each layer, persistent one kernel for all; auto: host",
+        "resident a kernel for each layer, persistent one kernel for all; auto: host, or the one "
+        "that is a tenth faster by profile",
         modes=(LINKER,),
         choices=("auto", "host", "launch", "resident", "persistent"),
     ),

@@ -34,9 +34,11 @@ from tutti.bench.gpu.rig import (
     poll_until,
     tutti_system,
 )
+from tutti.bench.profile import gpu as profile_gpu
 from tutti.errors import ConfigError, CudaError, DeviceTimeout
 from tutti.gio_uring.controller_memory import MemoryController
 from tutti.gio_uring.gpu import modules as gpu_modules
+from tutti.gio_uring.gpu.device_engine import KINDS
 from tutti.gio_uring.gpu.modules import KERNELS, CubinCache, Modules
 from tutti.terminal import progress
 from tutti.units import KiB, MiB
@@ -388,3 +390,9 @@ def test_parts_of_pages_lie_where_their_layers_do(machine: Machine) -> None:
     rows = [row.tolist() for part in parts for row in part.memory.bases]
     assert rows == pages.memory.bases.tolist()
     pages.close()
+
+
+def test_a_profile_compares_all_engines_by_the_same_load(whole: Machine) -> None:
+    times = profile_gpu.engine_times(whole, Load(64 * KiB, 8, layers=2))
+    assert set(times) == {"host", *KINDS}
+    assert all(us > 0 for us in times.values())

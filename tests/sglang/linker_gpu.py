@@ -14,8 +14,10 @@ import numpy as np
 import pytest
 import torch
 from gio_uring.cuda_stand_in import StandInDriver
+from gio_uring.ringing_kernels import RingingKernels
 from linker_engine import PAGE, Rig
 
+from tutti.gio_uring.gpu import modules as gpu_modules
 from tutti.integration.sglang import linker as linker_module
 from tutti.integration.sglang.direct.gpu import Gpu
 from tutti.integration.sglang.linker import TuttiLinker
@@ -54,6 +56,7 @@ class GpuRig(Rig):
 
     driver: StandInDriver
     streams: StandInStreams
+    kernels: RingingKernels
 
     def seen_by_forward(self, pages: Sequence[int], layer: int) -> list[np.ndarray]:
         """Enqueues a reader of a layer on the forward's stream: what it saw, later."""
@@ -97,6 +100,7 @@ def stand_in_gpu(
     def ready(linker: TuttiLinker) -> list[StandInEvent]:
         return [StandInEvent(driver, s) for s in (streams.scheduler, streams.forward)]
 
+    monkeypatch.setattr(gpu_modules, "compile_cubin", lambda *_, **__: b"\x7fELF")
     monkeypatch.setattr(linker_module, "open_gpu", opened)
     monkeypatch.setattr(TuttiLinker, "record_offload_ready", ready)
     try:
@@ -115,10 +119,9 @@ def gpu_rig(
     driver_options: dict[str, Any] | None = None,
     **options: Any,
 ) -> Iterator[GpuRig]:
-    """A rig on the stand-in."""
-    with (
-        stand_in_gpu(monkeypatch, **(driver_options or {})) as (driver, streams),
-        GpuRig(folder, kind, **options) as rig,
-    ):
-        rig.driver, rig.streams = driver, streams
-        yield rig
+    """A rig on the stand-in, whose kernels submit through the linker's own queue pairs."""
+    with stand_in_gpu(monkeypatch, **(driver_options or {})) as (driver, streams):
+        kernels = RingingKernels(driver)
+        with GpuRig(folder, kind, **options) as rig:
+            rig.driver, rig.streams, rig.kernels = driver, streams, kernels
+            yield rig

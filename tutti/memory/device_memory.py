@@ -38,6 +38,9 @@ class GpuEngine(Protocol):
     def wait_idle(self, timeout_s: float) -> bool:
         """Waits until nothing moves any more."""
 
+    def stats(self) -> dict[str, Any]:
+        """Its part of the store's stats."""
+
     @property
     def submit(self) -> Callable[..., Any]:
         """See `tutti.gio_uring.gpu.transfer.Submitter`."""
@@ -102,6 +105,9 @@ class DeviceMemory(HostMemory):
         kernels that fill pages before a put, or that still read them before a load.
         """
         self.gpu.follow(stream)
+
+    def stats(self) -> dict[str, Any]:
+        return self.gpu.stats()
 
     def wait_idle(self, timeout_s: float) -> bool:
         return self.gpu.wait_idle(timeout_s)

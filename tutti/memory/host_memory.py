@@ -134,6 +134,10 @@ class HostMemory(Owned):
         memory = PagedMemory(bases, layout.segments, layout.segments, pages, buffers)
         return cls(layout, memory, ranges, buffers)
 
+    def stats(self) -> dict[str, Any]:
+        """Its part of the store's stats; only memory of a GPU has one."""
+        return {}
+
     def wait_idle(self, timeout_s: float) -> bool:
         """Waits until nothing unknown to the store moves the pages; here nothing does."""
         return True

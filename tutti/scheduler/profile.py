@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -73,6 +74,7 @@ class TableProfile:
         self.slice_nbytes = _positive(document, "slice_nbytes")
         self._machine, self._model = _half(document, "machine"), _half(document, "model")
         self.mover_points = _mover_points(_half(document, "movers"))
+        self._engines = _engine_times(document.get("engines", {}))
         self.interference = self._find_interference(io.get("both"))
         self.estimated = tuple(half for half in HALVES if document[half].get("estimated"))
 
@@ -91,6 +93,10 @@ class TableProfile:
     def write_us(self, nbytes: int) -> float:
         """A write to the medium, alone on it."""
         return self._write.at(nbytes, self.slice_nbytes)
+
+    def engine_us(self, tier: str) -> Mapping[str, float]:
+        """Time of the same load by each GPU engine on a tier; empty where it was not measured."""
+        return self._engines.get(tier, {})
 
     @property
     def read_gb_per_s(self) -> float:
@@ -255,6 +261,16 @@ def _check_bandwidth(name: str, rows: list[list[float]]) -> None:
                 f"{name} of {nbytes} bytes in slices of {slice_nbytes} says {time_us} us, faster"
                 f" than {_GB_PER_S_MAX:g} GB/s; measure it again"
             )
+
+
+def _engine_times(engines: object) -> dict[str, dict[str, float]]:
+    """Times by tier and engine; a profile of a machine without a GPU has none."""
+    tiers: dict[str, Any] = engines if isinstance(engines, dict) else {"engines": engines}
+    for tier, times in tiers.items():
+        rows: list[Any] = list(times.values()) if isinstance(times, dict) else [-1]
+        if not all(type(us) in (int, float) and 0 < us < math.inf for us in rows):
+            raise ProfileError(f"engines has {times!r} for {tier}; give microseconds above 0")
+    return tiers
 
 
 def _mover_points(movers: dict[str, Any]) -> list[tuple[int, float]]:

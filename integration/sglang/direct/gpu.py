@@ -20,6 +20,7 @@ import numpy as np
 import torch
 
 from tutti.errors import DeviceTimeout
+from tutti.gio_uring.gpu.choice import choose_engine
 from tutti.gio_uring.gpu.device_engine import DeviceEngine
 from tutti.gio_uring.gpu.driver import CudaDriver, Driver
 from tutti.gio_uring.gpu.host_engine import HostEngine
@@ -86,6 +87,7 @@ class Gpu:
         self.copy_stream = driver.create_stream(-1)
         self.leaving = driver.create_stream()
         self._engine = engine
+        self._profile = profile
         self._is_warned = False
         self._modules: Modules | None = None  # of engines whose kernels submit
         self._engines: list[HostEngine | DeviceEngine] = []
@@ -100,10 +102,11 @@ class Gpu:
 
         load_nbytes, store_nbytes: pinned memory of either direction, which every byte crosses.
         """
-        kind, reason = choose_engine(self._engine)
-        _log.info("GPU engine %s: %s", kind, reason)
+        controller = store.engine.controller
+        choice = choose_engine(self._engine, self.driver, controller, self._profile)
+        _log.info("GPU engine %s: %s", choice.kind, choice.reason)
         engine: HostEngine | DeviceEngine
-        if kind == "host":
+        if choice.kind == "host":
             share = self.share
             engine = HostEngine(
                 self.driver,
@@ -119,10 +122,11 @@ class Gpu:
             engine = DeviceEngine(
                 self.driver,
                 self._modules,
-                store.engine.controller,
-                kind=kind,
+                controller,
+                kind=choice.kind,
                 staging_nbytes=load_nbytes + store_nbytes,
             )
+        engine.reason = choice.reason
         store.attach(engine)
         self._engines.append(engine)
         self._check_channels()
@@ -199,6 +203,12 @@ class Gpu:
                     f"the GPU did not copy pages out within {timeout_s:g} s; they stay locked"
                 )
 
+    def rest(self, timeout_s: float) -> None:
+        """No kernel stays on the GPU: closing one store would wait for another one's."""
+        for engine in self._engines:
+            if isinstance(engine, DeviceEngine) and not engine.rest(timeout_s):
+                _log.warning("a kernel of the GPU engine %s does not end", engine.name)
+
     def close(self, timeout_s: float) -> None:
         """Gives streams and events back, once the stores are closed.  Raises DeviceTimeout."""
         deadline_s = time.monotonic() + timeout_s
@@ -213,16 +223,6 @@ class Gpu:
             self.share.close()
         if self._modules is not None:
             self._modules.close()
-
-
-def choose_engine(asked: str) -> tuple[str, str]:
-    """The engine that moves pages in GPU memory, and why; see the option gpu_engine."""
-    if asked != "auto":
-        return asked, "by the option gpu_engine"
-    return "host", (
-        "the CPU executes the commands of a file, and no measurement on this machine shows that "
-        "kernels which submit them are faster; the others take multiprocessors"
-    )
 
 
 def open_gpu(

@@ -154,7 +154,7 @@ def test_what_waits_behind_the_medium_is_bounded(
 ) -> None:
     rng = np.random.default_rng(seed)
     monkeypatch.setattr(stream_queue, "CALLS_MAX", 40)
-    monkeypatch.setattr("tutti.gio_uring.gpu.host_engine.CALLS_MAX", 40)
+    monkeypatch.setattr("tutti.gio_uring.gpu.moved_job.CALLS_MAX", 40)
     with rig_over_memory(has_copy_batch=False, plain=True, verify="off", timeout_s=30.0) as rig:
         keys, pages = some_keys(rng, 8), list(range(8))
         contents = rig.fill(pages, rng)
@@ -181,7 +181,7 @@ def test_a_queue_that_cannot_follow_a_stream_moves_nothing_more(
         rig.fill(pages, rng)
         rig.store.put(keys, pages).wait(10)
         memory_of(rig).set_faults(Faults(stall_from=1))
-        monkeypatch.setattr("tutti.gio_uring.gpu.host_engine.CALLS_MAX", 1)  # layers wait to be put
+        monkeypatch.setattr("tutti.gio_uring.gpu.moved_job.CALLS_MAX", 1)  # layers wait to be put
         first = rig.store.load(keys, list(range(8, 16)))
         compute = rig.driver.create_stream()
         rig.driver.fail["cuStreamWaitEvent"] = 1

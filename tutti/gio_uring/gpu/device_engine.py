@@ -1,6 +1,6 @@
 """The GPU engines whose kernels write commands, ring, poll and move slices.
 
-Each has queue pairs in a controller of its own, whose thread polls them; the default at tier T0 is
+Each has queue pairs of its own in the store's controller; the default at tier T0 is
 `HostEngine`, which needs no multiprocessor at all.  `launch` sends a layer's commands with one
 kernel, goes on with the layer before, and takes the completions with a second one; `resident` does
 all of a layer in one kernel that stays; `persistent` has one kernel for all layers and jobs.  Every
@@ -18,7 +18,7 @@ import logging
 import threading
 import time
 from contextlib import ExitStack
-from typing import Unpack
+from typing import Any, Unpack
 
 import numpy as np
 import numpy.typing as npt
@@ -29,6 +29,7 @@ from tutti.errors import ConfigError, DeviceTimeout, PoolClosed, Unsupported
 from tutti.gio_uring.controller import NativeController
 from tutti.gio_uring.engine import LIST_NBYTES, Extents
 from tutti.gio_uring.gpu.batch import Commands, DeviceBatch, Staged
+from tutti.gio_uring.gpu.choice import REASON
 from tutti.gio_uring.gpu.device_job import DeviceJob
 from tutti.gio_uring.gpu.driver import Driver
 from tutti.gio_uring.gpu.host_engine import STAGING_NBYTES
@@ -67,6 +68,9 @@ class DeviceEngine(Owned):
     "persistent" of a context with a multiprocessor for each share.
     rest_s: time without a job after which the persistent kernel ends until the next one.
     """
+
+    #: Why this engine was chosen, for `stats`.
+    reason = REASON
 
     def __init__(
         self,
@@ -263,6 +267,7 @@ class DeviceEngine(Owned):
             launcher.begin(work)
             for layer in range(layers):
                 launcher.put_layer(work, layer)
+                stream_queue.layers += 1
                 if layer + 1 < layers:
                     stream_queue.driver.record_event(events[layer], stream_queue.stream)
             batch.download(
@@ -277,6 +282,23 @@ class DeviceEngine(Owned):
             with self._lock:  # in the stream's order
                 self._jobs.append(job)
                 self._changed.notify_all()
+
+    def rest(self, timeout_s: float) -> bool:
+        """Ends the kernel that stays until the next job; False when it runs after the timeout.
+
+        For calls that wait for all kernels of the context, once nothing is under way.
+        """
+        with self.stream_queue.lock:
+            return self._launcher.stop(timeout_s)
+
+    def stats(self) -> dict[str, Any]:
+        """Which engine moves the pages, why, by which mover, and how many layers it enqueued."""
+        return {
+            "gpu_engine": self.name,
+            "gpu_engine_reason": self.reason,
+            "gpu_mover": "kernel",
+            "gpu_layers": self.stream_queue.layers,
+        }
 
     def write_pages_max(self, layers: int, slice_nlb: int) -> int:
         """Pages of a write whose layers all have a place in the staging, twice over."""

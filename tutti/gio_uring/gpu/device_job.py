@@ -13,8 +13,8 @@ import numpy as np
 from tutti.arrays import U32
 from tutti.callbacks import Guard
 from tutti.errors import ConfigError, TuttiError
-from tutti.gio_uring.gpu.host_engine import interrupted
 from tutti.gio_uring.gpu.launcher import Work
+from tutti.gio_uring.gpu.moved_job import interrupted
 from tutti.gio_uring.gpu.stream_queue import StreamQueue, wait_until
 from tutti.gio_uring.nvme_spec import STATUS_CANCELLED
 from tutti.process import Owned, finalize

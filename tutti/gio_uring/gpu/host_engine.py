@@ -17,9 +17,7 @@ So nothing that must run to release a stream needs a CUDA call, the GIL or a loc
 
 from __future__ import annotations
 
-import logging
 import threading
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Unpack
@@ -27,14 +25,14 @@ from typing import Any, Unpack
 import numpy as np
 
 from tutti.arrays import U32
-from tutti.errors import ConfigError, CudaError, PoolClosed, TuttiError
+from tutti.errors import PoolClosed
 from tutti.gio_uring.engine import Engine, Extents
+from tutti.gio_uring.gpu.choice import REASON
 from tutti.gio_uring.gpu.driver import Driver
 from tutti.gio_uring.gpu.memory import LeaseOwner
-from tutti.gio_uring.gpu.mover import CopyDescriptor, Mover, PreparedCopy, choose_mover
+from tutti.gio_uring.gpu.moved_job import MovedJob, Route
+from tutti.gio_uring.gpu.mover import CopyDescriptor, Mover, choose_mover
 from tutti.gio_uring.gpu.stream_queue import (
-    CALLS_MAX,
-    FIRST_LAYERS,
     Cells,
     Needed,
     StagedLayers,
@@ -45,217 +43,10 @@ from tutti.gio_uring.gpu.transfer import TIMEOUT_S, Options
 from tutti.gio_uring.iocb import PagedMemory
 from tutti.gio_uring.job import Job
 from tutti.gio_uring.nvme_spec import OPCODE_READ
-from tutti.process import Owned, finalize
+from tutti.process import Owned
 from tutti.units import MiB
 
 STAGING_NBYTES = 256 * MiB
-
-_log = logging.getLogger(__name__)
-
-
-def interrupted() -> CudaError:
-    """The error raised to waiters when the start of a transfer was interrupted, as by Ctrl-C."""
-    return CudaError("the start of a transfer on the GPU was interrupted; start it again")
-
-
-@dataclass(frozen=True)
-class _Route:
-    """What the stream needs of one transfer: copies for each chunk, and the staging."""
-
-    copies: Sequence[PreparedCopy]
-    cells: Cells
-    is_read: bool
-
-    @property
-    def calls(self) -> int:
-        """Driver calls for one layer."""
-        return sum(copies.calls + 2 for copies in self.copies) + 1
-
-
-class MovedJob(Owned):
-    """Jobs of the native engine over staging, one for each chunk, and the stream that moves them.
-
-    A `Transfer`.  The stream_queue puts its layers on the stream, see `StreamQueue.feed`.
-    """
-
-    def __init__(self, stream_queue: StreamQueue, jobs: Sequence[Job], route: _Route) -> None:
-        self._stream_queue = stream_queue
-        self._jobs = jobs
-        self._route = route
-        self.layers = route.cells.layers
-        self._events: list[int] = []  # by layer, once enqueued
-        self._enqueued = 0  # layers that the stream holds
-        self._started = False  # something is on the stream
-        self._sealed = False  # nothing more will be put on it
-        self._failure: TuttiError | None = None
-        self._changed = threading.Condition()
-        # Once nothing can wait for them any more.
-        finalize(self, stream_queue.release_events, self._events).atexit = False
-
-    @property
-    def page_status(self) -> U32:
-        """uint32 (pages,), 0 or the first NVMe status that a page met; final once it is done."""
-        return np.concatenate([job.page_status for job in self._jobs])
-
-    @property
-    def done(self) -> bool:
-        """Whether every layer is in its place or failed."""
-        return all(job.report().done for job in self._jobs) and self._is_through()
-
-    def enqueue(self, *, now: bool) -> None:
-        """Gives the transfer to the stream_queue.  A CUDA error cancels it; waits raise the error.
-
-        now: the first layers by this thread.  Not while the job's gate is closed: then the caller
-        is what the stream waits for, and must not make a CUDA call.
-        """
-        self._stream_queue.acquire_events(self.layers, self._events)
-        self._stream_queue.feed(self, FIRST_LAYERS if now else 0)
-
-    def put_next(self) -> bool:
-        """Puts one layer on the stream; whether nothing is left to put."""
-        try:
-            if self._stream_queue.failure is not None:
-                raise self._stream_queue.failure
-            if self._sealed:
-                return True
-            self._started = True
-            self._put_layer(self._enqueued)
-        except TuttiError as error:
-            _log.exception("a transfer could not be put on the GPU's stream; it is cancelled")
-            self._fail(error)
-            return True
-        with self._changed:
-            self._enqueued += 1
-            self._sealed = self._sealed or self._enqueued == self.layers
-            self._changed.notify_all()
-        return self._sealed
-
-    def is_far_ahead(self) -> bool:
-        """Whether the stream holds more calls of this transfer than it should; for a write,
-        whether the next layer's place is still being written to the medium.
-        """
-        if self._sealed or self._enqueued == self.layers:
-            return False
-        if not self._route.is_read:
-            chunk = self._route.cells.chunks[0]
-            former = self._enqueued - chunk.window
-            return former >= 0 and not chunk.words.is_ready(former)
-        behind = self._enqueued - CALLS_MAX // self._route.calls
-        return behind > 0 and not self._is_moved(behind)
-
-    def _put_layer(self, layer: int) -> None:
-        driver, stream, route = self._stream_queue.driver, self._stream_queue.stream, self._route
-        for number, (chunk, copies) in enumerate(
-            zip(route.cells.chunks, route.copies, strict=True)
-        ):
-            if route.is_read:
-                ready = chunk.device_words + chunk.words.ready_offset(layer)
-                driver.wait_value(stream, ready, 1)
-            copies.move(layer, stream)
-            told: tuple[int, int] | None = (number, layer)
-            if route.is_read:
-                told = route.cells.next_user(layer, number)
-            if told is not None:
-                driver.write_value(stream, route.cells.chunks[told[0]].device_words, told[1] + 1)
-        driver.record_event(self._events[layer], stream)
-
-    def _fail(self, error: TuttiError) -> None:
-        self._failure = error  # before it is sealed: copies may have no event behind them
-        for job in self._jobs:
-            job.cancel()
-        with self._changed:
-            self._sealed = True
-            self._changed.notify_all()
-
-    def abandon(self) -> None:
-        """Ends what an interrupted `submit` left, without a callback."""
-        for job in self._jobs:
-            job.on_released(None)
-        self._fail(interrupted())
-
-    def _is_moved(self, layers: int) -> bool:
-        """Whether the stream is through with so many of the layers that it holds."""
-        count = min(layers, self._enqueued)
-        return not count or self._stream_queue.driver.is_event_done(self._events[count - 1])
-
-    def _is_through(self) -> bool:
-        """Whether the stream touches nothing of this job any more."""
-        if not self._sealed:
-            return False
-        if self._failure is not None:  # some copies may have no event behind them
-            return self._stream_queue.driver.is_stream_done(self._stream_queue.stream)
-        return self._is_moved(self._enqueued)
-
-    def _is_put(self, layers: int) -> bool:
-        return self._enqueued >= layers or self._sealed
-
-    def wait_layers(self, layers: int, timeout_s: float) -> bool:
-        """Waits until `layers` layers were moved or the job failed.  False after the timeout.
-
-        Raises CudaError when the stream could not be given all of them.
-        """
-        deadline = time.monotonic() + timeout_s
-
-        def left_s() -> float:
-            return max(0.0, deadline - time.monotonic())
-
-        if self._failure is not None:
-            raise self._failure
-        if not all(job.wait_layers(layers, left_s()) for job in self._jobs):
-            return False
-        with self._changed:
-            if not self._changed.wait_for(lambda: self._is_put(layers), left_s()):
-                return False
-        if self._failure is not None:
-            raise self._failure
-        return wait_until(lambda: self._is_moved(layers), left_s())
-
-    def order_stream(self, stream: int, layers: int) -> None:
-        """Lets `stream` wait, on the GPU, until `layers` layers were moved or the job failed.
-
-        Blocks only until these layers are on the queue's own stream.  Whether the job failed is in
-        `page_status` once the layer's event has happened.
-        """
-        with self._changed:
-            self._changed.wait_for(lambda: self._is_put(layers), TIMEOUT_S)
-        if self._enqueued < layers:
-            raise ConfigError(
-                f"only {self._enqueued} layers of this transfer were enqueued; it was cancelled, "
-                "start it again"
-            )
-        self._stream_queue.driver.stream_wait_event(stream, self._events[layers - 1])
-
-    def wait_released(self, timeout_s: float) -> bool:
-        """Waits until neither the medium nor the stream touches memory.  False after it."""
-        deadline = time.monotonic() + timeout_s
-
-        def left_s() -> float:
-            return max(0.0, deadline - time.monotonic())
-
-        if not all(job.wait_released(left_s()) for job in self._jobs):
-            return False
-        return wait_until(self._is_through, left_s())
-
-    def open_gate(self) -> None:
-        """Lets the job compare its digests.  Makes no CUDA call: the stream waits for this."""
-        try:
-            for job in self._jobs:
-                job.open_gate()
-        except BaseException:  # interrupted between two of them
-            self._fail(interrupted())
-            raise
-
-    def cancel(self) -> None:
-        """Issues nothing more; every layer that the stream waits for is released."""
-        for job in self._jobs:
-            job.cancel()
-        with self._stream_queue.lock, self._changed:
-            self._sealed = self._sealed or not self._started
-            self._changed.notify_all()
-
-    def is_free(self) -> bool:
-        """Whether staging and words may be used again."""
-        return all(bool(job.report().released) for job in self._jobs) and self._is_through()
 
 
 class _Released:
@@ -299,6 +90,8 @@ class HostEngine(Owned):
     """
 
     name = "host"
+    #: Why this engine was chosen, for `stats`.
+    reason = REASON
 
     def __init__(
         self,
@@ -373,7 +166,7 @@ class HostEngine(Owned):
                 jobs.append(
                     self._submit_chunk(opcode, extents, memory, cells, number, owner, parts)
                 )
-            moved = MovedJob(stream_queue, jobs, _Route(copies, cells, is_read))
+            moved = MovedJob(stream_queue, jobs, Route(copies, cells, is_read))
             owner.is_free = moved.is_free
             moved.enqueue(now=not options.get("gated"))
             return moved
@@ -406,6 +199,15 @@ class HostEngine(Owned):
             words=chunk.words,
             **options,
         )
+
+    def stats(self) -> dict[str, Any]:
+        """Which engine moves the pages, why, by which mover, and how many layers it enqueued."""
+        return {
+            "gpu_engine": self.name,
+            "gpu_engine_reason": self.reason,
+            "gpu_mover": self.mover.name,
+            "gpu_layers": self._loads.layers + self._stores.layers,
+        }
 
     def write_pages_max(self, layers: int, slice_nlb: int) -> int:
         """Pages of a write whose layers all have a place in the staging, twice over.

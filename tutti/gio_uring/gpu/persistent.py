@@ -1,7 +1,8 @@
 """One kernel that stays across layers and jobs: the engine `persistent`.
 
-It is launched when the engine opens, and told to end after a time without jobs; the next job
-launches it again.  Work goes to it through pinned words, each with one writer:
+The first job launches it: what a program registers and allocates before may wait for all kernels.
+It is told to end after a time without jobs, and the next job launches it again.  Work goes to it
+through pinned words, each with one writer:
 
     posts, stop   the host's        posted     the stream queue's, after the tables were copied
     consumed[b]   block b's         a layer's  the kernel's, and the host's once that is overdue
@@ -101,7 +102,6 @@ class PersistentKernel(Launcher):
         self._progress_s = 0.0
         # A process that ends without close: the kernel ends too.
         self._finalizer = finalize(self, _store_stop, self._stop_word, tables)
-        self.wake(0, _TABLE_TIMEOUT_S)
 
     def wake(self, layers: int, timeout_s: float) -> None:
         if layers > CAPACITY:
@@ -178,6 +178,7 @@ class PersistentKernel(Launcher):
 
     def stop(self, timeout_s: float) -> bool:
         self._stop_word[0] = 1
+        self._is_running = False
         return wait_until(lambda: self._driver.is_stream_done(self._stream), timeout_s)
 
     def close(self) -> None:

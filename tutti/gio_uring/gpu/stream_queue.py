@@ -169,6 +169,7 @@ class StreamQueue(Owned):
         #: Why the stream is not ordered behind another one; then nothing may follow on it.
         self.failure: TuttiError | None = None
         self._feeder: threading.Thread | None = None
+        self.layers = 0  # put on the stream since the queue was opened
 
     def follow(self, stream: int) -> None:
         """Transfers given to the queue from now on run after all that is on `stream` by now."""

@@ -1,0 +1,201 @@
+"""TuttiLinker with each engine for GPU memory, on a stand-in for the CUDA driver; no GPU runs.
+
+Kernels are Python that rings the linker's own queue pairs; the pool's files are real.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from pathlib import Path
+
+import linker_engine as engine
+import pytest
+from gio_uring.ringing_kernels import RingingKernels
+from linker_engine import damage, names, wait_for
+from linker_gpu import GpuRig, gpu_rig, stand_in_gpu
+from linker_states import KINDS as POOLS
+from linker_states import StatesRig
+
+from tutti.errors import DeviceTimeout
+from tutti.gio_uring.gpu.device_engine import KINDS
+from tutti.machine import machine_facts
+from tutti.scheduler.profile import estimated_document
+from tutti.scheduler.roofline import GPUS, ModelShape
+
+ENGINES = ("host", *KINDS)
+
+
+def stats_of(rig: GpuRig) -> dict[str, object]:
+    stats: dict[str, object] = rig.stored_pool.store.stats()
+    return stats
+
+
+@pytest.mark.parametrize("gpu_engine", ENGINES)
+@pytest.mark.parametrize(("kind", "ahead"), [("mha", 0.0), ("mla", 0.5)])
+def test_pages_come_back_byte_for_byte(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpu_engine: str, kind: str, ahead: float
+) -> None:
+    with gpu_rig(tmp_path, monkeypatch, kind, gpu_engine=gpu_engine, read_ahead_share=ahead) as rig:
+        rig.fill(1)
+        want = rig.content(range(3, 13))
+        assert rig.store(names(10), range(3, 13))
+        rig.wipe()
+        assert rig.lookup(names(12)) == 10
+        wait_for(lambda: bool(rig.linker.ahead.pages_read) == bool(ahead))
+        target = [40, 20, 21, 22, 60, 1, 2, 30, 31, 5]
+        assert rig.restore(names(10), target)
+        assert rig.content(target) == want
+        assert stats_of(rig)["gpu_engine"] == gpu_engine
+        assert int(str(stats_of(rig)["gpu_layers"])) >= engine.LAYERS
+        assert bool(rig.kernels.commands) == (gpu_engine != "host")
+
+
+@pytest.mark.parametrize("gpu_engine", KINDS)
+def test_states_and_windows_come_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpu_engine: str
+) -> None:
+    windows = {"swa": 2, "mamba": 1}
+    with stand_in_gpu(monkeypatch) as (driver, _):
+        RingingKernels(driver)
+        with StatesRig(tmp_path, next(iter(POOLS)), gpu_engine=gpu_engine) as rig:
+            rig.fill(1)
+            pools = rig.linker.stored_pools
+            counts = {source: windows.get(source, 6) for source in rig.sources}
+            at = {source: list(range(1, 1 + n)) for source, n in counts.items()}
+            to = {source: list(range(8, 8 + n)) for source, n in counts.items()}
+            want = {name: rig.content(name, at[s.engine.source]) for name, s in pools.items()}
+            assert rig.store(rig.transfers(names(6), at, windows))
+            rig.wipe()
+            assert rig.linker.lookup("r", rig.transfers(names(6), None, windows))[-1:] == [6]
+            assert rig.restore(rig.transfers(names(6), to, windows))
+            for name, pool in pools.items():
+                assert rig.content(name, to[pool.engine.source]) == want[name], name
+
+
+@pytest.mark.parametrize("gpu_engine", KINDS)
+def test_a_damaged_medium_fails_the_batch_and_lets_the_stream_go(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpu_engine: str
+) -> None:
+    with gpu_rig(tmp_path, monkeypatch, gpu_engine=gpu_engine, read_ahead_share=0.0) as rig:
+        rig.fill(7)
+        assert rig.store(names(10), range(10))
+        damage(rig.file(tmp_path))
+        assert rig.load(names(10), range(20, 30))
+        index = rig.linker.start_layer_wise_loading()
+        rig.linker.layer_done_counter.set_consumer(index)
+        for layer in range(engine.LAYERS):
+            rig.linker.layer_done_counter.wait_until(layer)
+        rig.drain()
+        assert not rig.linker.finish_layer_wise_loading(index)
+        wait_for(lambda: rig.stored_pool.store.stats()["quarantined"] > 0)
+        assert rig.lookup(names(10)) < 10
+
+
+@pytest.mark.parametrize("gpu_engine", KINDS)
+def test_a_deadline_fails_the_batch_and_the_linker_closes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpu_engine: str
+) -> None:
+    """Commands of the middle layer are never answered: the pages stay SGLang's to keep, the close
+    resets the controller, and the pool serves again.
+    """
+    with gpu_rig(
+        tmp_path, monkeypatch, gpu_engine=gpu_engine, read_ahead_share=0.0, load_timeout_s=0.5
+    ) as rig:
+        rig.fill(3)
+        want = rig.content(range(6))
+        assert rig.store(names(6), range(6))
+        rig.kernels.lost = {1}
+        assert rig.load(names(6), range(20, 26))
+        index = rig.linker.start_layer_wise_loading()
+        rig.linker.layer_done_counter.set_consumer(index)
+        for layer in range(engine.LAYERS):
+            rig.linker.layer_done_counter.wait_until(layer)
+        rig.drain()
+        with pytest.raises(DeviceTimeout, match="restart the server"):
+            rig.linker.finish_layer_wise_loading(index)
+    with gpu_rig(tmp_path, monkeypatch, gpu_engine=gpu_engine) as rig:
+        wait_for(lambda: rig.lookup(names(6)) == 6)  # what the reset ended is proven again
+        assert rig.restore(names(6), range(30, 36))
+        assert rig.content(range(30, 36)) == want
+
+
+@pytest.mark.parametrize("gpu_engine", ENGINES)
+def test_after_a_crash_pages_are_proven_before_they_are_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpu_engine: str
+) -> None:
+    crashed = tmp_path / "crashed"
+    with gpu_rig(tmp_path / "first", monkeypatch, gpu_engine=gpu_engine) as rig:
+        rig.fill(5)
+        want = rig.content(range(8))
+        assert rig.store(names(8), range(8))
+        shutil.copytree(tmp_path / "first", crashed)  # as a kill leaves it
+    with gpu_rig(crashed, monkeypatch, gpu_engine=gpu_engine) as rig:
+        wait_for(lambda: rig.lookup(names(8)) == 8)
+        assert rig.restore(names(8), range(40, 48))
+        assert rig.content(range(40, 48)) == want
+
+
+@pytest.mark.parametrize("gpu_engine", ENGINES)
+def test_a_reset_of_the_linker_waits_for_what_moves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpu_engine: str
+) -> None:
+    with gpu_rig(tmp_path, monkeypatch, gpu_engine=gpu_engine) as rig:
+        rig.fill(6)
+        assert rig.store(names(6), range(6))
+        assert rig.load(names(6), range(20, 26))
+        index = rig.linker.start_layer_wise_loading()
+        assert rig.linker.finish_layer_wise_loading(index)
+        rig.linker.reset()
+        want = rig.content(range(4))
+        assert rig.store(names(4, "new"), range(4))
+        assert rig.restore(names(4, "new"), range(10, 14))
+        assert rig.content(range(10, 14)) == want
+
+
+def write_profile(folder: Path, times: dict[str, float]) -> Path:
+    """A profile of this machine with times of engines on tier T0."""
+    kv = 2 * 4 * 32 * 2  # bytes of a token in a layer of the rig's pool
+    model = ModelShape(
+        name="rig", layers=engine.LAYERS, parameters=1e6, attention_width=128,
+        kv_nbytes_per_token=kv * engine.LAYERS, weight_nbytes=1e6,
+    )  # fmt: skip
+    document = estimated_document(model, GPUS["H100"], machine=machine_facts(folder))
+    path = folder / "profile.json"
+    path.write_text(json.dumps({**document, "engines": {"T0": times}}))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("times", "chosen", "why"),
+    [
+        ({}, "host", "no times of engines"),
+        ({"host": 100.0, "launch": 95.0}, "host", "no engine is a tenth faster"),
+        ({"host": 100.0, "launch": 95.0, "resident": 60.0}, "resident", "the fastest"),
+    ],
+)
+def test_auto_chooses_by_tier_and_profile_and_gives_the_reason_once(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    times: dict[str, float],
+    chosen: str,
+    why: str,
+) -> None:
+    profile = write_profile(tmp_path, times)
+    with (
+        caplog.at_level(logging.INFO, "tutti.integration.sglang.direct.gpu"),
+        gpu_rig(tmp_path / "pool", monkeypatch, profile=str(profile)) as rig,
+    ):
+        stats = stats_of(rig)
+        assert stats["gpu_engine"] == chosen
+        assert why in str(stats["gpu_engine_reason"])
+        assert "tier T0" in str(stats["gpu_engine_reason"])
+        rig.fill(1)
+        want = rig.content(range(4))
+        assert rig.store(names(4), range(4))
+        assert rig.restore(names(4), range(8, 12))
+        assert rig.content(range(8, 12)) == want
+    lines = [r.getMessage() for r in caplog.records if "GPU engine" in r.getMessage()]
+    assert len(lines) == 1 and chosen in lines[0] and why in lines[0]

@@ -1,0 +1,62 @@
+"""Which engine moves pages in GPU memory where the caller leaves it open, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from tutti.gio_uring.controller import NativeController
+from tutti.gio_uring.gpu.driver import Driver
+
+AUTO, HOST = "auto", "host"
+#: Of an engine that nothing chose.
+REASON = "the program attached it"
+#: How much less than the host's time a kernel's must be: it takes multiprocessors, too.
+_GAIN = 0.9
+
+
+class EngineTimes(Protocol):
+    """A profile, as far as the choice needs it."""
+
+    def engine_us(self, tier: str) -> Mapping[str, float]:
+        """Time of the same load by each engine on a tier; empty where it was not measured."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """An engine and the reason for it."""
+
+    kind: str
+    reason: str
+
+
+def tier_of(controller: NativeController) -> str:
+    """T1 where a GPU would ring a drive's registers, T0 where doorbells are words."""
+    return "T0" if controller.doorbell_registers is None else "T1"
+
+
+def choose_engine(
+    asked: str, driver: Driver, controller: NativeController, profile: EngineTimes | None
+) -> Choice:
+    """The engine asked for, or for "auto" the one that is fastest on this tier by the profile."""
+    if asked != AUTO:
+        return Choice(asked, "the option gpu_engine names it")
+    tier = tier_of(controller)
+    rule = (
+        "the CPU executes the commands anyway"
+        if tier == "T0"
+        else "kernels would take multiprocessors from the model"
+    )
+    usable = {} if profile is None else dict(profile.engine_us(tier))
+    if driver.limits_kernels:
+        usable.pop("persistent", None)
+    if HOST not in usable or len(usable) == 1:
+        return Choice(HOST, f"tier {tier}, the profile has no times of engines for it, and {rule}")
+    best = min(usable, key=lambda kind: usable[kind])
+    times = ", ".join(f"{kind} {us:.0f} us" for kind, us in sorted(usable.items()))
+    if best != HOST and usable[best] <= _GAIN * usable[HOST]:
+        return Choice(best, f"tier {tier}, the fastest by the profile ({times})")
+    return Choice(
+        HOST, f"tier {tier}, no engine is a tenth faster by the profile ({times}), and {rule}"
+    )
