@@ -45,7 +45,7 @@ def test_the_readme_program_runs(tmp_path: Path) -> None:
 
 def test_the_numbers_of_a_store_are_explained(tmp_path: Path) -> None:
     page = (ROOT / "docs/operations.md").read_text()
-    rows = re.findall(r"^\| .*\|$", page[page.index("## A store without SGLang") :], re.MULTILINE)
+    rows = re.findall(r"^[* ] .*$", page[page.index("## A store without SGLang") :], re.MULTILINE)
     told = set(re.findall(r"`(\w+)`", "\n".join(rows)))
     layout = tutti.KVLayout.mha(1, 1, 64, 64, "float16", model="test-model")
     with tutti.open(tmp_path / "pool", layout=layout, capacity="8MiB") as store:
@@ -114,6 +114,12 @@ def test_the_picture_shows_the_modules() -> None:
     files = {path.name for folder in folders for path in (ROOT / folder).rglob("*.*")}
     for name in names:
         assert name in files, f"docs/architecture.md draws {name}, which does not exist"
+
+
+def test_no_table_is_wider_than_120_columns() -> None:
+    for page in pages():
+        for number, line in enumerate(page.read_text().splitlines(), 1):
+            assert not line.startswith("|") or len(line) <= 120, f"{page.name}:{number}: a list?"
 
 
 def test_links_lead_somewhere() -> None:

@@ -143,7 +143,7 @@ class _Rounds:
 
 
 def _measure(store: ObjectStore, rng: np.random.Generator) -> FileProfile:
-    """Bandwidths alone, and how much longer a load takes beside a put."""
+    """Bandwidths alone, and how much longer a load takes during a put."""
     keys = rng.integers(0, 256, (64, 16), np.uint8)
     nbytes = 64 * _LAYOUT.object_nbytes
     write_s, read_s = [], []

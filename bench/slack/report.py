@@ -76,5 +76,5 @@ def _file(found: dict[str, Any]) -> str:
         f"measured on a file, {found['rounds']} pairs of rounds: layers waited "
         f"{bubble['none'] * 1e3:.1f} ms a round with `none`, {bubble['slack'] * 1e3:.1f} ms with "
         f"`slack`, ratio {interval_text(ratio)}; a load "
-        f"takes {profile['interference']:.2f} times as long beside a put there"
+        f"takes {profile['interference']:.2f} times as long during a put there"
     )
