@@ -15,6 +15,7 @@ from tutti.gio_uring.controller_file import FileController
 from tutti.medium.layout import KVLayout
 from tutti.pool.places import is_device
 from tutti.pool.pool_format import make_blank
+from tutti.profiles.found import AUTO
 from tutti.store import ObjectStore
 from tutti.terminal import ProgressFactory
 from tutti.transfers.core import StoreConfig
@@ -99,7 +100,8 @@ def temporary_pool(
 ) -> Iterator[ObjectStore]:
     """Formats a pool, opens it, and at the end removes its files or erases its devices.
 
-    force: serial numbers of drives that may be overwritten.
+    It is scheduled only where the config says so: a benchmark measures the medium.  force: serial
+    numbers of drives that may be overwritten.
     Raises PoolExists where a file is in the way, and what formatting and opening raise.
     """
     files = [path for path in paths if not is_device(path)]
@@ -109,7 +111,9 @@ def temporary_pool(
     try:
         _format(paths, layout, capacity_nbytes, prewrite, progress, list(force))
         try:
-            with object_store.open(paths, layout, config=config, executor=executor) as store:
+            with object_store.open(
+                paths, layout, config=config, executor=executor, profile=_profile_of(config)
+            ) as store:
                 yield store
         finally:
             if len(files) < len(paths):
@@ -117,6 +121,10 @@ def temporary_pool(
     finally:
         for path in files:
             Path(path).unlink(missing_ok=True)
+
+
+def _profile_of(config: StoreConfig | None) -> str | None:
+    return None if config is None or config.schedule is None else AUTO
 
 
 def medium_facts(store: ObjectStore) -> dict[str, Any]:

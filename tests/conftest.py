@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import os
 import random
+import shutil
 import signal
+import tempfile
 from collections.abc import Sequence
 from typing import Any
 
@@ -33,6 +36,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # Pools are opened by the default door: the first one measures the medium, the others, in every
+    # process of the run, take what it cached.
+    if "XDG_CACHE_HOME" not in os.environ or not hasattr(config, "workerinput"):
+        folder = os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="tutti-cache-")
+        config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
     # A shell without job control starts what it runs in the background deaf to SIGINT.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     for name, meaning in MARKERS.items():

@@ -185,7 +185,7 @@ def repair(paths: Sequence[str], report: FsckReport, progress: ProgressFactory) 
     """
     counts = dict.fromkeys(("quarantined", "gone", "sound", "left"), 0)
     config = StoreConfig(verify="always")
-    with store.open(list(paths), config=config) as pool:
+    with store.open(list(paths), config=config, profile=None) as pool:
         pool.wait_recovered()
         pool.allocate_memory(1)
         keys = list(dict.fromkeys(report.damaged_keys))

@@ -199,7 +199,11 @@ class Store(ABC):
 
     @abstractmethod
     def stats(self) -> dict[str, Any]:
-        """Returns the counters since the pool was opened, and its usage."""
+        """Returns the counters since the pool was opened, and its usage.
+
+        profile: where the scheduler's profile came from ("file", "cache", "measured", "estimated"
+        or "given"), "off" without one.  scheduler: its counters, see docs/scheduler.md.
+        """
 
     @abstractmethod
     def close(self, timeout_s: float | None = None) -> None:

@@ -61,14 +61,14 @@ def resize(
         )
     replacement.finish(names)
     news = replacement.beside(names)
-    with open_pool(names, executor=executor) as old:
+    with open_pool(names, executor=executor, profile=None) as old:
         old.wait_recovered()
         try:
             with contextlib.suppress(FileNotFoundError):
                 for path in news:  # of an attempt that was interrupted
                     os.unlink(path)
             format(news, old.layout, capacity, executor=executor)
-            with open_pool(news, executor=executor) as new:
+            with open_pool(news, executor=executor, profile=None) as new:
                 result = _copy(old, new, progress)
         except BaseException:
             for path in news:

@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -45,7 +46,8 @@ from tutti.pool.member_controller import check_owners, open_controller
 from tutti.pool.members import Members
 from tutti.pool.pool_format import Paths, format, format_missing, member_names
 from tutti.process import Owned, finalize
-from tutti.scheduler.dispatcher import Dispatcher
+from tutti.profiles.found import AUTO, OFF, ProfileChoice, find_schedule, is_off
+from tutti.scheduler.dispatcher import Dispatcher, Schedule
 from tutti.threads import start_thread
 from tutti.transfers.catalogue import Catalogue
 from tutti.transfers.coalescer import Coalescer
@@ -79,10 +81,12 @@ class ObjectStore(Owned, Store):
         config: StoreConfig | None = None,
         engine: Engine | None = None,
         degraded: bool = False,
+        schedule_of: Callable[[KVLayout], Schedule | None] | None = None,
     ) -> None:
         """Opens the pool on the namespaces of ``controller``, which the store then owns.
 
-        names: what messages call the namespaces.  degraded: see ``open``.
+        names: what messages call the namespaces.  degraded: see ``open``.  schedule_of: the
+        schedule of a pool of this layout, where the config has none.
         """
         self._controller = controller
         self.config = config or StoreConfig()
@@ -97,6 +101,8 @@ class ObjectStore(Owned, Store):
             parts.append(self._io)
             self.members = Members.open(self._io, self.engine, names, degraded=degraded)
             self.layout, self.geometry = self.members.layout, self.members.geometry
+            if schedule_of is not None and self.config.schedule is None:
+                self.config = replace(self.config, schedule=schedule_of(self.layout))
             clean, found_as = self.members.clean, list(self.members.superblocks)
             self.members.mark_open(self.members.next_sequence)
             self._core = self._resources.core = Core(self.engine, self.members, self.config)
@@ -273,7 +279,12 @@ class ObjectStore(Owned, Store):
         return self._core.ready
 
     def stats(self) -> dict[str, Any]:
-        stats = self._core.stats()
+        schedule, scheduler = self.config.schedule, self.scheduler
+        stats = {
+            **self._core.stats(),
+            "profile": schedule.source if schedule is not None else OFF,
+            "scheduler": scheduler.counters() if scheduler is not None else {},
+        }
         for memory in tuple(self._resources.memories):
             stats.update(memory.stats())
         return stats
@@ -329,6 +340,7 @@ def open(
     executor: str = "auto",
     degraded: bool = False,
     any_owner: bool = False,
+    profile: ProfileChoice = AUTO,
     config: StoreConfig | None = None,
 ) -> ObjectStore:
     """Opens a pool, formatting it first when it does not exist and ``capacity`` is given.
@@ -341,17 +353,29 @@ def open(
     verify, durability: see StoreConfig, which ``config`` gives as a whole instead.
     executor: "auto", "uring" or "threads".  degraded: accept missing members; their objects are
     misses.  any_owner: accept files that other users can change, and with them what they serve.
+    profile: by which puts yield to loads: "auto" finds one (cached, measured in at most 2 s, or
+    estimated), a path names one that `tutti profile` wrote, None issues all at once, which suits a
+    benchmark of the drive.
     Raises PoolNotFound, PoolMismatch, PoolInUse, PoolCorrupt, PoolUntrusted, MemberMissing,
     CapacityError and others of tutti.errors.
     """
     names = member_names(paths)
     config = StoreConfig.choose(config, verify=verify, durability=durability)
+    if config.schedule is not None and profile != AUTO:
+        raise ConfigError("config has a schedule, and profile is given; leave one of them out")
+    is_off(profile)
     format_missing(names, layout, capacity, executor)
     controller = open_controller(names, executor=executor, service_threads=config.service_threads)
+
+    def schedule_of(found: KVLayout) -> Schedule | None:
+        return find_schedule(profile, names, found, executor=executor)
+
     try:
         if not any_owner:
             check_owners(controller)
-        store = ObjectStore(controller, names, config=config, degraded=degraded)
+        store = ObjectStore(
+            controller, names, config=config, degraded=degraded, schedule_of=schedule_of
+        )
     except BaseException:
         with contextlib.suppress(TuttiError):  # a device that is stuck keeps it
             controller.close()

@@ -60,7 +60,7 @@ def measure(directory: str, records: int) -> dict[str, Any]:
 
 def fill_and_vanish(path: str, records: int) -> None:
     """Puts so many objects into a pool and ends the process without closing it."""
-    store = object_store.open(path, verify="always")
+    store = object_store.open(path, verify="always", profile=None)
     workload = Workload(store, batch_pages=_BATCH_PAGES, inflight=4, load_pages=1)
     workload.store_phase(Limit(None, records * SHAPE.object_nbytes))
     os._exit(0)
@@ -97,7 +97,7 @@ def _wait_unlocked(path: Path) -> None:
 
 def _open(path: Path, records: int) -> dict[str, Any]:
     cpu_s, begin_s = time.process_time(), time.perf_counter()
-    with object_store.open(str(path), verify="always") as store:
+    with object_store.open(str(path), verify="always", profile=None) as store:
         store.wait_recovered()
         open_s, cpu_s = time.perf_counter() - begin_s, time.process_time() - cpu_s
         found = _objects(store)

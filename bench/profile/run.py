@@ -14,11 +14,11 @@ from typing import Any
 
 from tutti.bench.environment import describe
 from tutti.bench.profile import gpu as profile_gpu
-from tutti.bench.profile.medium import Medium
 from tutti.bench.profile.plot import plot_profile
 from tutti.bench.statistics import median
 from tutti.errors import ConfigError
 from tutti.pool.places import is_device
+from tutti.profiles.medium import Medium
 from tutti.scheduler.green_context import choose_partition
 from tutti.scheduler.profile import KIND, SCHEMA, TableProfile, estimated_compute, estimated_movers
 from tutti.scheduler.roofline import DENSE_MODELS, GPUS, GpuRoofline, ModelShape

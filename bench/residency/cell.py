@@ -135,7 +135,7 @@ def measure(cell: dict[str, Any]) -> dict[str, Any]:
     """Runs one cell; see `tutti.bench.residency.run` for its fields."""
     shape = parse_shape(cell["shape"])
     config = StoreConfig(verify="off", timeout_s=WAIT_S)
-    with object_store.open([cell["path"]], shape.layout(), config=config) as store:
+    with object_store.open([cell["path"]], shape.layout(), config=config, profile=None) as store:
         controller = store.controller
         assert isinstance(controller, FileController)
         geometry = store.geometry

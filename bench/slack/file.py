@@ -20,6 +20,7 @@ import numpy as np
 import tutti
 from tutti.bench.statistics import bootstrap_median, median, ratios
 from tutti.medium.layout import KVLayout
+from tutti.profiles.found import AUTO
 from tutti.scheduler.dispatcher import Schedule
 from tutti.scheduler.event import StepBegan, StepEnded
 from tutti.scheduler.request import Phase
@@ -101,7 +102,8 @@ def run(directory: Path, rounds: int, progress: ProgressFactory) -> dict[str, An
 def _pool(path: Path, schedule: Schedule | None) -> Iterator[ObjectStore]:
     """An open pool with 128 pages of engine memory."""
     config = StoreConfig(verify="off", schedule=schedule)
-    with tutti.open(str(path), _LAYOUT, "1GiB", config=config) as store:
+    profile = None if schedule is None else AUTO
+    with tutti.open(str(path), _LAYOUT, "1GiB", config=config, profile=profile) as store:
         store.allocate_memory(_PAGES)
         yield store
 

@@ -21,6 +21,7 @@ import torch
 
 from tutti.errors import ConfigError, Unsupported
 from tutti.integration.sglang import adapter
+from tutti.integration.sglang.direct.steps import STEPS
 from tutti.integration.sglang.host.flat_pages import FlatPages
 from tutti.integration.sglang.host.host_pools import (
     Fragments,
@@ -259,6 +260,8 @@ class TuttiHiCacheStorage(adapter.HiCacheStorage):
         self._closed.set()
         stores, self._stores = self._stores, {}
         for store in stores.values():
+            if store.store.scheduler is not None:
+                STEPS.leave(store.store.scheduler)
             store.close()
 
     def _open(self, name: str, host_pool: Any, capacity: int) -> None:
@@ -278,6 +281,8 @@ class TuttiHiCacheStorage(adapter.HiCacheStorage):
         except BaseException:
             store.close()
             raise
+        if store.scheduler is not None:
+            STEPS.follow(store.scheduler, layout.model_layers)
         self._stores[name] = HostStore(
             store,
             memory,

@@ -23,6 +23,7 @@ from tutti.integration.sglang.rank_members import share
 from tutti.interface import Store
 from tutti.medium.layout import ITEMSIZE_NBYTES, KVLayout
 from tutti.pool.places import SUFFIX, exists, is_device
+from tutti.profiles.found import AUTO
 from tutti.scheduler.dispatcher import Schedule
 from tutti.store import open as open_pool
 from tutti.transfers.core import StoreConfig
@@ -227,7 +228,8 @@ def open_store(
     """A pool of one rank, made when it is not there, and where it is.  Raises TuttiError.
 
     pool: its name in the file's.  capacity: bytes of all ranks' pools together.  schedule: when its
-    puts and loads are launched; None for at once.  is_kv: see `rank_members`.
+    puts and loads are issued; None for what the option ``profile`` says.  is_kv: see
+    `rank_members`.
     """
     if uses_agent(options):
         # One pool for all ranks and replicas whose KV is the same.
@@ -276,6 +278,7 @@ def _open_members(
         executor=options["executor"],
         degraded=bool(options["degraded"]),
         config=config,
+        profile=options["profile"] if schedule is None else AUTO,
     )
 
 

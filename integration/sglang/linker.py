@@ -44,6 +44,8 @@ from tutti.integration.sglang.options import LINKER, LINKER_OPTIONS, parse_optio
 from tutti.integration.sglang.weights import WATCH
 from tutti.medium.keys import object_keys
 from tutti.process import Owned, at_exit, forget_exit
+from tutti.profiles.found import FILE, OFF
+from tutti.scheduler.dispatcher import GIVEN
 
 _IDLE_S = 60.0
 _PATIENCE_S = 1.0
@@ -82,9 +84,8 @@ class TuttiLinker(Owned, adapter.UnifiedCacheLinker):
                 "--pp-size 1, or use Tutti behind HiCache, which works with pipeline stages"
             )
         self._alone = parallel_rank.ranks == parallel_rank.dp_size
-        profile = None
-        if options["profile"] is not None:
-            profile = served_profile(options["profile"], options["path"][0], group, parallel_rank)
+        found = served_profile(options, group, parallel_rank)
+        profile, source = found or (None, OFF)
         self._gpu = open_gpu(group.device, options["gpu_mover"], profile, options["gpu_engine"])
         self._timeout_s = float(options["load_timeout_s"])
         self.stored_pools: dict[str, StoredPool] = {}
@@ -96,6 +97,7 @@ class TuttiLinker(Owned, adapter.UnifiedCacheLinker):
                 parallel_rank,
                 prometheus=bool(getattr(server_args, "enable_metrics", False)),
                 profile=profile,
+                profile_source=source,
                 gpu=self._gpu,
             )
             self._start_parts()
@@ -174,8 +176,9 @@ class TuttiLinker(Owned, adapter.UnifiedCacheLinker):
             options["recompute_us_per_token"] * page / 1e6,
             -(-options["min_tokens"] // page),
             options["max_load_ms"] / 1e3,
+            # Estimates of another GPU's compute do not say which hits are worth their load.
             pays=None
-            if schedule is None
+            if schedule is None or schedule.source not in (FILE, GIVEN)
             else break_even(
                 schedule.profile,
                 layers=self._group.layers,

@@ -31,6 +31,11 @@ METRICS: Mapping[str, tuple[str, str]] = {
     "ahead_unused_pages": ("counter", "pages of these that no batch used before they were dropped"),
     "fullness": ("gauge", "share of the slots in use, 0 to 1"),
     "pinned_objects": ("gauge", "objects that cannot be evicted"),
+    "deferred_pages": (
+        "counter",
+        "pages written later than they were offered, so that loads go first",
+    ),
+    "scheduling": ("gauge", "0 without, 1 by an estimated profile, 2 by a measured one"),
     "backlog_pages": ("gauge", "pages waiting to be written"),
 }
 LATENCY = "batch_seconds"
@@ -92,14 +97,20 @@ class Metrics:
     def from_store(self, stats: Mapping[str, Any]) -> None:
         """Takes over what an ObjectStore counts itself."""
         for source, name in _FROM_STORE.items():
-            value = float(stats[source])
-            with self._lock:  # another thread may come with newer numbers in between
-                before = self._seen.get(source, 0.0)
-                self._seen[source] = max(before, value)
-            self.count(name, value - before)
+            self._count_up(name, float(stats[source]))
+        self._count_up("deferred_pages", stats.get("scheduler", {}).get("deferred_pages", 0))
+        source = stats.get("profile", "off")
+        self.level("scheduling", {"off": 0, "estimated": 1}.get(source, 2))
         capacity = max(1, int(stats["capacity_objects"]))
         self.level("fullness", 1 - int(stats["free_objects"]) / capacity)
         self.level("pinned_objects", int(stats["busy_objects"]))
+
+    def _count_up(self, name: str, value: float) -> None:
+        """A counter has reached a value."""
+        with self._lock:  # another thread may come with newer numbers in between
+            before = self._seen.get(name, 0.0)
+            self._seen[name] = max(before, value)
+        self.count(name, value - before)
 
     def take_samples(self, direction: str) -> tuple[list[int], list[float]]:
         """Pages and GB/s of each batch since the last call."""

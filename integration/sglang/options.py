@@ -104,6 +104,13 @@ OPTIONS: tuple[Option, ...] = (
         "run without the plugin that notices weight updates; then never update weights in place",
     ),
     Option(
+        "profile",
+        "str",
+        "auto",
+        "by which writes yield to reads: auto (cached, measured in at most 2 s, or estimated), a "
+        "file that `tutti profile` wrote, or off",
+    ),
+    Option(
         "second_touch",
         "bool",
         False,
@@ -264,14 +271,6 @@ _PLAIN = tuple(
             None,
         ),
         ("store_staging", "size", 256 * MiB, "memory for pages copied out of SGLang's pool", None),
-        (
-            "profile",
-            "str",
-            None,
-            "file that `tutti profile` wrote: writes then yield to reads as it says; default: both "
-            "go at once",
-            None,
-        ),
         ("load_timeout_s", "float", 60.0, "after how long a batch's load has failed", 0.001),
         ("breaker_failures", "int", 3, "failures in a row after which the SSD is not asked", 1),
         ("breaker_pause_s", "float", 5.0, "time between probes of an SSD that failed", 0.001),

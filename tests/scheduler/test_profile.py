@@ -18,7 +18,6 @@ from tutti.scheduler.profile import (
     SCHEMA,
     TableProfile,
     estimated_document,
-    load_or_estimate,
     load_profile,
 )
 from tutti.scheduler.profile_curves import Curve, Family
@@ -142,7 +141,7 @@ DAMAGE = [
 
 
 @pytest.mark.parametrize(("damage", "message"), DAMAGE)
-def test_damaged_profiles_are_refused_and_replaced(
+def test_damaged_profiles_are_refused(
     tmp_path: Path, damage: Callable[[dict[str, Any]], None], message: str
 ) -> None:
     made = copy.deepcopy(document())
@@ -150,9 +149,6 @@ def test_damaged_profiles_are_refused_and_replaced(
     path = saved(tmp_path, made)
     with pytest.raises(ProfileError, match=message):
         load_profile(path)
-    profile = load_or_estimate(path, machine=MACHINE, model=MODEL, gpu=GPU)
-    assert profile.estimated == ("compute", "io", "movers")
-    assert len(profile.warnings) == 1
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", "7", "null", "[" * 100_000, "\x00\xff"])
@@ -173,28 +169,17 @@ def test_files_that_hold_no_profile(tmp_path: Path, content: str) -> None:
         (MACHINE, DENSE_MODELS["qwen3-32b"], "qwen3-32b"),
     ],
 )
-def test_profiles_of_others_are_replaced_with_a_warning(
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
-    machine: dict[str, Any],
-    model: Any,
-    message: str,
+def test_profiles_of_others_are_known(
+    tmp_path: Path, machine: dict[str, Any], model: Any, message: str
 ) -> None:
-    path = saved(tmp_path, document())
-    profile = load_or_estimate(path, machine=machine, model=model, gpu=GPU)
-    assert "io" in profile.estimated
-    assert len(profile.warnings) == 1
-    assert message in profile.warnings[0]
-    assert message in caplog.text
-    assert "estimates" in caplog.text
+    found = load_profile(saved(tmp_path, document())).mismatches(machine, model)
+    assert len(found) == 1
+    assert message in found[0]
 
 
 def test_a_new_kernel_is_the_same_machine(tmp_path: Path) -> None:
-    path = saved(tmp_path, document())
-    profile = load_or_estimate(path, machine={**MACHINE, "kernel": "9"}, model=MODEL, gpu=GPU)
-    assert profile.warnings == ()
-    assert "io" not in profile.estimated
-    assert load_or_estimate(None, machine={}, model=MODEL, gpu=GPU).warnings == ()
+    profile = load_profile(saved(tmp_path, document()))
+    assert profile.mismatches({**MACHINE, "kernel": "9"}, MODEL) == []
 
 
 amounts = st.integers(1, 1 << 32)

@@ -48,7 +48,7 @@ def test_with_a_profile_the_scheduler_launches_what_is_moved(
 ) -> None:
     with pytest.raises(ProfileError, match="cannot read"):
         Rig(tmp_path / "none", profile=str(tmp_path / "missing.json"))
-    monkeypatch.setattr(linker_module, "served_profile", lambda *_: FlatProfile())
+    monkeypatch.setattr(linker_module, "served_profile", lambda *_: (FlatProfile(), "given"))
     with Rig(tmp_path, profile="profile.json", backlog_share=0.1) as rig:
         rig.fill(13)
         want = rig.content(range(24))
@@ -78,7 +78,7 @@ class Batch:
 
 
 def test_the_scheduler_is_told_of_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(linker_module, "served_profile", lambda *_: FlatProfile())
+    monkeypatch.setattr(linker_module, "served_profile", lambda *_: (FlatProfile(), "given"))
     with Rig(tmp_path, profile="profile.json") as rig:
         scheduler = rig.stored_pool.store.scheduler
 
@@ -118,7 +118,7 @@ def posted(monkeypatch: pytest.MonkeyPatch) -> list[Event]:
         original(dispatcher, event)
 
     monkeypatch.setattr(Dispatcher, "post", post)
-    monkeypatch.setattr(linker_module, "served_profile", lambda *_: FlatProfile())
+    monkeypatch.setattr(linker_module, "served_profile", lambda *_: (FlatProfile(), "given"))
     return events
 
 
@@ -196,7 +196,7 @@ def test_on_a_gpu_no_thread_knows_which_layer_computes(
 def test_a_step_that_is_not_understood_costs_no_service(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(linker_module, "served_profile", lambda *_: FlatProfile())
+    monkeypatch.setattr(linker_module, "served_profile", lambda *_: (FlatProfile(), "given"))
     watch = StepsWatch()
     monkeypatch.setattr(linker_module, "STEPS", watch)
     with Rig(tmp_path, profile="profile.json") as rig:
@@ -207,7 +207,7 @@ def test_a_step_that_is_not_understood_costs_no_service(
 
 
 @pytest.mark.parametrize("foreign", ["", "machine", "model"])
-def test_a_foreign_profile_is_replaced_by_estimates(
+def test_a_foreign_profile_is_replaced_by_what_is_found(
     tmp_path: Path, foreign: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     kv_nbytes = 2 * engine.LAYERS * 4096 // engine.PAGE * (2 if foreign == "model" else 1)

@@ -44,7 +44,7 @@ def rig_of(
 ) -> Iterator[tuple[GpuRig, list[int]]]:
     """A rig whose pages a kernel moves, and the grids of its launches."""
     monkeypatch.setattr(gpu_modules, "compile_cubin", lambda *_, **__: b"\x7fELF")
-    monkeypatch.setattr(linker_module, "served_profile", lambda *_: known)
+    monkeypatch.setattr(linker_module, "served_profile", lambda *_: known and (known, "given"))
     options = {} if known is None else {"profile": "profile.json"}
     with stand_in_gpu(monkeypatch, sms=sms) as (driver, streams):
         Kernels(driver, None)
@@ -104,7 +104,7 @@ def test_without_a_profile_streams_are_ordinary_ones(
         moves(rig)
         assert "cuGreenCtxCreate" not in rig.driver.calls
         assert set(grids) == {16}
-    assert "without the option profile" in caplog.text
+    assert "profile is off" in caplog.text
 
 
 @pytest.mark.parametrize("call", ["cuGreenCtxCreate", "sms"])

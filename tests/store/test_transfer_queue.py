@@ -167,13 +167,17 @@ def test_a_load_does_not_wait_for_a_put_that_waits_for_space(
             return put(request)
 
         monkeypatch.setattr(store._coalescer, "put", full)
-        ticket = store.put(some_keys(rng, 2), [0, 1])
+        tickets: list[Any] = []
+        more = some_keys(rng, 2)
+        putting = threading.Thread(target=lambda: tickets.append(store.put(more, [0, 1])))
+        putting.start()
         try:
             assert there.wait(10)
             in_time(lambda: store.load(keys, np.arange(4, 8)).wait(10))
         finally:
             space.set()
-        assert ticket.wait(10).stored == 2
+        putting.join(10)
+        assert tickets[0].wait(10).stored == 2
 
 
 @pytest.mark.parametrize("error", [MemoryError("none left"), TuttiError("none left")])

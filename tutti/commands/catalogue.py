@@ -224,7 +224,7 @@ def _key(text: str) -> bytes:
 
 @contextmanager
 def _opened(pool: str) -> Iterator[Store]:
-    store: Store = connect(pool) if pool.startswith(_AGENT) else open_pool(pool)
+    store: Store = connect(pool) if pool.startswith(_AGENT) else open_pool(pool, profile=None)
     try:
         store.wait_recovered(_RECOVERY_S)
         yield store

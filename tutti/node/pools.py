@@ -9,6 +9,7 @@ from pathlib import Path
 from tutti.errors import CapacityError, ConfigError, PoolMismatch, PoolNotFound, TuttiError
 from tutti.medium.layout import KVLayout
 from tutti.node.pool_service import PoolService
+from tutti.pool.pool_format import Paths
 from tutti.store import ObjectStore
 from tutti.store import open as open_pool
 from tutti.transfers.core import StoreConfig
@@ -69,7 +70,7 @@ class AgentPools:
     def _given(self, layout_json: str) -> PoolService:
         service = self.services.get("")
         if service is None:
-            store = open_pool(self._paths, config=self._config, executor=self._executor)
+            store = self._open(self._paths)
             service = self.services[""] = PoolService(store)
         own = service.store.layout
         if layout_json and KVLayout.from_json(layout_json) != own:
@@ -91,14 +92,19 @@ class AgentPools:
         path = self._folder / f"{name}{SUFFIX}"
         if not path.exists():
             self._check_capacity(capacity)
-        store = open_pool(
-            str(path), layout, capacity or None, config=self._config, executor=self._executor
-        )
+        store = self._open(str(path), layout, capacity or None)
         try:
             return PoolService(store)
         except BaseException:
             store.close()
             raise
+
+    def _open(
+        self, paths: Paths, layout: KVLayout | None = None, capacity: int | None = None
+    ) -> ObjectStore:
+        # Clients move the data: the agent has no transfers to schedule.
+        config, executor = self._config, self._executor
+        return open_pool(paths, layout, capacity, config=config, executor=executor, profile=None)
 
     def _check_capacity(self, capacity: int) -> None:
         assert self._folder is not None

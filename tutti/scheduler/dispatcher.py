@@ -19,6 +19,7 @@ from typing import Any, Protocol
 from tutti.callbacks import Guard
 from tutti.clock import Clock, SystemClock
 from tutti.errors import ConfigError
+from tutti.interrupts import is_main_thread
 from tutti.process import Owned
 from tutti.scheduler.baselines import ImmediatePolicy
 from tutti.scheduler.changes import Scheduler
@@ -51,6 +52,8 @@ class TransferIssuer(Protocol):
         """A write is given up: nothing of it was launched."""
 
 
+#: The source of a profile that a caller made.
+GIVEN = "given"
 _POOL_LIMITS = Limits(staged_pages=0)
 _UNBOUNDED_NBYTES = 1 << 62
 
@@ -61,13 +64,14 @@ class Schedule:
 
     profile: of this machine, model and medium.  limits: a pool has no staging, so they have no
     staged pages; loads go to pages that are there, so read_ahead_nbytes does not count.
-    policy: by default SlackPolicy.
+    policy: by default SlackPolicy.  source: where the profile came from, for `stats`.
     """
 
     profile: Profile
     limits: Limits = _POOL_LIMITS
     policy: Callable[[Limits], Policy] = SlackPolicy
     record: DecisionHook | None = None
+    source: str = GIVEN
 
     def __post_init__(self) -> None:
         if self.limits.staged_pages:
@@ -75,7 +79,7 @@ class Schedule:
 
 
 class Dispatcher(Owned):
-    """Runs a policy.  Thread-safe: any thread may post, one thread decides and launches.
+    """Runs a policy.  Thread-safe: any thread may post; one at a time decides and launches.
 
     record: gets every event with the decision that followed, for a trace that replays.
     A profile that says something absurd ends slack, not service: from then on everything goes at
@@ -104,6 +108,7 @@ class Dispatcher(Owned):
         self._events: deque[Event] = deque()
         self._pumping = threading.Lock()
         self._wake_ns: int | None = None
+        self._sleeps_until_ns = 0  # the loop, at the latest; under the lock
         self._stopping = False
         self._thread: threading.Thread | None = None
 
@@ -130,10 +135,33 @@ class Dispatcher(Owned):
         return self._clock.now_ns()
 
     def post(self, event: Event) -> None:
-        """Takes an event; never waits for a launch."""
+        """Takes an event and decides, on the caller's thread if that is free to: see ``decide``."""
+        self.add(event)
+        self.decide()
+
+    def add(self, event: Event) -> None:
+        """Takes an event, for the next ``decide``: for callers that hold locks."""
         with self._lock:
             self._events.append(event)
-            self._changed.notify_all()
+
+    def decide(self) -> None:
+        """Decides what was added, unless another thread does so now.
+
+        A decision on the caller's thread costs no switch of threads.  The main thread leaves it to
+        the loop: a signal handler that raises there would leave the state half changed.
+        """
+        if self._thread is None:
+            return  # see run_due
+        if not is_main_thread():
+            while self._events and self._pumping.acquire(blocking=False):
+                try:  # bounded: by what is posted
+                    self._pump(None)
+                finally:
+                    self._pumping.release()
+        with self._lock:
+            wake_ns = self._wake_ns
+            if self._events or (wake_ns is not None and wake_ns < self._sleeps_until_ns):
+                self._changed.notify_all()
 
     def run_due(self) -> int | None:
         """Takes the events that were posted, decides and launches; when to call again, if ever.
@@ -142,10 +170,7 @@ class Dispatcher(Owned):
         events are answered within the call.
         """
         with self._pumping:
-            event = self._next(Tick(self._clock.now_ns()))
-            while event is not None:  # bounded: by what is posted
-                self._take(event)
-                event = self._next(None)
+            self._pump(Tick(self._clock.now_ns()))
             return self._wake_ns
 
     def expedite(self) -> None:
@@ -185,6 +210,13 @@ class Dispatcher(Owned):
             "writes_waiting": len(state.writes),
             **{f"{kind}_factor": factor for kind, factor in factors.items()},
         }
+
+    def _pump(self, otherwise: Event | None) -> None:
+        """Takes what was posted, or ``otherwise`` where that is nothing."""
+        event = self._next(otherwise)
+        while event is not None:  # bounded: by what is posted
+            self._take(event)
+            event = self._next(None)
 
     def _next(self, otherwise: Event | None) -> Event | None:
         with self._lock:
@@ -233,12 +265,16 @@ class Dispatcher(Owned):
 
     def _run(self) -> None:
         while not self._stopping:  # bounded by stop()
-            wake_ns = self.run_due()
-            nap_s = _NAP_S
-            if wake_ns is not None:
-                nap_s = min(nap_s, max(0.0, (wake_ns - self._clock.now_ns()) / 1e9))
+            self.run_due()
             with self._lock:
-                self._changed.wait_for(lambda: bool(self._events) or self._stopping, nap_s)
+                now_ns = self._clock.now_ns()
+                until_ns = now_ns + round(_NAP_S * 1e9)
+                if self._wake_ns is not None:
+                    until_ns = max(now_ns, min(until_ns, self._wake_ns))
+                self._sleeps_until_ns = until_ns
+                if not (self._events or self._stopping):
+                    self._changed.wait((until_ns - now_ns) / 1e9)
+                self._sleeps_until_ns = 0
 
 
 class _Unknown:

@@ -35,6 +35,8 @@ class Limits:
     pressure: from half of this part of locked_pages and staged_pages on, writes go without slack in
         a share of the time that grows with what waits, up to all of it at this part: what is
         dropped costs more than a bubble.
+    pressing_pages: waiting pages at which all of the device's time is the writes'; None for what
+        ``pressure`` says.
     probe_us: reads and writes go together once in this time where they otherwise take turns, to
         measure what that costs.
     Raises ConfigError for values out of range.
@@ -51,6 +53,7 @@ class Limits:
     write_patience_us: float = 5_000_000.0
     forced_share: float = 0.125
     pressure: float = 0.4
+    pressing_pages: int | None = None
     probe_us: float = 2_000_000.0
 
     def __post_init__(self) -> None:
@@ -60,6 +63,8 @@ class Limits:
             raise ConfigError("limits of the scheduler are not negative, and the margin is below 1")
         if min(self.read_window_us, self.write_burst_us, self.idle_burst_us) <= 0:
             raise ConfigError("read_window_us, write_burst_us and idle_burst_us are above 0")
+        if self.pressing_pages is not None and self.pressing_pages < 1:
+            raise ConfigError("pressing_pages counts from 1; None leaves it to pressure")
         if not (0 < self.forced_share <= 0.5 and 0 < self.pressure <= 1):
             raise ConfigError("forced_share lies in (0, 0.5] and pressure in (0, 1]")
 
@@ -89,9 +94,8 @@ class SlackPolicy:
         self._read_patience_ns = round(self.limits.read_patience_us * 1000)
         self._write_patience_ns = round(self.limits.write_patience_us * 1000)
         self._probe_ns = round(self.limits.probe_us * 1000)
-        self._pressing = self.limits.pressure * (
-            self.limits.locked_pages + self.limits.staged_pages
-        )
+        pages = self.limits.locked_pages + self.limits.staged_pages
+        self._pressing = self.limits.pressing_pages or self.limits.pressure * pages
 
     def decide(self, state: State) -> Decision:
         """See Policy."""

@@ -1,14 +1,12 @@
 """A profile: how long compute, reads and writes take on one machine, for one model and medium.
 
 `tutti profile` measures it; docs/profile.md describes the JSON.  What could not be measured is an
-estimate (`roofline.py`) and marked so.  A profile that does not fit is replaced by estimates as a
-whole, with the reason as a warning.
+estimate (`roofline.py`) and marked so.  `tutti.profiles` finds the one of a pool.
 """
 
 from __future__ import annotations
 
 import json
-import logging
 import math
 import os
 from collections.abc import Mapping
@@ -43,8 +41,6 @@ _GB_PER_S_MAX = 1000.0
 _SMS_MAX = 4096
 #: Of a page of an estimate, which sets its slices.
 _PAGE_TOKENS = 64
-
-_log = logging.getLogger(__name__)
 
 
 class TableProfile:
@@ -147,33 +143,6 @@ def load_profile(path: str | os.PathLike[str]) -> TableProfile:
     if not isinstance(document, dict):
         raise ProfileError(f"{Path(path).name} holds no JSON object; make it anew")
     return TableProfile(document)
-
-
-def load_or_estimate(
-    path: str | os.PathLike[str] | None,
-    *,
-    machine: Mapping[str, Any],
-    model: ModelShape,
-    gpu: GpuRoofline,
-) -> TableProfile:
-    """The profile of a file when it is of this machine and model, else an estimate.
-
-    machine: as `tutti.machine.machine_facts` describes it.  What is wrong is logged as a warning
-    and stands in the profile's ``warnings``; nothing is raised.
-    """
-    reasons: list[str] = []
-    if path is not None:
-        try:
-            profile = load_profile(path)
-            reasons = profile.mismatches(machine, model)
-            if not reasons:
-                return profile
-        except ProfileError as error:
-            reasons = [str(error)]
-        for reason in reasons:
-            _log.warning("the profile is not used, estimates are: %s", reason)
-    document = estimated_document(model, gpu, machine=machine)
-    return TableProfile(document, tuple(reasons))
 
 
 def estimated_document(

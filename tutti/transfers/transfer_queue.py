@@ -6,10 +6,9 @@ one launch, and ``load`` returns once it was started.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-import queue
 import threading
+from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -83,8 +82,13 @@ class TransferQueue(Owned):
         self._loads: dict[str, _Load] = {}
         self._most = schedule.limits.locked_pages
         self._stopping = False
-        # A put may wait for staging or space; decisions, and with them loads, must not.
-        self._launches: queue.SimpleQueue[Issue | None] = queue.SimpleQueue()
+        # A put may wait for staging or space; decisions, and with them loads, must not.  One thread
+        # at a time starts puts: that of a caller of ``put``, or the starter.
+        self._launches: deque[Issue] = deque()
+        self._starting = threading.Lock()
+        self._here = threading.local()
+        self._launched = threading.Semaphore(0)
+        self._closed = False
         self._starter = threading.Thread(target=self._run, name="tutti-puts", daemon=True)
         self.dispatcher = Dispatcher.of(schedule, self, core.guard)
         start_thread(self._starter)
@@ -114,7 +118,12 @@ class TransferQueue(Owned):
             self._start(name, put, np.flatnonzero(~absent).astype(np.int64), paced=False)
         nbytes = core.geometry.slice_nbytes * core.layers
         now_ns = self.dispatcher.now_ns()
-        self.dispatcher.post(WriteKnown(now_ns, name, pages=rows.size, page_nbytes=nbytes))
+        self._here.puts = True
+        try:
+            self.dispatcher.post(WriteKnown(now_ns, name, pages=rows.size, page_nbytes=nbytes))
+        finally:
+            self._here.puts = False
+        self._start_puts(len(self._launches))
         return progress
 
     def load(
@@ -177,7 +186,8 @@ class TransferQueue(Owned):
     def close(self) -> None:
         """Ends the scheduler if ``stop`` did not."""
         self.dispatcher.stop()
-        self._launches.put(None)
+        self._closed = True
+        self._launched.release()
         self._starter.join(1.0)
 
     def read(self, launch: Issue) -> None:
@@ -189,7 +199,9 @@ class TransferQueue(Owned):
 
     def write(self, launch: Issue) -> None:
         """See TransferIssuer."""
-        self._launches.put(launch)
+        self._launches.append(launch)
+        if not getattr(self._here, "puts", False):
+            self._launched.release()
 
     def copy_out(self, name: str) -> None:
         """See TransferIssuer.  A pool has no staging, so its limits never ask for a copy."""
@@ -209,13 +221,26 @@ class TransferQueue(Owned):
             self._end_rows(name, put, waiting)
 
     def _run(self) -> None:
-        goes_on = True
-        while goes_on:  # bounded by close()
-            with contextlib.suppress(queue.Empty):
-                launch = self._launches.get(timeout=_LOOK_S)
-                goes_on = launch is not None
-                if launch is not None:
-                    self._launch(launch)
+        while not self._closed:  # bounded by close()
+            self._launched.acquire(timeout=_LOOK_S)
+            while self._launches and self._start_puts(len(self._launches)):
+                pass  # bounded: by the pages that wait
+
+    def _start_puts(self, most: int) -> bool:
+        """Starts up to ``most`` of what was decided, in that order; False while another thread does
+        so.  What is left, or came meanwhile, is the starter's.
+        """
+        if not self._starting.acquire(blocking=False):
+            return False
+        try:
+            while self._launches and most > 0:
+                most -= 1
+                self._launch(self._launches.popleft())
+        finally:
+            self._starting.release()
+        if self._launches:
+            self._launched.release()
+        return True
 
     def _launch(self, launch: Issue) -> None:
         end = launch.first + launch.count
@@ -256,8 +281,9 @@ class TransferQueue(Owned):
             with self._lock:  # so that events come in the order of their numbers
                 put.written += rows.size
                 now_ns, failed = self.dispatcher.now_ns(), int(np.count_nonzero(lost))
-                self.dispatcher.post(PagesWritten(now_ns, name, put.written, failed))
+                self.dispatcher.add(PagesWritten(now_ns, name, put.written, failed))
         self._end_rows(name, put, rows)
+        self.dispatcher.decide()
 
     def _end_rows(self, name: str, put: _Put, rows: Rows) -> None:
         """These rows have their outcome."""

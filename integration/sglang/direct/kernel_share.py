@@ -51,7 +51,7 @@ class KernelShare:
 def _share(driver: Driver, profile: TableProfile | None) -> tuple[SmPartition, int]:
     """The partition, and how many blocks the kernel has."""
     if profile is None:
-        reason = "the option profile is not set, so the mover's share is unknown"
+        reason = "the option profile is off, so the mover's share is unknown"
         _log.warning("no partition of multiprocessors: %s", reason)
         return SmPartition(driver, 0, reason=reason), _BLOCKS
     try:

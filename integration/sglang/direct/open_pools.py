@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
-from tutti.errors import ConfigError, ProfileError, Unsupported
+from tutti.errors import Unsupported
 from tutti.integration.sglang.direct.gpu import Gpu
 from tutti.integration.sglang.direct.kv_pools import KvPool, KvPoolGroup
 from tutti.integration.sglang.direct.stored_pool import StoredPool, split_nbytes
@@ -22,12 +20,12 @@ from tutti.integration.sglang.identity import (
 )
 from tutti.integration.sglang.metrics import Metrics
 from tutti.integration.sglang.options import LINKER
-from tutti.machine import machine_facts
-from tutti.scheduler.dispatcher import Schedule
+from tutti.pool.places import is_device
+from tutti.profiles.found import find_profile, folders_of, is_off, model_like
+from tutti.scheduler.dispatcher import GIVEN, Schedule
 from tutti.scheduler.policy import Limits
-from tutti.scheduler.profile import TableProfile, load_or_estimate, load_profile
+from tutti.scheduler.profile import TableProfile
 from tutti.scheduler.request import Profile
-from tutti.scheduler.roofline import GPUS, ModelShape
 
 _log = logging.getLogger(__name__)
 
@@ -42,11 +40,13 @@ def open_stored_pools(
     *,
     prometheus: bool,
     profile: Profile | None = None,
+    profile_source: str = GIVEN,
     gpu: Gpu | None = None,
 ) -> dict[str, StoredPool]:
     """A StoredPool for every pool, by name.  Raises TuttiError, with nothing left open.
 
-    profile: by which its puts and loads are launched; None for at once.
+    profile: by which its puts and loads are launched; None for at once.  profile_source: where it
+    came from.
     """
     if gpu is not None and uses_agent(options):
         raise Unsupported(
@@ -69,7 +69,7 @@ def open_stored_pools(
                 capacities[pool.name],
                 options,
                 parallel_rank,
-                _schedule(profile, pool, options, stores[pool.name]),
+                _schedule(profile, profile_source, pool, options, stores[pool.name]),
                 is_kv=pool is main,
             )
             metrics = Metrics(
@@ -97,14 +97,18 @@ def open_stored_pools(
 
 
 def _schedule(
-    profile: Profile | None, pool: KvPool, options: Mapping[str, Any], staging_nbytes: int
+    profile: Profile | None,
+    source: str,
+    pool: KvPool,
+    options: Mapping[str, Any],
+    staging_nbytes: int,
 ) -> Schedule | None:
     """Writes yield to reads.  The backlog bounds what waits, so the scheduler drops nothing."""
     if profile is None:
         return None
     most = int(pool.pages * options["backlog_share"]) + staging_nbytes // pool.nbytes
     limits = Limits(locked_pages=most, staged_pages=0, read_ahead_nbytes=1 << 62)
-    return Schedule(profile, limits)
+    return Schedule(profile, limits, source=source)
 
 
 def _capacities(options: Mapping[str, Any], pools: list[KvPool]) -> dict[str, int]:
@@ -115,27 +119,20 @@ def _capacities(options: Mapping[str, Any], pools: list[KvPool]) -> dict[str, in
 
 
 def served_profile(
-    file: str, folder: str, group: KvPoolGroup, parallel_rank: ParallelRank
-) -> TableProfile:
-    """What ``file`` says, or estimates and a logged warning when it is of another machine or of a
-    model whose KV has another shape.
+    options: Mapping[str, Any], group: KvPoolGroup, parallel_rank: ParallelRank
+) -> tuple[TableProfile, str] | None:
+    """By which the pools are scheduled, and where it came from; None for an agent's pools, whose
+    transfers are issued at once, and where the option says so.
 
-    folder: of the pools, whose disk counts.  Raises ProfileError when there is no profile at all.
+    Raises ProfileError for a file that is not a profile.
     """
-    profile = load_profile(file)
-    try:
-        model = ModelShape(**profile.document["model"])
-    except (ConfigError, KeyError, TypeError) as error:
-        raise ProfileError(
-            f"{Path(file).name} does not name its model ({error}); run `tutti profile` again"
-        ) from error
+    choice, paths = options["profile"], options["path"]
+    if is_off(choice) or uses_agent(options):
+        return None
+    folders = () if any(map(is_device, paths)) else folders_of(paths)
     layers, nbytes = _kv_shape(group, parallel_rank)
-    if (model.layers, model.kv_nbytes_per_token) != (layers, nbytes):
-        model = replace(model, name="the served model", layers=layers, kv_nbytes_per_token=nbytes)
-    there = Path(folder).absolute()
-    there = next(path for path in (there, *there.parents) if path.exists())
-    gpu = GPUS.get(str(profile.document.get("gpu")), GPUS["H100"])
-    return load_or_estimate(file, machine=machine_facts(there), model=model, gpu=gpu)
+    model = model_like("the served model", layers, nbytes)
+    return find_profile(choice, folders, model, executor=options["executor"])
 
 
 def _kv_shape(group: KvPoolGroup, parallel_rank: ParallelRank) -> tuple[int, int]:

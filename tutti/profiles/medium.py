@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -28,7 +28,6 @@ from tutti.pool.pool_format import label, make_blank, member_names
 from tutti.units import MiB, format_nbytes
 
 _GROUP_NBYTES = 2 * MiB  # slices of a run lie together, as one layer of a pool's group does
-_TIMEOUT_S = 120.0
 
 
 class Medium:
@@ -36,11 +35,20 @@ class Medium:
 
     paths: new files, or blank devices or drives, over which groups rotate as in a pool.  nbytes: of
     all of them, at least twice the largest transfer.  Reads and writes have the priorities that
-    loads and puts of a store have.  Raises what files and devices raise.
+    loads and puts of a store have.  wrote: is told (bytes, of all) while a file is written.
+    timeout_s: of one transfer.  Raises what files and devices raise.
     """
 
     def __init__(
-        self, paths: Sequence[str], nbytes: int, largest_nbytes: int, force: Sequence[str] = ()
+        self,
+        paths: Sequence[str],
+        nbytes: int,
+        largest_nbytes: int,
+        force: Sequence[str] = (),
+        *,
+        executor: str = "auto",
+        timeout_s: float = 120.0,
+        wrote: Callable[[int, int], None] | None = None,
     ) -> None:
         if nbytes < 2 * largest_nbytes:
             raise ConfigError(
@@ -49,20 +57,21 @@ class Medium:
             )
         self._paths = member_names(paths)
         self._files = [path for path in self._paths if not is_device(path)]
+        self._timeout_s = timeout_s
         self._rng = np.random.default_rng(1)
         if len(self._files) < len(self._paths):
             label(self._paths, force=list(force))  # refuses what is not blank
         try:
             for path in self._files:
                 groups = -(-nbytes // _GROUP_NBYTES // len(self._paths))
-                allocate_file(path, groups * _GROUP_NBYTES, prewrite=True)
-            self._open(nbytes, largest_nbytes)
+                allocate_file(path, groups * _GROUP_NBYTES, True, wrote)
+            self._open(nbytes, largest_nbytes, executor)
         except BaseException:  # Ctrl-C as well
             self._remove()
             raise
 
-    def _open(self, nbytes: int, largest_nbytes: int) -> None:
-        self._controller = open_controller(self._paths)
+    def _open(self, nbytes: int, largest_nbytes: int, executor: str) -> None:
+        self._controller = open_controller(self._paths, executor=executor)
         self._lba_nbytes = self._controller.info.lba_nbytes
         own_nbytes = min(self._controller.info.namespace_nlb) * self._lba_nbytes
         nbytes = min(nbytes, own_nbytes * len(self._paths))
@@ -116,11 +125,11 @@ class Medium:
             np.arange(slices, dtype=np.uint32),
             memory,
             priority=PRIORITY_LOAD if is_read else PRIORITY_STORE,
-            timeout_s=_TIMEOUT_S,
+            timeout_s=self._timeout_s,
         )
 
     def _end(self, job: Job) -> float:
-        if not job.wait_released(_TIMEOUT_S):
+        if not job.wait_released(self._timeout_s):
             raise DeviceTimeout("the medium does not answer; look at the kernel's log")
         report = job.report()
         error = status_error(int(report.status), "a transfer of the profile")

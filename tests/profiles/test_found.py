@@ -1,0 +1,176 @@
+"""The profile of a pool is found: cached, measured or estimated, and a start never fails for it."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import tutti
+from tutti.errors import ConfigError, DeviceTimeout, ProfileError
+from tutti.machine import machine_facts
+from tutti.medium.layout import KVLayout
+from tutti.profiles import found
+from tutti.profiles.found import find_profile, model_of
+from tutti.profiles.medium import Medium
+from tutti.scheduler.dispatcher import Schedule
+from tutti.scheduler.profile import estimated_document
+from tutti.scheduler.roofline import DENSE_MODELS, GPUS
+from tutti.store import ObjectStore
+from tutti.transfers.core import StoreConfig
+
+LAYOUT = KVLayout.mha(
+    layers=4, kv_heads=2, head_dim=64, page_size=16, dtype="bfloat16", model="found"
+)
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache of this test's own, and measurements of one round."""
+    monkeypatch.setattr(found, "_ROUNDS_S", 0.0)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "tutti"
+
+
+def opened(folder: Path, **options: Any) -> ObjectStore:
+    return tutti.open(str(folder / "pool.tutti"), LAYOUT, "16MiB", **options)
+
+
+def moves(store: ObjectStore) -> None:
+    """A put and a load through the store as it was opened."""
+    rng = np.random.default_rng(1)
+    memory = store.allocate_memory(8)
+    content = rng.bytes(LAYOUT.object_nbytes)
+    memory.write(0, content)
+    keys = rng.integers(0, 256, (4, 16), np.uint8)
+    assert store.put(keys, np.arange(4)).wait(30).stored == 4
+    store.load(keys, np.arange(4, 8)).wait(30)
+    assert memory.read(4) == content
+    assert store.catalogue.delete(keys) == 4
+
+
+def test_a_pool_is_scheduled_by_default_and_the_second_start_measures_nothing(
+    tmp_path: Path, cache: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "tutti.profiles")
+    sources = []
+    for _ in range(2):
+        with opened(tmp_path) as store:
+            moves(store)
+            stats = store.stats()
+            sources.append(stats["profile"])
+            assert stats["scheduler"]["written_pages"] == 4
+            deadline_s = time.monotonic() + 10
+            while not store.stats()["scheduler"]["read_nbytes"]:  # told once the load has settled
+                assert time.monotonic() < deadline_s
+    assert sources == ["measured", "cache"]
+    assert [record.levelname for record in caplog.records] == ["INFO", "INFO"], "one line a start"
+    assert "from the cache" in caplog.text
+    (entry,) = cache.glob("*.json")
+    assert json.loads(entry.read_text())["io"]["estimated"] is False
+    left = {path.name for path in tmp_path.iterdir()}
+    assert left == {"cache", "pool.tutti"}, "the file of the measurement is gone"
+
+
+def test_off_is_one_option(tmp_path: Path, cache: Path) -> None:
+    for off in (None, "off"):
+        with opened(tmp_path, profile=off) as store:
+            moves(store)
+            assert store.stats()["profile"] == "off"
+            assert store.scheduler is None
+    assert not cache.exists(), "nothing was measured"
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [b"", b"{", b"[]", b"[" * 100_000, b'{"facts": {}, "io": {}}', b"io"],
+    ids=["empty", "torn", "list", "deep", "foreign", "rows"],
+)
+def test_a_damaged_cache_costs_a_measurement(
+    tmp_path: Path, cache: Path, damage: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = model_of(LAYOUT)
+    assert find_profile("auto", [tmp_path], model)[1] == "measured"
+    (entry,) = cache.glob("*.json")
+    if damage == b"io":
+        content = json.loads(entry.read_text())
+        content["io"]["read"][0][2] = -1.0
+        damage = json.dumps(content).encode()
+    entry.write_bytes(damage)
+    assert find_profile("auto", [tmp_path], model)[1] == "measured"
+    assert "is not used" in caplog.text
+    assert find_profile("auto", [tmp_path], model)[1] == "cache", "it was mended"
+
+
+def test_a_cache_that_cannot_be_written_costs_a_measurement(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    for _ in range(2):
+        assert find_profile("auto", [tmp_path], model_of(LAYOUT))[1] == "measured"
+    assert "writable" in caplog.text
+
+
+def test_a_medium_that_cannot_be_measured_is_estimated(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def late(medium: Medium, *point: Any) -> list[float]:
+        raise DeviceTimeout("the medium does not answer")
+
+    monkeypatch.setattr(Medium, "time_us", late)
+    with opened(tmp_path) as store:
+        moves(store)
+        assert store.stats()["profile"] == "estimated"
+    assert "does not answer" in caplog.text
+    monkeypatch.undo()
+    monkeypatch.setattr(found, "_FILE_NBYTES", 1 << 60)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "other"))
+    assert find_profile("auto", [tmp_path], model_of(LAYOUT))[1] == "estimated"
+    assert "no room" in caplog.text
+    assert find_profile("auto", [], model_of(LAYOUT))[1] == "estimated", "a drive"
+
+
+def test_a_slow_medium_is_not_waited_for(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(found, "_WRITTEN_S", -1.0)
+    assert find_profile("auto", [tmp_path], model_of(LAYOUT))[1] == "estimated"
+    assert "too slow" in caplog.text
+    assert [path.name for path in tmp_path.iterdir()] == ["cache"]
+
+
+def test_a_file_is_used_where_it_is_of_this_machine(
+    tmp_path: Path, cache: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    machine = machine_facts(tmp_path)
+    document = estimated_document(DENSE_MODELS["llama-3.1-8b"], GPUS["H100"], machine=machine)
+    file = tmp_path / "profile.json"
+    file.write_text(json.dumps(document))
+    with opened(tmp_path, profile=file) as store:
+        moves(store)
+        assert store.stats()["profile"] == "file"
+    file.write_text(json.dumps({**document, "machine": {**machine, "cpu": "another"}}))
+    with opened(tmp_path, profile=str(file)) as store:
+        moves(store)
+        assert store.stats()["profile"] == "measured"
+    assert "cpu was 'another'" in caplog.text
+
+
+def test_choices_that_mean_nothing_are_refused(tmp_path: Path, cache: Path) -> None:
+    with pytest.raises(ProfileError, match="cannot read"):
+        opened(tmp_path, profile=tmp_path / "missing.json")
+    with pytest.raises(ConfigError, match="profile is 7"):
+        opened(tmp_path, profile=7)
+    schedule = Schedule(find_profile("auto", [tmp_path], model_of(LAYOUT))[0])
+    with pytest.raises(ConfigError, match="leave one"):
+        opened(tmp_path, profile=None, config=StoreConfig(schedule=schedule))
+    with opened(tmp_path, config=StoreConfig(schedule=schedule)) as store:
+        assert store.stats()["profile"] == "given"
+    assert os.listdir(cache)

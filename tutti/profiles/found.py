@@ -1,0 +1,265 @@
+"""The profile that a pool is scheduled by: found, so that no one has to ask for it.
+
+    schedule = find_schedule("auto", ["/mnt/nvme/pool.tutti"], layout)
+
+"auto" takes the speed of the medium from the cache, or measures it in at most two seconds, or
+estimates it; computing is estimated.  A file's profile is used when it is of this machine and
+model.  None and "off" mean no schedule: puts and loads are issued at once.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from tutti.errors import ConfigError, ProfileError, TuttiError
+from tutti.machine import machine_facts
+from tutti.medium.layout import KVLayout
+from tutti.pool.places import is_device
+from tutti.profiles.cache import CachedSpeeds
+from tutti.profiles.medium import Medium
+from tutti.scheduler.dispatcher import Schedule
+from tutti.scheduler.policy import Limits
+from tutti.scheduler.profile import (
+    MACHINE_KEYS,
+    TableProfile,
+    estimated_document,
+    load_profile,
+)
+from tutti.scheduler.roofline import DENSE_MODELS, GPUS, ModelShape
+from tutti.units import KiB, MiB
+
+AUTO, OFF = "auto", "off"
+#: Where a profile came from, as `stats` and the metrics name it.
+FILE, CACHE, MEASURED, ESTIMATED = "file", "cache", "measured", "estimated"
+
+#: From the first byte of the file to its removal.
+BUDGET_S = 2.0
+_WRITTEN_S = 0.8  # of it for writing the file
+_ROUNDS_S = 1.0  # and until the last round began
+_FILE_NBYTES = 32 * MiB
+_SIZES = (256 * KiB, 1 * MiB, 4 * MiB)
+_SLICE_NBYTES = 256 * KiB
+_ROOM = 4  # times the file must be free
+#: So much waiting writes as take so long are written without slack.
+_PRESSING_US = 2_000_000.0
+
+ProfileChoice = str | os.PathLike[str] | None
+
+_log = logging.getLogger(__name__)
+
+
+class _TooSlow(Exception):
+    """The medium does not do in time what a measurement needs."""
+
+
+def is_off(choice: ProfileChoice) -> bool:
+    """Whether a choice of profile means none.  Raises ConfigError for what is not a choice."""
+    if choice is not None and not isinstance(choice, str | os.PathLike):
+        raise ConfigError(
+            f'profile is {choice!r}; give "auto", the path of a file that `tutti profile` wrote, or'
+            " None for no scheduling"
+        )
+    return choice is None or choice == OFF
+
+
+def find_profile(
+    choice: str | os.PathLike[str],
+    folders: Sequence[Path],
+    model: ModelShape,
+    *,
+    executor: str = "auto",
+    any_model: bool = False,
+) -> tuple[TableProfile, str]:
+    """The profile and where it came from; one line of the log says so.
+
+    folders: of the members, on their media; none where nothing can be measured, as on drives
+    without a file system.  any_model: a file's profile may be of another model.  Raises
+    ProfileError for a file that is not a profile.
+    """
+    machine = machine_facts(folders[0] if folders else None)
+    if choice != AUTO:
+        given = load_profile(choice)
+        reasons = given.mismatches(machine, _model_of(given, None if any_model else model))
+        if not reasons:
+            _log.info("scheduling by the profile %s", choice)
+            return given, FILE
+        for reason in reasons:
+            _log.warning("the profile %s is not used: %s", choice, reason)
+        found, source = _find(folders, model, machine, executor)
+        return TableProfile(found.document, tuple(reasons)), source
+    return _find(folders, model, machine, executor)
+
+
+def find_schedule(
+    choice: ProfileChoice, members: Sequence[str], layout: KVLayout, *, executor: str = "auto"
+) -> Schedule | None:
+    """By which a store of this layout issues its transfers; None for at once.
+
+    members: their paths; media are measured if they are files.
+    """
+    if choice is None or is_off(choice):
+        return None
+    folders = () if any(map(is_device, members)) else folders_of(members)
+    profile, source = find_profile(
+        choice, folders, model_of(layout), executor=executor, any_model=True
+    )
+    return Schedule(profile, store_limits(profile, layout), source=source)
+
+
+def folders_of(members: Sequence[str]) -> list[Path]:
+    """A folder for each medium that has members, or will have them."""
+    media: dict[int, Path] = {}
+    for member in members:
+        whole = Path(member).absolute()
+        folder = next(one for one in (whole, *whole.parents) if one.is_dir())
+        media.setdefault(os.stat(folder).st_dev, folder)
+    return list(media.values())
+
+
+def store_limits(profile: TableProfile, layout: KVLayout) -> Limits:
+    """Limits of a store of its own: its callers hold the pages, so nothing is dropped for them."""
+    pressing = max(64, int(_PRESSING_US / max(1.0, profile.write_us(layout.object_nbytes))))
+    return Limits(locked_pages=1 << 40, staged_pages=0, pressing_pages=pressing)
+
+
+def model_of(layout: KVLayout) -> ModelShape:
+    """What a layout tells of its model."""
+    known = DENSE_MODELS.get(layout.model or "")
+    if known is not None:
+        return known
+    nbytes = max(1, layout.object_nbytes * layout.world // layout.page_size)
+    return model_like(layout.model or "unnamed", layout.model_layers, nbytes)
+
+
+def model_like(name: str, layers: int, kv_nbytes_per_token: int) -> ModelShape:
+    """A model of which no more is known; the rest is scaled by its layers."""
+    like = DENSE_MODELS["llama-3.1-8b"]
+    scale = layers / like.layers
+    return ModelShape(
+        name,
+        layers,
+        like.parameters * scale,
+        like.attention_width,
+        kv_nbytes_per_token,
+        like.weight_nbytes * scale,
+    )
+
+
+def _model_of(profile: TableProfile, served: ModelShape | None) -> ModelShape:
+    """The profile's own model where its KV has the served shape; its name does not matter."""
+    try:
+        model = ModelShape(**profile.document["model"])
+    except (ConfigError, KeyError, TypeError) as error:
+        raise ProfileError(
+            f"the profile does not name its model ({error}); run `tutti profile` again"
+        ) from error
+    if served is None:
+        return model
+    layers, nbytes = served.layers, served.kv_nbytes_per_token
+    if (model.layers, model.kv_nbytes_per_token) == (layers, nbytes):
+        return model
+    return replace(model, name="the served model", layers=layers, kv_nbytes_per_token=nbytes)
+
+
+def _find(
+    folders: Sequence[Path], model: ModelShape, machine: Mapping[str, Any], executor: str
+) -> tuple[TableProfile, str]:
+    document = estimated_document(model, GPUS["H100"], machine=machine)
+    estimated = TableProfile(document)
+    why = "a drive without a file system is not measured; give the file of `tutti profile`"
+    if folders:
+        media = [machine_facts(folder) for folder in folders]
+        facts: dict[str, Any] = {key: [one.get(key) for one in media] for key in MACHINE_KEYS}
+        facts["executor"] = executor
+        cached = CachedSpeeds(facts)
+        found = _cached(cached, document)
+        if found is None:
+            with cached.alone(2 * BUDGET_S):
+                found = _cached(cached, document)
+                if found is None:
+                    try:
+                        found = _measured(document, folders, executor), MEASURED
+                        cached.write(found[0].document["io"])
+                    except (_TooSlow, TuttiError, OSError) as error:
+                        why = str(error)
+        if found is not None:
+            profile, source = found
+            _log.info(
+                "scheduling by a profile: the medium is %s (%.2f GB/s read, interference %.1f),"
+                " computing is estimated",
+                "from the cache" if source == CACHE else source,
+                profile.read_gb_per_s,
+                profile.interference,
+            )
+            return profile, source
+    _log.warning("scheduling by an estimated profile: %s", why)
+    return estimated, ESTIMATED
+
+
+def _cached(cached: CachedSpeeds, document: Mapping[str, Any]) -> tuple[TableProfile, str] | None:
+    io = cached.read()
+    if io is None:
+        return None
+    try:
+        return TableProfile({**document, "medium": {}, "io": io}), CACHE
+    except (ProfileError, LookupError, TypeError) as error:
+        cached.refused(error)
+        return None
+
+
+def _measured(document: Mapping[str, Any], folders: Sequence[Path], executor: str) -> TableProfile:
+    began_s = time.monotonic()
+    for folder in folders:
+        stat = os.statvfs(folder)
+        if stat.f_bavail * stat.f_frsize < _ROOM * _FILE_NBYTES:
+            raise _TooSlow("the medium has no room for a measurement; free some space")
+
+    def wrote(done: int, total: int) -> None:
+        if time.monotonic() > began_s + _WRITTEN_S and done < total:
+            raise _TooSlow("the medium is too slow to be measured at a start; run `tutti profile`")
+
+    times: dict[tuple[str, int], list[list[float]]] = {}
+    paths = [str(folder / f".tutti-profile-{os.getpid()}") for folder in folders]
+    with Medium(
+        paths, _FILE_NBYTES, _SIZES[-1], executor=executor, timeout_s=BUDGET_S, wrote=wrote
+    ) as medium:
+        medium.time_us("read", _SIZES[0], _SLICE_NBYTES)  # warm-up
+        first = True
+        while first or time.monotonic() < began_s + _ROUNDS_S:
+            for direction in ("read", "write", "both"):
+                for nbytes in _SIZES:
+                    took_us = medium.time_us(direction, nbytes, _SLICE_NBYTES)
+                    times.setdefault((direction, nbytes), []).append(took_us)
+                    if first and time.monotonic() > began_s + BUDGET_S * 0.9:
+                        raise _TooSlow("the medium is too slow to be measured at a start")
+            first = False
+    io: dict[str, Any] = {"estimated": False, "read": [], "write": [], "both": []}
+    for (direction, nbytes), runs in times.items():
+        middle = [median(one) for one in zip(*runs, strict=True)]
+        io[direction].append([nbytes, _SLICE_NBYTES, *middle])
+    return TableProfile({**document, "medium": medium.facts, "io": io})
+
+
+__all__ = [
+    "AUTO",
+    "CACHE",
+    "ESTIMATED",
+    "FILE",
+    "MEASURED",
+    "OFF",
+    "ProfileChoice",
+    "find_profile",
+    "find_schedule",
+    "folders_of",
+    "is_off",
+    "model_like",
+    "model_of",
+    "store_limits",
+]
