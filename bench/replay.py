@@ -38,6 +38,7 @@ from tutti.bench.traces import (
     read_trace,
 )
 from tutti.errors import ConfigError, DeviceTimeout, KeyMissing, MediumError
+from tutti.placement.eviction import POLICIES
 from tutti.store import ObjectStore
 from tutti.terminal import ProgressFactory, table
 from tutti.transfers.core import StoreConfig
@@ -48,6 +49,7 @@ SYNTHETIC = "synthetic"
 
 # A replay has one request under way: more pins would only keep a small pool from evicting.
 _PIN_LOOKUPS = 1
+_COUNTERS = ("eviction", "evicted", "evicted_too_early", "dropped", "mismatches", "commands")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -81,6 +83,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"tokens of a page, a divisor of {BLOCK_TOKENS} (default: %(default)s)",
     )
     parser.add_argument(
+        "--eviction",
+        nargs="+",
+        choices=sorted(POLICIES),
+        default=[StoreConfig().eviction],
+        help="policies; each one given is a replay of its own (default: %(default)s)",
+    )
+    parser.add_argument(
         "--pages", type=positive, default=256, help="pages of engine memory (default: %(default)s)"
     )
 
@@ -93,7 +102,11 @@ def run(args: argparse.Namespace, progress: ProgressFactory) -> dict[str, Any]:
     if BLOCK_TOKENS % args.page_size:
         raise ConfigError(f"--page-size {args.page_size} does not divide {BLOCK_TOKENS}")
     requests = _requests(args)
-    runs = [_replay(args, requests, capacity, progress) for capacity in args.capacity]
+    runs = [
+        _replay(args, requests, capacity, eviction, progress)
+        for capacity in args.capacity
+        for eviction in args.eviction
+    ]
     return {
         "benchmark": "replay",
         "trace": SYNTHETIC if args.trace == SYNTHETIC else "file",
@@ -112,7 +125,17 @@ def run(args: argparse.Namespace, progress: ProgressFactory) -> dict[str, Any]:
 def report(result: dict[str, Any]) -> str:
     """Tables for people."""
     runs = result["runs"]
-    hits = ["capacity", "objects", "token hits", "block hits", "unlimited", "MIN", "LRU", "evicted"]
+    hits = [
+        "capacity",
+        "eviction",
+        "objects",
+        "token hits",
+        "block hits",
+        "unlimited",
+        "MIN",
+        "LRU",
+        "evicted",
+    ]
     speeds = ["capacity", "", "GB/s", "p50 ms", "p99 ms", "CPU-s/GB", "mean run", "bytes/byte"]
     hit_rows, speed_rows = [], []
     for run in runs:
@@ -120,7 +143,9 @@ def report(result: dict[str, Any]) -> str:
         rates = [run["token_hit_rate"], run["block_hit_rate"], run["unlimited_hit_rate"]]
         rates += [run["minimum_hit_rate"], run["lru_hit_rate"]]
         percents = [f"{100 * rate:.1f} %" for rate in rates]
-        hit_rows.append([capacity, run["capacity_objects"], *percents, run["evicted"]])
+        hit_rows.append(
+            [capacity, run["eviction"], run["capacity_objects"], *percents, run["evicted"]]
+        )
         for what, last in (("load", run["mean_run_length"]), ("put", None)):
             meter = run[what]
             numbers = [meter["gb_per_s"], meter["p50_ms"], meter["p99_ms"], meter["cpu_s_per_gb"]]
@@ -178,7 +203,7 @@ class Replayer:
             "loaded_pages": self.loaded_pages,
             "wrong": self.wrong,
             "lost": self.lost,
-            **{name: stats[name] for name in ("evicted", "dropped", "mismatches", "commands")},
+            **{name: stats[name] for name in _COUNTERS},
             "mean_run_length": stats["mean_run_length"],
             "bytes_written_per_byte_stored": stats["bytes_written_per_byte_stored"],
             "capacity_objects": stats["capacity_objects"],
@@ -250,10 +275,19 @@ def _requests(args: argparse.Namespace) -> list[Request]:
 
 
 def _replay(
-    args: argparse.Namespace, requests: list[Request], capacity: str, progress: ProgressFactory
+    args: argparse.Namespace,
+    requests: list[Request],
+    capacity: str,
+    eviction: str,
+    progress: ProgressFactory,
 ) -> dict[str, Any]:
     capacity_nbytes = parse_nbytes(capacity)
-    config = StoreConfig(verify=args.verify, durability=args.durability, pin_lookups=_PIN_LOOKUPS)
+    config = StoreConfig(
+        verify=args.verify,
+        durability=args.durability,
+        eviction=eviction,
+        pin_lookups=_PIN_LOOKUPS,
+    )
     with temporary_pool(
         pool_paths(args, "replay"),
         parse_shape(args.shape).layout(args.page_size),

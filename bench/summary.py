@@ -16,7 +16,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from tutti.bench import soak_report, threads, window
+from tutti.bench import eviction, soak_report, threads, window
 from tutti.bench.gpu import report as gpu_report
 from tutti.bench.peers import run as peers
 from tutti.bench.profile import run as profile
@@ -171,6 +171,7 @@ def _simulate(result: dict[str, Any]) -> str:
 
 _KINDS: dict[str, Callable[[dict[str, Any]], str]] = {
     "compare": _compare,
+    "eviction": _table_of(eviction),
     "gpu": _table_of(gpu_report),
     "peers": _peers,
     "profile": _table_of(profile),

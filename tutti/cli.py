@@ -73,6 +73,7 @@ COMMANDS = (
     ("bench threads", "bench:add_threads", "what service threads and digest workers add"),
     ("bench window", "bench:add_window", "how soon layers of a load arrive, and what that costs"),
     ("bench placement", "bench:add_placement", "show where commands went on a drive"),
+    ("bench eviction", "bench:add_eviction", "compare eviction policies on request traces"),
     ("bench residency", "profile:add_residency", "compare four uses of the page cache"),
     ("bench slack", "bench:add_slack", "compare scheduling policies (simulated)"),
     ("bench serve", "serving:add_serve", "start SGLang as one of the compared systems"),

@@ -337,6 +337,7 @@ def open(
     *,
     verify: str | None = None,
     durability: str | None = None,
+    eviction: str | None = None,
     executor: str = "auto",
     degraded: bool = False,
     any_owner: bool = False,
@@ -350,7 +351,7 @@ def open(
     they were labelled for it by ``tutti format --for-server``.
     layout: what the pool must hold; left out, whatever it holds.  That of a new pool names its
     model, see KVLayout.  capacity: total size of a new pool, as bytes or "64GiB".
-    verify, durability: see StoreConfig, which ``config`` gives as a whole instead.
+    verify, durability, eviction: see StoreConfig, which ``config`` gives as a whole instead.
     executor: "auto", "uring" or "threads".  degraded: accept missing members; their objects are
     misses.  any_owner: accept files that other users can change, and with them what they serve.
     profile: by which puts yield to loads: "auto" finds one (cached, measured in at most 2 s, or
@@ -360,7 +361,7 @@ def open(
     CapacityError and others of tutti.errors.
     """
     names = member_names(paths)
-    config = StoreConfig.choose(config, verify=verify, durability=durability)
+    config = StoreConfig.choose(config, verify=verify, durability=durability, eviction=eviction)
     if config.schedule is not None and profile != AUTO:
         raise ConfigError("config has a schedule, and profile is given; leave one of them out")
     is_off(profile)

@@ -265,6 +265,7 @@ def _open_members(
     config = StoreConfig(
         verify=options["verify"],
         durability=options["durability"],
+        eviction=options["eviction"],
         timeout_s=options["timeout_s"],
         pin_lookups=options.get("pin_lookups", _DEFAULTS.pin_lookups),
         pin_share=min(1.0, options.get("pin_share", _DEFAULTS.pin_share)),

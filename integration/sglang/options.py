@@ -12,6 +12,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from tutti.errors import ConfigError
+from tutti.placement.eviction import POLICIES
 from tutti.transfers.core import DURABILITY, VERIFY
 from tutti.units import MiB, parse_nbytes
 
@@ -79,6 +80,13 @@ OPTIONS: tuple[Option, ...] = (
         "process",
         "what acknowledged pages survive: the process's death, or a loss of power as well (flush)",
         choices=DURABILITY,
+    ),
+    Option(
+        "eviction",
+        "str",
+        "density",
+        "which objects go when a pool is full: the fewest expected loads, or not used for longest",
+        choices=tuple(POLICIES),
     ),
     Option(
         "executor",

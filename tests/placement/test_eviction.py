@@ -7,7 +7,12 @@ import numpy.typing as npt
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tutti.placement.eviction import EvictionPolicy, EvictionView, LeastRecentlyUsed
+from tutti.placement.eviction import (
+    EvictionPolicy,
+    EvictionView,
+    LeastHitDensity,
+    LeastRecentlyUsed,
+)
 
 POLICY: EvictionPolicy = LeastRecentlyUsed()
 
@@ -25,7 +30,8 @@ def make_view(
     resident[list(empty)] = False
     pinned = np.zeros(times.size, np.bool_)
     pinned[list(busy)] = True
-    return EvictionView(resident, pinned, times, np.asarray(depth, np.uint32), group_slots)
+    worth = times.astype(float)
+    return EvictionView(resident, pinned, times, np.asarray(depth, np.uint32), group_slots, worth)
 
 
 def victims_by_definition(view: EvictionView, n: int) -> list[int]:
@@ -56,7 +62,12 @@ def test_agrees_with_the_definition(data: st.DataObject) -> None:
     large = st.lists(st.integers(0, 2**32 - 1), min_size=size, max_size=size)
     numbers = st.one_of(small, large).map(lambda values: np.array(values, np.uint32))
     view = EvictionView(
-        data.draw(flags), data.draw(flags), data.draw(numbers), data.draw(numbers), group_slots
+        data.draw(flags),
+        data.draw(flags),
+        data.draw(numbers),
+        data.draw(numbers),
+        group_slots,
+        np.zeros(size),
     )
     n = data.draw(st.integers(0, size + 2))
     assert POLICY.victims(view, n).tolist() == victims_by_definition(view, n)
@@ -94,3 +105,45 @@ def test_nothing_to_evict_is_not_an_error() -> None:
     assert POLICY.victims(nothing, 5).size == 0
     assert POLICY.victims(make_view(2, [1, 1], [0, 0]), 0).size == 0
     assert POLICY.victims(nothing, 0).dtype == np.int64
+
+
+DENSITY: EvictionPolicy = LeastHitDensity()
+
+
+def test_density_takes_whole_runs_of_what_is_worth_least() -> None:
+    view = make_view(4, [1, 1, 1, 9, 5, 5, 5, 5], [3, 4, 5, 0, 0, 1, 2, 3])
+    assert DENSITY.victims(view, 1).tolist() == [0, 1, 2]
+    assert DENSITY.victims(view, 4).tolist() == [0, 1, 2, 4, 5, 6, 7]
+
+
+def test_density_takes_the_end_of_a_chain_before_its_beginning() -> None:
+    view = make_view(4, [7] * 8, [0, 1, 2, 3, 4, 5, 6, 7])
+    assert DENSITY.victims(view, 4).tolist() == [4, 5, 6, 7]
+
+
+def test_density_prefers_holes_that_are_long() -> None:
+    # Two runs of one page that are worth the same; one lies between free slots.
+    view = make_view(4, [2, 9, 9, 9, 9, 2, 9, 9], [0, 5, 6, 7, 0, 0, 5, 6], empty=(4, 6))
+    assert DENSITY.victims(view, 1).tolist() == [5]
+
+
+@given(st.data())
+def test_density_names_distinct_slots_that_may_go(data: st.DataObject) -> None:
+    group_slots = data.draw(st.sampled_from([1, 2, 8]))
+    size = group_slots * data.draw(st.integers(1, 12))
+    flags = st.lists(st.booleans(), min_size=size, max_size=size).map(np.array)
+    small = st.lists(st.integers(0, 4), min_size=size, max_size=size)
+    view = EvictionView(
+        data.draw(flags),
+        data.draw(flags),
+        np.array(data.draw(small), np.uint32),
+        np.array(data.draw(small), np.uint32),
+        group_slots,
+        np.array(data.draw(small), float),
+    )
+    n = data.draw(st.integers(0, size + 2))
+    victims = DENSITY.victims(view, n)
+    assert np.unique(victims).size == victims.size
+    assert (view.resident & ~view.busy)[victims].all()
+    assert victims.size >= min(n, int((view.resident & ~view.busy).sum()))
+    assert n > 0 or victims.size == 0

@@ -110,7 +110,7 @@ class Moody(LeastRecentlyUsed):
 def test_eviction_policies(rng: np.random.Generator, kind: type[BaseException], held: bool) -> None:
     policy, images = Moody(), formatted()
     controller = controller_of(images)
-    store = opened(images, controller=controller, policy=policy)
+    store = opened(images, controller=controller, eviction=policy)
     fill(store.allocate_memory(8), range(8), rng)
     for _ in range(SLOTS):  # until there is something to evict
         store.put(some_keys(rng, 1), [0]).wait(10)

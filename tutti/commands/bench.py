@@ -81,6 +81,16 @@ example:
 
 The exit code is 1 when a byte was wrong."""
 
+_EVICTION = """\
+Replays traces of requests against index, allocator and eviction policies, without bytes, and
+compares hit rates with plain LRU and with the optimum."""
+_EVICTION_EXAMPLE = """\
+example:
+  tutti bench eviction
+  tutti bench eviction --trace conversation_trace.jsonl --capacity 0.05 0.2 --json
+
+The exit code is 1 when a policy misses a bar."""
+
 
 def bench_module(name: str) -> ModuleType:
     """`tutti.bench.NAME`.  Raises Unsupported where the benches are not installed."""
@@ -132,4 +142,10 @@ add_threads = bench_command("threads", _THREADS, _THREADS_EXAMPLE)
 add_slack = bench_command("slack.run", _SLACK, _SLACK_EXAMPLE)
 add_placement = bench_command("placement", _PLACEMENT, _PLACEMENT_EXAMPLE)
 add_replay = bench_command("replay", _REPLAY, _REPLAY_EXAMPLE)
+add_eviction = bench_command(
+    "eviction",
+    _EVICTION,
+    _EVICTION_EXAMPLE,
+    lambda result: EXIT_FAILED if result["missed"] else EXIT_OK,
+)
 add_simulate = bench_command("simulate.run", _SIMULATE, _SIMULATE_EXAMPLE)

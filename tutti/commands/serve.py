@@ -14,6 +14,7 @@ from tutti.commands.outcome import Outcome
 from tutti.errors import ConfigError
 from tutti.node.agent import Agent, AgentConfig
 from tutti.node.pools import AgentPools
+from tutti.placement.eviction import POLICIES
 from tutti.terminal import facts
 from tutti.transfers.core import DURABILITY, VERIFY, StoreConfig
 
@@ -65,6 +66,12 @@ def add_serve(parser: argparse.ArgumentParser) -> None:
         help="what acknowledged pages survive (default %(default)s)",
     )
     parser.add_argument(
+        "--eviction",
+        choices=sorted(POLICIES),
+        default=StoreConfig().eviction,
+        help="which objects go when a pool is full (default %(default)s)",
+    )
+    parser.add_argument(
         "--executor",
         choices=("auto", "uring", "threads"),
         default="auto",
@@ -79,7 +86,7 @@ def run(args: argparse.Namespace) -> Outcome:
         args.paths,
         folder=args.folder,
         capacity=args.capacity,
-        config=StoreConfig(verify=args.verify, durability=args.durability),
+        config=StoreConfig(verify=args.verify, durability=args.durability, eviction=args.eviction),
         executor=args.executor,
     )
     agent = Agent(AgentConfig(args.socket, group=_group(args.group)), pools.open)

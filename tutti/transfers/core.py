@@ -7,7 +7,7 @@ import copy
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -24,9 +24,10 @@ from tutti.histogram import Histogram
 from tutti.medium.slot_record import COUNTER_MAX
 from tutti.placement.allocator import Allocator
 from tutti.placement.digest_cache import DigestCache
-from tutti.placement.eviction import EvictionPolicy, LeastRecentlyUsed
+from tutti.placement.eviction import POLICIES, EvictionPolicy, EvictionView
 from tutti.placement.index import MISSING, Index, SlotState
 from tutti.placement.lookup_pins import LookupPins
+from tutti.placement.reuse import ReuseHistory
 from tutti.pool.members import Members
 from tutti.process import Owned
 from tutti.scheduler.dispatcher import Schedule
@@ -55,6 +56,8 @@ class StoreConfig:
         one for each drive that the files are on, which is best where drives are independent.
     page_cache_share: how much of the memory that is free at the opening the page cache may use for
         groups of the pool, from 0 (none: all by direct I/O) to 1; see docs/residency.md.
+    eviction: which objects go when space runs out: "density" (the fewest expected loads), "lru"
+        (not used for longest), or an EvictionPolicy.
     """
 
     verify: str = "always"
@@ -66,7 +69,7 @@ class StoreConfig:
     window_nbytes: int | None = None
     service_threads: int | None = None
     page_cache_share: float = 0.0
-    policy: EvictionPolicy = field(default_factory=LeastRecentlyUsed)
+    eviction: str | EvictionPolicy = "density"
     schedule: Schedule | None = None
 
     @classmethod
@@ -98,14 +101,22 @@ class StoreConfig:
         whole("digest_cache_nbytes", self.digest_cache_nbytes, 0, 2**48)
         if seconds("timeout_s", self.timeout_s) == 0:
             raise ConfigError("timeout_s is 0; give more than 0 seconds, at most a day")
-        if not callable(getattr(self.policy, "victims", None)):
-            raise ConfigError(f"policy is {self.policy!r}; give an EvictionPolicy")
+        if not callable(getattr(self.eviction_policy, "victims", None)):
+            names = ", ".join(POLICIES)
+            raise ConfigError(
+                f"eviction is {self.eviction!r}; give one of {names}, or an EvictionPolicy"
+            )
         if not isinstance(self.schedule, Schedule | None):
             raise ConfigError(f"schedule is {self.schedule!r}; give a Schedule, or None")
         if self.window_nbytes is not None:
             whole("window_nbytes", self.window_nbytes, 1, 2**48)
         if self.service_threads is not None:
             whole("service_threads", self.service_threads, 1, 64)
+
+    @property
+    def eviction_policy(self) -> EvictionPolicy | None:
+        """What ``eviction`` names."""
+        return POLICIES.get(self.eviction) if isinstance(self.eviction, str) else self.eviction
 
 
 @dataclass
@@ -175,6 +186,7 @@ class Core(Owned):
         self.leave_open = False  # records on the medium are not what the index says
         self.failure: BaseException | None = None  # why recovery failed
         self.index = Index(members.count * self.geometry.slots)
+        self.history = ReuseHistory(self.index.slots)
         self.lookup_pins = LookupPins(
             self.index.kept,
             lookups=config.pin_lookups,
@@ -201,6 +213,27 @@ class Core(Owned):
         path: Submitter | None = memory.path
         limit = getattr(path, "write_pages_max", None)
         return most if limit is None else min(most, limit(self.layers, self.geometry.slice_nlb))
+
+    def choose_victims(self, n: int) -> Slots:
+        """Slots to evict, at least ``n`` where the policy finds so many.  Lock held."""
+        index, policy = self.index, self.config.eviction_policy
+        assert policy is not None, "checked by StoreConfig"
+        # What is pinned is not there for the policy: the rest of its group goes as any other's.
+        view = EvictionView(
+            index.resident() & ~index.pinned,
+            index.busy(),
+            index.access,
+            index.depth,
+            self.geometry.group_slots,
+            self.history.worth(index.access, index.uses),
+        )
+        victims = policy.victims(view, n)
+        if victims.size:
+            self.counters.evicted += victims.size
+            left = index.resident()
+            left[victims] = False
+            self.history.evicted(victims, index.key[victims], left, index.uses)
+        return victims
 
     def extents(self, slots: Slots) -> Extents:
         """Where the objects of slots in page order lie, as runs."""
@@ -304,11 +337,21 @@ class Core(Owned):
             "digest_cpu_s": engine.digest_ns / 1e9,
             "digests_offloaded": int(engine.digests_offloaded),
             "drives": [_drive(window) for window in self.engine.windows()],
-            "index_nbytes_per_object": self.index.nbytes_per_slot,
+            "index_nbytes_per_object": (
+                self.index.nbytes_per_slot + self.history.nbytes / self.index.slots
+            ),
+            "eviction": self.eviction_name,
+            "evicted_too_early": self.history.regretted,
             "callback_errors": self.guard.errors,
             "load_latency": self.load_latency.as_dict(),
             "store_latency": self.store_latency.as_dict(),
         }
+
+    @property
+    def eviction_name(self) -> str:
+        """Of the policy in force."""
+        given = self.config.eviction
+        return given if isinstance(given, str) else type(given).__name__
 
     def take_sequences(self, n: int) -> npt.NDArray[np.uint64]:
         """New sequence numbers (n,).  Lock held.  Raises PoolCorrupt when none are left."""

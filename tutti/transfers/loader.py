@@ -103,6 +103,7 @@ class Loader:
         index.begin_use()
         index.touch(slots)
         index.count_hits(slots)
+        core.history.loaded(slots[state == SlotState.READY], index.uses)
         self._loads += 1
         unproven = state == SlotState.UNPROVEN
         verify = unproven.copy()

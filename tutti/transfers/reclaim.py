@@ -14,13 +14,17 @@ from tutti.errors import PoolClosed
 from tutti.gio_uring.job import Job
 from tutti.medium.slot_record import COUNTER_MAX
 from tutti.medium.superblock import RecordState
-from tutti.placement.eviction import EvictionView
 from tutti.placement.index import SlotState
 from tutti.pool.record_table import BLOCK_RECORDS, RecordContent, RecordTable
 from tutti.transfers.core import Core
 
 _BLOCKS = 3
 _TRIES = 3
+
+
+def reserve_slots(slots: int, group_slots: int) -> int:
+    """Free slots that eviction works towards, so that a put finds some."""
+    return min(max(group_slots, slots // 64), max(1, slots // 8))
 
 
 class Reclaimer:
@@ -34,7 +38,7 @@ class Reclaimer:
         self._active = 0
         self._voiding = 0
         slots, group_slots = core.index.slots, core.geometry.group_slots
-        self.reserve_slots = min(max(group_slots, slots // 64), max(1, slots // 8))
+        self.reserve_slots = reserve_slots(slots, group_slots)
 
     def close(self) -> None:
         """Gives the staging memory back; nothing may be in flight."""
@@ -70,19 +74,8 @@ class Reclaimer:
         state = (core.lookup_pins.changes, core.counters.stored, core.in_flight)
         if available >= self.reserve_slots + extra or state == self._nothing_at:
             return
-        index = core.index
-        # What is pinned is not there for the policy: the rest of its group goes as any other's.
-        view = EvictionView(
-            index.resident() & ~index.pinned,
-            index.busy(),
-            index.access,
-            index.depth,
-            core.geometry.group_slots,
-        )
-        short = 2 * self.reserve_slots + extra - available
-        victims = core.config.policy.victims(view, short)
+        victims = core.choose_victims(2 * self.reserve_slots + extra - available)
         if victims.size:
-            core.counters.evicted += victims.size
             self.discard(np.sort(victims))
         else:
             self._nothing_at = state  # looking again would find the same

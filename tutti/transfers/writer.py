@@ -289,6 +289,7 @@ class Writer:
             core.allocator.free(slots[~mine])
             progress.outcome[rows[~mine]] = Outcome.PRESENT
             batch = batch.at(mine)
+        core.history.stored(batch.slots, request.keys[batch.rows], core.index.uses)
         if request.tenant or request.expiry_64s:
             core.index.describe(batch.slots, tenant=request.tenant, expiry=request.expiry_64s)
         return batch, rows.size

@@ -1,0 +1,272 @@
+"""`tutti bench eviction`: hit rates of the eviction policies on request traces, without bytes.
+
+Index, allocator, policies and the history of reuse are the product's; only the medium is left out,
+and a victim is free at once. A request looks up its blocks, loads the prefix that hits, and puts
+the rest, as `tutti replay` does. Beside the policies stand plain LRU over single blocks, which
+knows neither runs nor a reserve, and Belady's MIN, which knows the future (tutti/bench/belady.py).
+
+A policy passes when at every capacity it hits at least as often as plain LRU, when at the smallest
+capacity of a trace it covers a third of the distance from plain LRU to MIN, and when its runs are
+at least 0.9 of those of "lru" in length.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tutti.arguments import positive
+from tutti.arrays import Keys, Mask, Slots
+from tutti.bench import belady
+from tutti.bench.environment import describe
+from tutti.bench.traces import Request, Synthetic, block_keys, generate, read_trace
+from tutti.errors import ConfigError
+from tutti.placement.allocator import Allocator
+from tutti.placement.eviction import POLICIES, EvictionView
+from tutti.placement.index import MISSING, Index, SlotState
+from tutti.placement.reuse import ReuseHistory
+from tutti.terminal import ProgressFactory, table
+from tutti.transfers.reclaim import reserve_slots
+
+SYNTHETIC = "synthetic"
+GROUP_SLOTS = 128
+_WINDOW = 256  # pages of one load or put
+_THIRD = 1 / 3
+_RUN_SHARE = 0.9
+_FINGERPRINT = bytes(16)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments of the command."""
+    parser.add_argument(
+        "--trace",
+        nargs="+",
+        default=[SYNTHETIC],
+        help="Mooncake .jsonl files, or %(default)s; `tutti bench workload` writes others",
+    )
+    parser.add_argument("--requests", type=positive, help="the first N of each (synthetic: 400)")
+    parser.add_argument(
+        "--capacity",
+        nargs="+",
+        type=float,
+        default=[0.084, 0.25, 0.75],
+        help="of the pool, as shares of a trace's distinct blocks (%(default)s)",
+    )
+    parser.add_argument("--group-slots", type=positive, default=GROUP_SLOTS)
+    parser.add_argument("--policies", nargs="+", choices=sorted(POLICIES), default=sorted(POLICIES))
+    parser.add_argument("--out", type=Path, help="also write the JSON here")
+
+
+def run(args: argparse.Namespace, progress: ProgressFactory) -> dict[str, Any]:
+    """Replays each trace at each capacity with each policy.  Raises ConfigError."""
+    if not all(0 < share <= 1 for share in args.capacity):
+        raise ConfigError("--capacity is a share of a trace's blocks, above 0 and at most 1")
+    traces = [(_name(trace), _requests(trace, args.requests)) for trace in args.trace]
+    cells = []
+    with progress("eviction", len(traces) * len(args.capacity)) as bar:
+        for name, requests in traces:
+            for share in sorted(args.capacity):
+                cells += _cells(name, requests, share, args)
+                bar.advance(1)
+    result = {
+        "benchmark": "eviction",
+        "cells": cells,
+        "missed": missed_bars(cells),
+        "group_slots": args.group_slots,
+        "machine": describe("."),
+    }
+    if args.out is not None:
+        args.out.write_text(json.dumps(result, indent=1) + "\n")
+    return result
+
+
+HEAD = ("trace", "blocks", "policy", "block hits", "plain LRU", "MIN", "gained", "mean run")
+
+
+def rows_of(result: dict[str, Any]) -> list[list[str]]:
+    """The table below HEAD; "gained" is the part of the distance from plain LRU to MIN."""
+    return [
+        [
+            cell["trace"],
+            str(cell["capacity_blocks"]),
+            cell["policy"],
+            f"{100 * cell['hit_rate']:.1f} %",
+            f"{100 * cell['lru_hit_rate']:.1f} %",
+            f"{100 * cell['minimum_hit_rate']:.1f} %",
+            f"{100 * gained(cell):.0f} %",
+            f"{cell['mean_run_length']:.2f}",
+        ]
+        for cell in result["cells"]
+    ]
+
+
+def notes_of(result: dict[str, Any]) -> list[str]:
+    """The bars that were missed."""
+    return [f"NOT REACHED: {text}" for text in result["missed"]] or ["every bar is reached"]
+
+
+def report(result: dict[str, Any]) -> str:
+    """A table for people, and the bars that were missed."""
+    return "\n".join([table(HEAD, rows_of(result)), *notes_of(result)])
+
+
+def gained(cell: dict[str, Any]) -> float:
+    """Which part of the distance from plain LRU to MIN a policy covers; 1 where there is none."""
+    distance = cell["minimum_hit_rate"] - cell["lru_hit_rate"]
+    return (cell["hit_rate"] - cell["lru_hit_rate"]) / distance if distance > 0 else 1.0
+
+
+def missed_bars(cells: Sequence[dict[str, Any]]) -> list[str]:
+    """What each policy but "lru" lacks; see the head of this file."""
+    missed = []
+    smallest = {
+        cell["trace"]: min(c["capacity_blocks"] for c in cells if c["trace"] == cell["trace"])
+        for cell in cells
+    }
+    base = {
+        (cell["trace"], cell["capacity_blocks"]): cell["mean_run_length"]
+        for cell in cells
+        if cell["policy"] == "lru"
+    }
+    for cell in cells:
+        if cell["policy"] == "lru":
+            continue
+        trace, blocks = cell["trace"], cell["capacity_blocks"]
+        where = f"{cell['policy']}, {trace}, {blocks} blocks"
+        if cell["hit_rate"] < cell["lru_hit_rate"]:
+            missed.append(
+                f"{where}: {cell['hit_rate']:.4f} hits, plain LRU {cell['lru_hit_rate']:.4f}"
+            )
+        if blocks == smallest[trace] and gained(cell) < _THIRD:
+            missed.append(f"{where}: {gained(cell):.2f} of the way to MIN, a third is wanted")
+        whole = base.get((trace, blocks), 0.0)
+        if cell["mean_run_length"] < _RUN_SHARE * whole:
+            missed.append(f"{where}: runs of {cell['mean_run_length']:.2f}, with lru {whole:.2f}")
+    return missed
+
+
+@dataclass
+class Pool:
+    """A pool without a medium, of at least `blocks` slots in whole groups."""
+
+    blocks: int
+    policy: str
+    group_slots: int = GROUP_SLOTS
+
+    def __post_init__(self) -> None:
+        groups = max(1, -(-self.blocks // self.group_slots))
+        slots = groups * self.group_slots
+        self.index = Index(slots, seed=1)
+        self.allocator = Allocator(1, groups, self.group_slots)
+        self.history = ReuseHistory(slots)
+        self.reserve = reserve_slots(slots, self.group_slots)
+        self._kept: Mask = np.zeros(slots, np.bool_)
+        self.hits = self.loaded = self.runs = self.evicted = 0
+
+    def play(self, keys: Keys) -> None:
+        """One request: look-up, load of what hits, put of the rest."""
+        found = self.index.match(keys)
+        self._kept[:] = False
+        self._kept[found] = True
+        self.hits += found.size
+        for start in range(0, found.size, _WINDOW):
+            self._load(found[start : start + _WINDOW])
+        for start in range(found.size, len(keys), _WINDOW):
+            self._put(keys, start, min(len(keys), start + _WINDOW))
+
+    def _load(self, slots: Slots) -> None:
+        self.index.begin_use()
+        self.index.touch(slots)
+        self.history.loaded(slots, self.index.uses)
+        self.loaded += slots.size
+        self.runs += 1 + int(np.count_nonzero(_breaks(slots, self.group_slots)))
+
+    def _put(self, keys: Keys, start: int, end: int) -> None:
+        index = self.index
+        if start == 0:
+            index.begin_use()
+        rows = start + np.flatnonzero(index.find(keys[start:end]) == MISSING)
+        if rows.size == 0:
+            return
+        self._top_up(rows.size)
+        after = int(index.find(keys[start - 1 : start])[0]) if start else MISSING
+        slots = self.allocator.allocate(rows.size, after=None if after == MISSING else after)
+        self._top_up(0)
+        rows = rows[: slots.size]
+        fresh = np.ascontiguousarray(keys[rows])
+        index.insert(slots, fresh, 0, rows.astype(np.uint32))
+        index.set_state(slots, SlotState.READY)
+        self.history.stored(slots, fresh, index.uses)
+
+    def _top_up(self, extra: int) -> None:
+        index, free = self.index, self.allocator.free_slots
+        if free >= self.reserve + extra:
+            return
+        worth = self.history.worth(index.access, index.uses)
+        view = EvictionView(
+            index.resident(), self._kept, index.access, index.depth, self.group_slots, worth
+        )
+        victims = POLICIES[self.policy].victims(view, 2 * self.reserve + extra - free)
+        if victims.size == 0:
+            return
+        left = index.resident()
+        left[victims] = False
+        self.history.evicted(victims, index.key[victims], left, index.uses)
+        victims = np.sort(victims)
+        index.remove(victims)
+        index.set_state(victims, SlotState.VOIDED)
+        self.allocator.free(victims)
+        self.evicted += victims.size
+
+
+def _breaks(slots: Slots, group_slots: int) -> Mask:
+    breaks: Mask = (np.diff(slots) != 1) | (slots[1:] % group_slots == 0)
+    return breaks
+
+
+def _cells(
+    name: str, requests: Sequence[Request], share: float, args: argparse.Namespace
+) -> list[dict[str, Any]]:
+    blocks = [request.hash_ids for request in requests]
+    distinct = len({block for ids in blocks for block in ids})
+    wanted = max(args.group_slots * 4, int(share * distinct))
+    cells = []
+    for policy in args.policies:
+        pool = Pool(wanted, policy, args.group_slots)
+        for ids in blocks:
+            pool.play(block_keys(_FINGERPRINT, ids))
+        lru = belady.least_recently_used(blocks, pool.index.slots)
+        cells.append(
+            {
+                "trace": name,
+                "requests": len(requests),
+                "distinct_blocks": distinct,
+                "capacity_blocks": pool.index.slots,
+                "policy": policy,
+                "hit_rate": pool.hits / lru.references,
+                "lru_hit_rate": lru.prefix_hit_rate,
+                "minimum_hit_rate": belady.minimum(blocks, pool.index.slots).hit_rate,
+                "unlimited_hit_rate": belady.unlimited(blocks).prefix_hit_rate,
+                "mean_run_length": pool.loaded / pool.runs if pool.runs else 0.0,
+                "evicted": pool.evicted,
+                "evicted_too_early": pool.history.regretted,
+            }
+        )
+    return cells
+
+
+def _name(trace: str) -> str:
+    return trace if trace == SYNTHETIC else Path(trace).stem
+
+
+def _requests(trace: str, limit: int | None) -> list[Request]:
+    if trace != SYNTHETIC:
+        return read_trace(trace, limit)
+    config = Synthetic()
+    return generate(replace(config, requests=limit or config.requests))

@@ -1,0 +1,98 @@
+"""The bench of eviction policies: the same hits as a store with bytes, and bars that can fail."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import pytest
+
+from store.pools import formatted, opened
+from tutti.bench import eviction
+from tutti.bench.replay import Replayer
+from tutti.bench.shape import Shape
+from tutti.bench.traces import Request, Synthetic, block_keys, generate
+from tutti.errors import ConfigError
+from tutti.medium.geometry import Geometry
+from tutti.placement.eviction import POLICIES
+from tutti.terminal import progress
+
+LAYOUT = Shape(2, 16384).layout(512)
+GROUP_SLOTS = 4
+SLOTS = 128
+
+
+def trace(requests: int = 150) -> list[Request]:
+    return generate(Synthetic(requests=requests, seed=3, message_median=1500, tokens_max=8000))
+
+
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+def test_a_store_with_bytes_hits_as_often(policy: str) -> None:
+    geometry = Geometry(LAYOUT.layers, LAYOUT.segments, 4096, GROUP_SLOTS, SLOTS // GROUP_SLOTS)
+    pool = eviction.Pool(SLOTS, policy, GROUP_SLOTS)
+    with opened(formatted(LAYOUT, geometry), pin_lookups=1, eviction=policy) as store:
+        replayer = Replayer(store, pages=256, page_size=512, hugepages=False)
+        for request in trace():
+            replayer.play(request)
+            pool.play(block_keys(LAYOUT.fingerprint, request.hash_ids))
+        stats = store.stats()
+    assert replayer.wrong == 0
+    assert stats["evicted"] > SLOTS
+    assert pool.hits == pytest.approx(replayer.hit_blocks, rel=0.03)
+    assert stats["eviction"] == policy
+    assert (stats["evicted_too_early"] > 0) == (pool.history.regretted > 0)
+
+
+def test_a_scan_does_not_push_out_what_is_used_again() -> None:
+    hits = {}
+    for policy in sorted(POLICIES):
+        pool = eviction.Pool(SLOTS, policy, GROUP_SLOTS)
+        for turn in range(200):
+            pool.play(block_keys(bytes(16), range(8)))
+            new = range(1000 + 40 * turn, 1040 + 40 * turn)
+            for start in (0, 20):
+                pool.play(block_keys(bytes(16), new[start : start + 20]))
+            if turn % 4 == 0:
+                pool.play(block_keys(bytes(16), range(500 + turn % 16, 530 + turn % 16)))
+        hits[policy] = pool.hits
+        pool.index.check_integrity()
+        pool.allocator.check_integrity()
+    assert hits["density"] >= hits["lru"]
+
+
+def cell(**changes: object) -> dict[str, object]:
+    facts: dict[str, object] = {
+        "trace": "t",
+        "capacity_blocks": 10,
+        "policy": "density",
+        "hit_rate": 0.4,
+        "lru_hit_rate": 0.2,
+        "minimum_hit_rate": 0.5,
+        "mean_run_length": 4.0,
+    }
+    return {**facts, **changes}
+
+
+def test_bars_can_be_missed() -> None:
+    whole = cell(policy="lru")
+    assert eviction.missed_bars([whole, cell()]) == []
+    assert "plain LRU" in eviction.missed_bars([whole, cell(hit_rate=0.19)])[0]
+    assert "a third" in eviction.missed_bars([whole, cell(hit_rate=0.21)])[0]
+    assert "runs of" in eviction.missed_bars([whole, cell(mean_run_length=3.5)])[0]
+    larger = cell(capacity_blocks=20, hit_rate=0.21)
+    assert eviction.missed_bars([whole, cell(), larger]) == []
+
+
+def test_the_command(tmp_path: Path) -> None:
+    parser = argparse.ArgumentParser()
+    eviction.add_arguments(parser)
+    file = tmp_path / "small.jsonl"
+    file.write_text("".join(f"{request.to_json()}\n" for request in trace(60)))
+    argv = ["--trace", str(file), "--capacity", "0.3", "--group-slots", "4"]
+    result = eviction.run(parser.parse_args(argv), progress)
+    assert [c["policy"] for c in result["cells"]] == sorted(POLICIES)
+    for c in result["cells"]:
+        assert 0 < c["hit_rate"] <= c["minimum_hit_rate"] <= c["unlimited_hit_rate"]
+    assert "mean run" in eviction.report(result)
+    with pytest.raises(ConfigError):
+        eviction.run(parser.parse_args(["--capacity", "0"]), progress)

@@ -1,0 +1,170 @@
+"""What loads say about the future: how soon an object is used again, by age and by past uses.
+
+The ranking is that of LHD (Beckmann, Chen, Cidon, NSDI 2018): hits that are expected per unit of
+space and time.  An object's class is how often it was loaded, 0 to 3 or more.  For each class the
+chance of a load at each age is estimated from loads, counting what is still resident, or was
+evicted, as observed up to its age only (Kaplan and Meier, 1958).  A table of evicted keys tells
+loads that came too late.  Before anything was observed the ranking is by recency.
+
+Time is counted in uses of the index, never by a clock, so that ranks with the same uses agree.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from tutti.arrays import U32, Keys, Mask, Slots
+
+LEVELS = 4
+_PER_OCTAVE = 8
+BUCKETS = 32 * _PER_OCTAVE
+_EDGES = 2.0 ** (np.arange(BUCKETS + 1) / _PER_OCTAVE)
+_DECAY = 0.99
+#: Weight, in objects, of the hazard that is assumed before any was observed, and that hazard: the
+#: same in every bucket, a tenth of the share of its class that is ever loaded again.
+_PRIOR_WEIGHT = 20.0
+_PRIOR_SHARE = 0.3
+_PRIOR_HAZARD = 0.1
+_MULTIPLIERS = np.array([0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F], np.uint64)
+
+Table = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class _Ghosts:
+    """Evicted keys: one entry per bucket of a hash, the newest; a tag of 0 is none."""
+
+    tag: npt.NDArray[np.uint64]
+    used: U32
+    level: npt.NDArray[np.uint8]
+
+    @classmethod
+    def create(cls, slots: int) -> _Ghosts:
+        size = 1 << max(6, (slots - 1).bit_length())
+        return cls(np.zeros(size, np.uint64), np.zeros(size, np.uint32), np.zeros(size, np.uint8))
+
+    def find(self, keys: Keys) -> tuple[Slots, npt.NDArray[np.uint64]]:
+        """Entry and tag of each key."""
+        words = np.ascontiguousarray(keys).view(np.uint64) * _MULTIPLIERS
+        tags = (words[:, 0] ^ (words[:, 1] >> np.uint64(29))) * _MULTIPLIERS[0] | np.uint64(1)
+        shift = np.uint64(64 - (self.tag.size - 1).bit_length())
+        return (tags >> shift).astype(np.int64), tags
+
+
+class ReuseHistory:
+    """Loads and evictions of one pool.  Not thread-safe: the store holds a lock around it.
+
+    `used`: u32, the use in which a slot was filled or last loaded.  `level`: u8, its class.
+    """
+
+    def __init__(self, slots: int) -> None:
+        self.used = np.zeros(slots, np.uint32)
+        self.level = np.zeros(slots, np.uint8)
+        self._reused = np.zeros((LEVELS, BUCKETS))
+        self._censored = np.zeros((LEVELS, BUCKETS))
+        self._ghosts = _Ghosts.create(slots)
+        self._evictions = 0
+        self._worth = _ranking(self._reused, self._censored)
+        # Loads of objects that were evicted too early.
+        self.regretted = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of all arrays."""
+        ghosts = self._ghosts
+        arrays = (self.used, self.level, ghosts.tag, ghosts.used, ghosts.level)
+        return sum(array.nbytes for array in arrays)
+
+    def recovered(self, access: U32) -> None:
+        """What an open pool starts with: the order of uses survived, the number of loads not."""
+        self.used[:] = access
+        self.level[:] = 0
+
+    def stored(self, slots: Slots, keys: Keys, now: int) -> None:
+        """Objects came into slots; those that were evicted before are loads that came too late."""
+        ghosts = self._ghosts
+        entries, tags = ghosts.find(keys)
+        late = ghosts.tag[entries] == tags
+        found = entries[late]
+        self._count(self._reused, ghosts.level[found], ghosts.used[found], now)
+        self.regretted += found.size
+        self.level[slots] = 0
+        self.level[slots[late]] = np.minimum(ghosts.level[found] + 1, LEVELS - 1)
+        self.used[slots] = now
+        ghosts.tag[found] = 0
+
+    def loaded(self, slots: Slots, now: int) -> None:
+        """Objects were loaded."""
+        slots = np.unique(slots)
+        self._count(self._reused, self.level[slots], self.used[slots], now)
+        self.level[slots] = np.minimum(self.level[slots] + 1, LEVELS - 1)
+        self.used[slots] = now
+
+    def evicted(self, slots: Slots, keys: Keys, resident: Mask, now: int) -> None:
+        """Objects were evicted; `resident` are the slots that hold one still.
+
+        Learns anew once half the pool was evicted since the last time; that is O(slots).
+        """
+        ghosts = self._ghosts
+        entries, tags = ghosts.find(keys)
+        forgotten = np.unique(entries[ghosts.tag[entries] != 0])
+        self._count(self._censored, ghosts.level[forgotten], ghosts.used[forgotten], now)
+        ghosts.tag[entries] = tags
+        ghosts.used[entries], ghosts.level[entries] = self.used[slots], self.level[slots]
+        self._evictions += slots.size
+        if self._evictions >= self.used.size // 2:
+            self._evictions = 0
+            self._learn(resident, now)
+
+    def worth(self, access: U32, now: int) -> npt.NDArray[np.float64]:
+        """Expected loads per use of each slot, (slots,); `access`: when it was last touched."""
+        worth: npt.NDArray[np.float64] = self._worth[self.level, _bucket(access, now)]
+        return worth
+
+    def _learn(self, resident: Mask, now: int) -> None:
+        watched = self._censored.copy()
+        self._count(watched, self.level[resident], self.used[resident], now)
+        ghosts = self._ghosts
+        there = ghosts.tag != 0
+        self._count(watched, ghosts.level[there], ghosts.used[there], now)
+        self._worth = _ranking(self._reused, watched)
+        self._reused *= _DECAY
+        self._censored *= _DECAY
+
+    @staticmethod
+    def _count(into: Table, level: npt.NDArray[np.uint8], used: U32, now: int) -> None:
+        places = level.astype(np.int64) * BUCKETS + _bucket(used, now)
+        into += np.bincount(places, minlength=into.size).reshape(into.shape)
+
+
+def _bucket(used: U32, now: int) -> npt.NDArray[np.int64]:
+    age = np.maximum(now - used.astype(np.int64), 1)
+    return np.minimum((np.log2(age) * _PER_OCTAVE).astype(np.int64), BUCKETS - 1)
+
+
+def _ranking(reused: Table, watched: Table) -> Table:
+    """Loads per use that each class and age can still expect: the best ratio over all horizons.
+
+    A page is worth at least as much as its continuation, which was loaded at most as often, so no
+    class ranks below a lower one.
+    """
+    at_risk = np.cumsum((reused + watched)[:, ::-1], axis=1)[:, ::-1]
+    share = _PRIOR_SHARE + np.zeros(LEVELS)
+    np.divide(reused.sum(axis=1), at_risk[:, 0], out=share, where=at_risk[:, 0] > 0)
+    prior = _PRIOR_WEIGHT * _PRIOR_HAZARD * share[:, None]
+    hazard = (reused + prior) / (at_risk - watched / 2 + _PRIOR_WEIGHT)
+    survival = np.ones((LEVELS, BUCKETS + 1))
+    survival[:, 1:] = np.cumprod(1 - np.minimum(hazard, 0.99), axis=1)
+    time = np.zeros((LEVELS, BUCKETS + 1))
+    time[:, 1:] = np.cumsum(np.diff(_EDGES) * (survival[:, 1:] + survival[:, :-1]) / 2, axis=1)
+    best = np.zeros((LEVELS, BUCKETS))
+    for start in range(BUCKETS):
+        gained = survival[:, start, None] - survival[:, start + 1 :]
+        spent = time[:, start + 1 :] - time[:, start, None]
+        ratio = np.divide(gained, spent, out=np.zeros_like(gained), where=spent > 0)
+        best[:, start] = ratio.max(axis=1)
+    ranking: Table = np.maximum.accumulate(best, axis=0)
+    return ranking
