@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from typing import Any
 
+from tutti.units import format_nbytes
+
 _COLOURS = {"store": "#4c72b0", "retrieve": "#55a868", "layerwise": "#8172b3", "mixed": "#c44e52"}
 
 
@@ -48,6 +50,34 @@ def plot_compare(result: dict[str, Any], path: str | os.PathLike[str]) -> bool:
     axis.invert_yaxis()
     axis.set_xlabel("ratio of GB/s, median and 95 % interval; grey: b against itself")
     axis.set_title(result["case"])
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    return True
+
+
+def plot_paths(result: dict[str, Any], path: str | os.PathLike[str]) -> bool:
+    """Draws GB/s and p99 of reads over the depth, a line for each path and size of block.
+
+    Returns False, and draws nothing, without matplotlib.
+    """
+    canvas = blank_figure(2)
+    if canvas is None:
+        return False
+    figure, axes = canvas
+    reads = [row for row in result["rows"] if row["direction"] == "read"]
+    for line in dict.fromkeys((row["path"], row["block_nbytes"]) for row in reads):
+        rows = [row for row in reads if (row["path"], row["block_nbytes"]) == line]
+        label = f"{line[0]}, {format_nbytes(line[1])}"
+        for axis, name in zip(axes, ("gb_per_s", "p99_us"), strict=True):
+            axis.plot(
+                [row["depth"] for row in rows], [row[name] for row in rows], "o-", label=label
+            )
+    for axis, title in zip(axes, ("reads, GB/s", "reads, p99 in microseconds"), strict=True):
+        axis.set_xscale("log", base=2)
+        axis.set_xlabel("commands in flight")
+        axis.set_title(title)
+    axes[1].set_yscale("log")
+    axes[0].legend(fontsize=8)
     figure.tight_layout()
     figure.savefig(path, dpi=120)
     return True

@@ -21,8 +21,8 @@ from tutti.terminal import ProgressFactory
 from tutti.transfers.core import StoreConfig
 
 
-def add_pool_arguments(parser: argparse.ArgumentParser) -> None:
-    """Where the pools of a benchmark lie, and how they are opened."""
+def add_place_arguments(parser: argparse.ArgumentParser) -> None:
+    """Where a benchmark writes."""
     where = parser.add_mutually_exclusive_group()
     where.add_argument(
         "--dir",
@@ -43,6 +43,11 @@ def add_pool_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SERIAL",
         help="overwrite the drive with this serial number; once per drive",
     )
+
+
+def add_pool_arguments(parser: argparse.ArgumentParser) -> None:
+    """Where the pools of a benchmark lie, and how they are opened."""
+    add_place_arguments(parser)
     parser.add_argument(
         "--verify",
         choices=("always", "sampled", "off"),

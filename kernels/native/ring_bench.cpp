@@ -106,9 +106,102 @@ int read_all(QueuePair* qp, const Reads& reads, u64 commands, u32 batch) {
   return 0;
 }
 
+// A generator of Python's: commands to random places, `depth` of them in flight, each one timed.
+struct PathLoad {
+  u64 commands;
+  u64 address;
+  u64 seed;
+  u64 latencies_ns;  // u64[commands], in the order of completion
+  u32 depth;
+  u32 nlb;
+  u32 opcode;
+  u32 reserved;
+};
+
+struct Timed {
+  u32 cid;
+  u64 begin_ns;
+};
+
+u64 next_random(u64* state) {  // splitmix64 (Steele, Lea and Flood 2014)
+  u64 z = *state += 0x9e3779b97f4a7c15;
+  z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9;
+  z = (z ^ (z >> 27)) * 0x94d049bb133111eb;
+  return z ^ (z >> 31);
+}
+
+bool submit_timed(QueuePair* qp, const PathLoad& load, const Controller& controller, u64* state,
+                  u32 place, Timed* timed) {
+  const u32 cid = cid_acquire(qp);  // pairs with cid_release in time_all
+  if (cid == kNoCid) return false;
+  const u64 places = controller.namespace_nlb(1) / load.nlb;
+  const u64 nbytes = static_cast<u64>(load.nlb) << controller.info.lba_shift;
+  Reads where = {load.address + place * nbytes, nbytes, controller.namespace_nlb(1), load.nlb,
+                 controller.info.lba_shift};
+  Sqe sqe = read_command(where, next_random(state) % places, cid);
+  sqe.dptr[0] = where.address;
+  sqe.cdw0 = make_cdw0(load.opcode, kPsdtSgl, cid);
+  *timed = {cid, monotonic_ns()};
+  sq_enqueue(qp, sqe);
+  return true;
+}
+
+// As read_all; every command has a place of its own in memory, and ends in any order.
+int time_all(QueuePair* qp, const PathLoad& load, const Controller& controller) {
+  std::vector<Timed> flight(load.depth, Timed{kNoCid, 0});
+  u64* latencies = reinterpret_cast<u64*>(load.latencies_ns);
+  u64 submitted = 0, finished = 0, state = load.seed;
+  u64 deadline_ns = monotonic_ns() + kSilenceNs;
+  while (finished < load.commands) {  // bounded by deadline_ns
+    u32 rung = 0;
+    for (u32 i = 0; i < load.depth && submitted < load.commands; ++i) {
+      if (flight[i].cid != kNoCid) continue;
+      if (!submit_timed(qp, load, controller, &state, i, &flight[i])) break;
+      ++submitted, ++rung;
+    }
+    if (rung != 0) sq_ring<WordDoorbell>(qp);
+    const u32 reaped = cq_reap<WordDoorbell>(qp, kReapMax);
+    const u64 now_ns = monotonic_ns();
+    if (reaped == 0) {
+      if (now_ns > deadline_ns) return -ETIMEDOUT;
+      __builtin_ia32_pause();
+      continue;
+    }
+    deadline_ns = now_ns + kSilenceNs;
+    for (Timed& timed : flight) {
+      const u32 word = timed.cid == kNoCid ? 0 : completion(qp, timed.cid);
+      if (word == 0) continue;
+      if ((word & ~kCompleted) != kOk) return -EIO;
+      cid_release(qp, timed.cid);  // pairs with cid_acquire in submit_timed
+      latencies[finished++] = now_ns - timed.begin_ns;
+      timed.cid = kNoCid;
+    }
+  }
+  return 0;
+}
+
 }  // namespace
 
 }  // namespace gio
+
+// Times random commands to namespace 1; `load` is a gio::PathLoad, whose memory at `address` has
+// room for `depth` transfers. The caller's thread submits and spins, a thread of the controller
+// executes. After -ETIMEDOUT commands are still outstanding: reset the controller.
+TUTTI_API int gio_path_bench(gio::Controller* controller, gio::QueuePair* qp, const void* load,
+                             double* seconds) {
+  const gio::PathLoad& path = *static_cast<const gio::PathLoad*>(load);
+  if (path.nlb == 0 || path.nlb > gio::kNlbMax || path.nlb > controller->namespace_nlb(1) ||
+      path.depth == 0 || path.depth >= qp->depth) {
+    return -EINVAL;
+  }
+  int status = controller->start();
+  if (status != 0) return status;
+  const gio::u64 begin_ns = gio::monotonic_ns();
+  status = gio::time_all(qp, path, *controller);
+  *seconds = static_cast<double>(gio::monotonic_ns() - begin_ns) * 1e-9;
+  controller->stop();
+  return status;
+}
 
 // Reads `commands` times `nlb` blocks of namespace 1 into the registered memory at `address`, with
 // one doorbell per `batch`; the caller's thread submits, a thread of the controller executes.

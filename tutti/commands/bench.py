@@ -18,6 +18,14 @@ of several shapes. The pools are files, which are removed at the end."""
 _BANDWIDTH_EXAMPLE = """\
 example:
   tutti bench bandwidth --dir /mnt/nvme"""
+_PATHS = """\
+Measures one drive by every path to it: threads, io_uring, the page cache, NVMe passthrough or vfio.
+Reports bandwidth by block size and depth, latencies to p99.99, CPU time, and the bytes of SGL and
+PRP lists."""
+_PATHS_EXAMPLE = """\
+example:
+  tutti bench paths --dir /mnt/nvme
+  tutti bench paths --path /dev/ng0n1 --blocks 4KiB 128KiB --depths 1 32"""
 _RING = """\
 Measures commands per second of the rings alone, with a memory controller that moves no data. This
 is the upper bound of the protocol on this machine."""
@@ -135,6 +143,7 @@ def bench_command(
 
 
 add_bandwidth = bench_command("bandwidth", _BANDWIDTH, _BANDWIDTH_EXAMPLE)
+add_paths = bench_command("paths", _PATHS, _PATHS_EXAMPLE)
 add_peers = bench_command("peers.run", _PEERS, _PEERS_EXAMPLE)
 add_ring = bench_command("ring", _RING, _RING_EXAMPLE)
 add_window = bench_command("window", _WINDOW, _WINDOW_EXAMPLE)

@@ -69,6 +69,7 @@ _PROTOTYPES: native.Prototypes = {
     "gio_job_free": (None, (_P,)),
     # ring_bench.cpp
     "gio_ring_bench": (_I, (_P, _P, _U64, _U32, _U64, _U64, _U32, _P)),
+    "gio_path_bench": (_I, (_P, _P, _P, _P)),
 }
 
 

@@ -1,0 +1,297 @@
+"""One drive by every path to it: block size by depth, latencies to p99.99, CPU, and descriptors.
+
+Random commands of one size, a fixed number of them in flight, by native code that times each one.
+The submitter spins on a core of its own; the CPU time that is reported is that of everything else:
+the thread that executes, the kernel's workers and the executor's threads.
+
+Paths: "threads" (pread and pwrite with O_DIRECT), "uring" (io_uring with O_DIRECT), "page-cache"
+(io_uring without O_DIRECT, everything in memory), "passthrough" (/dev/ngXnY), "vfio" (nvme:...).
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tutti.arguments import positive
+from tutti.bench.environment import describe
+from tutti.bench.plots import plot_paths
+from tutti.bench.pool_file import add_place_arguments, medium_of, pool_paths
+from tutti.bench.statistics import median, percentile
+from tutti.errors import ConfigError, DeviceTimeout
+from tutti.gio_uring import _native
+from tutti.gio_uring.controller import NativeController
+from tutti.gio_uring.controller_file import FileController, FileMember, allocate_file
+from tutti.gio_uring.controller_memory import MemoryController
+from tutti.gio_uring.drives.generic_device import is_generic
+from tutti.gio_uring.engine import Engine, Extents
+from tutti.gio_uring.iocb import flat_memory
+from tutti.gio_uring.memory import HostBuffer
+from tutti.gio_uring.named_drive import is_drive
+from tutti.gio_uring.nvme_spec import OPCODE_READ, OPCODE_WRITE
+from tutti.pool.member_controller import open_controller
+from tutti.pool.places import is_device
+from tutti.pool.pool_format import label, make_blank
+from tutti.terminal import ProgressFactory, table
+from tutti.units import KiB, MiB, format_nbytes, parse_nbytes
+
+FILE_PATHS = ("threads", "uring", "page-cache")
+PERCENTS = {"p50_us": 50, "p99_us": 99, "p99_9_us": 99.9, "p99_99_us": 99.99}
+_OPCODES = {"read": OPCODE_READ, "write": OPCODE_WRITE}
+_QUEUE_DEPTH = 256
+_RESET_S = 30.0
+#: NVM Express base specification 2.0, 4.1.1 and 4.1.2: a PRP entry, and an SGL descriptor.
+_PRP_NBYTES, _SGL_NBYTES, _PRP_PAGE_NBYTES = 8, 16, 4096
+_FRAGMENTS = (4 * KiB, 16 * KiB, 64 * KiB, 256 * KiB)
+
+
+class PathLoadStruct(ctypes.LittleEndianStructure):
+    """`gio::PathLoad`."""
+
+    _fields_ = (
+        ("commands", ctypes.c_uint64),
+        ("address", ctypes.c_uint64),
+        ("seed", ctypes.c_uint64),
+        ("latencies_ns", ctypes.c_uint64),
+        ("depth", ctypes.c_uint32),
+        ("nlb", ctypes.c_uint32),
+        ("opcode", ctypes.c_uint32),
+        ("reserved", ctypes.c_uint32),
+    )
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments of `tutti bench paths`."""
+    add_place_arguments(parser)
+    parser.add_argument(
+        "--blocks", nargs="+", default=["4KiB", "64KiB", "512KiB"], help="bytes of a command"
+    )
+    parser.add_argument("--depths", nargs="+", type=positive, default=[1, 4, 16, 64])
+    parser.add_argument("--directions", nargs="+", choices=_OPCODES, default=list(_OPCODES))
+    parser.add_argument(
+        "--paths", nargs="+", choices=FILE_PATHS, default=list(FILE_PATHS), help="to a file"
+    )
+    parser.add_argument("--moved", default="128MiB", help="bytes of a cell (%(default)s)")
+    parser.add_argument(
+        "--commands", type=positive, default=20000, help="of a cell at most (%(default)s)"
+    )
+    parser.add_argument("--rounds", type=positive, default=3, help="of every cell (%(default)s)")
+    parser.add_argument("--size", default="512MiB", help="of the file (%(default)s)")
+    parser.add_argument("--out", type=Path, help="write the JSON here as well, and a picture")
+
+
+def run(args: argparse.Namespace, progress: ProgressFactory) -> dict[str, Any]:
+    """Measures every cell in interleaved rounds; a file is removed, a device is blank afterwards.
+
+    Raises ConfigError for sizes that do not go together, PoolExists for a device that holds
+    anything, and what files and devices raise.
+    """
+    blocks = [parse_nbytes(block) for block in args.blocks]
+    if any(block % 4096 or not 4096 <= block <= MiB for block in blocks):
+        raise ConfigError("--blocks are multiples of 4 KiB up to 1 MiB")
+    if max(args.depths) >= _QUEUE_DEPTH:
+        raise ConfigError(f"--depths are below {_QUEUE_DEPTH}")
+    (place, *others) = pool_paths(args, "paths")
+    if others:
+        raise ConfigError("one drive at a time; name one --dir or one --path")
+    cells = [
+        (path, direction, block, depth)
+        for path in _paths_of(place, args.paths)
+        for direction in args.directions
+        for block in blocks
+        for depth in args.depths
+    ]
+    found: dict[tuple[str, str, int, int], list[dict[str, float]]] = {cell: [] for cell in cells}
+    with (
+        _medium(place, parse_nbytes(args.size), args.force),
+        progress("paths", len(cells) * args.rounds) as bar,
+    ):
+        for number in range(args.rounds):
+            for cell in cells:
+                commands = min(args.commands, max(64, parse_nbytes(args.moved) // cell[2]))
+                found[cell].append(measure(place, cell, commands, seed=number))
+                bar.advance(1)
+    result = {
+        "benchmark": "paths",
+        "rounds": args.rounds,
+        "rows": [_row(cell, runs) for cell, runs in found.items()],
+        "descriptors": descriptors(),
+        "machine": describe(medium_of(args)),
+    }
+    if args.out is not None:
+        args.out.write_text(json.dumps(result, indent=1) + "\n")
+        plot_paths(result, args.out.with_suffix(".png"))
+    return result
+
+
+def report(result: dict[str, Any]) -> str:
+    """Two tables for people."""
+    head = ["path", "", "block", "depth", "GB/s", "commands/s", *PERCENTS, "CPU us/command"]
+    rows = [
+        [
+            *(row["path"], row["direction"], format_nbytes(row["block_nbytes"]), row["depth"]),
+            *(round(row["gb_per_s"], 3), round(row["commands_per_s"])),
+            *(round(row[name]) for name in PERCENTS),
+            round(row["cpu_us_per_command"], 1),
+        ]
+        for row in result["rows"]
+    ]
+    names = ("fragment", "commands", "SGL bytes", "PRP bytes")
+    lists = [
+        [
+            format_nbytes(row["fragment_nbytes"]),
+            f"{row['sgl_commands']} by SGL, {row['prp_commands']} by PRP",
+            row["sgl_nbytes"],
+            row["prp_nbytes"],
+        ]
+        for row in result["descriptors"]
+    ]
+    return f"{table(head, rows)}\n\n64 MiB in fragments, counted in memory\n{table(names, lists)}"
+
+
+def measure(
+    place: str, cell: tuple[str, str, int, int], commands: int, *, seed: int
+) -> dict[str, float]:
+    """One run of one cell.  Raises DeviceTimeout when commands do not end."""
+    path, direction, block_nbytes, depth = cell
+    with _controller(place, path) as controller:
+        buffer = HostBuffer(depth * block_nbytes)
+        region = controller.register(buffer)
+        queue_pair = controller.create_queue_pair(_QUEUE_DEPTH)
+        latencies, seconds = np.zeros(commands, np.uint64), ctypes.c_double()
+        load = PathLoadStruct(
+            commands=commands,
+            address=buffer.address,
+            seed=seed,
+            latencies_ns=latencies.ctypes.data,
+            depth=depth,
+            nlb=block_nbytes // controller.info.lba_nbytes,
+            opcode=_OPCODES[direction],
+        )
+        controller.expect_rings(True)  # the submitter wakes no thread that sleeps
+        cpu_s = time.process_time() - time.thread_time()
+        result = _native.lib().gio_path_bench(
+            controller.handle,
+            queue_pair.struct_address,
+            ctypes.byref(load),
+            ctypes.byref(seconds),
+        )
+        cpu_s = time.process_time() - time.thread_time() - cpu_s
+        controller.expect_rings(False)
+        if result < 0:
+            controller.reset(_RESET_S)
+        queue_pair.close()
+        region.close()
+        _native.check(result, "commands did not end well", "check the drive", DeviceTimeout)
+    moved = commands * block_nbytes
+    return {
+        "gb_per_s": moved / seconds.value / 1e9,
+        "commands_per_s": commands / seconds.value,
+        "cpu_us_per_command": cpu_s / commands * 1e6,
+        **{name: percentile(latencies, p) / 1e3 for name, p in PERCENTS.items()},  # type: ignore[arg-type]
+    }
+
+
+def descriptors() -> list[dict[str, int]]:
+    """Commands of the engine and bytes of their lists, for 64 MiB by SGL and by PRP.
+
+    Source of the formulas: NVM Express base specification 2.0, 4.1.1 and 4.1.2. A command has a
+    descriptor for each fragment, or an entry for each page of 4 KiB, the first one in the command.
+    """
+    rows = []
+    for fragment in _FRAGMENTS:
+        row = {"fragment_nbytes": fragment}
+        for name, use_sgl in (("sgl", True), ("prp", False)):
+            commands = _commands(fragment, use_sgl)
+            row[f"{name}_commands"] = commands
+            if use_sgl:
+                row["sgl_nbytes"] = 64 * MiB // fragment * _SGL_NBYTES
+            else:
+                row["prp_nbytes"] = (64 * MiB // _PRP_PAGE_NBYTES - commands) * _PRP_NBYTES
+        rows.append(row)
+    return rows
+
+
+def _commands(fragment: int, use_sgl: bool) -> int:
+    """How many commands the engine makes of 64 MiB in scattered fragments of one run."""
+    slices = 64 * MiB // fragment
+    with MemoryController([64 * MiB], mode="zero_copy") as controller:
+        buffer = HostBuffer(64 * MiB)
+        region = controller.register(buffer)
+        engine = Engine(controller, use_sgl=use_sgl)
+        memory = flat_memory(buffer.address, fragment, slices, buffer)
+        pages = np.random.default_rng(1).permutation(slices).astype(np.uint32)
+        before = int(engine.stats().commands)
+        extents = Extents([0], [1], [slices], fragment // controller.info.lba_nbytes)
+        job = engine.submit(OPCODE_READ, extents, pages, memory, timeout_s=_RESET_S)
+        if not job.wait_released(_RESET_S):
+            raise DeviceTimeout("the controller in memory does not answer; repeat the benchmark")
+        count = int(engine.stats().commands) - before
+        engine.close()
+        region.close()
+    return count
+
+
+def _row(cell: tuple[str, str, int, int], runs: list[dict[str, float]]) -> dict[str, Any]:
+    path, direction, block_nbytes, depth = cell
+    names = runs[0].keys()
+    return {
+        "path": path,
+        "direction": direction,
+        "block_nbytes": block_nbytes,
+        "depth": depth,
+        **{name: median([run[name] for run in runs]) for name in names},
+        "runs": [round(run["gb_per_s"], 4) for run in runs],
+    }
+
+
+def _paths_of(place: str, wanted: list[str]) -> list[str]:
+    if is_drive(place):
+        return ["vfio"]
+    if is_generic(place):
+        return ["passthrough"]
+    return wanted
+
+
+@contextmanager
+def _medium(place: str, nbytes: int, force: list[str]) -> Iterator[None]:
+    """A file that was written once and is in the page cache, or a device that may be written."""
+    if is_device(place):
+        label(place, force=force)  # refuses what is not blank
+    else:
+        allocate_file(place, nbytes, prewrite=True, may_exist=False)
+    try:
+        yield
+    finally:
+        if is_device(place):
+            make_blank([place])
+        else:
+            os.unlink(place)
+
+
+@contextmanager
+def _controller(place: str, path: str) -> Iterator[NativeController]:
+    if path in ("passthrough", "vfio"):
+        with open_controller([place]) as controller:
+            yield controller
+        return
+    member = FileMember(place, direct=path != "page-cache", lock=True)
+    try:
+        if path == "page-cache":
+            with Path(place).open("rb") as file:
+                while file.read(8 * MiB):  # bounded by the file
+                    pass
+        executor = "threads" if path == "threads" else "uring"
+        with FileController([member], executor=executor, threads=8) as controller:
+            yield controller
+    finally:
+        member.close()

@@ -1,0 +1,92 @@
+"""`tutti bench paths` over a file and over a loop device."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from loop_devices import loop_devices
+
+from tutti import cli
+from tutti.bench import paths
+from tutti.units import KiB, MiB
+
+SMALL = ["bench", "paths", "--size", "8MiB", "--moved", "256KiB", "--rounds", "2"]
+SMALL += ["--blocks", "4KiB", "64KiB", "--depths", "1", "8"]
+
+
+def run(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, list[dict[str, object]]]:
+    capsys.readouterr()
+    assert cli.main([*SMALL, *words, "--json"]) == 0
+    found: dict[str, list[dict[str, object]]] = json.loads(capsys.readouterr().out)
+    return found
+
+
+def test_every_cell_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "out" / "paths.json"
+    out.parent.mkdir()
+    (tmp_path / "medium").mkdir()
+    result = run(capsys, "--dir", str(tmp_path / "medium"), "--out", str(out))
+    rows = result["rows"]
+    assert json.loads(out.read_text()) == result
+    cells = {
+        tuple(row[name] for name in ("path", "direction", "block_nbytes", "depth")) for row in rows
+    }
+    assert cells == {
+        (path, direction, block, depth)
+        for path in paths.FILE_PATHS
+        for direction in ("read", "write")
+        for block in (4 * KiB, 64 * KiB)
+        for depth in (1, 8)
+    }
+    for row in rows:
+        assert 0 < row["p50_us"] <= row["p99_us"] <= row["p99_9_us"] <= row["p99_99_us"]  # type: ignore[operator]
+        assert row["gb_per_s"] > 0  # type: ignore[operator]
+        assert len(row["runs"]) == 2  # type: ignore[arg-type]
+    assert not any((tmp_path / "medium").iterdir())
+
+
+def test_what_is_written_is_random_places_of_the_file(tmp_path: Path) -> None:
+    """Reads change nothing; writes go to many places, and nothing is written past the end."""
+    path = tmp_path / "medium"
+    path.write_bytes(b"\x55" * 4 * MiB)
+    before = path.read_bytes()
+    paths.measure(str(path), ("uring", "read", 4096, 4), 64, seed=1)
+    assert path.read_bytes() == before
+    paths.measure(str(path), ("threads", "write", 4096, 4), 64, seed=1)
+    after = path.read_bytes()
+    changed = [i for i in range(1024) if after[i * 4096] != 0x55]
+    assert len(after) == len(before)
+    assert 32 < len(changed) <= 64
+
+
+def test_a_device(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with loop_devices(tmp_path) as loop:
+        device = loop()
+        words = ("--path", device, "--paths", "uring")
+        assert len(run(capsys, *words)["rows"]) == 8
+        assert len(run(capsys, *words)["rows"]) == 8, "it is blank again"
+        with Path(device).open("r+b") as file:
+            file.write(b"XFSB")
+        assert cli.main([*SMALL, *words]) == 3
+
+
+@pytest.mark.parametrize(
+    "wrong", ["--blocks 1KiB", "--blocks 2MiB", "--depths 256", "--depths 0", "--path a b"]
+)
+def test_what_is_not_acceptable(
+    wrong: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert cli.main([*SMALL, *wrong.split()]) == 2
+    assert not any(tmp_path.iterdir())
+
+
+def test_descriptors_by_the_specification() -> None:
+    by_fragment = {row["fragment_nbytes"]: row for row in paths.descriptors()}
+    small, large = by_fragment[4 * KiB], by_fragment[256 * KiB]
+    assert small["sgl_nbytes"] == 16 * 16384
+    assert large["sgl_nbytes"] == 16 * 256
+    assert small["prp_nbytes"] == 8 * (16384 - small["prp_commands"])
+    assert large["sgl_commands"] == 64
