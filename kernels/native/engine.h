@@ -92,7 +92,7 @@ struct EngineStats {
 
 // What a lane has done, and found out about its drive; index 0 is for reads, 1 for writes.
 struct WindowStats {
-  u64 window_nbytes[2];  // in use now
+  u64 window_nbytes[2];  // of commands of the last size; while layers are waited for, if any were
   u64 rate[2];           // bytes per second of the last sample with a full window; 0 = none yet
   u64 latency_ns[2];     // of commands, smoothed
   u64 samples[2];

@@ -8,10 +8,13 @@
 namespace gio {
 namespace {
 
-constexpr u64 kTickNs = 20'000'000;          // how often deadlines are looked at
-constexpr u64 kIdleNs = 200'000'000;         // a sleeping lane looks up this often without a wake
-constexpr u32 kFloorCommands = 2;            // of any size, whatever the window
-constexpr u32 kShare = 8;                    // of the window is owed to stores, one part in so many
+constexpr u64 kTickNs = 20'000'000;   // how often deadlines are looked at
+constexpr u64 kIdleNs = 200'000'000;  // a sleeping lane looks up this often without a wake
+constexpr u32 kFloorCommands = 2;     // of any size, whatever the window
+constexpr u32 kShare = 8;             // of the window is owed to stores, one part in so many
+// Of the best rate: what a window has at least, while a layer is waited for and while none is.
+constexpr double kNarrowShare = 0.98;
+constexpr double kWideShare = 0.995;
 constexpr u64 kDefaultRate = 1'000'000'000;  // before a drive was measured
 constexpr u64 kOffloadNbytes = 128 << 10;    // less is hashed sooner than handed over
 constexpr u64 kSizeNbytes[] = {64 << 10, 256 << 10, 512 << 10, 1 << 20};
@@ -29,7 +32,10 @@ Lane::Lane(Engine* engine, const LaneConfig& config, u32 list_nbytes, u64 window
   active_.reserve(qp_->depth);
   // issue() stops at twice the depth; a turn and a reset can each add as many as are in flight.
   finished_.reserve(4 * qp_->depth);
-  for (u32 kind = 0; kind < kKinds; ++kind) windows_[kind].start(kSizeNbytes[kind % kSizes]);
+  for (u32 kind = 0; kind < kKinds; ++kind) {
+    windows_[0][kind].start(kSizeNbytes[kind % kSizes], kWideShare);
+    windows_[1][kind].start(kSizeNbytes[kind % kSizes], kNarrowShare);
+  }
 }
 
 Lane::~Lane() { join(); }
@@ -116,7 +122,7 @@ void Lane::begin_load(Part* part, u64 clock_ns) {
     const u64 layer_nbytes = static_cast<u64>(config.iocb.n_pages) * config.iocb.slice_nlb
                              << config.iocb.lba_shift;
     const u64 nbytes = layer_nbytes * part->n_runs / config.iocb.n_runs;  // this lane's part
-    const u64 rate = std::max(windows_[kind_of_direction_[0]].rate(), kDefaultRate / 10);
+    const u64 rate = std::max(window_of(kind_of_direction_[0]).rate(), kDefaultRate / 10);
     part->interval_ns = nbytes * 1000 / (rate / 1'000'000);
   }
   part->is_due = config.due_ns != kNeverDue && part->job->n_layers > 1;
@@ -124,11 +130,11 @@ void Lane::begin_load(Part* part, u64 clock_ns) {
     opening_ = part;
     first_layer_left_ = part->n_runs;
   }
-  loads_due_ += part->is_due ? 1 : 0;
+  if (part->is_due && loads_due_++ == 0) interrupt(kind_);
 }
 
 void Lane::end_due(Part* part) {
-  loads_due_ -= part->is_due ? 1 : 0;
+  if (part->is_due && --loads_due_ == 0) interrupt(kind_);
   part->is_due = false;
 }
 
@@ -174,15 +180,19 @@ u32 Lane::kind_of(u32 opcode, u64 nbytes) {
   return size + (opcode == kWrite ? kSizes : 0);
 }
 
-u64 Lane::window(u32 kind) const {
-  return fixed_window_ != 0 ? fixed_window_ : windows_[kind].nbytes(loads_due_ != 0);
+u64 Lane::window(u32 kind) { return fixed_window_ != 0 ? fixed_window_ : window_of(kind).nbytes(); }
+
+// What is delivered from now on was not issued under this kind's windows alone.
+void Lane::interrupt(u32 kind) {
+  windows_[0][kind].interrupt();
+  windows_[1][kind].interrupt();
 }
 
 // Until the first layer of a load that found the drive idle is there, what is in flight must not
 // slow it down: what the drive moves in the time that a command alone takes, and one command.
-u64 Lane::limit(u32 kind, u64 nbytes) const {
+u64 Lane::limit(u32 kind, u64 nbytes) {
   if (opening_ == nullptr || fixed_window_ != 0) return window(kind);
-  const u64 alone = windows_[kind].rate() / 1000 * alone_ns_[kind] / 1'000'000;
+  const u64 alone = window_of(kind).rate() / 1000 * alone_ns_[kind] / 1'000'000;
   return std::min(window(kind), alone + nbytes);
 }
 
@@ -192,7 +202,7 @@ bool Lane::issue(u64 now, u64 clock_ns) {
   while (finished_.size() < 2 * qp_->depth) {
     Part* part = pick();
     if (part == nullptr) {
-      windows_[kind_].interrupt();
+      interrupt(kind_);
       break;
     }
     const Job& job = *part->job;
@@ -249,8 +259,8 @@ bool Lane::send(u32 cid, const Command& command) {
   }
   sqe.nsid = engine_->local_nsid(sqe.nsid);
   if (command.nbytes != 0 && command.kind != kind_) {  // rates of a mixture say nothing
-    windows_[kind_].interrupt();
-    windows_[command.kind].interrupt();
+    interrupt(kind_);
+    interrupt(command.kind);
     kind_ = kind_of_direction_[command.kind / kSizes] = command.kind;
   }
   commands_[cid] = command;
@@ -302,11 +312,11 @@ void Lane::measure(const Command& command, u64 clock_ns) {
     alone_ns = alone_ns == 0 ? took_ns : std::min(took_ns, alone_ns + alone_ns / 64);
   }
   if (opening_ != nullptr) {
-    windows_[command.kind].interrupt();
+    interrupt(command.kind);
     const bool is_first = command.part == opening_ && command.layer == 0;
     if (is_first && --first_layer_left_ == 0) opening_ = nullptr;
   } else if (is_full_) {
-    windows_[command.kind].delivered(clock_ns, command.nbytes, loads_due_ != 0);
+    window_of(command.kind).delivered(clock_ns, command.nbytes);
   }
 }
 
@@ -316,10 +326,12 @@ void Lane::publish_windows() {
   WindowStats stats = {};
   for (u32 direction = 0; direction < 2; ++direction) {
     const u32 kind = kind_of_direction_[direction];
-    stats.window_nbytes[direction] = window(kind);
-    stats.rate[direction] = windows_[kind].rate();
+    const Window& waited = windows_[1][kind];
+    const Window& window = waited.samples() != 0 ? waited : windows_[0][kind];
+    stats.window_nbytes[direction] = fixed_window_ != 0 ? fixed_window_ : window.nbytes();
+    stats.rate[direction] = window.rate();
     stats.latency_ns[direction] = latency_ns_[direction];
-    stats.samples[direction] = windows_[kind].samples();
+    stats.samples[direction] = window.samples();
   }
   stats.inflight_nbytes = inflight_nbytes_;
   std::memcpy(words, &stats, sizeof stats);

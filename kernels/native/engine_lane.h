@@ -97,8 +97,10 @@ class Lane {
   void end_due(Part* part);
   void list(Part* part);
   void relist(Part* part);
-  u64 window(u32 kind) const;
-  u64 limit(u32 kind, u64 nbytes) const;
+  Window& window_of(u32 kind) { return windows_[loads_due_ != 0 ? 1 : 0][kind]; }
+  u64 window(u32 kind);
+  u64 limit(u32 kind, u64 nbytes);
+  void interrupt(u32 kind);
   bool issue(u64 now, u64 clock_ns);
   Part* pick();
   bool send(u32 cid, const Command& command);
@@ -138,8 +140,8 @@ class Lane {
   u32 loads_due_ = 0;     // parts with layers that are waited for
   bool is_full_ = false;  // the window, when issuing ended
   u64 next_check_ns_ = 0;
-  Window windows_[kKinds];
-  u32 kind_ = 0;  // of the last command
+  Window windows_[2][kKinds];  // while no layer is waited for, and while one is
+  u32 kind_ = 0;               // of the last command
   u32 kind_of_direction_[2] = {kSizes - 1, kKinds - 1};
   u64 latency_ns_[2] = {0, 0};
 

@@ -6,12 +6,9 @@ namespace gio {
 
 namespace {
 
-constexpr double kNarrow = 0.98;  // of the best rate
-constexpr double kWide = 0.995;
-constexpr u32 kMemory = 16;        // comparisons that an average is over
-constexpr u32 kFirst = 4;          // comparisons that follow each other closely
-constexpr u32 kRestLong = 16;      // samples between later ones
-constexpr u64 kSampleWindows = 2;  // a sample delivers so many windows
+constexpr u32 kMemory = 16;   // comparisons that an average is over
+constexpr u32 kStart = 32;    // commands, so many that only an unusual drive wants more
+constexpr u32 kRestLong = 8;  // samples between later ones
 
 }  // namespace
 
@@ -20,41 +17,48 @@ u64 Window::level_nbytes(u32 level) {
   return level % 2 == 0 ? octave : octave * 181 / 128;  // the square root of two
 }
 
-void Window::start(u64 command_nbytes) {
-  while (narrow_ + 1 < kLevels && level_nbytes(narrow_) < 4 * command_nbytes) ++narrow_;
-  wide_ = lowest_ = highest_ = base_ = narrow_;
+void Window::start(u64 command_nbytes, double share) {
+  share_ = share;
+  while (base_ + 1 < kLevels && level_nbytes(base_) < kStart * command_nbytes) ++base_;
+  lowest_ = highest_ = base_;
 }
 
-u64 Window::nbytes(bool is_due) const {
-  const bool is_probing = phase_ == kProbe && base(is_due) == base_;
-  return level_nbytes(is_probing ? probe_ : base(is_due));
-}
-
-void Window::delivered(u64 now_ns, u64 nbytes, bool is_due) {
-  if (base(is_due) != base_) {
-    base_ = base(is_due);
-    phase_ = kBefore;
-    interrupt();
-  }
+void Window::delivered(u64 now_ns, u64 nbytes) {
   if (is_settling_) {  // what was issued under another window does not count
-    if (left_ == 0) left_ = this->nbytes(is_due);
+    if (left_ == 0) left_ = this->nbytes() / settle_;
     left_ -= std::min(left_, nbytes);
     is_settling_ = left_ != 0;
-    begin_ns_ = now_ns;
-    sample_nbytes_ = 0;
+    settle_ = kResume;
+    last_ns_ = now_ns;
     return;
   }
+  if (now_ns == last_ns_) {  // ended together with others: counted if they are
+    if (sample_ns_ != 0) sample_nbytes_ += nbytes;
+    return;
+  }
+  if (sample_nbytes_ >= this->nbytes() && !end_sample()) return;
   sample_nbytes_ += nbytes;
-  if (sample_nbytes_ < kSampleWindows * this->nbytes(is_due) || now_ns == begin_ns_) return;
-  const double rate =
-      static_cast<double>(sample_nbytes_) * 1e9 / static_cast<double>(now_ns - begin_ns_);
+  sample_ns_ += now_ns - last_ns_;
+  last_ns_ = now_ns;
+}
+
+// Draws a conclusion; false when the window has changed.
+bool Window::end_sample() {
+  const u64 window = nbytes();
+  const double rate = static_cast<double>(sample_nbytes_) * 1e9 / static_cast<double>(sample_ns_);
   rate_ = static_cast<u64>(rate);
   ++samples_;
-  begin_ns_ = now_ns;
-  sample_nbytes_ = 0;
-  const u64 window = this->nbytes(is_due);
+  sample_nbytes_ = sample_ns_ = 0;
   sampled(rate);
-  if (this->nbytes(is_due) != window) interrupt();
+  if (nbytes() == window) return true;
+  start_sample();
+  return false;
+}
+
+void Window::start_sample() {
+  interrupt();
+  settle_ = 1;
+  sample_nbytes_ = sample_ns_ = 0;
 }
 
 // Before, probe, after: one comparison, and then a rest.
@@ -81,7 +85,7 @@ void Window::sampled(double rate) {
 }
 
 void Window::choose_probe() {
-  goes_up_ = base_ == 0 || (!goes_up_ && base_ + 1 < kLevels);
+  goes_up_ = base_ == 0 || (!is_new_below() && !goes_up_ && base_ + 1 < kLevels);
   probe_ = goes_up_ ? base_ + 1 : base_ - 1;
 }
 
@@ -90,26 +94,24 @@ void Window::learn(double ratio) {
   const double gain = std::clamp(probe_ > base_ ? ratio : 1 / ratio, 0.5, 2.0);
   learned_[lower] = std::min(learned_[lower] + 1, kMemory);
   gain_[lower] += (gain - gain_[lower]) / learned_[lower];
-  rest_ = learned_[lower] < kFirst ? 0 : kRestLong;
-  lowest_ = std::min(lowest_, lower);
-  highest_ = std::max(highest_, lower + 1);
-  choose_levels();
+  if (learned_[lower] >= kFirst) {  // one comparison may have met anything
+    lowest_ = std::min(lowest_, lower);
+    highest_ = std::max(highest_, lower + 1);
+  }
+  choose_base();
+  rest_ = is_new_below() ? 0 : kRestLong;
 }
 
-void Window::choose_levels() {
+// The lowest level that has its share of the best rate.
+void Window::choose_base() {
   double curve[kLevels] = {};
   double best = curve[lowest_] = 1;
   for (u32 level = lowest_; level < highest_; ++level) {
     curve[level + 1] = curve[level] * gain_[level];
     best = std::max(best, curve[level + 1]);
   }
-  const auto first = [&](double share) {
-    u32 level = lowest_;
-    while (curve[level] < share * best) ++level;  // bounded by the best one
-    return level;
-  };
-  narrow_ = first(kNarrow);
-  wide_ = first(kWide);
+  base_ = lowest_;
+  while (curve[base_] < share_ * best) ++base_;  // bounded by the best one
 }
 
 }  // namespace gio

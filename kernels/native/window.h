@@ -14,47 +14,53 @@ namespace gio {
 
 class Window {
  public:
-  // command_nbytes: of the commands it is for, four of which it starts with.
-  void start(u64 command_nbytes);
+  // command_nbytes: of the commands it is for, 32 of which it starts with.
+  // share: of the best rate, which it has at least.
+  void start(u64 command_nbytes, double share);
 
-  u64 nbytes(bool is_due) const;
+  u64 nbytes() const { return level_nbytes(phase_ == kProbe ? probe_ : base_); }
   // Commands of `nbytes` in all have ended, and the window was full until then.
-  void delivered(u64 now_ns, u64 nbytes, bool is_due);
-  // The window was not full: the sample in progress does not measure the drive.
+  void delivered(u64 now_ns, u64 nbytes);
+  // The window is not full any more: what is measured goes on when it is full again.
   void interrupt() { is_settling_ = true, left_ = 0; }
   u64 rate() const { return rate_; }  // bytes per second, of the last sample; 0 before it
   u64 samples() const { return samples_; }
 
  private:
   static constexpr u32 kLevels = 19;
+  static constexpr u64 kResume = 4;
+  static constexpr u32 kFirst = 3;  // comparisons that follow each other, before a level is used
   static constexpr u64 kLowestNbytes = 128 << 10;
   enum Phase { kBefore, kProbe, kAfter, kRest };
 
   static u64 level_nbytes(u32 level);
-  u32 base(bool is_due) const { return is_due ? narrow_ : wide_; }
+  bool end_sample();
+  void start_sample();
   void sampled(double rate);
+  bool is_new_below() const { return base_ != 0 && learned_[base_ - 1] < kFirst; }
   void choose_probe();
   void learn(double ratio);
-  void choose_levels();
+  void choose_base();
 
-  u32 narrow_ = 0;
-  u32 wide_ = 0;
+  double share_ = 0;
   u32 lowest_ = 0;  // of the levels with a place on the curve
   u32 highest_ = 0;
   double gain_[kLevels] = {};  // rate of the level above over the rate of this one
   u32 learned_[kLevels] = {};  // from so many comparisons
   Phase phase_ = kBefore;
-  u32 base_ = 0;   // the level that comparisons are about,
+  u32 base_ = 0;   // the level that is in use,
   u32 probe_ = 0;  // and its neighbour
-  bool goes_up_ = false;
+  bool goes_up_ = true;
   u32 rest_ = 0;  // samples until the next comparison
   double before_ = 0;
   double probed_ = 0;
 
   bool is_settling_ = true;
-  u64 left_ = 0;  // bytes until the sample begins
-  u64 begin_ns_ = 0;
-  u64 sample_nbytes_ = 0;
+  u64 left_ = 0;    // bytes until the sample begins or goes on:
+  u64 settle_ = 1;  // a window, or this part of one where the window has not changed
+  u64 last_ns_ = 0;
+  u64 sample_nbytes_ = 0;  // delivered while the window was full, over several transfers
+  u64 sample_ns_ = 0;
   u64 rate_ = 0;
   u64 samples_ = 0;
 };

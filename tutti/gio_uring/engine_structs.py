@@ -89,8 +89,8 @@ class WindowStats(ctypes.Structure):
     """``gio::WindowStats``: what a lane has done, and found out about its drive; [0] reads, [1]
     writes.
 
-    window_nbytes: in use now. rate: bytes per second of the last sample with a full window, 0
-    before it. latency_ns: of commands, smoothed. samples: of the window in use.
+    window_nbytes: in use, while layers are waited for if any were. rate: bytes per second of the
+    last sample with a full window, 0 before it. latency_ns: of commands, smoothed. samples: of the window in use.
     """
 
     _fields_ = (
