@@ -90,7 +90,8 @@ class WindowStats(ctypes.Structure):
     writes.
 
     window_nbytes: in use, while layers are waited for if any were. rate: bytes per second of the
-    last sample with a full window, 0 before it. latency_ns: of commands, smoothed. samples: of the window in use.
+    last sample with a full window, 0 before it. latency_ns: of commands, smoothed. samples: of the
+    window in use.
     """
 
     _fields_ = (
