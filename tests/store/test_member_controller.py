@@ -31,7 +31,7 @@ def test_files_and_drives_are_not_mixed(tmp_path: Path) -> None:
 @pytest.mark.parametrize("command", ["info", "fsck"])
 def test_commands_take_addresses(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main([command, "nvme:nonsense"]) == 2
-    assert "no address of a drive" in capsys.readouterr().err
+    assert "not a drive's address" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -71,7 +71,7 @@ def test_what_paths_name(tmp_path: Path) -> None:
     }
     assert {path: place_of(str(path)).kind for path in kinds} == kinds
     assert place_of("nvme:0000:03:00.0").kind is Kind.DEVICE
-    with pytest.raises(ConfigError, match="no address of a drive"):
+    with pytest.raises(ConfigError, match="not a drive's address"):
         place_of("nvme:nonsense")
 
 
