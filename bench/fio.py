@@ -1,4 +1,4 @@
-"""Runs fio beside the store: same file system, file size, block size and bytes, direct I/O.
+"""fio, to compare with the store: same file system, file size, block size and bytes, direct I/O.
 
 fio is the flexible I/O tester (github.com/axboe/fio); its JSON is described in fio(1).
 """
@@ -134,7 +134,7 @@ def hugepages_of(job: FioJob) -> int:
 
 @contextmanager
 def reserved_hugepages(count: int, *, allow_sysctl: bool) -> Iterator[None]:
-    """Sees to it that `count` more hugepages are free, and gives back what it reserved.
+    """Reserves `count` more hugepages, and releases them afterwards.
 
     Raises Unsupported when they are not there and may not, or cannot, be reserved.
     """

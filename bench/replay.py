@@ -2,7 +2,7 @@
 
 For each request: look up its blocks, load the prefix that hits, compare every byte with what the
 keys stand for, "compute" the missing blocks and put them. Only look-ups, loads and puts are timed.
-The hit rate stands beside what unlimited capacity, Belady's MIN and plain LRU over single blocks
+The hit rate stands next to what unlimited capacity, Belady's MIN and plain LRU over single blocks
 reach with the same trace (tutti/bench/belady.py).
 """
 

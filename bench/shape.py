@@ -46,5 +46,7 @@ def parse_shape(text: str) -> Shape:
         raise ConfigError(f"cannot read the shape {text!r}; write layers x slice, as in 32x256KiB")
     slice_nbytes = parse_nbytes(match[2])
     if slice_nbytes == 0 or slice_nbytes % 16:
-        raise ConfigError(f"a slice of {slice_nbytes} bytes is no multiple of 16; choose another")
+        raise ConfigError(
+            f"a slice of {slice_nbytes} bytes is not a multiple of 16; choose another"
+        )
     return Shape(int(match[1]), slice_nbytes)

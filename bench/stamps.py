@@ -43,7 +43,7 @@ class Stamps:
     """Fills and checks pages of one pool of engine memory."""
 
     def __init__(self, pool: HostMemory) -> None:
-        """Raises ConfigError for segments that are no multiple of 8 bytes."""
+        """Raises ConfigError for segments that are not a multiple of 8 bytes."""
         memory = pool.memory
         if any(nbytes % 8 for nbytes in memory.segment_nbytes):
             raise ConfigError("stamped segments are multiples of 8 bytes; choose another shape")

@@ -148,7 +148,7 @@ def _parse_line(line: str, number: int) -> Request:
         if type(value) is not int or not 0 <= value <= _TOKENS_MAX:
             raise ConfigError(f"line {number} of the trace: {name} is {value!r}, no count")
     if not isinstance(ids, list) or not all(type(i) is int and 0 <= i <= _HASH_ID_MAX for i in ids):
-        raise ConfigError(f"line {number} of the trace: hash_ids is no list of ids below 2^64")
+        raise ConfigError(f"line {number} of the trace: hash_ids is not a list of ids below 2^64")
     if len(ids) != -(-inputs // BLOCK_TOKENS):
         raise ConfigError(
             f"line {number} of the trace: {len(ids)} hash_ids for {inputs} tokens, there is one "

@@ -103,7 +103,7 @@ def declare(library: ctypes.CDLL, prototypes: Prototypes) -> ctypes.CDLL:
 
 @cache
 def lib() -> ctypes.CDLL:
-    """The library beside this file or in `LIBRARY_VARIABLE`, loaded once; see `load` for errors."""
+    """The library near this file or in `LIBRARY_VARIABLE`, loaded once; see `load` for errors."""
     named = os.environ.get(LIBRARY_VARIABLE)
     return load(Path(named) if named else Path(__file__).with_name("_native.so"))
 

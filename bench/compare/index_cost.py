@@ -81,7 +81,7 @@ def _make_pool(path: Path, records: int) -> Geometry:
 
 
 def _wait_unlocked(path: Path) -> None:
-    """Waits until a dead process has let go: the kernel ends its io_uring, which holds the file and
+    """Waits until the kernel has ended a dead process's io_uring, which holds the file and
     so the lock, a moment after the process.
     """
     deadline_s = time.monotonic() + _UNLOCK_TIMEOUT_S

@@ -41,7 +41,7 @@ def compare(
 ) -> dict[str, Any]:
     """Runs `pairs` pairs after a warm-up of each that is thrown away.
 
-    twin: run B a second time beside each pair; B against itself is the noise floor.
+    twin: run B a second time in each pair; B against itself is the noise floor.
     Ratios are A over B: medians over the pairs with 95 % bootstrap intervals.
     """
     if pairs < 1:

@@ -62,7 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--allow-sysctl",
         action="store_true",
-        help="reserve the hugepages that fio needs (vm.nr_hugepages), and give them back",
+        help="reserve the hugepages that fio needs (vm.nr_hugepages), and release them",
     )
     parser.add_argument("--seed", type=int, default=1, help="(default: %(default)s)")
 

@@ -40,7 +40,7 @@ class PoolPlan:
 
     @property
     def batch_pages(self) -> int:
-        """Objects of a batch, fewer in a pool that is small beside it."""
+        """Objects of a batch, fewer in a pool that is not much larger."""
         nbytes = min(self.batch_nbytes, self.capacity_nbytes // (8 * self.inflight))
         return max(1, nbytes // self.shape.object_nbytes)
 

@@ -42,7 +42,7 @@ _TEXT = ("system", "source", "phase", "unstable", "partial")
 
 
 def read_csv(path: Path, kind: str) -> list[Row]:
-    """Rows of one figure.  Raises ConfigError for other columns or cells that are no numbers."""
+    """Rows of one figure.  Raises ConfigError for other columns or cells that are not numbers."""
     try:
         with io.TextIOWrapper(open_regular(path), "utf-8", newline="") as lines:
             rows = list(csv.DictReader(lines))
@@ -134,7 +134,7 @@ def rows_of(result: dict[str, Any], kind: str, name: str, **extra: float) -> lis
     try:
         rows = make()
     except (KeyError, TypeError, ZeroDivisionError) as error:
-        raise ConfigError(f"{name} is no whole result ({error!r}); measure it again") from error
+        raise ConfigError(f"{name} is not a whole result ({error!r}); measure it again") from error
     shown = [{c: "" if row[c] is None else str(row[c]) for c in COLUMNS[kind]} for row in rows]
     return checked(shown, kind, name)
 

@@ -66,7 +66,7 @@ def draw(
 
 
 def _label(rows: Sequence[Row]) -> str:
-    """What is not measured says so, in the title."""
+    """Results that were not measured are labelled so in the title."""
     made = sorted({row["source"] for row in rows} - {"measured"})
     if not made:
         return ""

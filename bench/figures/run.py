@@ -127,7 +127,7 @@ def report(result: dict[str, Any]) -> str:
     if len(result["files"]) == 1:
         lines.append("drew nothing: matplotlib is not installed (pip install matplotlib)")
     if result["sources"] != ["measured"]:
-        lines.append(f"the rows are {', '.join(result['sources'])}; the figure says so")
+        lines.append(f"the rows are {', '.join(result['sources'])}, as the figure's title shows")
     for found in result["crossings"]:
         where = ", ".join(f"{place:.1f} %" for place in found["hit_rates_percent"]) or "nowhere"
         lines.append(f"{found['a']} and {found['b']} cross at: {where}")
@@ -149,7 +149,7 @@ def _read(
     except (OSError, ValueError) as error:
         raise ConfigError(f"cannot read {path.name}: {error}; give a result or a CSV") from error
     if not isinstance(result, dict):
-        raise ConfigError(f"{path.name} is no result of a benchmark")
+        raise ConfigError(f"{path.name} is not a result of a benchmark")
     nothing = {"gpus": 1.0, "dram_gb": 0.0, "ssd_gb": 0.0}
     machine = machines.get(str(result.get("system")), nothing)
     return rows_of(result, kind, path.name, page_tokens=page_tokens, **machine)

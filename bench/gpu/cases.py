@@ -1,4 +1,4 @@
-"""The GPU benchmarks that need no compute beside them: ceilings, movers, scatter, SMs, CPU time."""
+"""The GPU benchmarks without concurrent compute: ceilings, movers, scatter, SMs, CPU time."""
 
 from __future__ import annotations
 

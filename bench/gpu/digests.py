@@ -1,4 +1,4 @@
-"""Digests of slices in GPU memory, alone and beside the copy engine."""
+"""Digests of slices in GPU memory, alone and while the copy engine runs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tutti.units import KiB
 
 
 def digests(machine: Machine, plan: Plan) -> list[Row]:
-    """XXH3 of slices in GPU memory on at most 8 blocks, alone and beside the copy engine."""
+    """XXH3 of slices in GPU memory on at most 8 blocks, alone and while the copy engine runs."""
     if machine.modules is None:
         raise Unsupported("no device code is loaded")
     return [
@@ -97,7 +97,7 @@ class _Hashed:
         self._pages.close()
 
     def _wait(self) -> None:
-        # With short pauses: a thread beside needs the interpreter, and a round is far longer.
+        # With short pauses: another thread needs the interpreter, and a round is far longer.
         poll_until(lambda: self._driver.is_stream_done(self._stream), "the digests", 0.00005)
 
     def warm_up(self) -> None:

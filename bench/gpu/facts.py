@@ -23,7 +23,7 @@ _NVIDIA, _DISPLAYS = "0x10de", ("0x0302", "0x0300")
 
 
 def describe_gpu() -> dict[str, str]:
-    """GPU, driver, limits and clocks; "not known" says why some of it is missing."""
+    """GPU, driver, limits and clocks; "not known" has the reason for missing ones."""
     return _query(_STATIC) | _query(_MOVING)
 
 

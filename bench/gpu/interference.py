@@ -21,7 +21,7 @@ ROUNDS = 12
 #: GPU time of a round, and calls in it at most: a stream takes about a thousand, and no more.
 ROUND_S = 0.04
 CALLS_MAX = 200
-#: Loads run so long before anything beside them is timed.
+#: Loads run so long before concurrent work is timed.
 _SETTLE_S = 0.03
 _LOADS_MAX = 100_000
 
@@ -93,14 +93,14 @@ class Stopwatch:
             for _ in range(self.calls):
                 self.kernel()
             end.record()
-        # With pauses: a thread beside may need the interpreter.
+        # With pauses: another thread may need the interpreter.
         poll_until(end.query, "a kernel")
         return float(begin.elapsed_time(end))
 
 
 @dataclass
 class Loads:
-    """Loads that go on beside something else."""
+    """Loads that run during other work."""
 
     nbytes: int
     ended_s: list[float] = field(default_factory=list)  # of time.perf_counter()

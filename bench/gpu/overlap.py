@@ -1,4 +1,4 @@
-"""GPU benchmarks with compute beside: what a mover costs it, and a pipeline.
+"""GPU benchmarks with concurrent compute: what a mover costs it, and a pipeline.
 
 The compute is a stand-in through PyTorch: a bf16 GEMM, a kernel bound by memory as decoding is, and
 a layer of Llama-3-8B's shapes.

@@ -1,7 +1,7 @@
 """What the GPU benchmarks share: a driver, memory on the device, engines, and timed rounds.
 
 Everything goes through the seam of `gpu_driver`, so that a stand-in can run a case in a test; only
-the compute beside which things are measured needs PyTorch.
+concurrent compute needs PyTorch.
 """
 
 from __future__ import annotations

@@ -98,7 +98,7 @@ def run_case(
 def _begun(
     name: str, machine: Machine, plan: Plan, out: Path, label: str, commit: str
 ) -> dict[str, Any]:
-    """What a case's JSON says beside its rows, and the rows of a run that was cut."""
+    """The facts of a case's JSON, and the rows of an interrupted run."""
     machine_facts = describe(plan.folder) | ({"commit": commit} if commit else {})
     begun = _read(out / f"{name}.json")
     goes_on = begun.get("machine", {}).get("commit") == machine_facts["commit"]

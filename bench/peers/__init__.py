@@ -1,1 +1,1 @@
-"""`tutti bench peers`: the store beside other ways to keep pages on an SSD."""
+"""`tutti bench peers`: the store compared with other ways to keep pages on an SSD."""

@@ -55,7 +55,7 @@ class HiCachePeer(Peer):
         self._controller.detach_storage_backend()
 
     def prepare_store(self, batch: int) -> None:
-        """Every page says which one it is."""
+        """Every page contains its number."""
         for page in range(BATCH_PAGES):
             self._mark(page, _mark_of(batch, page))
 

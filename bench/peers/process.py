@@ -53,7 +53,7 @@ def _sglang_backend(name: str, plan: PeerPlan) -> tuple[str, dict[str, Any]]:
         ),
     }
     if name not in backends:
-        raise ConfigError(f"{name} is no peer; choose from {', '.join(PEERS)}")
+        raise ConfigError(f"{name} is not a peer; choose from {', '.join(PEERS)}")
     return backends[name]
 
 
@@ -91,7 +91,7 @@ class PeerProcess:
             return self._load(*batches)
         if command == "exists":
             return self._exists(batches)
-        raise ConfigError(f"{command} is no command; give store, load, exists or quit")
+        raise ConfigError(f"{command} is not a command; give store, load, exists or quit")
 
     def _store(self, batch: int) -> dict[str, Any]:
         self._peer.prepare_store(batch)

@@ -120,11 +120,11 @@ def run(args: argparse.Namespace, progress: ProgressFactory) -> dict[str, Any]:
     if args.rounds < 1 or args.batches < 2:
         raise ConfigError("give at least one round and two batches")
     if not os.path.isdir(args.dir):
-        raise ConfigError(f"{args.dir} is no directory; make it, or name another with --dir")
+        raise ConfigError(f"{args.dir} is not a directory; make it, or name another with --dir")
     skipped = {
         name: why
         for name in args.peers
-        if (why := _missing(name))  # named, so that nobody takes it for a result
+        if (why := _missing(name))  # named, so that it is not taken for a result
     }
     names = [name for name in args.peers if name not in skipped]
     if not names:

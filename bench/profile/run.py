@@ -1,6 +1,6 @@
 """Measures a profile for the scheduler: the medium here, compute on a GPU or by a roofline.
 
-Every point that was measured is kept beside the result until the profile is whole, so that a run
+Every point that was measured is kept next to the result until the profile is whole, so that a run
 that was interrupted goes on where it stopped.  docs/profile.md describes the JSON.
 """
 
@@ -79,7 +79,7 @@ def run(args: argparse.Namespace, progress: ProgressFactory) -> dict[str, Any]:
     if Path(args.out).is_dir():
         raise ConfigError(f"{args.out} is a folder; name a file in it")
     if not os.access(Path(args.out).absolute().parent, os.W_OK | os.X_OK):
-        raise ConfigError(f"no right to write beside {args.out}; give --out elsewhere")
+        raise ConfigError(f"no right to write next to {args.out}; give --out elsewhere")
     machine = describe(directory)
     points = Points(
         Path(f"{args.out}.partial"),
@@ -108,7 +108,7 @@ def run(args: argparse.Namespace, progress: ProgressFactory) -> dict[str, Any]:
     return {"out": args.out, **document}
 
 
-HEAD = ("bytes", "slice", "read GB/s", "write GB/s", "read beside write", "write beside read")
+HEAD = ("bytes", "slice", "read GB/s", "write GB/s", "read during write", "write during read")
 
 
 def rows_of(result: dict[str, Any]) -> list[list[str]]:
@@ -146,7 +146,7 @@ def report(result: dict[str, Any]) -> str:
 
 
 class Points:
-    """What was measured so far, in a file beside the result.
+    """What was measured so far, in a file next to the result.
 
     key: what the points depend on; points of another key are forgotten.
     """

@@ -4,9 +4,9 @@
 
 The process takes its memory first and joins the control group then, so that the limit is one of
 the page cache alone: what was charged before stays charged where it was.  It also takes as much
-memory as the page cache may and gives it back at once: a virtual machine may have lent its free
+memory as the page cache may and frees it at once: a virtual machine may have lent its free
 memory to its host (free page reporting of virtio-balloon), and then the first pass through the page
-cache would tell how fast the host brings it back.
+cache would measure how fast the host returns it.
 """
 
 from __future__ import annotations

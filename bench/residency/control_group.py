@@ -78,7 +78,7 @@ def _parent() -> tuple[Path, bool]:
 
 
 def _remove(folder: Path) -> None:
-    """The kernel lets go of a group some time after its last process has ended."""
+    """The kernel releases a group some time after its last process has ended."""
     deadline_s = time.monotonic() + _REMOVE_S
     while folder.exists() and time.monotonic() < deadline_s:
         try:

@@ -58,7 +58,7 @@ class HostMover:
 
 
 def choose(mover: HostMover, paths: dict[str, list[int]], batch_nbytes: int) -> dict[str, Any]:
-    """Tries both ways on each path and says which is used from then on, with GB/s of each.
+    """Tries both ways on each path and returns the one used from then on, with GB/s of each.
 
     paths: batches by the name of their path.
     """

@@ -54,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch", default="32MiB", help="of one put or load (%(default)s)")
     parser.add_argument("--rounds", type=int, default=4, help="readings of W (%(default)s)")
     parser.add_argument("--share", type=float, default=_SHARE, help="knob X (%(default)s)")
-    parser.add_argument("--out", help="also write the JSON here, and a picture beside it")
+    parser.add_argument("--out", help="also write the JSON here, and a picture next to it")
     parser.set_defaults(path=None)
 
 
@@ -156,7 +156,7 @@ def _common(args: argparse.Namespace) -> dict[str, Any]:
     if batch_pages < 1 or not working_set or working_set % (batch_pages * shape.object_nbytes):
         step = format_nbytes(max(1, batch_pages) * shape.object_nbytes)
         raise ConfigError(
-            f"--working-set {args.working_set} is no multiple of {step}, the objects of a"
+            f"--working-set {args.working_set} is not a multiple of {step}, the objects of a"
             f" --batch of {args.batch}; choose one"
         )
     if args.rounds < 2 or not all(0 < limit <= 16 for limit in args.limits):

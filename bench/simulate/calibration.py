@@ -213,7 +213,7 @@ def _measured_drive(profile: TableProfile) -> Drive:
 
 def _named(known: Mapping[str, _Known], name: str, what: str) -> _Known:
     if name not in known:
-        raise ConfigError(f"there is no {what} {name!r}; use one of {', '.join(known)}")
+        raise ConfigError(f"the {what} {name!r} does not exist; use one of {', '.join(known)}")
     return known[name]
 
 

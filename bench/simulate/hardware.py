@@ -15,7 +15,7 @@ _FILE = Path(__file__).with_name("hardware.json")
 
 @dataclass(frozen=True)
 class Drive:
-    """A medium: bytes per second, and how much longer a transfer takes beside the other way."""
+    """A medium: bytes per second, and how much longer a transfer takes during the other way."""
 
     name: str
     read_bytes_per_s: float
@@ -126,7 +126,7 @@ def machine(drive: str, gpu: str) -> Machine:
     for kind, name in (("drives", drive), ("gpus", gpu)):
         if name not in values[kind]:
             known = ", ".join(values[kind])
-            raise ConfigError(f"there are no parameters of {name!r}; use one of {known}")
+            raise ConfigError(f"the parameters of {name!r} are unknown; use one of {known}")
     return Machine(
         Drive(drive, **values["drives"][drive]),
         Gpu(gpu, **values["gpus"][gpu]),

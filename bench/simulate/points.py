@@ -196,7 +196,7 @@ def _generated(name: str, requests: int, seed: int) -> Workload:
 def residuals(
     calibration: Calibration, effort: Effort | None = None, only: str = ""
 ) -> list[dict[str, Any]]:
-    """Every published point beside what the simulator says.  only: points with this use."""
+    """Every published point next to the simulated one.  only: points with this use."""
     machine = PaperMachine(calibration, effort)
     found = []
     for point in points():

@@ -2,7 +2,7 @@
 
     tutti simulate --workload mooncake --data trace.jsonl --engines 16 --engines-per-node 8
 
-Everything it says is simulated.  `--validate` says how far it is from published points, and
+All results are simulated.  `--validate` compares them with published points, and
 `--fit` makes the fitted values of the calibration anew.
 """
 

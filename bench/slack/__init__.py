@@ -1,1 +1,1 @@
-"""`tutti bench slack`: the scheduler's policies beside a model's compute."""
+"""`tutti bench slack`: the scheduler's policies during a model's compute."""

@@ -1,7 +1,7 @@
-"""Puts beside layer-wise loads on a real file, with and without a scheduler: measured, no bar.
+"""Puts during layer-wise loads on a real file, with and without a scheduler: measured, no bar.
 
 A round is a prefill whose prefix is loaded layer by layer, while the pages of the round before are
-stored, and then a pause that stands for decode steps.  Computing is sleeping: there is no model.
+stored, and then a pause that stands for decode steps.  Computing is sleeping: no model runs.
 The pool's engine memory, file and scheduler are real, and so is the time.
 """
 

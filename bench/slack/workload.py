@@ -66,7 +66,7 @@ def generate(name: str, machine: Machine, requests: int, seed: int) -> list[Requ
     Raises ConfigError for a kind that does not exist.
     """
     if name not in KINDS:
-        raise ConfigError(f"there is no workload {name!r}; use one of {', '.join(KINDS)}")
+        raise ConfigError(f"the workload {name!r} does not exist; use one of {', '.join(KINDS)}")
     kind, rng = KINDS[name], np.random.default_rng([seed, *name.encode()])
     page = machine.model.page_tokens
 
@@ -123,8 +123,8 @@ def recorded(path: Path) -> list[Request]:
             request = Request(**{name: int(value) for name, value in values.items()})
         except (AttributeError, TypeError, ValueError) as error:
             raise ConfigError(
-                f"{path}:{number} is no request ({error}); each line is an object with arrival_ns, "
-                "hit_tokens, new_tokens and out_tokens"
+                f"{path}:{number} is not a request ({error}); each line is an object with "
+                "arrival_ns, hit_tokens, new_tokens and out_tokens"
             ) from error
         if (
             min(request.arrival_ns, request.hit_tokens) < 0

@@ -2,7 +2,7 @@
 
 Requests go out on an absolute schedule and nothing holds them back, so that a slow server cannot
 slow its own load down. Latencies count from when a request was due; the delay until it really went
-out is kept beside, because it is the client's.
+out is kept separately, because it is the client's.
 """
 
 from __future__ import annotations

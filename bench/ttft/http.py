@@ -28,7 +28,7 @@ class Refused(ServerError):
 
 
 class NotStreaming(ServerError):
-    """The answer came in one piece, so that there is no first token to time."""
+    """The answer came in one piece, so the first token cannot be timed."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ def parse_endpoint(url: str, api_key: str | None = None) -> Endpoint:
         split = urlsplit(url)
         port = split.port
     except ValueError as error:
-        raise ConfigError(f"{url!r} is no URL ({error}); write http://host:port") from error
+        raise ConfigError(f"{url!r} is not a URL ({error}); write http://host:port") from error
     if split.scheme not in ("http", "https") or not split.hostname:
         raise ConfigError(f"{url!r} is not the address of a server; write http://host:port")
     tls = split.scheme == "https"
@@ -89,7 +89,7 @@ async def stream_events(endpoint: Endpoint, path: str, body: bytes) -> AsyncGene
     except asyncio.IncompleteReadError as error:
         raise ConnectionError("the answer broke off") from error
     except (asyncio.LimitOverrunError, ValueError) as error:
-        raise ServerError(f"the answer is no HTTP/1.1 ({error})") from error
+        raise ServerError(f"the answer is not HTTP/1.1 ({error})") from error
     finally:
         writer.close()
         with contextlib.suppress(OSError):

@@ -51,7 +51,9 @@ def parse_slo(text: str) -> Slo:
         except ValueError:
             limit = 0.0
         if name not in LIMITS or not 0 < limit < float("inf"):
-            raise ConfigError(f"{text!r} is no SLO; write e.g. ttft:1000,tpot:50 in milliseconds")
+            raise ConfigError(
+                f"{text!r} is not an SLO; write e.g. ttft:1000,tpot:50 in milliseconds"
+            )
         limits.append((name, limit))
     return Slo(tuple(limits))
 

@@ -1,6 +1,6 @@
 """Results on disk: result.json after every point, and every request in requests.jsonl.gz.
 
-A disk that fills ends the writing, not the measurement: what is on it stays and says that it is
+A disk that fills ends the writing, not the measurement: what is on it stays and is marked
 partial, and the whole result is still printed.
 """
 
@@ -85,5 +85,5 @@ def read_result(path: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise ConfigError(f"cannot read {path.name}: {error}; give a result.json") from error
     if not isinstance(result, dict) or result.get("benchmark") not in ("ttft", "ttft-prefix"):
-        raise ConfigError(f"{path.name} is no result of `tutti bench ttft`")
+        raise ConfigError(f"{path.name} is not a result of `tutti bench ttft`")
     return result

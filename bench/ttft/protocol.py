@@ -11,7 +11,7 @@ from tutti.bench.ttft.http import Refused, ServerError
 
 @dataclass
 class Progress:
-    """What an event says about its request so far; None where it says nothing.
+    """The content of an event about its request so far; None where it has none.
 
     cached: tokens of the prompt that were not computed, by where they came from.
     """

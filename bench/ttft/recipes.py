@@ -1,7 +1,7 @@
 """`tutti bench serve`: starts one of the compared systems, with one command each.
 
 Every recipe is SGLang's launch command with the same page size and the same sizes of DRAM, so that
-systems differ in nothing else; what the server says of itself is written beside the results.
+systems differ in nothing else; the server's own description is written next to the results.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Options:
 class Launch:
     """Arguments and environment of SGLang for one system.
 
-    daemon: of Python for what has to run beside it.  files: what both read, with their content.
+    daemon: of Python for what has to run with it.  files: what both read, with their content.
     """
 
     arguments: list[str]
@@ -65,7 +65,7 @@ class Launch:
 
 @dataclass(frozen=True)
 class Recipe:
-    """A system by name.  needs: the module that has to be installed for it beside SGLang."""
+    """A system by name.  needs: the module that it needs besides SGLang."""
 
     name: str
     summary: str
@@ -280,7 +280,7 @@ def _launch(recipe: Recipe, args: argparse.Namespace) -> Launch:
             )
     options = Options(args.model, args.page_size, args.dram, args.capacity, folder or Path())
     launch = launch_of(recipe.name, options)
-    # --enable-cache-report: without it the server does not say which tokens were cached.
+    # --enable-cache-report: without it the server does not report cached tokens.
     more = ["--host", args.host, "--port", str(args.port), "--enable-cache-report"]
     try:
         more += shlex.split(args.more)
@@ -342,7 +342,7 @@ def _ended(started: list[subprocess.Popen[bytes]]) -> str:
     """Which one has ended, if any: without its daemon a server answers, and finds nothing."""
     for name, process in zip(("SGLang", "what runs beside it"), reversed(started), strict=False):
         if process.poll() is not None:
-            return f"{name} ended with {process.returncode}; its log above says why"
+            return f"{name} ended with {process.returncode}; see its log above"
     return ""
 
 

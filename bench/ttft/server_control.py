@@ -1,4 +1,4 @@
-"""What a benchmark asks of a server beside its requests: health, facts, and to flush its cache."""
+"""Requests to a server other than generation: health, facts, and to flush its cache."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Control:
             ) from error
 
     def is_up(self) -> bool:
-        """Whether the server says that it is healthy."""
+        """Whether the server reports that it is healthy."""
         try:
             return self.call("GET", "/health", timeout_s=5)[0] == 200
         except ServerError:
@@ -64,7 +64,9 @@ class Control:
             (first, *_) = json.loads(text)["data"] if status == 200 else [{}]
             name, length = str(first.get("id", "default")), first.get("max_model_len")
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ServerError(f"/v1/models answers what is no list of models ({error})") from error
+            raise ServerError(
+                f"the answer of /v1/models is not a list of models ({error})"
+            ) from error
         return name, length if isinstance(length, int) else None
 
     def flush(self) -> None:

@@ -2,7 +2,7 @@
 
 It waits for each gap after the one before, so that its rate drifts low; it counts latencies from
 when a request was sent, and ITL by events of the stream; prompts go out as chats, so that the model
-needs a tokenizer with a chat template. A result says which client made it.
+needs a tokenizer with a chat template. A result names its client.
 """
 
 from __future__ import annotations

@@ -90,7 +90,7 @@ class TuttiHiCacheStorage(adapter.HiCacheStorage):
         self._open(KV, mem_pool_host, self._options["capacity"])
 
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
-        """Opens a pool beside the KV (Mamba, SWA, ...).  Raises TuttiError with what to do."""
+        """Opens an additional pool (Mamba, SWA, ...).  Raises TuttiError with what to do."""
         super().register_mem_host_pool_v2(host_pool, host_pool_name)
         name = str(host_pool_name)
         if name not in self._stores:
@@ -135,7 +135,7 @@ class TuttiHiCacheStorage(adapter.HiCacheStorage):
         pool_transfers: list[adapter.PoolTransfer] | None = None,
         extra_info: adapter.HiCacheStorageExtraInfo | None = None,
     ) -> adapter.PoolTransferResult:
-        """Prefixes that can be restored from the KV pool and the pools beside it together."""
+        """Prefixes that can be restored from the KV pool and the additional pools together."""
         kv_pages = self.batch_exists(keys, extra_info)
         hits = {KV: kv_pages} if kv_pages else {}
         restorable = set(range(1, kv_pages + 1))

@@ -63,7 +63,7 @@ OPTIONS: tuple[Option, ...] = (
         "sidecar_capacity",
         "size",
         None,
-        "as capacity, for each pool beside the KV (Mamba, SWA, ...); default: an eighth of it",
+        "as capacity, for each additional pool (Mamba, SWA, ...); default: an eighth of it",
         modes=(HICACHE,),
     ),
     Option(
@@ -258,7 +258,7 @@ _PLAIN = tuple(
             "sidecar_capacity",
             "size",
             None,
-            "size of each pool of states beside the KV (sliding windows, Mamba), over all ranks; "
+            "size of each additional pool (sliding windows, Mamba), over all ranks; "
             "default: an eighth of capacity",
             None,
         ),

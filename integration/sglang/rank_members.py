@@ -33,7 +33,7 @@ class Shares:
         if not self.folders:
             raise ConfigError(
                 f"the pool of {os.path.basename(file)} has no place: files and devices hold the KV"
-                " pool only; add a folder to the path for the pools beside it"
+                " pool only; add a folder to the path for the additional pools"
             )
         return [os.path.join(folder, file) for folder in self.folders]
 

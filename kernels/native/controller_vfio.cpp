@@ -147,7 +147,7 @@ int VfioController::reset(u64 timeout_ns) {
   const auto restart = reinterpret_cast<int (*)(u64)>(config_.restart);
   const u64 deadline_ns = now_ns() + timeout_ns;
   int result = is_gone_ ? 0 : restart(timeout_ns);
-  while (result == -EBUSY && now_ns() < deadline_ns) {  // a reset beside us needs answers
+  while (result == -EBUSY && now_ns() < deadline_ns) {  // a concurrent reset needs answers
     answer_ask();
     const timespec nap = {0, static_cast<long>(kNapNs)};
     nanosleep(&nap, nullptr);

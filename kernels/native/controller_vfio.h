@@ -21,7 +21,7 @@ struct VfioConfig {
   u64 doorbells;         // offset in device_fd of the doorbell registers, BAR0 + 1000h
   u64 doorbells_nbytes;  // whole pages
   u64 shadow;            // shadow doorbells in the doorbells' layout, or 0
-  u64 event_index;       // the drive's event indices beside them, or 0
+  u64 event_index;       // the drive's event indices next to them, or 0
   u64 restart;           // int (*)(u64 timeout_ns): 0, -EBUSY (ask again), or a negative errno
   u64 csts;              // offset of the controller's status register in device_fd
   u32 doorbell_nbytes;   // from one doorbell to the next
@@ -79,8 +79,9 @@ class VfioController final : public Controller {
 
   void late(const QueuePair& qp, u32 cid, u64 deadline_ns) override;
 
-  // A reset beside service(), by one other thread at a time: park(), disable the drive, ask for
-  // kAskEndAll, enable it and make its queues, ask for kAskGoOn.  An ask is done when asked() is 0.
+  // A reset concurrent with service(), by one other thread at a time: park(), disable the drive,
+  // ask for kAskEndAll, enable it and make its queues, ask for kAskGoOn.  An ask is done when
+  // asked() is 0.
   //
   // park: doorbells go to ordinary memory until kAskGoOn; 0, or a negative errno.
   int park();

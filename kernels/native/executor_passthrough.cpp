@@ -1,5 +1,5 @@
 // Requests as NVMe commands of our own through io_uring to a generic character device, /dev/ngXnY:
-// past the block layer, with the kernel's driver and its queues.
+// bypassing the block layer, with the kernel's driver and its queues.
 // Sources: linux/nvme_ioctl.h; NVM Express NVM Command Set Specification for the commands.
 #include <linux/nvme_ioctl.h>
 

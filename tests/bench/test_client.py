@@ -153,7 +153,7 @@ def test_a_flush_that_cannot_be_is_not_tried_again(status: int, advice: str) -> 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"data": []}', '{"data": ["a"]}'])
 def test_what_is_no_list_of_models(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Control, "call", lambda self, method, path: (200, text))
-    with pytest.raises(ServerError, match="no list of models"):
+    with pytest.raises(ServerError, match="not a list of models"):
         Control(Endpoint("127.0.0.1", 1)).model()
 
 

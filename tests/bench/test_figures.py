@@ -146,7 +146,7 @@ def test_rows_of_results() -> None:
     for kind, wrong in ((RATE, prefix_result("a", 1)), (BANDWIDTH, ttft_result("a")), (COST, {})):
         with pytest.raises(ConfigError, match="has no figure"):
             rows_of(wrong, kind, "r")
-    with pytest.raises(ConfigError, match="no whole result"):
+    with pytest.raises(ConfigError, match="not a whole result"):
         rows_of({"benchmark": "ttft", "rates": [{}]}, RATE, "r")
 
 

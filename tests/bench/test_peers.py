@@ -96,7 +96,7 @@ def test_nothing_to_run_and_bad_numbers_are_errors(
         peers.run(arguments(tmp_path, "--rounds", "0"), progress)
     with pytest.raises(ConfigError, match="no directory"):
         peers.run(arguments(tmp_path / "nowhere"), progress)
-    with pytest.raises(ConfigError, match="is no peer"):
+    with pytest.raises(ConfigError, match="is not a peer"):
         make_peer("tape", plan_in(tmp_path))
 
 

@@ -133,7 +133,7 @@ def test_stability_is_judged_right_of_random_queues(servers: int, seed: int) -> 
 
 @pytest.mark.parametrize("text", ["", "ttft", "ttft:0", "ttft:x", "hits:1", "ttft:1,", "ttft:inf"])
 def test_what_is_no_slo(text: str) -> None:
-    with pytest.raises(ConfigError, match="is no SLO"):
+    with pytest.raises(ConfigError, match="is not an SLO"):
         parse_slo(text)
 
 

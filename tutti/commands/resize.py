@@ -10,7 +10,7 @@ from tutti.resize import resize
 from tutti.terminal import Progress
 
 _DESCRIPTION = """\
-Gives a pool in files another size. Its objects are verified and copied to new files beside the old
+Gives a pool in files another size. Its objects are verified and copied to new files next to the old
 ones, which then take their names; pins, expiries and the order of use go along. A smaller pool
 keeps what was used last. The pool must be closed, and there must be room for both meanwhile.
 

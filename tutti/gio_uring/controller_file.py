@@ -1,7 +1,7 @@
 """NVMe commands executed on files and block devices, by io_uring or by threads.
 
 Namespace i+1 is file i: a file, a block device, or an NVMe generic character device (/dev/ngXnY),
-which takes the commands themselves past the block layer. Files are opened for direct I/O where
+which passes the commands around the block layer. Files are opened for direct I/O where
 their file system has it; each `FileMember` says whether it has, and why not. Ranges of blocks can
 go through the page cache instead, see `FileController.set_buffered`. How commands become requests
 to the kernel: `kernels/native/controller_file.h`.

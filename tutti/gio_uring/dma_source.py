@@ -152,7 +152,9 @@ def prove(path: PatternPath, extents: Sequence[Extent], slba: int, seed: int) ->
             "the drive did not write GPU memory where the source says it lies; use tier T1"
         )
     if after[:guard] != before[:guard] or after[-guard:] != before[-guard:]:
-        raise MediumError("the drive wrote beside the memory that was named; do not use the source")
+        raise MediumError(
+            "the drive wrote outside the memory that was named; do not use the source"
+        )
 
 
 def _cut(extents: Sequence[Extent], start: int, end: int) -> list[Extent]:

@@ -212,7 +212,7 @@ def _check_room(name: str, available: int, nbytes: int) -> None:
 
 
 def _prewrite(fd: int, nbytes: int, progress: Progress | None) -> None:
-    """Zeros over the whole file, past the page cache where that is possible."""
+    """Zeros over the whole file, bypassing the page cache where that is possible."""
     try:
         flags = fcntl.fcntl(fd, fcntl.F_GETFL)
         if nbytes % mmap.PAGESIZE == 0:

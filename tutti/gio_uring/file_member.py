@@ -107,7 +107,7 @@ class FileMember(Owned):
             self._open_buffered()
 
     def _become_generic(self) -> None:
-        """Commands go past the block layer: memory is aligned to dwords, offsets to blocks."""
+        """Commands bypass the block layer: memory is aligned to dwords, offsets to blocks."""
         self.generic = identify(self.fd, self.name)
         claimed = patiently(lambda: claim(self.name))
         if claimed is not None:

@@ -281,7 +281,7 @@ def _address(mapping: mmap.mmap) -> int:
 
 
 def probe_direct(path: str) -> DirectFacts:
-    """Reads, and in a folder first writes, one block past the page cache.
+    """Reads, and in a folder first writes, one block by direct I/O.
 
     A file or block device is only read. Raises Unsupported when the path cannot be used at all.
     """

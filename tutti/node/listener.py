@@ -75,7 +75,7 @@ def _remove_stale(path: str) -> None:
 
 
 def _groups_of(pid: int) -> tuple[int, ...]:
-    """Groups of a process beside its own, as /proc shows them; none where it does not."""
+    """Supplementary groups of a process, as /proc shows them; none where it does not."""
     try:
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     except OSError:

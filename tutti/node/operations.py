@@ -1,4 +1,4 @@
-"""Operations of a store that clients ask for by name, beside look-ups and transfers."""
+"""Operations of a store that clients call by name, other than look-ups and transfers."""
 
 from __future__ import annotations
 

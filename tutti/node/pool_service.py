@@ -43,7 +43,7 @@ from tutti.transfers.writer import PutRequest
 
 _log = logging.getLogger(__name__)
 
-#: Bytes of a plan for one page beside its digests, and of a message beside its pages.
+#: Bytes of a plan for one page without its digests, and of a message without its pages.
 _PAGE_NBYTES = 64
 _REST_NBYTES = 64 << 10
 _PROVE_OBJECTS = 64

@@ -115,9 +115,9 @@ class AgentPools:
         used = sum(path.stat().st_size for path in self._folder.glob(f"*{SUFFIX}"))
         if used + capacity > self._capacity:
             raise CapacityError(
-                f"a pool of {format_nbytes(capacity)} beside {format_nbytes(used)} is more than"
-                f" the agent's {format_nbytes(self._capacity)}; raise its --capacity, or remove"
-                " pools that are not used any more"
+                f"a pool of {format_nbytes(capacity)} in addition to {format_nbytes(used)} is"
+                f" more than the agent's {format_nbytes(self._capacity)}; raise its --capacity,"
+                " or remove pools that are not used any more"
             )
 
     def stores(self) -> dict[str, ObjectStore]:

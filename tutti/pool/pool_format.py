@@ -181,7 +181,7 @@ def is_labelled(name: str) -> bool:
     except OSError:
         return False  # opening it reports the error
     try:
-        # What was written past the block layer is not in the page cache.
+        # What was written around the block layer is not in the page cache.
         os.posix_fadvise(fd, 0, len(LABEL), os.POSIX_FADV_DONTNEED)
         return os.pread(fd, len(LABEL), 0) == LABEL
     except OSError:

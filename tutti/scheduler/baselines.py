@@ -7,7 +7,7 @@ from tutti.scheduler.state import NOTHING, Decision, Issue, State
 
 
 class ImmediatePolicy:
-    """Issues everything at once, reads beside writes.  Memory is as bounded as with SlackPolicy."""
+    """Issues everything at once, reads with writes.  Memory is as bounded as with SlackPolicy."""
 
     def __init__(self, limits: Limits | None = None) -> None:
         self.limits = limits or Limits()

@@ -221,7 +221,7 @@ def _count_both(state: State, other: Pipe) -> None:
 def _interference_measured(
     state: State, kind: str, base_ns: int, took_ns: int, both_ns: int
 ) -> None:
-    """What was not moved alone was moved beside the other direction."""
+    """The rest was moved during transfers in the other direction."""
     estimates = state.estimates
     beside_ns = base_ns * getattr(estimates, kind).factor - (took_ns - both_ns)
     if beside_ns > 0 and took_ns < ABSURD_NS:

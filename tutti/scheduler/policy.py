@@ -77,7 +77,7 @@ class SlackPolicy:
       began, or it fits into the read-ahead budget behind the more urgent ones) is overtaken only
       by loads that came at most that much later.
     * Writes: as many as fit between now and the tightest deadline.  Where interference doubles the
-      time of a transfer or worse, both directions take turns; else writes go beside reads.
+      time of a transfer or worse, both directions take turns; else writes go together with reads.
     * Pressure: the more pages wait, the more of the device's time writes get without slack.
     * Starvation: a write older than ``write_patience_us`` goes all the same, one unit each time,
       in ``forced_share`` of the device's time.  So a write that has k units before it and in it is
@@ -314,7 +314,7 @@ class SlackPolicy:
         return queue.to_issues()
 
     def _with_background(self, state: State, plan: Decision, gone: tuple[str, ...]) -> Decision:
-        """Background work beside a plan: where nothing else flies or waits, or when it is old."""
+        """Background work: when nothing else is in flight or waits, or when it is old."""
         if plan.reads or plan.writes or state.now_ns < state.forced_until_ns:
             return plan
         write = _first(state.background_writes, gone)

@@ -1,7 +1,7 @@
 """Which groups of a pool go through the page cache, and how much of it they may use.
 
 The idea and the budget are those of the paper Dual-Blade (arXiv 2604.26557): what fits the memory
-that is really free stays in the page cache, all the rest goes past it, so that the rest cannot push
+that is really free stays in the page cache, all the rest bypasses it, so that the rest cannot push
 out what fits.  One knob X lies between 0 and the budget.
 """
 
@@ -55,7 +55,7 @@ def plan_groups(
     """True for each group that goes through the page cache (Dual-Blade's Algorithm 1).
 
     group_nbytes: (n,) what each group takes.  The knob X is ``share`` of the budget, from 0 (all
-    past the page cache) to 1.  Groups are taken whole, the hottest first and at equal heat in their
+    by direct I/O) to 1.  Groups are taken whole, the hottest first and at equal heat in their
     order, until the next one would not fit: a group that is cached in part gains nothing when it is
     read as a whole.  heat: (n,), any numbers.  Raises ConfigError.
     """

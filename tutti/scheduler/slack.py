@@ -67,7 +67,7 @@ class Estimates:
 
     @property
     def interference(self) -> float:
-        """How many times as long a transfer takes beside the other direction; 1 at least."""
+        """How many times as long a transfer takes during one in the other direction; at least 1."""
         return max(1.0, self.base_interference * self.both.factor)
 
     @property

@@ -1,6 +1,6 @@
 """The load pipeline: one job for all layers, digests compared as slices arrive.
 
-Digests come from the cache or from the records, which are read beside the first layer: the data
+Digests come from the cache or from the records, which are read with the first layer: the data
 job starts at once behind a gate that opens when the digests are known.
 """
 

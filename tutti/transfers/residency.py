@@ -1,7 +1,7 @@
 """Dual-path residency of an open pool: which of its groups go through the page cache.
 
 The plan is the scheduler's (`tutti/scheduler/residency.py`); the two paths are the file
-controller's.  Tables, superblocks and snapshots always go past the page cache.
+controller's.  Tables, superblocks and snapshots always bypass the page cache.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class ResidencyPlan:
 class Residency(Owned):
     """Two paths to one pool's groups.  Thread-safe.
 
-    plan: the last one, None while everything goes past the page cache.
+    plan: the last one, None while everything bypasses the page cache.
     """
 
     def __init__(self, core: Core, controller: NativeController) -> None:

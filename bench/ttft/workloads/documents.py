@@ -132,16 +132,16 @@ def _loogle_pairs(row: dict[str, Any]) -> list[tuple[str, str]]:
             raise _Malformed("qa_pairs is too long to be questions")
         listed = ast.literal_eval(pairs)
     except (ValueError, SyntaxError, MemoryError, RecursionError) as error:
-        raise _Malformed(f"qa_pairs is no list of questions ({error})") from error
+        raise _Malformed(f"qa_pairs is not a list of questions ({error})") from error
     if not isinstance(listed, list) or not all(isinstance(pair, dict) for pair in listed):
-        raise _Malformed("qa_pairs is no list of questions")
+        raise _Malformed("qa_pairs is not a list of questions")
     return [(_string(pair, "Q"), str(pair.get("A", ""))) for pair in listed]
 
 
 def _string(row: dict[str, Any], name: str) -> str:
     value = row.get(name)
     if not isinstance(value, str) or not value:
-        raise _Malformed(f"{name} is no text")
+        raise _Malformed(f"{name} is not text")
     return value
 
 

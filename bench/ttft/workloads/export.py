@@ -1,4 +1,4 @@
-"""`tutti bench workload`: says what a workload is, and writes it for other clients.
+"""`tutti bench workload`: describes a workload, and writes it for other clients.
 
 openai: a line is {"messages", "max_tokens", ...}, which sglang.bench_serving, GuideLLM and AIPerf
 read in file order.  mooncake: Mooncake's trace format with 512-token blocks.
@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="*",
         default=[],
         metavar="N",
-        help="say which share of blocks plain LRU caches of so many tokens would serve",
+        help="print the share of blocks that plain LRU caches of so many tokens would serve",
     )
 
 

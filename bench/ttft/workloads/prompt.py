@@ -46,7 +46,7 @@ class Prompt:
     """One request of a workload.
 
     task: the subset it comes from.  document: the name of what it shares with other prompts.
-    arrival_ms: when a trace says that it came.
+    arrival_ms: time of arrival in a trace.
     """
 
     task: str

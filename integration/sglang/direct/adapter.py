@@ -45,7 +45,7 @@ def device_group(params: Any, components: Collection[Any]) -> DevicePoolGroup:
     """The engine's pools as SGLang's own linkers see them.
 
     Built here where SGLang 0.5.23 leaves it to the linker: plain MHA and MLA, sliding windows, and
-    Mamba beside MHA.  Everything else is SGLang's to assemble, or to refuse with ValueError.
+    Mamba with MHA.  Everything else is SGLang's to assemble, or to refuse with ValueError.
     """
     kvcache = params.token_to_kv_pool_allocator.get_kvcache()
     kind, kinds, page_size = type(kvcache), frozenset(components), params.page_size

@@ -1,6 +1,6 @@
 """SGLang's pools as Tutti sees them: numbered pages of one layout each.
 
-A model has one pool of KV, and may have more beside it: sliding windows, Mamba states, an indexer.
+A model has one pool of KV, and may have further ones: sliding windows, Mamba states, an indexer.
 Unsupported pools are refused at start, with the reason.
 """
 
@@ -176,7 +176,7 @@ class KvPoolGroup:
 
     @property
     def has_states(self) -> bool:
-        """Whether requests have Mamba states, which SGLang keeps beside its KV pool."""
+        """Whether requests have Mamba states, which SGLang keeps next to its KV pool."""
         return adapter.PoolName.MAMBA in self.pools
 
 
@@ -211,7 +211,7 @@ def _check_pool(pool: Any, page_size: int | None) -> None:
     scales = ("k_scale_buffer", "native_k_scale_buffer", "kv_scale_buffer")
     if any(getattr(pool, scale, None) is not None for scale in scales):
         raise Unsupported(
-            "the KV cache is quantised with scales that lie beside it, which this version's linker "
+            "the KV cache is quantised with separate scales, which this version's linker "
             "does not store; choose a --kv-cache-dtype without scales"
         )
     layout = getattr(pool, "kv_cache_layout", "nhd")

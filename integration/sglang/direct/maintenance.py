@@ -1,4 +1,4 @@
-"""What goes on beside the requests: proof after an unclean close, probes, counters."""
+"""Background work: proof after an unclean close, probes, counters."""
 
 from __future__ import annotations
 

@@ -104,7 +104,7 @@ class Devices:
         except OSError as error:
             return [*found, f"unknown, it cannot be read: {error.strerror}"]
         try:
-            # What was written past the block layer is not in the page cache.
+            # What was written around the block layer is not in the page cache.
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
             return [*found, *contents(lambda offset, size: os.pread(fd, size, offset), nbytes)]
         except OSError as error:

@@ -5,7 +5,7 @@ the driver while a kernel waits.  All functions are loaded when the engine start
 could wait for a kernel that waits for the loader.
 
 A cubin's file is named by a hash of all sources, options, the architecture and NVRTC's version.  It
-is written beside and renamed, and carries its own hash: a damaged one is compiled again.
+is written as another file and renamed, and carries its own hash: a damaged one is compiled again.
 """
 
 from __future__ import annotations

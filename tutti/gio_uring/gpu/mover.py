@@ -26,7 +26,7 @@ class CopyDescriptor:
 
     pages: uint32 (n,).  paged: where they are in GPU memory.  staged: uint64 (layers,), where the
     device finds the first slice of each layer in staging.  stride_nbytes: from slice to slice.
-    to_pages: out of staging (a read), or into it (a write).  owner: of what copies need beside.
+    to_pages: out of staging (a read), or into it (a write).  owner: keeps what the copies need.
     """
 
     pages: U32

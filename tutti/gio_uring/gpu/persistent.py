@@ -35,7 +35,7 @@ from tutti.process import finalize
 CAPACITY = 1024
 #: A kernel whose host is gone ends by itself; a host that lives tells it to, long before.
 _IDLE_TIMEOUT_S = 3600.0
-#: What a layer may take beside its commands: moving its slices.
+#: What a layer may take in addition to its commands: moving its slices.
 _GRACE_S = 5.0
 _TABLE_TIMEOUT_S = 10.0
 _LINE_NBYTES = 128
