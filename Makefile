@@ -107,6 +107,14 @@ gpu-test: gpu-native ## tests on a GPU, with $(PYTHON); goes on where it stopped
 gpu-bench: gpu-native ## measurements on a GPU, with $(PYTHON); goes on where it stopped
 	$(GPU_PY) -m tutti.bench.gpu.shards --out bench/results/gpu
 
+# Only on a machine with no other work; commits that changed code since make old results stale.
+BENCH_DIR ?= .
+.PHONY: bench
+bench: $(VENV)/.test build/view ## every result of the store anew, BENCH_DIR=... on the drive, TRACE=... for the replay
+	$(PY) -m tutti.bench.store_results --dir $(BENCH_DIR) $(if $(TRACE),--trace $(TRACE)) \
+	  $(if $(ONLY),--only $(ONLY))
+	PYTHONPATH=build/view $(PY) -m tutti.bench.summary docs/results.md bench/results
+
 # Goes on after a finding; SEED repeats the sequence of operations.
 SECONDS ?= 60
 .PHONY: soak
