@@ -330,7 +330,7 @@ class ObjectStore(Owned, Store):
 
 @system_errors()
 @uninterrupted(lambda _, store: store.close())
-def open(
+def open(  # noqa: PLR0913
     paths: Paths,
     layout: KVLayout | None = None,
     capacity: int | str | None = None,

@@ -26,7 +26,7 @@ _START_S = 180.0
 _MODULE = "sglang.bench_serving"
 
 
-def bench_serving(
+def bench_serving(  # noqa: PLR0913
     url: str,
     prompts: Sequence[Prompt],
     *,

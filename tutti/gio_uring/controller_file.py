@@ -142,7 +142,7 @@ class FileController(NativeController):
     executor="uring" is refused.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913
         self,
         files: Sequence[str | os.PathLike[str] | int | FileMember],
         *,

@@ -160,7 +160,7 @@ class MemoryController(NativeController):
     Raises ConfigError for arguments that no drive could have or that memory does not hold.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913
         self,
         namespace_nbytes: Sequence[int] = (64 * MiB,),
         *,

@@ -176,7 +176,7 @@ class Engine(Owned):
         _native.check(result, "cannot start an engine", remedy, CapacityError)
         return int(handle.value or 0)
 
-    def submit(
+    def submit(  # noqa: PLR0913
         self,
         opcode: int,
         extents: Extents,

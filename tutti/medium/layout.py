@@ -88,7 +88,7 @@ class KVLayout:
             )
 
     @classmethod
-    def mha(
+    def mha(  # noqa: PLR0913
         cls,
         layers: int,
         kv_heads: int,
@@ -148,7 +148,7 @@ class KVLayout:
         return cls.mha(layers, kv_heads, head_dim, page_size, dtype, **identity)
 
     @classmethod
-    def mla(
+    def mla(  # noqa: PLR0913
         cls,
         layers: int,
         kv_lora_rank: int,

@@ -97,7 +97,7 @@ def empty_records(n: int) -> Records:
     return np.zeros(n, RECORD_DTYPE)
 
 
-def fill_records(
+def fill_records(  # noqa: PLR0913
     records: Records,
     identity: RecordIdentity,
     *,

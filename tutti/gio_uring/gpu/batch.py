@@ -101,7 +101,7 @@ class DeviceBatch:
     `LayerWord[layers]`, or 0.  owner: of the tables.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913
         self,
         tables: TableMemory,
         memory: PagedMemory,

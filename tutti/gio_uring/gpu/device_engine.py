@@ -72,7 +72,7 @@ class DeviceEngine(Owned):
     #: Why this engine was chosen, for `stats`.
     reason = REASON
 
-    def __init__(
+    def __init__(  # noqa: PLR0913
         self,
         driver: Driver,
         modules: Modules,
