@@ -7,6 +7,7 @@ The pool's engine memory, file and scheduler are real, and so is the time.
 
 from __future__ import annotations
 
+import itertools
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -65,6 +66,46 @@ class FileProfile:
         return nbytes / self.write_bytes_per_s * 1e6
 
 
+def cost(directory: Path, rounds: int, progress: ProgressFactory) -> dict[str, Any]:
+    """What scheduling costs where nothing competes: one put or load at a time, in turns by a pool
+    with ``profile="auto"`` and one with None.  Ratios of times, and microseconds more.
+    """
+    rng = np.random.default_rng(0)
+    shapes = {"long": _LOADED, "short": 1}
+    times: dict[tuple[str, str, str], list[float]] = {}
+    with (
+        tempfile.TemporaryDirectory(dir=directory) as folder,
+        _opened(Path(folder) / "auto", AUTO) as auto,
+        _opened(Path(folder) / "off", None) as off,
+        progress("cost", 2 * rounds) as bar,
+    ):
+        source = auto.stats()["profile"]
+        pair = [("auto", auto), ("off", off)]
+        for number, (shape, pages) in itertools.product(range(rounds + _WARM), shapes.items()):
+            for name, store in pair if number % 2 else reversed(pair):
+                for what, took_s in _alone(store, pages, rng).items():
+                    times.setdefault((shape, what, name), []).append(took_s)
+            bar.advance(1 if number >= _WARM else 0)
+    cells = {}
+    for shape, what in itertools.product(shapes, ("put", "load")):
+        with_s, without_s = (times[shape, what, name][_WARM:] for name in ("auto", "off"))
+        more = [(a - b) * 1e6 for a, b in zip(with_s, without_s, strict=True)]
+        cells[f"{shape} {what}"] = {
+            "off_us": median(without_s) * 1e6,
+            "auto / off": bootstrap_median(ratios(with_s, without_s)).to_dict(),
+            "more_us": median(more),
+        }
+    return {"rounds": rounds, "profile": source, "cells": cells}
+
+
+def _alone(store: ObjectStore, pages: int, rng: np.random.Generator) -> dict[str, float]:
+    keys, numbers = rng.integers(0, 256, (pages, 16), np.uint8), np.arange(pages)
+    took_s = {"put": _timed(lambda: store.put(keys, numbers).wait(_WAIT_S))}
+    took_s["load"] = _timed(lambda: store.load(keys, numbers).wait(_WAIT_S))
+    store.catalogue.delete(keys)
+    return took_s
+
+
 def run(directory: Path, rounds: int, progress: ProgressFactory) -> dict[str, Any]:
     """Rounds with `slack` and with `none` in turns, after a profile was measured."""
     rng = np.random.default_rng(0)
@@ -100,9 +141,17 @@ def run(directory: Path, rounds: int, progress: ProgressFactory) -> dict[str, An
 
 @contextmanager
 def _pool(path: Path, schedule: Schedule | None) -> Iterator[ObjectStore]:
-    """An open pool with 128 pages of engine memory."""
+    """An open pool by a schedule, with 128 pages of engine memory."""
     config = StoreConfig(verify="off", schedule=schedule)
-    profile = None if schedule is None else AUTO
+    with _opened(path, None if schedule is None else AUTO, config) as store:
+        yield store
+
+
+@contextmanager
+def _opened(
+    path: Path, profile: str | None, config: StoreConfig | None = None
+) -> Iterator[ObjectStore]:
+    config = config or StoreConfig(verify="off")
     with tutti.open(str(path), _LAYOUT, "1GiB", config=config, profile=profile) as store:
         store.allocate_memory(_PAGES)
         yield store

@@ -52,6 +52,8 @@ def notes_of(result: dict[str, Any]) -> list[str]:
             )
     if result.get("file"):
         notes.append(_file(result["file"]))
+    if result.get("cost"):
+        notes.append(_cost(result["cost"]))
     return notes
 
 
@@ -68,6 +70,14 @@ def report(result: dict[str, Any]) -> str:
     """For people."""
     text = table(HEAD, rows_of(result)) if result["rows"] else ""
     return "\n".join([text, *notes_of(result)])
+
+
+def _cost(found: dict[str, Any]) -> str:
+    cells = ", ".join(
+        f"{name} {interval_text(cell['auto / off'])} ({cell['more_us']:+.0f} us)"
+        for name, cell in found["cells"].items()
+    )
+    return f"measured on a file, one at a time, time with scheduling over time without: {cells}"
 
 
 def _file(found: dict[str, Any]) -> str:

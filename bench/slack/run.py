@@ -124,6 +124,7 @@ def run(args: argparse.Namespace, progress: ProgressFactory) -> dict[str, Any]:
             where = {"drive": drive, "gpu": gpu, "workload": workload, "condition": condition}
             rows.append({**where, "fixed_share": cell.fixed_share, **_row(runs, condition)})
     measured = slack_file.run(args.dir, args.rounds, progress) if args.dir else None
+    cost = slack_file.cost(args.dir, args.rounds, progress) if args.dir else None
     return {
         "benchmark": "slack",
         "simulated": bool(rows),  # the file alone is measured
@@ -137,6 +138,7 @@ def run(args: argparse.Namespace, progress: ProgressFactory) -> dict[str, Any]:
         | {name: asdict(machine(args.drives[0], name).gpu) for name in args.gpus},
         "workloads": {} if args.recorded else {w: asdict(KINDS[w]) for w in workloads},
         "file": measured,
+        "cost": cost,
         "machine": describe(args.dir),
     }
 

@@ -91,6 +91,15 @@ def test_everything_posted_is_launched_within_the_call() -> None:
     assert dispatcher.counters()["read_nbytes"] == 4 * MB
 
 
+def test_a_second_burst_goes_beside_the_first() -> None:
+    dispatcher, launcher = dispatcher_of(clock=ManualClock(0))
+    launcher.write = launcher.writes.append  # type: ignore[method-assign]
+    dispatcher.post(WriteKnown(0, "w", pages=4_000, page_nbytes=MB))
+    dispatcher.run_due()
+    assert len(launcher.writes) == 2, "the device is not idle when the first one ends"
+    assert launcher.writes[1].first == launcher.writes[0].count
+
+
 def test_a_recorded_run_replays() -> None:
     lines: list[str] = []
 

@@ -257,6 +257,8 @@ class Dispatcher(Owned):
             self._try(self._launcher.read, read, LoadGone(self.now_ns(), read.name))
         for write in decision.writes:
             self._try(self._launcher.write, write, WriteGone(self.now_ns(), write.name))
+        if decision.writes:  # one burst was issued; another may go beside it
+            self.add(Tick(self.now_ns()))
 
     def _try(self, launch: Callable[[Any], None], what: Any, failed: Event | None) -> None:
         """The loop must live; what could not be launched is gone."""
