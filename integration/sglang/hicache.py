@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from tutti.errors import ConfigError, Unsupported
+from tutti.gio_uring.memory import hugepage_nbytes
 from tutti.integration.sglang import adapter
 from tutti.integration.sglang.direct.steps import STEPS
 from tutti.integration.sglang.host.flat_pages import FlatPages
@@ -40,6 +41,7 @@ from tutti.integration.sglang.metrics import LOAD, STORE, Metrics
 from tutti.integration.sglang.options import HICACHE, parse_options
 from tutti.integration.sglang.weights import WATCH
 from tutti.memory.host_memory import HostMemory
+from tutti.units import format_nbytes
 
 _log = logging.getLogger(__name__)
 
@@ -310,6 +312,9 @@ class TuttiHiCacheStorage(adapter.HiCacheStorage):
             why = advise_hugepages(list(buffers), how, self._closed)
             if why:
                 _log.info("Tutti: not all of the host pool has hugepages, loads go on: %s", why)
+            nbytes = sum(nbytes for _, nbytes in buffers)
+            huge = format_nbytes(hugepage_nbytes(buffers))
+            _log.info("Tutti: %s of %s of the host pool on hugepages", huge, format_nbytes(nbytes))
 
         threading.Thread(target=work, name="tutti-hugepages", daemon=True).start()
 

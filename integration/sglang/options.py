@@ -128,7 +128,7 @@ OPTIONS: tuple[Option, ...] = (
     Option(
         "hugepages",
         "str",
-        "advise",
+        "collapse",
         "ask the kernel for hugepages below the host pool; collapse also moves what is in use",
         modes=(HICACHE,),
         choices=HUGEPAGES,

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from tutti.errors import CapacityError, ConfigError
-from tutti.gio_uring.memory import HUGEPAGE_NBYTES, HostBuffer, address_of
+from tutti.gio_uring.memory import HUGEPAGE_NBYTES, HostBuffer, address_of, hugepage_nbytes
 from tutti.units import KiB, MiB
 
 
@@ -43,6 +43,18 @@ def test_buffer(nbytes: int, hugepages: bool) -> None:
     buffer.array[:] = 7
     assert buffer.backing in (("hugetlb", "thp", "pages") if hugepages else ("pages",))
     assert address_of(buffer) == (buffer.address, nbytes)
+
+
+def test_what_memory_lies_on_is_read_back() -> None:
+    small = HostBuffer(4 * MiB, hugepages=False)
+    small.array[:] = 1
+    large = HostBuffer(8 * MiB)
+    large.array[:] = 1
+    ranges = [(buffer.address, buffer.nbytes) for buffer in (small, large)]
+    assert hugepage_nbytes(ranges[:1]) == 0
+    assert (hugepage_nbytes(ranges) >= 2 * MiB) == (large.backing != "pages")
+    assert hugepage_nbytes(ranges) <= 8 * MiB
+    assert hugepage_nbytes([]) == 0
 
 
 def test_memory_outlives_its_buffer() -> None:

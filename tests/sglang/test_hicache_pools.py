@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -389,6 +390,26 @@ def test_hugepages_leave_the_bytes_alone(how: str, seed: int) -> None:
     ranges = host_memory.Fragments(pool, "kv").buffers()
     host_memory.advise_hugepages(ranges, how, threading.Event())
     assert torch.equal(pool.kv_buffer.view(torch.uint8), before.view(torch.uint8))
+
+
+def test_a_pool_goes_onto_hugepages_unless_told_otherwise(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The log shows how much of it the kernel reports there."""
+    asked: list[str] = []
+    monkeypatch.setattr(module, "advise_hugepages", lambda _, how, __: asked.append(how))
+    config = hp.config(tmp_path)
+    del config.extra_config["hugepages"]
+    with caplog.at_level(logging.INFO):
+        storage = TuttiHiCacheStorage(config, {})
+        storage.register_mem_pool_host(hp.mha_pool("page_first"))
+        storage.on_host_pools_registered()
+        deadline_s = time.monotonic() + 30
+        while "of the host pool on hugepages" not in caplog.text:
+            assert time.monotonic() < deadline_s, caplog.text
+            time.sleep(0.01)
+        storage.close()
+    assert asked == ["collapse"]
 
 
 def test_a_pool_that_is_refused_leaves_nothing_open(make: Make) -> None:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -87,28 +88,58 @@ class HostBuffer:
         """What most of the touched memory lies on: "hugetlb", "thp" or "pages"."""
         if self._is_hugetlb:
             return "hugetlb"
-        resident_kib, huge_kib = _mapped_kib(self.address)
-        return "thp" if huge_kib * 2 >= resident_kib > 0 else "pages"
+        for mapping in _mappings():
+            if mapping.start <= self.address < mapping.end and mapping.resident_nbytes:
+                return "thp" if mapping.huge_nbytes * 2 >= mapping.resident_nbytes else "pages"
+        return "pages"
 
 
-def _mapped_kib(address: int) -> tuple[int, int]:
-    """(Rss, AnonHugePages) of the mapping around an address (proc(5), smaps); zeros if unknown."""
-    resident_kib = huge_kib = 0
-    inside = False
+@dataclass
+class _Mapping:
+    """A mapping of this process: addresses [start, end), and how much of it is there."""
+
+    start: int
+    end: int
+    resident_nbytes: int = 0
+    huge_nbytes: int = 0
+
+
+#: What proc(5) calls large pages of a mapping, in smaps.
+_HUGE = ("AnonHugePages:", "ShmemPmdMapped:", "Private_Hugetlb:", "Shared_Hugetlb:")
+
+
+def _mappings() -> list[_Mapping]:
+    """Mappings of the process in ascending order (proc(5), smaps); none if unknown."""
     try:
         lines = Path("/proc/self/smaps").read_text().splitlines()
     except OSError:
-        return 0, 0
+        return []
+    found: list[_Mapping] = []
     for line in lines:
         head = line.split(maxsplit=2)
         if not head[0].endswith(":"):
             first, _, last = head[0].partition("-")
-            inside = int(first, 16) <= address < int(last, 16)
-        elif inside and head[0] == "Rss:":
-            resident_kib = int(head[1])
-        elif inside and head[0] == "AnonHugePages:":
-            huge_kib = int(head[1])
-    return resident_kib, huge_kib
+            found.append(_Mapping(int(first, 16), int(last, 16)))
+        elif head[0] == "Rss:":
+            found[-1].resident_nbytes = int(head[1]) << 10
+        elif head[0] in _HUGE:
+            found[-1].huge_nbytes += int(head[1]) << 10
+    return found
+
+
+def hugepage_nbytes(ranges: Iterable[tuple[int, int]]) -> int:
+    """How much of some memory, (address, nbytes) each, lies on large pages now.
+
+    Of a mapping that is larger than a range, the range is taken to have its share.
+    """
+    mappings = _mappings()
+    total = 0.0
+    for address, nbytes in ranges:
+        for mapping in mappings:
+            common = min(address + nbytes, mapping.end) - max(address, mapping.start)
+            if common > 0:
+                total += mapping.huge_nbytes * common / (mapping.end - mapping.start)
+    return int(total)
 
 
 def address_of(buffer: Any) -> tuple[int, int]:

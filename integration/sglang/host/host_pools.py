@@ -10,6 +10,7 @@ import ctypes
 import errno
 import os
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -29,6 +30,7 @@ _COLLAPSE_STEP_NBYTES = 64 << 20
 #: Before each round.  A round ends after so many failures in a row: each of them compacts memory.
 _COLLAPSE_PAUSES_S = (0.0, 5.0, 30.0, 120.0, 600.0)
 _COLLAPSE_FAILURES = 16
+_COLLAPSE_REST = 3  # times as long as a piece took: a quarter of one processor is used
 
 
 class Fragments:
@@ -157,7 +159,9 @@ def _collapse(ranges: list[tuple[int, int]], stop: threading.Event) -> str:
             if in_a_row >= _COLLAPSE_FAILURES or stop.is_set():
                 untried.append((at, end))
                 continue
+            begin_s = time.monotonic()
             number = _madvise(at, end - at, _MADV_COLLAPSE)
+            stop.wait(_COLLAPSE_REST * (time.monotonic() - begin_s))
             if number not in (0, errno.EAGAIN, errno.ENOMEM, errno.EBUSY):
                 return f"MADV_COLLAPSE: {os.strerror(number)}"
             in_a_row = in_a_row + 1 if number else 0
