@@ -46,6 +46,13 @@ is read from a disk; the numbers are what the engine itself can do on this machi
 _THREADS_EXAMPLE = """\
 example:
   tutti bench threads"""
+_SUBMIT = """\
+Submits loads to GPU memory through every engine and mover, with a driver that does nothing and no
+medium: microseconds of CPU, driver calls and argument bytes of a batch and of each of its layers,
+for more and more pages. No GPU is involved."""
+_SUBMIT_EXAMPLE = """\
+example:
+  tutti bench submit --pages 128 16384"""
 _PLACEMENT = """\
 Reads a trace of an emulated NVMe drive and shows the addresses of its commands in order, for stored
 and loaded prompts, in a pool and with one file per page. Writes JSON, CSV and a figure."""
@@ -148,6 +155,7 @@ add_peers = bench_command("peers.run", _PEERS, _PEERS_EXAMPLE)
 add_ring = bench_command("ring", _RING, _RING_EXAMPLE)
 add_window = bench_command("window", _WINDOW, _WINDOW_EXAMPLE)
 add_threads = bench_command("threads", _THREADS, _THREADS_EXAMPLE)
+add_submit = bench_command("submit", _SUBMIT, _SUBMIT_EXAMPLE)
 add_slack = bench_command("slack.run", _SLACK, _SLACK_EXAMPLE)
 add_placement = bench_command("placement", _PLACEMENT, _PLACEMENT_EXAMPLE)
 add_replay = bench_command("replay", _REPLAY, _REPLAY_EXAMPLE)

@@ -200,6 +200,11 @@ class HostEngine(Owned):
             **options,
         )
 
+    def first_layers(self, layers: int) -> None:
+        """How many layers a submitter puts on the stream itself; a thread puts the others."""
+        for stream_queue in (self._loads, self._stores):
+            stream_queue.first_layers = layers
+
     def stats(self) -> dict[str, Any]:
         """Which engine moves the pages, why, by which mover, and how many layers it enqueued."""
         return {

@@ -15,7 +15,6 @@ from tutti.errors import ConfigError, CudaError, TuttiError
 from tutti.gio_uring.gpu.mover import PreparedCopy
 from tutti.gio_uring.gpu.stream_queue import (
     CALLS_MAX,
-    FIRST_LAYERS,
     Cells,
     StreamQueue,
     wait_until,
@@ -83,7 +82,7 @@ class MovedJob(Owned):
         is what the stream waits for, and must not make a CUDA call.
         """
         self._stream_queue.acquire_events(self.layers, self._events)
-        self._stream_queue.feed(self, FIRST_LAYERS if now else 0)
+        self._stream_queue.feed(self, self._stream_queue.first_layers if now else 0)
 
     def put_next(self) -> bool:
         """Puts one layer on the stream; whether nothing is left to put."""

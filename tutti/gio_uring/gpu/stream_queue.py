@@ -169,6 +169,7 @@ class StreamQueue(Owned):
         #: Why the stream is not ordered behind another one; then nothing may follow on it.
         self.failure: TuttiError | None = None
         self._feeder: threading.Thread | None = None
+        self.first_layers = FIRST_LAYERS
         self.layers = 0  # put on the stream since the queue was opened
 
     def follow(self, stream: int) -> None:

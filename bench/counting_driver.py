@@ -1,0 +1,141 @@
+"""A driver of CUDA that does nothing and counts: what an engine asks of a driver, and at what cost.
+
+Everything on a stream is over at once and no byte moves, so a transfer's result means nothing.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+from tutti.arrays import U64
+from tutti.gio_uring.gpu.driver import Arguments, SmResource
+from tutti.gio_uring.memory import HostBuffer
+
+_WORD_NBYTES = 8  # of a handle, an address or a number in a call
+_ROW_NBYTES = 24  # target, source and length of one copy of a batch
+
+
+class CountingDriver:
+    """A `Driver`.  calls: those that enqueue; argument_nbytes: what they were given."""
+
+    device = 0
+    architecture = "sm_90"
+    has_copy_batch = True
+    limits_kernels = False
+
+    def __init__(self) -> None:
+        self.calls = 0
+        self.argument_nbytes = 0
+        self._memory: dict[int, HostBuffer] = {}
+        self._handles = 0
+
+    def _count(self, words: int) -> None:
+        self.calls += 1
+        self.argument_nbytes += _WORD_NBYTES * words
+
+    def _handle(self) -> int:
+        self._handles += 1
+        return self._handles
+
+    def bound(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def create_stream(self, priority: int = 0) -> int:
+        return self._handle()
+
+    def destroy_stream(self, stream: int) -> None:
+        pass
+
+    def is_stream_done(self, stream: int) -> bool:
+        return True
+
+    def wait_value(self, stream: int, address: int, value: int) -> None:
+        self._count(3)
+
+    def write_value(self, stream: int, address: int, value: int) -> None:
+        """The one call with an effect: other threads wait for the word."""
+        self._count(3)
+        ctypes.c_uint32.from_address(address).value = value
+
+    def copy(self, target: int, source: int, nbytes: int, stream: int) -> None:
+        self._count(4)
+
+    def copy_batch(self, targets: U64, sources: U64, nbytes: U64, stream: int) -> None:
+        self._count(1)
+        self.argument_nbytes += _ROW_NBYTES * targets.size
+
+    def fill(self, target: int, value: int, nbytes: int, stream: int) -> None:
+        self._count(4)
+
+    def create_event(self) -> int:
+        return self._handle()
+
+    def destroy_event(self, event: int) -> None:
+        pass
+
+    def record_event(self, event: int, stream: int) -> None:
+        self._count(2)
+
+    def stream_wait_event(self, stream: int, event: int) -> None:
+        self._count(2)
+
+    def is_event_done(self, event: int) -> bool:
+        return True
+
+    def register_host(self, address: int, nbytes: int) -> bool:
+        return True
+
+    def register_io(self, address: int, nbytes: int) -> None:
+        pass
+
+    def unregister_host(self, address: int) -> None:
+        pass
+
+    def device_address(self, address: int) -> int:
+        return address
+
+    def allocate(self, nbytes: int) -> int:
+        memory = HostBuffer(nbytes, hugepages=False)
+        self._memory[memory.address] = memory
+        return memory.address
+
+    def free(self, address: int) -> None:
+        del self._memory[address]
+
+    def load_module(self, image: bytes) -> int:
+        return self._handle()
+
+    def unload_module(self, module: int) -> None:
+        pass
+
+    def find_function(self, module: int, name: str) -> int:
+        return self._handle()
+
+    def launch(
+        self, function: int, grid: int, block: int, arguments: Arguments, stream: int
+    ) -> None:
+        self._count(4 + len(arguments))
+
+    def sm_resource(self) -> SmResource:
+        return SmResource(132, 8, 8)
+
+    def create_green_context(self, sms: int) -> tuple[int, int]:
+        return self._handle(), sms
+
+    def create_green_pair(self, sms: int) -> tuple[tuple[int, int], tuple[int, int]]:
+        return (self._handle(), sms), (self._handle(), 132 - sms)
+
+    def create_green_stream(self, context: int, priority: int = 0) -> int:
+        return self._handle()
+
+    def destroy_green_context(self, context: int) -> None:
+        pass
+
+
+class NamedKernels:
+    """Stands in for `Modules`: every kernel has the same handle, and nothing is compiled."""
+
+    def __getitem__(self, name: str) -> Any:
+        return 1

@@ -1,0 +1,164 @@
+"""What a transfer to a GPU costs the CPU that submits it: time, driver calls and argument bytes.
+
+Every engine and mover submits loads of a growing number of pages through a driver that does nothing
+and over a controller that moves nothing.  The same load with more layers shows what a layer costs;
+the rest is the batch's own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any, cast
+
+import numpy as np
+
+from tutti.bench.counting_driver import CountingDriver, NamedKernels
+from tutti.bench.environment import describe
+from tutti.errors import ConfigError, DeviceTimeout
+from tutti.gio_uring.controller_memory import MemoryController
+from tutti.gio_uring.engine import Engine, Extents
+from tutti.gio_uring.gpu.batch import KernelMover
+from tutti.gio_uring.gpu.device_engine import KINDS, DeviceEngine
+from tutti.gio_uring.gpu.host_engine import HostEngine
+from tutti.gio_uring.gpu.memory import TableMemory
+from tutti.gio_uring.gpu.modules import Modules
+from tutti.gio_uring.gpu.mover import BatchCopyMover, CopyMover, Mover
+from tutti.gio_uring.iocb import PagedMemory
+from tutti.gio_uring.nvme_spec import OPCODE_READ
+from tutti.terminal import ProgressFactory, table
+from tutti.units import MiB
+
+#: Names of engines, those of host with their movers.
+WAYS = ("host, copy-batch", "host, copy", "host, kernel", *KINDS)
+_SEGMENT_NBYTES = 2048  # K, and V, of a page of one token: short, so that staging stays small
+_LAYERS = (8, 32)
+_TABLES_NBYTES = 64 * MiB
+_TIMEOUT_S = 30.0
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Of one submission with all its layers."""
+
+    submit_us: float
+    calls: int
+    argument_nbytes: int
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments of `tutti bench submit`."""
+    parser.add_argument(
+        "--pages",
+        nargs="+",
+        type=int,
+        default=[128, 512, 2048, 8192, 16384],
+        help="of a load (%(default)s)",
+    )
+    parser.add_argument("--ways", nargs="+", default=list(WAYS), choices=WAYS, metavar="WAY")
+    parser.add_argument("--repeats", type=int, default=5, help="of each number (%(default)s)")
+
+
+def run(args: argparse.Namespace, progress: ProgressFactory) -> dict[str, Any]:
+    """Measures every way with every number of pages.  Raises ConfigError for numbers below 1."""
+    if min(args.repeats, *args.pages) < 1:
+        raise ConfigError("--pages and --repeats count from 1")
+    rows = []
+    with progress("submit", len(args.ways) * len(args.pages)) as bar:
+        for way in args.ways:
+            for pages in args.pages:
+                rows.append(measure(way, pages, args.repeats))
+                bar.advance(1)
+    return {
+        "benchmark": "submit",
+        "source": "stand-in: a driver that does nothing; no GPU is involved",
+        "controller": "memory, zero-copy",
+        "segments": 2,
+        "layers_compared": list(_LAYERS),
+        "rows": rows,
+        "machine": describe(),
+    }
+
+
+def report(result: dict[str, Any]) -> str:
+    """A table for people."""
+    names = ("way", "pages", "batch_us", "layer_us", "return_us", "calls", "argument_nbytes")
+    heads = ("engine", "pages", "us a batch", "us a layer", "us until it returns", "calls a layer")
+    rows = [[round(v, 1) if isinstance(v, float) else v for v in map(row.get, names)] for row in
+            result["rows"]]  # fmt: skip
+    return f"{table((*heads, 'argument bytes a layer'), rows)}\n{result['source']}"
+
+
+def measure(way: str, pages: int, repeats: int) -> dict[str, Any]:
+    """One row: the costs of a batch apart from its layers, and of a layer."""
+    few, many = (cost_of(way, pages, layers, repeats) for layers in _LAYERS)
+    step = _LAYERS[1] - _LAYERS[0]
+    layer_us = (many.submit_us - few.submit_us) / step
+    return {
+        "way": way,
+        "pages": pages,
+        "batch_us": few.submit_us - _LAYERS[0] * layer_us,
+        "layer_us": layer_us,
+        "return_us": cost_of(way, pages, _LAYERS[1], repeats, is_whole=False).submit_us,
+        "calls": (many.calls - few.calls) / step,
+        "argument_nbytes": (many.argument_nbytes - few.argument_nbytes) / step,
+    }
+
+
+def cost_of(way: str, pages: int, layers: int, repeats: int = 1, *, is_whole: bool = True) -> Cost:
+    """The cost of a load: the shortest of several times, as others take the processor, too.
+
+    is_whole: the submitting thread puts all layers on the stream, not only the first.
+    """
+    extents = Extents([0], [1], [pages], 1, pages)
+    numbers = np.random.default_rng(1).permutation(pages).astype(np.uint32)
+    starts = np.arange(layers * 2, dtype=np.uint64).reshape(layers, 2)
+    bases = np.uint64(1 << 40) + starts * np.uint64(pages * _SEGMENT_NBYTES)
+    memory = PagedMemory(bases, (_SEGMENT_NBYTES,) * 2, (_SEGMENT_NBYTES,) * 2, pages)
+    times, driver = [], CountingDriver()
+    with engine_of(way, driver, pages * 4096) as engine:
+        if is_whole and isinstance(engine, HostEngine):
+            engine.first_layers(layers)
+        for _ in range(repeats + 1):  # the first makes events
+            driver.calls = driver.argument_nbytes = 0
+            began_ns = time.thread_time_ns()
+            transfer = engine.submit(OPCODE_READ, extents, numbers, memory, timeout_s=_TIMEOUT_S)
+            times.append((time.thread_time_ns() - began_ns) / 1e3)
+            if not transfer.wait_released(_TIMEOUT_S):
+                raise DeviceTimeout("a load of a driver that does nothing did not end")
+    return Cost(min(times[1:]), driver.calls, driver.argument_nbytes)
+
+
+@contextmanager
+def engine_of(way: str, driver: CountingDriver, nbytes: int) -> Iterator[HostEngine | DeviceEngine]:
+    """An engine whose staging holds layers of so many bytes, with the mover that `way` names."""
+    staging = 8 * nbytes + 16 * MiB
+    modules = cast(Modules, NamedKernels())
+    kind, _, mover = way.partition(", ")
+    with ExitStack() as stack:
+        size = max(1024 * MiB, staging)
+        controller = stack.enter_context(MemoryController([size], mode="zero_copy"))
+        if kind != "host":
+            device = DeviceEngine(driver, modules, controller, kind=kind, staging_nbytes=staging)
+            stack.callback(device.close, _TIMEOUT_S)
+            yield device
+            return
+        movers: dict[str, Mover] = {"copy-batch": BatchCopyMover(driver), "copy": CopyMover(driver)}
+        if mover == "kernel":
+            tables = TableMemory(driver, _TABLES_NBYTES)
+            stack.callback(tables.close)
+            movers[mover] = KernelMover(driver, modules["gio_move"], tables)
+        native = Engine(controller, depth=256)
+        host = HostEngine(
+            driver,
+            native,
+            mover=movers[mover],
+            load_staging_nbytes=staging,
+            store_staging_nbytes=MiB,
+        )
+        stack.callback(host.close, _TIMEOUT_S)
+        stack.callback(native.close, _TIMEOUT_S)
+        yield host
