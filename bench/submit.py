@@ -35,7 +35,7 @@ from tutti.units import MiB
 #: Names of engines, those of host with their movers.
 WAYS = ("host, copy-batch", "host, copy", "host, kernel", *KINDS)
 _SEGMENT_NBYTES = 2048  # K, and V, of a page of one token: short, so that staging stays small
-_LAYERS = (8, 32)
+_LAYERS = (8, 64)
 _TABLES_NBYTES = 64 * MiB
 _TIMEOUT_S = 30.0
 
@@ -59,7 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="of a load (%(default)s)",
     )
     parser.add_argument("--ways", nargs="+", default=list(WAYS), choices=WAYS, metavar="WAY")
-    parser.add_argument("--repeats", type=int, default=5, help="of each number (%(default)s)")
+    parser.add_argument("--repeats", type=int, default=11, help="of each number (%(default)s)")
 
 
 def run(args: argparse.Namespace, progress: ProgressFactory) -> dict[str, Any]:

@@ -303,7 +303,8 @@ LINKER_OPTIONS: tuple[Option, ...] = (
         "auto",
         "how pages in GPU memory are copied: copy-batch is one cuMemcpyBatchAsync for a layer, "
         "copy one call for each piece, kernel a kernel on as many multiprocessors as profile says; "
-        "auto: the better of the first two that the driver has",
+        "auto: the better of the first two that the driver has, and a kernel for 64 and more "
+        "fragments below 28 KiB",
         modes=(LINKER,),
         choices=("auto", "copy-batch", "copy", "kernel"),
     ),

@@ -18,6 +18,7 @@ from gio_uring.ringing_kernels import RingingKernels
 from linker_engine import PAGE, Rig
 
 from tutti.gio_uring.gpu import modules as gpu_modules
+from tutti.gio_uring.gpu.modules import CubinCache
 from tutti.integration.sglang import linker as linker_module
 from tutti.integration.sglang.direct.gpu import Gpu
 from tutti.integration.sglang.linker import TuttiLinker
@@ -40,6 +41,7 @@ class StandInStreams:
 
     def __init__(self, driver: StandInDriver) -> None:
         self.scheduler, self.forward = driver.create_stream(), driver.create_stream()
+        self.kernels = RingingKernels(driver)
 
     def current(self) -> int:
         return self.forward
@@ -101,6 +103,8 @@ def stand_in_gpu(
         return [StandInEvent(driver, s) for s in (streams.scheduler, streams.forward)]
 
     monkeypatch.setattr(gpu_modules, "compile_cubin", lambda *_, **__: b"\x7fELF")
+    monkeypatch.setattr(CubinCache, "read", lambda *_: None)  # that is no code to be kept
+    monkeypatch.setattr(CubinCache, "write", lambda *_: None)
     monkeypatch.setattr(linker_module, "open_gpu", opened)
     monkeypatch.setattr(TuttiLinker, "record_offload_ready", ready)
     try:
@@ -120,8 +124,9 @@ def gpu_rig(
     **options: Any,
 ) -> Iterator[GpuRig]:
     """A rig on the stand-in, whose kernels submit through the linker's own queue pairs."""
-    with stand_in_gpu(monkeypatch, **(driver_options or {})) as (driver, streams):
-        kernels = RingingKernels(driver)
-        with GpuRig(folder, kind, **options) as rig:
-            rig.driver, rig.streams, rig.kernels = driver, streams, kernels
-            yield rig
+    with (
+        stand_in_gpu(monkeypatch, **(driver_options or {})) as (driver, streams),
+        GpuRig(folder, kind, **options) as rig,
+    ):
+        rig.driver, rig.streams, rig.kernels = driver, streams, streams.kernels
+        yield rig

@@ -12,19 +12,27 @@ from pathlib import Path
 
 import linker_engine as engine
 import pytest
-from gio_uring.ringing_kernels import RingingKernels
 from linker_engine import damage, names, wait_for
 from linker_gpu import GpuRig, gpu_rig, stand_in_gpu
 from linker_states import KINDS as POOLS
 from linker_states import StatesRig
 
-from tutti.errors import DeviceTimeout
+from tutti.errors import DeviceTimeout, Unsupported
 from tutti.gio_uring.gpu.device_engine import KINDS
+from tutti.integration.sglang.direct.kernel_share import KernelShare
 from tutti.machine import machine_facts
 from tutti.scheduler.profile import estimated_document
 from tutti.scheduler.roofline import GPUS, ModelShape
 
 ENGINES = ("host", *KINDS)
+#: Options with which 48 pages are stored and loaded as one transfer each.
+WIDE = {
+    "read_ahead_share": 0.0,
+    "backlog_share": 1.0,
+    "capacity": "16MiB",
+    "load_staging": "16MiB",
+    "store_staging": "16MiB",
+}
 
 
 def stats_of(rig: GpuRig) -> dict[str, object]:
@@ -57,21 +65,20 @@ def test_states_and_windows_come_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpu_engine: str
 ) -> None:
     windows = {"swa": 2, "mamba": 1}
-    with stand_in_gpu(monkeypatch) as (driver, _):
-        RingingKernels(driver)
-        with StatesRig(tmp_path, next(iter(POOLS)), gpu_engine=gpu_engine) as rig:
-            rig.fill(1)
-            pools = rig.linker.stored_pools
-            counts = {source: windows.get(source, 6) for source in rig.sources}
-            at = {source: list(range(1, 1 + n)) for source, n in counts.items()}
-            to = {source: list(range(8, 8 + n)) for source, n in counts.items()}
-            want = {name: rig.content(name, at[s.engine.source]) for name, s in pools.items()}
-            assert rig.store(rig.transfers(names(6), at, windows))
-            rig.wipe()
-            assert rig.linker.lookup("r", rig.transfers(names(6), None, windows))[-1:] == [6]
-            assert rig.restore(rig.transfers(names(6), to, windows))
-            for name, pool in pools.items():
-                assert rig.content(name, to[pool.engine.source]) == want[name], name
+    kind = next(iter(POOLS))
+    with stand_in_gpu(monkeypatch), StatesRig(tmp_path, kind, gpu_engine=gpu_engine) as rig:
+        rig.fill(1)
+        pools = rig.linker.stored_pools
+        counts = {source: windows.get(source, 6) for source in rig.sources}
+        at = {source: list(range(1, 1 + n)) for source, n in counts.items()}
+        to = {source: list(range(8, 8 + n)) for source, n in counts.items()}
+        want = {name: rig.content(name, at[s.engine.source]) for name, s in pools.items()}
+        assert rig.store(rig.transfers(names(6), at, windows))
+        rig.wipe()
+        assert rig.linker.lookup("r", rig.transfers(names(6), None, windows))[-1:] == [6]
+        assert rig.restore(rig.transfers(names(6), to, windows))
+        for name, pool in pools.items():
+            assert rig.content(name, to[pool.engine.source]) == want[name], name
 
 
 @pytest.mark.parametrize("gpu_engine", KINDS)
@@ -199,3 +206,40 @@ def test_auto_chooses_by_tier_and_profile_and_gives_the_reason_once(
         assert rig.content(range(8, 12)) == want
     lines = [r.getMessage() for r in caplog.records if "GPU engine" in r.getMessage()]
     assert len(lines) == 1 and chosen in lines[0] and why in lines[0]
+
+
+def test_many_short_fragments_go_by_a_kernel_and_few_by_copy_engines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with gpu_rig(tmp_path, monkeypatch, **WIDE) as rig:
+        rig.fill(1)
+        want = rig.content(range(48))
+        assert rig.store(names(8), range(8))
+        assert stats_of(rig)["gpu_kernel_jobs"] == 0
+        scattered = list(range(0, 48, 2)) + list(range(1, 48, 2))  # no two pages touch
+        assert rig.store(names(48, "many"), scattered)
+        stored = int(str(stats_of(rig)["gpu_kernel_jobs"]))
+        assert stored >= 1
+        rig.wipe()
+        assert rig.restore(names(48, "many"), scattered)
+        assert stats_of(rig)["gpu_kernel_jobs"] == stored + 1
+        assert rig.content(range(48)) == want
+        assert "auto" in str(stats_of(rig)["gpu_mover"])
+
+
+def test_without_device_code_short_fragments_go_by_copy_engines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*_: object, **__: object) -> bytes:
+        raise Unsupported("no NVRTC")
+
+    monkeypatch.setattr(KernelShare, "__init__", refused)
+    with gpu_rig(tmp_path, monkeypatch, **WIDE) as rig:
+        rig.fill(1)
+        want = rig.content(range(48))
+        scattered = list(range(0, 48, 2)) + list(range(1, 48, 2))
+        assert rig.store(names(48), scattered)
+        rig.wipe()
+        assert rig.restore(names(48), scattered)
+        assert rig.content(range(48)) == want
+        assert stats_of(rig)["gpu_mover"] == "copy-batch"

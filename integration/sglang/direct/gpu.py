@@ -19,14 +19,21 @@ from typing import Any
 import numpy as np
 import torch
 
-from tutti.errors import DeviceTimeout
+from tutti.errors import CudaError, DeviceTimeout, Unsupported
 from tutti.gio_uring.gpu.choice import choose_engine
 from tutti.gio_uring.gpu.device_engine import DeviceEngine
 from tutti.gio_uring.gpu.driver import CudaDriver, Driver
 from tutti.gio_uring.gpu.host_engine import HostEngine
 from tutti.gio_uring.gpu.memory import PinnedMemory
 from tutti.gio_uring.gpu.modules import Modules
-from tutti.gio_uring.gpu.mover import BatchCopyMover, CopyMover, Mover, choose_mover
+from tutti.gio_uring.gpu.mover import (
+    FRAGMENT_NBYTES_MIN,
+    AutoMover,
+    BatchCopyMover,
+    CopyMover,
+    Mover,
+    choose_mover,
+)
 from tutti.gio_uring.gpu.stream_queue import wait_until
 from tutti.integration.sglang.direct.kernel_share import KernelShare
 from tutti.integration.sglang.direct.kv_pools import Pages, Span
@@ -83,7 +90,8 @@ class Gpu:
         self.driver = driver
         self.streams = streams
         self.share = KernelShare(driver, profile) if mover == "kernel" else None
-        self._mover: Mover = self.share.mover if self.share else _mover_of(driver, mover)
+        self._asked_mover = mover
+        self._rare: KernelShare | None = None  # of the mover auto, once a pool has short fragments
         self.copy_stream = driver.create_stream(-1)
         self.leaving = driver.create_stream()
         self._engine = engine
@@ -111,7 +119,7 @@ class Gpu:
             engine = HostEngine(
                 self.driver,
                 store.engine,
-                mover=self._mover,
+                mover=self._mover_for(store),
                 load_staging_nbytes=load_nbytes,
                 store_staging_nbytes=store_nbytes,
                 load_stream=None if share is None else share.create_stream(),
@@ -131,6 +139,23 @@ class Gpu:
         self._engines.append(engine)
         self._check_channels()
         return engine
+
+    def _mover_for(self, store: Store) -> Mover:
+        """What moves a store's pages; see the option gpu_mover."""
+        if self.share is not None:
+            return self.share.mover
+        if self._asked_mover != "auto":
+            is_batch = self._asked_mover == "copy-batch"
+            return BatchCopyMover(self.driver) if is_batch else CopyMover(self.driver)
+        copies = choose_mover(self.driver)
+        if min(store.layout.segments) >= FRAGMENT_NBYTES_MIN:
+            return copies
+        try:
+            self._rare = self._rare or KernelShare(self.driver, None, is_rare=True)
+        except (CudaError, Unsupported) as error:
+            _log.warning("short fragments of pages go by copy engines, not by a kernel: %s", error)
+            return copies
+        return AutoMover(copies, self._rare.mover)
 
     def _check_channels(self) -> None:
         """Warns when more streams exist than hardware queues: streams of one queue wait for each
@@ -219,8 +244,9 @@ class Gpu:
             self.driver.destroy_stream(stream)
         for event in (*self._events, self._left):
             self.driver.destroy_event(event)
-        if self.share is not None:
-            self.share.close()
+        for share in (self.share, self._rare):
+            if share is not None:
+                share.close()
         if self._modules is not None:
             self._modules.close()
 
@@ -236,12 +262,6 @@ def open_gpu(
         return None
     index = torch.cuda.current_device() if device.index is None else device.index
     return Gpu(CudaDriver(index), TorchStreams(device), mover, profile, engine)
-
-
-def _mover_of(driver: Driver, name: str) -> Mover:
-    if name == "auto":
-        return choose_mover(driver)
-    return BatchCopyMover(driver) if name == "copy-batch" else CopyMover(driver)
 
 
 def _addresses(span: Span, pages: Pages) -> np.ndarray:

@@ -31,10 +31,14 @@ class KernelShare:
     ones and a warning is logged.  Raises Unsupported where kernels cannot be compiled.
     """
 
-    def __init__(self, driver: Driver, profile: TableProfile | None) -> None:
+    def __init__(
+        self, driver: Driver, profile: TableProfile | None, *, is_rare: bool = False
+    ) -> None:
         self._modules = Modules(driver, kernels=("gio_move",))
         self._tables = TableMemory(driver, _TABLES_NBYTES)
-        self.partition, blocks = _share(driver, profile)
+        self.partition, blocks = SmPartition(driver, 0, reason="the kernel is rare"), _BLOCKS
+        if not is_rare:
+            self.partition, blocks = _share(driver, profile)
         self.mover = KernelMover(driver, self._modules["gio_move"], self._tables, blocks=blocks)
 
     def create_stream(self) -> int:

@@ -195,8 +195,10 @@ class KernelMover:
         self._function = function
         self._tables = tables
         self.blocks = blocks
+        self.kernel_jobs = 0
 
     def prepare(self, descriptor: CopyDescriptor) -> PreparedCopy:
+        self.kernel_jobs += 1
         batch = DeviceBatch(
             self._tables,
             descriptor.paged,

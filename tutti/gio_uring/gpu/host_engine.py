@@ -211,6 +211,7 @@ class HostEngine(Owned):
             "gpu_engine": self.name,
             "gpu_engine_reason": self.reason,
             "gpu_mover": self.mover.name,
+            "gpu_kernel_jobs": self.mover.kernel_jobs,
             "gpu_layers": self._loads.layers + self._stores.layers,
         }
 

@@ -18,6 +18,13 @@ from tutti.errors import Unsupported
 from tutti.gio_uring.gpu.driver import BATCH_MAX, Driver
 from tutti.gio_uring.gpu.memory import LeaseOwner
 from tutti.gio_uring.iocb import PagedMemory
+from tutti.units import KiB
+
+#: A copy engine pays for each fragment, so that a kernel moves shorter ones faster
+#: (vllm-project/vllm#57555).
+FRAGMENT_NBYTES_MIN = 28 * KiB
+#: Fewer fragments in a layer than this are as fast by copy engines, and take no multiprocessor.
+FRAGMENTS_MIN = 64
 
 
 @dataclass(frozen=True)
@@ -54,6 +61,10 @@ class Mover(Protocol):
     @property
     def name(self) -> str:
         """For results and messages."""
+
+    @property
+    def kernel_jobs(self) -> int:
+        """Jobs whose layers a kernel moves, since it was made."""
 
     def prepare(self, descriptor: CopyDescriptor) -> PreparedCopy:
         """Does for all layers what is the same for each."""
@@ -132,6 +143,7 @@ class BatchCopyMover:
     """
 
     name = "copy-batch"
+    kernel_jobs = 0
 
     def __init__(self, driver: Driver) -> None:
         if not driver.has_copy_batch:
@@ -142,21 +154,50 @@ class BatchCopyMover:
         self._driver = driver
 
     def prepare(self, descriptor: CopyDescriptor) -> PreparedCopy:
-        return _BatchCopies(self._driver, Fragments(descriptor))
+        return self.copies_of(Fragments(descriptor))
+
+    def copies_of(self, fragments: Fragments) -> PreparedCopy:
+        """As `prepare`, for fragments that are known."""
+        return _BatchCopies(self._driver, fragments)
 
 
 class CopyMover:
     """Copy engines, one cuMemcpyAsync for each fragment."""
 
     name = "copy"
+    kernel_jobs = 0
 
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
 
     def prepare(self, descriptor: CopyDescriptor) -> PreparedCopy:
-        return _SingleCopies(self._driver, Fragments(descriptor))
+        return self.copies_of(Fragments(descriptor))
+
+    def copies_of(self, fragments: Fragments) -> PreparedCopy:
+        """As `prepare`, for fragments that are known."""
+        return _SingleCopies(self._driver, fragments)
 
 
-def choose_mover(driver: Driver) -> Mover:
+class AutoMover:
+    """Copy engines, or a kernel for jobs of many short fragments."""
+
+    def __init__(self, copies: BatchCopyMover | CopyMover, kernel: Mover) -> None:
+        self._copies, self._kernel = copies, kernel
+        self.name = f"auto: {copies.name} or {kernel.name}"
+
+    @property
+    def kernel_jobs(self) -> int:
+        return self._kernel.kernel_jobs
+
+    def prepare(self, descriptor: CopyDescriptor) -> PreparedCopy:
+        fragments = Fragments(descriptor)
+        count = fragments.nbytes.size
+        is_short = int(fragments.nbytes.sum()) < count * FRAGMENT_NBYTES_MIN
+        if is_short and count >= FRAGMENTS_MIN:
+            return self._kernel.prepare(descriptor)
+        return self._copies.copies_of(fragments)
+
+
+def choose_mover(driver: Driver) -> BatchCopyMover | CopyMover:
     """The copy engines, by the best call that the driver has."""
     return BatchCopyMover(driver) if driver.has_copy_batch else CopyMover(driver)
