@@ -108,7 +108,7 @@ class TuttiHiCacheStorage(adapter.HiCacheStorage):
     ) -> int:
         """How many of the pages, from the first on, are stored."""
         store = self._stores.get(KV)
-        return store.exists(keys) if store else 0
+        return store.match(keys) if store else 0
 
     def batch_get_v1(
         self,
@@ -129,7 +129,7 @@ class TuttiHiCacheStorage(adapter.HiCacheStorage):
         """Stores pages straight from the host pool; which of them are stored."""
         store = self._stores.get(KV)
         prefix = extra_info.prefix_keys if extra_info else None
-        return store.save(keys, host_indices, prefix) if store else [False] * len(keys)
+        return store.put(keys, host_indices, prefix) if store else [False] * len(keys)
 
     def batch_exists_v2(
         self,
@@ -170,7 +170,7 @@ class TuttiHiCacheStorage(adapter.HiCacheStorage):
         extra_info: adapter.HiCacheStorageExtraInfo | None = None,
     ) -> dict[str, list[bool]]:
         """As `batch_set_v1`, for several pools."""
-        return self._of_each(transfers, HostStore.save)
+        return self._of_each(transfers, HostStore.put)
 
     def _of_each(
         self,
@@ -335,7 +335,7 @@ def restorable_lengths(
     if store is None:
         return set()
     if transfer.hit_policy == adapter.PoolHitPolicy.ALL_PAGES:
-        return set(range(1, store.exists(keys) + 1))
+        return set(range(1, store.match(keys) + 1))
     tail = max(1, len(transfer.keys or []))
     run, lengths = 0, set()
     for length, there in enumerate(store.present(keys), 1):

@@ -55,7 +55,7 @@ class FlatPages:
                 part = keys[start : start + pool.pages]
                 if not all(self._copy_in(pool, i, values[start + i]) for i in range(len(part))):
                     return False
-                if not all(self._host_store.save_pages(part, np.arange(len(part)), pool)):
+                if not all(self._host_store.put_pages(part, np.arange(len(part)), pool)):
                     return False
         return True
 

@@ -100,8 +100,8 @@ class HostStore:
             fingerprint = xxhash.xxh3_128_digest(fingerprint + namespace)
         return object_keys(fingerprint, [_hash_bytes(page_hash) for page_hash in hashes])
 
-    def exists(self, hashes: Sequence[str]) -> int:
-        """How many of the hashes, from the first on, are stored."""
+    def match(self, hashes: Sequence[str]) -> int:
+        """Returns how many of the hashes, from the first on, are stored."""
 
         def look_up() -> int:
             keys = self.keys(hashes)
@@ -112,7 +112,7 @@ class HostStore:
         return self._guard("look-up", 0, look_up)
 
     def present(self, hashes: Sequence[str]) -> list[bool]:
-        """Which of the hashes are stored, each for itself."""
+        """Returns for each of the hashes whether it is stored."""
 
         def look_up() -> list[bool]:
             keys = self.keys(hashes)
@@ -129,7 +129,7 @@ class HostStore:
         failed = [False] * len(hashes)
         return self._guard("load", failed, lambda: self.read(hashes, self._pages(host_indices)))
 
-    def save(
+    def put(
         self, hashes: Sequence[str], host_indices: Any, prefix: Sequence[str] | None = None
     ) -> list[bool]:
         """Stores pages of the host pool: which of them are stored or need not be.
@@ -171,7 +171,7 @@ class HostStore:
         prefix: Sequence[str] | None = None,
         pool: HostMemory | None = None,
     ) -> list[bool]:
-        """As `save`, from pages of any registered pool.  Raises TuttiError."""
+        """As `put`, from pages of any registered pool.  Raises TuttiError."""
         keys = self.keys(hashes)
         if keys is None or not hashes:
             return [False] * len(hashes)
@@ -211,10 +211,10 @@ class HostStore:
         """As `load`, into numbered pages of another registered pool."""
         return self._guard("load", [False] * len(hashes), lambda: self.read(hashes, pages, pool))
 
-    def save_pages(
+    def put_pages(
         self, hashes: Sequence[str], pages: npt.NDArray[np.int64], pool: HostMemory
     ) -> list[bool]:
-        """As `save`, from numbered pages of another registered pool."""
+        """As `put`, from numbered pages of another registered pool."""
         failed = [False] * len(hashes)
         return self._guard("store", failed, lambda: self.write(hashes, pages, None, pool))
 
