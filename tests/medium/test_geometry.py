@@ -61,11 +61,21 @@ def test_a_plan_uses_the_capacity_and_no_more(
 
 def test_less_than_one_group_is_refused_with_the_minimum() -> None:
     with pytest.raises(CapacityError, match=r"give at least (\d+) bytes") as caught:
-        Geometry.plan(LLAMA, 10 * MiB)
+        Geometry.plan(LLAMA, 8 * MiB)
     least = int(str(caught.value).split("at least ")[1].split(" ")[0])
     assert Geometry.plan(LLAMA, least).groups == 1
     with pytest.raises(CapacityError):
         Geometry.plan(LLAMA, least - 1)
+
+
+def test_a_small_pool_has_groups_to_evict() -> None:
+    for nbytes in (40 * MiB, 80 * MiB):
+        small = Geometry.plan(KVLayout.mha(3, 2, 64, 16, "bfloat16"), nbytes)
+        assert 15 <= small.groups <= 32
+        assert small.slots * small.layers * small.slice_padded_nbytes > nbytes * 0.8
+    assert Geometry.plan(LLAMA, 64 * GiB).group_slots == 8
+    assert Geometry.plan(LLAMA, 512 * MiB).group_slots < 8
+    assert Geometry.plan(LLAMA, 512 * MiB, members=4).group_slots == 8
 
 
 def test_slot_numbers_of_a_pool_end_before_32_bits_do() -> None:

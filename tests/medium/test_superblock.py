@@ -50,7 +50,7 @@ SUPERBLOCK = Superblock(
     pool_uuid=bytes(range(16)),
     member_index=1,
     members=3,
-    geometry=Geometry.plan(LAYOUT, 64 << 20),
+    geometry=Geometry.plan(LAYOUT, 64 << 20, group_slots=128),
     layout_json=LAYOUT.to_json(),
     generation=41,
     epoch=0x1122334455667788,

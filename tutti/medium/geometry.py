@@ -26,6 +26,7 @@ GROUP_SLOTS_MAX = 256
 MEMBERS_MAX = 256
 SLOTS_MAX = 2**32 - 2  # of a pool; 2^32 - 1 means "no slot" in the index
 GROUP_LAYER_NBYTES = 2 * MiB  # aim for one layer of a group
+GROUPS_LEAST = 16  # aim for this many in a small pool: space is evicted by group
 WASTE_MAX = 1.25
 LAYOUT_JSON_NBYTES_MAX = 1024
 
@@ -76,7 +77,8 @@ class Geometry:
     ) -> Geometry:
         """The geometry for `members` members of at least this capacity in bytes each.
 
-        Without `group_slots` one layer of a group is the largest power of two of slices in 2 MiB.
+        Without `group_slots` one layer of a group is the largest power of two of slices in 2 MiB,
+        less where the pool would have fewer than 16 groups.
         Raises LayoutError if padding and records cost too much, CapacityError below one group.
         """
         one = cls(layout.layers, tuple(layout.segments), lba_nbytes, 1, 1)
@@ -89,6 +91,9 @@ class Geometry:
         if group_slots is None:
             fitting = max(1, GROUP_LAYER_NBYTES // one.slice_padded_nbytes)
             group_slots = min(GROUP_SLOTS_MAX, 1 << (fitting.bit_length() - 1))
+            slots = members * (capacity_nbytes_per_member // one.group_nbytes)
+            while group_slots > 1 and slots < GROUPS_LEAST * group_slots:
+                group_slots //= 2
         least = cls(one.layers, one.segments, lba_nbytes, group_slots, 1)
         if least.member_nbytes > capacity_nbytes_per_member:
             raise CapacityError(
