@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tutti.cli import main
-from tutti.errors import ConfigError
+from tutti.errors import CapacityError, ConfigError
 from tutti.integration.sglang import launch
 from tutti.integration.sglang.identity import (
     Identity,
@@ -34,6 +34,7 @@ from tutti.integration.sglang.options import (
     option_table,
     parse_options,
 )
+from tutti.integration.sglang.reporting import ErrorLog, MinuteLog
 from tutti.integration.sglang.weights import WeightsWatch, _around_flush, _around_update
 from tutti.transfers.core import StoreConfig
 
@@ -189,18 +190,33 @@ def _fails() -> None:
     raise RuntimeError("half way")
 
 
+STATS = {
+    **dict.fromkeys(("mismatches", "evicted", "bytes_read", "bytes_written"), 0),
+    "capacity_objects": 10,
+    "usable_objects": 8,
+    "free_objects": 5,
+    "busy_objects": 2,
+    "slots": {"quarantined": 1, "unproven": 3},
+    "recovered": True,
+}
+
+
 def test_the_recorder_counts_and_hands_out_samples_once() -> None:
     metrics = Metrics({"mode": HICACHE, "pool": "kv", "rank": "tp0"})
     metrics.moved(LOAD, 4, 4096, 0.5)
     metrics.count("errors")
     metrics.count("errors", 0)
-    stats = {"mismatches": 1, "evicted": 2, "bytes_read": 3, "bytes_written": 4}
+    stats = {**STATS, "mismatches": 1, "evicted": 2, "bytes_read": 3, "bytes_written": 4}
     for _ in range(2):
-        metrics.from_store({**stats, "capacity_objects": 10, "free_objects": 5, "busy_objects": 2})
+        metrics.from_store(stats, page_tokens=64)
     got = metrics.snapshot()
     assert got["moved_pages/load"] == 4
-    assert (got["errors"], got["evicted_objects"], got["fullness"]) == (1, 2, 0.5)
+    assert (got["errors"], got["evicted_objects"], got["fullness"]) == (1, 2, 4 / 8)
     assert got["pinned_objects"] == 2
+    assert (got["capacity_objects"], got["capacity_tokens"]) == (8, 512)
+    assert (got["quarantined_slots"], got["unproven_objects"], got["recovering"]) == (1, 3, 0)
+    metrics.from_store({**stats, "free_objects": 0})
+    assert metrics.snapshot()["fullness"] == 1
     assert metrics.take_samples(LOAD) == ([4], [4096 / 0.5 / 1e9])
     assert metrics.take_samples(LOAD) == ([], [])
     assert {name.split("/")[0] for name in got} <= set(METRICS)
@@ -208,11 +224,40 @@ def test_the_recorder_counts_and_hands_out_samples_once() -> None:
 
 def test_older_numbers_of_the_store_count_nothing_twice() -> None:
     metrics = Metrics({"mode": HICACHE, "pool": "kv", "rank": "tp0"})
-    rest = dict.fromkeys(("mismatches", "bytes_read", "bytes_written"), 0)
-    rest |= {"capacity_objects": 10, "free_objects": 5, "busy_objects": 2}
     for evicted in (10, 7, 12):  # two threads asked, and the slower one comes in between
-        metrics.from_store({**rest, "evicted": evicted})
+        metrics.from_store({**STATS, "evicted": evicted})
     assert metrics.snapshot()["evicted_objects"] == 12
+
+
+def test_the_log_sums_up_a_minute_and_repeats(caplog: pytest.LogCaptureFixture) -> None:
+    metrics = Metrics({"mode": HICACHE, "pool": "kv", "rank": "tp0"})
+    errors = ErrorLog(metrics)
+    minutes = MinuteLog(metrics, errors, now_s=0.0)
+    caplog.set_level("INFO")
+    minutes.tick(61.0)
+    assert not caplog.messages, "a pool that did nothing is not mentioned"
+    metrics.count("hit_pages", 3)
+    metrics.count("miss_pages", 1)
+    metrics.moved(LOAD, 3, 3 * 10**9, 2.0)
+    metrics.level("fullness", 0.5)
+    for _ in range(3):
+        errors.add("load: corrupt", "layer 3 of page 7")
+    minutes.tick(100.0)
+    assert len(caplog.messages) == 1, "the first error at once, nothing else before the minute ends"
+    minutes.tick(122.0)
+    assert caplog.messages[1].endswith(
+        "3 of 4 pages found (75 %), loaded 3.00 GB at 1.50 GB/s, 3 errors, 50 % full"
+    )
+    assert "load: corrupt again, 2 times in the last minute, 3 in all" in caplog.messages[2]
+    minutes.tick(183.0)
+    assert len(caplog.messages) == 3
+
+
+def test_every_metric_is_documented() -> None:
+    text = (ROOT / "docs" / "sglang.md").read_text()
+    for name, (kind, _) in METRICS.items():
+        full = f"tutti:{name}" + ("_total" if kind == "counter" else "")
+        assert f"`{full}`" in text, f"docs/sglang.md lacks {full}"
 
 
 def test_the_launch_command(capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
@@ -228,6 +273,11 @@ def test_the_launch_command(capsys: pytest.CaptureFixture[str], monkeypatch: Any
     assert config["interface_v1"] == 1
     parse_options(config, HICACHE)
     assert "not checked" in note
+    assert "capacity: 1 GiB (1073741824 bytes)" in note
+    assert "--admin-api-key" in note, "who reaches the port could clear the storage"
+    assert "--enable-cache-report" in words
+    assert main([*arguments, "--", "--admin-api-key", "k"]) == 0
+    assert "everyone who reaches" not in capsys.readouterr().out
     assert main([*arguments, "--mode", "linker"]) == 0
     words = shlex.split(capsys.readouterr().out.partition("\n")[0])
     config = json.loads(words[words.index("--unified-cache-external-linker-config") + 1])
@@ -241,6 +291,47 @@ def test_the_launch_command_refuses_wrong_options(
     arguments = ["sglang", "command", "--model", "m", "--path", "/p", "--capacity", "1GiB"]
     assert main([*arguments, "--option", option]) == 2
     assert option.split("=")[0] in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("mode", "more", "says"),
+    [
+        ("linker", ["--pp-size", "2"], "--mode hicache"),
+        ("linker", ["--pipeline-parallel-size=2"], "--mode hicache"),
+        ("linker", ["--enable-hierarchical-cache"], "one server runs one of them"),
+        ("hicache", ["--enable-unified-cache-external-linker"], "one server runs one of them"),
+    ],
+)
+def test_the_launch_command_refuses_what_does_not_go_together(
+    mode: str, more: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["sglang", "command", "--model", "m", "--path", "/p", "--capacity", "1GiB"]
+    assert main([*arguments, "--mode", mode, "--", *more]) == 2
+    assert says in capsys.readouterr().err
+    assert main([*arguments, "--mode", "hicache", "--", "--pp-size", "2"]) == 0
+
+
+def test_a_disk_that_is_too_small_is_said_before_the_start(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    path = str(tmp_path / "pools")
+    arguments = ["sglang", "command", "--model", "m", "--path", path, "--capacity", "900TiB"]
+    assert main(arguments) == 3
+    assert "give less, or another --path" in capsys.readouterr().err
+    layout = layout_of(SHAPE, IDENTITY, ParallelRank())
+    options = parse_options({"path": path, "capacity": "900TiB"}, HICACHE)
+    with pytest.raises(CapacityError):
+        open_store(layout, "kv", 900 << 40, options, ParallelRank())
+    assert any("cannot open its kv pool" in message for message in caplog.messages)
+
+
+def test_memory_is_not_taken_for_a_disk(capsys: pytest.CaptureFixture[str]) -> None:
+    if not Path("/dev/shm").is_dir():
+        pytest.skip("there is no /dev/shm")
+    main(["sglang", "doctor", "--path", "/dev/shm/tutti-doctor", "--json"])
+    findings = json.loads(capsys.readouterr().out)["findings"]
+    (disk,) = [finding for finding in findings if finding["what"] == "disk"]
+    assert (disk["verdict"], "lost at a restart" in disk["text"]) == ("slow", True)
 
 
 def test_the_doctor_finds_what_fails(

@@ -17,7 +17,7 @@ from tutti.errors import ConfigError, PoolMismatch, TuttiError
 from tutti.gio_uring.controller import NativeController
 from tutti.gio_uring.engine import Engine
 from tutti.medium.geometry import Geometry
-from tutti.medium.layout import KVLayout
+from tutti.medium.layout import KVLayout, differences
 from tutti.memory.host_memory import HostMemory
 from tutti.scheduler.dispatcher import Dispatcher
 from tutti.transfers.catalogue import ObjectInfo
@@ -247,8 +247,8 @@ class Store(ABC):
     def _check_layout(self, memory: HostMemory) -> None:
         if memory.layout != self.layout:
             raise PoolMismatch(
-                f"the memory holds {memory.layout.to_json()}, the pool {self.layout.to_json()}; "
-                "open a pool of the memory's layout"
+                f"the memory is not laid out as the pool: {differences(self.layout, memory.layout)}"
+                "; open a pool of the memory's layout"
             )
 
     @staticmethod

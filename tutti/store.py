@@ -37,7 +37,7 @@ from tutti.gio_uring.iocb import PagedMemory
 from tutti.interface import Keys, Store
 from tutti.interrupts import uninterrupted
 from tutti.medium.keys import as_keys
-from tutti.medium.layout import KVLayout
+from tutti.medium.layout import KVLayout, differences
 from tutti.medium.superblock import Superblock
 from tutti.memory.host_memory import HostMemory
 from tutti.placement.index import MISSING, SlotState
@@ -254,6 +254,21 @@ class ObjectStore(Owned, Store):
             return int(slots.size)
 
     @uninterrupted()
+    def reuse_quarantined(self) -> int:
+        """Frees the slots in quarantine, on the medium too.  Returns how many.
+
+        For a drive that was repaired or whose damage came from elsewhere: a place that damages
+        bytes again is found by the digest of its next object.
+        """
+        core = self._core
+        with core.admitted(self.config.timeout_s), core.lock:
+            state, pins = core.index.state, core.index.pins
+            slots = np.flatnonzero((state == SlotState.QUARANTINED) & (pins == 0))
+            core.index.set_state(slots, SlotState.VOIDING)
+            self._reclaimer.void(slots)
+            return int(slots.size)
+
+    @uninterrupted()
     def clear(self, *, deallocate: bool = True) -> None:
         core = self._core
         with core.quiesced():
@@ -282,9 +297,13 @@ class ObjectStore(Owned, Store):
         schedule, scheduler = self.config.schedule, self.scheduler
         stats = {
             **self._core.stats(),
+            "recovered": self.recovered,
             "profile": schedule.source if schedule is not None else OFF,
             "scheduler": scheduler.counters() if scheduler is not None else {},
         }
+        # The reserve is kept free by eviction; what is quarantined is out of use.
+        kept_free = self._reclaimer.reserve_slots + stats["slots"]["quarantined"]
+        stats["usable_objects"] = max(0, stats["capacity_objects"] - kept_free)
         for memory in tuple(self._resources.memories):
             stats.update(memory.stats())
         return stats
@@ -382,11 +401,11 @@ def open(  # noqa: PLR0913
             controller.close()
         raise
     if layout is not None and layout != store.layout:
-        found = store.layout.to_json()
+        found = differences(store.layout, layout)
         store.close()
         raise PoolMismatch(
-            f"{names[0]} holds {found}, not {layout.to_json()}; open it with that layout, or "
-            "format another pool"
+            f"{names[0]} has another layout: {found}; open it with that layout, or format another"
+            " pool"
         )
     return store
 

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from tutti import __version__
 from tutti.errors import ConfigError, Unsupported
 from tutti.gio_uring.memory import hugepage_nbytes
 from tutti.integration.sglang import adapter
@@ -33,6 +34,7 @@ from tutti.integration.sglang.host.host_pools import (
 from tutti.integration.sglang.host.host_store import HostStore
 from tutti.integration.sglang.identity import (
     ParallelRank,
+    executor_of,
     identity_of,
     layout_of,
     open_store,
@@ -47,7 +49,7 @@ _log = logging.getLogger(__name__)
 
 KV = str(adapter.PoolName.KV)
 _SIDECAR_PART = 8
-_REFRESH_S = 1.0
+_UPKEEP_S = 1.0
 
 
 class TuttiHiCacheStorage(adapter.HiCacheStorage):
@@ -82,7 +84,7 @@ class TuttiHiCacheStorage(adapter.HiCacheStorage):
             raise Unsupported("decode context parallelism splits pages; start with --dcp-size 1")
         self._stores: dict[str, HostStore] = {}
         self._closed = threading.Event()
-        self._refresh_s = 0.0
+        self._upkeep: threading.Thread | None = None
         self._flat: FlatPages | None = None
         self._flat_lock = threading.Lock()
 
@@ -236,13 +238,7 @@ class TuttiHiCacheStorage(adapter.HiCacheStorage):
         SGLang's scheduler asks in every turn; what the stores count is read once a second.
         """
         stats = adapter.StorageMetrics()
-        now_s = time.monotonic()
-        is_due = now_s >= self._refresh_s
-        if is_due:
-            self._refresh_s = now_s + _REFRESH_S
-        for store in self._stores.values():
-            if is_due:
-                store.refresh()
+        for store in list(self._stores.values()):
             pages, bandwidth = store.metrics.take_samples(LOAD)
             stats.prefetch_pgs += pages
             stats.prefetch_bandwidth += bandwidth
@@ -260,6 +256,8 @@ class TuttiHiCacheStorage(adapter.HiCacheStorage):
     def close(self) -> None:
         """Ends what is under way and closes the pools cleanly."""
         self._closed.set()
+        if self._upkeep is not None:
+            self._upkeep.join(self._options["timeout_s"])
         stores, self._stores = self._stores, {}
         for store in stores.values():
             if store.store.scheduler is not None:
@@ -294,6 +292,19 @@ class TuttiHiCacheStorage(adapter.HiCacheStorage):
             timeout_s=self._options["timeout_s"],
             second_touch=self._options["second_touch"],
         )
+        metrics.info(
+            {
+                "version": __version__,
+                "path": path,
+                "executor": executor_of(store),
+                "verify": store.config.verify,
+                "durability": store.config.durability,
+                "hugepages": self._options["hugepages"],
+            }
+        )
+        if self._upkeep is None:
+            self._upkeep = threading.Thread(target=self._keep_up, name="tutti-upkeep", daemon=True)
+            self._upkeep.start()
         self._advise(memory.buffers)
         _log.info(
             "Tutti: %s pool %s, %s objects of %s bytes",
@@ -302,6 +313,12 @@ class TuttiHiCacheStorage(adapter.HiCacheStorage):
             store.stats()["capacity_objects"],
             layout.object_nbytes,
         )
+
+    def _keep_up(self) -> None:
+        """Counters, the summary in the log, and pins of look-ups whose loads never came."""
+        while not self._closed.wait(_UPKEEP_S):
+            for store in list(self._stores.values()):
+                store.tick(time.monotonic())
 
     def _advise(self, buffers: Sequence[tuple[int, int]]) -> None:
         how = self._options["hugepages"]

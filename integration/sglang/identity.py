@@ -18,18 +18,21 @@ from typing import Any
 
 import xxhash
 
-from tutti.errors import ConfigError
+from tutti.errors import ConfigError, TuttiError
 from tutti.integration.sglang.rank_members import share
 from tutti.interface import Store
 from tutti.medium.layout import ITEMSIZE_NBYTES, KVLayout
 from tutti.pool.places import SUFFIX, exists, is_device
 from tutti.profiles.found import AUTO
 from tutti.scheduler.dispatcher import Schedule
+from tutti.store import ObjectStore
 from tutti.store import open as open_pool
 from tutti.transfers.core import StoreConfig
 
 _WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".json", ".model")
 _NAME_MAX = 60
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -225,12 +228,30 @@ def open_store(
     *,
     is_kv: bool = True,
 ) -> tuple[Store, str]:
-    """A pool of one rank, made when it is not there, and where it is.  Raises TuttiError.
+    """A pool of one rank, made when it is not there, and where it is.
+
+    Raises TuttiError, also logged: SGLang ends with a traceback, below which its reason is lost.
 
     pool: its name in the file's.  capacity: bytes of all ranks' pools together.  schedule: when its
     puts and loads are issued; None for what the option ``profile`` says.  is_kv: see
     `rank_members`.
     """
+    try:
+        return _open(layout, pool, capacity, options, parallel_rank, schedule, is_kv)
+    except (TuttiError, OSError) as error:
+        _log.critical("Tutti cannot open its %s pool: %s", pool, error)
+        raise
+
+
+def _open(
+    layout: KVLayout,
+    pool: str,
+    capacity: int,
+    options: Mapping[str, Any],
+    parallel_rank: ParallelRank,
+    schedule: Schedule | None,
+    is_kv: bool,
+) -> tuple[Store, str]:
     if uses_agent(options):
         # One pool for all ranks and replicas whose KV is the same.
         # Imported here: its messages need a package that a pool in a file does without.
@@ -244,6 +265,13 @@ def open_store(
     members = share(options["path"], ranks).of(place, file, is_kv=is_kv)
     store = _open_members(members, layout, capacity // parallel_rank.ranks, options, schedule)
     return store, ", ".join(members)
+
+
+def executor_of(store: Store) -> str:
+    """How the pool's members are read and written; "agent" where another process does it."""
+    if isinstance(store, ObjectStore):
+        return str(getattr(store.controller, "executor_name", type(store.controller).__name__))
+    return "agent"
 
 
 def _open_members(

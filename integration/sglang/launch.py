@@ -6,10 +6,11 @@ import argparse
 import json
 from collections.abc import Mapping, Sequence
 from importlib import metadata
+from itertools import pairwise
 from typing import Any
 
 from tutti.errors import ConfigError
-from tutti.integration.sglang.options import HICACHE, Option, parse_options
+from tutti.integration.sglang.options import HICACHE, LINKER, Option, parse_options
 
 #: Versions of SGLang that the adapters were made for.
 VERSIONS = ("0.5.23",)
@@ -51,7 +52,8 @@ def server_arguments(
     own: Sequence[Option] = (),
 ) -> list[str]:
     """Arguments of `python -m sglang.launch_server`.  Raises ConfigError for wrong options."""
-    arguments = ["--model-path", model, "--page-size", str(page_size), "--enable-metrics"]
+    arguments = ["--model-path", model, "--page-size", str(page_size)]
+    arguments += ["--enable-metrics", "--enable-cache-report"]
     config = json.dumps(extra_config(mode, options, own))
     if mode == HICACHE:
         return [
@@ -96,6 +98,31 @@ def ranks_on_node(arguments: Sequence[str]) -> int:
     replicas = 1 if found.enable_dp_attention else found.dp_size
     ranks = int(found.tp_size * found.pp_size * replicas)
     return max(1, ranks // max(1, int(found.nnodes)))
+
+
+_STAGES = ("--pp-size", "--pipeline-parallel-size")
+#: The flags that start each mode.
+_STARTS = {
+    HICACHE: "--enable-hierarchical-cache",
+    LINKER: "--enable-unified-cache-external-linker",
+}
+
+
+def check_together(mode: str, more: Sequence[str]) -> None:
+    """Raises ConfigError for arguments that SGLang parses and that do not go with the mode."""
+    given = [word for argument in more for word in argument.split("=", 1)]
+    for other, flag in _STARTS.items():
+        if other != mode and flag in given:
+            raise ConfigError(
+                f"{flag} starts the mode {other}, and one server runs one of them; "
+                f"leave it out, or pass --mode {other}"
+            )
+    for flag, size in pairwise(given):
+        if mode == LINKER and flag in _STAGES and size != "1":
+            raise ConfigError(
+                f"{flag} {size}: SGLang 0.5.23 does not keep pipeline stages in step behind a "
+                "linker; leave it out, or use --mode hicache"
+            )
 
 
 def installed_version() -> str:

@@ -21,12 +21,20 @@ from typing import Any
 import xxhash
 
 from tutti.arrays import Keys
-from tutti.errors import ConfigError, DeviceTimeout, KeyMissing, TuttiError, Unsupported
+from tutti.errors import (
+    ConfigError,
+    DeviceTimeout,
+    KeyMissing,
+    PoolClosed,
+    TuttiError,
+    Unsupported,
+)
 from tutti.integration.sglang.adapter import check_version, served_model
 from tutti.integration.sglang.breaker import Breaker, crawls
 from tutti.integration.sglang.direct import adapter
 from tutti.integration.sglang.direct.admission import Admission, break_even
 from tutti.integration.sglang.direct.backlog import Backlog, Chains, Part
+from tutti.integration.sglang.direct.control import LINKERS
 from tutti.integration.sglang.direct.gpu import open_gpu
 from tutti.integration.sglang.direct.kv_pools import kv_pool_group
 from tutti.integration.sglang.direct.load_batch import LayerCounter, LoadBatch, QueuedLoad
@@ -38,9 +46,9 @@ from tutti.integration.sglang.direct.staging import StagingPages
 from tutti.integration.sglang.direct.staging_copy import Fence
 from tutti.integration.sglang.direct.steps import STEPS
 from tutti.integration.sglang.direct.stored_pool import StoredPool
-from tutti.integration.sglang.host.host_store import ErrorLog
-from tutti.integration.sglang.metrics import LOAD
+from tutti.integration.sglang.metrics import LOAD, STORE
 from tutti.integration.sglang.options import LINKER, LINKER_OPTIONS, parse_options
+from tutti.integration.sglang.reporting import ErrorLog
 from tutti.integration.sglang.weights import WATCH
 from tutti.medium.keys import object_keys
 from tutti.process import Owned, at_exit, forget_exit
@@ -148,10 +156,11 @@ class TuttiLinker(Owned, adapter.UnifiedCacheLinker):
             stored_pool.name: Maintenance(
                 stored_pool.store,
                 StagingPages(stored_pool.store, stored_pool.page_nbytes),
-                self.reads,
+                {LOAD: self.reads, STORE: self.writes},
                 metrics=stored_pool.metrics,
-                log_error=self.error_log.add,
+                errors=self.error_log,
                 probe_s=options["timeout_s"],
+                page_tokens=0 if stored_pool.engine.trailing else self._group.page_size,
             )
             for stored_pool in stored_pools
         }
@@ -162,6 +171,7 @@ class TuttiLinker(Owned, adapter.UnifiedCacheLinker):
         self._loader.start()
         # A scheduler that dies of an error never calls close.
         at_exit(self.close)
+        LINKERS.add(self)
 
     def _make_admission(self, stored_pools: Sequence[StoredPool]) -> Admission:
         page, options = self._group.page_size, self._options
@@ -189,7 +199,7 @@ class TuttiLinker(Owned, adapter.UnifiedCacheLinker):
 
     def lookup(self, rid: str, transfers: list[adapter.PoolTransfer]) -> list[int]:
         """Every prefix length in pages that all pools can restore, pinned, and worth loading."""
-        keys = self._keys(_kv(transfers))
+        keys = None if self._closed else self._keys(_kv(transfers))
         if keys is None:
             return []
         self._chains.seen(keys)
@@ -205,7 +215,7 @@ class TuttiLinker(Owned, adapter.UnifiedCacheLinker):
         With several ranks the answer depends on the transfers alone. A single rank also refuses
         what was evicted since the look-up.
         """
-        if rid in self._queued:
+        if self._closed or rid in self._queued:
             return False
         loads = self._parts_of(transfers, "load")
         most = self._pages_left(rid)
@@ -260,7 +270,7 @@ class TuttiLinker(Owned, adapter.UnifiedCacheLinker):
     def offload(self, transfers: list[adapter.PoolTransfer], session_id: str | None = None) -> bool:
         """Takes pages to store; False, from the transfers alone, when there are none."""
         parts = self._parts_of(transfers, "offload")
-        if parts is None or _kv(transfers) is None:
+        if self._closed or parts is None or _kv(transfers) is None:
             return False
         self.backlog.add([Part(*part) for part in parts], self._fence())
         for stored_pool, keys, _ in parts:
@@ -281,6 +291,9 @@ class TuttiLinker(Owned, adapter.UnifiedCacheLinker):
     def reset(self) -> None:
         """Ends transfers in flight.  Raises DeviceTimeout when they do not end."""
         self._queued.clear()
+        if self._closed:  # by detach: SGLang may still ask for the ends of its offloads
+            self.backlog.reset(0.0)
+            return
         self.ahead.reset()
         self.layer_done_counter.reset(self._end)
         self._lookups.reset()
@@ -294,29 +307,62 @@ class TuttiLinker(Owned, adapter.UnifiedCacheLinker):
         """As reset, then closes the pools; a second call does nothing."""
         if self._closed:
             return
+        try:
+            self.reset()
+        finally:
+            self._shut()
+
+    def clear(self) -> None:
+        """Forgets all pages of this rank; durable on return.  Raises TuttiError.
+
+        For a scheduler without requests: what was looked up is not there any more.
+        """
+        if self._closed:
+            raise PoolClosed("the linker was detached; restart the server to use its pools again")
+        self.ahead.reset()
+        self._lookups.reset()
+        if not self.backlog.wait_quiet(self._timeout_s):
+            raise DeviceTimeout("pages are still being stored; try again")
+        for stored_pool in self.stored_pools.values():
+            stored_pool.store.clear()
+
+    def detach(self) -> None:
+        """Closes the pools cleanly and goes on as a linker that finds and keeps nothing.
+
+        For a scheduler without requests.  Raises DeviceTimeout when stores do not end; the linker
+        is then as before.  A second call does nothing.
+        """
+        if self._closed:
+            return
+        if not self.backlog.wait_quiet(self._timeout_s):
+            raise DeviceTimeout("pages are still being stored; try again")
+        self.ahead.reset()
+        self._lookups.reset()
+        self._shut()
+
+    def _shut(self) -> None:
+        """Ends the threads and closes the pools, with nothing under way."""
         self._closed = True
         forget_exit(self.close)
         for stored_pool in self.stored_pools.values():
             if stored_pool.store.scheduler is not None:
                 STEPS.leave(stored_pool.store.scheduler)
-        try:
-            self.reset()
-        finally:
-            self._loads.put(None)
-            self._loader.join(self._timeout_s)
-            self.ahead.close(self._timeout_s)
-            self.backlog.close(self._timeout_s)
-            for maintenance in self._maintenance.values():
-                maintenance.close(self._timeout_s)
-            if self._gpu is not None:
-                self._gpu.rest(self._timeout_s)
-            for stored_pool in self.stored_pools.values():
-                try:
-                    stored_pool.store.close()
-                except TuttiError as error:
-                    self.error_log.add(f"close: {type(error).__name__}", error)
-            if self._gpu is not None:
-                self._gpu.close(self._timeout_s)
+        self._loads.put(None)
+        self._loader.join(self._timeout_s)
+        self.ahead.close(self._timeout_s)
+        self.backlog.close(self._timeout_s)
+        for maintenance in self._maintenance.values():
+            maintenance.close(self._timeout_s)
+        if self._gpu is not None:
+            self._gpu.rest(self._timeout_s)
+        for stored_pool in self.stored_pools.values():
+            stored_pool.metrics.level("attached", 0)
+            try:
+                stored_pool.store.close()
+            except TuttiError as error:
+                self.error_log.add(f"close: {type(error).__name__}", error)
+        if self._gpu is not None:
+            self._gpu.close(self._timeout_s)
 
     def _complete(self, transfers: Sequence[adapter.PoolTransfer]) -> bool:
         """Whether the transfers name the pages of every pool."""

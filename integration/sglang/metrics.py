@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 #: Name, kind, meaning.  Labels are `mode`, `pool` and `rank`, and `direction` where it says so.
+#: All of a mode exist from the start, at 0.
 METRICS: Mapping[str, tuple[str, str]] = {
     "hit_pages": ("counter", "pages that a look-up found"),
     "miss_pages": ("counter", "pages that a look-up did not find"),
@@ -29,7 +30,14 @@ METRICS: Mapping[str, tuple[str, str]] = {
     "ahead_pages": ("counter", "pages read for requests that still waited"),
     "ahead_used_pages": ("counter", "pages of these that a batch used, counted once"),
     "ahead_unused_pages": ("counter", "pages of these that no batch used before they were dropped"),
-    "fullness": ("gauge", "share of the slots in use, 0 to 1"),
+    "fullness": ("gauge", "objects stored over capacity_objects, 0 to 1"),
+    "capacity_objects": ("gauge", "pages that the pool can keep: neither reserve nor quarantine"),
+    "capacity_tokens": ("gauge", "the same in tokens"),
+    "quarantined_slots": ("gauge", "slots out of use because their bytes were damaged"),
+    "unproven_objects": ("gauge", "objects that an unclean close left to be verified"),
+    "attached": ("gauge", "1 while the pool is open, 0 after it was detached"),
+    "recovering": ("gauge", "1 while the slot tables are read and look-ups miss"),
+    "breaker_open": ("gauge", "1 while the medium is not asked because it failed, by direction"),
     "pinned_objects": ("gauge", "objects that cannot be evicted"),
     "deferred_pages": (
         "counter",
@@ -40,7 +48,17 @@ METRICS: Mapping[str, tuple[str, str]] = {
 }
 LATENCY = "batch_seconds"
 _LATENCY_BUCKETS_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30)
-_BY_DIRECTION = ("moved_pages", "moved_bytes", "busy_seconds", "failed_pages")
+_BY_DIRECTION = ("moved_pages", "moved_bytes", "busy_seconds", "failed_pages", "breaker_open")
+_OF_LINKER = (
+    "bubble_seconds",
+    "ahead_pages",
+    "ahead_used_pages",
+    "ahead_unused_pages",
+    "backlog_pages",
+    "breaker_open",
+)
+INFO = "info"
+_INFO_LABELS = ("version", "path", "executor", "verify", "durability", "hugepages")
 _SAMPLES_MAX = 1024
 
 #: Counters of ObjectStore.stats(), and the metric that each one is.
@@ -69,6 +87,28 @@ class Metrics:
             direction: deque(maxlen=_SAMPLES_MAX) for direction in (LOAD, STORE)
         }
         self._published = _published() if prometheus else None
+        self._start_at_zero()
+
+    @property
+    def name(self) -> str:
+        """The pool and its rank, for messages."""
+        return " ".join(self._labels[label] for label in ("mode", "pool", "rank"))
+
+    def _start_at_zero(self) -> None:
+        """A rate over a counter that appears with its first event misses that event."""
+        for name in (*METRICS, LATENCY):
+            if name in _OF_LINKER and self._labels["mode"] != "linker":
+                continue
+            directions = (LOAD, STORE) if name in (*_BY_DIRECTION, LATENCY) else ("",)
+            for direction in directions:
+                self._publish(name, direction, lambda metric: None)
+
+    def info(self, facts: Mapping[str, str]) -> None:
+        """What the pool was opened with, as labels of a metric that is always 1."""
+        if self._published is None:
+            return
+        labels = {**self._labels, **{name: facts.get(name, "") for name in _INFO_LABELS}}
+        self._published[INFO].labels(**labels).set(1)
 
     def count(self, name: str, n: float = 1, direction: str = "") -> None:
         """Adds to a counter."""
@@ -79,11 +119,11 @@ class Metrics:
             self._values[key] = self._values.get(key, 0) + n
         self._publish(name, direction, lambda metric: metric.inc(n))
 
-    def level(self, name: str, value: float) -> None:
+    def level(self, name: str, value: float, direction: str = "") -> None:
         """Sets a gauge."""
         with self._lock:
-            self._values[name, ""] = value
-        self._publish(name, "", lambda metric: metric.set(value))
+            self._values[name, direction] = value
+        self._publish(name, direction, lambda metric: metric.set(value))
 
     def moved(self, direction: str, pages: int, nbytes: int, duration_s: float) -> None:
         """One batch was moved."""
@@ -94,15 +134,25 @@ class Metrics:
             self._samples[direction].append((pages, nbytes / max(duration_s, 1e-9) / 1e9))
         self._publish(LATENCY, direction, lambda metric: metric.observe(duration_s))
 
-    def from_store(self, stats: Mapping[str, Any]) -> None:
-        """Takes over what an ObjectStore counts itself."""
+    def from_store(self, stats: Mapping[str, Any], page_tokens: int = 0) -> None:
+        """Takes over what an ObjectStore counts itself.
+
+        page_tokens: tokens of an object; 0 where an object is not a page.
+        """
         for source, name in _FROM_STORE.items():
             self._count_up(name, float(stats[source]))
         self._count_up("deferred_pages", stats.get("scheduler", {}).get("deferred_pages", 0))
         source = stats.get("profile", "off")
         self.level("scheduling", {"off": 0, "estimated": 1}.get(source, 2))
-        capacity = max(1, int(stats["capacity_objects"]))
-        self.level("fullness", 1 - int(stats["free_objects"]) / capacity)
+        usable, quarantined = int(stats["usable_objects"]), int(stats["slots"]["quarantined"])
+        held = int(stats["capacity_objects"]) - int(stats["free_objects"]) - quarantined
+        self.level("fullness", min(1.0, held / max(1, usable)))
+        self.level("capacity_objects", usable)
+        self.level("capacity_tokens", usable * page_tokens)
+        self.level("quarantined_slots", quarantined)
+        self.level("unproven_objects", int(stats["slots"]["unproven"]))
+        self.level("attached", 1)
+        self.level("recovering", int(not stats["recovered"]))
         self.level("pinned_objects", int(stats["busy_objects"]))
 
     def _count_up(self, name: str, value: float) -> None:
@@ -152,6 +202,12 @@ def _published() -> dict[str, Any] | None:
                 make = Counter if kind == "counter" else Gauge
                 extra = {} if kind == "counter" else {"multiprocess_mode": "mostrecent"}
                 _PUBLISHED[name] = make(f"tutti:{name}", meaning, own, **extra)
+            _PUBLISHED[INFO] = Gauge(
+                f"tutti:{INFO}",
+                "what the pool was opened with",
+                (*labels, *_INFO_LABELS),
+                multiprocess_mode="mostrecent",
+            )
             _PUBLISHED[LATENCY] = Histogram(
                 f"tutti:{LATENCY}",
                 "time of one batch, by direction",

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from tutti.errors import ConfigError
-from tutti.integration.sglang.direct import steps
+from tutti.integration.sglang.direct import control, steps
 
 _UPDATER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager."
 _UPDATES = (
@@ -64,7 +64,7 @@ WATCH = WeightsWatch()
 
 
 def activate() -> None:
-    """SGLang's plugin: hooks updates of weights, the flush that follows them, and steps."""
+    """SGLang's plugin: hooks updates of weights, flushes, steps, clear and detach."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     for name in _UPDATES:
@@ -73,6 +73,7 @@ def activate() -> None:
     HookRegistry.register(_FLUSH, _around_flush, HookType.AROUND)
     WATCH.watched = True
     steps.activate()
+    control.activate()
 
 
 def _around_update(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

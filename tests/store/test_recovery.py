@@ -217,6 +217,8 @@ def test_quarantine_by_key(rng: np.random.Generator) -> None:
     with opened(left_by(store, clean=False)) as again:  # on the medium, without a snapshot
         again.wait_recovered(5)
         assert again.stats()["slots"]["quarantined"] == 2
+        assert again.reuse_quarantined() == 2
+        assert again.reuse_quarantined() == 0
 
 
 def test_a_key_found_twice(rng: np.random.Generator) -> None:

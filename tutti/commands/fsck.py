@@ -6,6 +6,7 @@ import argparse
 from dataclasses import asdict
 from typing import Any
 
+from tutti import store
 from tutti.arguments import add_paths, natural, positive
 from tutti.commands.outcome import EXIT_FAILED, EXIT_OK, Outcome
 from tutti.fsck import FsckReport, RepairReport, check_files, repair
@@ -17,12 +18,14 @@ _DESCRIPTION = """\
 Reads a whole pool that is not open and verifies every object against the digests in its record.
 Without --repair nothing is written. With --repair damaged objects are quarantined: they become
 misses, and the server recomputes them. Superblocks and snapshots are rewritten, and lost records
-are dropped and counted."""
+are dropped and counted. With --reuse-quarantined the slots that earlier damage
+took out of use are free again."""
 _EXAMPLE = """\
 example:
   tutti fsck pool.tutti
   tutti fsck pool.tutti --sample 1000 --json
   tutti fsck disk0.tutti disk1.tutti --repair
+  tutti fsck pool.tutti --reuse-quarantined     # after the cause of the damage was removed
 
 The exit code is 1 when unrepaired damage remains."""
 
@@ -32,6 +35,11 @@ def add_fsck(parser: argparse.ArgumentParser) -> None:
     parser.description, parser.epilog = _DESCRIPTION, _EXAMPLE
     add_paths(parser)
     parser.add_argument("--repair", action="store_true", help="quarantine damaged objects")
+    parser.add_argument(
+        "--reuse-quarantined",
+        action="store_true",
+        help="free the slots that earlier damage took out of use",
+    )
     parser.add_argument(
         "--sample", type=positive, metavar="N", help="verify only N objects drawn at random"
     )
@@ -47,10 +55,19 @@ def run_fsck(args: argparse.Namespace) -> Outcome:
     repaired = None
     if args.repair and not report.sound:
         repaired = repair(args.paths, report, progress)
+    reused = _reuse_quarantined(args.paths) if args.reuse_quarantined else 0
     is_good = report.sound or (repaired is not None and repaired.left + repaired.found_again == 0)
-    return Outcome(
-        _result(report, repaired), _text(report, repaired), EXIT_OK if is_good else EXIT_FAILED
-    )
+    result, text = _result(report, repaired), _text(report, repaired)
+    if args.reuse_quarantined:
+        result["reused"] = reused
+        text += f"\nSlots taken back from quarantine: {reused}."
+    return Outcome(result, text, EXIT_OK if is_good else EXIT_FAILED)
+
+
+def _reuse_quarantined(paths: list[str]) -> int:
+    with store.open(paths) as pool:
+        pool.wait_recovered()
+        return pool.reuse_quarantined()
 
 
 def _result(report: FsckReport, repaired: RepairReport | None) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
@@ -13,7 +13,7 @@ from typing import Any
 
 from tutti.arguments import nbytes, positive
 from tutti.commands.outcome import EXIT_FAILED, EXIT_OK, Outcome
-from tutti.errors import ConfigError, TuttiError, Unsupported
+from tutti.errors import CapacityError, ConfigError, TuttiError, Unsupported
 from tutti.gio_uring.named_drive import is_drive
 from tutti.gio_uring.probe import probe_machine
 from tutti.integration.sglang.identity import AGENT
@@ -22,6 +22,7 @@ from tutti.integration.sglang.launch import (
     PLUGIN,
     PLUGIN_GROUP,
     VERSIONS,
+    check_together,
     installed_version,
     ranks_on_node,
     refused_arguments,
@@ -33,10 +34,15 @@ from tutti.medium.superblock import SUPERBLOCK_MAGIC
 from tutti.pool.places import Kind, Place, check_distinct, exists, place_of
 from tutti.pool.pool_format import is_labelled
 from tutti.terminal import table
-from tutti.units import MiB, format_nbytes
+from tutti.units import MiB, format_nbytes, parse_nbytes
 
 PAGE_SIZE = 64
 _MEMLOCK_WANTED_NBYTES = 64 * MiB
+_NO_ADMIN_KEY = (
+    "add -- --admin-api-key KEY: without it everyone who reaches the port can clear the storage, "
+    "and detaching it (DELETE) answers 400"
+)
+_VOLATILE = ("tmpfs", "ramfs")
 
 _COMMAND = """\
 Prints the command that starts SGLang with Tutti and checks it with the installed SGLang.
@@ -131,17 +137,46 @@ def run_command(args: argparse.Namespace) -> Outcome:
         layout=args.layout,
         own=own,
     )
+    check_together(args.mode, args.more)
     arguments += args.more
+    capacity = parse_nbytes(args.capacity)
     command = ["python", "-m", "sglang.launch_server", *arguments]
     shares = None if args.path[0].startswith(AGENT) else share(args.path, ranks_on_node(args.more))
+    if shares is not None and not any(shares.dealt):
+        _check_space(shares.folders, capacity)
     checked, note = _check(arguments)
     text = shlex.join(command)
     notes = [] if checked else [note]
+    notes.append(f"capacity: {format_nbytes(capacity)} ({capacity} bytes) over all ranks")
     notes += [] if shares is None else _share_lines(shares)
-    if notes:
-        text += "\n\n" + "\n".join(f"# {line}" for line in notes)
+    if not any(word.split("=")[0] == "--admin-api-key" for word in args.more):
+        notes.append(_NO_ADMIN_KEY)
+    text += "\n\n" + "\n".join(f"# {line}" for line in notes)
     dealt = [] if shares is None else [[p.path for p in places] for places in shares.dealt]
-    return Outcome({"command": command, "checked": checked, "note": note, "dealt": dealt}, text)
+    result = {"command": command, "checked": checked, "note": note, "notes": notes, "dealt": dealt}
+    return Outcome(result, text)
+
+
+def _check_space(folders: Sequence[str], capacity: int) -> None:
+    """Raises CapacityError where the disk is too small; a path of another machine passes."""
+    paths = [Path(folder).absolute() for folder in folders]
+    if not paths or not all(path.parent.exists() for path in paths):
+        return
+    disks = {os.stat(_existing(path)).st_dev: path for path in paths}
+    free = sum(_space(path)[0] for path in disks.values())
+    used = sum(_space(path)[1] for path in paths)
+    if capacity > free + used:
+        raise CapacityError(
+            f"{', '.join(folders)}: {format_nbytes(free)} free and {format_nbytes(used)} in pools, "
+            f"--capacity is {format_nbytes(capacity)}; give less, or another --path"
+        )
+
+
+def _space(path: Path) -> tuple[int, int]:
+    """Bytes free where ``path`` is or will be, and bytes of the pools below it."""
+    stat = os.statvfs(_existing(path))
+    used = sum(file.stat().st_blocks * 512 for file in path.glob("*/*.tutti"))
+    return stat.f_bavail * stat.f_frsize, used
 
 
 def _share_lines(shares: Shares) -> list[str]:
@@ -253,6 +288,7 @@ def _sglang(mode: str, page_size: int) -> Iterator[Finding]:
         yield Finding("page size", "slow", f"{page_size} tokens make small objects; use 64")
     else:
         yield Finding("page size", "ok", f"{page_size} tokens")
+    yield Finding("admin key", "unknown", _NO_ADMIN_KEY.replace("add -- ", "start SGLang with "))
     if mode == LINKER:
         yield Finding("mode", "ok", "linker: pages keep SGLang's own layout")
 
@@ -267,9 +303,7 @@ def _place(path: Path, capacity: int) -> Iterator[Finding]:
         yield Finding(
             "path", "fails", f"{parent} is not writable; pass another folder, or change its owner"
         )
-    stat = os.statvfs(parent)
-    free = stat.f_bavail * stat.f_frsize
-    used = sum(file.stat().st_blocks * 512 for file in path.glob("*/*.tutti"))
+    free, used = _space(path)
     if capacity > free + used:
         yield Finding(
             "space",
@@ -336,7 +370,14 @@ def _machine(folder: Path) -> Iterator[Finding]:
         yield Finding("machine", "unknown", str(error))
         return
     direct, uring, memory = machine.direct, machine.uring, machine.memory
-    if direct.direct:
+    if direct.filesystem in _VOLATILE:
+        yield Finding(
+            "disk",
+            "slow",
+            f"{direct.filesystem} is memory: pages are lost at a restart of the machine, and take "
+            "memory from SGLang; choose a folder on an SSD",
+        )
+    elif direct.direct:
         yield Finding("disk", "ok", f"direct I/O on {direct.filesystem}")
     else:
         yield Finding("disk", "slow", f"no direct I/O: {direct.reason}; use ext4 or xfs on NVMe")
@@ -349,7 +390,9 @@ def _machine(folder: Path) -> Iterator[Finding]:
         yield Finding(
             "memlock",
             "slow",
-            f"{limit}; raise it (ulimit -l 65536), otherwise io_uring cannot register buffers",
+            f"{limit}; raise it above SGLang's host pool and Tutti's staging together "
+            "(ulimit -l unlimited, or LimitMEMLOCK=infinity in the unit); "
+            "otherwise io_uring cannot register buffers",
         )
     else:
         yield Finding("memlock", "ok", "enough")

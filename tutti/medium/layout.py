@@ -254,6 +254,16 @@ MODELS: dict[str, Callable[[int, str], KVLayout]] = {
 }
 
 
+def differences(pool: KVLayout, asked: KVLayout) -> str:
+    """The fields in which two layouts differ: "dtype is 'float16', not 'bfloat16'"."""
+    found = [
+        f"{field.name} is {getattr(pool, field.name)!r}, not {getattr(asked, field.name)!r}"
+        for field in fields(pool)
+        if getattr(pool, field.name) != getattr(asked, field.name)
+    ]
+    return "; ".join(found)
+
+
 def itemsize_nbytes(dtype: str) -> int:
     """Bytes of one element; raises LayoutError for a type that is not in ITEMSIZE_NBYTES."""
     try:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from tutti.arrays import Keys
 from tutti.errors import ChecksumMismatch, DeviceTimeout, KeyMissing, PagesInUse, TuttiError
 from tutti.integration.sglang.breaker import Breaker
 from tutti.integration.sglang.direct.staging import StagingPages
-from tutti.integration.sglang.metrics import Metrics
+from tutti.integration.sglang.metrics import LOAD, Metrics
+from tutti.integration.sglang.reporting import ErrorLog, MinuteLog
 from tutti.interface import Store
 from tutti.process import Owned
 
@@ -24,26 +25,30 @@ _KNOWN_KEYS = 16
 class Maintenance(Owned):
     """A thread that serves one store.
 
-    staging: for probes alone.  reads: closed again when an object can be read.  probe_s: how long
-    that may take.
+    staging: for probes alone.  breakers: of loads and stores; that of loads is closed again when an
+    object can be read.  probe_s: how long that may take.  page_tokens: as Metrics.from_store.
     """
 
     def __init__(
         self,
         store: Store,
         staging: StagingPages,
-        reads: Breaker,
+        breakers: Mapping[str, Breaker],
         *,
         metrics: Metrics,
-        log_error: Callable[[str, object], None],
+        errors: ErrorLog,
         probe_s: float,
+        page_tokens: int = 0,
     ) -> None:
         self._store = store
         self._staging = staging
-        self._reads = reads
+        self._breakers = breakers
+        self._reads = breakers[LOAD]
         self._recorder = metrics
-        self._log_error = log_error
+        self._log_error = errors.add
+        self._page_tokens = page_tokens
         self._probe_s = probe_s
+        self._minutes = MinuteLog(metrics, errors, time.monotonic())
         self._known: deque[bytes] = deque(maxlen=_KNOWN_KEYS)
         self._proven = False
         self._hurries = True  # to the next round without a pause
@@ -61,20 +66,23 @@ class Maintenance(Owned):
         self._thread.join(timeout_s)
 
     def _run(self) -> None:
-        refresh_s = time.monotonic() + _REFRESH_S
+        refresh_s = time.monotonic()
         while not self._stop.wait(0.0 if self._hurries else _EVERY_S):
             self._hurries = False
             if not self._proven:
                 self._guard("proof", self._prove)
             if self._reads.take_probe():
                 self._guard("probe", self._probe)
-            if time.monotonic() > refresh_s:
+            if time.monotonic() >= refresh_s:
                 refresh_s = time.monotonic() + _REFRESH_S
                 self._guard("statistics", self.refresh)
+                self._minutes.tick(time.monotonic())
 
     def refresh(self) -> None:
         """Updates the counters."""
-        self._recorder.from_store(self._store.stats())
+        self._recorder.from_store(self._store.stats(), self._page_tokens)
+        for direction, breaker in self._breakers.items():
+            self._recorder.level("breaker_open", int(not breaker.closed), direction)
 
     def _prove(self) -> None:
         """Some objects, and at once the next ones: a large pool takes long, and probes go on."""

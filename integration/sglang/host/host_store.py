@@ -1,7 +1,7 @@
 """One of SGLang's host pools and the Tutti pool behind it: pages by hash, never an exception.
 
 Every call ends in an answer: what cannot be had is a miss, what cannot be stored is not stored;
-each is counted, and logged once per kind.
+each is counted, logged once per kind, and summed up each minute.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import os
 import signal
-import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -29,6 +28,7 @@ from tutti.errors import (
     TuttiError,
 )
 from tutti.integration.sglang.metrics import LOAD, STORE, Metrics
+from tutti.integration.sglang.reporting import ErrorLog, MinuteLog
 from tutti.integration.sglang.weights import WeightsWatch
 from tutti.interface import Store
 from tutti.medium.keys import object_keys
@@ -42,24 +42,7 @@ _log = logging.getLogger(__name__)
 _HOLD_S = 60.0
 _HOLD_ROUNDS = 1440
 _TOUCHED_MAX = 1 << 20
-
-
-class ErrorLog:
-    """Logs each kind of error once, and counts all of them."""
-
-    def __init__(self, metrics: Metrics) -> None:
-        self._recorder = metrics
-        self._lock = threading.Lock()
-        self.counts: dict[str, int] = {}
-
-    def add(self, kind: str, message: object) -> None:
-        """One error of a kind."""
-        with self._lock:
-            self.counts[kind] = self.counts.get(kind, 0) + 1
-            first = self.counts[kind] == 1
-        self._recorder.count("errors")
-        if first:
-            _log.warning("Tutti: %s (%s); more of this kind are counted, not logged", message, kind)
+_IDLE_S = 60.0  # SGLang gives a prefetch up within 30 s
 
 
 class HostStore:
@@ -89,6 +72,8 @@ class HostStore:
         self._timeout_s = 4 * timeout_s
         self._touched: OrderedDict[bytes, None] | None = OrderedDict() if second_touch else None
         self._closed = False
+        self._looked_up_s: float | None = None
+        self._minutes = MinuteLog(metrics, self.error_log, time.monotonic())
 
     def keys(self, hashes: Sequence[str]) -> Keys | None:
         """ObjectKeys of page hashes; None while it is not known which weights hold."""
@@ -105,6 +90,7 @@ class HostStore:
 
         def look_up() -> int:
             keys = self.keys(hashes)
+            self._looked_up_s = time.monotonic()
             found = 0 if keys is None or not hashes else self.store.match(keys, pin=True)
             self._count_lookup(len(hashes), found)
             return found
@@ -117,6 +103,7 @@ class HostStore:
         def look_up() -> list[bool]:
             keys = self.keys(hashes)
             there = [False] * len(hashes)
+            self._looked_up_s = time.monotonic()
             if keys is not None:
                 there = [bool(found) for found in self.store.present(keys, pin=True)]
             self._count_lookup(len(hashes), sum(there))
@@ -235,12 +222,27 @@ class HostStore:
 
     def refresh(self) -> None:
         """Updates the counters."""
-        self._guard("statistics", None, lambda: self.metrics.from_store(self.store.stats()))
+        page_tokens = self.store.layout.page_size
+        self._guard(
+            "statistics", None, lambda: self.metrics.from_store(self.store.stats(), page_tokens)
+        )
+
+    def tick(self, now_s: float) -> None:
+        """Refreshes, reports, and unpins what look-ups found when none came for a minute.
+
+        now_s: monotonic.  Call it about once a second.
+        """
+        self.refresh()
+        self._minutes.tick(now_s)
+        if self._looked_up_s is not None and now_s - self._looked_up_s > _IDLE_S:
+            self._looked_up_s = None
+            self._guard("unpin", None, self.store.unpin)
 
     def close(self) -> None:
         """Ends what is under way and closes the store."""
         if not self._closed:
             self._closed = True
+            self.metrics.level("attached", 0)
             self._guard("close", None, self.store.close)
 
     def _start_load(

@@ -1,0 +1,116 @@
+"""A linker is cleared and detached while its server runs; its pool is then closed cleanly."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import linker_engine
+import pytest
+from linker_engine import Rig, damage, names, wait_for
+from prometheus_client import REGISTRY
+
+import tutti
+from tutti.errors import PoolClosed
+from tutti.integration.sglang.direct import control
+from tutti.integration.sglang.metrics import METRICS
+
+
+def scheduler(idle: bool = True) -> Any:
+    return SimpleNamespace(is_fully_idle=lambda: idle)
+
+
+def test_clear_forgets_every_page_and_the_linker_goes_on(tmp_path: Path) -> None:
+    with Rig(tmp_path) as rig:
+        rig.fill(1)
+        assert rig.store(names(8), range(8))
+        assert rig.lookup(names(8)) == 8
+        busy = control._clear(pytest.fail, scheduler(idle=False), None)
+        assert (busy.success, rig.lookup(names(8))) == (False, 8)
+        assert control._clear(pytest.fail, scheduler(), None).success
+        assert rig.lookup(names(8)) == 0
+        want = rig.content(range(8))
+        assert rig.store(names(8), range(8))
+        rig.wipe()
+        assert rig.restore(names(8), range(8, 16))
+        assert rig.content(range(8, 16)) == want
+
+
+def test_a_detached_linker_finds_nothing_and_its_pool_is_clean(tmp_path: Path) -> None:
+    with Rig(tmp_path) as rig:
+        rig.fill(1)
+        assert rig.store(names(8), range(8))
+        rig.offload(names(4, "more"), range(8, 12))
+        assert not control._detach(pytest.fail, scheduler(idle=False), None).success
+        assert control._detach(pytest.fail, scheduler(), None).success
+        assert control._detach(pytest.fail, scheduler(), None).success, "a second call is welcome"
+        assert rig.linker.num_completed_offloads() == 1, "SGLang still asks for it"
+        assert rig.linker.pop_completed_offload()
+        assert rig.lookup(names(8)) == 0
+        assert not rig.load(names(8), range(8))
+        assert not rig.offload(names(2, "late"), range(2))
+        assert rig.linker.start_layer_wise_loading() == -1
+        with pytest.raises(PoolClosed, match="restart the server"):
+            rig.linker.clear()
+        assert not control._clear(pytest.fail, scheduler(), None).success
+        rig.linker.reset()
+        with tutti.open(rig.file(tmp_path)) as pool:
+            assert pool.stats()["slots"]["unproven"] == 0, "it was closed cleanly"
+            assert pool.stats()["slots"]["ready"] == 12
+    with Rig(tmp_path) as rig:
+        assert rig.lookup(names(8)) == 8
+
+
+def test_damage_that_read_ahead_finds_makes_a_shorter_hit(tmp_path: Path) -> None:
+    with Rig(tmp_path) as rig:
+        rig.fill(1)
+        want = rig.content(range(8))
+        assert rig.store(names(8), range(8))
+    damage(rig.file(tmp_path))
+    with Rig(tmp_path) as rig:
+        first = rig.lookup(names(8))
+        wait_for(lambda: rig.linker.metrics.snapshot().get("errors", 0) > 0)
+        found = rig.lookup(names(8))
+        assert found < first, "the waiting request looks up again and finds what is whole"
+        if found:
+            assert rig.restore(names(found), range(8, 8 + found))
+            assert rig.content(range(8, 8 + found)) == want[:found]
+
+
+def test_a_small_pool_keeps_what_it_promises(tmp_path: Path) -> None:
+    with Rig(tmp_path, capacity="8MiB", pin_lookups=1) as rig:
+        stats = rig.stored_pool.store.stats()
+        usable = stats["usable_objects"]
+        assert usable >= 0.9 * stats["capacity_objects"]
+        rig.fill(1)
+        for start in range(0, usable - usable % 8, 8):
+            assert rig.store([f"{start + i:064x}" for i in range(8)], range(8))
+        rig.linker._maintenance["kv"].refresh()
+        counts = rig.linker.metrics.snapshot()
+        assert counts.get("evicted_objects", 0) == 0
+        assert counts["fullness"] > 0.95
+
+
+def test_every_metric_is_published_at_0_from_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    linker_engine.server_args()
+    with_metrics = SimpleNamespace(enable_metrics=True)
+    monkeypatch.setattr(linker_engine, "server_args", lambda: with_metrics)
+    with Rig(tmp_path):
+        labels = {"mode": "linker", "pool": "kv", "rank": "tp0-pp0-cp0-dp0"}
+        for name, (kind, _) in METRICS.items():
+            full = f"tutti:{name}" + ("_total" if kind == "counter" else "")
+            plain = REGISTRY.get_sample_value(full, labels)
+            loads = REGISTRY.get_sample_value(full, {**labels, "direction": "load"})
+            assert plain is not None or loads is not None, name
+        (info,) = [
+            sample
+            for family in REGISTRY.collect()
+            if family.name == "tutti:info"
+            for sample in family.samples
+        ]
+        assert info.value == 1
+        assert info.labels["version"] == tutti.__version__
+        assert info.labels["executor"] in ("uring", "threads")
