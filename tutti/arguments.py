@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 import math
+import sys
 from dataclasses import replace
 
 from tutti.errors import ConfigError
 from tutti.medium.layout import ITEMSIZE_NBYTES, MODELS, KVLayout
-from tutti.units import parse_nbytes
+from tutti.model_config import model_layout
+from tutti.units import format_nbytes, parse_nbytes
 
 PAGE_SIZE = 64
 _PORT_MAX = 65535
@@ -24,6 +26,12 @@ def nbytes(text: str) -> int:
     if size == 0:
         raise argparse.ArgumentTypeError("the size is 0 bytes; pass e.g. 8GiB")
     return size
+
+
+def say_capacity(size_nbytes: int) -> None:
+    """How a size was read, on stderr, before anything is allocated."""
+    size = f"{format_nbytes(size_nbytes)} ({size_nbytes} bytes)"
+    print(f"capacity: {size}", file=sys.stderr, flush=True)
 
 
 def positive(text: str) -> int:
@@ -76,8 +84,9 @@ def add_layout(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--model",
         metavar="NAME",
-        help="name of the model, stored in the pool: pages of another model never match; it is also"
-        f" the dimensions for {', '.join(sorted(MODELS))}",
+        help="name of the model, stored in the pool: pages of another model never match; its"
+        " dimensions come from its config.json (a folder, or Hugging Face's local cache), and are"
+        f" known for {', '.join(sorted(MODELS))}",
     )
     group.add_argument(
         "--any-model",
@@ -119,17 +128,21 @@ def layout_of(args: argparse.Namespace) -> KVLayout:
 
 def _shape_of(args: argparse.Namespace) -> KVLayout:
     heads = (args.kv_heads, args.head_dim)
-    if args.model in MODELS:
-        if args.mla is not None or args.layers is not None or heads != (None, None):
-            raise ConfigError(
-                "--model sets every dimension; remove --layers, --kv-heads, --head-dim and --mla"
-            )
-        return MODELS[args.model](args.page_size, args.dtype)
-    if args.layers is None:
-        known = "no model" if args.model is None else f"{args.model!r} has no known dimensions"
+    is_given = args.mla is not None or args.layers is not None or heads != (None, None)
+    if args.model in MODELS and is_given:
         raise ConfigError(
-            f"{known}; pass --model ({', '.join(sorted(MODELS))}), or --layers with"
-            " --kv-heads and --head-dim, or --layers with --mla"
+            "--model sets every dimension; remove --layers, --kv-heads, --head-dim and --mla"
+        )
+    if args.model is not None and not is_given:
+        found = model_layout(args.model, args.page_size, args.dtype)
+        if found is not None:
+            return found
+    if args.layers is None:
+        known = "no model" if args.model is None else f"{args.model!r} has no config.json here"
+        raise ConfigError(
+            f"{known}; pass --model as a folder, a name in Hugging Face's local cache, or one of"
+            f" {', '.join(sorted(MODELS))}; or pass --layers with --kv-heads and"
+            " --head-dim, or with --mla"
         )
     if args.mla is not None and heads == (None, None):
         rank, rope_dim = args.mla

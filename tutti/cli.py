@@ -33,6 +33,7 @@ from tutti.commands.outcome import (
     Outcome,
 )
 from tutti.errors import ConfigError, TuttiError, system_message
+from tutti.settings import configure
 
 _EXIT_CODES = (
     (EXIT_OK, "success"),
@@ -49,6 +50,8 @@ _EPILOG = (
     "exit codes:\n"
     + "\n".join(f"  {code:<5}{meaning}" for code, meaning in _EXIT_CODES)
     + "\n\n`tutti COMMAND --help` describes a command and shows an example."
+    + "\nShell completion: pip install argcomplete, then"
+    + ' eval "$(register-python-argcomplete tutti)".'
 )
 
 #: Name, module:function in tutti.commands, help text. A name of two words is a command of a group.
@@ -88,6 +91,10 @@ COMMANDS = (
     ("simulate", "bench:add_simulate", "simulate clusters and drives"),
     ("replay", "bench:add_replay", "replay a trace with real bytes and check every byte"),
 )
+
+#: Commands that servers need: their options can be set by a file and by the environment.
+_CONFIGURED = ("serve", "sglang command", "sglang doctor")
+_OF_OTHERS = {"model", "capacity"}  # in [sglang], for `command` alone
 
 #: Help text of each group of commands.
 GROUPS = {"nvme": "drives", "bench": "measure", "sglang": "run behind SGLang"}
@@ -133,6 +140,8 @@ def build_parser(argv: Sequence[str]) -> argparse.ArgumentParser:
                 "--json", action="store_true", help="print one JSON object instead of tables"
             )
             child.set_defaults(refuse=child.error)
+            if name in _CONFIGURED:
+                configure(child, name.split()[0], os.environ, _OF_OTHERS)
     return parser
 
 
@@ -174,8 +183,17 @@ def _orderly_end() -> Iterator[None]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; returns its exit code. Raises SystemExit after --help and --version."""
     _occupy_streams()
+    if "_ARGCOMPLETE" in os.environ:
+        complete(os.environ.get("COMP_LINE", ""))
     with _orderly_end():
         return _run(sys.argv[1:] if argv is None else list(argv))
+
+
+def complete(line: str) -> None:
+    """Answers the shell that asks how to complete ``line``, and ends the process."""
+    import argcomplete
+
+    argcomplete.autocomplete(build_parser(line.split()[1:]))
 
 
 def _occupy_streams() -> None:

@@ -31,14 +31,17 @@ class Output:
     def __init__(self, folder: Path | None) -> None:
         self._folder = folder
         self.failed = ""
-        if folder is None:
+        if folder is not None and (folder / RESULT).exists():
+            raise ConfigError(f"{folder.name} holds a result already; name a new folder")
+
+    def make_folder(self) -> None:
+        """Makes the folder, once there is something to measure.  Raises ConfigError."""
+        if self._folder is None:
             return
         try:
-            folder.mkdir(parents=True, exist_ok=True)
+            self._folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ConfigError(f"cannot make --out: {error}; name another folder") from error
-        if (folder / RESULT).exists():
-            raise ConfigError(f"{folder.name} holds a result already; name a new folder")
 
     def requests(self, facts: Mapping[str, Any], records: Sequence[Record]) -> None:
         """Appends the requests of one point, each with the facts that name the point."""

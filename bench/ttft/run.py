@@ -113,6 +113,7 @@ def run(args: argparse.Namespace, progress: ProgressFactory) -> dict[str, Any]:
     output = Output(args.out)
     _check(args)
     session = open_session(args, slos, progress)
+    output.make_folder()
     if args.prefix_tokens:
         return run_prefix(session, output)
     session.listener = output.requests

@@ -373,6 +373,7 @@ def test_an_interrupt_leaves_a_partial_result(tmp_path: Path) -> None:
 def test_a_full_disk_keeps_the_result_before(tmp_path: Path) -> None:
     out = tmp_path / "out"
     failing = Output(out)
+    failing.make_folder()
     failing.result({"benchmark": "ttft", "partial": False})
     (out / f"{RESULT}.new").symlink_to("/dev/full")
     failing.result({"benchmark": "ttft", "partial": False, "more": 1})

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from tutti import store
-from tutti.arguments import add_layout, add_paths, layout_of, nbytes
+from tutti.arguments import add_layout, add_paths, layout_of, nbytes, say_capacity
 from tutti.commands.outcome import Outcome
 from tutti.errors import ConfigError, PoolCorrupt, PoolNotFound
 from tutti.gio_uring.drives.device_content import LABEL
@@ -119,6 +119,7 @@ def run_format(args: argparse.Namespace) -> Outcome:
     if args.capacity is None:
         raise ConfigError("a pool has a size; pass --capacity, or --for-server for devices")
     layout = layout_of(args)
+    say_capacity(args.capacity)
     with Progress("prewrite", 0, in_bytes=True) as bar:
         geometry = store.format(
             args.paths,

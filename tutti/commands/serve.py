@@ -9,7 +9,7 @@ import grp
 import signal
 import sys
 
-from tutti.arguments import nbytes
+from tutti.arguments import nbytes, say_capacity
 from tutti.commands.outcome import Outcome
 from tutti.errors import ConfigError
 from tutti.node.agent import Agent, AgentConfig
@@ -82,6 +82,8 @@ def add_serve(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> Outcome:
     """Serves until a signal."""
+    if args.capacity:
+        say_capacity(args.capacity)
     pools = AgentPools(
         args.paths,
         folder=args.folder,

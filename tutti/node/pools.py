@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tutti.errors import CapacityError, ConfigError, PoolMismatch, PoolNotFound, TuttiError
-from tutti.medium.layout import KVLayout
+from tutti.medium.layout import KVLayout, differences
 from tutti.node.pool_service import PoolService
 from tutti.pool.pool_format import Paths
 from tutti.store import ObjectStore
@@ -73,10 +73,11 @@ class AgentPools:
             store = self._open(self._paths)
             service = self.services[""] = PoolService(store)
         own = service.store.layout
-        if layout_json and KVLayout.from_json(layout_json) != own:
+        wanted = KVLayout.from_json(layout_json) if layout_json else own
+        if wanted != own:
             raise PoolMismatch(
-                f"the agent's pool holds {own.to_json()}, not {layout_json}; connect with that"
-                " layout, or start an agent with --folder, which has a pool for each"
+                f"the agent's pool has another layout: {differences(own, wanted)}; connect with"
+                " that layout, or start an agent with --folder, which has a pool for each"
             )
         return service
 

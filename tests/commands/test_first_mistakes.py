@@ -1,0 +1,121 @@
+"""The mistakes of a first hour: each ends in one sentence that names the remedy."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tutti import cli, store
+from tutti.errors import NativeError, PoolMismatch, TuttiError
+from tutti.medium.layout import KVLayout
+from tutti.node.client import connect
+
+ROOT = Path(__file__).parents[2]
+LAYOUT = KVLayout.mha(2, 1, 64, 32, "bfloat16", model="test-model")
+SMALL = ["--model=test-model", "--layers=2", "--kv-heads=1", "--head-dim=64", "--page-size=32"]
+SGLANG = ["sglang", "command", "--model=m", "--path=/p"]
+
+
+def sentence(capsys: pytest.CaptureFixture[str], *argv: str | Path) -> str:
+    """The last line on stderr of a command that fails, after checking that no traceback is."""
+    code = cli.main([str(word) for word in argv])
+    said = capsys.readouterr().err
+    assert code in (1, 2, 3), said
+    assert "Traceback" not in said
+    return said.splitlines()[-1]
+
+
+def test_no_compiler(tmp_path: Path) -> None:
+    (tmp_path / ".venv").touch()
+    ended = subprocess.run(
+        ["make", f"VENV={tmp_path}", "CXX=no-such-compiler", f"{tmp_path}/.core"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert ended.returncode != 0
+    assert "no C++ compiler: install g++, or name one with CXX=" in ended.stderr
+
+
+def test_no_space(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    said = sentence(capsys, "format", tmp_path / "p", "--capacity", "900TiB", *SMALL)
+    assert "free" in said
+    assert not (tmp_path / "p").exists()
+
+
+def test_a_wrong_path(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "does not exist; correct the path" in sentence(capsys, "info", tmp_path / "nothing")
+
+
+def test_a_pool_in_use(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with store.open(tmp_path / "p", layout=LAYOUT, capacity="16MiB"):
+        assert "in use" in sentence(capsys, "fsck", tmp_path / "p")
+
+
+def test_a_server_that_is_not_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "out"
+    said = sentence(
+        capsys, "bench", "ttft", "--url", "http://127.0.0.1:9", "--rates", "1", "--out", out
+    )
+    assert "127.0.0.1:9" in said
+    assert not out.exists(), "nothing was measured, nothing is left"
+
+
+def test_a_model_that_is_not_local(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    said = sentence(capsys, "format", tmp_path / "p", "--capacity=1GiB", "--model=org/some-model")
+    assert "has no config.json here; pass --model as a folder" in said
+
+
+def test_an_old_sglang(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tutti.commands.sglang.installed_version", lambda: "0.4.0")
+    assert cli.main(["sglang", "doctor"]) == 1
+    assert "0.4.0 is installed; pip install sglang==0.5.23" in capsys.readouterr().out
+
+
+def test_a_size_without_a_unit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    said = sentence(capsys, "format", tmp_path / "p", "--capacity", "64G", *SMALL)
+    assert "KiB, MiB, GiB, TiB (powers of 1024)" in said
+
+
+def test_the_pool_of_another_model(tmp_path: Path) -> None:
+    store.format(tmp_path / "p", LAYOUT, "16MiB")
+    other = KVLayout.mha(2, 1, 64, 32, "float16", model="test-model")
+    with pytest.raises(PoolMismatch) as caught:
+        store.open(tmp_path / "p", layout=other)
+    assert "another layout: dtype is 'bfloat16', not 'float16'; open it with" in str(caught.value)
+
+
+def test_a_misspelt_option(capsys: pytest.CaptureFixture[str]) -> None:
+    said = sentence(capsys, *SGLANG, "--capacity=1GiB", "--option", "second_tuch=true")
+    assert "did you mean 'second_touch'?" in said
+
+
+def test_an_agent_that_is_not_up(tmp_path: Path) -> None:
+    with pytest.raises(TuttiError, match="tutti serve"):
+        connect(f"unix:{tmp_path}/tutti.sock", LAYOUT, "16MiB")
+
+
+def test_a_checkout_that_was_not_built(tmp_path: Path) -> None:
+    program = "import tutti.native as n; n.lib()"
+    missing = {**os.environ, "TUTTI_NATIVE_LIBRARY": str(tmp_path / "none.so")}
+    ended = subprocess.run(
+        [sys.executable, "-c", program], env=missing, capture_output=True, text=True, timeout=60
+    )
+    last = ended.stderr.splitlines()[-1]
+    assert NativeError.__name__ in last and "make install" in last
+
+
+def test_a_file_where_a_folder_should_be(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("")
+    said = sentence(capsys, "demo", "--quick", "--dir", tmp_path / "file")
+    assert "is not a folder; pass another with --dir" in said
