@@ -7,28 +7,6 @@ from typing import Any
 
 from tutti.units import format_nbytes
 
-_COLOURS = {"store": "#4c72b0", "retrieve": "#55a868", "layerwise": "#8172b3", "mixed": "#c44e52"}
-
-
-def plot_demo(results: dict[str, Any], path: str | os.PathLike[str]) -> bool:
-    """Draws the results of `tutti.bench.bandwidth` and `tutti.bench.replay` into one picture.
-
-    results: {"bandwidth": ..., "replay": ...}, either of which may be missing.
-    Returns False, and draws nothing, without matplotlib.
-    """
-    canvas = blank_figure(("bandwidth" in results) + ("replay" in results))
-    if canvas is None:
-        return False
-    figure, axes = canvas
-    places = iter(axes)
-    if "bandwidth" in results:
-        _draw_bandwidth(next(places), results["bandwidth"])
-    if "replay" in results:
-        _draw_replay(next(places), results["replay"])
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
-    return True
-
 
 def plot_compare(result: dict[str, Any], path: str | os.PathLike[str]) -> bool:
     """Draws the speed ratios of one case with their intervals and the noise floor.
@@ -94,36 +72,6 @@ def blank_figure(columns: int) -> tuple[Any, Any] | None:
     FigureCanvasAgg(figure)
     axes = [figure.add_subplot(1, max(1, columns), i + 1) for i in range(columns)]
     return figure, axes
-
-
-def _draw_bandwidth(axis: Any, result: dict[str, Any]) -> None:
-    rows = result["rows"]
-    shapes = list(dict.fromkeys(row["shape"] for row in rows))
-    phases = list(dict.fromkeys(row["phase"] for row in rows))
-    width = 0.8 / max(1, len(phases))
-    for i, phase in enumerate(phases):
-        found = {row["shape"]: row["gb_per_s"] for row in rows if row["phase"] == phase}
-        places = [shapes.index(shape) + (i - (len(phases) - 1) / 2) * width for shape in found]
-        axis.bar(places, list(found.values()), width, label=phase, color=_COLOURS.get(phase))
-    axis.set_xticks(range(len(shapes)), shapes)
-    axis.set_xlabel("object: layers x slice")
-    axis.set_ylabel("GB/s")
-    axis.set_title(f"{result['controller']} controller, verify {result['verify']}")
-    axis.legend()
-
-
-def _draw_replay(axis: Any, result: dict[str, Any]) -> None:
-    run = result["runs"][-1]
-    bars = {
-        "store": run["block_hit_rate"],
-        "LRU, blocks": run["lru_hit_rate"],
-        "MIN": run["minimum_hit_rate"],
-        "unlimited": run["unlimited_hit_rate"],
-    }
-    axis.bar(list(bars), [100 * rate for rate in bars.values()], color="#4c72b0")
-    axis.set_ylabel("block hits, %")
-    title = f"{result['requests']} requests, {run['capacity_objects']} objects"
-    axis.set_title(f"{title}, {run['wrong']} pages wrong")
 
 
 def _draw_interval(axis: Any, row: float, interval: dict[str, float], colour: str) -> None:

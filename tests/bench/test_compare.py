@@ -19,7 +19,7 @@ from tutti.bench.compare.paired import Round, System
 from tutti.bench.compare.paired import compare as compare_pairs
 from tutti.bench.environment import command_line, describe
 from tutti.bench.fio import FioJob, hugepages_of, parse_fio, reserved_hugepages
-from tutti.bench.plots import plot_compare, plot_demo
+from tutti.bench.plots import plot_compare
 from tutti.bench.summary import render
 from tutti.errors import ConfigError, MediumError, Unsupported
 from tutti.terminal import progress
@@ -180,22 +180,15 @@ def test_pictures(tmp_path: Path) -> None:
     cells = {"one": cell, "two": {**cell, "noise": {"speed_ratio": interval}}, "three": {}}
     assert plot_compare({"case": "c", "cells": cells}, tmp_path / "compare.png")
     assert not plot_compare({"case": "c", "cells": {"three": {}}}, tmp_path / "none.png")
-    row = {"shape": "8x32KiB", "phase": "store", "gb_per_s": 1.0}
-    rates = ("block_hit_rate", "lru_hit_rate", "minimum_hit_rate", "unlimited_hit_rate")
-    run = dict.fromkeys(rates, 0.3) | {"capacity_objects": 9, "wrong": 0}
-    results = {
-        "bandwidth": {"rows": [row], "controller": "file", "verify": "always"},
-        "replay": {"requests": 3, "runs": [run]},
-    }
-    assert plot_demo(results, tmp_path / "demo.png")
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["compare.png", "demo.png"]
+    assert [p.name for p in tmp_path.iterdir()] == ["compare.png"]
 
 
 def test_without_matplotlib_there_is_no_picture(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
-    assert not plot_demo({"bandwidth": {}}, tmp_path / "demo.png")
+    cells = {"one": {"speed_ratio": {"median": 1.0, "low": 0.9, "high": 1.1}}}
+    assert not plot_compare({"case": "c", "cells": cells}, tmp_path / "compare.png")
 
 
 def test_the_results_page_shows_the_raw_results() -> None:

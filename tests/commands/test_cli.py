@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
@@ -399,11 +401,14 @@ def test_replay_fails_on_wrong_bytes(
     assert run_json(*argv)[0] == 1
 
 
-TINY_DEMO = cli_demo._Size(64 * MiB, 0.05, ("2x32KiB",), 32 * MiB, 4)
+TINY_DEMO = cli_demo._Size(1, 1, 32 * MiB, 4)
 
 
 def test_demo_works_twice_and_cleans_up(
-    tmp_path: Path, run_json: Json, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    run_json: Json,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(cli_demo, "_QUICK", TINY_DEMO)
     folder = tmp_path / "new" / "demo"
@@ -411,7 +416,13 @@ def test_demo_works_twice_and_cleans_up(
         code, result = run_json("demo", "--dir", folder, "--quick")
         assert (code, result["wrong"]) == (0, 0)
         assert json.loads((folder / "results.json").read_text()) == result
-        assert {path.name for path in folder.iterdir()} <= {"results.json", "results.png"}
+        assert {path.name for path in folder.iterdir()} == {"results.json", "results.svg"}
+        assert ElementTree.parse(folder / "results.svg").getroot().tag.endswith("svg")
+    assert run("demo", "--dir", folder, "--quick") == 0
+    said = capsys.readouterr().out
+    assert re.search(r"Tutti loads [\d.]+ times and stores [\d.]+ times as fast as a file", said)
+    assert "every byte was right" in said
+    assert max(map(len, said.splitlines())) <= 120
 
 
 def test_a_demo_takes_a_third_of_a_small_disk(
@@ -421,8 +432,11 @@ def test_a_demo_takes_a_third_of_a_small_disk(
         usage = shutil._ntuple_diskusage(0, 0, free_nbytes)  # type: ignore[attr-defined]
         monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
 
-    disk(900 * MiB)
-    assert cli_demo._affordable(tmp_path, 2048 * MiB) == 300 * MiB
+    small = [cli_demo._FULL, cli_demo._QUICK]
+    disk(cli_demo._FULL.needs_nbytes * 3)
+    assert cli_demo._affordable(tmp_path, small) is cli_demo._FULL
+    disk(cli_demo._FULL.needs_nbytes * 3 - 1)
+    assert cli_demo._affordable(tmp_path, small) is cli_demo._QUICK
     disk(90 * MiB)
     assert run("demo", "--dir", tmp_path) == 3
 

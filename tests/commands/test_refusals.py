@@ -221,7 +221,6 @@ def test_a_csv_that_cannot_be_written_is_refused_before_the_simulation(
     ("words", "code", "says"),
     [
         ("profile --medium . --out .", 2, ". is a folder; name a file in it"),
-        ("demo --dir demo --capacity 1", 3, "1 B a member is less than one group; give at least"),
         ("sglang command --model m --path . --capacity 1GiB --option timeout_s=x", 2, "a number"),
     ],
 )

@@ -1,4 +1,4 @@
-"""`tutti demo`: the store measured on this machine's disk, in about a minute."""
+"""`tutti demo`: the same bytes through Tutti, a file per page and fio, in about a minute."""
 
 from __future__ import annotations
 
@@ -10,48 +10,49 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from tutti.arguments import nbytes
 from tutti.commands.bench import bench_module
 from tutti.commands.outcome import EXIT_FAILED, EXIT_OK, Outcome
-from tutti.errors import CapacityError, ConfigError, Unsupported, system_message
+from tutti.errors import CapacityError, ConfigError, system_message
 from tutti.terminal import progress
-from tutti.units import GiB, MiB, format_nbytes
+from tutti.units import MiB, format_nbytes
 
 _DESCRIPTION = """\
-Makes pools in files below a folder and shows what the store does on this machine's disk: bandwidth
-for objects of several shapes, then a replay of a synthetic trace with real bytes, every one of them
-checked. The pools are removed at the end; results.json and, with matplotlib, results.png stay."""
+Stores and loads the same pages through Tutti, through a file per page and with fio, in files below
+a folder, and draws the speeds. Then replays a synthetic trace with real bytes, every one of them
+checked. The files are removed at the end; results.json and results.svg stay."""
 _EXAMPLE = """\
 example:
   tutti demo --dir .tutti-demo
   tutti demo --dir /mnt/nvme/demo --quick --json
 
 It runs on ordinary files (tier T0) and uses neither a GPU nor a raw NVMe drive; the numbers
-are those of this disk and file system."""
-_LABEL = (
-    "Ordinary files (tier T0) on this machine's disk and file system: neither a GPU nor a raw\n"
-    "NVMe drive is used, and the CPU executes the commands."
-)
-
-_DISK_SHARE = 3  # the pool takes at most a third of what is free
-_LEAST_NBYTES = 256 * MiB
+are those of this disk and file system. `tutti bench peers` measures longer, and SGLang's own
+backends too."""
+_LABEL = """\
+Ordinary files on this machine's disk: neither a GPU nor a raw NVMe drive is used.
+Stores end with the bytes on the disk; loads begin with nothing of the files in the page cache."""
+_NAMES = {"store": "Tutti, verified", "file-per-page": "a file per page", "fio": "fio, unverified"}
+_DISK_SHARE = 3  # at most a third of what is free is used
 _POOLS = "demo-pools"  # below --dir; it is the demo's own and removed with all it holds
 
 
 @dataclass(frozen=True)
 class _Size:
-    """How much a demo does; `shapes` are layers x slice."""
+    """How much a demo does.  page_tokens: of an 8B model, 128 KiB of KV each."""
 
-    capacity_nbytes: int
-    phase_s: float
-    shapes: tuple[str, ...]
-    replay_capacity_nbytes: int
+    page_tokens: int
+    rounds: int
+    replay_nbytes: int
     requests: int
 
+    @property
+    def needs_nbytes(self) -> int:
+        """Space for Tutti's pool (five batches of 128 pages), the files (three) and fio's (two)."""
+        return max(10 * 128 * self.page_tokens * MiB // 8, self.replay_nbytes)
 
-#: 8 MiB objects are pages of 64 tokens of an 8B model, 256 KiB ones the smallest that pay.
-_FULL = _Size(2 * GiB, 3.0, ("32x256KiB", "64x128KiB", "8x32KiB"), 512 * MiB, 800)
-_QUICK = _Size(512 * MiB, 0.3, ("32x256KiB", "8x32KiB"), 128 * MiB, 100)
+
+_FULL = _Size(16, 5, 512 * MiB, 800)
+_QUICK = _Size(4, 1, 128 * MiB, 100)
 
 
 def add_demo(parser: argparse.ArgumentParser) -> None:
@@ -63,12 +64,6 @@ def add_demo(parser: argparse.ArgumentParser) -> None:
         help="folder for pools and results, made if missing (default: %(default)s)",
     )
     parser.add_argument("--quick", action="store_true", help="a few seconds with small pools")
-    parser.add_argument(
-        "--capacity",
-        type=nbytes,
-        metavar="SIZE",
-        help="size of each pool (default 2GiB, with --quick 512MiB)",
-    )
     parser.set_defaults(run=run_demo)
 
 
@@ -79,61 +74,50 @@ def run_demo(args: argparse.Namespace) -> Outcome:
         folder.mkdir(parents=True, exist_ok=True)
     except FileExistsError as error:
         raise ConfigError(f"{folder} is not a folder; pass another with --dir") from error
-    size = _QUICK if args.quick else _FULL
-    wanted_nbytes = args.capacity or size.capacity_nbytes
     pools = folder / _POOLS
     shutil.rmtree(pools, ignore_errors=True)  # of a demo that was killed
-    capacity_nbytes = _affordable(folder, wanted_nbytes)
+    size = _affordable(folder, [_QUICK] if args.quick else [_FULL, _QUICK])
     pools.mkdir()
     try:
-        bandwidth = bench_module("bandwidth")
-        replay = bench_module("replay")
-        measured = _run(bandwidth, _bandwidth_arguments(size, pools, capacity_nbytes))
-        replayed = _run(replay, _replay_arguments(size, pools, capacity_nbytes))
+        peers = _run(bench_module("peers.run"), _peer_arguments(size, pools))
+        replayed = _run(bench_module("replay"), _replay_arguments(size, pools))
     finally:
         shutil.rmtree(pools, ignore_errors=True)
     result = {
         "what": "file-backed controller (tier T0) on this machine's disk",
-        "capacity_nbytes": capacity_nbytes,
-        "bandwidth": measured,
+        "peers": peers,
         "replay": replayed,
-        "wrong": int(measured["wrong"]) + int(replayed["wrong"]),
+        "wrong": int(replayed["wrong"]),
     }
-    kept = _keep(result, folder)
-    parts = [_LABEL]
-    if capacity_nbytes < wanted_nbytes:
-        have, want = format_nbytes(capacity_nbytes), format_nbytes(wanted_nbytes)
-        parts.append(f"The disk has little space: pools of {have} instead of {want}.")
-    parts += ["Bandwidth", bandwidth.report(measured), "Replay of a synthetic trace"]
-    parts += [replay.report(replayed), kept]
+    (cell,) = peers["cells"].values()
+    parts = [_LABEL, _chart(cell), *_skipped(peers), _sentences(cell, replayed)]
+    parts.append(_keep(result, folder))
     exit_code = EXIT_FAILED if result["wrong"] else EXIT_OK
     return Outcome(result, "\n\n".join(parts), exit_code)
 
 
-def _affordable(folder: Path, wanted_nbytes: int) -> int:
-    """The capacity of a pool, as wanted or what fits.  Raises CapacityError for too little."""
+def _affordable(folder: Path, sizes: list[_Size]) -> _Size:
+    """The first size that fits.  Raises CapacityError when none does."""
     free_nbytes = shutil.disk_usage(folder).free
-    capacity_nbytes = min(wanted_nbytes, free_nbytes // _DISK_SHARE // MiB * MiB)
-    if capacity_nbytes < min(wanted_nbytes, _LEAST_NBYTES):
-        raise CapacityError(
-            f"{folder} has {format_nbytes(free_nbytes)} free, which is less than three "
-            f"times the smallest pool of {format_nbytes(_LEAST_NBYTES)}; pass another --dir"
-        )
-    return capacity_nbytes
+    for size in sizes:
+        if size.needs_nbytes * _DISK_SHARE <= free_nbytes:
+            return size
+    raise CapacityError(
+        f"{folder} has {format_nbytes(free_nbytes)} free, the demo wants "
+        f"{format_nbytes(sizes[-1].needs_nbytes * _DISK_SHARE)}; pass another --dir"
+    )
 
 
-def _bandwidth_arguments(size: _Size, pools: Path, capacity_nbytes: int) -> list[str]:
+def _peer_arguments(size: _Size, pools: Path) -> list[str]:
     return [
-        *("--dir", str(pools), "--capacity", str(capacity_nbytes)),
-        *("--shapes", *size.shapes, "--phases", "store", "retrieve", "mixed"),
-        *("--seconds", str(size.phase_s)),
+        *("--dir", str(pools), "--peers", *_NAMES, "--batches", "2"),
+        *("--page-tokens", str(size.page_tokens), "--rounds", str(size.rounds)),
     ]
 
 
-def _replay_arguments(size: _Size, pools: Path, capacity_nbytes: int) -> list[str]:
-    capacity_nbytes = min(size.replay_capacity_nbytes, capacity_nbytes)
+def _replay_arguments(size: _Size, pools: Path) -> list[str]:
     return [
-        *("--dir", str(pools), "--capacity", str(capacity_nbytes)),
+        *("--dir", str(pools), "--capacity", str(size.replay_nbytes)),
         *("--requests", str(size.requests)),
     ]
 
@@ -146,21 +130,60 @@ def _run(module: ModuleType, argv: list[str]) -> dict[str, Any]:
     return result
 
 
+def _speeds(cell: dict[str, Any], phase: str) -> list[tuple[str, float]]:
+    """GB/s of each peer that ran, Tutti's first."""
+    found = cell["peers"]
+    return [
+        (label, found[name][phase]["median_gb_per_s"])
+        for name, label in _NAMES.items()
+        if name in found
+    ]
+
+
+def _charts(cell: dict[str, Any]) -> list[Any]:
+    bars = bench_module("charts").Bars
+    page = format_nbytes(cell["page_nbytes"])
+    return [
+        bars(f"load, pages of {page}, GB/s", _speeds(cell, "load")),
+        bars("store, GB/s", _speeds(cell, "store")),
+    ]
+
+
+def _chart(cell: dict[str, Any]) -> str:
+    text: str = bench_module("charts").bars_text(_charts(cell))
+    return text
+
+
+def _skipped(peers: dict[str, Any]) -> list[str]:
+    return [f"not compared: {name} ({why})" for name, why in peers["skipped"].items()]
+
+
+def _sentences(cell: dict[str, Any], replayed: dict[str, Any]) -> str:
+    """What was found, in words."""
+    ratio = {}
+    for phase in ("load", "store"):
+        (_, mine), (_, files), *_ = _speeds(cell, phase)
+        ratio[phase] = mine / files
+    peers = cell["peers"]
+    mine_ms, files_ms = (peers[name]["exists"]["median_ms"] for name in ("store", "file-per-page"))
+    loaded = sum(run["loaded_pages"] for run in replayed["runs"])
+    verdict = f"{replayed['wrong']} WERE WRONG" if replayed["wrong"] else "every byte was right"
+    return (
+        f"On this disk Tutti loads {ratio['load']:.1f} times and stores {ratio['store']:.1f} times "
+        f"as fast as a file per page,\nand looks up a prompt of {peers['store']['exists']['pages']}"
+        f" pages {files_ms / mine_ms:.0f} times as fast ({mine_ms:.2f} ms).\n"
+        f"Replaying {replayed['requests']} requests loaded {loaded} pages; {verdict}."
+    )
+
+
 def _keep(result: dict[str, Any], folder: Path) -> str:
     """Writes the results and draws them; what became of it.  They are printed in any case."""
     try:
         (folder / "results.json").write_text(json.dumps(result, indent=2) + "\n")
-        return f"kept: {folder / 'results.json'}\n{_plot(result, folder / 'results.png')}"
+        (cell,) = result["peers"]["cells"].values()
+        title = "The same pages on this machine's disk"
+        svg = bench_module("charts").bars_svg(title, _charts(cell))
+        (folder / "results.svg").write_text(svg)
     except OSError as error:
         return f"not kept: {system_message(error)}"
-
-
-def _plot(result: dict[str, Any], path: Path) -> str:
-    """Draws the results where matplotlib is installed; what became of it."""
-    try:
-        drawn = bench_module("plots").plot_demo(result, path)
-    except Unsupported as error:
-        return f"no plot: {error}"
-    if not drawn:
-        return "no plot: matplotlib is not installed (pip install matplotlib)"
-    return f"kept: {path}"
+    return f"kept: {folder / 'results.json'}, {folder / 'results.svg'}"
