@@ -12,7 +12,7 @@ import pytest
 from tutti import cli, store
 from tutti.errors import NativeError, PoolMismatch, TuttiError
 from tutti.medium.layout import KVLayout
-from tutti.node.client import connect
+from tutti.node.connect import connect
 
 ROOT = Path(__file__).parents[2]
 LAYOUT = KVLayout.mha(2, 1, 64, 32, "bfloat16", model="test-model")
