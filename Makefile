@@ -31,7 +31,7 @@ JOBS_native := 2
 
 NATIVE_SOURCES := $(shell find kernels -name '*.cpp' -o -name '*.h')
 CPP_SOURCES = find kernels tests -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh'
-PYTHON_SOURCES := setup.py tutti kernels bench integration tests
+PYTHON_SOURCES := setup.py tutti kernels bench integration examples tests
 
 ifneq ($(strip $(UV)),)
   CREATE_VENV := $(UV) venv --quiet --clear --seed --python $(PYTHON)

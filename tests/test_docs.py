@@ -30,7 +30,7 @@ _NOT_DRAWN = {
 
 
 def pages() -> list[Path]:
-    return [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")]
+    return [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/*.md")]
 
 
 def test_the_readme_program_runs(tmp_path: Path) -> None:
