@@ -150,6 +150,24 @@ fmt: $(VENV)/.lint ## formats Python and C++ in place
 	$(BIN)/ruff format $(PYTHON_SOURCES)
 	$(CPP_SOURCES) | xargs -r $(BIN)/clang-format -i
 
+# The wheel for PyPI: for every Linux whose glibc is not older than this one's, stripped; the
+# symbols are in build/debug.
+.PHONY: wheel
+wheel: $(VENV)/.publish ## dist/: a manylinux wheel and the sdist, of tutti-kv
+	rm -rf dist build/wheel build/lib.* build/bdist.*
+	$(BIN)/python -m build --outdir build/wheel > build/wheel.log || { tail -20 build/wheel.log; exit 1; }
+	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/auditwheel repair --wheel-dir dist build/wheel/*.whl
+	cp build/wheel/*.tar.gz dist/
+
+.PHONY: publish-check
+publish-check: wheel ## what PyPI and a user's first minutes check: metadata, install, demo, types
+	$(BIN)/twine check --strict dist/*
+	PYTHON=$(PYTHON) MYPY=$(abspath $(BIN))/mypy tests/publish/check.sh dist/*.whl
+
+.PHONY: docs
+docs: $(VENV)/.docs build/view ## build/docs: the reference of the Python interface, from its docstrings
+	$(PY) tests/publish/reference.py build/docs
+
 .PHONY: clean
 clean: ## removes what make and the tools made, .venv and the demo's data included
 	rm -rf $(VENV) $(SGLANG_VENV) build dist *.egg-info .tutti-demo* tutti/_native.so
@@ -183,6 +201,10 @@ $(VENV)/.test: pyproject.toml | $(VENV)/.core
 	$(call install_extra,test)
 	$(call install_extra,plot)
 	$(call install_extra,node)
+	@touch $@
+
+$(VENV)/.publish $(VENV)/.docs: $(VENV)/.%: pyproject.toml | $(VENV)/.core
+	$(call install_extra,$*)
 	@touch $@
 
 $(VENV)/.lint: pyproject.toml | $(VENV)/.core

@@ -6,6 +6,9 @@ The library has a C interface and no Python.h, so one wheel serves every Python 
 
 from __future__ import annotations
 
+import os
+import shutil
+import subprocess
 from glob import glob
 
 from setuptools import Extension, find_packages, setup
@@ -22,14 +25,32 @@ PACKAGE_FOLDERS = {
 COMPILE_FLAGS = ["-std=c++17", "-O2", "-Wall", "-Wextra", "-fvisibility=hidden", "-pthread"]
 
 
+#: Where a build leaves the debug symbols of what it stripped: next to the wheels.
+DEBUG_FOLDER = "build/debug"
+
+
 class BuildShared(build_ext):
     """Builds a plain shared library instead of a Python extension module."""
+
+    def build_extension(self, ext: Extension) -> None:
+        super().build_extension(ext)
+        if not self.inplace and shutil.which("objcopy"):
+            split_symbols(self.get_ext_fullpath(ext.name))
 
     def get_ext_filename(self, fullname: str) -> str:
         return fullname.replace(".", "/") + ".so"
 
     def get_export_symbols(self, ext: Extension) -> list[str]:
         return []
+
+
+def split_symbols(library: str) -> None:
+    """Moves debug symbols to a file that gdb finds by the library's debug link."""
+    os.makedirs(DEBUG_FOLDER, exist_ok=True)
+    symbols = os.path.join(DEBUG_FOLDER, os.path.basename(library) + ".debug")
+    subprocess.run(["objcopy", "--only-keep-debug", library, symbols], check=True)
+    subprocess.run(["objcopy", "--strip-unneeded", library], check=True)
+    subprocess.run(["objcopy", f"--add-gnu-debuglink={symbols}", library], check=True)
 
 
 class AnyPython(bdist_wheel):

@@ -13,6 +13,7 @@ import pytest
 import tutti
 from tutti.cli import COMMANDS, GROUPS, build_parser
 from tutti.errors import ConfigError
+from tutti.medium.layout import MODELS
 
 ROOT = Path(__file__).parent.parent
 #: Not in the picture: what every file uses, and what only the command line uses.
@@ -120,6 +121,31 @@ def test_no_table_is_wider_than_120_columns() -> None:
     for page in pages():
         for number, line in enumerate(page.read_text().splitlines(), 1):
             assert not line.startswith("|") or len(line) <= 120, f"{page.name}:{number}: a list?"
+
+
+def test_the_table_of_sizes_is_computed_from_the_models() -> None:
+    rows = re.findall(r"^\| `([\w.-]+)` \| (.*) \|$", (ROOT / "docs/sizing.md").read_text(), re.M)
+    assert {name for name, _ in rows} == MODELS.keys() - {"tiny"}
+    for name, cells in rows:
+        nbytes = MODELS[name](64, "bfloat16").object_nbytes // 64
+        prompt = 8192 * nbytes
+        assert cells.split(" | ") == [
+            f"{nbytes}",
+            f"{nbytes * 64 / 2**20:.1f}",
+            f"{1000 * prompt / 1e9:.0f}",
+            f"{2**40 / nbytes / 1e6:.1f}",
+            f"{7.68e12 / prompt:.0f}",
+        ], name
+
+
+def test_every_wish_has_an_answer_and_its_tests_are_there() -> None:
+    text = (ROOT / "docs/wishes.md").read_text()
+    rows = re.findall(r"^\* \*\*.+?\*\*: ((?:.|\n  )+)$", text, re.M)
+    assert len(rows) == 35
+    named = [path for answer in rows for path in re.findall(r"`(tests/[\w/]+\.py)`", answer)]
+    assert len(named) > 30
+    for path in named:
+        assert (ROOT / path).exists(), f"docs/wishes.md names {path}"
 
 
 def test_links_lead_somewhere() -> None:

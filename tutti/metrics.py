@@ -31,7 +31,7 @@ try:
     from prometheus_client.registry import Collector
 except ImportError as _missing:
     raise Unsupported(
-        "metrics need the package prometheus-client; install tutti[node]"
+        "metrics need the package prometheus-client; install tutti-kv[node]"
     ) from _missing
 
 #: Name without prefix: (key of ``store.stats()``, meaning).  Prometheus appends _total.

@@ -179,6 +179,7 @@ def test_errors_are_answers_logged_once(
             assert storage.batch_set_v1(hashes(2), where) == [False, False]
     assert storage.clear() is False
     assert storage.get_stats() is not None
+    assert storage.counters()["kv"]["errors"] > 0
     assert len([r for r in caplog.records if "made up" in r.message]) == 5, "one per kind"
     assert storage._stores["kv"].error_log.counts["look-up: OSError"] == 3
     monkeypatch.undo()

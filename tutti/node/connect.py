@@ -1,4 +1,4 @@
-"""Opens a pool of the node's agent.  Needs the extra `tutti[node]` only when it is called."""
+"""Opens a pool of the node's agent.  Needs the extra `tutti-kv[node]` only when it is called."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def connect(
     only one.  capacity: of a pool that the agent is to make when it has none of this layout.
     lookup_timeout_s: after which a look-up misses and the agent counts as lost.
     Raises AgentLost when no agent answers, AgentRefused, PoolNotFound, PoolMismatch, Unsupported
-    without the extra `tutti[node]`, and others.
+    without the extra `tutti-kv[node]`, and others.
     """
     from tutti.node.client import NodeStore
 

@@ -21,7 +21,7 @@ try:
     import msgspec
 except ImportError as _missing:
     raise Unsupported(
-        "the agent and its clients need the package msgspec; install tutti[node]"
+        "the agent and its clients need the package msgspec; install tutti-kv[node]"
     ) from _missing
 
 VERSION = 1
