@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 
-from tutti import __version__
 from tutti.errors import ConfigError, Unsupported
 from tutti.gio_uring.memory import hugepage_nbytes
 from tutti.integration.sglang import adapter
@@ -34,7 +33,7 @@ from tutti.integration.sglang.host.host_pools import (
 from tutti.integration.sglang.host.host_store import HostStore
 from tutti.integration.sglang.identity import (
     ParallelRank,
-    executor_of,
+    facts_of,
     identity_of,
     layout_of,
     open_store,
@@ -292,16 +291,7 @@ class TuttiHiCacheStorage(adapter.HiCacheStorage):
             timeout_s=self._options["timeout_s"],
             second_touch=self._options["second_touch"],
         )
-        metrics.info(
-            {
-                "version": __version__,
-                "path": path,
-                "executor": executor_of(store),
-                "verify": store.config.verify,
-                "durability": store.config.durability,
-                "hugepages": self._options["hugepages"],
-            }
-        )
+        metrics.info({**facts_of(store, path), "hugepages": self._options["hugepages"]})
         if self._upkeep is None:
             self._upkeep = threading.Thread(target=self._keep_up, name="tutti-upkeep", daemon=True)
             self._upkeep.start()

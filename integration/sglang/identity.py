@@ -18,6 +18,7 @@ from typing import Any
 
 import xxhash
 
+from tutti import __version__
 from tutti.errors import ConfigError, TuttiError
 from tutti.integration.sglang.rank_members import share
 from tutti.interface import Store
@@ -267,11 +268,18 @@ def _open(
     return store, ", ".join(members)
 
 
-def executor_of(store: Store) -> str:
-    """How the pool's members are read and written; "agent" where another process does it."""
+def facts_of(store: Store, path: str) -> dict[str, str]:
+    """What an open pool was opened with; executor "agent" where another process has it open."""
+    executor = "agent"
     if isinstance(store, ObjectStore):
-        return str(getattr(store.controller, "executor_name", type(store.controller).__name__))
-    return "agent"
+        executor = getattr(store.controller, "executor_name", type(store.controller).__name__)
+    return {
+        "version": __version__,
+        "path": path,
+        "executor": executor,
+        "verify": store.config.verify,
+        "durability": store.config.durability,
+    }
 
 
 def _open_members(

@@ -6,7 +6,6 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
-from tutti import __version__
 from tutti.errors import Unsupported
 from tutti.integration.sglang.direct.gpu import Gpu
 from tutti.integration.sglang.direct.kv_pools import KvPool, KvPoolGroup
@@ -14,7 +13,7 @@ from tutti.integration.sglang.direct.stored_pool import StoredPool, split_nbytes
 from tutti.integration.sglang.identity import (
     ParallelRank,
     ServedModel,
-    executor_of,
+    facts_of,
     identity_of,
     layout_of,
     open_store,
@@ -90,15 +89,7 @@ def open_stored_pools(
             except BaseException:
                 store.close()
                 raise
-            metrics.info(
-                {
-                    "version": __version__,
-                    "path": path,
-                    "executor": executor_of(store),
-                    "verify": store.config.verify,
-                    "durability": store.config.durability,
-                }
-            )
+            metrics.info(facts_of(store, path))
             _log.info("Tutti: %s holds %s pages", path, store.stats()["capacity_objects"])
     except BaseException:
         for stored_pool in stored_pools.values():
