@@ -30,6 +30,9 @@ class FlatProfile:
 
     interference = 4.0
 
+    def engine_us(self, tier: str) -> dict[str, float]:
+        return {}
+
     def layer_us(self, new_tokens: int, prefix_tokens: int) -> float:
         return 100.0
 
