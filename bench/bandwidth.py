@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from tutti.arguments import above_zero, natural, positive
+from tutti.arguments import PAGE_SIZE, above_zero, natural, positive
 from tutti.bench.environment import describe
 from tutti.bench.pool_file import (
     add_pool_arguments,
@@ -54,6 +54,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--inflight", type=positive, default=4, help="batches at once (%(default)s)"
     )
     parser.add_argument(
+        "--contexts",
+        nargs="+",
+        type=positive,
+        metavar="TOKENS",
+        help="store and load prompts of these lengths one at a time, instead of --batch and"
+        f" --inflight; a page has {PAGE_SIZE} tokens",
+    )
+    parser.add_argument(
+        "--depth", type=positive, help="entries of a queue pair, a power of two (the engine's)"
+    )
+    parser.add_argument(
+        "--pointers", choices=("sgl", "prp"), help="how commands name memory (what the drive has)"
+    )
+    parser.add_argument(
         "--prefix-pages", type=positive, default=1024, help="of the layerwise prefix (%(default)s)"
     )
     parser.add_argument("--memory", default="512MiB", help="engine memory at most (%(default)s)")
@@ -81,32 +95,68 @@ def run(args: argparse.Namespace, progress: ProgressFactory) -> dict[str, Any]:
             shape.layout(),
             parse_nbytes(args.capacity),
             config=config,
-            executor=args.executor,
             prewrite=args.prewrite,
             force=args.force,
             progress=progress,
+            engine=_engine_options(args),
         ) as store:
             medium = medium_facts(store)
-            workload = make_workload(store, shape, args)
-            rows += _measure(workload, shape, args, progress)
-            wrong += workload.wrong
+            for context in args.contexts or (None,):
+                workload = make_workload(store, shape, args, context)
+                rows += _measure(workload, shape, args, progress)
+                wrong += workload.wrong
+                store.unregister(workload.pool)
+                store.clear(deallocate=False)  # the next one has the same keys
     return {
         "benchmark": "bandwidth",
         "rows": rows,
         "wrong": wrong,
         "verify": args.verify,
         "durability": args.durability,
+        "depth": args.depth,
+        "pointers": args.pointers,
         "capacity_nbytes": parse_nbytes(args.capacity),
         **medium,
         "machine": describe(medium_of(args)),
     }
 
 
-def make_workload(store: ObjectStore, shape: Shape, args: argparse.Namespace) -> Workload:
+def _engine_options(args: argparse.Namespace) -> dict[str, Any]:
+    options: dict[str, Any] = {"executor": args.executor}
+    if args.depth is not None:
+        if args.depth & (args.depth - 1) or args.depth < 2:
+            raise ConfigError(f"--depth {args.depth} is not a power of two from 2 on")
+        options["depth"] = args.depth
+    if args.pointers is not None:
+        options["use_sgl"] = args.pointers == "sgl"
+    return options
+
+
+def make_workload(
+    store: ObjectStore, shape: Shape, args: argparse.Namespace, context: int | None = None
+) -> Workload:
     """Engine memory within --memory, batches of --batch as far as that allows.
 
-    Raises ConfigError when not even one object fits.
+    context: tokens of the batches instead, one at a time.  Raises ConfigError when not even one
+    object fits, or not a whole context.
     """
+    if context is not None:
+        pages = max(1, context // PAGE_SIZE)
+        if 2 * pages > min(
+            parse_nbytes(args.memory) // shape.object_nbytes, store.stats()["capacity_objects"]
+        ):
+            raise ConfigError(
+                f"{context} tokens are {pages} pages of {shape.object_nbytes} bytes, and --memory"
+                " and --capacity hold less than two such prompts; raise them"
+            )
+        return Workload(
+            store,
+            batch_pages=pages,
+            inflight=1,
+            load_pages=pages,
+            hugepages=args.memory_pages == "huge",
+            seed=args.seed,
+        )
     memory_pages = parse_nbytes(args.memory) // shape.object_nbytes
     if memory_pages < 2:
         raise ConfigError(f"objects of {shape.object_nbytes} bytes need twice that as --memory")
@@ -157,6 +207,8 @@ def _note(row: dict[str, Any]) -> str:
         return f"{row['store_gb_per_s']:.2f} stored + {row['retrieve_gb_per_s']:.2f} retrieved"
     if row["phase"] == "layerwise":
         return f"{row['prefix_pages']} pages; ms to the first layer"
+    if row["context_tokens"]:
+        return f"{row['context_tokens']} tokens a prompt"
     return f"{row['batch_pages']} pages a batch"
 
 
@@ -174,6 +226,7 @@ def _measure(
                 "object_nbytes": shape.object_nbytes,
                 "backing": workload.backing,
                 "batch_pages": workload.batch_pages,
+                "context_tokens": workload.batch_pages * PAGE_SIZE if args.contexts else None,
                 "inflight": workload.inflight,
             }
             rows.append({**facts, "phase": phase, **_phase(workload, phase, limit, args)})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,9 @@ from typing import Any
 from tutti import store as object_store
 from tutti.errors import ConfigError, PoolExists
 from tutti.gio_uring.controller_file import FileController
+from tutti.gio_uring.engine import Engine
 from tutti.medium.layout import KVLayout
+from tutti.pool.member_controller import open_controller
 from tutti.pool.places import is_device
 from tutti.pool.pool_format import make_blank
 from tutti.profiles.found import AUTO
@@ -98,15 +100,15 @@ def temporary_pool(
     capacity_nbytes: int,
     *,
     config: StoreConfig | None = None,
-    executor: str = "auto",
     prewrite: bool = False,
     progress: ProgressFactory | None = None,
     force: Sequence[str] = (),
+    engine: Mapping[str, Any] | None = None,
 ) -> Iterator[ObjectStore]:
     """Formats a pool, opens it, and at the end removes its files or erases its devices.
 
     It is scheduled only where the config says so: a benchmark measures the medium.  force: serial
-    numbers of drives that may be overwritten.
+    numbers of drives that may be overwritten.  engine: options of its Engine, and the executor.
     Raises PoolExists where a file is in the way, and what formatting and opening raise.
     """
     files = [path for path in paths if not is_device(path)]
@@ -116,9 +118,7 @@ def temporary_pool(
     try:
         _format(paths, layout, capacity_nbytes, prewrite, progress, list(force))
         try:
-            with object_store.open(
-                paths, layout, config=config, executor=executor, profile=_profile_of(config)
-            ) as store:
+            with _opened(paths, layout, config, engine or {}) as store:
                 yield store
         finally:
             if len(files) < len(paths):
@@ -130,6 +130,26 @@ def temporary_pool(
 
 def _profile_of(config: StoreConfig | None) -> str | None:
     return None if config is None or config.schedule is None else AUTO
+
+
+def _opened(
+    paths: list[str],
+    layout: KVLayout,
+    config: StoreConfig | None,
+    engine: Mapping[str, Any],
+) -> ObjectStore:
+    executor = engine.get("executor", "auto")
+    options = {name: value for name, value in engine.items() if name != "executor"}
+    if not options:
+        profile = _profile_of(config)
+        return object_store.open(paths, layout, config=config, executor=executor, profile=profile)
+    controller = open_controller(paths, executor=executor)
+    try:
+        made = Engine(controller, **options)
+        return ObjectStore(controller, paths, config=config, engine=made)
+    except BaseException:
+        controller.close()
+        raise
 
 
 def medium_facts(store: ObjectStore) -> dict[str, Any]:

@@ -293,7 +293,7 @@ def _replay(
         parse_shape(args.shape).layout(args.page_size),
         capacity_nbytes,
         config=config,
-        executor=args.executor,
+        engine={"executor": args.executor},
         prewrite=args.prewrite,
         force=args.force,
         progress=progress,

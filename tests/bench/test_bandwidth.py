@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from store.pools import formatted, opened
-from tutti.bench import bandwidth, ring
+from tutti.bench import bandwidth, pool_file, ring
 from tutti.bench.compare.churn import churn
 from tutti.bench.file_per_object import FilePerObject
 from tutti.bench.shape import Shape
@@ -50,6 +50,44 @@ def test_every_phase(tmp_path: Path) -> None:
     assert "WRONG" not in text
     assert "WRONG BYTES in 2 pages" in bandwidth.report(result | {"wrong": 2})
     assert not list(tmp_path.iterdir()), "the pool was left behind"
+
+
+def test_context_lengths(tmp_path: Path) -> None:
+    """Each is a prompt of its own, stored and loaded one at a time."""
+    words = ("--contexts", "128", "512", "--phases", "store", "retrieve", "--dir", str(tmp_path))
+    result = bandwidth.run(arguments(*SMALL, "--memory", "2MiB", *words), progress)
+    rows = [(row["context_tokens"], row["phase"], row["batch_pages"]) for row in result["rows"]]
+    assert rows == [
+        (128, "store", 2),
+        (128, "retrieve", 2),
+        (512, "store", 8),
+        (512, "retrieve", 8),
+    ]
+    assert result["wrong"] == 0
+    assert "512 tokens a prompt" in bandwidth.report(result)
+    with pytest.raises(ConfigError, match="less than two such prompts"):
+        bandwidth.run(arguments(*SMALL, "--contexts", "65536", "--dir", str(tmp_path)), progress)
+
+
+@pytest.mark.parametrize("pointers", ["sgl", "prp"])
+def test_the_engine_is_the_one_that_was_asked_for(
+    pointers: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = []
+    engine = pool_file.Engine
+
+    def noted(*arguments: object, **options: object) -> object:
+        made.append(options)
+        return engine(*arguments, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(pool_file, "Engine", noted)
+    words = ("--depth", "16", "--pointers", pointers, "--dir", str(tmp_path))
+    result = bandwidth.run(arguments(*SMALL, "--memory", "2MiB", *words), progress)
+    assert made == [{"depth": 16, "use_sgl": pointers == "sgl"}]
+    assert result["wrong"] == 0
+    assert result["rows"][0]["nbytes"] > 0
+    with pytest.raises(ConfigError, match="power of two"):
+        bandwidth.run(arguments(*SMALL, "--depth", "12", "--dir", str(tmp_path)), progress)
 
 
 def test_a_phase_alone_fills_the_pool_first(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from server_modes import Mode, again, both_modes, prompts
 from sglang_server import Server
 from test_server_ranks import _bound, needs_two
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 @both_modes
