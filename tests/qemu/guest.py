@@ -25,7 +25,8 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent
-HOME = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tutti-guest"
+_CACHE = os.environ.get("TUTTI_GUEST_CACHE") or os.environ.get("XDG_CACHE_HOME")
+HOME = Path(_CACHE or Path.home() / ".cache") / "tutti-guest"
 QEMU = "qemu-system-x86_64"
 MODULES = ("9p", "9pnet_virtio", "virtio_pci", "overlay")
 PACKAGES = ("busybox-static", "kmod", "xz-utils", "zstd", "cpio")
