@@ -3,13 +3,18 @@
 A forked child has copies of its parent's objects, but none of its threads, and its descriptors
 refer to the parent's open files: unlocking or closing there what the parent uses damages the
 parent.  Therefore every object that owns a descriptor, a lock, a thread or device memory is
-`Owned`, and every finalizer is made by `finalize`.
+`Owned`, and every finalizer is made by `finalize`, or for a descriptor by `finalize_descriptor`.
+
+A child closes its copies of the descriptors at once and without unlocking anything: a lock lasts as
+long as any copy, so a parent that is killed would leave its pool locked while the child lives.
 """
 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
+import socket
 import weakref
 from collections.abc import Callable
 from typing import Any, Self
@@ -18,6 +23,8 @@ from tutti.errors import ConfigError, ForkedProcess
 
 _owned: weakref.WeakSet[Owned] = weakref.WeakSet()
 _exits: set[Callable[[], object]] = set()
+_descriptors: set[int] = set()
+_sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
 
 
 class Owned:
@@ -78,6 +85,25 @@ def finalize(
     return weakref.finalize(owner, _call_in, os.getpid(), function, *args)
 
 
+def finalize_descriptor(
+    owner: object, close: Callable[[int], object], fd: int
+) -> weakref.finalize[..., Any]:
+    """As `finalize`, of an open file whose copy a forked child is to close."""
+    _descriptors.add(fd)
+    return finalize(owner, _close_descriptor, close, fd)
+
+
+def _close_descriptor(close: Callable[[int], object], fd: int) -> None:
+    _descriptors.discard(fd)  # before its number is free for others
+    close(fd)
+
+
+def own_socket(connection: socket.socket) -> socket.socket:
+    """A socket whose copy a forked child closes: its peer notices the end of this process."""
+    _sockets.add(connection)
+    return connection
+
+
 def at_exit(function: Callable[[], object]) -> None:
     """Calls `function` when this process exits, but not when a fork of it does."""
     _exits.add(function)
@@ -106,6 +132,13 @@ def _disown() -> None:
     _owned.clear()
     for function in list(_exits):
         forget_exit(function)
+    for fd in _descriptors:
+        with contextlib.suppress(OSError):
+            os.close(fd)
+    _descriptors.clear()
+    for connection in list(_sockets):
+        connection.close()
+    _sockets.clear()
 
 
 os.register_at_fork(after_in_child=_disown)

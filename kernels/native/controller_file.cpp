@@ -9,6 +9,7 @@
 #include <cstring>
 #include <optional>
 
+#include "descriptors.h"
 #include "no_throw.h"
 
 namespace gio {
@@ -43,8 +44,8 @@ FileController::~FileController() {
   }
   executor_.reset();
   for (const FileNamespace& file : files_) {
-    close(file.fd);
-    if (file.buffered_fd >= 0) close(file.buffered_fd);
+    Descriptors::instance().close(file.fd);
+    if (file.buffered_fd >= 0) Descriptors::instance().close(file.buffered_fd);
   }
 }
 
@@ -85,6 +86,8 @@ int FileController::open_files(const FileConfig& config) {
     if (file.fd < 0) return -errno;
     if (file.buffered_fd >= 0) file.buffered_fd = fcntl(file.buffered_fd, F_DUPFD_CLOEXEC, 0);
     files_.push_back(file);
+    Descriptors::instance().add(file.fd);
+    if (file.buffered_fd >= 0) Descriptors::instance().add(file.buffered_fd);
     namespace_nlb_.push_back(file.nlb);
   }
   return 0;

@@ -11,6 +11,7 @@
 #include <csignal>
 #include <cstring>
 
+#include "descriptors.h"
 #include "gio_uring/atomics.h"
 
 namespace gio {
@@ -29,6 +30,7 @@ class Uring {
     const long fd = syscall(__NR_io_uring_setup, entries, &params);
     if (fd < 0) return -errno;
     fd_ = static_cast<int>(fd);
+    Descriptors::instance().add(fd_);
     const int status = map(params);
     if (status != 0) close();
     return status;
@@ -37,7 +39,7 @@ class Uring {
   void close() {
     if (rings_ != nullptr) munmap(rings_, rings_nbytes_);
     if (sqes_ != nullptr) munmap(sqes_, sqes_nbytes_);
-    if (fd_ >= 0) ::close(fd_);
+    if (fd_ >= 0) Descriptors::instance().close(fd_);
     rings_ = nullptr;
     sqes_ = nullptr;
     fd_ = -1;
@@ -127,9 +129,11 @@ class Uring {
     void* rings = map_part(rings_nbytes_, IORING_OFF_SQ_RING);
     if (rings == MAP_FAILED) return -errno;
     rings_ = static_cast<char*>(rings);
+    madvise(rings, rings_nbytes_, MADV_DONTFORK);  // or a child keeps the ring
     void* sqes = map_part(sqes_nbytes_, IORING_OFF_SQES);
     if (sqes == MAP_FAILED) return -errno;
     sqes_ = static_cast<io_uring_sqe*>(sqes);
+    madvise(sqes, sqes_nbytes_, MADV_DONTFORK);
 
     sq_head_ = word(params.sq_off.head);
     sq_tail_shared_ = word(params.sq_off.tail);

@@ -160,6 +160,33 @@ os.kill(os.getpid(), 9)
         assert store.put(keys, np.arange(8).repeat(2)[:10]).wait(WAIT_S).stored == 6
 
 
+def test_a_child_that_outlives_a_client_does_not_keep_its_session(tmp_path: Path) -> None:
+    code = f"""
+import os, signal, time, tutti
+from node.agents import LAYOUT
+store = tutti.connect({str(tmp_path / "agent" / "s")!r}, LAYOUT)
+store.stats()
+child = os.fork()
+if child == 0:
+    time.sleep(100)
+    os._exit(0)
+print(child, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)}
+    with running(tmp_path / "agent") as agent, agent.connect() as store:
+        command = [sys.executable, "-c", code]
+        pipe = subprocess.PIPE
+        with subprocess.Popen(command, env=environment, stdout=pipe, text=True) as client:
+            assert client.stdout is not None
+            child = int(client.stdout.readline())
+            try:
+                assert client.wait(WAIT_S) == -signal.SIGKILL
+                wait_until(lambda: store.stats()["sessions"] == 1)
+            finally:
+                os.kill(child, signal.SIGKILL)
+
+
 def test_while_the_agent_is_away_everything_misses(tmp_path: Path, seed: int) -> None:
     rng = np.random.default_rng(seed)
     path, folder = tmp_path / "s", tmp_path / "pools"

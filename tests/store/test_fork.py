@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import pickle
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -30,6 +32,34 @@ def test_forked_children_leave_the_pool_alone(tmp_path: Path) -> None:
     assert last == {"refused": True, "kept": OBJECTS}
     raised = [line for line in done.stderr.splitlines() if line[:1].isalpha() and "Error" in line]
     assert raised == ["RuntimeError: on purpose"]
+
+
+SURVIVOR = """
+import os, signal, sys, time
+import tutti
+store = tutti.open(sys.argv[1])
+child = os.fork()
+if child == 0:
+    time.sleep(100)
+    os._exit(0)
+print(child, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_child_that_outlives_its_parent_does_not_keep_the_pool(tmp_path: Path) -> None:
+    path = tmp_path / "pool"
+    tutti.open(path, LAYOUT, "8MiB").close()
+    command = [sys.executable, "-c", SURVIVOR, str(path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        child = int(parent.stdout.readline())
+        try:
+            assert parent.wait(30) == -signal.SIGKILL
+            os.kill(child, 0)  # it lives
+            tutti.open(path).close()
+        finally:
+            os.kill(child, signal.SIGKILL)
 
 
 def test_an_open_pool_cannot_be_sent_to_another_process(tmp_path: Path) -> None:

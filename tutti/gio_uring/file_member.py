@@ -35,7 +35,7 @@ from tutti.errors import (
 )
 from tutti.gio_uring import _native, shared_file
 from tutti.gio_uring.drives.generic_device import GenericNamespace, claim, identify, is_generic
-from tutti.process import Owned, finalize
+from tutti.process import Owned, finalize_descriptor
 from tutti.units import MiB
 
 _T = TypeVar("_T")
@@ -79,12 +79,12 @@ class FileMember(Owned):
             # Who opened a file that was given by its number has the lock, and keeps it.
             if isinstance(file, int):
                 self.fd = fcntl.fcntl(file, fcntl.F_DUPFD_CLOEXEC, 0)
-                self._finalizer = finalize(self, os.close, self.fd)
+                self._finalizer = finalize_descriptor(self, os.close, self.fd)
                 direct = bool(fcntl.fcntl(file, fcntl.F_GETFL) & os.O_DIRECT)
                 self._set_direct(direct, "it was opened so")
             else:
                 self.fd = self._open(self.name, direct)
-                self._finalizer = finalize(self, unlock_and_close, self.fd)
+                self._finalizer = finalize_descriptor(self, unlock_and_close, self.fd)
         self.buffered_fd: int | None = None
         self._buffered_finalizer: Callable[[], object] = _nothing
         try:
@@ -111,7 +111,7 @@ class FileMember(Owned):
         self.generic = identify(self.fd, self.name)
         claimed = patiently(lambda: claim(self.name))
         if claimed is not None:
-            self._buffered_finalizer = finalize(self, os.close, claimed)
+            self._buffered_finalizer = finalize_descriptor(self, os.close, claimed)
         self.nbytes = self.generic.nlb * self.generic.lba_nbytes
         self.memory_alignment, self.offset_alignment = 4, self.generic.lba_nbytes
         self._set_direct(True, "")
@@ -157,7 +157,7 @@ class FileMember(Owned):
             fd = os.open(f"/proc/self/fd/{self.fd}", os.O_RDWR | os.O_CLOEXEC)
         except OSError:
             return
-        self._buffered_finalizer = finalize(self, os.close, fd)
+        self._buffered_finalizer = finalize_descriptor(self, os.close, fd)
         self.buffered_fd = fd
         # Nothing is read ahead into blocks that are not meant for the page cache.
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)

@@ -26,6 +26,7 @@ from tutti.node.messages import (
     frame,
     read_reply,
 )
+from tutti.process import own_socket
 
 _RECEIVE_NBYTES = 64 << 10
 _IDLE_MAX = 8
@@ -43,7 +44,8 @@ class Connection:
         self._have = 0
         self._timeout_s = 0.0
         self._path = path
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+        flags = socket.SOCK_STREAM | socket.SOCK_CLOEXEC
+        self._socket = own_socket(socket.socket(socket.AF_UNIX, flags))
         try:
             self._set_timeout(timeout_s)
             self._socket.connect(path)
