@@ -1,17 +1,110 @@
-"""Checks of what callers give: numbers, durations and the files that they name."""
+"""Checks of what callers give: numbers, durations, texts and the files that they name.
+
+Those with the parameters (name, value) are rules for `takes`, too.
+"""
 
 from __future__ import annotations
 
 import errno
+import functools
+import inspect
 import operator
 import os
 import stat
-from typing import Any, BinaryIO
+from collections.abc import Callable
+from typing import Any, BinaryIO, ParamSpec, TypeVar
 
 from tutti.errors import ConfigError
 
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+#: Raises ConfigError for a value of a parameter that is not acceptable.
+Rule = Callable[[str, Any], object]
+
 #: The longest wait: a day.
 SECONDS_MAX = 86_400.0
+
+
+def takes(**rules: Rule) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
+    """A decorator: checks arguments by the rules of their parameters, before anything is done."""
+
+    def decorate(function: Callable[_P, _R]) -> Callable[_P, _R]:
+        names = list(inspect.signature(function).parameters)
+        places = [(name, names.index(name), rule) for name, rule in rules.items()]
+
+        @functools.wraps(function)
+        def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+            for name, place, rule in places:
+                if name in kwargs:
+                    rule(name, kwargs[name])
+                elif place < len(args):
+                    rule(name, args[place])
+            return function(*args, **kwargs)
+
+        return call
+
+    return decorate
+
+
+def optional(rule: Rule) -> Rule:
+    """The rule, for what may be None as well."""
+    return lambda name, value: None if value is None else rule(name, value)
+
+
+def flag(name: str, value: Any) -> None:
+    """Raises ConfigError for anything but True and False."""
+    if not isinstance(value, bool):
+        raise ConfigError(f"{name} is {value!r}; give True or False")
+
+
+def text(name: str, value: Any) -> None:
+    """Raises ConfigError for anything but a string that UTF-8 can encode."""
+    if not isinstance(value, str):
+        raise ConfigError(f"{name} is {value!r}; give a string")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise ConfigError(f"{name} is {value!r}; give a string without surrogates") from error
+
+
+def path_text(name: str, value: Any) -> None:
+    """Raises ConfigError for what is not the text of a path."""
+    text(name, value)
+    if "\0" in value:
+        raise ConfigError(f"{name} is {value!r}; give one without zero bytes")
+
+
+def pin_name(name: str, value: Any) -> None:
+    """Raises ConfigError for what is neither True nor False nor the name of a pin."""
+    if not isinstance(value, bool):
+        text(name, value)
+
+
+def function(name: str, value: Any) -> None:
+    """Raises ConfigError for what cannot be called."""
+    if not callable(value):
+        raise ConfigError(f"{name} is {value!r}; give a function")
+
+
+def one_of(*choices: str) -> Rule:
+    """A rule: one of these strings."""
+
+    def check(name: str, value: Any) -> None:
+        if not isinstance(value, str) or value not in choices:
+            raise ConfigError(f"{name} is {value!r}; use one of {', '.join(choices)}")
+
+    return check
+
+
+def instance(kind: type) -> Rule:
+    """A rule: an object of this class."""
+
+    def check(name: str, value: Any) -> None:
+        if not isinstance(value, kind):
+            raise ConfigError(f"{name} is {value!r}; give a {kind.__name__}")
+
+    return check
 
 
 def seconds(name: str, value: Any) -> float:

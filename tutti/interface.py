@@ -13,6 +13,7 @@ from typing import Any, Protocol, Self
 import numpy as np
 import numpy.typing as npt
 
+from tutti.checks import Rule, flag, instance, optional, pin_name, seconds, takes, text, whole
 from tutti.errors import ConfigError, PoolMismatch, TuttiError
 from tutti.gio_uring.controller import NativeController
 from tutti.gio_uring.engine import Engine
@@ -24,6 +25,28 @@ from tutti.transfers.catalogue import ObjectInfo
 from tutti.transfers.core import Closable, StoreConfig
 from tutti.transfers.tickets import LoadTicket, PutTicket
 from tutti.units import format_nbytes
+
+_COUNT_MAX = 2**31
+
+
+def _count(name: str, value: Any) -> None:
+    whole(name, value, 1, _COUNT_MAX)
+
+
+#: What the calls of every store check before anything is done; keys and pages are checked where
+#: they are converted.
+_RULES: dict[str, dict[str, Rule]] = {
+    "register": {"memory": instance(HostMemory)},
+    "match": {"pin": pin_name, "proven": flag},
+    "present": {"pin": pin_name, "proven": flag},
+    "unpin": {"name": optional(text)},
+    "put": {"namespace": text},
+    "load": {"batch": text},
+    "clear": {"deallocate": flag},
+    "prove": {"max_objects": _count, "timeout_s": seconds},
+    "wait_recovered": {"timeout_s": seconds},
+    "close": {"timeout_s": optional(seconds)},
+}
 
 KeyArray = npt.NDArray[np.uint8]
 Keys = KeyArray | Sequence[bytes]
@@ -54,6 +77,11 @@ class Store(ABC):
     geometry: Geometry
     catalogue: CatalogueCalls
     _closed: bool
+
+    def __init_subclass__(cls) -> None:
+        """Every store checks its arguments by the same rules."""
+        for name, rules in _RULES.items():
+            setattr(cls, name, takes(**rules)(cls.__dict__[name]))
 
     @property
     @abstractmethod
@@ -260,6 +288,6 @@ class Store(ABC):
             raise ConfigError(
                 f"{len(registered)} memories are registered; register one, or pass memory="
             )
-        if memory not in registered:
+        if not any(memory is known for known in registered):
             raise ConfigError("this memory is not registered; call store.register(memory) first")
         return memory

@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from tutti.checks import flag, instance, one_of, optional, takes
 from tutti.errors import (
     CapacityError,
     ConfigError,
@@ -32,6 +33,7 @@ from tutti.errors import (
     system_errors,
 )
 from tutti.gio_uring.controller import NativeController
+from tutti.gio_uring.controller_file import EXECUTORS
 from tutti.gio_uring.engine import Engine
 from tutti.gio_uring.iocb import PagedMemory
 from tutti.interface import Keys, Store
@@ -127,7 +129,7 @@ class ObjectStore(Owned, Store):
             self._resources.recovery = recovery
             start_thread(recovery, "tutti-recovery")
             if clean:
-                self.wait_recovered(self.config.timeout_s * 4)
+                self._core.wait_ready(self.config.timeout_s * 4)
             self.residency = Residency(self._core, controller)
         except BaseException as error:
             self._resources.undo_opening(error, self.config.timeout_s)
@@ -160,7 +162,7 @@ class ObjectStore(Owned, Store):
 
     @uninterrupted()
     def unregister(self, memory: HostMemory) -> None:
-        if memory not in self._resources.memories:
+        if not any(memory is known for known in self._resources.memories):
             raise ConfigError("this memory is not registered with the store")
         timeout_s = self.config.timeout_s
         if not (self._core.wait_quiet(timeout_s) and memory.wait_idle(timeout_s)):
@@ -348,6 +350,12 @@ class ObjectStore(Owned, Store):
 
 
 @system_errors()
+@takes(
+    layout=optional(instance(KVLayout)),
+    executor=one_of(*EXECUTORS),
+    degraded=flag,
+    any_owner=flag,
+)
 @uninterrupted(lambda _, store: store.close())
 def open(  # noqa: PLR0913
     paths: Paths,

@@ -211,7 +211,7 @@ def test_close_leaves_nothing_behind(
 
 @pytest.mark.parametrize(
     ("executor", "message"),
-    [("swift", "no executor"), ("passthrough", "not an NVMe generic device")],
+    [("swift", "use one of auto"), ("passthrough", "not an NVMe generic device")],
 )
 def test_a_wrong_executor_leaves_no_file(executor: str, message: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=message):

@@ -157,8 +157,8 @@ class FileController(NativeController):
         lock: bool = False,
         lanes: int | None = None,
     ) -> None:
-        if executor not in EXECUTORS:
-            raise ConfigError(f"no executor {executor!r}; use one of {', '.join(EXECUTORS)}")
+        if not isinstance(executor, str) or executor not in EXECUTORS:
+            raise ConfigError(f"executor is {executor!r}; use one of {', '.join(EXECUTORS)}")
         if lba_nbytes & (lba_nbytes - 1) or not 512 <= lba_nbytes <= 64 * KiB:
             raise ConfigError(f"lba_nbytes={lba_nbytes} is not a power of two from 512 to 65536")
         if not files:

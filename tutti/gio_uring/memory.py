@@ -29,6 +29,9 @@ _PRIVATE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
 Bytes = npt.NDArray[np.uint8]
 
 
+_NBYTES_MAX = 1 << 56
+
+
 class HostBuffer:
     """Anonymous zeroed memory, freed when the last view of it is gone.
 
@@ -42,6 +45,8 @@ class HostBuffer:
     def __init__(self, nbytes: int, *, hugepages: bool = True) -> None:
         if nbytes < 1:
             raise ConfigError(f"a buffer of {nbytes} bytes is impossible; ask for at least 1")
+        if nbytes > _NBYTES_MAX:
+            raise CapacityError(f"{nbytes} bytes are more than a process can address; ask for less")
         self.nbytes = nbytes
         self._is_hugetlb = False
         try:
@@ -163,6 +168,10 @@ def address_of(buffer: Any) -> tuple[int, int]:
         address, nbytes = _address_of_view(buffer)
     if address <= 0 or nbytes <= 0:
         raise ConfigError("the buffer is empty; pass one of at least one byte")
+    if address + nbytes > 1 << 64:
+        raise ConfigError(
+            f"memory at {address:#x} with {nbytes} bytes ends beyond 64 bits; give its real address"
+        )
     return address, nbytes
 
 

@@ -15,6 +15,7 @@ import numpy.typing as npt
 import xxhash
 
 from tutti.arrays import Keys
+from tutti.checks import whole
 from tutti.errors import ConfigError, KeySizeError
 
 KEY_NBYTES = 16
@@ -27,7 +28,9 @@ def object_keys(fingerprint: bytes, hashes: Sequence[bytes]) -> Keys:
     `fingerprint` has 16 bytes, a hash any number but zero. Raises KeySizeError with the index.
     """
     _check_fingerprint(fingerprint)
-    for i, page_hash in enumerate(hashes):
+    for i, page_hash in enumerate(_sequence("hashes", hashes)):
+        if not isinstance(page_hash, bytes):
+            raise KeySizeError(f"page hash {i} is a {type(page_hash).__name__}; pass bytes")
         if not page_hash:
             raise KeySizeError(f"page hash {i} is empty; pass the bytes of each page's chain hash")
     digest = xxhash.xxh3_128_digest
@@ -48,10 +51,11 @@ def chain_keys(
     after the last full page are ignored. Raises ConfigError for ids outside 0 .. 2^32 - 1.
     """
     _check_fingerprint(fingerprint)
-    if page_size <= 0:
-        raise ConfigError(f"page_size is {page_size}; it must be a positive number of tokens")
-    pages = len(tokens) // page_size
+    whole("page_size", page_size, 1, _TOKEN_MAX)
+    if not isinstance(salt, bytes):
+        raise ConfigError(f"salt is a {type(salt).__name__}; pass bytes")
     raw = _token_bytes(tokens)
+    pages = len(raw) // 4 // page_size
     digest = xxhash.xxh3_128_digest
     chained = digest(fingerprint + salt)
     keys = []
@@ -73,9 +77,7 @@ def as_keys(keys: Keys | Sequence[bytes]) -> Keys:
                 f"keys are an array of {keys.dtype} {keys.shape}; pass uint8 (n, {KEY_NBYTES})"
             )
         return np.ascontiguousarray(keys)
-    if isinstance(keys, (bytes, bytearray, memoryview, str)):
-        raise KeySizeError(f"keys are one {type(keys).__name__}; pass a list of keys")
-    for i, key in enumerate(keys):
+    for i, key in enumerate(_sequence("keys", keys)):
         if not isinstance(key, bytes) or len(key) != KEY_NBYTES:
             what = f"{len(key)} bytes" if isinstance(key, bytes) else f"type {type(key).__name__}"
             raise KeySizeError(f"key {i} has {what}; pass bytes of length {KEY_NBYTES}")
@@ -91,12 +93,12 @@ def check_key(name: str, key: object) -> None:
 
 
 def _token_bytes(tokens: npt.NDArray[np.integer[Any]] | Sequence[int]) -> bytes:
-    if len(tokens) == 0:
-        return b""
     try:
-        ids = np.asarray(tokens)
+        ids = np.asarray(tokens if isinstance(tokens, np.ndarray) else _sequence("tokens", tokens))
     except (ValueError, OverflowError) as error:
         raise ConfigError(f"token ids are not integers: {error}") from error
+    if ids.shape == (0,):
+        return b""
     if ids.ndim != 1 or ids.dtype.kind not in "iu":
         raise ConfigError(
             f"token ids are {ids.dtype} {ids.shape}; pass one dimension of integers below 2^32"
@@ -113,8 +115,16 @@ def _stack(keys: Sequence[bytes]) -> Keys:
 
 
 def _check_fingerprint(fingerprint: bytes) -> None:
-    if len(fingerprint) != KEY_NBYTES:
+    if not isinstance(fingerprint, bytes) or len(fingerprint) != KEY_NBYTES:
+        is_bytes = isinstance(fingerprint, bytes)
+        what = f"{len(fingerprint)} bytes" if is_bytes else f"type {type(fingerprint).__name__}"
         raise KeySizeError(
-            f"the fingerprint has {len(fingerprint)} bytes, not {KEY_NBYTES};"
-            " pass KVLayout.fingerprint"
+            f"the fingerprint has {what}, not {KEY_NBYTES} bytes; pass KVLayout.fingerprint"
         )
+
+
+def _sequence(name: str, values: Any) -> Sequence[Any]:
+    """``values``.  Raises KeySizeError for what is not a sequence of several."""
+    if isinstance(values, (bytes, bytearray, memoryview, str)) or not isinstance(values, Sequence):
+        raise KeySizeError(f"{name} are one {type(values).__name__}; pass a list of {name}")
+    return values

@@ -22,6 +22,8 @@ from tutti.medium.geometry import (
     SEGMENTS_MAX,
 )
 
+NUMBER_MAX = 2**53  # beyond it, readers of JSON in other languages round
+
 ITEMSIZE_NBYTES = {
     "float32": 4,
     "bfloat16": 2,
@@ -223,7 +225,7 @@ class KVLayout:
         """The layout that `to_json` wrote. Raises ConfigError for anything else."""
         try:
             content = json.loads(text)
-        except (ValueError, RecursionError) as error:
+        except (TypeError, ValueError, RecursionError) as error:
             raise ConfigError(
                 f"the layout is not JSON ({error}); the superblock or file that held it is damaged"
             ) from error
@@ -302,8 +304,8 @@ def _check_numbers(layout: KVLayout) -> None:
 
 
 def _require_positive(name: str, value: object) -> None:
-    if type(value) is not int or value <= 0:
-        raise LayoutError(f"{name} is {value!r}; it must be a positive integer")
+    if type(value) is not int or not 0 < value <= NUMBER_MAX:
+        raise LayoutError(f"{name} is {value!r}; it must be a positive integer, at most 2^53")
 
 
 def _require_positives(**values: object) -> None:

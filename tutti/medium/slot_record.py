@@ -5,6 +5,7 @@ All functions work on arrays of records; a record is never trusted before `check
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ import xxhash
 
 from tutti import native
 from tutti.arrays import Slots
+from tutti.checks import text
 from tutti.errors import ConfigError
 from tutti.medium.geometry import BLOCK_NBYTES, FORMAT_VERSION, LAYERS_MAX
 
@@ -179,7 +181,11 @@ def octets(raw: bytes) -> npt.NDArray[np.uint8]:
 
 
 def tenant_of(namespace: str) -> int:
-    """The number of a namespace on the medium: 0 for none, else 1 to 65535 (docs/format.md)."""
+    """The number of a namespace on the medium: 0 for none, else 1 to 65535 (docs/format.md).
+
+    Raises ConfigError for what is not a string.
+    """
+    text("namespace", namespace)
     return xxhash.xxh3_64_intdigest(namespace.encode()) % _TENANTS + 1 if namespace else 0
 
 
@@ -190,6 +196,7 @@ def expiry_of(ttl_s: float | None) -> int:
     """
     if ttl_s is None:
         return 0
-    if not ttl_s > 0:
-        raise ConfigError(f"ttl_s is {ttl_s}; give seconds above 0, or None for no limit")
-    return int(min(-(-(time.time() + ttl_s) // EXPIRY_UNIT_S), _EXPIRY_MAX))
+    if isinstance(ttl_s, bool) or not isinstance(ttl_s, int | float) or not 0 < ttl_s < math.inf:
+        raise ConfigError(f"ttl_s is {ttl_s!r}; give seconds above 0, or None for no limit")
+    until_s = time.time() + min(ttl_s, _EXPIRY_MAX * EXPIRY_UNIT_S)
+    return int(min(-(-until_s // EXPIRY_UNIT_S), _EXPIRY_MAX))

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from tutti.checks import flag, instance, one_of, optional, takes, whole
 from tutti.errors import ConfigError, PageRangeError
 from tutti.gio_uring.iocb import PagedMemory
 from tutti.gio_uring.memory import HostBuffer, address_of, view_at
@@ -24,6 +25,16 @@ LAYER_FIRST = "layer_first"  # [segment][layer][page]
 PAGE_FIRST_DIRECT = "page_first_direct"  # [segment][page][layer]
 PAGE_FIRST = "page_first"  # [segment][page][token][layer]: the layout is token_major()
 ORDERS = (LAYER_FIRST, PAGE_FIRST_DIRECT, PAGE_FIRST)
+
+
+PAGES_MAX = 2**32 - 1  # page numbers are u32
+
+_LAYOUT = instance(KVLayout)
+_ORDER = optional(one_of(*ORDERS))
+
+
+def _pages(name: str, value: Any) -> None:
+    whole(name, value, 1, PAGES_MAX)
 
 
 class HostMemory(Owned):
@@ -56,6 +67,7 @@ class HostMemory(Owned):
         return sum(nbytes for _, nbytes in self.buffers)
 
     @classmethod
+    @takes(layout=_LAYOUT, pages=_pages, order=_ORDER, hugepages=flag)
     def allocate(
         cls,
         layout: KVLayout,
@@ -69,11 +81,11 @@ class HostMemory(Owned):
         hugepages: False asks for ordinary pages, which cost the device a descriptor each.
         Raises ConfigError for an unknown order or no pages.
         """
-        _check_pages(pages)
         buffer = HostBuffer(pages * layout.object_nbytes, hugepages=hugepages)
         return cls.from_buffer(layout, buffer, pages, order=order)
 
     @classmethod
+    @takes(layout=_LAYOUT, pages=_pages, order=_ORDER)
     def from_buffer(
         cls, layout: KVLayout, buffer: Any, pages: int, *, order: str | None = None
     ) -> HostMemory:
@@ -86,7 +98,6 @@ class HostMemory(Owned):
         contiguous.
         """
         order = _check_order(layout, order)
-        _check_pages(pages)
         base, nbytes = address_of(buffer)
         need = pages * layout.object_nbytes
         if nbytes < need:
@@ -105,6 +116,7 @@ class HostMemory(Owned):
         return cls(layout, memory, [(base, need)], buffer)
 
     @classmethod
+    @takes(layout=_LAYOUT, pages=_pages)
     def from_layers(
         cls, layout: KVLayout, buffers: Sequence[Sequence[Any]], pages: int
     ) -> HostMemory:
@@ -112,7 +124,6 @@ class HostMemory(Owned):
         as engines keep their KV.  Raises ConfigError for no pages, and for a wrong number or size
         of buffers.
         """
-        _check_pages(pages)
         if len(buffers) != layout.layers:
             raise ConfigError(f"{len(buffers)} layers of buffers, the layout has {layout.layers}")
         bases = np.zeros((layout.layers, len(layout.segments)), np.uint64)
@@ -144,10 +155,13 @@ class HostMemory(Owned):
 
     def segment(self, page: int, layer: int, k: int) -> npt.NDArray[np.uint8]:
         """A view of one segment, uint8 (segment_nbytes,)."""
-        if not (0 <= page < self.pages and 0 <= layer < self.layout.layers):
+        numbers = (page, layer)
+        if not all(isinstance(number, int | np.integer) for number in numbers) or not (
+            0 <= page < self.pages and 0 <= layer < self.layout.layers
+        ):
             raise PageRangeError(
-                f"page {page}, layer {layer} is outside a pool of {self.pages} pages and "
-                f"{self.layout.layers} layers"
+                f"page {page!r}, layer {layer!r} is outside a pool of {self.pages} pages and "
+                f"{self.layout.layers} layers; use numbers from 0"
             )
         memory = self.memory
         address = int(memory.bases[layer, k]) + page * memory.stride_nbytes[k]
@@ -163,7 +177,12 @@ class HostMemory(Owned):
 
     def write(self, page: int, content: bytes | npt.NDArray[np.uint8]) -> None:
         """Fills a page from ``object_nbytes`` bytes in the order of ``read``."""
-        source = np.frombuffer(content, np.uint8)
+        try:
+            source = np.frombuffer(content, np.uint8)
+        except (TypeError, ValueError) as error:
+            raise ConfigError(
+                f"the content of a page is {type(content).__name__}; pass bytes"
+            ) from error
         if source.size != self.layout.object_nbytes:
             raise ConfigError(f"a page has {self.layout.object_nbytes} bytes, not {source.size}")
         start = 0
@@ -173,17 +192,10 @@ class HostMemory(Owned):
                 start += nbytes
 
 
-def _check_pages(pages: object) -> None:
-    if not isinstance(pages, int | np.integer) or pages < 1:
-        raise ConfigError(f"pages is {pages!r}; engine memory has at least one page")
-
-
 def _check_order(layout: KVLayout, order: str | None) -> str:
     by_layer = layout.layers == layout.model_layers
     if order is None:
         order = LAYER_FIRST if by_layer else PAGE_FIRST
-    if order not in ORDERS:
-        raise ConfigError(f"order {order!r} is not one of {', '.join(ORDERS)}")
     if order == PAGE_FIRST and by_layer and layout.layers > 1:
         raise ConfigError(
             "page-first memory interleaves the layers of every token; "

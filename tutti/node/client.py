@@ -130,7 +130,7 @@ class NodeStore(Store):
         return memory
 
     def unregister(self, memory: HostMemory) -> None:
-        if memory not in self._memories:
+        if not any(memory is known for known in self._memories):
             raise ConfigError("this memory is not registered with the store")
         timeout_s = self.config.timeout_s
         if not (self._kept.wait_quiet(timeout_s) and memory.wait_idle(timeout_s)):

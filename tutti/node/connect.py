@@ -4,12 +4,20 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from tutti.checks import instance, one_of, optional, path_text, seconds, takes
+from tutti.gio_uring.controller_file import EXECUTORS
 from tutti.medium.layout import KVLayout
 
 if TYPE_CHECKING:
     from tutti.node.client import NodeStore
 
 
+@takes(
+    path=path_text,
+    layout=optional(instance(KVLayout)),
+    lookup_timeout_s=seconds,
+    executor=one_of(*EXECUTORS),
+)
 def connect(
     path: str,
     layout: KVLayout | None = None,

@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 
 from tutti.arrays import Keys
+from tutti.checks import optional, seconds, takes, text
+from tutti.medium.keys import as_keys
 from tutti.node.messages import DESCRIBED_MAX, LISTED_MAX, keys_of
 from tutti.transfers.catalogue import ObjectInfo
 
@@ -23,6 +25,7 @@ class RemoteCatalogue:
     def __init__(self, call: Callable[..., Any]) -> None:
         self._call = call
 
+    @takes(namespace=optional(text))
     def keys(self, namespace: str | None = None) -> Keys:
         """See Catalogue; what changes meanwhile may be left out."""
         parts: list[Keys] = [np.zeros((0, 16), np.uint8)]
@@ -40,6 +43,7 @@ class RemoteCatalogue:
             found += [ObjectInfo(**info) for info in self._call("objects", keys=some)]
         return found
 
+    @takes(timeout_s=seconds)
     def delete(self, keys: Keys, *, timeout_s: float = 30.0) -> int:
         """See Catalogue."""
         return sum(
@@ -62,5 +66,6 @@ class RemoteCatalogue:
 
 
 def _parts(keys: Keys, n: int) -> Iterator[bytes]:
+    keys = as_keys(keys)
     for start in range(0, len(keys), n):
         yield keys[start : start + n].tobytes()

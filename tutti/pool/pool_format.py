@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from tutti.checks import flag, function, instance, one_of, optional, takes
 from tutti.errors import (
     ConfigError,
     MemberMissing,
@@ -17,9 +18,15 @@ from tutti.errors import (
     system_errors,
 )
 from tutti.gio_uring.controller import NativeController
-from tutti.gio_uring.controller_file import FileController
+from tutti.gio_uring.controller_file import EXECUTORS, FileController
 from tutti.gio_uring.drives.block_device import check_devices, device_name
-from tutti.gio_uring.drives.device_content import HEAD_NBYTES, LABEL, TAIL_NBYTES, Force
+from tutti.gio_uring.drives.device_content import (
+    HEAD_NBYTES,
+    LABEL,
+    TAIL_NBYTES,
+    Force,
+    check_force,
+)
 from tutti.gio_uring.drives.generic_device import readable_path
 from tutti.gio_uring.file_creation import ReservedFile, reserve_file
 from tutti.gio_uring.file_member import FileMember
@@ -38,6 +45,13 @@ Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
 
 @system_errors()
+@takes(
+    layout=instance(KVLayout),
+    force=check_force,
+    prewrite=flag,
+    progress=optional(function),
+    executor=one_of(*EXECUTORS),
+)
 def format(
     paths: Paths,
     layout: KVLayout,
@@ -250,10 +264,15 @@ def member_names(paths: Paths) -> list[str]:
     given = [paths] if isinstance(paths, (str, os.PathLike)) else paths
     try:
         names = [os.fsdecode(path) for path in given]
-    except TypeError as error:
+        has_zeros = any("\0" in name for name in names)
+        for name in names:
+            os.fsencode(name)
+    except (TypeError, ValueError) as error:  # also a name that cannot be encoded
         raise ConfigError(
             f"{paths!r} is neither a path nor a sequence of paths; give text"
         ) from error
+    if has_zeros:
+        raise ConfigError(f"{paths!r} is not a path: give text without zero bytes")
     if not names or "" in names:
         raise ConfigError("a pool lies somewhere; give at least one path, and none that is empty")
     check_distinct(names)

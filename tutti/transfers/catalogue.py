@@ -14,8 +14,10 @@ import numpy as np
 import numpy.typing as npt
 
 from tutti.arrays import Keys, Slots
+from tutti.checks import optional, seconds, takes, text
 from tutti.errors import CapacityError, DeviceTimeout, MediumError
 from tutti.interrupts import uninterrupted
+from tutti.medium.keys import as_keys
 from tutti.medium.slot_record import (
     EXPIRY_UNIT_S,
     FLAG_DIGESTS,
@@ -80,6 +82,7 @@ class Catalogue(Owned):
         if self._sweeper is not None:
             self._sweeper.join(timeout_s)
 
+    @takes(namespace=optional(text))
     def keys(self, namespace: str | None = None) -> Keys:
         """Keys of all objects, or of one namespace ("" for none), in the order of their slots."""
         core = self._core
@@ -111,12 +114,14 @@ class Catalogue(Owned):
         return found
 
     @uninterrupted()
+    @takes(timeout_s=seconds)
     def delete(self, keys: Keys, *, timeout_s: float = 30.0) -> int:
         """Removes objects, pinned ones as well; how many.  The medium has forgotten them on return.
 
         Waits for transfers of them.  Raises DeviceTimeout when those do not end in time.
         """
         core = self._core
+        keys = as_keys(keys)
         deadline_s = time.monotonic() + timeout_s
         gone = np.zeros(0, np.int64)
         with core.admitted(timeout_s), core.lock:
@@ -147,7 +152,7 @@ class Catalogue(Owned):
 
         Raises CapacityError where that exceeds ``pin_share`` of the pool: nothing is pinned then.
         """
-        core = self._core
+        core, keys = self._core, as_keys(keys)
         with core.lock:
             slots = self._resident(keys)
             new = int(np.count_nonzero(~core.index.pinned[slots]))
@@ -167,8 +172,9 @@ class Catalogue(Owned):
     @uninterrupted()
     def expire(self, keys: Keys, ttl_s: float | None) -> int:
         """Objects are removed in so many seconds, rounded up to 64; None: never.  How many."""
-        self.watch(ttl_s is not None)
-        return self._change(keys, expiry=expiry_of(ttl_s))
+        expiry = expiry_of(ttl_s)
+        self.watch(expiry > 0)
+        return self._change(keys, expiry=expiry)
 
     def watch(self, something: bool) -> None:
         """Removes what expires from now on, in a thread, if there is something that does."""
@@ -232,7 +238,7 @@ class Catalogue(Owned):
 
     def _records(self, keys: Keys) -> Iterator[tuple[Slots, npt.NDArray[np.void]]]:
         """(slots, their records), a block at a time; the objects stay while it is looked at."""
-        core = self._core
+        core, keys = self._core, as_keys(keys)
         for start in range(0, len(keys), BLOCK_RECORDS):
             some = np.ascontiguousarray(keys[start : start + BLOCK_RECORDS])
             with core.admitted(core.config.timeout_s), self._changing:

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tutti.arrays import Slots
-from tutti.checks import seconds, share, whole
+from tutti.checks import one_of, seconds, share, whole
 from tutti.errors import ConfigError, DeviceTimeout, PoolClosed, PoolCorrupt
 from tutti.gio_uring.engine import Engine, Extents
 from tutti.gio_uring.engine_structs import WindowStats
@@ -89,12 +89,8 @@ class StoreConfig:
         return config
 
     def __post_init__(self) -> None:
-        if self.verify not in VERIFY:
-            raise ConfigError(f"verify is {self.verify!r}; use one of {', '.join(VERIFY)}")
-        if self.durability not in DURABILITY:
-            raise ConfigError(
-                f"durability is {self.durability!r}; use one of {', '.join(DURABILITY)}"
-            )
+        one_of(*VERIFY)("verify", self.verify)
+        one_of(*DURABILITY)("durability", self.durability)
         for name in ("page_cache_share", "pin_share"):
             share(name, getattr(self, name))
         whole("pin_lookups", self.pin_lookups, 1, 2**31)

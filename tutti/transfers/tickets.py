@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from tutti.arrays import U32, Rows
 from tutti.callbacks import Guard
+from tutti.checks import function, seconds, takes, whole
 from tutti.errors import DeviceTimeout, PageRangeError, PagesInUse, TuttiError
 from tutti.gio_uring.status import status_error
 from tutti.histogram import Histogram
@@ -23,6 +24,9 @@ from tutti.process import Owned
 
 if TYPE_CHECKING:
     from tutti.gio_uring.gpu.transfer import Transfer
+
+
+_STREAM_MAX = 2**64 - 1  # an address
 
 
 @dataclass(frozen=True)
@@ -72,6 +76,7 @@ class PutTicket(Owned):
         """An Outcome per key, uint8 (n,); not to be written."""
         return self._progress.outcome
 
+    @takes(timeout_s=seconds)
     def wait(self, timeout_s: float = 60.0) -> PutResult:
         """Returns the outcome, once every object is acknowledged at the pool's durability level.
 
@@ -89,6 +94,7 @@ class PutTicket(Owned):
         counts = np.bincount(self.outcome, minlength=len(Outcome)).tolist()
         return PutResult(counts[Outcome.STORED], counts[Outcome.PRESENT], counts[Outcome.DROPPED])
 
+    @takes(timeout_s=seconds)
     def wait_ended(self, timeout_s: float = 60.0) -> bool:
         """Waits until the outcome is known, whatever it is.  False after the timeout."""
         return self._progress.wait(timeout_s)
@@ -97,6 +103,7 @@ class PutTicket(Owned):
         """Positions of the keys that have failed so far, int64 (n,), ascending."""
         return np.flatnonzero(self._progress.status).astype(np.int64)
 
+    @takes(callback=function)
     def on_done(self, callback: Callable[[PutTicket], None]) -> None:
         """Calls ``callback`` when the outcome is known: on the engine's thread, or at once.
 
@@ -196,6 +203,7 @@ class LoadTicket(Owned):
         """Whether every layer is ready or has failed."""
         return all(part.job.done for part in self._progress.parts)
 
+    @takes(timeout_s=seconds)
     def wait_layer(self, layer: int, timeout_s: float = 60.0) -> None:
         """Returns when ``layer`` (from 0) of all pages is in memory, verified if that is on.
 
@@ -217,8 +225,8 @@ class LoadTicket(Owned):
 
     def _check_layer(self, layer: int) -> None:
         layers = self._progress.layers
-        if not 0 <= layer < layers:
-            raise PageRangeError(f"layer {layer} does not exist; name one from 0 to {layers - 1}")
+        if not isinstance(layer, int | np.integer) or not 0 <= layer < layers:
+            raise PageRangeError(f"layer {layer!r} does not exist; name one from 0 to {layers - 1}")
 
     def order_stream(self, stream: int, layer: int) -> None:
         """Makes a GPU stream wait for ``layer`` instead of the caller; returns at once.
@@ -227,18 +235,22 @@ class LoadTicket(Owned):
         ``failed`` was empty after the last layer.  Raises Unsupported for pages in host memory.
         """
         self._check_layer(layer)
+        whole("stream", stream, 0, _STREAM_MAX)
         progress = self._progress
         for part in progress.parts:
             part.job.order_stream(stream, progress.layers if part.whole else layer + 1)
 
+    @takes(timeout_s=seconds)
     def wait(self, timeout_s: float = 60.0) -> None:
         """Returns when all layers are ready; see ``wait_layer``."""
         self.wait_layer(self._progress.layers - 1, timeout_s)
 
+    @takes(timeout_s=seconds)
     def wait_settled(self, timeout_s: float = 60.0) -> bool:
         """Waits until the device can no longer touch the pages, whatever the outcome."""
         return self._progress.wait_settled(timeout_s)
 
+    @takes(timeout_s=seconds)
     def cancel(self, timeout_s: float = 60.0) -> bool:
         """Issues no further commands, and waits until the device can no longer touch the pages."""
         for part in self._progress.parts:
@@ -249,6 +261,7 @@ class LoadTicket(Owned):
         """Positions in the batch that have failed so far, int64 (n,), ascending."""
         return np.flatnonzero(self._progress.status()).astype(np.int64)
 
+    @takes(callback=function)
     def on_settled(self, callback: Callable[[], None]) -> None:
         """Calls ``callback`` when the device can no longer touch the pages: on its thread, or at
         once.  It must not wait for the store.  An exception in it is logged.

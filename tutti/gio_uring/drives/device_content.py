@@ -7,10 +7,10 @@ either is reported too: data of an unknown kind is still data.
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Collection, Iterable, Sequence, Set
+from typing import Any, NamedTuple
 
-from tutti.errors import PoolExists
+from tutti.errors import ConfigError, PoolExists
 from tutti.units import KiB, MiB
 
 #: How much is looked at, at either end.
@@ -77,6 +77,15 @@ class Held(NamedTuple):
     path: str
     holds: Sequence[str]
     serial: str
+
+
+def check_force(name: str, force: Any) -> None:
+    """Raises ConfigError for what is neither a bool nor serial numbers."""
+    several = [force] if isinstance(force, bool | str) else force
+    if not isinstance(several, Sequence | Set) or isinstance(several, bytes):
+        raise ConfigError(f"{name} is {force!r}; give True, or serial numbers of drives")
+    if not all(isinstance(one, bool | str) for one in several):
+        raise ConfigError(f"{name} is {force!r}; serial numbers of drives are strings")
 
 
 def check_forced(places: Iterable[Held], force: Force) -> None:
