@@ -152,8 +152,11 @@ void Engine::cancel(Job* job) {
   attend();
 }
 
-// Every lane looks through its parts for what a job's flags ask for.
+// Every lane looks through its parts for what a job's flags ask for.  Lanes that have ended have
+// none, and their controllers may be gone.
 void Engine::attend() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (exited_) return;
   for (auto& lane : lanes_) lane->attend();
 }
 

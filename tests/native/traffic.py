@@ -34,6 +34,7 @@ from tutti.pool.block_io import BlockIo
 from tutti.pool.members import Members
 from tutti.store import ObjectStore
 from tutti.transfers.core import StoreConfig
+from tutti.transfers.tickets import LoadTicket
 
 LAYOUT = KVLayout.mha(
     layers=4, kv_heads=2, head_dim=64, page_size=16, dtype="bfloat16", model="test-model"
@@ -55,11 +56,13 @@ class Rounds:
         self._opening = opening
         self._seed = seed
         self.errors: list[str] = []
+        self._tickets: list[LoadTicket] = []  # of the round
         self.counts = {"put": 0, "load": 0, "cleared": 0, "reset": 0, "failed": 0}
 
     def run(self, rounds: int) -> None:
         for number in range(rounds):
             store = self._opening()
+            self._tickets.clear()
             pool = store.allocate_memory(THREADS * PAGES)
             threads = [
                 threading.Thread(target=self._work, args=(store, pool, number, i))
@@ -75,6 +78,8 @@ class Rounds:
                 thread.join(TIMEOUT_S)
                 if thread.is_alive():
                     self.errors.append("a thread hangs")
+            for ticket in self._tickets:  # whose engine and controller are gone
+                ticket.cancel(TIMEOUT_S)
 
     def _work(self, store: ObjectStore, pool: HostMemory, number: int, index: int) -> None:
         rng = np.random.default_rng((self._seed, number, index))
@@ -132,6 +137,7 @@ class Rounds:
             if pool.read(page) != content_of(key):
                 self.errors.append(f"key {bytes(key).hex()} serves other bytes")
         self.counts["load"] += there.size
+        self._tickets.append(ticket)
 
 
 def content_of(key: Any) -> bytes:
