@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -386,6 +387,14 @@ def test_repair_of_every_object(pool: tuple[str, Geometry]) -> None:
     assert report.damaged == OBJECTS
     assert repair([path], report, progress).quarantined == OBJECTS
     assert_holds(path, [])
+
+
+def test_repair_of_a_pool_that_others_can_write(pool: tuple[str, Geometry]) -> None:
+    """Opening it to serve its objects is refused; repair serves nothing."""
+    path, geometry = pool
+    flip_payload(path, geometry, KEYS[0])
+    os.chmod(path, 0o666)
+    assert repair([path], check(path), progress).quarantined == 1
 
 
 def test_no_pool(tmp_path: Path) -> None:

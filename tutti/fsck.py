@@ -185,7 +185,8 @@ def repair(paths: Sequence[str], report: FsckReport, progress: ProgressFactory) 
     """
     counts = dict.fromkeys(("quarantined", "gone", "sound", "left"), 0)
     config = StoreConfig(verify="always")
-    with store.open(list(paths), config=config, profile=None) as pool:
+    # Nothing is served here, so files that other users can change are accepted.
+    with store.open(list(paths), config=config, profile=None, any_owner=True) as pool:
         pool.wait_recovered()
         pool.allocate_memory(1)
         keys = list(dict.fromkeys(report.damaged_keys))
