@@ -47,6 +47,9 @@ COUNTERS: Mapping[str, tuple[str, str]] = {
     "load_errors": ("load_errors", "pages that could not be loaded"),
     "corrupt_slices": ("mismatches", "pages whose digest was wrong"),
     "evicted_objects": ("evicted", "objects evicted"),
+    "early_evictions": ("evicted_too_early", "objects that were stored again after their eviction"),
+    "residency_switches": ("residency_switches", "groups that changed between direct and cached"),
+    "residency_moved_bytes": ("residency_moved_nbytes", "bytes of these groups"),
     "expired_objects": ("expired", "objects removed at the end of their time to live"),
     "quarantined_objects": ("quarantined", "slots taken out of use"),
     "read_bytes": ("bytes_read", "bytes read from the medium"),
@@ -56,6 +59,7 @@ COUNTERS: Mapping[str, tuple[str, str]] = {
     "cpu_seconds": ("engine_cpu_s", "CPU time of the engine's threads"),
 }
 GAUGES: Mapping[str, tuple[str, str]] = {
+    "page_cache_bytes": ("page_cache_planned_nbytes", "bytes that go through the page cache"),
     "capacity_objects": ("capacity_objects", "objects that fit into the pool"),
     "free_objects": ("free_objects", "slots that are free"),
     "busy_objects": ("busy_objects", "objects that transfers or look-ups protect from eviction"),

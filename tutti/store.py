@@ -131,6 +131,7 @@ class ObjectStore(Owned, Store):
             if clean:
                 self._core.wait_ready(self.config.timeout_s * 4)
             self.residency = Residency(self._core, controller)
+            parts.append(self.residency)
         except BaseException as error:
             self._resources.undo_opening(error, self.config.timeout_s)
             raise
@@ -299,6 +300,7 @@ class ObjectStore(Owned, Store):
         schedule, scheduler = self.config.schedule, self.scheduler
         stats = {
             **self._core.stats(),
+            **self.residency.stats(),
             "recovered": self.recovered,
             "profile": schedule.source if schedule is not None else OFF,
             "scheduler": scheduler.counters() if scheduler is not None else {},

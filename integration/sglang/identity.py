@@ -306,7 +306,8 @@ def _open_members(
         pin_lookups=options.get("pin_lookups", _DEFAULTS.pin_lookups),
         pin_share=min(1.0, options.get("pin_share", _DEFAULTS.pin_share)),
         schedule=schedule,
-        page_cache_share=options.get("page_cache_share", _DEFAULTS.page_cache_share),
+        page_cache_share=options["page_cache_share"],
+        residency=options["residency"],
     )
     return open_pool(
         members,

@@ -13,7 +13,7 @@ from typing import Any
 
 from tutti.errors import ConfigError
 from tutti.placement.eviction import POLICIES
-from tutti.transfers.core import DURABILITY, VERIFY
+from tutti.transfers.core import DURABILITY, RESIDENCY, VERIFY
 from tutti.units import MiB, parse_nbytes
 
 HICACHE, LINKER = "hicache", "linker"
@@ -87,6 +87,21 @@ OPTIONS: tuple[Option, ...] = (
         "density",
         "which objects go when a pool is full: the fewest expected loads, or not used for longest",
         choices=tuple(POLICIES),
+    ),
+    Option(
+        "page_cache_share",
+        "float",
+        0.0,
+        "share of free memory that the page cache may use for each pool of each "
+        "rank (0: direct I/O only)",
+        minimum=0,
+    ),
+    Option(
+        "residency",
+        "str",
+        "dynamic",
+        "whether page_cache_share follows the memory that is free later, or is planned once",
+        choices=RESIDENCY,
     ),
     Option(
         "executor",
@@ -288,15 +303,6 @@ _PLAIN = tuple(
 
 LINKER_OPTIONS: tuple[Option, ...] = (
     *_PLAIN,
-    Option(
-        "page_cache_share",
-        "float",
-        0.0,
-        "share of the memory free at the start that the page cache may use for each pool of each "
-        "rank (0: direct I/O only)",
-        modes=(LINKER,),
-        minimum=0,
-    ),
     Option(
         "gpu_mover",
         "str",

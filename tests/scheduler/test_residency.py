@@ -11,7 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tutti.errors import ConfigError, Unsupported
-from tutti.scheduler.residency import MemoryFacts, plan_groups, read_memory
+from tutti.scheduler.residency import (
+    Governor,
+    MemoryFacts,
+    plan_groups,
+    read_memory,
+    read_stall_us,
+)
 from tutti.units import GiB, MiB
 
 
@@ -165,3 +171,60 @@ def test_a_higher_knob_never_takes_a_group_away(
     less = plan_groups(group_nbytes, budget, share=min(a, b))
     more = plan_groups(group_nbytes, budget, share=max(a, b))
     assert not (less & ~more).any()
+
+
+def test_a_plan_shrinks_at_once_and_grows_after_a_calm() -> None:
+    governor = Governor(share=0.5, calm_s=1.0)
+    assert governor.target(0.0, 100, 80, False) == 50
+    assert governor.target(0.1, 200, 50, False) == 50
+    assert governor.target(1.0, 200, 50, False) == 50
+    assert governor.target(1.2, 200, 50, False) == 100
+    assert governor.target(1.3, 0, 100, False) == 0
+
+
+def test_a_small_gain_is_not_worth_a_change() -> None:
+    governor = Governor(share=1.0, calm_s=0.0)
+    assert governor.target(0.0, 110, 100, False) == 100
+    assert governor.target(0.0, 120, 100, False) == 120
+
+
+def test_a_calm_that_is_interrupted_begins_anew() -> None:
+    governor = Governor(share=1.0, calm_s=1.0)
+    assert governor.target(0.0, 200, 100, False) == 100
+    assert governor.target(0.5, 100, 100, False) == 100
+    assert governor.target(1.1, 200, 100, False) == 100
+    assert governor.target(0.2, 200, 100, False) == 100  # the clock jumped back
+    assert governor.target(1.3, 200, 100, False) == 200
+
+
+def test_tasks_that_wait_for_memory_take_a_quarter() -> None:
+    assert Governor(share=1.0).target(0.0, 1000, 400, True) == 300
+
+
+@pytest.mark.parametrize("period_s", [0.5, 2.0, 4.0])
+def test_a_limit_that_swings_is_followed_a_bounded_number_of_times(period_s: float) -> None:
+    governor, planned, growths = Governor(share=1.0), 1000, 0
+    for tick in range(6000):
+        now_s = tick / 10
+        free = 1000 if (now_s % period_s) < period_s / 2 else 200
+        target = governor.target(now_s, free, planned, False)
+        growths += target > planned
+        planned = target
+    # Ten minutes: the calm doubles after each growth that was taken back.
+    assert growths <= 8
+    assert planned == 200
+
+
+def test_pressure_is_that_of_the_group_or_of_the_machine(tmp_path: Path) -> None:
+    root = machine(tmp_path)
+    assert read_stall_us(root) is None
+    (root / "proc/pressure").mkdir(parents=True)
+    (root / "proc/pressure/memory").write_text("some avg10=0.00 total=7\nfull avg10=0.0 total=3\n")
+    assert read_stall_us(root) == 7
+    mount(root, 2)
+    add_group(root, ".", 2, "max", "")
+    (root / "proc/self/cgroup").write_text("0::/\n")
+    (root / "sys/fs/cgroup/memory.pressure").write_text("some avg10=1.00 total=11\nnonsense\n")
+    assert read_stall_us(root) == 11
+    (root / "sys/fs/cgroup/memory.pressure").write_text("some avg10=1.00 total=\n")
+    assert read_stall_us(root) == 7

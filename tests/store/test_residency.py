@@ -241,3 +241,112 @@ def wait_until(condition: Callable[[], bool]) -> bool:
     while time.monotonic() < deadline_s and not condition():
         time.sleep(0.001)
     return condition()
+
+
+def machine_of(root: Path, limit_nbytes: int) -> Path:
+    """A file system with proc and a control group of version 2 that limits memory."""
+    (root / "proc/self").mkdir(parents=True)
+    (root / "proc/meminfo").write_text(f"MemAvailable: {1 << 24} kB\n")
+    (root / "proc/self/cgroup").write_text("0::/job\n")
+    mount = "30 22 0:26 / /sys/fs/cgroup rw - cgroup2 cgroup2 rw\n"
+    (root / "proc/self/mountinfo").write_text(mount)
+    (root / "sys/fs/cgroup/job").mkdir(parents=True)
+    set_limit(root, limit_nbytes)
+    return root
+
+
+def set_limit(root: Path, limit_nbytes: int) -> None:
+    folder = root / "sys/fs/cgroup/job"
+    (folder / "memory.stat").write_text("anon 0\nshmem 0\n")
+    (folder / "new").write_text(f"{limit_nbytes}\n")
+    (folder / "new").rename(folder / "memory.max")
+
+
+def planned_groups(store: ObjectStore) -> int:
+    return int(store.stats()["page_cache_planned_nbytes"]) // store.geometry.group_nbytes
+
+
+def test_groups_follow_the_memory_and_no_look_up_misses(paths: list[Path], tmp_path: Path) -> None:
+    root = machine_of(tmp_path / "root", 0)
+    keys = some_keys(np.random.default_rng(4), PAGES)
+    with open_pool(paths) as store:
+        pool = store.allocate_memory(2 * PAGES)
+        contents = fill(pool, range(PAGES), np.random.default_rng(5))
+        store.put(keys, np.arange(PAGES)).wait(30)
+        store.residency.follow(1.0, root=root)
+        for groups in (4, 0, 6, 2):
+            set_limit(root, groups * store.geometry.group_nbytes)
+            misses = 0
+
+            def arrived(store: ObjectStore = store, groups: int = groups) -> bool:
+                nonlocal misses
+                misses += store.match(keys) != PAGES
+                check_load(store, pool, keys, contents)
+                return planned_groups(store) == groups
+
+            assert until(arrived), f"{planned_groups(store)} groups, {groups} fit"
+            assert misses == 0
+            assert len(file_of(store).buffered) <= groups
+        stats = store.stats()
+        assert stats["residency_switches"] >= 4 + 4 + 6 + 4
+        moved_nbytes = stats["residency_switches"] * store.geometry.group_nbytes
+        assert stats["residency_moved_nbytes"] == moved_nbytes
+        assert stats["residency_moving_ms"] > 0
+
+
+def test_a_control_group_that_vanishes_changes_nothing(
+    paths: list[Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    root = machine_of(tmp_path / "root", 1 << 40)
+    with open_pool(paths) as store:
+        store.residency.follow(1.0, root=root)
+        whole = store.residency.replan(budget_nbytes=1 << 40).buffered_groups
+        set_limit(root, 2 * store.geometry.group_nbytes)
+        assert until(lambda: planned_groups(store) == 2)
+        for name in ("memory.max", "memory.stat"):
+            (root / "sys/fs/cgroup/job" / name).unlink()
+        assert until(lambda: "limit of memory is gone" in caplog.text)
+        (root / "proc/meminfo").unlink()
+        assert until(lambda: "keeps its groups: " in caplog.text)
+        assert planned_groups(store) == 2 < whole
+        assert caplog.text.count("limit of memory is gone") == 1
+
+
+def test_a_group_in_use_stays_where_it_is(tmp_path: Path) -> None:
+    format_pool([tmp_path / "pool"], LAYOUT, CAPACITY_NBYTES)
+    with open_pool([tmp_path / "pool"]) as store:
+        store.allocate_memory(PAGES)
+        keys = some_keys(np.random.default_rng(6), PAGES)
+        store.put(keys, np.arange(PAGES)).wait(30)
+        slots = store._core.index.find(keys)
+        store._core.index.pin(slots)
+        while store.residency.move_towards(1 << 40, 1.0, 1 << 40):
+            pass
+        used = np.unique(slots // store.geometry.group_slots).size
+        assert planned_groups(store) == store.geometry.groups - used
+        store._core.index.unpin(slots)
+        while store.residency.move_towards(1 << 40, 1.0, 1 << 40):
+            pass
+        assert planned_groups(store) == store.geometry.groups
+
+
+def test_a_share_is_followed_by_default_and_the_thread_ends(paths: list[Path]) -> None:
+    def running() -> bool:
+        return any(thread.name == "tutti-residency" for thread in threading.enumerate())
+
+    with open_pool(paths, page_cache_share=1.0, residency="static"):
+        assert not running()
+    with open_pool(paths, page_cache_share=1.0):
+        assert running()
+    assert not running()
+    with pytest.raises(ConfigError, match="residency"):
+        StoreConfig(residency="sometimes")
+
+
+def until(done: Callable[[], bool]) -> bool:
+    deadline_s = time.monotonic() + 60
+    while time.monotonic() < deadline_s:
+        if done():
+            return True
+        time.sleep(0.02)
+    return False

@@ -19,6 +19,12 @@ from tutti.errors import ConfigError, Unsupported
 
 #: Version 1 writes "no limit" as a page-aligned number near 2^63.
 _UNLIMITED_NBYTES = 1 << 60
+_CALM_S = 1.0
+_CALM_MAX_S = 60.0
+#: A growth that is taken back sooner than this was wrong.
+_REGRET_S = 30.0
+#: Less than this share of the plan is not worth a change.
+_GROWTH_MIN = 0.125
 
 
 @dataclass(frozen=True)
@@ -74,6 +80,68 @@ def plan_groups(
     buffered = np.zeros(sizes.size, np.bool_)
     buffered[order[taken]] = True
     return buffered
+
+
+@dataclass
+class Governor:
+    """How much may go through the page cache from now on: shrinks at once, grows after a calm.
+
+    share: of the memory that is free.  A growth that had to be taken back doubles the calm that
+    the next one needs, up to a minute, so a limit that swings is followed a bounded number of
+    times.  Deterministic: time is passed in, in seconds.
+    """
+
+    share: float
+    calm_s: float = _CALM_S
+    _calm_since_s: float | None = None
+    _grew_at_s: float | None = None
+
+    def target(self, now_s: float, free_nbytes: int, planned_nbytes: int, stalled: bool) -> int:
+        """Bytes to plan for; planned_nbytes when nothing should change.
+
+        stalled: tasks wait for memory, so a quarter goes, whatever is said to be free.
+        """
+        goal = math.floor(self.share * free_nbytes)
+        if stalled:
+            goal = min(goal, planned_nbytes * 3 // 4)
+        if goal < planned_nbytes:
+            if self._grew_at_s is not None and now_s - self._grew_at_s < _REGRET_S:
+                self.calm_s = min(2 * self.calm_s, _CALM_MAX_S)
+            self._grew_at_s, self._calm_since_s = None, None
+            return goal
+        if goal <= planned_nbytes * (1 + _GROWTH_MIN):
+            self._calm_since_s = None
+            return planned_nbytes
+        if self._calm_since_s is None or now_s < self._calm_since_s:  # or the clock jumped back
+            self._calm_since_s = now_s
+        if now_s - self._calm_since_s < self.calm_s:
+            return planned_nbytes
+        self._grew_at_s = now_s
+        return goal
+
+
+def read_stall_us(root: Path = Path("/")) -> int | None:
+    """Microseconds in which tasks waited for memory, in all; None without PSI (proc(5)).
+
+    Of the control group of version 2 around the process, else of the machine.
+    """
+    for folder, is_v2 in _groups_around(root):
+        stalled = _stall_us(folder / "memory.pressure") if is_v2 else None
+        if stalled is not None:
+            return stalled
+    return _stall_us(root / "proc/pressure/memory")
+
+
+def _stall_us(path: Path) -> int | None:
+    try:
+        lines = path.read_text().splitlines()
+    except OSError:
+        return None
+    for line in lines:
+        total = line.rpartition("total=")[2]
+        if line.startswith("some ") and total.isdigit():
+            return int(total)
+    return None
 
 
 def read_memory(root: Path = Path("/")) -> MemoryFacts:

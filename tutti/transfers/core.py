@@ -34,6 +34,7 @@ from tutti.scheduler.dispatcher import Schedule
 
 VERIFY = ("always", "sampled", "off")
 DURABILITY = ("process", "flush")
+RESIDENCY = ("dynamic", "static")
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,7 @@ class StoreConfig:
         one for each drive that the files are on, which is best where drives are independent.
     page_cache_share: how much of the memory that is free at the opening the page cache may use for
         groups of the pool, from 0 (none: all by direct I/O) to 1; see docs/residency.md.
+    residency: "dynamic" follows the memory that is free later, "static" plans at the opening only.
     eviction: which objects go when space runs out: "density" (the fewest expected loads), "lru"
         (not used for longest), or an EvictionPolicy.
     """
@@ -69,6 +71,7 @@ class StoreConfig:
     window_nbytes: int | None = None
     service_threads: int | None = None
     page_cache_share: float = 0.0
+    residency: str = "dynamic"
     eviction: str | EvictionPolicy = "density"
     schedule: Schedule | None = None
 
@@ -91,6 +94,7 @@ class StoreConfig:
     def __post_init__(self) -> None:
         one_of(*VERIFY)("verify", self.verify)
         one_of(*DURABILITY)("durability", self.durability)
+        one_of(*RESIDENCY)("residency", self.residency)
         for name in ("page_cache_share", "pin_share"):
             share(name, getattr(self, name))
         whole("pin_lookups", self.pin_lookups, 1, 2**31)

@@ -1,25 +1,42 @@
 """Dual-path residency of an open pool: which of its groups go through the page cache.
 
 The plan is the scheduler's (`tutti/scheduler/residency.py`); the two paths are the file
-controller's.  Tables, superblocks and snapshots always bypass the page cache.
+controller's.  Tables, superblocks and snapshots always bypass the page cache.  A thread watches
+how much memory is free and moves groups from one path to the other, a few at a time and only
+those that no transfer uses, so nothing waits and no look-up misses for it.
 """
 
 from __future__ import annotations
 
+import logging
+import threading
+import time
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
-from tutti.errors import Unsupported
+from tutti.errors import TuttiError, Unsupported
 from tutti.gio_uring.controller import NativeController
 from tutti.gio_uring.controller_file import BlockRange, FileController
 from tutti.interrupts import uninterrupted
 from tutti.medium.keys import as_keys
-from tutti.placement.index import MISSING
+from tutti.placement.index import MISSING, SlotState
 from tutti.process import Owned
-from tutti.scheduler.residency import plan_groups, read_memory
+from tutti.scheduler.residency import Governor, plan_groups, read_memory, read_stall_us
+from tutti.threads import start_thread
 from tutti.transfers.core import Core
+
+_log = logging.getLogger(__name__)
+
+_INTERVAL_S = 0.1
+#: Groups that change path under one lock, and the longest time spent on changes in one interval.
+_STEP_GROUPS = 4
+_STEP_S = 0.2
+#: Share of the time in which tasks waited for memory above which the page cache shrinks.
+_STALL_SHARE = 0.2
+_COMPLAINTS_MAX = 16
 
 
 @dataclass(frozen=True)
@@ -47,13 +64,45 @@ class Residency(Owned):
         self._core = core
         self._controller = controller
         self.plan: ResidencyPlan | None = None
+        self._switches = self._moved_nbytes = 0
+        self._moving_s = 0.0
+        self._changing = threading.Lock()  # one thread at a time changes paths
+        self._stopping = threading.Event()
+        self._monitor: threading.Thread | None = None
         geometry, members = core.geometry, core.members
         group, member = np.divmod(np.arange(geometry.groups * members.count), members.count)
         present = np.isin(member, members.present)
         # In the order in which an empty pool fills: over all members, then the next group.
         self._member, self._group = member[present], group[present]
+        self._chosen = np.zeros(self._group.size, np.bool_)
         if core.config.page_cache_share > 0:
             self._apply(core.config.page_cache_share, None)
+            if core.config.residency == "dynamic":
+                self.follow(core.config.page_cache_share)
+
+    def follow(self, share: float, *, root: Path = Path("/")) -> None:
+        """Keeps the plan at ``share`` of the memory that is free, until ``close``.
+
+        root: of the file system that holds proc and sys.  Raises CapacityError without a thread.
+        """
+        governor = Governor(share)
+        self._monitor = threading.Thread(target=self._run, args=(governor, root), daemon=True)
+        start_thread(self._monitor, "tutti-residency")
+
+    def close(self) -> None:
+        """Ends the thread that follows the free memory."""
+        self._stopping.set()
+        if self._monitor is not None and self._monitor is not threading.current_thread():
+            self._monitor.join(self._core.config.timeout_s)
+
+    def stats(self) -> dict[str, float]:
+        """Groups that changed path since the opening, their bytes, the time that took; the plan."""
+        return {
+            "residency_switches": self._switches,
+            "residency_moved_nbytes": self._moved_nbytes,
+            "residency_moving_ms": 1e3 * self._moving_s,
+            "page_cache_planned_nbytes": 0 if self.plan is None else self.plan.planned_nbytes,
+        }
 
     @uninterrupted()
     def replan(self, *, share: float = 1.0, budget_nbytes: int | None = None) -> ResidencyPlan:
@@ -64,8 +113,35 @@ class Residency(Owned):
         Raises ConfigError, DeviceTimeout, MediumError when a write-back fails, and Unsupported for
         a pool that is not on files with direct I/O; the old plan stays then.
         """
-        with self._core.quiesced():
+        with self._changing, self._core.quiesced():
             return self._apply(share, budget_nbytes)
+
+    def move_towards(self, target_nbytes: int, share: float, budget_nbytes: int) -> bool:
+        """Moves at most a few idle groups so that the plan comes closer to the target.
+
+        The hottest come first and the coldest go first.  False when nothing is left to move, or
+        all that could move is in use.  Raises MediumError when a write-back fails.
+        """
+        with self._changing:
+            begin_s = time.monotonic()
+            moving = self._next_groups(target_nbytes)
+            if moving.size == 0:
+                return False
+            controller = self._file_controller()
+            leaving = self._chosen[moving]
+            # Written back before the lock is taken, so that little is left to do below it.
+            for place in moving[leaving]:
+                controller.drop(self._blocks(int(self._member[place]), int(self._group[place]), 1))
+            with self._core.lock:
+                moving = moving[~self._in_use()[moving]]
+                chosen = self._chosen.copy()
+                chosen[moving] = ~chosen[moving]
+                if moving.size and self._core.ready and not self._core.closing:
+                    self._take(chosen, share, budget_nbytes)
+                    self._switches += moving.size
+                    self._moved_nbytes += moving.size * self._core.geometry.group_nbytes
+            self._moving_s += time.monotonic() - begin_s
+            return moving.size > 0
 
     def groups_of(self, keys: npt.NDArray[np.uint8]) -> list[BlockRange]:
         """The blocks of each group that holds one of these objects; keys as for ``match``.
@@ -87,18 +163,70 @@ class Residency(Owned):
         return sum(controller.resident_nbytes(blocks) for blocks in controller.buffered)
 
     def _apply(self, share: float, budget_nbytes: int | None) -> ResidencyPlan:
-        controller = self._file_controller()
+        self._file_controller()
         geometry = self._core.geometry
         if budget_nbytes is None:
             budget_nbytes = read_memory().free_nbytes
         sizes = np.full(self._group.size, geometry.group_nbytes)
         chosen = plan_groups(sizes, budget_nbytes, share=share, heat=self._heat())
-        controller.set_buffered(self._ranges(chosen))
+        return self._take(chosen, share, budget_nbytes)
+
+    def _take(
+        self, chosen: npt.NDArray[np.bool_], share: float, budget_nbytes: int
+    ) -> ResidencyPlan:
+        """Makes a plan the one in force; no transfer may use a group that changes."""
+        self._file_controller().set_buffered(self._ranges(chosen))
+        self._chosen = chosen
         count = int(np.count_nonzero(chosen))
-        self.plan = ResidencyPlan(
-            budget_nbytes, share, chosen.size, count, count * geometry.group_nbytes
-        )
+        planned_nbytes = count * self._core.geometry.group_nbytes
+        self.plan = ResidencyPlan(budget_nbytes, share, chosen.size, count, planned_nbytes)
         return self.plan
+
+    def _next_groups(self, target_nbytes: int) -> npt.NDArray[np.int64]:
+        """The groups, idle now, that are to change path next; at most a few."""
+        group_nbytes = self._core.geometry.group_nbytes
+        count = int(np.count_nonzero(self._chosen))
+        missing = target_nbytes // group_nbytes - count
+        heat = self._heat()
+        with self._core.lock:
+            idle = ~self._in_use()
+        if missing < 0:
+            places = np.flatnonzero(self._chosen & idle)
+            ordered = places[np.argsort(heat[places], kind="stable")]
+        else:
+            places = np.flatnonzero(~self._chosen & idle)
+            ordered = places[np.argsort(-heat[places], kind="stable")]
+        found: npt.NDArray[np.int64] = ordered[: min(abs(missing), _STEP_GROUPS)]
+        return found
+
+    def _in_use(self) -> npt.NDArray[np.bool_]:
+        """Groups that a transfer reads or writes now, by place.  Lock held."""
+        core = self._core
+        slots = (core.index.pins > 0) | (core.index.state == SlotState.WRITING)
+        groups = slots.reshape(core.members.count, core.geometry.groups, -1).any(axis=2)
+        used: npt.NDArray[np.bool_] = groups[self._member, self._group]
+        return used
+
+    def _run(self, governor: Governor, root: Path) -> None:
+        watch = _Watch(root)
+        while not self._stopping.wait(_INTERVAL_S):
+            try:
+                self._step(governor, watch)
+            except TuttiError as error:
+                watch.complain(f"the page cache keeps its groups: {error}")
+
+    def _step(self, governor: Governor, watch: _Watch) -> None:
+        """One look at the memory, and the changes that follow from it."""
+        begin_s = time.monotonic()
+        planned = 0 if self.plan is None else self.plan.planned_nbytes
+        free_nbytes, stalled = watch.look(begin_s)
+        if free_nbytes is None:
+            return
+        whole = self._group.size * self._core.geometry.group_nbytes
+        target = min(governor.target(begin_s, free_nbytes, planned, stalled), whole)
+        while not self._stopping.is_set() and time.monotonic() - begin_s < _STEP_S:
+            if not self.move_towards(target, governor.share, free_nbytes):
+                break
 
     def _heat(self) -> npt.NDArray[np.int64]:
         """When a group was last used, by look-ups; 0 for one that holds nothing."""
@@ -131,3 +259,38 @@ class Residency(Owned):
                 f"{type(self._controller).__name__} has no page cache; open the pool from files"
             )
         return self._controller
+
+
+class _Watch:
+    """What is free, and whether tasks wait for memory; complains once about each trouble."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self._source: str | None = None
+        self._stall_us: int | None = None
+        self._looked_s = 0.0
+        self._said: set[str] = set()
+
+    def look(self, now_s: float) -> tuple[int | None, bool]:
+        """Bytes that are free, None when that cannot be told now; and whether tasks wait."""
+        facts = read_memory(self._root)
+        stall_us, before_us = read_stall_us(self._root), self._stall_us
+        elapsed_us = 1e6 * (now_s - self._looked_s)
+        stalled = False
+        if stall_us is not None and before_us is not None:
+            stalled = stall_us - before_us > _STALL_SHARE * elapsed_us > 0
+        self._stall_us, self._looked_s = stall_us, now_s
+        if facts.limit_nbytes is None and self._source is not None:
+            self.complain(
+                f"the limit of memory is gone ({self._source}); the page cache keeps its groups"
+            )
+            return None, stalled
+        if facts.limit_nbytes is not None:
+            self._source = facts.source
+        return facts.free_nbytes, stalled
+
+    def complain(self, text: str) -> None:
+        """Logs a text once."""
+        if text not in self._said and len(self._said) < _COMPLAINTS_MAX:
+            self._said.add(text)
+            _log.warning("%s", text)
