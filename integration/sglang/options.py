@@ -84,7 +84,7 @@ OPTIONS: tuple[Option, ...] = (
     Option(
         "eviction",
         "str",
-        "density",
+        "lru",
         "which objects go when a pool is full: the fewest expected loads, or not used for longest",
         choices=tuple(POLICIES),
     ),

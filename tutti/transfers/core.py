@@ -72,7 +72,7 @@ class StoreConfig:
     service_threads: int | None = None
     page_cache_share: float = 0.0
     residency: str = "dynamic"
-    eviction: str | EvictionPolicy = "density"
+    eviction: str | EvictionPolicy = "lru"
     schedule: Schedule | None = None
 
     @classmethod
