@@ -121,12 +121,6 @@ def test_density_takes_the_end_of_a_chain_before_its_beginning() -> None:
     assert DENSITY.victims(view, 4).tolist() == [4, 5, 6, 7]
 
 
-def test_density_prefers_holes_that_are_long() -> None:
-    # Two runs of one page that are worth the same; one lies between free slots.
-    view = make_view(4, [2, 9, 9, 9, 9, 2, 9, 9], [0, 5, 6, 7, 0, 0, 5, 6], empty=(4, 6))
-    assert DENSITY.victims(view, 1).tolist() == [5]
-
-
 @given(st.data())
 def test_density_names_distinct_slots_that_may_go(data: st.DataObject) -> None:
     group_slots = data.draw(st.sampled_from([1, 2, 8]))

@@ -17,8 +17,6 @@ from tutti.arrays import Mask, Slots
 
 _DEPTH_BITS = np.uint64(32)
 _DEPTH_MAX = np.uint64(0xFFFFFFFF)
-#: A hole of so many slots makes what it frees count twice the marginal worth; found by replay.
-_HOLE_SLOTS = 3.0
 
 
 @dataclass(frozen=True)
@@ -81,8 +79,7 @@ class LeastHitDensity:
     """The runs of which the fewest loads are expected, per use; of those the ends of chains first.
 
     A run is neighbouring slots of one group that hold successive pages of a chain and are expected
-    to be used alike. It goes as a whole. Short holes are avoided, because what is stored there is
-    scattered: a run counts as worth more the shorter the free run is that it would leave.
+    to be used alike. It goes as a whole.
     """
 
     def victims(self, view: EvictionView, n: int) -> Slots:
@@ -96,34 +93,13 @@ class LeastHitDensity:
         follows &= (np.diff(depth.astype(np.int64)) == 1) & (worth[1:] == worth[:-1])
         starts = np.flatnonzero(np.append(True, ~follows))
         count = np.diff(np.append(starts, slots.size))
-        hole = count + _free_beside(view, slots[starts], slots[starts] + count - 1)
-        cost = worth[starts]
-        if slots.size > n:
-            marginal = np.partition(worth, n - 1)[n - 1]
-            cost = cost + _HOLE_SLOTS * marginal / hole
-        order = np.lexsort((_DEPTH_MAX - depth[starts], cost))
+        order = np.lexsort((_DEPTH_MAX - depth[starts], worth[starts]))
         enough = int(np.searchsorted(np.cumsum(count[order]), n)) + 1
         chosen = order[:enough]
         first, sizes = starts[chosen], count[chosen]
         within = np.arange(int(sizes.sum())) - np.repeat(np.cumsum(sizes) - sizes, sizes)
         victims: Slots = slots[np.repeat(first, sizes) + within]
         return victims
-
-
-def _free_beside(view: EvictionView, first: Slots, last: Slots) -> npt.NDArray[np.int64]:
-    """Slots without an object next to each run first..last, within its group."""
-    used = (view.resident | view.busy).reshape(-1, view.group_slots)
-    place = np.arange(view.group_slots)
-    before = np.maximum.accumulate(np.where(used, place, -1), axis=1).reshape(-1)
-    reverse = np.where(used, place, view.group_slots)[:, ::-1]
-    after = np.minimum.accumulate(reverse, axis=1)[:, ::-1].reshape(-1)
-    start, end = first % view.group_slots, last % view.group_slots
-    left = np.where(start > 0, start - 1 - before[np.maximum(first - 1, 0)], 0)
-    stop = np.where(
-        end + 1 < view.group_slots, after[np.minimum(last + 1, after.size - 1)], end + 1
-    )
-    free: npt.NDArray[np.int64] = left + stop - end - 1
-    return free
 
 
 #: By the name that options give.
