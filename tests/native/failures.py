@@ -123,7 +123,7 @@ class Life:
 
     def opened(self) -> ObjectStore:
         config = StoreConfig(timeout_s=TIMEOUT_S, durability="flush")
-        return tutti.open(self.path, executor=self.executor, config=config)
+        return tutti.open(self.path, executor=self.executor, profile=None, config=config)
 
     def run(self) -> None:
         tutti.format(self.path, LAYOUT, CAPACITY, executor=self.executor)
