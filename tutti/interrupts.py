@@ -20,6 +20,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
+from tutti.errors import CapacityError
+
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
@@ -141,8 +143,20 @@ class _Call:
         try:
             _idle.pop().put(self)
         except IndexError:
+            self._start_thread()
+
+    def _start_thread(self) -> None:
+        """Raises CapacityError where the system has no more threads: the call never begins then."""
+        try:
             # Not Thread.start, which waits for an Event.
             _thread.start_new_thread(_start_thread, (self,))
+        except RuntimeError as error:
+            if self._claim.acquire(blocking=False):
+                _running.discard(self)
+                self._ended.set()
+            raise CapacityError(
+                "cannot start a thread; end other work, or raise the limit of threads (ulimit -u)"
+            ) from error
 
     def finish(self) -> tuple[Any, BaseException | None]:
         """Waits for the end, which the deadlines of what is called bound: what it returned, and
@@ -150,7 +164,7 @@ class _Call:
         """
         while not self._ended.wait(_LOOK_S):
             if not self._claim.locked():  # its thread ended just before it came
-                _thread.start_new_thread(_start_thread, (self,))
+                self._start_thread()
         error, self._error = self._error, None  # its frames refer to this object
         return self._result, error
 

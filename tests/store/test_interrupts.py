@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import gc
 import json
 import os
@@ -9,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
@@ -20,6 +22,8 @@ import pytest
 import tutti
 from store.pools import some_keys
 from store.storm import LAYOUT, PAGES, left
+from tutti import interrupts
+from tutti.errors import CapacityError
 from tutti.interrupts import Latch
 from tutti.placement.lookup_pins import LookupPins
 from tutti.store import ObjectStore
@@ -176,6 +180,21 @@ def test_a_store_that_is_dropped_gives_threads_and_descriptors_back(tmp_path: Pa
         with pytest.warns(ResourceWarning, match="close the store"):
             drop_one()
     wait_until(lambda: set(os.listdir("/proc/self/fd")) == descriptors)
+
+
+def test_a_call_that_gets_no_thread_is_a_typed_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> int:
+        raise RuntimeError("can't start new thread")
+
+    with tutti.open(tmp_path / "pool", LAYOUT, "8MiB", profile=None) as store:
+        with monkeypatch.context() as patched:
+            patched.setattr(interrupts, "_idle", deque())
+            patched.setattr(_thread, "start_new_thread", refuse)
+            with pytest.raises(CapacityError, match="ulimit -u"):
+                store.clear()
+        store.clear()
 
 
 def threads_of_stores() -> int:
