@@ -47,7 +47,6 @@ def executor(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.slow  # its counts of calls vary from run to run
 def test_a_sample_of_calls_fails(
     build: Build, tmp_path: Path, seed: int, kind: str, executor: str
 ) -> None:
