@@ -70,6 +70,9 @@ def start_process(path: Path, folder: Path, *options: str) -> subprocess.Popen[s
         text=True,
     )
     assert process.stderr is not None
-    line = process.stderr.readline()
-    assert line.startswith("serving on"), line + process.stderr.read()
-    return process
+    told = ""
+    for line in process.stderr:
+        if line.startswith("serving on"):
+            return process
+        told += line
+    raise AssertionError(f"the agent ended: {told}")
