@@ -116,6 +116,7 @@ def check_pool(folder: Path, log: Path, chains: int) -> None:
                 assert memory.read(page) == content(of_chain[page].tobytes())
 
 
+@pytest.mark.slow  # minutes, on two cores that others use
 def test_a_few_kills_under_traffic(tmp_path: Path, seed: int) -> None:
     killing(tmp_path, np.random.default_rng(seed), 3, 40)
 

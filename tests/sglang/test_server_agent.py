@@ -28,7 +28,7 @@ def agent(tmp_path: Path) -> Iterator[str]:
         [*command, "--capacity", "1GiB", "--socket", str(path)], stderr=subprocess.PIPE, text=True
     ) as process:
         assert process.stderr is not None
-        assert process.stderr.readline().startswith("serving on")
+        assert any(line.startswith("serving on") for line in process.stderr)
         yield f"unix:{path}"
         process.terminate()
         process.communicate(timeout=_WAIT_S)
