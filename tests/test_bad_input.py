@@ -165,7 +165,7 @@ def test_a_missing_path(tmp_path: Path) -> None:
 
 def test_what_is_no_pool(tmp_path: Path) -> None:
     refuses(ConfigError, "give a file or a block device", lambda: tutti.store.open(tmp_path))
-    refuses(ConfigError, "give one of those", lambda: tutti.store.open("/dev/null"))
+    refuses(ConfigError, "name a namespace", lambda: tutti.store.open("/dev/null"))
     path = tmp_path / "member0"
     path.touch()
     refuses(ConfigError, "allocate it first", lambda: tutti.store.open(path))
@@ -280,7 +280,7 @@ def test_members(tmp_path: Path) -> None:
     refuses(MemberMissing, "give all of them", lambda: give(paths[:2]))
     refuses(MemberSwapped, "in the order of the format", lambda: give([*paths[1::-1], paths[2]]))
     refuses(MemberSwapped, "of one pool", lambda: give([paths[0], others[1], paths[2]]))
-    with pytest.raises(MemberSwapped, match="each member of the pool once"):
+    with pytest.raises(MemberSwapped, match="give each member once"):
         give([paths[0], paths[0], paths[2]])
     refuses(MemberSwapped, "leave it out", lambda: give([paths[0], others[1]], degraded=True))
     with give(paths) as store:

@@ -56,7 +56,7 @@ def test_the_package_loads_its_exports_on_first_use(tmp_path: Path) -> None:
 def test_a_missing_export_says_what_there_is() -> None:
     import tutti
 
-    with pytest.raises(AttributeError, match="'KVLayout', 'ObjectStore'"):
+    with pytest.raises(AttributeError, match="'KVLayout', 'LoadTicket', 'ObjectStore'"):
         _ = tutti.opne
 
 

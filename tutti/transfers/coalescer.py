@@ -14,7 +14,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from tutti.errors import TuttiError
-from tutti.gio_uring.status import error_status
 from tutti.process import Owned
 from tutti.threads import start_thread
 from tutti.transfers.core import Core
@@ -108,7 +107,7 @@ class Coalescer(Owned):
             except BaseException as error:  # whatever it is: others wait for the tickets
                 if not isinstance(error, TuttiError):
                     self._core.guard.caught("a put that was held back", error)
-                together.fail(np.arange(together.outcome.size), error_status(error))
+                together.refuse(np.arange(together.outcome.size), error)
                 self._share(together, group)
             else:
                 together.on_done(lambda whole, group=group: self._share(whole, group))  # type: ignore[misc]
@@ -120,6 +119,7 @@ class Coalescer(Owned):
             end = start + len(one.request.keys)
             one.progress.outcome[:] = together.outcome[start:end]
             one.progress.status[:] = together.status[start:end]
+            one.progress.refusal = together.refusal
             one.progress.end_part()
             self._core.end()
             start = end

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 import time
 from collections import Counter
@@ -17,7 +18,8 @@ from tutti.arrays import U32, Rows
 from tutti.callbacks import Guard
 from tutti.checks import function, seconds, takes, whole
 from tutti.errors import DeviceTimeout, PageRangeError, PagesInUse, TuttiError
-from tutti.gio_uring.status import status_error
+from tutti.gio_uring.nvme_spec import STATUS_INTERNAL_ERROR
+from tutti.gio_uring.status import error_status, status_error
 from tutti.histogram import Histogram
 from tutti.interrupts import Latch
 from tutti.process import Owned
@@ -82,7 +84,7 @@ class PutTicket(Owned):
 
         Raises DeviceTimeout after the timeout (the put goes on), CapacityError for a full disk,
         MediumError for a failed write: ``pages`` are the positions of keys that were not stored;
-        the others were.
+        the others were.  A put that the pool refused when it was started raises the refusal.
         """
         if not self._progress.wait(timeout_s):
             raise DeviceTimeout(
@@ -90,6 +92,9 @@ class PutTicket(Owned):
             )
         status, failed = self._progress.status, self.failed()
         if failed.size:
+            refusal = self._progress.refusal
+            if refusal is not None:  # a copy: a raised exception collects the frames that it passed
+                raise copy.copy(refusal) from refusal
             raise _error(int(status[failed[0]]), failed, "put")
         counts = np.bincount(self.outcome, minlength=len(Outcome)).tolist()
         return PutResult(counts[Outcome.STORED], counts[Outcome.PRESENT], counts[Outcome.DROPPED])
@@ -116,6 +121,7 @@ class PutProgress(Owned):
     """The state of one put, which ends with the last batch of the writer.  Thread-safe.
 
     outcome: u8 (keys,), an Outcome each.  status: u32 (keys,), why a key failed, else 0.
+    refusal: what the pool raised when a part of the put was started.
     """
 
     def __init__(
@@ -130,6 +136,7 @@ class PutProgress(Owned):
         self._callbacks: list[Callable[[PutProgress], None]] = []
         self.outcome: npt.NDArray[np.uint8] = np.full(keys, Outcome.PENDING, np.uint8)
         self.status: U32 = np.zeros(keys, np.uint32)
+        self.refusal: TuttiError | None = None
 
     def is_done(self) -> bool:
         """Whether every batch has ended."""
@@ -156,6 +163,12 @@ class PutProgress(Owned):
         """These keys were not stored; ``status`` is the reason."""
         self.outcome[rows] = Outcome.FAILED
         self.status[rows] = status
+
+    def refuse(self, rows: Rows, error: BaseException) -> None:
+        """The put of these keys could not be started."""
+        self.fail(rows, error_status(error))
+        if isinstance(error, TuttiError) and error_status(error) == STATUS_INTERNAL_ERROR:
+            self.refusal = error
 
     def end_part(self) -> None:
         """A batch ended."""

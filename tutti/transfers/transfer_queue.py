@@ -18,7 +18,6 @@ import numpy.typing as npt
 from tutti.arrays import Rows
 from tutti.errors import TuttiError
 from tutti.gio_uring.iocb import PagedMemory
-from tutti.gio_uring.status import error_status
 from tutti.placement.index import MISSING
 from tutti.process import Owned
 from tutti.scheduler.dispatcher import Dispatcher, Schedule
@@ -268,7 +267,7 @@ class TransferQueue(Owned):
             if paced:
                 rows = np.concatenate((rows, self._give_up(put)))
                 self.dispatcher.post(WriteGone(self.dispatcher.now_ns(), name))
-            put.progress.fail(rows, error_status(error))
+            put.progress.refuse(rows, error)
             self._end_rows(name, put, rows)
             return
         part.on_done(lambda done: self._written(name, put, rows, done, paced=paced))
@@ -276,6 +275,7 @@ class TransferQueue(Owned):
     def _written(self, name: str, put: _Put, rows: Rows, part: PutProgress, *, paced: bool) -> None:
         put.progress.outcome[rows] = part.outcome
         put.progress.status[rows] = part.status
+        put.progress.refusal = part.refusal or put.progress.refusal
         if paced:
             lost = np.isin(part.outcome, (Outcome.FAILED, Outcome.DROPPED))
             with self._lock:  # so that events come in the order of their numbers
