@@ -280,8 +280,9 @@ def _launch(recipe: Recipe, args: argparse.Namespace) -> Launch:
             )
     options = Options(args.model, args.page_size, args.dram, args.capacity, folder or Path())
     launch = launch_of(recipe.name, options)
-    # --enable-cache-report: without it the server does not report cached tokens.
-    more = ["--host", args.host, "--port", str(args.port), "--enable-cache-report"]
+    more = ["--host", args.host, "--port", str(args.port)]
+    if "--enable-cache-report" not in launch.arguments:  # else cached tokens are not reported
+        more.append("--enable-cache-report")
     try:
         more += shlex.split(args.more)
     except ValueError as error:

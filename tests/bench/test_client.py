@@ -82,7 +82,7 @@ def test_a_slow_server_does_not_slow_its_load() -> None:
     ("mode", "message"),
     [
         ("refuse", "status 400: .*longer than the context"),
-        ("garbage", "no JSON"),
+        ("garbage", "not JSON"),
         ("break", "broke off"),
         ("abort", "the server aborted: the pool is gone"),
         ("silent", "no token"),

@@ -48,7 +48,7 @@ def test_a_peer_loads_what_it_stored_and_says_what_it_cost(tmp_path: Path, kind:
         assert process.answer("load", [0])["nbytes"] == plan.batch_nbytes
         assert process.answer("exists", [1, 0])["pages"] == 2 * BATCH_PAGES
         assert process.answer("exists", [0, 7])["pages"] == BATCH_PAGES
-        with pytest.raises(ConfigError, match="no command"):
+        with pytest.raises(ConfigError, match="is not a command"):
             process.answer("erase", [0])
     finally:
         peer.close()
@@ -94,7 +94,7 @@ def test_nothing_to_run_and_bad_numbers_are_errors(
         peers.run(arguments(tmp_path, "--peers", "hicache-file"), progress)
     with pytest.raises(ConfigError, match="at least one round"):
         peers.run(arguments(tmp_path, "--rounds", "0"), progress)
-    with pytest.raises(ConfigError, match="no directory"):
+    with pytest.raises(ConfigError, match="is not a directory"):
         peers.run(arguments(tmp_path / "nowhere"), progress)
     with pytest.raises(ConfigError, match="is not a peer"):
         make_peer("tape", plan_in(tmp_path))

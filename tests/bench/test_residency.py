@@ -65,11 +65,11 @@ def test_a_knob_keeps_a_part(
     for module in ("tutti.transfers.residency", "tutti.bench.residency.cell"):
         monkeypatch.setattr(f"{module}.read_memory", lambda: MemoryFacts(10 * MiB))
     result = measure({**cell, "configuration": configuration, "share": 0.7})
-    assert result["planned_nbytes"] == 6 * MiB
+    assert result["planned_nbytes"] == 7 * MiB
     for found in result["rounds"]:
         # Advice drops whole folios, which may reach into what is kept; a path of its own does not.
         least = 0.5 if configuration == "dual path" else 0.2
-        assert least <= found["hit_ratio"] <= 0.5
+        assert least <= found["hit_ratio"] <= 7 / 12
     if configuration == "dual path":
         assert set(result["pipeline"]) == {"buffered", "direct"}
 

@@ -57,8 +57,8 @@ def test_a_profile_replaces_compute_and_drive(
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--systems", "magic"], "no system 'magic'"),
-        (["--server", "magic"], "no server 'magic'"),
+        (["--systems", "magic"], "the system 'magic' does not exist"),
+        (["--server", "magic"], "the server 'magic' does not exist"),
         (["--rates"], "no times of its own"),
         (["--rates", "-1"], "positive rate"),
         (["--warm", "99", "--rates", "1"], "leaves nothing"),
@@ -85,7 +85,7 @@ def test_bad_arguments_are_named(
         (("servers", "paper", "gpu_scale"), 0, "positive"),
         (("link",), {}, "no source"),
         (("capacity",), 3, "another form"),
-        (("model",), "nobody's", "no model"),
+        (("model",), "nobody's", "does not exist"),
     ],
 )
 def test_a_bad_calibration_is_named(

@@ -421,7 +421,8 @@ def test_demo_works_twice_and_cleans_up(
     said = capsys.readouterr().out
     assert re.search(r"Tutti loads [\d.]+ times and stores [\d.]+ times as fast as a file", said)
     assert "every byte was right" in said
-    assert max(map(len, said.splitlines())) <= 120
+    lines = [line for line in said.splitlines() if str(folder) not in line]
+    assert max(map(len, lines)) <= 120
 
 
 def test_a_demo_takes_a_third_of_a_small_disk(

@@ -62,7 +62,7 @@ def test_medium_can_be_spoiled() -> None:
         assert (medium[5 * LBA : 6 * LBA] == 0x11).all()
         medium[5 * LBA + 7] ^= 1
         assert host.read(5, 1)[7] == 0x10
-        with pytest.raises(ConfigError, match="no namespace 2"):
+        with pytest.raises(ConfigError, match="namespace 2 does not exist"):
             memory_of(host).medium(2)
 
 

@@ -211,7 +211,7 @@ def test_memory_beside_the_extents_is_watched(seed: int) -> None:
             self.memory.array[random.Random(seed).randrange(LBA)] ^= 1
 
     path = Spills(16 * LBA)
-    with pytest.raises(MediumError, match="beside the memory"):
+    with pytest.raises(MediumError, match="outside the memory"):
         prove(path, path.extents(16 * LBA), 0, seed)
     path.close()
 

@@ -98,7 +98,7 @@ def remove(path: str) -> Callable[[dict[str, Any]], None]:
 
 
 DAMAGE = [
-    (change("kind", "other"), "no profile"),
+    (change("kind", "other"), "is not a profile"),
     (change("schema", SCHEMA + 1), "schema"),
     (change("schema", None), "schema"),
     (remove("io"), "no io"),

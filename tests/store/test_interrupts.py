@@ -145,6 +145,7 @@ def test_an_interrupt_at_every_instruction(
     store.close()
 
 
+@pytest.mark.slow  # counts threads and descriptors: needs a process of its own
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_an_interrupted_opening_or_close_keeps_nothing(tmp_path: Path) -> None:
     path = tmp_path / "pool"
@@ -162,6 +163,7 @@ def test_an_interrupted_opening_or_close_keeps_nothing(tmp_path: Path) -> None:
         store.wait_recovered(30)
 
 
+@pytest.mark.slow  # counts threads and descriptors: needs a process of its own
 def test_a_store_that_is_dropped_gives_threads_and_descriptors_back(tmp_path: Path) -> None:
     path = tmp_path / "pool"
     tutti.open(path, LAYOUT, "8MiB").close()
