@@ -5,6 +5,7 @@ Works on the index and on slot records alone: nothing here reads or writes KV.
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Iterator
@@ -313,6 +314,7 @@ class Catalogue(Owned):
     def _infos(self, slots: Slots, records: npt.NDArray[np.void]) -> list[ObjectInfo]:
         core, index = self._core, self._core.index
         nbytes, now = core.geometry.slice_nbytes * core.layers, core.now_64s()
+        now_s = math.ceil(time.time())
         found = []
         for slot, record in zip(slots.tolist(), records, strict=True):
             expiry = int(index.expiry[slot])
@@ -326,7 +328,7 @@ class Catalogue(Owned):
                     hits=int(index.hits[slot]),
                     tenant=int(index.tenant[slot]),
                     pinned=bool(index.pinned[slot]),
-                    expires_s=(expiry - now) * EXPIRY_UNIT_S if expiry else None,
+                    expires_s=expiry * EXPIRY_UNIT_S - now_s if expiry else None,
                     proven=bool(index.state[slot] == SlotState.READY),
                 )
             )
