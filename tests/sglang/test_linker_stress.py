@@ -172,7 +172,7 @@ def stores_in_memory(
     """In place of pools in files: media in memory whose faults can be set."""
 
     def make(
-        layout: KVLayout, name: str, capacity: int, options: Mapping[str, Any], *_: Any
+        layout: KVLayout, name: str, capacity: int, options: Mapping[str, Any], *_: Any, is_kv: bool
     ) -> tuple[ObjectStore, str]:
         geometry = Geometry(layout.layers, layout.segments, 4096, 4, GROUPS)
         store = opened(
