@@ -310,3 +310,17 @@ def test_clear_keeps_the_quarantined_and_refuses_work_in_flight() -> None:
 @pytest.mark.parametrize("slots", [1, 1000, 1024, 1025, 100_000])
 def test_memory_per_slot_is_bounded(slots: int) -> None:
     assert Index(slots).nbytes_per_slot <= 96
+
+
+def test_features_that_no_slot_uses_take_no_memory() -> None:
+    index = filled(1 << 12, 20)
+    before = index.nbytes_per_slot
+    index.describe(as_slots(1, 2))
+    assert index.nbytes_per_slot == before
+    index.describe(as_slots(3), tenant=7, expiry=9, pinned=True)
+    index.count_hits(as_slots(3))
+    assert index.nbytes_per_slot == before + 2 + 4 + 1 + 2
+    read = (index.tenant[3], index.expiry[3], index.pinned[3], index.hits[3])
+    assert read == (7, 9, True, 1) and index.hits.sum() == 1
+    index.clear()
+    assert index.nbytes_per_slot == before and not index.tenant.any()

@@ -12,6 +12,7 @@ from __future__ import annotations
 import ctypes
 import secrets
 from enum import IntEnum
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +20,8 @@ import numpy.typing as npt
 from tutti.arrays import Keys, Mask, Slots
 from tutti.medium.keys import KEY_NBYTES
 from tutti.native import NO_SLOT, NativeIndex, address, lib
+
+_Scalar = TypeVar("_Scalar", bound=np.generic)
 
 MISSING = -1
 CLOCK_MAX = 0xFFFFFFFF
@@ -62,9 +65,10 @@ class Index:
     Public arrays, shape (slots,), to be read freely and written only by the methods:
     `state` u8, `pins` u32 (transfers in flight), `kept` u32 (pins, written
     by `LookupPins`), `sequence` u64, `access` u32 (the use that last reached it), `depth` u32
-    (pages before it in its chain), `has_digests` bool; of the catalogue `pinned` bool (until it is
-    told otherwise), `tenant` u16 (a namespace), `hits` u16 (loads, at most 65535) and `expiry` u32
-    (Unix time in units of 64 s, 0 for never); and `key`, shape (slots, 16) u8.
+    (pages before it in its chain), `has_digests` bool; and `key`, shape (slots, 16) u8.
+    Arrays of the catalogue, which take no memory until one slot has a value other than 0: `pinned`
+    bool (until `unpin`), `tenant` u16 (a namespace), `hits` u16 (loads, at most 65535) and
+    `expiry` u32 (Unix time in units of 64 s, 0 for never).
     """
 
     def __init__(self, slots: int, *, seed: int | None = None) -> None:
@@ -85,10 +89,7 @@ class Index:
         self.access = np.zeros(slots, np.uint32)
         self.depth = np.zeros(slots, np.uint32)
         self.has_digests = np.zeros(slots, np.bool_)
-        self.pinned = np.zeros(slots, np.bool_)
-        self.tenant = np.zeros(slots, np.uint16)
-        self.hits = np.zeros(slots, np.uint16)
-        self.expiry = np.zeros(slots, np.uint32)
+        self._clear_catalogue()
         # At most half full, so that probes stay short.
         self._table = np.full(1 << (2 * slots - 1).bit_length(), NO_SLOT, np.uint32)
         self._native = NativeIndex(
@@ -109,7 +110,8 @@ class Index:
         arrays = (self._words, self.state, self.pins, self.kept, self.sequence)
         more = (self.access, self.depth, self.has_digests, self._table)
         listed = (self.pinned, self.tenant, self.hits, self.expiry)
-        return sum(array.nbytes for array in (*arrays, *more, *listed)) / self.slots
+        # The stride of an array that takes no memory is 0.
+        return sum(len(a) * a.strides[0] for a in (*arrays, *more, *listed)) / self.slots
 
     def match(self, keys: Keys) -> Slots:
         """The slots of the longest prefix of `keys` that is READY or UNPROVEN, shape (<= n,).
@@ -200,7 +202,7 @@ class Index:
         self.state[slots] = state
         self.has_digests[slots] = False
         self.describe(slots)
-        self.hits[slots] = 0
+        self._set("hits", slots, 0)
 
     def describe(
         self,
@@ -212,14 +214,14 @@ class Index:
     ) -> None:
         """What the catalogue knows of slots; each a scalar or of shape (n,)."""
         self._check_slots(slots)
-        self.tenant[slots] = tenant
-        self.expiry[slots] = expiry
-        self.pinned[slots] = pinned
+        self._set("tenant", slots, tenant)
+        self._set("expiry", slots, expiry)
+        self._set("pinned", slots, pinned)
 
     def count_hits(self, slots: Slots) -> None:
         """Counts a load of each slot, up to 65535."""
         hits = self.hits[slots]
-        self.hits[slots] = hits + (hits < np.iinfo(np.uint16).max)
+        self._set("hits", slots, hits + (hits < np.iinfo(np.uint16).max))
 
     def set_state(self, slots: Slots, state: SlotState) -> None:
         """Moves slots to `state`, where that neither gives them a key nor takes it away."""
@@ -242,8 +244,8 @@ class Index:
         held = np.flatnonzero(_OWNS_KEY[self.state]).astype(np.int64)
         self._table.fill(NO_SLOT)
         self._words.fill(0)
-        for array in (self.has_digests, self.pinned, self.tenant, self.hits, self.expiry):
-            array.fill(0)
+        self.has_digests.fill(0)
+        self._clear_catalogue()
         self.state[self.state != SlotState.QUARANTINED] = SlotState.FREE
         return held
 
@@ -304,6 +306,22 @@ class Index:
         assert (self.state[pinned] == SlotState.QUARANTINED).all(), "a slot in flight was given up"
         assert (self.access <= self.uses).all(), "an access lies in the future"
 
+    def _clear_catalogue(self) -> None:
+        self.pinned = _zeros(self.slots, np.bool_)
+        self.tenant = _zeros(self.slots, np.uint16)
+        self.hits = _zeros(self.slots, np.uint16)
+        self.expiry = _zeros(self.slots, np.uint32)
+
+    def _set(self, name: str, slots: Slots, values: npt.ArrayLike) -> None:
+        """Writes an array of the catalogue; the first value that is not 0 gives it memory."""
+        array = getattr(self, name)
+        if not array.flags.writeable:
+            if not np.any(values):
+                return
+            array = array.copy()
+            setattr(self, name, array)
+        array[slots] = values
+
     def _check_keys(self, keys: Keys) -> None:
         assert keys.ndim == 2, "keys have the shape (n, 16)"
         assert keys.shape[1] == KEY_NBYTES, "a key is 16 bytes"
@@ -332,6 +350,11 @@ class Index:
         if wrong.any():
             first = SlotState(int(before[wrong][0]))
             raise AssertionError(f"a slot cannot go from {first.name} to {state.name}")
+
+
+def _zeros(slots: int, dtype: type[_Scalar]) -> npt.NDArray[_Scalar]:
+    """Zeros that are read only and take no memory, shape (slots,)."""
+    return np.broadcast_to(dtype(), slots)
 
 
 def _from_native(found: npt.NDArray[np.uint32]) -> Slots:
