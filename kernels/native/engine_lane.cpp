@@ -393,7 +393,9 @@ void Lane::finish(Part* part, const Completed& completed) {
     const Run& run = job->runs[completed.run];
     if (completed.status != kOk) {
       const u32 end = run.first + (job->has_pages ? run_slices(job->config.iocb, run) : 0);
-      engine_->mark_pages(job, run.first, end, completed.status);
+      // A drive cannot know that a close deleted its queues.
+      const bool is_closed = engine_->stop_ && completed.status == kAbortedSqDeletion;
+      engine_->mark_pages(job, run.first, end, is_closed ? kCancelled : completed.status);
     }
     if (completed.status == kOk && job->config.digest != kDigestNone) {
       digest_command(part, completed);

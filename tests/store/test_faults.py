@@ -347,6 +347,23 @@ def test_close_resets_a_device_that_does_not_answer(rng: np.random.Generator) ->
     assert ticket.wait_settled(5)
 
 
+@pytest.mark.parametrize("verb", ["put", "load"])
+def test_what_a_close_cancels_is_closed_and_not_a_failed_drive(
+    rng: np.random.Generator, verb: str
+) -> None:
+    controller = controller_of(formatted())
+    store = opened([], controller=controller)
+    store.allocate_memory(8)
+    keys = some_keys(rng, 4)
+    store.put(keys, np.arange(4)).wait(5)
+    controller.set_faults(Faults(stall_from=1))
+    pages = np.arange(4, 8)
+    ticket = store.put(some_keys(rng, 4), pages) if verb == "put" else store.load(keys, pages)
+    store.close(0.1)
+    with pytest.raises(PoolClosed, match="cancelled"):
+        ticket.wait(5)
+
+
 def test_a_device_that_refuses_a_reset_keeps_its_memory(rng: np.random.Generator) -> None:
     images = formatted()
     controller = controller_of(images)
@@ -409,7 +426,7 @@ def test_close_in_the_middle_of_puts(durability: str, rng: np.random.Generator) 
         with contextlib.suppress(DeviceTimeout):  # the snapshot may be what stalls
             store.close(0.2)
         for ticket in tickets:
-            with contextlib.suppress(MediumError, DeviceTimeout):
+            with contextlib.suppress(PoolClosed, DeviceTimeout):
                 ticket.wait(5)
             assert ticket.done
         assert store._core.in_flight == 0
