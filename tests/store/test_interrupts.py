@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import _thread
+import contextlib
 import gc
 import json
 import os
@@ -10,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
@@ -145,11 +146,11 @@ def test_an_interrupt_at_every_instruction(
     store.close()
 
 
-@pytest.mark.slow  # counts threads and descriptors: needs a process of its own
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_an_interrupted_opening_or_close_keeps_nothing(tmp_path: Path) -> None:
     path = tmp_path / "pool"
     tutti.open(path, LAYOUT, "8MiB").close()
+    kept = Kept(path)
 
     def use() -> None:
         tutti.open(path).close()
@@ -158,30 +159,29 @@ def test_an_interrupted_opening_or_close_keeps_nothing(tmp_path: Path) -> None:
         gc.collect()
 
     assert at_every_instruction(use, after, step=23) > 10
-    wait_until(lambda: threads_of_stores() == 0)
+    wait_until(kept.is_nothing)
     with tutti.open(path) as store:
         store.wait_recovered(30)
 
 
-@pytest.mark.slow  # counts threads and descriptors: needs a process of its own
 def test_a_store_that_is_dropped_gives_threads_and_descriptors_back(tmp_path: Path) -> None:
     path = tmp_path / "pool"
     tutti.open(path, LAYOUT, "8MiB").close()
-    descriptors = set(os.listdir("/proc/self/fd"))
 
     def drop_one() -> None:
+        kept = Kept(path)
         store = tutti.open(path)
         pool = store.allocate_memory(4)
         ticket = store.put(some_keys(RNG, 2), [0, 1])
+        assert not kept.is_nothing()
         del store
-        wait_until(lambda: threads_of_stores() == 0)
+        wait_until(kept.is_nothing)
         assert ticket.done
         assert pool.read(0)
 
     for _ in range(3):
         with pytest.warns(ResourceWarning, match="close the store"):
             drop_one()
-    wait_until(lambda: set(os.listdir("/proc/self/fd")) == descriptors)
 
 
 def test_a_call_that_gets_no_thread_is_a_typed_error(
@@ -199,8 +199,31 @@ def test_a_call_that_gets_no_thread_is_a_typed_error(
         store.clear()
 
 
-def threads_of_stores() -> int:
-    return sum(t.name.startswith(("tutti-", "gio-")) for t in threading.enumerate())
+class Kept:
+    """Threads and descriptors of stores that began after this: other tests may have left some."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = str(path)
+        self._threads = self._threads_of_stores()
+        self._descriptors = self._descriptors_of_stores()
+
+    def is_nothing(self) -> bool:
+        """Whether all of them have ended."""
+        more = self._descriptors_of_stores() - self._descriptors
+        return not more and not self._threads_of_stores() - self._threads
+
+    @staticmethod
+    def _threads_of_stores() -> set[threading.Thread]:
+        return {t for t in threading.enumerate() if t.name.startswith(("tutti-", "gio-"))}
+
+    def _descriptors_of_stores(self) -> Counter[str]:
+        """How many refer to the pool, and to each kind of object that has no path."""
+        found: Counter[str] = Counter()
+        for fd in os.listdir("/proc/self/fd"):
+            with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+                target = os.readlink(f"/proc/self/fd/{fd}")
+                found[target] += target == self._path or target.startswith("anon_inode:")
+        return found
 
 
 def wait_until(is_so: Callable[[], bool], timeout_s: float = 30.0) -> None:
