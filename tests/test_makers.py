@@ -1,4 +1,6 @@
-"""Several processes that make and open one pool at once: one has it, the others get PoolInUse."""
+"""Several processes that make, open and format one pool at once: one has it, the others get
+PoolInUse.
+"""
 
 from __future__ import annotations
 
@@ -32,8 +34,11 @@ for round_ in range({rounds}):
     paths = [f"{{folder}}/{{round_}}-{{m}}" for m in range(members)]
     time.sleep(max(0.0, start_s + round_ * {period_s} - time.time()))
     try:
-        tutti.open(paths, layout, "48MiB", durability="flush").close()
-        print("opened")
+        if sys.argv[4] == "format":
+            tutti.format(paths, layout, "48MiB", force=True)
+        else:
+            tutti.open(paths, layout, "48MiB", durability="flush").close()
+        print("done")
     except TuttiError as error:
         print(type(error).__name__, "" if type(error).__name__ == "PoolInUse" else error)
 """
@@ -41,11 +46,23 @@ for round_ in range({rounds}):
 
 @pytest.mark.parametrize("members", [1, 3])
 def test_every_loser_gets_pool_in_use(tmp_path: Path, members: int) -> None:
+    counts = raced(tmp_path, members, ["open"] * PROCESSES)
+    assert set(counts) <= {"done", "PoolInUse"}, counts
+    assert counts["done"] >= ROUNDS
+
+
+def test_formatting_by_force_against_opening(tmp_path: Path) -> None:
+    counts = raced(tmp_path, 3, ["open", "format"] * (PROCESSES // 2))
+    assert set(counts) <= {"done", "PoolInUse"}, counts
+    assert counts["done"] >= ROUNDS
+
+
+def raced(folder: Path, members: int, verbs: list[str]) -> Counter[str]:
+    """What each of several processes got in each round."""
     code = WORKER.format(path=sys.path, rounds=ROUNDS, period_s=PERIOD_S)
-    start_s = time.time() + 4
-    command = [sys.executable, "-c", code, str(tmp_path), str(members), str(start_s)]
+    command = [sys.executable, "-c", code, str(folder), str(members), str(time.time() + 4)]
     workers = [
-        subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(PROCESSES)
+        subprocess.Popen([*command, verb], stdout=subprocess.PIPE, text=True) for verb in verbs
     ]
     try:
         said = [worker.communicate(timeout=60)[0].splitlines() for worker in workers]
@@ -54,9 +71,8 @@ def test_every_loser_gets_pool_in_use(tmp_path: Path, members: int) -> None:
             worker.kill()
             worker.wait(10)
     counts = Counter(line.strip() for lines in said for line in lines)
-    assert set(counts) <= {"opened", "PoolInUse"}, counts
-    assert counts["opened"] >= ROUNDS
-    assert sum(counts.values()) == ROUNDS * PROCESSES
+    assert sum(counts.values()) == ROUNDS * len(verbs)
+    return counts
 
 
 def test_a_member_that_is_missing_is_said_so(tmp_path: Path) -> None:
