@@ -15,6 +15,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -32,7 +33,7 @@ from tutti.errors import (
 from tutti.integration.sglang.adapter import check_version, served_model
 from tutti.integration.sglang.breaker import Breaker, crawls
 from tutti.integration.sglang.direct import adapter
-from tutti.integration.sglang.direct.admission import Admission, break_even
+from tutti.integration.sglang.direct.admission import admission_for
 from tutti.integration.sglang.direct.backlog import Backlog, Chains, Part
 from tutti.integration.sglang.direct.control import LINKERS
 from tutti.integration.sglang.direct.gpu import open_gpu
@@ -52,8 +53,7 @@ from tutti.integration.sglang.reporting import ErrorLog
 from tutti.integration.sglang.weights import WATCH
 from tutti.medium.keys import object_keys
 from tutti.process import Owned, at_exit, forget_exit
-from tutti.profiles.found import FILE, OFF
-from tutti.scheduler.dispatcher import GIVEN
+from tutti.profiles.found import OFF
 
 _IDLE_S = 60.0
 _PATIENCE_S = 1.0
@@ -78,44 +78,56 @@ class TuttiLinker(Owned, adapter.UnifiedCacheLinker):
         """Opens the pools.  Raises TuttiError with what to do."""
         check_version()
         self.forward_stream = forward_stream
-        self._options = options = parse_options(extra_config, LINKER, LINKER_OPTIONS)
-        WATCH.check(options["allow_unwatched_weights"])
+        options = parse_options(extra_config, LINKER, LINKER_OPTIONS)
         self._group = group = kv_pool_group(params, components)
         self.pools = {adapter.PoolName(name): pool for name, pool in group.pools.items()}
-        model = served_model()
-        parallel_rank = adapter.parallel_rank_of(params, model, replicated=group.replicated)
-        if parallel_rank.pp_size > 1:
+        self._model = served_model()
+        self._rank = adapter.parallel_rank_of(params, self._model, replicated=group.replicated)
+        if self._rank.pp_size > 1:
             # Stages that find different pages would wait for each other without end:
             # SGLang takes the common answer of TP and CP ranks alone (sglang PR 38658, open).
             raise Unsupported(
                 "SGLang 0.5.23 does not keep pipeline stages in step behind a linker; start with "
                 "--pp-size 1, or use Tutti behind HiCache, which works with pipeline stages"
             )
-        self._alone = parallel_rank.ranks == parallel_rank.dp_size
-        found = served_profile(options, group, parallel_rank)
-        profile, source = found or (None, OFF)
-        self._gpu = open_gpu(group.device, options["gpu_mover"], profile, options["gpu_engine"])
-        self._timeout_s = float(options["load_timeout_s"])
-        self.stored_pools: dict[str, StoredPool] = {}
+        self._alone = self._rank.ranks == self._rank.dp_size
+        self._prometheus = bool(getattr(server_args, "enable_metrics", False))
+        self._queued: dict[str, list[QueuedLoad]] = {}
+        self._ended: deque[bool] = deque()  # offloads that ended before, or while detached
+        self._open(options)
+        # A GPU computes a layer long after the forward's thread asked for it.
+        began = STEPS.layer_began if self._gpu is None else None
+        self.layer_done_counter = LayerCounter(group.layers, began)
+        if group.has_states:
+            params.req_to_token_pool.register_layer_transfer_counter(self.layer_done_counter)
+        LINKERS.add(self)
+
+    def _open(self, options: dict[str, Any]) -> None:
+        """Opens the pools and starts the threads.  Raises TuttiError, with nothing left open."""
+        WATCH.check(options["allow_unwatched_weights"])
+        profile, source = served_profile(options, self._group, self._rank) or (None, OFF)
+        gpu = open_gpu(self._group.device, options["gpu_mover"], profile, options["gpu_engine"])
+        timeout_s = float(options["load_timeout_s"])
+        stored_pools: dict[str, StoredPool] = {}
         try:
-            self.stored_pools = open_stored_pools(
+            stored_pools = open_stored_pools(
                 options,
-                group,
-                model,
-                parallel_rank,
-                prometheus=bool(getattr(server_args, "enable_metrics", False)),
+                self._group,
+                self._model,
+                self._rank,
+                prometheus=self._prometheus,
                 profile=profile,
                 profile_source=source,
-                gpu=self._gpu,
+                gpu=gpu,
             )
+            self._options, self._timeout_s, self._gpu = options, timeout_s, gpu
+            self.stored_pools = stored_pools
             self._start_parts()
-            if group.has_states:
-                params.req_to_token_pool.register_layer_transfer_counter(self.layer_done_counter)
         except BaseException:
-            for stored_pool in self.stored_pools.values():
+            for stored_pool in stored_pools.values():
                 stored_pool.store.close()
-            if self._gpu is not None:
-                self._gpu.close(self._timeout_s)
+            if gpu is not None:
+                gpu.close(timeout_s)
             raise
 
     def _start_parts(self) -> None:
@@ -125,14 +137,9 @@ class TuttiLinker(Owned, adapter.UnifiedCacheLinker):
         failures, pause_s = options["breaker_failures"], options["breaker_pause_s"]
         self.reads = Breaker(failures, pause_s, time.monotonic)
         self.writes = Breaker(failures, pause_s, time.monotonic)
-        self._admission = self._make_admission(stored_pools)
+        self._admission = admission_for(options, stored_pools, self._group)
         self._batch_pages_max = options["max_load_tokens"] // self._group.page_size
-        # A GPU computes a layer long after the forward's thread asked for it.
-        began = STEPS.layer_began if self._gpu is None else None
-        self.layer_done_counter = LayerCounter(self._group.layers, began)
-        self._queued: dict[str, list[QueuedLoad]] = {}
         self._loads: queue.Queue[LoadBatch | None] = queue.Queue()
-        self._closed = False
         self._chains = Chains()
         self.ahead = ReadAhead(
             stored_pools,
@@ -171,31 +178,7 @@ class TuttiLinker(Owned, adapter.UnifiedCacheLinker):
         self._loader.start()
         # A scheduler that dies of an error never calls close.
         at_exit(self.close)
-        LINKERS.add(self)
-
-    def _make_admission(self, stored_pools: Sequence[StoredPool]) -> Admission:
-        page, options = self._group.page_size, self._options
-        nbytes = sum(
-            stored_pool.page_nbytes
-            for stored_pool in stored_pools
-            if not stored_pool.engine.trailing
-        )
-        schedule = stored_pools[0].store.config.schedule
-        return Admission(
-            nbytes,
-            options["recompute_us_per_token"] * page / 1e6,
-            -(-options["min_tokens"] // page),
-            options["max_load_ms"] / 1e3,
-            # Estimates of another GPU's compute do not say which hits are worth their load.
-            pays=None
-            if schedule is None or schedule.source not in (FILE, GIVEN)
-            else break_even(
-                schedule.profile,
-                layers=self._group.layers,
-                page_tokens=page,
-                page_nbytes=nbytes,
-            ),
-        )
+        self._closed = False
 
     def lookup(self, rid: str, transfers: list[adapter.PoolTransfer]) -> list[int]:
         """Every prefix length in pages that all pools can restore, pinned, and worth loading."""
@@ -270,8 +253,11 @@ class TuttiLinker(Owned, adapter.UnifiedCacheLinker):
     def offload(self, transfers: list[adapter.PoolTransfer], session_id: str | None = None) -> bool:
         """Takes pages to store; False, from the transfers alone, when there are none."""
         parts = self._parts_of(transfers, "offload")
-        if self._closed or parts is None or _kv(transfers) is None:
+        if parts is None or _kv(transfers) is None:
             return False
+        if self._closed:  # another rank may be attached, and its answer must be the same
+            self._ended.append(False)
+            return True
         self.backlog.add([Part(*part) for part in parts], self._fence())
         for stored_pool, keys, _ in parts:
             self._maintenance[stored_pool.name].remember(keys)
@@ -280,10 +266,12 @@ class TuttiLinker(Owned, adapter.UnifiedCacheLinker):
 
     def num_completed_offloads(self) -> int:
         """Offloads, from the oldest on, whose pages SGLang may reuse."""
-        return self.backlog.completed()
+        return len(self._ended) + self.backlog.completed()
 
     def pop_completed_offload(self) -> bool:
         """Takes the oldest: whether its pages are stored, or copied out to be."""
+        if self._ended:
+            return self._ended.popleft()
         kept = self.backlog.pop()
         self.metrics.level("backlog_pages", self.backlog.locked)
         return kept
@@ -291,8 +279,8 @@ class TuttiLinker(Owned, adapter.UnifiedCacheLinker):
     def reset(self) -> None:
         """Ends transfers in flight.  Raises DeviceTimeout when they do not end."""
         self._queued.clear()
-        if self._closed:  # by detach: SGLang may still ask for the ends of its offloads
-            self.backlog.reset(0.0)
+        self._ended.clear()
+        if self._closed:
             return
         self.ahead.reset()
         self.layer_done_counter.reset(self._end)
@@ -305,6 +293,7 @@ class TuttiLinker(Owned, adapter.UnifiedCacheLinker):
 
     def close(self) -> None:
         """As reset, then closes the pools; a second call does nothing."""
+        LINKERS.discard(self)
         if self._closed:
             return
         try:
@@ -318,7 +307,7 @@ class TuttiLinker(Owned, adapter.UnifiedCacheLinker):
         For a scheduler without requests: what was looked up is not there any more.
         """
         if self._closed:
-            raise PoolClosed("the linker was detached; restart the server to use its pools again")
+            raise PoolClosed("the linker was detached; attach it first")
         self.ahead.reset()
         self._lookups.reset()
         if not self.backlog.wait_quiet(self._timeout_s):
@@ -340,10 +329,26 @@ class TuttiLinker(Owned, adapter.UnifiedCacheLinker):
         self._lookups.reset()
         self._shut()
 
+    def attach(self, config: Mapping[str, Any] | None = None) -> None:
+        """Opens the pools of a detached linker again.
+
+        For a scheduler without requests.  Raises TuttiError; the linker is then still detached.
+        config: as the constructor's extra_config; None for the options that it had.
+        """
+        options = self._options
+        if config is not None:
+            options = parse_options(config, LINKER, LINKER_OPTIONS)
+        if self._closed:
+            self._open(options)
+        elif options != self._options:
+            raise ConfigError("the linker is attached with other options; detach it first")
+
     def _shut(self) -> None:
         """Ends the threads and closes the pools, with nothing under way."""
         self._closed = True
         forget_exit(self.close)
+        while self.backlog.completed():  # SGLang may still ask for them
+            self._ended.append(self.backlog.pop())
         for stored_pool in self.stored_pools.values():
             if stored_pool.store.scheduler is not None:
                 STEPS.leave(stored_pool.store.scheduler)

@@ -64,7 +64,7 @@ WATCH = WeightsWatch()
 
 
 def activate() -> None:
-    """SGLang's plugin: hooks updates of weights, flushes, steps, clear and detach."""
+    """SGLang's plugin: hooks updates of weights, flushes, steps, and requests to a linker."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     for name in _UPDATES:

@@ -107,19 +107,24 @@ def hicache_config(path: Path | str | list[str], **options: Any) -> dict[str, An
     }
 
 
+def linker_options(path: Path | str | list[str], **options: Any) -> dict[str, Any]:
+    """The JSON object of the linker's extra config."""
+    return {
+        "path": path if isinstance(path, list) else str(path),
+        "capacity": "48MiB",
+        "load_staging": "8MiB",
+        "store_staging": "8MiB",
+        "breaker_pause_s": 0.2,
+        "pin_lookups": 4,  # pools are small here: more would pin all of them
+        **options,
+    }
+
+
 def _linker_arguments(path: Path | str | list[str], **options: Any) -> list[str]:
     config = {
         "linker": "TuttiLinker",
         "linker_module_path": "tutti.integration.sglang.linker",
-        "linker_extra_config": {
-            "path": path if isinstance(path, list) else str(path),
-            "capacity": "48MiB",
-            "load_staging": "8MiB",
-            "store_staging": "8MiB",
-            "breaker_pause_s": 0.2,
-            "pin_lookups": 4,  # pools are small here: more would pin all of them
-            **options,
-        },
+        "linker_extra_config": linker_options(path, **options),
     }
     return [
         "--enable-unified-cache-external-linker",

@@ -1,7 +1,8 @@
-"""A linker is cleared and detached while its server runs; its pool is then closed cleanly."""
+"""A linker is cleared, detached and attached while its server runs; its pool is closed cleanly."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -49,9 +50,11 @@ def test_a_detached_linker_finds_nothing_and_its_pool_is_clean(tmp_path: Path) -
         assert rig.linker.pop_completed_offload()
         assert rig.lookup(names(8)) == 0
         assert not rig.load(names(8), range(8))
-        assert not rig.offload(names(2, "late"), range(2))
+        assert rig.offload(names(2, "late"), range(2)), "as a rank that is attached answers"
+        assert rig.linker.num_completed_offloads() == 1
+        assert not rig.linker.pop_completed_offload(), "it was not stored"
         assert rig.linker.start_layer_wise_loading() == -1
-        with pytest.raises(PoolClosed, match="restart the server"):
+        with pytest.raises(PoolClosed, match="attach it first"):
             rig.linker.clear()
         assert not control._clear(pytest.fail, scheduler(), None).success
         rig.linker.reset()
@@ -60,6 +63,57 @@ def test_a_detached_linker_finds_nothing_and_its_pool_is_clean(tmp_path: Path) -
             assert pool.stats()["slots"]["ready"] == 12
     with Rig(tmp_path) as rig:
         assert rig.lookup(names(8)) == 8
+
+
+def attach_request(config: object = None) -> Any:
+    text = None if config is None else json.dumps(config)
+    return SimpleNamespace(hicache_storage_backend_extra_config_json=text)
+
+
+def test_an_attached_linker_goes_on_where_it_was(tmp_path: Path) -> None:
+    with Rig(tmp_path / "a") as rig:
+        rig.fill(1)
+        want = rig.content(range(8))
+        assert rig.store(names(8), range(8))
+        counter = rig.linker.layer_done_counter
+        rig.offload(names(4, "more"), range(8, 12))
+        assert control._detach(pytest.fail, scheduler(), None).success
+        rig.offload(names(2, "late"), range(2))
+        assert not control._attach(pytest.fail, scheduler(idle=False), attach_request()).success
+        assert control._attach(pytest.fail, scheduler(), attach_request()).success
+        assert control._attach(pytest.fail, scheduler(), attach_request()).success, "twice is fine"
+        assert rig.linker.layer_done_counter is counter, "SGLang has it since the start"
+        assert rig.linker.num_completed_offloads() == 2, "those from before come first"
+        assert [rig.linker.pop_completed_offload() for _ in range(2)] == [True, False]
+        rig.wipe()
+        assert (rig.lookup(names(8)), rig.lookup(names(4, "more"), "m")) == (8, 4)
+        assert rig.restore(names(8), range(16, 24))
+        assert rig.content(range(16, 24)) == want
+        assert rig.store(names(2, "new"), range(16, 18))
+
+
+def test_attaching_takes_other_options_and_refuses_wrong_ones(tmp_path: Path) -> None:
+    with Rig(tmp_path / "a") as rig:
+        rig.fill(1)
+        assert rig.store(names(8), range(8))
+        other = {"path": str(tmp_path / "b"), "capacity": "8MiB", "allow_unwatched_weights": True}
+        answer = control._attach(pytest.fail, scheduler(), attach_request(other))
+        assert (answer.success, "detach it first" in answer.message) == (False, True)
+        assert control._detach(pytest.fail, scheduler(), None).success
+        for wrong, sentence in (
+            ({**other, "pathh": "x"}, "did you mean 'path'?"),
+            ([1], "not an object"),
+            ({**other, "path": "/proc/nowhere"}, "/proc/nowhere"),
+        ):
+            answer = control._attach(pytest.fail, scheduler(), attach_request(wrong))
+            assert (answer.success, sentence in answer.message) == (False, True), answer.message
+            assert rig.lookup(names(8)) == 0, "it is still detached"
+        whole = {"linker": "TuttiLinker", "linker_extra_config": other}
+        assert control._attach(pytest.fail, scheduler(), attach_request(whole)).success
+        assert rig.lookup(names(8)) == 0
+        assert rig.store(names(8), range(8))
+        assert rig.lookup(names(8)) == 8
+        assert rig.file(tmp_path / "b").exists()
 
 
 def test_damage_that_read_ahead_finds_makes_a_shorter_hit(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from server_modes import (
     both_modes,
     families,
     hicache_config,
+    linker_options,
     near,
     prompts,
     right_or_503,
@@ -60,8 +61,7 @@ def test_flush_kill_damage_deletion_and_a_crowd(
         assert [reply.cached for reply in computed] == [0, 0, 0]
         mode.served(computed, again(server, asked), 592)
         _all_metrics(mode, server)
-        if mode.name == "hicache":
-            _detach_attach_and_clear(mode, server, pools, asked, computed)
+        _detach_attach_and_clear(mode, server, pools, asked, computed)
         replies = at_once(server, more)
         server.kill()  # while it stores
     with Server(tiny_model, log, arguments, page_size=16) as server:
@@ -100,31 +100,40 @@ def _detach_attach_and_clear(
     mode: Mode, server: Server, pools: Path, asked: list[list[int]], computed: list[Reply]
 ) -> None:
     server.settle()
+    assert _asked(server) == "dynamic"
     status, text = server.call("DELETE", "/hicache/storage-backend")
-    assert status == 200, text
+    assert (status, _asked(server)) == (200, None), text
+    assert server.metrics()["attached"] == 0
     assert [mode.loaded(reply) for reply in again(server, asked)] == [0, 0, 0]
-    config = hicache_config(pools)
+    config = hicache_config(pools) if mode.name == "hicache" else linker_options(pools)
     status, text = _attach(server, {**config, "x": 1})
     assert (status, "unknown option 'x'" in text) == (400, True), text
     with pool_files(pools)[0].open() as other:
         fcntl.flock(other, fcntl.LOCK_EX)  # as another server on this path would
         status, text = _attach(server, config)
         assert (status, "in use" in text) == (400, True), text
-    status, text = _attach(server, config)
-    assert status == 200, text
+    status, text = _attach(server, config if mode.name == "hicache" else None)
+    assert (status, _asked(server)) == (200, "dynamic"), text
     mode.served(computed, again(server, asked), 592)
     assert server.call("POST", "/hicache/storage-backend/clear")[0] == 200
     assert [mode.loaded(reply) for reply in again(server, asked)] == [0, 0, 0]
     mode.served(computed, again(server, asked), 592)
 
 
-def _attach(server: Server, config: dict[str, Any]) -> tuple[int, str]:
-    body = {
-        "hicache_storage_backend": "dynamic",
-        "hicache_storage_backend_extra_config_json": json.dumps(config),
-        "hicache_storage_prefetch_policy": "wait_complete",
-    }
+def _attach(server: Server, config: dict[str, Any] | None) -> tuple[int, str]:
+    """config: None for the options of the start, which a linker alone remembers."""
+    body = {"hicache_storage_backend": "dynamic"}
+    if config is not None:
+        body["hicache_storage_backend_extra_config_json"] = json.dumps(config)
+        body["hicache_storage_prefetch_policy"] = "wait_complete"
     return server.call("PUT", "/hicache/storage-backend", body)
+
+
+def _asked(server: Server) -> str | None:
+    status, text = server.call("GET", "/hicache/storage-backend")
+    assert status == 200, text
+    backend: str | None = json.loads(text)["hicache_storage_backend"]
+    return backend
 
 
 def _damage(

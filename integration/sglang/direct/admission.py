@@ -1,9 +1,14 @@
-"""Which hits are taken: those that pay.  Pure policy, counted in look-ups."""
+"""Which hits are taken: those that pay.  Policy, counted in look-ups."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
+from tutti.integration.sglang.direct.kv_pools import KvPoolGroup
+from tutti.integration.sglang.direct.stored_pool import StoredPool
+from tutti.profiles.found import FILE
+from tutti.scheduler.dispatcher import GIVEN
 from tutti.scheduler.request import Profile
 from tutti.scheduler.slack import Estimates, is_worth_loading
 
@@ -93,3 +98,28 @@ def break_even(
         )
 
     return pays
+
+
+def admission_for(
+    options: Mapping[str, Any], stored_pools: Sequence[StoredPool], group: KvPoolGroup
+) -> Admission:
+    """By the linker's options."""
+    by_page = [stored_pool for stored_pool in stored_pools if not stored_pool.engine.trailing]
+    nbytes = sum(stored_pool.page_nbytes for stored_pool in by_page)
+    schedule = stored_pools[0].store.config.schedule
+    pays = None
+    # Estimates of another GPU's compute do not say which hits are worth their load.
+    if schedule is not None and schedule.source in (FILE, GIVEN):
+        pays = break_even(
+            schedule.profile,
+            layers=group.layers,
+            page_tokens=group.page_size,
+            page_nbytes=nbytes,
+        )
+    return Admission(
+        nbytes,
+        options["recompute_us_per_token"] * group.page_size / 1e6,
+        -(-options["min_tokens"] // group.page_size),
+        options["max_load_ms"] / 1e3,
+        pays,
+    )
