@@ -36,8 +36,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--medium",
         nargs="+",
         default=["."],
-        help="a directory on it, a new file, or a blank device, or several of them; what is written"
-        " is removed (default: the current directory)",
+        help="a directory on it, a new file *.tutti, or a blank device, or several of them; what is"
+        " written is removed (default: the current directory)",
     )
     parser.add_argument(
         "--force", action="append", default=[], metavar="SERIAL", help="overwrite this drive"
@@ -239,6 +239,8 @@ def _medium_path(medium: str, place: int) -> tuple[str, str]:
         raise ConfigError(
             f"{medium} exists, and measuring overwrites; name a directory or new file"
         )
+    if not medium.endswith(".tutti"):  # else a misspelt folder measures the disk of its parent
+        raise ConfigError(f"{medium} is not a folder; make it first, or name a new file *.tutti")
     directory = str(Path(medium).absolute().parent)
     if not os.path.isdir(directory):
         raise ConfigError(f"the directory of {medium} does not exist; make it first")

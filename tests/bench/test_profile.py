@@ -101,8 +101,8 @@ def test_a_torn_or_foreign_partial_is_measured_anew(
 
 
 def test_a_file_of_its_own(tmp_path: Path) -> None:
-    run(options(tmp_path, "--medium", str(tmp_path / "new")))
-    assert not (tmp_path / "new").exists()
+    run(options(tmp_path, "--medium", str(tmp_path / "new.tutti")))
+    assert not (tmp_path / "new.tutti").exists()
 
 
 @pytest.mark.parametrize(
@@ -116,6 +116,7 @@ def test_a_file_of_its_own(tmp_path: Path) -> None:
         ("--page-tokens", "0"),
         ("--file-size", "1MiB"),
         ("--medium", "/nowhere/at/all"),
+        ("--medium", "/nowhere"),
         ("--out", "/nowhere/at/all"),
     ],
 )

@@ -132,7 +132,8 @@ def format_missing(
             continue
         if capacity is None or layout is None:
             raise PoolNotFound(
-                f"{names[0]} does not exist; give layout and capacity to format a new pool"
+                f"{names[0]} does not exist; correct the path, or give layout and capacity for a "
+                "new pool"
             )
         with contextlib.suppress(PoolExists):
             format(names, layout, capacity, executor=executor)
