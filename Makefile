@@ -154,15 +154,15 @@ fmt: $(VENV)/.lint ## formats Python and C++ in place
 # symbols are in build/debug.
 .PHONY: wheel
 wheel: $(VENV)/.publish ## dist/: a manylinux wheel and the sdist, of tutti-kv
-	rm -rf dist build/wheel build/lib.* build/bdist.*
-	$(BIN)/python -m build --outdir build/wheel > build/wheel.log || { tail -20 build/wheel.log; exit 1; }
+	rm -rf dist build/wheel build/debug build/lib.* build/bdist.*
+	TUTTI_DEBUG_FOLDER=$(CURDIR)/build/debug $(BIN)/python -m build --outdir build/wheel > build/wheel.log || { tail -20 build/wheel.log; exit 1; }
 	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/auditwheel repair --wheel-dir dist build/wheel/*.whl
 	cp build/wheel/*.tar.gz dist/
 
 .PHONY: publish-check
 publish-check: wheel ## what PyPI and a user's first minutes check: metadata, install, demo, types
 	$(BIN)/twine check --strict dist/*
-	PYTHON=$(PYTHON) MYPY=$(abspath $(BIN))/mypy tests/publish/check.sh dist/*.whl
+	PYTHON=$(PYTHON) MYPY=$(abspath $(BIN))/mypy tests/publish/check.sh dist/*.whl build/debug/_native.so.debug
 
 .PHONY: docs
 docs: $(VENV)/.docs build/view ## build/docs: the reference of the Python interface, from its docstrings

@@ -25,8 +25,9 @@ PACKAGE_FOLDERS = {
 COMPILE_FLAGS = ["-std=c++17", "-O2", "-Wall", "-Wextra", "-fvisibility=hidden", "-pthread"]
 
 
-#: Where a build leaves the debug symbols of what it stripped: next to the wheels.
-DEBUG_FOLDER = "build/debug"
+#: Where a build leaves the debug symbols of what it stripped.  A wheel is built in a folder that
+#: goes away, so `make wheel` names another.
+DEBUG_FOLDER = os.environ.get("TUTTI_DEBUG_FOLDER", "build/debug")
 
 
 class BuildShared(build_ext):
