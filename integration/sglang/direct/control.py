@@ -85,12 +85,13 @@ def _record(original: Callable[..., Any], manager: Any, source: str, **fields: A
 
 def _value(original: Callable[..., Any], manager: Any, name: str) -> Any:
     """What SGLang knows; a linker that is attached since the start it knows by its own flags."""
-    arguments = manager.server_args
-    if manager not in _CHANGED and arguments.enable_unified_cache_external_linker:
+    known = manager.server_args
+    linked = known.enable_unified_cache_external_linker and manager not in _CHANGED
+    if linked and known.unified_cache_external_linker_backend == "dynamic":
         if name == _BACKEND:
-            return arguments.unified_cache_external_linker_backend
+            return "dynamic"
         if name == _CONFIG:
-            return arguments.unified_cache_external_linker_config
+            return known.unified_cache_external_linker_config
     return original(manager, name)
 
 
