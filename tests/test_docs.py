@@ -31,7 +31,8 @@ _NOT_DRAWN = {
 
 
 def pages() -> list[Path]:
-    return [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/*.md")]
+    folders = ("*.md", "docs/**/*.md", "examples/*.md", "integration/**/*.md")
+    return [page for folder in folders for page in ROOT.glob(folder)]
 
 
 def test_the_readme_program_runs(tmp_path: Path) -> None:
@@ -146,6 +147,18 @@ def test_every_wish_has_an_answer_and_its_tests_are_there() -> None:
     assert len(named) > 30
     for path in named:
         assert (ROOT / path).exists(), f"docs/wishes.md names {path}"
+
+
+def test_every_row_of_what_was_tested_names_tests_of_its_suite() -> None:
+    text = (ROOT / "integration/sglang/README.md").read_text()
+    rows = [line for line in text.splitlines() if line.startswith("|") and "`test_" in line]
+    assert len(rows) >= 15
+    for row in rows:
+        for name in re.findall(r"`(test_\w+\.py)`", row):
+            test = (ROOT / "tests/sglang" / name).read_text()
+            assert "pytest.mark.slow" in test or "(s)" not in row, row
+            all_slow = re.search(r"^pytestmark = .*slow", test, re.MULTILINE)
+            assert not all_slow or "(s)" in row, row
 
 
 def test_links_lead_somewhere() -> None:

@@ -16,7 +16,8 @@ import pytest
 from tutti.cli import main
 
 ROOT = Path(__file__).parent.parent
-PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/*.md")]
+FOLDERS = ("*.md", "docs/**/*.md", "examples/*.md", "integration/**/*.md")
+PAGES = [page for folder in FOLDERS for page in ROOT.glob(folder)]
 #: The programs that a line of a shell begins with.
 PROGRAMS = "tutti|make|pip|python|curl|modprobe|echo|eval|cp|kubectl|systemctl|docker|sysctl|\\."
 
@@ -38,6 +39,7 @@ NEEDS = {
     "python -m sglang.launch_server": "SGLang; tests/sglang starts it with these flags",
     "python -m tutti.bench.gpu.shards": "a GPU",
     "python tests/gpu/shards.py": "a GPU",
+    "python tests/sglang/upstream.py": "SGLang's repository; tests/sglang/test_upstream.py runs it",
     "curl": "a running server; tests/sglang/test_server_lives.py sends these requests",
     "modprobe": "root, and a drive to take from the kernel",
     "echo": "the same",

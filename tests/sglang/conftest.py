@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from importlib.machinery import ModuleSpec
 from pathlib import Path
 
 import pytest
@@ -19,10 +18,6 @@ for folder in (HERE, HERE / "stand_in"):
     if str(folder) not in sys.path:
         sys.path.insert(0, str(folder))
 os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
-# SGLang's test kit imports a benchmark on its way, which wants a package that nothing here uses.
-if importlib.util.find_spec("datasets") is None:
-    sys.modules["datasets"] = importlib.util.module_from_spec(ModuleSpec("datasets", None))
-    sys.modules["datasets"].__dict__["load_dataset"] = None
 
 
 def has_sglang() -> bool:

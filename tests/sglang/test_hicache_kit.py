@@ -10,13 +10,12 @@ from __future__ import annotations
 import tempfile
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
+import in_place_of_file
 import pytest
 import torch
-from host_pools import tutti_options
+from sglang.srt.managers.cache_controller import HiCacheController
 from sglang.srt.mem_cache.base_prefix_cache import CacheRequestHandle
-from sglang.srt.mem_cache.storage import StorageBackendFactory
 from sglang.srt.mem_cache.unified_cache.components.base import ComponentType
 from sglang.srt.plugins import load_plugins
 from sglang.test.kits.unified_radix_cache.config import CONFIGS, CacheConfig, supports_hicache
@@ -24,13 +23,11 @@ from sglang.test.kits.unified_radix_cache.fixtures import match_prefix, node_hos
 from sglang.test.kits.unified_radix_cache.storage import UnifiedRadixCacheStorageFixtures
 from sglang.test.test_utils import CustomTestCase
 
-from tutti.integration.sglang.hicache import TuttiHiCacheStorage
-
 #: Smaller pages waste too much of the medium and are refused, which another test shows.
 CHOSEN = [
     config
     for config in CONFIGS
-    if supports_hicache(config) and config.page_size in (16, 64) and not config.is_eagle
+    if supports_hicache(config) and config.page_size >= 16 and not config.is_eagle
 ]
 
 
@@ -39,6 +36,7 @@ class TuttiKit(UnifiedRadixCacheStorageFixtures, CustomTestCase):
 
     __test__ = False
     cfg: CacheConfig
+    folder: Path
 
     def runTest(self) -> None:
         """unittest wants one."""
@@ -46,29 +44,19 @@ class TuttiKit(UnifiedRadixCacheStorageFixtures, CustomTestCase):
     def _make_storage_dir(self) -> str:
         return tempfile.mkdtemp(dir=self.folder)
 
-    def _init_hicache(self, cache: Any, **options: Any) -> None:
-        options["storage_extra"] = tutti_options(Path(options["storage_dir"]))
-        create = StorageBackendFactory.create_backend
-
-        def in_place_of_file(name: str, *args: Any, **more: Any) -> Any:
-            assert name == "file"
-            return create("dynamic", *args, **more)
-
-        with mock.patch.object(StorageBackendFactory, "create_backend", in_place_of_file):
-            super()._init_hicache(cache, **options)
-        backend = cache.cache_controller.storage_backend
-        assert isinstance(backend, TuttiHiCacheStorage)
-        self.addCleanup(backend.close)
-        self.backend = backend
-
 
 @pytest.fixture(params=CHOSEN, ids=lambda config: config.label)
-def kit(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
+def kit(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     load_plugins()
+    attach = in_place_of_file.with_tutti(HiCacheController.attach_storage_backend)
+    monkeypatch.setattr(HiCacheController, "attach_storage_backend", attach)
     kit = TuttiKit()
     kit.cfg, kit.folder = request.param, tmp_path
     kit.setUp()
     yield kit
+    assert in_place_of_file.BACKENDS, "nothing used the storage"
+    while in_place_of_file.BACKENDS:
+        in_place_of_file.BACKENDS.popitem()[1].close()
     kit.doCleanups()
 
 
@@ -78,7 +66,6 @@ def test_a_prefix_comes_back_from_storage_bit_by_bit(kit: TuttiKit) -> None:
     pages = 2 + -(-window // kit.cfg.page_size)
     tokens = kit._make_seq(1, pages)
     want = kit._l3_produce(folder, tokens, marker=7)
-    kit.backend.close()  # one owner at a time
     consumer, allocator, requests = kit._l3_consumer(folder)
     kit._consume_prefetch(consumer, tokens, CacheRequestHandle("again", 0))
     found = match_prefix(consumer, tokens)
@@ -87,7 +74,8 @@ def test_a_prefix_comes_back_from_storage_bit_by_bit(kit: TuttiKit) -> None:
     for component in (ComponentType.SWA, ComponentType.MAMBA):
         if component in kit.cfg.components:
             assert node_host_value(consumer, node, component) is not None
-            assert component.name.lower() in kit.backend.counters()
+            counters = in_place_of_file.BACKENDS[folder].counters()
+            assert component.name.lower() in counters
     request = kit._make_req(requests)
     kit._load_back_node(consumer, node, req=request)
     got = kit._snapshot_full_kv(
@@ -95,3 +83,21 @@ def test_a_prefix_comes_back_from_storage_bit_by_bit(kit: TuttiKit) -> None:
     )
     for one, other in zip(got, want, strict=True):
         assert torch.equal(one, other)
+
+
+FULL_ALONE = [config for config in CHOSEN if not (config.has_swa or config.has_mamba)]
+WINDOWS = [config for config in CHOSEN if config.has_swa and not config.has_mamba]
+
+
+@pytest.mark.parametrize("kit", FULL_ALONE, indirect=True, ids=lambda config: config.label)
+def test_what_a_sibling_computed_first_is_not_loaded_twice(kit: TuttiKit) -> None:
+    """With host memory that only stages (`--hicache-host-memory-mode buffer_only`)."""
+    kit._assert_sibling_head_is_trimmed(kit._make_storage_dir(), kit._make_seq(1, 4), False)
+
+
+@pytest.mark.parametrize("kit", WINDOWS, indirect=True, ids=lambda config: config.label)
+def test_a_window_is_fetched_below_full_attention_that_is_there(kit: TuttiKit) -> None:
+    """The same mode: the KV of full attention stays, and the window's comes from storage."""
+    folder, tokens = kit._make_storage_dir(), kit._buffer_swa_seq()
+    kit._produce_buffer_l3(folder, tokens)
+    kit._assert_masked_full_is_reused(folder, tokens, live_tail=0)
