@@ -1,12 +1,8 @@
 """`TuttiHiCacheStorage`: Tutti as the storage behind SGLang's host cache (HiCache, "L3").
 
-    --enable-hierarchical-cache --hicache-storage-backend dynamic
-    --hicache-storage-backend-extra-config '{"backend_name": "tutti",
-      "module_path": "tutti.integration.sglang.hicache", "class_name": "TuttiHiCacheStorage",
-      "interface_v1": 1, "path": "/mnt/nvme/tutti", "capacity": "2TiB"}'
-
-Wrong options and pools that do not fit are errors at start, with what to do. After that nothing
-raises: an error is a miss, or a page that is not stored; it is counted, and logged once per kind.
+README.md shows the flags. Wrong options and pools that do not fit are errors at start, with what to
+do. After that nothing raises: an error is a miss, or a page that is not stored; it is counted, and
+logged once per kind.
 """
 
 from __future__ import annotations

@@ -1,13 +1,8 @@
 """`TuttiLinker`: SGLang's KV pages to SSD and back, layer by layer, without a host cache tier.
 
-    --enable-unified-cache-external-linker --unified-cache-external-linker-backend dynamic
-    --unified-cache-external-linker-config '{"linker": "TuttiLinker",
-      "linker_module_path": "tutti.integration.sglang.linker",
-      "linker_extra_config": {"path": "/mnt/nvme/tutti", "capacity": "2TiB"}}'
-
-Wrong options and pools that do not fit are errors at start, with what to do. After that an error of
-the medium is a miss, an offload that was not kept, or SGLang's 503 for the batch whose load failed;
-it is counted, and logged once per kind.
+README.md shows the flags. Wrong options and pools that do not fit are errors at start, with what to
+do. After that an error of the medium is a miss, an offload that was not kept, or SGLang's 503 for
+the batch whose load failed; it is counted, and logged once per kind.
 """
 
 from __future__ import annotations
