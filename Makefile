@@ -194,7 +194,8 @@ $(VENV)/.venv:
 $(VENV)/.core: $(VENV)/.venv pyproject.toml setup.py $(NATIVE_SOURCES)
 	@command -v $(or $(CXX),g++) > /dev/null || { \
 	  echo "no C++ compiler: install g++, or name one with CXX=..." >&2; exit 1; }
-	$(INSTALL) -e .
+	@$(INSTALL) -e . || { echo "not installed, see above: without a package index (or a mirror that" \
+	  "pip's settings name), install as CONTRIBUTING.md says under 'Without a network'" >&2; exit 1; }
 	@touch $@
 
 $(VENV)/.test: pyproject.toml | $(VENV)/.core

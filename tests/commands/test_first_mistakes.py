@@ -42,6 +42,19 @@ def test_no_compiler(tmp_path: Path) -> None:
     assert "no C++ compiler: install g++, or name one with CXX=" in ended.stderr
 
 
+def test_no_package_index(tmp_path: Path) -> None:
+    (tmp_path / ".venv").touch()
+    ended = subprocess.run(
+        ["make", f"VENV={tmp_path}", "INSTALL=false", f"{tmp_path}/.core"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert ended.returncode != 0
+    assert "not installed, see above: without a package index" in ended.stderr
+
+
 def test_no_space(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     said = sentence(capsys, "format", tmp_path / "p", "--capacity", "900TiB", *SMALL)
     assert "free" in said
