@@ -151,6 +151,15 @@ def _peers(result: dict[str, Any]) -> str:
     return "\n".join([*lines, f"Versions: {versions}."])
 
 
+def _fuzz(result: dict[str, Any]) -> str:
+    targets = result["targets"].items()
+    rows = [
+        [name, one["cases"], f"{one['seconds']:.0f}", len(one["findings"])] for name, one in targets
+    ]
+    rows.append(["all", result["cases"], "", result["findings"]])
+    return "\n".join(_markdown(["reader of", "cases", "seconds", "findings"], rows))
+
+
 def _table_of(bench: ModuleType) -> Callable[[dict[str, Any]], str]:
     """For benches that have a HEAD, rows_of and notes_of."""
 
@@ -172,6 +181,7 @@ def _simulate(result: dict[str, Any]) -> str:
 _KINDS: dict[str, Callable[[dict[str, Any]], str]] = {
     "compare": _compare,
     "eviction": _table_of(eviction),
+    "fuzz": _fuzz,
     "gpu": _table_of(gpu_report),
     "peers": _peers,
     "profile": _table_of(profile),

@@ -103,7 +103,8 @@ def main() -> int:
     with ThreadPoolExecutor(options.jobs) as pool:
         results = dict(zip(names, pool.map(fuzz, names), strict=True))
     result = {
-        "environment": describe(),
+        "benchmark": "fuzz",
+        "machine": describe(),
         "seed": options.seed,
         "seconds_each": seconds,
         "hang_s": HANG_S,
