@@ -40,9 +40,10 @@ def pytest_configure(config: pytest.Config) -> None:
     # Pools are opened by the default door: the first one measures the medium, the others, in every
     # process of the run, take what it cached.
     if "XDG_CACHE_HOME" not in os.environ or not hasattr(config, "workerinput"):
-        # QEMU's guest stays where its set-up put it.
+        # QEMU's guest and what torch has compiled stay where they are.
         usual = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
         os.environ.setdefault("TUTTI_GUEST_CACHE", usual)
+        os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(Path(usual) / "torch_extensions"))
         folder = os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="tutti-cache-")
         config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
     # A shell without job control starts what it runs in the background deaf to SIGINT.

@@ -24,9 +24,12 @@ def _import_everything() -> None:
     import sglang.srt.managers.detokenizer_manager
     import sglang.srt.managers.scheduler
     import sglang.srt.mem_cache.unified_radix_cache  # noqa: F401
+    from sglang.srt.mem_cache.utils import get_hash_str
     from sglang.srt.models.registry import ModelRegistry
 
     assert ModelRegistry.models
+    # Its first call compiles for many seconds; a server whose cache is flushed meanwhile dies.
+    get_hash_str([1, 2], None)
     # It decides when it is imported whether it is for several processes; SGLang says so later.
     for name in [name for name in sys.modules if name.split(".")[0] == "prometheus_client"]:
         del sys.modules[name]
@@ -76,11 +79,11 @@ def die_with_parent() -> None:
 
 def _main() -> None:
     die_with_parent()
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for servers that have ended
     sys.stdout.flush()
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     _import_everything()
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # servers that have ended leave no zombies
     print(json.dumps({"ready": True}), file=answers, flush=True)
     for line in sys.stdin:
         request: dict[str, Any] = json.loads(line)
