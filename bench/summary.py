@@ -2,7 +2,8 @@
 
     python -m tutti.bench.summary docs/results.md bench/results
 
-A table stands between `<!-- result: NAME -->` and `<!-- end -->` and comes from NAME.json.
+A table stands between `<!-- result: NAME -->` and `<!-- end -->` and comes from NAME.json.  It is
+marked as stale where the code that it measures was changed since.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from tutti.bench import eviction, soak_report, threads, window
+from tutti.bench import eviction, freshness, soak_report, threads, window
 from tutti.bench.gpu import report as gpu_report
 from tutti.bench.peers import run as peers
 from tutti.bench.profile import run as profile
@@ -28,23 +29,30 @@ from tutti.errors import ConfigError
 from tutti.terminal import WIDTH_MAX, fitting
 from tutti.units import format_nbytes
 
+STALE = "; **stale**: the code that it measures has changed since"
 _BLOCK = re.compile(r"(<!-- result: ([\w/-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
 def render(text: str, results: Path) -> str:
-    """The page with every table made anew.  ConfigError for a result that is not there."""
+    """The page with every table made anew.  ConfigError for a result that is not there.
+
+    Outside of a checkout with its history no table is marked as stale.
+    """
+    history = freshness.has_history(results)
 
     def table(match: re.Match[str]) -> str:
         path = results / f"{match[2]}.json"
         if not path.exists():
             raise ConfigError(f"{path} does not exist; run the benchmark or take the table out")
-        return f"{match[1]}\n{_tables(json.loads(path.read_text()))}\n{match[3]}"
+        result = json.loads(path.read_text())
+        stale = history and freshness.is_stale(result, results.resolve().parents[1])
+        return f"{match[1]}\n{_tables(result)}{STALE if stale else ''}\n\n{match[3]}"
 
     return _BLOCK.sub(table, text)
 
 
 def _tables(result: dict[str, Any]) -> str:
-    return f"{_KINDS[result['benchmark']](result)}\n\n{_machine(result['machine'])}\n"
+    return f"{_KINDS[result['benchmark']](result)}\n\n{_machine(result['machine'])}"
 
 
 def _machine(machine: dict[str, Any]) -> str:
