@@ -10,6 +10,7 @@ import shutil
 import signal
 import tempfile
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,11 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ.setdefault("TUTTI_GUEST_CACHE", usual)
         os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(Path(usual) / "torch_extensions"))
         folder = os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="tutti-cache-")
+        # Cubins are named by all that they were compiled from: one compilation serves every run.
+        with suppress(OSError):
+            (Path(usual) / "tutti/cubins").mkdir(parents=True, exist_ok=True)
+            (Path(folder) / "tutti").mkdir()
+            (Path(folder) / "tutti/cubins").symlink_to(Path(usual).resolve() / "tutti/cubins")
         config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
     # A shell without job control starts what it runs in the background deaf to SIGINT.
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from native.programs import Build, Program, Start, compile_program
+from native.stand_in import environment_with, headers_of_cuda
 
 
 @pytest.fixture(scope="session")
@@ -30,3 +31,9 @@ def start(build: Build) -> Iterator[Start]:
             return program
 
         yield start_program
+
+
+@pytest.fixture
+def environment(build: Build, tmp_path: Path) -> dict[str, str]:
+    """Of a process that finds the stand-in of libcuda.so.1."""
+    return environment_with(build("device_cuda", "library", system=[headers_of_cuda()]), tmp_path)

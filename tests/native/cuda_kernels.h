@@ -44,7 +44,7 @@ Call capture(void (*kernel)(A...), void** parameters) {
 struct Kernel {
   const char* name;
   unsigned threads_max;  // as its __launch_bounds__
-  Call (*capture)(void** parameters);
+  std::function<Call(void** parameters)> capture;
 };
 
 #define KERNEL(name, threads)                                                   \
@@ -62,13 +62,6 @@ inline const Kernel kKernels[] = {
     KERNEL(gio_move, gio::kBlockThreadsMax),
     KERNEL(gio_verify, gio::kBlockThreadsMax),
 };
-
-inline const Kernel* find_kernel(const char* name) {
-  for (const Kernel& kernel : kKernels) {
-    if (std::strcmp(kernel.name, name) == 0) return &kernel;
-  }
-  return nullptr;
-}
 
 // False when threads of the kernel wait for each other.
 inline bool run_kernel(const Call& call, unsigned blocks, unsigned threads) {

@@ -195,12 +195,13 @@ class Memory {
     return true;
   }
 
-  // Whether all of it lies in one allocation or registration.
-  bool holds(uint64_t address, size_t nbytes) {
+  // Whether all of it lies in one allocation or registration, or in one of the device's own.
+  bool holds(uint64_t address, size_t nbytes, bool is_own = false) {
     const std::lock_guard<std::mutex> lock(mutex_);
     auto above = ranges_.upper_bound(address);
     if (above == ranges_.begin()) return false;
     const auto& [start, range] = *--above;
+    if (is_own && range.kind != Kind::kDevice) return false;
     return address + nbytes <= start + range.nbytes && address + nbytes >= address;
   }
 

@@ -15,8 +15,31 @@
 #include "cuda_kernels.h"  // first: words of CUDA
 // The device.
 #include "cuda_state.h"
+#include "ptx_machine.h"
 
 using namespace machine;
+
+namespace {
+
+// The kernels' C++, or where STAND_IN_PTX names a module that ptx_text.py decoded, its PTX; what
+// that one lacks can be found and not run.
+const Kernel* find_kernel(const std::string& name) {
+  static const char* path = std::getenv("STAND_IN_PTX");
+  static const auto program = path == nullptr ? nullptr : ptx::read(path, &machine_of().memory);
+  static const std::vector<Kernel> all =
+      path == nullptr ? std::vector<Kernel>() : ptx::kernels(*program);
+  const auto search = [&](const auto& kernels) -> const Kernel* {
+    const auto has_name = [&](const Kernel& kernel) { return kernel.name == name; };
+    const auto found = std::find_if(std::begin(kernels), std::end(kernels), has_name);
+    return found == std::end(kernels) ? nullptr : &*found;
+  };
+  const Kernel* compiled = search(kKernels);
+  if (path == nullptr || compiled == nullptr) return compiled;
+  const Kernel* decoded = search(all);
+  return decoded != nullptr ? decoded : &ptx::kMissing;
+}
+
+}  // namespace
 
 CUresult cuInit(unsigned flags) {
   REFUSE_IF(flags != 0, CUDA_ERROR_INVALID_VALUE);

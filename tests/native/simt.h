@@ -49,7 +49,9 @@ struct Meeting {
 
 struct Warp {
   Meeting lanes;
-  unsigned long long words[kLanes];
+  // Collectives take turns: who writes for the next one cannot meet a reader of the last one, as
+  // all lanes have met in between.
+  unsigned long long words[2][kLanes];
 };
 
 // A block's shared memory holds one object for each place in the source that declares one.
@@ -62,6 +64,7 @@ struct Lane {
   Warp* warp;
   Block* block_state;
   Index thread, block, grid, size;
+  unsigned turn = 0;
   unsigned index() const { return thread.x % kLanes; }
 };
 
@@ -84,29 +87,31 @@ T& shared(const void* place) {
   return *static_cast<T*>(object.get());
 }
 
+// What every lane of the warp gave to this collective.
+template <typename T>
+const unsigned long long* gather(unsigned mask, T value) {
+  static_assert(sizeof(T) <= sizeof(unsigned long long), "one register");
+  assert(mask == 0xffffffffu);
+  unsigned long long* words = lane().warp->words[lane().turn ^= 1];
+  words[lane().index()] = 0;
+  std::memcpy(&words[lane().index()], &value, sizeof value);
+  converge();
+  return words;
+}
+
 // Lane `source`'s value, for every lane.
 template <typename T>
 T shuffle(unsigned mask, T value, unsigned source) {
-  static_assert(sizeof(T) <= sizeof(unsigned long long), "one register");
-  assert(mask == 0xffffffffu);
-  Warp& warp = *lane().warp;
-  std::memcpy(&warp.words[lane().index()], &value, sizeof value);
-  converge();
   T result;
-  std::memcpy(&result, &warp.words[source % kLanes], sizeof result);
-  converge();
+  std::memcpy(&result, &gather(mask, value)[source % kLanes], sizeof result);
   return result;
 }
 
 // The lanes whose predicate holds, as bits.
 inline unsigned ballot(unsigned mask, bool predicate) {
-  assert(mask == 0xffffffffu);
-  Warp& warp = *lane().warp;
-  warp.words[lane().index()] = predicate;
-  converge();
+  const unsigned long long* words = gather(mask, predicate);
   unsigned bits = 0;
-  for (unsigned i = 0; i < kLanes; ++i) bits |= static_cast<unsigned>(warp.words[i] != 0) << i;
-  converge();
+  for (unsigned i = 0; i < kLanes; ++i) bits |= static_cast<unsigned>(words[i] != 0) << i;
   return bits;
 }
 
@@ -123,7 +128,7 @@ class Launch {
         if (i % kLanes == 0) warps_.push_back(std::make_unique<Warp>());
         const Index grid = {blocks, 1, 1}, size = {warps * kLanes, 1, 1};
         const Lane lane = {
-            warps_.back().get(), blocks_.back().get(), {i, 0, 0}, {block, 0, 0}, grid, size};
+            warps_.back().get(), blocks_.back().get(), {i, 0, 0}, {block, 0, 0}, grid, size, 0};
         lanes_.push_back(std::make_unique<Lane>(lane));
         const size_t fiber = scheduler->spawn(kernel, 1, lanes_.back().get());
         warps_.back()->lanes.fibers.push_back(fiber);

@@ -8,20 +8,12 @@ nothing of a GPU.
 from __future__ import annotations
 
 import json
-import os
-import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from native.programs import Build
+from native.stand_in import TESTS, TIMEOUT_S, run, run_tests
 
-TESTS = Path(__file__).parents[1]
-#: On a machine that does other things too; a minute where it does not.
-TIMEOUT_S = 300
 pytestmark = pytest.mark.timeout(TIMEOUT_S + 100)
-NEEDED = "the extra device-check"
 #: Options, and how many pass.  Left out: what needs PyTorch, and what takes long and is tested on
 #: fibers elsewhere.
 SUITES = {
@@ -57,52 +49,10 @@ REFUSALS = """
 """
 
 
-def headers_of_cuda() -> str:
-    """The folder with the cuda.h of CUDA 13."""
-    pytest.importorskip("cuda.bindings.driver", reason=f"needs cuda-bindings ({NEEDED})")
-    pytest.importorskip("cuda.bindings.nvrtc", reason=f"needs NVRTC ({NEEDED})")
-    pathfinder = pytest.importorskip("cuda.pathfinder", reason=f"needs cuda-pathfinder ({NEEDED})")
-    folder = pathfinder.find_nvidia_header_directory("cudart")
-    found = Path(folder or ".") / "cuda.h"
-    text = found.read_text() if found.exists() else ""
-    if not re.search(r"#define CUDA_VERSION 13\d\d\d$", text, re.MULTILINE):
-        pytest.skip(f"needs cuda.h of CUDA 13, from nvidia-cuda-runtime ({NEEDED})")
-    return str(found.parent)
-
-
-@pytest.fixture
-def environment(build: Build, tmp_path: Path) -> dict[str, str]:
-    """Of a process that finds the stand-in where it looks for NVIDIA's driver."""
-    library = build("device_cuda", "library", system=[headers_of_cuda()])
-    (tmp_path / "libcuda.so.1").symlink_to(library)
-    paths = [str(TESTS), *sys.path]
-    return {
-        **os.environ,
-        "LD_LIBRARY_PATH": os.pathsep.join([str(tmp_path), os.environ.get("LD_LIBRARY_PATH", "")]),
-        "PYTHONPATH": os.pathsep.join(path for path in paths if path),
-        "PYTHONSAFEPATH": "1",
-        "XDG_CACHE_HOME": str(library.parent),
-    }
-
-
-def run(words: list[str], environment: dict[str, str]) -> str:
-    done = subprocess.run(
-        [sys.executable, *words],
-        env=environment,
-        cwd=TESTS.parent,
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
-
-
 @pytest.mark.parametrize("name", SUITES)
 def test_tests_for_a_gpu_pass(name: str, environment: dict[str, str], seed: int) -> None:
     options, count = SUITES[name]
-    words = ["-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider", f"--seed={seed}"]
-    out = run([*words, f"tests/gpu/{name}", *options], environment)
+    out = run_tests(environment, seed, f"tests/gpu/{name}", *options)
     assert f"{count} passed" in out, out
 
 

@@ -7,16 +7,12 @@ from __future__ import annotations
 
 import re
 from functools import cache
-from pathlib import Path
-from typing import Any
 
 import pytest
 from native import cubin
+from native.nvrtc import DEVICE, HEADERS, NEEDED, compile_ptx
 
-HEADERS = Path(__file__).parents[2] / "kernels" / "include"
-DEVICE = HEADERS.parent / "device"
 ARCHITECTURES = ["sm_80", "sm_90", "sm_100"]
-NEEDED = "cuda-core, cuda-bindings and nvidia-cuda-nvrtc==13.0.88 (tutti-kv[device-check])"
 
 KERNELS = """
 #include "kernels.cu"
@@ -114,29 +110,8 @@ def test_a_kernel_with_an_array_of_its_own_is_seen_to_use_local_memory() -> None
 
 @cache
 def ptx(architecture: str) -> str:
-    """PTX text of KERNELS; cuda.core would ask for the driver's library."""
-    nvrtc = pytest.importorskip("cuda.bindings.nvrtc", reason=f"needs {NEEDED}")
-
-    def call(function: Any, *arguments: object) -> tuple[Any, Any]:
-        error, *rest = function(*arguments)
-        return error, rest[0] if rest else None
-
-    _, program = call(nvrtc.nvrtcCreateProgram, KERNELS.encode(), b"checked.cu", 0, [], [])
-    options = [
-        f"--gpu-architecture={architecture.replace('sm', 'compute')}".encode(),
-        b"-std=c++17",
-        f"-I{HEADERS}".encode(),
-        f"-I{DEVICE}".encode(),
-    ]
-    error, _ = call(nvrtc.nvrtcCompileProgram, program, len(options), options)
-    _, nbytes = call(nvrtc.nvrtcGetProgramLogSize, program)
-    log = bytes(nbytes)
-    call(nvrtc.nvrtcGetProgramLog, program, log)
-    assert error == nvrtc.nvrtcResult.NVRTC_SUCCESS, log.decode()
-    _, nbytes = call(nvrtc.nvrtcGetPTXSize, program)
-    text = bytes(int(nbytes))
-    call(nvrtc.nvrtcGetPTX, program, text)
-    return text.rstrip(b"\0").decode()
+    """PTX text of KERNELS."""
+    return compile_ptx(KERNELS, architecture)
 
 
 def instructions(architecture: str, kernel: str) -> list[str]:
