@@ -13,6 +13,7 @@ from linker_engine import Rig, damage, names, wait_for
 from prometheus_client import REGISTRY
 
 import tutti
+from tutti import cli
 from tutti.errors import PoolClosed
 from tutti.integration.sglang.direct import control
 from tutti.integration.sglang.metrics import METRICS
@@ -130,6 +131,23 @@ def test_damage_that_read_ahead_finds_makes_a_shorter_hit(tmp_path: Path) -> Non
         if found:
             assert rig.restore(names(found), range(8, 8 + found))
             assert rig.content(range(8, 8 + found)) == want[:found]
+
+
+def test_damage_that_fsck_finds_while_detached_costs_no_load(tmp_path: Path) -> None:
+    with Rig(tmp_path) as rig:
+        rig.fill(1)
+        want = rig.content(range(8))
+        assert rig.store(names(8), range(8))
+        assert control._detach(pytest.fail, scheduler(), None).success
+        damage(rig.file(tmp_path))
+        cli.main(["fsck", str(rig.file(tmp_path)), "--repair"])
+        assert control._attach(pytest.fail, scheduler(), attach_request()).success
+        found = rig.lookup(names(8))
+        assert found < 8
+        if found:
+            assert rig.restore(names(found), range(8, 8 + found)), "no 503"
+            assert rig.content(range(8, 8 + found)) == want[:found]
+        assert rig.linker.metrics.snapshot().get("errors", 0) == 0
 
 
 def test_a_small_pool_keeps_what_it_promises(tmp_path: Path) -> None:
