@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -14,7 +13,6 @@ from typing import Any
 import numpy as np
 import pytest
 from node.agents import LAYOUT, WAIT_S, running, start_process
-from node.worker import CHAIN_PAGES, chain, content
 
 import tutti
 import tutti.errors
@@ -35,14 +33,6 @@ def start_worker(path: Path, seed: int, chains: int, log: Path) -> subprocess.Po
     )
 
 
-def result_of(worker: subprocess.Popen[str]) -> dict[str, int]:
-    worker.send_signal(signal.SIGTERM)
-    out, err = worker.communicate(timeout=2 * WAIT_S)
-    assert worker.returncode == 0, err
-    found: dict[str, int] = json.loads(out.splitlines()[-1])
-    return found
-
-
 def end(processes: list[subprocess.Popen[str]]) -> None:
     for process in processes:
         if process.poll() is None:
@@ -55,77 +45,6 @@ def wait_until(condition: object, timeout_s: float = WAIT_S) -> None:
     while not condition():  # type: ignore[operator]
         assert time.monotonic() < deadline_s, "it did not come true"
         time.sleep(0.02)
-
-
-def killing(tmp_path: Path, rng: np.random.Generator, kills: int, chains: int) -> None:
-    """Four processes store and load while agent and processes are killed; then all is compared."""
-    path, folder, log = tmp_path / "s", tmp_path / "pools", tmp_path / "acknowledged"
-    folder.mkdir()
-    log.touch()
-    agent = start_process(path, folder)
-    workers = [start_worker(path, seed, chains, log) for seed in range(4)]
-    try:
-        for kill in range(kills):
-            time.sleep(float(rng.uniform(0.05, 0.5)))
-            victim = int(rng.integers(8))
-            if victim < 4:
-                workers[victim].kill()
-                workers[victim].communicate(timeout=WAIT_S)
-                workers[victim] = start_worker(path, 100 + kill, chains, log)
-            else:
-                agent.kill()
-                agent.communicate(timeout=WAIT_S)
-                agent = start_process(path, folder)
-        size = log.stat().st_size
-        wait_until(lambda: log.stat().st_size > size or _all_there(log, chains))
-        for worker in workers:  # each has begun, and none is stuck
-            assert worker.stdout is not None
-            assert worker.stdout.readline() == "running\n"
-        found = [result_of(worker) for worker in workers]
-        agent.terminate()
-        agent.communicate(timeout=WAIT_S)
-    finally:
-        end([agent, *workers])
-    assert sum(one["wrong"] for one in found) == 0
-    assert sum(one["loaded"] for one in found) > 0
-    check_pool(folder, log, chains)
-
-
-def _all_there(log: Path, chains: int) -> bool:
-    raw = log.read_bytes()
-    return len({raw[i : i + 16] for i in range(0, len(raw), 16)}) >= chains * CHAIN_PAGES // 2
-
-
-def check_pool(folder: Path, log: Path, chains: int) -> None:
-    """Every acknowledged object is there and right, as far as nothing had to be evicted."""
-    (file,) = folder.glob("*.tutti")
-    raw = log.read_bytes()
-    with tutti.open(str(file)) as store:
-        store.wait_recovered(WAIT_S)
-        memory = store.allocate_memory(CHAIN_PAGES)
-        fits = chains * CHAIN_PAGES < store.stats()["capacity_objects"] // 2
-        keys = np.frombuffer(raw[: len(raw) // 16 * 16], np.uint8).reshape(-1, 16)
-        if fits:
-            assert store.present(np.unique(keys, axis=0)).all()
-        for number in range(chains):
-            of_chain = chain(number)
-            found = store.match(of_chain)
-            if found:
-                store.load(of_chain[:found], np.arange(found)).wait(WAIT_S)
-            for page in range(found):
-                assert memory.read(page) == content(of_chain[page].tobytes())
-
-
-@pytest.mark.slow  # minutes, on two cores that others use
-def test_a_few_kills_under_traffic(tmp_path: Path, seed: int) -> None:
-    killing(tmp_path, np.random.default_rng(seed), 3, 40)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1800)
-@pytest.mark.parametrize("chains", [40, 400], ids=["all-fits", "evicting"])
-def test_two_hundred_kills_under_traffic(tmp_path: Path, seed: int, chains: int) -> None:
-    killing(tmp_path, np.random.default_rng(seed), 100, chains)
 
 
 def test_a_client_that_dies_leaves_nothing(tmp_path: Path, seed: int) -> None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from soak import disks, faults, forks, kills, linker, power, rings, signals
+from soak import agents, disks, faults, forks, kills, linker, power, rings, signals
 from soak.run import Actor
 
 ACTORS: dict[str, Actor] = {
     "kills": kills.run,
+    "agents": agents.run,
     "faults": faults.run,
     "power": power.run,
     "disks": disks.run,
@@ -19,6 +20,6 @@ ACTORS: dict[str, Actor] = {
 #: How often a name stands in a lane is how often it is drawn.
 LANES = [
     ["rings", "ring-threads"],
-    ["kills"],
+    [*["kills"] * 3, "agents"],
     [*["faults"] * 8, *["power"] * 4, *["disks"] * 3, *["signals"] * 2, "forks", "linker"],
 ]

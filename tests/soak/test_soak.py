@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from soak import agents
 from soak.oracle import Finding, Oracle
 from soak.traffic import PAGES, Room, Shared, Traffic
 
@@ -26,18 +27,30 @@ KEYS = [bytes([n]) * 16 for n in range(4)]
 
 @pytest.mark.timeout(600)
 def test_a_minute_of_everything(tmp_path: Path, seed: int) -> None:
-    """Without the linker, whose stress has tests of its own."""
-    out = tmp_path / "soak.json"
-    command = [sys.executable, "-m", "soak", "--without", "linker", "--dir", str(tmp_path)]
-    command += ["--seconds", str(SECONDS), "--seed", str(seed), "--out", str(out)]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=570, env=environment)
-    assert done.returncode == 0, done.stdout + done.stderr
-    counts = Counter(json.loads(out.read_text())["counts"])
+    """Without the linker, whose stress has tests of its own, and the agents below."""
+    counts = soaked(tmp_path, seed, SECONDS, "--without", "linker", "agents")
     for what in ("operations", "bytes verified", "kills", "torn copies", "power losses"):
         assert counts[what] > 0, f"a minute without {what}"
     assert counts["ring commands"] > 0
     assert sum(n for name, n in counts.items() if name.startswith("faults ")) > 0
+
+
+def test_agents_and_clients_are_killed_under_traffic(tmp_path: Path, seed: int) -> None:
+    counts = soaked(tmp_path, seed, 1, "--only", "agents")  # one episode, however long it takes
+    assert counts["agents killed"] + counts["clients killed"] == agents.KILLS
+    assert counts["pools of agents checked"] == 1
+    assert counts["bytes verified"] > 0
+
+
+def soaked(folder: Path, seed: int, seconds: int, *options: str) -> Counter[str]:
+    """What a soak without findings has counted."""
+    out = folder / "soak.json"
+    command = [sys.executable, "-m", "soak", *options, "--dir", str(folder)]
+    command += ["--seconds", str(seconds), "--seed", str(seed), "--out", str(out)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=570, env=environment)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return Counter(json.loads(out.read_text())["counts"])
 
 
 def stored(oracle: Oracle, keys: list[bytes]) -> None:
