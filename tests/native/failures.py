@@ -5,7 +5,8 @@
 KIND: what fails: "allocation" is `operator new` of the native library, "system" a system call or a
 new thread, "interrupt" a call that a signal interrupts, "python" a call of a function of the
 package, for want of memory. WHICH: "all", from the first call to the last one of a life that
-passes, "FIRST-END", or "SEED:COUNT", as many of them.
+passes, "FIRST-END", "SEED:COUNT", as many of them, or "sites", the first call of each line of the
+package that calls a function of it ("sites:PART/PARTS" for a part of them).
 
 After every failure: no untyped error, nothing left behind, and the pool opens and serves what was
 acknowledged and no wrong byte. Prints one line of JSON with what was tried and what was found.
@@ -27,7 +28,7 @@ import time
 import traceback
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType
 
 import numpy as np
 
@@ -51,6 +52,10 @@ HANG_S = 60.0
 CALLS_MAX = 100_000
 
 
+#: Who calls, in which line, and what.
+Site = tuple[CodeType | None, int, CodeType]
+
+
 def content_of(key: bytes) -> bytes:
     return np.random.default_rng(list(key)).bytes(LAYOUT.object_nbytes)
 
@@ -60,11 +65,16 @@ CONTENT = {key: content_of(key) for key in (*FIRST, *SECOND, *THIRD)}
 
 
 class Failing:
-    """Makes the n-th call fail."""
+    """Makes one call fail: the n-th, or the first from a place in the package.
+
+    sites: the places from which functions of the package were called so far.
+    """
 
     def __init__(self, kind: str) -> None:
         self._kind = kind
         self._left = self._counted = 0
+        self._site: Site | None = None
+        self.sites: dict[Site, None] = {}
         if kind == "python":
             threading.settrace(self._trace)
             sys.settrace(self._trace)
@@ -74,12 +84,13 @@ class Failing:
             getattr(self._lib, name).restype = ctypes.c_int64
         self._lib.failing_arm.argtypes = (ctypes.c_int64, ctypes.c_uint32)
 
-    def arm(self, n: int) -> None:
+    def arm(self, call: int | Site) -> None:
         if self._kind == "python":
-            self._left, self._counted, self._what = n, 0, ""
+            self._left, self._site = (call, None) if isinstance(call, int) else (CALLS_MAX, call)
+            self._counted, self._what = 0, ""
             sys.settrace(self._trace)  # which an exception of its own ended
         else:
-            self._lib.failing_arm(n, KINDS[self._kind])
+            self._lib.failing_arm(call, KINDS[self._kind])
 
     def disarm(self) -> int:
         """How many calls there were."""
@@ -94,12 +105,18 @@ class Failing:
         return (self._lib.failing_what() or b"").decode()
 
     def _trace(self, frame: FrameType, event: str, argument: object) -> None:
-        """Raises MemoryError in the n-th function of the package, as it is called."""
+        """Raises MemoryError in the chosen function of the package, as it is called."""
         if self._left == 0 or not frame.f_code.co_filename.startswith(PACKAGE):
             return
         self._counted += 1
         self._left -= 1
-        if self._left == 0:
+        back = frame.f_back
+        site = (
+            (None, 0, frame.f_code) if back is None else (back.f_code, back.f_lineno, frame.f_code)
+        )
+        self.sites.setdefault(site)
+        if self._left == 0 or site == self._site:
+            self._left = 0
             self._what = frame.f_code.co_qualname
             raise MemoryError
 
@@ -209,11 +226,11 @@ def leaks(before: dict[str, object], failing: Failing) -> list[str]:
 
 
 def try_one(
-    n: int, life: Life, failing: Failing, before: dict[str, object]
+    call: int | Site, life: Life, failing: Failing, before: dict[str, object]
 ) -> tuple[int, list[str]]:
-    """A life whose n-th call fails: how many calls there were, and what is wrong with it."""
+    """A life in which a call fails: how many calls there were, and what is wrong with it."""
     found = []
-    failing.arm(n)
+    failing.arm(call)
     try:
         life.run()
     except TuttiError:
@@ -226,7 +243,7 @@ def try_one(
         found.append(traceback.format_exc())
     finally:
         calls = failing.disarm()
-    assert calls < n or failing.what(), "nothing failed"
+    assert not isinstance(call, int) or calls < call or failing.what(), "nothing failed"
     found += leaks(before, failing)
     try:
         life.check()
@@ -236,7 +253,10 @@ def try_one(
     return calls, found
 
 
-def choose(which: str, calls: int) -> list[int]:
+def choose(which: str, calls: int, sites: list[Site]) -> list[int] | list[Site]:
+    if which.startswith("sites"):
+        part, parts = (int(n) for n in (which.partition(":")[2] or "0/1").split("/"))
+        return sites[part::parts]
     if which == "all":
         return list(range(1, calls * 2))  # it ends at the first that passes
     if "-" in which:
@@ -254,11 +274,11 @@ def main(kind: str, executor: str, folder: str, which: str) -> int:
     failing = Failing(kind)
     path = Path(folder) / "pool"
 
-    def one(n: int) -> tuple[int, list[str]]:
+    def one(call: int | Site) -> tuple[int, list[str]]:
         faulthandler.dump_traceback_later(HANG_S, exit=True)
         with contextlib.suppress(FileNotFoundError):
             path.unlink()
-        return try_one(n, Life(path, executor), failing, before)
+        return try_one(call, Life(path, executor), failing, before)
 
     before = resources(failing)
     for _ in range(3):  # what is made once
@@ -266,13 +286,13 @@ def main(kind: str, executor: str, folder: str, which: str) -> int:
         before = resources(failing)
     assert not found, found
     tried, wrong = 0, {}
-    for n in choose(which, calls):
-        print(n, file=sys.stderr, flush=True)
-        calls, found = one(n)
+    for call in choose(which, calls, list(failing.sites)):
+        print(call, file=sys.stderr, flush=True)
+        calls, found = one(call)
         if found:
-            wrong[f"{n} {failing.what()}"] = found
+            wrong[f"{call} {failing.what()}"] = found
             before = resources(failing)
-        if calls >= n:
+        if failing.what():
             tried += 1
         elif which == "all":
             break
