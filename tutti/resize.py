@@ -26,7 +26,7 @@ from tutti.pool.pool_format import Paths, format, member_names
 from tutti.store import ObjectStore
 from tutti.store import open as open_pool
 from tutti.transfers.catalogue import ObjectInfo
-from tutti.transfers.writer import PutRequest
+from tutti.transfers.put_request import PutRequest
 from tutti.units import MiB
 
 _BATCH_NBYTES = 64 * MiB

@@ -52,16 +52,16 @@ from tutti.profiles.found import AUTO, OFF, ProfileChoice, find_schedule, is_off
 from tutti.scheduler.dispatcher import Dispatcher, Schedule
 from tutti.threads import start_thread
 from tutti.transfers.catalogue import Catalogue
-from tutti.transfers.coalescer import Coalescer
 from tutti.transfers.core import Closable, Core, StoreConfig
 from tutti.transfers.loader import Loader
+from tutti.transfers.put_request import PutRequest, checked_pages
 from tutti.transfers.reclaim import Reclaimer
 from tutti.transfers.recovery import recover, write_snapshots
 from tutti.transfers.residency import Residency
 from tutti.transfers.resources import Resources
 from tutti.transfers.tickets import LoadTicket, PutTicket
 from tutti.transfers.transfer_queue import TransferQueue
-from tutti.transfers.writer import PutRequest, Writer, checked_pages
+from tutti.transfers.writer import Writer
 
 _UNDO_S = 60.0  # the longest wait for an interrupted put or load
 
@@ -112,18 +112,14 @@ class ObjectStore(Owned, Store):
             parts.append(self._reclaimer)
             self._writer = Writer(self._core, self._reclaimer)
             parts.append(self._writer)
-            self._coalescer = Coalescer(self._core, self._writer)
-            parts.append(self._coalescer)
             self._loader = Loader(self._core, self._reclaimer)
             parts.append(self._loader)
             self.catalogue = Catalogue(self._core, self._reclaimer)
             parts.append(self.catalogue)
-            self._queue: TransferQueue | None = None
-            if self.config.schedule is not None:
-                self._queue = TransferQueue(
-                    self._core, self._coalescer, self._loader, self.config.schedule
-                )
-                parts.append(self._queue)
+            self._queue = TransferQueue(
+                self._core, self._writer, self._loader, self.config.schedule
+            )
+            parts.append(self._queue)
             arguments = (self._core, self._reclaimer, self.catalogue, found_as, clean)
             recovery = threading.Thread(target=_recover, args=arguments, daemon=True)
             self._resources.recovery = recovery
@@ -148,7 +144,7 @@ class ObjectStore(Owned, Store):
 
     @property
     def scheduler(self) -> Dispatcher | None:
-        return None if self._queue is None else self._queue.dispatcher
+        return self._queue.dispatcher
 
     @uninterrupted(lambda store, memory: store.unregister(memory))
     def register(self, memory: HostMemory) -> HostMemory:
@@ -201,7 +197,7 @@ class ObjectStore(Owned, Store):
     def put_request(self, request: PutRequest) -> PutTicket:
         """As ``put``, of a request that was checked."""
         with self._core.admitted(self.config.timeout_s):
-            return PutTicket((self._queue or self._coalescer).put(request))
+            return PutTicket(self._queue.put(request))
 
     @uninterrupted(lambda _, ticket: ticket.cancel(_UNDO_S))
     def load(
@@ -215,8 +211,6 @@ class ObjectStore(Owned, Store):
         array, paged = as_keys(keys), self._memory(memory)
         numbers = checked_pages(array, pages, paged, once=self.config.verify != "off")
         with self._core.admitted(self.config.timeout_s):
-            if self._queue is None:
-                return LoadTicket(self._loader.load(array, numbers, paged))
             return LoadTicket(self._queue.load(array, numbers, paged, batch))
 
     @uninterrupted()
@@ -319,9 +313,7 @@ class ObjectStore(Owned, Store):
         self._closed = True
         timeout_s = self.config.timeout_s if timeout_s is None else timeout_s
         core = self._core
-        if self._queue is not None:
-            self._queue.stop(timeout_s)
-        self._coalescer.stop(timeout_s)
+        self._queue.stop(timeout_s)
         self.catalogue.stop(timeout_s)
         with core.lock:
             core.closing = True

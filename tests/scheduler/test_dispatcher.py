@@ -10,7 +10,8 @@ import pytest
 from manual_clock import ManualClock
 from scheduler.drive import Linear
 
-from tutti.scheduler.dispatcher import Dispatcher
+from tutti.callbacks import Guard
+from tutti.scheduler.dispatcher import Dispatcher, Schedule
 from tutti.scheduler.event import (
     Event,
     LayersReady,
@@ -217,16 +218,38 @@ def test_many_threads_post() -> None:
     assert sum(launch.count for launch in launcher.writes) == 400
 
 
-def test_hurry_launches_what_waits() -> None:
-    limits = Limits(write_patience_us=60e6)
-    dispatcher, launcher = dispatcher_of(limits=limits, clock=ManualClock(0))
-    late = LoadKnown(0, "a", layers=4, layer_nbytes=900 * MB, tokens=1, prefix_tokens=1)
-    dispatcher.post(late)
-    dispatcher.post(StepBegan(0, Phase.PREFILL, layers=4, tokens=1, loads=("a",)))
-    launcher.read = lambda launch: None  # type: ignore[method-assign]
-    dispatcher.post(WriteKnown(0, "w", pages=2, page_nbytes=MB))
+def test_stores_on_one_medium_share_a_queue() -> None:
+    first, second = (Schedule(PROFILE, media=(7,), source=source) for source in ("a", "b"))
+    guard = Guard()
+    one, other = Dispatcher.join(first, guard), Dispatcher.join(second, guard)
+    elsewhere, alone = Dispatcher.join(Schedule(PROFILE, media=(8,)), guard), Schedule(PROFILE)
+    mine = Dispatcher.join(alone, guard)
+    assert one is other
+    assert len({id(found) for found in (one, elsewhere, mine)}) == 3
+    assert Dispatcher.join(alone, guard) is mine, "one Schedule, one queue"
+    for dispatcher in (one, elsewhere, mine, mine):
+        dispatcher.leave()
+    assert Dispatcher.join(first, guard) is one, "the last one ends it"
+    one.leave()
+    one.leave()
+    fresh = Dispatcher.join(first, guard)
+    assert fresh is not one
+    fresh.leave()
+
+
+def test_what_has_left_is_asked_for_nothing() -> None:
+    dispatcher, nameless = dispatcher_of(clock=ManualClock(0))
+    stays, leaves = Instant(), Instant()
+    stays.dispatcher = leaves.dispatcher = dispatcher
+    staying, leaving = dispatcher.attach(stays), dispatcher.attach(leaves)
+    leaves.write = leaves.writes.append  # type: ignore[method-assign]
+    dispatcher.post(WriteKnown(0, f"{leaving}1", pages=40, page_nbytes=900 * MB))
     dispatcher.run_due()
-    assert not launcher.writes
-    dispatcher.expedite()
+    assert leaves.writes, "its writes never end"
+    launched = len(leaves.writes)
+    dispatcher.detach(leaving)
+    dispatcher.post(WriteKnown(0, f"{staying}1", pages=4, page_nbytes=MB))
     dispatcher.run_due()
-    assert launcher.writes == [Issue("w", 0, 2)]
+    assert sum(launch.count for launch in stays.writes) == 4
+    assert len(leaves.writes) == launched and not nameless.writes
+    assert not dispatcher.state.writes

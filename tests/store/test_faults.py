@@ -405,7 +405,7 @@ def test_an_opening_that_fails_gives_everything_back(monkeypatch: pytest.MonkeyP
         raise PoolCorrupt("not a pool")
 
     monkeypatch.setattr(Reclaimer, "close", closes_and_complains)
-    monkeypatch.setattr("tutti.store.Coalescer", fails)
+    monkeypatch.setattr("tutti.store.TransferQueue", fails)
     with pytest.raises(PoolCorrupt) as caught:
         opened([], controller=controller)
     assert caught.value.__notes__ == ["no more"]

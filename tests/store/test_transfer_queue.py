@@ -19,8 +19,8 @@ from tutti.scheduler.policy import Limits
 from tutti.scheduler.request import Phase
 from tutti.scheduler.state import Decision, Issue, State
 from tutti.store import ObjectStore
-from tutti.transfers.tickets import PutProgress
-from tutti.transfers.writer import PutRequest
+from tutti.transfers.put_request import PutPart, PutTogether
+from tutti.transfers.tickets import Outcome
 
 PROFILE = Linear()
 
@@ -146,7 +146,6 @@ def test_what_comes_while_the_store_closes_does_not_wait(rng: np.random.Generato
     with scheduled(timeout_s=60.0) as store:
         store.allocate_memory(8)
         keys = some_keys(rng, 4)
-        assert store._queue is not None
         store._queue.stop(10.0)
         assert store.put(keys, np.arange(4)).wait(10).stored == 4
         in_time(lambda: store.load(keys, np.arange(4, 8)).wait(10))
@@ -159,14 +158,14 @@ def test_a_load_does_not_wait_for_a_put_that_waits_for_space(
         store.allocate_memory(8)
         keys = some_keys(rng, 4)
         store.put(keys, np.arange(4)).wait(10)
-        there, space, put = threading.Event(), threading.Event(), store._coalescer.put
+        there, space, put = threading.Event(), threading.Event(), store._writer.put
 
-        def full(request: PutRequest) -> PutProgress:
+        def full(parts: list[PutPart]) -> BaseException | None:
             there.set()
             space.wait(30)
-            return put(request)
+            return put(parts)
 
-        monkeypatch.setattr(store._coalescer, "put", full)
+        monkeypatch.setattr(store._writer, "put", full)
         tickets: list[Any] = []
         more = some_keys(rng, 2)
         putting = threading.Thread(target=lambda: tickets.append(store.put(more, [0, 1])))
@@ -186,23 +185,24 @@ def test_a_put_that_cannot_be_started_ends(
 ) -> None:
     store = scheduled(Schedule(PROFILE, policy=OneByOne), timeout_s=5.0)
     store.allocate_memory(4)
-    parts: list[PutProgress] = []
+    parts: list[PutPart] = []
     began = threading.Event()
 
-    def once(request: PutRequest) -> PutProgress:
+    def once(given: list[PutPart]) -> BaseException | None:
         if parts:
-            raise error
-        parts.append(PutProgress(len(request.keys)))
+            PutTogether(given).refuse(error)
+            return error
+        parts.extend(given)
         began.set()
-        return parts[0]
+        return None
 
-    monkeypatch.setattr(store._coalescer, "put", once)
+    monkeypatch.setattr(store._writer, "put", once)
+    monkeypatch.setattr(store._queue, "_short", 1)  # pages are not written together
     ticket = store.put(some_keys(rng, 4), np.arange(4))
-    assert store._queue is not None and store.scheduler is not None
     assert began.wait(10)
-    store._queue.stop(0.5)  # gives up what it could not launch
-    parts[0].outcome[:] = 1
-    parts[0].end_part()
+    store._queue.stop(0.5)  # starts the others
+    PutTogether(parts).tell(np.array([0]), Outcome.STORED)
+    parts[0].ended(parts[0], None)
     with pytest.raises(TuttiError):
         ticket.wait(10)
     assert ticket.failed().tolist() == [1, 2, 3]
@@ -230,7 +230,7 @@ def test_a_load_that_is_interrupted_is_forgotten(
             patch.setattr("tutti.transfers.transfer_queue._Load", Interrupted)
             with pytest.raises(KeyboardInterrupt):
                 store.load(keys, [2, 3])
-        assert store._queue is not None and store.scheduler is not None
+        assert store.scheduler is not None
         store._queue.stop(10.0)
         store.scheduler.run_due()
         assert store.scheduler.counters()["loads_waiting"] == 0
@@ -254,19 +254,19 @@ def test_no_load_is_too_long_to_be_launched(rng: np.random.Generator) -> None:
 def test_pages_that_were_not_stored_do_not_count_as_written(
     rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def broken(request: PutRequest) -> PutProgress:
-        part = PutProgress(len(request.keys))
-        part.outcome[:] = 1
-        part.fail(np.array([0]), 0x280)  # write fault
-        part.end_part()
-        return part
+    def broken(parts: list[PutPart]) -> BaseException | None:
+        together = PutTogether(parts)
+        together.tell(np.array([1, 2, 3]), Outcome.STORED)
+        together.tell(np.array([0]), Outcome.FAILED, 0x280)  # write fault
+        together.end_batch()
+        return None
 
     with scheduled(Schedule(PROFILE, policy=ImmediatePolicy)) as store:
         store.allocate_memory(4)
-        monkeypatch.setattr(store._coalescer, "put", broken)
+        monkeypatch.setattr(store._writer, "put", broken)
         with pytest.raises(TuttiError):
             store.put(some_keys(rng, 4), np.arange(4)).wait(10)
-        assert store._queue is not None and store.scheduler is not None
+        assert store.scheduler is not None
         store._queue.stop(10.0)
         store.scheduler.run_due()
         counters = store.scheduler.counters()

@@ -48,6 +48,7 @@ from tutti.node.messages import (
 from tutti.node.remote_catalogue import RemoteCatalogue
 from tutti.node.session import AgentSession
 from tutti.transfers.core import Closable, StoreConfig
+from tutti.transfers.put_request import PutRequest, checked_pages
 from tutti.transfers.tickets import (
     LoadPart,
     LoadProgress,
@@ -56,7 +57,6 @@ from tutti.transfers.tickets import (
     PutProgress,
     PutTicket,
 )
-from tutti.transfers.writer import PutRequest, checked_pages
 from tutti.units import parse_nbytes
 
 #: What a plan may take beyond the store's own time-out for space and records.

@@ -38,8 +38,8 @@ from tutti.node.messages import (
 from tutti.node.remote_transfers import JobTable, PlannedMemory
 from tutti.placement.index import MISSING
 from tutti.store import ObjectStore
+from tutti.transfers.put_request import PutPart, PutRequest
 from tutti.transfers.tickets import PutProgress
-from tutti.transfers.writer import PutRequest
 
 _log = logging.getLogger(__name__)
 
@@ -221,7 +221,10 @@ class Session:
         self.service.store.catalogue.watch(expiry > 0)
         progress = PutProgress(len(keys), core.guard, core.store_latency)
         with core.admitted(core.config.timeout_s):
-            self.service.store._writer.put(request, progress)
+            part = PutPart(request, np.arange(len(keys)), progress, lambda *_: progress.end_part())
+            error = self.service.store._writer.put([part])
+        if error is not None:
+            raise error
         self._puts += 1
         number = self._puts
         if not planned.jobs:

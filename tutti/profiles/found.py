@@ -110,7 +110,8 @@ def find_schedule(
     profile, source = find_profile(
         choice, folders, model_of(layout), executor=executor, any_model=True
     )
-    return Schedule(profile, store_limits(profile, layout), source=source)
+    media = tuple(sorted(os.stat(folder).st_dev for folder in folders))
+    return Schedule(profile, store_limits(profile, layout), source=source, media=media)
 
 
 def folders_of(members: Sequence[str]) -> list[Path]:

@@ -386,7 +386,8 @@ def _write_gone(state: State, event: WriteGone) -> None:
     if write is None:
         state.totals.ignored += 1
         return
-    state.totals.failed_pages += write.pages - write.written
+    if not event.withdrawn:
+        state.totals.failed_pages += write.pages - write.written
     _forget_write(state, write)
 
 

@@ -1,15 +1,18 @@
 """The one stateful loop: events in, launches out.
 
-    dispatcher = Dispatcher(SlackPolicy(profile), profile, launcher)
-    dispatcher.start()
-    dispatcher.post(WriteKnown(dispatcher.now_ns(), "7", pages=64, page_nbytes=8 << 20))
+    dispatcher = Dispatcher.join(schedule, guard)
+    prefix = dispatcher.attach(issuer)
+    dispatcher.post(WriteKnown(dispatcher.now_ns(), f"{prefix}7", pages=64, page_nbytes=8 << 20))
 
-The code that issues transfers implements `TransferIssuer` and posts their outcome.  The dispatcher
-knows neither the store nor the device.
+The stores of a process that are on the same media share one dispatcher, and what it decides on.
+The code that issues their transfers implements `TransferIssuer` and posts their outcome.  The
+dispatcher knows neither the store nor the device.
 """
 
 from __future__ import annotations
 
+import itertools
+import os
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -57,6 +60,19 @@ GIVEN = "given"
 _POOL_LIMITS = Limits(staged_pages=0)
 _UNBOUNDED_NBYTES = 1 << 62
 
+_shared: dict[tuple[int, ...], Dispatcher] = {}
+_joining = threading.Lock()
+
+
+def _forget_shared() -> None:
+    """In a forked child, which has none of the threads."""
+    global _joining
+    _joining = threading.Lock()
+    _shared.clear()
+
+
+os.register_at_fork(after_in_child=_forget_shared)
+
 
 @dataclass(frozen=True)
 class Schedule:
@@ -65,6 +81,8 @@ class Schedule:
     profile: of this machine, model and medium.  limits: a pool has no staging, so they have no
     staged pages; loads go to pages that are there, so read_ahead_nbytes does not count.
     policy: by default SlackPolicy.  source: where the profile came from, for `stats`.
+    media: numbers of the devices that have the pool, where they are known.  Pools on the same media
+    share one queue, which goes by the schedule of the first; others share it by their Schedule.
     """
 
     profile: Profile
@@ -72,6 +90,7 @@ class Schedule:
     policy: Callable[[Limits], Policy] = SlackPolicy
     record: DecisionHook | None = None
     source: str = GIVEN
+    media: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if self.limits.staged_pages:
@@ -90,7 +109,7 @@ class Dispatcher(Owned):
         self,
         policy: Policy,
         profile: Profile,
-        launcher: TransferIssuer,
+        issuer: TransferIssuer | None = None,
         *,
         clock: Clock | None = None,
         limits: Limits | None = None,
@@ -99,7 +118,11 @@ class Dispatcher(Owned):
     ) -> None:
         self._scheduler = Scheduler(policy, profile)
         self._limits = limits or Limits()
-        self._launcher = launcher
+        self._issuers = {} if issuer is None else {"": issuer}  # by the prefix of their names
+        self._prefixes = itertools.count(1)
+        self._users = 0
+        self._key: tuple[int, ...] = ()
+        self._schedule: Schedule | None = None
         self._clock = clock or SystemClock()
         self._record = record
         self._guard = guard or Guard()  # policy, profile, recorder and launcher are the user's
@@ -113,17 +136,48 @@ class Dispatcher(Owned):
         self._thread: threading.Thread | None = None
 
     @classmethod
-    def of(cls, schedule: Schedule, launcher: TransferIssuer, guard: Guard) -> Dispatcher:
-        """The dispatcher of a pool."""
-        limits = replace(schedule.limits, read_ahead_nbytes=_UNBOUNDED_NBYTES)
-        return cls(
-            schedule.policy(limits),
-            schedule.profile,
-            launcher,
-            limits=limits,
-            record=schedule.record,
-            guard=guard,
-        )
+    def join(cls, schedule: Schedule, guard: Guard) -> Dispatcher:
+        """The dispatcher of a schedule in this process, which runs until as many ``leave``."""
+        with _joining:
+            key = (*schedule.media, 0) if schedule.media else (id(schedule),)
+            found = _shared.get(key)
+            if found is None:
+                limits = replace(schedule.limits, read_ahead_nbytes=_UNBOUNDED_NBYTES)
+                policy, record = schedule.policy(limits), schedule.record
+                found = cls(policy, schedule.profile, limits=limits, record=record, guard=guard)
+                found._key, found._schedule = key, schedule  # kept, so that its id is
+                found.start()
+                _shared[key] = found
+            found._users += 1
+        return found
+
+    def leave(self) -> None:
+        """Ends the dispatcher after the last user's."""
+        with _joining:
+            self._users -= 1
+            if self._users > 0:
+                return
+            _shared.pop(self._key, None)
+        self.stop()
+
+    def attach(self, issuer: TransferIssuer) -> str:
+        """From now on ``issuer`` carries out what is decided on names with the returned prefix."""
+        with self._lock:
+            prefix = f"{next(self._prefixes)}:"
+            self._issuers[prefix[:-1]] = issuer
+        return prefix
+
+    def detach(self, prefix: str) -> None:
+        """Nothing with this prefix is carried out, or waited for, any more."""
+        now_ns, state = self.now_ns(), self.state
+        with self._lock:
+            self._issuers.pop(prefix[:-1], None)
+            for name in list(state.loads):
+                if name.startswith(prefix):
+                    self._events.append(LoadGone(now_ns, name))
+            for name in list(state.writes):
+                if name.startswith(prefix):
+                    self._events.append(WriteGone(now_ns, name))
 
     @property
     def state(self) -> State:
@@ -172,12 +226,6 @@ class Dispatcher(Owned):
         with self._pumping:
             self._pump(Tick(self._clock.now_ns()))
             return self._wake_ns
-
-    def expedite(self) -> None:
-        """From now on everything goes at once."""
-        with self._pumping:
-            self._scheduler.policy = ImmediatePolicy(self._limits)
-        self.post(Tick(self.now_ns()))
 
     def start(self) -> None:
         """Runs the loop in a thread of its own, until ``stop``."""
@@ -250,18 +298,22 @@ class Dispatcher(Owned):
 
     def _launch(self, decision: Decision) -> None:
         for name in decision.drops:
-            self._try(self._launcher.drop, name, None)
+            self._try("drop", name, name, None)
         for name in decision.copy_outs:
-            self._try(self._launcher.copy_out, name, WriteGone(self.now_ns(), name))
+            self._try("copy_out", name, name, WriteGone(self.now_ns(), name))
         for read in decision.reads:
-            self._try(self._launcher.read, read, LoadGone(self.now_ns(), read.name))
+            self._try("read", read.name, read, LoadGone(self.now_ns(), read.name))
         for write in decision.writes:
-            self._try(self._launcher.write, write, WriteGone(self.now_ns(), write.name))
+            self._try("write", write.name, write, WriteGone(self.now_ns(), write.name))
         if decision.writes:  # one burst was issued; another may go beside it
             self.add(Tick(self.now_ns()))
 
-    def _try(self, launch: Callable[[Any], None], what: Any, failed: Event | None) -> None:
+    def _try(self, method: str, name: str, what: Any, failed: Event | None) -> None:
         """The loop must live; what could not be launched is gone."""
+        issuer = self._issuers.get(name.partition(":")[0] if ":" in name else "")
+        if issuer is None:
+            return  # it has left
+        launch = getattr(issuer, method)
         if not self._guard.call(f"the launch of {what}", launch, what) and failed is not None:
             self.post(failed)
 

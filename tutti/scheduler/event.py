@@ -91,10 +91,11 @@ class PagesWritten:
 
 @dataclass(slots=True)
 class WriteGone:
-    """A write failed."""
+    """A write failed, or was withdrawn: it goes without the scheduler."""
 
     at_ns: int
     name: str
+    withdrawn: bool = False
 
 
 @dataclass(slots=True)

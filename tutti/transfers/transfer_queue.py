@@ -1,7 +1,11 @@
-"""Puts and loads of a pool, each launched when the pool's scheduler decides it.
+"""Puts and loads of one pool: the queue of the process decides when each starts, this starts it.
 
-A put is cut to launches of whole pages, in order; its progress has the outcome of all.  A load is
-one launch, and ``load`` returns once it was started.
+A put is cut to parts of whole pages, which the writer takes with the put's own ticket.  Short parts
+wait while the writer is at work, and are written together: decoding appends one page at a time to
+many chains, and alone each would be a command per layer and a record.  As in Nagle's algorithm no
+clock decides: they go with the first batch that ends.
+
+A load is one launch, and ``load`` returns once it was started.
 """
 
 from __future__ import annotations
@@ -9,7 +13,9 @@ from __future__ import annotations
 import itertools
 import threading
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -31,27 +37,31 @@ from tutti.scheduler.event import (
 )
 from tutti.scheduler.state import Issue
 from tutti.threads import start_thread
-from tutti.transfers.coalescer import Coalescer
 from tutti.transfers.core import Core
 from tutti.transfers.loader import Loader
+from tutti.transfers.put_request import PutPart, PutRequest
 from tutti.transfers.tickets import LoadProgress, Outcome, PutProgress
-from tutti.transfers.writer import PutRequest
+from tutti.transfers.writer import Writer
 
+#: A run of one layer that is at least this long is worth a command of its own.
+COMMAND_NBYTES = 256 << 10
 _LOOK_S = 0.5
 
 
-@dataclass
+@dataclass(eq=False)
 class _Put:
     """A put that is not over.
 
-    rows: are to be written, in this order; the first ``launched`` went, ``written`` are over.
+    name: the scheduler's; empty if it was not asked.  rows: are to be written when it decides, in
+    this order; the first ``launched`` went, ``written`` are over.
     left: rows of the request, those that need no write included, without an outcome.
     """
 
     request: PutRequest
     progress: PutProgress
-    rows: Rows
     left: int
+    name: str = ""
+    rows: Rows = field(default_factory=lambda: np.zeros(0, np.int64))
     launched: int = 0
     written: int = 0
 
@@ -66,63 +76,73 @@ class _Load:
 class TransferQueue(Owned):
     """Stands before the writer and the loader of one pool, and carries out decisions.
 
-    See scheduler.dispatcher.TransferIssuer.
+    schedule: None starts everything at once.  See scheduler.dispatcher.TransferIssuer.
     """
 
     def __init__(
-        self, core: Core, coalescer: Coalescer, loader: Loader, schedule: Schedule
+        self, core: Core, writer: Writer, loader: Loader, schedule: Schedule | None
     ) -> None:
         self._core = core
-        self._coalescer = coalescer
+        self._writer = writer
         self._loader = loader
-        self._names = map(str, itertools.count(1))
+        self._numbers = itertools.count(1)
         self._lock = threading.Lock()  # the core's, where both are held, was taken before
         self._puts: dict[str, _Put] = {}
         self._loads: dict[str, _Load] = {}
-        self._most = schedule.limits.locked_pages
         self._stopping = False
+        slice_nbytes = core.geometry.slice_padded_nbytes
+        self._short = min(core.geometry.group_slots, -(-COMMAND_NBYTES // slice_nbytes))
         # A put may wait for staging or space; decisions, and with them loads, must not.  One thread
-        # at a time starts puts: that of a caller of ``put``, or the starter.
-        self._launches: deque[Issue] = deque()
+        # at a time starts parts: that of a caller of ``put``, or the starter.
+        self._parts: deque[PutPart] = deque()
+        self._held: list[PutPart] = []  # short ones, while the writer is at work
+        self._held_since = 0  # batches that the writer had finished
         self._starting = threading.Lock()
         self._here = threading.local()
-        self._launched = threading.Semaphore(0)
+        self._wake = threading.Semaphore(0)
         self._closed = False
         self._starter = threading.Thread(target=self._run, name="tutti-puts", daemon=True)
-        self.dispatcher = Dispatcher.of(schedule, self, core.guard)
+        self.dispatcher: Dispatcher | None = None
+        self._prefix, self._most = "", 0
+        writer.batch_ended = self._batch_ended
         start_thread(self._starter)
-        self.dispatcher.start()
+        if schedule is not None:
+            self._most = schedule.limits.locked_pages
+            self.dispatcher = Dispatcher.join(schedule, core.guard)
+            self._prefix = self.dispatcher.attach(self)
 
     def put(self, request: PutRequest) -> PutProgress:
         """Starts a put, now or later; see ObjectStore.put.
 
         One that is longer than what may wait goes at once: to drop it would free nothing.
         """
-        core = self._core
+        core, dispatcher = self._core, self.dispatcher
         progress = PutProgress(len(request.keys), core.guard, core.store_latency)
+        put = _Put(request, progress, len(request.keys))
+        now = np.ones(len(request.keys), np.bool_)
         with core.lock:
-            absent = core.index.find(request.keys) == MISSING
-            rows = np.flatnonzero(absent).astype(np.int64)
-            put = _Put(request, progress, rows, len(request.keys))
-            with self._lock:
-                paced = 0 < rows.size <= self._most and not self._stopping
-                if paced:
-                    core.begin()
-                    name = next(self._names)
-                    self._puts[name] = put
-        if not paced:
-            return self._coalescer.put(request)
-        if rows.size < len(request.keys):
-            # What is there costs the device nothing: no reason to wait.
-            self._start(name, put, np.flatnonzero(~absent).astype(np.int64), paced=False)
+            core.begin()
+            if dispatcher is not None:
+                absent = core.index.find(request.keys) == MISSING
+                with self._lock:
+                    if 0 < np.count_nonzero(absent) <= self._most and not self._stopping:
+                        # What is there costs the device nothing: no reason to wait.
+                        now = ~absent
+                        put.name, put.rows = self._new_name(), np.flatnonzero(absent)
+                        self._puts[put.name] = put
+        error = self._put_now(put, np.flatnonzero(now))
+        if not put.name or dispatcher is None:
+            if error is not None:
+                raise error
+            return progress
         nbytes = core.geometry.slice_nbytes * core.layers
-        now_ns = self.dispatcher.now_ns()
+        now_ns = dispatcher.now_ns()
         self._here.puts = True
         try:
-            self.dispatcher.post(WriteKnown(now_ns, name, pages=rows.size, page_nbytes=nbytes))
+            dispatcher.post(WriteKnown(now_ns, put.name, pages=put.rows.size, page_nbytes=nbytes))
         finally:
             self._here.puts = False
-        self._start_puts(len(self._launches))
+        self._start_parts(len(self._parts))
         return progress
 
     def load(
@@ -133,13 +153,14 @@ class TransferQueue(Owned):
         See ObjectStore.load.
         """
         core, dispatcher = self._core, self.dispatcher
+        if dispatcher is None or not len(keys):
+            return self._loader.load(keys, pages, memory)
         load = _Load()
         with self._lock:
-            paced = len(keys) > 0 and not self._stopping
-            if paced:
-                name = next(self._names)
+            name = "" if self._stopping else self._new_name()
+            if name:
                 self._loads[name] = load
-        if not paced:
+        if not name:
             return self._loader.load(keys, pages, memory)
         layers = core.layers
         known = LoadKnown(
@@ -158,36 +179,39 @@ class TransferQueue(Owned):
             load.due.wait(core.config.timeout_s)
             progress = self._loader.load(keys, pages, memory)
         except BaseException:
-            self._loaded(name, layers=0)
+            self._loaded(dispatcher, name, layers=0)
             raise
-        progress.on_settled(lambda: self._loaded(name, layers))
+        progress.on_settled(lambda: self._loaded(dispatcher, name, layers))
         return progress
 
     def stop(self, timeout_s: float) -> None:
-        """Launches what waits, and ends; what was not launched in time is dropped.
-
-        What comes from now on goes at once.
-        """
+        """Starts what waits, and waits for it.  What comes from now on goes at once."""
+        core, dispatcher = self._core, self.dispatcher
         with self._lock:
             self._stopping = True
-        self.dispatcher.expedite()
-        core = self._core
-        with core.lock:
-            core.changed.wait_for(lambda: not self._puts, timeout_s)
-        self.dispatcher.stop(timeout_s)
-        with self._lock:
-            names, loads = list(self._puts), list(self._loads.values())
-        for name in names:
-            self.drop(name)
+            puts, loads = list(self._puts.values()), list(self._loads.values())
+        for put in puts:
+            rows = self._give_up(put)
+            if rows.size and dispatcher is not None:
+                self._parts.append(self._part(put, rows, paced=False))
+                dispatcher.post(WriteGone(dispatcher.now_ns(), put.name, withdrawn=True))
         for load in loads:
             load.due.set()
+        self._wake.release()
+        with core.lock:
+            core.changed.wait_for(lambda: not (self._puts or self._parts or self._held), timeout_s)
+        if self._starting.acquire(timeout=timeout_s):  # what was taken last has begun
+            self._starting.release()
 
     def close(self) -> None:
-        """Ends the scheduler if ``stop`` did not."""
-        self.dispatcher.stop()
+        """Ends the thread, and leaves the scheduler."""
+        self.stop(0.0)
         self._closed = True
-        self._launched.release()
+        self._wake.release()
         self._starter.join(1.0)
+        if self.dispatcher is not None:
+            self.dispatcher.detach(self._prefix)
+            self.dispatcher.leave()
 
     def read(self, launch: Issue) -> None:
         """See TransferIssuer: the thread that called ``load`` goes on."""
@@ -198,9 +222,15 @@ class TransferQueue(Owned):
 
     def write(self, launch: Issue) -> None:
         """See TransferIssuer."""
-        self._launches.append(launch)
+        end = launch.first + launch.count
+        with self._lock:
+            put = self._puts.get(launch.name)
+            if put is None or put.launched != launch.first:
+                return  # given up meanwhile
+            put.launched = end
+            self._parts.append(self._part(put, put.rows[launch.first : end], paced=True))
         if not getattr(self._here, "puts", False):
-            self._launched.release()
+            self._wake.release()
 
     def copy_out(self, name: str) -> None:
         """See TransferIssuer.  A pool has no staging, so its limits never ask for a copy."""
@@ -217,38 +247,82 @@ class TransferQueue(Owned):
             put.progress.outcome[waiting] = Outcome.DROPPED
             with self._core.lock:
                 self._core.counters.dropped += waiting.size
-            self._end_rows(name, put, waiting)
+            self._end_rows(put, waiting.size)
+
+    def _new_name(self) -> str:
+        return f"{self._prefix}{next(self._numbers)}"
+
+    def _put_now(self, put: _Put, rows: Rows) -> BaseException | None:
+        """Starts rows that wait for no decision; returns why that failed."""
+        if not put.left:  # no keys at all
+            self._end_rows(put, 0)
+        if not rows.size:
+            return None
+        part = self._part(put, rows, paced=False)
+        if rows.size < self._short and not put.name and self._writer.active:
+            self._hold(part)
+            self._start_parts(0)
+            return None
+        return self._writer.put([part])
+
+    def _part(self, put: _Put, rows: Rows, *, paced: bool) -> PutPart:
+        ended: Callable[[PutPart, BaseException | None], None] = partial(self._ended, put, paced)
+        return PutPart(put.request, rows, put.progress, ended)
 
     def _run(self) -> None:
         while not self._closed:  # bounded by close()
-            self._launched.acquire(timeout=_LOOK_S)
-            while self._launches and self._start_puts(len(self._launches)):
-                pass  # bounded: by the pages that wait
+            self._wake.acquire(timeout=_LOOK_S)
+            self._start_parts(None)
 
-    def _start_puts(self, most: int) -> bool:
-        """Starts up to ``most`` of what was decided, in that order; False while another thread does
-        so.  What is left, or came meanwhile, is the starter's.
+    def _batch_ended(self) -> None:
+        if self._held:
+            self._wake.release()
+
+    def _start_parts(self, most: int | None) -> None:
+        """Starts up to ``most`` parts in the order of their decisions, and short ones together; not
+        while another thread does so.  What is left, or came meanwhile, is the starter's.
         """
         if not self._starting.acquire(blocking=False):
-            return False
+            return
         try:
-            while self._launches and most > 0:
-                most -= 1
-                self._launch(self._launches.popleft())
+            while self._parts and (most is None or most > 0):  # bounded: by the pages that wait
+                most = None if most is None else most - 1
+                part = self._parts.popleft()
+                if part.rows.size < self._short and not self._stopping:
+                    self._hold(part)
+                else:
+                    self._start([part])
+            while self._held and self._is_due():  # bounded likewise
+                self._start(self._take_held())
         finally:
             self._starting.release()
-        if self._launches:
-            self._launched.release()
-        return True
+        if self._parts:
+            self._wake.release()
 
-    def _launch(self, launch: Issue) -> None:
-        end = launch.first + launch.count
+    def _start(self, parts: list[PutPart]) -> None:
+        error = self._writer.put(parts)
+        if error is not None and not isinstance(error, TuttiError):
+            self._core.guard.caught("the start of a put", error)
+
+    def _hold(self, part: PutPart) -> None:
         with self._lock:
-            put = self._puts.get(launch.name)
-            if put is None or put.launched != launch.first:
-                return  # given up meanwhile
-            put.launched = end
-        self._start(launch.name, put, put.rows[launch.first : end], paced=True)
+            if not self._held:
+                self._held_since = self._writer.finished
+            self._held.append(part)
+
+    def _is_due(self) -> bool:
+        writer = self._writer
+        if not writer.active or writer.finished != self._held_since or self._stopping:
+            return True
+        return sum(part.rows.size for part in self._held) >= writer.batch_pages
+
+    def _take_held(self) -> list[PutPart]:
+        """What can be written with the part that is held for longest."""
+        with self._lock:
+            first = _kind(self._held[0]) if self._held else ()
+            taken = [part for part in self._held if _kind(part) == first]
+            self._held = [part for part in self._held if _kind(part) != first]
+        return taken
 
     def _give_up(self, put: _Put) -> Rows:
         """What was not launched and will not be."""
@@ -257,49 +331,47 @@ class TransferQueue(Owned):
             put.launched = put.rows.size
         return waiting
 
-    def _start(self, name: str, put: _Put, rows: Rows, *, paced: bool) -> None:
-        """Puts some rows.  If that cannot be started they fail, and what waits behind them."""
-        try:
-            part = self._coalescer.put(put.request.take(rows))
-        except BaseException as error:  # of any kind: the ticket has waiters
-            if not isinstance(error, TuttiError):
-                self._core.guard.caught("the start of a put", error)
-            if paced:
-                rows = np.concatenate((rows, self._give_up(put)))
-                self.dispatcher.post(WriteGone(self.dispatcher.now_ns(), name))
-            put.progress.refuse(rows, error)
-            self._end_rows(name, put, rows)
+    def _ended(self, put: _Put, paced: bool, part: PutPart, error: BaseException | None) -> None:
+        """Rows have their outcome.  What waits behind those that could not be started fails too."""
+        rows, dispatcher = part.rows.size, self.dispatcher
+        if not paced or dispatcher is None:
+            self._end_rows(put, rows)
             return
-        part.on_done(lambda done: self._written(name, put, rows, done, paced=paced))
-
-    def _written(self, name: str, put: _Put, rows: Rows, part: PutProgress, *, paced: bool) -> None:
-        put.progress.outcome[rows] = part.outcome
-        put.progress.status[rows] = part.status
-        put.progress.refusal = part.refusal or put.progress.refusal
-        if paced:
-            lost = np.isin(part.outcome, (Outcome.FAILED, Outcome.DROPPED))
+        if error is not None:
+            behind = self._give_up(put)
+            put.progress.refuse(behind, error)
+            rows += behind.size
+            dispatcher.add(WriteGone(dispatcher.now_ns(), put.name))
+        else:
+            lost = np.isin(put.progress.outcome[part.rows], (Outcome.FAILED, Outcome.DROPPED))
             with self._lock:  # so that events come in the order of their numbers
-                put.written += rows.size
-                now_ns, failed = self.dispatcher.now_ns(), int(np.count_nonzero(lost))
-                self.dispatcher.add(PagesWritten(now_ns, name, put.written, failed))
-        self._end_rows(name, put, rows)
-        self.dispatcher.decide()
+                put.written += rows
+                now_ns, failed = dispatcher.now_ns(), int(np.count_nonzero(lost))
+                dispatcher.add(PagesWritten(now_ns, put.name, put.written, failed))
+        self._end_rows(put, rows)
+        dispatcher.decide()
 
-    def _end_rows(self, name: str, put: _Put, rows: Rows) -> None:
-        """These rows have their outcome."""
+    def _end_rows(self, put: _Put, rows: int) -> None:
+        """So many rows have their outcome."""
         with self._lock:
-            put.left -= rows.size
-            over = put.left == 0 and rows.size > 0
+            put.left -= rows
+            over = put.left == 0
             if over:
-                del self._puts[name]
+                self._puts.pop(put.name, None)
         if over:
             put.progress.end_part()
             self._core.end()
 
-    def _loaded(self, name: str, layers: int) -> None:
+    def _loaded(self, dispatcher: Dispatcher, name: str, layers: int) -> None:
         with self._lock:
             del self._loads[name]
-        now_ns = self.dispatcher.now_ns()
+        now_ns = dispatcher.now_ns()
         if layers:
-            self.dispatcher.post(LayersReady(now_ns, name, layers))
-        self.dispatcher.post(LoadGone(now_ns, name))
+            dispatcher.post(LayersReady(now_ns, name, layers))
+        dispatcher.post(LoadGone(now_ns, name))
+
+
+def _kind(part: PutPart) -> tuple[int, ...]:
+    """Parts of one kind can be written together."""
+    request = part.request
+    return id(request.memory), request.tenant, request.expiry_64s

@@ -9,17 +9,15 @@ enough that records follow their data soon.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 
-from tutti.arrays import U32, U64, Keys, Slots
-from tutti.checks import whole
-from tutti.errors import ConfigError, DeviceTimeout, PoolClosed, PoolMoved, TuttiError
+from tutti.arrays import U32, U64, Slots
+from tutti.errors import DeviceTimeout, PoolClosed, PoolMoved, TuttiError
 from tutti.gio_uring.engine import PRIORITY_STORE
-from tutti.gio_uring.iocb import PagedMemory
 from tutti.gio_uring.job import Job
 from tutti.gio_uring.nvme_spec import (
     OPCODE_WRITE,
@@ -29,17 +27,16 @@ from tutti.gio_uring.nvme_spec import (
     STATUS_WRITE_FAULT,
 )
 from tutti.gio_uring.status import error_status
-from tutti.medium.keys import as_keys, check_key
-from tutti.medium.slot_record import RecordState, expiry_of, tenant_of
+from tutti.medium.slot_record import RecordState
 from tutti.placement.index import MISSING, SlotState
 from tutti.pool.record_table import BLOCK_RECORDS, RecordContent, RecordTable
 from tutti.transfers.core import Core
+from tutti.transfers.put_request import PutPart, PutRequest, PutTogether
 from tutti.transfers.reclaim import Reclaimer
-from tutti.transfers.tickets import Outcome, PutProgress
+from tutti.transfers.tickets import Outcome
 
 _log = logging.getLogger(__name__)
 
-DEPTH_MAX = 2**32 - 1  # of a record
 BATCH_NBYTES = 256 << 20
 BATCH_PAGES_MIN = 64
 _BLOCKS = 6
@@ -47,89 +44,10 @@ _NO_BLOCK = -1
 
 
 @dataclass(frozen=True)
-class PutRequest:
-    """Keys (n, 16) to store, their predecessors (n, 16), depths (n,) and pages (n,).
-
-    A predecessor of zeros is none.  tenant: number of the namespace, 0 for none.  expiry_64s: Unix
-    time in units of 64 s from which the objects are removed, 0 for never.
-    """
-
-    keys: Keys
-    parents: Keys
-    depths: npt.NDArray[np.int64]
-    pages: U32
-    memory: PagedMemory
-    tenant: int = 0
-    expiry_64s: int = 0
-
-    @classmethod
-    def chain(
-        cls, keys: Keys, pages: U32, memory: PagedMemory, parent: bytes | None, depth: int
-    ) -> PutRequest:
-        """Keys that follow one another, the first behind ``parent``.
-
-        Raises KeySizeError and ConfigError for what ObjectStore.put does not take.
-        """
-        check_lengths(keys, pages)
-        if parent is not None:
-            check_key("parent", parent)
-        depth = whole("depth", depth, 0, DEPTH_MAX - max(0, len(keys) - 1))
-        parents = np.zeros_like(keys)
-        parents[1:] = keys[:-1]
-        if parent is not None and len(keys):
-            parents[0] = np.frombuffer(parent, np.uint8)
-        depths = depth + np.arange(len(keys), dtype=np.int64)
-        return cls(keys, parents, depths, pages, memory)
-
-    @classmethod
-    def checked(
-        cls,
-        keys: npt.NDArray[np.uint8] | Sequence[bytes],
-        pages: npt.ArrayLike,
-        memory: PagedMemory,
-        parent: bytes | None,
-        depth: int,
-        ttl_s: float | None = None,
-        namespace: str = "",
-    ) -> PutRequest:
-        """As `chain`, of what a caller gave.  Raises KeySizeError, PageRangeError, ConfigError."""
-        array = as_keys(keys).copy()  # records are written later, from what the caller gave now
-        expiry, tenant = expiry_of(ttl_s), tenant_of(namespace)
-        request = cls.chain(array, memory.check_pages(pages), memory, parent, depth)
-        return replace(request, tenant=tenant, expiry_64s=expiry)
-
-    def take(self, rows: Slots) -> PutRequest:
-        """The same for some rows (m,)."""
-        return PutRequest(
-            self.keys[rows],
-            self.parents[rows],
-            self.depths[rows],
-            self.pages[rows],
-            self.memory,
-            self.tenant,
-            self.expiry_64s,
-        )
-
-    @classmethod
-    def merge(cls, requests: Sequence[PutRequest]) -> PutRequest:
-        """Requests over the same memory, of one namespace and expiry, one after another."""
-        return cls(
-            np.concatenate([request.keys for request in requests]),
-            np.concatenate([request.parents for request in requests]),
-            np.concatenate([request.depths for request in requests]),
-            np.concatenate([request.pages for request in requests]),
-            requests[0].memory,
-            requests[0].tenant,
-            requests[0].expiry_64s,
-        )
-
-
-@dataclass(frozen=True)
 class _Batch:
-    """Pages of one put that got slots: rows (m,) of the request, and everything else by row."""
+    """Pages that got slots: rows (m,) of what is written together, and everything else by row."""
 
-    progress: PutProgress
-    request: PutRequest
+    together: PutTogether
     rows: Slots
     slots: Slots
     sequences: U64
@@ -139,32 +57,13 @@ class _Batch:
     def at(self, mask: npt.NDArray[np.bool_]) -> _Batch:
         digests = None if self.digests is None else self.digests[mask]
         return _Batch(
-            self.progress,
-            self.request,
+            self.together,
             self.rows[mask],
             self.slots[mask],
             self.sequences[mask],
             digests,
             self.block,
         )
-
-
-def check_lengths(keys: Keys, pages: U32) -> U32:
-    """The pages, if there is one per key.  Raises ConfigError."""
-    if len(keys) != pages.size:
-        raise ConfigError(f"{len(keys)} keys and {pages.size} pages; give one page per key")
-    return pages
-
-
-def checked_pages(keys: Keys, pages: npt.ArrayLike, memory: PagedMemory, *, once: bool) -> U32:
-    """Page numbers (n,) for a load of ``keys``; once: each may be given to one key only.
-
-    Raises PageRangeError, ConfigError.
-    """
-    numbers = check_lengths(keys, memory.check_pages(pages))
-    if once and np.unique(numbers).size != numbers.size:
-        raise ConfigError("a page is named twice; give every key a page of its own")
-    return numbers
 
 
 class Writer:
@@ -178,6 +77,7 @@ class Writer:
         self.batch_pages = min(BLOCK_RECORDS, max(BATCH_PAGES_MIN, BATCH_NBYTES // object_nbytes))
         self.active = 0  # batches under way
         self.finished = 0  # batches that ended
+        self.batch_ended: Callable[[], object] = lambda: None  # called after each
         self._unflushed: list[_Batch] = []
         self._flushing = False
         self._flushes_failed = 0
@@ -186,62 +86,81 @@ class Writer:
         """Gives the staging memory back; nothing may be in flight."""
         self._table.close()
 
-    def put(self, request: PutRequest, progress: PutProgress) -> None:
-        """Starts a put; see ObjectStore.put.  Raises only if nothing of it was started."""
-        core = self._core
-        with core.lock:
-            core.begin()
-            if request.depths.size and request.depths.min() == 0:
-                # The end of a chain must not be younger than its beginning, which is not touched.
-                core.index.begin_use()
-            new = self._absent_rows(request, progress)
-        try:
-            step = core.write_pages_max(request.memory, self.batch_pages)
-            for start in range(0, new.size, step):
-                rows = new[start : start + step]
-                try:
-                    placed = self._put_batch(progress, request, rows)
-                except TuttiError as error:
-                    if start == 0:
-                        raise
-                    # Earlier batches are on their way: the ticket must reach the caller.
-                    progress.fail(new[start:], error_status(error))
-                    break
-                if placed < rows.size:
-                    progress.outcome[new[start + placed :]] = Outcome.DROPPED
-                    break
-        finally:
-            with core.lock:
-                core.counters.dropped += int(np.count_nonzero(progress.outcome == Outcome.DROPPED))
-                core.counters.present += int(np.count_nonzero(progress.outcome == Outcome.PRESENT))
-            progress.end_part()
-            core.end()
+    def put(self, parts: Sequence[PutPart]) -> BaseException | None:
+        """Starts parts of puts, as one; see ObjectStore.put and PutTogether.
 
-    def _absent_rows(self, request: PutRequest, progress: PutProgress) -> Slots:
+        Every part ends; returns why nothing was started, or None.
+        """
+        core, together = self._core, PutTogether(parts)
+        depths, began = together.request.depths, False
+        try:
+            with core.lock:
+                core.begin()
+                began = True
+                if depths.size and depths.min() == 0:
+                    # The end of a chain must not be younger than its start, which is not touched.
+                    core.index.begin_use()
+                new = self._absent_rows(together)
+            self._put_rows(together, new)
+        except BaseException as error:
+            together.refuse(error)
+            return error
+        else:
+            together.end_batch()
+            return None
+        finally:
+            if began:
+                core.end()
+
+    def _put_rows(self, together: PutTogether, new: Slots) -> None:
+        """Raises for the first batch alone: afterwards the tickets must reach the callers."""
+        step = self._core.write_pages_max(together.request.memory, self.batch_pages)
+        for start in range(0, new.size, step):
+            rows = new[start : start + step]
+            try:
+                placed = self._put_batch(together, rows)
+            except TuttiError as error:
+                if start == 0:
+                    raise
+                together.tell(new[start:], Outcome.FAILED, error_status(error))
+                return
+            if placed < rows.size:
+                left = new[start + placed :]
+                together.tell(left, Outcome.DROPPED)
+                with self._core.lock:
+                    self._core.counters.dropped += left.size
+                return
+
+    def _absent_rows(self, together: PutTogether) -> Slots:
         """Rows whose key has no slot, each key once; the others count as accessed."""
-        index = self._core.index
-        found = index.find(request.keys)
-        index.touch(np.unique(found[found != MISSING]))
+        core, keys = self._core, together.request.keys
+        found = core.index.find(keys)
+        core.index.touch(np.unique(found[found != MISSING]))
         rows = np.flatnonzero(found == MISSING).astype(np.int64)
-        words = request.keys[rows].view(np.uint64)
+        words = keys.view(np.uint64)[rows]
         _, first = np.unique(words, axis=0, return_index=True)
         rows = rows[np.sort(first)]
-        progress.outcome[:] = Outcome.PRESENT
-        progress.outcome[rows] = Outcome.PENDING
+        others = np.ones(len(keys), np.bool_)
+        others[rows] = False
+        self._present(together, np.flatnonzero(others))
         return rows
 
-    def _put_batch(self, progress: PutProgress, request: PutRequest, rows: Slots) -> int:
+    def _present(self, together: PutTogether, rows: Slots) -> None:
+        together.tell(rows, Outcome.PRESENT)
+        self._core.counters.present += rows.size
+
+    def _put_batch(self, together: PutTogether, rows: Slots) -> int:
         """Gives slots to a batch and starts its data job; returns how many rows have a slot now."""
-        core = self._core
+        core, request = self._core, together.request
         # Where others move the data, staging for records is not kept from everybody meanwhile.
         late = core.is_remote(request.memory)
         block = _NO_BLOCK if late else self._table.reserve(core.config.timeout_s)
         try:
             with core.lock:
-                batch, placed = self._place(progress, request, rows, block)
+                batch, placed = self._place(together, rows, block)
                 core.in_flight += 1
                 self.active += 1
-                progress.add_part()
+                together.add_batch()
         except BaseException:
             self._release(block)
             raise
@@ -265,11 +184,9 @@ class Writer:
             raise
         return placed
 
-    def _place(
-        self, progress: PutProgress, request: PutRequest, rows: Slots, block: int
-    ) -> tuple[_Batch, int]:
+    def _place(self, together: PutTogether, rows: Slots, block: int) -> tuple[_Batch, int]:
         """Allocates slots and claims the keys; returns how many rows, from the first, are done."""
-        core = self._core
+        core, request = self._core, together.request
         sequences = core.take_sequences(rows.size)
         slots = self._allocate(request, rows)
         rows, sequences = rows[: slots.size], sequences[: slots.size]
@@ -284,10 +201,10 @@ class Writer:
             has_digests=digests is not None,
         )
         mine = taken == MISSING
-        batch = _Batch(progress, request, rows, slots, sequences, digests, block)
+        batch = _Batch(together, rows, slots, sequences, digests, block)
         if not mine.all():
             core.allocator.free(slots[~mine])
-            progress.outcome[rows[~mine]] = Outcome.PRESENT
+            self._present(together, rows[~mine])
             batch = batch.at(mine)
         core.history.stored(batch.slots, request.keys[batch.rows], core.index.uses)
         if request.tenant or request.expiry_64s:
@@ -388,7 +305,7 @@ class Writer:
         return 0
 
     def _write_records(self, batch: _Batch) -> None:
-        core, request = self._core, batch.request
+        core, request = self._core, batch.together.request
         content = RecordContent(
             batch.slots,
             batch.sequences,
@@ -426,7 +343,7 @@ class Writer:
             core.index.set_state(batch.slots, SlotState.READY)
             if batch.digests is not None:
                 core.digests.put(batch.slots, batch.sequences, batch.digests)
-            batch.progress.outcome[batch.rows] = Outcome.STORED
+            batch.together.tell(batch.rows, Outcome.STORED)
             core.counters.stored += batch.rows.size
             payload = core.geometry.slice_nbytes * core.layers
             core.counters.payload_written_nbytes += batch.rows.size * payload
@@ -452,14 +369,15 @@ class Writer:
 
     def _fail(self, batch: _Batch, status: U32) -> None:
         self._core.counters.store_errors += batch.rows.size
-        batch.progress.fail(batch.rows, status)
+        batch.together.tell(batch.rows, Outcome.FAILED, status)
 
     def _finish(self, batch: _Batch) -> None:
         self._release(batch.block)
         with self._core.lock:
             self.finished += 1
             self.active -= 1
-        batch.progress.end_part()
+        self.batch_ended()
+        batch.together.end_batch()
         self._core.end()
 
     def _release(self, block: int) -> None:

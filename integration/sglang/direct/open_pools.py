@@ -61,6 +61,7 @@ def open_stored_pools(
     capacities = _capacities(options, pools)
     stored_pools: dict[str, StoredPool] = {}
     identity = identity_of(options, model)
+    schedule = _schedule(profile, profile_source, pools, options, stores)
     try:
         for pool in pools:
             layout = layout_of(pool.shape, identity, parallel_rank)
@@ -70,7 +71,7 @@ def open_stored_pools(
                 capacities[pool.name],
                 options,
                 parallel_rank,
-                _schedule(profile, profile_source, pool, options, stores[pool.name]),
+                schedule,
                 is_kv=pool is main,
             )
             metrics = Metrics(
@@ -101,14 +102,20 @@ def open_stored_pools(
 def _schedule(
     profile: Profile | None,
     source: str,
-    pool: KvPool,
+    pools: list[KvPool],
     options: Mapping[str, Any],
-    staging_nbytes: int,
+    staging_nbytes: Mapping[str, int],
 ) -> Schedule | None:
-    """Writes yield to reads.  The backlog bounds what waits, so the scheduler drops nothing."""
+    """One for all pools, so that they share a queue: writes yield to the reads of any of them.
+
+    The backlog bounds what waits, so the scheduler drops nothing.
+    """
     if profile is None:
         return None
-    most = int(pool.pages * options["backlog_share"]) + staging_nbytes // pool.nbytes
+    most = sum(
+        int(pool.pages * options["backlog_share"]) + staging_nbytes[pool.name] // pool.nbytes
+        for pool in pools
+    )
     limits = Limits(locked_pages=most, staged_pages=0, read_ahead_nbytes=1 << 62)
     return Schedule(profile, limits, source=source)
 

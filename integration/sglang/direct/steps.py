@@ -54,18 +54,26 @@ class StepsWatch:
     """
 
     def __init__(self) -> None:
-        self._followers: list[tuple[Dispatcher, int]] = []
+        self._followers: dict[Dispatcher, int] = {}  # and the layers of its model
+        self._users: list[Dispatcher] = []
         self._steps: deque[_Launched] = deque()
         self._layer = -1  # the last that the forward asked for since the launch
         self._is_broken = False
 
     def follow(self, dispatcher: Dispatcher, layers: int) -> None:
-        """Posts the steps of a model of so many layers to a pool's scheduler from now on."""
-        self._followers.append((dispatcher, layers))
+        """Posts the steps of a model of so many layers to a queue from now on.
+
+        Pools that share one follow once each, and it gets every step once.
+        """
+        self._users.append(dispatcher)
+        self._followers[dispatcher] = max(layers, self._followers.get(dispatcher, 0))
 
     def leave(self, dispatcher: Dispatcher) -> None:
-        """Posts nothing more to it."""
-        self._followers = [one for one in self._followers if one[0] is not dispatcher]
+        """Posts nothing more to it, once every pool that followed has left."""
+        if dispatcher in self._users:
+            self._users.remove(dispatcher)
+        if dispatcher not in self._users:
+            self._followers.pop(dispatcher, None)
 
     def launched(self, batch: Any) -> None:
         """SGLang launches a batch."""
@@ -130,7 +138,7 @@ class StepsWatch:
         launched.over = True
 
     def _post(self, event: Callable[[int, int], Event]) -> None:
-        for dispatcher, layers in self._followers:
+        for dispatcher, layers in self._followers.items():
             dispatcher.post(event(dispatcher.now_ns(), layers))
 
 
