@@ -125,6 +125,11 @@ u32 MemoryController::serve(u32 index, MemoryMap::Reader* reader) {
     __builtin_prefetch(&at<Sqe>(queue->sq)[(queue->sq_head + 2) & (queue->depth - 1)]);
     ++outstanding_[index];
     ++stats_.commands;
+    if (trace_left_ != 0) {
+      --trace_left_;
+      *trace_++ = sqe_opcode(sqe);
+      *trace_++ = sqe_slba(sqe);
+    }
     if (accept(index, sqe, &answers[n], reader)) ++n;
   }
   u32 posted = 0;
@@ -379,6 +384,12 @@ void MemoryController::limit(u64 limit_ns) {
   limit_ns_ = limit_ns;
 }
 
+void MemoryController::trace(u64* words, u64 n) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  trace_ = words;
+  trace_left_ = n;
+}
+
 }  // namespace gio
 
 namespace {
@@ -451,4 +462,8 @@ void gio_memory_controller_advance(gio::Controller* controller, uint64_t duratio
 
 void gio_memory_controller_limit(gio::Controller* controller, uint64_t limit_ns) {
   as_memory(controller)->limit(limit_ns);
+}
+
+void gio_memory_controller_trace(gio::Controller* controller, uint64_t* words, uint64_t n) {
+  as_memory(controller)->trace(reinterpret_cast<gio::u64*>(words), n);
 }

@@ -154,6 +154,7 @@ class MemoryController final : public Controller {
   u64 now_ns();
   void advance(u64 duration_ns);
   void limit(u64 limit_ns);
+  void trace(u64* words, u64 n);
 
  private:
   struct Held {
@@ -196,6 +197,8 @@ class MemoryController final : public Controller {
   std::vector<u32> outstanding_;  // by queue
   std::vector<Extent> extents_;
   MemoryStats stats_{};
+  u64* trace_ = nullptr;  // of commands, see gio_memory_controller_trace
+  u64 trace_left_ = 0;
   u64 turn_ = 0;
   u64 now_ns_ = 0;
   u64 limit_ns_ = ~u64{0};         // virtual time does not pass this moment by itself
@@ -230,4 +233,6 @@ TUTTI_API uint64_t gio_memory_controller_now_ns(gio::Controller*);
 TUTTI_API void gio_memory_controller_advance(gio::Controller*, uint64_t duration_ns);
 // What is due later stays in flight, so that something else can happen at `limit_ns`.
 TUTTI_API void gio_memory_controller_limit(gio::Controller*, uint64_t limit_ns);
+// Writes (opcode, first LBA) of the next n commands to 2n words, zeroed by the caller; 0 ends that.
+TUTTI_API void gio_memory_controller_trace(gio::Controller*, uint64_t* words, uint64_t n);
 }

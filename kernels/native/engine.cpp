@@ -41,7 +41,8 @@ Job::Job(const JobConfig& c)
       submitted_ns(monotonic_ns()),
       refs(1),
       gate(c.gated == 0),
-      place{c.tag} {
+      place{c.tag},
+      granted(c.held != 0 ? 0 : c.iocb.n_layers) {
   for (u32 layer = 0; layer < n_layers; ++layer) layer_left[layer] = c.iocb.n_runs;
   if (config.digest == kDigestNone) return;
   for (u32 r = 0; r < c.iocb.n_runs && whole_slices; ++r) {
@@ -147,6 +148,25 @@ void Engine::open_gate(Job* job) {
   attend();
 }
 
+void Engine::grant(Job* job, u32 layers, u32 report_at) {
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (job->report.empty()) job->report.push_back(job->config.tag | kReport);
+    job->report_at = report_at;
+  }
+  if (job->layers_ready >= report_at) report(job);  // pairs with layer_command_ended
+  job->granted = std::max<u32>(job->granted, layers);
+  attend();
+}
+
+void Engine::report(Job* job) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (job->report.empty() || job->layers_ready < job->report_at) return;
+  job->report_at = ~0u;
+  released_.splice(released_.end(), job->report);
+  changed_.notify_all();
+}
+
 void Engine::cancel(Job* job) {
   job->cancel = true;
   attend();
@@ -239,6 +259,7 @@ void Engine::layer_command_ended(Job* job, u32 layer) {
   tell_layers(job, before, ready);
   if (ready == job->n_layers) end(job);
   job->layers_ready = ready;
+  if (ready >= job->report_at) report(job);
   notify();
 }
 

@@ -27,6 +27,7 @@ enum Priority : u32 { kRecords = 0, kLoads = 1, kStores = 2, kPriorities = 3 };
 enum DigestMode : u32 { kDigestNone = 0, kDigestCompute = 1, kDigestCompare = 2 };
 
 constexpr u64 kNeverDue = ~u64{0};
+constexpr u64 kReport = u64{1} << 63;  // with a tag of gio_engine_next: layers arrived
 
 // Plain data, mirrored by tutti/gio_uring/engine.py, as are all structs up to Completed.  The
 // arrays stay valid and unmoved until the job is released.
@@ -44,8 +45,9 @@ struct JobConfig {
   u64 layer_ns;     // u64[n_layers], when each layer became ready, by the controller's clock; or 0
   u64 due_ns;  // loads: when layer 0 is needed, same clock; 0 = now, kNeverDue = not waited for
   u64 interval_ns;  // from one layer to the next; 0 = as fast as the drive delivers
+  u64 held;         // 1: no layer is issued before gio_job_grant, or timeout_ns
 };
-static_assert(sizeof(JobConfig) == 200, "layout shared with Python");
+static_assert(sizeof(JobConfig) == 208, "layout shared with Python");
 
 struct JobReport {
   u64 submitted_ns;  // CLOCK_MONOTONIC
@@ -131,7 +133,10 @@ struct Job {
   std::atomic<bool> done{false};
   std::atomic<bool> released{false};
   std::atomic<u64> done_ns{0};
-  std::list<u64> place;  // its tag, for Engine::released_
+  std::list<u64> place;             // its tag, for Engine::released_
+  std::atomic<u32> granted;         // layers that may be issued
+  std::atomic<u32> report_at{~0u};  // layers ready at which the submitter is told, once
+  std::list<u64> report;            // its tag with kReport, likewise
 };
 
 class Lane;
@@ -158,8 +163,10 @@ class Engine {
   int wait_released(const Job* job, u64 timeout_ns);
   void open_gate(Job* job);
   void cancel(Job* job);
-  // The next released job in order of release: its tag; 0 after the timeout; all ones once the
-  // threads have ended and every job was reported.
+  // The first `layers` layers may be issued; gio_engine_next tells once that `report_at` are ready.
+  void grant(Job* job, u32 layers, u32 report_at);
+  // The next released job in order of release: its tag, or that of a report; 0 after the timeout;
+  // all ones once the threads have ended and every job was reported.
   u64 next_released(u64 timeout_ns);
   // Asks the lanes to reset their controllers; 0 when nothing is outstanding any more.
   int reset(u64 timeout_ns);
@@ -186,6 +193,7 @@ class Engine {
 
   void digest_slice(Job* job, u32 layer, u32 page_index);
   void tell_layers(Job* job, u32 from, u32 to);
+  void report(Job* job);
   void end(Job* job);
   void attend();
   void notify();
@@ -233,6 +241,8 @@ TUTTI_API int gio_job_wait_layers(gio::Engine*, gio::Job*, uint32_t layers, uint
 TUTTI_API int gio_job_wait_released(gio::Engine*, gio::Job*, uint64_t timeout_ns);
 TUTTI_API void gio_job_open_gate(gio::Engine*, gio::Job*);
 TUTTI_API void gio_job_cancel(gio::Engine*, gio::Job*);
+// See Engine::grant; -ENOMEM without memory for the report.
+TUTTI_API int gio_job_grant(gio::Engine*, gio::Job*, uint32_t layers, uint32_t report_at);
 TUTTI_API void gio_job_report(const gio::Job*, gio::JobReport* out);
 TUTTI_API void gio_job_free(gio::Job*);  // after it was released
 TUTTI_API uint64_t gio_engine_next(gio::Engine*, uint64_t timeout_ns);

@@ -29,6 +29,12 @@ int gio_job_wait_released(Engine* engine, Job* job, uint64_t timeout_ns) {
   return engine->wait_released(job, timeout_ns);
 }
 void gio_job_open_gate(Engine* engine, Job* job) { engine->open_gate(job); }
+int gio_job_grant(Engine* engine, Job* job, uint32_t layers, uint32_t report_at) {
+  return gio::without_exceptions([=] {
+    engine->grant(job, layers, report_at);
+    return 0;
+  });
+}
 void gio_job_cancel(Engine* engine, Job* job) { engine->cancel(job); }
 void gio_job_report(const Job* job, gio::JobReport* out) {
   *out = gio::JobReport{job->submitted_ns, job->done_ns,  job->layers_ready,

@@ -107,7 +107,7 @@ void Lane::accept(u64 clock_ns) {
     part->itself = arrived.begin();
     part->order = ++order_;
     parts_.splice(parts_.end(), arrived, part->itself);
-    if (config.priority == kLoads) begin_load(part, clock_ns);
+    if (config.priority == kLoads && config.held == 0) begin_load(part, clock_ns);
     if (part->job->cancel || engine_->stop_) is_attended_ = false;  // it was too late for that look
     list(part);
   }
@@ -165,7 +165,7 @@ Part* Lane::pick() {
       if (!part->job->done && part->next < part->n_commands) {
         part->blocked_ns = monotonic_ns();
         part->place.value().due_ns = 0;
-        blocked_.insert(std::move(part->place));
+        (is_granted(*part) ? blocked_ : held_).insert(std::move(part->place));
       } else {
         maybe_drop(part);
       }
@@ -364,6 +364,12 @@ void Lane::add_stats(EngineStats* stats) const {
 // A late command fails its job at once, so that its waiters wake; the CID and all
 // memory stay owned until the CQE comes or the controller was reset.
 void Lane::check_deadlines(u64 now) {
+  for (const Part::Turn& turn : held_) {  // a submitter that is stuck costs time, not service
+    Job* job = turn.part->job;
+    if (now < turn.part->blocked_ns + job->config.timeout_ns) continue;
+    job->granted = job->n_layers;
+    is_attended_ = false;
+  }
   size_t late = 0;
   for (u32 cid : active_) {
     Command& command = commands_[cid];
@@ -448,6 +454,7 @@ void Lane::run_attention() {
       if (part->job->done) part->place = ready.extract(here);
     }
   }
+  list_granted();
   for (auto next = parts_.begin(); next != parts_.end();) {
     Part* part = &*next++;  // what follows ends no other part
     if (part->deferred.empty()) {
@@ -457,6 +464,19 @@ void Lane::run_attention() {
       deferred.swap(part->deferred);
       for (const Completed& completed : deferred) finish(part, completed);
     }
+  }
+}
+
+// On with held parts that were granted more layers.
+void Lane::list_granted() {
+  for (auto turn = held_.begin(); turn != held_.end();) {
+    const auto here = turn++;
+    Part* part = here->part;
+    if (!part->job->done && !is_granted(*part)) continue;
+    part->place = held_.extract(here);
+    if (part->job->done) continue;
+    if (part->due_ns == 0 && part->job->config.priority == kLoads) begin_load(part, clock_ns());
+    list(part);
   }
 }
 

@@ -111,6 +111,8 @@ class Lane {
   void finish(Part* part, const Completed& completed);
   void digest_command(Part* part, const Completed& completed);
   bool may_issue(const Part& part) const;
+  bool is_granted(const Part& part) const;
+  void list_granted();
   void run_blocked(u64 now);
   void run_attention();
   void maybe_drop(Part* part);
@@ -135,6 +137,7 @@ class Lane {
   std::list<Part> parts_;
   Part::Turns ready_[kPriorities];  // have commands to issue
   Part::Turns blocked_;             // have some, once their mover allows
+  Part::Turns held_;                // likewise, once their submitter does
   u64 mover_ns_ = 0;
   u64 order_ = 0;
   u32 loads_due_ = 0;     // parts with layers that are waited for

@@ -12,10 +12,15 @@ constexpr u64 kLookMostNs = 500'000;
 
 }  // namespace
 
-// Whether the mover lets the next command's layer begin: its place in the staging memory is free
-// (reads), or filled (writes).
+// Whether the submitter and the mover let the next command's layer begin: its place in the staging
+// memory is free (reads), or filled (writes).
+bool Lane::is_granted(const Part& part) const {
+  return part.next / part.n_runs < part.job->granted;
+}
+
 bool Lane::may_issue(const Part& part) const {
   const JobConfig& config = part.job->config;
+  if (!is_granted(part)) return false;
   if (config.words == 0) return true;
   // Pairs with the mover's write of `moved`, which follows its copies.
   const u64 moved = load_acquire(&at<LayerWords>(config.words)->moved);

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 from scheduler.drive import Linear
 
-from store.pools import fill, formatted, opened, some_keys
+from store.pools import GEOMETRY, controller_of, fill, formatted, opened, some_keys
 from tutti.errors import ConfigError, KeyMissing, TuttiError
+from tutti.gio_uring.controller_memory import Faults
+from tutti.gio_uring.nvme_spec import OPCODE_READ, OPCODE_WRITE
 from tutti.scheduler.baselines import ImmediatePolicy
 from tutti.scheduler.dispatcher import Schedule
 from tutti.scheduler.event import StepBegan, StepEnded
-from tutti.scheduler.policy import Limits
+from tutti.scheduler.policy import Limits, SlackPolicy
 from tutti.scheduler.request import Phase
 from tutti.scheduler.state import Decision, Issue, State
 from tutti.store import ObjectStore
@@ -213,25 +217,73 @@ def test_a_put_that_cannot_be_started_ends(
 def test_a_load_that_is_interrupted_is_forgotten(
     rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Interrupted:
-        class due:
-            @staticmethod
-            def wait(timeout_s: float) -> None:
-                raise KeyboardInterrupt
-
-            @staticmethod
-            def set() -> None: ...
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
 
     with scheduled() as store:
         store.allocate_memory(4)
         keys = some_keys(rng, 2)
         store.put(keys, [0, 1]).wait(10)
         with monkeypatch.context() as patch:
-            patch.setattr("tutti.transfers.transfer_queue._Load", Interrupted)
+            patch.setattr(store._queue, "_post_load", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 store.load(keys, [2, 3])
-        assert store.scheduler is not None
-        store._queue.stop(10.0)
+        assert not store._queue._loads
+        assert store._core.wait_quiet(10.0), "nothing of it is under way"
+
+
+class WritesOnly(Never):
+    """A policy that issues no load."""
+
+    def decide(self, state: State) -> Decision:
+        waiting = state.unwritten.values()
+        return Decision(writes=tuple(Issue(w.name, w.issued, w.pages - w.issued) for w in waiting))
+
+
+class LayerByLayer(WritesOnly):
+    """A policy that issues one layer of each load when it is asked, once those before arrived."""
+
+    def decide(self, state: State) -> Decision:
+        idle = [load for load in state.unread.values() if load.issued == load.ready]
+        reads = tuple(Issue(load.name, load.issued, 1) for load in idle)
+        return Decision(reads, super().decide(state).writes)
+
+
+def stored(policy: Callable[[Limits], Any], rng: np.random.Generator, **more: Any) -> Any:
+    """A scheduled store, with four keys that it has."""
+    store = scheduled(Schedule(PROFILE, policy=policy, record=more.pop("record", None)), **more)
+    store.allocate_memory(8)
+    keys = some_keys(rng, 4)
+    store.put(keys, np.arange(4)).wait(10)
+    return store, keys
+
+
+def test_layers_are_read_as_they_are_granted(rng: np.random.Generator) -> None:
+    seen: list[Decision] = []
+    store, keys = stored(LayerByLayer, rng, record=lambda _, decision: seen.append(decision))
+    with store:
+        pool = store._resources.memories[0]
+        ticket = store.load(keys, np.arange(4, 8))
+        ticket.wait(10)
+        assert ticket.wait_settled(10)
+        reads = [issue for decision in seen for issue in decision.reads]
+        layers = range(store.layout.model_layers)
+        assert [(issue.first, issue.count) for issue in reads] == [(one, 1) for one in layers]
+        assert [pool.read(page) for page in range(4)] == [pool.read(page) for page in range(4, 8)]
+
+
+def test_a_load_that_is_never_granted_is_read_after_all(rng: np.random.Generator) -> None:
+    store, keys = stored(WritesOnly, rng, timeout_s=0.3)
+    with store:
+        store.load(keys, np.arange(4)).wait(10)
+
+
+def test_a_load_that_is_not_granted_can_be_cancelled(rng: np.random.Generator) -> None:
+    store, keys = stored(WritesOnly, rng, timeout_s=60.0)
+    with store:
+        ticket = store.load(keys, np.arange(4))
+        assert not ticket.done
+        assert ticket.cancel(10)
         store.scheduler.run_due()
         assert store.scheduler.counters()["loads_waiting"] == 0
 
@@ -271,3 +323,63 @@ def test_pages_that_were_not_stored_do_not_count_as_written(
         store.scheduler.run_due()
         counters = store.scheduler.counters()
         assert (counters["written_pages"], counters["failed_pages"]) == (3, 1)
+
+
+def writes_between_reads(trace: npt.NDArray[np.uint64]) -> int:
+    """Write commands that came between the first and the last read of a layer's data."""
+    trace = trace[trace[:, 0] != 0]
+    first = GEOMETRY.groups_offset // GEOMETRY.lba_nbytes
+    stretch = GEOMETRY.layer_stride_nlb
+    data = trace[trace[:, 1] >= first]
+    layers = (data[:, 1] - np.uint64(first)) // np.uint64(stretch) % np.uint64(GEOMETRY.layers)
+    found = 0
+    for layer in range(GEOMETRY.layers):
+        reads = np.flatnonzero((data[:, 0] == OPCODE_READ) & (layers == layer))
+        assert reads.size > 1, "a layer has several commands"
+        found += int(np.count_nonzero(data[reads[0] : reads[-1], 0] == OPCODE_WRITE))
+    return found
+
+
+def interleaved(policy: Callable[[Limits], Any], rng: np.random.Generator) -> int:
+    """Of five loads whose layers are due, during puts, on a drive that answers once a millisecond."""
+    images = formatted()
+    controller = controller_of(images)
+    found = 0
+    limits = Limits(staged_pages=0, probe_us=1e15)  # the interference is known
+    schedule = Schedule(Linear(interference=4.0), limits, policy=policy)
+    with opened(
+        images, controller=controller, schedule=schedule, verify="off", window_nbytes=1 << 15
+    ) as store:
+        store.allocate_memory(24)
+        keys = some_keys(rng, 16)
+        store.put(keys, np.arange(16)).wait(10)
+        assert store.match(keys, pin="prefix") == 16
+        controller.set_faults(Faults(stall_from=1))
+        scheduler = store.scheduler
+        assert scheduler is not None
+        for number in range(5):
+            layers, loads = GEOMETRY.layers, (str(number),)
+            step = StepBegan(scheduler.now_ns(), Phase.PREFILL, layers, tokens=1, loads=loads)
+            scheduler.post(step)
+            trace = controller.trace(4096)
+            puts = [store.put(some_keys(rng, 4), np.arange(16, 20))]
+            ticket = store.load(keys[::2], np.arange(0, 16, 2), batch=str(number))
+            puts += [store.put(some_keys(rng, 4), np.arange(20, 24)) for _ in range(3)]
+            for _ in range(10_000):  # ends when all is done
+                if ticket.done and all(put.done for put in puts):
+                    break
+                controller.release()
+                time.sleep(0.001)
+            ticket.wait(10)
+            assert [put.wait(10).stored for put in puts] == [4] * 4
+            scheduler.post(StepEnded(scheduler.now_ns()))
+            found += writes_between_reads(trace)
+        controller.set_faults(None)
+        controller.release()
+    return found
+
+
+def test_no_write_is_issued_between_the_reads_of_a_due_layer(rng: np.random.Generator) -> None:
+    """Seen by the drive.  A policy that issues all at once shows that it would see them."""
+    assert interleaved(SlackPolicy, rng) == 0
+    assert interleaved(ImmediatePolicy, rng) > 0

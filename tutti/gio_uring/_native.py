@@ -43,6 +43,7 @@ _PROTOTYPES: native.Prototypes = {
     "gio_memory_controller_now_ns": (_U64, (_P,)),
     "gio_memory_controller_advance": (None, (_P, _U64)),
     "gio_memory_controller_limit": (None, (_P, _U64)),
+    "gio_memory_controller_trace": (None, (_P, _P, _U64)),
     # queue_pair.cpp
     "gio_qp_cid_acquire": (_U32, (_P,)),
     "gio_qp_cid_release": (None, (_P, _U32)),
@@ -65,6 +66,7 @@ _PROTOTYPES: native.Prototypes = {
     "gio_job_wait_released": (_I, (_P, _P, _U64)),
     "gio_job_open_gate": (None, (_P, _P)),
     "gio_job_cancel": (None, (_P, _P)),
+    "gio_job_grant": (_I, (_P, _P, _U32, _U32)),
     "gio_job_report": (None, (_P, _P)),
     "gio_job_free": (None, (_P,)),
     # ring_bench.cpp

@@ -11,6 +11,9 @@ import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
+import numpy as np
+import numpy.typing as npt
+
 from tutti.errors import ConfigError
 from tutti.gio_uring import _native
 from tutti.gio_uring.controller import NativeController
@@ -273,3 +276,12 @@ class MemoryController(NativeController):
         """Virtual time does not pass `limit_ns` by itself: what is due later stays in flight."""
         self._check_open()
         self._lib.gio_memory_controller_limit(self.handle, limit_ns)
+
+    def trace(self, commands: int) -> npt.NDArray[np.uint64]:
+        """(commands, 2), filled with opcode and first LBA of the next commands as they are issued,
+        in the order in which the controller fetches them; zeros where none came yet.
+        """
+        self._check_open()
+        self._trace = np.zeros((commands, 2), np.uint64)
+        self._lib.gio_memory_controller_trace(self.handle, self._trace.ctypes.data, commands)
+        return self._trace

@@ -65,6 +65,7 @@ _DESCRIPTORS_PER_LIST = LIST_NBYTES // 16
 _POLL_NS = 200_000_000
 _STOP_TIMEOUT_S = 5.0
 _ENDED = 2**64 - 1
+_REPORT = 1 << 63
 
 #: Memory of engines whose controller could not be reset: a device may still write there.
 _ORPHANS: list[object] = []
@@ -195,6 +196,7 @@ class Engine(Owned):
         due_ns: int = 0,
         interval_ns: int = 0,
         layer_ns: U64 | None = None,
+        held: bool = False,
     ) -> Job:
         """Moves slices between the medium and paged memory, all layers of ``memory`` in order.
 
@@ -211,6 +213,7 @@ class Engine(Owned):
         of all loads are issued in the order in which their layers are due.  layer_ns: uint64
         (layers,), filled with the times at which they were ready.  Both by CLOCK_MONOTONIC, or the
         virtual clock of a controller that has one.
+        held: layers are issued as `Job.grant` allows, or all of them after ``timeout_s``.
         Raises PoolClosed after ``close``, CapacityError without memory for the job.
         """
         slices_max = max(1, (self._descriptors_max - 1) // (len(memory.segment_nbytes) + 1))
@@ -236,6 +239,7 @@ class Engine(Owned):
         config.words, config.window = (0, 0) if words is None else (words.address, window)
         config.due_ns, config.interval_ns = due_ns, interval_ns
         config.layer_ns = 0 if layer_ns is None else layer_ns.ctypes.data
+        config.held = int(held)
         return self._submit(
             config,
             opcode,
@@ -374,6 +378,12 @@ class Engine(Owned):
             tag = int(lib.gio_engine_next(self.handle, _POLL_NS))  # a fork in a callback ends it
             if tag in (0, _ENDED):
                 ended = tag == _ENDED
+                continue
+            if tag & _REPORT:
+                with self._lock:
+                    reported = self._jobs.get(tag ^ _REPORT)
+                if isinstance(reported, Job):
+                    reported.report_ready()
                 continue
             with self._lock:
                 job = self._jobs.pop(tag)

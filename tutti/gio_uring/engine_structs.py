@@ -24,6 +24,7 @@ class JobConfig(ctypes.Structure):
         ("layer_ns", ctypes.c_uint64),
         ("due_ns", ctypes.c_uint64),
         ("interval_ns", ctypes.c_uint64),
+        ("held", ctypes.c_uint64),
     )
 
 

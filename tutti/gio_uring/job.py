@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from tutti.arrays import U32
 from tutti.callbacks import Guard
-from tutti.errors import Unsupported
+from tutti.errors import CapacityError, Unsupported
 from tutti.gio_uring import _native
 from tutti.gio_uring.engine_structs import JobReport
 from tutti.interrupts import in_pieces
@@ -42,6 +42,7 @@ class Job(Owned):
         self.tag = tag
         self.page_status: U32 = keep[0]
         self._callback: Callable[[Job], None] | None = None
+        self._on_ready: Callable[[], None] | None = None
         self._lock = threading.Lock()
         self._released = False
         # The engine holds this object until the job is released, so this runs after that only.
@@ -87,6 +88,26 @@ class Job(Owned):
         """Lets a gated job compare its digests."""
         _native.lib().gio_job_open_gate(self._engine.handle, self._handle)
 
+    @property
+    def layers_ready(self) -> int:
+        """Layers that have arrived, from the first on."""
+        return int(self.report().layers_ready)
+
+    def grant(self, layers: int, report_at: int, on_ready: Callable[[], None] | None) -> None:
+        """Lets the first ``layers`` layers of a held job be issued.
+
+        on_ready: called once ``report_at`` of them are ready, on the engine's own thread; a later
+        grant replaces it.  Raises CapacityError without memory for that.
+        """
+        self._on_ready = on_ready
+        result = _native.lib().gio_job_grant(self._engine.handle, self._handle, layers, report_at)
+        _native.check(result, "cannot grant layers of a load", "free memory", CapacityError)
+
+    def report_ready(self) -> None:
+        """The layers that a grant asked about are ready."""
+        if self._on_ready is not None:
+            self._engine.guard.call("a completion callback", self._on_ready)
+
     def cancel(self) -> None:
         """Issues nothing more of this job; what is in flight still ends by itself."""
         _native.lib().gio_job_cancel(self._engine.handle, self._handle)
@@ -105,5 +126,5 @@ class Job(Owned):
         with self._lock:
             self._released = True
             self._keep = ()
-            callback, self._callback = self._callback, None
+            callback, self._callback, self._on_ready = self._callback, None, None
             return callback

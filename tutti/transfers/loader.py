@@ -63,8 +63,12 @@ class Loader:
         """Gives the staging memory back; nothing may be in flight."""
         self._table.close()
 
-    def load(self, keys: Keys, pages: U32, memory: PagedMemory) -> LoadProgress:
-        """Starts a load; see ObjectStore.load."""
+    def load(
+        self, keys: Keys, pages: U32, memory: PagedMemory, *, held: bool = False
+    ) -> LoadProgress:
+        """Starts a load; see ObjectStore.load.  held: layers are read as ``LoadProgress.grant``
+        allows; for host memory.
+        """
         core = self._core
         with core.lock:
             core.begin()
@@ -79,7 +83,7 @@ class Loader:
             for mask, whole in self._partition(batch):
                 rows = np.flatnonzero(mask).astype(np.int64)
                 if rows.size:
-                    self._load_part(progress, batch, rows, whole, settle)
+                    self._load_part(progress, batch, rows, whole, settle, held=held)
         except BaseException:
             progress.cancel(core.config.timeout_s)
             raise
@@ -124,7 +128,14 @@ class Loader:
         )
 
     def _load_part(
-        self, progress: LoadProgress, batch: _Pages, rows: Slots, whole: bool, settle: _Settle
+        self,
+        progress: LoadProgress,
+        batch: _Pages,
+        rows: Slots,
+        whole: bool,
+        settle: _Settle,
+        *,
+        held: bool,
     ) -> None:
         core = self._core
         verify = bool(batch.verify[rows[0]])
@@ -146,6 +157,7 @@ class Loader:
                 digests=digests,
                 compare=verify,
                 gated=unknown.size > 0,
+                held=held,
                 priority=PRIORITY_LOAD,
                 timeout_s=core.config.timeout_s,
                 on_released=lambda _: settle.end_part(),

@@ -18,6 +18,7 @@ from tutti.arrays import U32, Rows
 from tutti.callbacks import Guard
 from tutti.checks import function, seconds, takes, whole
 from tutti.errors import DeviceTimeout, PageRangeError, PagesInUse, TuttiError
+from tutti.gio_uring.job import Job
 from tutti.gio_uring.nvme_spec import STATUS_INTERNAL_ERROR
 from tutti.gio_uring.status import error_status, status_error
 from tutti.histogram import Histogram
@@ -313,6 +314,16 @@ class LoadProgress(Owned):
             status[part.rows] = part.job.page_status
         return np.where(self.record_status == 0, status, self.record_status)
 
+    @property
+    def layers_ready(self) -> int:
+        """Layers of all pages that have arrived, from the first on; of a load in host memory."""
+        return min((_job(part).layers_ready for part in self.parts), default=self.layers)
+
+    def grant(self, layers: int, report_at: int, on_ready: Callable[[], None] | None) -> None:
+        """Lets so many layers of a held load be read; see Job.grant."""
+        for part in self.parts:
+            _job(part).grant(layers, report_at, on_ready)
+
     def wait_settled(self, timeout_s: float = 60.0) -> bool:
         """See LoadTicket."""
         deadline_s = time.monotonic() + timeout_s
@@ -352,6 +363,11 @@ class LoadProgress(Owned):
                     "before it is done or the pool is closed",
                     self.wait_settled,
                 )
+
+
+def _job(part: LoadPart) -> Job:
+    assert isinstance(part.job, Job), "a load in host memory"
+    return part.job
 
 
 def _listed(counts: Counter[str], none: str) -> str:

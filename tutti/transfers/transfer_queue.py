@@ -5,7 +5,10 @@ wait while the writer is at work, and are written together: decoding appends one
 many chains, and alone each would be a command per layer and a record.  As in Nagle's algorithm no
 clock decides: they go with the first batch that ends.
 
-A load is one launch, and ``load`` returns once it was started.
+The engine has a load from the beginning, and reads as many of its layers as the queue has granted;
+what has arrived is reported a few layers at a time.  Into GPU memory a load is one launch, and
+``load`` returns once it was started: a stream waits for loads in the order of their start, so one
+that is held would hold up what was granted behind it.
 """
 
 from __future__ import annotations
@@ -46,6 +49,9 @@ from tutti.transfers.writer import Writer
 #: A run of one layer that is at least this long is worth a command of its own.
 COMMAND_NBYTES = 256 << 10
 _LOOK_S = 0.5
+#: What was granted of a load is reported in so many steps.
+_REPORTS = 4
+_NEVER = 2**32 - 1
 
 
 @dataclass(eq=False)
@@ -66,11 +72,20 @@ class _Put:
     written: int = 0
 
 
-@dataclass
+@dataclass(eq=False)
 class _Load:
-    """A load on its way; ``due`` is set when it may start."""
+    """A load on its way, with its number of layers.
 
+    progress: of a held one; else None, and ``due`` is set when it may start.
+    granted, ready: layers that may be read, and that have arrived as far as the scheduler knows.
+    """
+
+    name: str
+    layers: int
+    progress: LoadProgress | None = None
     due: threading.Event = field(default_factory=threading.Event)
+    granted: int = 0
+    ready: int = 0
 
 
 class TransferQueue(Owned):
@@ -148,41 +163,60 @@ class TransferQueue(Owned):
     def load(
         self, keys: npt.NDArray[np.uint8], pages: Any, memory: PagedMemory, batch: str
     ) -> LoadProgress:
-        """Waits for its turn, behind writes and loads under way, and starts.
+        """Starts a load, whose layers are read in their turn; see ObjectStore.load."""
+        dispatcher = self.dispatcher
+        if dispatcher is None or not len(keys) or self._stopping:
+            return self._loader.load(keys, pages, memory)
+        load = _Load(self._new_name(), self._core.layers)
+        nbytes = self._core.geometry.slice_nbytes * len(keys)
+        if memory.path is None:
+            progress = load.progress = self._loader.load(keys, pages, memory, held=True)
+            try:
+                self._post_load(dispatcher, load, nbytes, 1, batch)
+            except BaseException:
+                progress.cancel(self._core.config.timeout_s)
+                raise
+            finally:
+                progress.on_settled(lambda: self._loaded(dispatcher, load))
+            return progress
+        try:
+            self._post_load(dispatcher, load, nbytes, load.layers, batch)
+            # A scheduler that is stuck costs time, not service.
+            load.due.wait(self._core.config.timeout_s)
+            progress = self._loader.load(keys, pages, memory)
+        except BaseException:
+            self._loaded(dispatcher, load)
+            raise
+        progress.on_settled(lambda: self._loaded(dispatcher, load))
+        return progress
 
-        See ObjectStore.load.
-        """
-        core, dispatcher = self._core, self.dispatcher
-        if dispatcher is None or not len(keys):
-            return self._loader.load(keys, pages, memory)
-        load = _Load()
+    def _post_load(
+        self, dispatcher: Dispatcher, load: _Load, layer_nbytes: int, unit_layers: int, batch: str
+    ) -> None:
         with self._lock:
-            name = "" if self._stopping else self._new_name()
-            if name:
-                self._loads[name] = load
-        if not name:
-            return self._loader.load(keys, pages, memory)
-        layers = core.layers
+            self._loads[load.name] = load
+            stopping = self._stopping
+        if stopping:
+            self._release_load(load)
+            return
         known = LoadKnown(
             dispatcher.now_ns(),
-            name,
-            layers=layers,
-            layer_nbytes=core.geometry.slice_nbytes * len(keys),
+            load.name,
+            layers=load.layers,
+            layer_nbytes=layer_nbytes,
             tokens=0,
             prefix_tokens=0,
-            unit_layers=layers,
+            unit_layers=unit_layers,
             batch=batch,
         )
         dispatcher.post(known)
-        try:
-            # A scheduler that is stuck costs time, not service.
-            load.due.wait(core.config.timeout_s)
-            progress = self._loader.load(keys, pages, memory)
-        except BaseException:
-            self._loaded(dispatcher, name, layers=0)
-            raise
-        progress.on_settled(lambda: self._loaded(dispatcher, name, layers))
-        return progress
+
+    def _release_load(self, load: _Load) -> None:
+        """It waits for no more decisions."""
+        load.granted = load.layers
+        load.due.set()
+        if load.progress is not None:
+            load.progress.grant(load.layers, _NEVER, None)
 
     def stop(self, timeout_s: float) -> None:
         """Starts what waits, and waits for it.  What comes from now on goes at once."""
@@ -196,7 +230,7 @@ class TransferQueue(Owned):
                 self._parts.append(self._part(put, rows, paced=False))
                 dispatcher.post(WriteGone(dispatcher.now_ns(), put.name, withdrawn=True))
         for load in loads:
-            load.due.set()
+            self._release_load(load)
         self._wake.release()
         with core.lock:
             core.changed.wait_for(lambda: not (self._puts or self._parts or self._held), timeout_s)
@@ -214,11 +248,34 @@ class TransferQueue(Owned):
             self.dispatcher.leave()
 
     def read(self, launch: Issue) -> None:
-        """See TransferIssuer: the thread that called ``load`` goes on."""
+        """See TransferIssuer."""
         with self._lock:
             load = self._loads.get(launch.name)
-        if load is not None:
+            if load is None or self._stopping:
+                return
+            load.granted = launch.first + launch.count
+        if load.progress is None:  # the thread that called ``load`` goes on
             load.due.set()
+        else:
+            self._grant(load, load.progress)
+
+    def _grant(self, load: _Load, progress: LoadProgress) -> None:
+        """Of a load that is granted whole the end alone is reported."""
+        report_at = _NEVER
+        if load.granted < load.layers:
+            report_at = load.ready + max(1, (load.granted - load.ready) // _REPORTS)
+        progress.grant(load.granted, report_at, partial(self._arrived, load, progress))
+
+    def _arrived(self, load: _Load, progress: LoadProgress) -> None:
+        dispatcher, ready = self.dispatcher, progress.layers_ready
+        with self._lock:
+            if dispatcher is None or ready <= load.ready:
+                return
+            load.ready = ready
+            dispatcher.add(LayersReady(dispatcher.now_ns(), load.name, ready))
+        if ready < load.granted:
+            self._grant(load, progress)
+        dispatcher.decide()
 
     def write(self, launch: Issue) -> None:
         """See TransferIssuer."""
@@ -362,13 +419,14 @@ class TransferQueue(Owned):
             put.progress.end_part()
             self._core.end()
 
-    def _loaded(self, dispatcher: Dispatcher, name: str, layers: int) -> None:
+    def _loaded(self, dispatcher: Dispatcher, load: _Load) -> None:
+        """A load has ended, or could not be started."""
         with self._lock:
-            del self._loads[name]
+            self._loads.pop(load.name, None)
         now_ns = dispatcher.now_ns()
-        if layers:
-            dispatcher.post(LayersReady(now_ns, name, layers))
-        dispatcher.post(LoadGone(now_ns, name))
+        if load.granted == load.layers:
+            dispatcher.add(LayersReady(now_ns, load.name, load.layers))
+        dispatcher.post(LoadGone(now_ns, load.name))
 
 
 def _kind(part: PutPart) -> tuple[int, ...]:

@@ -46,12 +46,14 @@ class Transfer(Protocol):
 class Options(TypedDict, total=False):
     """Options of a transfer; `Engine.submit` describes them.
 
+    held: in host memory alone.
     on_released: called with the transfer once the medium is done with it.
     """
 
     digests: U64 | None
     compare: bool
     gated: bool
+    held: bool
     priority: int
     timeout_s: float
     on_released: Callable[[Any], None] | None
