@@ -23,7 +23,7 @@ from tutti.bench.statistics import bootstrap_median, median, ratios
 from tutti.medium.layout import KVLayout
 from tutti.profiles.found import AUTO
 from tutti.scheduler.dispatcher import Schedule
-from tutti.scheduler.event import StepBegan, StepEnded
+from tutti.scheduler.event import LayerBegan, StepBegan, StepEnded
 from tutti.scheduler.request import Phase
 from tutti.store import ObjectStore
 from tutti.terminal import ProgressFactory
@@ -113,20 +113,22 @@ def run(directory: Path, rounds: int, progress: ProgressFactory) -> dict[str, An
         with _pool(Path(folder) / "profile.tutti", None) as store:
             profile = _measure(store, rng)
         waits: dict[str, list[float]] = {"none": [], "slack": []}
+        stored: dict[str, list[float]] = {"none": [], "slack": []}
         with (
             _pool(Path(folder) / "none.tutti", None) as none,
             _pool(Path(folder) / "slack.tutti", Schedule(profile)) as slack,
             progress("slack on a file", 2 * rounds) as bar,
         ):
-            pairs = [
-                (waits["none"], _Rounds(none, profile, rng)),
-                (waits["slack"], _Rounds(slack, profile, rng)),
-            ]
+            systems = {
+                "none": _Rounds(none, profile, rng),
+                "slack": _Rounds(slack, profile, rng),
+            }
             for number in range(rounds + _WARM):
-                for found, system in pairs:
-                    waited_s = system.round()
+                for name, system in systems.items():
+                    waited_s, stored_s = system.round()
                     if number >= _WARM:
-                        found.append(waited_s)
+                        waits[name].append(waited_s)
+                        stored[name].append(stored_s)
                         bar.advance(1)
             counters = slack.scheduler.counters() if slack.scheduler else {}
     ratio = bootstrap_median(ratios(waits["slack"], waits["none"])).to_dict()
@@ -135,6 +137,7 @@ def run(directory: Path, rounds: int, progress: ProgressFactory) -> dict[str, An
         "profile": vars(profile),
         "bubble_s": {name: median(found) for name, found in waits.items()},
         "slack / none": ratio,
+        "mean_stored_s": {name: sum(found) / len(found) for name, found in stored.items()},
         "counters": counters,
     }
 
@@ -164,25 +167,37 @@ class _Rounds:
         self._store = store
         self._profile = profile
         self._rng = rng
+        self._number = 0
         self._prefix = rng.integers(0, 256, (_LOADED, 16), np.uint8)
         store.put(self._prefix, np.arange(_LOADED)).wait(_WAIT_S)
 
-    def round(self) -> float:
-        """One prefill and its decode steps; seconds that layers waited for their loads."""
+    def round(self) -> tuple[float, float]:
+        """One prefill and its decode steps: seconds that layers waited for their loads, and from
+        the put of the pages that are to be stored to their end.
+        """
         store, scheduler = self._store, self._store.scheduler
+        self._number += 1
+        batch = str(self._number)
+        ended_s: list[float] = []
         stored = self._rng.integers(0, 256, (_STORED, 16), np.uint8)
+        put_s = time.perf_counter()
         put = store.put(stored, np.arange(_LOADED, _LOADED + _STORED))
+        put.on_done(lambda _: ended_s.append(time.perf_counter()))
         began_s = time.perf_counter()
         if scheduler is not None:
-            layers = _LAYOUT.layers
-            scheduler.post(StepBegan(scheduler.now_ns(), Phase.PREFILL, layers, tokens=1))
-        ticket = store.load(self._prefix, np.arange(_LOADED))
-        waited_s = time.perf_counter() - began_s
+            layers, loads = _LAYOUT.layers, (batch,)
+            scheduler.post(StepBegan(scheduler.now_ns(), Phase.PREFILL, layers, 1, loads=loads))
+        ticket = store.load(self._prefix, np.arange(_LOADED), batch=batch)
+        waited_s = 0.0
         for layer in range(_LAYOUT.layers):
-            began_s = time.perf_counter()
             ticket.wait_layer(layer, _WAIT_S)
-            waited_s += time.perf_counter() - began_s
+            layer_waited_s = time.perf_counter() - began_s
+            waited_s += layer_waited_s
+            if scheduler is not None:
+                waited_ns = round(layer_waited_s * 1e9)
+                scheduler.post(LayerBegan(scheduler.now_ns(), layer, waited_ns))
             time.sleep(self._profile.layer_s)
+            began_s = time.perf_counter()
         if scheduler is not None:
             scheduler.post(StepEnded(scheduler.now_ns()))
             scheduler.post(StepBegan(scheduler.now_ns(), Phase.DECODE, tokens=1))
@@ -190,7 +205,7 @@ class _Rounds:
         if scheduler is not None:
             scheduler.post(StepEnded(scheduler.now_ns()))
         put.wait(_WAIT_S)
-        return waited_s
+        return waited_s, ended_s[0] - put_s
 
 
 def _measure(store: ObjectStore, rng: np.random.Generator) -> FileProfile:
