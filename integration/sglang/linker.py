@@ -148,6 +148,7 @@ class TuttiLinker(Owned, adapter.UnifiedCacheLinker):
         self._lookups = Lookups(stored_pools, self._admission, self.ahead, self.error_log.add)
         self.backlog = Backlog(
             stored_pools,
+            schedule=stored_pools[0].store.config.schedule,
             locked_share=options["backlog_share"],
             timeout_s=self._timeout_s,
             breaker=self.writes,

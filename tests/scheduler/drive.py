@@ -52,7 +52,9 @@ def snapshot(state: State) -> State:
     found = copy.copy(state)
     entries = {id(one): copy.copy(one) for one in (*state.loads.values(), *state.writes.values())}
     for name, value in vars(state).items():
-        if isinstance(value, dict):
+        if name == "spaces":
+            found.spaces = {key: copy.copy(one) for key, one in value.items()}
+        elif isinstance(value, dict):
             setattr(found, name, {key: entries[id(one)] for key, one in value.items()})
         elif not isinstance(value, int | None):
             setattr(found, name, copy.copy(value))

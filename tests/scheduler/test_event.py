@@ -20,6 +20,7 @@ from tutti.scheduler.event import (
     LoadKnown,
     PagesCopied,
     PagesWritten,
+    SpaceKnown,
     StepBegan,
     StepEnded,
     Tick,
@@ -47,7 +48,10 @@ def events_of(
         st.builds(LoadGone, ns, name),
         st.builds(BatchJoined, ns, name, name),
         st.builds(LayersReady, ns, name, count),
-        st.builds(WriteKnown, ns, name, count, count, count, st.sampled_from(writing)),
+        st.builds(SpaceKnown, ns, name, count, count),
+        st.builds(
+            WriteKnown, ns, name, count, count, count, st.sampled_from(writing), name | st.just("")
+        ),
         st.builds(PagesWritten, ns, name, count),
         st.builds(WriteGone, ns, name),
         st.builds(PagesCopied, ns, name),
@@ -80,7 +84,11 @@ def makes_sense(state: State, event: events.Event) -> bool:
             return event.name not in {*loads, *writes} and min(numbers) > 0
         case WriteKnown():
             numbers = (event.pages, event.page_nbytes, event.unit_pages)
-            return event.name not in {*loads, *writes} and min(numbers) > 0
+            return (
+                event.space in state.spaces
+                and event.name not in {*loads, *writes}
+                and min(numbers) > 0
+            )
         case LoadGone():
             return event.name in loads
         case WriteGone():
@@ -125,10 +133,11 @@ def test_no_order_of_events_breaks_the_state(happened: list[events.Event]) -> No
 def check_sums(state: State) -> None:
     """What the state counts as it changes is what its loads and writes add up to."""
     loads, writes = state.loads.values(), state.writes.values()
-    held = [w for w in writes if w.kind is not Kind.MIGRATE]
-    assert state.engine_pages == sum(w.pages for w in held if w.place is PageLocation.SOURCE)
-    assert state.copying_pages == sum(w.pages for w in held if w.place is PageLocation.COPYING)
-    assert state.staged_pages == sum(w.pages for w in held if w.place is not PageLocation.SOURCE)
+    for name, space in state.spaces.items():
+        held = [w for w in writes if w.kind is not Kind.MIGRATE and w.space == name]
+        assert space.engine == sum(w.pages for w in held if w.place is PageLocation.SOURCE)
+        assert space.copying == sum(w.pages for w in held if w.place is PageLocation.COPYING)
+        assert space.staged == sum(w.pages for w in held if w.place is not PageLocation.SOURCE)
     ahead = [load for load in loads if not load.running]
     assert state.read_ahead_nbytes == sum(x.issued * x.layer_nbytes for x in ahead)
     waiting = [w for w in writes if w.kind is Kind.PUT]

@@ -100,6 +100,7 @@ def test_a_backlog_beyond_its_bound_is_copied_out_then_dropped(tmp_path: Path) -
         rig.wipe()  # the pages are free, and may change
         assert rig.linker.pop_completed_offload()
         assert rig.offload(names(9, "more"), range(9)), "the answer comes from the transfers alone"
+        wait_for(lambda: rig.linker.num_completed_offloads() == 1)
         assert not rig.linker.pop_completed_offload(), "more than staging holds"
         assert rig.linker.metrics.snapshot()["dropped_pages"] == 9
         wait_for(lambda: rig.lookup(names(6)) == 6)
@@ -359,7 +360,7 @@ def test_reset_and_close_leave_nothing(tmp_path: Path) -> None:
     rig.linker.start_layer_wise_loading()
     rig.offload(names(6, "late"), range(6))
     rig.linker.reset()  # a load and an offload under way
-    assert rig.stored_pool.loads.in_use == rig.stored_pool.stores.in_use == 0
+    wait_for(lambda: rig.stored_pool.loads.in_use == rig.stored_pool.stores.in_use == 0)
     assert rig.linker.backlog.locked == 0
     assert not rig.stored_pool.store._core.index.pins.any()
     rig.linker.close()

@@ -218,6 +218,7 @@ def test_a_backlog_beyond_its_bound_is_copied_out_then_dropped(
         rig.wipe()  # the pages are free, and may change
         assert rig.linker.pop_completed_offload()
         assert rig.offload(names(9, "more"), range(9))
+        wait_for(lambda: rig.linker.num_completed_offloads() == 1)
         assert not rig.linker.pop_completed_offload(), "more than staging holds"
         wait_for(lambda: rig.lookup(names(6)) == 6)
         assert rig.restore(names(6), range(20, 26))

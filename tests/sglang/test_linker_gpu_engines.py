@@ -211,7 +211,8 @@ def test_auto_chooses_by_tier_and_profile_and_gives_the_reason_once(
 def test_many_short_fragments_go_by_a_kernel_and_few_by_copy_engines(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with gpu_rig(tmp_path, monkeypatch, **WIDE) as rig:
+    # Without a profile a put is one issue, however slow the machine is now.
+    with gpu_rig(tmp_path, monkeypatch, **WIDE, profile="off") as rig:
         rig.fill(1)
         want = rig.content(range(48))
         assert rig.store(names(8), range(8))

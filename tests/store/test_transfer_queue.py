@@ -341,7 +341,7 @@ def writes_between_reads(trace: npt.NDArray[np.uint64]) -> int:
 
 
 def interleaved(policy: Callable[[Limits], Any], rng: np.random.Generator) -> int:
-    """Of five loads whose layers are due, during puts, on a drive that answers once a millisecond."""
+    """Of five loads whose layers are due, during puts, on a drive that answers slowly."""
     images = formatted()
     controller = controller_of(images)
     found = 0

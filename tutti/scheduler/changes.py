@@ -22,12 +22,14 @@ from tutti.scheduler.event import (
     LoadKnown,
     PagesCopied,
     PagesWritten,
+    SpaceKnown,
     StepBegan,
     StepEnded,
     Tick,
     WriteGone,
     WriteKnown,
 )
+from tutti.scheduler.pipes import begin, end, given_up, measured
 from tutti.scheduler.request import (
     BACKGROUND,
     Kind,
@@ -38,13 +40,7 @@ from tutti.scheduler.request import (
     Step,
     Write,
 )
-from tutti.scheduler.slack import ABSURD_NS
-from tutti.scheduler.state import NOTHING, Decision, Issue, Pipe, Policy, State
-
-#: Transfers are measured over so long at least, unless the device has nothing more to do.
-_MEASURED_NS = 5_000_000
-#: The interference is learnt where both directions were busy for this part of a measurement.
-_BOTH_SHARE = 0.5
+from tutti.scheduler.state import NOTHING, Decision, Issue, Policy, Space, State
 
 _Entry = TypeVar("_Entry", Load, Write)
 
@@ -114,15 +110,16 @@ def _drop(state: State, name: str) -> None:
 
 def _place(state: State, write: Write, place: PageLocation | None) -> None:
     """Moves a write from its place to another; None where it leaves."""
+    space = state.spaces[write.space]
     for at, pages in ((write.place, -write.pages), (place, write.pages)):
         if at is None or write.kind is Kind.MIGRATE:
             continue  # a migration needs no memory of the engine's
         if at is PageLocation.SOURCE:
-            state.engine_pages += pages
+            space.engine += pages
         else:
-            state.staged_pages += pages
+            space.staged += pages
         if at is PageLocation.COPYING:
-            state.copying_pages += pages
+            space.copying += pages
     if place is not None:
         write.place = place
         queue = _queue_of(state, write)
@@ -148,7 +145,7 @@ def _into_order(queue: dict[str, _Entry], entry: _Entry) -> None:
 
 def _issue_read(state: State, issue: Issue) -> None:
     load = state.loads[issue.name]
-    _begin(state, state.reading, state.writing, issue.count, issue.count * load.read_ns)
+    begin(state, state.reading, state.writing, issue.count, issue.count * load.read_ns)
     load.issued += issue.count
     if not load.running:
         state.read_ahead_nbytes += issue.count * load.layer_nbytes
@@ -162,7 +159,7 @@ def _issue_read(state: State, issue: Issue) -> None:
 def _issue_write(state: State, issue: Issue, forced: bool) -> int:
     write, totals = state.writes[issue.name], state.totals
     expected_ns = issue.count * write.write_ns
-    _begin(state, state.writing, state.reading, issue.count, expected_ns)
+    begin(state, state.writing, state.reading, issue.count, expected_ns)
     write.issued += issue.count
     if write.arrived_ns < state.now_ns:
         totals.deferred_pages += issue.count
@@ -173,85 +170,6 @@ def _issue_write(state: State, issue: Issue, forced: bool) -> int:
     if write.issued == write.pages:
         _queue_of(state, write).pop(write.name, None)
     return expected_ns
-
-
-def _begin(state: State, pipe: Pipe, other: Pipe, parts: int, expected_ns: int) -> None:
-    """Something is issued into a pipe."""
-    if not pipe.flying:
-        if other.flying:
-            state.both_since_ns = state.now_ns
-        pipe.since_ns = pipe.moved_ns = state.now_ns
-        pipe.done_ns, pipe.flying_ns = 0, 0
-        pipe.both_ns = state.both_ns
-    pipe.flying += parts
-    pipe.flying_ns += expected_ns
-
-
-def _end(state: State, kind: str, parts: int, base_ns: int) -> None:
-    """Parts of a direction have ended.  Measures all since the last measurement, once that is
-    enough.
-    """
-    pipe, other = state.reading, state.writing
-    if kind == "write":
-        pipe, other = other, pipe
-    now_ns = state.now_ns
-    _count_both(state, other)
-    pipe.flying -= parts
-    pipe.flying_ns -= base_ns
-    pipe.done_ns += base_ns
-    pipe.moved_ns = now_ns
-    took_ns = now_ns - pipe.since_ns
-    if pipe.flying and took_ns < _MEASURED_NS:
-        return
-    both_ns = state.both_ns - pipe.both_ns
-    if not both_ns:
-        _measured(state, kind, pipe.done_ns, took_ns)
-    elif both_ns >= _BOTH_SHARE * took_ns:
-        _interference_measured(state, kind, pipe.done_ns, took_ns, both_ns)
-    pipe.since_ns, pipe.done_ns, pipe.both_ns = now_ns, 0, state.both_ns
-
-
-def _count_both(state: State, other: Pipe) -> None:
-    """Both directions were busy until now, if the other one is."""
-    if other.flying:
-        state.both_ns += state.now_ns - state.both_since_ns
-        state.both_since_ns = state.now_ns
-
-
-def _interference_measured(
-    state: State, kind: str, base_ns: int, took_ns: int, both_ns: int
-) -> None:
-    """The rest was moved during transfers in the other direction."""
-    estimates = state.estimates
-    beside_ns = base_ns * getattr(estimates, kind).factor - (took_ns - both_ns)
-    if beside_ns > 0 and took_ns < ABSURD_NS:
-        expected_ns = round(beside_ns * estimates.base_interference)
-        estimates.both.measured(expected_ns, both_ns)
-        state.both_measured_ns = state.now_ns
-
-
-def _given_up(state: State, pipe: Pipe, other: Pipe, parts: int, base_ns: int) -> None:
-    """Parts that were issued will not be reported: nothing is learnt from what flies with them."""
-    if not parts:
-        return
-    _count_both(state, other)
-    pipe.flying -= parts
-    pipe.flying_ns -= base_ns
-    pipe.since_ns = pipe.moved_ns = state.now_ns
-    pipe.done_ns, pipe.both_ns = 0, state.both_ns
-
-
-def _measured(state: State, kind: str, base_ns: int, measured_ns: int) -> None:
-    """base_ns: by the profile alone."""
-    correction, totals = getattr(state.estimates, kind), state.totals
-    expected_ns = round(base_ns * correction.factor)
-    if not 0 < measured_ns < ABSURD_NS:
-        totals.ignored += 1
-        return
-    totals.error_ns += abs(measured_ns - expected_ns)
-    totals.expected_ns += expected_ns
-    totals.measurements += 1
-    correction.measured(base_ns, measured_ns)
 
 
 def _load_known(state: State, event: LoadKnown) -> None:
@@ -295,7 +213,7 @@ def _load_gone(state: State, event: LoadGone) -> None:
 
 def _forget_load(state: State, load: Load) -> None:
     flying = load.issued - load.ready
-    _given_up(state, state.reading, state.writing, flying, flying * load.read_ns)
+    given_up(state, state.reading, state.writing, flying, flying * load.read_ns)
     del state.loads[load.name]
     if load.running:
         state.running.pop(load.name, None)
@@ -336,13 +254,19 @@ def _layers_ready(state: State, event: LayersReady) -> None:
     layers = event.layers - load.ready
     load.ready = event.layers
     state.totals.read_nbytes += layers * load.layer_nbytes
-    _end(state, "read", layers, layers * load.read_ns)
+    end(state, "read", layers, layers * load.read_ns)
     if load.ready == load.layers and load.running:
         state.running.pop(load.name, None)
 
 
+def _space_known(state: State, event: SpaceKnown) -> None:
+    space = state.spaces.setdefault(event.name, Space())
+    space.locked_max, space.staged_max = event.locked_pages, event.staged_pages
+
+
 def _write_known(state: State, event: WriteKnown) -> None:
     bad = event.pages < 1 or event.page_nbytes < 1 or event.unit_pages < 1
+    bad = bad or event.space not in state.spaces
     if bad or event.name in state.writes or event.name in state.loads:
         state.totals.ignored += 1
         return
@@ -355,10 +279,11 @@ def _write_known(state: State, event: WriteKnown) -> None:
         event.unit_pages,
         event.kind,
         state.estimates.write_base_ns(event.page_nbytes),
+        event.space,
     )
     state.numbers += 1
     if write.kind is not Kind.MIGRATE:
-        state.engine_pages += write.pages
+        state.spaces[write.space].engine += write.pages
     _queue_of(state, write)[event.name] = write
     if write.kind not in BACKGROUND:
         state.waiting_pages += write.pages
@@ -376,7 +301,7 @@ def _pages_written(state: State, event: PagesWritten) -> None:
         failed = min(event.failed, pages)
         state.totals.written_pages -= failed
         state.totals.failed_pages += failed
-    _end(state, "write", pages, pages * write.write_ns)
+    end(state, "write", pages, pages * write.write_ns)
     if write.written == write.pages:
         _forget_write(state, write)
 
@@ -393,7 +318,7 @@ def _write_gone(state: State, event: WriteGone) -> None:
 
 def _forget_write(state: State, write: Write) -> None:
     flying = write.issued - write.written
-    _given_up(state, state.writing, state.reading, flying, flying * write.write_ns)
+    given_up(state, state.writing, state.reading, flying, flying * write.write_ns)
     del state.writes[write.name]
     _queue_of(state, write).pop(write.name, None)
     if write.kind not in BACKGROUND:
@@ -469,13 +394,13 @@ def _layer_began(state: State, event: LayerBegan) -> None:
 def _layers_computed(state: State, layers: int, waited_ns: int) -> None:
     """So many layers of the step were computed since the last report."""
     measured_ns = state.now_ns - state.step.layer_ns - waited_ns
-    _measured(state, "layer", layers * state.step.expected_ns, measured_ns)
+    measured(state, "layer", layers * state.step.expected_ns, measured_ns)
 
 
 def _step_ended(state: State, event: StepEnded) -> None:
     step = state.step
     if step.phase is Phase.DECODE:
-        _measured(state, "decode", step.expected_ns, state.now_ns - step.began_ns)
+        measured(state, "decode", step.expected_ns, state.now_ns - step.began_ns)
     elif step.phase is Phase.PREFILL and step.layer:
         # Without reports of layers the waiting within the step is not known.
         _layers_computed(state, step.layers - step.layer, 0)
@@ -491,6 +416,7 @@ _APPLY: dict[type[Any], Callable[[State, Any], None]] = {
     LoadGone: _load_gone,
     BatchJoined: _batch_joined,
     LayersReady: _layers_ready,
+    SpaceKnown: _space_known,
     WriteKnown: _write_known,
     PagesWritten: _pages_written,
     WriteGone: _write_gone,

@@ -83,6 +83,7 @@ class Schedule:
     policy: by default SlackPolicy.  source: where the profile came from, for `stats`.
     media: numbers of the devices that have the pool, where they are known.  Pools on the same media
     share one queue, which goes by the schedule of the first; others share it by their Schedule.
+    puts: whether the queue decides on puts of the pool; else they were decided on before.
     """
 
     profile: Profile
@@ -91,6 +92,7 @@ class Schedule:
     record: DecisionHook | None = None
     source: str = GIVEN
     media: tuple[int, ...] = ()
+    puts: bool = True
 
     def __post_init__(self) -> None:
         if self.limits.staged_pages:
@@ -289,7 +291,7 @@ class Dispatcher(Owned):
         """Without the profile and the policy; an event that still raises changes nothing."""
         try:
             state = self._scheduler.state
-            state.estimates = Estimates(_Unknown())
+            state.estimates = Estimates(Unknown())
             self._scheduler.policy = ImmediatePolicy(self._limits)
             return self._scheduler.take(event)
         except BaseException as error:
@@ -331,7 +333,7 @@ class Dispatcher(Owned):
                 self._sleeps_until_ns = 0
 
 
-class _Unknown:
+class Unknown:
     """The profile without a measurement: everything takes no time."""
 
     interference = 1.0

@@ -65,6 +65,16 @@ class LayersReady:
 
 
 @dataclass(slots=True)
+class SpaceKnown:
+    """Writes of this space may lock so many pages, and have so many pages of staging."""
+
+    at_ns: int
+    name: str
+    locked_pages: int
+    staged_pages: int
+
+
+@dataclass(slots=True)
 class WriteKnown:
     """Pages are to be stored; see Write."""
 
@@ -74,6 +84,7 @@ class WriteKnown:
     page_nbytes: int
     unit_pages: int = 1
     kind: Kind = Kind.PUT
+    space: str = ""
 
 
 @dataclass(slots=True)
@@ -144,6 +155,7 @@ Event = (
     | LoadGone
     | BatchJoined
     | LayersReady
+    | SpaceKnown
     | WriteKnown
     | PagesWritten
     | WriteGone
@@ -161,6 +173,7 @@ _KINDS: dict[str, type[Any]] = {
         LoadGone,
         BatchJoined,
         LayersReady,
+        SpaceKnown,
         WriteKnown,
         PagesWritten,
         WriteGone,

@@ -101,7 +101,7 @@ class SlackPolicy:
         """See Policy."""
         copy_outs: tuple[str, ...] = ()
         drops: tuple[str, ...] = ()
-        if state.engine_pages > self.limits.locked_pages:
+        if state.writes:
             copy_outs, drops = overflow(state, self.limits)
         if state.unread:
             drops += self._stale(state)
@@ -436,38 +436,48 @@ def writes_for(
 
 
 def overflow(state: State, limits: Limits) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """(copy_outs, drops) that keep locked pages within bounds.
+    """(copy_outs, drops) that keep the locked pages of every space within its bounds.
 
     Replicas are dropped first.  Then puts are copied, and dropped only where copies do not help;
     the newest first.  Only what was not issued at all can go.  Pages that are being copied count
     as gone.
     """
-    if state.engine_pages <= limits.locked_pages:
-        return (), ()
-    excess, staged = state.engine_pages - limits.locked_pages, state.staged_pages
     copy_outs: list[str] = []
     drops: list[str] = []
-    newest = [
-        write
-        for write in reversed(state.writes.values())
-        if write.place is PageLocation.SOURCE
-        and not write.issued
-        and write.kind is not Kind.MIGRATE
-    ]
+    for name, space in state.spaces.items():
+        locked = limits.locked_pages if space.locked_max is None else space.locked_max
+        if space.engine <= locked:
+            continue
+        staged = limits.staged_pages if space.staged_max is None else space.staged_max
+        newest = [
+            write
+            for write in reversed(state.writes.values())
+            if write.space == name
+            and write.place is PageLocation.SOURCE
+            and not write.issued
+            and write.kind is not Kind.MIGRATE
+        ]
+        _overflow(newest, space.engine - locked, staged - space.staged, copy_outs, drops)
+    return tuple(copy_outs), tuple(drops)
+
+
+def _overflow(
+    newest: list[Write], excess: int, room: int, copy_outs: list[str], drops: list[str]
+) -> None:
+    """Of one space, which has ``excess`` pages too many and ``room`` in staging."""
     for write in newest:
         if excess > 0 and write.kind is Kind.REPLICATE:
             excess -= write.pages
             drops.append(write.name)
     for write in newest:
-        if excess > 0 and write.kind is Kind.PUT and staged + write.pages <= limits.staged_pages:
+        if excess > 0 and write.kind is Kind.PUT and write.pages <= room:
             excess -= write.pages
-            staged += write.pages
+            room -= write.pages
             copy_outs.append(write.name)
     for write in newest:
         if excess > 0 and write.name not in drops and write.name not in copy_outs:
             excess -= write.pages
             drops.append(write.name)
-    return tuple(copy_outs), tuple(drops)
 
 
 def step_end_ns(state: State) -> float:

@@ -136,7 +136,7 @@ class Write:
     """Pages to store.  unit_pages: an issue is a multiple of it, or the rest.
 
     number: order of arrival.  issued, written: pages issued and stored, from 0 on.
-    write_ns: of one page, by the profile.
+    write_ns: of one page, by the profile.  space: whose memory has the pages; see Space.
     """
 
     name: str
@@ -147,6 +147,7 @@ class Write:
     unit_pages: int
     kind: Kind
     write_ns: int
+    space: str = ""
     issued: int = 0
     written: int = 0
     place: PageLocation = PageLocation.SOURCE

@@ -103,6 +103,21 @@ class Pipe:
         return max(0, round(self.flying_ns * factor) - (now_ns - self.moved_ns))
 
 
+@dataclass(slots=True)
+class Space:
+    """Memory whose pages are stored: a pool of the engine's, or all that no one has named.
+
+    locked_max, staged_max: its limits; None for those of the policy.
+    engine, copying, staged: as State has them for all spaces.
+    """
+
+    locked_max: int | None = None
+    staged_max: int | None = None
+    engine: int = 0
+    copying: int = 0
+    staged: int = 0
+
+
 class State:
     """Everything that a decision may depend on.  Dictionaries are in order of arrival.
 
@@ -111,8 +126,9 @@ class State:
     of those that are, by the profile.  unwritten: writes that may be issued.  background: both, of
     background kinds.
     waiting_pages: of all writes but those of background kinds, not issued.
-    engine_pages: not copied.  copying_pages: on their way to staging.  staged_pages: of staging in
-    use, those on their way included.  read_ahead_nbytes: issued for steps that did not begin.
+    spaces: by name, with pages that were not copied (engine), that are on their way to staging
+    (copying), and of staging in use, those on their way included (staged).
+    read_ahead_nbytes: issued for steps that did not begin.
     both_ns: how long both directions were busy, up to ``both_since_ns``.
     """
 
@@ -130,7 +146,7 @@ class State:
         self.background_reads: dict[str, Load] = {}
         self.background_writes: dict[str, Write] = {}
         self.waiting_pages = 0
-        self.engine_pages = self.copying_pages = self.staged_pages = 0
+        self.spaces = {"": Space()}
         self.read_ahead_nbytes = 0
         self.reading, self.writing = Pipe(), Pipe()
         self.both_ns = self.both_since_ns = 0
@@ -140,6 +156,16 @@ class State:
         self.totals = Totals()
 
     @property
+    def engine_pages(self) -> int:
+        """Pages that were not copied, of all spaces."""
+        return sum(space.engine for space in self.spaces.values())
+
+    @property
+    def staged_pages(self) -> int:
+        """Pages of staging in use."""
+        return sum(space.staged for space in self.spaces.values())
+
+    @property
     def locked_pages(self) -> int:
         """Pages that the engine cannot reuse."""
-        return self.engine_pages + self.copying_pages
+        return sum(space.engine + space.copying for space in self.spaces.values())

@@ -122,7 +122,7 @@ class TransferQueue(Owned):
         writer.batch_ended = self._batch_ended
         start_thread(self._starter)
         if schedule is not None:
-            self._most = schedule.limits.locked_pages
+            self._most = schedule.limits.locked_pages if schedule.puts else 0
             self.dispatcher = Dispatcher.join(schedule, core.guard)
             self._prefix = self.dispatcher.attach(self)
 

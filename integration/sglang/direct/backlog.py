@@ -1,11 +1,12 @@
 """Offloads on their way to the store: bounded, and completed strictly in order.
 
 Pages wait where the engine has them, locked, up to a bound; beyond it they are copied to staging,
-and beyond that they are dropped and counted.
+and beyond that they are dropped and counted.  The queue of the pools decides which, and when.
 """
 
 from __future__ import annotations
 
+import itertools
 import queue
 import threading
 import time
@@ -18,13 +19,18 @@ import numpy.typing as npt
 import torch
 
 from tutti.arrays import Keys
-from tutti.errors import TuttiError
+from tutti.callbacks import Guard
+from tutti.errors import DeviceTimeout, TuttiError
 from tutti.integration.sglang.breaker import Breaker
 from tutti.integration.sglang.direct.kv_pools import Pages
 from tutti.integration.sglang.direct.staging_copy import Fence
 from tutti.integration.sglang.direct.stored_pool import StoredPool
 from tutti.integration.sglang.metrics import STORE
 from tutti.process import Owned
+from tutti.scheduler.baselines import ImmediatePolicy
+from tutti.scheduler.dispatcher import Dispatcher, Schedule, Unknown
+from tutti.scheduler.event import PagesCopied, PagesWritten, SpaceKnown, WriteGone, WriteKnown
+from tutti.scheduler.state import Issue
 from tutti.transfers.tickets import Outcome, PutTicket
 
 _CHAINS = 512
@@ -75,14 +81,17 @@ _IDLE_S = 60.0
 class Part:
     """Pages of one pool: keys (n, 16), and the slots of n pages.
 
-    staged: where they are in staging; None while they hold the engine's pages.
+    numbers: the pages, once known.  staged: where they are in staging; None while they hold the
+    engine's pages.  ended: pages that were stored, or will never be.
     """
 
     stored_pool: StoredPool
     keys: Keys
     slots: torch.Tensor
+    numbers: Pages | None = None
     staged: Pages | None = None
-    started_s: float = 0.0
+    ended: int = 0
+    good: bool = True
 
     @property
     def pages(self) -> int:
@@ -99,7 +108,6 @@ class Offload:
     kept: the answer to SGLang; None while it waits.
     """
 
-    parts: Sequence[Part]
     fence: Fence
     waits: int
     good: bool = True
@@ -109,6 +117,9 @@ class Offload:
 class Backlog(Owned):
     """Offloads under way.  ``add`` never waits for the medium, nor for the engine's device.
 
+    It carries out what the queue decides on its writes; see scheduler.dispatcher.TransferIssuer.
+
+    schedule: of the queue that the pools share; None issues writes at once, within the limits.
     locked_share: of each pool's pages that may wait for the medium where they are.
     chains: what precedes a page.
     """
@@ -117,23 +128,32 @@ class Backlog(Owned):
         self,
         stored_pools: Sequence[StoredPool],
         *,
+        schedule: Schedule | None,
         locked_share: float,
         timeout_s: float,
         breaker: Breaker,
         chains: Chains,
         log_error: Callable[[str, object], None],
     ) -> None:
-        self._locked = {stored_pool.name: 0 for stored_pool in stored_pools}
-        self._locked_max = {s.name: int(s.engine.pages * locked_share) for s in stored_pools}
         self._timeout_s = timeout_s
         self._breaker = breaker
         self._chains = chains
         self._log_error = log_error
         self._changed = threading.Condition()
         self._order: deque[Offload] = deque()
-        self._active = 0  # parts that are not over
-        self._copies: queue.Queue[Offload | None] = queue.Queue()
-        self._puts: queue.Queue[tuple[Offload, Part] | None] = queue.Queue()
+        self._parts: dict[str, tuple[Offload, Part]] = {}  # that are not over, by name
+        self._numbers = itertools.count(1)
+        self._locked = 0
+        self._copies: queue.Queue[str | None] = queue.Queue()
+        self._puts: queue.Queue[Issue | None] = queue.Queue()
+        self._queue = Dispatcher.join(schedule or _at_once(), Guard())
+        self._prefix = self._queue.attach(self)
+        for stored_pool in stored_pools:
+            # Pages that the medium cannot reach are copied out in any case.
+            most = 0 if stored_pool.memory is None else int(stored_pool.engine.pages * locked_share)
+            space = self._prefix + stored_pool.name
+            now_ns = self._queue.now_ns()
+            self._queue.post(SpaceKnown(now_ns, space, most, stored_pool.stores.pages))
         self._threads = [
             threading.Thread(target=self._run_copies, name="tutti-copy-out", daemon=True),
             threading.Thread(target=self._run_puts, name="tutti-offload", daemon=True),
@@ -145,31 +165,34 @@ class Backlog(Owned):
     def locked(self) -> int:
         """Engine pages that the medium may read, or that wait to be copied out."""
         with self._changed:
-            return sum(self._locked.values())
+            return self._locked
 
     @property
     def active(self) -> int:
         """Parts of offloads that are not over."""
         with self._changed:
-            return self._active
+            return len(self._parts)
 
     def add(self, parts: Sequence[Part], fence: Fence) -> None:
         """Takes one offload, whose pages may be read when ``fence`` has passed."""
-        offload = Offload(parts, fence, waits=len(parts))
+        offload = Offload(fence, waits=len(parts))
         accepted = self._breaker.closed or self._breaker.take_probe()
+        names = [f"{self._prefix}{next(self._numbers)}" for _ in parts]
         with self._changed:
             self._order.append(offload)
-            if not (accepted and self._place(parts)):
+            if not accepted:
                 offload.kept = False
                 for part in parts:
                     part.stored_pool.metrics.count("dropped_pages", part.pages)
                 return
-            self._active += len(parts)
-        for part in parts:
-            if part.staged is None:
-                self._puts.put((offload, part))
-        if any(part.staged is not None for part in parts):
-            self._copies.put(offload)
+            for name, part in zip(names, parts, strict=True):
+                self._parts[name] = offload, part
+                self._locked += part.pages
+        for name, part in zip(names, parts, strict=True):
+            now_ns, space = self._queue.now_ns(), self._prefix + part.stored_pool.name
+            nbytes = part.stored_pool.page_nbytes
+            self._queue.add(WriteKnown(now_ns, name, part.pages, nbytes, space=space))
+        self._queue.decide()
 
     def completed(self) -> int:
         """How many offloads, from the oldest on, are complete."""
@@ -189,113 +212,123 @@ class Backlog(Owned):
     def wait_quiet(self, timeout_s: float) -> bool:
         """Waits until all is over; whether it is."""
         with self._changed:
-            return self._changed.wait_for(lambda: self._active == 0, timeout_s)
+            return self._changed.wait_for(lambda: not self._parts, timeout_s)
 
     def reset(self, timeout_s: float) -> bool:
         """Waits for what is under way and forgets completions; whether no engine page is in use."""
         self.wait_quiet(timeout_s)
         with self._changed:
             self._order.clear()
-            return not any(self._locked.values())
+            return not self._locked
 
     def close(self, timeout_s: float) -> None:
-        """Ends the threads."""
+        """Ends the threads, and leaves the queue."""
         self._copies.put(None)
         self._puts.put(None)
         for thread in self._threads:
             thread.join(timeout_s)
+        self._queue.detach(self._prefix)
+        self._queue.leave()
 
-    def _place(self, parts: Sequence[Part]) -> bool:
-        """Locks the engine's pages, or finds staging, for every part; False when that fails."""
-        for part in parts:
-            stored_pool, name = part.stored_pool, part.stored_pool.name
-            room = self._locked_max[name] - self._locked[name]
-            if stored_pool.memory is None or part.pages > room:
-                part.staged = stored_pool.stores.allocate(part.pages)
-                if part.staged is None:
-                    self._unplace(parts, part)
-                    return False
-            self._locked[name] += part.pages
-        return True
+    def read(self, launch: Issue) -> None:
+        """See TransferIssuer.  A backlog has no loads."""
+        raise NotImplementedError("a backlog announces no loads")
 
-    def _unplace(self, parts: Sequence[Part], failed: Part) -> None:
-        for part in parts:
-            if part is failed:
-                return
-            self._locked[part.stored_pool.name] -= part.pages
-            if part.staged is not None:
-                part.stored_pool.stores.release(part.staged)
+    def write(self, launch: Issue) -> None:
+        """See TransferIssuer."""
+        self._puts.put(launch)
+
+    def copy_out(self, name: str) -> None:
+        """See TransferIssuer: the engine may have its pages back then."""
+        self._copies.put(name)
+
+    def drop(self, name: str) -> None:
+        """See TransferIssuer."""
+        offload, part = self._parts[name]
+        part.stored_pool.metrics.count("dropped_pages", part.pages)
+        part.good = False
+        self._end(name, offload, part)
 
     def _run_copies(self) -> None:
         ended = False
         while not ended:
             try:
-                offload = self._copies.get(timeout=_IDLE_S)
+                name = self._copies.get(timeout=_IDLE_S)
             except queue.Empty:
                 continue
-            ended = offload is None  # the end mark of close()
-            if offload is None:
-                continue
-            for part in offload.parts:
-                if part.staged is not None:
-                    self._copy(offload, part, part.staged)
+            ended = name is None  # the end mark of close()
+            if name is not None:
+                self._copy(name, *self._parts[name])
 
-    def _copy(self, offload: Offload, part: Part, staged: Pages) -> None:
+    def _copy(self, name: str, offload: Offload, part: Part) -> None:
         """Copies a part out, so that the engine may have its pages back."""
+        staged: Pages | None = None
         try:
             pages = self._pages(offload, part)
-        except Exception as error:
-            self._log_error(f"offload: {type(error).__name__}", error)
-            self._let_go(offload, part, good=False)
-            self._over(part)
-            return
-        try:
+            staged = part.stored_pool.stores.allocate(part.pages)
+            if staged is None:  # a GPU that did not copy still has some
+                raise DeviceTimeout("the staging of earlier stores is still in use")
             part.stored_pool.copy_out(pages, staged, self._timeout_s)
         except Exception as error:
             self._log_error(f"offload: {type(error).__name__}", error)
-            if part.stored_pool.gpu is None:
-                self._let_go(offload, part, good=False)
-                self._over(part)
-            # A GPU may still read the pages and write the staging: they are never released.
+            self._queue.post(WriteGone(self._queue.now_ns(), name))
+            if staged is not None and part.stored_pool.gpu is not None:
+                # The GPU may still read the pages and write the staging: they are never released.
+                with self._changed:
+                    self._parts.pop(name)
+                    self._changed.notify_all()
+                return
+            if staged is not None:
+                part.stored_pool.stores.release(staged)
+            part.good = False
+            self._end(name, offload, part)
             return
-        self._let_go(offload, part, good=True)
-        self._puts.put((offload, part))
+        self._let_go(offload, part)
+        part.staged = staged
+        self._queue.post(PagesCopied(self._queue.now_ns(), name))
 
     def _pages(self, offload: Offload, part: Part) -> Pages:
-        offload.fence.wait(time.monotonic() + self._timeout_s)
-        return part.stored_pool.page_numbers(part.slots, part.pages)
+        if part.numbers is None:
+            offload.fence.wait(time.monotonic() + self._timeout_s)
+            part.numbers = part.stored_pool.page_numbers(part.slots, part.pages)
+        return part.numbers
 
     def _run_puts(self) -> None:
         ended = False
         while not ended:
             try:
-                work = self._puts.get(timeout=_IDLE_S)
+                launch = self._puts.get(timeout=_IDLE_S)
             except queue.Empty:
                 continue
-            ended = work is None  # the end mark of close()
-            if work is not None:
-                self._put(*work)
+            ended = launch is None  # the end mark of close()
+            if launch is not None:
+                self._put(launch, *self._parts[launch.name])
 
-    def _put(self, offload: Offload, part: Part) -> None:
+    def _put(self, launch: Issue, offload: Offload, part: Part) -> None:
         stored_pool, staged = part.stored_pool, part.staged
+        first, end = launch.first, launch.first + launch.count
+        began_s = time.monotonic()
         try:
             pool = stored_pool.memory if staged is None else stored_pool.stores.pool
             pages = self._pages(offload, part) if staged is None else staged
             parent, depth = self._chains.before(part.keys[0].tobytes())
-            part.started_s = time.monotonic()
+            if first:
+                parent, depth = part.keys[first - 1].tobytes(), depth + first
             ticket = stored_pool.store.put(
-                part.keys, pages, memory=pool, parent=parent, depth=depth
+                part.keys[first:end], pages[first:end], memory=pool, parent=parent, depth=depth
             )
         except Exception as error:
             # The thread must live; what was not stored is a miss.
             self._log_error(f"offload: {type(error).__name__}", error)
             if isinstance(error, TuttiError):
                 self._breaker.failure()
-            self._done_with(offload, part, good=False)
+            self._stored(launch, offload, part, launch.count)
         else:
-            ticket.on_done(lambda done: self._done(offload, part, done))
+            ticket.on_done(lambda done: self._done(launch, offload, part, done, began_s))
 
-    def _done(self, offload: Offload, part: Part, ticket: PutTicket) -> None:
+    def _done(
+        self, launch: Issue, offload: Offload, part: Part, ticket: PutTicket, began_s: float
+    ) -> None:
         counts = np.bincount(ticket.outcome, minlength=len(Outcome))
         failed, dropped = int(counts[Outcome.FAILED]), int(counts[Outcome.DROPPED])
         stored = int(counts[Outcome.STORED])
@@ -304,12 +337,12 @@ class Backlog(Owned):
         metrics.count("failed_pages", failed, STORE)
         if stored:
             nbytes = stored * part.stored_pool.page_nbytes
-            metrics.moved(STORE, stored, nbytes, time.monotonic() - part.started_s)
+            metrics.moved(STORE, stored, nbytes, time.monotonic() - began_s)
             self._breaker.success()
         if failed:
             self._breaker.failure()
             self._report(ticket)
-        self._done_with(offload, part, good=not (failed or dropped))
+        self._stored(launch, offload, part, failed + dropped)
 
     def _report(self, ticket: PutTicket) -> None:
         try:
@@ -317,24 +350,36 @@ class Backlog(Owned):
         except TuttiError as error:
             self._log_error(f"offload: {type(error).__name__}", error)
 
-    def _done_with(self, offload: Offload, part: Part, *, good: bool) -> None:
-        """The medium does not read the part's pages any more."""
-        if part.staged is None:
-            self._let_go(offload, part, good=good)
-        self._over(part)
+    def _stored(self, launch: Issue, offload: Offload, part: Part, lost: int) -> None:
+        """The medium does not read these pages any more; so many of them were not stored."""
+        with self._changed:
+            part.good = part.good and not lost
+            part.ended += launch.count
+            ended = part.ended
+        if ended == part.pages:
+            self._end(launch.name, offload, part)
+        self._queue.post(PagesWritten(self._queue.now_ns(), launch.name, ended, lost))
 
-    def _let_go(self, offload: Offload, part: Part, *, good: bool) -> None:
+    def _end(self, name: str, offload: Offload, part: Part) -> None:
+        """A part is over: stored, dropped, or not to be had."""
+        if part.staged is None:
+            self._let_go(offload, part)
+        else:
+            part.stored_pool.stores.release(part.staged)
+        with self._changed:
+            self._parts.pop(name)
+            self._changed.notify_all()
+
+    def _let_go(self, offload: Offload, part: Part) -> None:
         """The engine's pages of a part are not needed any more."""
         with self._changed:
-            self._locked[part.stored_pool.name] -= part.pages
-            offload.good &= good
+            self._locked -= part.pages
+            offload.good &= part.good
             offload.waits -= 1
             if not offload.waits:
                 offload.kept = offload.good
 
-    def _over(self, part: Part) -> None:
-        if part.staged is not None:
-            part.stored_pool.stores.release(part.staged)
-        with self._changed:
-            self._active -= 1
-            self._changed.notify_all()
+
+def _at_once() -> Schedule:
+    """For pools without a schedule: the limits hold, and nothing else is waited for."""
+    return Schedule(Unknown(), policy=ImmediatePolicy)

@@ -108,7 +108,7 @@ def _schedule(
 ) -> Schedule | None:
     """One for all pools, so that they share a queue: writes yield to the reads of any of them.
 
-    The backlog bounds what waits, so the scheduler drops nothing.
+    The backlog asks it for every write, and names the limits of each pool.
     """
     if profile is None:
         return None
@@ -117,7 +117,7 @@ def _schedule(
         for pool in pools
     )
     limits = Limits(locked_pages=most, staged_pages=0, read_ahead_nbytes=1 << 62)
-    return Schedule(profile, limits, source=source)
+    return Schedule(profile, limits, source=source, puts=False)
 
 
 def _capacities(options: Mapping[str, Any], pools: list[KvPool]) -> dict[str, int]:

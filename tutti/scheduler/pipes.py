@@ -1,0 +1,88 @@
+"""What flies in each direction of the device, and what its ends tell about speed."""
+
+from __future__ import annotations
+
+from tutti.scheduler.slack import ABSURD_NS
+from tutti.scheduler.state import Pipe, State
+
+#: Transfers are measured over so long at least, unless the device has nothing more to do.
+_MEASURED_NS = 5_000_000
+#: The interference is learnt where both directions were busy for this part of a measurement.
+_BOTH_SHARE = 0.5
+
+
+def begin(state: State, pipe: Pipe, other: Pipe, parts: int, expected_ns: int) -> None:
+    """Something is issued into a pipe."""
+    if not pipe.flying:
+        if other.flying:
+            state.both_since_ns = state.now_ns
+        pipe.since_ns = pipe.moved_ns = state.now_ns
+        pipe.done_ns, pipe.flying_ns = 0, 0
+        pipe.both_ns = state.both_ns
+    pipe.flying += parts
+    pipe.flying_ns += expected_ns
+
+
+def end(state: State, kind: str, parts: int, base_ns: int) -> None:
+    """Parts of a direction have ended.  Measures all since the last measurement, once that is
+    enough.
+    """
+    pipe, other = state.reading, state.writing
+    if kind == "write":
+        pipe, other = other, pipe
+    now_ns = state.now_ns
+    _count_both(state, other)
+    pipe.flying -= parts
+    pipe.flying_ns -= base_ns
+    pipe.done_ns += base_ns
+    pipe.moved_ns = now_ns
+    took_ns = now_ns - pipe.since_ns
+    if pipe.flying and took_ns < _MEASURED_NS:
+        return
+    both_ns = state.both_ns - pipe.both_ns
+    if not both_ns:
+        measured(state, kind, pipe.done_ns, took_ns)
+    elif both_ns >= _BOTH_SHARE * took_ns:
+        _learn_interference(state, kind, pipe.done_ns, took_ns, both_ns)
+    pipe.since_ns, pipe.done_ns, pipe.both_ns = now_ns, 0, state.both_ns
+
+
+def _count_both(state: State, other: Pipe) -> None:
+    """Both directions were busy until now, if the other one is."""
+    if other.flying:
+        state.both_ns += state.now_ns - state.both_since_ns
+        state.both_since_ns = state.now_ns
+
+
+def _learn_interference(state: State, kind: str, base_ns: int, took_ns: int, both_ns: int) -> None:
+    """The rest was moved during transfers in the other direction."""
+    estimates = state.estimates
+    beside_ns = base_ns * getattr(estimates, kind).factor - (took_ns - both_ns)
+    if beside_ns > 0 and took_ns < ABSURD_NS:
+        expected_ns = round(beside_ns * estimates.base_interference)
+        estimates.both.measured(expected_ns, both_ns)
+        state.both_measured_ns = state.now_ns
+
+
+def given_up(state: State, pipe: Pipe, other: Pipe, parts: int, base_ns: int) -> None:
+    """Parts that were issued will not be reported: nothing is learnt from what flies with them."""
+    if not parts:
+        return
+    _count_both(state, other)
+    pipe.flying -= parts
+    pipe.flying_ns -= base_ns
+    pipe.since_ns = pipe.moved_ns = state.now_ns
+    pipe.done_ns, pipe.both_ns = 0, state.both_ns
+
+
+def measured(state: State, kind: str, base_ns: int, measured_ns: int) -> None:
+    """base_ns: by the profile alone."""
+    correction, totals = getattr(state.estimates, kind), state.totals
+    expected_ns = round(base_ns * correction.factor)
+    if not 0 < measured_ns < ABSURD_NS:
+        totals.ignored += 1
+        return
+    totals.error_ns += abs(measured_ns - expected_ns)
+    totals.expected_ns += expected_ns
+    totals.measurements += 1
+    correction.measured(base_ns, measured_ns)
