@@ -90,7 +90,7 @@ class TuttiLinker(Owned, adapter.UnifiedCacheLinker):
         self._queued: dict[str, list[QueuedLoad]] = {}
         self._ended: deque[bool] = deque()  # offloads that ended before, or while detached
         self._open(options)
-        # A GPU computes a layer long after the forward's thread asked for it.
+        # A GPU computes a layer long after the forward's thread asked for it: its stream tells.
         began = STEPS.layer_began if self._gpu is None else None
         self.layer_done_counter = LayerCounter(group.layers, began)
         if group.has_states:
@@ -134,6 +134,8 @@ class TuttiLinker(Owned, adapter.UnifiedCacheLinker):
         self.writes = Breaker(failures, pause_s, time.monotonic)
         self._admission = admission_for(options, stored_pools, self._group)
         self._batch_pages_max = options["max_load_tokens"] // self._group.page_size
+        if self._gpu is not None:
+            self._gpu.began = STEPS.stream_began
         self._loads: queue.Queue[LoadBatch | None] = queue.Queue()
         self._chains = Chains()
         self.ahead = ReadAhead(
@@ -444,7 +446,7 @@ class TuttiLinker(Owned, adapter.UnifiedCacheLinker):
 
     def _end(self, batch: LoadBatch) -> bool:
         good = batch.end()
-        self.metrics.count("bubble_seconds", batch.waited_s)
+        self.metrics.count("bubble_seconds", batch.bubble_s)
         if not good:
             assert batch.error is not None, "a batch that is not good has an error"
             self.error_log.add(f"load: {type(batch.error).__name__}", batch.error)

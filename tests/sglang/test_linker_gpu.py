@@ -13,9 +13,13 @@ import torch
 from linker_engine import damage, names, wait_for
 from linker_gpu import GpuRig, gpu_rig, stand_in_gpu
 from linker_states import KINDS, StatesRig
+from test_linker_profile import Batch, FlatProfile
 
 from tutti.errors import DeviceTimeout, PoolInUse
+from tutti.integration.sglang import linker as linker_module
 from tutti.integration.sglang.direct.gpu import Gpu, open_gpu
+from tutti.integration.sglang.direct.steps import STEPS
+from tutti.scheduler.request import Phase
 
 SLOT = 3 * 2 * 4096
 
@@ -294,3 +298,34 @@ def test_slots_that_are_no_pages_move_nothing(
 
 def test_host_memory_needs_no_gpu() -> None:
     assert open_gpu(torch.device("cpu"), "auto", None, "auto") is None
+
+
+def test_waits_of_the_stream_are_bubbles_and_tell_the_layer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The forward's thread is far ahead; the stream that computes marks where it is."""
+    monkeypatch.setattr(linker_module, "served_profile", lambda *_: (FlatProfile(), "given"))
+    with gpu_rig(tmp_path, monkeypatch) as rig:
+        scheduler = rig.stored_pool.store.scheduler
+        assert scheduler is not None
+        rig.fill(8)
+        assert rig.store(names(10), range(10))
+        for _ in range(2):  # words are used again
+            before = scheduler.counters()["bubble_ns"]
+            held = rig.hold(rig.linker._gpu.copy_stream)
+            assert rig.load(names(10), range(20, 30))
+            index = rig.linker.start_layer_wise_loading()
+            STEPS.launched(Batch(Phase.PREFILL, index))
+            rig.linker.layer_done_counter.set_consumer(index)
+            for layer in range(engine.LAYERS):
+                rig.linker.layer_done_counter.wait_until(layer)
+            STEPS.returned()
+            assert scheduler.state.step.layer == 0, "no layer has begun"
+            time.sleep(0.05)  # the stream waits for its first layer
+            held[0] = 1
+            rig.drain()
+            wait_for(lambda: scheduler.state.step.layer == engine.LAYERS - 1)
+            assert rig.linker.finish_layer_wise_loading(index)
+            assert scheduler.counters()["bubble_ns"] > before
+            STEPS.processed()
+        assert rig.linker.metrics.snapshot()["bubble_seconds"] > 0

@@ -12,7 +12,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -37,6 +37,7 @@ from tutti.gio_uring.gpu.mover import (
 from tutti.gio_uring.gpu.stream_queue import wait_until
 from tutti.integration.sglang.direct.kernel_share import KernelShare
 from tutti.integration.sglang.direct.kv_pools import Pages, Span
+from tutti.integration.sglang.direct.layer_marks import BatchMarks, LayerMarks
 from tutti.interface import Store
 from tutti.memory.host_memory import HostMemory
 from tutti.scheduler.profile import TableProfile
@@ -102,6 +103,9 @@ class Gpu:
         self._events: deque[int] = deque()
         self._left = driver.create_event()
         self._leaving_lock = threading.Lock()
+        self._marks: LayerMarks | None = None
+        #: Told of (batch, layer, seconds waited) when the forward's stream begins a layer.
+        self.began: Callable[[str, int, float], object] = lambda batch, layer, waited_s: None
 
     def attach(
         self, store: Store, load_nbytes: int, store_nbytes: int
@@ -203,6 +207,11 @@ class Gpu:
         """Returns events that have happened and are not needed any more."""
         self._events.extend(events)
 
+    def marks(self, layers: int) -> BatchMarks | None:
+        """For one batch of a model with so many layers; None while all are in use."""
+        self._marks = self._marks or LayerMarks(self.driver, layers)
+        return self._marks.acquire()
+
     def copy(
         self, stream: int, targets: Sequence[Span], to: Pages, sources: Sequence[Span], of: Pages
     ) -> None:
@@ -242,6 +251,8 @@ class Gpu:
             if not wait_until(lambda s=stream: self.driver.is_stream_done(s), left_s):  # type: ignore[misc]
                 raise DeviceTimeout("a stream of the GPU did not end; end the process")
             self.driver.destroy_stream(stream)
+        if self._marks is not None:
+            self._marks.close()
         for event in (*self._events, self._left):
             self.driver.destroy_event(event)
         for share in (self.share, self._rare):

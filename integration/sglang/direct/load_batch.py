@@ -136,7 +136,7 @@ class LoadBatch(Owned):
         self._layers = layers
         self._ended = False
         self._gpu = gpu
-        self._copier = None if gpu is None else StagingCopier(gpu, layers)
+        self._copier = None if gpu is None else StagingCopier(gpu, layers, name)
 
     @property
     def pages(self) -> int:
@@ -225,6 +225,11 @@ class LoadBatch(Owned):
         except Exception as error:
             self.error = self.error or error
         self.waited_s += time.monotonic() - began_s
+
+    @property
+    def bubble_s(self) -> float:
+        """How long the forward's thread waited for layers, and its stream."""
+        return self.waited_s + (0.0 if self._copier is None else self._copier.waited_s)
 
     @property
     def took_s(self) -> float:

@@ -69,11 +69,12 @@ class LoadPlan:
 class StagingCopier:
     """What one batch has on the stream.  layers: transfer layers of the model.
 
+    name: of the batch.  waited_s: how long the forward's stream waited, as far as that was seen.
     free_s, ended_s: monotonic; when the previous batch was done with the pages, and when the stream
     was through.  0 for what was not seen.  A thread polls, as no other thread waits for a GPU.
     """
 
-    def __init__(self, gpu: Gpu, layers: int) -> None:
+    def __init__(self, gpu: Gpu, layers: int, name: str = "") -> None:
         self._gpu = gpu
         self._events = gpu.acquire_events(layers + 1)  # the last one: after all, or what failed
         self._changed = threading.Condition()
@@ -82,7 +83,9 @@ class StagingCopier:
         self._is_marked = False
         self._layers = layers
         self._looking = threading.Lock()  # at the last event, which is another's once given back
-        self.free_s = self.ended_s = 0.0
+        self._name = name
+        self._marks = gpu.marks(layers)
+        self.free_s = self.ended_s = self.waited_s = 0.0
 
     def watch(self, fence: Fence, deadline_s: float) -> None:
         """Notes the times; the fence is that of the pages."""
@@ -93,9 +96,18 @@ class StagingCopier:
         try:
             fence.wait(deadline_s)
             self.free_s = time.monotonic()
-            self._wait_stream(deadline_s)
+            left_s = max(0.0, deadline_s - time.monotonic())
+            wait_until(self._look, left_s)
         except (CudaError, DeviceTimeout):
             return  # who ends the batch is told, too
+
+    def _look(self) -> bool:
+        """Reports layers that the forward has begun; whether nothing more is waited for."""
+        marks = self._marks
+        for layer, waited_s in marks.look() if marks is not None else ():
+            self.waited_s += waited_s
+            self._gpu.began(self._name, layer, waited_s)
+        return self._over and self._is_through() and (marks is None or marks.is_through)
 
     def copy_layer(self, plans: Sequence[LoadPlan], deadline_s: float) -> None:
         """Enqueues all layers; the reads are started.  Waits for what was read ahead."""
@@ -145,8 +157,12 @@ class StagingCopier:
                 return False
             landed = self._landed > layer
         if landed:
-            gpu = self._gpu
-            gpu.driver.stream_wait_event(gpu.streams.current(), self._events[layer])
+            gpu, stream = self._gpu, self._gpu.streams.current()
+            wait = partial(gpu.driver.stream_wait_event, stream, self._events[layer])
+            if self._marks is None:
+                wait()
+            else:
+                self._marks.around(layer, stream, wait)
         return True
 
     def wait_over(self, deadline_s: float) -> bool:
@@ -154,6 +170,8 @@ class StagingCopier:
         if not self._wait_stream(deadline_s):
             return False
         self._gpu.release_events(self._events)
+        if self._marks is not None:
+            self._marks.is_released = True
         return True
 
     def _wait_stream(self, deadline_s: float) -> bool:

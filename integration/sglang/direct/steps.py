@@ -4,7 +4,7 @@ A step begins when its batch is launched and the one before is over, and ends wh
 processed: with overlap scheduling the next batch is launched meanwhile. It names the batch's loads.
 
 On a CPU the launch itself computes, layer by layer, and the step ends with it. A GPU computes
-later; the current layer is not reported, because no thread of the host waits for one.
+later: its stream marks the layers that it has waited for, and they are reported when seen.
 
 Without the plugin this is never called, and writes yield to reads alone.
 """
@@ -50,7 +50,7 @@ class _Launched:
 class StepsWatch:
     """The batches of this process's scheduler that were launched and not processed.
 
-    Called on the scheduler's thread alone.
+    Called on the scheduler's thread alone, but for ``stream_began``.
     """
 
     def __init__(self) -> None:
@@ -104,6 +104,13 @@ class StepsWatch:
             waited_ns = round(waited_s * 1e9)
             self._post(lambda now_ns, _: LayerBegan(now_ns, layer, waited_ns))
 
+    def stream_began(self, batch: str, layer: int, waited_s: float) -> None:
+        """The stream of a GPU's forward has waited for a layer of a batch.  On any thread."""
+        now = next((one for one in tuple(self._steps) if not one.over), None)
+        if now is not None and now.begun and batch in now.step.loads:
+            waited_ns = round(waited_s * 1e9)
+            self._post(lambda now_ns, _: LayerBegan(now_ns, layer, waited_ns))
+
     def returned(self) -> None:
         """The launch of the newest batch returned: if its layers were asked for, it is computed."""
         if self._steps and self._layer >= 0:
@@ -138,7 +145,7 @@ class StepsWatch:
         launched.over = True
 
     def _post(self, event: Callable[[int, int], Event]) -> None:
-        for dispatcher, layers in self._followers.items():
+        for dispatcher, layers in tuple(self._followers.items()):
             dispatcher.post(event(dispatcher.now_ns(), layers))
 
 

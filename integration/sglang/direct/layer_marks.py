@@ -1,0 +1,98 @@
+"""How long the forward's stream waits for each layer of a batch: words that the stream writes.
+
+Around its wait for a layer the stream writes two words in pinned memory, and the thread that polls
+for the batch looks at them.  Times are as exact as its pauses are short, and no thread of the
+forward's waits for the GPU.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
+
+from tutti.gio_uring.gpu.driver import Driver
+from tutti.gio_uring.gpu.memory import PinnedMemory
+from tutti.gio_uring.memory import HostBuffer
+from tutti.process import Owned
+
+#: Batches whose waits the stream may still have before it; others go unmeasured.
+_BATCHES = 8
+
+
+class BatchMarks:
+    """The words of one batch, (2, layers): whether a layer's wait was reached, and is over."""
+
+    def __init__(self, driver: Driver, words: npt.NDArray[np.uint32], address: int) -> None:
+        self._driver = driver
+        self._words = words
+        self._address = address  # the device's
+        self._asked: list[int] = []  # layers, in this order
+        self._seen = 0  # of them, that are over
+        self._reached_s = 0.0  # the wait of the next one
+        self.is_released = False
+        words[:] = 0
+
+    def around(self, layer: int, stream: int, wait: Callable[[], None]) -> None:
+        """Enqueues ``wait`` for a layer on a stream, marked when it is the first."""
+        if layer in self._asked:
+            wait()
+            return
+        at = self._address + 4 * layer
+        self._driver.write_value(stream, at, 1)
+        wait()
+        self._driver.write_value(stream, at + 4 * self._words.shape[1], 1)
+        self._asked.append(layer)
+
+    @property
+    def is_through(self) -> bool:
+        """Whether the stream is past every wait that was enqueued, and that was seen."""
+        return self._seen == len(self._asked)
+
+    @property
+    def is_unused(self) -> bool:
+        """Whether the stream writes none of the words any more."""
+        return self.is_released and bool(self._words[1, self._asked].all())
+
+    def look(self) -> list[tuple[int, float]]:
+        """(layer, seconds waited) of the waits that are over since the last look."""
+        found: list[tuple[int, float]] = []
+        now_s = time.monotonic()
+        while not self.is_through:  # bounded: by the layers
+            layer = self._asked[self._seen]
+            if not self._words[0, layer]:
+                break
+            self._reached_s = self._reached_s or now_s
+            if not self._words[1, layer]:
+                break
+            found.append((layer, now_s - self._reached_s))
+            self._reached_s = 0.0
+            self._seen += 1
+        return found
+
+
+class LayerMarks(Owned):
+    """Words for some batches of a model with so many layers."""
+
+    def __init__(self, driver: Driver, layers: int) -> None:
+        self._driver = driver
+        self._buffer = HostBuffer(_BATCHES * 2 * layers * 4, hugepages=False)
+        self._pinned = PinnedMemory(driver, self._buffer)
+        self._words = self._buffer.array.view(np.uint32).reshape(_BATCHES, 2, layers)
+        self._batches: list[BatchMarks | None] = [None] * _BATCHES
+
+    def acquire(self) -> BatchMarks | None:
+        """Words that no stream writes; None when there are none."""
+        for row, batch in enumerate(self._batches):
+            if batch is None or batch.is_unused:
+                words = self._words[row]
+                address = self._pinned.device_address + row * words.nbytes
+                found = self._batches[row] = BatchMarks(self._driver, words, address)
+                return found
+        return None
+
+    def close(self) -> None:
+        """Unpins the words, once the streams have ended."""
+        self._pinned.close()
