@@ -24,7 +24,12 @@ from tutti.scheduler.event import (
     WriteKnown,
 )
 from tutti.scheduler.policy import Limits, SlackPolicy
-from tutti.scheduler.state import NOTHING, Decision, Issue, Totals
+from tutti.scheduler.state import NOTHING, Decision, Issue, Policy, Totals
+
+
+def policy_of(name: str, limits: Limits) -> Policy:
+    """What a system of the calibration issues its transfers by."""
+    return SlackPolicy(limits) if name == "slack" else ImmediatePolicy(limits)
 
 
 class ServerIo:
@@ -50,8 +55,7 @@ class ServerIo:
         self._links = {READ: Line(), WRITE: Line()}
         self.thread = Line()
         limits = Limits(read_ahead_nbytes=times.system.read_ahead_nbytes)
-        kind = SlackPolicy if times.system.policy == "slack" else ImmediatePolicy
-        self._scheduler = Scheduler(kind(limits), times)
+        self._scheduler = Scheduler(policy_of(times.system.policy, limits), times)
         self._state = self._scheduler.state
         self._wake_ns: int | None = None
         self._gone: dict[str, Callable[[bool], None]] = {}

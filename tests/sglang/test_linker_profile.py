@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,16 +14,21 @@ import pytest
 from linker_engine import Rig, names, wait_for
 from linker_gpu import gpu_rig
 
+from tutti.bench.simulate.io import policy_of
 from tutti.errors import ProfileError
 from tutti.integration.sglang import linker as linker_module
 from tutti.integration.sglang.direct import steps as steps_module
 from tutti.integration.sglang.direct.steps import STEPS, StepsWatch
 from tutti.machine import machine_facts
-from tutti.scheduler.dispatcher import Dispatcher
+from tutti.scheduler import trace
+from tutti.scheduler.baselines import ImmediatePolicy
+from tutti.scheduler.dispatcher import Dispatcher, Schedule
 from tutti.scheduler.event import BatchJoined, Event, LayerBegan, LoadKnown, StepBegan, StepEnded
+from tutti.scheduler.policy import Limits, SlackPolicy
 from tutti.scheduler.profile import estimated_document
 from tutti.scheduler.request import Phase
 from tutti.scheduler.roofline import GPUS, ModelShape
+from tutti.scheduler.state import Decision, Policy
 
 
 class FlatProfile:
@@ -229,3 +235,45 @@ def test_a_foreign_profile_is_replaced_by_what_is_found(
     file.write_text(json.dumps({**document, "model": {"name": "nameless"}}))
     with pytest.raises(ProfileError, match="does not name its model"):
         Rig(tmp_path / "none", profile=str(file))
+
+
+@pytest.mark.parametrize("policy", ["slack", "none"])
+def test_a_server_is_served_by_the_policy_that_is_simulated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, policy: str
+) -> None:
+    """What a linker's queue was told and decided, and what the simulator's policy decides of it."""
+    monkeypatch.setattr(linker_module, "served_profile", lambda *_: (FlatProfile(), "given"))
+    limits: list[Limits] = []
+    lines: list[str] = []
+
+    def chosen(given: Limits) -> Policy:
+        limits.append(given)
+        return SlackPolicy(given) if policy == "slack" else ImmediatePolicy(given)
+
+    def record(event: Event, decision: Decision) -> None:
+        lines.append(trace.line(event, decision))
+
+    recorded = partial(Schedule, policy=chosen, record=record)
+    monkeypatch.setattr("tutti.integration.sglang.direct.open_pools.Schedule", recorded)
+    staging = 8 * 3 * 2 * 4096  # eight pages
+    with Rig(tmp_path, backlog_share=8 / 64, store_staging=staging) as rig:
+        rig.fill(19)
+        for part in range(6):
+            assert rig.offload(names(6, str(part)), range(6 * part, 6 * part + 6))
+        wait_for(lambda: rig.linker.num_completed_offloads() == 6)
+        kept = [rig.linker.pop_completed_offload() for _ in range(6)]
+        wait_for(lambda: not rig.linker.backlog.active)
+        stored = kept.index(True)
+        for number in range(3):
+            assert rig.load(names(6, str(stored)), range(40, 46), str(number))
+            index = rig.linker.start_layer_wise_loading()
+            run_batch(rig, Batch(Phase.PREFILL, index), range(engine.LAYERS))
+            rig.offload(names(3, f"more {number}"), range(3))
+        wait_for(lambda: not rig.linker.backlog.active)
+    decided = "".join(lines)
+    assert all(
+        word in decided for word in ('"writes":', '"reads":', '"SpaceKnown"', '"LayerBegan"')
+    )
+    assert '"copy_outs":' in decided, "more than may be locked"
+    again = list(trace.replay(lines, policy_of(policy, limits[0]), FlatProfile()))
+    assert again == lines
