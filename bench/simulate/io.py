@@ -24,6 +24,7 @@ from tutti.scheduler.event import (
     WriteKnown,
 )
 from tutti.scheduler.policy import Limits, SlackPolicy
+from tutti.scheduler.request import report_at
 from tutti.scheduler.state import NOTHING, Decision, Issue, Policy, Totals
 
 
@@ -151,7 +152,9 @@ class ServerIo:
         def arrived() -> None:
             if name in self._ready:
                 self._ready[name] = layers
-                self.post(LayersReady(self._timeline.now_ns, name, layers))
+                load = self._state.loads.get(name)
+                if load is not None and layers >= report_at(load.ready, load.issued):
+                    self.post(LayersReady(self._timeline.now_ns, name, layers))
                 self._landed(name)
 
         return arrived

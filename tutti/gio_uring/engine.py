@@ -240,15 +240,9 @@ class Engine(Owned):
         config.due_ns, config.interval_ns = due_ns, interval_ns
         config.layer_ns = 0 if layer_ns is None else layer_ns.ctypes.data
         config.held = int(held)
+        keep = (pages, bases, memory, digests, words, layer_ns)
         return self._submit(
-            config,
-            opcode,
-            runs,
-            pages.size,
-            (pages, bases, memory, digests, words, layer_ns),
-            priority,
-            timeout_s,
-            on_released,
+            config, opcode, runs, pages.size, keep, priority, timeout_s, on_released
         )
 
     def _describe(

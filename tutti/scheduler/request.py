@@ -63,6 +63,10 @@ WRITES = frozenset((Kind.PUT, Kind.MIGRATE, Kind.REPLICATE))
 BACKGROUND = frozenset((Kind.PROVE, Kind.MIGRATE, Kind.REPLICATE))
 
 
+#: What flies of a load is reported in so many parts.
+_REPORTS = 4
+
+
 @dataclass(slots=True)
 class Step:
     """The running step, as far as it is known.
@@ -121,6 +125,13 @@ class Load:
     def unit_nbytes(self) -> int:
         """Bytes of the shortest issue."""
         return min(self.unit_layers, self.layers - self.issued) * self.layer_nbytes
+
+
+def report_at(ready: int, issued: int) -> int:
+    """At how many layers of a load the scheduler is told next: it issues more before the last of
+    those that fly have arrived, and each report costs a decision.
+    """
+    return ready + max(1, (issued - ready) // _REPORTS)
 
 
 class PageLocation(Enum):

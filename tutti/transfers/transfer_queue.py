@@ -38,6 +38,7 @@ from tutti.scheduler.event import (
     WriteGone,
     WriteKnown,
 )
+from tutti.scheduler.request import report_at
 from tutti.scheduler.state import Issue
 from tutti.threads import start_thread
 from tutti.transfers.core import Core
@@ -49,8 +50,6 @@ from tutti.transfers.writer import Writer
 #: A run of one layer that is at least this long is worth a command of its own.
 COMMAND_NBYTES = 256 << 10
 _LOOK_S = 0.5
-#: What was granted of a load is reported in so many steps.
-_REPORTS = 4
 _NEVER = 2**32 - 1
 
 
@@ -261,10 +260,10 @@ class TransferQueue(Owned):
 
     def _grant(self, load: _Load, progress: LoadProgress) -> None:
         """Of a load that is granted whole the end alone is reported."""
-        report_at = _NEVER
+        told_at = _NEVER
         if load.granted < load.layers:
-            report_at = load.ready + max(1, (load.granted - load.ready) // _REPORTS)
-        progress.grant(load.granted, report_at, partial(self._arrived, load, progress))
+            told_at = report_at(load.ready, load.granted)
+        progress.grant(load.granted, told_at, partial(self._arrived, load, progress))
 
     def _arrived(self, load: _Load, progress: LoadProgress) -> None:
         dispatcher, ready = self.dispatcher, progress.layers_ready

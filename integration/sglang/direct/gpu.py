@@ -210,7 +210,7 @@ class Gpu:
     def marks(self, layers: int) -> BatchMarks | None:
         """For one batch of a model with so many layers; None while all are in use."""
         self._marks = self._marks or LayerMarks(self.driver, layers)
-        return self._marks.acquire()
+        return self._marks.take()
 
     def copy(
         self, stream: int, targets: Sequence[Span], to: Pages, sources: Sequence[Span], of: Pages

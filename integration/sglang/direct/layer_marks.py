@@ -83,7 +83,7 @@ class LayerMarks(Owned):
         self._words = self._buffer.array.view(np.uint32).reshape(_BATCHES, 2, layers)
         self._batches: list[BatchMarks | None] = [None] * _BATCHES
 
-    def acquire(self) -> BatchMarks | None:
+    def take(self) -> BatchMarks | None:
         """Words that no stream writes; None when there are none."""
         for row, batch in enumerate(self._batches):
             if batch is None or batch.is_unused:
