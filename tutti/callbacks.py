@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import threading
 from collections.abc import Callable
 
+from tutti.errors import ConfigError
 from tutti.interrupts import is_main_thread
 
 _log = logging.getLogger(__name__)
+
+_calls = threading.local()
 
 
 class Guard:
@@ -22,11 +26,14 @@ class Guard:
 
     def call(self, what: str, function: Callable[..., object], *given: object) -> bool:
         """Whether the call returned.  ``what`` names it in the log."""
+        _calls.depth = _depth() + 1
         try:
             function(*given)
         except BaseException as error:
             self.caught(what, error)
             return False
+        finally:
+            _calls.depth = _depth() - 1
         return True
 
     def caught(self, what: str, error: BaseException) -> None:
@@ -39,3 +46,13 @@ class Guard:
         self.errors += 1
         with contextlib.suppress(BaseException):  # a log handler is the user's too
             _log.error("%s failed", what, exc_info=error)
+
+
+def check_not_called() -> None:
+    """Raises ConfigError in a callback, which runs on a thread that a close waits for."""
+    if _depth():
+        raise ConfigError("a callback cannot close a store; close it in another thread")
+
+
+def _depth() -> int:
+    return int(getattr(_calls, "depth", 0))

@@ -238,7 +238,8 @@ class Store(ABC):
         """Ends all transfers, writes the snapshots and marks the pool clean.
 
         Raises DeviceTimeout when the device does not answer in time, and PoolMoved when a member
-        is no longer the file under its name: the pool is then left unclean.
+        is no longer the file under its name: the pool is then left unclean.  Raises ConfigError in
+        a callback, and closes nothing: close it in another thread.
         """
 
     def __len__(self) -> int:

@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from tutti.callbacks import check_not_called
 from tutti.checks import flag, instance, one_of, optional, takes
 from tutti.errors import (
     CapacityError,
@@ -310,6 +311,7 @@ class ObjectStore(Owned, Store):
     def close(self, timeout_s: float | None = None) -> None:
         if self._closed:
             return
+        check_not_called()
         self._closed = True
         timeout_s = self.config.timeout_s if timeout_s is None else timeout_s
         core = self._core

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 from scheduler.drive import Linear
 
 from store.pools import GEOMETRY, controller_of, fill, formatted, opened, some_keys
-from tutti.errors import MediumError
+from tutti.errors import ConfigError, MediumError
 from tutti.gio_uring.controller_memory import Faults
 from tutti.placement.eviction import EvictionView, LeastRecentlyUsed
 from tutti.scheduler.dispatcher import Schedule
@@ -44,6 +45,38 @@ def works(store: ObjectStore, rng: np.random.Generator) -> None:
     store.load(keys, [3, 4, 5]).wait(10)
     store.clear()
     store.close()
+
+
+@pytest.mark.parametrize("verb", ["put", "load"])
+def test_a_callback_cannot_close_the_store_that_calls_it(
+    rng: np.random.Generator, verb: str
+) -> None:
+    """It runs on a thread that the close would wait for; the store goes on."""
+    controller = controller_of(formatted())
+    store = opened([], controller=controller)
+    store.allocate_memory(8)
+    keys = some_keys(rng, 2)
+    store.put(keys, [0, 1]).wait(10)
+    raised: list[BaseException] = []
+    called = threading.Event()
+
+    def close(*_: object) -> None:
+        try:
+            store.close()
+        except BaseException as error:
+            raised.append(error)
+        called.set()
+
+    controller.set_faults(Faults(stall_from=1))
+    if verb == "put":
+        store.put(some_keys(rng, 2), [2, 3]).on_done(close)
+    else:
+        store.load(keys, [2, 3]).on_settled(close)
+    controller.set_faults(None)
+    controller.release()
+    assert called.wait(10)
+    assert [type(error) for error in raised] == [ConfigError]
+    works(store, rng)
 
 
 @pytest.mark.parametrize("kind", ERRORS)

@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tutti.arrays import U32
+from tutti.callbacks import check_not_called
 from tutti.errors import (
     AgentLost,
     AgentRefused,
@@ -345,6 +346,7 @@ class NodeStore(Store):
         """Ends what is under way here.  The pool stays open in the agent.  Raises DeviceTimeout."""
         if self._closed:
             return
+        check_not_called()
         self._closed = True
         self._kept.close(self.config.timeout_s if timeout_s is None else timeout_s)
         for part in self._parts:
