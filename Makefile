@@ -99,6 +99,13 @@ gpu-native:
 	$(PYTHON) setup.py -q build_ext --inplace
 	@$(MAKE) --no-print-directory build/view
 
+CONTACT ?= build/first-contact
+.PHONY: gpu-contact
+gpu-contact: build/view ## the first nine minutes on a GPU, with $(PYTHON); goes on where it stopped
+	@$(GPU_PY) -c 'import tutti.native; tutti.native.lib()' 2> build/native.log || \
+	  $(PYTHON) setup.py -q build_ext --inplace
+	$(GPU_PY) tests/gpu/first_contact.py --out $(CONTACT)
+
 .PHONY: gpu-test
 gpu-test: gpu-native ## tests on a GPU, with $(PYTHON); goes on where it stopped
 	$(GPU_PY) tests/gpu/shards.py --out build/gpu-test

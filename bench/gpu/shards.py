@@ -1,11 +1,12 @@
 """Measures the GPU path; needs an NVIDIA GPU.  One shard at a time, each below eight minutes.
 
-    python -m tutti.bench.gpu.shards --out DIR            # all that DIR does not owner yet
+    python -m tutti.bench.gpu.shards --out DIR            # all that DIR does not have yet
     python -m tutti.bench.gpu.shards --out DIR ceiling    # these alone, again
 
 Every case is a process of its own, so that one that hangs or loses its context costs a row and no
 other case.  DIR/NAME.json is written after every row: a run that was cut goes on behind the last.
-The first, `ceiling`, says in less than four minutes whether it works, is right, and how fast it is.
+The first, `probes`, shows how the driver treats waits; `ceiling` shows in less than four minutes
+whether it works, is right, and how fast it is.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from tutti.bench.gpu import cases as gpu_cases
 from tutti.bench.gpu import digests as gpu_digests
 from tutti.bench.gpu import files as gpu_files
 from tutti.bench.gpu import overlap as gpu_overlap
+from tutti.bench.gpu import probes as gpu_probes
 from tutti.bench.gpu.cases import Case, Plan, Row
 from tutti.bench.gpu.facts import clocks, describe_gpu, describe_host
 from tutti.bench.gpu.report import line_of
@@ -41,6 +43,7 @@ from tutti.terminal import progress
 from tutti.units import parse_nbytes
 
 CASES: dict[str, Case] = {
+    "probes": gpu_probes.probes,
     "ceiling": gpu_cases.first,
     "scatter": gpu_cases.scatter,
     "pipeline": gpu_overlap.pipeline,
@@ -223,7 +226,8 @@ def _run_apart(name: str, argv: list[str], out: Path, left_s: float) -> dict[str
     """One case in a process of its own, again behind a row that ended it; its JSON."""
     until_s = time.monotonic() + left_s
     path = out / f"{name}.json"
-    env = {"CUDA_DEVICE_MAX_CONNECTIONS": "32"} | os.environ
+    queues = "8" if name == "probes" else "32"  # SGLang's number, and one that none share
+    env = {"CUDA_DEVICE_MAX_CONNECTIONS": queues} | os.environ
     for _ in range(_TRIES):
         left_s = until_s - time.monotonic()
         if left_s < _LEFT_S:
@@ -260,6 +264,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--round-s", type=float, default=0.15, help="(default: %(default)s)")
     parser.add_argument("--minutes", type=float, default=8.0, help="begin no row after so long")
     parser.add_argument("--commit", default="", help="of the code, where there is no git")
+    parser.add_argument("--go-on", action="store_true", help="keep the rows of the named cases")
     parser.add_argument("--here", metavar="CASE", help="this case alone, in this process")
     args = parser.parse_args(arguments)
     if args.here:
@@ -277,7 +282,7 @@ def main(arguments: list[str] | None = None) -> int:
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    for name in args.cases:
+    for name in () if args.go_on else args.cases:
         (out / f"{name}.json").unlink(missing_ok=True)
     is_whole = True
     for name in names:

@@ -319,7 +319,10 @@ def test_a_run_goes_on_where_it_stopped(tmp_path: Path) -> None:
     (tmp_path / "ceiling.json").write_text('{"complete": true}')
     (tmp_path / "scatter.json").write_text('{"complete": false, "failed": true}')
     (tmp_path / "pipeline.json").write_text('{"complete": false}')
-    assert gpu.cases_to_run([], tmp_path) == [*list(gpu.CASES)[2:], "scatter"]
+    assert gpu.cases_to_run([], tmp_path) == [
+        *(name for name in gpu.CASES if name not in ("ceiling", "scatter")),
+        "scatter",
+    ]
     assert gpu.cases_to_run(["ceiling"], tmp_path) == ["ceiling"]
     with pytest.raises(ConfigError, match="no case"):
         gpu.cases_to_run(["nothing"], tmp_path)

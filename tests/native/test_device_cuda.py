@@ -8,6 +8,7 @@ nothing of a GPU.
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -61,12 +62,22 @@ def test_what_is_wrong_has_the_drivers_code(environment: dict[str, str]) -> None
     assert found.splitlines() == REFUSALS.split("\n")[1:-1]
 
 
-def test_the_first_benchmark_runs(environment: dict[str, str], tmp_path: Path) -> None:
-    sizes = ["--batch", "2MiB", "--layers", "4", "--staging", "16MiB"]
-    options = [*sizes, "--pairs", "1", "--round-s", "0.001"]
-    program = ["-m", "tutti.bench.gpu.shards", "--out", str(tmp_path / "out")]
-    run([*program, *options, "ceiling"], environment)
-    content = json.loads((tmp_path / "out/ceiling.json").read_text())
-    assert content["complete"]
-    assert "not_run" not in json.dumps(content["rows"])
-    assert [row["right"] for row in content["rows"] if "right" in row] == [True] * 6
+def test_the_first_contact_is_kept_in_one_tar(environment: dict[str, str], tmp_path: Path) -> None:
+    sizes = "--batch 4MiB --layers 4 --staging 16MiB --pairs 1 --round-s 0.001"
+    program = [str(TESTS / "gpu/first_contact.py"), "--out", str(tmp_path / "out")]
+    run([*program, "--bench", sizes, "--steps", "probes", "ceiling"], environment)
+    shutil.rmtree(tmp_path / "out")
+    # Goes on from the tar, where nothing is left to do.
+    again = run([*program, "--steps", "probes", "ceiling"], environment)
+    assert "ended" not in again
+    found = {
+        n: json.loads((tmp_path / f"out/bench/{n}.json").read_text()) for n in ("probes", "ceiling")
+    }
+    for content in found.values():
+        assert content["complete"]
+        assert "not_run" not in json.dumps(content["rows"])
+    assert [row["right"] for row in found["ceiling"]["rows"] if "right" in row] == [True] * 6
+    full, alone, *copies = found["probes"]["rows"]
+    assert full["the_next_call_blocked"]
+    assert alone["streams_that_waited"] == 0, "this stand-in gives each stream a queue"
+    assert [row["nbytes"] for row in copies] == [1 << 20, 4 << 20]
