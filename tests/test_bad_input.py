@@ -1,4 +1,4 @@
-"""Whatever is wrong with what a user gives: an error of its own type that says what to do."""
+"""Every wrong input of a user: an error of its own type, with the remedy."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ with tutti.store.open(sys.argv[1]):
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    """A pool of ten objects that was closed in order; slot i holds object i."""
+    """A pool of ten objects that was closed cleanly; slot i holds object i."""
     path = tmp_path / "member0"
     make_files([str(path)], GEOMETRY)
     put_all([path])
@@ -193,7 +193,7 @@ def test_an_existing_pool_is_not_formatted(path: Path) -> None:
 
 @pytest.fixture
 def public(path: Path) -> Iterator[Path]:
-    """The pool in a folder that everybody can enter."""
+    """The pool in a folder that all users can enter."""
     folder = Path(tempfile.mkdtemp())
     folder.chmod(0o755)
     yield Path(shutil.move(path, folder / "member0"))
@@ -226,7 +226,7 @@ def test_a_full_disk_at_format(tmp_path: Path) -> None:
 def test_more_than_a_file_system_has() -> None:
     size = os.statvfs(SHARED)
     if not os.access(SHARED, os.W_OK) or size.f_blocks == 0:
-        pytest.skip(f"{SHARED} is no file system of bounded size")
+        pytest.skip(f"{SHARED} is not a file system of bounded size")
     too_much = 2 * (2 * size.f_frsize * size.f_blocks)
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory(dir=SHARED) as small:
         paths = [Path(small) / "member0", Path(folder) / "member1"]
@@ -341,7 +341,7 @@ def make_unclean(path: Path) -> None:
 
 @pytest.mark.parametrize("clean", [True, False])
 def test_bits_flipped_in_slot_records(path: Path, clean: bool, seed: int) -> None:
-    """Its object is gone; with a snapshot that still names it, loading says so."""
+    """Its object is gone; with a snapshot that still names it, the load reports it."""
     rng = np.random.default_rng(seed)
     if not clean:
         make_unclean(path)

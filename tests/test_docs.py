@@ -1,4 +1,4 @@
-"""The documents say what is true: the README's program runs, the picture shows the code."""
+"""The documents are true: the README's program runs, the picture shows the code."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_every_command_that_a_page_names_is_there() -> None:
     for page in pages():
         for words in re.findall(r"`tutti ([a-z]+(?: [a-z]+)?)", page.read_text()):
             known = words in names or words.split()[0] in names - GROUPS.keys()
-            assert known, f"{page.name} speaks of `tutti {words}`"
+            assert known, f"{page.name} names `tutti {words}`"
 
 
 def test_the_picture_shows_the_modules() -> None:

@@ -197,10 +197,10 @@ def test_a_torn_record_of_a_crashed_pool_is_an_empty_slot(pool: tuple[str, Geome
 
 
 def test_a_torn_record_of_a_free_slot_outlives_clean_closes(pool: tuple[str, Geometry]) -> None:
-    """What a crash left is no damage of the pool that was closed in order afterwards."""
+    """Traces of a crash are not damage of a pool that was closed cleanly afterwards."""
     path, geometry = crashed(pool[0]), pool[1]
     flip_record(path, geometry, KEYS[5])
-    repair([path], FsckReport(), progress)  # opens, proves, and closes in order
+    repair([path], FsckReport(), progress)  # opens, proves, and closes cleanly
     report = check(path)
     assert report.sound
     assert (report.state, report.torn, report.objects) == ("clean", 1, OBJECTS - 1)

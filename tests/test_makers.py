@@ -76,7 +76,7 @@ def raced(folder: Path, members: int, verbs: list[str]) -> Counter[str]:
 
 
 def test_a_member_that_is_missing_is_said_so(tmp_path: Path) -> None:
-    """Where nobody makes it just now."""
+    """Where no other process makes it just now."""
     layout = KVLayout.mha(4, 2, 64, 16, "bfloat16", model="tiny")
     paths = [tmp_path / f"member{i}" for i in range(3)]
     format_pool(paths, layout, "48MiB")

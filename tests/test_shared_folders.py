@@ -1,4 +1,4 @@
-"""Folders that several users can write: nobody leads a pool astray, or serves another's."""
+"""Folders that several users can write: no user can redirect or serve another's pool."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The house rules that a program can check. CONTRIBUTING.md says why each exists."""
+"""The house rules that a program can check. CONTRIBUTING.md explains each of them."""
 
 from __future__ import annotations
 

@@ -201,7 +201,7 @@ def repair(paths: Sequence[str], report: FsckReport, progress: ProgressFactory) 
 
 
 def _prove_all(pool: store.ObjectStore, progress: ProgressFactory) -> None:
-    """Verifies what an unclean close left unproven, so that the pool can be closed in order."""
+    """Verifies what an unclean close left unproven, so that the pool can be closed cleanly."""
     left = int(pool.stats()["slots"]["unproven"])
     with progress("prove", left) as bar:
         for _ in range(-(-left // _PROVE_OBJECTS)):

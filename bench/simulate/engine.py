@@ -344,7 +344,7 @@ class Engine:
     def _interrupt(self) -> None:
         """A request came: decode goes on to the end of the step that runs."""
         stretch = self._stretch
-        assert stretch is not None, "somebody decodes"
+        assert stretch is not None, "a request decodes"
         if not self._fits(self._queue[0]):
             return
         steps = stretch.steps_by(self._timeline.now_ns)

@@ -341,7 +341,7 @@ def _start(words: list[str], env: dict[str, str]) -> subprocess.Popen[bytes]:
 
 def _ended(started: list[subprocess.Popen[bytes]]) -> str:
     """Which one has ended, if any: without its daemon a server answers, and finds nothing."""
-    for name, process in zip(("SGLang", "what runs beside it"), reversed(started), strict=False):
+    for name, process in zip(("SGLang", "the process beside it"), reversed(started), strict=False):
         if process.poll() is not None:
             return f"{name} ended with {process.returncode}; see its log above"
     return ""

@@ -159,7 +159,7 @@ def pool_path(path: str, layout: KVLayout, pool: str, parallel_rank: ParallelRan
 
 
 def identity_of(options: Mapping[str, Any], model: ServedModel, name: str = "") -> Identity:
-    """The identity of a served model; options `model` and `weights` have the last word.
+    """The identity of a served model; options `model` and `weights` override it.
 
     name: of a model whose path is not known.
     """

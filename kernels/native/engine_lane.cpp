@@ -152,7 +152,7 @@ void Lane::list(Part* part) {
 }
 
 // The part whose next command is due first.  Lower priorities go first, but a share of the window
-// is the last one's: stores must not starve beside loads.
+// is the last one's: loads must not starve stores.
 Part* Lane::pick() {
   const u64 share = window(kKinds - 1) / kShare;
   const bool owed = !ready_[kStores].empty() && inflight_late_ < share;

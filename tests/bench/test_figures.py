@@ -1,4 +1,4 @@
-"""Figures: what a CSV must be, what is computed from it, and that pictures say what they show."""
+"""Figures: the CSV's form, what is computed from it, and the labels of the pictures."""
 
 from __future__ import annotations
 

@@ -110,7 +110,7 @@ def test_a_peer_that_fails_is_named_with_its_reason(tmp_path: Path) -> None:
 
 
 def test_sigterm_takes_the_data_away(tmp_path: Path) -> None:
-    """What is killed on the way must not keep gigabytes of somebody's disk."""
+    """A killed run must not leave gigabytes on the user's disk."""
     words = ["bench", "peers", "--peers", "file-per-page", "--rounds", "100000"]
     command = [sys.executable, "-m", "tutti.cli", *words, "--dir", str(tmp_path)]
     process = subprocess.Popen([*command, "--page-tokens", "1"], stderr=subprocess.DEVNULL)

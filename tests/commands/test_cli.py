@@ -76,7 +76,7 @@ def put(path: Path, objects: int) -> None:
 
 @contextmanager
 def owned(path: Path) -> Iterator[None]:
-    """Somebody has the pool open."""
+    """A pool that another process has open."""
     fd = os.open(path, os.O_RDWR)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX)

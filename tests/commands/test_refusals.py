@@ -1,4 +1,4 @@
-"""What the command line says when the system refuses something, and where nobody listens."""
+"""The command line's messages when the system refuses a call, or when no server listens."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ import os, signal, sys
 from tutti import cli
 from tutti.commands import pool as cli_pool
 
-signal.signal(signal.SIGHUP, signal.SIG_DFL)  # whoever started the tests may ignore it
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests' parent may ignore it
 
 def stopped(*_):
     try:

@@ -163,7 +163,7 @@ def expect(life: Life, cut: int) -> Verdict:
     nbytes = life.entries[cut - 1].end if cut else 0
     past = [mark for mark in life.marks if mark.nbytes <= nbytes]
     after = life.marks[len(past)] if len(past) < len(life.marks) else life.marks[-1]
-    # Evicted is what is no longer held at a later mark; it may or may not be on the medium.
+    # Objects that a later mark does not hold were evicted; they may or may not be on the medium.
     must = life.kept
     for mark in (*past, after):
         if mark.kind == "close" and mark in past:
@@ -316,7 +316,7 @@ def test_a_format_over_an_old_pool(tmp_path: Path, seed: int) -> None:
 
 
 def test_what_was_not_proven_is_never_trusted(tmp_path: Path, seed: int) -> None:
-    """Opened after a crash and closed in order without a load: still nothing has been verified."""
+    """Opened after a crash and closed cleanly without a load: still nothing has been verified."""
     rng = np.random.default_rng(seed)
     life = Life("process", blank(1), frozenset(), set(), set())
     Recording(life, tmp_path, "threads", rng).run(["put", "put"])

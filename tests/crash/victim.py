@@ -50,7 +50,7 @@ class Request:
 
 
 class Victim:
-    """Says what it begins and what it ended, and does so in an order that the seed tells."""
+    """Reports what it begins and what it ended, in an order that depends on the seed alone."""
 
     def __init__(self, request: Request, say: Callable[[str], None]) -> None:
         self._request = request

@@ -81,7 +81,7 @@ def under_atheris(name: str, arguments: list[str]) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Fuzzes what reads bytes that nobody vouches for.")
+    parser = argparse.ArgumentParser(description="Fuzzes the readers of untrusted bytes.")
     parser.add_argument("--seconds", type=int, default=600, help="for all targets (default 600)")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--out", type=Path, help="file for the result")

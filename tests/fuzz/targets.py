@@ -1,4 +1,4 @@
-"""The readers of bytes that nobody vouches for, each as a function of bytes: the fuzzers' targets.
+"""The readers of untrusted bytes, each as a function of bytes: the fuzzers' targets.
 
 A target returns, or raises a TuttiError; anything else is a finding. Bytes of the medium are sealed
 here after they were changed, so that a checksum does not hide what lies behind it: CRC32C keeps

@@ -1,9 +1,9 @@
 """A stand-in for the CUDA driver: streams are ordered worker threads over host memory.
 
-It is no emulator: it shows that the product enqueues the right things in the right order and never
-waits for itself, not that a GPU does them.  Device addresses are host addresses with a mark, so
-that nobody mixes the two up.  `queue_max` makes a full stream block its caller, and `queues=1`
-puts all streams on one queue, as hardware queues that alias do.
+It does not emulate a GPU: it shows that the product enqueues the right things in the right order
+and never waits for itself, not that a GPU does them.  Device addresses are host addresses with a
+mark, so that the two are not mixed up.  `queue_max` makes a full stream block its caller, and
+`queues=1` puts all streams on one queue, as hardware queues that alias do.
 """
 
 from __future__ import annotations
@@ -171,7 +171,7 @@ class StandInDriver:
             for start, memory in self._memory.items():
                 if start <= plain and plain + nbytes <= start + memory.size:
                     return plain
-            raise CudaError(f"{address:#x} is no device memory; a wild address")
+            raise CudaError(f"{address:#x} is not device memory; a wild address")
         if address & PINNED_MARK:
             plain = address & ~PINNED_MARK
             for start, length in self._registered.items():

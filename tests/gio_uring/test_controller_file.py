@@ -211,7 +211,7 @@ def test_unaligned_memory_bounces(opened: Opened, path: Path, executor: str, see
 def test_tmpfs_is_buffered_and_says_so(opened: Opened, executor: str) -> None:
     folder = Path("/dev/shm")
     if not is_tmpfs(folder):
-        pytest.skip("/dev/shm is no tmpfs")
+        pytest.skip("/dev/shm is not a tmpfs")
     with tempfile.TemporaryDirectory(dir=folder) as name:
         allocate_file(Path(name) / "member", NBYTES)
         host = opened(Path(name) / "member", executor=executor)
@@ -306,7 +306,7 @@ def test_recorder_logs_what_was_acknowledged(
 def test_end_of_file_fails_only_what_lies_behind_it(
     opened: Opened, path: Path, executor: str, seed: int, shift: int
 ) -> None:
-    """Eight joined commands on a file that somebody cut: each has its own status."""
+    """Eight joined commands on a file that another process cut: each has its own status."""
     content = fill_file(path, seed)
     host = opened(path, executor=executor)
     os.truncate(path, 5 * LBA)

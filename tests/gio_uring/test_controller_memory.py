@@ -344,7 +344,7 @@ def test_virtual_time_stops_at_its_limit() -> None:
 
 @pytest.mark.parametrize(("interference", "expected_us"), [(1.0, 1953), (2.5, 2441)])
 def test_virtual_interference(interference: float, expected_us: int) -> None:
-    """The write takes 1953 us; the read beside it 977 us, times the interference."""
+    """The write takes 1953 us; the read at the same time 977 us, times the interference."""
     options = {"mode": "virtual", "read_bandwidth": GiB, "write_bandwidth": GiB // 2}
     with host_of(latency_ns=0, interference=interference, **options) as host:
         write = host.transfer(WRITE, 0, 256, [host.extent(0, MiB)])
@@ -408,7 +408,7 @@ def test_without_a_write_cache_nothing_is_lost(seed: int) -> None:
 
 @pytest.mark.parametrize("stall_from", [0, 1])
 def test_a_submitter_without_rules_cannot_flood_the_controller(stall_from: int) -> None:
-    """One CID for all, and a completion queue that nobody reaps: bounded, and nothing breaks."""
+    """One CID for all, and a completion queue that is not reaped: bounded, and nothing breaks."""
     with host_of(depth=4) as host:
         pair = host.queue_pair.struct
         ring = (nvme.Sqe * 4).from_address(pair.sq)

@@ -20,7 +20,7 @@ CSTS = 8192
 
 
 class Rig:
-    """A controller with one queue pair; nobody executes commands."""
+    """A controller with one queue pair, whose commands are not executed."""
 
     def __init__(self, *, has_shadow: bool = False) -> None:
         self.registers = os.memfd_create("registers")
@@ -111,7 +111,7 @@ def test_a_reset_ends_every_command_once_and_keeps_true_statuses(rig: Rig) -> No
     for lap in range(4):  # so that the rings are at different places
         cids = rig.submit(5)
         start = 2 * DEPTH if lap else 0
-        rig.complete(start, cids[2], 0x281)  # reached memory, and nobody has looked yet
+        rig.complete(start, cids[2], 0x281)  # in memory, but not reaped yet
         assert lib.gio_controller_reset(rig.handle, 10**9) == 0
         assert lib.gio_qp_cq_reap(rig.address, 32) == 1, "the submitter finds a completion"
         expected = [nvme.STATUS_ABORTED_SQ_DELETION] * 5
@@ -130,7 +130,7 @@ def test_a_reset_of_an_idle_controller_leaves_no_completion(rig: Rig) -> None:
 
 
 def test_memory_stays_owned_while_the_drive_can_reach_it(rig: Rig) -> None:
-    """The restart fails, and the IOMMU does not let go either."""
+    """The restart fails, and the IOMMU does not release the memory either."""
     rig.restart_result, rig.is_ending = -5, False
     cids = rig.submit(3)
     assert _native.lib().gio_controller_reset(rig.handle, 10**9) < 0

@@ -254,7 +254,7 @@ def test_one_engine_serves_a_controller(rig: Rig) -> None:
 
 
 def test_other_producers_come_and_go_while_an_engine_serves(rig: Rig) -> None:
-    """A device's queue pairs are served by the engine's thread, beside the engine's own jobs."""
+    """A device's queue pairs are served by the engine's thread, between the engine's own jobs."""
     lib: Any = _native.lib()
     for _ in range(3):
         with rig.controller.create_queue_pair(8, is_device=True) as pair:
@@ -308,7 +308,7 @@ def run_flush(lib: Any, pair: QueuePair) -> int:
 
 
 def test_ctrl_c_between_a_submission_and_its_job(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The engine's own thread goes on, and the device's arrays stay until it let go of them."""
+    """The engine's own thread goes on, and the device's arrays stay until it has released them."""
 
     def struck(*_: object) -> None:
         raise KeyboardInterrupt

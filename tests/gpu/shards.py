@@ -64,7 +64,7 @@ def pytest(*arguments: str) -> list[str]:
 
 
 def tests_of(name: str) -> list[str]:
-    """The shard's tests; raises RuntimeError when they cannot be told."""
+    """The shard's tests; raises RuntimeError when they cannot be listed."""
     code, text = run(pytest("--collect-only", *SHARDS[name]), COLLECT_S)
     found = [line.strip() for line in text.splitlines() if "::" in line]
     if code != 0 or not found:
@@ -79,7 +79,7 @@ def outcome_of(code: int, text: str) -> str:
 
 
 def run_test(test: str, name: str) -> dict[str, Any]:
-    """Runs one test and says what became of it."""
+    """Runs one test and returns its outcome."""
     command, timeout_s = pytest(test), TEST_S
     if name == "memcheck":
         tool = shutil.which("compute-sanitizer")

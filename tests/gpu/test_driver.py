@@ -138,7 +138,7 @@ def test_a_stream_waits_for_a_word_and_an_event_for_the_stream(
 def test_the_default_stream_is_followed_and_ordered(
     driver: CudaDriver, stream: int, memory: Allocation
 ) -> None:
-    """It is PyTorch's, unless somebody chose another."""
+    """It is PyTorch's, unless another one was chosen."""
     event = driver.create_event()
     driver.fill(memory.address, 1, NBYTES, 0)
     driver.record_event(event, 0)

@@ -148,7 +148,7 @@ class Memory {
   enum class Kind { kDevice, kHost };
   static constexpr size_t kAlignment = 256, kFilledNbytes = 16 << 20;
 
-  // Memory that ends at a page that nobody may touch, aligned as the driver's own.
+  // Memory that ends at a page without access rights, aligned as the driver's own.
   uint64_t allocate(size_t nbytes) {
     const size_t used = rounded(nbytes, kAlignment), whole = rounded(used, kPageNbytes);
     void* place = mmap(nullptr, whole + kPageNbytes, PROT_READ | PROT_WRITE,

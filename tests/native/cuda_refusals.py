@@ -122,7 +122,7 @@ def closed(driver: CudaDriver) -> dict[str, Callable[[], object]]:
         driver._raw("cuCtxPushCurrent", context)
         driver._raw("cuStreamQuery", stream)
 
-    return {"a context that was given back": late}
+    return {"a context that was released": late}
 
 
 def main() -> None:

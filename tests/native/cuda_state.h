@@ -23,7 +23,7 @@ constexpr int kVersion = 13000;
 constexpr CUdevice kDevice = 0;
 constexpr unsigned kSms = 132, kSmsStep = 8;  // an H200
 constexpr unsigned kBlockThreads = 1024;
-constexpr unsigned char kPadding = 0x5c;  // of resources: whoever copies one must copy it whole
+constexpr unsigned char kPadding = 0x5c;  // of resources: a copy must include it
 
 struct Event {
   std::mutex mutex;

@@ -147,7 +147,7 @@ CUresult cuStreamWaitValue32(CUstream stream, CUdeviceptr address, cuuint32_t va
   CHECK(enter());
   REFUSE_IF(flags != CU_STREAM_WAIT_VALUE_GEQ || !is_word(address), CUDA_ERROR_INVALID_VALUE);
   return put(stream, [=] {
-    // Pairs with the release of whoever stores the word.
+    // Pairs with the release of the word's writer.
     return static_cast<int32_t>(__atomic_load_n(at<uint32_t>(address), __ATOMIC_ACQUIRE) - value) >=
            0;
   });
@@ -158,7 +158,7 @@ CUresult cuStreamWriteValue32(CUstream stream, CUdeviceptr address, cuuint32_t v
   CHECK(enter());
   REFUSE_IF(flags != CU_STREAM_WRITE_VALUE_DEFAULT || !is_word(address), CUDA_ERROR_INVALID_VALUE);
   return put(stream, [=] {
-    // Pairs with the acquire of whoever waits for the word.
+    // Pairs with the acquire of the word's waiter.
     __atomic_store_n(at<uint32_t>(address), value, __ATOMIC_RELEASE);
     return true;
   });

@@ -2,7 +2,7 @@
 //
 //   SEED DEPTH SHARES WARPS PSDT ALIGNED OPCODE MMIO ENGINE STAGED DIGESTS FAULTS  ->  FAULT STEPS
 //
-// device_scene.h says what the words mean.  The whole memory, or the whole medium, is compared with
+// device_scene.h explains the words.  The whole memory, or the whole medium, is compared with
 // what the IOCB's definition says; pages that the kernels gave up may hold anything.
 #include <cstdio>
 
@@ -48,7 +48,7 @@ gio::FaultConfig fault_config(const Case& c, fiber::Random* random) {
     f.delay_ppm = f.reorder_ppm = 300'000;
   }
   if (c.faults == 2) f.stall_from = 1 + random->below(4);
-  if (c.faults == 3) f.short_ppm = 300'000;  // short_status 0: nobody but the digest notices
+  if (c.faults == 3) f.short_ppm = 300'000;  // short_status 0: only the digest notices
   return f;
 }
 
@@ -175,7 +175,7 @@ bool layer_is_right(const Machine& m, u32 layer) {
   return true;
 }
 
-// Runs one kernel to its end, with the drive beside it.
+// Runs one kernel to its end while the drive executes commands.
 template <typename Kernel>
 bool launch(Machine* m, u64 seed, u32 blocks, u32 warps, const Kernel& kernel, u64* steps) {
   fiber::Scheduler scheduler(seed);

@@ -97,8 +97,8 @@ class Scheduler {
   }
 
   // Runs until every fiber returned.  False when that cannot happen: all that are left are
-  // parked, or nobody called progress() for idle_steps_max switch points, and then not for as many
-  // again with equal weights: a fiber that is merely slow is not a hang.
+  // parked, or no fiber called progress() for idle_steps_max switch points, and then not for as
+  // many again with equal weights: a fiber that is merely slow is not a hang.
   bool run(uint64_t idle_steps_max) {
     Scheduler* outer = std::exchange(active(), this);
     progress_at_ = steps_;
@@ -220,7 +220,7 @@ class Scheduler {
 #endif
   }
 
-  // The fiber that pause() drew, else a new draw; kNobody when nobody can run.
+  // The fiber that pause() drew, else a new draw; kNobody when no fiber can run.
   size_t choose() {
     if (next_ != kNobody) return std::exchange(next_, kNobody);
     if (lottery_.total() == 0) return kNobody;

@@ -13,7 +13,7 @@ import pytest
 HERE = Path(__file__).parent
 KERNELS = HERE.parents[1] / "kernels"
 HEADERS = KERNELS / "include"
-#: What programs include beside headers, by the first word of their names: kernels, controllers.
+#: What programs include besides headers, by the first word of their names: kernels, controllers.
 KERNEL_FOLDERS = {"device": [KERNELS / "device", KERNELS / "native"]}
 SOURCE_SUFFIXES = {".h", ".cpp", ".cu", ".cuh"}
 FLAGS = ["-std=c++17", "-O1", "-g1", "-Wall", "-Wextra", "-Werror", "-pthread"]

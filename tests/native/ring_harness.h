@@ -26,7 +26,7 @@ using gio::u64;
 enum Fault : int {
   kNone = 0,
   kStalled = 1,        // commands are left, nothing moves
-  kTornEntry = 2,      // the controller fetched an SQE that nobody wrote in this form
+  kTornEntry = 2,      // the controller fetched an SQE that no submitter wrote in this form
   kCidTwice = 3,       // a CID was in flight twice
   kTooMany = 4,        // more than depth-1 commands
   kExecutedTwice = 5,  // the controller fetched the same command again
@@ -41,7 +41,7 @@ enum Variant : u32 {
   kFaithful = 0,
   kRelaxedDoorbell = 1,  // the doorbell orders nothing
   kFullDepth = 2,        // depth commands in flight instead of depth-1
-  kEarlyRelease = 3,     // a CID is given back before its completion was read
+  kEarlyRelease = 3,     // a CID is released before its completion was read
   kLateCqDoorbell = 4,   // completions are published before the CQ head doorbell
 };
 
@@ -147,7 +147,7 @@ class World {
   // ring is to be caught, not that it does it.
   u32 limit() const { return c.variant == kFullDepth ? c.depth : c.depth - 1; }
 
-  // The first fault is kept; everybody stops at it.
+  // The first fault is kept; all fibers stop at it.
   void report(Fault fault) {
     int none = kNone;
     fault_.compare_exchange_strong(none, fault, std::memory_order_relaxed);

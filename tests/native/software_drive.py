@@ -76,7 +76,7 @@ class SoftwareDrive(NativeController):
         self._mediums.append(medium)
 
     def _restart(self, timeout_ns: int) -> int:
-        """What the native controller asks for in a reset that nobody survives: the end."""
+        """Ends the process: the native controller asks for it in a reset that cannot succeed."""
         self.medium.stop()
         vfio_lib().gio_vfio_controller_end_all(self.handle, STATUS_ABORTED_SQ_DELETION)
         return 0

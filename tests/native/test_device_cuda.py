@@ -46,7 +46,7 @@ REFUSALS = """
 101 a device that there is not
 201 a call without a context
 201 a call on a thread without a context
-709 a context that was given back
+709 a context that was released
 """
 
 

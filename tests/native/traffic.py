@@ -99,7 +99,7 @@ class Rounds:
                 if index == 0 and step % 5 == 4:
                     store.clear(deallocate=bool(step % 2))
                     self.counts["cleared"] += 1
-                if index == 0 and step % 5 == 2:  # never beside a clear, which it would break
+                if index == 0 and step % 5 == 2:  # never during a clear, which it would break
                     self._reset(store)
                 store.stats()
         except PoolClosed:

@@ -1,4 +1,4 @@
-"""What does not follow the protocol is told so, and nobody else notices."""
+"""A client that breaks the protocol gets an error, and no other client notices."""
 
 from __future__ import annotations
 

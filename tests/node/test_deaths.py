@@ -191,7 +191,7 @@ def test_an_agent_that_hangs_is_a_miss_after_the_deadline(tmp_path: Path, seed: 
 
 
 def test_a_new_agent_waits_for_the_files_of_an_old_client(tmp_path: Path, seed: int) -> None:
-    """A client that is stopped could still write: nobody opens the pool before it has gone."""
+    """A client that is stopped could still write: the pool cannot be opened before it has gone."""
     rng = np.random.default_rng(seed)
     path, folder, log = tmp_path / "s", tmp_path / "pools", tmp_path / "log"
     folder.mkdir()

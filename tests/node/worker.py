@@ -3,7 +3,7 @@
     worker.py SOCKET SEED CHAINS ACKNOWLEDGED
 
 The content of a page follows from its key.  Keys of acknowledged puts are appended to the file
-ACKNOWLEDGED; the last line of output says what happened, as JSON.
+ACKNOWLEDGED; the last line of output is the outcome, as JSON.
 """
 
 from __future__ import annotations

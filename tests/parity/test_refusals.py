@@ -208,7 +208,7 @@ SEGMENT, LAST = nvme.SGL_SEGMENT, nvme.SGL_LAST_SEGMENT
         (LAST, [SEGMENT, BLOCK], nvme.STATUS_INVALID_SGL_COUNT),
         (SEGMENT, [LAST, BLOCK], nvme.STATUS_INVALID_SGL_COUNT),
         (SEGMENT, [BLOCK, BLOCK], nvme.STATUS_INVALID_SGL_SEGMENT),
-        # The second descriptor leads to the list itself, for ever.
+        # The second descriptor leads to the list itself, without end.
         (SEGMENT, [0, SEGMENT], nvme.STATUS_SGL_LENGTH_INVALID),
     ],
 )

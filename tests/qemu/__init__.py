@@ -1,1 +1,1 @@
-"""Tests on QEMU's NVMe controller: a device model that nobody here wrote, in a disposable guest."""
+"""Tests on QEMU's NVMe controller: a device model that others wrote, in a disposable guest."""

@@ -29,7 +29,7 @@ from tutti.transfers.core import StoreConfig
 LEFT, RIGHT = 4, 5
 KEYS = [bytes([i]) * 16 for i in range(1, 13)]
 CAPACITY = "16MiB"
-#: Puts to the pool on the drives that are named, says so, and is killed.
+#: Puts to the pool on the drives that are named, reports it, and is killed.
 PUTTER = """
 import os, signal, sys
 import numpy as np

@@ -262,7 +262,7 @@ def test_injected_errors(drives: Drives) -> None:
 
 
 def test_memory_that_was_not_named_is_out_of_reach(drives: Drives) -> None:
-    """QEMU's drive does not say so, but the IOMMU drops what it writes there."""
+    """QEMU's drive reports success, but the IOMMU drops what it writes there."""
     with drives.open(USUAL) as controller:
         host = NvmeHost(controller)
         stranger = HostBuffer(MiB)
@@ -338,7 +338,7 @@ def test_a_time_out_keeps_memory_until_the_reset(drives: Drives) -> None:
 
 @pytest.mark.parametrize("shadow", [False, True])
 def test_late_commands_are_ended_and_the_rings_go_on(drives: Drives, shadow: bool) -> None:
-    """Nobody asks for the reset: the rescue does, beside the engine's thread."""
+    """The test does not ask for the reset: the rescue does, on a thread of its own."""
     with drives.open(SLOW, shadow_doorbells=shadow) as controller:
         controller.rescue._grace_s = 0.1
         with Mover(controller, 64) as mover:

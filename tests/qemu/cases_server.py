@@ -143,7 +143,7 @@ def test_a_drive_that_leaves_is_misses() -> None:
     deadline_s = time.monotonic() + DEADLINE_S
     served: list[bool] = [True]
     while all(served):
-        assert time.monotonic() < deadline_s, "nobody unplugged the drive"
+        assert time.monotonic() < deadline_s, "the drive was not unplugged"
         served = [there for chain in range(CHAINS) for there in rank.load(chain)]
     found = [sum(rank.load(chain)) for chain in range(CHAINS)]
     assert 0 < sum(found) < CHAINS * PAGES, "one drive's pages are served, the other's miss"

@@ -49,8 +49,8 @@ def gone_after_loads(store: ObjectStore, controller: SpanController, keys: list[
             store.load(rows, pages).wait(30)
         except DeviceGone:
             return count
-        assert time.monotonic() < deadline_s, "nobody unplugged the drive"
-    raise AssertionError("nobody unplugged the drive")
+        assert time.monotonic() < deadline_s, "the drive was not unplugged"
+    raise AssertionError("the drive was not unplugged")
 
 
 def test_unplugged_under_load(drives: Drives, seed: int) -> None:
@@ -68,7 +68,7 @@ def test_unplugged_under_load(drives: Drives, seed: int) -> None:
     assert gone_after_loads(store, controller, keys) >= 3
     [gone] = controller.gone
     assert {d.identity.serial for d in controller.drives if d.is_gone} == {"right"}
-    # The device is back with the kernel: its remover waited for this process to let go of it.
+    # The device is back with the kernel: its remover waited until this process had closed it.
     deadline_s = time.monotonic() + DEADLINE_S
     while (Path("/sys/bus/pci/devices") / gone).exists():
         assert time.monotonic() < deadline_s, "the kernel still waits for the drive"

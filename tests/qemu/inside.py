@@ -46,7 +46,7 @@ NOT_ON_A_DRIVE: dict[str, tuple[tuple[str, ...], str]] = {
     "test_bad_psdt": ((), _LENIENT),
     "test_bad_descriptors": (("0-17", "1-17", "2-17", "3-14", "6-13"), _STATUS),
     "test_bad_segments": (("4-32", "1-16"), _STATUS),
-    "test_endless_chain_of_empty_segments": ((), "QEMU's drive follows it for ever"),
+    "test_endless_chain_of_empty_segments": ((), "QEMU's drive follows it without end"),
     "test_too_many_descriptors": ((), _LENIENT),
 }
 
@@ -59,7 +59,7 @@ class Drives:
 
     @contextlib.contextmanager
     def open(self, place: int, **options: object) -> Iterator[VfioController]:
-        """One drive; given back even when a test fails and leaves regions behind."""
+        """One drive; released even when a test fails and leaves regions behind."""
         made = VfioController(self.bdfs[place], **options)  # type: ignore[arg-type]
         try:
             yield made

@@ -75,7 +75,7 @@ def members(kind: str, serial: str) -> list[str]:
 
 
 def zero(path: str) -> None:
-    member = FileMember(path)  # waits until the controller before has let go of it
+    member = FileMember(path)  # waits until the previous controller has closed it
     fcntl.ioctl(member.fd, BLKZEROOUT, struct.pack("=QQ", 0, member.nbytes))
     member.close()
 

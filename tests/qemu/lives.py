@@ -2,7 +2,7 @@
 
 Place 0 holds a pool for durability "flush", 1 one for "process": each lives from open to close, and
 says in marks, blocks behind its pool, what it served when the log was so long. Place 2 holds a pool
-that is put to until somebody kills the guest.
+that is put to until the guest is killed.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ def faults() -> str:
         [{"iotype": "flush"}],
         [{"iotype": "write", "sector": at // 512} for at in RECORDS],
         [{"iotype": "write"}],
-        [{"iotype": "discard"}],  # which nobody sends
+        [{"iotype": "discard"}],  # which is never sent
     ]
     lines = []
     for state, rules in enumerate(turns, 1):

@@ -50,7 +50,7 @@ def read_write_log(
             data = content[at : at + nbytes]
             at += nbytes
             if offset >= pool_nbytes:
-                assert data.startswith(MARK), "a write behind the pool that is no mark"
+                assert data.startswith(MARK), "a write behind the pool that is not a mark"
                 # Nothing was under way meanwhile, so a mark is as old as the write before it.
                 marks.append(found[-1].end if found else 0)
                 continue

@@ -184,7 +184,7 @@ def test_a_slow_drive_is_learnt() -> None:
 
 
 def test_the_interference_is_learnt_from_transfers_that_overlap() -> None:
-    """A read of 10 ms takes 30 beside a write; what the write took alone teaches nothing new."""
+    """A read of 10 ms takes 30 during a write; what the write took alone teaches nothing new."""
     profile = Linear(interference=1.5, read_gbps=1.0, write_gbps=1.0)
     state, at_ns = State(profile), 0
     for number in range(20):

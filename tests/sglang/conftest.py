@@ -48,7 +48,7 @@ def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> 
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    # The kit loads plugins and publishes settings for the whole process: whoever needs a process
+    # The kit loads plugins and publishes settings for the whole process: tests that need a process
     # without them comes first.
     items.sort(key=lambda item: item.path == HERE / "test_hicache_kit.py")
 

@@ -1,6 +1,7 @@
 """A file system whose medium misbehaves on demand: `FaultyDisk`, a FUSE server over a folder.
 
-What is tested above it runs unchanged. Needs the right to mount; `FaultyDisk.refusal` says why not.
+What is tested above it runs unchanged. Needs the right to mount; without it
+`FaultyDisk.refusal` is the reason.
 The protocol is that of include/uapi/linux/fuse.h, version 7.31, as far as pools need it.
 
     faulty_disk.py FOLDER MOUNTPOINT     serves until its standard input ends
@@ -177,7 +178,7 @@ class _Disk:
             header = _REPLY.pack(_REPLY.size + len(result), code, unique)
             try:
                 os.writev(self._device, [header, result])
-            except FileNotFoundError:  # whoever asked was killed
+            except FileNotFoundError:  # the client was killed
                 return
 
     def _path(self, node: int, name: bytes = b"") -> Path:

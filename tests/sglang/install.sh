@@ -13,7 +13,7 @@ pip=("$venv/bin/python" -m pip install --quiet --no-deps --disable-pip-version-c
 # One of the compared systems: a download of 69 MB that works without CUDA. Its test can skip.
 "${pip[@]}" nixl==1.5.1 nixl-cu12==1.5.1 || echo "without nixl: the test of hicache-nixl will skip"
 # The CUDA build of torchvision cannot load its library beside a CPU torch, and then these two
-# operators, which its Python files register fake kernels for, are declared by nobody.
+# operators, for which its Python files register fake kernels, are not declared anywhere.
 site=$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
 if "$venv/bin/python" -c 'import sys, torch; sys.exit(torch.version.cuda is not None)'; then
   cat > "$site/torchvision_operators.py" <<'PYTHON'

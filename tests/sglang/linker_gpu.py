@@ -103,7 +103,7 @@ def stand_in_gpu(
         return [StandInEvent(driver, s) for s in (streams.scheduler, streams.forward)]
 
     monkeypatch.setattr(gpu_modules, "compile_cubin", lambda *_, **__: b"\x7fELF")
-    monkeypatch.setattr(CubinCache, "read", lambda *_: None)  # that is no code to be kept
+    monkeypatch.setattr(CubinCache, "read", lambda *_: None)  # such code must not be cached
     monkeypatch.setattr(CubinCache, "write", lambda *_: None)
     monkeypatch.setattr(linker_module, "open_gpu", opened)
     monkeypatch.setattr(TuttiLinker, "record_offload_ready", ready)

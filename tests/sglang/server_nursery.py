@@ -30,7 +30,7 @@ def _import_everything() -> None:
     assert ModelRegistry.models
     # Its first call compiles for many seconds; a server whose cache is flushed meanwhile dies.
     get_hash_str([1, 2], None)
-    # It decides when it is imported whether it is for several processes; SGLang says so later.
+    # It decides on import whether it serves several processes; SGLang sets the variable later.
     for name in [name for name in sys.modules if name.split(".")[0] == "prometheus_client"]:
         del sys.modules[name]
 

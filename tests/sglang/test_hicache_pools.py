@@ -78,7 +78,7 @@ def test_pages_come_back_into_other_places(
     assert storage.batch_get_v1(hashes(10), hp.indices(pool, target)) == [True] * 10
     assert [hp.page_bytes(pool, page) for page in target] == want
     for page in set(range(hp.PAGES)) - set(target):
-        assert not any(hp.page_bytes(pool, page)), "a page that nobody asked for was written"
+        assert not any(hp.page_bytes(pool, page)), "a page that was not requested was written"
 
 
 @pytest.mark.parametrize("layout", hp.LAYOUTS)

@@ -198,7 +198,7 @@ def test_a_single_rank_refuses_to_load_what_is_gone(tmp_path: Path) -> None:
         rig.linker._alone = False  # with several ranks the answer depends on the transfers alone
         assert rig.load(names(3), range(3))
         assert not rig.linker.finish_layer_wise_loading(rig.linker.start_layer_wise_loading())
-        assert rig.linker.reads.closed, "a miss is no fault of the medium"
+        assert rig.linker.reads.closed, "a miss is not a fault of the medium"
 
 
 def test_a_wrong_number_of_slots_is_refused(tmp_path: Path) -> None:
@@ -445,7 +445,7 @@ class _Params:
 def test_pages_are_stored_behind_their_predecessors(tmp_path: Path) -> None:
     with Rig(tmp_path) as rig:
         rig.fill(14)
-        assert rig.lookup(names(9)) == 0  # says what follows what
+        assert rig.lookup(names(9)) == 0  # sets the order of the pages
         assert rig.store(names(9)[6:], range(3))
         assert rig.store(names(9)[:3], range(3, 6))
         assert rig.store(names(9)[3:6], range(6, 9))

@@ -1,4 +1,4 @@
-"""The linker reads ahead for requests that wait: within bounds, and nobody's answer changes."""
+"""The linker reads ahead for requests that wait: within bounds, and no answer changes."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_a_look_up_reads_ahead_and_the_load_takes_it(tmp_path: Path) -> None:
         assert (counts["ahead_pages"], counts["ahead_used_pages"]) == (10, 10)
         assert "ahead_unused_pages" not in counts
         read_nbytes = rig.stored_pool.store.stats()["payload_read_nbytes"]
-        assert counts["moved_bytes/load"] == read_nbytes == 10 * OBJECT, "once, whoever used it"
+        assert counts["moved_bytes/load"] == read_nbytes == 10 * OBJECT, "once, for all requests"
         assert counts["busy_seconds/load"] > 0
         assert rig.lookup(names(4), "s") == 4
         quiet(rig, 14)
@@ -221,7 +221,7 @@ def test_staging_that_a_device_may_still_fill_is_not_handed_out(
         monkeypatch.setattr(rig.stored_pool.store, "load", lambda *_, **__: ticket)
         assert rig.lookup(names(6)) == 6
         wait_for(lambda: rig.linker.error_log.counts.get("read-ahead: timeout", 0) == 1)
-        assert rig.linker.ahead.held == 0, "nobody is served from it"
+        assert rig.linker.ahead.held == 0, "no request is served from it"
         assert rig.stored_pool.loads.in_use == 6
         assert rig.stored_pool.loads.allocate(3) is None
         ticket.settled.set()

@@ -113,7 +113,7 @@ def test_the_scheduler_is_told_of_steps(tmp_path: Path, monkeypatch: pytest.Monk
         rig.fill(16)
         assert rig.store(names(4), range(4)), "while the model is idle"
     STEPS.launched(Batch(Phase.DECODE))
-    assert not STEPS._steps, "nobody wants to know any more"
+    assert not STEPS._steps, "no observer is left"
 
 
 @pytest.fixture

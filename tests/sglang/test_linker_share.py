@@ -61,7 +61,7 @@ def rig_of(
         with GpuRig(folder, gpu_mover="kernel", read_ahead_share=0.0, **options) as rig:
             rig.driver, rig.streams = driver, streams
             yield rig, grids
-        assert driver._greens == {}, "given back"
+        assert driver._greens == {}, "not released"
 
 
 def moves(rig: GpuRig) -> None:

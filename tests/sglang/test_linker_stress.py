@@ -66,7 +66,7 @@ class Model:
                 break
             if name not in locked:
                 page = self.cached.pop(name)
-                self.compute("evicted", page)  # whoever still reads it gets caught
+                self.compute("evicted", page)  # a later reader gets caught
                 self.free.append(page)
         if len(self.free) < count:
             return None
@@ -111,7 +111,7 @@ class Model:
             if rng.random() < 0.15:
                 if rng.random() < 0.5:
                     linker.cancel_queued_load(rid)
-                continue  # the request goes away, and SGLang says so or not
+                continue  # the request goes away, and SGLang may report it or not
             loads = tail[: lengths[-1]] if lengths else []
             pages = self.allocate(len(tail))
             if pages is None:

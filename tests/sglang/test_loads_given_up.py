@@ -125,7 +125,7 @@ def _probed(rig: Rig, error: BaseException) -> int:
 
 
 def test_a_page_is_never_free_twice(tmp_path: Path) -> None:
-    """Although who knows whether the device has let go may fail to say so."""
+    """Even where the owner of that knowledge fails to report that the device is done."""
     with Rig(tmp_path) as rig:
         staging = StagingPages(rig.stored_pool.store, 4 * rig.stored_pool.page_nbytes)
         one, other = staging.allocate(1), staging.allocate(1)

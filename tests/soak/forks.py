@@ -105,7 +105,7 @@ def _fork(end: Callable[[ObjectStore], Any], store: ObjectStore) -> int:
 
 
 def _still_ours(path: str) -> None:
-    """Nobody else may open the pool."""
+    """No other process may open the pool."""
 
     def body(say: Say) -> None:
         try:

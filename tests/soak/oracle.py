@@ -47,7 +47,7 @@ class Oracle:
         self._clearing: int | None = None
 
     def follow(self, report: list[Any]) -> None:
-        """Takes in what another process told."""
+        """Merges another process's report."""
         name, *given = report
         keys = [bytes.fromhex(key) for key in given[0]] if given else []
         if name == "put_begins":

@@ -17,7 +17,7 @@ Say = Callable[[list[Any]], None]
 
 
 class Child:
-    """A forked process that reports lines of JSON; its last one says how it ended."""
+    """A forked process that reports lines of JSON; its last one is the outcome."""
 
     def __init__(self, body: Callable[[Say], None]) -> None:
         self._pipe, inner = os.pipe()

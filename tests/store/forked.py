@@ -58,7 +58,7 @@ class Parent:
         )
 
     def is_locked(self) -> bool:
-        """Whether nobody else can lock the pool's file now."""
+        """Whether no other process can lock the pool's file now."""
         with open(self.path, "rb") as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

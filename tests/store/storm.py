@@ -97,7 +97,7 @@ def traffic(store: ObjectStore, memory: HostMemory, rng: np.random.Generator) ->
 
 
 def left(store: ObjectStore, memory: HostMemory) -> dict[str, object]:
-    """What is not given back, once everything under way has ended."""
+    """Resources that are still taken when everything under way has ended."""
     core = store._core
     quiet = core.wait_quiet(QUIET_S)
     for other in list(store._resources.memories):

@@ -144,7 +144,7 @@ def test_a_slot_whose_void_record_fails_does_not_stop_a_clear(rng: np.random.Gen
 def test_a_failed_flush_fails_what_was_written_meanwhile(
     rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The next flush may say nothing of it: what the first one lost is told once."""
+    """The next flush may succeed: the loss is reported only once."""
     images = formatted()
     controller = controller_of(images)
     with opened(images, controller=controller, durability="flush") as store:

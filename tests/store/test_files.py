@@ -162,7 +162,7 @@ def test_format_with_force_forgets(tmp_path: Path, rng: np.random.Generator) -> 
 def test_tmpfs_goes_through_the_page_cache(executor: str, rng: np.random.Generator) -> None:
     mounts = Path("/proc/self/mounts").read_text()
     if not re.search(rf"^\S+ {SHARED} tmpfs ", mounts, re.MULTILINE):
-        pytest.skip(f"{SHARED} is no tmpfs")
+        pytest.skip(f"{SHARED} is not a tmpfs")
     with tempfile.TemporaryDirectory(dir=SHARED) as folder, nothing_left_behind():
         path = Path(folder) / "member0"
         with tutti.open(path, LAYOUT, 12 << 20, executor=executor, durability="flush") as store:
@@ -280,7 +280,7 @@ def test_memory_on_either_kind_of_page(
 def test_unaligned_memory_bounces(
     offset: int, executor: str, tmp_path: Path, rng: np.random.Generator
 ) -> None:
-    """Wherever an engine's memory lies, and nothing beside it changes."""
+    """Any place of an engine's memory; no byte around it changes."""
     pages = 8
     nbytes = pages * LAYOUT.object_nbytes
     memory = bytearray(rng.bytes(nbytes + 2 * 4096))

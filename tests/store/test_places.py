@@ -116,7 +116,7 @@ def test_a_labelled_device_is_made_a_pool_and_no_other(loop: Loop) -> None:
     with pytest.raises(TuttiError, match="format"):
         tutti.open(devices, LAYOUT, CAPACITY)
     assert cli.main(["format", *devices, "--for-server"]) == 0
-    assert cli.main(["format", *devices, "--for-server"]) == 0, "a label is no content"
+    assert cli.main(["format", *devices, "--for-server"]) == 0, "a label does not count as content"
     assert cli.main(["info", devices[0]]) == 3
     with pytest.raises(PoolNotFound, match="labelled"):
         tutti.open(devices)

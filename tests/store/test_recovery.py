@@ -222,7 +222,7 @@ def test_quarantine_by_key(rng: np.random.Generator) -> None:
 
 
 def test_a_key_found_twice(rng: np.random.Generator) -> None:
-    """The higher sequence number wins; with equal ones nobody does."""
+    """The higher sequence number wins; with equal ones neither does."""
     images, keys, contents = filled(rng, clean=False)
     copy_object(images[0], source=2, target=20, sequence_step=5)
     copy_object(images[0], source=7, target=21, sequence_step=0)
@@ -338,7 +338,7 @@ def test_lookups_miss_while_recovery_runs(rng: np.random.Generator) -> None:
 
 
 def test_unproven_objects_stay_unproven_over_a_close(rng: np.random.Generator) -> None:
-    """Opening and closing in order must not turn what a crash left into something trusted."""
+    """Opening and closing cleanly must not turn what a crash left into trusted objects."""
     images, keys, _ = filled(rng, clean=False)
     flip_payload(images[0], slot=3, layer=1, byte=7)
     store = opened(images)

@@ -225,7 +225,7 @@ def test_what_was_admitted_ends_before_a_standstill_and_the_next_waits() -> None
         with core.admitted(10):
             threads[0].start()
             assert wait_until(lambda: not core.ready)
-            assert not inside.wait(0.1), "it stood still beside an operation"
+            assert not inside.wait(0.1), "it stood still during an operation"
             order.append("first")
         threads[1].start()
         assert inside.wait(10)

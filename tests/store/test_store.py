@@ -276,7 +276,7 @@ def test_clear_forgets_everything(rng: np.random.Generator) -> None:
     store.put(keys[:4], np.arange(4)).wait(5)
     images = images_of(store.controller, 2)
     store.close()
-    with opened(images) as again:  # not closed in order: the old records are still on the medium
+    with opened(images) as again:  # not closed cleanly: the old records are still on the medium
         again.wait_recovered(5)
         assert again.match(keys) == 4
 

@@ -323,7 +323,7 @@ def _distinct(paths: list[str]) -> Iterator[Finding]:
 
 
 def _one_disk(folders: list[Path]) -> Iterator[Finding]:
-    """Folders on one file system, which is no faster with two of them."""
+    """Folders on one file system, where two are not faster than one."""
     seen: dict[int, Path] = {}
     for folder in folders:
         other = seen.setdefault(os.stat(_existing(folder)).st_dev, folder)

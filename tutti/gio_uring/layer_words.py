@@ -68,7 +68,7 @@ class LayerWords:
         return int(self._words[self._index(layer) + 1])
 
     def is_ready(self, layer: int) -> bool:
-        """Whether the engine has said its last word on `layer`."""
+        """Whether the engine has published the final status of `layer`."""
         return bool(self._words[self._index(layer)])
 
     def let_go(self, status: int) -> None:

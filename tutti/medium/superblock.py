@@ -366,10 +366,10 @@ def choose_superblock(a: bytes, b: bytes, path: str) -> tuple[Superblock, int]:
 
 
 def check_size(nbytes: int, geometry: Geometry, path: str) -> None:
-    """Whether a member has all the bytes that its superblock speaks of.  Raises PoolCorrupt."""
+    """Whether a member is as long as its superblock expects.  Raises PoolCorrupt."""
     if nbytes < geometry.member_nbytes:
         raise PoolCorrupt(
-            f"{path} has {nbytes} bytes, its superblock speaks of {geometry.member_nbytes}; "
+            f"{path} has {nbytes} bytes, its superblock expects {geometry.member_nbytes}; "
             "it was truncated: restore it or format the pool anew"
         )
 

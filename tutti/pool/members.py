@@ -130,7 +130,7 @@ class Members(Owned):
 
     @property
     def clean(self) -> bool:
-        """Whether every member was closed in order."""
+        """Whether every member was closed cleanly."""
         return all(self.superblock(m).state == PoolState.CLEAN for m in self.present)
 
     @property

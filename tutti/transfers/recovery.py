@@ -38,7 +38,7 @@ def recover(
     """Fills the index.
 
     found_as: the superblocks as they were before the pool was marked open.
-    proven: they say that the pool was closed in order, so its records can be trusted.
+    proven: they show that the pool was closed cleanly, so its records can be trusted.
     Reads without the lock, so look-ups miss meanwhile; then takes over everything at once.
     """
     members = core.members

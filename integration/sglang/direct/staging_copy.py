@@ -99,7 +99,7 @@ class StagingCopier:
             left_s = max(0.0, deadline_s - time.monotonic())
             wait_until(self._look, left_s)
         except (CudaError, DeviceTimeout):
-            return  # who ends the batch is told, too
+            return  # the thread that ends the batch gets the same error
 
     def _look(self) -> bool:
         """Reports layers that the forward has begun; whether nothing more is waited for."""

@@ -147,7 +147,7 @@ class LateRig(NativeDrive):
 
 
 def doorbell(rig: Rig, index: int) -> int:
-    """What the drive itself was told, whatever is mapped."""
+    """The commands that the drive itself received, whatever is mapped."""
     return int.from_bytes(os.pread(rig.registers, 4, 4 * index), "little")
 
 

@@ -163,7 +163,7 @@ def test_after_a_deadline_the_memory_stays(
         assert rig.engine.stream_queue.staging.arena.in_use == 1
         with pytest.raises(DeviceTimeout, match="close the engine"):
             rig.submit(OPCODE_READ, list(range(8)))
-        assert not released  # whoever waits for it would use the slots again
+        assert not released  # its waiter would use the slots again
     assert released == [job]
     assert job.wait_released(0)
 
@@ -179,7 +179,7 @@ def test_after_a_deadline_the_memory_stays(
 def test_a_cuda_error_in_mid_job_keeps_its_memory(
     kind: str, call: str, nth: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Kernels may be queued that nothing tells of, and commands under way that none takes back."""
+    """Kernels may be queued without an event behind them; their commands cannot be cancelled."""
     released: list[DeviceJob] = []
     with device_rig(kind, tmp_path, monkeypatch) as rig:
         rig.driver.fail[call] = nth
@@ -253,7 +253,7 @@ def test_the_mailbox_goes_round(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 def test_a_persistent_kernel_that_never_answers(
     comes_back: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every waiting stream is let go; the memory is kept, for ever if the kernel stays silent."""
+    """Every waiting stream goes on; the memory is kept, permanently if the kernel stays silent."""
     monkeypatch.setattr(gpu_persistent, "_GRACE_S", 0.1)
     kept: list[object] = []
     monkeypatch.setattr(gpu_device_engine, "retain_until_exit", kept.append)

@@ -1,7 +1,7 @@
 """Ctrl-C anywhere in the start of a transfer, on a stand-in for the CUDA driver.
 
 A KeyboardInterrupt is raised at one line after the other of the GPU engines, and where a function
-returns to them.  Whatever it strikes: memory that a device may use stays, no stream waits for ever.
+returns to them.  In every case memory that a device may use stays, and no stream hangs.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ class HostRig:
         return any(isinstance(job, tuple) or not job.report().released for job in jobs)
 
     def check(self, opcode: int, place: str) -> None:
-        """What is free now is nobody's, and in the end all is."""
+        """Free memory has no owner, and in the end all of it is free."""
         lane = self.lane(opcode)
 
         def is_free() -> bool:
@@ -214,7 +214,7 @@ def test_the_start_of_a_job_of_kernels_is_interrupted_anywhere(
                 assert is_free != rig.engine._broken == bool(rig.engine._kept), place
             rig.kernels.is_silent = False
             rig.engine.close()
-            assert not (place and released), f"{place}: nobody knows of the job who is called"
+            assert not (place and released), f"{place}: the callback's owner does not know the job"
         gc.collect()
         nth += step
     assert len(seen) > 1

@@ -136,7 +136,7 @@ def test_the_device_code_compiles_and_holds_every_kernel(architecture: str) -> N
 
 def test_a_compiler_error_shows_its_log(tmp_path: Path, source: DeviceSource) -> None:
     pytest.importorskip("cuda.bindings.nvrtc", reason=f"needs {NEEDED}")
-    (source.root / "device/kernels.cu").write_text("this is no code\n")
+    (source.root / "device/kernels.cu").write_text("this does not compile\n")
     with pytest.raises(CudaError, match=r"kernels\.cu\(1\): error") as caught:
         compile_cubin(source, "sm_90")
     assert caught.value.call == "nvrtcCompileProgram"

@@ -329,7 +329,7 @@ class DeviceEngine(Owned):
             self._kept.append(job)
 
     def _watch(self) -> None:
-        """Looks at the last word of each job; makes no CUDA call."""
+        """Polls the final status of each job; makes no CUDA call."""
         while not self._closed or self._jobs:  # bounded by close(), which gives up what is left
             with self._changed:
                 if not self._jobs:

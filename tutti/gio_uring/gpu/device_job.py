@@ -19,7 +19,7 @@ from tutti.gio_uring.gpu.stream_queue import StreamQueue, wait_until
 from tutti.gio_uring.nvme_spec import STATUS_CANCELLED
 from tutti.process import Owned, finalize
 
-#: Longest time from a job's last word to its status; the engine's thread looks far more often.
+#: Longest time from a job's final word to its status; the engine's thread polls far more often.
 _SETTLE_S = 5.0
 
 _log = logging.getLogger(__name__)
