@@ -18,6 +18,7 @@ from types import ModuleType
 from typing import Any
 
 from tutti.bench import eviction, freshness, soak_report, threads, window
+from tutti.bench.compare import commits
 from tutti.bench.gpu import report as gpu_report
 from tutti.bench.peers import run as peers
 from tutti.bench.profile import run as profile
@@ -187,6 +188,7 @@ def _simulate(result: dict[str, Any]) -> str:
 
 
 _KINDS: dict[str, Callable[[dict[str, Any]], str]] = {
+    "commits": _table_of(commits),
     "compare": _compare,
     "eviction": _table_of(eviction),
     "fuzz": _fuzz,
