@@ -11,7 +11,6 @@ import logging
 import os
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -23,6 +22,7 @@ from tutti.errors import CudaError, DeviceTimeout, Unsupported
 from tutti.gio_uring.gpu.choice import choose_engine
 from tutti.gio_uring.gpu.device_engine import DeviceEngine
 from tutti.gio_uring.gpu.driver import CudaDriver, Driver
+from tutti.gio_uring.gpu.events import EventPool
 from tutti.gio_uring.gpu.host_engine import HostEngine
 from tutti.gio_uring.gpu.memory import PinnedMemory
 from tutti.gio_uring.gpu.modules import Modules
@@ -100,7 +100,7 @@ class Gpu:
         self._is_warned = False
         self._modules: Modules | None = None  # of engines whose kernels submit
         self._engines: list[HostEngine | DeviceEngine] = []
-        self._events: deque[int] = deque()
+        self.events = EventPool(driver)
         self._left = driver.create_event()
         self._leaving_lock = threading.Lock()
         self._marks: LayerMarks | None = None
@@ -198,15 +198,6 @@ class Gpu:
         for engine in self._engines:
             engine.follow(self.copy_stream)
 
-    def acquire_events(self, count: int) -> list[int]:
-        """Unused events, creating more if needed."""
-        taken = [self._events.popleft() for _ in range(min(count, len(self._events)))]
-        return taken + [self.driver.create_event() for _ in range(count - len(taken))]
-
-    def release_events(self, events: Sequence[int]) -> None:
-        """Returns events that have happened and are not needed any more."""
-        self._events.extend(events)
-
     def marks(self, layers: int) -> BatchMarks | None:
         """For one batch of a model with so many layers; None while all are in use."""
         self._marks = self._marks or LayerMarks(self.driver, layers)
@@ -253,8 +244,8 @@ class Gpu:
             self.driver.destroy_stream(stream)
         if self._marks is not None:
             self._marks.close()
-        for event in (*self._events, self._left):
-            self.driver.destroy_event(event)
+        self.events.release([self._left])
+        self.events.close()
         for share in (self.share, self._rare):
             if share is not None:
                 share.close()

@@ -76,7 +76,8 @@ class StagingCopier:
 
     def __init__(self, gpu: Gpu, layers: int, name: str = "") -> None:
         self._gpu = gpu
-        self._events = gpu.acquire_events(layers + 1)  # the last one: after all, or what failed
+        self._events: list[int] = []  # by layer, and the last one: after all, or what failed
+        gpu.events.acquire(layers + 1, self._events)
         self._changed = threading.Condition()
         self._landed = 0  # layers that were enqueued in full
         self._over = False  # nothing more will be
@@ -169,7 +170,7 @@ class StagingCopier:
         """Waits until the stream is through with the batch; whether it is."""
         if not self._wait_stream(deadline_s):
             return False
-        self._gpu.release_events(self._events)
+        self._gpu.events.release(self._events)
         if self._marks is not None:
             self._marks.is_released = True
         return True

@@ -62,7 +62,7 @@ class DeviceJob(Owned):
         self._changed = threading.Event()  # put on the stream, or never will be
         self._failure: TuttiError | None = None
         self._is_kept = False  # a device may still use its memory
-        finalize(self, queue.stream_queue.release_events, self._events).atexit = False
+        finalize(self, queue.stream_queue.events.release, self._events).atexit = False
 
     @property
     def page_status(self) -> U32:
@@ -89,7 +89,7 @@ class DeviceJob(Owned):
 
     def acquire_events(self) -> list[int]:
         """Acquires an event per layer; they return when no waiter is left."""
-        self._queue.stream_queue.acquire_events(self.work.layers, self._events)
+        self._queue.stream_queue.events.acquire(self.work.layers, self._events)
         return self._events
 
     def enqueue(self) -> None:

@@ -63,7 +63,7 @@ class MovedJob(Owned):
         self._failure: TuttiError | None = None
         self._changed = threading.Condition()
         # Once nothing can wait for them any more.
-        finalize(self, stream_queue.release_events, self._events).atexit = False
+        finalize(self, stream_queue.events.release, self._events).atexit = False
 
     @property
     def page_status(self) -> U32:
@@ -81,7 +81,7 @@ class MovedJob(Owned):
         now: the first layers by this thread.  Not while the job's gate is closed: then the caller
         is what the stream waits for, and must not make a CUDA call.
         """
-        self._stream_queue.acquire_events(self.layers, self._events)
+        self._stream_queue.events.acquire(self.layers, self._events)
         self._stream_queue.feed(self, self._stream_queue.first_layers if now else 0)
 
     def put_next(self) -> bool:

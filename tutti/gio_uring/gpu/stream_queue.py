@@ -20,6 +20,7 @@ from tutti.arrays import U64
 from tutti.errors import ConfigError, DeviceTimeout, TuttiError
 from tutti.gio_uring.controller import NativeController
 from tutti.gio_uring.gpu.driver import Driver
+from tutti.gio_uring.gpu.events import EventPool
 from tutti.gio_uring.gpu.memory import LeaseOwner, PinnedStaging, retain_until_exit
 from tutti.gio_uring.layer_words import LayerWords
 from tutti.process import Owned
@@ -141,7 +142,7 @@ class _Follow:
 
     def put_next(self) -> bool:
         self._queue.driver.stream_wait_event(self._queue.stream, self._event)
-        self._queue.release_events([self._event])
+        self._queue.events.release([self._event])
         return True
 
     def is_far_ahead(self) -> bool:
@@ -164,7 +165,7 @@ class StreamQueue(Owned):
         self.stream = driver.create_stream(-1) if stream is None else stream
         self.staging = PinnedStaging(driver, controller, nbytes)
         self.lock = threading.Lock()  # keeps what one transfer enqueues together
-        self._events: deque[int] = deque()  # of transfers that nothing refers to
+        self.events = EventPool(driver)
         self._feeds: deque[Feed] = deque()  # the first is being put on the stream
         #: Why the stream is not ordered behind another one; then nothing may follow on it.
         self.failure: TuttiError | None = None
@@ -176,7 +177,7 @@ class StreamQueue(Owned):
         """Transfers given to the queue from now on run after all that is on `stream` by now."""
         with self.lock:
             events: list[int] = []
-            self.acquire_events(1, events)
+            self.events.acquire(1, events)
             self.driver.record_event(events[0], stream)
             self._feed(_Follow(self, events[0]), 1)
 
@@ -284,18 +285,6 @@ class StreamQueue(Owned):
             made.append(StagedLayers(words, cells, starts, to_device, first, last))
         return Cells(made, cells)
 
-    def acquire_events(self, count: int, into: list[int]) -> None:
-        """Adds events that nothing uses; made when there are not enough."""
-        while len(into) < count:  # bounded by count
-            try:
-                into.append(self._events.popleft())
-            except IndexError:
-                into.append(self.driver.create_event())
-
-    def release_events(self, events: list[int]) -> None:
-        """Events of a transfer that ended; from any thread, also in the middle of another call."""
-        self._events.extend(events)
-
     def close(self, timeout_s: float) -> None:
         """Waits for the stream and frees everything; DeviceTimeout keeps it all instead."""
         is_over = False
@@ -310,7 +299,6 @@ class StreamQueue(Owned):
                 "reserved until the process ends"
             )
         self.staging.close()
-        for event in self._events:
-            self.driver.destroy_event(event)
+        self.events.close()
         if self._own_stream:
             self.driver.destroy_stream(self.stream)

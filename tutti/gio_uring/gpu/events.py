@@ -1,0 +1,33 @@
+"""CUDA events that are used again and again, because making one takes longer than recording it."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+
+from tutti.gio_uring.gpu.driver import Driver
+
+
+class EventPool:
+    """Events of one driver.  Thread-safe, also in the middle of another call."""
+
+    def __init__(self, driver: Driver) -> None:
+        self._driver = driver
+        self._free: deque[int] = deque()
+
+    def acquire(self, count: int, into: list[int]) -> None:
+        """Fills ``into`` up to ``count`` events that nothing uses; makes those that are missing."""
+        while len(into) < count:  # bounded by count
+            try:
+                into.append(self._free.popleft())
+            except IndexError:
+                into.append(self._driver.create_event())
+
+    def release(self, events: Iterable[int]) -> None:
+        """Takes events that have happened, or that nothing waits for."""
+        self._free.extend(events)
+
+    def close(self) -> None:
+        """Destroys the events that were released."""
+        for event in self._free:
+            self._driver.destroy_event(event)
