@@ -39,7 +39,8 @@ from tutti.errors import (
     TuttiError,
 )
 from tutti.medium.layout import KVLayout
-from tutti.medium.superblock import RECORD_DTYPE, SUPERBLOCK_DTYPE
+from tutti.medium.slot_record import RECORD_DTYPE
+from tutti.medium.superblock import SUPERBLOCK_DTYPE
 from tutti.pool import pool_format
 from tutti.store import ObjectStore
 from tutti.units import KiB

@@ -18,7 +18,8 @@ from tutti.errors import MediumError, PoolCorrupt, PoolNotFound
 from tutti.fsck import FsckReport, check_files, repair
 from tutti.medium.geometry import BLOCK_NBYTES, Geometry
 from tutti.medium.layout import KVLayout
-from tutti.medium.superblock import RECORD_DTYPE, RecordState, choose_superblock
+from tutti.medium.slot_record import RECORD_DTYPE, RecordState
+from tutti.medium.superblock import choose_superblock
 from tutti.pool.block_io import BlockIo
 from tutti.terminal import progress
 from tutti.transfers.core import StoreConfig

@@ -17,14 +17,8 @@ from store.pools import GEOMETRY, LAYOUT
 from tutti import cli, native
 from tutti.errors import PoolCorrupt
 from tutti.medium.geometry import BLOCK_NBYTES
-from tutti.medium.slot_record import COUNTER_MAX
-from tutti.medium.superblock import (
-    RECORD_DTYPE,
-    SUPERBLOCK_DTYPE,
-    RecordState,
-    Superblock,
-    choose_superblock,
-)
+from tutti.medium.slot_record import COUNTER_MAX, RECORD_DTYPE, RecordState
+from tutti.medium.superblock import SUPERBLOCK_DTYPE, Superblock, choose_superblock
 from tutti.units import GiB
 
 KEYS = [bytes([i]) * 16 for i in range(1, 7)]

@@ -24,15 +24,17 @@ from tutti.gio_uring.job import Job
 from tutti.gio_uring.memory import DmaRegion
 from tutti.gio_uring.nvme_spec import OPCODE_READ
 from tutti.gio_uring.status import status_name
-from tutti.medium.slot_record import COUNTER_MAX
-from tutti.medium.superblock import (
-    BLOCK_NBYTES,
+from tutti.medium.geometry import BLOCK_NBYTES
+from tutti.medium.slot_record import (
+    COUNTER_MAX,
     FLAG_DIGESTS,
     RECORD_DTYPE,
-    SNAPSHOT_ENTRY_DTYPE,
     RecordState,
-    Superblock,
     check_records,
+)
+from tutti.medium.superblock import (
+    SNAPSHOT_ENTRY_DTYPE,
+    Superblock,
     choose_superblock,
     decode_snapshot,
 )

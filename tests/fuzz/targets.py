@@ -27,6 +27,7 @@ from tutti.gio_uring.drives.identify import Capabilities, Identity, NamespaceIde
 from tutti.medium.layout import KVLayout
 from tutti.medium.slot_record import (
     RECORD_DTYPE,
+    RecordContent,
     RecordIdentity,
     RecordState,
     check_records,
@@ -123,15 +124,11 @@ def _fit_fingerprints(raw: bytearray) -> None:
 def _records() -> tuple[bytes, RecordIdentity]:
     identity = RecordIdentity(bytes(range(16)), 0, 7, LAYOUT.fingerprint, LAYOUT.layers)
     records = empty_records(4)
-    fill_records(
-        records,
-        identity,
-        state=RecordState.READY,
-        slots=np.arange(4),
-        sequences=np.arange(1, 5),
-        keys=KEYS,
-        digests=np.ones((4, LAYOUT.layers), np.uint64),
+    digests = np.ones((4, LAYOUT.layers), np.uint64)
+    content = RecordContent(
+        np.arange(4), np.arange(1, 5), RecordState.READY, keys=KEYS, digests=digests
     )
+    fill_records(records, identity, content)
     return records.tobytes(), identity
 
 

@@ -14,6 +14,7 @@ from tutti import native
 from tutti.medium.slot_record import (
     FLAG_DIGESTS,
     RECORD_DTYPE,
+    RecordContent,
     RecordIdentity,
     Records,
     RecordState,
@@ -38,10 +39,11 @@ def filled(state: RecordState = RecordState.READY, **fields: object) -> Records:
         "parents": np.arange(48, 96, dtype=np.uint8).reshape(3, 16),
         "depths": np.arange(3),
         "access_64s": 1234,
-        "tenant": 2**63,
+        "tenants": 2**63,
         "digests": np.arange(15, dtype=np.uint64).reshape(3, 5),
     }
-    fill_records(records, IDENTITY, state=state, **{**arguments, **fields})  # type: ignore[arg-type]
+    content = RecordContent(state=state, **{**arguments, **fields})  # type: ignore[arg-type]
+    fill_records(records, IDENTITY, content)
     return records
 
 
@@ -62,13 +64,8 @@ def test_a_filled_record_holds_what_was_given() -> None:
 
 def test_records_are_written_in_place_over_debris() -> None:
     staging = np.full(3 * 4096, 0xEE, np.uint8)
-    fill_records(
-        staging.view(RECORD_DTYPE),
-        IDENTITY,
-        state=RecordState.VOID,
-        slots=SLOTS,
-        sequences=np.arange(3),
-    )
+    content = RecordContent(SLOTS, np.arange(3), RecordState.VOID)
+    fill_records(staging.view(RECORD_DTYPE), IDENTITY, content)
     assert not (staging == 0xEE).reshape(3, 4096)[:, 48:80].any()
     assert not staging.reshape(3, 4096)[:, 124:4092].any()
     records = staging.view(RECORD_DTYPE)
@@ -79,7 +76,7 @@ def test_records_are_written_in_place_over_debris() -> None:
 def test_no_records_are_no_problem() -> None:
     none = empty_records(0)
     slots = np.zeros(0, np.int64)
-    fill_records(none, IDENTITY, state=RecordState.VOID, slots=slots, sequences=slots)
+    fill_records(none, IDENTITY, RecordContent(slots, slots, RecordState.VOID))
     assert check_records(none, slots, IDENTITY).shape == (0,)
 
 

@@ -27,21 +27,26 @@ from tutti.errors import (
 from tutti.medium import superblock as medium
 from tutti.medium.geometry import Geometry
 from tutti.medium.layout import KVLayout
-from tutti.medium.superblock import (
-    SNAPSHOT_ENTRY_DTYPE,
-    SUPERBLOCK_DTYPE,
-    PoolState,
+from tutti.medium.slot_record import (
+    RECORD_DTYPE,
+    RecordContent,
     RecordIdentity,
     Records,
     RecordState,
+    empty_records,
+    fill_records,
+)
+from tutti.medium.superblock import (
+    SNAPSHOT_ENTRY_DTYPE,
+    SNAPSHOT_HEADER_DTYPE,
+    SUPERBLOCK_DTYPE,
+    PoolState,
     SnapshotDescriptor,
     Superblock,
     check_members,
     choose_superblock,
     decode_snapshot,
-    empty_records,
     encode_snapshot,
-    fill_records,
 )
 
 ROOT = Path(__file__).parents[2]
@@ -82,19 +87,18 @@ def sealed(block: np.ndarray) -> bytes:
 
 def record() -> Records:
     records = empty_records(1)
-    fill_records(
-        records,
-        SUPERBLOCK.identity,
-        state=RecordState.READY,
-        slots=np.array([0x0102]),
-        sequences=1000,
+    content = RecordContent(
+        np.array([0x0102]),
+        1000,
+        RecordState.READY,
         keys=np.arange(16, 32, dtype=np.uint8)[None],
         parents=np.arange(32, 48, dtype=np.uint8)[None],
         depths=6,
         access_64s=26562500,
-        tenant=9,
+        tenants=9,
         digests=np.array([[1, 2, 3, 2**64 - 1]], np.uint64),
     )
+    fill_records(records, SUPERBLOCK.identity, content)
     return records
 
 
@@ -128,11 +132,16 @@ def format_tables() -> dict[str, list[tuple[int, int, str]]]:
     return tables
 
 
-@pytest.mark.parametrize(
-    "name", ["SUPERBLOCK_DTYPE", "RECORD_DTYPE", "SNAPSHOT_HEADER_DTYPE", "SNAPSHOT_ENTRY_DTYPE"]
-)
-def test_the_tables_of_the_format_page_are_the_dtypes(name: str) -> None:
-    dtype: np.dtype[np.void] = getattr(medium, name)
+_DTYPES = {
+    "SUPERBLOCK_DTYPE": SUPERBLOCK_DTYPE,
+    "RECORD_DTYPE": RECORD_DTYPE,
+    "SNAPSHOT_HEADER_DTYPE": SNAPSHOT_HEADER_DTYPE,
+    "SNAPSHOT_ENTRY_DTYPE": SNAPSHOT_ENTRY_DTYPE,
+}
+
+
+@pytest.mark.parametrize(("name", "dtype"), _DTYPES.items(), ids=_DTYPES.keys())
+def test_the_tables_of_the_format_page_are_the_dtypes(name: str, dtype: np.dtype[np.void]) -> None:
     assert dtype.names is not None and dtype.fields is not None
     coded = [(dtype.fields[n][1], dtype.fields[n][0].itemsize, n) for n in dtype.names]
     assert format_tables()[name] == coded

@@ -27,7 +27,8 @@ from tutti.errors import (
     PoolMismatch,
     PoolNotFound,
 )
-from tutti.medium.superblock import RECORD_DTYPE, Superblock
+from tutti.medium.slot_record import RECORD_DTYPE
+from tutti.medium.superblock import Superblock
 from tutti.store import ObjectStore
 
 

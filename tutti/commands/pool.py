@@ -20,12 +20,11 @@ from tutti.commands.outcome import Outcome
 from tutti.errors import ConfigError, PoolCorrupt, PoolNotFound
 from tutti.gio_uring.drives.device_content import LABEL
 from tutti.gio_uring.drives.generic_device import readable_path
-from tutti.medium.geometry import Geometry
+from tutti.medium.geometry import BLOCK_NBYTES, Geometry
 from tutti.medium.layout import KVLayout
+from tutti.medium.slot_record import RecordState
 from tutti.medium.superblock import (
-    BLOCK_NBYTES,
     PoolState,
-    RecordState,
     Superblock,
     check_members,
     check_size,

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from enum import IntEnum
 from typing import Any
 
@@ -26,12 +26,12 @@ Records = npt.NDArray[np.void]
 
 
 def block_dtype(
-    fields: Sequence[tuple[int, str, Any]], itemsize: int = BLOCK_NBYTES
+    columns: Sequence[tuple[int, str, Any]], itemsize: int = BLOCK_NBYTES
 ) -> np.dtype[np.void]:
     """A structured dtype from (offset, name, format); blocks end in their CRC."""
     if itemsize == BLOCK_NBYTES:
-        fields = [*fields, (BLOCK_NBYTES - 4, "crc", "<u4")]
-    offsets, names, formats = zip(*fields, strict=True)
+        columns = [*columns, (BLOCK_NBYTES - 4, "crc", "<u4")]
+    offsets, names, formats = zip(*columns, strict=True)
     return np.dtype({"names": names, "formats": formats, "offsets": offsets, "itemsize": itemsize})
 
 
@@ -99,29 +99,43 @@ def empty_records(n: int) -> Records:
     return np.zeros(n, RECORD_DTYPE)
 
 
-def fill_records(  # noqa: PLR0913
-    records: Records,
-    identity: RecordIdentity,
-    *,
-    state: RecordState,
-    slots: Slots,
-    sequences: npt.ArrayLike,
-    keys: npt.NDArray[np.uint8] | None = None,
-    parents: npt.NDArray[np.uint8] | None = None,
-    depths: npt.ArrayLike = 0,
-    access_64s: npt.ArrayLike = 0,
-    tenant: npt.ArrayLike = 0,
-    expiry_64s: npt.ArrayLike = 0,
-    pinned: npt.ArrayLike = False,
-    digests: npt.NDArray[np.uint64] | None = None,
-) -> None:
+@dataclass(frozen=True)
+class RecordContent:
+    """What the records of n slots hold: keys and parents (n, 16), digests (n, layers).
+
+    What is an ArrayLike has n rows, or is one value for all.  Missing keys and parents are zeros.
+    """
+
+    slots: Slots
+    sequences: npt.ArrayLike
+    state: RecordState
+    keys: npt.NDArray[np.uint8] | None = None
+    parents: npt.NDArray[np.uint8] | None = None
+    depths: npt.ArrayLike = 0
+    access_64s: npt.ArrayLike = 0
+    tenants: npt.ArrayLike = 0
+    expiry_64s: npt.ArrayLike = 0
+    pinned: npt.ArrayLike = False
+    digests: npt.NDArray[np.uint64] | None = None
+
+    def take(self, rows: Slots) -> RecordContent:
+        """The same for some rows (m,)."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        taken: dict[str, Any] = {
+            name: np.asarray(value)[rows] if value is not None and np.ndim(value) else value
+            for name, value in values.items()
+        }
+        return RecordContent(**taken)
+
+
+def fill_records(records: Records, identity: RecordIdentity, content: RecordContent) -> None:
     """Overwrite `records` (n, of RECORD_DTYPE, C-contiguous, e.g. a view of staging) and seal them.
 
-    `slots` are member-local, `keys` and `parents` (n, 16), `digests` (n, layers); what is an
-    ArrayLike may be one value for all. Missing keys and parents are zeros.
+    The slots of the content are member-local.
     """
+    state, keys, parents, digests = content.state, content.keys, content.parents, content.digests
     assert state in (RecordState.READY, RecordState.VOID, RecordState.QUARANTINED)
-    assert (np.asarray(sequences) < COUNTER_MAX).all(), "a sequence number is out of range"
+    assert (np.asarray(content.sequences) < COUNTER_MAX).all(), "a sequence number is out of range"
     records.view(np.uint8)[:] = 0
     records["magic"] = RECORD_MAGIC
     records["version"] = FORMAT_VERSION
@@ -131,13 +145,13 @@ def fill_records(  # noqa: PLR0913
     records["member"] = identity.member
     records["epoch"] = identity.epoch
     records["layers"] = identity.layers
-    records["slot"] = slots
-    records["sequence"] = sequences
-    records["depth"] = depths
-    records["access_64s"] = access_64s
-    records["tenant"] = tenant
-    records["expiry_64s"] = expiry_64s
-    records["flags"] = np.where(pinned, FLAG_PINNED, 0)
+    records["slot"] = content.slots
+    records["sequence"] = content.sequences
+    records["depth"] = content.depths
+    records["access_64s"] = content.access_64s
+    records["tenant"] = content.tenants
+    records["expiry_64s"] = content.expiry_64s
+    records["flags"] = np.where(content.pinned, FLAG_PINNED, 0)
     if keys is not None:
         records["key"] = keys
     if parents is not None:

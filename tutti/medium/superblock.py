@@ -30,7 +30,6 @@ from tutti.medium.geometry import (
     FORMAT_VERSION,
     LAYOUT_JSON_NBYTES_MAX,
     MEMBERS_MAX,
-    RECORD_NBYTES,
     SEGMENTS_MAX,
     SLOTS_MAX,
     SNAPSHOT_ENTRY_NBYTES,
@@ -39,47 +38,12 @@ from tutti.medium.geometry import (
 from tutti.medium.layout import KVLayout
 from tutti.medium.slot_record import (
     COUNTER_MAX,
-    FLAG_DIGESTS,
-    FLAG_PINNED,
-    RECORD_DTYPE,
     RecordIdentity,
     Records,
     RecordState,
-    access_64s,
     block_dtype,
-    check_records,
-    empty_records,
-    fill_records,
     octets,
 )
-
-__all__ = [
-    "BLOCK_NBYTES",
-    "FLAG_DIGESTS",
-    "FLAG_PINNED",
-    "FORMAT_VERSION",
-    "RECORD_DTYPE",
-    "RECORD_NBYTES",
-    "SNAPSHOT_ENTRY_DTYPE",
-    "SNAPSHOT_HEADER_DTYPE",
-    "SUPERBLOCK_DTYPE",
-    "Geometry",
-    "PoolState",
-    "RecordIdentity",
-    "RecordState",
-    "Records",
-    "SnapshotDescriptor",
-    "Superblock",
-    "access_64s",
-    "check_members",
-    "check_records",
-    "choose_superblock",
-    "decode_snapshot",
-    "empty_records",
-    "encode_snapshot",
-    "fill_records",
-    "pool_constants",
-]
 
 SUPERBLOCK_DTYPE = block_dtype(
     [

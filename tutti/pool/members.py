@@ -12,10 +12,9 @@ from tutti.gio_uring.drives.device_content import LABEL
 from tutti.gio_uring.engine import Engine
 from tutti.medium.geometry import BLOCK_NBYTES, Geometry
 from tutti.medium.layout import KVLayout
-from tutti.medium.slot_record import COUNTER_MAX
+from tutti.medium.slot_record import COUNTER_MAX, RecordIdentity
 from tutti.medium.superblock import (
     PoolState,
-    RecordIdentity,
     SnapshotDescriptor,
     Superblock,
     check_members,

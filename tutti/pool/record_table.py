@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -17,10 +16,11 @@ from tutti.gio_uring.iocb import PagedMemory, flat_memory
 from tutti.gio_uring.job import Job
 from tutti.gio_uring.memory import HostBuffer
 from tutti.gio_uring.nvme_spec import OPCODE_READ, OPCODE_WRITE
-from tutti.medium.superblock import (
+from tutti.medium.geometry import RECORD_NBYTES
+from tutti.medium.slot_record import (
     FLAG_DIGESTS,
     RECORD_DTYPE,
-    RECORD_NBYTES,
+    RecordContent,
     RecordState,
     check_records,
     fill_records,
@@ -30,23 +30,6 @@ from tutti.process import Owned
 
 #: Records that one staging block holds, 4 MiB: the most pages of one put batch.
 BLOCK_RECORDS = 1024
-
-
-@dataclass(frozen=True)
-class RecordContent:
-    """What the records of n slots say; every array has n rows."""
-
-    slots: Slots
-    sequences: U64
-    state: RecordState
-    keys: Keys | None = None
-    parents: Keys | None = None
-    depths: npt.ArrayLike = 0
-    access_64s: npt.ArrayLike = 0
-    tenants: npt.ArrayLike = 0
-    expiry_64s: npt.ArrayLike = 0
-    pinned: npt.ArrayLike = False
-    digests: U64 | None = None
 
 
 class RecordTable(Owned):
@@ -104,17 +87,7 @@ class RecordTable(Owned):
             fill_records(
                 records[where[0] : where[-1] + 1],
                 self._members.identity(member),
-                state=content.state,
-                slots=local[rows],
-                sequences=content.sequences[rows],
-                keys=_rows(content.keys, rows),
-                parents=_rows(content.parents, rows),
-                depths=_rows(content.depths, rows),
-                access_64s=_rows(content.access_64s, rows),
-                tenant=_rows(content.tenants, rows),
-                expiry_64s=_rows(content.expiry_64s, rows),
-                pinned=_rows(content.pinned, rows),
-                digests=_rows(content.digests, rows),
+                replace(content, slots=local).take(rows),
             )
         return self._submit(
             OPCODE_WRITE, block, content.slots[order], on_released, fua=fua, timeout_s=timeout_s
@@ -194,8 +167,3 @@ class RecordTable(Owned):
             timeout_s=timeout_s,
             on_released=on_released,
         )
-
-
-def _rows(values: Any, rows: Slots) -> Any:
-    """The given rows of an array; a scalar or None stays."""
-    return values if values is None or np.ndim(values) == 0 else np.asarray(values)[rows]

@@ -22,12 +22,13 @@ from tutti.medium.keys import as_keys
 from tutti.medium.slot_record import (
     EXPIRY_UNIT_S,
     FLAG_DIGESTS,
+    RecordContent,
     RecordState,
     expiry_of,
     tenant_of,
 )
 from tutti.placement.index import MISSING, SlotState
-from tutti.pool.record_table import BLOCK_RECORDS, RecordContent, RecordTable
+from tutti.pool.record_table import BLOCK_RECORDS, RecordTable
 from tutti.process import Owned
 from tutti.transfers.core import Core
 from tutti.transfers.reclaim import Reclaimer

@@ -12,10 +12,9 @@ import numpy as np
 from tutti.arrays import Slots
 from tutti.errors import PoolClosed
 from tutti.gio_uring.job import Job
-from tutti.medium.slot_record import COUNTER_MAX
-from tutti.medium.superblock import RecordState
+from tutti.medium.slot_record import COUNTER_MAX, RecordContent, RecordState
 from tutti.placement.index import SlotState
-from tutti.pool.record_table import BLOCK_RECORDS, RecordContent, RecordTable
+from tutti.pool.record_table import BLOCK_RECORDS, RecordTable
 from tutti.transfers.core import Core
 
 _BLOCKS = 3

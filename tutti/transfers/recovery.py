@@ -10,15 +10,17 @@ import numpy as np
 import numpy.typing as npt
 
 from tutti.errors import CapacityError, MediumError, PoolClosed, PoolCorrupt
-from tutti.medium.superblock import (
+from tutti.medium.slot_record import (
     FLAG_DIGESTS,
     FLAG_PINNED,
     RECORD_DTYPE,
-    SNAPSHOT_ENTRY_DTYPE,
     RecordState,
+    check_records,
+)
+from tutti.medium.superblock import (
+    SNAPSHOT_ENTRY_DTYPE,
     SnapshotDescriptor,
     Superblock,
-    check_records,
     decode_snapshot,
     encode_snapshot,
 )

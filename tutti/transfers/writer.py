@@ -27,9 +27,9 @@ from tutti.gio_uring.nvme_spec import (
     STATUS_WRITE_FAULT,
 )
 from tutti.gio_uring.status import error_status
-from tutti.medium.slot_record import RecordState
+from tutti.medium.slot_record import RecordContent, RecordState
 from tutti.placement.index import MISSING, SlotState
-from tutti.pool.record_table import BLOCK_RECORDS, RecordContent, RecordTable
+from tutti.pool.record_table import BLOCK_RECORDS, RecordTable
 from tutti.transfers.core import Core
 from tutti.transfers.put_request import PutPart, PutRequest, PutTogether
 from tutti.transfers.reclaim import Reclaimer
