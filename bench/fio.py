@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from tutti.errors import MediumError, Unsupported
-from tutti.gio_uring.controller_file import allocate_file
+from tutti.gio_uring.file_creation import allocate_file
 from tutti.gio_uring.memory import HUGEPAGE_NBYTES
 from tutti.units import MiB, format_nbytes
 

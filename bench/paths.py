@@ -30,10 +30,12 @@ from tutti.bench.statistics import median, percentile
 from tutti.errors import ConfigError, DeviceTimeout
 from tutti.gio_uring import _native
 from tutti.gio_uring.controller import NativeController
-from tutti.gio_uring.controller_file import FileController, FileMember, allocate_file
+from tutti.gio_uring.controller_file import FileController
 from tutti.gio_uring.controller_memory import MemoryController
 from tutti.gio_uring.drives.generic_device import is_generic
 from tutti.gio_uring.engine import Engine, Extents
+from tutti.gio_uring.file_creation import allocate_file
+from tutti.gio_uring.file_member import FileMember
 from tutti.gio_uring.iocb import flat_memory
 from tutti.gio_uring.memory import HostBuffer
 from tutti.gio_uring.named_drive import is_drive

@@ -26,7 +26,8 @@ from tutti.bench.gpu.rig import (
     tutti_system,
 )
 from tutti.errors import MediumError, Unsupported
-from tutti.gio_uring.controller_file import FileController, allocate_file
+from tutti.gio_uring.controller_file import FileController
+from tutti.gio_uring.file_creation import allocate_file
 from tutti.gio_uring.memory import HostBuffer
 from tutti.units import KiB, MiB, format_nbytes
 

@@ -29,7 +29,6 @@ from tutti.bench.environment import describe
 from tutti.bench.simulate.hardware import Machine, drive_names, gpu_names, machine
 from tutti.bench.slack import file as slack_file
 from tutti.bench.slack.conditions import CONDITIONS, PROFILES
-from tutti.bench.slack.report import report
 from tutti.bench.slack.server import Measured, Noise, Server, TruthNow
 from tutti.bench.slack.workload import KINDS, Request, generate, in_bursts, recorded
 from tutti.bench.statistics import median, percentile
@@ -277,16 +276,3 @@ def bars_of(
     if condition == "drift":
         bars[drift] = mine["bubble_s"] <= DRIFT_MOST * policies["oracle"]["bubble_s"]
     return bars
-
-
-__all__ = [
-    "BARS",
-    "POLICIES",
-    "add_arguments",
-    "bars_of",
-    "gap_closed",
-    "numbers",
-    "report",
-    "run",
-    "run_once",
-]

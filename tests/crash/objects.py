@@ -12,8 +12,9 @@ import numpy.typing as npt
 
 from store.pools import LAYOUT
 from tutti.errors import ChecksumMismatch, PoolInUse
-from tutti.gio_uring.controller_file import FileController, allocate_file
+from tutti.gio_uring.controller_file import FileController
 from tutti.gio_uring.engine import Engine
+from tutti.gio_uring.file_creation import allocate_file
 from tutti.medium.geometry import Geometry
 from tutti.pool.block_io import BlockIo
 from tutti.pool.members import Members

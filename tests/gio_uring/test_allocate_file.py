@@ -18,7 +18,7 @@ from tutti.errors import (
     PoolInUse,
     PoolNotFound,
 )
-from tutti.gio_uring.controller_file import allocate_file
+from tutti.gio_uring.file_creation import allocate_file
 from tutti.units import KiB, MiB
 
 

@@ -15,14 +15,9 @@ from nvme_host import LBA, READ, WRITE, NvmeHost
 
 from tutti.errors import ConfigError, MediumError, Unsupported
 from tutti.gio_uring import nvme_spec as nvme
-from tutti.gio_uring.controller_file import (
-    BlockRange,
-    FileController,
-    FileMember,
-    _without,
-    allocate_file,
-    uring_refusal,
-)
+from tutti.gio_uring.controller_file import BlockRange, FileController, _without, uring_refusal
+from tutti.gio_uring.file_creation import allocate_file
+from tutti.gio_uring.file_member import FileMember
 from tutti.units import MiB
 
 OK = nvme.STATUS_OK

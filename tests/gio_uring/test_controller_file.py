@@ -24,12 +24,9 @@ from tutti.errors import (
 )
 from tutti.gio_uring import controller_file
 from tutti.gio_uring import nvme_spec as nvme
-from tutti.gio_uring.controller_file import (
-    FileController,
-    FileMember,
-    allocate_file,
-    uring_refusal,
-)
+from tutti.gio_uring.controller_file import FileController, uring_refusal
+from tutti.gio_uring.file_creation import allocate_file
+from tutti.gio_uring.file_member import FileMember
 from tutti.units import MiB
 
 OK = nvme.STATUS_OK

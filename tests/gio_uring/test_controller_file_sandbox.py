@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 from nvme_host import LBA
 
-from tutti.gio_uring.controller_file import allocate_file, uring_refusal
+from tutti.gio_uring.controller_file import uring_refusal
+from tutti.gio_uring.file_creation import allocate_file
 from tutti.units import MiB
 
 CHILD_TIMEOUT_S = 60

@@ -24,8 +24,7 @@ from tutti.errors import (
     PoolNotFound,
     TuttiError,
 )
-from tutti.medium import superblock as medium
-from tutti.medium.geometry import Geometry
+from tutti.medium.geometry import FORMAT_VERSION, Geometry
 from tutti.medium.layout import KVLayout
 from tutti.medium.slot_record import (
     RECORD_DTYPE,
@@ -185,7 +184,7 @@ def test_limits_of_the_format_page() -> None:
         "| slots in a group | 1 to 256 |",
         "| members | 1 to 256 |",
         "| slots in a pool | at most 2^32 - 2 |",
-        f"# The format on the medium, version {medium.FORMAT_VERSION}\n",
+        f"# The format on the medium, version {FORMAT_VERSION}\n",
     ):
         assert limit in text
 

@@ -10,8 +10,9 @@ import sys
 from pathlib import Path
 
 from tutti.gio_uring import _native
-from tutti.gio_uring.controller_file import FileController, allocate_file
+from tutti.gio_uring.controller_file import FileController
 from tutti.gio_uring.engine import Engine
+from tutti.gio_uring.file_creation import allocate_file
 
 
 def main(mistake: str, folder: str) -> None:

@@ -22,19 +22,9 @@ from typing import Any, NamedTuple
 from tutti.errors import ConfigError, Unsupported
 from tutti.gio_uring import _native
 from tutti.gio_uring.controller import NativeController
-from tutti.gio_uring.file_creation import Progress, allocate_file
 from tutti.gio_uring.file_member import FileMember
 from tutti.gio_uring.memory import DmaRegion
 from tutti.units import KiB, MiB
-
-__all__ = [
-    "BlockRange",
-    "FileController",
-    "FileMember",
-    "Progress",
-    "allocate_file",
-    "uring_refusal",
-]
 
 EXECUTORS = ("auto", "uring", "threads", "passthrough")
 

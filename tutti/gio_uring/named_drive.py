@@ -106,6 +106,3 @@ def serial_of(controller: NativeController, nsid: int) -> str:
         controller = controller.drives[controller.places[nsid - 1][0]]
     assert isinstance(controller, VfioController), "a controller of named drives"
     return controller.identity.serial
-
-
-__all__ = ["NamedDrive", "is_drive", "open_drives", "serial_of"]

@@ -246,21 +246,3 @@ def _measured(document: Mapping[str, Any], folders: Sequence[Path], executor: st
         middle = [median(one) for one in zip(*runs, strict=True)]
         io[direction].append([nbytes, _SLICE_NBYTES, *middle])
     return TableProfile({**document, "medium": medium.facts, "io": io})
-
-
-__all__ = [
-    "AUTO",
-    "CACHE",
-    "ESTIMATED",
-    "FILE",
-    "MEASURED",
-    "OFF",
-    "ProfileChoice",
-    "find_profile",
-    "find_schedule",
-    "folders_of",
-    "is_off",
-    "model_like",
-    "model_of",
-    "store_limits",
-]

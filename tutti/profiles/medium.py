@@ -10,13 +10,14 @@ from typing import Any
 import numpy as np
 
 from tutti.errors import ConfigError, DeviceTimeout
-from tutti.gio_uring.controller_file import FileController, allocate_file
+from tutti.gio_uring.controller_file import FileController
 from tutti.gio_uring.engine import (
     PRIORITY_LOAD,
     PRIORITY_STORE,
     Engine,
     Extents,
 )
+from tutti.gio_uring.file_creation import allocate_file
 from tutti.gio_uring.iocb import flat_memory
 from tutti.gio_uring.job import Job
 from tutti.gio_uring.memory import HostBuffer

@@ -19,7 +19,8 @@ from tutti.gio_uring.gpu import device_engine as gpu_device_engine
 from tutti.gio_uring.gpu import modules as gpu_modules
 from tutti.gio_uring.gpu import persistent as gpu_persistent
 from tutti.gio_uring.gpu.batch import KernelMover
-from tutti.gio_uring.gpu.device_engine import KERNEL_S, DeviceEngine, DeviceJob, split_shares
+from tutti.gio_uring.gpu.device_engine import KERNEL_S, DeviceEngine, split_shares
+from tutti.gio_uring.gpu.device_job import DeviceJob
 from tutti.gio_uring.gpu.driver import SmResource
 from tutti.gio_uring.gpu.host_engine import HostEngine
 from tutti.gio_uring.gpu.memory import TableMemory

@@ -24,7 +24,8 @@ from tutti.errors import CudaError
 from tutti.gio_uring.controller_memory import MemoryController
 from tutti.gio_uring.engine import Engine, Extents
 from tutti.gio_uring.gpu.device_engine import KINDS
-from tutti.gio_uring.gpu.host_engine import HostEngine, MovedJob
+from tutti.gio_uring.gpu.host_engine import HostEngine
+from tutti.gio_uring.gpu.moved_job import MovedJob
 from tutti.gio_uring.iocb import PagedMemory
 from tutti.gio_uring.nvme_spec import OPCODE_READ, OPCODE_WRITE
 
