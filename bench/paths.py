@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 
 from tutti.arguments import positive
+from tutti.bench.controller_memory import MemoryController
 from tutti.bench.environment import describe
 from tutti.bench.plots import plot_paths
 from tutti.bench.pool_file import add_place_arguments, medium_of, pool_paths
@@ -31,7 +32,6 @@ from tutti.errors import ConfigError, DeviceTimeout
 from tutti.gio_uring import _native
 from tutti.gio_uring.controller import NativeController
 from tutti.gio_uring.controller_file import FileController
-from tutti.gio_uring.controller_memory import MemoryController
 from tutti.gio_uring.drives.generic_device import is_generic
 from tutti.gio_uring.engine import Engine, Extents
 from tutti.gio_uring.file_creation import allocate_file

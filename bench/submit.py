@@ -16,10 +16,10 @@ from typing import Any, cast
 
 import numpy as np
 
+from tutti.bench.controller_memory import MemoryController
 from tutti.bench.counting_driver import CountingDriver, NamedKernels
 from tutti.bench.environment import describe
 from tutti.errors import ConfigError, DeviceTimeout
-from tutti.gio_uring.controller_memory import MemoryController
 from tutti.gio_uring.engine import Engine, Extents
 from tutti.gio_uring.gpu.batch import KernelMover
 from tutti.gio_uring.gpu.device_engine import KINDS, DeviceEngine

@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 
 from tutti.arrays import U64
+from tutti.bench.controller_memory import MemoryController
 from tutti.bench.environment import describe
 from tutti.bench.statistics import bootstrap_median, median
 from tutti.errors import ConfigError, MediumError
-from tutti.gio_uring.controller_memory import MemoryController
 from tutti.gio_uring.controller_span import SpanController
 from tutti.gio_uring.engine import PRIORITY_LOAD, Engine, Extents
 from tutti.gio_uring.iocb import PagedMemory

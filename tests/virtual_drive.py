@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 from gio_uring.command_ring import Ring, transfer_command
 
+from tutti.bench.controller_memory import MemoryController
 from tutti.bench.simulate.hardware import Drive
 from tutti.errors import DeviceTimeout
-from tutti.gio_uring.controller_memory import MemoryController
 from tutti.gio_uring.memory import HostBuffer
 from tutti.gio_uring.nvme_spec import OPCODE_READ, OPCODE_WRITE
 from tutti.gio_uring.status import status_error

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from tutti.bench.compare.paired import compare
+from tutti.bench.controller_memory import MemoryController
 from tutti.bench.gpu.rig import (
     MOVERS,
     DevicePages,
@@ -25,7 +26,6 @@ from tutti.bench.gpu.rig import (
     tutti_system,
 )
 from tutti.errors import Unsupported
-from tutti.gio_uring.controller_memory import MemoryController
 from tutti.gio_uring.gpu.device_engine import KINDS
 from tutti.gio_uring.gpu.host_engine import STAGING_NBYTES
 from tutti.gio_uring.gpu.memory import PinnedMemory

@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 
 from tutti.bench.compare.paired import Round, System
+from tutti.bench.controller_memory import MemoryController
 from tutti.errors import DeviceTimeout, TuttiError
 from tutti.gio_uring.controller import NativeController
-from tutti.gio_uring.controller_memory import MemoryController
 from tutti.gio_uring.engine import Engine, Extents
 from tutti.gio_uring.gpu.batch import KernelMover
 from tutti.gio_uring.gpu.device_engine import DeviceEngine

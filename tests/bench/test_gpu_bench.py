@@ -16,6 +16,7 @@ from gio_uring.cuda_stand_in import StandInDriver
 from gio_uring.kernel_stand_in import Kernels
 
 from tutti.bench import summary
+from tutti.bench.controller_memory import MemoryController
 from tutti.bench.fio import FioJob, FioResult
 from tutti.bench.gpu import cases as gpu_cases
 from tutti.bench.gpu import digests as gpu_digests
@@ -36,7 +37,6 @@ from tutti.bench.gpu.rig import (
 )
 from tutti.bench.profile import gpu as profile_gpu
 from tutti.errors import ConfigError, CudaError, DeviceTimeout
-from tutti.gio_uring.controller_memory import MemoryController
 from tutti.gio_uring.gpu import modules as gpu_modules
 from tutti.gio_uring.gpu.device_engine import KINDS
 from tutti.gio_uring.gpu.modules import KERNELS, CubinCache, Modules

@@ -16,10 +16,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from nvme_host import LBA, READ, WRITE, NvmeHost
 
+from tutti.bench.controller_memory import Faults, MemoryController
 from tutti.errors import ConfigError, DeviceTimeout, NativeError
 from tutti.gio_uring import _native
 from tutti.gio_uring import nvme_spec as nvme
-from tutti.gio_uring.controller_memory import Faults, MemoryController
 from tutti.gio_uring.memory import HostBuffer
 from tutti.units import GiB, KiB, MiB
 
@@ -450,7 +450,7 @@ def test_closed_queue_pairs_give_their_places_back() -> None:
 
 
 ABANDON = """
-from tutti.gio_uring.controller_memory import MemoryController
+from tutti.bench.controller_memory import MemoryController
 from tutti.gio_uring.memory import HostBuffer
 import gc
 for _ in range(20):

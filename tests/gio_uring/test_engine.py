@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 import xxhash
 
+from tutti.bench.controller_memory import Faults, MemoryController
 from tutti.errors import ConfigError, DeviceTimeout, NativeError, PoolClosed
 from tutti.gio_uring import _native
 from tutti.gio_uring import nvme_spec as nvme
-from tutti.gio_uring.controller_memory import Faults, MemoryController
 from tutti.gio_uring.engine import Engine, Extents
 from tutti.gio_uring.iocb import PagedMemory
 from tutti.gio_uring.job import Job

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from store.pools import GEOMETRY, LAYOUT
+from tutti.bench.controller_memory import Faults, MemoryController
 from tutti.errors import ConfigError, DeviceTimeout, Unsupported
 from tutti.gio_uring.controller_file import FileController
-from tutti.gio_uring.controller_memory import Faults, MemoryController
 from tutti.gio_uring.controller_span import SpanController
 from tutti.gio_uring.engine import PRIORITY_LOAD, Engine, Extents
 from tutti.gio_uring.file_creation import allocate_file

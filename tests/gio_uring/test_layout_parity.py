@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 from gio_uring.ring_model import ControllerQueueStruct
 
+from tutti.bench import controller_memory
 from tutti.gio_uring import (
     controller,
     controller_file,
-    controller_memory,
     controller_vfio,
     engine,
     engine_structs,

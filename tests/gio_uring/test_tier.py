@@ -15,9 +15,9 @@ from gio_uring.cuda_stand_in import StandInDriver
 from gio_uring.data_pointer import Extent
 from nvme_host import LBA, READ, WRITE, NvmeHost
 
+from tutti.bench.controller_memory import MemoryController
 from tutti.errors import ConfigError, MediumError, Unsupported
 from tutti.gio_uring import nvme_spec as nvme
-from tutti.gio_uring.controller_memory import MemoryController
 from tutti.gio_uring.dma_source import KNOWN_SOURCES, choose_source, prove
 from tutti.gio_uring.gpu.doorbells import GpuDoorbells
 from tutti.gio_uring.gpu.memory import TableMemory

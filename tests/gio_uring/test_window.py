@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from tutti.gio_uring.controller_memory import MemoryController, Parallelism
+from tutti.bench.controller_memory import MemoryController, Parallelism
 from tutti.gio_uring.engine import NEVER_DUE, PRIORITY_LOAD, Engine, Extents
 from tutti.gio_uring.iocb import PagedMemory
 from tutti.gio_uring.job import Job

@@ -11,7 +11,7 @@ import pytest
 import xxhash
 from gpu.device_memory import Allocation, page_bytes, paged, wait_for
 
-from tutti.gio_uring.controller_memory import Faults, MemoryController
+from tutti.bench.controller_memory import Faults, MemoryController
 from tutti.gio_uring.engine import Extents
 from tutti.gio_uring.gpu.batch import DeviceBatch, launch_layer
 from tutti.gio_uring.gpu.device_engine import KINDS, DeviceEngine

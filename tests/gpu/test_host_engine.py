@@ -11,8 +11,8 @@ import pytest
 from gpu.device_memory import Allocation, wait_for
 
 from store.pools import GEOMETRY, LAYOUT, controller_of, formatted, some_keys
+from tutti.bench.controller_memory import Faults, MemoryController
 from tutti.errors import DeviceTimeout, MediumError, Unsupported
-from tutti.gio_uring.controller_memory import Faults, MemoryController
 from tutti.gio_uring.gpu.batch import KernelMover
 from tutti.gio_uring.gpu.driver import CudaDriver
 from tutti.gio_uring.gpu.green_context import partition, torch_stream

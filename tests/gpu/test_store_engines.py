@@ -10,8 +10,8 @@ import pytest
 from gpu.device_memory import Allocation
 
 from store.pools import LAYOUT, controller_of, formatted, some_keys
+from tutti.bench.controller_memory import Faults, MemoryController
 from tutti.errors import ChecksumMismatch, DeviceTimeout, TuttiError
-from tutti.gio_uring.controller_memory import Faults, MemoryController
 from tutti.gio_uring.gpu.device_engine import KINDS, DeviceEngine
 from tutti.gio_uring.gpu.driver import CudaDriver
 from tutti.gio_uring.gpu.host_engine import HostEngine

@@ -23,8 +23,8 @@ import numpy as np
 from software_drive import SoftwareDrive
 
 import tutti
+from tutti.bench.controller_memory import MemoryController
 from tutti.errors import CapacityError, KeyMissing, MediumError, PoolClosed
-from tutti.gio_uring.controller_memory import MemoryController
 from tutti.gio_uring.controller_span import SpanController
 from tutti.gio_uring.engine import Engine
 from tutti.medium.geometry import Geometry

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from nvme_host import NAMESPACES, NvmeHost
 
+from tutti.bench.controller_memory import MemoryController
 from tutti.gio_uring.controller import NativeController
 from tutti.gio_uring.controller_file import FileController, uring_refusal
-from tutti.gio_uring.controller_memory import MemoryController
 from tutti.gio_uring.file_creation import allocate_file
 
 KINDS = ("memory", "file-uring", "file-threads")

@@ -20,7 +20,7 @@ import xxhash
 from linker_engine import LAYERS, PAGES, Rig, names, transfer, wait_for
 
 from store.pools import formatted, opened
-from tutti.gio_uring.controller_memory import Faults
+from tutti.bench.controller_memory import Faults
 from tutti.integration.sglang.direct import open_pools as open_pools_module
 from tutti.medium.geometry import Geometry
 from tutti.medium.layout import KVLayout

@@ -15,8 +15,8 @@ from soak.oracle import Finding, Oracle
 from soak.traffic import PAGES, WAIT_S, Room, Shared, Traffic, in_threads
 
 from store.pools import GEOMETRY, LAYOUT, controller_of, formatted, opened
+from tutti.bench.controller_memory import Faults, MemoryController
 from tutti.gio_uring import nvme_spec
-from tutti.gio_uring.controller_memory import Faults, MemoryController
 from tutti.gio_uring.nvme_spec import (
     OPCODE_DATASET_MANAGEMENT,
     OPCODE_FLUSH,

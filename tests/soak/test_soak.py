@@ -17,7 +17,7 @@ from soak.oracle import Finding, Oracle
 from soak.traffic import PAGES, Room, Shared, Traffic
 
 from store.pools import GEOMETRY, LAYOUT, controller_of, formatted, opened
-from tutti.gio_uring.controller_memory import Faults
+from tutti.bench.controller_memory import Faults
 
 pytestmark = pytest.mark.crash
 

@@ -14,8 +14,8 @@ import pytest
 from scheduler.drive import Linear
 
 from store.pools import GEOMETRY, controller_of, fill, formatted, opened, some_keys
+from tutti.bench.controller_memory import Faults
 from tutti.errors import ConfigError, MediumError
-from tutti.gio_uring.controller_memory import Faults
 from tutti.placement.eviction import EvictionView, LeastRecentlyUsed
 from tutti.scheduler.dispatcher import Schedule
 from tutti.scheduler.state import Decision, State

@@ -19,8 +19,8 @@ from store.pools import (
     opened,
     some_keys,
 )
+from tutti.bench.controller_memory import Faults
 from tutti.errors import ConfigError, DeviceTimeout, MediumError, TuttiError
-from tutti.gio_uring.controller_memory import Faults
 from tutti.gio_uring.nvme_spec import (
     OPCODE_READ,
     OPCODE_WRITE,

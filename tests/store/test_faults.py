@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from store.pools import GEOMETRY, LAYOUT, controller_of, fill, formatted, opened, some_keys
+from tutti.bench.controller_memory import Faults
 from tutti.errors import (
     CapacityError,
     ChecksumMismatch,
@@ -23,7 +24,6 @@ from tutti.errors import (
     PoolCorrupt,
     TuttiError,
 )
-from tutti.gio_uring.controller_memory import Faults
 from tutti.gio_uring.gpu.transfer import Transfer
 from tutti.gio_uring.nvme_spec import (
     OPCODE_FLUSH,

@@ -9,8 +9,8 @@ import pytest
 import tutti
 from store.pools import GEOMETRY, LAYOUT
 from tutti import cli
+from tutti.bench.controller_memory import MemoryController
 from tutti.errors import CapacityError, ConfigError, PoolExists
-from tutti.gio_uring.controller_memory import MemoryController
 from tutti.gio_uring.engine import Engine
 from tutti.pool import member_controller
 from tutti.pool.block_io import BlockIo

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from store.pools import GEOMETRY, controller_of, fill, formatted, opened, some_keys
+from tutti.bench.controller_memory import Faults, MemoryController
 from tutti.errors import CapacityError
-from tutti.gio_uring.controller_memory import Faults, MemoryController
 from tutti.gio_uring.nvme_spec import OPCODE_WRITE, STATUS_CAPACITY_EXCEEDED
 from tutti.store import ObjectStore
 from tutti.transfers.tickets import Outcome

@@ -14,8 +14,8 @@ import pytest
 from gio_uring.gpu.test_host_engine import rig_over_memory
 
 from store.pools import LAYOUT, some_keys
+from tutti.bench.controller_memory import Faults, MemoryController
 from tutti.errors import CudaError, DeviceTimeout, Unsupported
-from tutti.gio_uring.controller_memory import Faults, MemoryController
 from tutti.gio_uring.engine import Extents
 from tutti.gio_uring.gpu import stream_queue
 from tutti.gio_uring.gpu.host_engine import part_of

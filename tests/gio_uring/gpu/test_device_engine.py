@@ -12,8 +12,8 @@ import pytest
 from gio_uring.cuda_stand_in import StandInDriver, StandInTensor
 from gio_uring.kernel_stand_in import Kernels
 
+from tutti.bench.controller_memory import MemoryController
 from tutti.errors import CapacityError, ConfigError, CudaError, DeviceTimeout, Unsupported
-from tutti.gio_uring.controller_memory import MemoryController
 from tutti.gio_uring.engine import Engine, Extents
 from tutti.gio_uring.gpu import device_engine as gpu_device_engine
 from tutti.gio_uring.gpu import modules as gpu_modules

@@ -15,6 +15,7 @@ import pytest
 from gio_uring.cuda_stand_in import StandInDriver, StandInTensor
 
 from store.pools import LAYOUT, controller_of, formatted, images_of, some_keys
+from tutti.bench.controller_memory import Faults, MemoryController
 from tutti.errors import (
     CapacityError,
     ChecksumMismatch,
@@ -27,7 +28,6 @@ from tutti.errors import (
 )
 from tutti.gio_uring.controller import NativeController
 from tutti.gio_uring.controller_file import FileController
-from tutti.gio_uring.controller_memory import Faults, MemoryController
 from tutti.gio_uring.engine import Engine
 from tutti.gio_uring.gpu.host_engine import HostEngine
 from tutti.gio_uring.gpu.mover import CopyMover
