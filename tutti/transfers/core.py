@@ -408,7 +408,7 @@ class Core(Owned):
         """
         with self.lock:
             self.wait_ready(timeout_s)
-            self.in_flight += 1  # at once, or a quiesced could begin in between
+            self.begin()  # at once, or a quiesced could begin in between
         try:
             yield
         finally:
