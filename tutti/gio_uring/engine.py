@@ -91,8 +91,8 @@ class Engine(Owned):
 
     depth: entries of a queue pair, a power of two.  command_nbytes_max: longest command, further
     limited by the controller's MDTS.  window_nbytes: bytes in flight in each lane; None finds the
-    smallest window that has full bandwidth while it runs.  digest_workers: threads that hash when
-    lanes cannot keep up; None leaves half of the processors alone.
+    smallest window that has full bandwidth while it runs.  digest_workers: threads that hash for
+    the lanes; None leaves half of the processors alone.
 
     Raises ConfigError while something else serves the controller.
     """
