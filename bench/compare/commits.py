@@ -2,11 +2,11 @@
 
     python -m tutti.bench.compare.commits BEFORE AFTER bandwidth --dir DIR --out FILE
 
-BEFORE and AFTER are checkouts with a `.venv` and a built native library. A round
-measures in a process of each checkout, and in another one of the first: that is the noise. For
-`bandwidth` the processes stay, each with a pool and with memory of its own, so that rounds are
-short; for `ring` and `index` each measurement has a process. Rounds are added to those that FILE
-has of the same two commits.
+BEFORE and AFTER are checkouts with a `.venv` and a built native library. A round measures in a
+process of each checkout, and in another one of the first: that is the noise. For `bandwidth` the
+three have a pool each and measure in turns, several times; the round has their medians. Every round
+has new processes and pools, because their places in memory and on the disk change the speed. Rounds
+are added to those that FILE has of the same two commits.
 """
 
 from __future__ import annotations
@@ -15,9 +15,8 @@ import argparse
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack, suppress
-from functools import partial
 from pathlib import Path
 from select import select
 from typing import IO, Any
@@ -28,6 +27,7 @@ from tutti.errors import ConfigError, MediumError, TuttiError
 from tutti.terminal import progress, table
 
 _ROUND_TIMEOUT_S = 300
+_PASSES = 4
 _RING = "bench ring --depths 64 1024 --batches 1 32 --commands 400000 --repeats 3 --json"
 # The module was in another place before.
 _INDEX = """
@@ -53,7 +53,7 @@ with temporary_pool([sys.argv[1]], shape.layout(), 3 * 2**28) as store:
         store, batch_pages=pages, inflight=4, load_pages=8 * pages, hugepages=False, seed=1
     )
     work.fill_half()
-    prefix, limit = work.prefix(8 * pages), Limit(None, 2**28)
+    prefix, limit = work.prefix(8 * pages), Limit(None, 2**27)
     while sys.stdin.readline():
         phases = {
             "retrieve": work.retrieve_phase(limit),
@@ -89,18 +89,10 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
     """
     commits = {"before": _commit(args.before), "after": _commit(args.after)}
     rounds = _earlier(args.out, commits, args.bench)
-    with ExitStack() as stack:
-        measure = {
-            side: _measure_of(args.after if side == "after" else args.before, side, args, stack)
-            for side in _SIDES
-        }
-        bar = stack.enter_context(progress(f"{args.bench}, before and after", args.rounds))
-        if args.bench == "bandwidth":
-            for side in _SIDES:
-                measure[side]()  # warms up
+    with progress(f"{args.bench}, before and after", args.rounds) as bar:
         for number in range(args.rounds):
             turns = _SIDES if number % 2 == 0 else tuple(reversed(_SIDES))
-            rounds.append({side: _numbers(measure[side]()) for side in turns})
+            rounds.append(_round(args, turns))
             bar.advance(1)
     return {
         "benchmark": "commits",
@@ -112,18 +104,31 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def _measure_of(
+def _round(args: argparse.Namespace, turns: Sequence[str]) -> dict[str, dict[str, float]]:
+    checkouts = {side: args.after if side == "after" else args.before for side in turns}
+    if args.bench != "bandwidth":
+        words = {"ring": ["-m", "tutti.cli", *_RING.split()], "index": ["-c", _INDEX, args.dir]}
+        found = words[args.bench]
+        return {side: _numbers(_run(checkouts[side], found)) for side in turns}
+    passes: list[dict[str, dict[str, float]]] = []
+    with ExitStack() as stack:
+        pipes = {side: _start(checkouts[side], side, args, stack) for side in turns}
+        for _ in range(_PASSES + 1):
+            passes.append({side: _numbers(_ask(*pipes[side], checkouts[side])) for side in turns})
+    del passes[0]  # it warms up
+    return {
+        side: {name: median([each[side][name] for each in passes]) for name in passes[0][side]}
+        for side in turns
+    }
+
+
+def _start(
     checkout: Path, side: str, args: argparse.Namespace, stack: ExitStack
-) -> Callable[[], dict[str, Any]]:
-    """Measures once in a checkout."""
-    python = [str(checkout / ".venv/bin/python")]
-    if args.bench == "ring":
-        return partial(_run, checkout, [*python, "-m", "tutti.cli", *_RING.split()])
-    if args.bench == "index":
-        return partial(_run, checkout, [*python, "-c", _INDEX, str(args.dir)])
+) -> tuple[IO[str], IO[str]]:
+    """Input and output of a process that measures bandwidth on demand."""
     pool = str(Path(args.dir).resolve() / f"{side}.tutti")
     process = subprocess.Popen(
-        [*python, "-c", _BANDWIDTH, pool, args.shape],
+        [str(checkout / ".venv/bin/python"), "-c", _BANDWIDTH, pool, args.shape],
         cwd=checkout,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
@@ -132,7 +137,7 @@ def _measure_of(
     stack.enter_context(process)
     assert process.stdin and process.stdout, "they are pipes"
     stack.callback(_end, process.stdin)
-    return partial(_ask, process.stdin, process.stdout, checkout)
+    return process.stdin, process.stdout
 
 
 def _end(to: IO[str]) -> None:
@@ -207,7 +212,8 @@ def _earlier(out: Path, commits: dict[str, str], bench: str) -> list[dict[str, A
     return rounds
 
 
-def _run(checkout: Path, command: Sequence[str]) -> dict[str, Any]:
+def _run(checkout: Path, words: Sequence[str]) -> dict[str, Any]:
+    command = [str(checkout / ".venv/bin/python"), *words]
     done = subprocess.run(
         command, cwd=checkout, capture_output=True, text=True, timeout=_ROUND_TIMEOUT_S
     )
