@@ -153,11 +153,6 @@ int MemoryMap::remove(u64 address) {
   return -ENOENT;
 }
 
-size_t MemoryMap::size() const {
-  std::lock_guard<std::mutex> lock(mutex_);
-  return regions_.size();
-}
-
 // An extent may run over several regions that touch: submitters join adjacent extents.
 bool MemoryMap::Reader::contains(u64 address, u64 nbytes) {
   const bool is_same =
@@ -309,8 +304,6 @@ int gio_controller_register(Controller* controller, uint64_t address, uint64_t n
 int gio_controller_unregister(Controller* controller, uint64_t address) {
   return controller->memory.remove(address);
 }
-
-uint64_t gio_controller_regions(Controller* controller) { return controller->memory.size(); }
 
 int gio_controller_attach(Controller* controller, const gio::QueuePair* qp) {
   return gio::without_exceptions([=] { return controller->attach(*qp); });

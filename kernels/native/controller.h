@@ -44,7 +44,6 @@ class MemoryMap {
   int add(u64 address, u64 nbytes);
   // 0, or -ENOENT.  The caller makes sure that no command names the region any more.
   int remove(u64 address);
-  size_t size() const;
 
   // The regions while commands are decoded.
   class Reader {
@@ -180,7 +179,6 @@ TUTTI_API int gio_controller_info(gio::Controller*, gio::ControllerInfo* out);
 TUTTI_API uint64_t gio_controller_namespace_nlb(gio::Controller*, uint32_t nsid);
 TUTTI_API int gio_controller_register(gio::Controller*, uint64_t address, uint64_t nbytes);
 TUTTI_API int gio_controller_unregister(gio::Controller*, uint64_t address);
-TUTTI_API uint64_t gio_controller_regions(gio::Controller*);
 TUTTI_API int gio_controller_attach(gio::Controller*, const gio::QueuePair* qp);
 TUTTI_API int gio_controller_detach(gio::Controller*, const gio::QueuePair* qp,
                                     uint64_t timeout_ns);

@@ -21,7 +21,6 @@ _PROTOTYPES: native.Prototypes = {
     "gio_controller_namespace_nlb": (_U64, (_P, _U32)),
     "gio_controller_register": (_I, (_P, _U64, _U64)),
     "gio_controller_unregister": (_I, (_P, _U64)),
-    "gio_controller_regions": (_U64, (_P,)),
     "gio_controller_attach": (_I, (_P, _P)),
     "gio_controller_detach": (_I, (_P, _P, _U64)),
     "gio_controller_expect_rings": (None, (_P, _I)),
