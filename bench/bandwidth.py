@@ -43,15 +43,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="objects as layers x slice (default: %(default)s)",
     )
     parser.add_argument("--phases", nargs="+", choices=PHASES, default=list(PHASES))
-    parser.add_argument("--capacity", default="2GiB", help="of the pool (default: %(default)s)")
+    parser.add_argument(
+        "--capacity", default="2GiB", help="size of the pool (default: %(default)s)"
+    )
     duration = parser.add_mutually_exclusive_group()
     duration.add_argument(
-        "--seconds", type=above_zero, default=2.0, help="of each phase (default: %(default)s)"
+        "--seconds", type=above_zero, default=2.0, help="length of a phase (default: %(default)s)"
     )
-    duration.add_argument("--gib", type=above_zero, help="moved in each phase, instead of a time")
-    parser.add_argument("--batch", default="32MiB", help="of one put or load (%(default)s)")
+    duration.add_argument("--gib", type=above_zero, help="GiB to move per phase, instead of a time")
     parser.add_argument(
-        "--inflight", type=positive, default=4, help="batches at once (%(default)s)"
+        "--batch", default="32MiB", help="bytes per put or load (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--inflight", type=positive, default=4, help="batches at once (default: %(default)s)"
     )
     parser.add_argument(
         "--contexts",
@@ -62,17 +66,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         f" --inflight; a page has {PAGE_SIZE} tokens",
     )
     parser.add_argument(
-        "--depth", type=positive, help="entries of a queue pair, a power of two (the engine's)"
+        "--depth",
+        type=positive,
+        help="entries of a queue pair, a power of two (default: the engine's)",
     )
     parser.add_argument(
-        "--pointers", choices=("sgl", "prp"), help="how commands name memory (what the drive has)"
+        "--pointers",
+        choices=("sgl", "prp"),
+        help="how commands name memory (default: what the drive supports)",
     )
     parser.add_argument(
-        "--prefix-pages", type=positive, default=1024, help="of the layerwise prefix (%(default)s)"
+        "--prefix-pages",
+        type=positive,
+        default=1024,
+        help="pages of the layerwise prefix (default: %(default)s)",
     )
-    parser.add_argument("--memory", default="512MiB", help="engine memory at most (%(default)s)")
     parser.add_argument(
-        "--seed", type=natural, default=1, help="of the order of loads (%(default)s)"
+        "--memory", default="512MiB", help="limit of engine memory (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--seed", type=natural, default=1, help="seed of the order of loads (default: %(default)s)"
     )
 
 

@@ -56,7 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         type=float,
         default=[0.084, 0.25, 0.75],
-        help="of the pool, as shares of a trace's distinct blocks (%(default)s)",
+        help="sizes of the pool, as shares of a trace's distinct blocks (default: %(default)s)",
     )
     parser.add_argument("--group-slots", type=positive, default=GROUP_SLOTS)
     parser.add_argument("--policies", nargs="+", choices=sorted(POLICIES), default=sorted(POLICIES))

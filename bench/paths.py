@@ -75,19 +75,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of `tutti bench paths`."""
     add_place_arguments(parser)
     parser.add_argument(
-        "--blocks", nargs="+", default=["4KiB", "64KiB", "512KiB"], help="bytes of a command"
+        "--blocks", nargs="+", default=["4KiB", "64KiB", "512KiB"], help="bytes per command"
     )
     parser.add_argument("--depths", nargs="+", type=positive, default=[1, 4, 16, 64])
     parser.add_argument("--directions", nargs="+", choices=_OPCODES, default=list(_OPCODES))
     parser.add_argument(
-        "--paths", nargs="+", choices=FILE_PATHS, default=list(FILE_PATHS), help="to a file"
+        "--paths",
+        nargs="+",
+        choices=FILE_PATHS,
+        default=list(FILE_PATHS),
+        help="paths to a file (default: all)",
     )
-    parser.add_argument("--moved", default="128MiB", help="bytes of a cell (%(default)s)")
     parser.add_argument(
-        "--commands", type=positive, default=20000, help="of a cell at most (%(default)s)"
+        "--moved", default="128MiB", help="bytes to move per cell (default: %(default)s)"
     )
-    parser.add_argument("--rounds", type=positive, default=3, help="of every cell (%(default)s)")
-    parser.add_argument("--size", default="512MiB", help="of the file (%(default)s)")
+    parser.add_argument(
+        "--commands",
+        type=positive,
+        default=20000,
+        help="limit of commands per cell (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--rounds", type=positive, default=3, help="rounds per cell (default: %(default)s)"
+    )
+    parser.add_argument("--size", default="512MiB", help="size of the file (default: %(default)s)")
     parser.add_argument("--out", type=Path, help="write the JSON here as well, and a picture")
 
 

@@ -60,14 +60,14 @@ def add_pool_arguments(parser: argparse.ArgumentParser) -> None:
         "--durability",
         choices=("process", "flush"),
         default="process",
-        help="what a finished put survives: the end of the process, or also a loss of power",
+        help="finished puts survive the end of the process, or also a loss of power",
     )
     parser.add_argument("--executor", choices=("auto", "uring", "threads"), default="auto")
     parser.add_argument(
         "--memory-pages",
         choices=("huge", "ordinary"),
         default="huge",
-        help="what engine memory is asked to lie on (default: %(default)s)",
+        help="memory pages to request for engine memory (default: %(default)s)",
     )
     parser.add_argument(
         "--prewrite",

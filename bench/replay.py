@@ -62,25 +62,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--requests", type=positive, help="the first N of the trace (synthetic: 400)"
     )
     parser.add_argument(
-        "--seed", type=natural, default=1, help="of the synthetic trace (%(default)s)"
+        "--seed", type=natural, default=1, help="seed of the synthetic trace (default: %(default)s)"
     )
     parser.add_argument(
         "--capacity",
         nargs="+",
         default=["1GiB"],
-        help="of the pool; each one given is a replay of its own (default: %(default)s)",
+        help="sizes of the pool, one replay for each (default: %(default)s)",
     )
     parser.add_argument(
         "--shape",
         default="8x32KiB",
-        help="of a page's KV, layers x slice; smaller than a model's, so that a long trace fits a "
-        "disk (default: %(default)s)",
+        help="shape of a page's KV, layers x slice; smaller than a model's, so that a long trace "
+        "fits a disk (default: %(default)s)",
     )
     parser.add_argument(
         "--page-size",
         type=positive,
         default=BLOCK_TOKENS,
-        help=f"tokens of a page, a divisor of {BLOCK_TOKENS} (default: %(default)s)",
+        help=f"tokens per page, a divisor of {BLOCK_TOKENS} (default: %(default)s)",
     )
     parser.add_argument(
         "--eviction",

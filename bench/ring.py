@@ -28,14 +28,22 @@ _CLOSE_TIMEOUT_S = 10.0
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of `tutti bench ring`."""
     parser.add_argument(
-        "--depths", nargs="+", type=int, default=[64, 1024], help="of the queue pair, powers of two"
+        "--depths",
+        nargs="+",
+        type=int,
+        default=[64, 1024],
+        help="entries of the queue pair, powers of two",
     )
     parser.add_argument(
-        "--batches", nargs="+", type=int, default=[1, 32], help="commands for one doorbell"
+        "--batches", nargs="+", type=int, default=[1, 32], help="commands per doorbell"
     )
-    parser.add_argument("--block", default="4KiB", help="bytes a command names (%(default)s)")
-    parser.add_argument("--commands", type=int, default=1_000_000, help="of a run (%(default)s)")
-    parser.add_argument("--repeats", type=int, default=5, help="runs of each row (%(default)s)")
+    parser.add_argument("--block", default="4KiB", help="bytes per command (default: %(default)s)")
+    parser.add_argument(
+        "--commands", type=int, default=1_000_000, help="commands per run (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--repeats", type=int, default=5, help="runs per row (default: %(default)s)"
+    )
 
 
 def run(args: argparse.Namespace, progress: ProgressFactory) -> dict[str, Any]:

@@ -56,10 +56,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         type=int,
         default=[128, 512, 2048, 8192, 16384],
-        help="of a load (%(default)s)",
+        help="pages per load (default: %(default)s)",
     )
     parser.add_argument("--ways", nargs="+", default=list(WAYS), choices=WAYS, metavar="WAY")
-    parser.add_argument("--repeats", type=int, default=11, help="of each number (%(default)s)")
+    parser.add_argument(
+        "--repeats", type=int, default=11, help="repeats per number (default: %(default)s)"
+    )
 
 
 def run(args: argparse.Namespace, progress: ProgressFactory) -> dict[str, Any]:

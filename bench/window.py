@@ -42,11 +42,22 @@ _TIMEOUT_S = 60.0
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of `tutti bench window`."""
     parser.add_argument("--dir", type=Path, required=True, help="where the file is made")
-    parser.add_argument("--layers", type=int, default=32, help="(%(default)s)")
-    parser.add_argument("--slice", default="256KiB", help="of a page and layer (%(default)s)")
+    parser.add_argument(
+        "--layers", type=int, default=32, help="layers per page (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--slice", default="256KiB", help="bytes of a page in a layer (default: %(default)s)"
+    )
     parser.add_argument("--pages", nargs="+", type=int, default=[1, 4, 16, 64])
-    parser.add_argument("--rounds", type=int, default=9, help="of each size (%(default)s)")
-    parser.add_argument("--warm", type=float, default=5.0, help="seconds to learn (%(default)s)")
+    parser.add_argument(
+        "--rounds", type=int, default=9, help="rounds per size (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--warm",
+        type=float,
+        default=5.0,
+        help="seconds to find the window first (default: %(default)s)",
+    )
     parser.add_argument(
         "--compute",
         nargs="*",

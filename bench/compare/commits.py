@@ -78,8 +78,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("after", type=Path, help="checkout of the newer commit")
     parser.add_argument("bench", choices=("ring", "bandwidth", "index"))
     parser.add_argument("--dir", default=".", help="for pools' files (default: %(default)s)")
-    parser.add_argument("--shape", default="32x256KiB", help="of objects (default: %(default)s)")
-    parser.add_argument("--rounds", type=int, default=3, help="(default: %(default)s)")
+    parser.add_argument(
+        "--shape", default="32x256KiB", help="shape of objects (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--rounds", type=int, default=3, help="rounds to add (default: %(default)s)"
+    )
     parser.add_argument("--out", type=Path, required=True, help="the result, a JSON file")
 
 

@@ -37,18 +37,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--out", default="bench/results", help="for the results (default: %(default)s)"
     )
     parser.add_argument("--pairs", type=int, default=PAIRS_MIN, help="rounds (%(default)s)")
-    parser.add_argument("--size", default="4GiB", help="of pools and fio's file (%(default)s)")
-    parser.add_argument("--seconds", type=float, default=2.0, help="of a round (%(default)s)")
+    parser.add_argument(
+        "--size", default="4GiB", help="size of pools and of fio's file (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=2.0, help="length of a round (default: %(default)s)"
+    )
     parser.add_argument(
         "--prefix-pages", type=int, default=1024, help="pages of a long prefix (%(default)s)"
     )
     parser.add_argument(
-        "--prefix-shape", default="16x128KiB", help="of its pages (default: %(default)s)"
+        "--prefix-shape", default="16x128KiB", help="shape of its pages (default: %(default)s)"
     )
     parser.add_argument(
         "--churn", type=float, default=10.0, help="times the capacity (%(default)s)"
     )
-    parser.add_argument("--records", type=int, default=1_000_000, help="to recover (%(default)s)")
+    parser.add_argument(
+        "--records", type=int, default=1_000_000, help="records to recover (default: %(default)s)"
+    )
     parser.add_argument(
         "--memory",
         nargs="+",

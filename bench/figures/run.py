@@ -47,28 +47,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--out", type=Path, required=True, metavar="STEM", help="writes STEM.png, .svg and .csv"
     )
-    parser.add_argument("--title", default="", help="default: what the figure shows")
-    parser.add_argument(
-        "--slo-ms", type=float, default=TTFT_LIMIT_MS, help="TTFT limit that is drawn"
-    )
+    parser.add_argument("--title", default="", help="title of the figure")
+    parser.add_argument("--slo-ms", type=float, default=TTFT_LIMIT_MS, help="TTFT limit to draw")
     parser.add_argument(
         "--page-tokens",
         type=positive,
         default=64,
-        help="tokens of a page, for bandwidth (default %(default)s)",
+        help="tokens per page, for bandwidth (default: %(default)s)",
     )
     group = parser.add_argument_group(
         "cost", "dollars an hour; a system's amounts are read with its result"
     )
-    group.add_argument("--gpu-price", type=float, default=PRICES.gpu, help="default %(default)s")
-    group.add_argument("--dram-price", type=float, default=PRICES.dram_gb, help="of a GB")
-    group.add_argument("--ssd-price", type=float, default=PRICES.ssd_gb, help="of a GB")
+    group.add_argument(
+        "--gpu-price", type=float, default=PRICES.gpu, help="of a GPU (default: %(default)s)"
+    )
+    group.add_argument("--dram-price", type=float, default=PRICES.dram_gb, help="of a GB of DRAM")
+    group.add_argument("--ssd-price", type=float, default=PRICES.ssd_gb, help="of a GB of SSD")
     group.add_argument(
         "--machine",
         action="append",
         default=[],
         metavar="SYSTEM:GPUS,DRAM_GB,SSD_GB",
-        help="what a system is paid for; 1,0,0 without it",
+        help="hardware of a system (default: 1,0,0)",
     )
 
 

@@ -257,13 +257,21 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--out", default="bench/results/gpu", help="(default: %(default)s)")
     parser.add_argument("--dir", default=".", help="for the file of `files` (default: %(default)s)")
     parser.add_argument("--file", default="4GiB", help="its size (default: %(default)s)")
-    parser.add_argument("--batch", default="256MiB", help="of a transfer (default: %(default)s)")
-    parser.add_argument("--layers", type=int, default=8, help="of it (default: %(default)s)")
-    parser.add_argument("--staging", default="256MiB", help="of engines (default: %(default)s)")
-    parser.add_argument("--pairs", type=int, default=7, help="of rounds (default: %(default)s)")
+    parser.add_argument(
+        "--batch", default="256MiB", help="bytes of a transfer (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--layers", type=int, default=8, help="layers of a transfer (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--staging", default="256MiB", help="staging of an engine (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--pairs", type=int, default=7, help="pairs of rounds (default: %(default)s)"
+    )
     parser.add_argument("--round-s", type=float, default=0.15, help="(default: %(default)s)")
     parser.add_argument("--minutes", type=float, default=8.0, help="begin no row after so long")
-    parser.add_argument("--commit", default="", help="of the code, where there is no git")
+    parser.add_argument("--commit", default="", help="commit of the code, where git is missing")
     parser.add_argument("--go-on", action="store_true", help="keep the rows of the named cases")
     parser.add_argument("--here", metavar="CASE", help="this case alone, in this process")
     args = parser.parse_args(arguments)

@@ -106,10 +106,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--peers", nargs="+", choices=[*PEERS, "fio"], default=[*PEERS, "fio"], metavar="PEER"
     )
     parser.add_argument(
-        "--page-tokens", nargs="+", type=int, default=[64, 16], help="(default: 64 16)"
+        "--page-tokens",
+        nargs="+",
+        type=int,
+        default=[64, 16],
+        help="tokens per page (default: 64 16)",
     )
-    parser.add_argument("--layout", choices=LAYOUTS, default="page_first", help="of host pools")
-    parser.add_argument("--rounds", type=int, default=7, help="(default: %(default)s)")
+    parser.add_argument(
+        "--layout", choices=LAYOUTS, default="page_first", help="layout of host pools"
+    )
+    parser.add_argument(
+        "--rounds", type=int, default=7, help="rounds per peer (default: %(default)s)"
+    )
     parser.add_argument(
         "--batches", type=int, default=3, help="batches that stay stored (default: %(default)s)"
     )

@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--medium",
         nargs="+",
         default=["."],
-        help="a directory on it, a new file *.tutti, or a blank device, or several of them; what is"
+        help="directory, new file *.tutti or blank device on the medium, or several; what is"
         " written is removed (default: the current directory)",
     )
     parser.add_argument(
@@ -45,9 +45,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", default="profile.json", help="the profile (%(default)s)")
     parser.add_argument("--model", choices=sorted(DENSE_MODELS), default="llama-3.1-8b")
     parser.add_argument(
-        "--gpu", choices=sorted(GPUS), default="H100", help="to estimate for (%(default)s)"
+        "--gpu",
+        choices=sorted(GPUS),
+        default="H100",
+        help="GPU to estimate for (default: %(default)s)",
     )
-    parser.add_argument("--page-tokens", type=int, default=64, help="of a page (%(default)s)")
+    parser.add_argument(
+        "--page-tokens", type=int, default=64, help="tokens per page (default: %(default)s)"
+    )
     parser.add_argument(
         "--sizes",
         nargs="+",
@@ -60,7 +65,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=_SLICES,
         help=f"contiguous pieces of it in memory ({' '.join(_SLICES)})",
     )
-    parser.add_argument("--repeats", type=int, default=5, help="of each point (%(default)s)")
+    parser.add_argument(
+        "--repeats", type=int, default=5, help="repeats per point (default: %(default)s)"
+    )
     parser.add_argument("--file-size", default="1GiB", help="written once before (%(default)s)")
     parser.add_argument("--fresh", action="store_true", help="forget an interrupted run")
 

@@ -39,7 +39,9 @@ _SHARE = 0.965
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of `tutti bench residency`."""
     parser.add_argument("--dir", default=".", help="directory for the pool's file (%(default)s)")
-    parser.add_argument("--working-set", default="1GiB", help="W (%(default)s)")
+    parser.add_argument(
+        "--working-set", default="1GiB", help="bytes of the working set, W (default: %(default)s)"
+    )
     parser.add_argument(
         "--limits",
         nargs="+",
@@ -50,10 +52,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--only", nargs="+", choices=CONFIGURATIONS, default=list(CONFIGURATIONS), metavar="NAME"
     )
-    parser.add_argument("--shape", default="4x256KiB", help="of an object (%(default)s)")
-    parser.add_argument("--batch", default="32MiB", help="of one put or load (%(default)s)")
-    parser.add_argument("--rounds", type=int, default=4, help="readings of W (%(default)s)")
-    parser.add_argument("--share", type=float, default=_SHARE, help="knob X (%(default)s)")
+    parser.add_argument(
+        "--shape", default="4x256KiB", help="shape of an object (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--batch", default="32MiB", help="bytes per put or load (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--rounds", type=int, default=4, help="readings of W (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--share",
+        type=float,
+        default=_SHARE,
+        help="share of free memory that is planned, X (default: %(default)s)",
+    )
     parser.add_argument("--out", help="also write the JSON here, and a picture next to it")
     parser.set_defaults(path=None)
 

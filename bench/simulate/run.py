@@ -53,20 +53,29 @@ POINTS_HEAD = ("published point", "use", "published", "simulated", "off by")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of `tutti simulate`."""
     add_workload_arguments(parser)
-    group = parser.add_argument_group("what is simulated")
+    group = parser.add_argument_group("simulation")
     group.add_argument("--systems", nargs="+", default=["hbm", "dram", "gds", "tutti"])
-    group.add_argument("--server", default="sglang", help="of the calibration (%(default)s)")
+    group.add_argument(
+        "--server", default="sglang", help="server of the calibration (default: %(default)s)"
+    )
     group.add_argument("--gpu", choices=tuple(GPUS), default="H100", help="default %(default)s")
     group.add_argument(
         "--drive", choices=drive_names(), default="2x D7-PS1010", help="default %(default)s"
     )
     group.add_argument("--calibration", type=Path, default=FILE, help="default: the installed one")
     group.add_argument(
-        "--profile", type=Path, help="of `tutti profile`: its compute and drive instead"
+        "--profile",
+        type=Path,
+        help="file of `tutti profile`, whose compute and drive are used instead",
     )
-    group.add_argument("--engines", type=positive, default=1, help="default %(default)s")
     group.add_argument(
-        "--engines-per-node", type=positive, default=8, help="share drives (%(default)s)"
+        "--engines", type=positive, default=1, help="number of engines (default: %(default)s)"
+    )
+    group.add_argument(
+        "--engines-per-node",
+        type=positive,
+        default=8,
+        help="engines that share drives (default: %(default)s)",
     )
     group.add_argument("--media", type=positive, help="drives of a node; default: half its engines")
     group.add_argument("--routers", nargs="+", choices=ROUTERS, default=[ROUND_ROBIN])
@@ -78,7 +87,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="R",
         help="requests a second, at random; without it a trace's own times",
     )
-    group.add_argument("--seeds", type=positive, default=1, help="of arrivals (%(default)s)")
+    group.add_argument(
+        "--seeds", type=positive, default=1, help="seeds of arrivals (default: %(default)s)"
+    )
     group.add_argument(
         "--warm", type=int, default=0, metavar="N", help="the first N requests only fill the tiers"
     )

@@ -69,14 +69,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--workloads", nargs="*", default=list(KINDS), help="default: all; none with only --dir"
     )
-    parser.add_argument("--requests", type=int, default=200, help="of a run (%(default)s)")
-    parser.add_argument("--seeds", type=int, default=3, help="runs of each cell (%(default)s)")
+    parser.add_argument(
+        "--requests", type=int, default=200, help="requests per run (default: %(default)s)"
+    )
+    parser.add_argument("--seeds", type=int, default=3, help="runs per cell (default: %(default)s)")
     parser.add_argument(
         "--conditions",
         nargs="+",
         choices=tuple(CONDITIONS),
         default=list(CONDITIONS),
-        help="of the drive and of arrivals; default: all",
+        help="conditions of the drive and of arrivals (default: all)",
     )
     parser.add_argument(
         "--wrong",
@@ -87,14 +89,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="also run slack with these wrong profiles: " + ", ".join(PROFILES),
     )
     parser.add_argument(
-        "--recorded", type=Path, help="a file of requests, a JSON object on each line, instead"
+        "--recorded", type=Path, help="file of requests to use instead, one JSON object per line"
     )
     parser.add_argument(
         "--dir", type=Path, help="also measures a small case on a real file in this directory"
     )
-    parser.add_argument("--rounds", type=int, default=20, help="on the file (%(default)s)")
     parser.add_argument(
-        "--backlog-pages", type=int, default=512, help="locked, and as many staged (%(default)s)"
+        "--rounds", type=int, default=20, help="rounds on the file (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--backlog-pages",
+        type=int,
+        default=512,
+        help="pages that may be locked, and staged (default: %(default)s)",
     )
 
 

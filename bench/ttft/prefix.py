@@ -33,7 +33,7 @@ def add_prefix_arguments(parser: argparse.ArgumentParser) -> None:
         "--total-tokens",
         type=positive,
         default=32 * 1024,
-        help="of every prompt (default %(default)s)",
+        help="length of every prompt (default %(default)s)",
     )
     group.add_argument(
         "--repeats", type=positive, default=3, help="prompts of each length (default 3)"

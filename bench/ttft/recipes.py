@@ -188,8 +188,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--page-size", type=positive, default=64, help="default %(default)s")
     parser.add_argument("--host", default="127.0.0.1", help="default %(default)s")
     parser.add_argument("--port", type=port, default=30000, help="default %(default)s")
-    parser.add_argument("--info", type=Path, help="write what the server says of itself here")
-    parser.add_argument("--keep", action="store_true", help="take a --dir that is not empty")
+    parser.add_argument("--info", type=Path, help="file for the server's description of itself")
+    parser.add_argument("--keep", action="store_true", help="accept a --dir that is not empty")
     parser.add_argument("--print", action="store_true", help="print the command, start nothing")
     parser.add_argument(
         "--more",

@@ -52,12 +52,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_session_arguments(parser)
     add_workload_arguments(parser)
     group = parser.add_argument_group("measurement")
-    group.add_argument("--system", default="server", help="what the results call the server")
+    group.add_argument("--system", default="server", help="name of the server in the results")
     group.add_argument("--note", default="", help="kept with the results, e.g. what is emulated")
     group.add_argument(
         "--rates", type=float, nargs="+", default=[0.25, 0.5, 1.0, 1.5], metavar="REQUESTS_PER_S"
     )
-    group.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3], help="of the arrivals")
+    group.add_argument(
+        "--seeds", type=int, nargs="+", default=[1, 2, 3], help="seeds of the arrivals"
+    )
     group.add_argument(
         "--arrivals",
         choices=(POISSON, TRACE),
@@ -82,7 +84,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         f"highest at which {ATTAINMENT_MIN:g} of the requests meet each SLO",
     )
     group.add_argument("--ttft-limit-ms", type=float, default=1000.0, help="default %(default)s")
-    group.add_argument("--tolerance", type=float, default=0.05, help="of the search, default 0.05")
+    group.add_argument(
+        "--tolerance", type=float, default=0.05, help="tolerance of the search (default 0.05)"
+    )
     group.add_argument("--rate-limit", type=float, default=64.0, help="no search goes beyond it")
     group.add_argument("--client", choices=(BUILTIN, SGLANG), default=BUILTIN)
     group.add_argument(

@@ -54,7 +54,7 @@ def add_session_arguments(parser: argparse.ArgumentParser) -> None:
         default=32_000,
         help="generated ids are below it (default %(default)s)",
     )
-    group.add_argument("--timeout-s", type=float, default=600.0, help="of a request")
+    group.add_argument("--timeout-s", type=float, default=600.0, help="deadline of a request")
     group.add_argument(
         "--start",
         choices=(COLD, POPULATED, AS_IS),
@@ -76,7 +76,7 @@ def add_session_arguments(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=0.1,
         metavar="SHARE",
-        help="of the requests at the beginning, which are sent and not counted (default 0.1)",
+        help="share of the requests that are sent first and not counted (default 0.1)",
     )
 
 

@@ -51,7 +51,7 @@ def _add_keys(parser: argparse.ArgumentParser) -> None:
 def add_ls(parser: argparse.ArgumentParser) -> None:
     """Describes `tutti ls`."""
     _add_pool(parser, "ls", "--namespace team")
-    parser.add_argument("--namespace", metavar="NAME", help="of this namespace alone")
+    parser.add_argument("--namespace", metavar="NAME", help="show this namespace only")
     parser.add_argument(
         "--limit",
         type=positive,
@@ -75,7 +75,7 @@ def add_pin(parser: argparse.ArgumentParser) -> None:
     _add_keys(parser)
     parser.add_argument("--undo", action="store_true", help="unpin them")
     parser.add_argument(
-        "--ttl", type=above_zero, metavar="SECONDS", help="and remove them after so long"
+        "--ttl", type=above_zero, metavar="SECONDS", help="and remove them after this time"
     )
     parser.set_defaults(run=pin)
 
@@ -91,8 +91,10 @@ def add_export(parser: argparse.ArgumentParser) -> None:
 def add_import(parser: argparse.ArgumentParser) -> None:
     """Describes `tutti import`."""
     _add_pool(parser, "import", "docs.tkv --namespace docs")
-    parser.add_argument("file", metavar="FILE", help="as `tutti export` wrote it")
-    parser.add_argument("--namespace", default="", metavar="NAME", help="of the imported objects")
+    parser.add_argument("file", metavar="FILE", help="file that `tutti export` wrote")
+    parser.add_argument(
+        "--namespace", default="", metavar="NAME", help="namespace of the imported objects"
+    )
     parser.set_defaults(run=import_)
 
 

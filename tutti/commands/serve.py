@@ -63,7 +63,7 @@ def add_serve(parser: argparse.ArgumentParser) -> None:
         "--durability",
         choices=DURABILITY,
         default="process",
-        help="what acknowledged pages survive (default %(default)s)",
+        help="acknowledged pages survive the process, or also power loss (default %(default)s)",
     )
     parser.add_argument(
         "--eviction",

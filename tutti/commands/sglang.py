@@ -107,7 +107,9 @@ def _add_common(parser: argparse.ArgumentParser, *, path_required: bool) -> None
         help="folder of the pools, on the SSD; or several folders, files and devices, which the"
         " ranks share (docs/sglang.md)",
     )
-    parser.add_argument("--mode", choices=(HICACHE, LINKER), default=HICACHE, help="%(default)s")
+    parser.add_argument(
+        "--mode", choices=(HICACHE, LINKER), default=HICACHE, help="default %(default)s"
+    )
     parser.add_argument(
         "--page-size",
         type=positive,

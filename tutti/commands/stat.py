@@ -1,4 +1,4 @@
-"""`tutti stat`: what an agent's pool is doing."""
+"""`tutti stat`: the counters of an agent's pool."""
 
 from __future__ import annotations
 

@@ -92,24 +92,27 @@ def add_workload_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--data", type=Path, help="folder of .jsonl files, or the trace")
     group.add_argument("--hub", action="store_true", help="fetch the data set's files")
     group.add_argument(
-        "--tasks", nargs="*", default=[], metavar="TASK", help="only these; all without it"
+        "--tasks", nargs="*", default=[], metavar="TASK", help="tasks to include (default: all)"
     )
     group.add_argument("--order", choices=ORDERS, help="default: shuffled; round-robin for LooGLE")
     group.add_argument(
-        "--requests", type=positive, metavar="N", help="default: 3000, 4000 for LooGLE, all else"
+        "--requests",
+        type=positive,
+        metavar="N",
+        help="number of requests (default: 3000; LooGLE 4000; a trace: all)",
     )
     group.add_argument("--workload-seed", type=int, default=1, help="default %(default)s")
     group.add_argument(
         "--context-tokens",
         type=positive,
         default=128 * 1024,
-        help="leave out what is longer, prompt and answer together (default %(default)s)",
+        help="skip requests longer than this, prompt and answer together (default %(default)s)",
     )
     group.add_argument(
-        "--scale", type=float, default=1.0, help="multiplies lengths of generated documents"
+        "--scale", type=float, default=1.0, help="factor for the lengths of generated documents"
     )
     group.add_argument(
-        "--skip-malformed", action="store_true", help="count rows that are wrong, do not stop"
+        "--skip-malformed", action="store_true", help="skip malformed rows and count them"
     )
 
 
