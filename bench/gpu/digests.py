@@ -15,7 +15,7 @@ from tutti.bench.gpu.interference import loads_beside
 from tutti.bench.gpu.rig import DevicePages, Load, Machine, poll_until, transfers
 from tutti.bench.statistics import bootstrap_median, ratios
 from tutti.errors import DeviceTimeout, Unsupported
-from tutti.gio_uring.gpu.batch import DeviceBatch, launch_layer
+from tutti.gio_uring.gpu.batch import BatchRequest, DeviceBatch, launch_layer
 from tutti.gio_uring.gpu.memory import LeaseOwner
 from tutti.gio_uring.nvme_spec import OPCODE_WRITE
 from tutti.units import KiB
@@ -76,13 +76,15 @@ class _Hashed:
         self._hold = LeaseOwner()
         self._batch = DeviceBatch(
             machine.tables,
-            self._pages.memory,
-            self._pages.pages,
-            owner=self._hold,
-            opcode=OPCODE_WRITE,
-            slice_nlb=load.slice_nbytes >> 9,
-            lba_shift=9,
-            digests=np.zeros((load.pages, load.layers), np.uint64),
+            BatchRequest(
+                self._pages.memory,
+                self._pages.pages,
+                opcode=OPCODE_WRITE,
+                slice_nlb=load.slice_nbytes >> 9,
+                lba_shift=9,
+                digests=np.zeros((load.pages, load.layers), np.uint64),
+            ),
+            self._hold,
         )
         self._passes = 1
 

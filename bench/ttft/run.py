@@ -28,7 +28,7 @@ from tutti.bench.ttft.session import (
     add_session_arguments,
     open_session,
 )
-from tutti.bench.ttft.sglang_client import bench_serving
+from tutti.bench.ttft.sglang_client import ServingClient, bench_serving
 from tutti.bench.ttft.sweep import (
     ATTAINMENT_MIN,
     Condition,
@@ -232,21 +232,15 @@ def _sweep(
 
 
 def _by_sglang(session: Session, args: argparse.Namespace, slos: Sequence[Slo]) -> Any:
+    client = ServingClient(
+        session.endpoint.url, args.timeout_s, args.api_key, args.sglang_python, args.tokenizer
+    )
+
     def measure(rate: float, seed: int) -> Point:
         session.flush()
         prompts = session.prompts_at(rate)
         prompts = [_salted(prompt, session.salt(rate, seed)) for prompt in prompts]
-        return bench_serving(
-            session.endpoint.url,
-            prompts,
-            rate=rate,
-            seed=seed,
-            slos=slos,
-            timeout_s=args.timeout_s,
-            api_key=args.api_key,
-            python=args.sglang_python,
-            model=args.tokenizer,
-        )
+        return bench_serving(client, prompts, rate=rate, seed=seed, slos=slos)
 
     return measure
 

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,33 +27,39 @@ _START_S = 180.0
 _MODULE = "sglang.bench_serving"
 
 
-def bench_serving(  # noqa: PLR0913
-    url: str,
-    prompts: Sequence[Prompt],
-    *,
-    rate: float,
-    seed: int,
-    slos: Sequence[Slo],
-    timeout_s: float,
-    api_key: str | None = None,
-    python: str = sys.executable,
-    model: str | None = None,
+@dataclass(frozen=True)
+class ServingClient:
+    """SGLang's own client and its server.
+
+    python: an interpreter that has SGLang.  model: where it finds the tokenizer; by default the
+    server names it.
+    """
+
+    url: str
+    timeout_s: float
+    api_key: str | None = None
+    python: str = sys.executable
+    model: str | None = None
+
+
+def bench_serving(
+    client: ServingClient, prompts: Sequence[Prompt], *, rate: float, seed: int, slos: Sequence[Slo]
 ) -> dict[str, Any]:
     """One point, measured by SGLang's own client.
 
-    python: an interpreter that has SGLang.  model: where it finds the tokenizer; as the server says
-    without it.  Raises Unsupported without SGLang there, ServerError when its run fails.
+    Raises Unsupported without SGLang there, ServerError when its run fails.
     """
     with tempfile.TemporaryDirectory(prefix="tutti-ttft-") as folder:
         requests, out = Path(folder, "requests.jsonl"), Path(folder, "out.jsonl")
         write_lines(requests, map(openai_line, prompts))
-        command = [python, "-m", _MODULE, "--backend", "sglang-oai-chat", "--base-url", url]
+        command = [client.python, "-m", _MODULE, "--backend", "sglang-oai-chat"]
+        command += ["--base-url", client.url]
         command += ["--dataset-name", "openai", "--dataset-path", str(requests)]
         command += ["--num-prompts", str(len(prompts)), "--request-rate", str(rate)]
         command += ["--seed", str(seed), "--output-file", str(out), "--output-details"]
         command += ["--cache-report", "--disable-tqdm", "--warmup-requests", "0"]
-        command += ["--model", model] if model else []
-        _run(command, len(prompts) / rate + timeout_s + _START_S, api_key)
+        command += ["--model", client.model] if client.model else []
+        _run(command, len(prompts) / rate + client.timeout_s + _START_S, client.api_key)
         return read_point(out, slos)
 
 

@@ -13,7 +13,7 @@ from gpu.device_memory import Allocation, page_bytes, paged, wait_for
 
 from tutti.bench.controller_memory import Faults, MemoryController
 from tutti.gio_uring.engine import Extents
-from tutti.gio_uring.gpu.batch import DeviceBatch, launch_layer
+from tutti.gio_uring.gpu.batch import BatchRequest, DeviceBatch, launch_layer
 from tutti.gio_uring.gpu.device_engine import KINDS, DeviceEngine
 from tutti.gio_uring.gpu.driver import CudaDriver
 from tutti.gio_uring.gpu.green_context import partition
@@ -246,13 +246,15 @@ def test_digests_of_every_length(
         owner = LeaseOwner()
         batch = DeviceBatch(
             tables,
-            one,
-            np.zeros(1, np.uint32),
-            owner=owner,
-            opcode=OPCODE_WRITE,
-            slice_nlb=-(-nbytes // 512),
-            lba_shift=9,
-            digests=np.zeros((1, 1), np.uint64),
+            BatchRequest(
+                one,
+                np.zeros(1, np.uint32),
+                opcode=OPCODE_WRITE,
+                slice_nlb=-(-nbytes // 512),
+                lba_shift=9,
+                digests=np.zeros((1, 1), np.uint64),
+            ),
+            owner,
         )
         batch.upload(stream)
         launch_layer(driver, modules["gio_verify"], batch, 0, stream, 1, threads=64)

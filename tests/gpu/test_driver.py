@@ -14,7 +14,7 @@ from gpu.device_memory import Allocation, wait_for
 
 from tutti.errors import CudaError
 from tutti.gio_uring.gpu import driver as gpu_driver
-from tutti.gio_uring.gpu.batch import DeviceBatch, launch_layer
+from tutti.gio_uring.gpu.batch import BatchRequest, DeviceBatch, launch_layer
 from tutti.gio_uring.gpu.driver import CudaDriver
 from tutti.gio_uring.gpu.memory import LeaseOwner, PinnedMemory, TableMemory
 from tutti.gio_uring.gpu.modules import KERNELS, Modules
@@ -205,13 +205,15 @@ def test_kernels_take_their_arguments(
     one = PagedMemory(np.full((layers, 1), memory.address, np.uint64), (NBYTES,), (NBYTES,), 1)
     batch = DeviceBatch(
         tables,
-        one,
-        np.zeros(1, np.uint32),
-        owner=LeaseOwner(),
-        opcode=OPCODE_WRITE,
-        slice_nlb=NBYTES >> 9,
-        lba_shift=9,
-        digests=np.zeros((1, layers), np.uint64),
+        BatchRequest(
+            one,
+            np.zeros(1, np.uint32),
+            opcode=OPCODE_WRITE,
+            slice_nlb=NBYTES >> 9,
+            lba_shift=9,
+            digests=np.zeros((1, layers), np.uint64),
+        ),
+        LeaseOwner(),
     )
     batch.upload(stream)
     launch_layer(driver, modules["gio_verify"], batch, 299, stream, 1, threads=64)

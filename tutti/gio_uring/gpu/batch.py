@@ -93,39 +93,44 @@ class Commands:
     shares: list[QueueShareStruct]
 
 
-class DeviceBatch:
-    """One job's tables on the device.
+@dataclass(frozen=True)
+class BatchRequest:
+    """What one job moves.
 
-    memory: pages in GPU memory.  staged: None when commands name the pages.  commands: None when
+    memory, pages: in GPU memory.  staged: None when commands name the pages.  commands: None when
     the device only moves.  digests: uint64 (pages, layers) or None.  flags: the device address of
-    `LayerWord[layers]`, or 0.  owner: of the tables.
+    `LayerWord[layers]`, or 0.
     """
 
-    def __init__(  # noqa: PLR0913
-        self,
-        tables: TableMemory,
-        memory: PagedMemory,
-        pages: U32,
-        *,
-        owner: LeaseOwner,
-        opcode: int,
-        slice_nlb: int,
-        lba_shift: int,
-        staged: Staged | None = None,
-        commands: Commands | None = None,
-        digests: U64 | None = None,
-        flags: int = 0,
-        timeout_s: float = 30.0,
-    ) -> None:
+    memory: PagedMemory
+    pages: U32
+    opcode: int
+    slice_nlb: int
+    lba_shift: int
+    staged: Staged | None = None
+    commands: Commands | None = None
+    digests: U64 | None = None
+    flags: int = 0
+    timeout_s: float = 30.0
+
+
+class DeviceBatch:
+    """One job's tables on the device, which `owner` keeps."""
+
+    def __init__(self, tables: TableMemory, request: BatchRequest, owner: LeaseOwner) -> None:
+        memory, pages, digests = request.memory, request.pages, request.digests
+        staged, commands = request.staged, request.commands
         self._tables = tables
         self.pages = pages.size
         self._image = image = TableImage()
         layers = memory.bases.shape[0]
-        self.batch = BatchStruct(flags=flags, timeout_ns=int(timeout_s * 1e9), ready=READY)
+        self.batch = BatchStruct(
+            flags=request.flags, timeout_ns=int(request.timeout_s * 1e9), ready=READY
+        )
         self._batch_offset = image.add(self.batch)
         slices = SliceTableStruct()
         slices_offset = image.add(slices)
-        paged = paged_iocb(memory, pages.size, opcode, slice_nlb, lba_shift)
+        paged = paged_iocb(memory, pages.size, request.opcode, request.slice_nlb, request.lba_shift)
         paged_offset = image.add(paged)
         pages_offset = image.add(pages)
         bases_offset = image.add(memory.bases)
@@ -201,13 +206,15 @@ class KernelMover:
         self.kernel_jobs += 1
         batch = DeviceBatch(
             self._tables,
-            descriptor.paged,
-            descriptor.pages,
-            owner=descriptor.owner,
-            opcode=OPCODE_READ if descriptor.to_pages else OPCODE_WRITE,
-            slice_nlb=-(-descriptor.stride_nbytes >> _LBA_SHIFT),
-            lba_shift=_LBA_SHIFT,
-            staged=Staged(descriptor.staged, descriptor.stride_nbytes),
+            BatchRequest(
+                descriptor.paged,
+                descriptor.pages,
+                opcode=OPCODE_READ if descriptor.to_pages else OPCODE_WRITE,
+                slice_nlb=-(-descriptor.stride_nbytes >> _LBA_SHIFT),
+                lba_shift=_LBA_SHIFT,
+                staged=Staged(descriptor.staged, descriptor.stride_nbytes),
+            ),
+            descriptor.owner,
         )
         return _KernelCopies(self._driver, self._function, batch, self.blocks)
 

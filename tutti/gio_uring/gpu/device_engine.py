@@ -28,7 +28,7 @@ from tutti.callbacks import Guard
 from tutti.errors import ConfigError, DeviceTimeout, PoolClosed, Unsupported
 from tutti.gio_uring.controller import NativeController
 from tutti.gio_uring.engine import LIST_NBYTES, Extents
-from tutti.gio_uring.gpu.batch import Commands, DeviceBatch, Staged
+from tutti.gio_uring.gpu.batch import BatchRequest, Commands, DeviceBatch, Staged
 from tutti.gio_uring.gpu.choice import REASON
 from tutti.gio_uring.gpu.device_job import DeviceJob
 from tutti.gio_uring.gpu.driver import Driver
@@ -176,17 +176,21 @@ class DeviceEngine(Owned):
             staged = self.stream_queue.stage(needed, timeout_s, owner)
             batch = DeviceBatch(
                 self._tables,
-                memory,
-                pages,
-                owner=owner,
-                opcode=opcode,
-                slice_nlb=extents.slice_nlb,
-                lba_shift=self._controller.info.lba_shift,
-                staged=Staged(staged.device_starts, stride),
-                commands=self._commands(opcode, extents, pages.size, memory, staged.starts, stride),
-                digests=digests,
-                flags=staged.device_words + staged.words.ready_offset(0),
-                timeout_s=timeout_s,
+                BatchRequest(
+                    memory,
+                    pages,
+                    opcode=opcode,
+                    slice_nlb=extents.slice_nlb,
+                    lba_shift=self._controller.info.lba_shift,
+                    staged=Staged(staged.device_starts, stride),
+                    commands=self._commands(
+                        opcode, extents, pages.size, memory, staged.starts, stride
+                    ),
+                    digests=digests,
+                    flags=staged.device_words + staged.words.ready_offset(0),
+                    timeout_s=timeout_s,
+                ),
+                owner,
             )
             is_read, compare = opcode == OPCODE_READ, options.get("compare", False)
             work = Work(batch, staged, is_read, compare, digests, timeout_s)
