@@ -10,8 +10,8 @@ from collections import deque
 from dataclasses import dataclass
 
 from gio_uring.command_ring import Ring, transfer_command
+from memory_controller import MemoryController
 
-from tutti.bench.controller_memory import MemoryController
 from tutti.bench.simulate.hardware import Drive
 from tutti.errors import DeviceTimeout
 from tutti.gio_uring.memory import HostBuffer

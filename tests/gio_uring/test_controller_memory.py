@@ -14,9 +14,9 @@ import pytest
 from gio_uring.command_ring import simple_command
 from hypothesis import given
 from hypothesis import strategies as st
+from memory_controller import Faults, MemoryController
 from nvme_host import LBA, READ, WRITE, NvmeHost
 
-from tutti.bench.controller_memory import Faults, MemoryController
 from tutti.errors import ConfigError, DeviceTimeout, NativeError
 from tutti.gio_uring import _native
 from tutti.gio_uring import nvme_spec as nvme

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 import xxhash
+from memory_controller import Faults, MemoryController
 
-from tutti.bench.controller_memory import Faults, MemoryController
 from tutti.errors import ConfigError, DeviceTimeout, NativeError, PoolClosed
 from tutti.gio_uring import _native
 from tutti.gio_uring import nvme_spec as nvme

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
+from memory_controller import Faults, MemoryController
 
-from tutti.bench.controller_memory import Faults, MemoryController
 from tutti.gio_uring.engine import Engine, Extents
 from tutti.gio_uring.iocb import PagedMemory
 from tutti.gio_uring.job import Job

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from memory_controller import Faults, MemoryController
 
 from store.pools import GEOMETRY, LAYOUT
-from tutti.bench.controller_memory import Faults, MemoryController
 from tutti.errors import ConfigError, DeviceTimeout, Unsupported
 from tutti.gio_uring.controller_file import FileController
 from tutti.gio_uring.controller_span import SpanController

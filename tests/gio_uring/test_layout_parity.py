@@ -7,6 +7,7 @@ import re
 import subprocess
 from pathlib import Path
 
+import memory_controller
 import pytest
 from gio_uring.ring_model import ControllerQueueStruct
 
@@ -36,9 +37,9 @@ STRUCTS: dict[str, type[ctypes.Structure]] = {
     "ControllerQueue": ControllerQueueStruct,
     "ControllerInfo": controller.ControllerInfoStruct,
     "MemoryConfig": controller_memory.MemoryConfigStruct,
-    "FaultConfig": controller_memory.FaultConfigStruct,
-    "RangeFault": controller_memory.RangeFaultStruct,
-    "MemoryStats": controller_memory.MemoryStats,
+    "FaultConfig": memory_controller.FaultConfigStruct,
+    "RangeFault": memory_controller.RangeFaultStruct,
+    "MemoryStats": memory_controller.MemoryStats,
     "FileNamespace": controller_file.FileNamespaceStruct,
     "BufferedRange": controller_file.BufferedRangeStruct,
     "FileConfig": controller_file.FileConfigStruct,

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 from gio_uring.command_ring import Ring, simple_command
+from memory_controller import Faults, MemoryController
 
-from tutti.bench.controller_memory import Faults, MemoryController
 from tutti.errors import CapacityError, ChecksumMismatch, DeviceTimeout, MediumError
 from tutti.gio_uring import nvme_spec as nvme
 from tutti.gio_uring.status import status_error, status_name

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 from gio_uring.cuda_stand_in import StandInDriver
 from gio_uring.data_pointer import Extent
+from memory_controller import MemoryController
 from nvme_host import LBA, READ, WRITE, NvmeHost
 
-from tutti.bench.controller_memory import MemoryController
 from tutti.errors import ConfigError, MediumError, Unsupported
 from tutti.gio_uring import nvme_spec as nvme
 from tutti.gio_uring.dma_source import KNOWN_SOURCES, choose_source, prove

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
+from memory_controller import MemoryController, Parallelism
 
-from tutti.bench.controller_memory import MemoryController, Parallelism
 from tutti.gio_uring.engine import NEVER_DUE, PRIORITY_LOAD, Engine, Extents
 from tutti.gio_uring.iocb import PagedMemory
 from tutti.gio_uring.job import Job

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import xxhash
 from gpu.device_memory import Allocation, page_bytes, paged, wait_for
+from memory_controller import Faults, MemoryController
 
-from tutti.bench.controller_memory import Faults, MemoryController
 from tutti.gio_uring.engine import Extents
 from tutti.gio_uring.gpu.batch import BatchRequest, DeviceBatch, launch_layer
 from tutti.gio_uring.gpu.device_engine import KINDS, DeviceEngine

@@ -9,9 +9,9 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 from gpu.device_memory import Allocation, wait_for
+from memory_controller import Faults, MemoryController
 
 from store.pools import GEOMETRY, LAYOUT, controller_of, formatted, some_keys
-from tutti.bench.controller_memory import Faults, MemoryController
 from tutti.errors import DeviceTimeout, MediumError, Unsupported
 from tutti.gio_uring.gpu.batch import KernelMover
 from tutti.gio_uring.gpu.driver import CudaDriver

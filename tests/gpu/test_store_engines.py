@@ -8,9 +8,9 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 from gpu.device_memory import Allocation
+from memory_controller import Faults, MemoryController
 
 from store.pools import LAYOUT, controller_of, formatted, some_keys
-from tutti.bench.controller_memory import Faults, MemoryController
 from tutti.errors import ChecksumMismatch, DeviceTimeout, TuttiError
 from tutti.gio_uring.gpu.device_engine import KINDS, DeviceEngine
 from tutti.gio_uring.gpu.driver import CudaDriver

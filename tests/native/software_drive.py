@@ -10,7 +10,8 @@ import ctypes
 import os
 from typing import Any
 
-from tutti.bench.controller_memory import MemoryController
+from memory_controller import MemoryController
+
 from tutti.gio_uring import _native
 from tutti.gio_uring.controller import HAS_FUA, HAS_PRP, NativeController
 from tutti.gio_uring.controller_vfio import _RESTART, VfioConfigStruct

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from memory_controller import MemoryController
 from nvme_host import NAMESPACES, NvmeHost
 
-from tutti.bench.controller_memory import MemoryController
 from tutti.gio_uring.controller import NativeController
 from tutti.gio_uring.controller_file import FileController, uring_refusal
 from tutti.gio_uring.file_creation import allocate_file

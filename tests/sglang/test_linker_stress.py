@@ -18,9 +18,9 @@ import numpy as np
 import pytest
 import xxhash
 from linker_engine import LAYERS, PAGES, Rig, names, transfer, wait_for
+from memory_controller import Faults
 
 from store.pools import formatted, opened
-from tutti.bench.controller_memory import Faults
 from tutti.integration.sglang.direct import open_pools as open_pools_module
 from tutti.medium.geometry import Geometry
 from tutti.medium.layout import KVLayout

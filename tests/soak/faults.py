@@ -11,11 +11,11 @@ from pathlib import Path
 
 import numpy as np
 from crash.objects import check_books, load_present
+from memory_controller import Faults, MemoryController
 from soak.oracle import Finding, Oracle
 from soak.traffic import PAGES, WAIT_S, Room, Shared, Traffic, in_threads
 
 from store.pools import GEOMETRY, LAYOUT, controller_of, formatted, opened
-from tutti.bench.controller_memory import Faults, MemoryController
 from tutti.gio_uring import nvme_spec
 from tutti.gio_uring.nvme_spec import (
     OPCODE_DATASET_MANAGEMENT,

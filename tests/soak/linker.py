@@ -56,8 +56,8 @@ def engines(seed: int, folder: Path) -> Counter[str]:
     sys.path.insert(0, str(ROOT / "tests" / "sglang"))
     import conftest  # noqa: F401  the stand-ins' places, and SGLang on the CPU
     import test_linker_stress as stress
+    from memory_controller import Faults
 
-    from tutti.bench.controller_memory import Faults
     from tutti.integration.sglang.direct import open_pools as stored_pools
 
     tally: Counter[str] = Counter()

@@ -12,12 +12,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from memory_controller import Faults
 from soak import agents
 from soak.oracle import Finding, Oracle
 from soak.traffic import PAGES, Room, Shared, Traffic
 
 from store.pools import GEOMETRY, LAYOUT, controller_of, formatted, opened
-from tutti.bench.controller_memory import Faults
 
 pytestmark = pytest.mark.crash
 

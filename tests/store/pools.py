@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import numpy.typing as npt
+from memory_controller import MemoryController
 
-from tutti.bench.controller_memory import MemoryController
 from tutti.gio_uring.engine import Engine
 from tutti.medium.geometry import Geometry
 from tutti.medium.layout import KVLayout

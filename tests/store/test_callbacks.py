@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
+from memory_controller import Faults
 from scheduler.drive import Linear
 
 from store.pools import GEOMETRY, controller_of, fill, formatted, opened, some_keys
-from tutti.bench.controller_memory import Faults
 from tutti.errors import ConfigError, MediumError
 from tutti.placement.eviction import EvictionView, LeastRecentlyUsed
 from tutti.scheduler.dispatcher import Schedule

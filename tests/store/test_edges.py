@@ -8,6 +8,7 @@ import textwrap
 
 import numpy as np
 import pytest
+from memory_controller import Faults
 
 from store.pools import (
     GEOMETRY,
@@ -19,7 +20,6 @@ from store.pools import (
     opened,
     some_keys,
 )
-from tutti.bench.controller_memory import Faults
 from tutti.errors import ConfigError, DeviceTimeout, MediumError, TuttiError
 from tutti.gio_uring.nvme_spec import (
     OPCODE_READ,

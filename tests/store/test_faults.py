@@ -11,9 +11,9 @@ from typing import cast
 
 import numpy as np
 import pytest
+from memory_controller import Faults
 
 from store.pools import GEOMETRY, LAYOUT, controller_of, fill, formatted, opened, some_keys
-from tutti.bench.controller_memory import Faults
 from tutti.errors import (
     CapacityError,
     ChecksumMismatch,

@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from memory_controller import MemoryController
 
 import tutti
 from store.pools import GEOMETRY, LAYOUT
 from tutti import cli
-from tutti.bench.controller_memory import MemoryController
 from tutti.errors import CapacityError, ConfigError, PoolExists
 from tutti.gio_uring.engine import Engine
 from tutti.pool import member_controller

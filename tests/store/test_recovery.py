@@ -321,7 +321,7 @@ def test_lookups_miss_while_recovery_runs(rng: np.random.Generator) -> None:
     images, keys, contents = filled(rng, clean=False)
     controller = controller_of(images)
     # The recovery's first read is answered late.
-    from tutti.bench.controller_memory import Faults
+    from memory_controller import Faults
 
     store = opened(images, controller=controller)
     store.wait_recovered(5)

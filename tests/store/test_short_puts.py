@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from memory_controller import Faults, MemoryController
 
 from store.pools import GEOMETRY, controller_of, fill, formatted, opened, some_keys
-from tutti.bench.controller_memory import Faults, MemoryController
 from tutti.errors import CapacityError
 from tutti.gio_uring.nvme_spec import OPCODE_WRITE, STATUS_CAPACITY_EXCEEDED
 from tutti.store import ObjectStore

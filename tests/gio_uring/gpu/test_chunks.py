@@ -12,9 +12,9 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 from gio_uring.gpu.test_host_engine import rig_over_memory
+from memory_controller import Faults, MemoryController
 
 from store.pools import LAYOUT, some_keys
-from tutti.bench.controller_memory import Faults, MemoryController
 from tutti.errors import CudaError, DeviceTimeout, Unsupported
 from tutti.gio_uring.engine import Extents
 from tutti.gio_uring.gpu import stream_queue

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from gio_uring.cuda_stand_in import StandInDriver, StandInTensor
 from gio_uring.kernel_stand_in import Kernels
+from memory_controller import MemoryController
 
-from tutti.bench.controller_memory import MemoryController
 from tutti.errors import CapacityError, ConfigError, CudaError, DeviceTimeout, Unsupported
 from tutti.gio_uring.engine import Engine, Extents
 from tutti.gio_uring.gpu import device_engine as gpu_device_engine

@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 from gio_uring.cuda_stand_in import StandInDriver, StandInTensor
+from memory_controller import Faults, MemoryController
 
 from store.pools import LAYOUT, controller_of, formatted, images_of, some_keys
-from tutti.bench.controller_memory import Faults, MemoryController
 from tutti.errors import (
     CapacityError,
     ChecksumMismatch,

@@ -19,8 +19,8 @@ import numpy as np
 import pytest
 from gio_uring.cuda_stand_in import StandInDriver, StandInTensor
 from gio_uring.gpu.test_device_engine import device_rig
+from memory_controller import MemoryController
 
-from tutti.bench.controller_memory import MemoryController
 from tutti.errors import CudaError
 from tutti.gio_uring.engine import Engine, Extents
 from tutti.gio_uring.gpu.device_engine import KINDS
