@@ -100,10 +100,13 @@ def _runs(cells: dict[str, Any]) -> list[str]:
 
 
 def _plain(facts: dict[str, Any]) -> str:
-    return ", ".join(
-        f"{name} {value:.3g}" if isinstance(value, float) else f"{name} {value}"
-        for name, value in facts.items()
-    )
+    words = []
+    for name, value in facts.items():
+        if isinstance(value, dict):
+            words.append(f"{name} ({_plain(value)})")
+        else:
+            words.append(f"{name} {value:.3g}" if isinstance(value, float) else f"{name} {value}")
+    return ", ".join(words).replace("_", " ")
 
 
 def _replay(result: dict[str, Any]) -> str:
