@@ -118,6 +118,15 @@ def test_the_picture_shows_the_modules() -> None:
         assert name in files, f"docs/architecture.md draws {name}, which does not exist"
 
 
+def test_every_source_file_that_a_page_names_is_there() -> None:
+    folders = ("tutti", "kernels", "integration", "bench", "tests", "examples")
+    files = ["/" + path.as_posix() for name in folders for path in (ROOT / name).rglob("*.*")]
+    for page in pages():
+        for name in re.findall(r"`([\w/.-]+\.(?:py|cpp|h|cuh?))`", page.read_text()):
+            known = name == "utils.py" or any(file.endswith("/" + name) for file in files)
+            assert known, f"{page.name} names {name}"
+
+
 def test_no_table_is_wider_than_120_columns() -> None:
     for page in pages():
         for number, line in enumerate(page.read_text().splitlines(), 1):
