@@ -12,8 +12,8 @@ import sys
 import numpy as np
 import xxhash
 from gpu.device_memory import Allocation, page_bytes, paged
-
 from memory_controller import MemoryController
+
 from tutti.gio_uring.engine import Extents
 from tutti.gio_uring.gpu.device_engine import DeviceEngine
 from tutti.gio_uring.gpu.driver import CudaDriver

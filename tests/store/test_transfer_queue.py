@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
+from memory_controller import Faults
 from scheduler.drive import Linear
 
 from store.pools import GEOMETRY, controller_of, fill, formatted, opened, some_keys
 from tutti.errors import ConfigError, KeyMissing, TuttiError
-from memory_controller import Faults
 from tutti.gio_uring.nvme_spec import OPCODE_READ, OPCODE_WRITE
 from tutti.scheduler.baselines import ImmediatePolicy
 from tutti.scheduler.dispatcher import Schedule
