@@ -27,7 +27,7 @@ from tutti.errors import ConfigError, MediumError, TuttiError
 from tutti.terminal import progress, table
 
 _ROUND_TIMEOUT_S = 300
-_PASSES = 4
+_PASSES = 3
 _RING = "bench ring --depths 64 1024 --batches 1 32 --commands 400000 --repeats 3 --json"
 # The module was in another place before.
 _INDEX = """
@@ -88,24 +88,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def compare(args: argparse.Namespace) -> dict[str, Any]:
-    """Runs the rounds.  Raises ConfigError for what is not a checkout, MediumError for a bench that
-    fails.
+    """Runs the rounds and writes the result after each.
+
+    Raises ConfigError for what is not a checkout, MediumError for a bench that fails.
     """
     commits = {"before": _commit(args.before), "after": _commit(args.after)}
     rounds = _earlier(args.out, commits, args.bench)
+    result: dict[str, Any] = {}
     with progress(f"{args.bench}, before and after", args.rounds) as bar:
         for number in range(args.rounds):
             turns = _SIDES if number % 2 == 0 else tuple(reversed(_SIDES))
             rounds.append(_round(args, turns))
+            result = {
+                "benchmark": "commits",
+                "bench": args.bench,
+                "commits": commits,
+                "rows": [_row(name, rounds) for name in rounds[0]["before"]],
+                "rounds": rounds,
+                "machine": describe(args.dir),
+            }
+            args.out.write_text(json.dumps(result, indent=1) + "\n")  # a run may be stopped
             bar.advance(1)
-    return {
-        "benchmark": "commits",
-        "bench": args.bench,
-        "commits": commits,
-        "rows": [_row(name, rounds) for name in rounds[0]["before"]],
-        "rounds": rounds,
-        "machine": describe(args.dir),
-    }
+    return result
 
 
 def _round(args: argparse.Namespace, turns: Sequence[str]) -> dict[str, dict[str, float]]:
@@ -254,7 +258,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except TuttiError as error:
         print(f"{parser.prog}: {error}", file=sys.stderr)
         return 1
-    args.out.write_text(json.dumps(result, indent=1) + "\n")
     print("\n".join([table(HEAD, rows_of(result)), *notes_of(result)]))
     return 0
 
