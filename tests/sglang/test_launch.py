@@ -6,7 +6,13 @@ from typing import Any
 
 import host_pools
 import pytest
-from sglang.srt.runtime_context import SpawnRanks, create_context, use_context
+from sglang.srt.runtime_context import (
+    ParallelContext,
+    RuntimeContext,
+    SpawnRanks,
+    create_context,
+    use_context,
+)
 from sglang.srt.server_args import ServerArgs
 
 from tutti.integration.sglang import adapter, launch
@@ -39,7 +45,8 @@ def test_the_version_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_process_without_a_server_has_an_empty_model() -> None:
-    assert adapter.served_model() == ServedModel()
+    with use_context(RuntimeContext(parallel=ParallelContext())):  # another test may have one
+        assert adapter.served_model() == ServedModel()
 
 
 def _context(world_rank: int, dp_rank: int | None, **widths: int) -> Any:
