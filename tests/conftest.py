@@ -33,8 +33,11 @@ hypothesis.settings.register_profile("ci", deadline=None, print_blob=True, max_e
 hypothesis.settings.load_profile("tutti")
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
+def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
     parser.addoption("--seed", type=int, default=None, help="repeat a run's random choices")
+    if not pluginmanager.hasplugin("timeout"):  # as on a GPU machine without a network
+        for name in ("timeout", "timeout_method"):
+            parser.addini(name, "pytest-timeout's; without it a test has no deadline")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -54,6 +57,7 @@ def pytest_configure(config: pytest.Config) -> None:
         config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
     # A shell without job control starts what it runs in the background deaf to SIGINT.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    config.addinivalue_line("markers", "timeout(seconds): pytest-timeout's")
     for name, meaning in MARKERS.items():
         config.addinivalue_line("markers", f"{name}: {meaning}")
     if config.option.seed is None:

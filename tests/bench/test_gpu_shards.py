@@ -61,3 +61,10 @@ def test_every_shard_has_tests() -> None:
         found = shards.tests_of(name)
         assert len(found) >= 4, found
         assert not [test for test in found if name == "memcheck" and "persistent" in test]
+
+
+def test_tests_are_found_without_the_plugin_for_deadlines() -> None:
+    """A machine with a GPU may have pytest alone, and no network."""
+    command = shards.pytest("-p", "no:timeout", "--collect-only", *shards.SHARDS["driver"])
+    code, text = shards.run(command, shards.COLLECT_S)
+    assert code == 0, text
