@@ -107,6 +107,33 @@ os.kill(os.getpid(), signal.SIGKILL)
                 os.kill(child, signal.SIGKILL)
 
 
+def test_a_forked_child_cannot_use_its_parents_client(tmp_path: Path) -> None:
+    """It raises at once, and the parent's session goes on."""
+    code = f"""
+import os, sys, numpy as np, tutti
+from node.agents import LAYOUT
+store = tutti.connect({str(tmp_path / "agent" / "s")!r}, LAYOUT)
+keys = np.arange(16, dtype=np.uint8).reshape(1, 16)
+for use in (lambda: store.match(keys), store.stats, store.__enter__, store.close):
+    child = os.fork()
+    if child == 0:
+        try:
+            use()
+        except BaseException as error:
+            print(type(error).__name__, end=" ", flush=True)
+        os._exit(0)
+    os.waitpid(child, 0)
+print(store.match(keys), store.stats()["reconnects"])
+"""
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)}
+    with running(tmp_path / "agent") as agent, agent.connect():
+        command = [sys.executable, "-c", code]
+        done = subprocess.run(
+            command, env=environment, capture_output=True, text=True, timeout=WAIT_S
+        )
+    assert done.stdout == "ForkedProcess " * 3 + "0 0\n", done.stderr
+
+
 def test_while_the_agent_is_away_everything_misses(tmp_path: Path, seed: int) -> None:
     rng = np.random.default_rng(seed)
     path, folder = tmp_path / "s", tmp_path / "pools"

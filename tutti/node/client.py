@@ -48,6 +48,7 @@ from tutti.node.messages import (
 )
 from tutti.node.remote_catalogue import RemoteCatalogue
 from tutti.node.session import AgentSession
+from tutti.process import Owned
 from tutti.transfers.core import Closable, StoreConfig
 from tutti.transfers.put_request import PutRequest, checked_pages
 from tutti.transfers.tickets import (
@@ -64,7 +65,7 @@ from tutti.units import parse_nbytes
 _PLAN_S = 5.0
 
 
-class NodeStore(Store):
+class NodeStore(Owned, Store):
     """A pool of the node's agent, which any number of processes share.
 
     While the agent is away ``match`` returns 0, ``put`` drops, ``load`` raises KeyMissing, and
