@@ -13,6 +13,7 @@ _SIMULATOR = ("tutti/scheduler", "bench/simulate")
 
 #: What the results of a benchmark depend on: files and folders of the checkout.
 DEPENDS: dict[str, tuple[str, ...]] = {
+    "commits": ("bench/compare/commits.py",),  # of the code, two fixed versions
     "compare": (*_TRANSFERS, "bench/compare", "bench/fio.py"),
     "eviction": ("tutti/placement", "bench/eviction.py"),
     "fuzz": ("tutti", "tests/fuzz"),
