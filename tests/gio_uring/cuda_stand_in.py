@@ -2,8 +2,13 @@
 
 It does not emulate a GPU: it shows that the product enqueues the right things in the right order
 and never waits for itself, not that a GPU does them.  Device addresses are host addresses with a
-mark, so that the two are not mixed up.  `queue_max` makes a full stream block its caller, and
-`queues=1` puts all streams on one queue, as hardware queues that alias do.
+mark, so that the two are not mixed up.
+
+It is hostile, as a driver may be to careless code: streams share 8 queues, so that what is behind
+a wait of another stream waits, too; a full queue blocks the calls of every thread; and creating a
+stream or an event and what may wait for the device wait for all that is enqueued by then.  Code
+that waits for itself gets a `CudaError` in the end.  `queue_max` makes queues shorter, and
+`queues=1` puts all streams on one.  Without `hostile` each has its own and creating does not wait.
 """
 
 from __future__ import annotations
@@ -26,6 +31,9 @@ from tutti.gio_uring.gpu.driver import Arguments, SmResource
 PINNED_MARK = 1 << 56
 DEVICE_MARK = 1 << 57
 _GIVE_UP_S = 30.0
+_LAUNCH_TIMEOUT = 702
+#: Hardware queues that SGLang asks for, by CUDA_DEVICE_MAX_CONNECTIONS.
+_QUEUES = 8
 #: Calls that may wait for every kernel: docs/gpu.md, "The persistent kernel".
 _SYNCHRONISE = {
     "cuMemAlloc",
@@ -37,6 +45,8 @@ _SYNCHRONISE = {
     "cuGreenCtxCreate",
     "cuGreenCtxDestroy",
 }
+#: Calls that wait for what is enqueued, if not for kernels that stay.
+_WAIT = _SYNCHRONISE | {"cuStreamCreateWithPriority", "cuEventCreate"}
 
 
 @dataclass
@@ -53,24 +63,28 @@ class _Queue:
     changed: threading.Condition = field(default_factory=threading.Condition)
     done: int = 0
     added: int = 0
+    stays: bool = False  # one stream's own, whose kernel stays
 
 
 class StandInDriver:
     """The calls of `Driver`.
 
     fail: {name of a call: which one from now fails}.  violations: what the product must never do.
-    kernels: what `launch` runs, by name, given the arguments.  staying: the same for kernels that
-    stay; what they return is run again and again, until it is True.
+    watchdog_s: kernels that stay longer lose the context, as on a GPU with a display.  kernels:
+    what `launch` runs, by name, given the arguments.  staying: the same for kernels that stay; what
+    they return is run again and again, until it is True.
     """
 
     def __init__(
         self,
         *,
         seed: int = 0,
-        queues: int = 0,
+        hostile: bool = True,
+        queues: int | None = None,
         queue_max: int = 1024,
+        give_up_s: float = _GIVE_UP_S,
         has_copy_batch: bool = True,
-        limits_kernels: bool = False,
+        watchdog_s: float = 0.0,
         sms: SmResource | None = None,
     ) -> None:
         self.device = 0
@@ -83,11 +97,14 @@ class StandInDriver:
         self.owed: dict[int, tuple[int, int]] = {}  # address -> (nbytes, thread that must act)
         self._rng = np.random.default_rng(seed)
         self._has_copy_batch = has_copy_batch
-        self._limits_kernels = limits_kernels
-        self._queue_max = queue_max
+        self._watchdog_s = watchdog_s
+        self._is_lost = False
+        self._queue_max, self._give_up_s = queue_max, give_up_s
+        self._gate = threading.RLock()  # held by a call that waits
         self._sms = sms or SmResource(132, 8, 8)
         self._queues: list[_Queue] = []
-        self._shared = queues
+        self._waiting = _WAIT if hostile else set()
+        self._shared = (_QUEUES if hostile else 0) if queues is None else queues
         self._streams: dict[int, tuple[_Queue, int]] = {}
         self._events: dict[int, tuple[_Queue, int] | None] = {}
         self._registered: dict[int, int] = {}
@@ -98,9 +115,11 @@ class StandInDriver:
         self._lock = threading.RLock()
         self._stop = False
         self._threads: list[threading.Thread] = []
-        for _ in range(queues):
+        for _ in range(self._shared):
             self._add_queue()
         self._default = self.create_stream()
+        #: PyTorch's, which makes them while streams wait for what a test opens.
+        self.spare_events = deque(self.create_event() for _ in range(64))
 
     # -- the stand-in itself
 
@@ -128,8 +147,8 @@ class StandInDriver:
                 time.sleep(0.0001)
 
     def _called(self, name: str) -> None:
-        """Counts, fails on demand, and checks the rules."""
-        with self._lock:
+        """Counts, fails on demand, checks the rules, and waits where a driver may."""
+        with self._gate, self._lock:
             self.calls[name] = self.calls.get(name, 0) + 1
             left = self.fail.get(name, 0)
             if left:
@@ -138,6 +157,8 @@ class StandInDriver:
                     raise CudaError(f"{name} failed; a test said so", call=name, code=719)
             if self._stays and name in _SYNCHRONISE:
                 self.violations.append(f"{name} while a kernel stays")
+            if self._is_lost:
+                raise CudaError(f"{name}: a kernel ran too long", call=name, code=_LAUNCH_TIMEOUT)
             thread = threading.current_thread()
             if thread.name.startswith("gio-"):
                 self.violations.append(f"{name} on {thread.name}, a controller's thread")
@@ -147,12 +168,22 @@ class StandInDriver:
                         inside = address <= work.waits_for < address + nbytes
                         if inside and ident == thread.ident:
                             self.violations.append(f"{name} while a stream waits for its caller")
+        if name in self._waiting:
+            with self._gate:
+                for queue in [queue for queue in self._queues if not queue.stays]:
+                    last = queue.added
+                    self._wait(queue, lambda q=queue, n=last: q.done >= n, name)  # type: ignore[misc]
+
+    def _wait(self, queue: _Queue, holds: Callable[[], bool], name: str) -> None:
+        with queue.changed:
+            if not holds() and not queue.changed.wait_for(holds, self._give_up_s):
+                text = f"deadlock: {name} waits for the device, and that for its caller"
+                raise CudaError(text, call=name, code=_LAUNCH_TIMEOUT)
 
     def _put(self, stream: int, work: _Work) -> tuple[_Queue, int]:
         queue, _ = self._streams[stream or self._default]
-        with queue.changed:
-            room = queue.changed.wait_for(lambda: len(queue.work) < self._queue_max, _GIVE_UP_S)
-            assert room, "deadlock: a full stream does not move"
+        with self._gate, queue.changed:
+            self._wait(queue, lambda: len(queue.work) < self._queue_max, "a full queue")
             queue.work.append(work)
             queue.added += 1
             self._streams[stream or self._default] = (queue, queue.added)
@@ -204,7 +235,7 @@ class StandInDriver:
 
     @property
     def limits_kernels(self) -> bool:
-        return self._limits_kernels
+        return self._watchdog_s > 0
 
     def bound(self) -> AbstractContextManager[None]:
         return nullcontext()
@@ -355,6 +386,7 @@ class StandInDriver:
         name = self._functions[function]
         values = [kind(value).value for value, kind in arguments]
         if name in self.staying:
+            self._leave_queue(stream or self._default)
             self._put(stream, _Work(self._stay(lambda: self.staying[name](*values))))
             return
 
@@ -364,15 +396,28 @@ class StandInDriver:
 
         self._put(stream, _Work(run))
 
+    def _leave_queue(self, stream: int) -> None:
+        """A kernel that runs is on no hardware queue, so that it is in the way of its own stream
+        alone: gives that one a queue of its own."""
+        former = self._streams[stream]
+        if not former[0].stays:
+            self._streams[stream] = (self._add_queue(), 0)
+            self._streams[stream][0].stays = True
+            self._put(stream, _Work(lambda: self._is_past(former)))
+
     def _stay(self, begin: Callable[[], Callable[[], bool]]) -> Callable[[], bool]:
         """Counts a kernel as there until its step says that it has ended."""
         self._stays += 1
         step: Callable[[], bool] | None = None
+        began_s = 0.0
 
         def run() -> bool:
-            nonlocal step
+            nonlocal step, began_s
+            began_s = began_s or time.monotonic()
             step = step or begin()
             ended = step()
+            if self._watchdog_s and time.monotonic() - began_s > self._watchdog_s:
+                self._is_lost = ended = True
             self._stays -= ended
             return ended
 

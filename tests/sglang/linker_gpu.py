@@ -29,7 +29,7 @@ class StandInEvent:
 
     def __init__(self, driver: StandInDriver, stream: int) -> None:
         self._driver = driver
-        self.cuda_event = driver.create_event()
+        self.cuda_event = driver.spare_events.popleft()
         driver.record_event(self.cuda_event, stream)
 
     def query(self) -> bool:
@@ -125,7 +125,10 @@ def gpu_rig(
 ) -> Iterator[GpuRig]:
     """A rig on the stand-in, whose kernels submit through the linker's own queue pairs."""
     with (
-        stand_in_gpu(monkeypatch, **(driver_options or {})) as (driver, streams),
+        stand_in_gpu(monkeypatch, **{"hostile": False} | (driver_options or {})) as (
+            driver,
+            streams,
+        ),
         GpuRig(folder, kind, **options) as rig,
     ):
         rig.driver, rig.streams, rig.kernels = driver, streams, streams.kernels

@@ -180,10 +180,10 @@ def test_a_queue_that_cannot_follow_a_stream_moves_nothing_more(
         keys, pages = some_keys(rng, 8), list(range(8))
         rig.fill(pages, rng)
         rig.store.put(keys, pages).wait(10)
+        compute = rig.driver.create_stream()
         memory_of(rig).set_faults(Faults(stall_from=1))
         monkeypatch.setattr("tutti.gio_uring.gpu.moved_job.CALLS_MAX", 1)  # layers wait to be put
         first = rig.store.load(keys, list(range(8, 16)))
-        compute = rig.driver.create_stream()
         rig.driver.fail["cuStreamWaitEvent"] = 1
         rig.gpu._loads.follow(compute)
         second = rig.store.load(keys, list(range(16, 24)))

@@ -91,7 +91,7 @@ class Rig:
 def rig_over_memory(
     *,
     seed: int = 0,
-    queues: int = 0,
+    queues: int = 8,
     queue_max: int = 1024,
     has_copy_batch: bool = True,
     **options: object,
@@ -204,7 +204,7 @@ def test_pages_travel_and_come_back(
         seed=seed,
         plain=kind == "plain",
         has_copy_batch=kind != "plain",
-        queues=1 if kind in ("aliased", "full") else 0,
+        queues=1 if kind in ("aliased", "full") else 8,
         queue_max=4 if kind == "full" else 1024,
         staging_nbytes=staging_nbytes,
     ) as rig:

@@ -7,13 +7,16 @@ from collections.abc import Iterable
 
 from tutti.gio_uring.gpu.driver import Driver
 
+#: Made at the start: a driver may make one wait for what is on the streams.
+EVENTS = 256
+
 
 class EventPool:
-    """Events of one driver.  Thread-safe, also in the middle of another call."""
+    """Events of one driver, at first `EVENTS`.  Thread-safe, also in the middle of another call."""
 
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
-        self._free: deque[int] = deque()
+        self._free = deque(driver.create_event() for _ in range(EVENTS))
 
     def acquire(self, count: int, into: list[int]) -> None:
         """Fills ``into`` up to ``count`` events that nothing uses; makes those that are missing."""
