@@ -25,6 +25,7 @@ from store.pools import some_keys
 from store.storm import LAYOUT, PAGES, left
 from tutti import interrupts
 from tutti.errors import CapacityError
+from tutti.gio_uring.controller import NativeController
 from tutti.interrupts import Latch
 from tutti.placement.lookup_pins import LookupPins
 from tutti.store import ObjectStore
@@ -182,6 +183,25 @@ def test_a_store_that_is_dropped_gives_threads_and_descriptors_back(tmp_path: Pa
     for _ in range(3):
         with pytest.warns(ResourceWarning, match="close the store"):
             drop_one()
+
+
+@pytest.mark.parametrize("call", ["_read_info", "served_by"])
+def test_an_opening_that_has_no_memory_keeps_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    def fail(*_: object) -> None:
+        raise MemoryError
+
+    path = tmp_path / "pool"
+    tutti.open(path, LAYOUT, "8MiB", profile=None).close()
+    kept = Kept(path)
+    with monkeypatch.context() as patched:
+        patched.setattr(NativeController, call, fail)
+        with pytest.raises(MemoryError):
+            tutti.open(path, profile=None)
+    gc.collect()
+    wait_until(kept.is_nothing)
+    tutti.open(path, profile=None).close()
 
 
 def test_a_call_that_gets_no_thread_is_a_typed_error(

@@ -96,8 +96,8 @@ class NativeController(Owned):
         self._rings: list[object] = []
         self._is_started = False
         self._server: weakref.ref[Server] | None = None
-        self.info = self._read_info()
         self._finalizer = self._finalize()
+        self.info = self._read_info()
 
     def _finalize(self) -> weakref.finalize[..., Any]:
         """What the native side may touch lives at least until it has been destroyed."""

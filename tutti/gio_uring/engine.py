@@ -126,6 +126,7 @@ class Engine(Owned):
         self._closed = False
         self._arena_region = controller.register(self._arena)
         self.queue_pairs: list[QueuePair] = []
+        controller.served_by(self)
         try:
             for lane in range(self.lanes):
                 self.queue_pairs.append(controller.create_queue_pair(depth, lane=lane))
@@ -135,7 +136,6 @@ class Engine(Owned):
                 queue_pair.close()
             self._arena_region.close()
             raise
-        controller.served_by(self)
         # At an exit without close: the controller's own finalizer runs after this one.
         self._stopping = threading.Lock()  # close, or the exit of the process
         keep = controller.keep_after_failure
