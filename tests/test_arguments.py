@@ -326,3 +326,12 @@ def test_what_is_refused(
     with pytest.raises(kind, match=r"give|pass|name|use"):
         function(**{**right, **arguments})
     check_sound(calls)
+
+
+@pytest.mark.parametrize("setting", ["verify", "durability", "eviction"])
+def test_a_setting_beside_a_config_is_refused(setting: str, tmp_path: Path) -> None:
+    config = StoreConfig()
+    value = {setting: getattr(config, setting)}
+    with pytest.raises(ConfigError, match=f"put {setting} into the StoreConfig"):
+        tutti.open(tmp_path / "pool", LAYOUT, "8MiB", config=config, **value)
+    assert not list(tmp_path.iterdir())

@@ -43,7 +43,6 @@ from tutti.medium.slot_record import RECORD_DTYPE
 from tutti.medium.superblock import SUPERBLOCK_DTYPE
 from tutti.pool import pool_format
 from tutti.store import ObjectStore
-from tutti.transfers.core import StoreConfig
 from tutti.units import KiB
 
 OTHER = KVLayout.mha(
@@ -163,15 +162,6 @@ def test_a_missing_path(tmp_path: Path) -> None:
             ConfigError, "use one of", partial(tutti.store.open, path, LAYOUT, "64MiB", **wrong)
         )
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize("setting", ["verify", "durability", "eviction"])
-def test_a_setting_beside_a_config_is_refused(setting: str, tmp_path: Path) -> None:
-    config = StoreConfig()
-    value = {setting: getattr(config, setting)}
-    with pytest.raises(ConfigError, match=f"put {setting} into the StoreConfig"):
-        tutti.open(tmp_path / "pool", LAYOUT, "8MiB", config=config, **value)
-    assert not list(tmp_path.iterdir())
 
 
 def test_what_is_no_pool(tmp_path: Path) -> None:

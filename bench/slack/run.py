@@ -28,6 +28,7 @@ import numpy as np
 from tutti.bench.environment import describe
 from tutti.bench.simulate.hardware import Machine, drive_names, gpu_names, machine
 from tutti.bench.slack import file as slack_file
+from tutti.bench.slack import report as slack_report
 from tutti.bench.slack.conditions import CONDITIONS, PROFILES
 from tutti.bench.slack.server import Measured, Noise, Server, TruthNow
 from tutti.bench.slack.workload import KINDS, Request, generate, in_bursts, recorded
@@ -39,6 +40,7 @@ from tutti.scheduler.request import Profile
 from tutti.scheduler.state import Policy
 from tutti.terminal import ProgressFactory
 
+report = slack_report.report
 POLICIES = ("none", "whole", "fixed", "slack", "oracle", "bound")
 #: Shares of the drive's write bandwidth that `fixed` is tuned over, on requests of its own.
 SHARES = (0.25, 0.5, 0.75, 1.0)
