@@ -198,3 +198,16 @@ def test_the_interference_is_learnt_from_transfers_that_overlap() -> None:
         at_ns += 50 * MS
     assert state.estimates.interference == pytest.approx(3.0, rel=0.05)
     assert state.estimates.read.factor == state.estimates.write.factor == 1.0
+
+
+def test_what_ends_right_after_a_measurement_tells_nothing() -> None:
+    """Writes of 10 ms that fly together end together: the second did not take a tenth of one."""
+    state = State(Linear(write_gbps=1.0))
+    for number in range(12):
+        at_ns, names = number * 50 * MS, (f"v{number}", f"w{number}")
+        for name in names:
+            apply(state, WriteKnown(at_ns, name, pages=1, page_nbytes=10_000_000))
+        commit(state, Decision(writes=tuple(Issue(name, 0, 1) for name in names)))
+        apply(state, PagesWritten(at_ns + 20 * MS, names[0], 1))
+        apply(state, PagesWritten(at_ns + 20 * MS + MS // 10, names[1], 1))
+        assert state.estimates.write.factor >= 1.0

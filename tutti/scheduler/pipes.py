@@ -18,7 +18,7 @@ def begin(state: State, pipe: Pipe, other: Pipe, parts: int, expected_ns: int) -
             state.both_since_ns = state.now_ns
         pipe.since_ns = pipe.moved_ns = state.now_ns
         pipe.done_ns, pipe.flying_ns = 0, 0
-        pipe.both_ns = state.both_ns
+        pipe.both_ns, pipe.from_idle = state.both_ns, True
     pipe.flying += parts
     pipe.flying_ns += expected_ns
 
@@ -26,6 +26,9 @@ def begin(state: State, pipe: Pipe, other: Pipe, parts: int, expected_ns: int) -
 def end(state: State, kind: str, parts: int, base_ns: int) -> None:
     """Parts of a direction have ended.  Measures all since the last measurement, once that is
     enough.
+
+    Transfers that flew together may end at nearly the same time: those that end right after a
+    measurement moved during it, and tell nothing.
     """
     pipe, other = state.reading, state.writing
     if kind == "write":
@@ -37,14 +40,16 @@ def end(state: State, kind: str, parts: int, base_ns: int) -> None:
     pipe.done_ns += base_ns
     pipe.moved_ns = now_ns
     took_ns = now_ns - pipe.since_ns
-    if pipe.flying and took_ns < _MEASURED_NS:
+    if took_ns < _MEASURED_NS and pipe.flying:
         return
     both_ns = state.both_ns - pipe.both_ns
-    if not both_ns:
+    tells = took_ns >= _MEASURED_NS or pipe.from_idle
+    if tells and not both_ns:
         measured(state, kind, pipe.done_ns, took_ns)
-    elif both_ns >= _BOTH_SHARE * took_ns:
+    elif tells and both_ns >= _BOTH_SHARE * took_ns:
         _learn_interference(state, kind, pipe.done_ns, took_ns, both_ns)
     pipe.since_ns, pipe.done_ns, pipe.both_ns = now_ns, 0, state.both_ns
+    pipe.from_idle = False
 
 
 def _count_both(state: State, other: Pipe) -> None:
@@ -72,7 +77,7 @@ def given_up(state: State, pipe: Pipe, other: Pipe, parts: int, base_ns: int) ->
     pipe.flying -= parts
     pipe.flying_ns -= base_ns
     pipe.since_ns = pipe.moved_ns = state.now_ns
-    pipe.done_ns, pipe.both_ns = 0, state.both_ns
+    pipe.done_ns, pipe.both_ns, pipe.from_idle = 0, state.both_ns, False
 
 
 def measured(state: State, kind: str, base_ns: int, measured_ns: int) -> None:

@@ -85,7 +85,8 @@ class Pipe:
     flying: parts that were issued and did not end.  flying_ns: what the profile expects for them.
     since_ns: when the running measurement began: with nothing in flight, or with the end of the one
     before.  done_ns: what the profile expects for all that ended since then; ends may come in
-    bunches, their sum counts.  both_ns: State.both_ns at that moment.
+    bunches, their sum counts.  both_ns: State.both_ns at that moment.  from_idle: it began with
+    nothing in flight.
     moved_ns: when something was issued into an idle pipe, or ended, last.
     """
 
@@ -95,6 +96,7 @@ class Pipe:
     done_ns: int = 0
     both_ns: int = 0
     moved_ns: int = 0
+    from_idle: bool = False
 
     def left_ns(self, now_ns: int, factor: float) -> int:
         """Until all in flight has ended, if the device does nothing else."""
