@@ -211,3 +211,19 @@ def test_what_ends_right_after_a_measurement_tells_nothing() -> None:
         apply(state, PagesWritten(at_ns + 20 * MS, names[0], 1))
         apply(state, PagesWritten(at_ns + 20 * MS + MS // 10, names[1], 1))
         assert state.estimates.write.factor >= 1.0
+
+
+def test_writes_that_reads_overtake_are_not_interference() -> None:
+    """A write of 10 ms beside reads took 31: its device served the reads first."""
+    profile = Linear(interference=1.5, read_gbps=1.0, write_gbps=1.0)
+    state, at_ns = State(profile), 0
+    for number in range(12):
+        read, write = f"r{number}", f"w{number}"
+        apply(state, LoadKnown(at_ns, read, 1, 20_000_000, 0, 0))
+        apply(state, WriteKnown(at_ns, write, pages=1, page_nbytes=10_000_000))
+        commit(state, Decision(reads=(Issue(read, 0, 1),), writes=(Issue(write, 0, 1),)))
+        apply(state, LayersReady(at_ns + 30 * MS, read, 1))  # 1.5 times as long
+        apply(state, PagesWritten(at_ns + 31 * MS, write, 1))
+        apply(state, LoadGone(at_ns + 31 * MS, read))
+        at_ns += 50 * MS
+    assert state.estimates.interference == pytest.approx(1.5, rel=0.05)

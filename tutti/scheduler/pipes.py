@@ -28,7 +28,8 @@ def end(state: State, kind: str, parts: int, base_ns: int) -> None:
     enough.
 
     Transfers that flew together may end at nearly the same time: those that end right after a
-    measurement moved during it, and tell nothing.
+    measurement moved during it, and tell nothing.  The interference is learnt from reads alone: a
+    write beside reads is also slow because they are served first.
     """
     pipe, other = state.reading, state.writing
     if kind == "write":
@@ -46,7 +47,7 @@ def end(state: State, kind: str, parts: int, base_ns: int) -> None:
     tells = took_ns >= _MEASURED_NS or pipe.from_idle
     if tells and not both_ns:
         measured(state, kind, pipe.done_ns, took_ns)
-    elif tells and both_ns >= _BOTH_SHARE * took_ns:
+    elif tells and kind == "read" and both_ns >= _BOTH_SHARE * took_ns:
         _learn_interference(state, kind, pipe.done_ns, took_ns, both_ns)
     pipe.since_ns, pipe.done_ns, pipe.both_ns = now_ns, 0, state.both_ns
     pipe.from_idle = False
