@@ -103,7 +103,7 @@ class Gpu:
         self.events = EventPool(driver)
         self._left = driver.create_event()
         self._leaving_lock = threading.Lock()
-        self._marks: LayerMarks | None = None
+        self._marks = LayerMarks(driver)
         #: Told of (batch, layer, seconds waited) when the forward's stream begins a layer.
         self.began: Callable[[str, int, float], object] = lambda batch, layer, waited_s: None
 
@@ -200,8 +200,7 @@ class Gpu:
 
     def marks(self, layers: int) -> BatchMarks | None:
         """For one batch of a model with so many layers; None while all are in use."""
-        self._marks = self._marks or LayerMarks(self.driver, layers)
-        return self._marks.take()
+        return self._marks.take(layers)
 
     def copy(
         self, stream: int, targets: Sequence[Span], to: Pages, sources: Sequence[Span], of: Pages
@@ -242,8 +241,7 @@ class Gpu:
             if not wait_until(lambda s=stream: self.driver.is_stream_done(s), left_s):  # type: ignore[misc]
                 raise DeviceTimeout("a stream of the GPU did not end; end the process")
             self.driver.destroy_stream(stream)
-        if self._marks is not None:
-            self._marks.close()
+        self._marks.close()
         self.events.release([self._left])
         self.events.close()
         for share in (self.share, self._rare):

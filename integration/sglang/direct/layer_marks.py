@@ -20,10 +20,12 @@ from tutti.process import Owned
 
 #: Batches whose waits the stream may still have before it; others go unmeasured.
 _BATCHES = 8
+#: Models with more layers go unmeasured.
+_LAYERS_MAX = 1024
 
 
 class BatchMarks:
-    """The words of one batch, (2, layers): whether a layer's wait was reached, and is over."""
+    """The words of one batch, (2, _LAYERS_MAX): whether a layer's wait was reached, and is over."""
 
     def __init__(self, driver: Driver, words: npt.NDArray[np.uint32], address: int) -> None:
         self._driver = driver
@@ -74,17 +76,19 @@ class BatchMarks:
 
 
 class LayerMarks(Owned):
-    """Words for some batches of a model with so many layers."""
+    """Words for some batches.  They are pinned at once: no memory can be while a kernel stays."""
 
-    def __init__(self, driver: Driver, layers: int) -> None:
+    def __init__(self, driver: Driver) -> None:
         self._driver = driver
-        self._buffer = HostBuffer(_BATCHES * 2 * layers * 4, hugepages=False)
+        self._buffer = HostBuffer(_BATCHES * 2 * _LAYERS_MAX * 4, hugepages=False)
         self._pinned = PinnedMemory(driver, self._buffer)
-        self._words = self._buffer.array.view(np.uint32).reshape(_BATCHES, 2, layers)
+        self._words = self._buffer.array.view(np.uint32).reshape(_BATCHES, 2, _LAYERS_MAX)
         self._batches: list[BatchMarks | None] = [None] * _BATCHES
 
-    def take(self) -> BatchMarks | None:
-        """Words that no stream writes; None when there are none."""
+    def take(self, layers: int) -> BatchMarks | None:
+        """Words for so many layers that no stream writes; None when there are none."""
+        if layers > _LAYERS_MAX:
+            return None
         for row, batch in enumerate(self._batches):
             if batch is None or batch.is_unused:
                 words = self._words[row]
