@@ -109,7 +109,7 @@ def run_program(
         **OPTIONS,
         "LD_PRELOAD": " ".join(runtimes(sanitizer)),
         "TUTTI_NATIVE_LIBRARY": str(library),
-        "PYTHONPATH": str(HERE),
+        "PYTHONPATH": os.pathsep.join((str(HERE), str(HERE.parent))),
     }
     command = [sys.executable, str(HERE / f"{name}.py"), *map(str, arguments)]
     return subprocess.run(
