@@ -190,7 +190,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def complete(line: str) -> None:
-    """Answers the shell that asks how to complete ``line``, and ends the process."""
+    """Prints the completions of ``line`` for the shell, and ends the process."""
     import argcomplete
 
     argcomplete.autocomplete(build_parser(line.split()[1:]))

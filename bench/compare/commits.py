@@ -167,7 +167,7 @@ def _ask(to: IO[str], of: IO[str], checkout: Path) -> dict[str, Any]:
 
 
 def rows_of(result: dict[str, Any]) -> list[list[Any]]:
-    """The cells of HEAD for every number that was compared."""
+    """A row of HEAD for each number that was compared."""
     return [
         [
             row["name"],

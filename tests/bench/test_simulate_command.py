@@ -85,7 +85,7 @@ def test_bad_arguments_are_named(
         (("servers", "paper", "gpu_scale"), 0, "positive"),
         (("link",), {}, "no source"),
         (("capacity",), 3, "another form"),
-        (("model",), "nobody's", "does not exist"),
+        (("model",), "unknown", "does not exist"),
     ],
 )
 def test_a_bad_calibration_is_named(

@@ -106,7 +106,7 @@ class Scheduler {
     lottery_.resize(fibers_.size());
     for (size_t i = 0; i < fibers_.size(); ++i) update(i);
     bool finished = false;
-    for (uint64_t at = choose(); at != kNobody; at = choose()) {  // bounded by idle_steps_max
+    for (uint64_t at = choose(); at != kNoFiber; at = choose()) {  // bounded by idle_steps_max
       if (steps_ - progress_at_ > idle_steps_max) {
         if (fair_) break;
         fair_ = true;
@@ -159,7 +159,7 @@ class Scheduler {
   size_t self() const { return self_; }
   void* local() const { return fibers_[self_]->local; }
   uint64_t steps() const { return steps_; }
-  bool inside() const { return self_ != kNobody; }
+  bool inside() const { return self_ != kNoFiber; }
 
   static Scheduler*& active() {
     static thread_local Scheduler* scheduler = nullptr;  // threads have fibers of their own
@@ -168,7 +168,7 @@ class Scheduler {
 
  private:
   static constexpr size_t kStackNbytes = 128 * 1024;
-  static constexpr size_t kNobody = ~static_cast<size_t>(0);
+  static constexpr size_t kNoFiber = ~static_cast<size_t>(0);
 
   // Where a fiber goes on.  swapcontext saves the signal mask too, by a system call each time, so
   // that only a fiber's first entry uses it; AddressSanitizer does not follow a longjmp.
@@ -220,10 +220,10 @@ class Scheduler {
 #endif
   }
 
-  // The fiber that pause() drew, else a new draw; kNobody when no fiber can run.
+  // The fiber that pause() drew, else a new draw; kNoFiber when no fiber can run.
   size_t choose() {
-    if (next_ != kNobody) return std::exchange(next_, kNobody);
-    if (lottery_.total() == 0) return kNobody;
+    if (next_ != kNoFiber) return std::exchange(next_, kNoFiber);
+    if (lottery_.total() == 0) return kNoFiber;
     return lottery_.find(random_.below(lottery_.total()));
   }
 
@@ -249,7 +249,7 @@ class Scheduler {
     announce_switch(&main_fake_stack_, fiber.stack.get(), kStackNbytes);
     change(&main_, &fiber.context);
     finish_switch(main_fake_stack_, nullptr, nullptr);
-    self_ = kNobody;
+    self_ = kNoFiber;
   }
 
   void leave() {
@@ -294,8 +294,8 @@ class Scheduler {
   void* main_fake_stack_ = nullptr;
   const void* main_stack_ = nullptr;
   size_t main_stack_nbytes_ = 0;
-  size_t self_ = kNobody;
-  size_t next_ = kNobody;
+  size_t self_ = kNoFiber;
+  size_t next_ = kNoFiber;
   uint64_t steps_ = 0;
   uint64_t progress_at_ = 0;
   uint64_t idle_steps_max_ = 0;

@@ -216,10 +216,10 @@ template <typename Word, bool kIsStore>
 void move_ordered(Frame& f, const Instruction& i) {
   Word* word = reinterpret_cast<Word*>(reach(f, i));
   if (kIsStore) {
-    // Pairs with the acquire of whoever waits for the word.
+    // Pairs with the acquire of the reader that waits for the word.
     __atomic_store_n(word, static_cast<Word>(raw(f, i, 1)), __ATOMIC_RELEASE);
   } else {
-    // Pairs with the release of whoever stores the word.
+    // Pairs with the release of the writer that stores the word.
     f.r[i.slots[1]] = __atomic_load_n(word, __ATOMIC_ACQUIRE);
   }
 }

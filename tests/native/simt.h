@@ -99,7 +99,7 @@ const unsigned long long* gather(unsigned mask, T value) {
   return words;
 }
 
-// Lane `source`'s value, for every lane.
+// Returns the value of lane `source` to each lane.
 template <typename T>
 T shuffle(unsigned mask, T value, unsigned source) {
   T result;

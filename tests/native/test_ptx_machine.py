@@ -1,4 +1,4 @@
-"""The PTX that NVRTC emits for every kernel, executed behind the stand-in's cuLaunchKernel.
+"""Executes the PTX that NVRTC emits for each kernel, behind the stand-in's cuLaunchKernel.
 
 It shows that the inline assembly does what the C++ beside it does, not how a GPU orders it, and
 nothing of what ptxas makes of it.

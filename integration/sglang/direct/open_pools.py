@@ -108,7 +108,7 @@ def _schedule(
 ) -> Schedule | None:
     """One for all pools, so that they share a queue: writes yield to the reads of any of them.
 
-    The backlog asks it for every write, and names the limits of each pool.
+    The backlog passes it each write, and the limits of each pool.
     """
     if profile is None:
         return None
