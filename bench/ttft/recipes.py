@@ -228,20 +228,19 @@ def run(args: argparse.Namespace, progress: ProgressFactory) -> dict[str, Any]:
     for path, content in launch.files.items():
         path.write_text(content)
     started: list[subprocess.Popen[bytes]] = []
-    previous = signal.signal(signal.SIGTERM, _interrupt)
-    try:
-        for words in filter(None, (daemon, command)):
-            started.append(_start(words, launch.env))
-        result |= _facts(result, args, started, progress)
-        while not (ended := _ended(started)):  # until the person who started it ends it
-            time.sleep(_POLL_S)
-        result["stopped"] = ended
-    except KeyboardInterrupt:
-        result["ended"] = "interrupted"
-    finally:
-        for each in reversed(started):
-            _end(each)
-        signal.signal(signal.SIGTERM, previous)
+    with _Interrupts() as interrupts:
+        try:
+            for words in filter(None, (daemon, command)):
+                started.append(_start(words, launch.env))
+            result |= _facts(result, args, started, progress)
+            while not (ended := _ended(started)):  # until the person who started it ends it
+                time.sleep(_POLL_S)
+            result["stopped"] = ended
+        except KeyboardInterrupt:
+            result["ended"] = "interrupted"
+        finally:
+            for each in reversed(started):
+                _end(each, interrupts)
     if started:
         result["exit_code"] = started[-1].returncode
     return result
@@ -347,16 +346,43 @@ def _ended(started: list[subprocess.Popen[bytes]]) -> str:
     return ""
 
 
-def _interrupt(number: int, frame: object) -> None:
-    raise KeyboardInterrupt
+class _Interrupts:
+    """SIGINT and SIGTERM while a server runs.
+
+    The first raises KeyboardInterrupt.  Those that follow raise nothing, wherever they arrive, and
+    ``urgent`` tells that one did.
+    """
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._previous: dict[int, Any] = {}
+
+    def __enter__(self) -> _Interrupts:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            self._previous[number] = signal.signal(number, self._take)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+    @property
+    def urgent(self) -> bool:
+        return self._count > 1
+
+    def _take(self, number: int, frame: object) -> None:
+        self._count += 1
+        if self._count == 1:
+            raise KeyboardInterrupt
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
+def _end(process: subprocess.Popen[bytes], interrupts: _Interrupts) -> None:
     """SIGTERM, and SIGKILL to the whole group when that was not enough or another signal came."""
     if process.poll() is None:
         process.terminate()
-        with contextlib.suppress(subprocess.TimeoutExpired, KeyboardInterrupt):
-            process.wait(_END_S)
+        deadline = time.monotonic() + _END_S
+        while process.poll() is None and not interrupts.urgent and time.monotonic() < deadline:
+            time.sleep(_POLL_S / 10)
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait(_END_S)

@@ -177,6 +177,18 @@ def test_a_server_that_cannot_start_takes_along_what_runs_beside_it(
     assert started[0].poll() is not None, "the daemon has ended"
 
 
+def test_only_the_first_signal_raises() -> None:
+    """A second one that raised would leave the server running, or end the program in its midst."""
+    before = signal.getsignal(signal.SIGTERM)
+    with recipes._Interrupts() as interrupts:
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGTERM)
+        assert not interrupts.urgent
+        signal.raise_signal(signal.SIGINT)
+        assert interrupts.urgent
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
 @pytest.mark.parametrize(
     ("number", "deaf"), [(signal.SIGINT, False), (signal.SIGTERM, False), (signal.SIGTERM, True)]
 )
@@ -185,21 +197,26 @@ def test_a_server_runs_until_it_is_ended(
 ) -> None:
     info, port = tmp_path / "info.json", free_port()
     argv = ["hicache-file", "--model", "m", "--dir", str(tmp_path / "kv"), "--port", port]
+    returned = threading.Event()
     main_thread = threading.main_thread().ident or 0
 
     def end_it() -> None:
         deadline = time.monotonic() + 30
-        while not info.exists() and time.monotonic() < deadline:
+        while not (info.exists() and info.stat().st_size) and time.monotonic() < deadline:
             time.sleep(0.02)
         for _ in range(1 + deaf):  # a second time, when the first does not help
-            signal.pthread_kill(main_thread, number)
+            if not returned.is_set():
+                signal.pthread_kill(main_thread, number)
             time.sleep(0.5)
 
     before = signal.getsignal(signal.SIGTERM)
     ender = threading.Thread(target=end_it)
     ender.start()
     more = "--deaf --tp 2" if deaf else "--tp 2"
-    result = recipes.run(parsed(*argv, "--info", str(info), f"--more={more}"), progress)
+    try:
+        result = recipes.run(parsed(*argv, "--info", str(info), f"--more={more}"), progress)
+    finally:
+        returned.set()
     ender.join(30)
     assert result["ended"] == "interrupted"
     assert result["exit_code"] == (-signal.SIGKILL if deaf else -signal.SIGTERM)
