@@ -74,7 +74,7 @@ class Rank:
     def save(self, chain: int) -> list[bool]:
         for page in range(PAGES):
             self.memory.write(page, content(chain, page))
-        return self.host.save(keys(chain), np.arange(PAGES * TOKENS))
+        return self.host.put(keys(chain), np.arange(PAGES * TOKENS))
 
     def load(self, chain: int) -> list[bool]:
         """Which pages are there; a wrong byte fails the test."""
@@ -111,7 +111,7 @@ def test_one_rank_has_both_drives() -> None:
             for chain in range(CHAINS):
                 if life == 0:
                     assert rank.save(chain) == [True] * PAGES
-                assert rank.host.exists(keys(chain)) == PAGES
+                assert rank.host.match(keys(chain)) == PAGES
                 assert rank.load(chain) == [True] * PAGES
     assert cli.main(["fsck", *names]) == 0
     with pytest.raises(TuttiError, match="give all of them"), opened(names[:1]):
