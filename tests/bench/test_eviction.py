@@ -74,7 +74,7 @@ def cell(**changes: object) -> dict[str, object]:
 
 
 def test_bars_can_be_missed() -> None:
-    whole = cell(policy="lru")
+    whole = cell(policy="groups")
     assert eviction.missed_bars([whole, cell()]) == []
     assert "plain LRU" in eviction.missed_bars([whole, cell(hit_rate=0.19)])[0]
     assert "a third" in eviction.missed_bars([whole, cell(hit_rate=0.21)])[0]
@@ -90,7 +90,7 @@ def test_the_command(tmp_path: Path) -> None:
     file.write_text("".join(f"{request.to_json()}\n" for request in trace(60)))
     argv = ["--trace", str(file), "--capacity", "0.3", "--group-slots", "4"]
     result = eviction.run(parser.parse_args(argv), progress)
-    assert [c["policy"] for c in result["cells"]] == sorted(POLICIES)
+    assert [c["policy"] for c in result["cells"]] == [*sorted(POLICIES), "groups"]
     for c in result["cells"]:
         assert 0 < c["hit_rate"] <= c["minimum_hit_rate"] <= c["unlimited_hit_rate"]
     assert "mean run" in eviction.report(result)

@@ -1,6 +1,8 @@
-"""LRU by groups: against a plain Python model, and the rules one by one."""
+"""Eviction by runs: against a plain Python model, and the rules one by one."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +17,7 @@ from tutti.placement.eviction import (
 )
 
 POLICY: EvictionPolicy = LeastRecentlyUsed()
+DENSITY: EvictionPolicy = LeastHitDensity()
 
 
 def make_view(
@@ -34,28 +37,30 @@ def make_view(
     return EvictionView(resident, pinned, times, np.asarray(depth, np.uint32), group_slots, worth)
 
 
-def victims_by_definition(view: EvictionView, n: int) -> list[int]:
-    """The same policy, one group at a time."""
-    clean: list[tuple[tuple[int, int, int], list[int]]] = []
-    mixed: list[tuple[tuple[int, int, int], list[int]]] = []
-    for first in range(0, view.resident.size, view.group_slots):
-        slots = range(first, first + view.group_slots)
-        held = [slot for slot in slots if view.resident[slot]]
-        loose = [slot for slot in held if not view.busy[slot]]
-        if loose:
-            order = (int(max(view.access[held])), -int(max(view.depth[held])), first)
-            queue = mixed if any(view.busy[slot] for slot in slots) else clean
-            queue.append((order, loose))
+def victims_by_definition(view: EvictionView, rank: npt.NDArray[Any], n: int) -> list[int]:
+    """Whole runs of one rank, the lowest first and the deepest of those: one slot at a time."""
+    runs: list[list[int]] = []
+    for slot in np.flatnonzero(view.resident & ~view.busy).tolist():
+        if (
+            runs
+            and runs[-1][-1] == slot - 1
+            and slot % view.group_slots
+            and int(view.depth[slot]) == int(view.depth[slot - 1]) + 1
+            and rank[slot] == rank[slot - 1]
+        ):
+            runs[-1].append(slot)
+        else:
+            runs.append([slot])
     chosen: list[int] = []
-    for _, loose in [*sorted(clean), *sorted(mixed)]:
+    for run in sorted(runs, key=lambda run: (rank[run[0]], -int(view.depth[run[0]]))):
         if len(chosen) < n:
-            chosen += loose
+            chosen += run
     return chosen
 
 
 @given(st.data())
 def test_agrees_with_the_definition(data: st.DataObject) -> None:
-    group_slots = data.draw(st.sampled_from([1, 2, 4]))
+    group_slots = data.draw(st.sampled_from([1, 2, 4, 8]))
     size = group_slots * data.draw(st.integers(1, 12))
     flags = st.lists(st.booleans(), min_size=size, max_size=size).map(np.array)
     small = st.lists(st.integers(0, 4), min_size=size, max_size=size)
@@ -67,21 +72,23 @@ def test_agrees_with_the_definition(data: st.DataObject) -> None:
         data.draw(numbers),
         data.draw(numbers),
         group_slots,
-        np.zeros(size),
+        np.array(data.draw(small), float),
     )
     n = data.draw(st.integers(0, size + 2))
-    assert POLICY.victims(view, n).tolist() == victims_by_definition(view, n)
+    assert POLICY.victims(view, n).tolist() == victims_by_definition(view, view.access, n)
+    assert DENSITY.victims(view, n).tolist() == victims_by_definition(view, view.worth, n)
 
 
-def test_whole_groups_go_coldest_first() -> None:
-    view = make_view(2, [5, 5, 1, 1, 3, 3], [0] * 6)
+def test_what_was_looked_up_together_goes_together_and_the_coldest_first() -> None:
+    view = make_view(4, [5, 5, 1, 1, 3, 3, 3, 9], [0, 1, 0, 1, 0, 1, 2, 0])
     assert POLICY.victims(view, 1).tolist() == [2, 3]
-    assert POLICY.victims(view, 3).tolist() == [2, 3, 4, 5]
+    assert POLICY.victims(view, 3).tolist() == [2, 3, 4, 5, 6]
 
 
-def test_a_group_is_as_recent_as_its_most_recent_slot() -> None:
-    view = make_view(2, [1, 9, 2, 2], [0] * 4)
-    assert POLICY.victims(view, 2).tolist() == [2, 3]
+def test_a_run_ends_with_its_group_and_with_its_chain() -> None:
+    view = make_view(2, [7] * 6, [4, 5, 6, 0, 1, 2])
+    assert POLICY.victims(view, 1).tolist() == [2], "another chain begins behind it"
+    assert POLICY.victims(view, 2).tolist() == [2, 0, 1]
 
 
 def test_the_tail_of_a_chain_goes_before_its_head() -> None:
@@ -89,10 +96,10 @@ def test_the_tail_of_a_chain_goes_before_its_head() -> None:
     assert POLICY.victims(view, 6).tolist() == [2, 3, 4, 5, 0, 1]
 
 
-def test_a_group_with_a_busy_slot_is_the_last_resort() -> None:
-    view = make_view(2, [1, 1, 9, 9], [0] * 4, busy=(0,))
-    assert POLICY.victims(view, 2).tolist() == [2, 3]
-    assert POLICY.victims(view, 4).tolist() == [2, 3, 1]
+def test_a_busy_slot_keeps_only_itself() -> None:
+    view = make_view(2, [1, 1, 9, 9], [0, 1, 0, 1], busy=(0,))
+    assert POLICY.victims(view, 1).tolist() == [1]
+    assert POLICY.victims(view, 2).tolist() == [1, 2, 3]
 
 
 def test_busy_and_empty_slots_are_never_victims() -> None:
@@ -107,37 +114,7 @@ def test_nothing_to_evict_is_not_an_error() -> None:
     assert POLICY.victims(nothing, 0).dtype == np.int64
 
 
-DENSITY: EvictionPolicy = LeastHitDensity()
-
-
 def test_density_takes_whole_runs_of_what_is_worth_least() -> None:
     view = make_view(4, [1, 1, 1, 9, 5, 5, 5, 5], [3, 4, 5, 0, 0, 1, 2, 3])
     assert DENSITY.victims(view, 1).tolist() == [0, 1, 2]
     assert DENSITY.victims(view, 4).tolist() == [0, 1, 2, 4, 5, 6, 7]
-
-
-def test_density_takes_the_end_of_a_chain_before_its_beginning() -> None:
-    view = make_view(4, [7] * 8, [0, 1, 2, 3, 4, 5, 6, 7])
-    assert DENSITY.victims(view, 4).tolist() == [4, 5, 6, 7]
-
-
-@given(st.data())
-def test_density_names_distinct_slots_that_may_go(data: st.DataObject) -> None:
-    group_slots = data.draw(st.sampled_from([1, 2, 8]))
-    size = group_slots * data.draw(st.integers(1, 12))
-    flags = st.lists(st.booleans(), min_size=size, max_size=size).map(np.array)
-    small = st.lists(st.integers(0, 4), min_size=size, max_size=size)
-    view = EvictionView(
-        data.draw(flags),
-        data.draw(flags),
-        np.array(data.draw(small), np.uint32),
-        np.array(data.draw(small), np.uint32),
-        group_slots,
-        np.array(data.draw(small), float),
-    )
-    n = data.draw(st.integers(0, size + 2))
-    victims = DENSITY.victims(view, n)
-    assert np.unique(victims).size == victims.size
-    assert (view.resident & ~view.busy)[victims].all()
-    assert victims.size >= min(n, int((view.resident & ~view.busy).sum()))
-    assert n > 0 or victims.size == 0

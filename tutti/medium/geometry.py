@@ -26,7 +26,7 @@ GROUP_SLOTS_MAX = 256
 MEMBERS_MAX = 256
 SLOTS_MAX = 2**32 - 2  # of a pool; 2^32 - 1 means "no slot" in the index
 GROUP_LAYER_NBYTES = 2 * MiB  # aim for one layer of a group
-GROUPS_LEAST = 16  # aim for this many in a small pool: space is evicted by group
+GROUPS_LEAST = 16  # aim for this many in a small pool: a short object takes part of a group
 WASTE_MAX = 1.25
 LAYOUT_JSON_NBYTES_MAX = 1024
 

@@ -1,8 +1,8 @@
 """Which objects go when space runs out.
 
 A policy is a pure function of the view it is given: same view, same victims, on every rank. It
-moves nothing; the store voids the victims' records. It takes whole groups or runs, because space
-that comes back in single slots makes short runs and many commands.
+moves nothing; the store voids the victims' records. It takes whole runs, because space that comes
+back in single slots makes short runs and many commands.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import numpy.typing as npt
 
 from tutti.arrays import Mask, Slots
 
-_DEPTH_BITS = np.uint64(32)
 _DEPTH_MAX = np.uint64(0xFFFFFFFF)
 
 
@@ -43,36 +42,23 @@ class EvictionPolicy(Protocol):
     def victims(self, view: EvictionView, n: int) -> Slots:
         """Distinct resident slots that are not busy, in the order in which to evict them.
 
-        At least n where that many exist, and more where a whole group or run goes. Note that
+        At least n where that many exist, and more where a whole run goes. Note that
         n = 0 is always safe and chooses nothing.
         """
         ...
 
 
 class LeastRecentlyUsed:
-    """The groups that were not looked up for longest; of those the ends of chains first.
+    """The runs that were not looked up for longest; of those the ends of chains first.
 
-    A look-up touches a page together with all pages before it, so a group is never colder than the
-    groups of its continuation; where both are equally old the deeper one goes. A group with a busy
-    slot is passed over as long as others suffice; then its other slots go.
+    A run is neighbouring slots of one group that hold successive pages of a chain and were looked
+    up together.  It goes as a whole.  A look-up touches a page together with all pages before it,
+    so a run is never colder than its continuation; where both are equally old the deeper one goes.
     """
 
     def victims(self, view: EvictionView, n: int) -> Slots:
         """See EvictionPolicy. O(slots), vectorised."""
-        rows = (-1, view.group_slots)
-        resident = view.resident.reshape(rows)
-        busy = view.busy.reshape(rows)
-        evictable = resident & ~busy
-        count = evictable.sum(axis=1)
-        has_busy = busy.any(axis=1)
-        score = _score(resident, view.access.reshape(rows), view.depth.reshape(rows))
-        chosen = _coldest(np.flatnonzero((count > 0) & ~has_busy), score, count, n)
-        short = n - int(count[chosen].sum())
-        rest = _coldest(np.flatnonzero((count > 0) & has_busy), score, count, short)
-        groups = np.concatenate((chosen, rest))
-        row, column = np.nonzero(evictable[groups])
-        slots: Slots = groups[row] * view.group_slots + column
-        return slots
+        return _first_runs(view, view.access, n)
 
 
 class LeastHitDensity:
@@ -84,48 +70,34 @@ class LeastHitDensity:
 
     def victims(self, view: EvictionView, n: int) -> Slots:
         """See EvictionPolicy. O(slots), vectorised."""
-        slots = np.flatnonzero(view.resident & ~view.busy)
-        if n <= 0 or slots.size == 0:
-            return slots[:0]
-        worth, depth = view.worth[slots], view.depth[slots]
-        follows = np.diff(slots) == 1
-        follows &= slots[1:] % view.group_slots != 0
-        follows &= (np.diff(depth.astype(np.int64)) == 1) & (worth[1:] == worth[:-1])
-        starts = np.flatnonzero(np.append(True, ~follows))
-        count = np.diff(np.append(starts, slots.size))
-        order = np.lexsort((_DEPTH_MAX - depth[starts], worth[starts]))
-        enough = int(np.searchsorted(np.cumsum(count[order]), n)) + 1
-        chosen = order[:enough]
-        first, sizes = starts[chosen], count[chosen]
-        within = np.arange(int(sizes.sum())) - np.repeat(np.cumsum(sizes) - sizes, sizes)
-        victims: Slots = slots[np.repeat(first, sizes) + within]
-        return victims
+        return _first_runs(view, view.worth, n)
 
 
 #: By the name that options give.
 POLICIES: dict[str, EvictionPolicy] = {"density": LeastHitDensity(), "lru": LeastRecentlyUsed()}
 
 
-def _score(
-    resident: Mask, access: npt.NDArray[np.uint32], depth: npt.NDArray[np.uint32]
-) -> npt.NDArray[np.uint64]:
-    """One number per group, lowest first to go: recency, then depth from the deepest."""
-    recency = np.where(resident, access, 0).max(axis=1).astype(np.uint64)
-    deepest = np.where(resident, depth, 0).max(axis=1).astype(np.uint64)
-    score: npt.NDArray[np.uint64] = (recency << _DEPTH_BITS) | (_DEPTH_MAX - deepest)
-    return score
-
-
-def _coldest(
-    groups: Slots, score: npt.NDArray[np.uint64], count: npt.NDArray[np.int64], n: int
+def _first_runs(
+    view: EvictionView, rank: npt.NDArray[np.uint32] | npt.NDArray[np.float64], n: int
 ) -> Slots:
-    """The fewest of `groups`, coldest first, that give n slots; equal scores by group number."""
-    if n <= 0:
-        return groups[:0]
-    if groups.size > n:
-        # Every group gives a slot at least, so n groups suffice and only they need sorting.
-        limit = np.partition(score[groups], n - 1)[n - 1]
-        groups = groups[score[groups] <= limit]
-    ordered = groups[np.argsort(score[groups], kind="stable")]
-    enough = int(np.searchsorted(np.cumsum(count[ordered]), n)) + 1
-    return ordered[:enough]
+    """At least n slots, by whole runs of one rank each, the lowest rank and the deepest first."""
+    slots = np.flatnonzero(view.resident & ~view.busy)
+    if n <= 0 or slots.size == 0:
+        return slots[:0]
+    rank, depth = rank[slots], view.depth[slots]
+    follows = np.diff(slots) == 1
+    follows &= slots[1:] % view.group_slots != 0
+    follows &= (np.diff(depth.astype(np.int64)) == 1) & (rank[1:] == rank[:-1])
+    starts = np.flatnonzero(np.append(True, ~follows))
+    ends = np.append(starts[1:], slots.size)
+    if starts.size > n:
+        # Every run gives a slot at least, so n runs suffice and only they need sorting.
+        likely = np.flatnonzero(rank[starts] <= np.partition(rank[starts], n - 1)[n - 1])
+        starts, ends = starts[likely], ends[likely]
+    order = np.lexsort((_DEPTH_MAX - depth[starts], rank[starts]))
+    enough = int(np.searchsorted(np.cumsum((ends - starts)[order]), n)) + 1
+    chosen = order[:enough]
+    first, sizes = starts[chosen], (ends - starts)[chosen]
+    within = np.arange(int(sizes.sum())) - np.repeat(np.cumsum(sizes) - sizes, sizes)
+    victims: Slots = slots[np.repeat(first, sizes) + within]
+    return victims
