@@ -33,10 +33,10 @@ from tutti.gio_uring import _native
 from tutti.gio_uring.controller import NativeController
 from tutti.gio_uring.controller_file import FileController
 from tutti.gio_uring.drives.generic_device import is_generic
-from tutti.gio_uring.engine import Engine, Extents
+from tutti.gio_uring.engine import Engine
 from tutti.gio_uring.file_creation import allocate_file
 from tutti.gio_uring.file_member import FileMember
-from tutti.gio_uring.iocb import flat_memory
+from tutti.gio_uring.iocb import Extents, flat_memory
 from tutti.gio_uring.memory import HostBuffer
 from tutti.gio_uring.named_drive import is_drive
 from tutti.gio_uring.nvme_spec import OPCODE_READ, OPCODE_WRITE

@@ -20,14 +20,14 @@ from tutti.bench.controller_memory import MemoryController
 from tutti.bench.counting_driver import CountingDriver, NamedKernels
 from tutti.bench.environment import describe
 from tutti.errors import ConfigError, DeviceTimeout
-from tutti.gio_uring.engine import Engine, Extents
+from tutti.gio_uring.engine import Engine
 from tutti.gio_uring.gpu.batch import KernelMover
 from tutti.gio_uring.gpu.device_engine import KINDS, DeviceEngine
 from tutti.gio_uring.gpu.host_engine import HostEngine
 from tutti.gio_uring.gpu.memory import TableMemory
 from tutti.gio_uring.gpu.modules import Modules
 from tutti.gio_uring.gpu.mover import BatchCopyMover, CopyMover, Mover
-from tutti.gio_uring.iocb import PagedMemory
+from tutti.gio_uring.iocb import Extents, PagedMemory
 from tutti.gio_uring.nvme_spec import OPCODE_READ
 from tutti.terminal import ProgressFactory, table
 from tutti.units import MiB

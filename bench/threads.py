@@ -20,8 +20,8 @@ from tutti.bench.environment import describe
 from tutti.bench.statistics import bootstrap_median, median
 from tutti.errors import ConfigError, MediumError
 from tutti.gio_uring.controller_span import SpanController
-from tutti.gio_uring.engine import PRIORITY_LOAD, Engine, Extents
-from tutti.gio_uring.iocb import PagedMemory
+from tutti.gio_uring.engine import PRIORITY_LOAD, Engine
+from tutti.gio_uring.iocb import Extents, PagedMemory
 from tutti.gio_uring.memory import HostBuffer
 from tutti.gio_uring.nvme_spec import OPCODE_READ, OPCODE_WRITE
 from tutti.terminal import ProgressFactory, table

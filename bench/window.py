@@ -22,9 +22,9 @@ from tutti.bench.environment import describe
 from tutti.bench.statistics import bootstrap_median, median
 from tutti.errors import ConfigError, MediumError
 from tutti.gio_uring.controller_file import FileController
-from tutti.gio_uring.engine import PRIORITY_LOAD, PRIORITY_STORE, Engine, Extents
+from tutti.gio_uring.engine import PRIORITY_LOAD, PRIORITY_STORE, Engine
 from tutti.gio_uring.file_creation import allocate_file
-from tutti.gio_uring.iocb import PagedMemory
+from tutti.gio_uring.iocb import Extents, PagedMemory
 from tutti.gio_uring.memory import HostBuffer
 from tutti.gio_uring.nvme_spec import OPCODE_READ, OPCODE_WRITE
 from tutti.terminal import ProgressFactory, table

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -137,14 +136,14 @@ def _copy_batch(
         request = PutRequest(
             _rows([info.key for info in chosen]),
             _rows([info.parent for info in chosen]),
-            np.array([info.depth for info in chosen], np.int64),
+            np.array([info.depth for info in chosen], np.uint32),
             np.array(rows, np.uint32),
             memory.memory,
             tenant,
         )
         if expires_s is not None:
             expiry = PutRequest.checked([], [], memory.memory, None, 0, max(1, expires_s))
-            request = replace(request, expiry_64s=expiry.expiry_64s)
+            request = request._replace(expiry_64s=expiry.expiry_64s)
         stored += new.put_request(request).wait(_WAIT_S).stored
     pinned = [info.key for info in infos if info.pinned]
     if pinned:

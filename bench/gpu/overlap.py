@@ -19,9 +19,8 @@ from tutti.bench.gpu.interference import Gate, Stopwatch, loads_beside
 from tutti.bench.gpu.rig import OPCODES, DevicePages, Load, Machine, finish, spin_until, transfers
 from tutti.bench.statistics import bootstrap_median, median, ratios
 from tutti.errors import Unsupported
-from tutti.gio_uring.engine import Extents
 from tutti.gio_uring.gpu.green_context import torch_stream
-from tutti.gio_uring.iocb import PagedMemory
+from tutti.gio_uring.iocb import Extents, PagedMemory
 from tutti.units import KiB
 
 _SMS = 16

@@ -19,7 +19,7 @@ from tutti.bench.compare.paired import Round, System
 from tutti.bench.controller_memory import MemoryController
 from tutti.errors import DeviceTimeout, TuttiError
 from tutti.gio_uring.controller import NativeController
-from tutti.gio_uring.engine import Engine, Extents
+from tutti.gio_uring.engine import Engine
 from tutti.gio_uring.gpu.batch import KernelMover
 from tutti.gio_uring.gpu.device_engine import DeviceEngine
 from tutti.gio_uring.gpu.driver import Driver
@@ -28,7 +28,7 @@ from tutti.gio_uring.gpu.memory import PinnedMemory, TableMemory
 from tutti.gio_uring.gpu.modules import Modules
 from tutti.gio_uring.gpu.mover import BatchCopyMover, CopyMover, Mover
 from tutti.gio_uring.gpu.transfer import Submitter, Transfer
-from tutti.gio_uring.iocb import PagedMemory
+from tutti.gio_uring.iocb import Extents, PagedMemory
 from tutti.gio_uring.memory import HostBuffer
 from tutti.gio_uring.nvme_spec import OPCODE_READ, OPCODE_WRITE
 from tutti.gio_uring.status import status_error

@@ -11,10 +11,11 @@
 #define TUTTI_API extern "C" __attribute__((visibility("default")))
 
 // Raised with every incompatible change of a signature or a struct below.
-constexpr uint32_t kTuttiAbiVersion = 2;
+constexpr uint32_t kTuttiAbiVersion = 3;
 
-// "No slot": an empty table entry, and what look-ups report for an absent key.
+// An empty table entry; look-ups report an absent key as kTuttiMissing.
 constexpr uint32_t kTuttiNoSlot = 0xFFFFFFFFU;
+constexpr int64_t kTuttiMissing = -1;
 
 constexpr uint64_t kTuttiKeyBytes = 16;
 constexpr uint64_t kTuttiRecordBytes = 4096;
@@ -44,11 +45,18 @@ TUTTI_API uint64_t tutti_records_check(const uint8_t* records, uint64_t n, uint8
 // A hash table from 16-byte keys to slots over arrays that the caller owns: keys[slot] is the key
 // of a slot (two words), table has mask + 1 entries (a power of two, at least twice the slots, all
 // kTuttiNoSlot at first), state[slot] decides what `match` accepts: values from ready_min to
-// ready_max. `seed` keys the hash, so that chosen keys cannot be made to collide.
+// ready_max. `seed` keys the hash, so that chosen keys cannot be made to collide. The other arrays
+// have an entry per slot, as tutti/placement/index.py says; hits is 0 where nothing counts them.
 struct tutti_index {
   uint64_t* keys;
   uint32_t* table;
   uint8_t* state;
+  uint32_t* pins;
+  uint32_t* access;
+  uint32_t* depth;
+  uint64_t* sequence;
+  uint8_t* has_digests;
+  uint16_t* hits;
   uint64_t slots;
   uint64_t mask;
   uint64_t seed;
@@ -57,21 +65,97 @@ struct tutti_index {
 };
 
 // Length of the longest prefix of `keys` that is present in an accepted state; slots_out receives
-// that many slots.
-TUTTI_API uint64_t tutti_index_match(const tutti_index* index, const uint8_t* keys, uint64_t n,
-                                     uint32_t* slots_out);
+// that many slots, and their access is `uses`.
+TUTTI_API uint64_t tutti_index_match(tutti_index* index, const uint8_t* keys, uint64_t n,
+                                     uint32_t uses, int64_t* slots_out);
 
-// The slot of every key whatever its state, or kTuttiNoSlot; returns how many were found.
+// The slot of every key whatever its state, or kTuttiMissing; returns how many were found.
 TUTTI_API uint64_t tutti_index_find(const tutti_index* index, const uint8_t* keys, uint64_t n,
-                                    uint32_t* slots_out);
+                                    int64_t* slots_out);
 
-// Maps keys[i] to slots[i] unless the key is there already: existing_out[i] is kTuttiNoSlot where
-// it was mapped, else the slot that holds the key. Returns how many were mapped. The slots must
-// be below index->slots and hold no key.
-TUTTI_API uint64_t tutti_index_insert(tutti_index* index, const uint8_t* keys,
-                                      const uint32_t* slots, uint64_t n, uint32_t* existing_out);
+// Of tutti_index_pin, for each slot.
+enum TuttiMark : uint8_t { kTuttiUnproven = 1, kTuttiHasDigests = 2 };
 
-// Unmaps the keys of the given slots; returns how many of them were mapped.
-TUTTI_API uint64_t tutti_index_remove(tutti_index* index, const uint32_t* slots, uint64_t n);
+// A load of `keys` begins: pins, accesses and counts a hit of each key's slot. Returns the number
+// of runs in the slots (up by one, within a group of group_slots); or -1 - i and changes nothing
+// where key i is not in an accepted state. marks_out: TuttiMark bits of each.
+TUTTI_API int64_t tutti_index_pin(tutti_index* index, const uint8_t* keys, uint64_t n,
+                                  uint32_t uses, uint64_t group_slots, int64_t* slots_out,
+                                  uint64_t* sequences_out, uint8_t* marks_out);
+
+// Takes a pin back from each slot, given twice twice. -1 - i, and nothing changes, where slot i
+// is out of range or has no pin left.
+TUTTI_API int64_t tutti_index_unpin(tutti_index* index, const int64_t* slots, uint64_t n);
+
+// Rows of keys without a slot, each key once, in order; returns how many. The slots of the others
+// are accessed.
+TUTTI_API int64_t tutti_index_absent(tutti_index* index, const uint8_t* keys, uint64_t n,
+                                     uint32_t uses, int64_t* rows_out);
+
+// Cuts rows (ascending) of a put into stretches whose keys follow one another: the place of the
+// first of each in rows, and the slot of its parent or kTuttiMissing. Returns how many there are.
+TUTTI_API int64_t tutti_index_stretches(const tutti_index* index, const uint8_t* keys,
+                                        const uint8_t* parents, const int64_t* rows, uint64_t n,
+                                        int64_t* starts_out, int64_t* after_out);
+
+// Maps keys[i] to slots[i] unless the key is there already: existing_out[i] is kTuttiMissing where
+// it was mapped, else the slot that holds the key. A mapped slot gets its values; access may be 0,
+// for `uses`. Returns how many were mapped; or -1 - i and changes nothing where slot i is out of
+// range, in a state above from_max, or was given before.
+TUTTI_API int64_t tutti_index_insert(tutti_index* index, const uint8_t* keys, const int64_t* slots,
+                                     uint64_t n, const uint64_t* sequence, const uint32_t* depth,
+                                     const uint8_t* has_digests, const uint32_t* access,
+                                     uint32_t uses, uint32_t from_max, uint32_t state,
+                                     int64_t* existing_out);
+
+// Moves slots to `state`. -1 - i, and nothing changes, where slot i is out of range, in a state
+// whose bit is not in `from`, or pinned though `unpinned` is set.
+TUTTI_API int64_t tutti_index_move(tutti_index* index, const int64_t* slots, uint64_t n,
+                                   uint32_t from, uint32_t state, uint32_t unpinned);
+
+// Unmaps the keys of the given slots, all in range; returns how many of them were mapped.
+TUTTI_API uint64_t tutti_index_remove(tutti_index* index, const int64_t* slots, uint64_t n);
+
+// What loads taught (tutti/placement/reuse.py), all the caller's: used and level by slot, reused
+// (levels x buckets), and a table of evicted keys of 2^(64 - shift) entries, a tag of 0 for none.
+struct tutti_reuse {
+  uint32_t* used;
+  uint8_t* level;
+  double* reused;
+  uint64_t* tag;
+  uint32_t* ghost_used;
+  uint8_t* ghost_level;
+  uint64_t slots;
+  uint64_t shift;
+};
+
+// The entry of each key among the evicted ones, and its tag.
+TUTTI_API void tutti_reuse_find(const tutti_reuse* reuse, const uint8_t* keys, uint64_t n,
+                                int64_t* entries_out, uint64_t* tags_out);
+
+// Slots were loaded in use `now`; counts each once. -1 for a slot out of range.
+TUTTI_API int64_t tutti_reuse_loaded(tutti_reuse* reuse, const int64_t* slots, uint64_t n,
+                                     int64_t now);
+
+// Keys came into slots; returns how many of them had been evicted. -1 for a slot out of range.
+TUTTI_API int64_t tutti_reuse_stored(tutti_reuse* reuse, const int64_t* slots, const uint8_t* keys,
+                                     uint64_t n, int64_t now);
+
+// A cache of digests, mapped directly by slot number; see tutti/placement/digest_cache.py.
+struct tutti_digests {
+  int64_t* slot;
+  uint64_t* sequence;
+  uint64_t* digests;
+  uint64_t entries;
+  uint64_t layers;
+};
+
+// Copies the known rows of n slots of these sequence numbers to out (n, layers), known_out[i] = 1;
+// returns how many.
+TUTTI_API uint64_t tutti_digests_get(const tutti_digests* cache, const int64_t* slots,
+                                     const uint64_t* sequences, uint64_t n, uint64_t* out,
+                                     uint8_t* known_out);
+TUTTI_API void tutti_digests_put(tutti_digests* cache, const int64_t* slots,
+                                 const uint64_t* sequences, uint64_t n, const uint64_t* digests);
 
 #endif  // TUTTI_NATIVE_API_H_

@@ -134,8 +134,11 @@ int Engine::wait(u64 timeout_ns, Ready ready) {
   return ok ? 0 : -ETIMEDOUT;
 }
 
-int Engine::wait_layers(const Job* job, u32 layers, u64 timeout_ns) {
-  const auto ready = [&] { return job->layers_ready >= layers || job->done; };
+int Engine::wait_layers(Job* job, u32 layers, u64 timeout_ns) {
+  const auto ready = [&] {
+    if (layers < job->waited) job->waited = layers;  // before the look: pairs with notify
+    return job->layers_ready >= layers || job->done;
+  };
   return ready() ? 0 : wait(timeout_ns, ready);
 }
 
@@ -163,8 +166,7 @@ void Engine::report(Job* job) {
   std::lock_guard<std::mutex> lock(mutex_);
   if (job->report.empty() || job->layers_ready < job->report_at) return;
   job->report_at = ~0u;
-  released_.splice(released_.end(), job->report);
-  changed_.notify_all();
+  tell_released(&job->report);
 }
 
 void Engine::cancel(Job* job) {
@@ -181,8 +183,9 @@ void Engine::attend() {
 }
 
 u64 Engine::next_released(u64 timeout_ns) {
-  wait(timeout_ns, [&] { return !released_.empty() || exited_; });
-  std::lock_guard<std::mutex> lock(mutex_);
+  std::unique_lock<std::mutex> lock(mutex_);
+  released_came_.wait_for(lock, std::chrono::nanoseconds(timeout_ns),
+                          [&] { return !released_.empty() || exited_; });
   if (released_.empty()) return exited_ ? ~0ull : 0;
   const u64 tag = released_.front();
   released_.pop_front();
@@ -225,6 +228,7 @@ void Engine::lane_ended() {
   std::lock_guard<std::mutex> lock(mutex_);
   exited_ = true;
   changed_.notify_all();
+  released_came_.notify_all();
 }
 
 EngineStats Engine::stats() const {
@@ -260,7 +264,7 @@ void Engine::layer_command_ended(Job* job, u32 layer) {
   if (ready == job->n_layers) end(job);
   job->layers_ready = ready;
   if (ready >= job->report_at) report(job);
-  notify();
+  notify(job);
 }
 
 void Engine::mark_pages(Job* job, u32 first, u32 end, u32 status) {
@@ -282,7 +286,7 @@ void Engine::abandon(Job* job, u32 status) {
     job->gate = true;
     end(job);
   }
-  notify();
+  notify(job);
   attend();
 }
 
@@ -296,12 +300,19 @@ void Engine::drop(Job* job) {
   if (--job->refs != 0) return;
   std::lock_guard<std::mutex> lock(mutex_);
   job->released = true;
-  released_.splice(released_.end(), job->place);
-  changed_.notify_all();
+  tell_released(&job->place);
+  if (waiters_ != 0) changed_.notify_all();
 }
 
-void Engine::notify() {
-  if (waiters_ == 0) return;
+// A tag for gio_engine_next.  The mutex is held.
+void Engine::tell_released(std::list<u64>* tag) {
+  released_.splice(released_.end(), *tag);
+  released_came_.notify_all();
+}
+
+// Layers of a job are ready, or it is done: wakes waiters if one waits for so few.
+void Engine::notify(const Job* job) {
+  if (waiters_ == 0 || (!job->done && job->layers_ready < job->waited)) return;
   std::lock_guard<std::mutex> lock(mutex_);
   changed_.notify_all();
 }

@@ -129,6 +129,7 @@ struct Job {
   std::atomic<bool> gate;
   std::atomic<bool> cancel{false};
   std::atomic<u32> layers_ready{0};
+  std::atomic<u32> waited{~0u};  // the fewest layers ready that were waited for
   std::atomic<u32> status{0};
   std::atomic<bool> done{false};
   std::atomic<bool> released{false};
@@ -159,7 +160,7 @@ class Engine {
   // 0 and a job that was taken over, or -ESHUTDOWN after stop().
   int submit(const JobConfig& config, Job** out);
   // Waits until `layers` layers are ready or the job is done: 0, or -ETIMEDOUT.
-  int wait_layers(const Job* job, u32 layers, u64 timeout_ns);
+  int wait_layers(Job* job, u32 layers, u64 timeout_ns);
   int wait_released(const Job* job, u64 timeout_ns);
   void open_gate(Job* job);
   void cancel(Job* job);
@@ -196,12 +197,13 @@ class Engine {
   void report(Job* job);
   void end(Job* job);
   void attend();
-  void notify();
+  void notify(const Job* job);
   void work(std::atomic<u64>* cpu_ns);
   void end_workers();
   std::vector<std::list<Part>> split(Job* job) const;
   template <typename Ready>
   int wait(u64 timeout_ns, Ready ready);
+  void tell_released(std::list<u64>* tag);
 
   const u32 n_lanes_;
   std::vector<Route> routes_;
@@ -210,6 +212,7 @@ class Engine {
   mutable std::mutex mutex_;
   std::condition_variable changed_;
   std::list<u64> released_;
+  std::condition_variable released_came_;
   std::atomic<u32> waiters_{0};
   std::atomic<bool> stop_{false};
   u32 lanes_left_;

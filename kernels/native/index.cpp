@@ -3,6 +3,7 @@
 //
 // Look-ups go in blocks: first every table entry of the block is prefetched, then every key that
 // those entries point at, then the keys are compared; the cache misses of a block overlap.
+#include <algorithm>
 #include <cstdint>
 #include <cstring>
 
@@ -109,16 +110,57 @@ void close_hole(tutti_index* index, uint64_t hole) {
   index->table[hole] = kTuttiNoSlot;
 }
 
+bool is_slot(const tutti_index* index, int64_t slot) {
+  return slot >= 0 && static_cast<uint64_t>(slot) < index->slots;
+}
+
+bool is_accepted(const tutti_index* index, uint32_t slot) {
+  return slot != kTuttiNoSlot && index->state[slot] >= index->ready_min &&
+         index->state[slot] <= index->ready_max;
+}
+
+int64_t wide(uint32_t slot) { return slot == kTuttiNoSlot ? kTuttiMissing : int64_t{slot}; }
+
+constexpr uint64_t kFew = 32;  // so many rows are compared one by one, more are sorted
+
+// Drops rows whose key came before, keeping the order.
+uint64_t drop_repeated(const uint8_t* keys, int64_t* rows, uint64_t n) {
+  uint64_t kept = 0;
+  if (n <= kFew) {
+    for (uint64_t i = 0; i < n; ++i) {
+      const Key key = load_key(keys, static_cast<uint64_t>(rows[i]));
+      bool is_new = true;
+      for (uint64_t k = 0; k < kept && is_new; ++k) {
+        is_new = !(load_key(keys, static_cast<uint64_t>(rows[k])) == key);
+      }
+      if (is_new) rows[kept++] = rows[i];
+    }
+    return kept;
+  }
+  const auto before = [keys](int64_t a, int64_t b) {
+    const int order = std::memcmp(keys + a * static_cast<int64_t>(kTuttiKeyBytes),
+                                  keys + b * static_cast<int64_t>(kTuttiKeyBytes), kTuttiKeyBytes);
+    return order != 0 ? order < 0 : a < b;
+  };
+  std::sort(rows, rows + n, before);
+  for (uint64_t i = 0; i < n; ++i) {
+    const Key key = load_key(keys, static_cast<uint64_t>(rows[i]));
+    const bool is_new = i == 0 || !(load_key(keys, static_cast<uint64_t>(rows[i - 1])) == key);
+    if (is_new) rows[kept++] = rows[i];  // what lies before i is the last key kept, or a repetition
+  }
+  std::sort(rows, rows + kept);
+  return kept;
+}
+
 }  // namespace
 
-uint64_t tutti_index_match(const tutti_index* index, const uint8_t* keys, uint64_t n,
-                           uint32_t* slots_out) {
+uint64_t tutti_index_match(tutti_index* index, const uint8_t* keys, uint64_t n, uint32_t uses,
+                           int64_t* slots_out) {
   uint64_t length = 0;
-  look_up(index, keys, n, [index, slots_out, &length](uint64_t i, uint32_t slot) {
-    if (slot == kTuttiNoSlot) return false;
-    const uint32_t state = index->state[slot];
-    if (state < index->ready_min || state > index->ready_max) return false;
+  look_up(index, keys, n, [=, &length](uint64_t i, uint32_t slot) {
+    if (!is_accepted(index, slot)) return false;
     slots_out[i] = slot;
+    index->access[slot] = uses;
     length = i + 1;
     return true;
   });
@@ -126,19 +168,98 @@ uint64_t tutti_index_match(const tutti_index* index, const uint8_t* keys, uint64
 }
 
 uint64_t tutti_index_find(const tutti_index* index, const uint8_t* keys, uint64_t n,
-                          uint32_t* slots_out) {
+                          int64_t* slots_out) {
   uint64_t found = 0;
   look_up(index, keys, n, [slots_out, &found](uint64_t i, uint32_t slot) {
-    slots_out[i] = slot;
+    slots_out[i] = wide(slot);
     found += slot != kTuttiNoSlot ? 1 : 0;
     return true;
   });
   return found;
 }
 
-uint64_t tutti_index_insert(tutti_index* index, const uint8_t* keys, const uint32_t* slots,
-                            uint64_t n, uint32_t* existing_out) {
-  uint64_t inserted = 0;
+int64_t tutti_index_pin(tutti_index* index, const uint8_t* keys, uint64_t n, uint32_t uses,
+                        uint64_t group_slots, int64_t* slots_out, uint64_t* sequences_out,
+                        uint8_t* marks_out) {
+  uint64_t length = 0;
+  look_up(index, keys, n, [=, &length](uint64_t i, uint32_t slot) {
+    if (!is_accepted(index, slot)) return false;
+    slots_out[i] = slot;
+    length = i + 1;
+    return true;
+  });
+  if (length != n) return -1 - static_cast<int64_t>(length);
+  int64_t runs = 0;
+  for (uint64_t i = 0; i < n; ++i) {
+    const auto slot = static_cast<uint64_t>(slots_out[i]);
+    const bool goes_on = i != 0 && slots_out[i] == slots_out[i - 1] + 1 && slot % group_slots != 0;
+    runs += goes_on ? 0 : 1;
+    ++index->pins[slot];
+    index->access[slot] = uses;
+    if (index->hits != nullptr && index->hits[slot] != UINT16_MAX) ++index->hits[slot];
+    sequences_out[i] = index->sequence[slot];
+    const bool is_unproven = index->state[slot] != index->ready_min;
+    marks_out[i] = static_cast<uint8_t>((is_unproven ? kTuttiUnproven : 0) |
+                                        (index->has_digests[slot] != 0 ? kTuttiHasDigests : 0));
+  }
+  return runs;
+}
+
+int64_t tutti_index_unpin(tutti_index* index, const int64_t* slots, uint64_t n) {
+  for (uint64_t i = 0; i < n; ++i) {
+    if (is_slot(index, slots[i]) && index->pins[slots[i]] != 0) {
+      --index->pins[slots[i]];
+      continue;
+    }
+    for (uint64_t k = 0; k < i; ++k) ++index->pins[slots[k]];
+    return -1 - static_cast<int64_t>(i);
+  }
+  return static_cast<int64_t>(n);
+}
+
+int64_t tutti_index_absent(tutti_index* index, const uint8_t* keys, uint64_t n, uint32_t uses,
+                           int64_t* rows_out) {
+  uint64_t absent = 0;
+  look_up(index, keys, n, [=, &absent](uint64_t i, uint32_t slot) {
+    if (slot == kTuttiNoSlot) {
+      rows_out[absent++] = static_cast<int64_t>(i);
+    } else {
+      index->access[slot] = uses;
+    }
+    return true;
+  });
+  return static_cast<int64_t>(drop_repeated(keys, rows_out, absent));
+}
+
+int64_t tutti_index_stretches(const tutti_index* index, const uint8_t* keys, const uint8_t* parents,
+                              const int64_t* rows, uint64_t n, int64_t* starts_out,
+                              int64_t* after_out) {
+  int64_t stretches = 0;
+  for (uint64_t i = 0; i < n; ++i) {
+    const Key parent = load_key(parents, static_cast<uint64_t>(rows[i]));
+    if (i != 0 && parent == load_key(keys, static_cast<uint64_t>(rows[i - 1]))) continue;
+    starts_out[stretches] = static_cast<int64_t>(i);
+    after_out[stretches] = wide(index->table[probe(index, parent, home_of(index, parent))]);
+    ++stretches;
+  }
+  return stretches;
+}
+
+int64_t tutti_index_insert(tutti_index* index, const uint8_t* keys, const int64_t* slots,
+                           uint64_t n, const uint64_t* sequence, const uint32_t* depth,
+                           const uint8_t* has_digests, const uint32_t* access, uint32_t uses,
+                           uint32_t from_max, uint32_t state, int64_t* existing_out) {
+  // Slots without a key need no depth: where a slot comes twice, the later number is in it.
+  for (uint64_t i = 0; i < n; ++i) {
+    if (!is_slot(index, slots[i]) || index->state[slots[i]] > from_max) {
+      return -1 - static_cast<int64_t>(i);
+    }
+    index->depth[slots[i]] = static_cast<uint32_t>(i);
+  }
+  for (uint64_t i = 0; i < n; ++i) {
+    if (index->depth[slots[i]] != static_cast<uint32_t>(i)) return -1 - static_cast<int64_t>(i);
+  }
+  int64_t inserted = 0;
   Key block[kBlock];
   uint64_t homes[kBlock];
   for (uint64_t begin = 0; begin < n; begin += kBlock) {
@@ -148,26 +269,44 @@ uint64_t tutti_index_insert(tutti_index* index, const uint8_t* keys, const uint3
     for (uint64_t i = 0; i < count; ++i) {
       const uint64_t position = probe(index, block[i], homes[i]);
       const uint32_t existing = index->table[position];
-      existing_out[begin + i] = existing;
+      const uint64_t row = begin + i;
+      existing_out[row] = wide(existing);
       if (existing != kTuttiNoSlot) continue;
-      const uint32_t slot = slots[begin + i];
-      index->keys[2 * uint64_t{slot}] = block[i].low;
-      index->keys[2 * uint64_t{slot} + 1] = block[i].high;
-      index->table[position] = slot;
+      const auto slot = static_cast<uint64_t>(slots[row]);
+      index->keys[2 * slot] = block[i].low;
+      index->keys[2 * slot + 1] = block[i].high;
+      index->table[position] = static_cast<uint32_t>(slot);
+      index->state[slot] = static_cast<uint8_t>(state);
+      index->sequence[slot] = sequence[row];
+      index->depth[slot] = depth[row];
+      index->has_digests[slot] = has_digests[row];
+      index->access[slot] = access != nullptr ? access[row] : uses;
       ++inserted;
     }
   }
   return inserted;
 }
 
-uint64_t tutti_index_remove(tutti_index* index, const uint32_t* slots, uint64_t n) {
+int64_t tutti_index_move(tutti_index* index, const int64_t* slots, uint64_t n, uint32_t from,
+                         uint32_t state, uint32_t unpinned) {
+  for (uint64_t i = 0; i < n; ++i) {
+    if (!is_slot(index, slots[i]) || (from >> index->state[slots[i]] & 1) == 0 ||
+        (unpinned != 0 && index->pins[slots[i]] != 0)) {
+      return -1 - static_cast<int64_t>(i);
+    }
+  }
+  for (uint64_t i = 0; i < n; ++i) index->state[slots[i]] = static_cast<uint8_t>(state);
+  return static_cast<int64_t>(n);
+}
+
+uint64_t tutti_index_remove(tutti_index* index, const int64_t* slots, uint64_t n) {
   uint64_t removed = 0;
   for (uint64_t i = 0; i < n; ++i) {
-    const uint64_t position = position_of(index, slots[i]);
+    const uint64_t position = position_of(index, static_cast<uint32_t>(slots[i]));
     if (position > index->mask) continue;
     close_hole(index, position);
-    index->keys[2 * uint64_t{slots[i]}] = 0;
-    index->keys[2 * uint64_t{slots[i]} + 1] = 0;
+    index->keys[2 * static_cast<uint64_t>(slots[i])] = 0;
+    index->keys[2 * static_cast<uint64_t>(slots[i]) + 1] = 0;
     ++removed;
   }
   return removed;

@@ -16,8 +16,8 @@ from memory_controller import Faults, MemoryController
 from tutti.errors import ConfigError, DeviceTimeout, NativeError, PoolClosed
 from tutti.gio_uring import _native
 from tutti.gio_uring import nvme_spec as nvme
-from tutti.gio_uring.engine import Engine, Extents
-from tutti.gio_uring.iocb import PagedMemory
+from tutti.gio_uring.engine import Engine
+from tutti.gio_uring.iocb import Extents, PagedMemory
 from tutti.gio_uring.job import Job
 from tutti.gio_uring.memory import HostBuffer
 from tutti.gio_uring.nvme_spec import (

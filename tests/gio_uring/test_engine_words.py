@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from memory_controller import Faults, MemoryController
 
-from tutti.gio_uring.engine import Engine, Extents
-from tutti.gio_uring.iocb import PagedMemory
+from tutti.gio_uring.engine import Engine
+from tutti.gio_uring.iocb import Extents, PagedMemory
 from tutti.gio_uring.job import Job
 from tutti.gio_uring.layer_words import LayerWords
 from tutti.gio_uring.memory import HostBuffer, view_at

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tutti.errors import ConfigError, PageRangeError
-from tutti.gio_uring.iocb import PagedMemory, flat_memory, split_runs
+from tutti.gio_uring.iocb import CutStruct, Extents, PagedMemory, flat_memory
 
 LBA_NBYTES = 4096
 
@@ -26,15 +26,8 @@ def test_commands_cover_every_block_once(
     rng = np.random.default_rng(seed)
     slba = rng.integers(0, 2**40, len(counts)).astype(np.uint64)
     nsid = rng.integers(1, 5, len(counts))
-    runs = split_runs(
-        slba,
-        nsid,
-        counts,
-        slice_nlb=slice_nlb,
-        lba_nbytes=LBA_NBYTES,
-        command_nlb_max=nlb_max,
-        command_slices_max=slices_max,
-    )
+    cut = CutStruct(slice_nlb, LBA_NBYTES, nlb_max, slices_max)
+    runs = Extents(slba, nsid, counts, slice_nlb).commands(cut)
     expected = [  # (namespace, lba, page, block inside the slice)
         (int(nsid[i]), int(slba[i]) + s * slice_nlb + b, sum(counts[:i]) + s, b)
         for i, count in enumerate(counts)
@@ -54,6 +47,14 @@ def test_commands_cover_every_block_once(
             for i, (page, block) in enumerate(blocks)
         ]
     assert found == expected
+
+
+def test_a_cut_of_nothing_is_refused() -> None:
+    for cut in (CutStruct(0, 4096, 1, 1), CutStruct(1, 4096, 0, 1), CutStruct(1, 4096, 1, 0)):
+        with pytest.raises(ValueError, match="no size"):
+            Extents([0], [1], [1], 1).commands(cut)
+    with pytest.raises(ValueError, match="shape"):
+        Extents([0, 1], [1], [1], 1).commands(CutStruct(1, 4096, 1, 1))
 
 
 def test_page_numbers_are_checked() -> None:

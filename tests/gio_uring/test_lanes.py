@@ -13,9 +13,9 @@ from store.pools import GEOMETRY, LAYOUT
 from tutti.errors import ConfigError, DeviceTimeout, Unsupported
 from tutti.gio_uring.controller_file import FileController
 from tutti.gio_uring.controller_span import SpanController
-from tutti.gio_uring.engine import PRIORITY_LOAD, Engine, Extents
+from tutti.gio_uring.engine import PRIORITY_LOAD, Engine
 from tutti.gio_uring.file_creation import allocate_file
-from tutti.gio_uring.iocb import PagedMemory
+from tutti.gio_uring.iocb import Extents, PagedMemory
 from tutti.gio_uring.job import Job
 from tutti.gio_uring.memory import HostBuffer
 from tutti.gio_uring.nvme_spec import (

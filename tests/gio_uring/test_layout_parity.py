@@ -11,6 +11,7 @@ import memory_controller
 import pytest
 from gio_uring.ring_model import ControllerQueueStruct
 
+from tutti import native as native_library
 from tutti.bench import controller_memory
 from tutti.gio_uring import (
     controller,
@@ -24,6 +25,7 @@ from tutti.gio_uring import (
     queue_pair,
 )
 from tutti.gio_uring.gpu import parameters as device_batch
+from tutti.pool import slot_extents
 
 KERNELS = Path(__file__).parents[2] / "kernels"
 HEADERS = ("gio_uring/controller_queue.h", "gio_uring/iocb.h", "gio_uring/queue_pair.h")
@@ -62,6 +64,11 @@ STRUCTS: dict[str, type[ctypes.Structure]] = {
     "Route": engine_structs.RouteStruct,
     "EngineConfig": engine_structs.EngineConfig,
     "WindowStats": engine_structs.WindowStats,
+    "Cut": iocb.CutStruct,
+    "SlotPlaces": slot_extents.SlotPlaces,
+    "tutti_index": native_library.NativeIndex,
+    "tutti_reuse": native_library.NativeReuse,
+    "tutti_digests": native_library.NativeDigests,
 }
 # Fields that C++ has no name for: padding before an aligned member.
 UNNAMED = {("QueuePair", "padding")}
@@ -101,7 +108,7 @@ def spec_constants() -> dict[str, int]:
 
 def program() -> str:
     lines = [f'#include "{header}"' for header in HEADERS]
-    for header in ("controller_file", "controller_memory", "controller_vfio", "engine"):
+    for header in ("controller_file", "controller_memory", "controller_vfio", "engine", "runs"):
         lines.append(f'#include "native/{header}.h"')
     lines.append('#include "device/parameters.cuh"')
     lines += ["#include <cstddef>", "#include <cstdio>", "using namespace gio;", "int main() {"]

@@ -14,10 +14,10 @@ import xxhash
 from gpu.device_memory import Allocation, page_bytes, paged
 from memory_controller import MemoryController
 
-from tutti.gio_uring.engine import Extents
 from tutti.gio_uring.gpu.device_engine import DeviceEngine
 from tutti.gio_uring.gpu.driver import CudaDriver
 from tutti.gio_uring.gpu.modules import Modules
+from tutti.gio_uring.iocb import Extents
 from tutti.gio_uring.nvme_spec import OPCODE_READ, OPCODE_WRITE
 
 LAYERS, PAGES, SEGMENTS = 2, 8, (4096, 1000)

@@ -241,7 +241,7 @@ def test_insert_writes_the_columns_of_new_keys_only() -> None:
     )
     assert answer.tolist() == [MISSING, 1, 4]
     assert index.sequence[[4, 5, 6]].tolist() == [20, 0, 0]
-    assert index.depth[[1, 4, 5]].tolist() == [1, 3, 0]
+    assert index.depth[[1, 4]].tolist() == [1, 3]
     assert index.has_digests.tolist() == [slot == 4 for slot in range(8)]
     assert index.state[[4, 5, 6]].tolist() == [SlotState.WRITING, SlotState.FREE, SlotState.FREE]
 
@@ -318,9 +318,49 @@ def test_features_that_no_slot_uses_take_no_memory() -> None:
     index.describe(as_slots(1, 2))
     assert index.nbytes_per_slot == before
     index.describe(as_slots(3), tenant=7, expiry=9, pinned=True)
-    index.count_hits(as_slots(3))
+    index.unpin(index.begin_load(make_keys([3]), 4).slots)
     assert index.nbytes_per_slot == before + 2 + 4 + 1 + 2
     read = (index.tenant[3], index.expiry[3], index.pinned[3], index.hits[3])
     assert read == (7, 9, True, 1) and index.hits.sum() == 1
     index.clear()
     assert index.nbytes_per_slot == before and not index.tenant.any()
+
+
+def test_a_load_pins_all_of_its_keys_or_none() -> None:
+    index = filled(8, 5)
+    index.has_digests[1] = True
+    found = index.begin_load(make_keys([0, 1, 3, 1]), 4)
+    assert found.slots.tolist() == [0, 1, 3, 1] and found.runs == 3
+    assert found.sequences.tolist() == [100, 101, 103, 101]
+    assert found.marks.tolist() == [0, 2, 0, 2]
+    assert index.pins.tolist() == [1, 2, 0, 1, 0, 0, 0, 0]
+    assert index.hits[:4].tolist() == [1, 2, 0, 1]
+    with pytest.raises(LookupError, match="2"):
+        index.begin_load(make_keys([0, 1, 7, 2]), 4)
+    assert index.pins.tolist() == [1, 2, 0, 1, 0, 0, 0, 0]
+    assert index.begin_load(make_keys([3, 4]), 4).runs == 2, "a run ends with its group"
+    assert index.begin_load(make_keys([]), 4).slots.size == 0
+
+
+@pytest.mark.parametrize("count", [8, 200])
+def test_absent_keys_are_named_once_and_in_order(count: int, seed: int) -> None:
+    index = filled(256, 20)
+    numbers = np.random.default_rng(seed).integers(0, 40, count)
+    index.begin_use()
+    rows = index.absent(make_keys(numbers))
+    first = {int(number): row for row, number in reversed(list(enumerate(numbers)))}
+    assert rows.tolist() == sorted(row for number, row in first.items() if number >= 20)
+    touched = np.unique(numbers[numbers < 20])
+    assert (index.access[touched] == index.uses).all()
+
+
+def test_slots_from_outside_are_refused_before_anything_changes() -> None:
+    index = filled(8, 4)
+    for slots in (as_slots(0, 8), as_slots(0, -1), as_slots(0, 2**40)):
+        with pytest.raises(AssertionError):
+            index.set_state(slots, SlotState.VOIDING)
+        with pytest.raises(AssertionError):
+            index.unpin(slots)
+        with pytest.raises(AssertionError):
+            index.insert(slots, make_keys([50, 51]), 0, 0)
+    assert index.counts()[SlotState.READY] == 4 and not index.pins.any()

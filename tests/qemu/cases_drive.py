@@ -30,8 +30,8 @@ from tutti.gio_uring.controller import (
 )
 from tutti.gio_uring.drives.rescue import Ask, DriveRescue, NativeDrive, Outcome
 from tutti.gio_uring.drives.vfio import VfioDevice
-from tutti.gio_uring.engine import Engine, Extents
-from tutti.gio_uring.iocb import flat_memory
+from tutti.gio_uring.engine import Engine
+from tutti.gio_uring.iocb import Extents, flat_memory
 from tutti.gio_uring.job import Job
 from tutti.gio_uring.memory import HostBuffer
 from tutti.gio_uring.status import status_error

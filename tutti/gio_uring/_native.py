@@ -14,6 +14,7 @@ _P = ctypes.c_void_p
 _I = ctypes.c_int
 _U32 = ctypes.c_uint32
 _U64 = ctypes.c_uint64
+_I64 = ctypes.c_int64
 
 _PROTOTYPES: native.Prototypes = {
     # controller.h
@@ -74,6 +75,13 @@ _PROTOTYPES: native.Prototypes = {
 }
 
 
+#: See native.quick.
+_QUICK: native.Prototypes = {
+    "gio_split_runs": (_I64, (_P, _P, _P, _U64, _P, _P, _U64)),
+    "gio_slot_runs": (_I64, (_P, _U64, _P, _P, _P, _U64)),
+}
+
+
 def part(prototypes: native.Prototypes) -> Callable[[], ctypes.CDLL]:
     """A function that gives the native library with the types of these functions declared.
 
@@ -83,6 +91,12 @@ def part(prototypes: native.Prototypes) -> Callable[[], ctypes.CDLL]:
 
 
 lib = part(_PROTOTYPES)
+
+
+@cache
+def quick() -> ctypes.CDLL:
+    """See native.quick."""
+    return native.declare(native.quick(), _QUICK)
 
 
 def check(result: int, what: str, remedy: str, error: type[TuttiError] = NativeError) -> None:

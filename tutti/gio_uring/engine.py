@@ -12,7 +12,6 @@ import itertools
 import os
 import threading
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -31,7 +30,7 @@ from tutti.gio_uring.engine_structs import (
     RouteStruct,
     WindowStats,
 )
-from tutti.gio_uring.iocb import PagedMemory, split_runs
+from tutti.gio_uring.iocb import RUN_DTYPE, CutStruct, Extents, PagedMemory, Runs
 from tutti.gio_uring.job import Job, nanoseconds
 from tutti.gio_uring.layer_words import LayerWords
 from tutti.gio_uring.memory import HostBuffer
@@ -45,6 +44,7 @@ from tutti.gio_uring.nvme_spec import (
 )
 from tutti.gio_uring.queue_pair import QueuePair
 from tutti.interrupts import uninterrupted
+from tutti.native import address
 from tutti.process import Owned, finalize
 from tutti.threads import start_thread
 
@@ -69,21 +69,6 @@ _REPORT = 1 << 63
 
 #: Memory of engines whose controller could not be reset: a device may still write there.
 _ORPHANS: list[object] = []
-
-
-@dataclass(frozen=True)
-class Extents:
-    """Runs on the medium, in the order of the pages they hold.
-
-    slba, nsid, count: (n,) first LBA in layer 0, namespace, number of consecutive slices.
-    slice_nlb: LBAs of one slice.  layer_stride_nlb: LBAs from one layer to the next.
-    """
-
-    slba: npt.ArrayLike
-    nsid: npt.ArrayLike
-    count: npt.ArrayLike
-    slice_nlb: int
-    layer_stride_nlb: int = 0
 
 
 class Engine(Owned):
@@ -217,52 +202,31 @@ class Engine(Owned):
         Raises PoolClosed after ``close``, CapacityError without memory for the job.
         """
         slices_max = max(1, (self._descriptors_max - 1) // (len(memory.segment_nbytes) + 1))
-        runs = split_runs(
-            extents.slba,
-            extents.nsid,
-            extents.count,
-            slice_nlb=extents.slice_nlb,
-            lba_nbytes=self.lba_nbytes,
-            command_nlb_max=self.command_nlb_max,
-            command_slices_max=slices_max,
+        runs = extents.commands(
+            CutStruct(extents.slice_nlb, self.lba_nbytes, self.command_nlb_max, slices_max)
         )
         if digests is not None and digests.shape != (pages.size, memory.bases.shape[0]):
             raise ValueError("digests must have the shape (pages, layers)")
-        bases = np.ascontiguousarray(memory.bases, np.uint64)
-        config = JobConfig()
-        self._describe(config, opcode, extents, pages, memory, bases)
-        config.iocb.flags = FUA if fua else 0
+        config = JobConfig(iocb=memory.iocb)
+        io = config.iocb
+        io.pages, io.n_pages = address(pages), pages.size
+        io.padding = self._scratch if opcode == OPCODE_READ else self._zeros
+        io.slice_nlb, io.layer_stride_nlb = extents.slice_nlb, extents.layer_stride_nlb
+        io.psdt = self.psdt
+        io.flags = FUA if fua else 0
         if digests is not None:
-            config.digests = digests.ctypes.data
+            config.digests = address(digests)
             config.digest = DIGEST_COMPARE if compare else DIGEST_COMPUTE
             config.gated = int(gated)
-        config.words, config.window = (0, 0) if words is None else (words.address, window)
-        config.due_ns, config.interval_ns = due_ns, interval_ns
-        config.layer_ns = 0 if layer_ns is None else layer_ns.ctypes.data
-        config.held = int(held)
-        keep = (pages, bases, memory, digests, words, layer_ns)
+        if words is not None:
+            config.words, config.window = words.address, window
+        if layer_ns is not None:
+            config.layer_ns = address(layer_ns)
+        config.due_ns, config.interval_ns, config.held = due_ns, interval_ns, int(held)
+        keep = (pages, memory, digests, words, layer_ns)
         return self._submit(
             config, opcode, runs, pages.size, keep, priority, timeout_s, on_released
         )
-
-    def _describe(
-        self,
-        config: JobConfig,
-        opcode: int,
-        extents: Extents,
-        pages: U32,
-        memory: PagedMemory,
-        bases: U64,
-    ) -> None:
-        """Fills in what moves, and between where."""
-        io = config.iocb
-        io.pages, io.n_pages = pages.ctypes.data, pages.size
-        io.bases, (io.n_layers, io.n_segments) = bases.ctypes.data, bases.shape
-        io.padding = self._scratch if opcode == OPCODE_READ else self._zeros
-        for k, nbytes in enumerate(memory.segment_nbytes):
-            io.segment_nbytes[k], io.segment_stride[k] = nbytes, memory.stride_nbytes[k]
-        io.slice_nlb, io.layer_stride_nlb = extents.slice_nlb, extents.layer_stride_nlb
-        io.psdt = self.psdt
 
     def flush(
         self,
@@ -273,15 +237,8 @@ class Engine(Owned):
     ) -> Job:
         """Makes every command that completed before durable, one Flush per namespace."""
         nsid = np.fromiter(namespaces, np.uint32)
-        runs = split_runs(
-            np.zeros(nsid.size, np.uint64),
-            nsid,
-            np.ones(nsid.size, np.int64),
-            slice_nlb=1,
-            lba_nbytes=self.lba_nbytes,
-            command_nlb_max=1,
-            command_slices_max=1,
-        )
+        runs = np.zeros(nsid.size, RUN_DTYPE)
+        runs["nsid"], runs["nlb"], runs["first"] = nsid, 1, np.arange(nsid.size)
         return self._raw(OPCODE_FLUSH, runs, timeout_s, on_released)
 
     def deallocate(
@@ -294,16 +251,9 @@ class Engine(Owned):
     ) -> Job:
         """Tells the medium that ranges of LBAs hold nothing of value (DSM deallocate)."""
         slba = np.asarray(slba, np.uint64)
-        runs = split_runs(
-            slba,
-            nsid,
-            np.ones(slba.size, np.int64),
-            slice_nlb=1,
-            lba_nbytes=self.lba_nbytes,
-            command_nlb_max=1,
-            command_slices_max=1,
-        )
-        runs["nlb"] = nlb
+        runs = np.zeros(slba.size, RUN_DTYPE)
+        runs["slba"], runs["nsid"], runs["nlb"] = slba, nsid, nlb
+        runs["first"] = np.arange(slba.size)
         return self._raw(OPCODE_DATASET_MANAGEMENT, runs, timeout_s)
 
     def reset(self, timeout_s: float) -> None:
@@ -388,7 +338,7 @@ class Engine(Owned):
     def _raw(
         self,
         opcode: int,
-        runs: npt.NDArray[np.void],
+        runs: Runs,
         timeout_s: float,
         on_released: Callable[[Job], None] | None = None,
     ) -> Job:
@@ -402,7 +352,7 @@ class Engine(Owned):
         self,
         config: JobConfig,
         opcode: int,
-        runs: npt.NDArray[np.void],
+        runs: Runs,
         n_pages: int,
         keep: tuple[Any, ...],
         priority: int,
@@ -414,8 +364,8 @@ class Engine(Owned):
         page_status = np.zeros(n_pages, np.uint32)
         config.iocb.opcode = opcode
         config.iocb.lba_shift = self.controller.info.lba_shift
-        config.iocb.runs, config.iocb.n_runs = runs.ctypes.data, runs.size
-        config.page_status = page_status.ctypes.data if n_pages else 0
+        config.iocb.runs, config.iocb.n_runs = address(runs), runs.size
+        config.page_status = address(page_status) if n_pages else 0
         config.timeout_ns = nanoseconds(timeout_s)
         config.priority = priority
         config.tag = next(self._tags)
@@ -430,8 +380,7 @@ class Engine(Owned):
             if result == -errno.ESHUTDOWN:
                 raise PoolClosed("the engine is closing; open the pool again")
             _native.check(result, "cannot start a transfer", "free memory", CapacityError)
-            job = Job(self, int(handle.value or 0), config.tag, arrays)
-            job.on_released(on_released)
+            job = Job(self, int(handle.value or 0), config.tag, arrays, on_released)
             self._jobs[config.tag] = job
         return job
 

@@ -1,13 +1,15 @@
 """I/O control blocks: runs, memory and their arithmetic, shared with the native engine.
 
 The structs mirror ``kernels/include/gio_uring/iocb.h``; a test compares the layouts.  An IOCB is
-prepared once for all layers with vectorised code: nothing here loops over pages.
+prepared once for all layers: nothing here loops over pages in Python.
 """
 
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -15,13 +17,18 @@ import numpy.typing as npt
 
 from tutti.arrays import U32, U64
 from tutti.errors import ConfigError, PageRangeError
+from tutti.gio_uring import _native
+from tutti.native import address
 
 SEGMENTS_MAX = 4
+_FEW = 128
 
 #: ``gio::Run``: one command per layer.
 RUN_DTYPE = np.dtype(
     [("slba", "<u8"), ("nsid", "<u4"), ("nlb", "<u4"), ("first", "<u4"), ("skip", "<u4")]
 )
+
+Runs = npt.NDArray[np.void]
 
 
 class IocbStruct(ctypes.Structure):
@@ -76,13 +83,29 @@ class PagedMemory:
         if len(self.stride_nbytes) != len(self.segment_nbytes):
             raise ConfigError("give one stride per segment")
 
+    @cached_property
+    def table(self) -> U64:
+        """``bases`` as native code reads them."""
+        return np.ascontiguousarray(self.bases, np.uint64)
+
+    @cached_property
+    def iocb(self) -> IocbStruct:
+        """What every I/O control block of this memory has in common."""
+        io = IocbStruct()
+        io.bases, (io.n_layers, io.n_segments) = address(self.table), self.table.shape
+        for k, nbytes in enumerate(self.segment_nbytes):
+            io.segment_nbytes[k], io.segment_stride[k] = nbytes, self.stride_nbytes[k]
+        return io
+
     def check_pages(self, pages: npt.ArrayLike) -> U32:
         """A copy of ``pages`` as uint32 (n,).  Raises PageRangeError."""
         array = np.asarray(pages)
         if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
             raise PageRangeError("pages must be a one-dimensional sequence of integers")
         if array.size:
-            low, high = int(array.min()), int(array.max())
+            # A few numbers are looked at sooner one by one.
+            numbers = array.tolist() if array.size <= _FEW else (array.min(), array.max())
+            low, high = int(min(numbers)), int(max(numbers))
             if low < 0 or high >= self.pages:
                 bad = low if low < 0 else high
                 raise PageRangeError(
@@ -97,50 +120,55 @@ def flat_memory(address: int, nbytes: int, count: int, owner: Any = None) -> Pag
     return PagedMemory(np.array([[address]], np.uint64), (nbytes,), (nbytes,), count, owner)
 
 
-def split_runs(
-    slba: npt.ArrayLike,
-    nsid: npt.ArrayLike,
-    count: npt.ArrayLike,
-    *,
-    slice_nlb: int,
-    lba_nbytes: int,
-    command_nlb_max: int,
-    command_slices_max: int,
-) -> npt.NDArray[np.void]:
-    """Cuts runs of ``count`` consecutive slices into commands.
+class CutStruct(ctypes.Structure):
+    """``gio::Cut``: how runs are cut into commands."""
 
-    slba, nsid, count: (n,) first LBA in layer 0, namespace and number of slices of each run; the
-    runs' pages follow one another.  Returns RUN_DTYPE, in the same order.  A slice longer than a
-    command is split at LBAs; otherwise commands hold whole slices.
+    _fields_ = (
+        ("slice_nlb", ctypes.c_uint32),
+        ("lba_nbytes", ctypes.c_uint32),
+        ("command_nlb_max", ctypes.c_uint32),
+        ("command_slices_max", ctypes.c_uint32),
+    )
+
+
+@dataclass(frozen=True)
+class Extents:
+    """Runs on the medium, in the order of the pages they hold.
+
+    slba, nsid, count: (n,) first LBA in layer 0, namespace, number of consecutive slices.
+    slice_nlb: LBAs of one slice.  layer_stride_nlb: LBAs from one layer to the next.
     """
-    slba = np.asarray(slba, np.uint64)
-    nsid = np.asarray(nsid, np.uint32)
-    count = np.asarray(count, np.int64)
-    first = np.cumsum(count) - count
-    if slice_nlb <= command_nlb_max:
-        step = max(1, min(command_nlb_max // slice_nlb, command_slices_max))
-        pieces = -(-count // step)
-        run, piece = _repeat(pieces)
-        start = piece * step
-        nlb = np.minimum(step, count[run] - start) * slice_nlb
-        skip_nlb = np.zeros_like(start)
-    else:
-        per_slice = -(-slice_nlb // command_nlb_max)
-        run, piece = _repeat(count * per_slice)
-        start, part = np.divmod(piece, per_slice)
-        skip_nlb = part * command_nlb_max
-        nlb = np.minimum(command_nlb_max, slice_nlb - skip_nlb)
-    out = np.zeros(run.size, RUN_DTYPE)
-    out["slba"] = slba[run] + (start * slice_nlb + skip_nlb).astype(np.uint64)
-    out["nsid"] = nsid[run]
-    out["nlb"] = nlb
-    out["first"] = first[run] + start
-    out["skip"] = skip_nlb * lba_nbytes
-    return out
+
+    slba: npt.ArrayLike
+    nsid: npt.ArrayLike
+    count: npt.ArrayLike
+    slice_nlb: int
+    layer_stride_nlb: int = 0
+
+    def commands(self, cut: CutStruct) -> Runs:
+        """Its commands of one layer, RUN_DTYPE, in the same order.
+
+        A slice longer than a command is split at LBAs; otherwise commands hold whole slices.
+        """
+        slba = np.ascontiguousarray(self.slba, np.uint64)
+        nsid = np.ascontiguousarray(self.nsid, np.uint32)
+        count = np.ascontiguousarray(self.count, np.int64)
+        if not slba.shape == nsid.shape == count.shape == (slba.size,):
+            raise ValueError("slba, nsid and count must have one shape (n,)")
+        places = (address(slba), address(nsid), address(count), slba.size)
+        return fill_runs(_native.quick().gio_split_runs, places, cut, 2 * slba.size + 64)
 
 
-def _repeat(pieces: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.int64]]:
-    """Index of the run and number of the piece inside it, for every piece."""
-    run = np.repeat(np.arange(pieces.size), pieces)
-    piece = np.arange(run.size) - np.repeat(np.cumsum(pieces) - pieces, pieces)
-    return run, piece
+def fill_runs(
+    function: Callable[..., int], arguments: tuple[Any, ...], cut: CutStruct, guess: int
+) -> Runs:
+    """What a native function that cuts runs writes; guess: how many commands there may be."""
+    for _ in range(2):  # once more where the guess was too low
+        runs = np.empty(guess, RUN_DTYPE)
+        found = function(*arguments, ctypes.byref(cut), address(runs), guess)
+        if found < 0:
+            raise ValueError("a slice, a command or a slot of no size or outside of the pool")
+        if found <= guess:
+            break
+        guess = found
+    return runs[:found]

@@ -13,7 +13,7 @@ from tutti.errors import CapacityError, Unsupported
 from tutti.gio_uring import _native
 from tutti.gio_uring.engine_structs import JobReport
 from tutti.interrupts import in_pieces
-from tutti.process import Owned, finalize
+from tutti.process import Owned
 
 
 class Served(Protocol):
@@ -35,19 +35,29 @@ class Job(Owned):
     is done.
     """
 
-    def __init__(self, engine: Served, handle: int, tag: int, keep: tuple[Any, ...]) -> None:
+    def __init__(
+        self,
+        engine: Served,
+        handle: int,
+        tag: int,
+        keep: tuple[Any, ...],
+        on_released: Callable[[Job], None] | None = None,
+    ) -> None:
         self._engine = engine
         self._handle = handle
         self._keep: tuple[Any, ...] = keep
         self.tag = tag
         self.page_status: U32 = keep[0]
-        self._callback: Callable[[Job], None] | None = None
+        self._callback = on_released
         self._on_ready: Callable[[], None] | None = None
         self._lock = threading.Lock()
         self._released = False
-        # The engine holds this object until the job is released, so this runs after that only.
-        self._free = finalize(self, _native.lib().gio_job_free, handle)
-        self._free.atexit = False
+        self._free = _native.lib().gio_job_free
+
+    def __del__(self) -> None:
+        """Frees the native job; one that was not released is the native threads'."""
+        if getattr(self, "_released", False):
+            self._free(self._handle)
 
     def report(self) -> JobReport:
         """Where the job stands."""

@@ -6,11 +6,12 @@ All functions work on arrays of records; a record is never trusted before `check
 from __future__ import annotations
 
 import math
+import struct
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -57,6 +58,8 @@ RECORD_DTYPE = block_dtype(
         (128, "digests", ("<u8", LAYERS_MAX)),
     ]
 )
+#: The fields before the digests; key and parent are left out.
+_HEAD = struct.Struct("<IHH16sQQQ32x16sQIIIIII")
 RECORD_MAGIC = int.from_bytes(b"TREC", "little")
 FLAG_DIGESTS = 1
 FLAG_PINNED = 2
@@ -99,8 +102,7 @@ def empty_records(n: int) -> Records:
     return np.zeros(n, RECORD_DTYPE)
 
 
-@dataclass(frozen=True)
-class RecordContent:
+class RecordContent(NamedTuple):
     """What the records of n slots hold: keys and parents (n, 16), digests (n, layers).
 
     What is an ArrayLike has n rows, or is one value for all.  Missing keys and parents are zeros.
@@ -120,10 +122,9 @@ class RecordContent:
 
     def take(self, rows: Slots) -> RecordContent:
         """The same for some rows (m,)."""
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
         taken: dict[str, Any] = {
             name: np.asarray(value)[rows] if value is not None and np.ndim(value) else value
-            for name, value in values.items()
+            for name, value in self._asdict().items()
         }
         return RecordContent(**taken)
 
@@ -136,30 +137,34 @@ def fill_records(records: Records, identity: RecordIdentity, content: RecordCont
     state, keys, parents, digests = content.state, content.keys, content.parents, content.digests
     assert state in (RecordState.READY, RecordState.VOID, RecordState.QUARANTINED)
     assert (np.asarray(content.sequences) < COUNTER_MAX).all(), "a sequence number is out of range"
-    records.view(np.uint8)[:] = 0
-    records["magic"] = RECORD_MAGIC
-    records["version"] = FORMAT_VERSION
-    records["state"] = state
-    records["pool_uuid"] = octets(identity.pool_uuid)
-    records["fingerprint"] = octets(identity.fingerprint)
-    records["member"] = identity.member
-    records["epoch"] = identity.epoch
-    records["layers"] = identity.layers
-    records["slot"] = content.slots
-    records["sequence"] = content.sequences
-    records["depth"] = content.depths
-    records["access_64s"] = content.access_64s
-    records["tenant"] = content.tenants
-    records["expiry_64s"] = content.expiry_64s
-    records["flags"] = np.where(content.pinned, FLAG_PINNED, 0)
-    if keys is not None:
-        records["key"] = keys
-    if parents is not None:
-        records["parent"] = parents
+    flags = np.where(content.pinned, FLAG_PINNED, 0) if np.ndim(content.pinned) else 0
+    flags = flags + FLAG_PINNED if content.pinned is True else flags
+    columns: dict[str, Any] = {
+        "slot": content.slots,
+        "sequence": content.sequences,
+        "tenant": content.tenants,
+        "depth": content.depths,
+        "access_64s": content.access_64s,
+        "flags": flags if digests is None else flags | FLAG_DIGESTS,
+        "expiry_64s": content.expiry_64s,
+    }
+    same = {name: 0 if np.ndim(value) else int(value) for name, value in columns.items()}
+    raw = records.view(np.uint8).reshape(-1, BLOCK_NBYTES)
+    raw[:] = 0
+    raw[:, : _HEAD.size] = octets(
+        _HEAD.pack(
+            *(RECORD_MAGIC, FORMAT_VERSION, state, identity.pool_uuid, same["slot"]),
+            *(same["sequence"], identity.epoch, identity.fingerprint, same["tenant"]),
+            *(identity.member, same["depth"], same["access_64s"], identity.layers),
+            *(same["flags"], same["expiry_64s"]),
+        )
+    )
+    for name, value in (*columns.items(), ("key", keys), ("parent", parents)):
+        if np.ndim(value):
+            records[name] = value
     if digests is not None:
         assert digests.shape == (len(records), identity.layers)
-        records["flags"] |= FLAG_DIGESTS
-        records["digests"][:, : identity.layers] = digests
+        raw[:, 128 : 128 + 8 * identity.layers].view("<u8")[:] = digests
     native.records_seal(records)
 
 

@@ -10,7 +10,6 @@ import logging
 import secrets
 import threading
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -208,7 +207,7 @@ class Session:
     def plan_put(self, message: PlanPut) -> Plan:
         """Slots for the keys that are not there.  Raises what ObjectStore.put raises."""
         core = self._core
-        keys = self._batch(message.keys).copy()
+        keys = self._batch(message.keys)
         if message.parent and len(message.parent) != KEY_NBYTES:
             raise KeySizeError(f"the parent key has {len(message.parent)} bytes, not {KEY_NBYTES}")
         if not 0 <= message.depth < 2**31:
@@ -217,7 +216,7 @@ class Session:
         pages, memory = planned.of_rows(len(keys))
         request = PutRequest.chain(keys, pages, memory, message.parent or None, message.depth)
         tenant, expiry = tenant_of(message.namespace), expiry_of(message.ttl_s)
-        request = replace(request, tenant=tenant, expiry_64s=expiry)
+        request = request._replace(tenant=tenant, expiry_64s=expiry)
         self.service.store.catalogue.watch(expiry > 0)
         progress = PutProgress(len(keys), core.guard, core.store_latency)
         with core.admitted(core.config.timeout_s):

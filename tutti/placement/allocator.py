@@ -135,12 +135,17 @@ class Allocator:
 
     def _refile(self, groups: Slots) -> None:
         """Files groups again after their slots changed. Whole groups were taken out before."""
-        lengths = self._longest[groups].tolist()
-        for group, length in zip(groups.tolist(), lengths, strict=True):
+        for group in groups.tolist():
+            length = int(self._longest[group])
             if 0 < length < self.group_slots:
                 del self._partial[length][group]
-        self._longest[groups] = _longest_runs(self._free[groups])
-        self._file(groups[self._longest[groups] > 0])
+            # Of one group bytes are searched sooner than an array.
+            runs = self._free[group].tobytes().split(b"\0")
+            self._longest[group] = length = max(map(len, runs))
+            if length == self.group_slots:
+                self._whole[group // self.groups_per_member].append(group)
+            elif length > 0:
+                self._partial[length][group] = None
 
     def _take_run(self, group: int, start: int, count: int, parts: list[Slots]) -> int:
         self._free[group, start : start + count] = False

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
+
 import numpy as np
 import numpy.typing as npt
 
 from tutti.arrays import U64, Slots
+from tutti.native import NativeDigests, address, quick
 
 
 class DigestCache:
@@ -19,22 +22,29 @@ class DigestCache:
         self._slot = np.full(self._entries, -1, np.int64)
         self._sequence = np.zeros(self._entries, np.uint64)
         self._digests = np.zeros((self._entries, layers), np.uint64)
+        self._native = NativeDigests(
+            slot=address(self._slot),
+            sequence=address(self._sequence),
+            digests=address(self._digests),
+            entries=self._entries,
+            layers=layers,
+        )
+        self._handle = ctypes.byref(self._native)
 
     def put(self, slots: Slots, sequences: U64, digests: U64) -> None:
         """Remembers digests (n, layers) of slots (n,) as of their sequence numbers (n,)."""
-        place = slots % self._entries
-        self._slot[place] = slots
-        self._sequence[place] = sequences
-        self._digests[place] = digests
+        assert digests.shape == (slots.size, self._digests.shape[1]), "a row per slot"
+        arrays = [np.ascontiguousarray(each) for each in (slots, sequences, digests)]
+        places = [address(each) for each in arrays]
+        quick().tutti_digests_put(self._handle, *places[:2], slots.size, places[2])
 
     def get(self, slots: Slots, sequences: U64, out: U64) -> npt.NDArray[np.bool_]:
         """Fills rows of ``out`` (n, layers); returns the mask (n,) of the rows that were known."""
-        place = slots % self._entries
-        known: npt.NDArray[np.bool_] = (self._slot[place] == slots) & (
-            self._sequence[place] == sequences
-        )
-        out[known] = self._digests[place[known]]
-        return known
+        assert out.shape == (slots.size, self._digests.shape[1]), "a row per slot"
+        known = np.empty(slots.size, np.uint8)
+        arguments = (address(slots), address(sequences), slots.size, address(out), address(known))
+        quick().tutti_digests_get(self._handle, *arguments)
+        return known.view(np.bool_)
 
     def knows(self, slots: Slots, sequences: U64) -> bool:
         """Whether it has the digests of all these slots."""

@@ -12,14 +12,14 @@ from __future__ import annotations
 import ctypes
 import secrets
 from enum import IntEnum
-from typing import TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from tutti.arrays import Keys, Mask, Slots
 from tutti.medium.keys import KEY_NBYTES
-from tutti.native import NO_SLOT, NativeIndex, address, lib
+from tutti.native import NO_SLOT, NativeIndex, address, quick
 
 _Scalar = TypeVar("_Scalar", bound=np.generic)
 
@@ -58,6 +58,25 @@ for _before, _afters in _TRANSITIONS.items():
 _OWNS_KEY = np.zeros(len(_S), np.bool_)
 _OWNS_KEY[[_S.WRITING, _S.READY, _S.UNPROVEN]] = True
 
+# By state, the bits of those from which `set_state` may move a slot to it.
+_KEEPS_KEY = [
+    sum(1 << b for b in _S if _ALLOWED[b, after] and _OWNS_KEY[b] == _OWNS_KEY[after])
+    for after in _S
+]
+
+
+class Pinned(NamedTuple):
+    """Of the keys of a load: slots, sequence numbers, MARK bits, and how many runs they are."""
+
+    slots: Slots
+    sequences: npt.NDArray[np.uint64]
+    marks: npt.NDArray[np.uint8]
+    runs: int
+
+
+#: `Pinned.marks`: the object is unproven; its record has digests.
+MARK_UNPROVEN, MARK_HAS_DIGESTS = 1, 2
+
 
 class Index:
     """Keys, states and pins of `slots` slots.
@@ -89,13 +108,17 @@ class Index:
         self.access = np.zeros(slots, np.uint32)
         self.depth = np.zeros(slots, np.uint32)
         self.has_digests = np.zeros(slots, np.bool_)
-        self._clear_catalogue()
         # At most half full, so that probes stay short.
         self._table = np.full(1 << (2 * slots - 1).bit_length(), NO_SLOT, np.uint32)
         self._native = NativeIndex(
             keys=address(self._words),
             table=address(self._table),
             state=address(self.state),
+            pins=address(self.pins),
+            access=address(self.access),
+            depth=address(self.depth),
+            sequence=address(self.sequence),
+            has_digests=address(self.has_digests),
             slots=slots,
             mask=self._table.size - 1,
             seed=secrets.randbits(64) if seed is None else seed,
@@ -103,6 +126,7 @@ class Index:
             ready_max=SlotState.UNPROVEN,
         )
         self._handle = ctypes.byref(self._native)
+        self._clear_catalogue()
 
     @property
     def nbytes_per_slot(self) -> float:
@@ -120,11 +144,9 @@ class Index:
         """
         self._check_keys(keys)
         self.begin_use()
-        found = np.empty(len(keys), np.uint32)
-        count = lib().tutti_index_match(self._handle, address(keys), len(keys), address(found))
-        slots: Slots = found[:count].astype(np.int64)
-        self.access[slots] = self.uses
-        return slots
+        found = np.empty(len(keys), np.int64)
+        arguments = (address(keys), len(keys), self.uses, address(found))
+        return found[: quick().tutti_index_match(self._handle, *arguments)]
 
     def look(self, keys: Keys) -> Slots:
         """As `match`, but for every key on its own: its slot or MISSING, shape (n,)."""
@@ -139,9 +161,49 @@ class Index:
     def find(self, keys: Keys) -> Slots:
         """The slot of every key in whatever state, or MISSING; shape (n,). Not an access."""
         self._check_keys(keys)
-        found = np.empty(len(keys), np.uint32)
-        lib().tutti_index_find(self._handle, address(keys), len(keys), address(found))
-        return _from_native(found)
+        found = np.empty(len(keys), np.int64)
+        quick().tutti_index_find(self._handle, address(keys), len(keys), address(found))
+        return found
+
+    def absent(self, keys: Keys) -> Slots:
+        """Rows of `keys` that have no slot, each key once, ascending; an access of the others."""
+        self._check_keys(keys)
+        rows = np.empty(len(keys), np.int64)
+        arguments = (address(keys), len(keys), self.uses, address(rows))
+        return rows[: quick().tutti_index_absent(self._handle, *arguments)]
+
+    def stretches(self, keys: Keys, parents: Keys, rows: Slots) -> list[tuple[int, int | None]]:
+        """Rows (n,) cut where a key does not follow the one before: how many rows each stretch has,
+        and the slot of the parent of its first key, if that has one.
+        """
+        self._check_keys(keys)
+        self._check_keys(parents)
+        starts, after = np.empty(rows.size, np.int64), np.empty(rows.size, np.int64)
+        arguments = (address(keys), address(parents), address(np.ascontiguousarray(rows)))
+        places = (address(starts), address(after))
+        count = quick().tutti_index_stretches(self._handle, *arguments, rows.size, *places)
+        ends = [*starts[1:count].tolist(), rows.size]
+        cut = zip(starts[:count].tolist(), ends, after[:count].tolist(), strict=True)
+        return [(end - start, None if slot == MISSING else slot) for start, end, slot in cut]
+
+    def begin_load(self, keys: Keys, group_slots: int) -> Pinned:
+        """Pins the slot of every key for a transfer, counts a hit and an access of each.
+
+        group_slots: of a group, in which a run of slots ends.  Raises LookupError with the number
+        of the first key that is neither READY nor UNPROVEN; then nothing was pinned.
+        """
+        self._check_keys(keys)
+        self.begin_use()
+        self._own("hits")
+        n = len(keys)
+        slots, sequences = np.empty(n, np.int64), np.empty(n, np.uint64)
+        marks = np.empty(n, np.uint8)
+        out = (address(slots), address(sequences), address(marks))
+        arguments = (address(keys), n, self.uses, group_slots, *out)
+        runs = quick().tutti_index_pin(self._handle, *arguments)
+        if runs < 0:
+            raise LookupError(-1 - runs)
+        return Pinned(slots, sequences, marks, runs)
 
     def insert(
         self,
@@ -162,28 +224,29 @@ class Index:
         count as accessed now; with it `uses` moves on so that nothing lies in the future.
         """
         self._check_keys(keys)
-        self._check_slots(slots)
         assert slots.shape == (len(keys),), "every key has one slot"
+        assert slots.dtype == np.int64, "slots are int64"
         assert _OWNS_KEY[state], f"a slot in state {state.name} owns no key"
-        self._check_transition(slots, state)
-        self._check_distinct(slots)
-        existing = np.empty(len(keys), np.uint32)
-        narrow = slots.astype(np.uint32)
-        lib().tutti_index_insert(
-            self._handle, address(keys), address(narrow), len(keys), address(existing)
-        )
-        new = existing == NO_SLOT
-        mapped = slots[new]
-        self.state[mapped] = state
-        self.sequence[mapped] = _select(sequence, new)
-        self.depth[mapped] = _select(depth, new)
-        self.has_digests[mapped] = _select(has_digests, new)
-        if access is None:
-            self.access[mapped] = self.uses
-        else:
-            self.access[mapped] = _select(access, new)
-            self.uses = max(self.uses, int(self.access[mapped].max(initial=0)))
-        return _from_native(existing)
+        n = len(keys)
+        existing = np.empty(n, np.int64)
+        columns: list[npt.NDArray[Any]] = [
+            _column(sequence, np.uint64, n),
+            _column(depth, np.uint32, n),
+            _column(has_digests, np.uint8, n),
+        ]
+        if access is not None:
+            columns.append(_column(access, np.uint32, n))
+            self.uses = max(self.uses, int(columns[3].max(initial=0)))
+        places = [*map(address, columns), 0][:4]
+        # READY and UNPROVEN come from FREE alone: a record that was voided speaks of no object.
+        last = SlotState.VOIDED if state == SlotState.WRITING else SlotState.FREE
+        arguments = (address(keys), address(slots), n, *places, self.uses, last, state)
+        done = quick().tutti_index_insert(self._handle, *arguments, address(existing))
+        if done < 0:
+            self._check_slots(slots)
+            self._check_transition(slots, state)
+            raise AssertionError("a slot was given twice")
+        return existing
 
     def remove(self, slots: Slots, state: SlotState = SlotState.VOIDING) -> None:
         """Takes the keys from distinct slots that own one and moves the slots to `state`.
@@ -196,8 +259,9 @@ class Index:
         self._check_transition(slots, state)
         if state != SlotState.QUARANTINED:
             assert not self.pins[slots].any(), "a slot with a transfer in flight was removed"
-        narrow = slots.astype(np.uint32)
-        removed = lib().tutti_index_remove(self._handle, address(narrow), len(slots))
+        removed = quick().tutti_index_remove(
+            self._handle, address(np.ascontiguousarray(slots)), len(slots)
+        )
         assert removed == len(slots), "a slot was given twice"
         self.state[slots] = state
         self.has_digests[slots] = False
@@ -218,20 +282,17 @@ class Index:
         self._set("expiry", slots, expiry)
         self._set("pinned", slots, pinned)
 
-    def count_hits(self, slots: Slots) -> None:
-        """Counts a load of each slot, up to 65535."""
-        hits = self.hits[slots]
-        self._set("hits", slots, hits + (hits < np.iinfo(np.uint16).max))
-
     def set_state(self, slots: Slots, state: SlotState) -> None:
         """Moves slots to `state`, where that neither gives them a key nor takes it away."""
-        self._check_slots(slots)
-        self._check_transition(slots, state)
-        owns = _OWNS_KEY[self.state[slots]]
-        assert (owns == _OWNS_KEY[state]).all(), "use insert or remove: a key comes or goes"
-        if state == SlotState.VOIDING:
-            assert not self.pins[slots].any(), "a slot with a transfer in flight was given up"
-        self.state[slots] = state
+        assert slots.dtype == np.int64, "slots are int64"
+        place = address(np.ascontiguousarray(slots))
+        arguments = (place, slots.size, _KEEPS_KEY[state], state, state == SlotState.VOIDING)
+        if quick().tutti_index_move(self._handle, *arguments) < 0:
+            self._check_slots(slots)
+            self._check_transition(slots, state)
+            owns = _OWNS_KEY[self.state[slots]]
+            assert (owns == _OWNS_KEY[state]).all(), "use insert or remove: a key comes or goes"
+            raise AssertionError("a slot with a transfer in flight was given up")
 
     def clear(self) -> Slots:
         """Forgets every key; returns the slots that held one, which are FREE now.
@@ -257,10 +318,9 @@ class Index:
 
     def unpin(self, slots: Slots) -> None:
         """Takes back what one `pin` with the same slots did."""
-        self._check_slots(slots)
-        np.subtract.at(self.pins, slots, 1)
-        if (self.pins[slots] > PINS_MAX).any():
-            np.add.at(self.pins, slots, 1)
+        place = address(np.ascontiguousarray(slots))
+        if quick().tutti_index_unpin(self._handle, place, slots.size) < 0:
+            self._check_slots(slots)
             raise AssertionError("a slot was unpinned more often than pinned")
 
     def begin_use(self) -> None:
@@ -311,16 +371,22 @@ class Index:
         self.tenant = _zeros(self.slots, np.uint16)
         self.hits = _zeros(self.slots, np.uint16)
         self.expiry = _zeros(self.slots, np.uint32)
+        self._native.hits = 0
+
+    def _own(self, name: str) -> npt.NDArray[Any]:
+        """An array of the catalogue, which has memory from now on."""
+        array: npt.NDArray[Any] = getattr(self, name)
+        if not array.flags.writeable:
+            array = array.copy()
+            setattr(self, name, array)
+            if name == "hits":
+                self._native.hits = address(array)
+        return array
 
     def _set(self, name: str, slots: Slots, values: npt.ArrayLike) -> None:
         """Writes an array of the catalogue; the first value that is not 0 gives it memory."""
-        array = getattr(self, name)
-        if not array.flags.writeable:
-            if not np.any(values):
-                return
-            array = array.copy()
-            setattr(self, name, array)
-        array[slots] = values
+        if getattr(self, name).flags.writeable or np.any(values):
+            self._own(name)[slots] = values
 
     def _check_keys(self, keys: Keys) -> None:
         assert keys.ndim == 2, "keys have the shape (n, 16)"
@@ -335,15 +401,6 @@ class Index:
             assert slots.min() >= 0, "a slot number is negative"
             assert slots.max() < self.slots, "a slot number lies beyond the pool"
 
-    def _check_distinct(self, slots: Slots) -> None:
-        # Slots without a key need no depth, so that column can be scribbled on: where a
-        # slot comes twice, only the later of its two numbers is there to be read back.
-        numbers = np.arange(slots.size, dtype=np.uint32)
-        self.depth[slots] = numbers
-        distinct = np.array_equal(self.depth[slots], numbers)
-        self.depth[slots] = 0
-        assert distinct, "a slot was given twice"
-
     def _check_transition(self, slots: Slots, state: SlotState) -> None:
         before = self.state[slots]
         wrong = ~_ALLOWED[before, state]
@@ -357,12 +414,10 @@ def _zeros(slots: int, dtype: type[_Scalar]) -> npt.NDArray[_Scalar]:
     return np.broadcast_to(dtype(), slots)
 
 
-def _from_native(found: npt.NDArray[np.uint32]) -> Slots:
-    slots = found.astype(np.int64)
-    slots[found == NO_SLOT] = MISSING
-    return slots
-
-
-def _select(values: npt.ArrayLike, mask: Mask) -> npt.ArrayLike:
-    """`values` where the mask holds; a scalar stays one."""
-    return values if np.ndim(values) == 0 else np.asarray(values)[mask]
+def _column(values: Any, dtype: type[_Scalar], n: int) -> npt.NDArray[_Scalar]:
+    """A value per key, shape (n,), from such an array or from one value for all."""
+    if isinstance(values, int):
+        return np.full(n, values, dtype)
+    column = np.ascontiguousarray(values, dtype)
+    assert column.shape == (n,), "a value per key"
+    return column

@@ -11,12 +11,14 @@ Time is counted in uses of the index, never by a clock, so that ranks with the s
 
 from __future__ import annotations
 
+import ctypes
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from tutti.arrays import U32, Keys, Mask, Slots
+from tutti.native import NativeReuse, address, quick
 
 LEVELS = 4
 _PER_OCTAVE = 8
@@ -28,7 +30,6 @@ _DECAY = 0.99
 _PRIOR_WEIGHT = 20.0
 _PRIOR_SHARE = 0.3
 _PRIOR_HAZARD = 0.1
-_MULTIPLIERS = np.array([0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F], np.uint64)
 
 Table = npt.NDArray[np.float64]
 
@@ -46,13 +47,6 @@ class _Ghosts:
         size = 1 << max(6, (slots - 1).bit_length())
         return cls(np.zeros(size, np.uint64), np.zeros(size, np.uint32), np.zeros(size, np.uint8))
 
-    def find(self, keys: Keys) -> tuple[Slots, npt.NDArray[np.uint64]]:
-        """Entry and tag of each key."""
-        words = np.ascontiguousarray(keys).view(np.uint64) * _MULTIPLIERS
-        tags = (words[:, 0] ^ (words[:, 1] >> np.uint64(29))) * _MULTIPLIERS[0] | np.uint64(1)
-        shift = np.uint64(64 - (self.tag.size - 1).bit_length())
-        return (tags >> shift).astype(np.int64), tags
-
 
 class ReuseHistory:
     """Loads and evictions of one pool.  Not thread-safe: the store holds a lock around it.
@@ -65,7 +59,18 @@ class ReuseHistory:
         self.level = np.zeros(slots, np.uint8)
         self._reused = np.zeros((LEVELS, BUCKETS))
         self._censored = np.zeros((LEVELS, BUCKETS))
-        self._ghosts = _Ghosts.create(slots)
+        ghosts = self._ghosts = _Ghosts.create(slots)
+        self._native = NativeReuse(
+            used=address(self.used),
+            level=address(self.level),
+            reused=address(self._reused),
+            tag=address(ghosts.tag),
+            ghost_used=address(ghosts.used),
+            ghost_level=address(ghosts.level),
+            slots=slots,
+            shift=64 - (ghosts.tag.size - 1).bit_length(),
+        )
+        self._handle = ctypes.byref(self._native)
         self._evictions = 0
         self._worth = _ranking(self._reused, self._censored)
         # Loads of objects that were evicted too early.
@@ -85,23 +90,17 @@ class ReuseHistory:
 
     def stored(self, slots: Slots, keys: Keys, now: int) -> None:
         """Objects came into slots; those that were evicted before are loads that came too late."""
-        ghosts = self._ghosts
-        entries, tags = ghosts.find(keys)
-        late = ghosts.tag[entries] == tags
-        found = entries[late]
-        self._count(self._reused, ghosts.level[found], ghosts.used[found], now)
-        self.regretted += found.size
-        self.level[slots] = 0
-        self.level[slots[late]] = np.minimum(ghosts.level[found] + 1, LEVELS - 1)
-        self.used[slots] = now
-        ghosts.tag[found] = 0
+        keys = np.ascontiguousarray(keys)
+        arguments = (address(np.ascontiguousarray(slots)), address(keys), slots.size, now)
+        late = quick().tutti_reuse_stored(self._handle, *arguments)
+        assert late >= 0, "a slot number lies beyond the pool"
+        self.regretted += late
 
     def loaded(self, slots: Slots, now: int) -> None:
         """Objects were loaded."""
-        slots = np.unique(slots)
-        self._count(self._reused, self.level[slots], self.used[slots], now)
-        self.level[slots] = np.minimum(self.level[slots] + 1, LEVELS - 1)
-        self.used[slots] = now
+        place = address(np.ascontiguousarray(slots))
+        done = quick().tutti_reuse_loaded(self._handle, place, slots.size, now)
+        assert done >= 0, "a slot number lies beyond the pool"
 
     def evicted(self, slots: Slots, keys: Keys, resident: Mask, now: int) -> None:
         """Objects were evicted; `resident` are the slots that hold one still.
@@ -109,7 +108,10 @@ class ReuseHistory:
         Learns anew once half the pool was evicted since the last time; that is O(slots).
         """
         ghosts = self._ghosts
-        entries, tags = ghosts.find(keys)
+        entries, tags = np.empty(len(keys), np.int64), np.empty(len(keys), np.uint64)
+        keys = np.ascontiguousarray(keys)
+        out = (address(entries), address(tags))
+        quick().tutti_reuse_find(self._handle, address(keys), len(keys), *out)
         forgotten = np.unique(entries[ghosts.tag[entries] != 0])
         self._count(self._censored, ghosts.level[forgotten], ghosts.used[forgotten], now)
         ghosts.tag[entries] = tags

@@ -12,8 +12,8 @@ import numpy.typing as npt
 from tutti.arrays import U32
 from tutti.errors import DeviceTimeout
 from tutti.gio_uring.controller import NativeController
-from tutti.gio_uring.engine import Engine, Extents
-from tutti.gio_uring.iocb import flat_memory
+from tutti.gio_uring.engine import Engine
+from tutti.gio_uring.iocb import Extents, flat_memory
 from tutti.gio_uring.job import Job
 from tutti.gio_uring.memory import HostBuffer
 from tutti.gio_uring.nvme_spec import OPCODE_READ, OPCODE_WRITE

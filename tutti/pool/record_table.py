@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
 
 from tutti.arrays import U32, U64, Keys, Slots
 from tutti.errors import DeviceTimeout
-from tutti.gio_uring.engine import Engine, Extents
+from tutti.gio_uring.engine import Engine
 from tutti.gio_uring.iocb import PagedMemory, flat_memory
 from tutti.gio_uring.job import Job
 from tutti.gio_uring.memory import HostBuffer
@@ -26,6 +25,7 @@ from tutti.medium.slot_record import (
     fill_records,
 )
 from tutti.pool.members import Members
+from tutti.pool.slot_extents import SlotExtents, record_places
 from tutti.process import Owned
 
 #: Records that one staging block holds, 4 MiB: the most pages of one put batch.
@@ -45,6 +45,8 @@ class RecordTable(Owned):
         self._memory: PagedMemory = flat_memory(
             self._buffer.address, RECORD_NBYTES, blocks * BLOCK_RECORDS, self._buffer
         )
+        self._nsids = np.array([members.nsid(m) for m in range(members.count)], np.uint32)
+        self._places = record_places(members.geometry, self._nsids)
         self._free = list(range(blocks))
         self._changed = threading.Condition()
 
@@ -56,7 +58,7 @@ class RecordTable(Owned):
     def reserve(self, timeout_s: float) -> int:
         """A staging block of BLOCK_RECORDS records.  DeviceTimeout when none became free."""
         with self._changed:
-            if not self._changed.wait_for(lambda: bool(self._free), timeout_s):
+            if not self._free and not self._changed.wait_for(lambda: bool(self._free), timeout_s):
                 raise DeviceTimeout(
                     f"no record staging became free within {timeout_s:g} s; the medium is stuck"
                 )
@@ -78,25 +80,29 @@ class RecordTable(Owned):
         timeout_s: float = 30.0,
     ) -> Job:
         """Writes the records of at most BLOCK_RECORDS slots, consecutive ones by one command."""
-        members, local = self._geometry.split_members(content.slots)
-        order = self._order(content.slots)
         records = self._records[block * BLOCK_RECORDS :][: content.slots.size]
-        for member in np.unique(members).tolist():
-            rows = order[members[order] == member]
-            where = np.flatnonzero(members[order] == member)
-            fill_records(
-                records[where[0] : where[-1] + 1],
-                self._members.identity(member),
-                replace(content, slots=local).take(rows),
-            )
-        return self._submit(
-            OPCODE_WRITE, block, content.slots[order], on_released, fua=fua, timeout_s=timeout_s
-        )
+        order, slots = self._order(content.slots), content.slots
+        if order is None:
+            fill_records(records, self._members.identity(0), content)
+        else:
+            members, local = self._geometry.split_members(slots)
+            slots, members = slots[order], members[order]
+            for member in np.unique(members).tolist():
+                where = np.flatnonzero(members == member)
+                fill_records(
+                    records[where[0] : where[-1] + 1],
+                    self._members.identity(member),
+                    content._replace(slots=local).take(order[where]),
+                )
+        return self._submit(OPCODE_WRITE, block, slots, on_released, fua=fua, timeout_s=timeout_s)
 
     def statuses(self, job: Job, slots: Slots) -> U32:
         """The NVMe status of every slot of a ``write`` that was released, (n,)."""
+        order = self._order(slots)
+        if order is None:
+            return job.page_status
         statuses = np.zeros(slots.size, np.uint32)
-        statuses[self._order(slots)] = job.page_status
+        statuses[order] = job.page_status
         return statuses
 
     def read(self, block: int, slots: Slots, *, timeout_s: float) -> Job:
@@ -131,8 +137,13 @@ class RecordTable(Owned):
         records: npt.NDArray[np.void] = raw.copy().view(RECORD_DTYPE)[:, 0]
         return records
 
-    def _order(self, slots: Slots) -> Slots:
-        """Slots by member: what lies together in staging is filled and written together."""
+    def _order(self, slots: Slots) -> Slots | None:
+        """Slots by member: what lies together in staging is filled and written together.
+
+        None: as they are, where there is one member.
+        """
+        if self._members.count == 1:
+            return None
         members, _ = self._geometry.split_members(slots)
         return np.argsort(members, kind="stable")
 
@@ -147,15 +158,7 @@ class RecordTable(Owned):
         timeout_s: float,
     ) -> Job:
         assert slots.size <= BLOCK_RECORDS, "a block holds BLOCK_RECORDS records"
-        # Records of consecutive slots are neighbours, also from one group to the next.
-        owner, local = self._geometry.split_members(slots)
-        cut = np.flatnonzero((np.diff(slots) != 1) | (np.diff(owner) != 0)) + 1
-        at = np.concatenate(([0], cut)) if slots.size else cut
-        members, local, counts = owner[at], local[at], np.diff(np.append(at, slots.size))
-        nsid = np.array([self._members.nsid(m) for m in range(self._members.count)], np.uint32)
-        extents = Extents(
-            self._geometry.record_lba(local), nsid[members], counts, self._geometry.record_nlb
-        )
+        extents = SlotExtents(self._places, slots, self._geometry.record_nlb)
         first = block * BLOCK_RECORDS
         pages = np.arange(first, first + slots.size, dtype=np.uint32)
         return self._engine.submit(

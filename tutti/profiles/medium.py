@@ -11,14 +11,9 @@ import numpy as np
 
 from tutti.errors import ConfigError, DeviceTimeout
 from tutti.gio_uring.controller_file import FileController
-from tutti.gio_uring.engine import (
-    PRIORITY_LOAD,
-    PRIORITY_STORE,
-    Engine,
-    Extents,
-)
+from tutti.gio_uring.engine import PRIORITY_LOAD, PRIORITY_STORE, Engine
 from tutti.gio_uring.file_creation import allocate_file
-from tutti.gio_uring.iocb import flat_memory
+from tutti.gio_uring.iocb import Extents, flat_memory
 from tutti.gio_uring.job import Job
 from tutti.gio_uring.memory import HostBuffer
 from tutti.gio_uring.nvme_spec import OPCODE_READ, OPCODE_WRITE

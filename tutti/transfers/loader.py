@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from tutti.arrays import U32, U64, Keys, Slots
+from tutti.arrays import U32, U64, Keys, Mask, Slots
 from tutti.errors import DeviceTimeout, KeyMissing
 from tutti.gio_uring.engine import PRIORITY_LOAD
 from tutti.gio_uring.iocb import PagedMemory
@@ -25,7 +27,7 @@ from tutti.gio_uring.nvme_spec import (
     STATUS_TIMED_OUT,
     STATUS_UNRECOVERED_READ,
 )
-from tutti.placement.index import MISSING, SlotState
+from tutti.placement.index import MARK_HAS_DIGESTS, MARK_UNPROVEN, SlotState
 from tutti.pool.record_table import BLOCK_RECORDS, RecordTable
 from tutti.transfers.core import Core
 from tutti.transfers.reclaim import Reclaimer
@@ -35,10 +37,18 @@ _log = logging.getLogger(__name__)
 
 SAMPLE_ONE_IN = 16
 _BLOCKS = 3
+_NO_ROWS = np.zeros(0, np.int64)
 
 
-@dataclass(frozen=True)
-class _Pages:
+class _Rows(NamedTuple):
+    """Pages of a load that one job moves."""
+
+    rows: Slots
+    verify: bool
+    whole: bool  # no layer counts before all do: unproven objects are verified in full first
+
+
+class _Pages(NamedTuple):
     """What a load reads: everything by row of the batch."""
 
     keys: Keys
@@ -46,8 +56,8 @@ class _Pages:
     sequences: U64
     pages: U32
     memory: PagedMemory
-    unproven: npt.NDArray[np.bool_]
-    verify: npt.NDArray[np.bool_]
+    unproven: Mask | None  # where there are some
+    parts: Sequence[_Rows]
 
 
 class Loader:
@@ -80,10 +90,8 @@ class Loader:
         progress = LoadProgress(len(keys), core.layers, core.guard, core.load_latency)
         settle = _Settle(self, progress, batch)
         try:
-            for mask, whole in self._partition(batch):
-                rows = np.flatnonzero(mask).astype(np.int64)
-                if rows.size:
-                    self._load_part(progress, batch, rows, whole, settle, held=held)
+            for part in batch.parts:
+                self._load_part(progress, batch, part, settle, held=held)
         except BaseException:
             progress.cancel(core.config.timeout_s)
             raise
@@ -93,66 +101,67 @@ class Loader:
 
     def _pin(self, keys: Keys, pages: U32, memory: PagedMemory) -> _Pages:
         """Finds every key, checks that it may be served, and pins its slot."""
-        core, index = self._core, self._core.index
-        slots = index.find(keys)
-        state = index.state[slots]
-        present = (slots != MISSING) & ((state == SlotState.READY) | (state == SlotState.UNPROVEN))
-        if not present.all():
-            first = int(np.flatnonzero(~present)[0])
+        core = self._core
+        try:
+            found = core.index.begin_load(keys, core.geometry.group_slots)
+        except LookupError as error:
             raise KeyMissing(
-                f"key {first} of {len(keys)} is not in the pool; ask match() which prefix is, and "
+                f"key {error} of {len(keys)} is not in the pool; ask match() which prefix is, and "
                 "pin it if time passes before the load"
-            )
-        index.pin(slots)
-        index.begin_use()
-        index.touch(slots)
-        index.count_hits(slots)
-        core.history.loaded(slots[state == SlotState.READY], index.uses)
+            ) from None
         self._loads += 1
-        unproven = state == SlotState.UNPROVEN
-        verify = unproven.copy()
-        policy = core.config.verify
-        if policy == "always" or (policy == "sampled" and self._loads % SAMPLE_ONE_IN == 1):
-            verify |= index.has_digests[slots]
-        starts, _ = core.geometry.find_runs(slots)
-        core.counters.load_runs += starts.size
-        return _Pages(keys, slots, index.sequence[slots], pages, memory, unproven, verify)
+        core.counters.load_runs += found.runs
+        unproven, parts = self._partition(found.marks)
+        ready = found.slots if unproven is None else found.slots[~unproven]
+        core.history.loaded(ready, core.index.uses)
+        return _Pages(keys, found.slots, found.sequences, pages, memory, unproven, parts)
 
-    @staticmethod
-    def _partition(batch: _Pages) -> tuple[tuple[npt.NDArray[np.bool_], bool], ...]:
-        """(rows, whole): unproven objects count only when all their layers were verified."""
-        return (
-            (batch.verify & ~batch.unproven, False),
-            (~batch.verify, False),
-            (batch.unproven, True),
-        )
+    def _partition(self, marks: npt.NDArray[np.uint8]) -> tuple[Mask | None, Sequence[_Rows]]:
+        """Which objects are unproven, and the parts of a load that a job each moves."""
+        policy = self._core.config.verify
+        every = policy == "always" or (policy == "sampled" and self._loads % SAMPLE_ONE_IN == 1)
+        octets = marks.tobytes()
+        first = octets[0] if octets else 0
+        if octets.count(first) == len(octets) and not first & MARK_UNPROVEN:
+            rows = np.arange(len(octets), dtype=np.int64)
+            verify = every and bool(first & MARK_HAS_DIGESTS)
+            return None, (_Rows(rows, verify, whole=False),) if octets else ()
+        unproven = (marks & MARK_UNPROVEN) != 0
+        verify = unproven | ((marks & MARK_HAS_DIGESTS) != 0) if every else unproven
+        kinds = ((verify & ~unproven, True, False), (~verify, False, False), (unproven, True, True))
+        parts = [_Rows(np.flatnonzero(mask).astype(np.int64), *kind) for mask, *kind in kinds]
+        return unproven, [part for part in parts if part.rows.size]
 
     def _load_part(
         self,
         progress: LoadProgress,
         batch: _Pages,
-        rows: Slots,
-        whole: bool,
+        part: _Rows,
         settle: _Settle,
         *,
         held: bool,
     ) -> None:
         core = self._core
-        verify = bool(batch.verify[rows[0]])
-        digests, unknown = None, np.zeros(0, np.int64)
+        rows, verify, whole = part
+        slots, pages = batch.slots, batch.pages
+        sequences = batch.sequences
+        if rows.size != slots.size:
+            slots, pages, sequences = slots[rows], pages[rows], sequences[rows]
+        digests, unknown = None, _NO_ROWS
         if verify:
-            digests = np.zeros((rows.size, core.layers), np.uint64)
+            digests = np.empty((rows.size, core.layers), np.uint64)
             with core.lock:
-                known = core.digests.get(batch.slots[rows], batch.sequences[rows], digests)
-            unknown = np.flatnonzero(~known).astype(np.int64)
+                known = core.digests.get(slots, sequences, digests)
+            if b"\0" in known.tobytes():
+                unknown = np.flatnonzero(~known).astype(np.int64)
         # Before the data, so that the digests are there when the first layer is.
-        reads = self._start_records(batch, rows[unknown])
+        reads = self._start_records(batch, rows[unknown]) if unknown.size else []
         settle.add_part()
         try:
             job = core.submitter(batch.memory).submit(
                 OPCODE_READ,
-                core.extents(batch.slots[rows]),
-                np.ascontiguousarray(batch.pages[rows]),
+                core.extents(slots),
+                pages,
                 batch.memory,
                 digests=digests,
                 compare=verify,
@@ -167,16 +176,16 @@ class Loader:
             for read in reads:
                 read.release(self._table)
             raise
-        part = LoadPart(job, rows, whole)
-        progress.parts.append(part)
+        loaded = LoadPart(job, rows, whole)
+        progress.parts.append(loaded)
         if digests is None or not unknown.size:
             return
         if batch.memory.path is None or core.is_remote(batch.memory):
-            self._open_gate(progress, batch, part, digests, unknown, reads)
+            self._open_gate(progress, batch, loaded, digests, unknown, reads)
             return
         settle.add_part()
         # A stream waits for these pages instead of the caller, who goes on at once.
-        arguments = (progress, batch, part, digests, unknown, reads, settle)
+        arguments = (progress, batch, loaded, digests, unknown, reads, settle)
         threading.Thread(
             target=self._open_later, args=arguments, name="tutti-records", daemon=True
         ).start()
@@ -290,30 +299,34 @@ class Loader:
     def settle(self, progress: LoadProgress, batch: _Pages) -> None:
         """All jobs of a load were released: unpins, proves and quarantines."""
         core, index = self._core, self._core.index
-        status = np.full(len(batch.slots), STATUS_CANCELLED, np.uint32)
-        for part in progress.parts:
-            status[part.rows] = part.job.page_status
-        status = np.where(progress.record_status == 0, status, progress.record_status)
+        status = progress.status(STATUS_CANCELLED)
+        payload = core.geometry.slice_nbytes * core.layers
         with core.lock:
             index.unpin(batch.slots)
-            good = status == 0
-            wrong = (status == STATUS_DIGEST_MISMATCH) | (status == STATUS_UNRECOVERED_READ)
-            core.counters.loaded += int(np.count_nonzero(good))
-            core.counters.load_errors += int(np.count_nonzero(~good))
-            core.counters.mismatches += int(np.count_nonzero(status == STATUS_DIGEST_MISMATCH))
-            payload = core.geometry.slice_nbytes * core.layers
-            core.counters.payload_read_nbytes += int(np.count_nonzero(good)) * payload
-            proven = np.unique(batch.slots[good & batch.unproven])
+            failed = int(np.count_nonzero(status))
+            core.counters.loaded += status.size - failed
+            core.counters.payload_read_nbytes += (status.size - failed) * payload
+            if failed or batch.unproven is not None:
+                self._judge(batch.slots, batch.unproven, status)
+        progress.settle()
+        core.end()
+
+    def _judge(self, slots: Slots, unproven: Mask | None, status: U32) -> None:
+        """What a load says about its objects.  Lock held."""
+        core, index = self._core, self._core.index
+        wrong = (status == STATUS_DIGEST_MISMATCH) | (status == STATUS_UNRECOVERED_READ)
+        core.counters.load_errors += int(np.count_nonzero(status))
+        core.counters.mismatches += int(np.count_nonzero(status == STATUS_DIGEST_MISMATCH))
+        if unproven is not None:
+            proven = np.unique(slots[(status == 0) & unproven])
             proven = proven[index.state[proven] == SlotState.UNPROVEN]
             index.set_state(proven, SlotState.READY)
             core.counters.proven += proven.size
-            slots = np.unique(batch.slots[wrong])
-            self._reclaimer.quarantine(slots[index.state[slots] == SlotState.READY])
-            # A torn write does not condemn the slot.
-            unproven = slots[index.state[slots] == SlotState.UNPROVEN]
-            self._reclaimer.discard(unproven[index.pins[unproven] == 0])
-        progress.settle()
-        core.end()
+        slots = np.unique(slots[wrong])
+        self._reclaimer.quarantine(slots[index.state[slots] == SlotState.READY])
+        # A torn write does not condemn the slot.
+        torn = slots[index.state[slots] == SlotState.UNPROVEN]
+        self._reclaimer.discard(torn[index.pins[torn] == 0])
 
 
 @dataclass(frozen=True)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -13,15 +14,14 @@ from tutti.arrays import U32, Keys, Rows
 from tutti.checks import whole
 from tutti.errors import ConfigError
 from tutti.gio_uring.iocb import PagedMemory
-from tutti.medium.keys import as_keys, check_key
+from tutti.medium.keys import KEY_NBYTES, as_keys, check_key
 from tutti.medium.slot_record import expiry_of, tenant_of
 from tutti.transfers.tickets import Outcome, PutProgress
 
 DEPTH_MAX = 2**32 - 1  # of a record
 
 
-@dataclass(frozen=True)
-class PutRequest:
+class PutRequest(NamedTuple):
     """Keys (n, 16) to store, their predecessors (n, 16), depths (n,) and pages (n,).
 
     A predecessor of zeros is none.  tenant: number of the namespace, 0 for none.  expiry_64s: Unix
@@ -30,7 +30,7 @@ class PutRequest:
 
     keys: Keys
     parents: Keys
-    depths: npt.NDArray[np.int64]
+    depths: U32
     pages: U32
     memory: PagedMemory
     tenant: int = 0
@@ -47,13 +47,14 @@ class PutRequest:
         check_lengths(keys, pages)
         if parent is not None:
             check_key("parent", parent)
-        depth = whole("depth", depth, 0, DEPTH_MAX - max(0, len(keys) - 1))
-        parents = np.zeros_like(keys)
-        parents[1:] = keys[:-1]
-        if parent is not None and len(keys):
-            parents[0] = np.frombuffer(parent, np.uint8)
-        depths = depth + np.arange(len(keys), dtype=np.int64)
-        return cls(keys, parents, depths, pages, memory)
+        n = len(keys)
+        depth = whole("depth", depth, 0, DEPTH_MAX - max(0, n - 1))
+        # A copy, as records are written later: each key lies behind its predecessor.
+        chain = np.empty((n + 1, KEY_NBYTES), np.uint8)
+        chain[0] = 0 if parent is None else np.frombuffer(parent, np.uint8)
+        chain[1:] = keys
+        depths = np.arange(depth, depth + n, dtype=np.uint32)
+        return cls(chain[1:], chain[:-1], depths, pages, memory)
 
     @classmethod
     def checked(
@@ -67,10 +68,9 @@ class PutRequest:
         namespace: str = "",
     ) -> PutRequest:
         """As `chain`, of what a caller gave.  Raises KeySizeError, PageRangeError, ConfigError."""
-        array = as_keys(keys).copy()  # records are written later, from what the caller gave now
         expiry, tenant = expiry_of(ttl_s), tenant_of(namespace)
-        request = cls.chain(array, memory.check_pages(pages), memory, parent, depth)
-        return replace(request, tenant=tenant, expiry_64s=expiry)
+        request = cls.chain(as_keys(keys), memory.check_pages(pages), memory, parent, depth)
+        return request._replace(tenant=tenant, expiry_64s=expiry) if expiry or tenant else request
 
     def take(self, rows: Rows) -> PutRequest:
         """The same for some rows (m,), ascending."""
@@ -102,8 +102,7 @@ class PutRequest:
         )
 
 
-@dataclass(frozen=True)
-class PutPart:
+class PutPart(NamedTuple):
     """Rows (m,) of a put, ascending, that are started together.
 
     progress: of the whole put.  ended: called once, when all of these rows have their outcome, with
@@ -127,12 +126,19 @@ class PutTogether:
         self._parts = parts
         self._left = 1  # the submission itself, then batches
         self._lock = threading.Lock()
-        self._starts = np.cumsum([0, *(part.rows.size for part in parts)])
+        self._starts = [0, *itertools.accumulate(part.rows.size for part in parts)]
         self.request = PutRequest.merge([part.request.take(part.rows) for part in parts])
 
     def tell(self, rows: Rows, outcome: Outcome, status: int | U32 = 0) -> None:
         """Rows (m,) of ``request`` have this outcome.  status: why, for one that failed."""
         if rows.size == 0:
+            return
+        if len(self._parts) == 1:
+            part = self._parts[0]
+            own = part.rows[rows]
+            part.progress.outcome[own] = outcome
+            if outcome == Outcome.FAILED:
+                part.progress.status[own] = status
             return
         status = np.broadcast_to(np.asarray(status, np.uint32), rows.shape)
         which = np.searchsorted(self._starts, rows, "right") - 1
@@ -176,6 +182,6 @@ def checked_pages(keys: Keys, pages: npt.ArrayLike, memory: PagedMemory, *, once
     Raises PageRangeError, ConfigError.
     """
     numbers = check_lengths(keys, memory.check_pages(pages))
-    if once and np.unique(numbers).size != numbers.size:
+    if once and len(set(numbers.tolist())) != numbers.size:
         raise ConfigError("a page is named twice; give every key a page of its own")
     return numbers

@@ -55,9 +55,10 @@ class Reclaimer:
         """
         core = self._core
         self.top_up(n)
-        core.changed.wait_for(
-            lambda: core.allocator.free_slots >= n or not self.busy or core.closing, deadline_s
-        )
+        if core.allocator.free_slots < n:
+            core.changed.wait_for(
+                lambda: core.allocator.free_slots >= n or not self.busy or core.closing, deadline_s
+            )
         core.check_open()
         slots = core.allocator.allocate(n, after=after)
         self.top_up(0)

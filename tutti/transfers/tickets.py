@@ -91,13 +91,15 @@ class PutTicket(Owned):
             raise DeviceTimeout(
                 f"the put is not done after {timeout_s:g} s; its pages stay in use, wait again"
             )
-        status, failed = self._progress.status, self.failed()
-        if failed.size:
+        status = self._progress.status
+        if np.count_nonzero(status):
+            failed = self.failed()
             refusal = self._progress.refusal
             if refusal is not None:  # a copy: a raised exception collects the frames that it passed
                 raise copy.copy(refusal) from refusal
             raise _error(int(status[failed[0]]), failed, "put")
-        counts = np.bincount(self.outcome, minlength=len(Outcome)).tolist()
+        octets = self.outcome.tobytes()
+        counts = [octets.count(code) for code in range(len(Outcome))]
         return PutResult(counts[Outcome.STORED], counts[Outcome.PRESENT], counts[Outcome.DROPPED])
 
     @takes(timeout_s=seconds)
@@ -233,8 +235,9 @@ class LoadTicket(Owned):
                 raise DeviceTimeout(
                     f"layer {layer} is not ready after {timeout_s:g} s; its pages stay in use"
                 )
-        failed = self.failed()
-        if failed.size:
+        status = progress.status()
+        if np.count_nonzero(status):
+            failed = self.failed()
             raise _error(int(progress.status()[failed[0]]), failed, "load")
 
     def _check_layer(self, layer: int) -> None:
@@ -307,11 +310,17 @@ class LoadProgress(Owned):
         self._lock = threading.Lock()
         self._callbacks: list[Callable[[], None]] = []
 
-    def status(self) -> U32:
-        """Why a key failed so far, else 0: u32 (keys,)."""
-        status = np.zeros(self.keys, np.uint32)
-        for part in self.parts:
-            status[part.rows] = part.job.page_status
+    def status(self, otherwise: int = 0) -> U32:
+        """Why a key failed so far, else 0: u32 (keys,); ``otherwise`` for one without a job."""
+        parts = self.parts
+        if len(parts) == 1 and parts[0].rows.size == self.keys:
+            status = parts[0].job.page_status
+        else:
+            status = np.full(self.keys, otherwise, np.uint32)
+            for part in parts:
+                status[part.rows] = part.job.page_status
+        if np.count_nonzero(self.record_status) == 0:
+            return status
         return np.where(self.record_status == 0, status, self.record_status)
 
     @property

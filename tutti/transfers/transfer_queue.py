@@ -51,6 +51,7 @@ from tutti.transfers.writer import Writer
 COMMAND_NBYTES = 256 << 10
 _LOOK_S = 0.5
 _NEVER = 2**32 - 1
+_NO_ROWS = np.zeros(0, np.int64)
 
 
 @dataclass(eq=False)
@@ -66,7 +67,7 @@ class _Put:
     progress: PutProgress
     left: int
     name: str = ""
-    rows: Rows = field(default_factory=lambda: np.zeros(0, np.int64))
+    rows: Rows = field(default_factory=lambda: _NO_ROWS)
     launched: int = 0
     written: int = 0
 
@@ -133,18 +134,17 @@ class TransferQueue(Owned):
         core, dispatcher = self._core, self.dispatcher
         progress = PutProgress(len(request.keys), core.guard, core.store_latency)
         put = _Put(request, progress, len(request.keys))
-        now = np.ones(len(request.keys), np.bool_)
+        now = np.arange(len(request.keys), dtype=np.int64)
         with core.lock:
             core.begin()
-            if dispatcher is not None:
+            if dispatcher is not None and self._most:
                 absent = core.index.find(request.keys) == MISSING
                 with self._lock:
                     if 0 < np.count_nonzero(absent) <= self._most and not self._stopping:
                         # What is there costs the device nothing: no reason to wait.
-                        now = ~absent
-                        put.name, put.rows = self._new_name(), np.flatnonzero(absent)
+                        put.name, put.rows, now = self._new_name(), now[absent], now[~absent]
                         self._puts[put.name] = put
-        error = self._put_now(put, np.flatnonzero(now))
+        error = self._put_now(put, now)
         if not put.name or dispatcher is None:
             if error is not None:
                 raise error

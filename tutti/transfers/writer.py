@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -43,8 +43,7 @@ _BLOCKS = 6
 _NO_BLOCK = -1
 
 
-@dataclass(frozen=True)
-class _Batch:
+class _Batch(NamedTuple):
     """Pages that got slots: rows (m,) of what is written together, and everything else by row."""
 
     together: PutTogether
@@ -133,16 +132,12 @@ class Writer:
 
     def _absent_rows(self, together: PutTogether) -> Slots:
         """Rows whose key has no slot, each key once; the others count as accessed."""
-        core, keys = self._core, together.request.keys
-        found = core.index.find(keys)
-        core.index.touch(np.unique(found[found != MISSING]))
-        rows = np.flatnonzero(found == MISSING).astype(np.int64)
-        words = keys.view(np.uint64)[rows]
-        _, first = np.unique(words, axis=0, return_index=True)
-        rows = rows[np.sort(first)]
-        others = np.ones(len(keys), np.bool_)
-        others[rows] = False
-        self._present(together, np.flatnonzero(others))
+        keys = together.request.keys
+        rows = self._core.index.absent(keys)
+        if rows.size < len(keys):
+            others = np.ones(len(keys), np.bool_)
+            others[rows] = False
+            self._present(together, np.flatnonzero(others))
         return rows
 
     def _present(self, together: PutTogether, rows: Slots) -> None:
@@ -172,7 +167,7 @@ class Writer:
             core.submitter(request.memory).submit(
                 OPCODE_WRITE,
                 core.extents(batch.slots),
-                np.ascontiguousarray(request.pages[batch.rows]),
+                request.pages[batch.rows],
                 request.memory,
                 digests=batch.digests,
                 priority=PRIORITY_STORE,
@@ -192,7 +187,7 @@ class Writer:
         rows, sequences = rows[: slots.size], sequences[: slots.size]
         digests = None
         if core.config.verify != "off":
-            digests = np.zeros((rows.size, core.layers), np.uint64)
+            digests = np.empty((rows.size, core.layers), np.uint64)
         taken = core.index.insert(
             slots,
             request.keys[rows],
@@ -200,12 +195,12 @@ class Writer:
             request.depths[rows],
             has_digests=digests is not None,
         )
-        mine = taken == MISSING
         batch = _Batch(together, rows, slots, sequences, digests, block)
-        if not mine.all():
-            core.allocator.free(slots[~mine])
-            self._present(together, rows[~mine])
-            batch = batch.at(mine)
+        there = taken != MISSING
+        if np.count_nonzero(there):
+            core.allocator.free(slots[there])
+            self._present(together, rows[there])
+            batch = batch.at(~there)
         core.history.stored(batch.slots, request.keys[batch.rows], core.index.uses)
         if request.tenant or request.expiry_64s:
             core.index.describe(batch.slots, tenant=request.tenant, expiry=request.expiry_64s)
@@ -214,17 +209,11 @@ class Writer:
     def _allocate(self, request: PutRequest, rows: Slots) -> Slots:
         """Slots for rows, each stretch of a chain behind the slot of its predecessor."""
         core = self._core
-        follows = (request.parents[rows[1:]] == request.keys[rows[:-1]]).all(axis=1)
-        starts = np.concatenate(([0], np.flatnonzero(~follows) + 1, [rows.size]))
-        before = core.index.find(np.ascontiguousarray(request.parents[rows[starts[:-1]]]))
         parts: list[Slots] = []
         try:
-            for i, after in enumerate(before.tolist()):
-                count = int(starts[i + 1] - starts[i])
+            for count, after in core.index.stretches(request.keys, request.parents, rows):
                 slots = self._reclaimer.allocate(
-                    count,
-                    after=None if after == MISSING else after,
-                    deadline_s=core.config.timeout_s,
+                    count, after=after, deadline_s=core.config.timeout_s
                 )
                 parts.append(slots)
                 if slots.size < count:
@@ -233,16 +222,16 @@ class Writer:
             for slots in parts:
                 core.allocator.free(slots)
             raise
-        return np.concatenate(parts)
+        return np.concatenate(parts) if len(parts) != 1 else parts[0]
 
     def _data_written(self, batch: _Batch, job: Job, flushes_failed: int) -> None:
-        good = job.page_status == 0
-        if not good.all():
+        if np.count_nonzero(job.page_status):
+            good = job.page_status == 0
             self._drop(batch.at(~good), job.page_status[~good])
             batch = batch.at(good)
         if batch.rows.size and batch.block == _NO_BLOCK:
             try:
-                batch = replace(batch, block=self._table.reserve(self._core.config.timeout_s))
+                batch = batch._replace(block=self._table.reserve(self._core.config.timeout_s))
             except DeviceTimeout:
                 self._give_up(batch, STATUS_TIMED_OUT)
                 return
@@ -332,9 +321,9 @@ class Writer:
     def _records_written(self, batch: _Batch, job: Job) -> None:
         core = self._core
         status = self._table.statuses(job, batch.slots)
-        good = status == 0
         with core.lock:
-            if not good.all():
+            if np.count_nonzero(status):
+                good = status == 0
                 # A record may be on the medium all the same: void it before the slot is reused.
                 bad = batch.at(~good)
                 self._fail(bad, status[~good])

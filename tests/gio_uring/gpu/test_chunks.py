@@ -16,10 +16,10 @@ from memory_controller import Faults, MemoryController
 
 from store.pools import LAYOUT, some_keys
 from tutti.errors import CudaError, DeviceTimeout, Unsupported
-from tutti.gio_uring.engine import Extents
 from tutti.gio_uring.gpu import stream_queue
 from tutti.gio_uring.gpu.host_engine import part_of
 from tutti.gio_uring.gpu.stream_queue import StreamQueue
+from tutti.gio_uring.iocb import Extents
 
 #: Staging in which a read of 24 pages goes in more than eight chunks.
 SHORT = 80 << 10

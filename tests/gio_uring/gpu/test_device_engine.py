@@ -14,7 +14,7 @@ from gio_uring.kernel_stand_in import Kernels
 from memory_controller import MemoryController
 
 from tutti.errors import CapacityError, ConfigError, CudaError, DeviceTimeout, Unsupported
-from tutti.gio_uring.engine import Engine, Extents
+from tutti.gio_uring.engine import Engine
 from tutti.gio_uring.gpu import device_engine as gpu_device_engine
 from tutti.gio_uring.gpu import modules as gpu_modules
 from tutti.gio_uring.gpu import persistent as gpu_persistent
@@ -25,7 +25,7 @@ from tutti.gio_uring.gpu.driver import SmResource
 from tutti.gio_uring.gpu.host_engine import HostEngine
 from tutti.gio_uring.gpu.memory import TableMemory
 from tutti.gio_uring.gpu.modules import CubinCache, DeviceSource, Modules
-from tutti.gio_uring.iocb import RUN_DTYPE, PagedMemory
+from tutti.gio_uring.iocb import RUN_DTYPE, Extents, PagedMemory
 from tutti.gio_uring.nvme_spec import (
     OPCODE_READ,
     OPCODE_WRITE,

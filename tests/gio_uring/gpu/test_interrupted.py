@@ -22,11 +22,11 @@ from gio_uring.gpu.test_device_engine import device_rig
 from memory_controller import MemoryController
 
 from tutti.errors import CudaError
-from tutti.gio_uring.engine import Engine, Extents
+from tutti.gio_uring.engine import Engine
 from tutti.gio_uring.gpu.device_engine import KINDS
 from tutti.gio_uring.gpu.host_engine import HostEngine
 from tutti.gio_uring.gpu.moved_job import MovedJob
-from tutti.gio_uring.iocb import PagedMemory
+from tutti.gio_uring.iocb import Extents, PagedMemory
 from tutti.gio_uring.nvme_spec import OPCODE_READ, OPCODE_WRITE
 
 LAYERS, PAGES, NBYTES = 4, 8, 4096

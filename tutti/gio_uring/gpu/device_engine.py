@@ -27,7 +27,7 @@ from tutti.arrays import U32, U64
 from tutti.callbacks import Guard
 from tutti.errors import ConfigError, DeviceTimeout, PoolClosed, Unsupported
 from tutti.gio_uring.controller import NativeController
-from tutti.gio_uring.engine import LIST_NBYTES, Extents
+from tutti.gio_uring.engine import LIST_NBYTES
 from tutti.gio_uring.gpu.batch import BatchRequest, Commands, DeviceBatch, Staged
 from tutti.gio_uring.gpu.choice import REASON
 from tutti.gio_uring.gpu.device_job import DeviceJob
@@ -41,7 +41,7 @@ from tutti.gio_uring.gpu.persistent import PersistentKernel
 from tutti.gio_uring.gpu.queues import DeviceQueues
 from tutti.gio_uring.gpu.stream_queue import Needed, StreamQueue, wait_until
 from tutti.gio_uring.gpu.transfer import TIMEOUT_S, Options
-from tutti.gio_uring.iocb import IocbStruct, PagedMemory, split_runs
+from tutti.gio_uring.iocb import CutStruct, Extents, IocbStruct, PagedMemory
 from tutti.gio_uring.nvme_spec import OPCODE_READ, PSDT_SGL, STATUS_TIMED_OUT
 from tutti.process import Owned
 from tutti.units import MiB
@@ -227,14 +227,9 @@ class DeviceEngine(Owned):
     ) -> Commands:
         """What the kernels submit: slices between the medium and staging."""
         info = self._controller.info
-        runs = split_runs(
-            extents.slba,
-            extents.nsid,
-            extents.count,
-            slice_nlb=extents.slice_nlb,
-            lba_nbytes=self._lba_nbytes,
-            command_nlb_max=self._command_nlb,
-            command_slices_max=max(1, (min(info.sgl_descriptors or 256, 256) - 1) // 2),
+        slices_max = max(1, (min(info.sgl_descriptors or 256, 256) - 1) // 2)
+        runs = extents.commands(
+            CutStruct(extents.slice_nlb, self._lba_nbytes, self._command_nlb, slices_max)
         )
         io = IocbStruct()
         io.n_runs, io.n_pages, io.n_layers, io.n_segments = runs.size, pages, starts.size, 1

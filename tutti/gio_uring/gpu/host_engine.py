@@ -26,7 +26,7 @@ import numpy as np
 
 from tutti.arrays import U32
 from tutti.errors import PoolClosed
-from tutti.gio_uring.engine import Engine, Extents
+from tutti.gio_uring.engine import Engine
 from tutti.gio_uring.gpu.choice import REASON
 from tutti.gio_uring.gpu.driver import Driver
 from tutti.gio_uring.gpu.memory import LeaseOwner
@@ -40,7 +40,7 @@ from tutti.gio_uring.gpu.stream_queue import (
     wait_until,
 )
 from tutti.gio_uring.gpu.transfer import TIMEOUT_S, Options
-from tutti.gio_uring.iocb import PagedMemory
+from tutti.gio_uring.iocb import Extents, PagedMemory
 from tutti.gio_uring.job import Job
 from tutti.gio_uring.nvme_spec import OPCODE_READ
 from tutti.process import Owned

@@ -9,8 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tutti.arrays import U32, U64
-from tutti.gio_uring.engine import Extents
-from tutti.gio_uring.iocb import PagedMemory
+from tutti.gio_uring.iocb import Extents, PagedMemory
 
 #: `Options.timeout_s` where it is not given.
 TIMEOUT_S = 30.0

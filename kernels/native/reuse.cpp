@@ -1,0 +1,111 @@
+// What loads teach about the next ones, and the cache of digests: arrays by slot, one call for the
+// slots of a transfer. The estimates themselves are tutti/placement/reuse.py's.
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+#include "api.h"
+
+namespace {
+
+constexpr int64_t kLevels = 4;
+constexpr int64_t kPerOctave = 8;
+constexpr int64_t kBuckets = 32 * kPerOctave;
+constexpr uint64_t kMultipliers[] = {0x9E3779B97F4A7C15ULL, 0xC2B2AE3D27D4EB4FULL};
+
+// The bucket of an age, which is counted in uses.
+int64_t bucket(uint32_t used, int64_t now) {
+  const int64_t age = std::max<int64_t>(now - int64_t{used}, 1);
+  const auto place = static_cast<int64_t>(std::log2(static_cast<double>(age)) * kPerOctave);
+  return std::min(place, kBuckets - 1);
+}
+
+void count_reuse(tutti_reuse* reuse, uint8_t level, uint32_t used, int64_t now) {
+  reuse->reused[std::min<int64_t>(level, kLevels - 1) * kBuckets + bucket(used, now)] += 1.0;
+}
+
+uint8_t next_level(uint8_t level) {
+  return static_cast<uint8_t>(std::min<int64_t>(int64_t{level} + 1, kLevels - 1));
+}
+
+uint64_t tag_of(const uint8_t* key) {
+  uint64_t words[2];
+  static_assert(sizeof words == kTuttiKeyBytes, "a key is two words");
+  std::memcpy(words, key, sizeof words);
+  const uint64_t mixed = (words[0] * kMultipliers[0]) ^ ((words[1] * kMultipliers[1]) >> 29);
+  return (mixed * kMultipliers[0]) | 1;
+}
+
+bool are_slots(const int64_t* slots, uint64_t n, uint64_t end) {
+  return std::all_of(slots, slots + n, [end](int64_t slot) {
+    return slot >= 0 && static_cast<uint64_t>(slot) < end;
+  });
+}
+
+}  // namespace
+
+void tutti_reuse_find(const tutti_reuse* reuse, const uint8_t* keys, uint64_t n,
+                      int64_t* entries_out, uint64_t* tags_out) {
+  for (uint64_t i = 0; i < n; ++i) {
+    tags_out[i] = tag_of(keys + i * kTuttiKeyBytes);
+    entries_out[i] = static_cast<int64_t>(tags_out[i] >> reuse->shift);
+  }
+}
+
+int64_t tutti_reuse_loaded(tutti_reuse* reuse, const int64_t* slots, uint64_t n, int64_t now) {
+  if (!are_slots(slots, n, reuse->slots)) return -1;
+  for (uint64_t i = 0; i < n; ++i) {
+    const int64_t slot = slots[i];
+    if (n > 1 && reuse->used[slot] == static_cast<uint32_t>(now)) continue;  // twice in this load
+    count_reuse(reuse, reuse->level[slot], reuse->used[slot], now);
+    reuse->level[slot] = next_level(reuse->level[slot]);
+    reuse->used[slot] = static_cast<uint32_t>(now);
+  }
+  return static_cast<int64_t>(n);
+}
+
+int64_t tutti_reuse_stored(tutti_reuse* reuse, const int64_t* slots, const uint8_t* keys,
+                           uint64_t n, int64_t now) {
+  if (!are_slots(slots, n, reuse->slots)) return -1;
+  int64_t late = 0;
+  for (uint64_t i = 0; i < n; ++i) {
+    const uint64_t tag = tag_of(keys + i * kTuttiKeyBytes);
+    const uint64_t entry = tag >> reuse->shift;
+    uint8_t level = 0;
+    if (reuse->tag[entry] == tag) {
+      ++late;
+      count_reuse(reuse, reuse->ghost_level[entry], reuse->ghost_used[entry], now);
+      level = next_level(reuse->ghost_level[entry]);
+      reuse->tag[entry] = 0;
+    }
+    reuse->level[slots[i]] = level;
+    reuse->used[slots[i]] = static_cast<uint32_t>(now);
+  }
+  return late;
+}
+
+uint64_t tutti_digests_get(const tutti_digests* cache, const int64_t* slots,
+                           const uint64_t* sequences, uint64_t n, uint64_t* out,
+                           uint8_t* known_out) {
+  uint64_t known = 0;
+  for (uint64_t i = 0; i < n; ++i) {
+    const uint64_t place = static_cast<uint64_t>(slots[i]) % cache->entries;
+    known_out[i] = cache->slot[place] == slots[i] && cache->sequence[place] == sequences[i];
+    if (known_out[i] == 0) continue;
+    std::memcpy(out + i * cache->layers, cache->digests + place * cache->layers, 8 * cache->layers);
+    ++known;
+  }
+  return known;
+}
+
+void tutti_digests_put(tutti_digests* cache, const int64_t* slots, const uint64_t* sequences,
+                       uint64_t n, const uint64_t* digests) {
+  for (uint64_t i = 0; i < n; ++i) {
+    const uint64_t place = static_cast<uint64_t>(slots[i]) % cache->entries;
+    cache->slot[place] = slots[i];
+    cache->sequence[place] = sequences[i];
+    std::memcpy(cache->digests + place * cache->layers, digests + i * cache->layers,
+                8 * cache->layers);
+  }
+}

@@ -1,0 +1,75 @@
+"""Where the objects of slots lie on the medium, as runs and as the commands of a transfer."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import numpy as np
+
+from tutti.arrays import U32, Slots
+from tutti.gio_uring import _native
+from tutti.gio_uring.iocb import CutStruct, Extents, Runs, fill_runs
+from tutti.medium.geometry import Geometry
+from tutti.native import address
+
+#: No run is longer.
+_WHOLE = 2**32 - 1
+
+
+class SlotPlaces(ctypes.Structure):
+    """``gio::SlotPlaces``: where the slots of a pool lie."""
+
+    _fields_ = (
+        ("nsids", ctypes.c_uint64),
+        ("members", ctypes.c_uint64),
+        ("member_slots", ctypes.c_uint64),
+        ("group_slots", ctypes.c_uint64),
+        ("layers", ctypes.c_uint64),
+        ("first_lba", ctypes.c_uint64),
+    )
+
+
+def object_places(geometry: Geometry, nsids: U32) -> SlotPlaces:
+    """Of the slices of layer 0; nsids: of the members, whose array the caller keeps."""
+    return SlotPlaces(
+        address(nsids),
+        nsids.size,
+        geometry.slots,
+        geometry.group_slots,
+        geometry.layers,
+        geometry.groups_offset // geometry.lba_nbytes,
+    )
+
+
+def record_places(geometry: Geometry, nsids: U32) -> SlotPlaces:
+    """Of the slot records, which are neighbours from one group to the next as well."""
+    first_lba = geometry.table_offset // geometry.lba_nbytes
+    return SlotPlaces(address(nsids), nsids.size, geometry.slots, geometry.slots, 1, first_lba)
+
+
+class SlotExtents(Extents):
+    """Where slots in page order lie: their commands at once, their runs where they are asked for.
+
+    layer_stride_nlb: see Extents.
+    """
+
+    def __init__(
+        self, places: SlotPlaces, slots: Slots, slice_nlb: int, layer_stride_nlb: int = 0
+    ) -> None:
+        self.__dict__.update(slice_nlb=slice_nlb, layer_stride_nlb=layer_stride_nlb)
+        self.__dict__.update(_places=places, _slots=slots)
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in ("slba", "nsid", "count"):
+            raise AttributeError(name)
+        runs = self.commands(CutStruct(self.slice_nlb, 1, _WHOLE, _WHOLE))
+        count = runs["nlb"].astype(np.int64) // self.slice_nlb
+        self.__dict__.update(slba=runs["slba"], nsid=runs["nsid"], count=count)
+        return self.__dict__[name]
+
+    def commands(self, cut: CutStruct) -> Runs:
+        """See Extents."""
+        slots = np.ascontiguousarray(self._slots)
+        arguments = (address(slots), slots.size, ctypes.byref(self._places))
+        return fill_runs(_native.quick().gio_slot_runs, arguments, cut, 2 * slots.size + 64)
