@@ -197,31 +197,21 @@ class Calls:
     def _shape() -> dict[str, Any]:
         return {"layers": 2, "kv_heads": 2, "head_dim": 64, "page_size": 16, "dtype": "bfloat16"}
 
+    def _pool(self) -> dict[str, Any]:
+        return {"paths": str(self.folder / "pool"), "layout": LAYOUT, "executor": "auto"}
+
     def _opening(self) -> dict[str, Any]:
         """Of the pool that is open already: what is right here is refused as well."""
-        return {
-            "paths": str(self.folder / "pool"),
-            "layout": LAYOUT,
-            "capacity": None,
-            "verify": None,
-            "durability": None,
-            "eviction": None,
-            "profile": None,
-            "executor": "auto",
-            "degraded": False,
-            "any_owner": False,
-            "config": None,
-        }
+        settings = ("capacity", "verify", "durability", "eviction", "profile", "config")
+        return {**self._pool(), **dict.fromkeys(settings), "degraded": False, "any_owner": False}
 
     def _formatting(self) -> dict[str, Any]:
         return {
-            "paths": str(self.folder / "pool"),
-            "layout": LAYOUT,
+            **self._pool(),
             "capacity": CAPACITY,
             "force": False,
             "prewrite": False,
             "progress": None,
-            "executor": "auto",
         }
 
 

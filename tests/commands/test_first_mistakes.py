@@ -29,30 +29,24 @@ def sentence(capsys: pytest.CaptureFixture[str], *argv: str | Path) -> str:
     return said.splitlines()[-1]
 
 
-def test_no_compiler(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("CXX=no-such-compiler", "no C++ compiler: install g++, or name one with CXX="),
+        ("INSTALL=false", "not installed, see above: without a package index"),
+    ],
+)
+def test_a_build_without_compiler_or_package_index(tmp_path: Path, given: str, said: str) -> None:
     (tmp_path / ".venv").touch()
     ended = subprocess.run(
-        ["make", f"VENV={tmp_path}", "CXX=no-such-compiler", f"{tmp_path}/.core"],
+        ["make", f"VENV={tmp_path}", given, f"{tmp_path}/.core"],
         cwd=ROOT,
         capture_output=True,
         text=True,
         timeout=60,
     )
     assert ended.returncode != 0
-    assert "no C++ compiler: install g++, or name one with CXX=" in ended.stderr
-
-
-def test_no_package_index(tmp_path: Path) -> None:
-    (tmp_path / ".venv").touch()
-    ended = subprocess.run(
-        ["make", f"VENV={tmp_path}", "INSTALL=false", f"{tmp_path}/.core"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert ended.returncode != 0
-    assert "not installed, see above: without a package index" in ended.stderr
+    assert said in ended.stderr
 
 
 def test_no_space(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
