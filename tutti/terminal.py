@@ -151,6 +151,9 @@ def fitting(
     widths = _widths(headers, rows)
     if sum(widths) + gap * (len(widths) - 1) <= width:
         return [(list(headers), [list(row) for row in rows])]
+    beside_last = width - sum(widths[:-1]) - gap * (len(widths) - 1)
+    if beside_last >= width // 2:  # only the last column is long: a text
+        return [(list(headers), _wrapped([list(row) for row in rows], beside_last))]
     named = _name_columns(rows)
     room = max(width // 3, width - sum(widths[:named]) - gap * named)
     parts: list[list[int]] = []
