@@ -23,6 +23,7 @@ from tutti.errors import ConfigError, TuttiError
 from tutti.integration.sglang.rank_members import share
 from tutti.interface import Store
 from tutti.medium.layout import ITEMSIZE_NBYTES, KVLayout
+from tutti.node.connect import AGENT, connect
 from tutti.pool.places import SUFFIX, exists, is_device
 from tutti.profiles.found import AUTO
 from tutti.scheduler.dispatcher import Schedule
@@ -201,9 +202,6 @@ def _snapshot(repository: str) -> str:
     return Path(found).parent.name if isinstance(found, str) else ""
 
 
-#: How a path begins that is the socket of an agent.
-AGENT = "unix:"
-
 #: For the options that HiCache does not have.
 _DEFAULTS = StoreConfig()
 
@@ -255,9 +253,6 @@ def _open(
 ) -> tuple[Store, str]:
     if uses_agent(options):
         # One pool for all ranks and replicas whose KV is the same.
-        # Imported here: its messages need a package that a pool in a file does without.
-        from tutti.node.connect import connect
-
         where = options["path"][0]
         capacity //= layout.world
         return connect(where, layout, capacity, executor=options["executor"]), where

@@ -1,4 +1,4 @@
-"""`tutti stat`: totals and intervals of an agent's pool."""
+"""Commands that ask an agent: `tutti stat`, `tutti sglang doctor`."""
 
 from __future__ import annotations
 
@@ -79,3 +79,25 @@ def test_what_is_not_an_agent_is_refused(capsys: pytest.CaptureFixture[str]) -> 
     assert main(["stat", "unix:/nowhere", "--count", "3"]) == 2
     assert "--watch" in capsys.readouterr().err
     assert main(["stat", "unix:/nowhere"]) == 3
+
+
+def doctor(capsys: pytest.CaptureFixture[str], *paths: str) -> dict[str, tuple[str, str]]:
+    main(["sglang", "doctor", "--json", "--path", *paths])
+    findings = json.loads(capsys.readouterr().out)["findings"]
+    return {finding["what"]: (finding["verdict"], finding["text"]) for finding in findings}
+
+
+def test_the_doctor_asks_the_agent(
+    agent: RunningAgent, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = f"unix:{agent.path}"
+    assert doctor(capsys, path)["agent"][0] == "ok", "its folder is empty yet"
+    with agent.connect():
+        found = doctor(capsys, path)
+    assert found["agent"][0] == "ok"
+    assert "slots of its pool are free" in found["agent"][1]
+    assert "disk" not in found, "that of this folder says nothing about the agent's"
+    verdict, text = doctor(capsys, f"unix:{tmp_path}/nowhere")["agent"]
+    assert (verdict, "tutti serve" in text) == ("fails", True)
+    assert main(["sglang", "doctor", "--path", path, str(tmp_path)]) == 2
+    assert "as the only path" in capsys.readouterr().err

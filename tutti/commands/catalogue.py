@@ -17,13 +17,12 @@ from tutti.commands.outcome import Outcome
 from tutti.errors import ConfigError, KeySizeError
 from tutti.interface import Store
 from tutti.medium.keys import KEY_NBYTES, as_keys
-from tutti.node.connect import connect
+from tutti.node.connect import AGENT, connect
 from tutti.store import open as open_pool
 from tutti.terminal import facts, table
 from tutti.transfers.catalogue import ObjectInfo
 from tutti.units import format_nbytes
 
-_AGENT = "unix:"
 _LISTED = 50
 _RECOVERY_S = 600.0
 _EXAMPLE = """\
@@ -226,7 +225,7 @@ def _key(text: str) -> bytes:
 
 @contextmanager
 def _opened(pool: str) -> Iterator[Store]:
-    store: Store = connect(pool) if pool.startswith(_AGENT) else open_pool(pool, profile=None)
+    store: Store = connect(pool) if pool.startswith(AGENT) else open_pool(pool, profile=None)
     try:
         store.wait_recovered(_RECOVERY_S)
         yield store

@@ -13,10 +13,10 @@ from typing import Any
 
 from tutti.arguments import nbytes, positive
 from tutti.commands.outcome import EXIT_FAILED, EXIT_OK, Outcome
-from tutti.errors import CapacityError, ConfigError, TuttiError, Unsupported
+from tutti.errors import CapacityError, ConfigError, PoolNotFound, TuttiError, Unsupported
 from tutti.gio_uring.named_drive import is_drive
 from tutti.gio_uring.probe import probe_machine
-from tutti.integration.sglang.identity import AGENT
+from tutti.integration.sglang.identity import uses_agent
 from tutti.integration.sglang.launch import (
     IO_BACKENDS,
     PLUGIN,
@@ -31,6 +31,7 @@ from tutti.integration.sglang.launch import (
 from tutti.integration.sglang.options import HICACHE, LINKER, LINKER_OPTIONS, Option, option_table
 from tutti.integration.sglang.rank_members import Shares, share
 from tutti.medium.superblock import SUPERBLOCK_MAGIC
+from tutti.node.connect import connect
 from tutti.pool.places import Kind, Place, check_distinct, exists, place_of
 from tutti.pool.pool_format import is_labelled
 from tutti.terminal import table
@@ -43,6 +44,8 @@ _NO_ADMIN_KEY = (
     "and detaching it (DELETE) answers 400"
 )
 _VOLATILE = ("tmpfs", "ramfs")
+#: What depends on a folder: of an agent's, its own machine's `tutti probe` shows it.
+_OF_THE_DISK = ("disk", "tier")
 
 _COMMAND = """\
 Prints the command that starts SGLang with Tutti and checks it with the installed SGLang.
@@ -105,7 +108,7 @@ def _add_common(parser: argparse.ArgumentParser, *, path_required: bool) -> None
         required=path_required,
         default=["."],
         help="folder of the pools, on the SSD; or several folders, files and devices, which the"
-        " ranks share (docs/sglang.md)",
+        " ranks share (docs/sglang.md); or unix:SOCKET of `tutti serve`",
     )
     parser.add_argument(
         "--mode", choices=(HICACHE, LINKER), default=HICACHE, help="default %(default)s"
@@ -143,7 +146,7 @@ def run_command(args: argparse.Namespace) -> Outcome:
     arguments += args.more
     capacity = parse_nbytes(args.capacity)
     command = ["python", "-m", "sglang.launch_server", *arguments]
-    shares = None if args.path[0].startswith(AGENT) else share(args.path, ranks_on_node(args.more))
+    shares = None if uses_agent({"path": args.path}) else share(args.path, ranks_on_node(args.more))
     if shares is not None and not any(shares.dealt):
         _check_space(shares.folders, capacity)
     checked, note = _check(arguments)
@@ -204,21 +207,12 @@ def _place_text(place: Place) -> str:
 
 def run_doctor(args: argparse.Namespace) -> Outcome:
     """Checks SGLang, the path and the machine."""
-    findings = [*_sglang(args.mode, args.page_size), *_distinct(args.path)]
-    places = [place_of(path) for path in args.path]
-    folders = [Path(p.path).absolute() for p in places if p.kind is Kind.FOLDER]
-    devices = [p for p in places if p.kind is Kind.DEVICE]
-    files = [Path(p.path).absolute() for p in places if p.kind is Kind.FILE]
-    for folder in [*folders, *(file.parent for file in files)]:
-        findings += _place(folder, args.capacity // len(args.path))
-    for file in files:
-        findings += _pool_file(file)
-    findings += _one_disk(folders)
-    for device in devices:
-        findings.append(_device(device))
-    findings += _machine(_existing(folders[0] if folders else Path(".")))
-    for folder in folders:
-        findings += _pools(folder)
+    findings = list(_sglang(args.mode, args.page_size))
+    if uses_agent({"path": args.path}):
+        findings.append(_agent(args.path[0]))
+        findings += [f for f in _machine(Path(".")) if f.what not in _OF_THE_DISK]
+    else:
+        findings += _storage(args.path, args.capacity)
     failed = any(finding.verdict == "fails" for finding in findings)
     rows = [(finding.what, finding.verdict, finding.text) for finding in findings]
     return Outcome(
@@ -226,6 +220,38 @@ def run_doctor(args: argparse.Namespace) -> Outcome:
         table(("what", "verdict", "why, and what to do"), rows),
         EXIT_FAILED if failed else EXIT_OK,
     )
+
+
+def _agent(path: str) -> Finding:
+    """Whether an agent of this version answers, and how full its pool is."""
+    try:
+        with connect(path) as store:
+            stats = store.stats()
+    except PoolNotFound as error:  # of a layout: servers name theirs
+        return Finding("agent", "ok", f"answers; {error}")
+    except TuttiError as error:
+        return Finding("agent", "fails", str(error))
+    free, capacity = stats["free_objects"], stats["capacity_objects"]
+    return Finding("agent", "ok", f"answers; {free} of the {capacity} slots of its pool are free")
+
+
+def _storage(paths: list[str], capacity: int) -> Iterator[Finding]:
+    """Folders, files and devices, and the machine around them."""
+    yield from _distinct(paths)
+    places = [place_of(path) for path in paths]
+    folders = [Path(p.path).absolute() for p in places if p.kind is Kind.FOLDER]
+    files = [Path(p.path).absolute() for p in places if p.kind is Kind.FILE]
+    for folder in [*folders, *(file.parent for file in files)]:
+        yield from _place(folder, capacity // len(paths))
+    for file in files:
+        yield from _pool_file(file)
+    yield from _one_disk(folders)
+    for place in places:
+        if place.kind is Kind.DEVICE:
+            yield _device(place)
+    yield from _machine(_existing(folders[0] if folders else Path(".")))
+    for folder in folders:
+        yield from _pools(folder)
 
 
 def _options(given: list[str], mode: str, own: tuple[Option, ...]) -> dict[str, Any]:

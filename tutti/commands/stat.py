@@ -12,11 +12,10 @@ from tutti.arguments import above_zero, positive
 from tutti.commands.outcome import Outcome
 from tutti.errors import ConfigError
 from tutti.histogram import BOUNDS_S, quantile_s
-from tutti.node.connect import connect
+from tutti.node.connect import AGENT, connect
 from tutti.terminal import facts
 from tutti.units import format_duration
 
-_AGENT = "unix:"
 _DESCRIPTION = """\
 Shows the counters of an agent's pool (`tutti serve`) since it was opened. With --watch, a line for
 each interval until Ctrl-C."""
@@ -45,7 +44,7 @@ def add_stat(parser: argparse.ArgumentParser) -> None:
 
 def stat(args: argparse.Namespace) -> Outcome:
     """Shows totals, or intervals."""
-    if not args.pool.startswith(_AGENT):
+    if not args.pool.startswith(AGENT):
         raise ConfigError(f"{args.pool} is not the socket of an agent; give unix:SOCKET")
     if args.count is not None and args.watch is None:
         raise ConfigError("--count needs --watch; give the length of an interval")

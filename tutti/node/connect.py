@@ -11,6 +11,9 @@ from tutti.medium.layout import KVLayout
 if TYPE_CHECKING:
     from tutti.node.client import NodeStore
 
+#: How a path begins that is the socket of an agent.
+AGENT = "unix:"
+
 
 @takes(
     path=path_text,
@@ -37,7 +40,7 @@ def connect(
     from tutti.node.client import NodeStore
 
     return NodeStore(
-        path.removeprefix("unix:"),
+        path.removeprefix(AGENT),
         layout,
         capacity,
         lookup_timeout_s=lookup_timeout_s,
