@@ -1,7 +1,8 @@
 """Tutti in the place of SGLang's storage backend `file`: a plugin of pytest for SGLang's tests.
 
 A test that names the backend `file` gets Tutti, zero-copy, in the folder that it made for its
-files. A pool has one owner, so a second backend of a folder closes the first.
+files. A pool has one owner, so a second backend of a folder closes the first. With --without-tutti
+it gets `file`, and what this process needs to run without a GPU all the same.
 """
 
 from __future__ import annotations
@@ -45,8 +46,17 @@ def with_tutti(original: Callable[..., Any]) -> Callable[..., Any]:
     return attach
 
 
-def pytest_configure() -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--without-tutti", action="store_true")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    without_tutti = config.getoption("--without-tutti")
+    if without_tutti:
+        os.environ["SGLANG_PLUGINS"] = "host_copies_on_cpu"
     load_plugins()
+    if without_tutti:
+        return
     HiCacheController.attach_storage_backend = with_tutti(HiCacheController.attach_storage_backend)
 
 

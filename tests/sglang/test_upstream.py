@@ -34,6 +34,10 @@ class TestHiCache(UnifiedRadixCacheStorageFixtures, CustomTestCase):
     def test_that_fails(self):
         self.fail("hicache")
 
+    def test_of_the_backend_file(self):
+        tree, _, _ = self._l3_consumer(self._make_storage_dir())
+        self.assertEqual(type(tree.cache_controller.storage_backend).__name__, "HiCacheFile")
+
     def test_without_storage(self):
         pass
 """
@@ -51,9 +55,10 @@ def test_the_table_says_what_ran_over_tutti(tmp_path: Path) -> None:
     (folder / "test_b.py").write_text(GPU + "# hicache")
     (folder / "test_c.py").write_text(CPU + "# of something else")
     done = script("--source", tmp_path, "--out", tmp_path / "table.md")
-    assert done.returncode == 1, "one of them fails"
+    assert done.returncode == 1, "one of them fails with Tutti only"
     text = (tmp_path / "table.md").read_text()
-    assert re.findall(r"^\| `.*", text, re.MULTILINE) == ["| `test_a.py` | 2 | 1 | 0 | 1 |"], text
+    row = "| `test_a.py` | 2 | 1 | 0 | 1 | 1 |"
+    assert re.findall(r"^\| `.*", text, re.MULTILINE) == [row], text
     assert "Not run: 1 files" in text
 
 
