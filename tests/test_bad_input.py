@@ -187,7 +187,7 @@ def test_what_is_no_pool(tmp_path: Path) -> None:
 
 
 def test_an_existing_pool_is_not_formatted(path: Path) -> None:
-    refuses(PoolExists, "with force", lambda: tutti.store.format(path, LAYOUT, "64MiB"))
+    refuses(PoolExists, "use --force", lambda: tutti.store.format(path, LAYOUT, "64MiB"))
     with tutti.store.open(path, LAYOUT, "64MiB") as store:
         assert store.match(as_rows(KEYS)) == len(KEYS)
 

@@ -52,7 +52,7 @@ def test_one_of_two_makes_a_file(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path / "file")
     assert allocate_file(tmp_path / "link", KiB, may_exist=False)
     for name in ("link", "file"):
-        with pytest.raises(PoolExists, match="with force"):
+        with pytest.raises(PoolExists, match="use --force"):
             allocate_file(tmp_path / name, 2 * KiB, may_exist=False)
     assert not allocate_file(tmp_path / "file", 2 * KiB)
     assert (tmp_path / "link").stat().st_size == 2 * KiB

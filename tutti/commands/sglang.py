@@ -237,18 +237,18 @@ def _agent(path: str) -> Finding:
 
 def _storage(paths: list[str], capacity: int) -> Iterator[Finding]:
     """Folders, files and devices, and the machine around them."""
-    yield from _distinct(paths)
+    try:
+        check_distinct(paths)
+    except TuttiError as error:
+        yield Finding("path", "fails", str(error))
     places = [place_of(path) for path in paths]
     folders = [Path(p.path).absolute() for p in places if p.kind is Kind.FOLDER]
     files = [Path(p.path).absolute() for p in places if p.kind is Kind.FILE]
     for folder in [*folders, *(file.parent for file in files)]:
         yield from _place(folder, capacity // len(paths))
-    for file in files:
-        yield from _pool_file(file)
+    yield from map(_pool_file, files)
     yield from _one_disk(folders)
-    for place in places:
-        if place.kind is Kind.DEVICE:
-            yield _device(place)
+    yield from (_device(place) for place in places if place.kind is Kind.DEVICE)
     yield from _machine(_existing(folders[0] if folders else Path(".")))
     for folder in folders:
         yield from _pools(folder)
@@ -312,10 +312,9 @@ def _sglang(mode: str, page_size: int) -> Iterator[Finding]:
         yield Finding("plugin", "ok", "weight updates are detected")
     if page_size == 1:
         yield Finding("page size", "fails", "1 token is too small to store; use --page-size 64")
-    elif page_size < 16:
-        yield Finding("page size", "slow", f"{page_size} tokens make small objects; use 64")
     else:
-        yield Finding("page size", "ok", f"{page_size} tokens")
+        text = f"{page_size} tokens"
+        yield _either("page size", page_size >= 16, text, f"{text} make small objects; use 64")
     yield Finding("admin key", "unknown", _NO_ADMIN_KEY.replace("add -- ", "start SGLang with "))
     if mode == LINKER:
         yield Finding("mode", "ok", "linker: pages keep SGLang's own layout")
@@ -332,22 +331,12 @@ def _place(path: Path, capacity: int) -> Iterator[Finding]:
             "path", "fails", f"{parent} is not writable; pass another folder, or change its owner"
         )
     free, used = _space(path)
+    text = f"{format_nbytes(free)} free"
     if capacity > free + used:
-        yield Finding(
-            "space",
-            "fails",
-            f"{format_nbytes(free)} free and {format_nbytes(used)} in pools, "
-            f"{format_nbytes(capacity)} wanted; give less --capacity",
-        )
+        text += f" and {format_nbytes(used)} in pools, {format_nbytes(capacity)} wanted; give less"
+        yield Finding("space", "fails", f"{text} --capacity")
     else:
-        yield Finding("space", "ok", f"{format_nbytes(free)} free")
-
-
-def _distinct(paths: list[str]) -> Iterator[Finding]:
-    try:
-        check_distinct(paths)
-    except TuttiError as error:
-        yield Finding("path", "fails", str(error))
+        yield Finding("space", "ok", text)
 
 
 def _one_disk(folders: list[Path]) -> Iterator[Finding]:
@@ -360,16 +349,13 @@ def _one_disk(folders: list[Path]) -> Iterator[Finding]:
             yield Finding("path", "slow", text)
 
 
-def _pool_file(file: Path) -> Iterator[Finding]:
+def _pool_file(file: Path) -> Finding:
     if not file.exists():
-        yield Finding("file", "ok", f"{file}, to be made")
-        return
+        return Finding("file", "ok", f"{file}, to be made")
     with file.open("rb") as opened:
-        is_pool = opened.read(len(SUPERBLOCK_MAGIC)) == SUPERBLOCK_MAGIC
-    if is_pool:
-        yield Finding("file", "ok", f"{file} holds a pool")
-    else:
-        yield Finding("file", "fails", f"{file} is neither a folder nor a pool; pass another path")
+        if opened.read(len(SUPERBLOCK_MAGIC)) == SUPERBLOCK_MAGIC:
+            return Finding("file", "ok", f"{file} holds a pool")
+    return Finding("file", "fails", f"{file} is neither a folder nor a pool; pass another path")
 
 
 def _device(place: Place) -> Finding:
@@ -380,15 +366,15 @@ def _device(place: Place) -> Finding:
     try:
         if is_labelled(place.path):
             return Finding("device", "ok", f"{_place_text(place)}, labelled for a server")
-        run = shlex.join(["tutti", "info", place.path])
-        return Finding(
-            "device",
-            "unknown",
-            f"{place.path} is not labelled; if `{run}` shows no"
-            " pool of this server, run `tutti format --for-server`",
-        )
+        text = f"{place.path} is not labelled; if `{shlex.join(['tutti', 'info', place.path])}`"
+        text += " shows no pool of this server, run `tutti format --for-server`"
+        return Finding("device", "unknown", text)
     except TuttiError as error:
         return Finding("device", "fails", str(error))
+
+
+def _either(what: str, is_ok: bool, text: str, otherwise: str) -> Finding:
+    return Finding(what, "ok" if is_ok else "slow", text if is_ok else otherwise)
 
 
 def _machine(folder: Path) -> Iterator[Finding]:
@@ -405,29 +391,21 @@ def _machine(folder: Path) -> Iterator[Finding]:
             f"{direct.filesystem} is memory: pages are lost at a restart of the machine, and take "
             "memory from SGLang; choose a folder on an SSD",
         )
-    elif direct.direct:
-        yield Finding("disk", "ok", f"direct I/O on {direct.filesystem}")
     else:
-        yield Finding("disk", "slow", f"no direct I/O: {direct.reason}; use ext4 or xfs on NVMe")
-    if uring.available:
-        yield Finding("io_uring", "ok", ", ".join(uring.features) or "works")
-    else:
-        yield Finding("io_uring", "slow", uring.reason)
-    if 0 <= memory.memlock_nbytes < _MEMLOCK_WANTED_NBYTES:
-        limit = format_nbytes(memory.memlock_nbytes)
-        yield Finding(
-            "memlock",
-            "slow",
-            f"{limit}; raise it above SGLang's host pool and Tutti's staging together "
-            "(ulimit -l unlimited, or LimitMEMLOCK=infinity in the unit); "
-            "otherwise io_uring cannot register buffers",
-        )
-    else:
-        yield Finding("memlock", "ok", "enough")
-    if memory.backing == "pages":
-        yield Finding("hugepages", "slow", "none: one descriptor per 4 KiB, which costs bandwidth")
-    else:
-        yield Finding("hugepages", "ok", memory.backing)
+        without = f"no direct I/O: {direct.reason}; use ext4 or xfs on NVMe"
+        yield _either("disk", direct.direct, f"direct I/O on {direct.filesystem}", without)
+    yield _either("io_uring", uring.available, ", ".join(uring.features) or "works", uring.reason)
+    limit = format_nbytes(max(0, memory.memlock_nbytes))
+    yield _either(
+        "memlock",
+        not 0 <= memory.memlock_nbytes < _MEMLOCK_WANTED_NBYTES,
+        "enough",
+        f"{limit}; raise it above SGLang's host pool and Tutti's staging together "
+        "(ulimit -l unlimited, or LimitMEMLOCK=infinity in the unit); "
+        "otherwise io_uring cannot register buffers",
+    )
+    paged = "none: one descriptor per 4 KiB, which costs bandwidth"
+    yield _either("hugepages", memory.backing != "pages", memory.backing, paged)
     best = next((tier for tier in machine.tiers if tier.available), None)
     yield Finding("tier", "ok" if best else "unknown", best.name if best else "none")
 
@@ -435,14 +413,11 @@ def _machine(folder: Path) -> Iterator[Finding]:
 def _pools(path: Path) -> Iterator[Finding]:
     for file in sorted(path.glob("*/*.tutti")):
         stat = file.stat()
-        open_to_others = stat.st_mode & 0o077
-        size = format_nbytes(stat.st_size)
-        yield Finding(
-            "pool",
-            "fails" if open_to_others else "ok",
-            f"{file.relative_to(path)}, {size}"
-            + ("; readable by other users: chmod 600" if open_to_others else ""),
-        )
+        text = f"{file.relative_to(path)}, {format_nbytes(stat.st_size)}"
+        if stat.st_mode & 0o077:
+            yield Finding("pool", "fails", f"{text}; readable by other users: chmod 600")
+        else:
+            yield Finding("pool", "ok", text)
 
 
 def _existing(path: Path) -> Path:

@@ -131,7 +131,7 @@ def _create(name: str, target: str, may_exist: bool) -> tuple[int, bool]:
         except FileExistsError as error:
             if not may_exist:
                 raise PoolExists(
-                    f"{name} exists; open it, or format with force to lose what it holds"
+                    f"{name} exists; open it, or use --force to overwrite it"
                 ) from error
             fd = os.open(target, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
             try:

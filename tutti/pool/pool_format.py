@@ -82,7 +82,7 @@ def format(
         if os.path.isdir(name):
             raise PoolExists(f"{name} is a folder; name a file in it")
         if device_name(name) is None and os.path.exists(name) and not force:
-            raise PoolExists(f"{name} exists; open it, or format with force to lose what it holds")
+            raise PoolExists(f"{name} exists; open it, or use --force to overwrite it")
     check_free(names, geometry.member_nbytes)
     made: list[ReservedFile] = []
     try:
