@@ -118,7 +118,7 @@ class _Call:
         self._claim = _thread.allocate_lock()
         self._ended = Latch()
         self._result: Any = None
-        self._has_result = False
+        self._has_result = self._is_over = False
         self._error: BaseException | None = None
 
     def run(self) -> None:
@@ -130,12 +130,13 @@ class _Call:
             self._has_result = True
         except BaseException as error:
             self._error = error
+        self._is_over = True
         _running.discard(self)
         self._ended.set()
 
     def wait(self, timeout_s: float) -> bool:
         """Waits for its end.  False after the timeout."""
-        return self._ended.wait(timeout_s)
+        return self._ended.wait(timeout_s) or self._is_over  # when its thread could not wake us
 
     def start(self) -> None:
         """Hands it to a thread that waits for calls, or to a new one."""
@@ -162,7 +163,7 @@ class _Call:
         """Waits for the end, which the deadlines of what is called bound: what it returned, and
         what it raised.
         """
-        while not self._ended.wait(_LOOK_S):
+        while not self.wait(_LOOK_S):
             if not self._claim.locked():  # its thread ended just before it came
                 self._start_thread()
         error, self._error = self._error, None  # its frames refer to this object
@@ -173,7 +174,7 @@ class _Call:
         if self._claim.acquire(blocking=False):
             _running.discard(self)
             return
-        while not self._ended.wait(_LOOK_S):
+        while not self.wait(_LOOK_S):
             pass  # bounded by the deadlines of what is called
         try:
             if undo is not None and self._has_result:
@@ -203,7 +204,9 @@ def _call_elsewhere(function: Callable[[], Any], undo: Callable[[Any], object] |
 
 def start(function: Callable[[], object]) -> None:
     """Runs a function on another thread, for which the exit of the process waits."""
-    _Call(function).start()
+    call = _Call(function)
+    _running.add(call)
+    call._start_thread()  # its own: one that waits for calls may be about to end
 
 
 #: What was started and has not ended.

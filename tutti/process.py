@@ -3,7 +3,7 @@
 A forked child has copies of its parent's objects, but none of its threads, and its descriptors
 refer to the parent's open files: unlocking or closing there what the parent uses damages the
 parent.  Therefore every object that owns a descriptor, a lock, a thread or device memory is
-`Owned`, and every finalizer is made by `finalize`, or for a descriptor by `finalize_descriptor`.
+`Owned`, every finalizer is made by `finalize`, and an open file is named by `own_file`.
 
 A child closes its copies of the descriptors at once and without unlocking anything: a lock lasts as
 long as any copy, so a parent that is killed would leave its pool locked while the child lives.
@@ -17,15 +17,16 @@ import os
 import socket
 import weakref
 from collections.abc import Callable
-from typing import Any, Self
+from io import FileIO
+from typing import Any, Self, TypeVar
 
 from tutti.errors import ConfigError, ForkedProcess
 
 #: A plain set of references, as a WeakSet takes twice the time for each object.
 _owned: set[weakref.ref[Owned]] = set()
 _exits: set[Callable[[], object]] = set()
-_descriptors: set[int] = set()
-_sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
+_files: weakref.WeakSet[FileIO | socket.socket] = weakref.WeakSet()
+_File = TypeVar("_File", bound=FileIO | socket.socket)
 
 
 class Owned:
@@ -86,23 +87,10 @@ def finalize(
     return weakref.finalize(owner, _call_in, os.getpid(), function, *args)
 
 
-def finalize_descriptor(
-    owner: object, close: Callable[[int], object], fd: int
-) -> weakref.finalize[..., Any]:
-    """As `finalize`, of an open file whose copy a forked child is to close."""
-    _descriptors.add(fd)
-    return finalize(owner, _close_descriptor, close, fd)
-
-
-def _close_descriptor(close: Callable[[int], object], fd: int) -> None:
-    _descriptors.discard(fd)  # before its number is free for others
-    close(fd)
-
-
-def own_socket(connection: socket.socket) -> socket.socket:
-    """A socket whose copy a forked child closes: its peer notices the end of this process."""
-    _sockets.add(connection)
-    return connection
+def own_file(file: _File) -> _File:
+    """A file or socket whose copy a forked child closes.  It ends itself once nothing has it."""
+    _files.add(file)
+    return file
 
 
 def at_exit(function: Callable[[], object]) -> None:
@@ -134,13 +122,10 @@ def _disown() -> None:
     _owned.clear()
     for function in list(_exits):
         forget_exit(function)
-    for fd in _descriptors:
+    for file in list(_files):
         with contextlib.suppress(OSError):
-            os.close(fd)
-    _descriptors.clear()
-    for connection in list(_sockets):
-        connection.close()
-    _sockets.clear()
+            file.close()
+    _files.clear()
 
 
 os.register_at_fork(after_in_child=_disown)

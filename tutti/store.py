@@ -129,11 +129,11 @@ class ObjectStore(Owned, Store):
                 self._core.wait_ready(self.config.timeout_s * 4)
             self.residency = Residency(self._core, controller)
             parts.append(self.residency)
+            self._dropped = finalize(self, self._resources.drop, self.config.timeout_s)
+            self._dropped.atexit = False
         except BaseException as error:
             self._resources.undo_opening(error, self.config.timeout_s)
             raise
-        self._dropped = finalize(self, self._resources.drop, self.config.timeout_s)
-        self._dropped.atexit = False
 
     @property
     def engine(self) -> Engine:
@@ -309,11 +309,24 @@ class ObjectStore(Owned, Store):
 
     @uninterrupted()
     def close(self, timeout_s: float | None = None) -> None:
-        if self._closed:
+        if not self._dropped.alive:
             return
         check_not_called()
-        self._closed = True
         timeout_s = self.config.timeout_s if timeout_s is None else timeout_s
+        try:
+            if not self._closed:  # else this goes on with a close that failed
+                self._closed = True
+                self._settle(timeout_s)
+        finally:
+            try:
+                self._resources.release(timeout_s)
+            except DeviceTimeout:
+                self._dropped.detach()
+                raise
+            self._dropped.detach()
+
+    def _settle(self, timeout_s: float) -> None:
+        """Ends what is under way, and leaves the pool clean if it can."""
         core = self._core
         self._queue.stop(timeout_s)
         self.catalogue.stop(timeout_s)
@@ -323,16 +336,12 @@ class ObjectStore(Owned, Store):
         assert self._resources.recovery is not None, "started with the store"
         self._resources.recovery.join(timeout_s)
         quiet = core.wait_quiet(timeout_s)
-        try:
-            # What is unproven stays so: a pool that has some is left as a crash leaves it.
-            if quiet and core.ready and core.failure is None:
-                self._io.flush(self.members.nsids())
-                self.controller.check_places()
-                if not core.unproven and not core.leave_open:
-                    self._mark_clean()
-        finally:
-            self._dropped.detach()
-            self._resources.release(timeout_s)
+        # What is unproven stays so: a pool that has some is left as a crash leaves it.
+        if quiet and core.ready and core.failure is None:
+            self._io.flush(self.members.nsids())
+            self.controller.check_places()
+            if not core.unproven and not core.leave_open:
+                self._mark_clean()
 
     def _mark_clean(self) -> None:
         core = self._core

@@ -33,6 +33,8 @@ from types import CodeType, FrameType
 import numpy as np
 
 import tutti
+from tutti import interrupts
+from tutti.bench.environment import describe
 from tutti.errors import ChecksumMismatch, MediumError, PoolCorrupt, PoolNotFound, TuttiError
 from tutti.medium.keys import as_keys
 from tutti.medium.layout import KVLayout
@@ -52,6 +54,8 @@ HANG_S = 60.0
 CALLS_MAX = 100_000
 
 
+#: How many calls there were, which one failed, and what is wrong.
+Tried = tuple[int, str, list[str]]
 #: Who calls, in which line, and what.
 Site = tuple[CodeType | None, int, CodeType]
 
@@ -266,38 +270,63 @@ def choose(which: str, calls: int, sites: list[Site]) -> list[int] | list[Site]:
     return sorted(random.Random(seed).sample(range(1, calls + 1), min(count, calls)))
 
 
-def main(kind: str, executor: str, folder: str, which: str) -> int:
+def one(call: int | Site, path: Path, executor: str, failing: Failing) -> Tried:
+    """`try_one` from nothing."""
+    with contextlib.suppress(FileNotFoundError):
+        path.unlink()
+    before = resources(failing)
+    calls, found = try_one(call, Life(path, executor), failing, before)
+    return calls, failing.what(), found
+
+
+def one_apart(call: int | Site, path: Path, executor: str, failing: Failing) -> Tried:
+    """`one` in a fork of this process: a life that dies or hangs is a finding like others."""
+    ours, theirs = os.pipe()
+    child = os.fork()
+    if child == 0:
+        faulthandler.dump_traceback_later(HANG_S, exit=True)
+        with open(theirs, "w") as pipe:
+            json.dump(one(call, path, executor, failing), pipe)
+        os._exit(0)  # whatever threads are left
+    os.close(theirs)
+    with open(ours) as pipe:
+        said = pipe.read()
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    if not said:
+        return 0, "it died", [f"the process ended with {status}; see stderr"]
+    calls, what, found = json.loads(said)
+    return calls, what, found
+
+
+def main(kind: str, executor: str, folder: str, which: str, out: str = "") -> int:
     logging.disable(logging.CRITICAL)
     logging.raiseExceptions = False
     threading.excepthook = lambda _: None
     sys.unraisablehook = lambda _: None
+    interrupts._LINGER_S = 0.01  # what is left is counted when the threads of calls have ended
     failing = Failing(kind)
     path = Path(folder) / "pool"
-
-    def one(call: int | Site) -> tuple[int, list[str]]:
-        faulthandler.dump_traceback_later(HANG_S, exit=True)
-        with contextlib.suppress(FileNotFoundError):
-            path.unlink()
-        return try_one(call, Life(path, executor), failing, before)
-
-    before = resources(failing)
+    faulthandler.dump_traceback_later(HANG_S, exit=True)
     for _ in range(3):  # what is made once
-        calls, found = one(CALLS_MAX)
-        before = resources(failing)
+        calls, _, found = one(CALLS_MAX, path, executor, failing)
+    faulthandler.cancel_dump_traceback_later()
     assert not found, found
-    tried, wrong = 0, {}
+    begun_s, tried, wrong = time.monotonic(), 0, {}
     for call in choose(which, calls, list(failing.sites)):
         print(call, file=sys.stderr, flush=True)
-        calls, found = one(call)
+        _, what, found = one_apart(call, path, executor, failing)
+        tried += bool(what)
         if found:
-            wrong[f"{call} {failing.what()}"] = found
-            before = resources(failing)
-        if failing.what():
-            tried += 1
-        elif which == "all":
+            wrong[f"{call} {what}"] = found
+        if not what and which == "all":
             break
-    faulthandler.cancel_dump_traceback_later()
-    print(json.dumps({"calls": calls, "tried": tried, "wrong": wrong}))
+    result = {"calls": calls, "sites": len(failing.sites), "tried": tried, "wrong": wrong}
+    if out:
+        described = {"benchmark": "failures", "machine": describe(folder)}
+        described |= {"kind": kind, "executor": executor, "which": which}
+        described["elapsed_s"] = round(time.monotonic() - begun_s, 1)
+        Path(out).write_text(json.dumps(described | result, indent=1) + "\n")
+    print(json.dumps(result))
     return 1 if wrong else 0
 
 

@@ -144,6 +144,7 @@ class NativeController(Owned):
         """
         self._check_open()
         address, nbytes = address_of(buffer)
+        region = DmaRegion(buffer, address, self._unregister)
         what = f"cannot register {format_nbytes(nbytes)} at {address:#x}"
         remedy = "register memory once, and close overlapping regions first"
         for i, handle in enumerate(self.handles):  # all of them have the same regions
@@ -151,9 +152,9 @@ class NativeController(Owned):
             if result < 0:
                 for other in self.handles[:i]:
                     self._lib.gio_controller_unregister(other, address)
-            _native.check(result, what, remedy, ConfigError)
+                _native.check(result, what, remedy, ConfigError)
         self._buffers[address] = buffer
-        return DmaRegion(buffer, address, self._unregister)
+        return region
 
     def _unregister(self, region: DmaRegion) -> None:
         if not self.is_closed:
@@ -180,10 +181,13 @@ class NativeController(Owned):
             on_close=self._release,
         )
         handle = self.handles[lane]
-        result = self._lib.gio_controller_attach(handle, queue_pair.struct_address)
-        remedy = f"use a power of two up to {self.info.depth_max}, and at most 64 queue pairs"
-        _native.check(result, f"cannot create a queue pair of depth {depth}", remedy, ConfigError)
         self._keep(queue_pair)
+        result = self._lib.gio_controller_attach(handle, queue_pair.struct_address)
+        if result < 0:
+            self._forget(queue_pair)
+            what = f"cannot create a queue pair of depth {depth}"
+            remedy = f"use a power of two up to {self.info.depth_max}, and at most 64 queue pairs"
+            _native.check(result, what, remedy, ConfigError)
         return queue_pair
 
     def _free_qid(self) -> int:
@@ -203,8 +207,11 @@ class NativeController(Owned):
         address = queue_pair.struct_address
         handle = self.handles[queue_pair.lane]
         if self._lib.gio_controller_detach(handle, address, timeout_ns) == 0:
-            self._queue_pairs.remove(queue_pair)
-            self._rings.remove(queue_pair.memory)
+            self._forget(queue_pair)
+
+    def _forget(self, queue_pair: QueuePair) -> None:
+        self._queue_pairs.remove(queue_pair)
+        self._rings.remove(queue_pair.memory)
 
     def expect_rings(self, is_busy: bool) -> None:
         """Reports that a producer that cannot wake the serving thread, as a GPU's kernel, begins

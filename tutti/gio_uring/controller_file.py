@@ -155,6 +155,7 @@ class FileController(NativeController):
             raise ConfigError("a controller without files; give at least one")
         self.members: list[FileMember] = []
         self._own_members: list[FileMember] = []
+        handles: list[int] = []
         try:
             self._take_members(files, lba_nbytes, lock)
             executor = self._choose_executor(executor)
@@ -174,11 +175,14 @@ class FileController(NativeController):
             self._routes, lanes = _deal(_drives_of(self.members), lanes)
             if lanes < 1 or (record_fd is not None and lanes > 1):
                 raise ConfigError(f"lanes={lanes}; give at least 1, and 1 together with record_fd")
-            handles = self._create(config, lba_nbytes, lanes)
+            self._create(config, lba_nbytes, lanes, handles)
+            super().__init__(*handles)
         except BaseException:
+            if not hasattr(self, "_finalizer"):
+                for made in handles:
+                    _native.lib().gio_controller_destroy(made)
             self._close_members()
             raise
-        super().__init__(*handles)
         self._buffered: tuple[BlockRange, ...] = ()
         self._registers = registered_buffers
         self._fixed: set[int] = set()
@@ -232,7 +236,10 @@ class FileController(NativeController):
         """As NativeController.routes: the files of one drive share a lane."""
         return self._routes
 
-    def _create(self, config: FileConfigStruct, lba_nbytes: int, lanes: int) -> list[int]:
+    def _create(
+        self, config: FileConfigStruct, lba_nbytes: int, lanes: int, handles: list[int]
+    ) -> None:
+        """Adds to ``handles``, which the caller destroys when it raises."""
         namespaces = (FileNamespaceStruct * len(self.members))()
         for entry, member in zip(namespaces, self.members, strict=True):
             entry.fd = member.fd
@@ -243,15 +250,11 @@ class FileController(NativeController):
             entry.memory_alignment = member.memory_alignment
             entry.offset_alignment = member.offset_alignment
         config.namespaces = ctypes.addressof(namespaces)
-        handles: list[int] = []
         result = 0
         while len(handles) < lanes and result == 0:
             handle = _P()
             result = _lib().gio_file_controller_create(ctypes.byref(config), ctypes.byref(handle))
             handles += [int(handle.value)] if handle.value else []
-        if result < 0:
-            for made in handles:
-                _native.lib().gio_controller_destroy(made)
         is_uring = config.executor == EXECUTORS.index("uring")
         if result < 0 and is_uring and (reason := uring_refusal()):
             raise Unsupported(f"io_uring is refused: {reason}; use executor='auto' or 'threads'")
@@ -265,7 +268,6 @@ class FileController(NativeController):
             " both it needs less"
         )
         _native.check(result, "cannot create a file controller", remedy, ConfigError)
-        return handles
 
     def _read_executor(self) -> tuple[str, str | None]:
         error = _I()

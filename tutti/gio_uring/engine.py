@@ -108,35 +108,43 @@ class Engine(Owned):
         self._arena = HostBuffer(self.lanes * lists_nbytes + 2 * self.lba_nbytes)
         self._scratch = self._arena.address + self.lanes * lists_nbytes
         self._zeros = self._scratch + self.lba_nbytes
-        self._closed = False
-        self._arena_region = controller.register(self._arena)
+        self._closed = self._ended = False
+        self._stopping = threading.Lock()  # close, the drop of this object, or the process's exit
+        self._tags = itertools.count(1)
+        self._running = _Running()
+        self.guard, self._jobs = self._running.guard, self._running.jobs
+        self._lock = self._running.lock
+        self._thread = threading.Thread(
+            target=self._running.complete, name="gio-completions", daemon=True
+        )
         self.queue_pairs: list[QueuePair] = []
-        controller.served_by(self)
+        self._arena_region = controller.register(self._arena)
         try:
+            controller.served_by(self)
             for lane in range(self.lanes):
                 self.queue_pairs.append(controller.create_queue_pair(depth, lane=lane))
-            self.handle = self._create(lists_nbytes, window_nbytes, digest_workers)
+            self._create(lists_nbytes, window_nbytes, digest_workers)
+            # At an exit without close: the controller's own finalizer runs after this one.
+            keep = controller.keep_after_failure
+            native = self._running.native
+            self._finalizer = finalize(self, _stop, native, self._stopping, keep)
+            start_thread(self._thread)
         except BaseException:
+            if self.handle:
+                _native.lib().gio_engine_stop(self.handle, nanoseconds(_STOP_TIMEOUT_S))
             for queue_pair in self.queue_pairs:
                 queue_pair.close()
             self._arena_region.close()
             raise
-        # At an exit without close: the controller's own finalizer runs after this one.
-        self._stopping = threading.Lock()  # close, or the exit of the process
-        keep = controller.keep_after_failure
-        self._finalizer = finalize(self, _stop, self.handle, self._stopping, keep)
-        self.guard = Guard()
-        self._tags = itertools.count(1)
-        self._jobs: dict[int, Job | tuple[Any, ...]] = {}
-        self._lock = threading.Lock()
-        self._thread = threading.Thread(
-            target=self._completions, name="gio-completions", daemon=True
-        )
-        start_thread(self._thread, give_up=self.close)
+
+    @property
+    def handle(self) -> int:
+        """The native engine."""
+        return self._running.native.value or 0
 
     def _create(
         self, lists_nbytes: int, window_nbytes: int | None, digest_workers: int | None
-    ) -> int:
+    ) -> None:
         """The native engine, whose threads run from now on."""
         lanes = (LaneConfig * self.lanes)()
         for i, lane in enumerate(lanes):
@@ -156,11 +164,10 @@ class Engine(Owned):
             digest_workers=digest_workers,
             window_nbytes=window_nbytes or 0,
         )
-        handle = ctypes.c_void_p()
-        result = _native.lib().gio_engine_create(ctypes.byref(config), ctypes.byref(handle))
+        native = ctypes.byref(self._running.native)
+        result = _native.lib().gio_engine_create(ctypes.byref(config), native)
         remedy = "free memory, or end other threads"
         _native.check(result, "cannot start an engine", remedy, CapacityError)
-        return int(handle.value or 0)
 
     def submit(  # noqa: PLR0913
         self,
@@ -294,7 +301,7 @@ class Engine(Owned):
 
         Raises DeviceTimeout when the device answers neither; then all memory stays reserved.
         """
-        if self._closed:
+        if self._ended:
             return
         self._closed = True
         with self._stopping:
@@ -303,37 +310,16 @@ class Engine(Owned):
             self._thread.join(timeout_s)
         if not stopped or self._thread.is_alive():
             _ORPHANS.append((self, self.controller, dict(self._jobs)))
+            self._ended = True
             raise DeviceTimeout(
                 f"the device answered neither its commands nor a reset within {timeout_s:g} s; "
                 "its memory stays reserved until the process ends"
             )
         self._finalizer.detach()
-        # Waiters hold this object, so the native job outlives the waits.
-        finalize(self, _native.lib().gio_engine_destroy, self.handle)
         for queue_pair in self.queue_pairs:
             queue_pair.close()
         self._arena_region.close()
-
-    def _completions(self) -> None:
-        """Drops released jobs and runs their callbacks, until the native threads have ended."""
-        lib = _native.lib()
-        ended = False
-        while not ended:  # bounded by close(): a native engine that ended reports it
-            tag = int(lib.gio_engine_next(self.handle, _POLL_NS))  # a fork in a callback ends it
-            if tag in (0, _ENDED):
-                ended = tag == _ENDED
-                continue
-            if tag & _REPORT:
-                with self._lock:
-                    reported = self._jobs.get(tag ^ _REPORT)
-                if isinstance(reported, Job):
-                    reported.report_ready()
-                continue
-            with self._lock:
-                job = self._jobs.pop(tag)
-                callback = job.release() if isinstance(job, Job) else None
-            if callback is not None and isinstance(job, Job):
-                self.guard.call("a completion callback", callback, job)
+        self._ended = True
 
     def _raw(
         self,
@@ -385,7 +371,51 @@ class Engine(Owned):
         return job
 
 
-def _stop(handle: int, lock: threading.Lock, keep_controller: Callable[[], None]) -> None:
+class _Running(Owned):
+    """The native engine and its jobs: what outlives an Engine that is dropped, until its thread and
+    all waits have ended.
+    """
+
+    def __init__(self) -> None:
+        self.native = ctypes.c_void_p()
+        self.guard = Guard()
+        self.jobs: dict[int, Job | tuple[Any, ...]] = {}
+        self.lock = threading.Lock()
+        finalize(self, _destroy, self.native).atexit = False
+
+    def complete(self) -> None:
+        """Drops released jobs and runs their callbacks, until the native threads have ended."""
+        lib = _native.lib()
+        ended = False
+        while not ended:  # bounded by close(): a native engine that ended reports it
+            tag = int(lib.gio_engine_next(self.native, _POLL_NS))  # a fork in a callback ends it
+            if tag in (0, _ENDED):
+                ended = tag == _ENDED
+                continue
+            if tag & _REPORT:
+                with self.lock:
+                    reported = self.jobs.get(tag ^ _REPORT)
+                if isinstance(reported, Job):
+                    reported.report_ready()
+                del reported
+                continue
+            with self.lock:
+                job = self.jobs.pop(tag)
+                callback = job.release() if isinstance(job, Job) else None
+            if callback is not None and isinstance(job, Job):
+                self.guard.call("a completion callback", callback, job)
+            del job, callback  # which hold the engine, and would keep one that is dropped
+
+
+def _destroy(native: ctypes.c_void_p) -> None:
+    if native and _native.lib().gio_engine_stop(native, nanoseconds(_STOP_TIMEOUT_S)) == 0:
+        _native.lib().gio_engine_destroy(native)
+        native.value = None
+
+
+def _stop(
+    native: ctypes.c_void_p, lock: threading.Lock, keep_controller: Callable[[], None]
+) -> None:
     with lock:
-        if _native.lib().gio_engine_stop(handle, nanoseconds(_STOP_TIMEOUT_S)) != 0:
+        if native and _native.lib().gio_engine_stop(native, nanoseconds(_STOP_TIMEOUT_S)) != 0:
             keep_controller()

@@ -8,6 +8,7 @@ import mmap
 import os
 import stat
 from collections.abc import Callable
+from io import FileIO
 from pathlib import Path
 from typing import NamedTuple
 
@@ -56,18 +57,18 @@ def allocate_file(
 class ReservedFile(NamedTuple):
     """A file that was made or taken for a member.
 
-    path: without symbolic links.  fd: locked, until `close`; None for devices, which are not kept
+    path: without symbolic links.  file: locked, until `close`; None for devices, which are not kept
     open.
     """
 
     path: str
-    fd: int | None
+    file: FileIO | None
     is_new: bool
 
     def close(self) -> None:
         """Unlocks it."""
-        if self.fd is not None:
-            unlock_and_close(self.fd)
+        if self.file is not None:
+            unlock_and_close(self.file)
 
 
 def reserve_file(
@@ -95,6 +96,7 @@ def reserve_file(
     target = resolve(name)
     is_device = Path(target).is_block_device()
     fd, is_new = _create(name, target, may_exist)
+    file = FileIO(fd, "r+")
     try:
         # Who opens a file before it is a pool locks it for a moment.
         patiently(lambda: lock_file(fd, name), LOCK_TIMEOUT_S if is_new else 0.0)
@@ -106,7 +108,7 @@ def reserve_file(
     except BaseException as error:
         if is_new and not isinstance(error, PoolInUse):
             Path(target).unlink(missing_ok=True)
-        unlock_and_close(fd)
+        unlock_and_close(file)
         if isinstance(error, OSError) and error.errno in _FULL_ERRNOS:
             raise CapacityError(
                 f"no room for {format_nbytes(nbytes)} in {name}: {error.strerror}; free space or"
@@ -119,8 +121,8 @@ def reserve_file(
     if progress is not None:
         progress(nbytes, nbytes)
     if is_device:
-        unlock_and_close(fd)
-    return ReservedFile(target, None if is_device else fd, is_new)
+        unlock_and_close(file)
+    return ReservedFile(target, None if is_device else file, is_new)
 
 
 def _create(name: str, target: str, may_exist: bool) -> tuple[int, bool]:

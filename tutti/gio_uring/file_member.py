@@ -19,6 +19,7 @@ import stat
 import time
 from collections.abc import Callable, Iterator
 from functools import cache
+from io import FileIO
 from pathlib import Path
 from typing import TypeVar
 
@@ -35,7 +36,7 @@ from tutti.errors import (
 )
 from tutti.gio_uring import _native, shared_file
 from tutti.gio_uring.drives.generic_device import GenericNamespace, claim, identify, is_generic
-from tutti.process import Owned, finalize_descriptor
+from tutti.process import Owned, finalize, own_file
 from tutti.units import MiB
 
 _T = TypeVar("_T")
@@ -78,13 +79,14 @@ class FileMember(Owned):
         with _explained(self.name):
             # Who opened a file that was given by its number has the lock, and keeps it.
             if isinstance(file, int):
-                self.fd = fcntl.fcntl(file, fcntl.F_DUPFD_CLOEXEC, 0)
-                self._finalizer = finalize_descriptor(self, os.close, self.fd)
+                self._file = FileIO(fcntl.fcntl(file, fcntl.F_DUPFD_CLOEXEC, 0), "r+")
+                self._finalizer = finalize(self, FileIO.close, own_file(self._file))
                 direct = bool(fcntl.fcntl(file, fcntl.F_GETFL) & os.O_DIRECT)
                 self._set_direct(direct, "it was opened so")
             else:
-                self.fd = self._open(self.name, direct)
-                self._finalizer = finalize_descriptor(self, unlock_and_close, self.fd)
+                self._file = FileIO(self._open(self.name, direct), "r+")
+                self._finalizer = finalize(self, unlock_and_close, own_file(self._file))
+        self.fd = self._file.fileno()
         self.buffered_fd: int | None = None
         self._buffered_finalizer: Callable[[], object] = _nothing
         try:
@@ -111,7 +113,7 @@ class FileMember(Owned):
         self.generic = identify(self.fd, self.name)
         claimed = patiently(lambda: claim(self.name))
         if claimed is not None:
-            self._buffered_finalizer = finalize_descriptor(self, os.close, claimed)
+            self._buffered_finalizer = finalize(self, FileIO.close, own_file(FileIO(claimed, "r+")))
         self.nbytes = self.generic.nlb * self.generic.lba_nbytes
         self.memory_alignment, self.offset_alignment = 4, self.generic.lba_nbytes
         self._set_direct(True, "")
@@ -154,13 +156,13 @@ class FileMember(Owned):
     def _open_buffered(self) -> None:
         try:
             # By its number, so that it is the same file whatever became of its name.
-            fd = os.open(f"/proc/self/fd/{self.fd}", os.O_RDWR | os.O_CLOEXEC)
+            file = FileIO(f"/proc/self/fd/{self.fd}", "r+")
         except OSError:
             return
-        self._buffered_finalizer = finalize_descriptor(self, os.close, fd)
-        self.buffered_fd = fd
+        self._buffered_finalizer = finalize(self, FileIO.close, own_file(file))
+        self.buffered_fd = file.fileno()
         # Nothing is read ahead into blocks that are not meant for the page cache.
-        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
+        os.posix_fadvise(self.buffered_fd, 0, 0, os.POSIX_FADV_RANDOM)
 
     def give_up_direct(self, reason: str) -> None:
         """Go through the page cache from here on."""
@@ -326,12 +328,12 @@ def _libc() -> ctypes.CDLL:
     return ctypes.CDLL(None, use_errno=True)
 
 
-def unlock_and_close(fd: int) -> None:
-    """Ends an exclusive opening."""
+def unlock_and_close(file: FileIO) -> None:
+    """Ends an exclusive opening; a second call does nothing."""
     # A ring releases its files some time after it was closed: closing alone would unlock late.
-    with contextlib.suppress(OSError):
-        fcntl.flock(fd, fcntl.LOCK_UN)
-    os.close(fd)
+    with contextlib.suppress(OSError, ValueError):
+        fcntl.flock(file, fcntl.LOCK_UN)
+    file.close()
 
 
 def lock_file(fd: int, name: str) -> None:

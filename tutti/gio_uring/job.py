@@ -19,8 +19,10 @@ from tutti.process import Owned
 class Served(Protocol):
     """The engine of a job: `handle` is the native one, `guard` is around callbacks."""
 
-    handle: int
     guard: Guard
+
+    @property
+    def handle(self) -> int: ...
 
 
 def nanoseconds(seconds: float) -> int:

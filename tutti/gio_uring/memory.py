@@ -208,9 +208,9 @@ class DmaRegion(Owned):
 
     def close(self) -> None:
         """Take the memory away from the controller; a second call does nothing."""
-        unregister, self._unregister = self._unregister, None
-        if unregister is not None:
-            unregister(self)
+        if self._unregister is not None:
+            self._unregister(self)
+            self._unregister = None
 
     def __enter__(self) -> DmaRegion:
         return self

@@ -26,7 +26,7 @@ from tutti.node.messages import (
     frame,
     read_reply,
 )
-from tutti.process import own_socket
+from tutti.process import own_file
 
 _RECEIVE_NBYTES = 64 << 10
 _IDLE_MAX = 8
@@ -45,7 +45,7 @@ class Connection:
         self._timeout_s = 0.0
         self._path = path
         flags = socket.SOCK_STREAM | socket.SOCK_CLOEXEC
-        self._socket = own_socket(socket.socket(socket.AF_UNIX, flags))
+        self._socket = own_file(socket.socket(socket.AF_UNIX, flags))
         try:
             self._set_timeout(timeout_s)
             self._socket.connect(path)

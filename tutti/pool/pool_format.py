@@ -91,7 +91,7 @@ def format(
             nbytes = geometry.member_nbytes
             made.append(reserve_file(name, nbytes, prewrite, progress, may_exist=may_exist))
         # Through the open files, so that no other process has them before they are a pool.
-        files = [file.path if file.fd is None else file.fd for file in made]
+        files = [file.path if file.file is None else file.file.fileno() for file in made]
         with FileController(files, executor=executor, lock=True) as controller:
             _write_format(controller, names, layout, geometry)
     except BaseException as error:

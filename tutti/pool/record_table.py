@@ -52,7 +52,6 @@ class RecordTable(Owned):
 
     def close(self) -> None:
         """Gives the staging memory back."""
-        del self._records
         self._region.close()
 
     def reserve(self, timeout_s: float) -> int:

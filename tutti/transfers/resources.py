@@ -45,9 +45,10 @@ class Resources:
 
     def remove(self, memory: HostMemory) -> None:
         """Takes ``add`` back; no transfer of it may be under way."""
-        self.memories.remove(memory)
-        for region in self._regions.pop(id(memory)):
+        for region in self._regions[id(memory)]:
             region.close()
+        del self._regions[id(memory)]
+        self.memories.remove(memory)
 
     def register(self, memory: HostMemory) -> list[DmaRegion]:
         """Registers memory that the caller closes himself."""
@@ -66,7 +67,10 @@ class Resources:
         self._lost += regions
 
     def release(self, timeout_s: float) -> None:
-        """Ends everything.  Raises DeviceTimeout, and keeps all, when the device does not stop."""
+        """Ends everything; again after an error, it goes on from there.
+
+        Raises DeviceTimeout, and keeps all, when the device does not stop.
+        """
         try:
             self.engine.close(timeout_s)
         except DeviceTimeout:
@@ -76,8 +80,9 @@ class Resources:
             self.recovery.join(timeout_s)
         for region in self._lost:
             region.close()
-        for part in self.parts:
-            part.close()
+        while self.parts:  # bounded by their number
+            self.parts[0].close()
+            del self.parts[0]
         for memory in list(self.memories):
             self.remove(memory)
         self.controller.close()

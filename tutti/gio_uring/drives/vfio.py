@@ -68,10 +68,11 @@ class VfioDevice(Owned):
 
     def _open(self) -> None:
         group = iommu_group(self.bdf)
-        self.container_fd = self._keep(_open(_VFIO / "vfio"))
+        self._fds.append(fd := _open(_VFIO / "vfio"))
+        self.container_fd = fd
         if fcntl.ioctl(self.container_fd, _CHECK_EXTENSION, _TYPE1V2_IOMMU) == 0:
             raise Unsupported("the kernel has no type 1 IOMMU; run `modprobe vfio_iommu_type1`")
-        group_fd = self._keep(_open(_VFIO / group))
+        self._fds.append(group_fd := _open(_VFIO / group))
         status = bytearray(struct.pack("<II", 8, 0))
         fcntl.ioctl(group_fd, _GROUP_GET_STATUS, status)
         if not struct.unpack("<II", status)[1] & _GROUP_VIABLE:
@@ -84,17 +85,15 @@ class VfioDevice(Owned):
             fcntl.ioctl(self.container_fd, _SET_IOMMU, _TYPE1V2_IOMMU)
             # A bytearray, because ioctl returns the number of the descriptor for those alone.
             name = bytearray(self.bdf.encode() + b"\0")
-            self.fd = self._keep(fcntl.ioctl(group_fd, _GROUP_GET_DEVICE_FD, name))
+            self._fds.append(fcntl.ioctl(group_fd, _GROUP_GET_DEVICE_FD, name))
+            self.fd = self._fds[-1]
         self.iova_ranges = self._iova_ranges()
         self._bar_flags, self._bar_nbytes, self.registers = self._region(_REGION_BAR0)
         self._config = self._region(_REGION_CONFIG)[2]
-        self.wake_fd = self._keep(os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC))
+        self._fds.append(os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC))
+        self.wake_fd = self._fds[-1]
         self.irq_fd = self._event(_IRQ_MSIX)
         self.request_fd = self._event(_IRQ_REQUEST)
-
-    def _keep(self, fd: int) -> int:
-        self._fds.append(fd)
-        return fd
 
     def _region(self, index: int) -> tuple[int, int, int]:
         """(flags, nbytes, offset in `fd`) of a region."""
@@ -110,7 +109,7 @@ class VfioDevice(Owned):
             fcntl.ioctl(self.fd, _DEVICE_GET_IRQ_INFO, info)
             if struct.unpack("<IIII", info)[3] == 0:
                 return -1
-            fd = self._keep(os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC))
+            self._fds.append(fd := os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC))
             wanted = struct.pack("<IIIIIi", 24, _IRQ_DATA_EVENTFD_TRIGGER, index, 0, 1, fd)
             fcntl.ioctl(self.fd, _DEVICE_SET_IRQS, wanted)
         except OSError:
