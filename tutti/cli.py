@@ -96,6 +96,8 @@ COMMANDS = (
 _CONFIGURED = ("serve", "sglang command", "sglang doctor")
 _OF_OTHERS = {"model", "capacity"}  # in [sglang], for `command` alone
 
+_NUMBER_END = 2**63
+
 #: Help text of each group of commands.
 GROUPS = {"nvme": "drives", "bench": "measure", "sglang": "run behind SGLang"}
 
@@ -217,12 +219,21 @@ def _run(argv: list[str]) -> int:
         args, unknown = build_parser(argv).parse_known_args(argv)
         if unknown:  # by the command's own parser, whose help knows what there is
             args.refuse(f"unrecognized arguments: {' '.join(unknown)}")
+        _check_numbers(args)
         outcome: Outcome = args.run(args)
         text = json.dumps(outcome.result, indent=2) if args.json else outcome.text
         return _print(text) or outcome.exit_code
     except (Exception, KeyboardInterrupt) as error:
         message, exit_code = _failure(error)
         return _fail(message, exit_code, type(error).__name__ if as_json else None)
+
+
+def _check_numbers(args: argparse.Namespace) -> None:
+    """No option means anything by a number that is negative, infinite or none."""
+    for name, given in vars(args).items():
+        for value in given if isinstance(given, list) else [given]:
+            if isinstance(value, int | float) and not 0 <= value < _NUMBER_END:
+                args.refuse(f"--{name.replace('_', '-')} is {value}; give a number from 0")
 
 
 def _failure(error: BaseException) -> tuple[str, int]:
