@@ -137,6 +137,8 @@ def main() -> None:
         keys = rng.integers(0, 256, (4, 16), np.uint8)
         found["stored"] = store.put(keys, np.arange(4), memory=memory).wait().stored
         store.close()
+        core = store._core  # why it would not be clean
+        found["why"] = [core.in_flight, core.leave_open, core.unproven, repr(core.failure)]
         with tutti.open(path) as again:
             found["snapshot"] = again.stats()["proven"] == 0 and again.match(keys) == 4
     except TuttiError as error:

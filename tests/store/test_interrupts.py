@@ -59,6 +59,7 @@ def test_a_storm_of_signals_leaves_nothing_behind(tmp_path: Path, signals: int, 
         "staging": [3, 6, 3],
         "slots": True,
         "stored": 4,
+        "why": [0, False, 0, "None"],
         "snapshot": True,
     }, done.stdout
 
