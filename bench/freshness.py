@@ -16,6 +16,7 @@ DEPENDS: dict[str, tuple[str, ...]] = {
     "commits": ("bench/compare/commits.py",),  # of the code, two fixed versions
     "compare": (*_TRANSFERS, "bench/compare", "bench/fio.py"),
     "eviction": ("tutti/placement", "bench/eviction.py"),
+    "failures": ("kernels/native", "tutti", "tests/native/failures.py"),
     "fuzz": ("tutti", "tests/fuzz"),
     "gpu": ("tutti/gio_uring", "kernels", "bench/gpu"),
     "peers": (

@@ -172,6 +172,11 @@ def _fuzz(result: dict[str, Any]) -> str:
     return "\n".join(_markdown(["reader of", "cases", "seconds", "findings"], rows))
 
 
+def _failures(result: dict[str, Any]) -> str:
+    head = list(result["rows"][0])
+    return "\n".join(_markdown(head, [[row[name] for name in head] for row in result["rows"]]))
+
+
 def _table_of(bench: ModuleType) -> Callable[[dict[str, Any]], str]:
     """For benches that have a HEAD, rows_of and notes_of."""
 
@@ -194,6 +199,7 @@ _KINDS: dict[str, Callable[[dict[str, Any]], str]] = {
     "commits": _table_of(commits),
     "compare": _compare,
     "eviction": _table_of(eviction),
+    "failures": _failures,
     "fuzz": _fuzz,
     "gpu": _table_of(gpu_report),
     "peers": _peers,

@@ -1,6 +1,6 @@
 """One life of a pool, in which one call of the system fails: a program, over failing_calls.cpp.
 
-    python failures.py KIND EXECUTOR FOLDER WHICH
+    python failures.py KIND EXECUTOR FOLDER WHICH [RESULT]
 
 KIND: what fails: "allocation" is `operator new` of the native library, "system" a system call or a
 new thread, "interrupt" a call that a signal interrupts, "python" a call of a function of the
@@ -9,7 +9,8 @@ passes, "FIRST-END", "SEED:COUNT", as many of them, or "sites", the first call o
 package that calls a function of it ("sites:PART/PARTS" for a part of them).
 
 After every failure: no untyped error, nothing left behind, and the pool opens and serves what was
-acknowledged and no wrong byte. Prints one line of JSON with what was tried and what was found.
+acknowledged and no wrong byte. Prints one line of JSON with what was tried and what was found, and
+adds a row to the file RESULT.
 """
 
 from __future__ import annotations
@@ -320,14 +321,22 @@ def main(kind: str, executor: str, folder: str, which: str, out: str = "") -> in
             wrong[f"{call} {what}"] = found
         if not what and which == "all":
             break
-    result = {"calls": calls, "sites": len(failing.sites), "tried": tried, "wrong": wrong}
     if out:
-        described = {"benchmark": "failures", "machine": describe(folder)}
-        described |= {"kind": kind, "executor": executor, "which": which}
-        described["elapsed_s"] = round(time.monotonic() - begun_s, 1)
-        Path(out).write_text(json.dumps(described | result, indent=1) + "\n")
-    print(json.dumps(result))
+        row = {"what fails": kind, "executor": executor, "calls of a life": calls}
+        row |= {"places": len(failing.sites), "chosen": which, "failed": tried}
+        row |= {"findings": len(wrong), "seconds": round(time.monotonic() - begun_s)}
+        add_row(Path(out), row)
+    print(json.dumps({"calls": calls, "tried": tried, "wrong": wrong}))
     return 1 if wrong else 0
+
+
+def add_row(out: Path, row: dict[str, object]) -> None:
+    """Adds to a result, or begins one."""
+    result = {"benchmark": "failures", "machine": describe(out.parent), "rows": []}
+    with contextlib.suppress(FileNotFoundError):
+        result = json.loads(out.read_text())
+    result["rows"].append(row)
+    out.write_text(json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":
