@@ -16,6 +16,7 @@ from tutti.bench.simulate.calibration import ServerTimes
 from tutti.bench.simulate.device import READ, WRITE, Device, Timeline
 from tutti.bench.simulate.engine import Engine, Job
 from tutti.bench.simulate.tiers import Blocks
+from tutti.bench.statistics import queue_grows
 from tutti.bench.traces import BLOCK_TOKENS, Request
 from tutti.bench.ttft.metrics import spread
 from tutti.errors import ConfigError
@@ -23,8 +24,6 @@ from tutti.errors import ConfigError
 ROUND_ROBIN, PREFIX = "round-robin", "prefix"
 ROUTERS = (ROUND_ROBIN, PREFIX)
 _EVENTS_PER_REQUEST_MAX = 100_000
-#: A queue that is longer in the second half than this many times the first, and ...
-_GROWTH, _GROWTH_REQUESTS = 1.5, 2.0
 
 
 @dataclass(frozen=True)
@@ -60,8 +59,6 @@ class Cluster:
         self.engines: list[Engine] = []
         self._turn = 0
         self._jobs: dict[int, Job] = {}
-        self._in_system: list[int] = []
-        self._arrived = 0
         calibration, tier = times.calibration, times.system.tier
         block_nbytes = BLOCK_TOKENS * calibration.model.kv_nbytes_per_token
         nodes = -(-shape.engines // shape.engines_per_node)
@@ -120,8 +117,6 @@ class Cluster:
         return self._jobs[number]
 
     def _arrive(self, number: int, request: Request) -> None:
-        self._in_system.append(self._arrived - len(self._jobs))
-        self._arrived += 1
         self._route(request).arrive(number, request)
 
     def _route(self, request: Request) -> Engine:
@@ -195,7 +190,7 @@ class Cluster:
             "written_pages": sum(one.written_pages for one in totals),
             "dropped_pages": sum(one.dropped_pages for one in totals),
             "copied_pages": sum(one.copied_pages for one in totals),
-            "unstable": self._grows(),
+            "unstable": queue_grows([j.arrived_ns for j in jobs], [j.first_ns for j in jobs]),
             "speed": {
                 "wall_s": wall_s,
                 "requests_per_s": len(jobs) / wall_s,
@@ -204,15 +199,6 @@ class Cluster:
                 "times_real_time": span_s / wall_s,
             },
         }
-
-    def _grows(self) -> bool:
-        """Whether more and more requests were under way when others came."""
-        counts = self._in_system
-        if len(counts) < 8:
-            return False
-        half = len(counts) // 2
-        early, late = _mean(counts[:half]), _mean(counts[half:])
-        return late > _GROWTH * early + _GROWTH_REQUESTS * len(self.engines)
 
 
 def _mean(values: Sequence[float]) -> float:

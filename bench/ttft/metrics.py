@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from tutti.bench.statistics import queue_grows
 from tutti.bench.ttft.client import Record
 from tutti.errors import ConfigError
 
@@ -20,11 +21,6 @@ PLACES = ("device", "host", "storage", "unknown")
 # Two-sided 95 % quantiles of Student's t by degrees of freedom (any table of it).
 _T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
 _T95_MANY = 1.96
-# A queue grows when later requests find half as many again in the system, and a twentieth of what
-# came is still there at the end of arrivals.
-_GROWTH = 1.5
-_GROWTH_REQUESTS = 2.0
-_LEFT_SHARE = 0.05
 
 
 @dataclass(frozen=True)
@@ -126,16 +122,9 @@ def spread(values: Sequence[float]) -> dict[str, float] | None:
 
 
 def is_unstable(records: Sequence[Record]) -> bool:
-    """Whether the queue grew for as long as requests came: no latency of it means anything."""
-    if len(records) < 8:
-        return False
-    ends = np.sort([record.done_s for record in records])
-    due = np.array([record.due_s for record in records])
-    in_system = np.arange(len(due)) - np.searchsorted(ends, due)
-    half = len(due) // 2
-    early, late = float(in_system[:half].mean()), float(in_system[half:].mean())
-    left = in_system[-1] / len(due)
-    return bool(late > _GROWTH * early + _GROWTH_REQUESTS and left > _LEFT_SHARE)
+    """Whether the queue for a first token grew as long as requests came: no latency counts then."""
+    served = [record.tokens[0][0] if record.tokens else record.done_s for record in records]
+    return queue_grows([record.due_s for record in records], served)
 
 
 def mean_interval(values: Sequence[float]) -> dict[str, float]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tutti.bench.statistics import bootstrap_median, median, percentile, ratios
+from tutti.bench.statistics import bootstrap_median, median, percentile, queue_grows, ratios
 from tutti.errors import ConfigError
 
 
@@ -41,3 +41,13 @@ def test_nothing_has_no_interval() -> None:
 
 def test_ratios_of_pairs() -> None:
     assert ratios([2.0, 3.0, 1.0], [1.0, 2.0, 0.0]) == [2.0, 1.5]
+
+
+def test_a_queue_that_returns_does_not_grow() -> None:
+    came = list(range(80))
+    assert not queue_grows(came, [at + 0.5 for at in came])
+    assert not queue_grows(came, [at + 15.5 for at in came]), "slow, and level"
+    assert queue_grows(came, [1.5 * at + 1 for at in came])
+    # A burst that is worked off is not growth, and neither is one at the end.
+    assert not queue_grows([0.0] * 40 + came[:40], [at / 2 for at in range(80)])
+    assert not queue_grows(came[:7], [1e9] * 7), "too few to tell"
