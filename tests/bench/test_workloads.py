@@ -14,6 +14,7 @@ import pytest
 from tutti.bench.traces import Synthetic, generate, parse_trace
 from tutti.bench.ttft.arrivals import arrival_times_s, traced_times_s
 from tutti.bench.ttft.workloads import export
+from tutti.bench.ttft.workloads.chat import CHATS
 from tutti.bench.ttft.workloads.documents import load_documents
 from tutti.bench.ttft.workloads.orders import arrange
 from tutti.bench.ttft.workloads.prompt import (
@@ -319,3 +320,31 @@ def test_a_file_that_cannot_be_written_does_not_stay(tmp_path: Path) -> None:
     with pytest.raises(export.CapacityError, match=r"w\.jsonl.*No space"):
         export.write_lines(tmp_path / "w.jsonl", lines())
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["sharegpt", "multiturn"])
+def test_a_turn_holds_all_turns_before_it(name: str, seed: int) -> None:
+    argv = ["--workload", f"{name}-synthetic", "--requests", "600", "--workload-seed", str(seed)]
+    workload = build_workload(parsed(*argv))
+    before: dict[str, tuple[Part, ...]] = {}
+    answers: dict[str, int] = {}
+    for prompt in workload.prompts:
+        last = before.get(prompt.document)
+        if last is None:
+            assert len(prompt.parts) == 2, "a first turn: what all share, and a question"
+        else:
+            assert prompt.parts[: len(last)] == last
+            assert len(prompt.parts) == len(last) + 2, "an answer and a question more"
+            assert prompt.parts[-2].tokens == answers[prompt.document]
+        before[prompt.document] = prompt.parts
+        answers[prompt.document] = prompt.output_tokens
+    turns = len(workload.prompts) / len(before)
+    chat = CHATS[name]
+    assert len(before) >= chat.users and 0.4 * chat.turns < turns <= 1.5 * chat.turns
+    questions = [prompt.parts[-1].tokens for prompt in workload.prompts]
+    assert np.mean(questions) == pytest.approx(chat.question, rel=0.3)
+    assert workload.hit_rates([10**9])["unlimited"] > 0.5
+    with pytest.raises(ConfigError, match="one order"):
+        build_workload(parsed(*argv, "--order", "shuffled"))
+    with pytest.raises(ConfigError, match="positive"):
+        build_workload(parsed(*argv, "--scale", "0"))

@@ -13,6 +13,7 @@ from typing import Any
 from tutti.arguments import positive
 from tutti.bench.belady import least_recently_used, unlimited
 from tutti.bench.traces import BLOCK_TOKENS, Request, reach, read_trace
+from tutti.bench.ttft.workloads.chat import CHATS, REQUESTS, generate_chats
 from tutti.bench.ttft.workloads.documents import load_documents
 from tutti.bench.ttft.workloads.orders import AS_GIVEN, ORDERS, ROUND_ROBIN, SHUFFLED, arrange
 from tutti.bench.ttft.workloads.prompt import Part, Prompt, block_ids
@@ -20,7 +21,7 @@ from tutti.bench.ttft.workloads.synthetic import TABLES, generate_documents
 from tutti.errors import ConfigError
 
 MOONCAKE = "mooncake"
-NAMES = (*TABLES, *(f"{name}-synthetic" for name in TABLES), MOONCAKE)
+NAMES = (*TABLES, *(f"{name}-synthetic" for name in (*TABLES, *CHATS)), MOONCAKE)
 #: Requests and order when nothing else is asked for.
 _DEFAULTS = {"leval": (3000, SHUFFLED), "loogle": (4000, ROUND_ROBIN)}
 _HIT_BLOCK_TOKENS = 64
@@ -87,7 +88,8 @@ def add_workload_arguments(parser: argparse.ArgumentParser) -> None:
         choices=NAMES,
         default="leval-synthetic",
         help="leval, loogle: real texts (--data or --hub); ...-synthetic: their lengths, generated "
-        "content; mooncake: a trace (--data FILE); default %(default)s",
+        "content; sharegpt-, multiturn-synthetic: conversations; mooncake: a trace (--data FILE); "
+        "default %(default)s",
     )
     group.add_argument("--data", type=Path, help="folder of .jsonl files, or the trace")
     group.add_argument("--hub", action="store_true", help="fetch the data set's files")
@@ -122,6 +124,8 @@ def build_workload(args: argparse.Namespace, context_tokens: int | None = None) 
     context_tokens: of the server that will get it; the smaller of it and --context-tokens counts.
     Raises ConfigError for arguments that do not fit and when nothing is left.
     """
+    if args.scale <= 0:
+        raise ConfigError(f"--scale is {args.scale}; it must be positive")
     limit = min(args.context_tokens, context_tokens or args.context_tokens)
     name, left_out, sha256 = args.workload, Counter[str](), ""
     base = name.removesuffix("-synthetic")
@@ -132,6 +136,8 @@ def build_workload(args: argparse.Namespace, context_tokens: int | None = None) 
             name, args.data, hub=args.hub, tasks=args.tasks, skip_malformed=args.skip_malformed
         )
         prompts, left_out, sha256 = documents.prompts, documents.left_out, documents.sha256
+    elif base in CHATS:
+        prompts = _conversations(base, args)
     else:
         prompts = _generated(base, args)
     fitting = [p for p in prompts if p.input_tokens + p.output_tokens <= limit]
@@ -158,14 +164,18 @@ def mooncake_requests(workload: Workload, timestamps_ms: Sequence[int]) -> list[
 
 
 def _generated(base: str, args: argparse.Namespace) -> list[Prompt]:
-    if args.scale <= 0:
-        raise ConfigError(f"--scale is {args.scale}; it must be positive")
     shapes = tuple(s for s in TABLES[base] if not args.tasks or s.task in args.tasks)
     unknown = set(args.tasks) - {shape.task for shape in shapes}
     if unknown:
         known = ", ".join(dict.fromkeys(shape.task for shape in TABLES[base]))
         raise ConfigError(f"no task {', '.join(sorted(unknown))}; there are {known}")
     return generate_documents(shapes, args.workload_seed, scale=args.scale)
+
+
+def _conversations(base: str, args: argparse.Namespace) -> list[Prompt]:
+    if args.tasks or args.order not in (None, AS_GIVEN):
+        raise ConfigError("conversations have no tasks and one order; leave out --tasks, --order")
+    return generate_chats(base, args.requests or REQUESTS, args.workload_seed, scale=args.scale)
 
 
 def _trace_prompts(args: argparse.Namespace) -> list[Prompt]:
