@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import bisect
 import json
 from pathlib import Path
 
@@ -136,6 +137,61 @@ def test_synthetic_requests(tmp_path: Path) -> None:
     shape = ("--shape", "1x32KiB", "--dir", str(tmp_path), "--capacity", "16MiB")
     result = replay.run(arguments("--requests", "8", "--seed", "5", *shape), progress)
     assert (result["trace"], result["requests"], result["wrong"]) == ("synthetic", 8, 0)
+
+
+def own_lru(trace: list[tuple[int, ...]], capacity: int) -> float:
+    """Share of blocks before the first miss of their request; written for this test alone."""
+    used: dict[int, int] = {}
+    hits = clock = 0
+    for request in trace:
+        whole = True
+        for block in request:
+            whole = whole and block in used
+            hits += whole
+            used[block] = clock = clock + 1
+            if len(used) > capacity:
+                del used[min(used, key=lambda b: used[b])]
+    return hits / sum(map(len, trace))
+
+
+def own_belady(trace: list[tuple[int, ...]], capacity: int) -> float:
+    """The most hits of any policy: evicts what is used again last, and may keep nothing of it."""
+    stream = [block for request in trace for block in request]
+    uses: dict[int, list[int]] = {}
+    for place, block in enumerate(stream):
+        uses.setdefault(block, []).append(place)
+    kept: set[int] = set()
+    hits = 0
+
+    def next_use(block: int, after: int) -> int:
+        later = bisect.bisect_right(uses[block], after)
+        return uses[block][later] if later < len(uses[block]) else len(stream)
+
+    for place, block in enumerate(stream):
+        hits += block in kept
+        kept.add(block)
+        if len(kept) > capacity:
+            kept.remove(max(kept, key=lambda b: next_use(b, place)))
+    return hits / len(stream)
+
+
+def test_hits_of_the_synthetic_trace_against_lru_and_belady_of_its_own(tmp_path: Path) -> None:
+    """The pool is compared with policies that share no code with it, nor with tutti.bench."""
+    requests = generate(Synthetic(requests=120, seed=6, message_median=1500, tokens_max=16_000))
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text("\n".join(r.to_json() for r in requests))
+    args = ("--trace", str(trace), "--dir", str(tmp_path), "--shape", "1x16KiB", "--pages", "64")
+    result = replay.run(arguments(*args, "--capacity", "2MiB", "4MiB"), progress)
+    blocks = [request.hash_ids for request in requests]
+    for run in result["runs"]:
+        slots = run["capacity_objects"]
+        lru, best = own_lru(blocks, slots), own_belady(blocks, slots)
+        assert run["lru_hit_rate"] == pytest.approx(lru)
+        assert run["minimum_hit_rate"] == pytest.approx(best)
+        assert run["evicted"] > 0, "the pool is too small for the trace"
+        assert 0.75 * lru <= run["block_hit_rate"] <= best, (lru, run["block_hit_rate"], best)
+    hits = [run["block_hit_rate"] for run in result["runs"]]
+    assert hits == sorted(hits) and result["wrong"] == 0
 
 
 def test_unacceptable_arguments(tmp_path: Path) -> None:
