@@ -213,6 +213,11 @@ def index(setup: Setup) -> Cells:
     return {"index": index_cost.measure(str(setup.directory), setup.records)}
 
 
+def index_latency(setup: Setup) -> Cells:
+    """CPU time to hash, insert and look up prompts of 128K to 1M tokens in a large index"""
+    return index_cost.latency(setup.records, setup.pairs, setup.seed)
+
+
 CASES: dict[str, Callable[[Setup], Cells]] = {
     "bandwidth-fio": bandwidth_fio,
     "bandwidth-memory": bandwidth_memory,
@@ -224,6 +229,7 @@ CASES: dict[str, Callable[[Setup], Cells]] = {
     "cpu-verify": cpu_verify,
     "digest": digest,
     "index": index,
+    "index-latency": index_latency,
 }
 
 

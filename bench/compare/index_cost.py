@@ -1,4 +1,8 @@
-"""What the index costs: memory for an object, and the time to find many objects after a crash."""
+"""What the index costs: memory for an object, recovery after a crash, and the CPU time of a prompt.
+
+The time is of one thread that hashes the prompt's tokens, looks all of its pages up and inserts
+them, in an index that is full but for these pages.
+"""
 
 from __future__ import annotations
 
@@ -8,22 +12,29 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from tutti import store as object_store
+from tutti.arguments import PAGE_SIZE
 from tutti.bench.shape import Shape
+from tutti.bench.statistics import median
 from tutti.bench.workload import Limit, Workload
 from tutti.errors import DeviceTimeout, MediumError
 from tutti.gio_uring.memory import HostBuffer
 from tutti.medium.geometry import RECORD_NBYTES, Geometry
+from tutti.medium.keys import KEY_NBYTES, chain_keys
+from tutti.placement.index import Index, SlotState
 from tutti.store import ObjectStore
 from tutti.units import KiB, MiB
 
 #: The smallest object that the format accepts, so that the pool is little more than its records.
 SHAPE = Shape(1, 16 * KiB)
+
+CONTEXTS = (128 * KiB, 256 * KiB, 512 * KiB, MiB)  # tokens
 
 _BATCH_PAGES = 1024
 _WRITE_TIMEOUT_S = 1800
@@ -56,6 +67,38 @@ def measure(directory: str, records: int) -> dict[str, Any]:
         "read_s": read_s,
         "minus_read_s": max(0.0, crashed["open_s"] - read_s),
     }
+
+
+def latency(records: int, pairs: int, seed: int) -> dict[str, Any]:
+    """Medians for prompts of 128K to 1M tokens, each in one cell, in an index of so many objects.
+
+    Raises MediumError when a look-up does not find what was inserted.
+    """
+    rng = np.random.default_rng(seed)
+    index = Index(records + CONTEXTS[-1] // PAGE_SIZE, seed=seed)
+    others = rng.integers(0, 256, (records, KEY_NBYTES), np.uint8)
+    index.insert(np.arange(records), others, 0, 0, state=SlotState.READY)
+    cells = {}
+    for tokens in CONTEXTS:
+        rounds: list[tuple[float, ...]] = []
+        for _ in range(pairs + 1):  # the first one warms up
+            ids = rng.integers(0, 128_000, tokens, np.uint32)
+            slots = np.arange(records, records + tokens // PAGE_SIZE)
+            marks = [time.perf_counter()]
+            keys = chain_keys(SHAPE.layout().fingerprint, ids, PAGE_SIZE)
+            marks.append(time.perf_counter())
+            index.insert(slots, keys, 0, np.arange(len(slots)), state=SlotState.READY)
+            marks.append(time.perf_counter())
+            found = index.match(keys)
+            marks.append(time.perf_counter())
+            if not np.array_equal(found, slots):
+                raise MediumError(f"{len(found)} of {len(slots)} pages were found; report this")
+            index.remove(slots, SlotState.FREE)
+            rounds.append(tuple(1e3 * (b - a) for a, b in pairwise(marks)))
+        parts = zip(("hash", "insert", "lookup"), zip(*rounds[1:], strict=True), strict=True)
+        cell = {f"{name}_ms": median(found_ms) for name, found_ms in parts}
+        cells[f"{tokens // 1024}K tokens"] = {"pages": len(slots), **cell}
+    return cells
 
 
 def fill_and_vanish(path: str, records: int) -> None:

@@ -168,6 +168,16 @@ def test_the_index_is_recovered(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+def test_the_latency_of_long_prompts_in_the_index(tmp_path: Path) -> None:
+    few = ["--records", "5000", "--pairs", "1", "--out", str(tmp_path)]
+    assert compare.main(["index-latency", "--dir", str(tmp_path), *few]) == 0
+    cells = json.loads((tmp_path / "index-latency.json").read_text())["cells"]
+    assert list(cells) == ["128K tokens", "256K tokens", "512K tokens", "1024K tokens"]
+    assert [cell["pages"] for cell in cells.values()] == [2048, 4096, 8192, 16384]
+    for cell in cells.values():
+        assert min(cell["hash_ms"], cell["insert_ms"], cell["lookup_ms"]) > 0
+
+
 def test_a_result_names_neither_the_machine_nor_its_paths(tmp_path: Path) -> None:
     text = json.dumps(describe(tmp_path))
     assert socket.gethostname() not in text
