@@ -23,8 +23,7 @@ from tutti.scheduler.roofline import (
     GPUS,
     GpuRoofline,
     ModelShape,
-    decode_us,
-    layer_us,
+    Roofline,
 )
 
 FILE = Path(__file__).with_name("calibration.json")
@@ -150,7 +149,8 @@ class ServerTimes:
     ) -> None:
         self.calibration, self.server, self.system = calibration, server, system
         self.drive = _measured_drive(profile) if profile else drive
-        self._gpu = gpu
+        self._roofline = Roofline(gpu, calibration.model)
+        self._gpu_scale = server.gpu_scale
         self._compute: Profile | None = profile
         self._link = calibration.link_bytes_per_s
         on_ssd = system.tier == "ssd"
@@ -172,14 +172,13 @@ class ServerTimes:
         """See Profile."""
         if self._compute is not None:
             return self._compute.layer_us(new_tokens, prefix_tokens)
-        scale, model = self.server.gpu_scale, self.calibration.model
-        return scale * layer_us(self._gpu, model, new_tokens, prefix_tokens)
+        return self._gpu_scale * self._roofline.layer_us(new_tokens, prefix_tokens)
 
     def decode_us(self, batch: int, context_tokens: int) -> float:
         """See Profile.  Decode is not scaled: nothing published tells by how much."""
         if self._compute is not None:
             return self._compute.decode_us(batch, context_tokens)
-        return decode_us(self._gpu, self.calibration.model, context_tokens)
+        return self._roofline.decode_us(context_tokens)
 
     def submit_us(self, nbytes: int, *, write: bool) -> float:
         """What the submitting thread takes for a transfer."""

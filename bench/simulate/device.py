@@ -13,6 +13,7 @@ from collections.abc import Callable
 from functools import partial
 
 from tutti.errors import DeviceTimeout
+from tutti.scheduler.request import Write
 
 READ, WRITE = "read", "write"
 
@@ -46,12 +47,21 @@ class Timeline:
             what()
 
 
+class Transfer:
+    """Bytes that are moved, or wait for that.  done: called when the last one was."""
+
+    __slots__ = ("done", "nbytes")
+
+    def __init__(self, nbytes: int, done: Callable[[], None]) -> None:
+        self.nbytes, self.done = nbytes, done
+
+
 class _Channel:
     """One direction."""
 
     def __init__(self, bytes_per_ns: float) -> None:
         self.bytes_per_ns = bytes_per_ns
-        self.waiting: deque[tuple[int, Callable[[], None]]] = deque()
+        self.waiting: deque[Transfer] = deque()
         self.left = 0.0  # of the first one
         self.moved_nbytes = 0
         self.busy_ns = 0
@@ -72,20 +82,41 @@ class Device:
         self._slower = max(1.0, slower)
         self._since_ns = 0
 
-    def start(self, direction: str, nbytes: int, done: Callable[[], None]) -> None:
+    def start(self, direction: str, nbytes: int, done: Callable[[], None]) -> Transfer:
         """Queues a transfer; ``done`` is called when its last byte was moved."""
         channel, other = self._read, self._write
         if direction == WRITE:
             channel, other = other, channel
+        transfer = Transfer(nbytes, done)
         if channel.waiting:
-            channel.waiting.append((nbytes, done))
-            return
+            channel.waiting.append(transfer)
+            return transfer
         self._settle()
-        channel.waiting.append((nbytes, done))
+        channel.waiting.append(transfer)
         channel.left = float(nbytes)
         self._plan(channel)
         if other.waiting:
             self._plan(other)
+        return transfer
+
+    def cut(self, direction: str, transfer: Transfer, unit: int) -> int:
+        """Takes back what of a transfer was not begun, and returns what is left of it.
+
+        Bytes go in whole units.  A transfer of which nothing is left will not end.
+        """
+        channel = self._lane(direction)
+        if transfer not in channel.waiting:
+            return transfer.nbytes
+        if transfer is not channel.waiting[0]:
+            channel.waiting.remove(transfer)
+            return 0
+        self._settle()
+        moved = transfer.nbytes - channel.left
+        nbytes = min(transfer.nbytes, max(1, -int(-moved // unit)) * unit)
+        channel.left -= transfer.nbytes - nbytes
+        transfer.nbytes = nbytes
+        self._plan(channel)
+        return nbytes
 
     def change(self, write_bytes_per_s: float, slower: float) -> None:
         """From now on the device writes at another speed, and mixes at another cost."""
@@ -133,16 +164,51 @@ class Device:
         if version != channel.version:
             return  # something changed meanwhile
         self._settle()
-        nbytes, done = channel.waiting.popleft()
-        channel.moved_nbytes += nbytes
+        ended = channel.waiting.popleft()
+        channel.moved_nbytes += ended.nbytes
         if channel.waiting:
-            channel.left = float(channel.waiting[0][0])
+            channel.left = float(channel.waiting[0].nbytes)
             self._plan(channel)
         else:
             other = self._read if channel is self._write else self._write
             if other.waiting:
                 self._plan(other)
-        done()
+        ended.done()
+
+
+class Writes:
+    """Pages that are written, by the names of their writes; what was not begun can be taken back.
+
+    ended: called with a write's name and its pages, from the first one on, that are written.
+    """
+
+    def __init__(self, device: Device, ended: Callable[[str, int], None]) -> None:
+        self._device, self._ended = device, ended
+        self._flying: dict[str, deque[tuple[int, Transfer]]] = {}
+
+    def start(self, name: str, first: int, pages: int, page_nbytes: int) -> None:
+        """Pages from ``first`` on, behind those that were started before."""
+        ended = partial(self._end, name, page_nbytes)
+        transfer = self._device.start(WRITE, pages * page_nbytes, ended)
+        self._flying.setdefault(name, deque()).append((first, transfer))
+
+    def stop(self, write: Write) -> int:
+        """Takes back what can be; returns how many pages from the first one on were begun."""
+        begun, flying = write.issued, self._flying.get(write.name)
+        while flying:  # each turn takes one off, or is the last
+            begun, transfer = flying[-1]
+            nbytes = self._device.cut(WRITE, transfer, write.page_nbytes)
+            if nbytes:
+                return begun + nbytes // write.page_nbytes
+            flying.pop()
+        return begun
+
+    def _end(self, name: str, page_nbytes: int) -> None:
+        flying = self._flying[name]
+        first, transfer = flying.popleft()
+        if not flying:
+            del self._flying[name]
+        self._ended(name, first + transfer.nbytes // page_nbytes)
 
 
 class Line:
@@ -159,3 +225,9 @@ class Line:
         self.free_ns += duration_ns
         self.busy_ns += duration_ns
         return self.free_ns
+
+    def give_back(self, now_ns: int, duration_ns: int) -> None:
+        """So much of what was taken is not needed."""
+        taken_ns = min(duration_ns, max(0, self.free_ns - now_ns))
+        self.free_ns -= taken_ns
+        self.busy_ns -= taken_ns

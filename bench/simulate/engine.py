@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 from tutti.bench.simulate.calibration import ServerTimes
 from tutti.bench.simulate.device import Device, Timeline
@@ -20,13 +21,19 @@ from tutti.scheduler.event import LayerBegan, LoadKnown, StepBegan, StepEnded
 from tutti.scheduler.request import Phase
 
 
-@dataclass
+@dataclass(slots=True, eq=False)
 class Job:
-    """A request in an engine.  Tokens of the prompt are hit in HBM, loaded, or computed."""
+    """A request in an engine.  Tokens of the prompt are hit in HBM, loaded, or computed.
+
+    ids: whole blocks of the prompt.  loadable: those that may be loaded: a token is always left to
+    compute.
+    """
 
     number: int
     request: Request
     arrived_ns: int
+    ids: tuple[int, ...]
+    loadable: tuple[int, ...]
     hit_tokens: int = 0
     loaded_tokens: int = 0
     computed_tokens: int = 0
@@ -38,11 +45,6 @@ class Job:
     last_ns: int = 0
     bubble_ns: int = 0
     left: int = 0  # tokens to generate
-
-    @property
-    def ids(self) -> tuple[int, ...]:
-        """Whole blocks of the prompt."""
-        return self.request.hash_ids[: self.request.input_tokens // BLOCK_TOKENS]
 
     @property
     def cached_tokens(self) -> int:
@@ -127,7 +129,9 @@ class Engine:
 
     def arrive(self, number: int, request: Request) -> None:
         """A request comes."""
-        job = Job(number, request, self._timeline.now_ns)
+        ids = request.hash_ids[: request.input_tokens // BLOCK_TOKENS]
+        loadable = ids[: max(0, (request.input_tokens - 1) // BLOCK_TOKENS)]
+        job = Job(number, request, self._timeline.now_ns, ids, loadable)
         self._queue.append(job)
         if self._times.system.read_ahead_nbytes:
             self._know_load(job)
@@ -156,8 +160,8 @@ class Engine:
         return not self._running or used + wanted <= self.calibration.hbm_tokens
 
     def _know_load(self, job: Job) -> None:
-        """Announces what the store has beyond HBM; a token is always left to compute."""
-        ids = job.ids[: max(0, (job.request.input_tokens - 1) // BLOCK_TOKENS)]
+        """Announces what the store has beyond HBM."""
+        ids = job.loadable
         hit = self.hbm.match(ids)
         job.load_end = self.store.match(ids, hit)
         job.hit_tokens = hit * BLOCK_TOKENS
@@ -186,7 +190,7 @@ class Engine:
 
     def _plan(self, job: Job) -> None:
         """What is loaded, now that its step begins: things may have changed since it came."""
-        ids = job.ids[: max(0, (job.request.input_tokens - 1) // BLOCK_TOKENS)]
+        ids = job.loadable
         hit = self.hbm.match(ids)
         if job.load:
             more = self.store.match(ids, hit) > job.load_end and not self.io.is_issued(job.load)
@@ -206,11 +210,11 @@ class Engine:
         layers = self.calibration.model.layers
         loads = (job.load,) if job.load else ()
         self._prefill_began(job, tokens, loads)
+        layer_ns = self._layer_ns(job, tokens)
         if job.load:
-            self._group(job, tokens, 0, self._timeline.now_ns)
+            self._group(job, tokens, layer_ns, 0, self._timeline.now_ns)
         else:
-            step_ns = self._layer_ns(job, tokens) * layers
-            self._compute(step_ns, lambda: self._chunk_done(job, tokens))
+            self._compute(layer_ns * layers, lambda: self._chunk_done(job, tokens))
 
     def _missing(self, job: Job) -> int:
         return job.request.input_tokens - job.cached_tokens - job.computed_tokens
@@ -238,32 +242,32 @@ class Engine:
         return round(layer_ns)
 
     def _decode_us(self, more_tokens: int) -> float:
-        context = sum(job.request.input_tokens + self._generated(job) for job in self._running)
-        return self._times.decode_us(len(self._running), context + more_tokens)
-
-    def _generated(self, job: Job) -> int:
-        return job.request.output_tokens - job.left
+        """A step of all that run, with so many tokens more of context."""
+        for job in self._running:
+            more_tokens += job.request.input_tokens + job.request.output_tokens - job.left
+        return self._times.decode_us(len(self._running), more_tokens)
 
     def _compute(self, duration_ns: int, then: Callable[[], None]) -> None:
         self.work.prefill_ns += duration_ns
         self._timeline.at(self._timeline.now_ns + duration_ns, then)
 
-    def _group(self, job: Job, tokens: int, layer: int, since_ns: int) -> None:
+    def _group(self, job: Job, tokens: int, layer_ns: int, layer: int, since_ns: int) -> None:
         """Begins the layers of one unit, or waits until they are there."""
         layers, now_ns = self.calibration.model.layers, self._timeline.now_ns
         end = min(layers, layer + self._unit)
         if self.io.ready_layers(job.load) < (end if self._times.system.layerwise else 1):
-            self._waits = (job.load, lambda: self._group(job, tokens, layer, since_ns))
+            again = partial(self._group, job, tokens, layer_ns, layer, since_ns)
+            self._waits = (job.load, again)
             return
         waited_ns = now_ns - since_ns
-        job.bubble_ns += waited_ns
-        self.work.bubble_ns += waited_ns
         if waited_ns:  # else the profile tells
+            job.bubble_ns += waited_ns
+            self.work.bubble_ns += waited_ns
             self.io.post(LayerBegan(now_ns, layer, waited_ns))
-        duration_ns = self._layer_ns(job, tokens) * (end - layer)
+        duration_ns = layer_ns * (end - layer)
         if end < layers:
             ends_ns = now_ns + duration_ns
-            self._compute(duration_ns, lambda: self._group(job, tokens, end, ends_ns))
+            self._compute(duration_ns, partial(self._group, job, tokens, layer_ns, end, ends_ns))
         else:
             self._compute(duration_ns, lambda: self._loaded_chunk_done(job, tokens))
 
@@ -309,7 +313,7 @@ class Engine:
         """Offers the blocks that are neither stored nor on their way."""
         if self._times.system.tier == "none":
             return
-        new = [i for i in job.ids if i not in self.store and i not in self._pending]
+        new = self.store.absent(job.ids, self._pending)
         if not new:
             return
         self._pending.update(new)

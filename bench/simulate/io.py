@@ -8,9 +8,10 @@ a layer-wise system arrive layer by layer, or in units of layers, under every po
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 from tutti.bench.simulate.calibration import ServerTimes
-from tutti.bench.simulate.device import READ, WRITE, Device, Line, Timeline
+from tutti.bench.simulate.device import READ, WRITE, Device, Line, Timeline, Writes
 from tutti.scheduler.baselines import ImmediatePolicy
 from tutti.scheduler.changes import Scheduler
 from tutti.scheduler.event import (
@@ -22,9 +23,10 @@ from tutti.scheduler.event import (
     PagesWritten,
     Tick,
     WriteKnown,
+    WriteStopped,
 )
 from tutti.scheduler.policy import Limits, SlackPolicy
-from tutti.scheduler.request import report_at
+from tutti.scheduler.request import Write, report_at
 from tutti.scheduler.state import NOTHING, Decision, Issue, Policy, Totals
 
 
@@ -53,6 +55,7 @@ class ServerIo:
         self._landed = landed
         self._link_ns = 1e9 / times.calibration.link_bytes_per_s  # of a byte
         self._latency_ns = round(times.latency_us * 1000)
+        self._writes = None if medium is None else Writes(medium, self._moved)
         self._links = {READ: Line(), WRITE: Line()}
         self.thread = Line()
         limits = Limits(read_ahead_nbytes=times.system.read_ahead_nbytes)
@@ -60,6 +63,7 @@ class ServerIo:
         self._state = self._scheduler.state
         self._wake_ns: int | None = None
         self._gone: dict[str, Callable[[bool], None]] = {}
+        self._least_ns: dict[str, int] = {}  # when thread and link are through with a write
         self._ready: dict[str, int] = {}
         self.offered_pages = 0
         self.decisions = 0
@@ -107,7 +111,9 @@ class ServerIo:
         """Offers pages to be written; ``gone`` is told when they are (True) or never will be."""
         self.offered_pages += pages
         self._gone[name] = gone
-        self.post(WriteKnown(self._timeline.now_ns, name, pages, page_nbytes))
+        can_stop = self._writes is not None
+        known = WriteKnown(self._timeline.now_ns, name, pages, page_nbytes, can_stop=can_stop)
+        self.post(known)
 
     def _wake(self, when_ns: int) -> None:
         if self._wake_ns == when_ns:
@@ -115,6 +121,8 @@ class ServerIo:
             self.post(Tick(when_ns))
 
     def _carry_out(self, decision: Decision) -> None:
+        for name in decision.stops:
+            self._stop(self._state.writes[name])
         for name in decision.drops:
             self._gone.pop(name)(False)
         for name in decision.copy_outs:
@@ -146,7 +154,7 @@ class ServerIo:
         for layer in range(first, end, unit):
             ready = min(end, layer + unit)
             nbytes = (ready - layer) * layer_nbytes
-            self._move(READ, nbytes, self._arrived(name, ready))
+            self._fetch(nbytes, self._arrived(name, ready))
 
     def _arrived(self, name: str, layers: int) -> Callable[[], None]:
         def arrived() -> None:
@@ -160,29 +168,54 @@ class ServerIo:
         return arrived
 
     def _write(self, issue: Issue) -> None:
-        write = self._state.writes[issue.name]
-        end = issue.first + issue.count
+        page_nbytes = self._state.writes[issue.name].page_nbytes
+        least_ns = self._submit(WRITE, issue.count * page_nbytes)
+        if self._writes is None:
+            end = issue.first + issue.count
+            self._timeline.at(least_ns, partial(self._written, issue.name, end))
+        else:
+            self._least_ns[issue.name] = least_ns
+            self._writes.start(issue.name, issue.first, issue.count, page_nbytes)
 
-        def written() -> None:
-            self.post(PagesWritten(self._timeline.now_ns, issue.name, end))
-            if issue.name not in self._state.writes:
-                self._gone.pop(issue.name)(True)
+    def _stop(self, write: Write) -> None:
+        """Thread and link have not done what the medium has not begun."""
+        assert self._writes is not None, "others cannot be stopped"
+        now_ns, pages = self._timeline.now_ns, self._writes.stop(write)
+        thread_ns, link_ns = self._submission_ns(WRITE, (write.issued - pages) * write.page_nbytes)
+        self.thread.give_back(now_ns, thread_ns)
+        self._links[WRITE].give_back(now_ns, link_ns)
+        self._least_ns[write.name] = now_ns
+        self.post(WriteStopped(now_ns, write.name, pages))
 
-        self._move(WRITE, issue.count * write.page_nbytes, written)
+    def _moved(self, name: str, pages: int) -> None:
+        """The medium has written so many pages of a write, from the first one on."""
+        at_ns = max(self._timeline.now_ns, self._least_ns[name]) + self._latency_ns
+        self._timeline.at(at_ns, partial(self._written, name, pages))
 
-    def _move(self, direction: str, nbytes: int, done: Callable[[], None]) -> None:
-        timeline = self._timeline
-        now_ns = timeline.now_ns
+    def _written(self, name: str, pages: int) -> None:
+        self.post(PagesWritten(self._timeline.now_ns, name, pages))
+        if name not in self._state.writes:
+            self._least_ns.pop(name, None)
+            self._gone.pop(name)(True)
+
+    def _submit(self, direction: str, nbytes: int) -> int:
+        """Through the submitting thread and the link, which serve everything in turn."""
+        thread_ns, link_ns = self._submission_ns(direction, nbytes)
+        now_ns = self._timeline.now_ns
+        thread_ns = self.thread.take(now_ns, thread_ns)
+        return max(thread_ns, self._links[direction].take(now_ns, link_ns))
+
+    def _submission_ns(self, direction: str, nbytes: int) -> tuple[int, int]:
+        """(time of the thread, time of the link) of a transfer."""
         submit_us = self._times.submit_us(nbytes, write=direction == WRITE)
-        thread_ns = self.thread.take(now_ns, round(submit_us * 1000))
-        link_ns = self._links[direction].take(now_ns, round(nbytes * self._link_ns))
-        least_ns = max(thread_ns, link_ns)
+        return round(submit_us * 1000), round(nbytes * self._link_ns)
+
+    def _fetch(self, nbytes: int, done: Callable[[], None]) -> None:
+        timeline, least_ns = self._timeline, self._submit(READ, nbytes)
         if self._medium is None:
             timeline.at(least_ns, done)
             return
         latency_ns = self._latency_ns
         self._medium.start(
-            direction,
-            nbytes,
-            lambda: timeline.at(max(timeline.now_ns, least_ns) + latency_ns, done),
+            READ, nbytes, lambda: timeline.at(max(timeline.now_ns, least_ns) + latency_ns, done)
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 
 class Blocks:
@@ -22,22 +22,32 @@ class Blocks:
 
     def match(self, ids: Sequence[int], first: int = 0) -> int:
         """How many leading blocks are here, those before ``first`` not asked for."""
-        end = first
-        while end < len(ids) and ids[end] in self._held:  # bounded by the ids
-            end += 1
-        return end
+        held = self._held
+        for end in range(first, len(ids)):
+            if ids[end] not in held:
+                return end
+        return len(ids)
 
-    def touch(self, ids: Iterable[int]) -> None:
+    def absent(self, ids: Sequence[int], besides: set[int]) -> list[int]:
+        """Those that are neither here nor in ``besides``."""
+        held = self._held
+        return [block for block in ids if block not in held and block not in besides]
+
+    def touch(self, ids: Sequence[int]) -> None:
         """The blocks that are here were used; the first of a prefix stays longest."""
-        for block in reversed(list(ids)):
-            if block in self._held:
-                self._held.move_to_end(block)
+        held = self._held
+        for block in reversed(ids):
+            if block in held:
+                held.move_to_end(block)
 
     def add(self, ids: Sequence[int]) -> None:
         """Keeps blocks, and drops the least recently used beyond the capacity."""
+        held = self._held
         for block in reversed(ids):
-            self._held[block] = None
-            self._held.move_to_end(block)
-        while len(self._held) > self.capacity:  # bounded by what is held
-            self._held.popitem(last=False)
+            if block in held:
+                held.move_to_end(block)
+            else:
+                held[block] = None
+        for _ in range(len(held) - self.capacity):
+            held.popitem(last=False)
             self.evicted += 1

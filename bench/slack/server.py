@@ -15,7 +15,7 @@ from functools import partial
 
 import numpy as np
 
-from tutti.bench.simulate.device import READ, WRITE, Device, Timeline
+from tutti.bench.simulate.device import READ, Device, Timeline, Writes
 from tutti.bench.simulate.hardware import Machine, copy_bytes_per_s
 from tutti.bench.slack.conditions import Conditions
 from tutti.bench.slack.workload import Request
@@ -31,6 +31,7 @@ from tutti.scheduler.event import (
     StepEnded,
     Tick,
     WriteKnown,
+    WriteStopped,
 )
 from tutti.scheduler.request import Phase, Profile
 from tutti.scheduler.slack import Estimates
@@ -150,6 +151,7 @@ class Server:
         drive = machine.drive
         rates = (drive.read_bytes_per_s, drive.write_bytes_per_s)
         self._device = Device(self._timeline, *rates, drive.interference)
+        self._writes = Writes(self._device, self._moved)
         self._latency_ns = round(drive.latency_us * 1000)
         self._requests = requests
         self._whole = whole
@@ -214,6 +216,9 @@ class Server:
         if decision is NOTHING:
             return
         timeline = self._timeline
+        for name in decision.stops:
+            pages = self._writes.stop(self.state.writes[name])
+            self._post(WriteStopped(timeline.now_ns, name, pages))
         for name in decision.copy_outs:
             write = self.state.writes[name]
             nbytes = write.pages * write.page_nbytes
@@ -222,8 +227,9 @@ class Server:
         for issue in decision.reads:
             self._read(issue)
         for issue in decision.writes:
-            nbytes = issue.count * self._machine.model.page_nbytes
-            self._start(WRITE, nbytes, partial(self._written, issue))
+            page_nbytes = self._machine.model.page_nbytes
+            self._issued_nbytes += issue.count * page_nbytes
+            self._writes.start(issue.name, issue.first, issue.count, page_nbytes)
         wake_ns = decision.wake_ns
         if wake_ns is not None and (self._wake_ns is None or wake_ns < self._wake_ns):
             self._wake_ns = wake_ns
@@ -240,17 +246,18 @@ class Server:
     def _read(self, issue: Issue) -> None:
         nbytes = self.state.loads[issue.name].layer_nbytes
         for layer in range(issue.first, issue.first + issue.count):
-            self._start(READ, nbytes, partial(self._landed, issue.name, layer + 1))
+            self._issued_nbytes += nbytes
+            landed = partial(self._landed, issue.name, layer + 1)
+            self._device.start(READ, nbytes, partial(self._after_latency, landed))
 
-    def _start(self, direction: str, nbytes: int, done: Callable[[], None]) -> None:
-        self._issued_nbytes += nbytes
-        timeline, latency_ns = self._timeline, self._latency_ns
-        self._device.start(
-            direction, nbytes, lambda: timeline.at(timeline.now_ns + latency_ns, done)
-        )
+    def _after_latency(self, done: Callable[[], None]) -> None:
+        self._timeline.at(self._timeline.now_ns + self._latency_ns, done)
 
-    def _written(self, issue: Issue) -> None:
-        self._post(PagesWritten(self._timeline.now_ns, issue.name, issue.first + issue.count))
+    def _moved(self, name: str, pages: int) -> None:
+        self._after_latency(partial(self._written, name, pages))
+
+    def _written(self, name: str, pages: int) -> None:
+        self._post(PagesWritten(self._timeline.now_ns, name, pages))
 
     def _landed(self, name: str, layers: int) -> None:
         self._ready[name] = layers
@@ -338,7 +345,7 @@ class Server:
         pages = request.new_tokens // model.page_tokens
         if pages:
             measured.offered_pages += pages
-            self._post(WriteKnown(now_ns, f"w{number}", pages, model.page_nbytes))
+            self._post(WriteKnown(now_ns, f"w{number}", pages, model.page_nbytes, can_stop=True))
         if request.out_tokens > 1:
             context = request.hit_tokens + request.new_tokens
             self._running.append(_Running(request, request.out_tokens - 1, context, now_ns))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import heapq
+import math
 from dataclasses import asdict, dataclass, field
 
 from tutti.scheduler.changes import apply, commit
@@ -17,6 +18,7 @@ from tutti.scheduler.event import (
     PagesCopied,
     PagesWritten,
     Tick,
+    WriteStopped,
 )
 from tutti.scheduler.request import Load, Profile, Write
 from tutti.scheduler.slack import Correction, Estimates
@@ -102,6 +104,7 @@ class Drive:
         self._events: list[tuple[int, int, Event]] = []
         self._count = 0
         self._busy_ns = {"read": 0, "write": 0}
+        self._writing: list[tuple[str, int, int, int, int]] = []  # name, first, pages, begin, end
 
     def at(self, event: Event) -> None:
         """Something will happen."""
@@ -126,6 +129,8 @@ class Drive:
         commit(self.state, decision)
         self.trace.append(line(event, decision))
         self.dropped += decision.drops
+        for name in decision.stops:
+            self._stop(name)
         for read in decision.reads:
             nbytes = self.state.loads[read.name].layer_nbytes
             for layer in range(read.first, read.first + read.count):
@@ -134,12 +139,34 @@ class Drive:
                 self.ready.append((read.name, end_ns))
         for write in decision.writes:
             nbytes = write.count * self.state.writes[write.name].page_nbytes
+            begin_ns = max(self.state.now_ns, self._busy_ns["write"])
             end_ns = self._transfer("write", write.name, self.truth.write_us(nbytes))
+            self._writing.append((write.name, write.first, write.count, begin_ns, end_ns))
             self.at(PagesWritten(end_ns, write.name, write.first + write.count))
         for name in decision.copy_outs:
             self.at(PagesCopied(self.state.now_ns + 100_000, name))
         if decision.wake_ns is not None:
             self.at(Tick(decision.wake_ns))
+
+    def _stop(self, name: str) -> None:
+        """Pages of which the drive has not begun are given back; the page that is written ends."""
+        now_ns, pages = self.state.now_ns, self.state.writes[name].issued
+        for flying in [one for one in self._writing if one[0] == name and one[4] > now_ns]:
+            _, first, count, begin_ns, end_ns = flying
+            self._events = [
+                one for one in self._events if one[2] != PagesWritten(end_ns, name, first + count)
+            ]
+            heapq.heapify(self._events)
+            self._writing.remove(flying)
+            part = (now_ns - begin_ns) / (end_ns - begin_ns)
+            kept = math.ceil(count * part) if part >= 0 else 0
+            pages = min(pages, first + kept)
+            if kept:
+                end_ns = begin_ns + math.ceil((end_ns - begin_ns) * kept / count)
+                self._writing.append((name, first, kept, begin_ns, end_ns))
+                self.at(PagesWritten(end_ns, name, first + kept))
+        self._busy_ns["write"] = max((one[4] for one in self._writing), default=0)
+        self._take(WriteStopped(now_ns, name, pages))
 
     def _transfer(self, direction: str, name: str, us: float) -> int:
         other = "write" if direction == "read" else "read"

@@ -6,7 +6,7 @@ from scheduler.drive import Drive, Linear
 from tutti.errors import ConfigError
 from tutti.scheduler.baselines import FixedWindow, ImmediatePolicy
 from tutti.scheduler.changes import Scheduler
-from tutti.scheduler.event import LoadKnown, StepBegan, StepEnded, Tick, WriteKnown
+from tutti.scheduler.event import LoadKnown, StepBegan, StepEnded, Tick, WriteKnown, WriteStopped
 from tutti.scheduler.policy import Limits, SlackPolicy
 from tutti.scheduler.request import Phase
 from tutti.scheduler.state import Issue
@@ -24,6 +24,33 @@ def mixed(drive: Drive) -> None:
         StepBegan(2 * MS, Phase.PREFILL, layers=8, tokens=512, context_tokens=8192, loads=("a",))
     )
     drive.at(StepEnded(60 * MS))
+
+
+def test_a_write_that_nothing_is_in_the_way_of_is_one_issue_and_stops_for_a_load() -> None:
+    alone = drive()
+    alone.at(WriteKnown(0, "w", pages=40, page_nbytes=4 * MB, can_stop=True))
+    alone.run()
+    assert [one.writes for _, one in alone.decisions if one.writes] == [(Issue("w", 0, 40),)]
+    one = drive()
+    one.at(WriteKnown(0, "w", pages=40, page_nbytes=4 * MB, can_stop=True))  # 32 ms
+    one.at(LoadKnown(MS, "a", layers=8, layer_nbytes=10 * MB, tokens=512, prefix_tokens=8192))
+    one.run()
+    stop = next(at for at, (_, decision) in enumerate(one.decisions) if decision.stops)
+    assert one.decisions[stop][1].stops == ("w",)
+    assert one.ready[0][1] <= 4 * MS  # behind the page that was being written
+    assert one.state.totals.written_pages == 40
+    assert not one.state.writes
+    assert not one.state.waiting_pages
+
+
+def test_what_was_begun_once_is_neither_copied_nor_dropped() -> None:
+    scheduler = Scheduler(SlackPolicy(Limits(locked_pages=40, staged_pages=0)), Linear())
+    scheduler.take(WriteKnown(0, "w", pages=40, page_nbytes=4 * MB, can_stop=True))
+    load = LoadKnown(MS, "a", layers=8, layer_nbytes=10 * MB, tokens=512, prefix_tokens=8192)
+    assert scheduler.take(load).stops == ("w",)
+    scheduler.take(WriteStopped(MS, "w", 0))
+    more = scheduler.take(WriteKnown(2 * MS, "v", pages=1, page_nbytes=4 * MB))
+    assert more.drops == ("v",)
 
 
 def drive(policy: type = SlackPolicy, truth: Linear | None = None, **limits: float) -> Drive:

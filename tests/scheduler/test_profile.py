@@ -22,9 +22,10 @@ from tutti.scheduler.profile import (
 )
 from tutti.scheduler.profile_curves import Curve, Family
 from tutti.scheduler.request import Profile
-from tutti.scheduler.roofline import DENSE_MODELS, GPUS, PAPER_DRIVE, decode_us, layer_us
+from tutti.scheduler.roofline import DENSE_MODELS, GPUS, PAPER_DRIVE, Roofline
 
 MODEL, GPU = DENSE_MODELS["llama-3.1-8b"], GPUS["H100"]
+ROOFLINE = Roofline(GPU, MODEL)
 MACHINE = {"cpu": "a", "cores": 2, "memory": "8 GiB", "filesystem": "ext4", "disk": "d"}
 
 
@@ -61,16 +62,16 @@ def test_estimates_follow_the_roofline() -> None:
     profile = TableProfile(estimated_document(MODEL, GPU))
     assert profile.estimated == ("compute", "io", "movers")
     for new, prefix in ((1, 0), (512, 4096), (3000, 100_000), (65536, 0), (131072, 500_000)):
-        exact = layer_us(GPU, MODEL, new, prefix)
+        exact = ROOFLINE.layer_us(new, prefix)
         assert exact <= profile.layer_us(new, prefix) * (1 + 1e-9)
         assert profile.layer_us(new, prefix) <= 1.01 * exact
     # The fit: 64K tokens in 3.25 s; 6.5 ms and 42.5 ns for each token of context.
-    assert MODEL.layers * layer_us(GPU, MODEL, 65536, 0) == pytest.approx(3.25e6, rel=0.01)
+    assert MODEL.layers * ROOFLINE.layer_us(65536, 0) == pytest.approx(3.25e6, rel=0.01)
     assert profile.decode_us(8, 100_000) == pytest.approx(6500 + 4250)
-    assert decode_us(GPUS["H200"], MODEL, 0) < decode_us(GPU, MODEL, 0)
+    assert Roofline(GPUS["H200"], MODEL).decode_us(0) < ROOFLINE.decode_us(0)
     assert profile.interference == pytest.approx(PAPER_DRIVE.interference)
-    bigger = layer_us(GPU, DENSE_MODELS["llama-3.1-70b"], 4096, 0)
-    assert bigger > 3 * layer_us(GPU, MODEL, 4096, 0)
+    bigger = Roofline(GPU, DENSE_MODELS["llama-3.1-70b"]).layer_us(4096, 0)
+    assert bigger > 3 * ROOFLINE.layer_us(4096, 0)
 
 
 def change(path: str, value: object) -> Callable[[dict[str, Any]], None]:

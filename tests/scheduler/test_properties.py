@@ -22,7 +22,7 @@ POLICIES: tuple[Any, ...] = (SlackPolicy, ImmediatePolicy, FixedWindow)
 
 times = st.integers(0, 400).map(lambda ms: ms * MS)
 loads = st.tuples(times, st.integers(1, 12), st.integers(1, 40), st.integers(1, 4), st.booleans())
-writes = st.tuples(times, st.integers(1, 60), st.integers(1, 8), st.integers(1, 8))
+writes = st.tuples(times, st.integers(1, 60), st.integers(1, 8), st.integers(1, 8), st.booleans())
 decodes = st.tuples(times, st.integers(1, 30))
 works = st.tuples(
     st.lists(loads, max_size=6), st.lists(writes, max_size=6), st.lists(decodes, max_size=4)
@@ -54,8 +54,8 @@ def feed(drive: Drive, work: Any) -> None:
         drive.at(LoadKnown(at_ns, name, layers, mb * MB, 64, 64, unit_layers=unit))
         if used:
             drive.at(StepBegan(at_ns + 5 * MS, Phase.PREFILL, layers, tokens=64, loads=(name,)))
-    for number, (at_ns, pages, mb, unit) in enumerate(work[1]):
-        drive.at(WriteKnown(at_ns, f"w{number}", pages, mb * MB, unit))
+    for number, (at_ns, pages, mb, unit, stop) in enumerate(work[1]):
+        drive.at(WriteKnown(at_ns, f"w{number}", pages, mb * MB, unit, can_stop=stop))
     for at_ns, ms in work[2]:
         drive.at(StepBegan(at_ns, Phase.DECODE, tokens=4, context_tokens=100))
         drive.at(StepEnded(at_ns + ms * MS))
@@ -70,7 +70,7 @@ def test_nothing_is_lost_and_limits_hold(
     feed(drive, work)
     drive.run()
     totals = drive.state.totals
-    offered = sum(pages for _, pages, _, _ in work[1])
+    offered = sum(pages for _, pages, *_ in work[1])
     assert totals.written_pages + totals.dropped_pages == offered
     assert not drive.state.writes
     assert not drive.state.writing.flying
@@ -95,12 +95,13 @@ def check_launches(state: State, decision: Decision) -> None:
         at[write.name] += write.count
     assert all(at[write.name] <= write.pages for write in state.writes.values())
     waiting = {
-        w.name for w in state.writes.values() if w.place is PageLocation.SOURCE and not w.issued
+        w.name for w in state.writes.values() if w.place is PageLocation.SOURCE and not w.began
     }
     waiting |= {load.name for load in state.loads.values() if load.kind is Kind.READ_AHEAD}
     gone = Counter([*decision.copy_outs, *decision.drops])
     assert set(gone) <= waiting
     assert all(count == 1 for count in gone.values())
+    assert not set(gone) & set(decision.stops)
     assert not set(gone) & {issue.name for issue in (*decision.reads, *decision.writes)}
 
 
@@ -110,7 +111,7 @@ def check_limits(state: State, decision: Decision, limits: Limits) -> None:
     idle = [w for w in writes if w.place is PageLocation.SOURCE and w.name not in gone]
     locked = sum(w.pages for w in idle)
     # Only what the device works on may exceed the bound: it cannot be copied out any more.
-    assert locked <= limits.locked_pages or all(w.issued for w in idle)
+    assert locked <= limits.locked_pages or all(w.began for w in idle)
     copied = sum(w.pages for w in writes if w.name in decision.copy_outs)
     assert state.staged_pages + copied <= limits.staged_pages or not copied
     ahead = {load.name: load.layer_nbytes for load in state.loads.values() if not load.running}
@@ -160,11 +161,11 @@ def test_a_write_waits_for_a_bounded_time(work: Any, truth: Linear, limits: Limi
     feed(drive, work)
     drive.run()
     unit_reads = [unit * mb * MB for _, _, mb, unit, _ in work[0]]
-    unit_writes = [unit * mb * MB for _, _, mb, unit in work[1]]
+    unit_writes = [unit * mb * MB for _, _, mb, unit, _ in work[1]]
     slow = truth.interference
     drain_us = limits.read_window_us + slow * truth.read_us(max(unit_reads, default=0))
     write_us = slow * truth.write_us(max(unit_writes, default=0)) + slow * limits.write_burst_us
-    units = sum(-(-pages // unit) for _, pages, _, unit in work[1])
+    units = sum(-(-pages // unit) for _, pages, _, unit, _ in work[1])
     bound_us = limits.write_patience_us + (units + 1) * (
         2 * drain_us + write_us / limits.forced_share
     )

@@ -28,6 +28,7 @@ from tutti.scheduler.event import (
     Tick,
     WriteGone,
     WriteKnown,
+    WriteStopped,
 )
 from tutti.scheduler.pipes import begin, end, given_up, measured
 from tutti.scheduler.request import (
@@ -53,9 +54,20 @@ class Scheduler:
         self.state = State(profile)
 
     def take(self, event: Event) -> Decision:
-        """What to do after an event.  The caller carries out everything in the decision."""
+        """What to do after an event.  The caller carries out everything in the decision.
+
+        The policy is asked only while something waits.
+        """
         state = self.state
         apply(state, event)
+        if not (
+            state.unwritten
+            or state.running
+            or state.unread
+            or state.background_reads
+            or state.background_writes
+        ):
+            return NOTHING
         decision = self.policy.decide(state)
         if decision is NOTHING:
             return decision
@@ -78,6 +90,8 @@ def apply(state: State, event: Event) -> None:
 
 def commit(state: State, decision: Decision) -> None:
     """Takes note that everything in a decision was carried out."""
+    for name in decision.stops:
+        del state.running_on[name]
     for name in decision.drops:
         _drop(state, name)
     for name in decision.copy_outs:
@@ -161,6 +175,9 @@ def _issue_write(state: State, issue: Issue, forced: bool) -> int:
     expected_ns = issue.count * write.write_ns
     begin(state, state.writing, state.reading, issue.count, expected_ns)
     write.issued += issue.count
+    write.began = True
+    if write.can_stop and not (state.running or state.unread):
+        state.running_on[write.name] = write
     if write.arrived_ns < state.now_ns:
         totals.deferred_pages += issue.count
     if forced:
@@ -280,6 +297,7 @@ def _write_known(state: State, event: WriteKnown) -> None:
         event.kind,
         state.estimates.write_base_ns(event.page_nbytes),
         event.space,
+        event.can_stop,
     )
     state.numbers += 1
     if write.kind is not Kind.MIGRATE:
@@ -298,12 +316,28 @@ def _pages_written(state: State, event: PagesWritten) -> None:
     write.written = event.pages
     state.totals.written_pages += pages
     if event.failed:
-        failed = min(event.failed, pages)
+        failed = min(event.failed, event.pages)
         state.totals.written_pages -= failed
         state.totals.failed_pages += failed
     end(state, "write", pages, pages * write.write_ns)
     if write.written == write.pages:
         _forget_write(state, write)
+
+
+def _write_stopped(state: State, event: WriteStopped) -> None:
+    write = state.writes.get(event.name)
+    if write is None or not write.written <= event.pages <= write.issued:
+        state.totals.ignored += 1
+        return
+    back = write.issued - event.pages
+    if not back:
+        return
+    given_up(state, state.writing, state.reading, back, back * write.write_ns)
+    if write.issued == write.pages:
+        _into_order(_queue_of(state, write), write)
+    write.issued = event.pages
+    if write.kind not in BACKGROUND:
+        state.waiting_pages += back
 
 
 def _write_gone(state: State, event: WriteGone) -> None:
@@ -321,6 +355,7 @@ def _forget_write(state: State, write: Write) -> None:
     given_up(state, state.writing, state.reading, flying, flying * write.write_ns)
     del state.writes[write.name]
     _queue_of(state, write).pop(write.name, None)
+    state.running_on.pop(write.name, None)
     if write.kind not in BACKGROUND:
         state.waiting_pages -= write.pages - write.issued
     _place(state, write, None)
@@ -419,6 +454,7 @@ _APPLY: dict[type[Any], Callable[[State, Any], None]] = {
     SpaceKnown: _space_known,
     WriteKnown: _write_known,
     PagesWritten: _pages_written,
+    WriteStopped: _write_stopped,
     WriteGone: _write_gone,
     PagesCopied: _pages_copied,
     StepBegan: _step_began,

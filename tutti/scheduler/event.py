@@ -85,19 +85,29 @@ class WriteKnown:
     unit_pages: int = 1
     kind: Kind = Kind.PUT
     space: str = ""
+    can_stop: bool = False
 
 
 @dataclass(slots=True)
 class PagesWritten:
     """The first ``pages`` pages of a write have ended.
 
-    failed: how many of those that were not reported before could not be stored.
+    failed: how many of them could not be stored, and were not reported so before.
     """
 
     at_ns: int
     name: str
     pages: int
     failed: int = 0
+
+
+@dataclass(slots=True)
+class WriteStopped:
+    """A write that was to stop has: of its pages the first ``pages`` are written or under way."""
+
+    at_ns: int
+    name: str
+    pages: int
 
 
 @dataclass(slots=True)
@@ -158,6 +168,7 @@ Event = (
     | SpaceKnown
     | WriteKnown
     | PagesWritten
+    | WriteStopped
     | WriteGone
     | PagesCopied
     | StepBegan
@@ -176,6 +187,7 @@ _KINDS: dict[str, type[Any]] = {
         SpaceKnown,
         WriteKnown,
         PagesWritten,
+        WriteStopped,
         WriteGone,
         PagesCopied,
         StepBegan,

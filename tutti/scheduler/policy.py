@@ -26,7 +26,9 @@ class Limits:
     read_window_us: reads are issued so far ahead of the device, and no further: what is issued
         cannot be overtaken.
     write_burst_us: writes are issued in bursts of this length while loads wait.
-    idle_burst_us: likewise while none is known; a new load may have to wait for two of them.
+    idle_burst_us: likewise while none is known, of writes that cannot be stopped; a new load may
+        have to wait for two of them.  Others stop when a load comes.
+    run_us: of those.
     margin: part of the time until a deadline that is not planned with.
     read_patience_us: a load is overtaken only by loads that came within this time after it, and
         read-ahead that was not begun by then is dropped.
@@ -48,6 +50,7 @@ class Limits:
     read_window_us: float = 4_000.0
     write_burst_us: float = 4_000.0
     idle_burst_us: float = 16_000.0
+    run_us: float = 500_000.0
     margin: float = 0.02
     read_patience_us: float = 2_000_000.0
     write_patience_us: float = 5_000_000.0
@@ -61,8 +64,8 @@ class Limits:
         times = (self.read_patience_us, self.write_patience_us, self.probe_us)
         if min(counts) < 0 or min(times) < 0 or not 0 <= self.margin < 1:
             raise ConfigError("limits of the scheduler are not negative, and the margin is below 1")
-        if min(self.read_window_us, self.write_burst_us, self.idle_burst_us) <= 0:
-            raise ConfigError("read_window_us, write_burst_us and idle_burst_us are above 0")
+        if min(self.read_window_us, self.write_burst_us, self.idle_burst_us, self.run_us) <= 0:
+            raise ConfigError("read_window_us, run_us and bursts are above 0")
         if self.pressing_pages is not None and self.pressing_pages < 1:
             raise ConfigError("pressing_pages counts from 1; None leaves it to pressure")
         if not (0 < self.forced_share <= 0.5 and 0 < self.pressure <= 1):
@@ -91,6 +94,7 @@ class SlackPolicy:
         self._window_ns = round(self.limits.read_window_us * 1000)
         self._burst_ns = round(self.limits.write_burst_us * 1000)
         self._idle_burst_ns = round(self.limits.idle_burst_us * 1000)
+        self._run_ns = round(self.limits.run_us * 1000)
         self._read_patience_ns = round(self.limits.read_patience_us * 1000)
         self._write_patience_ns = round(self.limits.write_patience_us * 1000)
         self._probe_ns = round(self.limits.probe_us * 1000)
@@ -108,11 +112,13 @@ class SlackPolicy:
         gone = copy_outs + drops
         plan = NOTHING
         has_loads = bool(state.running or state.unread)
-        if state.unwritten:
+        if has_loads and state.running_on:
+            plan = Decision(stops=tuple(state.running_on))
+        elif state.unwritten:
             plan = (self._with_writes if has_loads else self._writes_alone)(state, gone)
         elif has_loads:
             plan = self._without_writes(state, gone)
-        if state.background_reads or state.background_writes:
+        if (state.background_reads or state.background_writes) and not plan.stops:
             plan = self._with_background(state, plan, gone)
         if gone:
             plan = replace(plan, copy_outs=copy_outs, drops=drops)
@@ -128,11 +134,13 @@ class SlackPolicy:
     def _writes_alone(self, state: State, gone: tuple[str, ...]) -> Decision:
         """Where no load waits.  Two bursts are in flight, so that the device is never idle."""
         factor = state.estimates.write.factor
-        if state.writing.flying_ns * factor > self._idle_burst_ns:
+        oldest = next(iter(state.unwritten.values()))
+        burst_ns = self._run_ns if oldest.can_stop else self._idle_burst_ns
+        if state.writing.flying_ns * factor > burst_ns:
             return NOTHING
         if state.reading.flying and self._takes_turns(state):
             return NOTHING  # what flies was issued ahead; its end decides
-        writes = writes_for(state.unwritten, self._idle_burst_ns / factor, gone)
+        writes = writes_for(state.unwritten, burst_ns / factor, gone)
         return Decision((), writes) if writes else NOTHING
 
     def _with_writes(self, state: State, gone: tuple[str, ...]) -> Decision:
@@ -172,13 +180,8 @@ class SlackPolicy:
         reads = () if turns else self._reads(state, gone)
         took_ns = sum(issue.count * state.writes[issue.name].write_ns for issue in writes)
         gap_ns = round(took_ns * state.estimates.write.factor / share)
-        return Decision(
-            reads,
-            writes,
-            wake_ns=now_ns + gap_ns if writes else None,
-            forced=bool(writes),
-            forced_gap_ns=gap_ns,
-        )
+        wake_ns = now_ns + gap_ns if writes else None
+        return Decision(reads, writes, wake_ns=wake_ns, forced=bool(writes), forced_gap_ns=gap_ns)
 
     def _least_ns(self, state: State, oldest: Write) -> int:
         """Slack that is worth a pause; less where the device writes already."""
@@ -288,6 +291,13 @@ class SlackPolicy:
         if room_ns <= 0 and state.reading.flying > 1:
             return ()
         running = [load for load in state.running.values() if load.issued < load.layers]
+        if not state.unread:
+            if not running:
+                return ()
+            if len(running) == 1:  # nothing to compare
+                only = running[0]
+                layers = max(1, math.ceil(room_ns / max(1.0, only.read_ns * factor)))
+                return (Issue(only.name, only.issued, only.in_units(layers)),)
         queue = _Reads(state, self.limits.read_ahead_nbytes, gone)
         patience_ns = self._read_patience_ns
         step_ns = state.step.expected_ns * state.estimates.layer.factor
@@ -332,10 +342,8 @@ class SlackPolicy:
             if flies and self._takes_turns(state):
                 return plan
         if write is not None:
-            issue, took_ns = (
-                Issue(write.name, write.issued, write.unit),
-                write.write_ns * write.unit,
-            )
+            issue = Issue(write.name, write.issued, write.unit)
+            took_ns = write.write_ns * write.unit
         else:
             assert load is not None, "one of both"
             layers = min(load.unit_layers, load.layers - load.issued)
@@ -344,13 +352,8 @@ class SlackPolicy:
         gap_ns = max(1, round(took_ns / self.limits.forced_share)) if flies else 0
         wake_ns = state.now_ns + gap_ns if gap_ns else plan.wake_ns
         reads, writes = ((), (issue,)) if write is not None else ((issue,), ())
-        return Decision(
-            reads,
-            writes,
-            wake_ns=wake_ns,
-            forced=bool(writes and gap_ns),
-            forced_gap_ns=gap_ns if writes else 0,
-        )
+        gap_ns = gap_ns if writes else 0
+        return Decision(reads, writes, wake_ns=wake_ns, forced=gap_ns > 0, forced_gap_ns=gap_ns)
 
 
 class _Reads:
@@ -454,7 +457,7 @@ def overflow(state: State, limits: Limits) -> tuple[tuple[str, ...], tuple[str, 
             for write in reversed(state.writes.values())
             if write.space == name
             and write.place is PageLocation.SOURCE
-            and not write.issued
+            and not write.began
             and write.kind is not Kind.MIGRATE
         ]
         _overflow(newest, space.engine - locked, staged - space.staged, copy_outs, drops)

@@ -23,8 +23,7 @@ from tutti.scheduler.roofline import (
     Drive,
     GpuRoofline,
     ModelShape,
-    decode_us,
-    layer_us,
+    Roofline,
     mover_gb_per_s,
 )
 from tutti.units import KiB, MiB
@@ -170,12 +169,13 @@ def estimated_compute(model: ModelShape, gpu: GpuRoofline) -> dict[str, Any]:
     Times are linear in the prefix and in the context, so two points each are exact; in the new
     tokens they are quadratic, where steps of a fourth of an octave are at most 1 % too high.
     """
+    roofline = Roofline(gpu, model)
     new = sorted({round(2 ** (i / 4)) for i in range(4 * 17 + 1)})
     prefixes, contexts = (0, 1 << 20), (0, 1 << 22)
     return {
         "estimated": True,
-        "prefill": [[n, p, layer_us(gpu, model, n, p)] for p in prefixes for n in new],
-        "decode": [[b, c, decode_us(gpu, model, c)] for c in contexts for b in (1, 1024)],
+        "prefill": [[n, p, roofline.layer_us(n, p)] for p in prefixes for n in new],
+        "decode": [[b, c, roofline.decode_us(c)] for c in contexts for b in (1, 1024)],
     }
 
 

@@ -121,6 +121,10 @@ class Load:
         """Whether a step that needs ``loads`` needs it."""
         return self.name in loads or bool(self.batch and self.batch in loads)
 
+    def in_units(self, layers: int) -> int:
+        """So many layers as an issue: in whole units, or all that are left."""
+        return min(-(-layers // self.unit_layers) * self.unit_layers, self.layers - self.issued)
+
     @property
     def unit_nbytes(self) -> int:
         """Bytes of the shortest issue."""
@@ -148,6 +152,7 @@ class Write:
 
     number: order of arrival.  issued, written: pages issued and stored, from 0 on.
     write_ns: of one page, by the profile.  space: whose memory has the pages; see Space.
+    can_stop: what was issued and not begun can be given back.  began: some of it was issued once.
     """
 
     name: str
@@ -159,8 +164,10 @@ class Write:
     kind: Kind
     write_ns: int
     space: str = ""
+    can_stop: bool = False
     issued: int = 0
     written: int = 0
+    began: bool = False
     place: PageLocation = PageLocation.SOURCE
 
     @property

@@ -103,20 +103,26 @@ _PCIE_ROUND_TRIP_US = 1.5
 LINK_GB_PER_S = 50.0
 
 
-def layer_us(gpu: GpuRoofline, model: ModelShape, new_tokens: float, prefix_tokens: float) -> float:
-    """One layer of a prefill, in microseconds."""
-    linear = gpu.token_us * model.parameters / _FITTED.parameters
-    widths = model.layers * model.attention_width / (_FITTED.layers * _FITTED.attention_width)
-    pairs = new_tokens * (prefix_tokens + new_tokens / 2)
-    return (new_tokens * linear + pairs * gpu.pair_ns * 1e-3 * widths) / model.layers
+class Roofline:
+    """Times of a model on a GPU, in microseconds."""
 
+    def __init__(self, gpu: GpuRoofline, model: ModelShape) -> None:
+        widths = model.layers * model.attention_width / (_FITTED.layers * _FITTED.attention_width)
+        self._token_us = gpu.token_us * model.parameters / _FITTED.parameters / model.layers
+        self._pair_us = gpu.pair_ns * 1e-3 * widths / model.layers
+        slower = _DECODE_FITTED.hbm_gb_per_s / gpu.hbm_gb_per_s
+        self._step_us = slower * _DECODE_US * model.weight_nbytes / _FITTED.weight_nbytes
+        kv_nbytes = model.kv_nbytes_per_token / _FITTED.kv_nbytes_per_token
+        self._context_us = slower * _DECODE_CONTEXT_US * kv_nbytes
 
-def decode_us(gpu: GpuRoofline, model: ModelShape, context_tokens: float) -> float:
-    """One decode step of all layers, in microseconds; contexts summed over the batch."""
-    slower = _DECODE_FITTED.hbm_gb_per_s / gpu.hbm_gb_per_s
-    weights = _DECODE_US * model.weight_nbytes / _FITTED.weight_nbytes
-    kv = _DECODE_CONTEXT_US * model.kv_nbytes_per_token / _FITTED.kv_nbytes_per_token
-    return slower * (weights + kv * context_tokens)
+    def layer_us(self, new_tokens: float, prefix_tokens: float) -> float:
+        """One layer of a prefill."""
+        pairs = new_tokens * (prefix_tokens + new_tokens / 2)
+        return new_tokens * self._token_us + pairs * self._pair_us
+
+    def decode_us(self, context_tokens: float) -> float:
+        """One decode step of all layers; contexts summed over the batch."""
+        return self._step_us + self._context_us * context_tokens
 
 
 def mover_gb_per_s(sms: int) -> float:

@@ -25,6 +25,7 @@ class Issue:
 class Decision:
     """What to do now, in this order.
 
+    stops: writes that give back what of them was not begun; WriteStopped answers.
     drops: loads and writes that are given up; nothing of them was issued.
     copy_outs: writes whose pages go to staging.
     wake_ns: when to decide again if nothing happens before; None for never.
@@ -35,6 +36,7 @@ class Decision:
     writes: tuple[Issue, ...] = ()
     copy_outs: tuple[str, ...] = ()
     drops: tuple[str, ...] = ()
+    stops: tuple[str, ...] = ()
     wake_ns: int | None = None
     forced: bool = False
     forced_gap_ns: int = 0
@@ -125,8 +127,9 @@ class State:
 
     loads, writes: all of them, by name.  running: loads that the running step needs and that have
     not all arrived.  unread: loads to read ahead that are not all issued; ahead_ns: compute time
-    of those that are, by the profile.  unwritten: writes that may be issued.  background: both, of
-    background kinds.
+    of those that are, by the profile.  unwritten: writes that may be issued.  running_on: writes
+    that were issued while no load waited, and can be stopped.  background: both, of background
+    kinds.
     waiting_pages: of all writes but those of background kinds, not issued.
     spaces: by name, with pages that were not copied (engine), that are on their way to staging
     (copying), and of staging in use, those on their way included (staged).
@@ -145,6 +148,7 @@ class State:
         self.ahead_ns = 0
         self.writes: dict[str, Write] = {}
         self.unwritten: dict[str, Write] = {}
+        self.running_on: dict[str, Write] = {}
         self.background_reads: dict[str, Load] = {}
         self.background_writes: dict[str, Write] = {}
         self.waiting_pages = 0
