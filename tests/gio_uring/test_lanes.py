@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from memory_controller import Faults, MemoryController
+from nvme_host import NvmeHost
 
 from store.pools import GEOMETRY, LAYOUT
 from tutti.errors import ConfigError, DeviceTimeout, Unsupported
@@ -146,6 +147,17 @@ def test_members_that_one_thread_each_serves(tmp_path: Path) -> None:
         assert len(controller.handles) == 1, "one drive"
     with pytest.raises(ConfigError, match="lanes=0"):
         FileController(paths, lanes=0)
+
+
+def test_an_idle_lane_does_not_keep_the_callers_thread_from_the_others(tmp_path: Path) -> None:
+    paths = [tmp_path / name for name in ("left", "right")]
+    for path in paths:
+        allocate_file(path, 1 << 20)
+    with FileController(paths, lanes=2) as controller:
+        host = NvmeHost(controller)
+        for i in range(16):  # an idle lane that sleeps to the end of each takes longer than a test
+            assert host.write(i, bytes([i]) * controller.info.lba_nbytes) == STATUS_OK
+        host.close()
 
 
 def test_a_pool_on_drives_reports_each(seed: int) -> None:

@@ -26,6 +26,8 @@ HAS_VOLATILE_CACHE = 4
 HAS_PRP = 8
 
 _CLOSE_TIMEOUT_S = 5.0
+#: How long one lane may sleep in the caller's thread before the others are served.
+_TURN_NS = 100_000
 
 #: (handle, memory) of controllers that could not be reset: they may still write there.
 _STUCK: list[object] = []
@@ -237,7 +239,7 @@ class NativeController(Owned):
 
     def service(self, timeout_s: float = 0.0) -> int:
         """One turn of work in the caller's thread, each lane sleeping at most `timeout_s` when
-        idle.
+        idle, and only shortly where others wait for their turn.
 
         Returns the number of completions posted. Does nothing while `is_served`.
         """
@@ -245,6 +247,8 @@ class NativeController(Owned):
         if self.is_served:
             return 0
         timeout_ns = int(timeout_s * 1e9)
+        if len(self.handles) > 1:
+            timeout_ns = min(timeout_ns, _TURN_NS)
         return sum(int(self._lib.gio_controller_service(h, timeout_ns)) for h in self.handles)
 
     def start(self) -> None:
