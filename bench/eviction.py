@@ -28,6 +28,7 @@ from tutti.bench import belady
 from tutti.bench.environment import describe
 from tutti.bench.traces import Request, Synthetic, block_keys, generate, read_trace
 from tutti.errors import ConfigError
+from tutti.medium.geometry import GROUPS_LEAST
 from tutti.placement.allocator import Allocator
 from tutti.placement.eviction import POLICIES, EvictionPolicy, EvictionView
 from tutti.placement.index import MISSING, Index, SlotState
@@ -60,7 +61,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=[0.084, 0.25, 0.75],
         help="sizes of the pool, as shares of a trace's distinct blocks (default: %(default)s)",
     )
-    parser.add_argument("--group-slots", type=positive, default=GROUP_SLOTS)
+    parser.add_argument(
+        "--group-slots", type=positive, default=GROUP_SLOTS, help="at most (default: %(default)s)"
+    )
     parser.add_argument("--policies", nargs="+", choices=sorted(POLICIES), default=sorted(POLICIES))
     parser.add_argument("--out", type=Path, help="also write the JSON here")
 
@@ -257,10 +260,11 @@ def _cells(
 ) -> list[dict[str, Any]]:
     blocks = [request.hash_ids for request in requests]
     distinct = len({block for ids in blocks for block in ids})
-    wanted = max(args.group_slots * 4, int(share * distinct))
+    wanted = max(GROUPS_LEAST, int(share * distinct))
+    group_slots = min(args.group_slots, wanted // GROUPS_LEAST)  # as a new pool is cut
     cells = []
     for policy in (*args.policies, GROUPS):
-        pool = Pool(wanted, policy, args.group_slots)
+        pool = Pool(wanted, policy, group_slots)
         for ids in blocks:
             pool.play(block_keys(_FINGERPRINT, ids))
         lru = belady.least_recently_used(blocks, pool.index.slots)
