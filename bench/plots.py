@@ -7,6 +7,12 @@ from typing import Any
 
 from tutti.units import format_nbytes
 
+#: Okabe and Ito's palette, which colour-blind readers tell apart.
+COLOURS = (
+    *("#0072B2", "#D55E00", "#009E73", "#CC79A7"),
+    *("#E69F00", "#56B4E9", "#000000", "#999999"),
+)
+
 
 def plot_compare(result: dict[str, Any], path: str | os.PathLike[str]) -> bool:
     """Draws the speed ratios of one case with their intervals and the noise floor.
@@ -68,7 +74,7 @@ def blank_figure(columns: int) -> tuple[Any, Any] | None:
         from matplotlib.figure import Figure
     except ImportError:
         return None
-    figure = Figure(figsize=(7.5 * max(1, columns), 4.5))
+    figure = Figure(figsize=(min(7.0, 16 / max(1, columns)) * max(1, columns), 4.5))
     FigureCanvasAgg(figure)
     axes = [figure.add_subplot(1, max(1, columns), i + 1) for i in range(columns)]
     return figure, axes

@@ -18,8 +18,10 @@ Row = dict[str, str]
 RESULT = "result.json"
 
 RATE, BANDWIDTH, PREFIX, HIT_RATE, COST = "rate", "bandwidth", "prefix", "hit-rate", "cost"
+SHARE, BUBBLE, RESIDENCY = "share", "bubble", "residency"
+PUBLISHED = "published"
 
-#: Columns of each figure.  source: measured, simulated or emulated; every figure has it.
+#: Columns of each figure.  source: one of SOURCES; every figure has it.
 COLUMNS = {
     RATE: (
         *("system", "source", "rate", "ttft_ms", "ttft_low_ms", "ttft_high_ms"),
@@ -30,6 +32,15 @@ COLUMNS = {
         *("system", "source", "prefix_tokens", "total_tokens"),
         *("ttft_ms", "ttft_low_ms", "ttft_high_ms"),
     ),
+    SHARE: (*("system", "source", "bubble_percent", "bubble_low_percent", "bubble_high_percent"),),
+    BUBBLE: (
+        *("system", "source", "prefix_tokens", "total_tokens"),
+        *("bubble_ms", "bubble_low_ms", "bubble_high_ms"),
+    ),
+    RESIDENCY: (
+        *("system", "source", "limit", "hit_ratio", "read_gb_per_s"),
+        *("read_gb_per_s_low", "read_gb_per_s_high", "read_p99_ms"),
+    ),
     COST: (
         *("system", "source", "rate", "input_tokens_per_s", "output_tokens_per_s"),
         *("gpus", "dram_gb", "ssd_gb", "unstable", "partial"),
@@ -37,7 +48,7 @@ COLUMNS = {
 }
 COLUMNS[HIT_RATE] = COLUMNS[PREFIX]
 KINDS = tuple(COLUMNS)
-SOURCES = ("measured", "simulated", "emulated")
+SOURCES = ("measured", "simulated", "emulated", PUBLISHED)
 _TEXT = ("system", "source", "phase", "unstable", "partial")
 
 
@@ -127,6 +138,7 @@ def rows_of(result: dict[str, Any], kind: str, name: str, **extra: float) -> lis
         (PREFIX, "ttft-prefix"): lambda: _prefixes(result),
         (HIT_RATE, "ttft-prefix"): lambda: _prefixes(result),
         (BANDWIDTH, "bandwidth"): lambda: _bandwidths(result, extra["page_tokens"]),
+        (RESIDENCY, "residency"): lambda: _residencies(result),
     }
     make = makers.get((kind, benchmark))
     if make is None:
@@ -195,6 +207,19 @@ def _bandwidths(result: dict[str, Any], page_tokens: float) -> list[dict[str, An
         }
         for row in result["rows"]
         if row["phase"] in ("store", "retrieve")
+    ]
+
+
+def _residencies(result: dict[str, Any]) -> list[dict[str, Any]]:
+    return [
+        {
+            "system": cell["configuration"],
+            "source": "measured",
+            **{name: cell[name] for name in ("limit", "hit_ratio", "read_gb_per_s", "read_p99_ms")},
+            "read_gb_per_s_low": cell["read_gb_per_s_range"][0],
+            "read_gb_per_s_high": cell["read_gb_per_s_range"][1],
+        }
+        for cell in result["cells"]
     ]
 
 

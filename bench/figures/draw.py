@@ -5,20 +5,25 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from itertools import combinations
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from tutti.bench.figures.cost import Prices, crossings, per_million_tokens
 from tutti.bench.figures.data import (
     BANDWIDTH,
+    BUBBLE,
     COST,
     HIT_RATE,
     PREFIX,
+    PUBLISHED,
     RATE,
+    RESIDENCY,
+    SHARE,
     Row,
     number_of,
     value,
 )
-from tutti.bench.plots import blank_figure
+from tutti.bench.plots import COLOURS, blank_figure
 
 TITLES = {
     RATE: "TTFT and ITL against request rate",
@@ -26,7 +31,11 @@ TITLES = {
     PREFIX: "TTFT against the cached prefix",
     HIT_RATE: "TTFT against hit rate",
     COST: "Cost of tokens against request rate",
+    SHARE: "Share of the first token's time that the GPU waits",
+    BUBBLE: "Time that the GPU waits against hit rate",
+    RESIDENCY: "Reading under a memory limit",
 }
+_COLUMNS = {RATE: 2, RESIDENCY: 3}
 _MARKERS = "osD^vP*X"
 
 
@@ -43,7 +52,7 @@ def draw(
 
     slo_ms: where the TTFT's limit is drawn.
     """
-    canvas = blank_figure(2 if kind == RATE else 1)
+    canvas = blank_figure(_COLUMNS.get(kind, 1))
     if canvas is None:
         return []
     figure, axes = canvas
@@ -53,74 +62,127 @@ def draw(
         PREFIX: lambda: _prefix(axes[0], rows),
         HIT_RATE: lambda: _hit_rate(axes[0], rows),
         COST: lambda: _cost(axes[0], rows, prices),
+        SHARE: lambda: _share(axes[0], rows),
+        BUBBLE: lambda: _bubble(axes[0], rows),
+        RESIDENCY: lambda: _residency(axes, rows),
     }
     drawers[kind]()
-    figure.suptitle(f"{title}{_label(rows)}", fontsize=11)
+    if any(row["source"] == PUBLISHED for row in rows):
+        axes[-1].plot([], [], "*", color="grey", mec="black", ms=10, label="published")
+    _legend(axes[-1])
+    for axis in axes:
+        axis.grid(alpha=0.3, linewidth=0.5)
+        axis.set_axisbelow(True)
+    figure.suptitle(f"{title} ({_label(rows)})", fontsize=11)
     figure.tight_layout()
     paths = [stem.with_name(f"{stem.name}.{suffix}") for suffix in ("png", "svg")]
     for path in paths:
         # No date, so that the same rows give the same bytes.
         metadata = {"Date": None} if path.suffix == ".svg" else {"Software": None}
-        figure.savefig(path, dpi=150, metadata=metadata)
+        figure.savefig(path, dpi=110, metadata=metadata, bbox_inches="tight")
     return paths
 
 
 def _label(rows: Sequence[Row]) -> str:
-    """Results that were not measured are labelled so in the title."""
-    made = sorted({row["source"] for row in rows} - {"measured"})
-    if not made:
-        return ""
-    all_made = all(row["source"] != "measured" for row in rows)
-    return f" ({', '.join(made)})" if all_made else f" (partly {', '.join(made)}: see the legend)"
+    """How the curves came about; published points are stars, which the legend names."""
+    made = sorted({row["source"] for row in rows} - {PUBLISHED}) or [PUBLISHED]
+    if made == ["measured"] or "measured" not in made:
+        return ", ".join(made)
+    return f"partly {', '.join(s for s in made if s != 'measured')}: see the legend"
+
+
+def _legend(axis: Any) -> None:
+    """To the right of all axes, so that it hides no point."""
+    handles, labels = axis.get_legend_handles_labels()
+    if labels:
+        place = {"loc": "upper left", "bbox_to_anchor": (1.02, 1.0), "borderaxespad": 0.0}
+        axis.legend(handles, labels, fontsize=8, handlelength=3, **place)
 
 
 def _systems(rows: Sequence[Row]) -> dict[str, list[Row]]:
-    """Rows of each system, in the order of the file; the source joins the name."""
+    """Rows of each curve, in the order of the file; among several sources the name tells which."""
+    sources = {row["source"] for row in rows} - {PUBLISHED}
     found: dict[str, list[Row]] = {}
     for row in rows:
-        name = row["system"]
-        name += "" if row["source"] == "measured" else f" ({row['source']})"
-        found.setdefault(name, []).append(row)
+        if row["source"] != PUBLISHED:
+            name = row["system"] + (f" ({row['source']})" if len(sources) > 1 else "")
+            found.setdefault(name, []).append(row)
     return found
 
 
+def _stars(axis: Any, rows: Sequence[Row], x: Callable[[Row], float], column: str) -> None:
+    """Published points, in the colours of their systems."""
+    colours = {found[0]["system"]: i for i, found in enumerate(_systems(rows).values())}
+    for row in rows:
+        if row["source"] == PUBLISHED and number_of(row, column) is not None:
+            colour = COLOURS[colours.get(row["system"], 7) % len(COLOURS)]
+            axis.plot(
+                [x(row)], [value(row, column)], "*", color=colour, mec="black", ms=11, zorder=5
+            )
+
+
 def _rate(axes: Sequence[Any], rows: Sequence[Row], slo_ms: float) -> None:
-    axes[0].axhline(slo_ms, color="black", linewidth=0.8, linestyle="--", label=f"{slo_ms:g} ms")
     for axis, name in zip(axes, ("ttft", "itl"), strict=True):
         for number, (system, found) in enumerate(_systems(rows).items()):
             _line(axis, system, number, found, "rate", name)
         axis.set_xlabel("requests/s")
         axis.set_ylabel(f"mean {name.upper()}, ms")
-        axis.set_ylim(bottom=0)
-        if _hollow(rows):
-            axis.plot([], [], "o", color="grey", mfc="none", label="unstable or partial")
-        if axis.get_legend_handles_labels()[0]:
-            axis.legend(fontsize=8)
+        if any((number_of(row, f"{name}_ms") or 0.0) > 0 for row in rows):
+            axis.set_yscale("log")
+    for axis in axes[:1]:
+        axis.axhline(slo_ms, color="black", linewidth=0.8, linestyle="--")
+        axis.annotate(
+            f"limit, {slo_ms:g} ms",
+            (0.01, slo_ms),
+            fontsize=8,
+            va="bottom",
+            xycoords=("axes fraction", "data"),
+        )
+    # The legend is that of the last axis, which may have no curve.
+    for number, system in enumerate(_systems(rows)):
+        if system not in axes[-1].get_legend_handles_labels()[1]:
+            style = {"color": COLOURS[number % len(COLOURS)], "marker": _MARKERS[number % 8]}
+            axes[-1].plot([], [], label=system, **style)
+    _hollow_entry(axes[-1], rows)
+
+
+def _hollow_entry(axis: Any, rows: Sequence[Row]) -> None:
+    if _hollow(rows):
+        axis.plot([], [], "o", color="grey", mfc="none", label="queue grows, or partial")
 
 
 def _hollow(rows: Sequence[Row]) -> bool:
-    return any("yes" in (row["unstable"], row["partial"]) for row in rows)
+    return any("yes" in (row.get("unstable"), row.get("partial")) for row in rows)
 
 
 def _line(axis: Any, system: str, number: int, rows: Sequence[Row], x: str, name: str) -> None:
-    """A curve with its 95 % band; points that mean little are hollow."""
+    """A curve with its intervals as bars; points that mean little are hollow and have none."""
     there = sorted(
         (row for row in rows if number_of(row, f"{name}_ms") is not None),
         key=lambda row: value(row, x),
     )
     if not there:
         return
-    places = [value(row, x) for row in there]
+    colour, marker = COLOURS[number % len(COLOURS)], _MARKERS[number % len(_MARKERS)]
     means = [value(row, f"{name}_ms") for row in there]
-    low = [_or(row, f"{name}_low_ms", mean) for row, mean in zip(there, means, strict=True)]
-    high = [_or(row, f"{name}_high_ms", mean) for row, mean in zip(there, means, strict=True)]
-    colour = f"C{number % 10}"
-    axis.plot(places, means, color=colour, label=system)
-    axis.fill_between(places, [max(0.0, v) for v in low], high, color=colour, alpha=0.15)
-    for place, mean, row in zip(places, means, there, strict=True):
-        hollow = "yes" in (row.get("unstable"), row.get("partial"))
-        marker = _MARKERS[number % len(_MARKERS)]
-        axis.plot([place], [mean], marker, color=colour, mfc="none" if hollow else colour)
+    axis.plot([value(row, x) for row in there], means, color=colour, linewidth=1.2)
+    axis.plot([], [], color=colour, marker=marker, label=system)
+    for mean, row in zip(means, there, strict=True):
+        hollow = _hollow([row])
+        ends = [_or(row, f"{name}_{end}_ms", mean) for end in ("low", "high")]
+        # A logarithmic axis ends above 0, where an interval of few runs may not.
+        bar = [[min(mean * 0.9, mean - ends[0])], [ends[1] - mean]]
+        axis.errorbar(
+            [value(row, x)],
+            [mean],
+            yerr=None if hollow or ends[0] == ends[1] else bar,
+            fmt=marker,
+            color=colour,
+            mfc="none" if hollow else colour,
+            capsize=2,
+            elinewidth=0.8,
+            markersize=5,
+        )
 
 
 def _or(row: Row, column: str, default: float) -> float:
@@ -132,22 +194,28 @@ def _bandwidth(axis: Any, rows: Sequence[Row]) -> None:
     styles = {"retrieve": "-", "store": "--"}
     for number, (system, found) in enumerate(_systems(rows).items()):
         for phase, style in styles.items():
-            points = sorted(
-                (value(row, "tokens"), value(row, "gb_per_s"))
-                for row in found
-                if row["phase"] == phase
-            )
+            points = by_length([row for row in found if row["phase"] == phase])
             if points:
                 places, speeds = zip(*points, strict=True)
+                marker = _MARKERS[number % len(_MARKERS)]
+                colour = COLOURS[number % len(COLOURS)]
                 label = f"{system}, {phase}"
-                axis.plot(places, speeds, style, marker="o", color=f"C{number % 10}", label=label)
+                axis.plot(places, speeds, style, marker=marker, color=colour, label=label)
+    _stars(axis, rows, lambda row: value(row, "tokens"), "gb_per_s")
     axis.set_xscale("log", base=2)
     ticks = sorted({value(row, "tokens") for row in rows})
     axis.set_xticks(ticks, [_short(tokens) for tokens in ticks])
     axis.set_xlabel("context, tokens")
     axis.set_ylabel("GB/s (10^9 bytes)")
     axis.set_ylim(bottom=0)
-    axis.legend(fontsize=8)
+
+
+def by_length(rows: Sequence[Row]) -> list[tuple[float, float]]:
+    """(tokens, GB/s), one for each length: batches below one object all move that object."""
+    speeds: dict[float, list[float]] = {}
+    for row in rows:
+        speeds.setdefault(value(row, "tokens"), []).append(value(row, "gb_per_s"))
+    return sorted((tokens, fmean(found)) for tokens, found in speeds.items())
 
 
 def _short(tokens: float) -> str:
@@ -157,17 +225,18 @@ def _short(tokens: float) -> str:
 def _prefix(axis: Any, rows: Sequence[Row]) -> None:
     for number, (system, found) in enumerate(_systems(rows).items()):
         _line(axis, system, number, found, "prefix_tokens", "ttft")
-    axis.set_xlabel("cached prefix, tokens")
+    _stars(axis, rows, lambda row: value(row, "prefix_tokens"), "ttft_ms")
+    ticks = sorted({value(row, "prefix_tokens") for row in rows})
+    axis.set_xticks(ticks, [_short(tokens) for tokens in ticks], rotation=45)
+    axis.set_xlabel(f"cached prefix, of {_short(value(rows[0], 'total_tokens'))} tokens")
     axis.set_ylabel("TTFT, ms")
-    axis.set_ylim(bottom=0)
-    axis.legend(fontsize=8)
+    axis.set_yscale("log")
 
 
 def _hit_rate(axis: Any, rows: Sequence[Row]) -> None:
-    """TTFT against the share of the prompt that hits, and where systems change places."""
     curves: dict[str, list[tuple[float, float]]] = {}
     for number, (system, found) in enumerate(_systems(rows).items()):
-        shares = [{**row, "share": str(hit_share(row))} for row in found]
+        shares = [row | {"share": str(hit_share(row))} for row in found]
         _line(axis, system, number, shares, "share", "ttft")
         curves[system] = [
             (value(row, "share"), value(row, "ttft_ms")) for row in shares if row["ttft_ms"]
@@ -180,7 +249,6 @@ def _hit_rate(axis: Any, rows: Sequence[Row]) -> None:
     axis.set_xlabel("hit rate, % of the prompt's tokens")
     axis.set_ylabel("TTFT, ms")
     axis.set_ylim(bottom=0)
-    axis.legend(fontsize=8)
 
 
 def hit_share(row: Row) -> float:
@@ -193,11 +261,76 @@ def _cost(axis: Any, rows: Sequence[Row], prices: Prices) -> None:
         costs = [(value(row, "rate"), per_million_tokens(row, prices), row) for row in found]
         points = sorted((rate, cost, _hollow([row])) for rate, cost, row in costs if cost)
         if points:
-            colour = f"C{number % 10}"
-            axis.plot([p[0] for p in points], [p[1] for p in points], color=colour, label=system)
+            colour, marker = COLOURS[number % len(COLOURS)], _MARKERS[number % len(_MARKERS)]
+            axis.plot([p[0] for p in points], [p[1] for p in points], color=colour, linewidth=1.2)
+            axis.plot([], [], color=colour, marker=marker, label=system)
             for rate, cost, hollow in points:
-                axis.plot([rate], [cost], "o", color=colour, mfc="none" if hollow else colour)
+                axis.plot([rate], [cost], marker, color=colour, mfc="none" if hollow else colour)
     axis.set_xlabel("requests/s")
     axis.set_ylabel("$ for 10^6 tokens, prompts and answers")
     axis.set_ylim(bottom=0)
-    axis.legend(fontsize=8)
+    _hollow_entry(axis, rows)
+
+
+def _share(axis: Any, rows: Sequence[Row]) -> None:
+    systems = list(_systems(rows))
+    for number, found in enumerate(_systems(rows).values()):
+        row = found[0]
+        middle = value(row, "bubble_percent")
+        ends = [_or(row, f"bubble_{end}_percent", middle) for end in ("low", "high")]
+        error = [[max(0.0, middle - ends[0])], [max(0.0, ends[1] - middle)]]
+        colour = COLOURS[number % len(COLOURS)]
+        axis.bar([number], [middle], yerr=error, color=colour, capsize=4, width=0.6)
+        axis.annotate(f"{middle:.1f}", (number, middle), fontsize=8, ha="right", va="bottom")
+    places = {found[0]["system"]: i for i, found in enumerate(_systems(rows).values())}
+    known = [row for row in rows if row["system"] in places]
+    _stars(axis, known, lambda row: float(places[row["system"]]), "bubble_percent")
+    axis.set_xticks(range(len(systems)), systems, fontsize=8)
+    axis.set_ylabel("waiting, % of the first token's time")
+    axis.set_ylim(0, 100)
+
+
+def _bubble(axis: Any, rows: Sequence[Row]) -> None:
+    for number, (system, found) in enumerate(_systems(rows).items()):
+        shares = [row | {"share": str(hit_share(row))} for row in found]
+        _line(axis, system, number, shares, "share", "bubble")
+    _stars(axis, rows, hit_share, "bubble_ms")
+    axis.set_xlabel("hit rate, % of the prompt's tokens")
+    axis.set_ylabel("waiting of the GPU, ms")
+    if any(value(row, "bubble_ms") > 0 for row in rows):
+        axis.set_yscale("log")
+
+
+def _residency(axes: Sequence[Any], rows: Sequence[Row]) -> None:
+    columns = {
+        "hit_ratio": "hit ratio",
+        "read_gb_per_s": "read GB/s, median and range",
+        "read_p99_ms": "p99 of a batch, ms",
+    }
+    for axis, (column, label) in zip(axes, columns.items(), strict=True):
+        for number, (system, found) in enumerate(_systems(rows).items()):
+            points = sorted(found, key=lambda row: value(row, "limit"))
+            middles = [value(row, column) for row in points]
+            axis.errorbar(
+                [value(row, "limit") for row in points],
+                middles,
+                yerr=_ranges(points) if column == "read_gb_per_s" else None,
+                fmt=f"{_MARKERS[number % len(_MARKERS)]}-",
+                color=COLOURS[number % len(COLOURS)],
+                capsize=3,
+                label=system,
+            )
+        axis.set_xlabel("memory limit / working set")
+        axis.set_ylabel(label)
+        axis.set_ylim(bottom=0)
+    limits = sorted({value(row, "limit") for row in rows})
+    for axis, ideal in ((axes[0], [min(1.0, x) for x in limits]), (axes[-1], [])):
+        style = {"color": "black", "linewidth": 0.8, "linestyle": "--"}
+        axis.plot(limits[: len(ideal)], ideal, label="limit / W", **style)
+
+
+def _ranges(rows: Sequence[Row]) -> list[list[float]]:
+    """How far the slowest and the fastest round are from the median."""
+    middle = [value(row, "read_gb_per_s") for row in rows]
+    ends = [[value(row, f"read_gb_per_s_{end}") for row in rows] for end in ("low", "high")]
+    return [[abs(e - m) for e, m in zip(end, middle, strict=True)] for end in ends]

@@ -2,7 +2,8 @@
 
 rate: TTFT and ITL against request rate.  bandwidth: retrieve and store against context length.
 prefix: TTFT against the cached prefix.  hit-rate: the same against the share that hits, with
-crossings.  cost: dollars for a million tokens.
+crossings.  cost: dollars for a million tokens.  share, bubble: how long the GPU waits.  residency:
+reads under a memory limit.  paper: all figures of the papers, from a folder of CSVs.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from tutti.bench.figures.data import (
     write_csv,
 )
 from tutti.bench.figures.draw import TITLES, draw, hit_share
+from tutti.bench.figures.paper import PaperFigure, draw_paper
 from tutti.checks import open_regular
 from tutti.errors import CapacityError, ConfigError
 from tutti.terminal import ProgressFactory, table
@@ -36,16 +38,21 @@ from tutti.terminal import ProgressFactory, table
 PRICES = Prices(gpu=5.0, dram_gb=0.0088, ssd_gb=0.000082)
 #: The only limit that the paper names.
 TTFT_LIMIT_MS = 1000.0
+PAPER = "paper"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of the command."""
-    parser.add_argument("kind", choices=KINDS)
+    parser.add_argument("kind", choices=(*KINDS, PAPER))
     parser.add_argument(
         "inputs", type=Path, nargs="+", metavar="INPUT", help="results (JSON or folder), or CSVs"
     )
     parser.add_argument(
-        "--out", type=Path, required=True, metavar="STEM", help="writes STEM.png, .svg and .csv"
+        "--out",
+        type=Path,
+        required=True,
+        metavar="STEM",
+        help="writes STEM.png, .svg and .csv; with paper a folder",
     )
     parser.add_argument("--title", default="", help="title of the figure")
     parser.add_argument("--slo-ms", type=float, default=TTFT_LIMIT_MS, help="TTFT limit to draw")
@@ -78,14 +85,20 @@ def run(args: argparse.Namespace, progress: ProgressFactory) -> dict[str, Any]:
     Raises ConfigError for inputs of another kind, CapacityError where nothing can be written.
     """
     machines = dict(_machine(text) for text in args.machine)
-    rows = [
-        row for path in args.inputs for row in _read(path, args.kind, machines, args.page_tokens)
-    ]
     prices = Prices(args.gpu_price, args.dram_price, args.ssd_price)
-    with progress("drawing", 1) as bar:
-        files = write_figure(
-            args.kind, rows, args.out, title=args.title, slo_ms=args.slo_ms, prices=prices
+
+    def paper_figure(one: PaperFigure, rows: list[Row], stem: Path) -> list[str]:
+        return write_figure(
+            one.kind, rows, stem, title=one.title, slo_ms=args.slo_ms, prices=prices
         )
+
+    with progress("drawing", 1) as bar:
+        if args.kind == PAPER:
+            rows, files = draw_paper(args.inputs[0], args.out, paper_figure)
+        else:
+            pages = args.page_tokens
+            rows = [row for path in args.inputs for row in _read(path, args.kind, machines, pages)]
+            files = paper_figure(PaperFigure("", args.kind, args.title), rows, args.out)
         bar.advance(1)
     return {
         "benchmark": "figures",

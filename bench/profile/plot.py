@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from typing import Any
 
+from tutti.bench.plots import COLOURS, blank_figure
 from tutti.units import format_nbytes
 
-_DIRECTIONS = (("read", 2, "o-"), ("write", 2, "s-"), ("both", 2, "o--"), ("both", 3, "s--"))
+#: What of a profile's rows is drawn: their key, the column of the time, the colour and the label.
+_DIRECTIONS = (
+    ("read", 2, COLOURS[0], "read alone"),
+    ("write", 2, COLOURS[1], "write alone"),
+    ("both", 2, COLOURS[0], "read during a write"),
+    ("both", 3, COLOURS[1], "write during a read"),
+)
+_MARKERS = "osD^v"
 
 
 def plot_profile(document: dict[str, Any], path: str | os.PathLike[str]) -> bool:
@@ -15,36 +24,36 @@ def plot_profile(document: dict[str, Any], path: str | os.PathLike[str]) -> bool
 
     Returns False, and draws nothing, without matplotlib.
     """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError:
+    canvas = blank_figure(2)
+    if canvas is None:
         return False
-    figure = Figure(figsize=(13, 4.5))
-    FigureCanvasAgg(figure)
-    io, compute = figure.add_subplot(1, 2, 1), figure.add_subplot(1, 2, 2)
-    for i, slice_nbytes in enumerate(sorted({row[1] for row in document["io"]["read"]})):
-        for name, column, style in _DIRECTIONS:
+    figure, (io, compute) = canvas
+    slices = sorted({row[1] for row in document["io"]["read"]})
+    for (name, column, colour, label), line in zip(
+        _DIRECTIONS, ("-", "-", "--", "--"), strict=True
+    ):
+        for slice_nbytes, marker in zip(slices, itertools.cycle(_MARKERS), strict=False):
             rows = [row for row in document["io"][name] if row[1] == slice_nbytes]
-            label = f"{name if name != 'both' else ('read', 'write')[column - 2] + ' in both'}"
             io.plot(
                 [row[0] for row in rows],
                 [row[0] / row[column] / 1e3 for row in rows],
-                style,
-                color=f"C{i}",
+                line,
+                marker=marker,
+                color=colour,
                 label=f"{label}, {format_nbytes(int(slice_nbytes))}",
             )
-    io.set(xscale="log", xlabel="bytes of a transfer", ylabel="GB/s", title="medium")
+    io.set(xscale="log", xlabel="bytes of a transfer", ylabel="GB/s (10^9 bytes)")
+    io.set_title("medium, by size of slice: measured")
     io.set_ylim(bottom=0)
-    io.legend(fontsize=7, ncols=3, loc="lower center")
+    io.legend(fontsize=7, loc="upper center", ncols=4, bbox_to_anchor=(0.5, -0.15))
     for prefix in sorted({row[1] for row in document["compute"]["prefill"]}):
         rows = [row for row in document["compute"]["prefill"] if row[1] == prefix]
         times_ms = [row[2] / 1e3 for row in rows]
         compute.plot([row[0] for row in rows], times_ms, label=f"prefix {int(prefix)}")
     kind = "estimated" if document["compute"]["estimated"] else "measured"
-    compute.set(xscale="log", yscale="log", xlabel="new tokens", ylabel="ms a layer")
+    compute.set(xscale="log", yscale="log", xlabel="new tokens", ylabel="ms per layer")
     compute.set_title(f"prefill, {document['model']['name']} on {document['gpu']}, {kind}")
-    compute.legend(fontsize=7)
+    compute.legend(fontsize=7, loc="upper left", bbox_to_anchor=(1.02, 1.0))
     figure.tight_layout()
-    figure.savefig(path, dpi=120)
+    figure.savefig(path, dpi=110, metadata={"Software": None}, bbox_inches="tight")
     return True

@@ -20,6 +20,9 @@ from typing import Any
 
 from tutti import store as object_store
 from tutti.bench.environment import describe
+from tutti.bench.figures.data import RESIDENCY
+from tutti.bench.figures.data import rows_of as figure_rows
+from tutti.bench.figures.run import write_figure
 from tutti.bench.pool_file import pool_paths
 from tutti.bench.residency.cell import CONFIGURATIONS
 from tutti.bench.residency.control_group import memory_group
@@ -67,7 +70,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=_SHARE,
         help="share of free memory that is planned, X (default: %(default)s)",
     )
-    parser.add_argument("--out", help="also write the JSON here, and a picture next to it")
+    parser.add_argument("--out", help="also write the JSON here, and a figure next to it")
     parser.set_defaults(path=None)
 
 
@@ -260,7 +263,5 @@ def _steady(rounds: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _write(result: dict[str, Any], path: Path) -> None:
-    from tutti.bench.residency.plot import plot_residency
-
     path.write_text(json.dumps(result, indent=1) + "\n")
-    plot_residency(result, path.with_suffix(".png"))
+    write_figure(RESIDENCY, figure_rows(result, RESIDENCY, path.name), path.with_suffix(""))

@@ -5,11 +5,13 @@ from __future__ import annotations
 import argparse
 import builtins
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tutti.bench.figures import paper
 from tutti.bench.figures import run as figures
 from tutti.bench.figures.cost import Prices, crossings, per_million_tokens
 from tutti.bench.figures.data import (
@@ -17,15 +19,16 @@ from tutti.bench.figures.data import (
     COLUMNS,
     COST,
     HIT_RATE,
-    KINDS,
     PREFIX,
     RATE,
+    RESIDENCY,
     Row,
     checked,
     read_csv,
     rows_of,
     write_csv,
 )
+from tutti.bench.figures.draw import by_length
 from tutti.errors import CapacityError, ConfigError
 from tutti.terminal import progress
 
@@ -65,13 +68,31 @@ def bandwidth_result(controller: str) -> dict[str, Any]:
     return {"benchmark": "bandwidth", "controller": controller, "rows": rows}
 
 
+def residency_result() -> dict[str, Any]:
+    cells = [
+        {
+            "configuration": name,
+            "limit": limit,
+            "hit_ratio": limit,
+            "read_gb_per_s": 2.0,
+            "read_gb_per_s_range": [1.5, 2.5],
+            "read_p99_ms": 10.0,
+        }
+        for name in ("direct only", "dual path")
+        for limit in (0.5, 1.0)
+    ]
+    return {"benchmark": "residency", "cells": cells}
+
+
 RESULTS: dict[str, list[dict[str, Any]]] = {
     RATE: [ttft_result("a"), ttft_result("b", 2, source="simulated")],
     COST: [ttft_result("a"), ttft_result("b")],
     PREFIX: [prefix_result("a", 100, 50), prefix_result("b", 60, 55)],
     HIT_RATE: [prefix_result("a", 100, 50), prefix_result("b", 60, 60)],
     BANDWIDTH: [bandwidth_result("file"), bandwidth_result("memory")],
+    RESIDENCY: [residency_result()],
 }
+FIGURES = Path(__file__).parents[2] / "docs" / "figures"
 
 
 def made(folder: Path, kind: str, *argv: str) -> dict[str, Any]:
@@ -88,7 +109,7 @@ def run(*argv: str) -> dict[str, Any]:
     return figures.run(parser.parse_args(argv), progress)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", RESULTS)
 def test_every_figure_is_drawn_again_from_its_csv(kind: str, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="matplotlib is not installed here")
     result = made(tmp_path, kind)
@@ -114,12 +135,41 @@ def test_what_is_not_measured_is_labelled(kind: str, word: str, tmp_path: Path) 
     assert f"({word})" in picture_text(tmp_path, kind)
 
 
+def test_one_command_draws_the_papers_figures_from_the_committed_csvs(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed here")
+    result = run("paper", str(FIGURES), "--out", str(tmp_path))
+    assert set(result["sources"]) == {"measured", "simulated", "published"}
+    for one in paper.FIGURES:
+        csv = tmp_path / f"{one.name}.csv"
+        assert csv.read_bytes() == (FIGURES / csv.name).read_bytes()
+        assert csv.with_suffix(".png").read_bytes()[1:4] == b"PNG"
+        text = csv.with_suffix(".svg").read_text()
+        assert re.search(r"\((simulated|measured)\)", text), "the picture says how it was made"
+        assert "round-robin" not in text, "the router is not part of a system's name"
+        assert (FIGURES / f"{one.name}.png").exists() and (FIGURES / f"{one.name}.svg").exists()
+    (tmp_path / "tutti-fig11.csv").unlink()
+    with pytest.raises(ConfigError, match=r"lacks tutti-fig11 \(.csv\); `tutti simulate --paper`"):
+        run("paper", str(tmp_path), "--out", str(tmp_path))
+    with pytest.raises(ConfigError, match="is not a folder"):
+        run("paper", str(tmp_path / "none"), "--out", str(tmp_path))
+
+
+def test_batches_below_an_object_are_one_point() -> None:
+    """Contexts of 16 and 64 tokens both move a page of 64."""
+    rows = rows_of(bandwidth_result("file"), BANDWIDTH, "r", page_tokens=64)
+    stored = [row for row in rows if row["phase"] == "store"]
+    assert by_length(stored + [row | {"gb_per_s": "2.6"} for row in stored[:1]]) == [
+        (1024, pytest.approx(2.1)),
+        (4096, pytest.approx(6.4)),
+    ]
+
+
 def picture_text(folder: Path, kind: str) -> str:
     """Texts of the picture; matplotlib keeps each as a comment beside its outlines."""
     return (folder / "figure.svg").read_text()
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", RESULTS)
 def test_without_matplotlib_the_csv_is_there(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
