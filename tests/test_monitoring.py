@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -91,50 +89,3 @@ def test_panels_of_the_dashboard_do_not_overlap() -> None:
         assert max(x for x, _ in cells) < 24
         places |= cells
     assert len({panel["id"] for panel in DASHBOARD["panels"]}) == len(DASHBOARD["panels"])
-
-
-#: Series that make an alert fire at the given time, in promtool's notation.
-FIRING = {
-    "TuttiPoolDown": ('tutti_up{pool="p"}', "0x20", "10m"),
-    "TuttiCorruptData": ('tutti_corrupt_slices_total{pool="p"}', "0x5 3x20", "10m"),
-    "TuttiLoadErrors": ('tutti_load_errors_total{pool="p"}', "0+1x20", "15m"),
-    "TuttiRecoveryTakesLong": ('tutti_recovered{pool="p"}', "0x20", "18m"),
-}
-
-
-@pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed")
-def test_alerts_fire_in_prometheus(tmp_path: Path) -> None:
-    def promtool(*arguments: str | Path) -> None:
-        words = ["promtool", *map(str, arguments)]
-        done = subprocess.run(words, capture_output=True, text=True, timeout=60)
-        assert done.returncode == 0, done.stdout + done.stderr
-
-    promtool("check", "rules", MONITORING / "alerts.yml")
-    summaries = {
-        rule["alert"]: rule["annotations"]["summary"].replace("{{ $labels.pool }}", "p")
-        for group in RULES["groups"]
-        for rule in group["rules"]
-    }
-    tests = [
-        {
-            "interval": "1m",
-            "input_series": [{"series": series, "values": values}],
-            "alert_rule_test": [
-                {
-                    "eval_time": when,
-                    "alertname": name,
-                    "exp_alerts": [
-                        {
-                            "exp_labels": {"pool": "p"},
-                            "exp_annotations": {"summary": summaries[name]},
-                        }
-                    ],
-                }
-            ],
-        }
-        for name, (series, values, when) in FIRING.items()
-    ]
-    file = tmp_path / "tests.yml"
-    rules = [str(MONITORING / "alerts.yml")]
-    file.write_text(yaml.safe_dump({"rule_files": rules, "tests": tests}))
-    promtool("test", "rules", file)

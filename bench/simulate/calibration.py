@@ -32,7 +32,7 @@ POLICIES = ("immediate", "slack")
 _NBYTES_MAX = 1 << 20
 _VALUE_MAX = 1e18
 
-_Record = TypeVar("_Record", bound="Server | System")
+_Record = TypeVar("_Record", bound="Server | System | Sent")
 _Known = TypeVar("_Known")
 
 
@@ -40,10 +40,12 @@ _Known = TypeVar("_Known")
 class Server:
     """An inference server.  gpu_scale: times the roofline's compute.  chunk_tokens: of a step.
 
+    base_share: of a step, what the GPU waits although everything is in its memory.
     mixed: running requests decode within prefill steps, which take mixed_ms longer; else they wait.
     """
 
     gpu_scale: float
+    base_share: float
     chunk_tokens: int
     mixed: bool
     mixed_ms: float
@@ -73,6 +75,21 @@ class System:
 
 
 @dataclass(frozen=True)
+class Sent:
+    """How the paper's clients are taken to have sent a data set.
+
+    tasks: all without any.  token_scale: times the tokens of the data set's own table.
+    """
+
+    order: str
+    requests: int
+    tasks: tuple[str, ...]
+    token_scale: float
+    fitted: tuple[str, ...]
+    source: str
+
+
+@dataclass(frozen=True)
 class Calibration:
     """Everything that decides how long something takes; capacities are those of one engine."""
 
@@ -84,9 +101,10 @@ class Calibration:
     ssd_nbytes: float
     servers: dict[str, Server]
     systems: dict[str, System]
+    workloads: dict[str, Sent]
 
     def with_value(self, kind: str, name: str, value: str, number: float) -> Calibration:
-        """A copy with one value of a server or a system changed.  kind: servers or systems."""
+        """A copy with one value changed.  kind: servers, systems or workloads."""
         records = dict(getattr(self, kind))
         records[name] = replace(records[name], **{value: number})
         changed: dict[str, Any] = {kind: records}
@@ -150,7 +168,7 @@ class ServerTimes:
         self.calibration, self.server, self.system = calibration, server, system
         self.drive = _measured_drive(profile) if profile else drive
         self._roofline = Roofline(gpu, calibration.model)
-        self._gpu_scale = server.gpu_scale
+        self._gpu_scale = server.gpu_scale / (1 - server.base_share)
         self._compute: Profile | None = profile
         self._link = calibration.link_bytes_per_s
         on_ssd = system.tier == "ssd"
@@ -230,7 +248,11 @@ def _calibration(values: dict[str, Any]) -> Calibration:
         ssd_nbytes=_number("ssd_nbytes", capacity["ssd_nbytes"], above=0),
         servers={name: _record(Server, name, v) for name, v in values["servers"].items()},
         systems={name: _record(System, name, v) for name, v in values["systems"].items()},
+        workloads={name: _record(Sent, name, v) for name, v in values["workloads"].items()},
     )
+    for name, server in found.servers.items():
+        if server.base_share >= 1:
+            raise ConfigError(f"{name}: base_share is a share of a step, below 1")
     for name, system in found.systems.items():
         if system.tier not in TIERS or system.policy not in POLICIES:
             raise ConfigError(
@@ -245,10 +267,16 @@ def _record(kind: type[_Record], name: str, values: dict[str, Any]) -> _Record:
     found: dict[str, Any] = {}
     for one in fields(kind):
         value = values[one.name]
-        if one.name == "fitted":
+        if one.name in ("fitted", "tasks"):
             value = tuple(value)
         elif one.type in ("int", "float"):
-            least = one.name in ("gpu_scale", "chunk_tokens", "io_nbytes")
+            least = one.name in (
+                "gpu_scale",
+                "chunk_tokens",
+                "io_nbytes",
+                "requests",
+                "token_scale",
+            )
             value = _number(f"{name}.{one.name}", value, above=0 if least else -1)
             value = int(value) if one.type == "int" else max(0.0, value)
         found[one.name] = value

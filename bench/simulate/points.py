@@ -1,96 +1,104 @@
-"""Published points, what the simulator says in their place, and the fit to some of them."""
+"""Published points, and what the simulator gives in their place, with its interval.
+
+An interval spans the settings that the papers do not publish.  Nothing here fits anything.
+"""
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import cache
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from tutti.bench.simulate.calibration import Calibration, ServerTimes, drive_of, gpu_of
+from tutti.bench.simulate.calibration import Calibration, ServerTimes
 from tutti.bench.simulate.cluster import Cluster, Shape
 from tutti.bench.simulate.engine import Job
-from tutti.bench.traces import BLOCK_TOKENS, Request
-from tutti.bench.ttft.arrivals import arrival_times_s
-from tutti.bench.ttft.workloads.source import (
-    Workload,
-    add_workload_arguments,
-    build_workload,
-    mooncake_requests,
+from tutti.bench.simulate.settings import (
+    ANOTHER_ORDER,
+    ASSUMED,
+    HALF_AS_LONG,
+    LONGER_STEPS,
+    SETTINGS,
+    WITHOUT_FIRST,
+    Served,
+    Setting,
+    paper_times,
+    replayed_hits,
+    sent_workload,
+    serve,
 )
+from tutti.bench.traces import BLOCK_TOKENS, Request
 from tutti.errors import ConfigError
+from tutti.scheduler.roofline import ModelShape
 
 POINTS = Path(__file__).with_name("published.json")
-_K = 1024
-_CONTEXT = 128 * _K
-_HITS = (0.5, 0.625, 0.75, 0.875, 0.9375, 1.0)
+K = 1024
+CONTEXT = 128 * K
+HITS = (0.5, 0.625, 0.75, 0.875, 0.9375, 1.0)
 _RATES = (0.25, 0.5, 0.75, 1.0, 1.25, 1.5, 2.0, 2.5, 3.0)
 _AT = {"leval": 1.5, "loogle": 0.6}
 _LIMIT_MS = 1000.0
-
-
-@dataclass(frozen=True)
-class Effort:
-    """Of the points that need a whole workload: requests of each run, from a cold start.
-
-    Cold, because the published hit rates are those of a cold start; see docs/simulator.md.
-    """
-
-    leval: int = 3000
-    loogle: int = 4000
+#: GLM-4-9B-1M on one of two GPUs, which hold half of its heads and parameters each; what they tell
+#: each other takes no time here.
+HALF_GLM = ModelShape("glm-4-9b-1m, one of two", 40, 4.74e9, 2048, 40 * 1024, 9.5e9)
 
 
 def points() -> list[dict[str, Any]]:
-    """All published points: name, use, value, unit, source."""
+    """All published points: name, use, by, server, value, unit, source."""
     found: list[dict[str, Any]] = json.loads(POINTS.read_text())["points"]
     return found
 
 
-class PaperMachine:
-    """The paper's machine, simulated: an H100 and two D7-PS1010 for each engine."""
+class Saturated(Exception):
+    """A queue grows at this point: no latency of it can be compared."""
 
-    def __init__(self, calibration: Calibration, effort: Effort | None = None) -> None:
+
+class PaperMachine:
+    """The paper's machine, simulated.  effort: times the requests of whole workloads.
+
+    Replays of hits alone, which take little time, have up to twice as many.
+    """
+
+    def __init__(self, calibration: Calibration, effort: float = 0.5) -> None:
         self._calibration = calibration
-        self._effort = effort or Effort()
-        self._runs: dict[tuple[str, str, float], dict[str, float]] = {}
+        self._effort = effort
+        self._runs: dict[tuple[str, str, float, Setting], Served] = {}
+        self._server, self._setting = "", ASSUMED
 
     def times(self, system: str) -> ServerTimes:
-        """Of the paper's server with a system."""
-        calibration = self._calibration
-        return ServerTimes(
-            calibration,
-            calibration.server("paper"),
-            calibration.system(system),
-            gpu=gpu_of("H100"),
-            drive=drive_of("2x D7-PS1010"),
-        )
+        """Of a system below the server that is asked about."""
+        return paper_times(self._calibration, self._server, system, self._setting)
 
-    def alone(self, system: str, total: int, cached: int) -> Job:
+    def alone(self, system: str, total: int, cached: int, model: ModelShape | None = None) -> Job:
         """One request on an idle engine, with so many of its tokens in the store."""
-        cluster = Cluster(self.times(system), Shape())
+        calibration = replace(self._calibration, model=model or self._calibration.model)
+        times = paper_times(calibration, self._server, system, self._setting)
+        cluster = Cluster(times, Shape())
         ids = tuple(range(-(-total // BLOCK_TOKENS)))
         cluster.engines[0].store.add(ids[: cached // BLOCK_TOKENS])
         cluster.run([Request(0, total, 1, ids)])
         return cluster.job(0)
 
-    def value(self, name: str) -> float:
-        """What the simulator says in place of a published point.
+    def value(self, name: str, server: str, setting: Setting = ASSUMED) -> float:
+        """What the simulator gives in place of a published point, on one server.
 
-        Raises ConfigError for a name that is not known.
+        Raises ConfigError for a name that is not known, Saturated where a queue grows.
         """
+        self._server, self._setting = server, setting
         kind, _, rest = name.partition(" ")
         makers: dict[str, Callable[[str], float]] = {
             "retrieve": lambda s: self._gb_per_s(s, write=False),
             "store": lambda s: self._gb_per_s(s, write=True),
             "prefix": self._prefix,
+            "tp2": self._two_gpus,
             "bubble": self._bubble,
+            "recompute/ssd": self._recompute,
             "crossing": self._crossing,
             "hits": self._hits,
             "ttft": lambda text: self._at_load(text, "ttft_ms"),
             "itl": lambda text: self._at_load(text, "itl_ms"),
+            "tpot": lambda text: self._at_load(text, "tpot_ms"),
             "rate": self._rate,
         }
         if kind not in makers:
@@ -99,31 +107,49 @@ class PaperMachine:
 
     def _gb_per_s(self, system: str, *, write: bool) -> float:
         times = self.times(system)
-        nbytes = _CONTEXT * self._calibration.model.kv_nbytes_per_token
+        nbytes = CONTEXT * self._calibration.model.kv_nbytes_per_token
         taken_us = times.write_us(nbytes) if write else times.read_us(nbytes)
         return nbytes / taken_us / 1e3
 
     def _prefix(self, text: str) -> float:
         systems, length = text.split()
-        cached = int(length.removesuffix("K")) * _K
-        found = [self.alone(s, _CONTEXT, cached).first_ns / 1e9 for s in systems.split("/")]
+        found = [
+            self.alone(s, CONTEXT, tokens_of(length)).first_ns / 1e9 for s in systems.split("/")
+        ]
         return found[0] / found[1] if len(found) == 2 else found[0]
+
+    def _two_gpus(self, text: str) -> float:
+        system, length = text.split()
+        return self.alone(system, 640 * K, tokens_of(length), HALF_GLM).first_ns / 1e9
 
     def _bubble(self, text: str) -> float:
         if text.startswith("share "):
             _, system, length, hit = text.split()
-            total = int(length.removesuffix("K")) * _K
-            job = self.alone(system, total, round(total * float(hit.removesuffix("%")) / 100))
-            return 100 * job.bubble_ns / job.first_ns
+            return self.bubble_percent(system, tokens_of(length), _share(hit))
         system, _, hit = text.split()
-        hits = _HITS if hit == "mean" else (float(hit.removesuffix("%")) / 100,)
-        found = [self.alone(system, 32 * _K, round(32 * _K * h)).bubble_ns / 1e6 for h in hits]
-        return sum(found) / len(found)
+        hits = HITS if hit == "mean" else (_share(hit),)
+        return sum(self.bubble_ms(system, h) for h in hits) / len(hits)
+
+    def bubble_ms(self, system: str, hit: float) -> float:
+        """Waiting for loads in a request of 32K tokens."""
+        return self.alone(system, 32 * K, round(32 * K * hit)).bubble_ns / 1e6
+
+    def bubble_percent(self, system: str, total: int, hit: float) -> float:
+        """Waiting for loads, and what the server waits anyhow, of the time to the first token."""
+        job = self.alone(system, total, round(total * hit))
+        base = self._calibration.server(self._server).base_share
+        return 100 * (job.bubble_ns + base * (job.first_ns - job.bubble_ns)) / job.first_ns
+
+    def _recompute(self, text: str) -> float:
+        length, hit = text.split()
+        total = tokens_of(length)
+        reused = self.alone("ssd", total, round(total * _share(hit)))
+        return self.alone("hbm", total, 0).first_ns / reused.first_ns
 
     def _crossing(self, text: str) -> float:
         """The share of 32K tokens that hits from which loading takes longer than computing."""
         system, reading = text.split()
-        times, layers, total = self.times(system), self._calibration.model.layers, 32 * _K
+        times, layers, total = self.times(system), self._calibration.model.layers, 32 * K
         token_nbytes = self._calibration.model.kv_nbytes_per_token
 
         def excess_us(cached: int) -> float:
@@ -138,13 +164,16 @@ class PaperMachine:
         return 100 * low / total
 
     def _hits(self, text: str) -> float:
-        system, name = text.split()
-        return 100 * self._loaded(name, system, _AT[name])["hit"]
+        tier, name = text.split()
+        effort = min(1.0, 2 * self._effort)
+        return replayed_hits(self._calibration, tier, name, self._setting, effort)
 
     def _at_load(self, text: str, metric: str) -> float:
         systems, name = text.split()
-        above, below = (self._loaded(name, s, _AT[name])[metric] for s in systems.split("/"))
-        return above / below
+        runs = [self.loaded(name, s, _AT[name]) for s in systems.split("/")]
+        if any(run["unstable"] for run in runs):
+            raise Saturated
+        return float(runs[0][metric] / runs[1][metric])
 
     def _rate(self, text: str) -> float:
         systems, name = text.split()
@@ -155,97 +184,80 @@ class PaperMachine:
         """The rate at which the mean TTFT reaches its limit; the last rate if it never does."""
         before_rate, before_ms = 0.0, 0.0
         for rate in _RATES:
-            ttft_ms = self._loaded(name, system, rate)["ttft_ms"]
+            ttft_ms = float(self.loaded(name, system, rate)["ttft_ms"])
             if ttft_ms > _LIMIT_MS:
                 share = (_LIMIT_MS - before_ms) / (ttft_ms - before_ms)
                 return before_rate + share * (rate - before_rate)
             before_rate, before_ms = rate, ttft_ms
         return _RATES[-1]
 
-    def _loaded(self, name: str, system: str, rate: float) -> dict[str, float]:
-        """TTFT, ITL and hit rate of a workload at a rate."""
-        key = (name, system, rate)
+    def loaded(self, name: str, system: str, rate: float) -> dict[str, Any]:
+        """A workload at a rate, on the server and with the setting that were asked for last."""
+        setting = replace(self._setting, name="", warm=0.0)
+        key = (name, f"{self._server} {system}", rate, setting)
         if key not in self._runs:
-            workload = _generated(name, getattr(self._effort, name), seed=1)
-            run = Cluster(self.times(system), Shape(unit_layers=4)).run(
-                arrivals(workload, rate, seed=1)
-            )
-            self._runs[key] = {
-                "ttft_ms": run["ttft_ms"]["mean"],
-                "itl_ms": run["itl_ms"]["mean"],
-                "hit": run["hit_hbm"] + run["hit_store"],
-            }
-        return self._runs[key]
+            sent = self._calibration.workloads[name]
+            workload = sent_workload(sent, name, setting, self._effort)
+            self._runs[key] = serve(self.times(system), workload, rate, setting)
+        return self._runs[key].numbers(self._setting.warm)
+
+    def use(self, server: str, setting: Setting = ASSUMED) -> None:
+        """What the next calls ask about."""
+        self._server, self._setting = server, setting
 
 
-def arrivals(workload: Workload, rate: float, seed: int, first: int = 0) -> list[Request]:
-    """The workload as a trace: requests from ``first`` on come at random, those before at once."""
-    count = len(workload.prompts) - first
-    times_ms = [round(1000 * at) for at in arrival_times_s(count, rate, seed)]
-    return mooncake_requests(workload, [0] * first + times_ms)
-
-
-@cache
-def _generated(name: str, requests: int, seed: int) -> Workload:
-    parser = argparse.ArgumentParser()
-    add_workload_arguments(parser)
-    wanted = ["--workload", f"{name}-synthetic", "--requests", str(requests)]
-    return build_workload(parser.parse_args([*wanted, "--workload-seed", str(seed)]))
+def settings_of(name: str, by: str) -> Sequence[Setting]:
+    """The settings that a point depends on."""
+    if by == "formula":
+        return (ASSUMED,)
+    if by == "replay":
+        return (ASSUMED, ANOTHER_ORDER, HALF_AS_LONG)
+    kind = name.split()[0]
+    if kind == "rate":  # many runs each
+        return (ASSUMED, WITHOUT_FIRST, ANOTHER_ORDER)
+    return SETTINGS if kind in ("ttft", "itl", "tpot") else (ASSUMED, LONGER_STEPS)
 
 
 def residuals(
-    calibration: Calibration, effort: Effort | None = None, only: str = ""
+    calibration: Calibration, effort: float = 0.5, use: str = "", only: Sequence[str] = ()
 ) -> list[dict[str, Any]]:
-    """Every published point next to the simulated one.  only: points with this use."""
+    """Every published point next to the simulated one and its interval.
+
+    use: of the points, any without it.  only: how their names begin.
+    simulated is None where a queue grows: such a point is not compared.
+    """
     machine = PaperMachine(calibration, effort)
     found = []
     for point in points():
-        if only in ("", point["use"]):
-            says = machine.value(point["name"])
-            found.append({**point, "simulated": says, "error": says / point["value"] - 1})
+        if use in ("", point["use"]) and (not only or point["name"].startswith(tuple(only))):
+            values: list[float | None] = []
+            for setting in settings_of(point["name"], point["by"]):
+                try:
+                    values.append(machine.value(point["name"], point["server"], setting))
+                except Saturated:
+                    values.append(None)
+            found.append({**point, **_compared(values, point["value"])})
     return found
 
 
-#: What is fitted, in this order: (kind of record, its name, value, least, most, points).
-FITTED: tuple[tuple[str, str, str, float, float, tuple[str, ...]], ...] = (
-    ("systems", "tutti-paper", "submit_read_us", 0.0, 1e3, ("retrieve tutti-paper",)),
-    ("systems", "tutti-paper", "submit_write_us", 0.0, 1e3, ("store tutti-paper",)),
-    ("systems", "gds", "submit_read_us", 0.0, 1e3, ("retrieve gds",)),
-    ("systems", "gds", "submit_write_us", 0.0, 1e3, ("store gds",)),
-    ("systems", "dram", "submit_write_us", 0.0, 1e3, ("store dram",)),
-    ("servers", "paper", "gpu_scale", 0.1, 10.0, ("prefix tutti-paper 112K",)),
-    ("systems", "ssd", "submit_read_us", 0.0, 1e4, ("prefix ssd 112K",)),
-    ("systems", "dram", "submit_read_us", 0.0, 1e3, ("prefix tutti-paper/dram 128K",)),
-    (
-        *("systems", "gds", "fixed_us", 0.0, 2e6),
-        ("prefix tutti-paper/gds 32K", "prefix tutti-paper/gds 128K"),
-    ),
-)
-_ROUNDS = 40
+def _compared(values: Sequence[float | None], published: float) -> dict[str, Any]:
+    known = [value for value in values if value is not None]
+    simulated = values[0]
+    return {
+        "simulated": simulated,
+        "low": min(known, default=None),
+        "high": max(known, default=None),
+        "settings": len(values),
+        "saturated": len(values) - len(known),
+        "error": None if simulated is None else simulated / published - 1,
+        "within": bool(known) and min(known) <= published <= max(known),
+    }
 
 
-def fit_loss(calibration: Calibration, names: Sequence[str]) -> float:
-    """The sum of squared relative errors of some points."""
-    published = {point["name"]: point["value"] for point in points()}
-    machine = PaperMachine(calibration)
-    return float(sum((machine.value(name) / published[name] - 1) ** 2 for name in names))
+def tokens_of(text: str) -> int:
+    """Tokens from "64K"."""
+    return int(text.removesuffix("K")) * K
 
 
-def fit(calibration: Calibration) -> Calibration:
-    """A copy with the fitted values made anew: the least sum of squared relative errors.
-
-    One value after another, by ternary search: each has points of its own, and the error of a
-    point has one minimum over its value.
-    """
-    for kind, name, value, low, high, names in FITTED:
-        place = (kind, name, value)
-        for _ in range(_ROUNDS):
-            third = (high - low) / 3
-            below = fit_loss(calibration.with_value(*place, low + third), names)
-            above = fit_loss(calibration.with_value(*place, high - third), names)
-            low, high = (low, high - third) if below <= above else (low + third, high)
-        calibration = calibration.with_value(*place, round((low + high) / 2, 4))
-    for value in ("submit_read_us", "submit_write_us"):
-        number = getattr(calibration.systems["tutti-paper"], value)
-        calibration = calibration.with_value("systems", "tutti", value, number)
-    return calibration
+def _share(text: str) -> float:
+    return float(text.removesuffix("%")) / 100

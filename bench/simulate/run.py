@@ -2,18 +2,19 @@
 
     tutti simulate --workload mooncake --data trace.jsonl --engines 16 --engines-per-node 8
 
-All results are simulated.  `--validate` compares them with published points, and
-`--fit` makes the fitted values of the calibration anew.
+All results are simulated.  `--validate` compares them with published points, `--fit` makes the
+fitted values of the calibration anew, and `--paper` writes the CSVs of the Tutti paper's figures.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from tutti.arguments import positive
+from tutti.arguments import above_zero, positive
 from tutti.bench.environment import describe
 from tutti.bench.figures.data import RATE, Row, check_writable, write_csv
 from tutti.bench.simulate.calibration import (
@@ -25,8 +26,11 @@ from tutti.bench.simulate.calibration import (
     load_calibration,
 )
 from tutti.bench.simulate.cluster import ROUND_ROBIN, ROUTERS, Cluster, Shape
+from tutti.bench.simulate.fit import fit
 from tutti.bench.simulate.hardware import drive_names
-from tutti.bench.simulate.points import Effort, arrivals, fit, residuals
+from tutti.bench.simulate.paper import SIMULATED, write_paper
+from tutti.bench.simulate.points import residuals
+from tutti.bench.simulate.settings import arrivals
 from tutti.bench.traces import Request
 from tutti.bench.ttft.metrics import mean_interval
 from tutti.bench.ttft.workloads.source import (
@@ -40,14 +44,21 @@ from tutti.scheduler.profile import TableProfile, load_profile
 from tutti.scheduler.roofline import GPUS
 from tutti.terminal import ProgressFactory, table
 
-SIMULATED = "simulated"
 HEAD = (
     *("system", "router", "requests/s", "TTFT ms: mean", "p50", "p99", "TPOT ms", "ITL ms"),
     *("hit HBM", "hit store", "bubble", "GPUs busy", "drives read, write", "dropped pages"),
     "queue grows",
     "simulated requests per s of wall time",
 )
-POINTS_HEAD = ("published point", "use", "published", "simulated", "off by")
+POINTS_HEAD = (
+    "published point",
+    "use, by",
+    "server",
+    "published",
+    "simulated",
+    "interval",
+    "off by",
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -63,6 +74,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--drive", choices=drive_names(), default="2x D7-PS1010", help="default %(default)s"
     )
     group.add_argument("--calibration", type=Path, default=FILE, help="default: the installed one")
+    group.add_argument(
+        "--hbm-tokens",
+        type=positive,
+        help="tokens of KV that an engine's memory holds (default: the calibration's)",
+    )
     group.add_argument(
         "--profile",
         type=Path,
@@ -97,10 +113,34 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--unit-layers", type=positive, default=4, help="layers of a launch (%(default)s)"
     )
     group.add_argument("--csv", type=Path, help="also write TTFT and ITL against rate here")
+    _add_paper_arguments(parser)
+
+
+def _add_paper_arguments(parser: argparse.ArgumentParser) -> None:
+    """What is done instead of a simulation."""
     group = parser.add_argument_group("calibration")
     group.add_argument("--fit", action="store_true", help="make the fitted values anew and stop")
     group.add_argument(
         "--validate", action="store_true", help="compare with published points and stop"
+    )
+    group.add_argument(
+        "--paper",
+        type=Path,
+        metavar="FOLDER",
+        help="write the CSVs of the paper's figures and stop",
+    )
+    group.add_argument(
+        "--only",
+        nargs="+",
+        default=[],
+        metavar="NAME",
+        help="figures of --paper, or how the names of points begin",
+    )
+    group.add_argument(
+        "--effort",
+        type=above_zero,
+        default=0.5,
+        help="times the requests of workloads in --validate and --paper (default: %(default)s)",
     )
 
 
@@ -111,7 +151,11 @@ def run(args: argparse.Namespace, progress: ProgressFactory) -> dict[str, Any]:
     """
     calibration = load_calibration(args.calibration)
     result: dict[str, Any] = {"benchmark": "simulate", "source": SIMULATED, "rows": []}
-    if args.fit or args.validate:
+    if args.paper:
+        with progress("figures", 1) as bar:
+            result["files"] = write_paper(calibration, args.paper, args.only, args.effort)
+            bar.advance(1)
+    elif args.fit or args.validate:
         result |= _validated(calibration, args, progress)
     else:
         result |= _simulated(calibration, args, progress)
@@ -125,7 +169,7 @@ def _validated(
         if args.fit:
             calibration = fit(calibration)
         bar.advance(1)
-        found = residuals(calibration, Effort(), only="fit" if args.fit else "")
+        found = residuals(calibration, args.effort, "fit" if args.fit else "", args.only)
         bar.advance(1)
     return {"points": found, "fitted": fitted_values(calibration)}
 
@@ -134,7 +178,7 @@ def fitted_values(calibration: Calibration) -> dict[str, float]:
     """The values of a calibration that are fits, by their places in the file."""
     return {
         f"{kind}.{name}.{value}": getattr(record, value)
-        for kind in ("servers", "systems")
+        for kind in ("servers", "systems", "workloads")
         for name, record in getattr(calibration, kind).items()
         for value in record.fitted
     }
@@ -148,6 +192,7 @@ def _simulated(
     per_node = min(args.engines_per_node, args.engines)
     media = args.media or -(-per_node // 2)
     profile = load_profile(args.profile) if args.profile else None
+    calibration = replace(calibration, hbm_tokens=args.hbm_tokens or calibration.hbm_tokens)
     all_times = {name: _times(calibration, name, args, profile) for name in args.systems}
     workload = build_workload(args)
     if not 0 <= args.warm < len(workload.prompts):
@@ -176,6 +221,7 @@ def _simulated(
         "gpu": args.gpu if profile is None else "profile",
         "profile_estimated": [] if profile is None else list(profile.estimated),
         "server": args.server,
+        "hbm_tokens": calibration.hbm_tokens,
         "unit_layers": args.unit_layers,
         "warm": args.warm,
         "workload": workload.facts(),
@@ -216,9 +262,13 @@ def csv_rows(rows: list[dict[str, Any]]) -> list[Row]:
     groups: dict[tuple[str, str, float], list[dict[str, Any]]] = {}
     for row in rows:
         groups.setdefault((row["system"], row["router"], row["rate"]), []).append(row)
-    found = []
+    found, several = [], len({row["router"] for row in rows}) > 1
     for (system, router, rate), runs in groups.items():
-        line = {"system": f"{system}, {router}", "source": SIMULATED, "rate": str(rate)}
+        line = {
+            "system": f"{system}, {router}" if several else system,
+            "source": SIMULATED,
+            "rate": str(rate),
+        }
         for name in ("ttft", "itl"):
             known = [run[f"{name}_ms"]["mean"] for run in runs if run[f"{name}_ms"]]
             interval = mean_interval(known) if known else dict.fromkeys(("mean", "low", "high"), "")
@@ -250,27 +300,25 @@ def point_rows(result: dict[str, Any]) -> list[list[object]]:
     """The table below POINTS_HEAD."""
     return [
         [
-            *(point["name"], point["use"], f"{point['value']:g} {point['unit']}"),
-            *(f"{point['simulated']:.3g}", f"{point['error']:+.1%}"),
+            *(point["name"], f"{point['use']}, {point['by']}", point["server"]),
+            f"{point['value']:g} {point['unit']}",
+            *_simulated_cells(point),
         ]
         for point in result.get("points", ())
     ]
 
 
+def _simulated_cells(point: dict[str, Any]) -> list[str]:
+    if point["simulated"] is None:
+        return ["queue grows", "", "not compared"]
+    interval = f"{point['low']:.3g} to {point['high']:.3g}" if point["settings"] > 1 else ""
+    return [f"{point['simulated']:.3g}", interval, f"{point['error']:+.1%}"]
+
+
 def notes_of(result: dict[str, Any]) -> list[str]:
     """What the tables do not say."""
     if "points" in result:
-        tested = sorted(abs(p["error"]) for p in result["points"] if p["use"] == "test")
-        notes = [f"{name} = {value:g} (fitted)" for name, value in result["fitted"].items()]
-        if tested:
-            within = sum(error <= 0.1 for error in tested)
-            middle = tested[len(tested) // 2]
-            notes.insert(
-                0,
-                f"simulated; of {len(tested)} points that were not fitted {within} are within "
-                f"10 %, the middle one is off by {middle:.1%}",
-            )
-        return notes
+        return [*_tested_notes(result["points"]), *fitted_notes(result["fitted"])]
     workload = result["workload"]
     estimated = [
         f"the profile's {half} is an estimate, not measured"
@@ -280,13 +328,43 @@ def notes_of(result: dict[str, Any]) -> list[str]:
         f"simulated: {result['engines']} engines, {result['engines_per_node']} to a node with "
         f"{result['media_per_node']} of {result['drive']}; GPU {result['gpu']}, server "
         f"{result['server']}; {workload['requests']} requests of {workload['name']}, "
-        f"{workload['input_tokens_mean']} tokens on the mean",
+        f"{workload['input_tokens_mean']} tokens on the mean"
+        + (f"; {result['hbm_tokens']} tokens in HBM" if "hbm_tokens" in result else ""),
         *estimated,
     ]
 
 
+def _tested_notes(found: list[dict[str, Any]]) -> list[str]:
+    """Points that had no part in the fit, closed formulas apart from simulated ones."""
+    notes = []
+    for by in ("simulation", "formula"):
+        tested = [p for p in found if p["use"] == "test" and p["by"] == by]
+        known = sorted(abs(p["error"]) for p in tested if p["error"] is not None)
+        if tested and not known:
+            notes.append(
+                f"by {by}: of {len(tested)} points that were not fitted {len(tested)} are "
+                "saturated: nothing is compared"
+            )
+        elif known:
+            near = sum(error <= 0.1 for error in known)
+            notes.append(
+                f"by {by}: of {len(tested)} points that were not fitted {len(tested) - len(known)} "
+                f"are saturated; of the others {near} are within 10 %, the middle one is off by "
+                f"{known[len(known) // 2]:.1%}, and {sum(p['within'] for p in tested)} lie within "
+                "the interval over unpublished settings"
+            )
+    return notes
+
+
+def fitted_notes(fitted: dict[str, float]) -> list[str]:
+    """The fitted values."""
+    return [f"{name} = {value:g} (fitted)" for name, value in fitted.items()]
+
+
 def report(result: dict[str, Any]) -> str:
     """For people."""
+    if "files" in result:
+        return f"simulated: wrote {', '.join(result['files'])}"
     parts = []
     if result["rows"]:
         parts.append(table(HEAD, rows_of(result)))

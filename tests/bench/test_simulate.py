@@ -11,8 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from virtual_drive import VirtualDrive
 
-from tutti.bench.simulate import points as simulate_points
-from tutti.bench.simulate import run as simulate
 from tutti.bench.simulate.calibration import (
     Calibration,
     ServerTimes,
@@ -23,15 +21,6 @@ from tutti.bench.simulate.calibration import (
 from tutti.bench.simulate.cluster import PREFIX, ROUND_ROBIN, Cluster, Shape
 from tutti.bench.simulate.device import READ, WRITE, Device, Timeline
 from tutti.bench.simulate.hardware import Drive, machine
-from tutti.bench.simulate.points import (
-    FITTED,
-    Effort,
-    PaperMachine,
-    fit,
-    fit_loss,
-    points,
-    residuals,
-)
 from tutti.bench.simulate.tiers import Blocks
 from tutti.bench.slack.server import Noise, Server
 from tutti.bench.slack.workload import Request as SlackRequest
@@ -80,7 +69,7 @@ def prefill_us(times: ServerTimes, new: int, prefix: int) -> float:
 
 
 @pytest.mark.parametrize("system", SYSTEMS)
-@pytest.mark.parametrize("server", ["paper", "sglang"])
+@pytest.mark.parametrize("server", ["vllm-0.12", "sglang"])
 @pytest.mark.parametrize("router", [ROUND_ROBIN, PREFIX])
 def test_work_in_is_work_out(system: str, server: str, router: str) -> None:
     requests = generate(Synthetic(requests=40, gap_ms=60, seed=3))
@@ -115,7 +104,7 @@ def test_the_same_seed_gives_the_same_run() -> None:
 # Limits that are known.
 
 
-@pytest.mark.parametrize("server", ["paper", "sglang"])
+@pytest.mark.parametrize("server", ["vllm-0.12", "sglang"])
 def test_one_request_takes_its_prefill(server: str) -> None:
     times = times_of("hbm", server)
     _, job = alone(times, 20_000, 0)
@@ -134,7 +123,7 @@ def test_a_layerwise_load_is_the_known_pipeline(
     system: str, policy: str, cached: int, total: int
 ) -> None:
     """load + 31 max(load, compute) + compute, of one layer each, for an idle machine."""
-    times = times_of(system, "paper", policy=policy)
+    times = times_of(system, "vllm-0.12", policy=policy)
     _, job = alone(times, total, cached)
     nbytes = cached * CALIBRATION.model.kv_nbytes_per_token // 32
     compute_us = times.layer_us(total - cached, cached)
@@ -163,7 +152,7 @@ def test_every_layerwise_system_waits_for_about_a_layer_where_compute_takes_long
 
 
 def test_a_load_before_the_step_adds_up() -> None:
-    times = times_of("gds", "paper")
+    times = times_of("gds", "vllm-0.12")
     _, job = alone(times, 65_536, 49_152)
     load_us = times.read_us(49_152 * CALIBRATION.model.kv_nbytes_per_token)
     expected_us = times.system.fixed_us + load_us + prefill_us(times, 16_384, 49_152)
@@ -372,52 +361,6 @@ def test_a_tier_keeps_the_most_recently_used(batches: list[list[int]], capacity:
             model = [b for b in model if b != block] + [block]
         model = model[len(model) - capacity :] if capacity < len(model) else model
         assert len(tier) == len(model) and all(block in tier for block in model)
-
-
-# Published points.
-
-
-def test_the_calibration_is_what_the_fit_makes() -> None:
-    """Each fitted value has less error than its neighbours one percent away."""
-    named = set()
-    for kind, name, value, _, _, names in FITTED:
-        number = getattr(getattr(CALIBRATION, kind)[name], value)
-        losses = [
-            fit_loss(CALIBRATION.with_value(kind, name, value, number * factor), names)
-            for factor in (0.99, 1.0, 1.01)
-        ]
-        assert losses[1] < losses[0] and losses[1] < losses[2], (name, value, losses)
-        named.add(f"{kind}.{name}.{value}")
-    ours = {f"systems.tutti.submit_{way}_us" for way in ("read", "write")}
-    assert named | ours == set(simulate.fitted_values(CALIBRATION))
-    for way in ("submit_read_us", "submit_write_us"):
-        same = [getattr(CALIBRATION.systems[name], way) for name in ("tutti", "tutti-paper")]
-        assert same[0] == same[1]
-
-
-def test_the_fit_finds_a_value_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    place = ("systems", "gds", "submit_read_us")
-    lost = CALIBRATION.with_value(*place, 3.0)
-    monkeypatch.setattr(simulate_points, "FITTED", [f for f in FITTED if f[:3] == place])
-    assert fit(lost).systems["gds"].submit_read_us == pytest.approx(
-        CALIBRATION.systems["gds"].submit_read_us, rel=1e-3
-    )
-
-
-def test_points_that_take_one_request_stay_where_they_were() -> None:
-    paper = PaperMachine(CALIBRATION)
-    assert paper.value("bubble tutti-paper 32K 93.75%") == pytest.approx(6.0, rel=0.3)
-    assert paper.value("bubble tutti-paper 32K mean") == pytest.approx(25.0, rel=0.2)
-    assert paper.value("prefix tutti-paper 112K") == pytest.approx(3.43, rel=0.01)
-
-
-def test_every_published_point_has_a_counterpart() -> None:
-    found = residuals(CALIBRATION, Effort(leval=6, loogle=6))
-    assert [point["name"] for point in found] == [point["name"] for point in points()]
-    assert {point["use"] for point in found} == {"fit", "test"}
-    assert all(point["simulated"] >= 0 and point["source"] for point in found)
-    with pytest.raises(ConfigError, match="nothing is known"):
-        PaperMachine(CALIBRATION).value("price of tea")
 
 
 def test_a_simulation_that_does_not_end_is_said() -> None:

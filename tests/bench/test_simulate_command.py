@@ -38,6 +38,24 @@ def test_the_command_says_that_it_is_simulated(
     assert code == 0 and [row["rate"] for row in result["rows"][:4]] == [1, 1, 2, 2]
 
 
+def test_a_small_gpu_memory_keeps_fewer_prefixes_without_a_store(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    csv = tmp_path / "ttft.csv"
+    common = ("--workload", "sharegpt-synthetic", "--requests", "300", "--rates", "2")
+    common += ("--systems", "hbm", "tutti", "--csv", str(csv))
+    (code, small), (_, large) = (
+        simulated(capsys, *common, "--hbm-tokens", tokens) for tokens in ("20000", "400000")
+    )
+    assert code == 0 and small["hbm_tokens"] == 20_000
+    hbm, tutti = small["rows"]
+    assert hbm["hit_hbm"] < 0.7 * large["rows"][0]["hit_hbm"], "evicted before it is used again"
+    assert tutti["hit_hbm"] + tutti["hit_store"] > 1.5 * hbm["hit_hbm"], "kept below HBM"
+    assert "20000 tokens in HBM" in simulate.report(small)
+    systems = [line.split(",")[0] for line in csv.read_text().splitlines()[1:]]
+    assert systems == ["hbm", "tutti"], "the router is not a part of the name"
+
+
 def test_a_profile_replaces_compute_and_drive(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -81,8 +99,8 @@ def test_bad_arguments_are_named(
         (("systems", "gds", "io_nbytes"), 0, "positive"),
         (("systems", "gds", "tier"), "tape", "tier is one of"),
         (("systems", "gds", "source"), "", "no source"),
-        (("servers", "paper", "gpu_scale"), None, "give a number"),
-        (("servers", "paper", "gpu_scale"), 0, "positive"),
+        (("servers", "vllm-0.12", "gpu_scale"), None, "give a number"),
+        (("servers", "vllm-0.12", "gpu_scale"), 0, "positive"),
         (("link",), {}, "no source"),
         (("capacity",), 3, "another form"),
         (("model",), "unknown", "does not exist"),

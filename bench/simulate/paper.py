@@ -1,0 +1,229 @@
+"""CSVs of the Tutti paper's figures, simulated: `tutti bench figures paper` draws them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from tutti.bench.figures.data import (
+    BANDWIDTH,
+    BUBBLE,
+    COLUMNS,
+    COST,
+    PREFIX,
+    PUBLISHED,
+    RATE,
+    SHARE,
+    Row,
+    write_csv,
+)
+from tutti.bench.simulate.calibration import Calibration
+from tutti.bench.simulate.points import HALF_GLM, HITS, K, PaperMachine, points
+from tutti.bench.simulate.settings import (
+    ANOTHER_ORDER,
+    ASSUMED,
+    LONGER_STEPS,
+    WITHOUT_FIRST,
+    Setting,
+)
+from tutti.scheduler.roofline import ModelShape
+
+SIMULATED = "simulated"
+_OLD, _NEW = "vllm-0.12", "vllm-0.17"
+NAMES = {
+    "hbm": "HBM alone",
+    "dram": "DRAM, layer by layer",
+    "dram-whole": "DRAM",
+    "ssd": "SSD",
+    "ssd-layers": "SSD, layer by layer",
+    "gds": "GDS",
+    "tutti-paper": "Tutti as published",
+    "tutti": "Tutti with read-ahead",
+}
+_RATES = {"leval": (0.25, 0.5, 0.75, 1.0, 1.25, 1.5), "loogle": (0.2, 0.3, 0.4, 0.5, 0.6)}
+#: Of Figure 8; `--validate` has all of them.
+_VARIED = (WITHOUT_FIRST, ANOTHER_ORDER)
+_DRAM_GB, _SSD_GB = 256, 14_000
+
+
+def write_paper(
+    calibration: Calibration, folder: Path, only: Iterable[str] = (), effort: float = 0.5
+) -> list[str]:
+    """Writes the CSV of each figure; their names.  only: these, all without any.
+
+    Raises CapacityError where nothing can be written.
+    """
+    machine = PaperMachine(calibration, effort)
+    makers: dict[str, tuple[str, Callable[[], list[dict[str, Any]]]]] = {
+        "tutti-fig02": (SHARE, lambda: _fig02(machine)),
+        "tutti-fig08-leval": (RATE, lambda: _fig08(machine, "leval")),
+        "tutti-fig08-loogle": (RATE, lambda: _fig08(machine, "loogle")),
+        "tutti-fig09": (BANDWIDTH, lambda: _fig09(machine, calibration)),
+        "tutti-fig11": (PREFIX, lambda: _prefixes(machine, 128, range(16, 129, 16), None)),
+        "tutti-fig12": (PREFIX, lambda: _prefixes(machine, 640, range(128, 641, 128), HALF_GLM)),
+        "tutti-fig13": (BUBBLE, lambda: _fig13(machine)),
+        "tutti-fig14": (COST, lambda: _fig14(machine)),
+    }
+    chosen = [name for name in makers if not only or name in only]
+    for name in chosen:
+        kind, make = makers[name]
+        write_csv(folder / f"{name}.csv", [_row(kind, values) for values in make()], kind)
+    return [f"{name}.csv" for name in chosen]
+
+
+def _row(kind: str, values: dict[str, Any]) -> Row:
+    shown = {"source": SIMULATED, **values}
+    shown["system"] = NAMES.get(shown["system"], shown["system"])
+    return {c: "" if shown.get(c) is None else _text(shown[c]) for c in COLUMNS[kind]}
+
+
+def _text(value: object) -> str:
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
+
+
+def _spans(
+    machine: PaperMachine, server: str, settings: Iterable[Setting], ask: Callable[[], float]
+) -> tuple[float, float, float]:
+    """The value as assumed, and the least and the most over the settings."""
+    found = []
+    for setting in settings:
+        machine.use(server, setting)
+        found.append(ask())
+    return found[0], min(found), max(found)
+
+
+def _span(
+    name: str, unit: str, machine: PaperMachine, server: str, ask: Callable[[], float]
+) -> dict[str, float]:
+    middle, low, high = _spans(machine, server, (ASSUMED, LONGER_STEPS), ask)
+    return {f"{name}_{unit}": middle, f"{name}_low_{unit}": low, f"{name}_high_{unit}": high}
+
+
+def _published(kind: str, server: str = "") -> list[tuple[list[str], float]]:
+    """(words of the name after its kind, value) of published points; not of ratios."""
+    return [
+        (one["name"].split()[1:], one["value"])
+        for one in points()
+        if one["name"].split()[0] == kind
+        and server in ("", one["server"])
+        and "/" not in one["name"]
+    ]
+
+
+def _fig02(machine: PaperMachine) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = []
+    for system in ("hbm", "dram-whole", "ssd", "ssd-layers", "gds", "tutti-paper"):
+        cached = 0.0 if system == "hbm" else 0.75
+        ask = partial(machine.bubble_percent, system, 64 * K, cached)
+        rows.append({"system": system, **_span("bubble", "percent", machine, _NEW, ask)})
+    rows += [
+        {"system": words[1], "source": PUBLISHED, "bubble_percent": value}
+        for words, value in _published("bubble", _NEW)
+    ]
+    return rows
+
+
+def _fig08(machine: PaperMachine, name: str) -> list[dict[str, Any]]:
+    """Intervals over settings; none where the queue grows, and for what the paper does not have."""
+    rows = []
+    for system in ("hbm", "dram", "gds", "tutti-paper", "tutti"):
+        for rate in _RATES[name]:
+            machine.use(_NEW)
+            run = machine.loaded(name, system, rate)
+            row: dict[str, Any] = {"system": system, "rate": rate, "partial": "no"}
+            row["unstable"] = "yes" if run["unstable"] else "no"
+            runs = [run]
+            for setting in () if run["unstable"] or system == "tutti" else _VARIED:
+                machine.use(_NEW, setting)
+                runs.append(machine.loaded(name, system, rate))
+            for metric in ("ttft", "itl"):
+                values = [one[f"{metric}_ms"] for one in runs if not one["unstable"]] or [None]
+                row[f"{metric}_ms"] = run[f"{metric}_ms"]
+                row[f"{metric}_low_ms"] = min(values) if len(values) > 1 else None
+                row[f"{metric}_high_ms"] = max(values) if len(values) > 1 else None
+            rows.append(row)
+    return rows
+
+
+def _fig09(machine: PaperMachine, calibration: Calibration) -> list[dict[str, Any]]:
+    machine.use(_OLD)
+    rows: list[dict[str, Any]] = []
+    for system in ("dram", "ssd", "gds", "tutti-paper"):
+        times = machine.times(system)
+        for tokens in (2**power * K for power in range(8)):
+            nbytes = tokens * calibration.model.kv_nbytes_per_token
+            taken = {"retrieve": times.read_us(nbytes), "store": times.write_us(nbytes)}
+            rows += [
+                {"system": system, "phase": phase, "tokens": tokens, "gb_per_s": nbytes / us / 1e3}
+                for phase, us in taken.items()
+            ]
+    for phase in ("retrieve", "store"):
+        rows += [
+            {"system": w[0], "source": PUBLISHED, "phase": phase, "tokens": 128 * K, "gb_per_s": v}
+            for w, v in _published(phase)
+        ]
+    return rows
+
+
+def _prefixes(
+    machine: PaperMachine, total: int, prefixes: Iterable[int], model: ModelShape | None
+) -> list[dict[str, Any]]:
+    """One request; lengths in units of 1024 tokens."""
+    systems = ("dram", "ssd", "gds", "tutti-paper") if model is None else ("gds", "tutti-paper")
+    rows: list[dict[str, Any]] = []
+
+    def ttft_ms(system: str, prefix: int) -> float:
+        return machine.alone(system, total * K, prefix * K, model).first_ns / 1e6
+
+    for system in systems:
+        for prefix in prefixes:
+            ask = partial(ttft_ms, system, prefix)
+            span = _span("ttft", "ms", machine, _OLD, ask)
+            lengths = {"prefix_tokens": prefix * K, "total_tokens": total * K}
+            rows.append({"system": system, **lengths, **span})
+    for words, seconds in _published("prefix" if model is None else "tp2"):
+        lengths = {"prefix_tokens": int(words[1][:-1]) * K, "total_tokens": total * K}
+        one = {"system": words[0], "source": PUBLISHED, "ttft_ms": 1e3 * seconds}
+        rows.append({**one, **lengths})
+    return rows
+
+
+def _fig13(machine: PaperMachine) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = []
+    for system in ("dram", "ssd", "gds", "tutti-paper"):
+        for hit in HITS:
+            span = _span("bubble", "ms", machine, _OLD, partial(machine.bubble_ms, system, hit))
+            lengths = {"prefix_tokens": round(32 * K * hit), "total_tokens": 32 * K}
+            rows.append({"system": system, **lengths, **span})
+    lengths = {"prefix_tokens": round(32 * K * 0.9375), "total_tokens": 32 * K}
+    rows += [
+        {"system": words[0], "source": PUBLISHED, "bubble_ms": value, **lengths}
+        for words, value in _published("bubble")
+        if words[-1] == "93.75%"
+    ]
+    return rows
+
+
+def _fig14(machine: PaperMachine) -> list[dict[str, Any]]:
+    machine.use(_NEW)
+    rows = []
+    for system in ("dram", "ssd", "gds", "tutti-paper"):
+        for rate in _RATES["loogle"]:
+            run = machine.loaded("loogle", system, rate)
+            tokens = {name: run[name] for name in ("input_tokens_per_s", "output_tokens_per_s")}
+            on_ssd = system != "dram"
+            rows.append(
+                {
+                    "system": system,
+                    "rate": rate,
+                    "gpus": 1,
+                    **tokens,
+                    "partial": "no",
+                    "dram_gb": 0 if on_ssd else _DRAM_GB,
+                    "ssd_gb": _SSD_GB if on_ssd else 0,
+                    "unstable": "yes" if run["unstable"] else "no",
+                }
+            )
+    return rows

@@ -1,0 +1,170 @@
+"""What the papers do not publish, and what a workload does under each such setting."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from statistics import fmean
+from typing import Any
+
+from tutti.bench.belady import least_recently_used, unlimited
+from tutti.bench.simulate.calibration import Calibration, Sent, ServerTimes, drive_of, gpu_of
+from tutti.bench.simulate.cluster import Cluster, Shape
+from tutti.bench.statistics import queue_grows
+from tutti.bench.traces import BLOCK_TOKENS, Request
+from tutti.bench.ttft.arrivals import arrival_times_s
+from tutti.bench.ttft.workloads.orders import ROUND_ROBIN
+from tutti.bench.ttft.workloads.source import (
+    Workload,
+    add_workload_arguments,
+    build_workload,
+    mooncake_requests,
+)
+
+PAPER_GPU, PAPER_DRIVE = "H100", "2x D7-PS1010"
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One setting changed from what the calibration assumes.
+
+    order: of requests; empty and 0 as assumed.  length: times the number of requests.  warm: share
+    of the first requests that is not counted.  answers: times the tokens of answers.
+    """
+
+    name: str
+    order: str = ""
+    length: float = 1.0
+    warm: float = 0.0
+    answers: float = 1.0
+    chunk_tokens: int = 0
+
+
+ASSUMED = Setting("as assumed")
+WITHOUT_FIRST = Setting("without the first tenth", warm=0.1)
+LONGER_STEPS = Setting("steps of 8192 tokens", chunk_tokens=8192)
+ANOTHER_ORDER = Setting("one task in turn", order=ROUND_ROBIN)
+HALF_AS_LONG = Setting("half as many requests", length=0.5)
+#: Of a whole workload.
+SETTINGS = (
+    ASSUMED,
+    WITHOUT_FIRST,
+    LONGER_STEPS,
+    ANOTHER_ORDER,
+    HALF_AS_LONG,
+    Setting("answers half as long", answers=0.5),
+    Setting("answers twice as long", answers=2.0),
+)
+
+
+def paper_times(
+    calibration: Calibration, server: str, system: str, setting: Setting = ASSUMED
+) -> ServerTimes:
+    """Of the paper's machine: an H100 and two D7-PS1010 for each engine.
+
+    system: one of the calibration; with -whole or -layers, as that awaits whole loads or layers.
+    """
+    served = calibration.server(server)
+    if setting.chunk_tokens:
+        served = replace(served, chunk_tokens=setting.chunk_tokens)
+    name, _, way = system.partition("-") if system != "tutti-paper" else (system, "", "")
+    found = calibration.system(name)
+    if way:
+        found = replace(found, layerwise=way == "layers")
+    gpu, drive = gpu_of(PAPER_GPU), drive_of(PAPER_DRIVE)
+    return ServerTimes(calibration, served, found, gpu=gpu, drive=drive)
+
+
+def sent_workload(sent: Sent, name: str, setting: Setting, effort: float = 1.0) -> Workload:
+    """The data set's lengths, in the order that is assumed.  effort: times the requests."""
+    return _generated(*_what(sent, name, setting, effort))
+
+
+def _what(
+    sent: Sent, name: str, setting: Setting, effort: float
+) -> tuple[str, str, int, tuple[str, ...], float]:
+    requests = max(8, round(sent.requests * setting.length * effort))
+    return name, setting.order or sent.order, requests, sent.tasks, sent.token_scale
+
+
+@lru_cache(maxsize=8)
+def _generated(
+    name: str, order: str, requests: int, tasks: tuple[str, ...], scale: float
+) -> Workload:
+    parser = argparse.ArgumentParser()
+    add_workload_arguments(parser)
+    wanted = ["--workload", f"{name}-synthetic", "--requests", str(requests), "--order", order]
+    wanted += ["--scale", str(scale), "--tasks", *tasks]
+    return build_workload(parser.parse_args(wanted))
+
+
+def arrivals(workload: Workload, rate: float, seed: int, first: int = 0) -> list[Request]:
+    """The workload as a trace: requests from ``first`` on come at random, those before at once."""
+    count = len(workload.prompts) - first
+    times_ms = [round(1000 * at) for at in arrival_times_s(count, rate, seed)]
+    return mooncake_requests(workload, [0] * first + times_ms)
+
+
+@dataclass(frozen=True)
+class Served:
+    """What became of a workload: (came, first token, last token, tokens of the answer), in ns."""
+
+    requests: tuple[tuple[int, int, int, int], ...]
+    tokens_per_s: tuple[float, float]
+
+    def numbers(self, warm: float = 0.0) -> dict[str, Any]:
+        """Mean TTFT, ITL (over tokens), TPOT (over requests), tokens/s, and if the queue grows.
+
+        warm: share of the first requests that is left out.
+        """
+        kept = self.requests[round(warm * len(self.requests)) :]
+        gaps = [((last - first) / 1e6, n - 1) for _, first, last, n in kept if n > 1]
+        came, first = [one[0] for one in kept], [one[1] for one in kept]
+        return {
+            "ttft_ms": fmean((f - c) / 1e6 for c, f in zip(came, first, strict=True)),
+            "itl_ms": sum(ms for ms, _ in gaps) / max(1, sum(tokens for _, tokens in gaps)),
+            "tpot_ms": fmean(ms / tokens for ms, tokens in gaps) if gaps else 0.0,
+            "unstable": queue_grows(came, first),
+            "input_tokens_per_s": self.tokens_per_s[0],
+            "output_tokens_per_s": self.tokens_per_s[1],
+        }
+
+
+def serve(times: ServerTimes, workload: Workload, rate: float, setting: Setting) -> Served:
+    """Serves a workload from empty stores: with full ones far more hits than is published."""
+    requests = [
+        replace(one, output_tokens=max(1, round(one.output_tokens * setting.answers)))
+        for one in arrivals(workload, rate, seed=1)
+    ]
+    cluster = Cluster(times, Shape(unit_layers=4))
+    run = cluster.run(requests)
+    jobs = [cluster.job(number) for number in range(len(requests))]
+    return Served(
+        tuple((j.arrived_ns, j.first_ns, j.last_ns, j.request.output_tokens) for j in jobs),
+        (run["input_tokens_per_s"], run["output_tokens_per_s"]),
+    )
+
+
+@lru_cache(maxsize=8)
+def _blocks(*what: Any) -> list[tuple[int, ...]]:
+    workload = _generated(*what)
+    return [
+        one.hash_ids[: one.input_tokens // BLOCK_TOKENS]
+        for one in mooncake_requests(workload, [0] * len(workload.prompts))
+    ]
+
+
+def replayed_hits(
+    calibration: Calibration, tier: str, name: str, setting: Setting, effort: float
+) -> float:
+    """Percent of blocks that LRU serves as a prefix, without time.  tier: hbm, dram or ssd.
+
+    Below HBM, the tier holds what HBM holds as well.
+    """
+    blocks = _blocks(*_what(calibration.workloads[name], name, setting, effort))
+    if tier == "ssd":
+        return 100 * unlimited(blocks).prefix_hit_rate
+    in_dram = calibration.dram_nbytes / calibration.model.kv_nbytes_per_token
+    tokens = calibration.hbm_tokens if tier == "hbm" else in_dram
+    return 100 * least_recently_used(blocks, int(tokens // BLOCK_TOKENS)).prefix_hit_rate
