@@ -136,21 +136,23 @@ class Allocator:
     def _refile(self, groups: Slots) -> None:
         """Files groups again after their slots changed. Whole groups were taken out before."""
         for group in groups.tolist():
-            length = int(self._longest[group])
-            if 0 < length < self.group_slots:
-                del self._partial[length][group]
-            # Of one group bytes are searched sooner than an array.
-            runs = self._free[group].tobytes().split(b"\0")
-            self._longest[group] = length = max(map(len, runs))
-            if length == self.group_slots:
-                self._whole[group // self.groups_per_member].append(group)
-            elif length > 0:
-                self._partial[length][group] = None
+            self._refile_one(group)
+
+    def _refile_one(self, group: int) -> None:
+        length = int(self._longest[group])
+        if 0 < length < self.group_slots:
+            del self._partial[length][group]
+        runs = self._free[group].tobytes().split(b"\0")
+        self._longest[group] = length = max(map(len, runs))
+        if length == self.group_slots:
+            self._whole[group // self.groups_per_member].append(group)
+        elif length > 0:
+            self._partial[length][group] = None
 
     def _take_run(self, group: int, start: int, count: int, parts: list[Slots]) -> int:
         self._free[group, start : start + count] = False
         self._free_slots -= count
-        self._refile(np.array([group], np.int64))
+        self._refile_one(group)
         first = group * self.group_slots + start
         parts.append(np.arange(first, first + count, dtype=np.int64))
         return count
@@ -229,7 +231,9 @@ def _longest_runs(free: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64]:
 
 def _tightest_run(free: npt.NDArray[np.bool_], need: int) -> int:
     """Where the shortest free run of at least `need` slots begins in one group."""
-    lengths = _run_lengths(free[None])[0]
-    ends = np.flatnonzero(np.append(lengths[1:] == 0, True) & (lengths >= need))
-    end = int(ends[lengths[ends].argmin()])
-    return end - int(lengths[end]) + 1
+    best, start, at = free.size + 1, 0, 0
+    for run in free.tobytes().split(b"\0"):  # of one group bytes are searched sooner than an array
+        if need <= len(run) < best:
+            best, start = len(run), at
+        at += len(run) + 1
+    return start
