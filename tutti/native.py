@@ -79,6 +79,17 @@ class NativeDigests(ctypes.Structure):
     )
 
 
+class NativeLoadTables(ctypes.Structure):
+    """`struct tutti_load_tables`."""
+
+    _fields_ = (
+        ("index", ctypes.c_void_p),
+        ("reuse", ctypes.c_void_p),
+        ("digests", ctypes.c_void_p),
+        ("group_slots", ctypes.c_uint64),
+    )
+
+
 _POINTER = ctypes.c_void_p
 _U32 = ctypes.c_uint32
 _U64 = ctypes.c_uint64
@@ -86,6 +97,7 @@ _I64 = ctypes.c_int64
 _INDEX = ctypes.POINTER(NativeIndex)
 _REUSE = ctypes.POINTER(NativeReuse)
 _DIGESTS = ctypes.POINTER(NativeDigests)
+_TABLES = ctypes.POINTER(NativeLoadTables)
 
 #: By the name of a function: the type of its result, and those of its arguments.
 Prototypes = dict[str, tuple[Any, tuple[Any, ...]]]
@@ -104,7 +116,6 @@ _PROTOTYPES: Prototypes = {
 _QUICK: Prototypes = {
     "tutti_index_match": (_U64, (_INDEX, _POINTER, _U64, _U32, _POINTER)),
     "tutti_index_find": (_U64, (_INDEX, _POINTER, _U64, _POINTER)),
-    "tutti_index_pin": (_I64, (_INDEX, _POINTER, _U64, _U32, _U64, *[_POINTER] * 3)),
     "tutti_index_unpin": (_I64, (_INDEX, _POINTER, _U64)),
     "tutti_index_absent": (_I64, (_INDEX, _POINTER, _U64, _U32, _POINTER)),
     "tutti_index_stretches": (_I64, (_INDEX, *[_POINTER] * 3, _U64, *[_POINTER] * 2)),
@@ -117,7 +128,7 @@ _QUICK: Prototypes = {
     "tutti_reuse_find": (None, (_REUSE, _POINTER, _U64, _POINTER, _POINTER)),
     "tutti_reuse_loaded": (_I64, (_REUSE, _POINTER, _U64, _I64)),
     "tutti_reuse_stored": (_I64, (_REUSE, _POINTER, _POINTER, _U64, _I64)),
-    "tutti_digests_get": (_U64, (_DIGESTS, _POINTER, _POINTER, _U64, _POINTER, _POINTER)),
+    "tutti_load_plan": (_I64, (_TABLES, _POINTER, _U64, _U32, _U32, _POINTER)),
     "tutti_digests_put": (None, (_DIGESTS, _POINTER, _POINTER, _U64, _POINTER)),
 }
 

@@ -73,16 +73,6 @@ TUTTI_API uint64_t tutti_index_match(tutti_index* index, const uint8_t* keys, ui
 TUTTI_API uint64_t tutti_index_find(const tutti_index* index, const uint8_t* keys, uint64_t n,
                                     int64_t* slots_out);
 
-// Of tutti_index_pin, for each slot.
-enum TuttiMark : uint8_t { kTuttiUnproven = 1, kTuttiHasDigests = 2 };
-
-// A load of `keys` begins: pins, accesses and counts a hit of each key's slot. Returns the number
-// of runs in the slots (up by one, within a group of group_slots); or -1 - i and changes nothing
-// where key i is not in an accepted state. marks_out: TuttiMark bits of each.
-TUTTI_API int64_t tutti_index_pin(tutti_index* index, const uint8_t* keys, uint64_t n,
-                                  uint32_t uses, uint64_t group_slots, int64_t* slots_out,
-                                  uint64_t* sequences_out, uint8_t* marks_out);
-
 // Takes a pin back from each slot, given twice twice. -1 - i, and nothing changes, where slot i
 // is out of range or has no pin left.
 TUTTI_API int64_t tutti_index_unpin(tutti_index* index, const int64_t* slots, uint64_t n);
@@ -150,12 +140,26 @@ struct tutti_digests {
   uint64_t layers;
 };
 
-// Copies the known rows of n slots of these sequence numbers to out (n, layers), known_out[i] = 1;
-// returns how many.
-TUTTI_API uint64_t tutti_digests_get(const tutti_digests* cache, const int64_t* slots,
-                                     const uint64_t* sequences, uint64_t n, uint64_t* out,
-                                     uint8_t* known_out);
 TUTTI_API void tutti_digests_put(tutti_digests* cache, const int64_t* slots,
                                  const uint64_t* sequences, uint64_t n, const uint64_t* digests);
+
+// What a load looks at.
+struct tutti_load_tables {
+  tutti_index* index;
+  tutti_reuse* reuse;
+  const tutti_digests* digests;
+  uint64_t group_slots;
+};
+
+// Of each key of a load; kTuttiKnown: its digests were in the cache.
+enum TuttiMark : uint8_t { kTuttiUnproven = 1, kTuttiHasDigests = 2, kTuttiKnown = 4 };
+
+// A load of `keys` begins: pins, accesses and counts a hit of each key's slot, and tells the
+// history. Returns the number of runs in the slots (up by one, within a group); or -1 - i and
+// changes nothing where key i is not in an accepted state. plan: slots i64[n], sequence numbers
+// u64[n], digests u64[n][layers] as far as known, and marks u8[n] one after another. verify: the
+// digests of proven objects are wanted too.
+TUTTI_API int64_t tutti_load_plan(const tutti_load_tables* tables, const uint8_t* keys, uint64_t n,
+                                  uint32_t uses, uint32_t verify, uint64_t* plan);
 
 #endif  // TUTTI_NATIVE_API_H_

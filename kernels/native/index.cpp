@@ -152,18 +152,32 @@ uint64_t drop_repeated(const uint8_t* keys, int64_t* rows, uint64_t n) {
   return kept;
 }
 
-}  // namespace
-
-uint64_t tutti_index_match(tutti_index* index, const uint8_t* keys, uint64_t n, uint32_t uses,
-                           int64_t* slots_out) {
+// Slots of the longest prefix of keys in an accepted state.
+uint64_t prefix(const tutti_index* index, const uint8_t* keys, uint64_t n, int64_t* slots_out) {
   uint64_t length = 0;
   look_up(index, keys, n, [=, &length](uint64_t i, uint32_t slot) {
     if (!is_accepted(index, slot)) return false;
     slots_out[i] = slot;
-    index->access[slot] = uses;
     length = i + 1;
     return true;
   });
+  return length;
+}
+
+// Whether the cache knows the digests of a slot, which it then copies.
+bool copy_digests(const tutti_digests* cache, int64_t slot, uint64_t sequence, uint64_t* out) {
+  const uint64_t place = static_cast<uint64_t>(slot) % cache->entries;
+  if (cache->slot[place] != slot || cache->sequence[place] != sequence) return false;
+  std::memcpy(out, cache->digests + place * cache->layers, 8 * cache->layers);
+  return true;
+}
+
+}  // namespace
+
+uint64_t tutti_index_match(tutti_index* index, const uint8_t* keys, uint64_t n, uint32_t uses,
+                           int64_t* slots_out) {
+  const uint64_t length = prefix(index, keys, n, slots_out);
+  for (uint64_t i = 0; i < length; ++i) index->access[slots_out[i]] = uses;
   return length;
 }
 
@@ -178,29 +192,35 @@ uint64_t tutti_index_find(const tutti_index* index, const uint8_t* keys, uint64_
   return found;
 }
 
-int64_t tutti_index_pin(tutti_index* index, const uint8_t* keys, uint64_t n, uint32_t uses,
-                        uint64_t group_slots, int64_t* slots_out, uint64_t* sequences_out,
-                        uint8_t* marks_out) {
-  uint64_t length = 0;
-  look_up(index, keys, n, [=, &length](uint64_t i, uint32_t slot) {
-    if (!is_accepted(index, slot)) return false;
-    slots_out[i] = slot;
-    length = i + 1;
-    return true;
-  });
+int64_t tutti_load_plan(const tutti_load_tables* tables, const uint8_t* keys, uint64_t n,
+                        uint32_t uses, uint32_t verify, uint64_t* plan) {
+  tutti_index* index = tables->index;
+  auto* slots = reinterpret_cast<int64_t*>(plan);
+  const uint64_t length = prefix(index, keys, n, slots);
   if (length != n) return -1 - static_cast<int64_t>(length);
+  const uint64_t layers = tables->digests->layers;
+  uint64_t* sequences = plan + n;
+  uint64_t* digests = sequences + n;
+  auto* marks = reinterpret_cast<uint8_t*>(digests + n * layers);
   int64_t runs = 0;
   for (uint64_t i = 0; i < n; ++i) {
-    const auto slot = static_cast<uint64_t>(slots_out[i]);
-    const bool goes_on = i != 0 && slots_out[i] == slots_out[i - 1] + 1 && slot % group_slots != 0;
+    const auto slot = static_cast<uint64_t>(slots[i]);
+    const bool goes_on = i != 0 && slots[i] == slots[i - 1] + 1 && slot % tables->group_slots != 0;
     runs += goes_on ? 0 : 1;
     ++index->pins[slot];
     index->access[slot] = uses;
     if (index->hits != nullptr && index->hits[slot] != UINT16_MAX) ++index->hits[slot];
-    sequences_out[i] = index->sequence[slot];
+    sequences[i] = index->sequence[slot];
     const bool is_unproven = index->state[slot] != index->ready_min;
-    marks_out[i] = static_cast<uint8_t>((is_unproven ? kTuttiUnproven : 0) |
-                                        (index->has_digests[slot] != 0 ? kTuttiHasDigests : 0));
+    const bool has_digests = index->has_digests[slot] != 0;
+    const bool is_known =
+        has_digests && (verify != 0 || is_unproven) &&
+        copy_digests(tables->digests, slots[i], sequences[i], digests + i * layers);
+    marks[i] =
+        static_cast<uint8_t>((is_unproven ? kTuttiUnproven : 0) |
+                             (has_digests ? kTuttiHasDigests : 0) | (is_known ? kTuttiKnown : 0));
+    // One of several equal slots counts: the first moves `used` to now.
+    if (!is_unproven) tutti_reuse_loaded(tables->reuse, slots + i, 1, uses);
   }
   return runs;
 }

@@ -57,7 +57,7 @@ int64_t tutti_reuse_loaded(tutti_reuse* reuse, const int64_t* slots, uint64_t n,
   if (!are_slots(slots, n, reuse->slots)) return -1;
   for (uint64_t i = 0; i < n; ++i) {
     const int64_t slot = slots[i];
-    if (n > 1 && reuse->used[slot] == static_cast<uint32_t>(now)) continue;  // twice in this load
+    if (reuse->used[slot] == static_cast<uint32_t>(now)) continue;  // twice in this load
     count_reuse(reuse, reuse->level[slot], reuse->used[slot], now);
     reuse->level[slot] = next_level(reuse->level[slot]);
     reuse->used[slot] = static_cast<uint32_t>(now);
@@ -83,20 +83,6 @@ int64_t tutti_reuse_stored(tutti_reuse* reuse, const int64_t* slots, const uint8
     reuse->used[slots[i]] = static_cast<uint32_t>(now);
   }
   return late;
-}
-
-uint64_t tutti_digests_get(const tutti_digests* cache, const int64_t* slots,
-                           const uint64_t* sequences, uint64_t n, uint64_t* out,
-                           uint8_t* known_out) {
-  uint64_t known = 0;
-  for (uint64_t i = 0; i < n; ++i) {
-    const uint64_t place = static_cast<uint64_t>(slots[i]) % cache->entries;
-    known_out[i] = cache->slot[place] == slots[i] && cache->sequence[place] == sequences[i];
-    if (known_out[i] == 0) continue;
-    std::memcpy(out + i * cache->layers, cache->digests + place * cache->layers, 8 * cache->layers);
-    ++known;
-  }
-  return known;
 }
 
 void tutti_digests_put(tutti_digests* cache, const int64_t* slots, const uint64_t* sequences,

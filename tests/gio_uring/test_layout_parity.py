@@ -69,6 +69,7 @@ STRUCTS: dict[str, type[ctypes.Structure]] = {
     "tutti_index": native_library.NativeIndex,
     "tutti_reuse": native_library.NativeReuse,
     "tutti_digests": native_library.NativeDigests,
+    "tutti_load_tables": native_library.NativeLoadTables,
 }
 # Fields that C++ has no name for: padding before an aligned member.
 UNNAMED = {("QueuePair", "padding")}

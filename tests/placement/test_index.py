@@ -318,28 +318,12 @@ def test_features_that_no_slot_uses_take_no_memory() -> None:
     index.describe(as_slots(1, 2))
     assert index.nbytes_per_slot == before
     index.describe(as_slots(3), tenant=7, expiry=9, pinned=True)
-    index.unpin(index.begin_load(make_keys([3]), 4).slots)
+    index.own("hits")[3] = 1
     assert index.nbytes_per_slot == before + 2 + 4 + 1 + 2
     read = (index.tenant[3], index.expiry[3], index.pinned[3], index.hits[3])
     assert read == (7, 9, True, 1) and index.hits.sum() == 1
     index.clear()
     assert index.nbytes_per_slot == before and not index.tenant.any()
-
-
-def test_a_load_pins_all_of_its_keys_or_none() -> None:
-    index = filled(8, 5)
-    index.has_digests[1] = True
-    found = index.begin_load(make_keys([0, 1, 3, 1]), 4)
-    assert found.slots.tolist() == [0, 1, 3, 1] and found.runs == 3
-    assert found.sequences.tolist() == [100, 101, 103, 101]
-    assert found.marks.tolist() == [0, 2, 0, 2]
-    assert index.pins.tolist() == [1, 2, 0, 1, 0, 0, 0, 0]
-    assert index.hits[:4].tolist() == [1, 2, 0, 1]
-    with pytest.raises(LookupError, match="2"):
-        index.begin_load(make_keys([0, 1, 7, 2]), 4)
-    assert index.pins.tolist() == [1, 2, 0, 1, 0, 0, 0, 0]
-    assert index.begin_load(make_keys([3, 4]), 4).runs == 2, "a run ends with its group"
-    assert index.begin_load(make_keys([]), 4).slots.size == 0
 
 
 @pytest.mark.parametrize("count", [8, 200])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 
 import numpy as np
-import numpy.typing as npt
 
 from tutti.arrays import U64, Slots
 from tutti.native import NativeDigests, address, quick
@@ -19,17 +18,18 @@ class DigestCache:
 
     def __init__(self, entries: int, layers: int) -> None:
         self._entries = max(1, entries)
+        self.layers = layers
         self._slot = np.full(self._entries, -1, np.int64)
         self._sequence = np.zeros(self._entries, np.uint64)
         self._digests = np.zeros((self._entries, layers), np.uint64)
-        self._native = NativeDigests(
+        self.native = NativeDigests(
             slot=address(self._slot),
             sequence=address(self._sequence),
             digests=address(self._digests),
             entries=self._entries,
             layers=layers,
         )
-        self._handle = ctypes.byref(self._native)
+        self._handle = ctypes.byref(self.native)
 
     def put(self, slots: Slots, sequences: U64, digests: U64) -> None:
         """Remembers digests (n, layers) of slots (n,) as of their sequence numbers (n,)."""
@@ -37,14 +37,6 @@ class DigestCache:
         arrays = [np.ascontiguousarray(each) for each in (slots, sequences, digests)]
         places = [address(each) for each in arrays]
         quick().tutti_digests_put(self._handle, *places[:2], slots.size, places[2])
-
-    def get(self, slots: Slots, sequences: U64, out: U64) -> npt.NDArray[np.bool_]:
-        """Fills rows of ``out`` (n, layers); returns the mask (n,) of the rows that were known."""
-        assert out.shape == (slots.size, self._digests.shape[1]), "a row per slot"
-        known = np.empty(slots.size, np.uint8)
-        arguments = (address(slots), address(sequences), slots.size, address(out), address(known))
-        quick().tutti_digests_get(self._handle, *arguments)
-        return known.view(np.bool_)
 
     def knows(self, slots: Slots, sequences: U64) -> bool:
         """Whether it has the digests of all these slots."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 import ctypes
 import secrets
 from enum import IntEnum
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -65,19 +65,6 @@ _KEEPS_KEY = [
 ]
 
 
-class Pinned(NamedTuple):
-    """Of the keys of a load: slots, sequence numbers, MARK bits, and how many runs they are."""
-
-    slots: Slots
-    sequences: npt.NDArray[np.uint64]
-    marks: npt.NDArray[np.uint8]
-    runs: int
-
-
-#: `Pinned.marks`: the object is unproven; its record has digests.
-MARK_UNPROVEN, MARK_HAS_DIGESTS = 1, 2
-
-
 class Index:
     """Keys, states and pins of `slots` slots.
 
@@ -110,7 +97,7 @@ class Index:
         self.has_digests = np.zeros(slots, np.bool_)
         # At most half full, so that probes stay short.
         self._table = np.full(1 << (2 * slots - 1).bit_length(), NO_SLOT, np.uint32)
-        self._native = NativeIndex(
+        self.native = NativeIndex(
             keys=address(self._words),
             table=address(self._table),
             state=address(self.state),
@@ -125,7 +112,7 @@ class Index:
             ready_min=SlotState.READY,
             ready_max=SlotState.UNPROVEN,
         )
-        self._handle = ctypes.byref(self._native)
+        self._handle = ctypes.byref(self.native)
         self._clear_catalogue()
 
     @property
@@ -142,7 +129,7 @@ class Index:
 
         Counts as an access of every slot returned.
         """
-        self._check_keys(keys)
+        self.check_keys(keys)
         self.begin_use()
         found = np.empty(len(keys), np.int64)
         arguments = (address(keys), len(keys), self.uses, address(found))
@@ -160,14 +147,14 @@ class Index:
 
     def find(self, keys: Keys) -> Slots:
         """The slot of every key in whatever state, or MISSING; shape (n,). Not an access."""
-        self._check_keys(keys)
+        self.check_keys(keys)
         found = np.empty(len(keys), np.int64)
         quick().tutti_index_find(self._handle, address(keys), len(keys), address(found))
         return found
 
     def absent(self, keys: Keys) -> Slots:
         """Rows of `keys` that have no slot, each key once, ascending; an access of the others."""
-        self._check_keys(keys)
+        self.check_keys(keys)
         rows = np.empty(len(keys), np.int64)
         arguments = (address(keys), len(keys), self.uses, address(rows))
         return rows[: quick().tutti_index_absent(self._handle, *arguments)]
@@ -176,8 +163,8 @@ class Index:
         """Rows (n,) cut where a key does not follow the one before: how many rows each stretch has,
         and the slot of the parent of its first key, if that has one.
         """
-        self._check_keys(keys)
-        self._check_keys(parents)
+        self.check_keys(keys)
+        self.check_keys(parents)
         starts, after = np.empty(rows.size, np.int64), np.empty(rows.size, np.int64)
         arguments = (address(keys), address(parents), address(np.ascontiguousarray(rows)))
         places = (address(starts), address(after))
@@ -185,25 +172,6 @@ class Index:
         ends = [*starts[1:count].tolist(), rows.size]
         cut = zip(starts[:count].tolist(), ends, after[:count].tolist(), strict=True)
         return [(end - start, None if slot == MISSING else slot) for start, end, slot in cut]
-
-    def begin_load(self, keys: Keys, group_slots: int) -> Pinned:
-        """Pins the slot of every key for a transfer, counts a hit and an access of each.
-
-        group_slots: of a group, in which a run of slots ends.  Raises LookupError with the number
-        of the first key that is neither READY nor UNPROVEN; then nothing was pinned.
-        """
-        self._check_keys(keys)
-        self.begin_use()
-        self._own("hits")
-        n = len(keys)
-        slots, sequences = np.empty(n, np.int64), np.empty(n, np.uint64)
-        marks = np.empty(n, np.uint8)
-        out = (address(slots), address(sequences), address(marks))
-        arguments = (address(keys), n, self.uses, group_slots, *out)
-        runs = quick().tutti_index_pin(self._handle, *arguments)
-        if runs < 0:
-            raise LookupError(-1 - runs)
-        return Pinned(slots, sequences, marks, runs)
 
     def insert(
         self,
@@ -223,7 +191,7 @@ class Index:
         `depth`, `access` and `has_digests` are scalars or shape (n,). Without `access` the slots
         count as accessed now; with it `uses` moves on so that nothing lies in the future.
         """
-        self._check_keys(keys)
+        self.check_keys(keys)
         assert slots.shape == (len(keys),), "every key has one slot"
         assert slots.dtype == np.int64, "slots are int64"
         assert _OWNS_KEY[state], f"a slot in state {state.name} owns no key"
@@ -371,24 +339,25 @@ class Index:
         self.tenant = _zeros(self.slots, np.uint16)
         self.hits = _zeros(self.slots, np.uint16)
         self.expiry = _zeros(self.slots, np.uint32)
-        self._native.hits = 0
+        self.native.hits = 0
 
-    def _own(self, name: str) -> npt.NDArray[Any]:
+    def own(self, name: str) -> npt.NDArray[Any]:
         """An array of the catalogue, which has memory from now on."""
         array: npt.NDArray[Any] = getattr(self, name)
         if not array.flags.writeable:
             array = array.copy()
             setattr(self, name, array)
             if name == "hits":
-                self._native.hits = address(array)
+                self.native.hits = address(array)
         return array
 
     def _set(self, name: str, slots: Slots, values: npt.ArrayLike) -> None:
         """Writes an array of the catalogue; the first value that is not 0 gives it memory."""
         if getattr(self, name).flags.writeable or np.any(values):
-            self._own(name)[slots] = values
+            self.own(name)[slots] = values
 
-    def _check_keys(self, keys: Keys) -> None:
+    def check_keys(self, keys: Keys) -> None:
+        """Asserts that native code can read them."""
         assert keys.ndim == 2, "keys have the shape (n, 16)"
         assert keys.shape[1] == KEY_NBYTES, "a key is 16 bytes"
         assert keys.dtype == np.uint8, "keys are uint8"

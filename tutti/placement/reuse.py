@@ -60,7 +60,7 @@ class ReuseHistory:
         self._reused = np.zeros((LEVELS, BUCKETS))
         self._censored = np.zeros((LEVELS, BUCKETS))
         ghosts = self._ghosts = _Ghosts.create(slots)
-        self._native = NativeReuse(
+        self.native = NativeReuse(
             used=address(self.used),
             level=address(self.level),
             reused=address(self._reused),
@@ -70,7 +70,7 @@ class ReuseHistory:
             slots=slots,
             shift=64 - (ghosts.tag.size - 1).bit_length(),
         )
-        self._handle = ctypes.byref(self._native)
+        self._handle = ctypes.byref(self.native)
         self._evictions = 0
         self._worth = _ranking(self._reused, self._censored)
         # Loads of objects that were evicted too early.

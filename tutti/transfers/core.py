@@ -26,6 +26,7 @@ from tutti.placement.allocator import Allocator
 from tutti.placement.digest_cache import DigestCache
 from tutti.placement.eviction import POLICIES, EvictionPolicy, EvictionView
 from tutti.placement.index import MISSING, Index, SlotState
+from tutti.placement.load_plan import LoadPlanner
 from tutti.placement.lookup_pins import LookupPins
 from tutti.placement.reuse import ReuseHistory
 from tutti.pool.members import Members
@@ -197,6 +198,8 @@ class Core(Owned):
         entry_nbytes = 8 * self.layers + 16
         entries = min(self.index.slots, config.digest_cache_nbytes // entry_nbytes)
         self.digests = DigestCache(entries, self.layers)
+        group_slots = self.geometry.group_slots
+        self.planner = LoadPlanner(self.index, self.history, self.digests, group_slots)
         self._nsid = np.array([members.nsid(m) for m in range(members.count)], np.uint32)
         self._places = object_places(self.geometry, self._nsid)
 

@@ -27,7 +27,8 @@ from tutti.gio_uring.nvme_spec import (
     STATUS_TIMED_OUT,
     STATUS_UNRECOVERED_READ,
 )
-from tutti.placement.index import MARK_HAS_DIGESTS, MARK_UNPROVEN, SlotState
+from tutti.placement.index import SlotState
+from tutti.placement.load_plan import MARK_HAS_DIGESTS, MARK_KNOWN, MARK_UNPROVEN, LoadPlan
 from tutti.pool.record_table import BLOCK_RECORDS, RecordTable
 from tutti.transfers.core import Core
 from tutti.transfers.reclaim import Reclaimer
@@ -44,6 +45,7 @@ class _Rows(NamedTuple):
     """Pages of a load that one job moves."""
 
     rows: Slots
+    unknown: Slots  # of these rows, those whose digests are still to be read
     verify: bool
     whole: bool  # no layer counts before all do: unproven objects are verified in full first
 
@@ -53,7 +55,7 @@ class _Pages(NamedTuple):
 
     keys: Keys
     slots: Slots
-    sequences: U64
+    plan: LoadPlan
     pages: U32
     memory: PagedMemory
     unproven: Mask | None  # where there are some
@@ -101,36 +103,19 @@ class Loader:
 
     def _pin(self, keys: Keys, pages: U32, memory: PagedMemory) -> _Pages:
         """Finds every key, checks that it may be served, and pins its slot."""
-        core = self._core
+        core, policy = self._core, self._core.config.verify
+        every = policy == "always" or (policy == "sampled" and self._loads % SAMPLE_ONE_IN == 0)
         try:
-            found = core.index.begin_load(keys, core.geometry.group_slots)
+            plan = core.planner.begin(keys, verify=every)
         except LookupError as error:
             raise KeyMissing(
                 f"key {error} of {len(keys)} is not in the pool; ask match() which prefix is, and "
                 "pin it if time passes before the load"
             ) from None
         self._loads += 1
-        core.counters.load_runs += found.runs
-        unproven, parts = self._partition(found.marks)
-        ready = found.slots if unproven is None else found.slots[~unproven]
-        core.history.loaded(ready, core.index.uses)
-        return _Pages(keys, found.slots, found.sequences, pages, memory, unproven, parts)
-
-    def _partition(self, marks: npt.NDArray[np.uint8]) -> tuple[Mask | None, Sequence[_Rows]]:
-        """Which objects are unproven, and the parts of a load that a job each moves."""
-        policy = self._core.config.verify
-        every = policy == "always" or (policy == "sampled" and self._loads % SAMPLE_ONE_IN == 1)
-        octets = marks.tobytes()
-        first = octets[0] if octets else 0
-        if octets.count(first) == len(octets) and not first & MARK_UNPROVEN:
-            rows = np.arange(len(octets), dtype=np.int64)
-            verify = every and bool(first & MARK_HAS_DIGESTS)
-            return None, (_Rows(rows, verify, whole=False),) if octets else ()
-        unproven = (marks & MARK_UNPROVEN) != 0
-        verify = unproven | ((marks & MARK_HAS_DIGESTS) != 0) if every else unproven
-        kinds = ((verify & ~unproven, True, False), (~verify, False, False), (unproven, True, True))
-        parts = [_Rows(np.flatnonzero(mask).astype(np.int64), *kind) for mask, *kind in kinds]
-        return unproven, [part for part in parts if part.rows.size]
+        core.counters.load_runs += plan.runs
+        unproven, parts = _partition(plan.marks, every)
+        return _Pages(keys, plan.slots, plan, pages, memory, unproven, parts)
 
     def _load_part(
         self,
@@ -142,18 +127,12 @@ class Loader:
         held: bool,
     ) -> None:
         core = self._core
-        rows, verify, whole = part
+        rows, unknown, verify, whole = part
         slots, pages = batch.slots, batch.pages
-        sequences = batch.sequences
+        digests = batch.plan.digests if verify else None
         if rows.size != slots.size:
-            slots, pages, sequences = slots[rows], pages[rows], sequences[rows]
-        digests, unknown = None, _NO_ROWS
-        if verify:
-            digests = np.empty((rows.size, core.layers), np.uint64)
-            with core.lock:
-                known = core.digests.get(slots, sequences, digests)
-            if b"\0" in known.tobytes():
-                unknown = np.flatnonzero(~known).astype(np.int64)
+            slots, pages = slots[rows], pages[rows]
+            digests = None if digests is None else digests[rows]
         # Before the data, so that the digests are there when the first layer is.
         reads = self._start_records(batch, rows[unknown]) if unknown.size else []
         settle.add_part()
@@ -284,7 +263,7 @@ class Loader:
             raise DeviceTimeout(
                 "the records were not read in time; the load is abandoned, try again"
             )
-        slots, sequences = batch.slots[read.rows], batch.sequences[read.rows]
+        slots, sequences = batch.slots[read.rows], batch.plan.sequences[read.rows]
         found = np.zeros((slots.size, core.layers), np.uint64)
         keys = batch.keys[read.rows]
         verdict = self._table.check(read.block, slots, keys, sequences, found)
@@ -327,6 +306,30 @@ class Loader:
         # A torn write does not condemn the slot.
         torn = slots[index.state[slots] == SlotState.UNPROVEN]
         self._reclaimer.discard(torn[index.pins[torn] == 0])
+
+
+def _partition(marks: npt.NDArray[np.uint8], every: bool) -> tuple[Mask | None, Sequence[_Rows]]:
+    """Which objects are unproven, and the parts of a load that a job each moves.
+
+    every: proven objects are verified, too.
+    """
+    octets = marks.tobytes()
+    first = octets[0] if octets else 0
+    verify = every and bool(first & MARK_HAS_DIGESTS)
+    is_ready = not first & MARK_UNPROVEN and bool(first & MARK_KNOWN) == verify
+    if is_ready and octets.count(first) == len(octets):
+        rows = np.arange(len(octets), dtype=np.int64)
+        return None, (_Rows(rows, _NO_ROWS, verify, whole=False),) if octets else ()
+    unproven = (marks & MARK_UNPROVEN) != 0
+    verified = unproven | ((marks & MARK_HAS_DIGESTS) != 0) if every else unproven
+    kinds = ((verified & ~unproven, True, False), (~verified, False, False), (unproven, True, True))
+    parts = []
+    for mask, checked, whole in kinds:
+        rows = np.flatnonzero(mask).astype(np.int64)
+        unknown = np.flatnonzero((marks[rows] & MARK_KNOWN) == 0) if checked else _NO_ROWS
+        if rows.size:
+            parts.append(_Rows(rows, unknown, checked, whole))
+    return unproven if unproven.any() else None, parts
 
 
 @dataclass(frozen=True)

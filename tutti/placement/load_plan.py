@@ -1,0 +1,88 @@
+"""What a load needs of the index, of the history of uses and of the cache of digests: one call.
+
+Not thread-safe: the store holds a lock around it, as around the index.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+import numpy as np
+import numpy.typing as npt
+
+from tutti.arrays import U64, Keys, Slots
+from tutti.native import NativeLoadTables, address, quick
+from tutti.placement.digest_cache import DigestCache
+from tutti.placement.index import Index
+from tutti.placement.reuse import ReuseHistory
+
+#: Bits of `LoadPlan.marks`: unproven; its record has digests; they are known.
+MARK_UNPROVEN, MARK_HAS_DIGESTS, MARK_KNOWN = 1, 2, 4
+
+
+class LoadPlan:
+    """Slots of the keys of a load, which are pinned, and what is known of them, in one block.
+
+    runs: how many runs the slots are.
+    """
+
+    __slots__ = ("_block", "_keys", "_layers", "runs")
+
+    def __init__(self, block: U64, keys: int, layers: int, runs: int) -> None:
+        self._block, self._keys, self._layers, self.runs = block, keys, layers, runs
+
+    @property
+    def slots(self) -> Slots:
+        """(n,)"""
+        return self._block[: self._keys].view(np.int64)
+
+    @property
+    def sequences(self) -> U64:
+        """Sequence numbers of the objects, (n,)."""
+        return self._block[self._keys : 2 * self._keys]
+
+    @property
+    def digests(self) -> U64:
+        """(n, layers), of rows with MARK_KNOWN."""
+        n, layers = self._keys, self._layers
+        return self._block[2 * n : (2 + layers) * n].reshape(n, layers)
+
+    @property
+    def marks(self) -> npt.NDArray[np.uint8]:
+        """MARK bits, (n,)."""
+        n = self._keys
+        return self._block[(2 + self._layers) * n :].view(np.uint8)[:n]
+
+
+class LoadPlanner:
+    """Begins loads from one pool.  group_slots: of a group, in which a run of slots ends."""
+
+    def __init__(
+        self, index: Index, history: ReuseHistory, digests: DigestCache, group_slots: int
+    ) -> None:
+        self._index = index
+        self._layers = digests.layers
+        self._parts = (index, history, digests)  # which have the memory
+        self._tables = NativeLoadTables(
+            ctypes.addressof(index.native),
+            ctypes.addressof(history.native),
+            ctypes.addressof(digests.native),
+            group_slots,
+        )
+
+    def begin(self, keys: Keys, *, verify: bool) -> LoadPlan:
+        """Pins the slot of every key for a transfer; counts a use, a hit and an access of each.
+
+        verify: digests of proven objects are wanted too.  Raises LookupError with the number of
+        the first key that is neither READY nor UNPROVEN; then nothing was pinned.
+        """
+        index, layers, n = self._index, self._layers, len(keys)
+        index.check_keys(keys)
+        index.begin_use()
+        index.own("hits")
+        block = np.empty(n * (2 + layers) + n // 8 + 1, np.uint64)
+        arguments = (address(keys), n, index.uses, verify, address(block))
+        runs = quick().tutti_load_plan(ctypes.byref(self._tables), *arguments)
+        if runs < 0:
+            raise LookupError(-1 - runs)
+        return LoadPlan(block, n, layers, runs)
