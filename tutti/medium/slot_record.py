@@ -137,8 +137,9 @@ def fill_records(records: Records, identity: RecordIdentity, content: RecordCont
     state, keys, parents, digests = content.state, content.keys, content.parents, content.digests
     assert state in (RecordState.READY, RecordState.VOID, RecordState.QUARANTINED)
     assert (np.asarray(content.sequences) < COUNTER_MAX).all(), "a sequence number is out of range"
-    flags = np.where(content.pinned, FLAG_PINNED, 0) if np.ndim(content.pinned) else 0
-    flags = flags + FLAG_PINNED if content.pinned is True else flags
+    flags: Any = 0
+    if content.pinned is not False:
+        flags = np.where(content.pinned, FLAG_PINNED, 0)
     columns: dict[str, Any] = {
         "slot": content.slots,
         "sequence": content.sequences,
@@ -148,7 +149,8 @@ def fill_records(records: Records, identity: RecordIdentity, content: RecordCont
         "flags": flags if digests is None else flags | FLAG_DIGESTS,
         "expiry_64s": content.expiry_64s,
     }
-    same = {name: 0 if np.ndim(value) else int(value) for name, value in columns.items()}
+    arrays = {name: value for name, value in columns.items() if not isinstance(value, int)}
+    same = {name: 0 if name in arrays else value for name, value in columns.items()}
     raw = records.view(np.uint8).reshape(-1, BLOCK_NBYTES)
     raw[:] = 0
     raw[:, : _HEAD.size] = octets(
@@ -159,8 +161,8 @@ def fill_records(records: Records, identity: RecordIdentity, content: RecordCont
             *(same["flags"], same["expiry_64s"]),
         )
     )
-    for name, value in (*columns.items(), ("key", keys), ("parent", parents)):
-        if np.ndim(value):
+    for name, value in (*arrays.items(), ("key", keys), ("parent", parents)):
+        if value is not None:
             records[name] = value
     if digests is not None:
         assert digests.shape == (len(records), identity.layers)
