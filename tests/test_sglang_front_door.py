@@ -144,7 +144,7 @@ def test_other_files_of_weights_are_another_version(tmp_path: Path) -> None:
 def test_a_pool_is_opened_with_what_the_options_say(tmp_path: Path) -> None:
     layout = layout_of(SHAPE, IDENTITY, ParallelRank())
     chosen = {"verify": "sampled", "timeout_s": 7.0, "durability": "flush", "eviction": "lru"}
-    chosen |= {"page_cache_share": 0.25, "residency": "static"}
+    chosen |= {"page_cache_share": 0.25, "residency": "static", "write_budget": 1 << 40}
     of_linker = {"pin_lookups": 5, "pin_share": 2.0}
     needed = {"path": str(tmp_path / "new"), "capacity": "16MiB"}
     hicache = parse_options({**needed, **chosen}, HICACHE)

@@ -63,6 +63,7 @@ from tutti.transfers.resources import Resources
 from tutti.transfers.tickets import LoadTicket, PutTicket
 from tutti.transfers.transfer_queue import TransferQueue
 from tutti.transfers.writer import Writer
+from tutti.units import parse_nbytes
 
 _UNDO_S = 60.0  # the longest wait for an interrupted put or load
 
@@ -370,6 +371,7 @@ def open(  # noqa: PLR0913
     verify: str | None = None,
     durability: str | None = None,
     eviction: str | None = None,
+    write_budget: int | str | None = None,
     executor: str = "auto",
     degraded: bool = False,
     any_owner: bool = False,
@@ -383,7 +385,8 @@ def open(  # noqa: PLR0913
     they were labelled for it by ``tutti format --for-server``.
     layout: what the pool must hold; left out, whatever it holds.  That of a new pool names its
     model, see KVLayout.  capacity: total size of a new pool, as bytes or "64GiB".
-    verify, durability, eviction: see StoreConfig, which ``config`` gives as a whole instead.
+    verify, durability, eviction, write_budget (also as "2TiB", a day): see StoreConfig, which
+    ``config`` gives as a whole instead.
     executor: "auto", "uring" or "threads".  degraded: accept missing members; their objects are
     misses.  any_owner: accept files that other users can change, and with them what they serve.
     profile: by which puts yield to loads: "auto" finds one (cached, measured in at most 2 s, or
@@ -393,7 +396,10 @@ def open(  # noqa: PLR0913
     CapacityError and others of tutti.errors.
     """
     names = member_names(paths)
-    config = StoreConfig.choose(config, verify=verify, durability=durability, eviction=eviction)
+    budget = None if write_budget is None else parse_nbytes(write_budget)
+    config = StoreConfig.choose(
+        config, verify=verify, durability=durability, eviction=eviction, write_budget=budget
+    )
     if config.schedule is not None and profile != AUTO:
         raise ConfigError("config has a schedule, and profile is given; leave one of them out")
     is_off(profile)

@@ -297,6 +297,7 @@ def _open_members(
         verify=options["verify"],
         durability=options["durability"],
         eviction=options["eviction"],
+        write_budget=options["write_budget"],
         timeout_s=options["timeout_s"],
         pin_lookups=options.get("pin_lookups", _DEFAULTS.pin_lookups),
         pin_share=min(1.0, options.get("pin_share", _DEFAULTS.pin_share)),

@@ -89,6 +89,12 @@ OPTIONS: tuple[Option, ...] = (
         choices=tuple(POLICIES),
     ),
     Option(
+        "write_budget",
+        "size",
+        None,
+        "most bytes a day that are written to each pool of each rank; pages beyond it are dropped",
+    ),
+    Option(
         "page_cache_share",
         "float",
         0.0,

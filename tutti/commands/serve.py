@@ -72,6 +72,12 @@ def add_serve(parser: argparse.ArgumentParser) -> None:
         help="which objects go when a pool is full (default %(default)s)",
     )
     parser.add_argument(
+        "--write-budget",
+        type=nbytes,
+        metavar="SIZE",
+        help="most bytes a day that are written to each pool (default: no limit)",
+    )
+    parser.add_argument(
         "--executor",
         choices=("auto", "uring", "threads"),
         default="auto",
@@ -88,7 +94,12 @@ def run(args: argparse.Namespace) -> Outcome:
         args.paths,
         folder=args.folder,
         capacity=args.capacity,
-        config=StoreConfig(verify=args.verify, durability=args.durability, eviction=args.eviction),
+        config=StoreConfig(
+            verify=args.verify,
+            durability=args.durability,
+            eviction=args.eviction,
+            write_budget=args.write_budget,
+        ),
         executor=args.executor,
     )
     agent = Agent(AgentConfig(args.socket, group=_group(args.group)), pools.open)

@@ -21,6 +21,7 @@ from tutti.gio_uring.engine_structs import WindowStats
 from tutti.gio_uring.gpu.transfer import Submitter
 from tutti.gio_uring.iocb import Extents, PagedMemory
 from tutti.histogram import Histogram
+from tutti.medium.geometry import RECORD_NBYTES
 from tutti.medium.slot_record import COUNTER_MAX
 from tutti.placement.allocator import Allocator
 from tutti.placement.digest_cache import DigestCache
@@ -33,6 +34,7 @@ from tutti.pool.members import Members
 from tutti.pool.slot_extents import SlotExtents, object_places
 from tutti.process import Owned
 from tutti.scheduler.dispatcher import Schedule
+from tutti.transfers.write_budget import WriteBudget
 
 VERIFY = ("always", "sampled", "off")
 DURABILITY = ("process", "flush")
@@ -52,6 +54,8 @@ class StoreConfig:
     pin_share: how much of the pool all pins together may keep, from 0 to 1; answers of look-ups
         that pin are shortened rather than exceed it.
     digest_cache_nbytes: memory for digests of recent objects.
+    write_budget: bytes a day that puts may write, None for no limit; an hour's budget may go at
+        once, and pages beyond it are dropped and counted as ``over_budget``.
     schedule: when puts and loads are launched; None for at once.  See docs/scheduler.md.
     window_nbytes: bytes of commands in flight on each drive; None finds the smallest number that
         has the drive's full bandwidth while it runs, which keeps first layers early.
@@ -75,10 +79,11 @@ class StoreConfig:
     page_cache_share: float = 0.0
     residency: str = "dynamic"
     eviction: str | EvictionPolicy = "lru"
+    write_budget: int | None = None
     schedule: Schedule | None = None
 
     @classmethod
-    def choose(cls, config: StoreConfig | None, **settings: str | None) -> StoreConfig:
+    def choose(cls, config: StoreConfig | None, **settings: str | int | None) -> StoreConfig:
         """``config``, or one with these settings that are not None.
 
         Raises ConfigError for both: which of two values is meant cannot be told.
@@ -112,6 +117,8 @@ class StoreConfig:
             raise ConfigError(f"schedule is {self.schedule!r}; give a Schedule, or None")
         if self.window_nbytes is not None:
             whole("window_nbytes", self.window_nbytes, 1, 2**48)
+        if self.write_budget is not None:
+            whole("write_budget", self.write_budget, 1, 2**62)
         if self.service_threads is not None:
             whole("service_threads", self.service_threads, 1, 64)
 
@@ -131,6 +138,7 @@ class Counters:
     stored: int = 0
     present: int = 0
     dropped: int = 0
+    over_budget: int = 0
     store_errors: int = 0
     loaded: int = 0
     load_errors: int = 0
@@ -181,6 +189,8 @@ class Core(Owned):
         self.load_latency = Histogram()
         self.store_latency = Histogram()
         self.guard = engine.guard
+        padded_nbytes = members.geometry.slice_padded_nbytes * self.layers
+        self.budget = WriteBudget(config.write_budget, padded_nbytes + RECORD_NBYTES)
         self.sequence = 1
         self.in_flight = 0
         self.closing = False

@@ -38,7 +38,7 @@ class PutResult:
 
     stored: written by this put.  present: there already, or being written by another put whose
     own ticket tells how that ended, or unproven since an unclean close.
-    dropped: not stored, because everything else in the pool is in use.
+    dropped: not stored, because everything else in the pool is in use, or the budget is used up.
     """
 
     stored: int

@@ -99,7 +99,7 @@ class Writer:
                 if depths.size and depths.min() == 0:
                     # The end of a chain must not be younger than its start, which is not touched.
                     core.index.begin_use()
-                new = self._absent_rows(together)
+                new = self._granted(together, self._absent_rows(together))
             self._put_rows(together, new)
         except BaseException as error:
             together.refuse(error)
@@ -139,6 +139,15 @@ class Writer:
             others[rows] = False
             self._present(together, np.flatnonzero(others))
         return rows
+
+    def _granted(self, together: PutTogether, rows: Slots) -> Slots:
+        """Rows that the budget lets be written; the ends of chains are dropped first."""
+        counters, most = self._core.counters, self._core.budget.grant(rows.size)
+        if most < rows.size:
+            together.tell(rows[most:], Outcome.DROPPED)
+            counters.dropped += rows.size - most
+            counters.over_budget += rows.size - most
+        return rows[:most]
 
     def _present(self, together: PutTogether, rows: Slots) -> None:
         together.tell(rows, Outcome.PRESENT)

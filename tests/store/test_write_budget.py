@@ -1,0 +1,56 @@
+"""A budget of bytes a day: what it grants, and what becomes of puts beyond it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import tutti
+from store.pools import LAYOUT, some_keys
+from tutti.errors import ConfigError
+from tutti.medium.geometry import RECORD_NBYTES
+from tutti.transfers.tickets import Outcome
+from tutti.transfers.write_budget import WriteBudget
+
+OBJECT_NBYTES = LAYOUT.object_nbytes + RECORD_NBYTES
+HOURS = 24
+
+
+def test_a_bucket_holds_an_hour_and_fills_with_time() -> None:
+    now_s = [100.0]
+    budget = WriteBudget(HOURS * 10 * OBJECT_NBYTES, OBJECT_NBYTES, clock=lambda: now_s[0])
+    assert [budget.grant(7), budget.grant(7), budget.grant(1)] == [7, 3, 0]
+    now_s[0] += 1800
+    assert budget.grant(100) == 5
+    now_s[0] += 1e9
+    assert budget.grant(100) == 10, "no more than an hour's"
+    now_s[0] -= 1e9
+    assert budget.grant(1) == 0, "a clock that goes back earns nothing"
+    assert WriteBudget(None, OBJECT_NBYTES).grant(10**9) == 10**9
+    assert WriteBudget(1, OBJECT_NBYTES).grant(5) == 1, "one object at least"
+
+
+def test_puts_beyond_the_budget_are_dropped_from_the_end(tmp_path: Path, seed: int) -> None:
+    daily = HOURS * 6 * OBJECT_NBYTES
+    with tutti.open(tmp_path / "pool", LAYOUT, "8MiB", write_budget=daily) as store:
+        store.allocate_memory(pages=8)
+        keys = some_keys(np.random.default_rng(seed), 8)
+        first = store.put(keys[:4], np.arange(4))
+        assert first.wait().stored == 4
+        second = store.put(keys, np.arange(8))
+        result = second.wait()
+        assert (result.present, result.stored, result.dropped) == (4, 2, 2)
+        assert second.outcome[6:].tolist() == [Outcome.DROPPED] * 2
+        assert store.match(keys) == 6
+        stats = store.stats()
+        assert (stats["over_budget"], stats["dropped"]) == (2, 2)
+        assert stats["bytes_written_per_byte_stored"] >= 1.0
+        store.load(keys[:6], np.arange(6)).wait()
+
+
+def test_a_budget_of_nothing_is_refused(tmp_path: Path) -> None:
+    for budget in (0, -1, "a lot"):
+        with pytest.raises(ConfigError):
+            tutti.open(tmp_path / "pool", LAYOUT, "8MiB", write_budget=budget)
