@@ -33,7 +33,6 @@ from tutti.gio_uring.nvme_spec import (
     STATUS_UNRECOVERED_READ,
     STATUS_WRITE_FAULT,
 )
-from tutti.placement.digest_cache import DigestCache
 from tutti.placement.index import SlotState
 from tutti.transfers.loader import Loader
 from tutti.transfers.reclaim import Reclaimer
@@ -303,7 +302,7 @@ def test_a_load_that_was_given_up_says_who_has_its_pages(
     pool.write(16, bytes(LAYOUT.object_nbytes))
     slots = store._core.index.find(keys)
     with store._core.lock:
-        store._core.digests = DigestCache(GEOMETRY.groups * GEOMETRY.group_slots, LAYOUT.layers)
+        store._core.digests._slot.fill(-1)
         if proof:  # as after an unclean close
             store._core.index.state[slots] = SlotState.UNPROVEN
     controller.set_faults(Faults(stall_from=1))
