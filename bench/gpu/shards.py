@@ -250,28 +250,28 @@ def _run_apart(name: str, argv: list[str], out: Path, left_s: float) -> dict[str
     return _read(path)
 
 
+#: Options that every case is given: name, default and meaning.
+_OPTIONS: tuple[tuple[str, str | int | float, str], ...] = (
+    ("--out", "bench/results/gpu", "folder of the results"),
+    ("--dir", ".", "for the file of `files`"),
+    ("--file", "4GiB", "its size"),
+    ("--batch", "256MiB", "bytes of a transfer"),
+    ("--layers", 8, "layers of a transfer"),
+    ("--staging", "256MiB", "staging of an engine"),
+    ("--pairs", 7, "pairs of rounds"),
+    ("--round-s", 0.15, "length of a round, seconds"),
+    ("--commit", "", "commit of the code, where git is missing"),
+)
+
+
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tutti.bench.gpu.shards", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("cases", nargs="*", metavar="CASE", help=", ".join(CASES))
-    parser.add_argument("--out", default="bench/results/gpu", help="(default: %(default)s)")
-    parser.add_argument("--dir", default=".", help="for the file of `files` (default: %(default)s)")
-    parser.add_argument("--file", default="4GiB", help="its size (default: %(default)s)")
-    parser.add_argument(
-        "--batch", default="256MiB", help="bytes of a transfer (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--layers", type=int, default=8, help="layers of a transfer (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--staging", default="256MiB", help="staging of an engine (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--pairs", type=int, default=7, help="pairs of rounds (default: %(default)s)"
-    )
-    parser.add_argument("--round-s", type=float, default=0.15, help="(default: %(default)s)")
+    for name, default, what in _OPTIONS:
+        what = f"{what} (default: %(default)s)"
+        parser.add_argument(name, default=default, type=type(default), help=what)
     parser.add_argument("--minutes", type=float, default=8.0, help="begin no row after so long")
-    parser.add_argument("--commit", default="", help="commit of the code, where git is missing")
     parser.add_argument("--go-on", action="store_true", help="keep the rows of the named cases")
     parser.add_argument("--here", metavar="CASE", help="this case alone, in this process")
     args = parser.parse_args(arguments)
@@ -280,10 +280,9 @@ def main(arguments: list[str] | None = None) -> int:
         sys.stdout.flush()
         os._exit(code)  # a context that is stuck is not waited for
     out, began_s = Path(args.out), time.monotonic()
+    given = vars(args)
     options = [
-        *("--out", args.out, "--dir", args.dir, "--file", args.file, "--commit", args.commit),
-        *("--pairs", str(args.pairs), "--round-s", str(args.round_s)),
-        *("--layers", str(args.layers), "--staging", args.staging, "--batch", args.batch),
+        text for name, *_ in _OPTIONS for text in (name, str(given[name[2:].replace("-", "_")]))
     ]
     try:
         names = cases_to_run(args.cases, out)
