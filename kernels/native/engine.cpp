@@ -158,7 +158,9 @@ void Engine::grant(Job* job, u32 layers, u32 report_at) {
     job->report_at = report_at;
   }
   if (job->layers_ready >= report_at) report(job);  // pairs with layer_command_ended
-  job->granted = std::max<u32>(job->granted, layers);
+  // Grants of reads may come in any order; a write stops at its next command.
+  const bool stops = job->config.iocb.opcode == kWrite;
+  job->granted = stops ? layers : std::max<u32>(job->granted, layers);
   attend();
 }
 

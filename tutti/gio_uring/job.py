@@ -106,7 +106,8 @@ class Job(Owned):
         return int(self.report().layers_ready)
 
     def grant(self, layers: int, report_at: int, on_ready: Callable[[], None] | None) -> None:
-        """Lets the first ``layers`` layers of a held job be issued.
+        """Lets the first ``layers`` layers of a held job be issued; a write stops where they are
+        fewer than before.
 
         on_ready: called once ``report_at`` of them are ready, on the engine's own thread; a later
         grant replaces it.  Raises CapacityError without memory for that.

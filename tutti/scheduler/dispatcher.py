@@ -54,6 +54,9 @@ class TransferIssuer(Protocol):
     def drop(self, name: str) -> None:
         """A write is given up: nothing of it was launched."""
 
+    def stop_write(self, name: str) -> None:
+        """Nothing more of a write, which can stop; then WriteStopped."""
+
 
 #: The source of a profile that a caller made.
 GIVEN = "given"
@@ -299,6 +302,8 @@ class Dispatcher(Owned):
             return NOTHING
 
     def _launch(self, decision: Decision) -> None:
+        for name in decision.stops:
+            self._try("stop_write", name, name, None)
         for name in decision.drops:
             self._try("drop", name, name, None)
         for name in decision.copy_outs:

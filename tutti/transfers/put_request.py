@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -14,6 +16,7 @@ from tutti.arrays import U32, Keys, Rows
 from tutti.checks import whole
 from tutti.errors import ConfigError
 from tutti.gio_uring.iocb import PagedMemory
+from tutti.gio_uring.job import Job
 from tutti.medium.keys import KEY_NBYTES, as_keys, check_key
 from tutti.medium.slot_record import expiry_of, tenant_of
 from tutti.transfers.tickets import Outcome, PutProgress
@@ -102,17 +105,117 @@ class PutRequest(NamedTuple):
         )
 
 
+_NEVER = 2**32 - 1
+
+
+class PutGrant:
+    """How many layers of a part may be written by now, also by jobs that begin later."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._jobs: list[Job] = []
+        self._grant: tuple[int, int, Callable[[], None] | None] = (0, 0, None)
+
+    def begin(self, job: Job) -> None:
+        """A held job that writes some of the part."""
+        with self._lock:
+            self._jobs.append(job)
+            job.grant(*self._grant)
+
+    def set(self, layers: int, report_at: int, on_ready: Callable[[], None] | None) -> None:
+        """See Job.grant."""
+        with self._lock:
+            self._grant = layers, report_at, on_ready
+            for job in self._jobs:
+                job.grant(layers, report_at, on_ready)
+
+    @property
+    def layers_ready(self) -> int:
+        """Layers that are written, from the first on."""
+        with self._lock:
+            return min((job.layers_ready for job in self._jobs), default=0)
+
+
 class PutPart(NamedTuple):
     """Rows (m,) of a put, ascending, that are started together.
 
     progress: of the whole put.  ended: called once, when all of these rows have their outcome, with
-    the error for which they could not be started, or None.
+    the error for which they could not be started, or None.  grant: None to write all at once.
     """
 
     request: PutRequest
     rows: Rows
     progress: PutProgress
     ended: Callable[[PutPart, BaseException | None], object]
+    grant: PutGrant | None = None
+
+
+@dataclass(eq=False)
+class _OpenPart:
+    """first: of its rows, in those of the put.  done: rows that are known to be written."""
+
+    first: int
+    part: PutPart
+    grant: PutGrant
+    done: int = 0
+
+
+class OpenParts:
+    """Parts of one put, each a job that is granted layer by layer.  The caller locks.
+
+    layers: of a page.
+    """
+
+    def __init__(self, layers: int) -> None:
+        self._layers = layers
+        self._open: list[_OpenPart] = []
+
+    @property
+    def done(self) -> int:
+        """Rows of open parts that are known to be written."""
+        return sum(one.done for one in self._open)
+
+    def add(self, first: int, part: PutPart) -> None:
+        """A part that begins at this row of the put, and has a grant."""
+        assert part.grant is not None, "made for such a put"
+        self._open.append(_OpenPart(first, part, part.grant))
+
+    def remove(self, part: PutPart) -> None:
+        """A part is over."""
+        self._open = [one for one in self._open if one.part is not part]
+
+    def grant(self, end: int, progressed: Callable[[int], None]) -> None:
+        """Rows before ``end`` may be written, and no others.  What is granted whole reports its end
+        alone; else ``progressed`` is called with ``end``, on the engine's thread.
+        """
+        for one in self._open:
+            layers = self._layers_of(one, end)
+            is_part = 0 < layers < self._layers
+            on_ready = partial(progressed, end) if is_part else None
+            one.grant.set(layers, layers if is_part else _NEVER, on_ready)
+
+    def written(self, end: int) -> None:
+        """Rows before ``end`` were granted: takes note of parts that are written so far.  A part's
+        last row is not before its record.
+        """
+        for one in self._open:
+            if one.grant.layers_ready >= self._layers_of(one, end):
+                one.done = max(one.done, min(end - one.first, one.part.rows.size - 1))
+
+    def stop(self, end: int) -> int:
+        """Begins no more commands; returns the first row that is not written, at most ``end``."""
+        for one in reversed(self._open):
+            one.grant.set(0, _NEVER, None)
+            ready, size = one.grant.layers_ready, one.part.rows.size
+            one.done = max(one.done, min(size - 1, ready * size // self._layers))
+            if ready < self._layers:
+                end = min(end, one.first + one.done)
+        return end
+
+    def _layers_of(self, one: _OpenPart, end: int) -> int:
+        """Layers of a part that stand for its rows before ``end``."""
+        rows, size = end - one.first, one.part.rows.size
+        return min(self._layers, max(0, -(-rows * self._layers // size)))
 
 
 class PutTogether:
@@ -124,6 +227,7 @@ class PutTogether:
 
     def __init__(self, parts: Sequence[PutPart]) -> None:
         self._parts = parts
+        self.grant = parts[0].grant if len(parts) == 1 else None
         self._left = 1  # the submission itself, then batches
         self._lock = threading.Lock()
         self._starts = [0, *itertools.accumulate(part.rows.size for part in parts)]

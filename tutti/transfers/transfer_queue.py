@@ -1,6 +1,7 @@
 """Puts and loads of one pool: the queue of the process decides when each starts, this starts it.
 
-A put is cut to parts of whole pages, which the writer takes with the put's own ticket.  Short parts
+A put is cut to parts of whole pages, which the writer takes with the put's own ticket.  A long put
+is granted layer by layer, so that it can stop when a load comes.  Short parts
 wait while the writer is at work, and are written together: decoding appends one page at a time to
 many chains, and alone each would be a command per layer and a record.  As in Nagle's algorithm no
 clock decides: they go with the first batch that ends.
@@ -37,18 +38,20 @@ from tutti.scheduler.event import (
     PagesWritten,
     WriteGone,
     WriteKnown,
+    WriteStopped,
 )
 from tutti.scheduler.request import report_at
 from tutti.scheduler.state import Issue
 from tutti.threads import start_thread
 from tutti.transfers.core import Core
 from tutti.transfers.loader import Loader
-from tutti.transfers.put_request import PutPart, PutRequest
+from tutti.transfers.put_request import OpenParts, PutGrant, PutPart, PutRequest
 from tutti.transfers.tickets import LoadProgress, Outcome, PutProgress
 from tutti.transfers.writer import Writer
 
 #: A run of one layer that is at least this long is worth a command of its own.
 COMMAND_NBYTES = 256 << 10
+LONG_NBYTES, LAYERS_MIN = 16 << 20, 8  #: of a put that stops when a load comes
 _LOOK_S = 0.5
 _NEVER = 2**32 - 1
 _NO_ROWS = np.zeros(0, np.int64)
@@ -59,7 +62,9 @@ class _Put:
     """A put that is not over.
 
     name: the scheduler's; empty if it was not asked.  rows: are to be written when it decides, in
-    this order; the first ``launched`` went, ``written`` are over.
+    this order; the first ``granted`` may be written, ``launched`` went to the writer, ``ended`` are
+    over, and ``written`` were reported.  open: its parts, if it can be stopped.  is_free: the
+    scheduler has no more to say.
     left: rows of the request, those that need no write included, without an outcome.
     """
 
@@ -68,8 +73,12 @@ class _Put:
     left: int
     name: str = ""
     rows: Rows = field(default_factory=lambda: _NO_ROWS)
+    granted: int = 0
     launched: int = 0
+    ended: int = 0
     written: int = 0
+    is_free: bool = False
+    open: OpenParts | None = None
 
 
 @dataclass(eq=False)
@@ -143,6 +152,7 @@ class TransferQueue(Owned):
                     if 0 < np.count_nonzero(absent) <= self._most and not self._stopping:
                         # What is there costs the device nothing: no reason to wait.
                         put.name, put.rows, now = self._new_name(), now[absent], now[~absent]
+                        put.open = OpenParts(core.layers) if self._can_stop(put) else None
                         self._puts[put.name] = put
         error = self._put_now(put, now)
         if not put.name or dispatcher is None:
@@ -153,7 +163,11 @@ class TransferQueue(Owned):
         now_ns = dispatcher.now_ns()
         self._here.puts = True
         try:
-            dispatcher.post(WriteKnown(now_ns, put.name, pages=put.rows.size, page_nbytes=nbytes))
+            known = WriteKnown(now_ns, put.name, put.rows.size, nbytes)
+            if put.open is not None:
+                known.can_stop = True
+                known.unit_pages = -(-self._part_rows(put) // core.layers)
+            dispatcher.post(known)
         finally:
             self._here.puts = False
         self._start_parts(len(self._parts))
@@ -281,12 +295,31 @@ class TransferQueue(Owned):
         end = launch.first + launch.count
         with self._lock:
             put = self._puts.get(launch.name)
-            if put is None or put.launched != launch.first:
+            if put is None or put.is_free or put.granted != launch.first:
                 return  # given up meanwhile
-            put.launched = end
-            self._parts.append(self._part(put, put.rows[launch.first : end], paced=True))
+            put.granted = end
+            while put.launched < end:  # bounded: each turn launches a row at least
+                rows = end - put.launched if put.open is None else self._part_rows(put)
+                first, put.launched = put.launched, put.launched + rows
+                part = self._part(put, put.rows[first : put.launched], paced=True)
+                if put.open is not None:
+                    put.open.add(first, part)
+                self._parts.append(part)
+            if put.open is not None:
+                put.open.grant(end, partial(self._progressed, put))
         if not getattr(self._here, "puts", False):
             self._wake.release()
+
+    def stop_write(self, name: str) -> None:
+        """See TransferIssuer.  Commands that are under way end."""
+        with self._lock:
+            put, dispatcher = self._puts.get(name), self.dispatcher
+            if put is None or put.open is None or put.is_free or dispatcher is None:
+                return
+            end = put.open.stop(put.granted)
+            self._report(put, 0)
+            put.granted = max(end, put.written)
+            dispatcher.add(WriteStopped(dispatcher.now_ns(), name, put.granted))
 
     def copy_out(self, name: str) -> None:
         """See TransferIssuer.  A pool has no staging, so its limits never ask for a copy."""
@@ -323,7 +356,36 @@ class TransferQueue(Owned):
 
     def _part(self, put: _Put, rows: Rows, *, paced: bool) -> PutPart:
         ended: Callable[[PutPart, BaseException | None], None] = partial(self._ended, put, paced)
-        return PutPart(put.request, rows, put.progress, ended)
+        grant = PutGrant() if paced and put.open is not None else None
+        return PutPart(put.request, rows, put.progress, ended, grant)
+
+    def _can_stop(self, put: _Put) -> bool:
+        """Whether it is long enough, and of layers that are short enough, to be stopped within."""
+        layers, rows = self._core.layers, put.rows.size
+        nbytes = rows * self._core.geometry.slice_nbytes * layers
+        is_long = nbytes >= LONG_NBYTES and rows >= 2 * self._short and layers >= LAYERS_MIN
+        return is_long and put.request.memory.path is None
+
+    def _part_rows(self, put: _Put) -> int:
+        """Rows of the next part: what the writer takes as one, and no short rest."""
+        left, most = put.rows.size - put.launched, self._writer.batch_pages
+        return left if left < most + self._short else most
+
+    def _progressed(self, put: _Put, end: int) -> None:
+        dispatcher = self.dispatcher
+        with self._lock:
+            if dispatcher is None or put.open is None or put.granted != end:
+                return  # stopped, or granted more meanwhile
+            put.open.written(end)
+            self._report(put, 0)
+        dispatcher.decide()
+
+    def _report(self, put: _Put, failed: int) -> None:
+        """Tells the scheduler what is written.  Lock held: events come in the order of numbers."""
+        dispatcher, rows = self.dispatcher, put.ended + (put.open.done if put.open else 0)
+        if dispatcher is not None and rows > put.written:
+            put.written = rows
+            dispatcher.add(PagesWritten(dispatcher.now_ns(), put.name, rows, failed))
 
     def _run(self) -> None:
         while not self._closed:  # bounded by close()
@@ -384,7 +446,10 @@ class TransferQueue(Owned):
         """What was not launched and will not be."""
         with self._lock:
             waiting = put.rows[put.launched :]
-            put.launched = put.rows.size
+            put.launched = put.granted = put.rows.size
+            put.is_free = True
+            if put.open is not None:
+                put.open.grant(put.granted, partial(self._progressed, put))
         return waiting
 
     def _ended(self, put: _Put, paced: bool, part: PutPart, error: BaseException | None) -> None:
@@ -400,10 +465,11 @@ class TransferQueue(Owned):
             dispatcher.add(WriteGone(dispatcher.now_ns(), put.name))
         else:
             lost = np.isin(put.progress.outcome[part.rows], (Outcome.FAILED, Outcome.DROPPED))
-            with self._lock:  # so that events come in the order of their numbers
-                put.written += rows
-                now_ns, failed = dispatcher.now_ns(), int(np.count_nonzero(lost))
-                dispatcher.add(PagesWritten(now_ns, put.name, put.written, failed))
+            with self._lock:
+                if put.open is not None:
+                    put.open.remove(part)
+                put.ended += rows
+                self._report(put, int(np.count_nonzero(lost)))
         self._end_rows(put, rows)
         dispatcher.decide()
 

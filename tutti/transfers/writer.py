@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -173,7 +174,10 @@ class Writer:
             return placed
         failed = self._flushes_failed
         try:
-            core.submitter(request.memory).submit(
+            submit = core.submitter(request.memory).submit
+            if together.grant is not None:  # of host memory alone
+                submit = partial(core.engine.submit, held=True)
+            job = submit(
                 OPCODE_WRITE,
                 core.extents(batch.slots),
                 request.pages[batch.rows],
@@ -183,6 +187,8 @@ class Writer:
                 timeout_s=core.config.timeout_s,
                 on_released=lambda job: self._data_written(batch, job, failed),
             )
+            if together.grant is not None and isinstance(job, Job):
+                together.grant.begin(job)
         except BaseException:
             self._cancel(batch)
             raise

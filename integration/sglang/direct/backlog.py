@@ -238,6 +238,9 @@ class Backlog(Owned):
         """See TransferIssuer."""
         self._puts.put(launch)
 
+    def stop_write(self, name: str) -> None:
+        """See TransferIssuer; nothing here can stop."""
+
     def copy_out(self, name: str) -> None:
         """See TransferIssuer: the engine may have its pages back then."""
         self._copies.put(name)
