@@ -312,6 +312,8 @@ def main(kind: str, executor: str, folder: str, which: str, out: str = "") -> in
         calls, _, found = one(CALLS_MAX, path, executor, failing)
     faulthandler.cancel_dump_traceback_later()
     assert not found, found
+    gc.collect()
+    gc.freeze()  # what is there is no child's to look at
     begun_s, tried, wrong = time.monotonic(), 0, {}
     for call in choose(which, calls, list(failing.sites)):
         print(call, file=sys.stderr, flush=True)
