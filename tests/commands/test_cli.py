@@ -417,10 +417,12 @@ def test_demo_works_twice_and_cleans_up(
     assert json.loads((folder / "results.json").read_text()) == result
     assert {path.name for path in folder.iterdir()} == {"results.json", "results.svg"}
     assert ElementTree.parse(folder / "results.svg").getroot().tag.endswith("svg")
+    monkeypatch.setattr("os.getloadavg", lambda: (900.0, 0.0, 0.0))
     assert run("demo", "--dir", folder, "--quick") == 0
     said = capsys.readouterr().out
     assert re.search(r"Tutti loads [\d.]+ times and stores [\d.]+ times as fast as a file", said)
     assert "every byte was right" in said
+    assert "kept this machine busy (load 900.0" in said
     lines = [line for line in said.splitlines() if str(folder) not in line]
     assert max(map(len, lines)) <= 120
 

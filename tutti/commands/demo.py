@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,7 +31,8 @@ are those of this disk and file system. `tutti bench peers` measures longer, and
 backends too."""
 _LABEL = """\
 Ordinary files on this machine's disk: neither a GPU nor a raw NVMe drive is used.
-Stores end with the bytes on the disk; loads begin with nothing of the files in the page cache."""
+Stores end with the bytes on the disk; loads begin with nothing of the files in the page cache.
+A file per page: four threads with direct I/O, nothing verified."""
 _NAMES = {"store": "Tutti, verified", "file-per-page": "a file per page", "fio": "fio, unverified"}
 _DISK_SHARE = 3  # at most a third of what is free is used
 _POOLS = "demo-pools"  # below --dir; it is the demo's own and removed with all it holds
@@ -77,6 +79,7 @@ def run_demo(args: argparse.Namespace) -> Outcome:
     pools = folder / _POOLS
     shutil.rmtree(pools, ignore_errors=True)  # of a demo that was killed
     size = _affordable(folder, [_QUICK] if args.quick else [_FULL, _QUICK])
+    busy = os.getloadavg()[0]
     pools.mkdir()
     try:
         peers = _run(bench_module("peers.run"), _peer_arguments(size, pools))
@@ -90,7 +93,7 @@ def run_demo(args: argparse.Namespace) -> Outcome:
         "wrong": int(replayed["wrong"]),
     }
     (cell,) = peers["cells"].values()
-    parts = [_LABEL, _chart(cell), *_skipped(peers), _sentences(cell, replayed)]
+    parts = [_LABEL, _chart(cell), *_skipped(peers), _sentences(cell, replayed), *_noise(busy)]
     parts.append(_keep(result, folder))
     exit_code = EXIT_FAILED if result["wrong"] else EXIT_OK
     return Outcome(result, "\n\n".join(parts), exit_code)
@@ -174,6 +177,17 @@ def _sentences(cell: dict[str, Any], replayed: dict[str, Any]) -> str:
         f" pages {files_ms / mine_ms:.0f} times as fast ({mine_ms:.2f} ms).\n"
         f"Replaying {replayed['requests']} requests loaded {loaded} pages; {verdict}."
     )
+
+
+def _noise(busy: float) -> list[str]:
+    """busy: the load average before the demo began."""
+    processors = os.cpu_count() or 1
+    if busy < processors / 2:
+        return []
+    return [
+        f"Other programs kept this machine busy (load {busy:.1f} on {processors} processors): the"
+        " ratios are not those of an idle one."
+    ]
 
 
 def _keep(result: dict[str, Any], folder: Path) -> str:
