@@ -93,7 +93,8 @@ def run_demo(args: argparse.Namespace) -> Outcome:
         "wrong": int(replayed["wrong"]),
     }
     (cell,) = peers["cells"].values()
-    parts = [_LABEL, _chart(cell), *_skipped(peers), _sentences(cell, replayed), *_noise(busy)]
+    chart = str(bench_module("charts").bars_text(_charts(cell)))
+    parts = [_LABEL, chart, *_skipped(peers), _sentences(cell, replayed), *_noise(busy)]
     parts.append(_keep(result, folder))
     exit_code = EXIT_FAILED if result["wrong"] else EXIT_OK
     return Outcome(result, "\n\n".join(parts), exit_code)
@@ -119,10 +120,8 @@ def _peer_arguments(size: _Size, pools: Path) -> list[str]:
 
 
 def _replay_arguments(size: _Size, pools: Path) -> list[str]:
-    return [
-        *("--dir", str(pools), "--capacity", str(size.replay_nbytes)),
-        *("--requests", str(size.requests)),
-    ]
+    limits = ["--capacity", str(size.replay_nbytes), "--requests", str(size.requests)]
+    return ["--dir", str(pools), *limits]
 
 
 def _run(module: ModuleType, argv: list[str]) -> dict[str, Any]:
@@ -145,16 +144,8 @@ def _speeds(cell: dict[str, Any], phase: str) -> list[tuple[str, float]]:
 
 def _charts(cell: dict[str, Any]) -> list[Any]:
     bars = bench_module("charts").Bars
-    page = format_nbytes(cell["page_nbytes"])
-    return [
-        bars(f"load, pages of {page}, GB/s", _speeds(cell, "load")),
-        bars("store, GB/s", _speeds(cell, "store")),
-    ]
-
-
-def _chart(cell: dict[str, Any]) -> str:
-    text: str = bench_module("charts").bars_text(_charts(cell))
-    return text
+    heading = f"load, pages of {format_nbytes(cell['page_nbytes'])}, GB/s"
+    return [bars(heading, _speeds(cell, "load")), bars("store, GB/s", _speeds(cell, "store"))]
 
 
 def _skipped(peers: dict[str, Any]) -> list[str]:
@@ -163,11 +154,9 @@ def _skipped(peers: dict[str, Any]) -> list[str]:
 
 def _sentences(cell: dict[str, Any], replayed: dict[str, Any]) -> str:
     """What was found, in words."""
-    ratio = {}
-    for phase in ("load", "store"):
-        (_, mine), (_, files), *_ = _speeds(cell, phase)
-        ratio[phase] = mine / files
-    peers = cell["peers"]
+    peers, phases = cell["peers"], ("load", "store")
+    speeds = {phase: [gb for _, gb in _speeds(cell, phase)] for phase in phases}
+    ratio = {phase: mine / files for phase, (mine, files, *_) in speeds.items()}
     mine_ms, files_ms = (peers[name]["exists"]["median_ms"] for name in ("store", "file-per-page"))
     loaded = sum(run["loaded_pages"] for run in replayed["runs"])
     verdict = f"{replayed['wrong']} WERE WRONG" if replayed["wrong"] else "every byte was right"
@@ -179,15 +168,10 @@ def _sentences(cell: dict[str, Any], replayed: dict[str, Any]) -> str:
     )
 
 
-def _noise(busy: float) -> list[str]:
-    """busy: the load average before the demo began."""
-    processors = os.cpu_count() or 1
-    if busy < processors / 2:
-        return []
-    return [
-        f"Other programs kept this machine busy (load {busy:.1f} on {processors} processors): the"
-        " ratios are not those of an idle one."
-    ]
+def _noise(load: float) -> list[str]:
+    """load: average number of running threads before the demo."""
+    text = f"Other programs kept this machine busy (load {load:.1f}): idle, the ratios are others."
+    return [text] if load >= (os.cpu_count() or 1) / 2 else []
 
 
 def _keep(result: dict[str, Any], folder: Path) -> str:
