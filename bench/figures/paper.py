@@ -33,6 +33,7 @@ class PaperFigure:
 FIGURES = (
     PaperFigure("tutti-fig02", SHARE, "As Tutti's Figure 2: 64K tokens, 75 % of them cached"),
     PaperFigure("tutti-fig08-leval", RATE, "As Tutti's Figure 8: LEval"),
+    PaperFigure("tutti-fig08-loogle", RATE, "As Tutti's Figure 8: LooGLE"),
     PaperFigure("tutti-fig09", BANDWIDTH, "As Tutti's Figure 9: two drives"),
     PaperFigure("tutti-fig11", PREFIX, "As Tutti's Figure 11: one request of 128K tokens"),
     PaperFigure("tutti-fig12", PREFIX, "As Tutti's Figure 12: one request of 640K, two GPUs"),
