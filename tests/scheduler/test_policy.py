@@ -79,8 +79,8 @@ def test_reads_and_writes_go_together_where_they_do_not() -> None:
 def test_the_slack_of_a_load_goes_to_writes() -> None:
     # A layer computes for 2 ms and loads in 1: half of the time is slack.
     one = drive(truth=Linear(layer=2000.0), write_burst_us=1000.0)
-    one.at(LoadKnown(0, "a", layers=16, layer_nbytes=10 * MB, tokens=1, prefix_tokens=1))
-    one.at(StepBegan(0, Phase.PREFILL, layers=16, tokens=1, context_tokens=1, loads=("a",)))
+    one.at(LoadKnown(0, "a", layers=48, layer_nbytes=10 * MB, tokens=1, prefix_tokens=1))
+    one.at(StepBegan(0, Phase.PREFILL, layers=48, tokens=1, context_tokens=1, loads=("a",)))
     one.at(WriteKnown(MS, "w", pages=8, page_nbytes=MB))
     one.run()
     writes = [when for when, direction, _ in one.launches if direction == "write"]

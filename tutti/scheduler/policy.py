@@ -27,8 +27,8 @@ class Limits:
         cannot be overtaken.
     write_burst_us: writes are issued in bursts of this length while loads wait.
     idle_burst_us: likewise while none is known, of writes that cannot be stopped; a new load may
-        have to wait for two of them.  Others stop when a load comes.
-    run_us: of those.
+        have to wait for two of them.  Reads of a load that is all there is go as far ahead.
+    run_us: likewise, of writes that stop when a load comes.
     margin: part of the time until a deadline that is not planned with.
     read_patience_us: a load is overtaken only by loads that came within this time after it, and
         read-ahead that was not begun by then is dropped.
@@ -287,7 +287,9 @@ class SlackPolicy:
     def _reads(self, state: State, gone: tuple[str, ...]) -> tuple[Issue, ...]:
         """Reads by deadline, until the window is full."""
         factor = state.estimates.read.factor
-        room_ns = self._window_ns - state.reading.flying_ns * factor
+        is_alone = len(state.loads) == 1 and not state.writes
+        window_ns = self._idle_burst_ns if is_alone else self._window_ns
+        room_ns = window_ns - state.reading.flying_ns * factor
         if room_ns <= 0 and state.reading.flying > 1:
             return ()
         running = [load for load in state.running.values() if load.issued < load.layers]
