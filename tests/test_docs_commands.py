@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -101,6 +102,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     top = tmp_path_factory.mktemp("docs")
     for name in ("mnt/nvme/tutti/MODEL", "nvme/tutti", "mnt/a", "mnt/b", "run/user/1000"):
         (top / name).mkdir(parents=True)
+    shutil.copytree(ROOT / "docs" / "figures", top / "docs" / "figures")
     for pool in ("nvme/pool.tutti", "mnt/nvme/tutti/MODEL/kv-tp0-pp0-cp0-dp0.tutti"):
         assert main(["format", str(top / pool), "--capacity", "64MiB", "--model", "tiny"]) == 0
     return top
