@@ -85,6 +85,7 @@ class Writer:
     def close(self) -> None:
         """Gives the staging memory back; nothing may be in flight."""
         self._table.close()
+        self.batch_ended = lambda: None  # what it referred to refers to this
 
     def put(self, parts: Sequence[PutPart]) -> BaseException | None:
         """Starts parts of puts, as one; see ObjectStore.put and PutTogether.
