@@ -42,16 +42,10 @@ _TIMEOUT_S = 60.0
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of `tutti bench window`."""
     parser.add_argument("--dir", type=Path, required=True, help="where the file is made")
-    parser.add_argument(
-        "--layers", type=int, default=32, help="layers per page (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--slice", default="256KiB", help="bytes of a page in a layer (default: %(default)s)"
-    )
+    parser.add_argument("--layers", type=int, default=32, help="per page (default: %(default)s)")
+    parser.add_argument("--slice", default="256KiB", help="page in a layer (default: %(default)s)")
     parser.add_argument("--pages", nargs="+", type=int, default=[1, 4, 16, 64])
-    parser.add_argument(
-        "--rounds", type=int, default=9, help="rounds per size (default: %(default)s)"
-    )
+    parser.add_argument("--rounds", type=int, default=9, help="per size (default: %(default)s)")
     parser.add_argument(
         "--warm",
         type=float,

@@ -202,7 +202,8 @@ class Calls:
 
     def _opening(self) -> dict[str, Any]:
         """Of the pool that is open already: what is right here is refused as well."""
-        settings = ("capacity", "verify", "durability", "eviction", "profile", "config")
+        settings = ("capacity", "verify", "durability", "eviction", "write_budget")
+        settings += ("profile", "config")
         return {**self._pool(), **dict.fromkeys(settings), "degraded": False, "any_owner": False}
 
     def _formatting(self) -> dict[str, Any]:
@@ -302,6 +303,7 @@ def test_the_table_has_every_parameter(calls: Calls) -> None:
         (ConfigError, "open", {"paths": "a\0b"}),
         (ConfigError, "open", {"paths": "\ud800"}),
         (ConfigError, "open", {"layout": 5}),
+        (ConfigError, "open", {"capacity": "much"}),
         (ConfigError, "open", {"executor": None}),
         (ConfigError, "format", {"paths": ["a\0b"]}),
         (ConfigError, "format", {"force": 5}),
@@ -313,7 +315,7 @@ def test_what_is_refused(
     calls: Calls, kind: type[TuttiError], name: str, arguments: dict[str, Any]
 ) -> None:
     function, right = calls.table[name]
-    with pytest.raises(kind, match=r"give|pass|name|use"):
+    with pytest.raises(kind, match=r"give|pass|name|use|write"):
         function(**{**right, **arguments})
     check_sound(calls)
 

@@ -233,7 +233,8 @@ def _check_numbers(args: argparse.Namespace) -> None:
     for name, given in vars(args).items():
         for value in given if isinstance(given, list) else [given]:
             if isinstance(value, int | float) and not 0 <= value < _NUMBER_END:
-                args.refuse(f"--{name.replace('_', '-')} is {value}; give a number from 0")
+                option = name.replace("_", "-")
+                args.refuse(f"--{option} is {value}; give a number from 0 and below 2^63")
 
 
 def _failure(error: BaseException) -> tuple[str, int]:

@@ -78,7 +78,7 @@ def test_a_profile_replaces_compute_and_drive(
         (["--systems", "magic"], "the system 'magic' does not exist"),
         (["--server", "magic"], "the server 'magic' does not exist"),
         (["--rates"], "no times of its own"),
-        (["--rates", "-1"], "positive rate"),
+        (["--rates", "0"], "positive rate"),
         (["--warm", "99", "--rates", "1"], "leaves nothing"),
         (["--calibration", "/nowhere.json", "--rates", "1"], "cannot read the calibration"),
         (["--profile", "/nowhere.json", "--rates", "1"], "cannot read"),

@@ -117,6 +117,8 @@ def format_missing(
     Raises PoolNotFound without a layout and a capacity, MemberMissing when only some files are
     there, and what ``format`` raises.
     """
+    if capacity is not None:
+        parse_nbytes(capacity)  # refused also where the pool is there and needs none
     replacement.finish(names)
     for _ in range(_TRIES):  # another process may make it, or fail to, at the same time
         missing = [] if are_drives(names) else _missing(names)
