@@ -33,7 +33,7 @@ PACKAGES = ("busybox-static", "kmod", "xz-utils", "zstd", "cpio")
 KERNEL = "linux-image-6"
 #: A boot takes 4 s on an idle host. One of some hundred hung with nothing on its console.
 #: Every limit is this many times as long, for machines that are busy with other work.
-PATIENCE = float(os.environ.get("TUTTI_GUEST_PATIENCE", "1"))
+PATIENCE = float(os.environ.get("TUTTI_GUEST_PATIENCE", "2"))
 BOOT_S = 60.0 * PATIENCE
 BOOTS_MAX = 3
 DEVICE_SHIFT = 0x10  # the first NVMe function's place on the guest's bus

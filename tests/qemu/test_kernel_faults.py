@@ -11,7 +11,7 @@ from qemu.test_nvme import check, sparse
 from store.pools import GEOMETRY
 from tutti.units import MiB
 
-pytestmark = [pytest.mark.nvme, pytest.mark.timeout(450 * PATIENCE)]
+pytestmark = [pytest.mark.nvme, pytest.mark.slow, pytest.mark.timeout(450 * PATIENCE)]
 HERE = Path(__file__).parent
 RECORDS = range(GEOMETRY.table_offset, GEOMETRY.groups_offset, 4096)
 

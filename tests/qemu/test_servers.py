@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.nvme, pytest.mark.timeout(450 * PATIENCE)]
 HERE = Path(__file__).parent
 
 
-@pytest.mark.parametrize("how", ["inside", "inside_kernel"])
+@pytest.mark.parametrize("how", ["inside", pytest.param("inside_kernel", marks=pytest.mark.slow)])
 def test_a_server_on_two_drives(how: str, tmp_path: Path, seed: int) -> None:
     if reason := missing():
         pytest.skip(reason)
