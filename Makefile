@@ -86,7 +86,7 @@ sglang-venv:
 	  touch $(SGLANG_VENV)/.installed || \
 	  echo "SGLang is not installed (see build/sglang-install.log): its suite will skip"; }
 
-test-nvme: nvme-guest
+test-nvme test-slow: nvme-guest
 
 .PHONY: nvme-guest
 nvme-guest: $(VENV)/.test
