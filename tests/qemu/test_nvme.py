@@ -112,18 +112,6 @@ def partitioned(path: Path, nbytes: int, blocks: int) -> Path:
     return path
 
 
-def test_the_kernels_driver(tmp_path: Path, seed: int) -> None:
-    """The parity suite by passthrough and on block devices; pools on both and on a partition."""
-    files = [PARITY / "test_controllers.py", PARITY / "test_refusals.py", HERE / "cases_kernel.py"]
-    program = ["-m", "qemu.inside_kernel", "--seed", str(seed), *map(str, files)]
-    usual, odd, faulty, _ = drives_of_the_first_boot(tmp_path)
-    pools = Drive("pools", [sparse(tmp_path / f"pool{i}", 24 * MiB) for i in range(2)])
-    parted = Drive("parted", [partitioned(tmp_path / "parted", 48 * MiB, 4096)])
-    with Guest(tmp_path, [usual, odd, faulty, pools, parted], program) as guest:
-        guest.wait(300)
-    check(guest.out)
-
-
 def test_unplugged(tmp_path: Path, seed: int) -> None:
     """One of two drives leaves in mid-load; the other one goes on."""
     names = ("left", "right")
@@ -136,3 +124,15 @@ def test_unplugged(tmp_path: Path, seed: int) -> None:
         guest.wait(120)
     check(guest.out)
     print(f"emulated: {(guest.out / 'served').read_text()} objects are left of both drives")
+
+
+def test_the_kernels_driver(tmp_path: Path, seed: int) -> None:
+    """The parity suite by passthrough and on block devices; pools on both and on a partition."""
+    files = [PARITY / "test_controllers.py", PARITY / "test_refusals.py", HERE / "cases_kernel.py"]
+    program = ["-m", "qemu.inside_kernel", "--seed", str(seed), *map(str, files)]
+    usual, odd, faulty, _ = drives_of_the_first_boot(tmp_path)
+    pools = Drive("pools", [sparse(tmp_path / f"pool{i}", 24 * MiB) for i in range(2)])
+    parted = Drive("parted", [partitioned(tmp_path / "parted", 48 * MiB, 4096)])
+    with Guest(tmp_path, [usual, odd, faulty, pools, parted], program) as guest:
+        guest.wait(300)
+    check(guest.out)
