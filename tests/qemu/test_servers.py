@@ -10,11 +10,11 @@ from qemu.guest import PATIENCE, Drive, Guest, missing
 from qemu.test_nvme import check, sparse
 from tutti.units import MiB
 
-pytestmark = [pytest.mark.nvme, pytest.mark.timeout(450 * PATIENCE)]
+pytestmark = [pytest.mark.nvme, pytest.mark.slow, pytest.mark.timeout(450 * PATIENCE)]
 HERE = Path(__file__).parent
 
 
-@pytest.mark.parametrize("how", ["inside", pytest.param("inside_kernel", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("how", ["inside", "inside_kernel"])
 def test_a_server_on_two_drives(how: str, tmp_path: Path, seed: int) -> None:
     if reason := missing():
         pytest.skip(reason)
