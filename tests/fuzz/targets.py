@@ -31,7 +31,6 @@ from tutti.medium.slot_record import (
     RecordIdentity,
     RecordState,
     check_records,
-    empty_records,
     fill_records,
 )
 from tutti.medium.superblock import (
@@ -123,7 +122,7 @@ def _fit_fingerprints(raw: bytearray) -> None:
 @cache
 def _records() -> tuple[bytes, RecordIdentity]:
     identity = RecordIdentity(bytes(range(16)), 0, 7, LAYOUT.fingerprint, LAYOUT.layers)
-    records = empty_records(4)
+    records = np.zeros(4, RECORD_DTYPE)
     digests = np.ones((4, LAYOUT.layers), np.uint64)
     content = RecordContent(
         np.arange(4), np.arange(1, 5), RecordState.READY, keys=KEYS, digests=digests

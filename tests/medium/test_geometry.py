@@ -1,4 +1,4 @@
-"""Geometry: planning, addresses, runs."""
+"""Geometry: planning and addresses."""
 
 from __future__ import annotations
 
@@ -181,34 +181,6 @@ def test_addresses_do_not_overflow_on_a_large_member() -> None:
     assert (last + geometry.slice_nlb) * 512 == geometry.member_nbytes
 
 
-def naive_runs(slots: list[int], group_slots: int) -> list[tuple[int, int]]:
-    runs: list[tuple[int, int]] = []
-    for slot in slots:
-        if runs:
-            first, count = runs[-1]
-            if slot == first + count and slot // group_slots == first // group_slots:
-                runs[-1] = (first, count + 1)
-                continue
-        runs.append((slot, 1))
-    return runs
-
-
-@given(
-    geometry=geometries,
-    pieces=st.lists(st.tuples(st.integers(0, 200), st.integers(1, 20)), max_size=8),
-)
-def test_runs_are_those_of_the_naive_model(
-    geometry: Geometry, pieces: list[tuple[int, int]]
-) -> None:
-    slots = [slot for first, count in pieces for slot in range(first, first + count)]
-    starts, counts = geometry.find_runs(np.array(slots, np.uint32))
-    assert list(zip(starts.tolist(), counts.tolist(), strict=True)) == naive_runs(
-        slots, geometry.group_slots
-    )
-
-
-def test_a_run_ends_with_its_member() -> None:
-    starts, counts = SMALL.find_runs(np.arange(18, 22))
-    assert (starts.tolist(), counts.tolist()) == ([18, 20], [2, 2])
+def test_a_slot_number_names_its_member() -> None:
     members, local = SMALL.split_members(np.arange(18, 22))
     assert (members.tolist(), local.tolist()) == ([0, 0, 1, 1], [18, 19, 0, 1])

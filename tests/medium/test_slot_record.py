@@ -20,7 +20,6 @@ from tutti.medium.slot_record import (
     RecordState,
     access_64s,
     check_records,
-    empty_records,
     fill_records,
 )
 
@@ -31,7 +30,7 @@ SLOTS = np.array([3, 4, 9])
 
 
 def filled(state: RecordState = RecordState.READY, **fields: object) -> Records:
-    records = empty_records(len(SLOTS))
+    records = np.zeros(len(SLOTS), RECORD_DTYPE)
     arguments: dict[str, object] = {
         "slots": SLOTS,
         "sequences": np.arange(10, 13),
@@ -74,7 +73,7 @@ def test_records_are_written_in_place_over_debris() -> None:
 
 
 def test_no_records_are_no_problem() -> None:
-    none = empty_records(0)
+    none = np.zeros(0, RECORD_DTYPE)
     slots = np.zeros(0, np.int64)
     fill_records(none, IDENTITY, RecordContent(slots, slots, RecordState.VOID))
     assert check_records(none, slots, IDENTITY).shape == (0,)

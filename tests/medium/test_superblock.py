@@ -32,7 +32,6 @@ from tutti.medium.slot_record import (
     RecordIdentity,
     Records,
     RecordState,
-    empty_records,
     fill_records,
 )
 from tutti.medium.superblock import (
@@ -85,7 +84,7 @@ def sealed(block: np.ndarray) -> bytes:
 
 
 def record() -> Records:
-    records = empty_records(1)
+    records = np.zeros(1, RECORD_DTYPE)
     content = RecordContent(
         np.array([0x0102]),
         1000,

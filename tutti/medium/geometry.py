@@ -188,20 +188,6 @@ class Geometry:
         """(member index, member-local slot) of pool-wide slot numbers."""
         return np.divmod(np.asarray(slots, np.int64), self.slots)
 
-    def find_runs(self, slots: Slots) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """Split pool-wide slot numbers, in page order: (first slot, number of slots) of each run.
-
-        A run goes up by one and stays within its group, hence within its member.
-        """
-        slots = np.asarray(slots, np.int64)
-        if not len(slots):
-            return np.zeros(0, np.int64), np.zeros(0, np.int64)
-        # Groups are numbered through all members: each begins at a multiple of group_slots.
-        breaks = (np.diff(slots) != 1) | (slots[1:] % self.group_slots == 0)
-        at = np.concatenate(([0], np.flatnonzero(breaks) + 1))
-        counts: npt.NDArray[np.int64] = np.diff(np.append(at, len(slots)))
-        return slots[at].astype(np.int64), counts
-
 
 def _bundle_pages(one: Geometry) -> int:
     """The smallest number of pages in one object with which `one` wastes little enough."""

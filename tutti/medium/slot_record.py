@@ -97,11 +97,6 @@ def access_64s(unix_ns: int) -> int:
     return min(unix_ns // 64_000_000_000, 2**32 - 1)
 
 
-def empty_records(n: int) -> Records:
-    """Make n records of zeros, which read as empty."""
-    return np.zeros(n, RECORD_DTYPE)
-
-
 class RecordContent(NamedTuple):
     """What the records of n slots hold: keys and parents (n, 16), digests (n, layers).
 

@@ -25,7 +25,6 @@ _Scalar = TypeVar("_Scalar", bound=np.generic)
 
 MISSING = -1
 CLOCK_MAX = 0xFFFFFFFF
-PINS_MAX = 0x7FFFFFFF
 
 
 class SlotState(IntEnum):
