@@ -50,7 +50,7 @@ install_extra = $(PY) -c '$(EXTRA)' $(1) > $(VENV)/$(1).txt && $(INSTALL) -r $(V
 
 .PHONY: help
 help: ## this list
-	@awk -F ':.*## ' '/^[a-z$$].*:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z$$].*:.*## / { printf "make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 	@echo "make test-X     one suite: $(TEST_SUITES) $(MORE_SUITES)"
 
 .PHONY: install
@@ -59,6 +59,14 @@ install: $(VENV)/.core ## the package with its native library, editable, in .ven
 .PHONY: demo
 demo: $(VENV)/.core ## builds what is missing and runs the demonstration on ordinary files
 	$(BIN)/tutti demo --dir $(DEMO_DIR)
+
+MODE ?= hicache
+.PHONY: try-sglang
+try-sglang: $(VENV)/.core sglang-venv build/view ## SGLang with Tutti on the CPU, a tiny model; MODE=linker for the linker
+	@[ -e $(SGLANG_VENV)/.installed ] || { \
+	  echo "without SGLang there is nothing to try: build/sglang-install.log has the reason" >&2; exit 1; }
+	@env PYTHONSAFEPATH=1 PYTHONPATH=$(CURDIR)/build/view:$(CURDIR)/tests/sglang \
+	  $(SGLANG_VENV)/bin/python tests/sglang/try_on_cpu.py $(MODE)
 
 .PHONY: test
 test: $(addprefix test-,$(TEST_SUITES)) ## every suite; what the machine lacks is skipped by name
