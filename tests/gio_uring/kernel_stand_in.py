@@ -16,6 +16,7 @@ from gio_uring.cuda_stand_in import DEVICE_MARK, PINNED_MARK, StandInDriver
 from tutti.gio_uring.gpu.parameters import (
     RUN_PENDING,
     BatchStruct,
+    LayerTallyStruct,
     MailboxStruct,
     PostStruct,
     QueueShareStruct,
@@ -146,11 +147,24 @@ class Kernels:
                 there[:] = here
 
     def _fail(self, batch: BatchStruct, layer: int, run: np.void, status: int) -> None:
+        """Names the pages of a run; what staging then holds is not theirs."""
         table = self.at(SliceTableStruct, batch.slices)
         paged = self.at(IocbStruct, table.paged)
-        for n in range(int(run["nlb"]) // paged.slice_nlb):
-            self.words(table.page_status, paged.n_pages)[int(run["first"]) + n] = status
+        staged = int(self.words(table.staged_bases, paged.n_layers, "<u8")[layer])
+        first = int(run["first"])
+        for index in range(first, first + int(run["nlb"]) // paged.slice_nlb):
+            self._lose(table, paged, index, status)
+            if paged.opcode == OPCODE_READ:
+                place = staged + index * table.staged_stride
+                self.words(place, table.staged_stride, "u1")[:] = 0xA5
+        if status == STATUS_TIMED_OUT:
+            self.at(LayerTallyStruct, batch.tallies, layer).owned += 1
         self.at(LayerWordStruct, batch.flags, layer).status = status
+
+    def _lose(self, table: SliceTableStruct, paged: IocbStruct, index: int, status: int) -> None:
+        """A page's first error stays."""
+        statuses = self.words(table.page_status, paged.n_pages)
+        statuses[index] = statuses[index] or status
 
     def _move(self, batch_address: int, layer: int) -> None:
         batch = self.at(BatchStruct, batch_address)
@@ -159,7 +173,10 @@ class Kernels:
         pages = self.words(paged.pages, paged.n_pages)
         bases = self.words(paged.bases, paged.n_layers * paged.n_segments, "<u8")
         staged = int(self.words(table.staged_bases, paged.n_layers, "<u8")[layer])
+        lost = self.words(table.page_status, paged.n_pages) != 0
         for i, page in enumerate(pages.tolist()):
+            if paged.opcode == OPCODE_READ and lost[i]:
+                continue  # as the kernel: its bytes did not come
             start = staged + i * table.staged_stride
             parts = []
             for k in range(paged.n_segments):
@@ -184,7 +201,7 @@ class Kernels:
         if paged.opcode != OPCODE_READ:
             known[place] = xxhash.xxh3_64_intdigest(content)
         elif known[place] != xxhash.xxh3_64_intdigest(content):
-            self.words(table.page_status, paged.n_pages)[i] = STATUS_DIGEST_MISMATCH
+            self._lose(table, paged, i, STATUS_DIGEST_MISMATCH)
             self.at(LayerWordStruct, batch.flags, layer).status = STATUS_DIGEST_MISMATCH
 
     def _publish(self, batch_address: int, layer: int) -> None:

@@ -100,7 +100,6 @@ def test_a_damaged_medium_fails_the_batch_and_lets_the_stream_go(
         assert rig.lookup(names(10)) < 10
 
 
-@pytest.mark.slow  # by itself it passes; once, behind all tests before it, no deadline was met
 @pytest.mark.parametrize("gpu_engine", KINDS)
 def test_a_deadline_fails_the_batch_and_the_linker_closes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpu_engine: str

@@ -150,16 +150,21 @@ def test_who_waited_for_the_last_layer_on_a_stream_knows_what_failed(
         assert (job.page_status == STATUS_DIGEST_MISMATCH).all()
 
 
+@pytest.mark.parametrize("first", [STATUS_TIMED_OUT, STATUS_DIGEST_MISMATCH])
 @pytest.mark.parametrize("kind", KINDS)
 def test_after_a_deadline_the_memory_stays(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: str, first: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Also where every page has another error from a layer before."""
     released: list[DeviceJob] = []
     with device_rig(kind, tmp_path, monkeypatch) as rig:
         rig.kernels.lost = {2}
-        job = rig.submit(OPCODE_READ, list(range(8)), on_released=released.append)
+        wrong = {} if first == STATUS_TIMED_OUT else {"digests": np.ones((8, LAYERS), np.uint64)}
+        job = rig.submit(
+            OPCODE_READ, list(range(8)), compare=bool(wrong), on_released=released.append, **wrong
+        )
         assert job.wait_layers(LAYERS, 10)
-        assert (job.page_status == STATUS_TIMED_OUT).all()
+        assert (job.page_status == first).all()
         assert not job.wait_released(0.1)
         assert rig.engine.stream_queue.staging.arena.in_use == 1
         with pytest.raises(DeviceTimeout, match="close the engine"):

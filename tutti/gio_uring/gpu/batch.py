@@ -32,7 +32,7 @@ READY = 1
 _LBA_SHIFT = 9
 _THREADS = BLOCK_THREADS_MAX
 _TABLE_TIMEOUT_S = 30.0
-_TALLY_NBYTES = ctypes.sizeof(LayerTallyStruct)
+_TALLY = np.dtype(LayerTallyStruct)
 _STATE_NBYTES = ctypes.sizeof(RunStateStruct)
 
 
@@ -134,8 +134,9 @@ class DeviceBatch:
         paged_offset = image.add(paged)
         pages_offset = image.add(pages)
         bases_offset = image.add(memory.bases)
-        tallies = image.add(np.zeros(layers * _TALLY_NBYTES, np.uint8))
-        self.status_offset = image.add(np.zeros(pages.size, np.uint32))
+        self._tallies_nbytes = layers * _TALLY.itemsize
+        self._tallies_offset = image.add(np.zeros(self._tallies_nbytes, np.uint8))
+        self._status_offset = image.add(np.zeros(pages.size, np.uint32))
         staged_offset = None if staged is None else image.add(staged.bases)
         self.digests_offset = None if digests is None else image.add(digests)
         if commands is not None:
@@ -143,12 +144,12 @@ class DeviceBatch:
         self.tables: Tables = tables.lease(image.nbytes, _TABLE_TIMEOUT_S, owner)
         base = self.tables.device.address
         paged.pages, paged.bases = base + pages_offset, base + bases_offset
-        slices.paged, slices.page_status = base + paged_offset, base + self.status_offset
+        slices.paged, slices.page_status = base + paged_offset, base + self._status_offset
         if staged is not None and staged_offset is not None:
             slices.staged_bases, slices.staged_stride = base + staged_offset, staged.stride_nbytes
         if self.digests_offset is not None:
             slices.digests = base + self.digests_offset
-        self.batch.slices, self.batch.tallies = base + slices_offset, base + tallies
+        self.batch.slices, self.batch.tallies = base + slices_offset, base + self._tallies_offset
         if commands is not None:
             iocb, runs, command_pages, bases, shares, states = links
             commands.iocb.runs, commands.iocb.pages = base + runs, base + command_pages
@@ -174,6 +175,20 @@ class DeviceBatch:
         """Writes the tables and enqueues their copy to the device."""
         self._image.write(self.tables.host.address)
         self._tables.upload(self.tables, self._image.nbytes, stream)
+
+    def download_outcome(self, driver: Driver, stream: int) -> None:
+        """Enqueues the copy of what `outcome` reads: tallies and statuses, which are neighbours."""
+        first, end = self._tallies_offset, self._status_offset + 4 * self.pages
+        self.download(driver, first, end - first, stream)
+
+    def outcome(self) -> tuple[U32, bool]:
+        """The first error of each page, uint32 (pages,), and whether the device still has commands.
+
+        A late command need not be the first error of its pages.
+        """
+        tallies = self.result(self._tallies_offset, self._tallies_nbytes).view(_TALLY)
+        status = self.result(self._status_offset, 4 * self.pages).view(np.uint32)
+        return status.copy(), bool(tallies["owned"].any())
 
     def result(self, offset: int, nbytes: int) -> Bytes:
         """What `download` brought back of one part."""

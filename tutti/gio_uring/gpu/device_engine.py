@@ -269,9 +269,7 @@ class DeviceEngine(Owned):
                 stream_queue.layers += 1
                 if layer + 1 < layers:
                     stream_queue.driver.record_event(events[layer], stream_queue.stream)
-            batch.download(
-                stream_queue.driver, batch.status_offset, 4 * batch.pages, stream_queue.stream
-            )
+            batch.download_outcome(stream_queue.driver, stream_queue.stream)
             if work.digests is not None and not work.compare and batch.digests_offset is not None:
                 size = work.digests.nbytes
                 batch.download(stream_queue.driver, batch.digests_offset, size, stream_queue.stream)
@@ -357,11 +355,11 @@ class DeviceEngine(Owned):
 
     def _finish(self, job: DeviceJob) -> None:
         work = job.work
-        status = work.batch.result(work.batch.status_offset, 4 * work.batch.pages).view(np.uint32)
+        status, is_owned = work.batch.outcome()
         if work.digests is not None and not work.compare and work.batch.digests_offset is not None:
             found = work.batch.result(work.batch.digests_offset, work.digests.nbytes)
             work.digests[:] = found.view(np.uint64).reshape(work.digests.shape)
-        job.finish(status.copy(), is_kept=bool((status == STATUS_TIMED_OUT).any()))
+        job.finish(status, is_kept=is_owned or bool((status == STATUS_TIMED_OUT).any()))
 
     def close(self, timeout_s: float = 10.0) -> None:
         """Waits for the stream and frees everything; a second call does nothing.
