@@ -49,7 +49,7 @@ from tutti.pool.member_controller import check_owners, open_controller
 from tutti.pool.members import Members
 from tutti.pool.pool_format import Paths, format, format_missing, member_names
 from tutti.process import Owned, finalize
-from tutti.profiles.found import AUTO, OFF, ProfileChoice, find_schedule, is_off
+from tutti.profiles.found import AUTO, OFF, ProfileChoice, check_choice, find_schedule
 from tutti.scheduler.dispatcher import Dispatcher, Schedule
 from tutti.threads import start_thread
 from tutti.transfers.catalogue import Catalogue
@@ -402,7 +402,7 @@ def open(  # noqa: PLR0913
     )
     if config.schedule is not None and profile != AUTO:
         raise ConfigError("config has a schedule, and profile is given; leave one of them out")
-    is_off(profile)
+    check_choice(profile)
     format_missing(names, layout, capacity, executor)
     controller = open_controller(names, executor=executor, service_threads=config.service_threads)
 

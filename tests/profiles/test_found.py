@@ -166,6 +166,9 @@ def test_a_file_is_used_where_it_is_of_this_machine(
 def test_choices_that_mean_nothing_are_refused(tmp_path: Path, cache: Path) -> None:
     with pytest.raises(ProfileError, match="cannot read"):
         opened(tmp_path, profile=tmp_path / "missing.json")
+    assert not list(tmp_path.glob("*.tutti")), "a refusal leaves nothing"
+    with opened(tmp_path, profile=None), pytest.raises(ProfileError, match="cannot read"):
+        opened(tmp_path, profile=tmp_path / "missing.json")  # known before the pool is in use
     with pytest.raises(ConfigError, match="profile is 7"):
         opened(tmp_path, profile=7)
     schedule = Schedule(find_profile("auto", [tmp_path], model_of(LAYOUT))[0])

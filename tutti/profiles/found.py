@@ -69,6 +69,15 @@ def is_off(choice: ProfileChoice) -> bool:
     return choice is None or choice == OFF
 
 
+def check_choice(choice: ProfileChoice) -> None:
+    """For what takes long before it needs the profile.
+
+    Raises ConfigError for what is not a choice, ProfileError for a file that is not a profile.
+    """
+    if choice is not None and not is_off(choice) and choice != AUTO:
+        load_profile(choice)
+
+
 def find_profile(
     choice: str | os.PathLike[str],
     folders: Sequence[Path],
