@@ -84,7 +84,9 @@ def checked(rows: Sequence[Mapping[str, Any]], kind: str, name: str) -> list[Row
 
 
 def check_writable(path: Path) -> None:
-    """Fails before long work instead of after it.  Raises CapacityError."""
+    """Fails before long work instead of after it.  Raises CapacityError, ConfigError for a pipe."""
+    if path.is_fifo():  # its open waits for a reader
+        raise ConfigError(f"{path} is a pipe, not a regular file; name a file")
     is_new = not path.exists()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

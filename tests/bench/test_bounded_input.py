@@ -43,6 +43,7 @@ COMMANDS = {
     "replay": ["replay", "--dir", "{folder}", "--trace", "{fifo}"],
     "simulate": ["simulate", "--workload", "mooncake", "--data", "{fifo}"],
     "workload": ["bench", "workload", "--workload", "mooncake", "--data", "{fifo}"],
+    "rows": ["simulate", "--csv", "{fifo}"],
     "calibration": ["simulate", "--calibration", "{fifo}"],
     "profile": ["simulate", "--profile", "{fifo}"],
     "placement": ["bench", "placement", "{fifo}", "--out", "{folder}/out"],
@@ -52,7 +53,7 @@ COMMANDS = {
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_a_pipe_that_nobody_writes_to(
+def test_a_pipe_without_another_end(
     tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     fifo = tmp_path / "fifo"
