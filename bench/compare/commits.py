@@ -90,9 +90,11 @@ def measure(store, memory):
             call(f"match and load {n}", load, lambda load: load.wait_settled())
 layout = parse_shape("4x16KiB").layout()
 with temporary_pool([sys.argv[1] + "/short.tutti"], layout, 2**28) as store:
-    thread = threading.Thread(target=measure, args=(store, store.allocate_memory(16)))
+    arguments = store, store.allocate_memory(16)
+    thread = threading.Thread(target=measure, args=arguments, daemon=True)
     thread.start()
-    thread.join()
+    thread.join(240)
+    assert not thread.is_alive(), "it hangs"
 rows = [{"phase": name, "cpu_us": median(took[name][50:]) / 1e3} for name in took]
 print(json.dumps({"rows": rows}))
 """
