@@ -185,6 +185,18 @@ def test_a_store_that_is_dropped_gives_threads_and_descriptors_back(tmp_path: Pa
             drop_one()
 
 
+@pytest.mark.filterwarnings("error::ResourceWarning")
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_store_is_dropped_where_warnings_are_errors(tmp_path: Path) -> None:
+    path = tmp_path / "pool"
+    tutti.open(path, LAYOUT, "8MiB", profile=None).close()
+    kept = Kept(path)
+    tutti.open(path, profile=None)
+    gc.collect()
+    wait_until(kept.is_nothing)
+    tutti.open(path, profile=None).close()
+
+
 @pytest.mark.parametrize("call", ["_read_info", "served_by"])
 def test_an_opening_that_has_no_memory_keeps_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str

@@ -107,8 +107,8 @@ class Resources:
         """Releases everything of a store that was not closed, on a thread of its own: a finalizer
         runs in whatever thread frees the store.
         """
+        start(partial(self._release_dropped, timeout_s))  # first: a warning may be an error
         warnings.warn("a pool was not closed; close the store", ResourceWarning, stacklevel=2)
-        start(partial(self._release_dropped, timeout_s))
 
     def _release_dropped(self, timeout_s: float) -> None:
         if self.core is not None:
