@@ -183,19 +183,23 @@ def test_a_slow_drive_is_learnt() -> None:
     assert state.estimates.write.factor == pytest.approx(3.0, rel=0.1)
 
 
-def test_the_interference_is_learnt_from_transfers_that_overlap() -> None:
-    """A read of 10 ms takes 30 during a write; what the write took alone teaches nothing new."""
-    profile = Linear(interference=1.5, read_gbps=1.0, write_gbps=1.0)
-    state, at_ns = State(profile), 0
-    for number in range(20):
-        read, write = f"r{number}", f"w{number}"
-        apply(state, LoadKnown(at_ns, read, 1, 10_000_000, 0, 0))
-        apply(state, WriteKnown(at_ns, write, pages=1, page_nbytes=20_000_000))
+def pairs(turns: int, read_nbytes: int, write_nbytes: int, write_end_ns: int) -> State:
+    """A read that ends after 30 ms and a write, begun together, again and again."""
+    state = State(Linear(interference=1.5, read_gbps=1.0, write_gbps=1.0))
+    for number in range(turns):
+        at_ns, read, write = number * 50 * MS, f"r{number}", f"w{number}"
+        apply(state, LoadKnown(at_ns, read, 1, read_nbytes, 0, 0))
+        apply(state, WriteKnown(at_ns, write, pages=1, page_nbytes=write_nbytes))
         commit(state, Decision(reads=(Issue(read, 0, 1),), writes=(Issue(write, 0, 1),)))
         apply(state, LayersReady(at_ns + 30 * MS, read, 1))
-        apply(state, PagesWritten(at_ns + 40 * MS, write, 1))
-        apply(state, LoadGone(at_ns + 40 * MS, read))
-        at_ns += 50 * MS
+        apply(state, PagesWritten(at_ns + write_end_ns, write, 1))
+        apply(state, LoadGone(at_ns + write_end_ns, read))
+    return state
+
+
+def test_the_interference_is_learnt_from_transfers_that_overlap() -> None:
+    """A read of 10 ms takes 30 during a write; what the write took alone teaches nothing new."""
+    state = pairs(20, 10_000_000, 20_000_000, 40 * MS)
     assert state.estimates.interference == pytest.approx(3.0, rel=0.05)
     assert state.estimates.read.factor == state.estimates.write.factor == 1.0
 
@@ -214,16 +218,6 @@ def test_what_ends_right_after_a_measurement_tells_nothing() -> None:
 
 
 def test_writes_that_reads_overtake_are_not_interference() -> None:
-    """A write of 10 ms beside reads took 31: its device served the reads first."""
-    profile = Linear(interference=1.5, read_gbps=1.0, write_gbps=1.0)
-    state, at_ns = State(profile), 0
-    for number in range(12):
-        read, write = f"r{number}", f"w{number}"
-        apply(state, LoadKnown(at_ns, read, 1, 20_000_000, 0, 0))
-        apply(state, WriteKnown(at_ns, write, pages=1, page_nbytes=10_000_000))
-        commit(state, Decision(reads=(Issue(read, 0, 1),), writes=(Issue(write, 0, 1),)))
-        apply(state, LayersReady(at_ns + 30 * MS, read, 1))  # 1.5 times as long
-        apply(state, PagesWritten(at_ns + 31 * MS, write, 1))
-        apply(state, LoadGone(at_ns + 31 * MS, read))
-        at_ns += 50 * MS
+    """A write of 10 ms beside reads of 20 took 31: its device served the reads first."""
+    state = pairs(12, 20_000_000, 10_000_000, 31 * MS)
     assert state.estimates.interference == pytest.approx(1.5, rel=0.05)
