@@ -90,8 +90,7 @@ def measure(store, memory):
             call(f"match and load {n}", load, lambda load: load.wait_settled())
 layout = parse_shape("4x16KiB").layout()
 with temporary_pool([sys.argv[1] + "/short.tutti"], layout, 2**28) as store:
-    arguments = store, store.allocate_memory(16)
-    thread = threading.Thread(target=measure, args=arguments, daemon=True)
+    thread = threading.Thread(target=measure, args=(store, store.allocate_memory(16)), daemon=True)
     thread.start()
     thread.join(240)
     assert not thread.is_alive(), "it hangs"

@@ -70,10 +70,7 @@ def is_off(choice: ProfileChoice) -> bool:
 
 
 def check_choice(choice: ProfileChoice) -> None:
-    """For what takes long before it needs the profile.
-
-    Raises ConfigError for what is not a choice, ProfileError for a file that is not a profile.
-    """
+    """Raises early what `find_schedule` would: ConfigError or ProfileError."""
     if choice is not None and not is_off(choice) and choice != AUTO:
         load_profile(choice)
 

@@ -30,7 +30,6 @@ from tutti.gio_uring.nvme_spec import OPCODE_READ, OPCODE_WRITE
 ALIGNMENT = 64
 READY = 1
 _LBA_SHIFT = 9
-_THREADS = BLOCK_THREADS_MAX
 _TABLE_TIMEOUT_S = 30.0
 _TALLY = np.dtype(LayerTallyStruct)
 _STATE_NBYTES = ctypes.sizeof(RunStateStruct)
@@ -257,7 +256,7 @@ def launch_layer(
     stream: int,
     blocks: int,
     *,
-    threads: int = _THREADS,
+    threads: int = BLOCK_THREADS_MAX,
     publish: int | None = 0,
 ) -> None:
     """Launches one kernel of a layer.  publish: None for kernels that do not take it."""
