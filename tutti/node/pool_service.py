@@ -200,6 +200,8 @@ class Session:
             return core.allocator.free_slots < len(message.keys) // KEY_NBYTES
         with core.lock:
             slots = core.index.find(keys_of(message.keys))
+            if core.digests.knows(slots, core.index.sequence[slots]):
+                return False
             slots = slots[slots != MISSING]
             slots = slots[core.index.has_digests[slots]]
             return not core.digests.knows(slots, core.index.sequence[slots])

@@ -14,10 +14,12 @@ import numpy as np
 from tutti.arrays import U32, U64
 from tutti.errors import ConfigError, Unsupported
 from tutti.gio_uring.gpu.transfer import Options
-from tutti.gio_uring.iocb import Extents, PagedMemory
+from tutti.gio_uring.iocb import CutStruct, Extents, PagedMemory
 from tutti.gio_uring.nvme_spec import STATUS_CANCELLED
+from tutti.interrupts import Latch
 from tutti.medium.geometry import Geometry
 from tutti.node.messages import Job, statuses_of
+from tutti.pool.slot_extents import WHOLE
 
 
 class RemoteJob:
@@ -34,7 +36,7 @@ class RemoteJob:
         self._digests = options.get("digests")
         self._compare = bool(options.get("compare"))
         self._on_released = options.get("on_released")
-        self._released = threading.Event()
+        self._released = Latch()
         self._lock = threading.Lock()
         self._sent = False
 
@@ -42,12 +44,13 @@ class RemoteJob:
         """The job as a client gets it, who moves it from now on."""
         self._sent = True
         extents, digests = self._extents, self._digests
+        runs = extents.commands(CutStruct(extents.slice_nlb, 1, WHOLE, WHOLE))
         return Job(
             number,
             self._pages.astype("<u4").tobytes(),
-            np.asarray(extents.slba).astype("<u8").tobytes(),
-            np.asarray(extents.nsid).astype("<u4").tobytes(),
-            np.asarray(extents.count).astype("<u4").tobytes(),
+            runs["slba"].tobytes(),
+            runs["nsid"].tobytes(),
+            (runs["nlb"] // extents.slice_nlb).tobytes(),
             digests.tobytes() if digests is not None and self._compare else b"",
             self._compare,
             whole,

@@ -14,7 +14,7 @@ from tutti.medium.geometry import Geometry
 from tutti.native import address
 
 #: No run is longer.
-_WHOLE = 2**32 - 1
+WHOLE = 2**32 - 1
 
 
 class SlotPlaces(ctypes.Structure):
@@ -63,7 +63,7 @@ class SlotExtents(Extents):
     def __getattr__(self, name: str) -> Any:
         if name not in ("slba", "nsid", "count"):
             raise AttributeError(name)
-        runs = self.commands(CutStruct(self.slice_nlb, 1, _WHOLE, _WHOLE))
+        runs = self.commands(CutStruct(self.slice_nlb, 1, WHOLE, WHOLE))
         count = runs["nlb"].astype(np.int64) // self.slice_nlb
         self.__dict__.update(slba=runs["slba"], nsid=runs["nsid"], count=count)
         return self.__dict__[name]
