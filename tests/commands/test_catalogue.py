@@ -12,6 +12,7 @@ from node.agents import LAYOUT, running
 import tutti
 from store.pools import some_keys
 from tutti.cli import main
+from tutti.medium.layout import KVLayout
 
 
 def run(capsys: pytest.CaptureFixture[str], *argv: str) -> dict[str, object]:
@@ -61,3 +62,36 @@ def test_wrong_keys_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert "no objects are named" in capsys.readouterr().err
     assert main(["rm", pool, "abc"]) == 2
     assert "32 hexadecimal digits" in capsys.readouterr().err
+
+
+def test_an_agent_with_several_pools_lists_each_and_is_asked_for_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], seed: int
+) -> None:
+    """Also pools that no process has asked for since the agent started."""
+    rng = np.random.default_rng(seed)
+    other = KVLayout.mha(
+        layers=2, kv_heads=2, head_dim=64, page_size=16, dtype="bfloat16", model="other-model"
+    )
+    names = {layout.fingerprint.hex(): n for n, layout in ((3, LAYOUT), (1, other))}
+    with running(tmp_path) as agent:
+        for layout, n in ((LAYOUT, 3), (other, 1)):
+            with agent.connect(layout) as store:
+                store.allocate_memory(n)
+                store.put(some_keys(rng, n), np.arange(n)).wait(5)
+    with running(tmp_path) as agent:
+        socket = f"unix:{agent.path}"
+        pools = run(capsys, "ls", socket)["pools"]
+        assert isinstance(pools, dict)
+        assert {name: found["objects"] for name, found in pools.items()} == names
+        assert main(["stat", socket]) == 0
+        shown = capsys.readouterr().out
+        assert all(f"pool  {name}" in shown for name in names)
+        assert main(["rm", socket, "--namespace", ""]) != 0
+        refused = capsys.readouterr().err
+        assert all(name in refused for name in names), "it names what to choose from"
+        one = other.fingerprint.hex()[:8]
+        assert run(capsys, "ls", socket, "--pool", one)["objects"] == 1
+        assert run(capsys, "rm", socket, "--pool", one, "--namespace", "") == {"removed": 1}
+        assert run(capsys, "stat", socket, "--pool", one)["evicted"] == 0
+        assert main(["ls", socket, "--pool", "nonsense"]) != 0
+    assert main(["ls", str(tmp_path / "pool.tutti"), "--pool", one]) == 2

@@ -30,7 +30,7 @@ class RunningAgent:
         self.folder = folder
         self.path = str(folder / "s")
         self.pools = AgentPools(folder=str(folder), capacity=1 << 30, config=config)
-        self.agent = Agent(AgentConfig(self.path, **agent), self.pools.open)  # type: ignore[arg-type]
+        self.agent = Agent(AgentConfig(self.path, **agent), self.pools)  # type: ignore[arg-type]
         started = threading.Event()
         self._thread = threading.Thread(
             target=lambda: asyncio.run(self.agent.serve(started.set)), daemon=True

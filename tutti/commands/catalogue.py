@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -17,7 +17,7 @@ from tutti.commands.outcome import Outcome
 from tutti.errors import ConfigError, KeySizeError
 from tutti.interface import Store
 from tutti.medium.keys import KEY_NBYTES, as_keys
-from tutti.node.connect import AGENT, connect
+from tutti.node.connect import AGENT, connect, pools
 from tutti.store import open as open_pool
 from tutti.terminal import facts, table
 from tutti.transfers.catalogue import ObjectInfo
@@ -36,6 +36,18 @@ def _add_pool(parser: argparse.ArgumentParser, name: str, more: str) -> None:
     parser.epilog = _EXAMPLE.format(name=name, more=more)
     parser.add_argument(
         "pool", metavar="POOL", help="file of a pool of one member, or unix:SOCKET of an agent"
+    )
+    add_pool_name(parser)
+
+
+def add_pool_name(parser: argparse.ArgumentParser) -> None:
+    """Describes `--pool`."""
+    parser.add_argument(
+        "--pool",
+        dest="name",
+        default="",
+        metavar="NAME",
+        help="which of the agent's pools: how its name begins, as `tutti ls` shows them",
     )
 
 
@@ -98,8 +110,23 @@ def add_import(parser: argparse.ArgumentParser) -> None:
 
 
 def ls(args: argparse.Namespace) -> Outcome:
-    """Chains by their first pages."""
-    with _opened(args.pool) as store:
+    """Chains by their first pages, of every pool."""
+    return of_each_pool(args, lambda name: _ls(args, name))
+
+
+def of_each_pool(args: argparse.Namespace, show: Callable[[str], Outcome]) -> Outcome:
+    """What ``show`` answers for a pool's name; for all pools of an agent that has several."""
+    several = args.pool.startswith(AGENT) and not args.name
+    names = pools(args.pool) if several else [args.name]
+    if len(names) < 2:
+        return show(args.name)
+    shown = {name: show(name) for name in names}
+    text = "\n\n".join(f"pool  {name}\n{each.text}" for name, each in shown.items())
+    return Outcome({"pools": {name: each.result for name, each in shown.items()}}, text)
+
+
+def _ls(args: argparse.Namespace, name: str) -> Outcome:
+    with _opened(args.pool, name) as store:
         infos = store.catalogue.objects(store.catalogue.keys(args.namespace))
         page_size = store.layout.page_size
     chains = chains_of(infos)
@@ -122,14 +149,14 @@ def ls(args: argparse.Namespace) -> Outcome:
 
 def rm(args: argparse.Namespace) -> Outcome:
     """Removes objects."""
-    with _opened(args.pool) as store:
+    with _opened(args.pool, args.name) as store:
         gone = store.catalogue.delete(_chosen(store, args))
     return Outcome({"removed": gone}, f"{gone} objects removed")
 
 
 def pin(args: argparse.Namespace) -> Outcome:
     """Pins or unpins objects."""
-    with _opened(args.pool) as store:
+    with _opened(args.pool, args.name) as store:
         keys = _chosen(store, args)
         count = store.catalogue.unpin(keys) if args.undo else store.catalogue.pin(keys)
         if args.ttl is not None:
@@ -141,7 +168,7 @@ def pin(args: argparse.Namespace) -> Outcome:
 def export(args: argparse.Namespace) -> Outcome:
     """Writes objects to a file, which appears when it is complete."""
     part = Path(f"{args.out}.part")
-    with _opened(args.pool) as store:
+    with _opened(args.pool, args.name) as store:
         keys = _chosen(store, args)
         if Path(args.out).exists():
             raise ConfigError(f"{args.out} exists; name another file, or remove it first")
@@ -165,7 +192,7 @@ def export(args: argparse.Namespace) -> Outcome:
 
 def import_(args: argparse.Namespace) -> Outcome:
     """Stores the objects of a file."""
-    with Path(args.file).open("rb") as file, _opened(args.pool) as store:
+    with Path(args.file).open("rb") as file, _opened(args.pool, args.name) as store:
         result: ImportResult = import_objects(store, file, namespace=args.namespace)
     text = f"{result.stored} objects stored, {result.present} in the pool already"
     if result.dropped:
@@ -224,8 +251,11 @@ def _key(text: str) -> bytes:
 
 
 @contextmanager
-def _opened(pool: str) -> Iterator[Store]:
-    store: Store = connect(pool) if pool.startswith(AGENT) else open_pool(pool, profile=None)
+def _opened(pool: str, name: str) -> Iterator[Store]:
+    if name and not pool.startswith(AGENT):
+        raise ConfigError(f"--pool chooses among an agent's pools, and {pool} is a file")
+    is_agent = pool.startswith(AGENT)
+    store: Store = connect(pool, pool=name) if is_agent else open_pool(pool, profile=None)
     try:
         store.wait_recovered(_RECOVERY_S)
         yield store

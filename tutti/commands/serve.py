@@ -102,7 +102,7 @@ def run(args: argparse.Namespace) -> Outcome:
         ),
         executor=args.executor,
     )
-    agent = Agent(AgentConfig(args.socket, group=_group(args.group)), pools.open)
+    agent = Agent(AgentConfig(args.socket, group=_group(args.group)), pools)
     try:
         with contextlib.ExitStack() as stack:
             if args.metrics is not None:

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from tutti.arguments import above_zero, positive
+from tutti.commands.catalogue import add_pool_name, of_each_pool
 from tutti.commands.outcome import Outcome
 from tutti.errors import ConfigError
 from tutti.histogram import BOUNDS_S, quantile_s
@@ -17,8 +18,8 @@ from tutti.terminal import facts
 from tutti.units import format_duration
 
 _DESCRIPTION = """\
-Shows the counters of an agent's pool (`tutti serve`) since it was opened. With --watch, a line for
-each interval until Ctrl-C."""
+Shows the counters of an agent's pools (`tutti serve`) since they were opened. With --watch, a line
+for each interval of one pool until Ctrl-C."""
 _EXAMPLE = """\
 example:
   tutti stat unix:/run/user/1000/tutti.sock --watch 5
@@ -35,6 +36,7 @@ def add_stat(parser: argparse.ArgumentParser) -> None:
     """Describes `tutti stat`."""
     parser.description, parser.epilog = _DESCRIPTION, _EXAMPLE
     parser.add_argument("pool", metavar="unix:SOCKET", help="socket of an agent")
+    add_pool_name(parser)
     parser.add_argument("--watch", type=above_zero, metavar="SECONDS", help="length of an interval")
     parser.add_argument(
         "--count", type=positive, metavar="N", help="end after so many intervals (default: never)"
@@ -48,13 +50,18 @@ def stat(args: argparse.Namespace) -> Outcome:
         raise ConfigError(f"{args.pool} is not the socket of an agent; give unix:SOCKET")
     if args.count is not None and args.watch is None:
         raise ConfigError("--count needs --watch; give the length of an interval")
-    with connect(args.pool) as store:
-        if args.watch is None:
-            stats = store.stats()
-            zero = _nothing(stats)
-            return Outcome(stats, facts(list(zip(_HEADINGS, _row(zero, stats, 0.0), strict=True))))
+    if args.watch is None:
+        return of_each_pool(args, lambda name: _totals(args.pool, name))
+    with connect(args.pool, pool=args.name) as store:
         lines = _watch(store.stats, args.watch, args.count)
     return Outcome({"intervals": lines}, f"{lines} intervals")
+
+
+def _totals(path: str, name: str) -> Outcome:
+    with connect(path, pool=name) as store:
+        stats = store.stats()
+    row = _row(_nothing(stats), stats, 0.0)
+    return Outcome(stats, facts(list(zip(_HEADINGS, row, strict=True))))
 
 
 def _watch(read: Any, interval_s: float, count: int | None) -> int:

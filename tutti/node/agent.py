@@ -36,6 +36,7 @@ from tutti.node.messages import (
     Moved,
     PlanLoad,
     PlanPut,
+    Pools,
     Present,
     Unpin,
     Written,
@@ -44,7 +45,8 @@ from tutti.node.messages import (
     frame,
     read_request,
 )
-from tutti.node.pool_service import PoolService, Session
+from tutti.node.pool_service import Session
+from tutti.node.pools import AgentPools
 
 _log = logging.getLogger(__name__)
 
@@ -111,14 +113,13 @@ class _Executors:
 class Agent:
     """Serves pools until ``stop``.
 
-    open_pool: the pool of a layout's JSON (empty: the only one), made with a capacity in bytes when
-    there is none; called on a thread.  Raises TuttiError.
+    pools: the caller closes them after ``serve``.
     """
 
-    def __init__(self, config: AgentConfig, open_pool: Callable[[str, int], PoolService]) -> None:
+    def __init__(self, config: AgentConfig, pools: AgentPools) -> None:
         self.config = config
         self.counters = AgentCounters()
-        self.open_pool = open_pool
+        self.pools = pools
         self.sessions: dict[bytes, Session] = {}
         self.connections: set[_Connection] = set()
         self.executors = _Executors(config.threads)
@@ -369,14 +370,16 @@ class _Connection(asyncio.Protocol):
                 )
             self._wait_for(
                 self._agent.executors.others,
-                lambda: self._agent.open_pool(message.layout, message.capacity),
+                lambda: self._agent.pools.open(message.layout, message.capacity, message.pool),
                 self._open_session,
             )
+        elif isinstance(message, Pools):
+            self._wait_for(self._agent.executors.others, lambda: Answer(self._agent.pools.names()))
         else:
             raise AgentRefused("the first message of a connection opens or joins a session")
 
-    def _open_session(self, service: PoolService) -> None:
-        session = service.open_session(self._pid, self._report)
+    def _open_session(self, service: Any) -> None:
+        session: Session = service.open_session(self._pid, self._report)
         self._agent.sessions[session.id] = session
         self._agent.counters.sessions += 1
         self.session, self._owns = session, True

@@ -37,6 +37,8 @@ from tutti.medium.layout import KVLayout
 from tutti.memory.host_memory import HostMemory
 from tutti.node.kept_session import KeptSession
 from tutti.node.messages import (
+    VERSION,
+    Hello,
     Job,
     Match,
     PlanLoad,
@@ -78,6 +80,7 @@ class NodeStore(Owned, Store):
         layout: KVLayout | None = None,
         capacity: int | str | None = None,
         *,
+        pool: str = "",
         lookup_timeout_s: float = 1.0,
         open_timeout_s: float = 30.0,
         executor: str = "auto",
@@ -90,7 +93,8 @@ class NodeStore(Owned, Store):
         self._missed = 0
         nbytes = 0 if capacity is None else parse_nbytes(capacity)
         self.catalogue = RemoteCatalogue(self.call)
-        self._kept = KeptSession(path, layout, nbytes, open_timeout_s, executor, self._memories)
+        hello = Hello(VERSION, "" if layout is None else layout.to_json(), nbytes, pool)
+        self._kept = KeptSession(path, hello, open_timeout_s, executor, self._memories)
         session = self._kept.need()
         self.layout = session.layout
         self.geometry = session.geometry

@@ -7,8 +7,8 @@ import random
 import threading
 
 from tutti.errors import AgentLost, PoolMismatch, TuttiError
-from tutti.medium.layout import KVLayout
 from tutti.memory.host_memory import HostMemory
+from tutti.node.messages import VERSION, Hello
 from tutti.node.session import AgentSession
 
 _log = logging.getLogger(__name__)
@@ -28,15 +28,13 @@ class KeptSession:
     def __init__(
         self,
         path: str,
-        layout: KVLayout | None,
-        capacity: int,
+        hello: Hello,
         open_timeout_s: float,
         executor: str,
         pools: list[HostMemory],
     ) -> None:
         self._path = path
-        self._wanted = layout
-        self._capacity = capacity
+        self._hello = hello
         self._open_timeout_s = open_timeout_s
         self._executor = executor
         self._pools = pools
@@ -48,6 +46,7 @@ class KeptSession:
         first = self._open()
         self.session: AgentSession | None = first
         self._layout, self._geometry = first.layout, first.geometry
+        self._hello = Hello(VERSION, first.welcome.layout, hello.capacity)
         self._timeout_s = first.welcome.timeout_s
         self._keeper = threading.Thread(target=self._keep, name="tutti-reconnect", daemon=True)
         self._keeper.start()
@@ -95,8 +94,7 @@ class KeptSession:
     def _open(self) -> AgentSession:
         return AgentSession(
             self._path,
-            self._wanted,
-            self._capacity,
+            self._hello,
             open_timeout_s=self._open_timeout_s,
             executor=self._executor,
             on_lost=self._wake,

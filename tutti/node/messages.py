@@ -42,11 +42,17 @@ class Hello(Message, tag="hello"):
     """Opens a session: which pool, as the JSON of its layout; empty when the agent has one.
 
     capacity: bytes of a pool that the agent is to make when it has none of this layout.
+    pool: instead of the layout, how the pool's name begins; see Pools.
     """
 
     version: int
     layout: str = ""
     capacity: int = 0
+    pool: str = ""
+
+
+class Pools(Message, tag="pools"):
+    """Asks, instead of opening a session, for the names of the agent's pools, open or not."""
 
 
 class Join(Message, tag="join"):
@@ -182,7 +188,7 @@ class Failure(Message, tag="failure"):
     message: str
 
 
-Request = Hello | Join | Match | Present | Unpin | PlanPut | PlanLoad | Moved | Call
+Request = Hello | Pools | Join | Match | Present | Unpin | PlanPut | PlanLoad | Moved | Call
 Reply = Welcome | Plan | Written | Answer | Failure
 
 _encoder = msgspec.msgpack.Encoder()

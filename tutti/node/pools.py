@@ -52,20 +52,37 @@ class AgentPools:
         elif self._folder is not None and not self._folder.is_dir():
             raise PoolNotFound(f"{self._folder} is not a folder; make it first")
 
-    def open(self, layout_json: str, capacity: int) -> PoolService:
-        """The pool of a layout, opened or made; see Agent.  Raises TuttiError."""
+    def open(self, layout_json: str, capacity: int, name: str = "") -> PoolService:
+        """The pool of a layout (as JSON), opened, or made with a capacity in bytes.
+
+        Without a layout: the pool whose name begins so, or the only one.  Raises TuttiError.
+        """
         with self._lock:
             if self._closed:
                 raise PoolNotFound("the agent is stopping; connect again later")
+            layout = KVLayout.from_json(layout_json) if layout_json else None
+            name = layout.fingerprint.hex() if layout and self._folder else self._named(name)
             if self._paths:
                 return self._given(layout_json)
-            if not layout_json:
-                return self._only()
-            layout = KVLayout.from_json(layout_json)
-            name = layout.fingerprint.hex()
             if name not in self.services:
                 self.services[name] = self._open_file(name, layout, capacity)
             return self.services[name]
+
+    def names(self) -> list[str]:
+        """What pools are called, open or not: their files, without the suffix."""
+        paths = self._folder.glob(f"*{SUFFIX}") if self._folder else map(Path, self._paths[:1])
+        return sorted(path.name.removesuffix(SUFFIX) for path in paths)
+
+    def _named(self, start: str) -> str:
+        names = self.names()
+        found = [name for name in names if name.startswith(start)]
+        if len(found) != 1:
+            which = f"whose name begins with {start!r}" if start else "in all"
+            raise PoolNotFound(
+                f"the agent has {len(found)} pools {which}; give a layout, or --pool with one of:"
+                f" {', '.join(names) or '(none)'}"
+            )
+        return found[0]
 
     def _given(self, layout_json: str) -> PoolService:
         service = self.services.get("")
@@ -81,14 +98,7 @@ class AgentPools:
             )
         return service
 
-    def _only(self) -> PoolService:
-        if len(self.services) != 1:
-            raise PoolNotFound(
-                f"the agent has {len(self.services)} pools open; name the layout of one"
-            )
-        return next(iter(self.services.values()))
-
-    def _open_file(self, name: str, layout: KVLayout, capacity: int) -> PoolService:
+    def _open_file(self, name: str, layout: KVLayout | None, capacity: int) -> PoolService:
         assert self._folder is not None
         path = self._folder / f"{name}{SUFFIX}"
         if not path.exists():

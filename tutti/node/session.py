@@ -30,7 +30,6 @@ from tutti.medium.layout import KVLayout
 from tutti.memory.host_memory import HostMemory
 from tutti.node.connection import Connection, Connections
 from tutti.node.messages import (
-    VERSION,
     Answer,
     Call,
     Hello,
@@ -54,16 +53,14 @@ WrittenCallback = Callable[[Written | None], None]
 class AgentSession:
     """One session.  Thread-safe.
 
-    path: the agent's socket.  layout: of the pool, None for the agent's only one.  capacity: bytes,
-    for a pool that the agent is to make.  on_lost: called once when the agent is lost, from any
-    thread.  Raises AgentLost, AgentRefused and what opening a pool raises.
+    path: the agent's socket.  hello: which pool.  on_lost: called once when the agent is lost, from
+    any thread.  Raises AgentLost, AgentRefused and what opening a pool raises.
     """
 
     def __init__(
         self,
         path: str,
-        layout: KVLayout | None,
-        capacity: int,
+        hello: Hello,
         *,
         open_timeout_s: float,
         executor: str,
@@ -71,8 +68,7 @@ class AgentSession:
     ) -> None:
         self._on_lost = on_lost
         self._reports = Connection(path, open_timeout_s)
-        wanted = "" if layout is None else layout.to_json()
-        self.welcome, files = self._reports.open(Hello(VERSION, wanted, capacity), open_timeout_s)
+        self.welcome, files = self._reports.open(hello, open_timeout_s)
         welcome = self.welcome
         try:
             self.layout = KVLayout.from_json(welcome.layout)
