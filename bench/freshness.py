@@ -19,6 +19,7 @@ DEPENDS: dict[str, tuple[str, ...]] = {
     "failures": ("kernels/native", "tutti", "tests/native/failures.py"),
     "fuzz": ("tutti", "tests/fuzz"),
     "gpu": ("tutti/gio_uring", "kernels", "bench/gpu"),
+    "kv_cache": (*_TRANSFERS, "bench/yardsticks"),
     "peers": (
         *_TRANSFERS,
         "integration/sglang/hicache.py",

@@ -26,6 +26,7 @@ from tutti.bench.residency import run as residency
 from tutti.bench.simulate import run as simulate
 from tutti.bench.slack import report as slack_report
 from tutti.bench.statistics import interval_text
+from tutti.bench.yardsticks import run as yardsticks
 from tutti.errors import ConfigError
 from tutti.terminal import WIDTH_MAX, fitting
 from tutti.units import format_nbytes
@@ -202,6 +203,7 @@ _KINDS: dict[str, Callable[[dict[str, Any]], str]] = {
     "failures": _failures,
     "fuzz": _fuzz,
     "gpu": _table_of(gpu_report),
+    "kv_cache": _table_of(yardsticks),
     "peers": _peers,
     "profile": _table_of(profile),
     "replay": _replay,
