@@ -14,7 +14,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import hypothesis
 import pytest
 
 # Keep in step with the suites of the Makefile; tests/<marker>/ carries its marker by itself.
@@ -28,14 +27,17 @@ MARKERS = {
 }
 
 # No deadlines: times are never asserted. A failure prints a blob that repeats it.
-hypothesis.settings.register_profile("tutti", deadline=None, print_blob=True)
-hypothesis.settings.register_profile("ci", deadline=None, print_blob=True, max_examples=50)
-hypothesis.settings.load_profile("tutti")
+with suppress(ImportError):  # as on a GPU machine without a network
+    from hypothesis import settings
+
+    settings.register_profile("tutti", deadline=None, print_blob=True)
+    settings.register_profile("ci", deadline=None, print_blob=True, max_examples=50)
+    settings.load_profile("tutti")
 
 
 def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
     parser.addoption("--seed", type=int, default=None, help="repeat a run's random choices")
-    if not pluginmanager.hasplugin("timeout"):  # as on a GPU machine without a network
+    if not pluginmanager.hasplugin("timeout"):  # as there
         for name in ("timeout", "timeout_method"):
             parser.addini(name, "pytest-timeout's; without it a test has no deadline")
 
