@@ -18,7 +18,7 @@ _ROW_NBYTES = 24  # target, source and length of one copy of a batch
 
 
 class CountingDriver:
-    """A `Driver`.  calls: those that enqueue; argument_nbytes: what they were given."""
+    """What transfers call of a `Driver`.  calls: those that enqueue; argument_nbytes: of these."""
 
     device = 0
     architecture = "sm_90"
@@ -62,7 +62,9 @@ class CountingDriver:
     def copy(self, target: int, source: int, nbytes: int, stream: int) -> None:
         self._count(4)
 
-    def copy_batch(self, targets: U64, sources: U64, nbytes: U64, stream: int) -> None:
+    def copy_batch(
+        self, targets: U64, sources: U64, nbytes: U64, stream: int, *, is_local: bool = False
+    ) -> None:
         self._count(1)
         self.argument_nbytes += _ROW_NBYTES * targets.size
 
@@ -87,9 +89,6 @@ class CountingDriver:
     def register_host(self, address: int, nbytes: int) -> bool:
         return True
 
-    def register_io(self, address: int, nbytes: int) -> None:
-        pass
-
     def unregister_host(self, address: int) -> None:
         pass
 
@@ -104,15 +103,6 @@ class CountingDriver:
     def free(self, address: int) -> None:
         del self._memory[address]
 
-    def load_module(self, image: bytes) -> int:
-        return self._handle()
-
-    def unload_module(self, module: int) -> None:
-        pass
-
-    def find_function(self, module: int, name: str) -> int:
-        return self._handle()
-
     def launch(
         self, function: int, grid: int, block: int, arguments: Arguments, stream: int
     ) -> None:
@@ -120,18 +110,6 @@ class CountingDriver:
 
     def sm_resource(self) -> SmResource:
         return SmResource(132, 8, 8)
-
-    def create_green_context(self, sms: int) -> tuple[int, int]:
-        return self._handle(), sms
-
-    def create_green_pair(self, sms: int) -> tuple[tuple[int, int], tuple[int, int]]:
-        return (self._handle(), sms), (self._handle(), 132 - sms)
-
-    def create_green_stream(self, context: int, priority: int = 0) -> int:
-        return self._handle()
-
-    def destroy_green_context(self, context: int) -> None:
-        pass
 
 
 class NamedKernels:

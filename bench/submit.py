@@ -23,6 +23,7 @@ from tutti.errors import ConfigError, DeviceTimeout
 from tutti.gio_uring.engine import Engine
 from tutti.gio_uring.gpu.batch import KernelMover
 from tutti.gio_uring.gpu.device_engine import KINDS, DeviceEngine
+from tutti.gio_uring.gpu.driver import Driver
 from tutti.gio_uring.gpu.host_engine import HostEngine
 from tutti.gio_uring.gpu.memory import TableMemory
 from tutti.gio_uring.gpu.modules import Modules
@@ -135,10 +136,12 @@ def cost_of(way: str, pages: int, layers: int, repeats: int = 1, *, is_whole: bo
 
 
 @contextmanager
-def engine_of(way: str, driver: CountingDriver, nbytes: int) -> Iterator[HostEngine | DeviceEngine]:
+def engine_of(
+    way: str, counting: CountingDriver, nbytes: int
+) -> Iterator[HostEngine | DeviceEngine]:
     """An engine whose staging holds layers of so many bytes, with the mover that `way` names."""
     staging = 8 * nbytes + 16 * MiB
-    modules = cast(Modules, NamedKernels())
+    driver, modules = cast(Driver, counting), cast(Modules, NamedKernels())
     kind, _, mover = way.partition(", ")
     with ExitStack() as stack:
         size = max(1024 * MiB, staging)

@@ -90,6 +90,7 @@ class StandInDriver:
         self.device = 0
         self.violations: list[str] = []
         self.fail: dict[str, int] = {}
+        self.local_batches = 0
         self.calls: dict[str, int] = {}
         self.kernels: dict[str, Callable[..., None]] = {}
         self.staying: dict[str, Callable[..., Callable[[], bool]]] = {}
@@ -281,7 +282,13 @@ class StandInDriver:
         self._called("cuMemcpyAsync")
         self._copies([(target, source, nbytes)], stream)
 
-    def copy_batch(self, targets: U64, sources: U64, nbytes: U64, stream: int) -> None:
+    def copy_batch(
+        self, targets: U64, sources: U64, nbytes: U64, stream: int, *, is_local: bool = False
+        self.local_batches += is_local
+        ends = np.concatenate((targets, sources)) & np.uint64(PINNED_MARK)
+        if is_local == bool(ends.any()):
+            self.violations.append("a batch of copies with the flags of the other kind")
+    ) -> None:
         self._called("cuMemcpyBatchAsync")
         assert self._has_copy_batch
         rows = list(zip(targets.tolist(), sources.tolist(), nbytes.tolist(), strict=True))

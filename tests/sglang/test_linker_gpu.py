@@ -190,6 +190,7 @@ def test_a_key_is_read_once_however_many_slots_want_it(
         assert rig.content(range(8, 16)) == want
         assert rig.content(range(16, 21)) == want[:5]
         assert rig.content(range(30, 32)) == want[:2]
+        assert rig.driver.local_batches, "from a slot that was read to others"
         assert rig.content([0, 7, 21, 32]) == [bytes(len(want[0]))] * 4, "no other page was touched"
 
 

@@ -203,16 +203,26 @@ class Gpu:
         return self._marks.take(layers)
 
     def copy(
-        self, stream: int, targets: Sequence[Span], to: Pages, sources: Sequence[Span], of: Pages
+        self,
+        stream: int,
+        targets: Sequence[Span],
+        to: Pages,
+        sources: Sequence[Span],
+        of: Pages,
+        *,
+        is_local: bool = False,
     ) -> None:
-        """Enqueues copies of pages ``of`` (n,) of some segments to pages ``to`` (n,) of others."""
+        """Enqueues copies of pages ``of`` (n,) of some segments to pages ``to`` (n,) of others.
+
+        is_local: both in the GPU's memory.
+        """
         there = np.concatenate([_addresses(span, to) for span in targets])
         here = np.concatenate([_addresses(span, of) for span in sources])
         nbytes = np.repeat(np.array([span.nbytes for span in targets], np.uint64), len(to))
         if not len(to):
             return
         if self.driver.has_copy_batch:
-            self.driver.copy_batch(there, here, nbytes, stream)
+            self.driver.copy_batch(there, here, nbytes, stream, is_local=is_local)
             return
         with self.driver.bound():
             for target, source, n in zip(there, here, nbytes, strict=True):

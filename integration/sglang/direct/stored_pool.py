@@ -94,7 +94,7 @@ class StoredPool:
         assert self.gpu is not None, "pages in GPU memory"
         engine = self.engine.spans[layer]
         source = self._load_spans[layer] if staged else engine
-        self.gpu.copy(self.gpu.copy_stream, engine, targets, source, rows)
+        self.gpu.copy(self.gpu.copy_stream, engine, targets, source, rows, is_local=not staged)
 
     def copy_from_staging(self, layer: int, source: Views, rows: Pages, targets: Pages) -> None:
         """Copies pages ``rows`` of one of the engine's layers from staging to ``targets``."""

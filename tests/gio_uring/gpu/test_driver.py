@@ -272,13 +272,21 @@ def test_a_long_batch_is_cut_into_calls(
     bindings: FakeBindings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gpu_driver, "BATCH_MAX", 4)
-    bindings.CUmemcpyAttributes = lambda: SimpleNamespace(getPtr=lambda: 77)  # type: ignore[assignment]
+    made: dict[int, SimpleNamespace] = {}
+
+    def attributes_of() -> SimpleNamespace:
+        place = 77 + len(made)
+        made[place] = SimpleNamespace(getPtr=lambda: place)
+        return made[place]
+
+    bindings.CUmemcpyAttributes = attributes_of  # type: ignore[assignment]
     driver = CudaDriver()
+    prefer_overlap = 1
     calls: list[tuple[list[int], ...]] = []
 
     def take(*arguments: int) -> int:
         *columns, count, attributes, first, kinds, stream = arguments
-        assert (attributes, kinds, stream) == (77, 1, 5)
+        assert (made[attributes].flags, kinds, stream) == (prefer_overlap, 1, 5)
         assert ctypes.c_size_t.from_address(first).value == 0
         calls.append(tuple(list((ctypes.c_uint64 * count).from_address(c)) for c in columns))
         return 0 if count else 1
@@ -291,6 +299,8 @@ def test_a_long_batch_is_cut_into_calls(
         assert all(len(call[0]) <= 4 for call in calls)
         for k in range(3):
             assert [v for call in calls for v in call[k]] == columns[k].tolist()
+    prefer_overlap = 0
+    driver.copy_batch(table[0], table[1], table[2], 5, is_local=True)
 
 
 def test_a_machine_without_a_driver_says_so(bindings: FakeBindings) -> None:

@@ -101,8 +101,14 @@ class Driver(Protocol):
     def copy(self, target: int, source: int, nbytes: int, stream: int) -> None:
         """One copy between addresses of any kind."""
 
-    def copy_batch(self, targets: U64, sources: U64, nbytes: U64, stream: int) -> None:
-        """Many copies (n,), in any order among themselves; not on the default stream."""
+    def copy_batch(
+        self, targets: U64, sources: U64, nbytes: U64, stream: int, *, is_local: bool = False
+    ) -> None:
+        """Many copies (n,), in any order among themselves; not on the default stream.
+
+        By copy engines; is_local: both ends are in the device's memory, where those are slow
+        (NVIDIA/nccl#2177: a twentieth), and the driver chooses.
+        """
 
     def fill(self, target: int, value: int, nbytes: int, stream: int) -> None:
         """Sets bytes of device memory."""
@@ -198,10 +204,14 @@ class CudaDriver(Owned):
         self._handle = self._call("cuDeviceGet", device)
         self._context = int(self._call("cuDevicePrimaryCtxRetain", self._handle))
         self._copy_batch = self._find_copy_batch()
-        self._attributes = self._cuda.CUmemcpyAttributes()
-        self._attributes.srcAccessOrder = self._cuda.CUmemcpySrcAccessOrder(_SOURCE_IN_STREAM_ORDER)
-        self._attributes.flags = _PREFER_OVERLAP
+        self._attributes = {local: self._attributes_of(local) for local in (False, True)}
         self._first = (ctypes.c_size_t * 1)(0)
+
+    def _attributes_of(self, is_local: bool) -> Any:
+        attributes = self._cuda.CUmemcpyAttributes()
+        attributes.srcAccessOrder = self._cuda.CUmemcpySrcAccessOrder(_SOURCE_IN_STREAM_ORDER)
+        attributes.flags = 0 if is_local else _PREFER_OVERLAP
+        return attributes
 
     def _find_copy_batch(self) -> Any:
         """The function itself: cuda-bindings would turn every address into an object first."""
@@ -339,7 +349,9 @@ class CudaDriver(Owned):
     def copy(self, target: int, source: int, nbytes: int, stream: int) -> None:
         self._call("cuMemcpyAsync", target, source, nbytes, stream)
 
-    def copy_batch(self, targets: U64, sources: U64, nbytes: U64, stream: int) -> None:
+    def copy_batch(
+        self, targets: U64, sources: U64, nbytes: U64, stream: int, *, is_local: bool = False
+    ) -> None:
         assert targets.size == sources.size == nbytes.size, "three columns of one table"
         columns = [np.ascontiguousarray(c, np.uint64) for c in (targets, sources, nbytes)]
         with self._current():
@@ -347,7 +359,7 @@ class CudaDriver(Owned):
                 code = self._copy_batch(
                     *(c.ctypes.data + start * c.itemsize for c in columns),
                     min(BATCH_MAX, targets.size - start),
-                    self._attributes.getPtr(),
+                    self._attributes[is_local].getPtr(),
                     ctypes.addressof(self._first),
                     1,
                     stream,

@@ -136,14 +136,32 @@ class _SingleCopies(_Copies):
             self._driver.copy(target, source, nbytes, stream)
 
 
-class BatchCopyMover:
+class CopyMover:
+    """Copy engines, one cuMemcpyAsync for each fragment."""
+
+    name = "copy"
+    kernel_jobs = 0
+    _kind: type[_BatchCopies | _SingleCopies] = _SingleCopies
+
+    def __init__(self, driver: Driver) -> None:
+        self._driver = driver
+
+    def prepare(self, descriptor: CopyDescriptor) -> PreparedCopy:
+        return self.copies_of(Fragments(descriptor))
+
+    def copies_of(self, fragments: Fragments) -> PreparedCopy:
+        """As `prepare`, for fragments that are known."""
+        return self._kind(self._driver, fragments)
+
+
+class BatchCopyMover(CopyMover):
     """Copy engines, all fragments of a layer in one call of cuMemcpyBatchAsync; no SM is used.
 
     Raises Unsupported where the driver lacks the call.
     """
 
     name = "copy-batch"
-    kernel_jobs = 0
+    _kind = _BatchCopies
 
     def __init__(self, driver: Driver) -> None:
         if not driver.has_copy_batch:
@@ -151,37 +169,13 @@ class BatchCopyMover:
                 "the driver has no cuMemcpyBatchAsync of CUDA 13.0; use the mover 'copy', or a "
                 "newer driver"
             )
-        self._driver = driver
-
-    def prepare(self, descriptor: CopyDescriptor) -> PreparedCopy:
-        return self.copies_of(Fragments(descriptor))
-
-    def copies_of(self, fragments: Fragments) -> PreparedCopy:
-        """As `prepare`, for fragments that are known."""
-        return _BatchCopies(self._driver, fragments)
-
-
-class CopyMover:
-    """Copy engines, one cuMemcpyAsync for each fragment."""
-
-    name = "copy"
-    kernel_jobs = 0
-
-    def __init__(self, driver: Driver) -> None:
-        self._driver = driver
-
-    def prepare(self, descriptor: CopyDescriptor) -> PreparedCopy:
-        return self.copies_of(Fragments(descriptor))
-
-    def copies_of(self, fragments: Fragments) -> PreparedCopy:
-        """As `prepare`, for fragments that are known."""
-        return _SingleCopies(self._driver, fragments)
+        super().__init__(driver)
 
 
 class AutoMover:
     """Copy engines, or a kernel for jobs of many short fragments."""
 
-    def __init__(self, copies: BatchCopyMover | CopyMover, kernel: Mover) -> None:
+    def __init__(self, copies: CopyMover, kernel: Mover) -> None:
         self._copies, self._kernel = copies, kernel
         self.name = f"auto: {copies.name} or {kernel.name}"
 
@@ -198,6 +192,6 @@ class AutoMover:
         return self._copies.copies_of(fragments)
 
 
-def choose_mover(driver: Driver) -> BatchCopyMover | CopyMover:
+def choose_mover(driver: Driver) -> CopyMover:
     """The copy engines, by the best call that the driver has."""
     return BatchCopyMover(driver) if driver.has_copy_batch else CopyMover(driver)
