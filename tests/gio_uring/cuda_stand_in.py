@@ -8,7 +8,7 @@ It is hostile, as a driver may be to careless code: streams share 8 queues, so t
 a wait of another stream waits, too; a full queue blocks the calls of every thread; and creating a
 stream or an event and what may wait for the device wait for all that is enqueued by then.  Code
 that waits for itself gets a `CudaError` in the end.  `queue_max` makes queues shorter, and
-`queues=1` puts all streams on one.  Without `hostile` each has its own and creating does not wait.
+`queues=1` puts all streams on one.
 """
 
 from __future__ import annotations
@@ -79,8 +79,7 @@ class StandInDriver:
         self,
         *,
         seed: int = 0,
-        hostile: bool = True,
-        queues: int | None = None,
+        queues: int = _QUEUES,
         queue_max: int = 1024,
         give_up_s: float = _GIVE_UP_S,
         has_copy_batch: bool = True,
@@ -90,8 +89,8 @@ class StandInDriver:
         self.device = 0
         self.violations: list[str] = []
         self.fail: dict[str, int] = {}
-        self.local_batches = 0
         self.calls: dict[str, int] = {}
+        self.local_batches = 0
         self.kernels: dict[str, Callable[..., None]] = {}
         self.staying: dict[str, Callable[..., Callable[[], bool]]] = {}
         self._stays = 0  # kernels that stay, and have not ended
@@ -104,8 +103,6 @@ class StandInDriver:
         self._gate = threading.RLock()  # held by a call that waits
         self._sms = sms or SmResource(132, 8, 8)
         self._queues: list[_Queue] = []
-        self._waiting = _WAIT if hostile else set()
-        self._shared = (_QUEUES if hostile else 0) if queues is None else queues
         self._streams: dict[int, tuple[_Queue, int]] = {}
         self._events: dict[int, tuple[_Queue, int] | None] = {}
         self._registered: dict[int, int] = {}
@@ -116,8 +113,7 @@ class StandInDriver:
         self._lock = threading.RLock()
         self._stop = False
         self._threads: list[threading.Thread] = []
-        for _ in range(self._shared):
-            self._add_queue()
+        self._shared = deque(self._add_queue() for _ in range(queues))  # the next stream's first
         self._default = self.create_stream()
         #: PyTorch's, which makes them while streams wait for what a test opens.
         self.spare_events = deque(self.create_event() for _ in range(64))
@@ -169,7 +165,7 @@ class StandInDriver:
                         inside = address <= work.waits_for < address + nbytes
                         if inside and ident == thread.ident:
                             self.violations.append(f"{name} while a stream waits for its caller")
-        if name in self._waiting:
+        if name in _WAIT:
             with self._gate:
                 for queue in [queue for queue in self._queues if not queue.stays]:
                     last = queue.added
@@ -244,8 +240,9 @@ class StandInDriver:
     def create_stream(self, priority: int = 0) -> int:
         self._called("cuStreamCreateWithPriority")
         handle = self._handle()
-        queue = self._queues[handle % self._shared] if self._shared else self._add_queue()
-        self._streams[handle] = (queue, 0)
+        with self._lock:
+            self._shared.rotate(-1)
+            self._streams[handle] = (self._shared[-1], 0)
         return handle
 
     def destroy_stream(self, stream: int) -> None:
@@ -284,13 +281,13 @@ class StandInDriver:
 
     def copy_batch(
         self, targets: U64, sources: U64, nbytes: U64, stream: int, *, is_local: bool = False
+    ) -> None:
+        self._called("cuMemcpyBatchAsync")
+        assert self._has_copy_batch
         self.local_batches += is_local
         ends = np.concatenate((targets, sources)) & np.uint64(PINNED_MARK)
         if is_local == bool(ends.any()):
             self.violations.append("a batch of copies with the flags of the other kind")
-    ) -> None:
-        self._called("cuMemcpyBatchAsync")
-        assert self._has_copy_batch
         rows = list(zip(targets.tolist(), sources.tolist(), nbytes.tolist(), strict=True))
         self._copies([rows[i] for i in self._rng.permutation(len(rows))], stream)
 

@@ -9,6 +9,7 @@
 #include <chrono>
 #include <condition_variable>
 #include <cstdint>
+#include <cstdlib>
 #include <cstring>
 #include <deque>
 #include <functional>
@@ -21,10 +22,70 @@
 namespace machine {
 
 constexpr uint64_t kPageNbytes = 4096;
-// A stream that is full blocks its caller, as a GPU's does.
-constexpr size_t kWorkMax = 1024;
-constexpr auto kGiveUp = std::chrono::seconds(30);
+// A hardware queue that is full blocks the calls of every thread.
+constexpr uint64_t kWorkMax = 1024;
 constexpr auto kNap = std::chrono::microseconds(50);
+// Where CUDA_DEVICE_MAX_CONNECTIONS is not set.
+constexpr size_t kQueues = 8;
+
+inline size_t number_from(const char* name, size_t fallback) {
+  const char* text = std::getenv(name);
+  return text == nullptr ? fallback : std::strtoull(text, nullptr, 10);
+}
+
+// Polls.  False after the time that a call waits at most; tests of what never ends shorten it.
+template <typename Condition>
+bool wait_until(Condition holds) {
+  static const auto most = std::chrono::milliseconds(number_from("STAND_IN_GIVE_UP_MS", 30000));
+  const auto end = std::chrono::steady_clock::now() + most;
+  while (!holds()) {
+    if (std::chrono::steady_clock::now() > end) return false;
+    std::this_thread::sleep_for(kNap);
+  }
+  return true;
+}
+
+// Held by a call that waits: every other call waits with it.
+inline std::mutex& gate() {
+  static std::mutex& mutex = *new std::mutex;
+  return mutex;
+}
+
+inline void pass_gate() { const std::lock_guard<std::mutex> blocked(gate()); }
+
+// A hardware queue.  Work of the streams that share it begins in the order in which it was put
+// there: what waits is in the way of all that follows, a kernel that runs is not.
+struct Queue {
+  std::atomic<uint64_t> begun{0}, taken{0};
+
+  bool is_full() const { return taken - begun >= kWorkMax; }
+
+  static Queue* all(size_t* count) {
+    static const size_t number = number_from("CUDA_DEVICE_MAX_CONNECTIONS", kQueues);
+    static Queue* queues = new Queue[number];
+    *count = number;
+    return queues;
+  }
+
+  // Of the next stream, by turns.
+  static Queue* next() {
+    static std::atomic<size_t> turn{0};
+    size_t count;
+    Queue* queues = all(&count);
+    return queues + turn++ % count;
+  }
+
+  // Waits until all that is in the queues by now has begun.
+  static bool drain() {
+    size_t count;
+    Queue* queues = all(&count);
+    for (size_t i = 0; i < count; ++i) {
+      const uint64_t last = queues[i].taken;
+      if (!wait_until([&] { return queues[i].begun >= last; })) return false;
+    }
+    return true;
+  }
+};
 
 // Work that is done in order by a thread of its own, which ends with the last work.
 class Stream : public std::enable_shared_from_this<Stream> {
@@ -39,11 +100,13 @@ class Stream : public std::enable_shared_from_this<Stream> {
     return stream;
   }
 
-  // The number of the work, counted from 1; 0 when there came no room for it.
-  uint64_t put(Step step) {
-    std::unique_lock<std::mutex> lock(mutex_);
-    if (!changed_.wait_for(lock, kGiveUp, [&] { return steps_.size() < kWorkMax; })) return 0;
-    steps_.push_back(std::move(step));
+  // The number of the work, counted from 1; 0 when there came no room for it.  A kernel leaves its
+  // hardware queue as it begins.
+  uint64_t put(Step step, bool is_kernel) {
+    const std::lock_guard<std::mutex> blocked(gate());
+    if (!wait_until([&] { return !queue_->is_full(); })) return 0;
+    const std::lock_guard<std::mutex> lock(mutex_);
+    steps_.push_back({std::move(step), queue_->taken++, is_kernel});
     changed_.notify_all();
     return ++added_;
   }
@@ -63,7 +126,8 @@ class Stream : public std::enable_shared_from_this<Stream> {
   bool settle() {
     std::unique_lock<std::mutex> lock(mutex_);
     const uint64_t last = added_;
-    return changed_.wait_for(lock, kGiveUp, [&] { return done_ >= last; });
+    lock.unlock();
+    return wait_until([&] { return is_past(last); });
   }
 
   // It ends once its work has.
@@ -76,6 +140,12 @@ class Stream : public std::enable_shared_from_this<Stream> {
   uint64_t green() const { return green_; }
 
  private:
+  struct Work {
+    Step step;
+    uint64_t turn;  // in its hardware queue
+    bool is_kernel;
+  };
+
   void work() {
     std::unique_lock<std::mutex> lock(mutex_);
     while (!is_ending_ || !steps_.empty()) {  // until the stream is destroyed, or the process ends
@@ -83,12 +153,17 @@ class Stream : public std::enable_shared_from_this<Stream> {
         changed_.wait(lock);
         continue;
       }
-      const Step& step = steps_.front();  // others only append
+      const Work& next = steps_.front();  // others only append
       lock.unlock();
-      const bool is_over = step();
+      bool is_over = false;
+      if (queue_->begun == next.turn) {
+        if (next.is_kernel) ++queue_->begun;
+        is_over = next.step();
+      }
       if (!is_over) std::this_thread::sleep_for(kNap);
       lock.lock();
       if (!is_over) continue;
+      if (!next.is_kernel) ++queue_->begun;
       steps_.pop_front();
       ++done_;
       changed_.notify_all();
@@ -97,7 +172,8 @@ class Stream : public std::enable_shared_from_this<Stream> {
 
   std::mutex mutex_;
   std::condition_variable changed_;
-  std::deque<Step> steps_;
+  std::deque<Work> steps_;
+  Queue* const queue_ = Queue::next();
   uint64_t added_ = 0, done_ = 0, green_ = 0;
   bool is_ending_ = false;
 };

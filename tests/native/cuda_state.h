@@ -7,6 +7,7 @@
 #include <atomic>
 #include <cstring>
 #include <mutex>
+#include <set>
 #include <string>
 #include <utility>
 #include <vector>
@@ -51,6 +52,35 @@ struct Description {
   unsigned sms;
 };
 
+// Kernels that run, by the time at which they began.  Of a GPU with a display: one that runs longer
+// than STAND_IN_WATCHDOG_MS loses the context.
+class Watchdog {
+ public:
+  using Clock = std::chrono::steady_clock;
+
+  bool is_on() const { return most_.count() != 0; }
+
+  std::multiset<Clock::time_point>::iterator begin_kernel() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return began_.insert(Clock::now());
+  }
+
+  void end_kernel(std::multiset<Clock::time_point>::iterator kernel) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    began_.erase(kernel);
+  }
+
+  bool has_struck() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return is_on() && !began_.empty() && Clock::now() - *began_.begin() > most_;
+  }
+
+ private:
+  const std::chrono::milliseconds most_{number_from("STAND_IN_WATCHDOG_MS", 0)};
+  std::mutex mutex_;
+  std::multiset<Clock::time_point> began_;
+};
+
 // All there is.  Never destroyed: streams outlive the process's own end.
 struct Machine {
   std::atomic<bool> is_initialised{false};
@@ -63,14 +93,22 @@ struct Machine {
   Handles<Description> descriptions;
   Handles<Description> greens;
   Memory memory;
+  Watchdog watchdog;
   std::shared_ptr<Stream> default_stream = Stream::start(0);
 
-  // What may wait for the device does.
+  // What may wait for the device does, and blocks the calls of every thread meanwhile.
   CUresult settle() {
+    const std::lock_guard<std::mutex> blocked(gate());
     for (const auto& [handle, stream] : streams.all()) {
       if (!stream->settle()) return CUDA_ERROR_LAUNCH_TIMEOUT;
     }
     return CUDA_SUCCESS;
+  }
+
+  // What may wait for all that is enqueued does, though not for kernels that run.
+  CUresult drain() {
+    const std::lock_guard<std::mutex> blocked(gate());
+    return Queue::drain() ? CUDA_SUCCESS : CUDA_ERROR_LAUNCH_TIMEOUT;
   }
 };
 
@@ -91,6 +129,8 @@ inline CUresult enter() {
   if (!machine_of().is_initialised) return CUDA_ERROR_NOT_INITIALIZED;
   if (contexts().empty() || contexts().back() == nullptr) return CUDA_ERROR_INVALID_CONTEXT;
   if (machine_of().context_uses == 0) return CUDA_ERROR_CONTEXT_IS_DESTROYED;
+  pass_gate();
+  if (machine_of().watchdog.has_struck()) machine_of().error = CUDA_ERROR_LAUNCH_TIMEOUT;
   return static_cast<CUresult>(machine_of().error.load());
 }
 
@@ -106,10 +146,10 @@ inline CUresult find_stream(CUstream handle, std::shared_ptr<Stream>* stream) {
 }
 
 // Finds the stream and puts work on it.
-inline CUresult put(CUstream handle, Stream::Step step) {
+inline CUresult put(CUstream handle, Stream::Step step, bool is_kernel = false) {
   std::shared_ptr<Stream> stream;
   if (const CUresult wrong = find_stream(handle, &stream); wrong != CUDA_SUCCESS) return wrong;
-  return stream->put(std::move(step)) == 0 ? CUDA_ERROR_LAUNCH_TIMEOUT : CUDA_SUCCESS;
+  return stream->put(std::move(step), is_kernel) == 0 ? CUDA_ERROR_LAUNCH_TIMEOUT : CUDA_SUCCESS;
 }
 
 inline bool is_reached(CUdeviceptr address, size_t nbytes) {

@@ -3,8 +3,8 @@
 //
 // Arguments, handles, contexts and addresses are checked as the CUDA Driver API 13.0 (cuda.h) says,
 // for an H200.  Streams are threads, memory is the host's, kernels run on fibers, each with the
-// parameters that its own signature takes.  It is stricter than a driver in two things: a batch of
-// copies takes no memory that is not registered, and what may wait for the device does.
+// parameters that its own signature takes.  It is as strict as a driver may be: batches take no
+// memory that is not registered, calls that may wait do, and streams share hardware queues.
 #include <algorithm>
 #include <cstring>
 #include <random>
@@ -81,7 +81,7 @@ CUresult cuDeviceGetAttribute(int* value, CUdevice_attribute attribute, CUdevice
   const bool is_minor = attribute == CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR;
   const bool is_limit = attribute == CU_DEVICE_ATTRIBUTE_KERNEL_EXEC_TIMEOUT;
   REFUSE_IF(!is_major && !is_minor && !is_limit, CUDA_ERROR_NOT_SUPPORTED);
-  *value = is_major ? 9 : 0;
+  *value = is_major ? 9 : is_limit && machine_of().watchdog.is_on() ? 1 : 0;
   return CUDA_SUCCESS;
 }
 
@@ -123,6 +123,7 @@ CUresult cuStreamCreateWithPriority(CUstream* stream, unsigned flags, int) {
   CHECK(enter());
   // Streams that wait for the legacy default stream are nothing that Tutti wants.
   REFUSE_IF(flags != CU_STREAM_NON_BLOCKING, CUDA_ERROR_INVALID_VALUE);
+  CHECK(machine_of().drain());
   *stream = machine_of().streams.add<CUstream>(Stream::start(0));
   return CUDA_SUCCESS;
 }
@@ -224,6 +225,7 @@ CUresult cuMemsetD8Async(CUdeviceptr target, unsigned char value, size_t nbytes,
 CUresult cuEventCreate(CUevent* event, unsigned flags) {
   CHECK(enter());
   REFUSE_IF(flags > (CU_EVENT_BLOCKING_SYNC | CU_EVENT_DISABLE_TIMING), CUDA_ERROR_INVALID_VALUE);
+  CHECK(machine_of().drain());
   *event = machine_of().events.add<CUevent>(std::make_shared<Event>());
   return CUDA_SUCCESS;
 }
@@ -240,7 +242,7 @@ CUresult cuEventRecord(CUevent handle, CUstream stream_handle) {
   const std::shared_ptr<Event> event = machine_of().events.find(handle);
   REFUSE_IF(event == nullptr, CUDA_ERROR_INVALID_HANDLE);
   const std::lock_guard<std::mutex> lock(event->mutex);
-  event->number = stream->put([] { return true; });
+  event->number = stream->put([] { return true; }, false);
   event->stream = stream;
   return event->number == 0 ? CUDA_ERROR_LAUNCH_TIMEOUT : CUDA_SUCCESS;
 }
@@ -351,10 +353,13 @@ CUresult cuLaunchKernel(CUfunction handle, unsigned grid, unsigned grid_y, unsig
   REFUSE_IF(grid_y * grid_z * block_y * block_z != 1 || block % simt::kLanes != 0 || shared != 0,
             CUDA_ERROR_NOT_SUPPORTED);
   const Call call = function->kernel->capture(parameters);
-  return put(stream, [=] {
+  const auto run = [=] {
+    const auto kernel = machine_of().watchdog.begin_kernel();
     if (!run_kernel(call, grid, block)) machine_of().error = CUDA_ERROR_LAUNCH_FAILED;
+    machine_of().watchdog.end_kernel(kernel);
     return true;
-  });
+  };
+  return put(stream, run, true);
 }
 
 CUresult cuDeviceGetDevResource(CUdevice device, CUdevResource* resource, CUdevResourceType type) {
@@ -404,6 +409,7 @@ CUresult cuGreenCtxCreate(CUgreenCtx* context, CUdevResourceDesc description, CU
 CUresult cuGreenCtxStreamCreate(CUstream* stream, CUgreenCtx context, unsigned flags, int) {
   REFUSE_IF(machine_of().greens.find(context) == nullptr, CUDA_ERROR_INVALID_CONTEXT);
   REFUSE_IF(flags != CU_STREAM_NON_BLOCKING, CUDA_ERROR_INVALID_VALUE);
+  CHECK(machine_of().drain());
   const auto green = reinterpret_cast<uint64_t>(context);
   *stream = machine_of().streams.add<CUstream>(Stream::start(green));
   return CUDA_SUCCESS;

@@ -62,6 +62,21 @@ def test_what_is_wrong_has_the_drivers_code(environment: dict[str, str]) -> None
     assert found.splitlines() == REFUSALS.split("\n")[1:-1]
 
 
+def test_careless_code_hangs(environment: dict[str, str], seed: int) -> None:
+    short = {"STAND_IN_GIVE_UP_MS": "300", "LIBCUDA_QUEUE": "1024"}
+    out = run_tests({**environment, **short}, seed, "tests/gio_uring/gpu/test_hostile_driver.py")
+    assert "7 passed, 1 skipped" in out, out
+
+
+def test_a_watchdog_ends_long_kernels_and_engines_have_none(environment: dict[str, str]) -> None:
+    watched = {**environment, "STAND_IN_WATCHDOG_MS": "4000"}
+    assert run([str(TESTS / "native/cuda_watchdog.py")], watched).splitlines() == [
+        "persistent: refused",
+        "launch: timed out",
+        "launch without a limit: code 702",
+    ]
+
+
 def test_the_first_contact_is_kept_in_one_tar(environment: dict[str, str], tmp_path: Path) -> None:
     sizes = "--batch 4MiB --layers 4 --staging 16MiB --pairs 1 --round-s 0.001"
     program = [str(TESTS / "gpu/first_contact.py"), "--out", str(tmp_path / "out")]
@@ -79,5 +94,6 @@ def test_the_first_contact_is_kept_in_one_tar(environment: dict[str, str], tmp_p
     assert [row["right"] for row in found["ceiling"]["rows"] if "right" in row] == [True] * 6
     full, alone, *copies = found["probes"]["rows"]
     assert full["the_next_call_blocked"]
-    assert alone["streams_that_waited"] == 0, "this stand-in gives each stream a queue"
+    assert full["another_threads_call_blocked"]
+    assert alone["streams_that_waited"] == 4, "every eighth of 32"
     assert [row["nbytes"] for row in copies] == [1 << 20, 4 << 20]

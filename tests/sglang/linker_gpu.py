@@ -125,10 +125,7 @@ def gpu_rig(
 ) -> Iterator[GpuRig]:
     """A rig on the stand-in, whose kernels submit through the linker's own queue pairs."""
     with (
-        stand_in_gpu(monkeypatch, **{"hostile": False} | (driver_options or {})) as (
-            driver,
-            streams,
-        ),
+        stand_in_gpu(monkeypatch, **(driver_options or {})) as (driver, streams),
         GpuRig(folder, kind, **options) as rig,
     ):
         rig.driver, rig.streams, rig.kernels = driver, streams, streams.kernels
