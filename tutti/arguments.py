@@ -28,6 +28,14 @@ def nbytes(text: str) -> int:
     return size
 
 
+def named_nbytes(text: str) -> tuple[str, int]:
+    """An argparse type: "team=64GiB" as a name and bytes."""
+    name, is_given, size = text.partition("=")
+    if not (name and is_given):
+        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=SIZE; pass e.g. team=8GiB")
+    return name, nbytes(size)
+
+
 def say_capacity(size_nbytes: int) -> None:
     """How a size was read, on stderr, before anything is allocated."""
     size = f"{format_nbytes(size_nbytes)} ({size_nbytes} bytes)"

@@ -66,6 +66,14 @@ GAUGES: Mapping[str, tuple[str, str]] = {
     "busy_objects": ("busy_objects", "objects that transfers or look-ups protect from eviction"),
     "pinned_objects": ("pinned_objects", "objects that an operator pinned"),
 }
+#: Of namespaces with a quota: (key of one, type, meaning).
+NAMESPACES: Mapping[str, tuple[str, Any, str]] = {
+    "bytes": ("used_nbytes", GaugeMetricFamily, "bytes of a namespace's objects"),
+    "written_bytes": ("written_nbytes", CounterMetricFamily, "bytes written for a namespace"),
+    "evicted_objects": ("evicted", CounterMetricFamily, "objects evicted for its own quota"),
+    "over_quota_pages": ("over_quota", CounterMetricFamily, "pages dropped for want of quota"),
+    "over_budget_pages": ("over_budget", CounterMetricFamily, "pages beyond its daily budget"),
+}
 LATENCIES: Mapping[str, str] = {"load": "load_latency", "store": "store_latency"}
 
 
@@ -98,6 +106,10 @@ class StoreCollector(Collector):
             for name, (_, meaning) in GAUGES.items()
         }
         slots = GaugeMetricFamily("tutti_slots", "slots by state", labels=["pool", "state"])
+        namespaces = {
+            key: family(f"tutti_namespace_{name}", meaning, labels=["pool", "namespace"])
+            for name, (key, family, meaning) in NAMESPACES.items()
+        }
         latency = HistogramMetricFamily(
             "tutti_transfer_seconds",
             "time from the call until its pages are free, by direction",
@@ -116,10 +128,14 @@ class StoreCollector(Collector):
                         families[name].add_metric([pool], float(stats[key]))
             for state, count in stats["slots"].items():
                 slots.add_metric([pool, state], float(count))
+            for namespace, counts in stats["namespaces"].items():
+                for key, family in namespaces.items():
+                    family.add_metric([pool, namespace], float(counts[key]))
             for direction, key in LATENCIES.items():
                 buckets, sum_s = _cumulative(stats[key])
                 latency.add_metric([pool, direction], buckets=buckets, sum_value=sum_s)
-        yield from (info, up, recovered, *counters.values(), *gauges.values(), slots, latency)
+        yield from (info, up, recovered, slots, latency)
+        yield from (*counters.values(), *gauges.values(), *namespaces.values())
 
 
 class AgentCollector(Collector):

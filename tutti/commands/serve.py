@@ -9,7 +9,7 @@ import grp
 import signal
 import sys
 
-from tutti.arguments import nbytes, say_capacity
+from tutti.arguments import named_nbytes, nbytes, say_capacity
 from tutti.commands.outcome import Outcome
 from tutti.errors import ConfigError
 from tutti.node.agent import Agent, AgentConfig
@@ -17,6 +17,7 @@ from tutti.node.pools import AgentPools
 from tutti.placement.eviction import POLICIES
 from tutti.terminal import facts
 from tutti.transfers.core import DURABILITY, VERIFY, StoreConfig
+from tutti.transfers.quotas import Quota
 
 _DESCRIPTION = """\
 Owns pools and serves them to the processes of this machine until Ctrl-C or SIGTERM. Clients find
@@ -77,6 +78,18 @@ def add_serve(parser: argparse.ArgumentParser) -> None:
         metavar="SIZE",
         help="most bytes a day that are written to each pool (default: no limit)",
     )
+    for option, meaning in (
+        ("--quota", "most bytes of a namespace in each pool; for more its own objects are evicted"),
+        ("--write-quota", "most bytes a day of a namespace that are written to each pool"),
+    ):
+        parser.add_argument(
+            option,
+            type=named_nbytes,
+            action="append",
+            default=[],
+            metavar="NAME=SIZE",
+            help=f"{meaning} (may be repeated)",
+        )
     parser.add_argument(
         "--executor",
         choices=("auto", "uring", "threads"),
@@ -99,6 +112,7 @@ def run(args: argparse.Namespace) -> Outcome:
             durability=args.durability,
             eviction=args.eviction,
             write_budget=args.write_budget,
+            quotas=_quotas(args.quota, args.write_quota),
         ),
         executor=args.executor,
     )
@@ -116,6 +130,13 @@ def run(args: argparse.Namespace) -> Outcome:
         pools.close()
     result = dict(vars(agent.counters))
     return Outcome(result, facts(list(result.items())))
+
+
+def _quotas(sizes: list[tuple[str, int]], budgets: list[tuple[str, int]]) -> tuple[Quota, ...]:
+    nbytes, written = dict(sizes), dict(budgets)
+    if len(nbytes) < len(sizes) or len(written) < len(budgets):
+        raise ConfigError("a namespace has two quotas of one kind; give each once")
+    return tuple(Quota(name, nbytes.get(name), written.get(name)) for name in {**nbytes, **written})
 
 
 async def _serve(agent: Agent, path: str) -> None:

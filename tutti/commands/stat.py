@@ -15,7 +15,7 @@ from tutti.errors import ConfigError
 from tutti.histogram import BOUNDS_S, quantile_s
 from tutti.node.connect import AGENT, connect
 from tutti.terminal import facts
-from tutti.units import format_duration
+from tutti.units import format_duration, format_nbytes
 
 _DESCRIPTION = """\
 Shows the counters of an agent's pools (`tutti serve`) since they were opened. With --watch, a line
@@ -60,8 +60,15 @@ def stat(args: argparse.Namespace) -> Outcome:
 def _totals(path: str, name: str) -> Outcome:
     with connect(path, pool=name) as store:
         stats = store.stats()
-    row = _row(_nothing(stats), stats, 0.0)
-    return Outcome(stats, facts(list(zip(_HEADINGS, row, strict=True))))
+    lines = list(zip(_HEADINGS, _row(_nothing(stats), stats, 0.0), strict=True))
+    for namespace, of in stats.get("namespaces", {}).items():
+        limit = of["quota_nbytes"]
+        size = format_nbytes(of["used_nbytes"]) + (f" of {format_nbytes(limit)}" if limit else "")
+        dropped = of["over_quota"] + of["over_budget"]
+        lines.append(
+            (f"namespace {namespace}", f"{size}, {of['evicted']} evicted, {dropped} dropped")
+        )
+    return Outcome(stats, facts(lines))
 
 
 def _watch(read: Any, interval_s: float, count: int | None) -> int:

@@ -310,6 +310,11 @@ class Index:
         mask: Mask = (self.state == SlotState.READY) | (self.state == SlotState.UNPROVEN)
         return mask
 
+    def owned(self) -> Mask:
+        """Slots that own a key, shape (slots,)."""
+        mask: Mask = _OWNS_KEY[self.state]
+        return mask
+
     def busy(self) -> Mask:
         """Slots that must stay as they are for now: pinned, kept, or a write is under way."""
         writing = (self.state == SlotState.WRITING) | (self.state == SlotState.VOIDING)

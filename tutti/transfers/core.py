@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from tutti.arrays import Slots
+from tutti.arrays import Mask, Slots
 from tutti.checks import one_of, seconds, share, whole
 from tutti.errors import ConfigError, DeviceTimeout, PoolClosed, PoolCorrupt
 from tutti.gio_uring.engine import Engine
@@ -34,6 +34,7 @@ from tutti.pool.members import Members
 from tutti.pool.slot_extents import SlotExtents, object_places
 from tutti.process import Owned
 from tutti.scheduler.dispatcher import Schedule
+from tutti.transfers.quotas import Quota, Quotas
 from tutti.transfers.write_budget import WriteBudget
 
 VERIFY = ("always", "sampled", "off")
@@ -56,6 +57,7 @@ class StoreConfig:
     digest_cache_nbytes: memory for digests of recent objects.
     write_budget: bytes a day that puts may write, None for no limit; an hour's budget may go at
         once, and pages beyond it are dropped and counted as ``over_budget``.
+    quotas: limits of namespaces; see tutti.transfers.quotas.
     schedule: when puts and loads are launched; None for at once.  See docs/scheduler.md.
     window_nbytes: bytes of commands in flight on each drive; None finds the smallest number that
         has the drive's full bandwidth while it runs, which keeps first layers early.
@@ -80,6 +82,7 @@ class StoreConfig:
     residency: str = "dynamic"
     eviction: str | EvictionPolicy = "lru"
     write_budget: int | None = None
+    quotas: tuple[Quota, ...] = ()
     schedule: Schedule | None = None
 
     @classmethod
@@ -191,6 +194,7 @@ class Core(Owned):
         self.guard = engine.guard
         padded_nbytes = members.geometry.slice_padded_nbytes * self.layers
         self.budget = WriteBudget(config.write_budget, padded_nbytes + RECORD_NBYTES)
+        self.quotas = Quotas(config.quotas, padded_nbytes + RECORD_NBYTES)
         self.sequence = 1
         self.in_flight = 0
         self.closing = False
@@ -229,13 +233,16 @@ class Core(Owned):
         limit = getattr(path, "write_pages_max", None)
         return most if limit is None else min(most, limit(self.layers, self.geometry.slice_nlb))
 
-    def choose_victims(self, n: int) -> Slots:
-        """Slots to evict, at least ``n`` where the policy finds so many.  Lock held."""
+    def choose_victims(self, n: int, among: Mask | None = None) -> Slots:
+        """Slots to evict, at least ``n`` where the policy finds so many.  Lock held.
+
+        among: which slots may go; None for all.
+        """
         index, policy = self.index, self.config.eviction_policy
         assert policy is not None, "checked by StoreConfig"
         # What is pinned is not there for the policy: the rest of its group goes as any other's.
         view = EvictionView(
-            index.resident() & ~index.pinned,
+            index.resident() & ~index.pinned & (True if among is None else among),
             index.busy(),
             index.access,
             index.depth,
@@ -325,11 +332,13 @@ class Core(Owned):
             counts = {state.name.lower(): n for state, n in self.index.counts().items()}
             counters = dict(vars(self.counters))
             busy = int(np.count_nonzero(self.index.busy()))
+            namespaces = self.quotas.stats(self.index)
         payload = counters["payload_written_nbytes"]
         runs = counters["load_runs"]
         return {
             **counters,
             "slots": counts,
+            "namespaces": namespaces,
             "capacity_objects": self.index.slots,
             "free_objects": self.allocator.free_slots,
             "busy_objects": busy,

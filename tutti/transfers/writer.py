@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from tutti.arrays import U32, U64, Slots
+from tutti.arrays import U32, U64, Mask, Slots
 from tutti.errors import DeviceTimeout, PoolClosed, PoolMoved, TuttiError
 from tutti.gio_uring.engine import PRIORITY_STORE
 from tutti.gio_uring.job import Job
@@ -144,12 +144,21 @@ class Writer:
 
     def _granted(self, together: PutTogether, rows: Slots) -> Slots:
         """Rows that the budget lets be written; the ends of chains are dropped first."""
-        counters, most = self._core.counters, self._core.budget.grant(rows.size)
+        core, counters = self._core, self._core.counters
+        tenant = together.request.tenant
+        own, over_budget = core.quotas.grant(tenant, rows.size, core.index, self._evict)
+        most = core.budget.grant(own)
         if most < rows.size:
             together.tell(rows[most:], Outcome.DROPPED)
             counters.dropped += rows.size - most
-            counters.over_budget += rows.size - most
+            counters.over_budget += over_budget + own - most
         return rows[:most]
+
+    def _evict(self, n: int, among: Mask) -> int:
+        victims = self._core.choose_victims(n, among)
+        if victims.size:
+            self._reclaimer.discard(np.sort(victims))
+        return victims.size
 
     def _present(self, together: PutTogether, rows: Slots) -> None:
         together.tell(rows, Outcome.PRESENT)

@@ -1,0 +1,86 @@
+"""Quotas of namespaces, by `tutti serve` and by `tutti stat`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from node.agents import LAYOUT, WAIT_S, start_process
+
+from store.pools import fill, some_keys
+from tutti.cli import main
+from tutti.errors import ConfigError
+from tutti.medium.slot_record import tenant_of
+from tutti.node.client import NodeStore
+from tutti.transfers.core import StoreConfig
+from tutti.transfers.quotas import Quota, Quotas
+from tutti.transfers.tickets import Outcome
+
+OBJECT_NBYTES = LAYOUT.object_nbytes + 4096
+
+
+def test_a_namespace_evicts_its_own_and_stays_within_its_bytes_of_a_day(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], seed: int
+) -> None:
+    rng = np.random.default_rng(seed)
+    # A day's budget whose hour is three objects.
+    quotas = (f"small={4 * OBJECT_NBYTES}", f"slow={24 * 3 * OBJECT_NBYTES}")
+    options = ("--quota", quotas[0], "--write-quota", quotas[1])
+    path = tmp_path / "s"
+    process = start_process(path, tmp_path, *options)
+    try:
+        with NodeStore(str(path), LAYOUT, "32MiB") as store:
+            memory = store.allocate_memory(16)
+            fill(memory, range(16), rng)
+            keys = some_keys(rng, 40)
+            store.put(keys[:2], range(2)).wait(WAIT_S)
+            for start in range(10, 16):
+                ticket = store.put(keys[start : start + 1], [0], namespace="small")
+                ticket.wait(WAIT_S)
+                assert ticket.outcome[0] == Outcome.STORED
+            long = store.put(keys[20:30], range(10), namespace="small")
+            long.wait(WAIT_S)
+            slow = store.put(keys[30:38], range(8), namespace="slow")
+            slow.wait(WAIT_S)
+            assert store.match(keys[:2]) == 2, "other namespaces lose nothing"
+            assert len(store.catalogue.keys("small")) <= 4
+        assert np.count_nonzero(long.outcome == Outcome.DROPPED) >= 6
+        assert (slow.outcome[:3] == Outcome.STORED).all()
+        assert (slow.outcome[3:] == Outcome.DROPPED).all()
+        assert main(["stat", f"unix:{path}", "--json"]) == 0
+        found = json.loads(capsys.readouterr().out)["namespaces"]
+        assert main(["stat", f"unix:{path}"]) == 0
+        assert "namespace small" in capsys.readouterr().out
+    finally:
+        process.terminate()
+        assert process.wait(WAIT_S) == 0
+    assert found["small"]["used_nbytes"] <= found["small"]["quota_nbytes"]
+    assert found["small"]["evicted"] >= 2
+    assert found["small"]["over_quota"] == np.count_nonzero(long.outcome == Outcome.DROPPED)
+    assert found["slow"]["over_budget"] == 5
+    assert found["slow"]["written_nbytes"] == 3 * OBJECT_NBYTES
+
+
+def test_wrong_quotas_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    serve = ["serve", "--folder", str(tmp_path), "--socket", str(tmp_path / "s")]
+    assert main([*serve, "--quota", "team=1GiB", "--quota", "team=2GiB"]) == 2
+    assert "each once" in capsys.readouterr().err
+    assert main([*serve, "--quota", "team"]) == 2
+    assert "NAME=SIZE" in capsys.readouterr().err
+    with pytest.raises(ConfigError, match="name of a namespace"):
+        Quota("", 1)
+    with pytest.raises(ConfigError, match="nbytes of team"):
+        StoreConfig(quotas=(Quota("team", 0),))
+
+
+def test_two_names_with_one_number_are_refused() -> None:
+    seen: dict[int, str] = {}
+    for number in range(70_000):  # more names than numbers
+        other = seen.setdefault(tenant_of(str(number)), str(number))
+        if other != str(number):
+            with pytest.raises(ConfigError, match="told apart"):
+                Quotas((Quota(other, 1), Quota(str(number), 1)), 1)
+            return
+    raise AssertionError("as many numbers as names")

@@ -1,0 +1,107 @@
+"""Quotas of namespaces: bytes in the pool, and bytes a day that puts may write."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from tutti.arrays import Mask
+from tutti.checks import whole
+from tutti.errors import ConfigError
+from tutti.medium.slot_record import tenant_of
+from tutti.placement.index import Index
+from tutti.transfers.write_budget import WriteBudget
+
+
+@dataclass(frozen=True)
+class Quota:
+    """Limits of one namespace, records included; None for no limit.
+
+    nbytes: of its objects in the pool; its own ones are evicted for more.
+    write_budget: bytes a day that puts may write; as StoreConfig.write_budget.
+    """
+
+    namespace: str
+    nbytes: int | None = None
+    write_budget: int | None = None
+
+    def __post_init__(self) -> None:
+        if not tenant_of(self.namespace):
+            raise ConfigError("a quota needs the name of a namespace")
+        for name, value in (("nbytes", self.nbytes), ("write_budget", self.write_budget)):
+            if value is not None:
+                whole(f"{name} of {self.namespace}", value, 1, 2**62)
+
+
+class _Account:
+    """What one namespace may do, and did, in objects."""
+
+    def __init__(self, quota: Quota, object_nbytes: int) -> None:
+        self.quota = quota
+        self.most = None if quota.nbytes is None else quota.nbytes // object_nbytes
+        self.budget = WriteBudget(quota.write_budget, object_nbytes)
+        self.granted = self.evicted = self.over_quota = self.over_budget = 0
+
+
+class Quotas:
+    """The accounts of all namespaces with a quota.  The store holds a lock around it.
+
+    Raises ConfigError for two namespaces that have one number on the medium.
+    """
+
+    def __init__(self, quotas: Sequence[Quota], object_nbytes: int) -> None:
+        self._object_nbytes = object_nbytes
+        self._accounts: dict[int, _Account] = {}
+        for quota in quotas:
+            account = _Account(quota, object_nbytes)
+            other = self._accounts.setdefault(tenant_of(quota.namespace), account)
+            if other is not account:
+                raise ConfigError(
+                    f"the quotas of {other.quota.namespace!r} and {quota.namespace!r} cannot be"
+                    " told apart; name each namespace once, or rename one"
+                )
+
+    def grant(
+        self, tenant: int, n: int, index: Index, evict: Callable[[int, Mask], int]
+    ) -> tuple[int, int]:
+        """How many of n objects may be written, and how many are beyond the budget of the day.
+
+        evict: removes about so many objects among those of a mask; how many it removed.
+        """
+        account = self._accounts.get(tenant)
+        if account is None:
+            return n, 0
+        granted = account.budget.grant(n)
+        over_budget = n - granted
+        account.over_budget += over_budget
+        if account.most is not None:
+            wanted, own = min(granted, account.most), index.tenant == tenant
+            room = account.most - int(np.count_nonzero(own & index.owned()))
+            if wanted > room:
+                evicted = evict(wanted - room, own)
+                account.evicted += evicted
+                room += evicted
+            account.over_quota += granted - min(wanted, max(0, room))
+            granted = min(wanted, max(0, room))
+        account.granted += granted
+        return granted, over_budget
+
+    def stats(self, index: Index) -> dict[str, dict[str, Any]]:
+        """By namespace: its limits and usage in bytes, and what happened, in objects."""
+        owned = index.owned()
+        return {
+            account.quota.namespace: {
+                "used_nbytes": self._object_nbytes
+                * int(np.count_nonzero((index.tenant == tenant) & owned)),
+                "quota_nbytes": account.quota.nbytes,
+                "written_nbytes": account.granted * self._object_nbytes,
+                "write_budget": account.quota.write_budget,
+                "evicted": account.evicted,
+                "over_quota": account.over_quota,
+                "over_budget": account.over_budget,
+            }
+            for tenant, account in self._accounts.items()
+        }
