@@ -17,7 +17,7 @@ import numpy as np
 from tutti.arrays import U64
 from tutti.bench.controller_memory import MemoryController
 from tutti.bench.environment import describe
-from tutti.bench.statistics import bootstrap_median, median
+from tutti.bench.statistics import bootstrap_median, median, ratios
 from tutti.errors import ConfigError, MediumError
 from tutti.gio_uring.controller_span import SpanController
 from tutti.gio_uring.engine import PRIORITY_LOAD, Engine
@@ -145,15 +145,11 @@ def _loads(rounds: int, advance: Any) -> list[dict[str, Any]]:
             "digest_workers": workers,
             "unverified_gb_per_s": bootstrap_median(plain[i]).to_dict(),
             "verified_gb_per_s": bootstrap_median(verified[i]).to_dict(),
-            "verified_over_first": bootstrap_median(_ratios(verified[i], verified[0])).to_dict(),
-            "verified_over_unverified": bootstrap_median(_ratios(verified[i], plain[i])).to_dict(),
+            "verified_over_first": bootstrap_median(ratios(verified[i], verified[0])).to_dict(),
+            "verified_over_unverified": bootstrap_median(ratios(verified[i], plain[i])).to_dict(),
         }
         for i, (drives, workers) in enumerate(_SHAPES)
     ]
-
-
-def _ratios(above: Sequence[float], below: Sequence[float]) -> list[float]:
-    return [a / b for a, b in zip(above, below, strict=True)]
 
 
 def rows_of(result: dict[str, Any]) -> list[Sequence[Any]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -95,13 +95,6 @@ class Machine:
     def write_us(self, nbytes: int) -> float:
         """See Profile."""
         return self.write * (nbytes / self.drive.write_bytes_per_s * 1e6 + self.drive.latency_us)
-
-    def off_by(self, part: float) -> Machine:
-        """A profile that takes compute for longer and transfers for shorter than they are.
-
-        That is the harmful way: it sees slack where none is.  A negative part sees too little.
-        """
-        return replace(self, compute=1 + part, read=1 - part, write=1 - part)
 
 
 @cache

@@ -49,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", default="tiny-1b", help="one of its models (%(default)s)")
     parser.add_argument("--users", type=int, default=4, help="of the workload (%(default)s)")
     parser.add_argument("--seed", type=int, default=42, help="of the workload (%(default)s)")
-    parser.add_argument("--capacity", default="3GiB", help="bytes of entries kept (%(default)s)")
+    parser.add_argument("--capacity", default="1GiB", help="bytes of entries kept (%(default)s)")
     parser.add_argument("--memory", default="6GiB", help="limit of a round's process (%(default)s)")
     parser.add_argument(
         "--durability",
