@@ -34,7 +34,7 @@ Timing = Callable[[float, float, float], Any]
 
 PAGE_NBYTES = MiB
 LANES = 4  # entries that move at a time; more wait
-LANE_NBYTES = 32 * MiB
+LANE_NBYTES = 128 * MiB
 _LANE_PAGES = LANE_NBYTES // PAGE_NBYTES
 _BLOCK_NBYTES = 4096
 _WAIT_S = 60.0

@@ -55,7 +55,7 @@ def main():
     args, _ = parser.parse_known_args()
     backend = cache.NVMeBackend(base_path=None)
     assert isinstance(backend, StorageBackend)
-    rng, sizes, hits = np.random.default_rng(args.seed), (1, 4097, 1 << 20, (40 << 20) + 77), 0
+    rng, sizes, hits = np.random.default_rng(args.seed), (1, 4097, 1 << 20, (130 << 20) + 77), 0
     times = []
     for number, size in enumerate(sizes):
         timing = backend.write(f"entry_{number}", rng.integers(0, 255, size, np.uint8))
@@ -92,13 +92,13 @@ def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_rounds_count_what_the_benchmark_does_not(checkout: Path, tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     words = ["--kv-cache", str(checkout), "--dir", str(tmp_path), "--out", str(out)]
-    assert yardsticks.main([*words, "--rounds", "1", "--capacity", "128MiB"]) == 0
+    assert yardsticks.main([*words, "--rounds", "1", "--capacity", "256MiB"]) == 0
     result = json.loads(out.read_text())
     assert result["yardstick"]["revision"] == "stand-in"
     for system in SYSTEMS:
         (found,) = result["systems"][system]["rounds"]
         assert (found["hits"], found["reads"], found["misses"]) == (4, 3, 1), "a hit was no read"
-        assert found["read_nbytes"] == 1 + MiB + 40 * MiB + 77
+        assert found["read_nbytes"] == 1 + MiB + 130 * MiB + 77
         assert found["write_nbytes"] == found["read_nbytes"] + 4097
         assert (found["writes"], found["deletes"], found["errors"]) == (4, 1, 0)
         assert found["wrong"] == 0 and found["write_p95_ms"] > 0
