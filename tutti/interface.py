@@ -189,9 +189,10 @@ class Store(ABC):
         """Starts to read objects into pages; layers become ready one after another.
 
         keys, pages, memory: as for ``put``.  batch: the step of the model that needs the pages, see
-        ``StepBegan``.  Raises KeyMissing unless every key is in the pool, ConfigError for a page
-        that is given to two keys, PagesInUse when it was aborted after a partial start and the
-        device may still write into ``pages``; after any other error nothing does.
+        ``StepBegan``, or the name of a load that the queue was told of and has issued.
+        Raises KeyMissing unless every key is in the pool, ConfigError for a page that is given to
+        two keys, PagesInUse when it was aborted after a partial start and the device may still
+        write into ``pages``; after any other error nothing does.
         """
 
     def delete(self, keys: KeyArray, *, timeout_s: float = 30.0) -> int:

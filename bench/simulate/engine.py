@@ -18,7 +18,7 @@ from tutti.bench.simulate.io import ServerIo
 from tutti.bench.simulate.tiers import Blocks
 from tutti.bench.traces import BLOCK_TOKENS, Request
 from tutti.scheduler.event import LayerBegan, LoadKnown, StepBegan, StepEnded
-from tutti.scheduler.request import Phase
+from tutti.scheduler.request import Kind, Phase
 
 
 @dataclass(slots=True, eq=False)
@@ -134,7 +134,7 @@ class Engine:
         job = Job(number, request, self._timeline.now_ns, ids, loadable)
         self._queue.append(job)
         if self._times.system.read_ahead_nbytes:
-            self._know_load(job)
+            self._know_load(job, Kind.READ_AHEAD)
         if not self._computes:
             self._next()
         elif self._stretch is not None:
@@ -159,7 +159,7 @@ class Engine:
         used = sum(j.request.input_tokens + j.request.output_tokens for j in self._running)
         return not self._running or used + wanted <= self.calibration.hbm_tokens
 
-    def _know_load(self, job: Job) -> None:
+    def _know_load(self, job: Job, kind: Kind) -> None:
         """Announces what the store has beyond HBM."""
         ids = job.loadable
         hit = self.hbm.match(ids)
@@ -182,6 +182,7 @@ class Engine:
             tokens=min(self._times.server.chunk_tokens, job.request.input_tokens - self._cut(job)),
             prefix_tokens=self._cut(job),
             unit_layers=min(self._unit, layers),
+            kind=kind,
         )
         self.io.load(known)
 
@@ -199,7 +200,7 @@ class Engine:
                 self.io.forget(job.load)
                 job.load = ""
         if not job.load:
-            self._know_load(job)
+            self._know_load(job, Kind.LOAD)
         self.hbm.touch(ids[:hit])
 
     def _begin(self, job: Job) -> None:

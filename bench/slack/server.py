@@ -33,7 +33,7 @@ from tutti.scheduler.event import (
     WriteKnown,
     WriteStopped,
 )
-from tutti.scheduler.request import Phase, Profile
+from tutti.scheduler.request import Kind, Phase, Profile
 from tutti.scheduler.slack import Estimates
 from tutti.scheduler.state import NOTHING, Issue, Policy, State
 
@@ -285,6 +285,7 @@ class Server:
                 layer_nbytes=request.hit_tokens * model.token_nbytes // layers,
                 tokens=request.new_tokens,
                 prefix_tokens=request.hit_tokens,
+                kind=Kind.READ_AHEAD,
             )
             self._post(load)
             self._ready[str(number)] = 0

@@ -36,7 +36,11 @@ from tutti.integration.sglang.direct.kv_pools import kv_pool_group
 from tutti.integration.sglang.direct.load_batch import LayerCounter, LoadBatch, QueuedLoad
 from tutti.integration.sglang.direct.lookups import Lookups
 from tutti.integration.sglang.direct.maintenance import Maintenance
-from tutti.integration.sglang.direct.open_pools import open_stored_pools, served_profile
+from tutti.integration.sglang.direct.open_pools import (
+    limits_of,
+    open_stored_pools,
+    served_profile,
+)
 from tutti.integration.sglang.direct.read_ahead import ReadAhead
 from tutti.integration.sglang.direct.staging import StagingPages
 from tutti.integration.sglang.direct.staging_copy import Fence
@@ -49,6 +53,8 @@ from tutti.integration.sglang.weights import WATCH
 from tutti.medium.keys import object_keys
 from tutti.process import Owned, at_exit, forget_exit
 from tutti.profiles.found import OFF
+from tutti.scheduler.baselines import ImmediatePolicy
+from tutti.scheduler.dispatcher import Schedule, Unknown
 
 _IDLE_S = 60.0
 _PATIENCE_S = 1.0
@@ -138,9 +144,13 @@ class TuttiLinker(Owned, adapter.UnifiedCacheLinker):
             self._gpu.began = STEPS.stream_began
         self._loads: queue.Queue[LoadBatch | None] = queue.Queue()
         self._chains = Chains()
+        schedule = stored_pools[0].store.config.schedule
+        if schedule is None:
+            limits = limits_of(options, list(self._group.pools.values()), self._gpu)
+            schedule = Schedule(Unknown(), limits, policy=ImmediatePolicy)
         self.ahead = ReadAhead(
             stored_pools,
-            share=min(1.0, options["read_ahead_share"]),
+            schedule=schedule,
             lookups=options["pin_lookups"],
             timeout_s=self._timeout_s,
             breaker=self.reads,
@@ -150,7 +160,7 @@ class TuttiLinker(Owned, adapter.UnifiedCacheLinker):
         self._lookups = Lookups(stored_pools, self._admission, self.ahead, self.error_log.add)
         self.backlog = Backlog(
             stored_pools,
-            schedule=stored_pools[0].store.config.schedule,
+            schedule=schedule,
             locked_share=options["backlog_share"],
             timeout_s=self._timeout_s,
             breaker=self.writes,

@@ -139,7 +139,7 @@ def check_sums(state: State) -> None:
         assert space.copying == sum(w.pages for w in held if w.place is PageLocation.COPYING)
         assert space.staged == sum(w.pages for w in held if w.place is not PageLocation.SOURCE)
     ahead = [load for load in loads if not load.running]
-    assert state.read_ahead_nbytes == sum(x.issued * x.layer_nbytes for x in ahead)
+    assert state.read_ahead_nbytes == sum(x.issued * x.ahead_nbytes for x in ahead)
     waiting = [w for w in writes if w.kind is Kind.PUT]
     assert state.waiting_pages == sum(w.pages - w.issued for w in waiting)
     assert state.reading.flying == sum(x.issued - x.ready for x in loads)

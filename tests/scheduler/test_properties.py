@@ -50,8 +50,8 @@ limits_of = st.builds(
 def feed(drive: Drive, work: Any) -> None:
     """Loads that begin a step when they come, or are read ahead and never used; and writes."""
     for number, (at_ns, layers, mb, unit, used) in enumerate(work[0]):
-        name = f"r{number}"
-        drive.at(LoadKnown(at_ns, name, layers, mb * MB, 64, 64, unit_layers=unit))
+        name, kind = f"r{number}", Kind.LOAD if number % 3 == 2 else Kind.READ_AHEAD
+        drive.at(LoadKnown(at_ns, name, layers, mb * MB, 64, 64, unit_layers=unit, kind=kind))
         if used:
             drive.at(StepBegan(at_ns + 5 * MS, Phase.PREFILL, layers, tokens=64, loads=(name,)))
     for number, (at_ns, pages, mb, unit, stop) in enumerate(work[1]):
@@ -97,7 +97,6 @@ def check_launches(state: State, decision: Decision) -> None:
     waiting = {
         w.name for w in state.writes.values() if w.place is PageLocation.SOURCE and not w.began
     }
-    waiting |= {load.name for load in state.loads.values() if load.kind is Kind.READ_AHEAD}
     gone = Counter([*decision.copy_outs, *decision.drops])
     assert set(gone) <= waiting
     assert all(count == 1 for count in gone.values())
@@ -114,7 +113,7 @@ def check_limits(state: State, decision: Decision, limits: Limits) -> None:
     assert locked <= limits.locked_pages or all(w.began for w in idle)
     copied = sum(w.pages for w in writes if w.name in decision.copy_outs)
     assert state.staged_pages + copied <= limits.staged_pages or not copied
-    ahead = {load.name: load.layer_nbytes for load in state.loads.values() if not load.running}
+    ahead = {load.name: load.ahead_nbytes for load in state.loads.values() if not load.running}
     more = sum(r.count * ahead.get(r.name, 0) for r in decision.reads)
     assert state.read_ahead_nbytes + more <= limits.read_ahead_nbytes or not more
 
@@ -135,7 +134,7 @@ def test_a_load_is_overtaken_for_a_bounded_time(work: Any, truth: Linear, limits
             load = state.loads[read.name]
             load.issued += read.count  # issues before it in this decision count
             if not load.running:
-                state.read_ahead_nbytes += read.count * load.layer_nbytes
+                state.read_ahead_nbytes += read.count * load.ahead_nbytes
 
 
 def startable(state: State, limits: Limits) -> list[str]:
@@ -146,7 +145,7 @@ def startable(state: State, limits: Limits) -> list[str]:
         if load.issued == load.layers:
             continue
         fits = load.unit_nbytes <= budget
-        if load.running or (fits and not blocked):
+        if load.running or not load.ahead_nbytes or (fits and not blocked):
             found.append(load.name)
         elif load.unit_nbytes <= limits.read_ahead_nbytes:
             blocked = True

@@ -71,7 +71,7 @@ class FixedWindow:
 
 
 def _all_reads(state: State, limits: Limits) -> tuple[Issue, ...]:
-    """Every load in full, in order of arrival, within the read-ahead budget."""
+    """Every load in full, in order of arrival, read-ahead within its budget."""
     issues = [
         Issue(load.name, load.issued, load.layers - load.issued)
         for queue in (state.running, state.background_reads)
@@ -81,10 +81,10 @@ def _all_reads(state: State, limits: Limits) -> tuple[Issue, ...]:
     budget = max(0, limits.read_ahead_nbytes - state.read_ahead_nbytes)
     for load in state.unread.values():
         left = load.layers - load.issued
-        layers = min(left, budget // load.layer_nbytes)
+        layers = min(left, budget // load.ahead_nbytes) if load.ahead_nbytes else left
         if layers < left:
             layers -= layers % load.unit_layers
-        budget -= layers * load.layer_nbytes
+        budget -= layers * load.ahead_nbytes
         if layers:
             issues.append(Issue(load.name, load.issued, layers))
     return tuple(issues)

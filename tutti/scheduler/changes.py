@@ -93,7 +93,9 @@ def commit(state: State, decision: Decision) -> None:
     for name in decision.stops:
         del state.running_on[name]
     for name in decision.drops:
-        _drop(state, name)
+        write = state.writes[name]
+        state.totals.dropped_pages += write.pages
+        _forget_write(state, write)
     for name in decision.copy_outs:
         write = state.writes[name]
         _place(state, write, PageLocation.COPYING)
@@ -110,16 +112,6 @@ def commit(state: State, decision: Decision) -> None:
             state.forced_until_ns = state.now_ns + decision.forced_gap_ns
         elif state.running or state.unread:
             state.totals.slack_ns += round(expected_ns * state.estimates.write.factor)
-
-
-def _drop(state: State, name: str) -> None:
-    write = state.writes.get(name)
-    if write is None:
-        _forget_load(state, state.loads[name])
-        state.totals.dropped_loads += 1
-        return
-    state.totals.dropped_pages += write.pages
-    _forget_write(state, write)
 
 
 def _place(state: State, write: Write, place: PageLocation | None) -> None:
@@ -162,7 +154,7 @@ def _issue_read(state: State, issue: Issue) -> None:
     begin(state, state.reading, state.writing, issue.count, issue.count * load.read_ns)
     load.issued += issue.count
     if not load.running:
-        state.read_ahead_nbytes += issue.count * load.layer_nbytes
+        state.read_ahead_nbytes += issue.count * load.ahead_nbytes
     if load.issued == load.layers:
         if load.kind in BACKGROUND:
             state.background_reads.pop(load.name, None)
@@ -209,6 +201,7 @@ def _load_known(state: State, event: LoadKnown) -> None:
         event.kind,
         estimates.read_base_ns(layers * event.layer_nbytes, layers),
         0 if background else estimates.layer_base_ns(event.tokens, event.prefix_tokens),
+        event.layer_nbytes if event.kind is Kind.READ_AHEAD else 0,
     )
     state.numbers += 1
     if background:
@@ -240,7 +233,7 @@ def _forget_load(state: State, load: Load) -> None:
 
 def _not_ahead(state: State, load: Load) -> None:
     """A load is not read ahead any more."""
-    state.read_ahead_nbytes -= load.issued * load.layer_nbytes
+    state.read_ahead_nbytes -= load.issued * load.ahead_nbytes
     if load.kind in BACKGROUND:
         state.background_reads.pop(load.name, None)
     elif state.unread.pop(load.name, None) is None:
@@ -407,7 +400,7 @@ def _step_over(state: State) -> None:
         if load.ready == load.layers:
             del state.loads[load.name]
             continue
-        state.read_ahead_nbytes += load.issued * load.layer_nbytes
+        state.read_ahead_nbytes += load.issued * load.ahead_nbytes
         if load.issued < load.layers:
             _into_order(state.unread, load)
         else:

@@ -16,7 +16,7 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
 from tutti.callbacks import Guard
@@ -39,11 +39,15 @@ _NAP_S = 0.5
 DecisionHook = Callable[[Event, Decision], None]
 
 
-class TransferIssuer(Protocol):
-    """Starts transfers, without waiting for them; their ends are posted as events."""
+class LoadIssuer(Protocol):
+    """Starts loads, without waiting for them; their ends are posted as events."""
 
     def read(self, launch: Issue) -> None:
         """Layers of a load; then LayersReady, or LoadGone."""
+
+
+class WriteIssuer(Protocol):
+    """Starts writes, likewise."""
 
     def write(self, launch: Issue) -> None:
         """Pages of a write; then PagesWritten, or WriteGone."""
@@ -58,10 +62,12 @@ class TransferIssuer(Protocol):
         """Nothing more of a write, which can stop; then WriteStopped."""
 
 
+#: What announces transfers carries out the decisions on them.
+TransferIssuer = LoadIssuer | WriteIssuer
+
 #: The source of a profile that a caller made.
 GIVEN = "given"
 _POOL_LIMITS = Limits(staged_pages=0)
-_UNBOUNDED_NBYTES = 1 << 62
 
 _shared: dict[tuple[int, ...], Dispatcher] = {}
 _joining = threading.Lock()
@@ -82,7 +88,7 @@ class Schedule:
     """What a pool needs to schedule its puts and loads.
 
     profile: of this machine, model and medium.  limits: a pool has no staging, so they have no
-    staged pages; loads go to pages that are there, so read_ahead_nbytes does not count.
+    staged pages.
     policy: by default SlackPolicy.  source: where the profile came from, for `stats`.
     media: numbers of the devices that have the pool, where they are known.  Pools on the same media
     share one queue, which goes by the schedule of the first; others share it by their Schedule.
@@ -147,8 +153,8 @@ class Dispatcher(Owned):
             key = (*schedule.media, 0) if schedule.media else (id(schedule),)
             found = _shared.get(key)
             if found is None:
-                limits = replace(schedule.limits, read_ahead_nbytes=_UNBOUNDED_NBYTES)
-                policy, record = schedule.policy(limits), schedule.record
+                limits, record = schedule.limits, schedule.record
+                policy = schedule.policy(limits)
                 found = cls(policy, schedule.profile, limits=limits, record=record, guard=guard)
                 found._key, found._schedule = key, schedule  # kept, so that its id is
                 found.start()
@@ -188,6 +194,11 @@ class Dispatcher(Owned):
     def state(self) -> State:
         """The scheduler's state, which changes with the next decision; only to be read."""
         return self._scheduler.state
+
+    def is_issued(self, name: str) -> bool:
+        """Whether a load of this name was announced, and some of it is issued."""
+        load = self.state.loads.get(name)
+        return load is not None and load.issued > 0
 
     def now_ns(self) -> int:
         """The time that events are stamped with."""

@@ -22,7 +22,7 @@ class Limits:
 
     locked_pages: engine pages that may wait to be written; beyond, they are copied to staging.
     staged_pages: pages of staging for those; beyond, writes are dropped.
-    read_ahead_nbytes: staging for loads whose step did not begin.
+    read_ahead_nbytes: staging for read-ahead whose step did not begin.
     read_window_us: reads are issued so far ahead of the device, and no further: what is issued
         cannot be overtaken.
     write_burst_us: writes are issued in bursts of this length while loads wait.
@@ -30,8 +30,7 @@ class Limits:
         have to wait for two of them.  Reads of a load that is all there is go as far ahead.
     run_us: likewise, of writes that stop when a load comes.
     margin: part of the time until a deadline that is not planned with.
-    read_patience_us: a load is overtaken only by loads that came within this time after it, and
-        read-ahead that was not begun by then is dropped.
+    read_patience_us: a load is overtaken only by loads that came within this time after it.
     write_patience_us: a write that waited longer goes without slack, in ``forced_share`` of the
         device's time; background work likewise.
     pressure: from half of this part of locked_pages and staged_pages on, writes go without slack in
@@ -107,8 +106,6 @@ class SlackPolicy:
         drops: tuple[str, ...] = ()
         if state.writes:
             copy_outs, drops = overflow(state, self.limits)
-        if state.unread:
-            drops += self._stale(state)
         gone = copy_outs + drops
         plan = NOTHING
         has_loads = bool(state.running or state.unread)
@@ -117,18 +114,18 @@ class SlackPolicy:
         elif state.unwritten:
             plan = (self._with_writes if has_loads else self._writes_alone)(state, gone)
         elif has_loads:
-            plan = self._without_writes(state, gone)
+            plan = self._without_writes(state)
         if (state.background_reads or state.background_writes) and not plan.stops:
             plan = self._with_background(state, plan, gone)
         if gone:
             plan = replace(plan, copy_outs=copy_outs, drops=drops)
         return plan
 
-    def _without_writes(self, state: State, gone: tuple[str, ...]) -> Decision:
+    def _without_writes(self, state: State) -> Decision:
         """Where no writes wait; some may still be in flight."""
         if state.writing.flying and self._takes_turns(state):
             return NOTHING
-        reads = self._reads(state, gone)
+        reads = self._reads(state)
         return Decision(reads) if reads else NOTHING
 
     def _writes_alone(self, state: State, gone: tuple[str, ...]) -> Decision:
@@ -148,7 +145,7 @@ class SlackPolicy:
         estimates = state.estimates
         oldest = _first(state.unwritten, gone)
         if oldest is None:
-            return self._without_writes(state, gone)
+            return self._without_writes(state)
         slack_ns = self._slack_ns(state)
         turns = self._takes_turns(state)
         cost = 1.0  # of a nanosecond of writes to the reads
@@ -163,7 +160,7 @@ class SlackPolicy:
         if slack_ns is not None and cost > 0:
             budget_ns = min(budget_ns, int(slack_ns / cost) - left_ns)
         writes = self._burst(state, budget_ns, gone)
-        return Decision(() if turns else self._reads(state, gone), writes)
+        return Decision(() if turns else self._reads(state), writes)
 
     def _without_slack(
         self, state: State, oldest: Write, gone: tuple[str, ...], turns: bool
@@ -172,12 +169,12 @@ class SlackPolicy:
         now_ns = state.now_ns
         budget_ns, share = self._forced(state, oldest)
         if not budget_ns:
-            reads = () if turns and state.writing.flying else self._reads(state, gone)
+            reads = () if turns and state.writing.flying else self._reads(state)
             return Decision(reads, wake_ns=self._next_chance_ns(state, oldest))
         if turns and state.reading.flying:
             return NOTHING  # as with slack
         writes = self._burst(state, budget_ns, gone)
-        reads = () if turns else self._reads(state, gone)
+        reads = () if turns else self._reads(state)
         took_ns = sum(issue.count * state.writes[issue.name].write_ns for issue in writes)
         gap_ns = round(took_ns * state.estimates.write.factor / share)
         wake_ns = now_ns + gap_ns if writes else None
@@ -225,19 +222,6 @@ class SlackPolicy:
             return ()
         return writes_for(state.unwritten, budget_ns / estimates.write.factor, gone)
 
-    def _stale(self, state: State) -> tuple[str, ...]:
-        """Read-ahead that was not begun in time, or does not fit the budget."""
-        if next(iter(state.unread.values())).kind is not Kind.READ_AHEAD:
-            return ()  # the oldest first: others are younger, or wait behind a request
-        budget, since_ns = self.limits.read_ahead_nbytes, state.now_ns - self._read_patience_ns
-        return tuple(
-            load.name
-            for load in state.unread.values()
-            if load.kind is Kind.READ_AHEAD
-            and not load.issued
-            and (load.arrived_ns < since_ns or load.unit_nbytes > budget)
-        )
-
     def _slack_ns(self, state: State) -> int | None:
         """How long the device may do something else before a layer is late; None: no limit.
 
@@ -273,18 +257,21 @@ class SlackPolicy:
         first_ns = step.layer_ns - step.layer * running_ns
         dues = [(load, first_ns, running_ns) for load in state.running.values()]
         start_ns = step_end_ns(state) + state.ahead_ns * layer
-        budget = self.limits.read_ahead_nbytes - state.read_ahead_nbytes
+        budget = max(0, self.limits.read_ahead_nbytes - state.read_ahead_nbytes)
         for load in state.unread.values():
-            if budget < load.unit_nbytes or len(dues) >= _DUES_MAX:
+            if len(dues) >= _DUES_MAX:
                 break
-            budget -= (load.layers - load.issued) * load.layer_nbytes
+            if budget < load.unit_nbytes:
+                budget = 0  # it holds back the read-ahead behind it
+                continue
+            budget = max(0, budget - (load.layers - load.issued) * load.ahead_nbytes)
             layer_ns = load.compute_ns * layer
             latest_ns = load.arrived_ns + self._read_patience_ns - load.issued * layer_ns
             dues.append((load, min(start_ns, latest_ns), layer_ns))
             start_ns += load.layers * layer_ns
         return dues
 
-    def _reads(self, state: State, gone: tuple[str, ...]) -> tuple[Issue, ...]:
+    def _reads(self, state: State) -> tuple[Issue, ...]:
         """Reads by deadline, until the window is full."""
         factor = state.estimates.read.factor
         is_alone = len(state.loads) == 1 and not state.writes
@@ -300,7 +287,7 @@ class SlackPolicy:
                 only = running[0]
                 layers = max(1, math.ceil(room_ns / max(1.0, only.read_ns * factor)))
                 return (Issue(only.name, only.issued, only.in_units(layers)),)
-        queue = _Reads(state, self.limits.read_ahead_nbytes, gone)
+        queue = _Reads(state, self.limits.read_ahead_nbytes)
         patience_ns = self._read_patience_ns
         step_ns = state.step.expected_ns * state.estimates.layer.factor
         base_ns = state.step.layer_ns - state.step.layer * step_ns
@@ -362,15 +349,14 @@ class _Reads:
     """Reads of one decision.  head: the load to read ahead next, within the budget.
 
     Every ``add`` issues a unit at least, so the layers that wait bound how often it is called.
-    A load that does not fit what is left of the budget holds back those behind it, unless it is
+    Read-ahead that does not fit what is left of the budget holds back that behind it, unless it is
     larger than the whole budget and has to wait for its step.
     """
 
-    def __init__(self, state: State, budget: int, gone: tuple[str, ...]) -> None:
+    def __init__(self, state: State, budget: int) -> None:
         self.issues: list[tuple[Load, int, int]] = []
-        self._whole, self._left = budget, budget - state.read_ahead_nbytes
+        self._whole, self._left = budget, max(0, budget - state.read_ahead_nbytes)
         self._ahead = iter(state.unread.values())
-        self._gone = gone
         self._next: dict[str, int] = {}
         self.head: Load | None = None
         self._move()
@@ -383,11 +369,11 @@ class _Reads:
         """Issues so many layers, or as many as are left or fit; in whole units.  How many."""
         first, unit = self.next_layer(load), load.unit_layers
         count = min(-(-layers // unit) * unit, load.layers - first)
-        if not load.running:
-            fits = self._left // load.layer_nbytes
+        if load.ahead_nbytes and not load.running:
+            fits = self._left // load.ahead_nbytes
             if fits < count:
                 count = max(min(unit, load.layers - first), fits // unit * unit)
-            self._left -= count * load.layer_nbytes
+            self._left -= count * load.ahead_nbytes
         self._next[load.name] = first + count
         if self.issues and self.issues[-1][0] is load:
             _, begin, before = self.issues.pop()
@@ -398,7 +384,8 @@ class _Reads:
             if first + count == load.layers:
                 self._move()
             elif self._needs(load) > self._left:
-                self.head = None
+                self._left = 0
+                self._move()
         return count
 
     def to_issues(self) -> tuple[Issue, ...]:
@@ -406,18 +393,19 @@ class _Reads:
         return tuple(Issue(load.name, first, count) for load, first, count in self.issues)
 
     def _needs(self, load: Load) -> int:
-        """Bytes of the next unit."""
-        return min(load.unit_layers, load.layers - self.next_layer(load)) * load.layer_nbytes
+        """Bytes of staging for the next unit."""
+        return min(load.unit_layers, load.layers - self.next_layer(load)) * load.ahead_nbytes
 
     def _move(self) -> None:
         """To the next load that fits."""
         self.head = None
         for load in self._ahead:
             nbytes = self._needs(load)
-            if load.name in self._gone or nbytes > self._whole:
-                continue
-            self.head = load if nbytes <= self._left else None
-            return
+            if nbytes <= self._left:
+                self.head = load
+                return
+            if nbytes <= self._whole:
+                self._left = 0
 
 
 def writes_for(

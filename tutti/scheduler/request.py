@@ -45,9 +45,10 @@ class Phase(Enum):
 class Kind(Enum):
     """The class of a transfer.
 
-    LOAD, READ_AHEAD and PROVE are loads, the others are writes.  READ_AHEAD is a load that no
-    request has asked for yet.  PROVE (verification), MIGRATE (between paths) and REPLICATE (to
-    another tier) are background work: they use the device when nothing else waits for it.
+    LOAD, READ_AHEAD and PROVE are loads, the others are writes.  READ_AHEAD goes into staging, for
+    a request that still waits; a LOAD's pages are there.  PROVE (verification), MIGRATE (between
+    paths) and REPLICATE (to another tier) are background work: they use the device when nothing
+    else waits for it.
     """
 
     LOAD = "load"
@@ -97,8 +98,9 @@ class Load:
     number: order of arrival.  layer_nbytes: bytes of each layer.  unit_layers: an issue is a
     multiple of it, or the rest.  issued, ready: layers issued and arrived, from 0 on.
     tokens, prefix_tokens: of the prefill that will use it.  running: its step has begun; else it
-    is read ahead.  batch: by which a step may call for it; empty for none.
-    read_ns, compute_ns: of one layer, by the profile.
+    may be read ahead.  batch: by which a step may call for it; empty for none.
+    read_ns, compute_ns: of one layer, by the profile.  ahead_nbytes: staging for each layer that is
+    issued before the step begins; 0 where the pages are there.
     """
 
     name: str
@@ -113,6 +115,7 @@ class Load:
     kind: Kind
     read_ns: int
     compute_ns: int
+    ahead_nbytes: int
     issued: int = 0
     ready: int = 0
     running: bool = False
@@ -127,8 +130,8 @@ class Load:
 
     @property
     def unit_nbytes(self) -> int:
-        """Bytes of the shortest issue."""
-        return min(self.unit_layers, self.layers - self.issued) * self.layer_nbytes
+        """Bytes of staging that the shortest issue takes."""
+        return min(self.unit_layers, self.layers - self.issued) * self.ahead_nbytes
 
 
 def report_at(ready: int, issued: int) -> int:

@@ -26,7 +26,7 @@ class Decision:
     """What to do now, in this order.
 
     stops: writes that give back what of them was not begun; WriteStopped answers.
-    drops: loads and writes that are given up; nothing of them was issued.
+    drops: writes that are given up; nothing of them was issued.
     copy_outs: writes whose pages go to staging.
     wake_ns: when to decide again if nothing happens before; None for never.
     forced: the writes go although there is no slack for them; forced_gap_ns: until others may.
@@ -59,7 +59,6 @@ class Totals:
     bubble_ns: layers waited for their loads.  slack_ns: device time of writes that went beside or
     between reads, into slack.  written, deferred, forced, copied, dropped, failed: pages; deferred
     are those that were issued later than they came, forced those that went without slack.
-    dropped_loads: read-ahead that was given up.
     error_ns, expected_ns: sum of |measured - expected| and of expected times of all measurements;
     their quotient is the prediction error.  ignored: events that make no sense any more.
     """
@@ -72,7 +71,6 @@ class Totals:
     forced_pages: int = 0
     copied_pages: int = 0
     dropped_pages: int = 0
-    dropped_loads: int = 0
     failed_pages: int = 0
     error_ns: int = 0
     expected_ns: int = 0
@@ -133,7 +131,7 @@ class State:
     waiting_pages: of all writes but those of background kinds, not issued.
     spaces: by name, with pages that were not copied (engine), that are on their way to staging
     (copying), and of staging in use, those on their way included (staged).
-    read_ahead_nbytes: issued for steps that did not begin.
+    read_ahead_nbytes: of staging, issued for steps that did not begin.
     both_ns: how long both directions were busy, up to ``both_since_ns``.
     """
 

@@ -178,7 +178,7 @@ class TransferQueue(Owned):
     ) -> LoadProgress:
         """Starts a load, whose layers are read in their turn; see ObjectStore.load."""
         dispatcher = self.dispatcher
-        if dispatcher is None or not len(keys) or self._stopping:
+        if dispatcher is None or not len(keys) or self._stopping or dispatcher.is_issued(batch):
             return self._loader.load(keys, pages, memory)
         load = _Load(self._new_name(), self._core.layers)
         nbytes = self._core.geometry.slice_nbytes * len(keys)

@@ -27,8 +27,7 @@ from tutti.integration.sglang.direct.staging_copy import Fence
 from tutti.integration.sglang.direct.stored_pool import StoredPool
 from tutti.integration.sglang.metrics import STORE
 from tutti.process import Owned
-from tutti.scheduler.baselines import ImmediatePolicy
-from tutti.scheduler.dispatcher import Dispatcher, Schedule, Unknown
+from tutti.scheduler.dispatcher import Dispatcher, Schedule
 from tutti.scheduler.event import PagesCopied, PagesWritten, SpaceKnown, WriteGone, WriteKnown
 from tutti.scheduler.state import Issue
 from tutti.transfers.tickets import Outcome, PutTicket
@@ -117,9 +116,9 @@ class Offload:
 class Backlog(Owned):
     """Offloads under way.  ``add`` never waits for the medium, nor for the engine's device.
 
-    It carries out what the queue decides on its writes; see scheduler.dispatcher.TransferIssuer.
+    It carries out what the queue decides on its writes; see scheduler.dispatcher.WriteIssuer.
 
-    schedule: of the queue that the pools share; None issues writes at once, within the limits.
+    schedule: of the queue that the pools share.
     locked_share: of each pool's pages that may wait for the medium where they are.
     chains: what precedes a page.
     """
@@ -128,7 +127,7 @@ class Backlog(Owned):
         self,
         stored_pools: Sequence[StoredPool],
         *,
-        schedule: Schedule | None,
+        schedule: Schedule,
         locked_share: float,
         timeout_s: float,
         breaker: Breaker,
@@ -146,7 +145,7 @@ class Backlog(Owned):
         self._locked = 0
         self._copies: queue.Queue[str | None] = queue.Queue()
         self._puts: queue.Queue[Issue | None] = queue.Queue()
-        self._queue = Dispatcher.join(schedule or _at_once(), Guard())
+        self._queue = Dispatcher.join(schedule, Guard())
         self._prefix = self._queue.attach(self)
         for stored_pool in stored_pools:
             # Pages that the medium cannot reach are copied out in any case.
@@ -230,23 +229,19 @@ class Backlog(Owned):
         self._queue.detach(self._prefix)
         self._queue.leave()
 
-    def read(self, launch: Issue) -> None:
-        """See TransferIssuer.  A backlog has no loads."""
-        raise NotImplementedError("a backlog announces no loads")
-
     def write(self, launch: Issue) -> None:
-        """See TransferIssuer."""
+        """See WriteIssuer."""
         self._puts.put(launch)
 
     def stop_write(self, name: str) -> None:
-        """See TransferIssuer; nothing here can stop."""
+        """See WriteIssuer; nothing here can stop."""
 
     def copy_out(self, name: str) -> None:
-        """See TransferIssuer: the engine may have its pages back then."""
+        """See WriteIssuer: the engine may have its pages back then."""
         self._copies.put(name)
 
     def drop(self, name: str) -> None:
-        """See TransferIssuer."""
+        """See WriteIssuer."""
         offload, part = self._parts[name]
         part.stored_pool.metrics.count("dropped_pages", part.pages)
         part.good = False
@@ -381,8 +376,3 @@ class Backlog(Owned):
             offload.waits -= 1
             if not offload.waits:
                 offload.kept = offload.good
-
-
-def _at_once() -> Schedule:
-    """For pools without a schedule: the limits hold, and nothing else is waited for."""
-    return Schedule(Unknown(), policy=ImmediatePolicy)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tutti.errors import Unsupported
@@ -61,7 +61,10 @@ def open_stored_pools(
     capacities = _capacities(options, pools)
     stored_pools: dict[str, StoredPool] = {}
     identity = identity_of(options, model)
-    schedule = _schedule(profile, profile_source, pools, options, stores)
+    schedule = None
+    if profile is not None:
+        limits = limits_of(options, pools, gpu)
+        schedule = Schedule(profile, limits, source=profile_source, puts=False)
     try:
         for pool in pools:
             layout = layout_of(pool.shape, identity, parallel_rank)
@@ -99,25 +102,19 @@ def open_stored_pools(
     return stored_pools
 
 
-def _schedule(
-    profile: Profile | None,
-    source: str,
-    pools: list[KvPool],
-    options: Mapping[str, Any],
-    staging_nbytes: Mapping[str, int],
-) -> Schedule | None:
-    """One for all pools, so that they share a queue: writes yield to the reads of any of them.
+def limits_of(options: Mapping[str, Any], pools: Sequence[KvPool], gpu: Gpu | None) -> Limits:
+    """Of the one queue of all pools: writes yield to the reads of any of them.
 
-    The backlog passes it each write, and the limits of each pool.
+    The backlog passes it each write, and what the writes of each pool may use.
     """
-    if profile is None:
-        return None
-    most = sum(
-        int(pool.pages * options["backlog_share"]) + staging_nbytes[pool.name] // pool.nbytes
-        for pool in pools
-    )
-    limits = Limits(locked_pages=most, staged_pages=0, read_ahead_nbytes=1 << 62)
-    return Schedule(profile, limits, source=source, puts=False)
+    loads = split_nbytes(options["load_staging"], pools, _KV_SHARE)
+    stores = split_nbytes(options["store_staging"], pools, _KV_SHARE)
+    share = min(1.0, options["read_ahead_share"]) / (1 if gpu is None else 2)
+    most = ahead_nbytes = 0
+    for pool in pools:
+        most += int(pool.pages * options["backlog_share"]) + stores[pool.name] // pool.nbytes
+        ahead_nbytes += int(loads[pool.name] // pool.nbytes * share) * pool.nbytes
+    return Limits(locked_pages=most, staged_pages=0, read_ahead_nbytes=ahead_nbytes)
 
 
 def _capacities(options: Mapping[str, Any], pools: list[KvPool]) -> dict[str, int]:

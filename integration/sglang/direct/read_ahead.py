@@ -1,7 +1,7 @@
 """Reads for requests that still wait: from the look-up on into staging, within bounds.
 
-A look-up only leaves a note; one thread reads the notes and reads ahead, one short piece at a time,
-so that a batch that starts meanwhile waits for little. What is staged is found by key, whoever
+A look-up only leaves a note; one thread reads the notes, announces one short piece at a time to the
+pools' queue, and reads it when the queue has issued it. What is staged is found by key, whoever
 asked for it. It changes when bytes arrive, and never what a look-up or a load answers.
 """
 
@@ -15,15 +15,21 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from tutti.arrays import Keys
+from tutti.callbacks import Guard
 from tutti.errors import KeyMissing
 from tutti.integration.sglang.breaker import Breaker
 from tutti.integration.sglang.direct.reads import Read
 from tutti.integration.sglang.direct.stored_pool import StoredPool
 from tutti.integration.sglang.metrics import LOAD
 from tutti.process import Owned
+from tutti.scheduler.dispatcher import Dispatcher, Schedule
+from tutti.scheduler.event import LayersReady, LoadGone, LoadKnown
+from tutti.scheduler.request import Kind
+from tutti.scheduler.state import Issue
 
 _PIECE_NBYTES = 16 << 20
 _PIECE_PAGES = 64
+_PIECES_MIN = 4  #: in what may be staged ahead
 _IDLE_S = 60.0
 
 
@@ -38,12 +44,24 @@ class _Note:
 
 
 @dataclass(eq=False)
+class _Piece:
+    """Keys (n, 16) that the queue was told of by this name; nothing of it is staged yet."""
+
+    name: str
+    rid: str
+    stored_pool: StoredPool
+    keys: Keys
+    is_issued: bool = False
+
+
+@dataclass(eq=False)
 class _Staged:
     """A read whose staging is kept: for requests by id, and for batches that use it now.
 
-    used: rows that a batch took.
+    name: by which the queue knows it.  used: rows that a batch took.
     """
 
+    name: str
     read: Read
     rids: set[str] = field(default_factory=set)
     users: int = 0
@@ -52,9 +70,9 @@ class _Staged:
 
 
 class ReadAhead(Owned):
-    """Staged pages of requests that wait.  Thread-safe.
+    """Staged pages of requests that wait.  Thread-safe.  See scheduler.dispatcher.LoadIssuer.
 
-    share: of each stored_pool's load staging that may be filled ahead.
+    schedule: of the queue that the pools share, with the staging that may be filled ahead.
     lookups: a request that did not look up again within so many look-ups has gone away.
     measured: is told the bytes and seconds of each read.
     """
@@ -63,17 +81,14 @@ class ReadAhead(Owned):
         self,
         stored_pools: Sequence[StoredPool],
         *,
-        share: float,
+        schedule: Schedule,
         lookups: int,
         timeout_s: float,
         breaker: Breaker,
         measured: Callable[[int, float], None],
         log_error: Callable[[str, object], None],
     ) -> None:
-        self._budget = {
-            stored_pool.name: int(stored_pool.loads.pages * share) for stored_pool in stored_pools
-        }
-        self._held = dict.fromkeys(self._budget, 0)
+        self._limit_nbytes = schedule.limits.read_ahead_nbytes
         self._lookups = lookups
         self._timeout_s = timeout_s
         self._breaker = breaker
@@ -85,10 +100,14 @@ class ReadAhead(Owned):
         self._by_key: dict[tuple[str, bytes], tuple[_Staged, int]] = {}
         self._clock = 0
         self._names = itertools.count()
+        self._piece: _Piece | None = None
+        self._wake = threading.Event()
         self._stop = False
         self.pages_read = 0
         self._thread: threading.Thread | None = None
-        if any(self._budget.values()):
+        if self._limit_nbytes and any(stored_pool.loads.pages for stored_pool in stored_pools):
+            self._queue = Dispatcher.join(schedule, Guard())
+            self._prefix = self._queue.attach(self)
             self._thread = threading.Thread(target=self._run, name="tutti-ahead", daemon=True)
             self._thread.start()
 
@@ -112,7 +131,7 @@ class ReadAhead(Owned):
                 if self._notes[oldest].seen >= self._clock - self._lookups:
                     break
                 self._forget(oldest)
-            self._changed.notify()
+        self._wake.set()
 
     def forget(self, rid: str) -> None:
         """The request loads now, or has gone away."""
@@ -177,20 +196,32 @@ class ReadAhead(Owned):
     def close(self, timeout_s: float) -> None:
         """As reset, and ends the thread."""
         self.reset()
-        with self._changed:
-            self._stop = True
-            self._changed.notify_all()
-        if self._thread is not None:
-            self._thread.join(timeout_s)
+        self._stop = True
+        self._wake.set()
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            thread.join(timeout_s)
+            self._queue.detach(self._prefix)
+            self._queue.leave()
 
     @property
     def held(self) -> int:
         """Pages of staging that are kept for requests or batches."""
         with self._changed:
-            return sum(self._held.values())
+            return sum(len(staged.read.keys) for staged in self._staged)
+
+    def read(self, launch: Issue) -> None:
+        """See LoadIssuer."""
+        with self._changed:
+            if self._piece is not None and self._piece.name == launch.name:
+                self._piece.is_issued = True
+        self._wake.set()
 
     def _forget(self, rid: str) -> None:
         self._notes.pop(rid, None)
+        if self._piece is not None and self._piece.rid == rid:
+            self._queue.add(LoadGone(self._queue.now_ns(), self._piece.name))
+            self._piece = None
         for staged in [staged for staged in self._staged if rid in staged.rids]:
             staged.rids.discard(rid)
             self._drop_unwanted(staged)
@@ -200,12 +231,17 @@ class ReadAhead(Owned):
             return
         self._unlist(staged)
         self._staged.remove(staged)
-        self._held[staged.read.stored_pool.name] -= len(staged.read.keys)
         metrics = staged.read.stored_pool.metrics
         metrics.count("ahead_used_pages", len(staged.used))
         metrics.count("ahead_unused_pages", len(staged.read.keys) - len(staged.used))
         staged.read.retire()
-        self._changed.notify()
+        self._withdraw(staged.name)
+
+    def _withdraw(self, name: str) -> None:
+        """The queue forgets it, if it has not with the step that used it; the thread says so."""
+        if name in self._queue.state.loads:
+            self._queue.add(LoadGone(self._queue.now_ns(), name))
+        self._wake.set()
 
     def _unlist(self, staged: _Staged) -> None:
         """Removes it from the table."""
@@ -216,43 +252,56 @@ class ReadAhead(Owned):
 
     def _run(self) -> None:
         while not self._stop:  # ended by close()
-            with self._changed:
+            self._wake.wait(_IDLE_S)
+            self._wake.clear()
+            staged = self._next()
+            while staged is not None:  # bounded by what is noted
+                self._read(staged)
                 staged = self._next()
-                if staged is None:
-                    self._changed.wait(_IDLE_S)
-                    continue
-            try:
-                began_s = time.monotonic()
-                staged.read.start()
-                over = staged.read.wait_over(began_s + self._timeout_s)
-                self._ended(staged, over, time.monotonic() - began_s)
-            except Exception as error:
-                # The thread must live; batches read for themselves what is not staged.
-                self._failed(staged, error)
+
+    def _read(self, staged: _Staged) -> None:
+        try:
+            began_s = time.monotonic()
+            staged.read.start()
+            over = staged.read.wait_over(began_s + self._timeout_s)
+            self._ended(staged, over, time.monotonic() - began_s)
+        except Exception as error:
+            # The thread must live; batches read for themselves what is not staged.
+            self._failed(staged, error)
 
     def _next(self) -> _Staged | None:
+        """Announces the next piece, or claims the one that was issued; None where neither is."""
+        with self._changed:
+            if self._piece is None and not self._stop and self._breaker.closed:
+                self._piece = self._find()
+                if self._piece is not None:
+                    self._announce(self._piece)
+        self._queue.decide()
+        with self._changed:
+            piece = self._piece
+            if piece is None or not piece.is_issued:
+                return None
+            self._piece = None
+            return self._claim(piece)
+
+    def _find(self) -> _Piece | None:
         """The next piece to read: for the request that has waited for longest."""
-        if not self._breaker.closed:
-            return None
         for rid, note in list(self._notes.items()):
             while note.next_pool < len(note.wanted):
                 stored_pool, keys = note.wanted[note.next_pool]
-                if note.next_row >= len(keys):
+                if note.next_row < len(keys):
+                    rows = self._missing(rid, note, stored_pool, keys)
+                    if rows:
+                        name = f"{self._prefix}ahead {next(self._names)}"
+                        return _Piece(name, rid, stored_pool, keys[rows])
+                else:
                     note.next_pool, note.next_row = note.next_pool + 1, 0
-                    continue
-                room = self._budget[stored_pool.name] - self._held[stored_pool.name]
-                if room <= 0:
-                    break
-                staged = self._piece(rid, note, stored_pool, keys, room)
-                if staged is not None:
-                    return staged
         return None
 
-    def _piece(
-        self, rid: str, note: _Note, stored_pool: StoredPool, keys: Keys, room: int
-    ) -> _Staged | None:
-        """Claims the next keys that are not staged yet; None when there are none, or no staging."""
-        most = max(1, min(room, _PIECE_PAGES, _PIECE_NBYTES // stored_pool.page_nbytes))
+    def _missing(self, rid: str, note: _Note, stored_pool: StoredPool, keys: Keys) -> list[int]:
+        """The next keys that are not staged yet, by row."""
+        most_nbytes = min(_PIECE_NBYTES, self._limit_nbytes // _PIECES_MIN)
+        most = max(1, min(_PIECE_PAGES, most_nbytes // stored_pool.page_nbytes))
         rows: list[int] = []
         while note.next_row < len(keys) and len(rows) < most:
             place = self._by_key.get((stored_pool.name, keys[note.next_row].tobytes()))
@@ -261,24 +310,46 @@ class ReadAhead(Owned):
             else:
                 place[0].rids.add(rid)
             note.next_row += 1
-        pages = stored_pool.loads.allocate(len(rows)) if rows else None
+        return rows
+
+    def _announce(self, piece: _Piece) -> None:
+        """Whole: what is staged is found by key, with all its layers."""
+        layout = piece.stored_pool.store.layout
+        known = LoadKnown(
+            self._queue.now_ns(),
+            piece.name,
+            layers=layout.layers,
+            layer_nbytes=len(piece.keys) * piece.stored_pool.page_nbytes // layout.layers,
+            tokens=0,
+            prefix_tokens=0,
+            unit_layers=layout.layers,
+            batch=piece.name,
+            kind=Kind.READ_AHEAD,
+        )
+        self._queue.add(known)
+
+    def _claim(self, piece: _Piece) -> _Staged | None:
+        """Staging for a piece that was issued; None when there is none."""
+        stored_pool = piece.stored_pool
+        pages = stored_pool.loads.allocate(len(piece.keys)) if self._breaker.closed else None
         if pages is None:
-            note.next_row = rows[0] if rows else note.next_row
-            if rows:
-                note.next_pool = len(note.wanted)  # batches have all of staging: give up
+            self._withdraw(piece.name)
+            note = self._notes[piece.rid]
+            note.next_pool = len(note.wanted)  # batches have all of staging: give up
             return None
-        name = f"ahead {next(self._names)}"
-        staged = _Staged(Read(stored_pool, keys[rows], pages, staged=True, batch=name), {rid})
+        read = Read(stored_pool, piece.keys, pages, staged=True, batch=piece.name)
+        staged = _Staged(piece.name, read, {piece.rid})
         self._staged.append(staged)
-        self._held[stored_pool.name] += len(rows)
-        for place_in, row in enumerate(rows):
-            self._by_key[stored_pool.name, keys[row].tobytes()] = (staged, place_in)
+        for row, key in enumerate(piece.keys):
+            self._by_key[stored_pool.name, key.tobytes()] = (staged, row)
         return staged
 
     def _ended(self, staged: _Staged, over: bool, duration_s: float) -> None:
         error = staged.read.outcome() if over else None
         if over and error is None:
             metrics = staged.read.stored_pool.metrics
+            layers = staged.read.stored_pool.store.layout.layers
+            self._queue.post(LayersReady(self._queue.now_ns(), staged.name, layers))
             metrics.count("ahead_pages", len(staged.read.keys))
             # Here and not with the batches that use it, which may be several, or none.
             metrics.count("moved_bytes", staged.read.nbytes, LOAD)
