@@ -22,7 +22,6 @@ import numpy as np
 
 from tutti import store as object_store
 from tutti.bench.meter import Meter
-from tutti.bench.residency.pipeline import HostMover, choose
 from tutti.bench.shape import parse_shape
 from tutti.bench.stamps import numbered_keys
 from tutti.bench.workload import WAIT_S, Workload
@@ -48,10 +47,7 @@ class Cell:
         assert isinstance(store.controller, FileController)
         self.store, self.controller = store, store.controller
         self.configuration = configuration
-        self.workload = Workload(
-            store, batch_pages=batch_pages, inflight=1, load_pages=2 * batch_pages
-        )
-        self.mover = HostMover(self.workload)
+        self.workload = Workload(store, batch_pages=batch_pages, inflight=1, load_pages=batch_pages)
         self._kept_end = 0  # first block behind what the cache policy keeps
 
     def plan(self, share: float) -> int:
@@ -97,18 +93,6 @@ class Cell:
             self.workload.wrong += int(np.count_nonzero(stamps))
         return meter, held / whole
 
-    def paths(self, batches: int) -> dict[str, list[int]]:
-        """Batches by the path that they take; those on both count as direct."""
-        ranges = self.controller.buffered
-        found: dict[str, list[int]] = {"buffered": [], "direct": []}
-        for batch in range(batches):
-            within = all(
-                any(r.slba <= b.slba and b.slba + b.nlb <= r.slba + r.nlb for r in ranges)
-                for b in self._blocks(batch)
-            )
-            found["buffered" if within else "direct"].append(batch)
-        return found
-
     def _blocks(self, batch: int) -> list[BlockRange]:
         return self.store.residency.groups_of(self.workload.keys(batch))
 
@@ -153,12 +137,7 @@ def measure(cell: dict[str, Any]) -> dict[str, Any]:
             meter, hit_ratio = measured.read(cell["batches"])
             facts = {"hit_ratio": hit_ratio, "round_s": time.perf_counter() - begin_s}
             rounds.append({**meter.to_dict(), **facts})
-        pipeline = {}
-        if cell["configuration"] == "dual path":
-            batch_nbytes = measured.workload.batch_pages * shape.object_nbytes
-            pipeline = choose(measured.mover, measured.paths(cell["batches"]), batch_nbytes)
         return {
-            "pipeline": pipeline,
             "fresh_gb_per_s": fresh_gb_per_s,
             "planned_nbytes": planned_nbytes,
             "write": written.to_dict(),

@@ -37,6 +37,11 @@ class MemoryGroup:
         return 0
 
     @property
+    def limit_file(self) -> str:
+        """Where the limit is set."""
+        return str(self.folder / self._limit)
+
+    @property
     def members_file(self) -> str:
         """Where a process writes its number to come in."""
         return str(self.folder / "cgroup.procs")

@@ -136,7 +136,6 @@ def notes_of(result: dict[str, Any]) -> list[str]:
         f" {len(rounds) - 1} of {len(rounds)} rounds; control groups, version"
         f" {result['cells'][0]['control_group_version']}",
         _fresh_text(result["cells"]),
-        *(_pipeline_text(c) for c in result["cells"] if c["pipeline"]),
     ]
 
 
@@ -154,15 +153,6 @@ def _fresh_text(cells: list[dict[str, Any]]) -> str:
         f"memory that was free came at {min(speeds):.2f} to {max(speeds):.2f} GB/s; it was taken"
         " before each measurement, so this is not in the table"
     )
-
-
-def _pipeline_text(cell: dict[str, Any]) -> str:
-    parts = [
-        f"{path} {way['chosen']} (intra {way['intra_gb_per_s']:.2f},"
-        f" cross {way['cross_gb_per_s']:.2f} GB/s)"
-        for path, way in cell["pipeline"].items()
-    ]
-    return f"{cell['limit']:.2f} W, overlap with a copy in host memory: {', '.join(parts)}"
 
 
 def _common(args: argparse.Namespace) -> dict[str, Any]:

@@ -55,7 +55,6 @@ def test_without_a_limit_each_path_keeps_what_it_should(
     assert [r["hit_ratio"] for r in result["rounds"]] == [expected] * 2
     assert result["wrong"] == 0
     assert result["write"]["nbytes"] == result["rounds"][0]["nbytes"] == 12 * MiB
-    assert set(result["pipeline"]) == ({"buffered"} if configuration == "dual path" else set())
 
 
 @pytest.mark.parametrize("configuration", ["cache policy only", "dual path"])
@@ -70,8 +69,6 @@ def test_a_knob_keeps_a_part(
         # Advice drops whole folios, which may reach into what is kept; a path of its own does not.
         least = 0.5 if configuration == "dual path" else 0.2
         assert least <= found["hit_ratio"] <= 7 / 12
-    if configuration == "dual path":
-        assert set(result["pipeline"]) == {"buffered", "direct"}
 
 
 def test_a_real_group_limits_the_page_cache(tmp_path: Path) -> None:
@@ -91,7 +88,6 @@ def test_a_real_group_limits_the_page_cache(tmp_path: Path) -> None:
     assert result["wrong"] == 0
     text = residency.report(result)
     assert "dual path" in text
-    assert "stand-in" in str(result["cells"])
     assert "memory that was free came at" in text
     assert not list(tmp_path.glob("*.tutti"))
     assert (tmp_path / "r.json").exists()

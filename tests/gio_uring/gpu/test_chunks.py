@@ -38,6 +38,28 @@ def memory_of(rig: object) -> MemoryController:
     return controller
 
 
+def test_the_next_transfer_is_read_while_the_one_before_is_copied(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    with rig_over_memory() as rig:
+        keys = some_keys(rng, 8)
+        contents = rig.fill(list(range(8)), rng)
+        rig.store.put(keys, list(range(8))).wait(10)
+        word = rig.driver.allocate(256)
+        rig.driver.wait_value(rig.gpu._loads.stream, word, 1)  # no copy begins before
+        tickets = [
+            rig.store.load(keys[n : n + 4], list(range(8 + n, 12 + n)))
+            for n in (0, 4)  # each takes less than half of the staging
+        ]
+        reads = [job for t in tickets for part in t._progress.parts for job in part.job._jobs]  # type: ignore[attr-defined]
+        assert len(reads) == 2
+        assert all(job.wait_layers(LAYOUT.layers, 10.0) for job in reads), "both were read"
+        assert not any(ticket.done for ticket in tickets), "none was copied"
+        rig.driver.array(word)[0] = 1
+        for ticket in tickets:
+            ticket.wait(10)
+        assert [rig.pool.read(8 + n) for n in range(8)] == contents
+
+
 def test_a_layer_is_there_before_the_last_layer_of_any_chunk_was_read(seed: int) -> None:
     """Chunks are cut by layer first: eight or more of them, and the medium stops behind layer 1."""
     rng = np.random.default_rng(seed)
