@@ -30,11 +30,9 @@ from tutti.scheduler.event import (
     to_json,
 )
 from tutti.scheduler.policy import SlackPolicy
-from tutti.scheduler.request import READS, WRITES, Kind, PageLocation, Phase
+from tutti.scheduler.request import Kind, PageLocation, Phase
 from tutti.scheduler.state import State
 from tutti.scheduler.trace import replay
-
-loading, writing = sorted(READS, key=str), sorted(WRITES, key=str)
 
 
 def events_of(
@@ -43,15 +41,13 @@ def events_of(
     return st.one_of(
         st.builds(Tick, ns),
         st.builds(
-            LoadKnown, ns, name, count, count, count, count, count, name, st.sampled_from(loading)
+            LoadKnown, ns, name, count, count, count, count, count, name, st.sampled_from(Kind)
         ),
         st.builds(LoadGone, ns, name),
         st.builds(BatchJoined, ns, name, name),
         st.builds(LayersReady, ns, name, count),
         st.builds(SpaceKnown, ns, name, count, count),
-        st.builds(
-            WriteKnown, ns, name, count, count, count, st.sampled_from(writing), name | st.just("")
-        ),
+        st.builds(WriteKnown, ns, name, count, count, count, name | st.just("")),
         st.builds(PagesWritten, ns, name, count),
         st.builds(WriteGone, ns, name),
         st.builds(PagesCopied, ns, name),
@@ -134,26 +130,23 @@ def check_sums(state: State) -> None:
     """What the state counts as it changes is what its loads and writes add up to."""
     loads, writes = state.loads.values(), state.writes.values()
     for name, space in state.spaces.items():
-        held = [w for w in writes if w.kind is not Kind.MIGRATE and w.space == name]
+        held = [w for w in writes if w.space == name]
         assert space.engine == sum(w.pages for w in held if w.place is PageLocation.SOURCE)
         assert space.copying == sum(w.pages for w in held if w.place is PageLocation.COPYING)
         assert space.staged == sum(w.pages for w in held if w.place is not PageLocation.SOURCE)
     ahead = [load for load in loads if not load.running]
     assert state.read_ahead_nbytes == sum(x.issued * x.ahead_nbytes for x in ahead)
-    waiting = [w for w in writes if w.kind is Kind.PUT]
-    assert state.waiting_pages == sum(w.pages - w.issued for w in waiting)
+    assert state.waiting_pages == sum(w.pages - w.issued for w in writes)
     assert state.reading.flying == sum(x.issued - x.ready for x in loads)
     assert state.writing.flying == sum(w.issued - w.written for w in writes)
     assert state.reading.flying_ns == sum((x.issued - x.ready) * x.read_ns for x in loads)
     assert state.writing.flying_ns == sum((w.issued - w.written) * w.write_ns for w in writes)
-    asked = [x for x in ahead if x.kind is not Kind.PROVE]
-    assert list(state.unread.values()) == [x for x in asked if x.issued < x.layers]
-    full = [x for x in asked if x.issued == x.layers]
+    assert list(state.unread.values()) == [x for x in ahead if x.issued < x.layers]
+    full = [x for x in ahead if x.issued == x.layers]
     assert state.ahead_ns == sum(x.layers * x.compute_ns for x in full)
     assert {*state.running} == {x.name for x in loads if x.running and x.ready < x.layers}
     may_go = [w for w in writes if w.issued < w.pages and w.place is not PageLocation.COPYING]
-    assert list(state.unwritten.values()) == [w for w in may_go if w.kind is Kind.PUT]
-    assert list(state.background_writes.values()) == [w for w in may_go if w.kind is not Kind.PUT]
+    assert list(state.unwritten.values()) == may_go
 
 
 @pytest.mark.parametrize(

@@ -16,11 +16,9 @@ class ImmediatePolicy:
         """See Policy."""
         copy_outs, drops = overflow(state, self.limits)
         gone = {*copy_outs, *drops}
-        queues = (state.unwritten, state.background_writes)
         writes = tuple(
             Issue(write.name, write.issued, write.pages - write.issued)
-            for queue in queues
-            for write in queue.values()
+            for write in state.unwritten.values()
             if write.name not in gone
         )
         reads = _all_reads(state, self.limits)
@@ -74,8 +72,7 @@ def _all_reads(state: State, limits: Limits) -> tuple[Issue, ...]:
     """Every load in full, in order of arrival, read-ahead within its budget."""
     issues = [
         Issue(load.name, load.issued, load.layers - load.issued)
-        for queue in (state.running, state.background_reads)
-        for load in queue.values()
+        for load in state.running.values()
         if load.issued < load.layers
     ]
     budget = max(0, limits.read_ahead_nbytes - state.read_ahead_nbytes)

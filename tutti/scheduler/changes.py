@@ -31,16 +31,7 @@ from tutti.scheduler.event import (
     WriteStopped,
 )
 from tutti.scheduler.pipes import begin, end, given_up, measured
-from tutti.scheduler.request import (
-    BACKGROUND,
-    Kind,
-    Load,
-    PageLocation,
-    Phase,
-    Profile,
-    Step,
-    Write,
-)
+from tutti.scheduler.request import Kind, Load, PageLocation, Phase, Profile, Step, Write
 from tutti.scheduler.state import NOTHING, Decision, Issue, Policy, Space, State
 
 _Entry = TypeVar("_Entry", Load, Write)
@@ -60,13 +51,7 @@ class Scheduler:
         """
         state = self.state
         apply(state, event)
-        if not (
-            state.unwritten
-            or state.running
-            or state.unread
-            or state.background_reads
-            or state.background_writes
-        ):
+        if not (state.unwritten or state.running or state.unread):
             return NOTHING
         decision = self.policy.decide(state)
         if decision is NOTHING:
@@ -118,8 +103,8 @@ def _place(state: State, write: Write, place: PageLocation | None) -> None:
     """Moves a write from its place to another; None where it leaves."""
     space = state.spaces[write.space]
     for at, pages in ((write.place, -write.pages), (place, write.pages)):
-        if at is None or write.kind is Kind.MIGRATE:
-            continue  # a migration needs no memory of the engine's
+        if at is None:
+            continue
         if at is PageLocation.SOURCE:
             space.engine += pages
         else:
@@ -128,15 +113,10 @@ def _place(state: State, write: Write, place: PageLocation | None) -> None:
             space.copying += pages
     if place is not None:
         write.place = place
-        queue = _queue_of(state, write)
         if place is PageLocation.COPYING:
-            queue.pop(write.name, None)
+            state.unwritten.pop(write.name, None)
         elif write.issued < write.pages:
-            _into_order(queue, write)
-
-
-def _queue_of(state: State, write: Write) -> dict[str, Write]:
-    return state.background_writes if write.kind in BACKGROUND else state.unwritten
+            _into_order(state.unwritten, write)
 
 
 def _into_order(queue: dict[str, _Entry], entry: _Entry) -> None:
@@ -155,11 +135,8 @@ def _issue_read(state: State, issue: Issue) -> None:
     load.issued += issue.count
     if not load.running:
         state.read_ahead_nbytes += issue.count * load.ahead_nbytes
-    if load.issued == load.layers:
-        if load.kind in BACKGROUND:
-            state.background_reads.pop(load.name, None)
-        elif state.unread.pop(load.name, None) is not None:
-            state.ahead_ns += load.layers * load.compute_ns
+    if load.issued == load.layers and state.unread.pop(load.name, None) is not None:
+        state.ahead_ns += load.layers * load.compute_ns
 
 
 def _issue_write(state: State, issue: Issue, forced: bool) -> int:
@@ -174,10 +151,9 @@ def _issue_write(state: State, issue: Issue, forced: bool) -> int:
         totals.deferred_pages += issue.count
     if forced:
         totals.forced_pages += issue.count
-    if write.kind not in BACKGROUND:
-        state.waiting_pages -= issue.count
+    state.waiting_pages -= issue.count
     if write.issued == write.pages:
-        _queue_of(state, write).pop(write.name, None)
+        state.unwritten.pop(write.name, None)
     return expected_ns
 
 
@@ -187,7 +163,6 @@ def _load_known(state: State, event: LoadKnown) -> None:
         state.totals.ignored += 1
         return
     estimates, layers = state.estimates, event.layers
-    background = event.kind in BACKGROUND
     load = state.loads[event.name] = Load(
         event.name,
         state.numbers,
@@ -198,15 +173,12 @@ def _load_known(state: State, event: LoadKnown) -> None:
         event.prefix_tokens,
         event.unit_layers,
         event.batch,
-        event.kind,
         estimates.read_base_ns(layers * event.layer_nbytes, layers),
-        0 if background else estimates.layer_base_ns(event.tokens, event.prefix_tokens),
+        estimates.layer_base_ns(event.tokens, event.prefix_tokens),
         event.layer_nbytes if event.kind is Kind.READ_AHEAD else 0,
     )
     state.numbers += 1
-    if background:
-        state.background_reads[event.name] = load
-    elif state.step.loads and load.is_for(state.step.loads):
+    if state.step.loads and load.is_for(state.step.loads):
         load.running = True
         state.running[event.name] = load
     else:
@@ -234,9 +206,7 @@ def _forget_load(state: State, load: Load) -> None:
 def _not_ahead(state: State, load: Load) -> None:
     """A load is not read ahead any more."""
     state.read_ahead_nbytes -= load.issued * load.ahead_nbytes
-    if load.kind in BACKGROUND:
-        state.background_reads.pop(load.name, None)
-    elif state.unread.pop(load.name, None) is None:
+    if state.unread.pop(load.name, None) is None:
         state.ahead_ns -= load.layers * load.compute_ns
 
 
@@ -287,17 +257,14 @@ def _write_known(state: State, event: WriteKnown) -> None:
         event.pages,
         event.page_nbytes,
         event.unit_pages,
-        event.kind,
         state.estimates.write_base_ns(event.page_nbytes),
         event.space,
         event.can_stop,
     )
     state.numbers += 1
-    if write.kind is not Kind.MIGRATE:
-        state.spaces[write.space].engine += write.pages
-    _queue_of(state, write)[event.name] = write
-    if write.kind not in BACKGROUND:
-        state.waiting_pages += write.pages
+    state.spaces[write.space].engine += write.pages
+    state.unwritten[event.name] = write
+    state.waiting_pages += write.pages
 
 
 def _pages_written(state: State, event: PagesWritten) -> None:
@@ -327,10 +294,9 @@ def _write_stopped(state: State, event: WriteStopped) -> None:
         return
     given_up(state, state.writing, state.reading, back, back * write.write_ns)
     if write.issued == write.pages:
-        _into_order(_queue_of(state, write), write)
+        _into_order(state.unwritten, write)
     write.issued = event.pages
-    if write.kind not in BACKGROUND:
-        state.waiting_pages += back
+    state.waiting_pages += back
 
 
 def _write_gone(state: State, event: WriteGone) -> None:
@@ -347,10 +313,9 @@ def _forget_write(state: State, write: Write) -> None:
     flying = write.issued - write.written
     given_up(state, state.writing, state.reading, flying, flying * write.write_ns)
     del state.writes[write.name]
-    _queue_of(state, write).pop(write.name, None)
+    state.unwritten.pop(write.name, None)
     state.running_on.pop(write.name, None)
-    if write.kind not in BACKGROUND:
-        state.waiting_pages -= write.pages - write.issued
+    state.waiting_pages -= write.pages - write.issued
     _place(state, write, None)
 
 
@@ -384,7 +349,7 @@ def _step_began(state: State, event: StepBegan) -> None:
     state.numbers += 1
     if event.loads:
         for load in list(state.loads.values()):
-            if not load.running and load.kind not in BACKGROUND and load.is_for(event.loads):
+            if not load.running and load.is_for(event.loads):
                 _needed_now(state, load)
 
 

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from tutti.errors import ConfigError
-from tutti.scheduler.request import READS, WRITES, Kind, Phase
+from tutti.scheduler.request import Kind, Phase
 
 
 @dataclass(slots=True)
@@ -83,7 +83,6 @@ class WriteKnown:
     pages: int
     page_nbytes: int
     unit_pages: int = 1
-    kind: Kind = Kind.PUT
     space: str = ""
     can_stop: bool = False
 
@@ -212,8 +211,6 @@ def from_json(line: str) -> Event:
             values["phase"] = Phase(values["phase"])
         if "kind" in values:
             values["kind"] = Kind(values["kind"])
-            if values["kind"] not in (READS if kind is LoadKnown else WRITES):
-                raise ValueError("its kind goes the other way")
         if "loads" in values:
             values["loads"] = tuple(str(name) for name in values["loads"])
         numbers = [f.name for f in fields(kind) if f.type == "int"]

@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass, replace
 
 from tutti.errors import ConfigError
-from tutti.scheduler.request import Kind, Load, PageLocation, Phase, Write
+from tutti.scheduler.request import Load, PageLocation, Phase, Write
 from tutti.scheduler.state import NOTHING, Decision, Issue, State
 
 #: So many loads are looked at for slack, those that are due first.
@@ -32,7 +32,7 @@ class Limits:
     margin: part of the time until a deadline that is not planned with.
     read_patience_us: a load is overtaken only by loads that came within this time after it.
     write_patience_us: a write that waited longer goes without slack, in ``forced_share`` of the
-        device's time; background work likewise.
+        device's time.
     pressure: from half of this part of locked_pages and staged_pages on, writes go without slack in
         a share of the time that grows with what waits, up to all of it at this part: what is
         dropped costs more than a bubble.
@@ -85,7 +85,6 @@ class SlackPolicy:
       in ``forced_share`` of the device's time.  So a write that has k units before it and in it is
       issued within ``write_patience_us + k * (drain + unit / forced_share)``, where ``drain`` is
       the time of the reads in flight (``read_window_us`` and one unit at most).
-    * Background work goes when the device is idle, or as writes do once it is that old.
     """
 
     def __init__(self, limits: Limits | None = None) -> None:
@@ -115,8 +114,6 @@ class SlackPolicy:
             plan = (self._with_writes if has_loads else self._writes_alone)(state, gone)
         elif has_loads:
             plan = self._without_writes(state)
-        if (state.background_reads or state.background_writes) and not plan.stops:
-            plan = self._with_background(state, plan, gone)
         if gone:
             plan = replace(plan, copy_outs=copy_outs, drops=drops)
         return plan
@@ -312,38 +309,6 @@ class SlackPolicy:
                 running.remove(load)
         return queue.to_issues()
 
-    def _with_background(self, state: State, plan: Decision, gone: tuple[str, ...]) -> Decision:
-        """Background work: when nothing else is in flight or waits, or when it is old."""
-        if plan.reads or plan.writes or state.now_ns < state.forced_until_ns:
-            return plan
-        write = _first(state.background_writes, gone)
-        load = next(iter(state.background_reads.values()), None)
-        if write is not None and load is not None:
-            write, load = (write, None) if write.number < load.number else (None, load)
-        entry = write or load
-        if entry is None:
-            return plan
-        old_ns = entry.arrived_ns + self._write_patience_ns
-        flies = state.reading.flying or state.writing.flying
-        if flies or plan is not NOTHING:
-            if state.now_ns < old_ns:
-                return replace(plan, wake_ns=min(old_ns, plan.wake_ns or old_ns))
-            if flies and self._takes_turns(state):
-                return plan
-        if write is not None:
-            issue = Issue(write.name, write.issued, write.unit)
-            took_ns = write.write_ns * write.unit
-        else:
-            assert load is not None, "one of both"
-            layers = min(load.unit_layers, load.layers - load.issued)
-            issue = Issue(load.name, load.issued, layers)
-            took_ns = load.read_ns * layers
-        gap_ns = max(1, round(took_ns / self.limits.forced_share)) if flies else 0
-        wake_ns = state.now_ns + gap_ns if gap_ns else plan.wake_ns
-        reads, writes = ((), (issue,)) if write is not None else ((issue,), ())
-        gap_ns = gap_ns if writes else 0
-        return Decision(reads, writes, wake_ns=wake_ns, forced=gap_ns > 0, forced_gap_ns=gap_ns)
-
 
 class _Reads:
     """Reads of one decision.  head: the load to read ahead next, within the budget.
@@ -431,9 +396,8 @@ def writes_for(
 def overflow(state: State, limits: Limits) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """(copy_outs, drops) that keep the locked pages of every space within its bounds.
 
-    Replicas are dropped first.  Then puts are copied, and dropped only where copies do not help;
-    the newest first.  Only what was not issued at all can go.  Pages that are being copied count
-    as gone.
+    Writes are copied, and dropped only where copies do not help; the newest first.  Only what was
+    not issued at all can go.  Pages that are being copied count as gone.
     """
     copy_outs: list[str] = []
     drops: list[str] = []
@@ -445,10 +409,7 @@ def overflow(state: State, limits: Limits) -> tuple[tuple[str, ...], tuple[str, 
         newest = [
             write
             for write in reversed(state.writes.values())
-            if write.space == name
-            and write.place is PageLocation.SOURCE
-            and not write.began
-            and write.kind is not Kind.MIGRATE
+            if write.space == name and write.place is PageLocation.SOURCE and not write.began
         ]
         _overflow(newest, space.engine - locked, staged - space.staged, copy_outs, drops)
     return tuple(copy_outs), tuple(drops)
@@ -459,16 +420,12 @@ def _overflow(
 ) -> None:
     """Of one space, which has ``excess`` pages too many and ``room`` in staging."""
     for write in newest:
-        if excess > 0 and write.kind is Kind.REPLICATE:
-            excess -= write.pages
-            drops.append(write.name)
-    for write in newest:
-        if excess > 0 and write.kind is Kind.PUT and write.pages <= room:
+        if excess > 0 and write.pages <= room:
             excess -= write.pages
             room -= write.pages
             copy_outs.append(write.name)
     for write in newest:
-        if excess > 0 and write.name not in drops and write.name not in copy_outs:
+        if excess > 0 and write.name not in copy_outs:
             excess -= write.pages
             drops.append(write.name)
 

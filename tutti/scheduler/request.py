@@ -43,25 +43,13 @@ class Phase(Enum):
 
 
 class Kind(Enum):
-    """The class of a transfer.
+    """The class of a load.
 
-    LOAD, READ_AHEAD and PROVE are loads, the others are writes.  READ_AHEAD goes into staging, for
-    a request that still waits; a LOAD's pages are there.  PROVE (verification), MIGRATE (between
-    paths) and REPLICATE (to another tier) are background work: they use the device when nothing
-    else waits for it.
+    READ_AHEAD goes into staging, for a request that still waits; a LOAD's pages are there.
     """
 
     LOAD = "load"
     READ_AHEAD = "read_ahead"
-    PROVE = "prove"
-    PUT = "put"
-    MIGRATE = "migrate"
-    REPLICATE = "replicate"
-
-
-READS = frozenset((Kind.LOAD, Kind.READ_AHEAD, Kind.PROVE))
-WRITES = frozenset((Kind.PUT, Kind.MIGRATE, Kind.REPLICATE))
-BACKGROUND = frozenset((Kind.PROVE, Kind.MIGRATE, Kind.REPLICATE))
 
 
 #: What flies of a load is reported in so many parts.
@@ -112,7 +100,6 @@ class Load:
     prefix_tokens: int
     unit_layers: int
     batch: str
-    kind: Kind
     read_ns: int
     compute_ns: int
     ahead_nbytes: int
@@ -164,7 +151,6 @@ class Write:
     pages: int
     page_nbytes: int
     unit_pages: int
-    kind: Kind
     write_ns: int
     space: str = ""
     can_stop: bool = False

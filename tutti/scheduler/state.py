@@ -126,9 +126,8 @@ class State:
     loads, writes: all of them, by name.  running: loads that the running step needs and that have
     not all arrived.  unread: loads to read ahead that are not all issued; ahead_ns: compute time
     of those that are, by the profile.  unwritten: writes that may be issued.  running_on: writes
-    that were issued while no load waited, and can be stopped.  background: both, of background
-    kinds.
-    waiting_pages: of all writes but those of background kinds, not issued.
+    that were issued while no load waited, and can be stopped.
+    waiting_pages: of all writes, not issued.
     spaces: by name, with pages that were not copied (engine), that are on their way to staging
     (copying), and of staging in use, those on their way included (staged).
     read_ahead_nbytes: of staging, issued for steps that did not begin.
@@ -147,8 +146,6 @@ class State:
         self.writes: dict[str, Write] = {}
         self.unwritten: dict[str, Write] = {}
         self.running_on: dict[str, Write] = {}
-        self.background_reads: dict[str, Load] = {}
-        self.background_writes: dict[str, Write] = {}
         self.waiting_pages = 0
         self.spaces = {"": Space()}
         self.read_ahead_nbytes = 0
