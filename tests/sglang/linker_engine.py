@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import functools
 import hashlib
 import random
@@ -162,7 +163,9 @@ def names(count: int, salt: str = "") -> list[str]:
 def wait_for(what: Callable[[], bool], timeout_s: float = 30.0) -> None:
     deadline = time.monotonic() + timeout_s
     while not what():
-        assert time.monotonic() < deadline, "it does not happen"
+        if time.monotonic() > deadline:
+            faulthandler.dump_traceback(all_threads=True)
+            raise AssertionError("it does not happen; standard error has what every thread does")
         time.sleep(0.002)
 
 
