@@ -29,6 +29,7 @@ DEPENDS: dict[str, tuple[str, ...]] = {
     "profile": (*_TRANSFERS, "bench/profile"),
     "replay": (*_TRANSFERS, "bench/replay.py"),
     "residency": (*_TRANSFERS, "bench/residency"),
+    "residency-moving": (*_TRANSFERS, "bench/residency"),
     "ring": ("kernels/include/gio_uring", "kernels/native/ring_bench.cpp", "bench/ring.py"),
     "simulate": _SIMULATOR,
     "slack": (*_SIMULATOR, "bench/slack"),

@@ -22,6 +22,7 @@ from tutti.bench.compare import commits
 from tutti.bench.gpu import report as gpu_report
 from tutti.bench.peers import run as peers
 from tutti.bench.profile import run as profile
+from tutti.bench.residency import moving
 from tutti.bench.residency import run as residency
 from tutti.bench.simulate import run as simulate
 from tutti.bench.slack import report as slack_report
@@ -69,6 +70,7 @@ def _compare(result: dict[str, Any]) -> str:
         if "speed_ratio" not in cell:
             facts += [f"* {name}: {_plain(cell)}"]
             continue
+        facts += [f"* {name}: {cell['bar']}"] if "bar" in cell else []
         a, b, noise = cell["a"], cell["b"], cell.get("noise")
         rows.append(
             [
@@ -208,6 +210,7 @@ _KINDS: dict[str, Callable[[dict[str, Any]], str]] = {
     "profile": _table_of(profile),
     "replay": _replay,
     "residency": _table_of(residency),
+    "residency-moving": _table_of(moving),
     "ring": _ring,
     "simulate": _simulate,
     "slack": _table_of(slack_report),

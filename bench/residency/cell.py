@@ -22,9 +22,10 @@ import numpy as np
 
 from tutti import store as object_store
 from tutti.bench.meter import Meter
+from tutti.bench.residency import moving
 from tutti.bench.shape import parse_shape
 from tutti.bench.stamps import numbered_keys
-from tutti.bench.workload import WAIT_S, Workload
+from tutti.bench.workload import WAIT_S, Loaded, Workload
 from tutti.errors import ConfigError
 from tutti.gio_uring.controller_file import BlockRange, FileController
 from tutti.gio_uring.memory import HostBuffer
@@ -42,7 +43,7 @@ class Cell:
     """
 
     def __init__(self, store: ObjectStore, configuration: str, batch_pages: int) -> None:
-        if configuration not in CONFIGURATIONS:
+        if configuration not in {*CONFIGURATIONS, *moving.CONFIGURATIONS}:
             raise ConfigError(f"no configuration {configuration!r}")
         assert isinstance(store.controller, FileController)
         self.store, self.controller = store, store.controller
@@ -50,13 +51,13 @@ class Cell:
         self.workload = Workload(store, batch_pages=batch_pages, inflight=1, load_pages=batch_pages)
         self._kept_end = 0  # first block behind what the cache policy keeps
 
-    def plan(self, share: float) -> int:
+    def plan(self, share: float, budget_nbytes: int | None = None) -> int:
         """Chooses paths; returns the bytes that are meant to stay in the page cache."""
         geometry, residency = self.store.geometry, self.store.residency
         if self.configuration == "direct only":
             return 0
-        if self.configuration == "dual path":
-            return residency.replan(share=share).planned_nbytes
+        if self.configuration in ("dual path", "static", "dynamic"):
+            return residency.replan(share=share, budget_nbytes=budget_nbytes).planned_nbytes
         whole = residency.replan(budget_nbytes=geometry.groups * geometry.group_nbytes)
         if self.configuration == "page cache only":
             return whole.planned_nbytes
@@ -85,13 +86,40 @@ class Cell:
                 held += self.controller.resident_nbytes(blocks)
                 whole += blocks.nlb * self.store.geometry.lba_nbytes
             with meter.operation():
-                loaded = self.workload.load([batch], 0)
-                loaded.ticket.wait(WAIT_S)
-                self._after(batch)
+                loaded = self.load(batch)
             meter.nbytes += loaded.pages.size * self.workload.object_nbytes
-            stamps = self.workload.stamps.wrong(loaded.pages, numbered_keys(loaded.contents))
-            self.workload.wrong += int(np.count_nonzero(stamps))
+            self._check(loaded)
         return meter, held / whole
+
+    def load(self, batch: int) -> Loaded:
+        """Reads a batch."""
+        loaded = self.workload.load([batch], 0)
+        loaded.ticket.wait(WAIT_S)
+        self._after(batch)
+        return loaded
+
+    def _check(self, loaded: Loaded) -> None:
+        stamps = self.workload.stamps.wrong(loaded.pages, numbered_keys(loaded.contents))
+        self.workload.wrong += int(np.count_nonzero(stamps))
+
+    def follow(self, limit: moving.MovingLimit, cell: dict[str, Any]) -> dict[str, Any]:
+        """Reads on while the limit moves; once more at the end, to check what is read."""
+        if self.configuration == "dynamic":
+            self.store.residency.follow(cell["share"], root=limit.root)
+        nbytes = self.workload.batch_pages * self.workload.object_nbytes
+
+        def read(batch: int) -> int:
+            self.load(batch)
+            return nbytes
+
+        limit.start()
+        try:
+            points = moving.read_on(read, cell["batches"], cell["seconds"])
+        finally:
+            limit.stop()
+        self.read(cell["batches"])
+        switches = self.store.residency.stats()["residency_switches"]
+        return {"points": points, "switches": switches, "groups": self.store.geometry.groups}
 
     def _blocks(self, batch: int) -> list[BlockRange]:
         return self.store.residency.groups_of(self.workload.keys(batch))
@@ -129,9 +157,15 @@ def measure(cell: dict[str, Any]) -> dict[str, Any]:
         measured = Cell(store, cell["configuration"], cell["batch_pages"])
         fresh_gb_per_s = _touch(cell["limit_nbytes"])
         Path(cell["members_file"]).write_text("0")  # this process joins the group
-        planned_nbytes = measured.plan(cell["share"])
+        limit = None
+        if "course" in cell:
+            file, whole_nbytes = Path(cell["limit_file"]), cell["working_set_nbytes"]
+            limit = moving.MovingLimit(file, cell["course"], whole_nbytes, cell["seconds"])
+        planned_nbytes = measured.plan(cell["share"], None if limit is None else limit.set(0.0))
         written = measured.write(cell["batches"])
-        rounds = []
+        rounds: list[dict[str, Any]] = []
+        if limit is not None:
+            return {**measured.follow(limit, cell), "wrong": measured.workload.wrong}
         for _ in range(cell["rounds"]):
             begin_s = time.perf_counter()
             meter, hit_ratio = measured.read(cell["batches"])

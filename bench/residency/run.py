@@ -11,19 +11,23 @@ The page cache is charged to the control group; the benchmark's own memory is no
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import subprocess
 import sys
 import time
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from tutti import store as object_store
+from tutti.arguments import positive
 from tutti.bench.environment import describe
 from tutti.bench.figures.data import RESIDENCY
 from tutti.bench.figures.data import rows_of as figure_rows
 from tutti.bench.figures.run import write_figure
 from tutti.bench.pool_file import pool_paths
+from tutti.bench.residency import moving
 from tutti.bench.residency.cell import CONFIGURATIONS
 from tutti.bench.residency.control_group import memory_group
 from tutti.bench.shape import parse_shape
@@ -70,6 +74,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=_SHARE,
         help="share of free memory that is planned, X (default: %(default)s)",
     )
+    parser.add_argument(
+        "--moving",
+        nargs="*",
+        choices=moving.COURSES,
+        help="instead: a limit that moves, by these courses (none named: all)",
+    )
+    parser.add_argument(
+        "--seconds", type=positive, default=10, help="of each moving limit (%(default)s)"
+    )
+    parser.add_argument(
+        "--pretend",
+        action="store_true",
+        help="pretend moving limits to the monitor alone: without control groups",
+    )
     parser.add_argument("--out", help="also write the JSON here, and a figure next to it")
     parser.set_defaults(path=None)
 
@@ -84,6 +102,8 @@ def run(args: argparse.Namespace, progress: ProgressFactory) -> dict[str, Any]:
     (path,) = pool_paths(args, "residency")
     if Path(path).exists():
         raise PoolExists(f"{path} exists; a benchmark overwrites nothing: move it away")
+    if args.moving is not None:
+        return _run_moving(args, {**cell, "path": path}, progress)
     cells = []
     with progress("residency", len(args.limits) * len(args.only)) as bar:
         for limit in args.limits:
@@ -99,6 +119,36 @@ def run(args: argparse.Namespace, progress: ProgressFactory) -> dict[str, Any]:
     }
     if args.out:
         _write(result, Path(args.out))
+    return result
+
+
+def _run_moving(
+    args: argparse.Namespace, cell: dict[str, Any], progress: ProgressFactory
+) -> dict[str, Any]:
+    """Every configuration in turn, round after round."""
+    cell = {**cell, "seconds": args.seconds}
+    cells = []
+    runs = list(
+        itertools.product(args.moving or moving.COURSES, range(args.rounds), moving.CONFIGURATIONS)
+    )
+    with progress("residency", len(runs)) as bar:
+        for course, _, configuration in runs:
+            given = {**cell, "course": course}
+            cells.append(_run_cell(given, configuration, moving.HIGH, pretend=args.pretend))
+            bar.advance(1)
+    result = {
+        "benchmark": "residency-moving",
+        "rows": moving.judge(cells, args.seconds),
+        "rounds": args.rounds,
+        "seconds": args.seconds,
+        "limit": "pretended to the monitor alone" if args.pretend else "of a control group",
+        "cells": cells,
+        "wrong": sum(c["wrong"] for c in cells),
+        **{name: cell[name] for name in ("working_set_nbytes", "shape", "share", "batch_nbytes")},
+        "machine": describe(args.dir),
+    }
+    if args.out:
+        Path(args.out).write_text(json.dumps(result) + "\n")
     return result
 
 
@@ -141,6 +191,8 @@ def notes_of(result: dict[str, Any]) -> list[str]:
 
 def report(result: dict[str, Any]) -> str:
     """A table for people."""
+    if "rows" in result:
+        return moving.report(result)
     lines = [table(HEAD, rows_of(result)), *notes_of(result)]
     if result["wrong"]:
         lines.append(f"WRONG BYTES in {result['wrong']} pages")
@@ -165,7 +217,8 @@ def _common(args: argparse.Namespace) -> dict[str, Any]:
             f"--working-set {args.working_set} is not a multiple of {step}, the objects of a"
             f" --batch of {args.batch}; choose one"
         )
-    if args.rounds < 2 or not all(0 < limit <= 16 for limit in args.limits):
+    least = 2 if args.moving is None else 1
+    if args.rounds < least or not all(0 < limit <= 16 for limit in args.limits):
         raise ConfigError("at least two --rounds, the first warms up; limits are shares of W")
     return {
         "shape": args.shape,
@@ -189,55 +242,59 @@ def _check_direct(path: str) -> None:
         member.close()
 
 
-def _run_cell(cell: dict[str, Any], configuration: str, limit: float) -> dict[str, Any]:
+def _run_cell(
+    cell: dict[str, Any], configuration: str, limit: float, *, pretend: bool = False
+) -> dict[str, Any]:
     """In a new pool, which fills group by group; it is a tenth larger, so nothing is evicted."""
     capacity_nbytes = cell["working_set_nbytes"] * 11 // 10 + 64 * MiB
     layout = parse_shape(cell["shape"]).layout()
     try:
         object_store.format([cell["path"]], layout, capacity_nbytes, prewrite=True)
         _check_direct(cell["path"])
-        return _measure(cell, configuration, limit)
+        if pretend:
+            with TemporaryDirectory(prefix="tutti-limit-") as folder:
+                files = {"limit_file": folder, "members_file": f"{folder}/procs"}
+                measured = _measure({**cell, **files}, configuration, limit)
+            return {"configuration": configuration, "course": cell["course"], **measured}
+        with memory_group("residency") as group:
+            group.limit(int(limit * cell["working_set_nbytes"]))
+            files = {"limit_file": group.limit_file, "members_file": group.members_file}
+            begin_s = time.perf_counter()
+            measured = _measure({**cell, **files}, configuration, limit)
+            facts = _steady(measured["rounds"][1:]) if "rounds" in measured else {}
+            return {
+                "configuration": configuration,
+                "limit": limit,
+                **({"course": cell["course"]} if "course" in cell else {}),
+                **facts,
+                **measured,
+                "cell_s": time.perf_counter() - begin_s,
+                "charged_cache_nbytes": group.cached_nbytes(),
+                "control_group_version": group.version,
+            }
     finally:
         Path(cell["path"]).unlink(missing_ok=True)
 
 
 def _measure(cell: dict[str, Any], configuration: str, limit: float) -> dict[str, Any]:
+    """What the process of a cell found."""
     limit_nbytes = int(limit * cell["working_set_nbytes"])
-    with memory_group("residency") as group:
-        group.limit(limit_nbytes)
-        given = {
-            **cell,
-            "configuration": configuration,
-            "limit_nbytes": limit_nbytes,
-            "members_file": group.members_file,
-        }
-        begin_s = time.perf_counter()
-        done = subprocess.run(
-            [sys.executable, "-m", "tutti.bench.residency.cell"],
-            input=json.dumps(given),
-            capture_output=True,
-            text=True,
-            timeout=_CELL_TIMEOUT_S,
+    done = subprocess.run(
+        [sys.executable, "-m", "tutti.bench.residency.cell"],
+        input=json.dumps({**cell, "configuration": configuration, "limit_nbytes": limit_nbytes}),
+        capture_output=True,
+        text=True,
+        timeout=_CELL_TIMEOUT_S,
+    )
+    if done.returncode < 0:
+        raise CapacityError(
+            f"{configuration} with {limit:g} W was killed, as out of memory in"
+            f" {format_nbytes(limit_nbytes)}; give a larger --working-set, or higher --limits"
         )
-        if done.returncode < 0:
-            raise CapacityError(
-                f"{configuration} with {limit:g} W was killed, as out of memory in"
-                f" {format_nbytes(limit_nbytes)}; give a larger --working-set, or higher --limits"
-            )
-        if done.returncode != 0:
-            raise MediumError(
-                f"{configuration} with {limit:g} W failed: {done.stderr.strip()[-500:]}"
-            )
-        measured: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-        return {
-            "configuration": configuration,
-            "limit": limit,
-            **_steady(measured["rounds"][1:]),
-            **measured,
-            "cell_s": time.perf_counter() - begin_s,
-            "charged_cache_nbytes": group.cached_nbytes(),
-            "control_group_version": group.version,
-        }
+    if done.returncode != 0:
+        raise MediumError(f"{configuration} with {limit:g} W failed: {done.stderr.strip()[-500:]}")
+    measured: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return measured
 
 
 def _steady(rounds: list[dict[str, Any]]) -> dict[str, Any]:

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tutti.bench.residency import control_group
+from tutti.bench.residency import control_group, moving
 from tutti.bench.residency import run as residency
 from tutti.bench.residency.cell import CONFIGURATIONS, measure
 from tutti.bench.residency.control_group import memory_group
 from tutti.bench.shape import parse_shape
+from tutti.cli import main
 from tutti.errors import ConfigError, PoolExists, TuttiError, Unsupported
 from tutti.gio_uring.file_creation import allocate_file
 from tutti.gio_uring.file_member import FileMember
@@ -91,6 +94,90 @@ def test_a_real_group_limits_the_page_cache(tmp_path: Path) -> None:
     assert "memory that was free came at" in text
     assert not list(tmp_path.glob("*.tutti"))
     assert (tmp_path / "r.json").exists()
+
+
+def test_a_moving_limit_by_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    try:
+        allocate_and_check(tmp_path / "probe")
+    except Unsupported as error:
+        pytest.skip(str(error))
+    out = tmp_path / "moving.json"
+    given = ["--dir", str(tmp_path), "--shape", SHAPE, "--batch", "4MiB", "--out", str(out)]
+    given += ["--working-set", "24MiB", "--rounds", "1", "--seconds", "2"]
+    assert main(["bench", "residency", "--moving", "swing", "--pretend", *given]) == 0
+    printed = capsys.readouterr().out
+    assert "pretended to the monitor alone" in printed
+    assert "swing, dynamic: never below 0.95 of the better pure path" in printed
+    result = json.loads(out.read_text())
+    assert result["wrong"] == 0
+    rows = {row["configuration"]: row for row in result["rows"]}
+    assert [*rows] == list(moving.CONFIGURATIONS)
+    assert all(row["gb_per_s"] > 0 for row in rows.values())
+    assert rows["static"]["switches"] == rows["direct only"]["switches"] == 0
+    assert ("NOT REACHED" in printed) is not rows["dynamic"]["reached"]
+
+
+def test_the_monitor_follows_a_pretended_ramp(cell: dict[str, Any], tmp_path: Path) -> None:
+    folder = tmp_path / "limit"
+    folder.mkdir()
+    more = {"course": "ramp", "limit_file": str(folder), "working_set_nbytes": 12 * MiB}
+    found = measure({**cell, **more, "configuration": "dynamic", "seconds": 6})
+    assert 0 < found["switches"] <= moving.switches_max(found["groups"], 6)
+    assert found["points"][-1][0] >= 6 and found["wrong"] == 0
+
+
+def moved(speed: Callable[[float], float]) -> list[list[float]]:
+    """Points of 8 seconds at so many GB/s."""
+    at_s, nbytes, points = 0.0, 0.0, [[0.0, 0.0]]
+    while at_s < 8:
+        nbytes += speed(at_s) * 1e9 / 64
+        at_s += 1 / 64
+        points.append([at_s, nbytes])
+    return points
+
+
+@pytest.mark.parametrize(
+    ("dynamic", "switches", "reached"),
+    [
+        (lambda s: 3.0 if s < 4 else 2.0, 4, True),
+        (lambda s: 0.5 if 1 < s < 1.04 else 3.0, 4, True),  # too short to count
+        (lambda s: 1.0 if 5 < s < 6.5 else 3.0, 4, False),
+        (lambda s: 3.0, 1000, False),
+    ],
+)
+def test_a_moving_limit_is_judged_by_the_better_path_of_each_moment(
+    dynamic: Callable[[float], float], switches: int, reached: bool
+) -> None:
+    speeds = {
+        "page cache only": lambda s: 3.0 if s < 4 else 1.0,
+        "direct only": lambda s: 2.0,
+        "static": lambda s: 2.0,
+        "dynamic": dynamic,
+    }
+    cells = [
+        {
+            "course": "ramp",
+            "configuration": name,
+            "points": moved(speed),
+            "switches": switches if name == "dynamic" else 0,
+            "groups": 4,
+        }
+        for name, speed in speeds.items()
+    ]
+    rows = {row["configuration"]: row for row in moving.judge(cells, 8)}
+    assert rows["dynamic"]["reached"] is reached
+    assert rows["static"]["least_ratio"] == pytest.approx(2 / 3)
+    assert not rows["direct only"]["reached"] and not rows["page cache only"]["reached"]
+
+
+def test_the_courses() -> None:
+    assert [moving.swing(s, 9) for s in (0.0, 0.4, 0.6, 1.1, 1.9)] == [0.2, 0.2, 1.0, 0.2, 1.0]
+    assert [moving.ramp(s, 8) for s in (0, 2, 4, 6, 8)] == pytest.approx([0.2, 0.6, 1, 0.6, 0.2])
+
+
+def allocate_and_check(path: Path) -> None:
+    format_pool([path], parse_shape(SHAPE).layout(), 24 * MiB)
+    residency._check_direct(str(path))
 
 
 def options(tmp_path: Path, *more: str) -> argparse.Namespace:

@@ -1,0 +1,178 @@
+"""A limit that moves while everything is read again and again, and what follows from it.
+
+Every configuration meets the same course of the limit from its first byte on, so that a moment of
+one is compared with the same moment of another.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from tutti.bench.statistics import median
+from tutti.terminal import table
+from tutti.units import format_nbytes
+
+PURE = ("page cache only", "direct only")
+CONFIGURATIONS = (*PURE, "static", "dynamic")
+#: Of the better pure path, at any moment of so many seconds.
+LEAST, WINDOW_S = 0.95, 1.0
+LOW, HIGH = 0.2, 1.0  #: of W
+_STEP_S, _LOOK_S, _JOIN_S = 0.25, 0.02, 10.0
+
+HEAD = ("limit", "configuration", "GB/s", "least of the better pure path", "switches", "bound")
+
+
+def swing(at_s: float, seconds: float) -> float:
+    """Half of each second 0.2 W, half of it 1.0 W."""
+    return LOW if at_s % 1 < 0.5 else HIGH
+
+
+def ramp(at_s: float, seconds: float) -> float:
+    """Slowly from 0.2 W to 1.0 W and back, once in all."""
+    return LOW + (HIGH - LOW) * max(0.0, 1 - abs(2 * at_s / seconds - 1))
+
+
+COURSES: dict[str, Callable[[float, float], float]] = {"swing": swing, "ramp": ramp}
+
+
+class MovingLimit:
+    """Sets a limit along its course: a thread, from ``start`` to ``stop``.
+
+    file: of a control group; or a folder, and then the limit is only pretended to the monitor, as
+    what a machine has available, in a proc(5) of its own.
+    """
+
+    def __init__(self, file: Path, course: str, working_set_nbytes: int, seconds: float) -> None:
+        self._file, self._course = file, COURSES[course]
+        self._whole_nbytes, self._seconds = working_set_nbytes, seconds
+        self._over = threading.Event()
+        self._begin_s = 0.0
+        self._thread = threading.Thread(target=self._run, name="limit", daemon=True)
+        self.set(0.0)
+
+    @property
+    def root(self) -> Path:
+        """Where the monitor looks for proc and sys."""
+        return self._file if self._file.is_dir() else Path("/")
+
+    def set(self, at_s: float) -> int:
+        """The limit of a moment, in bytes."""
+        nbytes = int(self._course(at_s, self._seconds) * self._whole_nbytes)
+        if self._file.is_dir():
+            (self._file / "proc").mkdir(exist_ok=True)
+            new = self._file / "proc/meminfo.new"
+            new.write_text(f"MemAvailable: {nbytes // 1024} kB\n")
+            new.replace(self._file / "proc/meminfo")
+            return nbytes
+        with suppress(OSError):  # the kernel did not get so much back; the next turn tries again
+            self._file.write_text(str(nbytes))
+        return nbytes
+
+    def start(self) -> None:
+        """Begins the course."""
+        self._begin_s = time.monotonic()
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Leaves the limit where it is."""
+        self._over.set()
+        self._thread.join(_JOIN_S)
+
+    def _run(self) -> None:
+        while not self._over.wait(_LOOK_S):
+            self.set(time.monotonic() - self._begin_s)
+
+
+def read_on(read: Callable[[int], int], batches: int, seconds: float) -> list[list[float]]:
+    """Reads batch after batch; [second, bytes so far] at the end of each.
+
+    read: a batch by its number; its bytes.
+    """
+    begin_s, nbytes, batch = time.monotonic(), 0, 0
+    points = [[0.0, 0.0]]
+    while points[-1][0] < seconds:
+        nbytes += read(batch % batches)
+        batch += 1
+        points.append([time.monotonic() - begin_s, float(nbytes)])
+    return points
+
+
+def speeds(points: list[list[float]], seconds: float) -> npt.NDArray[np.float64]:
+    """GB/s of each window of a second, one beginning each quarter of one."""
+    at_s, nbytes = np.array(points).T
+    starts = np.arange(0.0, max(seconds - WINDOW_S, 0.0) + 1e-9, _STEP_S)
+    moved = np.interp(starts + WINDOW_S, at_s, nbytes) - np.interp(starts, at_s, nbytes)
+    found: npt.NDArray[np.float64] = moved / WINDOW_S / 1e9
+    return found
+
+
+def switches_max(groups: int, seconds: float) -> int:
+    """How often groups may change path: a growth that was wrong doubles the pause to the next."""
+    return 2 * groups * math.ceil(math.log2(seconds + 1))
+
+
+def judge(cells: list[dict[str, Any]], seconds: float) -> list[dict[str, Any]]:
+    """A row for each course and configuration, with the medians over the rounds of each moment."""
+    rows = []
+    for course in dict.fromkeys(cell["course"] for cell in cells):
+        found: dict[str, list[dict[str, Any]]] = {name: [] for name in CONFIGURATIONS}
+        for cell in cells:
+            if cell["course"] == course:
+                found[cell["configuration"]].append(cell)
+        at = {
+            name: np.median([speeds(cell["points"], seconds) for cell in of], axis=0)
+            for name, of in found.items()
+        }
+        better = np.maximum(*(at[name] for name in PURE))
+        for name, of in found.items():
+            row = {
+                "course": course,
+                "configuration": name,
+                "gb_per_s": median([c["points"][-1][1] / c["points"][-1][0] / 1e9 for c in of]),
+                "least_ratio": float((at[name] / better).min()),
+                "switches": max(cell["switches"] for cell in of),
+                "switches_max": switches_max(of[0]["groups"], seconds),
+            }
+            few = row["switches"] <= row["switches_max"]
+            rows.append({**row, "reached": few and row["least_ratio"] >= LEAST})
+    return rows
+
+
+def rows_of(result: dict[str, Any]) -> list[list[str]]:
+    """The table below HEAD."""
+    names = ("course", "configuration", "gb_per_s", "least_ratio", "switches", "switches_max")
+    return [
+        [f"{row[n]:.2f}" if isinstance(row[n], float) else str(row[n]) for n in names]
+        for row in result["rows"]
+    ]
+
+
+def notes_of(result: dict[str, Any]) -> list[str]:
+    """What the table does not say, and whether the bar is reached."""
+    return [
+        f"W {format_nbytes(result['working_set_nbytes'])}; {result['rounds']} rounds of"
+        f" {result['seconds']:g} s in turns; the limit is {result['limit']}",
+        *(
+            f"{row['course']}, dynamic: never below {LEAST:g} of the better pure path for longer"
+            f" than a second, switches bounded: {'reached' if row['reached'] else 'NOT REACHED'}"
+            for row in result["rows"]
+            if row["configuration"] == "dynamic"
+        ),
+    ]
+
+
+def report(result: dict[str, Any]) -> str:
+    """A table for people."""
+    lines = [table(HEAD, rows_of(result)), *notes_of(result)]
+    if result["wrong"]:
+        lines.append(f"WRONG BYTES in {result['wrong']} pages")
+    return "\n".join(lines)
