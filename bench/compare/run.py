@@ -112,6 +112,7 @@ def report(result: dict[str, Any]) -> str:
         if "speed_ratio" not in cell:
             notes += [f"{name}: {json.dumps(cell, indent=2)}"]
             continue
+        notes += [f"{name}: {cell['bar']}"] if "bar" in cell else []
         noise = cell.get("noise")
         rows.append(
             [

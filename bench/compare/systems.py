@@ -16,6 +16,7 @@ from tutti.bench.shape import Shape
 from tutti.bench.workload import Limit, Workload
 from tutti.errors import ChecksumMismatch
 from tutti.memory.host_memory import HostMemory
+from tutti.profiles.found import AUTO, find_schedule
 from tutti.terminal import ProgressFactory
 from tutti.transfers.core import StoreConfig
 from tutti.units import MiB
@@ -37,6 +38,7 @@ class PoolPlan:
     inflight: int = INFLIGHT
     memory_nbytes: int | None = None  # see Workload: only so much for puts, and for loads
     seed: int = 1
+    scheduled: bool = False  # as `tutti.open` does by default
 
     @property
     def batch_pages(self) -> int:
@@ -64,11 +66,13 @@ def filled_pool(
     directory: Path, name: str, plan: PoolPlan, progress: ProgressFactory
 ) -> Iterator[Workload]:
     """A pool that was written in full once, by puts that filled all of it."""
+    path, layout = str(directory / f"{name}.tutti"), plan.shape.layout()
+    schedule = find_schedule(AUTO, [path], layout) if plan.scheduled else None
     with temporary_pool(
-        [str(directory / f"{name}.tutti")],
-        plan.shape.layout(),
+        [path],
+        layout,
         plan.capacity_nbytes,
-        config=StoreConfig(verify=plan.verify),
+        config=StoreConfig(verify=plan.verify, schedule=schedule),
         prewrite=True,
         progress=progress,
     ) as store:

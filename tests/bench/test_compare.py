@@ -153,6 +153,19 @@ def test_a_case_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixt
     assert sorted(p.name for p in tmp_path.iterdir()) == ["results"], "files were left behind"
 
 
+def test_what_scheduling_costs_is_compared_with_the_bar(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    small = ["--size", "128MiB", "--seconds", "0.01", "--pairs", "1", "--only", "retrieve, 1 "]
+    out = tmp_path / "results"
+    assert compare.main(["scheduled", "--dir", str(tmp_path), "--out", str(out), *small]) == 0
+    (cell,) = json.loads((out / "scheduled.json").read_text())["cells"].values()
+    assert (cell["a"]["name"], cell["b"]["name"]) == ("scheduled", "profile=None")
+    assert cell["bar"] in capsys.readouterr().out
+    ratio, more_us = cell["speed_ratio"]["median"], float(cell["bar"].split(",")[1].split()[0])
+    assert cell["bar"].endswith(" reached") is (ratio >= 0.97 and more_us <= 50)
+
+
 def test_a_case_that_cannot_run_says_why(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
