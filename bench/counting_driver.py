@@ -24,6 +24,7 @@ class CountingDriver:
     architecture = "sm_90"
     has_copy_batch = True
     limits_kernels = False
+    numa_node: int | None = None
 
     def __init__(self) -> None:
         self.calls = 0

@@ -18,8 +18,6 @@ _MOVING = (
     *("pcie.link.gen.current", "pcie.link.width.current", "clocks_event_reasons.active"),
 )
 _NODES = Path("/sys/devices/system/node")
-_PCI = Path("/sys/bus/pci/devices")
-_NVIDIA, _DISPLAYS = "0x10de", ("0x0302", "0x0300")
 
 
 def describe_gpu() -> dict[str, str]:
@@ -32,28 +30,15 @@ def clocks() -> dict[str, str]:
     return _query(_MOVING)
 
 
-def describe_host() -> dict[str, str]:
-    """What of the host decides how fast pinned memory is."""
+def describe_host(gpu_node: int | None) -> dict[str, str]:
+    """What of the host decides how fast pinned memory is.  gpu_node: the GPU's NUMA node."""
     nodes = len(list(_NODES.glob("node[0-9]*")))
     return {
         "numa_nodes": str(nodes or "unknown"),
-        "gpu_numa_node": ", ".join(_gpu_nodes()) or "unknown",
+        "gpu_numa_node": "unknown" if gpu_node is None else str(gpu_node),
         "processors": ",".join(map(str, sorted(os.sched_getaffinity(0)))),
         "cuda_device_max_connections": os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "default"),
     }
-
-
-def _gpu_nodes() -> list[str]:
-    """NUMA nodes of NVIDIA's devices; -1 where the machine does not say."""
-    found = []
-    for device in sorted(_PCI.glob("*")):
-        try:
-            vendor, kind = ((device / name).read_text().strip() for name in ("vendor", "class"))
-            if vendor == _NVIDIA and kind.startswith(_DISPLAYS):
-                found.append((device / "numa_node").read_text().strip())
-        except OSError:
-            continue
-    return found
 
 
 def _query(fields: tuple[str, ...]) -> dict[str, str]:

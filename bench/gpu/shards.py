@@ -111,7 +111,7 @@ def _begun(
         "label": label,
         "complete": False,
         "gpu": describe_gpu(),
-        "host": describe_host(),
+        "host": describe_host(machine.driver.numa_node),
         "cuda": machine.facts,
         "machine": machine_facts,
         "rows": begun["rows"] if goes_on and not begun.get("complete") else [],

@@ -87,6 +87,7 @@ class StandInDriver:
         sms: SmResource | None = None,
     ) -> None:
         self.device = 0
+        self.numa_node: int | None = None
         self.violations: list[str] = []
         self.fail: dict[str, int] = {}
         self.calls: dict[str, int] = {}

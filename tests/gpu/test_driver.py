@@ -61,6 +61,7 @@ def test_the_device_is_described(driver: CudaDriver) -> None:
     assert int(driver.version.split(".")[0]) >= 13
     assert driver.has_copy_batch
     assert driver.device == 0
+    assert driver.numa_node is None or driver.numa_node >= 0
 
 
 def test_bytes_are_filled_and_copied(

@@ -22,7 +22,8 @@ namespace machine {
 
 constexpr int kVersion = 13000;
 constexpr CUdevice kDevice = 0;
-constexpr unsigned kSms = 132, kSmsStep = 8;  // an H200
+const std::string kPciAddress = "FFFF:65:00.0";  // which no machine has
+constexpr unsigned kSms = 132, kSmsStep = 8;     // an H200
 constexpr unsigned kBlockThreads = 1024;
 constexpr unsigned char kPadding = 0x5c;  // of resources: a copy must include it
 

@@ -85,6 +85,11 @@ CUresult cuDeviceGetAttribute(int* value, CUdevice_attribute attribute, CUdevice
   return CUDA_SUCCESS;
 }
 
+CUresult cuDeviceGetPCIBusId(char* address, int nbytes, CUdevice device) {
+  REFUSE_IF(device != kDevice, CUDA_ERROR_INVALID_DEVICE);
+  return kPciAddress.copy(address, nbytes - 1) == 0 ? CUDA_ERROR_INVALID_VALUE : CUDA_SUCCESS;
+}
+
 CUresult cuDevicePrimaryCtxRetain(CUcontext* context, CUdevice device) {
   REFUSE_IF(!machine_of().is_initialised, CUDA_ERROR_NOT_INITIALIZED);
   REFUSE_IF(device != kDevice, CUDA_ERROR_INVALID_DEVICE);
@@ -436,6 +441,7 @@ const EntryPoint kEntryPoints[] = {SINCE(cuInit, 2000),
                                    SINCE(cuDeviceGet, 2000),
                                    SINCE(cuDeviceGetCount, 2000),
                                    SINCE(cuDeviceGetAttribute, 2000),
+                                   SINCE(cuDeviceGetPCIBusId, 4010),
                                    SINCE(cuDevicePrimaryCtxRetain, 7000),
                                    SINCE(cuDevicePrimaryCtxRelease, 11000),
                                    SINCE(cuCtxGetCurrent, 4000),

@@ -85,6 +85,9 @@ def test_numa_nodes_come_from_the_nearest_device(
     assert place_of("nvme:0000:03:00.0").numa_node == 1
     assert place_of("nvme:0000:04:00.0").numa_node is None
     assert place_of("nvme:0000:05:00.0").numa_node is None
+    drives = [f"nvme:0000:0{n}:00.0" for n in (3, 4)]
+    assert places.shared_node(drives[:1] * 2) == 1
+    assert places.shared_node(drives) is None
     namespace = tmp_path / "0000:03:00.0/nvme/nvme0/nvme0n1"
     namespace.mkdir(parents=True)
     (tmp_path / "link").symlink_to(namespace)

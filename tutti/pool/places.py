@@ -6,15 +6,15 @@ Facts about devices come from sysfs; what it does not report is None.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
 from tutti.errors import CapacityError, MemberSwapped
 from tutti.gio_uring.drives.block_device import device_name
-from tutti.gio_uring.drives.vfio import PCI_DEVICES
 from tutti.gio_uring.named_drive import NamedDrive, is_drive
+from tutti.numa import PCI_DEVICES, node_of
 from tutti.units import format_nbytes
 
 SUFFIX = ".tutti"
@@ -43,7 +43,7 @@ def place_of(path: str) -> Place:
     Raises ConfigError for malformed addresses of drives.
     """
     if is_drive(path):
-        return Place(path, Kind.DEVICE, _number(PCI_DEVICES / NamedDrive.parse(path).bdf))
+        return Place(path, Kind.DEVICE, node_of(PCI_DEVICES / NamedDrive.parse(path).bdf))
     if is_device(path):
         name = device_name(path) if os.path.exists(path) else None
         return Place(path, Kind.DEVICE, None if name is None else _node_of_block(name))
@@ -139,14 +139,11 @@ def _climb(folder: Path) -> int | None:
         real = folder.resolve(strict=True)
     except OSError:
         return None
-    found = (_number(place) for place in (real, *real.parents) if (place / "numa_node").exists())
+    found = (node_of(place) for place in (real, *real.parents) if (place / "numa_node").exists())
     return next(found, None)
 
 
-def _number(folder: Path) -> int | None:
-    """sysfs reports -1 on machines with one node."""
-    try:
-        node = int((folder / "numa_node").read_text())
-    except (OSError, ValueError):
-        return None
-    return node if node >= 0 else None
+def shared_node(paths: Iterable[str]) -> int | None:
+    """The NUMA node of all drives behind these paths; None where they have none in common."""
+    nodes = {place_of(path).numa_node for path in paths}
+    return nodes.pop() if len(nodes) == 1 else None

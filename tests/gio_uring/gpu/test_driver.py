@@ -12,6 +12,7 @@ import inspect
 import re
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -266,6 +267,22 @@ def test_an_old_driver_has_no_batch_copy(bindings: FakeBindings) -> None:
     assert not CudaDriver().has_copy_batch
     bindings.answers["cuGetProcAddress"] = (0, 4096, 0)
     assert CudaDriver().has_copy_batch
+
+
+@pytest.mark.parametrize(("text", "node"), [("1\n", 1), ("-1\n", None), ("", None), (None, None)])
+def test_the_node_of_a_gpu_is_that_of_its_pci_device(
+    bindings: FakeBindings,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    text: str | None,
+    node: int | None,
+) -> None:
+    if text is not None:
+        (tmp_path / "0000:c5:00.0").mkdir()
+        (tmp_path / "0000:c5:00.0/numa_node").write_text(text)
+    monkeypatch.setattr(gpu_driver, "PCI_DEVICES", tmp_path)
+    bindings.answers["cuDeviceGetPCIBusId"] = (0, b"0000:C5:00.0\0\0\0")
+    assert CudaDriver().numa_node == node
 
 
 def test_a_long_batch_is_cut_into_calls(

@@ -17,9 +17,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from tutti.errors import ConfigError, DeviceGone, NativeError, PoolInUse, Unsupported
+from tutti.numa import PCI_DEVICES as PCI_DEVICES
 from tutti.process import Owned, finalize
 
-PCI_DEVICES = Path("/sys/bus/pci/devices")
 _VFIO = Path("/dev/vfio")
 
 # linux/vfio.h: _IO(';', 100 + n)

@@ -293,6 +293,7 @@ class DeviceEngine(Owned):
         return {
             "gpu_engine": self.name,
             "gpu_engine_reason": self.reason,
+            "gpu_numa_node": self.driver.numa_node,
             "gpu_mover": "kernel",
             "gpu_layers": self.stream_queue.layers,
         }

@@ -20,6 +20,7 @@ import numpy as np
 
 from tutti.arrays import U64
 from tutti.errors import CudaError, Unsupported
+from tutti.numa import PCI_DEVICES, node_of
 from tutti.process import Owned
 
 #: Of a kernel: values and their ctypes.
@@ -31,6 +32,7 @@ _BATCH_VERSION = 13000
 BATCH_MAX = 4096
 _ALREADY_REGISTERED = 712
 _NOT_READY = 600
+_PCI_NBYTES = 32  # of "0000:65:00.0", with its end
 _NON_BLOCKING = 1
 _DISABLE_TIMING = 2
 _REGISTER_PORTABLE_MAPPED = 1 | 2
@@ -67,6 +69,7 @@ class Driver(Protocol):
     """
 
     device: int  # its number, as CUDA counts them
+    numa_node: int | None  # of the memory next to it; None where that is unknown
 
     @property
     def architecture(self) -> str:
@@ -204,6 +207,8 @@ class CudaDriver(Owned):
         self._handle = self._call("cuDeviceGet", device)
         self._context = int(self._call("cuDevicePrimaryCtxRetain", self._handle))
         self._copy_batch = self._find_copy_batch()
+        address = _decode(self._call("cuDeviceGetPCIBusId", _PCI_NBYTES, self._handle))
+        self.numa_node = node_of(PCI_DEVICES / address.rstrip("\0").lower())
         self._attributes = {local: self._attributes_of(local) for local in (False, True)}
         self._first = (ctypes.c_size_t * 1)(0)
 

@@ -210,6 +210,7 @@ class HostEngine(Owned):
         return {
             "gpu_engine": self.name,
             "gpu_engine_reason": self.reason,
+            "gpu_numa_node": self.driver.numa_node,
             "gpu_mover": self.mover.name,
             "gpu_kernel_jobs": self.mover.kernel_jobs,
             "gpu_layers": self._loads.layers + self._stores.layers,

@@ -12,6 +12,7 @@ from tutti.errors import CapacityError, DeviceTimeout
 from tutti.gio_uring.controller import NativeController
 from tutti.gio_uring.gpu.driver import Driver
 from tutti.gio_uring.memory import DmaRegion, HostBuffer, address_of
+from tutti.numa import on_node
 from tutti.process import Owned
 from tutti.units import format_nbytes
 
@@ -139,7 +140,8 @@ class PinnedStaging(Owned):
 
     def __init__(self, driver: Driver, controller: NativeController | None, nbytes: int) -> None:
         self.nbytes = nbytes
-        self._buffer = HostBuffer(nbytes)
+        with on_node(driver.numa_node):
+            self._buffer = HostBuffer(nbytes)
         self._region: DmaRegion | None = None
         if controller is not None:
             self._region = controller.register(self._buffer)

@@ -50,57 +50,44 @@ class DeviceQueues(Owned):
     ) -> None:
         self.count = count
         with ExitStack() as undo:
-            self._set_up(driver, controller, tables, stream, depth, undo)
+            lba_nbytes = controller.info.lba_nbytes
+            lists_nbytes = self.count * depth * LIST_NBYTES
+            buffer = HostBuffer(lists_nbytes + 2 * lba_nbytes)
+            registers = controller.doorbell_registers
+            doorbells = GpuDoorbells(driver, *registers) if registers else None
+            if doorbells is not None:
+                undo.callback(doorbells.close)
+            #: How kernels ring: the end of their names.
+            self.ring = "mmio" if registers else "word"
+            undo.callback(controller.register(buffer).close)
+            lists = PinnedMemory(driver, buffer)
+            undo.callback(lists.close)
+            self.scratch = buffer.address + lists_nbytes
+            self.zeros = self.scratch + lba_nbytes
+            images = []
+            for _ in range(self.count):
+                pair = controller.create_queue_pair(depth, is_device=True)
+                undo.callback(pair.close)
+                pinned = PinnedMemory(driver, pair.memory)
+                undo.callback(pinned.close)
+                images.append(_image(pair, pinned, doorbells or pinned))
+            nbytes = sum(image.nbytes for image, _ in images)
+            lease = tables.lease(nbytes, _TIMEOUT_S, LeaseOwner())
+            self.queues: list[DeviceQueue] = []
+            offset = 0
+            for number, (image, struct) in enumerate(images):
+                place = lease.device.address + offset
+                struct.marks += place
+                struct.cid_free += place
+                struct.completions += place
+                image.write(lease.host.address + offset)
+                start = number * depth * LIST_NBYTES
+                self.queues.append(
+                    DeviceQueue(place, lists.device_address + start, buffer.address + start)
+                )
+                offset += image.nbytes
+            tables.upload(lease, offset, stream)
             self._undo = undo.pop_all()
-
-    def _set_up(
-        self,
-        driver: Driver,
-        controller: NativeController,
-        tables: TableMemory,
-        stream: int,
-        depth: int,
-        undo: ExitStack,
-    ) -> None:
-        lba_nbytes = controller.info.lba_nbytes
-        lists_nbytes = self.count * depth * LIST_NBYTES
-        buffer = HostBuffer(lists_nbytes + 2 * lba_nbytes)
-        registers = controller.doorbell_registers
-        doorbells = GpuDoorbells(driver, *registers) if registers else None
-        if doorbells is not None:
-            undo.callback(doorbells.close)
-        #: How kernels ring: the end of their names.
-        self.ring = "mmio" if registers else "word"
-        undo.callback(controller.register(buffer).close)
-        lists = PinnedMemory(driver, buffer)
-        undo.callback(lists.close)
-        self.scratch = buffer.address + lists_nbytes
-        self.zeros = self.scratch + lba_nbytes
-        images = []
-        for _ in range(self.count):
-            pair = controller.create_queue_pair(depth, is_device=True)
-            undo.callback(pair.close)
-            pinned = PinnedMemory(driver, pair.memory)
-            undo.callback(pinned.close)
-            images.append(_image(pair, pinned, doorbells or pinned))
-        whole = TableImage()
-        for image, _ in images:
-            whole.nbytes += image.nbytes
-        lease = tables.lease(whole.nbytes, _TIMEOUT_S, LeaseOwner())
-        self.queues: list[DeviceQueue] = []
-        offset = 0
-        for number, (image, struct) in enumerate(images):
-            place = lease.device.address + offset
-            struct.marks += place
-            struct.cid_free += place
-            struct.completions += place
-            image.write(lease.host.address + offset)
-            start = number * depth * LIST_NBYTES
-            self.queues.append(
-                DeviceQueue(place, lists.device_address + start, buffer.address + start)
-            )
-            offset += image.nbytes
-        tables.upload(lease, offset, stream)
 
     def close(self) -> None:
         """Releases the memory; the controller has been reset.  A second call does nothing."""

@@ -1,0 +1,74 @@
+"""Memory and threads on NUMA nodes: which processors their maker runs on meanwhile."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from gio_uring.cuda_stand_in import StandInDriver
+
+from tutti import numa
+from tutti.gio_uring.gpu import memory as gpu_memory
+from tutti.gio_uring.gpu.memory import PinnedStaging
+from tutti.gio_uring.memory import HostBuffer
+from tutti.numa import on_node
+
+
+class Processors:
+    """A process that may use some processors of a machine with two nodes."""
+
+    def __init__(self, usable: set[int]) -> None:
+        self.now = usable
+        self.log: list[set[int]] = []
+
+    def move(self, pid: int, processors: set[int]) -> None:
+        assert pid == 0
+        self.now = set(processors)
+        self.log.append(self.now)
+
+
+@pytest.fixture
+def processors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Processors:
+    for node, text in enumerate(("0-3,8\n", "4-7\n", "\n")):
+        (tmp_path / f"node{node}").mkdir()
+        (tmp_path / f"node{node}/cpulist").write_text(text)
+    made = Processors({2, 3, 5, 6, 8})
+    monkeypatch.setattr(numa, "_NODES", tmp_path)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(made.now))
+    monkeypatch.setattr(os, "sched_setaffinity", made.move)
+    return made
+
+
+@pytest.mark.parametrize(("node", "there"), [(0, {2, 3, 8}), (1, {5, 6})])
+def test_a_thread_is_on_a_node_and_back(processors: Processors, node: int, there: set[int]) -> None:
+    before = processors.now
+    with on_node(node):
+        assert processors.now == there
+    assert processors.now == before
+
+
+@pytest.mark.parametrize("node", [None, 2, 7])
+def test_a_node_that_has_none_of_its_processors_changes_nothing(
+    processors: Processors, node: int | None
+) -> None:
+    with on_node(node):
+        pass
+    assert not processors.log
+
+
+def test_staging_is_touched_on_the_gpus_node(
+    processors: Processors, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[set[int]] = []
+
+    def on_some_node(nbytes: int) -> HostBuffer:
+        made.append(processors.now)
+        return HostBuffer(nbytes)
+
+    monkeypatch.setattr(gpu_memory, "HostBuffer", on_some_node)
+    driver = StandInDriver()
+    driver.numa_node = 1
+    PinnedStaging(driver, None, 4096).close()
+    driver.close()
+    assert made == [{5, 6}]

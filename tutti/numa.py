@@ -1,0 +1,50 @@
+"""NUMA nodes by sysfs: memory lies on the node of the thread that touches it first, and threads
+run where the one that starts them may run.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+PCI_DEVICES = Path("/sys/bus/pci/devices")
+_NODES = Path("/sys/devices/system/node")
+
+
+def node_of(device: Path) -> int | None:
+    """That of a device, by its folder in sysfs; -1 there, and None here, where it is unknown."""
+    try:
+        node = int((device / "numa_node").read_text())
+    except (OSError, ValueError):
+        return None
+    return node if node >= 0 else None
+
+
+@contextmanager
+def on_node(node: int | None) -> Iterator[None]:
+    """Keeps the calling thread on a node's processors, for memory and threads that it makes.
+
+    Does nothing for None, or where the thread may use none of these processors.
+    """
+    before = os.sched_getaffinity(0)
+    there = before & _processors(node)
+    if not there:
+        yield
+        return
+    os.sched_setaffinity(0, there)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
+
+
+def _processors(node: int | None) -> set[int]:
+    """The processors of a node: sysfs lists them as "0-3,8"."""
+    try:
+        text = (_NODES / f"node{node}/cpulist").read_text().strip()
+    except OSError:
+        return set()
+    ends = [[int(end) for end in part.split("-")] for part in text.split(",") if part]
+    return {processor for end in ends for processor in range(end[0], end[-1] + 1)}
