@@ -15,13 +15,13 @@ import pytest
 from native.stand_in import TESTS, TIMEOUT_S, run, run_tests
 
 pytestmark = pytest.mark.timeout(TIMEOUT_S + 100)
-#: Options, and how many pass.  Left out: what needs PyTorch, and what takes long and is tested on
-#: fibers elsewhere.
+#: Options, hardware queues of all streams, and how many pass.  Left out: what needs PyTorch, and
+#: what takes long and is tested on fibers elsewhere.
 SUITES = {
-    "test_driver.py": ([], 14),
-    "test_host_engine.py": (["-k", "not torch"], 7),
-    "test_device_engines.py": (["-k", "not (every_length or faults)"], 15),
-    "test_store_engines.py": ([], 12),
+    "test_driver.py": ([], 8, 14),
+    "test_host_engine.py": (["-k", "not torch"], 1, 7),
+    "test_device_engines.py": (["-k", "not (every_length or faults)"], 8, 15),
+    "test_store_engines.py": ([], 1, 12),
 }
 REFUSALS = """
 400 a stream that was destroyed
@@ -52,8 +52,9 @@ REFUSALS = """
 
 @pytest.mark.parametrize("name", SUITES)
 def test_tests_for_a_gpu_pass(name: str, environment: dict[str, str], seed: int) -> None:
-    options, count = SUITES[name]
-    out = run_tests(environment, seed, f"tests/gpu/{name}", *options)
+    options, queues, count = SUITES[name]
+    shared = {**environment, "CUDA_DEVICE_MAX_CONNECTIONS": str(queues)}
+    out = run_tests(shared, seed, f"tests/gpu/{name}", *options)
     assert f"{count} passed" in out, out
 
 
