@@ -68,6 +68,17 @@ def test_less_than_one_group_is_refused_with_the_minimum() -> None:
         Geometry.plan(LLAMA, least - 1)
 
 
+@given(nbytes=st.integers(64 * KiB, 3 * MiB))
+def test_the_minimum_that_a_refusal_names_is_accepted(nbytes: int) -> None:
+    layout = KVLayout.mha(3, 4, 32, 16, "bfloat16")
+    try:
+        Geometry.plan(layout, nbytes)
+    except CapacityError as error:
+        least = int(str(error).split("at least ")[1].split(" ")[0])
+        assert Geometry.plan(layout, least).slots >= 1
+        assert nbytes < least
+
+
 def test_a_small_pool_has_groups_to_evict() -> None:
     for nbytes in (40 * MiB, 80 * MiB):
         small = Geometry.plan(KVLayout.mha(3, 2, 64, 16, "bfloat16"), nbytes)

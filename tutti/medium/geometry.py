@@ -88,10 +88,13 @@ class Geometry:
                 f" bytes in {one.layers} layers, at most {WASTE_MAX} is accepted;"
                 f" bundle {_bundle_pages(one)} pages into one object (a larger page size)"
             )
+        smaller = "" if group_slots is None else ", or smaller groups"
         if group_slots is None:
             fitting = max(1, GROUP_LAYER_NBYTES // one.slice_padded_nbytes)
             group_slots = min(GROUP_SLOTS_MAX, 1 << (fitting.bit_length() - 1))
-            slots = members * (capacity_nbytes_per_member // one.group_nbytes)
+            # What the superblock and the records take is not there for groups.
+            room_nbytes = max(0, capacity_nbytes_per_member - one.groups_offset)
+            slots = members * (room_nbytes // one.group_nbytes)
             while group_slots > 1 and slots < GROUPS_LEAST * group_slots:
                 group_slots //= 2
         least = cls(one.layers, one.segments, lba_nbytes, group_slots, 1)
@@ -99,7 +102,7 @@ class Geometry:
             raise CapacityError(
                 f"{format_nbytes(capacity_nbytes_per_member)} a member is less than one group;"
                 f" give at least {least.member_nbytes} bytes"
-                f" ({format_nbytes(least.member_nbytes)}), or smaller groups"
+                f" ({format_nbytes(least.member_nbytes)}){smaller}"
             )
         group_nbytes = least.group_nbytes + group_slots * (RECORD_NBYTES + SNAPSHOT_ENTRY_NBYTES)
         # What lies beyond the pool's last slot number stays unused.
