@@ -27,11 +27,11 @@ from tutti.gio_uring.gpu.host_engine import HostEngine
 from tutti.gio_uring.gpu.memory import PinnedMemory, TableMemory
 from tutti.gio_uring.gpu.modules import Modules
 from tutti.gio_uring.gpu.mover import BatchCopyMover, CopyMover, Mover
-from tutti.gio_uring.gpu.transfer import Submitter, Transfer
 from tutti.gio_uring.iocb import Extents, PagedMemory
 from tutti.gio_uring.memory import HostBuffer
 from tutti.gio_uring.nvme_spec import OPCODE_READ, OPCODE_WRITE
 from tutti.gio_uring.status import status_error
+from tutti.gio_uring.transfer import Submitter, Transfer
 from tutti.units import MiB
 
 LBA_NBYTES = 4096

@@ -24,7 +24,6 @@ from tutti.errors import (
     PoolCorrupt,
     TuttiError,
 )
-from tutti.gio_uring.gpu.transfer import Transfer
 from tutti.gio_uring.nvme_spec import (
     OPCODE_FLUSH,
     OPCODE_READ,
@@ -33,6 +32,7 @@ from tutti.gio_uring.nvme_spec import (
     STATUS_UNRECOVERED_READ,
     STATUS_WRITE_FAULT,
 )
+from tutti.gio_uring.transfer import Transfer
 from tutti.placement.index import SlotState
 from tutti.transfers.loader import Loader
 from tutti.transfers.reclaim import Reclaimer

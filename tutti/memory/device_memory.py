@@ -43,7 +43,7 @@ class GpuEngine(Protocol):
 
     @property
     def submit(self) -> Callable[..., Any]:
-        """See `tutti.gio_uring.gpu.transfer.Submitter`."""
+        """See `tutti.gio_uring.transfer.Submitter`."""
 
 
 class DeviceMemory(HostMemory):

@@ -13,9 +13,9 @@ import numpy as np
 
 from tutti.arrays import U32, U64
 from tutti.errors import ConfigError, Unsupported
-from tutti.gio_uring.gpu.transfer import Options
 from tutti.gio_uring.iocb import CutStruct, Extents, PagedMemory
 from tutti.gio_uring.nvme_spec import STATUS_CANCELLED
+from tutti.gio_uring.transfer import Options
 from tutti.interrupts import Latch
 from tutti.medium.geometry import Geometry
 from tutti.node.messages import Job, statuses_of

@@ -21,10 +21,10 @@ from tutti.arrays import U32
 from tutti.errors import AgentLost, AgentRefused, TuttiError
 from tutti.gio_uring.controller_file import FileController
 from tutti.gio_uring.engine import PRIORITY_LOAD, PRIORITY_STORE, Engine
-from tutti.gio_uring.gpu.transfer import Submitter, Transfer
 from tutti.gio_uring.iocb import Extents, PagedMemory
 from tutti.gio_uring.memory import DmaRegion
 from tutti.gio_uring.nvme_spec import OPCODE_READ, OPCODE_WRITE, STATUS_CANCELLED
+from tutti.gio_uring.transfer import Submitter, Transfer
 from tutti.medium.geometry import Geometry
 from tutti.medium.layout import KVLayout
 from tutti.memory.host_memory import HostMemory

@@ -18,8 +18,8 @@ from tutti.checks import one_of, seconds, share, whole
 from tutti.errors import ConfigError, DeviceTimeout, PoolClosed, PoolCorrupt
 from tutti.gio_uring.engine import Engine
 from tutti.gio_uring.engine_structs import WindowStats
-from tutti.gio_uring.gpu.transfer import Submitter
 from tutti.gio_uring.iocb import Extents, PagedMemory
+from tutti.gio_uring.transfer import Submitter
 from tutti.histogram import Histogram
 from tutti.medium.geometry import RECORD_NBYTES
 from tutti.medium.slot_record import COUNTER_MAX

@@ -26,7 +26,7 @@ from tutti.interrupts import Latch
 from tutti.process import Owned
 
 if TYPE_CHECKING:
-    from tutti.gio_uring.gpu.transfer import Transfer
+    from tutti.gio_uring.transfer import Transfer
 
 
 _STREAM_MAX = 2**64 - 1  # an address

@@ -40,9 +40,9 @@ from tutti.gio_uring.gpu.parameters import BLOCK_THREADS_MAX, QueueShareStruct
 from tutti.gio_uring.gpu.persistent import PersistentKernel
 from tutti.gio_uring.gpu.queues import DeviceQueues
 from tutti.gio_uring.gpu.stream_queue import Needed, StreamQueue, wait_until
-from tutti.gio_uring.gpu.transfer import TIMEOUT_S, Options
 from tutti.gio_uring.iocb import CutStruct, Extents, IocbStruct, PagedMemory
 from tutti.gio_uring.nvme_spec import OPCODE_READ, PSDT_SGL, STATUS_TIMED_OUT
+from tutti.gio_uring.transfer import TIMEOUT_S, Options
 from tutti.process import Owned
 from tutti.units import MiB
 

@@ -39,10 +39,10 @@ from tutti.gio_uring.gpu.stream_queue import (
     StreamQueue,
     wait_until,
 )
-from tutti.gio_uring.gpu.transfer import TIMEOUT_S, Options
 from tutti.gio_uring.iocb import Extents, PagedMemory
 from tutti.gio_uring.job import Job
 from tutti.gio_uring.nvme_spec import OPCODE_READ
+from tutti.gio_uring.transfer import TIMEOUT_S, Options
 from tutti.process import Owned
 from tutti.units import MiB
 

@@ -19,8 +19,8 @@ from tutti.gio_uring.gpu.stream_queue import (
     StreamQueue,
     wait_until,
 )
-from tutti.gio_uring.gpu.transfer import TIMEOUT_S
 from tutti.gio_uring.job import Job
+from tutti.gio_uring.transfer import TIMEOUT_S
 from tutti.process import Owned, finalize
 
 _log = logging.getLogger(__name__)
