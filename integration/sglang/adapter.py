@@ -1,7 +1,8 @@
 """Everything that Tutti takes from SGLang 0.5.23, in one place.
 
 Another version of SGLang gets its changes here, or a sibling of this file; nothing else of the
-integration names SGLang's modules, except the linker's own adapter.
+integration names SGLang's modules, except the linker's own adapter.  Page hashes become keys in
+`linker.py` and `host/host_store.py`.
 """
 
 from __future__ import annotations

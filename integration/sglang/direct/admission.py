@@ -1,4 +1,7 @@
-"""Which hits are taken: those that pay.  Policy, counted in look-ups."""
+"""Which hits are loaded: those that pay.  Policy, counted in look-ups.
+
+`backlog.py` bounds the offloads.
+"""
 
 from __future__ import annotations
 

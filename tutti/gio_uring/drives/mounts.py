@@ -1,4 +1,4 @@
-"""What is mounted where, from /proc/self/mountinfo (proc(5))."""
+"""Reads what is mounted where, /proc/self/mountinfo (proc(5)); `block_device.py` refuses it."""
 
 from __future__ import annotations
 
