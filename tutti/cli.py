@@ -102,11 +102,21 @@ _NUMBER_END = 2**63
 GROUPS = {"nvme": "drives", "bench": "measure", "sglang": "run behind SGLang"}
 
 
+class _Help(argparse.RawDescriptionHelpFormatter):
+    """Long texts keep their lines; several default values are shown as they are typed."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        text, values = super()._get_help_string(action), action.default
+        if text is None or not isinstance(values, list):
+            return text
+        return text.replace("%(default)s", " ".join(map(str, values)))
+
+
 class _Parser(argparse.ArgumentParser):
-    """Long texts keep their lines; options are never guessed from their beginnings."""
+    """Options are never guessed from their beginnings."""
 
     def __init__(self, **options: Any) -> None:
-        options.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
+        options.setdefault("formatter_class", _Help)
         options.setdefault("allow_abbrev", False)
         # A bench may define --json for itself; the one that is added last counts.
         super().__init__(conflict_handler="resolve", **options)
@@ -131,7 +141,8 @@ def build_parser(argv: Sequence[str]) -> argparse.ArgumentParser:
         if group and group not in groups:
             of_group = ", ".join(n.split()[1] for n, *_ in COMMANDS if n.startswith(group + " "))
             meaning = GROUPS[group]
-            child = commands.add_parser(group, help=f"{meaning}: {of_group}")
+            ending = f"`tutti {group} WHAT --help` describes one and shows an example."
+            child = commands.add_parser(group, help=f"{meaning}: {of_group}", epilog=ending)
             groups[group] = child.add_subparsers(metavar="WHAT", required=True)
         place = groups[group] if group else commands
         child = place.add_parser(leaf, help=summary, description=summary)

@@ -100,6 +100,7 @@ def test_every_command_explains_itself(name: str, capsys: pytest.CaptureFixture[
     out = capsys.readouterr().out
     assert f"tutti {name}" in out[out.index("example:") :]
     assert "--json" in out
+    assert "['" not in out, "a list of Python's"
 
 
 def test_help_imports_no_command() -> None:

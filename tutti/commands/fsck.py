@@ -18,8 +18,8 @@ _DESCRIPTION = """\
 Reads a whole pool that is not open and verifies every object against the digests in its record.
 Without --repair nothing is written. With --repair damaged objects are quarantined: they become
 misses, and the server recomputes them. Superblocks and snapshots are rewritten, and lost records
-are dropped and counted. With --reuse-quarantined the slots that earlier damage
-took out of use are free again."""
+are dropped and counted. With --reuse-quarantined the slots that earlier damage took out of use are
+free again."""
 _EXAMPLE = """\
 example:
   tutti fsck pool.tutti
