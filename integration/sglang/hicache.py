@@ -288,6 +288,7 @@ class TuttiHiCacheStorage(adapter.HiCacheStorage):
             second_touch=self._options["second_touch"],
         )
         metrics.info({**facts_of(store, path), "hugepages": self._options["hugepages"]})
+        self._stores[name].refresh()
         if self._upkeep is None:
             self._upkeep = threading.Thread(target=self._keep_up, name="tutti-upkeep", daemon=True)
             self._upkeep.start()

@@ -1,0 +1,89 @@
+"""What an operator sees of a HiCache server: metrics from the start, pins that end, slots back."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import host_pools as hp
+import torch
+from medium_damage import flip_objects, pool_files
+from prometheus_client import REGISTRY
+
+from tutti import cli
+from tutti.integration.sglang.hicache import TuttiHiCacheStorage
+from tutti.integration.sglang.metrics import _OF_LINKER, METRICS
+
+LABELS = {"mode": "hicache", "pool": "kv", "rank": "tp0-pp0-cp0-dp0"}
+PAGE = 16
+NAMES = [f"{i:064x}" for i in range(1, 9)]
+INDICES = torch.arange(len(NAMES) * PAGE)
+
+
+def storage(folder: Path) -> TuttiHiCacheStorage:
+    config = hp.config(folder)
+    config.enable_storage_metrics = True
+    made = TuttiHiCacheStorage(config, {})
+    pool = hp.mha_pool("page_first", PAGE)
+    hp.fill(pool, 1)
+    made.register_mem_pool_host(pool)
+    made.on_host_pools_registered()
+    return made
+
+
+def value(name: str, **more: str) -> Any:
+    return REGISTRY.get_sample_value(f"tutti:{name}", {**LABELS, **more})
+
+
+def test_every_metric_exists_from_the_start(tmp_path: Path) -> None:
+    made = storage(tmp_path)
+    try:
+        for name in METRICS.keys() - set(_OF_LINKER):
+            full = name + ("_total" if METRICS[name][0] == "counter" else "")
+            found = [value(full), value(full, direction="load"), value(full, direction="store")]
+            assert sum(sample is not None for sample in found) in (1, 2), name
+        assert value("attached") == 1
+        assert value("capacity_tokens") == PAGE * value("capacity_objects") > 0
+        assert value("errors_total") == value("failed_pages_total", direction="load") == 0
+    finally:
+        made.close()
+    assert value("attached") == 0
+
+
+def test_pins_of_look_ups_end_without_requests(tmp_path: Path) -> None:
+    made = storage(tmp_path)
+    try:
+        assert all(made.batch_set_v1(NAMES, INDICES))
+        assert made.batch_exists(NAMES) == len(NAMES)
+        store = made._stores["kv"]
+        store.refresh()
+        assert value("pinned_objects") == len(NAMES)
+        store.tick(time.monotonic() + 61)
+        store.refresh()
+        assert value("pinned_objects") == 0
+        assert all(made.batch_get_v1(NAMES, INDICES))
+    finally:
+        made.close()
+
+
+def test_quarantined_slots_come_back_by_the_documented_command(tmp_path: Path) -> None:
+    made = storage(tmp_path)
+    usable = value("capacity_objects")
+    assert all(made.batch_set_v1(NAMES, INDICES))
+    (file,) = pool_files(tmp_path)
+    flip_objects(file)
+    assert not any(made.batch_get_v1(NAMES, INDICES))
+    made.close()
+    again = storage(tmp_path)
+    quarantined = value("quarantined_slots")
+    assert quarantined > 0 and value("capacity_objects") == usable - quarantined
+    again.close()
+    assert cli.main(["fsck", str(file), "--reuse-quarantined"]) == 0
+    again = storage(tmp_path)
+    try:
+        assert (value("quarantined_slots"), value("capacity_objects")) == (0, usable)
+        assert all(again.batch_set_v1(NAMES, INDICES))
+        assert all(again.batch_get_v1(NAMES, INDICES))
+    finally:
+        again.close()
