@@ -9,7 +9,7 @@ import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
-from typing import Any
+from typing import TypedDict, Unpack
 
 import xxhash
 
@@ -37,6 +37,15 @@ ITEMSIZE_NBYTES = {
     "int8": 1,
     "uint8": 1,
 }
+
+
+class LayoutIdentity(TypedDict, total=False):
+    """Whose KV it is, see the attributes of `KVLayout`."""
+
+    model: str | None
+    weights: str
+    rank: int
+    world: int
 
 
 @dataclass(frozen=True)
@@ -90,7 +99,7 @@ class KVLayout:
             )
 
     @classmethod
-    def mha(  # noqa: PLR0913
+    def mha(
         cls,
         layers: int,
         kv_heads: int,
@@ -99,14 +108,12 @@ class KVLayout:
         dtype: str,
         *,
         v_head_dim: int | None = None,
-        model: str | None = "",
-        weights: str = "",
-        rank: int = 0,
-        world: int = 1,
+        **identity: Unpack[LayoutIdentity],
     ) -> KVLayout:
         """K and V: two segments of page_size * kv_heads * head_dim elements.
 
-        `kv_heads` counts the KV heads of this rank. V may have another head size.
+        `kv_heads` counts the KV heads of this rank. V may have another head size.  identity: model,
+        weights, rank and world.
         """
         v_head_dim = head_dim if v_head_dim is None else v_head_dim
         _require_positives(kv_heads=kv_heads, head_dim=head_dim, v_head_dim=v_head_dim)
@@ -120,10 +127,7 @@ class KVLayout:
             kind="mha",
             model_layers=layers,
             dims=(kv_heads, head_dim, v_head_dim),
-            model=model,
-            weights=weights,
-            rank=rank,
-            world=world,
+            **identity,
         )
 
     @classmethod
@@ -135,7 +139,7 @@ class KVLayout:
         head_dim: int,
         page_size: int,
         dtype: str,
-        **identity: Any,
+        **identity: Unpack[LayoutIdentity],
     ) -> KVLayout:
         """As `mha` with the number of KV heads; `q_heads` must be a multiple of it.
 
@@ -150,18 +154,14 @@ class KVLayout:
         return cls.mha(layers, kv_heads, head_dim, page_size, dtype, **identity)
 
     @classmethod
-    def mla(  # noqa: PLR0913
+    def mla(
         cls,
         layers: int,
         kv_lora_rank: int,
         rope_dim: int,
         page_size: int,
         dtype: str,
-        *,
-        model: str | None = "",
-        weights: str = "",
-        rank: int = 0,
-        world: int = 1,
+        **identity: Unpack[LayoutIdentity],
     ) -> KVLayout:
         """The latent: one segment of page_size * (kv_lora_rank + rope_dim) elements."""
         _require_positives(kv_lora_rank=kv_lora_rank, rope_dim=rope_dim, page_size=page_size)
@@ -173,10 +173,7 @@ class KVLayout:
             kind="mla",
             model_layers=layers,
             dims=(kv_lora_rank, rope_dim),
-            model=model,
-            weights=weights,
-            rank=rank,
-            world=world,
+            **identity,
         )
 
     def token_major(self, order: str = "page_first") -> KVLayout:
