@@ -12,12 +12,12 @@ import itertools
 import os
 import threading
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
 import numpy.typing as npt
 
-from tutti.arrays import U32, U64
+from tutti.arrays import U32
 from tutti.callbacks import Guard
 from tutti.errors import CapacityError, ConfigError, DeviceTimeout, PoolClosed
 from tutti.gio_uring import _native
@@ -32,7 +32,6 @@ from tutti.gio_uring.engine_structs import (
 )
 from tutti.gio_uring.iocb import RUN_DTYPE, CutStruct, Extents, PagedMemory, Runs
 from tutti.gio_uring.job import Job, nanoseconds
-from tutti.gio_uring.layer_words import LayerWords
 from tutti.gio_uring.memory import HostBuffer
 from tutti.gio_uring.nvme_spec import (
     FUA,
@@ -43,6 +42,7 @@ from tutti.gio_uring.nvme_spec import (
     PSDT_SGL,
 )
 from tutti.gio_uring.queue_pair import QueuePair
+from tutti.gio_uring.transfer import TIMEOUT_S, HostOptions
 from tutti.interrupts import uninterrupted
 from tutti.native import address
 from tutti.process import Owned, finalize
@@ -169,71 +169,50 @@ class Engine(Owned):
         remedy = "free memory, or end other threads"
         _native.check(result, "cannot start an engine", remedy, CapacityError)
 
-    def submit(  # noqa: PLR0913
+    def submit(
         self,
         opcode: int,
         extents: Extents,
         pages: U32,
         memory: PagedMemory,
-        *,
-        digests: U64 | None = None,
-        compare: bool = False,
-        gated: bool = False,
-        fua: bool = False,
-        priority: int = PRIORITY_RECORDS,
-        timeout_s: float = 30.0,
-        on_released: Callable[[Job], None] | None = None,
-        words: LayerWords | None = None,
-        window: int = 0,
-        due_ns: int = 0,
-        interval_ns: int = 0,
-        layer_ns: U64 | None = None,
-        held: bool = False,
+        **options: Unpack[HostOptions],
     ) -> Job:
         """Moves slices between the medium and paged memory, all layers of ``memory`` in order.
 
         opcode: OPCODE_READ or OPCODE_WRITE.  pages: uint32 (n,) from ``memory.check_pages``, one
-        per slice of the extents.  digests: uint64 (n, layers), filled with each slice's digest,
-        or compared with it when ``compare``; with ``gated`` only once the gate was opened.
-        priority: PRIORITY_RECORDS, PRIORITY_LOAD or PRIORITY_STORE; lower goes first.
-        timeout_s: how long one command may be outstanding.  on_released: called once no command
-        of the job is outstanding, on the engine's own thread, where it must not wait for a job.
-        words: shared with a mover of ``memory``, cleared and kept until the job was released: the
-        engine marks each layer there, and begins layer l only once ``moved + window > l``.
-        due_ns, interval_ns: for loads, when layer 0 is needed (0: now; NEVER_DUE: nothing waits for
-        it) and how much later each of the others is (0: as fast as the drive delivers); commands
-        of all loads are issued in the order in which their layers are due.  layer_ns: uint64
-        (layers,), filled with the times at which they were ready.  Both by CLOCK_MONOTONIC, or the
-        virtual clock of a controller that has one.
-        held: layers are issued as `Job.grant` allows, or all of them after ``timeout_s``.
+        per slice of the extents.  on_released: called once no command of the job is outstanding, on
+        the engine's own thread, where it must not wait for a job.
         Raises PoolClosed after ``close``, CapacityError without memory for the job.
         """
         slices_max = max(1, (self._descriptors_max - 1) // (len(memory.segment_nbytes) + 1))
         runs = extents.commands(
             CutStruct(extents.slice_nlb, self.lba_nbytes, self.command_nlb_max, slices_max)
         )
-        if digests is not None and digests.shape != (pages.size, memory.bases.shape[0]):
-            raise ValueError("digests must have the shape (pages, layers)")
         config = JobConfig(iocb=memory.iocb)
         io = config.iocb
         io.pages, io.n_pages = address(pages), pages.size
         io.padding = self._scratch if opcode == OPCODE_READ else self._zeros
         io.slice_nlb, io.layer_stride_nlb = extents.slice_nlb, extents.layer_stride_nlb
         io.psdt = self.psdt
-        io.flags = FUA if fua else 0
+        io.flags = FUA if options.get("fua") else 0
+        digests, words = options.get("digests"), options.get("words")
         if digests is not None:
+            if digests.shape != (pages.size, memory.bases.shape[0]):
+                raise ValueError("digests must have the shape (pages, layers)")
             config.digests = address(digests)
-            config.digest = DIGEST_COMPARE if compare else DIGEST_COMPUTE
-            config.gated = int(gated)
+            config.digest = DIGEST_COMPARE if options.get("compare") else DIGEST_COMPUTE
+            config.gated = int(options.get("gated", False))
         if words is not None:
-            config.words, config.window = words.address, window
+            config.words, config.window = words.address, options.get("window", 0)
+        layer_ns = options.get("layer_ns")
         if layer_ns is not None:
             config.layer_ns = address(layer_ns)
-        config.due_ns, config.interval_ns, config.held = due_ns, interval_ns, int(held)
+        config.due_ns, config.interval_ns = options.get("due_ns", 0), options.get("interval_ns", 0)
+        config.held = int(options.get("held", False))
+        config.priority = options.get("priority", PRIORITY_RECORDS)
         keep = (pages, memory, digests, words, layer_ns)
-        return self._submit(
-            config, opcode, runs, pages.size, keep, priority, timeout_s, on_released
-        )
+        timeout_s, on_released = options.get("timeout_s", TIMEOUT_S), options.get("on_released")
+        return self._submit(config, opcode, runs, pages.size, keep, timeout_s, on_released)
 
     def flush(
         self,
@@ -331,7 +310,8 @@ class Engine(Owned):
         config = JobConfig()
         config.iocb.n_layers, config.iocb.slice_nlb = 1, 1
         config.iocb.psdt = PSDT_PRP
-        return self._submit(config, opcode, runs, 0, (), PRIORITY_RECORDS, timeout_s, on_released)
+        config.priority = PRIORITY_RECORDS
+        return self._submit(config, opcode, runs, 0, (), timeout_s, on_released)
 
     @uninterrupted(lambda _, job: job.cancel())
     def _submit(
@@ -341,7 +321,6 @@ class Engine(Owned):
         runs: Runs,
         n_pages: int,
         keep: tuple[Any, ...],
-        priority: int,
         timeout_s: float,
         on_released: Callable[[Job], None] | None,
     ) -> Job:
@@ -353,7 +332,6 @@ class Engine(Owned):
         config.iocb.runs, config.iocb.n_runs = address(runs), runs.size
         config.page_status = address(page_status) if n_pages else 0
         config.timeout_ns = nanoseconds(timeout_s)
-        config.priority = priority
         config.tag = next(self._tags)
         lib, handle = _native.lib(), ctypes.c_void_p()
         arrays = (page_status, runs, *keep)

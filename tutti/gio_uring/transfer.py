@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from tutti.arrays import U32, U64
 from tutti.gio_uring.iocb import Extents, PagedMemory
+from tutti.gio_uring.layer_words import LayerWords
 
 #: `Options.timeout_s` where it is not given.
 TIMEOUT_S = 30.0
@@ -43,9 +44,14 @@ class Transfer(Protocol):
 
 
 class Options(TypedDict, total=False):
-    """Options of a transfer; `Engine.submit` describes them.
+    """Options of a transfer.
 
-    held: in host memory alone.
+    digests: uint64 (n, layers), filled with each slice's digest, or compared with it when
+    ``compare``; with ``gated`` only once the gate was opened.
+    held: in host memory alone: layers are issued as `Job.grant` allows, or all of them after
+    ``timeout_s``.
+    priority: PRIORITY_RECORDS (default), PRIORITY_LOAD or PRIORITY_STORE; lower goes first.
+    timeout_s: how long one command may be outstanding (default TIMEOUT_S).
     on_released: called with the transfer once the medium is done with it.
     """
 
@@ -56,6 +62,27 @@ class Options(TypedDict, total=False):
     priority: int
     timeout_s: float
     on_released: Callable[[Any], None] | None
+
+
+class HostOptions(Options, total=False):
+    """Options of a transfer in host memory.
+
+    fua: a write is durable when it ends.
+    words: shared with a mover of the memory, cleared and kept until the job was released: the
+    engine marks each layer there, and begins layer l only once ``moved + window > l``.
+    due_ns, interval_ns: for loads, when layer 0 is needed (0: now; NEVER_DUE: nothing waits for it)
+    and how much later each of the others is (0: as fast as the drive delivers); commands of all
+    loads are issued in the order in which their layers are due.  layer_ns: uint64 (layers,), filled
+    with the times at which they were ready.  Both by CLOCK_MONOTONIC, or the virtual clock of a
+    controller that has one.
+    """
+
+    fua: bool
+    words: LayerWords | None
+    window: int
+    due_ns: int
+    interval_ns: int
+    layer_ns: U64 | None
 
 
 class Submitter(Protocol):
