@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 from xml.sax.saxutils import escape
 
 _BAR = 44  # characters
@@ -59,19 +58,6 @@ def bars_svg(title: str, charts: Sequence[Bars]) -> str:
     head += 'font-family="sans-serif" font-size="14">'
     ground = f'<rect width="{_WIDTH_PX}" height="{y}" fill="white"/>'
     return "\n".join([head, ground, *parts, "</svg>"]) + "\n"
-
-
-def peers_svg(result: Mapping[str, Any], title: str) -> str:
-    """Loads and stores of the largest pages of a result of `tutti bench peers`."""
-    cell = next(iter(result["cells"].values()))
-    charts = [
-        Bars(
-            f"{phase}, GB/s",
-            [(name, facts[phase]["median_gb_per_s"]) for name, facts in cell["peers"].items()],
-        )
-        for phase in ("load", "store")
-    ]
-    return bars_svg(title, charts)
 
 
 def _text(x: float, y: float, text: str, weight: str = "normal") -> str:

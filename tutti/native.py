@@ -207,12 +207,6 @@ def xxh3_64(data: bytes | bytearray | memoryview | npt.NDArray[Any]) -> int:
     return int(lib().tutti_xxh3_64(address(flat), flat.nbytes))
 
 
-def crc32c(data: bytes | bytearray | memoryview | npt.NDArray[Any], seed: int = 0) -> int:
-    """CRC32C (RFC 3720, appendix B.4); `seed` is the CRC of the bytes that came before."""
-    flat = _as_bytes(data)
-    return int(lib().tutti_crc32c(address(flat), flat.nbytes, seed))
-
-
 def _count_records(records: npt.NDArray[Any]) -> int:
     assert records.nbytes % RECORD_NBYTES == 0, "records are 4096 bytes each"
     return records.nbytes // RECORD_NBYTES

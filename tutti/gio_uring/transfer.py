@@ -48,8 +48,6 @@ class Options(TypedDict, total=False):
 
     digests: uint64 (n, layers), filled with each slice's digest, or compared with it when
     ``compare``; with ``gated`` only once the gate was opened.
-    held: in host memory alone: layers are issued as `Job.grant` allows, or all of them after
-    ``timeout_s``.
     priority: PRIORITY_RECORDS (default), PRIORITY_LOAD or PRIORITY_STORE; lower goes first.
     timeout_s: how long one command may be outstanding (default TIMEOUT_S).
     on_released: called with the transfer once the medium is done with it.
@@ -65,16 +63,15 @@ class Options(TypedDict, total=False):
 
 
 class HostOptions(Options, total=False):
-    """Options of a transfer in host memory.
+    """Options in host memory, where `Options.held` says that `Job.grant` issues the layers, or
+    ``timeout_s`` all of them.  fua: a write is durable when it ends.
 
-    fua: a write is durable when it ends.
     words: shared with a mover of the memory, cleared and kept until the job was released: the
     engine marks each layer there, and begins layer l only once ``moved + window > l``.
     due_ns, interval_ns: for loads, when layer 0 is needed (0: now; NEVER_DUE: nothing waits for it)
     and how much later each of the others is (0: as fast as the drive delivers); commands of all
     loads are issued in the order in which their layers are due.  layer_ns: uint64 (layers,), filled
-    with the times at which they were ready.  Both by CLOCK_MONOTONIC, or the virtual clock of a
-    controller that has one.
+    with the times at which they were ready.  Both by CLOCK_MONOTONIC, or the controller's own.
     """
 
     fua: bool

@@ -1,6 +1,5 @@
-"""The bytes on a member: superblocks and snapshots, encoded and decoded without I/O.
+"""Superblocks and snapshots: encoded, decoded, and whether members belong to one pool; no I/O.
 
-Geometry and slot records, which have files of their own, are exported from here as well.
 docs/format.md is the grammar; its tables are checked against the dtypes. What is read from a medium
 is not trusted: it is compared with the limits before it is returned.
 """

@@ -1,7 +1,4 @@
-"""Which hits are loaded: those that pay.  Policy, counted in look-ups.
-
-`backlog.py` bounds the offloads.
-"""
+"""Which hits are loaded: those that pay; `backlog.py` bounds offloads.  Counted in look-ups."""
 
 from __future__ import annotations
 
