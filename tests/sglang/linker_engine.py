@@ -130,8 +130,13 @@ class Rig:
     def store(self, names: Sequence[str], pages: Sequence[int]) -> bool:
         """Offloads, and waits until it is on the medium: what is copied out completes before."""
         assert self.offload(names, pages)
-        wait_for(lambda: self.linker.num_completed_offloads() == 1)
-        wait_for(lambda: not self.linker.backlog.active)
+        try:
+            wait_for(lambda: self.linker.num_completed_offloads() == 1)
+            wait_for(lambda: not self.linker.backlog.active)
+        except AssertionError as error:
+            error.add_note(f"queue: {self.linker.backlog._queue.state}")
+            error.add_note(f"store: {self.stored_pool.store.stats()}")
+            raise
         return self.linker.pop_completed_offload()
 
     def lookup(self, names: Sequence[str], rid: str = "r") -> int:
