@@ -332,7 +332,7 @@ class Dispatcher(Owned):
         if issuer is None:
             return  # it has left
         launch = getattr(issuer, method)
-        if not self._guard.call(f"the launch of {what}", launch, what) and failed is not None:
+        if not self._guard.call(f"the launch of {name}", launch, what) and failed is not None:
             self.post(failed)
 
     def _run(self) -> None:

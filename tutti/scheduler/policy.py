@@ -277,11 +277,11 @@ class SlackPolicy:
         if room_ns <= 0 and state.reading.flying > 1:
             return ()
         running = [load for load in state.running.values() if load.issued < load.layers]
-        if not state.unread:
-            if not running:
+        if len(running) + len(state.unread) <= 1:  # nothing to compare
+            only = next(iter(running or state.unread.values()), None)
+            if only is None:
                 return ()
-            if len(running) == 1:  # nothing to compare
-                only = running[0]
+            if only.running or not only.ahead_nbytes:
                 layers = max(1, math.ceil(room_ns / max(1.0, only.read_ns * factor)))
                 return (Issue(only.name, only.issued, only.in_units(layers)),)
         queue = _Reads(state, self.limits.read_ahead_nbytes)

@@ -83,16 +83,15 @@ class _Put:
 
 @dataclass(eq=False)
 class _Load:
-    """A load on its way, with its number of layers.
+    """A load on its way.  progress: of a held one; else ``due`` is set when it may start.
 
-    progress: of a held one; else None, and ``due`` is set when it may start.
     granted, ready: layers that may be read, and that have arrived as far as the scheduler knows.
     """
 
     name: str
     layers: int
     progress: LoadProgress | None = None
-    due: threading.Event = field(default_factory=threading.Event)
+    due: threading.Event | None = None
     granted: int = 0
     ready: int = 0
 
@@ -192,10 +191,10 @@ class TransferQueue(Owned):
             finally:
                 progress.on_settled(lambda: self._loaded(dispatcher, load))
             return progress
+        load.due = threading.Event()
         try:
             self._post_load(dispatcher, load, nbytes, load.layers, batch)
-            # A scheduler that is stuck costs time, not service.
-            load.due.wait(self._core.config.timeout_s)
+            load.due.wait(self._core.config.timeout_s)  # one that is stuck costs time, not service
             progress = self._loader.load(keys, pages, memory)
         except BaseException:
             self._loaded(dispatcher, load)
@@ -227,7 +226,8 @@ class TransferQueue(Owned):
     def _release_load(self, load: _Load) -> None:
         """It waits for no more decisions."""
         load.granted = load.layers
-        load.due.set()
+        if load.due is not None:
+            load.due.set()
         if load.progress is not None:
             load.progress.grant(load.layers, _NEVER, None)
 
@@ -267,9 +267,9 @@ class TransferQueue(Owned):
             if load is None or self._stopping:
                 return
             load.granted = launch.first + launch.count
-        if load.progress is None:  # the thread that called ``load`` goes on
+        if load.due is not None:  # the thread that called ``load`` goes on
             load.due.set()
-        else:
+        elif load.progress is not None:
             self._grant(load, load.progress)
 
     def _grant(self, load: _Load, progress: LoadProgress) -> None:
