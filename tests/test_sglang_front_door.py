@@ -74,8 +74,8 @@ def test_wrong_options_are_errors(wrong: dict[str, Any], says: str) -> None:
 
 
 def test_options_of_the_other_mode_are_unknown() -> None:
-    with pytest.raises(ConfigError, match="second_touch"):
-        parse_options({**NEEDED, "second_touch": True}, LINKER)
+    with pytest.raises(ConfigError, match="hugepages"):
+        parse_options({**NEEDED, "hugepages": "off"}, LINKER)
 
 
 def test_every_option_is_documented() -> None:

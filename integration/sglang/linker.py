@@ -29,7 +29,7 @@ from tutti.integration.sglang.adapter import check_version, served_model
 from tutti.integration.sglang.breaker import Breaker, crawls
 from tutti.integration.sglang.direct import adapter
 from tutti.integration.sglang.direct.admission import admission_for
-from tutti.integration.sglang.direct.backlog import Backlog, Chains, Part
+from tutti.integration.sglang.direct.backlog import Backlog, Chains, Part, admitted
 from tutti.integration.sglang.direct.control import LINKERS
 from tutti.integration.sglang.direct.gpu import open_gpu
 from tutti.integration.sglang.direct.kv_pools import kv_pool_group
@@ -49,6 +49,7 @@ from tutti.integration.sglang.direct.stored_pool import StoredPool
 from tutti.integration.sglang.metrics import LOAD, STORE
 from tutti.integration.sglang.options import LINKER, LINKER_OPTIONS, parse_options
 from tutti.integration.sglang.reporting import ErrorLog
+from tutti.integration.sglang.second_touch import SecondTouch
 from tutti.integration.sglang.weights import WATCH
 from tutti.medium.keys import object_keys
 from tutti.process import Owned, at_exit, forget_exit
@@ -148,6 +149,10 @@ class TuttiLinker(Owned, adapter.UnifiedCacheLinker):
         if schedule is None:
             limits = limits_of(options, list(self._group.pools.values()), self._gpu)
             schedule = Schedule(Unknown(), limits, policy=ImmediatePolicy)
+        self._second_touches = {
+            stored_pool.name: SecondTouch(stored_pool.metrics)
+            for stored_pool in (stored_pools if options["second_touch"] else ())
+        }
         self.ahead = ReadAhead(
             stored_pools,
             schedule=schedule,
@@ -266,9 +271,11 @@ class TuttiLinker(Owned, adapter.UnifiedCacheLinker):
         if self._closed:  # another rank may be attached, and its answer must be the same
             self._ended.append(False)
             return True
-        self.backlog.add([Part(*part) for part in parts], self._fence())
-        for stored_pool, keys, _ in parts:
-            self._maintenance[stored_pool.name].remember(keys)
+        taken = admitted([Part(*part) for part in parts], self._second_touches)
+        whole = sum(part.pages for part in taken) == sum(len(keys) for _, keys, _ in parts)
+        self.backlog.add(taken, self._fence(), whole=whole)
+        for part in taken:
+            self._maintenance[part.stored_pool.name].remember(part.keys)
         self.metrics.level("backlog_pages", self.backlog.locked)
         return True
 
@@ -322,6 +329,8 @@ class TuttiLinker(Owned, adapter.UnifiedCacheLinker):
             raise DeviceTimeout("pages are still being stored; try again")
         for stored_pool in self.stored_pools.values():
             stored_pool.store.clear()
+        for second_touch in self._second_touches.values():
+            second_touch.clear()
 
     def detach(self) -> None:
         """Closes the pools cleanly and goes on as a linker that finds and keeps nothing.

@@ -21,6 +21,7 @@ METRICS: Mapping[str, tuple[str, str]] = {
     "busy_seconds": ("counter", "time in which something moved, by direction"),
     "failed_pages": ("counter", "pages that could not be moved, by direction"),
     "dropped_pages": ("counter", "pages that were offered and not stored"),
+    "declined_pages": ("counter", "pages not stored because they were offered for the first time"),
     "errors": ("counter", "operating errors: each became a miss or a page not stored"),
     "corrupt_slices": ("counter", "objects whose digest was wrong"),
     "evicted_objects": ("counter", "objects evicted"),

@@ -144,7 +144,6 @@ OPTIONS: tuple[Option, ...] = (
         "bool",
         False,
         "store a page only when it is offered for the second time: less wear, fewer first hits",
-        modes=(HICACHE,),
     ),
     Option(
         "hugepages",

@@ -430,6 +430,7 @@ def test_second_touch_spares_what_comes_once(make: Make, seed: int) -> None:
     assert storage.batch_exists(hashes(2)) == 0
     assert storage.batch_set_v1(hashes(2), where) == [True, True]
     assert storage.batch_exists(hashes(2)) == 2
+    assert storage.counters()["kv"]["declined_pages"] == 2
 
 
 def test_statistics_and_clear(make: Make, seed: int) -> None:

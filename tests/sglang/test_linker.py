@@ -108,6 +108,21 @@ def test_a_backlog_beyond_its_bound_is_copied_out_then_dropped(tmp_path: Path) -
         assert rig.content(range(20, 26)) == want
 
 
+def test_second_touch_stores_what_is_offered_again(tmp_path: Path) -> None:
+    with Rig(tmp_path, second_touch=True) as rig:
+        rig.fill(8)
+        want = rig.content(range(6))
+        assert not rig.store(names(4), range(4)), "SGLang offers them again"
+        assert rig.lookup(names(4)) == 0
+        assert not rig.store(names(6), range(6)), "two of them came for the first time"
+        assert rig.lookup(names(6)) == 4
+        assert rig.store(names(6), range(6))
+        assert rig.linker.metrics.snapshot()["declined_pages"] == 6
+        assert rig.lookup(names(6)) == 6
+        assert rig.restore(names(6), range(20, 26))
+        assert rig.content(range(20, 26)) == want
+
+
 def test_completions_wait_for_the_oldest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with Rig(tmp_path, backlog_share=10 / 64, store_staging="1MiB") as rig:
         rig.fill(6)

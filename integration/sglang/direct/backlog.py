@@ -11,7 +11,7 @@ import queue
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -26,6 +26,7 @@ from tutti.integration.sglang.direct.kv_pools import Pages
 from tutti.integration.sglang.direct.staging_copy import Fence
 from tutti.integration.sglang.direct.stored_pool import StoredPool
 from tutti.integration.sglang.metrics import STORE
+from tutti.integration.sglang.second_touch import SecondTouch
 from tutti.process import Owned
 from tutti.scheduler.dispatcher import Dispatcher, Schedule
 from tutti.scheduler.event import PagesCopied, PagesWritten, SpaceKnown, WriteGone, WriteKnown
@@ -96,6 +97,20 @@ class Part:
     def pages(self) -> int:
         """How many pages."""
         return len(self.keys)
+
+
+def admitted(parts: Sequence[Part], second_touches: Mapping[str, SecondTouch]) -> list[Part]:
+    """What of an offload is to be stored, with ``second_touches`` by pool: what came before."""
+    taken = []
+    for part in parts:
+        second_touch = second_touches.get(part.stored_pool.name)
+        if second_touch is not None:
+            rows = second_touch.admitted(part.keys).nonzero()[0].tolist()
+            slots = part.slots.reshape(part.pages, -1)[rows].reshape(-1)
+            part = Part(part.stored_pool, part.keys[rows], slots)
+        if part.pages:
+            taken.append(part)
+    return taken
 
 
 @dataclass(eq=False)
@@ -172,10 +187,13 @@ class Backlog(Owned):
         with self._changed:
             return len(self._parts)
 
-    def add(self, parts: Sequence[Part], fence: Fence) -> None:
-        """Takes one offload, whose pages may be read when ``fence`` has passed."""
-        offload = Offload(fence, waits=len(parts))
-        accepted = self._breaker.closed or self._breaker.take_probe()
+    def add(self, parts: Sequence[Part], fence: Fence, *, whole: bool = True) -> None:
+        """Takes one offload, whose pages may be read when ``fence`` has passed.
+
+        whole: whether the parts are all of it; else the answer to SGLang is no in any case.
+        """
+        offload = Offload(fence, len(parts), whole, None if parts else whole)
+        accepted = not parts or self._breaker.closed or self._breaker.take_probe()
         names = [f"{self._prefix}{next(self._numbers)}" for _ in parts]
         with self._changed:
             self._order.append(offload)

@@ -10,7 +10,6 @@ import logging
 import os
 import signal
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -29,6 +28,7 @@ from tutti.errors import (
 )
 from tutti.integration.sglang.metrics import LOAD, STORE, Metrics
 from tutti.integration.sglang.reporting import ErrorLog, MinuteLog
+from tutti.integration.sglang.second_touch import SecondTouch
 from tutti.integration.sglang.weights import WeightsWatch
 from tutti.interface import Store
 from tutti.medium.keys import object_keys
@@ -41,7 +41,6 @@ _log = logging.getLogger(__name__)
 
 _HOLD_S = 60.0
 _HOLD_ROUNDS = 1440
-_TOUCHED_MAX = 1 << 20
 _IDLE_S = 60.0  # SGLang gives a prefetch up within 30 s
 
 
@@ -70,7 +69,7 @@ class HostStore:
         self._watch = watch
         # A command fails after timeout_s; a batch may wait for others' before it starts.
         self._timeout_s = 4 * timeout_s
-        self._touched: OrderedDict[bytes, None] | None = OrderedDict() if second_touch else None
+        self._second_touch = SecondTouch(metrics) if second_touch else None
         self._closed = False
         self._looked_up_s: float | None = None
         self._minutes = MinuteLog(metrics, self.error_log, time.monotonic())
@@ -162,7 +161,9 @@ class HostStore:
         keys = self.keys(hashes)
         if keys is None or not hashes:
             return [False] * len(hashes)
-        wanted = self._admitted(keys)
+        wanted = np.ones(len(keys), np.bool_)
+        if self._second_touch is not None:
+            wanted = self._second_touch.admitted(keys)
         good = ~wanted
         if not wanted.any():
             return [True] * len(hashes)
@@ -214,8 +215,8 @@ class HostStore:
 
         def forget() -> bool:
             self.store.clear()
-            if self._touched is not None:
-                self._touched.clear()
+            if self._second_touch is not None:
+                self._second_touch.clear()
             return True
 
         return self._guard("clear", False, forget)
@@ -281,20 +282,6 @@ class HostStore:
         # An exception would end this thread alone; SGLang stops the server when a process is gone.
         _log.critical("Tutti: %s; this process ends before wrong bytes are served", error)
         os.kill(os.getpid(), signal.SIGKILL)
-
-    def _admitted(self, keys: Keys) -> npt.NDArray[np.bool_]:
-        """Which pages may be written: all, or with `second_touch` those offered before."""
-        wanted = np.ones(len(keys), bool)
-        if self._touched is None:
-            return wanted
-        for row, key in enumerate(keys):
-            name = key.tobytes()
-            wanted[row] = name in self._touched
-            self._touched[name] = None
-            self._touched.move_to_end(name)
-        for _ in range(len(self._touched) - _TOUCHED_MAX):
-            self._touched.popitem(last=False)
-        return wanted
 
     def _pages(self, host_indices: Any) -> npt.NDArray[np.int64]:
         """Page numbers of SGLang's token indices, of which each page has consecutive ones."""

@@ -1,0 +1,40 @@
+"""Which pages are worth a write: those that are offered for the second time."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+import numpy as np
+
+from tutti.arrays import Keys, Mask
+from tutti.integration.sglang.metrics import Metrics
+
+_TOUCHED_MAX = 1 << 20
+
+
+class SecondTouch:
+    """Remembers the pages that one pool was offered, the last 2**20 of them.
+
+    metrics: counts the pages that are declined.
+    """
+
+    def __init__(self, metrics: Metrics) -> None:
+        self._metrics = metrics
+        self._touched: OrderedDict[bytes, None] = OrderedDict()
+
+    def admitted(self, keys: Keys) -> Mask:
+        """Which of these keys (n, 16) were offered before, (n,)."""
+        wanted = np.ones(len(keys), np.bool_)
+        for row, key in enumerate(keys):
+            name = key.tobytes()
+            wanted[row] = name in self._touched
+            self._touched[name] = None
+            self._touched.move_to_end(name)
+        for _ in range(len(self._touched) - _TOUCHED_MAX):
+            self._touched.popitem(last=False)
+        self._metrics.count("declined_pages", len(keys) - int(np.count_nonzero(wanted)))
+        return wanted
+
+    def clear(self) -> None:
+        """Forgets what was offered."""
+        self._touched.clear()
