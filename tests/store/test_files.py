@@ -110,6 +110,23 @@ def read_back(
     assert [pool.read(page) for page in pages.tolist()] == contents
 
 
+def test_a_clear_gives_the_blocks_back(
+    executor: str, tmp_path: Path, rng: np.random.Generator
+) -> None:
+    paths = [tmp_path / f"member{i}" for i in range(2)]
+    with tutti.open(paths, LAYOUT, "24MiB", executor=executor) as store:
+        memory = store.allocate_memory(24)
+        round_trip(store, memory, rng, 12)
+        before = [path.stat().st_blocks * 512 for path in paths]
+        store.clear()
+        given_back = store.stats()["deallocated_nbytes"]
+        assert given_back > store.geometry.member_nbytes, "of both"
+        after = [path.stat().st_blocks * 512 for path in paths]
+        assert sum(before) - sum(after) == pytest.approx(given_back, abs=2 << 20)
+        keys, contents = round_trip(store, memory, rng, 12)
+        read_back(store, memory, keys, contents)
+
+
 @pytest.mark.parametrize("members", [1, 3])
 @pytest.mark.parametrize("durability", ["process", "flush"])
 def test_open_formats_and_reopens(

@@ -153,6 +153,7 @@ class Counters:
     load_runs: int = 0
     payload_written_nbytes: int = 0
     payload_read_nbytes: int = 0
+    deallocated_nbytes: int = 0
 
 
 def _drive(window: WindowStats) -> dict[str, Any]:
@@ -460,6 +461,8 @@ class Core(Owned):
                     "the medium did not answer a deallocate, which may still erase what is put "
                     "from now on; the pool is cleared, open it again"
                 )
+            if job.report().status == 0:  # else the drive keeps them, which harms nothing
+                self.counters.deallocated_nbytes += int(count.sum()) * geometry.lba_nbytes
 
     def now_64s(self) -> int:
         """Wall time in the unit of records."""
