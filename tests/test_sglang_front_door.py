@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import resource
 import shlex
 from dataclasses import replace
 from pathlib import Path
@@ -333,6 +334,20 @@ def test_memory_is_not_taken_for_a_disk(capsys: pytest.CaptureFixture[str]) -> N
     findings = json.loads(capsys.readouterr().out)["findings"]
     (disk,) = [finding for finding in findings if finding["what"] == "disk"]
     assert (disk["verdict"], "lost at a restart" in disk["text"]) == ("slow", True)
+
+
+def test_locked_memory_is_asked_for_by_drives_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    resource.setrlimit(resource.RLIMIT_MEMLOCK, (1 << 16, limits[1]))
+    try:
+        for path, verdicts in ((str(tmp_path), []), ("nvme:0000:03:00.0", ["slow"])):
+            main(["sglang", "doctor", "--path", path, "--json"])
+            findings = json.loads(capsys.readouterr().out)["findings"]
+            assert [f["verdict"] for f in findings if f["what"] == "memlock"] == verdicts
+    finally:
+        resource.setrlimit(resource.RLIMIT_MEMLOCK, limits)
 
 
 def test_the_doctor_finds_what_fails(

@@ -210,7 +210,8 @@ def run_doctor(args: argparse.Namespace) -> Outcome:
     findings = list(_sglang(args.mode, args.page_size))
     if uses_agent({"path": args.path}):
         findings.append(_agent(args.path[0]))
-        findings += [f for f in _machine(Path(".")) if f.what not in _OF_THE_DISK]
+        machine = _machine(Path("."), with_drive=False)
+        findings += [f for f in machine if f.what not in _OF_THE_DISK]
     else:
         findings += _storage(args.path, args.capacity)
     failed = any(finding.verdict == "fails" for finding in findings)
@@ -249,7 +250,8 @@ def _storage(paths: list[str], capacity: int) -> Iterator[Finding]:
     yield from map(_pool_file, files)
     yield from _one_disk(folders)
     yield from (_device(place) for place in places if place.kind is Kind.DEVICE)
-    yield from _machine(_existing(folders[0] if folders else Path(".")))
+    with_drive = any(is_drive(place.path) for place in places)
+    yield from _machine(_existing(folders[0] if folders else Path(".")), with_drive=with_drive)
     for folder in folders:
         yield from _pools(folder)
 
@@ -377,7 +379,7 @@ def _either(what: str, is_ok: bool, text: str, otherwise: str) -> Finding:
     return Finding(what, "ok" if is_ok else "slow", text if is_ok else otherwise)
 
 
-def _machine(folder: Path) -> Iterator[Finding]:
+def _machine(folder: Path, *, with_drive: bool) -> Iterator[Finding]:
     try:
         machine = probe_machine(str(folder))
     except Unsupported as error:  # a folder that cannot be written, for instance
@@ -395,15 +397,15 @@ def _machine(folder: Path) -> Iterator[Finding]:
         without = f"no direct I/O: {direct.reason}; use ext4 or xfs on NVMe"
         yield _either("disk", direct.direct, f"direct I/O on {direct.filesystem}", without)
     yield _either("io_uring", uring.available, ", ".join(uring.features) or "works", uring.reason)
-    limit = format_nbytes(max(0, memory.memlock_nbytes))
-    yield _either(
-        "memlock",
-        not 0 <= memory.memlock_nbytes < _MEMLOCK_WANTED_NBYTES,
-        "enough",
-        f"{limit}; raise it above SGLang's host pool and Tutti's staging together "
-        "(ulimit -l unlimited, or LimitMEMLOCK=infinity in the unit); "
-        "otherwise io_uring cannot register buffers",
-    )
+    if with_drive:  # files need no locked memory
+        yield _either(
+            "memlock",
+            not 0 <= memory.memlock_nbytes < _MEMLOCK_WANTED_NBYTES,
+            "enough",
+            f"{format_nbytes(max(0, memory.memlock_nbytes))}; memory is mapped for a drive: raise "
+            "it above SGLang's host pool and Tutti's staging together (ulimit -l unlimited, or "
+            "LimitMEMLOCK=infinity in the unit)",
+        )
     paged = "none: one descriptor per 4 KiB, which costs bandwidth"
     yield _either("hugepages", memory.backing != "pages", memory.backing, paged)
     best = next((tier for tier in machine.tiers if tier.available), None)
