@@ -9,6 +9,14 @@ from __future__ import annotations
 
 from importlib import metadata
 
+from sglang.srt.disaggregation.kv_events import (
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    StorageMedium,
+    is_kv_publisher_rank,
+)
+from sglang.srt.mem_cache.events import KVCacheEventRecorder
 from sglang.srt.mem_cache.hicache_storage import (
     HiCacheStorage,
     HiCacheStorageConfig,
@@ -18,21 +26,29 @@ from sglang.srt.mem_cache.hicache_storage import (
     PoolTransfer,
     PoolTransferResult,
 )
+from sglang.srt.mem_cache.utils import hash_str_to_int64 as block_hash
 from sglang.srt.observability.metrics_collector import StorageMetrics
+from sglang.srt.runtime_context import get_parallel, get_server_args
 
-from tutti.errors import Unsupported
+from tutti.errors import ConfigError, Unsupported
 from tutti.integration.sglang.identity import ServedModel
 from tutti.integration.sglang.launch import VERSIONS
 
 __all__ = [
+    "AllBlocksCleared",
+    "BlockRemoved",
+    "BlockStored",
     "HiCacheStorage",
     "HiCacheStorageConfig",
     "HiCacheStorageExtraInfo",
+    "KVCacheEventRecorder",
     "PoolHitPolicy",
     "PoolName",
     "PoolTransfer",
     "PoolTransferResult",
+    "StorageMedium",
     "StorageMetrics",
+    "block_hash",
 ]
 
 
@@ -48,8 +64,6 @@ def check_version() -> None:
 
 def served_model() -> ServedModel:
     """The model of this process; empty where no server has published its arguments."""
-    from sglang.srt.runtime_context import get_parallel, get_server_args
-
     try:
         args = get_server_args()
     except (ValueError, AttributeError):
@@ -85,8 +99,6 @@ def attention_tp(config: HiCacheStorageConfig) -> tuple[int, int]:
 
     With context parallelism the config counts the CP ranks as TP ranks, too.
     """
-    from sglang.srt.runtime_context import get_parallel
-
     if config.attn_cp_size > 1:
         try:
             parallel = get_parallel()
@@ -107,3 +119,14 @@ def let_every_rank_write(config: HiCacheStorageConfig) -> bool:
     if replicated and config.tp_size > 1:
         config.is_mla_model = False
     return replicated
+
+
+def publishes_kv_events() -> bool:
+    """Whether this rank publishes events of its KV.  Raises ConfigError when no rank does."""
+    config = get_server_args().kv_events_config
+    if not config:
+        raise ConfigError(
+            "the option kv_events adds to the events that SGLang publishes; start the server with"
+            " --kv-events-config"
+        )
+    return bool(is_kv_publisher_rank(config))

@@ -34,6 +34,7 @@ from tutti.integration.sglang.identity import (
     layout_of,
     open_store,
 )
+from tutti.integration.sglang.kv_events import DiskEvents, publishes
 from tutti.integration.sglang.metrics import LOAD, STORE, Metrics
 from tutti.integration.sglang.options import HICACHE, parse_options
 from tutti.integration.sglang.weights import WATCH
@@ -267,6 +268,7 @@ class TuttiHiCacheStorage(adapter.HiCacheStorage):
             {"mode": HICACHE, "pool": name, "rank": self._parallel_rank.name},
             prometheus=self._config.enable_storage_metrics,
         )
+        announces = self._options["kv_events"] and name == KV and publishes()
         store, path = open_store(
             layout, name, capacity, self._options, self._parallel_rank, is_kv=name == KV
         )
@@ -287,6 +289,8 @@ class TuttiHiCacheStorage(adapter.HiCacheStorage):
             timeout_s=self._options["timeout_s"],
             second_touch=self._options["second_touch"],
         )
+        if announces:
+            self._stores[name].events = DiskEvents(fragments.page_tokens, metrics)
         metrics.info({**facts_of(store, path), "hugepages": self._options["hugepages"]})
         self._stores[name].refresh()
         if self._upkeep is None:

@@ -46,6 +46,7 @@ from tutti.integration.sglang.direct.staging import StagingPages
 from tutti.integration.sglang.direct.staging_copy import Fence
 from tutti.integration.sglang.direct.steps import STEPS
 from tutti.integration.sglang.direct.stored_pool import StoredPool
+from tutti.integration.sglang.kv_events import DiskEvents, publishes
 from tutti.integration.sglang.metrics import LOAD, STORE
 from tutti.integration.sglang.options import LINKER, LINKER_OPTIONS, parse_options
 from tutti.integration.sglang.reporting import ErrorLog
@@ -107,6 +108,7 @@ class TuttiLinker(Owned, adapter.UnifiedCacheLinker):
     def _open(self, options: dict[str, Any]) -> None:
         """Opens the pools and starts the threads.  Raises TuttiError, with nothing left open."""
         WATCH.check(options["allow_unwatched_weights"])
+        self._announces = options["kv_events"] and publishes()
         profile, source = served_profile(options, self._group, self._rank) or (None, OFF)
         gpu = open_gpu(self._group.device, options["gpu_mover"], profile, options["gpu_engine"])
         timeout_s = float(options["load_timeout_s"])
@@ -187,6 +189,11 @@ class TuttiLinker(Owned, adapter.UnifiedCacheLinker):
         for stored_pool in stored_pools:
             if stored_pool.store.scheduler is not None:
                 STEPS.follow(stored_pool.store.scheduler, self._group.layers)
+        self._events: DiskEvents | None = None
+        if self._announces:
+            kv = self.stored_pools[str(adapter.PoolName.KV)]
+            self._events = kv.events = DiskEvents(self._group.page_size, kv.metrics)
+            self._maintenance[kv.name].events = kv.events
         self._loader = threading.Thread(target=self._start_loads, name="tutti-load", daemon=True)
         self._loader.start()
         # A scheduler that dies of an error never calls close.
@@ -195,7 +202,7 @@ class TuttiLinker(Owned, adapter.UnifiedCacheLinker):
 
     def lookup(self, rid: str, transfers: list[adapter.PoolTransfer]) -> list[int]:
         """Every prefix length in pages that all pools can restore, pinned, and worth loading."""
-        keys = None if self._closed else self._keys(_kv(transfers))
+        keys = None if self._closed else self._keys(adapter.kv_of(transfers))
         if keys is None:
             return []
         self._chains.seen(keys)
@@ -203,6 +210,8 @@ class TuttiLinker(Owned, adapter.UnifiedCacheLinker):
             return []
         found = self._lookups.find(rid, keys, transfers, self._pages_left(rid))
         self.ahead.note(rid, found.wanted)
+        if self._events is not None and found.lengths:
+            self._events.found(adapter.kv_names(transfers), keys[: max(found.lengths)])
         return found.lengths
 
     def load(self, rid: str, transfers: list[adapter.PoolTransfer]) -> bool:
@@ -266,11 +275,13 @@ class TuttiLinker(Owned, adapter.UnifiedCacheLinker):
     def offload(self, transfers: list[adapter.PoolTransfer], session_id: str | None = None) -> bool:
         """Takes pages to store; False, from the transfers alone, when there are none."""
         parts = self._parts_of(transfers, "offload")
-        if parts is None or _kv(transfers) is None:
+        if parts is None or adapter.kv_of(transfers) is None:
             return False
         if self._closed:  # another rank may be attached, and its answer must be the same
             self._ended.append(False)
             return True
+        if self._events is not None and (keys := self._keys(adapter.kv_of(transfers))) is not None:
+            self._events.offered(adapter.kv_names(transfers), keys)
         taken = admitted([Part(*part) for part in parts], self._second_touches)
         whole = sum(part.pages for part in taken) == sum(len(keys) for _, keys, _ in parts)
         self.backlog.add(taken, self._fence(), whole=whole)
@@ -487,10 +498,3 @@ class TuttiLinker(Owned, adapter.UnifiedCacheLinker):
         else:
             self.reads.success()
         return True
-
-
-def _kv(transfers: Sequence[adapter.PoolTransfer]) -> adapter.PoolTransfer | None:
-    for transfer in transfers:
-        if transfer.name == adapter.PoolName.KV:
-            return transfer
-    return None

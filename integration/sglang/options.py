@@ -133,6 +133,12 @@ OPTIONS: tuple[Option, ...] = (
         "run without the plugin that notices weight updates; then never update weights in place",
     ),
     Option(
+        "kv_events",
+        "bool",
+        False,
+        "announce the disk's pages to routers, with SGLang's own KV events (docs/cluster.md)",
+    ),
+    Option(
         "profile",
         "str",
         "auto",

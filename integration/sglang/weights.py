@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from tutti.errors import ConfigError
+from tutti.integration.sglang import kv_events
 from tutti.integration.sglang.direct import control, steps
 
 _UPDATER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager."
@@ -64,7 +65,7 @@ WATCH = WeightsWatch()
 
 
 def activate() -> None:
-    """SGLang's plugin: hooks updates of weights, flushes, steps, and requests to a linker."""
+    """SGLang's plugin: hooks updates of weights, flushes, steps, events and a linker's control."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     for name in _UPDATES:
@@ -74,6 +75,7 @@ def activate() -> None:
     WATCH.watched = True
     steps.activate()
     control.activate()
+    kv_events.activate()
 
 
 def _around_update(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -127,3 +127,14 @@ def _kv_entry(name: PoolName, pool: Any, layers: dict[int, int], page_size: int)
         page_size=page_size,
         rows_are_pages=False,
     )
+
+
+def kv_of(transfers: Sequence[PoolTransfer]) -> PoolTransfer | None:
+    """The transfer of KV, if there is one."""
+    return next((transfer for transfer in transfers if transfer.name == PoolName.KV), None)
+
+
+def kv_names(transfers: Sequence[PoolTransfer]) -> Sequence[str]:
+    """SGLang's hashes of the pages of KV."""
+    kv = kv_of(transfers)
+    return (kv.keys or ()) if kv is not None else ()

@@ -348,7 +348,11 @@ class Backlog(Owned):
         counts = np.bincount(ticket.outcome, minlength=len(Outcome))
         failed, dropped = int(counts[Outcome.FAILED]), int(counts[Outcome.DROPPED])
         stored = int(counts[Outcome.STORED])
-        metrics = part.stored_pool.metrics
+        metrics, events = part.stored_pool.metrics, part.stored_pool.events
+        if events is not None:
+            keys = part.keys[launch.first : launch.first + launch.count]
+            kept = (ticket.outcome == Outcome.STORED) | (ticket.outcome == Outcome.PRESENT)
+            events.stored(keys, kept)
         metrics.count("dropped_pages", dropped)
         metrics.count("failed_pages", failed, STORE)
         if stored:

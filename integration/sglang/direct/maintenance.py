@@ -6,11 +6,13 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from functools import partial
 
 from tutti.arrays import Keys
 from tutti.errors import ChecksumMismatch, DeviceTimeout, KeyMissing, PagesInUse, TuttiError
 from tutti.integration.sglang.breaker import Breaker
 from tutti.integration.sglang.direct.staging import StagingPages
+from tutti.integration.sglang.kv_events import DiskEvents
 from tutti.integration.sglang.metrics import LOAD, Metrics
 from tutti.integration.sglang.reporting import ErrorLog, MinuteLog
 from tutti.interface import Store
@@ -53,6 +55,7 @@ class Maintenance(Owned):
         self._proven = False
         self._hurries = True  # to the next round without a pause
         self._stop = threading.Event()
+        self.events: DiskEvents | None = None
         self._thread = threading.Thread(target=self._run, name="tutti-maintenance", daemon=True)
         self._thread.start()
 
@@ -64,6 +67,8 @@ class Maintenance(Owned):
         """Ends the thread."""
         self._stop.set()
         self._thread.join(timeout_s)
+        if self.events is not None:
+            self.events.close()
 
     def _run(self) -> None:
         refresh_s = time.monotonic()
@@ -73,6 +78,8 @@ class Maintenance(Owned):
                 self._guard("proof", self._prove)
             if self._reads.take_probe():
                 self._guard("probe", self._probe)
+            if self.events is not None:
+                self._guard("events", partial(self.events.check, self._store))
             if time.monotonic() >= refresh_s:
                 refresh_s = time.monotonic() + _REFRESH_S
                 self._guard("statistics", self.refresh)

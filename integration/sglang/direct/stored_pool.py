@@ -10,6 +10,7 @@ from tutti.errors import ConfigError
 from tutti.integration.sglang.direct.gpu import Gpu
 from tutti.integration.sglang.direct.kv_pools import KvPool, Pages, Spans, Views, spans_of
 from tutti.integration.sglang.direct.staging import StagingPages
+from tutti.integration.sglang.kv_events import DiskEvents
 from tutti.integration.sglang.metrics import Metrics
 from tutti.interface import Store
 from tutti.memory.device_memory import DeviceMemory
@@ -23,6 +24,7 @@ class StoredPool:
     loads, stores: staging of either direction, with views like the engine's.  On a GPU half of
     its bytes are the engine's that moves the pages, where pages are moved directly.
     gpu: where the pages are; None for host memory.
+    events: who is told what was stored, set where that is wanted.
     """
 
     def __init__(
@@ -39,6 +41,7 @@ class StoredPool:
         self.store = store
         self.metrics = metrics
         self.gpu = gpu
+        self.events: DiskEvents | None = None
         self._read_pages_max: int | None = None
         memory = engine.host_pool(store.layout)
         if gpu is not None and memory is not None:

@@ -26,6 +26,7 @@ from tutti.errors import (
     PagesInUse,
     TuttiError,
 )
+from tutti.integration.sglang.kv_events import DiskEvents
 from tutti.integration.sglang.metrics import LOAD, STORE, Metrics
 from tutti.integration.sglang.reporting import ErrorLog, MinuteLog
 from tutti.integration.sglang.second_touch import SecondTouch
@@ -70,6 +71,7 @@ class HostStore:
         # A command fails after timeout_s; a batch may wait for others' before it starts.
         self._timeout_s = 4 * timeout_s
         self._second_touch = SecondTouch(metrics) if second_touch else None
+        self.events: DiskEvents | None = None  # set before use where they are wanted
         self._closed = False
         self._looked_up_s: float | None = None
         self._minutes = MinuteLog(metrics, self.error_log, time.monotonic())
@@ -91,6 +93,8 @@ class HostStore:
             keys = self.keys(hashes)
             self._looked_up_s = time.monotonic()
             found = 0 if keys is None or not hashes else self.store.match(keys, pin=True)
+            if self.events is not None and keys is not None:
+                self.events.found(hashes, keys[:found])
             self._count_lookup(len(hashes), found)
             return found
 
@@ -185,6 +189,9 @@ class HostStore:
             self.error_log.add(f"store: {type(error).__name__}", error)
         kept = (ticket.outcome == Outcome.STORED) | (ticket.outcome == Outcome.PRESENT)
         good[wanted] = kept
+        if self.events is not None:
+            self.events.offered(hashes, keys)
+            self.events.stored(keys[wanted], kept)
         dropped = int(np.count_nonzero(ticket.outcome == Outcome.DROPPED))
         self.metrics.count("dropped_pages", dropped)
         self._count_move(STORE, ticket.outcome == Outcome.STORED, time.monotonic() - started)
@@ -234,6 +241,8 @@ class HostStore:
         now_s: monotonic.  Call it about once a second.
         """
         self.refresh()
+        if (events := self.events) is not None:
+            self._guard("events", None, lambda: events.check(self.store))
         self._minutes.tick(now_s)
         if self._looked_up_s is not None and now_s - self._looked_up_s > _IDLE_S:
             self._looked_up_s = None
@@ -244,6 +253,8 @@ class HostStore:
         if not self._closed:
             self._closed = True
             self.metrics.level("attached", 0)
+            if self.events is not None:
+                self.events.close()
             self._guard("close", None, self.store.close)
 
     def _start_load(
