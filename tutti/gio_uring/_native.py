@@ -55,7 +55,6 @@ _PROTOTYPES: native.Prototypes = {
     "gio_queue_cq_post": (_I, (_P, _U32, _U32)),
     # engine.h
     "gio_engine_create": (_I, (_P, _P)),
-    "gio_engine_submit": (_I, (_P, _P, _P)),
     "gio_engine_next": (_U64, (_P, _U64)),
     "gio_engine_reset": (_I, (_P, _U64)),
     "gio_engine_stop": (_I, (_P, _U64)),
@@ -64,11 +63,7 @@ _PROTOTYPES: native.Prototypes = {
     "gio_engine_destroy": (None, (_P,)),
     "gio_job_wait_layers": (_I, (_P, _P, _U32, _U64)),
     "gio_job_wait_released": (_I, (_P, _P, _U64)),
-    "gio_job_open_gate": (None, (_P, _P)),
     "gio_job_cancel": (None, (_P, _P)),
-    "gio_job_grant": (_I, (_P, _P, _U32, _U32)),
-    "gio_job_report": (None, (_P, _P)),
-    "gio_job_free": (None, (_P,)),
     # ring_bench.cpp
     "gio_ring_bench": (_I, (_P, _P, _U64, _U32, _U64, _U64, _U32, _P)),
     "gio_path_bench": (_I, (_P, _P, _P, _P)),
@@ -77,6 +72,11 @@ _PROTOTYPES: native.Prototypes = {
 
 #: See native.quick.
 _QUICK: native.Prototypes = {
+    "gio_engine_submit": (_I, (_P, _P, _P)),
+    "gio_job_open_gate": (None, (_P, _P)),
+    "gio_job_grant": (_I, (_P, _P, _U32, _U32)),
+    "gio_job_report": (None, (_P, _P)),
+    "gio_job_free": (None, (_P,)),
     "gio_split_runs": (_I64, (_P, _P, _P, _U64, _P, _P, _U64)),
     "gio_slot_runs": (_I64, (_P, _U64, _P, _P, _P, _U64)),
 }

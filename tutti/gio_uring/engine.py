@@ -333,7 +333,7 @@ class Engine(Owned):
         config.page_status = address(page_status) if n_pages else 0
         config.timeout_ns = nanoseconds(timeout_s)
         config.tag = next(self._tags)
-        lib, handle = _native.lib(), ctypes.c_void_p()
+        lib, handle = _native.quick(), ctypes.c_void_p()
         arrays = (page_status, runs, *keep)
         with self._lock:  # the job may be released before it is known here
             # An error can strike between a submission and its Job: the arrays live on all the same.

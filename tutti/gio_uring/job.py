@@ -54,7 +54,7 @@ class Job(Owned):
         self._on_ready: Callable[[], None] | None = None
         self._lock = threading.Lock()
         self._released = False
-        self._free = _native.lib().gio_job_free
+        self._free = _native.quick().gio_job_free
 
     def __del__(self) -> None:
         """Frees the native job; one that was not released is the native threads'."""
@@ -64,7 +64,7 @@ class Job(Owned):
     def report(self) -> JobReport:
         """Where the job stands."""
         out = JobReport()
-        _native.lib().gio_job_report(self._handle, ctypes.byref(out))
+        _native.quick().gio_job_report(self._handle, ctypes.byref(out))
         return out
 
     @property
@@ -98,7 +98,7 @@ class Job(Owned):
 
     def open_gate(self) -> None:
         """Lets a gated job compare its digests."""
-        _native.lib().gio_job_open_gate(self._engine.handle, self._handle)
+        _native.quick().gio_job_open_gate(self._engine.handle, self._handle)
 
     @property
     def layers_ready(self) -> int:
@@ -113,7 +113,7 @@ class Job(Owned):
         grant replaces it.  Raises CapacityError without memory for that.
         """
         self._on_ready = on_ready
-        result = _native.lib().gio_job_grant(self._engine.handle, self._handle, layers, report_at)
+        result = _native.quick().gio_job_grant(self._engine.handle, self._handle, layers, report_at)
         _native.check(result, "cannot grant layers of a load", "free memory", CapacityError)
 
     def report_ready(self) -> None:

@@ -10,7 +10,6 @@ Cost: O(runs) Python per call, plus vectorised work on the groups that change.
 
 from __future__ import annotations
 
-import re
 from collections import OrderedDict, deque
 
 import numpy as np
@@ -144,8 +143,8 @@ class Allocator:
         if 0 < length < self.group_slots:
             del self._partial[length][group]
         # Of one group bytes are searched sooner than an array.
-        runs = re.findall(b"\1+", self._free[group].tobytes())
-        self._longest[group] = length = max(map(len, runs), default=0)
+        runs = self._free[group].tobytes().split(b"\0")
+        self._longest[group] = length = max(map(len, runs))
         if length == self.group_slots:
             self._whole[group // self.groups_per_member].append(group)
         elif length > 0:
@@ -233,5 +232,6 @@ def _longest_runs(free: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64]:
 
 def _tightest_run(free: npt.NDArray[np.bool_], need: int) -> int:
     """Where the shortest free run of at least `need` slots begins in one group."""
-    runs = re.finditer(b"\1{%d,}" % need, free.tobytes())
-    return min((run.end() - run.start(), run.start()) for run in runs)[1]
+    octets = b"\0%b\0" % free.tobytes()
+    runs = [run for run in set(octets.split(b"\0")) if len(run) >= need]
+    return octets.index(b"\0%b\0" % min(runs, key=len))

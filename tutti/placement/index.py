@@ -390,7 +390,9 @@ def _zeros(slots: int, dtype: type[_Scalar]) -> npt.NDArray[_Scalar]:
 def _column(values: Any, dtype: type[_Scalar], n: int) -> npt.NDArray[_Scalar]:
     """A value per key, shape (n,), from such an array or from one value for all."""
     if isinstance(values, int):
-        return np.full(n, values, dtype)
+        column = np.empty(n, dtype)
+        column.fill(values)
+        return column
     column = np.ascontiguousarray(values, dtype)
     assert column.shape == (n,), "a value per key"
     return column

@@ -71,8 +71,10 @@ class Reclaimer:
         """
         core = self._core
         available = core.allocator.free_slots + self._voiding
+        if available >= self.reserve_slots + extra:
+            return
         state = (core.lookup_pins.changes, core.counters.stored, core.in_flight)
-        if available >= self.reserve_slots + extra or state == self._nothing_at:
+        if state == self._nothing_at:
             return
         victims = core.choose_victims(2 * self.reserve_slots + extra - available)
         if victims.size:

@@ -137,7 +137,7 @@ class PutProgress(Owned):
         self._lock = threading.Lock()
         self._done = Latch()
         self._callbacks: list[Callable[[PutProgress], None]] = []
-        self.outcome: npt.NDArray[np.uint8] = np.full(keys, Outcome.PENDING, np.uint8)
+        self.outcome: npt.NDArray[np.uint8] = np.zeros(keys, np.uint8)  # PENDING
         self.status: U32 = np.zeros(keys, np.uint32)
         self.refusal: TuttiError | None = None
 

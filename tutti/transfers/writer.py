@@ -48,6 +48,7 @@ class _Batch(NamedTuple):
     """Pages that got slots: rows (m,) of what is written together, and everything else by row."""
 
     together: PutTogether
+    request: PutRequest
     rows: Slots
     slots: Slots
     sequences: U64
@@ -58,6 +59,7 @@ class _Batch(NamedTuple):
         digests = None if self.digests is None else self.digests[mask]
         return _Batch(
             self.together,
+            self.request.take(np.flatnonzero(mask)),
             self.rows[mask],
             self.slots[mask],
             self.sequences[mask],
@@ -98,7 +100,7 @@ class Writer:
             with core.lock:
                 core.begin()
                 began = True
-                if depths.size and depths.min() == 0:
+                if np.count_nonzero(depths) < depths.size:
                     # The end of a chain must not be younger than its start, which is not touched.
                     core.index.begin_use()
                 new = self._granted(together, self._absent_rows(together))
@@ -190,7 +192,7 @@ class Writer:
             job = submit(
                 OPCODE_WRITE,
                 core.extents(batch.slots),
-                request.pages[batch.rows],
+                batch.request.pages,
                 request.memory,
                 digests=batch.digests,
                 priority=PRIORITY_STORE,
@@ -206,27 +208,24 @@ class Writer:
 
     def _place(self, together: PutTogether, rows: Slots, block: int) -> tuple[_Batch, int]:
         """Allocates slots and claims the keys; returns how many rows, from the first, are done."""
-        core, request = self._core, together.request
+        core = self._core
         sequences = core.take_sequences(rows.size)
-        slots = self._allocate(request, rows)
+        slots = self._allocate(together.request, rows)
         rows, sequences = rows[: slots.size], sequences[: slots.size]
+        request = together.request.take(rows)
         digests = None
         if core.config.verify != "off":
             digests = np.empty((rows.size, core.layers), np.uint64)
         taken = core.index.insert(
-            slots,
-            request.keys[rows],
-            sequences,
-            request.depths[rows],
-            has_digests=digests is not None,
+            slots, request.keys, sequences, request.depths, has_digests=digests is not None
         )
-        batch = _Batch(together, rows, slots, sequences, digests, block)
+        batch = _Batch(together, request, rows, slots, sequences, digests, block)
         there = taken != MISSING
         if np.count_nonzero(there):
             core.allocator.free(slots[there])
             self._present(together, rows[there])
             batch = batch.at(~there)
-        core.history.stored(batch.slots, request.keys[batch.rows], core.index.uses)
+        core.history.stored(batch.slots, batch.request.keys, core.index.uses)
         if request.tenant or request.expiry_64s:
             core.index.describe(batch.slots, tenant=request.tenant, expiry=request.expiry_64s)
         return batch, rows.size
@@ -319,14 +318,14 @@ class Writer:
         return 0
 
     def _write_records(self, batch: _Batch) -> None:
-        core, request = self._core, batch.together.request
+        core, request = self._core, batch.request
         content = RecordContent(
             batch.slots,
             batch.sequences,
             RecordState.READY,
-            keys=request.keys[batch.rows],
-            parents=request.parents[batch.rows],
-            depths=request.depths[batch.rows],
+            keys=request.keys,
+            parents=request.parents,
+            depths=request.depths,
             access_64s=core.now_64s(),
             tenants=request.tenant,
             expiry_64s=request.expiry_64s,
