@@ -134,7 +134,6 @@ class Rig:
             wait_for(lambda: self.linker.num_completed_offloads() == 1)
             wait_for(lambda: not self.linker.backlog.active)
         except AssertionError as error:
-            error.add_note(f"queue: {self.linker.backlog._queue.state}")
             error.add_note(f"store: {self.stored_pool.store.stats()}")
             raise
         return self.linker.pop_completed_offload()
