@@ -18,7 +18,7 @@ from tutti.bench.profile.plot import plot_profile
 from tutti.bench.statistics import median
 from tutti.errors import ConfigError
 from tutti.pool.places import is_device
-from tutti.profiles.medium import Medium
+from tutti.profiles.medium_timing import Medium
 from tutti.scheduler.green_context import choose_partition
 from tutti.scheduler.profile import KIND, SCHEMA, TableProfile, estimated_compute, estimated_movers
 from tutti.scheduler.roofline import DENSE_MODELS, GPUS, GpuRoofline, ModelShape

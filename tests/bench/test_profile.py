@@ -13,7 +13,7 @@ from tutti.bench.profile import run as profile
 from tutti.errors import ConfigError
 from tutti.machine import machine_facts
 from tutti.profiles import medium as profile_medium
-from tutti.profiles.medium import Medium
+from tutti.profiles.medium_timing import Medium
 from tutti.scheduler.profile import load_profile
 from tutti.scheduler.roofline import DENSE_MODELS
 from tutti.terminal import Progress

@@ -18,7 +18,7 @@ from tutti.machine import machine_facts
 from tutti.medium.layout import KVLayout
 from tutti.profiles import found
 from tutti.profiles.found import find_profile, model_of
-from tutti.profiles.medium import Medium
+from tutti.profiles.medium_timing import Medium
 from tutti.scheduler.dispatcher import Schedule
 from tutti.scheduler.profile import estimated_document
 from tutti.scheduler.roofline import DENSE_MODELS, GPUS

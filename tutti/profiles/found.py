@@ -23,7 +23,7 @@ from tutti.machine import machine_facts
 from tutti.medium.layout import KVLayout
 from tutti.pool.places import is_device
 from tutti.profiles.cache import CachedSpeeds
-from tutti.profiles.medium import Medium
+from tutti.profiles.medium_timing import Medium
 from tutti.scheduler.dispatcher import Schedule
 from tutti.scheduler.policy import Limits
 from tutti.scheduler.profile import (
