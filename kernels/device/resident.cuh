@@ -1,4 +1,4 @@
-// A block that stays for its share of a layer: warp 0 works the queue, all warps move slices.
+// Blocks that stay: warp 0 works the queue, all warps move slices (persistent_run: of all layers).
 #pragma once
 
 #include "slices.cuh"

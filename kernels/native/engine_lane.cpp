@@ -1,4 +1,4 @@
-// One drive's thread: commands in the order in which they are due, within the window.
+// One drive's thread: issues commands as they are due, rings the queue pair (vfio too) and reaps.
 #include "engine_lane.h"
 
 #include <algorithm>

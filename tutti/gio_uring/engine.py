@@ -1,4 +1,4 @@
-"""The host engine: a native thread that submits I/O control blocks and reports readiness by layer.
+"""The host engine: submits I/O control blocks, and keeps the memory that late commands may touch.
 
 Python does O(runs) work per batch here and none per layer.  All memory that a job names stays
 referenced by the engine until the device can no longer touch it, also after a timeout.

@@ -1,4 +1,4 @@
-"""The I/O half of a profile: how long reads, writes and both at once take on one file."""
+"""Times one read, one write or both on a file; `found.py` decides when, and makes the profile."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Finds out what a pool holds: from the snapshots of a clean close, else from its slot tables."""
+"""Which objects a pool holds: from snapshots, written at close, else from its slot tables."""
 
 from __future__ import annotations
 

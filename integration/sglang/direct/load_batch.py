@@ -1,8 +1,8 @@
-"""The loads of one SGLang batch: each key is read once, and goes to every page that wants it.
+"""The loads of one SGLang batch, which linker.py starts layer by layer.
 
-The device writes into staging; the thread that waits for a layer copies it into SGLang's pages.
-What was read ahead is there already. What is larger than staging is read into the engine's
-pages directly, and so is everything fresh where these are a GPU's: there the GPU's streams wait.
+Each key is read once and goes to every page that wants it: into staging, from where the thread that
+waits for a layer copies it, unless it was read ahead. What is larger than staging is read into the
+engine's pages directly, and so is everything fresh where these are a GPU's: its streams wait.
 """
 
 from __future__ import annotations

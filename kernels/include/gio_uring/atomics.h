@@ -238,7 +238,7 @@ GIO_HD u32 lowest_bit(u32 v) {
 // `ring` publishes submission queue entries.  `ring_head` gives completion queue entries back: they
 // were loaded with acquire, so the store needs no order of its own.
 //
-// WordDoorbell: a plain word that a software controller polls (tier T0).
+// WordDoorbell: a word that software polls (tier T0), or a drive's register that an x86 CPU rings.
 struct WordDoorbell {
   GIO_HD static void ring(u32* doorbell, u32 value) {
     store_release(doorbell, value);  // pairs with load_acquire in controller_queue.h
