@@ -20,6 +20,7 @@ from tutti.bench.simulate.hardware import Machine, copy_bytes_per_s
 from tutti.bench.slack.conditions import Conditions
 from tutti.bench.slack.workload import Request
 from tutti.scheduler.changes import Scheduler
+from tutti.scheduler.estimates import Estimates
 from tutti.scheduler.event import (
     Event,
     LayerBegan,
@@ -34,7 +35,6 @@ from tutti.scheduler.event import (
     WriteStopped,
 )
 from tutti.scheduler.request import Kind, Phase, Profile
-from tutti.scheduler.slack import Estimates
 from tutti.scheduler.state import NOTHING, Issue, Policy, State
 
 _EVENTS_MAX = 50_000_000

@@ -19,10 +19,10 @@ from tutti.bench.slack.server import Noise, Server
 from tutti.bench.slack.workload import KINDS, Request, generate, recorded, save
 from tutti.errors import ConfigError
 from tutti.scheduler.baselines import ImmediatePolicy
+from tutti.scheduler.estimates import Correction
 from tutti.scheduler.event import LoadKnown, StepBegan, WriteKnown
 from tutti.scheduler.policy import Limits, SlackPolicy, writes_for
 from tutti.scheduler.request import Phase
-from tutti.scheduler.slack import Correction
 from tutti.scheduler.state import Decision, State
 from tutti.terminal import progress
 

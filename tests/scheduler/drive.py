@@ -12,6 +12,7 @@ import math
 from dataclasses import asdict, dataclass, field
 
 from tutti.scheduler.changes import apply, commit
+from tutti.scheduler.estimates import Correction, Estimates
 from tutti.scheduler.event import (
     Event,
     LayersReady,
@@ -21,7 +22,6 @@ from tutti.scheduler.event import (
     WriteStopped,
 )
 from tutti.scheduler.request import Load, Profile, Write
-from tutti.scheduler.slack import Correction, Estimates
 from tutti.scheduler.state import Decision, Policy, State
 from tutti.scheduler.trace import line
 

@@ -26,10 +26,10 @@ from tutti.interrupts import is_main_thread
 from tutti.process import Owned
 from tutti.scheduler.baselines import ImmediatePolicy
 from tutti.scheduler.changes import Scheduler
+from tutti.scheduler.estimates import Estimates
 from tutti.scheduler.event import Event, LoadGone, Tick, WriteGone
 from tutti.scheduler.policy import Limits, SlackPolicy
 from tutti.scheduler.request import Profile
-from tutti.scheduler.slack import Estimates
 from tutti.scheduler.state import NOTHING, Decision, Issue, Policy, State
 from tutti.threads import start_thread
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tutti.scheduler.slack import ABSURD_NS
+from tutti.scheduler.estimates import ABSURD_NS
 from tutti.scheduler.state import Pipe, State
 
 #: Transfers are measured over so long at least, unless the device has nothing more to do.

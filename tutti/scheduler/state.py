@@ -8,8 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+from tutti.scheduler.estimates import Estimates
 from tutti.scheduler.request import Load, Profile, Step, Write
-from tutti.scheduler.slack import Estimates
 
 
 @dataclass(slots=True)

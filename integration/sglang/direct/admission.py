@@ -9,8 +9,8 @@ from tutti.integration.sglang.direct.kv_pools import KvPoolGroup
 from tutti.integration.sglang.direct.stored_pool import StoredPool
 from tutti.profiles.found import FILE
 from tutti.scheduler.dispatcher import GIVEN
+from tutti.scheduler.estimates import Estimates, is_worth_loading
 from tutti.scheduler.request import Profile
-from tutti.scheduler.slack import Estimates, is_worth_loading
 
 PAGES_MAX = 1 << 40
 

@@ -11,6 +11,7 @@ from scheduler.drive import Linear
 
 from tutti.errors import ConfigError
 from tutti.scheduler.changes import apply, commit
+from tutti.scheduler.estimates import Correction, Estimates, is_worth_loading
 from tutti.scheduler.event import (
     BatchJoined,
     Event,
@@ -25,7 +26,6 @@ from tutti.scheduler.event import (
     WriteKnown,
 )
 from tutti.scheduler.request import Phase
-from tutti.scheduler.slack import Correction, Estimates, is_worth_loading
 from tutti.scheduler.state import Decision, Issue, State
 
 MS = 1_000_000
