@@ -151,6 +151,7 @@ class Calls:
                     "path": str(folder / "none"),
                     "layout": LAYOUT,
                     "capacity": CAPACITY,
+                    "pool": "",
                     "lookup_timeout_s": 1.0,
                     "executor": "auto",
                 },
