@@ -12,7 +12,7 @@ import pytest
 from tutti.bench.profile import run as profile
 from tutti.errors import ConfigError
 from tutti.machine import machine_facts
-from tutti.profiles import medium as profile_medium
+from tutti.profiles import medium_timing as profile_medium
 from tutti.profiles.medium_timing import Medium
 from tutti.scheduler.profile import load_profile
 from tutti.scheduler.roofline import DENSE_MODELS
