@@ -15,14 +15,15 @@ pytestmark = pytest.mark.timeout(600)
 
 #: A command fails after a second, and a request waits no longer than that.
 IMPATIENT = {"hicache": {"timeout_s": 1.0}, "linker": {"timeout_s": 1.0, "load_timeout_s": 3.0}}
-ROUNDS, SAYS, _FORGETS_EVERY = 200, 3, 20
+SAYS, _FORGETS_EVERY = 3, 20
 ASKED = 3
 KINDS = ("read_error", "write_error", "flip", "torn", "lost", "hang")
 
 
+@pytest.mark.parametrize("rounds", [40, pytest.param(200, marks=pytest.mark.slow)])
 @both_modes
-def test_200_rounds_then_every_kind_of_fault(
-    mode: Mode, tiny_model: Path, tmp_path: Path, seed: int
+def test_a_conversation_then_every_kind_of_fault(
+    mode: Mode, rounds: int, tiny_model: Path, tmp_path: Path, seed: int
 ) -> None:
     with FaultyDisk(tmp_path / "files", tmp_path / "disk") as disk:
         if disk.refusal:
@@ -33,7 +34,7 @@ def test_200_rounds_then_every_kind_of_fault(
         overlap = mode.name == "linker"
         log = tmp_path / "log"
         with Server(tiny_model, log, arguments, page_size=16, overlap=overlap) as server:
-            _talk(mode, server, seed)
+            _talk(mode, server, rounds, seed)
             asked = prompts(seed, ASKED)
             computed = [server.ask(prompt) for prompt in asked]
             mode.served(computed, again(server, asked), 592)
@@ -81,7 +82,7 @@ def _survive(
         assert right_or_503(server, prompt, want) or right_or_503(server, prompt, want)
 
 
-def _talk(mode: Mode, server: Server, seed: int) -> None:
+def _talk(mode: Mode, server: Server, rounds: int, seed: int) -> None:
     """One conversation of many turns, again and again taken up from the SSD alone.
 
     At the end every token that was ever generated is judged by a pass without any cache.
@@ -89,7 +90,7 @@ def _talk(mode: Mode, server: Server, seed: int) -> None:
     (talk,) = prompts(seed + 2, 1, 640)
     heard: list[tuple[int, float]] = []
     restored = 0
-    for turn, question in enumerate(prompts(seed + 3, ROUNDS, SAYS)):
+    for turn, question in enumerate(prompts(seed + 3, rounds, SAYS)):
         if turn % _FORGETS_EVERY == _FORGETS_EVERY - 1:
             server.settle()
             server.flush()
@@ -98,8 +99,8 @@ def _talk(mode: Mode, server: Server, seed: int) -> None:
         restored += mode.loaded(reply)
         heard += zip(range(len(talk), len(talk) + SAYS), reply.logprobs, strict=True)
         talk += reply.tokens
-    assert restored > ROUNDS // _FORGETS_EVERY * 640, "little was loaded: the test says nothing"
+    assert restored > rounds // _FORGETS_EVERY * 640, "little was loaded: the test says nothing"
     right = server.judge(talk)
-    assert len(heard) == ROUNDS * SAYS
+    assert len(heard) == rounds * SAYS
     errors = sorted(abs(logprob - right[at - 1]) for at, logprob in heard)
     assert errors[-1] < 3 * NEAR, f"logprobs are wrong by {errors[-5:]}"
