@@ -1,8 +1,8 @@
 """Reads for requests that still wait: from the look-up on into staging, within bounds.
 
 A look-up only leaves a note; one thread reads the notes, announces one short piece at a time to the
-pools' queue, and reads it when the queue has issued it. What is staged is found by key, whoever
-asked for it. It changes when bytes arrive, and never what a look-up or a load answers.
+pools' queue, and reads it when the queue has issued it. What is staged is found by key,
+for any request. It changes when bytes arrive, and never what a look-up or a load answers.
 """
 
 from __future__ import annotations

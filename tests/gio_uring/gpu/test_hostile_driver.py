@@ -1,8 +1,8 @@
 """What a driver may do to careless code, and that a stand-in does it: every trap has a test that
 falls into it.  The tests of engines and linker run on the same stand-ins and fall into none.
 
-These run on the stand-in for `Driver`, and where LIBCUDA_QUEUE says how many calls a hardware queue
-of it takes, on that for libcuda.so.1.
+These run on the stand-in for `Driver`; where LIBCUDA_QUEUE limits the calls in a hardware queue,
+they run on the stand-in for libcuda.so.1.
 """
 
 from __future__ import annotations
