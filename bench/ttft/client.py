@@ -117,6 +117,7 @@ async def _drive(
     begin_s = clock() + _LEAD_S
     gate = asyncio.Semaphore(concurrency or max(1, len(calls)))
     not_streaming: list[NotStreaming] = []
+    over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     async def one(call: Call) -> None:
         async with gate:
@@ -135,31 +136,28 @@ async def _drive(
                 broken = isinstance(error, OSError)
             record.done_s = clock() - begin_s
             run.take(record, broken=broken)
+            if (run.stopped or not_streaming) and not over.done():
+                over.set_result(None)
             advance(1)
 
     tasks: list[asyncio.Task[None]] = []
     try:
         for call in calls:
-            await asyncio.sleep(max(0.0, begin_s + call.due_s - clock()))
-            if run.stopped or not_streaming:
+            await asyncio.wait({over}, timeout=max(0.0, begin_s + call.due_s - clock()))
+            if over.done():
                 break
             tasks.append(asyncio.create_task(one(call)))
-        await _finish(tasks, lambda: bool(run.stopped or not_streaming))
+        pending = set(tasks)
+        while pending and not over.done():
+            done, pending = await asyncio.wait(pending, timeout=0.2)
+            for failure in filter(None, (task.exception() for task in done)):
+                raise failure
     finally:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
     if not_streaming:
         raise not_streaming[0]
-
-
-async def _finish(tasks: list[asyncio.Task[None]], is_over: Callable[[], bool]) -> None:
-    """Waits for the tasks, each of which has a deadline, or until the run is over."""
-    pending = set(tasks)
-    while pending and not is_over():
-        done, pending = await asyncio.wait(pending, timeout=0.2)
-        for failure in filter(None, (task.exception() for task in done)):
-            raise failure
 
 
 async def _ask(
