@@ -5,9 +5,11 @@
 // What this shows are sequentially consistent interleavings; weaker orders are for TSan.
 #pragma once
 
-#include <setjmp.h>
+#if !defined(__x86_64__)
 #include <ucontext.h>
+#endif
 
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <exception>
@@ -32,7 +34,8 @@ class Random {
     z = (z ^ (z >> 27)) * 0x94d049bb133111ebu;
     return z ^ (z >> 31);
   }
-  uint32_t below(uint32_t n) { return static_cast<uint32_t>((next() >> 32) % n); }
+  // The upper half of a draw as a fraction of 2^32, times n: a division less.
+  uint32_t below(uint32_t n) { return static_cast<uint32_t>(((next() >> 32) * n) >> 32); }
 
  private:
   uint64_t state_;
@@ -47,6 +50,7 @@ class Lottery {
     while (half_ * 2 <= n) half_ *= 2;
     weights_.assign(n, 0);
     sums_.assign(n + 1, 0);
+    sums_.resize(half_ * 2, ~0u);  // no ticket reaches these
     total_ = 0;
   }
 
@@ -54,17 +58,18 @@ class Lottery {
     const uint32_t more = weight - weights_[at];  // modulo 2^32, as the sums
     weights_[at] = weight;
     total_ += more;
-    for (size_t i = at + 1; i < sums_.size(); i += i & -i) sums_[i] += more;
+    for (size_t i = at + 1; i <= weights_.size(); i += i & -i) sums_[i] += more;
   }
 
   uint32_t total() const { return total_; }
 
   size_t find(uint32_t ticket) const {
     size_t at = 0;
-    for (size_t step = half_; step != 0; step /= 2) {
-      if (at + step >= sums_.size() || sums_[at + step] > ticket) continue;
-      at += step;
-      ticket -= sums_[at];
+    for (size_t step = half_; step != 0; step /= 2) {  // no branches: they would be drawn as well
+      const uint32_t sum = sums_[at + step];
+      const uint32_t beyond = 0u - (sum <= ticket);
+      at += step & beyond;
+      ticket -= sum & beyond;
     }
     return at;
   }
@@ -80,7 +85,9 @@ struct Stopped {};
 
 class Scheduler {
  public:
-  explicit Scheduler(uint64_t seed) : random_(seed) {}
+  // burst_max: a fiber that is drawn passes 1 to this many switch points before the next draw.
+  explicit Scheduler(uint64_t seed, uint32_t burst_max = 1)
+      : random_(seed), burst_max_(burst_max) {}
   Scheduler(const Scheduler&) = delete;
   Scheduler& operator=(const Scheduler&) = delete;
 
@@ -118,6 +125,7 @@ class Scheduler {
     }
     finished = alive() == 0;
     stopping_ = true;
+    stay_ = 0;
     for (size_t i = 0; i < fibers_.size(); ++i) {
       if (fibers_[i]->started && !fibers_[i]->done) enter(i);
     }
@@ -127,20 +135,9 @@ class Scheduler {
 
   // A switch point.
   void pause() {
-    if (stopping_) {
-      if (std::uncaught_exceptions() == 0) throw Stopped();
-      return;
-    }
-    const size_t next = choose();
-    if (next == self_) {
-      ++steps_;
-      return;
-    }
-    if (!go(next)) {
-      next_ = next;
-      leave();
-    }
-    if (stopping_) throw Stopped();
+    if (stay_ == 0) return draw_and_switch();
+    --stay_;
+    ++steps_;
   }
 
   // Leaves the set of runnable fibers until another fiber calls unpark.
@@ -169,25 +166,62 @@ class Scheduler {
  private:
   static constexpr size_t kStackNbytes = 128 * 1024;
   static constexpr size_t kNoFiber = ~static_cast<size_t>(0);
+  static constexpr size_t kDrawnMax = 63;
 
-  // Where a fiber goes on.  swapcontext saves the signal mask too, by a system call each time, so
-  // that only a fiber's first entry uses it; AddressSanitizer does not follow a longjmp.
+  // Where a fiber goes on.  swapcontext saves the signal mask too, by a system call each time.
+#if defined(__x86_64__)
   struct Context {
-    ucontext_t whole;
-    jmp_buf place;
-    bool jumps = false;
+    void* stack = nullptr;  // on it: where to go on, rbx and rbp
   };
 
-  static void change(Context* from, Context* to) {
-#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
-    swapcontext(&from->whole, &to->whole);
-#else
-    from->jumps = true;
-    if (_setjmp(from->place) != 0) return;
-    if (to->jumps) _longjmp(to->place, 1);
-    setcontext(&to->whole);
-#endif
+  static void change(Context* from, const Context* to) {
+    void* stack = to->stack;
+    asm volatile(
+        "lea -128(%%rsp), %%rsp\n"  // the red zone is the compiler's
+        "push %%rbp\n"
+        "push %%rbx\n"
+        "lea 1f(%%rip), %%rax\n"
+        "push %%rax\n"
+        "mov %%rsp, (%0)\n"
+        "mov %1, %%rsp\n"
+        "pop %%rax\n"
+        "jmp *%%rax\n"
+        "1: pop %%rbx\n"
+        "pop %%rbp\n"
+        "lea 128(%%rsp), %%rsp\n"
+        : "+D"(from), "+S"(stack)
+        :
+        : "rax", "rcx", "rdx", "r8", "r9", "r10", "r11", "r12", "r13", "r14", "r15", "xmm0", "xmm1",
+          "xmm2", "xmm3", "xmm4", "xmm5", "xmm6", "xmm7", "xmm8", "xmm9", "xmm10", "xmm11", "xmm12",
+          "xmm13", "xmm14", "xmm15", "cc", "memory");
   }
+
+  // A function is entered with the stack 8 bytes off a multiple of 16.
+  static void prepare(Context* context, char* stack) {
+    const uintptr_t top = reinterpret_cast<uintptr_t>(stack + kStackNbytes) & ~uintptr_t{15};
+    context->stack = reinterpret_cast<void*>(top - 16);
+    *static_cast<void (**)()>(context->stack) = &Scheduler::trampoline;
+  }
+#else
+  struct Context {
+    ucontext_t whole;
+  };
+
+  static void change(Context* from, const Context* to) { swapcontext(&from->whole, &to->whole); }
+
+  static void prepare(Context* context, char* stack) {
+    getcontext(&context->whole);
+    context->whole.uc_stack.ss_sp = stack;
+    context->whole.uc_stack.ss_size = kStackNbytes;
+    context->whole.uc_link = nullptr;
+    makecontext(&context->whole, &Scheduler::trampoline, 0);
+  }
+#endif
+
+  struct Drawn {
+    size_t fiber;
+    uint32_t stay;
+  };
 
   struct Fiber {
     Context context;
@@ -199,6 +233,23 @@ class Scheduler {
     bool started = false, parked = false, done = false;
   };
 
+  __attribute__((noinline)) void draw_and_switch() {
+    if (stopping_) {
+      if (std::uncaught_exceptions() == 0) throw Stopped();
+      return;
+    }
+    const size_t next = choose();
+    if (next == self_) {
+      ++steps_;
+      return;
+    }
+    if (!go(next)) {
+      next_ = next;
+      leave();
+    }
+    if (stopping_) throw Stopped();
+  }
+
   size_t alive() const {
     size_t n = 0;
     for (const auto& fiber : fibers_) n += !fiber->done;
@@ -206,29 +257,43 @@ class Scheduler {
   }
 
   // Straight to another fiber, which spares the way over run(); false where run() has to look.
-  bool go([[maybe_unused]] size_t next) {
-#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
-    return false;
-#else
+  bool go(size_t next) {
     Fiber& from = *fibers_[self_];
     Fiber& to = *fibers_[next];
     if (!to.started || steps_ - progress_at_ > idle_steps_max_) return false;
     ++steps_;
     self_ = next;
+    announce_switch(&from.fake_stack, to.stack.get(), kStackNbytes);
     change(&from.context, &to.context);
+    finish_switch(from.fake_stack, nullptr, nullptr);
     return true;
-#endif
   }
 
   // The fiber that pause() drew, else a new draw; kNoFiber when no fiber can run.
   size_t choose() {
     if (next_ != kNoFiber) return std::exchange(next_, kNoFiber);
-    if (lottery_.total() == 0) return kNoFiber;
-    return lottery_.find(random_.below(lottery_.total()));
+    if (drawn_at_ == drawn_n_ && !draw()) return kNoFiber;
+    const Drawn& drawn = drawn_[drawn_at_++];
+    stay_ = drawn.stay;
+    return drawn.fiber;
+  }
+
+  // Draws ahead, as a processor works on many draws at a time, but not on the next fiber before
+  // its draw; few draws where fibers park often, as each makes the rest of them void.
+  bool draw() {
+    if (lottery_.total() == 0) return false;
+    drawn_n_ = drawn_n_ < kDrawnMax ? drawn_n_ * 2 + 1 : kDrawnMax;
+    for (size_t i = 0; i < drawn_n_; ++i) {
+      const size_t fiber = lottery_.find(random_.below(lottery_.total()));
+      drawn_[i] = {fiber, burst_max_ > 1 ? random_.below(burst_max_) : 0};
+    }
+    drawn_at_ = 0;
+    return true;
   }
 
   // A fiber that may have become runnable, or no longer is.
   void update(size_t at) {
+    drawn_at_ = drawn_n_ = 0;
     const Fiber& fiber = *fibers_[at];
     const bool is_runnable = !fiber.done && !fiber.parked;
     lottery_.set(at, is_runnable ? (fair_ ? 1 : fiber.weight) : 0);
@@ -239,12 +304,7 @@ class Scheduler {
     self_ = at;
     if (!fiber.started) {
       fiber.started = true;
-      ucontext_t* context = &fiber.context.whole;
-      getcontext(context);
-      context->uc_stack.ss_sp = fiber.stack.get();
-      context->uc_stack.ss_size = kStackNbytes;
-      context->uc_link = nullptr;
-      makecontext(context, &Scheduler::trampoline, 0);
+      prepare(&fiber.context, fiber.stack.get());
     }
     announce_switch(&main_fake_stack_, fiber.stack.get(), kStackNbytes);
     change(&main_, &fiber.context);
@@ -289,6 +349,10 @@ class Scheduler {
 
   Random random_;
   Lottery lottery_;
+  uint32_t burst_max_;
+  uint32_t stay_ = 0;  // switch points that the fiber passes before the next draw
+  std::array<Drawn, kDrawnMax> drawn_;
+  size_t drawn_at_ = 0, drawn_n_ = 0;
   std::vector<std::unique_ptr<Fiber>> fibers_;
   Context main_;
   void* main_fake_stack_ = nullptr;

@@ -4,8 +4,9 @@
 //
 // where the second COMMANDS is how many all submitters did together.
 //
-// ring_fiber [WEIGHT_BITS]: a fiber is drawn up to 2^(WEIGHT_BITS - 1) times as often as another.
-// A case in which nothing is submitted or completed for kIdleStepsMax steps is a hang.
+// ring_fiber [WEIGHT_BITS [BURST_MAX]]: a fiber is drawn up to 2^(WEIGHT_BITS - 1) times as often
+// as another, and makes 1 to BURST_MAX shared accesses before the next draw. A case in which
+// nothing is submitted or completed for kIdleStepsMax steps is a hang.
 #include <cstdio>
 #include <cstdlib>
 
@@ -15,7 +16,7 @@ namespace {
 
 constexpr ring::u64 kIdleStepsMax = 50000;
 // Weights up to 1024 let a fiber stand still while the others make whole rounds.
-ring::u32 weight_bits = 11;
+ring::u32 weight_bits = 11, burst_max = 1;
 
 struct Outcome {
   int fault;
@@ -26,7 +27,7 @@ struct Outcome {
 template <typename CqDoorbell>
 Outcome run(const ring::Case& the_case) {
   ring::World world(the_case);
-  fiber::Scheduler scheduler(the_case.seed);
+  fiber::Scheduler scheduler(the_case.seed, burst_max);
   fiber::Random weights(~the_case.seed);
   scheduler.spawn(
       [&] {
@@ -57,7 +58,8 @@ Outcome run(const ring::Case& the_case) {
 
 int main(int argc, char** argv) {
   if (argc > 1) weight_bits = static_cast<ring::u32>(std::atoi(argv[1]));
-  if (weight_bits < 1 || weight_bits > 16) return 64;
+  if (argc > 2) burst_max = static_cast<ring::u32>(std::atoi(argv[2]));
+  if (weight_bits < 1 || weight_bits > 16 || burst_max < 1 || burst_max > 4096) return 64;
   ring::Case c;
   unsigned variant;
   while (std::scanf("%u %u %u %llu %u %u", &c.depth, &c.submitters, &c.commands, &c.seed, &variant,

@@ -172,27 +172,20 @@ class World {
   std::atomic<int> fault_{kNone};
 };
 
-// The last dword is a sum over the others, so a torn or stale SQE is recognised.
-inline u32 checksum(const gio::Sqe& sqe) {
-  u32 dwords[16];
-  std::memcpy(dwords, &sqe, sizeof sqe);
-  u64 sum = 0;
-  for (u32 i = 0; i < 15; ++i) sum = mix(sum, dwords[i]);
-  return static_cast<u32>(sum);
-}
-
+// Every dword of a command follows from its submitter, number and CID, so that the other side can
+// make it again: a torn or stale SQE differs.
 inline gio::Sqe make_command(const World& world, u32 submitter, u32 seq, u32 cid) {
   Random random(world.secret(submitter, seq));
   gio::Sqe sqe = {};
   sqe.cdw0 = gio::make_cdw0(gio::kWrite, gio::kPsdtPrp, cid);
   sqe.nsid = submitter;
   sqe.cdw2 = seq;
+  sqe.cdw3 = static_cast<u32>(random.next());
   sqe.mptr = random.next();
   sqe.dptr[0] = random.next();
   sqe.dptr[1] = random.next();
-  sqe.cdw10 = static_cast<u32>(random.next());
-  sqe.cdw14 = static_cast<u32>(random.next());
-  sqe.cdw15 = checksum(sqe);
+  const u64 more[] = {random.next(), random.next(), random.next()};
+  std::memcpy(&sqe.cdw10, more, sizeof more);  // up to dword 15
   return sqe;
 }
 
@@ -224,9 +217,9 @@ class CheckingController {
  private:
   void accept(const gio::Sqe& sqe) {
     const u32 cid = sqe_cid(sqe), submitter = sqe.nsid, seq = sqe.cdw2;
-    if (checksum(sqe) != sqe.cdw15 || cid >= world_.c.depth || !world_.known(submitter, seq)) {
-      return world_.report(kTornEntry);
-    }
+    if (cid >= world_.c.depth || !world_.known(submitter, seq)) return world_.report(kTornEntry);
+    const gio::Sqe written = make_command(world_, submitter, seq, cid);
+    if (std::memcmp(&sqe, &written, sizeof sqe) != 0) return world_.report(kTornEntry);
     if (in_flight_[cid]) return world_.report(kCidTwice);
     if (world_.result(submitter, seq) != 0) return world_.report(kExecutedTwice);
     if (world_.payload(submitter, seq) != world_.secret(submitter, seq)) {

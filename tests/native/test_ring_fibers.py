@@ -69,6 +69,20 @@ def test_completions_before_the_cq_doorbell_are_caught(ring: Program, seed: int)
     assert QUEUE_FULL in faults(ring, LATE_CQ_DOORBELL, 2, seed, n=200)
 
 
+@pytest.mark.parametrize("variant", [FULL_DEPTH, EARLY_RELEASE, LATE_CQ_DOORBELL])
+@pytest.mark.parametrize("burst_max", [1, 16, 64])
+def test_faults_are_caught_in_bursts_as_well(
+    build: Build, variant: int, burst_max: int, seed: int
+) -> None:
+    draw = random.Random(seed)
+    lines = [f"2 4 20 {draw.getrandbits(63)} {variant} 0" for _ in range(400)]
+    done = subprocess.run(
+        [str(build("ring_fiber", "fast")), "11", str(burst_max)], input="\n".join(lines),
+        capture_output=True, text=True, check=True, timeout=60,
+    )  # fmt: skip
+    assert {line.split()[0] for line in done.stdout.splitlines()} - {str(NONE)}
+
+
 @pytest.mark.parametrize("depth", [4, 8, 64])
 @pytest.mark.parametrize("extra", [-1, 0, 1, 100])
 def test_the_lock_holder_rings_for_whoever_failed_to_get_the_lock(

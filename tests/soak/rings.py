@@ -15,6 +15,7 @@ CASES = 64
 COMMANDS_MAX = 100_000  # of each submitter
 DEPTHS = (2, 4, 8, 16, 32, 64)
 CHANCES = (0.04, 0.06, 0.1, 0.2, 0.2, 0.4)
+BURSTS = (1, 4, 16, 64)  # most shared accesses of one fiber before the next is drawn
 EPISODE_MAX_S = 300
 FAITHFUL = 0
 THREAD_CASES = 8
@@ -30,6 +31,7 @@ def run(seed: int, folder: Path, tally: Counter[str]) -> None:
     program = compile_program(CACHE, "ring_fiber", "asan" if checked else "fast")
     uneven = rng.random() < 0.2
     most = COMMANDS_MAX // 20 if checked or uneven else COMMANDS_MAX
+    weight_bits, burst_max = 11 if uneven else rng.integers(1, 4), rng.choice(BURSTS)
     lines = []
     for _ in range(CASES):
         depth, submitters = int(rng.choice(DEPTHS, p=CHANCES)), int(rng.integers(1, 5))
@@ -37,7 +39,7 @@ def run(seed: int, folder: Path, tally: Counter[str]) -> None:
         case = int(rng.integers(2**63))
         lines.append(f"{depth} {submitters} {commands} {case} {FAITHFUL} {rng.integers(3)}")
     done = subprocess.run(
-        [str(program), str(11 if uneven else rng.integers(1, 4))],
+        [str(program), str(weight_bits), str(burst_max)],
         input="\n".join(lines) + "\n",
         capture_output=True,
         text=True,
@@ -47,6 +49,7 @@ def run(seed: int, folder: Path, tally: Counter[str]) -> None:
     answers = [[int(word) for word in line.split()] for line in done.stdout.splitlines()]
     tally["ring commands"] += sum(answer[2] for answer in answers)
     tally["ring schedules"] += len(answers)
+    tally[f"ring schedules in bursts up to {burst_max}"] += len(answers)
     tally["ring schedules under sanitizers"] += len(answers) * checked
     for line, answer in zip(lines, answers, strict=False):
         if answer[0] != 0:
