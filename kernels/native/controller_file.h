@@ -210,9 +210,6 @@ TUTTI_API void gio_file_controller_stats(gio::Controller*, gio::FileStats* out);
 // See FileController::set_buffered.
 TUTTI_API int gio_file_controller_set_buffered(gio::Controller*, const gio::BufferedRange* ranges,
                                                uint64_t n);
-// Registered buffers, on top of gio_controller_register.  0 or negative errno.
-TUTTI_API int gio_file_controller_add_buffer(gio::Controller*, uint64_t address, uint64_t nbytes);
-TUTTI_API int gio_file_controller_remove_buffer(gio::Controller*, uint64_t address);
 // Alignment that direct I/O on fd needs: STATX_DIOALIGN, else the file system's block size.
 // 0, -EOPNOTSUPP where the file takes no direct I/O, or another negative errno.
 TUTTI_API int gio_file_alignment(int fd, uint32_t* memory, uint32_t* offset);

@@ -353,15 +353,6 @@ int gio_file_controller_set_buffered(gio::Controller* controller, const gio::Buf
   return gio::without_exceptions([=] { return file(controller)->set_buffered(ranges, n); });
 }
 
-int gio_file_controller_add_buffer(gio::Controller* controller, uint64_t address, uint64_t nbytes) {
-  return gio::without_exceptions(
-      [=] { return file(controller)->executor()->add_buffer(address, nbytes); });
-}
-
-int gio_file_controller_remove_buffer(gio::Controller* controller, uint64_t address) {
-  return file(controller)->executor()->remove_buffer(address);
-}
-
 int gio_file_alignment(int fd, uint32_t* memory, uint32_t* offset) {
   struct statfs system = {};
   if (fstatfs(fd, &system) != 0) return -errno;

@@ -72,11 +72,6 @@ class Executor {
   virtual void wake() = 0;
 
   virtual ExecutorKind kind() const = 0;
-
-  // Registers memory for transfers that skip the page look-up.  Negative errno where that is
-  // not possible; transfers then work as before.
-  virtual int add_buffer(u64 address, u64 nbytes);
-  virtual int remove_buffer(u64 address);
 };
 
 // The result of a request: -ENODEV in the place of whatever else the kernel says where the device

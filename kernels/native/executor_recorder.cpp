@@ -8,9 +8,6 @@
 
 namespace gio {
 
-int Executor::add_buffer(u64, u64) { return -EOPNOTSUPP; }
-int Executor::remove_buffer(u64) { return -ENOENT; }
-
 namespace {
 
 constexpr int kVectorMax = 1024;  // UIO_MAXIOV
@@ -60,8 +57,6 @@ class RecorderExecutor final : public Executor {
   void cancel() override { inner_->cancel(); }
   void wake() override { inner_->wake(); }
   ExecutorKind kind() const override { return inner_->kind(); }
-  int add_buffer(u64 address, u64 nbytes) override { return inner_->add_buffer(address, nbytes); }
-  int remove_buffer(u64 address) override { return inner_->remove_buffer(address); }
 
  private:
   int record(const Op& op, long long result) {

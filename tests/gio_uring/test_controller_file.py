@@ -381,25 +381,6 @@ def test_own_thread_serves_and_stops(opened: Opened, path: Path, executor: str, 
     assert host.read(0, 1).tobytes() == content[:LBA]
 
 
-def test_registered_buffers(opened: Opened, path: Path, seed: int) -> None:
-    if reason := uring_refusal():
-        pytest.skip(f"io_uring is refused here: {reason}")
-    content = fill_file(path, seed)
-    host = opened(path, executor="uring", registered_buffers=True)
-    assert isinstance(host.controller, FileController)
-    if host.controller.buffers_reason:
-        pytest.skip(f"buffers cannot be registered here: {host.controller.buffers_reason}")
-    assert host.read(4, 100).tobytes() == content[4 * LBA : 104 * LBA]
-    scattered = [host.extent(i * 2 * LBA, LBA) for i in range(8)]
-    assert host.run(host.transfer(READ, 4, 8, scattered)) == OK
-    assert host.data[14 * LBA :][:LBA].tobytes() == content[11 * LBA :][:LBA]
-    host.regions[0].close()
-    with pytest.raises(AssertionError):
-        host.read(4, 1)
-    host.regions[0] = host.controller.register(host.buffer)
-    assert host.read(5, 1).tobytes() == content[5 * LBA : 6 * LBA]
-
-
 def test_a_ring_that_was_made_is_taken(
     opened: Opened, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

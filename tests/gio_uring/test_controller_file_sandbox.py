@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 from nvme_host import LBA
 
-from tutti.gio_uring.controller_file import uring_refusal
 from tutti.gio_uring.file_creation import allocate_file
 from tutti.units import MiB
 
@@ -36,28 +35,6 @@ def run_child(source: str, *arguments: object) -> str:
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
-
-
-def test_memlock_limit_leaves_buffers_unregistered(path: Path) -> None:
-    if reason := uring_refusal():
-        pytest.skip(f"io_uring is refused here: {reason}")
-    path.chmod(0o666)
-    source = """
-        import os, resource
-        from nvme_host import LBA, NvmeHost
-        from tutti.gio_uring.controller_file import FileController
-        fd = os.open(sys.argv[1], os.O_RDWR)
-        resource.setrlimit(resource.RLIMIT_MEMLOCK, (65536, 65536))
-        if os.getuid() == 0:
-            os.setuid(65534)  # root may lock as much as it likes
-        controller = FileController([fd], executor="uring", registered_buffers=True)
-        host = NvmeHost(controller)
-        print(controller.buffers_reason)
-        print(host.read(3, 1)[:8].tobytes().hex())
-    """
-    reason, data = run_child(source, path).splitlines()
-    assert "RLIMIT_MEMLOCK" in reason
-    assert data == path.read_bytes()[3 * LBA :][:8].hex()
 
 
 SECCOMP = """

@@ -88,10 +88,7 @@ def _uring_rows(machine: MachineFacts) -> list[tuple[str, object]]:
     uring = machine.uring
     if not uring.available:
         return [("io_uring", f"refused: {uring.reason}")]
-    rows: list[tuple[str, object]] = [("io_uring", f"works, with {', '.join(uring.features)}")]
-    if uring.reason:
-        rows.append(("", f"without {uring.reason}"))
-    return rows
+    return [("io_uring", f"works, with {', '.join(uring.features)}")]
 
 
 def _memory_rows(memory: MemoryFacts) -> list[tuple[str, object]]:

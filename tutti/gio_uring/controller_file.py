@@ -17,13 +17,12 @@ import os
 import stat
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from tutti.errors import ConfigError, Unsupported
 from tutti.gio_uring import _native
 from tutti.gio_uring.controller import NativeController
 from tutti.gio_uring.file_member import FileMember
-from tutti.gio_uring.memory import DmaRegion
 from tutti.units import KiB, MiB
 
 EXECUTORS = ("auto", "uring", "threads", "passthrough")
@@ -41,8 +40,6 @@ _lib = _native.part(
         "gio_file_controller_executor": (_U32, (_P, _P)),
         "gio_file_controller_stats": (None, (_P, _P)),
         "gio_file_controller_set_buffered": (_I, (_P, _P, _U64)),
-        "gio_file_controller_add_buffer": (_I, (_P, _U64, _U64)),
-        "gio_file_controller_remove_buffer": (_I, (_P, _U64)),
         "gio_uring_refusal": (_I, ()),
     }
 )
@@ -121,8 +118,7 @@ class FileController(NativeController):
     request_nbytes_max: adjacent commands are joined and long ones cut to this. requests: most
     under way. executor: "auto" takes io_uring unless it is refused, see `executor_name` and
     `fallback_reason`; "passthrough", io_uring with NVMe commands in it, for generic character
-    devices and nothing else. threads: of the threads executor. registered_buffers: ask the kernel
-    to keep registered memory pinned, which saves CPU; `buffers_reason`: why it could not.
+    devices and nothing else. threads: of the threads executor.
     lanes: threads that serve the files, each with an executor of its own, at most one for each
     file; None has one for each drive the files are on. record_fd: an open file that receives what
     reached the medium (`RecordHeader` in `kernels/native/executor.h`), for tests of power loss.
@@ -142,7 +138,6 @@ class FileController(NativeController):
         requests: int = 256,
         executor: str = "auto",
         threads: int = 4,
-        registered_buffers: bool = False,
         record_fd: int | None = None,
         lock: bool = False,
         lanes: int | None = None,
@@ -184,9 +179,6 @@ class FileController(NativeController):
             self._close_members()
             raise
         self._buffered: tuple[BlockRange, ...] = ()
-        self._registers = registered_buffers
-        self._fixed: set[int] = set()
-        self.buffers_reason: str | None = None
         self.executor_name, self.fallback_reason = self._read_executor()
 
     def check_places(self) -> None:
@@ -338,26 +330,6 @@ class FileController(NativeController):
     def resident_nbytes(self, blocks: BlockRange) -> int:
         """How many bytes of these blocks the page cache holds.  Raises MediumError."""
         return self.members[blocks.nsid - 1].resident_nbytes(*self._span(blocks))
-
-    def register(self, buffer: Any) -> DmaRegion:
-        """As NativeController.register; with registered_buffers the kernel pins it as well."""
-        region = super().register(buffer)
-        if self._registers:
-            self._fixed.add(region.address)  # a part of it may be
-            result = min(
-                _lib().gio_file_controller_add_buffer(handle, region.address, region.nbytes)
-                for handle in self.handles
-            )
-            if result < 0:
-                self.buffers_reason = f"{os.strerror(-result)}; RLIMIT_MEMLOCK may be too low"
-        return region
-
-    def _unregister(self, region: DmaRegion) -> None:
-        if region.address in self._fixed and not self.is_closed:
-            self._fixed.discard(region.address)
-            for handle in self.handles:
-                _lib().gio_file_controller_remove_buffer(handle, region.address)
-        super()._unregister(region)
 
     def stats(self) -> FileStats:
         """Totals since creation."""

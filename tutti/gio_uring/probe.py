@@ -32,11 +32,9 @@ from tutti.gio_uring.tier import DriveFacts, TierFacts, judge_tiers, probe_mappi
 # after Linux 5.0, and on x86-64 and arm64.
 _SYS_SETUP, _SYS_REGISTER = 425, 427
 _PARAMS_NBYTES = 120
-_SINGLE_ISSUER, _DEFER_TASKRUN = 1 << 12, 1 << 13
-_REGISTER_BUFFERS, _REGISTER_PROBE = 0, 8
+_REGISTER_PROBE = 8
 _PROBE_OPS = 256
-_OPCODES = {"READ_FIXED": 4, "WRITE_FIXED": 5, "FALLOCATE": 17, "URING_CMD": 46}
-_PINNED_NBYTES = 4096
+_OPCODES = {"READ": 22, "WRITE": 23, "FALLOCATE": 17, "URING_CMD": 46}
 
 _MADV_COLLAPSE = 25  # linux/mman.h, since Linux 6.1
 _STATX_DIOALIGN, _AT_EMPTY_PATH = 0x2000, 0x1000  # linux/stat.h, linux/fcntl.h
@@ -48,7 +46,7 @@ _ISA_NAMES = ("portable", "AVX2", "AVX-512")  # TuttiIsa of kernels/native/api.h
 
 @dataclass(frozen=True)
 class UringFacts:
-    """io_uring. `reason`: why it is refused, or why buffers cannot be registered."""
+    """io_uring. features: opcodes that Tutti uses and the kernel has. reason: why it is refused."""
 
     available: bool
     features: tuple[str, ...]
@@ -172,35 +170,18 @@ def probe_machine(path: str = ".", root: Path = Path("/")) -> MachineFacts:
 
 
 def probe_uring() -> UringFacts:
-    """Sets rings up and takes them down again."""
+    """Makes a ring, asks the kernel for its commands, and closes it."""
     refusal = uring_refusal()
     if refusal is not None:
         return UringFacts(False, (), f"{refusal}; threads with pread and pwrite take its place")
-    features = []
-    for name, flags in (
-        ("SINGLE_ISSUER", _SINGLE_ISSUER),
-        ("DEFER_TASKRUN", _SINGLE_ISSUER | _DEFER_TASKRUN),
-    ):
-        with _uring(flags) as fd:
-            if fd >= 0:
-                features.append(name)
-    reason = ""
-    with _uring(0) as fd:
-        if fd >= 0:
-            features += _opcodes(fd)
-            pinned = _register_buffer(fd)
-            if pinned == 0:
-                features.append("registered buffers")
-            else:
-                reason = f"registered buffers: {os.strerror(pinned)}"
-    return UringFacts(True, tuple(features), reason)
+    with _uring() as fd:
+        return UringFacts(True, _opcodes(fd) if fd >= 0 else (), "")
 
 
 @contextmanager
-def _uring(flags: int) -> Iterator[int]:
+def _uring() -> Iterator[int]:
     """The file of a small ring, or a negative errno."""
     params = bytearray(_PARAMS_NBYTES)
-    struct.pack_into("<I", params, 8, flags)  # io_uring_params::flags
     raw = (ctypes.c_char * _PARAMS_NBYTES).from_buffer(params)
     fd = _syscall(_SYS_SETUP, 4, ctypes.addressof(raw))
     try:
@@ -210,25 +191,18 @@ def _uring(flags: int) -> Iterator[int]:
             os.close(fd)
 
 
-def _opcodes(fd: int) -> list[str]:
+def _opcodes(fd: int) -> tuple[str, ...]:
     """Which of _OPCODES the kernel has: io_uring_probe is 16 bytes and 8 for every opcode."""
     raw = ctypes.create_string_buffer(16 + 8 * _PROBE_OPS)
     if _syscall(_SYS_REGISTER, fd, _REGISTER_PROBE, ctypes.addressof(raw), _PROBE_OPS) < 0:
-        return []
+        return ()
     last = raw.raw[0]
     supported = 1  # IO_URING_OP_SUPPORTED, in io_uring_probe_op::flags
-    return [
+    return tuple(
         name
         for name, opcode in _OPCODES.items()
         if opcode <= last and raw.raw[16 + 8 * opcode + 2] & supported
-    ]
-
-
-def _register_buffer(fd: int) -> int:
-    """0, or the errno of registering one page, which counts as locked memory before Linux 5.12."""
-    buffer = HostBuffer(_PINNED_NBYTES, hugepages=False)
-    iovec = (ctypes.c_uint64 * 2)(buffer.address, buffer.nbytes)
-    return -min(0, _syscall(_SYS_REGISTER, fd, _REGISTER_BUFFERS, ctypes.addressof(iovec), 1))
+    )
 
 
 def _syscall(number: int, *arguments: int) -> int:
