@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 import tutti
 from tutti.errors import ConfigError, KeySizeError, PageRangeError, TuttiError
+from tutti.gio_uring import file_member
 from tutti.transfers.core import StoreConfig
 
 LAYOUT = tutti.KVLayout.mha(
@@ -222,6 +223,7 @@ def calls(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Calls]:
     with pytest.MonkeyPatch.context() as patch:
         folder = tmp_path_factory.mktemp("arguments")
         patch.chdir(folder)  # where relative names of files lead
+        patch.setattr(file_member, "LOCK_TIMEOUT_S", 0.02)  # the pool that is tried is in use
         made = Calls(folder)
         yield made
         made.store.close()

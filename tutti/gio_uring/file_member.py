@@ -111,7 +111,7 @@ class FileMember(Owned):
     def _become_generic(self) -> None:
         """Commands bypass the block layer: memory is aligned to dwords, offsets to blocks."""
         self.generic = identify(self.fd, self.name)
-        claimed = patiently(lambda: claim(self.name))
+        claimed = patiently(lambda: claim(self.name), LOCK_TIMEOUT_S)
         if claimed is not None:
             self._buffered_finalizer = finalize(self, FileIO.close, own_file(FileIO(claimed, "r+")))
         self.nbytes = self.generic.nlb * self.generic.lba_nbytes
@@ -183,7 +183,7 @@ class FileMember(Owned):
         killed it holds until the last of them has ended; therefore this tries for two seconds.
         Raises PoolInUse.
         """
-        patiently(lambda: lock_file(self.fd, self.name))
+        patiently(lambda: lock_file(self.fd, self.name), LOCK_TIMEOUT_S)
 
     def check_place(self) -> None:
         """Raises PoolMoved where the path leads to another file by now, or bytes were cut off."""
@@ -268,7 +268,7 @@ class FileMember(Owned):
         self._finalizer()
 
 
-def patiently(take: Callable[[], _T], timeout_s: float = LOCK_TIMEOUT_S) -> _T:
+def patiently(take: Callable[[], _T], timeout_s: float) -> _T:
     """Retries while it is in use: a ring releases its files some time after it was closed."""
     deadline_s = time.monotonic() + timeout_s
     while time.monotonic() < deadline_s:
@@ -293,7 +293,7 @@ def _open_alone(path: str, flags: int) -> int:
                 ) from error
             raise
 
-    return patiently(take)
+    return patiently(take, LOCK_TIMEOUT_S)
 
 
 def open_error(path: str, error: OSError) -> TuttiError:
