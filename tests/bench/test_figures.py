@@ -135,6 +135,7 @@ def test_what_is_not_measured_is_labelled(kind: str, word: str, tmp_path: Path) 
     assert f"({word})" in picture_text(tmp_path, kind)
 
 
+@pytest.mark.slow
 def test_one_command_draws_the_papers_figures_from_the_committed_csvs(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="matplotlib is not installed here")
     result = run("paper", str(FIGURES), "--out", str(tmp_path))

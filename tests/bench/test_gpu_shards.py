@@ -57,6 +57,7 @@ def test_what_hangs_is_killed_with_all_that_it_started() -> None:
     assert shards.outcome_of(code, text) == "hung"
 
 
+@pytest.mark.slow
 def test_every_shard_has_tests() -> None:
     for name in shards.SHARDS:
         found = shards.tests_of(name)

@@ -125,7 +125,10 @@ def test_everything_is_loaded_at_the_start(
     driver.close()
 
 
-@pytest.mark.parametrize("architecture", ["sm_80", "sm_90", "sm_100"])
+@pytest.mark.parametrize(
+    "architecture",
+    [*(pytest.param(f"sm_{n}", marks=pytest.mark.slow) for n in (80, 100)), "sm_90"],
+)
 def test_the_device_code_compiles_and_holds_every_kernel(architecture: str) -> None:
     pytest.importorskip("cuda.bindings.nvrtc", reason=f"needs {NEEDED}")
     cubin = compile_cubin(DeviceSource(ROOT), architecture)
