@@ -30,6 +30,7 @@ JOBS_unit := 2
 JOBS_native := 2
 JOBS_crash := 2
 JOBS_nvme := 2
+JOBS_sglang := 2
 
 NATIVE_SOURCES := $(shell find kernels -name '*.cpp' -o -name '*.h')
 CPP_SOURCES = find kernels tests -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh'
