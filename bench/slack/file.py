@@ -76,7 +76,7 @@ def cost(directory: Path, rounds: int, progress: ProgressFactory) -> dict[str, A
     with (
         tempfile.TemporaryDirectory(dir=directory) as folder,
         _opened(Path(folder) / "auto", AUTO) as auto,
-        _opened(Path(folder) / "off", None) as off,
+        _opened(Path(folder) / "off") as off,
         progress("cost", 2 * rounds) as bar,
     ):
         source = auto.stats()["profile"]
@@ -107,54 +107,51 @@ def _alone(store: ObjectStore, pages: int, rng: np.random.Generator) -> dict[str
 
 
 def run(directory: Path, rounds: int, progress: ProgressFactory) -> dict[str, Any]:
-    """Rounds with `slack` and with `none` in turns, after a profile was measured."""
+    """Rounds with `slack`, with `none` and without puts in turns, after a profile was measured."""
     rng = np.random.default_rng(0)
     with tempfile.TemporaryDirectory(dir=directory) as folder:
-        with _pool(Path(folder) / "profile.tutti", None) as store:
+        with _opened(Path(folder) / "profile.tutti") as store:
             profile = _measure(store, rng)
-        waits: dict[str, list[float]] = {"none": [], "slack": []}
-        stored: dict[str, list[float]] = {"none": [], "slack": []}
         with (
-            _pool(Path(folder) / "none.tutti", None) as none,
-            _pool(Path(folder) / "slack.tutti", Schedule(profile)) as slack,
-            progress("slack on a file", 2 * rounds) as bar,
+            _opened(Path(folder) / "none.tutti") as none,
+            _opened(Path(folder) / "slack.tutti", AUTO, Schedule(profile)) as slack,
+            progress("slack on a file", 3 * rounds) as bar,
         ):
             systems = {
-                "none": _Rounds(none, profile, rng),
-                "slack": _Rounds(slack, profile, rng),
+                "none": _Rounds(none, profile, rng, _STORED),
+                "slack": _Rounds(slack, profile, rng, _STORED),
+                "no puts": _Rounds(none, profile, rng, 0),
             }
+            waits: dict[str, list[float]] = {name: [] for name in systems}
+            stored: dict[str, list[float]] = {name: [] for name in systems}
+            turns = list(itertools.permutations(systems.items()))
             for number in range(rounds + _WARM):
-                for name, system in systems.items():
+                for name, system in turns[number % len(turns)]:
                     waited_s, stored_s = system.round()
                     if number >= _WARM:
                         waits[name].append(waited_s)
                         stored[name].append(stored_s)
                         bar.advance(1)
             counters = slack.scheduler.counters() if slack.scheduler else {}
-    ratio = bootstrap_median(ratios(waits["slack"], waits["none"])).to_dict()
     return {
         "rounds": rounds,
         "profile": vars(profile),
         "bubble_s": {name: median(found) for name, found in waits.items()},
-        "slack / none": ratio,
-        "mean_stored_s": {name: sum(found) / len(found) for name, found in stored.items()},
+        **{
+            f"{name} / none": bootstrap_median(ratios(waits[name], waits["none"])).to_dict()
+            for name in ("slack", "no puts")
+        },
+        "mean_stored_s": {name: sum(stored[name]) / rounds for name in ("none", "slack")},
         "counters": counters,
     }
 
 
 @contextmanager
-def _pool(path: Path, schedule: Schedule | None) -> Iterator[ObjectStore]:
-    """An open pool by a schedule, with 128 pages of engine memory."""
-    config = StoreConfig(verify="off", schedule=schedule)
-    with _opened(path, None if schedule is None else AUTO, config) as store:
-        yield store
-
-
-@contextmanager
 def _opened(
-    path: Path, profile: str | None, config: StoreConfig | None = None
+    path: Path, profile: str | None = None, schedule: Schedule | None = None
 ) -> Iterator[ObjectStore]:
-    config = config or StoreConfig(verify="off")
+    """An open pool with 128 pages of engine memory."""
+    config = StoreConfig(verify="off", schedule=schedule)
     with tutti.open(str(path), _LAYOUT, "1GiB", config=config, profile=profile) as store:
         store.allocate_memory(_PAGES)
         yield store
@@ -163,8 +160,11 @@ def _opened(
 class _Rounds:
     """One system: its pool, the prefix it loads, and what it stores next."""
 
-    def __init__(self, store: ObjectStore, profile: FileProfile, rng: np.random.Generator) -> None:
+    def __init__(
+        self, store: ObjectStore, profile: FileProfile, rng: np.random.Generator, stored: int
+    ) -> None:
         self._store = store
+        self._stored = stored  # pages
         self._profile = profile
         self._rng = rng
         self._number = 0
@@ -179,9 +179,9 @@ class _Rounds:
         self._number += 1
         batch = str(self._number)
         ended_s: list[float] = []
-        stored = self._rng.integers(0, 256, (_STORED, 16), np.uint8)
+        stored = self._rng.integers(0, 256, (self._stored, 16), np.uint8)
         put_s = time.perf_counter()
-        put = store.put(stored, np.arange(_LOADED, _LOADED + _STORED))
+        put = store.put(stored, np.arange(_LOADED, _LOADED + self._stored))
         put.on_done(lambda _: ended_s.append(time.perf_counter()))
         began_s = time.perf_counter()
         if scheduler is not None:

@@ -81,10 +81,13 @@ def _cost(found: dict[str, Any]) -> str:
 
 
 def _file(found: dict[str, Any]) -> str:
-    profile, bubble, ratio = found["profile"], found["bubble_s"], found["slack / none"]
+    bubble = found["bubble_s"]
+    shares = ", ".join(
+        f"{1e3 * bubble[name]:.1f} ms with {word}, {interval_text(found[f'{name} / none'])} of that"
+        for name, word in (("slack", "`slack`"), ("no puts", "no puts at all"))
+    )
     return (
-        f"measured on a file, {found['rounds']} pairs of rounds: layers waited "
-        f"{bubble['none'] * 1e3:.1f} ms a round with `none`, {bubble['slack'] * 1e3:.1f} ms with "
-        f"`slack`, ratio {interval_text(ratio)}; a load "
-        f"takes {profile['interference']:.2f} times as long during a put there"
+        f"measured on a file, {found['rounds']} rounds of each in turns: layers waited "
+        f"{bubble['none'] * 1e3:.1f} ms a round with `none`, {shares}; a load takes "
+        f"{found['profile']['interference']:.2f} times as long during a put there"
     )
