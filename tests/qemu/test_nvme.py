@@ -14,7 +14,7 @@ from tutti.units import MiB
 
 pytestmark = [pytest.mark.nvme, pytest.mark.timeout(450 * PATIENCE)]
 HERE = Path(__file__).parent
-PARITY = HERE.parent / "parity"
+PARITY_SUITE = [HERE.parent / f"parity/test_{what}.py" for what in ("controllers", "refusals")]
 
 BLKDEBUG = """
 [inject-error]
@@ -90,8 +90,7 @@ def _guest_can_start() -> None:
 def test_one_drive(tmp_path: Path, seed: int) -> None:
     """The parity suite, and a drive's limits."""
     cases = [HERE / f"cases_{what}.py" for what in ("drive", "store", "address")]
-    files = [PARITY / "test_controllers.py", PARITY / "test_refusals.py", *cases]
-    program = ["-m", "qemu.inside", "--seed", str(seed), *map(str, files)]
+    program = ["-m", "qemu.inside", "--seed", str(seed), *map(str, [*PARITY_SUITE, *cases])]
     objects = [f"throttle-group,id=slow,x-bps-total={SLOW_NBYTES_PER_S}"]
     drives = drives_of_the_first_boot(tmp_path)
     for name in ("left", "right"):
@@ -126,9 +125,15 @@ def test_unplugged(tmp_path: Path, seed: int) -> None:
     print(f"emulated: {(guest.out / 'served').read_text()} objects are left of both drives")
 
 
-def test_the_kernels_driver(tmp_path: Path, seed: int) -> None:
+@pytest.mark.parametrize(
+    "files",
+    [
+        pytest.param([HERE / "cases_kernel.py"], id="pools"),
+        pytest.param(PARITY_SUITE, id="parity", marks=pytest.mark.slow),
+    ],
+)
+def test_the_kernels_driver(tmp_path: Path, seed: int, files: list[Path]) -> None:
     """The parity suite by passthrough and on block devices; pools on both and on a partition."""
-    files = [PARITY / "test_controllers.py", PARITY / "test_refusals.py", HERE / "cases_kernel.py"]
     program = ["-m", "qemu.inside_kernel", "--seed", str(seed), *map(str, files)]
     usual, odd, faulty, _ = drives_of_the_first_boot(tmp_path)
     pools = Drive("pools", [sparse(tmp_path / f"pool{i}", 24 * MiB) for i in range(2)])
