@@ -249,6 +249,8 @@ class StatesRig:
         return self.linker.pop_completed_offload()
 
     def restore(self, transfers: list[PoolTransfer]) -> bool:
-        assert self.linker.load("r", transfers)
+        """Whether all of it came; a read ahead may find out before the load that it does not."""
+        if not self.linker.load("r", transfers):
+            return False
         index = self.linker.start_layer_wise_loading()
         return self.linker.finish_layer_wise_loading(index)
