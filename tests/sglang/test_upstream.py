@@ -45,9 +45,10 @@ class TestHiCache(UnifiedRadixCacheStorageFixtures, CustomTestCase):
 
 def script(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(HERE / "upstream.py"), *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=110)
+    return subprocess.run(command, capture_output=True, text=True, timeout=280)
 
 
+@pytest.mark.timeout(300)
 def test_the_table_says_what_ran_over_tutti(tmp_path: Path) -> None:
     folder = tmp_path / "test/registered/unit/mem_cache"
     folder.mkdir(parents=True)
