@@ -46,6 +46,13 @@ class IndexModel(RuleBasedStateMachine):
     def in_state(self, *states: SlotState) -> list[int]:
         return [slot for slot, state in self.state.items() if state in states]
 
+    @precondition(lambda self: self.slot_of)
+    @rule(data=st.data(), tenant=st.integers(0, 2))
+    def name(self, data: st.DataObject, tenant: int) -> None:
+        owners = st.sampled_from(sorted(self.slot_of.values()))
+        slots = as_slots(*data.draw(st.lists(owners, unique=True)))
+        self.index.describe(slots, tenant=tenant)
+
     @precondition(lambda self: self.in_state(SlotState.FREE, SlotState.VOIDED))
     @rule(data=st.data(), state=st.sampled_from([2, 3, 4]).map(SlotState))
     def insert(self, data: st.DataObject, state: SlotState) -> None:

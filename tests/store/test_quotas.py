@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from node.agents import LAYOUT, WAIT_S, start_process
 
-from store.pools import fill, some_keys
+from store.pools import GEOMETRY, fill, formatted, images_of, opened, some_keys
 from tutti.cli import main
 from tutti.errors import ConfigError
 from tutti.medium.slot_record import tenant_of
@@ -61,6 +61,52 @@ def test_a_namespace_evicts_its_own_and_stays_within_its_bytes_of_a_day(
     assert found["small"]["over_quota"] == np.count_nonzero(long.outcome == Outcome.DROPPED)
     assert found["slow"]["over_budget"] == 5
     assert found["slow"]["written_nbytes"] == 3 * OBJECT_NBYTES
+
+
+def test_what_the_quota_drops_takes_nothing_from_the_budget(seed: int) -> None:
+    quota = Quota("small", 4 * OBJECT_NBYTES, write_budget=24 * 6 * OBJECT_NBYTES)
+    rng = np.random.default_rng(seed)
+    with opened(formatted(), quotas=(quota,), write_budget=24 * 7 * OBJECT_NBYTES) as store:
+        store.allocate_memory(16)
+        keys = some_keys(rng, 16)
+        first = store.put(keys[:10], range(10), namespace="small").wait(WAIT_S)
+        assert (first.stored, first.dropped) == (4, 6)
+        store.catalogue.delete(keys[:2])
+        second = store.put(keys[10:13], range(3), namespace="small").wait(WAIT_S)
+        assert (second.stored, second.dropped) == (2, 1), "six an hour"
+        third = store.put(keys[13:], range(3)).wait(WAIT_S)
+        assert (third.stored, third.dropped) == (1, 2), "seven an hour in all"
+        found = store.stats()
+    assert found["namespaces"]["small"]["over_quota"] == 6
+    assert found["namespaces"]["small"]["over_budget"] == 1
+    assert (found["over_budget"], found["dropped"]) == (3, 9)
+
+
+def test_usage_is_what_a_scan_finds(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    names = ("a", "b", "c")
+    most = {"a": 6, "b": 20, "c": 1000}
+    quotas = tuple(Quota(name, most[name] * OBJECT_NBYTES) for name in names)
+    images = formatted()
+    capacity = GEOMETRY.slots
+    for _ in range(3):  # each opening but the first recovers what an unclean close left
+        store = opened(images, quotas=quotas)
+        store.wait_recovered(WAIT_S)
+        store.allocate_memory(8)
+        for turn in range(20):
+            keys = some_keys(rng, 8)
+            name = str(rng.choice(names))
+            store.put(keys, range(8), namespace=name).wait(WAIT_S)
+            if turn % 5 == 0:
+                store.catalogue.delete(store.catalogue.keys(name)[:3])
+            used = {n: int(each["used_nbytes"]) for n, each in store.stats()["namespaces"].items()}
+            scan = {n: len(store.catalogue.keys(n)) * OBJECT_NBYTES for n in names}
+            assert used == scan
+            assert all(used[n] <= min(most[n], capacity) * OBJECT_NBYTES for n in names)
+        assert sum(used.values()) > 0
+        images = images_of(store.controller)  # type: ignore[arg-type]
+        store._core.index.check_integrity()
+        store.close()
 
 
 def test_wrong_quotas_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -21,15 +21,22 @@ HOURS = 24
 def test_a_bucket_holds_an_hour_and_fills_with_time() -> None:
     now_s = [100.0]
     budget = WriteBudget(HOURS * 10 * OBJECT_NBYTES, OBJECT_NBYTES, clock=lambda: now_s[0])
-    assert [budget.grant(7), budget.grant(7), budget.grant(1)] == [7, 3, 0]
+    assert [granted(budget, 7), granted(budget, 7), granted(budget, 1)] == [7, 3, 0]
     now_s[0] += 1800
-    assert budget.grant(100) == 5
+    assert granted(budget, 100) == 5
     now_s[0] += 1e9
-    assert budget.grant(100) == 10, "no more than an hour's"
+    assert granted(budget, 100) == 10, "no more than an hour's"
     now_s[0] -= 1e9
-    assert budget.grant(1) == 0, "a clock that goes back earns nothing"
-    assert WriteBudget(None, OBJECT_NBYTES).grant(10**9) == 10**9
-    assert WriteBudget(1, OBJECT_NBYTES).grant(5) == 1, "one object at least"
+    assert granted(budget, 1) == 0, "a clock that goes back earns nothing"
+    assert granted(WriteBudget(None, OBJECT_NBYTES), 10**9) == 10**9
+    assert granted(WriteBudget(1, OBJECT_NBYTES), 5) == 1, "one object at least"
+
+
+def granted(budget: WriteBudget, objects: int) -> int:
+    allowed = budget.allowed(objects)
+    assert budget.allowed(objects) == allowed, "a question takes nothing"
+    budget.take(allowed)
+    return allowed
 
 
 def test_puts_beyond_the_budget_are_dropped_from_the_end(tmp_path: Path, seed: int) -> None:

@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Executor, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from tutti.errors import AgentRefused, TuttiError, system_message
@@ -86,27 +86,19 @@ class AgentCounters:
     lost: int = 0
 
 
-@dataclass
 class _Executors:
     """Threads by what they wait for, so that a load never waits behind puts without space."""
 
-    threads: int
-    puts: Executor = field(init=False)
-    loads: Executor = field(init=False)
-    others: Executor = field(init=False)
-    reports: Executor = field(init=False)
-
-    def __post_init__(self) -> None:
-        def pool(name: str, threads: int) -> Executor:
-            return ThreadPoolExecutor(threads, thread_name_prefix=f"tutti-agent-{name}")
-
-        self.puts = pool("puts", self.threads)
-        self.loads = pool("loads", self.threads)
-        self.others = pool("calls", self.threads)
-        self.reports = pool("reports", 1)
+    def __init__(self, threads: int) -> None:
+        sizes = {"puts": threads, "loads": threads, "calls": threads, "reports": 1}
+        self._all = [
+            ThreadPoolExecutor(size, thread_name_prefix=f"tutti-agent-{name}")
+            for name, size in sizes.items()
+        ]
+        self.puts, self.loads, self.others, self.reports = self._all
 
     def shutdown(self) -> None:
-        for each in (self.puts, self.loads, self.others, self.reports):
+        for each in self._all:
             each.shutdown(wait=False, cancel_futures=True)
 
 

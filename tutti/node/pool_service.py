@@ -130,7 +130,6 @@ class Session:
         self.id = secrets.token_bytes(16)
         self.pid = pid
         self.jobs = JobTable()
-        self.requests = 0
         self._core = service.core
         self._report = report
         self._place = shared_file.lock_place(pid)

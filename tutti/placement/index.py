@@ -74,6 +74,7 @@ class Index:
     Arrays of the catalogue, which take no memory until one slot has a value other than 0: `pinned`
     bool (until `unpin`), `tenant` u16 (a namespace), `hits` u16 (loads, at most 65535) and
     `expiry` u32 (Unix time in units of 64 s, 0 for never).
+    `tenant_slots`, int64 (65536,): how many slots each namespace has; not counted for 0.
     """
 
     def __init__(self, slots: int, *, seed: int | None = None) -> None:
@@ -243,9 +244,12 @@ class Index:
         expiry: npt.ArrayLike = 0,
         pinned: npt.ArrayLike = False,
     ) -> None:
-        """What the catalogue knows of slots; each a scalar or of shape (n,)."""
+        """What the catalogue knows of distinct slots; each a scalar or of shape (n,)."""
         self._check_slots(slots)
-        self._set("tenant", slots, tenant)
+        if self.tenant.flags.writeable or np.any(tenant):
+            np.subtract.at(self.tenant_slots, self.own("tenant")[slots], 1)
+            self.tenant[slots] = tenant
+            np.add.at(self.tenant_slots, self.tenant[slots], 1)
         self._set("expiry", slots, expiry)
         self._set("pinned", slots, pinned)
 
@@ -310,11 +314,6 @@ class Index:
         mask: Mask = (self.state == SlotState.READY) | (self.state == SlotState.UNPROVEN)
         return mask
 
-    def owned(self) -> Mask:
-        """Slots that own a key, shape (slots,)."""
-        mask: Mask = _OWNS_KEY[self.state]
-        return mask
-
     def busy(self) -> Mask:
         """Slots that must stay as they are for now: pinned, kept, or a write is under way."""
         writing = (self.state == SlotState.WRITING) | (self.state == SlotState.VOIDING)
@@ -337,10 +336,14 @@ class Index:
         pinned = others & (self.pins > 0)
         assert (self.state[pinned] == SlotState.QUARANTINED).all(), "a slot in flight was given up"
         assert (self.access <= self.uses).all(), "an access lies in the future"
+        tenants = np.bincount(self.tenant, minlength=self.tenant_slots.size)
+        assert np.array_equal(self.tenant_slots[1:], tenants[1:]), "a namespace's count is off"
+        assert not self.tenant[others].any(), "a slot without a key has a namespace"
 
     def _clear_catalogue(self) -> None:
         self.pinned = _zeros(self.slots, np.bool_)
         self.tenant = _zeros(self.slots, np.uint16)
+        self.tenant_slots = np.zeros(1 << 16, np.int64)
         self.hits = _zeros(self.slots, np.uint16)
         self.expiry = _zeros(self.slots, np.uint32)
         self.native.hits = 0

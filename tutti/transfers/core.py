@@ -35,7 +35,6 @@ from tutti.pool.slot_extents import SlotExtents, object_places
 from tutti.process import Owned
 from tutti.scheduler.dispatcher import Schedule
 from tutti.transfers.quotas import Quota, Quotas
-from tutti.transfers.write_budget import WriteBudget
 
 VERIFY = ("always", "sampled", "off")
 DURABILITY = ("process", "flush")
@@ -194,8 +193,8 @@ class Core(Owned):
         self.store_latency = Histogram()
         self.guard = engine.guard
         padded_nbytes = members.geometry.slice_padded_nbytes * self.layers
-        self.budget = WriteBudget(config.write_budget, padded_nbytes + RECORD_NBYTES)
-        self.quotas = Quotas(config.quotas, padded_nbytes + RECORD_NBYTES)
+        object_nbytes = padded_nbytes + RECORD_NBYTES
+        self.quotas = Quotas(config.quotas, object_nbytes, config.write_budget)
         self.sequence = 1
         self.in_flight = 0
         self.closing = False

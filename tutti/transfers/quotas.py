@@ -6,8 +6,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from tutti.arrays import Mask
 from tutti.checks import whole
 from tutti.errors import ConfigError
@@ -49,11 +47,15 @@ class _Account:
 class Quotas:
     """The accounts of all namespaces with a quota.  The store holds a lock around it.
 
+    write_budget: bytes a day that puts of all namespaces may write; None for no limit.
     Raises ConfigError for two namespaces that have one number on the medium.
     """
 
-    def __init__(self, quotas: Sequence[Quota], object_nbytes: int) -> None:
+    def __init__(
+        self, quotas: Sequence[Quota], object_nbytes: int, write_budget: int | None = None
+    ) -> None:
         self._object_nbytes = object_nbytes
+        self._budget = WriteBudget(write_budget, object_nbytes)
         self._accounts: dict[int, _Account] = {}
         for quota in quotas:
             account = _Account(quota, object_nbytes)
@@ -67,35 +69,38 @@ class Quotas:
     def grant(
         self, tenant: int, n: int, index: Index, evict: Callable[[int, Mask], int]
     ) -> tuple[int, int]:
-        """How many of n objects may be written, and how many are beyond the budget of the day.
+        """How many of n objects may be written, and how many are beyond a budget of the day.
 
-        evict: removes about so many objects among those of a mask; how many it removed.
+        No budget is charged for objects that the quota refuses.  evict: removes about so many
+        objects among those of a mask; how many it removed.
         """
         account = self._accounts.get(tenant)
         if account is None:
-            return n, 0
-        granted = account.budget.grant(n)
-        over_budget = n - granted
-        account.over_budget += over_budget
+            granted = self._budget.allowed(n)
+            self._budget.take(granted)
+            return granted, n - granted
+        fitting = n if account.most is None else min(n, account.most)
+        own = account.budget.allowed(fitting)
+        allowed = granted = self._budget.allowed(own)
         if account.most is not None:
-            wanted, own = min(granted, account.most), index.tenant == tenant
-            room = account.most - int(np.count_nonzero(own & index.owned()))
-            if wanted > room:
-                evicted = evict(wanted - room, own)
+            room = account.most - int(index.tenant_slots[tenant])
+            if allowed > room:
+                evicted = evict(allowed - room, index.tenant == tenant)
                 account.evicted += evicted
                 room += evicted
-            account.over_quota += granted - min(wanted, max(0, room))
-            granted = min(wanted, max(0, room))
+            granted = min(allowed, max(0, room))
+        account.budget.take(granted)
+        self._budget.take(granted)
+        account.over_budget += fitting - own
+        account.over_quota += n - fitting + allowed - granted
         account.granted += granted
-        return granted, over_budget
+        return granted, fitting - allowed
 
     def stats(self, index: Index) -> dict[str, dict[str, Any]]:
         """By namespace: its limits and usage in bytes, and what happened, in objects."""
-        owned = index.owned()
         return {
             account.quota.namespace: {
-                "used_nbytes": self._object_nbytes
-                * int(np.count_nonzero((index.tenant == tenant) & owned)),
+                "used_nbytes": self._object_nbytes * int(index.tenant_slots[tenant]),
                 "quota_nbytes": account.quota.nbytes,
                 "written_nbytes": account.granted * self._object_nbytes,
                 "write_budget": account.quota.write_budget,

@@ -29,13 +29,15 @@ class WriteBudget:
         self._most = max(1.0, (self._per_s or 0.0) * _DAY_S * _BURST)
         self._left, self._since_s = self._most, clock()
 
-    def grant(self, objects: int) -> int:
-        """How many of so many objects may be written now; they are counted as written."""
+    def allowed(self, objects: int) -> int:
+        """How many of so many objects may be written now."""
         if self._per_s is None:
             return objects
         now_s = self._clock()
         earned = max(0.0, now_s - self._since_s) * self._per_s
         self._left, self._since_s = min(self._most, self._left + earned), now_s
-        granted = min(objects, int(self._left))
-        self._left -= granted
-        return granted
+        return min(objects, int(self._left))
+
+    def take(self, objects: int) -> None:
+        """Counts objects as written, at most as many as ``allowed`` said."""
+        self._left -= objects

@@ -145,15 +145,14 @@ class Writer:
         return rows
 
     def _granted(self, together: PutTogether, rows: Slots) -> Slots:
-        """Rows that the budget lets be written; the ends of chains are dropped first."""
+        """Rows that quotas and budgets let be written; the ends of chains are dropped first."""
         core, counters = self._core, self._core.counters
         tenant = together.request.tenant
-        own, over_budget = core.quotas.grant(tenant, rows.size, core.index, self._evict)
-        most = core.budget.grant(own)
+        most, over_budget = core.quotas.grant(tenant, rows.size, core.index, self._evict)
         if most < rows.size:
             together.tell(rows[most:], Outcome.DROPPED)
             counters.dropped += rows.size - most
-            counters.over_budget += over_budget + own - most
+            counters.over_budget += over_budget
         return rows[:most]
 
     def _evict(self, n: int, among: Mask) -> int:
