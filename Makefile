@@ -97,6 +97,14 @@ sglang-venv:
 
 test-nvme test-slow: nvme-guest
 
+test-slow: mooncake
+
+.PHONY: mooncake
+mooncake: $(VENV)/.test
+	@[ $(VENV)/.mooncake -nt pyproject.toml ] || { \
+	  $(INSTALL) "$$($(PY) -c '$(EXTRA)' cluster | grep mooncake)" && touch $(VENV)/.mooncake || \
+	  echo "Mooncake is not installed: tests of the second tier with it will skip"; }
+
 .PHONY: nvme-guest
 nvme-guest: $(VENV)/.test
 	@mkdir -p build; $(PY) tests/qemu/guest.py setup > build/qemu-install.log 2>&1 || \

@@ -13,6 +13,7 @@ import pytest
 import yaml
 
 import tutti
+from tutti.cluster.tier import COUNTERS as TIER_COUNTERS
 from tutti.medium.layout import KVLayout
 from tutti.metrics import AgentCollector, StoreCollector
 from tutti.node.agent import AgentCounters
@@ -32,7 +33,14 @@ def published(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
     agent: Any = SimpleNamespace(counters=AgentCounters(), sessions={})
     path = tmp_path_factory.mktemp("monitoring") / "pool.tutti"
     with tutti.open(str(path), LAYOUT, "32MiB") as store:
-        collectors = (StoreCollector({"chat": store}), AgentCollector(agent))
+        remote = {**dict.fromkeys(TIER_COUNTERS, 0), "state": "closed"}
+        served: Any = SimpleNamespace(
+            stats=lambda: {**store.stats(), "remote": remote},
+            layout=store.layout,
+            config=store.config,
+            recovered=True,
+        )
+        collectors = (StoreCollector({"chat": served}), AgentCollector(agent))
         return {
             sample.name
             for collector in collectors

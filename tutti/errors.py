@@ -113,6 +113,10 @@ class AgentLost(PoolError):
     """The agent did not answer in time, or its connection ended; it is tried again."""
 
 
+class RemoteFailed(TuttiError):
+    """The remote store of the second tier did not answer in time, or answered an error."""
+
+
 class MediumError(TuttiError):
     """The medium failed a transfer.
 

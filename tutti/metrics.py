@@ -75,6 +75,19 @@ NAMESPACES: Mapping[str, tuple[str, Any, str]] = {
     "over_quota_pages": ("over_quota", CounterMetricFamily, "pages dropped for want of quota"),
     "over_budget_pages": ("over_budget", CounterMetricFamily, "pages beyond its daily budget"),
 }
+#: Of a second tier: (key of ``stats()["remote"]``, meaning).
+REMOTE: Mapping[str, tuple[str, str]] = {
+    "missed_pages": ("missed", "pages that the second tier was asked for"),
+    "fetched_pages": ("fetched", "pages that came from it"),
+    "absent_pages": ("absent", "pages that it did not have"),
+    "failed_pages": ("fetch_failed", "pages that it had and could not deliver"),
+    "corrupt_pages": ("corrupt", "pages whose digest was wrong"),
+    "late_pages": ("late", "pages that were not fetched before the deadline"),
+    "replicated_pages": ("replicated", "pages copied to it"),
+    "dropped_pages": ("dropped", "pages that found a full queue"),
+    "refused_pages": ("refused", "pages that it was not asked for after failures"),
+    "failures": ("failures", "calls and pages of it that failed"),
+}
 LATENCIES: Mapping[str, str] = {"load": "load_latency", "store": "store_latency"}
 
 
@@ -111,6 +124,7 @@ class StoreCollector(Collector):
             key: family(f"tutti_namespace_{name}", meaning, labels=["pool", "namespace"])
             for name, (key, family, meaning) in NAMESPACES.items()
         }
+        remotes: dict[str, dict[str, Any]] = {}
         latency = HistogramMetricFamily(
             "tutti_transfer_seconds",
             "time from the call until its pages are free, by direction",
@@ -132,10 +146,13 @@ class StoreCollector(Collector):
             for namespace, counts in stats["namespaces"].items():
                 for key, family in namespaces.items():
                     family.add_metric([pool, namespace], float(counts[key]))
+            if remote := stats.get("remote"):
+                remotes[pool] = remote
             for direction, key in LATENCIES.items():
                 buckets, sum_s = _cumulative(stats[key])
                 latency.add_metric([pool, direction], buckets=buckets, sum_value=sum_s)
         yield from (info, up, recovered, slots, latency)
+        yield from _second_tiers(remotes)
         yield from (*counters.values(), *gauges.values(), *namespaces.values())
 
 
@@ -178,6 +195,20 @@ def published(address: str, *collectors: Collector) -> Iterator[None]:
         server.shutdown()
         server.server_close()
         thread.join(5.0)
+
+
+def _second_tiers(remotes: Mapping[str, Mapping[str, Any]]) -> Iterator[Any]:
+    state = GaugeMetricFamily(
+        "tutti_remote_state", "1 for the state of the second tier", labels=["pool", "state"]
+    )
+    for pool, remote in remotes.items():
+        state.add_metric([pool, remote["state"]], 1.0)
+    yield state
+    for name, (key, meaning) in REMOTE.items():
+        counter = CounterMetricFamily(f"tutti_remote_{name}", meaning, labels=["pool"])
+        for pool, remote in remotes.items():
+            counter.add_metric([pool], float(remote[key]))
+        yield counter
 
 
 def _stats_of(store: Any) -> dict[str, Any] | None:

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+from tutti.cluster.remote import RemoteConfig
 from tutti.medium.layout import KVLayout
 from tutti.node.agent import Agent, AgentConfig
 from tutti.node.client import NodeStore
@@ -25,11 +26,18 @@ WAIT_S = 30.0
 class RunningAgent:
     """An agent in a thread of this process, with a folder of pools."""
 
-    def __init__(self, folder: Path, *, config: StoreConfig | None = None, **agent: object) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        config: StoreConfig | None = None,
+        remote: RemoteConfig | None = None,
+        **agent: object,
+    ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder
         self.path = str(folder / "s")
-        self.pools = AgentPools(folder=str(folder), capacity=1 << 30, config=config)
+        self.pools = AgentPools(folder=str(folder), capacity=1 << 30, config=config, remote=remote)
         self.agent = Agent(AgentConfig(self.path, **agent), self.pools)  # type: ignore[arg-type]
         started = threading.Event()
         self._thread = threading.Thread(

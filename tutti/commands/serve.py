@@ -6,12 +6,14 @@ import argparse
 import asyncio
 import contextlib
 import grp
+import importlib.util
 import signal
 import sys
 
 from tutti.arguments import named_nbytes, nbytes, say_capacity
+from tutti.cluster.remote import RemoteConfig
 from tutti.commands.outcome import Outcome
-from tutti.errors import ConfigError
+from tutti.errors import ConfigError, Unsupported
 from tutti.node.agent import Agent, AgentConfig
 from tutti.node.pools import AgentPools
 from tutti.placement.eviction import POLICIES
@@ -35,10 +37,7 @@ def add_serve(parser: argparse.ArgumentParser) -> None:
     """Describes `tutti serve`."""
     parser.description, parser.epilog = _DESCRIPTION, _EXAMPLE
     parser.add_argument(
-        "paths",
-        nargs="*",
-        metavar="PATH",
-        help="members of one pool, always given in the same order",
+        "paths", nargs="*", metavar="PATH", help="members of one pool, always in the same order"
     )
     parser.add_argument("--folder", metavar="DIR", help="folder with a pool for each layout")
     parser.add_argument(
@@ -96,6 +95,11 @@ def add_serve(parser: argparse.ArgumentParser) -> None:
         default="auto",
         help="how files are read and written (default %(default)s)",
     )
+    parser.add_argument(
+        "--remote",
+        metavar="mooncake://HOST:PORT",
+        help="share pages with other nodes through a Mooncake Store; options: docs/cluster.md",
+    )
     parser.set_defaults(run=run)
 
 
@@ -115,6 +119,7 @@ def run(args: argparse.Namespace) -> Outcome:
             quotas=_quotas(args.quota, args.write_quota),
         ),
         executor=args.executor,
+        remote=_remote(args.remote),
     )
     agent = Agent(AgentConfig(args.socket, group=_group(args.group)), pools)
     try:
@@ -130,6 +135,15 @@ def run(args: argparse.Namespace) -> Outcome:
         pools.close()
     result = dict(vars(agent.counters))
     return Outcome(result, facts(list(result.items())))
+
+
+def _remote(url: str | None) -> RemoteConfig | None:
+    if url is None:
+        return None
+    config = RemoteConfig.parse(url)
+    if importlib.util.find_spec("mooncake") is None:
+        raise Unsupported("--remote needs Mooncake's client; install tutti-kv[cluster]")
+    return config
 
 
 def _quotas(sizes: list[tuple[str, int]], budgets: list[tuple[str, int]]) -> tuple[Quota, ...]:

@@ -68,6 +68,9 @@ def _totals(path: str, name: str) -> Outcome:
         lines.append(
             (f"namespace {namespace}", f"{size}, {of['evicted']} evicted, {dropped} dropped")
         )
+    if remote := stats.get("remote"):
+        counts = (f"{remote[name]} {name}" for name in ("fetched", "replicated", "failures"))
+        lines.append(("second tier", f"{remote['state']}, {', '.join(counts)}"))
     return Outcome(stats, facts(lines))
 
 

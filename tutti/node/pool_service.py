@@ -14,6 +14,8 @@ from typing import Any
 
 import numpy as np
 
+from tutti.cluster.remote import RemoteConfig
+from tutti.cluster.tier import Tier
 from tutti.errors import ConfigError, DeviceTimeout, KeySizeError, TuttiError, Unsupported
 from tutti.gio_uring import shared_file
 from tutti.gio_uring.controller_file import FileController
@@ -53,10 +55,11 @@ _STOP_S = 5.0
 class PoolService:
     """One open pool, served to any number of sessions.
 
+    remote: its second tier.
     Raises Unsupported for a pool whose members are not files or block devices.
     """
 
-    def __init__(self, store: ObjectStore) -> None:
+    def __init__(self, store: ObjectStore, remote: RemoteConfig | None = None) -> None:
         controller = store.controller
         if not isinstance(controller, FileController):
             raise Unsupported(
@@ -74,6 +77,7 @@ class PoolService:
         fitting = (FRAME_NBYTES_MAX - _REST_NBYTES) // page_nbytes
         self.batch_pages = max(1, min(store._writer.batch_pages, fitting))
         self.sessions: dict[bytes, Session] = {}
+        self.tier = None if remote is None else Tier(store, remote)
         self._stopping = threading.Event()
         self._prover = threading.Thread(target=self._prove, name="tutti-agent-prove", daemon=True)
         self._prover.start()
@@ -100,6 +104,8 @@ class PoolService:
         """Closes the pool; sessions must have ended, or it is left unclean."""
         self._stopping.set()
         self._prover.join(_STOP_S)
+        if self.tier is not None:
+            self.tier.close()
         self.store.close()
 
     def _prove(self) -> None:
@@ -131,6 +137,7 @@ class Session:
         self.pid = pid
         self.jobs = JobTable()
         self._core = service.core
+        self._tier = service.tier
         self._report = report
         self._place = shared_file.lock_place(pid)
         self._prefix = self.id.hex()
@@ -167,12 +174,18 @@ class Session:
     def match(self, message: Match) -> int:
         """See ObjectStore.match."""
         pin, keys = self._pin(message.pin), keys_of(message.keys)
-        return self._core.match(keys, pin=pin, proven=message.proven)
+        hits = self._core.match(keys, pin=pin, proven=message.proven)
+        if self._tier is not None and hits < len(keys):
+            self._tier.missed(keys[hits:])
+        return hits
 
     def present(self, message: Present) -> bytes:
         """See ObjectStore.present: one byte per key."""
         pin, keys = self._pin(message.pin), keys_of(message.keys)
-        return self._core.present(keys, pin=pin, proven=message.proven).tobytes()
+        there = self._core.present(keys, pin=pin, proven=message.proven)
+        if self._tier is not None and not there.all():
+            self._tier.missed(keys[~there])
+        return there.tobytes()
 
     def unpin(self, name: str) -> None:
         """See ObjectStore.unpin; other sessions keep theirs."""
@@ -227,6 +240,9 @@ class Session:
             raise error
         self._puts += 1
         number = self._puts
+        if self._tier is not None:
+            tier = self._tier
+            progress.on_done(lambda done: tier.put_over(keys, done.outcome))
         if not planned.jobs:
             return Plan(number, [], progress.outcome.tobytes(), packed_status(progress.status))
         jobs = [job.message(self.jobs.add(job)) for job in planned.jobs]
@@ -247,6 +263,8 @@ class Session:
         pages, memory = planned.of_rows(len(keys))
         with core.admitted(core.config.timeout_s):
             progress = self.service.store._loader.load(keys, pages, memory)
+        if self._tier is not None:
+            self._tier.used(keys)
         whole = [part.whole for part in progress.parts]
         jobs = [job.message(self.jobs.add(job), whole[i]) for i, job in enumerate(planned.jobs)]
         return Plan(0, jobs, status=packed_status(progress.record_status))

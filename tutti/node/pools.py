@@ -6,6 +6,7 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 
+from tutti.cluster.remote import RemoteConfig
 from tutti.errors import CapacityError, ConfigError, PoolMismatch, PoolNotFound, TuttiError
 from tutti.medium.layout import KVLayout, differences
 from tutti.node.pool_service import PoolService
@@ -23,6 +24,7 @@ class AgentPools:
 
     paths: the members of the only pool.  folder: instead of them, where each layout has a file.
     capacity: for pools that clients have made, in bytes, all pools of the folder together.
+    remote: the second tier of each pool.
     """
 
     def __init__(
@@ -33,6 +35,7 @@ class AgentPools:
         capacity: int = 0,
         config: StoreConfig | None = None,
         executor: str = "auto",
+        remote: RemoteConfig | None = None,
     ) -> None:
         if bool(paths) == (folder is not None):
             raise ConfigError("give the members of one pool, or a folder of pools")
@@ -41,6 +44,7 @@ class AgentPools:
         self._capacity = capacity
         self._config = config or StoreConfig()
         self._executor = executor
+        self._remote = remote
         self._lock = threading.Lock()
         self._closed = False
         self.services: dict[str, PoolService] = {}
@@ -88,7 +92,7 @@ class AgentPools:
         service = self.services.get("")
         if service is None:
             store = self._open(self._paths)
-            service = self.services[""] = PoolService(store)
+            service = self.services[""] = self._serve(store)
         own = service.store.layout
         wanted = KVLayout.from_json(layout_json) if layout_json else own
         if wanted != own:
@@ -103,9 +107,11 @@ class AgentPools:
         path = self._folder / f"{name}{SUFFIX}"
         if not path.exists():
             self._check_capacity(capacity)
-        store = self._open(str(path), layout, capacity or None)
+        return self._serve(self._open(str(path), layout, capacity or None))
+
+    def _serve(self, store: ObjectStore) -> PoolService:
         try:
-            return PoolService(store)
+            return PoolService(store, self._remote)
         except BaseException:
             store.close()
             raise

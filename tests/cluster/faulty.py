@@ -1,0 +1,96 @@
+"""A remote store in a folder, whose faults a test chooses while it runs."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from tutti.cluster.remote import Answer, RemoteConfig
+from tutti.errors import RemoteFailed
+
+HANG_S = 3600.0
+
+
+class FaultyStore:
+    """Values are files of the folder; its file `fault` says what goes wrong, `calls` what was
+    asked."""
+
+    def __init__(self, options: Mapping[str, str], address: int, nbytes: int) -> None:
+        self._folder = Path(options["folder"])
+        self._memory = (ctypes.c_char * nbytes).from_address(address)
+        self._base = address
+        if self._fault() == "unreachable":
+            raise RemoteFailed("the master is away")
+
+    def _fault(self) -> str:
+        path = self._folder / "fault"
+        return path.read_text() if path.exists() else ""
+
+    def _begin(self, op: str, names: Sequence[str]) -> None:
+        with open(self._folder / "calls", "a") as calls:
+            calls.write(f"{op} {len(names)}\n")
+        fault = self._fault()
+        if fault == "hang" or fault == f"hang-{op}":
+            time.sleep(HANG_S)
+        elif fault == "die":
+            os.abort()
+        elif fault == "raise":
+            raise RemoteFailed("refused")
+        elif fault == "slow":
+            time.sleep(0.2)
+
+    def _path(self, name: str) -> Path:
+        return self._folder / name.replace("/", "_")
+
+    def exists(self, names: Sequence[str]) -> list[Answer]:
+        self._begin("exists", names)
+        return [Answer.DONE if self._path(n).exists() else Answer.ABSENT for n in names]
+
+    def get(self, names: Sequence[str], addresses: Sequence[int], nbytes: int) -> list[Answer]:
+        self._begin("get", names)
+        answers = []
+        for number, (name, address) in enumerate(zip(names, addresses, strict=True)):
+            if self._fault() == "fail" or not self._path(name).exists():
+                answers.append(Answer.FAILED if self._fault() == "fail" else Answer.ABSENT)
+                continue
+            raw = bytearray(self._path(name).read_bytes())
+            if self._fault() == "flip" and number == 1:
+                raw[len(raw) // 2] ^= 1
+            if self._fault() == "swap" and number < 2:
+                raw = bytearray(self._path(names[1 - number]).read_bytes())
+            start = address - self._base
+            self._memory[start : start + nbytes] = bytes(raw)
+            answers.append(Answer.DONE)
+        return answers
+
+    def put(self, names: Sequence[str], addresses: Sequence[int], nbytes: int) -> list[Answer]:
+        self._begin("put", names)
+        for name, address in zip(names, addresses, strict=True):
+            start = address - self._base
+            self._path(name).write_bytes(self._memory[start : start + nbytes])
+        return [Answer.DONE] * len(names)
+
+
+class Faults:
+    """The folder of a FaultyStore, and what goes wrong in it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        folder.mkdir()
+
+    def set(self, fault: str) -> None:
+        """One of "", flip, swap, fail, hang, hang-OPERATION, die, raise, slow, unreachable."""
+        (self.folder / "next").write_text(fault)
+        os.replace(self.folder / "next", self.folder / "fault")
+
+    def calls(self) -> list[str]:
+        path = self.folder / "calls"
+        return path.read_text().splitlines() if path.exists() else []
+
+    def config(self, **settings: object) -> RemoteConfig:
+        given = {"timeout_s": 5.0, "client_ttl_s": 0.3, **settings}
+        options = {"folder": str(self.folder)}
+        return RemoteConfig("cluster.faulty:FaultyStore", options, **given)  # type: ignore[arg-type]

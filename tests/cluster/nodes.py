@@ -1,0 +1,95 @@
+"""Agents with a second tier, each with one client, for tests."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from node.agents import LAYOUT, RunningAgent
+
+from tutti.arrays import Keys
+from tutti.cluster.remote import RemoteConfig
+from tutti.node.client import NodeStore
+
+WAIT_S = 30.0
+PAGES = 8
+
+
+def content(key: bytes) -> bytes:
+    return np.random.default_rng(list(key)).bytes(LAYOUT.object_nbytes)
+
+
+def until(condition: Callable[[], Any], what: str) -> None:
+    deadline_s = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < deadline_s, what
+        time.sleep(0.01)
+
+
+class Node:
+    """An agent with a second tier, and one client of it."""
+
+    def __init__(self, folder: Path, remote: RemoteConfig) -> None:
+        self.agent = RunningAgent(folder, remote=remote)
+        self.store: NodeStore = self.agent.connect()
+        self.memory = self.store.allocate_memory(2 * PAGES)
+
+    def put(self, keys: Keys) -> None:
+        for page, key in enumerate(keys):
+            self.memory.write(page, content(key.tobytes()))
+        self.store.put(keys, range(len(keys)), memory=self.memory).wait(WAIT_S)
+
+    def load(self, keys: Keys) -> None:
+        """Loads keys and compares every byte."""
+        ticket = self.store.load(keys, range(PAGES, PAGES + len(keys)), memory=self.memory)
+        ticket.wait(WAIT_S)
+        assert ticket.wait_settled(WAIT_S)
+        for page, key in enumerate(keys):
+            assert self.memory.read(PAGES + page) == content(key.tobytes())
+
+    def share(self, keys: Keys) -> None:
+        """Stores and loads pages until they are in the remote store."""
+        before = self.remote()["replicated"]
+        self.put(keys)
+        self.load(keys)
+        until(lambda: self.remote()["replicated"] >= before + len(keys), "not replicated")
+
+    def remote(self) -> dict[str, Any]:
+        counts: dict[str, Any] = self.store.stats()["remote"]
+        return counts
+
+    def find(self, keys: Keys) -> None:
+        """Looks up until all are there."""
+        until(lambda: self.store.match(keys) == len(keys), f"not fetched: {self.remote()}")
+
+    def settle(self, name: str, least: int = 1) -> None:
+        until(lambda: self.remote()[name] >= least, f"{name} stays below {least}")
+
+    def miss(self, keys: Keys, name: str) -> None:
+        """Looks up keys that are not served whole until that has been counted."""
+
+        def seen() -> bool:
+            assert self.store.match(keys) < len(keys)
+            return bool(self.remote()[name])
+
+        until(seen, f"{name} stays 0")
+
+    def close(self) -> None:
+        self.store.close()
+        self.agent.stop()
+
+
+@contextmanager
+def nodes(tmp_path: Path, remote: RemoteConfig, n: int = 2) -> Iterator[list[Node]]:
+    running: list[Node] = []
+    try:
+        for number in range(n):
+            running.append(Node(tmp_path / f"node{number}", remote))
+        yield running
+    finally:
+        for node in running:
+            node.close()

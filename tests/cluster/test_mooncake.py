@@ -1,0 +1,216 @@
+"""The second tier with a real Mooncake master and segment servers over TCP."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from cluster.mooncake_cluster import Cluster, running
+from cluster.nodes import PAGES, Node, nodes, until
+from node.agents import LAYOUT, start_process
+
+import tutti
+from store.pools import some_keys
+from tutti.arrays import Keys
+from tutti.cluster.remote import RemoteConfig
+
+pytestmark = pytest.mark.slow
+
+SLACK_S = 30.0
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[Cluster]:
+    with running(tmp_path / "mooncake") as made:
+        yield made
+
+
+def tier(cluster: Cluster, **options: object) -> RemoteConfig:
+    return RemoteConfig.parse(cluster.url(timeout=3, client_ttl=1, **options))
+
+
+def shared(node: Node, keys: Keys) -> None:
+    """Stores pages, and uses them until the cluster has them."""
+    wanted = node.remote()["replicated"] + len(keys)
+    node.put(keys)
+
+    def offer() -> bool:
+        node.load(keys)
+        time.sleep(0.2)  # a segment server needs a while to join or to be given up
+        return bool(node.remote()["replicated"] >= wanted)
+
+    until(offer, "not replicated")
+
+
+def serve_well(node: Node, keys: Keys) -> None:
+    """The node's own pages, while the cluster is in trouble."""
+    node.put(keys)
+    for _ in range(20):
+        assert node.store.match(keys) == len(keys)
+        node.load(keys)
+
+
+def test_pages_of_one_node_are_hits_on_another(tmp_path: Path, cluster: Cluster, seed: int) -> None:
+    keys = some_keys(np.random.default_rng(seed), PAGES)
+    with nodes(tmp_path, tier(cluster)) as (first, second):
+        shared(first, keys)
+        assert second.store.match(keys) == 0
+        second.find(keys)
+        second.load(keys)
+        assert second.remote()["fetched"] == PAGES
+
+
+def test_a_killed_segment_server_costs_misses_only(
+    tmp_path: Path, cluster: Cluster, seed: int
+) -> None:
+    rng = np.random.default_rng(seed)
+    keys, own = some_keys(rng, PAGES), some_keys(rng, PAGES)
+    with nodes(tmp_path, tier(cluster)) as (first, second):
+        shared(first, keys)
+        cluster.segments[0].send_signal(signal.SIGKILL)
+        second.miss(keys, "failures")
+        serve_well(second, own)
+        assert second.store.match(keys) == 0
+        cluster.add_segment()
+        new = some_keys(rng, 4)
+        shared(first, new)
+        second.find(new)
+        second.load(new)
+
+
+def test_a_stopped_segment_server_costs_its_deadline_only(
+    tmp_path: Path, cluster: Cluster, seed: int
+) -> None:
+    rng = np.random.default_rng(seed)
+    keys, own = some_keys(rng, PAGES), some_keys(rng, PAGES)
+    with nodes(tmp_path, tier(cluster)) as (first, second):
+        shared(first, keys)
+        segment = cluster.segments[0]
+        segment.send_signal(signal.SIGSTOP)
+        try:
+            assert second.store.match(keys) == 0
+            serve_well(second, own)
+            second.settle("failures")
+        finally:
+            segment.send_signal(signal.SIGCONT)
+        until(lambda: second.store.match(keys) == PAGES or _gone(second), "neither there nor gone")
+        second.load(keys[: second.store.match(keys)])
+
+
+def _gone(node: Node) -> bool:
+    """The master gave the server up while it was stopped."""
+    return bool(node.remote()["absent"])
+
+
+def test_a_killed_master_costs_misses_only(tmp_path: Path, cluster: Cluster, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    keys, own = some_keys(rng, PAGES), some_keys(rng, PAGES)
+    with nodes(tmp_path, tier(cluster)) as (first, second):
+        shared(first, keys)
+        cluster.master.send_signal(signal.SIGKILL)
+        cluster.master.wait(SLACK_S)
+        second.miss(keys, "failures")
+        serve_well(second, own)
+        assert second.store.match(keys) == 0
+        cluster.restart_master()
+        cluster.add_segment()
+        new = some_keys(rng, 4)
+        shared(first, new)
+        second.find(new)
+        second.load(new)
+
+
+def test_replicas_outlive_one_segment_server(tmp_path: Path, cluster: Cluster, seed: int) -> None:
+    keys = some_keys(np.random.default_rng(seed), PAGES)
+    cluster.add_segment()
+    with nodes(tmp_path, tier(cluster, replica_num=2)) as (first, second):
+        shared(first, keys)
+        cluster.segments[0].send_signal(signal.SIGKILL)
+        second.find(keys)  # once the master has given the server up
+        second.load(keys)
+
+
+def test_tutti_serve_shares_pages_with_another_agent(
+    tmp_path: Path, cluster: Cluster, seed: int
+) -> None:
+    keys = some_keys(np.random.default_rng(seed), 4)
+    agents: list[subprocess.Popen[str]] = []
+    try:
+        for name in ("a", "b"):
+            (tmp_path / name).mkdir()
+            options = ("--remote", cluster.url(client_ttl=1, replicate="first"))
+            agents.append(start_process(tmp_path / name / "s", tmp_path / name, *options))
+        with (
+            tutti.connect(str(tmp_path / "a" / "s"), LAYOUT, "32MiB") as first,
+            tutti.connect(str(tmp_path / "b" / "s"), LAYOUT, "32MiB") as second,
+        ):
+            memory = first.allocate_memory(4)
+            raw = np.random.default_rng(seed).bytes(LAYOUT.object_nbytes)
+            for page in range(4):
+                memory.write(page, raw)
+            first.put(keys, range(4)).wait(SLACK_S)
+            until(lambda: first.stats()["remote"]["replicated"] == 4, "not replicated")
+            until(lambda: second.match(keys) == 4, "not fetched")
+            mine = second.allocate_memory(4)
+            ticket = second.load(keys, range(4))
+            ticket.wait(SLACK_S)
+            assert ticket.wait_settled(SLACK_S)
+            assert all(mine.read(page) == raw for page in range(4))
+    finally:
+        for agent in agents:
+            agent.send_signal(signal.SIGTERM)
+            assert agent.wait(SLACK_S) == 0
+
+
+def test_an_address_that_answers_garbage_fails_by_the_deadline(tmp_path: Path, seed: int) -> None:
+    import socket
+
+    keys = some_keys(np.random.default_rng(seed), 4)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.settimeout(0.2)
+        ended = threading.Event()
+
+        def garble() -> None:
+            while not ended.is_set():
+                try:
+                    peer, _ = server.accept()
+                except OSError:
+                    continue
+                with peer:
+                    peer.sendall(b"\xff" * 4096)
+
+        thread = threading.Thread(target=garble)
+        thread.start()
+        try:
+            url = f"mooncake://127.0.0.1:{server.getsockname()[1]}?connect=2&timeout=2"
+            with nodes(tmp_path, RemoteConfig.parse(url), 1) as (node,):
+                node.miss(keys, "failures")
+                serve_well(node, keys)
+        finally:
+            ended.set()
+            thread.join(SLACK_S)
+
+
+def test_the_agent_ends_and_its_worker_with_it(tmp_path: Path, cluster: Cluster, seed: int) -> None:
+    keys = some_keys(np.random.default_rng(seed), 4)
+    (tmp_path / "a").mkdir()
+    agent = start_process(tmp_path / "a" / "s", tmp_path / "a", "--remote", cluster.url())
+    with tutti.connect(str(tmp_path / "a" / "s"), LAYOUT, "32MiB") as store:
+        store.match(keys)
+        until(lambda: store.stats()["remote"]["absent"], "not asked")
+        children = Path(f"/proc/{agent.pid}/task/{agent.pid}/children").parent.parent
+        workers = [
+            int(pid)
+            for task in children.iterdir()
+            for pid in (task / "children").read_text().split()
+        ]
+        assert workers
+        agent.kill()
+        agent.wait(SLACK_S)
+    until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in workers), "a worker stays")

@@ -1,0 +1,302 @@
+"""The second tier behind the agent, over a remote store with faults."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from cluster.faulty import Faults
+from cluster.nodes import PAGES, nodes, until
+from node.agents import LAYOUT
+from prometheus_client import CollectorRegistry
+
+from store.pools import some_keys
+from tutti.cluster.breaker import Breaker, RecentKeys
+from tutti.cluster.remote import RemoteConfig
+from tutti.errors import ConfigError
+from tutti.metrics import StoreCollector
+
+
+def slow(value: str) -> Any:
+    return pytest.param(value, marks=pytest.mark.slow)
+
+
+@pytest.fixture
+def faults(tmp_path: Path) -> Faults:
+    return Faults(tmp_path / "remote")
+
+
+def test_a_page_of_another_node_is_a_hit_after_it_landed(
+    tmp_path: Path, faults: Faults, seed: int
+) -> None:
+    keys = some_keys(np.random.default_rng(seed), PAGES)
+    with nodes(tmp_path, faults.config()) as (first, second):
+        first.share(keys)
+        assert second.store.match(keys) == 0  # never inside a look-up
+        second.find(keys)
+        second.load(keys)
+        assert second.remote()["fetched"] == PAGES
+        infos = second.store.catalogue.objects(keys)
+        assert [info.parent for info in infos[1:]] == [key.tobytes() for key in keys[:-1]]
+        assert [info.depth for info in infos] == list(range(PAGES))
+        registry = CollectorRegistry()
+        registry.register(StoreCollector(second.agent.pools.stores))
+        pool = next(iter(second.agent.pools.stores()))
+        value = registry.get_sample_value("tutti_remote_fetched_pages_total", {"pool": pool})
+        assert value == PAGES
+        state = {"pool": pool, "state": "closed"}
+        assert registry.get_sample_value("tutti_remote_state", state) == 1
+
+
+def test_pages_go_to_the_remote_store_at_their_second_use(
+    tmp_path: Path, faults: Faults, seed: int
+) -> None:
+    keys = some_keys(np.random.default_rng(seed), 6)
+    with nodes(tmp_path, faults.config(), 1) as (node,):
+        node.put(keys)
+        assert node.remote()["offered"] == 0
+        node.put(keys[:2])  # present
+        node.load(keys[2:4])
+        node.settle("replicated", 4)
+        node.load(keys[:4])
+        node.settle("offered", 8)
+        assert node.remote()["replicated"] == 4
+        assert faults.calls().count("put 2") + 2 * faults.calls().count("put 4") == 2
+
+
+@pytest.mark.slow
+def test_every_page_goes_where_that_was_asked_for(
+    tmp_path: Path, faults: Faults, seed: int
+) -> None:
+    keys = some_keys(np.random.default_rng(seed), 4)
+    with nodes(tmp_path, faults.config(replicate="first"), 1) as (node,):
+        node.put(keys)
+        node.settle("replicated", 4)
+
+
+@pytest.mark.parametrize("fault", ["flip", slow("swap")])
+def test_wrong_bytes_are_never_served(
+    tmp_path: Path, faults: Faults, seed: int, fault: str
+) -> None:
+    keys = some_keys(np.random.default_rng(seed), PAGES)
+    with nodes(tmp_path, faults.config()) as (first, second):
+        first.share(keys)
+        faults.set(fault)
+        second.miss(keys, "corrupt")
+        good = 1 if fault == "flip" else 0
+        until(lambda: second.remote()["queued_chains"] == 0, "the chain is still fetched")
+        found = second.store.match(keys)
+        assert found <= good
+        second.load(keys[:found])
+        faults.set("")
+        second.find(keys)  # after client_ttl
+        second.load(keys)
+
+
+@pytest.mark.parametrize("fault", ["hang", "fail", *map(slow, ("die", "raise"))])
+def test_a_failing_remote_store_is_left_alone_and_tried_again(
+    tmp_path: Path, faults: Faults, seed: int, fault: str
+) -> None:
+    rng = np.random.default_rng(seed)
+    keys, own = some_keys(rng, 4), some_keys(rng, 4)
+    config = faults.config(timeout_s=0.5, failures_max=2)
+    with nodes(tmp_path, config) as (first, second):
+        first.share(keys)
+        faults.set(fault)
+        second.miss(keys, "opened")
+        assert second.remote()["opened"] == 1
+        second.put(own)  # the pool itself is not concerned
+        second.load(own)
+        assert second.store.match(keys) == 0
+        faults.set("")
+        second.find(keys)
+        second.load(keys)
+        assert second.remote()["state"] == "closed"
+
+
+@pytest.mark.slow
+def test_a_remote_store_that_is_away_at_the_start_is_found_later(
+    tmp_path: Path, faults: Faults, seed: int
+) -> None:
+    keys = some_keys(np.random.default_rng(seed), 4)
+    faults.set("unreachable")
+    with nodes(tmp_path, faults.config(failures_max=2), 1) as (node,):
+        node.miss(keys, "opened")
+        faults.set("")
+        node.put(keys)
+
+        def replicated() -> bool:
+            node.load(keys)
+            return bool(node.remote()["replicated"] >= 4)
+
+        until(replicated, "not replicated")
+
+
+def test_a_hanging_remote_store_is_killed_at_the_deadline(
+    tmp_path: Path, faults: Faults, seed: int
+) -> None:
+    keys = some_keys(np.random.default_rng(seed), 4)
+    with nodes(tmp_path, faults.config(timeout_s=0.5)) as (first, second):
+        first.share(keys)
+        faults.set("hang-get")
+        second.miss(keys, "failures")
+        faults.set("")
+        second.find(keys)
+        assert second.remote()["starts"] == 2  # the one that hung was replaced
+        second.load(keys)
+
+
+def test_closing_does_not_wait_for_a_remote_store_that_hangs(
+    tmp_path: Path, faults: Faults, seed: int
+) -> None:
+    keys = some_keys(np.random.default_rng(seed), 4)
+    faults.set("hang")
+    with nodes(tmp_path, faults.config(timeout_s=3000.0), 1) as (node,):
+        node.store.match(keys)
+        until(faults.calls, "nothing was asked")
+    assert not [t for t in threading.enumerate() if t.name == "tutti-second-tier"]
+
+
+def test_keys_that_failed_are_not_asked_again_for_client_ttl(
+    tmp_path: Path, faults: Faults, seed: int
+) -> None:
+    keys = some_keys(np.random.default_rng(seed), 4)
+    with nodes(tmp_path, faults.config(client_ttl_s=3000.0, failures_max=100)) as (first, second):
+        first.share(keys)
+        faults.set("fail")
+        second.store.match(keys)
+        second.settle("fetch_failed", 4)
+        faults.set("")
+        calls = len(faults.calls())
+        for _ in range(20):
+            assert second.store.match(keys) == 0
+        until(lambda: second.remote()["queued_chains"] == 0, "the chain still waits")
+        assert len(faults.calls()) == calls
+        assert second.remote()["missed"] == 4
+
+
+def test_the_budget_of_bytes_ends_a_chain(tmp_path: Path, faults: Faults, seed: int) -> None:
+    keys = some_keys(np.random.default_rng(seed), PAGES)
+    nbytes = 3 * LAYOUT.object_nbytes
+    with nodes(tmp_path, faults.config(prefetch_nbytes=nbytes)) as (first, second):
+        first.share(keys)
+        second.store.match(keys)
+        second.settle("over_budget", PAGES - 3)
+        second.settle("fetched", 3)
+        assert second.store.match(keys) == 3
+
+
+def test_what_waits_for_replication_is_bounded(tmp_path: Path, faults: Faults, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    nbytes = 4 * LAYOUT.object_nbytes
+    faults.set("hang")
+    config = faults.config(queue_nbytes=nbytes, timeout_s=3000.0)
+    with nodes(tmp_path, config, 1) as (node,):
+        keys = some_keys(rng, PAGES)
+        node.put(keys)
+        node.load(keys[:1])
+        until(lambda: faults.calls() and not node.remote()["queued_nbytes"], "nothing was taken")
+        for _ in range(3):
+            node.load(keys[1:])
+        assert node.remote()["queued_nbytes"] == nbytes
+        assert node.remote()["dropped"] == 3 * (PAGES - 1) - 4
+
+
+def test_a_chain_that_is_too_late_is_not_fetched(tmp_path: Path, faults: Faults, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    keys = some_keys(rng, 4)
+    small = LAYOUT.object_nbytes * 2
+    config = faults.config(timeout_s=0.3, staging_nbytes=small)
+    with nodes(tmp_path, config) as (first, second):
+        first.share(keys)
+        faults.set("slow")
+        second.miss(keys, "late")
+        assert second.remote()["state"] == "closed"
+        faults.set("")
+        second.find(keys)
+        second.load(keys)
+
+
+def test_staging_is_reused_without_mixing_pages(tmp_path: Path, faults: Faults, seed: int) -> None:
+    keys = some_keys(np.random.default_rng(seed), PAGES)
+    config = faults.config(staging_nbytes=4 * LAYOUT.object_nbytes)
+    with nodes(tmp_path, config) as (first, second):
+        first.share(keys)
+        second.find(keys)
+        second.load(keys)
+
+
+@pytest.mark.slow
+def test_other_namespaces_and_layouts_do_not_meet(
+    tmp_path: Path, faults: Faults, seed: int
+) -> None:
+    keys = some_keys(np.random.default_rng(seed), 2)
+    with nodes(tmp_path, faults.config(), 1) as (first,):
+        first.share(keys)
+    with nodes(tmp_path / "other", faults.config(namespace="other"), 1) as (second,):
+        second.store.match(keys)
+        second.settle("absent", 2)
+        assert second.store.match(keys) == 0
+    names = [path.name for path in faults.folder.iterdir() if path.name.startswith("tutti_")]
+    assert len(names) == 2
+    assert all(LAYOUT.fingerprint.hex() in name for name in names)
+
+
+def test_the_breaker() -> None:
+    now = [0.0]
+    breaker = Breaker(2, 10.0, lambda: now[0])
+    breaker.failed()
+    breaker.succeeded()
+    breaker.failed()
+    assert breaker.state == "closed"
+    breaker.failed()
+    assert breaker.state == "open"
+    now[0] = 10.0
+    assert breaker.state == "half-open"
+    breaker.failed()
+    assert (breaker.state, breaker.opened) == ("open", 1)
+    now[0] = 20.0
+    breaker.succeeded()
+    assert breaker.state == "closed"
+
+
+def test_recent_keys_expire() -> None:
+    now = [0.0]
+    recent = RecentKeys(lambda: now[0])
+    recent.add([b"a"], 5.0)
+    assert b"a" in recent
+    assert b"b" not in recent
+    now[0] = 5.0
+    assert b"a" not in recent
+
+
+@pytest.mark.parametrize(
+    ("url", "what"),
+    [
+        ("x", "mooncake://"),
+        ("mooncake://", "mooncake://"),
+        ("mooncake://host", "mooncake://"),
+        ("mooncake://host:x", "not an address"),
+        ("redis://host:1", "mooncake://"),
+        ("mooncake://host:1?bad=1", "option 'bad'"),
+        ("mooncake://host:1?timeout=x", "option timeout"),
+        ("mooncake://host:1?timeout=0", "timeout_s is 0"),
+        ("mooncake://host:1?queue=x", "option queue"),
+        ("mooncake://host:1?replicate=x", "replicate"),
+        ("mooncake://host:1?replica_num=x", "replica_num"),
+    ],
+)
+def test_a_wrong_remote_is_refused(url: str, what: str) -> None:
+    with pytest.raises(ConfigError, match=what):
+        RemoteConfig.parse(url)
+
+
+def test_a_remote_by_its_address() -> None:
+    config = RemoteConfig.parse(
+        "mooncake://10.0.0.1:50051?replica_num=2&namespace=prod&queue=1GiB&client_ttl=8"
+    )
+    assert config.options == {"replica_num": "2", "master_server_address": "10.0.0.1:50051"}
+    assert (config.namespace, config.queue_nbytes, config.client_ttl_s) == ("prod", 1 << 30, 8.0)

@@ -1,0 +1,67 @@
+"""Mooncake Store as a RemoteStore.  It is imported in the worker's process only."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Mapping, Sequence
+
+from tutti.cluster.remote import Answer
+from tutti.errors import RemoteFailed
+
+_NOT_FOUND = -704  # Mooncake's OBJECT_NOT_FOUND
+_PORT = 9  # any; no packet is sent
+
+
+class MooncakeStore:
+    """A client of a Mooncake cluster that offers no memory of its own.
+
+    options: see tutti.cluster.remote.OPTIONS.  Raises RemoteFailed.
+    """
+
+    def __init__(self, options: Mapping[str, str], address: int, nbytes: int) -> None:
+        from mooncake.store import MooncakeDistributedStore, ReplicateConfig
+
+        master = options["master_server_address"]
+        self._store = MooncakeDistributedStore()
+        code = self._store.setup(
+            options.get("local_hostname") or _own_address(master),
+            options.get("metadata_server", "P2PHANDSHAKE"),
+            0,
+            0,
+            options.get("protocol", "tcp"),
+            options.get("device_name", ""),
+            master,
+            tenant_id=options.get("tenant_id", "default"),
+        )
+        if code == 0:
+            code = self._store.register_buffer(address, nbytes)
+        if code != 0:
+            raise RemoteFailed(f"Mooncake's client at {master} could not be set up: error {code}")
+        self._replicas = ReplicateConfig()
+        self._replicas.replica_num = int(options.get("replica_num", "1"))
+
+    def exists(self, names: Sequence[str]) -> list[Answer]:
+        """See RemoteStore."""
+        found = self._store.batch_is_exist(list(names))
+        if error := next((code for code in found if code < 0), 0):
+            raise RemoteFailed(f"Mooncake's master answered error {error}")
+        return [Answer.DONE if code == 1 else Answer.ABSENT for code in found]
+
+    def get(self, names: Sequence[str], addresses: Sequence[int], nbytes: int) -> list[Answer]:
+        """See RemoteStore."""
+        codes = self._store.batch_get_into(list(names), list(addresses), [nbytes] * len(names))
+        missing = {nbytes: Answer.DONE, _NOT_FOUND: Answer.ABSENT}
+        return [missing.get(code, Answer.FAILED) for code in codes]
+
+    def put(self, names: Sequence[str], addresses: Sequence[int], nbytes: int) -> list[Answer]:
+        """See RemoteStore."""
+        sizes = [nbytes] * len(names)
+        codes = self._store.batch_put_from(list(names), list(addresses), sizes, self._replicas)
+        return [Answer.DONE if code == 0 else Answer.FAILED for code in codes]
+
+
+def _own_address(master: str) -> str:
+    """The address of this machine that the master's network sees."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((master.rpartition(":")[0], _PORT))
+        return str(probe.getsockname()[0])

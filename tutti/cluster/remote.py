@@ -1,0 +1,127 @@
+"""What the second tier wants of a store in the cluster, and how `tutti serve --remote` names one.
+
+    mooncake://HOST:PORT?replica_num=2&namespace=prod
+
+The store runs in a process of its own (worker.py): a hang or a crash in it costs that process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import Any, Protocol
+from urllib.parse import parse_qsl, urlsplit
+
+from tutti.checks import one_of, seconds, whole
+from tutti.errors import ConfigError
+from tutti.units import parse_nbytes
+
+REPLICATE = ("second", "first", "off")
+
+
+#: Options of Mooncake by its own names.
+OPTIONS = frozenset(
+    ("protocol", "metadata_server", "local_hostname", "device_name", "replica_num", "tenant_id")
+)
+#: Options of the tier: the field of RemoteConfig, and how to read it.
+_SETTINGS: Mapping[str, tuple[str, Callable[[str], Any]]] = {
+    "namespace": ("namespace", str),
+    "replicate": ("replicate", str),
+    "timeout": ("timeout_s", float),
+    "connect": ("connect_s", float),
+    "client_ttl": ("client_ttl_s", float),
+    "failures_max": ("failures_max", int),
+    "queue": ("queue_nbytes", parse_nbytes),
+    "prefetch": ("prefetch_nbytes", parse_nbytes),
+    "staging": ("staging_nbytes", parse_nbytes),
+}
+
+
+class Answer(IntEnum):
+    """What became of one value."""
+
+    DONE = 0
+    ABSENT = 1
+    FAILED = 2
+    CORRUPT = 3
+
+
+class RemoteStore(Protocol):
+    """A store of the cluster, made with its options and the (address, nbytes) of its buffers.
+
+    Names and addresses are one per value.  A method that raises has failed for all of them.
+    """
+
+    def exists(self, names: Sequence[str]) -> list[Answer]:
+        """DONE for values that are there, else ABSENT."""
+
+    def get(self, names: Sequence[str], addresses: Sequence[int], nbytes: int) -> list[Answer]:
+        """Reads values of ``nbytes`` each to addresses."""
+
+    def put(self, names: Sequence[str], addresses: Sequence[int], nbytes: int) -> list[Answer]:
+        """Stores values of ``nbytes`` each from addresses; those that are there may stay."""
+
+
+@dataclass(frozen=True)
+class RemoteConfig:
+    """A second tier.
+
+    factory: "module:class" of a RemoteStore.  options: its own.  namespace: part of every key.
+    replicate: pages to copy to the remote store: when they are used for the second time ("second":
+    loaded, or offered again), as soon as they are stored ("first"), or none ("off").
+    timeout_s: how long a call of the remote store, or a chain that is fetched, may take.
+    connect_s: how long its process may take to start.  client_ttl_s: how long a key that failed is
+    not asked for; Mooncake's own name and meaning.  failures_max: calls that fail in a row before
+    none is made for ``client_ttl_s``.  queue_nbytes: pages that wait for replication.
+    prefetch_nbytes: pages that one look-up may fetch.  staging_nbytes: memory for both.
+    """
+
+    factory: str
+    options: Mapping[str, str] = field(default_factory=dict)
+    namespace: str = "default"
+    replicate: str = "second"
+    timeout_s: float = 5.0
+    connect_s: float = 10.0
+    client_ttl_s: float = 10.0
+    failures_max: int = 3
+    queue_nbytes: int = 256 << 20
+    prefetch_nbytes: int = 1 << 30
+    staging_nbytes: int = 64 << 20
+
+    def __post_init__(self) -> None:
+        one_of(*REPLICATE)("replicate", self.replicate)
+        for name in ("timeout_s", "connect_s", "client_ttl_s"):
+            if seconds(name, getattr(self, name)) == 0:
+                raise ConfigError(f"{name} is 0; give more than 0 seconds")
+        whole("failures_max", self.failures_max, 1, 2**31)
+        for name in ("queue_nbytes", "prefetch_nbytes", "staging_nbytes"):
+            whole(name, getattr(self, name), 1, 2**48)
+
+    @classmethod
+    def parse(cls, url: str) -> RemoteConfig:
+        """What ``--remote`` names.  Raises ConfigError."""
+        try:
+            parts = urlsplit(url)
+            port = parts.port
+            given = dict(parse_qsl(parts.query, strict_parsing=bool(parts.query)))
+        except ValueError as error:
+            raise ConfigError(f"{url!r} is not an address: {error}") from error
+        if parts.scheme != "mooncake" or not parts.hostname or not port or parts.path:
+            raise ConfigError(f"{url!r} is not an address; give mooncake://HOST:PORT of the master")
+        settings = {}
+        for name, (setting, convert) in _SETTINGS.items():
+            if name in given:
+                try:
+                    settings[setting] = convert(given.pop(name))
+                except ValueError as error:
+                    raise ConfigError(f"the option {name} of --remote: {error}") from error
+        if unknown := sorted(given.keys() - OPTIONS):
+            raise ConfigError(
+                f"--remote has no option {unknown[0]!r}; give one of"
+                f" {', '.join(sorted((*OPTIONS, *_SETTINGS)))}"
+            )
+        if not given.get("replica_num", "1").isdecimal():
+            raise ConfigError(f"replica_num is {given['replica_num']!r}; give a number")
+        options = {**given, "master_server_address": f"{parts.hostname}:{port}"}
+        return cls("tutti.cluster.mooncake:MooncakeStore", options, **settings)

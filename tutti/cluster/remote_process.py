@@ -1,0 +1,184 @@
+"""The agent's end of a remote store's process, and the memory that both share."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import mmap
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from tutti.arrays import U32, Keys
+from tutti.cluster.remote import RemoteConfig
+from tutti.cluster.worker import (
+    ANSWER_NBYTES_MAX,
+    HEAD,
+    OK,
+    REQUEST,
+    TRAILER_NBYTES,
+    Spec,
+)
+from tutti.errors import DeviceTimeout, RemoteFailed
+from tutti.gio_uring.iocb import PagedMemory
+from tutti.gio_uring.memory import address_of
+from tutti.medium.layout import KVLayout
+from tutti.memory.host_memory import HostMemory
+
+_ALIGNMENT = 4096
+_REAP_S = 5.0
+_QUIET = {"MC_LOG_LEVEL": "ERROR"}  # the agent reports what fails
+
+
+class Staging(HostMemory):
+    """Pages in the order of the medium, each followed by its trailer, that a worker can map.
+
+    stats: what the registered memory adds to the store's own.
+    """
+
+    def __init__(self, layout: KVLayout, pages: int, stats: Callable[[], dict[str, Any]]) -> None:
+        self.stride_nbytes = -(-(layout.object_nbytes + TRAILER_NBYTES) // _ALIGNMENT) * _ALIGNMENT
+        self.fd = os.memfd_create("tutti-second-tier")
+        nbytes = pages * self.stride_nbytes
+        try:
+            os.ftruncate(self.fd, nbytes)
+            self.map = mmap.mmap(self.fd, nbytes)
+        except OSError:
+            os.close(self.fd)
+            raise
+        self._stats = stats
+        segments = np.array(layout.segments, np.uint64)
+        layer_nbytes = segments.sum()
+        base, _ = address_of(self.map)
+        layers = np.arange(layout.layers, dtype=np.uint64)[:, None] * layer_nbytes
+        bases = np.uint64(base) + layers + (np.cumsum(segments) - segments)[None, :]
+        strides = (self.stride_nbytes,) * len(layout.segments)
+        memory = PagedMemory(bases, strides, layout.segments, pages, self.map)
+        super().__init__(layout, memory, [(base, nbytes)], self.map)
+
+    def stats(self) -> dict[str, Any]:
+        """See HostMemory."""
+        return self._stats()
+
+    def head(self, page: int) -> tuple[Any, ...]:
+        """The fields of HEAD that a value came with."""
+        return HEAD.unpack_from(self.map, self._trailer(page))
+
+    def set_head(self, page: int, *fields: Any) -> None:
+        """The fields of HEAD that a value goes with."""
+        HEAD.pack_into(self.map, self._trailer(page), *fields)
+
+    def _trailer(self, page: int) -> int:
+        return page * self.stride_nbytes + self.layout.object_nbytes
+
+
+class RemoteProcess:
+    """Starts the worker when it is first needed, and again after it was lost.
+
+    For one thread; only ``kill`` may be called from another.
+    """
+
+    def __init__(self, config: RemoteConfig, staging: Staging) -> None:
+        layout = staging.layout
+        self._config = config
+        self._staging = staging
+        prefix = f"tutti/{config.namespace}/{layout.fingerprint.hex()}/"
+        self._spec = Spec(
+            config.factory,
+            dict(config.options),
+            prefix,
+            layout.object_nbytes,
+            staging.stride_nbytes,
+            staging.nbytes,
+        )
+        self._process: subprocess.Popen[bytes] | None = None
+        self._socket: socket.socket | None = None
+        self.starts = 0
+
+    def connect(self) -> None:
+        """Starts the worker unless it runs.  Raises RemoteFailed, after ``connect_s`` at most."""
+        if self._process is None:
+            self._start()
+
+    def call(self, op: int, keys: Keys, pages: U32 | None, timeout_s: float) -> Any:
+        """The Answer to each key (n,) uint8.  Raises RemoteFailed, after ``timeout_s`` at most.
+
+        A worker that did not answer is killed: nothing writes to the pages after this returned.
+        """
+        self.connect()
+        raw = b"" if pages is None else pages.astype("<u4").tobytes()
+        reply = self._exchange(REQUEST.pack(op, len(keys)) + keys.tobytes() + raw, timeout_s)
+        if len(reply) != len(keys):
+            self.kill()
+            raise RemoteFailed("the remote store's process gave a wrong answer; it is restarted")
+        return np.frombuffer(reply, np.uint8)
+
+    def kill(self) -> None:
+        """Ends the worker.  Raises DeviceTimeout when it cannot be ended."""
+        process, peer = self._process, self._socket
+        if peer is not None:
+            with contextlib.suppress(OSError):
+                peer.shutdown(socket.SHUT_RDWR)
+        if process is None:
+            return
+        process.kill()
+        try:
+            process.wait(_REAP_S)
+        except subprocess.TimeoutExpired as error:
+            raise DeviceTimeout(
+                f"process {process.pid} of the remote store cannot be ended; its memory stays in"
+                " use, and the tier is off"
+            ) from error
+        self._process = None
+        if peer is not None:
+            peer.close()
+
+    def _start(self) -> None:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        fds = (theirs.fileno(), self._staging.fd)
+        path = os.pathsep.join(part for part in sys.path if part)
+        command = [sys.executable, "-P", "-m", "tutti.cluster.worker", *map(str, fds)]
+        with theirs:
+            try:
+                self._process = subprocess.Popen(
+                    [*command, json.dumps(self._spec)],
+                    pass_fds=fds,
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    env={**_QUIET, **os.environ, "PYTHONPATH": path},
+                )
+            except OSError as error:
+                ours.close()
+                raise RemoteFailed(f"the remote store's process cannot start: {error}") from error
+        self._socket = ours
+        self.starts += 1
+        self._exchange(b"", self._config.connect_s)
+
+    def _exchange(self, request: bytes, timeout_s: float) -> bytes:
+        """Sends a request, if any, and returns its answer."""
+        assert self._socket is not None
+        deadline_s = time.monotonic() + timeout_s
+        try:
+            self._socket.settimeout(max(0.001, timeout_s))
+            if request:
+                self._socket.send(request)
+            self._socket.settimeout(max(0.001, deadline_s - time.monotonic()))
+            reply = self._socket.recv(ANSWER_NBYTES_MAX)
+        except OSError as error:
+            self.kill()
+            if isinstance(error, TimeoutError):
+                raise RemoteFailed(
+                    f"the remote store did not answer within {timeout_s:g} s"
+                ) from error
+            raise RemoteFailed(f"the remote store's process was lost: {error}") from error
+        if not reply.startswith(OK):
+            if not reply or not request:
+                self.kill()
+            raise RemoteFailed(reply[1:].decode(errors="replace") or "the remote store crashed")
+        return reply[1:]

@@ -1,0 +1,127 @@
+"""The process of a remote store: moves values between it and memory shared with the agent.
+
+    python -m tutti.cluster.worker SOCKET_FD MEMORY_FD SPEC
+
+It ends with its socket.  It builds and verifies digests, so that the agent's threads need not.
+A request is an operation, keys and numbers of pages; its answer is one byte per key, see Answer.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import json
+import mmap
+import os
+import signal
+import socket
+import struct
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import xxhash
+
+from tutti.cluster.remote import Answer, RemoteStore
+from tutti.errors import RemoteFailed
+from tutti.gio_uring.memory import address_of
+from tutti.medium.keys import KEY_NBYTES
+
+#: Behind the payload of a value: key, parent, depth, tenant, expiry (64 s), version; and XXH3-128
+#: of its name, the payload and these.
+HEAD = struct.Struct(f"<{KEY_NBYTES}s{KEY_NBYTES}sIIII")
+DIGEST_NBYTES = 16
+TRAILER_NBYTES = HEAD.size + DIGEST_NBYTES
+EXISTS, GET, PUT = range(3)
+#: Operation and number of keys; 16 bytes per key and a u32 per page follow.
+REQUEST = struct.Struct("<BI")
+KEYS_MAX = 2048  # 40 KiB: one datagram
+ANSWER_NBYTES_MAX = 64 << 10
+OK, ERROR = b"\x00", b"\x01"
+_PR_SET_PDEATHSIG = 1
+
+
+class Spec(NamedTuple):
+    """What a worker is told at its start."""
+
+    factory: str
+    options: Mapping[str, str]
+    prefix: str
+    object_nbytes: int
+    stride_nbytes: int
+    nbytes: int
+
+
+class Worker:
+    """Serves requests with one store over one piece of memory."""
+
+    def __init__(self, spec: Spec, memory: mmap.mmap) -> None:
+        self._spec = spec
+        self._bytes = memoryview(memory)
+        self._base, _ = address_of(memory)
+        self._value_nbytes = spec.object_nbytes + TRAILER_NBYTES
+        module, _, name = spec.factory.partition(":")
+        make: Any = getattr(importlib.import_module(module), name)
+        self._store: RemoteStore = make(spec.options, self._base, spec.nbytes)
+
+    def answer(self, request: bytes) -> bytes:
+        """One byte per key."""
+        op, n = REQUEST.unpack_from(request)
+        keys = [request[i : i + KEY_NBYTES] for i in range(REQUEST.size, len(request), KEY_NBYTES)]
+        names = [self._spec.prefix + key.hex() for key in keys[:n]]
+        if op == EXISTS:
+            return bytes(self._store.exists(names))
+        pages = np.frombuffer(request, "<u4", n, REQUEST.size + n * KEY_NBYTES)
+        starts = [int(page) * self._spec.stride_nbytes for page in pages]
+        addresses = [self._base + start for start in starts]
+        if op == PUT:
+            for name, start in zip(names, starts, strict=True):
+                self._bytes[self._digest_at(start)] = self._digest(name, start)
+            return bytes(self._store.put(names, addresses, self._value_nbytes))
+        answers = self._store.get(names, addresses, self._value_nbytes)
+        return bytes(self._verified(names, starts, answers))
+
+    def _verified(
+        self, names: Sequence[str], starts: Sequence[int], answers: Sequence[Answer]
+    ) -> list[Answer]:
+        return [
+            Answer.CORRUPT
+            if answer == Answer.DONE
+            and self._bytes[self._digest_at(start)] != self._digest(name, start)
+            else answer
+            for name, start, answer in zip(names, starts, answers, strict=True)
+        ]
+
+    def _digest_at(self, start: int) -> slice:
+        end = start + self._value_nbytes
+        return slice(end - DIGEST_NBYTES, end)
+
+    def _digest(self, name: str, start: int) -> bytes:
+        digest = xxhash.xxh3_128(name.encode())
+        digest.update(self._bytes[start : self._digest_at(start).start])
+        return digest.digest()
+
+
+def main(socket_fd: int, memory_fd: int, spec: Spec) -> None:
+    """Serves until the agent closes the socket."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    with socket.socket(fileno=socket_fd) as peer, mmap.mmap(memory_fd, spec.nbytes) as memory:
+        try:
+            worker = Worker(spec, memory)
+        except Exception as error:
+            peer.send(ERROR + str(error).encode()[:1024])
+            os._exit(1)
+        peer.send(OK)
+        while request := peer.recv(ANSWER_NBYTES_MAX):
+            try:
+                reply = OK + worker.answer(request)
+            except RemoteFailed as error:
+                reply = ERROR + str(error).encode()[:1024]
+            peer.send(reply)
+        os._exit(0)  # destructors of a store may wait for peers that have gone
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), Spec(*json.loads(sys.argv[3])))
