@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import signal
+import socket
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -169,8 +172,6 @@ def test_tutti_serve_shares_pages_with_another_agent(
 
 
 def test_an_address_that_answers_garbage_fails_by_the_deadline(tmp_path: Path, seed: int) -> None:
-    import socket
-
     keys = some_keys(np.random.default_rng(seed), 4)
     with socket.create_server(("127.0.0.1", 0)) as server:
         server.settimeout(0.2)
@@ -214,3 +215,14 @@ def test_the_agent_ends_and_its_worker_with_it(tmp_path: Path, cluster: Cluster,
         agent.kill()
         agent.wait(SLACK_S)
     until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in workers), "a worker stays")
+
+
+def test_the_comparison_with_a_batch_get_runs(tmp_path: Path, cluster: Cluster) -> None:
+    out = tmp_path / "result.json"
+    words = ["--remote", cluster.url(), "--dir", str(tmp_path), "--out", str(out)]
+    more = ["--pages", "8", "--rounds", "2", "--capacity", str(256 << 20)]
+    command = [sys.executable, "-m", "tutti.bench.second_tier", *words, *more]
+    subprocess.run(command, check=True, timeout=100, stdout=subprocess.DEVNULL)
+    result = json.loads(out.read_text())
+    assert len(result["tier_gb_per_s"]) == len(result["mooncake_gb_per_s"]) == 2
+    assert result["ratio"]["median"] > 0

@@ -1,0 +1,162 @@
+"""Fetching through the second tier against Mooncake's own batch get, in turns, on the same values.
+
+    python -m tutti.bench.second_tier --remote mooncake://HOST:PORT --dir DIR --out result.json
+
+The tier's time runs from a look-up's miss until the pages are verified and stored in the pool; that
+of Mooncake until they are in memory, in one batch.  A cluster must run already.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tutti.arrays import Keys
+from tutti.bench.environment import describe
+from tutti.bench.statistics import bootstrap_median, ratios
+from tutti.cluster.remote import RemoteConfig
+from tutti.cluster.tier import Tier
+from tutti.cluster.worker import TRAILER_NBYTES
+from tutti.errors import DeviceTimeout
+from tutti.medium.layout import KVLayout
+from tutti.store import ObjectStore
+from tutti.store import open as open_pool
+from tutti.units import GiB
+
+_LAYERS = 16
+_WAIT_S = 60.0
+_POLL_S = 0.001
+
+
+def _until(done: Callable[[], bool], what: str) -> None:
+    deadline_s = time.monotonic() + _WAIT_S
+    while not done():
+        if time.monotonic() > deadline_s:
+            raise DeviceTimeout(f"{what} took longer than {_WAIT_S:g} s")
+        time.sleep(_POLL_S)
+
+
+class Fetcher:
+    """A pool with a second tier that has its pages."""
+
+    def __init__(self, store: ObjectStore, config: RemoteConfig, keys: Keys) -> None:
+        self.store, self.tier, self.keys = store, Tier(store, config), keys
+
+    def publish(self, seed: int) -> None:
+        """Stores the pages, and waits until the remote store has them."""
+        memory = self.store.allocate_memory(len(self.keys))
+        rng = np.random.default_rng(seed)
+        for page in range(len(self.keys)):
+            memory.write(page, rng.bytes(self.store.layout.object_nbytes))
+        self.store.put(self.keys, range(len(self.keys)), memory=memory).wait(_WAIT_S)
+        self.store.unregister(memory)
+
+        def published() -> bool:
+            if not self._counts()["queued_nbytes"]:
+                self.tier.used(self.keys)
+            return bool(self._counts()["replicated"] >= len(self.keys))
+
+        _until(published, "replication")
+
+    def fetch_s(self) -> float:
+        """Seconds of fetching all pages into the empty pool."""
+        self.store.clear(deallocate=False)
+        before = self._counts()["fetched"]
+        start_s = time.monotonic()
+        self.tier.missed(self.keys)
+        _until(lambda: bool(self._counts()["fetched"] >= before + len(self.keys)), "fetching")
+        return time.monotonic() - start_s
+
+    def _counts(self) -> dict[str, Any]:
+        counts: dict[str, Any] = self.tier.stats()["remote"]
+        return counts
+
+
+class Direct:
+    """A client of Mooncake that reads the same values into registered memory."""
+
+    def __init__(self, config: RemoteConfig, names: Sequence[str], nbytes: int) -> None:
+        from tutti.cluster.mooncake import MooncakeStore
+
+        self._names, self._nbytes = names, nbytes
+        self._memory = np.zeros(nbytes * len(names), np.uint8)
+        base = int(self._memory.ctypes.data)
+        self._addresses = [base + i * nbytes for i in range(len(names))]
+        self._store = MooncakeStore(config.options, base, self._memory.nbytes)
+
+    def get_s(self) -> float:
+        """Seconds of one batch get."""
+        start_s = time.monotonic()
+        answers = self._store.get(self._names, self._addresses, self._nbytes)
+        if any(answers):
+            raise DeviceTimeout("Mooncake did not deliver all values; give its servers more memory")
+        return time.monotonic() - start_s
+
+
+def run(args: argparse.Namespace) -> dict[str, Any]:
+    """All rounds, and what they were run on."""
+    layout = KVLayout.mha(
+        layers=_LAYERS, kv_heads=8, head_dim=128, page_size=16, dtype="bfloat16", model="bench"
+    )
+    config = RemoteConfig.parse(args.remote)
+    keys = np.random.default_rng(args.seed).integers(0, 256, (args.pages, 16), np.uint8)
+    tier_gb: list[float] = []
+    direct_gb: list[float] = []
+    gigabytes = args.pages * layout.object_nbytes / 1e9
+    with open_pool(
+        str(args.dir / "second-tier.tutti"), layout, args.capacity, profile=None
+    ) as pool:
+        fetcher = Fetcher(pool, config, keys)
+        try:
+            fetcher.publish(args.seed)
+            prefix = f"tutti/{config.namespace}/{layout.fingerprint.hex()}/"
+            names = [prefix + key.tobytes().hex() for key in keys]
+            direct = Direct(config, names, layout.object_nbytes + TRAILER_NBYTES)
+            for number in range(args.rounds + 1):
+                for call, rates in ((fetcher.fetch_s, tier_gb), (direct.get_s, direct_gb)):
+                    seconds = call()
+                    if number:  # the first round opens connections
+                        rates.append(gigabytes / seconds)
+        finally:
+            fetcher.tier.close()
+    found = ratios(tier_gb, direct_gb)
+    return {
+        "benchmark": "second_tier",
+        "machine": describe(args.dir),
+        "pages": args.pages,
+        "page_nbytes": layout.object_nbytes,
+        "tier_gb_per_s": tier_gb,
+        "mooncake_gb_per_s": direct_gb,
+        "ratio": {**bootstrap_median(found).to_dict()},
+        "bar": 0.9,
+    }
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs from the command line."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else "")
+    parser.add_argument("--remote", required=True, metavar="mooncake://HOST:PORT", help="cluster")
+    parser.add_argument("--dir", type=Path, required=True, help="where the pool is made")
+    parser.add_argument("--out", type=Path, help="where the result is written as JSON")
+    parser.add_argument("--pages", type=int, default=128, help="of 1 MiB (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=15, help="default: %(default)s")
+    parser.add_argument("--capacity", type=int, default=GiB, help="of the pool, in bytes")
+    parser.add_argument("--seed", type=int, default=1, help="of keys and bytes")
+    args = parser.parse_args(argv)
+    result = run(args)
+    text = json.dumps(result, indent=1)
+    print(text)
+    if args.out is not None:
+        args.out.write_text(text + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
