@@ -31,7 +31,7 @@ from tutti.bench.statistics import median, percentile
 from tutti.errors import ConfigError, DeviceTimeout
 from tutti.gio_uring import _native
 from tutti.gio_uring.controller import NativeController
-from tutti.gio_uring.controller_file import FileController
+from tutti.gio_uring.controller_file import FileController, RequestLimits
 from tutti.gio_uring.drives.generic_device import is_generic
 from tutti.gio_uring.engine import Engine
 from tutti.gio_uring.file_creation import allocate_file
@@ -304,7 +304,9 @@ def _controller(place: str, path: str) -> Iterator[NativeController]:
                 while file.read(8 * MiB):  # bounded by the file
                     pass
         executor = "threads" if path == "threads" else "uring"
-        with FileController([member], executor=executor, threads=8) as controller:
+        with FileController(
+            [member], executor=executor, limits=RequestLimits(threads=8)
+        ) as controller:
             yield controller
     finally:
         member.close()

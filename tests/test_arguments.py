@@ -204,9 +204,8 @@ class Calls:
 
     def _opening(self) -> dict[str, Any]:
         """Of the pool that is open already: what is right here is refused as well."""
-        settings = ("capacity", "verify", "durability", "eviction", "write_budget")
-        settings += ("profile", "config")
-        return {**self._pool(), **dict.fromkeys(settings), "degraded": False, "any_owner": False}
+        settings = ("capacity", "verify", "durability", "profile", "config")
+        return {**self._pool(), **dict.fromkeys(settings)}
 
     def _formatting(self) -> dict[str, Any]:
         return {

@@ -283,13 +283,14 @@ def test_members(tmp_path: Path) -> None:
     refuses(MemberSwapped, "of one pool", lambda: give([paths[0], others[1], paths[2]]))
     with pytest.raises(MemberSwapped, match="give each member once"):
         give([paths[0], paths[0], paths[2]])
-    refuses(MemberSwapped, "leave it out", lambda: give([paths[0], others[1]], degraded=True))
+    some = tutti.StoreConfig(degraded=True)
+    refuses(MemberSwapped, "leave it out", lambda: give([paths[0], others[1]], config=some))
     with give(paths) as store:
         assert load_present(store, KEYS) == (set(KEYS), set())
     paths[1].unlink()
     with pytest.raises((MemberMissing, PoolNotFound), match=str(paths[1])):
         give(paths)
-    with give([paths[0], paths[2]], degraded=True) as store:
+    with give([paths[0], paths[2]], config=some) as store:
         found, damaged = load_present(store, KEYS)
         assert 0 < len(found) < len(KEYS)
         assert not damaged

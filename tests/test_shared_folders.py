@@ -118,7 +118,7 @@ def test_a_file_that_another_user_can_change(
     assert cli.main(["format", str(path), "--capacity", "64MiB", "--model", "llama-3.1-8b"]) != 0
     assert cli.main(["fsck", str(path)]) == 0, "a check changes nothing"
     assert path.read_bytes() == before
-    with tutti.store.open(path, LAYOUT, any_owner=True) as store:
+    with tutti.open(path, LAYOUT, config=tutti.StoreConfig(any_owner=True)) as store:
         assert store.layout == LAYOUT
 
 

@@ -27,10 +27,14 @@ SECONDS_MAX = 86_400.0
 
 
 def takes(**rules: Rule) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
-    """A decorator: checks arguments by the rules of their parameters, before anything is done."""
+    """A decorator: checks arguments by the rules of their parameters, before anything is done.
+
+    A rule may name a keyword that the function does not have: it says what to give instead.
+    """
 
     def decorate(function: Callable[_P, _R]) -> Callable[_P, _R]:
         names = list(inspect.signature(function).parameters)
+        names += [name for name in rules if name not in names]
         places = [(name, names.index(name), rule) for name, rule in rules.items()]
 
         @functools.wraps(function)
@@ -50,6 +54,15 @@ def takes(**rules: Rule) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
 def optional(rule: Rule) -> Rule:
     """The rule, for what may be None as well."""
     return lambda name, value: None if value is None else rule(name, value)
+
+
+def belongs_in(place: str) -> Rule:
+    """A rule for a keyword that is given elsewhere: always raises."""
+
+    def check(name: str, value: Any) -> None:
+        raise ConfigError(f"{name} is not a parameter here; put it into {place}")
+
+    return check
 
 
 def flag(name: str, value: Any) -> None:

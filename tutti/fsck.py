@@ -186,9 +186,9 @@ def repair(paths: Sequence[str], report: FsckReport, progress: ProgressFactory) 
     damaged objects of a report.  Raises what `store.open` raises.
     """
     counts = dict.fromkeys(("quarantined", "gone", "sound", "left"), 0)
-    config = StoreConfig(verify="always")
     # Nothing is served here, so files that other users can change are accepted.
-    with store.open(list(paths), config=config, profile=None, any_owner=True) as pool:
+    config = StoreConfig(verify="always", any_owner=True)
+    with store.open(list(paths), config=config, profile=None) as pool:
         pool.wait_recovered()
         pool.allocate_memory(1)
         keys = list(dict.fromkeys(report.damaged_keys))

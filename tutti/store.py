@@ -15,14 +15,14 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from tutti.callbacks import check_not_called
-from tutti.checks import flag, instance, one_of, optional, takes
+from tutti.checks import belongs_in, instance, one_of, optional, takes
 from tutti.errors import (
     CapacityError,
     ConfigError,
@@ -63,9 +63,10 @@ from tutti.transfers.resources import Resources
 from tutti.transfers.tickets import LoadTicket, PutTicket
 from tutti.transfers.transfer_queue import TransferQueue
 from tutti.transfers.writer import Writer
-from tutti.units import parse_nbytes
 
 _UNDO_S = 60.0  # the longest wait for an interrupted put or load
+#: Settings that ``open`` takes inside a StoreConfig only.
+_IN_CONFIG = sorted({field.name for field in fields(StoreConfig)} - {"verify", "durability"})
 
 
 class ObjectStore(Owned, Store):
@@ -84,13 +85,12 @@ class ObjectStore(Owned, Store):
         *,
         config: StoreConfig | None = None,
         engine: Engine | None = None,
-        degraded: bool = False,
         schedule_of: Callable[[KVLayout], Schedule | None] | None = None,
     ) -> None:
         """Opens the pool on the namespaces of ``controller``, which the store then owns.
 
-        names: what messages call the namespaces.  degraded: see ``open``.  schedule_of: the
-        schedule of a pool of this layout, where the config has none.
+        names: what messages call the namespaces.  schedule_of: the schedule of a pool of this
+        layout, where the config has none.
         """
         self._controller = controller
         self.config = config or StoreConfig()
@@ -103,6 +103,7 @@ class ObjectStore(Owned, Store):
         try:
             self._io = BlockIo(self.engine, timeout_s=self.config.timeout_s)
             parts.append(self._io)
+            degraded = self.config.degraded
             self.members = Members.open(self._io, self.engine, names, degraded=degraded)
             self.layout, self.geometry = self.members.layout, self.members.geometry
             if schedule_of is not None and self.config.schedule is None:
@@ -359,22 +360,17 @@ class ObjectStore(Owned, Store):
 @takes(
     layout=optional(instance(KVLayout)),
     executor=one_of(*EXECUTORS),
-    degraded=flag,
-    any_owner=flag,
+    **dict.fromkeys(_IN_CONFIG, belongs_in("config=StoreConfig(...)")),
 )
 @uninterrupted(lambda _, store: store.close())
-def open(  # noqa: PLR0913
+def open(
     paths: Paths,
     layout: KVLayout | None = None,
     capacity: int | str | None = None,
     *,
     verify: str | None = None,
     durability: str | None = None,
-    eviction: str | None = None,
-    write_budget: int | str | None = None,
     executor: str = "auto",
-    degraded: bool = False,
-    any_owner: bool = False,
     profile: ProfileChoice = AUTO,
     config: StoreConfig | None = None,
 ) -> ObjectStore:
@@ -385,10 +381,8 @@ def open(  # noqa: PLR0913
     they were labelled for it by ``tutti format --for-server``.
     layout: what the pool must hold; left out, whatever it holds.  That of a new pool names its
     model, see KVLayout.  capacity: total size of a new pool, as bytes or "64GiB".
-    verify, durability, eviction, write_budget (also as "2TiB", a day): see StoreConfig, which
-    ``config`` gives as a whole instead.
-    executor: "auto", "uring" or "threads".  degraded: accept missing members; their objects are
-    misses.  any_owner: accept files that other users can change, and with them what they serve.
+    verify, durability: see StoreConfig, which ``config`` gives as a whole instead.
+    executor: "auto", "uring" or "threads".
     profile: by which puts yield to loads: "auto" finds one (cached, measured in at most 2 s, or
     estimated), a path names one that `tutti profile` wrote, None issues all at once, which suits a
     benchmark of the drive.
@@ -396,10 +390,7 @@ def open(  # noqa: PLR0913
     CapacityError and others of tutti.errors.
     """
     names = member_names(paths)
-    budget = None if write_budget is None else parse_nbytes(write_budget)
-    config = StoreConfig.choose(
-        config, verify=verify, durability=durability, eviction=eviction, write_budget=budget
-    )
+    config = StoreConfig.choose(config, verify=verify, durability=durability)
     if config.schedule is not None and profile != AUTO:
         raise ConfigError("config has a schedule, and profile is given; leave one of them out")
     check_choice(profile)
@@ -410,11 +401,9 @@ def open(  # noqa: PLR0913
         return find_schedule(profile, names, found, executor=executor)
 
     try:
-        if not any_owner:
+        if not config.any_owner:
             check_owners(controller)
-        store = ObjectStore(
-            controller, names, config=config, degraded=degraded, schedule_of=schedule_of
-        )
+        store = ObjectStore(controller, names, config=config, schedule_of=schedule_of)
     except BaseException:
         with contextlib.suppress(TuttiError):  # a device that is stuck keeps it
             controller.close()

@@ -21,7 +21,7 @@ from tutti.errors import DeviceTimeout, TuttiError
 from tutti.gio_uring.controller import NativeController
 from tutti.gio_uring.engine import Engine
 from tutti.gio_uring.gpu.batch import KernelMover
-from tutti.gio_uring.gpu.device_engine import DeviceEngine
+from tutti.gio_uring.gpu.device_engine import DeviceEngine, KernelSize
 from tutti.gio_uring.gpu.driver import Driver
 from tutti.gio_uring.gpu.host_engine import HostEngine
 from tutti.gio_uring.gpu.memory import PinnedMemory, TableMemory
@@ -190,8 +190,7 @@ class Machine:
                 self.modules,
                 medium,
                 kind=kind,
-                shares=_SHARES if kind == "launch" else blocks,
-                move_blocks=blocks,
+                kernels=KernelSize(_SHARES if kind == "launch" else blocks, move_blocks=blocks),
                 staging_nbytes=staging_nbytes,
             )
             try:

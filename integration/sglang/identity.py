@@ -306,16 +306,10 @@ def _open_members(
         schedule=schedule,
         page_cache_share=options["page_cache_share"],
         residency=options["residency"],
-    )
-    return open_pool(
-        members,
-        layout,
-        capacity,
-        executor=options["executor"],
         degraded=bool(options["degraded"]),
-        config=config,
-        profile=options["profile"] if schedule is None else AUTO,
     )
+    profile, executor = options["profile"] if schedule is None else AUTO, options["executor"]
+    return open_pool(members, layout, capacity, executor=executor, config=config, profile=profile)
 
 
 def _make_folder(path: Path) -> None:

@@ -24,7 +24,7 @@ from tutti.errors import (
 )
 from tutti.gio_uring import controller_file
 from tutti.gio_uring import nvme_spec as nvme
-from tutti.gio_uring.controller_file import FileController, uring_refusal
+from tutti.gio_uring.controller_file import FileController, RequestLimits, uring_refusal
 from tutti.gio_uring.file_creation import allocate_file
 from tutti.gio_uring.file_member import FileMember
 from tutti.units import MiB
@@ -133,7 +133,7 @@ def test_what_is_joined(
 
 def test_long_commands_are_cut(opened: Opened, path: Path, executor: str, seed: int) -> None:
     content = fill_file(path, seed)
-    host = opened(path, executor=executor, request_nbytes_max=100_000)  # 24 blocks
+    host = opened(path, executor=executor, limits=RequestLimits(100_000))  # 24 blocks
     sizes = [3 * LBA, 100 * LBA, 40 * LBA]
     extents = [host.extent(sum(sizes[i + 1 :]), size) for i, size in enumerate(sizes)]
     assert host.run(host.transfer(READ, 5, 143, extents)) == OK
@@ -150,7 +150,7 @@ def test_few_requests_serve_many_commands(
     """With two requests, commands wait half cut and nothing is lost or done twice."""
     rng = random.Random(seed)
     model = bytearray(fill_file(path, seed))
-    host = opened(path, executor=executor, requests=2, request_nbytes_max=3 * LBA)
+    host = opened(path, executor=executor, limits=RequestLimits(3 * LBA, 2))
     for _ in range(6):
         cuts = sorted(rng.sample(range(1, 200), 15))
         spans = list(itertools.pairwise(cuts))  # disjoint on the medium, and in memory
@@ -355,7 +355,7 @@ def test_addresses_outside_registered_memory(opened: Opened, path: Path, executo
 
 def test_reset_answers_everything(opened: Opened, path: Path, executor: str, seed: int) -> None:
     content = fill_file(path, seed)
-    host = opened(path, executor=executor, requests=4, request_nbytes_max=LBA)
+    host = opened(path, executor=executor, limits=RequestLimits(LBA, 4))
     for turns in (0, 1):
         cids = host.submit([blocks(host, READ, 2 * i, i) for i in range(31)])
         for _ in range(turns):
@@ -405,7 +405,8 @@ def test_files_that_cannot_be_opened(
     (tmp_path / "small").write_bytes(b"x")
     with pytest.raises(ConfigError, match="less than a block"):
         FileController([path, tmp_path / "small"])
-    for wrong in ({"lba_nbytes": 1000}, {"executor": "tape"}, {"requests": 0}, {"threads": 65}):
+    limits = [{"limits": RequestLimits(count=0)}, {"limits": RequestLimits(threads=65)}]
+    for wrong in ({"lba_nbytes": 1000}, {"executor": "tape"}, *limits):
         with pytest.raises(ConfigError):
             FileController([path], **wrong)  # type: ignore[arg-type]
 

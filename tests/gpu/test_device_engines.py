@@ -13,7 +13,7 @@ from gpu.device_memory import Allocation, page_bytes, paged, wait_for
 from memory_controller import Faults, MemoryController
 
 from tutti.gio_uring.gpu.batch import BatchRequest, DeviceBatch, launch_layer
-from tutti.gio_uring.gpu.device_engine import KINDS, DeviceEngine
+from tutti.gio_uring.gpu.device_engine import KINDS, DeviceEngine, KernelSize
 from tutti.gio_uring.gpu.driver import CudaDriver
 from tutti.gio_uring.gpu.green_context import partition
 from tutti.gio_uring.gpu.memory import LeaseOwner, TableMemory
@@ -60,10 +60,8 @@ def engine_of(
         modules,
         controller,
         kind=kind,
-        shares=3,
-        depth=16,
+        kernels=KernelSize(shares=3, depth=16, command_nbytes_max=64 << 10),
         staging_nbytes=staging_nbytes,
-        command_nbytes_max=64 << 10,
         stream=stream,
     )
     try:

@@ -12,7 +12,7 @@ from memory_controller import Faults, MemoryController
 
 from store.pools import LAYOUT, controller_of, formatted, some_keys
 from tutti.errors import ChecksumMismatch, DeviceTimeout, TuttiError
-from tutti.gio_uring.gpu.device_engine import KINDS, DeviceEngine
+from tutti.gio_uring.gpu.device_engine import KINDS, DeviceEngine, KernelSize
 from tutti.gio_uring.gpu.driver import CudaDriver
 from tutti.gio_uring.gpu.host_engine import HostEngine
 from tutti.gio_uring.gpu.modules import Modules
@@ -58,8 +58,8 @@ def attach(
         )
     else:
         engine = DeviceEngine(
-            driver, modules, store.engine.controller, kind=kind, shares=2, depth=16,
-            staging_nbytes=1 << 20,
+            driver, modules, store.engine.controller, kind=kind,
+            kernels=KernelSize(shares=2, depth=16), staging_nbytes=1 << 20,
         )  # fmt: skip
     store.attach(engine)
     return engine

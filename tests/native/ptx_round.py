@@ -14,7 +14,7 @@ import xxhash
 from gpu.device_memory import Allocation, page_bytes, paged
 from memory_controller import MemoryController
 
-from tutti.gio_uring.gpu.device_engine import DeviceEngine
+from tutti.gio_uring.gpu.device_engine import DeviceEngine, KernelSize
 from tutti.gio_uring.gpu.driver import CudaDriver
 from tutti.gio_uring.gpu.modules import Modules
 from tutti.gio_uring.iocb import Extents
@@ -50,8 +50,7 @@ def is_right(driver: CudaDriver, modules: Modules, kind: str, bell: str) -> bool
             Bells(modules, bell),  # type: ignore[arg-type]
             controller,
             kind=kind,
-            shares=2,
-            depth=4,
+            kernels=KernelSize(shares=2, depth=4),
             staging_nbytes=1 << 20,
         )
 

@@ -66,7 +66,6 @@ def formatted(
 def opened(
     images: list[Bytes],
     *,
-    degraded: bool = False,
     controller: MemoryController | None = None,
     window_nbytes: int | None = None,
     **config: object,
@@ -80,7 +79,6 @@ def opened(
         names(controller.info.namespaces),
         config=StoreConfig(**config),  # type: ignore[arg-type]
         engine=engine,
-        degraded=degraded,
     )
 
 

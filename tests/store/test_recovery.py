@@ -30,6 +30,7 @@ from tutti.errors import (
 from tutti.medium.slot_record import RECORD_DTYPE
 from tutti.medium.superblock import Superblock
 from tutti.store import ObjectStore
+from tutti.transfers.core import StoreConfig
 
 
 @pytest.fixture
@@ -295,7 +296,8 @@ def test_members_missing_and_swapped(rng: np.random.Generator) -> None:
     with pytest.raises(MemberSwapped, match="does not belong"):
         opened([images[0], formatted(members=3)[1], images[2]])
     controller = controller_of([images[0], images[2]])
-    store = ObjectStore(controller, ["member0", "member2"], degraded=True)
+    config = StoreConfig(degraded=True)
+    store = ObjectStore(controller, ["member0", "member2"], config=config)
     with store:
         store.wait_recovered(5)
         store.allocate_memory(24)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -40,8 +41,8 @@ def granted(budget: WriteBudget, objects: int) -> int:
 
 
 def test_puts_beyond_the_budget_are_dropped_from_the_end(tmp_path: Path, seed: int) -> None:
-    daily = HOURS * 6 * OBJECT_NBYTES
-    with tutti.open(tmp_path / "pool", LAYOUT, "8MiB", write_budget=daily) as store:
+    config = tutti.StoreConfig(write_budget=f"{HOURS * 6 * OBJECT_NBYTES} B")
+    with tutti.open(tmp_path / "pool", LAYOUT, "8MiB", config=config) as store:
         store.allocate_memory(pages=8)
         keys = some_keys(np.random.default_rng(seed), 8)
         first = store.put(keys[:4], np.arange(4))
@@ -57,7 +58,15 @@ def test_puts_beyond_the_budget_are_dropped_from_the_end(tmp_path: Path, seed: i
         store.load(keys[:6], np.arange(6)).wait()
 
 
-def test_a_budget_of_nothing_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["write_budget", "eviction", "degraded", "any_owner", "timeout_s"])
+def test_open_names_the_config_for_a_setting_of_it(tmp_path: Path, name: str) -> None:
+    rare: dict[str, Any] = {name: 1}
+    with pytest.raises(ConfigError, match=rf"{name} .*config=StoreConfig"):
+        tutti.open(tmp_path / "pool", LAYOUT, "8MiB", **rare)
+    assert not (tmp_path / "pool").exists()
+
+
+def test_a_budget_of_nothing_is_refused() -> None:
     for budget in (0, -1, "a lot"):
         with pytest.raises(ConfigError):
-            tutti.open(tmp_path / "pool", LAYOUT, "8MiB", write_budget=budget)
+            tutti.StoreConfig(write_budget=budget)

@@ -33,6 +33,7 @@ _U32 = ctypes.c_uint32
 _U64 = ctypes.c_uint64
 
 _DIRECT = 1  # FileNamespace::flags
+_MDTS_NBYTES = MiB  # largest transfer of one command
 
 _lib = _native.part(
     {
@@ -110,15 +111,28 @@ class BlockRange(NamedTuple):
     nlb: int
 
 
+class RequestLimits(NamedTuple):
+    """Of requests to the kernel.
+
+    nbytes_max: adjacent commands are joined and long ones cut to this. count: most under way.
+    threads: of the threads executor.
+    """
+
+    nbytes_max: int = 512 * KiB
+    count: int = 256
+    threads: int = 4
+
+
+_LIMITS = RequestLimits()
+
+
 class FileController(NativeController):
     """NVMe over files.
 
     files: paths, numbers of open files or `FileMember`s; the controller closes what it opened.
-    lba_nbytes: the block size, 512 to 65536. mdts_nbytes: largest transfer of one command.
-    request_nbytes_max: adjacent commands are joined and long ones cut to this. requests: most
-    under way. executor: "auto" takes io_uring unless it is refused, see `executor_name` and
-    `fallback_reason`; "passthrough", io_uring with NVMe commands in it, for generic character
-    devices and nothing else. threads: of the threads executor.
+    lba_nbytes: the block size, 512 to 65536. executor: "auto" takes io_uring unless it is refused,
+    see `executor_name` and `fallback_reason`; "passthrough", io_uring with NVMe commands in it, for
+    generic character devices and nothing else. limits: of its requests.
     lanes: threads that serve the files, each with an executor of its own, at most one for each
     file; None has one for each drive the files are on. record_fd: an open file that receives what
     reached the medium (`RecordHeader` in `kernels/native/executor.h`), for tests of power loss.
@@ -128,16 +142,13 @@ class FileController(NativeController):
     executor="uring" is refused.
     """
 
-    def __init__(  # noqa: PLR0913
+    def __init__(
         self,
         files: Sequence[str | os.PathLike[str] | int | FileMember],
         *,
         lba_nbytes: int = 4 * KiB,
-        mdts_nbytes: int = MiB,
-        request_nbytes_max: int = 512 * KiB,
-        requests: int = 256,
         executor: str = "auto",
-        threads: int = 4,
+        limits: RequestLimits = _LIMITS,
         record_fd: int | None = None,
         lock: bool = False,
         lanes: int | None = None,
@@ -154,17 +165,18 @@ class FileController(NativeController):
         try:
             self._take_members(files, lba_nbytes, lock)
             executor = self._choose_executor(executor)
+            request_nbytes_max = limits.nbytes_max
             for member in self.members:
                 if member.generic is not None:
                     request_nbytes_max = min(request_nbytes_max, member.generic.request_nbytes_max)
             config = FileConfigStruct(
                 n_namespaces=len(self.members),
                 lba_shift=lba_nbytes.bit_length() - 1,
-                mdts_nbytes=mdts_nbytes,
+                mdts_nbytes=_MDTS_NBYTES,
                 request_nbytes_max=request_nbytes_max,
-                requests=requests,
+                requests=limits.count,
                 executor=EXECUTORS.index(executor),
-                threads=threads,
+                threads=limits.threads,
                 record_fd=-1 if record_fd is None else record_fd,
             )
             self._routes, lanes = _deal(_drives_of(self.members), lanes)

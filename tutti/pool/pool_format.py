@@ -231,7 +231,7 @@ def _check_incomplete(names: Sequence[str], missing: Sequence[str]) -> None:
         if _missing(names) == missing:
             raise MemberMissing(
                 f"{missing[0]} does not exist; restore it, or leave it out and open with"
-                " degraded=True"
+                " StoreConfig(degraded=True)"
             )
     finally:
         member.close()

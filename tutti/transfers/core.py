@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tutti.arrays import Mask, Slots
-from tutti.checks import one_of, seconds, share, whole
+from tutti.checks import flag, one_of, seconds, share, whole
 from tutti.errors import ConfigError, DeviceTimeout, PoolClosed, PoolCorrupt
 from tutti.gio_uring.engine import Engine
 from tutti.gio_uring.engine_structs import WindowStats
@@ -35,6 +35,7 @@ from tutti.pool.slot_extents import SlotExtents, object_places
 from tutti.process import Owned
 from tutti.scheduler.dispatcher import Schedule
 from tutti.transfers.quotas import Quota, Quotas
+from tutti.units import parse_nbytes
 
 VERIFY = ("always", "sampled", "off")
 DURABILITY = ("process", "flush")
@@ -43,7 +44,7 @@ RESIDENCY = ("dynamic", "static")
 
 @dataclass(frozen=True)
 class StoreConfig:
-    """How an open pool behaves; nothing of it is on the medium.
+    """How a pool is opened and behaves; nothing of it is on the medium.
 
     verify: "always" compares the digest of every slice that is loaded; "sampled" does so for one
         load in sixteen; "off" neither compares nor computes digests, and objects put so do not
@@ -54,8 +55,8 @@ class StoreConfig:
     pin_share: how much of the pool all pins together may keep, from 0 to 1; answers of look-ups
         that pin are shortened rather than exceed it.
     digest_cache_nbytes: memory for digests of recent objects.
-    write_budget: bytes a day that puts may write, None for no limit; an hour's budget may go at
-        once, and pages beyond it are dropped and counted as ``over_budget``.
+    write_budget: bytes a day that puts may write, also as "2TiB"; None for no limit.  An hour's
+        budget may go at once, and pages beyond it are dropped and counted as ``over_budget``.
     quotas: limits of namespaces; see tutti.transfers.quotas.
     schedule: when puts and loads are launched; None for at once.  See docs/scheduler.md.
     window_nbytes: bytes of commands in flight on each drive; None finds the smallest number that
@@ -67,6 +68,8 @@ class StoreConfig:
     residency: "dynamic" follows the memory that is free later, "static" plans at the opening only.
     eviction: which objects go when space runs out: "density" (the fewest expected loads), "lru"
         (not used for longest), or an EvictionPolicy.
+    degraded: open a pool whose other members are missing; their objects are misses.
+    any_owner: accept files that other users can change, and with them what they serve.
     """
 
     verify: str = "always"
@@ -80,9 +83,11 @@ class StoreConfig:
     page_cache_share: float = 0.0
     residency: str = "dynamic"
     eviction: str | EvictionPolicy = "lru"
-    write_budget: int | None = None
+    write_budget: int | str | None = None
     quotas: tuple[Quota, ...] = ()
     schedule: Schedule | None = None
+    degraded: bool = False
+    any_owner: bool = False
 
     @classmethod
     def choose(cls, config: StoreConfig | None, **settings: str | int | None) -> StoreConfig:
@@ -104,6 +109,8 @@ class StoreConfig:
         one_of(*VERIFY)("verify", self.verify)
         one_of(*DURABILITY)("durability", self.durability)
         one_of(*RESIDENCY)("residency", self.residency)
+        flag("degraded", self.degraded)
+        flag("any_owner", self.any_owner)
         for name in ("page_cache_share", "pin_share"):
             share(name, getattr(self, name))
         whole("pin_lookups", self.pin_lookups, 1, 2**31)
@@ -120,9 +127,14 @@ class StoreConfig:
         if self.window_nbytes is not None:
             whole("window_nbytes", self.window_nbytes, 1, 2**48)
         if self.write_budget is not None:
-            whole("write_budget", self.write_budget, 1, 2**62)
+            whole("write_budget", self.write_budget_nbytes, 1, 2**62)
         if self.service_threads is not None:
             whole("service_threads", self.service_threads, 1, 64)
+
+    @property
+    def write_budget_nbytes(self) -> int | None:
+        """``write_budget`` in bytes."""
+        return None if self.write_budget is None else parse_nbytes(self.write_budget)
 
     @property
     def eviction_policy(self) -> EvictionPolicy | None:
@@ -194,7 +206,7 @@ class Core(Owned):
         self.guard = engine.guard
         padded_nbytes = members.geometry.slice_padded_nbytes * self.layers
         object_nbytes = padded_nbytes + RECORD_NBYTES
-        self.quotas = Quotas(config.quotas, object_nbytes, config.write_budget)
+        self.quotas = Quotas(config.quotas, object_nbytes, config.write_budget_nbytes)
         self.sequence = 1
         self.in_flight = 0
         self.closing = False

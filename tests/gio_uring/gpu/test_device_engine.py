@@ -19,7 +19,7 @@ from tutti.gio_uring.gpu import device_engine as gpu_device_engine
 from tutti.gio_uring.gpu import modules as gpu_modules
 from tutti.gio_uring.gpu import persistent as gpu_persistent
 from tutti.gio_uring.gpu.batch import KernelMover
-from tutti.gio_uring.gpu.device_engine import KERNEL_S, DeviceEngine, split_shares
+from tutti.gio_uring.gpu.device_engine import KERNEL_S, DeviceEngine, KernelSize, split_shares
 from tutti.gio_uring.gpu.device_job import DeviceJob
 from tutti.gio_uring.gpu.driver import SmResource
 from tutti.gio_uring.gpu.host_engine import HostEngine
@@ -56,10 +56,8 @@ class Rig:
             modules,
             self.controller,
             kind=kind,
-            shares=3,
-            depth=16,
+            kernels=KernelSize(shares=3, depth=16, command_nbytes_max=2 * 4096),
             staging_nbytes=staging,
-            command_nbytes_max=2 * 4096,
             rest_s=rest_s,
         )
 
@@ -313,9 +311,10 @@ def test_blocks_that_could_not_all_stay_are_refused(
     driver = StandInDriver(sms=SmResource(2, 1, 1))
     modules = Modules(driver, source=DeviceSource(tmp_path), cache=CubinCache(tmp_path))
     with MemoryController([4 << 20]) as controller:
+        three = KernelSize(shares=3)
         with pytest.raises(ConfigError, match="take fewer shares"):
-            DeviceEngine(driver, modules, controller, kind="persistent", shares=3)
-        DeviceEngine(driver, modules, controller, kind="resident", shares=3).close()
+            DeviceEngine(driver, modules, controller, kind="persistent", kernels=three)
+        DeviceEngine(driver, modules, controller, kind="resident", kernels=three).close()
     modules.close()
     driver.close()
 

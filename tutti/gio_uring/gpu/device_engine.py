@@ -18,7 +18,7 @@ import logging
 import threading
 import time
 from contextlib import ExitStack
-from typing import Any, Unpack
+from typing import Any, NamedTuple, Unpack
 
 import numpy as np
 import numpy.typing as npt
@@ -57,39 +57,50 @@ _LOOK_S = 0.0002
 _log = logging.getLogger(__name__)
 
 
+class KernelSize(NamedTuple):
+    """How much of a GPU and of a drive's queues the kernels take.
+
+    shares: queue pairs, and blocks that drive them.  depth: of each queue pair.  move_blocks: of
+    the kernel that moves slices, for "launch".  command_nbytes_max: of one command.
+    """
+
+    shares: int = 4
+    depth: int = 64
+    move_blocks: int = 16
+    command_nbytes_max: int = MiB
+
+
+_SIZE = KernelSize()
+
+
 class DeviceEngine(Owned):
     """Moves pages of one GPU's memory by kernels that drive queue pairs.
 
     controller: the store's, whose thread polls the queue pairs of all producers; one that no
     thread serves is started here and stopped by `close`.
-    kind: one of KINDS.  shares: queue pairs, and blocks that drive them.  depth: of each.
-    move_blocks: blocks of the kernel that moves slices, for "launch".  threads: of a block that
-    stays.  stream: for the kernels, such as a green context's, instead of one of its own; for
-    "persistent" of a context with a multiprocessor for each share.
+    kind: one of KINDS.  kernels: their size.  stream: for the kernels, such as a green context's,
+    instead of one of its own; for "persistent" of a context with a multiprocessor for each share.
     rest_s: time without a job after which the persistent kernel ends until the next one.
     """
 
     #: Why this engine was chosen, for `stats`.
     reason = REASON
 
-    def __init__(  # noqa: PLR0913
+    def __init__(
         self,
         driver: Driver,
         modules: Modules,
         controller: NativeController,
         *,
         kind: str = "launch",
-        shares: int = 4,
-        depth: int = 64,
+        kernels: KernelSize = _SIZE,
         staging_nbytes: int = STAGING_NBYTES,
-        move_blocks: int = 16,
-        threads: int = BLOCK_THREADS_MAX,
-        command_nbytes_max: int = MiB,
         stream: int | None = None,
         rest_s: float = REST_S,
     ) -> None:
         if kind not in KINDS:
             raise ConfigError(f"the engine {kind!r} does not exist; use one of {', '.join(KINDS)}")
+        shares = kernels.shares
         if kind == "persistent" and shares > (sms := driver.sm_resource().count):
             raise ConfigError(
                 f"{shares} blocks that stay do not fit {sms} multiprocessors, and those that never "
@@ -106,7 +117,9 @@ class DeviceEngine(Owned):
         self._controller = controller
         info = controller.info
         self._lba_nbytes = info.lba_nbytes
-        self._command_nlb = max(1, min(command_nbytes_max, info.mdts_nbytes) // info.lba_nbytes)
+        self._command_nlb = max(
+            1, min(kernels.command_nbytes_max, info.mdts_nbytes) // info.lba_nbytes
+        )
         self._closed = self._broken = False
         self._is_server = False  # the controller's thread was started here
         self._busy: set[DeviceJob] = set()  # kernels may ring for these
@@ -119,18 +132,18 @@ class DeviceEngine(Owned):
             )
             undo.callback(self.stream_queue.close, TIMEOUT_S)
             self._queues = DeviceQueues(
-                driver, controller, self._tables, self.stream_queue.stream, shares, depth
+                driver, controller, self._tables, self.stream_queue.stream, shares, kernels.depth
             )
             undo.callback(self._queues.close)
             if not self.wait_idle(TIMEOUT_S):  # the kernel that stays is on another stream
                 raise DeviceTimeout("the GPU copied no tables; is it busy? try again")
             self._launcher: Launcher
-            parts = (modules, self._queues, self.stream_queue, threads)
+            parts = (modules, self._queues, self.stream_queue, BLOCK_THREADS_MAX)
             if stays:
                 self._launcher = PersistentKernel(*parts, self._tables, stream, rest_s)
             else:
-                kernels = ResidentKernels if kind == "resident" else ShortKernels
-                self._launcher = kernels(*parts, move_blocks)
+                launcher = ResidentKernels if kind == "resident" else ShortKernels
+                self._launcher = launcher(*parts, kernels.move_blocks)
             undo.pop_all()
         if not controller.is_served:
             controller.start()
