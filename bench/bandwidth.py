@@ -25,7 +25,7 @@ from tutti.bench.workload import Limit, Workload
 from tutti.errors import ConfigError
 from tutti.store import ObjectStore
 from tutti.terminal import ProgressFactory, table
-from tutti.transfers.core import StoreConfig
+from tutti.transfers.store_config import StoreConfig
 from tutti.units import GiB, parse_nbytes
 
 PHASES = ("store", "retrieve", "layerwise", "mixed")

@@ -20,7 +20,7 @@ from tutti.pool.pool_format import make_blank
 from tutti.profiles.found import AUTO
 from tutti.store import ObjectStore
 from tutti.terminal import ProgressFactory
-from tutti.transfers.core import StoreConfig
+from tutti.transfers.store_config import StoreConfig
 
 
 def add_place_arguments(parser: argparse.ArgumentParser) -> None:

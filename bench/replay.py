@@ -41,7 +41,7 @@ from tutti.errors import ConfigError, DeviceTimeout, KeyMissing, MediumError
 from tutti.placement.eviction import POLICIES
 from tutti.store import ObjectStore
 from tutti.terminal import ProgressFactory, table
-from tutti.transfers.core import StoreConfig
+from tutti.transfers.store_config import StoreConfig
 from tutti.units import format_nbytes, parse_nbytes
 
 WAIT_S = 120.0

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 import tutti
 from tutti.errors import ConfigError, KeySizeError, PageRangeError, TuttiError
 from tutti.gio_uring import file_member
-from tutti.transfers.core import StoreConfig
+from tutti.transfers.store_config import StoreConfig
 
 LAYOUT = tutti.KVLayout.mha(
     layers=2, kv_heads=2, head_dim=64, page_size=16, dtype="bfloat16", model="test-model"

@@ -22,7 +22,7 @@ from tutti.medium.slot_record import RECORD_DTYPE, RecordState
 from tutti.medium.superblock import choose_superblock
 from tutti.pool.block_io import BlockIo
 from tutti.terminal import progress
-from tutti.transfers.core import StoreConfig
+from tutti.transfers.store_config import StoreConfig
 
 LAYOUT = KVLayout.mha(2, 1, 64, 32, "bfloat16", model="test-model")
 OBJECTS = 12

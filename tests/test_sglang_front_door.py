@@ -37,7 +37,7 @@ from tutti.integration.sglang.options import (
 )
 from tutti.integration.sglang.reporting import ErrorLog, MinuteLog
 from tutti.integration.sglang.weights import WeightsWatch, _around_flush, _around_update
-from tutti.transfers.core import StoreConfig
+from tutti.transfers.store_config import StoreConfig
 
 ROOT = Path(__file__).parent.parent
 NEEDED = {"path": "/pools", "capacity": "1GiB"}

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from tutti.memory.host_memory import HostMemory
     from tutti.node.connect import connect
     from tutti.store import ObjectStore, format, open
-    from tutti.transfers.core import StoreConfig
+    from tutti.transfers.store_config import StoreConfig
     from tutti.transfers.tickets import LoadTicket, PutResult, PutTicket
 
 __version__ = "0.1.0"
@@ -47,7 +47,7 @@ _EXPORTS = {
     "PutResult": "tutti.transfers.tickets",
     "PutTicket": "tutti.transfers.tickets",
     "Store": "tutti.interface",
-    "StoreConfig": "tutti.transfers.core",
+    "StoreConfig": "tutti.transfers.store_config",
     "chain_keys": "tutti.medium.keys",
     "connect": "tutti.node.connect",
     "format": "tutti.store",

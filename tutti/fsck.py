@@ -44,7 +44,8 @@ from tutti.pool.member_controller import open_controller
 from tutti.pool.members import Members
 from tutti.pool.record_table import BLOCK_RECORDS, RecordTable
 from tutti.terminal import ProgressFactory
-from tutti.transfers.core import Core, StoreConfig
+from tutti.transfers.core import Core
+from tutti.transfers.store_config import StoreConfig
 from tutti.units import MiB
 
 FINDINGS_MAX = 1000  # kept in a report; all of them are counted

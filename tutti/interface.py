@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from types import TracebackType
 from typing import Any, Protocol, Self
 
 import numpy as np
@@ -22,7 +21,8 @@ from tutti.medium.layout import KVLayout, differences
 from tutti.memory.host_memory import HostMemory
 from tutti.scheduler.dispatcher import Dispatcher
 from tutti.transfers.catalogue import ObjectInfo
-from tutti.transfers.core import Closable, StoreConfig
+from tutti.transfers.core import Closable
+from tutti.transfers.store_config import StoreConfig
 from tutti.transfers.tickets import LoadTicket, PutTicket
 from tutti.units import format_nbytes
 
@@ -266,12 +266,7 @@ class Store(ABC):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.close()
 
     def _check_layout(self, memory: HostMemory) -> None:

@@ -53,13 +53,14 @@ from tutti.profiles.found import AUTO, OFF, ProfileChoice, check_choice, find_sc
 from tutti.scheduler.dispatcher import Dispatcher, Schedule
 from tutti.threads import start_thread
 from tutti.transfers.catalogue import Catalogue
-from tutti.transfers.core import Closable, Core, StoreConfig
+from tutti.transfers.core import Closable, Core
 from tutti.transfers.loader import Loader
 from tutti.transfers.put_request import PutRequest, checked_pages
 from tutti.transfers.reclaim import Reclaimer
 from tutti.transfers.recovery import recover, write_snapshots
 from tutti.transfers.residency import Residency
 from tutti.transfers.resources import Resources
+from tutti.transfers.store_config import StoreConfig
 from tutti.transfers.tickets import LoadTicket, PutTicket
 from tutti.transfers.transfer_queue import TransferQueue
 from tutti.transfers.writer import Writer

@@ -18,7 +18,7 @@ from tutti.errors import ChecksumMismatch
 from tutti.memory.host_memory import HostMemory
 from tutti.profiles.found import AUTO, find_schedule
 from tutti.terminal import ProgressFactory
-from tutti.transfers.core import StoreConfig
+from tutti.transfers.store_config import StoreConfig
 from tutti.units import MiB
 
 INFLIGHT = 4

@@ -25,7 +25,7 @@ from tutti.bench.peers import hicache as peer_hicache
 from tutti.bench.peers.peer import BATCH_PAGES, PeerPlan
 from tutti.bench.peers.process import PEERS
 from tutti.bench.statistics import bootstrap_median, interval_text, median, percentile, ratios
-from tutti.errors import ConfigError, DeviceTimeout, MediumError, TuttiError
+from tutti.errors import ConfigError, DeviceTimeout, MediumError
 from tutti.terminal import ProgressFactory, table
 from tutti.units import MiB, format_nbytes
 
@@ -318,26 +318,3 @@ def rows_of(cell: dict[str, Any]) -> list[list[str]]:
                 ]
             )
     return rows
-
-
-def main(argv: list[str] | None = None) -> int:
-    """`python -m tutti.bench.peers.run`, for an environment that has SGLang but not the command."""
-    from tutti.terminal import progress
-
-    parser = argparse.ArgumentParser(prog="tutti.bench.peers.run", description=__doc__)
-    add_arguments(parser)
-    parser.add_argument("--out", type=Path, help="also write the raw result to this file (JSON)")
-    args = parser.parse_args(argv)
-    try:
-        result = run(args, progress)
-        if args.out:
-            args.out.write_text(json.dumps(result, indent=1) + "\n")
-        print(report(result))
-    except TuttiError as error:
-        print(f"tutti.bench.peers.run: {error}", file=sys.stderr)
-        return 3
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

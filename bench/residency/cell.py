@@ -31,7 +31,7 @@ from tutti.gio_uring.controller_file import BlockRange, FileController
 from tutti.gio_uring.memory import HostBuffer
 from tutti.scheduler.residency import plan_groups, read_memory
 from tutti.store import ObjectStore
-from tutti.transfers.core import StoreConfig
+from tutti.transfers.store_config import StoreConfig
 
 CONFIGURATIONS = ("page cache only", "cache policy only", "direct only", "dual path")
 

@@ -27,7 +27,7 @@ from tutti.scheduler.event import LayerBegan, StepBegan, StepEnded
 from tutti.scheduler.request import Phase
 from tutti.store import ObjectStore
 from tutti.terminal import ProgressFactory
-from tutti.transfers.core import StoreConfig
+from tutti.transfers.store_config import StoreConfig
 
 _LAYOUT = KVLayout.mha(
     layers=16, kv_heads=8, head_dim=128, page_size=64, dtype="bfloat16", model="bench"

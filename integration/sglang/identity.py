@@ -30,7 +30,7 @@ from tutti.profiles.found import AUTO
 from tutti.scheduler.dispatcher import Schedule
 from tutti.store import ObjectStore
 from tutti.store import open as open_pool
-from tutti.transfers.core import StoreConfig
+from tutti.transfers.store_config import StoreConfig
 
 _WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".json", ".model")
 _NAME_MAX = 60

@@ -13,7 +13,7 @@ from typing import Any
 
 from tutti.errors import ConfigError
 from tutti.placement.eviction import POLICIES
-from tutti.transfers.core import DURABILITY, RESIDENCY, VERIFY
+from tutti.transfers.store_config import DURABILITY, RESIDENCY, VERIFY
 from tutti.units import MiB, parse_nbytes
 
 HICACHE, LINKER = "hicache", "linker"

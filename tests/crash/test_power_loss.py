@@ -28,7 +28,7 @@ from tutti.medium.geometry import BLOCK_NBYTES
 from tutti.memory.host_memory import HostMemory
 from tutti.placement.index import SlotState
 from tutti.store import ObjectStore
-from tutti.transfers.core import StoreConfig
+from tutti.transfers.store_config import StoreConfig
 
 CHAINS = 12  # of lives, each of which begins with what the one before left behind
 LIVES = 4

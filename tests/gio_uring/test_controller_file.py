@@ -405,7 +405,7 @@ def test_files_that_cannot_be_opened(
     (tmp_path / "small").write_bytes(b"x")
     with pytest.raises(ConfigError, match="less than a block"):
         FileController([path, tmp_path / "small"])
-    limits = [{"limits": RequestLimits(count=0)}, {"limits": RequestLimits(threads=65)}]
+    limits = [{"limits": RequestLimits(in_flight_max=0)}, {"limits": RequestLimits(threads=65)}]
     for wrong in ({"lba_nbytes": 1000}, {"executor": "tape"}, *limits):
         with pytest.raises(ConfigError):
             FileController([path], **wrong)  # type: ignore[arg-type]

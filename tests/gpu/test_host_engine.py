@@ -23,7 +23,7 @@ from tutti.gio_uring.gpu.mover import BatchCopyMover, CopyMover, Mover
 from tutti.gio_uring.memory import HostBuffer
 from tutti.memory.device_memory import DeviceMemory
 from tutti.store import ObjectStore
-from tutti.transfers.core import StoreConfig
+from tutti.transfers.store_config import StoreConfig
 
 PAGES = GEOMETRY.slots
 

@@ -18,7 +18,7 @@ from tutti.gio_uring.gpu.host_engine import HostEngine
 from tutti.gio_uring.gpu.modules import Modules
 from tutti.memory.device_memory import DeviceMemory
 from tutti.store import ObjectStore
-from tutti.transfers.core import StoreConfig
+from tutti.transfers.store_config import StoreConfig
 
 PAGES = 16
 ENGINES = ("host", *KINDS)

@@ -41,7 +41,7 @@ from tutti.medium.keys import as_keys
 from tutti.medium.layout import KVLayout
 from tutti.memory.host_memory import HostMemory
 from tutti.store import ObjectStore
-from tutti.transfers.core import StoreConfig
+from tutti.transfers.store_config import StoreConfig
 
 LAYOUT = KVLayout.mha(
     layers=2, kv_heads=2, head_dim=64, page_size=16, dtype="bfloat16", model="test-model"

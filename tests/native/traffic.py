@@ -33,7 +33,7 @@ from tutti.memory.host_memory import HostMemory
 from tutti.pool.block_io import BlockIo
 from tutti.pool.members import Members
 from tutti.store import ObjectStore
-from tutti.transfers.core import StoreConfig
+from tutti.transfers.store_config import StoreConfig
 from tutti.transfers.tickets import LoadTicket
 
 LAYOUT = KVLayout.mha(

@@ -15,7 +15,7 @@ from tutti.medium.layout import KVLayout
 from tutti.node.agent import Agent, AgentConfig
 from tutti.node.client import NodeStore
 from tutti.node.pools import AgentPools
-from tutti.transfers.core import StoreConfig
+from tutti.transfers.store_config import StoreConfig
 
 LAYOUT = KVLayout.mha(
     layers=4, kv_heads=2, head_dim=64, page_size=16, dtype="bfloat16", model="test-model"

@@ -28,7 +28,7 @@ from tutti.medium.geometry import RECORD_NBYTES
 from tutti.medium.layout import KVLayout
 from tutti.medium.slot_record import EXPIRY_UNIT_S
 from tutti.memory.host_memory import PAGE_FIRST_DIRECT, HostMemory
-from tutti.transfers.core import StoreConfig
+from tutti.transfers.store_config import StoreConfig
 from tutti.transfers.tickets import LoadTicket, Outcome, PutTicket
 from tutti.units import format_nbytes
 

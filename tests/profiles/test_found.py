@@ -23,7 +23,7 @@ from tutti.scheduler.dispatcher import Schedule
 from tutti.scheduler.profile import estimated_document
 from tutti.scheduler.roofline import DENSE_MODELS, GPUS
 from tutti.store import ObjectStore
-from tutti.transfers.core import StoreConfig
+from tutti.transfers.store_config import StoreConfig
 
 LAYOUT = KVLayout.mha(
     layers=4, kv_heads=2, head_dim=64, page_size=16, dtype="bfloat16", model="found"

@@ -24,7 +24,7 @@ from tutti.gio_uring.controller_vfio import VfioController
 from tutti.gio_uring.drives.rescue import Outcome
 from tutti.gio_uring.nvme_spec import STATUS_OK
 from tutti.store import ObjectStore
-from tutti.transfers.core import StoreConfig
+from tutti.transfers.store_config import StoreConfig
 
 LEFT, RIGHT = 4, 5
 KEYS = [bytes([i]) * 16 for i in range(1, 13)]

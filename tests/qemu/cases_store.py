@@ -16,7 +16,7 @@ from tutti.medium.geometry import Geometry
 from tutti.pool.block_io import BlockIo
 from tutti.pool.members import Members
 from tutti.store import ObjectStore
-from tutti.transfers.core import StoreConfig
+from tutti.transfers.store_config import StoreConfig
 
 
 def format_pool(drives: Drives, place: int, names: list[str], geometry: Geometry) -> None:

@@ -18,7 +18,7 @@ from tutti.gio_uring.engine import Engine
 from tutti.pool.block_io import BlockIo
 from tutti.pool.members import Members
 from tutti.store import ObjectStore
-from tutti.transfers.core import StoreConfig
+from tutti.transfers.store_config import StoreConfig
 
 KEYS = 40
 NAMES = ["left", "right"]

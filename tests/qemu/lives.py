@@ -24,7 +24,7 @@ from tutti.medium.geometry import BLOCK_NBYTES
 from tutti.memory.host_memory import HostMemory
 from tutti.placement.index import SlotState
 from tutti.store import ObjectStore
-from tutti.transfers.core import StoreConfig
+from tutti.transfers.store_config import StoreConfig
 
 OUT = Path("/out")
 MARK = b"TUTTI-MARK"

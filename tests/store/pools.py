@@ -13,7 +13,7 @@ from tutti.memory.host_memory import HostMemory
 from tutti.pool.block_io import BlockIo
 from tutti.pool.members import Members
 from tutti.store import ObjectStore
-from tutti.transfers.core import StoreConfig
+from tutti.transfers.store_config import StoreConfig
 
 LAYOUT = KVLayout.mha(
     layers=4, kv_heads=2, head_dim=64, page_size=16, dtype="bfloat16", model="test-model"

@@ -23,7 +23,7 @@ from tutti.errors import ConfigError, KeyMissing, TuttiError
 from tutti.memory.host_memory import HostMemory
 from tutti.scheduler.dispatcher import Schedule
 from tutti.store import ObjectStore
-from tutti.transfers.core import StoreConfig
+from tutti.transfers.store_config import StoreConfig
 
 LAYOUT = tutti.KVLayout.mha(
     layers=2, kv_heads=2, head_dim=64, page_size=16, dtype="bfloat16", model="test-model"

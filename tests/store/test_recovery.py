@@ -30,7 +30,7 @@ from tutti.errors import (
 from tutti.medium.slot_record import RECORD_DTYPE
 from tutti.medium.superblock import Superblock
 from tutti.store import ObjectStore
-from tutti.transfers.core import StoreConfig
+from tutti.transfers.store_config import StoreConfig
 
 
 @pytest.fixture

@@ -22,7 +22,7 @@ from tutti.medium.layout import KVLayout
 from tutti.memory.host_memory import HostMemory
 from tutti.store import ObjectStore
 from tutti.store import format as format_pool
-from tutti.transfers.core import StoreConfig
+from tutti.transfers.store_config import StoreConfig
 from tutti.units import MiB
 
 # 256 KiB a page: eight to a group of 2 MiB.
@@ -165,7 +165,7 @@ def dirty_nbytes_after_advice(store: ObjectStore) -> int:
 _VICTIM = """
 import os, signal, sys
 import numpy as np, tutti
-from tutti.transfers.core import StoreConfig
+from tutti.transfers.store_config import StoreConfig
 store = tutti.open(sys.argv[1:], config=StoreConfig(page_cache_share=1.0))
 pages, nbytes = 16, store.layout.object_nbytes
 pool = store.allocate_memory(pages)

@@ -29,7 +29,7 @@ from tutti.medium.geometry import Geometry
 from tutti.medium.layout import KVLayout
 from tutti.memory.host_memory import PAGE_FIRST_DIRECT, HostMemory
 from tutti.placement.index import SlotState
-from tutti.transfers.core import StoreConfig
+from tutti.transfers.store_config import StoreConfig
 
 SHAPES = {
     "mha": KVLayout.mha(4, 2, 64, 16, "bfloat16", model="test-model"),

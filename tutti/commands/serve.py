@@ -18,8 +18,8 @@ from tutti.node.agent import Agent, AgentConfig
 from tutti.node.pools import AgentPools
 from tutti.placement.eviction import POLICIES
 from tutti.terminal import facts
-from tutti.transfers.core import DURABILITY, VERIFY, StoreConfig
 from tutti.transfers.quotas import Quota
+from tutti.transfers.store_config import DURABILITY, VERIFY, StoreConfig
 
 _DESCRIPTION = """\
 Owns pools and serves them to the processes of this machine until Ctrl-C or SIGTERM. Clients find

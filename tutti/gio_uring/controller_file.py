@@ -114,12 +114,12 @@ class BlockRange(NamedTuple):
 class RequestLimits(NamedTuple):
     """Of requests to the kernel.
 
-    nbytes_max: adjacent commands are joined and long ones cut to this. count: most under way.
+    nbytes_max: adjacent commands are joined and long ones cut to this. in_flight_max: requests.
     threads: of the threads executor.
     """
 
     nbytes_max: int = 512 * KiB
-    count: int = 256
+    in_flight_max: int = 256
     threads: int = 4
 
 
@@ -174,7 +174,7 @@ class FileController(NativeController):
                 lba_shift=lba_nbytes.bit_length() - 1,
                 mdts_nbytes=_MDTS_NBYTES,
                 request_nbytes_max=request_nbytes_max,
-                requests=limits.count,
+                requests=limits.in_flight_max,
                 executor=EXECUTORS.index(executor),
                 threads=limits.threads,
                 record_fd=-1 if record_fd is None else record_fd,

@@ -51,8 +51,9 @@ from tutti.node.messages import (
 from tutti.node.remote_catalogue import RemoteCatalogue
 from tutti.node.session import AgentSession
 from tutti.process import Owned
-from tutti.transfers.core import Closable, StoreConfig
+from tutti.transfers.core import Closable
 from tutti.transfers.put_request import PutRequest, checked_pages
+from tutti.transfers.store_config import StoreConfig
 from tutti.transfers.tickets import (
     LoadPart,
     LoadProgress,

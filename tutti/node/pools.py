@@ -13,7 +13,7 @@ from tutti.node.pool_service import PoolService
 from tutti.pool.pool_format import Paths
 from tutti.store import ObjectStore
 from tutti.store import open as open_pool
-from tutti.transfers.core import StoreConfig
+from tutti.transfers.store_config import StoreConfig
 from tutti.units import format_nbytes
 
 SUFFIX = ".tutti"

@@ -14,8 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tutti.arrays import Mask, Slots
-from tutti.checks import flag, one_of, seconds, share, whole
-from tutti.errors import ConfigError, DeviceTimeout, PoolClosed, PoolCorrupt
+from tutti.errors import DeviceTimeout, PoolClosed, PoolCorrupt
 from tutti.gio_uring.engine import Engine
 from tutti.gio_uring.engine_structs import WindowStats
 from tutti.gio_uring.iocb import Extents, PagedMemory
@@ -25,7 +24,7 @@ from tutti.medium.geometry import RECORD_NBYTES
 from tutti.medium.slot_record import COUNTER_MAX
 from tutti.placement.allocator import Allocator
 from tutti.placement.digest_cache import DigestCache
-from tutti.placement.eviction import POLICIES, EvictionPolicy, EvictionView
+from tutti.placement.eviction import EvictionView
 from tutti.placement.index import MISSING, Index, SlotState
 from tutti.placement.load_plan import LoadPlanner
 from tutti.placement.lookup_pins import LookupPins
@@ -33,113 +32,8 @@ from tutti.placement.reuse import ReuseHistory
 from tutti.pool.members import Members
 from tutti.pool.slot_extents import SlotExtents, object_places
 from tutti.process import Owned
-from tutti.scheduler.dispatcher import Schedule
-from tutti.transfers.quotas import Quota, Quotas
-from tutti.units import parse_nbytes
-
-VERIFY = ("always", "sampled", "off")
-DURABILITY = ("process", "flush")
-RESIDENCY = ("dynamic", "static")
-
-
-@dataclass(frozen=True)
-class StoreConfig:
-    """How a pool is opened and behaves; nothing of it is on the medium.
-
-    verify: "always" compares the digest of every slice that is loaded; "sampled" does so for one
-        load in sixteen; "off" neither compares nor computes digests, and objects put so do not
-        survive an unclean close, because nothing could prove them.
-    durability: "process" survives the death of the process; "flush" also a loss of power.
-    timeout_s: how long one command, and a wait for space, may take.
-    pin_lookups: how many later look-ups a pin of ``match`` holds.
-    pin_share: how much of the pool all pins together may keep, from 0 to 1; answers of look-ups
-        that pin are shortened rather than exceed it.
-    digest_cache_nbytes: memory for digests of recent objects.
-    write_budget: bytes a day that puts may write, also as "2TiB"; None for no limit.  An hour's
-        budget may go at once, and pages beyond it are dropped and counted as ``over_budget``.
-    quotas: limits of namespaces; see tutti.transfers.quotas.
-    schedule: when puts and loads are launched; None for at once.  See docs/scheduler.md.
-    window_nbytes: bytes of commands in flight on each drive; None finds the smallest number that
-        has the drive's full bandwidth while it runs, which keeps first layers early.
-    service_threads: native threads that serve the files of a pool, each with some of them; None has
-        one for each drive that the files are on, which is best where drives are independent.
-    page_cache_share: how much of the memory that is free at the opening the page cache may use for
-        groups of the pool, from 0 (none: all by direct I/O) to 1; see docs/residency.md.
-    residency: "dynamic" follows the memory that is free later, "static" plans at the opening only.
-    eviction: which objects go when space runs out: "density" (the fewest expected loads), "lru"
-        (not used for longest), or an EvictionPolicy.
-    degraded: open a pool whose other members are missing; their objects are misses.
-    any_owner: accept files that other users can change, and with them what they serve.
-    """
-
-    verify: str = "always"
-    durability: str = "process"
-    timeout_s: float = 30.0
-    pin_lookups: int = 64
-    pin_share: float = 1.0
-    digest_cache_nbytes: int = 16 << 20
-    window_nbytes: int | None = None
-    service_threads: int | None = None
-    page_cache_share: float = 0.0
-    residency: str = "dynamic"
-    eviction: str | EvictionPolicy = "lru"
-    write_budget: int | str | None = None
-    quotas: tuple[Quota, ...] = ()
-    schedule: Schedule | None = None
-    degraded: bool = False
-    any_owner: bool = False
-
-    @classmethod
-    def choose(cls, config: StoreConfig | None, **settings: str | int | None) -> StoreConfig:
-        """``config``, or one with these settings that are not None.
-
-        Raises ConfigError for both: which of two values is meant cannot be told.
-        """
-        given = {name: value for name, value in settings.items() if value is not None}
-        if config is None:
-            return cls(**given)  # type: ignore[arg-type]
-        if not isinstance(config, cls):
-            raise ConfigError(f"config is {config!r}; give a StoreConfig")
-        if given:
-            names = ", ".join(given)
-            raise ConfigError(f"config and {names} are given; put {names} into the StoreConfig")
-        return config
-
-    def __post_init__(self) -> None:
-        one_of(*VERIFY)("verify", self.verify)
-        one_of(*DURABILITY)("durability", self.durability)
-        one_of(*RESIDENCY)("residency", self.residency)
-        flag("degraded", self.degraded)
-        flag("any_owner", self.any_owner)
-        for name in ("page_cache_share", "pin_share"):
-            share(name, getattr(self, name))
-        whole("pin_lookups", self.pin_lookups, 1, 2**31)
-        whole("digest_cache_nbytes", self.digest_cache_nbytes, 0, 2**48)
-        if seconds("timeout_s", self.timeout_s) == 0:
-            raise ConfigError("timeout_s is 0; give more than 0 seconds, at most a day")
-        if not callable(getattr(self.eviction_policy, "victims", None)):
-            names = ", ".join(POLICIES)
-            raise ConfigError(
-                f"eviction is {self.eviction!r}; give one of {names}, or an EvictionPolicy"
-            )
-        if not isinstance(self.schedule, Schedule | None):
-            raise ConfigError(f"schedule is {self.schedule!r}; give a Schedule, or None")
-        if self.window_nbytes is not None:
-            whole("window_nbytes", self.window_nbytes, 1, 2**48)
-        if self.write_budget is not None:
-            whole("write_budget", self.write_budget_nbytes, 1, 2**62)
-        if self.service_threads is not None:
-            whole("service_threads", self.service_threads, 1, 64)
-
-    @property
-    def write_budget_nbytes(self) -> int | None:
-        """``write_budget`` in bytes."""
-        return None if self.write_budget is None else parse_nbytes(self.write_budget)
-
-    @property
-    def eviction_policy(self) -> EvictionPolicy | None:
-        """What ``eviction`` names."""
-        return POLICIES.get(self.eviction) if isinstance(self.eviction, str) else self.eviction
+from tutti.transfers.quotas import Quotas
+from tutti.transfers.store_config import StoreConfig
 
 
 @dataclass

@@ -35,8 +35,8 @@ from tutti.gio_uring.job import Job
 from tutti.memory.device_memory import DeviceMemory
 from tutti.pool import pool_format
 from tutti.store import ObjectStore
-from tutti.transfers.core import StoreConfig
 from tutti.transfers.loader import Loader
+from tutti.transfers.store_config import StoreConfig
 
 PAGES = 24
 
