@@ -40,23 +40,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         default=list(SHAPES),
         metavar="LxSLICE",
-        help="objects as layers x slice (default: %(default)s)",
+        help="objects as layers x slice",
     )
-    parser.add_argument("--phases", nargs="+", choices=PHASES, default=list(PHASES))
     parser.add_argument(
-        "--capacity", default="2GiB", help="size of the pool (default: %(default)s)"
+        "--phases",
+        nargs="+",
+        choices=PHASES,
+        default=list(PHASES),
+        help="what to measure: puts, loads, a prefix layer by layer, both at once (default: all)",
     )
+    parser.add_argument("--capacity", default="2GiB", help="size of the pool")
     duration = parser.add_mutually_exclusive_group()
-    duration.add_argument(
-        "--seconds", type=above_zero, default=2.0, help="length of a phase (default: %(default)s)"
-    )
+    duration.add_argument("--seconds", type=above_zero, default=2.0, help="length of a phase")
     duration.add_argument("--gib", type=above_zero, help="GiB to move per phase, instead of a time")
-    parser.add_argument(
-        "--batch", default="32MiB", help="bytes per put or load (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--inflight", type=positive, default=4, help="batches at once (default: %(default)s)"
-    )
+    parser.add_argument("--batch", default="32MiB", help="bytes per put or load")
+    parser.add_argument("--inflight", type=positive, default=4, help="puts or loads in flight")
     parser.add_argument(
         "--contexts",
         nargs="+",
@@ -79,14 +77,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--prefix-pages",
         type=positive,
         default=1024,
-        help="pages of the layerwise prefix (default: %(default)s)",
+        help="pages of the prefix of the phase layerwise",
     )
-    parser.add_argument(
-        "--memory", default="512MiB", help="limit of engine memory (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--seed", type=natural, default=1, help="seed of the order of loads (default: %(default)s)"
-    )
+    parser.add_argument("--memory", default="512MiB", help="limit of engine memory")
+    parser.add_argument("--seed", type=natural, default=1, help="seed of the order of loads")
 
 
 def run(args: argparse.Namespace, progress: ProgressFactory) -> dict[str, Any]:

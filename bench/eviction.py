@@ -53,19 +53,32 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=[SYNTHETIC],
         help="Mooncake .jsonl files, or %(default)s; `tutti bench workload` writes others",
     )
-    parser.add_argument("--requests", type=positive, help="the first N of each (synthetic: 400)")
+    parser.add_argument(
+        "--requests",
+        type=positive,
+        help="use the first N requests of each trace (default: all; synthetic: 400)",
+    )
     parser.add_argument(
         "--capacity",
         nargs="+",
         type=float,
         default=[0.084, 0.25, 0.75],
-        help="sizes of the pool, as shares of a trace's distinct blocks (default: %(default)s)",
+        help="sizes of the pool, as fractions of a trace's blocks",
     )
     parser.add_argument(
-        "--group-slots", type=positive, default=GROUP_SLOTS, help="at most (default: %(default)s)"
+        "--group-slots",
+        type=positive,
+        default=GROUP_SLOTS,
+        help="most slots that are evicted together",
     )
-    parser.add_argument("--policies", nargs="+", choices=sorted(POLICIES), default=sorted(POLICIES))
-    parser.add_argument("--out", type=Path, help="also write the JSON here")
+    parser.add_argument(
+        "--policies",
+        nargs="+",
+        choices=sorted(POLICIES),
+        default=sorted(POLICIES),
+        help="policies to compare (default: all)",
+    )
+    parser.add_argument("--out", type=Path, help="also write the JSON to this file")
 
 
 def run(args: argparse.Namespace, progress: ProgressFactory) -> dict[str, Any]:

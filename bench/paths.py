@@ -77,29 +77,32 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--blocks", nargs="+", default=["4KiB", "64KiB", "512KiB"], help="bytes per command"
     )
-    parser.add_argument("--depths", nargs="+", type=positive, default=[1, 4, 16, 64])
-    parser.add_argument("--directions", nargs="+", choices=_OPCODES, default=list(_OPCODES))
+    parser.add_argument(
+        "--depths", nargs="+", type=positive, default=[1, 4, 16, 64], help="commands in flight"
+    )
+    parser.add_argument(
+        "--directions",
+        nargs="+",
+        choices=_OPCODES,
+        default=list(_OPCODES),
+        help="what to measure (default: both)",
+    )
     parser.add_argument(
         "--paths",
         nargs="+",
         choices=FILE_PATHS,
         default=list(FILE_PATHS),
-        help="paths to a file (default: all)",
+        help="ways to reach a file (default: all)",
     )
+    parser.add_argument("--moved", default="128MiB", help="bytes to move per combination")
     parser.add_argument(
-        "--moved", default="128MiB", help="bytes to move per cell (default: %(default)s)"
+        "--commands", type=positive, default=20000, help="most commands per combination"
     )
+    parser.add_argument("--rounds", type=positive, default=3, help="measurements per combination")
+    parser.add_argument("--size", default="512MiB", help="size of the file")
     parser.add_argument(
-        "--commands",
-        type=positive,
-        default=20000,
-        help="limit of commands per cell (default: %(default)s)",
+        "--out", type=Path, help="also write the JSON to this file, and a chart next to it"
     )
-    parser.add_argument(
-        "--rounds", type=positive, default=3, help="rounds per cell (default: %(default)s)"
-    )
-    parser.add_argument("--size", default="512MiB", help="size of the file (default: %(default)s)")
-    parser.add_argument("--out", type=Path, help="write the JSON here as well, and a picture")
 
 
 def run(args: argparse.Namespace, progress: ProgressFactory) -> dict[str, Any]:

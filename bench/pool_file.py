@@ -54,20 +54,25 @@ def add_pool_arguments(parser: argparse.ArgumentParser) -> None:
         "--verify",
         choices=("always", "sampled", "off"),
         default="always",
-        help="compare digests on load (default: %(default)s)",
+        help="loads whose digests are compared",
     )
     parser.add_argument(
         "--durability",
         choices=("process", "flush"),
         default="process",
-        help="finished puts survive the end of the process, or also a loss of power",
+        help="finished puts survive the process, or also power loss",
     )
-    parser.add_argument("--executor", choices=("auto", "uring", "threads"), default="auto")
+    parser.add_argument(
+        "--executor",
+        choices=("auto", "uring", "threads"),
+        default="auto",
+        help="how files are read and written",
+    )
     parser.add_argument(
         "--memory-pages",
         choices=("huge", "ordinary"),
         default="huge",
-        help="memory pages to request for engine memory (default: %(default)s)",
+        help="pages of the memory that is loaded into",
     )
     parser.add_argument(
         "--prewrite",

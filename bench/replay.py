@@ -56,42 +56,37 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of `tutti replay`."""
     add_pool_arguments(parser)
     parser.add_argument(
-        "--trace", default=SYNTHETIC, help="a Mooncake .jsonl, or %(default)s (the default)"
+        "--trace", default=SYNTHETIC, help="Mooncake's .jsonl file, or %(default)s (the default)"
     )
     parser.add_argument(
-        "--requests", type=positive, help="the first N of the trace (synthetic: 400)"
+        "--requests",
+        type=positive,
+        help="use the first N requests of the trace (default: all; synthetic: 400)",
     )
+    parser.add_argument("--seed", type=natural, default=1, help="seed of the synthetic trace")
     parser.add_argument(
-        "--seed", type=natural, default=1, help="seed of the synthetic trace (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--capacity",
-        nargs="+",
-        default=["1GiB"],
-        help="sizes of the pool, one replay for each (default: %(default)s)",
+        "--capacity", nargs="+", default=["1GiB"], help="sizes of the pool, one replay for each"
     )
     parser.add_argument(
         "--shape",
         default="8x32KiB",
         help="shape of a page's KV, layers x slice; smaller than a model's, so that a long trace "
-        "fits a disk (default: %(default)s)",
+        "fits a disk",
     )
     parser.add_argument(
         "--page-size",
         type=positive,
         default=BLOCK_TOKENS,
-        help=f"tokens per page, a divisor of {BLOCK_TOKENS} (default: %(default)s)",
+        help=f"tokens per page, a divisor of {BLOCK_TOKENS}",
     )
     parser.add_argument(
         "--eviction",
         nargs="+",
         choices=sorted(POLICIES),
         default=[StoreConfig().eviction],
-        help="policies; each one given is a replay of its own (default: %(default)s)",
+        help="policies; each one given is a replay of its own",
     )
-    parser.add_argument(
-        "--pages", type=positive, default=256, help="pages of engine memory (default: %(default)s)"
-    )
+    parser.add_argument("--pages", type=positive, default=256, help="pages of memory to load into")
 
 
 def run(args: argparse.Namespace, progress: ProgressFactory) -> dict[str, Any]:

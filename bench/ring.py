@@ -37,13 +37,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--batches", nargs="+", type=int, default=[1, 32], help="commands per doorbell"
     )
-    parser.add_argument("--block", default="4KiB", help="bytes per command (default: %(default)s)")
-    parser.add_argument(
-        "--commands", type=int, default=1_000_000, help="commands per run (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--repeats", type=int, default=5, help="runs per row (default: %(default)s)"
-    )
+    parser.add_argument("--block", default="4KiB", help="bytes per command")
+    parser.add_argument("--commands", type=int, default=1_000_000, help="commands per run")
+    parser.add_argument("--repeats", type=int, default=5, help="runs per row")
 
 
 def run(args: argparse.Namespace, progress: ProgressFactory) -> dict[str, Any]:

@@ -82,7 +82,7 @@ class Done:
 def main(arguments: Sequence[str]) -> int:
     """Measures, and returns the exit code: 1 when a result could not be measured."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--dir", default=".", help="on the drive to measure (%(default)s)")
+    parser.add_argument("--dir", default=".", help="on the drive to measure")
     parser.add_argument("--out", default="bench/results", type=Path, help="(%(default)s)")
     parser.add_argument("--trace", help="trace of requests for the replay, in Mooncake's format")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="only these results")

@@ -53,16 +53,17 @@ class Cost:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of `tutti bench submit`."""
     parser.add_argument(
-        "--pages",
-        nargs="+",
-        type=int,
-        default=[128, 512, 2048, 8192, 16384],
-        help="pages per load (default: %(default)s)",
+        "--pages", nargs="+", type=int, default=[128, 512, 2048, 8192, 16384], help="pages per load"
     )
-    parser.add_argument("--ways", nargs="+", default=list(WAYS), choices=WAYS, metavar="WAY")
     parser.add_argument(
-        "--repeats", type=int, default=11, help="repeats per number (default: %(default)s)"
+        "--ways",
+        nargs="+",
+        default=list(WAYS),
+        choices=WAYS,
+        metavar="WAY",
+        help="engines and movers: " + "; ".join(WAYS) + " (default: all)",
     )
+    parser.add_argument("--repeats", type=int, default=11, help="measurements per number")
 
 
 def run(args: argparse.Namespace, progress: ProgressFactory) -> dict[str, Any]:

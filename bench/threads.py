@@ -38,9 +38,7 @@ _SHAPES = ((1, 0), (1, 1), (2, 0))
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of `tutti bench threads`."""
-    parser.add_argument(
-        "--rounds", type=int, default=15, help="rounds per row (default: %(default)s)"
-    )
+    parser.add_argument("--rounds", type=int, default=15, help="rounds per row")
 
 
 class _Rig:

@@ -41,23 +41,22 @@ _TIMEOUT_S = 60.0
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of `tutti bench window`."""
-    parser.add_argument("--dir", type=Path, required=True, help="where the file is made")
-    parser.add_argument("--layers", type=int, default=32, help="per page (default: %(default)s)")
-    parser.add_argument("--slice", default="256KiB", help="page in a layer (default: %(default)s)")
-    parser.add_argument("--pages", nargs="+", type=int, default=[1, 4, 16, 64])
-    parser.add_argument("--rounds", type=int, default=9, help="per size (default: %(default)s)")
+    parser.add_argument("--dir", type=Path, required=True, help="folder for the file")
+    parser.add_argument("--layers", type=int, default=32, help="layers of a page")
+    parser.add_argument("--slice", default="256KiB", help="bytes of a page in one layer")
     parser.add_argument(
-        "--warm",
-        type=float,
-        default=5.0,
-        help="seconds to find the window first (default: %(default)s)",
+        "--pages", nargs="+", type=int, default=[1, 4, 16, 64], help="pages per load"
+    )
+    parser.add_argument("--rounds", type=int, default=9, help="measurements per number of pages")
+    parser.add_argument(
+        "--warm", type=float, default=5.0, help="seconds before, in which the window is found"
     )
     parser.add_argument(
         "--compute",
         nargs="*",
         type=float,
         default=[0.25, 0.5, 1.0, 2.0, 4.0],
-        help="computation between layers, in times of a layer's I/O",
+        help="computation per layer over the time to load one",
     )
 
 

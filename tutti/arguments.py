@@ -115,14 +115,14 @@ def add_layout(parser: argparse.ArgumentParser) -> None:
         type=positive,
         default=PAGE_SIZE,
         metavar="TOKENS",
-        help="tokens per page; a page is one object (default %(default)s)",
+        help="tokens per page; a page is one object",
     )
     group.add_argument(
         "--dtype",
         choices=sorted(ITEMSIZE_NBYTES),
         default=DTYPE,
         metavar="TYPE",
-        help="element type: %(choices)s (default %(default)s)",
+        help="element type: %(choices)s",
     )
 
 

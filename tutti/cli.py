@@ -103,12 +103,15 @@ GROUPS = {"nvme": "drives", "bench": "measure", "sglang": "run behind SGLang"}
 
 
 class _Help(argparse.RawDescriptionHelpFormatter):
-    """Long texts keep their lines; several default values are shown as they are typed."""
+    """Long texts keep their lines; default values are shown, several as they are typed."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
-        text, values = super()._get_help_string(action), action.default
-        if text is None or not isinstance(values, list):
+        text, value = super()._get_help_string(action), action.default
+        if text is None or not value or value is argparse.SUPPRESS:
             return text
+        if "default" not in text:
+            text += " (default: %(default)s)"
+        values = value if isinstance(value, list | tuple) else [value]
         return text.replace("%(default)s", " ".join(map(str, values)))
 
 

@@ -43,7 +43,7 @@ PAPER = "paper"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of the command."""
-    parser.add_argument("kind", choices=(*KINDS, PAPER))
+    parser.add_argument("kind", choices=(*KINDS, PAPER), help="what to draw")
     parser.add_argument(
         "inputs", type=Path, nargs="+", metavar="INPUT", help="results (JSON or folder), or CSVs"
     )
@@ -57,17 +57,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--title", default="", help="title of the figure")
     parser.add_argument("--slo-ms", type=float, default=TTFT_LIMIT_MS, help="TTFT limit to draw")
     parser.add_argument(
-        "--page-tokens",
-        type=positive,
-        default=64,
-        help="tokens per page, for bandwidth (default: %(default)s)",
+        "--page-tokens", type=positive, default=64, help="tokens per page, for bandwidth"
     )
     group = parser.add_argument_group(
         "cost", "dollars an hour; a system's amounts are read with its result"
     )
-    group.add_argument(
-        "--gpu-price", type=float, default=PRICES.gpu, help="of a GPU (default: %(default)s)"
-    )
+    group.add_argument("--gpu-price", type=float, default=PRICES.gpu, help="price of a GPU")
     group.add_argument("--dram-price", type=float, default=PRICES.dram_gb, help="of a GB of DRAM")
     group.add_argument("--ssd-price", type=float, default=PRICES.ssd_gb, help="of a GB of SSD")
     group.add_argument(

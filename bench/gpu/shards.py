@@ -269,7 +269,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("cases", nargs="*", metavar="CASE", help=", ".join(CASES))
     for name, default, what in _OPTIONS:
-        what = f"{what} (default: %(default)s)"
+        what = f"{what}"
         parser.add_argument(name, default=default, type=type(default), help=what)
     parser.add_argument("--minutes", type=float, default=8.0, help="begin no row after so long")
     parser.add_argument("--go-on", action="store_true", help="keep the rows of the named cases")

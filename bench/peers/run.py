@@ -101,9 +101,14 @@ class Sample:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of `tutti bench peers`."""
-    parser.add_argument("--dir", default=".", help="where the files lie (default: %(default)s)")
+    parser.add_argument("--dir", default=".", help="folder for the files of all peers")
     parser.add_argument(
-        "--peers", nargs="+", choices=[*PEERS, "fio"], default=[*PEERS, "fio"], metavar="PEER"
+        "--peers",
+        nargs="+",
+        choices=[*PEERS, "fio"],
+        default=[*PEERS, "fio"],
+        metavar="PEER",
+        help=f"what to compare: {', '.join(PEERS)}, fio (default: all)",
     )
     parser.add_argument(
         "--page-tokens",
@@ -113,14 +118,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="tokens per page (default: 64 16)",
     )
     parser.add_argument(
-        "--layout", choices=LAYOUTS, default="page_first", help="layout of host pools"
+        "--layout", choices=LAYOUTS, default="page_first", help="SGLang's layout of host memory"
     )
     parser.add_argument(
-        "--rounds", type=int, default=7, help="rounds per peer (default: %(default)s)"
+        "--rounds", type=int, default=7, help="times that every peer stores and loads a batch"
     )
-    parser.add_argument(
-        "--batches", type=int, default=3, help="batches that stay stored (default: %(default)s)"
-    )
+    parser.add_argument("--batches", type=int, default=3, help="batches that a peer keeps stored")
 
 
 def run(args: argparse.Namespace, progress: ProgressFactory) -> dict[str, Any]:

@@ -42,33 +42,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--force", action="append", default=[], metavar="SERIAL", help="overwrite this drive"
     )
-    parser.add_argument("--out", default="profile.json", help="the profile (%(default)s)")
-    parser.add_argument("--model", choices=sorted(DENSE_MODELS), default="llama-3.1-8b")
+    parser.add_argument("--out", default="profile.json", help="the profile")
     parser.add_argument(
-        "--gpu",
-        choices=sorted(GPUS),
-        default="H100",
-        help="GPU to estimate for (default: %(default)s)",
+        "--model",
+        choices=sorted(DENSE_MODELS),
+        default="llama-3.1-8b",
+        help="model to estimate for",
     )
-    parser.add_argument(
-        "--page-tokens", type=int, default=64, help="tokens per page (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--sizes",
-        nargs="+",
-        default=_SIZES,
-        help=f"bytes of one transfer ({' '.join(_SIZES)})",
-    )
+    parser.add_argument("--gpu", choices=sorted(GPUS), default="H100", help="GPU to estimate for")
+    parser.add_argument("--page-tokens", type=int, default=64, help="tokens per page")
+    parser.add_argument("--sizes", nargs="+", default=_SIZES, help="bytes of one transfer")
     parser.add_argument(
         "--slices",
         nargs="+",
         default=_SLICES,
-        help=f"contiguous pieces of it in memory ({' '.join(_SLICES)})",
+        help="contiguous pieces of it in memory",
     )
+    parser.add_argument("--repeats", type=int, default=5, help="measurements per point")
     parser.add_argument(
-        "--repeats", type=int, default=5, help="repeats per point (default: %(default)s)"
+        "--file-size", default="1GiB", help="size of the file, which is written once before"
     )
-    parser.add_argument("--file-size", default="1GiB", help="written once before (%(default)s)")
     parser.add_argument("--fresh", action="store_true", help="forget an interrupted run")
 
 

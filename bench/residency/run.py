@@ -45,50 +45,45 @@ _SHARE = 0.965
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of `tutti bench residency`."""
-    parser.add_argument("--dir", default=".", help="directory for the pool's file (%(default)s)")
-    parser.add_argument(
-        "--working-set", default="1GiB", help="bytes of the working set, W (default: %(default)s)"
-    )
+    parser.add_argument("--dir", default=".", help="directory for the pool's file")
+    parser.add_argument("--working-set", default="1GiB", help="bytes of the working set, W")
     parser.add_argument(
         "--limits",
         nargs="+",
         type=float,
         default=[0.2, 0.4, 0.6, 0.8, 1.0, 1.2],
-        help="memory limits as shares of W (%(default)s)",
+        help="memory limits as fractions of the working set",
     )
     parser.add_argument(
-        "--only", nargs="+", choices=CONFIGURATIONS, default=list(CONFIGURATIONS), metavar="NAME"
+        "--only",
+        nargs="+",
+        choices=CONFIGURATIONS,
+        default=list(CONFIGURATIONS),
+        metavar="NAME",
+        help="ways to measure: " + ", ".join(CONFIGURATIONS) + " (default: all)",
     )
-    parser.add_argument(
-        "--shape", default="4x256KiB", help="shape of an object (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--batch", default="32MiB", help="bytes per put or load (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--rounds", type=int, default=4, help="readings of W (default: %(default)s)"
-    )
+    parser.add_argument("--shape", default="4x256KiB", help="shape of an object")
+    parser.add_argument("--batch", default="32MiB", help="bytes per put or load")
+    parser.add_argument("--rounds", type=int, default=4, help="times that the working set is read")
     parser.add_argument(
         "--share",
         type=float,
         default=_SHARE,
-        help="share of free memory that is planned, X (default: %(default)s)",
+        help="share of free memory that the page cache may use",
     )
     parser.add_argument(
         "--moving",
         nargs="*",
         choices=moving.COURSES,
-        help="instead: a limit that moves, by these courses (none named: all)",
+        help="measure under a memory limit that changes in steps or slowly (default: both)",
     )
-    parser.add_argument(
-        "--seconds", type=positive, default=10, help="of each moving limit (%(default)s)"
-    )
+    parser.add_argument("--seconds", type=positive, default=10, help="seconds per changing limit")
     parser.add_argument(
         "--pretend",
         action="store_true",
-        help="pretend moving limits to the monitor alone: without control groups",
+        help="only tell the monitor of the changing limits; needs no control groups",
     )
-    parser.add_argument("--out", help="also write the JSON here, and a figure next to it")
+    parser.add_argument("--out", help="also write the JSON to this file, and a chart next to it")
     parser.set_defaults(path=None)
 
 

@@ -1,6 +1,6 @@
 """A whole installation in virtual time: engines, nodes, tiers and the scheduler's own policy.
 
-    tutti simulate --workload mooncake --data trace.jsonl --engines 16 --engines-per-node 8
+    tutti simulate --workload mooncake --data trace.jsonl --servers 16 --servers-per-node 8
 
 All results are simulated.  `--validate` compares them with published points, `--fit` makes the
 fitted values of the calibration anew, and `--paper` writes the CSVs of the Tutti paper's figures.
@@ -65,53 +65,75 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of `tutti simulate`."""
     add_workload_arguments(parser)
     group = parser.add_argument_group("simulation")
-    group.add_argument("--systems", nargs="+", default=["hbm", "dram", "gds", "tutti"])
     group.add_argument(
-        "--server", default="sglang", help="server of the calibration (default: %(default)s)"
+        "--systems",
+        nargs="+",
+        default=["hbm", "dram", "gds", "tutti"],
+        help="caches to compare: hbm (GPU memory alone), dram, ssd, gds, tutti-paper, tutti",
     )
-    group.add_argument("--gpu", choices=tuple(GPUS), default="H100", help="default %(default)s")
     group.add_argument(
-        "--drive", choices=drive_names(), default="2x D7-PS1010", help="default %(default)s"
+        "--software", default="sglang", help="what serves: sglang, vllm-0.12 or vllm-0.17"
     )
-    group.add_argument("--calibration", type=Path, default=FILE, help="default: the installed one")
+    group.add_argument("--gpu", choices=tuple(GPUS), default="H100", help="GPU of a server")
+    group.add_argument(
+        "--drive",
+        choices=drive_names(),
+        default="2x D7-PS1010",
+        help="drive or drives whose published speeds are used",
+    )
+    group.add_argument(
+        "--calibration",
+        type=Path,
+        default=FILE,
+        help="file with the times of software and systems (default: the installed one)",
+    )
     group.add_argument(
         "--hbm-tokens",
         type=positive,
-        help="tokens of KV that an engine's memory holds (default: the calibration's)",
+        help="tokens of KV that fit into a server's GPU memory (default: the calibration's)",
     )
     group.add_argument(
         "--profile",
         type=Path,
         help="file of `tutti profile`, whose compute and drive are used instead",
     )
+    group.add_argument("--servers", type=positive, default=1, help="number of servers")
     group.add_argument(
-        "--engines", type=positive, default=1, help="number of engines (default: %(default)s)"
-    )
-    group.add_argument(
-        "--engines-per-node",
+        "--servers-per-node",
         type=positive,
         default=8,
-        help="engines that share drives (default: %(default)s)",
+        help="servers on one machine, which share its drives",
     )
-    group.add_argument("--media", type=positive, help="drives of a node; default: half its engines")
-    group.add_argument("--routers", nargs="+", choices=ROUTERS, default=[ROUND_ROBIN])
+    group.add_argument(
+        "--media", type=positive, help="drives per machine (default: half its number of servers)"
+    )
+    group.add_argument(
+        "--routers",
+        nargs="+",
+        choices=ROUTERS,
+        default=[ROUND_ROBIN],
+        help="how requests are sent to servers: in turn, or to the one with the longest cached "
+        "prefix",
+    )
     group.add_argument(
         "--rates",
         nargs="*",
         type=float,
         default=[],
         metavar="R",
-        help="requests a second, at random; without it a trace's own times",
+        help="requests per second, at random times (default: the trace's own times)",
     )
     group.add_argument(
-        "--seeds", type=positive, default=1, help="seeds of arrivals (default: %(default)s)"
+        "--seeds", type=positive, default=1, help="runs with other random arrival times"
     )
     group.add_argument(
-        "--warm", type=int, default=0, metavar="N", help="the first N requests only fill the tiers"
+        "--warm",
+        type=int,
+        default=0,
+        metavar="N",
+        help="requests that fill the caches and are not counted",
     )
-    group.add_argument(
-        "--unit-layers", type=positive, default=4, help="layers of a launch (%(default)s)"
-    )
+    group.add_argument("--unit-layers", type=positive, default=4, help="layers per transfer")
     group.add_argument("--csv", type=Path, help="also write TTFT and ITL against rate here")
     _add_paper_arguments(parser)
 
@@ -119,9 +141,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def _add_paper_arguments(parser: argparse.ArgumentParser) -> None:
     """What is done instead of a simulation."""
     group = parser.add_argument_group("calibration")
-    group.add_argument("--fit", action="store_true", help="make the fitted values anew and stop")
     group.add_argument(
-        "--validate", action="store_true", help="compare with published points and stop"
+        "--fit", action="store_true", help="fit the calibration to published points again and stop"
+    )
+    group.add_argument(
+        "--validate", action="store_true", help="compare simulated with published times and stop"
     )
     group.add_argument(
         "--paper",
@@ -134,13 +158,13 @@ def _add_paper_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         default=[],
         metavar="NAME",
-        help="figures of --paper, or how the names of points begin",
+        help="names of figures for --paper, or first letters of points for --validate",
     )
     group.add_argument(
         "--effort",
         type=above_zero,
         default=0.5,
-        help="times the requests of workloads in --validate and --paper (default: %(default)s)",
+        help="factor for the number of requests in --validate and --paper",
     )
 
 
@@ -189,7 +213,7 @@ def _simulated(
 ) -> dict[str, Any]:
     if args.csv:
         check_writable(args.csv)
-    per_node = min(args.engines_per_node, args.engines)
+    per_node = min(args.servers_per_node, args.servers)
     media = args.media or -(-per_node // 2)
     profile = load_profile(args.profile) if args.profile else None
     calibration = replace(calibration, hbm_tokens=args.hbm_tokens or calibration.hbm_tokens)
@@ -202,7 +226,7 @@ def _simulated(
     runs = list(itertools.product(all_times, args.routers, streams))
     with progress("simulate", len(runs)) as bar:
         for name, router, (rate, seed, requests) in runs:
-            shape = Shape(args.engines, per_node, media, router, args.unit_layers)
+            shape = Shape(args.servers, per_node, media, router, args.unit_layers)
             cluster = Cluster(all_times[name], shape)
             cluster.warm(requests[: args.warm])
             numbers = cluster.run(requests[args.warm :])
@@ -214,13 +238,13 @@ def _simulated(
         write_csv(args.csv, csv_rows(rows), RATE)
     return {
         "rows": rows,
-        "engines": args.engines,
+        "engines": args.servers,
         "engines_per_node": per_node,
         "media_per_node": media,
         "drive": next(iter(all_times.values())).drive.name,
         "gpu": args.gpu if profile is None else "profile",
         "profile_estimated": [] if profile is None else list(profile.estimated),
-        "server": args.server,
+        "server": args.software,
         "hbm_tokens": calibration.hbm_tokens,
         "unit_layers": args.unit_layers,
         "warm": args.warm,
@@ -234,7 +258,7 @@ def _times(
 ) -> ServerTimes:
     return ServerTimes(
         calibration,
-        calibration.server(args.server),
+        calibration.server(args.software),
         calibration.system(name),
         gpu=gpu_of(args.gpu),
         drive=drive_of(args.drive),
@@ -325,7 +349,7 @@ def notes_of(result: dict[str, Any]) -> list[str]:
         for half in result.get("profile_estimated", ())
     ]
     return [
-        f"simulated: {result['engines']} engines, {result['engines_per_node']} to a node with "
+        f"simulated: {result['engines']} servers, {result['engines_per_node']} per machine with "
         f"{result['media_per_node']} of {result['drive']}; GPU {result['gpu']}, server "
         f"{result['server']}; {workload['requests']} requests of {workload['name']}, "
         f"{workload['input_tokens_mean']} tokens on the mean"

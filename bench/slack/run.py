@@ -66,21 +66,20 @@ _METRICS = (
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of `tutti bench slack`."""
-    parser.add_argument("--drives", nargs="+", default=drive_names(), help="default: all known")
-    parser.add_argument("--gpus", nargs="+", default=gpu_names(), help="default: all known")
+    drives, gpus = drive_names(), gpu_names()
+    parser.add_argument("--drives", nargs="+", default=drives, help="drives to simulate")
+    parser.add_argument("--gpus", nargs="+", default=gpus, help="GPUs to simulate")
     parser.add_argument(
-        "--workloads", nargs="*", default=list(KINDS), help="default: all; none with only --dir"
+        "--workloads", nargs="*", default=list(KINDS), help="kinds of requests; none: only --dir"
     )
-    parser.add_argument(
-        "--requests", type=int, default=200, help="requests per run (default: %(default)s)"
-    )
-    parser.add_argument("--seeds", type=int, default=3, help="runs per cell (default: %(default)s)")
+    parser.add_argument("--requests", type=int, default=200, help="requests per run")
+    parser.add_argument("--seeds", type=int, default=3, help="random repetitions of each case")
     parser.add_argument(
         "--conditions",
         nargs="+",
         choices=tuple(CONDITIONS),
         default=list(CONDITIONS),
-        help="conditions of the drive and of arrivals (default: all)",
+        help="how the drive and the arrivals behave (default: all)",
     )
     parser.add_argument(
         "--wrong",
@@ -88,22 +87,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=tuple(PROFILES),
         default=[],
         metavar="PROFILE",
-        help="also run slack with these wrong profiles: " + ", ".join(PROFILES),
+        help="also schedule with a profile that is wrong by a factor: " + ", ".join(PROFILES),
     )
     parser.add_argument(
         "--recorded", type=Path, help="file of requests to use instead, one JSON object per line"
     )
     parser.add_argument(
-        "--dir", type=Path, help="also measures a small case on a real file in this directory"
+        "--dir", type=Path, help="also measure a small case on a real file in this folder"
     )
+    parser.add_argument("--rounds", type=int, default=20, help="measurements on that file")
     parser.add_argument(
-        "--rounds", type=int, default=20, help="rounds on the file (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--backlog-pages",
-        type=int,
-        default=512,
-        help="pages that may be locked, and staged (default: %(default)s)",
+        "--backlog-pages", type=int, default=512, help="pages that puts may keep waiting in memory"
     )
 
 
@@ -195,16 +189,6 @@ class _Cell:
             conditions=conditions,
         )
         return numbers(server.run())
-
-
-def run_once(
-    name: str, truth: Machine, requests: Sequence[Request], limits: Limits, seed: int
-) -> dict[str, float]:
-    """One policy over some requests, on a drive that does not change."""
-    policy, profile = policy_of(name, truth, limits)
-    whole = name == "whole"
-    server = Server(truth, requests, policy, profile, noise=Noise(), seed=seed, whole=whole)
-    return numbers(server.run())
 
 
 def policy_of(

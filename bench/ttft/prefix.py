@@ -28,12 +28,11 @@ def add_prefix_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group(
         "cached prefixes", "instead of rates: one prompt at a time, of which so much is stored"
     )
-    group.add_argument("--prefix-tokens", type=int, nargs="+", metavar="TOKENS")
     group.add_argument(
-        "--total-tokens",
-        type=positive,
-        default=32 * 1024,
-        help="length of every prompt (default %(default)s)",
+        "--prefix-tokens", type=int, nargs="+", metavar="TOKENS", help="cached tokens of a prompt"
+    )
+    group.add_argument(
+        "--total-tokens", type=positive, default=32 * 1024, help="length of every prompt"
     )
     group.add_argument(
         "--repeats", type=positive, default=3, help="prompts of each length (default 3)"

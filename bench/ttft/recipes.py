@@ -181,13 +181,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--model", required=True, help="folder or name of the model")
     parser.add_argument("--dir", type=Path, help="a new, empty folder on the SSD, for storage")
-    parser.add_argument("--capacity", type=nbytes, default="256GiB", help="default %(default)s")
-    parser.add_argument(
-        "--dram", type=nbytes, default="16GB", help="host memory for KV (default %(default)s)"
-    )
-    parser.add_argument("--page-size", type=positive, default=64, help="default %(default)s")
-    parser.add_argument("--host", default="127.0.0.1", help="default %(default)s")
-    parser.add_argument("--port", type=port, default=30000, help="default %(default)s")
+    parser.add_argument("--capacity", type=nbytes, default="256GiB", help="size of the storage")
+    parser.add_argument("--dram", type=nbytes, default="16GB", help="host memory for KV")
+    parser.add_argument("--page-size", type=positive, default=64, help="tokens per page")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on")
+    parser.add_argument("--port", type=port, default=30000, help="port to listen on")
     parser.add_argument("--info", type=Path, help="file for the server's description of itself")
     parser.add_argument("--keep", action="store_true", help="accept a --dir that is not empty")
     parser.add_argument("--print", action="store_true", help="print the command, start nothing")

@@ -55,7 +55,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--system", default="server", help="name of the server in the results")
     group.add_argument("--note", default="", help="kept with the results, e.g. what is emulated")
     group.add_argument(
-        "--rates", type=float, nargs="+", default=[0.25, 0.5, 1.0, 1.5], metavar="REQUESTS_PER_S"
+        "--rates",
+        type=float,
+        nargs="+",
+        default=[0.25, 0.5, 1.0, 1.5],
+        metavar="REQUESTS_PER_S",
+        help="request rates to measure",
     )
     group.add_argument(
         "--seeds", type=int, nargs="+", default=[1, 2, 3], help="seeds of the arrivals"
@@ -64,8 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--arrivals",
         choices=(POISSON, TRACE),
         default=POISSON,
-        help="trace: a trace's own times, stretched to each rate; the seed then changes nothing "
-        "(default %(default)s)",
+        help="trace: a trace's own times, stretched to each rate; the seed then changes nothing",
     )
     group.add_argument(
         "--seconds", type=float, help="send only what arrives in so many seconds, at every rate"
@@ -83,12 +87,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="also search the highest rate with a mean TTFT within --ttft-limit-ms, and the "
         f"highest at which {ATTAINMENT_MIN:g} of the requests meet each SLO",
     )
-    group.add_argument("--ttft-limit-ms", type=float, default=1000.0, help="default %(default)s")
+    group.add_argument(
+        "--ttft-limit-ms", type=float, default=1000.0, help="mean TTFT that --max-rate allows"
+    )
     group.add_argument(
         "--tolerance", type=float, default=0.05, help="tolerance of the search (default 0.05)"
     )
-    group.add_argument("--rate-limit", type=float, default=64.0, help="no search goes beyond it")
-    group.add_argument("--client", choices=(BUILTIN, SGLANG), default=BUILTIN)
+    group.add_argument(
+        "--rate-limit", type=float, default=64.0, help="highest rate that --max-rate tries"
+    )
+    group.add_argument(
+        "--client",
+        choices=(BUILTIN, SGLANG),
+        default=BUILTIN,
+        help="what sends requests: Tutti's client or sglang.bench_serving",
+    )
     group.add_argument(
         "--sglang-python", default=sys.executable, help="interpreter that has sglang.bench_serving"
     )

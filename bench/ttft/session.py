@@ -35,24 +35,24 @@ Listener = Callable[[dict[str, Any], Sequence[Record]], None]
 def add_session_arguments(parser: argparse.ArgumentParser) -> None:
     """Which server, how it is asked, and in which state it starts."""
     group = parser.add_argument_group("server")
-    group.add_argument("--url", default="http://127.0.0.1:30000", help="default %(default)s")
+    group.add_argument("--url", default="http://127.0.0.1:30000", help="address of the server")
     group.add_argument("--api-key", help="sent as a bearer token; flushing may need the admin's")
     group.add_argument(
         "--api",
         choices=(GENERATE, CHAT),
         default=GENERATE,
-        help="SGLang's own, or OpenAI's chat for other servers (default %(default)s)",
+        help="SGLang's own API, or OpenAI's chat for other servers",
     )
     group.add_argument(
         "--form",
         choices=FORMS,
-        help="prompts as token ids or text; default: text for texts, ids for what is generated",
+        help="prompts as token ids or text (default: text for real texts, ids for generated ones)",
     )
     group.add_argument(
         "--vocabulary",
         type=positive,
         default=32_000,
-        help="generated ids are below it (default %(default)s)",
+        help="generated token ids are below this number",
     )
     group.add_argument("--timeout-s", type=float, default=600.0, help="deadline of a request")
     group.add_argument(
@@ -60,16 +60,13 @@ def add_session_arguments(parser: argparse.ArgumentParser) -> None:
         choices=(COLD, POPULATED, AS_IS),
         default=COLD,
         help="cold: nothing stored before can hit, at every point; populated: every document was "
-        "computed once and the engine's own cache flushed; default %(default)s",
+        "computed once and the server's own cache flushed",
     )
     group.add_argument(
         "--no-flush", action="store_true", help="never flush the engine's cache between points"
     )
     group.add_argument(
-        "--settle-s",
-        type=float,
-        default=2.0,
-        help="pause for write-through before a flush (default %(default)s)",
+        "--settle-s", type=float, default=2.0, help="pause for write-through before a flush"
     )
     group.add_argument(
         "--warmup",

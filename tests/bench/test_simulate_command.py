@@ -30,7 +30,7 @@ def test_the_command_says_that_it_is_simulated(
     lines = [request.to_json() for request in generate(Synthetic(requests=40))]
     trace.write_text("\n".join(lines))
     arguments = ["--workload", "mooncake", "--data", str(trace), "--systems", "gds", "tutti"]
-    code, result = simulated(capsys, *arguments, "--engines", "4", "--csv", str(csv))
+    code, result = simulated(capsys, *arguments, "--servers", "4", "--csv", str(csv))
     assert code == 0 and result["source"] == "simulated" and len(result["rows"]) == 2
     assert all(row["speed"]["requests_per_s"] > 0 for row in result["rows"])
     assert "simulated" in csv.read_text() and "simulated" in simulate.report(result)
@@ -76,7 +76,7 @@ def test_a_profile_replaces_compute_and_drive(
     ("arguments", "said"),
     [
         (["--systems", "magic"], "the system 'magic' does not exist"),
-        (["--server", "magic"], "the server 'magic' does not exist"),
+        (["--software", "magic"], "the server 'magic' does not exist"),
         (["--rates"], "no times of its own"),
         (["--rates", "0"], "positive rate"),
         (["--warm", "99", "--rates", "1"], "leaves nothing"),

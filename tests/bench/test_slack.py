@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 from scheduler.drive import Drive, Linear
 
-from tutti.bench.simulate.hardware import drive_names, gpu_names, machine
+from tutti.bench.simulate.hardware import Machine, drive_names, gpu_names, machine
 from tutti.bench.slack import report as slack_report
 from tutti.bench.slack import run as slack
 from tutti.bench.slack.server import Noise, Server
@@ -30,10 +31,20 @@ TRUTH = machine(drive_names()[0], "H100")
 LIMITS = Limits(locked_pages=256, staged_pages=256)
 
 
+def run_once(
+    name: str, truth: Machine, requests: Sequence[Request], limits: Limits, seed: int
+) -> dict[str, float]:
+    """One policy over some requests, on a drive that does not change."""
+    policy, profile = slack.policy_of(name, truth, limits)
+    whole = name == "whole"
+    server = Server(truth, requests, policy, profile, noise=Noise(), seed=seed, whole=whole)
+    return slack.numbers(server.run())
+
+
 @pytest.mark.parametrize("policy", slack.POLICIES)
 def test_every_page_is_stored_or_dropped(policy: str, seed: int) -> None:
     requests = generate("chat", TRUTH, 4, seed)
-    numbers = slack.run_once(policy, TRUTH, requests, LIMITS, seed)
+    numbers = run_once(policy, TRUTH, requests, LIMITS, seed)
     pages = sum(request.new_tokens for request in requests) // TRUTH.model.page_tokens
     assert numbers["stored_pages"] + numbers["dropped_pages"] == pages
     assert numbers["first_token_s"] > 0
@@ -41,8 +52,8 @@ def test_every_page_is_stored_or_dropped(policy: str, seed: int) -> None:
 
 def test_a_run_is_the_same_every_time(seed: int) -> None:
     requests = generate("agents", TRUTH, 3, seed)
-    first = slack.run_once("slack", TRUTH, requests, LIMITS, seed)
-    assert slack.run_once("slack", TRUTH, requests, LIMITS, seed) == first
+    first = run_once("slack", TRUTH, requests, LIMITS, seed)
+    assert run_once("slack", TRUTH, requests, LIMITS, seed) == first
 
 
 def test_a_lone_load_waits_as_long_as_arithmetic_says() -> None:
@@ -62,7 +73,7 @@ def test_a_lone_load_waits_as_long_as_arithmetic_says() -> None:
 def test_slack_waits_less_than_none_where_writes_are_in_the_way() -> None:
     requests = generate("chat", TRUTH, 60, 1)
     names = ("none", "slack", "bound")
-    runs = {name: slack.run_once(name, TRUTH, requests, LIMITS, 1) for name in names}
+    runs = {name: run_once(name, TRUTH, requests, LIMITS, 1) for name in names}
     gap_s = runs["none"]["bubble_s"] - runs["bound"]["bubble_s"]
     assert gap_s > 0.1 * runs["none"]["bubble_s"]
     assert runs["none"]["bubble_s"] - runs["slack"]["bubble_s"] > 0.5 * gap_s
@@ -96,7 +107,7 @@ def test_a_policy_that_is_bad_on_purpose_misses_a_bar(
 ) -> None:
     requests = generate("agents", TRUTH, 40, 1)
     names = ("none", "fixed", "slack", "oracle", "bound")
-    runs = {name: slack.run_once(name, TRUTH, requests, LIMITS, 1) for name in names}
+    runs = {name: run_once(name, TRUTH, requests, LIMITS, 1) for name in names}
     assert all(slack.bars_of(runs, "steady").values())
     kind, profile = BAD[bad]
     if profile is not None:

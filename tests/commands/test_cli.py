@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import fcntl
 import json
 import os
@@ -36,6 +37,24 @@ def run(*argv: str | Path) -> int:
         return cli.main([str(word) for word in argv])
     except SystemExit as stop:
         return int(stop.code or 0)
+
+
+def options_of(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
+    """What the commands below a parser take."""
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for child in action.choices.values():
+                yield from options_of(child)
+        else:
+            yield action
+
+
+def test_every_option_has_a_help_text() -> None:
+    words = [word for name in LEAVES for word in name.split()]
+    found = list(options_of(cli.build_parser(words)))
+    assert len(found) > 200
+    bare = [a.option_strings or a.dest for a in found if not (a.help or "").split("(default")[0]]
+    assert bare == []
 
 
 class Json:

@@ -83,7 +83,7 @@ Times come from a calibration, or from a profile of this machine. `--validate` c
 with published points. All its results are simulated."""
 _SIMULATE_EXAMPLE = """\
 example:
-  tutti simulate --workload mooncake --data trace.jsonl --engines 16
+  tutti simulate --workload mooncake --data trace.jsonl --servers 16
   tutti simulate --workload leval-synthetic --rates 0.5 1 1.5 --warm 2600 --csv ttft.csv
   tutti simulate --validate"""
 _REPLAY = """\

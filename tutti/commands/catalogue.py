@@ -47,7 +47,7 @@ def add_pool_name(parser: argparse.ArgumentParser) -> None:
         dest="name",
         default="",
         metavar="NAME",
-        help="which of the agent's pools: how its name begins, as `tutti ls` shows them",
+        help="first letters of the name of the agent's pool, as `tutti ls` shows it",
     )
 
 
@@ -64,11 +64,7 @@ def add_ls(parser: argparse.ArgumentParser) -> None:
     _add_pool(parser, "ls", "--namespace team")
     parser.add_argument("--namespace", metavar="NAME", help="show this namespace only")
     parser.add_argument(
-        "--limit",
-        type=positive,
-        default=_LISTED,
-        metavar="N",
-        help="chains to show, longest first (default %(default)s)",
+        "--limit", type=positive, default=_LISTED, metavar="N", help="chains to show, longest first"
     )
     parser.set_defaults(run=ls)
 

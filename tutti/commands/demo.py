@@ -61,9 +61,7 @@ def add_demo(parser: argparse.ArgumentParser) -> None:
     """Describes `tutti demo`."""
     parser.description, parser.epilog = _DESCRIPTION, _EXAMPLE
     parser.add_argument(
-        "--dir",
-        default=".tutti-demo",
-        help="folder for pools and results, made if missing (default: %(default)s)",
+        "--dir", default=".tutti-demo", help="folder for pools and results, made if missing"
     )
     parser.add_argument("--quick", action="store_true", help="a few seconds with small pools")
     parser.set_defaults(run=run_demo)

@@ -43,9 +43,7 @@ def add_fsck(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--sample", type=positive, metavar="N", help="verify only N objects drawn at random"
     )
-    parser.add_argument(
-        "--seed", type=natural, default=0, help="seed of the random sample (default %(default)s)"
-    )
+    parser.add_argument("--seed", type=natural, default=0, help="seed of the random sample")
     parser.set_defaults(run=run_fsck)
 
 

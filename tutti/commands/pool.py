@@ -71,10 +71,7 @@ def add_format(parser: argparse.ArgumentParser) -> None:
     parser.description, parser.epilog = _FORMAT, _FORMAT_EXAMPLE
     add_paths(parser)
     parser.add_argument(
-        "--capacity",
-        type=nbytes,
-        metavar="SIZE",
-        help="total size of the pool, e.g. 64GiB",
+        "--capacity", type=nbytes, metavar="SIZE", help="total size of the pool, e.g. 64GiB"
     )
     parser.add_argument(
         "--for-server",

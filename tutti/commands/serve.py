@@ -56,20 +56,18 @@ def add_serve(parser: argparse.ArgumentParser) -> None:
         help="serve Prometheus metrics at http://HOST:PORT/metrics (default host 127.0.0.1)",
     )
     parser.add_argument("--group", metavar="NAME", help="members of this group may connect, too")
-    parser.add_argument(
-        "--verify", choices=VERIFY, default="always", help="loads to verify (default %(default)s)"
-    )
+    parser.add_argument("--verify", choices=VERIFY, default="always", help="loads to verify")
     parser.add_argument(
         "--durability",
         choices=DURABILITY,
         default="process",
-        help="acknowledged pages survive the process, or also power loss (default %(default)s)",
+        help="acknowledged pages survive the process, or also power loss",
     )
     parser.add_argument(
         "--eviction",
         choices=sorted(POLICIES),
         default=StoreConfig().eviction,
-        help="which objects go when a pool is full (default %(default)s)",
+        help="which objects go when a pool is full",
     )
     parser.add_argument(
         "--write-budget",
@@ -93,7 +91,7 @@ def add_serve(parser: argparse.ArgumentParser) -> None:
         "--executor",
         choices=("auto", "uring", "threads"),
         default="auto",
-        help="how files are read and written (default %(default)s)",
+        help="how files are read and written",
     )
     parser.add_argument(
         "--remote",

@@ -111,20 +111,16 @@ def _add_common(parser: argparse.ArgumentParser, *, path_required: bool) -> None
         " ranks share (docs/sglang.md); or unix:SOCKET of `tutti serve`",
     )
     parser.add_argument(
-        "--mode", choices=(HICACHE, LINKER), default=HICACHE, help="default %(default)s"
+        "--mode", choices=(HICACHE, LINKER), default=HICACHE, help="how SGLang uses Tutti"
     )
     parser.add_argument(
-        "--page-size",
-        type=positive,
-        default=PAGE_SIZE,
-        metavar="TOKENS",
-        help="tokens per page (default %(default)s)",
+        "--page-size", type=positive, default=PAGE_SIZE, metavar="TOKENS", help="tokens per page"
     )
     parser.add_argument(
         "--layout",
         choices=sorted(IO_BACKENDS),
         default="page_first",
-        help="memory layout of SGLang's host pool (default %(default)s)",
+        help="memory layout of SGLang's host pool",
     )
 
 

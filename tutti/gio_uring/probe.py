@@ -174,21 +174,14 @@ def probe_uring() -> UringFacts:
     refusal = uring_refusal()
     if refusal is not None:
         return UringFacts(False, (), f"{refusal}; threads with pread and pwrite take its place")
-    with _uring() as fd:
-        return UringFacts(True, _opcodes(fd) if fd >= 0 else (), "")
-
-
-@contextmanager
-def _uring() -> Iterator[int]:
-    """The file of a small ring, or a negative errno."""
-    params = bytearray(_PARAMS_NBYTES)
-    raw = (ctypes.c_char * _PARAMS_NBYTES).from_buffer(params)
+    raw = ctypes.create_string_buffer(_PARAMS_NBYTES)
     fd = _syscall(_SYS_SETUP, 4, ctypes.addressof(raw))
+    if fd < 0:
+        return UringFacts(False, (), os.strerror(-fd))
     try:
-        yield fd
+        return UringFacts(True, _opcodes(fd), "")
     finally:
-        if fd >= 0:
-            os.close(fd)
+        os.close(fd)
 
 
 def _opcodes(fd: int) -> tuple[str, ...]:

@@ -31,12 +31,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of the command."""
     add_workload_arguments(parser)
     group = parser.add_argument_group("export")
-    group.add_argument("--format", choices=(OPENAI, MOONCAKE), default=OPENAI)
+    group.add_argument(
+        "--format", choices=(OPENAI, MOONCAKE), default=OPENAI, help="format of --out"
+    )
     group.add_argument("--out", type=Path, help="the file to write; nothing is written without it")
     group.add_argument("--rate", type=float, default=1.0, help="requests/s of written timestamps")
-    group.add_argument(
-        "--seed", type=int, default=1, help="seed of the arrivals (default %(default)s)"
-    )
+    group.add_argument("--seed", type=int, default=1, help="seed of the arrivals")
     group.add_argument(
         "--capacity-tokens",
         type=int,

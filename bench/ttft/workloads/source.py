@@ -96,19 +96,23 @@ def add_workload_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--tasks", nargs="*", default=[], metavar="TASK", help="tasks to include (default: all)"
     )
-    group.add_argument("--order", choices=ORDERS, help="default: shuffled; round-robin for LooGLE")
+    group.add_argument(
+        "--order",
+        choices=ORDERS,
+        help="order of requests (default: shuffled; round-robin for LooGLE)",
+    )
     group.add_argument(
         "--requests",
         type=positive,
         metavar="N",
         help="number of requests (default: 3000; LooGLE 4000; a trace: all)",
     )
-    group.add_argument("--workload-seed", type=int, default=1, help="default %(default)s")
+    group.add_argument("--workload-seed", type=int, default=1, help="seed of the requests")
     group.add_argument(
         "--context-tokens",
         type=positive,
         default=128 * 1024,
-        help="skip requests longer than this, prompt and answer together (default %(default)s)",
+        help="skip requests longer than this, prompt and answer together",
     )
     group.add_argument(
         "--scale", type=float, default=1.0, help="factor for the lengths of generated documents"
