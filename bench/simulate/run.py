@@ -97,6 +97,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=Path,
         help="file of `tutti profile`, whose compute and drive are used instead",
     )
+    _add_cluster_arguments(group)
+    _add_paper_arguments(parser)
+
+
+def _add_cluster_arguments(group: argparse._ArgumentGroup) -> None:
+    """How many servers there are, and how requests reach them."""
     group.add_argument("--servers", type=positive, default=1, help="number of servers")
     group.add_argument(
         "--servers-per-node",
@@ -112,8 +118,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         choices=ROUTERS,
         default=[ROUND_ROBIN],
-        help="how requests are sent to servers: in turn, or to the one with the longest cached "
-        "prefix",
+        help="send requests in turn, or to the server with the longest cached prefix",
     )
     group.add_argument(
         "--rates",
@@ -123,9 +128,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="R",
         help="requests per second, at random times (default: the trace's own times)",
     )
-    group.add_argument(
-        "--seeds", type=positive, default=1, help="runs with other random arrival times"
-    )
+    group.add_argument("--seeds", type=positive, default=1, help="runs with other arrival times")
     group.add_argument(
         "--warm",
         type=int,
@@ -135,7 +138,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--unit-layers", type=positive, default=4, help="layers per transfer")
     group.add_argument("--csv", type=Path, help="also write TTFT and ITL against rate here")
-    _add_paper_arguments(parser)
 
 
 def _add_paper_arguments(parser: argparse.ArgumentParser) -> None:
