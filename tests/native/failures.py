@@ -9,8 +9,8 @@ passes, "FIRST-END", "SEED:COUNT", as many of them, or "sites", the first call o
 package that calls a function of it ("sites:PART/PARTS" for a part of them).
 
 After every failure: no untyped error, nothing left behind, and the pool opens and serves what was
-acknowledged and no wrong byte. Prints one line of JSON with what was tried and what was found, and
-adds a row to the file RESULT.
+acknowledged and no wrong byte. Prints each finding to stderr as it is found, then one line of JSON
+with what was tried and what was found. Keeps a row of the file RESULT up to date meanwhile.
 """
 
 from __future__ import annotations
@@ -27,9 +27,12 @@ import sys
 import threading
 import time
 import traceback
+from collections import deque
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import CodeType, FrameType
+from typing import IO, Any
 
 import numpy as np
 
@@ -52,6 +55,8 @@ PACKAGE = str(Path(tutti.__file__).parent)
 PAGES = 4
 TIMEOUT_S = 2.0
 HANG_S = 60.0
+LIVES_AT_ONCE = 3  # they wait most of the time
+WRITE_EVERY_S = 10.0
 CALLS_MAX = 100_000
 
 
@@ -280,23 +285,90 @@ def one(call: int | Site, path: Path, executor: str, failing: Failing) -> Tried:
     return calls, failing.what(), found
 
 
-def one_apart(call: int | Site, path: Path, executor: str, failing: Failing) -> Tried:
+@dataclass
+class Apart:
     """`one` in a fork of this process: a life that dies or hangs is a finding like others."""
-    ours, theirs = os.pipe()
-    child = os.fork()
-    if child == 0:
-        faulthandler.dump_traceback_later(HANG_S, exit=True)
-        with open(theirs, "w") as pipe:
-            json.dump(one(call, path, executor, failing), pipe)
-        os._exit(0)  # whatever threads are left
-    os.close(theirs)
-    with open(ours) as pipe:
-        said = pipe.read()
-    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    if not said:
-        return 0, "it died", [f"the process ended with {status}; see stderr"]
-    calls, what, found = json.loads(said)
-    return calls, what, found
+
+    call: int | Site
+    pid: int
+    said: IO[str]
+
+    @staticmethod
+    def begin(call: int | Site, path: Path, executor: str, failing: Failing) -> Apart:
+        ours, theirs = os.pipe()
+        child = os.fork()
+        if child == 0:
+            faulthandler.dump_traceback_later(HANG_S, exit=True)
+            with open(theirs, "w") as pipe:
+                json.dump(one(call, path, executor, failing), pipe)
+            os._exit(0)  # whatever threads are left
+        os.close(theirs)
+        return Apart(call, child, open(ours))
+
+    def end(self) -> Tried:
+        with self.said:
+            said = self.said.read()
+        status = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        if not said:
+            return 0, "it died", [f"the process ended with {status}; see stderr"]
+        calls, what, found = json.loads(said)
+        return calls, what, found
+
+
+def lives(
+    chosen: Sequence[int | Site], folder: Path, executor: str, failing: Failing
+) -> Generator[tuple[int | Site, Tried], None, None]:
+    """The lives of the chosen calls, some at once; those that run are awaited at the end."""
+    running: deque[Apart] = deque()
+    try:
+        for number, call in enumerate(chosen):
+            if len(running) == LIVES_AT_ONCE:
+                yield running[0].call, running.popleft().end()
+            path = folder / f"pool-{number % LIVES_AT_ONCE}"
+            running.append(Apart.begin(call, path, executor, failing))
+        while running:
+            yield running[0].call, running.popleft().end()
+    finally:
+        for apart in running:
+            apart.end()
+
+
+@dataclass
+class Sweep:
+    """What was tried so far, and the row of a result that tells it."""
+
+    row: dict[str, object]
+    out: Path | None
+    begun_s: float = field(default_factory=time.monotonic)
+    written_s: float = 0.0
+    tried: int = 0
+    wrong: dict[str, list[str]] = field(default_factory=dict)
+
+    def add(self, call: int | Site, what: str, found: list[str]) -> None:
+        self.tried += bool(what)
+        if found:
+            self.wrong[f"{call} {what}"] = found
+            print(f"{call} {what}:", *found, sep="\n", file=sys.stderr, flush=True)
+        if found or time.monotonic() - self.written_s > WRITE_EVERY_S:
+            self.write(ended=False)
+
+    def write(self, ended: bool) -> None:
+        """Replaces the row of the same calls and executor, or adds it."""
+        self.written_s = time.monotonic()
+        self.row |= {"failed": self.tried, "findings": len(self.wrong), "ended": ended}
+        self.row |= {"seconds": round(self.written_s - self.begun_s)}
+        print(json.dumps(self.row), file=sys.stderr, flush=True)
+        if self.out is None:
+            return
+        result: dict[str, Any] = {"rows": []}
+        with contextlib.suppress(FileNotFoundError):
+            result = json.loads(self.out.read_text())
+        same = ("what fails", "executor", "chosen")
+        rows = [row for row in result["rows"] if any(row[name] != self.row[name] for name in same)]
+        result = {"benchmark": "failures", "machine": describe(self.out.parent)}
+        fresh = self.out.with_suffix(".part")
+        fresh.write_text(json.dumps(result | {"rows": [*rows, self.row]}, indent=1) + "\n")
+        fresh.replace(self.out)
 
 
 def main(kind: str, executor: str, folder: str, which: str, out: str = "") -> int:
@@ -306,39 +378,25 @@ def main(kind: str, executor: str, folder: str, which: str, out: str = "") -> in
     sys.unraisablehook = lambda _: None
     interrupts._LINGER_S = 0.01  # what is left is counted when the threads of calls have ended
     failing = Failing(kind)
-    path = Path(folder) / "pool"
     faulthandler.dump_traceback_later(HANG_S, exit=True)
     for _ in range(3):  # what is made once
-        calls, _, found = one(CALLS_MAX, path, executor, failing)
+        calls, _, found = one(CALLS_MAX, Path(folder) / "pool-0", executor, failing)
     faulthandler.cancel_dump_traceback_later()
     assert not found, found
     gc.collect()
     gc.freeze()  # what is there is no child's to look at
-    begun_s, tried, wrong = time.monotonic(), 0, {}
-    for call in choose(which, calls, list(failing.sites)):
-        print(call, file=sys.stderr, flush=True)
-        _, what, found = one_apart(call, path, executor, failing)
-        tried += bool(what)
-        if found:
-            wrong[f"{call} {what}"] = found
-        if not what and which == "all":
-            break
-    if out:
-        row = {"what fails": kind, "executor": executor, "calls of a life": calls}
-        row |= {"places": len(failing.sites), "chosen": which, "failed": tried}
-        row |= {"findings": len(wrong), "seconds": round(time.monotonic() - begun_s)}
-        add_row(Path(out), row)
-    print(json.dumps({"calls": calls, "tried": tried, "wrong": wrong}))
-    return 1 if wrong else 0
-
-
-def add_row(out: Path, row: dict[str, object]) -> None:
-    """Adds to a result, or begins one."""
-    result = {"benchmark": "failures", "machine": describe(out.parent), "rows": []}
-    with contextlib.suppress(FileNotFoundError):
-        result = json.loads(out.read_text())
-    result["rows"].append(row)
-    out.write_text(json.dumps(result, indent=1) + "\n")
+    row: dict[str, object] = {"what fails": kind, "executor": executor, "calls of a life": calls}
+    row |= {"places": len(failing.sites), "chosen": which}
+    sweep = Sweep(row, Path(out) if out else None)
+    chosen = choose(which, calls, list(failing.sites))
+    with contextlib.closing(lives(chosen, Path(folder), executor, failing)) as tried:
+        for call, (_, what, found) in tried:
+            sweep.add(call, what, found)
+            if not what and which == "all":
+                break
+    sweep.write(ended=True)
+    print(json.dumps({"calls": calls, "tried": sweep.tried, "wrong": sweep.wrong}))
+    return 1 if sweep.wrong else 0
 
 
 if __name__ == "__main__":
