@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -15,12 +16,16 @@ import pytest
 from linker_engine import Rig, names, wait_for
 from linker_gpu import gpu_rig
 
+import tutti
 from tutti.bench.simulate.io import policy_of
-from tutti.errors import ProfileError
+from tutti.errors import ConfigError, ProfileError
 from tutti.integration.sglang import linker as linker_module
+from tutti.integration.sglang.breaker import Breaker
 from tutti.integration.sglang.direct import steps as steps_module
+from tutti.integration.sglang.direct.backlog import Backlog, Chains
 from tutti.integration.sglang.direct.steps import STEPS, StepsWatch
 from tutti.machine import machine_facts
+from tutti.medium.layout import KVLayout
 from tutti.scheduler import trace
 from tutti.scheduler.baselines import ImmediatePolicy
 from tutti.scheduler.dispatcher import Dispatcher, Schedule
@@ -38,6 +43,7 @@ from tutti.scheduler.profile import estimated_document
 from tutti.scheduler.request import Kind, Phase
 from tutti.scheduler.roofline import GPUS, ModelShape
 from tutti.scheduler.state import Decision, Policy
+from tutti.transfers.core import StoreConfig
 
 
 class FlatProfile:
@@ -306,3 +312,24 @@ def event_of(line: str) -> Event:
 
 def is_ahead(event: Event) -> bool:
     return isinstance(event, LoadKnown) and event.kind is Kind.READ_AHEAD
+
+
+def test_a_store_that_queues_its_puts_has_no_backlog(tmp_path: Path) -> None:
+    """The queue would start the store's put on the thread that waits for it."""
+    layout = KVLayout.mha(
+        layers=2, kv_heads=2, head_dim=64, page_size=16, dtype="bfloat16", model="test-model"
+    )
+    config = StoreConfig(schedule=Schedule(FlatProfile()))
+    with tutti.open(tmp_path / "pool", layout, "8MiB", config=config) as store:
+        threads = threading.active_count()
+        with pytest.raises(ConfigError, match="puts=False"):
+            Backlog(
+                [SimpleNamespace(name="kv", store=store)],  # type: ignore[list-item]
+                schedule=config.schedule,
+                locked_share=0.5,
+                timeout_s=5.0,
+                breaker=Breaker(3, 5.0, time.monotonic),
+                chains=Chains(),
+                log_error=lambda *_: None,
+            )
+        assert threading.active_count() == threads

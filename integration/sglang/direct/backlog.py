@@ -20,7 +20,7 @@ import torch
 
 from tutti.arrays import Keys
 from tutti.callbacks import Guard
-from tutti.errors import DeviceTimeout, TuttiError
+from tutti.errors import ConfigError, DeviceTimeout, TuttiError
 from tutti.integration.sglang.breaker import Breaker
 from tutti.integration.sglang.direct.kv_pools import Pages
 from tutti.integration.sglang.direct.staging_copy import Fence
@@ -136,6 +136,7 @@ class Backlog(Owned):
     schedule: of the queue that the pools share.
     locked_share: of each pool's pages that may wait for the medium where they are.
     chains: what precedes a page.
+    Raises ConfigError for a store whose schedule queues puts: each would wait for the other's.
     """
 
     def __init__(
@@ -149,6 +150,13 @@ class Backlog(Owned):
         chains: Chains,
         log_error: Callable[[str, object], None],
     ) -> None:
+        for stored_pool in stored_pools:
+            queued = stored_pool.store.config.schedule
+            if queued is not None and queued.puts:
+                raise ConfigError(
+                    f"the store of {stored_pool.name} queues its puts itself, which would wait for "
+                    "the backlog's thread; open it with Schedule(..., puts=False)"
+                )
         self._timeout_s = timeout_s
         self._breaker = breaker
         self._chains = chains
