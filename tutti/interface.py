@@ -238,6 +238,10 @@ class Store(ABC):
     def close(self, timeout_s: float | None = None) -> None:
         """Ends all transfers, writes the snapshots and marks the pool clean.
 
+        A command past its deadline may still be answered, which frees its memory and leaves the
+        pool clean: `close` waits ``timeout_s`` for that, and resets the device then.  It resets at
+        once where nothing else is left than what an engine on the GPU has given up.
+
         Raises DeviceTimeout when the device does not answer in time, and PoolMoved when a member
         is no longer the file under its name: the pool is then left unclean.  Raises ConfigError in
         a callback, and closes nothing: close it in another thread.

@@ -338,7 +338,7 @@ class ObjectStore(Owned, Store):
             core.changed.notify_all()
         assert self._resources.recovery is not None, "started with the store"
         self._resources.recovery.join(timeout_s)
-        quiet = core.wait_quiet(timeout_s)
+        quiet = core.wait_quiet(timeout_s, self._resources.lost_jobs)
         # What is unproven stays so: a pool that has some is left as a crash leaves it.
         if quiet and core.ready and core.failure is None:
             self._io.flush(self.members.nsids())

@@ -107,8 +107,8 @@ def test_a_deadline_fails_the_batch_and_the_linker_closes(
     """Commands of the middle layer are never answered: the pages stay SGLang's to keep, the close
     resets the controller, and the pool serves again.
     """
-    # The close waits timeout_s for the commands that never end.
-    limits = {"load_timeout_s": 0.5, "timeout_s": 10.0, "read_ahead_share": 0.0}
+    # The close must not wait timeout_s for the commands that never end.
+    limits = {"load_timeout_s": 0.5, "timeout_s": 600.0, "read_ahead_share": 0.0}
     with gpu_rig(tmp_path, monkeypatch, gpu_engine=gpu_engine, **limits) as rig:
         rig.fill(3)
         want = rig.content(range(6))

@@ -6,7 +6,7 @@ import contextlib
 import copy
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -318,10 +318,13 @@ class Core(Owned):
                     f"recovery is not done after {timeout_s:g} s; look-ups miss until it is"
                 )
 
-    def wait_quiet(self, timeout_s: float) -> bool:
-        """Waits until nothing is in flight.  Lock held or not."""
+    def wait_quiet(self, timeout_s: float, lost: Callable[[], int] = int) -> bool:
+        """Waits until nothing is in flight but what no wait ends (``lost``).  Lock held or not."""
         with self.lock:
-            return self.changed.wait_for(lambda: self.in_flight == 0, timeout_s)
+            deadline_s = time.monotonic() + timeout_s
+            while self.in_flight > lost() and (left_s := deadline_s - time.monotonic()) > 0:
+                self.changed.wait(min(left_s, 0.2))
+            return self.in_flight == 0
 
     def admitted(self, timeout_s: float) -> Admitted:
         """Counts what begins inside, from when nothing stands still: see ``quiesced``.

@@ -6,6 +6,7 @@ import logging
 import threading
 import warnings
 from functools import partial
+from typing import Protocol, runtime_checkable
 
 from tutti.errors import DeviceTimeout, TuttiError
 from tutti.gio_uring.controller import NativeController
@@ -19,6 +20,15 @@ _log = logging.getLogger(__name__)
 
 #: Resources of devices that could not be stopped: they are kept until the process ends.
 _STUCK: list[Resources] = []
+
+
+@runtime_checkable
+class JobKeeper(Protocol):
+    """A part that keeps the memory of jobs whose commands were lost, until its close resets."""
+
+    @property
+    def kept_jobs(self) -> int:
+        """How many; a store that closes does not wait for them."""
 
 
 class Resources:
@@ -61,6 +71,10 @@ class Resources:
                 region.close()
             raise
         return regions
+
+    def lost_jobs(self) -> int:
+        """Jobs that no wait ends: only the close of their part resets the device."""
+        return sum(part.kept_jobs for part in self.parts if isinstance(part, JobKeeper))
 
     def lose(self, regions: list[DmaRegion]) -> None:
         """Keeps memory registered until the engine has ended: a device may still write to it."""

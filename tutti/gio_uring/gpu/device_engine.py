@@ -339,6 +339,11 @@ class DeviceEngine(Owned):
         with self._lock:
             self._kept.append(job)
 
+    @property
+    def kept_jobs(self) -> int:
+        """Jobs whose commands were lost; `close` resets the controller and releases them."""
+        return len(self._kept)
+
     def _watch(self) -> None:
         """Polls the final status of each job; makes no CUDA call."""
         while not self._closed or self._jobs:  # bounded by close(), which gives up what is left
