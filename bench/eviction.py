@@ -27,6 +27,7 @@ from tutti.arrays import Keys, Mask, Slots
 from tutti.bench import belady
 from tutti.bench.environment import describe
 from tutti.bench.traces import Request, Synthetic, block_keys, generate, read_trace
+from tutti.checks import check_writable
 from tutti.errors import ConfigError
 from tutti.medium.geometry import GROUPS_LEAST
 from tutti.placement.allocator import Allocator
@@ -85,6 +86,8 @@ def run(args: argparse.Namespace, progress: ProgressFactory) -> dict[str, Any]:
     """Replays each trace at each capacity with each policy.  Raises ConfigError."""
     if not all(0 < share <= 1 for share in args.capacity):
         raise ConfigError("--capacity is a share of a trace's blocks, above 0 and at most 1")
+    if args.out is not None:
+        check_writable(args.out)
     traces = [(_name(trace), _requests(trace, args.requests)) for trace in args.trace]
     cells = []
     with progress("eviction", len(traces) * len(args.capacity)) as bar:

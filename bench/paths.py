@@ -28,6 +28,7 @@ from tutti.bench.environment import describe
 from tutti.bench.plots import plot_paths
 from tutti.bench.pool_file import add_place_arguments, medium_of, pool_paths
 from tutti.bench.statistics import median, percentile
+from tutti.checks import check_writable
 from tutti.errors import ConfigError, DeviceTimeout
 from tutti.gio_uring import _native
 from tutti.gio_uring.controller import NativeController
@@ -119,6 +120,9 @@ def run(args: argparse.Namespace, progress: ProgressFactory) -> dict[str, Any]:
     (place, *others) = pool_paths(args, "paths")
     if others:
         raise ConfigError("one drive at a time; name one --dir or one --path")
+    if args.out is not None:
+        check_writable(args.out)
+        check_writable(args.out.with_suffix(".png"))
     cells = [
         (path, direction, block, depth)
         for path in _paths_of(place, args.paths)

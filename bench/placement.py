@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 from tutti.bench import environment
 from tutti.bench.plots import blank_figure
-from tutti.checks import open_regular
+from tutti.checks import check_writable, open_regular
 from tutti.errors import ConfigError
 from tutti.terminal import ProgressFactory, table
 from tutti.units import KiB
@@ -54,6 +54,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace, progress: ProgressFactory) -> dict[str, Any]:
     """Reads the trace, sums it up and writes the files."""
     del progress  # done at once
+    files = [args.out.with_name(f"{args.out.name}.{kind}") for kind in ("json", "csv", "png")]
+    check_writable(*files)
     try:
         with io.TextIOWrapper(open_regular(args.trace), errors="replace") as lines:
             commands = read_trace(lines)
@@ -69,13 +71,12 @@ def run(args: argparse.Namespace, progress: ProgressFactory) -> dict[str, Any]:
         "columns": list(Command._fields),
         "commands": [list(command) for command in commands],
     }
-    stem: Path = args.out
-    stem.with_name(f"{stem.name}.json").write_text(json.dumps(result) + "\n")
-    with stem.with_name(f"{stem.name}.csv").open("w", newline="") as file:
+    files[0].write_text(json.dumps(result) + "\n")
+    with files[1].open("w", newline="") as file:
         writer = csv.writer(file)
         writer.writerow((*Command._fields, "label"))
         writer.writerows((*command, LABEL) for command in commands)
-    result["plotted"] = plot(commands, stem.with_name(f"{stem.name}.png"))
+    result["plotted"] = plot(commands, files[2])
     return result
 
 

@@ -23,6 +23,7 @@ from typing import IO, Any
 
 from tutti.bench.environment import describe
 from tutti.bench.statistics import bootstrap_median, interval_text, median, ratios
+from tutti.checks import check_writable
 from tutti.errors import ConfigError, MediumError, TuttiError
 from tutti.terminal import progress, table
 
@@ -121,6 +122,7 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
     Raises ConfigError for what is not a checkout, MediumError for a bench that fails.
     """
     commits = {"before": _commit(args.before), "after": _commit(args.after)}
+    check_writable(args.out)
     rounds = _earlier(args.out, commits, args.bench)
     result: dict[str, Any] = {}
     with progress(f"{args.bench}, before and after", args.rounds) as bar:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tutti.checks import open_regular
+from tutti.checks import check_writable, open_regular
 from tutti.errors import CapacityError, ConfigError, system_message
 
 #: A line of a CSV: column -> text.  Empty text is a value that is not there.
@@ -83,28 +83,14 @@ def checked(rows: Sequence[Mapping[str, Any]], kind: str, name: str) -> list[Row
     return found
 
 
-def check_writable(path: Path) -> None:
-    """Fails before long work instead of after it.  Raises CapacityError, ConfigError for a pipe."""
-    if path.is_fifo():  # its open waits for a reader
-        raise ConfigError(f"{path} is a pipe, not a regular file; name a file")
-    is_new = not path.exists()
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.open("a").close()
-        if is_new:
-            path.unlink()
-    except OSError as error:
-        raise CapacityError(f"cannot write {system_message(error)}") from error
-
-
 def write_csv(path: Path, rows: Sequence[Row], kind: str) -> None:
-    """Writes the rows.  Raises CapacityError when there is no room."""
+    """Writes the rows.  Raises CapacityError when there is no room, ConfigError for a pipe."""
+    check_writable(path)
     text = io.StringIO()
     writer = csv.DictWriter(text, COLUMNS[kind], lineterminator="\n")
     writer.writeheader()
     writer.writerows(rows)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text.getvalue())
     except OSError as error:
         raise CapacityError(f"cannot write {path}: {system_message(error)}") from error

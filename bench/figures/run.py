@@ -30,7 +30,7 @@ from tutti.bench.figures.data import (
 )
 from tutti.bench.figures.draw import TITLES, draw, hit_share
 from tutti.bench.figures.paper import PaperFigure, draw_paper
-from tutti.checks import open_regular
+from tutti.checks import check_writable, open_regular
 from tutti.errors import CapacityError, ConfigError
 from tutti.terminal import ProgressFactory, table
 
@@ -121,6 +121,7 @@ def write_figure(
     Without matplotlib the CSV alone.  Raises CapacityError where nothing can be written.
     """
     csv_path = stem.with_name(f"{stem.name}.csv")
+    check_writable(*(stem.with_name(f"{stem.name}.{suffix}") for suffix in ("png", "svg")))
     write_csv(csv_path, rows, kind)
     try:
         drawn = draw(kind, rows, stem, title=title or TITLES[kind], slo_ms=slo_ms, prices=prices)

@@ -16,6 +16,7 @@ from tutti.bench.environment import describe
 from tutti.bench.profile import gpu as profile_gpu
 from tutti.bench.profile.plot import plot_profile
 from tutti.bench.statistics import median
+from tutti.checks import check_writable
 from tutti.errors import ConfigError
 from tutti.pool.places import is_device
 from tutti.profiles.medium_timing import Medium
@@ -76,10 +77,9 @@ def run(args: argparse.Namespace, progress: ProgressFactory) -> dict[str, Any]:
     paths, directory = [path for path, _ in found], found[0][1]
     if not Path(args.out).absolute().parent.is_dir():
         raise ConfigError(f"the folder of {args.out} does not exist; make it, or name another")
-    if Path(args.out).is_dir():
-        raise ConfigError(f"{args.out} is a folder; name a file in it")
-    if not os.access(Path(args.out).absolute().parent, os.W_OK | os.X_OK):
-        raise ConfigError(f"no right to write next to {args.out}; give --out elsewhere")
+    check_writable(Path(args.out))
+    beside = [Path(f"{args.out}{suffix}") for suffix in (".partial", ".new")]
+    check_writable(Path(args.out).with_suffix(".png"), *beside)
     machine = describe(directory)
     points = Points(
         Path(f"{args.out}.partial"),

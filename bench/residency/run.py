@@ -32,6 +32,7 @@ from tutti.bench.residency.cell import CONFIGURATIONS
 from tutti.bench.residency.control_group import memory_group
 from tutti.bench.shape import parse_shape
 from tutti.bench.statistics import median
+from tutti.checks import check_writable
 from tutti.errors import CapacityError, ConfigError, MediumError, PoolExists, Unsupported
 from tutti.gio_uring.file_member import FileMember
 from tutti.terminal import ProgressFactory, table
@@ -97,6 +98,10 @@ def run(args: argparse.Namespace, progress: ProgressFactory) -> dict[str, Any]:
     (path,) = pool_paths(args, "residency")
     if Path(path).exists():
         raise PoolExists(f"{path} exists; a benchmark overwrites nothing: move it away")
+    if args.out:
+        out = Path(args.out)
+        check_writable(out)
+        check_writable(*(out.with_suffix(suffix) for suffix in (".csv", ".png", ".svg")))
     if args.moving is not None:
         return _run_moving(args, {**cell, "path": path}, progress)
     cells = []

@@ -16,7 +16,7 @@ from typing import Any
 
 from tutti.arguments import above_zero, positive
 from tutti.bench.environment import describe
-from tutti.bench.figures.data import RATE, Row, check_writable, write_csv
+from tutti.bench.figures.data import RATE, Row, write_csv
 from tutti.bench.simulate.calibration import (
     FILE,
     Calibration,
@@ -39,6 +39,7 @@ from tutti.bench.ttft.workloads.source import (
     build_workload,
     mooncake_requests,
 )
+from tutti.checks import check_writable
 from tutti.errors import ConfigError
 from tutti.scheduler.profile import TableProfile, load_profile
 from tutti.scheduler.roofline import GPUS

@@ -23,9 +23,9 @@ from typing import Any
 
 from tutti.arguments import nbytes, port, positive
 from tutti.bench.environment import command_line, describe
-from tutti.bench.figures.data import check_writable
 from tutti.bench.ttft.http import Endpoint, ServerError
 from tutti.bench.ttft.server_control import Control
+from tutti.checks import check_writable
 from tutti.errors import ConfigError, Unsupported
 from tutti.integration.sglang.launch import server_arguments
 from tutti.integration.sglang.options import HICACHE, LINKER, LINKER_OPTIONS

@@ -25,6 +25,7 @@ from tutti.bench.environment import describe
 from tutti.bench.residency.control_group import memory_group
 from tutti.bench.statistics import bootstrap_median, interval_text, median, ratios
 from tutti.bench.yardsticks.round import SYSTEMS, RoundPlan
+from tutti.checks import check_writable
 from tutti.errors import ConfigError, DeviceTimeout, MediumError, TuttiError, Unsupported
 from tutti.terminal import ProgressFactory, table
 from tutti.units import GiB, format_nbytes, parse_nbytes
@@ -250,6 +251,8 @@ def main(argv: list[str] | None = None) -> int:
     add_arguments(parser)
     args = parser.parse_args(argv)
     try:
+        if args.out:
+            check_writable(args.out)
         result = run(args, progress)
         if args.out:
             args.out.write_text(json.dumps(result, indent=1) + "\n")

@@ -11,6 +11,7 @@ import pytest
 from tutti import cli
 
 USAGE, UNUSABLE = 2, 3
+RATE = Path(__file__).parents[2] / "docs" / "figures" / "tutti-fig08-leval.csv"
 
 
 @pytest.mark.parametrize("rate", ["1e30", "1e-30", "inf", "nan", "-1", "0"])
@@ -49,6 +50,13 @@ COMMANDS = {
     "placement": ["bench", "placement", "{fifo}", "--out", "{folder}/out"],
     "slack": ["bench", "slack", "--recorded", "{fifo}"],
     "figures": ["bench", "figures", "rate", "{fifo}", "--out", "{folder}/out"],
+    "figure's rows": ["bench", "figures", "rate", str(RATE), "--out", "{folder}/pipe"],
+    "made profile": ["profile", "--medium", "{folder}", "--out", "{fifo}"],
+    "paths": ["bench", "paths", "--dir", "{folder}", "--out", "{fifo}"],
+    "eviction": ["bench", "eviction", "--out", "{fifo}"],
+    "residency": ["bench", "residency", "--dir", "{folder}", "--out", "{folder}/pipe.json"],
+    "placement's rows": ["bench", "placement", "{folder}/none", "--out", "{folder}/pipe"],
+    "written workload": ["bench", "workload", "--workload", "mooncake", "--out", "{fifo}"],
 }
 
 
@@ -56,7 +64,7 @@ COMMANDS = {
 def test_a_pipe_without_another_end(
     tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    fifo = tmp_path / "fifo"
+    fifo = tmp_path / "pipe.csv"
     os.mkfifo(fifo)
     words = [word.format(fifo=fifo, folder=tmp_path) for word in COMMANDS[name]]
     codes: list[int] = []

@@ -20,6 +20,7 @@ from tutti.bench.ttft.workloads.source import (
     build_workload,
     mooncake_requests,
 )
+from tutti.checks import check_writable
 from tutti.errors import CapacityError, system_message
 from tutti.terminal import ProgressFactory, facts, table
 from tutti.units import format_nbytes
@@ -49,6 +50,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, progress: ProgressFactory) -> dict[str, Any]:
     """Builds the workload, describes it, and writes it where asked to."""
+    if args.out is not None:
+        check_writable(args.out)
     workload = build_workload(args)
     result: dict[str, Any] = {"benchmark": "workload", **workload.facts()}
     if args.capacity_tokens:
