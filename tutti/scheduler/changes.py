@@ -30,7 +30,7 @@ from tutti.scheduler.event import (
     WriteKnown,
     WriteStopped,
 )
-from tutti.scheduler.pipes import begin, end, given_up, measured
+from tutti.scheduler.measured_speed import begin, end, given_up, measured
 from tutti.scheduler.request import Kind, Load, PageLocation, Phase, Profile, Step, Write
 from tutti.scheduler.state import NOTHING, Decision, Issue, Policy, Space, State
 

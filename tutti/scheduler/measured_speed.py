@@ -1,4 +1,4 @@
-"""What flies in each direction of the device, and what its ends tell about speed."""
+"""Learns a drive's speed, and how reads and writes slow each other, from transfers that ended."""
 
 from __future__ import annotations
 
