@@ -129,6 +129,7 @@ _QUICK: Prototypes = {
     "tutti_reuse_loaded": (_I64, (_REUSE, _POINTER, _U64, _I64)),
     "tutti_reuse_stored": (_I64, (_REUSE, _POINTER, _POINTER, _U64, _I64)),
     "tutti_load_plan": (_I64, (_TABLES, _POINTER, _U64, _U32, _U32, _POINTER)),
+    "tutti_load_start": (_I64, (_TABLES, _POINTER, _U64, _U32, _U32, _POINTER, _POINTER)),
     "tutti_digests_put": (None, (_DIGESTS, _POINTER, _POINTER, _U64, _POINTER)),
 }
 

@@ -105,23 +105,24 @@ int Engine::submit(const JobConfig& config, Job** out) {
   auto job = std::make_unique<Job>(config);
   std::vector<std::list<Part>> parts = split(job.get());
   const bool is_empty = config.iocb.n_runs == 0 || config.iocb.n_layers == 0;
+  Job* const taken = job.get();
   {
     std::lock_guard<std::mutex> lock(mutex_);
     if (exited_ || stop_) return -ESHUTDOWN;
     ++jobs_;
+    *out = job.release();  // its ownership pairs with gio_job_free, which may come at once
     for (u32 i = 0; i < n_lanes_ && !is_empty; ++i) {
       if (parts[i].empty()) continue;
-      ++job->refs;
+      ++taken->refs;
       lanes_[i]->push(&parts[i]);
     }
   }
   if (is_empty) {
-    std::lock_guard<std::mutex> lock(job->mutex);
-    end(job.get());
-    job->layers_ready = job->n_layers;
+    std::lock_guard<std::mutex> lock(taken->mutex);
+    end(taken);
+    taken->layers_ready = taken->n_layers;
   }
-  *out = job.release();  // its ownership pairs with gio_job_free
-  drop(*out);
+  drop(taken);
   return 0;
 }
 

@@ -26,6 +26,7 @@ from tutti.gio_uring import (
 )
 from tutti.gio_uring.gpu import parameters as device_batch
 from tutti.pool import slot_extents
+from tutti.transfers import load_start
 
 KERNELS = Path(__file__).parents[2] / "kernels"
 HEADERS = ("gio_uring/controller_queue.h", "gio_uring/iocb.h", "gio_uring/queue_pair.h")
@@ -70,6 +71,7 @@ STRUCTS: dict[str, type[ctypes.Structure]] = {
     "tutti_reuse": native_library.NativeReuse,
     "tutti_digests": native_library.NativeDigests,
     "tutti_load_tables": native_library.NativeLoadTables,
+    "tutti_start": load_start.StartStruct,
 }
 # Fields that C++ has no name for: padding before an aligned member.
 UNNAMED = {("QueuePair", "padding")}
@@ -109,7 +111,8 @@ def spec_constants() -> dict[str, int]:
 
 def program() -> str:
     lines = [f'#include "{header}"' for header in HEADERS]
-    for header in ("controller_file", "controller_memory", "controller_vfio", "engine", "runs"):
+    native = ("controller_file", "controller_memory", "controller_vfio", "engine", "load_start")
+    for header in native:
         lines.append(f'#include "native/{header}.h"')
     lines.append('#include "device/parameters.cuh"')
     lines += ["#include <cstddef>", "#include <cstdio>", "using namespace gio;", "int main() {"]

@@ -24,7 +24,7 @@ def main(mistake: str, folder: str) -> None:
         assert job.wait_released(10)
         job._free = lambda _: None  # it is not freed by itself
         if mistake == "use":
-            _native.quick().gio_job_free(job._handle)
+            _native.quick().gio_job_free(job.native)
             job.report()
         engine.close()
 

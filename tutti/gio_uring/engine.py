@@ -99,21 +99,20 @@ class Engine(Owned):
         self.lba_nbytes = 1 << info.lba_shift
         self.command_nlb_max = max(1, min(command_nbytes_max, info.mdts_nbytes) // self.lba_nbytes)
         self.psdt = PSDT_SGL if (info.sgl_descriptors > 0 if use_sgl is None else use_sgl) else 0
-        self._descriptors_max = min(
+        self.descriptors_max = min(
             _DESCRIPTORS_PER_LIST, info.sgl_descriptors or _DESCRIPTORS_PER_LIST
         )
         self.lanes = len(controller.handles)
         depth = min(depth, info.depth_max)
         lists_nbytes = depth * LIST_NBYTES
         self._arena = HostBuffer(self.lanes * lists_nbytes + 2 * self.lba_nbytes)
-        self._scratch = self._arena.address + self.lanes * lists_nbytes
-        self._zeros = self._scratch + self.lba_nbytes
+        self.scratch = self._arena.address + self.lanes * lists_nbytes
+        self._zeros = self.scratch + self.lba_nbytes
         self._closed = self._ended = False
         self._stopping = threading.Lock()  # close, the drop of this object, or the process's exit
         self._tags = itertools.count(1)
         self._running = _Running()
         self.guard, self._jobs = self._running.guard, self._running.jobs
-        self._lock = self._running.lock
         self._thread = threading.Thread(
             target=self._running.complete, name="gio-completions", daemon=True
         )
@@ -184,14 +183,14 @@ class Engine(Owned):
         the engine's own thread, where it must not wait for a job.
         Raises PoolClosed after ``close``, CapacityError without memory for the job.
         """
-        slices_max = max(1, (self._descriptors_max - 1) // (len(memory.segment_nbytes) + 1))
+        slices_max = max(1, (self.descriptors_max - 1) // (len(memory.segment_nbytes) + 1))
         runs = extents.commands(
             CutStruct(extents.slice_nlb, self.lba_nbytes, self.command_nlb_max, slices_max)
         )
         config = JobConfig(iocb=memory.iocb)
         io = config.iocb
         io.pages, io.n_pages = address(pages), pages.size
-        io.padding = self._scratch if opcode == OPCODE_READ else self._zeros
+        io.padding = self.scratch if opcode == OPCODE_READ else self._zeros
         io.slice_nlb, io.layer_stride_nlb = extents.slice_nlb, extents.layer_stride_nlb
         io.psdt = self.psdt
         io.flags = FUA if options.get("fua") else 0
@@ -256,8 +255,7 @@ class Engine(Owned):
 
     def is_using(self, owner: object) -> bool:
         """Whether a job that was given memory of `owner`, even half submitted, is unreleased."""
-        with self._lock:
-            kept = [job.kept if isinstance(job, Job) else job for job in self._jobs.values()]
+        kept = [job.kept for job in list(self._jobs.values())]
         things = itertools.chain.from_iterable(kept)
         return any(isinstance(thing, PagedMemory) and thing.owner is owner for thing in things)
 
@@ -324,29 +322,43 @@ class Engine(Owned):
         timeout_s: float,
         on_released: Callable[[Job], None] | None,
     ) -> Job:
-        if self._closed:
-            raise PoolClosed("the engine is closed; open the pool again")
         page_status = np.zeros(n_pages, np.uint32)
         config.iocb.opcode = opcode
         config.iocb.lba_shift = self.controller.info.lba_shift
         config.iocb.runs, config.iocb.n_runs = address(runs), runs.size
         config.page_status = address(page_status) if n_pages else 0
         config.timeout_ns = nanoseconds(timeout_s)
-        config.tag = next(self._tags)
-        lib, handle = _native.quick(), ctypes.c_void_p()
-        arrays = (page_status, runs, *keep)
-        with self._lock:  # the job may be released before it is known here
-            # An error can strike between a submission and its Job: the arrays live on all the same.
-            self._jobs[config.tag] = arrays
-            result = lib.gio_engine_submit(self.handle, ctypes.byref(config), ctypes.byref(handle))
-            if result < 0:
-                del self._jobs[config.tag]
-            if result == -errno.ESHUTDOWN:
-                raise PoolClosed("the engine is closing; open the pool again")
-            _native.check(result, "cannot start a transfer", "free memory", CapacityError)
-            job = Job(self, int(handle.value or 0), config.tag, arrays, on_released)
-            self._jobs[config.tag] = job
+        job = self.open_job(page_status, (page_status, runs, *keep), on_released)
+        config.tag = job.tag
+        submit, native = _native.quick().gio_engine_submit, ctypes.byref(job.native)
+        self.check_started(job, submit(self.handle, ctypes.byref(config), native))
         return job
+
+    def open_job(
+        self, page_status: U32, keep: tuple[Any, ...], on_released: Callable[[Job], None] | None
+    ) -> Job:
+        """A job for a native call that submits it under its tag.  It is known from now on, as it
+        may be released within that call.  keep: what lives until then.
+
+        Raises PoolClosed after ``close``.
+        """
+        if self._closed:
+            raise PoolClosed("the engine is closed; open the pool again")
+        job = Job(self, next(self._tags), page_status, keep, on_released)
+        self._jobs[job.tag] = job
+        return job
+
+    def forget_job(self, job: Job) -> None:
+        """It was not submitted."""
+        del self._jobs[job.tag]
+
+    def check_started(self, job: Job, result: int) -> None:
+        """Forgets a job whose submission failed, and raises why: see ``submit``."""
+        if result < 0:
+            self.forget_job(job)
+        if result == -errno.ESHUTDOWN:
+            raise PoolClosed("the engine is closing; open the pool again")
+        _native.check(result, "cannot start a transfer", "free memory", CapacityError)
 
 
 class _Running(Owned):
@@ -357,8 +369,7 @@ class _Running(Owned):
     def __init__(self) -> None:
         self.native = ctypes.c_void_p()
         self.guard = Guard()
-        self.jobs: dict[int, Job | tuple[Any, ...]] = {}
-        self.lock = threading.Lock()
+        self.jobs: dict[int, Job] = {}
         finalize(self, _destroy, self.native).atexit = False
 
     def complete(self) -> None:
@@ -371,16 +382,14 @@ class _Running(Owned):
                 ended = tag == _ENDED
                 continue
             if tag & _REPORT:
-                with self.lock:
-                    reported = self.jobs.get(tag ^ _REPORT)
-                if isinstance(reported, Job):
+                reported = self.jobs.get(tag ^ _REPORT)
+                if reported is not None:
                     reported.report_ready()
                 del reported
                 continue
-            with self.lock:
-                job = self.jobs.pop(tag)
-                callback = job.release() if isinstance(job, Job) else None
-            if callback is not None and isinstance(job, Job):
+            job = self.jobs.pop(tag)
+            callback = job.release()
+            if callback is not None:
                 self.guard.call("a completion callback", callback, job)
             del job, callback  # which hold the engine, and would keep one that is dropped
 

@@ -34,22 +34,22 @@ class Job(Owned):
     """One I/O control block on its way.  Thread-safe.
 
     page_status: uint32 (pages,), 0 or the first NVMe status that a page met; final once the job
-    is done.
+    is done.  native: the native job, which its submission writes before any lane has it.
     """
 
     def __init__(
         self,
         engine: Served,
-        handle: int,
         tag: int,
+        page_status: U32,
         keep: tuple[Any, ...],
         on_released: Callable[[Job], None] | None = None,
     ) -> None:
         self._engine = engine
-        self._handle = handle
+        self.native = ctypes.c_void_p()
         self._keep: tuple[Any, ...] = keep
         self.tag = tag
-        self.page_status: U32 = keep[0]
+        self.page_status = page_status
         self._callback = on_released
         self._on_ready: Callable[[], None] | None = None
         self._lock = threading.Lock()
@@ -59,12 +59,12 @@ class Job(Owned):
     def __del__(self) -> None:
         """Frees the native job; one that was not released is the native threads'."""
         if getattr(self, "_released", False):
-            self._free(self._handle)
+            self._free(self.native)
 
     def report(self) -> JobReport:
         """Where the job stands."""
         out = JobReport()
-        _native.quick().gio_job_report(self._handle, ctypes.byref(out))
+        _native.quick().gio_job_report(self.native, ctypes.byref(out))
         return out
 
     @property
@@ -87,18 +87,18 @@ class Job(Owned):
     def wait_layers(self, layers: int, timeout_s: float) -> bool:
         """Waits until ``layers`` layers are ready or the job failed.  False after the timeout."""
         wait = _native.lib().gio_job_wait_layers
-        handles = (self._engine.handle, self._handle)
+        handles = (self._engine.handle, self.native)
         return in_pieces(lambda s: wait(*handles, layers, nanoseconds(s)) == 0, timeout_s)
 
     def wait_released(self, timeout_s: float) -> bool:
         """Waits until no command of the job can touch memory any more.  False after the timeout."""
         wait = _native.lib().gio_job_wait_released
-        handles = (self._engine.handle, self._handle)
+        handles = (self._engine.handle, self.native)
         return in_pieces(lambda s: wait(*handles, nanoseconds(s)) == 0, timeout_s)
 
     def open_gate(self) -> None:
         """Lets a gated job compare its digests."""
-        _native.quick().gio_job_open_gate(self._engine.handle, self._handle)
+        _native.quick().gio_job_open_gate(self._engine.handle, self.native)
 
     @property
     def layers_ready(self) -> int:
@@ -113,7 +113,7 @@ class Job(Owned):
         grant replaces it.  Raises CapacityError without memory for that.
         """
         self._on_ready = on_ready
-        result = _native.quick().gio_job_grant(self._engine.handle, self._handle, layers, report_at)
+        result = _native.quick().gio_job_grant(self._engine.handle, self.native, layers, report_at)
         _native.check(result, "cannot grant layers of a load", "free memory", CapacityError)
 
     def report_ready(self) -> None:
@@ -123,7 +123,7 @@ class Job(Owned):
 
     def cancel(self) -> None:
         """Issues nothing more of this job; what is in flight still ends by itself."""
-        _native.lib().gio_job_cancel(self._engine.handle, self._handle)
+        _native.lib().gio_job_cancel(self._engine.handle, self.native)
 
     def on_released(self, callback: Callable[[Job], None] | None) -> None:
         """Calls back once no command is outstanding, or now; the last callback given counts."""

@@ -6,11 +6,12 @@ Not thread-safe: the store holds a lock around it, as around the index.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 
 import numpy as np
 import numpy.typing as npt
 
-from tutti.arrays import U64, Keys, Slots
+from tutti.arrays import U32, U64, Keys, Slots
 from tutti.native import NativeLoadTables, address, quick
 from tutti.placement.digest_cache import DigestCache
 from tutti.placement.index import Index
@@ -23,13 +24,19 @@ MARK_UNPROVEN, MARK_HAS_DIGESTS, MARK_KNOWN = 1, 2, 4
 class LoadPlan:
     """Slots of the keys of a load, which are pinned, and what is known of them, in one block.
 
-    runs: how many runs the slots are.
+    runs: how many runs the slots are.  more: words for each key behind what is described here.
     """
 
     __slots__ = ("_block", "_keys", "_layers", "runs")
 
-    def __init__(self, block: U64, keys: int, layers: int, runs: int) -> None:
-        self._block, self._keys, self._layers, self.runs = block, keys, layers, runs
+    def __init__(self, keys: int, layers: int, more: int) -> None:
+        self._block: U64 = np.empty(keys * (2 + layers + more) + keys // 8 + 2, np.uint64)
+        self._keys, self._layers, self.runs = keys, layers, 0
+
+    @property
+    def address(self) -> int:
+        """Where native code writes it."""
+        return address(self._block)
 
     @property
     def slots(self) -> Slots:
@@ -53,6 +60,12 @@ class LoadPlan:
         n = self._keys
         return self._block[(2 + self._layers) * n :].view(np.uint8)[:n]
 
+    @property
+    def status(self) -> U32:
+        """NVMe status of each, (n,), of a load that was started with the plan."""
+        n = self._keys
+        return self._block[(2 + self._layers) * n + n // 8 + 1 :].view(np.uint32)[:n]
+
 
 class LoadPlanner:
     """Begins loads from one pool.  group_slots: of a group, in which a run of slots ends."""
@@ -69,20 +82,33 @@ class LoadPlanner:
             ctypes.addressof(digests.native),
             group_slots,
         )
+        self._handle = ctypes.byref(self._tables)
 
-    def begin(self, keys: Keys, *, verify: bool) -> LoadPlan:
+    def plan(self, keys: int, more: int = 0) -> LoadPlan:
+        """Memory for the plan of a load; more: see LoadPlan."""
+        return LoadPlan(keys, self._layers, more)
+
+    def begin(
+        self,
+        keys: Keys,
+        *,
+        verify: bool,
+        plan: LoadPlan | None = None,
+        call: Callable[..., int] | None = None,
+    ) -> LoadPlan:
         """Pins the slot of every key for a transfer; counts a use, a hit and an access of each.
 
-        verify: digests of proven objects are wanted too.  Raises LookupError with the number of
-        the first key that is neither READY nor UNPROVEN; then nothing was pinned.
+        verify: digests of proven objects are wanted too.  call: does more with the same arguments.
+        Raises LookupError with the number of the first key that is neither READY nor UNPROVEN; then
+        nothing was pinned.
         """
-        index, layers, n = self._index, self._layers, len(keys)
+        index, n = self._index, len(keys)
         index.check_keys(keys)
         index.begin_use()
         index.own("hits")
-        block = np.empty(n * (2 + layers) + n // 8 + 1, np.uint64)
-        arguments = (address(keys), n, index.uses, verify, address(block))
-        runs = quick().tutti_load_plan(ctypes.byref(self._tables), *arguments)
-        if runs < 0:
-            raise LookupError(-1 - runs)
-        return LoadPlan(block, n, layers, runs)
+        plan = plan or self.plan(n)
+        call = call or quick().tutti_load_plan
+        plan.runs = call(self._handle, address(keys), n, index.uses, verify, plan.address)
+        if -1 - n < plan.runs < 0:
+            raise LookupError(-1 - plan.runs)
+        return plan

@@ -92,6 +92,7 @@ class Core(Owned):
         self.config = config
         self.geometry = members.geometry
         self.layers = members.geometry.layers
+        self.object_nbytes = members.geometry.slice_nbytes * self.layers
         self.lock = threading.RLock()
         self.changed = threading.Condition(self.lock)
         self.counters = Counters()
@@ -121,7 +122,7 @@ class Core(Owned):
         group_slots = self.geometry.group_slots
         self.planner = LoadPlanner(self.index, self.history, self.digests, group_slots)
         self._nsid = np.array([members.nsid(m) for m in range(members.count)], np.uint32)
-        self._places = object_places(self.geometry, self._nsid)
+        self.places = object_places(self.geometry, self._nsid)
 
     def submitter(self, memory: PagedMemory) -> Submitter:
         """What moves pages of this memory: the engine, or what it names itself."""
@@ -166,7 +167,7 @@ class Core(Owned):
     def extents(self, slots: Slots) -> Extents:
         """Where the objects of slots in page order lie, as runs."""
         geometry = self.geometry
-        return SlotExtents(self._places, slots, geometry.slice_nlb, geometry.layer_stride_nlb)
+        return SlotExtents(self.places, slots, geometry.slice_nlb, geometry.layer_stride_nlb)
 
     @property
     def unproven(self) -> int:
@@ -326,6 +327,11 @@ class Core(Owned):
                 self.changed.wait(min(left_s, 0.2))
             return self.in_flight == 0
 
+    def wait_admitted(self, timeout_s: float) -> None:
+        """Waits while all stands still: see ``quiesced``.  Lock held."""
+        if not self.ready:
+            self.wait_ready(timeout_s)
+
     def admitted(self, timeout_s: float) -> Admitted:
         """Counts what begins inside, from when nothing stands still: see ``quiesced``.
 
@@ -388,8 +394,7 @@ class Admitted:
     def __enter__(self) -> None:
         core = self._core
         with core.lock:
-            if not core.ready:
-                core.wait_ready(self._timeout_s)
+            core.wait_admitted(self._timeout_s)
             core.begin()  # at once, or a quiesced could begin in between
 
     def __exit__(self, *exception: object) -> None:

@@ -31,6 +31,7 @@ from tutti.placement.index import SlotState
 from tutti.placement.load_plan import MARK_HAS_DIGESTS, MARK_KNOWN, MARK_UNPROVEN, LoadPlan
 from tutti.pool.record_table import BLOCK_RECORDS, RecordTable
 from tutti.transfers.core import Core
+from tutti.transfers.load_start import NOT_STARTED, LoadStart
 from tutti.transfers.reclaim import Reclaimer
 from tutti.transfers.tickets import LoadPart, LoadProgress
 
@@ -51,15 +52,13 @@ class _Rows(NamedTuple):
 
 
 class _Pages(NamedTuple):
-    """What a load reads: everything by row of the batch."""
+    """What a load in parts reads: everything by row of the batch."""
 
     keys: Keys
     slots: Slots
     plan: LoadPlan
     pages: U32
     memory: PagedMemory
-    unproven: Mask | None  # where there are some
-    parts: Sequence[_Rows]
 
 
 class Loader:
@@ -67,55 +66,87 @@ class Loader:
 
     def __init__(self, core: Core, reclaimer: Reclaimer) -> None:
         self._core = core
+        self.lock = core.lock
         self._reclaimer = reclaimer
         self._table = RecordTable(core.engine, core.members, blocks=_BLOCKS)
         self._loads = 0
+        self._start = LoadStart(core)
 
     def close(self) -> None:
         """Gives the staging memory back; nothing may be in flight."""
         self._table.close()
 
     def load(
-        self, keys: Keys, pages: U32, memory: PagedMemory, *, held: bool = False
+        self,
+        keys: Keys,
+        pages: U32,
+        memory: PagedMemory,
+        *,
+        held: bool = False,
+        admit: bool = False,
     ) -> LoadProgress:
         """Starts a load; see ObjectStore.load.  held: layers are read as ``LoadProgress.grant``
-        allows; for host memory.
+        allows; for host memory.  admit: see Core.admitted.
         """
         core = self._core
+        progress = LoadProgress(len(keys), core.layers, core.guard, core.load_latency)
         with core.lock:
+            if admit:
+                core.wait_admitted(core.config.timeout_s)
             core.begin()
             try:
-                batch = self._pin(keys, pages, memory)
+                settle, every = self._begin(progress, keys, pages, memory, held=held)
             except BaseException:
                 core.end()
                 raise
-        progress = LoadProgress(len(keys), core.layers, core.guard, core.load_latency)
-        settle = _Settle(self, progress, batch)
-        try:
-            for part in batch.parts:
-                self._load_part(progress, batch, part, settle, held=held)
-        except BaseException:
-            progress.cancel(core.config.timeout_s)
-            raise
-        finally:
-            settle.end_part()
+        if not progress.parts:
+            batch = _Pages(keys, settle.plan.slots, settle.plan, pages, memory)
+            self._load_parts(batch, settle, every=every, held=held)
         return progress
 
-    def _pin(self, keys: Keys, pages: U32, memory: PagedMemory) -> _Pages:
-        """Finds every key, checks that it may be served, and pins its slot."""
+    def _begin(
+        self, progress: LoadProgress, keys: Keys, pages: U32, memory: PagedMemory, *, held: bool
+    ) -> tuple[_Settle, bool]:
+        """Finds every key, checks that it may be served, pins its slot, and submits the load if one
+        job of the engine can move it.  Also returns whether proven objects are verified.
+        """
         core, policy = self._core, self._core.config.verify
         every = policy == "always" or (policy == "sampled" and self._loads % SAMPLE_ONE_IN == 0)
+        plan = core.planner.plan(len(keys), self._start.words)
+        settle = _Settle(self, progress, plan)
+        job = core.engine.open_job(plan.status, (plan, pages, memory), settle.end_part)
+        progress.parts = [LoadPart(job, None, whole=False)]
         try:
-            plan = core.planner.begin(keys, verify=every)
+            own = memory if memory.path is None else None
+            start = self._start.of(job, pages, own, held=held)
+            core.planner.begin(keys, verify=every, plan=plan, call=start)
         except LookupError as error:
+            core.engine.forget_job(job)
             raise KeyMissing(
                 f"key {error} of {len(keys)} is not in the pool; ask match() which prefix is, and "
                 "pin it if time passes before the load"
             ) from None
+        if plan.runs < 0:
+            core.engine.check_started(job, plan.runs - NOT_STARTED)
+        if not job.native:
+            core.engine.forget_job(job)
+            progress.parts = []
         self._loads += 1
         core.counters.load_runs += plan.runs
-        unproven, parts = _partition(plan.marks, every)
-        return _Pages(keys, plan.slots, plan, pages, memory, unproven, parts)
+        return settle, every
+
+    def _load_parts(self, batch: _Pages, settle: _Settle, *, every: bool, held: bool) -> None:
+        """Submits a load that one native call cannot: of several kinds, or by another's path."""
+        progress = settle.progress
+        settle.unproven, parts = _partition(batch.plan.marks, every)
+        try:
+            for part in parts:
+                self._load_part(progress, batch, part, settle, held=held)
+        except BaseException:
+            progress.cancel(self._core.config.timeout_s)
+            raise
+        finally:
+            settle.end_part()
 
     def _load_part(
         self,
@@ -148,7 +179,7 @@ class Loader:
                 held=held,
                 priority=PRIORITY_LOAD,
                 timeout_s=core.config.timeout_s,
-                on_released=lambda _: settle.end_part(),
+                on_released=settle.end_part,
             )
         except BaseException:
             settle.end_part()
@@ -179,7 +210,7 @@ class Loader:
         reads: list[_RecordRead],
     ) -> None:
         """Fills the digests that are not known from the records, and lets the job compare them."""
-        rows = part.rows[unknown]
+        rows = _rows_of(part, unknown)
         try:
             digests[unknown], progress.record_status[rows] = self._finish_records(
                 batch, rows, reads
@@ -206,7 +237,7 @@ class Loader:
             _log.warning("the records of a load could not be read: %s", error)
             late = isinstance(error, DeviceTimeout)
             status = STATUS_TIMED_OUT if late else STATUS_CANCELLED
-            progress.record_status[part.rows[unknown]] = status
+            progress.record_status[_rows_of(part, unknown)] = status
         finally:
             settle.end_part()
 
@@ -275,18 +306,18 @@ class Loader:
             core.digests.put(slots[right], sequences[right], found[right])
         return found, status
 
-    def settle(self, progress: LoadProgress, batch: _Pages) -> None:
+    def settle(self, settle: _Settle) -> None:
         """All jobs of a load were released: unpins, proves and quarantines."""
-        core, index = self._core, self._core.index
+        core, progress, slots = self._core, settle.progress, settle.plan.slots
         status = progress.status(STATUS_CANCELLED)
-        payload = core.geometry.slice_nbytes * core.layers
+        failed = int(np.count_nonzero(status))
+        loaded = progress.keys - failed
         with core.lock:
-            index.unpin(batch.slots)
-            failed = int(np.count_nonzero(status))
-            core.counters.loaded += status.size - failed
-            core.counters.payload_read_nbytes += (status.size - failed) * payload
-            if failed or batch.unproven is not None:
-                self._judge(batch.slots, batch.unproven, status)
+            core.index.unpin(slots)
+            core.counters.loaded += loaded
+            core.counters.payload_read_nbytes += loaded * core.object_nbytes
+            if failed or settle.unproven is not None:
+                self._judge(slots, settle.unproven, status)
         progress.settle()
         core.end()
 
@@ -306,6 +337,11 @@ class Loader:
         # A torn write does not condemn the slot.
         torn = slots[index.state[slots] == SlotState.UNPROVEN]
         self._reclaimer.discard(torn[index.pins[torn] == 0])
+
+
+def _rows_of(part: LoadPart, unknown: Slots) -> Slots:
+    assert part.rows is not None, "a load whose digests are known has no such part"
+    return part.rows[unknown]
 
 
 def _partition(marks: npt.NDArray[np.uint8], every: bool) -> tuple[Mask | None, Sequence[_Rows]]:
@@ -346,22 +382,25 @@ class _RecordRead:
 
 
 class _Settle:
-    """Counts the jobs of one load and settles it after the last."""
+    """Counts the jobs of one load and settles it after the last.
 
-    def __init__(self, loader: Loader, progress: LoadProgress, batch: _Pages) -> None:
-        self._loader = loader
-        self._progress = progress
-        self._batch = batch
-        self._parts = 1  # the submission itself
-        self._lock = loader._core.lock
+    unproven: by row, where there are some.
+    """
+
+    __slots__ = ("_loader", "_parts", "plan", "progress", "unproven")
+
+    def __init__(self, loader: Loader, progress: LoadProgress, plan: LoadPlan) -> None:
+        self._loader, self.progress, self.plan = loader, progress, plan
+        self.unproven: Mask | None = None
+        self._parts = 1  # the submission itself, or the only job
 
     def add_part(self) -> None:
-        with self._lock:
+        with self._loader.lock:
             self._parts += 1
 
-    def end_part(self) -> None:
-        with self._lock:
+    def end_part(self, _: object = None) -> None:
+        with self._loader.lock:
             self._parts -= 1
             last = self._parts == 0
         if last:
-            self._loader.settle(self._progress, self._batch)
+            self._loader.settle(self)

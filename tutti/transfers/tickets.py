@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -187,12 +187,11 @@ class PutProgress(Owned):
             self._guard.call("a callback of a put", callback, self)
 
 
-@dataclass(frozen=True)
-class LoadPart:
-    """Some pages of a load, moved by one job: ``rows`` are their positions in the batch."""
+class LoadPart(NamedTuple):
+    """Some pages of a load, moved by one job: ``rows`` are their positions, None for all."""
 
     job: Transfer
-    rows: Rows
+    rows: Rows | None
     whole: bool  # no layer counts before all do: unproven objects are verified in full first
 
 
@@ -313,7 +312,7 @@ class LoadProgress(Owned):
     def status(self, otherwise: int = 0) -> U32:
         """Why a key failed so far, else 0: u32 (keys,); ``otherwise`` for one without a job."""
         parts = self.parts
-        if len(parts) == 1 and parts[0].rows.size == self.keys:
+        if len(parts) == 1 and (parts[0].rows is None or parts[0].rows.size == self.keys):
             status = parts[0].job.page_status
         else:
             status = np.full(self.keys, otherwise, np.uint32)

@@ -178,7 +178,18 @@ class TransferQueue(Owned):
         """Starts a load, whose layers are read in their turn; see ObjectStore.load."""
         dispatcher = self.dispatcher
         if dispatcher is None or not len(keys) or self._stopping or dispatcher.is_issued(batch):
-            return self._loader.load(keys, pages, memory)
+            return self._loader.load(keys, pages, memory, admit=True)
+        with self._core.admitted(self._core.config.timeout_s):
+            return self._load_in_turn(dispatcher, keys, pages, memory, batch)
+
+    def _load_in_turn(
+        self,
+        dispatcher: Dispatcher,
+        keys: npt.NDArray[np.uint8],
+        pages: Any,
+        memory: PagedMemory,
+        batch: str,
+    ) -> LoadProgress:
         load = _Load(self._new_name(), self._core.layers)
         nbytes = self._core.geometry.slice_nbytes * len(keys)
         if memory.path is None:
