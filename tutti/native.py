@@ -90,6 +90,18 @@ class NativeLoadTables(ctypes.Structure):
     )
 
 
+class NativeRecordIdentity(ctypes.Structure):
+    """`struct tutti_record_identity`."""
+
+    _fields_ = (
+        ("pool_uuid", ctypes.c_uint8 * 16),
+        ("fingerprint", ctypes.c_uint8 * 16),
+        ("epoch", ctypes.c_uint64),
+        ("member", ctypes.c_uint32),
+        ("layers", ctypes.c_uint32),
+    )
+
+
 _POINTER = ctypes.c_void_p
 _U32 = ctypes.c_uint32
 _U64 = ctypes.c_uint64
@@ -102,6 +114,11 @@ _TABLES = ctypes.POINTER(NativeLoadTables)
 #: By the name of a function: the type of its result, and those of its arguments.
 Prototypes = dict[str, tuple[Any, tuple[Any, ...]]]
 
+#: In microseconds for a few records.
+_FILL: Prototypes = {
+    "tutti_records_fill": (None, (_POINTER, _U64, _POINTER, _U32, *[_POINTER] * 4)),
+}
+
 _PROTOTYPES: Prototypes = {
     "tutti_isa_best": (_U32, ()),
     "tutti_xxh3_64": (_U64, (_POINTER, _U64)),
@@ -110,6 +127,7 @@ _PROTOTYPES: Prototypes = {
     "tutti_crc32c_table": (_U32, (_POINTER, _U64, _U32)),
     "tutti_records_seal": (None, (_POINTER, _U64)),
     "tutti_records_check": (_U64, (_POINTER, _U64, _POINTER)),
+    **_FILL,
 }
 
 #: Calls of microseconds, which keep the GIL: to give it up and take it again costs more.
@@ -130,6 +148,8 @@ _QUICK: Prototypes = {
     "tutti_reuse_stored": (_I64, (_REUSE, _POINTER, _POINTER, _U64, _I64)),
     "tutti_load_plan": (_I64, (_TABLES, _POINTER, _U64, _U32, _U32, _POINTER)),
     "tutti_load_start": (_I64, (_TABLES, _POINTER, _U64, _U32, _U32, _POINTER, _POINTER)),
+    "tutti_slot_job_start": (ctypes.c_int, (_POINTER, _POINTER, _U64, _POINTER)),
+    **_FILL,
     "tutti_digests_put": (None, (_DIGESTS, _POINTER, _POINTER, _U64, _POINTER)),
 }
 

@@ -42,6 +42,34 @@ TUTTI_API uint32_t tutti_crc32c_table(const void* data, uint64_t nbytes, uint32_
 TUTTI_API void tutti_records_seal(uint8_t* records, uint64_t n);
 TUTTI_API uint64_t tutti_records_check(const uint8_t* records, uint64_t n, uint8_t* ok);
 
+// What all slot records of a member have in common (docs/format.md, section 3).
+struct tutti_record_identity {
+  uint8_t pool_uuid[16];
+  uint8_t fingerprint[16];
+  uint64_t epoch;
+  uint32_t member;
+  uint32_t layers;
+};
+
+// The numbers of n records, one row of n after another.
+enum TuttiColumn : uint64_t {
+  kTuttiSlot,
+  kTuttiSequence,
+  kTuttiTenant,
+  kTuttiDepth,
+  kTuttiAccess,
+  kTuttiFlags,
+  kTuttiExpiry,
+  kTuttiColumns
+};
+
+// Overwrites n records and seals them. columns: u64[kTuttiColumns][n]; keys and parents: of 16
+// bytes, and digests[n][layers], each may be 0 for zeros.
+TUTTI_API void tutti_records_fill(uint8_t* records, uint64_t n,
+                                  const tutti_record_identity* identity, uint32_t state,
+                                  const uint64_t* columns, const uint8_t* keys,
+                                  const uint8_t* parents, const uint64_t* digests);
+
 // A hash table from 16-byte keys to slots over arrays that the caller owns: keys[slot] is the key
 // of a slot (two words), table has mask + 1 entries (a power of two, at least twice the slots, all
 // kTuttiNoSlot at first), state[slot] decides what `match` accepts: values from ready_min to

@@ -97,6 +97,34 @@ void for_each_crc(const uint8_t* records, uint64_t n, Visit visit) {
   for (; i < n; ++i) visit(i, tutti_crc32c(records + i * kTuttiRecordBytes, kSealedBytes, 0));
 }
 
+// As on the medium, up to the digests.
+struct Head {
+  uint32_t magic;
+  uint16_t version;
+  uint16_t state;
+  uint8_t pool_uuid[16];
+  uint64_t slot;
+  uint64_t sequence;
+  uint64_t epoch;
+  uint8_t key[kTuttiKeyBytes];
+  uint8_t parent[kTuttiKeyBytes];
+  uint8_t fingerprint[16];
+  uint64_t tenant;
+  uint32_t member;
+  uint32_t depth;
+  uint32_t access_64s;
+  uint32_t layers;
+  uint32_t flags;
+  uint32_t expiry_64s;
+};
+static_assert(sizeof(Head) == 128, "the digests follow");
+constexpr uint32_t kRecordMagic = 0x43455254;  // "TREC"
+constexpr uint16_t kFormatVersion = 1;
+
+void copy_key(uint8_t* out, const uint8_t* keys, uint64_t i) {
+  if (keys != nullptr) std::memcpy(out, keys + i * kTuttiKeyBytes, kTuttiKeyBytes);
+}
+
 }  // namespace
 
 uint32_t tutti_crc32c_table(const void* data, uint64_t nbytes, uint32_t seed) {
@@ -129,4 +157,36 @@ uint64_t tutti_records_check(const uint8_t* records, uint64_t n, uint8_t* ok) {
     fitting += ok[i];
   });
   return fitting;
+}
+
+void tutti_records_fill(uint8_t* records, uint64_t n, const tutti_record_identity* identity,
+                        uint32_t state, const uint64_t* columns, const uint8_t* keys,
+                        const uint8_t* parents, const uint64_t* digests) {
+  Head head = {};
+  head.magic = kRecordMagic;
+  head.version = kFormatVersion;
+  head.state = static_cast<uint16_t>(state);
+  head.epoch = identity->epoch;
+  head.member = identity->member;
+  head.layers = identity->layers;
+  std::memcpy(head.pool_uuid, identity->pool_uuid, sizeof head.pool_uuid);
+  std::memcpy(head.fingerprint, identity->fingerprint, sizeof head.fingerprint);
+  for (uint64_t i = 0; i < n; ++i) {
+    const auto value = [=](TuttiColumn column) { return columns[column * n + i]; };
+    head.slot = value(kTuttiSlot);
+    head.sequence = value(kTuttiSequence);
+    head.tenant = value(kTuttiTenant);
+    head.depth = static_cast<uint32_t>(value(kTuttiDepth));
+    head.access_64s = static_cast<uint32_t>(value(kTuttiAccess));
+    head.flags = static_cast<uint32_t>(value(kTuttiFlags));
+    head.expiry_64s = static_cast<uint32_t>(value(kTuttiExpiry));
+    copy_key(head.key, keys, i);
+    copy_key(head.parent, parents, i);
+    uint8_t* record = records + i * kTuttiRecordBytes;
+    std::memset(record, 0, kTuttiRecordBytes);
+    std::memcpy(record, &head, sizeof head);
+    if (digests == nullptr) continue;
+    std::memcpy(record + sizeof head, digests + i * head.layers, 8 * uint64_t{head.layers});
+  }
+  tutti_records_seal(records, n);
 }

@@ -317,7 +317,7 @@ def test_ctrl_c_between_a_submission_and_its_job(rig: Rig, monkeypatch: pytest.M
     monkeypatch.setattr(threading, "excepthook", failures.append)
     rig.controller.set_faults(Faults(stall_from=1))
     with monkeypatch.context() as patch:
-        patch.setattr(Job, "__init__", struck)
+        patch.setattr(Engine, "check_started", struck)
         with pytest.raises(KeyboardInterrupt):
             rig.submit(OPCODE_WRITE, [0, 1, 2])
     assert len(rig.engine._jobs) == 1

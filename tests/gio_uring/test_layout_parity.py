@@ -25,8 +25,7 @@ from tutti.gio_uring import (
     queue_pair,
 )
 from tutti.gio_uring.gpu import parameters as device_batch
-from tutti.pool import slot_extents
-from tutti.transfers import load_start
+from tutti.pool import slot_extents, slot_jobs
 
 KERNELS = Path(__file__).parents[2] / "kernels"
 HEADERS = ("gio_uring/controller_queue.h", "gio_uring/iocb.h", "gio_uring/queue_pair.h")
@@ -71,7 +70,8 @@ STRUCTS: dict[str, type[ctypes.Structure]] = {
     "tutti_reuse": native_library.NativeReuse,
     "tutti_digests": native_library.NativeDigests,
     "tutti_load_tables": native_library.NativeLoadTables,
-    "tutti_start": load_start.StartStruct,
+    "tutti_record_identity": native_library.NativeRecordIdentity,
+    "tutti_slot_job": slot_jobs.SlotJobStruct,
 }
 # Fields that C++ has no name for: padding before an aligned member.
 UNNAMED = {("QueuePair", "padding")}
@@ -111,7 +111,7 @@ def spec_constants() -> dict[str, int]:
 
 def program() -> str:
     lines = [f'#include "{header}"' for header in HEADERS]
-    native = ("controller_file", "controller_memory", "controller_vfio", "engine", "load_start")
+    native = ("controller_file", "controller_memory", "controller_vfio", "engine", "slot_jobs")
     for header in native:
         lines.append(f'#include "native/{header}.h"')
     lines.append('#include "device/parameters.cuh"')

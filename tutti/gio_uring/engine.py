@@ -107,7 +107,7 @@ class Engine(Owned):
         lists_nbytes = depth * LIST_NBYTES
         self._arena = HostBuffer(self.lanes * lists_nbytes + 2 * self.lba_nbytes)
         self.scratch = self._arena.address + self.lanes * lists_nbytes
-        self._zeros = self.scratch + self.lba_nbytes
+        self.zeros = self.scratch + self.lba_nbytes
         self._closed = self._ended = False
         self._stopping = threading.Lock()  # close, the drop of this object, or the process's exit
         self._tags = itertools.count(1)
@@ -190,7 +190,7 @@ class Engine(Owned):
         config = JobConfig(iocb=memory.iocb)
         io = config.iocb
         io.pages, io.n_pages = address(pages), pages.size
-        io.padding = self.scratch if opcode == OPCODE_READ else self._zeros
+        io.padding = self.scratch if opcode == OPCODE_READ else self.zeros
         io.slice_nlb, io.layer_stride_nlb = extents.slice_nlb, extents.layer_stride_nlb
         io.psdt = self.psdt
         io.flags = FUA if options.get("fua") else 0

@@ -5,12 +5,13 @@ All functions work on arrays of records; a record is never trusted before `check
 
 from __future__ import annotations
 
+import ctypes
 import math
-import struct
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -58,8 +59,7 @@ RECORD_DTYPE = block_dtype(
         (128, "digests", ("<u8", LAYERS_MAX)),
     ]
 )
-#: The fields before the digests; key and parent are left out.
-_HEAD = struct.Struct("<IHH16sQQQ32x16sQIIIIII")
+_FEW = 32  # records that take microseconds
 RECORD_MAGIC = int.from_bytes(b"TREC", "little")
 FLAG_DIGESTS = 1
 FLAG_PINNED = 2
@@ -90,6 +90,17 @@ class RecordIdentity:
     epoch: int
     fingerprint: bytes
     layers: int
+
+    @cached_property
+    def struct(self) -> native.NativeRecordIdentity:
+        """For native code."""
+        return native.NativeRecordIdentity(
+            (ctypes.c_uint8 * 16)(*self.pool_uuid),
+            (ctypes.c_uint8 * 16)(*self.fingerprint),
+            self.epoch,
+            self.member,
+            self.layers,
+        )
 
 
 def access_64s(unix_ns: int) -> int:
@@ -129,40 +140,24 @@ def fill_records(records: Records, identity: RecordIdentity, content: RecordCont
 
     The slots of the content are member-local.
     """
-    state, keys, parents, digests = content.state, content.keys, content.parents, content.digests
+    n, state, digests = len(records), content.state, content.digests
     assert state in (RecordState.READY, RecordState.VOID, RecordState.QUARANTINED)
-    assert (np.asarray(content.sequences) < COUNTER_MAX).all(), "a sequence number is out of range"
-    flags: Any = 0
+    flags: Any = 0 if digests is None else FLAG_DIGESTS
     if content.pinned is not False:
-        flags = np.where(content.pinned, FLAG_PINNED, 0)
-    columns: dict[str, Any] = {
-        "slot": content.slots,
-        "sequence": content.sequences,
-        "tenant": content.tenants,
-        "depth": content.depths,
-        "access_64s": content.access_64s,
-        "flags": flags if digests is None else flags | FLAG_DIGESTS,
-        "expiry_64s": content.expiry_64s,
-    }
-    arrays = {name: value for name, value in columns.items() if not isinstance(value, int)}
-    same = {name: 0 if name in arrays else value for name, value in columns.items()}
-    raw = records.view(np.uint8).reshape(-1, BLOCK_NBYTES)
-    raw[:] = 0
-    raw[:, : _HEAD.size] = octets(
-        _HEAD.pack(
-            *(RECORD_MAGIC, FORMAT_VERSION, state, identity.pool_uuid, same["slot"]),
-            *(same["sequence"], identity.epoch, identity.fingerprint, same["tenant"]),
-            *(identity.member, same["depth"], same["access_64s"], identity.layers),
-            *(same["flags"], same["expiry_64s"]),
-        )
-    )
-    for name, value in (*arrays.items(), ("key", keys), ("parent", parents)):
-        if value is not None:
-            records[name] = value
-    if digests is not None:
-        assert digests.shape == (len(records), identity.layers)
-        raw[:, 128 : 128 + 8 * identity.layers].view("<u8")[:] = digests
-    native.records_seal(records)
+        flags = np.where(content.pinned, FLAG_PINNED, 0) | flags
+    columns = np.empty((7, n), np.uint64)
+    columns[0], columns[1], columns[2] = content.slots, content.sequences, content.tenants
+    columns[3], columns[4], columns[5] = content.depths, content.access_64s, flags
+    columns[6] = content.expiry_64s
+    assert not np.count_nonzero(columns[1] >= COUNTER_MAX), "a sequence number is out of range"
+    rows = (content.keys, content.parents, digests)
+    places: list[int | None] = []
+    for each, width in zip(rows, (16, 16, identity.layers), strict=True):
+        assert each is None or each.shape == (n, width), "a row per record"
+        places.append(None if each is None else native.address(each))
+    library = native.quick() if n <= _FEW else native.lib()
+    head = native.address(records), n, ctypes.byref(identity.struct), state
+    library.tutti_records_fill(*head, native.address(columns), *places)
 
 
 def check_records(

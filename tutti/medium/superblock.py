@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -149,7 +150,7 @@ class Superblock:
         """XXH3-128 of the layout's JSON, which is KVLayout.fingerprint."""
         return xxhash.xxh3_128_digest(self.layout_json.encode("ascii"))
 
-    @property
+    @cached_property
     def identity(self) -> RecordIdentity:
         return RecordIdentity(
             self.pool_uuid, self.member_index, self.epoch, self.fingerprint, self.geometry.layers

@@ -6,7 +6,6 @@ Not thread-safe: the store holds a lock around it, as around the index.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
 
 import numpy as np
 import numpy.typing as npt
@@ -94,11 +93,12 @@ class LoadPlanner:
         *,
         verify: bool,
         plan: LoadPlan | None = None,
-        call: Callable[..., int] | None = None,
+        start: ctypes.Structure | None = None,
     ) -> LoadPlan:
         """Pins the slot of every key for a transfer; counts a use, a hit and an access of each.
 
-        verify: digests of proven objects are wanted too.  call: does more with the same arguments.
+        verify: digests of proven objects are wanted too.  start: the job that is to move them, see
+        tutti_load_start; ``plan.runs`` may say then why it could not be started.
         Raises LookupError with the number of the first key that is neither READY nor UNPROVEN; then
         nothing was pinned.
         """
@@ -107,8 +107,11 @@ class LoadPlanner:
         index.begin_use()
         index.own("hits")
         plan = plan or self.plan(n)
-        call = call or quick().tutti_load_plan
-        plan.runs = call(self._handle, address(keys), n, index.uses, verify, plan.address)
+        arguments = (self._handle, address(keys), n, index.uses, verify, plan.address)
+        if start is None:
+            plan.runs = quick().tutti_load_plan(*arguments)
+        else:
+            plan.runs = quick().tutti_load_start(*arguments, ctypes.byref(start))
         if -1 - n < plan.runs < 0:
             raise LookupError(-1 - plan.runs)
         return plan

@@ -15,6 +15,7 @@ from tutti.gio_uring.iocb import PagedMemory, flat_memory
 from tutti.gio_uring.job import Job
 from tutti.gio_uring.memory import HostBuffer
 from tutti.gio_uring.nvme_spec import OPCODE_READ, OPCODE_WRITE
+from tutti.gio_uring.transfer import TIMEOUT_S
 from tutti.medium.geometry import RECORD_NBYTES
 from tutti.medium.slot_record import (
     FLAG_DIGESTS,
@@ -25,7 +26,8 @@ from tutti.medium.slot_record import (
     fill_records,
 )
 from tutti.pool.members import Members
-from tutti.pool.slot_extents import SlotExtents, record_places
+from tutti.pool.slot_extents import record_places
+from tutti.pool.slot_jobs import SlotJobs
 from tutti.process import Owned
 
 #: Records that one staging block holds, 4 MiB: the most pages of one put batch.
@@ -36,7 +38,6 @@ class RecordTable(Owned):
     """Reads and writes records through a bounded set of registered staging blocks.  Thread-safe."""
 
     def __init__(self, engine: Engine, members: Members, *, blocks: int) -> None:
-        self._engine = engine
         self._members = members
         self._geometry = members.geometry
         self._buffer = HostBuffer(blocks * BLOCK_RECORDS * RECORD_NBYTES)
@@ -46,7 +47,8 @@ class RecordTable(Owned):
             self._buffer.address, RECORD_NBYTES, blocks * BLOCK_RECORDS, self._buffer
         )
         self._nsids = np.array([members.nsid(m) for m in range(members.count)], np.uint32)
-        self._places = record_places(members.geometry, self._nsids)
+        places, nlb = record_places(members.geometry, self._nsids), members.geometry.record_nlb
+        self._jobs = SlotJobs(engine, places, nlb, timeout_s=TIMEOUT_S)
         self._free = list(range(blocks))
         self._changed = threading.Condition()
 
@@ -157,12 +159,11 @@ class RecordTable(Owned):
         timeout_s: float,
     ) -> Job:
         assert slots.size <= BLOCK_RECORDS, "a block holds BLOCK_RECORDS records"
-        extents = SlotExtents(self._places, slots, self._geometry.record_nlb)
         first = block * BLOCK_RECORDS
         pages = np.arange(first, first + slots.size, dtype=np.uint32)
-        return self._engine.submit(
+        return self._jobs.start(
             opcode,
-            extents,
+            slots,
             pages,
             self._memory,
             fua=fua,

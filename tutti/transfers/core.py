@@ -8,17 +8,18 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, Unpack
 
 import numpy as np
 import numpy.typing as npt
 
-from tutti.arrays import Mask, Slots
+from tutti.arrays import U32, Mask, Slots
 from tutti.errors import DeviceTimeout, PoolClosed, PoolCorrupt
-from tutti.gio_uring.engine import Engine
+from tutti.gio_uring.engine import PRIORITY_STORE, Engine
 from tutti.gio_uring.engine_structs import WindowStats
 from tutti.gio_uring.iocb import Extents, PagedMemory
-from tutti.gio_uring.transfer import Submitter
+from tutti.gio_uring.nvme_spec import OPCODE_WRITE
+from tutti.gio_uring.transfer import Options, Submitter, Transfer
 from tutti.histogram import Histogram
 from tutti.medium.geometry import RECORD_NBYTES
 from tutti.medium.slot_record import COUNTER_MAX
@@ -31,6 +32,7 @@ from tutti.placement.lookup_pins import LookupPins
 from tutti.placement.reuse import ReuseHistory
 from tutti.pool.members import Members
 from tutti.pool.slot_extents import SlotExtents, object_places
+from tutti.pool.slot_jobs import SlotJobs
 from tutti.process import Owned
 from tutti.transfers.quotas import Quotas
 from tutti.transfers.store_config import StoreConfig
@@ -122,7 +124,22 @@ class Core(Owned):
         group_slots = self.geometry.group_slots
         self.planner = LoadPlanner(self.index, self.history, self.digests, group_slots)
         self._nsid = np.array([members.nsid(m) for m in range(members.count)], np.uint32)
-        self.places = object_places(self.geometry, self._nsid)
+        self._places = object_places(self.geometry, self._nsid)
+        slice_nlb, stride_nlb = self.geometry.slice_nlb, self.geometry.layer_stride_nlb
+        self.slot_jobs = SlotJobs(
+            engine, self._places, slice_nlb, stride_nlb, timeout_s=config.timeout_s
+        )
+
+    def write(
+        self, slots: Slots, pages: U32, memory: PagedMemory, **options: Unpack[Options]
+    ) -> Transfer:
+        """Starts to write pages (n,) to slots (n,), in the order of both."""
+        options["priority"], options["timeout_s"] = PRIORITY_STORE, self.config.timeout_s
+        if memory.path is None:
+            return self.slot_jobs.start(OPCODE_WRITE, slots, pages, memory, **options)
+        extents = self.extents(slots)
+        started: Transfer = memory.path.submit(OPCODE_WRITE, extents, pages, memory, **options)
+        return started
 
     def submitter(self, memory: PagedMemory) -> Submitter:
         """What moves pages of this memory: the engine, or what it names itself."""
@@ -167,7 +184,7 @@ class Core(Owned):
     def extents(self, slots: Slots) -> Extents:
         """Where the objects of slots in page order lie, as runs."""
         geometry = self.geometry
-        return SlotExtents(self.places, slots, geometry.slice_nlb, geometry.layer_stride_nlb)
+        return SlotExtents(self._places, slots, geometry.slice_nlb, geometry.layer_stride_nlb)
 
     @property
     def unproven(self) -> int:

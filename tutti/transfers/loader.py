@@ -30,8 +30,8 @@ from tutti.gio_uring.nvme_spec import (
 from tutti.placement.index import SlotState
 from tutti.placement.load_plan import MARK_HAS_DIGESTS, MARK_KNOWN, MARK_UNPROVEN, LoadPlan
 from tutti.pool.record_table import BLOCK_RECORDS, RecordTable
+from tutti.pool.slot_jobs import NOT_STARTED
 from tutti.transfers.core import Core
-from tutti.transfers.load_start import NOT_STARTED, LoadStart
 from tutti.transfers.reclaim import Reclaimer
 from tutti.transfers.tickets import LoadPart, LoadProgress
 
@@ -70,7 +70,6 @@ class Loader:
         self._reclaimer = reclaimer
         self._table = RecordTable(core.engine, core.members, blocks=_BLOCKS)
         self._loads = 0
-        self._start = LoadStart(core)
 
     def close(self) -> None:
         """Gives the staging memory back; nothing may be in flight."""
@@ -112,14 +111,15 @@ class Loader:
         """
         core, policy = self._core, self._core.config.verify
         every = policy == "always" or (policy == "sampled" and self._loads % SAMPLE_ONE_IN == 0)
-        plan = core.planner.plan(len(keys), self._start.words)
+        plan = core.planner.plan(len(keys), core.slot_jobs.words)
         settle = _Settle(self, progress, plan)
         job = core.engine.open_job(plan.status, (plan, pages, memory), settle.end_part)
         progress.parts = [LoadPart(job, None, whole=False)]
         try:
-            own = memory if memory.path is None else None
-            start = self._start.of(job, pages, own, held=held)
-            core.planner.begin(keys, verify=every, plan=plan, call=start)
+            struct = core.slot_jobs.struct(job, pages, memory, held=held)
+            if memory.path is not None:
+                struct.memory = 0
+            core.planner.begin(keys, verify=every, plan=plan, start=struct)
         except LookupError as error:
             core.engine.forget_job(job)
             raise KeyMissing(

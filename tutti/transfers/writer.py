@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -18,10 +17,8 @@ import numpy.typing as npt
 
 from tutti.arrays import U32, U64, Mask, Slots
 from tutti.errors import DeviceTimeout, PoolClosed, PoolMoved, TuttiError
-from tutti.gio_uring.engine import PRIORITY_STORE
 from tutti.gio_uring.job import Job
 from tutti.gio_uring.nvme_spec import (
-    OPCODE_WRITE,
     STATUS_CANCELLED,
     STATUS_MEMBER_MOVED,
     STATUS_TIMED_OUT,
@@ -185,17 +182,12 @@ class Writer:
             return placed
         failed = self._flushes_failed
         try:
-            submit = core.submitter(request.memory).submit
-            if together.grant is not None:  # of host memory alone
-                submit = partial(core.engine.submit, held=True)
-            job = submit(
-                OPCODE_WRITE,
-                core.extents(batch.slots),
+            job = core.write(
+                batch.slots,
                 batch.request.pages,
                 request.memory,
                 digests=batch.digests,
-                priority=PRIORITY_STORE,
-                timeout_s=core.config.timeout_s,
+                held=together.grant is not None,  # of host memory alone
                 on_released=lambda job: self._data_written(batch, job, failed),
             )
             if together.grant is not None and isinstance(job, Job):

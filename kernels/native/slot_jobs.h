@@ -1,0 +1,52 @@
+// Jobs that move what slots hold, each by one call: commands are cut and submitted here.
+#pragma once
+
+#include "engine.h"
+#include "runs.h"
+
+// What all jobs on one kind of places have in common, and one of them; mirrored by
+// tutti/pool/slot_jobs.py.
+struct tutti_slot_job {
+  gio::Engine* engine;
+  const gio::SlotPlaces* places;
+  uint64_t scratch;  // see gio::Iocb::padding: of reads
+  uint64_t zeros;    // of writes
+  uint32_t slice_nlb;
+  uint32_t layer_stride_nlb;
+  uint32_t lba_shift;
+  uint32_t psdt;
+  uint32_t command_nlb_max;
+  uint32_t descriptors_max;  // of a command
+  uint64_t slot_runs_max;    // commands of one slot and layer
+  // Of this one.
+  const gio::Iocb* memory;  // bases and segments
+  const uint32_t* pages;    // of each slot
+  uint64_t* digests;        // see gio::JobConfig; or 0
+  gio::Job** job;           // out: what was submitted
+  uint64_t tag;
+  uint64_t timeout_ns;
+  uint32_t opcode;
+  uint32_t flags;
+  uint32_t priority;
+  uint32_t digest;
+  uint64_t held;
+};
+
+// Words of 8 bytes that a job of n slots needs: status u32[n], then its runs.
+inline uint64_t tutti_slot_job_words(const tutti_slot_job& job, uint64_t n) {
+  return n / 2 + 1 + 3 * n * job.slot_runs_max;
+}
+
+// Submits a job on slots in page order; the words are its own until it was released. 0, or as
+// gio_engine_submit; -EINVAL or -ERANGE for slots that do not exist.
+TUTTI_API int tutti_slot_job_start(const tutti_slot_job* job, const int64_t* slots, uint64_t n,
+                                   uint64_t* words);
+
+// As tutti_load_plan; then submits the load, whose digests and opcode are not looked at, if one job
+// can move it: no object is unproven, and all digests that are wanted are known, or none is. The
+// job's words follow the plan. A result below kTuttiNotStarted is that minus an errno of the
+// submission; nothing is pinned then. job->memory 0: nothing is submitted.
+constexpr int64_t kTuttiNotStarted = -(int64_t{1} << 32);
+TUTTI_API int64_t tutti_load_start(const tutti_load_tables* tables, const uint8_t* keys, uint64_t n,
+                                   uint32_t uses, uint32_t verify, uint64_t* plan,
+                                   const tutti_slot_job* job);

@@ -1,0 +1,118 @@
+"""Jobs that move what slots hold, each by one native call that cuts its commands and submits it."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Unpack
+
+import numpy as np
+
+from tutti import native
+from tutti.arrays import U32, Slots
+from tutti.gio_uring.engine import DIGEST_COMPUTE, PRIORITY_RECORDS, Engine
+from tutti.gio_uring.iocb import PagedMemory
+from tutti.gio_uring.job import Job, nanoseconds
+from tutti.gio_uring.nvme_spec import FUA
+from tutti.gio_uring.transfer import TIMEOUT_S, HostOptions
+from tutti.native import address
+from tutti.pool.slot_extents import SlotPlaces
+
+#: A result of a load below it is this minus an errno of the submission.
+NOT_STARTED = -(1 << 32)
+
+
+class SlotJobStruct(ctypes.Structure):
+    """`struct tutti_slot_job`."""
+
+    _fields_ = (
+        ("engine", ctypes.c_uint64),
+        ("places", ctypes.c_uint64),
+        ("scratch", ctypes.c_uint64),
+        ("zeros", ctypes.c_uint64),
+        ("slice_nlb", ctypes.c_uint32),
+        ("layer_stride_nlb", ctypes.c_uint32),
+        ("lba_shift", ctypes.c_uint32),
+        ("psdt", ctypes.c_uint32),
+        ("command_nlb_max", ctypes.c_uint32),
+        ("descriptors_max", ctypes.c_uint32),
+        ("slot_runs_max", ctypes.c_uint64),
+        ("memory", ctypes.c_uint64),
+        ("pages", ctypes.c_uint64),
+        ("digests", ctypes.c_uint64),
+        ("job", ctypes.c_uint64),
+        ("tag", ctypes.c_uint64),
+        ("timeout_ns", ctypes.c_uint64),
+        ("opcode", ctypes.c_uint32),
+        ("flags", ctypes.c_uint32),
+        ("priority", ctypes.c_uint32),
+        ("digest", ctypes.c_uint32),
+        ("held", ctypes.c_uint64),
+    )
+
+
+class SlotJobs:
+    """Starts jobs of one engine on the slots of one pool.  Thread-safe.
+
+    slice_nlb, layer_stride_nlb: see Extents.  words: of 8 bytes, that a job needs for each slot and
+    one more.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        places: SlotPlaces,
+        slice_nlb: int,
+        layer_stride_nlb: int = 0,
+        *,
+        timeout_s: float,
+    ) -> None:
+        self._engine = engine
+        self._places = places  # and with it the memory that the struct names
+        slot_runs = -(-slice_nlb // engine.command_nlb_max)
+        self.words = 1 + 3 * slot_runs
+        self._common = SlotJobStruct(
+            engine=engine.handle,
+            places=ctypes.addressof(places),
+            scratch=engine.scratch,
+            zeros=engine.zeros,
+            slice_nlb=slice_nlb,
+            layer_stride_nlb=layer_stride_nlb,
+            lba_shift=engine.controller.info.lba_shift,
+            psdt=engine.psdt,
+            command_nlb_max=engine.command_nlb_max,
+            descriptors_max=engine.descriptors_max,
+            slot_runs_max=slot_runs,
+            timeout_ns=nanoseconds(timeout_s),
+        )
+
+    def struct(self, job: Job, pages: U32, memory: PagedMemory, *, held: bool) -> SlotJobStruct:
+        """Of a job that is open; native code starts it."""
+        struct = SlotJobStruct.from_buffer_copy(self._common)
+        struct.memory, struct.pages = ctypes.addressof(memory.iocb), address(pages)
+        struct.job, struct.tag, struct.held = ctypes.addressof(job.native), job.tag, held
+        return struct
+
+    def start(
+        self,
+        opcode: int,
+        slots: Slots,
+        pages: U32,
+        memory: PagedMemory,
+        **options: Unpack[HostOptions],
+    ) -> Job:
+        """As Engine.submit of the places of ``slots`` in page order; without digests to compare."""
+        n, digests = slots.size, options.get("digests")
+        words = np.empty(n * self.words + 1, np.uint64)
+        keep = (words, pages, memory, digests)
+        job = self._engine.open_job(words.view(np.uint32)[:n], keep, options.get("on_released"))
+        struct = self.struct(job, pages, memory, held=options.get("held", False))
+        struct.opcode, struct.priority = opcode, options.get("priority", PRIORITY_RECORDS)
+        struct.flags = FUA if options.get("fua") else 0
+        struct.timeout_ns = nanoseconds(options.get("timeout_s", TIMEOUT_S))
+        if digests is not None:
+            struct.digests, struct.digest = address(digests), DIGEST_COMPUTE
+        slots = np.ascontiguousarray(slots)
+        call = native.quick().tutti_slot_job_start
+        result = call(ctypes.byref(struct), address(slots), n, address(words))
+        self._engine.check_started(job, result)
+        return job
