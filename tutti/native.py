@@ -102,6 +102,34 @@ class NativeRecordIdentity(ctypes.Structure):
     )
 
 
+class NativeAllocator(ctypes.Structure):
+    """`struct tutti_allocator`."""
+
+    _fields_ = (
+        ("free", ctypes.c_void_p),
+        ("longest", ctypes.c_void_p),
+        ("next", ctypes.c_void_p),
+        ("previous", ctypes.c_void_p),
+        ("first", ctypes.c_void_p),
+        ("last", ctypes.c_void_p),
+        ("members", ctypes.c_uint64),
+        ("groups_per_member", ctypes.c_uint64),
+        ("group_slots", ctypes.c_uint64),
+        ("free_slots", ctypes.c_uint64),
+        ("cursor", ctypes.c_uint64),
+    )
+
+
+class NativePutTables(ctypes.Structure):
+    """`struct tutti_put_tables`."""
+
+    _fields_ = (
+        ("index", ctypes.c_void_p),
+        ("reuse", ctypes.c_void_p),
+        ("allocator", ctypes.c_void_p),
+    )
+
+
 _POINTER = ctypes.c_void_p
 _U32 = ctypes.c_uint32
 _U64 = ctypes.c_uint64
@@ -136,7 +164,6 @@ _QUICK: Prototypes = {
     "tutti_index_find": (_U64, (_INDEX, _POINTER, _U64, _POINTER)),
     "tutti_index_unpin": (_I64, (_INDEX, _POINTER, _U64)),
     "tutti_index_absent": (_I64, (_INDEX, _POINTER, _U64, _U32, _POINTER)),
-    "tutti_index_stretches": (_I64, (_INDEX, *[_POINTER] * 3, _U64, *[_POINTER] * 2)),
     "tutti_index_insert": (
         _I64,
         (_INDEX, _POINTER, _POINTER, _U64, *[_POINTER] * 4, _U32, _U32, _U32, _POINTER),
@@ -150,6 +177,13 @@ _QUICK: Prototypes = {
     "tutti_load_start": (_I64, (_TABLES, _POINTER, _U64, _U32, _U32, _POINTER, _POINTER)),
     "tutti_slot_job_start": (ctypes.c_int, (_POINTER, _POINTER, _U64, _POINTER)),
     **_FILL,
+    "tutti_allocator_rebuild": (None, (_POINTER,)),
+    "tutti_allocator_allocate": (_U64, (_POINTER, _U64, _I64, _POINTER)),
+    "tutti_allocator_free": (_I64, (_POINTER, _POINTER, _U64)),
+    "tutti_put_place": (
+        _I64,
+        (*[_POINTER] * 4, _U64, _U64, *[_U32] * 4, _POINTER, _POINTER),
+    ),
     "tutti_digests_put": (None, (_DIGESTS, _POINTER, _POINTER, _U64, _POINTER)),
 }
 

@@ -110,12 +110,6 @@ TUTTI_API int64_t tutti_index_unpin(tutti_index* index, const int64_t* slots, ui
 TUTTI_API int64_t tutti_index_absent(tutti_index* index, const uint8_t* keys, uint64_t n,
                                      uint32_t uses, int64_t* rows_out);
 
-// Cuts rows (ascending) of a put into stretches whose keys follow one another: the place of the
-// first of each in rows, and the slot of its parent or kTuttiMissing. Returns how many there are.
-TUTTI_API int64_t tutti_index_stretches(const tutti_index* index, const uint8_t* keys,
-                                        const uint8_t* parents, const int64_t* rows, uint64_t n,
-                                        int64_t* starts_out, int64_t* after_out);
-
 // Maps keys[i] to slots[i] unless the key is there already: existing_out[i] is kTuttiMissing where
 // it was mapped, else the slot that holds the key. A mapped slot gets its values; access may be 0,
 // for `uses`. Returns how many were mapped; or -1 - i and changes nothing where slot i is out of

@@ -251,20 +251,6 @@ int64_t tutti_index_absent(tutti_index* index, const uint8_t* keys, uint64_t n, 
   return static_cast<int64_t>(drop_repeated(keys, rows_out, absent));
 }
 
-int64_t tutti_index_stretches(const tutti_index* index, const uint8_t* keys, const uint8_t* parents,
-                              const int64_t* rows, uint64_t n, int64_t* starts_out,
-                              int64_t* after_out) {
-  int64_t stretches = 0;
-  for (uint64_t i = 0; i < n; ++i) {
-    const Key parent = load_key(parents, static_cast<uint64_t>(rows[i]));
-    if (i != 0 && parent == load_key(keys, static_cast<uint64_t>(rows[i - 1]))) continue;
-    starts_out[stretches] = static_cast<int64_t>(i);
-    after_out[stretches] = wide(index->table[probe(index, parent, home_of(index, parent))]);
-    ++stretches;
-  }
-  return stretches;
-}
-
 int64_t tutti_index_insert(tutti_index* index, const uint8_t* keys, const int64_t* slots,
                            uint64_t n, const uint64_t* sequence, const uint32_t* depth,
                            const uint8_t* has_digests, const uint32_t* access, uint32_t uses,

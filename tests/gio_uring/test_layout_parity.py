@@ -70,6 +70,8 @@ STRUCTS: dict[str, type[ctypes.Structure]] = {
     "tutti_reuse": native_library.NativeReuse,
     "tutti_digests": native_library.NativeDigests,
     "tutti_load_tables": native_library.NativeLoadTables,
+    "tutti_allocator": native_library.NativeAllocator,
+    "tutti_put_tables": native_library.NativePutTables,
     "tutti_record_identity": native_library.NativeRecordIdentity,
     "tutti_slot_job": slot_jobs.SlotJobStruct,
 }
@@ -111,7 +113,7 @@ def spec_constants() -> dict[str, int]:
 
 def program() -> str:
     lines = [f'#include "{header}"' for header in HEADERS]
-    native = ("controller_file", "controller_memory", "controller_vfio", "engine", "slot_jobs")
+    native = ("controller_file", "controller_memory", "controller_vfio", "allocator", "slot_jobs")
     for header in native:
         lines.append(f'#include "native/{header}.h"')
     lines.append('#include "device/parameters.cuh"')

@@ -5,17 +5,21 @@ Global slot = member * slots_per_member + group * group_slots + slot in group, s
 group_slots` numbers the groups of the whole pool. The allocator knows nothing of keys and states,
 and it is not thread-safe: the store holds a lock around it. It is deterministic.
 
-Cost: O(runs) Python per call, plus vectorised work on the groups that change.
+Its steps are native (`kernels/native/allocator.cpp`).
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+import ctypes
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from tutti.arrays import Slots
+from tutti.arrays import U32, U64, Keys, Slots
+from tutti.native import NO_SLOT, NativeAllocator, NativePutTables, address, quick
+from tutti.placement.index import MISSING, Index, SlotState
+from tutti.placement.reuse import ReuseHistory
 
 
 class Allocator:
@@ -29,14 +33,23 @@ class Allocator:
         self.members = members
         self.groups_per_member = groups_per_member
         self.group_slots = group_slots
-        self._free = np.ones((members * groups_per_member, group_slots), np.bool_)
-        # The longest free run of each group: group_slots for a whole one, 0 for a full one.
-        self._longest = np.zeros(len(self._free), np.int64)
-        self._whole: list[deque[int]] = []
-        # Partly used groups by their longest free run, oldest first.
-        self._partial: list[OrderedDict[int, None]] = []
-        self._cursor = 0
-        self._rebuild()
+        groups = members * groups_per_member
+        self._free = np.ones((groups, group_slots), np.bool_)
+        self._longest, self._next, self._previous = np.zeros((3, groups), np.uint32)
+        self._first, self._last = np.zeros((2, members + group_slots), np.uint32)
+        self.native = NativeAllocator(
+            free=address(self._free),
+            longest=address(self._longest),
+            next=address(self._next),
+            previous=address(self._previous),
+            first=address(self._first),
+            last=address(self._last),
+            members=members,
+            groups_per_member=groups_per_member,
+            group_slots=group_slots,
+        )
+        self._handle = ctypes.byref(self.native)
+        quick().tutti_allocator_rebuild(self._handle)
 
     @property
     def slots(self) -> int:
@@ -46,7 +59,7 @@ class Allocator:
     @property
     def free_slots(self) -> int:
         """Slots that can be allocated."""
-        return self._free_slots
+        return int(self.native.free_slots)
 
     def is_free(self, slots: Slots) -> npt.NDArray[np.bool_]:
         """For every slot whether it is free, shape (n,)."""
@@ -63,175 +76,82 @@ class Allocator:
         free runs.
         """
         assert n >= 0, "a count is not negative"
-        parts: list[Slots] = []
-        need = n
-        cursor = self._cursor
-        if after is not None:
-            assert 0 <= after < self.slots, "a slot number lies beyond the pool"
-            need -= self._continue_run(after, need, parts)
-            cursor = after // (self.group_slots * self.groups_per_member) + 1
-        cursor, taken = self._take_whole(need // self.group_slots, cursor, parts)
-        need -= taken
-        # Bounded: every pass takes a slot or ends the loop.
-        for _ in range(need):
-            if need == 0:
-                break
-            cursor, taken = self._take_rest(need, cursor, parts)
-            if taken == 0:
-                break
-            need -= taken
-        if after is None:
-            self._cursor = cursor % self.members
-        return np.concatenate(parts) if parts else np.empty(0, np.int64)
+        assert after is None or 0 <= after < self.slots, "a slot number lies beyond the pool"
+        out = np.empty(n, np.int64)
+        behind = MISSING if after is None else after
+        return out[: quick().tutti_allocator_allocate(self._handle, n, behind, address(out))]
 
     def free(self, slots: Slots) -> None:
         """Frees distinct allocated slots, in any order."""
-        flat = self._free.reshape(-1)
-        assert not flat[slots].any(), "a slot was freed that was free"
-        groups = np.unique(slots // self.group_slots)
-        before = np.count_nonzero(self._free[groups])
-        flat[slots] = True
-        freed = int(np.count_nonzero(self._free[groups]) - before)
-        assert freed == len(slots), "a slot was given twice"
-        self._free_slots += freed
-        self._refile(groups)
+        slots = np.sort(slots)
+        done = quick().tutti_allocator_free(self._handle, address(slots), slots.size)
+        assert done == slots.size, "a slot was freed that was free, or given twice"
 
     def take(self, slots: Slots) -> None:
         """Marks given distinct free slots as allocated, at recovery. O(slots of the pool)."""
         flat = self._free.reshape(-1)
         assert flat[slots].all(), "a slot was taken that was not free"
         flat[slots] = False
-        self._rebuild()
+        quick().tutti_allocator_rebuild(self._handle)
 
     def check_integrity(self) -> None:
-        """Asserts that counts and queues agree with the free slots; for tests, O(slots)."""
-        longest = _longest_runs(self._free)
-        assert np.array_equal(longest, self._longest), "a group has another longest run"
-        assert self._free_slots == np.count_nonzero(self._free), "the count of free slots is off"
-        whole = sorted(group for queue in self._whole for group in queue)
-        assert whole == np.flatnonzero(longest == self.group_slots).tolist(), "whole groups"
-        for member, queue in enumerate(self._whole):
-            assert all(group // self.groups_per_member == member for group in queue), "member"
-        for length, groups in enumerate(self._partial):
-            expected = np.flatnonzero(longest == length).tolist() if length else []
-            assert sorted(groups) == expected, "partly used groups are filed wrongly"
-
-    def _rebuild(self) -> None:
-        """Files every group anew, in ascending order."""
-        self._free_slots = int(np.count_nonzero(self._free))
-        self._longest = _longest_runs(self._free)
-        self._whole = [deque() for _ in range(self.members)]
-        self._partial = [OrderedDict() for _ in range(self.group_slots)]
-        self._file(np.flatnonzero(self._longest > 0))
-
-    def _file(self, groups: Slots) -> None:
-        """Puts groups with free slots, which are in no queue, where `allocate` looks for them."""
-        lengths = self._longest[groups].tolist()
-        for group, length in zip(groups.tolist(), lengths, strict=True):
-            if length == self.group_slots:
-                self._whole[group // self.groups_per_member].append(group)
-            else:
-                self._partial[length][group] = None
-
-    def _refile(self, groups: Slots) -> None:
-        """Files groups again after their slots changed. Whole groups were taken out before."""
-        for group in groups.tolist():
-            self._refile_one(group)
-
-    def _refile_one(self, group: int) -> None:
-        length = int(self._longest[group])
-        if 0 < length < self.group_slots:
-            del self._partial[length][group]
-        # Of one group bytes are searched sooner than an array.
-        runs = self._free[group].tobytes().split(b"\0")
-        self._longest[group] = length = max(map(len, runs))
-        if length == self.group_slots:
-            self._whole[group // self.groups_per_member].append(group)
-        elif length > 0:
-            self._partial[length][group] = None
-
-    def _take_run(self, group: int, start: int, count: int, parts: list[Slots]) -> int:
-        self._free[group, start : start + count] = False
-        self._free_slots -= count
-        self._refile_one(group)
-        first = group * self.group_slots + start
-        parts.append(np.arange(first, first + count, dtype=np.int64))
-        return count
-
-    def _continue_run(self, after: int, need: int, parts: list[Slots]) -> int:
-        group, slot = divmod(after, self.group_slots)
-        behind = self._free[group, slot + 1 :]
-        if need == 0 or self._free[group, slot] or not behind.size or not behind[0]:
-            return 0
-        run = behind.size if behind.all() else int(behind.argmin())
-        return self._take_run(group, slot + 1, min(run, need), parts)
-
-    def _pop_whole(self, cursor: int) -> int | None:
-        """A whole group of the first member at or behind `cursor` that has one."""
-        for step in range(self.members):
-            queue = self._whole[(cursor + step) % self.members]
-            if queue:
-                return queue.popleft()
-        return None
-
-    def _take_whole(self, count: int, cursor: int, parts: list[Slots]) -> tuple[int, int]:
-        """Up to `count` whole groups; returns the next member and the number of slots taken."""
-        taken: list[int] = []
-        for _ in range(count):
-            group = self._pop_whole(cursor)
-            if group is None:
-                break
-            taken.append(group)
-            cursor = group // self.groups_per_member + 1
-        if not taken:
-            return cursor, 0
-        groups = np.array(taken, np.int64)
-        self._free[groups] = False
-        self._longest[groups] = 0
-        slots = groups[:, None] * self.group_slots + np.arange(self.group_slots)
-        parts.append(slots.reshape(-1))
-        self._free_slots -= slots.size
-        return cursor, slots.size
-
-    def _take_rest(self, need: int, cursor: int, parts: list[Slots]) -> tuple[int, int]:
-        """One run for `need` slots that whole groups did not serve; 0 taken when there is none."""
-        fitting = self._first_partial(range(need, self.group_slots))
-        if fitting is not None:
-            start = _tightest_run(self._free[fitting], need)
-            return cursor, self._take_run(fitting, start, need, parts)
-        group = self._pop_whole(cursor)
-        if group is not None:
-            cursor = group // self.groups_per_member + 1
-            return cursor, self._take_run(group, 0, min(need, self.group_slots), parts)
-        longest = self._first_partial(range(min(need, self.group_slots) - 1, 0, -1))
-        if longest is None:
-            return cursor, 0
-        length = int(self._longest[longest])
-        start = _tightest_run(self._free[longest], length)
-        return cursor, self._take_run(longest, start, length, parts)
-
-    def _first_partial(self, lengths: range) -> int | None:
-        for length in lengths:
-            if self._partial[length]:
-                return next(iter(self._partial[length]))
-        return None
+        """Asserts that counts and lists agree with the free slots; for tests, O(slots)."""
+        assert self.free_slots == np.count_nonzero(self._free), "the count of free slots is off"
+        longest = [max(map(len, row.tobytes().split(b"\0"))) for row in self._free]
+        assert longest == self._longest.tolist(), "a group has another longest run"
+        listed: dict[int, int] = {}
+        for number, group in enumerate(self._first.tolist()):
+            while group != NO_SLOT:  # bounded: a group is in one list
+                assert group not in listed, "a group is listed twice"
+                listed[group] = number
+                group = int(self._next[group])
+        for group, length in enumerate(longest):
+            member, is_whole = group // self.groups_per_member, length == self.group_slots
+            number = member if is_whole else self.members + length
+            assert listed.get(group) == (number if length else None), "a group is filed wrongly"
 
 
-def _run_lengths(free: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64]:
-    """For each slot of each group (n, group_slots) the length of the free run that ends there."""
-    position = np.arange(1, free.shape[1] + 1)
-    last_used = np.maximum.accumulate(np.where(free, 0, position), axis=1)
-    lengths: npt.NDArray[np.int64] = position - last_used
-    return lengths
+class Placed(NamedTuple):
+    """Keys of a put that have slots now.
+
+    keys: how many, from the first, got a slot.  rows: of those, the ones that the index did
+    not have, or None for all.  slots, sequences: of these rows.
+    """
+
+    keys: int
+    rows: Slots | None
+    slots: Slots
+    sequences: U64
 
 
-def _longest_runs(free: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64]:
-    longest: npt.NDArray[np.int64] = _run_lengths(free).max(axis=1)
-    return longest
+class Placer:
+    """Gives slots to keys: of the index, the history of uses and the allocator in one call."""
 
+    def __init__(self, index: Index, history: ReuseHistory, allocator: Allocator) -> None:
+        self._index, self._history = index, history
+        self._parts = (index, history, allocator)  # which have the memory
+        tables = (index.native, history.native, allocator.native)
+        self._tables = NativePutTables(*map(ctypes.addressof, tables))
 
-def _tightest_run(free: npt.NDArray[np.bool_], need: int) -> int:
-    """Where the shortest free run of at least `need` slots begins in one group."""
-    octets = b"\0%b\0" % free.tobytes()
-    runs = [run for run in set(octets.split(b"\0")) if len(run) >= need]
-    return octets.index(b"\0%b\0" % min(runs, key=len))
+    def place(
+        self, keys: Keys, parents: Keys, depths: U32, sequence: int, *, has_digests: bool
+    ) -> Placed:
+        """Allocates for each stretch of a chain behind the slot of its parent, as far as there are
+        slots, and maps the keys (n,) in state WRITING; sequence: number of the first.
+        """
+        index, n = self._index, len(keys)
+        index.check_keys(keys)
+        index.check_keys(parents)
+        assert depths.shape == (n,) and depths.dtype == np.uint32, "a depth per key"
+        out = np.empty(5 * n + 3, np.uint64)
+        place = address(out)
+        result = quick().tutti_put_place(
+            *(ctypes.byref(self._tables), address(keys), address(parents), address(depths)),
+            *(n, sequence, has_digests, SlotState.VOIDED, SlotState.WRITING, index.uses),
+            *(place, place + 40 * n),
+        )
+        assert result == 0, "a free slot is in use"
+        count, mapped, late = out[5 * n :].tolist()
+        self._history.regretted += late
+        rows = None if mapped == n else out[2 * n : 2 * n + mapped].view(np.int64)
+        return Placed(count, rows, out[:mapped].view(np.int64), out[n : n + mapped])

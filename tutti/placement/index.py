@@ -159,20 +159,6 @@ class Index:
         arguments = (address(keys), len(keys), self.uses, address(rows))
         return rows[: quick().tutti_index_absent(self._handle, *arguments)]
 
-    def stretches(self, keys: Keys, parents: Keys, rows: Slots) -> list[tuple[int, int | None]]:
-        """Rows (n,) cut where a key does not follow the one before: how many rows each stretch has,
-        and the slot of the parent of its first key, if that has one.
-        """
-        self.check_keys(keys)
-        self.check_keys(parents)
-        starts, after = np.empty(rows.size, np.int64), np.empty(rows.size, np.int64)
-        arguments = (address(keys), address(parents), address(np.ascontiguousarray(rows)))
-        places = (address(starts), address(after))
-        count = quick().tutti_index_stretches(self._handle, *arguments, rows.size, *places)
-        ends = [*starts[1:count].tolist(), rows.size]
-        cut = zip(starts[:count].tolist(), ends, after[:count].tolist(), strict=True)
-        return [(end - start, None if slot == MISSING else slot) for start, end, slot in cut]
-
     def insert(
         self,
         slots: Slots,

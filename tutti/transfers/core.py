@@ -23,7 +23,7 @@ from tutti.gio_uring.transfer import Options, Submitter, Transfer
 from tutti.histogram import Histogram
 from tutti.medium.geometry import RECORD_NBYTES
 from tutti.medium.slot_record import COUNTER_MAX
-from tutti.placement.allocator import Allocator
+from tutti.placement.allocator import Allocator, Placer
 from tutti.placement.digest_cache import DigestCache
 from tutti.placement.eviction import EvictionView
 from tutti.placement.index import MISSING, Index, SlotState
@@ -118,6 +118,7 @@ class Core(Owned):
             slots_max=int(self.index.slots * config.pin_share),
         )
         self.allocator = Allocator(members.count, self.geometry.groups, self.geometry.group_slots)
+        self.placer = Placer(self.index, self.history, self.allocator)
         entry_nbytes = 8 * self.layers + 16
         entries = min(self.index.slots, config.digest_cache_nbytes // entry_nbytes)
         self.digests = DigestCache(entries, self.layers)
@@ -294,8 +295,8 @@ class Core(Owned):
         given = self.config.eviction
         return given if isinstance(given, str) else type(given).__name__
 
-    def take_sequences(self, n: int) -> npt.NDArray[np.uint64]:
-        """New sequence numbers (n,).  Lock held.  Raises PoolCorrupt when none are left."""
+    def take_sequences(self, n: int) -> int:
+        """The first of n new numbers.  Lock held.  Raises PoolCorrupt when none are left."""
         first = self.sequence
         if first + n > COUNTER_MAX:
             raise PoolCorrupt(
@@ -303,7 +304,7 @@ class Core(Owned):
                 " format the pool anew"
             )
         self.sequence += n
-        return np.arange(first, first + n, dtype=np.uint64)
+        return first
 
     def begin(self) -> None:
         """Counts an operation in flight.  PoolClosed while closing.  Lock held."""

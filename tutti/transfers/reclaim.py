@@ -48,8 +48,8 @@ class Reclaimer:
         """Whether slots are on their way to being free."""
         return self._active > 0 or bool(self._queue)
 
-    def allocate(self, n: int, *, after: int | None, deadline_s: float) -> Slots:
-        """Up to ``n`` slots in page order; fewer when nothing more can be evicted in time.
+    def make_room(self, n: int, deadline_s: float) -> None:
+        """Sees to it that ``n`` slots are free, or as many as can be evicted in time.
 
         Waits, with the lock released, while slots are on their way.
         """
@@ -60,9 +60,6 @@ class Reclaimer:
                 lambda: core.allocator.free_slots >= n or not self.busy or core.closing, deadline_s
             )
         core.check_open()
-        slots = core.allocator.allocate(n, after=after)
-        self.top_up(0)
-        return slots
 
     def top_up(self, extra: int) -> None:
         """Evicts when fewer than the reserve, and ``extra`` slots more, are free or on their way.

@@ -26,7 +26,7 @@ from tutti.gio_uring.nvme_spec import (
 )
 from tutti.gio_uring.status import error_status
 from tutti.medium.slot_record import RecordContent, RecordState
-from tutti.placement.index import MISSING, SlotState
+from tutti.placement.index import SlotState
 from tutti.pool.record_table import BLOCK_RECORDS, RecordTable
 from tutti.transfers.core import Core
 from tutti.transfers.put_request import PutPart, PutRequest, PutTogether
@@ -199,45 +199,23 @@ class Writer:
 
     def _place(self, together: PutTogether, rows: Slots, block: int) -> tuple[_Batch, int]:
         """Allocates slots and claims the keys; returns how many rows, from the first, are done."""
-        core = self._core
-        sequences = core.take_sequences(rows.size)
-        slots = self._allocate(together.request, rows)
-        rows, sequences = rows[: slots.size], sequences[: slots.size]
-        request = together.request.take(rows)
-        digests = None
-        if core.config.verify != "off":
-            digests = np.empty((rows.size, core.layers), np.uint64)
-        taken = core.index.insert(
-            slots, request.keys, sequences, request.depths, has_digests=digests is not None
+        core, request = self._core, together.request.take(rows)
+        has_digests = core.config.verify != "off"
+        self._reclaimer.make_room(rows.size, core.config.timeout_s)
+        sequence = core.take_sequences(rows.size)
+        placed = core.placer.place(
+            request.keys, request.parents, request.depths, sequence, has_digests=has_digests
         )
-        batch = _Batch(together, request, rows, slots, sequences, digests, block)
-        there = taken != MISSING
-        if np.count_nonzero(there):
-            core.allocator.free(slots[there])
+        self._reclaimer.top_up(0)
+        if placed.rows is not None:
+            there = np.setdiff1d(np.arange(placed.keys), placed.rows, assume_unique=True)
             self._present(together, rows[there])
-            batch = batch.at(~there)
-        core.history.stored(batch.slots, batch.request.keys, core.index.uses)
+            request, rows = request.take(placed.rows), rows[placed.rows]
+        digests = np.empty((rows.size, core.layers), np.uint64) if has_digests else None
         if request.tenant or request.expiry_64s:
-            core.index.describe(batch.slots, tenant=request.tenant, expiry=request.expiry_64s)
-        return batch, rows.size
-
-    def _allocate(self, request: PutRequest, rows: Slots) -> Slots:
-        """Slots for rows, each stretch of a chain behind the slot of its predecessor."""
-        core = self._core
-        parts: list[Slots] = []
-        try:
-            for count, after in core.index.stretches(request.keys, request.parents, rows):
-                slots = self._reclaimer.allocate(
-                    count, after=after, deadline_s=core.config.timeout_s
-                )
-                parts.append(slots)
-                if slots.size < count:
-                    break
-        except BaseException:  # closed meanwhile, or the eviction policy failed
-            for slots in parts:
-                core.allocator.free(slots)
-            raise
-        return np.concatenate(parts) if len(parts) != 1 else parts[0]
+            core.index.describe(placed.slots, tenant=request.tenant, expiry=request.expiry_64s)
+        _, _, slots, sequences = placed
+        return _Batch(together, request, rows, slots, sequences, digests, block), placed.keys
 
     def _data_written(self, batch: _Batch, job: Job, flushes_failed: int) -> None:
         if np.count_nonzero(job.page_status):
