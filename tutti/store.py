@@ -200,8 +200,7 @@ class ObjectStore(Owned, Store):
 
     def put_request(self, request: PutRequest) -> PutTicket:
         """As ``put``, of a request that was checked."""
-        with self._core.admitted(self.config.timeout_s):
-            return PutTicket(self._queue.put(request))
+        return PutTicket(self._queue.put(request))
 
     @uninterrupted(lambda _, ticket: ticket.cancel(_UNDO_S))
     def load(

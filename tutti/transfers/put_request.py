@@ -230,7 +230,6 @@ class PutTogether:
         self.grant = parts[0].grant if len(parts) == 1 else None
         self._left = 1  # the submission itself, then batches
         self._lock = threading.Lock()
-        self._starts = [0, *itertools.accumulate(part.rows.size for part in parts)]
         self.request = PutRequest.merge([part.request.take(part.rows) for part in parts])
 
     def tell(self, rows: Rows, outcome: Outcome, status: int | U32 = 0) -> None:
@@ -245,10 +244,11 @@ class PutTogether:
                 part.progress.status[own] = status
             return
         status = np.broadcast_to(np.asarray(status, np.uint32), rows.shape)
-        which = np.searchsorted(self._starts, rows, "right") - 1
+        starts = [0, *itertools.accumulate(part.rows.size for part in self._parts)]
+        which = np.searchsorted(starts, rows, "right") - 1
         for number in np.unique(which).tolist():
             mine, part = which == number, self._parts[number]
-            own = part.rows[rows[mine] - self._starts[number]]
+            own = part.rows[rows[mine] - starts[number]]
             part.progress.outcome[own] = outcome
             part.progress.status[own] = status[mine]
 

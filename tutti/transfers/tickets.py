@@ -120,7 +120,7 @@ class PutTicket(Owned):
         self._progress.on_done(lambda _: callback(self))
 
 
-class PutProgress(Owned):
+class PutProgress:
     """The state of one put, which ends with the last batch of the writer.  Thread-safe.
 
     outcome: u8 (keys,), an Outcome each.  status: u32 (keys,), why a key failed, else 0.
@@ -285,7 +285,7 @@ class LoadTicket(Owned):
         self._progress.on_settled(callback)
 
 
-class LoadProgress(Owned):
+class LoadProgress:
     """The state of one load: its jobs, and whether all of them were released.  Thread-safe.
 
     record_status: u32 (keys,), why the slot record of a key was refused, else 0.

@@ -144,6 +144,7 @@ class TransferQueue(Owned):
         put = _Put(request, progress, len(request.keys))
         now = np.arange(len(request.keys), dtype=np.int64)
         with core.lock:
+            core.wait_admitted(core.config.timeout_s)
             core.begin()
             if dispatcher is not None and self._most:
                 absent = core.index.find(request.keys) == MISSING

@@ -87,16 +87,16 @@ class Writer:
         self.batch_ended = lambda: None  # what it referred to refers to this
 
     def put(self, parts: Sequence[PutPart]) -> BaseException | None:
-        """Starts parts of puts, as one; see ObjectStore.put and PutTogether.
+        """Starts parts of puts, as one; see ObjectStore.put and PutTogether.  Their callers count them
+        as in flight meanwhile.
 
         Every part ends; returns why nothing was started, or None.
         """
         core, together = self._core, PutTogether(parts)
-        depths, began = together.request.depths, False
+        depths = together.request.depths
         try:
             with core.lock:
-                core.begin()
-                began = True
+                core.check_open()
                 if np.count_nonzero(depths) < depths.size:
                     # The end of a chain must not be younger than its start, which is not touched.
                     core.index.begin_use()
@@ -108,9 +108,6 @@ class Writer:
         else:
             together.end_batch()
             return None
-        finally:
-            if began:
-                core.end()
 
     def _put_rows(self, together: PutTogether, new: Slots) -> None:
         """Raises for the first batch alone: afterwards the tickets must reach the callers."""
