@@ -49,8 +49,7 @@ from tutti.transfers.put_request import OpenParts, PutGrant, PutPart, PutRequest
 from tutti.transfers.tickets import LoadProgress, Outcome, PutProgress
 from tutti.transfers.writer import Writer
 
-#: A run of one layer that is at least this long is worth a command of its own.
-COMMAND_NBYTES = 256 << 10
+COMMAND_NBYTES = 256 << 10  #: of one layer: such a run is worth a command of its own
 LONG_NBYTES, LAYERS_MIN = 16 << 20, 8  #: of a put that stops when a load comes
 _LOOK_S = 0.5
 _NEVER = 2**32 - 1
@@ -112,7 +111,7 @@ class TransferQueue(Owned):
         self._lock = threading.Lock()  # the core's, where both are held, was taken before
         self._puts: dict[str, _Put] = {}
         self._loads: dict[str, _Load] = {}
-        self._stopping = False
+        self._stopping = self._closed = False
         slice_nbytes = core.geometry.slice_padded_nbytes
         self._short = min(core.geometry.group_slots, -(-COMMAND_NBYTES // slice_nbytes))
         # A put may wait for staging or space; decisions, and with them loads, must not.  One thread
@@ -123,7 +122,6 @@ class TransferQueue(Owned):
         self._starting = threading.Lock()
         self._here = threading.local()
         self._wake = threading.Semaphore(0)
-        self._closed = False
         self._starter = threading.Thread(target=self._run, name="tutti-puts", daemon=True)
         self.dispatcher: Dispatcher | None = None
         self._prefix, self._most = "", 0
@@ -177,42 +175,32 @@ class TransferQueue(Owned):
         self, keys: npt.NDArray[np.uint8], pages: Any, memory: PagedMemory, batch: str
     ) -> LoadProgress:
         """Starts a load, whose layers are read in their turn; see ObjectStore.load."""
-        dispatcher = self.dispatcher
+        dispatcher, timeout_s = self.dispatcher, self._core.config.timeout_s
         if dispatcher is None or not len(keys) or self._stopping or dispatcher.is_issued(batch):
             return self._loader.load(keys, pages, memory, admit=True)
-        with self._core.admitted(self._core.config.timeout_s):
-            return self._load_in_turn(dispatcher, keys, pages, memory, batch)
-
-    def _load_in_turn(
-        self,
-        dispatcher: Dispatcher,
-        keys: npt.NDArray[np.uint8],
-        pages: Any,
-        memory: PagedMemory,
-        batch: str,
-    ) -> LoadProgress:
-        load = _Load(self._new_name(), self._core.layers)
-        nbytes = self._core.geometry.slice_nbytes * len(keys)
-        if memory.path is None:
-            progress = load.progress = self._loader.load(keys, pages, memory, held=True)
+        with self._core.admitted(timeout_s):
+            load = _Load(self._new_name(), self._core.layers)
+            nbytes = self._core.geometry.slice_nbytes * len(keys)
+            if memory.path is None:
+                progress = load.progress = self._loader.load(keys, pages, memory, held=True)
+                try:
+                    self._post_load(dispatcher, load, nbytes, 1, batch)
+                except BaseException:
+                    progress.cancel(timeout_s)
+                    raise
+                finally:
+                    progress.on_settled(lambda: self._loaded(dispatcher, load))
+                return progress
+            load.due = threading.Event()
             try:
-                self._post_load(dispatcher, load, nbytes, 1, batch)
+                self._post_load(dispatcher, load, nbytes, load.layers, batch)
+                load.due.wait(timeout_s)  # one that is stuck costs time, not service
+                progress = self._loader.load(keys, pages, memory)
             except BaseException:
-                progress.cancel(self._core.config.timeout_s)
+                self._loaded(dispatcher, load)
                 raise
-            finally:
-                progress.on_settled(lambda: self._loaded(dispatcher, load))
+            progress.on_settled(lambda: self._loaded(dispatcher, load))
             return progress
-        load.due = threading.Event()
-        try:
-            self._post_load(dispatcher, load, nbytes, load.layers, batch)
-            load.due.wait(self._core.config.timeout_s)  # one that is stuck costs time, not service
-            progress = self._loader.load(keys, pages, memory)
-        except BaseException:
-            self._loaded(dispatcher, load)
-            raise
-        progress.on_settled(lambda: self._loaded(dispatcher, load))
-        return progress
 
     def _post_load(
         self, dispatcher: Dispatcher, load: _Load, layer_nbytes: int, unit_layers: int, batch: str

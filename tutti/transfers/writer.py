@@ -87,8 +87,8 @@ class Writer:
         self.batch_ended = lambda: None  # what it referred to refers to this
 
     def put(self, parts: Sequence[PutPart]) -> BaseException | None:
-        """Starts parts of puts, as one; see ObjectStore.put and PutTogether.  Their callers count them
-        as in flight meanwhile.
+        """Starts parts of puts, as one; see ObjectStore.put and PutTogether.  The caller counts
+        them as in flight meanwhile.
 
         Every part ends; returns why nothing was started, or None.
         """
