@@ -9,7 +9,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from tutti.placement.allocator import Allocator
+from tutti.placement.allocator import Allocator, Placer
+from tutti.placement.index import Index
+from tutti.placement.reuse import ReuseHistory
 
 
 def as_slots(*slots: int) -> npt.NDArray[np.int64]:
@@ -163,3 +165,27 @@ def test_mistakes_of_the_caller_are_noticed() -> None:
         allocator.take(slots)
     with pytest.raises(AssertionError, match="twice"):
         allocator.free(as_slots(0, 0))
+
+
+def test_a_chain_lies_in_a_run_and_keys_that_are_there_give_their_slots_back() -> None:
+    index, allocator = Index(12), Allocator(members=2, groups_per_member=2, group_slots=3)
+    placer = Placer(index, ReuseHistory(12), allocator)
+    keys = np.arange(80, dtype=np.uint8).reshape(5, 16)
+    depths, none = np.arange(5, dtype=np.uint32), np.zeros((1, 16), np.uint8)
+    placed = placer.place(keys[:1], none, depths[:1], 7, has_digests=False)
+    assert (placed.keys, placed.rows, placed.sequences.tolist()) == (1, None, [7])
+    chained = placer.place(keys[1:4], keys[:3], depths[1:4], 8, has_digests=True)
+    first = int(placed.slots[0])
+    assert chained.slots[:2].tolist() == [first + 1, first + 2], "behind the slot of its parent"
+    free = allocator.free_slots
+    again = placer.place(keys[2:], keys[1:4], depths[2:], 11, has_digests=True)
+    assert again.keys == 3 and again.rows is not None and again.rows.tolist() == [2]
+    assert again.sequences.tolist() == [13] and allocator.free_slots == free - 1
+    assert index.find(keys[4:]).tolist() == again.slots.tolist()
+    assert index.depth[again.slots].tolist() == [4]
+    many = np.arange(128, 256, dtype=np.uint8).reshape(8, 16)
+    many_depths = np.zeros(8, np.uint32)
+    short = placer.place(many, np.zeros_like(many), many_depths, 14, has_digests=False)
+    assert short.keys == 7 and short.slots.size == 7 and allocator.free_slots == 0
+    allocator.check_integrity()
+    index.check_integrity()
