@@ -5,8 +5,8 @@
 
 // free: by slot, 1 for a free one. longest: by group, its longest free run. Whole groups of each
 // member, and partly used ones by their longest run, are in lists, first come, first served:
-// `members` lists, then one for each length below group_slots. next and previous are by group, first
-// and last by list; kTuttiNoSlot ends a list.
+// `members` lists, then one for each length below group_slots. next and previous are by group,
+// first and last by list; kTuttiNoSlot ends a list.
 struct tutti_allocator {
   uint8_t* free;
   uint32_t* longest;
