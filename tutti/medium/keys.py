@@ -111,7 +111,8 @@ def _token_bytes(tokens: npt.NDArray[np.integer[Any]] | Sequence[int]) -> bytes:
 
 
 def _stack(keys: Sequence[bytes]) -> Keys:
-    return np.frombuffer(b"".join(keys), np.uint8).reshape(-1, KEY_NBYTES)
+    # Writable memory, whose address is found sooner.
+    return np.frombuffer(bytearray().join(keys), np.uint8).reshape(-1, KEY_NBYTES)
 
 
 def _check_fingerprint(fingerprint: bytes) -> None:

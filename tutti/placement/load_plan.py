@@ -105,7 +105,8 @@ class LoadPlanner:
         index, n = self._index, len(keys)
         index.check_keys(keys)
         index.begin_use()
-        index.own("hits")
+        if not index.native.hits:
+            index.own("hits")
         plan = plan or self.plan(n)
         arguments = (self._handle, address(keys), n, index.uses, verify, plan.address)
         if start is None:

@@ -104,6 +104,7 @@ class Core(Owned):
         padded_nbytes = members.geometry.slice_padded_nbytes * self.layers
         object_nbytes = padded_nbytes + RECORD_NBYTES
         self.quotas = Quotas(config.quotas, object_nbytes, config.write_budget_nbytes)
+        self.is_unlimited = config.write_budget_nbytes is None and not config.quotas
         self.sequence = 1
         self.in_flight = 0
         self.closing = False

@@ -71,7 +71,8 @@ class PutRequest(NamedTuple):
         namespace: str = "",
     ) -> PutRequest:
         """As `chain`, of what a caller gave.  Raises KeySizeError, PageRangeError, ConfigError."""
-        expiry, tenant = expiry_of(ttl_s), tenant_of(namespace)
+        expiry = 0 if ttl_s is None else expiry_of(ttl_s)
+        tenant = 0 if namespace == "" else tenant_of(namespace)
         request = cls.chain(as_keys(keys), memory.check_pages(pages), memory, parent, depth)
         return request._replace(tenant=tenant, expiry_64s=expiry) if expiry or tenant else request
 
@@ -92,8 +93,6 @@ class PutRequest(NamedTuple):
     @classmethod
     def merge(cls, requests: Sequence[PutRequest]) -> PutRequest:
         """Requests over the same memory, of one namespace and expiry, one after another."""
-        if len(requests) == 1:
-            return requests[0]
         return cls(
             np.concatenate([request.keys for request in requests]),
             np.concatenate([request.parents for request in requests]),
@@ -230,7 +229,12 @@ class PutTogether:
         self.grant = parts[0].grant if len(parts) == 1 else None
         self._left = 1  # the submission itself, then batches
         self._lock = threading.Lock()
-        self.request = PutRequest.merge([part.request.take(part.rows) for part in parts])
+        first = parts[0]
+        self.request = (
+            first.request.take(first.rows)
+            if len(parts) == 1
+            else PutRequest.merge([part.request.take(part.rows) for part in parts])
+        )
 
     def tell(self, rows: Rows, outcome: Outcome, status: int | U32 = 0) -> None:
         """Rows (m,) of ``request`` have this outcome.  status: why, for one that failed."""
