@@ -66,7 +66,8 @@ with temporary_pool([sys.argv[1]], shape.layout(), 3 * 2**28) as store:
         rows = [{"shape": sys.argv[2], "phase": name, **phases[name]} for name in phases]
         print(json.dumps({"rows": rows}), flush=True)
 """
-#: CPU time of the calling thread up to the return of a call, and of the process to its end.
+#: CPU time of the calling thread up to the return of a call, and of the process to its end; and of
+#: calls in a row, while those before are under way.
 _SHORT = """
 import json, sys, threading, time
 sys.path.insert(0, "")
@@ -89,6 +90,10 @@ def measure(store, memory):
             call(f"put {n}", lambda: store.put(keys, pages), lambda put: put.wait())
             load = lambda: store.load(keys[: store.match(keys)], pages)
             call(f"match and load {n}", load, lambda load: load.wait_settled())
+            began, loads = here(), [load() for _ in range(8)]
+            took.setdefault(f"match and load {n}, in a row", []).append((here() - began) / 8)
+            for each in loads:
+                each.wait_settled()
 layout = parse_shape("4x16KiB").layout()
 with temporary_pool([sys.argv[1] + "/short.tutti"], layout, 2**28) as store:
     thread = threading.Thread(target=measure, args=(store, store.allocate_memory(16)), daemon=True)
