@@ -120,8 +120,10 @@ class Loader:
             if memory.path is not None:
                 struct.memory = 0
             core.planner.begin(keys, verify=every, plan=plan, start=struct)
-        except LookupError as error:
+        except BaseException as error:
             core.engine.forget_job(job)
+            if not isinstance(error, LookupError):
+                raise
             raise KeyMissing(
                 f"key {error} of {len(keys)} is not in the pool; ask match() which prefix is, and "
                 "pin it if time passes before the load"
