@@ -16,7 +16,7 @@ from prometheus_client import CollectorRegistry
 from store.pools import some_keys
 from tutti.cluster.breaker import Breaker, RecentKeys
 from tutti.cluster.remote import RemoteConfig
-from tutti.errors import ConfigError
+from tutti.errors import ConfigError, DeviceTimeout
 from tutti.metrics import StoreCollector
 
 
@@ -300,3 +300,38 @@ def test_a_remote_by_its_address() -> None:
     )
     assert config.options == {"replica_num": "2", "master_server_address": "10.0.0.1:50051"}
     assert (config.namespace, config.queue_nbytes, config.client_ttl_s) == ("prod", 1 << 30, 8.0)
+
+
+def test_a_pool_that_is_busy_for_once_does_not_end_the_tier(
+    tmp_path: Path, faults: Faults, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = some_keys(np.random.default_rng(seed), 4)
+    with nodes(tmp_path, faults.config()) as (first, second):
+        first.share(keys)
+        (store,) = second.agent.pools.stores().values()
+        refused: list[object] = []
+
+        def refuse_once(request: object) -> None:
+            monkeypatch.undo()
+            refused.append(request)
+            raise DeviceTimeout("no staging")
+
+        monkeypatch.setattr(store, "put_request", refuse_once)
+        second.find(keys)
+        second.load(keys)
+        assert refused
+        assert second.remote()["state"] == "closed"
+
+
+def test_nothing_is_fetched_before_the_pool_is_recovered(
+    tmp_path: Path, faults: Faults, seed: int
+) -> None:
+    keys = some_keys(np.random.default_rng(seed), 4)
+    with nodes(tmp_path, faults.config(), 1) as (node,):
+        node.put(keys)
+        (store,) = node.agent.pools.stores().values()
+        store._core.ready = False
+        assert node.store.match(keys) == 0
+        assert node.remote()["missed"] == 0
+        store._core.ready = True
+        assert node.store.match(keys) == 4

@@ -36,6 +36,10 @@ _REAP_S = 5.0
 _QUIET = {"MC_LOG_LEVEL": "ERROR"}  # the agent reports what fails
 
 
+class StagingInUse(DeviceTimeout):
+    """A device or a worker that does not answer may still write to the staging memory."""
+
+
 class Staging(HostMemory):
     """Pages in the order of the medium, each followed by its trailer, that a worker can map.
 
@@ -120,7 +124,7 @@ class RemoteProcess:
         return np.frombuffer(reply, np.uint8)
 
     def kill(self) -> None:
-        """Ends the worker.  Raises DeviceTimeout when it cannot be ended."""
+        """Ends the worker.  Raises StagingInUse when it cannot be ended."""
         process, peer = self._process, self._socket
         if peer is not None:
             with contextlib.suppress(OSError):
@@ -131,7 +135,7 @@ class RemoteProcess:
         try:
             process.wait(_REAP_S)
         except subprocess.TimeoutExpired as error:
-            raise DeviceTimeout(
+            raise StagingInUse(
                 f"process {process.pid} of the remote store cannot be ended; its memory stays in"
                 " use, and the tier is off"
             ) from error

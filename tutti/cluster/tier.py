@@ -20,12 +20,12 @@ import numpy.typing as npt
 from tutti.arrays import U32, Keys
 from tutti.cluster.breaker import Breaker, RecentKeys
 from tutti.cluster.remote import Answer, RemoteConfig
-from tutti.cluster.remote_process import RemoteProcess, Staging
+from tutti.cluster.remote_process import RemoteProcess, Staging, StagingInUse
 from tutti.cluster.worker import EXISTS, GET, KEYS_MAX, PUT
 from tutti.errors import (
-    DeviceTimeout,
     KeyMissing,
     MediumError,
+    PagesInUse,
     PoolClosed,
     RemoteFailed,
     TuttiError,
@@ -89,6 +89,8 @@ class Tier:
 
     def missed(self, keys: Keys) -> None:
         """A look-up did not find these keys (n, 16), in the order of their chain."""
+        if not self._store.recovered:
+            return  # they may be there
         first = keys[0].tobytes()
         with self._changed:
             if first in self._fetching or first in self._failed:
@@ -150,7 +152,7 @@ class Tier:
             self._stopping = True
             self._changed.notify()
         for timeout_s in (2 * self._store.config.timeout_s, 0.0):
-            with contextlib.suppress(DeviceTimeout):
+            with contextlib.suppress(StagingInUse):
                 self._remote.kill()
             self._thread.join(timeout_s)
 
@@ -159,10 +161,11 @@ class Tier:
             try:
                 self._remote.connect()
             except RemoteFailed as error:
-                self._trouble(error, ())
+                _log.warning("the second tier is away: %s", error)
+                self._fail(())
             while not self._stopping:
                 self._step()
-        except (DeviceTimeout, PoolClosed) as error:
+        except (StagingInUse, PoolClosed) as error:
             if not self._stopping:
                 _log.warning("the second tier is off: %s", error)
         finally:
@@ -187,22 +190,18 @@ class Tier:
             # Not after each call: a master may know pages whose servers are gone.
             if self._answered and self._counts["failures"] == failures:
                 self._breaker.succeeded()
-        except (DeviceTimeout, PoolClosed):
+        except (StagingInUse, PoolClosed):
             raise
         except Exception as error:  # of this work alone: the tier goes on
             failed = keys if work is None else work.keys
-            self._trouble(error, () if failed is None else failed)
+            if not self._stopping:
+                unexpected = not isinstance(error, TuttiError)
+                _log.warning("the second tier failed: %s", error, exc_info=unexpected)
+            self._fail(() if failed is None else failed)
         finally:
             if work is not None:
                 with self._changed:
                     self._fetching.discard(work.keys[0].tobytes())
-
-    def _trouble(self, error: Exception, keys: Any) -> None:
-        if not self._stopping:
-            _log.warning(
-                "the second tier failed: %s", error, exc_info=not isinstance(error, TuttiError)
-            )
-        self._fail(keys)
 
     def _fail(self, keys: Any) -> None:
         with self._changed:
@@ -305,13 +304,14 @@ class Tier:
     def _landed(self, ticket: PutTicket, pages: int) -> None:
         """Waits until the pages of a put may be overwritten.  Raises DeviceTimeout."""
         if not ticket.wait_ended(2 * self._store.config.timeout_s):
-            raise DeviceTimeout("the pool's medium does not answer; staging stays in use")
+            raise StagingInUse("the pool's medium does not answer; staging stays in use")
         landed = int(np.isin(ticket.outcome, (Outcome.STORED, Outcome.PRESENT)).sum())
         self._count("fetched", landed)
         self._count("not_landed", pages - landed)
 
     def _replicate(self, keys: Keys) -> None:
-        keep = [i for i, key in enumerate(keys) if not self._is_known(key.tobytes())]
+        known = (self._replicated, self._failed)
+        keep = [i for i, key in enumerate(keys) if not any(key.tobytes() in k for k in known)]
         if not keep:
             return
         self._remote.connect()
@@ -337,23 +337,24 @@ class Tier:
             self._count("replicate_failed", int(np.count_nonzero(~done)))
             self._fail(keys[~done])
 
-    def _is_known(self, key: bytes) -> bool:
-        return key in self._replicated or key in self._failed
-
     def _read(self, keys: Keys, pages: U32) -> bool:
         """Reads objects of the pool into staging pages; whether all were right."""
+        timeout_s = 2 * self._store.config.timeout_s
         try:
             ticket = self._store.load(keys, pages, memory=self._staging)
         except KeyMissing:
             return False  # evicted meanwhile
-        timeout_s = 2 * self._store.config.timeout_s
+        except PagesInUse as error:
+            if not error.wait_settled(timeout_s):
+                raise StagingInUse(str(error)) from error
+            return False
         try:
             ticket.wait(timeout_s)
         except MediumError:
             return False
         finally:
             if not ticket.wait_settled(timeout_s):
-                raise DeviceTimeout("the pool's medium does not answer; staging stays in use")
+                raise StagingInUse("the pool's medium does not answer; staging stays in use")
         return True
 
     def _not_there(self, keys: Keys) -> Keys:

@@ -17,7 +17,7 @@ import signal
 import socket
 import struct
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -80,18 +80,11 @@ class Worker:
                 self._bytes[self._digest_at(start)] = self._digest(name, start)
             return bytes(self._store.put(names, addresses, self._value_nbytes))
         answers = self._store.get(names, addresses, self._value_nbytes)
-        return bytes(self._verified(names, starts, answers))
-
-    def _verified(
-        self, names: Sequence[str], starts: Sequence[int], answers: Sequence[Answer]
-    ) -> list[Answer]:
-        return [
-            Answer.CORRUPT
-            if answer == Answer.DONE
-            and self._bytes[self._digest_at(start)] != self._digest(name, start)
-            else answer
-            for name, start, answer in zip(names, starts, answers, strict=True)
-        ]
+        for i, (name, start) in enumerate(zip(names, starts, strict=True)):
+            is_right = self._bytes[self._digest_at(start)] == self._digest(name, start)
+            if answers[i] == Answer.DONE and not is_right:
+                answers[i] = Answer.CORRUPT
+        return bytes(answers)
 
     def _digest_at(self, start: int) -> slice:
         end = start + self._value_nbytes
