@@ -85,6 +85,7 @@ def _file(found: dict[str, Any]) -> str:
     shares = ", ".join(
         f"{1e3 * bubble[name]:.1f} ms with {word}, {interval_text(found[f'{name} / none'])} of that"
         for name, word in (("slack", "`slack`"), ("no puts", "no puts at all"))
+        if name in bubble  # results of before have no such rounds
     )
     return (
         f"measured on a file, {found['rounds']} rounds of each in turns: layers waited "
