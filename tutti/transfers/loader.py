@@ -61,6 +61,23 @@ class _Pages(NamedTuple):
     memory: PagedMemory
 
 
+class _Gate(NamedTuple):
+    """What a job waits for behind its gate: digests of rows whose records are being read."""
+
+    progress: LoadProgress
+    batch: _Pages
+    part: LoadPart
+    digests: U64
+    unknown: Slots
+    reads: list[_RecordRead]
+
+    @property
+    def rows(self) -> Slots:
+        """The rows of the load whose digests are not known yet."""
+        assert self.part.rows is not None, "a load whose digests are known has no gate"
+        return self.part.rows[self.unknown]
+
+
 class Loader:
     """Loads objects from one pool."""
 
@@ -192,54 +209,36 @@ class Loader:
         progress.parts.append(loaded)
         if digests is None or not unknown.size:
             return
+        gate = _Gate(progress, batch, loaded, digests, unknown, reads)
         if batch.memory.path is None or core.is_remote(batch.memory):
-            self._open_gate(progress, batch, loaded, digests, unknown, reads)
+            self._open_gate(gate)
             return
         settle.add_part()
         # A stream waits for these pages instead of the caller, who goes on at once.
-        arguments = (progress, batch, loaded, digests, unknown, reads, settle)
         threading.Thread(
-            target=self._open_later, args=arguments, name="tutti-records", daemon=True
+            target=self._open_later, args=(gate, settle), name="tutti-records", daemon=True
         ).start()
 
-    def _open_gate(
-        self,
-        progress: LoadProgress,
-        batch: _Pages,
-        part: LoadPart,
-        digests: U64,
-        unknown: Slots,
-        reads: list[_RecordRead],
-    ) -> None:
+    def _open_gate(self, gate: _Gate) -> None:
         """Fills the digests that are not known from the records, and lets the job compare them."""
-        rows = _rows_of(part, unknown)
+        job, rows, unknown = gate.part.job, gate.rows, gate.unknown
         try:
-            digests[unknown], progress.record_status[rows] = self._finish_records(
-                batch, rows, reads
+            gate.digests[unknown], gate.progress.record_status[rows] = self._finish_records(
+                gate.batch, rows, gate.reads
             )
         except BaseException:
-            part.job.cancel()
+            job.cancel()
             raise
-        part.job.open_gate()
+        job.open_gate()
 
-    def _open_later(
-        self,
-        progress: LoadProgress,
-        batch: _Pages,
-        part: LoadPart,
-        digests: U64,
-        unknown: Slots,
-        reads: list[_RecordRead],
-        settle: _Settle,
-    ) -> None:
+    def _open_later(self, gate: _Gate, settle: _Settle) -> None:
         """As `_open_gate`, on a thread of its own: the ticket reports an error."""
         try:
-            self._open_gate(progress, batch, part, digests, unknown, reads)
+            self._open_gate(gate)
         except Exception as error:
             _log.warning("the records of a load could not be read: %s", error)
             late = isinstance(error, DeviceTimeout)
-            status = STATUS_TIMED_OUT if late else STATUS_CANCELLED
-            progress.record_status[_rows_of(part, unknown)] = status
+            gate.progress.record_status[gate.rows] = STATUS_TIMED_OUT if late else STATUS_CANCELLED
         finally:
             settle.end_part()
 
@@ -339,11 +338,6 @@ class Loader:
         # A torn write does not condemn the slot.
         torn = slots[index.state[slots] == SlotState.UNPROVEN]
         self._reclaimer.discard(torn[index.pins[torn] == 0])
-
-
-def _rows_of(part: LoadPart, unknown: Slots) -> Slots:
-    assert part.rows is not None, "a load whose digests are known has no such part"
-    return part.rows[unknown]
 
 
 def _partition(marks: npt.NDArray[np.uint8], every: bool) -> tuple[Mask | None, Sequence[_Rows]]:

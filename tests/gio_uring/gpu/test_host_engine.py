@@ -124,12 +124,12 @@ def gates_are_debts(monkeypatch: pytest.MonkeyPatch) -> None:
     submit, open_gate, cancel = Engine.submit, Job.open_gate, Job.cancel
     open_part = Loader._open_gate
 
-    def noted_part(loader: Loader, *arguments: Any) -> None:
-        for job in getattr(arguments[2].job, "_jobs", ()):
+    def noted_part(loader: Loader, gate: Any) -> None:
+        for job in getattr(gate.part.job, "_jobs", ()):
             driver = _driver_of(job._engine)
             if driver is not None and getattr(job, "debt", 0) in driver.owed:
                 driver.owed[job.debt] = (driver.owed[job.debt][0], threading.get_ident())
-        open_part(loader, *arguments)
+        open_part(loader, gate)
 
     def noted_submit(engine: Engine, *arguments: object, **options: object) -> Job:
         words = options.get("words")
