@@ -146,6 +146,36 @@ def test_damage_is_found_ahead_and_never_served(tmp_path: Path) -> None:
             assert rig.content(range(20, 20 + found)) == want[:found]
 
 
+def test_the_queue_forgets_a_failed_read_that_a_batch_took(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else what the batch reads itself is behind it in the queue until the batch's deadline."""
+    taken, seen = threading.Event(), threading.Event()
+    with Rig(tmp_path, breaker_failures=100) as rig:
+        stored(rig, 37)
+        damage(rig.file(tmp_path))
+        ahead = rig.linker.ahead
+        ended = ahead._ended
+
+        def after_the_batch_took_it(*arguments: Any) -> None:
+            if not seen.is_set():
+                assert taken.wait(30)
+            ended(*arguments)
+            seen.set()
+
+        monkeypatch.setattr(ahead, "_ended", after_the_batch_took_it)
+        assert rig.lookup(names(37)) == 37
+        wait_for(lambda: ahead.held > 0)
+        piece = ahead._staged[0]
+        found = ahead.take(rig.stored_pool, [bytes(key) for key in piece.read.keys])
+        assert found and piece.name in ahead._queue.state.loads
+        taken.set()
+        wait_for(lambda: piece.name not in ahead._queue.state.loads)
+        assert piece in ahead._staged, "its staging is the batch's until it is released"
+        ahead.release(piece.read)
+        assert piece not in ahead._staged
+
+
 def test_answers_do_not_depend_on_what_is_staged(tmp_path: Path) -> None:
     answers = []
     for share in (0.0, 0.5):

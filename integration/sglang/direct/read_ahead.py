@@ -369,6 +369,7 @@ class ReadAhead(Owned):
         with self._changed:
             self._unlist(staged)
             staged.rids.clear()
+            self._withdraw(staged.name)  # reads of the batch that took it may wait for its end
             if staged in self._staged:
                 self._drop_unwanted(staged)
 
