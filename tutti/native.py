@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from tutti.errors import NativeError
 
-ABI_VERSION = 3
+ABI_VERSION = 4
 LIBRARY_VARIABLE = "TUTTI_NATIVE_LIBRARY"
 RECORD_NBYTES = 4096
 NO_SLOT = 0xFFFFFFFF
@@ -45,7 +45,7 @@ class NativeIndex(ctypes.Structure):
         ("has_digests", ctypes.c_void_p),
         ("hits", ctypes.c_void_p),
         ("slots", ctypes.c_uint64),
-        ("mask", ctypes.c_uint64),
+        ("entries", ctypes.c_uint64),
         ("seed", ctypes.c_uint64),
         ("ready_min", ctypes.c_uint32),
         ("ready_max", ctypes.c_uint32),
@@ -59,11 +59,10 @@ class NativeReuse(ctypes.Structure):
         ("used", ctypes.c_void_p),
         ("level", ctypes.c_void_p),
         ("reused", ctypes.c_void_p),
+        ("censored", ctypes.c_void_p),
         ("tag", ctypes.c_void_p),
         ("ghost_used", ctypes.c_void_p),
-        ("ghost_level", ctypes.c_void_p),
         ("slots", ctypes.c_uint64),
-        ("shift", ctypes.c_uint64),
     )
 
 
@@ -170,7 +169,7 @@ _QUICK: Prototypes = {
     ),
     "tutti_index_move": (_I64, (_INDEX, _POINTER, _U64, _U32, _U32, _U32)),
     "tutti_index_remove": (_U64, (_INDEX, _POINTER, _U64)),
-    "tutti_reuse_find": (None, (_REUSE, _POINTER, _U64, _POINTER, _POINTER)),
+    "tutti_reuse_evicted": (_I64, (_REUSE, _POINTER, _POINTER, _U64, _I64)),
     "tutti_reuse_loaded": (_I64, (_REUSE, _POINTER, _U64, _I64)),
     "tutti_reuse_stored": (_I64, (_REUSE, _POINTER, _POINTER, _U64, _I64)),
     "tutti_load_plan": (_I64, (_TABLES, _POINTER, _U64, _U32, _U32, _POINTER)),

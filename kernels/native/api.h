@@ -11,7 +11,7 @@
 #define TUTTI_API extern "C" __attribute__((visibility("default")))
 
 // Raised with every incompatible change of a signature or a struct below.
-constexpr uint32_t kTuttiAbiVersion = 3;
+constexpr uint32_t kTuttiAbiVersion = 4;
 
 // An empty table entry; look-ups report an absent key as kTuttiMissing.
 constexpr uint32_t kTuttiNoSlot = 0xFFFFFFFFU;
@@ -71,10 +71,10 @@ TUTTI_API void tutti_records_fill(uint8_t* records, uint64_t n,
                                   const uint8_t* parents, const uint64_t* digests);
 
 // A hash table from 16-byte keys to slots over arrays that the caller owns: keys[slot] is the key
-// of a slot (two words), table has mask + 1 entries (a power of two, at least twice the slots, all
-// kTuttiNoSlot at first), state[slot] decides what `match` accepts: values from ready_min to
-// ready_max. `seed` keys the hash, so that chosen keys cannot be made to collide. The other arrays
-// have an entry per slot, as tutti/placement/index.py says; hits is 0 where nothing counts them.
+// of a slot (two words), table has at least twice as many `entries` as slots (kTuttiNoSlot at
+// first), state[slot] decides what `match` accepts: values from ready_min to ready_max. `seed` keys
+// the hash, so that chosen keys cannot be made to collide. The other arrays have an entry per slot,
+// as tutti/placement/index.py says; hits is 0 where nothing counts them.
 struct tutti_index {
   uint64_t* keys;
   uint32_t* table;
@@ -86,7 +86,7 @@ struct tutti_index {
   uint8_t* has_digests;
   uint16_t* hits;
   uint64_t slots;
-  uint64_t mask;
+  uint64_t entries;
   uint64_t seed;
   uint32_t ready_min;
   uint32_t ready_max;
@@ -129,21 +129,21 @@ TUTTI_API int64_t tutti_index_move(tutti_index* index, const int64_t* slots, uin
 TUTTI_API uint64_t tutti_index_remove(tutti_index* index, const int64_t* slots, uint64_t n);
 
 // What loads taught (tutti/placement/reuse.py), all the caller's: used and level by slot, reused
-// (levels x buckets), and a table of evicted keys of 2^(64 - shift) entries, a tag of 0 for none.
+// and censored (levels x buckets), and as many evicted keys as slots: a tag with the level, 0 for
+// none.
 struct tutti_reuse {
   uint32_t* used;
   uint8_t* level;
   double* reused;
-  uint64_t* tag;
+  double* censored;
+  uint16_t* tag;
   uint32_t* ghost_used;
-  uint8_t* ghost_level;
   uint64_t slots;
-  uint64_t shift;
 };
 
-// The entry of each key among the evicted ones, and its tag.
-TUTTI_API void tutti_reuse_find(const tutti_reuse* reuse, const uint8_t* keys, uint64_t n,
-                                int64_t* entries_out, uint64_t* tags_out);
+// Objects were evicted; they replace older ones, counted as censored. -1 for a slot out of range.
+TUTTI_API int64_t tutti_reuse_evicted(tutti_reuse* reuse, const int64_t* slots, const uint8_t* keys,
+                                      uint64_t n, int64_t now);
 
 // Slots were loaded in use `now`; counts each once. -1 for a slot out of range.
 TUTTI_API int64_t tutti_reuse_loaded(tutti_reuse* reuse, const int64_t* slots, uint64_t n,

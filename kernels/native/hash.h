@@ -15,6 +15,11 @@ struct Segment {
 // The digest of the segments as one string.
 uint64_t xxh3_segments(const Segment* segments, uint32_t n);
 
+// An even share of 0 to n - 1 for each hash, by its high bits; n need not be a power of two.
+inline uint64_t share_of(uint64_t hash, uint64_t n) {
+  return static_cast<uint64_t>((static_cast<unsigned __int128>(hash) * n) >> 64);
+}
+
 }  // namespace tutti
 
 #endif  // TUTTI_NATIVE_HASH_H_

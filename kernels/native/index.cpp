@@ -8,6 +8,7 @@
 #include <cstring>
 
 #include "api.h"
+#include "hash.h"
 
 namespace {
 
@@ -38,17 +39,17 @@ uint64_t home_of(const tutti_index* index, const Key& key) {
   const uint64_t b = key.high ^ (index->seed * golden + golden);
   const unsigned __int128 product = static_cast<unsigned __int128>(a) * b;
   const uint64_t mixed = static_cast<uint64_t>(product) ^ static_cast<uint64_t>(product >> 64);
-  return (mixed ^ (mixed >> 32)) & index->mask;
+  return tutti::share_of(mixed, index->entries);
 }
 
 // The table position of `key`, or of the empty entry where its probe ends. The table is at most
 // half full, so an empty entry exists; the step bound holds even if it were damaged.
 uint64_t probe(const tutti_index* index, const Key& key, uint64_t home) {
   uint64_t position = home;
-  for (uint64_t step = 0; step <= index->mask; ++step) {
+  for (uint64_t step = 0; step < index->entries; ++step) {
     const uint32_t slot = index->table[position];
     if (slot == kTuttiNoSlot || key_of(index, slot) == key) return position;
-    position = (position + 1) & index->mask;
+    if (++position == index->entries) position = 0;
   }
   return home;
 }
@@ -83,27 +84,27 @@ void look_up(const tutti_index* index, const uint8_t* keys, uint64_t n, Visit vi
   }
 }
 
-// The table position that points at `slot`, or mask + 1.
+// The table position that points at `slot`, or `entries`.
 uint64_t position_of(const tutti_index* index, uint32_t slot) {
   uint64_t position = home_of(index, key_of(index, slot));
-  for (uint64_t step = 0; step <= index->mask; ++step) {
+  for (uint64_t step = 0; step < index->entries; ++step) {
     if (index->table[position] == slot) return position;
     if (index->table[position] == kTuttiNoSlot) break;
-    position = (position + 1) & index->mask;
+    if (++position == index->entries) position = 0;
   }
-  return index->mask + 1;
+  return index->entries;
 }
 
 // Empties `hole` and moves back each later entry of the cluster whose probe would pass the hole.
 void close_hole(tutti_index* index, uint64_t hole) {
   uint64_t position = hole;
-  for (uint64_t step = 0; step < index->mask; ++step) {
-    position = (position + 1) & index->mask;
+  for (uint64_t step = 1; step < index->entries; ++step) {
+    if (++position == index->entries) position = 0;
     const uint32_t slot = index->table[position];
     if (slot == kTuttiNoSlot) break;
-    const uint64_t from_home = (position - home_of(index, key_of(index, slot))) & index->mask;
-    const uint64_t from_hole = (position - hole) & index->mask;
-    if (from_home < from_hole) continue;
+    const uint64_t round = position + index->entries;
+    const uint64_t from_home = (round - home_of(index, key_of(index, slot))) % index->entries;
+    if (from_home < (round - hole) % index->entries) continue;
     index->table[hole] = slot;
     hole = position;
   }
@@ -309,7 +310,7 @@ uint64_t tutti_index_remove(tutti_index* index, const int64_t* slots, uint64_t n
   uint64_t removed = 0;
   for (uint64_t i = 0; i < n; ++i) {
     const uint64_t position = position_of(index, static_cast<uint32_t>(slots[i]));
-    if (position > index->mask) continue;
+    if (position == index->entries) continue;
     close_hole(index, position);
     index->keys[2 * static_cast<uint64_t>(slots[i])] = 0;
     index->keys[2 * static_cast<uint64_t>(slots[i]) + 1] = 0;

@@ -6,12 +6,15 @@
 #include <cstring>
 
 #include "api.h"
+#include "hash.h"
 
 namespace {
 
 constexpr int64_t kLevels = 4;
 constexpr int64_t kPerOctave = 8;
 constexpr int64_t kBuckets = 32 * kPerOctave;
+// Of an entry among the evicted keys: the bits of its tag, above those of its level; 0 is none.
+constexpr uint16_t kTagBits = 0xFFFC;
 constexpr uint64_t kMultipliers[] = {0x9E3779B97F4A7C15ULL, 0xC2B2AE3D27D4EB4FULL};
 
 // The bucket of an age, which is counted in uses.
@@ -21,20 +24,27 @@ int64_t bucket(uint32_t used, int64_t now) {
   return std::min(place, kBuckets - 1);
 }
 
-void count_reuse(tutti_reuse* reuse, uint8_t level, uint32_t used, int64_t now) {
-  reuse->reused[std::min<int64_t>(level, kLevels - 1) * kBuckets + bucket(used, now)] += 1.0;
+void count(double* table, int64_t level, uint32_t used, int64_t now) {
+  table[std::min(level, kLevels - 1) * kBuckets + bucket(used, now)] += 1.0;
 }
 
-uint8_t next_level(uint8_t level) {
-  return static_cast<uint8_t>(std::min<int64_t>(int64_t{level} + 1, kLevels - 1));
-}
+uint8_t next_level(int64_t level) { return static_cast<uint8_t>(std::min(level + 1, kLevels - 1)); }
 
-uint64_t tag_of(const uint8_t* key) {
+struct Ghost {
+  uint64_t entry;
+  uint16_t tag;
+};
+
+// Where a key is remembered after its eviction: the high bits choose the entry, others are its tag.
+// Two keys of one entry have the same tag once in 8192 times; the estimates do not notice.
+Ghost ghost_of(const tutti_reuse* reuse, const uint8_t* key) {
   uint64_t words[2];
   static_assert(sizeof words == kTuttiKeyBytes, "a key is two words");
   std::memcpy(words, key, sizeof words);
   const uint64_t mixed = (words[0] * kMultipliers[0]) ^ ((words[1] * kMultipliers[1]) >> 29);
-  return (mixed * kMultipliers[0]) | 1;
+  const uint64_t hash = mixed * kMultipliers[0];
+  const auto tag = static_cast<uint16_t>(((hash >> 18) & kTagBits) | kLevels);
+  return {tutti::share_of(hash, reuse->slots), tag};
 }
 
 bool are_slots(const int64_t* slots, uint64_t n, uint64_t end) {
@@ -45,12 +55,18 @@ bool are_slots(const int64_t* slots, uint64_t n, uint64_t end) {
 
 }  // namespace
 
-void tutti_reuse_find(const tutti_reuse* reuse, const uint8_t* keys, uint64_t n,
-                      int64_t* entries_out, uint64_t* tags_out) {
+int64_t tutti_reuse_evicted(tutti_reuse* reuse, const int64_t* slots, const uint8_t* keys,
+                            uint64_t n, int64_t now) {
+  if (!are_slots(slots, n, reuse->slots)) return -1;
   for (uint64_t i = 0; i < n; ++i) {
-    tags_out[i] = tag_of(keys + i * kTuttiKeyBytes);
-    entries_out[i] = static_cast<int64_t>(tags_out[i] >> reuse->shift);
+    const Ghost ghost = ghost_of(reuse, keys + i * kTuttiKeyBytes);
+    const uint16_t found = reuse->tag[ghost.entry];
+    uint32_t& used = reuse->ghost_used[ghost.entry];
+    if (found != 0) count(reuse->censored, found % kLevels, used, now);
+    reuse->tag[ghost.entry] = static_cast<uint16_t>(ghost.tag | reuse->level[slots[i]]);
+    used = reuse->used[slots[i]];
   }
+  return static_cast<int64_t>(n);
 }
 
 int64_t tutti_reuse_loaded(tutti_reuse* reuse, const int64_t* slots, uint64_t n, int64_t now) {
@@ -58,7 +74,7 @@ int64_t tutti_reuse_loaded(tutti_reuse* reuse, const int64_t* slots, uint64_t n,
   for (uint64_t i = 0; i < n; ++i) {
     const int64_t slot = slots[i];
     if (reuse->used[slot] == static_cast<uint32_t>(now)) continue;  // twice in this load
-    count_reuse(reuse, reuse->level[slot], reuse->used[slot], now);
+    count(reuse->reused, reuse->level[slot], reuse->used[slot], now);
     reuse->level[slot] = next_level(reuse->level[slot]);
     reuse->used[slot] = static_cast<uint32_t>(now);
   }
@@ -70,14 +86,14 @@ int64_t tutti_reuse_stored(tutti_reuse* reuse, const int64_t* slots, const uint8
   if (!are_slots(slots, n, reuse->slots)) return -1;
   int64_t late = 0;
   for (uint64_t i = 0; i < n; ++i) {
-    const uint64_t tag = tag_of(keys + i * kTuttiKeyBytes);
-    const uint64_t entry = tag >> reuse->shift;
+    const Ghost ghost = ghost_of(reuse, keys + i * kTuttiKeyBytes);
+    const uint16_t found = reuse->tag[ghost.entry];
     uint8_t level = 0;
-    if (reuse->tag[entry] == tag) {
+    if ((found & kTagBits) == ghost.tag) {
       ++late;
-      count_reuse(reuse, reuse->ghost_level[entry], reuse->ghost_used[entry], now);
-      level = next_level(reuse->ghost_level[entry]);
-      reuse->tag[entry] = 0;
+      count(reuse->reused, found % kLevels, reuse->ghost_used[ghost.entry], now);
+      level = next_level(found % kLevels);
+      reuse->tag[ghost.entry] = 0;
     }
     reuse->level[slots[i]] = level;
     reuse->used[slots[i]] = static_cast<uint32_t>(now);

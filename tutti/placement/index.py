@@ -96,7 +96,7 @@ class Index:
         self.depth = np.zeros(slots, np.uint32)
         self.has_digests = np.zeros(slots, np.bool_)
         # At most half full, so that probes stay short.
-        self._table = np.full(1 << (2 * slots - 1).bit_length(), NO_SLOT, np.uint32)
+        self._table = np.full(2 * slots, NO_SLOT, np.uint32)
         self.native = NativeIndex(
             keys=address(self._words),
             table=address(self._table),
@@ -107,7 +107,7 @@ class Index:
             sequence=address(self.sequence),
             has_digests=address(self.has_digests),
             slots=slots,
-            mask=self._table.size - 1,
+            entries=self._table.size,
             seed=secrets.randbits(64) if seed is None else seed,
             ready_min=SlotState.READY,
             ready_max=SlotState.UNPROVEN,

@@ -12,7 +12,6 @@ Time is counted in uses of the index, never by a clock, so that ranks with the s
 from __future__ import annotations
 
 import ctypes
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -34,20 +33,6 @@ _PRIOR_HAZARD = 0.1
 Table = npt.NDArray[np.float64]
 
 
-@dataclass(frozen=True)
-class _Ghosts:
-    """Evicted keys: one entry per bucket of a hash, the newest; a tag of 0 is none."""
-
-    tag: npt.NDArray[np.uint64]
-    used: U32
-    level: npt.NDArray[np.uint8]
-
-    @classmethod
-    def create(cls, slots: int) -> _Ghosts:
-        size = 1 << max(6, (slots - 1).bit_length())
-        return cls(np.zeros(size, np.uint64), np.zeros(size, np.uint32), np.zeros(size, np.uint8))
-
-
 class ReuseHistory:
     """Loads and evictions of one pool.  Not thread-safe: the store holds a lock around it.
 
@@ -59,16 +44,17 @@ class ReuseHistory:
         self.level = np.zeros(slots, np.uint8)
         self._reused = np.zeros((LEVELS, BUCKETS))
         self._censored = np.zeros((LEVELS, BUCKETS))
-        ghosts = self._ghosts = _Ghosts.create(slots)
+        # Evicted keys, one in each entry, the newest: a tag above the two bits of its level, or 0.
+        self._tag = np.zeros(slots, np.uint16)
+        self._ghost_used = np.zeros(slots, np.uint32)
         self.native = NativeReuse(
             used=address(self.used),
             level=address(self.level),
             reused=address(self._reused),
-            tag=address(ghosts.tag),
-            ghost_used=address(ghosts.used),
-            ghost_level=address(ghosts.level),
+            censored=address(self._censored),
+            tag=address(self._tag),
+            ghost_used=address(self._ghost_used),
             slots=slots,
-            shift=64 - (ghosts.tag.size - 1).bit_length(),
         )
         self._handle = ctypes.byref(self.native)
         self._evictions = 0
@@ -79,8 +65,7 @@ class ReuseHistory:
     @property
     def nbytes(self) -> int:
         """Memory of all arrays."""
-        ghosts = self._ghosts
-        arrays = (self.used, self.level, ghosts.tag, ghosts.used, ghosts.level)
+        arrays = (self.used, self.level, self._tag, self._ghost_used)
         return sum(array.nbytes for array in arrays)
 
     def recovered(self, access: U32) -> None:
@@ -107,15 +92,10 @@ class ReuseHistory:
 
         Learns anew once half the pool was evicted since the last time; that is O(slots).
         """
-        ghosts = self._ghosts
-        entries, tags = np.empty(len(keys), np.int64), np.empty(len(keys), np.uint64)
         keys = np.ascontiguousarray(keys)
-        out = (address(entries), address(tags))
-        quick().tutti_reuse_find(self._handle, address(keys), len(keys), *out)
-        forgotten = np.unique(entries[ghosts.tag[entries] != 0])
-        self._count(self._censored, ghosts.level[forgotten], ghosts.used[forgotten], now)
-        ghosts.tag[entries] = tags
-        ghosts.used[entries], ghosts.level[entries] = self.used[slots], self.level[slots]
+        arguments = (address(np.ascontiguousarray(slots)), address(keys), slots.size, now)
+        done = quick().tutti_reuse_evicted(self._handle, *arguments)
+        assert done >= 0, "a slot number lies beyond the pool"
         self._evictions += slots.size
         if self._evictions >= self.used.size // 2:
             self._evictions = 0
@@ -129,15 +109,14 @@ class ReuseHistory:
     def _learn(self, resident: Mask, now: int) -> None:
         watched = self._censored.copy()
         self._count(watched, self.level[resident], self.used[resident], now)
-        ghosts = self._ghosts
-        there = ghosts.tag != 0
-        self._count(watched, ghosts.level[there], ghosts.used[there], now)
+        there = self._tag != 0
+        self._count(watched, self._tag[there] % LEVELS, self._ghost_used[there], now)
         self._worth = _ranking(self._reused, watched)
         self._reused *= _DECAY
         self._censored *= _DECAY
 
     @staticmethod
-    def _count(into: Table, level: npt.NDArray[np.uint8], used: U32, now: int) -> None:
+    def _count(into: Table, level: npt.NDArray[np.unsignedinteger], used: U32, now: int) -> None:
         places = level.astype(np.int64) * BUCKETS + _bucket(used, now)
         into += np.bincount(places, minlength=into.size).reshape(into.shape)
 
