@@ -165,12 +165,13 @@ uint64_t prefix(const tutti_index* index, const uint8_t* keys, uint64_t n, int64
   return length;
 }
 
-// Whether the cache knows the digests of a slot, which it then copies.
-bool copy_digests(const tutti_digests* cache, int64_t slot, uint64_t sequence, uint64_t* out) {
-  const uint64_t place = static_cast<uint64_t>(slot) % cache->entries;
-  if (cache->slot[place] != slot || cache->sequence[place] != sequence) return false;
-  std::memcpy(out, cache->digests + place * cache->layers, 8 * cache->layers);
-  return true;
+// The digests of an object that the cache knows, else null.
+const uint64_t* cached_digests(const tutti_load_tables* tables, uint64_t slot) {
+  const tutti_digests* cache = tables->digests;
+  const uint64_t place = slot % cache->entries;
+  const bool is_known = cache->slot[place] == static_cast<int64_t>(slot) &&
+                        cache->sequence[place] == tables->index->sequence[slot];
+  return is_known ? cache->digests + place * cache->layers : nullptr;
 }
 
 }  // namespace
@@ -214,9 +215,10 @@ int64_t tutti_load_plan(const tutti_load_tables* tables, const uint8_t* keys, ui
     sequences[i] = index->sequence[slot];
     const bool is_unproven = index->state[slot] != index->ready_min;
     const bool has_digests = index->has_digests[slot] != 0;
-    const bool is_known =
-        has_digests && (verify != 0 || is_unproven) &&
-        copy_digests(tables->digests, slots[i], sequences[i], digests + i * layers);
+    const bool is_wanted = has_digests && (verify != 0 || is_unproven);
+    const uint64_t* known = is_wanted ? cached_digests(tables, slot) : nullptr;
+    const bool is_known = known != nullptr;
+    if (is_known) std::memcpy(digests + i * layers, known, 8 * layers);
     marks[i] =
         static_cast<uint8_t>((is_unproven ? kTuttiUnproven : 0) |
                              (has_digests ? kTuttiHasDigests : 0) | (is_known ? kTuttiKnown : 0));
@@ -224,6 +226,17 @@ int64_t tutti_load_plan(const tutti_load_tables* tables, const uint8_t* keys, ui
     if (!is_unproven) tutti_reuse_loaded(tables->reuse, slots + i, 1, uses);
   }
   return runs;
+}
+
+uint32_t tutti_load_known(const tutti_load_tables* tables, const uint8_t* keys, uint64_t n) {
+  uint64_t known = 0;
+  look_up(tables->index, keys, n, [tables, &known](uint64_t, uint32_t slot) {
+    const bool needs_none = slot == kTuttiNoSlot || tables->index->has_digests[slot] == 0;
+    if (!needs_none && cached_digests(tables, slot) == nullptr) return false;
+    ++known;
+    return true;
+  });
+  return known == n ? 1 : 0;
 }
 
 int64_t tutti_index_unpin(tutti_index* index, const int64_t* slots, uint64_t n) {

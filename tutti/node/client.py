@@ -269,7 +269,8 @@ class NodeStore(Owned, Store):
         except BaseException:
             for _, jobs in parts:
                 session.give_up(jobs)
-                load.skip(len(jobs))
+                for _ in jobs:
+                    load.end()
             progress.cancel(self.config.timeout_s)
             raise
         finally:
@@ -377,11 +378,6 @@ class _Load:
         self.progress = progress
         self._left = jobs + 1  # the submission itself
         self._lock = threading.Lock()
-
-    def skip(self, jobs: int) -> None:
-        """These will not be submitted."""
-        for _ in range(jobs):
-            self.end()
 
     def end(self) -> None:
         """A job was released."""

@@ -10,6 +10,7 @@ import logging
 import secrets
 import threading
 from collections.abc import Callable
+from dataclasses import astuple
 from typing import Any
 
 import numpy as np
@@ -37,7 +38,6 @@ from tutti.node.messages import (
     packed_status,
 )
 from tutti.node.remote_transfers import JobTable, PlannedMemory
-from tutti.placement.index import MISSING
 from tutti.store import ObjectStore
 from tutti.transfers.put_request import PutPart, PutRequest
 from tutti.transfers.tickets import PutProgress
@@ -156,13 +156,7 @@ class Session:
             self.id,
             core.members.superblock(core.members.present[0]).epoch,
             self.service.store.layout.to_json(),
-            [
-                geometry.layers,
-                list(geometry.segments),
-                geometry.lba_nbytes,
-                geometry.group_slots,
-                geometry.groups,
-            ],
+            list(astuple(geometry)),
             self.service.files,
             core.config.verify,
             core.config.durability,
@@ -211,12 +205,7 @@ class Session:
         if isinstance(message, PlanPut):
             return core.allocator.free_slots < len(message.keys) // KEY_NBYTES
         with core.lock:
-            slots = core.index.find(keys_of(message.keys))
-            if core.digests.knows(slots, core.index.sequence[slots]):
-                return False
-            slots = slots[slots != MISSING]
-            slots = slots[core.index.has_digests[slots]]
-            return not core.digests.knows(slots, core.index.sequence[slots])
+            return not core.planner.knows(keys_of(message.keys))
 
     def plan_put(self, message: PlanPut) -> Plan:
         """Slots for the keys that are not there.  Raises what ObjectStore.put raises."""

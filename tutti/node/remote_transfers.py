@@ -153,9 +153,6 @@ class JobTable:
         self._lock = threading.Lock()
         self._ended = False
 
-    def __len__(self) -> int:
-        return len(self._jobs)
-
     def add(self, job: RemoteJob) -> int:
         """Gives a job its number.  After ``end`` the job fails at once."""
         with self._lock:

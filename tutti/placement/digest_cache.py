@@ -37,8 +37,3 @@ class DigestCache:
         arrays = [np.ascontiguousarray(each) for each in (slots, sequences, digests)]
         places = [address(each) for each in arrays]
         quick().tutti_digests_put(self._handle, *places[:2], slots.size, places[2])
-
-    def knows(self, slots: Slots, sequences: U64) -> bool:
-        """Whether it has the digests of all these slots."""
-        place = slots % self._entries
-        return bool(((self._slot[place] == slots) & (self._sequence[place] == sequences)).all())
