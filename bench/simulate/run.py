@@ -119,7 +119,7 @@ def _add_cluster_arguments(group: argparse._ArgumentGroup) -> None:
         nargs="+",
         choices=ROUTERS,
         default=[ROUND_ROBIN],
-        help="send requests in turn, or to the server with the longest cached prefix",
+        help="send in turn, or to the server with the fewest tokens to compute first",
     )
     group.add_argument(
         "--rates",
