@@ -26,7 +26,7 @@ MARK_nvme := nvme and not slow
 MARK_sglang := sglang and not slow
 MARK_slow := slow and not sglang
 MARK_sglang-server := sglang and slow
-JOBS_unit := 2
+JOBS_unit := 3
 JOBS_native := 2
 JOBS_crash := 2
 JOBS_nvme := 2
@@ -75,7 +75,7 @@ test: $(addprefix test-,$(TEST_SUITES)) ## every suite; what the machine lacks i
 .PHONY: $(addprefix test-,$(TEST_SUITES) $(MORE_SUITES))
 $(addprefix test-,$(TEST_SUITES) $(MORE_SUITES)): test-%: $(VENV)/.test device-check
 	@echo "== suite $*"
-	@$(call test_python,$*) -m pytest -q -rs -n $(or $(JOBS_$*),0) -m "$(MARK_$*)" $(PYTEST_FLAGS) || { \
+	@$(call test_python,$*) -m pytest -q -rs -n $(or $(JOBS_$*),0) --dist worksteal -m "$(MARK_$*)" $(PYTEST_FLAGS) || { \
 	  status=$$?; [ $$status -ne 5 ] || echo "suite $* selects no test: mark one with $*," \
 	  "or take the suite out of TEST_SUITES in the Makefile"; exit $$status; }
 
