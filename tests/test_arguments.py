@@ -322,7 +322,7 @@ def test_what_is_refused(
     check_sound(calls)
 
 
-@pytest.mark.parametrize("setting", ["verify", "durability", "eviction"])
+@pytest.mark.parametrize("setting", ["verify", "durability"])
 def test_a_setting_beside_a_config_is_refused(setting: str, tmp_path: Path) -> None:
     config = StoreConfig()
     value = {setting: getattr(config, setting)}
