@@ -149,7 +149,7 @@ class TuttiLinker(Owned, adapter.UnifiedCacheLinker):
         self._chains = Chains()
         schedule = stored_pools[0].store.config.schedule
         if schedule is None:
-            limits = limits_of(options, list(self._group.pools.values()), self._gpu)
+            limits = limits_of(options, list(self._group.pools.values()))
             schedule = Schedule(Unknown(), limits, policy=ImmediatePolicy)
         self._second_touches = {
             stored_pool.name: SecondTouch(stored_pool.metrics)

@@ -305,6 +305,15 @@ _PLAIN = tuple(
             None,
         ),
         ("store_staging", "size", 256 * MiB, "memory for pages copied out of SGLang's pool", None),
+        (
+            "gpu_staging",
+            "size",
+            None,
+            "pinned memory of each pool, for loads and as much for stores of pages in GPU memory; "
+            "default: four layers of the longest context, twice, from 64 MiB to 4 GiB and as far "
+            "as a sixteenth of free memory goes",
+            None,
+        ),
         ("load_timeout_s", "float", 60.0, "after how long a batch's load has failed", 0.001),
         ("breaker_failures", "int", 3, "failures in a row after which the SSD is not asked", 1),
         ("breaker_pause_s", "float", 5.0, "time between probes of an SSD that failed", 0.001),

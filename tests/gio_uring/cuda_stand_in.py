@@ -216,6 +216,10 @@ class StandInDriver:
         """The bytes of an allocation of device memory."""
         return self._memory[address & ~DEVICE_MARK]
 
+    def call(self, stream: int, function: Callable[[], object]) -> None:
+        """Calls on a stream's own thread, once all that is on it by now is over."""
+        self._put(stream, _Work(lambda: function() is None or True))
+
     def close(self) -> None:
         self._stop = True
         for thread in self._threads:

@@ -38,6 +38,7 @@ from tutti.gio_uring.gpu.stream_queue import wait_until
 from tutti.integration.sglang.direct.kernel_share import KernelShare
 from tutti.integration.sglang.direct.kv_pools import Pages, Span
 from tutti.integration.sglang.direct.layer_marks import BatchMarks, LayerMarks
+from tutti.integration.sglang.direct.staging_size import StagingSize
 from tutti.interface import Store
 from tutti.memory.host_memory import HostMemory
 from tutti.scheduler.profile import TableProfile
@@ -107,16 +108,14 @@ class Gpu:
         #: Told of (batch, layer, seconds waited) when the forward's stream begins a layer.
         self.began: Callable[[str, int, float], object] = lambda batch, layer, waited_s: None
 
-    def attach(
-        self, store: Store, load_nbytes: int, store_nbytes: int
-    ) -> HostEngine | DeviceEngine:
+    def attach(self, store: Store, staging: StagingSize) -> HostEngine | DeviceEngine:
         """The engine that moves a store's pages; closed with the store.
 
-        load_nbytes, store_nbytes: pinned memory of either direction, which every byte crosses.
+        staging: pinned memory of either direction, which every byte crosses.
         """
         controller = store.engine.controller
         choice = choose_engine(self._engine, self.driver, controller, self._profile)
-        _log.info("GPU engine %s: %s", choice.kind, choice.reason)
+        _log.info("GPU engine %s: %s; staging: %s", choice.kind, choice.reason, staging.reason)
         engine: HostEngine | DeviceEngine
         if choice.kind == "host":
             share = self.share
@@ -124,8 +123,8 @@ class Gpu:
                 self.driver,
                 store.engine,
                 mover=self._mover_for(store),
-                load_staging_nbytes=load_nbytes,
-                store_staging_nbytes=store_nbytes,
+                load_staging_nbytes=staging.nbytes,
+                store_staging_nbytes=staging.nbytes,
                 load_stream=None if share is None else share.create_stream(),
                 store_stream=None if share is None else share.create_stream(),
             )
@@ -136,9 +135,9 @@ class Gpu:
                 self._modules,
                 controller,
                 kind=choice.kind,
-                staging_nbytes=load_nbytes + store_nbytes,
+                staging_nbytes=2 * staging.nbytes,
             )
-        engine.reason = choice.reason
+        engine.reason, engine.staging_reason = choice.reason, staging.reason
         store.attach(engine)
         self._engines.append(engine)
         self._check_channels()

@@ -157,12 +157,16 @@ class KvPool:
 
 @dataclass(frozen=True)
 class KvPoolGroup:
-    """All pools of one rank, by SGLang's name; ``layers`` are the model's on this rank."""
+    """All pools of one rank, by SGLang's name; ``layers`` are the model's on this rank.
+
+    context_tokens: of the longest request.
+    """
 
     pools: Mapping[str, KvPool]
     layers: int
     page_size: int
     replicated: bool
+    context_tokens: int
 
     @property
     def device(self) -> torch.device:
@@ -198,7 +202,13 @@ def kv_pool_group(params: Any, components: Collection[Any]) -> KvPoolGroup:
         pools[str(entry.name)] = KvPool(entry, entry.page_size)
     if all(pool.trailing for pool in pools.values()):
         raise Unsupported(f"no pool of {type(kvcache).__name__} is kept by KV page; {_HICACHE}")
-    return KvPoolGroup(pools, group.num_layers, group.page_size, group.rank_replicated)
+    return KvPoolGroup(
+        pools,
+        group.num_layers,
+        group.page_size,
+        group.rank_replicated,
+        int(params.req_to_token_pool.max_context_len),
+    )
 
 
 def _with_drafts(params: Any) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 from tutti.errors import Unsupported
 from tutti.integration.sglang.direct.gpu import Gpu
 from tutti.integration.sglang.direct.kv_pools import KvPool, KvPoolGroup
+from tutti.integration.sglang.direct.staging_size import staging_sizes
 from tutti.integration.sglang.direct.stored_pool import StoredPool, split_nbytes
 from tutti.integration.sglang.identity import (
     ParallelRank,
@@ -59,11 +60,14 @@ def open_stored_pools(
     loads = split_nbytes(options["load_staging"], pools, _KV_SHARE)
     stores = split_nbytes(options["store_staging"], pools, _KV_SHARE)
     capacities = _capacities(options, pools)
+    gpu_staging = (
+        {} if gpu is None else staging_sizes(options, group, parallel_rank.place_on_node[1])
+    )
     stored_pools: dict[str, StoredPool] = {}
     identity = identity_of(options, model)
     schedule = None
     if profile is not None:
-        limits = limits_of(options, pools, gpu)
+        limits = limits_of(options, pools)
         schedule = Schedule(profile, limits, source=profile_source, puts=False)
     try:
         for pool in pools:
@@ -89,6 +93,7 @@ def open_stored_pools(
                     load_staging=loads[pool.name],
                     store_staging=stores[pool.name],
                     gpu=gpu,
+                    gpu_staging=gpu_staging.get(pool.name),
                 )
             except BaseException:
                 store.close()
@@ -102,14 +107,14 @@ def open_stored_pools(
     return stored_pools
 
 
-def limits_of(options: Mapping[str, Any], pools: Sequence[KvPool], gpu: Gpu | None) -> Limits:
+def limits_of(options: Mapping[str, Any], pools: Sequence[KvPool]) -> Limits:
     """Of the one queue of all pools: writes yield to the reads of any of them.
 
     The backlog passes it each write, and what the writes of each pool may use.
     """
     loads = split_nbytes(options["load_staging"], pools, _KV_SHARE)
     stores = split_nbytes(options["store_staging"], pools, _KV_SHARE)
-    share = min(1.0, options["read_ahead_share"]) / (1 if gpu is None else 2)
+    share = min(1.0, options["read_ahead_share"])
     most = ahead_nbytes = 0
     for pool in pools:
         most += int(pool.pages * options["backlog_share"]) + stores[pool.name] // pool.nbytes

@@ -10,6 +10,7 @@ from tutti.errors import ConfigError
 from tutti.integration.sglang.direct.gpu import Gpu
 from tutti.integration.sglang.direct.kv_pools import KvPool, Pages, Spans, Views, spans_of
 from tutti.integration.sglang.direct.staging import StagingPages
+from tutti.integration.sglang.direct.staging_size import StagingSize
 from tutti.integration.sglang.kv_events import DiskEvents
 from tutti.integration.sglang.metrics import Metrics
 from tutti.interface import Store
@@ -21,9 +22,8 @@ class StoredPool:
     """Where the pages of one engine pool are kept.
 
     memory: the engine's pages for direct transfers; None where everything goes through staging.
-    loads, stores: staging of either direction, with views like the engine's.  On a GPU half of
-    its bytes are the engine's that moves the pages, where pages are moved directly.
-    gpu: where the pages are; None for host memory.
+    loads, stores: staging of either direction, with views like the engine's.
+    gpu: where the pages are; None for host memory.  gpu_staging: of the engine that moves them.
     events: who is told what was stored, set where that is wanted.
     """
 
@@ -36,6 +36,7 @@ class StoredPool:
         load_staging: int,
         store_staging: int,
         gpu: Gpu | None = None,
+        gpu_staging: StagingSize | None = None,
     ) -> None:
         self.engine = engine
         self.store = store
@@ -44,9 +45,8 @@ class StoredPool:
         self.events: DiskEvents | None = None
         self._read_pages_max: int | None = None
         memory = engine.host_pool(store.layout)
-        if gpu is not None and memory is not None:
-            load_staging, store_staging = load_staging // 2, store_staging // 2
-            memory = DeviceMemory(memory, gpu.attach(store, load_staging, store_staging))
+        if gpu is not None and gpu_staging is not None and memory is not None:
+            memory = DeviceMemory(memory, gpu.attach(store, gpu_staging))
             self._read_pages_max = gpu.read_pages_max(store)
         self.memory: HostMemory | None = None if memory is None else store.register(memory)
         self.loads = StagingPages(store, load_staging, engine.staging_views)

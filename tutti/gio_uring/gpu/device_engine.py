@@ -85,6 +85,8 @@ class DeviceEngine(Owned):
 
     #: Why this engine was chosen, for `stats`.
     reason = REASON
+    #: Why its staging has the size that it has.
+    staging_reason = REASON
 
     def __init__(
         self,
@@ -306,6 +308,8 @@ class DeviceEngine(Owned):
         return {
             "gpu_engine": self.name,
             "gpu_engine_reason": self.reason,
+            "gpu_staging_nbytes": self.stream_queue.staging.nbytes,
+            "gpu_staging_reason": self.staging_reason,
             "gpu_numa_node": self.driver.numa_node,
             "gpu_mover": "kernel",
             "gpu_layers": self.stream_queue.layers,

@@ -92,6 +92,8 @@ class HostEngine(Owned):
     name = "host"
     #: Why this engine was chosen, for `stats`.
     reason = REASON
+    #: Why its staging has the size that it has.
+    staging_reason = REASON
 
     def __init__(
         self,
@@ -210,6 +212,8 @@ class HostEngine(Owned):
         return {
             "gpu_engine": self.name,
             "gpu_engine_reason": self.reason,
+            "gpu_staging_nbytes": self._loads.staging.nbytes + self._stores.staging.nbytes,
+            "gpu_staging_reason": self.staging_reason,
             "gpu_numa_node": self.driver.numa_node,
             "gpu_mover": self.mover.name,
             "gpu_kernel_jobs": self.mover.kernel_jobs,

@@ -21,7 +21,7 @@ from tutti.errors import ConfigError, DeviceTimeout, TuttiError
 from tutti.gio_uring.controller import NativeController
 from tutti.gio_uring.gpu.driver import Driver
 from tutti.gio_uring.gpu.events import EventPool
-from tutti.gio_uring.gpu.memory import LeaseOwner, PinnedStaging, retain_until_exit
+from tutti.gio_uring.gpu.memory import ALIGNMENT, LeaseOwner, PinnedStaging, retain_until_exit
 from tutti.gio_uring.layer_words import LayerWords
 from tutti.process import Owned
 
@@ -90,6 +90,11 @@ class Needed:
     def head_nbytes(self, chunks: int = 1) -> int:
         """Bytes of the words of all chunks, with room to align what follows."""
         return chunks * LayerWords.nbytes_of(self.layers) + self.lba_nbytes
+
+    def staging_nbytes(self, layers: int) -> int:
+        """Staging in which two such transfers have places for so many layers each."""
+        layers_nbytes = min(layers, self.layers) * self.pages * self.stride
+        return _SHARE * -(-(self.head_nbytes() + layers_nbytes) // ALIGNMENT) * ALIGNMENT
 
     def layers_in(self, nbytes: int) -> int:
         """Layers of all pages for which so much staging is enough, or 1 if it is not."""

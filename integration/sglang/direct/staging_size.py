@@ -1,0 +1,55 @@
+"""How much pinned memory the pages of a pool in GPU memory go through, by the longest context."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from tutti.gio_uring.gpu.stream_queue import Needed
+from tutti.integration.sglang.direct.kv_pools import KvPoolGroup
+from tutti.scheduler.residency import read_memory
+from tutti.units import MiB, format_nbytes
+
+#: Layers of a transfer that have a place: two move while two are read.
+_LAYERS = 4
+_FLOOR_NBYTES = 64 * MiB
+_CEILING_NBYTES = 4096 * MiB
+#: Of the node's free memory, for one direction of all pools of all ranks.
+_FREE_SHARE = 1 / 16
+_LBA_NBYTES = 4096
+
+
+@dataclass(frozen=True)
+class StagingSize:
+    """Bytes for loads and as many for stores, and the reason for their number."""
+
+    nbytes: int
+    reason: str
+
+
+def staging_sizes(
+    options: Mapping[str, Any], group: KvPoolGroup, node_ranks: int
+) -> dict[str, StagingSize]:
+    """Sizes for every pool.  Pools of states and windows, of which a context has few pages, get
+    the least.  node_ranks: processes that share the node's memory.
+    """
+    asked = options["gpu_staging"]
+    by_page = [pool for pool in group.pools.values() if not pool.trailing]
+    free_nbytes = read_memory().free_nbytes * _FREE_SHARE / node_ranks / len(by_page)
+    ceiling = int(min(_CEILING_NBYTES, free_nbytes))
+    sizes = {}
+    for pool in group.pools.values():
+        pages = min(pool.pages, -(-group.context_tokens // group.page_size))
+        stride = -(-sum(span.nbytes for span in pool.spans[0]) // _LBA_NBYTES) * _LBA_NBYTES
+        needed = Needed(len(pool.spans), 1 if pool.trailing else pages, stride, _LBA_NBYTES)
+        wanted = needed.staging_nbytes(_LAYERS)
+        nbytes = asked or max(_FLOOR_NBYTES, min(ceiling, wanted))
+        sizes[pool.name] = StagingSize(
+            nbytes,
+            f"{format_nbytes(nbytes)} for loads and for stores each, "
+            f"{'as given' if asked else 'by context length and free memory'}; "
+            f"{'enough' if nbytes >= wanted else 'not enough'} for {_LAYERS} layers of two "
+            f"transfers of {needed.pages * pool.slots} tokens",
+        )
+    return sizes

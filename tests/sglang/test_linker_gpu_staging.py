@@ -1,0 +1,152 @@
+"""Staging of pages in GPU memory: its size by the longest context, and long loads through less.
+
+On a stand-in for the CUDA driver; no GPU runs.
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import linker_engine as engine
+import pytest
+from linker_engine import PAGE, names, wait_for
+from linker_gpu import GpuRig, gpu_rig
+from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
+
+from tutti.gio_uring.engine import Engine
+from tutti.gio_uring.gpu.device_engine import KINDS
+from tutti.gio_uring.gpu.moved_job import MovedJob
+from tutti.gio_uring.job import Job
+from tutti.integration.sglang.direct import staging_size
+from tutti.scheduler.residency import MemoryFacts
+
+SLICE = 2 * 4 * 32 * 2 * PAGE  # bytes of a page in one layer: K and V of four heads
+ALL = list(range(48))
+
+
+def staging_of(rig: GpuRig) -> tuple[int, str]:
+    """Bytes of one direction, and the reason."""
+    stats = rig.stored_pool.store.stats()
+    return int(stats["gpu_staging_nbytes"]) // 2, str(stats["gpu_staging_reason"])
+
+
+def round_trip(rig: GpuRig) -> None:
+    rig.fill(1)
+    want = rig.content(ALL)
+    assert rig.store(names(48), ALL)
+    rig.wipe()
+    assert rig.restore(names(48), ALL)
+    assert rig.content(ALL) == want
+
+
+@pytest.mark.parametrize("gpu_engine", ["host", KINDS[0]])
+@pytest.mark.parametrize("pages", [4, 32])
+def test_staging_holds_two_loads_of_the_longest_context(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    pages: int,
+    gpu_engine: str,
+) -> None:
+    monkeypatch.setattr(staging_size, "_FLOOR_NBYTES", 1 << 12)
+
+    def pool(**options: Any) -> ReqToTokenPool:
+        return ReqToTokenPool(**{**options, "max_context_len": pages * PAGE})
+
+    monkeypatch.setattr(engine, "ReqToTokenPool", pool)
+    caplog.set_level(logging.INFO, "tutti.integration.sglang.direct.gpu")
+    with gpu_rig(tmp_path, monkeypatch, gpu_engine=gpu_engine, profile="off") as rig:
+        nbytes, reason = staging_of(rig)
+        layers = engine.LAYERS * pages * SLICE  # fewer than four
+        assert 2 * layers < nbytes <= 2 * (layers + (16 << 10))
+        assert f"enough for 4 layers of two transfers of {pages * PAGE} tokens" in reason
+        if gpu_engine == "host":
+            round_trip(rig)  # any number of pages
+    lines = [r.getMessage() for r in caplog.records if "staging" in r.getMessage()]
+    assert len(lines) == 1 and reason in lines[0]
+
+
+@pytest.mark.parametrize(
+    ("free_nbytes", "floor", "expected"),
+    [(32 << 20, 4096, 1 << 20), (0, 512 << 10, 512 << 10), (1 << 40, 8 << 20, 8 << 20)],
+    ids=["free memory", "the least", "more than needed"],
+)
+def test_staging_is_bounded_by_free_memory_and_by_the_least(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free_nbytes: int, floor: int, expected: int
+) -> None:
+    monkeypatch.setattr(staging_size, "_FLOOR_NBYTES", floor)
+    monkeypatch.setattr(staging_size, "read_memory", lambda: MemoryFacts(free_nbytes // 2))
+    with gpu_rig(tmp_path, monkeypatch, profile="off") as rig:
+        nbytes, reason = staging_of(rig)
+        assert nbytes == expected
+        assert ("not enough" in reason) == (expected < 8 << 20)
+        round_trip(rig)
+
+
+def test_a_layer_is_there_before_a_later_chunk_was_read_to_its_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each layer's copies are followed by a look at which chunks have their last layer by then."""
+    read: dict[int, list[bool]] = {}
+    put = MovedJob._put_layer
+
+    def noted(job: MovedJob, layer: int) -> None:
+        put(job, layer)
+        chunks, last = job._route.cells.chunks, job.layers - 1
+        if job._route.is_read:
+            rig.driver.call(
+                job._stream_queue.stream,
+                lambda: read.update({layer: [c.words.is_ready(last) for c in chunks]}),
+            )
+
+    options = {"gpu_staging": "144KiB", "profile": "off", "backlog_share": 1.0}
+    with gpu_rig(tmp_path, monkeypatch, **options) as rig:
+        monkeypatch.setattr(MovedJob, "_put_layer", noted)
+        round_trip(rig)
+    assert sorted(read) == list(range(engine.LAYERS))
+    assert len(read[0]) >= 8, "chunks"
+    assert not any(read[0]), "layer 0 is in its pages, and no chunk has its last layer"
+    assert read[engine.LAYERS - 1] == [True] * len(read[0])
+
+
+def test_the_schedulers_thread_waits_for_no_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every call but the one that ends a batch returns while the SSD stands still."""
+    held: list[Job] = []
+    submit = Engine.submit
+
+    def frozen(native: Engine, *arguments: Any, **options: Any) -> Job:
+        job = submit(native, *arguments, **{**options, "held": True})
+        held.append(job)
+        return job
+
+    with gpu_rig(tmp_path, monkeypatch, read_ahead_share=0.0, profile="off") as rig:
+        rig.fill(1)
+        want = rig.content(range(8))
+        assert rig.store(names(8), range(8))
+        digests = rig.stored_pool.store._core.digests
+        rig.stored_pool.store._core.digests = type(digests)(0, engine.LAYERS)
+        with monkeypatch.context() as patch:
+            patch.setattr(Engine, "submit", frozen)
+            assert rig.lookup(names(8)) == 8
+            assert rig.load(names(8), range(16, 24))
+            assert rig.load(names(2), range(30, 32), "other")
+            assert rig.linker.cancel_queued_load("other")
+            index = rig.linker.start_layer_wise_loading()
+            rig.linker.layer_done_counter.set_consumer(index)
+            for layer in range(engine.LAYERS):
+                rig.linker.layer_done_counter.wait_until(layer)  # the forward's stream waits
+            assert rig.offload(names(4, "new"), range(4))
+            assert rig.linker.num_completed_offloads() == 0
+            assert rig.lookup(names(8), "later") == 8
+            wait_for(lambda: len(held) == 2)  # the records and the load; offloads come behind
+            assert not any(job.done for job in held), "a call waited for the SSD"
+        for job in held:
+            job.grant(engine.LAYERS, 0, None)
+        assert rig.linker.finish_layer_wise_loading(index)
+        wait_for(lambda: rig.linker.num_completed_offloads() == 1)
+        assert rig.linker.pop_completed_offload()
+        assert rig.content(range(16, 24)) == want
