@@ -99,7 +99,7 @@ def _interfere(
         stack.callback(pages.close)
         gpu = stack.enter_context(
             machine.host_engine(
-                mover, stream=mover_stream, blocks=_SMS, staging_nbytes=plan.staging_nbytes
+                mover, streams=(mover_stream,), blocks=_SMS, staging_nbytes=plan.staging_nbytes
             )
         )
         transfers(gpu, pages, "load", 4)

@@ -23,7 +23,7 @@ from tutti.gio_uring.engine import Engine
 from tutti.gio_uring.gpu.batch import KernelMover
 from tutti.gio_uring.gpu.device_engine import DeviceEngine, KernelSize
 from tutti.gio_uring.gpu.driver import Driver
-from tutti.gio_uring.gpu.host_engine import HostEngine
+from tutti.gio_uring.gpu.host_engine import STREAMS, HostEngine
 from tutti.gio_uring.gpu.memory import PinnedMemory, TableMemory
 from tutti.gio_uring.gpu.modules import Modules
 from tutti.gio_uring.gpu.mover import BatchCopyMover, CopyMover, Mover
@@ -141,7 +141,7 @@ class Machine:
         staging_nbytes: int = 256 * MiB,
         store_staging_nbytes: int | None = None,
         blocks: int = 16,
-        stream: int | None = None,
+        streams: Sequence[int] | int = STREAMS,
     ) -> Iterator[HostEngine]:
         """The engine `host` over a controller, by default one that moves nothing.
 
@@ -157,8 +157,8 @@ class Machine:
                     mover=self.mover(mover, blocks),
                     load_staging_nbytes=staging_nbytes,
                     store_staging_nbytes=store_staging_nbytes or staging_nbytes,
-                    load_stream=stream,
-                    store_stream=stream,
+                    load_streams=streams,
+                    store_streams=streams,
                 )
             except BaseException:
                 engine.close(_TIMEOUT_S)

@@ -215,7 +215,7 @@ def test_offloads_read_pages_after_the_forward_wrote_them(
 def test_a_backlog_beyond_its_bound_is_copied_out_then_dropped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with gpu_rig(tmp_path, monkeypatch, backlog_share=0.0, store_staging=16 * SLOT) as rig:
+    with gpu_rig(tmp_path, monkeypatch, backlog_share=0.0, store_staging=8 * SLOT) as rig:
         rig.fill(6)
         want = rig.content(range(6))
         assert rig.offload(names(6), range(6))

@@ -228,6 +228,23 @@ def test_many_short_fragments_go_by_a_kernel_and_few_by_copy_engines(
         assert "auto" in str(stats_of(rig)["gpu_mover"])
 
 
+@pytest.mark.parametrize(("connections", "streams"), [("8", 2), ("32", 4)])
+@pytest.mark.parametrize("mover", ["auto", "kernel"])
+def test_layers_take_two_streams_by_turns_as_far_as_hardware_queues_go(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, connections: str, streams: int, mover: str
+) -> None:
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", connections)
+    with gpu_rig(tmp_path, monkeypatch, **WIDE, gpu_mover=mover, profile="off") as rig:
+        assert stats_of(rig)["gpu_streams"] == streams
+        rig.fill(1)
+        want = rig.content(range(48))
+        scattered = list(range(0, 48, 2)) + list(range(1, 48, 2))
+        assert rig.store(names(48), scattered)
+        rig.wipe()
+        assert rig.restore(names(48), scattered)
+        assert rig.content(range(48)) == want
+
+
 def test_without_device_code_short_fragments_go_by_copy_engines(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -97,7 +97,7 @@ def test_a_layer_is_there_before_a_later_chunk_was_read_to_its_end(
         chunks, last = job._route.cells.chunks, job.layers - 1
         if job._route.is_read:
             rig.driver.call(
-                job._stream_queue.stream,
+                job._stream_queue.stream_of(layer),
                 lambda: read.update({layer: [c.words.is_ready(last) for c in chunks]}),
             )
 

@@ -23,7 +23,7 @@ from tutti.gio_uring.gpu.choice import choose_engine
 from tutti.gio_uring.gpu.device_engine import DeviceEngine
 from tutti.gio_uring.gpu.driver import CudaDriver, Driver
 from tutti.gio_uring.gpu.events import EventPool
-from tutti.gio_uring.gpu.host_engine import HostEngine
+from tutti.gio_uring.gpu.host_engine import STREAMS, HostEngine
 from tutti.gio_uring.gpu.memory import PinnedMemory
 from tutti.gio_uring.gpu.modules import Modules
 from tutti.gio_uring.gpu.mover import (
@@ -45,9 +45,7 @@ from tutti.scheduler.profile import TableProfile
 
 _log = logging.getLogger(__name__)
 
-#: Streams of one engine by its name; SGLang's own: the default one, scheduler, forward, and one
-#: for page numbers.
-_STREAMS = {"host": 2, "launch": 1, "resident": 1, "persistent": 2}
+#: SGLang's own: the default one, scheduler, forward, and one for page numbers.
 _ENGINES_STREAMS = 4
 #: Hardware queues where CUDA_DEVICE_MAX_CONNECTIONS is not set.
 _CHANNELS = 8
@@ -118,15 +116,15 @@ class Gpu:
         _log.info("GPU engine %s: %s; staging: %s", choice.kind, choice.reason, staging.reason)
         engine: HostEngine | DeviceEngine
         if choice.kind == "host":
-            share = self.share
+            share, count = self.share, self._streams_each()
             engine = HostEngine(
                 self.driver,
                 store.engine,
                 mover=self._mover_for(store),
                 load_staging_nbytes=staging.nbytes,
                 store_staging_nbytes=staging.nbytes,
-                load_stream=None if share is None else share.create_stream(),
-                store_stream=None if share is None else share.create_stream(),
+                load_streams=count if share is None else share.create_streams(count),
+                store_streams=count if share is None else share.create_streams(count),
             )
         else:
             self._modules = self._modules or Modules(self.driver)
@@ -160,19 +158,30 @@ class Gpu:
             return copies
         return AutoMover(copies, self._rare.mover)
 
+    def _channels_left(self) -> int:
+        """Hardware queues that no stream has to itself, below 0 where streams share them."""
+        streams = _ENGINES_STREAMS + 2 + sum(engine.stream_count for engine in self._engines)
+        return int(os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") or _CHANNELS) - streams
+
+    def _streams_each(self) -> int:
+        """Streams of either direction of one more engine: two as far as hardware queues go."""
+        if self._channels_left() >= 2 * STREAMS:
+            return STREAMS
+        _log.info("layers of a load do not overlap: CUDA_DEVICE_MAX_CONNECTIONS is too small")
+        return 1
+
     def _check_channels(self) -> None:
         """Warns when more streams exist than hardware queues: streams of one queue wait for each
         other, so a load that waits for the SSD can hold up a forward.
         """
-        streams = _ENGINES_STREAMS + 2 + sum(_STREAMS[engine.name] for engine in self._engines)
-        channels = int(os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") or _CHANNELS)
-        if streams > channels and not self._is_warned:
+        missing = -self._channels_left()
+        if missing > 0 and not self._is_warned:
             self._is_warned = True
             _log.warning(
-                "%d CUDA streams share %d hardware queues (CUDA_DEVICE_MAX_CONNECTIONS), so a load "
-                "can delay another stream; SGLang sets 8, use its variable to allow up to 32",
-                streams,
-                channels,
+                "%d CUDA streams have no hardware queue of their own "
+                "(CUDA_DEVICE_MAX_CONNECTIONS), so a load can delay another stream; SGLang sets 8, "
+                "use its variable to allow up to 32",
+                missing,
             )
 
     def read_pages_max(self, store: Store) -> int | None:

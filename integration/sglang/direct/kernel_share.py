@@ -41,9 +41,9 @@ class KernelShare:
             self.partition, blocks = _share(driver, profile)
         self.mover = KernelMover(driver, self._modules["gio_move"], self._tables, blocks=blocks)
 
-    def create_stream(self) -> int:
+    def create_streams(self, count: int) -> list[int]:
         """Closed with the share."""
-        return self.partition.create_stream(-1)
+        return [self.partition.create_stream(-1) for _ in range(count)]
 
     def close(self) -> None:
         """Releases everything; nothing may be on the streams."""

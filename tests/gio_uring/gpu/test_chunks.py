@@ -60,6 +60,32 @@ def test_the_next_transfer_is_read_while_the_one_before_is_copied(seed: int) -> 
         assert [rig.pool.read(8 + n) for n in range(8)] == contents
 
 
+def test_a_layer_is_copied_while_the_one_before_is_and_tells_of_both(seed: int) -> None:
+    """Two streams take layers by turns: the first one stands still, and layer 1 is copied."""
+    rng = np.random.default_rng(seed)
+    with rig_over_memory(verify="off") as rig:
+        keys, pages = some_keys(rng, 8), list(range(8))
+        contents = rig.fill(pages, rng)
+        rig.store.put(keys, pages).wait(10)
+        assert rig.store.stats()["gpu_streams"] == 4
+        for tensor in (t for row in rig.tensors for t in row):
+            tensor.array[:] = 0
+        word, compute = rig.driver.allocate(256), rig.driver.create_stream()
+        width = sum(LAYOUT.segments)
+        rig.driver.wait_value(rig.gpu._loads.streams[0], word, 1)
+        ticket = rig.store.load(keys, pages)
+        ticket.order_stream(compute, 1)
+        eventually(
+            lambda: [rig.layer_bytes(p, 1) for p in pages] == [c[width:][:width] for c in contents],
+            "layer 1 waits for the copies of layer 0",
+        )
+        assert not any(rig.layer_bytes(p, 0).strip(b"\0") for p in pages)
+        assert not rig.driver.is_stream_done(compute), "layer 1 tells of layer 0, too"
+        rig.driver.array(word)[0] = 1
+        ticket.wait(10)
+        assert [rig.pool.read(page) for page in pages] == contents
+
+
 def test_a_layer_is_there_before_the_last_layer_of_any_chunk_was_read(seed: int) -> None:
     """Chunks are cut by layer first: eight or more of them, and the medium stops behind layer 1."""
     rng = np.random.default_rng(seed)
@@ -185,9 +211,9 @@ def test_what_waits_behind_the_medium_is_bounded(
         target = [8, 10, 12, 14, 16, 18, 20, 22]  # sixteen copies a layer
         ticket = rig.store.load(keys, target)
         time.sleep(0.05)
-        queue, _ = rig.driver._streams[rig.gpu._loads.stream]
-        one_layer = 2 * len(pages) + 3
-        assert len(queue.work) <= 40 + one_layer
+        queues = [rig.driver._streams[stream][0] for stream in rig.gpu._loads.streams]
+        one_layer = 2 * len(pages) + 4
+        assert sum(len(queue.work) for queue in queues) <= 40 + one_layer
         memory_of(rig).set_faults(None)
         memory_of(rig).release()
         ticket.wait(10)

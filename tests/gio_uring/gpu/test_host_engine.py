@@ -482,7 +482,7 @@ def test_what_cannot_fit_or_work_says_so(rng: np.random.Generator) -> None:
         with pytest.raises(Unsupported):
             rig.pool.segment(0, 0, 0)
         with pytest.raises(ConfigError, match="create a stream"):
-            HostEngine(rig.driver, rig.store.engine, load_stream=0)
+            HostEngine(rig.driver, rig.store.engine, load_streams=(0,))
         with pytest.raises(ConfigError, match="gpu="):
             DeviceMemory.from_layers(LAYOUT, rig.tensors, PAGES)
         rig.store.unregister(rig.pool)

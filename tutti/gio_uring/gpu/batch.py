@@ -235,16 +235,16 @@ class KernelMover:
 
 class _KernelCopies:
     calls = 1
+    has_tables = True
 
     def __init__(self, driver: Driver, function: int, batch: DeviceBatch, blocks: int) -> None:
         self._driver, self._function = driver, function
         self._batch, self._blocks = batch, blocks
-        self._uploaded = False
+
+    def upload(self, stream: int) -> None:
+        self._batch.upload(stream)
 
     def move(self, layer: int, stream: int) -> None:
-        if not self._uploaded:
-            self._batch.upload(stream)
-            self._uploaded = True
         launch_layer(self._driver, self._function, self._batch, layer, stream, self._blocks)
 
 

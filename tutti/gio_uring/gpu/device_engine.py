@@ -130,7 +130,7 @@ class DeviceEngine(Owned):
             undo.callback(self._tables.close)
             stays = kind == "persistent"
             self.stream_queue = StreamQueue(
-                driver, controller, staging_nbytes, None if stays else stream
+                driver, controller, staging_nbytes, 1 if stays or stream is None else (stream,)
             )
             undo.callback(self.stream_queue.close, TIMEOUT_S)
             self._queues = DeviceQueues(
@@ -157,6 +157,11 @@ class DeviceEngine(Owned):
         self._changed = threading.Condition(self._lock)
         self._thread = threading.Thread(target=self._watch, name="tutti-device-jobs", daemon=True)
         self._thread.start()
+
+    @property
+    def stream_count(self) -> int:
+        """Streams that it uses; a kernel that stays has one for itself."""
+        return 2 if self.name == "persistent" else 1
 
     def follow(self, stream: int) -> None:
         """Transfers submitted from now on touch pages only after what is on `stream` by now."""
@@ -311,6 +316,7 @@ class DeviceEngine(Owned):
             "gpu_staging_nbytes": self.stream_queue.staging.nbytes,
             "gpu_staging_reason": self.staging_reason,
             "gpu_numa_node": self.driver.numa_node,
+            "gpu_streams": self.stream_count,
             "gpu_mover": "kernel",
             "gpu_layers": self.stream_queue.layers,
         }

@@ -1,14 +1,17 @@
 """The GPU engine `host`: the native thread submits, a stream waits and copies, no SM is used.
 
 A read goes through staging layer after layer, and each layer in chunks of pages where two layers
-do not fit.  For each chunk of a layer the stream of loads holds, enqueued beforehand:
+do not fit.  For each chunk of a layer a stream of loads holds, enqueued beforehand:
 
     wait(the chunk is staged)   copies to the pages   write(its place is free)
 
-and an event for each layer.  The stream of stores never waits for the medium: it holds copies of
+and an event for each layer.  The streams of stores never wait for the medium: they hold copies of
 layers whose places are free, which is all of them where the staging is large enough.
 
     copies to the staging   write(the layer is staged)   record an event
+
+Two streams take the layers by turns.  A layer's copies may run with those of the layer before; its
+words and its event come after that one's event, so that they tell of all layers up to their own.
 
 The waits are `cuStreamWaitValue32` on words that the native thread stores, whatever happens: a
 failed command, a deadline, a cancelled job and a closed engine all store them, after the status.
@@ -47,6 +50,8 @@ from tutti.process import Owned
 from tutti.units import MiB
 
 STAGING_NBYTES = 256 * MiB
+#: So that waits, copies and events of neighbouring layers overlap.
+STREAMS = 2
 
 
 class _Released:
@@ -85,8 +90,8 @@ class HostEngine(Owned):
 
     engine: whose controller and thread do the I/O.  mover: by default the copy engines.
     load_staging_nbytes, store_staging_nbytes: pinned memory for each direction; four layers of the
-    longest read should fit, or it goes in chunks.  load_stream, store_stream: streams to use, such
-    as those of a green context; by default two of its own.
+    longest read should fit, or it goes in chunks.  load_streams, store_streams: streams to use,
+    such as those of a green context; by default two of its own each, which take layers by turns.
     """
 
     name = "host"
@@ -103,21 +108,26 @@ class HostEngine(Owned):
         mover: Mover | None = None,
         load_staging_nbytes: int = STAGING_NBYTES,
         store_staging_nbytes: int = STAGING_NBYTES,
-        load_stream: int | None = None,
-        store_stream: int | None = None,
+        load_streams: Sequence[int] | int = STREAMS,
+        store_streams: Sequence[int] | int = STREAMS,
     ) -> None:
         self.driver = driver
         self.engine = engine
         self.mover = mover or choose_mover(driver)
         self._closed = False
-        self._loads = StreamQueue(driver, engine.controller, load_staging_nbytes, load_stream)
+        self._loads = StreamQueue(driver, engine.controller, load_staging_nbytes, load_streams)
         try:
             self._stores = StreamQueue(
-                driver, engine.controller, store_staging_nbytes, store_stream
+                driver, engine.controller, store_staging_nbytes, store_streams
             )
         except BaseException:
             self._loads.close(1.0)
             raise
+
+    @property
+    def stream_count(self) -> int:
+        """Streams that it uses."""
+        return len(self._loads.streams) + len(self._stores.streams)
 
     def follow(self, stream: int) -> None:
         """Transfers submitted from now on touch pages only after what is on `stream` by now."""
@@ -215,6 +225,7 @@ class HostEngine(Owned):
             "gpu_staging_nbytes": self._loads.staging.nbytes + self._stores.staging.nbytes,
             "gpu_staging_reason": self.staging_reason,
             "gpu_numa_node": self.driver.numa_node,
+            "gpu_streams": self.stream_count,
             "gpu_mover": self.mover.name,
             "gpu_kernel_jobs": self.mover.kernel_jobs,
             "gpu_layers": self._loads.layers + self._stores.layers,

@@ -40,9 +40,14 @@ class Route:
     is_read: bool
 
     @property
+    def has_tables(self) -> bool:
+        """Whether something is uploaded before the first layer."""
+        return any(copies.has_tables for copies in self.copies)
+
+    @property
     def calls(self) -> int:
         """Driver calls for one layer."""
-        return sum(copies.calls + 2 for copies in self.copies) + 1
+        return sum(copies.calls + 2 for copies in self.copies) + 2
 
 
 class MovedJob(Owned):
@@ -56,7 +61,7 @@ class MovedJob(Owned):
         self._jobs = jobs
         self._route = route
         self.layers = route.cells.layers
-        self._events: list[int] = []  # by layer, once enqueued
+        self._events: list[int] = []  # by layer, once enqueued; then that of the tables
         self._enqueued = 0  # layers that the stream holds
         self._started = False  # something is on the stream
         self._sealed = False  # nothing more will be put on it
@@ -81,7 +86,7 @@ class MovedJob(Owned):
         now: the first layers by this thread.  Not while the job's gate is closed: then the caller
         is what the stream waits for, and must not make a CUDA call.
         """
-        self._stream_queue.events.acquire(self.layers, self._events)
+        self._stream_queue.events.acquire(self.layers + self._route.has_tables, self._events)
         self._stream_queue.feed(self, self._stream_queue.first_layers if now else 0)
 
     def put_next(self) -> bool:
@@ -117,21 +122,36 @@ class MovedJob(Owned):
         return behind > 0 and not self._is_moved(behind)
 
     def _put_layer(self, layer: int) -> None:
-        driver, stream, route = self._stream_queue.driver, self._stream_queue.stream, self._route
+        queue, route = self._stream_queue, self._route
+        driver, stream = queue.driver, queue.stream_of(layer)
         for number, (chunk, copies) in enumerate(
             zip(route.cells.chunks, route.copies, strict=True)
         ):
             if route.is_read:
                 ready = chunk.device_words + chunk.words.ready_offset(layer)
                 driver.wait_value(stream, ready, 1)
+            if layer == number == 0:
+                self._upload()
             copies.move(layer, stream)
+            if layer and not number and len(queue.streams) > 1:  # words and events in their order
+                driver.stream_wait_event(stream, self._events[layer - 1])
             told: tuple[int, int] | None = (number, layer)
             if route.is_read:
                 told = route.cells.next_user(layer, number)
             if told is not None:
                 driver.write_value(stream, route.cells.chunks[told[0]].device_words, told[1] + 1)
         driver.record_event(self._events[layer], stream)
-        self._stream_queue.layers += 1
+        queue.layers += 1
+
+    def _upload(self) -> None:
+        """Copies tables of kernels to the device, before any of them on any stream."""
+        queue = self._stream_queue
+        for copies in self._route.copies:
+            copies.upload(queue.stream)
+        if self._route.has_tables:
+            queue.driver.record_event(self._events[-1], queue.stream)
+            for stream in queue.streams[1:]:
+                queue.driver.stream_wait_event(stream, self._events[-1])
 
     def _fail(self, error: TuttiError) -> None:
         self._failure = error  # before it is sealed: copies may have no event behind them
@@ -157,7 +177,7 @@ class MovedJob(Owned):
         if not self._sealed:
             return False
         if self._failure is not None:  # some copies may have no event behind them
-            return self._stream_queue.driver.is_stream_done(self._stream_queue.stream)
+            return self._stream_queue.are_streams_done()
         return self._is_moved(self._enqueued)
 
     def _is_put(self, layers: int) -> bool:

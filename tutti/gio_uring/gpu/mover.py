@@ -51,6 +51,13 @@ class PreparedCopy(Protocol):
     def calls(self) -> int:
         """Driver calls that move one layer."""
 
+    @property
+    def has_tables(self) -> bool:
+        """Whether `upload` enqueues anything."""
+
+    def upload(self, stream: int) -> None:
+        """Enqueues the copy of its tables to the device, before the first layer."""
+
     def move(self, layer: int, stream: int) -> None:
         """Enqueues the copies of one layer."""
 
@@ -110,8 +117,13 @@ def _joined(
 class _Copies:
     """Copies that need no more than their fragments, which the driver has once it was called."""
 
+    has_tables = False
+
     def __init__(self, driver: Driver, fragments: Fragments) -> None:
         self._driver, self._fragments = driver, fragments
+
+    def upload(self, stream: int) -> None:
+        pass
 
 
 class _BatchCopies(_Copies):

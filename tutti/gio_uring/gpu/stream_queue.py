@@ -1,7 +1,8 @@
-"""A queue: one direction of a GPU engine, with its stream, its staging and a queue of transfers.
+"""A queue: one direction of a GPU engine, with its streams, its staging and a queue of transfers.
 
-Transfers go on the stream one after another.  A submitter puts the first layers of its transfer
-there; a thread of the queue puts the others, so that a submitter does not pay for all layers.
+Transfers go on the streams one after another, and layers by turns: a layer is always on the same
+stream, so that two transfers write it in their order.  A submitter puts the first layers of its
+transfer there; a thread of the queue puts the others, so that a submitter does not pay for all.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -146,7 +147,8 @@ class _Follow:
         self._queue, self._event = queue, event
 
     def put_next(self) -> bool:
-        self._queue.driver.stream_wait_event(self._queue.stream, self._event)
+        for stream in self._queue.streams:
+            self._queue.driver.stream_wait_event(stream, self._event)
         self._queue.events.release([self._event])
         return True
 
@@ -155,19 +157,28 @@ class _Follow:
 
 
 class StreamQueue(Owned):
-    """One direction: a stream, its staging, and one transfer after another on it."""
+    """One direction: streams, their staging, and one transfer after another on them.
+
+    streams: to use, or how many to create.
+    """
 
     def __init__(
-        self, driver: Driver, controller: NativeController, nbytes: int, stream: int | None
+        self,
+        driver: Driver,
+        controller: NativeController,
+        nbytes: int,
+        streams: Sequence[int] | int,
     ) -> None:
-        if stream == 0:
+        if isinstance(streams, Sequence) and not all(streams):
             raise ConfigError(
                 "the default stream cannot take batches of copies and waits for other streams; "
                 "create a stream for the engine"
             )
         self.driver = driver
-        self._own_stream = stream is None
-        self.stream = driver.create_stream(-1) if stream is None else stream
+        self._own_streams: list[int] = []
+        if isinstance(streams, int):
+            streams = self._own_streams = [driver.create_stream(-1) for _ in range(streams)]
+        self.streams = streams
         self.staging = PinnedStaging(driver, controller, nbytes)
         self.lock = threading.Lock()  # keeps what one transfer enqueues together
         self.events = EventPool(driver)
@@ -177,6 +188,19 @@ class StreamQueue(Owned):
         self._feeder: threading.Thread | None = None
         self.first_layers = FIRST_LAYERS
         self.layers = 0  # put on the stream since the queue was opened
+
+    @property
+    def stream(self) -> int:
+        """The first one."""
+        return self.streams[0]
+
+    def stream_of(self, layer: int) -> int:
+        """The stream of a layer of every transfer."""
+        return self.streams[layer % len(self.streams)]
+
+    def are_streams_done(self) -> bool:
+        """Whether nothing is on the streams."""
+        return all(self.driver.is_stream_done(stream) for stream in self.streams)
 
     def follow(self, stream: int) -> None:
         """Transfers given to the queue from now on run after all that is on `stream` by now."""
@@ -231,7 +255,7 @@ class StreamQueue(Owned):
 
     def is_idle(self) -> bool:
         """Whether nothing is on the stream, nor waits to be put there."""
-        return not self._feeds and self.driver.is_stream_done(self.stream)
+        return not self._feeds and self.are_streams_done()
 
     def stage(self, needed: Needed, timeout_s: float, owner: LeaseOwner) -> StagedLayers:
         """Staging for all pages of a transfer: all of its layers, or a share's worth.
@@ -305,5 +329,5 @@ class StreamQueue(Owned):
             )
         self.staging.close()
         self.events.close()
-        if self._own_stream:
-            self.driver.destroy_stream(self.stream)
+        for stream in self._own_streams:
+            self.driver.destroy_stream(stream)
