@@ -99,7 +99,10 @@ def _interfere(
         stack.callback(pages.close)
         gpu = stack.enter_context(
             machine.host_engine(
-                mover, streams=(mover_stream,), blocks=_SMS, staging_nbytes=plan.staging_nbytes
+                mover,
+                streams=[mover_stream] if mover_stream else 1,
+                blocks=_SMS,
+                staging_nbytes=plan.staging_nbytes,
             )
         )
         transfers(gpu, pages, "load", 4)

@@ -38,6 +38,7 @@ class Kernels:
         self.medium = medium  # None: commands move nothing
         self.depth = depth
         self.lost: set[int] = set()  # layers whose commands are never answered
+        self.verified = 0  # layers
         self.is_silent = False  # the kernel that stays neither works nor ends
         for name in ("submit", "drain", "resident"):
             driver.kernels[f"gio_{name}_word"] = getattr(self, name)
@@ -76,6 +77,7 @@ class Kernels:
             self._publish(batch, layer)
 
     def verify(self, batch: int, layer: int, publish: int) -> None:
+        self._verify(self.at(BatchStruct, batch), layer)
         if publish:
             self._publish(batch, layer)
 
@@ -192,6 +194,19 @@ class Kernels:
                 start += n
             if table.digests:
                 self._digest(batch, layer, i, b"".join(parts))
+
+    def _verify(self, batch: BatchStruct, layer: int) -> None:
+        """Digests of slices where they lie in their pages."""
+        self.verified += 1
+        paged = self.at(IocbStruct, self.at(SliceTableStruct, batch.slices).paged)
+        bases = self.words(paged.bases, paged.n_layers * paged.n_segments, "<u8")
+        for i, page in enumerate(self.words(paged.pages, paged.n_pages).tolist()):
+            parts = []
+            for k in range(paged.n_segments):
+                n = paged.segment_nbytes[k]
+                there = int(bases[layer * paged.n_segments + k]) + page * paged.segment_stride[k]
+                parts.append(view_at(self.driver.host(there, n), n).tobytes())
+            self._digest(batch, layer, i, b"".join(parts))
 
     def _digest(self, batch: BatchStruct, layer: int, i: int, content: bytes) -> None:
         table = self.at(SliceTableStruct, batch.slices)

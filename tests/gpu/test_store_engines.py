@@ -16,6 +16,7 @@ from tutti.gio_uring.gpu.device_engine import KINDS, DeviceEngine, KernelSize
 from tutti.gio_uring.gpu.driver import CudaDriver
 from tutti.gio_uring.gpu.host_engine import HostEngine
 from tutti.gio_uring.gpu.modules import Modules
+from tutti.gio_uring.gpu.verifier import Verifier
 from tutti.memory.device_memory import DeviceMemory
 from tutti.store import ObjectStore
 from tutti.transfers.store_config import StoreConfig
@@ -54,7 +55,11 @@ def attach(
     if kind == "host":
         nbytes = 1 << 20
         engine = HostEngine(
-            driver, store.engine, load_staging_nbytes=nbytes, store_staging_nbytes=nbytes
+            driver,
+            store.engine,
+            verifier=Verifier(driver, modules, tables_nbytes=nbytes, blocks=2),
+            load_staging_nbytes=nbytes,
+            store_staging_nbytes=nbytes,
         )
     else:
         engine = DeviceEngine(

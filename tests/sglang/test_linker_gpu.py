@@ -263,6 +263,29 @@ def test_a_damaged_medium_fails_the_batch_and_lets_the_stream_go(
         assert rig.lookup(names(10)) < 10
 
 
+def test_a_wrong_copy_fails_the_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The GPU compares pages after their copies; the CPU compares nothing."""
+    with gpu_rig(tmp_path, monkeypatch, read_ahead_share=0.0, profile="off") as rig:
+        rig.fill(7)
+        want = rig.content(range(10))
+        assert rig.store(names(10), range(10))
+        assert rig.restore(names(10), range(20, 30))
+        assert rig.content(range(20, 30)) == want
+        assert rig.kernels.verified == engine.LAYERS
+        verify = rig.kernels.verify
+
+        def damaged(batch: int, layer: int, publish: int) -> None:
+            rig.buffers(layer)[0][25 * engine.PAGE] += 1
+            verify(batch, layer, publish)
+
+        rig.driver.kernels["gio_verify"] = damaged
+        assert not rig.restore(names(10), range(20, 30))
+        stats = rig.stored_pool.store.stats()
+        assert stats["gpu_verified_layers"] == 2 * engine.LAYERS
+        assert stats["mismatches"] == 1
+        wait_for(lambda: rig.lookup(names(10)) == 5)
+
+
 @pytest.mark.parametrize("call", ["cuStreamWaitEvent", "cuMemcpyBatchAsync", "cuEventRecord"])
 def test_a_failing_call_fails_the_batch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str

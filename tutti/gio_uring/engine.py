@@ -200,7 +200,7 @@ class Engine(Owned):
                 raise ValueError("digests must have the shape (pages, layers)")
             config.digests = address(digests)
             config.digest = DIGEST_COMPARE if options.get("compare") else DIGEST_COMPUTE
-            config.gated = int(options.get("gated", False))
+        config.gated = int(options.get("gated", False))
         if words is not None:
             config.words, config.window = words.address, options.get("window", 0)
         layer_ns = options.get("layer_ns")

@@ -35,6 +35,7 @@ from tutti.gio_uring.gpu.mover import (
     choose_mover,
 )
 from tutti.gio_uring.gpu.stream_queue import wait_until
+from tutti.gio_uring.gpu.verifier import Verifier
 from tutti.integration.sglang.direct.kernel_share import KernelShare
 from tutti.integration.sglang.direct.kv_pools import Pages, Span
 from tutti.integration.sglang.direct.layer_marks import BatchMarks, LayerMarks
@@ -42,11 +43,14 @@ from tutti.integration.sglang.direct.staging_size import StagingSize
 from tutti.interface import Store
 from tutti.memory.host_memory import HostMemory
 from tutti.scheduler.profile import TableProfile
+from tutti.units import MiB
 
 _log = logging.getLogger(__name__)
 
 #: SGLang's own: the default one, scheduler, forward, and one for page numbers.
 _ENGINES_STREAMS = 4
+#: Of the kernel that compares digests, and the most memory for the tables of each pool's loads.
+_VERIFY_BLOCKS, _TABLES_NBYTES_MAX = 16, 64 * MiB
 #: Hardware queues where CUDA_DEVICE_MAX_CONNECTIONS is not set.
 _CHANNELS = 8
 
@@ -89,7 +93,10 @@ class Gpu:
     ) -> None:
         self.driver = driver
         self.streams = streams
-        self.share = KernelShare(driver, profile) if mover == "kernel" else None
+        self._modules: Modules | None = None
+        self.share = None
+        if mover == "kernel":
+            self.share = KernelShare(driver, self._device_code(), profile)
         self._asked_mover = mover
         self._rare: KernelShare | None = None  # of the mover auto, once a pool has short fragments
         self.copy_stream = driver.create_stream(-1)
@@ -97,7 +104,6 @@ class Gpu:
         self._engine = engine
         self._profile = profile
         self._is_warned = False
-        self._modules: Modules | None = None  # of engines whose kernels submit
         self._engines: list[HostEngine | DeviceEngine] = []
         self.events = EventPool(driver)
         self._left = driver.create_event()
@@ -121,16 +127,16 @@ class Gpu:
                 self.driver,
                 store.engine,
                 mover=self._mover_for(store),
+                verifier=self._verifier_for(store, staging),
                 load_staging_nbytes=staging.nbytes,
                 store_staging_nbytes=staging.nbytes,
                 load_streams=count if share is None else share.create_streams(count),
                 store_streams=count if share is None else share.create_streams(count),
             )
         else:
-            self._modules = self._modules or Modules(self.driver)
             engine = DeviceEngine(
                 self.driver,
-                self._modules,
+                self._device_code(),
                 controller,
                 kind=choice.kind,
                 staging_nbytes=2 * staging.nbytes,
@@ -140,6 +146,28 @@ class Gpu:
         self._engines.append(engine)
         self._check_channels()
         return engine
+
+    def _device_code(self) -> Modules:
+        """Every kernel.  Raises Unsupported or CudaError."""
+        self._modules = self._modules or Modules(self.driver)
+        return self._modules
+
+    def _verifier_for(self, store: Store, staging: StagingSize) -> Verifier | None:
+        """What compares a store's loads with their digests; None: the CPU."""
+        if store.config.verify == "off":
+            return None
+        nbytes = Verifier.tables_nbytes(staging.pages, store.layout.layers)
+        blocks = _VERIFY_BLOCKS if self.share is None else self.share.mover.blocks
+        try:
+            return Verifier(
+                self.driver,
+                self._device_code(),
+                tables_nbytes=min(_TABLES_NBYTES_MAX, nbytes),
+                blocks=blocks,
+            )
+        except (CudaError, Unsupported) as error:
+            _log.warning("digests of loads are compared by the CPU, not by the GPU: %s", error)
+            return None
 
     def _mover_for(self, store: Store) -> Mover:
         """What moves a store's pages; see the option gpu_mover."""
@@ -152,7 +180,9 @@ class Gpu:
         if min(store.layout.segments) >= FRAGMENT_NBYTES_MIN:
             return copies
         try:
-            self._rare = self._rare or KernelShare(self.driver, None, is_rare=True)
+            self._rare = self._rare or KernelShare(
+                self.driver, self._device_code(), None, is_rare=True
+            )
         except (CudaError, Unsupported) as error:
             _log.warning("short fragments of pages go by copy engines, not by a kernel: %s", error)
             return copies

@@ -28,18 +28,22 @@ class KernelShare:
     """A mover, and streams on the multiprocessors that it has.
 
     profile: gives their number; without one, or where the driver refuses, the streams are ordinary
-    ones and a warning is logged.  Raises Unsupported where kernels cannot be compiled.
+    ones and a warning is logged.
     """
 
     def __init__(
-        self, driver: Driver, profile: TableProfile | None, *, is_rare: bool = False
+        self,
+        driver: Driver,
+        modules: Modules,
+        profile: TableProfile | None,
+        *,
+        is_rare: bool = False,
     ) -> None:
-        self._modules = Modules(driver, kernels=("gio_move",))
         self._tables = TableMemory(driver, _TABLES_NBYTES)
         self.partition, blocks = SmPartition(driver, 0, reason="the kernel is rare"), _BLOCKS
         if not is_rare:
             self.partition, blocks = _share(driver, profile)
-        self.mover = KernelMover(driver, self._modules["gio_move"], self._tables, blocks=blocks)
+        self.mover = KernelMover(driver, modules["gio_move"], self._tables, blocks=blocks)
 
     def create_streams(self, count: int) -> list[int]:
         """Closed with the share."""
@@ -49,7 +53,6 @@ class KernelShare:
         """Releases everything; nothing may be on the streams."""
         self.partition.close()
         self._tables.close()
-        self._modules.close()
 
 
 def _share(driver: Driver, profile: TableProfile | None) -> tuple[SmPartition, int]:

@@ -22,9 +22,13 @@ _LBA_NBYTES = 4096
 
 @dataclass(frozen=True)
 class StagingSize:
-    """Bytes for loads and as many for stores, and the reason for their number."""
+    """Bytes for loads and as many for stores, and the reason for their number.
+
+    pages: of the longest load.
+    """
 
     nbytes: int
+    pages: int
     reason: str
 
 
@@ -47,6 +51,7 @@ def staging_sizes(
         nbytes = asked or max(_FLOOR_NBYTES, min(ceiling, wanted))
         sizes[pool.name] = StagingSize(
             nbytes,
+            needed.pages,
             f"{format_nbytes(nbytes)} for loads and for stores each, "
             f"{'as given' if asked else 'by context length and free memory'}; "
             f"{'enough' if nbytes >= wanted else 'not enough'} for {_LAYERS} layers of two "

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from gio_uring.cuda_stand_in import StandInDriver, StandInTensor
+from gio_uring.kernel_stand_in import Kernels
 from memory_controller import Faults, MemoryController
 
 from store.pools import LAYOUT, controller_of, formatted, images_of, some_keys
@@ -30,7 +31,9 @@ from tutti.gio_uring.controller import NativeController
 from tutti.gio_uring.controller_file import FileController
 from tutti.gio_uring.engine import Engine
 from tutti.gio_uring.gpu.host_engine import HostEngine
+from tutti.gio_uring.gpu.modules import KERNELS
 from tutti.gio_uring.gpu.mover import CopyMover
+from tutti.gio_uring.gpu.verifier import Verifier
 from tutti.gio_uring.job import Job
 from tutti.memory.device_memory import DeviceMemory
 from tutti.pool import pool_format
@@ -54,15 +57,18 @@ class Rig:
         timeout_s: float = 5.0,
         verify: str = "always",
         plain: bool = False,
+        workers: bool = False,
     ) -> None:
         self.controller = controller
         self.driver = driver
+        self.kernels = Kernels(driver, None)
         config = StoreConfig(timeout_s=timeout_s, verify=verify)
         self.store = ObjectStore(controller, names, config=config)
         self.gpu = HostEngine(
             driver,
             self.store.engine,
             mover=CopyMover(driver) if plain else None,
+            verifier=None if workers else self._verifier(),
             load_staging_nbytes=staging_nbytes,
             store_staging_nbytes=staging_nbytes,
         )
@@ -72,6 +78,10 @@ class Rig:
         self.pool = self.store.register(
             DeviceMemory.from_layers(LAYOUT, tensors, PAGES, gpu=self.gpu)
         )
+
+    def _verifier(self) -> Verifier:
+        names = {name: self.driver.find_function(0, name) for name in KERNELS}
+        return Verifier(self.driver, names, tables_nbytes=1 << 18)  # type: ignore[arg-type]
 
     def fill(self, pages: list[int], rng: np.random.Generator) -> list[bytes]:
         contents = [rng.bytes(LAYOUT.object_nbytes) for _ in pages]
@@ -222,6 +232,50 @@ def test_pages_travel_through_files(rng: np.random.Generator, tmp_path: Path) ->
         rig.store.close()
         driver.close()
     assert not driver.violations
+
+
+@pytest.mark.parametrize("cached", [True, False], ids=["digests known", "digests read"])
+def test_a_kernel_compares_pages_before_their_layer_is_released(
+    rng: np.random.Generator, cached: bool
+) -> None:
+    """In GPU memory, so that a wrong copy is damage, too; no digest is compared by the host."""
+    with rig_over_memory() as rig:
+        keys = some_keys(rng, 8)
+        contents = rig.fill(list(range(8)), rng)
+        rig.store.put(keys, list(range(8))).wait(10)
+        if not cached:
+            rig.store._core.digests = type(rig.store._core.digests)(0, LAYOUT.layers)
+        verify = rig.kernels.verify
+
+        def damaged(batch: int, layer: int, publish: int) -> None:
+            if layer == 1:
+                rig.tensors[1][0].array[10 * LAYOUT.segments[0]] ^= 1
+            verify(batch, layer, publish)
+
+        rig.driver.kernels["gio_verify"] = damaged
+        ticket = rig.store.load(keys, list(range(8, 16)))
+        with pytest.raises(ChecksumMismatch) as caught:
+            ticket.wait_layer(1, 10)
+        assert caught.value.pages == (2,)
+        assert ticket.wait_settled(10)
+        stats = rig.store.stats()
+        assert rig.kernels.verified == stats["gpu_verified_layers"] == LAYOUT.layers
+        assert stats["mismatches"] == 1
+        assert rig.store.match(keys) == 2, "quarantined"
+        good = [i for i in range(8) if i != 2]
+        assert [rig.pool.read(8 + i) for i in good] == [contents[i] for i in good]
+
+
+def test_tables_that_do_not_fit_are_compared_by_the_host(rng: np.random.Generator) -> None:
+    with rig_over_memory() as rig:
+        keys, pages = some_keys(rng, 8), list(range(8))
+        contents = rig.fill(pages, rng)
+        rig.store.put(keys, pages).wait(10)
+        assert rig.gpu.verifier is not None
+        rig.gpu.verifier._nbytes = 8 << 10
+        rig.store.load(keys, list(range(8, 16))).wait(10)
+        assert [rig.pool.read(page) for page in range(8, 16)] == contents
+        assert rig.store.stats()["gpu_verified_layers"] == 0
 
 
 def test_damage_in_a_file_fails_its_pages_alone(rng: np.random.Generator, tmp_path: Path) -> None:

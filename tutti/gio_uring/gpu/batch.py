@@ -24,6 +24,7 @@ from tutti.gio_uring.gpu.parameters import (
     SliceTableStruct,
 )
 from tutti.gio_uring.iocb import IocbStruct, PagedMemory
+from tutti.gio_uring.layer_words import LayerWords
 from tutti.gio_uring.memory import Bytes, view_at
 from tutti.gio_uring.nvme_spec import OPCODE_READ, OPCODE_WRITE
 
@@ -114,9 +115,19 @@ class BatchRequest:
 
 
 class DeviceBatch:
-    """One job's tables on the device, which `owner` keeps."""
+    """One job's tables on the device, which `owner` keeps.
 
-    def __init__(self, tables: TableMemory, request: BatchRequest, owner: LeaseOwner) -> None:
+    own_words: kernels publish layers to `words`, next to the tables in pinned memory.
+    """
+
+    def __init__(
+        self,
+        tables: TableMemory,
+        request: BatchRequest,
+        owner: LeaseOwner,
+        *,
+        own_words: bool = False,
+    ) -> None:
         memory, pages, digests = request.memory, request.pages, request.digests
         staged, commands = request.staged, request.commands
         self._tables = tables
@@ -140,8 +151,14 @@ class DeviceBatch:
         self.digests_offset = None if digests is None else image.add(digests)
         if commands is not None:
             links = self._add_commands(commands, layers)
+        words_nbytes = LayerWords.nbytes_of(layers) if own_words else 0
+        words_offset = image.add(np.zeros(words_nbytes, np.uint8))
         self.tables: Tables = tables.lease(image.nbytes, _TABLE_TIMEOUT_S, owner)
         base = self.tables.device.address
+        if own_words:  # in pinned memory: the host looks at them
+            self.words = LayerWords(self.tables.host.address + words_offset, layers)
+            self.device_words = self.words.address + self.tables.to_device
+            self.batch.flags = self.device_words + self.words.ready_offset(0)
         paged.pages, paged.bases = base + pages_offset, base + bases_offset
         slices.paged, slices.page_status = base + paged_offset, base + self._status_offset
         if staged is not None and staged_offset is not None:
@@ -170,10 +187,18 @@ class DeviceBatch:
             image.add(np.full(layers * commands.runs.size * _STATE_NBYTES, 0xFF, np.uint8)),
         )
 
+    def write(self) -> None:
+        """Writes the tables where `copy_up` finds them."""
+        self._image.write(self.tables.host.address)
+
+    def copy_up(self, stream: int) -> None:
+        """Enqueues the copy of the tables to the device."""
+        self._tables.upload(self.tables, self._image.nbytes, stream)
+
     def upload(self, stream: int) -> None:
         """Writes the tables and enqueues their copy to the device."""
-        self._image.write(self.tables.host.address)
-        self._tables.upload(self.tables, self._image.nbytes, stream)
+        self.write()
+        self.copy_up(stream)
 
     def download_outcome(self, driver: Driver, stream: int) -> None:
         """Enqueues the copy of what `outcome` reads: tallies and statuses, which are neighbours."""

@@ -23,6 +23,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Unpack
 
 import numpy as np
@@ -42,6 +43,7 @@ from tutti.gio_uring.gpu.stream_queue import (
     StreamQueue,
     wait_until,
 )
+from tutti.gio_uring.gpu.verifier import Expected, Verification, Verifier
 from tutti.gio_uring.iocb import Extents, PagedMemory
 from tutti.gio_uring.job import Job
 from tutti.gio_uring.nvme_spec import OPCODE_READ
@@ -55,27 +57,35 @@ STREAMS = 2
 
 
 class _Released:
-    """Calls back once, when the last of several native jobs is released."""
+    """Calls back once, when the last of several native jobs is released, and `whole` is known.
+
+    whole: has the status of all pages; None where that of the jobs counts.
+    """
 
     def __init__(self, count: int, callback: Callable[[Any], None] | None) -> None:
         self._left = count
         self._callback = callback
         self._lock = threading.Lock()
-        self.job: MovedJob | None = None
+        self._whole: MovedJob | None = None
         self._statuses: dict[int, U32] = {}
 
     def of(self, number: int) -> Callable[[Job], None]:
         """What job `number` of them calls."""
         return lambda job: self._ended(number, job)
 
-    def _ended(self, number: int, job: Job) -> None:
+    def verified(self, whole: MovedJob) -> None:
+        """The GPU has verified the pages of all jobs."""
+        self._whole = whole
+        self._ended(-1, whole)
+
+    def _ended(self, number: int, job: Job | MovedJob) -> None:
         with self._lock:
             self._statuses[number] = job.page_status
             self._left -= 1
             is_last = self._left == 0
         if is_last and self._callback is not None:
-            statuses = [self._statuses[n] for n in sorted(self._statuses)]
-            self._callback(_Ended(np.concatenate(statuses)))
+            numbers = sorted(self._statuses) if self._whole is None else [-1]
+            self._callback(_Ended(np.concatenate([self._statuses[n] for n in numbers])))
 
 
 @dataclass(frozen=True)
@@ -89,6 +99,8 @@ class HostEngine(Owned):
     """Moves pages of one GPU's memory through one native engine and staging of its own.
 
     engine: whose controller and thread do the I/O.  mover: by default the copy engines.
+    verifier: compares what was read with its digests, and is closed with the engine; by default
+    the native engine's workers do, before the copies.
     load_staging_nbytes, store_staging_nbytes: pinned memory for each direction; four layers of the
     longest read should fit, or it goes in chunks.  load_streams, store_streams: streams to use,
     such as those of a green context; by default two of its own each, which take layers by turns.
@@ -106,6 +118,7 @@ class HostEngine(Owned):
         engine: Engine,
         *,
         mover: Mover | None = None,
+        verifier: Verifier | None = None,
         load_staging_nbytes: int = STAGING_NBYTES,
         store_staging_nbytes: int = STAGING_NBYTES,
         load_streams: Sequence[int] | int = STREAMS,
@@ -114,6 +127,8 @@ class HostEngine(Owned):
         self.driver = driver
         self.engine = engine
         self.mover = mover or choose_mover(driver)
+        self.verifier = verifier
+        self._verified_layers = 0
         self._closed = False
         self._loads = StreamQueue(driver, engine.controller, load_staging_nbytes, load_streams)
         try:
@@ -172,19 +187,40 @@ class HostEngine(Owned):
                 )
                 for c in cells.chunks
             ]
-            released = _Released(len(cells.chunks), options.get("on_released"))
+            verification = self._verification(extents, pages, memory, options, owner)
+            if verification is not None:
+                options = {**options, "digests": None}
+            count = len(cells.chunks) + (verification is not None)
+            released = _Released(count, options.get("on_released"))
             for number in range(len(cells.chunks)):
                 parts = _chunk_options(options, cells.chunks[number], released.of(number))
                 jobs.append(
                     self._submit_chunk(opcode, extents, memory, cells, number, owner, parts)
                 )
-            moved = MovedJob(stream_queue, jobs, Route(copies, cells, is_read))
+            moved = MovedJob(stream_queue, jobs, Route(copies, cells, is_read, verification))
             owner.is_free = moved.is_free
             moved.enqueue(now=not options.get("gated"))
+            if verification is not None:
+                tell = partial(released.verified, moved)
+                stream_queue.watch(
+                    moved.is_settled, lambda: self.engine.guard.call("a completion callback", tell)
+                )
+                self._verified_layers += moved.layers
             return moved
         except BaseException:
             self._abandon(owner, jobs, moved)
             raise
+
+    def _verification(
+        self, extents: Extents, pages: U32, memory: PagedMemory, options: Options, owner: LeaseOwner
+    ) -> Verification | None:
+        """Where the GPU compares the digests of a read; None where the native engine does."""
+        digests = options.get("digests")
+        if self.verifier is None or digests is None or not options.get("compare"):
+            return None
+        shift = self.engine.controller.info.lba_shift
+        expected = Expected(memory, pages, digests, extents.slice_nlb, shift)
+        return self.verifier.prepare(expected, owner)
 
     def _submit_chunk(
         self,
@@ -227,6 +263,7 @@ class HostEngine(Owned):
             "gpu_numa_node": self.driver.numa_node,
             "gpu_streams": self.stream_count,
             "gpu_mover": self.mover.name,
+            "gpu_verified_layers": self._verified_layers,
             "gpu_kernel_jobs": self.mover.kernel_jobs,
             "gpu_layers": self._loads.layers + self._stores.layers,
         }
@@ -272,6 +309,8 @@ class HostEngine(Owned):
             self._loads.close(timeout_s)
         finally:
             self._stores.close(timeout_s)
+        if self.verifier is not None:
+            self.verifier.close()
 
 
 def _chunk_options(

@@ -19,9 +19,14 @@ from tutti.gio_uring.gpu.stream_queue import (
     StreamQueue,
     wait_until,
 )
+from tutti.gio_uring.gpu.verifier import Verification
 from tutti.gio_uring.job import Job
+from tutti.gio_uring.nvme_spec import STATUS_CANCELLED
 from tutti.gio_uring.transfer import TIMEOUT_S
 from tutti.process import Owned, finalize
+
+#: Of pages that no verification reached.
+_LOST = np.uint32(STATUS_CANCELLED)
 
 _log = logging.getLogger(__name__)
 
@@ -33,21 +38,25 @@ def interrupted() -> CudaError:
 
 @dataclass(frozen=True)
 class Route:
-    """What the stream needs of one transfer: copies for each chunk, and the staging."""
+    """What the stream needs of one transfer: copies for each chunk, and the staging.
+
+    verification: by the GPU, of what was copied to its pages; None where the jobs verify, or none.
+    """
 
     copies: Sequence[PreparedCopy]
     cells: Cells
     is_read: bool
+    verification: Verification | None = None
 
     @property
     def has_tables(self) -> bool:
         """Whether something is uploaded before the first layer."""
-        return any(copies.has_tables for copies in self.copies)
+        return self.verification is not None or any(copies.has_tables for copies in self.copies)
 
     @property
     def calls(self) -> int:
         """Driver calls for one layer."""
-        return sum(copies.calls + 2 for copies in self.copies) + 2
+        return sum(copies.calls + 2 for copies in self.copies) + 3
 
 
 class MovedJob(Owned):
@@ -66,6 +75,7 @@ class MovedJob(Owned):
         self._started = False  # something is on the stream
         self._sealed = False  # nothing more will be put on it
         self._failure: TuttiError | None = None
+        self._found: U32 | None = None  # by the verification, once that is over
         self._changed = threading.Condition()
         # Once nothing can wait for them any more.
         finalize(self, stream_queue.events.release, self._events).atexit = False
@@ -73,7 +83,26 @@ class MovedJob(Owned):
     @property
     def page_status(self) -> U32:
         """uint32 (pages,), 0 or the first NVMe status that a page met; final once it is done."""
-        return np.concatenate([job.page_status for job in self._jobs])
+        status: U32 = np.concatenate([job.page_status for job in self._jobs])
+        if not self._is_verified():
+            return status
+        assert self._found is not None, "the verification is over"
+        return np.where(status == 0, self._found, status)
+
+    def _is_verified(self) -> bool:
+        """Whether the outcome of the verification is there, and kept."""
+        verification = self._route.verification
+        if self._found is None and verification is not None:
+            with self._changed:
+                if verification.is_over:
+                    self._found = verification.status()
+                elif self._sealed and self._enqueued < self.layers:  # it never will be
+                    self._found = np.full(sum(job.page_status.size for job in self._jobs), _LOST)
+        return self._found is not None
+
+    def is_settled(self) -> bool:
+        """Whether the final status of a read that the GPU verifies is known.  No CUDA call."""
+        return all(bool(job.report().released) for job in self._jobs) and self._is_verified()
 
     @property
     def done(self) -> bool:
@@ -140,6 +169,8 @@ class MovedJob(Owned):
                 told = route.cells.next_user(layer, number)
             if told is not None:
                 driver.write_value(stream, route.cells.chunks[told[0]].device_words, told[1] + 1)
+        if route.verification is not None:
+            route.verification.put_layer(layer, stream)
         driver.record_event(self._events[layer], stream)
         queue.layers += 1
 
@@ -148,6 +179,8 @@ class MovedJob(Owned):
         queue = self._stream_queue
         for copies in self._route.copies:
             copies.upload(queue.stream)
+        if self._route.verification is not None:
+            self._route.verification.upload(queue.stream)
         if self._route.has_tables:
             queue.driver.record_event(self._events[-1], queue.stream)
             for stream in queue.streams[1:]:
@@ -202,7 +235,12 @@ class MovedJob(Owned):
                 return False
         if self._failure is not None:
             raise self._failure
-        return wait_until(lambda: self._is_moved(layers), left_s())
+        if not wait_until(lambda: self._is_moved(layers), left_s()):
+            return False
+        verification = self._route.verification
+        if verification is None or not verification.is_wrong(layers):
+            return True
+        return wait_until(self._is_verified, left_s())  # which pages are wrong comes at the end
 
     def order_stream(self, stream: int, layers: int) -> None:
         """Lets `stream` wait, on the GPU, until `layers` layers were moved or the job failed.
@@ -232,6 +270,8 @@ class MovedJob(Owned):
 
     def open_gate(self) -> None:
         """Lets the job compare its digests.  Makes no CUDA call: the stream waits for this."""
+        if self._route.verification is not None:
+            self._route.verification.refresh()
         try:
             for job in self._jobs:
                 job.open_gate()
@@ -248,5 +288,6 @@ class MovedJob(Owned):
             self._changed.notify_all()
 
     def is_free(self) -> bool:
-        """Whether staging and words may be used again."""
-        return all(bool(job.report().released) for job in self._jobs) and self._is_through()
+        """Whether staging, words and tables may be used again."""
+        is_through = all(bool(job.report().released) for job in self._jobs) and self._is_through()
+        return is_through and (self._route.verification is None or self._is_verified())

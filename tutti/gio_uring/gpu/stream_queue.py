@@ -185,6 +185,7 @@ class StreamQueue(Owned):
         self._feeds: deque[Feed] = deque()  # the first is being put on the stream
         #: Why the stream is not ordered behind another one; then nothing may follow on it.
         self.failure: TuttiError | None = None
+        self._watched: list[tuple[Callable[[], bool], Callable[[], object]]] = []
         self._feeder: threading.Thread | None = None
         self.first_layers = FIRST_LAYERS
         self.layers = 0  # put on the stream since the queue was opened
@@ -223,21 +224,38 @@ class StreamQueue(Owned):
                 if part.put_next():
                     return
         self._feeds.append(part)
+        self._start()
+
+    def watch(self, is_over: Callable[[], bool], then: Callable[[], object]) -> None:
+        """Calls `then` on the queue's thread once `is_over()`, which makes no CUDA call."""
+        with self.lock:
+            self._watched.append((is_over, then))
+            self._start()
+
+    def _start(self) -> None:
         if self._feeder is None:
             self._feeder = threading.Thread(target=self._run, name="tutti-feed", daemon=True)
             self._feeder.start()
 
     def _run(self) -> None:
-        """Puts what waits on the stream, and ends."""
+        """Puts what waits on the stream, tells of what ended, and ends."""
         is_over = False
-        while not is_over:  # bounded by what is fed
-            far_ahead = False
+        while not is_over:  # bounded by what is fed and watched
+            rests = False
             with self.lock, self.driver.bound():
+                ended = [watched for watched in self._watched if watched[0]()]
                 if self._feeds:
-                    far_ahead = self._step(self._feeds[0])
-                else:
+                    rests = self._step(self._feeds[0])
+                elif len(self._watched) > len(ended):
+                    rests = True
+                elif not ended:
                     self._feeder, is_over = None, True
-            if far_ahead:
+            for watched in ended:
+                watched[1]()
+                with self.lock:  # only now, as the queue is idle without it
+                    if watched in self._watched:
+                        self._watched.remove(watched)
+            if rests:
                 time.sleep(_LOOK_MOST_S)
 
     def _step(self, first: Feed) -> bool:
@@ -255,7 +273,7 @@ class StreamQueue(Owned):
 
     def is_idle(self) -> bool:
         """Whether nothing is on the stream, nor waits to be put there."""
-        return not self._feeds and self.are_streams_done()
+        return not (self._feeds or self._watched) and self.are_streams_done()
 
     def stage(self, needed: Needed, timeout_s: float, owner: LeaseOwner) -> StagedLayers:
         """Staging for all pages of a transfer: all of its layers, or a share's worth.
@@ -321,6 +339,7 @@ class StreamQueue(Owned):
             is_over = wait_until(self.is_idle, timeout_s)
         finally:  # also when the context is lost, or the wait is interrupted
             if not is_over:
+                self._watched.clear()
                 retain_until_exit(self)
         if not is_over:
             raise DeviceTimeout(

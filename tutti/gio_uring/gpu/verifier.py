@@ -1,0 +1,123 @@
+"""Digests of pages in GPU memory: a kernel compares them where the pages lie, after their copies.
+
+So a damaged slice is known before its layer is released, with what the copies did to it, and no
+processor of the host reads the bytes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tutti.arrays import U32, U64
+from tutti.gio_uring.gpu.batch import BatchRequest, DeviceBatch, launch_layer
+from tutti.gio_uring.gpu.driver import Driver
+from tutti.gio_uring.gpu.memory import LeaseOwner, TableMemory
+from tutti.gio_uring.gpu.modules import Modules
+from tutti.gio_uring.iocb import PagedMemory
+from tutti.gio_uring.layer_words import LayerWords
+from tutti.gio_uring.nvme_spec import OPCODE_READ
+from tutti.process import Owned
+from tutti.units import MiB
+
+TABLES_NBYTES = 16 * MiB
+#: Of tables that are not digests: pages, statuses, bases and words, at most.
+_PAGE_NBYTES, _LAYER_NBYTES, _HEAD_NBYTES = 8, 256, 4096
+_DIGEST_NBYTES = 8
+
+
+@dataclass(frozen=True)
+class Expected:
+    """Pages of GPU memory and their digests, uint64 (pages, layers), which may be filled later."""
+
+    memory: PagedMemory
+    pages: U32
+    digests: U64
+    slice_nlb: int
+    lba_shift: int
+
+
+class Verifier(Owned):
+    """The kernel `gio_verify`, and memory for its tables.
+
+    tables_nbytes: two transfers at once have a place there; the digests of longer ones are compared
+    by the host.  blocks: of the kernel, which bounds the multiprocessors it takes.
+    """
+
+    def __init__(
+        self,
+        driver: Driver,
+        modules: Modules,
+        *,
+        tables_nbytes: int = TABLES_NBYTES,
+        blocks: int = 16,
+    ) -> None:
+        self._driver, self._function = driver, modules["gio_verify"]
+        self._nbytes, self.blocks = tables_nbytes, blocks
+        self._tables = TableMemory(driver, tables_nbytes)
+
+    @staticmethod
+    def tables_nbytes(pages: int, layers: int) -> int:
+        """Tables of two transfers of so many pages."""
+        nbytes = pages * (_PAGE_NBYTES + layers * _DIGEST_NBYTES) + layers * _LAYER_NBYTES
+        return 2 * (nbytes + _HEAD_NBYTES)
+
+    def prepare(self, expected: Expected, owner: LeaseOwner) -> Verification | None:
+        """A verification of one transfer; None where its tables are too long."""
+        if self.tables_nbytes(*expected.digests.shape) > self._nbytes:
+            return None
+        request = BatchRequest(
+            expected.memory,
+            expected.pages,
+            opcode=OPCODE_READ,
+            slice_nlb=expected.slice_nlb,
+            lba_shift=expected.lba_shift,
+            digests=expected.digests,
+        )
+        batch = DeviceBatch(self._tables, request, owner, own_words=True)
+        return Verification(self._driver, self._function, batch, self.blocks)
+
+    def close(self) -> None:
+        """Frees the tables; nothing may use them any more."""
+        self._tables.close()
+
+
+class Verification:
+    """The digests of one transfer."""
+
+    def __init__(self, driver: Driver, function: int, batch: DeviceBatch, blocks: int) -> None:
+        self._driver, self._function = driver, function
+        self._batch, self._blocks = batch, blocks
+        self.words: LayerWords = batch.words
+        batch.write()
+
+    def refresh(self) -> None:
+        """The digests are filled now; nothing was uploaded yet."""
+        self._batch.write()
+
+    def upload(self, stream: int) -> None:
+        """Enqueues the copy of its tables to the device."""
+        self._batch.copy_up(stream)
+
+    def put_layer(self, layer: int, stream: int) -> None:
+        """Enqueues the comparison of one layer, which is copied by then; the last layer's with what
+        became of all.
+        """
+        launch_layer(
+            self._driver, self._function, self._batch, layer, stream, self._blocks, publish=1
+        )
+        if layer + 1 == self.words.layers:
+            self._batch.download_outcome(self._driver, stream)
+            self._driver.write_value(stream, self._batch.device_words, 1)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the outcome of all layers is there."""
+        return bool(self.words.moved)
+
+    def is_wrong(self, layers: int) -> bool:
+        """Whether one of the first layers, which are released, has a slice that is damaged."""
+        return any(self.words.status(layer) for layer in range(layers))
+
+    def status(self) -> U32:
+        """uint32 (pages,), 0 or `STATUS_DIGEST_MISMATCH`; once it is over."""
+        return self._batch.outcome()[0]
