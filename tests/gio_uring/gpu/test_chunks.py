@@ -232,7 +232,11 @@ def test_a_queue_that_cannot_follow_a_stream_moves_nothing_more(
         memory_of(rig).set_faults(Faults(stall_from=1))
         monkeypatch.setattr("tutti.gio_uring.gpu.moved_job.CALLS_MAX", 1)  # layers wait to be put
         first = rig.store.load(keys, list(range(8, 16)))
-        rig.driver.fail["cuStreamWaitEvent"] = 1
+
+        def refused(*_: object) -> bool:
+            raise CudaError("cuStreamWaitEvent failed; a test said so", call="cuStreamWaitEvent")
+
+        monkeypatch.setattr(stream_queue._Follow, "put_next", refused)
         rig.gpu._loads.follow(compute)
         second = rig.store.load(keys, list(range(16, 24)))
         memory_of(rig).set_faults(None)

@@ -57,18 +57,20 @@ class Rig:
         timeout_s: float = 5.0,
         verify: str = "always",
         plain: bool = False,
-        workers: bool = False,
+        digest_cache_nbytes: int = 1 << 20,
     ) -> None:
         self.controller = controller
         self.driver = driver
         self.kernels = Kernels(driver, None)
-        config = StoreConfig(timeout_s=timeout_s, verify=verify)
+        config = StoreConfig(
+            timeout_s=timeout_s, verify=verify, digest_cache_nbytes=digest_cache_nbytes
+        )
         self.store = ObjectStore(controller, names, config=config)
         self.gpu = HostEngine(
             driver,
             self.store.engine,
             mover=CopyMover(driver) if plain else None,
-            verifier=None if workers else self._verifier(),
+            verifier=self._verifier(),
             load_staging_nbytes=staging_nbytes,
             store_staging_nbytes=staging_nbytes,
         )
@@ -239,12 +241,10 @@ def test_a_kernel_compares_pages_before_their_layer_is_released(
     rng: np.random.Generator, cached: bool
 ) -> None:
     """In GPU memory, so that a wrong copy is damage, too; no digest is compared by the host."""
-    with rig_over_memory() as rig:
+    with rig_over_memory(digest_cache_nbytes=1 << 20 if cached else 0) as rig:
         keys = some_keys(rng, 8)
         contents = rig.fill(list(range(8)), rng)
         rig.store.put(keys, list(range(8))).wait(10)
-        if not cached:
-            rig.store._core.digests = type(rig.store._core.digests)(0, LAYOUT.layers)
         verify = rig.kernels.verify
 
         def damaged(batch: int, layer: int, publish: int) -> None:
@@ -366,15 +366,15 @@ def test_seeded_faults_never_show_wrong_bytes(rng: np.random.Generator, seed: in
 
 def test_records_are_read_before_a_stream_waits(rng: np.random.Generator) -> None:
     """Digests that are not cached close the gate: only when it is open may a stream wait."""
-    with rig_over_memory() as rig:
+    with rig_over_memory(digest_cache_nbytes=0) as rig:
         keys, pages = some_keys(rng, 8), list(range(8))
         contents = rig.fill(pages, rng)
         rig.store.put(keys, pages).wait(10)
-        cache = rig.store._core.digests
-        rig.store._core.digests = type(cache)(0, LAYOUT.layers)
+        commands = rig.store.engine.stats().commands
         ticket = rig.store.load(keys, list(range(8, 16)))
         ticket.wait(10)
         assert [rig.pool.read(page) for page in range(8, 16)] == contents
+        assert rig.store.engine.stats().commands - commands > LAYOUT.layers, "of records, too"
 
 
 def test_a_dead_controller_lets_every_stream_go(rng: np.random.Generator) -> None:
