@@ -60,9 +60,7 @@ def open_stored_pools(
     loads = split_nbytes(options["load_staging"], pools, _KV_SHARE)
     stores = split_nbytes(options["store_staging"], pools, _KV_SHARE)
     capacities = _capacities(options, pools)
-    gpu_staging = (
-        {} if gpu is None else staging_sizes(options, group, parallel_rank.place_on_node[1])
-    )
+    gpu_staging = {} if gpu is None else staging_sizes(options, group, parallel_rank)
     stored_pools: dict[str, StoredPool] = {}
     identity = identity_of(options, model)
     schedule = None

@@ -8,6 +8,7 @@ from typing import Any
 
 from tutti.gio_uring.gpu.stream_queue import Needed
 from tutti.integration.sglang.direct.kv_pools import KvPoolGroup
+from tutti.integration.sglang.identity import ParallelRank
 from tutti.scheduler.residency import read_memory
 from tutti.units import MiB, format_nbytes
 
@@ -33,14 +34,16 @@ class StagingSize:
 
 
 def staging_sizes(
-    options: Mapping[str, Any], group: KvPoolGroup, node_ranks: int
+    options: Mapping[str, Any], group: KvPoolGroup, parallel_rank: ParallelRank
 ) -> dict[str, StagingSize]:
     """Sizes for every pool.  Pools of states and windows, of which a context has few pages, get
-    the least.  node_ranks: processes that share the node's memory.
+    the least.  The ranks of a node share its memory.
     """
     asked = options["gpu_staging"]
     by_page = [pool for pool in group.pools.values() if not pool.trailing]
-    free_nbytes = read_memory().free_nbytes * _FREE_SHARE / node_ranks / len(by_page)
+    free_nbytes = (
+        read_memory().free_nbytes * _FREE_SHARE / parallel_rank.place_on_node[1] / len(by_page)
+    )
     ceiling = int(min(_CEILING_NBYTES, free_nbytes))
     sizes = {}
     for pool in group.pools.values():

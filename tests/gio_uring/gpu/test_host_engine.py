@@ -19,7 +19,6 @@ from memory_controller import Faults, MemoryController
 from store.pools import LAYOUT, controller_of, formatted, images_of, some_keys
 from tutti.errors import (
     CapacityError,
-    ChecksumMismatch,
     ConfigError,
     CudaError,
     DeviceTimeout,
@@ -230,75 +229,6 @@ def test_pages_travel_through_files(rng: np.random.Generator, tmp_path: Path) ->
     rig = Rig(FileController([path]), [path], driver=driver)
     try:
         round_trip(rig, rng)
-    finally:
-        rig.store.close()
-        driver.close()
-    assert not driver.violations
-
-
-@pytest.mark.parametrize("cached", [True, False], ids=["digests known", "digests read"])
-def test_a_kernel_compares_pages_before_their_layer_is_released(
-    rng: np.random.Generator, cached: bool
-) -> None:
-    """In GPU memory, so that a wrong copy is damage, too; no digest is compared by the host."""
-    with rig_over_memory(digest_cache_nbytes=1 << 20 if cached else 0) as rig:
-        keys = some_keys(rng, 8)
-        contents = rig.fill(list(range(8)), rng)
-        rig.store.put(keys, list(range(8))).wait(10)
-        verify = rig.kernels.verify
-
-        def damaged(batch: int, layer: int, publish: int) -> None:
-            if layer == 1:
-                rig.tensors[1][0].array[10 * LAYOUT.segments[0]] ^= 1
-            verify(batch, layer, publish)
-
-        rig.driver.kernels["gio_verify"] = damaged
-        ticket = rig.store.load(keys, list(range(8, 16)))
-        with pytest.raises(ChecksumMismatch) as caught:
-            ticket.wait_layer(1, 10)
-        assert caught.value.pages == (2,)
-        assert ticket.wait_settled(10)
-        stats = rig.store.stats()
-        assert rig.kernels.verified == stats["gpu_verified_layers"] == LAYOUT.layers
-        assert stats["mismatches"] == 1
-        assert rig.store.match(keys) == 2, "quarantined"
-        good = [i for i in range(8) if i != 2]
-        assert [rig.pool.read(8 + i) for i in good] == [contents[i] for i in good]
-
-
-def test_tables_that_do_not_fit_are_compared_by_the_host(rng: np.random.Generator) -> None:
-    with rig_over_memory() as rig:
-        keys, pages = some_keys(rng, 8), list(range(8))
-        contents = rig.fill(pages, rng)
-        rig.store.put(keys, pages).wait(10)
-        assert rig.gpu.verifier is not None
-        rig.gpu.verifier._nbytes = 8 << 10
-        rig.store.load(keys, list(range(8, 16))).wait(10)
-        assert [rig.pool.read(page) for page in range(8, 16)] == contents
-        assert rig.store.stats()["gpu_verified_layers"] == 0
-
-
-def test_damage_in_a_file_fails_its_pages_alone(rng: np.random.Generator, tmp_path: Path) -> None:
-    path = str(tmp_path / "pool.tutti")
-    pool_format.format([path], LAYOUT, 16 << 20)
-    driver = StandInDriver()
-    rig = Rig(FileController([path]), [path], driver=driver)
-    try:
-        keys, pages = some_keys(rng, 8), list(range(8))
-        contents = rig.fill(pages, rng)
-        rig.store.put(keys, pages).wait(10)
-        slot = rig.store._core.index.find(keys[3:4])
-        lba = int(rig.store.geometry.slot_lba(slot, 2)[0])
-        with open(path, "r+b") as file:
-            file.seek(lba * rig.store.geometry.lba_nbytes + 5)
-            file.write(b"damage")
-        ticket = rig.store.load(keys, list(range(8, 16)))
-        with pytest.raises(ChecksumMismatch) as caught:
-            ticket.wait(10)
-        assert caught.value.pages == (3,)
-        assert ticket.wait_settled(10)
-        right = [i for i in range(8) if i != 3]
-        assert [rig.pool.read(8 + i) for i in right] == [contents[i] for i in right]
     finally:
         rig.store.close()
         driver.close()
