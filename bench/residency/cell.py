@@ -29,7 +29,7 @@ from tutti.bench.workload import WAIT_S, Loaded, Workload
 from tutti.errors import ConfigError
 from tutti.gio_uring.controller_file import BlockRange, FileController
 from tutti.gio_uring.memory import HostBuffer
-from tutti.scheduler.residency import plan_groups, read_memory
+from tutti.scheduler.residency_policy import plan_groups, read_memory
 from tutti.store import ObjectStore
 from tutti.transfers.store_config import StoreConfig
 

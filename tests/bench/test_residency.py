@@ -20,7 +20,7 @@ from tutti.cli import main
 from tutti.errors import ConfigError, PoolExists, TuttiError, Unsupported
 from tutti.gio_uring.file_creation import allocate_file
 from tutti.gio_uring.file_member import FileMember
-from tutti.scheduler.residency import MemoryFacts
+from tutti.scheduler.residency_policy import MemoryFacts
 from tutti.store import format as format_pool
 from tutti.terminal import Progress
 from tutti.units import MiB

@@ -20,7 +20,7 @@ from tutti.gio_uring.gpu.device_engine import KINDS
 from tutti.gio_uring.gpu.moved_job import MovedJob
 from tutti.gio_uring.job import Job
 from tutti.integration.sglang.direct import staging_size
-from tutti.scheduler.residency import MemoryFacts
+from tutti.scheduler.residency_policy import MemoryFacts
 
 SLICE = 2 * 4 * 32 * 2 * PAGE  # bytes of a page in one layer: K and V of four heads
 ALL = list(range(48))

@@ -1,6 +1,6 @@
 """Dual-path residency of an open pool: which of its groups go through the page cache.
 
-The plan is the scheduler's (`tutti/scheduler/residency.py`); the two paths are the file
+The plan is the scheduler's (`tutti/scheduler/residency_policy.py`); the two paths are the file
 controller's.  Tables, superblocks and snapshots always bypass the page cache.  A thread watches
 how much memory is free and moves groups from one path to the other, a few at a time and only
 those that no transfer uses, so nothing waits and no look-up misses for it.
@@ -24,7 +24,7 @@ from tutti.interrupts import uninterrupted
 from tutti.medium.keys import as_keys
 from tutti.placement.index import MISSING, SlotState
 from tutti.process import Owned
-from tutti.scheduler.residency import Governor, plan_groups, read_memory, read_stall_us
+from tutti.scheduler.residency_policy import Governor, plan_groups, read_memory, read_stall_us
 from tutti.threads import start_thread
 from tutti.transfers.core import Core
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tutti.errors import ConfigError, Unsupported
-from tutti.scheduler.residency import (
+from tutti.scheduler.residency_policy import (
     Governor,
     MemoryFacts,
     plan_groups,
