@@ -137,9 +137,11 @@ def test_damage_is_found_and_the_object_quarantined(
         lba = int(rig.store.geometry.slot_lba(slot, 1)[0])
         start = lba * rig.store.geometry.lba_nbytes
         rig.controller.medium(1)[start : start + 4] ^= 0x5A
+        ticket = rig.store.load(keys, list(range(6, 12)), memory=rig.memory)
         with pytest.raises(ChecksumMismatch) as caught:
-            rig.store.load(keys, list(range(6, 12)), memory=rig.memory).wait(30)
+            ticket.wait(30)
         assert caught.value.pages == (2,)
+        assert ticket.wait_settled(30)  # objects are judged by then
         assert rig.store.match(keys) == 2
 
 
