@@ -23,7 +23,7 @@ import pytest
 from tutti.bench.ttft import recipes
 from tutti.bench.ttft.http import ServerError
 from tutti.bench.ttft.recipes import RECIPES, Options, launch_of
-from tutti.errors import CapacityError, ConfigError, Unsupported
+from tutti.errors import ConfigError, Unsupported
 from tutti.terminal import progress
 
 STAND_IN = """\
@@ -128,7 +128,7 @@ def test_facts_that_cannot_be_written_are_refused_before_the_server_starts(
 ) -> None:
     folder = tmp_path / "kv"
     argv = ["tutti-hicache", "--model", "m", "--dir", str(folder), "--info", str(tmp_path)]
-    with pytest.raises(CapacityError, match="cannot write"):
+    with pytest.raises(ConfigError, match="is a folder"):
         recipes.run(parsed(*argv), progress)
     assert not folder.exists()
 
