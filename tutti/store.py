@@ -263,6 +263,7 @@ class ObjectStore(Owned, Store):
         with core.admitted(self.config.timeout_s), core.lock:
             state, pins = core.index.state, core.index.pins
             slots = np.flatnonzero((state == SlotState.QUARANTINED) & (pins == 0))
+            slots = slots[np.isin(slots // self.geometry.slots, core.members.present)]
             core.index.set_state(slots, SlotState.VOIDING)
             self._reclaimer.void(slots)
             return int(slots.size)

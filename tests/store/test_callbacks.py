@@ -168,6 +168,22 @@ def test_eviction_policies(rng: np.random.Generator, kind: type[BaseException], 
     works(store, rng)
 
 
+class Strided(LeastRecentlyUsed):
+    """Answers with smaller numbers, which do not lie side by side."""
+
+    def victims(self, view: EvictionView, count: int) -> npt.NDArray[Any]:
+        return np.repeat(super().victims(view, count).astype(np.int32), 2)[::2]
+
+
+def test_a_policy_may_answer_with_a_view(rng: np.random.Generator) -> None:
+    store = opened(formatted(), eviction=Strided())
+    fill(store.allocate_memory(8), range(8), rng)
+    for _ in range(3 * SLOTS):
+        store.put(some_keys(rng, 1), [0]).wait(10)
+    assert store.stats()["evicted"] > SLOTS
+    works(store, rng)
+
+
 @pytest.mark.parametrize("kind", ERRORS)
 @pytest.mark.parametrize("part", ["decide", "record", "answer"])
 def test_schedules(rng: np.random.Generator, kind: type[BaseException], part: str) -> None:

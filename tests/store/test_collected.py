@@ -5,7 +5,11 @@ from __future__ import annotations
 import gc
 import weakref
 
+import numpy as np
+import pytest
+
 from store.pools import formatted, opened
+from tutti.errors import KeyMissing
 
 
 def test_a_closed_store_needs_no_collector() -> None:
@@ -14,6 +18,9 @@ def test_a_closed_store_needs_no_collector() -> None:
     gc.disable()
     try:
         store = opened(images)
+        store.allocate_memory(1)
+        with pytest.raises(KeyMissing):
+            store.load(np.zeros((1, 16), np.uint8), [0])
         engine = weakref.ref(store.engine)
         store.close()
         del store

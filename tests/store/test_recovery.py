@@ -306,6 +306,8 @@ def test_members_missing_and_swapped(rng: np.random.Generator) -> None:
         found = keys[np.array(present, bool)]
         store.load(found, np.arange(len(found))).wait(5)
         store.put(some_keys(rng, 6), np.arange(6)).wait(5)
+        assert store.quarantine(found[:2]) == 2
+        assert store.reuse_quarantined() == 2, "not the slots of the member that is missing"
 
 
 def test_an_interrupted_clear_is_finished(rng: np.random.Generator) -> None:

@@ -213,9 +213,8 @@ class Index:
         self._check_transition(slots, state)
         if state != SlotState.QUARANTINED:
             assert not self.pins[slots].any(), "a slot with a transfer in flight was removed"
-        removed = quick().tutti_index_remove(
-            self._handle, address(np.ascontiguousarray(slots)), len(slots)
-        )
+        slots = np.ascontiguousarray(slots)
+        removed = quick().tutti_index_remove(self._handle, address(slots), slots.size)
         assert removed == len(slots), "a slot was given twice"
         self.state[slots] = state
         self.has_digests[slots] = False
@@ -242,8 +241,8 @@ class Index:
     def set_state(self, slots: Slots, state: SlotState) -> None:
         """Moves slots to `state`, where that neither gives them a key nor takes it away."""
         assert slots.dtype == np.int64, "slots are int64"
-        place = address(np.ascontiguousarray(slots))
-        arguments = (place, slots.size, _KEEPS_KEY[state], state, state == SlotState.VOIDING)
+        slots, voids = np.ascontiguousarray(slots), state == SlotState.VOIDING
+        arguments = (address(slots), slots.size, _KEEPS_KEY[state], state, voids)
         if quick().tutti_index_move(self._handle, *arguments) < 0:
             self._check_slots(slots)
             self._check_transition(slots, state)
@@ -275,8 +274,8 @@ class Index:
 
     def unpin(self, slots: Slots) -> None:
         """Takes back what one `pin` with the same slots did."""
-        place = address(np.ascontiguousarray(slots))
-        if quick().tutti_index_unpin(self._handle, place, slots.size) < 0:
+        slots = np.ascontiguousarray(slots)
+        if quick().tutti_index_unpin(self._handle, address(slots), slots.size) < 0:
             self._check_slots(slots)
             raise AssertionError("a slot was unpinned more often than pinned")
 

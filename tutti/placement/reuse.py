@@ -75,16 +75,16 @@ class ReuseHistory:
 
     def stored(self, slots: Slots, keys: Keys, now: int) -> None:
         """Objects came into slots; those that were evicted before are loads that came too late."""
-        keys = np.ascontiguousarray(keys)
-        arguments = (address(np.ascontiguousarray(slots)), address(keys), slots.size, now)
+        slots, keys = np.ascontiguousarray(slots), np.ascontiguousarray(keys)
+        arguments = (address(slots), address(keys), slots.size, now)
         late = quick().tutti_reuse_stored(self._handle, *arguments)
         assert late >= 0, "a slot number lies beyond the pool"
         self.regretted += late
 
     def loaded(self, slots: Slots, now: int) -> None:
         """Objects were loaded."""
-        place = address(np.ascontiguousarray(slots))
-        done = quick().tutti_reuse_loaded(self._handle, place, slots.size, now)
+        slots = np.ascontiguousarray(slots)
+        done = quick().tutti_reuse_loaded(self._handle, address(slots), slots.size, now)
         assert done >= 0, "a slot number lies beyond the pool"
 
     def evicted(self, slots: Slots, keys: Keys, resident: Mask, now: int) -> None:
@@ -92,8 +92,8 @@ class ReuseHistory:
 
         Learns anew once half the pool was evicted since the last time; that is O(slots).
         """
-        keys = np.ascontiguousarray(keys)
-        arguments = (address(np.ascontiguousarray(slots)), address(keys), slots.size, now)
+        slots, keys = np.ascontiguousarray(slots), np.ascontiguousarray(keys)
+        arguments = (address(slots), address(keys), slots.size, now)
         done = quick().tutti_reuse_evicted(self._handle, *arguments)
         assert done >= 0, "a slot number lies beyond the pool"
         self._evictions += slots.size

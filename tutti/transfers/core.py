@@ -175,7 +175,7 @@ class Core(Owned):
             self.geometry.group_slots,
             self.history.worth(index.access, index.uses),
         )
-        victims = policy.victims(view, n)
+        victims = np.ascontiguousarray(policy.victims(view, n), np.int64)
         if victims.size:
             self.counters.evicted += victims.size
             left = index.resident()

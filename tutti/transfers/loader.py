@@ -105,10 +105,10 @@ class Loader:
         allows; for host memory.  admit: see Core.admitted.
         """
         core = self._core
-        progress = LoadProgress(len(keys), core.layers, core.guard, core.load_latency)
         with core.lock:
             if admit:
                 core.wait_admitted(core.config.timeout_s)
+            progress = LoadProgress(len(keys), core.layers, core.guard, core.load_latency)
             core.begin()
             try:
                 settle, every = self._begin(progress, keys, pages, memory, held=held)
@@ -139,6 +139,7 @@ class Loader:
             core.planner.begin(keys, verify=every, plan=plan, start=struct)
         except BaseException as error:
             core.engine.forget_job(job)
+            progress.parts = []  # or they would keep each other and the memory
             if not isinstance(error, LookupError):
                 raise
             raise KeyMissing(
@@ -146,6 +147,7 @@ class Loader:
                 "pin it if time passes before the load"
             ) from None
         if plan.runs < 0:
+            progress.parts = []
             core.engine.check_started(job, plan.runs - NOT_STARTED)
         if not job.native:
             core.engine.forget_job(job)
@@ -157,8 +159,8 @@ class Loader:
     def _load_parts(self, batch: _Pages, settle: _Settle, *, every: bool, held: bool) -> None:
         """Submits a load that one native call cannot: of several kinds, or by another's path."""
         progress = settle.progress
-        settle.unproven, parts = _partition(batch.plan.marks, every)
         try:
+            settle.unproven, parts = _partition(batch.plan.marks, every)
             for part in parts:
                 self._load_part(progress, batch, part, settle, held=held)
         except BaseException:

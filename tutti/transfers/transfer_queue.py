@@ -138,11 +138,11 @@ class TransferQueue(Owned):
         One that is longer than what may wait goes at once: to drop it would free nothing.
         """
         core, dispatcher = self._core, self.dispatcher
-        progress = PutProgress(len(request.keys), core.guard, core.store_latency)
-        put = _Put(request, progress, len(request.keys))
         now = np.arange(len(request.keys), dtype=np.int64)
         with core.lock:
             core.wait_admitted(core.config.timeout_s)
+            progress = PutProgress(len(request.keys), core.guard, core.store_latency)
+            put = _Put(request, progress, len(request.keys))
             core.begin()
             if dispatcher is not None and self._most:
                 absent = core.index.find(request.keys) == MISSING

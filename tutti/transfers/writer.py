@@ -189,28 +189,28 @@ class Writer:
                 held=together.grant is not None,  # of host memory alone
                 on_released=lambda job: self._data_written(batch, job, failed),
             )
-            if together.grant is not None and isinstance(job, Job):
-                together.grant.begin(job)
         except BaseException:
             self._cancel(batch)
             raise
+        if together.grant is not None and isinstance(job, Job):
+            together.grant.begin(job)  # one that is never allowed to go on ends by its deadline
         return placed
 
     def _place(self, together: PutTogether, rows: Slots, block: int) -> tuple[_Batch, int]:
         """Allocates slots and claims the keys; returns how many rows, from the first, are done."""
         core, request = self._core, together.request.take(rows)
         has_digests = core.config.verify != "off"
+        digests = np.empty((rows.size, core.layers), np.uint64) if has_digests else None
         self._reclaimer.make_room(rows.size, core.config.timeout_s)
         sequence = core.take_sequences(rows.size)
         placed = core.placer.place(
             request.keys, request.parents, request.depths, sequence, has_digests=has_digests
         )
-        self._reclaimer.top_up(0)
         if placed.rows is not None:
             there = np.setdiff1d(np.arange(placed.keys), placed.rows, assume_unique=True)
             self._present(together, rows[there])
             request, rows = request.take(placed.rows), rows[placed.rows]
-        digests = np.empty((rows.size, core.layers), np.uint64) if has_digests else None
+        digests = None if digests is None else digests[: rows.size]
         if request.tenant or request.expiry_64s:
             core.index.describe(placed.slots, tenant=request.tenant, expiry=request.expiry_64s)
         _, _, slots, sequences = placed
