@@ -33,7 +33,7 @@ def published(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
     agent: Any = SimpleNamespace(counters=AgentCounters(), sessions={})
     path = tmp_path_factory.mktemp("monitoring") / "pool.tutti"
     with tutti.open(str(path), LAYOUT, "32MiB") as store:
-        remote = {**dict.fromkeys(TIER_COUNTERS, 0), "state": "closed"}
+        remote = {**dict.fromkeys(TIER_COUNTERS, 0), "state": "closed", "write_state": "closed"}
         served: Any = SimpleNamespace(
             stats=lambda: {**store.stats(), "remote": remote},
             layout=store.layout,

@@ -77,16 +77,17 @@ NAMESPACES: Mapping[str, tuple[str, Any, str]] = {
 }
 #: Of a second tier: (key of ``stats()["remote"]``, meaning).
 REMOTE: Mapping[str, tuple[str, str]] = {
-    "missed_pages": ("missed", "pages that the second tier was asked for"),
-    "fetched_pages": ("fetched", "pages that came from it"),
-    "absent_pages": ("absent", "pages that it did not have"),
+    "missed_pages": ("missed", "pages that look-ups wanted of the second tier"),
+    "fetched_pages": ("fetched", "pages that came from it into the pool"),
+    "absent_pages": ("absent", "pages that it did not have or that had expired"),
     "failed_pages": ("fetch_failed", "pages that it had and could not deliver"),
     "corrupt_pages": ("corrupt", "pages whose digest was wrong"),
-    "late_pages": ("late", "pages that were not fetched before the deadline"),
+    "late_pages": ("late", "pages whose turn came after the deadline"),
     "replicated_pages": ("replicated", "pages copied to it"),
-    "dropped_pages": ("dropped", "pages that found a full queue"),
+    "dropped_pages": ("dropped", "pages that a full queue dropped"),
     "refused_pages": ("refused", "pages that it was not asked for after failures"),
-    "failures": ("failures", "calls and pages of it that failed"),
+    "failures": ("failures", "calls of it that failed, whole or in part"),
+    "local_failures": ("local_failures", "its work that failed by the pool or this machine"),
 }
 LATENCIES: Mapping[str, str] = {"load": "load_latency", "store": "store_latency"}
 
@@ -198,12 +199,12 @@ def published(address: str, *collectors: Collector) -> Iterator[None]:
 
 
 def _second_tiers(remotes: Mapping[str, Mapping[str, Any]]) -> Iterator[Any]:
-    state = GaugeMetricFamily(
-        "tutti_remote_state", "1 for the state of the second tier", labels=["pool", "state"]
-    )
-    for pool, remote in remotes.items():
-        state.add_metric([pool, remote["state"]], 1.0)
-    yield state
+    for name, calls in (("state", "fetches"), ("write_state", "copies")):
+        meaning = f"1 for the state of {calls} of the second tier"
+        state = GaugeMetricFamily(f"tutti_remote_{name}", meaning, labels=["pool", "state"])
+        for pool, remote in remotes.items():
+            state.add_metric([pool, remote[name]], 1.0)
+        yield state
     for name, (key, meaning) in REMOTE.items():
         counter = CounterMetricFamily(f"tutti_remote_{name}", meaning, labels=["pool"])
         for pool, remote in remotes.items():

@@ -37,7 +37,7 @@ class FaultyStore:
             time.sleep(HANG_S)
         elif fault == "die":
             os.abort()
-        elif fault == "raise":
+        elif fault in ("raise", f"raise-{op}"):
             raise RemoteFailed("refused")
         elif fault == "slow":
             time.sleep(0.2)
@@ -82,7 +82,8 @@ class Faults:
         folder.mkdir()
 
     def set(self, fault: str) -> None:
-        """One of "", flip, swap, fail, hang, hang-OPERATION, die, raise, slow, unreachable."""
+        """One of "", flip, swap, fail, hang, hang-OPERATION, die, raise, raise-OPERATION, slow,
+        unreachable."""
         (self.folder / "next").write_text(fault)
         os.replace(self.folder / "next", self.folder / "fault")
 

@@ -61,9 +61,8 @@ def test_pages_go_to_the_remote_store_at_their_second_use(
         node.put(keys[:2])  # present
         node.load(keys[2:4])
         node.settle("replicated", 4)
-        node.load(keys[:4])
-        node.settle("offered", 8)
-        assert node.remote()["replicated"] == 4
+        node.load(keys[:4])  # not offered again
+        assert node.remote()["offered"] == node.remote()["replicated"] == 4
         assert faults.calls().count("put 2") + 2 * faults.calls().count("put 4") == 2
 
 
@@ -199,10 +198,13 @@ def test_what_waits_for_replication_is_bounded(tmp_path: Path, faults: Faults, s
         node.put(keys)
         node.load(keys[:1])
         until(lambda: faults.calls() and not node.remote()["queued_nbytes"], "nothing was taken")
-        for _ in range(3):
-            node.load(keys[1:])
+        node.load(keys[1:])
+        node.load(keys[4:])  # they wait already
         assert node.remote()["queued_nbytes"] == nbytes
-        assert node.remote()["dropped"] == 3 * (PAGES - 1) - 4
+        assert node.remote()["dropped"] == PAGES - 1 - 4
+        service = next(iter(node.agent.pools.services.values()))
+        assert service.tier is not None
+        assert list(service.tier._offered) == [key.tobytes() for key in keys[4:]]  # the newest
 
 
 def test_a_chain_that_is_too_late_is_not_fetched(tmp_path: Path, faults: Faults, seed: int) -> None:
@@ -265,12 +267,14 @@ def test_the_breaker() -> None:
 
 def test_recent_keys_expire() -> None:
     now = [0.0]
-    recent = RecentKeys(lambda: now[0])
-    recent.add([b"a"], 5.0)
+    recent = RecentKeys(5.0, lambda: now[0])
+    recent.add([b"a"])
     assert b"a" in recent
     assert b"b" not in recent
     now[0] = 5.0
     assert b"a" not in recent
+    recent.add([b"c"])
+    assert len(recent._until_s) == 1
 
 
 @pytest.mark.parametrize(
@@ -287,6 +291,8 @@ def test_recent_keys_expire() -> None:
         ("mooncake://host:1?queue=x", "option queue"),
         ("mooncake://host:1?replicate=x", "replicate"),
         ("mooncake://host:1?replica_num=x", "replica_num"),
+        ("mooncake://host:1?namespace=", "namespace of --remote is empty"),
+        ("mooncake://[::1]:1", "IPv6"),
     ],
 )
 def test_a_wrong_remote_is_refused(url: str, what: str) -> None:

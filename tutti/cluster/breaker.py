@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterable
 
 _KEYS_MAX = 1 << 17
@@ -41,20 +42,25 @@ class Breaker:
 
 
 class RecentKeys:
-    """Keys that are remembered for a while, the newest so many of them."""
+    """Keys that are remembered for ``ttl_s``, the newest so many of them."""
 
-    def __init__(self, now_s: Callable[[], float]) -> None:
+    def __init__(self, ttl_s: float, now_s: Callable[[], float]) -> None:
+        self._ttl_s = ttl_s
         self._now_s = now_s
-        self._until_s: dict[bytes, float] = {}
+        self._until_s: OrderedDict[bytes, float] = OrderedDict()  # the next to end first
 
-    def add(self, keys: Iterable[bytes], ttl_s: float) -> None:
+    def add(self, keys: Iterable[bytes]) -> None:
         """Remembers keys from now on."""
-        until_s = self._now_s() + ttl_s
+        now_s = self._now_s()
         for key in keys:
-            self._until_s.pop(key, None)
-            self._until_s[key] = until_s
-        while len(self._until_s) > _KEYS_MAX:
-            del self._until_s[next(iter(self._until_s))]
+            self._until_s[key] = now_s + self._ttl_s
+            self._until_s.move_to_end(key)
+        while self._until_s:
+            key, until_s = self._until_s.popitem(last=False)
+            if until_s > now_s and len(self._until_s) < _KEYS_MAX:
+                self._until_s[key] = until_s
+                self._until_s.move_to_end(key, last=False)
+                break
 
     def __contains__(self, key: bytes) -> bool:
         return self._until_s.get(key, 0.0) > self._now_s()

@@ -70,7 +70,8 @@ class RemoteConfig:
     factory: "module:class" of a RemoteStore.  options: its own.  namespace: part of every key.
     replicate: pages to copy to the remote store: when they are used for the second time ("second":
     loaded, or offered again), as soon as they are stored ("first"), or none ("off").
-    timeout_s: how long a call of the remote store, or a chain that is fetched, may take.
+    timeout_s: how long a call of the remote store may take, and how old a chain may be when its
+    next call begins.
     connect_s: how long its process may take to start.  client_ttl_s: how long a key that failed is
     not asked for; Mooncake's own name and meaning.  failures_max: calls that fail in a row before
     none is made for ``client_ttl_s``.  queue_nbytes: pages that wait for replication.
@@ -98,17 +99,30 @@ class RemoteConfig:
         for name in ("queue_nbytes", "prefetch_nbytes", "staging_nbytes"):
             whole(name, getattr(self, name), 1, 2**48)
 
+    def check(self, verify: str) -> None:
+        """Whether pages of a pool may be copied that verifies its loads so; or ConfigError."""
+        if verify != "always" and self.replicate != "off":
+            raise ConfigError(
+                f"a second tier copies pages only once they are verified, and verify is {verify!r};"
+                " give --verify always, or replicate=off to fetch alone"
+            )
+
     @classmethod
     def parse(cls, url: str) -> RemoteConfig:
         """What ``--remote`` names.  Raises ConfigError."""
         try:
             parts = urlsplit(url)
             port = parts.port
-            given = dict(parse_qsl(parts.query, strict_parsing=bool(parts.query)))
+            query = parse_qsl(parts.query, True, strict_parsing=bool(parts.query))
         except ValueError as error:
             raise ConfigError(f"{url!r} is not an address: {error}") from error
         if parts.scheme != "mooncake" or not parts.hostname or not port or parts.path:
             raise ConfigError(f"{url!r} is not an address; give mooncake://HOST:PORT of the master")
+        if ":" in parts.hostname:
+            raise ConfigError("the master has an IPv6 address; give its name or IPv4 address")
+        if blank := [name for name, value in query if not value.strip()]:
+            raise ConfigError(f"the option {blank[0]} of --remote is empty; give a value")
+        given = dict(query)
         settings = {}
         for name, (setting, convert) in _SETTINGS.items():
             if name in given:

@@ -19,13 +19,15 @@ from tutti.arrays import U32, Keys
 from tutti.cluster.remote import RemoteConfig
 from tutti.cluster.worker import (
     ANSWER_NBYTES_MAX,
+    ERROR,
     HEAD,
     OK,
+    REPLY,
     REQUEST,
     TRAILER_NBYTES,
     Spec,
 )
-from tutti.errors import DeviceTimeout, RemoteFailed
+from tutti.errors import CapacityError, DeviceTimeout, RemoteFailed
 from tutti.gio_uring.iocb import PagedMemory
 from tutti.gio_uring.memory import address_of
 from tutti.medium.layout import KVLayout
@@ -33,6 +35,7 @@ from tutti.memory.host_memory import HostMemory
 
 _ALIGNMENT = 4096
 _REAP_S = 5.0
+_CALLS_MAX = 2**32 - 1
 _QUIET = {"MC_LOG_LEVEL": "ERROR"}  # the agent reports what fails
 
 
@@ -43,19 +46,22 @@ class StagingInUse(DeviceTimeout):
 class Staging(HostMemory):
     """Pages in the order of the medium, each followed by its trailer, that a worker can map.
 
-    stats: what the registered memory adds to the store's own.
+    stats: what the registered memory adds to the store's own.  Raises CapacityError.
     """
 
     def __init__(self, layout: KVLayout, pages: int, stats: Callable[[], dict[str, Any]]) -> None:
         self.stride_nbytes = -(-(layout.object_nbytes + TRAILER_NBYTES) // _ALIGNMENT) * _ALIGNMENT
-        self.fd = os.memfd_create("tutti-second-tier")
         nbytes = pages * self.stride_nbytes
+        self.fd = -1
         try:
+            self.fd = os.memfd_create("tutti-second-tier")
             os.ftruncate(self.fd, nbytes)
             self.map = mmap.mmap(self.fd, nbytes)
-        except OSError:
-            os.close(self.fd)
-            raise
+        except OSError as error:
+            self.close_fd()
+            raise CapacityError(
+                f"{nbytes} bytes of memory for the second tier: {error}; give less as staging"
+            ) from error
         self._stats = stats
         segments = np.array(layout.segments, np.uint64)
         layer_nbytes = segments.sum()
@@ -69,6 +75,12 @@ class Staging(HostMemory):
     def stats(self) -> dict[str, Any]:
         """See HostMemory."""
         return self._stats()
+
+    def close_fd(self) -> None:
+        """No worker will be started any more."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
 
     def head(self, page: int) -> tuple[Any, ...]:
         """The fields of HEAD that a value came with."""
@@ -103,6 +115,7 @@ class RemoteProcess:
         )
         self._process: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
+        self._calls = 0
         self.starts = 0
 
     def connect(self) -> None:
@@ -113,11 +126,18 @@ class RemoteProcess:
     def call(self, op: int, keys: Keys, pages: U32 | None, timeout_s: float) -> Any:
         """The Answer to each key (n,) uint8.  Raises RemoteFailed, after ``timeout_s`` at most.
 
-        A worker that did not answer is killed: nothing writes to the pages after this returned.
+        A worker that did not answer, or failed with pages, is killed: nothing writes to the pages
+        after this returned.
         """
         self.connect()
         raw = b"" if pages is None else pages.astype("<u4").tobytes()
-        reply = self._exchange(REQUEST.pack(op, len(keys)) + keys.tobytes() + raw, timeout_s)
+        self._calls = self._calls % _CALLS_MAX + 1
+        request = REQUEST.pack(self._calls, op, len(keys)) + keys.tobytes() + raw
+        status, reply = self._exchange(request, self._calls, timeout_s)
+        if status == ERROR:
+            if pages is not None:
+                self.kill()
+            raise RemoteFailed(reply.decode(errors="replace"))
         if len(reply) != len(keys):
             self.kill()
             raise RemoteFailed("the remote store's process gave a wrong answer; it is restarted")
@@ -162,10 +182,13 @@ class RemoteProcess:
                 raise RemoteFailed(f"the remote store's process cannot start: {error}") from error
         self._socket = ours
         self.starts += 1
-        self._exchange(b"", self._config.connect_s)
+        status, reply = self._exchange(b"", 0, self._config.connect_s)
+        if status != OK:
+            self.kill()
+            raise RemoteFailed(reply.decode(errors="replace"))
 
-    def _exchange(self, request: bytes, timeout_s: float) -> bytes:
-        """Sends a request, if any, and returns its answer."""
+    def _exchange(self, request: bytes, number: int, timeout_s: float) -> tuple[int, bytes]:
+        """Sends a request, if any; the status and the rest of its answer."""
         assert self._socket is not None
         deadline_s = time.monotonic() + timeout_s
         try:
@@ -181,8 +204,8 @@ class RemoteProcess:
                     f"the remote store did not answer within {timeout_s:g} s"
                 ) from error
             raise RemoteFailed(f"the remote store's process was lost: {error}") from error
-        if not reply.startswith(OK):
-            if not reply or not request:
-                self.kill()
-            raise RemoteFailed(reply[1:].decode(errors="replace") or "the remote store crashed")
-        return reply[1:]
+        status, answered = REPLY.unpack_from(reply) if len(reply) >= REPLY.size else (ERROR, -1)
+        if answered != number:
+            self.kill()
+            raise RemoteFailed("the remote store's process crashed, or answered another call")
+        return status, reply[REPLY.size :]

@@ -11,7 +11,8 @@ import itertools
 import logging
 import threading
 import time
-from collections import Counter, deque
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -31,7 +32,7 @@ from tutti.errors import (
     TuttiError,
 )
 from tutti.medium.keys import as_keys
-from tutti.medium.slot_record import EXPIRY_UNIT_S, expiry_of
+from tutti.medium.slot_record import EXPIRY_UNIT_S
 from tutti.placement.index import MISSING
 from tutti.store import ObjectStore
 from tutti.threads import start_thread
@@ -50,6 +51,7 @@ _OFF = "off"
 COUNTERS = (
     "missed", "fetched", "absent", "fetch_failed", "corrupt", "not_landed", "over_budget",
     "late", "offered", "replicated", "replicate_failed", "dropped", "refused", "failures",
+    "local_failures",
 )  # fmt: skip
 
 
@@ -58,13 +60,22 @@ class _Work(NamedTuple):
     deadline_s: float
 
 
+class _Use(NamedTuple):
+    """What may still touch pages of the staging memory, until ``wait`` (seconds) is True."""
+
+    wait: Callable[[float], bool]
+    put: PutTicket | None = None
+
+
 class Tier:
     """The second tier of an open pool.  ``missed`` and ``used`` are called from any thread.
 
-    Raises CapacityError without memory or a thread.
+    Raises CapacityError without memory or a thread, ConfigError for a pool whose pages may not be
+    copied.
     """
 
     def __init__(self, store: ObjectStore, config: RemoteConfig) -> None:
+        config.check(store.config.verify)
         self._store = store
         self._config = config
         self._half = max(1, config.staging_nbytes // (2 * store.layout.object_nbytes))
@@ -72,37 +83,48 @@ class Tier:
         self._counts: Counter[str] = Counter(dict.fromkeys(COUNTERS, 0))
         self._staging = Staging(store.layout, 2 * self._half, self.stats)
         self._remote = RemoteProcess(config, self._staging)
-        self._breaker = Breaker(config.failures_max, config.client_ttl_s, time.monotonic)
-        self._failed = RecentKeys(time.monotonic)
-        self._replicated = RecentKeys(time.monotonic)
+        self._reads, self._writes = (
+            Breaker(config.failures_max, config.client_ttl_s, time.monotonic) for _ in range(2)
+        )
+        self._failed = RecentKeys(config.client_ttl_s, time.monotonic)
+        self._replicated = RecentKeys(_REPLICATED_S, time.monotonic)
+        self._in_use: tuple[list[_Use], ...] = ([], [])  # of each half of the staging memory
         self._fetching: set[bytes] = set()  # first keys of chains that wait or are fetched
         self._wanted: deque[_Work] = deque()
-        self._offered: deque[Keys] = deque()
-        self._offered_nbytes = 0
+        self._offered: OrderedDict[bytes, None] = OrderedDict()
+        self._has_fetched = False  # in the last step
         self._changed = threading.Condition()
         self._stopping = False
         self._is_off = False
         self._answered = False
-        store.register(self._staging)
         self._thread = threading.Thread(target=self._run, daemon=True)
-        start_thread(self._thread, "tutti-second-tier")
+        try:
+            store.register(self._staging)
+            start_thread(self._thread, "tutti-second-tier")
+        except BaseException:
+            self._staging.close_fd()
+            raise
 
     def missed(self, keys: Keys) -> None:
-        """A look-up did not find these keys (n, 16), in the order of their chain."""
+        """A look-up did not find these keys (n, 16), in the order of their chain.
+
+        The first 2,048 are fetched; a later look-up asks for the next.
+        """
         if not self._store.recovered:
             return  # they may be there
+        keys = keys[:KEYS_MAX].copy()
         first = keys[0].tobytes()
         with self._changed:
             if first in self._fetching or first in self._failed:
                 return
             self._counts["missed"] += len(keys)
-            if self._refuses(len(keys)):
+            if self._refuses(len(keys), self._reads):
                 return
             if len(self._wanted) >= _CHAINS_MAX:
                 self._counts["dropped"] += len(keys)
                 return
             self._fetching.add(first)
-            self._wanted.append(_Work(keys.copy(), time.monotonic() + self._config.timeout_s))
+            self._wanted.append(_Work(keys, time.monotonic() + self._config.timeout_s))
             self._changed.notify()
 
     def used(self, keys: Keys, *, first: bool = False) -> None:
@@ -110,38 +132,41 @@ class Tier:
         replicate = self._config.replicate
         if replicate == "off" or (first and replicate != "first") or not len(keys):
             return
-        each = self._store.layout.object_nbytes
+        room = self._config.queue_nbytes // self._store.layout.object_nbytes
+        names = [key.tobytes() for key in keys]
         with self._changed:
-            self._counts["offered"] += len(keys)
-            if self._refuses(len(keys)):
+            known = (self._replicated, self._failed, self._offered)
+            new = [name for name in names if not any(name in k for k in known)]
+            self._counts["offered"] += len(new)
+            if not new or self._refuses(len(new), self._writes):
                 return
-            room = max(0, (self._config.queue_nbytes - self._offered_nbytes) // each)
-            self._counts["dropped"] += len(keys[room:])
-            if room:
-                self._offered.append(keys[:room].copy())
-                self._offered_nbytes += len(keys[:room]) * each
-                self._changed.notify()
+            self._offered.update(dict.fromkeys(new))
+            while len(self._offered) > room:
+                self._offered.popitem(last=False)
+                self._counts["dropped"] += 1
+            self._changed.notify()
 
     def put_over(self, keys: Keys, outcome: npt.NDArray[np.uint8]) -> None:
         """A put of keys (n, 16) has ended with outcomes (n,)."""
         self.used(keys[outcome == Outcome.STORED], first=True)
         self.used(keys[outcome == Outcome.PRESENT])
 
-    def _refuses(self, pages: int) -> bool:
-        refuses = self._stopping or self._is_off or self._breaker.state == "open"
+    def _refuses(self, pages: int, breaker: Breaker) -> bool:
+        refuses = self._stopping or self._is_off or breaker.state == "open"
         self._counts["refused"] += pages * refuses
         return refuses
 
     def stats(self) -> dict[str, Any]:
-        """Counters since the pool was opened, and the state of the tier."""
+        """Counters since the pool was opened, and the states of fetches and of copies."""
         with self._changed:
             return {
                 "remote": {
                     **self._counts,
-                    "state": _OFF if self._is_off else self._breaker.state,
-                    "opened": self._breaker.opened,
+                    "state": _OFF if self._is_off else self._reads.state,
+                    "write_state": _OFF if self._is_off else self._writes.state,
+                    "opened": self._reads.opened + self._writes.opened,
                     "starts": self._remote.starts,
-                    "queued_nbytes": self._offered_nbytes,
+                    "queued_nbytes": len(self._offered) * self._store.layout.object_nbytes,
                     "queued_chains": len(self._wanted),
                 }
             }
@@ -155,75 +180,101 @@ class Tier:
             with contextlib.suppress(StagingInUse):
                 self._remote.kill()
             self._thread.join(timeout_s)
+        if not self._thread.is_alive():
+            self._staging.close_fd()
 
     def _run(self) -> None:
         try:
             try:
                 self._remote.connect()
-            except RemoteFailed as error:
+            except (RemoteFailed, StagingInUse) as error:
                 _log.warning("the second tier is away: %s", error)
-                self._fail(())
+                self._fail([], self._reads)
             while not self._stopping:
-                self._step()
-        except (StagingInUse, PoolClosed) as error:
+                try:
+                    self._step()
+                except StagingInUse as error:
+                    self._pause(error)
+        except PoolClosed as error:
             if not self._stopping:
                 _log.warning("the second tier is off: %s", error)
         finally:
             self._is_off = True
 
+    def _pause(self, error: StagingInUse) -> None:
+        """Off for a while, after a fault of this machine."""
+        with self._changed:
+            if not self._is_off and not self._stopping:
+                _log.warning("the second tier is off until that is over: %s", error)
+            self._is_off = True
+            self._counts["local_failures"] += 1
+            self._changed.wait_for(lambda: self._stopping, self._config.client_ttl_s)
+
     def _step(self) -> None:
-        """Fetches one chain, or replicates a few pages."""
+        """Fetches one chain, or replicates a few pages; in turns, where both wait."""
+        if self._is_off:
+            self._remote.kill()
+            self._settle(0)
+            self._settle(1)
+            self._is_off = False
         with self._changed:
             if not self._wanted and not self._offered:
                 self._changed.wait(_LOOK_S)
-            work = self._wanted.popleft() if self._wanted else None
-            keys = self._next_offered() if work is None else None
+            work = None
+            if self._wanted and not (self._offered and self._has_fetched):
+                work = self._wanted.popleft()
+            self._has_fetched = work is not None
+            keys = self._next_offered() if work is None else work.keys
+        if len(keys):
+            self._do(work, keys)
+
+    def _do(self, work: _Work | None, keys: Keys) -> None:
+        """Fetches a chain, or replicates keys."""
+        breaker = self._writes if work is None else self._reads
         failures, self._answered = self._counts["failures"], False
         try:
-            if self._breaker.state == "open":
-                refused = keys if work is None else work.keys
-                self._count("refused", 0 if refused is None else len(refused))
+            if breaker.state == "open":
+                self._count("refused", len(keys))
             elif work is not None:
                 self._fetch(work)
-            elif keys is not None:
+            else:
                 self._replicate(keys)
             # Not after each call: a master may know pages whose servers are gone.
             if self._answered and self._counts["failures"] == failures:
-                self._breaker.succeeded()
+                breaker.succeeded()
         except (StagingInUse, PoolClosed):
             raise
         except Exception as error:  # of this work alone: the tier goes on
-            failed = keys if work is None else work.keys
+            is_local = isinstance(error, TuttiError) and not isinstance(error, RemoteFailed)
             if not self._stopping:
                 unexpected = not isinstance(error, TuttiError)
                 _log.warning("the second tier failed: %s", error, exc_info=unexpected)
-            self._fail(() if failed is None else failed)
+            self._fail(keys, None if is_local else breaker)
         finally:
             if work is not None:
                 with self._changed:
                     self._fetching.discard(work.keys[0].tobytes())
 
-    def _fail(self, keys: Any) -> None:
+    def _fail(self, keys: Any, breaker: Breaker | None) -> None:
+        """Calls, or keys of one, have failed; without a breaker by a fault of this machine."""
+        names = [key.tobytes() for key in keys]
         with self._changed:
-            self._counts["failures"] += 1
-            self._breaker.failed()
-            self._failed.add((key.tobytes() for key in keys), self._config.client_ttl_s)
+            if breaker is None:
+                self._counts["local_failures"] += 1
+            else:
+                self._counts["failures"] += 1
+                breaker.failed()
+            self._failed.add(names)
 
-    def _next_offered(self) -> Keys | None:
-        if not self._offered:
-            return None
-        keys = self._offered.popleft()
-        some, rest = keys[: self._half], keys[self._half :]
-        if len(rest):
-            self._offered.appendleft(rest)
-        self._offered_nbytes -= len(some) * self._store.layout.object_nbytes
-        return some
+    def _next_offered(self) -> Keys:
+        n = min(self._half, len(self._offered))
+        return as_keys([self._offered.popitem(last=False)[0] for _ in range(n)])
 
-    def _call(self, op: int, keys: Keys, pages: U32 | None, deadline_s: float) -> Any:
+    def _call(self, op: int, keys: Keys, pages: U32 | None) -> Any:
         """See RemoteProcess.call."""
         if self._stopping:
             raise RemoteFailed("the tier is closing")
-        answers = self._remote.call(op, keys, pages, deadline_s - time.monotonic())
+        answers = self._remote.call(op, keys, pages, self._config.timeout_s)
         self._answered = True
         return answers
 
@@ -232,39 +283,33 @@ class Tier:
         if time.monotonic() >= work.deadline_s:
             self._count("late", len(work.keys))
             return
-        keys = self._not_there(work.keys[:KEYS_MAX])
+        keys = self._not_there(work.keys)
         may = [key.tobytes() not in self._failed for key in keys]
         keys = _prefix(keys, np.array(may, np.bool_))
         if not len(keys):
             return
-        found = _prefix(keys, self._call(EXISTS, keys, None, work.deadline_s) == Answer.DONE)
+        found = _prefix(keys, self._call(EXISTS, keys, None) == Answer.DONE)
         self._count("absent", len(keys) - len(found))
         budget = self._config.prefetch_nbytes // self._store.layout.object_nbytes
         self._count("over_budget", len(found[budget:]))
         found = found[:budget]
-        tickets: list[tuple[PutTicket, int]] = []
         try:
             for number, start in enumerate(range(0, len(found), self._half)):
-                while len(tickets) > 1:
-                    self._landed(*tickets.pop(0))
+                self._settle(number % 2)
                 if time.monotonic() >= work.deadline_s:
                     self._count("late", len(found) - start)
                     break
                 some = found[start : start + self._half]
-                got, put = self._fetch_some(some, number % 2 * self._half, work.deadline_s)
-                tickets += put
-                if got < len(some):
-                    break
+                if self._fetch_some(some, number % 2) < len(some):
+                    break  # nothing is stored behind a hole
         finally:
-            for ticket, pages in tickets:
-                self._landed(ticket, pages)
+            self._settle(0)
+            self._settle(1)
 
-    def _fetch_some(
-        self, keys: Keys, page: int, deadline_s: float
-    ) -> tuple[int, list[tuple[PutTicket, int]]]:
-        """Reads keys into staging pages; how many came from the first on, and their puts."""
-        pages = np.arange(page, page + len(keys), dtype=np.uint32)
-        answers = self._call(GET, keys, pages, deadline_s)
+    def _fetch_some(self, keys: Keys, half: int) -> int:
+        """Reads keys into a half of the staging memory; how many, from the first on, are put."""
+        pages = np.arange(len(keys), dtype=np.uint32) + np.uint32(half * self._half)
+        answers = self._call(GET, keys, pages)
         wrong = np.isin(answers, (Answer.FAILED, Answer.CORRUPT))
         for name, answer in (
             ("absent", Answer.ABSENT),
@@ -272,89 +317,99 @@ class Tier:
             ("corrupt", Answer.CORRUPT),
         ):
             self._count(name, int(np.count_nonzero(answers == answer)))
-        n = len(_prefix(keys, answers == Answer.DONE))
-        puts = self._put(keys[:n], pages[:n])
         if wrong.any():
+            self._fail(keys[wrong], self._reads)
             # Late bytes of a failed read must not reach the next pages of the staging memory.
-            for ticket, count in puts:
-                self._landed(ticket, count)
-            puts = []
             self._remote.kill()
-            self._fail(keys[wrong])
-        return n, puts
+        n = len(_prefix(keys, answers == Answer.DONE))
+        return self._put(keys[:n], pages[:n], half)
 
-    def _put(self, keys: Keys, pages: U32) -> list[tuple[PutTicket, int]]:
-        """Stores verified staging pages in the pool, one put per namespace and expiry."""
+    def _put(self, keys: Keys, pages: U32, half: int) -> int:
+        """Stores verified staging pages in the pool, one put per namespace and expiry.
+
+        How many, up to the first that has expired or is of another version.
+        """
         heads = [self._staging.head(int(page)) for page in pages]
         now_64s = time.time() / EXPIRY_UNIT_S
-        puts = []
-        kind = [(tenant, expiry) for _, _, _, tenant, expiry, _ in heads]
-        for (tenant, expiry), group in itertools.groupby(range(len(keys)), key=kind.__getitem__):
-            if expiry and expiry <= now_64s:
-                break
+        usable = [head[5] == _VERSION and not 0 < head[4] <= now_64s for head in heads]
+        n = len(_prefix(keys, np.array(usable, np.bool_)))
+        self._count("absent", len(keys) - n)
+        kinds = [(head[3], head[4]) for head in heads]
+        for (tenant, expiry), group in itertools.groupby(range(n), key=kinds.__getitem__):
             rows = list(group)
             parents = as_keys([heads[row][1] for row in rows])
             depths = np.array([heads[row][2] for row in rows], np.uint32)
             request = PutRequest(
                 keys[rows], parents, depths, pages[rows], self._staging.memory, tenant, expiry
             )
-            puts.append((self._store.put_request(request), len(rows)))
-        return puts
+            self._store.catalogue.watch(expiry > 0)
+            ticket = self._store.put_request(request)
+            self._in_use[half].append(_Use(ticket.wait_ended, ticket))
+        return n
 
-    def _landed(self, ticket: PutTicket, pages: int) -> None:
-        """Waits until the pages of a put may be overwritten.  Raises DeviceTimeout."""
-        if not ticket.wait_ended(2 * self._store.config.timeout_s):
-            raise StagingInUse("the pool's medium does not answer; staging stays in use")
-        landed = int(np.isin(ticket.outcome, (Outcome.STORED, Outcome.PRESENT)).sum())
-        self._count("fetched", landed)
-        self._count("not_landed", pages - landed)
+    def _settle(self, half: int) -> None:
+        """Waits until a half of the staging memory may be overwritten.  Raises StagingInUse."""
+        uses = self._in_use[half]
+        while uses:
+            if not uses[0].wait(2 * self._store.config.timeout_s):
+                raise StagingInUse("the pool's medium does not answer; staging stays in use")
+            put = uses.pop(0).put
+            if put is not None:
+                landed = int(np.isin(put.outcome, (Outcome.STORED, Outcome.PRESENT)).sum())
+                self._count("fetched", landed)
+                self._count("not_landed", len(put.outcome) - landed)
 
     def _replicate(self, keys: Keys) -> None:
-        known = (self._replicated, self._failed)
-        keep = [i for i, key in enumerate(keys) if not any(key.tobytes() in k for k in known)]
-        if not keep:
-            return
         self._remote.connect()
-        keys = np.unique(keys[keep], axis=0)
-        deadline_s = time.monotonic() + self._config.timeout_s
-        there = self._call(EXISTS, keys, None, deadline_s) == Answer.DONE
-        self._replicated.add((key.tobytes() for key in keys[there]), _REPLICATED_S)
-        infos = self._store.catalogue.objects(keys[~there])
-        pages = np.arange(len(infos), dtype=np.uint32)
-        keys = as_keys([info.key for info in infos])
-        if not infos or not self._read(keys, pages):
+        there = self._call(EXISTS, keys, None) == Answer.DONE
+        infos = [
+            info
+            for info in self._store.catalogue.objects(keys[~there])
+            if info.has_digests and (info.expires_s is None or info.expires_s > 0)
+        ]
+        now_s = time.time()
+        expiries = [
+            0 if info.expires_s is None else round((now_s + info.expires_s) / EXPIRY_UNIT_S)
+            for info in infos
+        ]
+        self._mark(keys[there])
+        own, pages = as_keys([info.key for info in infos]), np.arange(len(infos), dtype=np.uint32)
+        if not infos or not self._read(own, pages):
             return
-        for page, info in enumerate(infos):
-            expiry = expiry_of(info.expires_s)
+        for page, (info, expiry) in enumerate(zip(infos, expiries, strict=True)):
             self._staging.set_head(
                 page, info.key, info.parent, info.depth, info.tenant, expiry, _VERSION
             )
-        answers = self._call(PUT, keys, pages, time.monotonic() + self._config.timeout_s)
-        done = answers == Answer.DONE
-        self._replicated.add((key.tobytes() for key in keys[done]), _REPLICATED_S)
+        done = self._call(PUT, own, pages) == Answer.DONE
+        self._mark(own[done])
         self._count("replicated", int(np.count_nonzero(done)))
         if not done.all():
             self._count("replicate_failed", int(np.count_nonzero(~done)))
-            self._fail(keys[~done])
+            self._fail(own[~done], self._writes)
+
+    def _mark(self, keys: Keys) -> None:
+        """Keys are in the remote store."""
+        names = [key.tobytes() for key in keys]
+        with self._changed:
+            self._replicated.add(names)
 
     def _read(self, keys: Keys, pages: U32) -> bool:
         """Reads objects of the pool into staging pages; whether all were right."""
-        timeout_s = 2 * self._store.config.timeout_s
         try:
             ticket = self._store.load(keys, pages, memory=self._staging)
         except KeyMissing:
             return False  # evicted meanwhile
         except PagesInUse as error:
-            if not error.wait_settled(timeout_s):
-                raise StagingInUse(str(error)) from error
+            self._in_use[0].append(_Use(error.wait_settled))
+            self._settle(0)
             return False
+        self._in_use[0].append(_Use(ticket.wait_settled))
         try:
-            ticket.wait(timeout_s)
+            ticket.wait(2 * self._store.config.timeout_s)
         except MediumError:
             return False
         finally:
-            if not ticket.wait_settled(timeout_s):
-                raise StagingInUse("the pool's medium does not answer; staging stays in use")
+            self._settle(0)
         return True
 
     def _not_there(self, keys: Keys) -> Keys:

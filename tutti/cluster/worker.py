@@ -34,11 +34,13 @@ HEAD = struct.Struct(f"<{KEY_NBYTES}s{KEY_NBYTES}sIIII")
 DIGEST_NBYTES = 16
 TRAILER_NBYTES = HEAD.size + DIGEST_NBYTES
 EXISTS, GET, PUT = range(3)
-#: Operation and number of keys; 16 bytes per key and a u32 per page follow.
-REQUEST = struct.Struct("<BI")
+#: Number of the call, operation and number of keys; 16 bytes per key and a u32 per page follow.
+REQUEST = struct.Struct("<IBI")
+#: Before each answer: OK or ERROR, and the number of its call; 0 for the start.
+REPLY = struct.Struct("<BI")
 KEYS_MAX = 2048  # 40 KiB: one datagram
 ANSWER_NBYTES_MAX = 64 << 10
-OK, ERROR = b"\x00", b"\x01"
+OK, ERROR = range(2)
 _PR_SET_PDEATHSIG = 1
 
 
@@ -67,7 +69,7 @@ class Worker:
 
     def answer(self, request: bytes) -> bytes:
         """One byte per key."""
-        op, n = REQUEST.unpack_from(request)
+        _, op, n = REQUEST.unpack_from(request)
         keys = [request[i : i + KEY_NBYTES] for i in range(REQUEST.size, len(request), KEY_NBYTES)]
         names = [self._spec.prefix + key.hex() for key in keys[:n]]
         if op == EXISTS:
@@ -104,14 +106,15 @@ def main(socket_fd: int, memory_fd: int, spec: Spec) -> None:
         try:
             worker = Worker(spec, memory)
         except Exception as error:
-            peer.send(ERROR + str(error).encode()[:1024])
+            peer.send(REPLY.pack(ERROR, 0) + str(error).encode()[:1024])
             os._exit(1)
-        peer.send(OK)
+        peer.send(REPLY.pack(OK, 0))
         while request := peer.recv(ANSWER_NBYTES_MAX):
+            number = REQUEST.unpack_from(request)[0]
             try:
-                reply = OK + worker.answer(request)
+                reply = REPLY.pack(OK, number) + worker.answer(request)
             except RemoteFailed as error:
-                reply = ERROR + str(error).encode()[:1024]
+                reply = REPLY.pack(ERROR, number) + str(error).encode()[:1024]
             peer.send(reply)
         os._exit(0)  # destructors of a store may wait for peers that have gone
 

@@ -30,6 +30,7 @@ _HEADINGS = (
     *("dropped", "evicted", "errors", "clients"),
 )
 _WIDTH = 9
+_TIER_STATES = {"closed": "works", "open": "paused", "half-open": "being tried", "off": "off"}
 
 
 def add_stat(parser: argparse.ArgumentParser) -> None:
@@ -70,7 +71,13 @@ def _totals(path: str, name: str) -> Outcome:
         )
     if remote := stats.get("remote"):
         counts = (f"{remote[name]} {name}" for name in ("fetched", "replicated", "failures"))
-        lines.append(("second tier", f"{remote['state']}, {', '.join(counts)}"))
+        copies = (
+            ""
+            if remote["write_state"] == remote["state"]
+            else (f" (copies: {_TIER_STATES[remote['write_state']]})")
+        )
+        state = _TIER_STATES[remote["state"]] + copies
+        lines.append(("second tier", f"{state}, {', '.join(counts)}"))
     return Outcome(stats, facts(lines))
 
 

@@ -24,7 +24,7 @@ except ImportError as _missing:
         "the agent and its clients need the package msgspec; install tutti-kv[node]"
     ) from _missing
 
-VERSION = 1
+VERSION = 2
 FRAME_NBYTES_MAX = 1 << 20
 HEADER = struct.Struct("<I")
 #: Members' files that one answer can carry (SCM_MAX_FD of Linux is 253).

@@ -77,10 +77,15 @@ class PoolService:
         fitting = (FRAME_NBYTES_MAX - _REST_NBYTES) // page_nbytes
         self.batch_pages = max(1, min(store._writer.batch_pages, fitting))
         self.sessions: dict[bytes, Session] = {}
-        self.tier = None if remote is None else Tier(store, remote)
         self._stopping = threading.Event()
         self._prover = threading.Thread(target=self._prove, name="tutti-agent-prove", daemon=True)
         self._prover.start()
+        try:
+            self.tier = None if remote is None else Tier(store, remote)
+        except BaseException:
+            self._stopping.set()
+            self._prover.join(_STOP_S)
+            raise
 
     def open_session(self, pid: int, report: Callable[[Written], None]) -> Session:
         """A session for a process, whose ``report`` is called from any thread."""

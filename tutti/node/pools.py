@@ -39,6 +39,8 @@ class AgentPools:
     ) -> None:
         if bool(paths) == (folder is not None):
             raise ConfigError("give the members of one pool, or a folder of pools")
+        if remote is not None:
+            remote.check((config or StoreConfig()).verify)
         self._paths = list(paths)
         self._folder = None if folder is None else Path(folder)
         self._capacity = capacity

@@ -44,7 +44,7 @@ class ObjectInfo:
     key, parent: 16 bytes; parent is zeros for the first page of a chain.  depth: pages before it.
     nbytes: payload.  age_s: since it was written, in steps of 64 s.  hits: loads since the pool was
     opened, at most 65535.  tenant: number of its namespace.  expires_s: until it is removed, None
-    for never.  proven: needs no verification before it is served.
+    for never.  proven: needs no verification before it is served.  has_digests: can be verified.
     """
 
     key: bytes
@@ -57,6 +57,7 @@ class ObjectInfo:
     pinned: bool
     expires_s: int | None
     proven: bool
+    has_digests: bool
 
 
 class Catalogue(Owned):
@@ -331,6 +332,7 @@ class Catalogue(Owned):
                     pinned=bool(index.pinned[slot]),
                     expires_s=expiry * EXPIRY_UNIT_S - now_s if expiry else None,
                     proven=bool(index.state[slot] == SlotState.READY),
+                    has_digests=bool(record["flags"] & FLAG_DIGESTS),
                 )
             )
         return found

@@ -1,0 +1,291 @@
+"""What the second tier owes to the pool and to other nodes when a part of it fails."""
+
+from __future__ import annotations
+
+import dataclasses
+import socket
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from cluster.faulty import Faults
+from cluster.nodes import PAGES, Node, nodes, until
+from node.agents import LAYOUT, RunningAgent
+
+from store.pools import some_keys
+from tutti.cluster.remote_process import RemoteProcess, Staging, StagingInUse
+from tutti.cluster.tier import Tier
+from tutti.cluster.worker import EXISTS, GET, OK, REPLY
+from tutti.errors import ConfigError, DeviceTimeout, RemoteFailed
+from tutti.transfers.store_config import StoreConfig
+
+
+@pytest.fixture
+def faults(tmp_path: Path) -> Faults:
+    return Faults(tmp_path / "remote")
+
+
+def tier_of(node: Node) -> Tier:
+    (service,) = node.agent.pools.services.values()
+    assert service.tier is not None
+    return service.tier
+
+
+class Waited:
+    """A ticket that remembers whether its end was waited for."""
+
+    def __init__(self, ticket: Any) -> None:
+        self.ticket = ticket
+        self.over = False
+
+    def wait_ended(self, timeout_s: float) -> bool:
+        self.over = bool(self.ticket.wait_ended(timeout_s))
+        return self.over
+
+    @property
+    def outcome(self) -> Any:
+        return self.ticket.outcome
+
+
+def watch_puts(
+    node: Node, monkeypatch: pytest.MonkeyPatch, refuse: Callable[[int], bool] = lambda _: False
+) -> tuple[list[tuple[Waited, set[int]]], list[set[int]], list[bytes]]:
+    """Puts of the tier with their pages, and pages that a GET overwrites under a put, and keys
+    that were read; the puts of these numbers are refused."""
+    tier = tier_of(node)
+    puts: list[tuple[Waited, set[int]]] = []
+    mixed: list[set[int]] = []
+    read: list[bytes] = []
+    put_request, call = tier._store.put_request, tier._remote.call
+    numbers = iter(range(1 << 20))
+
+    def put(request: Any) -> Any:
+        if refuse(next(numbers)):
+            raise DeviceTimeout("no staging")
+        ticket = Waited(put_request(request))
+        puts.append((ticket, set(request.pages.tolist())))
+        return ticket
+
+    def checked(op: int, keys: Any, pages: Any, timeout_s: float) -> Any:
+        if op == GET:
+            used = [held for ticket, held in puts if not ticket.over]
+            read.extend(key.tobytes() for key in keys)
+            mixed.extend(held for held in used if held & set(pages.tolist()))
+        return call(op, keys, pages, timeout_s)
+
+    monkeypatch.setattr(tier._store, "put_request", put)
+    monkeypatch.setattr(tier._remote, "call", checked)
+    return puts, mixed, read
+
+
+def test_staging_waits_for_the_put_before_one_that_was_refused(
+    tmp_path: Path, faults: Faults, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = some_keys(np.random.default_rng(seed), 4)
+    with nodes(tmp_path, faults.config(failures_max=1)) as (first, second):
+        for part, namespace in ((keys[:2], "a"), (keys[2:], "b")):
+            pages = range(len(part))
+            first.store.put(part, pages, memory=first.memory, namespace=namespace).wait(30.0)
+        ticket = first.store.load(keys, range(4, 8), memory=first.memory)
+        ticket.wait(30.0)
+        first.settle("replicated", 4)
+        puts, mixed, _ = watch_puts(second, monkeypatch, lambda number: number == 1)
+        second.find(keys)
+        assert len(puts) >= 2
+        assert all(put.over for put, _ in puts)
+        assert not mixed
+        counts = second.remote()
+        # By a fault of this machine alone, which does not stop fetches.
+        assert (counts["local_failures"], counts["failures"], counts["opened"]) == (1, 0, 0)
+
+
+@pytest.mark.parametrize("field", ["expiry", "version"])
+def test_nothing_is_stored_behind_a_page_that_cannot_be(
+    tmp_path: Path, faults: Faults, seed: int, monkeypatch: pytest.MonkeyPatch, field: str
+) -> None:
+    keys = some_keys(np.random.default_rng(seed), PAGES)
+    config = faults.config(staging_nbytes=2 * LAYOUT.object_nbytes)  # halves of one page
+    with nodes(tmp_path, config) as (first, second):
+        first.share(keys)
+        tier = tier_of(second)
+        head = tier._staging.head
+
+        def changed(page: int) -> tuple[Any, ...]:
+            fields = list(head(page))
+            if fields[0] == keys[2].tobytes():
+                fields[4 if field == "expiry" else 5] += 1
+            return tuple(fields)
+
+        monkeypatch.setattr(tier._staging, "head", changed)
+        _, mixed, read = watch_puts(second, monkeypatch)
+        second.miss(keys, "absent")
+        until(lambda: not tier._fetching, "the chain is still fetched")
+        assert second.store.match(keys) == 2
+        assert second.store.present(keys).sum() == 2
+        assert not {key.tobytes() for key in keys[3:]} & set(read)
+        assert not mixed
+
+
+def test_a_read_that_failed_costs_the_worker(tmp_path: Path, faults: Faults, seed: int) -> None:
+    keys = some_keys(np.random.default_rng(seed), 4)
+    with nodes(tmp_path, faults.config()) as (first, second):
+        first.share(keys)
+        faults.set("raise-get")
+        second.miss(keys, "failures")
+        faults.set("")
+        second.find(keys)
+        assert second.remote()["starts"] == 2  # its late bytes cannot reach the staging memory
+        second.load(keys)
+
+
+def test_an_answer_to_another_call_is_refused(faults: Faults, seed: int) -> None:
+    keys = some_keys(np.random.default_rng(seed), 2)
+    staging = Staging(LAYOUT, 2, dict)
+    remote = RemoteProcess(faults.config(), staging)
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with theirs, subprocess.Popen(["sleep", "60"]) as process:
+        remote._process, remote._socket = process, ours
+        theirs.send(REPLY.pack(OK, 7) + bytes(2))
+        with pytest.raises(RemoteFailed, match="another call"):
+            remote.call(EXISTS, keys, None, 5.0)
+        assert remote._process is None
+    staging.close_fd()
+    staging.close_fd()
+
+
+@pytest.mark.parametrize("verify", ["off", "sampled"])
+def test_pages_that_are_not_verified_are_not_copied(
+    tmp_path: Path, faults: Faults, verify: str
+) -> None:
+    config = StoreConfig(verify=verify)
+    with pytest.raises(ConfigError, match="--verify always, or replicate=off"):
+        RunningAgent(tmp_path, config=config, remote=faults.config())
+    faults.config(replicate="off").check(verify)
+
+
+def test_pages_without_digests_or_time_are_not_copied(
+    tmp_path: Path, faults: Faults, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = some_keys(np.random.default_rng(seed), 4)
+    with nodes(tmp_path, faults.config(), 1) as (node,):
+        (store,) = node.agent.pools.stores().values()
+        objects = store.catalogue.objects
+
+        def changed(some: Any) -> Any:
+            infos = {info.key: info for info in objects(some)}
+            for key, fields in ((keys[0], {"has_digests": False}), (keys[1], {"expires_s": -5})):
+                if info := infos.get(key.tobytes()):
+                    infos[info.key] = dataclasses.replace(info, **fields)
+            return list(infos.values())
+
+        monkeypatch.setattr(store.catalogue, "objects", changed)
+        node.put(keys)
+        node.load(keys)
+        node.settle("replicated", 2)
+        until(lambda: not node.remote()["queued_nbytes"], "some wait")
+        names = {path.name[-32:] for path in faults.folder.iterdir()}
+        assert {key.tobytes().hex() for key in keys} & names == {
+            key.tobytes().hex() for key in keys[2:]
+        }
+        assert node.remote()["failures"] == node.remote()["local_failures"] == 0
+
+
+def test_pages_written_without_digests_say_so(tmp_path: Path, seed: int) -> None:
+    keys = some_keys(np.random.default_rng(seed), 1)
+    for number, verify in enumerate(("off", "always")):
+        agent = RunningAgent(tmp_path / str(number), config=StoreConfig(verify=verify))
+        try:
+            with agent.connect() as store:
+                store.put(keys, [0], memory=store.allocate_memory(1)).wait(30.0)
+                (info,) = store.catalogue.objects(keys)
+                assert info.has_digests == (verify == "always")
+        finally:
+            agent.stop()
+
+
+def test_each_call_has_the_whole_timeout(
+    tmp_path: Path, faults: Faults, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = some_keys(np.random.default_rng(seed), 4)
+    with nodes(tmp_path, faults.config()) as (first, second):
+        first.share(keys)
+        tier, timeouts = tier_of(second), []
+        call = tier._remote.call
+
+        def noted(op: int, some: Any, pages: Any, timeout_s: float) -> Any:
+            timeouts.append(timeout_s)
+            return call(op, some, pages, timeout_s)
+
+        monkeypatch.setattr(tier._remote, "call", noted)
+        second.find(keys)
+        assert timeouts == [5.0, 5.0]
+
+
+def test_copies_that_fail_do_not_stop_fetches(tmp_path: Path, faults: Faults, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    keys, own = some_keys(rng, 4), some_keys(rng, 4)
+    config = faults.config(failures_max=1, client_ttl_s=3000.0)
+    with nodes(tmp_path, config) as (first, second):
+        first.share(keys)
+        faults.set("raise-put")
+        second.put(own)
+        second.load(own)
+        second.settle("opened")
+        second.find(keys)
+        assert (second.remote()["state"], second.remote()["write_state"]) == ("closed", "open")
+
+
+def test_fetched_pages_expire_without_a_restart(tmp_path: Path, faults: Faults, seed: int) -> None:
+    keys = some_keys(np.random.default_rng(seed), 2)
+    with nodes(tmp_path, faults.config()) as (first, second):
+        first.store.put(keys, range(2), memory=first.memory, ttl_s=3000.0).wait(30.0)
+        first.store.load(keys, range(2), memory=first.memory).wait(30.0)
+        first.settle("replicated", 2)
+        second.find(keys)
+        stores = [*first.agent.pools.stores().values(), *second.agent.pools.stores().values()]
+        expiries = [store._core.index.expiry[store._core.index.resident()] for store in stores]
+        assert expiries[0].all()
+        assert np.array_equal(*expiries)
+        assert stores[1].catalogue._sweeper is not None
+
+
+def test_the_tier_goes_on_once_its_staging_memory_is_free(
+    tmp_path: Path, faults: Faults, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = some_keys(np.random.default_rng(seed), 4)
+    with nodes(tmp_path, faults.config()) as (first, second):
+        first.share(keys)
+        tier = tier_of(second)
+        settle = tier._settle
+
+        def busy(half: int) -> None:
+            settle(half)
+            raise StagingInUse("the medium hangs")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(tier, "_settle", busy)
+            second.store.match(keys)
+            until(lambda: second.remote()["state"] == "off", "not off")
+        second.settle("local_failures")
+        until(lambda: second.remote()["state"] == "closed", "off for good")
+        second.find(keys)
+        second.load(keys)
+
+
+def test_copies_and_fetches_take_turns(tmp_path: Path, faults: Faults, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    chains = [some_keys(rng, 1) for _ in range(6)]
+    with nodes(tmp_path, faults.config(staging_nbytes=2 * LAYOUT.object_nbytes), 1) as (node,):
+        own = some_keys(rng, 4)
+        node.put(own)
+        tier, order = tier_of(node), []
+        tier._do = lambda work, keys: order.append(work is not None)  # type: ignore[method-assign]
+        with tier._changed:
+            tier.used(own)
+            for chain in chains:
+                tier.missed(chain)
+        until(lambda: len(order) == 10, "work waits")
+        assert order[:8] in ([True, False] * 4, [False, True] * 4)
