@@ -14,7 +14,7 @@ from node.agents import LAYOUT
 from prometheus_client import CollectorRegistry
 
 from store.pools import some_keys
-from tutti.cluster.breaker import Breaker, RecentKeys
+from tutti.cluster.recent_keys import RecentKeys
 from tutti.cluster.remote import RemoteConfig
 from tutti.errors import ConfigError, DeviceTimeout
 from tutti.metrics import StoreCollector
@@ -245,24 +245,6 @@ def test_other_namespaces_and_layouts_do_not_meet(
     names = [path.name for path in faults.folder.iterdir() if path.name.startswith("tutti_")]
     assert len(names) == 2
     assert all(LAYOUT.fingerprint.hex() in name for name in names)
-
-
-def test_the_breaker() -> None:
-    now = [0.0]
-    breaker = Breaker(2, 10.0, lambda: now[0])
-    breaker.failed()
-    breaker.succeeded()
-    breaker.failed()
-    assert breaker.state == "closed"
-    breaker.failed()
-    assert breaker.state == "open"
-    now[0] = 10.0
-    assert breaker.state == "half-open"
-    breaker.failed()
-    assert (breaker.state, breaker.opened) == ("open", 1)
-    now[0] = 20.0
-    breaker.succeeded()
-    assert breaker.state == "closed"
 
 
 def test_recent_keys_expire() -> None:

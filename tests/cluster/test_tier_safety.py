@@ -176,7 +176,7 @@ def test_pages_without_digests_or_time_are_not_copied(
 
         def changed(some: Any) -> Any:
             infos = {info.key: info for info in objects(some)}
-            for key, fields in ((keys[0], {"has_digests": False}), (keys[1], {"expires_s": -5})):
+            for key, fields in ((keys[0], {"has_digests": False}), (keys[1], {"expires_s": 0})):
                 if info := infos.get(key.tobytes()):
                     infos[info.key] = dataclasses.replace(info, **fields)
             return list(infos.values())
@@ -261,8 +261,8 @@ def test_the_tier_goes_on_once_its_staging_memory_is_free(
         tier = tier_of(second)
         settle = tier._settle
 
-        def busy(half: int) -> None:
-            settle(half)
+        def busy(*halves: int) -> None:
+            settle(*halves)
             raise StagingInUse("the medium hangs")
 
         with monkeypatch.context() as patch:

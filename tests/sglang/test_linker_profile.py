@@ -18,9 +18,9 @@ from linker_gpu import gpu_rig
 
 import tutti
 from tutti.bench.simulate.io import policy_of
+from tutti.breaker import Breaker
 from tutti.errors import ConfigError, ProfileError
 from tutti.integration.sglang import linker as linker_module
-from tutti.integration.sglang.breaker import Breaker
 from tutti.integration.sglang.direct import steps as steps_module
 from tutti.integration.sglang.direct.backlog import Backlog, Chains
 from tutti.integration.sglang.direct.steps import STEPS, StepsWatch

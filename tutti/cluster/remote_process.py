@@ -126,18 +126,13 @@ class RemoteProcess:
     def call(self, op: int, keys: Keys, pages: U32 | None, timeout_s: float) -> Any:
         """The Answer to each key (n,) uint8.  Raises RemoteFailed, after ``timeout_s`` at most.
 
-        A worker that did not answer, or failed with pages, is killed: nothing writes to the pages
-        after this returned.
+        A worker that failed or did not answer is killed: nothing writes to the pages afterwards.
         """
         self.connect()
         raw = b"" if pages is None else pages.astype("<u4").tobytes()
         self._calls = self._calls % _CALLS_MAX + 1
         request = REQUEST.pack(self._calls, op, len(keys)) + keys.tobytes() + raw
-        status, reply = self._exchange(request, self._calls, timeout_s)
-        if status == ERROR:
-            if pages is not None:
-                self.kill()
-            raise RemoteFailed(reply.decode(errors="replace"))
+        reply = self._exchange(request, self._calls, timeout_s)
         if len(reply) != len(keys):
             self.kill()
             raise RemoteFailed("the remote store's process gave a wrong answer; it is restarted")
@@ -182,13 +177,10 @@ class RemoteProcess:
                 raise RemoteFailed(f"the remote store's process cannot start: {error}") from error
         self._socket = ours
         self.starts += 1
-        status, reply = self._exchange(b"", 0, self._config.connect_s)
-        if status != OK:
-            self.kill()
-            raise RemoteFailed(reply.decode(errors="replace"))
+        self._exchange(b"", 0, self._config.connect_s)
 
-    def _exchange(self, request: bytes, number: int, timeout_s: float) -> tuple[int, bytes]:
-        """Sends a request, if any; the status and the rest of its answer."""
+    def _exchange(self, request: bytes, number: int, timeout_s: float) -> bytes:
+        """Sends a request, if any, and returns its answer."""
         assert self._socket is not None
         deadline_s = time.monotonic() + timeout_s
         try:
@@ -205,7 +197,9 @@ class RemoteProcess:
                 ) from error
             raise RemoteFailed(f"the remote store's process was lost: {error}") from error
         status, answered = REPLY.unpack_from(reply) if len(reply) >= REPLY.size else (ERROR, -1)
-        if answered != number:
+        rest = reply[REPLY.size :]
+        if answered != number or status != OK:
             self.kill()
-            raise RemoteFailed("the remote store's process crashed, or answered another call")
-        return status, reply[REPLY.size :]
+            other = "the remote store's process crashed, or answered another call"
+            raise RemoteFailed(rest.decode(errors="replace") if answered == number else other)
+        return rest

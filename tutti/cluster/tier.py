@@ -19,7 +19,8 @@ import numpy as np
 import numpy.typing as npt
 
 from tutti.arrays import U32, Keys
-from tutti.cluster.breaker import Breaker, RecentKeys
+from tutti.breaker import Breaker
+from tutti.cluster.recent_keys import RecentKeys
 from tutti.cluster.remote import Answer, RemoteConfig
 from tutti.cluster.remote_process import RemoteProcess, Staging, StagingInUse
 from tutti.cluster.worker import EXISTS, GET, KEYS_MAX, PUT
@@ -46,6 +47,7 @@ _LOOK_S = 0.5
 _REPLICATED_S = 300.0  # the remote store may have evicted a page since
 _VERSION = 1
 _OFF = "off"
+_Wait = Callable[[float], bool]
 
 #: What ``stats()["remote"]`` counts; pages unless the name says otherwise.
 COUNTERS = (
@@ -58,13 +60,6 @@ COUNTERS = (
 class _Work(NamedTuple):
     keys: Keys
     deadline_s: float
-
-
-class _Use(NamedTuple):
-    """What may still touch pages of the staging memory, until ``wait`` (seconds) is True."""
-
-    wait: Callable[[float], bool]
-    put: PutTicket | None = None
 
 
 class Tier:
@@ -88,7 +83,8 @@ class Tier:
         )
         self._failed = RecentKeys(config.client_ttl_s, time.monotonic)
         self._replicated = RecentKeys(_REPLICATED_S, time.monotonic)
-        self._in_use: tuple[list[_Use], ...] = ([], [])  # of each half of the staging memory
+        # What may still touch each half of the staging memory, until its call is True; a put.
+        self._in_use: tuple[list[tuple[_Wait, PutTicket | None]], ...] = ([], [])
         self._fetching: set[bytes] = set()  # first keys of chains that wait or are fetched
         self._wanted: deque[_Work] = deque()
         self._offered: OrderedDict[bytes, None] = OrderedDict()
@@ -185,11 +181,8 @@ class Tier:
 
     def _run(self) -> None:
         try:
-            try:
-                self._remote.connect()
-            except (RemoteFailed, StagingInUse) as error:
-                _log.warning("the second tier is away: %s", error)
-                self._fail([], self._reads)
+            with contextlib.suppress(StagingInUse):
+                self._do(None, as_keys([]))  # starts the worker
             while not self._stopping:
                 try:
                     self._step()
@@ -214,15 +207,13 @@ class Tier:
         """Fetches one chain, or replicates a few pages; in turns, where both wait."""
         if self._is_off:
             self._remote.kill()
-            self._settle(0)
-            self._settle(1)
+            self._settle(0, 1)
             self._is_off = False
         with self._changed:
             if not self._wanted and not self._offered:
                 self._changed.wait(_LOOK_S)
-            work = None
-            if self._wanted and not (self._offered and self._has_fetched):
-                work = self._wanted.popleft()
+            fetches = self._wanted and not (self._offered and self._has_fetched)
+            work = self._wanted.popleft() if fetches else None
             self._has_fetched = work is not None
             keys = self._next_offered() if work is None else work.keys
         if len(keys):
@@ -241,15 +232,14 @@ class Tier:
                 self._replicate(keys)
             # Not after each call: a master may know pages whose servers are gone.
             if self._answered and self._counts["failures"] == failures:
-                breaker.succeeded()
+                breaker.success()
         except (StagingInUse, PoolClosed):
             raise
         except Exception as error:  # of this work alone: the tier goes on
-            is_local = isinstance(error, TuttiError) and not isinstance(error, RemoteFailed)
+            known = isinstance(error, TuttiError)
             if not self._stopping:
-                unexpected = not isinstance(error, TuttiError)
-                _log.warning("the second tier failed: %s", error, exc_info=unexpected)
-            self._fail(keys, None if is_local else breaker)
+                _log.warning("the second tier failed: %s", error, exc_info=not known)
+            self._fail(keys, breaker if isinstance(error, RemoteFailed) or not known else None)
         finally:
             if work is not None:
                 with self._changed:
@@ -257,14 +247,15 @@ class Tier:
 
     def _fail(self, keys: Any, breaker: Breaker | None) -> None:
         """Calls, or keys of one, have failed; without a breaker by a fault of this machine."""
+        if breaker is not None:
+            breaker.failure()
+        self._count("local_failures" if breaker is None else "failures", 1)
+        self._remember(self._failed, keys)
+
+    def _remember(self, known: RecentKeys, keys: Any) -> None:
         names = [key.tobytes() for key in keys]
         with self._changed:
-            if breaker is None:
-                self._counts["local_failures"] += 1
-            else:
-                self._counts["failures"] += 1
-                breaker.failed()
-            self._failed.add(names)
+            known.add(names)
 
     def _next_offered(self) -> Keys:
         n = min(self._half, len(self._offered))
@@ -303,19 +294,14 @@ class Tier:
                 if self._fetch_some(some, number % 2) < len(some):
                     break  # nothing is stored behind a hole
         finally:
-            self._settle(0)
-            self._settle(1)
+            self._settle(0, 1)
 
     def _fetch_some(self, keys: Keys, half: int) -> int:
         """Reads keys into a half of the staging memory; how many, from the first on, are put."""
         pages = np.arange(len(keys), dtype=np.uint32) + np.uint32(half * self._half)
         answers = self._call(GET, keys, pages)
         wrong = np.isin(answers, (Answer.FAILED, Answer.CORRUPT))
-        for name, answer in (
-            ("absent", Answer.ABSENT),
-            ("fetch_failed", Answer.FAILED),
-            ("corrupt", Answer.CORRUPT),
-        ):
+        for answer, name in enumerate(("absent", "fetch_failed", "corrupt"), Answer.ABSENT):
             self._count(name, int(np.count_nonzero(answers == answer)))
         if wrong.any():
             self._fail(keys[wrong], self._reads)
@@ -344,16 +330,15 @@ class Tier:
             )
             self._store.catalogue.watch(expiry > 0)
             ticket = self._store.put_request(request)
-            self._in_use[half].append(_Use(ticket.wait_ended, ticket))
+            self._in_use[half].append((ticket.wait_ended, ticket))
         return n
 
-    def _settle(self, half: int) -> None:
-        """Waits until a half of the staging memory may be overwritten.  Raises StagingInUse."""
-        uses = self._in_use[half]
-        while uses:
-            if not uses[0].wait(2 * self._store.config.timeout_s):
+    def _settle(self, *halves: int) -> None:
+        """Waits until halves of the staging memory may be overwritten.  Raises StagingInUse."""
+        while uses := next(filter(None, (self._in_use[half] for half in halves)), None):
+            if not uses[0][0](2 * self._store.config.timeout_s):
                 raise StagingInUse("the pool's medium does not answer; staging stays in use")
-            put = uses.pop(0).put
+            _, put = uses.pop(0)
             if put is not None:
                 landed = int(np.isin(put.outcome, (Outcome.STORED, Outcome.PRESENT)).sum())
                 self._count("fetched", landed)
@@ -361,37 +346,27 @@ class Tier:
 
     def _replicate(self, keys: Keys) -> None:
         self._remote.connect()
+        if not len(keys):
+            return
         there = self._call(EXISTS, keys, None) == Answer.DONE
-        infos = [
-            info
-            for info in self._store.catalogue.objects(keys[~there])
-            if info.has_digests and (info.expires_s is None or info.expires_s > 0)
-        ]
+        self._remember(self._replicated, keys[there])
+        infos = self._store.catalogue.objects(keys[~there])
+        infos = [i for i in infos if i.has_digests and (i.expires_s is None or i.expires_s > 0)]
         now_s = time.time()
-        expiries = [
-            0 if info.expires_s is None else round((now_s + info.expires_s) / EXPIRY_UNIT_S)
-            for info in infos
-        ]
-        self._mark(keys[there])
         own, pages = as_keys([info.key for info in infos]), np.arange(len(infos), dtype=np.uint32)
         if not infos or not self._read(own, pages):
             return
-        for page, (info, expiry) in enumerate(zip(infos, expiries, strict=True)):
-            self._staging.set_head(
-                page, info.key, info.parent, info.depth, info.tenant, expiry, _VERSION
-            )
+        for page, info in enumerate(infos):
+            until_s = 0 if info.expires_s is None else now_s + info.expires_s
+            expiry = round(until_s / EXPIRY_UNIT_S)
+            names = (info.key, info.parent, info.depth, info.tenant)
+            self._staging.set_head(page, *names, expiry, _VERSION)
         done = self._call(PUT, own, pages) == Answer.DONE
-        self._mark(own[done])
+        self._remember(self._replicated, own[done])
         self._count("replicated", int(np.count_nonzero(done)))
         if not done.all():
             self._count("replicate_failed", int(np.count_nonzero(~done)))
             self._fail(own[~done], self._writes)
-
-    def _mark(self, keys: Keys) -> None:
-        """Keys are in the remote store."""
-        names = [key.tobytes() for key in keys]
-        with self._changed:
-            self._replicated.add(names)
 
     def _read(self, keys: Keys, pages: U32) -> bool:
         """Reads objects of the pool into staging pages; whether all were right."""
@@ -400,10 +375,10 @@ class Tier:
         except KeyMissing:
             return False  # evicted meanwhile
         except PagesInUse as error:
-            self._in_use[0].append(_Use(error.wait_settled))
+            self._in_use[0].append((error.wait_settled, None))
             self._settle(0)
             return False
-        self._in_use[0].append(_Use(ticket.wait_settled))
+        self._in_use[0].append((ticket.wait_settled, None))
         try:
             ticket.wait(2 * self._store.config.timeout_s)
         except MediumError:

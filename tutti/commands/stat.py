@@ -71,13 +71,8 @@ def _totals(path: str, name: str) -> Outcome:
         )
     if remote := stats.get("remote"):
         counts = (f"{remote[name]} {name}" for name in ("fetched", "replicated", "failures"))
-        copies = (
-            ""
-            if remote["write_state"] == remote["state"]
-            else (f" (copies: {_TIER_STATES[remote['write_state']]})")
-        )
-        state = _TIER_STATES[remote["state"]] + copies
-        lines.append(("second tier", f"{state}, {', '.join(counts)}"))
+        reads, writes = (_TIER_STATES[remote[name]] for name in ("state", "write_state"))
+        lines.append(("second tier", f"{reads} (copies: {writes}), {', '.join(counts)}"))
     return Outcome(stats, facts(lines))
 
 

@@ -39,6 +39,7 @@ from tutti.node.messages import (
 )
 from tutti.node.remote_transfers import JobTable, PlannedMemory
 from tutti.store import ObjectStore
+from tutti.threads import start_thread
 from tutti.transfers.put_request import PutPart, PutRequest
 from tutti.transfers.tickets import PutProgress
 
@@ -77,15 +78,11 @@ class PoolService:
         fitting = (FRAME_NBYTES_MAX - _REST_NBYTES) // page_nbytes
         self.batch_pages = max(1, min(store._writer.batch_pages, fitting))
         self.sessions: dict[bytes, Session] = {}
+        self.tier = None if remote is None else Tier(store, remote)
         self._stopping = threading.Event()
-        self._prover = threading.Thread(target=self._prove, name="tutti-agent-prove", daemon=True)
-        self._prover.start()
-        try:
-            self.tier = None if remote is None else Tier(store, remote)
-        except BaseException:
-            self._stopping.set()
-            self._prover.join(_STOP_S)
-            raise
+        self._prover = threading.Thread(target=self._prove, daemon=True)
+        give_up = (lambda: None) if self.tier is None else self.tier.close
+        start_thread(self._prover, "tutti-agent-prove", give_up)
 
     def open_session(self, pid: int, report: Callable[[Written], None]) -> Session:
         """A session for a process, whose ``report`` is called from any thread."""

@@ -19,9 +19,9 @@ import numpy.typing as npt
 import torch
 
 from tutti.arrays import Keys
+from tutti.breaker import Breaker
 from tutti.callbacks import Guard
 from tutti.errors import ConfigError, DeviceTimeout, TuttiError
-from tutti.integration.sglang.breaker import Breaker
 from tutti.integration.sglang.direct.kv_pools import Pages
 from tutti.integration.sglang.direct.staging_copy import Fence
 from tutti.integration.sglang.direct.stored_pool import StoredPool

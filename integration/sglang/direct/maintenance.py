@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping
 from functools import partial
 
 from tutti.arrays import Keys
+from tutti.breaker import Breaker
 from tutti.errors import ChecksumMismatch, DeviceTimeout, KeyMissing, PagesInUse, TuttiError
-from tutti.integration.sglang.breaker import Breaker
 from tutti.integration.sglang.direct.staging import StagingPages
 from tutti.integration.sglang.kv_events import DiskEvents
 from tutti.integration.sglang.metrics import LOAD, Metrics

@@ -15,9 +15,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from tutti.arrays import Keys
+from tutti.breaker import Breaker
 from tutti.callbacks import Guard
 from tutti.errors import KeyMissing
-from tutti.integration.sglang.breaker import Breaker
 from tutti.integration.sglang.direct.reads import Read
 from tutti.integration.sglang.direct.stored_pool import StoredPool
 from tutti.integration.sglang.metrics import LOAD
