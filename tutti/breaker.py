@@ -1,4 +1,4 @@
-"""When a medium or a remote store errs: stop asking it, and ask again carefully.  Pure policy."""
+"""When a medium or remote store errs or crawls: stop asking it, and ask again carefully."""
 
 from __future__ import annotations
 
@@ -62,3 +62,11 @@ class Breaker:
                 return False
             self._probe_at_s = now_s + self._pause_s
             return True
+
+
+def crawls(nbytes: int, waited_s: float, *, least_mbs: float, patience_s: float) -> bool:
+    """Whether a transfer that was waited for was unbearably slow.
+
+    least_mbs: 10^6 bytes a second.  patience_s: no wait below it counts.
+    """
+    return waited_s > patience_s and nbytes < least_mbs * 1e6 * waited_s

@@ -17,7 +17,7 @@ from typing import Any
 import xxhash
 
 from tutti.arrays import Keys
-from tutti.breaker import Breaker
+from tutti.breaker import Breaker, crawls
 from tutti.errors import (
     ConfigError,
     DeviceTimeout,
@@ -27,7 +27,6 @@ from tutti.errors import (
     Unsupported,
 )
 from tutti.integration.sglang.adapter import check_version, served_model
-from tutti.integration.sglang.breaker import crawls
 from tutti.integration.sglang.direct import adapter
 from tutti.integration.sglang.direct.admission import admission_for
 from tutti.integration.sglang.direct.backlog import Backlog, Chains, Part, admitted

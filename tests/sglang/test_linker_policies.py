@@ -8,9 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tutti.breaker import Breaker
+from tutti.breaker import Breaker, crawls
 from tutti.errors import ConfigError
-from tutti.integration.sglang.breaker import crawls
 from tutti.integration.sglang.direct.admission import PAGES_MAX, Admission, break_even
 from tutti.integration.sglang.direct.backlog import Chains
 from tutti.integration.sglang.direct.lookups import Window, restorable
