@@ -213,6 +213,11 @@ class LoadTicket(Owned):
         """Number of keys."""
         return self._progress.keys
 
+    def read_s(self) -> float:
+        """Monotonic; when the medium was through with what a GPU verifies later; 0.0 elsewhere."""
+        jobs = [part.job for part in self._progress.parts]
+        return max((job.read_s() for job in jobs if hasattr(job, "read_s")), default=0.0)
+
     @property
     def done(self) -> bool:
         """Whether every layer is ready or has failed."""

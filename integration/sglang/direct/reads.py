@@ -29,7 +29,7 @@ class Read:
         self.staged = staged
         self._batch = batch
         self.error: Exception | None = None
-        self.began_s = self.ended_s = 0.0  # monotonic; the end is the medium's
+        self.began_s = self._settled_s = 0.0  # monotonic
         self._ticket: LoadTicket | None = None
         self._started = threading.Event()
 
@@ -38,10 +38,15 @@ class Read:
         """What is read from the medium."""
         return len(self.keys) * self.stored_pool.page_nbytes
 
+    @property
+    def ended_s(self) -> float:
+        """Monotonic; the end of the medium's part, and the beginning until then."""
+        return (self._ticket.read_s() if self._ticket is not None else 0.0) or self._settled_s
+
     def start(self) -> None:
         """Submits the read, on a thread that may wait; a failure is raised to waiters."""
         pool = self.stored_pool.loads.pool if self.staged else self.stored_pool.memory
-        self.began_s = self.ended_s = time.monotonic()
+        self.began_s = self._settled_s = time.monotonic()
         try:
             self._ticket = self.stored_pool.store.load(
                 self.keys, self.pages, memory=pool, batch=self._batch
@@ -53,7 +58,7 @@ class Read:
             self._started.set()
 
     def _settled(self) -> None:
-        self.ended_s = time.monotonic()
+        self._settled_s = time.monotonic()
 
     def join(self, batch: str) -> None:
         """A batch takes what was read ahead: the step that calls for it waits for this read."""

@@ -21,6 +21,7 @@ So nothing that must run to release a stream needs a CUDA call, the GIL or a loc
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -60,6 +61,7 @@ class _Released:
     """Calls back once, when the last of several native jobs is released, and `whole` is known.
 
     whole: has the status of all pages; None where that of the jobs counts.
+    read_s: monotonic; when the last native job so far was released.
     """
 
     def __init__(self, count: int, callback: Callable[[Any], None] | None) -> None:
@@ -67,11 +69,17 @@ class _Released:
         self._callback = callback
         self._lock = threading.Lock()
         self._whole: MovedJob | None = None
+        self.read_s = 0.0
         self._statuses: dict[int, U32] = {}
 
     def of(self, number: int) -> Callable[[Job], None]:
         """What job `number` of them calls."""
-        return lambda job: self._ended(number, job)
+
+        def ended(job: Job) -> None:
+            self.read_s = time.monotonic()
+            self._ended(number, job)
+
+        return ended
 
     def verified(self, whole: MovedJob) -> None:
         """The GPU has verified the pages of all jobs."""
@@ -199,6 +207,7 @@ class HostEngine(Owned):
                 )
             moved = MovedJob(stream_queue, jobs, Route(copies, cells, is_read, verification))
             owner.is_free = moved.is_free
+            moved.read_s = lambda: released.read_s
             moved.enqueue(now=not options.get("gated"))
             if verification is not None:
                 tell = partial(released.verified, moved)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -63,6 +63,8 @@ class MovedJob(Owned):
     """Jobs of the native engine over staging, one for each chunk, and the stream that moves them.
 
     A `Transfer`.  The stream_queue puts its layers on the stream, see `StreamQueue.feed`.
+
+    read_s: answers when the medium was through, monotonic; copies and verification come later.
     """
 
     def __init__(self, stream_queue: StreamQueue, jobs: Sequence[Job], route: Route) -> None:
@@ -77,6 +79,7 @@ class MovedJob(Owned):
         self._failure: TuttiError | None = None
         self._found: U32 | None = None  # by the verification, once that is over
         self._changed = threading.Condition()
+        self.read_s: Callable[[], float] = lambda: 0.0
         # Once nothing can wait for them any more.
         finalize(self, stream_queue.events.release, self._events).atexit = False
 
