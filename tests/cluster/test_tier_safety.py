@@ -95,7 +95,7 @@ def test_staging_waits_for_the_put_before_one_that_was_refused(
         puts, mixed, _ = watch_puts(second, monkeypatch, lambda number: number == 1)
         second.find(keys)
         assert len(puts) >= 2
-        assert all(put.over for put, _ in puts)
+        until(lambda: all(put.over for put, _ in puts), "a put is not waited for")
         assert not mixed
         counts = second.remote()
         # By a fault of this machine alone, which does not stop fetches.

@@ -27,6 +27,7 @@ from tutti.node.listener import listen
 from tutti.node.messages import (
     FRAME_NBYTES_MAX,
     HEADER,
+    VERSION,
     Failure,
     Hello,
     Join,
@@ -105,7 +106,7 @@ def test_another_layout_needs_a_capacity(agent: RunningAgent, good: NodeStore) -
     with pytest.raises(tutti.errors.CapacityError, match="the agent's"):
         tutti.connect(agent.path, other, "8GiB")
     with raw(agent) as peer:
-        peer.sendall(frame(Hello(1, "{}", 1)))
+        peer.sendall(frame(Hello(VERSION, "{}", 1)))
         assert answer(peer).kind == "ConfigError"
 
 

@@ -213,7 +213,7 @@ class LoadTicket(Owned):
         """Number of keys."""
         return self._progress.keys
 
-    def read_s(self) -> float:
+    def _read_s(self) -> float:
         """Monotonic; when the medium was through with what a GPU verifies later; 0.0 elsewhere."""
         jobs = [part.job for part in self._progress.parts]
         return max((job.read_s() for job in jobs if hasattr(job, "read_s")), default=0.0)

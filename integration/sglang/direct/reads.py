@@ -41,7 +41,7 @@ class Read:
     @property
     def ended_s(self) -> float:
         """Monotonic; the end of the medium's part, and the beginning until then."""
-        return (self._ticket.read_s() if self._ticket is not None else 0.0) or self._settled_s
+        return (self._ticket._read_s() if self._ticket is not None else 0.0) or self._settled_s
 
     def start(self) -> None:
         """Submits the read, on a thread that may wait; a failure is raised to waiters."""
