@@ -20,7 +20,7 @@ from server_modes import (
 )
 from sglang_server import Server
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(600)
 #: Of both ranks; a linker's pool has larger groups, so here nothing is evicted from it.
 CAPACITY = {"hicache": "16MiB", "linker": "48MiB"}
 CPUS = sorted(os.sched_getaffinity(0))

@@ -10,7 +10,7 @@ from medium_damage import flip_objects, pool_files
 from server_modes import Mode, again, both_modes, far, prompts
 from sglang_server import Server
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(600)
 
 
 @both_modes
