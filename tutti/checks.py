@@ -30,7 +30,7 @@ SECONDS_MAX = 86_400.0
 def takes(**rules: Rule) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
     """A decorator: checks arguments by the rules of their parameters, before anything is done.
 
-    A rule may name a keyword that the function does not have: it says what to give instead.
+    A rule may be for a keyword that the function does not have: its error names the replacement.
     """
 
     def decorate(function: Callable[_P, _R]) -> Callable[_P, _R]:

@@ -84,7 +84,7 @@ def checked(rows: Sequence[Mapping[str, Any]], kind: str, name: str) -> list[Row
 
 
 def write_csv(path: Path, rows: Sequence[Row], kind: str) -> None:
-    """Writes the rows.  Raises CapacityError when there is no room, ConfigError for a pipe."""
+    """Writes the rows.  Raises CapacityError when the disk is full, ConfigError for a pipe."""
     check_writable(path)
     text = io.StringIO()
     writer = csv.DictWriter(text, COLUMNS[kind], lineterminator="\n")

@@ -15,7 +15,7 @@ HANG_S = 3600.0
 
 
 class FaultyStore:
-    """Values are files of the folder; its file `fault` says what goes wrong, `calls` what was
+    """Values are files of the folder; its file `fault` names the fault to inject, `calls` what was
     asked."""
 
     def __init__(self, options: Mapping[str, str], address: int, nbytes: int) -> None:
