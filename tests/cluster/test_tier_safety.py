@@ -59,7 +59,7 @@ def watch_puts(
     puts: list[tuple[Waited, set[int]]] = []
     mixed: list[set[int]] = []
     read: list[bytes] = []
-    put_request, call = tier._store.put_request, tier._remote.call
+    put_request, ask = tier._store.put_request, tier._remote.ask
     numbers = iter(range(1 << 20))
 
     def put(request: Any) -> Any:
@@ -69,15 +69,15 @@ def watch_puts(
         puts.append((ticket, set(request.pages.tolist())))
         return ticket
 
-    def checked(op: int, keys: Any, pages: Any, timeout_s: float) -> Any:
+    def checked(op: int, keys: Any, pages: Any, timeout_s: float) -> None:
         if op == GET:
             used = [held for ticket, held in puts if not ticket.over]
             read.extend(key.tobytes() for key in keys)
             mixed.extend(held for held in used if held & set(pages.tolist()))
-        return call(op, keys, pages, timeout_s)
+        ask(op, keys, pages, timeout_s)
 
     monkeypatch.setattr(tier._store, "put_request", put)
-    monkeypatch.setattr(tier._remote, "call", checked)
+    monkeypatch.setattr(tier._remote, "ask", checked)
     return puts, mixed, read
 
 
@@ -107,7 +107,7 @@ def test_nothing_is_stored_behind_a_page_that_cannot_be(
     tmp_path: Path, faults: Faults, seed: int, monkeypatch: pytest.MonkeyPatch, field: str
 ) -> None:
     keys = some_keys(np.random.default_rng(seed), PAGES)
-    config = faults.config(staging_nbytes=2 * LAYOUT.object_nbytes)  # halves of one page
+    config = faults.config(staging_nbytes=2 * LAYOUT.object_nbytes)  # parts of one page
     with nodes(tmp_path, config) as (first, second):
         first.share(keys)
         tier = tier_of(second)
@@ -125,7 +125,7 @@ def test_nothing_is_stored_behind_a_page_that_cannot_be(
         until(lambda: not tier._fetching, "the chain is still fetched")
         assert second.store.match(keys) == 2
         assert second.store.present(keys).sum() == 2
-        assert not {key.tobytes() for key in keys[3:]} & set(read)
+        assert not {key.tobytes() for key in keys[4:]} & set(read)  # one read was under way
         assert not mixed
 
 
@@ -213,13 +213,13 @@ def test_each_call_has_the_whole_timeout(
     with nodes(tmp_path, faults.config()) as (first, second):
         first.share(keys)
         tier, timeouts = tier_of(second), []
-        call = tier._remote.call
+        answer = tier._remote.answer
 
-        def noted(op: int, some: Any, pages: Any, timeout_s: float) -> Any:
+        def noted(timeout_s: float) -> Any:
             timeouts.append(timeout_s)
-            return call(op, some, pages, timeout_s)
+            return answer(timeout_s)
 
-        monkeypatch.setattr(tier._remote, "call", noted)
+        monkeypatch.setattr(tier._remote, "answer", noted)
         second.find(keys)
         assert timeouts == [5.0, 5.0]
 

@@ -9,7 +9,7 @@ import os
 import socket
 import subprocess
 import sys
-import time
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -116,6 +116,7 @@ class RemoteProcess:
         self._process: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
         self._calls = 0
+        self._asked: deque[tuple[int, int]] = deque()  # number and keys of requests
         self.starts = 0
 
     def connect(self) -> None:
@@ -128,19 +129,38 @@ class RemoteProcess:
 
         A worker that failed or did not answer is killed: nothing writes to the pages afterwards.
         """
+        self.ask(op, keys, pages, timeout_s)
+        return self.answer(timeout_s)
+
+    def ask(self, op: int, keys: Keys, pages: U32 | None, timeout_s: float) -> None:
+        """Sends a request; see ``call``.  ``answer`` has the answers in the order of requests."""
         self.connect()
         raw = b"" if pages is None else pages.astype("<u4").tobytes()
         self._calls = self._calls % _CALLS_MAX + 1
-        request = REQUEST.pack(self._calls, op, len(keys)) + keys.tobytes() + raw
-        reply = self._exchange(request, self._calls, timeout_s)
-        if len(reply) != len(keys):
+        self._asked.append((self._calls, len(keys)))
+        self._send(REQUEST.pack(self._calls, op, len(keys)) + keys.tobytes() + raw, timeout_s)
+
+    def answer(self, timeout_s: float) -> Any:
+        """The answer to the oldest request that has none; see ``call``."""
+        try:
+            number, n = self._asked.popleft()
+        except IndexError as error:
+            raise RemoteFailed("the remote store's process was ended") from error
+        reply = self._receive(number, timeout_s)
+        if len(reply) != n:
             self.kill()
             raise RemoteFailed("the remote store's process gave a wrong answer; it is restarted")
         return np.frombuffer(reply, np.uint8)
 
+    def abandon(self) -> None:
+        """Nothing that was asked writes to the pages any more.  Raises StagingInUse."""
+        if self._asked:
+            self.kill()
+
     def kill(self) -> None:
         """Ends the worker.  Raises StagingInUse when it cannot be ended."""
         process, peer = self._process, self._socket
+        self._asked.clear()
         if peer is not None:
             with contextlib.suppress(OSError):
                 peer.shutdown(socket.SHUT_RDWR)
@@ -177,25 +197,24 @@ class RemoteProcess:
                 raise RemoteFailed(f"the remote store's process cannot start: {error}") from error
         self._socket = ours
         self.starts += 1
-        self._exchange(b"", 0, self._config.connect_s)
+        self._receive(0, self._config.connect_s)
 
-    def _exchange(self, request: bytes, number: int, timeout_s: float) -> bytes:
-        """Sends a request, if any, and returns its answer."""
+    def _send(self, request: bytes, timeout_s: float) -> None:
         assert self._socket is not None
-        deadline_s = time.monotonic() + timeout_s
         try:
             self._socket.settimeout(max(0.001, timeout_s))
-            if request:
-                self._socket.send(request)
-            self._socket.settimeout(max(0.001, deadline_s - time.monotonic()))
+            self._socket.send(request)
+        except OSError as error:
+            raise self._lost(error, timeout_s) from error
+
+    def _receive(self, number: int, timeout_s: float) -> bytes:
+        """The answer to a request."""
+        assert self._socket is not None
+        try:
+            self._socket.settimeout(max(0.001, timeout_s))
             reply = self._socket.recv(ANSWER_NBYTES_MAX)
         except OSError as error:
-            self.kill()
-            if isinstance(error, TimeoutError):
-                raise RemoteFailed(
-                    f"the remote store did not answer within {timeout_s:g} s"
-                ) from error
-            raise RemoteFailed(f"the remote store's process was lost: {error}") from error
+            raise self._lost(error, timeout_s) from error
         status, answered = REPLY.unpack_from(reply) if len(reply) >= REPLY.size else (ERROR, -1)
         rest = reply[REPLY.size :]
         if answered != number or status != OK:
@@ -203,3 +222,9 @@ class RemoteProcess:
             other = "the remote store's process crashed, or answered another call"
             raise RemoteFailed(rest.decode(errors="replace") if answered == number else other)
         return rest
+
+    def _lost(self, error: OSError, timeout_s: float) -> RemoteFailed:
+        self.kill()
+        if isinstance(error, TimeoutError):
+            return RemoteFailed(f"the remote store did not answer within {timeout_s:g} s")
+        return RemoteFailed(f"the remote store's process was lost: {error}")

@@ -46,6 +46,8 @@ _CHAINS_MAX = 256
 _LOOK_S = 0.5
 _REPLICATED_S = 300.0  # the remote store may have evicted a page since
 _VERSION = 1
+_GETS = 2  # under way at a time: the digests of one are compared while the next is read
+_PARTS = 4  # of the staging memory: those of the gets, and those that the pool stores meanwhile
 _OFF = "off"
 _Wait = Callable[[float], bool]
 
@@ -62,6 +64,14 @@ class _Work(NamedTuple):
     deadline_s: float
 
 
+class _Read(NamedTuple):
+    """Keys that are read to pages of one part of the staging memory."""
+
+    keys: Keys
+    pages: U32
+    part: int
+
+
 class Tier:
     """The second tier of an open pool.  ``missed`` and ``used`` are called from any thread.
 
@@ -73,18 +83,18 @@ class Tier:
         config.check(store.config.verify)
         self._store = store
         self._config = config
-        self._half = max(1, config.staging_nbytes // (2 * store.layout.object_nbytes))
-        self._half = min(self._half, KEYS_MAX)
+        self._part = max(1, config.staging_nbytes // (_PARTS * store.layout.object_nbytes))
+        self._part = min(self._part, KEYS_MAX)
         self._counts: Counter[str] = Counter(dict.fromkeys(COUNTERS, 0))
-        self._staging = Staging(store.layout, 2 * self._half, self.stats)
+        self._staging = Staging(store.layout, _PARTS * self._part, self.stats)
         self._remote = RemoteProcess(config, self._staging)
         self._reads, self._writes = (
             Breaker(config.failures_max, config.client_ttl_s, time.monotonic) for _ in range(2)
         )
         self._failed = RecentKeys(config.client_ttl_s, time.monotonic)
         self._replicated = RecentKeys(_REPLICATED_S, time.monotonic)
-        # What may still touch each half of the staging memory, until its call is True; a put.
-        self._in_use: tuple[list[tuple[_Wait, PutTicket | None]], ...] = ([], [])
+        # What may still touch each part of the staging memory, until its call is True; a put.
+        self._in_use: list[list[tuple[_Wait, PutTicket | None]]] = [[] for _ in range(_PARTS)]
         self._fetching: set[bytes] = set()  # first keys of chains that wait or are fetched
         self._wanted: deque[_Work] = deque()
         self._offered: OrderedDict[bytes, None] = OrderedDict()
@@ -207,7 +217,7 @@ class Tier:
         """Fetches one chain, or replicates a few pages; in turns, where both wait."""
         if self._is_off:
             self._remote.kill()
-            self._settle(0, 1)
+            self._settle()
             self._is_off = False
         with self._changed:
             if not self._wanted and not self._offered:
@@ -258,7 +268,7 @@ class Tier:
             known.add(names)
 
     def _next_offered(self) -> Keys:
-        n = min(self._half, len(self._offered))
+        n = min(self._part, len(self._offered))
         return as_keys([self._offered.popitem(last=False)[0] for _ in range(n)])
 
     def _call(self, op: int, keys: Keys, pages: U32 | None) -> Any:
@@ -284,33 +294,51 @@ class Tier:
         budget = self._config.prefetch_nbytes // self._store.layout.object_nbytes
         self._count("over_budget", len(found[budget:]))
         found = found[:budget]
+        reads: deque[_Read] = deque()
         try:
-            for number, start in enumerate(range(0, len(found), self._half)):
-                self._settle(number % 2)
+            for number, start in enumerate(range(0, len(found), self._part)):
+                if len(reads) == _GETS and not self._land(reads):
+                    break
+                self._settle(number % _PARTS)
                 if time.monotonic() >= work.deadline_s:
                     self._count("late", len(found) - start)
                     break
-                some = found[start : start + self._half]
-                if self._fetch_some(some, number % 2) < len(some):
-                    break  # nothing is stored behind a hole
+                reads.append(self._read_part(found[start : start + self._part], number % _PARTS))
+            while reads:  # each turn takes one, or all
+                self._land(reads)
         finally:
-            self._settle(0, 1)
+            try:
+                self._remote.abandon()
+            finally:
+                self._settle()
 
-    def _fetch_some(self, keys: Keys, half: int) -> int:
-        """Reads keys into a half of the staging memory; how many, from the first on, are put."""
-        pages = np.arange(len(keys), dtype=np.uint32) + np.uint32(half * self._half)
-        answers = self._call(GET, keys, pages)
-        wrong = np.isin(answers, (Answer.FAILED, Answer.CORRUPT))
+    def _read_part(self, keys: Keys, part: int) -> _Read:
+        """Begins to read keys into a part of the staging memory."""
+        if self._stopping:
+            raise RemoteFailed("the tier is closing")
+        pages = np.arange(len(keys), dtype=np.uint32) + np.uint32(part * self._part)
+        self._remote.ask(GET, keys, pages, self._config.timeout_s)
+        return _Read(keys, pages, part)
+
+    def _land(self, reads: deque[_Read]) -> bool:
+        """Puts what the oldest read brought; whether all of it, or else leaves the other reads."""
+        keys, pages, part = reads.popleft()
+        answers = self._remote.answer(self._config.timeout_s)
+        self._answered = True
         for answer, name in enumerate(("absent", "fetch_failed", "corrupt"), Answer.ABSENT):
             self._count(name, int(np.count_nonzero(answers == answer)))
+        wrong = np.isin(answers, (Answer.FAILED, Answer.CORRUPT))
         if wrong.any():
             self._fail(keys[wrong], self._reads)
             # Late bytes of a failed read must not reach the next pages of the staging memory.
             self._remote.kill()
         n = len(_prefix(keys, answers == Answer.DONE))
-        return self._put(keys[:n], pages[:n], half)
+        is_whole = self._put(keys[:n], pages[:n], part) == len(keys)
+        if not is_whole:
+            reads.clear()  # nothing is stored behind a hole
+        return is_whole
 
-    def _put(self, keys: Keys, pages: U32, half: int) -> int:
+    def _put(self, keys: Keys, pages: U32, part: int) -> int:
         """Stores verified staging pages in the pool, one put per namespace and expiry.
 
         How many, up to the first that has expired or is of another version.
@@ -330,12 +358,16 @@ class Tier:
             )
             self._store.catalogue.watch(expiry > 0)
             ticket = self._store.put_request(request)
-            self._in_use[half].append((ticket.wait_ended, ticket))
+            self._in_use[part].append((ticket.wait_ended, ticket))
         return n
 
-    def _settle(self, *halves: int) -> None:
-        """Waits until halves of the staging memory may be overwritten.  Raises StagingInUse."""
-        while uses := next(filter(None, (self._in_use[half] for half in halves)), None):
+    def _settle(self, *parts: int) -> None:
+        """Waits until parts of the staging memory, by default all of them, may be overwritten.
+
+        Raises StagingInUse.
+        """
+        parts = parts or tuple(range(_PARTS))
+        while uses := next(filter(None, (self._in_use[part] for part in parts)), None):
             if not uses[0][0](2 * self._store.config.timeout_s):
                 raise StagingInUse("the pool's medium does not answer; staging stays in use")
             _, put = uses.pop(0)

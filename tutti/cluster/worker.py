@@ -17,7 +17,10 @@ import signal
 import socket
 import struct
 import sys
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable, Mapping
+from functools import partial
+from queue import SimpleQueue
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -42,6 +45,7 @@ KEYS_MAX = 2048  # 40 KiB: one datagram
 ANSWER_NBYTES_MAX = 64 << 10
 OK, ERROR = range(2)
 _PR_SET_PDEATHSIG = 1
+_Reply = tuple[bytes, Callable[[], bytes]]  # its head, and what makes the rest
 
 
 class Spec(NamedTuple):
@@ -67,24 +71,28 @@ class Worker:
         make: Any = getattr(importlib.import_module(module), name)
         self._store: RemoteStore = make(spec.options, self._base, spec.nbytes)
 
-    def answer(self, request: bytes) -> bytes:
-        """One byte per key."""
+    def answer(self, request: bytes) -> Callable[[], bytes]:
+        """Moves the values; what is returned compares digests and has one byte per key."""
         _, op, n = REQUEST.unpack_from(request)
         keys = [request[i : i + KEY_NBYTES] for i in range(REQUEST.size, len(request), KEY_NBYTES)]
         names = [self._spec.prefix + key.hex() for key in keys[:n]]
         if op == EXISTS:
-            return bytes(self._store.exists(names))
+            return partial(bytes, self._store.exists(names))
         pages = np.frombuffer(request, "<u4", n, REQUEST.size + n * KEY_NBYTES)
         starts = [int(page) * self._spec.stride_nbytes for page in pages]
         addresses = [self._base + start for start in starts]
         if op == PUT:
             for name, start in zip(names, starts, strict=True):
                 self._bytes[self._digest_at(start)] = self._digest(name, start)
-            return bytes(self._store.put(names, addresses, self._value_nbytes))
+            return partial(bytes, self._store.put(names, addresses, self._value_nbytes))
         answers = self._store.get(names, addresses, self._value_nbytes)
+        return partial(self._compared, names, starts, answers)
+
+    def _compared(self, names: list[str], starts: list[int], answers: list[Answer]) -> bytes:
         for i, (name, start) in enumerate(zip(names, starts, strict=True)):
-            is_right = self._bytes[self._digest_at(start)] == self._digest(name, start)
-            if answers[i] == Answer.DONE and not is_right:
+            if answers[i] == Answer.DONE and (
+                self._bytes[self._digest_at(start)] != self._digest(name, start)
+            ):
                 answers[i] = Answer.CORRUPT
         return bytes(answers)
 
@@ -109,14 +117,25 @@ def main(socket_fd: int, memory_fd: int, spec: Spec) -> None:
             peer.send(REPLY.pack(ERROR, 0) + str(error).encode()[:1024])
             os._exit(1)
         peer.send(REPLY.pack(OK, 0))
+        replies: SimpleQueue[_Reply | None] = SimpleQueue()
+        threading.Thread(target=_reply, args=(peer, replies), daemon=True).start()
         while request := peer.recv(ANSWER_NBYTES_MAX):
             number = REQUEST.unpack_from(request)[0]
             try:
-                reply = REPLY.pack(OK, number) + worker.answer(request)
+                replies.put((REPLY.pack(OK, number), worker.answer(request)))
             except RemoteFailed as error:
-                reply = REPLY.pack(ERROR, number) + str(error).encode()[:1024]
-            peer.send(reply)
+                reply = str(error).encode()[:1024]
+                replies.put((REPLY.pack(ERROR, number), partial(bytes, reply)))
         os._exit(0)  # destructors of a store may wait for peers that have gone
+
+
+def _reply(peer: socket.socket, replies: SimpleQueue[_Reply | None]) -> None:
+    """Answers in the order of requests, while the values of the next are moved, until a None."""
+    try:
+        for head, rest in iter(replies.get, None):
+            peer.send(head + rest())
+    finally:
+        os._exit(1)  # the agent sees its socket closed, as after any other crash
 
 
 if __name__ == "__main__":
