@@ -295,5 +295,6 @@ def test_kernels_ring_registers_where_a_drive_has_them() -> None:
 def test_a_refused_mapping_says_what_it_needs() -> None:
     driver = StandInDriver()
     driver.fail["cuMemHostRegister"] = 1
+    registers = HostBuffer(4096, hugepages=False)
     with pytest.raises(Unsupported, match="PeerMappingOverride"):
-        GpuDoorbells(driver, 4096, 64)
+        GpuDoorbells(driver, registers.address, 64)

@@ -75,6 +75,12 @@ def memory(driver: CudaDriver) -> dict[str, Callable[[], object]]:
     driver.copy_batch(*rows, stream)
     beyond = rows + np.array([[0], [4096], [0]], np.uint64)
     wrong = [attributes(driver, order, first) for order, first in ((0, 0), (1, 1), (1, 0))]
+    registers = host.address + 4096
+
+    def touched() -> None:
+        host.array[4096] = 1
+        driver.register_io(registers, 4096)
+
     freed = driver.allocate(64)  # the last, as its place may be taken again
     driver.free(freed)
     return {
@@ -86,8 +92,9 @@ def memory(driver: CudaDriver) -> dict[str, Callable[[], object]]:
         ),
         "a word across words": lambda: driver.write_value(stream, place + 2, 0),
         "a batch from memory that is not registered": lambda: driver.copy_batch(*beyond, stream),
-        "memory of another device, mapped": lambda: driver.register_io(host.address + 4096, 4096),
-        "and mapped twice": lambda: driver.register_io(host.address + 4096, 4096),
+        "registers that no processor touched": lambda: driver.register_io(registers, 4096),
+        "memory of another device, mapped": touched,
+        "and mapped twice": lambda: driver.register_io(registers, 4096),
         "no order of sources": wrong[0],
         "attributes that begin late": wrong[1],
         "attributes as they should be": wrong[2],

@@ -159,6 +159,17 @@ inline bool is_reached(CUdeviceptr address, size_t nbytes) {
 
 inline bool is_word(CUdeviceptr address) { return address % 4 == 0 && is_reached(address, 4); }
 
+// Every page of a device's registers must be mapped: the driver looks them up and maps none.
+inline bool can_be_registered(void* address, size_t nbytes, unsigned flags) {
+  const unsigned known = CU_MEMHOSTREGISTER_PORTABLE | CU_MEMHOSTREGISTER_DEVICEMAP |
+                         CU_MEMHOSTREGISTER_IOMEMORY | CU_MEMHOSTREGISTER_READ_ONLY;
+  if (address == nullptr || nbytes == 0 || (flags & ~known) != 0) return false;
+  if ((flags & CU_MEMHOSTREGISTER_IOMEMORY) == 0) return true;
+  std::vector<unsigned char> found((nbytes + kPageNbytes - 1) / kPageNbytes);
+  if (mincore(address, nbytes, found.data()) != 0) return false;
+  return std::all_of(found.begin(), found.end(), [](unsigned char byte) { return byte & 1; });
+}
+
 template <typename T>
 T* at(CUdeviceptr address) {
   return reinterpret_cast<T*>(address);

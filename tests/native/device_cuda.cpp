@@ -276,9 +276,7 @@ CUresult cuStreamWaitEvent(CUstream stream, CUevent handle, unsigned flags) {
 
 CUresult cuMemHostRegister(void* address, size_t nbytes, unsigned flags) {
   CHECK(enter());
-  const unsigned known = CU_MEMHOSTREGISTER_PORTABLE | CU_MEMHOSTREGISTER_DEVICEMAP |
-                         CU_MEMHOSTREGISTER_IOMEMORY | CU_MEMHOSTREGISTER_READ_ONLY;
-  REFUSE_IF(address == nullptr || nbytes == 0 || (flags & ~known) != 0, CUDA_ERROR_INVALID_VALUE);
+  REFUSE_IF(!can_be_registered(address, nbytes, flags), CUDA_ERROR_INVALID_VALUE);
   CHECK(machine_of().settle());
   const bool is_new = machine_of().memory.pin(reinterpret_cast<uint64_t>(address), nbytes);
   return is_new ? CUDA_SUCCESS : CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED;

@@ -38,6 +38,7 @@ REFUSALS = """
 1 a word of memory that is not registered
 1 a word across words
 1 a batch from memory that is not registered
+1 registers that no processor touched
 0 memory of another device, mapped
 712 and mapped twice
 1 no order of sources

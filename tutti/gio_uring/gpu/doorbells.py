@@ -6,6 +6,7 @@ the link down on some machines. It has not run on a GPU with a drive; see docs/t
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 
 from tutti.errors import ConfigError, CudaError, Unsupported
@@ -24,6 +25,10 @@ class GpuDoorbells(Owned):
         # Whole pages: the driver maps nothing else, and the drive's queue registers fill theirs.
         self.address = address - address % mmap.PAGESIZE
         self.nbytes = -(-(address + nbytes - self.address) // mmap.PAGESIZE) * mmap.PAGESIZE
+        # vfio maps a page at its first use, also again after a reset; NVIDIA's driver takes only
+        # pages that are mapped.  A reserved word is read, which has no effect on the drive.
+        for page in range(self.address, self.address + self.nbytes, mmap.PAGESIZE):
+            _ = ctypes.c_uint32.from_address(page + mmap.PAGESIZE - 4).value
         try:
             driver.register_io(self.address, self.nbytes)
         except CudaError as error:
