@@ -11,7 +11,7 @@ from memory_controller import Faults, MemoryController
 from nvme_host import NvmeHost
 
 from store.pools import GEOMETRY, LAYOUT
-from tutti.errors import ConfigError, DeviceTimeout, Unsupported
+from tutti.errors import ConfigError, DeviceTimeout
 from tutti.gio_uring.controller_file import FileController
 from tutti.gio_uring.controller_span import SpanController
 from tutti.gio_uring.engine import PRIORITY_LOAD, Engine
@@ -185,9 +185,3 @@ def test_a_pool_on_drives_reports_each(seed: int) -> None:
         assert all(drive["read_nbytes"] > 0 and drive["written_nbytes"] > 0 for drive in stats)
         assert sum(drive["commands"] for drive in stats) == store.stats()["commands"]
     assert span.is_closed
-
-
-def test_kernels_of_a_gpu_ring_one_drive() -> None:
-    drives = [MemoryController([1 << 20]) for _ in range(2)]
-    with SpanController(drives) as span, pytest.raises(Unsupported, match="one drive"):
-        span.create_queue_pair(8, is_device=True)

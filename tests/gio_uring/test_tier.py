@@ -256,11 +256,11 @@ class OnRegisters(MemoryController):
         self.doorbell_count = 0
 
     @property
-    def doorbell_registers(self) -> tuple[int, int]:
-        return self.registers.address, 4096
+    def doorbell_registers(self) -> list[tuple[int, int]]:
+        return [(self.registers.address, 4096)]
 
-    def create_queue_pair(self, depth: int, *, is_device: bool = False) -> QueuePair:
-        pair = super().create_queue_pair(depth, is_device=is_device)
+    def create_queue_pair(self, depth: int, *, is_device: bool = False, lane: int = 0) -> QueuePair:
+        pair = super().create_queue_pair(depth, is_device=is_device, lane=lane)
         pair.struct.sq_doorbell = self.registers.address + 8 + 8 * self.doorbell_count
         pair.struct.cq_doorbell = pair.struct.sq_doorbell + 4
         self.doorbell_count += 1

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import numpy as np
 import pytest
 from gpu.device_memory import Allocation
-from memory_controller import Faults, MemoryController
+from memory_controller import Faults
 
-from store.pools import LAYOUT, controller_of, formatted, some_keys
+from store.pools import LAYOUT, controller_of, formatted, names, some_keys
 from tutti.errors import ChecksumMismatch, DeviceTimeout, TuttiError
+from tutti.gio_uring.controller import NativeController
+from tutti.gio_uring.controller_span import SpanController
 from tutti.gio_uring.gpu.device_engine import KINDS, DeviceEngine, KernelSize
 from tutti.gio_uring.gpu.driver import CudaDriver
 from tutti.gio_uring.gpu.host_engine import HostEngine
@@ -34,14 +36,19 @@ class Rig:
         modules: Modules,
         kind: str,
         timeout_s: float,
-        controller: MemoryController | None = None,
+        controller: NativeController | None = None,
+        members: Sequence[str] = ("member0",),
     ) -> None:
         # Allocated before a kernel stays, and freed after it has ended.
         self.bytes = Allocation(driver, PAGES * LAYOUT.object_nbytes)
         self.controller = controller or controller_of(formatted())
         self.store = ObjectStore(
-            self.controller, ["member0"], config=StoreConfig(timeout_s=timeout_s, verify="always")
+            self.controller, members, config=StoreConfig(timeout_s=timeout_s, verify="always")
         )
+        self.attach(driver, modules, kind)
+
+    def attach(self, driver: CudaDriver, modules: Modules, kind: str) -> None:
+        """An engine for the store, and the pages as its memory."""
         self.engine = attach(self.store, driver, modules, kind)
         self.memory = self.store.register(
             DeviceMemory.from_buffer(LAYOUT, self.bytes, PAGES, gpu=self.engine)
@@ -76,9 +83,10 @@ def rig_of(
     modules: Modules,
     kind: str,
     timeout_s: float = 20.0,
-    controller: MemoryController | None = None,
+    controller: NativeController | None = None,
+    members: Sequence[str] = ("member0",),
 ) -> Iterator[Rig]:
-    rig = Rig(driver, modules, kind, timeout_s, controller)
+    rig = Rig(driver, modules, kind, timeout_s, controller, members)
     try:
         yield rig
     finally:
@@ -86,43 +94,66 @@ def rig_of(
         rig.bytes.close()
 
 
+def check_objects_come_back(rig: Rig, rng: np.random.Generator) -> None:
+    """Puts and loads of pages in GPU memory, bit for bit, while pages of the host go both ways."""
+    content = rng.integers(0, 256, rig.bytes.nbytes, dtype=np.uint8)
+    rig.bytes.write(content)
+    keys, own = some_keys(rng, 8), some_keys(rng, 4)
+    host = rig.store.allocate_memory(4)
+    for page in range(4):
+        host.write(page, rng.bytes(LAYOUT.object_nbytes))
+    tickets = [
+        rig.store.put(keys, list(range(8)), memory=rig.memory),
+        rig.store.put(own, [0, 1, 2, 3], memory=host),
+    ]
+    assert [ticket.wait(30).stored for ticket in tickets] == [8, 4]
+    rig.bytes.write(np.zeros(rig.bytes.nbytes, np.uint8))
+    kept = [host.read(page) for page in range(4)]
+    for page in range(4):
+        host.write(page, bytes(LAYOUT.object_nbytes))
+    target = [15, 2, 9, 4, 11, 6, 13, 0]
+    loads = [
+        rig.store.load(keys, target, memory=rig.memory),
+        rig.store.load(own, [3, 2, 1, 0], memory=host),
+    ]
+    for load in loads:
+        load.wait(30)
+    assert [host.read(page) for page in (3, 2, 1, 0)] == kept
+    pages = content.reshape(LAYOUT.layers, -1)  # layer by layer, segment by segment
+    back = rig.bytes.read().reshape(LAYOUT.layers, -1)
+    for layer in range(LAYOUT.layers):
+        start = 0
+        for nbytes in LAYOUT.segments:
+            was = pages[layer, start : start + nbytes * PAGES].reshape(PAGES, nbytes)
+            now = back[layer, start : start + nbytes * PAGES].reshape(PAGES, nbytes)
+            assert (now[target] == was[:8]).all()
+            start += nbytes * PAGES
+
+
 @pytest.mark.parametrize("kind", ENGINES)
 def test_objects_come_back_beside_the_hosts_own(
     driver: CudaDriver, modules: Modules, rng: np.random.Generator, kind: str
 ) -> None:
     with rig_of(driver, modules, kind) as rig:
-        content = rng.integers(0, 256, rig.bytes.nbytes, dtype=np.uint8)
-        rig.bytes.write(content)
-        keys, own = some_keys(rng, 8), some_keys(rng, 4)
-        host = rig.store.allocate_memory(4)
-        for page in range(4):
-            host.write(page, rng.bytes(LAYOUT.object_nbytes))
-        tickets = [
-            rig.store.put(keys, list(range(8)), memory=rig.memory),
-            rig.store.put(own, [0, 1, 2, 3], memory=host),
-        ]
-        assert [ticket.wait(30).stored for ticket in tickets] == [8, 4]
-        rig.bytes.write(np.zeros(rig.bytes.nbytes, np.uint8))
-        kept = [host.read(page) for page in range(4)]
-        for page in range(4):
-            host.write(page, bytes(LAYOUT.object_nbytes))
-        target = [15, 2, 9, 4, 11, 6, 13, 0]
-        loads = [
-            rig.store.load(keys, target, memory=rig.memory),
-            rig.store.load(own, [3, 2, 1, 0], memory=host),
-        ]
-        for load in loads:
-            load.wait(30)
-        assert [host.read(page) for page in (3, 2, 1, 0)] == kept
-        pages = content.reshape(LAYOUT.layers, -1)  # layer by layer, segment by segment
-        back = rig.bytes.read().reshape(LAYOUT.layers, -1)
-        for layer in range(LAYOUT.layers):
-            start = 0
-            for nbytes in LAYOUT.segments:
-                was = pages[layer, start : start + nbytes * PAGES].reshape(PAGES, nbytes)
-                now = back[layer, start : start + nbytes * PAGES].reshape(PAGES, nbytes)
-                assert (now[target] == was[:8]).all()
-                start += nbytes * PAGES
+        check_objects_come_back(rig, rng)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_pool_on_namespaces_of_two_drives(
+    driver: CudaDriver, modules: Modules, rng: np.random.Generator, kind: str
+) -> None:
+    """Kernels ring each drive, and name a namespace as its drive does."""
+    images = formatted(members=2)
+    empty = np.zeros(images[0].size, np.uint8)
+    drives = [controller_of([empty, images[1]]), controller_of([images[0]])]
+    span = SpanController(drives, places=[(1, 1), (0, 2)])
+    with rig_of(driver, modules, kind, controller=span, members=names(2)) as rig:
+        before = [drive.stats().commands for drive in drives]
+        check_objects_come_back(rig, rng)
+        assert all(
+            drive.stats().commands > count for drive, count in zip(drives, before, strict=True)
+        )
+        assert not drives[0].medium(1).any(), "the other namespace"
 
 
 @pytest.mark.parametrize("kind", ENGINES)

@@ -128,13 +128,20 @@ class NativeController(Owned):
         return [(i % lanes, i + 1) for i in range(self.info.namespaces)]
 
     @property
+    def device_routes(self) -> list[tuple[int, int]]:
+        """As `routes`, for a device's queue pairs: the first lane has every namespace."""
+        return [(0, nsid) for nsid in range(1, self.info.namespaces + 1)]
+
+    @property
     def is_closed(self) -> bool:
         return not self._finalizer.alive
 
     @property
-    def doorbell_registers(self) -> tuple[int, int] | None:
-        """(address, bytes) of doorbells that are a drive's registers; None where they are words."""
-        return None
+    def doorbell_registers(self) -> list[tuple[int, int]]:
+        """(address, bytes) of doorbells that are a drive's registers, by lane; none where they are
+        words.
+        """
+        return []
 
     def check_places(self) -> None:
         """Raises PoolMoved where a file is no longer what was opened under its name."""
@@ -168,8 +175,8 @@ class NativeController(Owned):
         """A new queue pair of a lane, at any time; its `close` releases the place.
 
         is_device: kernels of a GPU submit and reap here, with a copy of the submitter's words in
-        GPU memory. While they are at work, announce it with `expect_rings`; their queue pairs are
-        of lane 0, which executes commands to every namespace.
+        GPU memory. While they are at work, announce it with `expect_rings`; `device_routes` tells
+        which lanes they need.
         Its rings are not registered memory: no transfer can name them.
         Raises ConfigError for an unacceptable depth or too many queue pairs.
         """

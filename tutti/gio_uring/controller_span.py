@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Sequence
 from typing import Any
 
-from tutti.errors import ConfigError, TuttiError, Unsupported
+from tutti.errors import ConfigError, TuttiError
 from tutti.gio_uring.controller import (
     HAS_VOLATILE_CACHE,
     ControllerInfo,
@@ -77,6 +77,14 @@ class SpanController(NativeController):
         return self.places
 
     @property
+    def device_routes(self) -> list[tuple[int, int]]:
+        return self.places
+
+    @property
+    def doorbell_registers(self) -> list[tuple[int, int]]:
+        return [registers for drive in self.drives for registers in drive.doorbell_registers]
+
+    @property
     def gone(self) -> list[str]:
         """The addresses of the drives that were lost."""
         drives = [drive for drive in self.drives if isinstance(drive, VfioController)]
@@ -105,16 +113,13 @@ class SpanController(NativeController):
             del self._buffers[region.address]
 
     def create_queue_pair(self, depth: int, *, is_device: bool = False, lane: int = 0) -> QueuePair:
-        """As NativeController.create_queue_pair, on one of the drives.
-
-        Raises Unsupported for a device's: its kernels would reach one of several drives.
-        """
+        """As NativeController.create_queue_pair, on one of the drives."""
         self._check_open()
-        if is_device and len(self.drives) > 1:
-            raise Unsupported(
-                "GPU kernels ring one drive so far; give one drive, or use the host engine"
-            )
         return self.drives[lane].create_queue_pair(depth, is_device=is_device)
+
+    def expect_rings(self, is_busy: bool) -> None:
+        for drive in self.drives:
+            drive.expect_rings(is_busy)
 
     def served_by(self, server: Server) -> None:
         super().served_by(server)

@@ -333,13 +333,13 @@ class VfioController(NativeController):
         self._rings.remove(queue_pair.memory)
 
     @property
-    def doorbell_registers(self) -> tuple[int, int] | None:
-        """Where its doorbells lie and how many bytes; None while shadow doorbells are rung."""
+    def doorbell_registers(self) -> list[tuple[int, int]]:
+        """Where its doorbells lie and how many bytes; none while shadow doorbells are rung."""
         if self._shadow:
-            return None
+            return []
         stride = self.admin.capabilities.doorbell_nbytes
         base = int(_lib().gio_vfio_controller_doorbells(self.handle))
-        return base, 2 * (self.queues_granted + 1) * stride
+        return [(base, 2 * (self.queues_granted + 1) * stride)]
 
     def _aim_doorbells(self, queue_pair: QueuePair) -> None:
         """Submitters ring the drive itself, or its shadow doorbells."""

@@ -19,12 +19,13 @@ from tutti.gio_uring.gpu import device_engine as gpu_device_engine
 from tutti.gio_uring.gpu import modules as gpu_modules
 from tutti.gio_uring.gpu import persistent as gpu_persistent
 from tutti.gio_uring.gpu.batch import KernelMover
-from tutti.gio_uring.gpu.device_engine import KERNEL_S, DeviceEngine, KernelSize, split_shares
+from tutti.gio_uring.gpu.device_engine import KERNEL_S, DeviceEngine, KernelSize
 from tutti.gio_uring.gpu.device_job import DeviceJob
 from tutti.gio_uring.gpu.driver import SmResource
 from tutti.gio_uring.gpu.host_engine import HostEngine
 from tutti.gio_uring.gpu.memory import TableMemory
 from tutti.gio_uring.gpu.modules import CubinCache, DeviceSource, Modules
+from tutti.gio_uring.gpu.queues import split_shares
 from tutti.gio_uring.iocb import RUN_DTYPE, Extents, PagedMemory
 from tutti.gio_uring.nvme_spec import (
     OPCODE_READ,

@@ -33,7 +33,7 @@ class Choice:
 
 def tier_of(controller: NativeController) -> str:
     """T1 where a GPU would ring a drive's registers, T0 where doorbells are words."""
-    return "T0" if controller.doorbell_registers is None else "T1"
+    return "T1" if controller.doorbell_registers else "T0"
 
 
 def choose_engine(

@@ -13,7 +13,6 @@ new work and keeps that memory until `close` has reset the controller.
 
 from __future__ import annotations
 
-import itertools
 import logging
 import threading
 import time
@@ -21,7 +20,6 @@ from contextlib import ExitStack
 from typing import Any, NamedTuple, Unpack
 
 import numpy as np
-import numpy.typing as npt
 
 from tutti.arrays import U32, U64
 from tutti.callbacks import Guard
@@ -38,7 +36,7 @@ from tutti.gio_uring.gpu.memory import LeaseOwner, TableMemory, retain_until_exi
 from tutti.gio_uring.gpu.modules import Modules
 from tutti.gio_uring.gpu.parameters import BLOCK_THREADS_MAX, QueueShareStruct
 from tutti.gio_uring.gpu.persistent import PersistentKernel
-from tutti.gio_uring.gpu.queues import DeviceQueues
+from tutti.gio_uring.gpu.queues import DeviceQueues, lanes_of
 from tutti.gio_uring.gpu.stream_queue import Needed, StreamQueue, wait_until
 from tutti.gio_uring.iocb import CutStruct, Extents, IocbStruct, PagedMemory
 from tutti.gio_uring.nvme_spec import OPCODE_READ, PSDT_SGL, STATUS_TIMED_OUT
@@ -60,8 +58,8 @@ _log = logging.getLogger(__name__)
 class KernelSize(NamedTuple):
     """How much of a GPU and of a drive's queues the kernels take.
 
-    shares: queue pairs, and blocks that drive them.  depth: of each queue pair.  move_blocks: of
-    the kernel that moves slices, for "launch".  command_nbytes_max: of one command.
+    shares: queue pairs of a drive, and blocks that drive them.  depth: of each queue pair.
+    move_blocks: of the kernel that moves slices, for "launch".  command_nbytes_max: of one command.
     """
 
     shares: int = 4
@@ -102,18 +100,9 @@ class DeviceEngine(Owned):
     ) -> None:
         if kind not in KINDS:
             raise ConfigError(f"the engine {kind!r} does not exist; use one of {', '.join(KINDS)}")
-        shares = kernels.shares
-        if kind == "persistent" and shares > (sms := driver.sm_resource().count):
-            raise ConfigError(
-                f"{shares} blocks that stay do not fit {sms} multiprocessors, and those that never "
-                "start owner up every layer; take fewer shares"
-            )
+        if kind == "persistent":
+            _check_staying(driver, kernels.shares * lanes_of(controller))
         self._limits_kernels = driver.limits_kernels
-        if kind == "persistent" and self._limits_kernels:
-            raise Unsupported(
-                "the driver ends kernels that run long (KERNEL_EXEC_TIMEOUT), and the engine "
-                "persistent has one that stays; use launch, or a GPU without a display"
-            )
         self.driver = driver
         self.name = kind
         self._controller = controller
@@ -134,7 +123,12 @@ class DeviceEngine(Owned):
             )
             undo.callback(self.stream_queue.close, TIMEOUT_S)
             self._queues = DeviceQueues(
-                driver, controller, self._tables, self.stream_queue.stream, shares, kernels.depth
+                driver,
+                controller,
+                self._tables,
+                self.stream_queue.stream,
+                kernels.shares,
+                kernels.depth,
             )
             undo.callback(self._queues.close)
             if not self.wait_idle(TIMEOUT_S):  # the kernel that stays is on another stream
@@ -251,6 +245,7 @@ class DeviceEngine(Owned):
         runs = extents.commands(
             CutStruct(extents.slice_nlb, self._lba_nbytes, self._command_nlb, slices_max)
         )
+        runs, parts = self._queues.split(runs)
         io = IocbStruct()
         io.n_runs, io.n_pages, io.n_layers, io.n_segments = runs.size, pages, starts.size, 1
         io.segment_nbytes[0], io.segment_stride[0] = sum(memory.segment_nbytes), stride
@@ -259,7 +254,7 @@ class DeviceEngine(Owned):
         io.opcode, io.lba_shift = opcode, info.lba_shift
         io.slice_nlb, io.layer_stride_nlb = extents.slice_nlb, extents.layer_stride_nlb
         io.psdt = PSDT_SGL if info.sgl_descriptors else 0
-        shares = [self._share(q, *part) for q, part in enumerate(split_shares(runs, queues.count))]
+        shares = [self._share(q, *part) for q, part in enumerate(parts)]
         return Commands(io, runs, np.arange(pages, dtype=np.uint32), starts, shares)
 
     def _share(self, number: int, first: int, count: int) -> QueueShareStruct:
@@ -432,9 +427,15 @@ class DeviceEngine(Owned):
         self._tables.close()
 
 
-def split_shares(runs: npt.NDArray[np.void], count: int) -> list[tuple[int, int]]:
-    """(first, number) of each of `count` shares: equally many runs, no slice in two of them."""
-    whole = np.append(np.flatnonzero(runs["skip"] == 0), runs.size)
-    wanted = np.arange(count + 1) * runs.size // count
-    cuts = whole[np.searchsorted(whole, wanted)].tolist()
-    return [(first, last - first) for first, last in itertools.pairwise(cuts)]
+def _check_staying(driver: Driver, blocks: int) -> None:
+    """Raises where a kernel of so many blocks cannot stay."""
+    if blocks > (sms := driver.sm_resource().count):
+        raise ConfigError(
+            f"{blocks} blocks that stay do not fit {sms} multiprocessors, and those that never "
+            "start hold up every layer; take fewer shares"
+        )
+    if driver.limits_kernels:
+        raise Unsupported(
+            "the driver ends kernels that run long (KERNEL_EXEC_TIMEOUT), and the engine "
+            "persistent has one that stays; use launch, or a GPU without a display"
+        )

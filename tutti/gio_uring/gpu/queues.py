@@ -6,6 +6,7 @@ with the controller has one writer each.
 
 from __future__ import annotations
 
+import itertools
 from contextlib import ExitStack
 from dataclasses import dataclass
 
@@ -17,6 +18,7 @@ from tutti.gio_uring.gpu.batch import TableImage
 from tutti.gio_uring.gpu.doorbells import GpuDoorbells
 from tutti.gio_uring.gpu.driver import Driver
 from tutti.gio_uring.gpu.memory import LeaseOwner, PinnedMemory, TableMemory
+from tutti.gio_uring.iocb import Runs
 from tutti.gio_uring.memory import HostBuffer
 from tutti.gio_uring.queue_pair import QueuePair, QueuePairStruct
 from tutti.process import Owned
@@ -34,7 +36,8 @@ class DeviceQueue:
 
 
 class DeviceQueues(Owned):
-    """Queue pairs of one controller, which may serve other producers already.
+    """Queue pairs of one controller, which may serve other producers already; `shares` for each
+    lane that its namespaces need, such as a drive.
 
     scratch, zeros: one LBA each that commands may name, as the controller addresses them.
     """
@@ -45,32 +48,35 @@ class DeviceQueues(Owned):
         controller: NativeController,
         tables: TableMemory,
         stream: int,
-        count: int,
+        shares: int,
         depth: int,
     ) -> None:
-        self.count = count
+        self._routes = np.array(controller.device_routes, np.int64)
+        self._shares = shares
+        lanes = np.repeat(np.arange(lanes_of(controller)), shares).tolist()
+        self.count = len(lanes)
         with ExitStack() as undo:
             lba_nbytes = controller.info.lba_nbytes
             lists_nbytes = self.count * depth * LIST_NBYTES
             buffer = HostBuffer(lists_nbytes + 2 * lba_nbytes)
-            registers = controller.doorbell_registers
-            doorbells = GpuDoorbells(driver, *registers) if registers else None
-            if doorbells is not None:
-                undo.callback(doorbells.close)
+            doorbells: list[GpuDoorbells] = []
+            for registers in controller.doorbell_registers:
+                doorbells.append(GpuDoorbells(driver, *registers))
+                undo.callback(doorbells[-1].close)
             #: How kernels ring: the end of their names.
-            self.ring = "mmio" if registers else "word"
+            self.ring = "mmio" if doorbells else "word"
             undo.callback(controller.register(buffer).close)
             lists = PinnedMemory(driver, buffer)
             undo.callback(lists.close)
             self.scratch = buffer.address + lists_nbytes
             self.zeros = self.scratch + lba_nbytes
             images = []
-            for _ in range(self.count):
-                pair = controller.create_queue_pair(depth, is_device=True)
+            for lane in lanes:
+                pair = controller.create_queue_pair(depth, is_device=True, lane=lane)
                 undo.callback(pair.close)
                 pinned = PinnedMemory(driver, pair.memory)
                 undo.callback(pinned.close)
-                images.append(_image(pair, pinned, doorbells or pinned))
+                images.append(_image(pair, pinned, doorbells[lane] if doorbells else pinned))
             nbytes = sum(image.nbytes for image, _ in images)
             lease = tables.lease(nbytes, _TIMEOUT_S, LeaseOwner())
             self.queues: list[DeviceQueue] = []
@@ -89,9 +95,38 @@ class DeviceQueues(Owned):
             tables.upload(lease, offset, stream)
             self._undo = undo.pop_all()
 
+    def split(self, runs: Runs) -> tuple[Runs, list[tuple[int, int]]]:
+        """Runs as the lanes know their namespaces, lane after lane, and (first, number) of those of
+        each queue pair: equally many of a lane, no slice in two of them.
+        """
+        lane, nsid = self._routes[runs["nsid"].astype(np.int64) - 1].T
+        order = np.argsort(lane, kind="stable")
+        runs, lane = runs[order], lane[order]
+        runs["nsid"] = nsid[order]
+        ends = np.searchsorted(lane, np.arange(self.count // self._shares + 1))
+        parts = [
+            (first + int(start), number)
+            for start, end in itertools.pairwise(ends)
+            for first, number in split_shares(runs[start:end], self._shares)
+        ]
+        return runs, parts
+
     def close(self) -> None:
         """Releases the memory; the controller has been reset.  A second call does nothing."""
         self._undo.close()
+
+
+def lanes_of(controller: NativeController) -> int:
+    """How many lanes kernels ring to reach every namespace."""
+    return 1 + max(lane for lane, _ in controller.device_routes)
+
+
+def split_shares(runs: Runs, count: int) -> list[tuple[int, int]]:
+    """(first, number) of each of `count` shares: equally many runs, no slice in two of them."""
+    whole = np.append(np.flatnonzero(runs["skip"] == 0), runs.size)
+    wanted = np.arange(count + 1) * runs.size // count
+    cuts = whole[np.searchsorted(whole, wanted)].tolist()
+    return [(first, last - first) for first, last in itertools.pairwise(cuts)]
 
 
 def _image(
