@@ -317,11 +317,6 @@ void gio_controller_expect_rings(Controller* controller, int change) {
   controller->expect_rings(change);
 }
 
-void gio_controller_late(Controller* controller, const gio::QueuePair* qp, uint32_t cid,
-                         uint64_t deadline_ns) {
-  controller->late(*qp, cid, deadline_ns);
-}
-
 uint32_t gio_controller_service(Controller* controller, uint64_t timeout_ns) {
   return controller->service(timeout_ns);
 }

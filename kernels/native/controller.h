@@ -183,9 +183,6 @@ TUTTI_API int gio_controller_attach(gio::Controller*, const gio::QueuePair* qp);
 TUTTI_API int gio_controller_detach(gio::Controller*, const gio::QueuePair* qp,
                                     uint64_t timeout_ns);
 TUTTI_API void gio_controller_expect_rings(gio::Controller*, int change);
-// For submitters that no engine watches over: see Controller::late.
-TUTTI_API void gio_controller_late(gio::Controller*, const gio::QueuePair* qp, uint32_t cid,
-                                   uint64_t deadline_ns);
 TUTTI_API uint32_t gio_controller_service(gio::Controller*, uint64_t timeout_ns);
 TUTTI_API int gio_controller_start(gio::Controller*);
 TUTTI_API void gio_controller_stop(gio::Controller*);

@@ -25,7 +25,6 @@ _PROTOTYPES: native.Prototypes = {
     "gio_controller_attach": (_I, (_P, _P)),
     "gio_controller_detach": (_I, (_P, _P, _U64)),
     "gio_controller_expect_rings": (None, (_P, _I)),
-    "gio_controller_late": (None, (_P, _P, _U32, _U64)),
     "gio_controller_service": (_U32, (_P, _U64)),
     "gio_controller_start": (_I, (_P,)),
     "gio_controller_stop": (None, (_P,)),

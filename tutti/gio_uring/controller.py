@@ -230,16 +230,6 @@ class NativeController(Owned):
         if not self.is_closed:  # such producers have queue pairs of the first lane
             self._lib.gio_controller_expect_rings(self.handle, 1 if is_busy else -1)
 
-    def late(self, queue_pair: QueuePair, cid: int, deadline_ns: int) -> None:
-        """Reports a command of a device's queue pair that is past its deadline (CLOCK_MONOTONIC).
-
-        On a drive that leads to an abort and then to a reset. Tell it again every few milliseconds
-        until the command has ended. An engine does so for its own commands.
-        """
-        address = queue_pair.struct_address
-        handle = self.handles[queue_pair.lane]
-        self._lib.gio_controller_late(handle, address, cid, deadline_ns)
-
     def served_by(self, server: Server) -> None:
         """Names the engine whose thread serves the queues until it is closed: it resets, too."""
         self._server = weakref.ref(server)
