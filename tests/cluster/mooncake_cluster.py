@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import os
+import shutil
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,44 +16,100 @@ from pathlib import Path
 import pytest
 
 WAIT_S = 30.0
+_HERE = "127.0.0.1"
+_ROOT = Path(__file__).resolve().parents[2]
 
 
 def free_port() -> int:
     with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
+        probe.bind((_HERE, 0))
         return int(probe.getsockname()[1])
 
 
-def _program(name: str) -> str:
-    """The program itself; what pip installs on PATH is a wrapper that a kill would not pass on."""
+def _folder() -> Path:
+    """Where Mooncake is: in this environment, or in the project's own (`make mooncake`)."""
     spec = importlib.util.find_spec("mooncake")
-    if spec is None or spec.origin is None:
+    if spec is not None and spec.origin is not None:
+        return Path(spec.origin).parent
+    found = next(_ROOT.glob(".venv/lib/python*/site-packages/mooncake"), None)
+    if found is None:
         pytest.skip("mooncake-transfer-engine-non-cuda is not installed")
-    return str(Path(spec.origin).with_name(name))
+    return found
+
+
+def python() -> str:
+    """An interpreter that can import Mooncake, for `tutti serve --remote`."""
+    folder = _folder()
+    if folder.is_relative_to(sys.prefix):
+        return sys.executable
+    return str(folder.parents[3] / "bin" / "python")
+
+
+class Far:
+    """A network of its own behind a cable, which can be cut, for segment servers.  Needs root."""
+
+    address, _NEAR = "10.199.83.2", "10.199.83.1"
+
+    def __init__(self) -> None:
+        if os.geteuid() or not all(map(shutil.which, ("ip", "unshare", "nsenter"))):
+            pytest.skip("network namespaces need root, ip, unshare and nsenter")
+        self._holder = subprocess.Popen(["unshare", "--net", "sleep", "600"])
+        self.enter = ("nsenter", f"--net=/proc/{self._holder.pid}/ns/net")
+        self.near = self._NEAR
+        ours = os.readlink("/proc/self/ns/net")
+        deadline_s = time.monotonic() + WAIT_S
+        while os.readlink(f"/proc/{self._holder.pid}/ns/net") == ours:
+            assert time.monotonic() < deadline_s, "no network namespace was made"
+            time.sleep(0.01)
+        peer = f"peer name tutti-far netns {self._holder.pid}"
+        made = subprocess.run(f"ip link add tutti-near type veth {peer}".split(), check=False)
+        if made.returncode:
+            self.close()
+            pytest.skip("this kernel has no veth devices")
+        for command in (
+            ["ip", "addr", "add", f"{self._NEAR}/30", "dev", "tutti-near"],
+            ["ip", "link", "set", "tutti-near", "up"],
+            [*self.enter, "ip", "addr", "add", f"{self.address}/30", "dev", "tutti-far"],
+            [*self.enter, "ip", "link", "set", "lo", "up"],
+        ):
+            subprocess.run(command, check=True)
+        self.connect(True)
+
+    def connect(self, whole: bool) -> None:
+        """Cuts or mends the cable; packets of a cut one are lost without an error."""
+        state = "up" if whole else "down"
+        subprocess.run([*self.enter, "ip", "link", "set", "tutti-far", state], check=True)
+
+    def close(self) -> None:
+        """The devices end with their network."""
+        self._holder.kill()
+        self._holder.wait(WAIT_S)
 
 
 class Cluster:
-    """One master and its segment servers, over TCP on 127.0.0.1."""
+    """One master and its segment servers, over TCP on 127.0.0.1, or some of them far away."""
 
-    def __init__(self, logs: Path) -> None:
+    def __init__(self, logs: Path, address: str = _HERE) -> None:
         self._logs = logs
+        self._address = address
         self.port = free_port()
         self.segments: list[subprocess.Popen[bytes]] = []
         self.master = self._start("mooncake_master", *self._master_options())
 
     def url(self, **options: object) -> str:
         query = "&".join(f"{name}={value}" for name, value in options.items())
-        return f"mooncake://127.0.0.1:{self.port}?{query}"
+        return f"mooncake://{self._address}:{self.port}?{query}"
 
-    def add_segment(self, size: str = "64MB") -> subprocess.Popen[bytes]:
+    def add_segment(self, size: str = "64MB", far: Far | None = None) -> subprocess.Popen[bytes]:
         segment = self._start(
             "mooncake_client",
-            "--host=127.0.0.1",
+            f"--host={self._address if far is None else far.address}",
             f"--port={free_port()}",
-            f"--master_server_address=127.0.0.1:{self.port}",
+            f"--master_server_address={self._address}:{self.port}",
             "--metadata_server=P2PHANDSHAKE",
             "--protocol=tcp",
             f"--global_segment_size={size}",
+            enter=() if far is None else far.enter,
         )
         self.segments.append(segment)
         return segment
@@ -61,16 +119,20 @@ class Cluster:
 
     def _master_options(self) -> list[str]:
         return [
-            "--rpc_address=127.0.0.1",
+            f"--rpc_address={self._address}",
             f"--rpc_port={self.port}",
-            "--metrics_host=127.0.0.1",
+            f"--metrics_host={_HERE}",
             f"--metrics_port={free_port()}",
             "--client_ttl=5",
         ]
 
-    def _start(self, name: str, *options: str) -> subprocess.Popen[bytes]:
+    def _start(
+        self, name: str, *options: str, enter: tuple[str, ...] = ()
+    ) -> subprocess.Popen[bytes]:
+        # The program itself; what pip installs on PATH is a wrapper that a kill would not pass on.
+        command = [*enter, str(_folder() / name), *options]
         with open(self._logs / f"{name}.log", "ab") as log:
-            process = subprocess.Popen([_program(name), *options], stdout=log, stderr=log)
+            process = subprocess.Popen(command, stdout=log, stderr=log)
         if name == "mooncake_master":
             deadline_s = time.monotonic() + WAIT_S
             while not self._answers():
@@ -80,7 +142,8 @@ class Cluster:
         return process
 
     def _answers(self) -> bool:
-        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self.port), 1):
+        address = (self._address, self.port)
+        with contextlib.suppress(OSError), socket.create_connection(address, 1):
             return True
         return False
 
@@ -91,10 +154,10 @@ class Cluster:
 
 
 @contextlib.contextmanager
-def running(folder: Path, segments: int = 1) -> Iterator[Cluster]:
+def running(folder: Path, segments: int = 1, address: str = _HERE) -> Iterator[Cluster]:
     os.environ.setdefault("GLOG_minloglevel", "2")
     folder.mkdir()
-    cluster = Cluster(folder)
+    cluster = Cluster(folder, address)
     try:
         for _ in range(segments):
             cluster.add_segment()

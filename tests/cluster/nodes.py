@@ -23,10 +23,10 @@ def content(key: bytes) -> bytes:
     return np.random.default_rng(list(key)).bytes(LAYOUT.object_nbytes)
 
 
-def until(condition: Callable[[], Any], what: str) -> None:
+def until(condition: Callable[[], Any], what: str | Callable[[], str]) -> None:
     deadline_s = time.monotonic() + WAIT_S
     while not condition():
-        assert time.monotonic() < deadline_s, what
+        assert time.monotonic() < deadline_s, what if isinstance(what, str) else what()
         time.sleep(0.01)
 
 
@@ -64,7 +64,7 @@ class Node:
 
     def find(self, keys: Keys) -> None:
         """Looks up until all are there."""
-        until(lambda: self.store.match(keys) == len(keys), f"not fetched: {self.remote()}")
+        until(lambda: self.store.match(keys) == len(keys), lambda: f"not fetched: {self.remote()}")
 
     def settle(self, name: str, least: int = 1) -> None:
         until(lambda: self.remote()[name] >= least, f"{name} stays below {least}")

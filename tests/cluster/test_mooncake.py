@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import signal
 import socket
@@ -14,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from cluster.mooncake_cluster import Cluster, running
+from cluster.mooncake_cluster import Cluster, Far, running
 from cluster.nodes import PAGES, Node, nodes, until
 from node.agents import LAYOUT, start_process
 
@@ -127,6 +128,34 @@ def test_a_killed_master_costs_misses_only(tmp_path: Path, cluster: Cluster, see
         shared(first, new)
         second.find(new)
         second.load(new)
+
+
+def test_a_partition_costs_its_deadline_only(tmp_path: Path, seed: int) -> None:
+    """Packets to and from the segment server are lost, while the master is reached."""
+    rng = np.random.default_rng(seed)
+    keys, own = some_keys(rng, PAGES), some_keys(rng, PAGES)
+    with contextlib.closing(Far()) as far, running(tmp_path / "m", 0, far.near) as cluster:
+        cluster.add_segment(far=far)
+        with nodes(tmp_path, tier(cluster)) as (first, second):
+            shared(first, keys)
+            far.connect(False)
+            second.miss(keys, "failures")
+            serve_well(second, own)
+            assert second.store.match(keys) == 0
+            far.connect(True)
+            cluster.add_segment()  # the master may have given up the one that was away
+
+            def come_across() -> bool:
+                new = some_keys(rng, 2)
+                shared(first, new)
+                deadline_s = time.monotonic() + 3.0
+                while second.store.match(new) < 2 and time.monotonic() < deadline_s:
+                    time.sleep(0.1)
+                if found := second.store.match(new):
+                    second.load(new[:found])
+                return found == 2
+
+            until(come_across, "pages do not come across any more")
 
 
 def test_replicas_outlive_one_segment_server(tmp_path: Path, cluster: Cluster, seed: int) -> None:
