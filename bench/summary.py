@@ -17,7 +17,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from tutti.bench import eviction, freshness, soak_report, threads, window
+from tutti.bench import agent, eviction, freshness, soak_report, threads, window
 from tutti.bench.compare import commits
 from tutti.bench.gpu import report as gpu_report
 from tutti.bench.peers import run as peers
@@ -199,6 +199,7 @@ def _simulate(result: dict[str, Any]) -> str:
 
 
 _KINDS: dict[str, Callable[[dict[str, Any]], str]] = {
+    "agent": _table_of(agent),
     "commits": _table_of(commits),
     "compare": _compare,
     "eviction": _table_of(eviction),

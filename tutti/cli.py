@@ -75,6 +75,7 @@ COMMANDS = (
     ("bench peers", "bench:add_peers", "compare with SGLang's backends, plain files and fio"),
     ("bench ring", "bench:add_ring", "commands per second of the rings alone"),
     ("bench threads", "bench:add_threads", "what service threads and digest workers add"),
+    ("bench agent", "bench:add_agent", "what look-ups and plans cost over the agent's socket"),
     ("bench submit", "bench:add_submit", "CPU time and driver calls of a load to a GPU"),
     ("bench window", "bench:add_window", "how soon layers of a load arrive, and what that costs"),
     ("bench placement", "bench:add_placement", "show where commands went on a drive"),

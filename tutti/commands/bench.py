@@ -46,6 +46,12 @@ is read from a disk; the numbers are what the engine itself can do on this machi
 _THREADS_EXAMPLE = """\
 example:
   tutti bench threads"""
+_AGENT = """\
+Starts an agent and asks it for look-ups and for plans of loads and puts, in turns with the same
+work in this process.  The difference is what the socket costs.  No pages are moved."""
+_AGENT_EXAMPLE = """\
+example:
+  tutti bench agent --dir /mnt/nvme"""
 _SUBMIT = """\
 Submits loads to GPU memory through every engine and mover, with a driver that does nothing and no
 medium: microseconds of CPU, driver calls and argument bytes of a batch and of each of its layers,
@@ -155,6 +161,7 @@ add_peers = bench_command("peers.run", _PEERS, _PEERS_EXAMPLE)
 add_ring = bench_command("ring", _RING, _RING_EXAMPLE)
 add_window = bench_command("window", _WINDOW, _WINDOW_EXAMPLE)
 add_threads = bench_command("threads", _THREADS, _THREADS_EXAMPLE)
+add_agent = bench_command("agent", _AGENT, _AGENT_EXAMPLE)
 add_submit = bench_command("submit", _SUBMIT, _SUBMIT_EXAMPLE)
 add_slack = bench_command("slack.run", _SLACK, _SLACK_EXAMPLE)
 add_placement = bench_command("placement", _PLACEMENT, _PLACEMENT_EXAMPLE)

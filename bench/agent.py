@@ -1,0 +1,218 @@
+"""What the agent's socket costs: look-ups and plans through it and in one process, in turns.
+
+The agent is a process of its own, as users start it.  Both pools hold the same pages.  Nothing is
+moved: a plan is asked for and given up, which the times leave out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+
+from tutti.arrays import Keys
+from tutti.bench.environment import describe
+from tutti.bench.statistics import bootstrap_median, interval_text, percentile, ratios
+from tutti.checks import whole
+from tutti.errors import DeviceTimeout, Unsupported
+from tutti.gio_uring.nvme_spec import STATUS_CANCELLED
+from tutti.interface import Store
+from tutti.medium.layout import KVLayout
+from tutti.node.client import NodeStore
+from tutti.node.messages import Moved, Plan, PlanLoad, PlanPut, Written, packed_status
+from tutti.node.pool_service import PoolService
+from tutti.store import open as open_pool
+from tutti.terminal import ProgressFactory, table
+
+HEAD = ("call", "agent us", "p99", "in process us", "p99", "agent over process", "bar us", "")
+_LAYOUT = KVLayout.mha(
+    layers=4, kv_heads=2, head_dim=64, page_size=16, dtype="bfloat16", model="bench"
+)
+_CAPACITY = "256MiB"
+_WAIT_S = 30.0
+_BARS_US = {"look-up": 500.0, "load plan": 150.0, "put plan": 150.0}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments of `tutti bench agent`."""
+    parser.add_argument("--dir", type=Path, default=Path(), help="where the pools are made")
+    parser.add_argument("--rounds", type=int, default=400, help="calls of each kind per side")
+    parser.add_argument("--pages", type=int, default=1024, help="of a look-up")
+    parser.add_argument("--batch", type=int, default=128, help="pages of a plan")
+    parser.add_argument("--seed", type=int, default=1, help="of the keys")
+
+
+class _Side:
+    """One way to a pool.  plan: of keys, and what gives it up."""
+
+    def __init__(self, store: Store, plan: Callable[[Any], Callable[[], None]]) -> None:
+        self.store, self._plan = store, plan
+        self.times_us: dict[str, list[float]] = {name: [] for name in _BARS_US}
+
+    def fill(self, keys: Keys) -> None:
+        """Stores the pages that are looked up."""
+        memory = self.store.allocate_memory(len(keys))
+        self.store.put(keys, range(len(keys)), memory=memory).wait(_WAIT_S)
+        self.store.load(keys, range(len(keys)), memory=memory).wait(_WAIT_S)  # digests are known
+        self.store.unregister(memory)
+
+    def measure(self, keys: Keys, new: Keys, batch: int) -> None:
+        """One call of each kind.  new: keys that no pool has."""
+        start_ns = time.perf_counter_ns()
+        assert self.store.match(keys) == len(keys), "the pages are there"
+        self.times_us["look-up"].append((time.perf_counter_ns() - start_ns) / 1000)
+        first = int(new[0, 0]) % (len(keys) - batch + 1)
+        for name, message in (
+            ("load plan", PlanLoad(keys[first : first + batch].tobytes())),
+            ("put plan", PlanPut(new.tobytes())),
+        ):
+            start_ns = time.perf_counter_ns()
+            give_up = self._plan(message)
+            self.times_us[name].append((time.perf_counter_ns() - start_ns) / 1000)
+            give_up()
+
+
+def _through_socket(store: NodeStore) -> Callable[[Any], Callable[[], None]]:
+    session = store._kept.need()
+
+    def plan(message: PlanLoad | PlanPut) -> Callable[[], None]:
+        made: Plan = session.plan(message, _WAIT_S)
+
+        def give_up() -> None:
+            over = threading.Event()
+            if isinstance(message, PlanPut):
+                session.await_written(made.number, lambda _: over.set())
+            else:
+                over.set()
+            session.give_up(made.jobs)
+            if not over.wait(_WAIT_S):
+                raise DeviceTimeout("the agent does not end a put; look at its log")
+            store.call("stats")  # after all reports
+
+        return give_up
+
+    return plan
+
+
+def _in_process(service: PoolService) -> Callable[[Any], Callable[[], None]]:
+    """What the agent does for a request, without the socket and its messages."""
+    ended: list[Written] = []
+    session = service.open_session(os.getpid(), ended.append)
+
+    def plan(message: PlanLoad | PlanPut) -> Callable[[], None]:
+        is_put = isinstance(message, PlanPut)
+        made = session.plan_put(message) if is_put else session.plan_load(message)  # type: ignore[arg-type]
+
+        def give_up() -> None:
+            for job in made.jobs:
+                cancelled = np.full(len(job.rows) // 4, STATUS_CANCELLED, np.uint32)
+                session.moved(Moved(job.job, packed_status(cancelled)))
+
+        return give_up
+
+    return plan
+
+
+@contextmanager
+def _agent(folder: Path) -> Iterator[str]:
+    """A process of `tutti serve`; its socket."""
+    path = str(folder / "s")
+    command = [sys.executable, "-m", "tutti.cli", "serve", "--folder", str(folder)]
+    command += ["--capacity", "1GiB", "--socket", path]
+    with subprocess.Popen(
+        command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            assert process.stderr is not None
+            if not any(line.startswith("serving on") for line in process.stderr):
+                raise Unsupported("the agent did not start; run `tutti serve` to see why")
+            yield path
+        finally:
+            process.terminate()
+
+
+def run(args: argparse.Namespace, progress: ProgressFactory) -> dict[str, Any]:
+    """Calls on both sides in turns.  Raises ConfigError."""
+    rounds, pages = whole("--rounds", args.rounds, 3, 10**6), whole("--pages", args.pages, 1, 4096)
+    batch = whole("--batch", args.batch, 1, pages)
+    rng = np.random.default_rng(args.seed)
+    keys = rng.integers(0, 256, (pages, 16), np.uint8)
+    with ExitStack() as stack, progress("agent", rounds) as bar:
+        folder = Path(stack.enter_context(TemporaryDirectory(dir=args.dir)))
+        path = stack.enter_context(_agent(folder))
+        remote = stack.enter_context(NodeStore(path, _LAYOUT, _CAPACITY))
+        local = stack.enter_context(
+            open_pool(str(folder / "own"), _LAYOUT, _CAPACITY, profile=None)
+        )
+        service = PoolService(local)
+        sides = (_Side(remote, _through_socket(remote)), _Side(local, _in_process(service)))
+        for side in sides:
+            side.fill(keys)
+        for number in range(rounds):
+            new = rng.integers(0, 256, (batch, 16), np.uint8)
+            for side in sides if number % 2 else reversed(sides):
+                side.measure(keys, new, batch)
+            bar.advance(1)
+        rows = [_row(name, *(side.times_us[name] for side in sides)) for name in _BARS_US]
+    return {
+        "benchmark": "agent",
+        "rows": rows,
+        "pages": pages,
+        "batch": batch,
+        "rounds": rounds,
+        "machine": describe(args.dir),
+    }
+
+
+def _row(name: str, agent_us: Sequence[float], own_us: Sequence[float]) -> dict[str, Any]:
+    found = bootstrap_median(agent_us)
+    return {
+        "call": name,
+        "agent_us": found.to_dict(),
+        "agent_p99_us": percentile(agent_us, 99),
+        "in_process_us": bootstrap_median(own_us).to_dict(),
+        "in_process_p99_us": percentile(own_us, 99),
+        "ratio": bootstrap_median(ratios(agent_us, own_us)).to_dict(),
+        "bar_us": _BARS_US[name],
+        "reached": found.median <= _BARS_US[name],
+    }
+
+
+def rows_of(result: dict[str, Any]) -> list[list[object]]:
+    """The table below HEAD."""
+    return [
+        [
+            row["call"],
+            interval_text(row["agent_us"], 0),
+            f"{row['agent_p99_us']:.0f}",
+            interval_text(row["in_process_us"], 0),
+            f"{row['in_process_p99_us']:.0f}",
+            interval_text(row["ratio"], 2),
+            f"{row['bar_us']:.0f}",
+            "" if row["reached"] else "not reached",
+        ]
+        for row in result["rows"]
+    ]
+
+
+def notes_of(result: dict[str, Any]) -> list[str]:
+    """What the table does not say."""
+    return [
+        f"look-ups of {result['pages']} pages, plans of {result['batch']} pages,"
+        f" {result['rounds']} rounds"
+    ]
+
+
+def report(result: dict[str, Any]) -> str:
+    """For people."""
+    return "\n\n".join([table(HEAD, rows_of(result)), *notes_of(result)])
