@@ -9,10 +9,10 @@ from typing import Any
 _STORE = ("tutti/medium", "tutti/placement", "tutti/pool", "tutti/memory", "tutti/transfers")
 _RINGS = ("kernels/include", "kernels/native")
 _TRANSFERS = (*_STORE, *_RINGS, "tutti/gio_uring")
-_SIMULATOR = ("tutti/scheduler", "bench/simulate")
 
 #: What the results of a benchmark depend on: files and folders of the checkout.
 DEPENDS: dict[str, tuple[str, ...]] = {
+    "agent": (*_STORE, "tutti/node", "bench/agent.py"),
     "commits": ("bench/compare/commits.py",),  # of the code, two fixed versions
     "compare": (*_TRANSFERS, "bench/compare", "bench/fio.py"),
     "eviction": ("tutti/placement", "bench/eviction.py"),
@@ -31,8 +31,14 @@ DEPENDS: dict[str, tuple[str, ...]] = {
     "residency": (*_TRANSFERS, "bench/residency"),
     "residency-moving": (*_TRANSFERS, "bench/residency"),
     "ring": ("kernels/include/gio_uring", "kernels/native/ring_bench.cpp", "bench/ring.py"),
-    "simulate": _SIMULATOR,
-    "slack": (*_SIMULATOR, "bench/slack"),
+    "simulate": ("tutti/scheduler", "bench/simulate"),
+    "slack": (
+        "tutti/scheduler",
+        "bench/simulate/device.py",
+        "bench/simulate/hardware.py",
+        "bench/simulate/hardware.json",
+        "bench/slack",
+    ),
     "soak": ("kernels", "tutti", "tests/soak"),
     "submit": (
         "kernels/device",

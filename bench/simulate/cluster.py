@@ -16,6 +16,7 @@ from typing import Any
 from tutti.bench.simulate.calibration import ServerTimes
 from tutti.bench.simulate.device import READ, WRITE, Device, Timeline
 from tutti.bench.simulate.engine import Engine, Job
+from tutti.bench.simulate.remote import Remote, RemoteLink
 from tutti.bench.simulate.tiers import Blocks
 from tutti.bench.statistics import queue_grows
 from tutti.bench.traces import BLOCK_TOKENS, Request
@@ -32,6 +33,7 @@ class Shape:
     """How many of what.  media: of the drive (or set of drives) that the times name, per node.
 
     unit_layers: layers of a launch; more make the simulation quicker and coarser.
+    remote: the tier below the drives, which all nodes share.
     """
 
     engines: int = 1
@@ -39,6 +41,7 @@ class Shape:
     media: int = 1
     router: str = ROUND_ROBIN
     unit_layers: int = 1
+    remote: Remote | None = None
 
     def __post_init__(self) -> None:
         """Raises ConfigError."""
@@ -58,11 +61,13 @@ class Cluster:
         self.timeline = Timeline()
         self.media: list[Device] = []
         self.engines: list[Engine] = []
+        self.links: list[RemoteLink] = []
         self._turn = 0
         self._jobs: dict[int, Job] = {}
         calibration, tier = times.calibration, times.system.tier
         block_nbytes = BLOCK_TOKENS * calibration.model.kv_nbytes_per_token
         nodes = -(-shape.engines // shape.engines_per_node)
+        copies = Blocks(int(shape.remote.nbytes // block_nbytes) if shape.remote else 0)
         for node in range(nodes):
             engines = min(shape.engines_per_node, shape.engines - node * shape.engines_per_node)
             drive, medium = times.drive, None
@@ -72,12 +77,16 @@ class Cluster:
                 medium = Device(self.timeline, read, write, drive.interference)
                 self.media.append(medium)
             shared = Blocks(int(calibration.ssd_nbytes * shape.media // block_nbytes))
+            link = None
+            if shape.remote is not None and medium is not None:
+                link = RemoteLink(self.timeline, shape.remote, copies, shared, medium, block_nbytes)
+                self.links.append(link)
             for _ in range(engines):
                 own = Blocks(int(calibration.dram_nbytes // block_nbytes) if tier == "dram" else 0)
                 store = shared if tier == "ssd" else own
-                self.engines.append(self._engine(store, medium))
+                self.engines.append(self._engine(store, medium, link))
 
-    def _engine(self, store: Blocks, medium: Device | None) -> Engine:
+    def _engine(self, store: Blocks, medium: Device | None, link: RemoteLink | None) -> Engine:
         return Engine(
             self.timeline,
             self.times,
@@ -85,6 +94,7 @@ class Cluster:
             medium,
             unit_layers=self.shape.unit_layers,
             finished=self._finished,
+            remote=link,
         )
 
     def warm(self, requests: Sequence[Request]) -> None:
@@ -158,6 +168,8 @@ class Cluster:
         page_nbytes = self.times.calibration.page_tokens
         page_nbytes *= self.times.calibration.model.kv_nbytes_per_token
         written = sum(engine.io.totals.written_pages for engine in self.engines)
+        fetched = sum(link.fetched_blocks for link in self.links)
+        written += fetched * BLOCK_TOKENS // self.times.calibration.page_tokens
         assert not self.media or moved == written * page_nbytes, "every byte is written once"
 
     def _numbers(self, requests: Sequence[Request], wall_s: float) -> dict[str, Any]:
@@ -185,6 +197,7 @@ class Cluster:
             "output_tokens_per_s": sum(job.request.output_tokens for job in jobs) / span_s,
             "hit_hbm": sum(job.hit_tokens for job in jobs) / tokens,
             "hit_store": sum(job.loaded_tokens for job in jobs) / tokens,
+            **self._remote_numbers(tokens),
             "bubble_s": bubble_s,
             "bubble_share": bubble_s / gpu_s if gpu_s else 0.0,
             "gpu_busy": gpu_s / span_s / len(works),
@@ -203,6 +216,17 @@ class Cluster:
                 "decisions": sum(engine.io.decisions for engine in self.engines),
                 "times_real_time": span_s / wall_s,
             },
+        }
+
+    def _remote_numbers(self, tokens: int) -> dict[str, float]:
+        """Tokens fetched, copied and late, for each token of the prompts."""
+        if not self.links:
+            return {}
+        return {
+            f"remote_{name}": sum(getattr(link, f"{name}_blocks") for link in self.links)
+            * BLOCK_TOKENS
+            / tokens
+            for name in ("fetched", "copied", "late")
         }
 
 

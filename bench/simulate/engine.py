@@ -15,6 +15,7 @@ from functools import partial
 from tutti.bench.simulate.calibration import ServerTimes
 from tutti.bench.simulate.device import Device, Timeline
 from tutti.bench.simulate.io import ServerIo
+from tutti.bench.simulate.remote import FIRST, SECOND, RemoteLink
 from tutti.bench.simulate.tiers import Blocks
 from tutti.bench.traces import BLOCK_TOKENS, Request
 from tutti.scheduler.event import LayerBegan, LoadKnown, StepBegan, StepEnded
@@ -88,7 +89,9 @@ class _Stretch:
 
 
 class Engine:
-    """``store``: the tier below, perhaps shared; ``medium``: what it lies on."""
+    """``store``: the tier below, perhaps shared; ``medium``: what it lies on; ``remote``: the tier
+    below that, if any.
+    """
 
     def __init__(
         self,
@@ -99,6 +102,7 @@ class Engine:
         *,
         unit_layers: int,
         finished: Callable[[Job], None],
+        remote: RemoteLink | None = None,
     ) -> None:
         self._timeline, self._times, self.store = timeline, times, store
         self.calibration = times.calibration
@@ -106,6 +110,7 @@ class Engine:
         self.io = ServerIo(timeline, times, medium, self._landed)
         self._unit = unit_layers if times.system.layerwise else self.calibration.model.layers
         self._finished = finished
+        self._remote = remote
         self.work = Work()
         self._queue: deque[Job] = deque()
         self._running: list[Job] = []
@@ -133,6 +138,8 @@ class Engine:
         loadable = ids[: max(0, (request.input_tokens - 1) // BLOCK_TOKENS)]
         job = Job(number, request, self._timeline.now_ns, ids, loadable)
         self._queue.append(job)
+        if self._remote is not None:
+            self._remote.missed(loadable[self.cached_blocks(loadable) :])
         if self._times.system.read_ahead_nbytes:
             self._know_load(job, Kind.READ_AHEAD)
         if not self._computes:
@@ -174,6 +181,8 @@ class Engine:
         nbytes = job.loaded_tokens * model.kv_nbytes_per_token
         layers = model.layers if self._times.system.layerwise else 1
         self.store.touch(ids[: job.load_end])
+        if self._remote is not None:
+            self._remote.used(ids[hit : job.load_end], SECOND)
         known = LoadKnown(
             self._timeline.now_ns,
             job.load,
@@ -325,6 +334,8 @@ class Engine:
             self._pending.difference_update(new)
             if stored:
                 self.store.add(new)
+                if self._remote is not None:
+                    self._remote.used(new, FIRST)
 
         self.io.store(f"w{job.number}", pages, page_nbytes, gone)
 

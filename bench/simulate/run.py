@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ from tutti.bench.simulate.fit import fit
 from tutti.bench.simulate.hardware import drive_names
 from tutti.bench.simulate.paper import SIMULATED, write_paper
 from tutti.bench.simulate.points import residuals
+from tutti.bench.simulate.remote import FIRST, SECOND, Remote
 from tutti.bench.simulate.settings import arrivals
 from tutti.bench.traces import Request
 from tutti.bench.ttft.metrics import mean_interval
@@ -44,6 +45,7 @@ from tutti.errors import ConfigError
 from tutti.scheduler.profile import TableProfile, load_profile
 from tutti.scheduler.roofline import GPUS
 from tutti.terminal import ProgressFactory, table
+from tutti.units import TiB, parse_nbytes
 
 HEAD = (
     *("system", "router", "requests/s", "TTFT ms: mean", "p50", "p99", "TPOT ms", "ITL ms"),
@@ -99,6 +101,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="file of `tutti profile`, whose compute and drive are used instead",
     )
     _add_cluster_arguments(group)
+    _add_remote_arguments(parser)
     _add_paper_arguments(parser)
 
 
@@ -139,6 +142,37 @@ def _add_cluster_arguments(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument("--unit-layers", type=positive, default=4, help="layers per transfer")
     group.add_argument("--csv", type=Path, help="also write TTFT and ITL against rate here")
+
+
+def _add_remote_arguments(parser: argparse.ArgumentParser) -> None:
+    """The tier below the drives."""
+    group = parser.add_argument_group("second tier")
+    group.add_argument(
+        "--remote-gb-per-s",
+        nargs="+",
+        type=float,
+        default=[0.0],
+        metavar="B",
+        help="bandwidths of each machine to a store that all share, each way; 0 for no such tier",
+    )
+    group.add_argument(
+        "--remote-latency-us", type=float, default=1000.0, help="latency of each 512 tokens"
+    )
+    group.add_argument(
+        "--remote-capacity", type=parse_nbytes, default=TiB, help="of all copies together"
+    )
+    group.add_argument(
+        "--remote-replicate",
+        choices=(SECOND, FIRST),
+        default=SECOND,
+        help="copy what is stored, or what is loaded",
+    )
+
+
+def _remotes(args: argparse.Namespace) -> list[Remote | None]:
+    """What the arguments name.  Raises ConfigError."""
+    more = (args.remote_latency_us, args.remote_capacity, args.remote_replicate)
+    return [Remote(rate * 1e9, *more) if rate else None for rate in args.remote_gb_per_s]
 
 
 def _add_paper_arguments(parser: argparse.ArgumentParser) -> None:
@@ -226,14 +260,16 @@ def _simulated(
         raise ConfigError(f"--warm {args.warm} of {len(workload.prompts)} requests leaves nothing")
     streams = _streams(workload, args)
     rows = []
-    runs = list(itertools.product(all_times, args.routers, streams))
+    runs = list(itertools.product(all_times, args.routers, _remotes(args), streams))
     with progress("simulate", len(runs)) as bar:
-        for name, router, (rate, seed, requests) in runs:
-            shape = Shape(args.servers, per_node, media, router, args.unit_layers)
+        for name, router, remote, (rate, seed, requests) in runs:
+            shape = Shape(args.servers, per_node, media, router, args.unit_layers, remote)
             cluster = Cluster(all_times[name], shape)
             cluster.warm(requests[: args.warm])
             numbers = cluster.run(requests[args.warm :])
             rows.append({"system": name, "router": router, "seed": seed, **numbers})
+            if remote is not None and cluster.links:
+                rows[-1]["remote"] = asdict(remote)
             if rate is not None:
                 rows[-1]["rate"] = rate
             bar.advance(1)
@@ -288,7 +324,7 @@ def csv_rows(rows: list[dict[str, Any]]) -> list[Row]:
     """Rows of the figure of TTFT and ITL against rate, with intervals over seeds."""
     groups: dict[tuple[str, str, float], list[dict[str, Any]]] = {}
     for row in rows:
-        groups.setdefault((row["system"], row["router"], row["rate"]), []).append(row)
+        groups.setdefault((_system(row), row["router"], row["rate"]), []).append(row)
     found, several = [], len({row["router"] for row in rows}) > 1
     for (system, router, rate), runs in groups.items():
         line = {
@@ -310,7 +346,7 @@ def rows_of(result: dict[str, Any]) -> list[list[object]]:
     """The table below HEAD."""
     return [
         [
-            *(row["system"], row["router"], f"{row['rate']:.2f}"),
+            *(_system(row), row["router"], f"{row['rate']:.2f}"),
             *(f"{row['ttft_ms'][name]:.0f}" for name in ("mean", "p50", "p99")),
             *(f"{row[n]['mean']:.1f}" if row[n] else "" for n in ("tpot_ms", "itl_ms")),
             *(f"{row[name]:.1%}" for name in ("hit_hbm", "hit_store", "bubble_share", "gpu_busy")),
@@ -321,6 +357,13 @@ def rows_of(result: dict[str, Any]) -> list[list[object]]:
         ]
         for row in result["rows"]
     ]
+
+
+def _system(row: dict[str, Any]) -> str:
+    """Its name, with the bandwidth of a second tier."""
+    if "remote" not in row:
+        return str(row["system"])
+    return f"{row['system']}, {row['remote']['bytes_per_s'] / 1e9:g} GB/s"
 
 
 def point_rows(result: dict[str, Any]) -> list[list[object]]:
@@ -358,6 +401,18 @@ def notes_of(result: dict[str, Any]) -> list[str]:
         f"{workload['input_tokens_mean']} tokens on the mean"
         + (f"; {result['hbm_tokens']} tokens in HBM" if "hbm_tokens" in result else ""),
         *estimated,
+        *_remote_notes(result),
+    ]
+
+
+def _remote_notes(result: dict[str, Any]) -> list[str]:
+    """What the second tier did, of the tokens of all prompts."""
+    return [
+        f"second tier of {_system(row)}, {row['router']}, {row['rate']:.2f} requests/s: "
+        f"{row['remote_fetched']:.1%} of the tokens fetched, {row['remote_copied']:.1%} copied, "
+        f"{row['remote_late']:.1%} late"
+        for row in result["rows"]
+        if "remote_fetched" in row
     ]
 
 

@@ -21,6 +21,7 @@ from tutti.bench.simulate.calibration import (
 from tutti.bench.simulate.cluster import PREFIX, ROUND_ROBIN, Cluster, Shape
 from tutti.bench.simulate.device import READ, WRITE, Device, Timeline
 from tutti.bench.simulate.hardware import Drive, machine
+from tutti.bench.simulate.remote import FIRST, SECOND, Remote
 from tutti.bench.simulate.tiers import Blocks
 from tutti.bench.slack.server import Noise, Server
 from tutti.bench.slack.workload import Request as SlackRequest
@@ -407,3 +408,43 @@ def test_it_agrees_with_the_server_of_bench_slack() -> None:
     assert here["ttft_ms"]["mean"] / 1e3 == pytest.approx(mean_s, rel=0.03)
     assert here["bubble_s"] == pytest.approx(there.bubble_s, rel=0.05)
     assert here["written_pages"] == there.stored_pages
+
+
+def loaded_elsewhere(remote: Remote | None) -> tuple[int, Cluster]:
+    """Blocks that a request loads on a node that never had them, after it waited in a queue."""
+    document = tuple(range(32))
+    sent = [
+        Request(0, 33 * BLOCK_TOKENS, 1, (*document, 1000)),
+        Request(20_000, 64 * BLOCK_TOKENS, 1, tuple(range(2000, 2064))),  # on the second node
+        Request(20_000, BLOCK_TOKENS, 1, (3000,)),
+        Request(20_000, 33 * BLOCK_TOKENS, 1, (*document, 1001)),  # behind the long one
+    ]
+    cluster = Cluster(times_of("tutti"), Shape(engines=2, engines_per_node=1, remote=remote))
+    cluster.run(sent)
+    return cluster.job(3).loaded_tokens // BLOCK_TOKENS, cluster
+
+
+def test_a_queued_request_is_served_from_another_nodes_pages() -> None:
+    fast, slow = (Remote(rate, 100.0, 1 << 40, FIRST) for rate in (50e9, 1e7))
+    assert loaded_elsewhere(None)[0] == 0
+    blocks, cluster = loaded_elsewhere(fast)
+    assert blocks == sum(link.fetched_blocks for link in cluster.links) == 32
+    blocks, cluster = loaded_elsewhere(slow)
+    assert blocks == 0, "a look-up does not wait"
+    assert sum(link.late_blocks for link in cluster.links) > 0
+
+
+def test_pages_are_copied_at_their_second_use_unless_told_otherwise() -> None:
+    counts = {}
+    for replicate in (FIRST, SECOND):
+        cluster = Cluster(
+            times_of("tutti", calibration=replace(CALIBRATION, hbm_tokens=BLOCK_TOKENS)),
+            Shape(remote=Remote(10e9, 100.0, 1 << 40, replicate)),
+        )
+        ids = tuple(range(8))
+        asked = [Request(at_ms, 9 * BLOCK_TOKENS, 1, (*ids, 100 + at_ms)) for at_ms in (0, 60_000)]
+        cluster.run(asked)
+        counts[replicate] = cluster.links[0].copied_blocks
+    assert counts == {FIRST: 10, SECOND: 7}, "one block is hit in GPU memory"
+    with pytest.raises(ConfigError, match="bandwidth"):
+        Remote(0.0, 1.0, 1)

@@ -130,3 +130,17 @@ def test_what_is_no_calibration_is_said(content: str, tmp_path: Path) -> None:
     file.write_text(content)
     with pytest.raises(ConfigError, match="calibration"):
         load_calibration(file)
+
+
+def test_a_second_tier_is_compared_with_none(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("--workload", "leval-synthetic", "--requests", "40", "--rates", "8", "--servers", "2")
+    words += ("--servers-per-node", "1", "--systems", "hbm", "tutti")
+    code, result = simulated(
+        capsys, *words, "--remote-gb-per-s", "0", "12.5", "--remote-replicate", "first"
+    )
+    assert code == 0 and len(result["rows"]) == 4
+    assert ["remote_fetched" in row for row in result["rows"]] == [False, False, False, True]
+    assert result["rows"][3]["remote_copied"] > 0
+    assert "tutti, 12.5 GB/s" in simulate.report(result)
+    code = cli.main(["simulate", *words, "--remote-gb-per-s", "-1"])
+    assert code != 0 and "remote-gb-per-s is -1" in capsys.readouterr().err
