@@ -22,11 +22,13 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--seed", type=int, default=None)
     parser.add_argument("--out", type=Path, default=None, help="JSON, written every minute")
-    parser.add_argument("--dir", default=None, help="folder of the pools")
+    parser.add_argument("--dir", type=Path, default=None, help="folder of the pools")
     parser.add_argument("--only", nargs="+", choices=ACTORS, default=list(ACTORS), metavar="ACTOR")
     parser.add_argument("--without", nargs="+", choices=ACTORS, default=[], metavar="ACTOR")
     parser.add_argument("--episode", type=int, default=None, help="seed of one episode to repeat")
     args = parser.parse_args()
+    if args.dir is not None:
+        args.dir.mkdir(parents=True, exist_ok=True)
     logging.disable(logging.CRITICAL)  # callbacks fail on purpose
     with tempfile.TemporaryDirectory(prefix="soak-", dir=args.dir) as folder:
         if args.episode is not None:
