@@ -21,7 +21,9 @@ import numpy.typing as npt
 
 from tutti.errors import NativeError
 
-ABI_VERSION = 4
+ABI_VERSION = 5
+#: Bytes of a page's hash, without the fingerprint: `kTuttiHashBytesMax`.
+HASH_NBYTES_MAX = 112
 LIBRARY_VARIABLE = "TUTTI_NATIVE_LIBRARY"
 RECORD_NBYTES = 4096
 NO_SLOT = 0xFFFFFFFF
@@ -159,6 +161,7 @@ _PROTOTYPES: Prototypes = {
 
 #: Calls of microseconds, which keep the GIL: to give it up and take it again costs more.
 _QUICK: Prototypes = {
+    "tutti_object_keys": (None, (_POINTER, _POINTER, _U64, _U64, _POINTER)),
     "tutti_index_match": (_U64, (_INDEX, _POINTER, _U64, _U32, _POINTER)),
     "tutti_index_find": (_U64, (_INDEX, _POINTER, _U64, _POINTER)),
     "tutti_index_unpin": (_I64, (_INDEX, _POINTER, _U64)),
@@ -260,6 +263,15 @@ def xxh3_64(data: bytes | bytearray | memoryview | npt.NDArray[Any]) -> int:
     """XXH3-64 of a buffer, seed 0, default secret (xxHash, doc/xxhash_spec.md)."""
     flat = _as_bytes(data)
     return int(lib().tutti_xxh3_64(address(flat), flat.nbytes))
+
+
+def object_keys(fingerprint: bytes, hashes: Bytes) -> Bytes:
+    """XXH3-128(fingerprint || hash) of each row of (n, at most HASH_NBYTES_MAX): (n, 16) uint8."""
+    hashes = np.ascontiguousarray(hashes)
+    n, nbytes = hashes.shape
+    keys = np.empty((n, 16), np.uint8)
+    quick().tutti_object_keys(fingerprint, address(hashes), n, nbytes, address(keys))
+    return keys
 
 
 def _count_records(records: npt.NDArray[Any]) -> int:

@@ -52,7 +52,7 @@ from tutti.integration.sglang.options import LINKER, LINKER_OPTIONS, parse_optio
 from tutti.integration.sglang.reporting import ErrorLog
 from tutti.integration.sglang.second_touch import SecondTouch
 from tutti.integration.sglang.weights import WATCH
-from tutti.medium.keys import object_keys
+from tutti.medium.keys import hexadecimal_keys
 from tutti.process import Owned, at_exit, forget_exit
 from tutti.profiles.found import OFF
 from tutti.scheduler.baselines import ImmediatePolicy
@@ -450,7 +450,7 @@ class TuttiLinker(Owned, adapter.UnifiedCacheLinker):
         fingerprint = self._fingerprint
         if namespace:
             fingerprint = xxhash.xxh3_128_digest(fingerprint + namespace)
-        return object_keys(fingerprint, [bytes.fromhex(name) for name in transfer.keys])
+        return hexadecimal_keys(fingerprint, transfer.keys)
 
     @property
     def _fingerprint(self) -> bytes:

@@ -11,7 +11,7 @@
 #define TUTTI_API extern "C" __attribute__((visibility("default")))
 
 // Raised with every incompatible change of a signature or a struct below.
-constexpr uint32_t kTuttiAbiVersion = 4;
+constexpr uint32_t kTuttiAbiVersion = 5;
 
 // An empty table entry; look-ups report an absent key as kTuttiMissing.
 constexpr uint32_t kTuttiNoSlot = 0xFFFFFFFFU;
@@ -31,6 +31,12 @@ TUTTI_API uint64_t tutti_xxh3_64(const void* data, uint64_t nbytes);
 TUTTI_API uint64_t tutti_xxh3_64_isa(uint32_t isa, const uint64_t* addresses,
                                      const uint64_t* nbytes, uint32_t n);
 TUTTI_API uint32_t tutti_isa_best(void);
+
+// Key i is XXH3-128, as 16 big-endian bytes, of the fingerprint (16 bytes) and hash i. The n hashes
+// lie one after another and have `nbytes` each, 1 to kTuttiHashBytesMax.
+constexpr uint64_t kTuttiHashBytesMax = 112;
+TUTTI_API void tutti_object_keys(const uint8_t* fingerprint, const uint8_t* hashes, uint64_t n,
+                                 uint64_t nbytes, uint8_t* keys);
 
 // CRC32C (Castagnoli, RFC 3720 appendix B.4). `seed` is the CRC of what came before, 0 at first.
 // `_table` is the portable path, exported for tests.

@@ -9,6 +9,7 @@
 #pragma GCC diagnostic pop
 
 #include <cstdint>
+#include <cstring>
 
 #include "api.h"
 #include "xxh3.h"
@@ -167,6 +168,25 @@ u64 digest_addresses(const uint64_t* addresses, const uint64_t* nbytes, u32 n) {
   return tutti::xxh3_digest<Stripes>(&state);
 }
 
+// XXH3-128 of 17 to 128 bytes: pairs of 16-byte pieces, from the middle towards both ends.
+void digest_128(const u8* p, u64 nbytes, u8* digest) {
+  u64 low = nbytes * tutti::kXxh3Prime64A;
+  u64 high = 0;
+  for (u32 i = static_cast<u32>((nbytes - 1) / 32) + 1; i-- > 0;) {
+    const u8* const first = p + 16 * i;
+    const u8* const last = p + nbytes - 16 * (i + 1);
+    low += tutti::xxh3_mix16(first, 32 * i);
+    low ^= tutti::xxh3_read64(last) + tutti::xxh3_read64(last + 8);
+    high += tutti::xxh3_mix16(last, 32 * i + 16);
+    high ^= tutti::xxh3_read64(first) + tutti::xxh3_read64(first + 8);
+  }
+  const u64 mixed =
+      low * tutti::kXxh3Prime64A + high * tutti::kXxh3Prime64D + nbytes * tutti::kXxh3Prime64B;
+  const u64 words[2] = {__builtin_bswap64(0 - tutti::xxh3_avalanche(mixed)),
+                        __builtin_bswap64(tutti::xxh3_avalanche(low + high))};
+  std::memcpy(digest, words, sizeof words);
+}
+
 }  // namespace
 
 uint64_t tutti::xxh3_segments(const Segment* segments, uint32_t n) {
@@ -188,4 +208,14 @@ uint64_t tutti_xxh3_64_isa(uint32_t isa, const uint64_t* addresses, const uint64
   if (usable == kTuttiIsaAvx512) return digest_addresses<Avx512Stripes>(addresses, nbytes, n);
   if (usable == kTuttiIsaAvx2) return digest_addresses<Avx2Stripes>(addresses, nbytes, n);
   return digest_addresses<tutti::Xxh3ScalarStripes>(addresses, nbytes, n);
+}
+
+void tutti_object_keys(const uint8_t* fingerprint, const uint8_t* hashes, uint64_t n,
+                       uint64_t nbytes, uint8_t* keys) {
+  u8 both[kTuttiKeyBytes + kTuttiHashBytesMax];
+  std::memcpy(both, fingerprint, kTuttiKeyBytes);
+  for (u64 i = 0; i < n; ++i) {
+    std::memcpy(both + kTuttiKeyBytes, hashes + i * nbytes, nbytes);
+    digest_128(both, kTuttiKeyBytes + nbytes, keys + i * kTuttiKeyBytes);
+  }
 }

@@ -32,7 +32,7 @@ from tutti.integration.sglang.reporting import ErrorLog, MinuteLog
 from tutti.integration.sglang.second_touch import SecondTouch
 from tutti.integration.sglang.weights import WeightsWatch
 from tutti.interface import Store
-from tutti.medium.keys import object_keys
+from tutti.medium.keys import hexadecimal_keys
 from tutti.memory.host_memory import HostMemory
 from tutti.transfers.tickets import LoadTicket, Outcome, PutTicket
 
@@ -84,7 +84,7 @@ class HostStore:
         fingerprint = self.store.layout.fingerprint
         if namespace:
             fingerprint = xxhash.xxh3_128_digest(fingerprint + namespace)
-        return object_keys(fingerprint, [_hash_bytes(page_hash) for page_hash in hashes])
+        return hexadecimal_keys(fingerprint, hashes)
 
     def match(self, hashes: Sequence[str]) -> int:
         """Returns how many of the hashes, from the first on, are stored."""
@@ -330,10 +330,3 @@ def _put_done(ticket: PutTicket, timeout_s: float) -> bool:
     except TuttiError:
         return True
     return True
-
-
-def _hash_bytes(page_hash: str) -> bytes:
-    try:
-        return bytes.fromhex(page_hash)
-    except ValueError:
-        return page_hash.encode()
