@@ -268,7 +268,8 @@ def test_the_launch_command(capsys: pytest.CaptureFixture[str], monkeypatch: Any
     assert main([*arguments, "--option", "second_touch=true", "--", "--tp", "2"]) == 0
     line, _, note = capsys.readouterr().out.partition("\n")
     words = shlex.split(line)
-    assert words[:3] == ["python", "-m", "sglang.launch_server"]
+    allocation = "SGLANG_HICACHE_HOST_PARALLEL_ALLOC_THREADS=2"  # of SGLang's host pool
+    assert words[:4] == [allocation, "python", "-m", "sglang.launch_server"]
     assert words[-2:] == ["--tp", "2"]
     config = json.loads(words[words.index("--hicache-storage-backend-extra-config") + 1])
     assert config["second_touch"] is True
@@ -280,6 +281,10 @@ def test_the_launch_command(capsys: pytest.CaptureFixture[str], monkeypatch: Any
     assert "--enable-cache-report" in words
     assert main([*arguments, "--", "--admin-api-key", "k"]) == 0
     assert "everyone who reaches" not in capsys.readouterr().out
+    monkeypatch.setenv("SGLANG_HUGEPAGE_SIZE", "2MB")
+    assert main(arguments) == 0
+    assert capsys.readouterr().out.startswith("python -m"), "the operator has chosen"
+    monkeypatch.delenv("SGLANG_HUGEPAGE_SIZE")
     assert main([*arguments, "--mode", "linker"]) == 0
     words = shlex.split(capsys.readouterr().out.partition("\n")[0])
     config = json.loads(words[words.index("--unified-cache-external-linker-config") + 1])

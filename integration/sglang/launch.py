@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from collections.abc import Mapping, Sequence
 from importlib import metadata
 from itertools import pairwise
@@ -18,6 +19,8 @@ PLUGIN_GROUP, PLUGIN = "sglang.srt.plugins", "tutti"
 
 _PACKAGE = "tutti.integration.sglang"
 #: SGLang's names of memory layouts, and the copy engine that each one works with.
+_PARALLEL_ALLOCATION = "SGLANG_HICACHE_HOST_PARALLEL_ALLOC_THREADS"
+_PAGE_SIZE = "SGLANG_HUGEPAGE_SIZE"
 IO_BACKENDS = {"page_first": "kernel", "page_first_direct": "direct", "layer_first": "kernel"}
 
 
@@ -78,6 +81,16 @@ def server_arguments(
         "--unified-cache-external-linker-config",
         config,
     ]
+
+
+def server_environment(mode: str) -> dict[str, str]:
+    """Variables with which SGLang allocates its host pool on large pages, before it pins it.
+
+    Empty for a mode without a host pool, and where the environment has such a setting already.
+    """
+    if mode != HICACHE or any(name in os.environ for name in (_PARALLEL_ALLOCATION, _PAGE_SIZE)):
+        return {}
+    return {_PARALLEL_ALLOCATION: "2"}
 
 
 def ranks_on_node(arguments: Sequence[str]) -> int:

@@ -27,6 +27,7 @@ from tutti.integration.sglang.launch import (
     ranks_on_node,
     refused_arguments,
     server_arguments,
+    server_environment,
 )
 from tutti.integration.sglang.options import HICACHE, LINKER, LINKER_OPTIONS, Option, option_table
 from tutti.integration.sglang.rank_members import Shares, share
@@ -146,7 +147,9 @@ def run_command(args: argparse.Namespace) -> Outcome:
     if shares is not None and not any(shares.dealt):
         _check_space(shares.folders, capacity)
     checked, note = _check(arguments)
-    text = shlex.join(command)
+    environment = server_environment(args.mode)
+    text = " ".join([*(f"{name}={value}" for name, value in environment.items()), ""])
+    text += shlex.join(command)
     notes = [] if checked else [note]
     notes.append(f"capacity: {format_nbytes(capacity)} ({capacity} bytes) over all ranks")
     notes += [] if shares is None else _share_lines(shares)
@@ -154,7 +157,14 @@ def run_command(args: argparse.Namespace) -> Outcome:
         notes.append(_NO_ADMIN_KEY)
     text += "\n\n" + "\n".join(f"# {line}" for line in notes)
     dealt = [] if shares is None else [[p.path for p in places] for places in shares.dealt]
-    result = {"command": command, "checked": checked, "note": note, "notes": notes, "dealt": dealt}
+    result = {
+        "command": command,
+        "environment": environment,
+        "checked": checked,
+        "note": note,
+        "notes": notes,
+        "dealt": dealt,
+    }
     return Outcome(result, text)
 
 
