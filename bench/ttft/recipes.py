@@ -27,7 +27,7 @@ from tutti.bench.ttft.http import Endpoint, ServerError
 from tutti.bench.ttft.server_control import Control
 from tutti.checks import check_writable
 from tutti.errors import ConfigError, Unsupported
-from tutti.integration.sglang.launch import server_arguments
+from tutti.integration.sglang.launch import server_arguments, server_environment
 from tutti.integration.sglang.options import HICACHE, LINKER, LINKER_OPTIONS
 from tutti.terminal import ProgressFactory, facts
 from tutti.units import format_nbytes
@@ -212,7 +212,7 @@ def run(args: argparse.Namespace, progress: ProgressFactory) -> dict[str, Any]:
         "benchmark": "serve",
         "system": recipe.name,
         "command": ["python", *command],
-        "env": launch.env,
+        "env": {**server_environment(HICACHE), **launch.env},  # host pools of all systems alike
         "daemon": ["python", *daemon] if daemon else [],
         "files": {str(path): content for path, content in launch.files.items()},
     }
@@ -229,7 +229,7 @@ def run(args: argparse.Namespace, progress: ProgressFactory) -> dict[str, Any]:
     with _Interrupts() as interrupts:
         try:
             for words in filter(None, (daemon, command)):
-                started.append(_start(words, launch.env))
+                started.append(_start(words, result["env"]))
             result |= _facts(result, args, started, progress)
             while not (ended := _ended(started)):  # until the person who started it ends it
                 time.sleep(_POLL_S)
