@@ -214,8 +214,8 @@ def test_the_recorder_counts_and_hands_out_samples_once() -> None:
     got = metrics.snapshot()
     assert got["moved_pages/load"] == 4
     assert (got["errors"], got["evicted_objects"], got["fullness"]) == (1, 2, 4 / 8)
-    assert got["pinned_objects"] == 2
-    assert (got["capacity_objects"], got["capacity_tokens"]) == (8, 512)
+    assert got["busy_objects"] == 2
+    assert (got["usable_objects"], got["capacity_tokens"]) == (8, 512)
     assert (got["quarantined_slots"], got["unproven_objects"], got["recovering"]) == (1, 3, 0)
     metrics.from_store({**stats, "free_objects": 0})
     assert metrics.snapshot()["fullness"] == 1

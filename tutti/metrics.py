@@ -46,7 +46,7 @@ COUNTERS: Mapping[str, tuple[str, str]] = {
     "store_errors": ("store_errors", "pages that could not be stored"),
     "loaded_pages": ("loaded", "pages loaded"),
     "load_errors": ("load_errors", "pages that could not be loaded"),
-    "corrupt_slices": ("mismatches", "pages whose digest was wrong"),
+    "corrupt_objects": ("mismatches", "objects that a load found with a wrong digest"),
     "evicted_objects": ("evicted", "objects evicted"),
     "early_evictions": ("evicted_too_early", "objects that were stored again after their eviction"),
     "residency_switches": ("residency_switches", "groups that changed between direct and cached"),

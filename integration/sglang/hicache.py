@@ -291,12 +291,12 @@ class TuttiHiCacheStorage(adapter.HiCacheStorage):
         )
         if announces:
             self._stores[name].events = DiskEvents(fragments.page_tokens, metrics)
-        metrics.info({**facts_of(store, path), "hugepages": self._options["hugepages"]})
+        metrics.info(facts_of(store, path))
         self._stores[name].refresh()
         if self._upkeep is None:
             self._upkeep = threading.Thread(target=self._keep_up, name="tutti-upkeep", daemon=True)
             self._upkeep.start()
-        self._advise(memory.buffers)
+        self._advise(memory.buffers, metrics)
         _log.info(
             "Tutti: %s pool %s, %s objects of %s bytes",
             name,
@@ -311,18 +311,20 @@ class TuttiHiCacheStorage(adapter.HiCacheStorage):
             for store in list(self._stores.values()):
                 store.tick(time.monotonic())
 
-    def _advise(self, buffers: Sequence[tuple[int, int]]) -> None:
+    def _advise(self, buffers: Sequence[tuple[int, int]], metrics: Metrics) -> None:
         how = self._options["hugepages"]
-        if how == "off":
-            return
 
         def work() -> None:
-            why = advise_hugepages(list(buffers), how, self._closed)
-            if why:
-                _log.info("Tutti: not all of the host pool has hugepages, loads go on: %s", why)
-            nbytes = sum(nbytes for _, nbytes in buffers)
-            huge = format_nbytes(hugepage_nbytes(buffers))
-            _log.info("Tutti: %s of %s of the host pool on hugepages", huge, format_nbytes(nbytes))
+            huge = hugepage_nbytes(buffers)
+            metrics.level("hugepage_bytes", huge)
+            if how != "off":
+                why = advise_hugepages(list(buffers), how, self._closed)
+                if why:
+                    _log.info("Tutti: not all of the host pool has hugepages, loads go on: %s", why)
+                huge = hugepage_nbytes(buffers)
+                metrics.level("hugepage_bytes", huge)
+            sizes = format_nbytes(huge), format_nbytes(sum(nbytes for _, nbytes in buffers))
+            _log.info("Tutti: %s of %s of the host pool on hugepages", *sizes)
 
         threading.Thread(target=work, name="tutti-hugepages", daemon=True).start()
 

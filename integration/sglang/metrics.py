@@ -11,6 +11,8 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
+from tutti.integration.sglang.options import HICACHE, LINKER
+
 #: Name, kind, meaning.  Labels are `mode`, `pool` and `rank`, and `direction` where it says so.
 #: All of a mode exist from the start, at 0.
 METRICS: Mapping[str, tuple[str, str]] = {
@@ -26,7 +28,7 @@ METRICS: Mapping[str, tuple[str, str]] = {
     "withdrawn_pages": ("counter", "pages that KV events said are there no longer"),
     "unannounced_pages": ("counter", "stored pages without an event: too many, or tokens unknown"),
     "errors": ("counter", "operating errors: each became a miss or a page not stored"),
-    "corrupt_slices": ("counter", "objects whose digest was wrong"),
+    "corrupt_objects": ("counter", "objects that a load found with a wrong digest"),
     "evicted_objects": ("counter", "objects evicted"),
     "device_read_bytes": ("counter", "bytes read from the medium"),
     "device_written_bytes": ("counter", "bytes written to the medium: its wear"),
@@ -34,15 +36,16 @@ METRICS: Mapping[str, tuple[str, str]] = {
     "ahead_pages": ("counter", "pages read for requests that still waited"),
     "ahead_used_pages": ("counter", "pages of these that a batch used, counted once"),
     "ahead_unused_pages": ("counter", "pages of these that no batch used before they were dropped"),
-    "fullness": ("gauge", "objects stored over capacity_objects, 0 to 1"),
-    "capacity_objects": ("gauge", "pages that the pool can keep: neither reserve nor quarantine"),
+    "fullness": ("gauge", "objects stored over usable_objects, 0 to 1"),
+    "usable_objects": ("gauge", "pages that the pool can keep: neither reserve nor quarantine"),
     "capacity_tokens": ("gauge", "the same in tokens"),
     "quarantined_slots": ("gauge", "slots out of use because their bytes were damaged"),
     "unproven_objects": ("gauge", "objects that an unclean close left to be verified"),
     "attached": ("gauge", "1 while the pool is open, 0 after it was detached"),
     "recovering": ("gauge", "1 while the slot tables are read and look-ups miss"),
     "breaker_open": ("gauge", "1 while the medium is not asked because it failed, by direction"),
-    "pinned_objects": ("gauge", "objects that cannot be evicted"),
+    "busy_objects": ("gauge", "objects that transfers or look-ups protect from eviction"),
+    "hugepage_bytes": ("gauge", "bytes of SGLang's host pool on large pages, as smaps shows"),
     "deferred_pages": (
         "counter",
         "pages written later than they were offered, so that loads go first",
@@ -53,21 +56,23 @@ METRICS: Mapping[str, tuple[str, str]] = {
 LATENCY = "batch_seconds"
 _LATENCY_BUCKETS_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30)
 _BY_DIRECTION = ("moved_pages", "moved_bytes", "busy_seconds", "failed_pages", "breaker_open")
-_OF_LINKER = (
-    "bubble_seconds",
-    "ahead_pages",
-    "ahead_used_pages",
-    "ahead_unused_pages",
-    "backlog_pages",
-    "breaker_open",
-)
+#: Metrics that one mode alone has.
+_OF_MODE = {
+    "bubble_seconds": LINKER,
+    "ahead_pages": LINKER,
+    "ahead_used_pages": LINKER,
+    "ahead_unused_pages": LINKER,
+    "backlog_pages": LINKER,
+    "breaker_open": LINKER,
+    "hugepage_bytes": HICACHE,
+}
 INFO = "info"
-_INFO_LABELS = ("version", "path", "executor", "verify", "durability", "hugepages")
+_INFO_LABELS = ("version", "path", "executor", "verify", "durability")
 _SAMPLES_MAX = 1024
 
 #: Counters of ObjectStore.stats(), and the metric that each one is.
 _FROM_STORE = {
-    "mismatches": "corrupt_slices",
+    "mismatches": "corrupt_objects",
     "evicted": "evicted_objects",
     "bytes_read": "device_read_bytes",
     "bytes_written": "device_written_bytes",
@@ -101,7 +106,7 @@ class Metrics:
     def _start_at_zero(self) -> None:
         """A rate over a counter that appears with its first event misses that event."""
         for name in (*METRICS, LATENCY):
-            if name in _OF_LINKER and self._labels["mode"] != "linker":
+            if _OF_MODE.get(name, self._labels["mode"]) != self._labels["mode"]:
                 continue
             directions = (LOAD, STORE) if name in (*_BY_DIRECTION, LATENCY) else ("",)
             for direction in directions:
@@ -151,13 +156,13 @@ class Metrics:
         usable, quarantined = int(stats["usable_objects"]), int(stats["slots"]["quarantined"])
         held = int(stats["capacity_objects"]) - int(stats["free_objects"]) - quarantined
         self.level("fullness", min(1.0, held / max(1, usable)))
-        self.level("capacity_objects", usable)
+        self.level("usable_objects", usable)
         self.level("capacity_tokens", usable * page_tokens)
         self.level("quarantined_slots", quarantined)
         self.level("unproven_objects", int(stats["slots"]["unproven"]))
         self.level("attached", 1)
         self.level("recovering", int(not stats["recovered"]))
-        self.level("pinned_objects", int(stats["busy_objects"]))
+        self.level("busy_objects", int(stats["busy_objects"]))
 
     def _count_up(self, name: str, value: float) -> None:
         """A counter has reached a value."""

@@ -80,7 +80,7 @@ def test_an_agent_publishes_its_pools(tmp_path: Path, seed: int) -> None:
         ("tutti_loaded_pages_total", 4),
         ("tutti_hit_pages_total", 4),
         ("tutti_lookup_pages_total", 6),
-        ("tutti_corrupt_slices_total", 0),
+        ("tutti_corrupt_objects_total", 0),
         ("tutti_agent_sessions_total", 1),
         ("tutti_agent_open_sessions", 1),
     ):

@@ -396,9 +396,10 @@ def test_hugepages_leave_the_bytes_alone(how: str, seed: int) -> None:
 def test_a_pool_goes_onto_hugepages_unless_told_otherwise(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The log shows how much of it the kernel reports there."""
+    """The log and the metric show how much of it the kernel reports there."""
     asked: list[str] = []
     monkeypatch.setattr(module, "advise_hugepages", lambda _, how, __: asked.append(how))
+    monkeypatch.setattr(module, "hugepage_nbytes", lambda _: len(asked) << 21)
     config = hp.config(tmp_path)
     del config.extra_config["hugepages"]
     with caplog.at_level(logging.INFO):
@@ -409,8 +410,11 @@ def test_a_pool_goes_onto_hugepages_unless_told_otherwise(
         while "of the host pool on hugepages" not in caplog.text:
             assert time.monotonic() < deadline_s, caplog.text
             time.sleep(0.01)
+        metrics = storage._stores["kv"].metrics.snapshot()
         storage.close()
     assert asked == ["collapse"]
+    assert metrics["hugepage_bytes"] == 2 << 20
+    assert "2 MiB of " in caplog.text
 
 
 def test_a_pool_that_is_refused_leaves_nothing_open(make: Make) -> None:

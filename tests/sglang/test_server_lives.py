@@ -44,7 +44,7 @@ METRICS = {
     "device_read_bytes_total",
     "device_written_bytes_total",
     "fullness",
-    "pinned_objects",
+    "busy_objects",
 }
 OF_LINKER = {"backlog_pages", "bubble_seconds_total"}
 

@@ -412,8 +412,9 @@ def _machine(folder: Path, *, with_drive: bool) -> Iterator[Finding]:
             "it above SGLang's host pool and Tutti's staging together (ulimit -l unlimited, or "
             "LimitMEMLOCK=infinity in the unit)",
         )
-    paged = "none: one descriptor per 4 KiB, which costs bandwidth"
-    yield _either("hugepages", memory.backing != "pages", memory.backing, paged)
+    paged = "Tutti's buffers get none: one descriptor per 4 KiB, which costs bandwidth"
+    backing = f"Tutti's buffers: {memory.backing}; SGLang's host pool: see tutti:hugepage_bytes"
+    yield _either("hugepages", memory.backing != "pages", backing, paged)
     best = next((tier for tier in machine.tiers if tier.available), None)
     yield Finding("tier", "ok" if best else "unknown", best.name if best else "none")
 
