@@ -24,7 +24,6 @@ import numpy.typing as npt
 from tutti.callbacks import check_not_called
 from tutti.checks import belongs_in, instance, one_of, optional, takes
 from tutti.errors import (
-    CapacityError,
     ConfigError,
     DeviceTimeout,
     KeyMissing,
@@ -436,4 +435,4 @@ def _recover(
             raise
 
 
-__all__ = ["CapacityError", "ObjectStore", "format", "open"]
+__all__ = ["ObjectStore", "format", "open"]

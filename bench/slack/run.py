@@ -79,7 +79,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         choices=tuple(CONDITIONS),
         default=list(CONDITIONS),
-        help="how the drive and the arrivals behave (default: all)",
+        metavar="NAME",
+        help=f"how the drive and the arrivals behave: {', '.join(CONDITIONS)} (default: all)",
     )
     parser.add_argument(
         "--wrong",

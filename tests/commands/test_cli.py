@@ -114,12 +114,16 @@ def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize("name", LEAVES)
-def test_every_command_explains_itself(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_command_explains_itself(
+    name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
     assert run(*name.split(), "--help") == 0
     out = capsys.readouterr().out
     assert f"tutti {name}" in out[out.index("example:") :]
     assert "--json" in out
     assert "['" not in out, "a list of Python's"
+    assert max(map(len, out.splitlines())) <= 120
 
 
 def test_help_imports_no_command() -> None:

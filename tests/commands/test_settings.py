@@ -102,6 +102,8 @@ def test_a_size_is_told_before_anything_is_allocated(
     layout = ["--model=tiny", "--page-size=64"]
     assert cli.main(["format", str(path), "--capacity", "64mb", *layout]) == 0
     assert "capacity: 61 MiB (64000000 bytes)" in capsys.readouterr().err
+    assert cli.main(["resize", str(path), "--capacity", "128mb"]) == 0
+    assert "capacity: 122 MiB (128000000 bytes)" in capsys.readouterr().err
 
 
 def test_names_of_models_are_those_of_sglang(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from tutti.arguments import add_paths, nbytes
+from tutti.arguments import add_paths, nbytes, say_capacity
 from tutti.commands.outcome import Outcome
 from tutti.resize import resize
 from tutti.terminal import Progress
@@ -32,6 +32,7 @@ def add_resize(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> Outcome:
     """Resizes a pool."""
+    say_capacity(args.capacity)
     with Progress("objects", 0) as bar:
         done = resize(args.paths, args.capacity, progress=bar.update)
     text = f"{done.kept} objects were kept, {done.dropped} had no room, {done.damaged} were damaged"

@@ -87,9 +87,10 @@ def add_workload_arguments(parser: argparse.ArgumentParser) -> None:
         "--workload",
         choices=NAMES,
         default="leval-synthetic",
-        help="leval, loogle: real texts (--data or --hub); ...-synthetic: their lengths, generated "
-        "content; sharegpt-, multiturn-synthetic: conversations; mooncake: a trace (--data FILE); "
-        "default %(default)s",
+        metavar="NAME",
+        help="leval, loogle: real texts (--data or --hub); leval-synthetic, loogle-synthetic: "
+        "their lengths, generated content; sharegpt-synthetic, multiturn-synthetic: conversations; "
+        "mooncake: a trace (--data FILE)",
     )
     group.add_argument("--data", type=Path, help="folder of .jsonl files, or the trace")
     group.add_argument("--hub", action="store_true", help="fetch the data set's files")
