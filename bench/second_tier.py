@@ -1,5 +1,7 @@
 """Fetching through the second tier against Mooncake's own batch get, in turns, on the same values.
 
+Then local loads while the tier has nothing to do, asks for pages that no node has, and fetches.
+
     python -m tutti.bench.second_tier --remote mooncake://HOST:PORT --dir DIR --out result.json
 
 The tier's time runs from a look-up's miss until the pages are verified and stored in the pool; that
@@ -20,7 +22,7 @@ import numpy as np
 
 from tutti.arrays import Keys
 from tutti.bench.environment import describe
-from tutti.bench.statistics import bootstrap_median, ratios
+from tutti.bench.statistics import bootstrap_median, percentile, ratios
 from tutti.cluster.remote import RemoteConfig
 from tutti.cluster.tier import Tier
 from tutti.cluster.worker import TRAILER_NBYTES
@@ -33,6 +35,7 @@ from tutti.units import GiB
 _LAYERS = 16
 _WAIT_S = 60.0
 _POLL_S = 0.001
+_LOADS, _LOAD_PAGES = 200, 4
 
 
 def _until(done: Callable[[], bool], what: str) -> None:
@@ -77,6 +80,47 @@ class Fetcher:
     def _counts(self) -> dict[str, Any]:
         counts: dict[str, Any] = self.tier.stats()["remote"]
         return counts
+
+
+class Local:
+    """Loads of pages that the pool has, in turns with and without work for its tier."""
+
+    def __init__(self, fetcher: Fetcher, rng: np.random.Generator) -> None:
+        self._fetcher, self._rng = fetcher, rng
+        self._store = fetcher.store
+        self._keys = rng.integers(0, 256, (_LOAD_PAGES, 16), np.uint8)
+        self._memory = self._store.allocate_memory(_LOAD_PAGES)
+        self.p99_ms: dict[str, list[float]] = {"idle": [], "asking": [], "fetching": []}
+
+    def measure(self) -> None:
+        """One round of each."""
+        pages = range(_LOAD_PAGES)
+        for name, times in self.p99_ms.items():
+            self._store.clear(deallocate=False)
+            self._store.put(self._keys, pages, memory=self._memory).wait(_WAIT_S)
+            taken = []
+            for _ in range(_LOADS):
+                self._work(name)
+                start_s = time.monotonic()
+                self._store.load(self._keys, pages, memory=self._memory).wait(_WAIT_S)
+                taken.append((time.monotonic() - start_s) * 1000)
+            times.append(percentile(taken, 99))
+            _until(self._is_idle, "the tier's work")
+
+    def _work(self, name: str) -> None:
+        """What a look-up beside the load gives the tier to do."""
+        if name == "asking":
+            self._fetcher.tier.missed(self._rng.integers(0, 256, (_LOAD_PAGES, 16), np.uint8))
+        elif name == "fetching" and self._is_idle():
+            self._fetcher.tier.missed(self._fetcher.keys)
+
+    def _is_idle(self) -> bool:
+        with self._fetcher.tier._changed:
+            return not self._fetcher.tier._fetching
+
+    def close(self) -> None:
+        """Gives the memory back."""
+        self._store.unregister(self._memory)
 
 
 class Direct:
@@ -124,6 +168,10 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
                     seconds = call()
                     if number:  # the first round opens connections
                         rates.append(gigabytes / seconds)
+            local = Local(fetcher, np.random.default_rng(args.seed + 1))
+            for _ in range(args.rounds):
+                local.measure()
+            local.close()
         finally:
             fetcher.tier.close()
     found = ratios(tier_gb, direct_gb)
@@ -136,6 +184,12 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         "mooncake_gb_per_s": direct_gb,
         "ratio": {**bootstrap_median(found).to_dict()},
         "bar": 0.9,
+        "local_p99_ms": local.p99_ms,
+        "local_p99_ratio": {
+            name: bootstrap_median(ratios(local.p99_ms[name], local.p99_ms["idle"])).to_dict()
+            for name in ("asking", "fetching")
+        },
+        "local_bar": 1.1,
     }
 
 
