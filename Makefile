@@ -136,10 +136,18 @@ gpu-bench: gpu-native ## measurements on a GPU, with $(PYTHON); goes on where it
 # Only on a machine with no other work; commits that changed code since make old results stale.
 BENCH_DIR ?= .
 .PHONY: bench
-bench: $(VENV)/.test build/view ## every result of the store anew, BENCH_DIR=... on the drive, TRACE=... for the replay
-	$(PY) -m tutti.bench.store_results --dir $(BENCH_DIR) $(if $(TRACE),--trace $(TRACE)) \
-	  $(if $(ONLY),--only $(ONLY))
+bench: $(VENV)/.test sglang-venv build/view ## every result of the store anew, BENCH_DIR=... on the drive, TRACE=... for the replay
+	-$(PY) -m tutti.bench.store_results --dir $(BENCH_DIR) $(if $(TRACE),--trace $(TRACE)) \
+	  --sglang "$(CPU_SGLANG)" $(if $(ONLY),--only $(ONLY))
 	PYTHONPATH=build/view $(PY) -m tutti.bench.summary docs/results.md bench/results
+
+# SGLang's packages on a CPU: the stand-in takes the place of operators that no wheel has for one.
+CPU_SGLANG := env PYTHONSAFEPATH=1 PYTHONPATH=$(CURDIR)/build/view:$(CURDIR)/tests/sglang/stand_in \
+  $(SGLANG_VENV)/bin/python
+
+.PHONY: bench-peers
+bench-peers: $(VENV)/.core sglang-venv build/view ## SGLang's backends against Tutti's on a CPU, BENCH_DIR=..., ARGS="--rounds 9"
+	$(CPU_SGLANG) -m tutti.cli bench peers --dir $(BENCH_DIR) $(ARGS)
 
 # Goes on after a finding; SEED repeats the sequence of operations.
 SECONDS ?= 60

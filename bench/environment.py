@@ -25,7 +25,7 @@ def describe(directory: str | os.PathLike[str] | None = None) -> dict[str, Any]:
         "python": platform.python_version(),
         "numpy": np.__version__,
         "tutti": tutti.__version__,
-        "commit": _commit(),
+        "commit": commit_of(Path(__file__).resolve().parent),
         "command": command_line(sys.argv),
     }
 
@@ -35,12 +35,15 @@ def command_line(arguments: list[str]) -> str:
     return " ".join(Path(a).name if os.sep in a else a for a in arguments)
 
 
-def _commit() -> str:
-    """The commit of the checkout that runs, "+dirty" with changes; "unknown" outside of one."""
-    folder = Path(__file__).resolve().parent
+def commit_of(folder: Path) -> str:
+    """The commit of the checkout around a folder, "+dirty" with changes; "unknown" outside of one.
+
+    Results and pages are no code: a run that replaces them one by one goes on being of its commit.
+    """
+    code = (":/", ":(top,exclude)bench/results", ":(top,exclude)docs")
     try:
         commit = _git(folder, "rev-parse", "--short=12", "HEAD")
-        dirty = _git(folder, "status", "--porcelain", "--untracked-files=no")
+        dirty = _git(folder, "status", "--porcelain", "--untracked-files=no", "--", *code)
     except (OSError, subprocess.SubprocessError):
         return "unknown"
     return f"{commit}+dirty" if dirty else commit

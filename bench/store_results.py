@@ -3,20 +3,25 @@
     python -m tutti.bench.store_results --dir /mnt/nvme --out bench/results
 
 Each result is a command of its own, one after the other, so run this on a machine with no other
-work. A result replaces the old one only if its command succeeded; what could not be measured is
-listed with the reason, here and in the manifest `store-run.json`.
+work. A result replaces the old one only if its command succeeded within its time and measured all
+that it should; what could not be measured keeps its old result and is listed with the reason, here
+and in the manifest `store-run.json`.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
+import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -26,7 +31,7 @@ from tutti.errors import ConfigError
 from tutti.terminal import table
 
 MANIFEST = "store-run"
-_STEP_S = 3600.0
+_END_S = 20.0
 _REASON_MAX = 200
 
 
@@ -35,37 +40,48 @@ class Step:
     """One result: a module with its arguments, in which {dir}, {out} and {trace} are filled in.
 
     prints: the result is what the command prints; otherwise it writes NAME.json into {out}.
+    sglang: it runs with the Python that has SGLang.  limit_s: a step that takes longer is ended.
     """
 
     name: str
     words: str
+    limit_s: float
     prints: bool = False
+    sglang: bool = False
 
 
-def _compare(name: str, more: str = "") -> Step:
+def _compare(name: str, limit_s: float, more: str = "") -> Step:
     words = "tutti.bench.compare.run --dir {dir} --out {out} --allow-sysctl --pairs 7 "
-    return Step(name, f"{words}{name} {more}")
+    return Step(name, f"{words}{name} {more}", limit_s)
 
 
+#: The most cited first.  The limits are about twice what a step takes on two processors and a disk
+#: of 3 GB/s; all steps together take some 40 minutes there.
 STEPS = (
-    _compare("bandwidth-fio", "--seconds 1.5"),
-    _compare("bandwidth-memory", "--memory huge --size 2GiB --seconds 1"),
-    _compare("layerwise-fio", "--seconds 1.5"),
-    _compare("churned", "--seconds 1.5"),
-    _compare("cpu-fio", "--seconds 1.5 --only 256KiB"),
-    _compare("cpu-verify", "--size 2GiB --seconds 0.7"),
-    _compare("digest"),
-    _compare("files", "--size 2GiB --seconds 1 --only direct"),
-    _compare("fio-memory", "--seconds 1 --size 2GiB"),
-    _compare("index"),
-    Step("ring", "tutti.cli bench ring --json", prints=True),
-    Step("paths", "tutti.cli bench paths --dir {dir} --out {out}/paths.json"),
-    Step("residency", "tutti.cli bench residency --dir {dir} --working-set 1GiB --rounds 4"
-         " --out {out}/residency.json"),
-    Step("profile", "tutti.cli profile --medium {dir} --out {out}/profile.json"),
-    Step("peers", "tutti.cli bench peers --dir {dir} --json", prints=True),
+    Step("peers", "tutti.cli bench peers --dir {dir} --json", 720, prints=True, sglang=True),
+    _compare("bandwidth-fio", 480, "--seconds 1"),
+    _compare("files", 300, "--size 2GiB --seconds 1 --only direct"),
+    _compare("layerwise-fio", 300, "--seconds 1"),
+    _compare("cpu-verify", 300, "--size 2GiB --seconds 0.7"),
     Step("replay", "tutti.cli replay --trace {trace} --shape 4x16KiB --capacity 1GiB 3GiB 9GiB"
-         " --dir {dir} --json", prints=True),
+         " --dir {dir} --json", 720, prints=True),
+    Step("window", "tutti.cli bench window --dir {dir} --json", 240, prints=True),
+    Step("threads", "tutti.cli bench threads --json", 120, prints=True),
+    Step("slack-file", "tutti.cli bench slack --json --workloads --dir {dir} --rounds 24", 240,
+         prints=True),
+    _compare("churned", 240, "--seconds 1"),
+    _compare("bandwidth-memory", 180, "--memory huge --size 2GiB --seconds 1"),
+    _compare("fio-memory", 120, "--seconds 1 --size 2GiB"),
+    Step("residency", "tutti.cli bench residency --dir {dir} --working-set 1GiB --rounds 4"
+         " --out {out}/residency.json", 600),
+    # Objects of many slices are in bandwidth-fio, with their CPU time.
+    _compare("cpu-fio", 240, "--seconds 1 --only 1x256KiB"),
+    _compare("index-latency", 120),
+    _compare("index", 240),
+    Step("ring", "tutti.cli bench ring --json", 120, prints=True),
+    _compare("digest", 60),
+    Step("profile", "tutti.cli profile --medium {dir} --out {out}/profile.json", 240),
+    Step("paths", "tutti.cli bench paths --dir {dir} --out {out}/paths.json", 300),
 )  # fmt: skip
 
 
@@ -79,29 +95,50 @@ class Done:
     seconds: float
 
 
+@dataclass(frozen=True)
+class Places:
+    """Where to measure, and with what.
+
+    python, sglang: commands that run a module, the second one with SGLang's packages; without it
+    and without a trace, steps that take them are not measured.
+    """
+
+    folder: str
+    out: Path
+    trace: str | None = None
+    python: Sequence[str] = (sys.executable,)
+    sglang: Sequence[str] = ()
+
+
 def main(arguments: Sequence[str]) -> int:
     """Measures, and returns the exit code: 1 when a result could not be measured."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--dir", default=".", help="on the drive to measure")
     parser.add_argument("--out", default="bench/results", type=Path, help="(%(default)s)")
     parser.add_argument("--trace", help="trace of requests for the replay, in Mooncake's format")
+    parser.add_argument("--sglang", default="", help="command of the Python that has SGLang")
+    parser.add_argument("--minutes", type=float, default=55.0, help="for all of it (%(default)s)")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="only these results")
     args = parser.parse_args(arguments)
-    manifest = run(args.dir, args.out, trace=args.trace, only=args.only)
+    places = Places(args.dir, args.out, args.trace, sglang=shlex.split(args.sglang))
+    try:
+        manifest = run(places, only=args.only, limit_s=args.minutes * 60)
+    except ConfigError as error:
+        print(f"tutti.bench.store_results: {error}", file=sys.stderr)
+        return 3
     rows = [(d["name"], d["outcome"], round(d["seconds"], 1)) for d in manifest["steps"]]
     print(table(("result", "outcome", "s"), rows))
     return 0 if all(d["outcome"] == "measured" for d in manifest["steps"]) else 1
 
 
 def run(
-    folder: str,
-    out: Path,
+    places: Places,
     *,
-    trace: str | None = None,
     only: Sequence[str] | None = None,
+    limit_s: float = 3300.0,
     log: Callable[[str], None] = lambda line: print(line, file=sys.stderr, flush=True),
 ) -> dict[str, Any]:
-    """Measures the steps, and writes their results and the manifest to ``out``.
+    """Measures the steps, and writes their results and the manifest.
 
     Raises ConfigError for names that are no results, and for a checkout with changes, whose numbers
     could not be told from those of its commit.
@@ -110,57 +147,106 @@ def run(
     if unknown:
         known = ", ".join(step.name for step in STEPS)
         raise ConfigError(f"{unknown[0]} is not a result of the store; choose from {known}")
-    machine = describe(folder)
+    machine = describe(places.folder)
     commit = str(machine["commit"])
     if commit.endswith("+dirty") or commit == "unknown":
         raise ConfigError(f"the checkout is {commit}; commit what has changed, then measure")
     steps = []
+    end_s = time.monotonic() + limit_s
     for step in STEPS:
         if only is None or step.name in only:
             log(f"{step.name} ...")
-            steps.append(_measure(step, folder, out, trace, commit))
-            log(f"{step.name}: {steps[-1].outcome}")
+            begin_s = time.monotonic()
+            outcome = _measure(step, places, commit, end_s - begin_s)
+            steps.append(Done(step.name, outcome, commit, time.monotonic() - begin_s))
+            log(f"{step.name}: {outcome}")
     manifest = {
         "benchmark": MANIFEST,
         "steps": [asdict(step) for step in steps],
         "machine": machine,
     }
-    (out / f"{MANIFEST}.json").write_text(json.dumps(manifest, indent=1) + "\n")
+    (places.out / f"{MANIFEST}.json").write_text(json.dumps(manifest, indent=1) + "\n")
     return manifest
 
 
-def _measure(step: Step, folder: str, out: Path, trace: str | None, commit: str) -> Done:
-    begin_s = time.monotonic()
-    if "{trace}" in step.words and trace is None:
-        return Done(step.name, "not measured: it takes a trace (--trace)", commit, 0.0)
+def _measure(step: Step, places: Places, commit: str, left_s: float) -> str:
+    """The outcome of one step, which may take so long."""
+    if "{trace}" in step.words and places.trace is None:
+        return "not measured: it takes a trace (--trace)"
+    if step.sglang and not places.sglang:
+        return "not measured: it takes the Python that has SGLang (--sglang)"
+    if left_s <= 0:
+        return "not measured: the time for all results was over"
+    limit_s = min(step.limit_s, left_s)
     with tempfile.TemporaryDirectory(prefix="store-results-") as made:
-        words = [word.format(dir=folder, out=made, trace=trace) for word in step.words.split()]
-        try:
-            done = subprocess.run(
-                [sys.executable, "-m", *words], capture_output=True, text=True, timeout=_STEP_S
-            )
-        except subprocess.TimeoutExpired:
-            return Done(step.name, f"not measured: no end in {_STEP_S:g} s", commit, _STEP_S)
+        words = [
+            word.format(dir=places.folder, out=made, trace=places.trace)
+            for word in step.words.split()
+        ]
+        python = places.sglang if step.sglang else places.python
+        done = _run([*python, "-m", *words], limit_s)
+        if done is None:
+            return f"not measured: no end in {limit_s:.0f} s"
         if step.prints and done.returncode == 0:
             (Path(made) / f"{step.name}.json").write_text(done.stdout)
-        outcome = _take(step, Path(made), out, done, commit)
-    return Done(step.name, outcome, commit, time.monotonic() - begin_s)
+        return _take(step, Path(made), places.out, done, commit)
+
+
+def _run(command: list[str], limit_s: float) -> subprocess.CompletedProcess[str] | None:
+    """A command with a session of its own, so that all of it can be ended; None if it had to be."""
+    pipe = subprocess.PIPE
+    process = subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, start_new_session=True)
+    try:
+        out, err = process.communicate(timeout=limit_s)
+        return subprocess.CompletedProcess(command, process.returncode, out, err)
+    except subprocess.TimeoutExpired:
+        return None
+    finally:
+        if process.poll() is None:
+            _end(process)
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    """Has a command remove its files and end, then kills what is left of it."""
+    process.send_signal(signal.SIGINT)
+    with suppress(subprocess.TimeoutExpired):
+        process.communicate(timeout=_END_S)
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait(_END_S)
 
 
 def _take(
     step: Step, made: Path, out: Path, done: subprocess.CompletedProcess[str], commit: str
 ) -> str:
-    """Moves a result to its place if it is one of this commit."""
-    result = made / f"{step.name}.json"
-    if done.returncode != 0 or not result.exists():
+    """Moves a result to its place if it is one of this commit, and whole."""
+    file = made / f"{step.name}.json"
+    if done.returncode != 0 or not file.exists():
         lines = [line for line in done.stderr.splitlines() if line.strip()]
         return f"not measured: {(lines or ['no result was written'])[-1][-_REASON_MAX:]}"
-    found = json.loads(result.read_text())["machine"]["commit"]
-    if found != commit:
+    result = json.loads(file.read_text())
+    if (found := result["machine"]["commit"]) != commit:
         return f"not measured: the checkout became {found} meanwhile"
-    for file in sorted(made.iterdir()):
-        shutil.copyfile(file, out / file.name)
+    if lacking := _lacking(result):
+        return f"not measured: {'; '.join(lacking)}"
+    shutil.copyfile(file, out / file.name)
+    for picture in out.glob(f"{step.name}.[ps][nv]g"):
+        if (made / picture.name).exists():
+            shutil.copyfile(made / picture.name, picture)
     return "measured"
+
+
+def _lacking(result: dict[str, Any]) -> list[str]:
+    """What a result should hold and does not: peers that could not run, cells without numbers."""
+    lacking = [f"{name}: {why}" for name, why in result.get("skipped", {}).items()]
+    cells = result.get("cells")
+    if isinstance(cells, dict):
+        lacking += [
+            f"{name}: {cell['not_measured']}"
+            for name, cell in cells.items()
+            if "not_measured" in cell
+        ]
+    return lacking
 
 
 if __name__ == "__main__":

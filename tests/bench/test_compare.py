@@ -19,7 +19,7 @@ from tutti.bench.compare import run as compare
 from tutti.bench.compare.index_cost import measure
 from tutti.bench.compare.paired import Round, System
 from tutti.bench.compare.paired import compare as compare_pairs
-from tutti.bench.environment import command_line, describe
+from tutti.bench.environment import command_line, commit_of, describe
 from tutti.bench.fio import FioJob, hugepages_of, parse_fio, reserved_hugepages
 from tutti.bench.freshness import DEPENDS, has_history, is_stale
 from tutti.bench.plots import plot_compare
@@ -248,8 +248,23 @@ def test_a_result_is_stale_when_its_code_has_changed(tmp_path: Path) -> None:
     assert not is_stale(result, tmp_path)
     code.write_text("2")
     assert is_stale(result, tmp_path)
+    assert commit_of(tmp_path).endswith("+dirty")
     unknown = {"benchmark": "ring", "machine": {"commit": "0123456789ab"}}
     assert is_stale(unknown, tmp_path)
+
+
+def test_results_that_a_run_replaces_change_no_commit(tmp_path: Path) -> None:
+    page, result = tmp_path / "docs/results.md", tmp_path / "bench/results/ring.json"
+    for file in (page, result):
+        file.parent.mkdir(parents=True)
+        file.write_text("old")
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=b"]
+    for words in (["init", "-q"], ["add", "."], ["commit", "-qm", "one"]):
+        subprocess.run([*git, *words], check=True, timeout=60)
+    commit = commit_of(tmp_path)
+    for file in (page, result):
+        file.write_text("new")
+    assert commit_of(result.parent) == commit != "unknown"
 
 
 def test_what_results_depend_on_exists() -> None:

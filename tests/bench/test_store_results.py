@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import argparse
 import json
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tutti.bench import store_results
-from tutti.bench.store_results import STEPS, Step
+from tutti.bench.store_results import STEPS, Places, Step
 from tutti.errors import ConfigError
 
 RING = "tutti.cli bench ring --commands 2000 --repeats 1 --depths 64 --batches 1 --json"
@@ -20,11 +23,39 @@ def _of_one_commit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store_results, "describe", lambda _: {"commit": COMMIT})
 
 
-def run(tmp_path: Path, *steps: Step, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+def run(
+    tmp_path: Path, *steps: Step, monkeypatch: pytest.MonkeyPatch, **more: Any
+) -> dict[str, str]:
     monkeypatch.setattr(store_results, "STEPS", steps)
-    manifest = store_results.run(".", tmp_path, log=lambda _: None)
+    manifest = store_results.run(Places(".", tmp_path), log=lambda _: None, **more)
     assert json.loads((tmp_path / "store-run.json").read_text()) == manifest
     return {step["name"]: step["outcome"] for step in manifest["steps"]}
+
+
+@pytest.fixture
+def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A module that writes {out}/step.json with the members that are its second argument."""
+    text = f"""
+import json, sys, time
+from pathlib import Path
+
+given = json.loads(sys.argv[2])
+try:
+    time.sleep(given.pop("sleep_s", 0))
+except KeyboardInterrupt:
+    Path(sys.argv[0]).with_name("cleaned").write_text("")
+    raise
+result = {{"machine": {{"commit": "{COMMIT}"}}}} | given
+Path(sys.argv[1], "step.json").write_text(json.dumps(result))
+Path(sys.argv[1], "step.png").write_text("picture")
+"""
+    (tmp_path / "stepmodule.py").write_text(text)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    return "stepmodule {{out}} {}"
+
+
+def made(given: dict[str, Any]) -> str:
+    return json.dumps(given, separators=(",", ":")).replace("{", "{{").replace("}", "}}")
 
 
 def test_a_result_of_another_commit_is_not_taken(
@@ -32,10 +63,11 @@ def test_a_result_of_another_commit_is_not_taken(
 ) -> None:
     (tmp_path / "ring.json").write_text("old")
     steps = (
-        Step("ring", RING, prints=True),
-        Step("fails", "tutti.cli bench ring --depths 3"),
-        Step("none", "tutti.cli --version"),
-        Step("replay", "tutti.cli replay --trace {trace}"),
+        Step("ring", RING, 60, prints=True),
+        Step("fails", "tutti.cli bench ring --depths 3", 60),
+        Step("none", "tutti.cli --version", 60),
+        Step("replay", "tutti.cli replay --trace {trace}", 60),
+        Step("peers", "tutti.cli bench peers", 60, sglang=True),
     )
     outcomes = run(tmp_path, *steps, monkeypatch=monkeypatch)
     assert "the checkout became" in outcomes["ring"]
@@ -43,19 +75,61 @@ def test_a_result_of_another_commit_is_not_taken(
     assert outcomes["fails"].startswith("not measured: tutti: ")
     assert outcomes["none"] == "not measured: no result was written"
     assert "--trace" in outcomes["replay"]
+    assert "--sglang" in outcomes["peers"]
 
 
-def test_a_result_replaces_the_old_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_result_replaces_the_old_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: str
+) -> None:
     (tmp_path / "step.json").write_text("old")
-    result = json.dumps({"machine": {"commit": COMMIT}})
-    program = "import sys; from pathlib import Path; "
-    program += f"Path(sys.argv[1], 'step.json').write_text({result!r})"
-    module = tmp_path / "stepmodule.py"
-    module.write_text(program)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    outcomes = run(tmp_path, Step("step", "stepmodule {out}"), monkeypatch=monkeypatch)
-    assert outcomes == {"step": "measured"}
+    step = Step("step", program.format("{{}}"), 60)
+    assert run(tmp_path, step, monkeypatch=monkeypatch) == {"step": "measured"}
     assert json.loads((tmp_path / "step.json").read_text())["machine"]["commit"] == COMMIT
+    assert not (tmp_path / "step.png").exists(), "no page shows such a picture"
+    (tmp_path / "step.png").write_text("old")
+    run(tmp_path, step, monkeypatch=monkeypatch)
+    assert (tmp_path / "step.png").read_text() == "picture"
+
+
+@pytest.mark.parametrize(
+    "given",
+    [{"skipped": {"hicache-nixl": "none here"}}, {"cells": {"a": {"not_measured": "none here"}}}],
+)
+def test_a_result_that_lacks_a_system_is_not_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: str, given: dict[str, Any]
+) -> None:
+    (tmp_path / "step.json").write_text("old")
+    step = Step("step", program.format(made(given)).replace("none here", "none"), 60)
+    outcome = run(tmp_path, step, monkeypatch=monkeypatch)["step"]
+    assert outcome.startswith("not measured: ") and outcome.endswith("none")
+    assert (tmp_path / "step.json").read_text() == "old"
+
+
+def test_a_step_ends_with_its_time_and_removes_its_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: str
+) -> None:
+    slow = Step("step", program.format(made({"sleep_s": 60})), 1)
+    outcomes = run(tmp_path, slow, monkeypatch=monkeypatch)
+    assert outcomes == {"step": "not measured: no end in 1 s"}
+    assert (tmp_path / "cleaned").exists()
+    outcomes = run(tmp_path, slow, monkeypatch=monkeypatch, limit_s=0)
+    assert outcomes == {"step": "not measured: the time for all results was over"}
+
+
+def test_a_step_runs_with_the_python_that_has_sglang(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: str
+) -> None:
+    """As `make bench` calls it; the Makefile's command has both folders that SGLang needs."""
+    step = Step("step", program.format("{{}}"), 60, sglang=True)
+    monkeypatch.setattr(store_results, "STEPS", (step,))
+    monkeypatch.delenv("PYTHONPATH")
+    python = f"env PYTHONPATH={tmp_path} {sys.executable}"
+    command = ["--dir", ".", "--out", str(tmp_path), "--sglang", python]
+    assert store_results.main(command) == 0
+    makefile = (Path(__file__).parents[2] / "Makefile").read_text()
+    assert '--sglang "$(CPU_SGLANG)"' in makefile
+    (words,) = (line for line in makefile.splitlines() if line.startswith("CPU_SGLANG :="))
+    assert "/build/view:" in words and "/tests/sglang/stand_in" in words
 
 
 @pytest.mark.parametrize("commit", ["unknown", f"{COMMIT}+dirty"])
@@ -64,21 +138,21 @@ def test_numbers_have_a_commit(
 ) -> None:
     monkeypatch.setattr(store_results, "describe", lambda _: {"commit": commit})
     with pytest.raises(ConfigError, match="commit what has changed"):
-        store_results.run(".", tmp_path)
+        store_results.run(Places(".", tmp_path))
     assert not any(tmp_path.iterdir())
 
 
 def test_names_are_those_of_the_results(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="choose from bandwidth-fio"):
-        store_results.run(".", tmp_path, only=["bandwith-fio"])
+    with pytest.raises(ConfigError, match="choose from peers, bandwidth-fio"):
+        store_results.run(Places(".", tmp_path), only=["bandwith-fio"])
     results = Path(__file__).parents[2] / "bench/results"
-    known = {path.stem for path in results.glob("*.json")} | {"paths"}
+    known = {path.stem for path in results.glob("*.json")} | {"index-latency", "paths"}
     assert {step.name for step in STEPS} <= known
 
 
 def test_every_command_is_one_that_exists() -> None:
     """Its parser takes the arguments."""
-    from tutti.bench.compare.run import CASES
+    from tutti.bench.compare import run as compare
     from tutti.cli import build_parser
 
     for step in STEPS:
@@ -86,4 +160,6 @@ def test_every_command_is_one_that_exists() -> None:
         if words[0] == "tutti.cli":
             build_parser(words[1:]).parse_args(words[1:])
         else:
-            assert step.name in CASES
+            parser = argparse.ArgumentParser()
+            compare.add_arguments(parser)
+            assert parser.parse_args(words[1:]).cases == [step.name]
