@@ -64,8 +64,9 @@ def run(args: argparse.Namespace, progress: ProgressFactory) -> dict[str, Any]:
             f"cannot read {args.trace}: {error.strerror}; record one with tests/qemu/placement.py"
         ) from error
     result = {
+        "benchmark": "placement",
         "label": LABEL,
-        "environment": environment.describe(),
+        "machine": environment.describe(),
         "lba_nbytes": LBA_NBYTES,
         "phases": [summarise(phase, commands) for phase in PHASES],
         "columns": list(Command._fields),

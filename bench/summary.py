@@ -3,7 +3,9 @@
     python -m tutti.bench.summary docs/results.md bench/results
 
 A table stands between `<!-- result: NAME -->` and `<!-- end -->` and comes from NAME.json.  It is
-marked as stale where the code that it measures was changed since.
+marked as stale where the code that it measures was changed since.  Pages that only link to a result
+have `<!-- state: NAME --><!-- end -->` there; they are written too: those beside the page, and the
+README above it.
 """
 
 from __future__ import annotations
@@ -33,7 +35,9 @@ from tutti.terminal import WIDTH_MAX, fitting
 from tutti.units import format_nbytes
 
 STALE = "; **stale**: the code that it measures has changed since"
+STATE = " (**stale**: the code behind it has changed since)"
 _BLOCK = re.compile(r"(<!-- result: ([\w/-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
+_STATE = re.compile(r"(<!-- state: ([\w/-]+) -->).*?(<!-- end -->)")
 
 
 def render(text: str, results: Path) -> str:
@@ -43,15 +47,32 @@ def render(text: str, results: Path) -> str:
     """
     history = freshness.has_history(results)
 
-    def table(match: re.Match[str]) -> str:
-        path = results / f"{match[2]}.json"
+    def read(name: str) -> tuple[dict[str, Any], bool]:
+        path = results / f"{name}.json"
         if not path.exists():
             raise ConfigError(f"{path} does not exist; run the benchmark or take the table out")
         result = json.loads(path.read_text())
-        stale = history and freshness.is_stale(result, results.resolve().parents[1])
+        stale = history and freshness.is_stale(name, result, results.resolve().parents[1])
+        return result, stale
+
+    def table(match: re.Match[str]) -> str:
+        result, stale = read(match[2])
         return f"{match[1]}\n{_tables(result)}{STALE if stale else ''}\n\n{match[3]}"
 
-    return _BLOCK.sub(table, text)
+    def state(match: re.Match[str]) -> str:
+        return f"{match[1]}{STATE if read(match[2])[1] else ''}{match[3]}"
+
+    return _STATE.sub(state, _BLOCK.sub(table, text))
+
+
+def pages_of(page: Path) -> list[Path]:
+    """The page, those beside it, and the README above: all that may show or link to results."""
+    folder = page.resolve().parent
+    return [
+        file
+        for file in (*sorted(folder.glob("*.md")), folder.parent / "README.md")
+        if file.exists()
+    ]
 
 
 def _tables(result: dict[str, Any]) -> str:
@@ -231,13 +252,14 @@ def _markdown(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> list[str]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Rewrites the page."""
+    """Rewrites the pages."""
     parser = argparse.ArgumentParser(prog="tutti.bench.summary", description=__doc__)
     parser.add_argument("page", type=Path)
     parser.add_argument("results", type=Path)
     args = parser.parse_args(argv)
     try:
-        args.page.write_text(render(args.page.read_text(), args.results))
+        for page in pages_of(args.page):
+            page.write_text(render(page.read_text(), args.results))
     except ConfigError as error:
         print(f"tutti.bench.summary: {error}", file=sys.stderr)
         return 3

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -21,11 +23,19 @@ from tutti.bench.compare.paired import Round, System
 from tutti.bench.compare.paired import compare as compare_pairs
 from tutti.bench.environment import command_line, commit_of, describe
 from tutti.bench.fio import FioJob, hugepages_of, parse_fio, reserved_hugepages
-from tutti.bench.freshness import DEPENDS, has_history, is_stale
+from tutti.bench.freshness import DEPENDS, depends, has_history, is_stale
 from tutti.bench.plots import plot_compare
-from tutti.bench.summary import STALE, render
+from tutti.bench.store_results import MANIFEST
+from tutti.bench.summary import STALE, STATE, pages_of, render
 from tutti.errors import ConfigError, MediumError, Unsupported
 from tutti.terminal import progress
+
+ROOT = Path(__file__).parents[2]
+RESULTS_PAGE, RESULTS = ROOT / "docs/results.md", ROOT / "bench/results"
+#: Modules that describe and draw, and change no number.
+SHOWS = {"environment", "statistics", "plots", "charts", "freshness", "summary", "figures"}
+#: Their benches import the store, and these results come from parts that do not use it.
+OPEN_NO_STORE = {"slack"}
 
 # The members of fio's JSON that are read, with numbers that are easy to follow.
 FIO: dict[str, Any] = {
@@ -217,13 +227,65 @@ def test_without_matplotlib_there_is_no_picture(
     assert not plot_compare({"case": "c", "cells": cells}, tmp_path / "compare.png")
 
 
-def test_the_results_page_shows_the_raw_results() -> None:
-    root = Path(__file__).parents[2]
-    page = (root / "docs/results.md").read_text()
-    rendered = render(page, root / "bench/results")
-    if not has_history(root):
-        page = page.replace(STALE, "")
-    assert rendered == page, "run python -m tutti.bench.summary docs/results.md bench/results"
+@pytest.mark.parametrize("page", pages_of(RESULTS_PAGE), ids=lambda page: page.stem)
+def test_pages_show_the_raw_results_and_their_state(page: Path) -> None:
+    text = page.read_text()
+    rendered = render(text, RESULTS)
+    if not has_history(RESULTS):
+        text = text.replace(STALE, "").replace(STATE, "")
+    assert rendered == text, "run python -m tutti.bench.summary docs/results.md bench/results"
+
+
+@pytest.mark.parametrize("page", pages_of(RESULTS_PAGE), ids=lambda page: page.stem)
+def test_a_page_that_links_to_a_result_has_its_state(page: Path) -> None:
+    text = page.read_text()
+    linked = set(re.findall(r"bench/results/([\w-]+)\.(?:json|png|svg)", text))
+    assert linked <= set(re.findall(r"<!-- (?:result|state): ([\w/-]+) -->", text))
+
+
+def test_every_result_is_shown_and_known() -> None:
+    shown = "".join(page.read_text() for page in pages_of(RESULTS_PAGE))
+    for file in RESULTS.glob("*.json"):
+        result = json.loads(file.read_text())
+        assert file.stem == MANIFEST or depends(file.stem, result)
+        assert result["machine"]["commit"] and f": {file.stem} -->" in shown, file.name
+
+
+def imports(file: Path) -> set[str]:
+    """Names of modules, and of what is imported from them."""
+    found = set()
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+        elif isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+    return found
+
+
+@pytest.mark.parametrize("name", DEPENDS)
+def test_a_result_depends_on_all_that_its_bench_imports(name: str) -> None:
+    """Modules of bench/ by their imports; whoever opens a store measures all of it."""
+    known = [ROOT / path for path in DEPENDS[name]]
+    sources = [path for path in known if path.is_relative_to(ROOT / "bench")]
+    todo = [file for path in sources for file in (path.rglob("*.py") if path.is_dir() else [path])]
+    seen: set[Path] = set()
+    others: set[str] = set()
+    while todo:
+        file = todo.pop()
+        if file in seen or file.stem in SHOWS or file.parent.name in SHOWS:
+            continue
+        seen.add(file)
+        assert any(file == path or path in file.parents for path in known), file
+        for module in imports(file):
+            parts = module.split(".")
+            other = ROOT.joinpath("bench", *parts[2:]).with_suffix(".py")
+            if parts[:2] == ["tutti", "bench"] and other.exists():
+                todo.append(other)
+            else:
+                others.add(module)
+    if name not in OPEN_NO_STORE and others & {"tutti", "tutti.store", "tutti.store.open"}:
+        assert set(DEPENDS["window"]) - {"bench/window.py"} <= set(DEPENDS[name])
+        assert {"tutti/store.py", "tutti/transfers", "tutti/scheduler"} <= set(DEPENDS[name])
 
 
 def test_a_result_is_stale_when_its_code_has_changed(tmp_path: Path) -> None:
@@ -241,16 +303,16 @@ def test_a_result_is_stale_when_its_code_has_changed(tmp_path: Path) -> None:
     git("commit", "-qm", "one")
     result = {"benchmark": "ring", "machine": {"commit": git("rev-parse", "--short=12", "HEAD")}}
     assert has_history(tmp_path)
-    assert not is_stale(result, tmp_path)
+    assert not is_stale("ring", result, tmp_path)
     (tmp_path / "bench/other.py").write_text("1")
     git("add", ".")
     git("commit", "-qm", "other")
-    assert not is_stale(result, tmp_path)
+    assert not is_stale("ring", result, tmp_path)
     code.write_text("2")
-    assert is_stale(result, tmp_path)
+    assert is_stale("ring", result, tmp_path)
     assert commit_of(tmp_path).endswith("+dirty")
     unknown = {"benchmark": "ring", "machine": {"commit": "0123456789ab"}}
-    assert is_stale(unknown, tmp_path)
+    assert is_stale("ring", unknown, tmp_path)
 
 
 def test_results_that_a_run_replaces_change_no_commit(tmp_path: Path) -> None:
@@ -268,8 +330,7 @@ def test_results_that_a_run_replaces_change_no_commit(tmp_path: Path) -> None:
 
 
 def test_what_results_depend_on_exists() -> None:
-    root = Path(__file__).parents[2]
-    missing = [path for paths in DEPENDS.values() for path in paths if not (root / path).exists()]
+    missing = [path for paths in DEPENDS.values() for path in paths if not (ROOT / path).exists()]
     assert not missing
 
 
