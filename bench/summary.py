@@ -35,7 +35,7 @@ from tutti.terminal import WIDTH_MAX, fitting
 from tutti.units import format_nbytes
 
 STALE = "; **stale**: the code that it measures has changed since"
-STATE = " (**stale**: the code behind it has changed since)"
+STATE = " (**stale**)"
 _BLOCK = re.compile(r"(<!-- result: ([\w/-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 _STATE = re.compile(r"(<!-- state: ([\w/-]+) -->).*?(<!-- end -->)")
 

@@ -267,11 +267,13 @@ def test_a_result_depends_on_all_that_its_bench_imports(name: str) -> None:
     """Modules of bench/ by their imports; whoever opens a store measures all of it."""
     known = [ROOT / path for path in DEPENDS[name]]
     sources = [path for path in known if path.is_relative_to(ROOT / "bench")]
-    todo = [file for path in sources for file in (path.rglob("*.py") if path.is_dir() else [path])]
+    unread = [
+        file for path in sources for file in (path.rglob("*.py") if path.is_dir() else [path])
+    ]
     seen: set[Path] = set()
     others: set[str] = set()
-    while todo:
-        file = todo.pop()
+    while unread:
+        file = unread.pop()
         if file in seen or file.stem in SHOWS or file.parent.name in SHOWS:
             continue
         seen.add(file)
@@ -280,7 +282,7 @@ def test_a_result_depends_on_all_that_its_bench_imports(name: str) -> None:
             parts = module.split(".")
             other = ROOT.joinpath("bench", *parts[2:]).with_suffix(".py")
             if parts[:2] == ["tutti", "bench"] and other.exists():
-                todo.append(other)
+                unread.append(other)
             else:
                 others.add(module)
     if name not in OPEN_NO_STORE and others & {"tutti", "tutti.store", "tutti.store.open"}:
