@@ -37,11 +37,48 @@ def test_a_kernel_compares_pages_before_their_layer_is_released(seed: int, cache
         assert caught.value.pages == (2,)
         assert ticket.wait_settled(10)
         stats = rig.store.stats()
-        assert rig.kernels.verified == stats["gpu_verified_layers"] == LAYOUT.layers
+        assert stats["gpu_digested_layers"] == stats["gpu_verified_layers"] == LAYOUT.layers
+        assert rig.kernels.verified == 2 * LAYOUT.layers
         assert stats["mismatches"] == 1
         assert rig.store.match(keys) == 2, "quarantined"
         good = [i for i in range(8) if i != 2]
         assert [rig.pool.read(8 + i) for i in good] == [contents[i] for i in good]
+
+
+def test_a_kernel_computes_the_digests_of_a_put(seed: int) -> None:
+    """Those of the host, which compares its own here, and none of them by the host."""
+    rng = np.random.default_rng(seed)
+    with rig_over_memory() as rig:
+        keys, pages = some_keys(rng, 8), list(range(8))
+        contents = rig.fill(pages, rng)
+        assert rig.store.put(keys, pages).wait(10).stored == 8
+        stats = rig.store.stats()
+        assert rig.kernels.verified == stats["gpu_digested_layers"] == LAYOUT.layers
+        verifier, rig.gpu.verifier = rig.gpu.verifier, None
+        rig.store.load(keys, list(range(8, 16))).wait(10)
+        assert [rig.pool.read(page) for page in range(8, 16)] == contents
+        rig.gpu.verifier = verifier
+    assert stats["mismatches"] == 0
+
+
+def test_a_copy_out_that_goes_wrong_is_found_by_the_load(seed: int) -> None:
+    """As the digest is that of the page, not of what was copied to staging."""
+    rng = np.random.default_rng(seed)
+    with rig_over_memory() as rig:
+        keys, pages = some_keys(rng, 8), list(range(8))
+        rig.fill(pages, rng)
+        verify = rig.kernels.verify
+
+        def late(batch: int, layer: int, publish: int) -> None:
+            rig.tensors[1][0].array[3 * LAYOUT.segments[0]] ^= layer == 1
+            verify(batch, layer, publish)
+
+        rig.driver.kernels["gio_verify"] = late
+        rig.store.put(keys, pages).wait(10)
+        rig.driver.kernels["gio_verify"] = verify
+        with pytest.raises(ChecksumMismatch) as caught:
+            rig.store.load(keys, list(range(8, 16))).wait(10)
+        assert caught.value.pages == (3,)
 
 
 def test_tables_that_do_not_fit_are_compared_by_the_host(seed: int) -> None:

@@ -22,9 +22,9 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Unpack
 
 import numpy as np
@@ -58,9 +58,10 @@ STREAMS = 2
 
 
 class _Released:
-    """Calls back once, when the last of several native jobs is released, and `whole` is known.
+    """Calls back once, when the last of several native jobs is released, and where that is counted,
+    the GPU has verified their pages.
 
-    whole: has the status of all pages; None where that of the jobs counts.
+    whole: has the status of all pages; None where that of the native jobs counts.
     read_s: monotonic; when the last native job so far was released.
     """
 
@@ -68,32 +69,32 @@ class _Released:
         self._left = count
         self._callback = callback
         self._lock = threading.Lock()
-        self._whole: MovedJob | None = None
+        self.whole: Callable[[], MovedJob | None] = lambda: None
         self.read_s = 0.0
         self._statuses: dict[int, U32] = {}
 
     def of(self, number: int) -> Callable[[Job], None]:
         """What job `number` of them calls."""
 
-        def ended(job: Job) -> None:
+        def released(job: Job) -> None:
             self.read_s = time.monotonic()
-            self._ended(number, job)
-
-        return ended
-
-    def verified(self, whole: MovedJob) -> None:
-        """The GPU has verified the pages of all jobs."""
-        self._whole = whole
-        self._ended(-1, whole)
-
-    def _ended(self, number: int, job: Job | MovedJob) -> None:
-        with self._lock:
             self._statuses[number] = job.page_status
+            self.ended()
+
+        return released
+
+    def ended(self) -> None:
+        """One more of them is released, or the GPU has verified the pages of all."""
+        with self._lock:
             self._left -= 1
             is_last = self._left == 0
         if is_last and self._callback is not None:
-            numbers = sorted(self._statuses) if self._whole is None else [-1]
-            self._callback(_Ended(np.concatenate([self._statuses[n] for n in numbers])))
+            whole = self.whole()
+            if whole is not None:
+                self._callback(_Ended(whole.page_status))
+            else:
+                statuses = [self._statuses[number] for number in sorted(self._statuses)]
+                self._callback(_Ended(np.concatenate(statuses)))
 
 
 @dataclass(frozen=True)
@@ -107,8 +108,8 @@ class HostEngine(Owned):
     """Moves pages of one GPU's memory through one native engine and staging of its own.
 
     engine: whose controller and thread do the I/O.  mover: by default the copy engines.
-    verifier: compares what was read with its digests, and is closed with the engine; by default
-    the native engine's workers do, before the copies.
+    verifier: compares what was read with its digests, and computes those of what is written; it is
+    closed with the engine.  By default the native engine's workers do both, in staging.
     load_staging_nbytes, store_staging_nbytes: pinned memory for each direction; four layers of the
     longest read should fit, or it goes in chunks.  load_streams, store_streams: streams to use,
     such as those of a green context; by default two of its own each, which take layers by turns.
@@ -136,7 +137,7 @@ class HostEngine(Owned):
         self.engine = engine
         self.mover = mover or choose_mover(driver)
         self.verifier = verifier
-        self._verified_layers = 0
+        self._digested_layers = [0, 0]  # of writes, of reads
         self._closed = False
         self._loads = StreamQueue(driver, engine.controller, load_staging_nbytes, load_streams)
         try:
@@ -195,10 +196,11 @@ class HostEngine(Owned):
                 )
                 for c in cells.chunks
             ]
-            verification = self._verification(extents, pages, memory, options, owner)
+            verification = self._verification(opcode, extents, pages, memory, options, owner)
             if verification is not None:
                 options = {**options, "digests": None}
-            count = len(cells.chunks) + (verification is not None)
+            is_late = is_read and verification is not None  # known after the medium is through
+            count = len(cells.chunks) + is_late
             released = _Released(count, options.get("on_released"))
             for number in range(len(cells.chunks)):
                 parts = _chunk_options(options, cells.chunks[number], released.of(number))
@@ -208,27 +210,36 @@ class HostEngine(Owned):
             moved = MovedJob(stream_queue, jobs, Route(copies, cells, is_read, verification))
             owner.is_free = moved.is_free
             moved.read_s = lambda: released.read_s
-            moved.enqueue(now=not options.get("gated"))
             if verification is not None:
-                tell = partial(released.verified, moved)
+                released.whole = weakref.ref(moved)
+            moved.enqueue(now=not options.get("gated"))
+            if is_late:
                 stream_queue.watch(
-                    moved.is_settled, lambda: self.engine.guard.call("a completion callback", tell)
+                    moved.is_settled,
+                    lambda: self.engine.guard.call("a completion callback", released.ended),
                 )
-                self._verified_layers += moved.layers
+            if verification is not None:
+                self._digested_layers[is_read] += moved.layers
             return moved
         except BaseException:
             self._abandon(owner, jobs, moved)
             raise
 
     def _verification(
-        self, extents: Extents, pages: U32, memory: PagedMemory, options: Options, owner: LeaseOwner
+        self,
+        opcode: int,
+        extents: Extents,
+        pages: U32,
+        memory: PagedMemory,
+        options: Options,
+        owner: LeaseOwner,
     ) -> Verification | None:
-        """Where the GPU compares the digests of a read; None where the native engine does."""
-        digests = options.get("digests")
-        if self.verifier is None or digests is None or not options.get("compare"):
+        """Where the GPU compares or computes the digests; None where the native engine does."""
+        digests, compares = options.get("digests"), options.get("compare", False)
+        if self.verifier is None or digests is None or compares != (opcode == OPCODE_READ):
             return None
         shift = self.engine.controller.info.lba_shift
-        expected = Expected(memory, pages, digests, extents.slice_nlb, shift)
+        expected = Expected(opcode, memory, pages, digests, extents.slice_nlb, shift)
         return self.verifier.prepare(expected, owner)
 
     def _submit_chunk(
@@ -272,7 +283,8 @@ class HostEngine(Owned):
             "gpu_numa_node": self.driver.numa_node,
             "gpu_streams": self.stream_count,
             "gpu_mover": self.mover.name,
-            "gpu_verified_layers": self._verified_layers,
+            "gpu_digested_layers": self._digested_layers[0],
+            "gpu_verified_layers": self._digested_layers[1],
             "gpu_kernel_jobs": self.mover.kernel_jobs,
             "gpu_layers": self._loads.layers + self._stores.layers,
         }

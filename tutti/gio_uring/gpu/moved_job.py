@@ -40,7 +40,8 @@ def interrupted() -> CudaError:
 class Route:
     """What the stream needs of one transfer: copies for each chunk, and the staging.
 
-    verification: by the GPU, of what was copied to its pages; None where the jobs verify, or none.
+    verification: by the GPU, of what was copied to its pages, or the digests of what is copied from
+    them; None where the native jobs do that, or none.
     """
 
     copies: Sequence[PreparedCopy]
@@ -87,13 +88,13 @@ class MovedJob(Owned):
     def page_status(self) -> U32:
         """uint32 (pages,), 0 or the first NVMe status that a page met; final once it is done."""
         status: U32 = np.concatenate([job.page_status for job in self._jobs])
-        if not self._is_verified():
+        if not self.is_verified():
             return status
         assert self._found is not None, "the verification is over"
         return np.where(status == 0, self._found, status)
 
-    def _is_verified(self) -> bool:
-        """Whether the outcome of the verification is there, and kept."""
+    def is_verified(self) -> bool:
+        """Whether the outcome of the verification is there, and kept.  No CUDA call."""
         verification = self._route.verification
         if self._found is None and verification is not None:
             with self._changed:
@@ -105,7 +106,7 @@ class MovedJob(Owned):
 
     def is_settled(self) -> bool:
         """Whether the final status of a read that the GPU verifies is known.  No CUDA call."""
-        return all(bool(job.report().released) for job in self._jobs) and self._is_verified()
+        return all(bool(job.report().released) for job in self._jobs) and self.is_verified()
 
     @property
     def done(self) -> bool:
@@ -165,17 +166,30 @@ class MovedJob(Owned):
             if layer == number == 0:
                 self._upload()
             copies.move(layer, stream)
+            if not (number or route.is_read):
+                self._put_digests(layer, stream)
             if layer and not number and len(queue.streams) > 1:  # words and events in their order
                 driver.stream_wait_event(stream, self._events[layer - 1])
+            if not route.is_read:
+                self._put_outcome(layer, stream)  # there once the medium is given the last layer
             told: tuple[int, int] | None = (number, layer)
             if route.is_read:
                 told = route.cells.next_user(layer, number)
             if told is not None:
                 driver.write_value(stream, route.cells.chunks[told[0]].device_words, told[1] + 1)
-        if route.verification is not None:
-            route.verification.put_layer(layer, stream)
+        if route.is_read:
+            self._put_digests(layer, stream)
+            self._put_outcome(layer, stream)
         driver.record_event(self._events[layer], stream)
         queue.layers += 1
+
+    def _put_digests(self, layer: int, stream: int) -> None:
+        if self._route.verification is not None:
+            self._route.verification.put_layer(layer, stream)
+
+    def _put_outcome(self, layer: int, stream: int) -> None:
+        if self._route.verification is not None and layer + 1 == self.layers:
+            self._route.verification.put_outcome(stream)
 
     def _upload(self) -> None:
         """Copies tables of kernels to the device, before any of them on any stream."""
@@ -243,7 +257,7 @@ class MovedJob(Owned):
         verification = self._route.verification
         if verification is None or not verification.is_wrong(layers):
             return True
-        return wait_until(self._is_verified, left_s())  # which pages are wrong comes at the end
+        return wait_until(self.is_verified, left_s())  # which pages are wrong comes at the end
 
     def order_stream(self, stream: int, layers: int) -> None:
         """Lets `stream` wait, on the GPU, until `layers` layers were moved or the job failed.
@@ -293,4 +307,4 @@ class MovedJob(Owned):
     def is_free(self) -> bool:
         """Whether staging, words and tables may be used again."""
         is_through = all(bool(job.report().released) for job in self._jobs) and self._is_through()
-        return is_through and (self._route.verification is None or self._is_verified())
+        return is_through and (self._route.verification is None or self.is_verified())

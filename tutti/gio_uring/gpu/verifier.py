@@ -1,12 +1,15 @@
-"""Digests of pages in GPU memory: a kernel compares them where the pages lie, after their copies.
+"""Digests of pages in GPU memory: a kernel compares or computes them where the pages lie.
 
-So a damaged slice is known before its layer is released, with what the copies did to it, and no
-processor of the host reads the bytes.
+After the copies of a read, so a damaged slice is known before its layer is released, with what the
+copies did to it.  Beside the copies of a write, so the digest is that of the page, whatever the
+copies do.  No processor of the host reads the bytes.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+
+import numpy as np
 
 from tutti.arrays import U32, U64
 from tutti.gio_uring.gpu.batch import BatchRequest, DeviceBatch, launch_layer
@@ -27,8 +30,11 @@ _DIGEST_NBYTES = 8
 
 @dataclass(frozen=True)
 class Expected:
-    """Pages of GPU memory and their digests, uint64 (pages, layers), which may be filled later."""
+    """Pages of GPU memory and their digests, uint64 (pages, layers): of a read, which may be filled
+    later; of a write, to be filled.
+    """
 
+    opcode: int
     memory: PagedMemory
     pages: U32
     digests: U64
@@ -68,13 +74,14 @@ class Verifier(Owned):
         request = BatchRequest(
             expected.memory,
             expected.pages,
-            opcode=OPCODE_READ,
+            opcode=expected.opcode,
             slice_nlb=expected.slice_nlb,
             lba_shift=expected.lba_shift,
             digests=expected.digests,
         )
         batch = DeviceBatch(self._tables, request, owner, own_words=True)
-        return Verification(self._driver, self._function, batch, self.blocks)
+        computed = None if expected.opcode == OPCODE_READ else expected.digests
+        return Verification(self._driver, self._function, batch, self.blocks, computed)
 
     def close(self) -> None:
         """Frees the tables; nothing may use them any more."""
@@ -82,11 +89,19 @@ class Verifier(Owned):
 
 
 class Verification:
-    """The digests of one transfer."""
+    """The digests of one transfer.  computed: where those of a write go; None for a read."""
 
-    def __init__(self, driver: Driver, function: int, batch: DeviceBatch, blocks: int) -> None:
+    def __init__(
+        self,
+        driver: Driver,
+        function: int,
+        batch: DeviceBatch,
+        blocks: int,
+        computed: U64 | None,
+    ) -> None:
         self._driver, self._function = driver, function
         self._batch, self._blocks = batch, blocks
+        self._computed = computed
         self.words: LayerWords = batch.words
         batch.write()
 
@@ -99,15 +114,18 @@ class Verification:
         self._batch.copy_up(stream)
 
     def put_layer(self, layer: int, stream: int) -> None:
-        """Enqueues the comparison of one layer, which is copied by then; the last layer's with what
-        became of all.
-        """
+        """Enqueues the kernel of one layer; a read's is copied by then."""
         launch_layer(
             self._driver, self._function, self._batch, layer, stream, self._blocks, publish=1
         )
-        if layer + 1 == self.words.layers:
-            self._batch.download_outcome(self._driver, stream)
-            self._driver.write_value(stream, self._batch.device_words, 1)
+
+    def put_outcome(self, stream: int) -> None:
+        """Enqueues what became of all layers, whose kernels have ended by then."""
+        batch, driver = self._batch, self._driver
+        if self._computed is not None and batch.digests_offset is not None:
+            batch.download(driver, batch.digests_offset, self._computed.nbytes, stream)
+        batch.download_outcome(driver, stream)
+        driver.write_value(stream, batch.device_words, 1)
 
     @property
     def is_over(self) -> bool:
@@ -119,5 +137,10 @@ class Verification:
         return any(self.words.status(layer) for layer in range(layers))
 
     def status(self) -> U32:
-        """uint32 (pages,), 0 or `STATUS_DIGEST_MISMATCH`; once it is over."""
+        """uint32 (pages,), 0 or `STATUS_DIGEST_MISMATCH`; once it is over.  Fills the digests of a
+        write.
+        """
+        if self._computed is not None and self._batch.digests_offset is not None:
+            found = self._batch.result(self._batch.digests_offset, self._computed.nbytes)
+            self._computed[:] = found.view(np.uint64).reshape(self._computed.shape)
         return self._batch.outcome()[0]
