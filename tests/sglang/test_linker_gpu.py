@@ -264,14 +264,14 @@ def test_a_damaged_medium_fails_the_batch_and_lets_the_stream_go(
 
 
 def test_a_wrong_copy_fails_the_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The GPU compares pages after their copies; the CPU compares nothing."""
+    """The GPU digests pages, and compares them after their copies; the CPU does neither."""
     with gpu_rig(tmp_path, monkeypatch, read_ahead_share=0.0, profile="off") as rig:
         rig.fill(7)
         want = rig.content(range(10))
         assert rig.store(names(10), range(10))
         assert rig.restore(names(10), range(20, 30))
         assert rig.content(range(20, 30)) == want
-        assert rig.kernels.verified == engine.LAYERS
+        assert rig.kernels.verified == 2 * engine.LAYERS
         verify = rig.kernels.verify
 
         def damaged(batch: int, layer: int, publish: int) -> None:
@@ -281,6 +281,7 @@ def test_a_wrong_copy_fails_the_batch(tmp_path: Path, monkeypatch: pytest.Monkey
         rig.driver.kernels["gio_verify"] = damaged
         assert not rig.restore(names(10), range(20, 30))
         stats = rig.stored_pool.store.stats()
+        assert stats["gpu_digested_layers"] == engine.LAYERS
         assert stats["gpu_verified_layers"] == 2 * engine.LAYERS
         assert stats["mismatches"] == 1
         wait_for(lambda: rig.lookup(names(10)) == 5)
