@@ -19,7 +19,7 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -215,7 +215,8 @@ class Guest:
     """One boot: the drives, and a Python program that runs inside as root.
 
     What the program writes to /out is in `out` here. objects: QEMU's -object arguments, for the
-    drives' backends. A context manager; the guest is gone afterwards, whatever happened.
+    drives' backends. environment: the program's, besides its own. A context manager; the guest is
+    gone afterwards, whatever happened.
     """
 
     def __init__(
@@ -226,13 +227,14 @@ class Guest:
         *,
         memory: str = "1536M",
         objects: Sequence[str] = (),
+        environment: Mapping[str, str] | None = None,
     ) -> None:
         self.folder = folder
         self.out = folder / "out"
         self.out.mkdir(parents=True, exist_ok=True)
         self.console = folder / "console"
         self._monitor = folder / "qmp"
-        (self.out / "run.sh").write_text(self._script(program))
+        (self.out / "run.sh").write_text(self._script(program, environment or {}))
         words = [QEMU, "-M", "q35,kernel-irqchip=off", "-accel", "tcg,thread=multi", "-cpu", "max"]
         words += ["-m", memory, "-smp", "2", "-nic", "none", "-nographic", "-no-reboot"]
         words += ["-bios", "/usr/share/qemu/qboot.rom"]
@@ -254,19 +256,27 @@ class Guest:
             words += drive.arguments(place)
         self._words = words
 
-    def _script(self, program: Sequence[str]) -> str:
+    def trace(self, path: Path, events: Sequence[str]) -> None:
+        """Before it boots: QEMU writes a line to `path` for each of these events of its trace."""
+        for event in events:
+            self._words += ["-trace", f"enable={event}"]
+        self._words += ["-D", str(path)]
+
+    def _script(self, program: Sequence[str], environment: Mapping[str, str]) -> str:
         """What the guest runs: modules for vfio, then the program with the host's Python."""
         paths = [
             str(HERE.parent),
             *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)),
         ]
         modules = (HOME / "modules").read_text()
+        more = [f"export {name}={shlex.quote(text)}\n" for name, text in environment.items()]
         return (
             ": > /out/up\n"
             f"mount --bind {shlex.quote(modules)} /lib/modules\n"
             f"export PATH={shlex.quote(os.environ['PATH'])} HOME=/tmp\n"
             f"export PYTHONPATH={shlex.quote(os.pathsep.join(paths))} PYTHONDONTWRITEBYTECODE=1\n"
             f"export PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 TUTTI_GUEST_PATIENCE={PATIENCE:g}\n"
+            f"{''.join(more)}"
             "modprobe -a vfio-pci vfio_iommu_type1\n"
             f"cd {shlex.quote(str(HERE.parents[1]))}\n"
             f"exec {shlex.join([sys.executable, *program])}\n"

@@ -39,9 +39,7 @@ def record(folder: Path) -> Path:
             file.truncate(nbytes)
     guest = Guest(folder, [Drive("usual", images)], ["-m", "qemu.placement"])
     trace = folder / TRACE
-    for event in ("pci_nvme_read", "pci_nvme_write"):
-        guest._words += ["-trace", f"enable={event}"]
-    guest._words += ["-D", str(trace)]
+    guest.trace(trace, ("pci_nvme_read", "pci_nvme_write"))
     with guest:
         guest.wait(280)
     return trace
