@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from scheduler.drive import Drive, Linear
 
@@ -51,6 +53,32 @@ def test_what_was_begun_once_is_neither_copied_nor_dropped() -> None:
     scheduler.take(WriteStopped(MS, "w", 0))
     more = scheduler.take(WriteKnown(2 * MS, "v", pages=1, page_nbytes=4 * MB))
     assert more.drops == ("v",)
+
+
+@pytest.mark.parametrize("factor", [0.5, 1.0, 3.0])
+@pytest.mark.parametrize("layers", [1, 16])
+def test_what_goes_at_once_is_what_the_policy_issues_whole(layers: int, factor: float) -> None:
+    found = set()
+    for nbytes in (4096, MB, 8 * MB, 20 * MB, 80 * MB, 400 * MB):
+        for known in (
+            LoadKnown(MS, "a", layers, nbytes // layers, 0, 0),
+            WriteKnown(MS, "a", layers, nbytes // layers),
+        ):
+            asked = Scheduler(SlackPolicy(), Linear())
+            for correction in (asked.state.estimates.read, asked.state.estimates.write):
+                correction.factor = factor
+            goes = SlackPolicy().goes_at_once(asked.state, known)
+            decision = asked.take(known)
+            issued = sum(one.count for one in (*decision.reads, *decision.writes))
+            assert (issued == layers) or not goes
+            found.add(goes)
+            told = Scheduler(SlackPolicy(), Linear())
+            assert not told.take(replace(known, at_once=True)).reads
+            if goes:
+                assert told.state.reading == asked.state.reading
+                assert told.state.writing == asked.state.writing
+                assert told.state.waits == asked.state.waits is False
+    assert found == {True, False}
 
 
 def drive(policy: type = SlackPolicy, truth: Linear | None = None, **limits: float) -> Drive:

@@ -18,7 +18,7 @@ from tutti.errors import ConfigError, KeyMissing, TuttiError
 from tutti.gio_uring.nvme_spec import OPCODE_READ, OPCODE_WRITE
 from tutti.scheduler.baselines import ImmediatePolicy
 from tutti.scheduler.dispatcher import Schedule
-from tutti.scheduler.event import StepBegan, StepEnded
+from tutti.scheduler.event import LoadKnown, StepBegan, StepEnded, WriteKnown
 from tutti.scheduler.policy import Limits, SlackPolicy
 from tutti.scheduler.request import Phase
 from tutti.scheduler.state import Decision, Issue, State
@@ -131,7 +131,7 @@ def test_writes_wait_for_the_step_that_reads(rng: np.random.Generator) -> None:
         store.scheduler.post(StepBegan(now_ns, Phase.DECODE, tokens=1, context_tokens=10))
         store.put(some_keys(rng, 4), np.arange(4)).wait(10)
         store.scheduler.post(StepEnded(store.scheduler.now_ns()))
-    assert sum(launch.count for _, decision in seen for launch in decision.writes) == 4
+    assert [event.at_once for event, _ in seen if isinstance(event, WriteKnown)] == [True]
 
 
 def test_a_pool_has_no_staging() -> None:
@@ -218,7 +218,7 @@ def test_a_put_that_cannot_be_started_ends(
 def test_a_load_that_is_interrupted_is_forgotten(
     rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def interrupted(*_: object) -> None:
+    def interrupted(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
     with scheduled() as store:
@@ -226,11 +226,49 @@ def test_a_load_that_is_interrupted_is_forgotten(
         keys = some_keys(rng, 2)
         store.put(keys, [0, 1]).wait(10)
         with monkeypatch.context() as patch:
-            patch.setattr(store._queue, "_post_load", interrupted)
+            patch.setattr(store._loader, "load", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 store.load(keys, [2, 3])
         assert not store._queue._loads
         assert store._core.wait_quiet(10.0), "nothing of it is under way"
+
+
+def test_a_short_transfer_that_is_alone_starts_before_its_decision(
+    rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[Any] = []
+    schedule = Schedule(PROFILE, record=lambda event, _: seen.append(event))
+    with scheduled(schedule) as store:
+        store.allocate_memory(8)
+        keys = some_keys(rng, 4)
+        store.put(keys, np.arange(4)).wait(10)
+        assert store.load(keys, np.arange(4, 8)).wait_settled(10)
+        with pytest.raises(KeyMissing):
+            store.load(some_keys(rng, 1), [0])
+        store._queue.stop(10.0)
+        counters = store.stats()["scheduler"]
+        known = [one.at_once for one in seen if isinstance(one, LoadKnown | WriteKnown)]
+        assert known == [True] * 3
+        assert counters["written_pages"] == 4
+        assert counters["read_nbytes"] == 4 * GEOMETRY.slice_nbytes * GEOMETRY.layers
+        assert counters["loads_waiting"] == counters["writes_waiting"] == counters["ignored"] == 0
+
+
+def test_transfers_that_meet_others_are_decided_on(rng: np.random.Generator) -> None:
+    seen: list[Any] = []
+    controller = controller_of(images := formatted())
+    schedule = Schedule(PROFILE, record=lambda event, _: seen.append(event))
+    with opened(images, controller=controller, schedule=schedule) as store:
+        store.allocate_memory(8)
+        keys = some_keys(rng, 4)
+        store.put(keys, np.arange(4)).wait(10)
+        controller.set_faults(Faults(stall_from=1))
+        tickets = [store.load(keys[at : at + 2], [at, at + 1]) for at in (0, 2)]
+        controller.set_faults(None)
+        controller.release()
+        for ticket in tickets:
+            ticket.wait(10)
+        assert [one.at_once for one in seen if isinstance(one, LoadKnown)] == [True, False]
 
 
 class WritesOnly(Never):

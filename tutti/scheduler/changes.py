@@ -51,7 +51,7 @@ class Scheduler:
         """
         state = self.state
         apply(state, event)
-        if not (state.unwritten or state.running or state.unread):
+        if not state.waits:
             return NOTHING
         decision = self.policy.decide(state)
         if decision is NOTHING:
@@ -183,6 +183,8 @@ def _load_known(state: State, event: LoadKnown) -> None:
         state.running[event.name] = load
     else:
         state.unread[event.name] = load
+    if event.at_once:
+        _issue_read(state, Issue(event.name, 0, layers))
 
 
 def _load_gone(state: State, event: LoadGone) -> None:
@@ -190,6 +192,8 @@ def _load_gone(state: State, event: LoadGone) -> None:
     if load is None:
         state.totals.ignored += 1
     else:
+        if load.ready < event.layers <= load.issued:
+            _layers_arrived(state, load, event.layers)
         _forget_load(state, load)
 
 
@@ -231,8 +235,12 @@ def _layers_ready(state: State, event: LayersReady) -> None:
     if load is None or not load.ready < event.layers <= load.issued:
         state.totals.ignored += 1
         return
-    layers = event.layers - load.ready
-    load.ready = event.layers
+    _layers_arrived(state, load, event.layers)
+
+
+def _layers_arrived(state: State, load: Load, ready: int) -> None:
+    layers = ready - load.ready
+    load.ready = ready
     state.totals.read_nbytes += layers * load.layer_nbytes
     end(state, "read", layers, layers * load.read_ns)
     if load.ready == load.layers and load.running:
@@ -265,6 +273,8 @@ def _write_known(state: State, event: WriteKnown) -> None:
     state.spaces[write.space].engine += write.pages
     state.unwritten[event.name] = write
     state.waiting_pages += write.pages
+    if event.at_once:
+        _issue_write(state, Issue(event.name, 0, event.pages), forced=False)
 
 
 def _pages_written(state: State, event: PagesWritten) -> None:

@@ -22,12 +22,20 @@ from typing import Any, Protocol
 from tutti.callbacks import Guard
 from tutti.clock import Clock, SystemClock
 from tutti.errors import ConfigError
-from tutti.interrupts import is_main_thread
+from tutti.interrupts import is_main_thread, uninterrupted
 from tutti.process import Owned
 from tutti.scheduler.baselines import ImmediatePolicy
 from tutti.scheduler.changes import Scheduler
 from tutti.scheduler.estimates import Estimates
-from tutti.scheduler.event import Event, LoadGone, Tick, WriteGone
+from tutti.scheduler.event import (
+    Event,
+    LoadGone,
+    LoadKnown,
+    PagesWritten,
+    Tick,
+    WriteGone,
+    WriteKnown,
+)
 from tutti.scheduler.policy import Limits, SlackPolicy
 from tutti.scheduler.request import Profile
 from tutti.scheduler.state import NOTHING, Decision, Issue, Policy, State
@@ -35,6 +43,10 @@ from tutti.threads import start_thread
 
 #: The loop looks at the clock at least so often.
 _NAP_S = 0.5
+#: So many events may wait for that.
+_ENDS_MAX = 16
+#: Transfers that are under way after an event.
+_MORE: dict[type[Event], int] = {LoadKnown: 1, WriteKnown: 1, LoadGone: -1, WriteGone: -1}
 
 DecisionHook = Callable[[Event, Decision], None]
 
@@ -214,6 +226,46 @@ class Dispatcher(Owned):
         with self._lock:
             self._events.append(event)
 
+    def alone(self, known: LoadKnown | WriteKnown, over: int = 0) -> bool:
+        """Takes an event as ``add`` does, if its transfer meets nothing else and may start at once.
+
+        Then the caller starts it, and calls ``decide`` after that: a decision that comes before
+        costs the transfer more time than all else.  over: transfers that have ended, and whose end
+        was not added yet.
+        """
+        with self._lock:
+            if self._under_way() > over or not self._goes(known):
+                return False
+            known.at_once = True
+            self.add(known)
+        return True
+
+    def _goes(self, known: LoadKnown | WriteKnown) -> bool:
+        goes: Callable[..., bool] | None = getattr(self._scheduler.policy, "goes_at_once", None)
+        try:
+            return goes is not None and goes(self._scheduler.state, known)
+        except Exception:  # a wrong profile, which the decision reports
+            return False
+
+    def _under_way(self) -> int:
+        """Transfers that were announced and are not over, by the events too.  Lock held."""
+        state = self._scheduler.state
+        count = len(state.loads) + len(state.writes)
+        for event in self._events:
+            count += _MORE.get(type(event), 0)
+            if type(event) is PagesWritten and event.name in state.writes:
+                count -= state.writes[event.name].pages == event.pages
+        return count
+
+    def ended(self, event: Event | None = None) -> None:
+        """As ``post`` for the end of a transfer, or for what was added: where nothing waits for it,
+        the next event or look at the clock takes it.
+        """
+        if event is not None:
+            self.add(event)
+        if self.state.waits or len(self._events) > _ENDS_MAX:
+            self.decide()
+
     def decide(self) -> None:
         """Decides what was added, unless another thread does so now.
 
@@ -263,6 +315,8 @@ class Dispatcher(Owned):
         """Totals so far; see state.Totals.  Also what waits, the corrections of the profile, and
         prediction_error, the mean error of expected times relative to them.
         """
+        if self._events:
+            uninterrupted()(self.decide)()  # of transfers that have ended
         state = self._scheduler.state
         totals, factors = state.totals, state.estimates.factors()
         return {

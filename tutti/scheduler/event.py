@@ -23,7 +23,10 @@ class Tick:
 
 @dataclass(slots=True)
 class LoadKnown:
-    """There is something to read, layer by layer; see Load."""
+    """There is something to read, layer by layer; see Load.
+
+    at_once: it was issued whole as it came, since nothing else was under way.
+    """
 
     at_ns: int
     name: str
@@ -34,14 +37,18 @@ class LoadKnown:
     unit_layers: int = 1
     batch: str = ""
     kind: Kind = Kind.LOAD
+    at_once: bool = False
 
 
 @dataclass(slots=True)
 class LoadGone:
-    """The load has ended or failed, or is not wanted any more."""
+    """The load has ended or failed, or is not wanted any more.  layers: so many have arrived, or
+    are not reported.
+    """
 
     at_ns: int
     name: str
+    layers: int = 0
 
 
 @dataclass(slots=True)
@@ -76,7 +83,7 @@ class SpaceKnown:
 
 @dataclass(slots=True)
 class WriteKnown:
-    """Pages are to be stored; see Write."""
+    """Pages are to be stored; see Write.  at_once: as of LoadKnown."""
 
     at_ns: int
     name: str
@@ -85,6 +92,7 @@ class WriteKnown:
     unit_pages: int = 1
     space: str = ""
     can_stop: bool = False
+    at_once: bool = False
 
 
 @dataclass(slots=True)

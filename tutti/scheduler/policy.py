@@ -9,6 +9,7 @@ import math
 from dataclasses import dataclass, replace
 
 from tutti.errors import ConfigError
+from tutti.scheduler.event import LoadKnown, WriteKnown
 from tutti.scheduler.request import Load, PageLocation, Phase, Write
 from tutti.scheduler.state import NOTHING, Decision, Issue, State
 
@@ -98,6 +99,19 @@ class SlackPolicy:
         self._probe_ns = round(self.limits.probe_us * 1000)
         pages = self.limits.locked_pages + self.limits.staged_pages
         self._pressing = self.limits.pressing_pages or self.limits.pressure * pages
+
+    def goes_at_once(self, state: State, known: LoadKnown | WriteKnown) -> bool:
+        """Whether a transfer is issued whole if nothing else is under way; see Dispatcher.alone.
+
+        It is so short that ``decide`` would do the same.
+        """
+        estimates = state.estimates
+        if isinstance(known, LoadKnown):
+            layers = known.layers
+            ns = layers * estimates.read_base_ns(layers * known.layer_nbytes, layers)
+            return ns * estimates.read.factor <= self._idle_burst_ns
+        ns = known.pages * estimates.write_base_ns(known.page_nbytes)
+        return ns * estimates.write.factor <= self._idle_burst_ns
 
     def decide(self, state: State) -> Decision:
         """See Policy."""

@@ -157,6 +157,11 @@ class State:
         self.totals = Totals()
 
     @property
+    def waits(self) -> bool:
+        """Whether something may be issued: policies are asked only then."""
+        return bool(self.unwritten or self.running or self.unread)
+
+    @property
     def engine_pages(self) -> int:
         """Pages that were not copied, of all spaces."""
         return sum(space.engine for space in self.spaces.values())

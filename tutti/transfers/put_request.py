@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
 
@@ -105,6 +105,7 @@ class PutRequest(NamedTuple):
 
 
 _NEVER = 2**32 - 1
+NO_ROWS: Rows = np.zeros(0, np.int64)
 
 
 class PutGrant:
@@ -147,6 +148,11 @@ class PutPart(NamedTuple):
     progress: PutProgress
     ended: Callable[[PutPart, BaseException | None], object]
     grant: PutGrant | None = None
+
+    @property
+    def kind(self) -> tuple[int, ...]:
+        """Parts of one kind can be written together."""
+        return id(self.request.memory), self.request.tenant, self.request.expiry_64s
 
 
 @dataclass(eq=False)
@@ -215,6 +221,30 @@ class OpenParts:
         """Layers of a part that stand for its rows before ``end``."""
         rows, size = end - one.first, one.part.rows.size
         return min(self._layers, max(0, -(-rows * self._layers // size)))
+
+
+@dataclass(eq=False)
+class QueuedPut:
+    """A put that is not over.
+
+    name: the scheduler's; empty if it was not asked.  rows: are to be written when it decides, in
+    this order; the first ``granted`` may be written, ``launched`` went to the writer, ``ended`` are
+    over, and ``written`` were reported.  open: its parts, if it can be stopped.  is_free: the
+    scheduler has no more to say.
+    left: rows of the request, those that need no write included, without an outcome.
+    """
+
+    request: PutRequest
+    progress: PutProgress
+    left: int
+    name: str = ""
+    rows: Rows = field(default_factory=lambda: NO_ROWS)
+    granted: int = 0
+    launched: int = 0
+    ended: int = 0
+    written: int = 0
+    is_free: bool = False
+    open: OpenParts | None = None
 
 
 class PutTogether:

@@ -221,7 +221,7 @@ class LoadTicket(Owned):
     @property
     def done(self) -> bool:
         """Whether every layer is ready or has failed."""
-        return all(part.job.done for part in self._progress.parts)
+        return self._progress.is_done()
 
     @takes(timeout_s=seconds)
     def wait_layer(self, layer: int, timeout_s: float = 60.0) -> None:
@@ -313,6 +313,10 @@ class LoadProgress:
         self._settled = Latch()
         self._lock = threading.Lock()
         self._callbacks: list[Callable[[], None]] = []
+
+    def is_done(self) -> bool:
+        """Whether every layer is ready or has failed."""
+        return all(part.job.done for part in self.parts)
 
     def status(self, otherwise: int = 0) -> U32:
         """Why a key failed so far, else 0: u32 (keys,); ``otherwise`` for one without a job."""

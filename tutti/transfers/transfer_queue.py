@@ -18,7 +18,7 @@ import itertools
 import threading
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -45,7 +45,7 @@ from tutti.scheduler.state import Issue
 from tutti.threads import start_thread
 from tutti.transfers.core import Core
 from tutti.transfers.loader import Loader
-from tutti.transfers.put_request import OpenParts, PutGrant, PutPart, PutRequest
+from tutti.transfers.put_request import NO_ROWS, OpenParts, PutGrant, PutPart, PutRequest, QueuedPut
 from tutti.transfers.tickets import LoadProgress, Outcome, PutProgress
 from tutti.transfers.writer import Writer
 
@@ -53,31 +53,7 @@ COMMAND_NBYTES = 256 << 10  #: of one layer: such a run is worth a command of it
 LONG_NBYTES, LAYERS_MIN = 16 << 20, 8  #: of a put that stops when a load comes
 _LOOK_S = 0.5
 _NEVER = 2**32 - 1
-_NO_ROWS = np.zeros(0, np.int64)
-
-
-@dataclass(eq=False)
-class _Put:
-    """A put that is not over.
-
-    name: the scheduler's; empty if it was not asked.  rows: are to be written when it decides, in
-    this order; the first ``granted`` may be written, ``launched`` went to the writer, ``ended`` are
-    over, and ``written`` were reported.  open: its parts, if it can be stopped.  is_free: the
-    scheduler has no more to say.
-    left: rows of the request, those that need no write included, without an outcome.
-    """
-
-    request: PutRequest
-    progress: PutProgress
-    left: int
-    name: str = ""
-    rows: Rows = field(default_factory=lambda: _NO_ROWS)
-    granted: int = 0
-    launched: int = 0
-    ended: int = 0
-    written: int = 0
-    is_free: bool = False
-    open: OpenParts | None = None
+_Given = tuple[npt.NDArray[np.uint8], Any, PagedMemory]  # keys, pages and memory of a load
 
 
 @dataclass(eq=False)
@@ -109,8 +85,9 @@ class TransferQueue(Owned):
         self._loader = loader
         self._numbers = itertools.count(1)
         self._lock = threading.Lock()  # the core's, where both are held, was taken before
-        self._puts: dict[str, _Put] = {}
+        self._puts: dict[str, QueuedPut] = {}
         self._loads: dict[str, _Load] = {}
+        self._alone: tuple[str, LoadProgress | None] = ("", None)  # the last, until it was reported
         self._stopping = self._closed = False
         slice_nbytes = core.geometry.slice_padded_nbytes
         self._short = min(core.geometry.group_slots, -(-COMMAND_NBYTES // slice_nbytes))
@@ -142,86 +119,102 @@ class TransferQueue(Owned):
         with core.lock:
             core.wait_admitted(core.config.timeout_s)
             progress = PutProgress(len(request.keys), core.guard, core.store_latency)
-            put = _Put(request, progress, len(request.keys))
+            put = QueuedPut(request, progress, len(request.keys))
             core.begin()
             if dispatcher is not None and self._most:
                 absent = core.index.find(request.keys) == MISSING
+                count = np.count_nonzero(absent)
                 with self._lock:
-                    if 0 < np.count_nonzero(absent) <= self._most and not self._stopping:
+                    if 0 < count <= self._most and not self._stopping:
                         # What is there costs the device nothing: no reason to wait.
-                        put.name, put.rows, now = self._new_name(), now[absent], now[~absent]
+                        put.name, put.rows, now = self._new_name(), now, NO_ROWS
+                        if count < absent.size:
+                            put.rows, now = np.flatnonzero(absent), np.flatnonzero(~absent)
                         put.open = OpenParts(core.layers) if self._can_stop(put) else None
                         self._puts[put.name] = put
-        error = self._put_now(put, now)
+        error = self._put_now(put, now) if now.size or not put.name else None
         if not put.name or dispatcher is None:
             if error is not None:
                 raise error
             return progress
-        nbytes = core.geometry.slice_nbytes * core.layers
-        now_ns = dispatcher.now_ns()
+        self._post_put(dispatcher, put, put.open)
+        return progress
+
+    def _post_put(self, dispatcher: Dispatcher, put: QueuedPut, parts: OpenParts | None) -> None:
+        nbytes = self._core.geometry.slice_nbytes * self._core.layers
+        known = WriteKnown(dispatcher.now_ns(), put.name, put.rows.size, nbytes)
+        alone = parts is None and dispatcher.alone(known, self._over())
         self._here.puts = True
         try:
-            known = WriteKnown(now_ns, put.name, put.rows.size, nbytes)
-            if put.open is not None:
+            if parts is not None:
                 known.can_stop = True
-                known.unit_pages = -(-self._part_rows(put) // core.layers)
-            dispatcher.post(known)
+                known.unit_pages = -(-self._part_rows(put) // self._core.layers)
+            if alone:
+                self.write(Issue(put.name, 0, put.rows.size))
+            else:
+                dispatcher.post(known)
         finally:
             self._here.puts = False
         self._start_parts(len(self._parts))
-        return progress
+        if alone:
+            dispatcher.decide()
 
     def load(
         self, keys: npt.NDArray[np.uint8], pages: Any, memory: PagedMemory, batch: str
     ) -> LoadProgress:
         """Starts a load, whose layers are read in their turn; see ObjectStore.load."""
-        dispatcher, timeout_s = self.dispatcher, self._core.config.timeout_s
+        core, dispatcher = self._core, self.dispatcher
         if dispatcher is None or not len(keys) or self._stopping or dispatcher.is_issued(batch):
             return self._loader.load(keys, pages, memory, admit=True)
-        with self._core.admitted(timeout_s):
-            load = _Load(self._new_name(), self._core.layers)
-            nbytes = self._core.geometry.slice_nbytes * len(keys)
-            if memory.path is None:
-                progress = load.progress = self._loader.load(keys, pages, memory, held=True)
-                try:
-                    self._post_load(dispatcher, load, nbytes, 1, batch)
-                except BaseException:
-                    progress.cancel(timeout_s)
-                    raise
-                finally:
-                    progress.on_settled(lambda: self._loaded(dispatcher, load))
-                return progress
-            load.due = threading.Event()
-            try:
-                self._post_load(dispatcher, load, nbytes, load.layers, batch)
-                load.due.wait(timeout_s)  # one that is stuck costs time, not service
-                progress = self._loader.load(keys, pages, memory)
-            except BaseException:
-                self._loaded(dispatcher, load)
-                raise
-            progress.on_settled(lambda: self._loaded(dispatcher, load))
-            return progress
+        load, nbytes = _Load(self._new_name(), core.layers), core.geometry.slice_nbytes * len(keys)
+        at_ns = dispatcher.now_ns()
+        known = LoadKnown(at_ns, load.name, load.layers, nbytes, 0, 0, batch=batch)
+        if memory.path is not None:
+            load.due, known.unit_layers = threading.Event(), load.layers
+        begin = self._load_alone if dispatcher.alone(known, self._over()) else self._load_in_turn
+        try:
+            progress = begin(dispatcher, load, known, (keys, pages, memory))
+        except BaseException:
+            self._gone(dispatcher, load)
+            raise
+        progress.on_settled(lambda: self._gone(dispatcher, load, ended=True))
+        return progress
 
-    def _post_load(
-        self, dispatcher: Dispatcher, load: _Load, layer_nbytes: int, unit_layers: int, batch: str
-    ) -> None:
-        with self._lock:
-            self._loads[load.name] = load
-            stopping = self._stopping
-        if stopping:
-            self._release_load(load)
-            return
-        known = LoadKnown(
-            dispatcher.now_ns(),
-            load.name,
-            layers=load.layers,
-            layer_nbytes=layer_nbytes,
-            tokens=0,
-            prefix_tokens=0,
-            unit_layers=unit_layers,
-            batch=batch,
-        )
-        dispatcher.post(known)
+    def _load_alone(
+        self, dispatcher: Dispatcher, load: _Load, known: LoadKnown, given: _Given
+    ) -> LoadProgress:
+        load.granted = load.layers
+        progress = self._loader.load(*given, admit=True)
+        self._alone = load.name, progress
+        dispatcher.decide()
+        return progress
+
+    def _load_in_turn(
+        self, dispatcher: Dispatcher, load: _Load, known: LoadKnown, given: _Given
+    ) -> LoadProgress:
+        timeout_s = self._core.config.timeout_s
+        with self._core.admitted(timeout_s):
+            with self._lock:
+                self._loads[load.name] = load
+                stopping = self._stopping
+            if stopping:
+                self._release_load(load)
+            else:
+                dispatcher.post(known)
+            if load.due is not None:
+                load.due.wait(timeout_s)  # one that is stuck costs time, not service
+            held = load.due is None and load.granted < load.layers
+            progress = self._loader.load(*given, held=held)
+        if held:
+            with self._lock:
+                load.progress = progress
+            self._grant(load, progress)  # what was decided meanwhile
+        return progress
+
+    def _over(self) -> int:
+        """Loads that have ended, as their callers know, and whose end was not added yet."""
+        progress = self._alone[1]
+        return int(progress is not None and progress.is_done())
 
     def _release_load(self, load: _Load) -> None:
         """It waits for no more decisions."""
@@ -229,7 +222,7 @@ class TransferQueue(Owned):
         if load.due is not None:
             load.due.set()
         if load.progress is not None:
-            load.progress.grant(load.layers, _NEVER, None)
+            self._grant(load, load.progress)
 
     def stop(self, timeout_s: float) -> None:
         """Starts what waits, and waits for it.  What comes from now on goes at once."""
@@ -274,10 +267,11 @@ class TransferQueue(Owned):
 
     def _grant(self, load: _Load, progress: LoadProgress) -> None:
         """Of a load that is granted whole the end alone is reported."""
-        told_at = _NEVER
-        if load.granted < load.layers:
-            told_at = report_at(load.ready, load.granted)
-        progress.grant(load.granted, told_at, partial(self._arrived, load, progress))
+        with self._lock:  # or another thread's later grant would be followed by this one
+            told_at = _NEVER
+            if load.granted < load.layers:
+                told_at = report_at(load.ready, load.granted)
+            progress.grant(load.granted, told_at, partial(self._arrived, load, progress))
 
     def _arrived(self, load: _Load, progress: LoadProgress) -> None:
         dispatcher, ready = self.dispatcher, progress.layers_ready
@@ -341,7 +335,7 @@ class TransferQueue(Owned):
     def _new_name(self) -> str:
         return f"{self._prefix}{next(self._numbers)}"
 
-    def _put_now(self, put: _Put, rows: Rows) -> BaseException | None:
+    def _put_now(self, put: QueuedPut, rows: Rows) -> BaseException | None:
         """Starts rows that wait for no decision; returns why that failed."""
         if not put.left:  # no keys at all
             self._end_rows(put, 0)
@@ -354,24 +348,24 @@ class TransferQueue(Owned):
             return None
         return self._writer.put([part])
 
-    def _part(self, put: _Put, rows: Rows, *, paced: bool) -> PutPart:
+    def _part(self, put: QueuedPut, rows: Rows, *, paced: bool) -> PutPart:
         ended: Callable[[PutPart, BaseException | None], None] = partial(self._ended, put, paced)
         grant = PutGrant() if paced and put.open is not None else None
         return PutPart(put.request, rows, put.progress, ended, grant)
 
-    def _can_stop(self, put: _Put) -> bool:
+    def _can_stop(self, put: QueuedPut) -> bool:
         """Whether it is long enough, and of layers that are short enough, to be stopped within."""
         layers, rows = self._core.layers, put.rows.size
         nbytes = rows * self._core.geometry.slice_nbytes * layers
         is_long = nbytes >= LONG_NBYTES and rows >= 2 * self._short and layers >= LAYERS_MIN
         return is_long and put.request.memory.path is None
 
-    def _part_rows(self, put: _Put) -> int:
+    def _part_rows(self, put: QueuedPut) -> int:
         """Rows of the next part: what the writer takes as one, and no short rest."""
         left, most = put.rows.size - put.launched, self._writer.batch_pages
         return left if left < most + self._short else most
 
-    def _progressed(self, put: _Put, end: int) -> None:
+    def _progressed(self, put: QueuedPut, end: int) -> None:
         dispatcher = self.dispatcher
         with self._lock:
             if dispatcher is None or put.open is None or put.granted != end:
@@ -380,7 +374,7 @@ class TransferQueue(Owned):
             self._report(put, 0)
         dispatcher.decide()
 
-    def _report(self, put: _Put, failed: int) -> None:
+    def _report(self, put: QueuedPut, failed: int) -> None:
         """Tells the scheduler what is written.  Lock held: events come in the order of numbers."""
         dispatcher, rows = self.dispatcher, put.ended + (put.open.done if put.open else 0)
         if dispatcher is not None and rows > put.written:
@@ -437,12 +431,12 @@ class TransferQueue(Owned):
     def _take_held(self) -> list[PutPart]:
         """What can be written with the part that is held for longest."""
         with self._lock:
-            first = _kind(self._held[0]) if self._held else ()
-            taken = [part for part in self._held if _kind(part) == first]
-            self._held = [part for part in self._held if _kind(part) != first]
+            first = self._held[0].kind if self._held else ()
+            taken = [part for part in self._held if part.kind == first]
+            self._held = [part for part in self._held if part.kind != first]
         return taken
 
-    def _give_up(self, put: _Put) -> Rows:
+    def _give_up(self, put: QueuedPut) -> Rows:
         """What was not launched and will not be."""
         with self._lock:
             waiting = put.rows[put.launched :]
@@ -452,7 +446,9 @@ class TransferQueue(Owned):
                 put.open.grant(put.granted, partial(self._progressed, put))
         return waiting
 
-    def _ended(self, put: _Put, paced: bool, part: PutPart, error: BaseException | None) -> None:
+    def _ended(
+        self, put: QueuedPut, paced: bool, part: PutPart, error: BaseException | None
+    ) -> None:
         """Rows have their outcome.  What waits behind those that could not be started fails too."""
         rows, dispatcher = part.rows.size, self.dispatcher
         if not paced or dispatcher is None:
@@ -464,16 +460,16 @@ class TransferQueue(Owned):
             rows += behind.size
             dispatcher.add(WriteGone(dispatcher.now_ns(), put.name))
         else:
-            lost = np.isin(put.progress.outcome[part.rows], (Outcome.FAILED, Outcome.DROPPED))
+            lost = int(np.count_nonzero(put.progress.outcome[part.rows] >= Outcome.DROPPED))
             with self._lock:
                 if put.open is not None:
                     put.open.remove(part)
                 put.ended += rows
-                self._report(put, int(np.count_nonzero(lost)))
+                self._report(put, lost)
         self._end_rows(put, rows)
-        dispatcher.decide()
+        dispatcher.ended()
 
-    def _end_rows(self, put: _Put, rows: int) -> None:
+    def _end_rows(self, put: QueuedPut, rows: int) -> None:
         """So many rows have their outcome."""
         with self._lock:
             put.left -= rows
@@ -484,17 +480,11 @@ class TransferQueue(Owned):
             put.progress.end_part()
             self._core.end()
 
-    def _loaded(self, dispatcher: Dispatcher, load: _Load) -> None:
+    def _gone(self, dispatcher: Dispatcher, load: _Load, *, ended: bool = False) -> None:
         """A load has ended, or could not be started."""
+        layers = load.layers if ended and load.granted == load.layers else 0
         with self._lock:
             self._loads.pop(load.name, None)
-        now_ns = dispatcher.now_ns()
-        if load.granted == load.layers:
-            dispatcher.add(LayersReady(now_ns, load.name, load.layers))
-        dispatcher.post(LoadGone(now_ns, load.name))
-
-
-def _kind(part: PutPart) -> tuple[int, ...]:
-    """Parts of one kind can be written together."""
-    request = part.request
-    return id(request.memory), request.tenant, request.expiry_64s
+            if self._alone[0] == load.name:
+                self._alone = "", None
+        dispatcher.ended(LoadGone(dispatcher.now_ns(), load.name, layers))
