@@ -12,7 +12,11 @@ import pytest
 from native import cubin
 from native.nvrtc import DEVICE, HEADERS, NEEDED, compile_ptx
 
-ARCHITECTURES = ["sm_80", "sm_90", "sm_100"]
+# Each takes a compilation of many seconds.
+ARCHITECTURES = [
+    "sm_90",
+    *(pytest.param(name, marks=pytest.mark.slow) for name in ("sm_80", "sm_100")),
+]
 
 KERNELS = """
 #include "kernels.cu"
