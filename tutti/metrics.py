@@ -55,7 +55,7 @@ COUNTERS: Mapping[str, tuple[str, str]] = {
     "quarantined_objects": ("quarantined", "slots taken out of use"),
     "read_bytes": ("bytes_read", "bytes read from the medium"),
     "written_bytes": ("bytes_written", "bytes written to the medium: its wear"),
-    "deallocated_bytes": ("deallocated_nbytes", "bytes that a clear gave back to the medium"),
+    "deallocated_bytes": ("deallocated_nbytes", "bytes of removed objects that were given back"),
     "commands": ("commands", "NVMe commands"),
     "timeouts": ("timeouts", "commands that did not end in time"),
     "cpu_seconds": ("engine_cpu_s", "CPU time of the engine's threads"),

@@ -317,3 +317,45 @@ def test_unaligned_memory_bounces(
         assert (bounced > 0) == needed
     assert bytes(memory[:start]) == before[:start]
     assert bytes(memory[start + nbytes :]) == before[start + nbytes :]
+
+
+def test_a_deletion_gives_the_blocks_of_empty_groups_back(
+    tmp_path: Path, rng: np.random.Generator
+) -> None:
+    path = tmp_path / "pool"
+    with tutti.open(path, layout=SMALL, capacity="48MiB") as store:
+        size = store.geometry.group_slots
+        keys = some_keys(rng, 2 * size)
+        memory = store.allocate_memory(2 * size)
+        fill(memory, range(2 * size), rng)
+        store.put(keys, range(2 * size), memory=memory).wait(10)
+        full = path.stat().st_blocks
+        assert store.delete(keys[1:size]) == size - 1
+        assert path.stat().st_blocks >= full, "a page of the group is still there"
+        assert store.delete(keys[:1]) == 1
+        group_nbytes = size * SMALL.object_nbytes
+        assert (full - path.stat().st_blocks) * 512 >= group_nbytes
+        assert store.stats()["deallocated_nbytes"] >= group_nbytes
+        assert store.match(keys[size:]) == size, "the other group is as it was"
+        free = store.stats()["free_objects"]
+        store.put(keys[:size], range(size), memory=memory).wait(10)
+        assert store.stats()["free_objects"] == free - size
+        assert store.load(keys, range(2 * size), memory=memory).wait(10) is None
+
+
+def test_expired_objects_give_their_blocks_back(
+    tmp_path: Path, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tutti.transfers.catalogue._SWEEP_S", 0.05)
+    with tutti.open(tmp_path / "pool", layout=SMALL, capacity="48MiB") as store:
+        size = store.geometry.group_slots
+        keys = some_keys(rng, size)
+        memory = store.allocate_memory(size)
+        store.put(keys, range(size), memory=memory).wait(10)
+        store.catalogue.expire(keys, 1.0)
+        store._core.index.expiry[store._core.index.expiry > 0] = 1  # long ago
+        deadline_s = time.monotonic() + 10
+        while not store.stats()["deallocated_nbytes"]:
+            assert time.monotonic() < deadline_s, store.stats()
+            time.sleep(0.05)
+        assert len(store) == 0

@@ -5,6 +5,8 @@ Works on the index and on slot records alone: nothing here reads or writes KV.
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import math
 import threading
 import time
@@ -16,7 +18,7 @@ import numpy.typing as npt
 
 from tutti.arrays import Keys, Slots
 from tutti.checks import optional, seconds, takes, text
-from tutti.errors import CapacityError, DeviceTimeout, MediumError
+from tutti.errors import CapacityError, DeviceTimeout, MediumError, PoolClosed
 from tutti.interrupts import uninterrupted
 from tutti.medium.keys import as_keys
 from tutti.medium.slot_record import (
@@ -32,6 +34,8 @@ from tutti.pool.record_table import BLOCK_RECORDS, RecordTable
 from tutti.process import Owned
 from tutti.transfers.core import Core
 from tutti.transfers.reclaim import Reclaimer
+
+_log = logging.getLogger(__name__)
 
 _PAUSE_S = 0.01
 _SWEEP_S = 16.0
@@ -142,6 +146,7 @@ class Catalogue(Owned):
                 lambda: not (core.index.state[gone] == SlotState.VOIDING).any(),
                 max(_PAUSE_S, deadline_s - time.monotonic()),
             )
+        self._deallocate_empty(gone)
         if slots.size or not voided:
             raise DeviceTimeout(
                 f"{gone.size} objects were removed, {slots.size} are still being transferred; try"
@@ -186,12 +191,12 @@ class Catalogue(Owned):
                 self._sweeper = threading.Thread(target=self._run, name="tutti-expiry", daemon=True)
                 self._sweeper.start()
 
-    def sweep(self) -> int:
-        """Removes what has expired and is not being transferred; how many objects."""
+    def sweep(self) -> Slots:
+        """Removes what has expired and is not being transferred; the slots of these objects."""
         core = self._core
         with core.lock:
             if not core.ready or core.closing:
-                return 0
+                return np.zeros(0, np.int64)
             index = core.index
             due = (index.expiry > 0) & (index.expiry <= core.now_64s())
             slots = np.flatnonzero(due & index.resident() & (index.pins == 0)).astype(np.int64)
@@ -200,7 +205,7 @@ class Catalogue(Owned):
                 self._reserve(-int(np.count_nonzero(index.pinned[slots])))
                 core.counters.expired += slots.size
                 self._reclaimer.discard(slots)
-            return int(slots.size)
+            return slots
 
     def recount(self) -> None:
         """After recovery: what is pinned counts, and what expires is watched."""
@@ -209,8 +214,40 @@ class Catalogue(Owned):
             self.watch(bool(self._core.index.expiry.any()))
 
     def _run(self) -> None:
+        gone = np.zeros(0, np.int64)
         while not self._stopping.wait(_SWEEP_S):
-            self.sweep()
+            self._deallocate_empty(gone)  # of the sweep before: its records are void by now
+            gone = self.sweep()
+
+    def _deallocate_empty(self, gone: Slots) -> None:
+        """Gives the medium back the groups of these slots in which nothing is left.
+
+        Nothing is put into them meanwhile, nor later in this process if the medium does not answer.
+        """
+        core = self._core
+        size = core.geometry.group_slots
+        groups = np.unique(gone // size)
+        if not groups.size:
+            return
+        with (
+            contextlib.suppress(DeviceTimeout, PoolClosed),  # a clear or the close does it all
+            core.admitted(core.config.timeout_s),
+        ):
+            with core.lock:
+                slots = (groups[:, None] * size + np.arange(size)).astype(np.int64)
+                empty = core.allocator.is_free(slots).all(axis=1)
+                groups, slots = groups[empty], slots[empty].reshape(-1)
+                if not groups.size:
+                    return
+                core.allocator.take(slots)
+            try:
+                core.deallocate(groups)
+            except DeviceTimeout as error:
+                _log.warning("%d empty slots stay out of use: %s", slots.size, error)
+                return
+            with core.lock:
+                core.allocator.free(slots)
+                core.changed.notify_all()
 
     def _reserve(self, change: int) -> None:
         pins = self._core.lookup_pins

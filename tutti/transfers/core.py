@@ -377,22 +377,28 @@ class Core(Owned):
                 self.ready = True
                 self.changed.notify_all()
 
-    def deallocate(self) -> None:
-        """Tells the medium that the groups hold nothing.  DeviceTimeout when it does not answer."""
-        geometry, members = self.geometry, self.members
-        start = geometry.groups_offset // geometry.lba_nbytes
-        nlb = geometry.groups * geometry.layers * geometry.layer_stride_nlb
+    def deallocate(self, groups: Slots | None = None) -> None:
+        """Tells the medium that groups of the pool hold nothing; None: all of them.
+
+        Raises DeviceTimeout when it does not answer.
+        """
+        geometry, nsids = self.geometry, np.array(self.members.nsids(), np.uint32)
+        group_nlb = geometry.layers * geometry.layer_stride_nlb
+        nlb = group_nlb
+        if groups is None:  # those of a member lie one after another
+            groups = np.arange(nsids.size) * geometry.groups
+            nlb *= geometry.groups
+        member, group = np.divmod(groups, geometry.groups)
+        start = geometry.groups_offset // geometry.lba_nbytes + group * group_nlb
         step = 2**31
         timeout_s = 4 * self.config.timeout_s  # a drive may take long over so much space
-        nsids = np.array(members.nsids(), np.uint32)
         for offset in range(0, nlb, step):
-            count = np.full(nsids.size, min(step, nlb - offset))
-            slba = np.full(nsids.size, start + offset)
-            job = self.engine.deallocate(slba, nsids, count, timeout_s=timeout_s)
+            count = np.full(groups.size, min(step, nlb - offset))
+            job = self.engine.deallocate(start + offset, nsids[member], count, timeout_s=timeout_s)
             if not job.wait_released(timeout_s + self.config.timeout_s):
                 raise DeviceTimeout(
                     "the medium did not answer a deallocate, which may still erase what is put "
-                    "from now on; the pool is cleared, open it again"
+                    "into that space from now on; open the pool again"
                 )
             if job.report().status == 0:  # else the drive keeps them, which harms nothing
                 self.counters.deallocated_nbytes += int(count.sum()) * geometry.lba_nbytes
