@@ -53,7 +53,7 @@ _Wait = Callable[[float], bool]
 
 #: What ``stats()["remote"]`` counts; pages unless the name says otherwise.
 COUNTERS = (
-    "missed", "fetched", "absent", "fetch_failed", "corrupt", "not_landed", "over_budget",
+    "missed", "fetched", "absent", "fetch_failed", "corrupt", "not_stored", "over_budget",
     "late", "offered", "replicated", "replicate_failed", "dropped", "refused", "failures",
     "local_failures",
 )  # fmt: skip
@@ -374,7 +374,7 @@ class Tier:
             if put is not None:
                 landed = int(np.isin(put.outcome, (Outcome.STORED, Outcome.PRESENT)).sum())
                 self._count("fetched", landed)
-                self._count("not_landed", len(put.outcome) - landed)
+                self._count("not_stored", len(put.outcome) - landed)
 
     def _replicate(self, keys: Keys) -> None:
         self._remote.connect()

@@ -41,8 +41,8 @@ example:
   tutti bench window --dir /mnt/nvme"""
 _THREADS = """\
 Moves commands without data, and verified and unverified loads, through engines over drives of
-memory: with one drive, with one and a digest worker, and with two drives of a thread each. Nothing
-is read from a disk; the numbers are what the engine itself can do on this machine."""
+memory: with one drive, with one and a digest worker, and with two drives of a thread each. No disk
+is used: the numbers are the engine's own limit on this machine."""
 _THREADS_EXAMPLE = """\
 example:
   tutti bench threads"""

@@ -82,7 +82,7 @@ def add_pin(parser: argparse.ArgumentParser) -> None:
     _add_keys(parser)
     parser.add_argument("--undo", action="store_true", help="unpin them")
     parser.add_argument(
-        "--ttl", type=above_zero, metavar="SECONDS", help="and remove them after this time"
+        "--ttl", type=above_zero, metavar="SECONDS", help="also remove them after this time"
     )
     parser.set_defaults(run=pin)
 
