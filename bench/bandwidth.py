@@ -79,7 +79,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=1024,
         help="pages of the prefix of the phase layerwise",
     )
-    parser.add_argument("--memory", default="512MiB", help="limit of engine memory")
+    parser.add_argument("--memory", default="512MiB", help="limit of registered memory")
     parser.add_argument("--seed", type=natural, default=1, help="seed of the order of loads")
 
 
@@ -112,7 +112,7 @@ def run(args: argparse.Namespace, progress: ProgressFactory) -> dict[str, Any]:
                 workload = make_workload(store, shape, args, context)
                 rows += _measure(workload, shape, args, progress)
                 wrong += workload.wrong
-                store.unregister(workload.pool)
+                store.unregister(workload.memory)
                 store.clear(deallocate=False)  # the next one has the same keys
     return {
         "benchmark": "bandwidth",
@@ -142,7 +142,7 @@ def _engine_options(args: argparse.Namespace) -> dict[str, Any]:
 def make_workload(
     store: ObjectStore, shape: Shape, args: argparse.Namespace, context: int | None = None
 ) -> Workload:
-    """Engine memory within --memory, batches of --batch as far as that allows.
+    """Memory within --memory, batches of --batch as far as that allows.
 
     context: tokens of the batches instead, one at a time.  Raises ConfigError when not even one
     object fits, or not a whole context.

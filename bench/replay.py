@@ -161,15 +161,15 @@ def report(result: dict[str, Any]) -> str:
 
 
 class Replayer:
-    """Plays requests into one store, through a bounded number of pages of engine memory."""
+    """Plays requests into one store, through a bounded number of pages of memory."""
 
     def __init__(
         self, store: ObjectStore, *, pages: int, page_size: int, hugepages: bool = True
     ) -> None:
         self.store = store
         self.pages_per_block = BLOCK_TOKENS // page_size
-        self.pool = store.allocate_memory(pages, hugepages=hugepages)
-        self._stamps = Stamps(self.pool)
+        self.memory = store.allocate_memory(pages, hugepages=hugepages)
+        self._stamps = Stamps(self.memory)
         self.loads, self.puts = Meter(), Meter()
         self.tokens = self.hit_tokens = 0
         self.blocks = self.hit_blocks = 0
@@ -202,13 +202,13 @@ class Replayer:
             "mean_run_length": stats["mean_run_length"],
             "bytes_written_per_byte_stored": stats["bytes_written_per_byte_stored"],
             "capacity_objects": stats["capacity_objects"],
-            "backing": self.pool.owner.backing,
+            "backing": self.memory.owner.backing,
         }
 
     def _load(self, keys: Keys, hits: int) -> int:
         """Loads and checks the prefix in windows; how many pages of it are usable."""
-        for start in range(0, hits, self.pool.pages):
-            window = keys[start : min(hits, start + self.pool.pages)]
+        for start in range(0, hits, self.memory.pages):
+            window = keys[start : min(hits, start + self.memory.pages)]
             good = self._load_window(window)
             if good < len(window):
                 return start + good
@@ -238,8 +238,8 @@ class Replayer:
 
     def _put(self, keys: Keys, start: int) -> None:
         """Computes and puts what follows the prefix."""
-        for first in range(start, len(keys), self.pool.pages):
-            window = keys[first : first + self.pool.pages]
+        for first in range(start, len(keys), self.memory.pages):
+            window = keys[first : first + self.memory.pages]
             pages = np.arange(len(window))
             self._stamps.fill(pages, window)
             parent = keys[first - 1].tobytes() if first else None

@@ -40,17 +40,17 @@ def numbered_keys(numbers: npt.ArrayLike) -> Keys:
 
 
 class Stamps:
-    """Fills and checks pages of one pool of engine memory."""
+    """Fills and checks the pages of one registered memory."""
 
-    def __init__(self, pool: HostMemory) -> None:
+    def __init__(self, registered: HostMemory) -> None:
         """Raises ConfigError for segments that are not a multiple of 8 bytes."""
-        memory = pool.memory
+        memory = registered.memory
         if any(nbytes % 8 for nbytes in memory.segment_nbytes):
             raise ConfigError("stamped segments are multiples of 8 bytes; choose another shape")
         pattern = np.random.default_rng(_PATTERN_SEED).integers(
             0, 2**64, _BLOCK_WORDS, dtype=np.uint64
         )
-        self.pool = pool
+        self._memory = memory
         self._patterns = [np.resize(pattern, nbytes // 8) for nbytes in memory.segment_nbytes]
         self._views = [
             [self._view(layer, k) for k in range(len(memory.segment_nbytes))]
@@ -73,7 +73,7 @@ class Stamps:
 
     def _view(self, layer: int, k: int) -> U64:
         """Segment k of all pages in a layer, uint64 (pages, words)."""
-        memory = self.pool.memory
+        memory = self._memory
         stride, nbytes = memory.stride_nbytes[k], memory.segment_nbytes[k]
         span = view_at(int(memory.bases[layer, k]), (memory.pages - 1) * stride + nbytes)
         return np.lib.stride_tricks.as_strided(

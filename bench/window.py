@@ -49,7 +49,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--rounds", type=int, default=9, help="measurements per number of pages")
     parser.add_argument(
-        "--warm", type=float, default=5.0, help="seconds of loads before the measurement, which set the window"
+        "--warm",
+        type=float,
+        default=5.0,
+        help="seconds of loads before the measurement, which set the window",
     )
     parser.add_argument(
         "--compute",

@@ -59,7 +59,7 @@ class Loaded:
 
 
 class Workload:
-    """An open pool, engine memory for a bounded number of batches, and batches by number.
+    """An open pool, registered memory for a bounded number of batches, and batches by number.
 
     batch_pages: objects of one put or load.  inflight: batches under way at once.
     load_pages: pages of the memory that is loaded into, at least batch_pages * inflight.
@@ -87,8 +87,10 @@ class Workload:
         self.source_pages = memory_pages or batch_pages * inflight
         self.load_pages = memory_pages or max(load_pages, self.source_pages)
         self.object_nbytes = store.layout.object_nbytes
-        self.pool = store.allocate_memory(self.source_pages + self.load_pages, hugepages=hugepages)
-        self.stamps = Stamps(self.pool)
+        self.memory = store.allocate_memory(
+            self.source_pages + self.load_pages, hugepages=hugepages
+        )
+        self.stamps = Stamps(self.memory)
         self.wrong = 0
         self.batches = 0  # put so far
         self._rng = np.random.default_rng(seed)
@@ -96,13 +98,14 @@ class Workload:
         self.stamps.fill(sources, numbered_keys(sources))
         # Touches the memory, which otherwise happens in the first timed load.
         self.stamps.fill(
-            np.arange(self.source_pages, self.pool.pages), numbered_keys(np.zeros(self.load_pages))
+            np.arange(self.source_pages, self.memory.pages),
+            numbered_keys(np.zeros(self.load_pages)),
         )
 
     @property
     def backing(self) -> str:
-        """What engine memory really lies on: "hugetlb", "thp" or "pages"."""
-        return str(self.pool.owner.backing)
+        """What the registered memory really lies on: "hugetlb", "thp" or "pages"."""
+        return str(self.memory.owner.backing)
 
     def keys(self, batch: int) -> Keys:
         """The keys of a batch, uint8 (batch_pages, 16)."""

@@ -1,1 +1,1 @@
-"""Adapters to inference engines, installed as tutti.integration."""
+"""Adapters to inference servers, installed as tutti.integration."""

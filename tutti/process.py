@@ -1,4 +1,4 @@
-"""Which process owns an object: what a process opened neither works nor ends in a fork of it.
+"""Keeps objects to the process that opened them: in a forked child they raise, and release nothing.
 
 A forked child has copies of its parent's objects, but none of its threads, and its descriptors
 refer to the parent's open files: unlocking or closing there what the parent uses damages the

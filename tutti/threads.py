@@ -1,4 +1,4 @@
-"""Threads that may not be had."""
+"""Starts threads, and raises CapacityError where the system has no more of them."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ from tutti.units import KiB, MiB
 
 PHASES = ("store", "retrieve")
 _DIRECTION = {"store": "write", "retrieve": "read", "layerwise": "read"}
-# What a store keeps on hugepages besides engine memory: staging of records, lists of its engine.
+# What a store keeps on hugepages besides registered memory: record staging, its engine's lists.
 _STORE_NBYTES = 256 * MiB
 
 Cells = dict[str, dict[str, Any]]
@@ -80,7 +80,7 @@ def bandwidth_fio(setup: Setup) -> Cells:
 
 
 def bandwidth_memory(setup: Setup) -> Cells:
-    """as bandwidth-fio, verified and in engine memory of 256 MiB where fio reuses 8 MiB"""
+    """as bandwidth-fio, verified and in registered memory of 256 MiB where fio reuses 8 MiB"""
     return _against_fio(setup, ("32x256KiB",), verify="always", bounded=False)
 
 
@@ -264,7 +264,7 @@ CASES: dict[str, Callable[[Setup], Cells]] = {
 
 
 def _against_fio(setup: Setup, shapes: tuple[str, ...], verify: str, *, bounded: bool) -> Cells:
-    """bounded: engine memory as large as fio's buffers, because its size changes the bandwidth."""
+    """bounded: registered memory as large as fio's buffers: its size changes the bandwidth."""
     cells: Cells = {}
     for shape, memory, phase in itertools.product(shapes, setup.memory, PHASES):
         cell = f"{phase} {shape}, {memory} pages"
@@ -310,7 +310,7 @@ def _fio_cell(setup: Setup, plan: PoolPlan, phase: str) -> dict[str, Any]:
 
 
 def _with_fio_memory(plan: PoolPlan) -> PoolPlan:
-    """The same in as much engine memory as fio has buffers, which excludes verification.
+    """The same in as much registered memory as fio has buffers, which excludes verification.
 
     Batches of 256 MiB: the pages of a long prefix.
     """

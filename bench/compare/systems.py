@@ -55,7 +55,7 @@ class PoolPlan:
 
     @property
     def engine_nbytes(self) -> int:
-        """Engine memory of a workload."""
+        """Registered memory of a workload."""
         source = self.memory_pages or self.inflight * self.batch_pages
         load = self.memory_pages or max(source, self.load_pages)
         return (source + load) * self.shape.object_nbytes
@@ -107,7 +107,7 @@ def pool_system(
         names = ("mean_run_length", "commands", "evicted", "p50_ms", "p99_ms", "nbytes")
         facts = {
             "backing": workload.backing,
-            "engine_memory_nbytes": workload.pool.nbytes,
+            "engine_memory_nbytes": workload.memory.nbytes,
             "verify": workload.store.config.verify,
             **medium_facts(workload.store),
             **{key: result[key] for key in names},
@@ -147,11 +147,11 @@ def file_systems(
 ) -> Iterator[dict[str, System]]:
     """A file per object on ordinary pages, filled: rounds of "store" and of "retrieve"."""
     pages = plan.inflight * plan.batch_pages
-    pool = HostMemory.allocate(plan.shape.layout(), pages, hugepages=False)
+    memory = HostMemory.allocate(plan.shape.layout(), pages, hugepages=False)
     objects = plan.capacity_nbytes // plan.shape.object_nbytes
     name = "files, direct" if direct else "files, buffered"
     with ExitStack() as stack:
-        files = FilePerObject(directory / "objects", pool, direct=direct, objects_max=objects)
+        files = FilePerObject(directory / "objects", memory, direct=direct, objects_max=objects)
         stack.callback(files.close)
         files.store_phase(Limit(None, objects * plan.shape.object_nbytes))
         limit = Limit(None, nbytes)
@@ -159,7 +159,7 @@ def file_systems(
         def round_of(phase: Callable[[Limit], dict[str, Any]]) -> Callable[[], Round]:
             def run() -> Round:
                 result = phase(limit)
-                facts = {"backing": pool.owner.backing, "nbytes": result["nbytes"]}
+                facts = {"backing": memory.owner.backing, "nbytes": result["nbytes"]}
                 return Round(result["gb_per_s"], result["cpu_s_per_gb"], facts)
 
             return run

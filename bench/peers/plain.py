@@ -28,8 +28,8 @@ class _PlainPeer(Peer):
         self._plan = plan
         shape = Shape(LAYERS, plan.page_nbytes // LAYERS)
         self._layout = shape.layout(plan.page_tokens).token_major()
-        self._pool = HostMemory.allocate(self._layout, BATCH_PAGES, hugepages=False)
-        self._stamps = Stamps(self._pool)
+        self._memory = HostMemory.allocate(self._layout, BATCH_PAGES, hugepages=False)
+        self._stamps = Stamps(self._memory)
         self._pages = np.arange(BATCH_PAGES)
         self._contents = numbered_keys(self._pages)
         self._stamps.fill(self._pages, self._contents)
@@ -41,7 +41,7 @@ class _PlainPeer(Peer):
         """Wipes the beginning and the end of every page."""
         for page in range(BATCH_PAGES):
             for k in range(len(self._layout.segments)):
-                segment = self._pool.segment(page, 0, k)
+                segment = self._memory.segment(page, 0, k)
                 segment[:4096] = 0
                 segment[-4096:] = 0
 
@@ -64,7 +64,7 @@ class StorePeer(_PlainPeer):
         """Formats and opens the pool."""
         tutti.format([self._path], self._layout, self._plan.capacity_nbytes)
         self._store = tutti.open([self._path], self._layout)
-        self._store.register(self._pool)
+        self._store.register(self._memory)
 
     def close(self) -> None:
         """Closes the pool."""
@@ -72,12 +72,12 @@ class StorePeer(_PlainPeer):
 
     def store(self, batch: int) -> None:
         """One put."""
-        ticket = self._opened.put(_keys(batch), self._pages, memory=self._pool)
+        ticket = self._opened.put(_keys(batch), self._pages, memory=self._memory)
         ticket.wait(_WAIT_S)
 
     def load(self, batch: int) -> None:
         """One load."""
-        ticket = self._opened.load(_keys(batch), self._pages, memory=self._pool)
+        ticket = self._opened.load(_keys(batch), self._pages, memory=self._memory)
         ticket.wait(_WAIT_S)
         if ticket.keys != BATCH_PAGES:
             raise MediumError(f"batch {batch}: only {ticket.keys} pages are stored")
@@ -99,7 +99,7 @@ class FilesPeer(_PlainPeer):
         super().__init__(plan)
         self._directory = Path(plan.directory)
         self._segments = [
-            [self._pool.segment(page, 0, k) for k in range(len(self._layout.segments))]
+            [self._memory.segment(page, 0, k) for k in range(len(self._layout.segments))]
             for page in range(BATCH_PAGES)
         ]
 

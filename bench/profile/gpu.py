@@ -1,6 +1,6 @@
 """The compute half of a profile on a CUDA device, by torch.
 
-Not run so far on a GPU: no result of this project comes from it yet.  A stand-in layer with the
+A stand-in layer with the
 model's own counts of parameters, attention pairs and KV bytes is timed, with random weights.
 """
 

@@ -2,7 +2,7 @@
 
 A round is a prefill whose prefix is loaded layer by layer, while the pages of the round before are
 stored, and then a pause that stands for decode steps.  Computing is sleeping: no model runs.
-The pool's engine memory, file and scheduler are real, and so is the time.
+The registered memory, the pool's file and scheduler are real, and so is the time.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _LAYOUT = KVLayout.mha(
 )
 _LOADED = 32  # pages
 _STORED = 16
-_PAGES = 128  # of engine memory
+_PAGES = 128  # of registered memory
 _DECODE_S = 0.06
 _WARM = 2
 _WAIT_S = 60.0
@@ -150,7 +150,7 @@ def run(directory: Path, rounds: int, progress: ProgressFactory) -> dict[str, An
 def _opened(
     path: Path, profile: str | None = None, schedule: Schedule | None = None
 ) -> Iterator[ObjectStore]:
-    """An open pool with 128 pages of engine memory."""
+    """An open pool with 128 pages of registered memory."""
     config = StoreConfig(verify="off", schedule=schedule)
     with tutti.open(str(path), _LAYOUT, "1GiB", config=config, profile=profile) as store:
         store.allocate_memory(_PAGES)

@@ -104,13 +104,13 @@ def in_bursts(requests: Sequence[Request], size: int = 8) -> list[Request]:
     return found
 
 
-def save(requests: Sequence[Request], path: Path) -> None:
+def write_requests(requests: Sequence[Request], path: Path) -> None:
     """One JSON line for each request."""
     path.write_text("".join(json.dumps(asdict(request)) + "\n" for request in requests))
 
 
 def recorded(path: Path) -> list[Request]:
-    """Requests of a file as ``save`` writes it, in order of arrival.  Raises ConfigError."""
+    """Requests of a file as `write_requests` makes it, in order of arrival.  Raises ConfigError."""
     requests = []
     try:
         with open_regular(path) as file:

@@ -63,7 +63,7 @@ def add_session_arguments(parser: argparse.ArgumentParser) -> None:
         "computed once and the server's own cache flushed",
     )
     group.add_argument(
-        "--no-flush", action="store_true", help="never flush the engine's cache between points"
+        "--no-flush", action="store_true", help="never flush the server's cache between points"
     )
     group.add_argument(
         "--settle-s", type=float, default=2.0, help="pause for write-through before a flush"

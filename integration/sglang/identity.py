@@ -97,7 +97,7 @@ class ParallelRank:
 
 @dataclass(frozen=True)
 class Shape:
-    """How a page of one engine pool lies in memory, and what its bytes mean.
+    """How a page of one KV pool lies in memory, and what its bytes mean.
 
     segments: bytes of the fragments of a page in one layer.  layers: 1 where all layers of a page
     are one fragment each for K and V.  order: SGLang's name of the memory layout.

@@ -17,7 +17,7 @@ class ErrorLog:
     """Logs the first error of each kind, and counts all of them.  Thread-safe."""
 
     def __init__(self, metrics: Metrics) -> None:
-        self._recorder = metrics
+        self._metrics = metrics
         self._lock = threading.Lock()
         self._reported: dict[str, int] = {}
         self.counts: dict[str, int] = {}
@@ -29,7 +29,7 @@ class ErrorLog:
             first = self.counts[kind] == 1
             if first:
                 self._reported[kind] = 1
-        self._recorder.count("errors")
+        self._metrics.count("errors")
         if first:
             _log.warning("Tutti: %s (%s); repeats are summed up each minute", message, kind)
 
@@ -50,7 +50,7 @@ class MinuteLog:
 
     def __init__(self, metrics: Metrics, errors: ErrorLog, now_s: float) -> None:
         self._name = metrics.name
-        self._recorder = metrics
+        self._metrics = metrics
         self._errors = errors
         self._before = metrics.snapshot()
         self._due_s = now_s + _EVERY_S
@@ -60,7 +60,7 @@ class MinuteLog:
         if now_s < self._due_s:
             return
         self._due_s = now_s + _EVERY_S
-        now = self._recorder.snapshot()
+        now = self._metrics.snapshot()
         text = summary(self._before, now)
         self._before = now
         if text:

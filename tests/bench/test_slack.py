@@ -17,7 +17,7 @@ from tutti.bench.simulate.hardware import Machine, drive_names, gpu_names, machi
 from tutti.bench.slack import report as slack_report
 from tutti.bench.slack import run as slack
 from tutti.bench.slack.server import Noise, Server
-from tutti.bench.slack.workload import KINDS, Request, generate, recorded, save
+from tutti.bench.slack.workload import KINDS, Request, generate, recorded, write_requests
 from tutti.errors import ConfigError
 from tutti.scheduler.baselines import ImmediatePolicy
 from tutti.scheduler.estimates import Correction
@@ -220,7 +220,7 @@ def test_a_workload_is_the_same_for_its_seed(name: str) -> None:
 
 def test_recorded_requests(tmp_path: Path) -> None:
     requests, path = generate("chat", TRUTH, 5, 1), tmp_path / "requests.jsonl"
-    save(requests, path)
+    write_requests(requests, path)
     assert recorded(path) == requests
 
 

@@ -147,9 +147,9 @@ def test_bad_arguments_change_nothing(rng: np.random.Generator) -> None:
         with pytest.raises(KeySizeError, match="key 1"):
             store.match([b"x" * 16, b"short"])
         for pages in ([0, 4], [-1, 0]):
-            with pytest.raises(PageRangeError, match="outside the registered pool"):
+            with pytest.raises(PageRangeError, match="outside the registered memory"):
                 store.put(keys, pages)
-            with pytest.raises(PageRangeError, match="outside the registered pool"):
+            with pytest.raises(PageRangeError, match="outside the registered memory"):
                 store.load(keys, pages)
         with pytest.raises(PageRangeError, match="integers"):
             store.put(keys, [0.5, 1.0])

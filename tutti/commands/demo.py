@@ -168,7 +168,8 @@ def _sentences(cell: dict[str, Any], replayed: dict[str, Any]) -> str:
 
 def _noise(load: float) -> list[str]:
     """load: average number of running threads before the demo."""
-    text = f"Other programs kept this machine busy (load {load:.1f}): ratios differ on an idle machine."
+    busy = f"Other programs kept this machine busy (load {load:.1f})"
+    text = f"{busy}: ratios differ on an idle machine."
     return [text] if load >= (os.cpu_count() or 1) / 2 else []
 
 

@@ -1,4 +1,4 @@
-"""`tutti fsck`."""
+"""`tutti fsck`: arguments, and the report of damage and repair as text."""
 
 from __future__ import annotations
 

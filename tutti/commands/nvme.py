@@ -1,4 +1,4 @@
-"""`tutti nvme list`."""
+"""`tutti nvme list`: which devices can hold a pool, and why others cannot."""
 
 from __future__ import annotations
 

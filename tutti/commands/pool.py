@@ -1,4 +1,4 @@
-"""`tutti format` and `tutti info`."""
+"""`tutti format` and `tutti info`: make a pool, and show its geometry and usage."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`tutti probe`."""
+"""`tutti probe`: the tiers that work on this machine, and what blocks the others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`tutti resize`."""
+"""`tutti resize`: arguments and report; the work is in tutti/resize.py."""
 
 from __future__ import annotations
 

@@ -109,7 +109,7 @@ class PagedMemory:
             if low < 0 or high >= self.pages:
                 bad = low if low < 0 else high
                 raise PageRangeError(
-                    f"page {bad} is outside the registered pool of {self.pages} pages; "
+                    f"page {bad} is outside the registered memory of {self.pages} pages; "
                     f"use page numbers from 0 to {self.pages - 1}"
                 )
         return array.astype(np.uint32, order="C")

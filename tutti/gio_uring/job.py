@@ -1,4 +1,4 @@
-"""One I/O control block on its way through the host engine."""
+"""One submitted I/O control block: its progress by layer, waiting, cancelling and its memory."""
 
 from __future__ import annotations
 

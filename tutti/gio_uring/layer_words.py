@@ -71,9 +71,9 @@ class LayerWords:
         """Whether the engine has published the final status of `layer`."""
         return bool(self._words[self._index(layer)])
 
-    def let_go(self, status: int) -> None:
-        """Marks the layers that are not ready as over, with an error: in place of an engine or a
-        kernel that does not do it any more.
+    def abort(self, status: int) -> None:
+        """Ends the layers that are not ready with an error, in place of an engine or a kernel that
+        no longer does.
         """
         for layer in range(self.layers):
             if not self.is_ready(layer):

@@ -1,4 +1,4 @@
-"""Slot records: what is said on the medium about each slot (docs/format.md, section 3).
+"""Slot records: what describes each slot on the medium (docs/format.md, section 3).
 
 All functions work on arrays of records; a record is never trusted before `check_records`.
 """

@@ -1,10 +1,10 @@
-"""Engine memory on a GPU: pages of KV in tensors that a `HostEngine` or its siblings move.
+"""KV pages in GPU memory, in tensors that a `HostEngine` or its siblings move.
 
 gpu = HostEngine(CudaDriver(), store.engine)
 store.attach(gpu)
-pool = store.register(DeviceMemory.from_layers(layout, tensors, pages, gpu=gpu))
-pool.follow(torch.cuda.current_stream().cuda_stream)
-ticket = store.load(keys, pages, pool=pool)
+memory = store.register(DeviceMemory.from_layers(layout, tensors, pages, gpu=gpu))
+memory.follow(torch.cuda.current_stream().cuda_stream)
+ticket = store.load(keys, pages, memory=memory)
 ticket.order_stream(torch.cuda.current_stream().cuda_stream, layer)
 """
 

@@ -1,6 +1,6 @@
-"""Engine memory in host DRAM: pages of KV in one of the orders that engines use.
+"""KV pages in host DRAM, in one of the orders that servers use.
 
-A pool only describes memory; ``ObjectStore.register`` makes it known to the controller.
+`HostMemory` only describes memory; ``ObjectStore.register`` makes it known to the controller.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ _RETRY_MAX_S = 2.0
 class KeptSession:
     """The session of now, or none while the agent is away.  Thread-safe.
 
-    pools: memory to register with every session; shared with the store.  session: may end at any
+    memories: to register with every session; shared with the store.  session: may end at any
     moment, which its calls tell by AgentLost.  reconnects: since the first session.
     Raises what AgentSession raises.
     """
@@ -31,13 +31,13 @@ class KeptSession:
         hello: Hello,
         open_timeout_s: float,
         executor: str,
-        pools: list[HostMemory],
+        memories: list[HostMemory],
     ) -> None:
         self._path = path
         self._hello = hello
         self._open_timeout_s = open_timeout_s
         self._executor = executor
-        self._pools = pools
+        self._memories = memories
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
         self._retired: list[AgentSession] = []
@@ -58,20 +58,20 @@ class KeptSession:
             raise AgentLost(f"the agent at {self._path} is away; it is tried again")
         return session
 
-    def register(self, pool: HostMemory) -> None:
-        """Makes engine memory known to this session and all later ones."""
+    def register(self, memory: HostMemory) -> None:
+        """Makes memory known to this session and all later ones."""
         with self._lock:
             if self.session is not None:
-                self.session.register(pool)
-            self._pools.append(pool)
+                self.session.register(memory)
+            self._memories.append(memory)
 
-    def unregister(self, pool: HostMemory) -> None:
-        """Forgets engine memory; no transfer of it may be under way."""
+    def unregister(self, memory: HostMemory) -> None:
+        """Forgets memory; no transfer of it may be under way."""
         with self._lock:
-            self._pools.remove(pool)
+            self._memories.remove(memory)
             for each in (self.session, *self._retired):
                 if each is not None:
-                    each.unregister(pool)
+                    each.unregister(memory)
 
     def wait_quiet(self, timeout_s: float) -> bool:
         """Waits until nothing is under way."""
@@ -143,8 +143,8 @@ class KeptSession:
                 pause_s = min(2 * pause_s, _RETRY_MAX_S)
                 continue
             with self._lock:
-                for pool in self._pools:
-                    session.register(pool)
+                for memory in self._memories:
+                    session.register(memory)
                 self.session = session
                 self.reconnects += 1
             return

@@ -120,21 +120,21 @@ class AgentSession:
             raise AgentRefused("the agent's answer is not one to this request")
         return answer.value
 
-    def register(self, pool: HostMemory) -> None:
-        """Makes engine memory known to the session's own controller."""
+    def register(self, memory: HostMemory) -> None:
+        """Makes memory known to the session's own controller."""
         regions: list[DmaRegion] = []
         try:
-            for address, nbytes in pool.buffers:
+            for address, nbytes in memory.buffers:
                 regions.append(self.controller.register((address, nbytes)))
         except BaseException:
             for region in regions:
                 region.close()
             raise
-        self._regions[id(pool)] = regions
+        self._regions[id(memory)] = regions
 
-    def unregister(self, pool: HostMemory) -> None:
-        """Forgets engine memory."""
-        for region in self._regions.pop(id(pool), []):
+    def unregister(self, memory: HostMemory) -> None:
+        """Forgets memory."""
+        for region in self._regions.pop(id(memory), []):
             region.close()
 
     def plan(self, message: PlanPut | PlanLoad, timeout_s: float) -> Any:

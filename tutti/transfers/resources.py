@@ -34,7 +34,7 @@ class JobKeeper(Protocol):
 class Resources:
     """Controller, engine, threads and memory of one store; it has no reference to the store.
 
-    parts: closed in this order after the engine.  memories: the registered engine memory.
+    parts: closed in this order after the engine.  memories: what is registered.
     recovery: the thread that reads the pool after it was opened.
     """
 
@@ -49,7 +49,7 @@ class Resources:
         self._lost: list[DmaRegion] = []
 
     def add(self, memory: HostMemory) -> None:
-        """Registers engine memory with the controller."""
+        """Registers memory with the controller."""
         self._regions[id(memory)] = self.register(memory)
         self.memories.append(memory)
 

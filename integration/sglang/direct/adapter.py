@@ -42,7 +42,7 @@ _FULL, _SWA, _MAMBA = ComponentType.FULL, ComponentType.SWA, ComponentType.MAMBA
 
 
 def device_group(params: Any, components: Collection[Any]) -> DevicePoolGroup:
-    """The engine's pools as SGLang's own linkers see them.
+    """SGLang's pools as SGLang's own linkers see them.
 
     Built here where SGLang 0.5.23 leaves it to the linker: plain MHA and MLA, sliding windows, and
     Mamba with MHA.  Everything else is SGLang's to assemble, or to refuse with ValueError.

@@ -1,6 +1,6 @@
 """Offloads on their way to the store: bounded, and completed strictly in order.
 
-Pages wait where the engine has them, locked, up to a bound; beyond it they are copied to staging,
+Pages wait in SGLang's memory, locked, up to a bound; beyond it they are copied to staging,
 and beyond that they are dropped and counted.  The queue of the pools decides which, and when.
 """
 
@@ -82,7 +82,7 @@ class Part:
     """Pages of one pool: keys (n, 16), and the slots of n pages.
 
     numbers: the pages, once known.  staged: where they are in staging; None while they hold the
-    engine's pages.  ended: pages that were stored, or will never be.
+    SGLang's pages.  ended: pages that were stored, or will never be.
     """
 
     stored_pool: StoredPool
@@ -117,7 +117,7 @@ def admitted(parts: Sequence[Part], second_touches: Mapping[str, SecondTouch]) -
 class Offload:
     """One of SGLang's offloads.
 
-    waits: parts whose pages in the engine's memory are still needed.
+    waits: parts whose pages in SGLang's memory are still needed.
     good: whether nothing of those parts failed or was dropped.
     kept: the answer to SGLang; None while it waits.
     """
@@ -129,7 +129,7 @@ class Offload:
 
 
 class Backlog(Owned):
-    """Offloads under way.  ``add`` never waits for the medium, nor for the engine's device.
+    """Offloads under way.  ``add`` never waits for the medium, nor for SGLang's device.
 
     It carries out what the queue decides on its writes; see scheduler.dispatcher.WriteIssuer.
 
@@ -240,7 +240,7 @@ class Backlog(Owned):
             return self._changed.wait_for(lambda: not self._parts, timeout_s)
 
     def reset(self, timeout_s: float) -> bool:
-        """Waits for what is under way and forgets completions; whether no engine page is in use."""
+        """Waits for transfers and forgets completions; whether none of SGLang's pages is in use."""
         self.wait_quiet(timeout_s)
         with self._changed:
             self._order.clear()
@@ -263,7 +263,7 @@ class Backlog(Owned):
         """See WriteIssuer; nothing here can stop."""
 
     def copy_out(self, name: str) -> None:
-        """See WriteIssuer: the engine may have its pages back then."""
+        """See WriteIssuer: SGLang may reuse its pages then."""
         self._copies.put(name)
 
     def drop(self, name: str) -> None:
@@ -285,7 +285,7 @@ class Backlog(Owned):
                 self._copy(name, *self._parts[name])
 
     def _copy(self, name: str, offload: Offload, part: Part) -> None:
-        """Copies a part out, so that the engine may have its pages back."""
+        """Copies a part out, so that SGLang may reuse its pages."""
         staged: Pages | None = None
         try:
             pages = self._pages(offload, part)
@@ -307,7 +307,7 @@ class Backlog(Owned):
             part.good = False
             self._end(name, offload, part)
             return
-        self._let_go(offload, part)
+        self._unlock(offload, part)
         part.staged = staged
         self._queue.post(PagesCopied(self._queue.now_ns(), name))
 
@@ -333,7 +333,7 @@ class Backlog(Owned):
         first, end = launch.first, launch.first + launch.count
         began_s = time.monotonic()
         try:
-            pool = stored_pool.memory if staged is None else stored_pool.stores.pool
+            pool = stored_pool.memory if staged is None else stored_pool.stores.memory
             pages = self._pages(offload, part) if staged is None else staged
             parent, depth = self._chains.before(part.keys[0].tobytes())
             if first:
@@ -391,15 +391,15 @@ class Backlog(Owned):
     def _end(self, name: str, offload: Offload, part: Part) -> None:
         """A part is over: stored, dropped, or not to be had."""
         if part.staged is None:
-            self._let_go(offload, part)
+            self._unlock(offload, part)
         else:
             part.stored_pool.stores.release(part.staged)
         with self._changed:
             self._parts.pop(name)
             self._changed.notify_all()
 
-    def _let_go(self, offload: Offload, part: Part) -> None:
-        """The engine's pages of a part are not needed any more."""
+    def _unlock(self, offload: Offload, part: Part) -> None:
+        """SGLang's pages of a part are not needed any more."""
         with self._changed:
             self._locked -= part.pages
             offload.good &= part.good

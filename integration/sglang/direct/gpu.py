@@ -1,8 +1,8 @@
-"""The GPU that holds the engine's pages: streams of the linker's own, and copies on them.
+"""The GPU that holds SGLang's pages: streams of the linker's own, and copies on them.
 
 Pages move between the SSD and the GPU through a `HostEngine` for each pool. What the engine does
 not move goes on two streams here: `copy_stream`, on which a batch's layers become ready one after
-another, and `leaving`, for pages copied out. Not run on a GPU: tested on a stand-in for the driver.
+another, and `leaving`, for pages copied out.
 """
 
 from __future__ import annotations
@@ -230,7 +230,7 @@ class Gpu:
         return pinned.device_address - pinned.address
 
     def follow(self, events: Sequence[Any]) -> None:
-        """Nothing is written to the engine's pages from now on before ``events`` happened."""
+        """Nothing is written to SGLang's pages from now on before ``events`` happened."""
         for event in events:
             self.driver.stream_wait_event(self.copy_stream, self.streams.handle_of(event))
         for engine in self._engines:
@@ -302,7 +302,7 @@ class Gpu:
 def open_gpu(
     device: torch.device, mover: str, profile: TableProfile | None, engine: str
 ) -> Gpu | None:
-    """The GPU that the engine's pools are on; None for host memory.
+    """The GPU that SGLang's pools are on; None for host memory.
 
     Raises Unsupported without cuda-bindings or a driver, or for a mover that the driver lacks.
     """

@@ -1,7 +1,4 @@
-"""Pages moved by a kernel, on as few of the GPU's multiprocessors as keep up with the SSD.
-
-Not run on a GPU: tested on a stand-in for the driver.
-"""
+"""Pages moved by a kernel, on as few of the GPU's multiprocessors as keep up with the SSD."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ class KvPool:
 
     name, source: SGLang's names of the pool, and of the pool whose keys and slots name its pages.
     slots: slot numbers of a page; 1 where a slot is a page.
-    device: where the memory is.  spans: the engine's memory, as ``spans[layer][segment]``.
+    device: where the memory is.  spans: SGLang's memory, as ``spans[layer][segment]``.
     views: the same as uint8 (pages, nbytes); empty where the memory is not the host's.
     layer_of: transfer layer -> own layer; the model's layers without state here are missing.
     packed: an object is one piece of all layers, because one layer of a page is too small for the
@@ -117,7 +117,7 @@ class KvPool:
         return views
 
     def page_numbers(self, indices: torch.Tensor, pages: int) -> Pages:
-        """Page numbers of the slots of ``pages`` whole pages.  Waits for the engine's device.
+        """Page numbers of the slots of ``pages`` whole pages.  Waits for SGLang's device.
 
         Raises ConfigError for anything else: nothing may be moved then.
         """

@@ -2,7 +2,7 @@
 
 Each key is read once and goes to every page that wants it: into staging, from where the thread that
 waits for a layer copies it, unless it was read ahead. What is larger than staging is read into the
-engine's pages directly, and so is everything fresh where these are a GPU's: its streams wait.
+SGLang's pages directly, and so is everything fresh where these are a GPU's: its streams wait.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def plan_loads(
     place = np.full(len(names), -1, np.int64)
     staging = None if stored_pool.reads_directly else stored_pool.loads.allocate(rest.size)
     wanted = np.isin(row_of, rest)
-    if staging is not None and stored_pool.loads.pool is not None:
+    if staging is not None and stored_pool.loads.memory is not None:
         place[rest] = staging
         read = Read(stored_pool, keys[first[rest]], staging, staged=True, batch=batch)
         copies.append(Copy(read, place[row_of[wanted]], pages[wanted]))
@@ -102,9 +102,9 @@ class LoadBatch(Owned):
     queued: the loads of all requests and pools.  layers: transfer layers of the model.
     rids: the requests, for which nothing needs to be kept from now on.
     name: by which the step that computes the batch calls for its reads.
-    fence: what must have happened on the engine's device before its pages are written.
+    fence: what must have happened on SGLang's device before its pages are written.
     timeout_s: from now to the last layer.
-    gpu: where the engine's pages are; None for host memory.
+    gpu: where SGLang's pages are; None for host memory.
     """
 
     def __init__(
@@ -196,7 +196,7 @@ class LoadBatch(Owned):
         return wanted
 
     def wait_layer(self, layer: int) -> None:
-        """Returns when the layer is in the engine's pages, or ``error`` is set.
+        """Returns when the layer is in SGLang's pages, or ``error`` is set.
 
         On a GPU: when the caller's stream waits for it.
         """
@@ -246,7 +246,7 @@ class LoadBatch(Owned):
     def end(self) -> bool:
         """Waits for all layers and releases staging; returns whether every page is right.
 
-        Raises DeviceTimeout when the device may still write into the engine's pages.
+        Raises DeviceTimeout when the device may still write into SGLang's pages.
         """
         self.wait_layer(self._layers - 1)
         with self._lock:
@@ -297,7 +297,7 @@ class LoadBatch(Owned):
 
 
 def _by_stored_pool(queued: Sequence[QueuedLoad]) -> list[tuple[StoredPool, Keys, Pages]]:
-    """What the batch wants of each pool.  Waits for the engine's device.
+    """What the batch wants of each pool.  Waits for SGLang's device.
 
     Raises ConfigError for slots that are not whole pages, before anything is moved.
     """
@@ -345,7 +345,7 @@ class LayerCounter:
         self.consumer_index = index
 
     def wait_until(self, layer: int) -> None:
-        """Returns when the layer is in the engine's pages, or never will be.  Idempotent."""
+        """Returns when the layer is in SGLang's pages, or never will be.  Idempotent."""
         batch = self._batches.get(self.consumer_index)
         waited_s = 0.0
         if batch is not None:

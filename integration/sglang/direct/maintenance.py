@@ -46,7 +46,7 @@ class Maintenance(Owned):
         self._staging = staging
         self._breakers = breakers
         self._reads = breakers[LOAD]
-        self._recorder = metrics
+        self._metrics = metrics
         self._log_error = errors.add
         self._page_tokens = page_tokens
         self._probe_s = probe_s
@@ -87,9 +87,9 @@ class Maintenance(Owned):
 
     def refresh(self) -> None:
         """Updates the counters."""
-        self._recorder.from_store(self._store.stats(), self._page_tokens)
+        self._metrics.from_store(self._store.stats(), self._page_tokens)
         for direction, breaker in self._breakers.items():
-            self._recorder.level("breaker_open", int(not breaker.closed), direction)
+            self._metrics.level("breaker_open", int(not breaker.closed), direction)
 
     def _prove(self) -> None:
         """Some objects, and at once the next ones: a large pool takes long, and probes go on."""
@@ -111,10 +111,10 @@ class Maintenance(Owned):
 
     def _read(self, key: bytes) -> bool:
         pages = self._staging.allocate(1)
-        if pages is None or self._staging.pool is None:
+        if pages is None or self._staging.memory is None:
             return False
         try:
-            ticket = self._store.load([key], pages, memory=self._staging.pool)
+            ticket = self._store.load([key], pages, memory=self._staging.memory)
         except PagesInUse as error:
             given_up = error  # the name of an exception ends with its clause
             self._staging.retire(pages, lambda: given_up.wait_settled(0.0))

@@ -1,4 +1,4 @@
-"""Opens the Tutti pools of one rank: a file for each of the engine's pools, below one path."""
+"""Opens the Tutti pools of one rank: a file for each of SGLang's pools, below one path."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One read of one pool's objects on its way into staging, or into the engine's pages directly."""
+"""One read of one pool's objects on its way into staging, or into SGLang's pages directly."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Read:
 
     def start(self) -> None:
         """Submits the read, on a thread that may wait; a failure is raised to waiters."""
-        pool = self.stored_pool.loads.pool if self.staged else self.stored_pool.memory
+        pool = self.stored_pool.loads.memory if self.staged else self.stored_pool.memory
         self.began_s = self._settled_s = time.monotonic()
         try:
             self._ticket = self.stored_pool.store.load(
@@ -68,7 +68,7 @@ class Read:
             scheduler.post(BatchJoined(scheduler.now_ns(), mine, batch))
 
     def order_stream(self, stream: int, layer: int) -> None:
-        """Lets a stream of the GPU wait for one of the engine pool's layers, once started.
+        """Lets a stream of the GPU wait for one of the layers of SGLang's pool, once started.
 
         It goes on too when the read failed.  Raises why it could not be started.
         """
@@ -78,7 +78,7 @@ class Read:
             self._ticket.order_stream(stream, layer)
 
     def wait_layer(self, layer: int, deadline_s: float) -> None:
-        """Returns when one of the engine pool's layers is in ``pages``.  Raises TuttiError."""
+        """Returns when one of the layers of SGLang's pool is in ``pages``.  Raises TuttiError."""
         if not self._started.wait(max(0.0, deadline_s - time.monotonic())):
             raise DeviceTimeout("the load was not started in time")
         if self.error is not None:
@@ -113,5 +113,5 @@ class Read:
 
     def retire(self) -> None:
         """Frees staging as soon as the device is done with it."""
-        assert self.staged, "pages of the engine are the engine's to take back"
+        assert self.staged, "SGLang frees its own pages"
         self.stored_pool.loads.retire(self.pages, self.is_over)

@@ -1,7 +1,7 @@
-"""Numbered pages of the integration's own memory, between engine pages and the medium.
+"""Numbered pages of the integration's own memory, between SGLang's pages and the medium.
 
 Pages that the device may still touch stay allocated, so a device that never answers costs
-staging and never a page of the engine.
+staging and never a page of SGLang.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class StagingPages(Owned):
     """Pages in registered memory on hugepages.  Thread-safe.
 
     nbytes: rounded down to whole pages; none if it is less than one page.
-    views_of: how the engine's pool sees that memory.
+    views_of: how SGLang's pool sees that memory.
     """
 
     def __init__(
@@ -32,11 +32,11 @@ class StagingPages(Owned):
         self._lock = threading.Lock()
         self._free: Pages = np.arange(self.pages, dtype=np.int64)
         self._retired: list[tuple[Callable[[], bool], Pages]] = []
-        self.pool: HostMemory | None = None
+        self.memory: HostMemory | None = None
         self.views: Views = []
         if self.pages:
-            self.pool = store.allocate_memory(self.pages)
-            self.views = [] if views_of is None else views_of(self.pool)
+            self.memory = store.allocate_memory(self.pages)
+            self.views = [] if views_of is None else views_of(self.memory)
 
     def allocate(self, pages: int) -> Pages | None:
         """Numbers of ``pages`` pages, or None when there are not so many."""

@@ -22,7 +22,7 @@ from tutti.integration.sglang.direct.reads import Read
 
 
 class Fence:
-    """Events recorded on the engine's streams.  On the CPU they have always happened.
+    """Events recorded on SGLang's streams.  On the CPU they have always happened.
 
     The events are those of SGLang's `record_offload_ready`: one on the scheduler's stream, which
     computed the slots, and one on the forward's, which may still use the pages.  Not run on a GPU.
@@ -44,13 +44,13 @@ class Fence:
         for event in events:
             if not wait_until(event.query, max(0.0, deadline_s - time.monotonic())):
                 raise DeviceTimeout(
-                    "the engine's device did not finish its work in time; nothing was moved"
+                    "SGLang's device did not finish its work in time; nothing was moved"
                 )
 
 
 @dataclass(frozen=True)
 class Copy:
-    """Rows (m,) of a read, as pages of its memory, that go to the engine's pages (m,)."""
+    """Rows (m,) of a read, as pages of its memory, that go to SGLang's pages (m,)."""
 
     read: Read
     rows: Pages
@@ -79,7 +79,7 @@ class StagingCopier:
         self._events: list[int] = []  # by layer, and the last one: after all, or what failed
         gpu.events.acquire(layers + 1, self._events)
         self._changed = threading.Condition()
-        self._landed = 0  # layers that were enqueued in full
+        self._enqueued = 0  # layers that were enqueued in full
         self._over = False  # nothing more will be
         self._is_marked = False
         self._layers = layers
@@ -118,7 +118,7 @@ class StagingCopier:
                 self._copy(plan, layer, deadline_s)
             self._gpu.driver.record_event(self._events[layer], self._gpu.copy_stream)
             with self._changed:
-                self._landed = layer + 1
+                self._enqueued = layer + 1
                 self._changed.notify_all()
 
     def _order(self, plan: LoadPlan, layer: int) -> None:
@@ -154,10 +154,10 @@ class StagingCopier:
         """
         with self._changed:
             left_s = max(0.0, deadline_s - time.monotonic())
-            if not self._changed.wait_for(lambda: self._landed > layer or self._over, left_s):
+            if not self._changed.wait_for(lambda: self._enqueued > layer or self._over, left_s):
                 return False
-            landed = self._landed > layer
-        if landed:
+            is_enqueued = self._enqueued > layer
+        if is_enqueued:
             gpu, stream = self._gpu, self._gpu.streams.current()
             wait = partial(gpu.driver.stream_wait_event, stream, self._events[layer])
             if self._marks is None:

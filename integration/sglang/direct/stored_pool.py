@@ -1,4 +1,4 @@
-"""One pool of the engine with its Tutti pool: store, registered memory, and staging."""
+"""One KV pool of SGLang with its Tutti pool: store, registered memory, and staging."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from tutti.memory.host_memory import HostMemory
 
 
 class StoredPool:
-    """Where the pages of one engine pool are kept.
+    """Where the pages of one KV pool are kept.
 
-    memory: the engine's pages for direct transfers; None where everything goes through staging.
-    loads, stores: staging of either direction, with views like the engine's.
+    memory: SGLang's pages for direct transfers; None where everything goes through staging.
+    loads, stores: staging of either direction, with views like those of SGLang's pool.
     gpu: where the pages are; None for host memory.  gpu_staging: of the engine that moves them.
     events: who is told what was stored, set where that is wanted.
     """
@@ -76,7 +76,7 @@ class StoredPool:
 
     @property
     def reads_directly(self) -> bool:
-        """Whether a batch's own reads go to the engine's pages without the staging here."""
+        """Whether a batch's own reads go to SGLang's pages without the staging here."""
         return self.gpu is not None and self.memory is not None
 
     def page_numbers(self, slots: torch.Tensor, pages: int) -> Pages:
@@ -88,9 +88,9 @@ class StoredPool:
 
     def _reached(self, staging: StagingPages) -> Spans:
         """Staging at the GPU's addresses; empty without a GPU."""
-        if self.gpu is None or staging.pool is None:
+        if self.gpu is None or staging.memory is None:
             return []
-        return spans_of(staging.views, self.gpu.pin(self.store, staging.pool))
+        return spans_of(staging.views, self.gpu.pin(self.store, staging.memory))
 
     def copy_layer(self, layer: int, rows: Pages, targets: Pages, *, staged: bool) -> None:
         """Enqueues `copy_from_staging` on the GPU; without ``staged`` copies between pages."""
@@ -100,12 +100,12 @@ class StoredPool:
         self.gpu.copy(self.gpu.copy_stream, engine, targets, source, rows, is_local=not staged)
 
     def copy_from_staging(self, layer: int, source: Views, rows: Pages, targets: Pages) -> None:
-        """Copies pages ``rows`` of one of the engine's layers from staging to ``targets``."""
+        """Copies pages ``rows`` of one of SGLang's layers from staging to ``targets``."""
         for staged, engine in zip(source[layer], self.engine.views[layer], strict=True):
             engine[targets] = staged[rows]
 
     def copy_out(self, pages: Pages, staged: Pages, timeout_s: float) -> None:
-        """Copies the engine's ``pages`` into staging for stores.
+        """Copies SGLang's ``pages`` into staging for stores.
 
         Raises DeviceTimeout or CudaError from a GPU, which may then still read the pages.
         """

@@ -374,7 +374,7 @@ class DeviceEngine(Owned):
             jobs, self._jobs = self._jobs, []
         self._broken = True
         for job in jobs:
-            job.work.staged.words.let_go(STATUS_TIMED_OUT)
+            job.work.staged.words.abort(STATUS_TIMED_OUT)
             job.finish(STATUS_TIMED_OUT, is_kept=True)
 
     def _finish(self, job: DeviceJob) -> None:

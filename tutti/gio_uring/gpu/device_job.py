@@ -113,7 +113,7 @@ class DeviceJob(Owned):
         self._fail(interrupted())
 
     def _fail(self, error: TuttiError) -> None:
-        self.work.staged.words.let_go(STATUS_CANCELLED)
+        self.work.staged.words.abort(STATUS_CANCELLED)
         self.finish(STATUS_CANCELLED, is_kept=self.is_begun, failure=error)
 
     def _take(self) -> bool:

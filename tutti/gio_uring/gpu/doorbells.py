@@ -1,7 +1,7 @@
 """A drive's doorbells where kernels find them: the registers of BAR0, mapped for the GPU.
 
 Tier T1. Kernels only ever write there (st.mmio): a read of a drive's registers by a GPU can take
-the link down on some machines. It has not run on a GPU with a drive; see docs/tiers.md.
+the link down on some machines.
 """
 
 from __future__ import annotations
