@@ -5,10 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from memory_controller import Faults, MemoryController
+from scheduler.drive import Linear
 
 from store.pools import GEOMETRY, controller_of, fill, formatted, opened, some_keys
 from tutti.errors import CapacityError
 from tutti.gio_uring.nvme_spec import OPCODE_WRITE, STATUS_CAPACITY_EXCEEDED
+from tutti.scheduler.dispatcher import Schedule
 from tutti.store import ObjectStore
 from tutti.transfers.tickets import Outcome
 
@@ -108,3 +110,18 @@ def test_close_writes_what_is_held(rng: np.random.Generator) -> None:
     controller.release()
     store.close()
     assert [ticket.wait(1).stored for ticket in tickets] == [1, 1, 1]
+
+
+@pytest.mark.parametrize("schedule", [None, Schedule(Linear(write_gbps=0.001))])
+def test_a_put_longer_than_the_pool_keeps_its_prefix(
+    rng: np.random.Generator, schedule: Schedule | None
+) -> None:
+    """Whether it is written whole, or in bursts of which the last find the pool full."""
+    with opened(formatted(), schedule=schedule, timeout_s=20.0) as store:
+        slots = store.stats()["capacity_objects"]
+        store.allocate_memory(3 * slots)
+        for _ in range(2):
+            keys = some_keys(rng, 3 * slots)
+            result = store.put(keys, np.arange(3 * slots)).wait(20)
+            assert (result.stored, result.dropped) == (slots, 2 * slots)
+            assert store.match(keys) == slots

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from tutti.arrays import U32, Keys, Rows
+from tutti.arrays import U32, Keys, Rows, Slots
 from tutti.checks import whole
 from tutti.errors import ConfigError
 from tutti.gio_uring.iocb import PagedMemory
@@ -285,6 +285,28 @@ class PutTogether:
             own = part.rows[rows[mine] - starts[number]]
             part.progress.outcome[own] = outcome
             part.progress.status[own] = status[mine]
+
+    @property
+    def slots(self) -> Slots:
+        """Of the same puts' earlier pages: space for the end of a chain never comes from these."""
+        earlier = [slots for part in self._parts for slots in part.progress.slots]
+        return np.concatenate(earlier) if earlier else NO_ROWS
+
+    def add_slots(self, slots: Slots) -> None:
+        """Pages were placed here."""
+        for part in self._parts:
+            if slots.size < len(part.request.keys):
+                part.progress.slots.append(slots)
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether there was no space for earlier pages of all of these puts."""
+        return all(part.progress.is_cut for part in self._parts)
+
+    @is_cut.setter
+    def is_cut(self, cut: bool) -> None:
+        for part in self._parts:
+            part.progress.is_cut = cut
 
     def add_batch(self) -> None:
         """One more batch of these rows is under way."""

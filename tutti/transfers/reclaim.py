@@ -19,6 +19,7 @@ from tutti.transfers.core import Core
 
 _BLOCKS = 3
 _TRIES = 3
+NO_SLOTS: Slots = np.zeros(0, np.int64)
 
 
 def reserve_slots(slots: int, group_slots: int) -> int:
@@ -33,7 +34,7 @@ class Reclaimer:
         self._core = core
         self._table = RecordTable(core.engine, core.members, blocks=_BLOCKS)
         self._queue: deque[tuple[Slots, SlotState, int]] = deque()
-        self._nothing_at: tuple[int, int, int] | None = None
+        self._nothing_at: tuple[int, int, int, int] | None = None
         self._active = 0
         self._voiding = 0
         slots, group_slots = core.index.slots, core.geometry.group_slots
@@ -48,20 +49,21 @@ class Reclaimer:
         """Whether slots are on their way to being free."""
         return self._active > 0 or bool(self._queue)
 
-    def make_room(self, n: int, deadline_s: float) -> None:
+    def make_room(self, n: int, deadline_s: float, kept: Slots) -> None:
         """Sees to it that ``n`` slots are free, or as many as can be evicted in time.
 
+        kept: slots that do not go.
         Waits, with the lock released, while slots are on their way.
         """
         core = self._core
-        self.top_up(n)
+        self.top_up(n, kept)
         if core.allocator.free_slots < n:
             core.changed.wait_for(
                 lambda: core.allocator.free_slots >= n or not self.busy or core.closing, deadline_s
             )
         core.check_open()
 
-    def top_up(self, extra: int) -> None:
+    def top_up(self, extra: int, kept: Slots = NO_SLOTS) -> None:
         """Evicts when fewer than the reserve, and ``extra`` slots more, are free or on their way.
 
         Evicting twice the reserve at a time keeps the cost of choosing, O(slots), rare.
@@ -70,10 +72,13 @@ class Reclaimer:
         available = core.allocator.free_slots + self._voiding
         if available >= self.reserve_slots + extra:
             return
-        state = (core.lookup_pins.changes, core.counters.stored, core.in_flight)
+        state = (core.lookup_pins.changes, core.counters.stored, core.in_flight, kept.size)
         if state == self._nothing_at:
             return
-        victims = core.choose_victims(2 * self.reserve_slots + extra - available)
+        among = np.ones(core.index.slots, np.bool_) if kept.size else None
+        if among is not None:
+            among[kept] = False
+        victims = core.choose_victims(2 * self.reserve_slots + extra - available, among)
         if victims.size:
             self.discard(np.sort(victims))
         else:

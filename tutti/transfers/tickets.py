@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from tutti.arrays import U32, Rows
+from tutti.arrays import U32, Rows, Slots
 from tutti.callbacks import Guard
 from tutti.checks import function, seconds, takes, whole
 from tutti.errors import DeviceTimeout, PageRangeError, PagesInUse, TuttiError
@@ -125,6 +125,7 @@ class PutProgress:
 
     outcome: u8 (keys,), an Outcome each.  status: u32 (keys,), why a key failed, else 0.
     refusal: what the pool raised when a part of the put was started.
+    slots: of pages that came before others of the put.  is_cut: there was no space for all.
     """
 
     def __init__(
@@ -140,6 +141,8 @@ class PutProgress:
         self.outcome: npt.NDArray[np.uint8] = np.zeros(keys, np.uint8)  # PENDING
         self.status: U32 = np.zeros(keys, np.uint32)
         self.refusal: TuttiError | None = None
+        self.slots: list[Slots] = []
+        self.is_cut = False
 
     def is_done(self) -> bool:
         """Whether every batch has ended."""

@@ -112,6 +112,9 @@ class Writer:
     def _put_rows(self, together: PutTogether, new: Slots) -> None:
         """Raises for the first batch alone: afterwards the tickets must reach the callers."""
         step = self._core.write_pages_max(together.request.memory, self.batch_pages)
+        if together.is_cut:
+            self._cut(together, new)
+            return
         for start in range(0, new.size, step):
             rows = new[start : start + step]
             try:
@@ -122,11 +125,15 @@ class Writer:
                 together.tell(new[start:], Outcome.FAILED, error_status(error))
                 return
             if placed < rows.size:
-                left = new[start + placed :]
-                together.tell(left, Outcome.DROPPED)
-                with self._core.lock:
-                    self._core.counters.dropped += left.size
+                self._cut(together, new[start + placed :])
                 return
+
+    def _cut(self, together: PutTogether, left: Slots) -> None:
+        """There is no space for the rest of the puts."""
+        together.tell(left, Outcome.DROPPED)
+        together.is_cut = True
+        with self._core.lock:
+            self._core.counters.dropped += left.size
 
     def _absent_rows(self, together: PutTogether) -> Slots:
         """Rows whose key has no slot, each key once; the others count as accessed."""
@@ -201,7 +208,7 @@ class Writer:
         core, request = self._core, together.request.take(rows)
         has_digests = core.config.verify != "off"
         digests = np.empty((rows.size, core.layers), np.uint64) if has_digests else None
-        self._reclaimer.make_room(rows.size, core.config.timeout_s)
+        self._reclaimer.make_room(rows.size, core.config.timeout_s, together.slots)
         sequence = core.take_sequences(rows.size)
         placed = core.placer.place(
             request.keys, request.parents, request.depths, sequence, has_digests=has_digests
@@ -214,6 +221,7 @@ class Writer:
         if request.tenant or request.expiry_64s:
             core.index.describe(placed.slots, tenant=request.tenant, expiry=request.expiry_64s)
         _, _, slots, sequences = placed
+        together.add_slots(slots)
         return _Batch(together, request, rows, slots, sequences, digests, block), placed.keys
 
     def _data_written(self, batch: _Batch, job: Job, flushes_failed: int) -> None:
