@@ -63,7 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="WAY",
         help="engines and movers: " + "; ".join(WAYS) + " (default: all)",
     )
-    parser.add_argument("--repeats", type=int, default=11, help="measurements per number")
+    parser.add_argument("--repeats", type=int, default=101, help="measurements per number")
 
 
 def run(args: argparse.Namespace, progress: ProgressFactory) -> dict[str, Any]:
