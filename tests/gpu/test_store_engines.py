@@ -181,7 +181,7 @@ def test_a_drive_that_answers_no_more_ends_in_time(
     driver: CudaDriver, modules: Modules, rng: np.random.Generator, kind: str
 ) -> None:
     """The deadline passes, the store closes with a reset, and all memory is free again."""
-    with rig_of(driver, modules, kind, timeout_s=1.0) as rig:
+    with rig_of(driver, modules, kind, timeout_s=2.0) as rig:
         rig.bytes.write(rng.integers(0, 256, rig.bytes.nbytes, dtype=np.uint8))
         keys = some_keys(rng, 6)
         rig.store.put(keys, list(range(6)), memory=rig.memory).wait(30)
