@@ -16,6 +16,7 @@ from typing import Any
 
 from tutti.bench.peers.peer import BATCH_PAGES, HEAD_DIM, HEADS, LAYERS, Peer, PeerPlan
 from tutti.errors import ChecksumMismatch, MediumError
+from tutti.gio_uring.memory import address_of
 
 _MARK_NBYTES = 16
 
@@ -53,6 +54,10 @@ class HiCachePeer(Peer):
     def close(self) -> None:
         """Detaches the backend."""
         self._controller.detach_storage_backend()
+
+    def memory(self) -> tuple[int, int]:
+        """SGLang's host pool."""
+        return address_of(self._pool.kv_buffer)
 
     def prepare_store(self, batch: int) -> None:
         """Every page contains its number."""

@@ -17,13 +17,15 @@ BATCH_PAGES = 128
 class PeerPlan:
     """The same for all: pages, where they go, how many batches are kept.
 
-    layout: of SGLang's host pool.  batches: how many stay stored; the oldest goes.
+    layout: of SGLang's host pool.  batches: how many stay stored; the oldest goes.  host_pages: how
+    the memory of pages gets large pages; empty: as each peer does it by itself.
     """
 
     directory: str
     page_tokens: int
     layout: str
     batches: int
+    host_pages: str = ""
 
     @property
     def page_nbytes(self) -> int:
@@ -51,6 +53,10 @@ class PeerPlan:
 
 class Peer(ABC):
     """Stores and loads the same pages over and over, under other names.  Not thread-safe."""
+
+    @abstractmethod
+    def memory(self) -> tuple[int, int]:
+        """(address, nbytes) of the memory of its pages."""
 
     @abstractmethod
     def open(self) -> None:

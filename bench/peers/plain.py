@@ -14,6 +14,7 @@ from tutti.bench.peers.peer import BATCH_PAGES, LAYERS, Peer, PeerPlan
 from tutti.bench.shape import Shape
 from tutti.bench.stamps import Stamps, numbered_keys
 from tutti.errors import ChecksumMismatch, MediumError
+from tutti.gio_uring.memory import address_of
 from tutti.memory.host_memory import HostMemory
 from tutti.store import ObjectStore
 
@@ -28,11 +29,17 @@ class _PlainPeer(Peer):
         self._plan = plan
         shape = Shape(LAYERS, plan.page_nbytes // LAYERS)
         self._layout = shape.layout(plan.page_tokens).token_major()
-        self._memory = HostMemory.allocate(self._layout, BATCH_PAGES, hugepages=False)
+        self._memory = HostMemory.allocate(
+            self._layout, BATCH_PAGES, hugepages=plan.host_pages == "thp"
+        )
         self._stamps = Stamps(self._memory)
         self._pages = np.arange(BATCH_PAGES)
         self._contents = numbered_keys(self._pages)
         self._stamps.fill(self._pages, self._contents)
+
+    def memory(self) -> tuple[int, int]:
+        """All pages are one buffer."""
+        return address_of(self._memory.owner)
 
     def prepare_store(self, batch: int) -> None:
         """Nothing: every batch holds the same."""

@@ -3,7 +3,7 @@
     python -m tutti.bench.peers.process PLAN NAME
 
 A process for each, so that CPU time and memory are its own. It takes one command a line (`store 3`,
-`load 3`, `exists 0 1 2`, `quit`) and answers with one line of JSON.
+`load 3`, `exists 0 1 2`, `pages`, `quit`) and answers with one line of JSON.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,6 +21,8 @@ from tutti.bench.peers.hicache import HiCachePeer
 from tutti.bench.peers.peer import Peer, PeerPlan
 from tutti.bench.peers.plain import FilesPeer, StorePeer
 from tutti.errors import ConfigError, MediumError, TuttiError
+from tutti.gio_uring.memory import hugepage_nbytes
+from tutti.integration.sglang.host.host_pools import advise_hugepages
 
 
 def make_peer(name: str, plan: PeerPlan) -> Peer:
@@ -42,6 +45,8 @@ def _sglang_backend(name: str, plan: PeerPlan) -> tuple[str, dict[str, Any]]:
         "path": plan.directory,
         "capacity": plan.capacity_nbytes,
     }
+    if plan.host_pages:
+        tutti_options["hugepages"] = "off"  # the bench has done it, for all peers alike
     posix = {"posix": {"active": True, "use_uring": "true"}}
     backends: dict[str, tuple[str, dict[str, Any]]] = {
         "hicache-tutti": ("dynamic", tutti_options),
@@ -79,6 +84,8 @@ class PeerProcess:
         self._peer = peer
         self._plan = plan
         self._directory = Path(plan.directory)
+        if plan.host_pages in ("advise", "collapse"):
+            advise_hugepages([peer.memory()], plan.host_pages, threading.Event())
         self._base_nbytes = _memory("VmRSS")
         Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew: proc(5)
         peer.open()
@@ -91,7 +98,10 @@ class PeerProcess:
             return self._load(*batches)
         if command == "exists":
             return self._exists(batches)
-        raise ConfigError(f"{command} is not a command; give store, load, exists or quit")
+        if command == "pages":
+            _, nbytes = memory = self._peer.memory()
+            return {"nbytes": nbytes, "hugepage_nbytes": hugepage_nbytes([memory])}
+        raise ConfigError(f"{command} is not a command; give store, load, exists, pages or quit")
 
     def _store(self, batch: int) -> dict[str, Any]:
         self._peer.prepare_store(batch)

@@ -29,6 +29,9 @@ from tutti.errors import ConfigError, DeviceTimeout, MediumError
 from tutti.terminal import ProgressFactory, table
 from tutti.units import MiB, format_nbytes
 
+#: Of SGLang 0.5.23: private memory that is advised before it is touched.
+PARALLEL_ALLOCATION = "SGLANG_HICACHE_HOST_PARALLEL_ALLOC_THREADS"
+HOST_PAGES = ("advise", "collapse", "thp")
 LAYOUTS = ("page_first", "page_first_direct", "layer_first")
 PHASES = ("store", "load")
 _BASE = "hicache-tutti"
@@ -43,6 +46,8 @@ class Worker:
     def __init__(self, name: str, plan: PeerPlan) -> None:
         self.name = name
         environment = os.environ | {"SGLANG_HICACHE_NIXL_BACKEND_STORAGE_DIR": plan.directory}
+        if plan.host_pages == "thp":
+            environment[PARALLEL_ALLOCATION] = "2"
         self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed with the process
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tutti.bench.peers.process", plan.to_json(), name],
@@ -123,6 +128,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--rounds", type=int, default=7, help="times that every peer stores and loads a batch"
     )
+    parser.add_argument(
+        "--host-pages",
+        choices=HOST_PAGES,
+        help="give the memory of all peers large pages in one way: advise (madvise after it was"
+        " touched), collapse (MADV_COLLAPSE before the rounds), thp (madvise before it is touched,"
+        f" SGLang's {PARALLEL_ALLOCATION}); default: as each peer does it by itself",
+    )
     parser.add_argument("--batches", type=int, default=3, help="batches that a peer keeps stored")
 
 
@@ -143,6 +155,7 @@ def run(args: argparse.Namespace, progress: ProgressFactory) -> dict[str, Any]:
     return {
         "benchmark": "peers",
         "layout": args.layout,
+        "host_pages": args.host_pages or "each as it does by itself",
         "batch_pages": BATCH_PAGES,
         "rounds": args.rounds,
         "skipped": skipped,
@@ -176,7 +189,7 @@ def _versions() -> dict[str, str]:
 def _measure(
     args: argparse.Namespace, names: list[str], tokens: int, progress: ProgressFactory
 ) -> dict[str, Any]:
-    plan = PeerPlan("", tokens, args.layout, args.batches)
+    plan = PeerPlan("", tokens, args.layout, args.batches, args.host_pages or "")
     samples: dict[str, dict[str, list[Sample]]] = {n: {p: [] for p in PHASES} for n in names}
     with ExitStack() as stack:
         folder = Path(
@@ -205,7 +218,10 @@ def _measure(
             for name, asker in askers.items()
             if name != "fio"
         }
-    return _cell(samples, exists, plan)
+        cell = _cell(samples, exists, plan)
+        for name in exists:
+            cell["peers"][name]["host_pages"] = askers[name].ask("pages")
+    return cell
 
 
 def _round(
@@ -296,7 +312,7 @@ def report(result: dict[str, Any]) -> str:
 
 HEAD = [
     *("peer", "direction", "GB/s", "CPU-s/GB", "p99 of a batch, ms", "memory, MiB"),
-    *(f"{_BASE}/this speed", f"{_BASE}-this CPU-s/GB", "look-up"),
+    *(f"{_BASE}/this speed", f"{_BASE}-this CPU-s/GB", "look-up", "large pages"),
 ]
 
 
@@ -307,6 +323,7 @@ def rows_of(cell: dict[str, Any]) -> list[list[str]]:
         for phase in PHASES:
             found = facts[phase]
             exists = facts.get("exists") if phase == "load" else None
+            pages = facts.get("host_pages") if phase == "load" else None
             rows.append(
                 [
                     name,
@@ -318,6 +335,7 @@ def rows_of(cell: dict[str, Any]) -> list[list[str]]:
                     interval_text(found.get("base_over_this_speed"), 2),
                     interval_text(found.get("base_minus_this_cpu_s_per_gb"), 2),
                     f"{exists['pages']} pages {exists['median_ms']:.2f} ms" if exists else "",
+                    f"{pages['hugepage_nbytes'] / pages['nbytes']:.0%}" if pages else "",
                 ]
             )
     return rows

@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from tutti.bench.peers.plain import FilesPeer, StorePeer
 from tutti.bench.peers.process import PeerProcess, make_peer
 from tutti.bench.summary import render
 from tutti.errors import ChecksumMismatch, ConfigError, MediumError
+from tutti.gio_uring.probe import probe_memory
 from tutti.terminal import progress
 
 TOKENS, BATCHES = 1, 2  # pages of 128 KiB, batches of 16 MiB
@@ -48,10 +50,42 @@ def test_a_peer_loads_what_it_stored_and_says_what_it_cost(tmp_path: Path, kind:
         assert process.answer("load", [0])["nbytes"] == plan.batch_nbytes
         assert process.answer("exists", [1, 0])["pages"] == 2 * BATCH_PAGES
         assert process.answer("exists", [0, 7])["pages"] == BATCH_PAGES
+        pages = process.answer("pages", [])
+        assert pages["nbytes"] >= plan.batch_nbytes and pages["hugepage_nbytes"] == 0
         with pytest.raises(ConfigError, match="is not a command"):
             process.answer("erase", [0])
     finally:
         peer.close()
+
+
+@pytest.mark.parametrize("how", ["collapse", "thp"])
+def test_all_peers_get_the_same_large_pages(tmp_path: Path, how: str) -> None:
+    words = ["--peers", "store", "file-per-page", "--host-pages", how]
+    result = peers.run(arguments(tmp_path, *words), progress)
+    assert result["host_pages"] == how
+    (cell,) = result["cells"].values()
+    got = [facts["host_pages"] for facts in cell["peers"].values()]
+    shares = [pages["hugepage_nbytes"] / pages["nbytes"] for pages in got]
+    if probe_memory().collapses:
+        assert min(shares) > 0
+    assert f" {shares[0]:.0%}" in peers.report(result)
+
+
+def test_sglangs_memory_is_asked_for_by_its_own_setting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: dict[str, str] = {}
+
+    def start(*_: Any, env: dict[str, str], **more: Any) -> None:
+        given.update(env)
+        raise MediumError("started")
+
+    monkeypatch.setattr(peers.subprocess, "Popen", start)
+    for how in ("thp", "collapse"):
+        given.clear()
+        with pytest.raises(MediumError, match="started"):
+            peers.Worker("hicache-nixl", replace(plan_in(tmp_path), host_pages=how))
+        assert (given.get(peers.PARALLEL_ALLOCATION) == "2") is (how == "thp")
 
 
 def test_wrong_bytes_end_the_measurement(tmp_path: Path) -> None:
