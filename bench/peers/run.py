@@ -133,7 +133,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=HOST_PAGES,
         help="give the memory of all peers large pages in one way: advise (madvise after it was"
         " touched), collapse (MADV_COLLAPSE before the rounds), thp (madvise before it is touched,"
-        f" SGLang's {PARALLEL_ALLOCATION}); default: as each peer does it by itself",
+        f" SGLang's {PARALLEL_ALLOCATION}); without it each peer does as it does by itself",
     )
     parser.add_argument("--batches", type=int, default=3, help="batches that a peer keeps stored")
 
