@@ -1,0 +1,115 @@
+"""Prefill and decode apart: HiCache of two servers, in one process, through the agent."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
+from pathlib import Path
+from typing import Any
+
+import host_pools as hp
+import pytest
+from cluster.faulty import Faults
+from cluster.nodes import until
+from node.agents import RunningAgent, running
+
+from tutti.integration.sglang.hicache import TuttiHiCacheStorage
+
+Connect = Callable[[RunningAgent], "Server"]
+
+
+class Server:
+    """The storage of a server, with host memory of its own."""
+
+    def __init__(self, agent: RunningAgent) -> None:
+        self.pool = hp.mha_pool("page_first")
+        self.storage = TuttiHiCacheStorage(hp.config(f"unix:{agent.path}"), {})
+        self.storage.register_mem_pool_host(self.pool)
+        self.storage.on_host_pools_registered()
+
+    def write(self, hashes: list[str], seed: int) -> list[bytes]:
+        """Makes up pages and stores them."""
+        hp.fill(self.pool, seed)
+        pages = range(len(hashes))
+        done = self.storage.batch_set_v1(hashes, hp.indices(self.pool, list(pages)))
+        assert done == [True] * len(hashes)
+        return [hp.page_bytes(self.pool, page) for page in pages]
+
+    def read(self, hashes: list[str], seed: int) -> list[bytes]:
+        """Pages that must all be there, into other places."""
+        hp.wipe(self.pool)
+        pages = random.Random(seed).sample(range(hp.PAGES), len(hashes))
+        done = self.storage.batch_get_v1(hashes, hp.indices(self.pool, pages))
+        assert done == [True] * len(hashes)
+        return [hp.page_bytes(self.pool, page) for page in pages]
+
+
+@pytest.fixture
+def connect() -> Iterator[Connect]:
+    with ExitStack() as stack:
+
+        def one(agent: RunningAgent) -> Server:
+            server = Server(agent)
+            stack.enter_context(closing(server.storage))
+            return server
+
+        yield one
+
+
+def hashes(n: int, start: int = 0) -> list[str]:
+    return [f"{i:064x}" for i in range(start + 1, start + n + 1)]
+
+
+def test_turns_go_from_decode_to_prefill_and_back(
+    tmp_path: Path, connect: Connect, seed: int
+) -> None:
+    with running(tmp_path / "node") as agent:
+        prefill, decode = connect(agent), connect(agent)
+        prompt, answer = hashes(6), hashes(4, 6)
+        want = prefill.write(prompt, seed)
+        assert decode.storage.batch_exists(prompt + answer) == 6
+        assert decode.read(prompt, seed) == want
+        want += decode.write(answer, seed + 1)
+        assert prefill.storage.batch_exists(prompt + answer) == 10
+        assert prefill.read(prompt + answer, seed) == want
+        assert len(list((tmp_path / "node").glob("*.tutti"))) == 1
+
+
+def test_a_turn_before_its_write_is_durable_is_a_miss(
+    tmp_path: Path, connect: Connect, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with running(tmp_path / "node") as agent:
+        prefill, decode = connect(agent), connect(agent)
+        seen: list[int] = []
+        store = next(iter(agent.pools.stores().values()))
+        records = store._writer._table.write
+
+        def looked_up(*given: Any, **options: Any) -> Any:
+            """The data is written and its record is not."""
+            seen.append(prefill.storage.batch_exists(hashes(4)))
+            return records(*given, **options)
+
+        monkeypatch.setattr(store._writer._table, "write", looked_up)
+        want = decode.write(hashes(4), seed)
+        assert seen == [0]
+        assert prefill.storage.batch_exists(hashes(4)) == 4
+        assert prefill.read(hashes(4), seed) == want
+
+
+def test_turns_go_between_two_nodes(tmp_path: Path, connect: Connect, seed: int) -> None:
+    """Through the second tier, whose remote store is a stand-in here."""
+    remote = Faults(tmp_path / "remote").config(replicate="first")
+    with (
+        running(tmp_path / "one", remote=remote) as one,
+        running(tmp_path / "two", remote=remote) as two,
+    ):
+        prefill, decode = connect(one), connect(two)
+        prompt, answer = hashes(6), hashes(4, 6)
+        want = prefill.write(prompt, seed)
+        until(lambda: decode.storage.batch_exists(prompt) == 6, "the prompt does not come")
+        assert decode.read(prompt, seed) == want
+        want += decode.write(answer, seed + 1)
+        both = prompt + answer
+        until(lambda: prefill.storage.batch_exists(both) == 10, "the answer does not come")
+        assert prefill.read(both, seed) == want
