@@ -200,9 +200,12 @@ def test_tutti_serve_shares_pages_with_another_agent(
             assert agent.wait(SLACK_S) == 0
 
 
-def test_an_address_that_answers_garbage_fails_by_the_deadline(tmp_path: Path, seed: int) -> None:
+@pytest.mark.parametrize("said", [b"\xff" * 4096, b""], ids=["garbage", "nothing"])
+def test_an_address_that_is_not_a_masters_fails_by_the_deadline(
+    tmp_path: Path, seed: int, said: bytes
+) -> None:
     keys = some_keys(np.random.default_rng(seed), 4)
-    with socket.create_server(("127.0.0.1", 0)) as server:
+    with contextlib.ExitStack() as peers, socket.create_server(("127.0.0.1", 0)) as server:
         server.settimeout(0.2)
         ended = threading.Event()
 
@@ -212,8 +215,11 @@ def test_an_address_that_answers_garbage_fails_by_the_deadline(tmp_path: Path, s
                     peer, _ = server.accept()
                 except OSError:
                     continue
-                with peer:
-                    peer.sendall(b"\xff" * 4096)
+                if said:
+                    with peer:
+                        peer.sendall(said)
+                else:
+                    peers.enter_context(peer)  # stays open
 
         thread = threading.Thread(target=garble)
         thread.start()
