@@ -10,8 +10,6 @@ from typing import Any
 
 import host_pools as hp
 import pytest
-from cluster.faulty import Faults
-from cluster.nodes import until
 from node.agents import RunningAgent, running
 
 from tutti.integration.sglang.hicache import TuttiHiCacheStorage
@@ -95,21 +93,3 @@ def test_a_turn_before_its_write_is_durable_is_a_miss(
         assert seen == [0]
         assert prefill.storage.batch_exists(hashes(4)) == 4
         assert prefill.read(hashes(4), seed) == want
-
-
-def test_turns_go_between_two_nodes(tmp_path: Path, connect: Connect, seed: int) -> None:
-    """Through the second tier, whose remote store is a stand-in here."""
-    remote = Faults(tmp_path / "remote").config(replicate="first")
-    with (
-        running(tmp_path / "one", remote=remote) as one,
-        running(tmp_path / "two", remote=remote) as two,
-    ):
-        prefill, decode = connect(one), connect(two)
-        prompt, answer = hashes(6), hashes(4, 6)
-        want = prefill.write(prompt, seed)
-        until(lambda: decode.storage.batch_exists(prompt) == 6, "the prompt does not come")
-        assert decode.read(prompt, seed) == want
-        want += decode.write(answer, seed + 1)
-        both = prompt + answer
-        until(lambda: prefill.storage.batch_exists(both) == 10, "the answer does not come")
-        assert prefill.read(both, seed) == want
