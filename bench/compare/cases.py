@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import shutil
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -29,6 +30,7 @@ from tutti.bench.compare.systems import (
 from tutti.bench.fio import IODEPTH, FioJob, hugepages_of, reserved_hugepages, run_fio
 from tutti.bench.meter import Meter
 from tutti.bench.shape import Shape, parse_shape
+from tutti.bench.statistics import interval_text
 from tutti.bench.workload import Limit, Workload
 from tutti.errors import Unsupported
 from tutti.gio_uring.memory import HUGEPAGE_NBYTES, HostBuffer
@@ -65,9 +67,9 @@ class Setup:
         """Whether a cell is to be measured."""
         return self.only in cell
 
-    def compare(self, a: System, b: System, *, twin: bool = True) -> dict[str, Any]:
-        """Pairs of rounds of two systems."""
-        return compare(a, b, pairs=self.pairs, progress=self.progress, twin=twin, seed=self.seed)
+    def compare(self, a: System, b: System, bound: System | None = None) -> dict[str, Any]:
+        """Pairs of rounds of two systems, and of a third one that shows what the medium gives."""
+        return compare(a, b, pairs=self.pairs, progress=self.progress, bound=bound, seed=self.seed)
 
     def plan(self, shape: str, **more: Any) -> PoolPlan:
         """A pool of this size."""
@@ -143,19 +145,44 @@ def churned(setup: Setup) -> Cells:
 def files(setup: Setup) -> Cells:
     """default configuration, as a user gets it, against a file per object on ordinary pages"""
     cells: Cells = {}
+    can_fio = shutil.which("fio") is not None
     for batch_mib, direct in itertools.product((8, 32), (True, False)):
         kind = f"{'direct' if direct else 'buffered'}, batches of {batch_mib} MiB"
         wanted = [p for p in PHASES if setup.wanted(f"{p}, {kind}")]
         if not wanted:
             continue
         plan = setup.plan("32x256KiB", batch_nbytes=batch_mib * MiB)
-        with filled_pool(setup.directory, "compare", plan, setup.progress) as workload:
+        with (
+            filled_pool(setup.directory, "compare", plan, setup.progress) as workload,
+            fio_file(setup.directory, setup.size_nbytes) if can_fio else nullcontext("") as path,
+        ):
             nbytes = _calibrated(setup, workload)
             with file_systems(setup.directory, plan, direct=direct, nbytes=nbytes) as systems:
                 for phase in wanted:
                     tutti = pool_system("tutti", workload, phase, nbytes)
-                    cells[f"{phase}, {kind}"] = setup.compare(tutti, systems[phase])
+                    bound = _same_memory(setup, path, phase, plan, nbytes) if can_fio else None
+                    found = setup.compare(tutti, systems[phase], bound)
+                    cells[f"{phase}, {kind}"] = found | _bound_words(found)
     return cells
+
+
+def _same_memory(setup: Setup, path: str, phase: str, plan: PoolPlan, nbytes: int) -> System:
+    """fio with as many bytes of buffers as the batches in flight have, on ordinary pages."""
+    block_nbytes = plan.shape.slice_nbytes
+    depth = plan.inflight * plan.batch_pages * plan.shape.object_nbytes // block_nbytes
+    job = FioJob(path, _DIRECTION[phase], block_nbytes, setup.size_nbytes, nbytes, iodepth=depth)
+    return fio_system(job)
+
+
+def _bound_words(found: dict[str, Any]) -> dict[str, str]:
+    if "bound" not in found:
+        return {}
+    bound = found["bound"]
+    ratio = interval_text(bound["speed_ratio"])
+    return {
+        "bar": f"{bound['name']} with as much memory: {bound['median_gb_per_s']:.2f} GB/s,"
+        f" {ratio} times the files"
+    }
 
 
 def cpu_fio(setup: Setup) -> Cells:

@@ -37,16 +37,18 @@ def compare(
     pairs: int,
     progress: ProgressFactory,
     twin: bool = True,
+    bound: System | None = None,
     seed: int = 0,
 ) -> dict[str, Any]:
     """Runs `pairs` pairs after a warm-up of each that is thrown away.
 
     twin: run B a second time in each pair; B against itself is the noise floor.
+    bound: a third system in each pair, which shows what the medium gives; its ratios are over B.
     Ratios are A over B: medians over the pairs with 95 % bootstrap intervals.
     """
     if pairs < 1:
         raise ConfigError(f"{pairs} pairs; give at least one, and {PAIRS_MIN} for a result")
-    order = [a, b, b] if twin else [a, b]
+    order = [a, b, *([b] if twin else []), *([bound] if bound else [])]
     found: list[list[Round]] = [[] for _ in order]
     with progress(f"{a.name} against {b.name}", (pairs + 1) * len(order)) as bar:
         for pair in range(-1, pairs):
@@ -65,6 +67,8 @@ def compare(
     if twin:
         again = [r.gb_per_s for r in found[2]]
         result["noise"] = {"gb_per_s": again, **_ratios(found[2], found[1], seed)}
+    if bound:
+        result["bound"] = _summary(bound, found[-1]) | _ratios(found[-1], found[1], seed)
     return result
 
 

@@ -46,6 +46,14 @@ class PeerPlan:
         """
         return (2 * self.batches + 1) * self.batch_nbytes
 
+    @property
+    def kept_nbytes(self) -> int:
+        """For peers that keep a file for each page: the batches that are asked for, and one more.
+
+        All peers lie on one disk at the same time.
+        """
+        return (self.batches + 1) * self.batch_nbytes
+
     def to_json(self) -> str:
         """For the command line."""
         return json.dumps(asdict(self))

@@ -141,7 +141,7 @@ class PeerProcess:
         kept, nbytes = [], 0
         for path in reversed(files):
             nbytes += path.stat().st_size
-            if nbytes > self._plan.capacity_nbytes and len(files) > 1:
+            if nbytes > self._plan.kept_nbytes and len(files) > 1:
                 path.unlink()
             else:
                 kept.append(path)

@@ -142,6 +142,17 @@ def test_the_twin_is_the_noise_floor() -> None:
     json.dumps(result)
 
 
+def test_a_bound_takes_part_in_every_pair() -> None:
+    log: list[str] = []
+    a, b, c = (
+        rounds(log, name, speed, 0.1) for name, speed in (("a", 2.0), ("b", 1.0), ("c", 3.0))
+    )
+    result = compare_pairs(a, b, pairs=2, progress=progress, bound=c)
+    assert "".join(log) == "cbba" + "abbc" + "cbba"
+    assert result["bound"]["speed_ratio"]["median"] == 3.0
+    assert result["noise"]["speed_ratio"]["median"] == 1.0
+
+
 def test_no_pairs_are_refused() -> None:
     system = rounds([], "a", 1.0, 1.0)
     with pytest.raises(ConfigError, match="0 pairs"):
@@ -159,7 +170,13 @@ def test_a_case_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixt
     assert list(result["cells"]) == [cell]
     assert result["cells"][cell]["pairs"] == 1
     assert str(tmp_path) not in text
-    assert "files, direct" in capsys.readouterr().out
+    out_text = capsys.readouterr().out
+    assert "files, direct" in out_text
+    if shutil.which("fio"):
+        bound = result["cells"][cell]["bound"]
+        assert bound["facts"]["engine_memory_nbytes"] == 32 << 20
+        assert bound["facts"]["nbytes"] == result["cells"][cell]["a"]["facts"]["nbytes"]
+        assert "fio write with as much memory" in out_text
     assert sorted(p.name for p in tmp_path.iterdir()) == ["results"], "files were left behind"
 
 
