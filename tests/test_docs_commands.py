@@ -20,7 +20,10 @@ ROOT = Path(__file__).parent.parent
 FOLDERS = ("*.md", "docs/**/*.md", "examples/*.md", "integration/**/*.md")
 PAGES = [page for folder in FOLDERS for page in ROOT.glob(folder)]
 #: The programs that a line of a shell begins with.
-PROGRAMS = "tutti|make|pip|python|curl|modprobe|echo|eval|cp|kubectl|systemctl|docker|sysctl|\\."
+PROGRAMS = (
+    "tutti|make|pip|python|curl|modprobe|echo|eval|cp|kubectl|systemctl|docker|sysctl|git|\\.|"
+    "mooncake_\\w+|nvidia-smi"
+)
 
 #: Beginnings of commands that a machine without more than a CPU and a disk cannot run, and why.
 NEEDS = {
@@ -45,6 +48,8 @@ NEEDS = {
     "python tests/gpu/shards.py": "a GPU",
     "python tests/sglang/upstream.py": "SGLang's repository; tests/sglang/test_upstream.py runs it",
     "curl": "a running server; tests/sglang/test_server_lives.py sends these requests",
+    "git": "a network; tests/bench/test_yardsticks.py has a stand-in of what is cloned",
+    "mooncake_": "Mooncake; tests/cluster starts both programs",
     "modprobe": "root, and a drive to take from the kernel",
     "echo": "the same",
     ". .venv/bin/activate": "a built environment; `make demo` uses it",

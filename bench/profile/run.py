@@ -18,7 +18,9 @@ from tutti.bench.profile.plot import plot_profile
 from tutti.bench.statistics import median
 from tutti.checks import check_writable
 from tutti.errors import ConfigError
+from tutti.model_config import model_layout
 from tutti.pool.places import is_device
+from tutti.profiles.found import model_like
 from tutti.profiles.medium_timing import Medium
 from tutti.scheduler.green_context import choose_partition
 from tutti.scheduler.profile import KIND, SCHEMA, TableProfile, estimated_compute, estimated_movers
@@ -46,9 +48,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", default="profile.json", help="the profile")
     parser.add_argument(
         "--model",
-        choices=sorted(DENSE_MODELS),
         default="llama-3.1-8b",
-        help="model to estimate for",
+        help="model to estimate for: a folder or a name in Hugging Face's local cache, or one of "
+        f"{', '.join(sorted(DENSE_MODELS))}; of others the estimate scales with the layers",
     )
     parser.add_argument("--gpu", choices=sorted(GPUS), default="H100", help="GPU to estimate for")
     parser.add_argument("--page-tokens", type=int, default=64, help="tokens per page")
@@ -72,7 +74,7 @@ def run(args: argparse.Namespace, progress: ProgressFactory) -> dict[str, Any]:
     Raises ConfigError for sizes that do not go together, and what the medium raises.
     """
     sizes, slices = _grid(args)
-    model, gpu = DENSE_MODELS[args.model], GPUS[args.gpu]
+    model, gpu = _model(args.model), GPUS[args.gpu]
     found = [_medium_path(medium, i) for i, medium in enumerate(args.medium)]
     paths, directory = [path for path, _ in found], found[0][1]
     if not Path(args.out).absolute().parent.is_dir():
@@ -207,6 +209,19 @@ def _measure_io(
         times = points.done[f"{direction}/{nbytes}/{slice_nbytes}"]
         rows[direction].append([nbytes, slice_nbytes, *times])
     return {"medium": facts, "io": {"estimated": False, **rows}}
+
+
+def _model(name: str) -> ModelShape:
+    known = DENSE_MODELS.get(name.rsplit("/", 1)[-1].lower())
+    if known is not None:
+        return known
+    layout = model_layout(name, 1, "bfloat16")
+    if layout is None:
+        raise ConfigError(
+            f"the dimensions of {name} are not known: its config.json is not in Hugging Face's "
+            f"local cache; name its folder, or one of {', '.join(sorted(DENSE_MODELS))}"
+        )
+    return model_like(name, layout.layers, layout.object_nbytes)
 
 
 def _gpu_halves(model: ModelShape, gpu: GpuRoofline) -> dict[str, Any]:

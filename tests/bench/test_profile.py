@@ -140,3 +140,16 @@ def test_reads_and_writes_at_once_touch_different_halves(tmp_path: Path) -> None
         after = (tmp_path / "m").read_bytes()
     assert before[: 4 * MiB] == after[: 4 * MiB]
     assert before[4 * MiB :] != after[4 * MiB :]
+
+
+def test_models_are_named_as_sglang_names_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    config = {"num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8}
+    (tmp_path / "config.json").write_text(json.dumps({**config, "hidden_size": 4096}))
+    model = run(options(tmp_path, "--model", str(tmp_path)))["model"]
+    assert (model["layers"], model["kv_nbytes_per_token"]) == (36, 36 * 2 * 8 * 128 * 2)
+    assert run(options(tmp_path, "--model", "meta-llama/Llama-3.1-8B"))["model"]["layers"] == 32
+    with pytest.raises(ConfigError, match=r"config\.json is not in Hugging Face's local cache"):
+        run(options(tmp_path, "--model", "org/unknown"))

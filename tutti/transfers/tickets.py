@@ -9,7 +9,6 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -21,13 +20,10 @@ from tutti.errors import DeviceTimeout, PageRangeError, PagesInUse, TuttiError
 from tutti.gio_uring.job import Job
 from tutti.gio_uring.nvme_spec import STATUS_INTERNAL_ERROR
 from tutti.gio_uring.status import error_status, status_error
+from tutti.gio_uring.transfer import Transfer
 from tutti.histogram import Histogram
 from tutti.interrupts import Latch
 from tutti.process import Owned
-
-if TYPE_CHECKING:
-    from tutti.gio_uring.transfer import Transfer
-
 
 _STREAM_MAX = 2**64 - 1  # an address
 
@@ -190,7 +186,8 @@ class PutProgress:
             self._guard.call("a callback of a put", callback, self)
 
 
-class LoadPart(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class LoadPart:
     """Some pages of a load, moved by one job: ``rows`` are their positions, None for all."""
 
     job: Transfer
