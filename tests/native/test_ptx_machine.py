@@ -25,9 +25,11 @@ pytestmark = pytest.mark.timeout(TIMEOUT_S + 100)
 ROUND = str(TESTS / "native/ptx_round.py")
 EVERY = [(kind, bell) for bell in ("word", "mmio") for kind in ("launch", "resident", "persistent")]
 #: Those for a GPU that take seconds, and how many pass.
-SMALL = "test_driver or travel and kernel or come_back and launch or damage and resident"
+SMALL = (
+    "test_driver or travel and kernel or come_back and launch or own[host] or damage and resident"
+)
 SMALL_FILES = ("test_driver.py", "test_host_engine.py", "test_store_engines.py")
-SMALL_COUNT = 17
+SMALL_COUNT = 18
 #: What the engine `launch` runs with doorbells that are words.
 SHORT = ("submit_word", "drain_word", "collect_word", "move", "verify")
 
