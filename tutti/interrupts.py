@@ -81,9 +81,20 @@ def in_pieces(wait: Callable[[float], bool], timeout_s: float) -> bool:
     return wait(left_s)
 
 
+_main = threading.main_thread().ident
+
+
+def _forked() -> None:
+    global _main
+    _main = threading.get_ident()
+
+
+os.register_at_fork(after_in_child=_forked)
+
+
 def is_main_thread() -> bool:
     """Whether signal handlers run in this thread."""
-    return threading.get_ident() == threading.main_thread().ident
+    return threading.get_ident() == _main
 
 
 def uninterrupted(

@@ -194,8 +194,9 @@ class ObjectStore(Owned, Store):
     ) -> PutTicket:
         paged = self._memory(memory)
         request = PutRequest.checked(keys, pages, paged, parent, depth, ttl_s, namespace)
-        self.catalogue.watch(ttl_s is not None)
-        return self.put_request(request)
+        if ttl_s is not None:
+            self.catalogue.watch(True)
+        return PutTicket(self._queue.put(request))
 
     def put_request(self, request: PutRequest) -> PutTicket:
         """As ``put``, of a request that was checked."""
