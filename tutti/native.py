@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from tutti.errors import NativeError
 
-ABI_VERSION = 5
+ABI_VERSION = 6
 #: Bytes of a page's hash, without the fingerprint: `kTuttiHashBytesMax`.
 HASH_NBYTES_MAX = 112
 LIBRARY_VARIABLE = "TUTTI_NATIVE_LIBRARY"
@@ -177,6 +177,8 @@ _QUICK: Prototypes = {
     "tutti_reuse_stored": (_I64, (_REUSE, _POINTER, _POINTER, _U64, _I64)),
     "tutti_load_plan": (_I64, (_TABLES, _POINTER, _U64, _U32, _U32, _POINTER)),
     "tutti_load_start": (_I64, (_TABLES, _POINTER, _U64, _U32, _U32, _POINTER, _POINTER)),
+    "tutti_put_start": (ctypes.c_int, (_POINTER, _POINTER)),
+    "tutti_put_end": (ctypes.c_int, (_POINTER, _U64, _POINTER)),
     "tutti_slot_job_start": (ctypes.c_int, (_POINTER, _POINTER, _U64, _POINTER)),
     **_FILL,
     "tutti_allocator_rebuild": (None, (_POINTER,)),

@@ -11,7 +11,7 @@
 #define TUTTI_API extern "C" __attribute__((visibility("default")))
 
 // Raised with every incompatible change of a signature or a struct below.
-constexpr uint32_t kTuttiAbiVersion = 5;
+constexpr uint32_t kTuttiAbiVersion = 6;
 
 // An empty table entry; look-ups report an absent key as kTuttiMissing.
 constexpr uint32_t kTuttiNoSlot = 0xFFFFFFFFU;
@@ -55,6 +55,14 @@ struct tutti_record_identity {
   uint64_t epoch;
   uint32_t member;
   uint32_t layers;
+};
+
+// States of a slot and of a record that native code sets.
+enum TuttiState : uint32_t {
+  kTuttiSlotVoided = 1,
+  kTuttiSlotWriting = 2,
+  kTuttiSlotReady = 3,
+  kTuttiRecordReady = 1
 };
 
 // The numbers of n records, one row of n after another.

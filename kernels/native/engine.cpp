@@ -28,6 +28,14 @@ void set_once(u32* word, u32 status) {
 
 }  // namespace
 
+// What follows a job, made with it.
+struct Next {
+  explicit Next(const JobConfig& config) : job(config) {}
+
+  Job job;
+  std::vector<std::list<Part>> parts;
+};
+
 u64 monotonic_ns() { return clock_ns(CLOCK_MONOTONIC); }
 u64 thread_cpu_ns() { return clock_ns(CLOCK_THREAD_CPUTIME_ID); }
 
@@ -52,6 +60,8 @@ Job::Job(const JobConfig& c)
     slice_left.assign(static_cast<size_t>(n_layers) * c.iocb.n_pages, c.iocb.slice_nlb);
   }
 }
+
+Job::~Job() = default;
 
 Engine::Engine(const EngineConfig& config)
     : n_lanes_(config.n_lanes), lanes_left_(config.n_lanes), worker_cpu_ns_(config.digest_workers) {
@@ -104,18 +114,18 @@ std::vector<std::list<Part>> Engine::split(Job* job) const {
 int Engine::submit(const JobConfig& config, Job** out) {
   auto job = std::make_unique<Job>(config);
   std::vector<std::list<Part>> parts = split(job.get());
+  if (config.then != 0) {
+    job->next = std::make_unique<Next>(*at<JobConfig>(config.then));
+    job->next->job.before = job.get();
+    job->next->parts = split(&job->next->job);
+  }
   const bool is_empty = config.iocb.n_runs == 0 || config.iocb.n_layers == 0;
   Job* const taken = job.get();
   {
     std::lock_guard<std::mutex> lock(mutex_);
     if (exited_ || stop_) return -ESHUTDOWN;
-    ++jobs_;
     *out = job.release();  // its ownership pairs with gio_job_free, which may come at once
-    for (u32 i = 0; i < n_lanes_ && !is_empty; ++i) {
-      if (parts[i].empty()) continue;
-      ++taken->refs;
-      lanes_[i]->push(&parts[i]);
-    }
+    begin(taken, &parts);
   }
   if (is_empty) {
     std::lock_guard<std::mutex> lock(taken->mutex);
@@ -124,6 +134,17 @@ int Engine::submit(const JobConfig& config, Job** out) {
   }
   drop(taken);
   return 0;
+}
+
+// Hands the parts of a job to their lanes.  The mutex is held.
+void Engine::begin(Job* job, std::vector<std::list<Part>>* parts) {
+  ++jobs_;
+  if (job->n_layers == 0) return;
+  for (u32 i = 0; i < n_lanes_; ++i) {
+    if ((*parts)[i].empty()) continue;
+    ++job->refs;
+    lanes_[i]->push(&(*parts)[i]);
+  }
 }
 
 template <typename Ready>
@@ -301,10 +322,27 @@ void Engine::end(Job* job) {
 
 void Engine::drop(Job* job) {
   if (--job->refs != 0) return;
+  if (job->next != nullptr && job->status == 0 && follow(job)) return;
   std::lock_guard<std::mutex> lock(mutex_);
+  if (job->before != nullptr) job = job->before;
   job->released = true;
   tell_released(&job->place);
   if (waiters_ != 0) changed_.notify_all();
+}
+
+// All of a job went well: begins the next one, which ends it; false when the engine stops.
+bool Engine::follow(Job* job) {
+  reinterpret_cast<void (*)(u64)>(job->config.before_then)(job->config.context);
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (stop_) {
+      mark_pages(job, 0, job->config.iocb.n_pages, kCancelled);
+      return false;
+    }
+    begin(&job->next->job, &job->next->parts);
+  }
+  drop(&job->next->job);
+  return true;
 }
 
 // A tag for gio_engine_next.  The mutex is held.

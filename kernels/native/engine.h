@@ -46,8 +46,11 @@ struct JobConfig {
   u64 due_ns;  // loads: when layer 0 is needed, same clock; 0 = now, kNeverDue = not waited for
   u64 interval_ns;  // from one layer to the next; 0 = as fast as the drive delivers
   u64 held;         // 1: no layer is issued before gio_job_grant, or timeout_ns
+  u64 then;  // JobConfig* of what begins once all of this went well, and is released with it; or 0
+  u64 before_then;  // void(u64 context), called before, on whatever thread ended this
+  u64 context;
 };
-static_assert(sizeof(JobConfig) == 208, "layout shared with Python");
+static_assert(sizeof(JobConfig) == 232, "layout shared with Python");
 
 struct JobReport {
   u64 submitted_ns;  // CLOCK_MONOTONIC
@@ -111,10 +114,13 @@ struct Completed {
   u32 status;
 };
 
+struct Next;
+
 // Everything that the lanes and workers need for a job is allocated by its submitter: these threads
 // never ask for memory, so that nothing can end them.
 struct Job {
   explicit Job(const JobConfig& c);
+  ~Job();
 
   const JobConfig config;
   const Run* const runs;
@@ -138,6 +144,8 @@ struct Job {
   std::atomic<u32> granted;         // layers that may be issued
   std::atomic<u32> report_at{~0u};  // layers ready at which the submitter is told, once
   std::list<u64> report;            // its tag with kReport, likewise
+  std::unique_ptr<Next> next;       // of config.then
+  Job* before = nullptr;            // the job that this one follows
 };
 
 class Lane;
@@ -187,6 +195,8 @@ class Engine {
   void mark_pages(Job* job, u32 first, u32 end, u32 status);
   void abandon(Job* job, u32 status);
   void drop(Job* job);
+  bool follow(Job* job);
+  void begin(Job* job, std::vector<std::list<Part>>* parts);
   void lane_ended();
   u32 local_nsid(u32 nsid) const {
     return nsid - 1 < routes_.size() ? routes_[nsid - 1].nsid : nsid;

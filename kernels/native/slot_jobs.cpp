@@ -46,19 +46,149 @@ int64_t cut_runs(const tutti_slot_job& job, const int64_t* slots, uint64_t n, gi
   return found > static_cast<int64_t>(room) ? -EINVAL : found;
 }
 
+// The job's configuration, with its status and runs in the words; or as cut_runs.
+int prepare(const tutti_slot_job& job, const int64_t* slots, uint64_t n, uint64_t* status,
+            uint64_t* runs, gio::JobConfig* out) {
+  const int64_t n_runs = cut_runs(job, slots, n, reinterpret_cast<gio::Run*>(runs));
+  if (n_runs < 0) return static_cast<int>(n_runs);
+  std::memset(status, 0, (n / 2 + 1) * sizeof *status);
+  *out = config_of(job, n);
+  out->iocb.runs = reinterpret_cast<uint64_t>(runs);
+  out->iocb.n_runs = static_cast<uint32_t>(n_runs);
+  out->page_status = reinterpret_cast<uint64_t>(status);
+  return 0;
+}
+
+// What fills the records of a put once its digests are known.
+struct Records {
+  uint8_t* staging;
+  uint64_t n;
+  tutti_record_identity identity;
+  const uint64_t* columns;
+  const uint8_t* keys;
+  const uint8_t* parents;
+  const uint64_t* digests;
+};
+static_assert(sizeof(Records) <= 16 * sizeof(uint64_t), "of the words of a put");
+
+void fill_records(uint64_t context) {
+  const auto& r = *gio::at<Records>(context);
+  tutti_records_fill(r.staging, r.n, &r.identity, kTuttiRecordReady, r.columns, r.keys, r.parents,
+                     r.digests);
+}
+
+bool has_digests(const tutti_put& put) { return put.data.digest != gio::kDigestNone; }
+
+// Where things lie in the words of a put of n keys.
+struct PutWords {
+  PutWords(const tutti_put& put, uint64_t* words, uint64_t n)
+      : slots(reinterpret_cast<int64_t*>(words)),
+        digests(words + 2 * n),
+        status(digests + n * put.layers),
+        is_chained(status + 2 * (n / 2 + 1)),
+        columns(is_chained + 1),
+        runs(columns + std::max<uint64_t>(kTuttiColumns * n, 5 * n + 3)),
+        record_runs(runs + 3 * n * put.data.slot_runs_max),
+        pages(reinterpret_cast<uint32_t*>(record_runs + 3 * n * put.records.slot_runs_max)),
+        records(reinterpret_cast<uint64_t*>(pages) + n / 2 + 1) {}
+
+  int64_t* slots;
+  uint64_t* digests;
+  uint64_t* status;
+  uint64_t* is_chained;
+  uint64_t* columns;  // first used as scratch
+  uint64_t* runs;
+  uint64_t* record_runs;
+  uint32_t* pages;
+  uint64_t* records;
+};
+
+// The numbers of the records, and their job.
+int prepare_records(const tutti_put& put, const PutWords& at, gio::JobConfig* out) {
+  const uint64_t n = put.n;
+  const uint64_t member = static_cast<uint64_t>(at.slots[0]) / put.member_slots;
+  for (uint64_t i = 0; i < n; ++i) {
+    const auto set = [&](TuttiColumn column, uint64_t value) {
+      at.columns[column * n + i] = value;
+    };
+    set(kTuttiSlot, static_cast<uint64_t>(at.slots[i]) - member * put.member_slots);
+    set(kTuttiSequence, put.sequence + i);
+    set(kTuttiTenant, 0);
+    set(kTuttiDepth, put.depths[i]);
+    set(kTuttiAccess, put.access_64s);
+    set(kTuttiFlags, has_digests(put) ? 1 : 0);
+    set(kTuttiExpiry, 0);
+    at.pages[i] = static_cast<uint32_t>(put.first_page + i);
+  }
+  Records records = {put.staging,
+                     n,
+                     *put.identity,
+                     at.columns,
+                     put.keys,
+                     put.parents,
+                     has_digests(put) ? at.digests : nullptr};
+  records.identity.member = static_cast<uint32_t>(member);
+  std::memcpy(at.records, &records, sizeof records);
+  tutti_slot_job job = put.records;
+  job.pages = at.pages;
+  return prepare(job, at.slots, n, at.status + n / 2 + 1, at.record_runs, out);
+}
+
 }  // namespace
 
 int tutti_slot_job_start(const tutti_slot_job* job, const int64_t* slots, uint64_t n,
                          uint64_t* words) {
-  auto* runs = reinterpret_cast<gio::Run*>(words + n / 2 + 1);
-  const int64_t n_runs = cut_runs(*job, slots, n, runs);
-  if (n_runs < 0) return static_cast<int>(n_runs);
-  std::memset(words, 0, (n / 2 + 1) * sizeof *words);
-  gio::JobConfig config = config_of(*job, n);
-  config.iocb.runs = reinterpret_cast<uint64_t>(runs);
-  config.iocb.n_runs = static_cast<uint32_t>(n_runs);
-  config.page_status = reinterpret_cast<uint64_t>(words);
-  return gio_engine_submit(job->engine, &config, job->job);
+  gio::JobConfig config;
+  const int result = prepare(*job, slots, n, words, words + n / 2 + 1, &config);
+  return result < 0 ? result : gio_engine_submit(job->engine, &config, job->job);
+}
+
+int tutti_put_start(const tutti_put* put, uint64_t* words) {
+  const uint64_t n = put->n;
+  const PutWords at(*put, words, n);
+  const tutti_put_tables& tables = put->tables;
+  const auto uses = static_cast<uint32_t>(put->uses);
+  auto* rows = reinterpret_cast<int64_t*>(at.columns);
+  if (n == 0 || tables.allocator->free_slots < n + put->reserve) return 0;
+  if (tutti_index_absent(tables.index, put->keys, n, uses, rows) < static_cast<int64_t>(n))
+    return 0;
+  uint64_t* counts = at.columns + 5 * n;
+  if (tutti_put_place(&tables, put->keys, put->parents, put->depths, n, put->sequence,
+                      has_digests(*put), kTuttiSlotVoided, kTuttiSlotWriting, uses, at.columns,
+                      counts) < 0) {
+    return -EINVAL;
+  }
+  std::memcpy(at.slots, at.columns, 2 * n * sizeof *words);  // slots and sequence numbers
+  const auto late = static_cast<int>(counts[2]);
+  const auto of_first = [&](int64_t slot) {
+    return static_cast<uint64_t>(slot) / put->member_slots ==
+           static_cast<uint64_t>(at.slots[0]) / put->member_slots;
+  };
+  *at.is_chained = put->records.memory != nullptr && std::all_of(at.slots, at.slots + n, of_first);
+  tutti_slot_job data = put->data;
+  data.digests = has_digests(*put) ? at.digests : nullptr;
+  gio::JobConfig config;
+  gio::JobConfig then;
+  int result = prepare(data, at.slots, n, at.status, at.runs, &config);
+  if (result == 0 && *at.is_chained != 0) {
+    result = prepare_records(*put, at, &then);
+    config.then = reinterpret_cast<uint64_t>(&then);
+    config.before_then = reinterpret_cast<uint64_t>(&fill_records);
+    config.context = reinterpret_cast<uint64_t>(at.records);
+  }
+  if (result == 0) result = gio_engine_submit(data.engine, &config, data.job);
+  return result == 0 ? 1 + late : result;
+}
+
+int tutti_put_end(const tutti_put* put, uint64_t n, const uint64_t* words) {
+  const PutWords at(*put, const_cast<uint64_t*>(words), n);
+  const auto is_zero = [](uint64_t word) { return word == 0; };
+  if (*at.is_chained == 0 || !std::all_of(at.status, at.is_chained, is_zero)) return 1;
+  const uint32_t from = 1U << kTuttiSlotWriting;
+  if (tutti_index_move(put->tables.index, at.slots, n, from, kTuttiSlotReady, 0) < 0) return 1;
+  const uint64_t* sequences = words + n;
+  if (has_digests(*put)) tutti_digests_put(put->cache, at.slots, sequences, n, at.digests);
+  return 0;
 }
 
 int64_t tutti_load_start(const tutti_load_tables* tables, const uint8_t* keys, uint64_t n,

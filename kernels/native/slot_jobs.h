@@ -1,6 +1,7 @@
 // Jobs that move what slots hold, each by one call: commands are cut and submitted here.
 #pragma once
 
+#include "allocator.h"
 #include "engine.h"
 #include "runs.h"
 
@@ -50,3 +51,38 @@ constexpr int64_t kTuttiNotStarted = -(int64_t{1} << 32);
 TUTTI_API int64_t tutti_load_start(const tutti_load_tables* tables, const uint8_t* keys, uint64_t n,
                                    uint32_t uses, uint32_t verify, uint64_t* plan,
                                    const tutti_slot_job* job);
+
+// What all puts of a pool have in common, and one of them; mirrored by tutti/pool/slot_jobs.py.
+struct tutti_put {
+  tutti_put_tables tables;
+  tutti_digests* cache;
+  tutti_slot_job data;
+  tutti_slot_job records;                 // memory 0: the caller writes them
+  const tutti_record_identity* identity;  // of any member
+  uint64_t member_slots;
+  uint64_t layers;
+  uint64_t reserve;  // slots that stay free
+  // Of this one.
+  const uint8_t* keys;
+  const uint8_t* parents;
+  const uint32_t* depths;
+  uint64_t n;
+  uint64_t sequence;
+  uint64_t uses;
+  uint64_t access_64s;
+  uint8_t* staging;     // of n records
+  uint64_t first_page;  // of the staging
+};
+
+// Starts a put whose keys are all absent, for which there is room: slots, index, history, and the
+// data job, which the records' job follows where all slots are of one member. 1 and how many of the
+// keys had been evicted; 0 where it is not such a put, and nothing changed; or as
+// gio_engine_submit, with the slots taken. words: slots i64[n], sequence numbers u64[n], digests
+// u64[n][layers], then n / 2 + 1 words with the status u32[n] of the data, as many with that of the
+// records, and whether the records follow the data; then its own: 24 in all, and for each key
+// layers + 11, and 3 for each command of its slot and of its record.
+TUTTI_API int tutti_put_start(const tutti_put* put, uint64_t* words);
+
+// After the job was released: moves the slots to ready and remembers the digests if data and
+// records were written. 0; 1, and nothing changed, where they were not.
+TUTTI_API int tutti_put_end(const tutti_put* put, uint64_t n, const uint64_t* words);

@@ -25,6 +25,8 @@ from tutti.gio_uring import (
     queue_pair,
 )
 from tutti.gio_uring.gpu import parameters as device_batch
+from tutti.medium.slot_record import RecordState
+from tutti.placement.index import SlotState
 from tutti.pool import slot_extents, slot_jobs
 
 KERNELS = Path(__file__).parents[2] / "kernels"
@@ -74,6 +76,7 @@ STRUCTS: dict[str, type[ctypes.Structure]] = {
     "tutti_put_tables": native_library.NativePutTables,
     "tutti_record_identity": native_library.NativeRecordIdentity,
     "tutti_slot_job": slot_jobs.SlotJobStruct,
+    "tutti_put": slot_jobs.PutStruct,
 }
 # Fields that C++ has no name for: padding before an aligned member.
 UNNAMED = {("QueuePair", "padding")}
@@ -95,6 +98,10 @@ CONSTANTS = {
     "kDigestCompute": engine.DIGEST_COMPUTE,
     "kDigestCompare": engine.DIGEST_COMPARE,
     "kSegmentsMax": iocb.SEGMENTS_MAX,
+    "kTuttiSlotVoided": SlotState.VOIDED,
+    "kTuttiSlotWriting": SlotState.WRITING,
+    "kTuttiSlotReady": SlotState.READY,
+    "kTuttiRecordReady": RecordState.READY,
 }
 
 

@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+import threading
+import time
+
 import numpy as np
 import pytest
 from memory_controller import Faults, MemoryController
 from scheduler.drive import Linear
 
-from store.pools import GEOMETRY, controller_of, fill, formatted, opened, some_keys
+from store.pools import (
+    GEOMETRY,
+    controller_of,
+    fill,
+    formatted,
+    images_of,
+    opened,
+    some_keys,
+)
 from tutti.errors import CapacityError, KeyMissing
 from tutti.gio_uring.nvme_spec import OPCODE_WRITE, STATUS_CAPACITY_EXCEEDED
 from tutti.scheduler.dispatcher import Schedule
@@ -139,3 +150,67 @@ def test_a_load_of_100_000_keys(rng: np.random.Generator, schedule: Schedule | N
         with pytest.raises(KeyMissing):
             store.load(some_keys(rng, 100_000), np.arange(100_000) % 8)
         store.load(keys, np.arange(4)).wait(20)
+
+
+def test_records_follow_their_data_while_a_callback_runs(rng: np.random.Generator) -> None:
+    """The thread that runs callbacks has no part in it."""
+    store, controller = stalled()
+    with store:
+        store.allocate_memory(8)
+        keys, free, runs = some_keys(rng, 2), threading.Event(), threading.Event()
+        first = store.put(keys[:1], [0])
+        first.on_done(lambda _: (runs.set(), free.wait(20)))
+        controller.set_faults(None)
+        controller.release()
+        try:
+            assert runs.wait(10)
+            second = store.put(keys[1:], [1])
+            table = controller.medium(1)[GEOMETRY.table_offset : GEOMETRY.groups_offset]
+            deadline_s = time.monotonic() + 10
+            while keys[1].tobytes() not in table.tobytes():
+                assert time.monotonic() < deadline_s, "the record waits for the callback"
+                time.sleep(0.005)
+            assert not second.done
+        finally:
+            free.set()
+        assert second.wait(10).stored == 1
+
+
+@pytest.mark.parametrize("durability", ["process", "flush"])
+@pytest.mark.parametrize("members", [1, 2])
+def test_a_put_of_any_length_is_found_again(
+    rng: np.random.Generator, members: int, durability: str
+) -> None:
+    """Within a member or over all of them, with one native call or step by step."""
+    controller = controller_of(formatted(members=members))
+    with opened([], controller=controller, durability=durability) as store:
+        pool = store.allocate_memory(24)
+        contents, keys = fill(pool, range(12), rng), some_keys(rng, 12)
+        assert store.put(keys[:1], [0]).wait(5).stored == 1
+        assert store.put(keys[1:], range(1, 12), parent=keys[0].tobytes(), depth=1).wait(5)
+        images = images_of(controller, members)
+    with opened(images) as store:
+        store.wait_recovered()
+        pool = store.allocate_memory(24)
+        assert store.match(keys) == 12
+        store.load(keys, range(12, 24)).wait(5)
+        assert [pool.read(12 + i) for i in range(12)] == contents
+
+
+@pytest.mark.parametrize("what", ["data", "records"])
+def test_what_was_not_written_is_a_failure_and_a_miss(rng: np.random.Generator, what: str) -> None:
+    controller = controller_of(formatted())
+    with opened([], controller=controller) as store:
+        store.allocate_memory(8)
+        keys = some_keys(rng, 3)
+        start = {"data": GEOMETRY.groups_offset, "records": GEOMETRY.table_offset}[what] // 4096
+        controller.fault_range(1, start, 1, OPCODE_WRITE, STATUS_CAPACITY_EXCEEDED, 1)
+        ticket = store.put(keys, [0, 1, 2])
+        with pytest.raises(CapacityError):
+            ticket.wait(5)
+        failed = ticket.failed().tolist()
+        assert failed
+        assert [bool(store.match(keys[i : i + 1])) for i in range(3)] == [
+            i not in failed for i in range(3)
+        ]
+        assert store.put(keys, [0, 1, 2]).wait(5).stored == len(failed)

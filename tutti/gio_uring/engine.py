@@ -352,9 +352,9 @@ class Engine(Owned):
         """It was not submitted."""
         del self._jobs[job.tag]
 
-    def check_started(self, job: Job, result: int) -> None:
+    def check_started(self, job: Job | None, result: int) -> None:
         """Forgets a job whose submission failed, and raises why: see ``submit``."""
-        if result < 0:
+        if result < 0 and job is not None:
             self.forget_job(job)
         if result == -errno.ESHUTDOWN:
             raise PoolClosed("the engine is closing; open the pool again")

@@ -25,6 +25,9 @@ class JobConfig(ctypes.Structure):
         ("due_ns", ctypes.c_uint64),
         ("interval_ns", ctypes.c_uint64),
         ("held", ctypes.c_uint64),
+        ("then", ctypes.c_uint64),
+        ("before_then", ctypes.c_uint64),
+        ("context", ctypes.c_uint64),
     )
 
 

@@ -131,7 +131,7 @@ class Placer:
         self._index, self._history = index, history
         self._parts = (index, history, allocator)  # which have the memory
         tables = (index.native, history.native, allocator.native)
-        self._tables = NativePutTables(*map(ctypes.addressof, tables))
+        self.tables = NativePutTables(*map(ctypes.addressof, tables))
 
     def place(
         self, keys: Keys, parents: Keys, depths: U32, sequence: int, *, has_digests: bool
@@ -146,7 +146,7 @@ class Placer:
         out = np.empty(5 * n + 3, np.uint64)
         place = address(out)
         result = quick().tutti_put_place(
-            *(ctypes.byref(self._tables), address(keys), address(parents), address(depths)),
+            *(ctypes.byref(self.tables), address(keys), address(parents), address(depths)),
             *(n, sequence, has_digests, SlotState.VOIDED, SlotState.WRITING, index.uses),
             *(place, place + 40 * n),
         )

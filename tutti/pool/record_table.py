@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import threading
 from collections.abc import Callable
 
@@ -27,7 +28,7 @@ from tutti.medium.slot_record import (
 )
 from tutti.pool.members import Members
 from tutti.pool.slot_extents import record_places
-from tutti.pool.slot_jobs import SlotJobs
+from tutti.pool.slot_jobs import SlotJobs, SlotJobStruct
 from tutti.process import Owned
 
 #: Records that one staging block holds, 4 MiB: the most pages of one put batch.
@@ -50,15 +51,33 @@ class RecordTable(Owned):
         places, nlb = record_places(members.geometry, self._nsids), members.geometry.record_nlb
         self._jobs = SlotJobs(engine, places, nlb, timeout_s=TIMEOUT_S)
         self._free = list(range(blocks))
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
 
     def close(self) -> None:
         """Gives the staging memory back."""
         self._region.close()
 
+    @property
+    def writes(self) -> SlotJobStruct:
+        """What all writes of READY records from staging have in common, for native code."""
+        struct = SlotJobStruct.from_buffer_copy(self._jobs.common)
+        struct.memory, struct.opcode = ctypes.addressof(self._memory.iocb), OPCODE_WRITE
+        return struct
+
+    @property
+    def staging_address(self) -> int:
+        """Of the first block."""
+        return self._buffer.address
+
+    def take(self) -> int | None:
+        """As ``reserve``, if a block is free now."""
+        with self._lock:
+            return self._free.pop() if self._free else None
+
     def reserve(self, timeout_s: float) -> int:
         """A staging block of BLOCK_RECORDS records.  DeviceTimeout when none became free."""
-        with self._changed:
+        with self._lock:
             if not self._free and not self._changed.wait_for(lambda: bool(self._free), timeout_s):
                 raise DeviceTimeout(
                     f"no record staging became free within {timeout_s:g} s; the medium is stuck"
@@ -67,7 +86,7 @@ class RecordTable(Owned):
 
     def release(self, block: int) -> None:
         """Gives a staging block back; no transfer of it may be outstanding."""
-        with self._changed:
+        with self._lock:
             self._free.append(block)
             self._changed.notify()
 

@@ -14,7 +14,7 @@ from tutti.gio_uring.iocb import PagedMemory
 from tutti.gio_uring.job import Job, nanoseconds
 from tutti.gio_uring.nvme_spec import FUA
 from tutti.gio_uring.transfer import TIMEOUT_S, HostOptions
-from tutti.native import address
+from tutti.native import NativePutTables, address
 from tutti.pool.slot_extents import SlotPlaces
 
 #: A result of a load below it is this minus an errno of the submission.
@@ -50,6 +50,30 @@ class SlotJobStruct(ctypes.Structure):
     )
 
 
+class PutStruct(ctypes.Structure):
+    """`struct tutti_put`."""
+
+    _fields_ = (
+        ("tables", NativePutTables),
+        ("cache", ctypes.c_uint64),
+        ("data", SlotJobStruct),
+        ("records", SlotJobStruct),
+        ("identity", ctypes.c_uint64),
+        ("member_slots", ctypes.c_uint64),
+        ("layers", ctypes.c_uint64),
+        ("reserve", ctypes.c_uint64),
+        ("keys", ctypes.c_uint64),
+        ("parents", ctypes.c_uint64),
+        ("depths", ctypes.c_uint64),
+        ("n", ctypes.c_uint64),
+        ("sequence", ctypes.c_uint64),
+        ("uses", ctypes.c_uint64),
+        ("access_64s", ctypes.c_uint64),
+        ("staging", ctypes.c_uint64),
+        ("first_page", ctypes.c_uint64),
+    )
+
+
 class SlotJobs:
     """Starts jobs of one engine on the slots of one pool.  Thread-safe.
 
@@ -70,7 +94,7 @@ class SlotJobs:
         self._places = places  # and with it the memory that the struct names
         slot_runs = -(-slice_nlb // engine.command_nlb_max)
         self.words = 1 + 3 * slot_runs
-        self._common = SlotJobStruct(
+        self.common = SlotJobStruct(
             engine=engine.handle,
             places=ctypes.addressof(places),
             scratch=engine.scratch,
@@ -87,7 +111,7 @@ class SlotJobs:
 
     def struct(self, job: Job, pages: U32, memory: PagedMemory, *, held: bool) -> SlotJobStruct:
         """Of a job that is open; native code starts it."""
-        struct = SlotJobStruct.from_buffer_copy(self._common)
+        struct = SlotJobStruct.from_buffer_copy(self.common)
         struct.memory, struct.pages = ctypes.addressof(memory.iocb), address(pages)
         struct.job, struct.tag, struct.held = ctypes.addressof(job.native), job.tag, held
         return struct

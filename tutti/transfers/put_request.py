@@ -47,11 +47,13 @@ class PutRequest(NamedTuple):
 
         Raises KeySizeError and ConfigError for what ObjectStore.put does not take.
         """
-        check_lengths(keys, pages)
+        n = len(keys)
+        if n != pages.size:
+            check_lengths(keys, pages)
         if parent is not None:
             check_key("parent", parent)
-        n = len(keys)
-        depth = whole("depth", depth, 0, DEPTH_MAX - max(0, n - 1))
+        if type(depth) is not int or not 0 <= depth <= DEPTH_MAX - n:
+            depth = whole("depth", depth, 0, DEPTH_MAX - max(0, n - 1))
         # A copy, as records are written later: each key lies behind its predecessor.
         chain = np.empty((n + 1, KEY_NBYTES), np.uint8)
         chain[0] = 0 if parent is None else np.frombuffer(parent, np.uint8)
@@ -307,6 +309,11 @@ class PutTogether:
     def is_cut(self, cut: bool) -> None:
         for part in self._parts:
             part.progress.is_cut = cut
+
+    def tell_all(self, outcome: Outcome) -> None:
+        """All rows have this outcome."""
+        for part in self._parts:
+            part.progress.outcome[part.rows] = outcome
 
     def add_batch(self) -> None:
         """One more batch of these rows is under way."""

@@ -30,6 +30,7 @@ from tutti.placement.index import SlotState
 from tutti.pool.record_table import BLOCK_RECORDS, RecordTable
 from tutti.transfers.core import Core
 from tutti.transfers.put_request import PutPart, PutRequest, PutTogether
+from tutti.transfers.quick_put import QuickPut, QuickPuts
 from tutti.transfers.reclaim import Reclaimer
 from tutti.transfers.tickets import Outcome
 
@@ -74,6 +75,7 @@ class Writer:
         self._table = RecordTable(core.engine, core.members, blocks=_BLOCKS)
         object_nbytes = core.geometry.slice_nbytes * core.layers
         self.batch_pages = min(BLOCK_RECORDS, max(BATCH_PAGES_MIN, BATCH_NBYTES // object_nbytes))
+        self._quick = QuickPuts(core, self._table, BATCH_PAGES_MIN, reclaimer.reserve_slots)
         self.active = 0  # batches under way
         self.finished = 0  # batches that ended
         self.batch_ended: Callable[[], object] = lambda: None  # called after each
@@ -93,13 +95,19 @@ class Writer:
         Every part ends; returns why nothing was started, or None.
         """
         core, together = self._core, PutTogether(parts)
-        depths = together.request.depths
         try:
             with core.lock:
                 core.check_open()
-                if np.count_nonzero(depths) < depths.size:
+                if 0 in together.request.depths.tolist():
                     # The end of a chain must not be younger than its start, which is not touched.
                     core.index.begin_use()
+                put = None
+                if all(part.rows.size == len(part.request.keys) for part in parts):
+                    put = self._quick.start(together, self._quick_ended)
+                if put is not None:
+                    put.flushes_failed = self._flushes_failed
+                    self.active += 1
+                    return None
                 new = self._granted(together, self._absent_rows(together))
             self._put_rows(together, new)
         except BaseException as error:
@@ -108,6 +116,33 @@ class Writer:
         else:
             together.end_batch()
             return None
+
+    def _quick_ended(self, put: QuickPut, job: Job) -> None:
+        core, together, n = self._core, put.together, put.n
+        with core.lock:
+            is_ready = self._quick.end(put)
+            if is_ready:
+                together.tell_all(Outcome.STORED)
+                core.counters.stored += n
+                core.counters.payload_written_nbytes += n * core.object_nbytes
+                self._end_batch(put.block)
+            else:
+                core.in_flight += 1  # see _finish
+        if is_ready:
+            self.batch_ended()
+            together.end_batch()
+            return
+        digests = put.digests if core.config.verify != "off" else None
+        rows = np.arange(n, dtype=np.int64)
+        batch = _Batch(
+            together, together.request, rows, put.slots, put.sequences, digests, put.block
+        )
+        job.page_status = put.status(of_records=False)
+        if not put.is_chained or np.count_nonzero(job.page_status):
+            self._data_written(batch, job, put.flushes_failed)
+        else:
+            job.page_status = put.status(of_records=True)
+            self._records_written(batch, job)
 
     def _put_rows(self, together: PutTogether, new: Slots) -> None:
         """Raises for the first batch alone: afterwards the tickets must reach the callers."""
@@ -360,11 +395,15 @@ class Writer:
         self._core.counters.store_errors += batch.rows.size
         batch.together.tell(batch.rows, Outcome.FAILED, status)
 
+    def _end_batch(self, block: int) -> None:
+        """Lock held."""
+        self._release(block)
+        self.finished += 1
+        self.active -= 1
+
     def _finish(self, batch: _Batch) -> None:
-        self._release(batch.block)
         with self._core.lock:
-            self.finished += 1
-            self.active -= 1
+            self._end_batch(batch.block)
         self.batch_ended()
         batch.together.end_batch()
         self._core.end()

@@ -1,0 +1,160 @@
+"""Puts of keys that are all absent, where there is room: a native call starts each, another ends
+it.  Its records follow its data without Python in between.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+from collections.abc import Callable
+from functools import partial
+
+import numpy as np
+
+from tutti.arrays import U32, U64, Slots
+from tutti.gio_uring.engine import DIGEST_COMPUTE, PRIORITY_STORE
+from tutti.gio_uring.job import Job, nanoseconds
+from tutti.gio_uring.nvme_spec import OPCODE_WRITE
+from tutti.medium.geometry import RECORD_NBYTES
+from tutti.medium.keys import KEY_NBYTES
+from tutti.medium.slot_record import COUNTER_MAX
+from tutti.native import address, quick
+from tutti.placement.index import SlotState
+from tutti.pool.record_table import BLOCK_RECORDS, RecordTable
+from tutti.pool.slot_jobs import PutStruct
+from tutti.transfers.core import Core
+from tutti.transfers.put_request import PutTogether
+
+_NO_STATUS: U32 = np.zeros(0, np.uint32)
+
+
+class QuickPut:
+    """One of them, under way.  block: its record staging.  words: see tutti_put_words."""
+
+    __slots__ = ("block", "flushes_failed", "layers", "n", "place", "together", "words")
+
+    def __init__(self, together: PutTogether, n: int, block: int, words: U64, layers: int) -> None:
+        self.together, self.n, self.block = together, n, block
+        self.words, self.place, self.layers = words, address(words), layers
+        self.flushes_failed = 0  # when it started
+
+    @property
+    def slots(self) -> Slots:
+        """(n,)"""
+        return self.words[: self.n].view(np.int64)
+
+    @property
+    def sequences(self) -> U64:
+        """(n,)"""
+        return self.words[self.n : 2 * self.n]
+
+    @property
+    def digests(self) -> U64:
+        """(n, layers)"""
+        n = self.n
+        return self.words[2 * n : (2 + self.layers) * n].reshape(n, self.layers)
+
+    def status(self, *, of_records: bool) -> U32:
+        """NVMe status of data or records, (n,)."""
+        start = (2 + self.layers) * self.n + (self.n // 2 + 1) * of_records
+        return self.words[start:].view(np.uint32)[: self.n]
+
+    @property
+    def is_chained(self) -> bool:
+        """Whether the records were written if the data was."""
+        return bool(self.words[(2 + self.layers) * self.n + 2 * (self.n // 2 + 1)])
+
+
+class QuickPuts:
+    """Starts and ends them.  The caller holds the core's lock.
+
+    most: keys of one.  reserve: slots that stay free.
+    """
+
+    def __init__(self, core: Core, table: RecordTable, most: int, reserve: int) -> None:
+        self._core, self._table, self._most = core, table, most
+        self._superblocks: object = None
+        self._staging = table.staging_address
+        self._put = put = PutStruct(
+            tables=core.placer.tables,
+            cache=ctypes.addressof(core.digests.native),
+            data=core.slot_jobs.common,
+            records=table.writes,
+            member_slots=core.geometry.slots,
+            layers=core.layers,
+            reserve=reserve,
+        )
+        self._data = put.data
+        put.data.opcode, put.data.priority = OPCODE_WRITE, PRIORITY_STORE
+        put.data.digest = DIGEST_COMPUTE if core.config.verify != "off" else 0
+        put.records.timeout_ns = nanoseconds(core.config.timeout_s)
+        if core.config.durability == "flush":
+            put.records.memory = 0  # a flush comes before the records
+        self._handle = ctypes.byref(put)
+        commands = put.data.slot_runs_max + put.records.slot_runs_max
+        self._words = core.layers + 11 + 3 * commands
+
+    def start(
+        self, together: PutTogether, ended: Callable[[QuickPut, Job], None]
+    ) -> QuickPut | None:
+        """Starts a put, and calls back when its job was released; None where it is of another kind,
+        and nothing changed.  Raises as Engine.submit.
+        """
+        core, request, put = self._core, together.request, self._put
+        n, memory = len(request.pages), request.memory
+        if n > self._most or not core.is_unlimited or core.sequence + n > COUNTER_MAX:
+            return None
+        if together.grant or memory.path is not None or request.tenant or request.expiry_64s:
+            return None
+        assert request.keys.shape == request.parents.shape == (n, KEY_NBYTES), "a row per page"
+        assert request.depths.dtype == request.pages.dtype == np.uint32, "as native code reads them"
+        block = self._table.take()
+        if block is None:
+            return None
+        job = None
+        try:
+            words = np.empty(24 + n * self._words, np.uint64)
+            started = QuickPut(together, n, block, words, core.layers)
+            keep = (words, request, memory)
+            job = core.engine.open_job(_NO_STATUS, keep, partial(ended, started))
+            data = self._data
+            data.memory, data.pages = ctypes.addressof(memory.iocb), address(request.pages)
+            data.job, data.tag = ctypes.addressof(job.native), job.tag
+            put.keys, put.parents = address(request.keys), address(request.parents)
+            put.depths, put.n, put.sequence = address(request.depths), n, core.sequence
+            put.uses, put.access_64s = core.index.uses, core.now_64s()
+            put.first_page = block * BLOCK_RECORDS
+            put.staging = self._staging + put.first_page * RECORD_NBYTES
+            if core.members.superblocks is not self._superblocks:
+                self._look()
+            result = quick().tutti_put_start(self._handle, started.place)
+        except BaseException:
+            self._withdraw(job, block)
+            raise
+        if result > 0:
+            core.sequence += n
+            core.history.regretted += result - 1
+            return started
+        self._withdraw(job, block)
+        if result < 0:
+            assert result != -errno.EINVAL, "a free slot is in use"
+            core.index.remove(started.slots, SlotState.VOIDED)
+            core.allocator.free(started.slots)
+            core.engine.check_started(None, result)
+        return None
+
+    def end(self, started: QuickPut) -> bool:
+        """The objects are ready; False where something of them was not written."""
+        return bool(quick().tutti_put_end(self._handle, started.n, started.place) == 0)
+
+    def _withdraw(self, job: Job | None, block: int) -> None:
+        if job is not None:
+            self._core.engine.forget_job(job)
+        self._table.release(block)
+
+    def _look(self) -> None:
+        """What the records say of the pool changes with its superblocks."""
+        members = self._core.members
+        self._identity = members.identity(members.present[0])  # which has the memory
+        self._put.identity = ctypes.addressof(self._identity.struct)
+        self._superblocks = members.superblocks
