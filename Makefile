@@ -97,7 +97,7 @@ sglang-venv:
 
 test-nvme test-slow: nvme-guest
 
-test-slow: mooncake
+test-slow test-sglang-server: mooncake
 
 .PHONY: mooncake
 mooncake: $(VENV)/.test
