@@ -19,6 +19,7 @@ from setuptools.command.build_ext import build_ext
 PACKAGE_FOLDERS = {
     "tutti": "tutti",
     "tutti.bench": "bench",
+    "tutti.docs": "docs",  # help texts and errors name its pages
     "tutti.integration": "integration",
     "tutti.kernels": "kernels",
 }

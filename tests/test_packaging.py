@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 ROOT = Path(__file__).parent.parent
-SOURCES = ["LICENSE", "MANIFEST.in", "bench", "integration", "kernels", "tutti"]
+SOURCES = ["LICENSE", "MANIFEST.in", "bench", "docs", "integration", "kernels", "tutti"]
 FOLDERS = {
     "tutti": "tutti",
     "tutti.bench": "bench",
@@ -86,6 +86,7 @@ def test_wheel_contents(wheel: Path) -> None:
     expected = {
         "tutti/_native.so",
         "tutti/bench/__init__.py",
+        "tutti/docs/vfio.md",
         "tutti/gio_uring/__init__.py",
         "tutti/integration/sglang/__init__.py",
         "tutti/kernels/__init__.py",

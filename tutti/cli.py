@@ -17,6 +17,7 @@ import threading
 import traceback
 from collections.abc import Iterator, Sequence
 from importlib import import_module
+from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
 from tutti import __version__
@@ -46,10 +47,19 @@ _EXIT_CODES = (
     (EXIT_UNREAD, "the reader of the output closed the pipe"),
     (EXIT_TERMINATED, "terminated by SIGTERM, after cleaning up"),
 )
+
+def _pages() -> Path:
+    """Where the pages are that help texts and errors call docs/NAME.md."""
+    package = Path(__file__).parent
+    installed, checkout = package / "docs", package.parent / "docs"
+    return installed if installed.exists() else checkout
+
+
 _EPILOG = (
     "exit codes:\n"
     + "\n".join(f"  {code:<5}{meaning}" for code, meaning in _EXIT_CODES)
     + "\n\n`tutti COMMAND --help` describes a command and shows an example."
+    + f"\nPages called docs/NAME.md are in\n  {_pages()}"
     + "\nShell completion: pip install argcomplete, then"
     + ' eval "$(register-python-argcomplete tutti)".'
 )
