@@ -310,6 +310,23 @@ def test_members_missing_and_swapped(rng: np.random.Generator) -> None:
         assert store.reuse_quarantined() == 2, "not the slots of the member that is missing"
 
 
+def test_a_deletion_without_a_member_keeps_what_others_hold(rng: np.random.Generator) -> None:
+    images, keys, _ = filled(rng, clean=True, members=3, n=24)
+    controller, config = controller_of(images[1:]), StoreConfig(degraded=True)
+    with ObjectStore(controller, ["member1", "member2"], config=config) as store:
+        store.wait_recovered(5)
+        store.allocate_memory(24)
+        index = store._core.index
+        slots = index.find(keys)
+        found = np.flatnonzero(slots >= 0)
+        members = slots[found] // store.geometry.slots
+        assert set(members.tolist()) == {1, 2}
+        assert store.delete(keys[found[members == 1]]) == np.count_nonzero(members == 1)
+        assert store.stats()["deallocated_nbytes"] > 0
+        kept = keys[found[members == 2]]
+        store.load(kept, np.arange(len(kept))).wait(5)
+
+
 def test_an_interrupted_clear_is_finished(rng: np.random.Generator) -> None:
     images, keys, _ = filled(rng, clean=False, members=2)
     superblock = Superblock.decode(images[0][4096:8192].tobytes(), "member0")

@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from tutti.arrays import Keys, Slots
 from tutti.checks import optional, seconds, takes, text
-from tutti.errors import CapacityError, DeviceTimeout, MediumError, PoolClosed
+from tutti.errors import CapacityError, DeviceTimeout, MediumError, TuttiError
 from tutti.interrupts import uninterrupted
 from tutti.medium.keys import as_keys
 from tutti.medium.slot_record import (
@@ -230,7 +230,7 @@ class Catalogue(Owned):
         if not groups.size:
             return
         with (
-            contextlib.suppress(DeviceTimeout, PoolClosed),  # a clear or the close does it all
+            contextlib.suppress(TuttiError),  # a clear does it all, a close or a failure need not
             core.admitted(core.config.timeout_s),
         ):
             with core.lock:
@@ -240,14 +240,19 @@ class Catalogue(Owned):
                 if not groups.size:
                     return
                 core.allocator.take(slots)
+                self._reclaimer.returning += slots.size
+            is_answered = True
             try:
                 core.deallocate(groups)
             except DeviceTimeout as error:
+                is_answered = False
                 _log.warning("%d empty slots stay out of use: %s", slots.size, error)
-                return
-            with core.lock:
-                core.allocator.free(slots)
-                core.changed.notify_all()
+            finally:
+                with core.lock:
+                    self._reclaimer.returning -= slots.size
+                    if is_answered:
+                        core.allocator.free(slots)
+                    core.changed.notify_all()
 
     def _reserve(self, change: int) -> None:
         pins = self._core.lookup_pins

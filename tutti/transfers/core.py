@@ -382,19 +382,20 @@ class Core(Owned):
 
         Raises DeviceTimeout when it does not answer.
         """
-        geometry, nsids = self.geometry, np.array(self.members.nsids(), np.uint32)
+        geometry = self.geometry
         group_nlb = geometry.layers * geometry.layer_stride_nlb
         nlb = group_nlb
         if groups is None:  # those of a member lie one after another
-            groups = np.arange(nsids.size) * geometry.groups
+            groups = np.array(self.members.present, np.int64) * geometry.groups
             nlb *= geometry.groups
         member, group = np.divmod(groups, geometry.groups)
         start = geometry.groups_offset // geometry.lba_nbytes + group * group_nlb
         step = 2**31
+        nsids = self._nsid[member]
         timeout_s = 4 * self.config.timeout_s  # a drive may take long over so much space
         for offset in range(0, nlb, step):
             count = np.full(groups.size, min(step, nlb - offset))
-            job = self.engine.deallocate(start + offset, nsids[member], count, timeout_s=timeout_s)
+            job = self.engine.deallocate(start + offset, nsids, count, timeout_s=timeout_s)
             if not job.wait_released(timeout_s + self.config.timeout_s):
                 raise DeviceTimeout(
                     "the medium did not answer a deallocate, which may still erase what is put "

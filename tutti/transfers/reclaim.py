@@ -34,9 +34,10 @@ class Reclaimer:
         self._core = core
         self._table = RecordTable(core.engine, core.members, blocks=_BLOCKS)
         self._queue: deque[tuple[Slots, SlotState, int]] = deque()
-        self._nothing_at: tuple[int, int, int, int] | None = None
+        self._nothing_at: tuple[int, int, int] | None = None
         self._active = 0
         self._voiding = 0
+        self.returning = 0  # slots that are free once their blocks are deallocated
         slots, group_slots = core.index.slots, core.geometry.group_slots
         self.reserve_slots = reserve_slots(slots, group_slots)
 
@@ -47,7 +48,7 @@ class Reclaimer:
     @property
     def busy(self) -> bool:
         """Whether slots are on their way to being free."""
-        return self._active > 0 or bool(self._queue)
+        return self._active > 0 or bool(self._queue) or self.returning > 0
 
     def make_room(self, n: int, deadline_s: float, kept: Slots) -> None:
         """Sees to it that ``n`` slots are free, or as many as can be evicted in time.
@@ -69,11 +70,11 @@ class Reclaimer:
         Evicting twice the reserve at a time keeps the cost of choosing, O(slots), rare.
         """
         core = self._core
-        available = core.allocator.free_slots + self._voiding
+        available = core.allocator.free_slots + self._voiding + self.returning
         if available >= self.reserve_slots + extra:
             return
-        state = (core.lookup_pins.changes, core.counters.stored, core.in_flight, kept.size)
-        if state == self._nothing_at:
+        state = (core.lookup_pins.changes, core.counters.stored, core.in_flight)
+        if state == self._nothing_at and not kept.size:
             return
         among = np.ones(core.index.slots, np.bool_) if kept.size else None
         if among is not None:
@@ -81,7 +82,7 @@ class Reclaimer:
         victims = core.choose_victims(2 * self.reserve_slots + extra - available, among)
         if victims.size:
             self.discard(np.sort(victims))
-        else:
+        elif not kept.size:
             self._nothing_at = state  # looking again would find the same
 
     def void(self, slots: Slots) -> None:
