@@ -45,8 +45,9 @@ class Expected:
 class Verifier(Owned):
     """The kernel `gio_verify`, and memory for its tables.
 
-    tables_nbytes: two transfers at once have a place there; the digests of longer ones are compared
-    by the host.  blocks: of the kernel, which bounds the multiprocessors it takes.
+    tables_nbytes: of those of reads and of those of writes: two at once have a place there; the
+    digests of longer ones are compared by the host.  blocks: of the kernel, which bounds the
+    multiprocessors it takes.
     """
 
     def __init__(
@@ -59,7 +60,12 @@ class Verifier(Owned):
     ) -> None:
         self._driver, self._function = driver, modules["gio_verify"]
         self._nbytes, self.blocks = tables_nbytes, blocks
-        self._tables = TableMemory(driver, tables_nbytes)
+        self._of_reads = TableMemory(driver, tables_nbytes)
+        try:
+            self._of_writes = TableMemory(driver, tables_nbytes)  # a load never waits for a put
+        except BaseException:
+            self._of_reads.close()
+            raise
 
     @staticmethod
     def tables_nbytes(pages: int, layers: int) -> int:
@@ -79,13 +85,16 @@ class Verifier(Owned):
             lba_shift=expected.lba_shift,
             digests=expected.digests,
         )
-        batch = DeviceBatch(self._tables, request, owner, own_words=True)
-        computed = None if expected.opcode == OPCODE_READ else expected.digests
+        is_read = expected.opcode == OPCODE_READ
+        tables = self._of_reads if is_read else self._of_writes
+        batch = DeviceBatch(tables, request, owner, own_words=True)
+        computed = None if is_read else expected.digests
         return Verification(self._driver, self._function, batch, self.blocks, computed)
 
     def close(self) -> None:
         """Frees the tables; nothing may use them any more."""
-        self._tables.close()
+        self._of_reads.close()
+        self._of_writes.close()
 
 
 class Verification:
