@@ -198,6 +198,7 @@ class ObjectStore(Owned, Store):
             self.catalogue.watch(True)
         return PutTicket(self._queue.put(request))
 
+    @uninterrupted(lambda _, ticket: ticket.wait_ended(_UNDO_S))
     def put_request(self, request: PutRequest) -> PutTicket:
         """As ``put``, of a request that was checked."""
         return PutTicket(self._queue.put(request))

@@ -253,8 +253,9 @@ class Dispatcher(Owned):
         count = len(state.loads) + len(state.writes)
         for event in self._events:
             count += _MORE.get(type(event), 0)
-            if type(event) is PagesWritten and event.name in state.writes:
-                count -= state.writes[event.name].pages == event.pages
+            if type(event) is PagesWritten:
+                write = state.writes.get(event.name)  # a decision under way may remove it
+                count -= write is not None and write.pages == event.pages
         return count
 
     def ended(self, event: Event | None = None) -> None:

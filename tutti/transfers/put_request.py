@@ -154,7 +154,8 @@ class PutPart(NamedTuple):
     @property
     def kind(self) -> tuple[int, ...]:
         """Parts of one kind can be written together."""
-        return id(self.request.memory), self.request.tenant, self.request.expiry_64s
+        request = self.request
+        return id(request.memory), request.tenant, request.expiry_64s, self.progress.is_cut
 
 
 @dataclass(eq=False)

@@ -171,7 +171,9 @@ class TransferQueue(Owned):
         known = LoadKnown(at_ns, load.name, load.layers, nbytes, 0, 0, batch=batch)
         if memory.path is not None:
             load.due, known.unit_layers = threading.Event(), load.layers
-        begin = self._load_alone if dispatcher.alone(known, self._over()) else self._load_in_turn
+        # What waits for a clear first would teach the profile a wrong speed.
+        is_alone = core.ready and dispatcher.alone(known, self._over())
+        begin = self._load_alone if is_alone else self._load_in_turn
         try:
             progress = begin(dispatcher, load, known, (keys, pages, memory))
         except BaseException:
@@ -208,13 +210,20 @@ class TransferQueue(Owned):
         if held:
             with self._lock:
                 load.progress = progress
-            self._grant(load, progress)  # what was decided meanwhile
+            try:
+                self._grant(load, progress)  # what was decided meanwhile
+            except BaseException:
+                progress.cancel(timeout_s)
+                raise
         return progress
 
     def _over(self) -> int:
         """Loads that have ended, as their callers know, and whose end was not added yet."""
         progress = self._alone[1]
-        return int(progress is not None and progress.is_done())
+        try:
+            return int(progress is not None and progress.is_done())
+        except TuttiError:  # a lost context of a GPU, which the load's caller is told
+            return 0
 
     def _release_load(self, load: _Load) -> None:
         """It waits for no more decisions."""
