@@ -48,6 +48,7 @@ _EXIT_CODES = (
     (EXIT_TERMINATED, "terminated by SIGTERM, after cleaning up"),
 )
 
+
 def _pages() -> Path:
     """Where the pages are that help texts and errors call docs/NAME.md."""
     package = Path(__file__).parent

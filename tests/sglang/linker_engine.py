@@ -146,8 +146,9 @@ class Rig:
         return self.linker.load(rid, [transfer(names, pages)])
 
     def restore(self, names: Sequence[str], pages: Sequence[int]) -> bool:
-        """One batch of one load."""
-        assert self.load(names, pages)
+        """One batch of one load; False as well if a read-ahead has found that it cannot be had."""
+        if not self.load(names, pages):
+            return False
         return self.linker.finish_layer_wise_loading(self.linker.start_layer_wise_loading())
 
 

@@ -153,7 +153,7 @@ def test_flipped_bits_are_a_miss_unless_nobody_looks(
         return
     assert answer == [True, False, True, True]
     assert [got[i] for i in (0, 2, 3)] == [want[i] for i in (0, 2, 3)]
-    assert storage.counters()["kv"]["corrupt_slices"] >= 1
+    assert storage.counters()["kv"]["corrupt_objects"] >= 1
     assert storage.batch_exists(hashes(4)) == 1, "a page that failed must not be found again"
     assert storage.batch_set_v1(hashes(4)[1:2], hp.indices(pool, [2])) == [True]
     assert storage.batch_exists(hashes(4)) == 4

@@ -151,7 +151,7 @@ def _damage(
         assert reply, "a retry failed"
         assert mode.loaded(reply) == 0, "damaged pages were served"
         mode.equal([want], [reply])
-    assert server.counted("corrupt_slices_total") > 0
+    assert server.counted("corrupt_objects_total") > 0
     mode.recovers(server, asked, computed, 592)
     # Pages that were found one by one were computed in other batches, which round differently.
     mode.served(again(server, asked), again(server, asked), 592)
