@@ -19,6 +19,7 @@ import numpy as np
 from scheduler.drive import Linear
 
 import tutti
+from tutti import interrupts
 from tutti.errors import ConfigError, KeyMissing, TuttiError
 from tutti.memory.host_memory import HostMemory
 from tutti.scheduler.dispatcher import Schedule
@@ -99,6 +100,9 @@ def traffic(store: ObjectStore, memory: HostMemory, rng: np.random.Generator) ->
 def left(store: ObjectStore, memory: HostMemory) -> dict[str, object]:
     """Resources that are still taken when everything under way has ended."""
     core = store._core
+    end_s = time.monotonic() + QUIET_S
+    while interrupts._running and time.monotonic() < end_s:
+        time.sleep(0.01)  # calls that were interrupted twice go on in their own threads
     quiet = core.wait_quiet(QUIET_S)
     for other in list(store._resources.memories):
         if other is not memory:  # of a call that was interrupted twice, and may still be undone
