@@ -281,7 +281,7 @@ def imports(file: Path) -> set[str]:
 
 @pytest.mark.parametrize("name", DEPENDS)
 def test_a_result_depends_on_all_that_its_bench_imports(name: str) -> None:
-    """Modules of bench/ by their imports; whoever opens a store measures all of it."""
+    """Modules of bench/ by their imports; one that opens a store depends on all of the store."""
     known = [ROOT / path for path in DEPENDS[name]]
     sources = [path for path in known if path.is_relative_to(ROOT / "bench")]
     unread = [

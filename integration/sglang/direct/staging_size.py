@@ -36,8 +36,8 @@ class StagingSize:
 def staging_sizes(
     options: Mapping[str, Any], group: KvPoolGroup, parallel_rank: ParallelRank
 ) -> dict[str, StagingSize]:
-    """Sizes for every pool.  Pools of states and windows get the minimum, since a context has few
-    pages of them.  The ranks of a node share its memory.
+    """Sizes for every pool.  Pools of states and windows have few pages per context, so they get
+    the minimum.  The ranks of a node share its memory.
     """
     asked = options["gpu_staging"]
     by_page = [pool for pool in group.pools.values() if not pool.trailing]
