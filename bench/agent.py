@@ -20,10 +20,11 @@ from typing import Any
 
 import numpy as np
 
-from tutti.arrays import Keys
+from tutti.base.arrays import Keys
+from tutti.base.checks import whole
+from tutti.base.terminal import ProgressFactory, table
 from tutti.bench.environment import describe
 from tutti.bench.statistics import bootstrap_median, interval_text, percentile, ratios
-from tutti.checks import whole
 from tutti.errors import DeviceTimeout, Unsupported
 from tutti.gio_uring.nvme_spec import STATUS_CANCELLED
 from tutti.interface import Store
@@ -32,7 +33,6 @@ from tutti.node.client import NodeStore
 from tutti.node.messages import Moved, Plan, PlanLoad, PlanPut, Written, packed_status
 from tutti.node.pool_service import PoolService
 from tutti.store import open as open_pool
-from tutti.terminal import ProgressFactory, table
 
 HEAD = ("call", "agent us", "p99", "in process us", "p99", "agent over process", "bar us", "")
 _LAYOUT = KVLayout.mha(

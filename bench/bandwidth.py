@@ -12,6 +12,8 @@ import argparse
 from typing import Any
 
 from tutti.arguments import PAGE_SIZE, above_zero, natural, positive
+from tutti.base.terminal import ProgressFactory, table
+from tutti.base.units import GiB, parse_nbytes
 from tutti.bench.environment import describe
 from tutti.bench.pool_file import (
     add_pool_arguments,
@@ -24,9 +26,7 @@ from tutti.bench.shape import Shape, parse_shape
 from tutti.bench.workload import Limit, Workload
 from tutti.errors import ConfigError
 from tutti.store import ObjectStore
-from tutti.terminal import ProgressFactory, table
 from tutti.transfers.store_config import StoreConfig
-from tutti.units import GiB, parse_nbytes
 
 PHASES = ("store", "retrieve", "layerwise", "mixed")
 SHAPES = ("32x256KiB", "64x128KiB", "8x32KiB", "1x256KiB")

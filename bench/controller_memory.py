@@ -10,11 +10,11 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 
+from tutti.base.units import GiB, MiB
 from tutti.errors import ConfigError
 from tutti.gio_uring import _native
 from tutti.gio_uring.controller import NativeController
 from tutti.gio_uring.memory import Bytes, view_at
-from tutti.units import GiB, MiB
 
 MODES = ("copy", "zero_copy", "virtual")
 

@@ -9,7 +9,7 @@ import ctypes
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-from tutti.arrays import U64
+from tutti.base.arrays import U64
 from tutti.gio_uring.gpu.driver import Arguments, SmResource
 from tutti.gio_uring.memory import HostBuffer
 

@@ -23,18 +23,18 @@ from typing import Any
 import numpy as np
 
 from tutti.arguments import positive
-from tutti.arrays import Keys, Mask, Slots
+from tutti.base.arrays import Keys, Mask, Slots
+from tutti.base.checks import check_writable
+from tutti.base.terminal import ProgressFactory, table
 from tutti.bench import belady
 from tutti.bench.environment import describe
 from tutti.bench.traces import Request, Synthetic, block_keys, generate, read_trace
-from tutti.checks import check_writable
 from tutti.errors import ConfigError
 from tutti.medium.geometry import GROUPS_LEAST
 from tutti.placement.allocator import Allocator
 from tutti.placement.eviction import POLICIES, EvictionPolicy, EvictionView
 from tutti.placement.index import MISSING, Index, SlotState
 from tutti.placement.reuse import ReuseHistory
-from tutti.terminal import ProgressFactory, table
 from tutti.transfers.reclaim import reserve_slots
 
 SYNTHETIC = "synthetic"

@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tutti.base.units import MiB, format_nbytes
 from tutti.errors import MediumError, Unsupported
 from tutti.gio_uring.file_creation import allocate_file
 from tutti.gio_uring.memory import HUGEPAGE_NBYTES
-from tutti.units import MiB, format_nbytes
 
 IODEPTH = 32
 _TIMEOUT_S = 600

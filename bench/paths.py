@@ -23,12 +23,14 @@ from typing import Any
 import numpy as np
 
 from tutti.arguments import positive
+from tutti.base.checks import check_writable
+from tutti.base.terminal import ProgressFactory, table
+from tutti.base.units import KiB, MiB, format_nbytes, parse_nbytes
 from tutti.bench.controller_memory import MemoryController
 from tutti.bench.environment import describe
 from tutti.bench.plots import plot_paths
 from tutti.bench.pool_file import add_place_arguments, medium_of, pool_paths
 from tutti.bench.statistics import median, percentile
-from tutti.checks import check_writable
 from tutti.errors import ConfigError, DeviceTimeout
 from tutti.gio_uring import _native
 from tutti.gio_uring.controller import NativeController
@@ -44,8 +46,6 @@ from tutti.gio_uring.nvme_spec import OPCODE_READ, OPCODE_WRITE
 from tutti.pool.member_controller import open_controller
 from tutti.pool.places import is_device
 from tutti.pool.pool_format import label, make_blank
-from tutti.terminal import ProgressFactory, table
-from tutti.units import KiB, MiB, format_nbytes, parse_nbytes
 
 FILE_PATHS = ("threads", "uring", "page-cache")
 PERCENTS = {"p50_us": 50, "p99_us": 99, "p99_9_us": 99.9, "p99_99_us": 99.99}

@@ -18,12 +18,12 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from tutti.base.checks import check_writable, open_regular
+from tutti.base.terminal import ProgressFactory, table
+from tutti.base.units import KiB
 from tutti.bench import environment
 from tutti.bench.plots import blank_figure
-from tutti.checks import check_writable, open_regular
 from tutti.errors import ConfigError
-from tutti.terminal import ProgressFactory, table
-from tutti.units import KiB
 
 LABEL = "emulated drive (QEMU)"
 PHASES = ("pool write", "pool read", "files write", "files read")

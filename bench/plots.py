@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from tutti.units import format_nbytes
+from tutti.base.units import format_nbytes
 
 #: Okabe and Ito's palette, which colour-blind readers tell apart.
 COLOURS = (

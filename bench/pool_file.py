@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tutti import store as object_store
+from tutti.base.terminal import ProgressFactory
 from tutti.errors import ConfigError, PoolExists
 from tutti.gio_uring.controller_file import FileController
 from tutti.gio_uring.engine import Engine
@@ -19,7 +20,6 @@ from tutti.pool.places import is_device
 from tutti.pool.pool_format import make_blank
 from tutti.profiles.found import AUTO
 from tutti.store import ObjectStore
-from tutti.terminal import ProgressFactory
 from tutti.transfers.store_config import StoreConfig
 
 

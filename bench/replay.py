@@ -15,7 +15,9 @@ from typing import Any
 import numpy as np
 
 from tutti.arguments import natural, positive
-from tutti.arrays import Keys
+from tutti.base.arrays import Keys
+from tutti.base.terminal import ProgressFactory, table
+from tutti.base.units import format_nbytes, parse_nbytes
 from tutti.bench import belady
 from tutti.bench.environment import describe
 from tutti.bench.meter import Meter
@@ -40,9 +42,7 @@ from tutti.bench.traces import (
 from tutti.errors import ConfigError, DeviceTimeout, KeyMissing, MediumError
 from tutti.placement.eviction import POLICIES
 from tutti.store import ObjectStore
-from tutti.terminal import ProgressFactory, table
 from tutti.transfers.store_config import StoreConfig
-from tutti.units import format_nbytes, parse_nbytes
 
 WAIT_S = 120.0
 SYNTHETIC = "synthetic"

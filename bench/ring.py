@@ -11,14 +11,14 @@ import ctypes
 import time
 from typing import Any
 
+from tutti.base.terminal import ProgressFactory, table
+from tutti.base.units import MiB, format_nbytes, parse_nbytes
 from tutti.bench.controller_memory import MemoryController
 from tutti.bench.environment import describe
 from tutti.bench.statistics import bootstrap_median, median
 from tutti.errors import ConfigError, DeviceTimeout
 from tutti.gio_uring import _native
 from tutti.gio_uring.memory import HostBuffer
-from tutti.terminal import ProgressFactory, table
-from tutti.units import MiB, format_nbytes, parse_nbytes
 
 _NAMESPACE_NBYTES = 64 * MiB
 _BUFFER_NBYTES = 4 * MiB

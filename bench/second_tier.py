@@ -20,7 +20,8 @@ from typing import Any
 
 import numpy as np
 
-from tutti.arrays import Keys
+from tutti.base.arrays import Keys
+from tutti.base.units import GiB
 from tutti.bench.environment import describe
 from tutti.bench.statistics import bootstrap_median, percentile, ratios
 from tutti.cluster.remote import RemoteConfig
@@ -30,7 +31,6 @@ from tutti.errors import DeviceTimeout
 from tutti.medium.layout import KVLayout
 from tutti.store import ObjectStore
 from tutti.store import open as open_pool
-from tutti.units import GiB
 
 _LAYERS = 16
 _WAIT_S = 60.0

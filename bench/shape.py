@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from tutti.base.units import format_nbytes, parse_nbytes
 from tutti.errors import ConfigError
 from tutti.medium.layout import KVLayout
-from tutti.units import format_nbytes, parse_nbytes
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from tutti.arrays import U64, Keys
+from tutti.base.arrays import U64, Keys
 from tutti.errors import ConfigError
 from tutti.gio_uring.memory import view_at
 from tutti.memory.host_memory import HostMemory

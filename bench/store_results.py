@@ -26,9 +26,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from tutti.base.terminal import table
 from tutti.bench.environment import describe
 from tutti.errors import ConfigError
-from tutti.terminal import table
 
 MANIFEST = "store-run"
 _END_S = 20.0

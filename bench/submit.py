@@ -16,6 +16,8 @@ from typing import Any, cast
 
 import numpy as np
 
+from tutti.base.terminal import ProgressFactory, table
+from tutti.base.units import MiB
 from tutti.bench.controller_memory import MemoryController
 from tutti.bench.counting_driver import CountingDriver, NamedKernels
 from tutti.bench.environment import describe
@@ -30,8 +32,6 @@ from tutti.gio_uring.gpu.modules import Modules
 from tutti.gio_uring.gpu.mover import BatchCopyMover, CopyMover, Mover
 from tutti.gio_uring.iocb import Extents, PagedMemory
 from tutti.gio_uring.nvme_spec import OPCODE_READ
-from tutti.terminal import ProgressFactory, table
-from tutti.units import MiB
 
 #: Names of engines, those of host with their movers.
 WAYS = ("host, copy-batch", "host, copy", "host, kernel", *KINDS)

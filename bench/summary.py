@@ -19,6 +19,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from tutti.base.terminal import WIDTH_MAX, fitting
+from tutti.base.units import format_nbytes
 from tutti.bench import agent, eviction, freshness, soak_report, threads, window
 from tutti.bench.compare import commits
 from tutti.bench.gpu import report as gpu_report
@@ -31,8 +33,6 @@ from tutti.bench.slack import report as slack_report
 from tutti.bench.statistics import interval_text
 from tutti.bench.yardsticks import run as yardsticks
 from tutti.errors import ConfigError
-from tutti.terminal import WIDTH_MAX, fitting
-from tutti.units import format_nbytes
 
 STALE = "; **stale**: the code that it measures has changed since"
 STATE = " (**stale**)"

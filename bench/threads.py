@@ -14,7 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from tutti.arrays import U64
+from tutti.base.arrays import U64
+from tutti.base.terminal import ProgressFactory, table
+from tutti.base.units import KiB, MiB
 from tutti.bench.controller_memory import MemoryController
 from tutti.bench.environment import describe
 from tutti.bench.statistics import bootstrap_median, median, ratios
@@ -24,8 +26,6 @@ from tutti.gio_uring.engine import PRIORITY_LOAD, Engine
 from tutti.gio_uring.iocb import Extents, PagedMemory
 from tutti.gio_uring.memory import HostBuffer
 from tutti.gio_uring.nvme_spec import OPCODE_READ, OPCODE_WRITE
-from tutti.terminal import ProgressFactory, table
-from tutti.units import KiB, MiB
 
 HEAD = ("drives", "workers", "unverified GB/s", "verified GB/s", "verified over one drive's")
 _LBA_NBYTES = 4 * KiB

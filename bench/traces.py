@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from tutti.checks import open_regular
+from tutti.base.checks import open_regular
 from tutti.errors import ConfigError
 from tutti.medium.keys import object_keys
 

@@ -17,7 +17,9 @@ from typing import Any
 
 import numpy as np
 
-from tutti.arrays import U64
+from tutti.base.arrays import U64
+from tutti.base.terminal import ProgressFactory, table
+from tutti.base.units import KiB, MiB, parse_nbytes
 from tutti.bench.environment import describe
 from tutti.bench.statistics import bootstrap_median, median
 from tutti.errors import ConfigError, MediumError
@@ -27,8 +29,6 @@ from tutti.gio_uring.file_creation import allocate_file
 from tutti.gio_uring.iocb import Extents, PagedMemory
 from tutti.gio_uring.memory import HostBuffer
 from tutti.gio_uring.nvme_spec import OPCODE_READ, OPCODE_WRITE
-from tutti.terminal import ProgressFactory, table
-from tutti.units import KiB, MiB, parse_nbytes
 
 HEAD = ("pages", "window", "first layer, ms", "bound, ms", "whole load, ms", "GB/s")
 COMMAND_NBYTES = MiB

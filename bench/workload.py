@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from tutti.arrays import Keys
+from tutti.base.arrays import Keys
 from tutti.bench.meter import Meter
 from tutti.bench.stamps import Stamps, numbered_keys
 from tutti.errors import CapacityError, DeviceTimeout

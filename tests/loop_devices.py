@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tutti.units import MiB
+from tutti.base.units import MiB
 
 Loop = Callable[..., str]
 

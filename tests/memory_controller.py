@@ -9,6 +9,7 @@ from dataclasses import dataclass, fields
 import numpy as np
 import numpy.typing as npt
 
+from tutti.base.units import MiB
 from tutti.bench import controller_memory
 from tutti.errors import ConfigError
 from tutti.gio_uring.nvme_spec import (
@@ -16,7 +17,6 @@ from tutti.gio_uring.nvme_spec import (
     STATUS_UNRECOVERED_READ,
     STATUS_WRITE_FAULT,
 )
-from tutti.units import MiB
 
 _U32 = ctypes.c_uint32
 _U64 = ctypes.c_uint64

@@ -16,10 +16,10 @@ from gio_uring.data_pointer import (
     set_sgl,
 )
 
+from tutti.base.units import KiB, MiB
 from tutti.gio_uring import nvme_spec as nvme
 from tutti.gio_uring.controller import NativeController
 from tutti.gio_uring.memory import Bytes, HostBuffer
-from tutti.units import KiB, MiB
 
 LBA = 4096
 NAMESPACES = (8 * MiB, 4 * MiB)

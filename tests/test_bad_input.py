@@ -21,6 +21,7 @@ from crash.objects import as_rows, check_usable, content_of, load_present, make_
 import tutti.store
 from store.pools import GEOMETRY, LAYOUT
 from tutti import native
+from tutti.base.units import KiB
 from tutti.errors import (
     CapacityError,
     ChecksumMismatch,
@@ -43,7 +44,6 @@ from tutti.medium.slot_record import RECORD_DTYPE
 from tutti.medium.superblock import SUPERBLOCK_DTYPE
 from tutti.pool import pool_format
 from tutti.store import ObjectStore
-from tutti.units import KiB
 
 OTHER = KVLayout.mha(
     layers=2, kv_heads=2, head_dim=64, page_size=16, dtype="float16", model="test-model"

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from tutti import cli, store
+from tutti.base.terminal import progress
 from tutti.errors import MediumError, PoolCorrupt, PoolNotFound
 from tutti.fsck import FsckReport, check_files, repair
 from tutti.medium.geometry import BLOCK_NBYTES, Geometry
@@ -21,7 +22,6 @@ from tutti.medium.layout import KVLayout
 from tutti.medium.slot_record import RECORD_DTYPE, RecordState
 from tutti.medium.superblock import choose_superblock
 from tutti.pool.block_io import BlockIo
-from tutti.terminal import progress
 from tutti.transfers.store_config import StoreConfig
 
 LAYOUT = KVLayout.mha(2, 1, 64, 32, "bfloat16", model="test-model")

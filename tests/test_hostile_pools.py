@@ -15,11 +15,11 @@ from crash.objects import as_rows, content_of, make_files
 import tutti.store
 from store.pools import GEOMETRY, LAYOUT
 from tutti import cli, native
+from tutti.base.units import GiB
 from tutti.errors import PoolCorrupt
 from tutti.medium.geometry import BLOCK_NBYTES
 from tutti.medium.slot_record import COUNTER_MAX, RECORD_DTYPE, RecordState
 from tutti.medium.superblock import SUPERBLOCK_DTYPE, Superblock, choose_superblock
-from tutti.units import GiB
 
 KEYS = [bytes([i]) * 16 for i in range(1, 7)]
 UNUSABLE = 3

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 from gio_uring.cuda_stand_in import StandInDriver
 
-from tutti import numa
+from tutti.base import numa
+from tutti.base.numa import on_node
 from tutti.gio_uring.gpu import memory as gpu_memory
 from tutti.gio_uring.gpu.memory import PinnedStaging
 from tutti.gio_uring.memory import HostBuffer
-from tutti.numa import on_node
 
 
 class Processors:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from test_sglang_front_door import IDENTITY, SHAPE
 
+from tutti.base.units import MiB
 from tutti.cli import main
 from tutti.errors import ConfigError, MemberMissing, MemberSwapped
 from tutti.integration.sglang import rank_members
@@ -18,7 +19,6 @@ from tutti.integration.sglang.options import HICACHE, parse_options
 from tutti.integration.sglang.rank_members import share
 from tutti.pool.places import Kind, Place
 from tutti.store import ObjectStore
-from tutti.units import MiB
 
 LAYOUT = layout_of(SHAPE, IDENTITY, ParallelRank())
 DRIVES = [f"nvme:0000:0{i}:00.0" for i in range(1, 5)]

@@ -12,10 +12,10 @@ from crash.objects import make_files
 import tutti.store
 from store.pools import GEOMETRY, LAYOUT
 from tutti import cli
+from tutti.base.units import KiB
 from tutti.errors import ConfigError, PoolExists, PoolUntrusted
 from tutti.gio_uring.file_creation import allocate_file
 from tutti.medium.layout import KVLayout
-from tutti.units import KiB
 
 NOBODY = 65534
 UNUSABLE = 3

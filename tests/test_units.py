@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from manual_clock import ManualClock
 
-from tutti.clock import Clock, SystemClock
+from tutti.base.clock import Clock, SystemClock
+from tutti.base.units import GiB, KiB, MiB, TiB, format_duration, format_nbytes, parse_nbytes
 from tutti.errors import ConfigError
-from tutti.units import GiB, KiB, MiB, TiB, format_duration, format_nbytes, parse_nbytes
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ import numpy as np
 import xxhash
 
 from tutti import __version__
-from tutti.arrays import Keys
+from tutti.base.arrays import Keys
 from tutti.errors import PoolCorrupt, PoolMismatch
 from tutti.interface import Store
 from tutti.medium.keys import KEY_NBYTES, as_keys

@@ -7,10 +7,10 @@ import math
 import sys
 from dataclasses import replace
 
+from tutti.base.units import format_nbytes, parse_nbytes
 from tutti.errors import ConfigError
 from tutti.medium.layout import ITEMSIZE_NBYTES, MODELS, KVLayout
 from tutti.model_config import model_layout
-from tutti.units import format_nbytes, parse_nbytes
 
 PAGE_SIZE = 64
 _PORT_MAX = 65535

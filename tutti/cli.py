@@ -33,8 +33,8 @@ from tutti.commands.outcome import (
     EXIT_USAGE,
     Outcome,
 )
+from tutti.commands.settings import configure
 from tutti.errors import ConfigError, TuttiError, system_message
-from tutti.settings import configure
 
 _EXIT_CODES = (
     (EXIT_OK, "success"),

@@ -16,7 +16,9 @@ import numpy as np
 import numpy.typing as npt
 
 from tutti import store
-from tutti.arrays import U64, Rows
+from tutti.base.arrays import U64, Rows
+from tutti.base.terminal import ProgressFactory
+from tutti.base.units import MiB
 from tutti.errors import DeviceTimeout, MediumError, PoolCorrupt
 from tutti.gio_uring.controller import NativeController
 from tutti.gio_uring.engine import Engine
@@ -43,10 +45,8 @@ from tutti.pool.block_io import BlockIo, opened_io
 from tutti.pool.member_controller import open_controller
 from tutti.pool.members import Members
 from tutti.pool.record_table import BLOCK_RECORDS, RecordTable
-from tutti.terminal import ProgressFactory
 from tutti.transfers.core import Core
 from tutti.transfers.store_config import StoreConfig
-from tutti.units import MiB
 
 FINDINGS_MAX = 1000  # kept in a report; all of them are counted
 _BATCHES = 2  # one is compared while the next is read

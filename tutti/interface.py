@@ -12,7 +12,8 @@ from typing import Any, Protocol, Self
 import numpy as np
 import numpy.typing as npt
 
-from tutti.checks import Rule, flag, instance, optional, pin_name, seconds, takes, text, whole
+from tutti.base.checks import Rule, flag, instance, optional, pin_name, seconds, takes, text, whole
+from tutti.base.units import format_nbytes
 from tutti.errors import ConfigError, PoolMismatch, TuttiError
 from tutti.gio_uring.controller import NativeController
 from tutti.gio_uring.engine import Engine
@@ -24,7 +25,6 @@ from tutti.transfers.catalogue import ObjectInfo
 from tutti.transfers.core import Closable
 from tutti.transfers.store_config import StoreConfig
 from tutti.transfers.tickets import LoadTicket, PutTicket
-from tutti.units import format_nbytes
 
 _COUNT_MAX = 2**31
 

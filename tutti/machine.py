@@ -7,9 +7,9 @@ import platform
 import stat
 from pathlib import Path
 
+from tutti.base.units import format_nbytes
 from tutti.gio_uring.drives.generic_device import readable_path
 from tutti.gio_uring.drives.mounts import filesystem_of
-from tutti.units import format_nbytes
 
 
 def machine_facts(directory: str | os.PathLike[str] | None = None) -> dict[str, str | int]:

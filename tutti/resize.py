@@ -14,7 +14,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tutti.arrays import Keys
+from tutti.base.arrays import Keys
+from tutti.base.units import MiB
 from tutti.errors import DeviceTimeout, KeyMissing, Unsupported
 from tutti.gio_uring.drives.block_device import device_name
 from tutti.medium.superblock import Superblock
@@ -26,7 +27,6 @@ from tutti.store import ObjectStore
 from tutti.store import open as open_pool
 from tutti.transfers.catalogue import ObjectInfo
 from tutti.transfers.put_request import PutRequest
-from tutti.units import MiB
 
 _BATCH_NBYTES = 64 * MiB
 _WAIT_S = 120.0

@@ -21,8 +21,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from tutti.callbacks import check_not_called
-from tutti.checks import belongs_in, instance, one_of, optional, takes
+from tutti.base.callbacks import check_not_called
+from tutti.base.checks import belongs_in, instance, one_of, optional, takes
+from tutti.base.interrupts import uninterrupted
+from tutti.base.process import Owned, finalize
+from tutti.base.threads import start_thread
 from tutti.errors import (
     ConfigError,
     DeviceTimeout,
@@ -37,7 +40,6 @@ from tutti.gio_uring.controller_file import EXECUTORS
 from tutti.gio_uring.engine import Engine
 from tutti.gio_uring.iocb import PagedMemory
 from tutti.interface import Keys, Store
-from tutti.interrupts import uninterrupted
 from tutti.medium.keys import as_keys
 from tutti.medium.layout import KVLayout, differences
 from tutti.medium.superblock import Superblock
@@ -47,10 +49,8 @@ from tutti.pool.block_io import BlockIo
 from tutti.pool.member_controller import check_owners, open_controller
 from tutti.pool.members import Members
 from tutti.pool.pool_format import Paths, format, format_missing, member_names
-from tutti.process import Owned, finalize
 from tutti.profiles.found import AUTO, OFF, ProfileChoice, check_choice, find_schedule
 from tutti.scheduler.dispatcher import Dispatcher, Schedule
-from tutti.threads import start_thread
 from tutti.transfers.catalogue import Catalogue
 from tutti.transfers.core import Closable, Core
 from tutti.transfers.loader import Loader

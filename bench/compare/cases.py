@@ -14,6 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from tutti import native
+from tutti.base.terminal import ProgressFactory
+from tutti.base.units import KiB, MiB
 from tutti.bench.compare import index_cost
 from tutti.bench.compare.churn import churn
 from tutti.bench.compare.paired import Round, System, compare
@@ -34,8 +36,6 @@ from tutti.bench.statistics import interval_text
 from tutti.bench.workload import Limit, Workload
 from tutti.errors import Unsupported
 from tutti.gio_uring.memory import HUGEPAGE_NBYTES, HostBuffer
-from tutti.terminal import ProgressFactory
-from tutti.units import KiB, MiB
 
 PHASES = ("store", "retrieve")
 _DIRECTION = {"store": "write", "retrieve": "read", "layerwise": "read"}

@@ -6,10 +6,10 @@ from collections import deque
 
 import numpy as np
 
-from tutti.arrays import Keys
+from tutti.base.arrays import Keys
+from tutti.base.terminal import ProgressFactory
 from tutti.bench.stamps import numbered_keys
 from tutti.bench.workload import WAIT_S, Workload
-from tutti.terminal import ProgressFactory
 from tutti.transfers.tickets import PutTicket
 
 #: Numbers of the keys of churn, apart from those of a workload's batches.

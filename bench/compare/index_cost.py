@@ -20,6 +20,7 @@ import numpy as np
 
 from tutti import store as object_store
 from tutti.arguments import PAGE_SIZE
+from tutti.base.units import KiB, MiB
 from tutti.bench.shape import Shape
 from tutti.bench.statistics import median
 from tutti.bench.workload import Limit, Workload
@@ -29,7 +30,6 @@ from tutti.medium.geometry import RECORD_NBYTES, Geometry
 from tutti.medium.keys import KEY_NBYTES, chain_keys
 from tutti.placement.index import Index, SlotState
 from tutti.store import ObjectStore
-from tutti.units import KiB, MiB
 
 #: The smallest object that the format accepts, so that the pool is little more than its records.
 SHAPE = Shape(1, 16 * KiB)

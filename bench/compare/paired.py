@@ -6,9 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from tutti.base.terminal import ProgressFactory
 from tutti.bench.statistics import bootstrap_median, median, ratios
 from tutti.errors import ConfigError
-from tutti.terminal import ProgressFactory
 
 PAIRS_MIN = 7
 

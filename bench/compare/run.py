@@ -16,14 +16,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from tutti.base.terminal import progress, table
+from tutti.base.units import parse_nbytes
 from tutti.bench.compare.cases import CASES, Setup
 from tutti.bench.compare.paired import PAIRS_MIN
 from tutti.bench.environment import describe
 from tutti.bench.plots import plot_compare
 from tutti.bench.statistics import interval_text
 from tutti.errors import TuttiError
-from tutti.terminal import progress, table
-from tutti.units import parse_nbytes
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tutti.base.terminal import ProgressFactory
+from tutti.base.units import MiB
 from tutti.bench.compare.paired import Round, System
 from tutti.bench.file_per_object import FilePerObject
 from tutti.bench.fio import FioJob, prepare_file, run_fio
@@ -17,9 +19,7 @@ from tutti.bench.workload import Limit, Workload
 from tutti.errors import ChecksumMismatch
 from tutti.memory.host_memory import HostMemory
 from tutti.profiles.found import AUTO, find_schedule
-from tutti.terminal import ProgressFactory
 from tutti.transfers.store_config import StoreConfig
-from tutti.units import MiB
 
 INFLIGHT = 4
 BATCH_NBYTES = 32 * MiB

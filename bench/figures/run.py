@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from tutti.arguments import positive
+from tutti.base.checks import check_writable, open_regular
+from tutti.base.terminal import ProgressFactory, table
 from tutti.bench.figures.cost import Prices, crossings, per_million_tokens
 from tutti.bench.figures.data import (
     COST,
@@ -30,9 +32,7 @@ from tutti.bench.figures.data import (
 )
 from tutti.bench.figures.draw import TITLES, draw, hit_share
 from tutti.bench.figures.paper import PaperFigure, draw_paper
-from tutti.checks import check_writable, open_regular
 from tutti.errors import CapacityError, ConfigError
-from tutti.terminal import ProgressFactory, table
 
 # Dollars an hour as in the Tutti paper (arXiv 2605.03375), section 4.3.
 PRICES = Prices(gpu=5.0, dram_gb=0.0088, ssd_gb=0.000082)

@@ -12,6 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from tutti.base.terminal import ProgressFactory
+from tutti.base.units import KiB, MiB, format_nbytes
 from tutti.bench.compare.paired import compare
 from tutti.bench.controller_memory import MemoryController
 from tutti.bench.gpu.rig import (
@@ -30,8 +32,6 @@ from tutti.gio_uring.gpu.device_engine import KINDS
 from tutti.gio_uring.gpu.host_engine import STAGING_NBYTES
 from tutti.gio_uring.gpu.memory import PinnedMemory
 from tutti.gio_uring.memory import HostBuffer
-from tutti.terminal import ProgressFactory
-from tutti.units import KiB, MiB, format_nbytes
 
 DIRECTIONS = ("load", "store")
 #: The one whose answer counts most comes first: a run may be cut.

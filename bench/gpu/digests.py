@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from tutti.base.units import KiB
 from tutti.bench.gpu import interference as gpu_beside
 from tutti.bench.gpu.cases import Plan, Row, copy_engines
 from tutti.bench.gpu.interference import loads_beside
@@ -18,7 +19,6 @@ from tutti.errors import DeviceTimeout, Unsupported
 from tutti.gio_uring.gpu.batch import BatchRequest, DeviceBatch, launch_layer
 from tutti.gio_uring.gpu.memory import LeaseOwner
 from tutti.gio_uring.nvme_spec import OPCODE_WRITE
-from tutti.units import KiB
 
 
 def digests(machine: Machine, plan: Plan) -> list[Row]:

@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from tutti.base.units import KiB, MiB, format_nbytes
 from tutti.bench.compare.paired import Round, System, compare
 from tutti.bench.fio import FioJob, hugepages_of, prepare_file, reserved_hugepages, run_fio
 from tutti.bench.gpu.cases import DIRECTIONS, Plan, Row, copy_engines
@@ -29,7 +30,6 @@ from tutti.errors import MediumError, Unsupported
 from tutti.gio_uring.controller_file import FileController
 from tutti.gio_uring.file_creation import allocate_file
 from tutti.gio_uring.memory import HostBuffer
-from tutti.units import KiB, MiB, format_nbytes
 
 #: As many commands as the engine has in flight.
 _IODEPTH = 64

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+from tutti.base.units import KiB
 from tutti.bench.gpu import interference as gpu_beside
 from tutti.bench.gpu.cases import Plan, Row, copy_engines
 from tutti.bench.gpu.interference import Gate, Stopwatch, loads_beside
@@ -21,7 +22,6 @@ from tutti.bench.statistics import bootstrap_median, median, ratios
 from tutti.errors import Unsupported
 from tutti.gio_uring.gpu.green_context import torch_stream
 from tutti.gio_uring.iocb import Extents, PagedMemory
-from tutti.units import KiB
 
 _SMS = 16
 #: Llama-3-8B: hidden size, of the MLP, of K and V together.

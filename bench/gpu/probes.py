@@ -15,13 +15,13 @@ from typing import Any
 
 import numpy as np
 
+from tutti.base.units import MiB, format_nbytes
 from tutti.bench.gpu.cases import Plan, Row
 from tutti.bench.gpu.interference import Gate
 from tutti.bench.gpu.rig import Machine, poll_until, spin_until
 from tutti.gio_uring.gpu.driver import Driver
 from tutti.gio_uring.gpu.memory import PinnedMemory
 from tutti.gio_uring.memory import HostBuffer
-from tutti.units import MiB, format_nbytes
 
 #: Calls that no stream is expected to hold, other streams, and what counts as not returning.
 _CALLS_MAX, _STREAMS, _BLOCKED_S, _ENDS_S = 8192, 32, 0.2, 10.0

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from tutti.base.units import MiB
 from tutti.bench.compare.paired import Round, System
 from tutti.bench.controller_memory import MemoryController
 from tutti.errors import DeviceTimeout, TuttiError
@@ -32,7 +33,6 @@ from tutti.gio_uring.memory import HostBuffer
 from tutti.gio_uring.nvme_spec import OPCODE_READ, OPCODE_WRITE
 from tutti.gio_uring.status import status_error
 from tutti.gio_uring.transfer import Submitter, Transfer
-from tutti.units import MiB
 
 LBA_NBYTES = 4096
 MOVERS = ("copy-batch", "copy", "kernel")

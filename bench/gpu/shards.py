@@ -25,6 +25,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from tutti.base.terminal import progress
+from tutti.base.units import parse_nbytes
 from tutti.bench.environment import describe
 from tutti.bench.gpu import cases as gpu_cases
 from tutti.bench.gpu import digests as gpu_digests
@@ -39,8 +41,6 @@ from tutti.errors import ConfigError, CudaError, TuttiError
 from tutti.gio_uring.gpu.device_engine import KINDS
 from tutti.gio_uring.gpu.driver import CudaDriver, Driver
 from tutti.gio_uring.gpu.modules import Modules
-from tutti.terminal import progress
-from tutti.units import parse_nbytes
 
 CASES: dict[str, Case] = {
     "probes": gpu_probes.probes,

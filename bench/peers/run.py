@@ -19,6 +19,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from tutti.base.terminal import ProgressFactory, table
+from tutti.base.units import MiB, format_nbytes
 from tutti.bench.environment import describe
 from tutti.bench.fio import FioJob, prepare_file, run_fio
 from tutti.bench.peers import hicache as peer_hicache
@@ -26,8 +28,6 @@ from tutti.bench.peers.peer import BATCH_PAGES, PeerPlan
 from tutti.bench.peers.process import PEERS
 from tutti.bench.statistics import bootstrap_median, interval_text, median, percentile, ratios
 from tutti.errors import ConfigError, DeviceTimeout, MediumError
-from tutti.terminal import ProgressFactory, table
-from tutti.units import MiB, format_nbytes
 
 #: Of SGLang 0.5.23: private memory that is advised before it is touched.
 PARALLEL_ALLOCATION = "SGLANG_HICACHE_HOST_PARALLEL_ALLOC_THREADS"

@@ -6,8 +6,8 @@ import itertools
 import os
 from typing import Any
 
+from tutti.base.units import format_nbytes
 from tutti.bench.plots import COLOURS, blank_figure
-from tutti.units import format_nbytes
 
 #: What of a profile's rows is drawn: their key, the column of the time, the colour and the label.
 _DIRECTIONS = (

@@ -12,11 +12,13 @@ import os
 from pathlib import Path
 from typing import Any
 
+from tutti.base.checks import check_writable
+from tutti.base.terminal import ProgressFactory, table
+from tutti.base.units import format_nbytes, parse_nbytes
 from tutti.bench.environment import describe
 from tutti.bench.profile import gpu as profile_gpu
 from tutti.bench.profile.plot import plot_profile
 from tutti.bench.statistics import median
-from tutti.checks import check_writable
 from tutti.errors import ConfigError
 from tutti.model_config import model_layout
 from tutti.pool.places import is_device
@@ -25,8 +27,6 @@ from tutti.profiles.medium_timing import Medium
 from tutti.scheduler.green_context import choose_partition
 from tutti.scheduler.profile import KIND, SCHEMA, TableProfile, estimated_compute, estimated_movers
 from tutti.scheduler.roofline import DENSE_MODELS, GPUS, GpuRoofline, ModelShape
-from tutti.terminal import ProgressFactory, table
-from tutti.units import format_nbytes, parse_nbytes
 
 DIRECTIONS = ("read", "write", "both")
 _SIZES = ("1MiB", "4MiB", "16MiB", "64MiB", "256MiB")

@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from tutti.base.terminal import table
+from tutti.base.units import format_nbytes
 from tutti.bench.statistics import median
-from tutti.terminal import table
-from tutti.units import format_nbytes
 
 PURE = ("page cache only", "direct only")
 CONFIGURATIONS = (*PURE, "static", "dynamic")

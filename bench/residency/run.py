@@ -22,6 +22,9 @@ from typing import Any
 
 from tutti import store as object_store
 from tutti.arguments import positive
+from tutti.base.checks import check_writable
+from tutti.base.terminal import ProgressFactory, table
+from tutti.base.units import MiB, format_nbytes, parse_nbytes
 from tutti.bench.environment import describe
 from tutti.bench.figures.data import RESIDENCY
 from tutti.bench.figures.data import rows_of as figure_rows
@@ -32,11 +35,8 @@ from tutti.bench.residency.cell import CONFIGURATIONS
 from tutti.bench.residency.control_group import memory_group
 from tutti.bench.shape import parse_shape
 from tutti.bench.statistics import median
-from tutti.checks import check_writable
 from tutti.errors import CapacityError, ConfigError, MediumError, PoolExists, Unsupported
 from tutti.gio_uring.file_member import FileMember
-from tutti.terminal import ProgressFactory, table
-from tutti.units import MiB, format_nbytes, parse_nbytes
 
 _CELL_TIMEOUT_S = 900.0
 #: The kernel's own memory for cached pages counts as well: a buffer head of 104 bytes for every

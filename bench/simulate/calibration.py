@@ -13,8 +13,8 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+from tutti.base.checks import open_regular
 from tutti.bench.simulate.hardware import Drive, machine
-from tutti.checks import open_regular
 from tutti.errors import ConfigError
 from tutti.scheduler.profile import TableProfile
 from tutti.scheduler.request import Profile

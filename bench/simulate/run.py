@@ -15,6 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from tutti.arguments import above_zero, positive
+from tutti.base.checks import check_writable
+from tutti.base.terminal import ProgressFactory, table
+from tutti.base.units import TiB, parse_nbytes
 from tutti.bench.environment import describe
 from tutti.bench.figures.data import RATE, Row, write_csv
 from tutti.bench.simulate.calibration import (
@@ -40,12 +43,9 @@ from tutti.bench.ttft.workloads.source import (
     build_workload,
     mooncake_requests,
 )
-from tutti.checks import check_writable
 from tutti.errors import ConfigError
 from tutti.scheduler.profile import TableProfile, load_profile
 from tutti.scheduler.roofline import GPUS
-from tutti.terminal import ProgressFactory, table
-from tutti.units import TiB, parse_nbytes
 
 HEAD = (
     *("system", "router", "requests/s", "TTFT ms: mean", "p50", "p99", "TPOT ms", "ITL ms"),

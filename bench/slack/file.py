@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 import tutti
+from tutti.base.terminal import ProgressFactory
 from tutti.bench.statistics import bootstrap_median, median, ratios
 from tutti.medium.layout import KVLayout
 from tutti.profiles.found import AUTO
@@ -26,7 +27,6 @@ from tutti.scheduler.dispatcher import Schedule
 from tutti.scheduler.event import LayerBegan, StepBegan, StepEnded
 from tutti.scheduler.request import Phase
 from tutti.store import ObjectStore
-from tutti.terminal import ProgressFactory
 from tutti.transfers.store_config import StoreConfig
 
 _LAYOUT = KVLayout.mha(

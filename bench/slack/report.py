@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from tutti.base.terminal import table
 from tutti.bench.statistics import interval_text
-from tutti.terminal import table
 
 HEAD = (
     *("condition", "drive", "GPU", "workload", "bubble s: none", "whole", "fixed", "slack"),

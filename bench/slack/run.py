@@ -25,6 +25,7 @@ from typing import Any
 
 import numpy as np
 
+from tutti.base.terminal import ProgressFactory
 from tutti.bench.environment import describe
 from tutti.bench.simulate.hardware import Machine, drive_names, gpu_names, machine
 from tutti.bench.slack import file as slack_file
@@ -38,7 +39,6 @@ from tutti.scheduler.baselines import FixedWindow, ImmediatePolicy
 from tutti.scheduler.policy import Limits, SlackPolicy
 from tutti.scheduler.request import Profile
 from tutti.scheduler.state import Policy
-from tutti.terminal import ProgressFactory
 
 report = slack_report.report
 POLICIES = ("none", "whole", "fixed", "slack", "oracle", "bound")

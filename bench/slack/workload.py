@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from tutti.base.checks import open_regular
 from tutti.bench.simulate.hardware import Machine
-from tutti.checks import open_regular
 from tutti.errors import ConfigError
 
 

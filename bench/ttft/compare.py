@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from tutti.base.terminal import table
 from tutti.errors import ConfigError
-from tutti.terminal import table
 
 
 def compare_results(results: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -14,9 +14,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from tutti.base.checks import open_regular
 from tutti.bench.figures.data import RESULT
 from tutti.bench.ttft.client import Record
-from tutti.checks import open_regular
 from tutti.errors import ConfigError
 
 REQUESTS = "requests.jsonl.gz"

@@ -10,6 +10,7 @@ import argparse
 from typing import Any
 
 from tutti.arguments import positive
+from tutti.base.terminal import table
 from tutti.bench.environment import describe
 from tutti.bench.statistics import interval_text
 from tutti.bench.ttft.http import ServerError
@@ -18,7 +19,6 @@ from tutti.bench.ttft.output import Output
 from tutti.bench.ttft.session import Session
 from tutti.bench.ttft.workloads.prompt import Part, Prompt
 from tutti.errors import ConfigError
-from tutti.terminal import table
 
 _OUTPUT_TOKENS = 8
 

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from tutti.base.terminal import ProgressFactory, table
 from tutti.bench.environment import describe
 from tutti.bench.figures.data import RATE, rows_of
 from tutti.bench.figures.run import write_figure
@@ -42,7 +43,6 @@ from tutti.bench.ttft.sweep import (
 from tutti.bench.ttft.workloads.prompt import Prompt, salted
 from tutti.bench.ttft.workloads.source import add_workload_arguments
 from tutti.errors import ConfigError
-from tutti.terminal import ProgressFactory, table
 
 BUILTIN, SGLANG = "builtin", "sglang"
 

@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 from tutti.arguments import positive
+from tutti.base.terminal import ProgressFactory
 from tutti.bench.ttft.arrivals import arrival_times_s, traced_times_s
 from tutti.bench.ttft.client import Call, Record, Run, drive
 from tutti.bench.ttft.http import Endpoint, ServerError, parse_endpoint
@@ -22,7 +23,6 @@ from tutti.bench.ttft.sweep import Point, Stopped
 from tutti.bench.ttft.workloads.prompt import FORMS, IDS, TEXT, Part, Prompt, Renderer, salted
 from tutti.bench.ttft.workloads.source import Workload, build_workload
 from tutti.errors import ConfigError
-from tutti.terminal import ProgressFactory
 
 COLD, POPULATED, AS_IS = "cold", "populated", "as-is"
 POISSON, TRACE = "poisson", "trace"

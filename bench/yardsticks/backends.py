@@ -23,10 +23,10 @@ import numpy.typing as npt
 import xxhash
 
 import tutti
-from tutti.arrays import Keys
+from tutti.base.arrays import Keys
+from tutti.base.units import MiB
 from tutti.errors import CapacityError, DeviceTimeout, MediumError, PoolClosed
 from tutti.gio_uring.memory import HostBuffer
-from tutti.units import MiB
 
 Bytes = npt.NDArray[np.uint8]
 #: The benchmark's IOTiming: seconds in all, of the device, of the host.

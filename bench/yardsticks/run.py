@@ -21,14 +21,14 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from tutti.base.checks import check_writable
+from tutti.base.terminal import ProgressFactory, table
+from tutti.base.units import GiB, format_nbytes, parse_nbytes
 from tutti.bench.environment import describe
 from tutti.bench.residency.control_group import memory_group
 from tutti.bench.statistics import bootstrap_median, interval_text, median, ratios
 from tutti.bench.yardsticks.round import SYSTEMS, RoundPlan
-from tutti.checks import check_writable
 from tutti.errors import ConfigError, DeviceTimeout, MediumError, TuttiError, Unsupported
-from tutti.terminal import ProgressFactory, table
-from tutti.units import GiB, format_nbytes, parse_nbytes
 
 URL = "https://github.com/mlcommons/storage"
 #: Revisions whose package kv_cache this was run with, by git's name of that folder's tree.
@@ -245,7 +245,7 @@ def report(result: dict[str, Any]) -> str:
 
 def main(argv: list[str] | None = None) -> int:
     """Runs it and prints the result."""
-    from tutti.terminal import progress
+    from tutti.base.terminal import progress
 
     parser = argparse.ArgumentParser(prog="tutti.bench.yardsticks.run", description=__doc__)
     add_arguments(parser)

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from tutti.base.units import format_nbytes
 from tutti.errors import ConfigError, Unsupported
 from tutti.gio_uring.memory import hugepage_nbytes
 from tutti.integration.sglang import adapter
@@ -39,7 +40,6 @@ from tutti.integration.sglang.metrics import LOAD, STORE, Metrics
 from tutti.integration.sglang.options import HICACHE, parse_options
 from tutti.integration.sglang.weights import WATCH
 from tutti.memory.host_memory import HostMemory
-from tutti.units import format_nbytes
 
 _log = logging.getLogger(__name__)
 

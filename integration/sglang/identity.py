@@ -19,12 +19,12 @@ from typing import Any
 import xxhash
 
 from tutti import __version__
+from tutti.base.numa import on_node
 from tutti.errors import ConfigError, TuttiError
 from tutti.integration.sglang.rank_members import share
 from tutti.interface import Store
 from tutti.medium.layout import ITEMSIZE_NBYTES, KVLayout
 from tutti.node.connect import AGENT, connect
-from tutti.numa import on_node
 from tutti.pool.places import SUFFIX, exists, is_device, shared_node
 from tutti.profiles.found import AUTO
 from tutti.scheduler.dispatcher import Schedule

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from tutti.arrays import Keys, Mask
+from tutti.base.arrays import Keys, Mask
 from tutti.errors import ConfigError
 from tutti.integration.sglang.metrics import Metrics
 from tutti.interface import Store

@@ -16,8 +16,9 @@ from typing import Any
 
 import xxhash
 
-from tutti.arrays import Keys
-from tutti.breaker import Breaker, crawls
+from tutti.base.arrays import Keys
+from tutti.base.breaker import Breaker, crawls
+from tutti.base.process import Owned, at_exit, forget_exit
 from tutti.errors import (
     ConfigError,
     DeviceTimeout,
@@ -53,7 +54,6 @@ from tutti.integration.sglang.reporting import ErrorLog
 from tutti.integration.sglang.second_touch import SecondTouch
 from tutti.integration.sglang.weights import WATCH
 from tutti.medium.keys import hexadecimal_keys
-from tutti.process import Owned, at_exit, forget_exit
 from tutti.profiles.found import OFF
 from tutti.scheduler.baselines import ImmediatePolicy
 from tutti.scheduler.dispatcher import Schedule, Unknown

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any
 
+from tutti.base.units import MiB, parse_nbytes
 from tutti.errors import ConfigError
 from tutti.placement.eviction import POLICIES
 from tutti.transfers.store_config import DURABILITY, RESIDENCY, VERIFY
-from tutti.units import MiB, parse_nbytes
 
 HICACHE, LINKER = "hicache", "linker"
 BOTH = (HICACHE, LINKER)

@@ -6,7 +6,7 @@ from collections import OrderedDict
 
 import numpy as np
 
-from tutti.arrays import Keys, Mask
+from tutti.base.arrays import Keys, Mask
 from tutti.integration.sglang.metrics import Metrics
 
 _TOUCHED_MAX = 1 << 20

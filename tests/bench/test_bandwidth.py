@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from store.pools import formatted, opened
+from tutti.base.terminal import progress
 from tutti.bench import bandwidth, pool_file, ring
 from tutti.bench.compare.churn import churn
 from tutti.bench.file_per_object import FilePerObject
@@ -19,7 +20,6 @@ from tutti.errors import CapacityError, ConfigError, PoolExists
 from tutti.medium.geometry import Geometry
 from tutti.memory.host_memory import HostMemory
 from tutti.store import ObjectStore
-from tutti.terminal import progress
 
 SHAPE = Shape(2, 16384)
 OBJECT_NBYTES = SHAPE.object_nbytes

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from tutti.base.terminal import progress
 from tutti.bench import fio
 from tutti.bench.compare import commits
 from tutti.bench.compare import run as compare
@@ -28,7 +29,6 @@ from tutti.bench.plots import plot_compare
 from tutti.bench.store_results import MANIFEST
 from tutti.bench.summary import STALE, STATE, pages_of, render
 from tutti.errors import ConfigError, MediumError, Unsupported
-from tutti.terminal import progress
 
 ROOT = Path(__file__).parents[2]
 RESULTS_PAGE, RESULTS = ROOT / "docs/results.md", ROOT / "bench/results"

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from store.pools import formatted, opened
+from tutti.base.terminal import progress
 from tutti.bench import eviction
 from tutti.bench.replay import Replayer
 from tutti.bench.shape import Shape
@@ -15,7 +16,6 @@ from tutti.bench.traces import Request, Synthetic, block_keys, generate
 from tutti.errors import ConfigError
 from tutti.medium.geometry import Geometry
 from tutti.placement.eviction import POLICIES
-from tutti.terminal import progress
 
 LAYOUT = Shape(2, 16384).layout(512)
 GROUP_SLOTS = 4

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tutti.base.terminal import progress
 from tutti.bench.figures import paper
 from tutti.bench.figures import run as figures
 from tutti.bench.figures.cost import Prices, crossings, per_million_tokens
@@ -30,7 +31,6 @@ from tutti.bench.figures.data import (
 )
 from tutti.bench.figures.draw import by_length
 from tutti.errors import CapacityError, ConfigError
-from tutti.terminal import progress
 
 
 def ttft_result(system: str, scale: float = 1.0, **more: Any) -> dict[str, Any]:

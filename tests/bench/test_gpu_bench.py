@@ -15,6 +15,8 @@ import pytest
 from gio_uring.cuda_stand_in import StandInDriver
 from gio_uring.kernel_stand_in import Kernels
 
+from tutti.base.terminal import progress
+from tutti.base.units import KiB, MiB
 from tutti.bench import summary
 from tutti.bench.controller_memory import MemoryController
 from tutti.bench.fio import FioJob, FioResult
@@ -40,8 +42,6 @@ from tutti.errors import ConfigError, CudaError, DeviceTimeout
 from tutti.gio_uring.gpu import modules as gpu_modules
 from tutti.gio_uring.gpu.device_engine import KINDS
 from tutti.gio_uring.gpu.modules import KERNELS, CubinCache, Modules
-from tutti.terminal import progress
-from tutti.units import KiB, MiB
 
 
 @pytest.fixture

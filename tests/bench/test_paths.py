@@ -9,8 +9,8 @@ import pytest
 from loop_devices import loop_devices
 
 from tutti import cli
+from tutti.base.units import KiB, MiB
 from tutti.bench import paths
-from tutti.units import KiB, MiB
 
 SMALL = ["bench", "paths", "--size", "8MiB", "--moved", "256KiB", "--rounds", "2"]
 SMALL += ["--blocks", "4KiB", "64KiB", "--depths", "1", "8"]

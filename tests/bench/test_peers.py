@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from tutti.base.terminal import progress
 from tutti.bench.peers import hicache as peer_hicache
 from tutti.bench.peers import run as peers
 from tutti.bench.peers.peer import BATCH_PAGES, PeerPlan
@@ -21,7 +22,6 @@ from tutti.bench.peers.process import PeerProcess, make_peer
 from tutti.bench.summary import render
 from tutti.errors import ChecksumMismatch, ConfigError, MediumError
 from tutti.gio_uring.probe import probe_memory
-from tutti.terminal import progress
 
 TOKENS, BATCHES = 1, 2  # pages of 128 KiB, batches of 16 MiB
 

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from tutti.base.terminal import progress
 from tutti.bench import placement
 from tutti.bench.placement import PHASES, Command, read_trace, summarise
 from tutti.errors import ConfigError
-from tutti.terminal import progress
 
 
 def event(opcode: str, slba: int, nlb: int, nsid: int = 1) -> str:

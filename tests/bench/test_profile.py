@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from tutti.base.terminal import Progress
+from tutti.base.units import KiB, MiB
 from tutti.bench.profile import run as profile
 from tutti.errors import ConfigError
 from tutti.machine import machine_facts
@@ -16,8 +18,6 @@ from tutti.profiles import medium_timing as profile_medium
 from tutti.profiles.medium_timing import Medium
 from tutti.scheduler.profile import load_profile
 from tutti.scheduler.roofline import DENSE_MODELS
-from tutti.terminal import Progress
-from tutti.units import KiB, MiB
 
 GRID = ("--sizes", "256KiB", "1MiB", "--slices", "64KiB", "256KiB")
 POINTS = 12  # three directions, two sizes, two slices

@@ -20,11 +20,11 @@ from typing import Any
 
 import pytest
 
+from tutti.base.terminal import progress
 from tutti.bench.ttft import recipes
 from tutti.bench.ttft.http import ServerError
 from tutti.bench.ttft.recipes import RECIPES, Options, launch_of
 from tutti.errors import ConfigError, Unsupported
-from tutti.terminal import progress
 
 STAND_IN = """\
 import http.server, json, os, signal, sys, threading

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from store.pools import formatted, opened
+from tutti.base.terminal import progress
 from tutti.bench import replay
 from tutti.bench.belady import least_recently_used, minimum
 from tutti.bench.replay import Replayer
@@ -18,7 +19,6 @@ from tutti.bench.traces import Request, Synthetic, generate
 from tutti.errors import ConfigError
 from tutti.medium.geometry import Geometry
 from tutti.store import ObjectStore
-from tutti.terminal import progress
 
 SHAPE = Shape(2, 16384)
 LAYOUT = SHAPE.layout(512)

@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from tutti.base.terminal import Progress
+from tutti.base.units import MiB
 from tutti.bench.residency import control_group, moving
 from tutti.bench.residency import run as residency
 from tutti.bench.residency.cell import CONFIGURATIONS, measure
@@ -22,8 +24,6 @@ from tutti.gio_uring.file_creation import allocate_file
 from tutti.gio_uring.file_member import FileMember
 from tutti.scheduler.residency_policy import MemoryFacts
 from tutti.store import format as format_pool
-from tutti.terminal import Progress
-from tutti.units import MiB
 
 SHAPE = "1x256KiB"  # groups of 2 MiB
 

@@ -10,8 +10,8 @@ import pytest
 from loop_devices import Loop, loop_devices
 
 from tutti import cli
+from tutti.base.units import MiB
 from tutti.gio_uring.drives.device_content import contents
-from tutti.units import MiB
 
 SMALL = {
     "bandwidth": "bench bandwidth --shapes 2x16KiB --seconds 0.05 --capacity 24MiB --batch 1MiB"

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from scheduler.drive import Drive, Linear
 
+from tutti.base.terminal import progress
 from tutti.bench.simulate.hardware import Machine, drive_names, gpu_names, machine
 from tutti.bench.slack import report as slack_report
 from tutti.bench.slack import run as slack
@@ -25,7 +26,6 @@ from tutti.scheduler.event import LoadKnown, StepBegan, WriteKnown
 from tutti.scheduler.policy import Limits, SlackPolicy, writes_for
 from tutti.scheduler.request import Phase
 from tutti.scheduler.state import Decision, State
-from tutti.terminal import progress
 
 TRUTH = machine(drive_names()[0], "H100")
 LIMITS = Limits(locked_pages=256, staged_pages=256)

@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 from stand_in_server import standing_in
 
+from tutti.base.terminal import progress
 from tutti.bench.figures.data import read_csv
 from tutti.bench.traces import Synthetic, generate
 from tutti.bench.ttft import run as ttft
@@ -37,7 +38,6 @@ from tutti.bench.ttft.sglang_client import read_point
 from tutti.bench.ttft.sweep import Point, Stopped, Sweep, attained, by_rate, mean_ttft_within
 from tutti.cli import main
 from tutti.errors import ConfigError, Unsupported
-from tutti.terminal import progress
 
 SLO = parse_slo("ttft:1000")
 SMALL = ["--workload", "leval-synthetic", "--tasks", "tpo", "--scale", "0.01", "--requests", "12"]

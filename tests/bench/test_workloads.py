@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tutti.base.terminal import progress
 from tutti.bench.traces import Synthetic, generate, parse_trace
 from tutti.bench.ttft.arrivals import arrival_times_s, traced_times_s
 from tutti.bench.ttft.workloads import export
@@ -31,7 +32,6 @@ from tutti.bench.ttft.workloads.prompt import (
 from tutti.bench.ttft.workloads.source import add_workload_arguments, build_workload
 from tutti.bench.ttft.workloads.synthetic import LEVAL, LOOGLE, generate_documents
 from tutti.errors import ConfigError
-from tutti.terminal import progress
 
 
 def parsed(*argv: str) -> argparse.Namespace:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from node.agents import LAYOUT, RunningAgent
 
-from tutti.arrays import Keys
+from tutti.base.arrays import Keys
 from tutti.cluster.remote import RemoteConfig
 from tutti.node.client import NodeStore
 

@@ -21,7 +21,7 @@ from node.agents import LAYOUT, start_process
 
 import tutti
 from store.pools import some_keys
-from tutti.arrays import Keys
+from tutti.base.arrays import Keys
 from tutti.cluster.remote import RemoteConfig
 
 pytestmark = pytest.mark.slow

@@ -20,11 +20,11 @@ import numpy as np
 import pytest
 
 from tutti import cli, store
+from tutti.base.units import MiB
 from tutti.commands import demo as cli_demo
 from tutti.errors import PoolMismatch
 from tutti.medium.geometry import BLOCK_NBYTES
 from tutti.medium.layout import MODELS, KVLayout
-from tutti.units import MiB
 
 SMALL = ["--model=test-model", "--layers=2", "--kv-heads=1", "--head-dim=64", "--page-size=32"]
 LAYOUT = KVLayout.mha(2, 1, 64, 32, "bfloat16", model="test-model")

@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 
 from tutti import cli, store
+from tutti.base.terminal import Progress
 from tutti.bench.ttft.workloads import export
 from tutti.commands import demo as cli_demo
 from tutti.errors import CapacityError, system_message
 from tutti.medium.layout import KVLayout
-from tutti.terminal import Progress
 
 LAYOUT = KVLayout.mha(2, 1, 64, 32, "bfloat16", model="test-model")
 TUTTI = [sys.executable, "-m", "tutti.cli"]

@@ -6,8 +6,8 @@ import io
 
 from manual_clock import ManualClock
 
-from tutti.terminal import Progress, facts, table
-from tutti.units import MiB
+from tutti.base.terminal import Progress, facts, table
+from tutti.base.units import MiB
 
 
 class Terminal(io.StringIO):

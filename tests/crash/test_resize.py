@@ -14,10 +14,10 @@ from crash.objects import as_rows, check_books, content_of, when_unlocked
 import tutti
 from store.pools import LAYOUT
 from tutti import cli, resize
+from tutti.base.units import MiB
 from tutti.errors import CapacityError, PoolInUse, Unsupported
 from tutti.pool import replacement
 from tutti.store import ObjectStore
-from tutti.units import MiB
 
 SMALL, LARGE = 24 * MiB, 48 * MiB
 KEYS = [bytes([1 + i]) * 16 for i in range(40)]

@@ -7,11 +7,11 @@ import time
 from collections import deque
 from dataclasses import dataclass
 
+from tutti.base.process import Owned
 from tutti.gio_uring import _native
 from tutti.gio_uring.controller import NativeController
 from tutti.gio_uring.nvme_spec import NLB_MAX, PSDT_PRP, Sqe, make_cdw0
 from tutti.gio_uring.queue_pair import COMPLETED, NO_CID, QueuePair
-from tutti.process import Owned
 
 _NAP_S = 0.001
 

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from tutti.arrays import U64
+from tutti.base.arrays import U64
 from tutti.errors import CudaError
 from tutti.gio_uring.gpu.driver import Arguments, SmResource
 

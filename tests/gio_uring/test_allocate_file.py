@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tutti.base.units import KiB, MiB
 from tutti.errors import (
     CapacityError,
     ConfigError,
@@ -19,7 +20,6 @@ from tutti.errors import (
     PoolNotFound,
 )
 from tutti.gio_uring.file_creation import allocate_file
-from tutti.units import KiB, MiB
 
 
 @pytest.mark.parametrize("prewrite", [False, True])

@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 from nvme_host import LBA, READ, WRITE, NvmeHost
 
+from tutti.base.units import MiB
 from tutti.errors import ConfigError, MediumError, Unsupported
 from tutti.gio_uring import nvme_spec as nvme
 from tutti.gio_uring.controller_file import BlockRange, FileController, _without, uring_refusal
 from tutti.gio_uring.file_creation import allocate_file
 from tutti.gio_uring.file_member import FileMember
-from tutti.units import MiB
 
 OK = nvme.STATUS_OK
 NBYTES = 4 * MiB

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 from nvme_host import LBA, READ, WRITE, Fill, NvmeHost
 
+from tutti.base.units import MiB
 from tutti.errors import (
     ConfigError,
     PoolNotFound,
@@ -27,7 +28,6 @@ from tutti.gio_uring import nvme_spec as nvme
 from tutti.gio_uring.controller_file import FileController, RequestLimits, uring_refusal
 from tutti.gio_uring.file_creation import allocate_file
 from tutti.gio_uring.file_member import FileMember
-from tutti.units import MiB
 
 OK = nvme.STATUS_OK
 NBYTES = 4 * MiB

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from nvme_host import LBA
 
+from tutti.base.units import MiB
 from tutti.gio_uring.file_creation import allocate_file
-from tutti.units import MiB
 
 CHILD_TIMEOUT_S = 60
 

@@ -17,11 +17,11 @@ from hypothesis import strategies as st
 from memory_controller import Faults, MemoryController
 from nvme_host import LBA, READ, WRITE, NvmeHost
 
+from tutti.base.units import GiB, KiB, MiB
 from tutti.errors import ConfigError, DeviceTimeout, NativeError
 from tutti.gio_uring import _native
 from tutti.gio_uring import nvme_spec as nvme
 from tutti.gio_uring.memory import HostBuffer
-from tutti.units import GiB, KiB, MiB
 
 OK = nvme.STATUS_OK
 ALWAYS = 1_000_000

@@ -9,9 +9,9 @@ import mmap
 import numpy as np
 import pytest
 
+from tutti.base.units import KiB, MiB
 from tutti.errors import CapacityError, ConfigError
 from tutti.gio_uring.memory import HUGEPAGE_NBYTES, HostBuffer, address_of, hugepage_nbytes
-from tutti.units import KiB, MiB
 
 
 class Tensor:

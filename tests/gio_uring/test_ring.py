@@ -8,10 +8,10 @@ import pytest
 from gio_uring.command_ring import Ring, simple_command
 from memory_controller import Faults, MemoryController
 
+from tutti.base.units import MiB
 from tutti.errors import CapacityError, ChecksumMismatch, DeviceTimeout, MediumError
 from tutti.gio_uring import nvme_spec as nvme
 from tutti.gio_uring.status import status_error, status_name
-from tutti.units import MiB
 
 
 @pytest.fixture

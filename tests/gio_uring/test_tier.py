@@ -16,6 +16,7 @@ from gio_uring.data_pointer import Extent
 from memory_controller import MemoryController
 from nvme_host import LBA, READ, WRITE, NvmeHost
 
+from tutti.base.units import MiB
 from tutti.errors import ConfigError, MediumError, Unsupported
 from tutti.gio_uring import nvme_spec as nvme
 from tutti.gio_uring.dma_source import KNOWN_SOURCES, choose_source, prove
@@ -25,7 +26,6 @@ from tutti.gio_uring.gpu.queues import DeviceQueues
 from tutti.gio_uring.memory import HostBuffer
 from tutti.gio_uring.queue_pair import QueuePair, QueuePairStruct
 from tutti.gio_uring.tier import DriveFacts, MappingFacts, judge_tiers, probe_mapping
-from tutti.units import MiB
 
 ON_VFIO = DriveFacts(2, 1, 4, has_vfio=True, has_vfio_pci=True)
 MAY_MAP = MappingFacts(

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 from memory_controller import MemoryController, Parallelism
 
+from tutti.base.units import KiB, MiB
 from tutti.gio_uring.engine import NEVER_DUE, PRIORITY_LOAD, Engine
 from tutti.gio_uring.iocb import Extents, PagedMemory
 from tutti.gio_uring.job import Job
 from tutti.gio_uring.memory import HostBuffer
 from tutti.gio_uring.nvme_spec import OPCODE_READ
-from tutti.units import KiB, MiB
 
 LAYERS, PAGES = 16, 32
 SLICE_NBYTES = 64 * KiB

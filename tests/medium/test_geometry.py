@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tutti.base.units import GiB, KiB, MiB, TiB
 from tutti.errors import CapacityError, LayoutError
 from tutti.medium.geometry import SLOTS_MAX, Geometry
 from tutti.medium.layout import KVLayout
-from tutti.units import GiB, KiB, MiB, TiB
 
 LLAMA = KVLayout.mha(32, 8, 128, 64, "bfloat16")  # slices of 256 KiB
 SMALL = Geometry(layers=3, segments=(4000, 3000), lba_nbytes=512, group_slots=4, groups=5)

@@ -37,7 +37,7 @@ from typing import IO, Any
 import numpy as np
 
 import tutti
-from tutti import interrupts
+from tutti.base import interrupts
 from tutti.bench.environment import describe
 from tutti.errors import ChecksumMismatch, MediumError, PoolCorrupt, PoolNotFound, TuttiError
 from tutti.medium.keys import as_keys

@@ -14,6 +14,7 @@ from node.agents import LAYOUT, RunningAgent
 
 import tutti
 from store.pools import fill, some_keys
+from tutti.base.units import format_nbytes
 from tutti.errors import (
     CapacityError,
     ChecksumMismatch,
@@ -30,7 +31,6 @@ from tutti.medium.slot_record import EXPIRY_UNIT_S
 from tutti.memory.host_memory import PAGE_FIRST_DIRECT, HostMemory
 from tutti.transfers.store_config import StoreConfig
 from tutti.transfers.tickets import LoadTicket, Outcome, PutTicket
-from tutti.units import format_nbytes
 
 Opener = Callable[..., Any]
 

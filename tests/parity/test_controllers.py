@@ -20,11 +20,11 @@ from nvme_host import (
     chain,
 )
 
+from tutti.base.units import KiB
 from tutti.errors import ConfigError
 from tutti.gio_uring import nvme_spec as nvme
 from tutti.gio_uring.controller import HAS_DEALLOCATE, HAS_PRP, NativeController
 from tutti.gio_uring.memory import HostBuffer
-from tutti.units import KiB
 
 OK = nvme.STATUS_OK
 

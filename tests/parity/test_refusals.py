@@ -20,10 +20,10 @@ from nvme_host import (
     segment,
 )
 
+from tutti.base.units import KiB, MiB
 from tutti.gio_uring import nvme_spec as nvme
 from tutti.gio_uring.controller import NativeController
 from tutti.gio_uring.memory import HostBuffer
-from tutti.units import KiB, MiB
 
 OK = nvme.STATUS_OK
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tutti.arrays import Keys, Slots
+from tutti.base.arrays import Keys, Slots
 from tutti.placement.reuse import BUCKETS, LEVELS, ReuseHistory
 
 SLOTS = 64

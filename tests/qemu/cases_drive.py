@@ -20,6 +20,7 @@ from nvme_host import LBA, PRP, READ, SGL, WRITE, NvmeHost, put_descriptors, seg
 from parity.test_controllers import cut, gather, scatter, spread
 
 from qemu.inside import Drives
+from tutti.base.units import KiB, MiB
 from tutti.errors import ConfigError, DeviceGone, PoolInUse
 from tutti.gio_uring import nvme_spec as nvme
 from tutti.gio_uring.controller import (
@@ -35,7 +36,6 @@ from tutti.gio_uring.iocb import Extents, flat_memory
 from tutti.gio_uring.job import Job
 from tutti.gio_uring.memory import HostBuffer
 from tutti.gio_uring.status import status_error
-from tutti.units import KiB, MiB
 
 OK = nvme.STATUS_OK
 USUAL, ODD, FAULTY, SLOW = range(4)

@@ -14,10 +14,10 @@ import tutti
 from qemu.inside_kernel import KINDS, generic, members, namespaces, zero
 from store.pools import LAYOUT
 from tutti import cli
+from tutti.base.units import MiB
 from tutti.gio_uring import nvme_spec as nvme
 from tutti.gio_uring.controller_file import FileController
 from tutti.gio_uring.drives.generic_device import REQUEST_NBYTES_MAX
-from tutti.units import MiB
 
 OK = nvme.STATUS_OK
 CAPACITY = 40 * MiB

@@ -26,6 +26,7 @@ import tutti
 from qemu.inside_kernel import BLKZEROOUT, KINDS, OUT, controllers, members, namespaces
 from store.pools import GEOMETRY, LAYOUT
 from tutti import cli
+from tutti.base.units import MiB
 from tutti.errors import (
     CapacityError,
     DeviceGone,
@@ -39,7 +40,6 @@ from tutti.gio_uring import nvme_spec as nvme
 from tutti.gio_uring.controller_file import FileController
 from tutti.memory.host_memory import HostMemory
 from tutti.store import ObjectStore
-from tutti.units import MiB
 
 OK = nvme.STATUS_OK
 FAULTS = ("flush", "record", "write")

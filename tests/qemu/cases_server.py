@@ -16,6 +16,7 @@ import pytest
 
 from qemu.guest import PATIENCE
 from tutti import cli
+from tutti.base.units import MiB
 from tutti.errors import ConfigError, PoolNotFound, TuttiError
 from tutti.integration.sglang.host.host_store import HostStore
 from tutti.integration.sglang.identity import (
@@ -29,7 +30,6 @@ from tutti.integration.sglang.metrics import Metrics
 from tutti.integration.sglang.options import HICACHE, parse_options
 from tutti.integration.sglang.weights import WeightsWatch
 from tutti.memory.host_memory import HostMemory
-from tutti.units import MiB
 
 OUT = Path("/out")
 TOKENS, PAGES, CHAINS = 16, 16, 6

@@ -17,9 +17,9 @@ from nvme_host import NvmeHost
 
 from qemu.guest import PATIENCE
 from qemu.vfio_binding import bind
+from tutti.base.units import MiB
 from tutti.gio_uring import nvme_spec as nvme
 from tutti.gio_uring.controller_vfio import VfioController
-from tutti.units import MiB
 
 OUT = Path("/out")
 LIMIT_S = 280

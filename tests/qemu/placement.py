@@ -17,7 +17,7 @@ import numpy as np
 
 import tutti
 from qemu.guest import Drive, Guest
-from tutti.units import MiB
+from tutti.base.units import MiB
 
 PROMPTS, PAGES = 4, 32
 LAYOUT = tutti.KVLayout.mha(

@@ -14,7 +14,7 @@ from native.stand_in import run
 
 from qemu.guest import PATIENCE, Drive, Guest, missing
 from qemu.test_nvme import check, sparse
-from tutti.units import MiB
+from tutti.base.units import MiB
 
 pytestmark = [pytest.mark.nvme, pytest.mark.timeout(450 * PATIENCE)]
 HERE = Path(__file__).parent

@@ -10,7 +10,7 @@ import pytest
 from nvme_host import NAMESPACES
 
 from qemu.guest import PATIENCE, Drive, Guest, missing
-from tutti.units import MiB
+from tutti.base.units import MiB
 
 pytestmark = [pytest.mark.nvme, pytest.mark.timeout(450 * PATIENCE)]
 HERE = Path(__file__).parent

@@ -17,8 +17,8 @@ from qemu.guest import PATIENCE, Drive, Guest, missing
 from qemu.lives import DURABILITIES, KILLED_OBJECTS_MAX
 from qemu.write_log import image_at_end, read_write_log
 from store.pools import LAYOUT, formatted
+from tutti.base.units import MiB
 from tutti.medium.geometry import Geometry
-from tutti.units import MiB
 
 pytestmark = [pytest.mark.nvme, pytest.mark.timeout(450 * PATIENCE)]
 

@@ -8,7 +8,7 @@ import pytest
 
 from qemu.guest import PATIENCE, Drive, Guest, missing
 from qemu.test_nvme import check, sparse
-from tutti.units import MiB
+from tutti.base.units import MiB
 
 pytestmark = [pytest.mark.nvme, pytest.mark.slow, pytest.mark.timeout(450 * PATIENCE)]
 HERE = Path(__file__).parent

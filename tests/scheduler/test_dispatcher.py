@@ -10,7 +10,7 @@ import pytest
 from manual_clock import ManualClock
 from scheduler.drive import Linear
 
-from tutti.callbacks import Guard
+from tutti.base.callbacks import Guard
 from tutti.scheduler.dispatcher import Dispatcher, Schedule
 from tutti.scheduler.event import (
     Event,

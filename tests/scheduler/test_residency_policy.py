@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tutti.base.units import GiB, MiB
 from tutti.errors import ConfigError, Unsupported
 from tutti.scheduler.residency_policy import (
     Governor,
@@ -18,7 +19,6 @@ from tutti.scheduler.residency_policy import (
     read_memory,
     read_stall_us,
 )
-from tutti.units import GiB, MiB
 
 
 def machine(root: Path, available_kib: int = 8 * 1024 * 1024) -> Path:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tutti.breaker import Breaker, crawls
+from tutti.base.breaker import Breaker, crawls
 from tutti.errors import ConfigError
 from tutti.integration.sglang.direct.admission import PAGES_MAX, Admission, break_even
 from tutti.integration.sglang.direct.backlog import Chains

@@ -17,8 +17,8 @@ from linker_engine import Rig, names, wait_for
 from linker_gpu import gpu_rig
 
 import tutti
+from tutti.base.breaker import Breaker
 from tutti.bench.simulate.io import policy_of
-from tutti.breaker import Breaker
 from tutti.errors import ConfigError, ProfileError
 from tutti.integration.sglang import linker as linker_module
 from tutti.integration.sglang.direct import steps as steps_module

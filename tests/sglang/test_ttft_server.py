@@ -21,13 +21,13 @@ from typing import Any
 import pytest
 from sglang_server import ADMIN_KEY, HERE, Server, take_turn
 
+from tutti.base.terminal import progress
 from tutti.bench.figures import run as figures
 from tutti.bench.figures.data import read_csv
 from tutti.bench.ttft import run as ttft
 from tutti.bench.ttft.output import read_result
 from tutti.bench.ttft.recipes import RECIPES, Options, launch_of
 from tutti.integration.sglang.launch import refused_arguments
-from tutti.terminal import progress
 
 # Starting a server takes 10 s on an idle machine, and one test waits for another's server.
 pytestmark = [pytest.mark.timeout(900)]

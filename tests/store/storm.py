@@ -19,7 +19,7 @@ import numpy as np
 from scheduler.drive import Linear
 
 import tutti
-from tutti import interrupts
+from tutti.base import interrupts
 from tutti.errors import ConfigError, KeyMissing, TuttiError
 from tutti.memory.host_memory import HostMemory
 from tutti.scheduler.dispatcher import Schedule

@@ -20,11 +20,11 @@ from store.kept import Kept, wait_until
 from store.pools import some_keys
 from store.storm import LAYOUT
 from tutti import store
+from tutti.base.interrupts import Latch
 from tutti.errors import TuttiError
 from tutti.gio_uring import file_member
 from tutti.gio_uring.controller import NativeController
 from tutti.gio_uring.engine import Engine
-from tutti.interrupts import Latch
 from tutti.pool.record_table import RecordTable
 from tutti.transfers.catalogue import Catalogue
 from tutti.transfers.reclaim import Reclaimer

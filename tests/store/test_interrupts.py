@@ -22,10 +22,10 @@ import tutti
 from store.kept import Kept, wait_until
 from store.pools import some_keys
 from store.storm import LAYOUT, PAGES, left
-from tutti import interrupts
+from tutti.base import interrupts
+from tutti.base.interrupts import Latch
 from tutti.errors import CapacityError
 from tutti.gio_uring.controller import NativeController
-from tutti.interrupts import Latch
 from tutti.placement.lookup_pins import LookupPins
 from tutti.store import ObjectStore
 

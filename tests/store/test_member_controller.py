@@ -10,11 +10,11 @@ from memory_controller import MemoryController
 import tutti
 from store.pools import GEOMETRY, LAYOUT
 from tutti import cli
+from tutti.base.units import MiB
 from tutti.errors import CapacityError, ConfigError, PoolExists
 from tutti.gio_uring.engine import Engine
 from tutti.pool import member_controller
 from tutti.pool.block_io import BlockIo
-from tutti.units import MiB
 
 DRIVE = "nvme:0000:03:00.0"
 

@@ -15,6 +15,7 @@ from loop_devices import Loop, loop_devices
 import tutti
 from store.pools import LAYOUT
 from tutti import cli
+from tutti.base.units import MiB
 from tutti.errors import (
     CapacityError,
     ConfigError,
@@ -31,7 +32,6 @@ from tutti.pool import places
 from tutti.pool.places import Kind, check_distinct, place_of
 from tutti.pool.pool_format import label
 from tutti.store import ObjectStore
-from tutti.units import MiB
 
 CAPACITY = 24 * MiB
 KEYS = [bytes([i]) * 16 for i in range(8)]

@@ -16,6 +16,7 @@ import pytest
 
 import tutti
 from store.pools import Bytes, fill, formatted, opened, some_keys
+from tutti.base.units import MiB
 from tutti.errors import ConfigError, Unsupported
 from tutti.gio_uring.controller_file import BlockRange, FileController
 from tutti.medium.layout import KVLayout
@@ -23,7 +24,6 @@ from tutti.memory.host_memory import HostMemory
 from tutti.store import ObjectStore
 from tutti.store import format as format_pool
 from tutti.transfers.store_config import StoreConfig
-from tutti.units import MiB
 
 # 256 KiB a page: eight to a group of 2 MiB.
 LAYOUT = KVLayout.mha(

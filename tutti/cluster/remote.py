@@ -13,9 +13,9 @@ from enum import IntEnum
 from typing import Any, Protocol
 from urllib.parse import parse_qsl, urlsplit
 
-from tutti.checks import one_of, seconds, whole
+from tutti.base.checks import one_of, seconds, whole
+from tutti.base.units import parse_nbytes
 from tutti.errors import ConfigError
-from tutti.units import parse_nbytes
 
 REPLICATE = ("second", "first", "off")
 

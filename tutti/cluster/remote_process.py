@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from tutti.arrays import U32, Keys
+from tutti.base.arrays import U32, Keys
 from tutti.cluster.remote import RemoteConfig
 from tutti.cluster.worker import (
     ANSWER_NBYTES_MAX,

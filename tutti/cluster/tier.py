@@ -18,8 +18,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from tutti.arrays import U32, Keys
-from tutti.breaker import Breaker
+from tutti.base.arrays import U32, Keys
+from tutti.base.breaker import Breaker
+from tutti.base.threads import start_thread
 from tutti.cluster.recent_keys import RecentKeys
 from tutti.cluster.remote import Answer, RemoteConfig
 from tutti.cluster.remote_process import RemoteProcess, Staging, StagingInUse
@@ -36,7 +37,6 @@ from tutti.medium.keys import as_keys
 from tutti.medium.slot_record import EXPIRY_UNIT_S
 from tutti.placement.index import MISSING
 from tutti.store import ObjectStore
-from tutti.threads import start_thread
 from tutti.transfers.put_request import PutRequest
 from tutti.transfers.tickets import Outcome, PutTicket
 

@@ -8,9 +8,9 @@ from importlib import import_module
 from types import ModuleType
 from typing import Any
 
+from tutti.base.terminal import progress
 from tutti.commands.outcome import EXIT_FAILED, EXIT_OK, Outcome
 from tutti.errors import Unsupported
-from tutti.terminal import progress
 
 _BANDWIDTH = """\
 Measures store and retrieve bandwidth in GB/s (10^9 bytes) of payload, and its CPU time, for objects

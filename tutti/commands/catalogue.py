@@ -12,16 +12,16 @@ import numpy as np
 
 from tutti.archive import ImportResult, chains_of, export_objects, import_objects
 from tutti.arguments import above_zero, positive
-from tutti.arrays import Keys
+from tutti.base.arrays import Keys
+from tutti.base.terminal import facts, table
+from tutti.base.units import format_nbytes
 from tutti.commands.outcome import Outcome
 from tutti.errors import ConfigError, KeySizeError
 from tutti.interface import Store
 from tutti.medium.keys import KEY_NBYTES, as_keys
 from tutti.node.connect import AGENT, connect, pools
 from tutti.store import open as open_pool
-from tutti.terminal import facts, table
 from tutti.transfers.catalogue import ObjectInfo
-from tutti.units import format_nbytes
 
 _LISTED = 50
 _RECOVERY_S = 600.0

@@ -11,11 +11,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from tutti.base.terminal import progress
+from tutti.base.units import MiB, format_nbytes
 from tutti.commands.bench import bench_module
 from tutti.commands.outcome import EXIT_FAILED, EXIT_OK, Outcome
 from tutti.errors import CapacityError, ConfigError, system_message
-from tutti.terminal import progress
-from tutti.units import MiB, format_nbytes
 
 _DESCRIPTION = """\
 Stores and loads the same pages through Tutti, through a file per page and with fio, in files below

@@ -8,10 +8,10 @@ from typing import Any
 
 from tutti import store
 from tutti.arguments import add_paths, natural, positive
+from tutti.base.terminal import facts, progress, table
+from tutti.base.units import format_nbytes
 from tutti.commands.outcome import EXIT_FAILED, EXIT_OK, Outcome
 from tutti.fsck import FsckReport, RepairReport, check_files, repair
-from tutti.terminal import facts, progress, table
-from tutti.units import format_nbytes
 
 _SHOWN_MAX = 20
 _DESCRIPTION = """\

@@ -5,12 +5,12 @@ from __future__ import annotations
 import argparse
 from dataclasses import asdict
 
+from tutti.base.terminal import table
+from tutti.base.units import format_nbytes
 from tutti.commands.outcome import Outcome
 from tutti.errors import TuttiError
 from tutti.gio_uring.drives.block_device import BlockDevice, Devices
 from tutti.gio_uring.probe import ControllerFacts, probe_controllers
-from tutti.terminal import table
-from tutti.units import format_nbytes
 
 _DESCRIPTION = """\
 Lists NVMe namespaces and partitions that can hold a pool, and why the others cannot. The first and

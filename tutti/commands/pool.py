@@ -16,6 +16,8 @@ import numpy as np
 
 from tutti import store
 from tutti.arguments import add_layout, add_paths, layout_of, nbytes, say_capacity
+from tutti.base.terminal import Progress, facts, table
+from tutti.base.units import format_nbytes
 from tutti.commands.outcome import Outcome
 from tutti.errors import ConfigError, PoolCorrupt, PoolNotFound
 from tutti.gio_uring.drives.device_content import LABEL
@@ -34,8 +36,6 @@ from tutti.medium.superblock import (
 from tutti.pool.block_io import opened_io
 from tutti.pool.member_controller import are_drives, open_controller
 from tutti.pool.pool_format import label
-from tutti.terminal import Progress, facts, table
-from tutti.units import format_nbytes
 
 _FORMAT = """\
 Creates an empty pool in one or more files and stripes it over them. A pool holds pages of one

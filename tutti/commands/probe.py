@@ -5,11 +5,11 @@ from __future__ import annotations
 import argparse
 from dataclasses import asdict
 
+from tutti.base.terminal import facts, table
+from tutti.base.units import format_nbytes
 from tutti.commands.outcome import Outcome
 from tutti.gio_uring.probe import MachineFacts, MemoryFacts, probe_machine
 from tutti.gio_uring.tier import TierFacts
-from tutti.terminal import facts, table
-from tutti.units import format_nbytes
 
 _DESCRIPTION = """\
 Shows which tiers work on this machine and what blocks the others. No setting is changed; one block

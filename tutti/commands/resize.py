@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 
 from tutti.arguments import add_paths, nbytes, say_capacity
+from tutti.base.terminal import Progress
 from tutti.commands.outcome import Outcome
 from tutti.resize import resize
-from tutti.terminal import Progress
 
 _DESCRIPTION = """\
 Gives a pool in files another size. Its objects are verified and copied to new files next to the old

@@ -11,13 +11,13 @@ import signal
 import sys
 
 from tutti.arguments import named_nbytes, nbytes, say_capacity
+from tutti.base.terminal import facts
 from tutti.cluster.remote import RemoteConfig
 from tutti.commands.outcome import Outcome
 from tutti.errors import ConfigError, Unsupported
 from tutti.node.agent import Agent, AgentConfig
 from tutti.node.pools import AgentPools
 from tutti.placement.eviction import POLICIES
-from tutti.terminal import facts
 from tutti.transfers.quotas import Quota
 from tutti.transfers.store_config import DURABILITY, VERIFY, StoreConfig
 

@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from tutti.arguments import nbytes, positive
+from tutti.base.terminal import table
+from tutti.base.units import MiB, format_nbytes, parse_nbytes
 from tutti.commands.outcome import EXIT_FAILED, EXIT_OK, Outcome
 from tutti.errors import CapacityError, ConfigError, PoolNotFound, TuttiError, Unsupported
 from tutti.gio_uring.named_drive import is_drive
@@ -35,8 +37,6 @@ from tutti.medium.superblock import SUPERBLOCK_MAGIC
 from tutti.node.connect import connect
 from tutti.pool.places import Kind, Place, check_distinct, exists, place_of
 from tutti.pool.pool_format import is_labelled
-from tutti.terminal import table
-from tutti.units import MiB, format_nbytes, parse_nbytes
 
 PAGE_SIZE = 64
 _MEMLOCK_WANTED_NBYTES = 64 * MiB

@@ -9,13 +9,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from tutti.arguments import above_zero, positive
+from tutti.base.histogram import BOUNDS_S, quantile_s
+from tutti.base.terminal import facts
+from tutti.base.units import format_duration, format_nbytes
 from tutti.commands.catalogue import add_pool_name, of_each_pool
 from tutti.commands.outcome import Outcome
 from tutti.errors import ConfigError
-from tutti.histogram import BOUNDS_S, quantile_s
 from tutti.node.connect import AGENT, connect
-from tutti.terminal import facts
-from tutti.units import format_duration, format_nbytes
 
 _DESCRIPTION = """\
 Shows the counters of an agent's pools (`tutti serve`) since they were opened. With --watch, a line

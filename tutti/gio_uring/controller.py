@@ -12,13 +12,13 @@ import weakref
 from dataclasses import dataclass
 from typing import Any, Protocol, Self
 
+from tutti.base.interrupts import uninterrupted
+from tutti.base.process import Owned, finalize
+from tutti.base.units import format_nbytes
 from tutti.errors import ConfigError, DeviceTimeout, NativeError
 from tutti.gio_uring import _native
 from tutti.gio_uring.memory import DmaRegion, address_of
 from tutti.gio_uring.queue_pair import QueuePair
-from tutti.interrupts import uninterrupted
-from tutti.process import Owned, finalize
-from tutti.units import format_nbytes
 
 HAS_FUA = 1
 HAS_DEALLOCATE = 2

@@ -19,11 +19,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from tutti.base.units import KiB, MiB
 from tutti.errors import ConfigError, Unsupported
 from tutti.gio_uring import _native
 from tutti.gio_uring.controller import NativeController
 from tutti.gio_uring.file_member import FileMember
-from tutti.units import KiB, MiB
 
 EXECUTORS = ("auto", "uring", "threads", "passthrough")
 

@@ -7,6 +7,8 @@ import weakref
 from collections.abc import Sequence
 from typing import Any
 
+from tutti.base.interrupts import uninterrupted
+from tutti.base.process import finalize
 from tutti.errors import ConfigError, TuttiError
 from tutti.gio_uring.controller import (
     HAS_VOLATILE_CACHE,
@@ -17,8 +19,6 @@ from tutti.gio_uring.controller import (
 from tutti.gio_uring.controller_vfio import VfioController
 from tutti.gio_uring.memory import DmaRegion, address_of
 from tutti.gio_uring.queue_pair import QueuePair
-from tutti.interrupts import uninterrupted
-from tutti.process import finalize
 
 
 class SpanController(NativeController):

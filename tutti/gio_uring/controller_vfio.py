@@ -12,6 +12,7 @@ import ctypes
 import logging
 from typing import Any
 
+from tutti.base.process import finalize
 from tutti.errors import (
     ConfigError,
     DeviceGone,
@@ -35,7 +36,6 @@ from tutti.gio_uring.drives.vfio import PageMap, VfioDevice
 from tutti.gio_uring.memory import DmaRegion, HostBuffer
 from tutti.gio_uring.nvme_spec import PAGE_NBYTES, STATUS_ABORTED_SQ_DELETION
 from tutti.gio_uring.queue_pair import QueuePair
-from tutti.process import finalize
 
 DESCRIPTORS_MAX = 256
 

@@ -17,8 +17,11 @@ from typing import Any, Unpack
 import numpy as np
 import numpy.typing as npt
 
-from tutti.arrays import U32
-from tutti.callbacks import Guard
+from tutti.base.arrays import U32
+from tutti.base.callbacks import Guard
+from tutti.base.interrupts import uninterrupted
+from tutti.base.process import Owned, finalize
+from tutti.base.threads import start_thread
 from tutti.errors import CapacityError, ConfigError, DeviceTimeout, PoolClosed
 from tutti.gio_uring import _native
 from tutti.gio_uring.controller import NativeController
@@ -43,10 +46,7 @@ from tutti.gio_uring.nvme_spec import (
 )
 from tutti.gio_uring.queue_pair import QueuePair
 from tutti.gio_uring.transfer import TIMEOUT_S, HostOptions
-from tutti.interrupts import uninterrupted
 from tutti.native import address
-from tutti.process import Owned, finalize
-from tutti.threads import start_thread
 
 DIGEST_NONE, DIGEST_COMPUTE, DIGEST_COMPARE = 0, 1, 2
 

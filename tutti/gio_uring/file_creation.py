@@ -12,6 +12,7 @@ from io import FileIO
 from pathlib import Path
 from typing import NamedTuple
 
+from tutti.base.units import MiB, format_nbytes
 from tutti.errors import (
     CapacityError,
     ConfigError,
@@ -30,7 +31,6 @@ from tutti.gio_uring.file_member import (
     unlock_and_close,
 )
 from tutti.gio_uring.file_trust import check_owner, resolve
-from tutti.units import MiB, format_nbytes
 
 #: Progress of `allocate_file`: bytes done, bytes in all.
 Progress = Callable[[int, int], None]

@@ -25,6 +25,8 @@ from typing import TypeVar
 
 import numpy as np
 
+from tutti.base.process import Owned, finalize, own_file
+from tutti.base.units import MiB
 from tutti.errors import (
     ConfigError,
     MediumError,
@@ -36,8 +38,6 @@ from tutti.errors import (
 )
 from tutti.gio_uring import _native, shared_file
 from tutti.gio_uring.drives.generic_device import GenericNamespace, claim, identify, is_generic
-from tutti.process import Owned, finalize, own_file
-from tutti.units import MiB
 
 _T = TypeVar("_T")
 _P = ctypes.c_void_p

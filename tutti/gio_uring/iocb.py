@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from tutti.arrays import U32, U64
+from tutti.base.arrays import U32, U64
 from tutti.errors import ConfigError, PageRangeError
 from tutti.gio_uring import _native
 from tutti.native import address

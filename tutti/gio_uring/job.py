@@ -7,13 +7,13 @@ import threading
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from tutti.arrays import U32
-from tutti.callbacks import Guard
+from tutti.base.arrays import U32
+from tutti.base.callbacks import Guard
+from tutti.base.interrupts import in_pieces
+from tutti.base.process import Owned
 from tutti.errors import CapacityError, Unsupported
 from tutti.gio_uring import _native
 from tutti.gio_uring.engine_structs import JobReport
-from tutti.interrupts import in_pieces
-from tutti.process import Owned
 
 
 class Served(Protocol):

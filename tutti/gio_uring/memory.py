@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from tutti.base.process import Owned
+from tutti.base.units import MiB, format_nbytes
 from tutti.errors import CapacityError, ConfigError
-from tutti.process import Owned
-from tutti.units import MiB, format_nbytes
 
 HUGEPAGE_NBYTES = 2 * MiB
 # linux/mman.h; the mmap module does not name these two.

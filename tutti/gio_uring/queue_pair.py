@@ -12,10 +12,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from tutti.base.process import Owned
 from tutti.errors import ConfigError
 from tutti.gio_uring.memory import HostBuffer
 from tutti.gio_uring.nvme_spec import Cqe, Sqe
-from tutti.process import Owned
 
 COMPLETED = 1 << 31
 NO_CID = 0xFFFFFFFF

@@ -8,7 +8,7 @@ from typing import Any, Protocol, TypedDict, Unpack
 import numpy as np
 import numpy.typing as npt
 
-from tutti.arrays import U32, U64
+from tutti.base.arrays import U32, U64
 from tutti.gio_uring.iocb import Extents, PagedMemory
 from tutti.gio_uring.layer_words import LayerWords
 

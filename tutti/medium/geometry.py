@@ -9,8 +9,8 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from tutti.base.units import GiB, MiB, format_nbytes
 from tutti.errors import CapacityError, LayoutError
-from tutti.units import GiB, MiB, format_nbytes
 
 FORMAT_VERSION = 1  # of everything on a member, and of the layout's JSON
 BLOCK_NBYTES = 4096  # of superblocks, records and the snapshot's header

@@ -17,8 +17,8 @@ import numpy.typing as npt
 import xxhash
 
 from tutti import native
-from tutti.arrays import Keys
-from tutti.checks import whole
+from tutti.base.arrays import Keys
+from tutti.base.checks import whole
 from tutti.errors import ConfigError, KeySizeError
 
 KEY_NBYTES = 16

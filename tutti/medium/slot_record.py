@@ -19,8 +19,8 @@ import numpy.typing as npt
 import xxhash
 
 from tutti import native
-from tutti.arrays import Slots
-from tutti.checks import text
+from tutti.base.arrays import Slots
+from tutti.base.checks import text
 from tutti.errors import ConfigError
 from tutti.medium.geometry import BLOCK_NBYTES, FORMAT_VERSION, LAYERS_MAX
 

@@ -11,13 +11,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from tutti.checks import flag, instance, one_of, optional, takes, whole
+from tutti.base.checks import flag, instance, one_of, optional, takes, whole
+from tutti.base.process import Owned
+from tutti.base.units import format_nbytes
 from tutti.errors import ConfigError, PageRangeError
 from tutti.gio_uring.iocb import PagedMemory
 from tutti.gio_uring.memory import HostBuffer, address_of, view_at
 from tutti.medium.layout import KVLayout
-from tutti.process import Owned
-from tutti.units import format_nbytes
 
 #: Orders of one buffer.  The letters name the axes from the slowest to the fastest: segment (K, V
 #: or the latent), layer, page, token.

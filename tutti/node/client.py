@@ -17,8 +17,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from tutti.arrays import U32
-from tutti.callbacks import check_not_called
+from tutti.base.arrays import U32
+from tutti.base.callbacks import check_not_called
+from tutti.base.process import Owned
+from tutti.base.units import parse_nbytes
 from tutti.errors import (
     AgentLost,
     AgentRefused,
@@ -50,7 +52,6 @@ from tutti.node.messages import (
 )
 from tutti.node.remote_catalogue import RemoteCatalogue
 from tutti.node.session import AgentSession
-from tutti.process import Owned
 from tutti.transfers.core import Closable
 from tutti.transfers.put_request import PutRequest, checked_pages
 from tutti.transfers.store_config import StoreConfig
@@ -62,7 +63,6 @@ from tutti.transfers.tickets import (
     PutProgress,
     PutTicket,
 )
-from tutti.units import parse_nbytes
 
 #: What a plan may take beyond the store's own time-out for space and records.
 _PLAN_S = 5.0

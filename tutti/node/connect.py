@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from tutti.checks import instance, one_of, optional, path_text, seconds, takes, text
+from tutti.base.checks import instance, one_of, optional, path_text, seconds, takes, text
 from tutti.gio_uring.controller_file import EXECUTORS
 from tutti.medium.layout import KVLayout
 

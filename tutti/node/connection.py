@@ -11,6 +11,7 @@ import threading
 import time
 from typing import Any
 
+from tutti.base.process import own_file
 from tutti.errors import AgentLost, AgentRefused
 from tutti.node.messages import (
     FILES_MAX,
@@ -26,7 +27,6 @@ from tutti.node.messages import (
     frame,
     read_reply,
 )
-from tutti.process import own_file
 
 _RECEIVE_NBYTES = 64 << 10
 _IDLE_MAX = 8

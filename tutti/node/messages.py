@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from tutti import errors
-from tutti.arrays import U32, Keys
+from tutti.base.arrays import U32, Keys
 from tutti.errors import AgentRefused, ConfigError, TuttiError, Unsupported
 from tutti.medium.keys import KEY_NBYTES
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import Any
 
-from tutti.arrays import Keys
+from tutti.base.arrays import Keys
 from tutti.errors import ConfigError, TuttiError
 from tutti.node.messages import DESCRIBED_MAX, LISTED_MAX, keys_of
 from tutti.node.pool_service import Session

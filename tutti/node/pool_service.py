@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from tutti.base.threads import start_thread
 from tutti.cluster.remote import RemoteConfig
 from tutti.cluster.tier import Tier
 from tutti.errors import ConfigError, DeviceTimeout, KeySizeError, TuttiError, Unsupported
@@ -39,7 +40,6 @@ from tutti.node.messages import (
 )
 from tutti.node.remote_transfers import JobTable, PlannedMemory
 from tutti.store import ObjectStore
-from tutti.threads import start_thread
 from tutti.transfers.put_request import PutPart, PutRequest
 from tutti.transfers.tickets import PutProgress
 

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 
+from tutti.base.units import format_nbytes
 from tutti.cluster.remote import RemoteConfig
 from tutti.errors import CapacityError, ConfigError, PoolMismatch, PoolNotFound, TuttiError
 from tutti.medium.layout import KVLayout, differences
@@ -14,7 +15,6 @@ from tutti.pool.pool_format import Paths
 from tutti.store import ObjectStore
 from tutti.store import open as open_pool
 from tutti.transfers.store_config import StoreConfig
-from tutti.units import format_nbytes
 
 SUFFIX = ".tutti"
 

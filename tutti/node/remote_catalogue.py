@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from tutti.arrays import Keys
-from tutti.checks import optional, seconds, takes, text
+from tutti.base.arrays import Keys
+from tutti.base.checks import optional, seconds, takes, text
 from tutti.medium.keys import as_keys
 from tutti.node.messages import DESCRIBED_MAX, LISTED_MAX, keys_of
 from tutti.transfers.catalogue import ObjectInfo

@@ -11,12 +11,12 @@ from typing import Unpack
 
 import numpy as np
 
-from tutti.arrays import U32, U64
+from tutti.base.arrays import U32, U64
+from tutti.base.interrupts import Latch
 from tutti.errors import ConfigError, Unsupported
 from tutti.gio_uring.iocb import CutStruct, Extents, PagedMemory
 from tutti.gio_uring.nvme_spec import STATUS_CANCELLED
 from tutti.gio_uring.transfer import Options
-from tutti.interrupts import Latch
 from tutti.medium.geometry import Geometry
 from tutti.node.messages import Job, statuses_of
 from tutti.pool.slot_extents import WHOLE

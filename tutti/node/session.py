@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from tutti.arrays import U32
+from tutti.base.arrays import U32
 from tutti.errors import AgentLost, AgentRefused, TuttiError
 from tutti.gio_uring.controller_file import FileController
 from tutti.gio_uring.engine import PRIORITY_LOAD, PRIORITY_STORE, Engine

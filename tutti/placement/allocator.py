@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from tutti.arrays import U32, U64, Keys, Slots
+from tutti.base.arrays import U32, U64, Keys, Slots
 from tutti.native import NO_SLOT, NativeAllocator, NativePutTables, address, quick
 from tutti.placement.index import MISSING, Index, SlotState
 from tutti.placement.reuse import ReuseHistory

@@ -6,7 +6,7 @@ import ctypes
 
 import numpy as np
 
-from tutti.arrays import U64, Slots
+from tutti.base.arrays import U64, Slots
 from tutti.native import NativeDigests, address, quick
 
 

@@ -13,7 +13,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from tutti.arrays import Mask, Slots
+from tutti.base.arrays import Mask, Slots
 
 _DEPTH_MAX = np.uint64(0xFFFFFFFF)
 

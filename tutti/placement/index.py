@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from tutti.arrays import Keys, Mask, Slots
+from tutti.base.arrays import Keys, Mask, Slots
 from tutti.medium.keys import KEY_NBYTES
 from tutti.native import NO_SLOT, NativeIndex, address, quick
 

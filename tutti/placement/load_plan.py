@@ -10,7 +10,7 @@ import ctypes
 import numpy as np
 import numpy.typing as npt
 
-from tutti.arrays import U32, U64, Keys, Slots
+from tutti.base.arrays import U32, U64, Keys, Slots
 from tutti.native import NativeLoadTables, address, quick
 from tutti.placement.digest_cache import DigestCache
 from tutti.placement.index import Index

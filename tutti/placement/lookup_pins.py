@@ -11,7 +11,7 @@ from collections import OrderedDict
 import numpy as np
 import numpy.typing as npt
 
-from tutti.arrays import Slots
+from tutti.base.arrays import Slots
 
 
 class LookupPins:

@@ -16,7 +16,7 @@ import ctypes
 import numpy as np
 import numpy.typing as npt
 
-from tutti.arrays import U32, Keys, Mask, Slots
+from tutti.base.arrays import U32, Keys, Mask, Slots
 from tutti.native import NativeReuse, address, quick
 
 LEVELS = 4

@@ -9,7 +9,8 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 import numpy.typing as npt
 
-from tutti.arrays import U32
+from tutti.base.arrays import U32
+from tutti.base.process import Owned
 from tutti.errors import DeviceTimeout
 from tutti.gio_uring.controller import NativeController
 from tutti.gio_uring.engine import Engine
@@ -19,7 +20,6 @@ from tutti.gio_uring.memory import HostBuffer
 from tutti.gio_uring.nvme_spec import OPCODE_READ, OPCODE_WRITE
 from tutti.gio_uring.status import status_error
 from tutti.medium.geometry import BLOCK_NBYTES
-from tutti.process import Owned
 
 _CHUNK_BLOCKS = 256
 _CHUNKS = 4

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
+from tutti.base.units import format_nbytes
 from tutti.errors import CapacityError, ConfigError
 from tutti.gio_uring.controller import NativeController
 from tutti.gio_uring.controller_file import FileController
@@ -13,7 +14,6 @@ from tutti.gio_uring.file_trust import check_owner
 from tutti.gio_uring.named_drive import is_drive, open_drives, serial_of
 from tutti.medium.geometry import BLOCK_NBYTES, Geometry
 from tutti.pool.block_io import BlockIo
-from tutti.units import format_nbytes
 
 
 def are_drives(names: Sequence[str]) -> bool:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from tutti.base.process import Owned
 from tutti.errors import ConfigError, MemberMissing, MemberSwapped, PoolCorrupt, PoolNotFound
 from tutti.gio_uring.drives.device_content import LABEL
 from tutti.gio_uring.engine import Engine
@@ -23,7 +24,6 @@ from tutti.medium.superblock import (
     pool_constants,
 )
 from tutti.pool.block_io import BlockIo
-from tutti.process import Owned
 
 _GENERATIONS_LEFT_MIN = 2**32  # more superblocks than one opening writes
 

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
+from tutti.base.numa import PCI_DEVICES, node_of
+from tutti.base.units import format_nbytes
 from tutti.errors import CapacityError, MemberSwapped
 from tutti.gio_uring.drives.block_device import device_name
 from tutti.gio_uring.named_drive import NamedDrive, is_drive
-from tutti.numa import PCI_DEVICES, node_of
-from tutti.units import format_nbytes
 
 SUFFIX = ".tutti"
 

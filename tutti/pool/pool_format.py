@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tutti.checks import flag, function, instance, one_of, optional, takes
+from tutti.base.checks import flag, function, instance, one_of, optional, takes
+from tutti.base.units import parse_nbytes
 from tutti.errors import (
     ConfigError,
     MemberMissing,
@@ -37,7 +38,6 @@ from tutti.pool.block_io import BlockIo, opened_io
 from tutti.pool.member_controller import are_drives, check_blank, check_room, open_controller
 from tutti.pool.members import Members
 from tutti.pool.places import check_distinct, check_free, exists
-from tutti.units import parse_nbytes
 
 _TRIES = 3
 

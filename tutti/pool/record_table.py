@@ -9,7 +9,8 @@ from collections.abc import Callable
 import numpy as np
 import numpy.typing as npt
 
-from tutti.arrays import U32, U64, Keys, Slots
+from tutti.base.arrays import U32, U64, Keys, Slots
+from tutti.base.process import Owned
 from tutti.errors import DeviceTimeout
 from tutti.gio_uring.engine import Engine
 from tutti.gio_uring.iocb import PagedMemory, flat_memory
@@ -29,7 +30,6 @@ from tutti.medium.slot_record import (
 from tutti.pool.members import Members
 from tutti.pool.slot_extents import record_places
 from tutti.pool.slot_jobs import SlotJobs, SlotJobStruct
-from tutti.process import Owned
 
 #: Records that one staging block holds, 4 MiB: the most pages of one put batch.
 BLOCK_RECORDS = 1024

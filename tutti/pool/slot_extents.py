@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from tutti.arrays import U32, Slots
+from tutti.base.arrays import U32, Slots
 from tutti.gio_uring import _native
 from tutti.gio_uring.iocb import CutStruct, Extents, Runs, fill_runs
 from tutti.medium.geometry import Geometry

@@ -8,7 +8,7 @@ from typing import Unpack
 import numpy as np
 
 from tutti import native
-from tutti.arrays import U32, Slots
+from tutti.base.arrays import U32, Slots
 from tutti.gio_uring.engine import DIGEST_COMPUTE, PRIORITY_RECORDS, Engine
 from tutti.gio_uring.iocb import PagedMemory
 from tutti.gio_uring.job import Job, nanoseconds

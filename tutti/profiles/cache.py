@@ -18,8 +18,8 @@ from typing import Any
 
 import xxhash
 
-from tutti.checks import open_regular
-from tutti.units import MiB
+from tutti.base.checks import open_regular
+from tutti.base.units import MiB
 
 _FILE_NBYTES_MAX = 1 * MiB
 _LOOK_S = 0.02

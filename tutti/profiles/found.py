@@ -18,6 +18,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from tutti.base.units import KiB, MiB
 from tutti.errors import ConfigError, ProfileError, TuttiError
 from tutti.machine import machine_facts
 from tutti.medium.layout import KVLayout
@@ -33,7 +34,6 @@ from tutti.scheduler.profile import (
     load_profile,
 )
 from tutti.scheduler.roofline import DENSE_MODELS, GPUS, ModelShape
-from tutti.units import KiB, MiB
 
 AUTO, OFF = "auto", "off"
 #: Where a profile came from, as `stats` and the metrics name it.

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from tutti.base.units import MiB, format_nbytes
 from tutti.errors import ConfigError, DeviceTimeout
 from tutti.gio_uring.controller_file import FileController
 from tutti.gio_uring.engine import PRIORITY_LOAD, PRIORITY_STORE, Engine
@@ -20,7 +21,6 @@ from tutti.gio_uring.status import status_error
 from tutti.pool.member_controller import open_controller
 from tutti.pool.places import is_device
 from tutti.pool.pool_format import label, make_blank, member_names
-from tutti.units import MiB, format_nbytes
 
 _GROUP_NBYTES = 2 * MiB  # slices of a run lie together, as one layer of a pool's group does
 

@@ -19,11 +19,12 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
-from tutti.callbacks import Guard
-from tutti.clock import Clock, SystemClock
+from tutti.base.callbacks import Guard
+from tutti.base.clock import Clock, SystemClock
+from tutti.base.interrupts import is_main_thread, uninterrupted
+from tutti.base.process import Owned
+from tutti.base.threads import start_thread
 from tutti.errors import ConfigError
-from tutti.interrupts import is_main_thread, uninterrupted
-from tutti.process import Owned
 from tutti.scheduler.baselines import ImmediatePolicy
 from tutti.scheduler.changes import Scheduler
 from tutti.scheduler.estimates import Estimates
@@ -39,7 +40,6 @@ from tutti.scheduler.event import (
 from tutti.scheduler.policy import Limits, SlackPolicy
 from tutti.scheduler.request import Profile
 from tutti.scheduler.state import NOTHING, Decision, Issue, Policy, State
-from tutti.threads import start_thread
 
 #: The loop looks at the clock at least so often.
 _NAP_S = 0.5

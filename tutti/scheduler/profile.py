@@ -14,7 +14,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from tutti.checks import open_regular
+from tutti.base.checks import open_regular
+from tutti.base.units import KiB, MiB
 from tutti.errors import ProfileError
 from tutti.scheduler.profile_curves import Family, check_rows
 from tutti.scheduler.roofline import (
@@ -26,7 +27,6 @@ from tutti.scheduler.roofline import (
     Roofline,
     mover_gb_per_s,
 )
-from tutti.units import KiB, MiB
 
 KIND = "tutti profile"
 SCHEMA = 1

@@ -16,10 +16,11 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from tutti.arrays import Keys, Slots
-from tutti.checks import optional, seconds, takes, text
+from tutti.base.arrays import Keys, Slots
+from tutti.base.checks import optional, seconds, takes, text
+from tutti.base.interrupts import uninterrupted
+from tutti.base.process import Owned
 from tutti.errors import CapacityError, DeviceTimeout, MediumError, TuttiError
-from tutti.interrupts import uninterrupted
 from tutti.medium.keys import as_keys
 from tutti.medium.slot_record import (
     EXPIRY_UNIT_S,
@@ -31,7 +32,6 @@ from tutti.medium.slot_record import (
 )
 from tutti.placement.index import MISSING, SlotState
 from tutti.pool.record_table import BLOCK_RECORDS, RecordTable
-from tutti.process import Owned
 from tutti.transfers.core import Core
 from tutti.transfers.reclaim import Reclaimer
 

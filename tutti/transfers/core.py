@@ -13,14 +13,15 @@ from typing import Any, Protocol, Unpack
 import numpy as np
 import numpy.typing as npt
 
-from tutti.arrays import U32, Mask, Slots
+from tutti.base.arrays import U32, Mask, Slots
+from tutti.base.histogram import Histogram
+from tutti.base.process import Owned
 from tutti.errors import DeviceTimeout, PoolClosed, PoolCorrupt
 from tutti.gio_uring.engine import PRIORITY_STORE, Engine
 from tutti.gio_uring.engine_structs import WindowStats
 from tutti.gio_uring.iocb import Extents, PagedMemory
 from tutti.gio_uring.nvme_spec import OPCODE_WRITE
 from tutti.gio_uring.transfer import Options, Submitter, Transfer
-from tutti.histogram import Histogram
 from tutti.medium.geometry import RECORD_NBYTES
 from tutti.medium.slot_record import COUNTER_MAX
 from tutti.placement.allocator import Allocator, Placer
@@ -33,7 +34,6 @@ from tutti.placement.reuse import ReuseHistory
 from tutti.pool.members import Members
 from tutti.pool.slot_extents import SlotExtents, object_places
 from tutti.pool.slot_jobs import SlotJobs
-from tutti.process import Owned
 from tutti.transfers.quotas import Quotas
 from tutti.transfers.store_config import StoreConfig
 

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from tutti.arrays import U32, U64, Keys, Mask, Slots
+from tutti.base.arrays import U32, U64, Keys, Mask, Slots
 from tutti.errors import DeviceTimeout, KeyMissing
 from tutti.gio_uring.engine import PRIORITY_LOAD
 from tutti.gio_uring.iocb import PagedMemory

@@ -12,8 +12,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from tutti.arrays import U32, Keys, Rows, Slots
-from tutti.checks import whole
+from tutti.base.arrays import U32, Keys, Rows, Slots
+from tutti.base.checks import whole
 from tutti.errors import ConfigError
 from tutti.gio_uring.iocb import PagedMemory
 from tutti.gio_uring.job import Job

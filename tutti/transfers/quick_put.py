@@ -11,7 +11,7 @@ from functools import partial
 
 import numpy as np
 
-from tutti.arrays import U32, U64, Slots
+from tutti.base.arrays import U32, U64, Slots
 from tutti.gio_uring.engine import DIGEST_COMPUTE, PRIORITY_STORE
 from tutti.gio_uring.job import Job, nanoseconds
 from tutti.gio_uring.nvme_spec import OPCODE_WRITE

@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tutti.arrays import Mask
-from tutti.checks import whole
+from tutti.base.arrays import Mask
+from tutti.base.checks import whole
 from tutti.errors import ConfigError
 from tutti.medium.slot_record import tenant_of
 from tutti.placement.index import Index

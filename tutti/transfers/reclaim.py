@@ -9,7 +9,7 @@ from collections import deque
 
 import numpy as np
 
-from tutti.arrays import Slots
+from tutti.base.arrays import Slots
 from tutti.errors import PoolClosed
 from tutti.gio_uring.job import Job
 from tutti.medium.slot_record import COUNTER_MAX, RecordContent, RecordState

@@ -17,15 +17,15 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from tutti.base.interrupts import uninterrupted
+from tutti.base.process import Owned
+from tutti.base.threads import start_thread
 from tutti.errors import TuttiError, Unsupported
 from tutti.gio_uring.controller import NativeController
 from tutti.gio_uring.controller_file import BlockRange, FileController
-from tutti.interrupts import uninterrupted
 from tutti.medium.keys import as_keys
 from tutti.placement.index import MISSING, SlotState
-from tutti.process import Owned
 from tutti.scheduler.residency_policy import Governor, plan_groups, read_memory, read_stall_us
-from tutti.threads import start_thread
 from tutti.transfers.core import Core
 
 _log = logging.getLogger(__name__)

@@ -8,11 +8,11 @@ import warnings
 from functools import partial
 from typing import Protocol, runtime_checkable
 
+from tutti.base.interrupts import start
 from tutti.errors import DeviceTimeout, TuttiError
 from tutti.gio_uring.controller import NativeController
 from tutti.gio_uring.engine import Engine
 from tutti.gio_uring.memory import DmaRegion
-from tutti.interrupts import start
 from tutti.memory.host_memory import HostMemory
 from tutti.transfers.core import Closable, Core
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tutti.checks import flag, one_of, seconds, share, whole
+from tutti.base.checks import flag, one_of, seconds, share, whole
+from tutti.base.units import parse_nbytes
 from tutti.errors import ConfigError
 from tutti.placement.eviction import POLICIES, EvictionPolicy
 from tutti.scheduler.dispatcher import Schedule
 from tutti.transfers.quotas import Quota
-from tutti.units import parse_nbytes
 
 VERIFY = ("always", "sampled", "off")
 DURABILITY = ("process", "flush")

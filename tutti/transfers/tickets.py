@@ -13,17 +13,17 @@ from enum import IntEnum
 import numpy as np
 import numpy.typing as npt
 
-from tutti.arrays import U32, Rows, Slots
-from tutti.callbacks import Guard
-from tutti.checks import function, seconds, takes, whole
+from tutti.base.arrays import U32, Rows, Slots
+from tutti.base.callbacks import Guard
+from tutti.base.checks import function, seconds, takes, whole
+from tutti.base.histogram import Histogram
+from tutti.base.interrupts import Latch
+from tutti.base.process import Owned
 from tutti.errors import DeviceTimeout, PageRangeError, PagesInUse, TuttiError
 from tutti.gio_uring.job import Job
 from tutti.gio_uring.nvme_spec import STATUS_INTERNAL_ERROR
 from tutti.gio_uring.status import error_status, status_error
 from tutti.gio_uring.transfer import Transfer
-from tutti.histogram import Histogram
-from tutti.interrupts import Latch
-from tutti.process import Owned
 
 _STREAM_MAX = 2**64 - 1  # an address
 

@@ -25,11 +25,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from tutti.arrays import Rows
+from tutti.base.arrays import Rows
+from tutti.base.process import Owned
+from tutti.base.threads import start_thread
 from tutti.errors import TuttiError
 from tutti.gio_uring.iocb import PagedMemory
 from tutti.placement.index import MISSING
-from tutti.process import Owned
 from tutti.scheduler.dispatcher import Dispatcher, Schedule
 from tutti.scheduler.event import (
     LayersReady,
@@ -42,7 +43,6 @@ from tutti.scheduler.event import (
 )
 from tutti.scheduler.request import report_at
 from tutti.scheduler.state import Issue
-from tutti.threads import start_thread
 from tutti.transfers.core import Core
 from tutti.transfers.loader import Loader
 from tutti.transfers.put_request import NO_ROWS, OpenParts, PutGrant, PutPart, PutRequest, QueuedPut

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from tutti.arrays import U32, U64, Mask, Slots
+from tutti.base.arrays import U32, U64, Mask, Slots
 from tutti.errors import DeviceTimeout, PoolClosed, PoolMoved, TuttiError
 from tutti.gio_uring.job import Job
 from tutti.gio_uring.nvme_spec import (

@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tutti.base.checks import open_regular
 from tutti.bench.ttft.workloads.prompt import Part, Prompt, text_part
-from tutti.checks import open_regular
 from tutti.errors import ConfigError, Unsupported
 
 #: Repositories on the hub; their files are fetched as they are, no script of theirs is run.

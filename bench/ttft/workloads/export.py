@@ -12,6 +12,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from tutti.base.checks import check_writable
+from tutti.base.terminal import ProgressFactory, facts, table
+from tutti.base.units import format_nbytes
 from tutti.bench.ttft.arrivals import arrival_times_s
 from tutti.bench.ttft.workloads.prompt import Prompt, plain_text
 from tutti.bench.ttft.workloads.source import (
@@ -20,10 +23,7 @@ from tutti.bench.ttft.workloads.source import (
     build_workload,
     mooncake_requests,
 )
-from tutti.checks import check_writable
 from tutti.errors import CapacityError, system_message
-from tutti.terminal import ProgressFactory, facts, table
-from tutti.units import format_nbytes
 
 OPENAI, MOONCAKE = "openai", "mooncake"
 

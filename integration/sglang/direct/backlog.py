@@ -18,16 +18,16 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from tutti.arrays import Keys
-from tutti.breaker import Breaker
-from tutti.callbacks import Guard
+from tutti.base.arrays import Keys
+from tutti.base.breaker import Breaker
+from tutti.base.callbacks import Guard
+from tutti.base.process import Owned
 from tutti.errors import ConfigError, DeviceTimeout, TuttiError
 from tutti.integration.sglang.direct.kv_pools import Pages
 from tutti.integration.sglang.direct.staging_copy import Fence
 from tutti.integration.sglang.direct.stored_pool import StoredPool
 from tutti.integration.sglang.metrics import STORE
 from tutti.integration.sglang.second_touch import SecondTouch
-from tutti.process import Owned
 from tutti.scheduler.dispatcher import Dispatcher, Schedule
 from tutti.scheduler.event import PagesCopied, PagesWritten, SpaceKnown, WriteGone, WriteKnown
 from tutti.scheduler.state import Issue

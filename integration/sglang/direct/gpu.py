@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from tutti.base.units import MiB
 from tutti.errors import CudaError, DeviceTimeout, Unsupported
 from tutti.gio_uring.gpu.choice import choose_engine
 from tutti.gio_uring.gpu.device_engine import DeviceEngine
@@ -43,7 +44,6 @@ from tutti.integration.sglang.direct.staging_size import StagingSize
 from tutti.interface import Store
 from tutti.memory.host_memory import HostMemory
 from tutti.scheduler.profile import TableProfile
-from tutti.units import MiB
 
 _log = logging.getLogger(__name__)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 
+from tutti.base.units import MiB
 from tutti.errors import CudaError, Unsupported
 from tutti.gio_uring.gpu.batch import KernelMover
 from tutti.gio_uring.gpu.driver import Driver
@@ -12,7 +13,6 @@ from tutti.gio_uring.gpu.memory import TableMemory
 from tutti.gio_uring.gpu.modules import Modules
 from tutti.scheduler.green_context import choose_partition
 from tutti.scheduler.profile import TableProfile
-from tutti.units import MiB
 
 _log = logging.getLogger(__name__)
 

@@ -13,10 +13,10 @@ from collections.abc import Callable
 import numpy as np
 import numpy.typing as npt
 
+from tutti.base.process import Owned
 from tutti.gio_uring.gpu.driver import Driver
 from tutti.gio_uring.gpu.memory import PinnedMemory
 from tutti.gio_uring.memory import HostBuffer
-from tutti.process import Owned
 
 #: Batches whose waits the stream may still have before it; others go unmeasured.
 _BATCHES = 8

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from tutti.arrays import Keys
+from tutti.base.arrays import Keys
+from tutti.base.process import Owned
 from tutti.errors import DeviceTimeout
 from tutti.integration.sglang.direct.gpu import Gpu
 from tutti.integration.sglang.direct.kv_pools import Pages
@@ -23,7 +24,6 @@ from tutti.integration.sglang.direct.read_ahead import ReadAhead
 from tutti.integration.sglang.direct.reads import Read
 from tutti.integration.sglang.direct.staging_copy import Copy, Fence, LoadPlan, StagingCopier
 from tutti.integration.sglang.direct.stored_pool import StoredPool
-from tutti.process import Owned
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tutti.arrays import Keys, Mask
+from tutti.base.arrays import Keys, Mask
 from tutti.errors import TuttiError
 from tutti.integration.sglang.direct import adapter
 from tutti.integration.sglang.direct.admission import Admission

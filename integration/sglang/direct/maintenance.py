@@ -8,15 +8,15 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from functools import partial
 
-from tutti.arrays import Keys
-from tutti.breaker import Breaker
+from tutti.base.arrays import Keys
+from tutti.base.breaker import Breaker
+from tutti.base.process import Owned
 from tutti.errors import ChecksumMismatch, DeviceTimeout, KeyMissing, PagesInUse, TuttiError
 from tutti.integration.sglang.direct.staging import StagingPages
 from tutti.integration.sglang.kv_events import DiskEvents
 from tutti.integration.sglang.metrics import LOAD, Metrics
 from tutti.integration.sglang.reporting import ErrorLog, MinuteLog
 from tutti.interface import Store
-from tutti.process import Owned
 
 _PROVE_OBJECTS = 64
 _EVERY_S = 0.5

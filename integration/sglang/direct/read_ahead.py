@@ -14,14 +14,14 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from tutti.arrays import Keys
-from tutti.breaker import Breaker
-from tutti.callbacks import Guard
+from tutti.base.arrays import Keys
+from tutti.base.breaker import Breaker
+from tutti.base.callbacks import Guard
+from tutti.base.process import Owned
 from tutti.errors import KeyMissing
 from tutti.integration.sglang.direct.reads import Read
 from tutti.integration.sglang.direct.stored_pool import StoredPool
 from tutti.integration.sglang.metrics import LOAD
-from tutti.process import Owned
 from tutti.scheduler.dispatcher import Dispatcher, Schedule
 from tutti.scheduler.event import LayersReady, LoadGone, LoadKnown
 from tutti.scheduler.request import Kind

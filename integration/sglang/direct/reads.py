@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 
-from tutti.arrays import Keys
+from tutti.base.arrays import Keys
 from tutti.errors import DeviceTimeout, PagesInUse, TuttiError
 from tutti.integration.sglang.direct.kv_pools import Pages
 from tutti.integration.sglang.direct.stored_pool import StoredPool

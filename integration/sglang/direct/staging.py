@@ -11,10 +11,10 @@ from collections.abc import Callable
 
 import numpy as np
 
+from tutti.base.process import Owned
 from tutti.integration.sglang.direct.kv_pools import Pages, Views
 from tutti.interface import Store
 from tutti.memory.host_memory import HostMemory
-from tutti.process import Owned
 
 
 class StagingPages(Owned):

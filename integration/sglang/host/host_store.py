@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from tutti.arrays import Keys
+from tutti.base.arrays import Keys
 from tutti.errors import (
     CapacityError,
     ChecksumMismatch,

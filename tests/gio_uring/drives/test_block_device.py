@@ -13,6 +13,7 @@ from nvme_host import LBA, READ, WRITE, NvmeHost
 
 import tutti
 from store.pools import LAYOUT
+from tutti.base.units import KiB, MiB
 from tutti.errors import ConfigError, PoolExists, PoolInUse, PoolNotFound
 from tutti.gio_uring import nvme_spec as nvme
 from tutti.gio_uring.controller_file import FileController
@@ -21,7 +22,6 @@ from tutti.gio_uring.drives.block_device import Devices, check_devices, device_n
 from tutti.gio_uring.drives.device_content import Held, check_forced, contents
 from tutti.gio_uring.drives.generic_device import is_generic, readable_path
 from tutti.gio_uring.file_member import FileMember
-from tutti.units import KiB, MiB
 
 NBYTES = 8 * MiB
 MAGICS = [

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tutti.base.units import KiB, MiB
 from tutti.errors import MediumError, TuttiError, Unsupported
 from tutti.gio_uring.drives.identify import (
     IDENTIFY_NBYTES,
@@ -17,7 +18,6 @@ from tutti.gio_uring.drives.identify import (
     NamespaceIdentity,
     parse_namespace_list,
 )
-from tutti.units import KiB, MiB
 
 
 def cap(**fields: int) -> int:

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from tutti.base.process import Owned
 from tutti.errors import ConfigError, DeviceTimeout, MediumError, Unsupported
 from tutti.gio_uring import _native
 from tutti.gio_uring.drives.identify import (
@@ -26,7 +27,6 @@ from tutti.gio_uring.drives.vfio import Range, VfioDevice
 from tutti.gio_uring.memory import HostBuffer
 from tutti.gio_uring.nvme_spec import Cqe, Sqe, make_cdw0
 from tutti.gio_uring.queue_pair import COMPLETED, NO_CID, QueuePair
-from tutti.process import Owned
 
 _CAP, _CC, CSTS, _AQA, _ASQ, _ACQ = 0x00, 0x14, 0x1C, 0x24, 0x28, 0x30
 DOORBELLS = 0x1000

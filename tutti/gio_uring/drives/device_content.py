@@ -10,8 +10,8 @@ import struct
 from collections.abc import Callable, Collection, Iterable, Sequence, Set
 from typing import Any, NamedTuple
 
+from tutti.base.units import KiB, MiB
 from tutti.errors import ConfigError, PoolExists
-from tutti.units import KiB, MiB
 
 #: How much is looked at, at either end.
 HEAD_NBYTES = MiB

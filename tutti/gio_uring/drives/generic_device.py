@@ -15,9 +15,9 @@ import stat
 from dataclasses import dataclass
 from pathlib import Path
 
+from tutti.base.units import KiB
 from tutti.errors import DeviceGone, MediumError, PoolInUse, Unsupported
 from tutti.gio_uring.drives.identify import IDENTIFY_NBYTES, NamespaceIdentity
-from tutti.units import KiB
 
 _NAME = re.compile(r"ng(\d+n\d+)")
 _COMMAND_NBYTES = 72  # struct nvme_passthru_cmd

@@ -10,8 +10,8 @@ from __future__ import annotations
 import struct
 from dataclasses import dataclass
 
+from tutti.base.units import MiB
 from tutti.errors import MediumError, Unsupported
-from tutti.units import MiB
 
 IDENTIFY_NBYTES = 4096
 NAMESPACES_MAX = 64

@@ -15,10 +15,10 @@ import time
 from enum import Enum
 from typing import Protocol
 
+from tutti.base.process import Owned
 from tutti.errors import DeviceTimeout, TuttiError
 from tutti.gio_uring import _native
 from tutti.gio_uring.drives.admin import NvmeAdmin
-from tutti.process import Owned
 
 LATE_MAX = 64  # looked at in one round
 ABORTS_MAX = 4  # NVM Express Base Specification 2.0, ACL: drives take at least one, often four

@@ -16,9 +16,9 @@ import struct
 from collections.abc import Iterator
 from pathlib import Path
 
+from tutti.base.numa import PCI_DEVICES as PCI_DEVICES
+from tutti.base.process import Owned, finalize
 from tutti.errors import ConfigError, DeviceGone, NativeError, PoolInUse, Unsupported
-from tutti.numa import PCI_DEVICES as PCI_DEVICES
-from tutti.process import Owned, finalize
 
 _VFIO = Path("/dev/vfio")
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from tutti.arrays import U32, U64
+from tutti.base.arrays import U32, U64
 from tutti.gio_uring.gpu.driver import Driver
 from tutti.gio_uring.gpu.memory import LeaseOwner, TableMemory, Tables
 from tutti.gio_uring.gpu.mover import CopyDescriptor, PreparedCopy

@@ -21,8 +21,10 @@ from typing import Any, NamedTuple, Unpack
 
 import numpy as np
 
-from tutti.arrays import U32, U64
-from tutti.callbacks import Guard
+from tutti.base.arrays import U32, U64
+from tutti.base.callbacks import Guard
+from tutti.base.process import Owned
+from tutti.base.units import MiB
 from tutti.errors import ConfigError, DeviceTimeout, PoolClosed, Unsupported
 from tutti.gio_uring.controller import NativeController
 from tutti.gio_uring.engine import LIST_NBYTES
@@ -41,8 +43,6 @@ from tutti.gio_uring.gpu.stream_queue import Needed, StreamQueue, wait_until
 from tutti.gio_uring.iocb import CutStruct, Extents, IocbStruct, PagedMemory
 from tutti.gio_uring.nvme_spec import OPCODE_READ, PSDT_SGL, STATUS_TIMED_OUT
 from tutti.gio_uring.transfer import TIMEOUT_S, Options
-from tutti.process import Owned
-from tutti.units import MiB
 
 KINDS = ("launch", "resident", "persistent")
 #: Time without a job after which the persistent kernel is told to end.

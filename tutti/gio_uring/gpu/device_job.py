@@ -10,14 +10,14 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from tutti.arrays import U32
-from tutti.callbacks import Guard
+from tutti.base.arrays import U32
+from tutti.base.callbacks import Guard
+from tutti.base.process import Owned, finalize
 from tutti.errors import ConfigError, TuttiError
 from tutti.gio_uring.gpu.launcher import Work
 from tutti.gio_uring.gpu.moved_job import interrupted
 from tutti.gio_uring.gpu.stream_queue import StreamQueue, wait_until
 from tutti.gio_uring.nvme_spec import STATUS_CANCELLED
-from tutti.process import Owned, finalize
 
 #: Longest time from a job's final word to its status; the engine's thread polls far more often.
 _SETTLE_S = 5.0

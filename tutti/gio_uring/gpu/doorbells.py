@@ -9,9 +9,9 @@ from __future__ import annotations
 import ctypes
 import mmap
 
+from tutti.base.process import Owned
 from tutti.errors import ConfigError, CudaError, Unsupported
 from tutti.gio_uring.gpu.driver import Driver
-from tutti.process import Owned
 
 
 class GpuDoorbells(Owned):

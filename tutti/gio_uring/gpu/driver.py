@@ -18,10 +18,10 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from tutti.arrays import U64
+from tutti.base.arrays import U64
+from tutti.base.numa import PCI_DEVICES, node_of
+from tutti.base.process import Owned
 from tutti.errors import CudaError, Unsupported
-from tutti.numa import PCI_DEVICES, node_of
-from tutti.process import Owned
 
 #: Of a kernel: values and their ctypes.
 Arguments = Sequence[tuple[int, Any]]

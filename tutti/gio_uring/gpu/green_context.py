@@ -13,9 +13,9 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from tutti.base.process import Owned
 from tutti.errors import ConfigError, CudaError, Unsupported
 from tutti.gio_uring.gpu.driver import Driver
-from tutti.process import Owned
 
 _log = logging.getLogger(__name__)
 

@@ -29,7 +29,9 @@ from typing import Any, Unpack
 
 import numpy as np
 
-from tutti.arrays import U32
+from tutti.base.arrays import U32
+from tutti.base.process import Owned
+from tutti.base.units import MiB
 from tutti.errors import PoolClosed
 from tutti.gio_uring.engine import Engine
 from tutti.gio_uring.gpu.choice import REASON
@@ -49,8 +51,6 @@ from tutti.gio_uring.iocb import Extents, PagedMemory
 from tutti.gio_uring.job import Job
 from tutti.gio_uring.nvme_spec import OPCODE_READ
 from tutti.gio_uring.transfer import TIMEOUT_S, Options
-from tutti.process import Owned
-from tutti.units import MiB
 
 STAGING_NBYTES = 256 * MiB
 #: So that waits, copies and events of neighbouring layers overlap.

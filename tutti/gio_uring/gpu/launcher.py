@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tutti.arrays import U64
+from tutti.base.arrays import U64
+from tutti.base.process import Owned
 from tutti.gio_uring.gpu.batch import DeviceBatch, launch_layer
 from tutti.gio_uring.gpu.modules import Modules
 from tutti.gio_uring.gpu.queues import DeviceQueues
 from tutti.gio_uring.gpu.stream_queue import StagedLayers, StreamQueue
-from tutti.process import Owned
 
 _WARP = 32
 

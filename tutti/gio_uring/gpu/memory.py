@@ -8,13 +8,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from tutti.base.numa import on_node
+from tutti.base.process import Owned
+from tutti.base.units import format_nbytes
 from tutti.errors import CapacityError, DeviceTimeout
 from tutti.gio_uring.controller import NativeController
 from tutti.gio_uring.gpu.driver import Driver
 from tutti.gio_uring.memory import DmaRegion, HostBuffer, address_of
-from tutti.numa import on_node
-from tutti.process import Owned
-from tutti.units import format_nbytes
 
 ALIGNMENT = 4096
 _LOOK_S = 0.0002

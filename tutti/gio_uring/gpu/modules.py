@@ -19,9 +19,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from tutti.base.process import Owned
 from tutti.errors import CudaError, Unsupported
 from tutti.gio_uring.gpu.driver import Driver
-from tutti.process import Owned
 
 _log = logging.getLogger(__name__)
 

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tutti.arrays import U32
+from tutti.base.arrays import U32
+from tutti.base.process import Owned, finalize
 from tutti.errors import ConfigError, CudaError, TuttiError
 from tutti.gio_uring.gpu.mover import PreparedCopy
 from tutti.gio_uring.gpu.stream_queue import (
@@ -23,7 +24,6 @@ from tutti.gio_uring.gpu.verifier import Verification
 from tutti.gio_uring.job import Job
 from tutti.gio_uring.nvme_spec import STATUS_CANCELLED
 from tutti.gio_uring.transfer import TIMEOUT_S
-from tutti.process import Owned, finalize
 
 #: Of pages that no verification reached.
 _LOST = np.uint32(STATUS_CANCELLED)

@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from tutti.base.process import finalize
 from tutti.errors import ConfigError, DeviceTimeout
 from tutti.gio_uring.gpu.launcher import Launcher, Work
 from tutti.gio_uring.gpu.memory import LeaseOwner, TableMemory
@@ -29,7 +30,6 @@ from tutti.gio_uring.gpu.parameters import MailboxStruct, PostStruct
 from tutti.gio_uring.gpu.queues import DeviceQueues
 from tutti.gio_uring.gpu.stream_queue import StreamQueue, wait_until
 from tutti.gio_uring.memory import view_at
-from tutti.process import finalize
 
 #: Places for posts, one for each layer of a job; a power of two.
 CAPACITY = 1024

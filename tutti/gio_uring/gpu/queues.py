@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from tutti.base.process import Owned
 from tutti.gio_uring.controller import NativeController
 from tutti.gio_uring.engine import LIST_NBYTES
 from tutti.gio_uring.gpu.batch import TableImage
@@ -21,7 +22,6 @@ from tutti.gio_uring.gpu.memory import LeaseOwner, PinnedMemory, TableMemory
 from tutti.gio_uring.iocb import Runs
 from tutti.gio_uring.memory import HostBuffer
 from tutti.gio_uring.queue_pair import QueuePair, QueuePairStruct
-from tutti.process import Owned
 
 _TIMEOUT_S = 10.0
 

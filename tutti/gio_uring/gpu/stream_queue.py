@@ -17,14 +17,14 @@ from typing import Protocol
 
 import numpy as np
 
-from tutti.arrays import U64
+from tutti.base.arrays import U64
+from tutti.base.process import Owned
 from tutti.errors import ConfigError, DeviceTimeout, TuttiError
 from tutti.gio_uring.controller import NativeController
 from tutti.gio_uring.gpu.driver import Driver
 from tutti.gio_uring.gpu.events import EventPool
 from tutti.gio_uring.gpu.memory import ALIGNMENT, LeaseOwner, PinnedStaging, retain_until_exit
 from tutti.gio_uring.layer_words import LayerWords
-from tutti.process import Owned
 
 _LOOK_S = 0.00005
 _LOOK_MOST_S = 0.0005

@@ -11,7 +11,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tutti.arrays import U32, U64
+from tutti.base.arrays import U32, U64
+from tutti.base.process import Owned
+from tutti.base.units import MiB
 from tutti.gio_uring.gpu.batch import BatchRequest, DeviceBatch, launch_layer
 from tutti.gio_uring.gpu.driver import Driver
 from tutti.gio_uring.gpu.memory import LeaseOwner, TableMemory
@@ -19,8 +21,6 @@ from tutti.gio_uring.gpu.modules import Modules
 from tutti.gio_uring.iocb import PagedMemory
 from tutti.gio_uring.layer_words import LayerWords
 from tutti.gio_uring.nvme_spec import OPCODE_READ
-from tutti.process import Owned
-from tutti.units import MiB
 
 TABLES_NBYTES = 16 * MiB
 #: Of tables that are not digests: pages, statuses, bases and words, at most.

@@ -8,8 +8,8 @@ import textwrap
 from collections.abc import Callable, Sequence
 from typing import Protocol, Self, TextIO
 
-from tutti.clock import Clock, SystemClock
-from tutti.units import format_duration, format_nbytes
+from tutti.base.clock import Clock, SystemClock
+from tutti.base.units import format_duration, format_nbytes
 
 #: The widest table, in characters.
 WIDTH_MAX = 120

@@ -7,8 +7,8 @@ import logging
 import threading
 from collections.abc import Callable
 
+from tutti.base.interrupts import is_main_thread
 from tutti.errors import ConfigError
-from tutti.interrupts import is_main_thread
 
 _log = logging.getLogger(__name__)
 

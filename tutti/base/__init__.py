@@ -1,0 +1,1 @@
+"""What every layer uses and what knows nothing of KV: units, checks, threads, clocks."""
