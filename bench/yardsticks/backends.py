@@ -33,9 +33,9 @@ Bytes = npt.NDArray[np.uint8]
 Timing = Callable[[float, float, float], Any]
 
 PAGE_NBYTES = MiB
-LANES = 4  # entries that move at a time; more wait
-LANE_NBYTES = 128 * MiB
-_LANE_PAGES = LANE_NBYTES // PAGE_NBYTES
+CHUNKS = 4  # entries that move at a time; more wait
+CHUNK_NBYTES = 128 * MiB
+_CHUNK_PAGES = CHUNK_NBYTES // PAGE_NBYTES
 _BLOCK_NBYTES = 4096
 _WAIT_S = 60.0
 
@@ -140,17 +140,17 @@ Move = Callable[[int, int, bool], None]
 
 
 class Entries(ABC):
-    """Entries that move piece by piece through lanes of transfer memory.
+    """Entries that move piece by piece through chunks of transfer memory.
 
     The benchmark hands over and takes arrays of its own, so each byte is copied once.
     """
 
     def __init__(self, timing: Timing) -> None:
         self._timing = timing
-        self._buffer = HostBuffer(LANES * LANE_NBYTES)
-        self._lanes: queue.Queue[int] = queue.Queue()
-        for lane in range(LANES):
-            self._lanes.put(lane)
+        self._buffer = HostBuffer(CHUNKS * CHUNK_NBYTES)
+        self._chunks: queue.Queue[int] = queue.Queue()
+        for chunk in range(CHUNKS):
+            self._chunks.put(chunk)
         self._sizes: dict[str, int] = {}
 
     def write(self, key: str, data: npt.NDArray[Any]) -> Any:
@@ -176,17 +176,17 @@ class Entries(ABC):
         """Deletes an entry, if it is stored."""
 
     @abstractmethod
-    def _open(self, key: str, lane: int, *, is_write: bool) -> AbstractContextManager[Move]:
-        """What moves the entry from or to the beginning of a lane."""
+    def _open(self, key: str, chunk: int, *, is_write: bool) -> AbstractContextManager[Move]:
+        """What moves the entry from or to the beginning of a chunk."""
 
     def _move(self, key: str, data: Bytes, *, is_write: bool) -> Any:
         begin_s, device_s = time.perf_counter(), 0.0
-        lane = self._lanes.get(timeout=_WAIT_S)
-        memory = self._buffer.array[lane * LANE_NBYTES :][:LANE_NBYTES]
+        chunk = self._chunks.get(timeout=_WAIT_S)
+        memory = self._buffer.array[chunk * CHUNK_NBYTES :][:CHUNK_NBYTES]
         try:
-            with self._open(key, lane, is_write=is_write) as move:
-                for start in range(0, data.nbytes, LANE_NBYTES):
-                    piece = data[start : start + LANE_NBYTES]
+            with self._open(key, chunk, is_write=is_write) as move:
+                for start in range(0, data.nbytes, CHUNK_NBYTES):
+                    piece = data[start : start + CHUNK_NBYTES]
                     if is_write:
                         memory[: piece.nbytes] = piece
                     issued_s = time.perf_counter()
@@ -195,7 +195,7 @@ class Entries(ABC):
                     if not is_write:
                         piece[:] = memory[: piece.nbytes]
         finally:
-            self._lanes.put(lane)
+            self._chunks.put(chunk)
         total_s = time.perf_counter() - begin_s
         return self._timing(total_s, device_s, total_s - device_s)
 
@@ -211,7 +211,7 @@ class PoolEntries(Entries):
         layout = tutti.KVLayout(1, (PAGE_NBYTES,), 64, "uint8", "bench", 1, model="bench")
         path = str(Path(folder) / "pool.tutti")
         self._store = tutti.open(path, layout, capacity_nbytes, **choices)
-        pages = LANES * _LANE_PAGES
+        pages = CHUNKS * _CHUNK_PAGES
         self._store.register(tutti.HostMemory.from_buffer(layout, self._buffer, pages))
 
     def delete(self, key: str) -> None:
@@ -225,11 +225,11 @@ class PoolEntries(Entries):
         self._store.close()
 
     @contextmanager
-    def _open(self, key: str, lane: int, *, is_write: bool) -> Iterator[Move]:
+    def _open(self, key: str, chunk: int, *, is_write: bool) -> Iterator[Move]:
         def put(start: int, nbytes: int, _: bool) -> None:
             self._sizes[key] = start + nbytes
             keys = self._keys(key, start, nbytes)
-            pages = lane * _LANE_PAGES + np.arange(len(keys))
+            pages = chunk * _CHUNK_PAGES + np.arange(len(keys))
             before = start // PAGE_NBYTES
             parent = self._keys(key, start - 1, 1)[0].tobytes() if start else None
             result = self._store.put(keys, pages, parent=parent, depth=before).wait(_WAIT_S)
@@ -238,7 +238,7 @@ class PoolEntries(Entries):
 
         def load(start: int, nbytes: int, _: bool) -> None:
             keys = self._keys(key, start, nbytes)
-            pages = lane * _LANE_PAGES + np.arange(len(keys))
+            pages = chunk * _CHUNK_PAGES + np.arange(len(keys))
             self._store.load(keys, pages).wait(_WAIT_S)
 
         yield put if is_write else load
@@ -267,8 +267,8 @@ class DirectEntries(Entries):
         (self._folder / key).unlink(missing_ok=True)
 
     @contextmanager
-    def _open(self, key: str, lane: int, *, is_write: bool) -> Iterator[Move]:
-        memory = self._buffer.array[lane * LANE_NBYTES :][:LANE_NBYTES]
+    def _open(self, key: str, chunk: int, *, is_write: bool) -> Iterator[Move]:
+        memory = self._buffer.array[chunk * CHUNK_NBYTES :][:CHUNK_NBYTES]
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC if is_write else os.O_RDONLY
         descriptor = os.open(self._folder / key, flags | os.O_DIRECT, 0o600)
 

@@ -7,12 +7,12 @@
 #include <algorithm>
 #include <chrono>
 
-#include "engine_lane.h"
+#include "service_thread.h"
 
 namespace gio {
 namespace {
 
-constexpr u64 kResetSlackNs = 400'000'000;  // a sleeping lane looks up more often than that
+constexpr u64 kResetSlackNs = 400'000'000;  // a sleeping thread wakes more often than that
 
 u64 clock_ns(clockid_t id) {
   timespec t;
@@ -64,47 +64,50 @@ Job::Job(const JobConfig& c)
 Job::~Job() = default;
 
 Engine::Engine(const EngineConfig& config)
-    : n_lanes_(config.n_lanes), lanes_left_(config.n_lanes), worker_cpu_ns_(config.digest_workers) {
+    : n_threads_(config.n_threads),
+      threads_left_(config.n_threads),
+      worker_cpu_ns_(config.digest_workers) {
   const Route* routes = at<Route>(config.routes);
   routes_.assign(routes, routes + config.n_routes);
-  for (u32 i = 0; i < n_lanes_; ++i) {
-    lanes_.push_back(std::make_unique<Lane>(this, at<LaneConfig>(config.lanes)[i],
-                                            config.list_nbytes, config.window_nbytes));
+  for (u32 i = 0; i < n_threads_; ++i) {
+    threads_.push_back(std::make_unique<ServiceThread>(this,
+                                                       at<ServiceThreadConfig>(config.threads)[i],
+                                                       config.list_nbytes, config.window_nbytes));
   }
   tasks_.reserve(2 * config.digest_workers);
   try {
     for (u32 i = 0; i < config.digest_workers; ++i) {
       workers_.emplace_back([this, i] { work(&worker_cpu_ns_[i]); });
     }
-    for (auto& lane : lanes_) lane->start();
+    for (auto& thread : threads_) thread->start();
   } catch (...) {
-    lanes_left_ = 0;
+    threads_left_ = 0;
     stop_ = true;
-    for (auto& lane : lanes_) lane->join();
+    for (auto& thread : threads_) thread->join();
     end_workers();
     throw;
   }
 }
 
 Engine::~Engine() {
-  for (auto& lane : lanes_) lane->join();  // stop() came before and bounded this
+  for (auto& thread : threads_) thread->join();  // stop() came before and bounded this
 }
 
-// The runs of each lane's namespaces; a slice is of one namespace, so no two lanes share one.
+// The runs of each service thread's namespaces; a slice is of one namespace, so no two share one.
 std::vector<std::list<Part>> Engine::split(Job* job) const {
-  std::vector<std::list<Part>> parts(n_lanes_);
+  std::vector<std::list<Part>> parts(n_threads_);
   const u32 n_runs = job->config.iocb.n_runs;
   for (u32 r = 0; r < n_runs; ++r) {
     const u32 nsid = job->runs[r].nsid;
-    std::list<Part>& part = parts[nsid - 1 < routes_.size() ? routes_[nsid - 1].lane : 0];
+    std::list<Part>& part = parts[nsid - 1 < routes_.size() ? routes_[nsid - 1].thread : 0];
     if (part.empty()) part.emplace_back(job);
-    if (n_lanes_ == 1) break;
+    if (n_threads_ == 1) break;
     part.front().runs.push_back(r);
   }
   for (auto& part : parts) {
     if (part.empty()) continue;
     Part& one = part.front();
-    one.n_runs = n_lanes_ == 1 ? n_runs : static_cast<u32>(one.runs.size());
+    one.n_runs = n_threads_ == 1 ? n_runs : static_cast<u32>(one.runs.size());
     one.n_commands = static_cast<u64>(one.n_runs) * job->n_layers;
     if (job->config.gated != 0) one.deferred.reserve(one.n_commands);
   }
@@ -136,14 +139,14 @@ int Engine::submit(const JobConfig& config, Job** out) {
   return 0;
 }
 
-// Hands the parts of a job to their lanes.  The mutex is held.
+// Hands the parts of a job to their service threads.  The mutex is held.
 void Engine::begin(Job* job, std::vector<std::list<Part>>* parts) {
   ++jobs_;
   if (job->n_layers == 0) return;
-  for (u32 i = 0; i < n_lanes_; ++i) {
+  for (u32 i = 0; i < n_threads_; ++i) {
     if ((*parts)[i].empty()) continue;
     ++job->refs;
-    lanes_[i]->push(&(*parts)[i]);
+    threads_[i]->push(&(*parts)[i]);
   }
 }
 
@@ -198,12 +201,12 @@ void Engine::cancel(Job* job) {
   attend();
 }
 
-// Every lane looks through its parts for what a job's flags ask for.  Lanes that have ended have
-// none, and their controllers may be gone.
+// Every service thread checks its parts for what a job's flags ask for.  Ended threads have none,
+// and their controllers may be gone.
 void Engine::attend() {
   std::lock_guard<std::mutex> lock(mutex_);
   if (exited_) return;
-  for (auto& lane : lanes_) lane->attend();
+  for (auto& thread : threads_) thread->attend();
 }
 
 u64 Engine::next_released(u64 timeout_ns) {
@@ -220,16 +223,16 @@ int Engine::reset(u64 timeout_ns) {
   {
     std::lock_guard<std::mutex> lock(mutex_);
     if (exited_) return 0;
-    for (auto& lane : lanes_) lane->want_reset(timeout_ns);
+    for (auto& thread : threads_) thread->want_reset(timeout_ns);
   }
   const auto is_reset = [&] {
-    return exited_ || std::all_of(lanes_.begin(), lanes_.end(),
-                                  [](const auto& lane) { return lane->is_reset(); });
+    return exited_ || std::all_of(threads_.begin(), threads_.end(),
+                                  [](const auto& thread) { return thread->is_reset(); });
   };
   if (wait(timeout_ns + kResetSlackNs, is_reset) != 0) return -ETIMEDOUT;
   int result = 0;
-  for (auto& lane : lanes_) {
-    if (lane->reset_result() != 0) result = lane->reset_result();
+  for (auto& thread : threads_) {
+    if (thread->reset_result() != 0) result = thread->reset_result();
   }
   return result;
 }
@@ -238,15 +241,16 @@ int Engine::stop(u64 timeout_ns) {
   stop_ = true;
   attend();
   if (wait(timeout_ns, [&] { return exited_; }) != 0 && reset(timeout_ns) != 0) return -EBUSY;
-  for (auto& lane : lanes_) lane->join();  // nothing is outstanding: they end at their next turn
+  for (auto& thread : threads_)
+    thread->join();  // nothing is outstanding: they end at their next turn
   return 0;
 }
 
-// The last lane ends the workers, which have no more tasks than those that are queued.
-void Engine::lane_ended() {
+// The last service thread ends the workers, which have no more tasks than those that are queued.
+void Engine::thread_ended() {
   {
     std::lock_guard<std::mutex> lock(mutex_);
-    if (--lanes_left_ != 0) return;
+    if (--threads_left_ != 0) return;
   }
   end_workers();
   std::lock_guard<std::mutex> lock(mutex_);
@@ -260,14 +264,14 @@ EngineStats Engine::stats() const {
   stats.jobs = jobs_;
   stats.digest_ns = digest_ns_;
   stats.digests_offloaded = offloaded_;
-  for (const auto& lane : lanes_) lane->add_stats(&stats);
+  for (const auto& thread : threads_) thread->add_stats(&stats);
   for (const auto& cpu_ns : worker_cpu_ns_) stats.thread_cpu_ns += cpu_ns;
   return stats;
 }
 
-bool Engine::window_stats(u32 lane, WindowStats* out) const {
-  if (lane >= n_lanes_) return false;
-  *out = lanes_[lane]->window_stats();
+bool Engine::window_stats(u32 thread, WindowStats* out) const {
+  if (thread >= n_threads_) return false;
+  *out = threads_[thread]->window_stats();
   return true;
 }
 
@@ -281,7 +285,7 @@ void Engine::layer_command_ended(Job* job, u32 layer) {
   while (ready < job->n_layers && job->layer_left[ready] == 0) ++ready;
   if (ready == before) return;
   if (job->config.layer_ns != 0) {
-    const u64 now = lanes_[0]->clock_ns();
+    const u64 now = threads_[0]->clock_ns();
     for (u32 i = before; i < ready; ++i) at<u64>(job->config.layer_ns)[i] = now;
   }
   tell_layers(job, before, ready);

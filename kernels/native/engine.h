@@ -1,9 +1,9 @@
 // The host engine: turns I/O control blocks into NVMe commands, drives the controller inline and
 // reports readiness layer by layer.
 //
-// Each drive has a lane: a native thread with a queue pair and a window of its own.  A job is
-// shared by the lanes whose drives have a part of it.  Digests are the work of a small pool of
-// threads, or of the lane itself when none of them is free.
+// Each drive has a service thread, with a queue pair and a window of its own.  A job is shared by
+// the service threads whose drives have a part of it.  Digests are computed by a small pool of
+// workers, or by the service thread when none of them is free.
 #pragma once
 
 #include <atomic>
@@ -61,25 +61,25 @@ struct JobReport {
   u32 status;    // first error, or 0
 };
 
-struct LaneConfig {
+struct ServiceThreadConfig {
   u64 controller;  // Controller*
   u64 queue_pair;  // QueuePair*
   u64 lists;       // one descriptor list of list_nbytes for each CID
 };
 
 struct Route {
-  u32 lane;
-  u32 nsid;  // of the lane's controller
+  u32 thread;
+  u32 nsid;  // of the thread's controller
 };
 
 struct EngineConfig {
-  u64 lanes;   // LaneConfig[n_lanes]
-  u64 routes;  // Route[n_routes], of namespace i + 1
-  u32 n_lanes;
+  u64 threads;  // ServiceThreadConfig[n_threads]
+  u64 routes;   // Route[n_routes], of namespace i + 1
+  u32 n_threads;
   u32 n_routes;
   u32 list_nbytes;
   u32 digest_workers;
-  u64 window_nbytes;  // of each lane; 0 = found while it runs
+  u64 window_nbytes;  // of each service thread; 0 = found while it runs
 };
 static_assert(sizeof(EngineConfig) == 40, "layout shared with Python");
 
@@ -90,12 +90,13 @@ struct EngineStats {
   u64 bytes_written;
   u64 jobs;
   u64 timeouts;
-  u64 thread_cpu_ns;  // of all lanes and digest workers
+  u64 thread_cpu_ns;  // of all service threads and digest workers
   u64 digest_ns;
   u64 digests_offloaded;  // commands whose digests were a worker's
 };
 
-// What a lane has done, and found out about its drive; index 0 is for reads, 1 for writes.
+// What a service thread has done, and found out about its drive; index 0 is for reads, 1 for
+// writes.
 struct WindowStats {
   u64 window_nbytes[2];  // of commands of the last size; while layers are waited for, if any were
   u64 rate[2];           // bytes per second of the last sample with a full window; 0 = none yet
@@ -116,8 +117,8 @@ struct Completed {
 
 struct Next;
 
-// Everything that the lanes and workers need for a job is allocated by its submitter: these threads
-// never ask for memory, so that nothing can end them.
+// Everything that service threads and workers need for a job is allocated by its submitter: they
+// never allocate memory, so that nothing can end them.
 struct Job {
   explicit Job(const JobConfig& c);
   ~Job();
@@ -131,7 +132,7 @@ struct Job {
   std::vector<u32> slice_left;  // blocks not yet moved, [layer][page]; empty if whole_slices
   const u64 submitted_ns;
   std::mutex mutex;       // of the step from one watermark to the next, and of the end
-  std::atomic<u32> refs;  // its submitter, the lanes at work on it, digests under way
+  std::atomic<u32> refs;  // its submitter, service threads at work on it, digests under way
   std::atomic<bool> gate;
   std::atomic<bool> cancel{false};
   std::atomic<u32> layers_ready{0};
@@ -148,7 +149,7 @@ struct Job {
   Job* before = nullptr;            // the job that this one follows
 };
 
-class Lane;
+class ServiceThread;
 struct Part;
 
 // Slices [first, end) of one command that ended, to be hashed.
@@ -161,7 +162,8 @@ struct DigestTask {
 
 class Engine {
  public:
-  // The lanes' memory stays the caller's and outlives the engine; the controllers were claimed.
+  // The service threads' memory stays the caller's and outlives the engine; the controllers were
+  // claimed.
   explicit Engine(const EngineConfig& config);
   ~Engine();
 
@@ -177,18 +179,18 @@ class Engine {
   // The next released job in order of release: its tag, or that of a report; 0 after the timeout;
   // all ones once the threads have ended and every job was reported.
   u64 next_released(u64 timeout_ns);
-  // Asks the lanes to reset their controllers; 0 when nothing is outstanding any more.
+  // Asks the service threads to reset their controllers; 0 when nothing is outstanding any more.
   int reset(u64 timeout_ns);
   // Ends the threads.  Commands still outstanding after the deadline are reset away; -EBUSY when
   // even that failed and the memory must not be freed.
   int stop(u64 timeout_ns);
   EngineStats stats() const;
-  bool window_stats(u32 lane, WindowStats* out) const;
+  bool window_stats(u32 thread, WindowStats* out) const;
 
  private:
-  friend class Lane;
+  friend class ServiceThread;
 
-  // What lanes and workers share: any of their threads.
+  // What service threads and workers share: called in any of them.
   void digest(const DigestTask& task);
   bool offer(const DigestTask& task);  // false: no worker is free
   void layer_command_ended(Job* job, u32 layer);
@@ -197,7 +199,7 @@ class Engine {
   void drop(Job* job);
   bool follow(Job* job);
   void begin(Job* job, std::vector<std::list<Part>>* parts);
-  void lane_ended();
+  void thread_ended();
   u32 local_nsid(u32 nsid) const {
     return nsid - 1 < routes_.size() ? routes_[nsid - 1].nsid : nsid;
   }
@@ -215,9 +217,9 @@ class Engine {
   int wait(u64 timeout_ns, Ready ready);
   void tell_released(std::list<u64>* tag);
 
-  const u32 n_lanes_;
+  const u32 n_threads_;
   std::vector<Route> routes_;
-  std::vector<std::unique_ptr<Lane>> lanes_;
+  std::vector<std::unique_ptr<ServiceThread>> threads_;
 
   mutable std::mutex mutex_;
   std::condition_variable changed_;
@@ -225,7 +227,7 @@ class Engine {
   std::condition_variable released_came_;
   std::atomic<u32> waiters_{0};
   std::atomic<bool> stop_{false};
-  u32 lanes_left_;
+  u32 threads_left_;
   bool exited_ = false;
   std::atomic<u64> jobs_{0};
   std::atomic<u64> digest_ns_{0};
@@ -262,6 +264,6 @@ TUTTI_API uint64_t gio_engine_next(gio::Engine*, uint64_t timeout_ns);
 TUTTI_API int gio_engine_reset(gio::Engine*, uint64_t timeout_ns);
 TUTTI_API int gio_engine_stop(gio::Engine*, uint64_t timeout_ns);
 TUTTI_API void gio_engine_stats(const gio::Engine*, gio::EngineStats* out);
-TUTTI_API int gio_engine_window(const gio::Engine*, uint32_t lane, gio::WindowStats* out);
+TUTTI_API int gio_engine_window(const gio::Engine*, uint32_t thread, gio::WindowStats* out);
 TUTTI_API void gio_engine_destroy(gio::Engine*);  // after stop returned 0
 }

@@ -8,11 +8,15 @@ using gio::Job;
 extern "C" {
 
 int gio_engine_create(const gio::EngineConfig* config, Engine** out) {
-  const auto* lanes = gio::at<gio::LaneConfig>(config->lanes);
-  const auto controller = [=](gio::u32 i) { return gio::at<gio::Controller>(lanes[i].controller); };
+  const auto* threads = gio::at<gio::ServiceThreadConfig>(config->threads);
+  const auto controller = [=](gio::u32 i) {
+    return gio::at<gio::Controller>(threads[i].controller);
+  };
   gio::u32 claimed = 0;
-  while (claimed < config->n_lanes && controller(claimed)->claim()) ++claimed;  // until a lane ends
-  const int result = claimed < config->n_lanes ? -EBUSY : gio::without_exceptions([=] {
+  while (claimed < config->n_threads && controller(claimed)->claim()) {
+    ++claimed;  // until the service thread ends
+  }
+  const int result = claimed < config->n_threads ? -EBUSY : gio::without_exceptions([=] {
     *out = new Engine(*config);
     return 0;
   });
@@ -47,8 +51,8 @@ uint64_t gio_engine_next(Engine* engine, uint64_t timeout_ns) {
 int gio_engine_reset(Engine* engine, uint64_t timeout_ns) { return engine->reset(timeout_ns); }
 int gio_engine_stop(Engine* engine, uint64_t timeout_ns) { return engine->stop(timeout_ns); }
 void gio_engine_stats(const Engine* engine, gio::EngineStats* out) { *out = engine->stats(); }
-int gio_engine_window(const Engine* engine, uint32_t lane, gio::WindowStats* out) {
-  return engine->window_stats(lane, out) ? 0 : -1;
+int gio_engine_window(const Engine* engine, uint32_t thread, gio::WindowStats* out) {
+  return engine->window_stats(thread, out) ? 0 : -1;
 }
 void gio_engine_destroy(Engine* engine) { delete engine; }
 }

@@ -1,5 +1,5 @@
-// Digests of slices: by the workers, or by the lane where none of them is free, so that progress
-// never depends on a worker.
+// Digests of slices: by the workers, or by the service thread where none of them is free, so that
+// progress never depends on a worker.
 #include <algorithm>
 
 #include "engine.h"

@@ -1,7 +1,7 @@
 // The host engine's side of the words that it shares with the mover of a job's staging memory.
 #include <algorithm>
 
-#include "engine_lane.h"
+#include "service_thread.h"
 
 namespace gio {
 namespace {
@@ -14,11 +14,11 @@ constexpr u64 kLookMostNs = 500'000;
 
 // Whether the submitter and the mover let the next command's layer begin: its place in the staging
 // memory is free (reads), or filled (writes).
-bool Lane::is_granted(const Part& part) const {
+bool ServiceThread::is_granted(const Part& part) const {
   return part.next / part.n_runs < part.job->granted;
 }
 
-bool Lane::may_issue(const Part& part) const {
+bool ServiceThread::may_issue(const Part& part) const {
   const JobConfig& config = part.job->config;
   if (!is_granted(part)) return false;
   if (config.words == 0) return true;
@@ -28,7 +28,7 @@ bool Lane::may_issue(const Part& part) const {
 }
 
 // Parts whose mover is behind: on with those it caught up with, and an end to those it left.
-void Lane::run_blocked(u64 now) {
+void ServiceThread::run_blocked(u64 now) {
   if (blocked_.empty()) {
     mover_ns_ = kLookNs;
     return;

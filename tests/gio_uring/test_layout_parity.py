@@ -62,7 +62,7 @@ STRUCTS: dict[str, type[ctypes.Structure]] = {
     "Mailbox": device_batch.MailboxStruct,
     "JobReport": engine_structs.JobReport,
     "EngineStats": engine_structs.EngineStats,
-    "LaneConfig": engine_structs.LaneConfig,
+    "ServiceThreadConfig": engine_structs.ServiceThreadConfig,
     "Route": engine_structs.RouteStruct,
     "EngineConfig": engine_structs.EngineConfig,
     "WindowStats": engine_structs.WindowStats,

@@ -259,8 +259,10 @@ class OnRegisters(MemoryController):
     def doorbell_registers(self) -> list[tuple[int, int]]:
         return [(self.registers.address, 4096)]
 
-    def create_queue_pair(self, depth: int, *, is_device: bool = False, lane: int = 0) -> QueuePair:
-        pair = super().create_queue_pair(depth, is_device=is_device, lane=lane)
+    def create_queue_pair(
+        self, depth: int, *, is_device: bool = False, service_thread: int = 0
+    ) -> QueuePair:
+        pair = super().create_queue_pair(depth, is_device=is_device, service_thread=service_thread)
         pair.struct.sq_doorbell = self.registers.address + 8 + 8 * self.doorbell_count
         pair.struct.cq_doorbell = pair.struct.sq_doorbell + 4
         self.doorbell_count += 1

@@ -110,7 +110,9 @@ class SoftwareDrive(NativeController):
         self._places.pop(region.address, None)
         super()._unregister(region)
 
-    def create_queue_pair(self, depth: int, *, is_device: bool = False, lane: int = 0) -> QueuePair:
+    def create_queue_pair(
+        self, depth: int, *, is_device: bool = False, service_thread: int = 0
+    ) -> QueuePair:
         pair = QueuePair(depth, 1, owner=self)
         base = int(vfio_lib().gio_vfio_controller_doorbells(self.handle))
         pair.struct.sq_doorbell, pair.struct.cq_doorbell = base + 8, base + 12

@@ -13,7 +13,7 @@ import tempfile
 from collections import Counter
 from pathlib import Path
 
-from soak.actors import ACTORS, LANES
+from soak.actors import ACTORS, RUNNERS
 from soak.run import Soak
 
 
@@ -38,10 +38,10 @@ def main() -> int:
             return 0
         seed = random.SystemRandom().randrange(2**32) if args.seed is None else args.seed
         chosen = set(args.only) - set(args.without)
-        lanes = [[name for name in lane if name in chosen] for lane in LANES]
-        lanes = [lane for lane in lanes if lane]
-        print(f"seed {seed}, {args.seconds:g} s, lanes {lanes}", flush=True)
-        report = Soak(ACTORS, lanes, seed, Path(folder), args.out).run(args.seconds)
+        runners = [[name for name in runner if name in chosen] for runner in RUNNERS]
+        runners = [runner for runner in runners if runner]
+        print(f"seed {seed}, {args.seconds:g} s, runners {runners}", flush=True)
+        report = Soak(ACTORS, runners, seed, Path(folder), args.out).run(args.seconds)
     for name, number in sorted(report.counts.items()):
         print(f"{name:40} {number}")
     print(f"{report.found} findings")

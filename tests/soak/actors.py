@@ -1,4 +1,4 @@
-"""The actors by name, and the lanes in which they run at the same time."""
+"""The actors by name, and the runners, which work at the same time."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ ACTORS: dict[str, Actor] = {
     "rings": rings.run,
     "ring-threads": rings.run_threads,
 }
-#: How often a name stands in a lane is how often it is drawn.
-LANES = [
+#: A name that occurs twice is drawn twice as often.
+RUNNERS = [
     ["rings", "ring-threads"],
     [*["kills"] * 3, "agents"],
     [*["faults"] * 8, *["power"] * 4, *["disks"] * 3, *["signals"] * 2, "forks", "linker"],

@@ -27,8 +27,8 @@ FINDINGS_MAX = 50  # with their last line; all of them are counted, and printed 
 
 
 @dataclass
-class Lane:
-    """Episodes one after another: each actor once, then as the seed and the lane's number draw."""
+class Runner:
+    """Episodes one after another: each actor once, then by a draw from seed and number."""
 
     number: int
     rng: np.random.Generator
@@ -86,12 +86,12 @@ class Report:
 
 
 class Soak:
-    """actors: by name.  lanes: which actors each lane draws from; a name may stand there twice."""
+    """actors: by name.  runners: the names each one draws from; a name may occur twice."""
 
     def __init__(
         self,
         actors: Mapping[str, Actor],
-        lanes: Sequence[Sequence[str]],
+        runners: Sequence[Sequence[str]],
         seed: int,
         folder: Path,
         out: Path | None,
@@ -99,9 +99,9 @@ class Soak:
         self._actors = actors
         self._folder = folder
         self._out = out
-        self._lanes = [
-            Lane(number, np.random.default_rng([seed, number]), names)
-            for number, names in enumerate(lanes)
+        self._runners = [
+            Runner(number, np.random.default_rng([seed, number]), names)
+            for number, names in enumerate(runners)
         ]
         self._seed = seed
         self.report = Report(seed, 0.0, describe(folder))
@@ -115,63 +115,67 @@ class Soak:
         try:
             while True:
                 now_s = time.monotonic()
-                for lane in self._lanes:
-                    if lane.child is None and now_s < end_s:
-                        self._begin(lane)
-                    self._serve(lane)
+                for runner in self._runners:
+                    if runner.child is None and now_s < end_s:
+                        self._begin(runner)
+                    self._serve(runner)
                 if now_s - written_s > WRITE_EVERY_S:
                     report.write(self._out)
                     written_s = now_s
-                if now_s >= end_s and not any(lane.child for lane in self._lanes):
+                if now_s >= end_s and not any(runner.child for runner in self._runners):
                     break
                 time.sleep(0.01)
         finally:
-            for lane in self._lanes:
-                if lane.child is not None:
-                    self._stop(lane)
+            for runner in self._runners:
+                if runner.child is not None:
+                    self._stop(runner)
         report.write(self._out)
         return report
 
-    def _begin(self, lane: Lane) -> None:
-        lane.draw()
-        lane.folder = tempfile.mkdtemp(prefix=f"{lane.name}-", dir=self._folder)
-        lane.begun_s = time.monotonic()
-        name, seed, folder = lane.name, lane.seed, Path(lane.folder)
-        lane.child = Child(lambda say: episode(self._actors[name], seed, folder, say))
+    def _begin(self, runner: Runner) -> None:
+        runner.draw()
+        runner.folder = tempfile.mkdtemp(prefix=f"{runner.name}-", dir=self._folder)
+        runner.begun_s = time.monotonic()
+        name, seed, folder = runner.name, runner.seed, Path(runner.folder)
+        runner.child = Child(lambda say: episode(self._actors[name], seed, folder, say))
 
-    def _serve(self, lane: Lane) -> None:
-        if lane.child is None:
+    def _serve(self, runner: Runner) -> None:
+        if runner.child is None:
             return
-        for report in lane.child.reports(0.0):
+        for report in runner.child.reports(0.0):
             self.report.counts.update(report[1])
-        late = time.monotonic() - lane.begun_s > EPISODE_MAX_S
-        if not lane.child.ended and not late:
+        late = time.monotonic() - runner.begun_s > EPISODE_MAX_S
+        if not runner.child.ended and not late:
             return
-        failure = "" if lane.child.ended else f"hangs {EPISODE_MAX_S:g} s after its beginning"
-        failure = lane.child.failure or failure
-        status = self._stop(lane)
+        failure = "" if runner.child.ended else f"hangs {EPISODE_MAX_S:g} s after its beginning"
+        failure = runner.child.failure or failure
+        status = self._stop(runner)
         if failure or status:
-            self._found(lane, failure or f"ended with status {status}")
+            self._found(runner, failure or f"ended with status {status}")
 
-    def _stop(self, lane: Lane) -> int:
+    def _stop(self, runner: Runner) -> int:
         """Ends the episode with every process that it started."""
-        assert lane.child is not None
-        kill_group(lane.child.pid)
-        status = lane.child.wait()
-        self.report.episodes[lane.name] += 1
-        self.report.busy_s[lane.name] += time.monotonic() - lane.begun_s
-        lane.child = None
-        shutil.rmtree(lane.folder, ignore_errors=True)
+        assert runner.child is not None
+        kill_group(runner.child.pid)
+        status = runner.child.wait()
+        self.report.episodes[runner.name] += 1
+        self.report.busy_s[runner.name] += time.monotonic() - runner.begun_s
+        runner.child = None
+        shutil.rmtree(runner.folder, ignore_errors=True)
         return status
 
-    def _found(self, lane: Lane, what: str) -> None:
+    def _found(self, runner: Runner, what: str) -> None:
         self.report.found += 1
         if len(self.report.findings) < FINDINGS_MAX:
-            finding = {"actor": lane.name, "seed": lane.seed, "what": what.strip().split("\n")[-1]}
+            finding = {
+                "actor": runner.name,
+                "seed": runner.seed,
+                "what": what.strip().split("\n")[-1],
+            }
             finding["after_s"] = round(time.monotonic() - self.report.begun_s, 1)
             finding["free_nbytes"] = shutil.disk_usage(self._folder).free
             self.report.findings.append(finding)
-        print(f"{lane.name} with seed {lane.seed}: {what}", flush=True)
+        print(f"{runner.name} with seed {runner.seed}: {what}", flush=True)
         self.report.write(self._out)
 
 

@@ -26,7 +26,7 @@ HAS_VOLATILE_CACHE = 4
 HAS_PRP = 8
 
 _CLOSE_TIMEOUT_S = 5.0
-#: How long one lane may sleep in the caller's thread before the others are served.
+#: How long one handle may sleep in the caller's thread before the others are served.
 _TURN_NS = 100_000
 
 #: (handle, memory) of controllers that could not be reset: they may still write there.
@@ -85,8 +85,8 @@ class NativeController(Owned):
     makes. It serves the queue pairs of all producers, those of GPU kernels included, which may
     come and go meanwhile.
 
-    handles: the native objects, one for each lane, which is what a thread of its own serves: a
-    drive, or a share of one. handle: the first of them. routes: lane and nsid there, by nsid - 1.
+    handles: the native objects, each with a service thread of its own: a drive, or a share of one.
+    handle: the first of them. routes: (service thread, nsid there), by nsid - 1.
     """
 
     def __init__(self, handle: int, *others: int) -> None:
@@ -123,13 +123,13 @@ class NativeController(Owned):
 
     @property
     def routes(self) -> list[tuple[int, int]]:
-        """The lane of each namespace, and its nsid there: every lane has them all, in turns."""
-        lanes = len(self.handles)
-        return [(i % lanes, i + 1) for i in range(self.info.namespaces)]
+        """The service thread of each namespace, in turns, and its nsid there."""
+        threads = len(self.handles)
+        return [(i % threads, i + 1) for i in range(self.info.namespaces)]
 
     @property
     def device_routes(self) -> list[tuple[int, int]]:
-        """As `routes`, for a device's queue pairs: the first lane has every namespace."""
+        """As `routes`, for a device's queue pairs: the first service thread has every namespace."""
         return [(0, nsid) for nsid in range(1, self.info.namespaces + 1)]
 
     @property
@@ -138,8 +138,8 @@ class NativeController(Owned):
 
     @property
     def doorbell_registers(self) -> list[tuple[int, int]]:
-        """(address, bytes) of doorbells that are a drive's registers, by lane; none where they are
-        words.
+        """(address, bytes) of doorbells that are a drive's registers, by service thread; none where
+        they are words.
         """
         return []
 
@@ -171,12 +171,14 @@ class NativeController(Owned):
                 self._lib.gio_controller_unregister(handle, region.address)
             del self._buffers[region.address]
 
-    def create_queue_pair(self, depth: int, *, is_device: bool = False, lane: int = 0) -> QueuePair:
-        """A new queue pair of a lane, at any time; its `close` releases the place.
+    def create_queue_pair(
+        self, depth: int, *, is_device: bool = False, service_thread: int = 0
+    ) -> QueuePair:
+        """A new queue pair of a service thread, at any time; its `close` releases the place.
 
         is_device: kernels of a GPU submit and reap here, with a copy of the submitter's words in
         GPU memory. While they are at work, announce it with `expect_rings`; `device_routes` tells
-        which lanes they need.
+        which service threads they need.
         Its rings are not registered memory: no transfer can name them.
         Raises ConfigError for an unacceptable depth or too many queue pairs.
         """
@@ -186,10 +188,10 @@ class NativeController(Owned):
             self._free_qid(),
             owner=self,
             is_device=is_device,
-            lane=lane,
+            service_thread=service_thread,
             on_close=self._release,
         )
-        handle = self.handles[lane]
+        handle = self.handles[service_thread]
         self._keep(queue_pair)
         result = self._lib.gio_controller_attach(handle, queue_pair.struct_address)
         if result < 0:
@@ -214,7 +216,7 @@ class NativeController(Owned):
             return
         timeout_ns = int(_CLOSE_TIMEOUT_S * 1e9)
         address = queue_pair.struct_address
-        handle = self.handles[queue_pair.lane]
+        handle = self.handles[queue_pair.service_thread]
         if self._lib.gio_controller_detach(handle, address, timeout_ns) == 0:
             self._forget(queue_pair)
 
@@ -227,7 +229,7 @@ class NativeController(Owned):
         its work (True) or has ended it (False). Calls nest; while one is busy, doorbells are looked
         at every few microseconds.
         """
-        if not self.is_closed:  # such producers have queue pairs of the first lane
+        if not self.is_closed:  # such producers have queue pairs of the first service thread
             self._lib.gio_controller_expect_rings(self.handle, 1 if is_busy else -1)
 
     def served_by(self, server: Server) -> None:
@@ -235,7 +237,7 @@ class NativeController(Owned):
         self._server = weakref.ref(server)
 
     def service(self, timeout_s: float = 0.0) -> int:
-        """One turn of work in the caller's thread, each lane sleeping at most `timeout_s` when
+        """One turn of work in the caller's thread, each handle sleeping at most `timeout_s` when
         idle, and only shortly where others wait for their turn.
 
         Returns the number of completions posted. Does nothing while `is_served`.
@@ -249,7 +251,7 @@ class NativeController(Owned):
         return sum(int(self._lib.gio_controller_service(h, timeout_ns)) for h in self.handles)
 
     def start(self) -> None:
-        """Serve each lane on a thread of the controller's own. Raises NativeError if one does."""
+        """Serve each handle on a thread of the controller's own. Raises NativeError if one does."""
         self._check_open()
         for i, handle in enumerate(self.handles):
             result = self._lib.gio_controller_start(handle)

@@ -133,9 +133,10 @@ class FileController(NativeController):
     lba_nbytes: the block size, 512 to 65536. executor: "auto" takes io_uring unless it is refused,
     see `executor_name` and `fallback_reason`; "passthrough", io_uring with NVMe commands in it, for
     generic character devices and nothing else. limits: of its requests.
-    lanes: threads that serve the files, each with an executor of its own, at most one for each
-    file; None has one for each drive the files are on. record_fd: an open file that receives what
-    reached the medium (`RecordHeader` in `kernels/native/executor.h`), for tests of power loss.
+    service_threads: how many serve the files, each with an executor of its own, at most one
+    for each file; None has one for each drive the files are on. record_fd: an open file that
+    receives what reached the medium (`RecordHeader` in `kernels/native/executor.h`), for tests of
+    power loss.
     lock: open the files for this process alone, see `FileMember.lock`.
 
     Raises what FileMember raises, ConfigError for unacceptable arguments, Unsupported where
@@ -151,7 +152,7 @@ class FileController(NativeController):
         limits: RequestLimits = _LIMITS,
         record_fd: int | None = None,
         lock: bool = False,
-        lanes: int | None = None,
+        service_threads: int | None = None,
     ) -> None:
         if not isinstance(executor, str) or executor not in EXECUTORS:
             raise ConfigError(f"executor is {executor!r}; use one of {', '.join(EXECUTORS)}")
@@ -179,10 +180,12 @@ class FileController(NativeController):
                 threads=limits.threads,
                 record_fd=-1 if record_fd is None else record_fd,
             )
-            self._routes, lanes = _deal(_drives_of(self.members), lanes)
-            if lanes < 1 or (record_fd is not None and lanes > 1):
-                raise ConfigError(f"lanes={lanes}; give at least 1, and 1 together with record_fd")
-            self._create(config, lba_nbytes, lanes, handles)
+            self._routes, service_threads = _deal(_drives_of(self.members), service_threads)
+            if service_threads < 1 or (record_fd is not None and service_threads > 1):
+                raise ConfigError(
+                    f"service_threads={service_threads}; give at least 1, and 1 with record_fd"
+                )
+            self._create(config, lba_nbytes, service_threads, handles)
             super().__init__(*handles)
         except BaseException:
             if not hasattr(self, "_finalizer"):
@@ -237,11 +240,11 @@ class FileController(NativeController):
 
     @property
     def routes(self) -> list[tuple[int, int]]:
-        """As NativeController.routes: the files of one drive share a lane."""
+        """As NativeController.routes: the files of one drive share a service thread."""
         return self._routes
 
     def _create(
-        self, config: FileConfigStruct, lba_nbytes: int, lanes: int, handles: list[int]
+        self, config: FileConfigStruct, lba_nbytes: int, service_threads: int, handles: list[int]
     ) -> None:
         """Adds to ``handles``, which the caller destroys when it raises."""
         namespaces = (FileNamespaceStruct * len(self.members))()
@@ -255,7 +258,7 @@ class FileController(NativeController):
             entry.offset_alignment = member.offset_alignment
         config.namespaces = ctypes.addressof(namespaces)
         result = 0
-        while len(handles) < lanes and result == 0:
+        while len(handles) < service_threads and result == 0:
             handle = _P()
             result = _lib().gio_file_controller_create(ctypes.byref(config), ctypes.byref(handle))
             handles += [int(handle.value)] if handle.value else []
@@ -362,15 +365,15 @@ class FileController(NativeController):
             member.close()
 
 
-def _deal(drives: list[int], lanes: int | None) -> tuple[list[tuple[int, int]], int]:
-    """The lane and nsid of each file, by the drives they are on, and how many lanes there are.
+def _deal(drives: list[int], threads: int | None) -> tuple[list[tuple[int, int]], int]:
+    """The service thread and nsid of each file, by the drives they are on, and how many threads.
 
-    Files of one drive share a lane unless more lanes than drives are asked for.
+    Files of one drive share a service thread unless more threads than drives are asked for.
     """
     n_drives = max(drives) + 1
-    lanes = n_drives if lanes is None else min(lanes, len(drives))
-    turns = drives if lanes <= n_drives else range(len(drives))
-    return [(turn % max(1, lanes), nsid) for nsid, turn in enumerate(turns, 1)], lanes
+    threads = n_drives if threads is None else min(threads, len(drives))
+    turns = drives if threads <= n_drives else range(len(drives))
+    return [(turn % max(1, threads), nsid) for nsid, turn in enumerate(turns, 1)], threads
 
 
 def _drives_of(members: Sequence[FileMember]) -> list[int]:

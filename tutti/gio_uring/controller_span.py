@@ -22,7 +22,7 @@ from tutti.gio_uring.queue_pair import QueuePair
 
 
 class SpanController(NativeController):
-    """Drives that are used together, each a lane with a service thread of its own; it closes them.
+    """Drives that are used together, each with a service thread of its own; it closes them.
 
     drives: open drives of one block size with no queue pairs of their own yet. places: which drive,
     from 0, and which nsid of it each namespace is; by default all that can be used, drive after
@@ -112,10 +112,12 @@ class SpanController(NativeController):
                 other.close()
             del self._buffers[region.address]
 
-    def create_queue_pair(self, depth: int, *, is_device: bool = False, lane: int = 0) -> QueuePair:
+    def create_queue_pair(
+        self, depth: int, *, is_device: bool = False, service_thread: int = 0
+    ) -> QueuePair:
         """As NativeController.create_queue_pair, on one of the drives."""
         self._check_open()
-        return self.drives[lane].create_queue_pair(depth, is_device=is_device)
+        return self.drives[service_thread].create_queue_pair(depth, is_device=is_device)
 
     def expect_rings(self, is_busy: bool) -> None:
         for drive in self.drives:

@@ -267,7 +267,9 @@ class VfioController(NativeController):
             self._reachable.discard(region.address)
         super()._unregister(region)
 
-    def create_queue_pair(self, depth: int, *, is_device: bool = False, lane: int = 0) -> QueuePair:
+    def create_queue_pair(
+        self, depth: int, *, is_device: bool = False, service_thread: int = 0
+    ) -> QueuePair:
         """As NativeController.create_queue_pair; the drive has `queues_granted` of them.
 
         is_device: a GPU rings the drive and reaps by itself. The drive raises no interrupts for

@@ -29,8 +29,8 @@ from tutti.gio_uring.engine_structs import (
     EngineConfig,
     EngineStats,
     JobConfig,
-    LaneConfig,
     RouteStruct,
+    ServiceThreadConfig,
     WindowStats,
 )
 from tutti.gio_uring.iocb import RUN_DTYPE, CutStruct, Extents, PagedMemory, Runs
@@ -72,12 +72,13 @@ _ORPHANS: list[object] = []
 
 
 class Engine(Owned):
-    """Submits I/O control blocks to one controller, through a queue pair for each of its lanes.
+    """Submits I/O control blocks to one controller, through a queue pair for each of its service
+    threads.
 
     depth: entries of a queue pair, a power of two.  command_nbytes_max: longest command, further
-    limited by the controller's MDTS.  window_nbytes: bytes in flight in each lane; None finds the
-    smallest window that has full bandwidth while it runs.  digest_workers: threads that hash for
-    the lanes; None leaves half of the processors alone.
+    limited by the controller's MDTS.  window_nbytes: bytes in flight for each service thread;
+    None finds the smallest window that has full bandwidth.  digest_workers: threads that hash for
+    the service threads; None leaves half of the processors alone.
 
     Raises ConfigError while something else serves the controller.
     """
@@ -102,11 +103,11 @@ class Engine(Owned):
         self.descriptors_max = min(
             _DESCRIPTORS_PER_LIST, info.sgl_descriptors or _DESCRIPTORS_PER_LIST
         )
-        self.lanes = len(controller.handles)
+        self.service_threads = len(controller.handles)
         depth = min(depth, info.depth_max)
         lists_nbytes = depth * LIST_NBYTES
-        self._arena = HostBuffer(self.lanes * lists_nbytes + 2 * self.lba_nbytes)
-        self.scratch = self._arena.address + self.lanes * lists_nbytes
+        self._arena = HostBuffer(self.service_threads * lists_nbytes + 2 * self.lba_nbytes)
+        self.scratch = self._arena.address + self.service_threads * lists_nbytes
         self.zeros = self.scratch + self.lba_nbytes
         self._closed = self._ended = False
         self._stopping = threading.Lock()  # close, the drop of this object, or the process's exit
@@ -120,8 +121,8 @@ class Engine(Owned):
         self._arena_region = controller.register(self._arena)
         try:
             controller.served_by(self)
-            for lane in range(self.lanes):
-                self.queue_pairs.append(controller.create_queue_pair(depth, lane=lane))
+            for i in range(self.service_threads):
+                self.queue_pairs.append(controller.create_queue_pair(depth, service_thread=i))
             self._create(lists_nbytes, window_nbytes, digest_workers)
             # At an exit without close: the controller's own finalizer runs after this one.
             keep = controller.keep_after_failure
@@ -145,19 +146,19 @@ class Engine(Owned):
         self, lists_nbytes: int, window_nbytes: int | None, digest_workers: int | None
     ) -> None:
         """The native engine, whose threads run from now on."""
-        lanes = (LaneConfig * self.lanes)()
-        for i, lane in enumerate(lanes):
-            lane.controller = self.controller.handles[i]
-            lane.queue_pair = self.queue_pairs[i].struct_address
-            lane.lists = self._arena.address + i * lists_nbytes
+        threads = (ServiceThreadConfig * self.service_threads)()
+        for i, thread in enumerate(threads):
+            thread.controller = self.controller.handles[i]
+            thread.queue_pair = self.queue_pairs[i].struct_address
+            thread.lists = self._arena.address + i * lists_nbytes
         routes = self.controller.routes
         route_structs = (RouteStruct * len(routes))(*(RouteStruct(*route) for route in routes))
         if digest_workers is None:
-            digest_workers = min(2 * self.lanes, (os.cpu_count() or 1) // 2)
+            digest_workers = min(2 * self.service_threads, (os.cpu_count() or 1) // 2)
         config = EngineConfig(
-            lanes=ctypes.addressof(lanes),
+            threads=ctypes.addressof(threads),
             routes=ctypes.addressof(route_structs),
-            n_lanes=self.lanes,
+            n_threads=self.service_threads,
             n_routes=len(routes),
             list_nbytes=LIST_NBYTES,
             digest_workers=digest_workers,
@@ -266,10 +267,10 @@ class Engine(Owned):
         return out
 
     def windows(self) -> list[WindowStats]:
-        """What each lane has found out about its drive."""
-        out = [WindowStats() for _ in range(self.lanes)]
-        for lane, stats in enumerate(out):
-            _native.lib().gio_engine_window(self.handle, lane, ctypes.byref(stats))
+        """What each service thread has found out about its drive."""
+        out = [WindowStats() for _ in range(self.service_threads)]
+        for i, stats in enumerate(out):
+            _native.lib().gio_engine_window(self.handle, i, ctypes.byref(stats))
         return out
 
     @uninterrupted()

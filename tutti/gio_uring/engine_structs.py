@@ -59,8 +59,8 @@ class EngineStats(ctypes.Structure):
     )
 
 
-class LaneConfig(ctypes.Structure):
-    """``gio::LaneConfig``."""
+class ServiceThreadConfig(ctypes.Structure):
+    """``gio::ServiceThreadConfig``."""
 
     _fields_ = (
         ("controller", ctypes.c_uint64),
@@ -72,16 +72,16 @@ class LaneConfig(ctypes.Structure):
 class RouteStruct(ctypes.Structure):
     """``gio::Route``."""
 
-    _fields_ = (("lane", ctypes.c_uint32), ("nsid", ctypes.c_uint32))
+    _fields_ = (("thread", ctypes.c_uint32), ("nsid", ctypes.c_uint32))
 
 
 class EngineConfig(ctypes.Structure):
     """``gio::EngineConfig``."""
 
     _fields_ = (
-        ("lanes", ctypes.c_uint64),
+        ("threads", ctypes.c_uint64),
         ("routes", ctypes.c_uint64),
-        ("n_lanes", ctypes.c_uint32),
+        ("n_threads", ctypes.c_uint32),
         ("n_routes", ctypes.c_uint32),
         ("list_nbytes", ctypes.c_uint32),
         ("digest_workers", ctypes.c_uint32),
@@ -90,8 +90,8 @@ class EngineConfig(ctypes.Structure):
 
 
 class WindowStats(ctypes.Structure):
-    """``gio::WindowStats``: what a lane has done, and found out about its drive; [0] reads, [1]
-    writes.
+    """``gio::WindowStats``: what a service thread has done, and found out about its drive;
+    [0] reads, [1] writes.
 
     window_nbytes: in use, while layers are waited for if any were. rate: bytes per second of the
     last sample with a full window, 0 before it. latency_ns: of commands, smoothed. samples: of the

@@ -34,7 +34,7 @@ class Job(Owned):
     """One I/O control block on its way.  Thread-safe.
 
     page_status: uint32 (pages,), 0 or the first NVMe status that a page met; final once the job
-    is done.  native: the native job, which its submission writes before any lane has it.
+    is done.  native: the native job, which its submission writes before any service thread has it.
     """
 
     def __init__(

@@ -124,7 +124,7 @@ class QueuePair(Owned):
         *,
         owner: object = None,
         is_device: bool = False,
-        lane: int = 0,
+        service_thread: int = 0,
         on_close: Callable[[QueuePair], None] | None = None,
     ) -> None:
         self.layout = QueueLayout(depth)
@@ -132,7 +132,7 @@ class QueuePair(Owned):
         self.qid = qid
         self.owner = owner
         self.is_device = is_device
-        self.lane = lane
+        self.service_thread = service_thread
         self._on_close = on_close
         self.memory = HostBuffer(self.layout.nbytes)
         self.is_closed = False

@@ -33,7 +33,7 @@ def open_controller(
     """Opens the members for this process alone; the namespace of member m is m + 1.
 
     names: paths, or addresses of drives as in docs/vfio.md.  executor, service_threads: for files,
-    the latter as `lanes` of FileController.
+    the latter as `service_threads` of FileController.
     Raises PoolInUse, ConfigError, Unsupported, and what FileController and VfioController raise.
     """
     if are_drives(names):
@@ -46,7 +46,7 @@ def open_controller(
                 " nvme-cli"
             )
         return controller
-    return FileController(names, executor=executor, lock=True, lanes=service_threads)
+    return FileController(names, executor=executor, lock=True, service_threads=service_threads)
 
 
 def check_owners(controller: NativeController) -> None:

@@ -104,7 +104,7 @@ class HostRig:
         extents = Extents([0], [1], [PAGES], 1, 128)
         return self.gpu.submit(opcode, extents, pages, self.memory, timeout_s=0.2, **options)
 
-    def lane(self, opcode: int) -> Any:
+    def half(self, opcode: int) -> Any:
         return self.gpu._loads if opcode == OPCODE_READ else self.gpu._stores
 
     def is_device_busy(self) -> bool:
@@ -113,10 +113,10 @@ class HostRig:
 
     def check(self, opcode: int, place: str) -> None:
         """Free memory has no owner, and in the end all of it is free."""
-        lane = self.lane(opcode)
+        half = self.half(opcode)
 
         def is_free() -> bool:
-            if lane.staging.arena.in_use:
+            if half.staging.arena.in_use:
                 return False
             assert not self.is_device_busy(), f"{place}: the device still uses it"
             return True
@@ -152,11 +152,11 @@ def test_the_start_of_a_transfer_is_interrupted_anywhere(opcode: int) -> None:
             nth += 1
             word[0] = 0
             rig.driver.wait_value(compute, marked, 1)  # what is on the stream stays there
-            rig.lane(opcode).follow(compute)
+            rig.half(opcode).follow(compute)
             jobs: list[MovedJob] = []
             copies = rig.driver.calls["cuMemcpyBatchAsync"]
             place = interrupt(nth, lambda to=jobs: to.append(rig.submit(opcode)))  # type: ignore[misc]
-            is_free = rig.lane(opcode).staging.arena.in_use == 0
+            is_free = rig.half(opcode).staging.arena.in_use == 0
             assert not (is_free and rig.is_device_busy()), place
             assert not (is_free and rig.driver.calls["cuMemcpyBatchAsync"] > copies), place
             word[0] = 1

@@ -38,7 +38,7 @@ from tutti.gio_uring.gpu.memory import LeaseOwner, TableMemory, retain_until_exi
 from tutti.gio_uring.gpu.modules import Modules
 from tutti.gio_uring.gpu.parameters import BLOCK_THREADS_MAX, QueueShareStruct
 from tutti.gio_uring.gpu.persistent import PersistentKernel
-from tutti.gio_uring.gpu.queues import DeviceQueues, lanes_of
+from tutti.gio_uring.gpu.queues import DeviceQueues, handles_rung
 from tutti.gio_uring.gpu.stream_queue import Needed, StreamQueue, wait_until
 from tutti.gio_uring.iocb import CutStruct, Extents, IocbStruct, PagedMemory
 from tutti.gio_uring.nvme_spec import OPCODE_READ, PSDT_SGL, STATUS_TIMED_OUT
@@ -101,7 +101,7 @@ class DeviceEngine(Owned):
         if kind not in KINDS:
             raise ConfigError(f"the engine {kind!r} does not exist; use one of {', '.join(KINDS)}")
         if kind == "persistent":
-            _check_staying(driver, kernels.shares * lanes_of(controller))
+            _check_staying(driver, kernels.shares * handles_rung(controller))
         self._limits_kernels = driver.limits_kernels
         self.driver = driver
         self.name = kind

@@ -37,7 +37,7 @@ class DeviceQueue:
 
 class DeviceQueues(Owned):
     """Queue pairs of one controller, which may serve other producers already; `shares` for each
-    lane that its namespaces need, such as a drive.
+    native controller that its namespaces need, such as a drive.
 
     scratch, zeros: one LBA each that commands may name, as the controller addresses them.
     """
@@ -53,8 +53,8 @@ class DeviceQueues(Owned):
     ) -> None:
         self._routes = np.array(controller.device_routes, np.int64)
         self._shares = shares
-        lanes = np.repeat(np.arange(lanes_of(controller)), shares).tolist()
-        self.count = len(lanes)
+        handles = np.repeat(np.arange(handles_rung(controller)), shares).tolist()
+        self.count = len(handles)
         with ExitStack() as undo:
             lba_nbytes = controller.info.lba_nbytes
             lists_nbytes = self.count * depth * LIST_NBYTES
@@ -71,12 +71,12 @@ class DeviceQueues(Owned):
             self.scratch = buffer.address + lists_nbytes
             self.zeros = self.scratch + lba_nbytes
             images = []
-            for lane in lanes:
-                pair = controller.create_queue_pair(depth, is_device=True, lane=lane)
+            for handle in handles:
+                pair = controller.create_queue_pair(depth, is_device=True, service_thread=handle)
                 undo.callback(pair.close)
                 pinned = PinnedMemory(driver, pair.memory)
                 undo.callback(pinned.close)
-                images.append(_image(pair, pinned, doorbells[lane] if doorbells else pinned))
+                images.append(_image(pair, pinned, doorbells[handle] if doorbells else pinned))
             nbytes = sum(image.nbytes for image, _ in images)
             lease = tables.lease(nbytes, _TIMEOUT_S, LeaseOwner())
             self.queues: list[DeviceQueue] = []
@@ -96,14 +96,14 @@ class DeviceQueues(Owned):
             self._undo = undo.pop_all()
 
     def split(self, runs: Runs) -> tuple[Runs, list[tuple[int, int]]]:
-        """Runs as the lanes know their namespaces, lane after lane, and (first, number) of those of
-        each queue pair: equally many of a lane, no slice in two of them.
+        """Runs by native controller, with its NSIDs, and (first, number) for each queue pair:
+        equally many per queue pair of a controller, no slice in two of them.
         """
-        lane, nsid = self._routes[runs["nsid"].astype(np.int64) - 1].T
-        order = np.argsort(lane, kind="stable")
-        runs, lane = runs[order], lane[order]
+        handle, nsid = self._routes[runs["nsid"].astype(np.int64) - 1].T
+        order = np.argsort(handle, kind="stable")
+        runs, handle = runs[order], handle[order]
         runs["nsid"] = nsid[order]
-        ends = np.searchsorted(lane, np.arange(self.count // self._shares + 1))
+        ends = np.searchsorted(handle, np.arange(self.count // self._shares + 1))
         parts = [
             (first + int(start), number)
             for start, end in itertools.pairwise(ends)
@@ -116,9 +116,9 @@ class DeviceQueues(Owned):
         self._undo.close()
 
 
-def lanes_of(controller: NativeController) -> int:
-    """How many lanes kernels ring to reach every namespace."""
-    return 1 + max(lane for lane, _ in controller.device_routes)
+def handles_rung(controller: NativeController) -> int:
+    """How many of the controller's handles kernels ring to reach every namespace."""
+    return 1 + max(handle for handle, _ in controller.device_routes)
 
 
 def split_shares(runs: Runs, count: int) -> list[tuple[int, int]]:

@@ -1,5 +1,5 @@
 // One drive's thread: issues commands as they are due, rings the queue pair (vfio too) and reaps.
-#include "engine_lane.h"
+#include "service_thread.h"
 
 #include <algorithm>
 #include <cstring>
@@ -9,7 +9,7 @@ namespace gio {
 namespace {
 
 constexpr u64 kTickNs = 20'000'000;   // how often deadlines are looked at
-constexpr u64 kIdleNs = 200'000'000;  // a sleeping lane looks up this often without a wake
+constexpr u64 kIdleNs = 200'000'000;  // a sleeping thread wakes this often by itself
 constexpr u32 kFloorCommands = 2;     // of any size, whatever the window
 constexpr u32 kShare = 8;             // of the window is owed to stores, one part in so many
 // Of the best rate: what a window has at least, while a layer is waited for and while none is.
@@ -21,7 +21,8 @@ constexpr u64 kSizeNbytes[] = {64 << 10, 256 << 10, 512 << 10, 1 << 20};
 
 }  // namespace
 
-Lane::Lane(Engine* engine, const LaneConfig& config, u32 list_nbytes, u64 window_nbytes)
+ServiceThread::ServiceThread(Engine* engine, const ServiceThreadConfig& config, u32 list_nbytes,
+                             u64 window_nbytes)
     : engine_(engine),
       controller_(at<Controller>(config.controller)),
       qp_(at<QueuePair>(config.queue_pair)),
@@ -38,25 +39,25 @@ Lane::Lane(Engine* engine, const LaneConfig& config, u32 list_nbytes, u64 window
   }
 }
 
-Lane::~Lane() { join(); }
+ServiceThread::~ServiceThread() { join(); }
 
-void Lane::start() {
+void ServiceThread::start() {
   thread_ = std::thread([this] { loop(); });
 }
 
-void Lane::push(std::list<Part>* part) {
+void ServiceThread::push(std::list<Part>* part) {
   incoming_.splice(incoming_.end(), *part);
   controller_->wake();
 }
 
-void Lane::want_reset(u64 timeout_ns) {
+void ServiceThread::want_reset(u64 timeout_ns) {
   reset_wanted_ = true;
   reset_timeout_ns_ = timeout_ns;
   controller_->wake();
 }
 
 // Ends when stop() was called and nothing is left; each turn is bounded by kIdleNs.
-void Lane::loop() {
+void ServiceThread::loop() {
   u64 now = monotonic_ns();
   while (must_run()) {
     const u64 clock_ns = controller_->clock_ns(now);
@@ -78,10 +79,10 @@ void Lane::loop() {
     }
   }
   controller_->unclaim();
-  engine_->lane_ended();
+  engine_->thread_ended();
 }
 
-bool Lane::must_run() {
+bool ServiceThread::must_run() {
   std::unique_lock<std::mutex> lock(engine_->mutex_);
   if (reset_wanted_) {
     lock.unlock();
@@ -95,7 +96,7 @@ bool Lane::must_run() {
   return !(engine_->stop_ && incoming_.empty() && parts_.empty());
 }
 
-void Lane::accept(u64 clock_ns) {
+void ServiceThread::accept(u64 clock_ns) {
   std::list<Part> arrived;
   {
     std::lock_guard<std::mutex> lock(engine_->mutex_);
@@ -114,14 +115,14 @@ void Lane::accept(u64 clock_ns) {
 }
 
 // When its layers are due; without a word on it, as fast as the drive delivers them.
-void Lane::begin_load(Part* part, u64 clock_ns) {
+void ServiceThread::begin_load(Part* part, u64 clock_ns) {
   const JobConfig& config = part->job->config;
   part->due_ns = config.due_ns != 0 ? config.due_ns : clock_ns;
   part->interval_ns = config.interval_ns;
   if (part->interval_ns == 0) {
     const u64 layer_nbytes = static_cast<u64>(config.iocb.n_pages) * config.iocb.slice_nlb
                              << config.iocb.lba_shift;
-    const u64 nbytes = layer_nbytes * part->n_runs / config.iocb.n_runs;  // this lane's part
+    const u64 nbytes = layer_nbytes * part->n_runs / config.iocb.n_runs;  // this thread's part
     const u64 rate = std::max(window_of(kind_of_direction_[0]).rate(), kDefaultRate / 10);
     part->interval_ns = nbytes * 1000 / (rate / 1'000'000);
   }
@@ -133,13 +134,13 @@ void Lane::begin_load(Part* part, u64 clock_ns) {
   if (part->is_due && loads_due_++ == 0) interrupt(kind_);
 }
 
-void Lane::end_due(Part* part) {
+void ServiceThread::end_due(Part* part) {
   if (part->is_due && --loads_due_ == 0) interrupt(kind_);
   part->is_due = false;
 }
 
 // Puts a part with commands to issue where its next layer's turn is.
-void Lane::list(Part* part) {
+void ServiceThread::list(Part* part) {
   const u32 priority = std::min<u32>(part->job->config.priority, kStores);
   const u64 layer = part->next / part->n_runs;
   u64 due_ns = 0;
@@ -153,7 +154,7 @@ void Lane::list(Part* part) {
 
 // The part whose next command is due first.  Lower priorities go first, but a share of the window
 // is the last one's: loads must not starve stores.
-Part* Lane::pick() {
+Part* ServiceThread::pick() {
   const u64 share = window(kKinds - 1) / kShare;
   const bool owed = !ready_[kStores].empty() && inflight_late_ < share;
   for (u32 turn = owed ? 0 : 1; turn <= kPriorities; ++turn) {
@@ -174,29 +175,31 @@ Part* Lane::pick() {
   return nullptr;
 }
 
-u32 Lane::kind_of(u32 opcode, u64 nbytes) {
+u32 ServiceThread::kind_of(u32 opcode, u64 nbytes) {
   u32 size = 0;
   while (size + 1 < kSizes && nbytes > kSizeNbytes[size]) ++size;
   return size + (opcode == kWrite ? kSizes : 0);
 }
 
-u64 Lane::window(u32 kind) { return fixed_window_ != 0 ? fixed_window_ : window_of(kind).nbytes(); }
+u64 ServiceThread::window(u32 kind) {
+  return fixed_window_ != 0 ? fixed_window_ : window_of(kind).nbytes();
+}
 
 // What is delivered from now on was not issued under this kind's windows alone.
-void Lane::interrupt(u32 kind) {
+void ServiceThread::interrupt(u32 kind) {
   windows_[0][kind].interrupt();
   windows_[1][kind].interrupt();
 }
 
 // Until the first layer of a load that found the drive idle is there, what is in flight must not
 // slow it down: what the drive moves in the time that a command alone takes, and one command.
-u64 Lane::limit(u32 kind, u64 nbytes) {
+u64 ServiceThread::limit(u32 kind, u64 nbytes) {
   if (opening_ == nullptr || fixed_window_ != 0) return window(kind);
   const u64 alone = window_of(kind).rate() / 1000 * alone_ns_[kind] / 1'000'000;
   return std::min(window(kind), alone + nbytes);
 }
 
-bool Lane::issue(u64 now, u64 clock_ns) {
+bool ServiceThread::issue(u64 now, u64 clock_ns) {
   bool any = false;
   is_full_ = false;
   while (finished_.size() < 2 * qp_->depth) {
@@ -233,7 +236,7 @@ bool Lane::issue(u64 now, u64 clock_ns) {
 }
 
 // The next layer of the part whose turn it was has another one.
-void Lane::relist(Part* part) {
+void ServiceThread::relist(Part* part) {
   Part::Turns& ready = ready_[std::min<u32>(part->job->config.priority, kStores)];
   part->place = ready.extract(ready.begin());
   if (part->next < part->n_commands) {
@@ -243,7 +246,7 @@ void Lane::relist(Part* part) {
   }
 }
 
-bool Lane::send(u32 cid, const Command& command) {
+bool ServiceThread::send(u32 cid, const Command& command) {
   Part* part = command.part;
   const JobConfig& config = part->job->config;
   const u64 list = lists_ + static_cast<u64>(cid) * list_nbytes_;
@@ -275,7 +278,7 @@ bool Lane::send(u32 cid, const Command& command) {
   return true;
 }
 
-void Lane::reap(u64 clock_ns) {
+void ServiceThread::reap(u64 clock_ns) {
   u32 reaped = 0;
   while (reaped < qp_->depth) {
     const u32 n = cq_reap<WordDoorbell>(qp_, 32);
@@ -301,7 +304,7 @@ void Lane::reap(u64 clock_ns) {
   publish_windows();
 }
 
-void Lane::measure(const Command& command, u64 clock_ns) {
+void ServiceThread::measure(const Command& command, u64 clock_ns) {
   if (command.nbytes == 0) return;
   const u32 direction = command.kind / kSizes;
   u64& latency_ns = latency_ns_[direction];
@@ -321,7 +324,7 @@ void Lane::measure(const Command& command, u64 clock_ns) {
 }
 
 // For readers on other threads.
-void Lane::publish_windows() {
+void ServiceThread::publish_windows() {
   u64 words[sizeof(WindowStats) / sizeof(u64)];
   WindowStats stats = {};
   for (u32 direction = 0; direction < 2; ++direction) {
@@ -340,7 +343,7 @@ void Lane::publish_windows() {
   }
 }
 
-WindowStats Lane::window_stats() const {
+WindowStats ServiceThread::window_stats() const {
   u64 words[sizeof(WindowStats) / sizeof(u64)];
   for (size_t i = 0; i < std::size(words); ++i) {
     words[i] = window_stats_[i].load(std::memory_order_relaxed);
@@ -353,7 +356,7 @@ WindowStats Lane::window_stats() const {
   return stats;
 }
 
-void Lane::add_stats(EngineStats* stats) const {
+void ServiceThread::add_stats(EngineStats* stats) const {
   stats->commands += stats_[kCommands];
   stats->bytes_read += stats_[kBytesRead];
   stats->bytes_written += stats_[kBytesWritten];
@@ -363,7 +366,7 @@ void Lane::add_stats(EngineStats* stats) const {
 
 // A late command fails its job at once, so that its waiters wake; the CID and all
 // memory stay owned until the CQE comes or the controller was reset.
-void Lane::check_deadlines(u64 now) {
+void ServiceThread::check_deadlines(u64 now) {
   for (const Part::Turn& turn : held_) {  // a submitter that is stuck costs time, not service
     Job* job = turn.part->job;
     if (now < turn.part->blocked_ns + job->config.timeout_ns) continue;
@@ -388,7 +391,7 @@ void Lane::check_deadlines(u64 now) {
 }
 
 // One command ended.  Its digests are looked at once the gate is open.
-void Lane::finish(Part* part, const Completed& completed) {
+void ServiceThread::finish(Part* part, const Completed& completed) {
   Job* job = part->job;
   if (!job->gate && !job->done) {
     part->deferred.push_back(completed);
@@ -413,7 +416,7 @@ void Lane::finish(Part* part, const Completed& completed) {
 }
 
 // Hashes the slices that are whole now; they follow each other.
-void Lane::digest_command(Part* part, const Completed& completed) {
+void ServiceThread::digest_command(Part* part, const Completed& completed) {
   Job* job = part->job;
   const Iocb& io = job->config.iocb;
   const Run& run = job->runs[completed.run];
@@ -441,7 +444,7 @@ void Lane::digest_command(Part* part, const Completed& completed) {
 
 // What jobs' flags ask for: cancelled ones end, gates that were opened are passed, and parts of
 // jobs that are done leave their queues.
-void Lane::run_attention() {
+void ServiceThread::run_attention() {
   for (Part& part : parts_) {
     Job* job = part.job;
     const bool is_unfinished = part.next < part.n_commands || !job->gate;
@@ -468,7 +471,7 @@ void Lane::run_attention() {
 }
 
 // On with held parts that were granted more layers.
-void Lane::list_granted() {
+void ServiceThread::list_granted() {
   for (auto turn = held_.begin(); turn != held_.end();) {
     const auto here = turn++;
     Part* part = here->part;
@@ -480,9 +483,9 @@ void Lane::list_granted() {
   }
 }
 
-// The lane has nothing more to do with a part whose commands were all issued, or given up, and
-// have ended.
-void Lane::maybe_drop(Part* part) {
+// The service thread has nothing more to do with a part whose commands were all issued, or given
+// up, and have ended.
+void ServiceThread::maybe_drop(Part* part) {
   Job* job = part->job;
   if (part->place.empty() || part->outstanding != 0) return;  // listed, or in flight
   if (part->next < part->n_commands && !job->done) return;

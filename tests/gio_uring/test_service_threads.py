@@ -127,7 +127,7 @@ def test_jobs_are_cancelled_on_all_drives(rig: Rig) -> None:
     assert all(job.wait_released(10) for job in jobs)
 
 
-def test_lanes_end_with_work_left() -> None:
+def test_service_threads_end_with_work_left() -> None:
     made = Rig()
     jobs = [made.submit(OPCODE_WRITE) for _ in range(32)]
     made.close()
@@ -138,24 +138,24 @@ def test_members_that_one_thread_each_serves(tmp_path: Path) -> None:
     paths = [tmp_path / name for name in ("left", "right")]
     for path in paths:
         allocate_file(path, 1 << 20)
-    with FileController(paths, lanes=2) as controller:
+    with FileController(paths, service_threads=2) as controller:
         assert controller.routes == [(0, 1), (1, 2)]
         engine = Engine(controller)
-        assert engine.lanes == 2
+        assert engine.service_threads == 2
         engine.close()
     with FileController(paths) as controller:
         assert len(controller.handles) == 1, "one drive"
-    with pytest.raises(ConfigError, match="lanes=0"):
-        FileController(paths, lanes=0)
+    with pytest.raises(ConfigError, match="service_threads=0"):
+        FileController(paths, service_threads=0)
 
 
-def test_an_idle_lane_does_not_keep_the_callers_thread_from_the_others(tmp_path: Path) -> None:
+def test_an_idle_controller_does_not_delay_the_others(tmp_path: Path) -> None:
     paths = [tmp_path / name for name in ("left", "right")]
     for path in paths:
         allocate_file(path, 1 << 20)
-    with FileController(paths, lanes=2) as controller:
+    with FileController(paths, service_threads=2) as controller:
         host = NvmeHost(controller)
-        for i in range(16):  # an idle lane that sleeps to the end of each takes longer than a test
+        for i in range(16):  # if an idle one slept to the end, this would take too long
             assert host.write(i, bytes([i]) * controller.info.lba_nbytes) == STATUS_OK
         host.close()
 

@@ -1,4 +1,4 @@
-// One drive of the host engine: its thread, its queue pair, and what it has to issue.
+// The service thread of one drive of the host engine: its queue pair, and what it has to issue.
 #pragma once
 
 #include <list>
@@ -10,7 +10,7 @@
 
 namespace gio {
 
-// What one lane does of a job.  Of the lane's thread alone.
+// One service thread's part of a job.  Used by that thread only.
 struct Part {
   explicit Part(Job* its_job) : job(its_job), place(of_its_own()) {}
 
@@ -26,8 +26,8 @@ struct Part {
   using Turns = std::set<Turn>;
 
   Job* const job;
-  Turns::node_type place;            // while the part is in none of Lane's Turns
-  std::list<Part>::iterator itself;  // in Lane::parts_
+  Turns::node_type place;            // while the part is in none of ServiceThread's Turns
+  std::list<Part>::iterator itself;  // in ServiceThread::parts_
   std::vector<u32> runs;             // indices of the job's runs, in order; empty: all of them
   u32 n_runs = 0;
   u64 next = 0;  // command, layer-major
@@ -37,7 +37,7 @@ struct Part {
   u64 interval_ns = 0;  // from layer to layer
   u64 blocked_ns = 0;   // since when the mover is behind
   u32 outstanding = 0;
-  bool is_due = false;              // counted in Lane::loads_due_
+  bool is_due = false;              // counted in ServiceThread::loads_due_
   std::vector<Completed> deferred;  // finished, but the gate is closed
 
  private:
@@ -47,10 +47,11 @@ struct Part {
   }
 };
 
-class Lane {
+class ServiceThread {
  public:
-  Lane(Engine* engine, const LaneConfig& config, u32 list_nbytes, u64 window_nbytes);
-  ~Lane();
+  ServiceThread(Engine* engine, const ServiceThreadConfig& config, u32 list_nbytes,
+                u64 window_nbytes);
+  ~ServiceThread();
   void start();
 
   void push(std::list<Part>* part);  // takes it; the engine's mutex is held
