@@ -153,10 +153,12 @@ def run(args: argparse.Namespace, progress: ProgressFactory) -> dict[str, Any]:
     return result
 
 
-def report(result: dict[str, Any]) -> str:
-    """Two tables for people."""
-    head = ["path", "", "block", "depth", "GB/s", "commands/s", *PERCENTS, "CPU us/command"]
-    rows = [
+HEAD = ["path", "", "block", "depth", "GB/s", "commands/s", *PERCENTS, "CPU us/command"]
+
+
+def rows_of(result: dict[str, Any]) -> list[list[Any]]:
+    """The table below HEAD: medians of the rounds."""
+    return [
         [
             *(row["path"], row["direction"], format_nbytes(row["block_nbytes"]), row["depth"]),
             *(round(row["gb_per_s"], 3), round(row["commands_per_s"])),
@@ -165,17 +167,21 @@ def report(result: dict[str, Any]) -> str:
         ]
         for row in result["rows"]
     ]
-    names = ("fragment", "commands", "SGL bytes", "PRP bytes")
-    lists = [
-        [
-            format_nbytes(row["fragment_nbytes"]),
-            f"{row['sgl_commands']} by SGL, {row['prp_commands']} by PRP",
-            row["sgl_nbytes"],
-            row["prp_nbytes"],
-        ]
+
+
+def notes_of(result: dict[str, Any]) -> list[str]:
+    """What lists of the same 64 MiB take, counted in memory."""
+    return [
+        f"64 MiB in fragments of {format_nbytes(row['fragment_nbytes'])}: {row['sgl_commands']}"
+        f" commands by SGL ({row['sgl_nbytes']} bytes of lists), {row['prp_commands']} by PRP"
+        f" ({row['prp_nbytes']})"
         for row in result["descriptors"]
     ]
-    return f"{table(head, rows)}\n\n64 MiB in fragments, counted in memory\n{table(names, lists)}"
+
+
+def report(result: dict[str, Any]) -> str:
+    """For people."""
+    return "\n".join([table(HEAD, rows_of(result)), "", *notes_of(result)])
 
 
 def measure(

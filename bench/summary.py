@@ -3,8 +3,9 @@
     python -m tutti.bench.summary docs/results.md bench/results
 
 A table stands between `<!-- result: NAME -->` and `<!-- end -->` and comes from NAME.json.  It is
-marked as stale where the code that it measures was changed since.  Pages that only link to a result
-have `<!-- state: NAME --><!-- end -->` there; they are written too: those beside the page, and the
+marked as stale where the code that it measures was changed since.  One that `make bench` measures
+and that is not there yet says so.  Pages that only link to a result have
+`<!-- state: NAME --><!-- end -->` there; they are written too: those beside the page, and the
 README above it.
 """
 
@@ -21,7 +22,16 @@ from typing import Any
 
 from tutti.base.terminal import WIDTH_MAX, fitting
 from tutti.base.units import format_nbytes
-from tutti.bench import agent, eviction, freshness, soak_report, threads, window
+from tutti.bench import (
+    agent,
+    eviction,
+    freshness,
+    paths,
+    soak_report,
+    store_results,
+    threads,
+    window,
+)
 from tutti.bench.compare import commits
 from tutti.bench.gpu import report as gpu_report
 from tutti.bench.peers import run as peers
@@ -36,16 +46,20 @@ from tutti.errors import ConfigError
 
 STALE = "; **stale**: the code that it measures has changed since"
 STATE = " (**stale**)"
+NOT_MEASURED = "Not measured yet: `make bench` does."
 _BLOCK = re.compile(r"(<!-- result: ([\w/-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 _STATE = re.compile(r"(<!-- state: ([\w/-]+) -->).*?(<!-- end -->)")
 
 
 def render(text: str, results: Path) -> str:
-    """The page with every table made anew.  ConfigError for a result that is not there.
+    """The page with every table made anew.
+
+    ConfigError for a result that is not there and that `make bench` does not measure.
 
     Outside of a checkout with its history no table is marked as stale.
     """
     history = freshness.has_history(results)
+    measured_later = {step.name for step in store_results.STEPS}
 
     def read(name: str) -> tuple[dict[str, Any], bool]:
         path = results / f"{name}.json"
@@ -56,6 +70,8 @@ def render(text: str, results: Path) -> str:
         return result, stale
 
     def table(match: re.Match[str]) -> str:
+        if match[2] in measured_later and not (results / f"{match[2]}.json").exists():
+            return f"{match[1]}\n{NOT_MEASURED}\n\n{match[3]}"
         result, stale = read(match[2])
         return f"{match[1]}\n{_tables(result)}{STALE if stale else ''}\n\n{match[3]}"
 
@@ -228,6 +244,7 @@ _KINDS: dict[str, Callable[[dict[str, Any]], str]] = {
     "fuzz": _fuzz,
     "gpu": _table_of(gpu_report),
     "kv_cache": _table_of(yardsticks),
+    "paths": _table_of(paths),
     "peers": _peers,
     "profile": _table_of(profile),
     "replay": _replay,

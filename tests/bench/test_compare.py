@@ -27,7 +27,7 @@ from tutti.bench.fio import FioJob, hugepages_of, parse_fio, reserved_hugepages
 from tutti.bench.freshness import DEPENDS, depends, has_history, is_stale
 from tutti.bench.plots import plot_compare
 from tutti.bench.store_results import MANIFEST
-from tutti.bench.summary import STALE, STATE, pages_of, render
+from tutti.bench.summary import NOT_MEASURED, STALE, STATE, pages_of, render
 from tutti.errors import ConfigError, MediumError, Unsupported
 
 ROOT = Path(__file__).parents[2]
@@ -356,6 +356,17 @@ def test_what_results_depend_on_exists() -> None:
 def test_a_table_without_a_result_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="run the benchmark"):
         render("<!-- result: nothing -->\n<!-- end -->\n", tmp_path)
+
+
+def test_a_result_that_make_bench_will_measure_has_its_place(tmp_path: Path) -> None:
+    page = "<!-- result: index-latency -->\n<!-- end -->\n"
+    waiting = render(page, tmp_path)
+    assert NOT_MEASURED in waiting
+    cell = {"pages": 2048, "hash_ms": 1.5, "insert_ms": 2.5, "lookup_ms": 3.5}
+    result = {"benchmark": "compare", "cells": {"128K tokens": cell}, "machine": {"command": "c"}}
+    (tmp_path / "index-latency.json").write_text(json.dumps(result))
+    shown = render(waiting, tmp_path)
+    assert "128K tokens: pages 2048, hash ms 1.5" in shown and NOT_MEASURED not in shown
 
 
 @pytest.fixture

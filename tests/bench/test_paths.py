@@ -11,6 +11,7 @@ from loop_devices import loop_devices
 from tutti import cli
 from tutti.base.units import KiB, MiB
 from tutti.bench import paths
+from tutti.bench.summary import render
 
 SMALL = ["bench", "paths", "--size", "8MiB", "--moved", "256KiB", "--rounds", "2"]
 SMALL += ["--blocks", "4KiB", "64KiB", "--depths", "1", "8"]
@@ -45,6 +46,8 @@ def test_every_cell_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[st
         assert row["gb_per_s"] > 0  # type: ignore[operator]
         assert len(row["runs"]) == 2  # type: ignore[arg-type]
     assert not any((tmp_path / "medium").iterdir())
+    page = render("<!-- result: paths -->\n<!-- end -->\n", out.parent)
+    assert "| page-cache | write | 64 KiB | 8 |" in page and "commands by SGL" in page
 
 
 def test_what_is_written_is_random_places_of_the_file(tmp_path: Path) -> None:
