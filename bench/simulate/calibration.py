@@ -32,12 +32,12 @@ POLICIES = ("immediate", "slack")
 _NBYTES_MAX = 1 << 20
 _VALUE_MAX = 1e18
 
-_Record = TypeVar("_Record", bound="Server | System | Sent")
+_Record = TypeVar("_Record", bound="ServerParameters | System | Sent")
 _Known = TypeVar("_Known")
 
 
 @dataclass(frozen=True)
-class Server:
+class ServerParameters:
     """An inference server.  gpu_scale: times the roofline's compute.  chunk_tokens: of a step.
 
     base_share: of a step, what the GPU waits although everything is in its memory.
@@ -55,7 +55,7 @@ class Server:
 
 @dataclass(frozen=True)
 class System:
-    """A store below the engine's own cache.
+    """A store below the server's own cache.
 
     layerwise: a layer computes as soon as it is there, else all are awaited.  read_ahead_nbytes:
     of loads whose step did not begin; 0 for none.  submit_*_us: of one I/O of io_nbytes, by one
@@ -91,7 +91,7 @@ class Sent:
 
 @dataclass(frozen=True)
 class Calibration:
-    """Everything that decides how long something takes; capacities are those of one engine."""
+    """Everything that decides how long something takes; capacities are those of one server."""
 
     model: ModelShape
     page_tokens: int
@@ -99,7 +99,7 @@ class Calibration:
     hbm_tokens: int
     dram_nbytes: float
     ssd_nbytes: float
-    servers: dict[str, Server]
+    servers: dict[str, ServerParameters]
     systems: dict[str, System]
     workloads: dict[str, Sent]
 
@@ -110,7 +110,7 @@ class Calibration:
         changed: dict[str, Any] = {kind: records}
         return replace(self, **changed)
 
-    def server(self, name: str) -> Server:
+    def server(self, name: str) -> ServerParameters:
         """Raises ConfigError for a name that is not known."""
         return _named(self.servers, name, "server")
 
@@ -150,7 +150,7 @@ def gpu_of(name: str) -> GpuRoofline:
 
 
 class ServerTimes:
-    """How long things take on one engine that is alone: a `Profile` for the scheduler.
+    """How long things take on one server that is alone: a `Profile` for the scheduler.
 
     profile: measured compute and drive that replace the roofline and the list's.
     """
@@ -158,7 +158,7 @@ class ServerTimes:
     def __init__(
         self,
         calibration: Calibration,
-        server: Server,
+        server: ServerParameters,
         system: System,
         *,
         gpu: GpuRoofline,
@@ -246,7 +246,7 @@ def _calibration(values: dict[str, Any]) -> Calibration:
         hbm_tokens=int(_number("hbm_tokens", capacity["hbm_tokens"], above=0)),
         dram_nbytes=_number("dram_nbytes", capacity["dram_nbytes"], above=0),
         ssd_nbytes=_number("ssd_nbytes", capacity["ssd_nbytes"], above=0),
-        servers={name: _record(Server, name, v) for name, v in values["servers"].items()},
+        servers={name: _record(ServerParameters, name, v) for name, v in values["servers"].items()},
         systems={name: _record(System, name, v) for name, v in values["systems"].items()},
         workloads={name: _record(Sent, name, v) for name, v in values["workloads"].items()},
     )

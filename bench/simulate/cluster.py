@@ -1,7 +1,7 @@
-"""Engines, their nodes and a router on one virtual clock; what a run of them says.
+"""Servers, their nodes and a router on one virtual clock, and the results of a run.
 
-Engines of a node share its drives and what is stored there.  A router sends each request to an
-engine when it comes and never takes it back.
+Servers of a node share its drives and what is stored there.  A router sends each request to a
+server when it arrives and never moves it.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import Any
 
 from tutti.bench.simulate.calibration import ServerTimes
 from tutti.bench.simulate.device import READ, WRITE, Device, Timeline
-from tutti.bench.simulate.engine import Engine, Job
 from tutti.bench.simulate.remote import Remote, RemoteLink
+from tutti.bench.simulate.server import SimulatedRequest, SimulatedServer
 from tutti.bench.simulate.tiers import Blocks
 from tutti.bench.statistics import queue_grows
 from tutti.bench.traces import BLOCK_TOKENS, Request
@@ -36,8 +36,8 @@ class Shape:
     remote: the tier below the drives, which all nodes share.
     """
 
-    engines: int = 1
-    engines_per_node: int = 1
+    servers: int = 1
+    servers_per_node: int = 1
     media: int = 1
     router: str = ROUND_ROBIN
     unit_layers: int = 1
@@ -45,10 +45,10 @@ class Shape:
 
     def __post_init__(self) -> None:
         """Raises ConfigError."""
-        counts = (self.engines, self.engines_per_node, self.media, self.unit_layers)
+        counts = (self.servers, self.servers_per_node, self.media, self.unit_layers)
         if min(counts) < 1 or self.router not in ROUTERS:
             raise ConfigError(
-                "engines, engines of a node, media and layers of a unit count from 1; the router "
+                "servers, servers per node, media and layers per unit are at least 1; the router "
                 f"is one of {', '.join(ROUTERS)}"
             )
 
@@ -60,16 +60,16 @@ class Cluster:
         self.times, self.shape = times, shape
         self.timeline = Timeline()
         self.media: list[Device] = []
-        self.engines: list[Engine] = []
+        self.servers: list[SimulatedServer] = []
         self.links: list[RemoteLink] = []
         self._turn = 0
-        self._jobs: dict[int, Job] = {}
+        self._reqs: dict[int, SimulatedRequest] = {}
         calibration, tier = times.calibration, times.system.tier
         block_nbytes = BLOCK_TOKENS * calibration.model.kv_nbytes_per_token
-        nodes = -(-shape.engines // shape.engines_per_node)
+        nodes = -(-shape.servers // shape.servers_per_node)
         copies = Blocks(int(shape.remote.nbytes // block_nbytes) if shape.remote else 0)
         for node in range(nodes):
-            engines = min(shape.engines_per_node, shape.engines - node * shape.engines_per_node)
+            servers = min(shape.servers_per_node, shape.servers - node * shape.servers_per_node)
             drive, medium = times.drive, None
             if tier == "ssd":
                 rates = (drive.read_bytes_per_s, drive.write_bytes_per_s)
@@ -81,13 +81,15 @@ class Cluster:
             if shape.remote is not None and medium is not None:
                 link = RemoteLink(self.timeline, shape.remote, copies, shared, medium, block_nbytes)
                 self.links.append(link)
-            for _ in range(engines):
+            for _ in range(servers):
                 own = Blocks(int(calibration.dram_nbytes // block_nbytes) if tier == "dram" else 0)
                 store = shared if tier == "ssd" else own
-                self.engines.append(self._engine(store, medium, link))
+                self.servers.append(self._server(store, medium, link))
 
-    def _engine(self, store: Blocks, medium: Device | None, link: RemoteLink | None) -> Engine:
-        return Engine(
+    def _server(
+        self, store: Blocks, medium: Device | None, link: RemoteLink | None
+    ) -> SimulatedServer:
+        return SimulatedServer(
             self.timeline,
             self.times,
             store,
@@ -100,11 +102,11 @@ class Cluster:
     def warm(self, requests: Sequence[Request]) -> None:
         """Fills the tiers as if these requests had been served, without time."""
         for number, request in enumerate(requests):
-            engine = self.engines[number % len(self.engines)]
+            server = self.servers[number % len(self.servers)]
             ids = request.hash_ids[: request.input_tokens // BLOCK_TOKENS]
-            engine.hbm.add(ids)
+            server.hbm.add(ids)
             if self.times.system.tier != "none":
-                engine.store.add(ids)
+                server.store.add(ids)
 
     def run(self, requests: Sequence[Request]) -> dict[str, Any]:
         """Serves the requests at their timestamps, to the last token and the last page stored.
@@ -127,93 +129,93 @@ class Cluster:
         self._check(requests)
         return self._numbers(requests, wall_s)
 
-    def job(self, number: int) -> Job:
+    def req(self, number: int) -> SimulatedRequest:
         """A request that was served."""
-        return self._jobs[number]
+        return self._reqs[number]
 
     def _arrive(self, number: int, request: Request) -> None:
         self._route(request).arrive(number, request)
 
-    def _route(self, request: Request) -> Engine:
-        """Round robin, or to the engine that has the fewest tokens to compute before the first.
+    def _route(self, request: Request) -> SimulatedServer:
+        """Round robin, or to the server that has the fewest tokens to compute before the first.
 
         What is queued there counts, and what is not cached there.  Ties go round.
         """
         self._turn += 1
-        count = len(self.engines)
+        count = len(self.servers)
         if self.shape.router == ROUND_ROBIN or count == 1:
-            return self.engines[(self._turn - 1) % count]
+            return self.servers[(self._turn - 1) % count]
         ids = request.hash_ids[: request.input_tokens // BLOCK_TOKENS]
 
         def cost(place: int) -> int:
-            engine = self.engines[(self._turn + place) % count]
-            cached = engine.cached_blocks(ids) * BLOCK_TOKENS
-            return engine.waiting_tokens + request.input_tokens - cached
+            server = self.servers[(self._turn + place) % count]
+            cached = server.cached_blocks(ids) * BLOCK_TOKENS
+            return server.waiting_tokens + request.input_tokens - cached
 
-        return self.engines[(self._turn + min(range(count), key=cost)) % count]
+        return self.servers[(self._turn + min(range(count), key=cost)) % count]
 
-    def _finished(self, job: Job) -> None:
-        self._jobs[job.number] = job
+    def _finished(self, req: SimulatedRequest) -> None:
+        self._reqs[req.number] = req
 
     def _check(self, requests: Sequence[Request]) -> None:
         """What came in went out; a difference is a defect of the simulator."""
-        assert len(self._jobs) == len(requests), "every request ends"
-        for job in self._jobs.values():
-            tokens = job.cached_tokens + job.computed_tokens
-            assert tokens == job.request.input_tokens, "every token is cached or computed"
-        for engine in self.engines:
-            totals = engine.io.totals
-            assert engine.io.offered_pages == totals.written_pages + totals.dropped_pages
+        assert len(self._reqs) == len(requests), "every request ends"
+        for req in self._reqs.values():
+            tokens = req.cached_tokens + req.computed_tokens
+            assert tokens == req.request.input_tokens, "every token is cached or computed"
+        for server in self.servers:
+            totals = server.io.totals
+            assert server.io.offered_pages == totals.written_pages + totals.dropped_pages
         moved = sum(medium.moved_nbytes(WRITE) for medium in self.media)
         page_nbytes = self.times.calibration.page_tokens
         page_nbytes *= self.times.calibration.model.kv_nbytes_per_token
-        written = sum(engine.io.totals.written_pages for engine in self.engines)
+        written = sum(server.io.totals.written_pages for server in self.servers)
         fetched = sum(link.fetched_blocks for link in self.links)
         written += fetched * BLOCK_TOKENS // self.times.calibration.page_tokens
         assert not self.media or moved == written * page_nbytes, "every byte is written once"
 
     def _numbers(self, requests: Sequence[Request], wall_s: float) -> dict[str, Any]:
-        jobs = [self._jobs[number] for number in range(len(requests))]
-        span_s = max(job.last_ns for job in jobs) / 1e9
-        ttft_ms = [(job.first_ns - job.arrived_ns) / 1e6 for job in jobs]
-        gaps = [j for j in jobs if j.request.output_tokens > 1]
-        tpot_ms = [(j.last_ns - j.first_ns) / 1e6 / (j.request.output_tokens - 1) for j in gaps]
-        gaps_ms = sum(j.last_ns - j.first_ns for j in gaps) / 1e6
-        pooled = sum(j.request.output_tokens - 1 for j in gaps)
-        tokens = sum(job.request.input_tokens for job in jobs)
-        works = [engine.work for engine in self.engines]
-        totals = [engine.io.totals for engine in self.engines]
+        reqs = [self._reqs[number] for number in range(len(requests))]
+        span_s = max(req.last_ns for req in reqs) / 1e9
+        ttft_ms = [(req.first_ns - req.arrived_ns) / 1e6 for req in reqs]
+        gaps = [r for r in reqs if r.request.output_tokens > 1]
+        tpot_ms = [(r.last_ns - r.first_ns) / 1e6 / (r.request.output_tokens - 1) for r in gaps]
+        gaps_ms = sum(r.last_ns - r.first_ns for r in gaps) / 1e6
+        pooled = sum(r.request.output_tokens - 1 for r in gaps)
+        tokens = sum(req.request.input_tokens for req in reqs)
+        works = [server.work for server in self.servers]
+        totals = [server.io.totals for server in self.servers]
         gpu_s = sum(work.prefill_ns + work.decode_ns + work.bubble_ns for work in works) / 1e9
         bubble_s = sum(work.bubble_ns for work in works) / 1e9
         return {
-            "requests": len(jobs),
+            "requests": len(reqs),
             "span_s": span_s,
-            "rate": (len(jobs) - 1) / max(1e-9, max(job.arrived_ns for job in jobs) / 1e9),
+            "rate": (len(reqs) - 1) / max(1e-9, max(req.arrived_ns for req in reqs) / 1e9),
             "ttft_ms": spread(ttft_ms),
             # Of requests, and of tokens: a long answer counts once there, and for each token here.
             "tpot_ms": spread(tpot_ms),
             "itl_ms": {"mean": gaps_ms / pooled} if pooled else None,
             "input_tokens_per_s": tokens / span_s,
-            "output_tokens_per_s": sum(job.request.output_tokens for job in jobs) / span_s,
-            "hit_hbm": sum(job.hit_tokens for job in jobs) / tokens,
-            "hit_store": sum(job.loaded_tokens for job in jobs) / tokens,
+            "output_tokens_per_s": sum(req.request.output_tokens for req in reqs) / span_s,
+            "hit_hbm": sum(req.hit_tokens for req in reqs) / tokens,
+            "hit_store": sum(req.loaded_tokens for req in reqs) / tokens,
             **self._remote_numbers(tokens),
             "bubble_s": bubble_s,
             "bubble_share": bubble_s / gpu_s if gpu_s else 0.0,
             "gpu_busy": gpu_s / span_s / len(works),
             "medium_read_busy": _mean([m.busy_s(READ) / span_s for m in self.media]),
             "medium_write_busy": _mean([m.busy_s(WRITE) / span_s for m in self.media]),
-            "thread_busy": _mean([e.io.thread.busy_ns / 1e9 / span_s for e in self.engines]),
-            "offered_pages": sum(engine.io.offered_pages for engine in self.engines),
+            "thread_busy": _mean([s.io.thread.busy_ns / 1e9 / span_s for s in self.servers]),
+            "offered_pages": sum(server.io.offered_pages for server in self.servers),
             "written_pages": sum(one.written_pages for one in totals),
             "dropped_pages": sum(one.dropped_pages for one in totals),
             "copied_pages": sum(one.copied_pages for one in totals),
-            "unstable": queue_grows([j.arrived_ns for j in jobs], [j.first_ns for j in jobs]),
+            "unstable": queue_grows([r.arrived_ns for r in reqs], [r.first_ns for r in reqs]),
             "speed": {
                 "wall_s": wall_s,
-                "requests_per_s": len(jobs) / wall_s,
+                "requests_per_s": len(reqs) / wall_s,
                 "events_per_s": self.timeline.events / wall_s,
-                "decisions": sum(engine.io.decisions for engine in self.engines),
+                "decisions": sum(server.io.decisions for server in self.servers),
                 "times_real_time": span_s / wall_s,
             },
         }

@@ -1,4 +1,4 @@
-"""Virtual time, and servers on it: a drive or a link that several engines share.
+"""Virtual time, and what serves on it: a drive or a link that several servers share.
 
 A fluid model: each direction serves one transfer after another at its bandwidth, and both are
 slower by the interference while both have work.  It moves no bytes; the drive of

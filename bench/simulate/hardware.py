@@ -128,5 +128,5 @@ def machine(drive: str, gpu: str) -> Machine:
 
 
 def copy_bytes_per_s() -> float:
-    """From engine memory to staging."""
+    """From SGLang's memory to staging."""
     return float(_values()["copy_bytes_per_s"])

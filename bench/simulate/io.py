@@ -1,7 +1,7 @@
-"""The scheduler of one simulated engine, and the transfers that it issues.
+"""The scheduler of one simulated server, and the transfers that it issues.
 
 The policy and the state are the scheduler's own.  A transfer goes through the submitting thread,
-the engine's link and the medium at once and ends when the slowest of them has served it.  Loads of
+the server's link and the medium at once and ends when the slowest of them has served it.  Loads of
 a layer-wise system arrive layer by layer, or in units of layers, under every policy.
 """
 
@@ -36,10 +36,10 @@ def policy_of(name: str, limits: Limits) -> Policy:
 
 
 class ServerIo:
-    """Loads and writes of one engine.
+    """Loads and writes of one server.
 
-    medium: shared with other engines; None where the tier lies behind the link alone.
-    landed: called with a load's name when more of it arrived.
+    medium: shared with other servers; None where the tier lies behind the link alone.
+    arrived: called with a load's name when more of it arrived.
     """
 
     def __init__(
@@ -47,12 +47,12 @@ class ServerIo:
         timeline: Timeline,
         times: ServerTimes,
         medium: Device | None,
-        landed: Callable[[str], None],
+        arrived: Callable[[str], None],
     ) -> None:
         self._timeline = timeline
         self._times = times
         self._medium = medium
-        self._landed = landed
+        self._on_arrival = arrived
         self._link_ns = 1e9 / times.calibration.link_bytes_per_s  # of a byte
         self._latency_ns = round(times.latency_us * 1000)
         self._writes = None if medium is None else Writes(medium, self._moved)
@@ -163,7 +163,7 @@ class ServerIo:
                 load = self._state.loads.get(name)
                 if load is not None and layers >= report_at(load.ready, load.issued):
                     self.post(LayersReady(self._timeline.now_ns, name, layers))
-                self._landed(name)
+                self._on_arrival(name)
 
         return arrived
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from tutti.bench.simulate.calibration import Calibration, ServerTimes
 from tutti.bench.simulate.cluster import Cluster, Shape
-from tutti.bench.simulate.engine import Job
+from tutti.bench.simulate.server import SimulatedRequest
 from tutti.bench.simulate.settings import (
     ANOTHER_ORDER,
     ASSUMED,
@@ -70,15 +70,17 @@ class PaperMachine:
         """Of a system below the server that is asked about."""
         return paper_times(self._calibration, self._server, system, self._setting)
 
-    def alone(self, system: str, total: int, cached: int, model: ModelShape | None = None) -> Job:
-        """One request on an idle engine, with so many of its tokens in the store."""
+    def alone(
+        self, system: str, total: int, cached: int, model: ModelShape | None = None
+    ) -> SimulatedRequest:
+        """One request on an idle server, with so many of its tokens in the store."""
         calibration = replace(self._calibration, model=model or self._calibration.model)
         times = paper_times(calibration, self._server, system, self._setting)
         cluster = Cluster(times, Shape())
         ids = tuple(range(-(-total // BLOCK_TOKENS)))
-        cluster.engines[0].store.add(ids[: cached // BLOCK_TOKENS])
+        cluster.servers[0].store.add(ids[: cached // BLOCK_TOKENS])
         cluster.run([Request(0, total, 1, ids)])
-        return cluster.job(0)
+        return cluster.req(0)
 
     def value(self, name: str, server: str, setting: Setting = ASSUMED) -> float:
         """What the simulator gives in place of a published point, on one server.
@@ -136,9 +138,9 @@ class PaperMachine:
 
     def bubble_percent(self, system: str, total: int, hit: float) -> float:
         """Waiting for loads, and what the server waits anyhow, of the time to the first token."""
-        job = self.alone(system, total, round(total * hit))
+        req = self.alone(system, total, round(total * hit))
         base = self._calibration.server(self._server).base_share
-        return 100 * (job.bubble_ns + base * (job.first_ns - job.bubble_ns)) / job.first_ns
+        return 100 * (req.bubble_ns + base * (req.first_ns - req.bubble_ns)) / req.first_ns
 
     def _recompute(self, text: str) -> float:
         length, hit = text.split()

@@ -74,9 +74,9 @@ class RemoteLink:
             self._timeline.at(came_ns, partial(self._came, block))
 
     def _came(self, block: int) -> None:
-        self._medium.start(WRITE, self._block_nbytes, partial(self._landed, block))
+        self._medium.start(WRITE, self._block_nbytes, partial(self._written_here, block))
 
-    def _landed(self, block: int) -> None:
+    def _written_here(self, block: int) -> None:
         self._fetching.discard(block)
         self.fetched_blocks += 1
         self._own.add([block])

@@ -1,4 +1,4 @@
-"""A whole installation in virtual time: engines, nodes, tiers and the scheduler's own policy.
+"""A whole installation in virtual time: servers, nodes, tiers and the scheduler's own policy.
 
     tutti simulate --workload mooncake --data trace.jsonl --servers 16 --servers-per-node 8
 
@@ -277,8 +277,8 @@ def _simulated(
         write_csv(args.csv, csv_rows(rows), RATE)
     return {
         "rows": rows,
-        "engines": args.servers,
-        "engines_per_node": per_node,
+        "servers": args.servers,
+        "servers_per_node": per_node,
         "media_per_node": media,
         "drive": next(iter(all_times.values())).drive.name,
         "gpu": args.gpu if profile is None else "profile",
@@ -395,7 +395,7 @@ def notes_of(result: dict[str, Any]) -> list[str]:
         for half in result.get("profile_estimated", ())
     ]
     return [
-        f"simulated: {result['engines']} servers, {result['engines_per_node']} per machine with "
+        f"simulated: {result['servers']} servers, {result['servers_per_node']} per machine with "
         f"{result['media_per_node']} of {result['drive']}; GPU {result['gpu']}, server "
         f"{result['server']}; {workload['requests']} requests of {workload['name']}, "
         f"{workload['input_tokens_mean']} tokens on the mean"

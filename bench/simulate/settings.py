@@ -61,7 +61,7 @@ SETTINGS = (
 def paper_times(
     calibration: Calibration, server: str, system: str, setting: Setting = ASSUMED
 ) -> ServerTimes:
-    """Of the paper's machine: an H100 and two D7-PS1010 for each engine.
+    """Of the paper's machine: an H100 and two D7-PS1010 for each server.
 
     system: one of the calibration; with -whole or -layers, as that awaits whole loads or layers.
     """
@@ -139,9 +139,9 @@ def serve(times: ServerTimes, workload: Workload, rate: float, setting: Setting)
     ]
     cluster = Cluster(times, Shape(unit_layers=4))
     run = cluster.run(requests)
-    jobs = [cluster.job(number) for number in range(len(requests))]
+    reqs = [cluster.req(number) for number in range(len(requests))]
     return Served(
-        tuple((j.arrived_ns, j.first_ns, j.last_ns, j.request.output_tokens) for j in jobs),
+        tuple((r.arrived_ns, r.first_ns, r.last_ns, r.request.output_tokens) for r in reqs),
         (run["input_tokens_per_s"], run["output_tokens_per_s"]),
     )
 

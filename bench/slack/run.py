@@ -4,7 +4,7 @@ The same requests run through several policies on a simulated server: the schedu
 drive in virtual time, and published parameters of drives and GPUs.  Nothing here is measured on
 such hardware.
 
-Policies, all of which land loads layer by layer except `whole`: `none` issues everything at once;
+Policies, all of which load layer by layer except `whole`: `none` issues everything at once;
 `whole` does and waits for whole loads; `fixed` writes what a constant bandwidth moves in a constant
 window, the bandwidth tuned for each cell; `slack`; `oracle` is slack that knows the time of every
 step and the interference of every moment; `bound` has no writes at all: what it waits for, no order

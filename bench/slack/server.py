@@ -247,8 +247,8 @@ class Server:
         nbytes = self.state.loads[issue.name].layer_nbytes
         for layer in range(issue.first, issue.first + issue.count):
             self._issued_nbytes += nbytes
-            landed = partial(self._landed, issue.name, layer + 1)
-            self._device.start(READ, nbytes, partial(self._after_latency, landed))
+            arrived = partial(self._layers_arrived, issue.name, layer + 1)
+            self._device.start(READ, nbytes, partial(self._after_latency, arrived))
 
     def _after_latency(self, done: Callable[[], None]) -> None:
         self._timeline.at(self._timeline.now_ns + self._latency_ns, done)
@@ -259,7 +259,7 @@ class Server:
     def _written(self, name: str, pages: int) -> None:
         self._post(PagesWritten(self._timeline.now_ns, name, pages))
 
-    def _landed(self, name: str, layers: int) -> None:
+    def _layers_arrived(self, name: str, layers: int) -> None:
         self._ready[name] = layers
         self._post(LayersReady(self._timeline.now_ns, name, layers))
         if self._wait is not None:
@@ -269,7 +269,7 @@ class Server:
     def _watch(self) -> None:
         """Counts what waits to be stored."""
         state, measured, now_ns = self.state, self.measured, self._timeline.now_ns
-        waiting = state.engine_pages + state.staged_pages
+        waiting = sum(s.source + s.staged for s in state.spaces.values())
         measured.backlog_pages_max = max(measured.backlog_pages_max, waiting)
         measured.backlog_page_s += waiting * (now_ns - self._last_ns) / 1e9
         self._last_ns = now_ns

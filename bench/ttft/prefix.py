@@ -1,6 +1,6 @@
 """TTFT of one prompt at a time against how much of it is cached.
 
-For each length a fresh prefix is computed once, the engine's own cache is flushed, and a prompt of
+For each length a fresh prefix is computed once, the server's own cache is flushed, and a prompt of
 the full length that begins with it is timed. With --no-flush the prefix may still be in GPU memory.
 """
 

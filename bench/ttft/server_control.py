@@ -70,7 +70,7 @@ class Control:
         return name, length if isinstance(length, int) else None
 
     def flush(self) -> None:
-        """Empties the engine's own caches; storage stays.  SGLang refuses while requests run."""
+        """Empties the server's own caches; storage stays.  SGLang refuses while requests run."""
         deadline = time.monotonic() + _FLUSH_S
         status, text = 0, ""
         while time.monotonic() < deadline:

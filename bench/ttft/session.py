@@ -129,7 +129,7 @@ class Session:
         self.flush()
 
     def flush(self) -> None:
-        """Lets writes settle and empties the engine's cache, unless that is unwanted."""
+        """Lets writes settle and empties the server's cache, unless that is unwanted."""
         if not self.args.no_flush:
             time.sleep(self.args.settle_s)
             self.control.flush()

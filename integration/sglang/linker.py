@@ -182,7 +182,7 @@ class TuttiLinker(Owned, adapter.UnifiedCacheLinker):
                 metrics=stored_pool.metrics,
                 errors=self.error_log,
                 probe_s=options["timeout_s"],
-                page_tokens=0 if stored_pool.engine.trailing else self._group.page_size,
+                page_tokens=0 if stored_pool.kv_pool.trailing else self._group.page_size,
             )
             for stored_pool in stored_pools
         }
@@ -410,7 +410,7 @@ class TuttiLinker(Owned, adapter.UnifiedCacheLinker):
         parts: list[tuple[StoredPool, Keys, Any]] = []
         known: dict[str, Keys | None] = {}
         for stored_pool in self.stored_pools.values():
-            source = stored_pool.engine.source
+            source = stored_pool.kv_pool.source
             transfer = by_name.get(source)
             if transfer is None or not transfer.keys:
                 continue
@@ -418,7 +418,7 @@ class TuttiLinker(Owned, adapter.UnifiedCacheLinker):
             slots = transfer.device_indices
             if keys is None:
                 return None
-            if slots is None or slots.numel() != len(keys) * stored_pool.engine.slots:
+            if slots is None or slots.numel() != len(keys) * stored_pool.kv_pool.slots:
                 self.error_log.add(f"{what}: slots", "slots are not whole pages; nothing is moved")
                 return None
             parts.append((stored_pool, keys, slots))

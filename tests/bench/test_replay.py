@@ -43,7 +43,7 @@ def play(store: ObjectStore, requests: list[Request], pages: int = 5) -> Replaye
 
 def test_what_was_put_hits_and_is_right() -> None:
     with store_of(32) as store:
-        # 12 blocks go through 5 pages of engine memory in windows.
+        # 12 blocks go through 5 pages of memory in windows.
         replayer = play(store, requests_of(12, 12, 7, 14))
         result = replayer.summary()
     assert (replayer.blocks, replayer.hit_blocks) == (45, 12 + 7 + 12)

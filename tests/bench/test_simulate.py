@@ -57,9 +57,9 @@ def without_speed(result: dict[str, Any]) -> dict[str, Any]:
 def alone(times: ServerTimes, total: int, cached: int, **shape: Any) -> tuple[Cluster, Any]:
     cluster = Cluster(times, Shape(**shape))
     ids = tuple(range(-(-total // BLOCK_TOKENS)))
-    cluster.engines[0].store.add(ids[: cached // BLOCK_TOKENS])
+    cluster.servers[0].store.add(ids[: cached // BLOCK_TOKENS])
     cluster.run([Request(0, total, 1, ids)])
-    return cluster, cluster.job(0)
+    return cluster, cluster.req(0)
 
 
 def prefill_us(times: ServerTimes, new: int, prefix: int) -> float:
@@ -76,13 +76,13 @@ def test_work_in_is_work_out(system: str, server: str, router: str) -> None:
     requests = generate(Synthetic(requests=40, gap_ms=60, seed=3))
     cluster = Cluster(times_of(system, server), Shape(3, 2, 1, router, 8))
     result = cluster.run(requests)  # its own checks: requests, tokens, pages, bytes
-    jobs = [cluster.job(number) for number in range(len(requests))]
-    assert all(job.arrived_ns <= job.began_ns <= job.first_ns <= job.last_ns for job in jobs)
-    assert all(job.left == 0 and job.hit_tokens >= 0 and job.computed_tokens > 0 for job in jobs)
+    reqs = [cluster.req(number) for number in range(len(requests))]
+    assert all(req.arrived_ns <= req.began_ns <= req.first_ns <= req.last_ns for req in reqs)
+    assert all(req.left == 0 and req.hit_tokens >= 0 and req.computed_tokens > 0 for req in reqs)
     assert result["offered_pages"] == result["written_pages"] + result["dropped_pages"]
     assert 0 < result["gpu_busy"] <= 1
-    for engine in cluster.engines:
-        spent_ns = engine.work.prefill_ns + engine.work.decode_ns + engine.work.bubble_ns
+    for server in cluster.servers:
+        spent_ns = server.work.prefill_ns + server.work.decode_ns + server.work.bubble_ns
         assert spent_ns <= cluster.timeline.now_ns
 
 
@@ -96,9 +96,9 @@ def test_a_lost_page_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_same_seed_gives_the_same_run() -> None:
     requests = generate(Synthetic(requests=30, gap_ms=80))
-    runs = [serve(times_of("tutti"), requests, engines=2, engines_per_node=2) for _ in range(2)]
+    runs = [serve(times_of("tutti"), requests, servers=2, servers_per_node=2) for _ in range(2)]
     assert without_speed(runs[0]) == without_speed(runs[1])
-    other = serve(times_of("tutti"), generate(Synthetic(requests=30, gap_ms=80, seed=2)), engines=2)
+    other = serve(times_of("tutti"), generate(Synthetic(requests=30, gap_ms=80, seed=2)), servers=2)
     assert without_speed(other) != without_speed(runs[0])
 
 
@@ -108,13 +108,13 @@ def test_the_same_seed_gives_the_same_run() -> None:
 @pytest.mark.parametrize("server", ["vllm-0.12", "sglang"])
 def test_one_request_takes_its_prefill(server: str) -> None:
     times = times_of("hbm", server)
-    _, job = alone(times, 20_000, 0)
+    _, req = alone(times, 20_000, 0)
     chunk, expected_us, prefix = times.server.chunk_tokens, 0.0, 0
     while prefix < 20_000:
         tokens = min(chunk, 20_000 - prefix)
         expected_us += prefill_us(times, tokens, prefix)
         prefix += tokens
-    assert job.first_ns / 1e3 == pytest.approx(expected_us, rel=1e-4)
+    assert req.first_ns / 1e3 == pytest.approx(expected_us, rel=1e-4)
 
 
 @pytest.mark.parametrize("policy", ["immediate", "slack"])
@@ -125,15 +125,15 @@ def test_a_layerwise_load_is_the_known_pipeline(
 ) -> None:
     """load + 31 max(load, compute) + compute, of one layer each, for an idle machine."""
     times = times_of(system, "vllm-0.12", policy=policy)
-    _, job = alone(times, total, cached)
+    _, req = alone(times, total, cached)
     nbytes = cached * CALIBRATION.model.kv_nbytes_per_token // 32
     compute_us = times.layer_us(total - cached, cached)
     load_us = times.read_us(nbytes) - times.latency_us
     pipeline_us = load_us + 31 * max(load_us, compute_us) + compute_us
-    assert job.first_ns / 1e3 == pytest.approx(pipeline_us, rel=0.03)
+    assert req.first_ns / 1e3 == pytest.approx(pipeline_us, rel=0.03)
     # A unit of layers is a coarser simulation, not another system.
     _, coarse = alone(times, total, cached, unit_layers=4)
-    assert job.first_ns <= coarse.first_ns <= job.first_ns + 4000 * max(load_us, compute_us)
+    assert req.first_ns <= coarse.first_ns <= req.first_ns + 4000 * max(load_us, compute_us)
 
 
 def test_every_layerwise_system_waits_for_about_a_layer_where_compute_takes_longer() -> None:
@@ -145,8 +145,8 @@ def test_every_layerwise_system_waits_for_about_a_layer_where_compute_takes_long
     for name in layerwise:
         for policy in ("immediate", "slack"):
             times = times_of(name, policy=policy)
-            _, job = alone(times, total, cached)
-            assert job.bubble_ns / 1e3 == pytest.approx(times.read_us(nbytes), rel=0.05), name
+            _, req = alone(times, total, cached)
+            assert req.bubble_ns / 1e3 == pytest.approx(times.read_us(nbytes), rel=0.05), name
     times = times_of("ssd")
     _, whole = alone(times, total, cached)
     assert whole.bubble_ns / 1e3 == pytest.approx(times.read_us(32 * nbytes), rel=0.05)
@@ -154,28 +154,28 @@ def test_every_layerwise_system_waits_for_about_a_layer_where_compute_takes_long
 
 def test_a_load_before_the_step_adds_up() -> None:
     times = times_of("gds", "vllm-0.12")
-    _, job = alone(times, 65_536, 49_152)
+    _, req = alone(times, 65_536, 49_152)
     load_us = times.read_us(49_152 * CALIBRATION.model.kv_nbytes_per_token)
     expected_us = times.system.fixed_us + load_us + prefill_us(times, 16_384, 49_152)
-    assert job.first_ns / 1e3 == pytest.approx(expected_us, rel=1e-3)
+    assert req.first_ns / 1e3 == pytest.approx(expected_us, rel=1e-3)
     bubble_us = times.system.fixed_us + load_us
-    assert job.bubble_ns / 1e3 == pytest.approx(bubble_us, rel=1e-3)
+    assert req.bubble_ns / 1e3 == pytest.approx(bubble_us, rel=1e-3)
 
 
 def test_decode_steps_add_up() -> None:
     times = times_of("hbm")
     cluster = Cluster(times, Shape())
     cluster.run([Request(0, 600, 101, (1, 2))])
-    job = cluster.job(0)
+    req = cluster.req(0)
     expected_us = sum(times.decode_us(1, 600 + 1 + i) for i in range(100))
-    assert (job.last_ns - job.first_ns) / 1e3 == pytest.approx(expected_us, rel=1e-5)
+    assert (req.last_ns - req.first_ns) / 1e3 == pytest.approx(expected_us, rel=1e-5)
 
 
 def test_an_arrival_waits_for_the_decode_step_that_runs() -> None:
     times = times_of("hbm")
     cluster = Cluster(times, Shape())
     cluster.run([Request(0, 600, 1000, (1, 2)), Request(1000, 600, 1, (3, 4))])
-    waited_us = (cluster.job(1).began_ns - cluster.job(1).arrived_ns) / 1e3
+    waited_us = (cluster.req(1).began_ns - cluster.req(1).arrived_ns) / 1e3
     assert 0 <= waited_us <= times.decode_us(1, 1600)
 
 
@@ -330,13 +330,13 @@ def test_interference_does_not_help_and_slack_avoids_it() -> None:
     assert bubbles["slack", 2.5] < bubbles["immediate", 2.5]
 
 
-def test_more_engines_and_a_router_that_looks_help() -> None:
+def test_more_servers_and_a_router_that_looks_help() -> None:
     requests = generate(Synthetic(requests=200, gap_ms=60, continue_chance=0.7))
-    few = serve(times_of("gds"), requests, engines=2, engines_per_node=2)
-    many = serve(times_of("gds"), requests, engines=6, engines_per_node=6)
+    few = serve(times_of("gds"), requests, servers=2, servers_per_node=2)
+    many = serve(times_of("gds"), requests, servers=6, servers_per_node=6)
     assert many["ttft_ms"]["mean"] < few["ttft_ms"]["mean"]
     found = {
-        router: serve(times_of("hbm"), requests, engines=4, router=router)
+        router: serve(times_of("hbm"), requests, servers=4, router=router)
         for router in (ROUND_ROBIN, PREFIX)
     }
     assert found[PREFIX]["hit_hbm"] > found[ROUND_ROBIN]["hit_hbm"]
@@ -346,7 +346,7 @@ def test_more_engines_and_a_router_that_looks_help() -> None:
 def test_a_rate_that_is_too_high_is_said() -> None:
     requests = generate(Synthetic(requests=150, gap_ms=20))
     assert serve(times_of("hbm"), requests)["unstable"]
-    assert not serve(times_of("hbm"), requests, engines=64)["unstable"]
+    assert not serve(times_of("hbm"), requests, servers=64)["unstable"]
 
 
 # Tiers.
@@ -375,9 +375,9 @@ def test_a_simulation_that_does_not_end_is_said() -> None:
         timeline.run(1000)
 
 
-def test_a_shape_without_engines_is_refused() -> None:
-    with pytest.raises(ConfigError, match="count from 1"):
-        Shape(engines=0)
+def test_a_shape_without_servers_is_refused() -> None:
+    with pytest.raises(ConfigError, match="at least 1"):
+        Shape(servers=0)
     with pytest.raises(ConfigError, match="no requests"):
         Cluster(times_of("hbm"), Shape()).run([])
 
@@ -399,7 +399,7 @@ def test_it_agrees_with_the_server_of_bench_slack() -> None:
     for one in wanted:
         blocks = (one.hit_tokens + one.new_tokens) // BLOCK_TOKENS
         ids = tuple(range(first, first + blocks))
-        cluster.engines[0].store.add(ids[: one.hit_tokens // BLOCK_TOKENS])
+        cluster.servers[0].store.add(ids[: one.hit_tokens // BLOCK_TOKENS])
         first += blocks
         total = one.hit_tokens + one.new_tokens
         requests.append(Request(one.arrival_ns // 10**6, total, one.out_tokens, ids))
@@ -419,9 +419,9 @@ def loaded_elsewhere(remote: Remote | None) -> tuple[int, Cluster]:
         Request(20_000, BLOCK_TOKENS, 1, (3000,)),
         Request(20_000, 33 * BLOCK_TOKENS, 1, (*document, 1001)),  # behind the long one
     ]
-    cluster = Cluster(times_of("tutti"), Shape(engines=2, engines_per_node=1, remote=remote))
+    cluster = Cluster(times_of("tutti"), Shape(servers=2, servers_per_node=1, remote=remote))
     cluster.run(sent)
-    return cluster.job(3).loaded_tokens // BLOCK_TOKENS, cluster
+    return cluster.req(3).loaded_tokens // BLOCK_TOKENS, cluster
 
 
 def test_a_queued_request_is_served_from_another_nodes_pages() -> None:

@@ -98,7 +98,7 @@ def test_pages_travel_by_runs(rig: Rig, seed: int) -> None:
     assert not job.page_status.any()
     back = [rig.slice_bytes(page, layer) for layer in range(LAYERS) for page in (5, 6, 11, 3, 8)]
     assert back == sent
-    # The padding of the medium never touches engine memory.
+    # The padding of the medium never touches the caller's memory.
     assert not rig.buffer.array[6000:8192].any()
 
 

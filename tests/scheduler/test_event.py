@@ -131,7 +131,7 @@ def check_sums(state: State) -> None:
     loads, writes = state.loads.values(), state.writes.values()
     for name, space in state.spaces.items():
         held = [w for w in writes if w.space == name]
-        assert space.engine == sum(w.pages for w in held if w.place is PageLocation.SOURCE)
+        assert space.source == sum(w.pages for w in held if w.place is PageLocation.SOURCE)
         assert space.copying == sum(w.pages for w in held if w.place is PageLocation.COPYING)
         assert space.staged == sum(w.pages for w in held if w.place is not PageLocation.SOURCE)
     ahead = [load for load in loads if not load.running]

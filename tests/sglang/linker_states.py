@@ -196,13 +196,13 @@ class StatesRig:
     def fill(self, seed: int) -> None:
         rng = np.random.default_rng(seed)
         for stored_pool in self.linker.stored_pools.values():
-            for row in stored_pool.engine.views:
+            for row in stored_pool.kv_pool.views:
                 for view in row:
                     view[:] = rng.integers(0, 256, view.shape, np.uint8)
 
     def wipe(self) -> None:
         for stored_pool in self.linker.stored_pools.values():
-            for row in stored_pool.engine.views:
+            for row in stored_pool.kv_pool.views:
                 for view in row:
                     view[:] = 0
 

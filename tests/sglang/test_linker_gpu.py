@@ -67,8 +67,8 @@ def test_states_windows_and_packed_pools_come_back(
         assert rig.linker.lookup("r", rig.transfers(names(6), None, windows))[-1:] == [6]
         assert rig.restore(rig.transfers(names(6), to, windows))
         for name, stored_pool in stored_pools.items():
-            assert rig.content(name, to[stored_pool.engine.source]) == want[name], name
-            assert rig.content(name, [0]) == [bytes(stored_pool.engine.nbytes)]
+            assert rig.content(name, to[stored_pool.kv_pool.source]) == want[name], name
+            assert rig.content(name, [0]) == [bytes(stored_pool.kv_pool.nbytes)]
 
 
 def test_the_forwards_stream_waits_and_not_its_thread(

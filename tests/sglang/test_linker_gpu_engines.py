@@ -78,7 +78,7 @@ def test_states_and_windows_come_back(
         assert rig.linker.lookup("r", rig.transfers(names(6), None, windows))[-1:] == [6]
         assert rig.restore(rig.transfers(names(6), to, windows))
         for name, pool in pools.items():
-            assert rig.content(name, to[pool.engine.source]) == want[name], name
+            assert rig.content(name, to[pool.kv_pool.source]) == want[name], name
 
 
 @pytest.mark.parametrize("gpu_engine", KINDS)

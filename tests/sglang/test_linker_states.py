@@ -43,7 +43,7 @@ def test_every_pool_comes_back_byte_for_byte(tmp_path: Path, kind: str) -> None:
         before = {name: rig.content(name, [0, 1]) for name in stored_pools}
         assert rig.restore(rig.transfers(names(6), to, WINDOWS))
         for name, stored_pool in stored_pools.items():
-            assert rig.content(name, to[stored_pool.engine.source]) == want[name], name
+            assert rig.content(name, to[stored_pool.kv_pool.source]) == want[name], name
         assert {name: rig.content(name, [0, 1]) for name in stored_pools} == before
 
 
@@ -61,13 +61,13 @@ def test_layers_are_there_when_their_wait_returns(tmp_path: Path, kind: str) -> 
         for layer in range(counter.num_layers):
             counter.wait_until(layer)
             for stored_pool in stored_pools:
-                own = stored_pool.engine.layer_of.get(layer)
+                own = stored_pool.kv_pool.layer_of.get(layer)
                 if own is not None:
                     seen += 1
-                    for view in stored_pool.engine.views[own]:
-                        source = stored_pool.engine.source
+                    for view in stored_pool.kv_pool.views[own]:
+                        source = stored_pool.kv_pool.source
                         assert (view[to[source]] == view[at[source]]).all()
-        assert seen == sum(len(stored_pool.engine.views) for stored_pool in stored_pools)
+        assert seen == sum(len(stored_pool.kv_pool.views) for stored_pool in stored_pools)
         assert rig.linker.finish_layer_wise_loading(counter.consumer_index)
         if rig.requests is not None:
             assert rig.requests.layer_transfer_counter is counter

@@ -44,16 +44,16 @@ class Model:
 
     def pattern(self, name: str, layer: int, part: int) -> np.ndarray[Any, Any]:
         seed = xxhash.xxh3_64_intdigest(f"{name}/{layer}/{part}".encode())
-        size = self.rig.stored_pool.engine.views[layer][part].shape[1]
+        size = self.rig.stored_pool.kv_pool.views[layer][part].shape[1]
         return np.full(size // 8, seed, np.uint64).view(np.uint8)
 
     def compute(self, name: str, page: int) -> None:
-        for layer, row in enumerate(self.rig.stored_pool.engine.views):
+        for layer, row in enumerate(self.rig.stored_pool.kv_pool.views):
             for part, view in enumerate(row):
                 view[page] = self.pattern(name, layer, part)
 
     def right(self, name: str, page: int, layer: int) -> bool:
-        row = self.rig.stored_pool.engine.views[layer]
+        row = self.rig.stored_pool.kv_pool.views[layer]
         return all(
             np.array_equal(view[page], self.pattern(name, layer, part))
             for part, view in enumerate(row)

@@ -65,7 +65,7 @@ def test_hicache_keeps_host_pages_that_a_device_may_still_write(
 def test_a_load_that_did_not_begin_costs_its_batch_alone(
     tmp_path: Path, staging: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Neither staging nor the engine's pages are lost, and the scheduler goes on."""
+    """Neither staging nor SGLang's pages are lost, and the scheduler goes on."""
     with Rig(tmp_path, load_staging=staging, load_timeout_s=0.05, read_ahead_share=0.0) as rig:
         rig.fill(1)
         want = rig.content(range(4))
@@ -88,7 +88,7 @@ def test_pages_of_a_load_given_up_come_back_when_the_device_lets_go(
         assert rig.store(names(4), range(4))
         go = threading.Event()
         monkeypatch.setattr(rig.stored_pool.store, "load", raising(held(go)))
-        if staging == "1KiB":  # into the engine's own pages
+        if staging == "1KiB":  # into SGLang's own pages
             with pytest.raises(DeviceTimeout, match="restart the server"):
                 rig.restore(names(4), range(4, 8))
             go.set()

@@ -297,7 +297,7 @@ def test_memory_on_either_kind_of_page(
 def test_unaligned_memory_bounces(
     offset: int, executor: str, tmp_path: Path, rng: np.random.Generator
 ) -> None:
-    """Any place of an engine's memory; no byte around it changes."""
+    """Any place of a caller's memory; no byte around it changes."""
     pages = 8
     nbytes = pages * LAYOUT.object_nbytes
     memory = bytearray(rng.bytes(nbytes + 2 * 4096))

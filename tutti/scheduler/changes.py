@@ -106,7 +106,7 @@ def _place(state: State, write: Write, place: PageLocation | None) -> None:
         if at is None:
             continue
         if at is PageLocation.SOURCE:
-            space.engine += pages
+            space.source += pages
         else:
             space.staged += pages
         if at is PageLocation.COPYING:
@@ -270,7 +270,7 @@ def _write_known(state: State, event: WriteKnown) -> None:
         event.can_stop,
     )
     state.numbers += 1
-    state.spaces[write.space].engine += write.pages
+    state.spaces[write.space].source += write.pages
     state.unwritten[event.name] = write
     state.waiting_pages += write.pages
     if event.at_once:

@@ -128,7 +128,7 @@ class WriteGone:
 
 @dataclass(slots=True)
 class PagesCopied:
-    """All pages of a write are in staging: the engine may reuse its own."""
+    """All pages of a write are in staging: the server may reuse its own."""
 
     at_ns: int
     name: str

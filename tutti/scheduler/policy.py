@@ -21,7 +21,7 @@ _DUES_MAX = 8
 class Limits:
     """What a policy may use.
 
-    locked_pages: engine pages that may wait to be written; beyond, they are copied to staging.
+    locked_pages: pages of the server that may wait to be written; the rest is copied to staging.
     staged_pages: pages of staging for those; beyond, writes are dropped.
     read_ahead_nbytes: staging for read-ahead whose step did not begin.
     read_window_us: reads are issued so far ahead of the device, and no further: what is issued
@@ -417,7 +417,7 @@ def overflow(state: State, limits: Limits) -> tuple[tuple[str, ...], tuple[str, 
     drops: list[str] = []
     for name, space in state.spaces.items():
         locked = limits.locked_pages if space.locked_max is None else space.locked_max
-        if space.engine <= locked:
+        if space.source <= locked:
             continue
         staged = limits.staged_pages if space.staged_max is None else space.staged_max
         newest = [
@@ -425,7 +425,7 @@ def overflow(state: State, limits: Limits) -> tuple[tuple[str, ...], tuple[str, 
             for write in reversed(state.writes.values())
             if write.space == name and write.place is PageLocation.SOURCE and not write.began
         ]
-        _overflow(newest, space.engine - locked, staged - space.staged, copy_outs, drops)
+        _overflow(newest, space.source - locked, staged - space.staged, copy_outs, drops)
     return tuple(copy_outs), tuple(drops)
 
 

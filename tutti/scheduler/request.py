@@ -131,9 +131,9 @@ def report_at(ready: int, issued: int) -> int:
 class PageLocation(Enum):
     """Where pages wait to be written."""
 
-    SOURCE = "source"  # locked: the engine cannot reuse them
+    SOURCE = "source"  # locked: the server cannot reuse them
     COPYING = "copying"  # on their way to staging; still locked
-    STAGED = "staged"  # in pinned staging; the engine has its pages back
+    STAGED = "staged"  # in pinned staging; the server may reuse its pages
 
 
 @dataclass(slots=True, eq=False)

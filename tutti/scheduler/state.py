@@ -107,15 +107,15 @@ class Pipe:
 
 @dataclass(slots=True)
 class Space:
-    """Memory whose pages are stored: a pool of the engine's, or all that no one has named.
+    """Memory whose pages are stored: one of SGLang's pools, or all that has no name.
 
     locked_max, staged_max: its limits; None for those of the policy.
-    engine, copying, staged: as State has them for all spaces.
+    source, copying, staged: as State has them for all spaces.
     """
 
     locked_max: int | None = None
     staged_max: int | None = None
-    engine: int = 0
+    source: int = 0
     copying: int = 0
     staged: int = 0
 
@@ -128,7 +128,7 @@ class State:
     of those that are, by the profile.  unwritten: writes that may be issued.  running_on: writes
     that were issued while no load waited, and can be stopped.
     waiting_pages: of all writes, not issued.
-    spaces: by name, with pages that were not copied (engine), that are on their way to staging
+    spaces: by name, with pages that were not copied (source), that are on their way to staging
     (copying), and of staging in use, those on their way included (staged).
     read_ahead_nbytes: of staging, issued for steps that did not begin.
     both_ns: how long both directions were busy, up to ``both_since_ns``.
@@ -162,16 +162,11 @@ class State:
         return bool(self.unwritten or self.running or self.unread)
 
     @property
-    def engine_pages(self) -> int:
-        """Pages that were not copied, of all spaces."""
-        return sum(space.engine for space in self.spaces.values())
-
-    @property
     def staged_pages(self) -> int:
         """Pages of staging in use."""
         return sum(space.staged for space in self.spaces.values())
 
     @property
     def locked_pages(self) -> int:
-        """Pages that the engine cannot reuse."""
-        return sum(space.engine + space.copying for space in self.spaces.values())
+        """Pages that the server cannot reuse."""
+        return sum(space.source + space.copying for space in self.spaces.values())

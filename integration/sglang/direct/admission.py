@@ -104,7 +104,7 @@ def admission_for(
     options: Mapping[str, Any], stored_pools: Sequence[StoredPool], group: KvPoolGroup
 ) -> Admission:
     """By the linker's options."""
-    by_page = [stored_pool for stored_pool in stored_pools if not stored_pool.engine.trailing]
+    by_page = [stored_pool for stored_pool in stored_pools if not stored_pool.kv_pool.trailing]
     nbytes = sum(stored_pool.page_nbytes for stored_pool in by_page)
     schedule = stored_pools[0].store.config.schedule
     pays = None

@@ -172,7 +172,9 @@ class Backlog(Owned):
         self._prefix = self._queue.attach(self)
         for stored_pool in stored_pools:
             # Pages that the medium cannot reach are copied out in any case.
-            most = 0 if stored_pool.memory is None else int(stored_pool.engine.pages * locked_share)
+            most = (
+                0 if stored_pool.memory is None else int(stored_pool.kv_pool.pages * locked_share)
+            )
             space = self._prefix + stored_pool.name
             now_ns = self._queue.now_ns()
             self._queue.post(SpaceKnown(now_ns, space, most, stored_pool.stores.pages))
@@ -185,7 +187,7 @@ class Backlog(Owned):
 
     @property
     def locked(self) -> int:
-        """Engine pages that the medium may read, or that wait to be copied out."""
+        """Pages of SGLang that the medium may read, or that wait to be copied out."""
         with self._changed:
             return self._locked
 

@@ -282,16 +282,16 @@ class LoadBatch(Owned):
             return
         for plan in self._plans:
             for read in plan.fresh:
-                own = read.stored_pool.engine.layer_of.get(layer)
+                own = read.stored_pool.kv_pool.layer_of.get(layer)
                 if own is not None:
                     read.wait_layer(own, self._deadline_s)
             for copy in plan.copies:
                 stored_pool = copy.read.stored_pool
-                own = stored_pool.engine.layer_of.get(layer)
+                own = stored_pool.kv_pool.layer_of.get(layer)
                 if own is not None:
                     copy.read.wait_layer(own, self._deadline_s)
                     source = (
-                        stored_pool.loads.views if copy.read.staged else stored_pool.engine.views
+                        stored_pool.loads.views if copy.read.staged else stored_pool.kv_pool.views
                     )
                     stored_pool.copy_from_staging(own, source, copy.rows, copy.targets)
 

@@ -64,9 +64,9 @@ class Lookups:
         log_error: Callable[[str, object], None],
     ) -> None:
         self._by_page = [
-            stored_pool for stored_pool in stored_pools if not stored_pool.engine.trailing
+            stored_pool for stored_pool in stored_pools if not stored_pool.kv_pool.trailing
         ]
-        self._states = [stored_pool for stored_pool in stored_pools if stored_pool.engine.trailing]
+        self._states = [stored_pool for stored_pool in stored_pools if stored_pool.kv_pool.trailing]
         self._admission = admission
         self._ahead = ahead
         self._log_error = log_error
@@ -131,7 +131,7 @@ class Lookups:
         transfers: Sequence[adapter.PoolTransfer],
     ) -> Window:
         """What a pool of states holds, and pins may keep."""
-        named = [t.keys for t in transfers if t.name == stored_pool.engine.source and t.keys]
+        named = [t.keys for t in transfers if t.name == stored_pool.kv_pool.source and t.keys]
         held = self._present(rid, stored_pool, keys)
         stored_pool.metrics.count("hit_pages", int(np.count_nonzero(held)))
         return Window(held, len(named[0]) if named else 1)

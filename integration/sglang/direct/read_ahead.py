@@ -355,7 +355,7 @@ class ReadAhead(Owned):
             metrics.count("moved_bytes", staged.read.nbytes, LOAD)
             metrics.count("busy_seconds", duration_s, LOAD)
             self.pages_read += len(staged.read.keys)
-            if not staged.read.stored_pool.engine.trailing:
+            if not staged.read.stored_pool.kv_pool.trailing:
                 self._measured(staged.read.nbytes, duration_s)
             return
         self._failed(staged, error)

@@ -84,7 +84,7 @@ class Read:
         if self.error is not None:
             raise self.error
         if self._ticket is not None:
-            own = 0 if self.stored_pool.engine.packed else layer
+            own = 0 if self.stored_pool.kv_pool.packed else layer
             self._ticket.wait_layer(own, max(0.001, deadline_s - time.monotonic()))
 
     def wait_over(self, deadline_s: float) -> bool:

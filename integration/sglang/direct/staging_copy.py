@@ -123,14 +123,14 @@ class StagingCopier:
 
     def _order(self, plan: LoadPlan, layer: int) -> None:
         for read in plan.fresh:
-            own = read.stored_pool.engine.layer_of.get(layer)
+            own = read.stored_pool.kv_pool.layer_of.get(layer)
             if own is not None and not read.staged:
                 read.order_stream(self._gpu.copy_stream, own)
 
     def _copy(self, plan: LoadPlan, layer: int, deadline_s: float) -> None:
         for copy in plan.copies:
             read = copy.read
-            own = read.stored_pool.engine.layer_of.get(layer)
+            own = read.stored_pool.kv_pool.layer_of.get(layer)
             if own is not None:
                 if read.staged:
                     read.wait_layer(own, deadline_s)

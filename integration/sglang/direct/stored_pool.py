@@ -29,7 +29,7 @@ class StoredPool:
 
     def __init__(
         self,
-        engine: KvPool,
+        kv_pool: KvPool,
         store: Store,
         metrics: Metrics,
         *,
@@ -38,31 +38,31 @@ class StoredPool:
         gpu: Gpu | None = None,
         gpu_staging: StagingSize | None = None,
     ) -> None:
-        self.engine = engine
+        self.kv_pool = kv_pool
         self.store = store
         self.metrics = metrics
         self.gpu = gpu
         self.events: DiskEvents | None = None
         self._read_pages_max: int | None = None
-        memory = engine.host_pool(store.layout)
+        memory = kv_pool.host_pool(store.layout)
         if gpu is not None and gpu_staging is not None and memory is not None:
             memory = DeviceMemory(memory, gpu.attach(store, gpu_staging))
             self._read_pages_max = gpu.read_pages_max(store)
         self.memory: HostMemory | None = None if memory is None else store.register(memory)
-        self.loads = StagingPages(store, load_staging, engine.staging_views)
-        self.stores = StagingPages(store, store_staging, engine.staging_views)
+        self.loads = StagingPages(store, load_staging, kv_pool.staging_views)
+        self.stores = StagingPages(store, store_staging, kv_pool.staging_views)
         self._load_spans = self._reached(self.loads)
         self._store_spans = self._reached(self.stores)
         if self.memory is None and not (self.loads.pages and self.stores.pages):
             raise ConfigError(
-                f"pool {engine.name} goes through staging, and a page of it has {self.page_nbytes} "
-                "bytes; give larger load_staging and store_staging"
+                f"pool {kv_pool.name} goes through staging, and a page of it has "
+                f"{self.page_nbytes} bytes; give larger load_staging and store_staging"
             )
 
     @property
     def name(self) -> str:
         """SGLang's name of the pool."""
-        return self.engine.name
+        return self.kv_pool.name
 
     @property
     def page_nbytes(self) -> int:
@@ -82,9 +82,9 @@ class StoredPool:
     def page_numbers(self, slots: torch.Tensor, pages: int) -> Pages:
         """See KvPool.page_numbers; waits for no more of a GPU than the slots."""
         if self.gpu is None:
-            return self.engine.page_numbers(slots, pages)
+            return self.kv_pool.page_numbers(slots, pages)
         with self.gpu.streams.on_side_stream():
-            return self.engine.page_numbers(slots, pages)
+            return self.kv_pool.page_numbers(slots, pages)
 
     def _reached(self, staging: StagingPages) -> Spans:
         """Staging at the GPU's addresses; empty without a GPU."""
@@ -95,14 +95,14 @@ class StoredPool:
     def copy_layer(self, layer: int, rows: Pages, targets: Pages, *, staged: bool) -> None:
         """Enqueues `copy_from_staging` on the GPU; without ``staged`` copies between pages."""
         assert self.gpu is not None, "pages in GPU memory"
-        engine = self.engine.spans[layer]
-        source = self._load_spans[layer] if staged else engine
-        self.gpu.copy(self.gpu.copy_stream, engine, targets, source, rows, is_local=not staged)
+        target = self.kv_pool.spans[layer]
+        source = self._load_spans[layer] if staged else target
+        self.gpu.copy(self.gpu.copy_stream, target, targets, source, rows, is_local=not staged)
 
     def copy_from_staging(self, layer: int, source: Views, rows: Pages, targets: Pages) -> None:
         """Copies pages ``rows`` of one of SGLang's layers from staging to ``targets``."""
-        for staged, engine in zip(source[layer], self.engine.views[layer], strict=True):
-            engine[targets] = staged[rows]
+        for staged, view in zip(source[layer], self.kv_pool.views[layer], strict=True):
+            view[targets] = staged[rows]
 
     def copy_out(self, pages: Pages, staged: Pages, timeout_s: float) -> None:
         """Copies SGLang's ``pages`` into staging for stores.
@@ -110,11 +110,11 @@ class StoredPool:
         Raises DeviceTimeout or CudaError from a GPU, which may then still read the pages.
         """
         if self.gpu is not None:
-            for there, here in zip(self._store_spans, self.engine.spans, strict=True):
+            for there, here in zip(self._store_spans, self.kv_pool.spans, strict=True):
                 self.gpu.copy(self.gpu.leaving, there, staged, here, pages)
             self.gpu.wait_left(timeout_s)
             return
-        for sources, targets in zip(self.engine.views, self.stores.views, strict=True):
+        for sources, targets in zip(self.kv_pool.views, self.stores.views, strict=True):
             for source, target in zip(sources, targets, strict=True):
                 target[staged] = source[pages]
 

@@ -1,4 +1,4 @@
-"""One simulated engine: a queue, prefill in chunks, decode, and a cache in its own memory.
+"""One simulated server: a queue, prefill in chunks, decode, and a cache in its own memory.
 
 Steps, not layers, are what happens in it, except that a step that waits for its load goes unit by
 unit.  Decode steps in which nothing changes are one event: their times rise evenly with the
@@ -23,8 +23,8 @@ from tutti.scheduler.request import Kind, Phase
 
 
 @dataclass(slots=True, eq=False)
-class Job:
-    """A request in an engine.  Tokens of the prompt are hit in HBM, loaded, or computed.
+class SimulatedRequest:
+    """A request in a server.  Tokens of the prompt are hit in HBM, loaded, or computed.
 
     ids: whole blocks of the prompt.  loadable: those that may be loaded: a token is always left to
     compute.
@@ -55,13 +55,13 @@ class Job:
 
 @dataclass
 class Work:
-    """What an engine did, in nanoseconds and tokens."""
+    """What a server did, in nanoseconds and tokens."""
 
     prefill_ns: int = 0
     decode_ns: int = 0
     bubble_ns: int = 0
     steps: int = 0
-    done: list[Job] = field(default_factory=list)
+    done: list[SimulatedRequest] = field(default_factory=list)
 
 
 @dataclass
@@ -88,7 +88,7 @@ class _Stretch:
         return low
 
 
-class Engine:
+class SimulatedServer:
     """``store``: the tier below, perhaps shared; ``medium``: what it lies on; ``remote``: the tier
     below that, if any.
     """
@@ -101,21 +101,21 @@ class Engine:
         medium: Device | None,
         *,
         unit_layers: int,
-        finished: Callable[[Job], None],
+        finished: Callable[[SimulatedRequest], None],
         remote: RemoteLink | None = None,
     ) -> None:
         self._timeline, self._times, self.store = timeline, times, store
         self.calibration = times.calibration
         self.hbm = Blocks(self.calibration.hbm_tokens // BLOCK_TOKENS)
-        self.io = ServerIo(timeline, times, medium, self._landed)
+        self.io = ServerIo(timeline, times, medium, self._arrived_more)
         self._unit = unit_layers if times.system.layerwise else self.calibration.model.layers
         self._finished = finished
         self._remote = remote
         self.work = Work()
-        self._queue: deque[Job] = deque()
-        self._running: list[Job] = []
+        self._queue: deque[SimulatedRequest] = deque()
+        self._running: list[SimulatedRequest] = []
         self._computes = False
-        self._current: Job | None = None  # in prefill
+        self._current: SimulatedRequest | None = None  # in prefill
         self._stretch: _Stretch | None = None
         self._version = 0
         self._waits: tuple[str, Callable[[], None]] | None = None
@@ -124,7 +124,7 @@ class Engine:
     @property
     def waiting_tokens(self) -> int:
         """Of prompts that were not begun, those of the running one included."""
-        waiting = sum(job.request.input_tokens - job.cached_tokens for job in self._queue)
+        waiting = sum(req.request.input_tokens - req.cached_tokens for req in self._queue)
         current = self._current
         return waiting + (self._missing(current) if current is not None else 0)
 
@@ -136,12 +136,12 @@ class Engine:
         """A request comes."""
         ids = request.hash_ids[: request.input_tokens // BLOCK_TOKENS]
         loadable = ids[: max(0, (request.input_tokens - 1) // BLOCK_TOKENS)]
-        job = Job(number, request, self._timeline.now_ns, ids, loadable)
-        self._queue.append(job)
+        req = SimulatedRequest(number, request, self._timeline.now_ns, ids, loadable)
+        self._queue.append(req)
         if self._remote is not None:
             self._remote.missed(loadable[self.cached_blocks(loadable) :])
         if self._times.system.read_ahead_nbytes:
-            self._know_load(job, Kind.READ_AHEAD)
+            self._know_load(req, Kind.READ_AHEAD)
         if not self._computes:
             self._next()
         elif self._stretch is not None:
@@ -160,90 +160,90 @@ class Engine:
                 self.io.post(StepBegan(self._timeline.now_ns, Phase.IDLE))
             self._computes = False
 
-    def _fits(self, job: Job) -> bool:
+    def _fits(self, req: SimulatedRequest) -> bool:
         """Whether HBM holds it beside those that run; alone every request is taken."""
-        wanted = job.request.input_tokens + job.request.output_tokens
-        used = sum(j.request.input_tokens + j.request.output_tokens for j in self._running)
+        wanted = req.request.input_tokens + req.request.output_tokens
+        used = sum(r.request.input_tokens + r.request.output_tokens for r in self._running)
         return not self._running or used + wanted <= self.calibration.hbm_tokens
 
-    def _know_load(self, job: Job, kind: Kind) -> None:
+    def _know_load(self, req: SimulatedRequest, kind: Kind) -> None:
         """Announces what the store has beyond HBM."""
-        ids = job.loadable
+        ids = req.loadable
         hit = self.hbm.match(ids)
-        job.load_end = self.store.match(ids, hit)
-        job.hit_tokens = hit * BLOCK_TOKENS
-        job.loaded_tokens = (job.load_end - hit) * BLOCK_TOKENS
-        if job.load_end == hit:
+        req.load_end = self.store.match(ids, hit)
+        req.hit_tokens = hit * BLOCK_TOKENS
+        req.loaded_tokens = (req.load_end - hit) * BLOCK_TOKENS
+        if req.load_end == hit:
             return
-        job.loads += 1
-        job.load = f"{job.number}.{job.loads}"  # what an earlier one launched may still arrive
+        req.loads += 1
+        req.load = f"{req.number}.{req.loads}"  # what an earlier one launched may still arrive
         model = self.calibration.model
-        nbytes = job.loaded_tokens * model.kv_nbytes_per_token
+        nbytes = req.loaded_tokens * model.kv_nbytes_per_token
         layers = model.layers if self._times.system.layerwise else 1
-        self.store.touch(ids[: job.load_end])
+        self.store.touch(ids[: req.load_end])
         if self._remote is not None:
-            self._remote.used(ids[hit : job.load_end], SECOND)
+            self._remote.used(ids[hit : req.load_end], SECOND)
         known = LoadKnown(
             self._timeline.now_ns,
-            job.load,
+            req.load,
             layers=layers,
             layer_nbytes=nbytes // layers,
-            tokens=min(self._times.server.chunk_tokens, job.request.input_tokens - self._cut(job)),
-            prefix_tokens=self._cut(job),
+            tokens=min(self._times.server.chunk_tokens, req.request.input_tokens - self._cut(req)),
+            prefix_tokens=self._cut(req),
             unit_layers=min(self._unit, layers),
             kind=kind,
         )
         self.io.load(known)
 
-    def _cut(self, job: Job) -> int:
-        return min(job.load_end * BLOCK_TOKENS, job.request.input_tokens - 1)
+    def _cut(self, req: SimulatedRequest) -> int:
+        return min(req.load_end * BLOCK_TOKENS, req.request.input_tokens - 1)
 
-    def _plan(self, job: Job) -> None:
+    def _plan(self, req: SimulatedRequest) -> None:
         """What is loaded, now that its step begins: things may have changed since it came."""
-        ids = job.loadable
+        ids = req.loadable
         hit = self.hbm.match(ids)
-        if job.load:
-            more = self.store.match(ids, hit) > job.load_end and not self.io.is_issued(job.load)
-            lost = hit * BLOCK_TOKENS < job.hit_tokens
-            if lost or more or hit >= job.load_end:
-                self.io.forget(job.load)
-                job.load = ""
-        if not job.load:
-            self._know_load(job, Kind.LOAD)
+        if req.load:
+            more = self.store.match(ids, hit) > req.load_end and not self.io.is_issued(req.load)
+            lost = hit * BLOCK_TOKENS < req.hit_tokens
+            if lost or more or hit >= req.load_end:
+                self.io.forget(req.load)
+                req.load = ""
+        if not req.load:
+            self._know_load(req, Kind.LOAD)
         self.hbm.touch(ids[:hit])
 
-    def _begin(self, job: Job) -> None:
-        self._current = job
-        self._plan(job)
-        job.began_ns = self._timeline.now_ns
-        tokens = min(self._times.server.chunk_tokens, self._missing(job))
+    def _begin(self, req: SimulatedRequest) -> None:
+        self._current = req
+        self._plan(req)
+        req.began_ns = self._timeline.now_ns
+        tokens = min(self._times.server.chunk_tokens, self._missing(req))
         layers = self.calibration.model.layers
-        loads = (job.load,) if job.load else ()
-        self._prefill_began(job, tokens, loads)
-        layer_ns = self._layer_ns(job, tokens)
-        if job.load:
-            self._group(job, tokens, layer_ns, 0, self._timeline.now_ns)
+        loads = (req.load,) if req.load else ()
+        self._prefill_began(req, tokens, loads)
+        layer_ns = self._layer_ns(req, tokens)
+        if req.load:
+            self._group(req, tokens, layer_ns, 0, self._timeline.now_ns)
         else:
-            self._compute(layer_ns * layers, lambda: self._chunk_done(job, tokens))
+            self._compute(layer_ns * layers, lambda: self._chunk_done(req, tokens))
 
-    def _missing(self, job: Job) -> int:
-        return job.request.input_tokens - job.cached_tokens - job.computed_tokens
+    def _missing(self, req: SimulatedRequest) -> int:
+        return req.request.input_tokens - req.cached_tokens - req.computed_tokens
 
-    def _prefill_began(self, job: Job, tokens: int, loads: tuple[str, ...]) -> None:
+    def _prefill_began(self, req: SimulatedRequest, tokens: int, loads: tuple[str, ...]) -> None:
         begun = StepBegan(
             self._timeline.now_ns,
             Phase.PREFILL,
             layers=self.calibration.model.layers,
             tokens=tokens,
-            context_tokens=job.cached_tokens + job.computed_tokens,
+            context_tokens=req.cached_tokens + req.computed_tokens,
             loads=loads,
         )
         self.work.steps += 1
         self.io.post(begun)
 
-    def _layer_ns(self, job: Job, tokens: int) -> int:
+    def _layer_ns(self, req: SimulatedRequest, tokens: int) -> int:
         """A layer of the step, with the decode that it carries."""
-        prefix = job.cached_tokens + job.computed_tokens
+        prefix = req.cached_tokens + req.computed_tokens
         layer_ns = self._times.layer_us(tokens, prefix) * 1000
         server = self._times.server
         if server.mixed and self._running:
@@ -253,77 +253,79 @@ class Engine:
 
     def _decode_us(self, more_tokens: int) -> float:
         """A step of all that run, with so many tokens more of context."""
-        for job in self._running:
-            more_tokens += job.request.input_tokens + job.request.output_tokens - job.left
+        for req in self._running:
+            more_tokens += req.request.input_tokens + req.request.output_tokens - req.left
         return self._times.decode_us(len(self._running), more_tokens)
 
     def _compute(self, duration_ns: int, then: Callable[[], None]) -> None:
         self.work.prefill_ns += duration_ns
         self._timeline.at(self._timeline.now_ns + duration_ns, then)
 
-    def _group(self, job: Job, tokens: int, layer_ns: int, layer: int, since_ns: int) -> None:
+    def _group(
+        self, req: SimulatedRequest, tokens: int, layer_ns: int, layer: int, since_ns: int
+    ) -> None:
         """Begins the layers of one unit, or waits until they are there."""
         layers, now_ns = self.calibration.model.layers, self._timeline.now_ns
         end = min(layers, layer + self._unit)
-        if self.io.ready_layers(job.load) < (end if self._times.system.layerwise else 1):
-            again = partial(self._group, job, tokens, layer_ns, layer, since_ns)
-            self._waits = (job.load, again)
+        if self.io.ready_layers(req.load) < (end if self._times.system.layerwise else 1):
+            again = partial(self._group, req, tokens, layer_ns, layer, since_ns)
+            self._waits = (req.load, again)
             return
         waited_ns = now_ns - since_ns
         if waited_ns:  # else the profile tells
-            job.bubble_ns += waited_ns
+            req.bubble_ns += waited_ns
             self.work.bubble_ns += waited_ns
             self.io.post(LayerBegan(now_ns, layer, waited_ns))
         duration_ns = layer_ns * (end - layer)
         if end < layers:
             ends_ns = now_ns + duration_ns
-            self._compute(duration_ns, partial(self._group, job, tokens, layer_ns, end, ends_ns))
+            self._compute(duration_ns, partial(self._group, req, tokens, layer_ns, end, ends_ns))
         else:
-            self._compute(duration_ns, lambda: self._loaded_chunk_done(job, tokens))
+            self._compute(duration_ns, lambda: self._loaded_chunk_done(req, tokens))
 
-    def _landed(self, name: str) -> None:
+    def _arrived_more(self, name: str) -> None:
         if self._waits is not None and self._waits[0] == name:
             _, wait = self._waits
             self._waits = None
             wait()
 
-    def _loaded_chunk_done(self, job: Job, tokens: int) -> None:
-        load, job.load = job.load, ""
-        self._chunk_done(job, tokens)
+    def _loaded_chunk_done(self, req: SimulatedRequest, tokens: int) -> None:
+        load, req.load = req.load, ""
+        self._chunk_done(req, tokens)
         self.io.forget(load)
 
-    def _chunk_done(self, job: Job, tokens: int) -> None:
+    def _chunk_done(self, req: SimulatedRequest, tokens: int) -> None:
         now_ns = self._timeline.now_ns
-        job.computed_tokens += tokens
+        req.computed_tokens += tokens
         self.io.post(StepEnded(now_ns))
         if self._times.server.mixed and self._running:
             self._decoded(1)
-        missing = self._missing(job)
+        missing = self._missing(req)
         if missing:
             more = min(self._times.server.chunk_tokens, missing)
-            self._prefill_began(job, more, ())
-            step_ns = self._layer_ns(job, more) * self.calibration.model.layers
-            self._compute(step_ns, lambda: self._chunk_done(job, more))
+            self._prefill_began(req, more, ())
+            step_ns = self._layer_ns(req, more) * self.calibration.model.layers
+            self._compute(step_ns, lambda: self._chunk_done(req, more))
             return
-        self._first_token(job)
+        self._first_token(req)
         self._next()
 
-    def _first_token(self, job: Job) -> None:
+    def _first_token(self, req: SimulatedRequest) -> None:
         self._current = None
-        job.first_ns = job.last_ns = self._timeline.now_ns
-        job.left = max(1, job.request.output_tokens) - 1
-        self.hbm.add(job.ids)
-        self._store(job)
-        if job.left:
-            self._running.append(job)
+        req.first_ns = req.last_ns = self._timeline.now_ns
+        req.left = max(1, req.request.output_tokens) - 1
+        self.hbm.add(req.ids)
+        self._store(req)
+        if req.left:
+            self._running.append(req)
         else:
-            self._end(job)
+            self._end(req)
 
-    def _store(self, job: Job) -> None:
+    def _store(self, req: SimulatedRequest) -> None:
         """Offers the blocks that are neither stored nor on their way."""
         if self._times.system.tier == "none":
             return
-        new = self.store.absent(job.ids, self._pending)
+        new = self.store.absent(req.ids, self._pending)
         if not new:
             return
         self._pending.update(new)
@@ -337,21 +339,21 @@ class Engine:
                 if self._remote is not None:
                     self._remote.used(new, FIRST)
 
-        self.io.store(f"w{job.number}", pages, page_nbytes, gone)
+        self.io.store(f"w{req.number}", pages, page_nbytes, gone)
 
-    def _end(self, job: Job) -> None:
-        self.work.done.append(job)
-        self._finished(job)
+    def _end(self, req: SimulatedRequest) -> None:
+        self.work.done.append(req)
+        self._finished(req)
 
     def _decode(self) -> None:
         """Steps until the first of the running requests ends."""
         now_ns = self._timeline.now_ns
-        steps = min(job.left for job in self._running)
+        steps = min(req.left for req in self._running)
         batch = len(self._running)
         first_ns = self._decode_us(0) * 1000
         last_ns = self._decode_us(batch * (steps - 1)) * 1000
         more_ns = (last_ns - first_ns) / (steps - 1) if steps > 1 else 0.0
-        context = sum(job.request.input_tokens for job in self._running)
+        context = sum(req.request.input_tokens for req in self._running)
         self._version += 1
         self._stretch = _Stretch(now_ns, first_ns, more_ns, steps, self._version)
         self.io.post(StepBegan(now_ns, Phase.DECODE, tokens=batch, context_tokens=context))
@@ -388,11 +390,11 @@ class Engine:
     def _decoded(self, steps: int) -> None:
         """Every running request has so many tokens more."""
         now_ns, left = self._timeline.now_ns, []
-        for job in self._running:
-            job.left -= steps
-            job.last_ns = now_ns
-            if job.left:
-                left.append(job)
+        for req in self._running:
+            req.left -= steps
+            req.last_ns = now_ns
+            if req.left:
+                left.append(req)
             else:
-                self._end(job)
+                self._end(req)
         self._running = left
