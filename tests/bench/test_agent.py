@@ -15,10 +15,13 @@ def test_both_sides_are_measured(tmp_path: Path, capsys: pytest.CaptureFixture[s
     words = ["--dir", str(tmp_path), "--rounds", "3", "--pages", "16", "--batch", "4"]
     assert cli.main(["bench", "agent", *words, "--json"]) == 0
     result = json.loads(capsys.readouterr().out)
-    assert [row["call"] for row in result["rows"]] == ["look-up", "load plan", "put plan"]
-    assert all(
-        row["agent_us"]["median"] > 0 < row["in_process_us"]["median"] for row in result["rows"]
-    )
+    *both, alone = result["rows"]
+    calls = ["look-up", "load plan", "put plan", "look-up of no key"]
+    assert [row["call"] for row in both] == calls
+    assert all(row["agent_us"]["median"] > 0 < row["in_process_us"]["median"] for row in both)
+    assert alone["call"] == "socket alone"
+    assert alone["agent_us"]["median"] > 0
+    assert not {"in_process_us", "bar_us"} & set(alone)
     assert "plans of 4 pages" in agent.report(result)
     assert not list(tmp_path.iterdir())
 

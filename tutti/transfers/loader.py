@@ -128,17 +128,19 @@ class Loader:
         """
         core, policy = self._core, self._core.config.verify
         every = policy == "always" or (policy == "sampled" and self._loads % SAMPLE_ONE_IN == 0)
-        plan = core.planner.plan(len(keys), core.slot_jobs.words)
+        is_ours = memory.path is None
+        plan = core.planner.plan(len(keys), core.slot_jobs.words if is_ours else 0)
         settle = _Settle(self, progress, plan)
-        job = core.engine.open_job(plan.status, (plan, pages, memory), settle.end_part)
-        progress.parts = [LoadPart(job, None, whole=False)]
+        job, struct = None, None
         try:
-            struct = core.slot_jobs.struct(job, pages, memory, held=held)
-            if memory.path is not None:
-                struct.memory = 0
+            if is_ours:
+                job = core.engine.open_job(plan.status, (plan, pages, memory), settle.end_part)
+                progress.parts = [LoadPart(job, None, whole=False)]
+                struct = core.slot_jobs.struct(job, pages, memory, held=held)
             core.planner.begin(keys, verify=every, plan=plan, start=struct)
         except BaseException as error:
-            core.engine.forget_job(job)
+            if job is not None:
+                core.engine.forget_job(job)
             progress.parts = []  # or they would keep each other and the memory
             if not isinstance(error, LookupError):
                 raise
@@ -146,10 +148,10 @@ class Loader:
                 f"key {error} of {len(keys)} is not in the pool; ask match() which prefix is, and "
                 "pin it if time passes before the load"
             ) from None
-        if plan.runs < 0:
+        if job is not None and plan.runs < 0:
             progress.parts = []
             core.engine.check_started(job, plan.runs - NOT_STARTED)
-        if not job.native:
+        if job is not None and not job.native:
             core.engine.forget_job(job)
             progress.parts = []
         self._loads += 1
