@@ -190,6 +190,20 @@ def test_too_many_writes_go_without_slack() -> None:
     assert one.state.totals.dropped_pages == 0
 
 
+@pytest.mark.parametrize(("largest", "forced"), [(10, False), (40, True)])
+def test_writes_wait_for_slack_while_one_as_large_as_the_largest_fits(
+    largest: int, forced: bool
+) -> None:
+    one = drive(locked_pages=100, staged_pages=0)
+    one.at(WriteKnown(0, "first", pages=largest, page_nbytes=MB))
+    busy(one)
+    for number in range(7):
+        one.at(WriteKnown(52 * MS + number, f"w{number}", pages=10, page_nbytes=MB))
+    one.run()
+    assert (one.state.totals.forced_pages > 0) == forced
+    assert one.state.totals.dropped_pages == 0
+
+
 def test_beyond_the_bound_the_newest_is_copied_out_then_dropped() -> None:
     one = drive(locked_pages=10, staged_pages=6, pressure=1.0)
     busy(one)

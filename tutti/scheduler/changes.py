@@ -270,7 +270,9 @@ def _write_known(state: State, event: WriteKnown) -> None:
         event.can_stop,
     )
     state.numbers += 1
-    state.spaces[write.space].source += write.pages
+    space = state.spaces[write.space]
+    space.source += write.pages
+    space.largest = max(space.largest, write.pages)
     state.unwritten[event.name] = write
     state.waiting_pages += write.pages
     if event.at_once:

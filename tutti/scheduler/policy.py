@@ -15,6 +15,8 @@ from tutti.scheduler.state import NOTHING, Decision, Issue, State
 
 #: So many loads are looked at for slack, those that are due first.
 _DUES_MAX = 8
+#: Of what presses: from here on writes get a share.
+_PRESSING_FROM = 0.9
 
 
 @dataclass(frozen=True)
@@ -33,12 +35,11 @@ class Limits:
     margin: part of the time until a deadline that is not planned with.
     read_patience_us: a load is overtaken only by loads that came within this time after it.
     write_patience_us: a write that waited longer goes without slack, in ``forced_share`` of the
-        device's time.
-    pressure: from half of this part of locked_pages and staged_pages on, writes go without slack in
-        a share of the time that grows with what waits, up to all of it at this part: what is
-        dropped costs more than a bubble.
-    pressing_pages: waiting pages at which all of the device's time is the writes'; None for what
-        ``pressure`` says.
+        device's time and bursts of ``idle_burst_us``.
+    pressure: where pages of writes take up all of locked_pages and staged_pages but what the
+        largest write so far needs, or this part if that is more, all of the device's time is the
+        writes', and from 0.9 of that on a share: what is dropped costs more than a bubble.
+    pressing_pages: instead, waiting pages at which that is so, and from half of them on a share.
     probe_us: reads and writes go together once in this time where they otherwise take turns, to
         measure what that costs.
     Raises ConfigError for values out of range.
@@ -97,8 +98,6 @@ class SlackPolicy:
         self._read_patience_ns = round(self.limits.read_patience_us * 1000)
         self._write_patience_ns = round(self.limits.write_patience_us * 1000)
         self._probe_ns = round(self.limits.probe_us * 1000)
-        pages = self.limits.locked_pages + self.limits.staged_pages
-        self._pressing = self.limits.pressing_pages or self.limits.pressure * pages
 
     def goes_at_once(self, state: State, known: LoadKnown | WriteKnown) -> bool:
         """Whether a transfer is issued whole if nothing else is under way; see Dispatcher.alone.
@@ -207,17 +206,33 @@ class SlackPolicy:
         if now_ns < state.forced_until_ns:
             return 0, 1.0
         unit_ns = max(1, round(oldest.unit * oldest.write_ns * state.estimates.write.factor))
-        share = 2 * state.waiting_pages / self._pressing - 1 if self._pressing else 1.0
+        share = self._pressure(state)
         if share > 0:
             return max(unit_ns, self._burst_ns), min(1.0, max(share, limits.forced_share))
         if now_ns >= oldest.arrived_ns + self._write_patience_ns:
-            return unit_ns, limits.forced_share
+            return max(unit_ns, self._idle_burst_ns), limits.forced_share
         return 0, 1.0
+
+    def _pressure(self, state: State) -> float:
+        """The share of the device's time that is the writes', since they are too many."""
+        limits = self.limits
+        if limits.pressing_pages is not None:
+            return 2 * state.waiting_pages / limits.pressing_pages - 1
+        shares = [0.0]
+        for space in state.spaces.values():
+            locked = limits.locked_pages if space.locked_max is None else space.locked_max
+            staged = limits.staged_pages if space.staged_max is None else space.staged_max
+            least = limits.pressure * (locked + staged)  # larger writes are dropped anyway
+            pressing = max(least, locked + staged - min(space.largest, max(locked, staged)))
+            if space.source + space.staged > _PRESSING_FROM * pressing:
+                used = (space.source + space.staged) / pressing if pressing else 1.0
+                shares.append((used - _PRESSING_FROM) / (1 - _PRESSING_FROM))
+        return max(shares)
 
     def _next_chance_ns(self, state: State, oldest: Write) -> int | None:
         """When writes that wait now may go without slack."""
         at_ns = state.forced_until_ns
-        if 2 * state.waiting_pages <= self._pressing:
+        if self._pressure(state) <= 0:
             at_ns = max(at_ns, oldest.arrived_ns + self._write_patience_ns)
         return at_ns if at_ns > state.now_ns else None
 

@@ -110,7 +110,7 @@ class Space:
     """Memory whose pages are stored: one of SGLang's pools, or all that has no name.
 
     locked_max, staged_max: its limits; None for those of the policy.
-    source, copying, staged: as State has them for all spaces.
+    source, copying, staged: as State has them for all spaces.  largest: pages of a write, so far.
     """
 
     locked_max: int | None = None
@@ -118,6 +118,7 @@ class Space:
     source: int = 0
     copying: int = 0
     staged: int = 0
+    largest: int = 0
 
 
 class State:
