@@ -149,6 +149,14 @@ CPU_SGLANG := env PYTHONSAFEPATH=1 PYTHONPATH=$(CURDIR)/build/view:$(CURDIR)/tes
 bench-peers: $(VENV)/.core sglang-venv build/view ## SGLang's backends against Tutti's on a CPU, BENCH_DIR=..., ARGS="--rounds 9"
 	$(CPU_SGLANG) -m tutti.cli bench peers --dir $(BENCH_DIR) $(ARGS)
 
+TINY_MODEL := build/tiny-model
+ON_CPU := --device cpu --attention-backend torch_native --context-length 4096 --max-total-tokens 4096 --mem-fraction-static 0.3
+.PHONY: bench-serving
+bench-serving: $(VENV)/.core sglang-venv build/view ## SGLang's own clients against each system on a CPU, BENCH_DIR=..., ARGS="--systems hbm"
+	[ -e $(TINY_MODEL)/tokenizer.json ] || $(CPU_SGLANG) tests/sglang/tiny_model.py $(TINY_MODEL) 0 mha --tokenizer
+	OMP_NUM_THREADS=1 SGLANG_USE_CPU_ENGINE=1 $(CPU_SGLANG) -m tutti.bench.yardsticks.serving --model $(TINY_MODEL) \
+	  --dir $(BENCH_DIR) --more="$(ON_CPU)" --note "CPU, tiny model: counts, not speed" $(ARGS)
+
 # Goes on after a finding; SEED repeats the sequence of operations.
 SECONDS ?= 60
 .PHONY: soak

@@ -26,6 +26,7 @@ DEPENDS: dict[str, tuple[str, ...]] = {
     "agent": (*_TRANSFERS, "tutti/node", "bench/agent.py"),
     "commits": ("bench/compare/commits.py",),  # of the code, two fixed versions
     "compare": (*_TRANSFERS, *_RIG, "bench/compare", "bench/file_per_object.py"),
+    "decisions": (*_TRANSFERS, *_SLACK),
     "eviction": ("tutti/placement", "bench/eviction.py", *_TRACES),
     "failures": ("kernels/native", "tutti", "tests/native/failures.py"),
     "fuzz": ("tutti", "tests/fuzz"),
@@ -55,6 +56,7 @@ DEPENDS: dict[str, tuple[str, ...]] = {
         *("bench/ring.py", "bench/controller_memory.py"),
     ),
     "second_tier": (*_TRANSFERS, "tutti/cluster", "bench/second_tier.py"),
+    "serving": (*_TRANSFERS, "integration/sglang", "bench/yardsticks/serving.py"),
     "simulate": _SIMULATOR,
     "slack": _SLACK,
     "slack-file": (*_TRANSFERS, *_SLACK),

@@ -69,6 +69,7 @@ STEPS = (
     Step("threads", "tutti.cli bench threads --json", 120, prints=True),
     Step("slack-file", "tutti.cli bench slack --json --workloads --dir {dir} --rounds 24", 240,
          prints=True),
+    Step("decisions", "tutti.cli bench decisions --dir {dir} --json", 180, prints=True),
     _compare("churned", 240, "--seconds 1"),
     _compare("bandwidth-memory", 180, "--memory huge --size 2GiB --seconds 1"),
     _compare("fio-memory", 120, "--seconds 1 --size 2GiB"),

@@ -39,9 +39,11 @@ from tutti.bench.profile import run as profile
 from tutti.bench.residency import moving
 from tutti.bench.residency import run as residency
 from tutti.bench.simulate import run as simulate
+from tutti.bench.slack import decisions
 from tutti.bench.slack import report as slack_report
 from tutti.bench.statistics import interval_text
 from tutti.bench.yardsticks import run as yardsticks
+from tutti.bench.yardsticks import serving
 from tutti.errors import ConfigError
 
 STALE = "; **stale**: the code that it measures has changed since"
@@ -239,6 +241,7 @@ _KINDS: dict[str, Callable[[dict[str, Any]], str]] = {
     "agent": _table_of(agent),
     "commits": _table_of(commits),
     "compare": _compare,
+    "decisions": _table_of(decisions),
     "eviction": _table_of(eviction),
     "failures": _failures,
     "fuzz": _fuzz,
@@ -251,6 +254,7 @@ _KINDS: dict[str, Callable[[dict[str, Any]], str]] = {
     "residency": _table_of(residency),
     "residency-moving": _table_of(moving),
     "ring": _ring,
+    "serving": _table_of(serving),
     "simulate": _simulate,
     "slack": _table_of(slack_report),
     "soak": _table_of(soak_report),

@@ -92,6 +92,7 @@ COMMANDS = (
     ("bench placement", "bench:add_placement", "show where commands went on a drive"),
     ("bench eviction", "bench:add_eviction", "compare eviction policies on request traces"),
     ("bench residency", "profile:add_residency", "compare four uses of the page cache"),
+    ("bench decisions", "bench:add_decisions", "time of the scheduler's decisions"),
     ("bench slack", "bench:add_slack", "compare scheduling policies (simulated)"),
     ("bench serve", "serving:add_serve", "start SGLang as one of the compared systems"),
     ("bench ttft", "serving:add_ttft", "measure time to first token against request rate"),

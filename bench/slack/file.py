@@ -23,7 +23,7 @@ from tutti.base.terminal import ProgressFactory
 from tutti.bench.statistics import bootstrap_median, median, ratios
 from tutti.medium.layout import KVLayout
 from tutti.profiles.found import AUTO
-from tutti.scheduler.dispatcher import Schedule
+from tutti.scheduler.dispatcher import DecisionHook, Schedule
 from tutti.scheduler.event import LayerBegan, StepBegan, StepEnded
 from tutti.scheduler.request import Phase
 from tutti.store import ObjectStore
@@ -36,7 +36,7 @@ _LOADED = 32  # pages
 _STORED = 16
 _PAGES = 128  # of registered memory
 _DECODE_S = 0.06
-_WARM = 2
+WARM_ROUNDS = 2
 _WAIT_S = 60.0
 
 
@@ -81,14 +81,16 @@ def cost(directory: Path, rounds: int, progress: ProgressFactory) -> dict[str, A
     ):
         source = auto.stats()["profile"]
         pair = [("auto", auto), ("off", off)]
-        for number, (shape, pages) in itertools.product(range(rounds + _WARM), shapes.items()):
+        for number, (shape, pages) in itertools.product(
+            range(rounds + WARM_ROUNDS), shapes.items()
+        ):
             for name, store in pair if number % 2 else reversed(pair):
                 for what, took_s in _alone(store, pages, rng).items():
                     times.setdefault((shape, what, name), []).append(took_s)
-            bar.advance(1 if number >= _WARM else 0)
+            bar.advance(1 if number >= WARM_ROUNDS else 0)
     cells = {}
     for shape, what in itertools.product(shapes, ("put", "load")):
-        with_s, without_s = (times[shape, what, name][_WARM:] for name in ("auto", "off"))
+        with_s, without_s = (times[shape, what, name][WARM_ROUNDS:] for name in ("auto", "off"))
         more = [(a - b) * 1e6 for a, b in zip(with_s, without_s, strict=True)]
         cells[f"{shape} {what}"] = {
             "off_us": median(without_s) * 1e6,
@@ -106,15 +108,20 @@ def _alone(store: ObjectStore, pages: int, rng: np.random.Generator) -> dict[str
     return took_s
 
 
-def run(directory: Path, rounds: int, progress: ProgressFactory) -> dict[str, Any]:
-    """Rounds with `slack`, with `none` and without puts in turns, after a profile was measured."""
+def run(
+    directory: Path, rounds: int, progress: ProgressFactory, record: DecisionHook | None = None
+) -> dict[str, Any]:
+    """Rounds with `slack`, with `none` and without puts in turns, after a profile was measured.
+
+    record: gets every event of `slack`, with the decision that followed.
+    """
     rng = np.random.default_rng(0)
     with tempfile.TemporaryDirectory(dir=directory) as folder:
         with _opened(Path(folder) / "profile.tutti") as store:
             profile = _measure(store, rng)
         with (
             _opened(Path(folder) / "none.tutti") as none,
-            _opened(Path(folder) / "slack.tutti", AUTO, Schedule(profile)) as slack,
+            _opened(Path(folder) / "slack.tutti", AUTO, Schedule(profile, record=record)) as slack,
             progress("slack on a file", 3 * rounds) as bar,
         ):
             systems = {
@@ -125,10 +132,10 @@ def run(directory: Path, rounds: int, progress: ProgressFactory) -> dict[str, An
             waits: dict[str, list[float]] = {name: [] for name in systems}
             stored: dict[str, list[float]] = {name: [] for name in systems}
             turns = list(itertools.permutations(systems.items()))
-            for number in range(rounds + _WARM):
+            for number in range(rounds + WARM_ROUNDS):
                 for name, system in turns[number % len(turns)]:
                     waited_s, stored_s = system.round()
-                    if number >= _WARM:
+                    if number >= WARM_ROUNDS:
                         waits[name].append(waited_s)
                         stored[name].append(stored_s)
                         bar.advance(1)

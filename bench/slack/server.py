@@ -167,7 +167,7 @@ class Server:
         if self._truth is not None:
             shapes = [(r.new_tokens, r.hit_tokens) for r in requests]
             self._truth.prefill_factors = dict(zip(shapes, steps.tolist(), strict=True))
-        self._scheduler = Scheduler(policy, profile)
+        self.scheduler = Scheduler(policy, profile)
         if self._truth is not None and conditions is not None:
             now = partial(_interference_now, conditions, self._timeline)
             self.state.estimates = _Told(profile, now)
@@ -188,7 +188,7 @@ class Server:
     @property
     def state(self) -> State:
         """The scheduler's."""
-        return self._scheduler.state
+        return self.scheduler.state
 
     @property
     def _is_busy(self) -> bool:
@@ -211,7 +211,7 @@ class Server:
 
     def _post(self, event: Event) -> None:
         """An event for the scheduler, and what it decides."""
-        decision = self._scheduler.take(event)
+        decision = self.scheduler.take(event)
         self._watch()
         if decision is NOTHING:
             return

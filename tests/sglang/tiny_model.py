@@ -1,4 +1,5 @@
-"""tiny_model.py FOLDER SEED mha|mla: a 4-layer model with random weights of a real model's scale.
+"""tiny_model.py FOLDER SEED mha|mla [--tokenizer]: 4 layers with random weights of a real model's
+scale.
 
 SGLang's own dummy weights are so small that all logits are equal: wrong KV would go unnoticed.
 """
@@ -8,7 +9,16 @@ from __future__ import annotations
 import sys
 
 import torch
-from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, LlamaConfig, LlamaForCausalLM
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from transformers import (
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+)
 
 _COMMON = {
     "vocab_size": 1024,
@@ -53,6 +63,16 @@ def make(folder: str, seed: int = 0, kind: str = "mha") -> None:
     model.to(torch.bfloat16).save_pretrained(folder)
 
 
+def make_tokenizer(folder: str) -> None:
+    """Numbers are the words, so that text and tokens are the same either way."""
+    words = {str(number): number for number in range(_COMMON["vocab_size"])}
+    tokenizer = Tokenizer(WordLevel(words, unk_token="0"))
+    tokenizer.pre_tokenizer = WhitespaceSplit()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
+
+
 if __name__ == "__main__":
-    folder, seed, kind = sys.argv[1:]
+    folder, seed, kind, *more = sys.argv[1:]
     make(folder, int(seed), kind)
+    if more == ["--tokenizer"]:
+        make_tokenizer(folder)

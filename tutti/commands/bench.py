@@ -73,6 +73,12 @@ Reports how long layers waited for their loads under each policy. All its result
 _SLACK_EXAMPLE = """\
 example:
   tutti bench slack --workloads chat agents --gpus H100 --seeds 3"""
+_DECISIONS = """\
+Times the scheduler's decisions: those of a pool on a file, recorded and decided again, and those on
+a simulated server. Says what a decision and a request cost in CPU time, against what they may."""
+_DECISIONS_EXAMPLE = """\
+example:
+  tutti bench decisions --dir /mnt/nvme"""
 _PEERS = """\
 Stores and loads batches of 128 pages of Llama-3-8B's shape with every peer that can run here, each
 in its own process, in interleaved rounds: SGLang's controller over Tutti, over files and over NIXL,
@@ -164,6 +170,7 @@ add_threads = bench_command("threads", _THREADS, _THREADS_EXAMPLE)
 add_agent = bench_command("agent", _AGENT, _AGENT_EXAMPLE)
 add_submit = bench_command("submit", _SUBMIT, _SUBMIT_EXAMPLE)
 add_slack = bench_command("slack.run", _SLACK, _SLACK_EXAMPLE)
+add_decisions = bench_command("slack.decisions", _DECISIONS, _DECISIONS_EXAMPLE)
 add_placement = bench_command("placement", _PLACEMENT, _PLACEMENT_EXAMPLE)
 add_replay = bench_command("replay", _REPLAY, _REPLAY_EXAMPLE)
 add_eviction = bench_command(

@@ -1,0 +1,154 @@
+"""`tutti bench decisions`: what decisions of the scheduler cost, in a pool and on a server that is
+simulated.
+
+The pool's events are recorded while it loads and stores on a real file, and then given to a new
+scheduler again: it decides the same, and only that is timed.  On the simulated server every
+decision is timed as it happens.  Times are CPU times of the thread that decides.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from tutti.arguments import positive
+from tutti.base.terminal import ProgressFactory, table
+from tutti.bench.environment import describe
+from tutti.bench.simulate.hardware import machine
+from tutti.bench.slack import file as slack_file
+from tutti.bench.slack.server import Noise, Server
+from tutti.bench.slack.workload import KINDS, generate
+from tutti.bench.statistics import median
+from tutti.errors import ConfigError
+from tutti.scheduler.changes import Scheduler
+from tutti.scheduler.event import Event
+from tutti.scheduler.policy import Limits, SlackPolicy
+from tutti.scheduler.request import Profile
+from tutti.scheduler.state import NOTHING, Decision, Policy
+
+#: Microseconds a decision, and milliseconds a request in all.
+DECISION_US, REQUEST_MS = 20.0, 0.3
+_DRIVE, _GPU = "2x D7-PS1010", "H100"
+_BACKLOG_PAGES = 512
+
+
+class Timed(Scheduler):
+    """Counts events and those that the policy was asked about, and the CPU time of both."""
+
+    def __init__(self, policy: Policy, profile: Profile) -> None:
+        super().__init__(policy, profile)
+        self.events = self.asked = self.took_ns = self.asked_ns = 0
+
+    def take(self, event: Event) -> Decision:
+        """As Scheduler.take."""
+        began_ns = time.thread_time_ns()
+        decision = super().take(event)
+        took_ns = time.thread_time_ns() - began_ns
+        self.events += 1
+        self.took_ns += took_ns
+        if self.state.waits or decision is not NOTHING:
+            self.asked += 1
+            self.asked_ns += took_ns
+        return decision
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments of the command."""
+    parser.add_argument("--dir", type=Path, default=".", help="where the pool's file is made (.)")
+    parser.add_argument(
+        "--requests", type=positive, default=100, help="on the simulated server (%(default)s)"
+    )
+    parser.add_argument("--rounds", type=positive, default=12, help="of the pool (%(default)s)")
+    parser.add_argument("--repeats", type=positive, default=3, help="of each (%(default)s)")
+    parser.add_argument("--seed", type=int, default=1, help="of the requests (%(default)s)")
+
+
+def run(args: argparse.Namespace, progress: ProgressFactory) -> dict[str, Any]:
+    """Measures both.  Raises ConfigError for --dir."""
+    if not args.dir.is_dir():
+        raise ConfigError(f"{args.dir} is not a directory; make it, or name another with --dir")
+    recorded: list[Event] = []
+    # The profile that the pool is scheduled by is in the result, so that no second one is measured.
+    on_file = slack_file.run(
+        args.dir, args.rounds, progress, lambda event, decision: recorded.append(event)
+    )
+    profile = slack_file.FileProfile(**on_file["profile"])
+    requests = args.rounds + slack_file.WARM_ROUNDS
+    cells = {"a pool on a file": _cell(partial(_again, recorded, profile), requests, args.repeats)}
+    with progress("decisions", len(KINDS)) as bar:
+        for kind in KINDS:
+            name = f"simulated server, {kind}"
+            cells[name] = _cell(partial(_simulated, kind, args), args.requests, args.repeats)
+            bar.advance(1)
+    return {
+        "benchmark": "decisions",
+        "bars": {"decision_us": DECISION_US, "request_ms": REQUEST_MS},
+        "repeats": args.repeats,
+        "cells": cells,
+        "machine": describe(args.dir),
+    }
+
+
+def _again(events: list[Event], profile: Profile) -> Timed:
+    limits = Limits(staged_pages=0)  # as a pool's
+    timed = Timed(SlackPolicy(limits), profile)
+    for event in events:
+        timed.take(event)
+    return timed
+
+
+def _simulated(kind: str, args: argparse.Namespace) -> Timed:
+    truth = machine(_DRIVE, _GPU)
+    policy = SlackPolicy(Limits(locked_pages=_BACKLOG_PAGES, staged_pages=_BACKLOG_PAGES))
+    requests = generate(kind, truth, args.requests, args.seed)
+    server = Server(truth, requests, policy, truth, noise=Noise(), seed=args.seed)
+    timed = server.scheduler = Timed(policy, truth)
+    server.run()
+    return timed
+
+
+def _cell(measure: Callable[[], Timed], requests: int, repeats: int) -> dict[str, Any]:
+    runs = [measure() for _ in range(repeats)]
+    decisions = runs[0].asked
+    return {
+        "requests": requests,
+        "events_a_request": runs[0].events / requests,
+        "decisions_a_request": decisions / requests,
+        "decision_us": median([one.asked_ns / 1e3 / max(1, decisions) for one in runs]),
+        "request_ms": median([one.took_ns / 1e6 / requests for one in runs]),
+    }
+
+
+HEAD = ("where", "events/request", "decisions/request", "us/decision", "ms/request", "")
+
+
+def rows_of(result: dict[str, Any]) -> list[list[str]]:
+    """The table below HEAD; what misses a bar is marked."""
+    bars = result["bars"]
+    return [
+        [
+            name,
+            *(f"{cell[key]:.1f}" for key in ("events_a_request", "decisions_a_request")),
+            *(f"{cell[key]:.3g}" for key in bars),
+            "; ".join(f"{key} **not reached**" for key, bar in bars.items() if cell[key] > bar),
+        ]
+        for name, cell in result["cells"].items()
+    ]
+
+
+def notes_of(result: dict[str, Any]) -> list[str]:
+    """What the table does not say."""
+    bars = result["bars"]
+    return [
+        f"bars: {bars['decision_us']:g} us a decision, {bars['request_ms']:g} ms a request; medians"
+        f" of {result['repeats']} repeats, CPU time of the thread that decides"
+    ]
+
+
+def report(result: dict[str, Any]) -> str:
+    """For people."""
+    return "\n".join([table(HEAD, rows_of(result)), *notes_of(result)])
