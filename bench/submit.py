@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
@@ -30,6 +30,7 @@ from tutti.gio_uring.gpu.host_engine import HostEngine
 from tutti.gio_uring.gpu.memory import TableMemory
 from tutti.gio_uring.gpu.modules import Modules
 from tutti.gio_uring.gpu.mover import BatchCopyMover, CopyMover, Mover
+from tutti.gio_uring.gpu.persistent import PersistentKernel
 from tutti.gio_uring.iocb import Extents, PagedMemory
 from tutti.gio_uring.nvme_spec import OPCODE_READ
 
@@ -37,6 +38,7 @@ from tutti.gio_uring.nvme_spec import OPCODE_READ
 WAYS = ("host, copy-batch", "host, copy", "host, kernel", *KINDS)
 _SEGMENT_NBYTES = 2048  # K, and V, of a page of one token: short, so that staging stays small
 _LAYERS = (8, 64)
+_PARTS = 5  # of the measurements; how far they differ is noise
 _TABLES_NBYTES = 64 * MiB
 _TIMEOUT_S = 30.0
 
@@ -91,49 +93,91 @@ def report(result: dict[str, Any]) -> str:
     """A table for people."""
     names = ("way", "pages", "batch_us", "layer_us", "return_us", "calls", "argument_nbytes")
     heads = ("engine", "pages", "us a batch", "us a layer", "us until it returns", "calls a layer")
-    rows = [[round(v, 1) if isinstance(v, float) else v for v in map(row.get, names)] for row in
-            result["rows"]]  # fmt: skip
+    rows = []
+    for row in result["rows"]:
+        cells = {name: round(v, 1) if isinstance(v, float) else v for name, v in row.items()}
+        if row["layer_us"] <= row["layer_noise_us"]:
+            cells["layer_us"] = f"below noise ({row['layer_noise_us']:.1f})"
+        rows.append([cells[name] for name in names])
     return f"{table((*heads, 'argument bytes a layer'), rows)}\n{result['source']}"
 
 
 def measure(way: str, pages: int, repeats: int) -> dict[str, Any]:
-    """One row: the costs of a batch apart from its layers, and of a layer."""
-    few, many = (cost_of(way, pages, layers, repeats) for layers in _LAYERS)
-    step = _LAYERS[1] - _LAYERS[0]
-    layer_us = (many.submit_us - few.submit_us) / step
+    """One row: the costs of a batch apart from its layers, and of a layer.
+
+    Times are the shortest of several, as others take the processor, too.  The noise of a layer's
+    time is half the range of what parts of the measurements say; a time that is not above it says
+    only that.
+    """
+    few, many = costs_of(way, pages, _LAYERS, repeats)
+    (whole,) = costs_of(way, pages, _LAYERS[1:], repeats, is_whole=False)
+    parts = [_layer_us(few[i::_PARTS], many[i::_PARTS]) for i in range(min(_PARTS, repeats))]
+    layer_us, step = _layer_us(few, many), _LAYERS[1] - _LAYERS[0]
+    noise_us = (max(parts) - min(parts)) / 2
+    of_layers_us = _LAYERS[0] * layer_us if layer_us > noise_us else 0.0
     return {
         "way": way,
         "pages": pages,
-        "batch_us": few.submit_us - _LAYERS[0] * layer_us,
+        "batch_us": _shortest_us(few) - of_layers_us,
         "layer_us": layer_us,
-        "return_us": cost_of(way, pages, _LAYERS[1], repeats, is_whole=False).submit_us,
-        "calls": (many.calls - few.calls) / step,
-        "argument_nbytes": (many.argument_nbytes - few.argument_nbytes) / step,
+        "layer_noise_us": noise_us,
+        "return_us": _shortest_us(whole),
+        "calls": (many[-1].calls - few[-1].calls) / step,
+        "argument_nbytes": (many[-1].argument_nbytes - few[-1].argument_nbytes) / step,
     }
 
 
-def cost_of(way: str, pages: int, layers: int, repeats: int = 1, *, is_whole: bool = True) -> Cost:
-    """The cost of a load: the shortest of several times, as others take the processor, too.
+def _shortest_us(costs: Sequence[Cost]) -> float:
+    return min(cost.submit_us for cost in costs)
+
+
+def _layer_us(few: Sequence[Cost], many: Sequence[Cost]) -> float:
+    return (_shortest_us(many) - _shortest_us(few)) / (_LAYERS[1] - _LAYERS[0])
+
+
+def costs_of(
+    way: str, pages: int, layers: Sequence[int], repeats: int = 1, *, is_whole: bool = True
+) -> list[list[Cost]]:
+    """The costs of loads with so many layers each, measured in turns.
 
     is_whole: the submitting thread puts all layers on the stream, not only the first.
     """
+    costs: list[list[Cost]] = [[] for _ in layers]
+    with ExitStack() as stack:
+        loads = [stack.enter_context(_load(way, pages, n, is_whole=is_whole)) for n in layers]
+        for number in range(repeats + 1):  # the first makes events
+            for load, found in zip(loads, costs, strict=True):
+                cost = load()
+                if number:
+                    found.append(cost)
+    return costs
+
+
+@contextmanager
+def _load(way: str, pages: int, layers: int, *, is_whole: bool) -> Iterator[Callable[[], Cost]]:
+    """Submits a load and waits for its end."""
     extents = Extents([0], [1], [pages], 1, pages)
     numbers = np.random.default_rng(1).permutation(pages).astype(np.uint32)
     starts = np.arange(layers * 2, dtype=np.uint64).reshape(layers, 2)
     bases = np.uint64(1 << 40) + starts * np.uint64(pages * _SEGMENT_NBYTES)
     memory = PagedMemory(bases, (_SEGMENT_NBYTES,) * 2, (_SEGMENT_NBYTES,) * 2, pages)
-    times, driver = [], CountingDriver()
+    driver = CountingDriver()
     with engine_of(way, driver, pages * 4096) as engine:
         if is_whole and isinstance(engine, HostEngine):
             engine.first_layers(layers)
-        for _ in range(repeats + 1):  # the first makes events
+
+        def submit() -> Cost:
+            if isinstance(engine, DeviceEngine) and isinstance(engine._launcher, PersistentKernel):
+                engine._launcher._consumed[:] = engine._launcher._posted  # no kernel does it
             driver.calls = driver.argument_nbytes = 0
             began_ns = time.thread_time_ns()
             transfer = engine.submit(OPCODE_READ, extents, numbers, memory, timeout_s=_TIMEOUT_S)
-            times.append((time.thread_time_ns() - began_ns) / 1e3)
+            taken_us = (time.thread_time_ns() - began_ns) / 1e3
             if not transfer.wait_released(_TIMEOUT_S):
                 raise DeviceTimeout("a load of a driver that does nothing did not end")
-    return Cost(min(times[1:]), driver.calls, driver.argument_nbytes)
+            return Cost(taken_us, driver.calls, driver.argument_nbytes)
+
+        yield submit
 
 
 @contextmanager

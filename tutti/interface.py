@@ -110,7 +110,8 @@ class Store(ABC):
     def register(self, memory: HostMemory) -> HostMemory:
         """Registers paged memory, so that ``put`` and ``load`` may name its pages.
 
-        Raises PoolMismatch when its layout is not the pool's.
+        Raises PoolMismatch when its layout is not the pool's, CapacityError when the GPU engine of
+        memory in a GPU has no room for a page of it.
         """
 
     @abstractmethod

@@ -153,6 +153,7 @@ class ObjectStore(Owned, Store):
     def register(self, memory: HostMemory) -> HostMemory:
         self._check_layout(memory)
         self._core.check_open()
+        self._core.check_path(memory.memory)
         self._resources.add(memory)
         return memory
 

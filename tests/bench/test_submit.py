@@ -15,7 +15,7 @@ FEW, MANY = 128, 2048
 
 def of_a_layer(way: str, pages: int) -> tuple[int, int]:
     """(calls, argument bytes) that sixteen more layers take."""
-    short, long = (submit.cost_of(way, pages, layers) for layers in (16, 32))
+    (short,), (long,) = submit.costs_of(way, pages, (16, 32))
     return long.calls - short.calls, long.argument_nbytes - short.argument_nbytes
 
 
@@ -45,9 +45,14 @@ def test_tables_are_written_once_for_all_layers(way: str, monkeypatch: pytest.Mo
     totals = []
     for layers in (8, 32):
         written.clear()
-        submit.cost_of(way, FEW, layers, repeats=3)
+        submit.costs_of(way, FEW, (layers,), repeats=3)
         totals.append(len(written))
     assert totals[0] == totals[1] >= 4
+
+
+def test_a_kernel_that_stays_takes_any_number_of_loads() -> None:
+    (costs,) = submit.costs_of("persistent", 16, (64,), repeats=40)
+    assert len(costs) == 40
 
 
 def test_the_command_reports_every_way(capsys: pytest.CaptureFixture[str]) -> None:
@@ -56,3 +61,21 @@ def test_the_command_reports_every_way(capsys: pytest.CaptureFixture[str]) -> No
     result = json.loads(capsys.readouterr().out)
     assert [row["way"] for row in result["rows"]] == list(submit.WAYS)
     assert "stand-in" in result["source"]
+
+
+@pytest.mark.parametrize(
+    ("long_us", "is_said"), [([40.0, 96.0], "below noise (0.5)"), ([680.0, 736.0], "10.0")]
+)
+def test_a_layer_below_the_noise_is_not_given_a_time(
+    long_us: list[float], is_said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def costs_of(
+        way: str, pages: int, layers: tuple[int, ...], repeats: int, *, is_whole: bool = True
+    ) -> list[list[submit.Cost]]:
+        short = [submit.Cost(120.0, 1, 1)] * repeats
+        return [short, [submit.Cost(us, 1, 1) for us in long_us]][-len(layers) :]
+
+    monkeypatch.setattr(submit, "costs_of", costs_of)
+    row = submit.measure("launch", 16, 2)
+    assert is_said in submit.report({"rows": [row], "source": ""})
+    assert row["batch_us"] == pytest.approx(120.0 if "below" in is_said else 40.0)

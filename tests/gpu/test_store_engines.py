@@ -11,7 +11,7 @@ from gpu.device_memory import Allocation
 from memory_controller import Faults
 
 from store.pools import LAYOUT, controller_of, formatted, names, some_keys
-from tutti.errors import ChecksumMismatch, DeviceTimeout, TuttiError
+from tutti.errors import CapacityError, ChecksumMismatch, DeviceTimeout, TuttiError
 from tutti.gio_uring.controller import NativeController
 from tutti.gio_uring.controller_span import SpanController
 from tutti.gio_uring.gpu.device_engine import KINDS, DeviceEngine, KernelSize
@@ -56,22 +56,21 @@ class Rig:
 
 
 def attach(
-    store: ObjectStore, driver: CudaDriver, modules: Modules, kind: str
+    store: ObjectStore, driver: CudaDriver, modules: Modules, kind: str, nbytes: int = 1 << 20
 ) -> HostEngine | DeviceEngine:
     engine: HostEngine | DeviceEngine
     if kind == "host":
-        nbytes = 1 << 20
         engine = HostEngine(
             driver,
             store.engine,
-            verifier=Verifier(driver, modules, tables_nbytes=nbytes, blocks=2),
+            verifier=Verifier(driver, modules, tables_nbytes=1 << 20, blocks=2),
             load_staging_nbytes=nbytes,
             store_staging_nbytes=nbytes,
         )
     else:
         engine = DeviceEngine(
             driver, modules, store.engine.controller, kind=kind,
-            kernels=KernelSize(shares=2, depth=16), staging_nbytes=1 << 20,
+            kernels=KernelSize(shares=2, depth=16), staging_nbytes=nbytes,
         )  # fmt: skip
     store.attach(engine)
     return engine
@@ -128,6 +127,18 @@ def check_objects_come_back(rig: Rig, rng: np.random.Generator) -> None:
             now = back[layer, start : start + nbytes * PAGES].reshape(PAGES, nbytes)
             assert (now[target] == was[:8]).all()
             start += nbytes * PAGES
+
+
+@pytest.mark.parametrize("kind", ENGINES)
+def test_memory_whose_pages_never_fit_the_staging_is_refused_at_once(
+    driver: CudaDriver, modules: Modules, kind: str
+) -> None:
+    with rig_of(driver, modules, kind) as rig:
+        small = attach(rig.store, driver, modules, kind, 4096)
+        memory = DeviceMemory.from_buffer(LAYOUT, rig.bytes, PAGES, gpu=small)
+        with pytest.raises(CapacityError, match=r"page of one layer needs .*gpu_staging"):
+            rig.store.register(memory)
+        assert all(memory is not known for known in rig.store._resources.memories)
 
 
 @pytest.mark.parametrize("kind", ENGINES)

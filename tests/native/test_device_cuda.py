@@ -21,7 +21,7 @@ SUITES = {
     "test_driver.py": ([], 8, 14),
     "test_host_engine.py": (["-k", "not torch"], 1, 7),
     "test_device_engines.py": (["-k", "not (every_length or faults)"], 8, 15),
-    "test_store_engines.py": ([], 1, 15),
+    "test_store_engines.py": ([], 1, 19),
 }
 REFUSALS = """
 400 a stream that was destroyed

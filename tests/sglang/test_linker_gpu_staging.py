@@ -15,6 +15,7 @@ from linker_engine import PAGE, names, wait_for
 from linker_gpu import GpuRig, gpu_rig
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 
+from tutti.errors import CapacityError
 from tutti.gio_uring.engine import Engine
 from tutti.gio_uring.gpu.device_engine import KINDS
 from tutti.gio_uring.gpu.moved_job import MovedJob
@@ -109,6 +110,18 @@ def test_a_layer_is_there_before_a_later_chunk_was_read_to_its_end(
     assert len(read[0]) >= 8, "chunks"
     assert not any(read[0]), "layer 0 is in its pages, and no chunk has its last layer"
     assert read[engine.LAYERS - 1] == [True] * len(read[0])
+
+
+@pytest.mark.parametrize("kind", ["host", *KINDS])
+def test_staging_without_room_for_a_page_is_refused_at_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    options = {"gpu_staging": "4KiB", "gpu_engine": kind}
+    with (
+        pytest.raises(CapacityError, match="page of one layer"),
+        gpu_rig(tmp_path, monkeypatch, **options),
+    ):
+        pass
 
 
 def test_the_schedulers_thread_waits_for_no_command(

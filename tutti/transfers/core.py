@@ -153,6 +153,12 @@ class Core(Owned):
         """Whether another process moves the pages of this memory."""
         return bool(getattr(memory.path, "is_remote", False))
 
+    def check_path(self, memory: PagedMemory) -> None:
+        """Raises CapacityError for memory whose path could not move a single page."""
+        check = getattr(memory.path, "check_page", None)
+        if check is not None:
+            check(self.geometry.slice_nlb)
+
     def write_pages_max(self, memory: PagedMemory, most: int) -> int:
         """Pages of one write from this memory: ``most``, or what its path copies out at once."""
         path: Submitter | None = memory.path

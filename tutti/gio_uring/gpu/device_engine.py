@@ -316,6 +316,11 @@ class DeviceEngine(Owned):
             "gpu_layers": self.stream_queue.layers,
         }
 
+    def check_page(self, slice_nlb: int) -> None:
+        """Raises CapacityError where the staging has no room for a page of one layer."""
+        lba_nbytes = self._lba_nbytes
+        self.stream_queue.check_page(Needed(1, 1, slice_nlb * lba_nbytes, lba_nbytes))
+
     def write_pages_max(self, layers: int, slice_nlb: int) -> int:
         """Pages of a write whose layers all have a place in the staging, twice over."""
         lba_nbytes = self._lba_nbytes

@@ -289,6 +289,12 @@ class HostEngine(Owned):
             "gpu_layers": self._loads.layers + self._stores.layers,
         }
 
+    def check_page(self, slice_nlb: int) -> None:
+        """Raises CapacityError where staging of a direction has no room for a page of one layer."""
+        lba_nbytes = self.engine.lba_nbytes
+        for queue in (self._loads, self._stores):
+            queue.check_page(Needed(1, 1, slice_nlb * lba_nbytes, lba_nbytes))
+
     def write_pages_max(self, layers: int, slice_nlb: int) -> int:
         """Pages of a write whose layers all have a place in the staging, twice over.
 

@@ -19,7 +19,8 @@ import numpy as np
 
 from tutti.base.arrays import U64
 from tutti.base.process import Owned
-from tutti.errors import ConfigError, DeviceTimeout, TuttiError
+from tutti.base.units import format_nbytes
+from tutti.errors import CapacityError, ConfigError, DeviceTimeout, TuttiError
 from tutti.gio_uring.controller import NativeController
 from tutti.gio_uring.gpu.driver import Driver
 from tutti.gio_uring.gpu.events import EventPool
@@ -303,6 +304,16 @@ class StreamQueue(Owned):
         """As `stage`, with a place for every layer where the whole staging has them."""
         cells = needed.layers_in(self.staging.nbytes)
         return self._cells(needed, 1, cells, timeout_s, owner)
+
+    def check_page(self, needed: Needed) -> None:
+        """Raises CapacityError where not even one page of a layer has room: no transfer would."""
+        nbytes = needed.head_nbytes() + needed.stride
+        if nbytes > self.staging.nbytes:
+            raise CapacityError(
+                f"a page of one layer needs {format_nbytes(nbytes)} of the GPU engine's staging, "
+                f"which has {format_nbytes(self.staging.nbytes)}; give it more (gpu_staging of the "
+                "linker, staging_nbytes of an engine)"
+            )
 
     def pages_max(self, needed: Needed) -> int:
         """Pages whose layers all fit into one transfer's share of the staging; at least 1."""
