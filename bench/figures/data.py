@@ -72,6 +72,12 @@ def checked(rows: Sequence[Mapping[str, Any]], kind: str, name: str) -> list[Row
                 f"{name} lacks {', '.join(missing)} in line {number}; a figure of {kind} needs "
                 f"{', '.join(COLUMNS[kind])}"
             )
+        if more := [column for column in row if column not in COLUMNS[kind]]:
+            names = ", ".join("a cell without a column" if c is None else str(c) for c in more)
+            raise ConfigError(
+                f"{name} has {names} in line {number}, which no figure of {kind} has: it is of"
+                " another version; take that out, or draw it with its own version"
+            )
         for column in COLUMNS[kind]:
             if column not in _TEXT and number_of(row, column) is None and row[column] != "":
                 raise ConfigError(f"{name}, line {number}: {column} is {row[column]!r}, no number")

@@ -254,6 +254,8 @@ def test_the_crossing_of_hit_rates_is_reported(tmp_path: Path) -> None:
         ("{header}\na,measured,nan,1,1,1,1,1,1,no,no\n", "rate is 'nan', no number"),
         ("{header}\na,guessed,1,1,1,1,1,1,1,no,no\n", "source is one of"),
         ("{header}\na,measured,1\n", "lacks ttft_ms"),
+        ("{header},colour\na,measured,1,1,1,1,1,1,1,no,no,red\n", "has colour in line 2"),
+        ("{header}\na,measured,1,1,1,1,1,1,1,no,no,1\n", "a cell without a column"),
         ("\x00\xff", "give a CSV|no row|lacks"),
     ],
 )

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import xxhash
 
+from tutti import cli
 from tutti.bench.belady import unlimited
 from tutti.bench.traces import (
     BLOCK_TOKENS,
@@ -62,6 +63,27 @@ def test_a_trace_is_read(tmp_path: Path) -> None:
 def test_a_bad_line_is_refused_with_its_number(bad: str) -> None:
     with pytest.raises(ConfigError, match="line 3 "):
         parse_trace([line(), "", bad])
+
+
+@pytest.mark.parametrize("name", ["timestamp", "output_length", "hash_ids"])
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["replay", "--trace", "{trace}", "--dir", "{folder}"],
+        ["bench", "eviction", "--trace", "{trace}"],
+        ["simulate", "--workload", "mooncake", "--data", "{trace}"],
+    ],
+    ids=["replay", "eviction", "simulate"],
+)
+def test_a_trace_with_a_gap_is_refused_by_every_command(
+    words: list[str], name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gap = {key: value for key, value in GOOD.items() if key != name}
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text(f"{line()}\n{json.dumps(gap)}\n{line(timestamp=9)}\n")
+    assert cli.main([word.format(trace=trace, folder=tmp_path) for word in words]) == 2
+    assert "line 2 of the trace lacks one of" in capsys.readouterr().err
+    assert [file.name for file in tmp_path.iterdir()] == ["trace.jsonl"]
 
 
 def test_nothing_to_read_is_an_error(tmp_path: Path) -> None:
