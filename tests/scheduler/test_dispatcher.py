@@ -256,3 +256,26 @@ def test_what_has_left_is_asked_for_nothing() -> None:
     assert sum(launch.count for launch in stays.writes) == 4
     assert len(leaves.writes) == launched and not nameless.writes
     assert not dispatcher.state.writes
+
+
+def test_a_transfer_whose_announcement_is_being_taken_is_not_overlooked() -> None:
+    taking, goes_on = threading.Event(), threading.Event()
+
+    class Slow(Linear):
+        def read_us(self, nbytes: int) -> float:
+            if not taking.is_set():
+                taking.set()
+                goes_on.wait(10)
+            return super().read_us(nbytes)
+
+    dispatcher = Dispatcher(SlackPolicy(), Slow())
+    put = WriteKnown(1, "put", pages=1, page_nbytes=4096)
+    dispatcher.start()
+    try:
+        dispatcher.post(LoadKnown(0, "load", 1, 4096, tokens=1, prefix_tokens=1))
+        assert taking.wait(10)
+        assert not dispatcher.state.loads, "it is in neither the queue nor the state"
+        assert not dispatcher.alone(put)
+    finally:
+        goes_on.set()
+        dispatcher.stop()

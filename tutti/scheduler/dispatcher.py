@@ -152,6 +152,7 @@ class Dispatcher(Owned):
         self._lock = threading.RLock()  # taken itself: Ctrl-C in Condition.__enter__ keeps it
         self._changed = threading.Condition(self._lock)
         self._events: deque[Event] = deque()
+        self._taken: Event | None = None  # what may not be in the state yet
         self._pumping = threading.Lock()
         self._wake_ns: int | None = None
         self._sleeps_until_ns = 0  # the loop, at the latest; under the lock
@@ -251,6 +252,8 @@ class Dispatcher(Owned):
         """Transfers that were announced and are not over, by the events too.  Lock held."""
         state = self._scheduler.state
         count = len(state.loads) + len(state.writes)
+        if isinstance(self._taken, LoadKnown | WriteKnown):
+            count += 1  # or it is there already: then a decision too many
         for event in self._events:
             count += _MORE.get(type(event), 0)
             if type(event) is PagesWritten:
@@ -339,7 +342,8 @@ class Dispatcher(Owned):
 
     def _next(self, otherwise: Event | None) -> Event | None:
         with self._lock:
-            return self._events.popleft() if self._events else otherwise
+            self._taken = self._events.popleft() if self._events else otherwise
+            return self._taken
 
     def _take(self, event: Event) -> None:
         try:
