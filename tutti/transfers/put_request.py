@@ -289,6 +289,15 @@ class PutTogether:
             part.progress.outcome[own] = outcome
             part.progress.status[own] = status[mine]
 
+    def cut(self, rows: Rows) -> None:
+        """There is no space for these rows, nor for later ones of their puts; others go on."""
+        self.tell(rows, Outcome.DROPPED)
+        first = 0
+        for part in self._parts:
+            end = first + part.rows.size
+            part.progress.is_cut |= bool(((rows >= first) & (rows < end)).any())
+            first = end
+
     @property
     def slots(self) -> Slots:
         """Of the same puts' earlier pages: space for the end of a chain never comes from these."""
@@ -305,11 +314,6 @@ class PutTogether:
     def is_cut(self) -> bool:
         """Whether there was no space for earlier pages of all of these puts."""
         return all(part.progress.is_cut for part in self._parts)
-
-    @is_cut.setter
-    def is_cut(self, cut: bool) -> None:
-        for part in self._parts:
-            part.progress.is_cut = cut
 
     def tell_all(self, outcome: Outcome) -> None:
         """All rows have this outcome."""

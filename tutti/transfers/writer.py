@@ -165,8 +165,7 @@ class Writer:
 
     def _cut(self, together: PutTogether, left: Slots) -> None:
         """There is no space for the rest of the puts."""
-        together.tell(left, Outcome.DROPPED)
-        together.is_cut = True
+        together.cut(left)
         with self._core.lock:
             self._core.counters.dropped += left.size
 
