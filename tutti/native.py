@@ -165,6 +165,8 @@ _QUICK: Prototypes = {
     "tutti_index_match": (_U64, (_INDEX, _POINTER, _U64, _U32, _POINTER)),
     "tutti_index_find": (_U64, (_INDEX, _POINTER, _U64, _POINTER)),
     "tutti_index_unpin": (_I64, (_INDEX, _POINTER, _U64)),
+    "tutti_pins_take": (_U64, (_POINTER, _POINTER, _U64, _U64, _U32, _POINTER)),
+    "tutti_pins_give_back": (_U64, (_POINTER, _POINTER, _U64)),
     "tutti_index_absent": (_I64, (_INDEX, _POINTER, _U64, _U32, _POINTER)),
     "tutti_index_insert": (
         _I64,

@@ -178,6 +178,7 @@ class ObjectStore(Owned, Store):
     ) -> npt.NDArray[np.bool_]:
         return self._core.present(as_keys(keys), pin=pin, proven=proven)
 
+    @uninterrupted()
     def unpin(self, name: str | None = None) -> None:
         self._core.unpin(name)
 

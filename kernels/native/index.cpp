@@ -251,6 +251,28 @@ int64_t tutti_index_unpin(tutti_index* index, const int64_t* slots, uint64_t n) 
   return static_cast<int64_t>(n);
 }
 
+uint64_t tutti_pins_take(uint32_t* kept, const int64_t* slots, uint64_t n, uint64_t room,
+                         uint32_t last, uint64_t* fresh_out) {
+  uint64_t fresh = 0;
+  uint64_t taken = 0;
+  for (; taken < n; ++taken) {
+    uint32_t& mentions = kept[slots[last != 0 ? n - 1 - taken : taken]];
+    if (mentions == 0) {
+      if (fresh == room) break;
+      ++fresh;
+    }
+    ++mentions;
+  }
+  *fresh_out = fresh;
+  return taken;
+}
+
+uint64_t tutti_pins_give_back(uint32_t* kept, const int64_t* slots, uint64_t n) {
+  uint64_t freed = 0;
+  for (uint64_t i = 0; i < n; ++i) freed += --kept[slots[i]] == 0 ? 1 : 0;
+  return freed;
+}
+
 int64_t tutti_index_absent(tutti_index* index, const uint8_t* keys, uint64_t n, uint32_t uses,
                            int64_t* rows_out) {
   uint64_t absent = 0;

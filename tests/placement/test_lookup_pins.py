@@ -104,3 +104,11 @@ def test_counts_are_those_of_a_plain_model(seed: int) -> None:
         assert holds.count == len(kept(holds)) <= 12
     holds.clear()
     assert (kept(holds), holds.count) == ([], 0)
+
+
+def test_a_slot_that_is_named_again_takes_no_more_room() -> None:
+    holds = made(slots_max=3)
+    assert holds.pin("a", slots(0, 1, 0, 1, 0, 2, 1, 5, 0)) == 7, "the first three, however often"
+    assert kept(holds) == [0, 1, 2]
+    assert holds.pin("a", slots(0, 5, 0, 4, 4, 5, 3), last=True) == 4, "and the last three"
+    assert kept(holds) == [3, 4, 5]

@@ -5,6 +5,7 @@ Not thread-safe: the store holds a lock around it, as around the index.
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 from collections import OrderedDict
 
@@ -12,12 +13,13 @@ import numpy as np
 import numpy.typing as npt
 
 from tutti.base.arrays import Slots
+from tutti.native import address, quick
 
 
 class LookupPins:
     """Pins by holder: one request, or one unnamed look-up.
 
-    kept: u32 (slots,), number of holders that keep a slot; it counts as busy above 0.
+    kept: u32 (slots,), how often holders name a slot; it counts as busy above 0.
     lookups: a hold ends after so many later look-ups, and never by wall clock: ranks must agree.
     slots_max: what all holders may keep together.
     changes: counts what may have made slots free or busy.
@@ -29,8 +31,8 @@ class LookupPins:
         self._lookups = lookups
         self._slots_max = slots_max
         self._clock = 0
-        #: By holder: since which look-up, what it asked for and got, and that without repetitions.
-        self._held: OrderedDict[str | int, tuple[int, Slots, Slots]] = OrderedDict()
+        #: By holder: since which look-up, and what it asked for and got.
+        self._held: OrderedDict[str | int, tuple[int, Slots]] = OrderedDict()
         self._nameless = itertools.count()
         self.count = 0  # pinned slots
         self.reserved = 0  # slots that the catalogue keeps, of the same share
@@ -49,7 +51,7 @@ class LookupPins:
         self._clock += 1
         self.changes += 1
         while self._held:  # bounded: each turn takes one out
-            holder, (since, _, _) = next(iter(self._held.items()))
+            holder, (since, _) = next(iter(self._held.items()))
             if since >= self._clock - self._lookups:
                 break
             self.release(holder)
@@ -63,23 +65,19 @@ class LookupPins:
         name = next(self._nameless) if holder is None else holder
         before = self._held.get(name)
         if before is not None and np.array_equal(before[1], slots):
-            self._held[name] = self._clock, *before[1:]
+            self._held[name] = self._clock, before[1]
             self._held.move_to_end(name)
             return slots.size
         self.release(name)
         self._is_changing = True
-        fresh = self._kept[slots] == 0
         room = max(0, self._slots_max - self.reserved - self.count)
-        most = slots.size
-        if np.count_nonzero(fresh) > room:
-            order = fresh[::-1] if last else fresh
-            most = int(np.searchsorted(np.cumsum(order), room, side="right"))
+        fresh = ctypes.c_uint64()
+        arguments = (address(slots), slots.size, room, last, ctypes.byref(fresh))
+        most = int(quick().tutti_pins_take(address(self._kept), *arguments))
+        self.count += fresh.value
         if most:
             taken = slots[slots.size - most :] if last else slots[:most]
-            distinct = np.unique(taken)
-            self.count += int(np.count_nonzero(self._kept[distinct] == 0))
-            self._kept[distinct] += 1
-            self._held[name] = self._clock, taken.copy(), distinct
+            self._held[name] = self._clock, taken.copy()
         self._is_changing = False
         return most
 
@@ -90,9 +88,10 @@ class LookupPins:
         self._is_changing = True
         held = self._held.pop(holder, None)
         if held is not None:
-            slots = held[2]
-            self._kept[slots] -= 1
-            self.count -= int(np.count_nonzero(self._kept[slots] == 0))
+            slots = held[1]
+            self.count -= int(
+                quick().tutti_pins_give_back(address(self._kept), address(slots), slots.size)
+            )
             self.changes += 1
         self._is_changing = False
 
@@ -104,13 +103,13 @@ class LookupPins:
 
     def forget(self, slots: Slots) -> None:
         """Removes all pins of slots that lose their objects."""
-        for name, (since, _, distinct) in list(self._held.items()):
-            if np.isin(distinct, slots, assume_unique=True).any():
-                left = distinct[~np.isin(distinct, slots)]
-                self.release(name)
-                self._kept[left] += 1
-                self.count += int(np.count_nonzero(self._kept[left] == 1))
-                self._held[name] = since, left, left
+        for name, (since, held) in list(self._held.items()):
+            is_lost = np.isin(held, slots)
+            if is_lost.any():
+                self._held[name] = since, held[~is_lost]
+                self._is_changing = True
+        if self._is_changing:
+            self._recount()
 
     def clear(self) -> None:
         """Releases all pins."""
@@ -120,8 +119,8 @@ class LookupPins:
     def _recount(self) -> None:
         """Recomputes the counts from the holders, which an interrupt may have left different."""
         self._kept.fill(0)
-        for _, _, distinct in self._held.values():
-            self._kept[distinct] += 1
+        for _, slots in self._held.values():
+            np.add.at(self._kept, slots, 1)
         self.count = int(np.count_nonzero(self._kept))
         self.changes += 1
         self._is_changing = False
