@@ -61,7 +61,7 @@ STEPS = (
     Step("peers", "tutti.cli bench peers --dir {dir} --json", 720, prints=True, sglang=True),
     _compare("bandwidth-fio", 480, "--seconds 1"),
     _compare("files", 300, "--size 2GiB --seconds 1 --only direct"),
-    _compare("layerwise-fio", 300, "--seconds 1"),
+    _compare("layerwise-fio", 420, "--seconds 1"),
     _compare("cpu-verify", 300, "--size 2GiB --seconds 0.7"),
     Step("replay", "tutti.cli replay --trace {trace} --shape 4x16KiB --capacity 1GiB 3GiB 9GiB"
          " --dir {dir} --json", 720, prints=True),
@@ -82,7 +82,7 @@ STEPS = (
     Step("ring", "tutti.cli bench ring --json", 120, prints=True),
     _compare("digest", 60),
     Step("profile", "tutti.cli profile --medium {dir} --out {out}/profile.json", 240),
-    Step("paths", "tutti.cli bench paths --dir {dir} --out {out}/paths.json", 300),
+    Step("paths", "tutti.cli bench paths --dir {dir} --out {out}/paths.json", 420),
 )  # fmt: skip
 
 
