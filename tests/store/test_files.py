@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -341,6 +342,41 @@ def test_a_deletion_gives_the_blocks_of_empty_groups_back(
         store.put(keys[:size], range(size), memory=memory).wait(10)
         assert store.stats()["free_objects"] == free - size
         assert store.load(keys, range(2 * size), memory=memory).wait(10) is None
+
+
+def test_many_empty_groups_are_given_back_in_few_commands_and_few_at_a_time(
+    tmp_path: Path, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paths = [tmp_path / "a", tmp_path / "b"]
+    with tutti.open(paths, layout=SMALL, capacity="96MiB") as store:
+        geometry, engine = store.geometry, store.engine
+        size, groups = geometry.group_slots, geometry.groups
+        assert groups >= 4, "the groups of a member"
+        kept = [1, 2 * groups - 2]
+        slots = np.concatenate([np.arange(size) + group * size for group in kept])
+        core, counts, deallocate = store._core, [], engine.deallocate
+        with core.lock:  # as if objects were in two of the groups
+            core.allocator.take(slots)
+
+        def counted(slba: Any, nsid: Any, nlb: Any, **more: Any) -> Any:
+            counts.append((np.asarray(slba).size, int(np.asarray(nlb).sum())))
+            job = deallocate(slba, nsid, nlb, **more)
+            assert job.wait_released(10) and job.report().status == 0
+            return job
+
+        monkeypatch.setattr(engine, "deallocate", counted)
+        monkeypatch.setattr("tutti.transfers.core._RANGES", 3)
+        store.catalogue._deallocate_empty(np.arange(2 * groups * size))
+        group_nlb = geometry.layers * geometry.layer_stride_nlb
+        assert [ranges for ranges, _ in counts] == [3, 1], "two runs of neighbours on each member"
+        assert sum(nlb for _, nlb in counts) == (2 * groups - 2) * group_nlb
+        given_back = store.stats()["deallocated_nbytes"]
+        assert given_back == (2 * groups - 2) * group_nlb * geometry.lba_nbytes
+        counts.clear()
+        with core.lock:
+            core.allocator.free(slots)
+        store.catalogue._deallocate_empty(slots[:size])
+        assert counts == [(1, group_nlb)]
 
 
 def test_expired_objects_give_their_blocks_back(

@@ -235,12 +235,12 @@ class Engine(Owned):
         *,
         timeout_s: float,
     ) -> Job:
-        """Tells the medium that ranges of LBAs hold nothing of value (DSM deallocate)."""
+        """Tells the medium that ranges of LBAs hold nothing of value (DSM), after all loads."""
         slba = np.asarray(slba, np.uint64)
         runs = np.zeros(slba.size, RUN_DTYPE)
         runs["slba"], runs["nsid"], runs["nlb"] = slba, nsid, nlb
         runs["first"] = np.arange(slba.size)
-        return self._raw(OPCODE_DATASET_MANAGEMENT, runs, timeout_s)
+        return self._raw(OPCODE_DATASET_MANAGEMENT, runs, timeout_s, priority=PRIORITY_STORE)
 
     def reset(self, timeout_s: float) -> None:
         """Resets the controller: every outstanding command ends.
@@ -305,11 +305,12 @@ class Engine(Owned):
         runs: Runs,
         timeout_s: float,
         on_released: Callable[[Job], None] | None = None,
+        priority: int = PRIORITY_RECORDS,
     ) -> Job:
         config = JobConfig()
         config.iocb.n_layers, config.iocb.slice_nlb = 1, 1
         config.iocb.psdt = PSDT_PRP
-        config.priority = PRIORITY_RECORDS
+        config.priority = priority
         return self._submit(config, opcode, runs, 0, (), timeout_s, on_released)
 
     @uninterrupted(lambda _, job: job.cancel())

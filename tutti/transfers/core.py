@@ -37,6 +37,9 @@ from tutti.pool.slot_jobs import SlotJobs
 from tutti.transfers.quotas import Quotas
 from tutti.transfers.store_config import StoreConfig
 
+_RANGE_NLB = 2**31  # a range of a DSM command has 32 bits for its length
+_RANGES = 32  # deallocated at a time
+
 
 @dataclass
 class Counters:
@@ -390,25 +393,31 @@ class Core(Owned):
         """
         geometry = self.geometry
         group_nlb = geometry.layers * geometry.layer_stride_nlb
-        nlb = group_nlb
         if groups is None:  # those of a member lie one after another
             groups = np.array(self.members.present, np.int64) * geometry.groups
-            nlb *= geometry.groups
+            counts = np.full(groups.size, geometry.groups)
+        else:
+            groups, counts = _neighbours(groups, geometry.groups)
         member, group = np.divmod(groups, geometry.groups)
         start = geometry.groups_offset // geometry.lba_nbytes + group * group_nlb
-        step = 2**31
-        nsids = self._nsid[member]
+        nlb = counts * group_nlb
         timeout_s = 4 * self.config.timeout_s  # a drive may take long over so much space
-        for offset in range(0, nlb, step):
-            count = np.full(groups.size, min(step, nlb - offset))
-            job = self.engine.deallocate(start + offset, nsids, count, timeout_s=timeout_s)
-            if not job.wait_released(timeout_s + self.config.timeout_s):
-                raise DeviceTimeout(
-                    "the medium did not answer a deallocate, which may still erase what is put "
-                    "into that space from now on; open the pool again"
+        for offset in range(0, int(nlb.max(initial=0)), _RANGE_NLB):
+            rows = np.flatnonzero(nlb > offset)
+            # Few at a time: a drive or a file system works at each of them, and loads wait for it.
+            for part in np.split(rows, range(_RANGES, rows.size, _RANGES)):
+                count = np.minimum(nlb[part] - offset, _RANGE_NLB)
+                nsids = self._nsid[member[part]]
+                job = self.engine.deallocate(
+                    start[part] + offset, nsids, count, timeout_s=timeout_s
                 )
-            if job.report().status == 0:  # else the drive keeps them, which harms nothing
-                self.counters.deallocated_nbytes += int(count.sum()) * geometry.lba_nbytes
+                if not job.wait_released(timeout_s + self.config.timeout_s):
+                    raise DeviceTimeout(
+                        "the medium did not answer a deallocate, which may still erase what is put "
+                        "into that space from now on; open the pool again"
+                    )
+                if job.report().status == 0:  # else the drive keeps them, which harms nothing
+                    self.counters.deallocated_nbytes += int(count.sum()) * geometry.lba_nbytes
 
     def now_64s(self) -> int:
         """Wall time in the unit of records."""
@@ -439,3 +448,10 @@ class Admitted:
 
 def _holder(pin: bool | str) -> str | None:
     return pin if isinstance(pin, str) else None
+
+
+def _neighbours(groups: Slots, member_groups: int) -> tuple[Slots, Slots]:
+    """Ascending groups as runs of one member: the first of each run, and its length."""
+    goes_on = (np.diff(groups) == 1) & (groups[1:] % member_groups != 0)
+    first = np.flatnonzero(np.concatenate([[True], ~goes_on])[: groups.size])
+    return groups[first], np.diff(np.append(first, groups.size))
