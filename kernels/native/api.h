@@ -119,12 +119,10 @@ TUTTI_API uint64_t tutti_index_find(const tutti_index* index, const uint8_t* key
 // is out of range or has no pin left.
 TUTTI_API int64_t tutti_index_unpin(tutti_index* index, const int64_t* slots, uint64_t n);
 
-// Counts a mention for each slot, from the first on (with `last` from the last one), until it would
-// take more than `room` slots that had none; returns how many, and how many had none. The caller
-// gives slots that the table has.
+// Counts a mention for each slot, from the first on (with `last` from the last one), while at most
+// `room` of them had none; returns how many, and how many had none. Slots are not checked.
 TUTTI_API uint64_t tutti_pins_take(uint32_t* kept, const int64_t* slots, uint64_t n, uint64_t room,
                                    uint32_t last, uint64_t* fresh_out);
-
 // Takes these mentions back; returns how many slots have none then.
 TUTTI_API uint64_t tutti_pins_give_back(uint32_t* kept, const int64_t* slots, uint64_t n);
 

@@ -88,10 +88,8 @@ class LookupPins:
         self._is_changing = True
         held = self._held.pop(holder, None)
         if held is not None:
-            slots = held[1]
-            self.count -= int(
-                quick().tutti_pins_give_back(address(self._kept), address(slots), slots.size)
-            )
+            arguments = (address(self._kept), address(held[1]), held[1].size)
+            self.count -= int(quick().tutti_pins_give_back(*arguments))
             self.changes += 1
         self._is_changing = False
 
@@ -104,12 +102,8 @@ class LookupPins:
     def forget(self, slots: Slots) -> None:
         """Removes all pins of slots that lose their objects."""
         for name, (since, held) in list(self._held.items()):
-            is_lost = np.isin(held, slots)
-            if is_lost.any():
-                self._held[name] = since, held[~is_lost]
-                self._is_changing = True
-        if self._is_changing:
-            self._recount()
+            self._held[name] = since, held[~np.isin(held, slots)]
+        self._recount()
 
     def clear(self) -> None:
         """Releases all pins."""

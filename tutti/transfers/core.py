@@ -407,10 +407,8 @@ class Core(Owned):
             # Few at a time: a drive or a file system works at each of them, and loads wait for it.
             for part in np.split(rows, range(_RANGES, rows.size, _RANGES)):
                 count = np.minimum(nlb[part] - offset, _RANGE_NLB)
-                nsids = self._nsid[member[part]]
-                job = self.engine.deallocate(
-                    start[part] + offset, nsids, count, timeout_s=timeout_s
-                )
+                where = (start[part] + offset, self._nsid[member[part]], count)
+                job = self.engine.deallocate(*where, timeout_s=timeout_s)
                 if not job.wait_released(timeout_s + self.config.timeout_s):
                     raise DeviceTimeout(
                         "the medium did not answer a deallocate, which may still erase what is put "
