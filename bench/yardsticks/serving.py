@@ -115,8 +115,12 @@ def run(args: argparse.Namespace, progress: ProgressFactory) -> dict[str, Any]:
     with progress("SGLang's clients", len(systems)) as bar:
         for name in systems:
             with tempfile.TemporaryDirectory(prefix="tutti-serving-", dir=args.dir) as folder:
-                cells[name] = _system(name, args, Path(folder))
-            del skipped[name]
+                try:
+                    cells[name] = _system(name, args, Path(folder))
+                except ServerError as error:  # the others count
+                    skipped[name] = str(error)
+                else:
+                    del skipped[name]
             if args.out:  # a server takes minutes, and those that were asked count
                 args.out.write_text(json.dumps(result, indent=1) + "\n")
             bar.advance(1)

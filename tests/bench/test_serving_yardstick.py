@@ -86,3 +86,15 @@ def test_a_python_without_sglang_is_named(
     monkeypatch.setattr(serving, "find_spec", lambda name: None)
     assert serving.main(["--model", "m", "--dir", str(tmp_path)]) == 3
     assert "sglang is not installed" in capsys.readouterr().err
+
+
+def test_a_server_that_does_not_start_is_skipped_by_name(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(serving, "find_spec", lambda name: name)
+    out = tmp_path / "serving.json"
+    words = ["--model", "m", "--dir", str(tmp_path), "--out", str(out), "--systems", "hbm"]
+    monkeypatch.setattr("sys.executable", "/bin/false")
+    assert serving.main(words) == 0
+    assert "skipped hbm: hbm does not start" in capsys.readouterr().out
+    assert json.loads(out.read_text())["systems"] == {}
