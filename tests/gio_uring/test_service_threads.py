@@ -185,3 +185,11 @@ def test_a_pool_on_drives_reports_each(seed: int) -> None:
         assert all(drive["read_nbytes"] > 0 and drive["written_nbytes"] > 0 for drive in stats)
         assert sum(drive["commands"] for drive in stats) == store.stats()["commands"]
     assert span.is_closed
+
+
+def test_drives_whose_blocks_differ_are_no_pool() -> None:
+    drives = [MemoryController([4 << 20], lba_nbytes=nbytes) for nbytes in (512, 4096)]
+    with pytest.raises(ConfigError, match="blocks of one size"):
+        SpanController(drives)
+    for drive in drives:
+        drive.close()
