@@ -22,8 +22,8 @@ from tutti.bench.pool_file import (
     pool_paths,
     temporary_pool,
 )
-from tutti.bench.shape import Shape, parse_shape
-from tutti.bench.workload import Limit, Workload
+from tutti.bench.shape import KvPageShape, parse_shape
+from tutti.bench.workload import Limit, PoolWorkload
 from tutti.errors import ConfigError
 from tutti.store import ObjectStore
 from tutti.transfers.store_config import StoreConfig
@@ -140,8 +140,8 @@ def _engine_options(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def make_workload(
-    store: ObjectStore, shape: Shape, args: argparse.Namespace, context: int | None = None
-) -> Workload:
+    store: ObjectStore, shape: KvPageShape, args: argparse.Namespace, context: int | None = None
+) -> PoolWorkload:
     """Memory within --memory, batches of --batch as far as that allows.
 
     context: tokens of the batches instead, one at a time.  Raises ConfigError when not even one
@@ -156,7 +156,7 @@ def make_workload(
                 f"{context} tokens are {pages} pages of {shape.object_nbytes} bytes, and --memory"
                 " and --capacity hold less than two such prompts; raise them"
             )
-        return Workload(
+        return PoolWorkload(
             store,
             batch_pages=pages,
             inflight=1,
@@ -171,7 +171,7 @@ def make_workload(
     # A pool must hold more than what is in flight, or every put would have to be dropped.
     share = min(memory_pages // 2, store.stats()["capacity_objects"] // 4) // inflight
     batch_pages = max(1, min(parse_nbytes(args.batch) // shape.object_nbytes, share))
-    return Workload(
+    return PoolWorkload(
         store,
         batch_pages=batch_pages,
         inflight=inflight,
@@ -220,7 +220,7 @@ def _note(row: dict[str, Any]) -> str:
 
 
 def _measure(
-    workload: Workload, shape: Shape, args: argparse.Namespace, progress: ProgressFactory
+    workload: PoolWorkload, shape: KvPageShape, args: argparse.Namespace, progress: ProgressFactory
 ) -> list[dict[str, Any]]:
     limit = Limit(args.seconds, None if args.gib is None else int(args.gib * GiB))
     rows = []
@@ -242,7 +242,7 @@ def _measure(
 
 
 def _phase(
-    workload: Workload, phase: str, limit: Limit, args: argparse.Namespace
+    workload: PoolWorkload, phase: str, limit: Limit, args: argparse.Namespace
 ) -> dict[str, Any]:
     if phase == "store":
         return workload.store_phase(limit)

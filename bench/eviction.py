@@ -28,7 +28,7 @@ from tutti.base.checks import check_writable
 from tutti.base.terminal import ProgressFactory, table
 from tutti.bench import belady
 from tutti.bench.environment import describe
-from tutti.bench.traces import Request, Synthetic, block_keys, generate, read_trace
+from tutti.bench.traces import Synthetic, TraceRequest, block_keys, generate, read_trace
 from tutti.errors import ConfigError
 from tutti.medium.geometry import GROUPS_LEAST
 from tutti.placement.allocator import Allocator
@@ -272,7 +272,7 @@ def _breaks(slots: Slots, group_slots: int) -> Mask:
 
 
 def _cells(
-    name: str, requests: Sequence[Request], share: float, args: argparse.Namespace
+    name: str, requests: Sequence[TraceRequest], share: float, args: argparse.Namespace
 ) -> list[dict[str, Any]]:
     blocks = [request.hash_ids for request in requests]
     distinct = len({block for ids in blocks for block in ids})
@@ -307,7 +307,7 @@ def _name(trace: str) -> str:
     return trace if trace == SYNTHETIC else Path(trace).stem
 
 
-def _requests(trace: str, limit: int | None) -> list[Request]:
+def _requests(trace: str, limit: int | None) -> list[TraceRequest]:
     if trace != SYNTHETIC:
         return read_trace(trace, limit)
     config = Synthetic()

@@ -32,8 +32,8 @@ from tutti.bench.shape import parse_shape
 from tutti.bench.stamps import Stamps
 from tutti.bench.traces import (
     BLOCK_TOKENS,
-    Request,
     Synthetic,
+    TraceRequest,
     block_keys,
     generate,
     reach,
@@ -175,7 +175,7 @@ class Replayer:
         self.blocks = self.hit_blocks = 0
         self.loaded_pages = self.wrong = self.lost = 0
 
-    def play(self, request: Request) -> None:
+    def play(self, request: TraceRequest) -> None:
         """One request from look-up to put.  Counts wrong bytes instead of raising."""
         keys = block_keys(self.store.layout.fingerprint, request.hash_ids, self.pages_per_block)
         hits = self._load(keys, self.store.match(keys, pin=True))
@@ -248,7 +248,7 @@ class Replayer:
             self.puts.nbytes += result.stored * self.store.layout.object_nbytes
 
 
-def reference_rates(requests: list[Request], capacity_blocks: int) -> dict[str, float]:
+def reference_rates(requests: list[TraceRequest], capacity_blocks: int) -> dict[str, float]:
     """Block hit rates of unlimited capacity, of MIN and of plain LRU; see tutti/bench/belady.py.
 
     minimum_hit_rate counts every hit of MIN, so that no store has a higher block hit rate; the
@@ -262,7 +262,7 @@ def reference_rates(requests: list[Request], capacity_blocks: int) -> dict[str, 
     }
 
 
-def _requests(args: argparse.Namespace) -> list[Request]:
+def _requests(args: argparse.Namespace) -> list[TraceRequest]:
     if args.trace != SYNTHETIC:
         return read_trace(args.trace, args.requests)
     config = Synthetic(seed=args.seed)
@@ -271,7 +271,7 @@ def _requests(args: argparse.Namespace) -> list[Request]:
 
 def _replay(
     args: argparse.Namespace,
-    requests: list[Request],
+    requests: list[TraceRequest],
     capacity: str,
     eviction: str,
     progress: ProgressFactory,

@@ -11,7 +11,7 @@ from tutti.medium.layout import KVLayout
 
 
 @dataclass(frozen=True)
-class Shape:
+class KvPageShape:
     """`layers` slices of `slice_nbytes`, half of each K and half V."""
 
     layers: int
@@ -39,7 +39,7 @@ class Shape:
         return f"{self.layers}x{format_nbytes(self.slice_nbytes).replace(' ', '')}"
 
 
-def parse_shape(text: str) -> Shape:
+def parse_shape(text: str) -> KvPageShape:
     """Reads "32x256KiB".  Raises ConfigError."""
     match = re.fullmatch(r"\s*([0-9]{1,4})\s*x\s*(.+)", text)
     if match is None or int(match[1]) == 0:
@@ -49,4 +49,4 @@ def parse_shape(text: str) -> Shape:
         raise ConfigError(
             f"a slice of {slice_nbytes} bytes is not a multiple of 16; choose another"
         )
-    return Shape(int(match[1]), slice_nbytes)
+    return KvPageShape(int(match[1]), slice_nbytes)

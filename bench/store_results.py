@@ -36,7 +36,7 @@ _REASON_MAX = 200
 
 
 @dataclass(frozen=True)
-class Step:
+class Result:
     """One result: a module with its arguments, in which {dir}, {out} and {trace} are filled in.
 
     prints: the result is what the command prints; otherwise it writes NAME.json into {out}.
@@ -50,39 +50,39 @@ class Step:
     sglang: bool = False
 
 
-def _compare(name: str, limit_s: float, more: str = "") -> Step:
+def _compare(name: str, limit_s: float, more: str = "") -> Result:
     words = "tutti.bench.compare.run --dir {dir} --out {out} --allow-sysctl --pairs 7 "
-    return Step(name, f"{words}{name} {more}", limit_s)
+    return Result(name, f"{words}{name} {more}", limit_s)
 
 
 #: The most cited first.  The limits are about twice what a step takes on two processors and a disk
 #: of 3 GB/s; all steps together take some 40 minutes there.
 STEPS = (
-    Step("peers", "tutti.cli bench peers --dir {dir} --json", 720, prints=True, sglang=True),
+    Result("peers", "tutti.cli bench peers --dir {dir} --json", 720, prints=True, sglang=True),
     _compare("bandwidth-fio", 480, "--seconds 1"),
     _compare("files", 300, "--size 2GiB --seconds 1 --only direct"),
     _compare("layerwise-fio", 420, "--seconds 1"),
     _compare("cpu-verify", 300, "--size 2GiB --seconds 0.7"),
-    Step("replay", "tutti.cli replay --trace {trace} --shape 4x16KiB --capacity 1GiB 3GiB 9GiB"
+    Result("replay", "tutti.cli replay --trace {trace} --shape 4x16KiB --capacity 1GiB 3GiB 9GiB"
          " --dir {dir} --json", 720, prints=True),
-    Step("window", "tutti.cli bench window --dir {dir} --json", 240, prints=True),
-    Step("threads", "tutti.cli bench threads --json", 120, prints=True),
-    Step("slack-file", "tutti.cli bench slack --json --workloads --dir {dir} --rounds 24", 240,
+    Result("window", "tutti.cli bench window --dir {dir} --json", 240, prints=True),
+    Result("threads", "tutti.cli bench threads --json", 120, prints=True),
+    Result("slack-file", "tutti.cli bench slack --json --workloads --dir {dir} --rounds 24", 240,
          prints=True),
-    Step("decisions", "tutti.cli bench decisions --dir {dir} --json", 180, prints=True),
+    Result("decisions", "tutti.cli bench decisions --dir {dir} --json", 180, prints=True),
     _compare("churned", 240, "--seconds 1"),
     _compare("bandwidth-memory", 180, "--memory huge --size 2GiB --seconds 1"),
     _compare("fio-memory", 120, "--seconds 1 --size 2GiB"),
-    Step("residency", "tutti.cli bench residency --dir {dir} --working-set 1GiB --rounds 4"
+    Result("residency", "tutti.cli bench residency --dir {dir} --working-set 1GiB --rounds 4"
          " --out {out}/residency.json", 600),
     # Objects of many slices are in bandwidth-fio, with their CPU time.
     _compare("cpu-fio", 240, "--seconds 1 --only 1x256KiB"),
     _compare("index-latency", 120),
     _compare("index", 240),
-    Step("ring", "tutti.cli bench ring --json", 120, prints=True),
+    Result("ring", "tutti.cli bench ring --json", 120, prints=True),
     _compare("digest", 60),
-    Step("profile", "tutti.cli profile --medium {dir} --out {out}/profile.json", 240),
-    Step("paths", "tutti.cli bench paths --dir {dir} --out {out}/paths.json", 420),
+    Result("profile", "tutti.cli profile --medium {dir} --out {out}/profile.json", 240),
+    Result("paths", "tutti.cli bench paths --dir {dir} --out {out}/paths.json", 420),
 )  # fmt: skip
 
 
@@ -170,7 +170,7 @@ def run(
     return manifest
 
 
-def _measure(step: Step, places: Places, commit: str, left_s: float) -> str:
+def _measure(step: Result, places: Places, commit: str, left_s: float) -> str:
     """The outcome of one step, which may take so long."""
     if "{trace}" in step.words and places.trace is None:
         return "not measured: it takes a trace (--trace)"
@@ -218,7 +218,7 @@ def _end(process: subprocess.Popen[str]) -> None:
 
 
 def _take(
-    step: Step, made: Path, out: Path, done: subprocess.CompletedProcess[str], commit: str
+    step: Result, made: Path, out: Path, done: subprocess.CompletedProcess[str], commit: str
 ) -> str:
     """Moves a result to its place if it is one of this commit, and whole."""
     file = made / f"{step.name}.json"

@@ -29,7 +29,7 @@ _FIELDS = ("timestamp", "input_length", "output_length", "hash_ids")
 
 
 @dataclass(frozen=True)
-class Request:
+class TraceRequest:
     """One request: when it came (ms), its tokens, and the hash ids of its prompt's blocks."""
 
     timestamp_ms: int
@@ -84,7 +84,7 @@ class Synthetic:
             raise ConfigError(f"continue_chance is {self.continue_chance}; it is below 1")
 
 
-def read_trace(path: str | os.PathLike[str], limit: int | None = None) -> list[Request]:
+def read_trace(path: str | os.PathLike[str], limit: int | None = None) -> list[TraceRequest]:
     """The first `limit` requests of a file in Mooncake's format.
 
     Raises ConfigError with the number of the line that is not such a request.
@@ -97,9 +97,9 @@ def read_trace(path: str | os.PathLike[str], limit: int | None = None) -> list[R
         raise ConfigError(f"cannot read the trace {name}: {error}; give a .jsonl file") from error
 
 
-def parse_trace(lines: Iterable[str], limit: int | None = None) -> list[Request]:
+def parse_trace(lines: Iterable[str], limit: int | None = None) -> list[TraceRequest]:
     """As `read_trace`, from lines; empty ones are skipped."""
-    requests: list[Request] = []
+    requests: list[TraceRequest] = []
     for number, line in enumerate(lines, 1):
         if limit is not None and len(requests) >= limit:
             break
@@ -110,12 +110,12 @@ def parse_trace(lines: Iterable[str], limit: int | None = None) -> list[Request]
     return requests
 
 
-def generate(config: Synthetic) -> list[Request]:
+def generate(config: Synthetic) -> list[TraceRequest]:
     """Requests drawn from the config and its seed alone."""
     return _Generator(config).requests()
 
 
-def reach(request: Request, blocks: int) -> int:
+def reach(request: TraceRequest, blocks: int) -> int:
     """How many of a request's prompt tokens its first `blocks` blocks hold."""
     return min(blocks * BLOCK_TOKENS, request.input_tokens)
 
@@ -136,7 +136,7 @@ def block_keys(
     return object_keys(fingerprint, hashes)
 
 
-def _parse_line(line: str, number: int) -> Request:
+def _parse_line(line: str, number: int) -> TraceRequest:
     try:
         content: Any = json.loads(line)
     except (ValueError, RecursionError) as error:
@@ -154,7 +154,7 @@ def _parse_line(line: str, number: int) -> Request:
             f"line {number} of the trace: {len(ids)} hash_ids for {inputs} tokens, there is one "
             f"for every {BLOCK_TOKENS}"
         )
-    return Request(timestamp, inputs, outputs, tuple(ids))
+    return TraceRequest(timestamp, inputs, outputs, tuple(ids))
 
 
 @dataclass
@@ -176,8 +176,8 @@ class _Generator:
         self._popularity = weights / weights.sum()
         self._systems = [self._system() for _ in range(config.system_prompts)]
 
-    def requests(self) -> list[Request]:
-        out: list[Request] = []
+    def requests(self) -> list[TraceRequest]:
+        out: list[TraceRequest] = []
         time_ms = 0.0
         for _ in range(self._config.requests):
             conversation = self._choose()
@@ -187,7 +187,7 @@ class _Generator:
             self._grow(conversation, tokens)
             partial = [self._new_id()] if tokens % BLOCK_TOKENS else []
             ids = (*conversation.ids, *partial)
-            out.append(Request(int(time_ms), tokens, answer, ids))
+            out.append(TraceRequest(int(time_ms), tokens, answer, ids))
             self._grow(conversation, tokens + answer)
             time_ms += self._rng.exponential(self._config.gap_ms)
         return out

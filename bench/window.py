@@ -64,7 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 @dataclass(frozen=True)
-class Loaded:
+class LoadTimes:
     """Milliseconds from submission to the first and to the last layer, and of waiting for them."""
 
     first_ms: float
@@ -93,7 +93,7 @@ class Reader:
 
     def move(
         self, opcode: int, group: int, first: int, pages: int, compute_ms: float = 0
-    ) -> Loaded:
+    ) -> LoadTimes:
         """Moves `pages` slots of a group, waiting `compute_ms` after each layer that is ready."""
         slba = (group * self._layers * _GROUP + first) * self._slice_nlb
         extents = Extents([slba], [1], [pages], self._slice_nlb, _GROUP * self._slice_nlb)
@@ -116,7 +116,7 @@ class Reader:
             raise MediumError("a transfer failed or took a minute; look at the kernel's log")
         first_ns, last_ns = int(ready[0]), int(ready[-1])
         begin_ns = int(report.submitted_ns)
-        return Loaded((first_ns - begin_ns) / 1e6, (last_ns - begin_ns) / 1e6, waited_ms)
+        return LoadTimes((first_ns - begin_ns) / 1e6, (last_ns - begin_ns) / 1e6, waited_ms)
 
 
 def _compute(duration_ms: float) -> None:
@@ -217,14 +217,14 @@ class _Bench:
         whole = [self._load("fixed", largest).whole_ms for _ in range(3)]
         self._rate = largest * self._args.layers * self._slice_nbytes / median(whole)
 
-    def _load(self, name: str, pages: int, compute_ms: float = 0) -> Loaded:
+    def _load(self, name: str, pages: int, compute_ms: float = 0) -> LoadTimes:
         group = int(self._rng.integers(_GROUPS))
         first = int(self._rng.integers(_GROUP - pages + 1))
         return self._readers[name].move(OPCODE_READ, group, first, pages, compute_ms)
 
     def loads(self, pages: int) -> list[dict[str, Any]]:
         """A row for each window."""
-        found: dict[str, list[Loaded]] = {name: [] for name in self._readers}
+        found: dict[str, list[LoadTimes]] = {name: [] for name in self._readers}
         for turn in range(self._args.rounds):
             names = list(self._readers)
             for name in names if turn % 2 else reversed(names):

@@ -50,7 +50,7 @@ class Limit:
 
 
 @dataclass(frozen=True)
-class Loaded:
+class PendingLoad:
     """A load and what its pages must hold."""
 
     ticket: LoadTicket
@@ -58,7 +58,7 @@ class Loaded:
     contents: Pages
 
 
-class Workload:
+class PoolWorkload:
     """An open pool, registered memory for a bounded number of batches, and batches by number.
 
     batch_pages: objects of one put or load.  inflight: batches under way at once.
@@ -129,13 +129,13 @@ class Workload:
         every = range(first, self.batches)
         return [b for b in every if self.store.match(self.keys(b)) == self.batch_pages]
 
-    def load(self, batches: list[int], place: int) -> Loaded:
+    def load(self, batches: list[int], place: int) -> PendingLoad:
         """Starts to load batches as one prefix into load memory from `place` on."""
         keys = np.concatenate([self.keys(batch) for batch in batches])
         pages = self.source_pages + (place + np.arange(len(keys))) % self.load_pages
         inside = np.arange(self.batch_pages)
         contents = [b % self.inflight * self.batch_pages + inside for b in batches]
-        return Loaded(self.store.load(keys, pages), pages, np.concatenate(contents))
+        return PendingLoad(self.store.load(keys, pages), pages, np.concatenate(contents))
 
     def store_phase(self, limit: Limit) -> dict[str, Any]:
         """Puts new batches, several at once; evicts once the pool is full."""
@@ -199,7 +199,7 @@ class Workload:
         """
         meter = Meter()
         before = self.store.stats()
-        last: list[Loaded] = []
+        last: list[PendingLoad] = []
         keys = np.concatenate([self.keys(batch) for batch in batches])
         while not limit.reached(meter.wall_s, meter.nbytes):
             with meter.timed():
@@ -227,13 +227,13 @@ class Workload:
 
         self._pipeline(meter, limit, self.put, finish)
 
-    def _loads(self, meter: Meter, limit: Limit, order: list[int]) -> list[Loaded]:
+    def _loads(self, meter: Meter, limit: Limit, order: list[int]) -> list[PendingLoad]:
         """Returns the loads whose pages still hold what they loaded."""
-        last: deque[Loaded] = deque(maxlen=self.inflight)
+        last: deque[PendingLoad] = deque(maxlen=self.inflight)
         started = itertools.count()
         turn = itertools.cycle(order)
 
-        def issue() -> Loaded:
+        def issue() -> PendingLoad:
             place = next(started) % self.inflight * self.batch_pages
             for _ in order:
                 batch = next(turn)
@@ -241,7 +241,7 @@ class Workload:
                     return self.load([batch], place)
             raise CapacityError("nothing that is read stays in the pool; raise --capacity")
 
-        def finish(loaded: Loaded) -> int:
+        def finish(loaded: PendingLoad) -> int:
             loaded.ticket.wait(WAIT_S)
             last.append(loaded)
             return int(loaded.pages.size)
@@ -272,7 +272,7 @@ class Workload:
             while waiting:
                 finish_oldest()
 
-    def _check(self, loads: list[Loaded]) -> None:
+    def _check(self, loads: list[PendingLoad]) -> None:
         """Counts pages that do not hold what their source page holds."""
         for loaded in loads if self.is_checked else ():
             if not loaded.ticket.wait_settled(WAIT_S):

@@ -17,7 +17,7 @@ from tutti.integration.sglang import rank_members
 from tutti.integration.sglang.identity import ParallelRank, layout_of, open_store
 from tutti.integration.sglang.options import HICACHE, parse_options
 from tutti.integration.sglang.rank_members import share
-from tutti.pool.places import Kind, Place
+from tutti.pool.places import Place, PlaceKind
 from tutti.store import ObjectStore
 
 LAYOUT = layout_of(SHAPE, IDENTITY, ParallelRank())
@@ -64,7 +64,7 @@ def test_a_place_of_two_ranks() -> None:
 def test_ranks_share_the_drives_of_one_numa_node(monkeypatch: pytest.MonkeyPatch) -> None:
     nodes = dict(zip(DRIVES, (1, 0, 1, 0), strict=True))
     monkeypatch.setattr(
-        rank_members, "place_of", lambda path: Place(path, Kind.DEVICE, nodes.get(path))
+        rank_members, "place_of", lambda path: Place(path, PlaceKind.DEVICE, nodes.get(path))
     )
     dealt = share(DRIVES, 2).dealt
     assert [[place.path for place in places] for places in dealt] == [

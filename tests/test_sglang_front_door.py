@@ -17,10 +17,10 @@ from tutti.cli import main
 from tutti.errors import CapacityError, ConfigError
 from tutti.integration.sglang import launch
 from tutti.integration.sglang.identity import (
-    Identity,
+    ModelIdentity,
+    PageShape,
     ParallelRank,
     ServedModel,
-    Shape,
     identity_of,
     layout_of,
     open_store,
@@ -41,8 +41,8 @@ from tutti.transfers.store_config import StoreConfig
 
 ROOT = Path(__file__).parent.parent
 NEEDED = {"path": "/pools", "capacity": "1GiB"}
-SHAPE = Shape("kv", "mha", 1, 4, 0, (8192, 8192), 16, "bfloat16", "page_first", (4, 32, 32))
-IDENTITY = Identity("llama", "v1")
+SHAPE = PageShape("kv", "mha", 1, 4, 0, (8192, 8192), 16, "bfloat16", "page_first", (4, 32, 32))
+IDENTITY = ModelIdentity("llama", "v1")
 
 
 def test_options_have_defaults_and_sizes_are_bytes() -> None:
@@ -97,7 +97,7 @@ def test_every_option_is_documented() -> None:
         replace(SHAPE, kind="mla"),
     ],
 )
-def test_every_part_of_a_shape_is_in_the_fingerprint(other: Shape) -> None:
+def test_every_part_of_a_shape_is_in_the_fingerprint(other: PageShape) -> None:
     one = layout_of(SHAPE, IDENTITY, ParallelRank()).fingerprint
     assert layout_of(other, IDENTITY, ParallelRank()).fingerprint != one
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from gio_uring.command_ring import Ring, transfer_command
 from memory_controller import MemoryController
 
-from tutti.bench.simulate.hardware import Drive
+from tutti.bench.simulate.hardware import SimulatedDrive
 from tutti.errors import DeviceTimeout
 from tutti.gio_uring.memory import HostBuffer
 from tutti.gio_uring.nvme_spec import OPCODE_READ, OPCODE_WRITE
@@ -92,7 +92,7 @@ class _Direction:
 class VirtualDrive:
     """One simulated drive and its clock; close it."""
 
-    def __init__(self, drive: Drive) -> None:
+    def __init__(self, drive: SimulatedDrive) -> None:
         self._controller = MemoryController(
             [_BLOCKS * _BLOCK],
             mode="virtual",

@@ -2,7 +2,7 @@
 
 Every command lives in a module that is imported when it is called for, so that `tutti --help` is
 quick. A command is a function `add_NAME(parser)` that describes itself, adds its arguments and
-sets `run`, a function from the parsed arguments to an `Outcome`.
+sets `run`, a function from the parsed arguments to a `CommandResult`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from tutti.commands.outcome import (
     EXIT_UNREAD,
     EXIT_UNUSABLE,
     EXIT_USAGE,
-    Outcome,
+    CommandResult,
 )
 from tutti.commands.settings import configure
 from tutti.errors import ConfigError, TuttiError, system_message
@@ -247,7 +247,7 @@ def _run(argv: list[str]) -> int:
         if unknown:  # by the command's own parser, whose help knows what there is
             args.refuse(f"unrecognized arguments: {' '.join(unknown)}")
         _check_numbers(args)
-        outcome: Outcome = args.run(args)
+        outcome: CommandResult = args.run(args)
         text = json.dumps(outcome.result, indent=2) if args.json else outcome.text
         return _print(text) or outcome.exit_code
     except (Exception, KeyboardInterrupt) as error:

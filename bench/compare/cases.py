@@ -18,7 +18,7 @@ from tutti.base.terminal import ProgressFactory
 from tutti.base.units import KiB, MiB
 from tutti.bench.compare import index_cost
 from tutti.bench.compare.churn import churn
-from tutti.bench.compare.paired import Round, System, compare
+from tutti.bench.compare.paired import ComparedSystem, Round, compare
 from tutti.bench.compare.systems import (
     BATCH_NBYTES,
     INFLIGHT,
@@ -31,9 +31,9 @@ from tutti.bench.compare.systems import (
 )
 from tutti.bench.fio import IODEPTH, FioJob, hugepages_of, reserved_hugepages, run_fio
 from tutti.bench.meter import Meter
-from tutti.bench.shape import Shape, parse_shape
+from tutti.bench.shape import KvPageShape, parse_shape
 from tutti.bench.statistics import interval_text
-from tutti.bench.workload import Limit, Workload
+from tutti.bench.workload import Limit, PoolWorkload
 from tutti.errors import Unsupported
 from tutti.gio_uring.memory import HUGEPAGE_NBYTES, HostBuffer
 
@@ -67,7 +67,9 @@ class Setup:
         """Whether a cell is to be measured."""
         return self.only in cell
 
-    def compare(self, a: System, b: System, bound: System | None = None) -> dict[str, Any]:
+    def compare(
+        self, a: ComparedSystem, b: ComparedSystem, bound: ComparedSystem | None = None
+    ) -> dict[str, Any]:
         """Pairs of rounds of two systems, and of a third one that shows what the medium gives."""
         return compare(a, b, pairs=self.pairs, progress=self.progress, bound=bound, seed=self.seed)
 
@@ -166,7 +168,9 @@ def files(setup: Setup) -> Cells:
     return cells
 
 
-def _same_memory(setup: Setup, path: str, phase: str, plan: PoolPlan, nbytes: int) -> System:
+def _same_memory(
+    setup: Setup, path: str, phase: str, plan: PoolPlan, nbytes: int
+) -> ComparedSystem:
     """fio with as many bytes of buffers as the batches in flight have, on ordinary pages."""
     block_nbytes = plan.shape.slice_nbytes
     depth = plan.inflight * plan.batch_pages * plan.shape.object_nbytes // block_nbytes
@@ -194,7 +198,7 @@ def cpu_verify(setup: Setup) -> Cells:
     """CPU time that verification adds, slices from 64 KiB"""
     cells: Cells = {}
     for slice_kib, phase in itertools.product((64, 128, 256), PHASES):
-        shape = Shape(8 * MiB // (slice_kib * KiB), slice_kib * KiB)
+        shape = KvPageShape(8 * MiB // (slice_kib * KiB), slice_kib * KiB)
         cell = f"{phase} {shape}"
         if not setup.wanted(cell):
             continue
@@ -248,7 +252,7 @@ def digest(setup: Setup) -> Cells:
     buffer.array[:] = 1
     slices = buffer.array.reshape(-1, 256 * KiB)
 
-    def timed(name: str, read: Callable[[npt.NDArray[np.uint8]], object]) -> System:
+    def timed(name: str, read: Callable[[npt.NDArray[np.uint8]], object]) -> ComparedSystem:
         def run() -> Round:
             meter = Meter()
             with meter.timed():
@@ -257,7 +261,7 @@ def digest(setup: Setup) -> Cells:
             meter.nbytes = buffer.nbytes
             return Round(meter.gb_per_s, meter.cpu_s_per_gb)
 
-        return System(name, run)
+        return ComparedSystem(name, run)
 
     xxh3 = timed("XXH3-64", native.xxh3_64)
     plain = timed("sum of 64-bit words", lambda one: one.view(np.uint64).sum())
@@ -347,7 +351,7 @@ def _with_fio_memory(plan: PoolPlan) -> PoolPlan:
     )
 
 
-def _calibrated(setup: Setup, workload: Workload) -> int:
+def _calibrated(setup: Setup, workload: PoolWorkload) -> int:
     """Bytes of a round, from a short one of retrieves."""
     measured = workload.retrieve_phase(Limit(setup.round_s / 4))
     return _round_nbytes(setup, measured["gb_per_s"])

@@ -9,7 +9,7 @@ import numpy as np
 from tutti.base.arrays import Keys
 from tutti.base.terminal import ProgressFactory
 from tutti.bench.stamps import numbered_keys
-from tutti.bench.workload import WAIT_S, Workload
+from tutti.bench.workload import WAIT_S, PoolWorkload
 from tutti.transfers.tickets import PutTicket
 
 #: Numbers of the keys of churn, apart from those of a workload's batches.
@@ -18,7 +18,7 @@ _MEAN_PAGES = 12
 _REMEMBERED = 256
 
 
-def churn(workload: Workload, nbytes: int, *, seed: int, progress: ProgressFactory) -> int:
+def churn(workload: PoolWorkload, nbytes: int, *, seed: int, progress: ProgressFactory) -> int:
     """Puts so many bytes in chains of geometric length; returns how many objects.
 
     Before every second put, on average, one of the last chains is looked up, which makes it young:

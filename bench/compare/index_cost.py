@@ -21,9 +21,9 @@ import numpy as np
 from tutti import store as object_store
 from tutti.arguments import PAGE_SIZE
 from tutti.base.units import KiB, MiB
-from tutti.bench.shape import Shape
+from tutti.bench.shape import KvPageShape
 from tutti.bench.statistics import median
-from tutti.bench.workload import Limit, Workload
+from tutti.bench.workload import Limit, PoolWorkload
 from tutti.errors import DeviceTimeout, MediumError
 from tutti.gio_uring.memory import HostBuffer
 from tutti.medium.geometry import RECORD_NBYTES, Geometry
@@ -32,7 +32,7 @@ from tutti.placement.index import Index, SlotState
 from tutti.store import ObjectStore
 
 #: The smallest object that the format accepts, so that the pool is little more than its records.
-SHAPE = Shape(1, 16 * KiB)
+SHAPE = KvPageShape(1, 16 * KiB)
 
 CONTEXTS = (128 * KiB, 256 * KiB, 512 * KiB, MiB)  # tokens
 
@@ -104,7 +104,7 @@ def latency(records: int, pairs: int, seed: int) -> dict[str, Any]:
 def fill_and_vanish(path: str, records: int) -> None:
     """Puts so many objects into a pool and ends the process without closing it."""
     store = object_store.open(path, verify="always", profile=None)
-    workload = Workload(store, batch_pages=_BATCH_PAGES, inflight=4, load_pages=1)
+    workload = PoolWorkload(store, batch_pages=_BATCH_PAGES, inflight=4, load_pages=1)
     workload.store_phase(Limit(None, records * SHAPE.object_nbytes))
     os._exit(0)
 

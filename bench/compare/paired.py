@@ -23,7 +23,7 @@ class Round:
 
 
 @dataclass(frozen=True)
-class System:
+class ComparedSystem:
     """A name, and what runs one round."""
 
     name: str
@@ -31,13 +31,13 @@ class System:
 
 
 def compare(
-    a: System,
-    b: System,
+    a: ComparedSystem,
+    b: ComparedSystem,
     *,
     pairs: int,
     progress: ProgressFactory,
     twin: bool = True,
-    bound: System | None = None,
+    bound: ComparedSystem | None = None,
     seed: int = 0,
 ) -> dict[str, Any]:
     """Runs `pairs` pairs after a warm-up of each that is thrown away.
@@ -72,7 +72,7 @@ def compare(
     return result
 
 
-def _summary(system: System, rounds: list[Round]) -> dict[str, Any]:
+def _summary(system: ComparedSystem, rounds: list[Round]) -> dict[str, Any]:
     speeds = [r.gb_per_s for r in rounds]
     cpus = [r.cpu_s_per_gb for r in rounds]
     return {

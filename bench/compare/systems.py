@@ -10,12 +10,12 @@ from typing import Any
 
 from tutti.base.terminal import ProgressFactory
 from tutti.base.units import MiB
-from tutti.bench.compare.paired import Round, System
+from tutti.bench.compare.paired import ComparedSystem, Round
 from tutti.bench.file_per_object import FilePerObject
 from tutti.bench.fio import FioJob, prepare_file, run_fio
 from tutti.bench.pool_file import medium_facts, temporary_pool
-from tutti.bench.shape import Shape
-from tutti.bench.workload import Limit, Workload
+from tutti.bench.shape import KvPageShape
+from tutti.bench.workload import Limit, PoolWorkload
 from tutti.errors import ChecksumMismatch
 from tutti.memory.host_memory import HostMemory
 from tutti.profiles.found import AUTO, find_schedule
@@ -29,7 +29,7 @@ BATCH_NBYTES = 32 * MiB
 class PoolPlan:
     """A pool and how it is used: everything but where it lies."""
 
-    shape: Shape
+    shape: KvPageShape
     capacity_nbytes: int
     verify: str = "always"
     hugepages: bool = True
@@ -64,7 +64,7 @@ class PoolPlan:
 @contextmanager
 def filled_pool(
     directory: Path, name: str, plan: PoolPlan, progress: ProgressFactory
-) -> Iterator[Workload]:
+) -> Iterator[PoolWorkload]:
     """A pool that was written in full once, by puts that filled all of it."""
     path, layout = str(directory / f"{name}.tutti"), plan.shape.layout()
     schedule = find_schedule(AUTO, [path], layout) if plan.scheduled else None
@@ -76,7 +76,7 @@ def filled_pool(
         prewrite=True,
         progress=progress,
     ) as store:
-        workload = Workload(
+        workload = PoolWorkload(
             store,
             batch_pages=plan.batch_pages,
             inflight=plan.inflight,
@@ -91,8 +91,8 @@ def filled_pool(
 
 
 def pool_system(
-    name: str, workload: Workload, phase: str, nbytes: int, prefix_pages: int = 0
-) -> System:
+    name: str, workload: PoolWorkload, phase: str, nbytes: int, prefix_pages: int = 0
+) -> ComparedSystem:
     """Rounds of puts ("store"), of random batches ("retrieve") or of a prefix ("layerwise")."""
     limit = Limit(None, nbytes)
     prefix = workload.prefix(prefix_pages) if phase == "layerwise" else []
@@ -114,7 +114,7 @@ def pool_system(
         }
         return Round(result["gb_per_s"], result["cpu_s_per_gb"], facts)
 
-    return System(name, run)
+    return ComparedSystem(name, run)
 
 
 @contextmanager
@@ -128,7 +128,7 @@ def fio_file(directory: Path, nbytes: int) -> Iterator[str]:
         path.unlink(missing_ok=True)
 
 
-def fio_system(job: FioJob) -> System:
+def fio_system(job: FioJob) -> ComparedSystem:
     """Rounds of one job."""
 
     def run() -> Round:
@@ -138,13 +138,13 @@ def fio_system(job: FioJob) -> System:
         facts |= {"iodepth": job.iodepth, "engine_memory_nbytes": job.iodepth * job.block_nbytes}
         return Round(result.gb_per_s, result.cpu_s_per_gb, facts)
 
-    return System(f"fio {job.direction}", run)
+    return ComparedSystem(f"fio {job.direction}", run)
 
 
 @contextmanager
 def file_systems(
     directory: Path, plan: PoolPlan, *, direct: bool, nbytes: int
-) -> Iterator[dict[str, System]]:
+) -> Iterator[dict[str, ComparedSystem]]:
     """A file per object on ordinary pages, filled: rounds of "store" and of "retrieve"."""
     pages = plan.inflight * plan.batch_pages
     memory = HostMemory.allocate(plan.shape.layout(), pages, hugepages=False)
@@ -165,8 +165,8 @@ def file_systems(
             return run
 
         yield {
-            "store": System(name, round_of(files.store_phase)),
-            "retrieve": System(name, round_of(files.retrieve_phase)),
+            "store": ComparedSystem(name, round_of(files.store_phase)),
+            "retrieve": ComparedSystem(name, round_of(files.retrieve_phase)),
         }
         check(files.wrong)
 

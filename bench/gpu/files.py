@@ -14,14 +14,14 @@ from pathlib import Path
 from typing import Any
 
 from tutti.base.units import KiB, MiB, format_nbytes
-from tutti.bench.compare.paired import Round, System, compare
+from tutti.bench.compare.paired import ComparedSystem, Round, compare
 from tutti.bench.fio import FioJob, hugepages_of, prepare_file, reserved_hugepages, run_fio
-from tutti.bench.gpu.cases import DIRECTIONS, Plan, Row, copy_engines
+from tutti.bench.gpu.cases import DIRECTIONS, RoundPlan, Row, copy_engines
 from tutti.bench.gpu.rig import (
     LBA_NBYTES,
     DevicePages,
-    Load,
-    Machine,
+    LayerLoad,
+    TestedGpu,
     count_for,
     timed,
     tutti_system,
@@ -39,7 +39,7 @@ _ROUND_FACTOR = 3
 _BATCH_NBYTES = 128 * MiB
 
 
-def files(machine: Machine, plan: Plan) -> list[Row]:
+def files(machine: TestedGpu, plan: RoundPlan) -> list[Row]:
     """Loads from and stores to a file by direct I/O; the bar has as many commands in flight."""
     bar = "fio" if shutil.which("fio") else "threads"
     return [
@@ -53,7 +53,7 @@ def files(machine: Machine, plan: Plan) -> list[Row]:
 
 
 @contextmanager
-def _file(plan: Plan, bar: str) -> Iterator[str]:
+def _file(plan: RoundPlan, bar: str) -> Iterator[str]:
     """A file that was written once, and goes with the last row that wants it."""
     path = str(plan.folder / f"gpu-bench-{os.getpid()}.dat")
     try:
@@ -69,9 +69,11 @@ def _file(plan: Plan, bar: str) -> Iterator[str]:
 
 
 def _against_bar(
-    machine: Machine, plan: Plan, slice_nbytes: int, direction: str, bar: str
+    machine: TestedGpu, plan: RoundPlan, slice_nbytes: int, direction: str, bar: str
 ) -> dict[str, Any]:
-    load = Load.of_nbytes(slice_nbytes, min(_BATCH_NBYTES, plan.batch_nbytes, plan.file_nbytes))
+    load = LayerLoad.of_nbytes(
+        slice_nbytes, min(_BATCH_NBYTES, plan.batch_nbytes, plan.file_nbytes)
+    )
     with ExitStack() as stack:
         path = stack.enter_context(_file(plan, bar))
         controller = stack.enter_context(FileController([path]))
@@ -103,7 +105,7 @@ def _against_bar(
     }
 
 
-def _fio(stack: ExitStack, job: FioJob) -> tuple[System, str]:
+def _fio(stack: ExitStack, job: FioJob) -> tuple[ComparedSystem, str]:
     """fio on hugepages, as the engine's staging is, where they can be had; and what it got."""
     huge, memory = replace(job, hugepages=True), "hugepages"
     try:
@@ -116,13 +118,13 @@ def _fio(stack: ExitStack, job: FioJob) -> tuple[System, str]:
         result = run_fio(huge)
         return Round(result.gb_per_s, result.cpu_s_per_gb, {"fio": result.version})
 
-    return System("fio", run), memory
+    return ComparedSystem("fio", run), memory
 
 
-def _thread_bar(stack: ExitStack, job: FioJob) -> tuple[System, str]:
+def _thread_bar(stack: ExitStack, job: FioJob) -> tuple[ComparedSystem, str]:
     threads = stack.enter_context(_Threads(job.path, job.block_nbytes, job.size_nbytes))
     move = partial(threads.move, job.direction, job.io_nbytes)
-    return System("threads", lambda: timed(job.io_nbytes, move)), threads.memory
+    return ComparedSystem("threads", lambda: timed(job.io_nbytes, move)), threads.memory
 
 
 class _Threads:

@@ -15,9 +15,17 @@ from typing import Any
 
 from tutti.base.units import KiB
 from tutti.bench.gpu import interference as gpu_beside
-from tutti.bench.gpu.cases import Plan, Row, copy_engines
+from tutti.bench.gpu.cases import RoundPlan, Row, copy_engines
 from tutti.bench.gpu.interference import Gate, Stopwatch, loads_beside
-from tutti.bench.gpu.rig import OPCODES, DevicePages, Load, Machine, finish, spin_until, transfers
+from tutti.bench.gpu.rig import (
+    OPCODES,
+    DevicePages,
+    LayerLoad,
+    TestedGpu,
+    finish,
+    spin_until,
+    transfers,
+)
 from tutti.bench.statistics import bootstrap_median, median, ratios
 from tutti.errors import Unsupported
 from tutti.gio_uring.gpu.green_context import torch_stream
@@ -59,7 +67,7 @@ def _decode(torch: Any) -> Callable[[], object]:
 KERNELS: dict[str, Callable[[Any], Callable[[], object]]] = {"gemm": _gemm, "decode": _decode}
 
 
-def interference(machine: Machine, plan: Plan) -> list[Row]:
+def interference(machine: TestedGpu, plan: RoundPlan) -> list[Row]:
     """A GEMM and a decode-like kernel with each mover, with and without green contexts."""
     torch = _torch()
     movers = [copy_engines(machine).mover] + (["kernel"] if machine.modules is not None else [])
@@ -75,7 +83,7 @@ def interference(machine: Machine, plan: Plan) -> list[Row]:
 
 
 def _interfere(
-    torch: Any, machine: Machine, plan: Plan, name: str, mover: str, green: bool
+    torch: Any, machine: TestedGpu, plan: RoundPlan, name: str, mover: str, green: bool
 ) -> dict[str, Any]:
     driver = machine.driver
     with ExitStack() as stack:
@@ -185,7 +193,7 @@ class _Layer:
         torch.matmul(up[:, :_MLP], self._down)
 
 
-def pipeline(machine: Machine, plan: Plan) -> list[Row]:
+def pipeline(machine: TestedGpu, plan: RoundPlan) -> list[Row]:
     """32 layers that wait for their loads on the GPU, against max(loads alone, compute alone).
 
     In one part all layers are submitted before any compute is, as the store does; in more, each
@@ -202,9 +210,9 @@ def pipeline(machine: Machine, plan: Plan) -> list[Row]:
     ]
 
 
-def _pipeline(torch: Any, machine: Machine, new_tokens: int, parts: int) -> dict[str, Any]:
+def _pipeline(torch: Any, machine: TestedGpu, new_tokens: int, parts: int) -> dict[str, Any]:
     slice_nbytes = _PAGE_TOKENS * _KV * 2
-    load = Load(slice_nbytes, _PREFIX_TOKENS // _PAGE_TOKENS, layers=_LAYERS)
+    load = LayerLoad(slice_nbytes, _PREFIX_TOKENS // _PAGE_TOKENS, layers=_LAYERS)
     staging_nbytes = 2 * load.nbytes
     with ExitStack() as stack:
         pages = DevicePages(machine.driver, load)
@@ -258,7 +266,7 @@ def _pipeline(torch: Any, machine: Machine, new_tokens: int, parts: int) -> dict
 class _Part:
     """Some layers of pages."""
 
-    load: Load
+    load: LayerLoad
     extents: Extents
     memory: PagedMemory
     pages: Any

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from tutti.base.units import MiB
-from tutti.bench.compare.paired import Round, System
+from tutti.bench.compare.paired import ComparedSystem, Round
 from tutti.bench.controller_memory import MemoryController
 from tutti.errors import DeviceTimeout, TuttiError
 from tutti.gio_uring.controller import NativeController
@@ -49,7 +49,7 @@ _SHARES = 4
 
 
 @dataclass(frozen=True)
-class Load:
+class LayerLoad:
     """One transfer: `pages` slices of `slice_nbytes` in each of `layers` layers.
 
     segments: fragments of a slice in GPU memory, such as K and V.  shuffled: pages in random order,
@@ -74,7 +74,7 @@ class Load:
         return Extents([0], [1], [self.pages], nlb, nlb * self.pages)
 
     @classmethod
-    def of_nbytes(cls, slice_nbytes: int, nbytes: int, layers: int = 32) -> Load:
+    def of_nbytes(cls, slice_nbytes: int, nbytes: int, layers: int = 32) -> LayerLoad:
         """As many pages as come closest to `nbytes` in all."""
         return cls(slice_nbytes, max(1, nbytes // (slice_nbytes * layers)), layers)
 
@@ -82,7 +82,7 @@ class Load:
 class DevicePages:
     """Pages of a `Load` in GPU memory."""
 
-    def __init__(self, driver: Driver, load: Load, seed: int = 1) -> None:
+    def __init__(self, driver: Driver, load: LayerLoad, seed: int = 1) -> None:
         self._driver = driver
         self.load = load
         self.address = driver.allocate(load.nbytes)
@@ -101,7 +101,7 @@ class DevicePages:
         self._driver.free(self.address)
 
 
-class Machine:
+class TestedGpu:
     """The GPU under test.  modules: None where nothing may be launched, and why not."""
 
     def __init__(self, driver: Driver, modules: Modules | None, why_no_modules: str = "") -> None:
@@ -286,10 +286,10 @@ def timed(nbytes: int, work: Callable[[], None]) -> Round:
 
 def tutti_system(
     name: str, submitter: Submitter, pages: DevicePages, direction: str, count: int
-) -> System:
+) -> ComparedSystem:
     """Rounds of transfers through an engine."""
     nbytes = count * pages.load.nbytes
-    return System(
+    return ComparedSystem(
         name, lambda: timed(nbytes, lambda: transfers(submitter, pages, direction, count))
     )
 
@@ -315,7 +315,7 @@ class PlainCopies:
         """What the pinned memory lies on; the engine's staging is made in the same way."""
         return self._buffer.backing
 
-    def system(self, kind: str, direction: str, count: int) -> System:
+    def system(self, kind: str, direction: str, count: int) -> ComparedSystem:
         """Rounds of one kind of copy."""
         work = {"one": self._one, "batch": self._batch, "loop": self._loop}[kind]
         nbytes = count * self._pages.load.nbytes
@@ -326,7 +326,7 @@ class PlainCopies:
                     work(direction == "load")
             spin_until(lambda: self._driver.is_stream_done(self._stream), "a copy")
 
-        return System(f"memcpy {kind}", lambda: timed(nbytes, run))
+        return ComparedSystem(f"memcpy {kind}", lambda: timed(nbytes, run))
 
     def _one(self, to_device: bool) -> None:
         ends = (self._pages.address, self._pinned.device_address)

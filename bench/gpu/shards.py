@@ -33,10 +33,10 @@ from tutti.bench.gpu import digests as gpu_digests
 from tutti.bench.gpu import files as gpu_files
 from tutti.bench.gpu import overlap as gpu_overlap
 from tutti.bench.gpu import probes as gpu_probes
-from tutti.bench.gpu.cases import Case, Plan, Row
+from tutti.bench.gpu.cases import Case, RoundPlan, Row
 from tutti.bench.gpu.facts import clocks, describe_gpu, describe_host
 from tutti.bench.gpu.report import line_of
-from tutti.bench.gpu.rig import Machine
+from tutti.bench.gpu.rig import TestedGpu
 from tutti.errors import ConfigError, CudaError, TuttiError
 from tutti.gio_uring.gpu.device_engine import KINDS
 from tutti.gio_uring.gpu.driver import CudaDriver, Driver
@@ -66,7 +66,7 @@ _LOST = {700, 702, 710, 714, 715, 716, 717, 718, 719, 721}
 
 
 def run_case(
-    name: str, machine: Machine, plan: Plan, out: Path, label: str = "", commit: str = ""
+    name: str, machine: TestedGpu, plan: RoundPlan, out: Path, label: str = "", commit: str = ""
 ) -> dict[str, Any]:
     """Runs the rows of a case that have no result yet; its JSON is written after each of them."""
     content = _begun(name, machine, plan, out, label, commit)
@@ -99,7 +99,7 @@ def run_case(
 
 
 def _begun(
-    name: str, machine: Machine, plan: Plan, out: Path, label: str, commit: str
+    name: str, machine: TestedGpu, plan: RoundPlan, out: Path, label: str, commit: str
 ) -> dict[str, Any]:
     """The facts of a case's JSON, and the rows of an interrupted run."""
     machine_facts = describe(plan.folder) | ({"commit": commit} if commit else {})
@@ -184,12 +184,12 @@ def _state(content: dict[str, Any]) -> str:
     return "failed" if content.get("failed") else "cut"
 
 
-def machine_of(driver: Driver) -> Machine:
+def machine_of(driver: Driver) -> TestedGpu:
     """The GPU with the device code of this package; without it where it cannot be had."""
     try:
-        return Machine(driver, Modules(driver))
+        return TestedGpu(driver, Modules(driver))
     except TuttiError as error:
-        return Machine(driver, None, why_no_modules=f"{type(error).__name__}: {error}")
+        return TestedGpu(driver, None, why_no_modules=f"{type(error).__name__}: {error}")
 
 
 def _run_here(name: str, args: argparse.Namespace) -> int:
@@ -199,7 +199,7 @@ def _run_here(name: str, args: argparse.Namespace) -> int:
     until_s = time.monotonic() + args.minutes * 60
     faulthandler.dump_traceback_later(_ROW_S, exit=True)  # a driver that does not answer
     try:
-        plan = Plan(
+        plan = RoundPlan(
             progress,
             Path(args.dir),
             args.pairs,

@@ -11,7 +11,7 @@ import numpy as np
 
 import tutti
 from tutti.bench.peers.peer import BATCH_PAGES, LAYERS, Peer, PeerPlan
-from tutti.bench.shape import Shape
+from tutti.bench.shape import KvPageShape
 from tutti.bench.stamps import Stamps, numbered_keys
 from tutti.errors import ChecksumMismatch, MediumError
 from tutti.gio_uring.memory import address_of
@@ -27,7 +27,7 @@ class _PlainPeer(Peer):
 
     def __init__(self, plan: PeerPlan) -> None:
         self._plan = plan
-        shape = Shape(LAYERS, plan.page_nbytes // LAYERS)
+        shape = KvPageShape(LAYERS, plan.page_nbytes // LAYERS)
         self._layout = shape.layout(plan.page_tokens).token_major()
         self._memory = HostMemory.allocate(
             self._layout, BATCH_PAGES, hugepages=plan.host_pages == "thp"

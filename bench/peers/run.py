@@ -40,7 +40,7 @@ _FIO_BLOCK_NBYTES = MiB
 _EXISTS_PAGES = 1024
 
 
-class Worker:
+class PeerProcess:
     """The process of one peer."""
 
     def __init__(self, name: str, plan: PeerPlan) -> None:
@@ -199,7 +199,7 @@ def _measure(
         for name in names:
             own = replace(plan, directory=str(folder / name))
             Path(own.directory).mkdir()
-            worker: Any = _Fio(own) if name == "fio" else Worker(name, own)
+            worker: Any = _Fio(own) if name == "fio" else PeerProcess(name, own)
             stack.callback(worker.end)
             askers[name] = worker
         # So many rounds first that every pool was written in full once.

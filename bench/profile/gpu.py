@@ -12,7 +12,7 @@ from contextlib import ExitStack
 from typing import Any
 
 from tutti.bench.gpu.cases import Way, copy_engines, open_engine
-from tutti.bench.gpu.rig import DevicePages, Load, Machine, transfers
+from tutti.bench.gpu.rig import DevicePages, LayerLoad, TestedGpu, transfers
 from tutti.bench.statistics import median
 from tutti.gio_uring.gpu.device_engine import KINDS
 from tutti.gio_uring.gpu.driver import CudaDriver
@@ -27,7 +27,7 @@ _HEAD = 128
 _REPEATS = 5
 _COPY_NBYTES = 256 << 20
 #: What engines are compared by: 256 pages of 64 KiB in a layer.
-_LOAD = Load(64 << 10, 256, layers=8)
+_LOAD = LayerLoad(64 << 10, 256, layers=8)
 
 
 def measure(model: ModelShape) -> dict[str, Any] | None:
@@ -64,13 +64,13 @@ def measure(model: ModelShape) -> dict[str, Any] | None:
 def _measure_engines() -> dict[str, dict[str, float]]:
     driver = CudaDriver()
     try:
-        machine = Machine(driver, Modules(driver))
+        machine = TestedGpu(driver, Modules(driver))
         return {"T0": engine_times(machine)}
     finally:
         driver.close()
 
 
-def engine_times(machine: Machine, load: Load = _LOAD) -> dict[str, float]:
+def engine_times(machine: TestedGpu, load: LayerLoad = _LOAD) -> dict[str, float]:
     """Microseconds of one load by each engine, over a medium that moves nothing at tier T0."""
     with ExitStack() as stack:
         pages = DevicePages(machine.driver, load)
@@ -86,7 +86,7 @@ def engine_times(machine: Machine, load: Load = _LOAD) -> dict[str, float]:
         return times
 
 
-def _may(machine: Machine, kind: str) -> bool:
+def _may(machine: TestedGpu, kind: str) -> bool:
     return kind != "persistent" or not machine.driver.limits_kernels
 
 

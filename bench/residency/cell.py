@@ -25,7 +25,7 @@ from tutti.bench.meter import Meter
 from tutti.bench.residency import moving
 from tutti.bench.shape import parse_shape
 from tutti.bench.stamps import numbered_keys
-from tutti.bench.workload import WAIT_S, Loaded, Workload
+from tutti.bench.workload import WAIT_S, PendingLoad, PoolWorkload
 from tutti.errors import ConfigError
 from tutti.gio_uring.controller_file import BlockRange, FileController
 from tutti.gio_uring.memory import HostBuffer
@@ -48,7 +48,9 @@ class Cell:
         assert isinstance(store.controller, FileController)
         self.store, self.controller = store, store.controller
         self.configuration = configuration
-        self.workload = Workload(store, batch_pages=batch_pages, inflight=1, load_pages=batch_pages)
+        self.workload = PoolWorkload(
+            store, batch_pages=batch_pages, inflight=1, load_pages=batch_pages
+        )
         self._kept_end = 0  # first block behind what the cache policy keeps
 
     def plan(self, share: float, budget_nbytes: int | None = None) -> int:
@@ -91,14 +93,14 @@ class Cell:
             self._check(loaded)
         return meter, held / whole
 
-    def load(self, batch: int) -> Loaded:
+    def load(self, batch: int) -> PendingLoad:
         """Reads a batch."""
         loaded = self.workload.load([batch], 0)
         loaded.ticket.wait(WAIT_S)
         self._after(batch)
         return loaded
 
-    def _check(self, loaded: Loaded) -> None:
+    def _check(self, loaded: PendingLoad) -> None:
         stamps = self.workload.stamps.wrong(loaded.pages, numbered_keys(loaded.contents))
         self.workload.wrong += int(np.count_nonzero(stamps))
 

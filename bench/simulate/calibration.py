@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from tutti.base.checks import open_regular
-from tutti.bench.simulate.hardware import Drive, machine
+from tutti.bench.simulate.hardware import SimulatedDrive, machine
 from tutti.errors import ConfigError
 from tutti.scheduler.profile import TableProfile
 from tutti.scheduler.request import Profile
@@ -32,7 +32,7 @@ POLICIES = ("immediate", "slack")
 _NBYTES_MAX = 1 << 20
 _VALUE_MAX = 1e18
 
-_Record = TypeVar("_Record", bound="ServerParameters | System | Sent")
+_Record = TypeVar("_Record", bound="ServerParameters | StorageSystem | Sent")
 _Known = TypeVar("_Known")
 
 
@@ -54,7 +54,7 @@ class ServerParameters:
 
 
 @dataclass(frozen=True)
-class System:
+class StorageSystem:
     """A store below the server's own cache.
 
     layerwise: a layer computes as soon as it is there, else all are awaited.  read_ahead_nbytes:
@@ -100,7 +100,7 @@ class Calibration:
     dram_nbytes: float
     ssd_nbytes: float
     servers: dict[str, ServerParameters]
-    systems: dict[str, System]
+    systems: dict[str, StorageSystem]
     workloads: dict[str, Sent]
 
     def with_value(self, kind: str, name: str, value: str, number: float) -> Calibration:
@@ -114,7 +114,7 @@ class Calibration:
         """Raises ConfigError for a name that is not known."""
         return _named(self.servers, name, "server")
 
-    def system(self, name: str) -> System:
+    def system(self, name: str) -> StorageSystem:
         """Raises ConfigError for a name that is not known."""
         return _named(self.systems, name, "system")
 
@@ -139,7 +139,7 @@ def load_calibration(path: Path = FILE) -> Calibration:
         ) from error
 
 
-def drive_of(name: str) -> Drive:
+def drive_of(name: str) -> SimulatedDrive:
     """A drive of the list.  Raises ConfigError for a name that is not known."""
     return machine(name, "H100").drive
 
@@ -159,10 +159,10 @@ class ServerTimes:
         self,
         calibration: Calibration,
         server: ServerParameters,
-        system: System,
+        system: StorageSystem,
         *,
         gpu: GpuRoofline,
-        drive: Drive,
+        drive: SimulatedDrive,
         profile: TableProfile | None = None,
     ) -> None:
         self.calibration, self.server, self.system = calibration, server, system
@@ -215,10 +215,10 @@ class ServerTimes:
         return self._latency_us + moved_us
 
 
-def _measured_drive(profile: TableProfile) -> Drive:
+def _measured_drive(profile: TableProfile) -> SimulatedDrive:
     largest = 1 << 30
     write = largest / profile.write_us(largest) * 1e6
-    return Drive(
+    return SimulatedDrive(
         name="profile",
         read_bytes_per_s=profile.read_gb_per_s * 1e9,
         write_bytes_per_s=write,
@@ -247,7 +247,7 @@ def _calibration(values: dict[str, Any]) -> Calibration:
         dram_nbytes=_number("dram_nbytes", capacity["dram_nbytes"], above=0),
         ssd_nbytes=_number("ssd_nbytes", capacity["ssd_nbytes"], above=0),
         servers={name: _record(ServerParameters, name, v) for name, v in values["servers"].items()},
-        systems={name: _record(System, name, v) for name, v in values["systems"].items()},
+        systems={name: _record(StorageSystem, name, v) for name, v in values["systems"].items()},
         workloads={name: _record(Sent, name, v) for name, v in values["workloads"].items()},
     )
     for name, server in found.servers.items():

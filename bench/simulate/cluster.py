@@ -19,7 +19,7 @@ from tutti.bench.simulate.remote import Remote, RemoteLink
 from tutti.bench.simulate.server import SimulatedRequest, SimulatedServer
 from tutti.bench.simulate.tiers import Blocks
 from tutti.bench.statistics import queue_grows
-from tutti.bench.traces import BLOCK_TOKENS, Request
+from tutti.bench.traces import BLOCK_TOKENS, TraceRequest
 from tutti.bench.ttft.metrics import spread
 from tutti.errors import ConfigError
 
@@ -29,7 +29,7 @@ _EVENTS_PER_REQUEST_MAX = 100_000
 
 
 @dataclass(frozen=True)
-class Shape:
+class ClusterShape:
     """How many of what.  media: of the drive (or set of drives) that the times name, per node.
 
     unit_layers: layers of a launch; more make the simulation quicker and coarser.
@@ -56,7 +56,7 @@ class Shape:
 class Cluster:
     """One run."""
 
-    def __init__(self, times: ServerTimes, shape: Shape) -> None:
+    def __init__(self, times: ServerTimes, shape: ClusterShape) -> None:
         self.times, self.shape = times, shape
         self.timeline = Timeline()
         self.media: list[Device] = []
@@ -99,7 +99,7 @@ class Cluster:
             remote=link,
         )
 
-    def warm(self, requests: Sequence[Request]) -> None:
+    def warm(self, requests: Sequence[TraceRequest]) -> None:
         """Fills the tiers as if these requests had been served, without time."""
         for number, request in enumerate(requests):
             server = self.servers[number % len(self.servers)]
@@ -108,7 +108,7 @@ class Cluster:
             if self.times.system.tier != "none":
                 server.store.add(ids)
 
-    def run(self, requests: Sequence[Request]) -> dict[str, Any]:
+    def run(self, requests: Sequence[TraceRequest]) -> dict[str, Any]:
         """Serves the requests at their timestamps, to the last token and the last page stored.
 
         Raises ConfigError for nothing to serve.
@@ -133,10 +133,10 @@ class Cluster:
         """A request that was served."""
         return self._reqs[number]
 
-    def _arrive(self, number: int, request: Request) -> None:
+    def _arrive(self, number: int, request: TraceRequest) -> None:
         self._route(request).arrive(number, request)
 
-    def _route(self, request: Request) -> SimulatedServer:
+    def _route(self, request: TraceRequest) -> SimulatedServer:
         """Round robin, or to the server that has the fewest tokens to compute before the first.
 
         What is queued there counts, and what is not cached there.  Ties go round.
@@ -157,7 +157,7 @@ class Cluster:
     def _finished(self, req: SimulatedRequest) -> None:
         self._reqs[req.number] = req
 
-    def _check(self, requests: Sequence[Request]) -> None:
+    def _check(self, requests: Sequence[TraceRequest]) -> None:
         """What came in went out; a difference is a defect of the simulator."""
         assert len(self._reqs) == len(requests), "every request ends"
         for req in self._reqs.values():
@@ -174,7 +174,7 @@ class Cluster:
         written += fetched * BLOCK_TOKENS // self.times.calibration.page_tokens
         assert not self.media or moved == written * page_nbytes, "every byte is written once"
 
-    def _numbers(self, requests: Sequence[Request], wall_s: float) -> dict[str, Any]:
+    def _numbers(self, requests: Sequence[TraceRequest], wall_s: float) -> dict[str, Any]:
         reqs = [self._reqs[number] for number in range(len(requests))]
         span_s = max(req.last_ns for req in reqs) / 1e9
         ttft_ms = [(req.first_ns - req.arrived_ns) / 1e6 for req in reqs]

@@ -47,7 +47,7 @@ class Timeline:
             what()
 
 
-class Transfer:
+class DeviceTransfer:
     """Bytes that are moved, or wait for that.  done: called when the last one was."""
 
     __slots__ = ("done", "nbytes")
@@ -61,7 +61,7 @@ class _Channel:
 
     def __init__(self, bytes_per_ns: float) -> None:
         self.bytes_per_ns = bytes_per_ns
-        self.waiting: deque[Transfer] = deque()
+        self.waiting: deque[DeviceTransfer] = deque()
         self.left = 0.0  # of the first one
         self.moved_nbytes = 0
         self.busy_ns = 0
@@ -82,12 +82,12 @@ class Device:
         self._slower = max(1.0, slower)
         self._since_ns = 0
 
-    def start(self, direction: str, nbytes: int, done: Callable[[], None]) -> Transfer:
+    def start(self, direction: str, nbytes: int, done: Callable[[], None]) -> DeviceTransfer:
         """Queues a transfer; ``done`` is called when its last byte was moved."""
         channel, other = self._read, self._write
         if direction == WRITE:
             channel, other = other, channel
-        transfer = Transfer(nbytes, done)
+        transfer = DeviceTransfer(nbytes, done)
         if channel.waiting:
             channel.waiting.append(transfer)
             return transfer
@@ -99,7 +99,7 @@ class Device:
             self._plan(other)
         return transfer
 
-    def cut(self, direction: str, transfer: Transfer, unit: int) -> int:
+    def cut(self, direction: str, transfer: DeviceTransfer, unit: int) -> int:
         """Takes back what of a transfer was not begun, and returns what is left of it.
 
         Bytes go in whole units.  A transfer of which nothing is left will not end.
@@ -184,7 +184,7 @@ class Writes:
 
     def __init__(self, device: Device, ended: Callable[[str, int], None]) -> None:
         self._device, self._ended = device, ended
-        self._flying: dict[str, deque[tuple[int, Transfer]]] = {}
+        self._flying: dict[str, deque[tuple[int, DeviceTransfer]]] = {}
 
     def start(self, name: str, first: int, pages: int, page_nbytes: int) -> None:
         """Pages from ``first`` on, behind those that were started before."""

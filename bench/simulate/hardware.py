@@ -14,7 +14,7 @@ _FILE = Path(__file__).with_name("hardware.json")
 
 
 @dataclass(frozen=True)
-class Drive:
+class SimulatedDrive:
     """A medium: bytes per second, and how much longer a transfer takes during the other way."""
 
     name: str
@@ -26,7 +26,7 @@ class Drive:
 
 
 @dataclass(frozen=True)
-class Gpu:
+class SimulatedGpu:
     """Times of a model on a GPU: n new tokens behind p take n * token_us + n * (p + n/2) * pair_ns.
 
     memory_bytes_per_s: what moves during a decode step takes that much of it away.
@@ -57,14 +57,14 @@ class Model:
 
 
 @dataclass(frozen=True)
-class Machine:
+class SimulatedMachine:
     """Everything that decides how long something takes.  Implements scheduler.request.Profile.
 
     compute, read, write: factors on the times: 1 is the truth, others make a profile that is off.
     """
 
-    drive: Drive
-    gpu: Gpu
+    drive: SimulatedDrive
+    gpu: SimulatedGpu
     model: Model
     compute: float = 1.0
     read: float = 1.0
@@ -113,16 +113,16 @@ def gpu_names() -> list[str]:
     return list(_values()["gpus"])
 
 
-def machine(drive: str, gpu: str) -> Machine:
+def machine(drive: str, gpu: str) -> SimulatedMachine:
     """The true times of a drive and a GPU.  Raises ConfigError for a name that is not known."""
     values = _values()
     for kind, name in (("drives", drive), ("gpus", gpu)):
         if name not in values[kind]:
             known = ", ".join(values[kind])
             raise ConfigError(f"the parameters of {name!r} are unknown; use one of {known}")
-    return Machine(
-        Drive(drive, **values["drives"][drive]),
-        Gpu(gpu, **values["gpus"][gpu]),
+    return SimulatedMachine(
+        SimulatedDrive(drive, **values["drives"][drive]),
+        SimulatedGpu(gpu, **values["gpus"][gpu]),
         Model(**values["model"]),
     )
 

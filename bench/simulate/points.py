@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from tutti.bench.simulate.calibration import Calibration, ServerTimes
-from tutti.bench.simulate.cluster import Cluster, Shape
+from tutti.bench.simulate.cluster import Cluster, ClusterShape
 from tutti.bench.simulate.server import SimulatedRequest
 from tutti.bench.simulate.settings import (
     ANOTHER_ORDER,
@@ -21,14 +21,14 @@ from tutti.bench.simulate.settings import (
     LONGER_STEPS,
     SETTINGS,
     WITHOUT_FIRST,
-    Served,
+    ServedWorkload,
     Setting,
     paper_times,
     replayed_hits,
     sent_workload,
     serve,
 )
-from tutti.bench.traces import BLOCK_TOKENS, Request
+from tutti.bench.traces import BLOCK_TOKENS, TraceRequest
 from tutti.errors import ConfigError
 from tutti.scheduler.roofline import ModelShape
 
@@ -63,7 +63,7 @@ class PaperMachine:
     def __init__(self, calibration: Calibration, effort: float = 0.5) -> None:
         self._calibration = calibration
         self._effort = effort
-        self._runs: dict[tuple[str, str, float, Setting], Served] = {}
+        self._runs: dict[tuple[str, str, float, Setting], ServedWorkload] = {}
         self._server, self._setting = "", ASSUMED
 
     def times(self, system: str) -> ServerTimes:
@@ -76,10 +76,10 @@ class PaperMachine:
         """One request on an idle server, with so many of its tokens in the store."""
         calibration = replace(self._calibration, model=model or self._calibration.model)
         times = paper_times(calibration, self._server, system, self._setting)
-        cluster = Cluster(times, Shape())
+        cluster = Cluster(times, ClusterShape())
         ids = tuple(range(-(-total // BLOCK_TOKENS)))
         cluster.servers[0].store.add(ids[: cached // BLOCK_TOKENS])
-        cluster.run([Request(0, total, 1, ids)])
+        cluster.run([TraceRequest(0, total, 1, ids)])
         return cluster.req(0)
 
     def value(self, name: str, server: str, setting: Setting = ASSUMED) -> float:

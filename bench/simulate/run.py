@@ -28,14 +28,14 @@ from tutti.bench.simulate.calibration import (
     gpu_of,
     load_calibration,
 )
-from tutti.bench.simulate.cluster import ROUND_ROBIN, ROUTERS, Cluster, Shape
+from tutti.bench.simulate.cluster import ROUND_ROBIN, ROUTERS, Cluster, ClusterShape
 from tutti.bench.simulate.fit import fit
 from tutti.bench.simulate.hardware import drive_names
 from tutti.bench.simulate.paper import SIMULATED, write_paper
 from tutti.bench.simulate.points import residuals
 from tutti.bench.simulate.remote import FIRST, SECOND, Remote
 from tutti.bench.simulate.settings import arrivals
-from tutti.bench.traces import Request
+from tutti.bench.traces import TraceRequest
 from tutti.bench.ttft.metrics import mean_interval
 from tutti.bench.ttft.workloads.source import (
     Workload,
@@ -263,7 +263,7 @@ def _simulated(
     runs = list(itertools.product(all_times, args.routers, _remotes(args), streams))
     with progress("simulate", len(runs)) as bar:
         for name, router, remote, (rate, seed, requests) in runs:
-            shape = Shape(args.servers, per_node, media, router, args.unit_layers, remote)
+            shape = ClusterShape(args.servers, per_node, media, router, args.unit_layers, remote)
             cluster = Cluster(all_times[name], shape)
             cluster.warm(requests[: args.warm])
             numbers = cluster.run(requests[args.warm :])
@@ -307,7 +307,7 @@ def _times(
 
 def _streams(
     workload: Workload, args: argparse.Namespace
-) -> list[tuple[float | None, int, list[Request]]]:
+) -> list[tuple[float | None, int, list[TraceRequest]]]:
     """(rate, seed, requests) of each run.  The same for every system."""
     if args.rates:
         seeds = range(1, args.seeds + 1)

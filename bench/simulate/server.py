@@ -17,9 +17,9 @@ from tutti.bench.simulate.device import Device, Timeline
 from tutti.bench.simulate.io import ServerIo
 from tutti.bench.simulate.remote import FIRST, SECOND, RemoteLink
 from tutti.bench.simulate.tiers import Blocks
-from tutti.bench.traces import BLOCK_TOKENS, Request
+from tutti.bench.traces import BLOCK_TOKENS, TraceRequest
 from tutti.scheduler.event import LayerBegan, LoadKnown, StepBegan, StepEnded
-from tutti.scheduler.request import Kind, Phase
+from tutti.scheduler.request import LoadKind, Phase
 
 
 @dataclass(slots=True, eq=False)
@@ -31,7 +31,7 @@ class SimulatedRequest:
     """
 
     number: int
-    request: Request
+    request: TraceRequest
     arrived_ns: int
     ids: tuple[int, ...]
     loadable: tuple[int, ...]
@@ -54,7 +54,7 @@ class SimulatedRequest:
 
 
 @dataclass
-class Work:
+class ServerWork:
     """What a server did, in nanoseconds and tokens."""
 
     prefill_ns: int = 0
@@ -111,7 +111,7 @@ class SimulatedServer:
         self._unit = unit_layers if times.system.layerwise else self.calibration.model.layers
         self._finished = finished
         self._remote = remote
-        self.work = Work()
+        self.work = ServerWork()
         self._queue: deque[SimulatedRequest] = deque()
         self._running: list[SimulatedRequest] = []
         self._computes = False
@@ -132,7 +132,7 @@ class SimulatedServer:
         """Leading blocks that would not have to be computed."""
         return self.store.match(ids, self.hbm.match(ids))
 
-    def arrive(self, number: int, request: Request) -> None:
+    def arrive(self, number: int, request: TraceRequest) -> None:
         """A request comes."""
         ids = request.hash_ids[: request.input_tokens // BLOCK_TOKENS]
         loadable = ids[: max(0, (request.input_tokens - 1) // BLOCK_TOKENS)]
@@ -141,7 +141,7 @@ class SimulatedServer:
         if self._remote is not None:
             self._remote.missed(loadable[self.cached_blocks(loadable) :])
         if self._times.system.read_ahead_nbytes:
-            self._know_load(req, Kind.READ_AHEAD)
+            self._know_load(req, LoadKind.READ_AHEAD)
         if not self._computes:
             self._next()
         elif self._stretch is not None:
@@ -166,7 +166,7 @@ class SimulatedServer:
         used = sum(r.request.input_tokens + r.request.output_tokens for r in self._running)
         return not self._running or used + wanted <= self.calibration.hbm_tokens
 
-    def _know_load(self, req: SimulatedRequest, kind: Kind) -> None:
+    def _know_load(self, req: SimulatedRequest, kind: LoadKind) -> None:
         """Announces what the store has beyond HBM."""
         ids = req.loadable
         hit = self.hbm.match(ids)
@@ -209,7 +209,7 @@ class SimulatedServer:
                 self.io.forget(req.load)
                 req.load = ""
         if not req.load:
-            self._know_load(req, Kind.LOAD)
+            self._know_load(req, LoadKind.LOAD)
         self.hbm.touch(ids[:hit])
 
     def _begin(self, req: SimulatedRequest) -> None:

@@ -10,9 +10,9 @@ from typing import Any
 
 from tutti.bench.belady import least_recently_used, unlimited
 from tutti.bench.simulate.calibration import Calibration, Sent, ServerTimes, drive_of, gpu_of
-from tutti.bench.simulate.cluster import Cluster, Shape
+from tutti.bench.simulate.cluster import Cluster, ClusterShape
 from tutti.bench.statistics import queue_grows
-from tutti.bench.traces import BLOCK_TOKENS, Request
+from tutti.bench.traces import BLOCK_TOKENS, TraceRequest
 from tutti.bench.ttft.arrivals import arrival_times_s
 from tutti.bench.ttft.workloads.orders import ROUND_ROBIN
 from tutti.bench.ttft.workloads.source import (
@@ -99,7 +99,7 @@ def _generated(
     return build_workload(parser.parse_args(wanted))
 
 
-def arrivals(workload: Workload, rate: float, seed: int, first: int = 0) -> list[Request]:
+def arrivals(workload: Workload, rate: float, seed: int, first: int = 0) -> list[TraceRequest]:
     """The workload as a trace: requests from ``first`` on come at random, those before at once."""
     count = len(workload.prompts) - first
     times_ms = [round(1000 * at) for at in arrival_times_s(count, rate, seed)]
@@ -107,7 +107,7 @@ def arrivals(workload: Workload, rate: float, seed: int, first: int = 0) -> list
 
 
 @dataclass(frozen=True)
-class Served:
+class ServedWorkload:
     """What became of a workload: (came, first token, last token, tokens of the answer), in ns."""
 
     requests: tuple[tuple[int, int, int, int], ...]
@@ -131,16 +131,16 @@ class Served:
         }
 
 
-def serve(times: ServerTimes, workload: Workload, rate: float, setting: Setting) -> Served:
+def serve(times: ServerTimes, workload: Workload, rate: float, setting: Setting) -> ServedWorkload:
     """Serves a workload from empty stores: with full ones far more hits than is published."""
     requests = [
         replace(one, output_tokens=max(1, round(one.output_tokens * setting.answers)))
         for one in arrivals(workload, rate, seed=1)
     ]
-    cluster = Cluster(times, Shape(unit_layers=4))
+    cluster = Cluster(times, ClusterShape(unit_layers=4))
     run = cluster.run(requests)
     reqs = [cluster.req(number) for number in range(len(requests))]
-    return Served(
+    return ServedWorkload(
         tuple((r.arrived_ns, r.first_ns, r.last_ns, r.request.output_tokens) for r in reqs),
         (run["input_tokens_per_s"], run["output_tokens_per_s"]),
     )

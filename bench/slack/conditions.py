@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from tutti.bench.simulate.device import WRITE, Device, Timeline
-from tutti.bench.simulate.hardware import Drive, Machine
+from tutti.bench.simulate.hardware import SimulatedDrive, SimulatedMachine
 from tutti.scheduler.policy import Limits
 
 _STEP_NS = 20_000_000
@@ -22,7 +22,7 @@ class Conditions:
     0: the cache never ends.
     """
 
-    drive: Drive
+    drive: SimulatedDrive
     drift: tuple[float, float] | None = None
     period_s: float = 8.0
     cache_nbytes: float = 0.0
@@ -68,7 +68,7 @@ class Condition:
     bursts: bool = False
     backlog: float = 1.0
 
-    def of(self, drive: Drive) -> Conditions | None:
+    def of(self, drive: SimulatedDrive) -> Conditions | None:
         """For a drive; None where it does not change."""
         if self.drift is None and not self.cache_s:
             return None
@@ -91,8 +91,8 @@ CONDITIONS = {
 }
 
 
-def _parts(**factors: float) -> Callable[[Machine], Machine]:
-    def wrong(truth: Machine) -> Machine:
+def _parts(**factors: float) -> Callable[[SimulatedMachine], SimulatedMachine]:
+    def wrong(truth: SimulatedMachine) -> SimulatedMachine:
         interference = max(1.0, truth.drive.interference * factors.get("interference", 1.0))
         return replace(
             truth,
@@ -106,7 +106,7 @@ def _parts(**factors: float) -> Callable[[Machine], Machine]:
 
 
 #: Profiles that are wrong: each part alone, all of them the harmful way, and in no order.
-PROFILES: dict[str, Callable[[Machine], Machine]] = {
+PROFILES: dict[str, Callable[[SimulatedMachine], SimulatedMachine]] = {
     **{
         f"{part} x{factor:g}": _parts(**{part: factor})
         for part in ("compute", "read", "write", "interference")

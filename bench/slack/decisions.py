@@ -20,7 +20,7 @@ from tutti.base.terminal import ProgressFactory, table
 from tutti.bench.environment import describe
 from tutti.bench.simulate.hardware import machine
 from tutti.bench.slack import file as slack_file
-from tutti.bench.slack.server import Noise, Server
+from tutti.bench.slack.server import LayeredServer, Noise
 from tutti.bench.slack.workload import KINDS, generate
 from tutti.bench.statistics import median
 from tutti.errors import ConfigError
@@ -105,7 +105,7 @@ def _simulated(kind: str, args: argparse.Namespace) -> Timed:
     truth = machine(_DRIVE, _GPU)
     policy = SlackPolicy(Limits(locked_pages=_BACKLOG_PAGES, staged_pages=_BACKLOG_PAGES))
     requests = generate(kind, truth, args.requests, args.seed)
-    server = Server(truth, requests, policy, truth, noise=Noise(), seed=args.seed)
+    server = LayeredServer(truth, requests, policy, truth, noise=Noise(), seed=args.seed)
     timed = server.scheduler = Timed(policy, truth)
     server.run()
     return timed

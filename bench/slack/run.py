@@ -27,12 +27,12 @@ import numpy as np
 
 from tutti.base.terminal import ProgressFactory
 from tutti.bench.environment import describe
-from tutti.bench.simulate.hardware import Machine, drive_names, gpu_names, machine
+from tutti.bench.simulate.hardware import SimulatedMachine, drive_names, gpu_names, machine
 from tutti.bench.slack import file as slack_file
 from tutti.bench.slack import report as slack_report
 from tutti.bench.slack.conditions import CONDITIONS, PROFILES
-from tutti.bench.slack.server import Measured, Noise, Server, TruthNow
-from tutti.bench.slack.workload import KINDS, Request, generate, in_bursts, recorded
+from tutti.bench.slack.server import LayeredServer, Measured, Noise, TruthNow
+from tutti.bench.slack.workload import KINDS, SlackRequest, generate, in_bursts, recorded
 from tutti.bench.statistics import median, percentile
 from tutti.errors import ConfigError
 from tutti.scheduler.baselines import FixedWindow, ImmediatePolicy
@@ -151,7 +151,7 @@ class _Cell:
 
     def __init__(
         self,
-        truth: Machine,
+        truth: SimulatedMachine,
         workload: str,
         condition: str,
         limits: Limits,
@@ -168,18 +168,18 @@ class _Cell:
             p99_s[share] = self.run("fixed", tuning, TUNING_SEED)["first_token_p99_s"]
         self.fixed_share = min(SHARES, key=lambda share: p99_s[share])
 
-    def requests(self, count: int, seed: int) -> list[Request]:
+    def requests(self, count: int, seed: int) -> list[SlackRequest]:
         """What every policy serves."""
         if self._recording is not None:
             return recorded(self._recording)
         requests = generate(self._workload, self._truth, count, seed)
         return in_bursts(requests) if self._condition.bursts else requests
 
-    def run(self, name: str, requests: Sequence[Request], seed: int) -> dict[str, float]:
+    def run(self, name: str, requests: Sequence[SlackRequest], seed: int) -> dict[str, float]:
         """One policy: every number of ``_METRICS``."""
         policy, profile = policy_of(name, self._truth, self._limits, self.fixed_share)
         conditions = self._condition.of(self._truth.drive)
-        server = Server(
+        server = LayeredServer(
             self._truth,
             requests,
             policy,
@@ -193,7 +193,7 @@ class _Cell:
 
 
 def policy_of(
-    name: str, truth: Machine, limits: Limits, fixed_share: float = 1.0
+    name: str, truth: SimulatedMachine, limits: Limits, fixed_share: float = 1.0
 ) -> tuple[Policy, Profile]:
     """A policy by its name here, and the profile it believes in."""
     if name in ("none", "whole"):

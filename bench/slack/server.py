@@ -16,9 +16,9 @@ from functools import partial
 import numpy as np
 
 from tutti.bench.simulate.device import READ, Device, Timeline, Writes
-from tutti.bench.simulate.hardware import Machine, copy_bytes_per_s
+from tutti.bench.simulate.hardware import SimulatedMachine, copy_bytes_per_s
 from tutti.bench.slack.conditions import Conditions
-from tutti.bench.slack.workload import Request
+from tutti.bench.slack.workload import SlackRequest
 from tutti.scheduler.changes import Scheduler
 from tutti.scheduler.estimates import Estimates
 from tutti.scheduler.event import (
@@ -34,7 +34,7 @@ from tutti.scheduler.event import (
     WriteKnown,
     WriteStopped,
 )
-from tutti.scheduler.request import Kind, Phase, Profile
+from tutti.scheduler.request import LoadKind, Phase, Profile
 from tutti.scheduler.state import NOTHING, Issue, Policy, State
 
 _EVENTS_MAX = 50_000_000
@@ -72,7 +72,7 @@ class Measured:
 class TruthNow:
     """The profile of an oracle: how long things will take this time, noise of steps included."""
 
-    def __init__(self, machine: Machine) -> None:
+    def __init__(self, machine: SimulatedMachine) -> None:
         self._machine = machine
         self.prefill_factors: dict[tuple[int, int], float] = {}
         self.decode_factor = 1.0
@@ -121,13 +121,13 @@ class _Told(Estimates):
 class _Running:
     """A request that has its first token."""
 
-    request: Request
+    request: SlackRequest
     left: int
     context: int
     last_ns: int
 
 
-class Server:
+class LayeredServer:
     """One run, in virtual time.
 
     whole: a load arrives as a whole, as in a system without layers.  conditions: how the drive
@@ -136,8 +136,8 @@ class Server:
 
     def __init__(
         self,
-        machine: Machine,
-        requests: Sequence[Request],
+        machine: SimulatedMachine,
+        requests: Sequence[SlackRequest],
         policy: Policy,
         profile: Profile,
         *,
@@ -285,7 +285,7 @@ class Server:
                 layer_nbytes=request.hit_tokens * model.token_nbytes // layers,
                 tokens=request.new_tokens,
                 prefix_tokens=request.hit_tokens,
-                kind=Kind.READ_AHEAD,
+                kind=LoadKind.READ_AHEAD,
             )
             self._post(load)
             self._ready[str(number)] = 0

@@ -11,12 +11,12 @@ import numpy as np
 import numpy.typing as npt
 
 from tutti.base.checks import open_regular
-from tutti.bench.simulate.hardware import Machine
+from tutti.bench.simulate.hardware import SimulatedMachine
 from tutti.errors import ConfigError
 
 
 @dataclass(frozen=True)
-class Request:
+class SlackRequest:
     """One request: its prefix of ``hit_tokens`` is on the medium, ``new_tokens`` are computed and
     stored, then ``out_tokens`` are decoded.
     """
@@ -28,7 +28,7 @@ class Request:
 
 
 @dataclass(frozen=True)
-class Kind:
+class WorkloadKind:
     """How requests of a workload are drawn.
 
     hit, new, out: log-normal tokens as (median, sigma).  miss_share: of requests without a hit,
@@ -46,21 +46,21 @@ class Kind:
 
 KINDS = {
     # long chats: most of a prompt hits
-    "chat": Kind((24_000, 0.7), (1_500, 0.7), (48, 0.5), 0.1, 0.7),
+    "chat": WorkloadKind((24_000, 0.7), (1_500, 0.7), (48, 0.5), 0.1, 0.7),
     # questions about documents, half of them new
-    "documents": Kind((48_000, 0.4), (600, 0.6), (32, 0.5), 0.4, 0.7),
+    "documents": WorkloadKind((48_000, 0.4), (600, 0.6), (32, 0.5), 0.4, 0.7),
     # many short turns on long prefixes
-    "agents": Kind((32_000, 0.5), (3_000, 0.4), (24, 0.4), 0.0, 0.8),
+    "agents": WorkloadKind((32_000, 0.5), (3_000, 0.4), (24, 0.4), 0.0, 0.8),
     # long answers: mostly decode steps
-    "decode": Kind((12_000, 0.6), (1_500, 0.6), (300, 0.4), 0.1, 0.6),
+    "decode": WorkloadKind((12_000, 0.6), (1_500, 0.6), (300, 0.4), 0.1, 0.6),
     # nothing hits: only writes
-    "cold": Kind((8_000, 0.6), (4_000, 0.6), (48, 0.5), 1.0, 0.7, False),
+    "cold": WorkloadKind((8_000, 0.6), (4_000, 0.6), (48, 0.5), 1.0, 0.7, False),
 }
 
 _TOKENS_MAX = 128_000
 
 
-def generate(name: str, machine: Machine, requests: int, seed: int) -> list[Request]:
+def generate(name: str, machine: SimulatedMachine, requests: int, seed: int) -> list[SlackRequest]:
     """Poisson arrivals of one kind.  Whole pages; the first request comes at 0.
 
     Raises ConfigError for a kind that does not exist.
@@ -84,10 +84,10 @@ def generate(name: str, machine: Machine, requests: int, seed: int) -> list[Requ
     gap_ns = np.mean(busy_us) / kind.load * 1e3
     arrivals = np.concatenate([[0.0], np.cumsum(rng.exponential(gap_ns, requests - 1))])
     rows = zip(arrivals.tolist(), hit.tolist(), new.tolist(), out.tolist(), strict=True)
-    return [Request(round(a), h, n, o) for a, h, n, o in rows]
+    return [SlackRequest(round(a), h, n, o) for a, h, n, o in rows]
 
 
-def _busy_us(machine: Machine, hit: int, new: int, out: int) -> float:
+def _busy_us(machine: SimulatedMachine, hit: int, new: int, out: int) -> float:
     """GPU time of a request: its prefill or its load, and its part of decode steps of eight."""
     model = machine.model
     compute_us = model.layers * machine.layer_us(new, hit)
@@ -95,7 +95,7 @@ def _busy_us(machine: Machine, hit: int, new: int, out: int) -> float:
     return max(compute_us, load_us) + out * machine.decode_us(8, 8 * (hit + new)) / 8
 
 
-def in_bursts(requests: Sequence[Request], size: int = 8) -> list[Request]:
+def in_bursts(requests: Sequence[SlackRequest], size: int = 8) -> list[SlackRequest]:
     """The same requests, each group of so many at the moment of its last."""
     found = []
     for first in range(0, len(requests), size):
@@ -104,12 +104,12 @@ def in_bursts(requests: Sequence[Request], size: int = 8) -> list[Request]:
     return found
 
 
-def write_requests(requests: Sequence[Request], path: Path) -> None:
+def write_requests(requests: Sequence[SlackRequest], path: Path) -> None:
     """One JSON line for each request."""
     path.write_text("".join(json.dumps(asdict(request)) + "\n" for request in requests))
 
 
-def recorded(path: Path) -> list[Request]:
+def recorded(path: Path) -> list[SlackRequest]:
     """Requests of a file as `write_requests` makes it, in order of arrival.  Raises ConfigError."""
     requests = []
     try:
@@ -120,7 +120,7 @@ def recorded(path: Path) -> list[Request]:
     for number, line in enumerate(lines, 1):
         try:
             values = json.loads(line)
-            request = Request(**{name: int(value) for name, value in values.items()})
+            request = SlackRequest(**{name: int(value) for name, value in values.items()})
         except (AttributeError, TypeError, ValueError) as error:
             raise ConfigError(
                 f"{path}:{number} is not a request ({error}); each line is an object with "

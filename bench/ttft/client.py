@@ -22,7 +22,7 @@ _LEAD_S = 0.05
 
 
 @dataclass(frozen=True)
-class Call:
+class TimedCall:
     """A request: its number, when it is due, and its body.  Times are in seconds of the run."""
 
     number: int
@@ -89,7 +89,7 @@ class Run:
 def drive(
     endpoint: Endpoint,
     protocol: ServerApi,
-    calls: Sequence[Call],
+    calls: Sequence[TimedCall],
     run: Run,
     *,
     timeout_s: float,
@@ -107,7 +107,7 @@ def drive(
 async def _drive(
     endpoint: Endpoint,
     protocol: ServerApi,
-    calls: Sequence[Call],
+    calls: Sequence[TimedCall],
     run: Run,
     timeout_s: float,
     concurrency: int | None,
@@ -119,7 +119,7 @@ async def _drive(
     not_streaming: list[NotStreaming] = []
     over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
-    async def one(call: Call) -> None:
+    async def one(call: TimedCall) -> None:
         async with gate:
             record = Record(call.number, call.task, call.due_s, sent_s=clock() - begin_s)
             broken = False
@@ -163,7 +163,7 @@ async def _drive(
 async def _ask(
     endpoint: Endpoint,
     protocol: ServerApi,
-    call: Call,
+    call: TimedCall,
     record: Record,
     now_s: Callable[[], float],
 ) -> None:

@@ -16,8 +16,8 @@ from tutti.bench.statistics import interval_text
 from tutti.bench.ttft.http import ServerError
 from tutti.bench.ttft.metrics import latencies_ms, mean_interval
 from tutti.bench.ttft.output import Output
-from tutti.bench.ttft.session import Session
-from tutti.bench.ttft.workloads.prompt import Part, Prompt
+from tutti.bench.ttft.session import BenchSession
+from tutti.bench.ttft.workloads.prompt import Prompt, PromptPart
 from tutti.errors import ConfigError
 
 _OUTPUT_TOKENS = 8
@@ -39,7 +39,7 @@ def add_prefix_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run_prefix(session: Session, output: Output) -> dict[str, Any]:
+def run_prefix(session: BenchSession, output: Output) -> dict[str, Any]:
     """Rows by prefix length.  Raises ConfigError for lengths beyond the prompt or the context."""
     args = session.args
     total = args.total_tokens
@@ -98,7 +98,7 @@ def prefix_report(result: dict[str, Any]) -> str:
     return "\n".join(lines + (["PARTIAL"] if result["partial"] else []))
 
 
-def _row(session: Session, tokens: int, total: int, output: Output) -> dict[str, Any]:
+def _row(session: BenchSession, tokens: int, total: int, output: Output) -> dict[str, Any]:
     """Prompts with `tokens` of prefix, one after another."""
     args = session.args
     latencies: list[float] = []
@@ -107,8 +107,8 @@ def _row(session: Session, tokens: int, total: int, output: Output) -> dict[str,
     with session.progress(f"prefix of {tokens} tokens", args.repeats) as bar:
         for repeat in range(args.repeats):
             name = f"{session.nonce}-{total}-{tokens}-{repeat}"
-            prefix = Part(f"prefix-{name}", tokens)
-            rest = Part(f"rest-{name}", total - tokens)
+            prefix = PromptPart(f"prefix-{name}", tokens)
+            rest = PromptPart(f"rest-{name}", total - tokens)
             if tokens:
                 session.ask(Prompt("prefix", name, (prefix,), 1), repeat)
             session.flush()

@@ -10,7 +10,7 @@ from tutti.bench.ttft.http import Refused, ServerError
 
 
 @dataclass
-class Progress:
+class StreamProgress:
     """The content of an event about its request so far; None where it has none.
 
     cached: tokens of the prompt that were not computed, by where they came from.
@@ -29,7 +29,7 @@ class ServerApi(Protocol):
     def body(self, prompt: bytes, output_tokens: int) -> bytes:
         """The request for a prompt that is a JSON value already."""
 
-    def progress(self, data: bytes) -> Progress | None:
+    def progress(self, data: bytes) -> StreamProgress | None:
         """What an event says; None for one that carries nothing.  Raises ServerError."""
 
 
@@ -50,7 +50,7 @@ class Generate:
             json.dumps(sampling).encode(),
         )
 
-    def progress(self, data: bytes) -> Progress | None:
+    def progress(self, data: bytes) -> StreamProgress | None:
         """Counts from `meta_info`."""
         event = _event(data)
         if event is None:
@@ -58,14 +58,14 @@ class Generate:
         meta = event.get("meta_info") or {}
         details = meta.get("cached_tokens_details")
         cached = meta.get("cached_tokens")
-        return Progress(
+        return StreamProgress(
             _count(meta.get("completion_tokens")),
             _count(meta.get("prompt_tokens")),
             _cached(cached, details),
         )
 
 
-class Chat:
+class ChatProtocol:
     """OpenAI's /v1/chat/completions, with usage in the stream."""
 
     path = "/v1/chat/completions"
@@ -87,7 +87,7 @@ class Chat:
         messages = b'[{"role":"user","content":%s}]' % prompt
         return b'{"model":%s,"messages":%s,%s' % (self._model, messages, tail)
 
-    def progress(self, data: bytes) -> Progress | None:
+    def progress(self, data: bytes) -> StreamProgress | None:
         """Counts from `usage`; an event without it counts as one token if it carries text."""
         event = _event(data)
         if event is None:
@@ -98,7 +98,7 @@ class Chat:
         output = _count(usage.get("completion_tokens"))
         if output is None and not _has_text(event):
             output = 0
-        return Progress(output, _count(usage.get("prompt_tokens")), _cached(cached, details))
+        return StreamProgress(output, _count(usage.get("prompt_tokens")), _cached(cached, details))
 
 
 def _event(data: bytes) -> dict[str, Any] | None:

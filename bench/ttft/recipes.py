@@ -40,7 +40,7 @@ _POLL_S = 0.5
 
 
 @dataclass(frozen=True)
-class Options:
+class RecipeOptions:
     """What a recipe may use.  dram_nbytes: of host memory for KV; storage: a folder on the SSD."""
 
     model: str
@@ -69,17 +69,17 @@ class Recipe:
 
     name: str
     summary: str
-    make: Callable[[Options], Launch]
+    make: Callable[[RecipeOptions], Launch]
     needs: str = ""
     uses_storage: bool = True
 
 
-def _base(options: Options) -> list[str]:
+def _base(options: RecipeOptions) -> list[str]:
     sizes = ["--page-size", str(options.page_size)]
     return ["--model-path", options.model, *sizes, "--enable-metrics"]
 
 
-def _hierarchical(options: Options, *storage: str) -> list[str]:
+def _hierarchical(options: RecipeOptions, *storage: str) -> list[str]:
     """Host memory behind GPU memory; SGLang takes its size in whole 10^9 bytes."""
     gigabytes = max(1, options.dram_nbytes // _GB)
     return [
@@ -91,15 +91,15 @@ def _hierarchical(options: Options, *storage: str) -> list[str]:
     ]
 
 
-def _hbm(options: Options) -> Launch:
+def _hbm(options: RecipeOptions) -> Launch:
     return Launch(_base(options))
 
 
-def _dram(options: Options) -> Launch:
+def _dram(options: RecipeOptions) -> Launch:
     return Launch(_hierarchical(options))
 
 
-def _file(options: Options) -> Launch:
+def _file(options: RecipeOptions) -> Launch:
     env = {
         "SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR": str(options.storage),
         "SGLANG_HICACHE_FILE_BACKEND_MAX_SIZE": str(options.capacity_nbytes),
@@ -107,7 +107,7 @@ def _file(options: Options) -> Launch:
     return Launch(_hierarchical(options, "--hicache-storage-backend", "file"), env)
 
 
-def _nixl(options: Options) -> Launch:
+def _nixl(options: RecipeOptions) -> Launch:
     env = {
         "SGLANG_HICACHE_NIXL_BACKEND_STORAGE_DIR": str(options.storage),
         "SGLANG_HICACHE_NIXL_BACKEND_PLUGIN": "POSIX",
@@ -115,7 +115,7 @@ def _nixl(options: Options) -> Launch:
     return Launch(_hierarchical(options, "--hicache-storage-backend", "nixl"), env)
 
 
-def _tutti_hicache(options: Options) -> Launch:
+def _tutti_hicache(options: RecipeOptions) -> Launch:
     arguments = server_arguments(
         HICACHE, options.model, _tutti_options(options), page_size=options.page_size
     )
@@ -123,7 +123,7 @@ def _tutti_hicache(options: Options) -> Launch:
     return Launch([*arguments, "--hicache-size", str(gigabytes)])
 
 
-def _tutti_linker(options: Options) -> Launch:
+def _tutti_linker(options: RecipeOptions) -> Launch:
     return Launch(
         server_arguments(
             LINKER,
@@ -135,11 +135,11 @@ def _tutti_linker(options: Options) -> Launch:
     )
 
 
-def _tutti_options(options: Options) -> dict[str, Any]:
+def _tutti_options(options: RecipeOptions) -> dict[str, Any]:
     return {"path": str(options.storage), "capacity": str(options.capacity_nbytes)}
 
 
-def _lmcache(options: Options) -> Launch:
+def _lmcache(options: RecipeOptions) -> Launch:
     """LMCache's own server with host memory and files, and SGLang as its client (LMCache's pages on
     its multiprocess mode; SGLang's mem_cache/storage/lmcache/README.md).
 
@@ -257,7 +257,7 @@ def report(result: dict[str, Any]) -> str:
     return facts([("command", command), ("server ended with", result["exit_code"])])
 
 
-def launch_of(name: str, options: Options) -> Launch:
+def launch_of(name: str, options: RecipeOptions) -> Launch:
     """Arguments and environment of a system.  Raises ConfigError for an unknown name."""
     if name not in RECIPES:
         raise ConfigError(f"no system {name!r}; there are {', '.join(RECIPES)}")
@@ -275,7 +275,7 @@ def _launch(recipe: Recipe, args: argparse.Namespace) -> Launch:
                 f"{folder.name} is not empty: what is stored there would be hits of this run; "
                 "name a new folder, or say --keep"
             )
-    options = Options(args.model, args.page_size, args.dram, args.capacity, folder or Path())
+    options = RecipeOptions(args.model, args.page_size, args.dram, args.capacity, folder or Path())
     launch = launch_of(recipe.name, options)
     more = ["--host", args.host, "--port", str(args.port)]
     if "--enable-cache-report" not in launch.arguments:  # else cached tokens are not reported

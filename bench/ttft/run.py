@@ -25,7 +25,7 @@ from tutti.bench.ttft.session import (
     POISSON,
     POPULATED,
     TRACE,
-    Session,
+    BenchSession,
     add_session_arguments,
     open_session,
 )
@@ -188,7 +188,7 @@ def _check(args: argparse.Namespace) -> None:
 
 
 def _sweep(
-    session: Session, args: argparse.Namespace, slos: Sequence[Slo], output: Output
+    session: BenchSession, args: argparse.Namespace, slos: Sequence[Slo], output: Output
 ) -> dict[str, Any]:
     measure = session.measure if args.client == BUILTIN else _by_sglang(session, args, slos)
     sweep = Sweep(measure, args.seeds)
@@ -244,7 +244,7 @@ def _sweep(
     return result()
 
 
-def _by_sglang(session: Session, args: argparse.Namespace, slos: Sequence[Slo]) -> Any:
+def _by_sglang(session: BenchSession, args: argparse.Namespace, slos: Sequence[Slo]) -> Any:
     client = ServingClient(
         session.endpoint.url, args.timeout_s, args.api_key, args.sglang_python, args.tokenizer
     )

@@ -14,13 +14,13 @@ from typing import Any
 from tutti.arguments import positive
 from tutti.base.terminal import ProgressFactory
 from tutti.bench.ttft.arrivals import arrival_times_s, traced_times_s
-from tutti.bench.ttft.client import Call, Record, Run, drive
+from tutti.bench.ttft.client import Record, Run, TimedCall, drive
 from tutti.bench.ttft.http import Endpoint, ServerError, parse_endpoint
 from tutti.bench.ttft.metrics import Slo, summarise
-from tutti.bench.ttft.protocol import Chat, Generate, ServerApi
+from tutti.bench.ttft.protocol import ChatProtocol, Generate, ServerApi
 from tutti.bench.ttft.server_control import Control
 from tutti.bench.ttft.sweep import Point, Stopped
-from tutti.bench.ttft.workloads.prompt import FORMS, IDS, TEXT, Part, Prompt, Renderer, salted
+from tutti.bench.ttft.workloads.prompt import FORMS, IDS, TEXT, Prompt, PromptPart, Renderer, salted
 from tutti.bench.ttft.workloads.source import Workload, build_workload
 from tutti.errors import ConfigError
 
@@ -78,7 +78,7 @@ def add_session_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 @dataclass
-class Session:
+class BenchSession:
     """A server that answered, and the workload that fits it."""
 
     endpoint: Endpoint
@@ -105,7 +105,7 @@ class Session:
 
     def probe(self) -> None:
         """Sends one small request.  Raises ServerError for a server that cannot be measured."""
-        prompt = Prompt("probe", "probe", (Part("probe", 8),), _PROBE_TOKENS)
+        prompt = Prompt("probe", "probe", (PromptPart("probe", 8),), _PROBE_TOKENS)
         run = Run()
         self._drive(self.calls([prompt], [0.0], "probe"), run)
         if run.records[0].error:
@@ -173,10 +173,12 @@ class Session:
             raise Stopped(point, reason, interrupted=interrupted)
         return point
 
-    def calls(self, prompts: Iterable[Prompt], due_s: Iterable[float], salt: str) -> list[Call]:
+    def calls(
+        self, prompts: Iterable[Prompt], due_s: Iterable[float], salt: str
+    ) -> list[TimedCall]:
         """Requests at their times; their bodies are made when they are sent."""
         return [
-            Call(
+            TimedCall(
                 number, at_s, prompt.task, prompt.output_tokens, partial(self._value, prompt, salt)
             )
             for number, (prompt, at_s) in enumerate(zip(prompts, due_s, strict=True))
@@ -187,7 +189,7 @@ class Session:
 
     def _drive(
         self,
-        calls: Sequence[Call],
+        calls: Sequence[TimedCall],
         run: Run,
         *,
         concurrency: int | None = None,
@@ -206,7 +208,7 @@ class Session:
 
 def open_session(
     args: argparse.Namespace, slos: Sequence[Slo], progress: ProgressFactory
-) -> Session:
+) -> BenchSession:
     """Looks at the server and builds the workload for its context.
 
     Raises ServerError for one that cannot be reached or measured, ConfigError for a workload that
@@ -222,8 +224,8 @@ def open_session(
     context_tokens = told if isinstance(told, int) else listed
     workload = build_workload(args, context_tokens)
     form = _form(args, workload, facts)
-    api: ServerApi = Chat(model) if args.api == CHAT else Generate(form)
-    session = Session(
+    api: ServerApi = ChatProtocol(model) if args.api == CHAT else Generate(form)
+    session = BenchSession(
         endpoint,
         control,
         api,

@@ -22,7 +22,7 @@ from tutti.integration.sglang import adapter
 from tutti.integration.sglang.direct.steps import STEPS
 from tutti.integration.sglang.host.flat_pages import FlatPages
 from tutti.integration.sglang.host.host_pools import (
-    Fragments,
+    PageFragments,
     advise_hugepages,
     host_pool_of,
     shape_of,
@@ -261,7 +261,7 @@ class TuttiHiCacheStorage(adapter.HiCacheStorage):
             store.close()
 
     def _open(self, name: str, host_pool: Any, capacity: int) -> None:
-        fragments = Fragments(host_pool, name)
+        fragments = PageFragments(host_pool, name)
         identity = identity_of(self._options, self._model, self._config.model_name or "")
         layout = layout_of(shape_of(host_pool, name, fragments), identity, self._parallel_rank)
         metrics = Metrics(

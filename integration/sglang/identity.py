@@ -96,7 +96,7 @@ class ParallelRank:
 
 
 @dataclass(frozen=True)
-class Shape:
+class PageShape:
     """How a page of one KV pool lies in memory, and what its bytes mean.
 
     segments: bytes of the fragments of a page in one layer.  layers: 1 where all layers of a page
@@ -116,7 +116,7 @@ class Shape:
 
 
 @dataclass(frozen=True)
-class Identity:
+class ModelIdentity:
     """The model and its weights, as far as KV depends on them."""
 
     model: str
@@ -126,7 +126,7 @@ class Identity:
     overrides: str = ""
 
 
-def layout_of(shape: Shape, identity: Identity, parallel_rank: ParallelRank) -> KVLayout:
+def layout_of(shape: PageShape, identity: ModelIdentity, parallel_rank: ParallelRank) -> KVLayout:
     """The layout whose fingerprint says all of it."""
     rank, world = parallel_rank.share
     details = {
@@ -160,7 +160,7 @@ def pool_path(path: str, layout: KVLayout, pool: str, parallel_rank: ParallelRan
     return folder / f"{pool}-{parallel_rank.name}{SUFFIX}"
 
 
-def identity_of(options: Mapping[str, Any], model: ServedModel, name: str = "") -> Identity:
+def identity_of(options: Mapping[str, Any], model: ServedModel, name: str = "") -> ModelIdentity:
     """The identity of a served model; options `model` and `weights` override it.
 
     name: of a model whose path is not known.
@@ -168,7 +168,7 @@ def identity_of(options: Mapping[str, Any], model: ServedModel, name: str = "") 
     weights = options["weights"] or "|".join(
         (weights_version(model.path), model.revision, model.weight_version, model.load_format)
     )
-    return Identity(
+    return ModelIdentity(
         model=options["model"] or model.path or name,
         weights=weights,
         quantization=model.quantization,

@@ -30,7 +30,7 @@ from tutti.errors import (
 from tutti.integration.sglang.adapter import check_version, served_model
 from tutti.integration.sglang.direct import adapter
 from tutti.integration.sglang.direct.admission import admission_for
-from tutti.integration.sglang.direct.backlog import Backlog, Chains, Part, admitted
+from tutti.integration.sglang.direct.backlog import Backlog, Chains, OffloadPart, admitted
 from tutti.integration.sglang.direct.control import LINKERS
 from tutti.integration.sglang.direct.gpu import open_gpu
 from tutti.integration.sglang.direct.kv_pools import kv_pool_group
@@ -282,7 +282,7 @@ class TuttiLinker(Owned, adapter.UnifiedCacheLinker):
             return True
         if self._events is not None and (keys := self._keys(adapter.kv_of(transfers))) is not None:
             self._events.offered(adapter.kv_names(transfers), keys)
-        taken = admitted([Part(*part) for part in parts], self._second_touches)
+        taken = admitted([OffloadPart(*part) for part in parts], self._second_touches)
         whole = sum(part.pages for part in taken) == sum(len(keys) for _, keys, _ in parts)
         self.backlog.add(taken, self._fence(), whole=whole)
         for part in taken:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tutti.errors import ConfigError
-from tutti.pool.places import Kind, Place, check_distinct, place_of
+from tutti.pool.places import Place, PlaceKind, check_distinct, place_of
 
 
 @dataclass(frozen=True)
@@ -45,8 +45,8 @@ def share(paths: Sequence[str], ranks: int) -> Shares:
     that is given twice.
     """
     places = [place_of(path) for path in paths]
-    folders = [place.path for place in places if place.kind is Kind.FOLDER]
-    single = [place for place in places if place.kind is not Kind.FOLDER]
+    folders = [place.path for place in places if place.kind is PlaceKind.FOLDER]
+    single = [place for place in places if place.kind is not PlaceKind.FOLDER]
     check_distinct(paths)
     if len(single) % ranks:
         raise ConfigError(

@@ -14,14 +14,14 @@ from tutti.base.terminal import progress
 from tutti.bench import bandwidth, pool_file, ring
 from tutti.bench.compare.churn import churn
 from tutti.bench.file_per_object import FilePerObject
-from tutti.bench.shape import Shape
-from tutti.bench.workload import Limit, Workload
+from tutti.bench.shape import KvPageShape
+from tutti.bench.workload import Limit, PoolWorkload
 from tutti.errors import CapacityError, ConfigError, PoolExists
 from tutti.medium.geometry import Geometry
 from tutti.memory.host_memory import HostMemory
 from tutti.store import ObjectStore
 
-SHAPE = Shape(2, 16384)
+SHAPE = KvPageShape(2, 16384)
 OBJECT_NBYTES = SHAPE.object_nbytes
 SMALL = ("--shapes", "2x16KiB", "--capacity", "6MiB", "--batch", "128KiB", "--gib", "0.0002")
 
@@ -118,7 +118,7 @@ def store_of(slots: int, verify: str = "always") -> ObjectStore:
 
 def test_wrong_bytes_are_counted() -> None:
     with store_of(32, verify="off") as store:
-        workload = Workload(store, batch_pages=4, inflight=2, load_pages=8, hugepages=False)
+        workload = PoolWorkload(store, batch_pages=4, inflight=2, load_pages=8, hugepages=False)
         workload.fill(8)
         medium = store.controller.medium(1)  # type: ignore[attr-defined]
         medium[store.geometry.groups_offset + 5] ^= 1
@@ -128,7 +128,7 @@ def test_wrong_bytes_are_counted() -> None:
 
 def test_an_empty_pool_has_nothing_to_retrieve() -> None:
     with store_of(32) as store:
-        workload = Workload(store, batch_pages=4, inflight=2, load_pages=8, hugepages=False)
+        workload = PoolWorkload(store, batch_pages=4, inflight=2, load_pages=8, hugepages=False)
         with pytest.raises(CapacityError):
             workload.retrieve_phase(Limit(None, OBJECT_NBYTES))
         with pytest.raises(CapacityError):
@@ -137,7 +137,7 @@ def test_an_empty_pool_has_nothing_to_retrieve() -> None:
 
 def test_churn_evicts_and_leaves_the_pool_usable() -> None:
     with store_of(64) as store:
-        workload = Workload(store, batch_pages=4, inflight=2, load_pages=8, hugepages=False)
+        workload = PoolWorkload(store, batch_pages=4, inflight=2, load_pages=8, hugepages=False)
         objects = churn(workload, 200 * OBJECT_NBYTES, seed=1, progress=progress)
         assert objects == 200
         assert store.stats()["evicted"] > 0

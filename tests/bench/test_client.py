@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Sequence
 import pytest
 from stand_in_server import standing_in
 
-from tutti.bench.ttft.client import LOST_AFTER, Call, Run, drive
+from tutti.bench.ttft.client import LOST_AFTER, Run, TimedCall, drive
 from tutti.bench.ttft.http import (
     Endpoint,
     NotStreaming,
@@ -18,13 +18,13 @@ from tutti.bench.ttft.http import (
     _events,
     parse_endpoint,
 )
-from tutti.bench.ttft.protocol import Chat, Generate, ServerApi
+from tutti.bench.ttft.protocol import ChatProtocol, Generate, ServerApi
 from tutti.bench.ttft.server_control import Control, public
 from tutti.errors import ConfigError
 
 
-def calls(n: int, *, gap_s: float = 0.0, tokens: int = 5) -> list[Call]:
-    return [Call(i, i * gap_s, "task", tokens, lambda: b"[1,2,3]") for i in range(n)]
+def calls(n: int, *, gap_s: float = 0.0, tokens: int = 5) -> list[TimedCall]:
+    return [TimedCall(i, i * gap_s, "task", tokens, lambda: b"[1,2,3]") for i in range(n)]
 
 
 def driven(
@@ -58,11 +58,11 @@ def test_a_stream_is_timed_token_by_token() -> None:
 
 def test_the_chat_api_is_spoken_too() -> None:
     with standing_in() as server:
-        (record,) = driven(server.url, api=Chat('a "model"')).records
+        (record,) = driven(server.url, api=ChatProtocol('a "model"')).records
     assert record.error == "" and record.tokens[-1][1] == 5
     assert record.cached == {"unknown": 7}, "the server does not say where from"
     with standing_in(cached={"device": 0, "host": 3, "storage": 4}) as detailed:
-        (other,) = driven(detailed.url, api=Chat("m")).records
+        (other,) = driven(detailed.url, api=ChatProtocol("m")).records
     assert other.cached == {"device": 0, "host": 3, "storage": 4}, "a later total hides no places"
     (asked,) = server.script.requests
     assert asked["model"] == 'a "model"' and asked["stream_options"]["include_usage"] is True

@@ -20,7 +20,7 @@ from tutti.bench import fio
 from tutti.bench.compare import commits
 from tutti.bench.compare import run as compare
 from tutti.bench.compare.index_cost import measure
-from tutti.bench.compare.paired import Round, System
+from tutti.bench.compare.paired import ComparedSystem, Round
 from tutti.bench.compare.paired import compare as compare_pairs
 from tutti.bench.environment import command_line, commit_of, describe
 from tutti.bench.fio import FioJob, hugepages_of, parse_fio, reserved_hugepages
@@ -110,14 +110,14 @@ def test_fio_runs(tmp_path: Path) -> None:
     assert path.stat().st_size == 4 << 20
 
 
-def rounds(log: list[str], name: str, speed: float, cpu: float) -> System:
+def rounds(log: list[str], name: str, speed: float, cpu: float) -> ComparedSystem:
     number = count()
 
     def run() -> Round:
         log.append(name)
         return Round(speed * (1000 if next(number) == 0 else 1), cpu)
 
-    return System(name, run)
+    return ComparedSystem(name, run)
 
 
 def test_rounds_alternate_and_the_first_is_thrown_away() -> None:

@@ -11,18 +11,18 @@ from store.pools import formatted, opened
 from tutti.base.terminal import progress
 from tutti.bench import eviction
 from tutti.bench.replay import Replayer
-from tutti.bench.shape import Shape
-from tutti.bench.traces import Request, Synthetic, block_keys, generate
+from tutti.bench.shape import KvPageShape
+from tutti.bench.traces import Synthetic, TraceRequest, block_keys, generate
 from tutti.errors import ConfigError
 from tutti.medium.geometry import Geometry
 from tutti.placement.eviction import POLICIES
 
-LAYOUT = Shape(2, 16384).layout(512)
+LAYOUT = KvPageShape(2, 16384).layout(512)
 GROUP_SLOTS = 4
 SLOTS = 128
 
 
-def trace(requests: int = 150) -> list[Request]:
+def trace(requests: int = 150) -> list[TraceRequest]:
     return generate(Synthetic(requests=requests, seed=3, message_median=1500, tokens_max=8000))
 
 

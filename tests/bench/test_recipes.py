@@ -23,7 +23,7 @@ import pytest
 from tutti.base.terminal import progress
 from tutti.bench.ttft import recipes
 from tutti.bench.ttft.http import ServerError
-from tutti.bench.ttft.recipes import RECIPES, Options, launch_of
+from tutti.bench.ttft.recipes import RECIPES, RecipeOptions, launch_of
 from tutti.errors import ConfigError, Unsupported
 
 STAND_IN = """\
@@ -110,7 +110,7 @@ def test_what_a_recipe_refuses(tmp_path: Path, sglang: Path) -> None:
     with pytest.raises(ConfigError, match="--more"):
         printed("hbm", "--more='")
     with pytest.raises(ConfigError, match="no system"):
-        launch_of("vllm", Options("m", 64, 10**9, 10**9, tmp_path))
+        launch_of("vllm", RecipeOptions("m", 64, 10**9, 10**9, tmp_path))
     missing = parsed("lmcache", "--model", "m", "--dir", str(tmp_path / "new"))
     with pytest.raises(Unsupported, match="lmcache is not installed"):
         recipes.run(missing, progress)

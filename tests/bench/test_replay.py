@@ -14,13 +14,13 @@ from tutti.base.terminal import progress
 from tutti.bench import replay
 from tutti.bench.belady import least_recently_used, minimum
 from tutti.bench.replay import Replayer
-from tutti.bench.shape import Shape
-from tutti.bench.traces import Request, Synthetic, generate
+from tutti.bench.shape import KvPageShape
+from tutti.bench.traces import Synthetic, TraceRequest, generate
 from tutti.errors import ConfigError
 from tutti.medium.geometry import Geometry
 from tutti.store import ObjectStore
 
-SHAPE = Shape(2, 16384)
+SHAPE = KvPageShape(2, 16384)
 LAYOUT = SHAPE.layout(512)
 
 
@@ -29,12 +29,12 @@ def store_of(slots: int, verify: str = "always") -> ObjectStore:
     return opened(formatted(LAYOUT, geometry), verify=verify, pin_lookups=1)
 
 
-def requests_of(*lengths: int) -> list[Request]:
+def requests_of(*lengths: int) -> list[TraceRequest]:
     """Requests that share their beginnings."""
-    return [Request(i, n * 512, 1, tuple(range(n))) for i, n in enumerate(lengths)]
+    return [TraceRequest(i, n * 512, 1, tuple(range(n))) for i, n in enumerate(lengths)]
 
 
-def play(store: ObjectStore, requests: list[Request], pages: int = 5) -> Replayer:
+def play(store: ObjectStore, requests: list[TraceRequest], pages: int = 5) -> Replayer:
     replayer = Replayer(store, pages=pages, page_size=512, hugepages=False)
     for request in requests:
         replayer.play(request)

@@ -18,14 +18,14 @@ from tutti.bench.simulate.calibration import (
     gpu_of,
     load_calibration,
 )
-from tutti.bench.simulate.cluster import PREFIX, ROUND_ROBIN, Cluster, Shape
+from tutti.bench.simulate.cluster import PREFIX, ROUND_ROBIN, Cluster, ClusterShape
 from tutti.bench.simulate.device import READ, WRITE, Device, Timeline
-from tutti.bench.simulate.hardware import Drive, machine
+from tutti.bench.simulate.hardware import SimulatedDrive, machine
 from tutti.bench.simulate.remote import FIRST, SECOND, Remote
 from tutti.bench.simulate.tiers import Blocks
-from tutti.bench.slack.server import Noise, Server
-from tutti.bench.slack.workload import Request as SlackRequest
-from tutti.bench.traces import BLOCK_TOKENS, Request, Synthetic, generate
+from tutti.bench.slack.server import LayeredServer, Noise
+from tutti.bench.slack.workload import SlackRequest
+from tutti.bench.traces import BLOCK_TOKENS, Synthetic, TraceRequest, generate
 from tutti.errors import ConfigError, DeviceTimeout
 from tutti.scheduler.policy import Limits, SlackPolicy
 
@@ -46,8 +46,8 @@ def times_of(
     return ServerTimes(calibration, served, changed, gpu=gpu_of("H100"), drive=drive)
 
 
-def serve(times: ServerTimes, requests: list[Request], **shape: Any) -> dict[str, Any]:
-    return Cluster(times, Shape(**shape)).run(requests)
+def serve(times: ServerTimes, requests: list[TraceRequest], **shape: Any) -> dict[str, Any]:
+    return Cluster(times, ClusterShape(**shape)).run(requests)
 
 
 def without_speed(result: dict[str, Any]) -> dict[str, Any]:
@@ -55,10 +55,10 @@ def without_speed(result: dict[str, Any]) -> dict[str, Any]:
 
 
 def alone(times: ServerTimes, total: int, cached: int, **shape: Any) -> tuple[Cluster, Any]:
-    cluster = Cluster(times, Shape(**shape))
+    cluster = Cluster(times, ClusterShape(**shape))
     ids = tuple(range(-(-total // BLOCK_TOKENS)))
     cluster.servers[0].store.add(ids[: cached // BLOCK_TOKENS])
-    cluster.run([Request(0, total, 1, ids)])
+    cluster.run([TraceRequest(0, total, 1, ids)])
     return cluster, cluster.req(0)
 
 
@@ -74,7 +74,7 @@ def prefill_us(times: ServerTimes, new: int, prefix: int) -> float:
 @pytest.mark.parametrize("router", [ROUND_ROBIN, PREFIX])
 def test_work_in_is_work_out(system: str, server: str, router: str) -> None:
     requests = generate(Synthetic(requests=40, gap_ms=60, seed=3))
-    cluster = Cluster(times_of(system, server), Shape(3, 2, 1, router, 8))
+    cluster = Cluster(times_of(system, server), ClusterShape(3, 2, 1, router, 8))
     result = cluster.run(requests)  # its own checks: requests, tokens, pages, bytes
     reqs = [cluster.req(number) for number in range(len(requests))]
     assert all(req.arrived_ns <= req.began_ns <= req.first_ns <= req.last_ns for req in reqs)
@@ -88,7 +88,7 @@ def test_work_in_is_work_out(system: str, server: str, router: str) -> None:
 
 def test_a_lost_page_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """The checks of a run can fail."""
-    cluster = Cluster(times_of("gds"), Shape())
+    cluster = Cluster(times_of("gds"), ClusterShape())
     monkeypatch.setattr(cluster.media[0], "moved_nbytes", lambda direction: 1)
     with pytest.raises(AssertionError, match="every byte"):
         cluster.run(generate(Synthetic(requests=3)))
@@ -164,8 +164,8 @@ def test_a_load_before_the_step_adds_up() -> None:
 
 def test_decode_steps_add_up() -> None:
     times = times_of("hbm")
-    cluster = Cluster(times, Shape())
-    cluster.run([Request(0, 600, 101, (1, 2))])
+    cluster = Cluster(times, ClusterShape())
+    cluster.run([TraceRequest(0, 600, 101, (1, 2))])
     req = cluster.req(0)
     expected_us = sum(times.decode_us(1, 600 + 1 + i) for i in range(100))
     assert (req.last_ns - req.first_ns) / 1e3 == pytest.approx(expected_us, rel=1e-5)
@@ -173,8 +173,8 @@ def test_decode_steps_add_up() -> None:
 
 def test_an_arrival_waits_for_the_decode_step_that_runs() -> None:
     times = times_of("hbm")
-    cluster = Cluster(times, Shape())
-    cluster.run([Request(0, 600, 1000, (1, 2)), Request(1000, 600, 1, (3, 4))])
+    cluster = Cluster(times, ClusterShape())
+    cluster.run([TraceRequest(0, 600, 1000, (1, 2)), TraceRequest(1000, 600, 1, (3, 4))])
     waited_us = (cluster.req(1).began_ns - cluster.req(1).arrived_ns) / 1e3
     assert 0 <= waited_us <= times.decode_us(1, 1600)
 
@@ -187,7 +187,7 @@ def test_equal_jobs_at_random_wait_as_in_a_queue_of_one_server() -> None:
     for number in range(6000):
         now_s += rng.expovariate(load / service_s)
         ids = tuple(range(8 * number, 8 * number + 8))
-        requests.append(Request(round(now_s * 1000), 4096, 1, ids))
+        requests.append(TraceRequest(round(now_s * 1000), 4096, 1, ids))
     result = serve(times, requests)
     wait_s = result["ttft_ms"]["mean"] / 1e3 - service_s
     assert wait_s == pytest.approx(load * service_s / (2 * (1 - load)), rel=0.15)
@@ -252,7 +252,7 @@ def test_the_fluid_drive_agrees_with_the_memory_controller(pattern: str) -> None
     the fluid model at every instant: there they differ by up to a fourth.
     """
     near = 0.02 if pattern == "reads" else 0.3
-    drive = Drive("test", 29e9, 12e9, 60, 2.5, "")
+    drive = SimulatedDrive("test", 29e9, 12e9, 60, 2.5, "")
     plans = {
         "reads": [(READ, 300 << 20)] * 3,
         "both": [(READ, 400 << 20), (WRITE, 400 << 20)],
@@ -377,9 +377,9 @@ def test_a_simulation_that_does_not_end_is_said() -> None:
 
 def test_a_shape_without_servers_is_refused() -> None:
     with pytest.raises(ConfigError, match="at least 1"):
-        Shape(servers=0)
+        ClusterShape(servers=0)
     with pytest.raises(ConfigError, match="no requests"):
-        Cluster(times_of("hbm"), Shape()).run([])
+        Cluster(times_of("hbm"), ClusterShape()).run([])
 
 
 def test_it_agrees_with_the_server_of_bench_slack() -> None:
@@ -391,18 +391,18 @@ def test_it_agrees_with_the_server_of_bench_slack() -> None:
         hit, new = rng.choice((0, 16, 64, 128)), rng.randint(1, 4)
         wanted.append(SlackRequest(now_ns, hit * BLOCK_TOKENS, new * BLOCK_TOKENS, 20))
     quiet = Noise(step=0.0, layer=0.0)
-    server = Server(truth, wanted, SlackPolicy(Limits()), truth, noise=quiet, seed=1)
+    server = LayeredServer(truth, wanted, SlackPolicy(Limits()), truth, noise=quiet, seed=1)
     there = server.run()
     times = times_of("tutti", submit_read_us=0.0, submit_write_us=0.0)
     times.server = replace(times.server, chunk_tokens=1 << 20)
-    cluster, requests, first = Cluster(times, Shape()), [], 0
+    cluster, requests, first = Cluster(times, ClusterShape()), [], 0
     for one in wanted:
         blocks = (one.hit_tokens + one.new_tokens) // BLOCK_TOKENS
         ids = tuple(range(first, first + blocks))
         cluster.servers[0].store.add(ids[: one.hit_tokens // BLOCK_TOKENS])
         first += blocks
         total = one.hit_tokens + one.new_tokens
-        requests.append(Request(one.arrival_ns // 10**6, total, one.out_tokens, ids))
+        requests.append(TraceRequest(one.arrival_ns // 10**6, total, one.out_tokens, ids))
     here = cluster.run(requests)
     mean_s = sum(there.first_token_s) / len(wanted)
     assert here["ttft_ms"]["mean"] / 1e3 == pytest.approx(mean_s, rel=0.03)
@@ -414,12 +414,12 @@ def loaded_elsewhere(remote: Remote | None) -> tuple[int, Cluster]:
     """Blocks that a request loads on a node that never had them, after it waited in a queue."""
     document = tuple(range(32))
     sent = [
-        Request(0, 33 * BLOCK_TOKENS, 1, (*document, 1000)),
-        Request(20_000, 64 * BLOCK_TOKENS, 1, tuple(range(2000, 2064))),  # on the second node
-        Request(20_000, BLOCK_TOKENS, 1, (3000,)),
-        Request(20_000, 33 * BLOCK_TOKENS, 1, (*document, 1001)),  # behind the long one
+        TraceRequest(0, 33 * BLOCK_TOKENS, 1, (*document, 1000)),
+        TraceRequest(20_000, 64 * BLOCK_TOKENS, 1, tuple(range(2000, 2064))),  # on the second node
+        TraceRequest(20_000, BLOCK_TOKENS, 1, (3000,)),
+        TraceRequest(20_000, 33 * BLOCK_TOKENS, 1, (*document, 1001)),  # behind the long one
     ]
-    cluster = Cluster(times_of("tutti"), Shape(servers=2, servers_per_node=1, remote=remote))
+    cluster = Cluster(times_of("tutti"), ClusterShape(servers=2, servers_per_node=1, remote=remote))
     cluster.run(sent)
     return cluster.req(3).loaded_tokens // BLOCK_TOKENS, cluster
 
@@ -439,10 +439,12 @@ def test_pages_are_copied_at_their_second_use_unless_told_otherwise() -> None:
     for replicate in (FIRST, SECOND):
         cluster = Cluster(
             times_of("tutti", calibration=replace(CALIBRATION, hbm_tokens=BLOCK_TOKENS)),
-            Shape(remote=Remote(10e9, 100.0, 1 << 40, replicate)),
+            ClusterShape(remote=Remote(10e9, 100.0, 1 << 40, replicate)),
         )
         ids = tuple(range(8))
-        asked = [Request(at_ms, 9 * BLOCK_TOKENS, 1, (*ids, 100 + at_ms)) for at_ms in (0, 60_000)]
+        asked = [
+            TraceRequest(at_ms, 9 * BLOCK_TOKENS, 1, (*ids, 100 + at_ms)) for at_ms in (0, 60_000)
+        ]
         cluster.run(asked)
         counts[replicate] = cluster.links[0].copied_blocks
     assert counts == {FIRST: 10, SECOND: 7}, "one block is hit in GPU memory"

@@ -14,11 +14,11 @@ import pytest
 from scheduler.drive import Drive, Linear
 
 from tutti.base.terminal import progress
-from tutti.bench.simulate.hardware import Machine, drive_names, gpu_names, machine
+from tutti.bench.simulate.hardware import SimulatedMachine, drive_names, gpu_names, machine
 from tutti.bench.slack import report as slack_report
 from tutti.bench.slack import run as slack
-from tutti.bench.slack.server import Noise, Server
-from tutti.bench.slack.workload import KINDS, Request, generate, recorded, write_requests
+from tutti.bench.slack.server import LayeredServer, Noise
+from tutti.bench.slack.workload import KINDS, SlackRequest, generate, recorded, write_requests
 from tutti.errors import ConfigError
 from tutti.scheduler.baselines import ImmediatePolicy
 from tutti.scheduler.estimates import Correction
@@ -32,12 +32,12 @@ LIMITS = Limits(locked_pages=256, staged_pages=256)
 
 
 def run_once(
-    name: str, truth: Machine, requests: Sequence[Request], limits: Limits, seed: int
+    name: str, truth: SimulatedMachine, requests: Sequence[SlackRequest], limits: Limits, seed: int
 ) -> dict[str, float]:
     """One policy over some requests, on a drive that does not change."""
     policy, profile = slack.policy_of(name, truth, limits)
     whole = name == "whole"
-    server = Server(truth, requests, policy, profile, noise=Noise(), seed=seed, whole=whole)
+    server = LayeredServer(truth, requests, policy, profile, noise=Noise(), seed=seed, whole=whole)
     return slack.numbers(server.run())
 
 
@@ -58,13 +58,13 @@ def test_a_run_is_the_same_every_time(seed: int) -> None:
 
 def test_a_lone_load_waits_as_long_as_arithmetic_says() -> None:
     """One request alone: the pipeline of loads and layers has a closed form."""
-    model, request = TRUTH.model, Request(0, 32_768, 64, 1)
+    model, request = TRUTH.model, SlackRequest(0, 32_768, 64, 1)
     layer_nbytes = request.hit_tokens * model.token_nbytes // model.layers
     load_s = layer_nbytes / TRUTH.drive.read_bytes_per_s
     compute_s = TRUTH.layer_us(request.new_tokens, request.hit_tokens) / 1e6
     assert load_s > compute_s
     policy, profile = slack.policy_of("slack", TRUTH, LIMITS)
-    measured = Server(TRUTH, [request], policy, profile, noise=Noise(0, 0), seed=0).run()
+    measured = LayeredServer(TRUTH, [request], policy, profile, noise=Noise(0, 0), seed=0).run()
     expected_s = load_s + (model.layers - 1) * (load_s - compute_s)
     assert measured.bubble_s == pytest.approx(expected_s, rel=0.02)
     assert measured.first_token_s == [pytest.approx(expected_s + 32 * compute_s, rel=0.02)]
@@ -112,7 +112,7 @@ def test_a_policy_that_is_bad_on_purpose_misses_a_bar(
     kind, profile = BAD[bad]
     if profile is not None:
         monkeypatch.setattr(Correction, "measured", never_corrected)
-    server = Server(TRUTH, requests, kind(LIMITS), profile or TRUTH, noise=Noise(), seed=1)
+    server = LayeredServer(TRUTH, requests, kind(LIMITS), profile or TRUTH, noise=Noise(), seed=1)
     runs["bad"] = slack.numbers(server.run())
     assert not all(slack.bars_of(runs, "steady", "bad").values())
 

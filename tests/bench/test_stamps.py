@@ -5,14 +5,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tutti.bench.shape import Shape, parse_shape
+from tutti.bench.shape import KvPageShape, parse_shape
 from tutti.bench.stamps import Stamps, numbered_keys
 from tutti.errors import ConfigError
 from tutti.medium.layout import KVLayout
 from tutti.memory.host_memory import PAGE_FIRST_DIRECT, HostMemory
 
 LAYOUTS = {
-    "blocks": Shape(3, 16384).layout(),
+    "blocks": KvPageShape(3, 16384).layout(),
     "odd": KVLayout(2, (4096 + 8, 24), 16, "uint8", "bench", 2),
 }
 PAGES = np.array([4, 0, 2])
@@ -37,7 +37,7 @@ def test_every_byte_counts(layout: KVLayout, order: str | None, seed: int) -> No
 
 
 def test_blocks_in_the_wrong_place_are_seen() -> None:
-    pool = HostMemory.allocate(Shape(2, 16384).layout(), 3, hugepages=False)
+    pool = HostMemory.allocate(KvPageShape(2, 16384).layout(), 3, hugepages=False)
     stamps, keys = Stamps(pool), numbered_keys([1, 2])
     stamps.fill(np.arange(2), keys)
     assert stamps.wrong(np.array([1, 0]), keys).all()
@@ -65,9 +65,9 @@ def test_segments_of_odd_sizes_are_refused() -> None:
 
 
 def test_shapes() -> None:
-    assert parse_shape("32x256KiB") == Shape(32, 256 << 10)
+    assert parse_shape("32x256KiB") == KvPageShape(32, 256 << 10)
     assert str(parse_shape(" 8 x 32KiB")) == "8x32KiB"
-    assert Shape(2, 4096).layout().object_nbytes == Shape(2, 4096).object_nbytes == 8192
+    assert KvPageShape(2, 4096).layout().object_nbytes == KvPageShape(2, 4096).object_nbytes == 8192
     for bad in ("", "8", "0x4KiB", "8x0", "8x1000", "8x7KX"):
         with pytest.raises(ConfigError):
             parse_shape(bad)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tutti.bench import store_results
-from tutti.bench.store_results import STEPS, Places, Step
+from tutti.bench.store_results import STEPS, Places, Result
 from tutti.errors import ConfigError
 
 RING = "tutti.cli bench ring --commands 2000 --repeats 1 --depths 64 --batches 1 --json"
@@ -25,7 +25,7 @@ def _of_one_commit(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def run(
-    tmp_path: Path, *steps: Step, monkeypatch: pytest.MonkeyPatch, **more: Any
+    tmp_path: Path, *steps: Result, monkeypatch: pytest.MonkeyPatch, **more: Any
 ) -> dict[str, str]:
     monkeypatch.setattr(store_results, "STEPS", steps)
     manifest = store_results.run(Places(".", tmp_path), log=lambda _: None, **more)
@@ -64,11 +64,11 @@ def test_a_result_of_another_commit_is_not_taken(
 ) -> None:
     (tmp_path / "ring.json").write_text("old")
     steps = (
-        Step("ring", RING, 60, prints=True),
-        Step("fails", "tutti.cli bench ring --depths 3", 60),
-        Step("none", "tutti.cli --version", 60),
-        Step("replay", "tutti.cli replay --trace {trace}", 60),
-        Step("peers", "tutti.cli bench peers", 60, sglang=True),
+        Result("ring", RING, 60, prints=True),
+        Result("fails", "tutti.cli bench ring --depths 3", 60),
+        Result("none", "tutti.cli --version", 60),
+        Result("replay", "tutti.cli replay --trace {trace}", 60),
+        Result("peers", "tutti.cli bench peers", 60, sglang=True),
     )
     outcomes = run(tmp_path, *steps, monkeypatch=monkeypatch)
     assert "the checkout became" in outcomes["ring"]
@@ -83,7 +83,7 @@ def test_a_result_replaces_the_old_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: str
 ) -> None:
     (tmp_path / "step.json").write_text("old")
-    step = Step("step", program.format("{{}}"), 60)
+    step = Result("step", program.format("{{}}"), 60)
     assert run(tmp_path, step, monkeypatch=monkeypatch) == {"step": "measured"}
     assert json.loads((tmp_path / "step.json").read_text())["machine"]["commit"] == COMMIT
     assert not (tmp_path / "step.png").exists(), "no page shows such a picture"
@@ -100,7 +100,7 @@ def test_a_result_that_lacks_a_system_is_not_taken(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: str, given: dict[str, Any]
 ) -> None:
     (tmp_path / "step.json").write_text("old")
-    step = Step("step", program.format(made(given)).replace("none here", "none"), 60)
+    step = Result("step", program.format(made(given)).replace("none here", "none"), 60)
     outcome = run(tmp_path, step, monkeypatch=monkeypatch)["step"]
     assert outcome.startswith("not measured: ") and outcome.endswith("none")
     assert (tmp_path / "step.json").read_text() == "old"
@@ -109,7 +109,7 @@ def test_a_result_that_lacks_a_system_is_not_taken(
 def test_a_step_ends_with_its_time_and_removes_its_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: str
 ) -> None:
-    slow = Step("step", program.format(made({"sleep_s": 60})), 1)
+    slow = Result("step", program.format(made({"sleep_s": 60})), 1)
     outcomes = run(tmp_path, slow, monkeypatch=monkeypatch)
     assert outcomes == {"step": "not measured: no end in 1 s"}
     assert (tmp_path / "cleaned").exists()
@@ -121,7 +121,7 @@ def test_a_step_runs_with_the_python_that_has_sglang(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: str
 ) -> None:
     """As `make bench` calls it; the Makefile's command has both folders that SGLang needs."""
-    step = Step("step", program.format("{{}}"), 60, sglang=True)
+    step = Result("step", program.format("{{}}"), 60, sglang=True)
     monkeypatch.setattr(store_results, "STEPS", (step,))
     monkeypatch.delenv("PYTHONPATH")
     python = f"env PYTHONPATH={tmp_path} {sys.executable}"

@@ -15,8 +15,8 @@ from tutti import cli
 from tutti.bench.belady import unlimited
 from tutti.bench.traces import (
     BLOCK_TOKENS,
-    Request,
     Synthetic,
+    TraceRequest,
     block_keys,
     generate,
     parse_trace,
@@ -37,7 +37,7 @@ def test_a_trace_is_read(tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
     path.write_text(f"{line()}\n\n{line(timestamp=9)}\n{line(timestamp=11)}\n")
     first, second = read_trace(path, limit=2)
-    assert first == Request(5, 600, 7, (0, 12))
+    assert first == TraceRequest(5, 600, 7, (0, 12))
     assert second.timestamp_ms == 9
     assert parse_trace([first.to_json()]) == [first]
 
@@ -140,7 +140,7 @@ def test_impossible_generators_are_refused(bad: dict[str, Any]) -> None:
 
 
 def test_reach_stops_at_the_end_of_the_prompt() -> None:
-    request = Request(0, 600, 1, (0, 1))
+    request = TraceRequest(0, 600, 1, (0, 1))
     assert [reach(request, blocks) for blocks in range(3)] == [0, BLOCK_TOKENS, 600]
 
 

@@ -21,8 +21,8 @@ from tutti.bench.ttft.workloads.orders import arrange
 from tutti.bench.ttft.workloads.prompt import (
     IDS,
     TEXT,
-    Part,
     Prompt,
+    PromptPart,
     Renderer,
     block_ids,
     plain_text,
@@ -142,7 +142,12 @@ def test_missing_files_are_named(tmp_path: Path) -> None:
 
 def some_prompts() -> list[Prompt]:
     return [
-        Prompt(task, f"{task}{document}", (Part(f"{task}{document}", 10), Part(f"q{q}", 2)), 1)
+        Prompt(
+            task,
+            f"{task}{document}",
+            (PromptPart(f"{task}{document}", 10), PromptPart(f"q{q}", 2)),
+            1,
+        )
         for task in "ab"
         for document in range(3)
         for q in range(4)
@@ -189,7 +194,7 @@ def test_the_generators_have_the_table_s_numbers(seed: int) -> None:
 def test_blocks_are_shared_as_far_as_the_content_is(seed: int) -> None:
     """Against token ids: blocks have one id exactly when all ids up to their end are equal."""
     rng = random.Random(seed)
-    names = [Part(name, rng.randint(1, 40)) for name in "abcd"]
+    names = [PromptPart(name, rng.randint(1, 40)) for name in "abcd"]
     prompts = [
         Prompt("t", "d", tuple(rng.choices(names, k=rng.randint(1, 4))), 1) for _ in range(40)
     ]
@@ -228,7 +233,7 @@ def test_prepared_parts_are_not_made_again() -> None:
 
 def test_text_survives_the_wire() -> None:
     text = 'Line\n"quoted" \\ back, é, 漢字, \U0001f600, \x00, lone \ud83d'
-    parts = (text_part(text), text_part("\ude00 more"), Part("generated", 5))
+    parts = (text_part(text), text_part("\ude00 more"), PromptPart("generated", 5))
     rendered = json.loads(Renderer(TEXT).json_value(parts))
     assert rendered.startswith('Line\n"quoted"')
     assert len(rendered.split()[-5:]) == 5
@@ -326,7 +331,7 @@ def test_a_file_that_cannot_be_written_does_not_stay(tmp_path: Path) -> None:
 def test_a_turn_holds_all_turns_before_it(name: str, seed: int) -> None:
     argv = ["--workload", f"{name}-synthetic", "--requests", "600", "--workload-seed", str(seed)]
     workload = build_workload(parsed(*argv))
-    before: dict[str, tuple[Part, ...]] = {}
+    before: dict[str, tuple[PromptPart, ...]] = {}
     answers: dict[str, int] = {}
     for prompt in workload.prompts:
         last = before.get(prompt.document)

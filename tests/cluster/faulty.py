@@ -8,7 +8,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from tutti.cluster.remote import Answer, RemoteConfig
+from tutti.cluster.remote import RemoteConfig, ValueStatus
 from tutti.errors import RemoteFailed
 
 HANG_S = 3600.0
@@ -45,16 +45,18 @@ class FaultyStore:
     def _path(self, name: str) -> Path:
         return self._folder / name.replace("/", "_")
 
-    def exists(self, names: Sequence[str]) -> list[Answer]:
+    def exists(self, names: Sequence[str]) -> list[ValueStatus]:
         self._begin("exists", names)
-        return [Answer.DONE if self._path(n).exists() else Answer.ABSENT for n in names]
+        return [ValueStatus.DONE if self._path(n).exists() else ValueStatus.ABSENT for n in names]
 
-    def get(self, names: Sequence[str], addresses: Sequence[int], nbytes: int) -> list[Answer]:
+    def get(self, names: Sequence[str], addresses: Sequence[int], nbytes: int) -> list[ValueStatus]:
         self._begin("get", names)
         answers = []
         for number, (name, address) in enumerate(zip(names, addresses, strict=True)):
             if self._fault() == "fail" or not self._path(name).exists():
-                answers.append(Answer.FAILED if self._fault() == "fail" else Answer.ABSENT)
+                answers.append(
+                    ValueStatus.FAILED if self._fault() == "fail" else ValueStatus.ABSENT
+                )
                 continue
             raw = bytearray(self._path(name).read_bytes())
             if self._fault() == "flip" and number == 1:
@@ -63,15 +65,15 @@ class FaultyStore:
                 raw = bytearray(self._path(names[1 - number]).read_bytes())
             start = address - self._base
             self._memory[start : start + nbytes] = bytes(raw)
-            answers.append(Answer.DONE)
+            answers.append(ValueStatus.DONE)
         return answers
 
-    def put(self, names: Sequence[str], addresses: Sequence[int], nbytes: int) -> list[Answer]:
+    def put(self, names: Sequence[str], addresses: Sequence[int], nbytes: int) -> list[ValueStatus]:
         self._begin("put", names)
         for name, address in zip(names, addresses, strict=True):
             start = address - self._base
             self._path(name).write_bytes(self._memory[start : start + nbytes])
-        return [Answer.DONE] * len(names)
+        return [ValueStatus.DONE] * len(names)
 
 
 class Faults:

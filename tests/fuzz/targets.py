@@ -23,7 +23,7 @@ from store.pools import GEOMETRY, LAYOUT, controller_of, formatted, opened
 from tutti import native
 from tutti.bench.traces import parse_trace
 from tutti.errors import KeyMissing, TuttiError
-from tutti.gio_uring.drives.identify import Capabilities, Identity, NamespaceIdentity
+from tutti.gio_uring.drives.identify import Capabilities, IdentifyController, NamespaceIdentity
 from tutti.medium.layout import KVLayout
 from tutti.medium.slot_record import (
     RECORD_DTYPE,
@@ -267,7 +267,7 @@ def identify(data: bytes) -> None:
     raw = patched(bytes(raw), data)
     for parse in (
         lambda: Capabilities.parse(int.from_bytes(data[:8], "little")),
-        lambda: Identity.parse(bytes(raw), 4096),
+        lambda: IdentifyController.parse(bytes(raw), 4096),
         lambda: NamespaceIdentity.parse(bytes(raw)),
     ):
         with contextlib.suppress(TuttiError):

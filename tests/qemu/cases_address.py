@@ -21,7 +21,7 @@ from tutti import cli
 from tutti.errors import ConfigError, PoolExists, PoolInUse, PoolNotFound
 from tutti.gio_uring.controller_span import SpanController
 from tutti.gio_uring.controller_vfio import VfioController
-from tutti.gio_uring.drives.rescue import Outcome
+from tutti.gio_uring.drives.rescue import RescueResult
 from tutti.gio_uring.nvme_spec import STATUS_OK
 from tutti.store import ObjectStore
 from tutti.transfers.store_config import StoreConfig
@@ -131,6 +131,6 @@ def test_the_other_drive_of_a_span_goes_on(drives: Drives, monkeypatch: pytest.M
         while not all(job.wait_released(0.0) for job in jobs):
             assert time.monotonic() < deadline_s, "memory never came back"
             assert ends([mover.write_whole(2)]) == {STATUS_OK}
-        wait_for(slow.rescue, Outcome.RESET)
-        assert set(other.rescue.outcomes) <= {Outcome.NOTHING_LATE}
+        wait_for(slow.rescue, RescueResult.RESET)
+        assert set(other.rescue.outcomes) <= {RescueResult.NOTHING_LATE}
         assert ends([mover.write_whole(nsid) for nsid in (1, 2)]) == {STATUS_OK}

@@ -29,7 +29,7 @@ from tutti.gio_uring.controller import (
     HAS_VOLATILE_CACHE,
     NativeController,
 )
-from tutti.gio_uring.drives.rescue import Ask, DriveRescue, NativeDrive, Outcome
+from tutti.gio_uring.drives.rescue import Ask, DriveRescue, NativeDrive, RescueResult
 from tutti.gio_uring.drives.vfio import VfioDevice
 from tutti.gio_uring.engine import Engine
 from tutti.gio_uring.iocb import Extents, flat_memory
@@ -42,7 +42,7 @@ USUAL, ODD, FAULTY, SLOW = range(4)
 BLOCKS = 256  # that a lap writes and reads
 
 
-def wait_for(rescue: DriveRescue, outcome: Outcome) -> None:
+def wait_for(rescue: DriveRescue, outcome: RescueResult) -> None:
     """Until a round of the rescue ended so; it counts after the memory came back."""
     deadline_s = time.monotonic() + 30
     while not rescue.outcomes[outcome]:
@@ -354,7 +354,7 @@ def test_late_commands_are_ended_and_the_rings_go_on(drives: Drives, shadow: boo
             }
             for opcode in (READ, WRITE, READ):
                 assert not mover.move(opcode, slba[:64]).any()
-            wait_for(controller.rescue, Outcome.RESET)
+            wait_for(controller.rescue, RescueResult.RESET)
         assert not controller.is_gone
 
 

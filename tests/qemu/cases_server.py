@@ -20,9 +20,9 @@ from tutti.base.units import MiB
 from tutti.errors import ConfigError, PoolNotFound, TuttiError
 from tutti.integration.sglang.host.host_store import HostStore
 from tutti.integration.sglang.identity import (
-    Identity,
+    ModelIdentity,
+    PageShape,
     ParallelRank,
-    Shape,
     layout_of,
     open_store,
 )
@@ -33,7 +33,9 @@ from tutti.memory.host_memory import HostMemory
 
 OUT = Path("/out")
 TOKENS, PAGES, CHAINS = 16, 16, 6
-SHAPE = Shape("kv", "mha", 1, 4, 0, (65536, 65536), TOKENS, "bfloat16", "page_first", (4, 32, 32))
+SHAPE = PageShape(
+    "kv", "mha", 1, 4, 0, (65536, 65536), TOKENS, "bfloat16", "page_first", (4, 32, 32)
+)
 DEADLINE_S = 100.0 * PATIENCE
 
 
@@ -61,7 +63,7 @@ class Rank:
 
     def __init__(self, names: Sequence[str], rank: ParallelRank) -> None:
         options = {"path": list(names), "capacity": "40MiB", "timeout_s": 20.0 * PATIENCE}
-        layout = layout_of(SHAPE, Identity("tiny", "v1"), rank)
+        layout = layout_of(SHAPE, ModelIdentity("tiny", "v1"), rank)
         parsed = parse_options(options, HICACHE)
         self.store, self.place = open_store(layout, "kv", 40 * MiB, parsed, rank)
         self.memory = self.store.register(HostMemory.allocate(layout, PAGES, hugepages=False))

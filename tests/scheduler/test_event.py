@@ -30,7 +30,7 @@ from tutti.scheduler.event import (
     to_json,
 )
 from tutti.scheduler.policy import SlackPolicy
-from tutti.scheduler.request import Kind, PageLocation, Phase
+from tutti.scheduler.request import LoadKind, PageLocation, Phase
 from tutti.scheduler.state import State
 from tutti.scheduler.trace import replay
 
@@ -41,7 +41,7 @@ def events_of(
     return st.one_of(
         st.builds(Tick, ns),
         st.builds(
-            LoadKnown, ns, name, count, count, count, count, count, name, st.sampled_from(Kind)
+            LoadKnown, ns, name, count, count, count, count, count, name, st.sampled_from(LoadKind)
         ),
         st.builds(LoadGone, ns, name),
         st.builds(BatchJoined, ns, name, name),

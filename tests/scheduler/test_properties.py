@@ -12,7 +12,7 @@ from scheduler.drive import Drive, Linear
 from tutti.scheduler.baselines import FixedWindow, ImmediatePolicy
 from tutti.scheduler.event import LoadKnown, StepBegan, StepEnded, WriteKnown
 from tutti.scheduler.policy import Limits, SlackPolicy
-from tutti.scheduler.request import Kind, PageLocation, Phase
+from tutti.scheduler.request import LoadKind, PageLocation, Phase
 from tutti.scheduler.state import Decision, State
 from tutti.scheduler.trace import replay
 
@@ -50,7 +50,7 @@ limits_of = st.builds(
 def feed(drive: Drive, work: Any) -> None:
     """Loads that begin a step when they come, or are read ahead and never used; and writes."""
     for number, (at_ns, layers, mb, unit, used) in enumerate(work[0]):
-        name, kind = f"r{number}", Kind.LOAD if number % 3 == 2 else Kind.READ_AHEAD
+        name, kind = f"r{number}", LoadKind.LOAD if number % 3 == 2 else LoadKind.READ_AHEAD
         drive.at(LoadKnown(at_ns, name, layers, mb * MB, 64, 64, unit_layers=unit, kind=kind))
         if used:
             drive.at(StepBegan(at_ns + 5 * MS, Phase.PREFILL, layers, tokens=64, loads=(name,)))

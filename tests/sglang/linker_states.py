@@ -185,7 +185,7 @@ class StatesRig:
         }
         self.requests = requests
         self.linker = TuttiLinker(server_args(), params, components=components, extra_config=config)
-        self.sources = sorted({s.engine.source for s in self.linker.stored_pools.values()})
+        self.sources = sorted({s.kv_pool.source for s in self.linker.stored_pools.values()})
 
     def __enter__(self) -> StatesRig:
         return self
@@ -208,7 +208,7 @@ class StatesRig:
 
     def content(self, name: str, pages: Sequence[int]) -> list[bytes]:
         """Bytes of pages of one pool, over its layers."""
-        views = self.linker.stored_pools[name].engine.views
+        views = self.linker.stored_pools[name].kv_pool.views
         return [b"".join(v[p].tobytes() for row in views for v in row) for p in pages]
 
     def transfers(

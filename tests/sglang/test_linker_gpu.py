@@ -61,7 +61,7 @@ def test_states_windows_and_packed_pools_come_back(
         counts = {source: windows.get(source, 6) for source in rig.sources}
         at = {source: list(range(1, 1 + n)) for source, n in counts.items()}
         to = {source: list(range(8, 8 + n)) for source, n in counts.items()}
-        want = {name: rig.content(name, at[s.engine.source]) for name, s in stored_pools.items()}
+        want = {name: rig.content(name, at[s.kv_pool.source]) for name, s in stored_pools.items()}
         assert rig.store(rig.transfers(names(6), at, windows))
         rig.wipe()
         assert rig.linker.lookup("r", rig.transfers(names(6), None, windows))[-1:] == [6]

@@ -40,7 +40,7 @@ from tutti.scheduler.event import (
 )
 from tutti.scheduler.policy import Limits, SlackPolicy
 from tutti.scheduler.profile import estimated_document
-from tutti.scheduler.request import Kind, Phase
+from tutti.scheduler.request import LoadKind, Phase
 from tutti.scheduler.roofline import GPUS, ModelShape
 from tutti.scheduler.state import Decision, Policy
 from tutti.transfers.core import StoreConfig
@@ -311,7 +311,7 @@ def event_of(line: str) -> Event:
 
 
 def is_ahead(event: Event) -> bool:
-    return isinstance(event, LoadKnown) and event.kind is Kind.READ_AHEAD
+    return isinstance(event, LoadKnown) and event.kind is LoadKind.READ_AHEAD
 
 
 def test_a_store_that_queues_its_puts_has_no_backlog(tmp_path: Path) -> None:

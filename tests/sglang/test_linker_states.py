@@ -29,7 +29,7 @@ def test_every_pool_comes_back_byte_for_byte(tmp_path: Path, kind: str) -> None:
         stored_pools = rig.linker.stored_pools
         kv = range(1, 7)
         at = places(rig, kv, 3)
-        want = {name: rig.content(name, at[s.engine.source]) for name, s in stored_pools.items()}
+        want = {name: rig.content(name, at[s.kv_pool.source]) for name, s in stored_pools.items()}
         assert rig.linker.lookup("r", rig.transfers(names(6), None, WINDOWS)) == []
         assert rig.store(rig.transfers(names(6), at, WINDOWS))
         rig.wipe()
@@ -136,8 +136,8 @@ def test_damage_in_any_pool_fails_the_batch(tmp_path: Path) -> None:
 def test_small_pages_are_packed_and_a_batch_holds_what_staging_does(tmp_path: Path) -> None:
     with StatesRig(tmp_path, "sparse", load_staging="1MiB", store_staging="1MiB") as rig:
         stored_pools = rig.linker.stored_pools
-        assert stored_pools["indexer"].engine.packed
-        assert not stored_pools["kv"].engine.packed
+        assert stored_pools["indexer"].kv_pool.packed
+        assert not stored_pools["kv"].kv_pool.packed
         most = stored_pools["indexer"].loads.pages
         assert 0 < most < 12
         rig.fill(7)
@@ -159,7 +159,7 @@ def test_each_pool_has_a_file_and_survives_a_restart(tmp_path: Path) -> None:
     with StatesRig(tmp_path, "mamba-windows") as rig:
         rig.fill(8)
         at = places(rig, range(5), 2)
-        want = {n: rig.content(n, at[s.engine.source]) for n, s in rig.linker.stored_pools.items()}
+        want = {n: rig.content(n, at[s.kv_pool.source]) for n, s in rig.linker.stored_pools.items()}
         assert rig.store(rig.transfers(names(5), at, WINDOWS))
     files = {path.name.rsplit("-tp", 1)[0] for path in tmp_path.rglob("*.tutti")}
     assert files == {"linker-kv", "linker-swa", "linker-mamba"}
@@ -167,7 +167,7 @@ def test_each_pool_has_a_file_and_survives_a_restart(tmp_path: Path) -> None:
         assert rig.linker.lookup("r", rig.transfers(names(5), None, WINDOWS)) == [5]
         assert rig.restore(rig.transfers(names(5), at, WINDOWS))
         assert {
-            n: rig.content(n, at[s.engine.source]) for n, s in rig.linker.stored_pools.items()
+            n: rig.content(n, at[s.kv_pool.source]) for n, s in rig.linker.stored_pools.items()
         } == (want)
 
 

@@ -29,7 +29,7 @@ from tutti.errors import (
 )
 from tutti.gio_uring.drives.block_device import Devices
 from tutti.pool import places
-from tutti.pool.places import Kind, check_distinct, place_of
+from tutti.pool.places import PlaceKind, check_distinct, place_of
 from tutti.pool.pool_format import label
 from tutti.store import ObjectStore
 
@@ -61,16 +61,16 @@ def test_what_paths_name(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     (tmp_path / "folder.tutti").mkdir()
     kinds = {
-        tmp_path: Kind.FOLDER,
-        tmp_path / "new": Kind.FOLDER,
-        tmp_path / "new.tutti": Kind.FILE,
-        tmp_path / "file": Kind.FILE,
-        tmp_path / "folder.tutti": Kind.FOLDER,
-        Path("/dev/nvme77n1"): Kind.DEVICE,
-        Path("/dev/shm/pools"): Kind.FOLDER,
+        tmp_path: PlaceKind.FOLDER,
+        tmp_path / "new": PlaceKind.FOLDER,
+        tmp_path / "new.tutti": PlaceKind.FILE,
+        tmp_path / "file": PlaceKind.FILE,
+        tmp_path / "folder.tutti": PlaceKind.FOLDER,
+        Path("/dev/nvme77n1"): PlaceKind.DEVICE,
+        Path("/dev/shm/pools"): PlaceKind.FOLDER,
     }
     assert {path: place_of(str(path)).kind for path in kinds} == kinds
-    assert place_of("nvme:0000:03:00.0").kind is Kind.DEVICE
+    assert place_of("nvme:0000:03:00.0").kind is PlaceKind.DEVICE
     with pytest.raises(ConfigError, match="not a drive's address"):
         place_of("nvme:nonsense")
 

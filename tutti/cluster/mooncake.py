@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 from collections.abc import Mapping, Sequence
 
-from tutti.cluster.remote import Answer
+from tutti.cluster.remote import ValueStatus
 from tutti.errors import RemoteFailed
 
 _NOT_FOUND = -704  # Mooncake's OBJECT_NOT_FOUND
@@ -40,24 +40,24 @@ class MooncakeStore:
         self._replicas = ReplicateConfig()
         self._replicas.replica_num = int(options.get("replica_num", "1"))
 
-    def exists(self, names: Sequence[str]) -> list[Answer]:
+    def exists(self, names: Sequence[str]) -> list[ValueStatus]:
         """See RemoteStore."""
         found = self._store.batch_is_exist(list(names))
         if error := next((code for code in found if code < 0), 0):
             raise RemoteFailed(f"Mooncake's master answered error {error}")
-        return [Answer.DONE if code == 1 else Answer.ABSENT for code in found]
+        return [ValueStatus.DONE if code == 1 else ValueStatus.ABSENT for code in found]
 
-    def get(self, names: Sequence[str], addresses: Sequence[int], nbytes: int) -> list[Answer]:
+    def get(self, names: Sequence[str], addresses: Sequence[int], nbytes: int) -> list[ValueStatus]:
         """See RemoteStore."""
         codes = self._store.batch_get_into(list(names), list(addresses), [nbytes] * len(names))
-        missing = {nbytes: Answer.DONE, _NOT_FOUND: Answer.ABSENT}
-        return [missing.get(code, Answer.FAILED) for code in codes]
+        missing = {nbytes: ValueStatus.DONE, _NOT_FOUND: ValueStatus.ABSENT}
+        return [missing.get(code, ValueStatus.FAILED) for code in codes]
 
-    def put(self, names: Sequence[str], addresses: Sequence[int], nbytes: int) -> list[Answer]:
+    def put(self, names: Sequence[str], addresses: Sequence[int], nbytes: int) -> list[ValueStatus]:
         """See RemoteStore."""
         sizes = [nbytes] * len(names)
         codes = self._store.batch_put_from(list(names), list(addresses), sizes, self._replicas)
-        return [Answer.DONE if code == 0 else Answer.FAILED for code in codes]
+        return [ValueStatus.DONE if code == 0 else ValueStatus.FAILED for code in codes]
 
 
 def _own_address(master: str) -> str:

@@ -38,7 +38,7 @@ _SETTINGS: Mapping[str, tuple[str, Callable[[str], Any]]] = {
 }
 
 
-class Answer(IntEnum):
+class ValueStatus(IntEnum):
     """What became of one value."""
 
     DONE = 0
@@ -53,13 +53,13 @@ class RemoteStore(Protocol):
     Names and addresses are one per value.  A method that raises has failed for all of them.
     """
 
-    def exists(self, names: Sequence[str]) -> list[Answer]:
+    def exists(self, names: Sequence[str]) -> list[ValueStatus]:
         """DONE for values that are there, else ABSENT."""
 
-    def get(self, names: Sequence[str], addresses: Sequence[int], nbytes: int) -> list[Answer]:
+    def get(self, names: Sequence[str], addresses: Sequence[int], nbytes: int) -> list[ValueStatus]:
         """Reads values of ``nbytes`` each to addresses."""
 
-    def put(self, names: Sequence[str], addresses: Sequence[int], nbytes: int) -> list[Answer]:
+    def put(self, names: Sequence[str], addresses: Sequence[int], nbytes: int) -> list[ValueStatus]:
         """Stores values of ``nbytes`` each from addresses; those that are there may stay."""
 
 

@@ -22,7 +22,7 @@ from tutti.base.arrays import U32, Keys
 from tutti.base.breaker import Breaker
 from tutti.base.threads import start_thread
 from tutti.cluster.recent_keys import RecentKeys
-from tutti.cluster.remote import Answer, RemoteConfig
+from tutti.cluster.remote import RemoteConfig, ValueStatus
 from tutti.cluster.remote_process import RemoteProcess, Staging, StagingInUse
 from tutti.cluster.worker import EXISTS, GET, KEYS_MAX, PUT
 from tutti.errors import (
@@ -289,7 +289,7 @@ class Tier:
         keys = _prefix(keys, np.array(may, np.bool_))
         if not len(keys):
             return
-        found = _prefix(keys, self._call(EXISTS, keys, None) == Answer.DONE)
+        found = _prefix(keys, self._call(EXISTS, keys, None) == ValueStatus.DONE)
         self._count("absent", len(keys) - len(found))
         budget = self._config.prefetch_nbytes // self._store.layout.object_nbytes
         self._count("over_budget", len(found[budget:]))
@@ -325,14 +325,14 @@ class Tier:
         keys, pages, part = reads.popleft()
         answers = self._remote.answer(self._config.timeout_s)
         self._answered = True
-        for answer, name in enumerate(("absent", "fetch_failed", "corrupt"), Answer.ABSENT):
+        for answer, name in enumerate(("absent", "fetch_failed", "corrupt"), ValueStatus.ABSENT):
             self._count(name, int(np.count_nonzero(answers == answer)))
-        wrong = np.isin(answers, (Answer.FAILED, Answer.CORRUPT))
+        wrong = np.isin(answers, (ValueStatus.FAILED, ValueStatus.CORRUPT))
         if wrong.any():
             self._fail(keys[wrong], self._reads)
             # Late bytes of a failed read must not reach the next pages of the staging memory.
             self._remote.kill()
-        n = len(_prefix(keys, answers == Answer.DONE))
+        n = len(_prefix(keys, answers == ValueStatus.DONE))
         is_whole = self._put(keys[:n], pages[:n], part) == len(keys)
         if not is_whole:
             reads.clear()  # nothing is stored behind a hole
@@ -380,7 +380,7 @@ class Tier:
         self._remote.connect()
         if not len(keys):
             return
-        there = self._call(EXISTS, keys, None) == Answer.DONE
+        there = self._call(EXISTS, keys, None) == ValueStatus.DONE
         self._remember(self._replicated, keys[there])
         infos = self._store.catalogue.objects(keys[~there])
         infos = [i for i in infos if i.has_digests and (i.expires_s is None or i.expires_s > 0)]
@@ -393,7 +393,7 @@ class Tier:
             expiry = round(until_s / EXPIRY_UNIT_S)
             names = (info.key, info.parent, info.depth, info.tenant)
             self._staging.set_head(page, *names, expiry, _VERSION)
-        done = self._call(PUT, own, pages) == Answer.DONE
+        done = self._call(PUT, own, pages) == ValueStatus.DONE
         self._remember(self._replicated, own[done])
         self._count("replicated", int(np.count_nonzero(done)))
         if not done.all():

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import xxhash
 
-from tutti.cluster.remote import Answer, RemoteStore
+from tutti.cluster.remote import RemoteStore, ValueStatus
 from tutti.errors import RemoteFailed
 from tutti.gio_uring.memory import address_of
 from tutti.medium.keys import KEY_NBYTES
@@ -89,12 +89,12 @@ class Worker:
         answers = self._store.get(names, addresses, self._value_nbytes)
         return partial(self._compared, names, starts, answers)
 
-    def _compared(self, names: list[str], starts: list[int], answers: list[Answer]) -> bytes:
+    def _compared(self, names: list[str], starts: list[int], answers: list[ValueStatus]) -> bytes:
         for i, (name, start) in enumerate(zip(names, starts, strict=True)):
-            if answers[i] == Answer.DONE and (
+            if answers[i] == ValueStatus.DONE and (
                 self._bytes[self._digest_at(start)] != self._digest(name, start)
             ):
-                answers[i] = Answer.CORRUPT
+                answers[i] = ValueStatus.CORRUPT
         return bytes(answers)
 
     def _digest_at(self, start: int) -> slice:

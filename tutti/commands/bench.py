@@ -9,7 +9,7 @@ from types import ModuleType
 from typing import Any
 
 from tutti.base.terminal import progress
-from tutti.commands.outcome import EXIT_FAILED, EXIT_OK, Outcome
+from tutti.commands.outcome import EXIT_FAILED, EXIT_OK, CommandResult
 from tutti.errors import Unsupported
 
 _BANDWIDTH = """\
@@ -152,9 +152,9 @@ def bench_command(
         module = bench_module(name)
         module.add_arguments(parser)
 
-        def run(args: argparse.Namespace) -> Outcome:
+        def run(args: argparse.Namespace) -> CommandResult:
             result = module.run(args, progress)
-            return Outcome(result, module.report(result), exit_code(result))
+            return CommandResult(result, module.report(result), exit_code(result))
 
         parser.set_defaults(run=run)
 

@@ -15,7 +15,7 @@ from tutti.arguments import above_zero, positive
 from tutti.base.arrays import Keys
 from tutti.base.terminal import facts, table
 from tutti.base.units import format_nbytes
-from tutti.commands.outcome import Outcome
+from tutti.commands.outcome import CommandResult
 from tutti.errors import ConfigError, KeySizeError
 from tutti.interface import Store
 from tutti.medium.keys import KEY_NBYTES, as_keys
@@ -105,12 +105,12 @@ def add_import(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=import_)
 
 
-def ls(args: argparse.Namespace) -> Outcome:
+def ls(args: argparse.Namespace) -> CommandResult:
     """Chains by their first pages, of every pool."""
     return of_each_pool(args, lambda name: _ls(args, name))
 
 
-def of_each_pool(args: argparse.Namespace, show: Callable[[str], Outcome]) -> Outcome:
+def of_each_pool(args: argparse.Namespace, show: Callable[[str], CommandResult]) -> CommandResult:
     """What ``show`` answers for a pool's name; for all pools of an agent that has several."""
     several = args.pool.startswith(AGENT) and not args.name
     names = pools(args.pool) if several else [args.name]
@@ -118,10 +118,10 @@ def of_each_pool(args: argparse.Namespace, show: Callable[[str], Outcome]) -> Ou
         return show(args.name)
     shown = {name: show(name) for name in names}
     text = "\n\n".join(f"pool  {name}\n{each.text}" for name, each in shown.items())
-    return Outcome({"pools": {name: each.result for name, each in shown.items()}}, text)
+    return CommandResult({"pools": {name: each.result for name, each in shown.items()}}, text)
 
 
-def _ls(args: argparse.Namespace, name: str) -> Outcome:
+def _ls(args: argparse.Namespace, name: str) -> CommandResult:
     with _opened(args.pool, name) as store:
         infos = store.catalogue.objects(store.catalogue.keys(args.namespace))
         page_size = store.layout.page_size
@@ -137,20 +137,20 @@ def _ls(args: argparse.Namespace, name: str) -> Outcome:
         ]
     )
     objects = [_numbers(info) for chain in shown for info in chain]
-    return Outcome(
+    return CommandResult(
         {"objects": len(infos), "chains": len(chains), "listed": objects},
         f"{text}\n\n{table(headings, rows)}" if rows else text,
     )
 
 
-def rm(args: argparse.Namespace) -> Outcome:
+def rm(args: argparse.Namespace) -> CommandResult:
     """Removes objects."""
     with _opened(args.pool, args.name) as store:
         gone = store.catalogue.delete(_chosen(store, args))
-    return Outcome({"removed": gone}, f"{gone} objects removed")
+    return CommandResult({"removed": gone}, f"{gone} objects removed")
 
 
-def pin(args: argparse.Namespace) -> Outcome:
+def pin(args: argparse.Namespace) -> CommandResult:
     """Pins or unpins objects."""
     with _opened(args.pool, args.name) as store:
         keys = _chosen(store, args)
@@ -158,10 +158,10 @@ def pin(args: argparse.Namespace) -> Outcome:
         if args.ttl is not None:
             store.catalogue.expire(keys, args.ttl)
     what = "unpinned" if args.undo else "pinned"
-    return Outcome({what: count}, f"{count} objects {what}")
+    return CommandResult({what: count}, f"{count} objects {what}")
 
 
-def export(args: argparse.Namespace) -> Outcome:
+def export(args: argparse.Namespace) -> CommandResult:
     """Writes objects to a file, which appears when it is complete."""
     part = Path(f"{args.out}.part")
     with _opened(args.pool, args.name) as store:
@@ -180,20 +180,20 @@ def export(args: argparse.Namespace) -> Outcome:
             part.unlink(missing_ok=True)
             raise
         nbytes = count * store.layout.object_nbytes
-    return Outcome(
+    return CommandResult(
         {"exported": count, "payload_nbytes": nbytes},
         f"{count} objects exported, {format_nbytes(nbytes)}",
     )
 
 
-def import_(args: argparse.Namespace) -> Outcome:
+def import_(args: argparse.Namespace) -> CommandResult:
     """Stores the objects of a file."""
     with Path(args.file).open("rb") as file, _opened(args.pool, args.name) as store:
         result: ImportResult = import_objects(store, file, namespace=args.namespace)
     text = f"{result.stored} objects stored, {result.present} in the pool already"
     if result.dropped:
         text += f", {result.dropped} dropped: the pool is full of objects in use"
-    return Outcome(dict(vars(result)), text)
+    return CommandResult(dict(vars(result)), text)
 
 
 def _row(chain: list[ObjectInfo], page_size: int) -> tuple[object, ...]:

@@ -14,7 +14,7 @@ from typing import Any
 from tutti.base.terminal import progress
 from tutti.base.units import MiB, format_nbytes
 from tutti.commands.bench import bench_module
-from tutti.commands.outcome import EXIT_FAILED, EXIT_OK, Outcome
+from tutti.commands.outcome import EXIT_FAILED, EXIT_OK, CommandResult
 from tutti.errors import CapacityError, ConfigError, system_message
 
 _DESCRIPTION = """\
@@ -67,7 +67,7 @@ def add_demo(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=run_demo)
 
 
-def run_demo(args: argparse.Namespace) -> Outcome:
+def run_demo(args: argparse.Namespace) -> CommandResult:
     """Measures, replays, cleans up, and keeps the results."""
     folder = Path(args.dir)
     try:
@@ -95,7 +95,7 @@ def run_demo(args: argparse.Namespace) -> Outcome:
     parts = [_LABEL, chart, *_skipped(peers), _sentences(cell, replayed), *_noise(busy)]
     parts.append(_keep(result, folder))
     exit_code = EXIT_FAILED if result["wrong"] else EXIT_OK
-    return Outcome(result, "\n\n".join(parts), exit_code)
+    return CommandResult(result, "\n\n".join(parts), exit_code)
 
 
 def _affordable(folder: Path, sizes: list[_Size]) -> _Size:

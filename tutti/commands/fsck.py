@@ -10,7 +10,7 @@ from tutti import store
 from tutti.arguments import add_paths, natural, positive
 from tutti.base.terminal import facts, progress, table
 from tutti.base.units import format_nbytes
-from tutti.commands.outcome import EXIT_FAILED, EXIT_OK, Outcome
+from tutti.commands.outcome import EXIT_FAILED, EXIT_OK, CommandResult
 from tutti.fsck import FsckReport, RepairReport, check_files, repair
 
 _SHOWN_MAX = 20
@@ -47,7 +47,7 @@ def add_fsck(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=run_fsck)
 
 
-def run_fsck(args: argparse.Namespace) -> Outcome:
+def run_fsck(args: argparse.Namespace) -> CommandResult:
     """Checks the pool, and repairs it with --repair."""
     report = check_files(args.paths, progress, sample=args.sample, seed=args.seed)
     repaired = None
@@ -59,7 +59,7 @@ def run_fsck(args: argparse.Namespace) -> Outcome:
     if args.reuse_quarantined:
         result["reused"] = reused
         text += f"\nSlots taken back from quarantine: {reused}."
-    return Outcome(result, text, EXIT_OK if is_good else EXIT_FAILED)
+    return CommandResult(result, text, EXIT_OK if is_good else EXIT_FAILED)
 
 
 def _reuse_quarantined(paths: list[str]) -> int:

@@ -7,7 +7,7 @@ from dataclasses import asdict
 
 from tutti.base.terminal import table
 from tutti.base.units import format_nbytes
-from tutti.commands.outcome import Outcome
+from tutti.commands.outcome import CommandResult
 from tutti.errors import TuttiError
 from tutti.gio_uring.drives.block_device import BlockDevice, Devices
 from tutti.gio_uring.probe import ControllerFacts, probe_controllers
@@ -31,7 +31,7 @@ def add_list(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=run_list)
 
 
-def run_list(args: argparse.Namespace) -> Outcome:
+def run_list(args: argparse.Namespace) -> CommandResult:
     """Inspects all devices."""
     machine = Devices()
     devices, unreadable = [], []
@@ -48,7 +48,7 @@ def run_list(args: argparse.Namespace) -> Outcome:
         "unreadable": [{"name": name, "reason": reason} for name, reason in unreadable],
         "vfio": [asdict(controller) for controller in given_away],
     }
-    return Outcome(result, _text(devices, unreadable, given_away))
+    return CommandResult(result, _text(devices, unreadable, given_away))
 
 
 def _text(

@@ -17,7 +17,7 @@ EXIT_TERMINATED = 143  # 128 + SIGTERM
 
 
 @dataclass(frozen=True)
-class Outcome:
+class CommandResult:
     """What a command found: `result` for programs (--json), `text` for people."""
 
     result: dict[str, Any]

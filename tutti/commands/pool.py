@@ -18,7 +18,7 @@ from tutti import store
 from tutti.arguments import add_layout, add_paths, layout_of, nbytes, say_capacity
 from tutti.base.terminal import Progress, facts, table
 from tutti.base.units import format_nbytes
-from tutti.commands.outcome import Outcome
+from tutti.commands.outcome import CommandResult
 from tutti.errors import ConfigError, PoolCorrupt, PoolNotFound
 from tutti.gio_uring.drives.device_content import LABEL
 from tutti.gio_uring.drives.generic_device import readable_path
@@ -107,7 +107,7 @@ def _serial(text: str) -> str:
     return text
 
 
-def run_format(args: argparse.Namespace) -> Outcome:
+def run_format(args: argparse.Namespace) -> CommandResult:
     """Formats a pool and reports its overhead."""
     serials = [serial for serial in args.force if serial and serial is not True]
     if args.for_server:
@@ -133,15 +133,15 @@ def run_format(args: argparse.Namespace) -> Outcome:
         "prewritten": args.prewrite,
     }
     text = facts([*_layout_facts(layout), *_geometry_facts(geometry, layout, members)])
-    return Outcome(result, f"{text}\n\nThe pool is formatted and empty.")
+    return CommandResult(result, f"{text}\n\nThe pool is formatted and empty.")
 
 
-def _label(args: argparse.Namespace, serials: list[str]) -> Outcome:
+def _label(args: argparse.Namespace, serials: list[str]) -> CommandResult:
     if args.capacity is not None or args.model is not None or args.prewrite:
         raise ConfigError("the server chooses layout and capacity; pass --for-server without them")
     label(args.paths, force=serials)
     text = f"Labelled for a server's pools: {', '.join(args.paths)}"
-    return Outcome({"paths": args.paths, "labelled": True}, text)
+    return CommandResult({"paths": args.paths, "labelled": True}, text)
 
 
 def add_info(parser: argparse.ArgumentParser) -> None:
@@ -166,7 +166,7 @@ class _Member:
     owner: int | None  # process that has it open
 
 
-def run_info(args: argparse.Namespace) -> Outcome:
+def run_info(args: argparse.Namespace) -> CommandResult:
     """Reads superblocks and snapshots, and takes no ownership."""
     on_drives = are_drives(args.paths)
     members = _read_drives(args.paths) if on_drives else [_read_file(p) for p in args.paths]
@@ -213,7 +213,7 @@ def run_info(args: argparse.Namespace) -> Outcome:
         for m in members
     ]
     text = f"{facts(rows)}\n\n{table(('member', 'superblock', 'objects', 'path'), lines)}"
-    return Outcome(result, text)
+    return CommandResult(result, text)
 
 
 def _read_drives(names: list[str]) -> list[_Member]:

@@ -7,8 +7,8 @@ from dataclasses import asdict
 
 from tutti.base.terminal import facts, table
 from tutti.base.units import format_nbytes
-from tutti.commands.outcome import Outcome
-from tutti.gio_uring.probe import MachineFacts, MemoryFacts, probe_machine
+from tutti.commands.outcome import CommandResult
+from tutti.gio_uring.probe import MachineFacts, TransferMemoryFacts, probe_machine
 from tutti.gio_uring.tier import TierFacts
 
 _DESCRIPTION = """\
@@ -36,10 +36,10 @@ def add_probe(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=run_probe)
 
 
-def run_probe(args: argparse.Namespace) -> Outcome:
+def run_probe(args: argparse.Namespace) -> CommandResult:
     """Probes the machine."""
     machine = probe_machine(args.path)
-    return Outcome(asdict(machine), _text(machine))
+    return CommandResult(asdict(machine), _text(machine))
 
 
 def _verdict(tier: TierFacts) -> str:
@@ -91,7 +91,7 @@ def _uring_rows(machine: MachineFacts) -> list[tuple[str, object]]:
     return [("io_uring", f"works, with {', '.join(uring.features)}")]
 
 
-def _memory_rows(memory: MemoryFacts) -> list[tuple[str, object]]:
+def _memory_rows(memory: TransferMemoryFacts) -> list[tuple[str, object]]:
     limit = "unlimited" if memory.memlock_nbytes < 0 else format_nbytes(memory.memlock_nbytes)
     pools = [
         f"{total} of {format_nbytes(nbytes)} ({free} free)"

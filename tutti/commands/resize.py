@@ -6,7 +6,7 @@ import argparse
 
 from tutti.arguments import add_paths, nbytes, say_capacity
 from tutti.base.terminal import Progress
-from tutti.commands.outcome import Outcome
+from tutti.commands.outcome import CommandResult
 from tutti.resize import resize
 
 _DESCRIPTION = """\
@@ -30,10 +30,10 @@ def add_resize(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=run)
 
 
-def run(args: argparse.Namespace) -> Outcome:
+def run(args: argparse.Namespace) -> CommandResult:
     """Resizes a pool."""
     say_capacity(args.capacity)
     with Progress("objects", 0) as bar:
         done = resize(args.paths, args.capacity, progress=bar.update)
     text = f"{done.kept} objects were kept, {done.dropped} had no room, {done.damaged} were damaged"
-    return Outcome({"paths": args.paths, **done._asdict()}, text)
+    return CommandResult({"paths": args.paths, **done._asdict()}, text)

@@ -13,7 +13,7 @@ import sys
 from tutti.arguments import named_nbytes, nbytes, say_capacity
 from tutti.base.terminal import facts
 from tutti.cluster.remote import RemoteConfig
-from tutti.commands.outcome import Outcome
+from tutti.commands.outcome import CommandResult
 from tutti.errors import ConfigError, Unsupported
 from tutti.node.agent import Agent, AgentConfig
 from tutti.node.pools import AgentPools
@@ -101,7 +101,7 @@ def add_serve(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=run)
 
 
-def run(args: argparse.Namespace) -> Outcome:
+def run(args: argparse.Namespace) -> CommandResult:
     """Serves until a signal."""
     if args.capacity:
         say_capacity(args.capacity)
@@ -132,7 +132,7 @@ def run(args: argparse.Namespace) -> Outcome:
     finally:
         pools.close()
     result = dict(vars(agent.counters))
-    return Outcome(result, facts(list(result.items())))
+    return CommandResult(result, facts(list(result.items())))
 
 
 def _remote(url: str | None) -> RemoteConfig | None:

@@ -14,7 +14,7 @@ from typing import Any
 from tutti.arguments import nbytes, positive
 from tutti.base.terminal import table
 from tutti.base.units import MiB, format_nbytes, parse_nbytes
-from tutti.commands.outcome import EXIT_FAILED, EXIT_OK, Outcome
+from tutti.commands.outcome import EXIT_FAILED, EXIT_OK, CommandResult
 from tutti.errors import CapacityError, ConfigError, PoolNotFound, TuttiError, Unsupported
 from tutti.gio_uring.named_drive import is_drive
 from tutti.gio_uring.probe import probe_machine
@@ -35,7 +35,7 @@ from tutti.integration.sglang.options import HICACHE, LINKER, LINKER_OPTIONS, Op
 from tutti.integration.sglang.rank_members import Shares, share
 from tutti.medium.superblock import SUPERBLOCK_MAGIC
 from tutti.node.connect import connect
-from tutti.pool.places import Kind, Place, check_distinct, exists, place_of
+from tutti.pool.places import Place, PlaceKind, check_distinct, exists, place_of
 from tutti.pool.pool_format import is_labelled
 
 PAGE_SIZE = 64
@@ -65,7 +65,7 @@ The exit code is 1 when a check fails."""
 
 
 @dataclass(frozen=True)
-class Finding:
+class CheckResult:
     """The result of one check: verdict "ok", "slow", "fails" or "unknown"."""
 
     what: str
@@ -125,7 +125,7 @@ def _add_common(parser: argparse.ArgumentParser, *, path_required: bool) -> None
     )
 
 
-def run_command(args: argparse.Namespace) -> Outcome:
+def run_command(args: argparse.Namespace) -> CommandResult:
     """Prints the launch command."""
     own = LINKER_OPTIONS if args.mode == LINKER else ()
     path = args.path[0] if len(args.path) == 1 else args.path
@@ -165,7 +165,7 @@ def run_command(args: argparse.Namespace) -> Outcome:
         "notes": notes,
         "dealt": dealt,
     }
-    return Outcome(result, text)
+    return CommandResult(result, text)
 
 
 def _check_space(folders: Sequence[str], capacity: int) -> None:
@@ -200,7 +200,7 @@ def _share_lines(shares: Shares) -> list[str]:
         if places:
             named = ", ".join(map(_place_text, places))
             lines.append(f"rank {rank} of a node: {named} for its KV pool")
-    devices = [p.path for places in shares.dealt for p in places if p.kind is Kind.DEVICE]
+    devices = [p.path for places in shares.dealt for p in places if p.kind is PlaceKind.DEVICE]
     if devices:
         lines.append("devices are labelled once, and erased by that, before the first start:")
         lines.append(shlex.join(["tutti", "format", *devices, "--for-server"]))
@@ -211,7 +211,7 @@ def _place_text(place: Place) -> str:
     return place.path + ("" if place.numa_node is None else f" (NUMA node {place.numa_node})")
 
 
-def run_doctor(args: argparse.Namespace) -> Outcome:
+def run_doctor(args: argparse.Namespace) -> CommandResult:
     """Checks SGLang, the path and the machine."""
     findings = list(_sglang(args.mode, args.page_size))
     if uses_agent({"path": args.path}):
@@ -222,40 +222,42 @@ def run_doctor(args: argparse.Namespace) -> Outcome:
         findings += _storage(args.path, args.capacity)
     failed = any(finding.verdict == "fails" for finding in findings)
     rows = [(finding.what, finding.verdict, finding.text) for finding in findings]
-    return Outcome(
+    return CommandResult(
         {"findings": [asdict(finding) for finding in findings]},
         table(("what", "verdict", "why, and what to do"), rows),
         EXIT_FAILED if failed else EXIT_OK,
     )
 
 
-def _agent(path: str) -> Finding:
+def _agent(path: str) -> CheckResult:
     """Whether an agent of this version answers, and how full its pool is."""
     try:
         with connect(path) as store:
             stats = store.stats()
     except PoolNotFound as error:  # of a layout: servers name theirs
-        return Finding("agent", "ok", f"answers; {error}")
+        return CheckResult("agent", "ok", f"answers; {error}")
     except TuttiError as error:
-        return Finding("agent", "fails", str(error))
+        return CheckResult("agent", "fails", str(error))
     free, capacity = stats["free_objects"], stats["capacity_objects"]
-    return Finding("agent", "ok", f"answers; {free} of the {capacity} slots of its pool are free")
+    return CheckResult(
+        "agent", "ok", f"answers; {free} of the {capacity} slots of its pool are free"
+    )
 
 
-def _storage(paths: list[str], capacity: int) -> Iterator[Finding]:
+def _storage(paths: list[str], capacity: int) -> Iterator[CheckResult]:
     """Folders, files and devices, and the machine around them."""
     try:
         check_distinct(paths)
     except TuttiError as error:
-        yield Finding("path", "fails", str(error))
+        yield CheckResult("path", "fails", str(error))
     places = [place_of(path) for path in paths]
-    folders = [Path(p.path).absolute() for p in places if p.kind is Kind.FOLDER]
-    files = [Path(p.path).absolute() for p in places if p.kind is Kind.FILE]
+    folders = [Path(p.path).absolute() for p in places if p.kind is PlaceKind.FOLDER]
+    files = [Path(p.path).absolute() for p in places if p.kind is PlaceKind.FILE]
     for folder in [*folders, *(file.parent for file in files)]:
         yield from _place(folder, capacity // len(paths))
     yield from map(_pool_file, files)
     yield from _one_disk(folders)
-    yield from (_device(place) for place in places if place.kind is Kind.DEVICE)
+    yield from (_device(place) for place in places if place.kind is PlaceKind.DEVICE)
     with_drive = any(is_drive(place.path) for place in places)
     yield from _machine(_existing(folders[0] if folders else Path(".")), with_drive=with_drive)
     for folder in folders:
@@ -303,97 +305,103 @@ def _check(arguments: list[str]) -> tuple[bool, str]:
     return True, f"checked with SGLang {version}"
 
 
-def _sglang(mode: str, page_size: int) -> Iterator[Finding]:
+def _sglang(mode: str, page_size: int) -> Iterator[CheckResult]:
     version = installed_version()
     if version.split("+")[0] in VERSIONS:
-        yield Finding("SGLang", "ok", version)
+        yield CheckResult("SGLang", "ok", version)
     else:
         found = f"{version} is installed" if version else "not installed"
-        yield Finding("SGLang", "fails", f"{found}; pip install sglang=={VERSIONS[0]}")
+        yield CheckResult("SGLang", "fails", f"{found}; pip install sglang=={VERSIONS[0]}")
     plugins = {entry.name for entry in metadata.entry_points(group=PLUGIN_GROUP)}
     allowed = {name.strip() for name in os.environ.get("SGLANG_PLUGINS", "").split(",")} - {""}
     if PLUGIN not in plugins:
-        yield Finding("plugin", "fails", "not registered; install tutti with pip, not by a path")
+        yield CheckResult(
+            "plugin", "fails", "not registered; install tutti with pip, not by a path"
+        )
     elif allowed and PLUGIN not in allowed:
-        yield Finding("plugin", "fails", f"SGLANG_PLUGINS leaves it out; add {PLUGIN}")
+        yield CheckResult("plugin", "fails", f"SGLANG_PLUGINS leaves it out; add {PLUGIN}")
     else:
-        yield Finding("plugin", "ok", "weight updates are detected")
+        yield CheckResult("plugin", "ok", "weight updates are detected")
     if page_size == 1:
-        yield Finding("page size", "fails", "1 token is too small to store; use --page-size 64")
+        yield CheckResult("page size", "fails", "1 token is too small to store; use --page-size 64")
     else:
         text = f"{page_size} tokens"
         yield _either("page size", page_size >= 16, text, f"{text} make small objects; use 64")
-    yield Finding("admin key", "unknown", _NO_ADMIN_KEY.replace("add -- ", "start SGLang with "))
+    yield CheckResult(
+        "admin key", "unknown", _NO_ADMIN_KEY.replace("add -- ", "start SGLang with ")
+    )
     if mode == LINKER:
-        yield Finding("mode", "ok", "linker: pages keep SGLang's own layout")
+        yield CheckResult("mode", "ok", "linker: pages keep SGLang's own layout")
 
 
-def _place(path: Path, capacity: int) -> Iterator[Finding]:
+def _place(path: Path, capacity: int) -> Iterator[CheckResult]:
     parent = _existing(path)
     if not parent.is_dir():
-        yield Finding("path", "fails", f"{parent} is not a folder; pass one with --path")
+        yield CheckResult("path", "fails", f"{parent} is not a folder; pass one with --path")
     elif os.access(parent, os.W_OK | os.X_OK):
-        yield Finding("path", "ok", str(path))
+        yield CheckResult("path", "ok", str(path))
     else:
-        yield Finding(
+        yield CheckResult(
             "path", "fails", f"{parent} is not writable; pass another folder, or change its owner"
         )
     free, used = _space(path)
     text = f"{format_nbytes(free)} free"
     if capacity > free + used:
         text += f" and {format_nbytes(used)} in pools, {format_nbytes(capacity)} wanted; give less"
-        yield Finding("space", "fails", f"{text} --capacity")
+        yield CheckResult("space", "fails", f"{text} --capacity")
     else:
-        yield Finding("space", "ok", text)
+        yield CheckResult("space", "ok", text)
 
 
-def _one_disk(folders: list[Path]) -> Iterator[Finding]:
+def _one_disk(folders: list[Path]) -> Iterator[CheckResult]:
     """Folders on one file system, where two are not faster than one."""
     seen: dict[int, Path] = {}
     for folder in folders:
         other = seen.setdefault(os.stat(_existing(folder)).st_dev, folder)
         if other is not folder:
             text = f"{folder} and {other} are on one file system; name one of them"
-            yield Finding("path", "slow", text)
+            yield CheckResult("path", "slow", text)
 
 
-def _pool_file(file: Path) -> Finding:
+def _pool_file(file: Path) -> CheckResult:
     if not file.exists():
-        return Finding("file", "ok", f"{file}, to be made")
+        return CheckResult("file", "ok", f"{file}, to be made")
     with file.open("rb") as opened:
         if opened.read(len(SUPERBLOCK_MAGIC)) == SUPERBLOCK_MAGIC:
-            return Finding("file", "ok", f"{file} holds a pool")
-    return Finding("file", "fails", f"{file} is neither a folder nor a pool; pass another path")
+            return CheckResult("file", "ok", f"{file} holds a pool")
+    return CheckResult("file", "fails", f"{file} is neither a folder nor a pool; pass another path")
 
 
-def _device(place: Place) -> Finding:
+def _device(place: Place) -> CheckResult:
     """Whether a device is labelled for a server, or has a pool that a server may open."""
     if is_drive(place.path):
         found = exists(place.path)
-        return Finding("device", "unknown" if found else "fails", f"{place.path}, see docs/vfio.md")
+        return CheckResult(
+            "device", "unknown" if found else "fails", f"{place.path}, see docs/vfio.md"
+        )
     try:
         if is_labelled(place.path):
-            return Finding("device", "ok", f"{_place_text(place)}, labelled for a server")
+            return CheckResult("device", "ok", f"{_place_text(place)}, labelled for a server")
         text = f"{place.path} is not labelled; if `{shlex.join(['tutti', 'info', place.path])}`"
         text += " shows no pool of this server, run `tutti format --for-server`"
-        return Finding("device", "unknown", text)
+        return CheckResult("device", "unknown", text)
     except TuttiError as error:
-        return Finding("device", "fails", str(error))
+        return CheckResult("device", "fails", str(error))
 
 
-def _either(what: str, is_ok: bool, text: str, otherwise: str) -> Finding:
-    return Finding(what, "ok" if is_ok else "slow", text if is_ok else otherwise)
+def _either(what: str, is_ok: bool, text: str, otherwise: str) -> CheckResult:
+    return CheckResult(what, "ok" if is_ok else "slow", text if is_ok else otherwise)
 
 
-def _machine(folder: Path, *, with_drive: bool) -> Iterator[Finding]:
+def _machine(folder: Path, *, with_drive: bool) -> Iterator[CheckResult]:
     try:
         machine = probe_machine(str(folder))
     except Unsupported as error:  # a folder that cannot be written, for instance
-        yield Finding("machine", "unknown", str(error))
+        yield CheckResult("machine", "unknown", str(error))
         return
     direct, uring, memory = machine.direct, machine.uring, machine.memory
     if direct.filesystem in _VOLATILE:
-        yield Finding(
+        yield CheckResult(
             "disk",
             "slow",
             f"{direct.filesystem} is memory: pages are lost at a restart of the machine, and take "
@@ -416,17 +424,17 @@ def _machine(folder: Path, *, with_drive: bool) -> Iterator[Finding]:
     backing = f"Tutti's buffers: {memory.backing}; SGLang's host pool: see tutti:hugepage_bytes"
     yield _either("hugepages", memory.backing != "pages", backing, paged)
     best = next((tier for tier in machine.tiers if tier.available), None)
-    yield Finding("tier", "ok" if best else "unknown", best.name if best else "none")
+    yield CheckResult("tier", "ok" if best else "unknown", best.name if best else "none")
 
 
-def _pools(path: Path) -> Iterator[Finding]:
+def _pools(path: Path) -> Iterator[CheckResult]:
     for file in sorted(path.glob("*/*.tutti")):
         stat = file.stat()
         text = f"{file.relative_to(path)}, {format_nbytes(stat.st_size)}"
         if stat.st_mode & 0o077:
-            yield Finding("pool", "fails", f"{text}; readable by other users: chmod 600")
+            yield CheckResult("pool", "fails", f"{text}; readable by other users: chmod 600")
         else:
-            yield Finding("pool", "ok", text)
+            yield CheckResult("pool", "ok", text)
 
 
 def _existing(path: Path) -> Path:

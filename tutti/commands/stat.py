@@ -13,7 +13,7 @@ from tutti.base.histogram import BOUNDS_S, quantile_s
 from tutti.base.terminal import facts
 from tutti.base.units import format_duration, format_nbytes
 from tutti.commands.catalogue import add_pool_name, of_each_pool
-from tutti.commands.outcome import Outcome
+from tutti.commands.outcome import CommandResult
 from tutti.errors import ConfigError
 from tutti.node.connect import AGENT, connect
 
@@ -45,7 +45,7 @@ def add_stat(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=stat)
 
 
-def stat(args: argparse.Namespace) -> Outcome:
+def stat(args: argparse.Namespace) -> CommandResult:
     """Shows totals, or intervals."""
     if not args.pool.startswith(AGENT):
         raise ConfigError(f"{args.pool} is not the socket of an agent; give unix:SOCKET")
@@ -55,10 +55,10 @@ def stat(args: argparse.Namespace) -> Outcome:
         return of_each_pool(args, lambda name: _totals(args.pool, name))
     with connect(args.pool, pool=args.name) as store:
         lines = _watch(store.stats, args.watch, args.count)
-    return Outcome({"intervals": lines}, f"{lines} intervals")
+    return CommandResult({"intervals": lines}, f"{lines} intervals")
 
 
-def _totals(path: str, name: str) -> Outcome:
+def _totals(path: str, name: str) -> CommandResult:
     with connect(path, pool=name) as store:
         stats = store.stats()
     lines = list(zip(_HEADINGS, _row(_nothing(stats), stats, 0.0), strict=True))
@@ -73,7 +73,7 @@ def _totals(path: str, name: str) -> Outcome:
         counts = (f"{remote[name]} {name}" for name in ("fetched", "replicated", "failures"))
         reads, writes = (_TIER_STATES[remote[name]] for name in ("state", "write_state"))
         lines.append(("second tier", f"{reads} (copies: {writes}), {', '.join(counts)}"))
-    return Outcome(stats, facts(lines))
+    return CommandResult(stats, facts(lines))
 
 
 def _watch(read: Any, interval_s: float, count: int | None) -> int:

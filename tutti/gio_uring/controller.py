@@ -71,7 +71,7 @@ class ControllerInfo:
         return 1 << self.lba_shift
 
 
-class Server(Protocol):
+class ServingEngine(Protocol):
     """What serves a controller and is not its own thread."""
 
     def reset(self, timeout_s: float) -> None:
@@ -97,7 +97,7 @@ class NativeController(Owned):
         self._queue_pairs: list[QueuePair] = []
         self._rings: list[object] = []
         self._is_started = False
-        self._server: weakref.ref[Server] | None = None
+        self._server: weakref.ref[ServingEngine] | None = None
         self._finalizer = self._finalize()
         self.info = self._read_info()
 
@@ -232,7 +232,7 @@ class NativeController(Owned):
         if not self.is_closed:  # such producers have queue pairs of the first service thread
             self._lib.gio_controller_expect_rings(self.handle, 1 if is_busy else -1)
 
-    def served_by(self, server: Server) -> None:
+    def served_by(self, server: ServingEngine) -> None:
         """Names the engine whose thread serves the queues until it is closed: it resets, too."""
         self._server = weakref.ref(server)
 

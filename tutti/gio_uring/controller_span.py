@@ -14,7 +14,7 @@ from tutti.gio_uring.controller import (
     HAS_VOLATILE_CACHE,
     ControllerInfo,
     NativeController,
-    Server,
+    ServingEngine,
 )
 from tutti.gio_uring.controller_vfio import VfioController
 from tutti.gio_uring.memory import DmaRegion, address_of
@@ -123,7 +123,7 @@ class SpanController(NativeController):
         for drive in self.drives:
             drive.expect_rings(is_busy)
 
-    def served_by(self, server: Server) -> None:
+    def served_by(self, server: ServingEngine) -> None:
         super().served_by(server)
         for drive in self.drives:
             drive.served_by(server)

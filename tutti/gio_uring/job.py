@@ -16,7 +16,7 @@ from tutti.gio_uring import _native
 from tutti.gio_uring.engine_structs import JobReport
 
 
-class Served(Protocol):
+class JobEngine(Protocol):
     """The engine of a job: `handle` is the native one, `guard` is around callbacks."""
 
     guard: Guard
@@ -39,7 +39,7 @@ class Job(Owned):
 
     def __init__(
         self,
-        engine: Served,
+        engine: JobEngine,
         tag: int,
         page_status: U32,
         keep: tuple[Any, ...],

@@ -54,7 +54,7 @@ class UringFacts:
 
 
 @dataclass(frozen=True)
-class MemoryFacts:
+class TransferMemoryFacts:
     """Memory for transfers. memlock_nbytes: -1 without a limit. hugetlb: (size, total, free).
 
     backing: what an ordinary buffer of the rings lies on: "hugetlb", "thp" or "pages".
@@ -131,7 +131,7 @@ class MachineFacts:
     is_root: bool
     digest_isa: str
     uring: UringFacts
-    memory: MemoryFacts
+    memory: TransferMemoryFacts
     direct: DirectFacts
     controllers: tuple[ControllerFacts, ...]
     iommu: IommuFacts
@@ -206,7 +206,7 @@ def _syscall(number: int, *arguments: int) -> int:
     return -ctypes.get_errno() if result < 0 else result
 
 
-def probe_memory(root: Path = Path("/")) -> MemoryFacts:
+def probe_memory(root: Path = Path("/")) -> TransferMemoryFacts:
     """Limits and settings, and what memory really lies on."""
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     mm = root / "sys/kernel/mm"
@@ -219,7 +219,7 @@ def probe_memory(root: Path = Path("/")) -> MemoryFacts:
         pools.append((nbytes, total, free))
     setting = _text(mm / "transparent_hugepage/enabled")
     chosen = setting[setting.find("[") + 1 : setting.find("]")] if "[" in setting else "missing"
-    return MemoryFacts(
+    return TransferMemoryFacts(
         memlock_nbytes=-1 if soft == resource.RLIM_INFINITY else soft,
         hugetlb=tuple(pools),
         transparent=chosen,

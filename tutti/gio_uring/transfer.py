@@ -43,7 +43,7 @@ class Transfer(Protocol):
         """Issues nothing more."""
 
 
-class Options(TypedDict, total=False):
+class TransferOptions(TypedDict, total=False):
     """Options of a transfer.
 
     digests: uint64 (n, layers), filled with each slice's digest, or compared with it when
@@ -62,7 +62,7 @@ class Options(TypedDict, total=False):
     on_released: Callable[[Any], None] | None
 
 
-class HostOptions(Options, total=False):
+class HostOptions(TransferOptions, total=False):
     """Options in host memory, where `Options.held` says that `Job.grant` issues the layers, or
     ``timeout_s`` all of them.  fua: a write is durable when it ends.
 
@@ -91,6 +91,6 @@ class Submitter(Protocol):
         extents: Extents,
         pages: U32,
         memory: PagedMemory,
-        **options: Unpack[Options],
+        **options: Unpack[TransferOptions],
     ) -> Transfer:
         """See `Engine.submit`."""

@@ -45,7 +45,7 @@ from tutti.node.messages import (
     frame,
     read_request,
 )
-from tutti.node.pool_service import Session
+from tutti.node.pool_service import ClientSession
 from tutti.node.pools import AgentPools
 
 _log = logging.getLogger(__name__)
@@ -112,11 +112,11 @@ class Agent:
         self.config = config
         self.counters = AgentCounters()
         self.pools = pools
-        self.sessions: dict[bytes, Session] = {}
+        self.sessions: dict[bytes, ClientSession] = {}
         self.connections: set[_Connection] = set()
         self.executors = _Executors(config.threads)
         self.loop: asyncio.AbstractEventLoop | None = None
-        self._leaving: set[Session] = set()
+        self._leaving: set[ClientSession] = set()
         self._stopping = threading.Event()
 
     async def serve(self, started: Callable[[], None] = lambda: None) -> None:
@@ -176,7 +176,7 @@ class Agent:
             )
         return pid
 
-    def end_session(self, session: Session) -> None:
+    def end_session(self, session: ClientSession) -> None:
         """The client is gone; its jobs end once its files are closed."""
         if self.sessions.pop(session.id, None) is None:
             return
@@ -227,7 +227,7 @@ class _Connection(asyncio.Protocol):
         self._partial_s: float | None = None
         self._unread_s: float | None = None
         self._owns = False
-        self.session: Session | None = None
+        self.session: ClientSession | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
@@ -371,7 +371,7 @@ class _Connection(asyncio.Protocol):
             raise AgentRefused("the first message of a connection opens or joins a session")
 
     def _open_session(self, service: Any) -> None:
-        session: Session = service.open_session(self._pid, self._report)
+        session: ClientSession = service.open_session(self._pid, self._report)
         self._agent.sessions[session.id] = session
         self._agent.counters.sessions += 1
         self.session, self._owns = session, True

@@ -41,8 +41,8 @@ from tutti.node.kept_session import KeptSession
 from tutti.node.messages import (
     VERSION,
     Hello,
-    Job,
     Match,
+    MoveJob,
     PlanLoad,
     PlanPut,
     Present,
@@ -279,9 +279,9 @@ class NodeStore(Owned, Store):
 
     def _plan_load(
         self, session: AgentSession, keys: npt.NDArray[np.uint8], progress: LoadProgress
-    ) -> list[tuple[int, list[Job]]]:
+    ) -> list[tuple[int, list[MoveJob]]]:
         """All plans of a load, by their first row, before anything is read."""
-        parts: list[tuple[int, list[Job]]] = []
+        parts: list[tuple[int, list[MoveJob]]] = []
         step = session.welcome.batch_pages
         try:
             for start in range(0, len(keys), step):
@@ -303,7 +303,7 @@ class NodeStore(Owned, Store):
         session: AgentSession,
         load: _Load,
         start: int,
-        job: Job,
+        job: MoveJob,
         pages: U32,
         memory: PagedMemory,
     ) -> None:

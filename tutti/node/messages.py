@@ -137,7 +137,7 @@ class Welcome(Message, tag="welcome"):
     capacity_objects: int
 
 
-class Job(Message, tag="job"):
+class MoveJob(Message, tag="job"):
     """Pages to move: rows of the plan (u32), and runs (u64 slba, u32 nsid, u32 count) for them.
 
     digests: u64 for each page and layer, to be compared when ``compare``.  whole: no layer counts
@@ -162,7 +162,7 @@ class Plan(Message, tag="plan"):
     """
 
     number: int
-    jobs: list[Job]
+    jobs: list[MoveJob]
     outcome: bytes = b""
     status: bytes = b""
 

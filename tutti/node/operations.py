@@ -9,60 +9,60 @@ from typing import Any
 from tutti.base.arrays import Keys
 from tutti.errors import ConfigError, TuttiError
 from tutti.node.messages import DESCRIBED_MAX, LISTED_MAX, keys_of
-from tutti.node.pool_service import Session
+from tutti.node.pool_service import ClientSession
 
 _DELETE_MAX_S = 600.0
 
 
-def _settle(session: Session, arguments: Mapping[str, Any]) -> Any:
+def _settle(session: ClientSession, arguments: Mapping[str, Any]) -> Any:
     """Nothing: what came before it on the same connection has been done."""
 
 
-def _stats(session: Session, arguments: Mapping[str, Any]) -> Any:
+def _stats(session: ClientSession, arguments: Mapping[str, Any]) -> Any:
     stats = session.service.store.stats()
     return {**stats, "sessions": len(session.service.sessions)}
 
 
-def _clear(session: Session, arguments: Mapping[str, Any]) -> Any:
+def _clear(session: ClientSession, arguments: Mapping[str, Any]) -> Any:
     session.service.store.clear(deallocate=bool(arguments.get("deallocate", True)))
 
 
-def _recovered(session: Session, arguments: Mapping[str, Any]) -> Any:
+def _recovered(session: ClientSession, arguments: Mapping[str, Any]) -> Any:
     timeout_s = min(float(arguments.get("seconds", 0.0)), session.service.core.config.timeout_s)
     session.service.store.wait_recovered(timeout_s)
     return True
 
 
-def _quarantine(session: Session, arguments: Mapping[str, Any]) -> Any:
+def _quarantine(session: ClientSession, arguments: Mapping[str, Any]) -> Any:
     return session.service.store.quarantine(_keys(arguments))
 
 
-def _list(session: Session, arguments: Mapping[str, Any]) -> Any:
+def _list(session: ClientSession, arguments: Mapping[str, Any]) -> Any:
     """Keys from a position on, as many as fit into an answer."""
     keys = session.service.store.catalogue.keys(arguments.get("namespace"))
     start = int(arguments.get("start", 0))
     return keys[start : start + LISTED_MAX].tobytes()
 
 
-def _objects(session: Session, arguments: Mapping[str, Any]) -> Any:
+def _objects(session: ClientSession, arguments: Mapping[str, Any]) -> Any:
     found = session.service.store.catalogue.objects(_keys(arguments)[:DESCRIBED_MAX])
     return [asdict(info) for info in found]
 
 
-def _delete(session: Session, arguments: Mapping[str, Any]) -> Any:
+def _delete(session: ClientSession, arguments: Mapping[str, Any]) -> Any:
     timeout_s = min(float(arguments.get("seconds", 30.0)), _DELETE_MAX_S)
     return session.service.store.catalogue.delete(_keys(arguments), timeout_s=timeout_s)
 
 
-def _pin(session: Session, arguments: Mapping[str, Any]) -> Any:
+def _pin(session: ClientSession, arguments: Mapping[str, Any]) -> Any:
     return session.service.store.catalogue.pin(_keys(arguments))
 
 
-def _unpin(session: Session, arguments: Mapping[str, Any]) -> Any:
+def _unpin(session: ClientSession, arguments: Mapping[str, Any]) -> Any:
     return session.service.store.catalogue.unpin(_keys(arguments))
 
 
-def _expire(session: Session, arguments: Mapping[str, Any]) -> Any:
+def _expire(session: ClientSession, arguments: Mapping[str, Any]) -> Any:
     return session.service.store.catalogue.expire(_keys(arguments), arguments.get("ttl_s"))
 
 
@@ -70,7 +70,7 @@ def _keys(arguments: Mapping[str, Any]) -> Keys:
     return keys_of(arguments.get("keys", b""))
 
 
-OPERATIONS: Mapping[str, Callable[[Session, Mapping[str, Any]], Any]] = {
+OPERATIONS: Mapping[str, Callable[[ClientSession, Mapping[str, Any]], Any]] = {
     "settle": _settle,
     "stats": _stats,
     "clear": _clear,
@@ -85,7 +85,7 @@ OPERATIONS: Mapping[str, Callable[[Session, Mapping[str, Any]], Any]] = {
 }
 
 
-def run(session: Session, name: str, arguments: Mapping[str, Any]) -> Any:
+def run(session: ClientSession, name: str, arguments: Mapping[str, Any]) -> Any:
     """The result of one operation.  Raises ConfigError for one that there is not."""
     operation = OPERATIONS.get(name)
     if operation is None:

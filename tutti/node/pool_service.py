@@ -77,21 +77,21 @@ class PoolService:
         page_nbytes = 8 * self.core.layers + _PAGE_NBYTES
         fitting = (FRAME_NBYTES_MAX - _REST_NBYTES) // page_nbytes
         self.batch_pages = max(1, min(store._writer.batch_pages, fitting))
-        self.sessions: dict[bytes, Session] = {}
+        self.sessions: dict[bytes, ClientSession] = {}
         self.tier = None if remote is None else Tier(store, remote)
         self._stopping = threading.Event()
         self._prover = threading.Thread(target=self._prove, daemon=True)
         give_up = (lambda: None) if self.tier is None else self.tier.close
         start_thread(self._prover, "tutti-agent-prove", give_up)
 
-    def open_session(self, pid: int, report: Callable[[Written], None]) -> Session:
+    def open_session(self, pid: int, report: Callable[[Written], None]) -> ClientSession:
         """A session for a process, whose ``report`` is called from any thread."""
-        session = Session(self, pid, report)
+        session = ClientSession(self, pid, report)
         self.sessions[session.id] = session
         self._share_lookups()
         return session
 
-    def forget(self, session: Session) -> None:
+    def forget(self, session: ClientSession) -> None:
         """The session has ended and its transfers are over."""
         self.sessions.pop(session.id, None)
         self._share_lookups()
@@ -127,7 +127,7 @@ class PoolService:
                 return
 
 
-class Session:
+class ClientSession:
     """One client of one pool: what it has pinned and what it moves.
 
     id: 16 random bytes that other connections of the client join by.

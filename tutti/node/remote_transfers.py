@@ -16,9 +16,9 @@ from tutti.base.interrupts import Latch
 from tutti.errors import ConfigError, Unsupported
 from tutti.gio_uring.iocb import CutStruct, Extents, PagedMemory
 from tutti.gio_uring.nvme_spec import STATUS_CANCELLED
-from tutti.gio_uring.transfer import Options
+from tutti.gio_uring.transfer import TransferOptions
 from tutti.medium.geometry import Geometry
-from tutti.node.messages import Job, statuses_of
+from tutti.node.messages import MoveJob, statuses_of
 from tutti.pool.slot_extents import WHOLE
 
 
@@ -28,7 +28,7 @@ class RemoteJob:
     page_status: u32 (pages,), what the client reported; final once released.
     """
 
-    def __init__(self, extents: Extents, pages: U32, layers: int, options: Options) -> None:
+    def __init__(self, extents: Extents, pages: U32, layers: int, options: TransferOptions) -> None:
         self.page_status: U32 = np.zeros(pages.size, np.uint32)
         self._extents = extents
         self._pages = pages
@@ -40,12 +40,12 @@ class RemoteJob:
         self._lock = threading.Lock()
         self._sent = False
 
-    def message(self, number: int, whole: bool = False) -> Job:
+    def message(self, number: int, whole: bool = False) -> MoveJob:
         """The job as a client gets it, who moves it from now on."""
         self._sent = True
         extents, digests = self._extents, self._digests
         runs = extents.commands(CutStruct(extents.slice_nlb, 1, WHOLE, WHOLE))
-        return Job(
+        return MoveJob(
             number,
             self._pages.astype("<u4").tobytes(),
             runs["slba"].tobytes(),
@@ -136,7 +136,7 @@ class PlannedMemory:
         extents: Extents,
         pages: U32,
         memory: PagedMemory,
-        **options: Unpack[Options],
+        **options: Unpack[TransferOptions],
     ) -> RemoteJob:
         """See Submitter."""
         job = RemoteJob(extents, pages, self._layers, options)

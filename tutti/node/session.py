@@ -33,9 +33,9 @@ from tutti.node.messages import (
     Answer,
     Call,
     Hello,
-    Job,
     Message,
     Moved,
+    MoveJob,
     PlanLoad,
     PlanPut,
     Written,
@@ -153,7 +153,7 @@ class AgentSession:
                 return
         callback(written)
 
-    def write(self, job: Job, pages: U32, memory: PagedMemory, timeout_s: float) -> None:
+    def write(self, job: MoveJob, pages: U32, memory: PagedMemory, timeout_s: float) -> None:
         """Writes pages (of the whole plan) where a job says, and reports it."""
         rows = np.frombuffer(job.rows, "<u4")
         digests = None
@@ -178,7 +178,7 @@ class AgentSession:
 
     def read(
         self,
-        job: Job,
+        job: MoveJob,
         pages: U32,
         memory: PagedMemory,
         timeout_s: float,
@@ -208,7 +208,7 @@ class AgentSession:
                 on_released=over,
             )
 
-    def give_up(self, jobs: Sequence[Job]) -> None:
+    def give_up(self, jobs: Sequence[MoveJob]) -> None:
         """Reports jobs that will not be submitted."""
         for job in jobs:
             n = len(job.rows) // 4
@@ -254,7 +254,7 @@ class AgentSession:
             self._reports.close()
 
     @contextlib.contextmanager
-    def _reporting_failure(self, job: Job, pages: int) -> Any:
+    def _reporting_failure(self, job: MoveJob, pages: int) -> Any:
         try:
             yield
         except BaseException:
@@ -265,7 +265,7 @@ class AgentSession:
         path: Submitter | None = memory.path
         return self.engine if path is None else path
 
-    def _extents(self, job: Job) -> Extents:
+    def _extents(self, job: MoveJob) -> Extents:
         geometry = self.geometry
         return Extents(
             np.frombuffer(job.slba, "<u8"),

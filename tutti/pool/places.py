@@ -20,7 +20,7 @@ from tutti.gio_uring.named_drive import NamedDrive, is_drive
 SUFFIX = ".tutti"
 
 
-class Kind(StrEnum):
+class PlaceKind(StrEnum):
     """Folders hold files of any number of pools; a file or a device is one member of one pool."""
 
     FOLDER = "folder"
@@ -33,7 +33,7 @@ class Place:
     """One path that a user named.  numa_node: of its drive, None where sysfs does not report it."""
 
     path: str
-    kind: Kind
+    kind: PlaceKind
     numa_node: int | None
 
 
@@ -43,12 +43,12 @@ def place_of(path: str) -> Place:
     Raises ConfigError for malformed addresses of drives.
     """
     if is_drive(path):
-        return Place(path, Kind.DEVICE, node_of(PCI_DEVICES / NamedDrive.parse(path).bdf))
+        return Place(path, PlaceKind.DEVICE, node_of(PCI_DEVICES / NamedDrive.parse(path).bdf))
     if is_device(path):
         name = device_name(path) if os.path.exists(path) else None
-        return Place(path, Kind.DEVICE, None if name is None else _node_of_block(name))
+        return Place(path, PlaceKind.DEVICE, None if name is None else _node_of_block(name))
     is_file = os.path.isfile(path) or (path.endswith(SUFFIX) and not os.path.isdir(path))
-    return Place(path, Kind.FILE if is_file else Kind.FOLDER, _node_of_file(path))
+    return Place(path, PlaceKind.FILE if is_file else PlaceKind.FOLDER, _node_of_file(path))
 
 
 def is_device(path: str) -> bool:

@@ -31,7 +31,7 @@ from tutti.scheduler.event import (
     WriteStopped,
 )
 from tutti.scheduler.measured_speed import begin, end, given_up, measured
-from tutti.scheduler.request import Kind, Load, PageLocation, Phase, Profile, Step, Write
+from tutti.scheduler.request import Load, LoadKind, PageLocation, Phase, Profile, Step, Write
 from tutti.scheduler.state import NOTHING, Decision, Issue, Policy, Space, State
 
 _Entry = TypeVar("_Entry", Load, Write)
@@ -175,7 +175,7 @@ def _load_known(state: State, event: LoadKnown) -> None:
         event.batch,
         estimates.read_base_ns(layers * event.layer_nbytes, layers),
         estimates.layer_base_ns(event.tokens, event.prefix_tokens),
-        event.layer_nbytes if event.kind is Kind.READ_AHEAD else 0,
+        event.layer_nbytes if event.kind is LoadKind.READ_AHEAD else 0,
     )
     state.numbers += 1
     if state.step.loads and load.is_for(state.step.loads):

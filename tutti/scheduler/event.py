@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from tutti.errors import ConfigError
-from tutti.scheduler.request import Kind, Phase
+from tutti.scheduler.request import LoadKind, Phase
 
 
 @dataclass(slots=True)
@@ -36,7 +36,7 @@ class LoadKnown:
     prefix_tokens: int
     unit_layers: int = 1
     batch: str = ""
-    kind: Kind = Kind.LOAD
+    kind: LoadKind = LoadKind.LOAD
     at_once: bool = False
 
 
@@ -218,7 +218,7 @@ def from_json(line: str) -> Event:
         if "phase" in values:
             values["phase"] = Phase(values["phase"])
         if "kind" in values:
-            values["kind"] = Kind(values["kind"])
+            values["kind"] = LoadKind(values["kind"])
         if "loads" in values:
             values["loads"] = tuple(str(name) for name in values["loads"])
         numbers = [f.name for f in fields(kind) if f.type == "int"]

@@ -21,7 +21,7 @@ from tutti.scheduler.profile_curves import Family, check_rows
 from tutti.scheduler.roofline import (
     LINK_GB_PER_S,
     PAPER_DRIVE,
-    Drive,
+    AssumedDrive,
     GpuRoofline,
     ModelShape,
     Roofline,
@@ -188,7 +188,7 @@ def estimated_movers(gpu: GpuRoofline) -> dict[str, Any]:
     }
 
 
-def _estimated_io(drive: Drive, slice_nbytes: int) -> dict[str, Any]:
+def _estimated_io(drive: AssumedDrive, slice_nbytes: int) -> dict[str, Any]:
     sizes = [(64 * KiB) << i for i in range(13)]
 
     def times(gb_per_s: float, slower: float) -> list[float]:

@@ -42,7 +42,7 @@ class Phase(Enum):
     DECODE = "decode"
 
 
-class Kind(Enum):
+class LoadKind(Enum):
     """The class of a load.
 
     READ_AHEAD goes into staging, for a request that still waits; a LOAD's pages are there.

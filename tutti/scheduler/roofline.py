@@ -131,7 +131,7 @@ def mover_gb_per_s(sms: int) -> float:
 
 
 @dataclass(frozen=True)
-class Drive:
+class AssumedDrive:
     """A medium that was not measured.  fixed_us: of one command.
 
     interference: how many times as long a transfer takes while the other direction is busy.
@@ -146,4 +146,4 @@ class Drive:
 
 #: Half of the two drives of the Tutti paper: 29 GB/s read, 12 GB/s written, and 60 % of the
 #: bandwidth lost with both at once.  The fixed time is a device's latency of a 128 KiB read.
-PAPER_DRIVE = Drive("one drive of the Tutti paper", 14.5, 6.0, 100.0, 2.5)
+PAPER_DRIVE = AssumedDrive("one drive of the Tutti paper", 14.5, 6.0, 100.0, 2.5)

@@ -21,7 +21,7 @@ from tutti.gio_uring.engine import PRIORITY_STORE, Engine
 from tutti.gio_uring.engine_structs import WindowStats
 from tutti.gio_uring.iocb import Extents, PagedMemory
 from tutti.gio_uring.nvme_spec import OPCODE_WRITE
-from tutti.gio_uring.transfer import Options, Submitter, Transfer
+from tutti.gio_uring.transfer import Submitter, Transfer, TransferOptions
 from tutti.medium.geometry import RECORD_NBYTES
 from tutti.medium.slot_record import COUNTER_MAX
 from tutti.placement.allocator import Allocator, Placer
@@ -136,7 +136,7 @@ class Core(Owned):
         )
 
     def write(
-        self, slots: Slots, pages: U32, memory: PagedMemory, **options: Unpack[Options]
+        self, slots: Slots, pages: U32, memory: PagedMemory, **options: Unpack[TransferOptions]
     ) -> Transfer:
         """Starts to write pages (n,) to slots (n,), in the order of both."""
         options["priority"], options["timeout_s"] = PRIORITY_STORE, self.config.timeout_s

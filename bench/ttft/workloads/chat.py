@@ -12,12 +12,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tutti.bench.ttft.workloads.prompt import Part, Prompt
+from tutti.bench.ttft.workloads.prompt import Prompt, PromptPart
 from tutti.errors import ConfigError
 
 
 @dataclass(frozen=True)
-class Chat:
+class Conversation:
     """A kind of conversation; tokens and turns are means.
 
     spread: sigma of the logarithm of tokens, 0 for fixed lengths; turns vary with it as well.
@@ -35,8 +35,8 @@ class Chat:
 #: sharegpt: lengths of a turn as the vLLM paper has them (arXiv 2309.06180, section 6.1); turns,
 #: spread and users are assumed.  multiturn: long fixed turns, as clients of an agent send them.
 CHATS = {
-    "sharegpt": Chat(turns=3.5, question=161, answer=338, spread=1.0, users=64, system=32),
-    "multiturn": Chat(turns=8, question=1024, answer=128, spread=0.0, users=64, system=512),
+    "sharegpt": Conversation(turns=3.5, question=161, answer=338, spread=1.0, users=64, system=32),
+    "multiturn": Conversation(turns=8, question=1024, answer=128, spread=0.0, users=64, system=512),
 }
 REQUESTS = 3000
 
@@ -63,19 +63,21 @@ def generate_chats(name: str, requests: int, seed: int, *, scale: float = 1.0) -
 
 
 def _turns(
-    chat: Chat, name: str, number: int, rng: np.random.Generator, scale: float
+    chat: Conversation, name: str, number: int, rng: np.random.Generator, scale: float
 ) -> Iterator[Prompt]:
     """The turns of one conversation; at least one."""
-    parts = [Part(f"{name}-system", chat.system)]
+    parts = [PromptPart(f"{name}-system", chat.system)]
     turns = int(rng.geometric(1 / chat.turns)) if chat.spread else round(chat.turns)
     for turn in range(turns):
-        parts.append(Part(f"{name}-{number}-q{turn}", _tokens(chat.question * scale, chat, rng)))
+        parts.append(
+            PromptPart(f"{name}-{number}-q{turn}", _tokens(chat.question * scale, chat, rng))
+        )
         answer = _tokens(chat.answer, chat, rng)
         yield Prompt(name, f"{name}-{number}", tuple(parts), answer)
-        parts.append(Part(f"{name}-{number}-a{turn}", answer))
+        parts.append(PromptPart(f"{name}-{number}-a{turn}", answer))
 
 
-def _tokens(mean: float, chat: Chat, rng: np.random.Generator) -> int:
+def _tokens(mean: float, chat: Conversation, rng: np.random.Generator) -> int:
     """Log-normal with that mean."""
     mu = np.log(mean) - chat.spread**2 / 2
     return max(1, round(float(rng.lognormal(mu, chat.spread))))

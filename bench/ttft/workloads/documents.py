@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from tutti.base.checks import open_regular
-from tutti.bench.ttft.workloads.prompt import Part, Prompt, text_part
+from tutti.bench.ttft.workloads.prompt import Prompt, PromptPart, text_part
 from tutti.errors import ConfigError, Unsupported
 
 #: Repositories on the hub; their files are fetched as they are, no script of theirs is run.
@@ -109,7 +109,7 @@ def _prompts(name: str, task: str, row: Any) -> Iterator[Prompt]:
     if name == "loogle":
         limit = _LOOGLE_LIMITS.get(task, _LOOGLE_SUMMARY_LIMIT)
     for question, answer in pairs:
-        asked: Part = text_part(f"\n\n{question}\n")
+        asked: PromptPart = text_part(f"\n\n{question}\n")
         output_tokens = min(limit, text_part(answer).tokens)
         yield Prompt(task, document.name, (_PREAMBLE, document, asked), output_tokens)
 

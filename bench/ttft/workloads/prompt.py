@@ -33,7 +33,7 @@ _WORDS = _COMMON_WORDS.split()
 
 
 @dataclass(frozen=True)
-class Part:
+class PromptPart:
     """A piece of a prompt.  tokens: exact where it is generated, estimated where text is given."""
 
     name: str
@@ -51,7 +51,7 @@ class Prompt:
 
     task: str
     document: str
-    parts: tuple[Part, ...]
+    parts: tuple[PromptPart, ...]
     output_tokens: int
     arrival_ms: int | None = None
 
@@ -61,13 +61,13 @@ class Prompt:
         return sum(part.tokens for part in self.parts)
 
 
-def text_part(text: str) -> Part:
+def text_part(text: str) -> PromptPart:
     """A part of given text, named by its content."""
     tokens = max(1, round(len(text) / CHARACTERS_PER_TOKEN))
-    return Part(hashlib.sha1(text.encode("utf-8", "surrogatepass")).hexdigest(), tokens, text)
+    return PromptPart(hashlib.sha1(text.encode("utf-8", "surrogatepass")).hexdigest(), tokens, text)
 
 
-def salted(prompt: Prompt, salt: str) -> tuple[Part, ...]:
+def salted(prompt: Prompt, salt: str) -> tuple[PromptPart, ...]:
     """The prompt's parts behind one that only this salt has: nothing stored before can hit.
 
     An empty salt changes nothing.
@@ -75,7 +75,7 @@ def salted(prompt: Prompt, salt: str) -> tuple[Part, ...]:
     if not salt:
         return prompt.parts
     tag = hashlib.sha1(salt.encode()).hexdigest()
-    return (Part(f"salt-{tag}", _SALT_TOKENS, f"[{tag}]\n"), *prompt.parts)
+    return (PromptPart(f"salt-{tag}", _SALT_TOKENS, f"[{tag}]\n"), *prompt.parts)
 
 
 class Renderer:
@@ -96,14 +96,14 @@ class Renderer:
         for part in sorted(parts, key=lambda part: -part.tokens)[:_PARTS_KEPT]:
             self._encode(part)
 
-    def json_value(self, parts: Iterable[Part]) -> bytes:
+    def json_value(self, parts: Iterable[PromptPart]) -> bytes:
         """The parts as one JSON array of numbers, or one JSON string."""
         pieces = [self._encode(part) for part in parts]
         if self.form == IDS:
             return b"[" + b",".join(filter(None, pieces)) + b"]"
         return b'"' + b"".join(pieces) + b'"'
 
-    def _ids(self, part: Part) -> bytes:
+    def _ids(self, part: PromptPart) -> bytes:
         """Ids drawn from the name alone; special ids are taken to be in the first eighth."""
         seed = int.from_bytes(hashlib.sha1(part.name.encode()).digest()[:8], "little")
         rng = np.random.default_rng(seed)
@@ -111,7 +111,7 @@ class Renderer:
         return ",".join(map(str, ids.tolist())).encode()
 
 
-def plain_text(parts: Iterable[Part]) -> str:
+def plain_text(parts: Iterable[PromptPart]) -> str:
     """The parts as text; generated ones are common words, about one token each."""
     return "".join(_words(part) if part.text is None else part.text for part in parts)
 
@@ -132,7 +132,9 @@ def block_ids(prompts: Sequence[Prompt], block_tokens: int) -> list[list[int]]:
     return blocks
 
 
-def _blocks(parts: Iterable[Part], block_tokens: int) -> Iterable[tuple[tuple[str, int, int], ...]]:
+def _blocks(
+    parts: Iterable[PromptPart], block_tokens: int
+) -> Iterable[tuple[tuple[str, int, int], ...]]:
     """Each block as (name, first token, end) of the pieces of parts that it holds."""
     spans: list[tuple[str, int, int]] = []
     room = block_tokens
@@ -149,11 +151,11 @@ def _blocks(parts: Iterable[Part], block_tokens: int) -> Iterable[tuple[tuple[st
         yield tuple(spans)
 
 
-def _text(part: Part) -> bytes:
+def _text(part: PromptPart) -> bytes:
     return json.dumps(_words(part) if part.text is None else part.text)[1:-1].encode()
 
 
-def _words(part: Part) -> str:
+def _words(part: PromptPart) -> str:
     seed = int.from_bytes(hashlib.sha1(part.name.encode()).digest()[:8], "little")
     picked = np.random.default_rng(seed).integers(0, len(_WORDS), part.tokens)
     return "".join(" " + _WORDS[i] for i in picked.tolist())

@@ -12,11 +12,11 @@ from typing import Any
 
 from tutti.arguments import positive
 from tutti.bench.belady import least_recently_used, unlimited
-from tutti.bench.traces import BLOCK_TOKENS, Request, reach, read_trace
+from tutti.bench.traces import BLOCK_TOKENS, TraceRequest, reach, read_trace
 from tutti.bench.ttft.workloads.chat import CHATS, REQUESTS, generate_chats
 from tutti.bench.ttft.workloads.documents import load_documents
 from tutti.bench.ttft.workloads.orders import AS_GIVEN, ORDERS, ROUND_ROBIN, SHUFFLED, arrange
-from tutti.bench.ttft.workloads.prompt import Part, Prompt, block_ids
+from tutti.bench.ttft.workloads.prompt import Prompt, PromptPart, block_ids
 from tutti.bench.ttft.workloads.synthetic import TABLES, generate_documents
 from tutti.errors import ConfigError
 
@@ -159,11 +159,11 @@ def build_workload(args: argparse.Namespace, context_tokens: int | None = None) 
     return Workload(name, arranged, order, args.workload_seed, dict(left_out), sha256)
 
 
-def mooncake_requests(workload: Workload, timestamps_ms: Sequence[int]) -> list[Request]:
+def mooncake_requests(workload: Workload, timestamps_ms: Sequence[int]) -> list[TraceRequest]:
     """The workload in Mooncake's form, with hash ids for blocks of 512 tokens."""
     blocks = block_ids(workload.prompts, BLOCK_TOKENS)
     return [
-        Request(at, prompt.input_tokens, prompt.output_tokens, tuple(ids))
+        TraceRequest(at, prompt.input_tokens, prompt.output_tokens, tuple(ids))
         for at, prompt, ids in zip(timestamps_ms, workload.prompts, blocks, strict=True)
     ]
 
@@ -191,9 +191,9 @@ def _trace_prompts(args: argparse.Namespace) -> list[Prompt]:
     return [_from_trace(request) for request in read_trace(args.data)]
 
 
-def _from_trace(request: Request) -> Prompt:
+def _from_trace(request: TraceRequest) -> Prompt:
     parts = tuple(
-        Part(f"block-{block}", reach(request, place + 1) - reach(request, place))
+        PromptPart(f"block-{block}", reach(request, place + 1) - reach(request, place))
         for place, block in enumerate(request.hash_ids)
     )
     document = parts[0].name if parts else "empty"

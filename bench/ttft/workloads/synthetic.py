@@ -13,13 +13,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tutti.bench.ttft.workloads.prompt import Part, Prompt
+from tutti.bench.ttft.workloads.prompt import Prompt, PromptPart
 
 _PREAMBLE_TOKENS = 16
 
 
 @dataclass(frozen=True)
-class Shape:
+class TaskShape:
     """One task: how many documents and questions, and how long they are, in tokens.
 
     documents_of: tasks with the same name share their documents.
@@ -70,20 +70,22 @@ longdep_qa        155   642  36412  145648  0.30  3.09 0.30  3.17 0.30  scripts
 """
 
 
-def _shapes(rows: str) -> Iterator[Shape]:
+def _shapes(rows: str) -> Iterator[TaskShape]:
     for row in rows.strip().splitlines():
         task, *numbers = row.partition("#")[0].split()
         documents, questions, mean, tokens_max = map(int, numbers[:4])
         sigma, *spread = map(float, numbers[4:9])
         ask, answer, of = (spread[0], spread[1]), (spread[2], spread[3]), "".join(numbers[9:])
-        yield Shape(task, documents, questions, mean, tokens_max, sigma, ask, answer, of)
+        yield TaskShape(task, documents, questions, mean, tokens_max, sigma, ask, answer, of)
 
 
 LEVAL, LOOGLE = tuple(_shapes(_LEVAL)), tuple(_shapes(_LOOGLE))
 TABLES = {"leval": LEVAL, "loogle": LOOGLE}
 
 
-def generate_documents(shapes: tuple[Shape, ...], seed: int, *, scale: float = 1.0) -> list[Prompt]:
+def generate_documents(
+    shapes: tuple[TaskShape, ...], seed: int, *, scale: float = 1.0
+) -> list[Prompt]:
     """Every question of every task, in the table's order, drawn from the seed alone.
 
     scale: multiplies the lengths of documents, for servers of a small context.
@@ -99,20 +101,22 @@ def generate_documents(shapes: tuple[Shape, ...], seed: int, *, scale: float = 1
     return prompts
 
 
-def _lengths(shape: Shape, rng: np.random.Generator, scale: float) -> list[int]:
+def _lengths(shape: TaskShape, rng: np.random.Generator, scale: float) -> list[int]:
     """Log-normal with the table's mean, cut at the table's maximum."""
     mu = np.log(shape.mean) - shape.sigma**2 / 2
     drawn = np.minimum(rng.lognormal(mu, shape.sigma, shape.documents), shape.tokens_max)
     return [max(1, round(float(tokens) * scale)) for tokens in drawn]
 
 
-def _prompts(shape: Shape, name: str, lengths: list[int], rng: np.random.Generator) -> list[Prompt]:
-    preamble = Part("preamble", _PREAMBLE_TOKENS)
+def _prompts(
+    shape: TaskShape, name: str, lengths: list[int], rng: np.random.Generator
+) -> list[Prompt]:
+    preamble = PromptPart("preamble", _PREAMBLE_TOKENS)
     prompts = []
     for number in range(shape.questions):
         place = number % shape.documents
-        document = Part(f"{name}-{place}", lengths[place])
-        asked = Part(f"{shape.task}-{name}-question-{number}", _tokens(rng, shape.question))
+        document = PromptPart(f"{name}-{place}", lengths[place])
+        asked = PromptPart(f"{shape.task}-{name}-question-{number}", _tokens(rng, shape.question))
         parts = (preamble, document, asked)
         prompts.append(Prompt(shape.task, document.name, parts, _tokens(rng, shape.answer)))
     return prompts

@@ -78,7 +78,7 @@ _IDLE_S = 60.0
 
 
 @dataclass(eq=False)
-class Part:
+class OffloadPart:
     """Pages of one pool: keys (n, 16), and the slots of n pages.
 
     numbers: the pages, once known.  staged: where they are in staging; None while they hold the
@@ -99,7 +99,9 @@ class Part:
         return len(self.keys)
 
 
-def admitted(parts: Sequence[Part], second_touches: Mapping[str, SecondTouch]) -> list[Part]:
+def admitted(
+    parts: Sequence[OffloadPart], second_touches: Mapping[str, SecondTouch]
+) -> list[OffloadPart]:
     """What of an offload is to be stored, with ``second_touches`` by pool: what came before."""
     taken = []
     for part in parts:
@@ -107,7 +109,7 @@ def admitted(parts: Sequence[Part], second_touches: Mapping[str, SecondTouch]) -
         if second_touch is not None:
             rows = second_touch.admitted(part.keys).nonzero()[0].tolist()
             slots = part.slots.reshape(part.pages, -1)[rows].reshape(-1)
-            part = Part(part.stored_pool, part.keys[rows], slots)
+            part = OffloadPart(part.stored_pool, part.keys[rows], slots)
         if part.pages:
             taken.append(part)
     return taken
@@ -163,7 +165,7 @@ class Backlog(Owned):
         self._log_error = log_error
         self._changed = threading.Condition()
         self._order: deque[Offload] = deque()
-        self._parts: dict[str, tuple[Offload, Part]] = {}  # that are not over, by name
+        self._parts: dict[str, tuple[Offload, OffloadPart]] = {}  # that are not over, by name
         self._numbers = itertools.count(1)
         self._locked = 0
         self._copies: queue.Queue[str | None] = queue.Queue()
@@ -197,7 +199,7 @@ class Backlog(Owned):
         with self._changed:
             return len(self._parts)
 
-    def add(self, parts: Sequence[Part], fence: Fence, *, whole: bool = True) -> None:
+    def add(self, parts: Sequence[OffloadPart], fence: Fence, *, whole: bool = True) -> None:
         """Takes one offload, whose pages may be read when ``fence`` has passed.
 
         whole: whether the parts are all of it; else the answer to SGLang is no in any case.
@@ -286,7 +288,7 @@ class Backlog(Owned):
             if name is not None:
                 self._copy(name, *self._parts[name])
 
-    def _copy(self, name: str, offload: Offload, part: Part) -> None:
+    def _copy(self, name: str, offload: Offload, part: OffloadPart) -> None:
         """Copies a part out, so that SGLang may reuse its pages."""
         staged: Pages | None = None
         try:
@@ -313,7 +315,7 @@ class Backlog(Owned):
         part.staged = staged
         self._queue.post(PagesCopied(self._queue.now_ns(), name))
 
-    def _pages(self, offload: Offload, part: Part) -> Pages:
+    def _pages(self, offload: Offload, part: OffloadPart) -> Pages:
         if part.numbers is None:
             offload.fence.wait(time.monotonic() + self._timeout_s)
             part.numbers = part.stored_pool.page_numbers(part.slots, part.pages)
@@ -330,7 +332,7 @@ class Backlog(Owned):
             if launch is not None:
                 self._put(launch, *self._parts[launch.name])
 
-    def _put(self, launch: Issue, offload: Offload, part: Part) -> None:
+    def _put(self, launch: Issue, offload: Offload, part: OffloadPart) -> None:
         stored_pool, staged = part.stored_pool, part.staged
         first, end = launch.first, launch.first + launch.count
         began_s = time.monotonic()
@@ -353,7 +355,7 @@ class Backlog(Owned):
             ticket.on_done(lambda done: self._done(launch, offload, part, done, began_s))
 
     def _done(
-        self, launch: Issue, offload: Offload, part: Part, ticket: PutTicket, began_s: float
+        self, launch: Issue, offload: Offload, part: OffloadPart, ticket: PutTicket, began_s: float
     ) -> None:
         counts = np.bincount(ticket.outcome, minlength=len(Outcome))
         failed, dropped = int(counts[Outcome.FAILED]), int(counts[Outcome.DROPPED])
@@ -380,7 +382,7 @@ class Backlog(Owned):
         except TuttiError as error:
             self._log_error(f"offload: {type(error).__name__}", error)
 
-    def _stored(self, launch: Issue, offload: Offload, part: Part, lost: int) -> None:
+    def _stored(self, launch: Issue, offload: Offload, part: OffloadPart, lost: int) -> None:
         """The medium does not read these pages any more; so many of them were not stored."""
         with self._changed:
             part.good = part.good and not lost
@@ -390,7 +392,7 @@ class Backlog(Owned):
             self._end(launch.name, offload, part)
         self._queue.post(PagesWritten(self._queue.now_ns(), launch.name, ended, lost))
 
-    def _end(self, name: str, offload: Offload, part: Part) -> None:
+    def _end(self, name: str, offload: Offload, part: OffloadPart) -> None:
         """A part is over: stored, dropped, or not to be had."""
         if part.staged is None:
             self._unlock(offload, part)
@@ -400,7 +402,7 @@ class Backlog(Owned):
             self._parts.pop(name)
             self._changed.notify_all()
 
-    def _unlock(self, offload: Offload, part: Part) -> None:
+    def _unlock(self, offload: Offload, part: OffloadPart) -> None:
         """SGLang's pages of a part are not needed any more."""
         with self._changed:
             self._locked -= part.pages

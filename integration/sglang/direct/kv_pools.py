@@ -18,7 +18,7 @@ from tutti.errors import ConfigError, LayoutError, Unsupported
 from tutti.gio_uring.iocb import PagedMemory
 from tutti.gio_uring.memory import view_at
 from tutti.integration.sglang.direct import adapter
-from tutti.integration.sglang.identity import Shape
+from tutti.integration.sglang.identity import PageShape
 from tutti.medium.geometry import WASTE_MAX, Geometry
 from tutti.medium.layout import KVLayout
 from tutti.memory.host_memory import HostMemory
@@ -134,14 +134,14 @@ class KvPool:
             raise ConfigError(f"pool {self.name}: slot {int(slots.max())} lies beyond the pool")
         return numbers
 
-    def _shape(self, entry: adapter.DevicePoolEntry) -> Shape:
+    def _shape(self, entry: adapter.DevicePoolEntry) -> PageShape:
         pool = entry.device_pool
         kind, dims = _kind_of(pool)
         layers = len(self.spans)
         sizes = tuple(span.nbytes for span in self.spans[0])
         if self.packed:
             dims = (layers, *sorted({span.nbytes for row in self.spans for span in row}))
-        return Shape(
+        return PageShape(
             pool=self.name,
             kind=kind,
             layers=1 if self.packed else layers,

@@ -22,7 +22,7 @@ from tutti.integration.sglang.direct.gpu import Gpu
 from tutti.integration.sglang.direct.kv_pools import Pages
 from tutti.integration.sglang.direct.read_ahead import ReadAhead
 from tutti.integration.sglang.direct.reads import Read
-from tutti.integration.sglang.direct.staging_copy import Copy, Fence, LoadPlan, StagingCopier
+from tutti.integration.sglang.direct.staging_copy import Copy, Fence, PoolReadPlan, StagingCopier
 from tutti.integration.sglang.direct.stored_pool import StoredPool
 
 
@@ -37,7 +37,7 @@ class QueuedLoad:
 
 def plan_loads(
     stored_pool: StoredPool, keys: Keys, pages: Pages, ahead: ReadAhead | None, batch: str = ""
-) -> LoadPlan:
+) -> PoolReadPlan:
     """Reads each key once: not at all if it is staged, into staging if the rest fits, else into
     the first page that wants it.
 
@@ -52,7 +52,7 @@ def plan_loads(
     reads = list({id(read): read for read, _ in taken.values()}.values())
     rest = np.array([row for row in range(len(names)) if row not in taken], np.int64)
     if not rest.size:
-        return LoadPlan([], reads, copies)
+        return PoolReadPlan([], reads, copies)
     if ahead is not None and not stored_pool.reads_directly:
         ahead.make_room(stored_pool, rest.size)
     place = np.full(len(names), -1, np.int64)
@@ -76,7 +76,7 @@ def plan_loads(
         read = Read(stored_pool, keys[first[rest]], place[rest], staged=False, batch=batch)
         if wanted.any():
             copies.append(Copy(read, place[row_of[wanted]], pages[wanted]))
-    return LoadPlan([read], reads, copies)
+    return PoolReadPlan([read], reads, copies)
 
 
 def _copies_of_staged(
@@ -131,7 +131,7 @@ class LoadBatch(Owned):
         self._started = threading.Event()
         self._planning = threading.Lock()
         self._abandoned = False
-        self._plans: list[LoadPlan] = []
+        self._plans: list[PoolReadPlan] = []
         self._ready = 0
         self._layers = layers
         self._ended = False

@@ -24,7 +24,7 @@ from tutti.integration.sglang.direct.stored_pool import StoredPool
 from tutti.integration.sglang.metrics import LOAD
 from tutti.scheduler.dispatcher import Dispatcher, Schedule
 from tutti.scheduler.event import LayersReady, LoadGone, LoadKnown
-from tutti.scheduler.request import Kind
+from tutti.scheduler.request import LoadKind
 from tutti.scheduler.state import Issue
 
 _PIECE_NBYTES = 16 << 20
@@ -324,7 +324,7 @@ class ReadAhead(Owned):
             prefix_tokens=0,
             unit_layers=layout.layers,
             batch=piece.name,
-            kind=Kind.READ_AHEAD,
+            kind=LoadKind.READ_AHEAD,
         )
         self._queue.add(known)
 

@@ -58,7 +58,7 @@ class Copy:
 
 
 @dataclass(frozen=True)
-class LoadPlan:
+class PoolReadPlan:
     """What to read for one pool, what was read ahead, and where it all goes."""
 
     fresh: Sequence[Read]
@@ -110,7 +110,7 @@ class StagingCopier:
             self._gpu.began(self._name, layer, waited_s)
         return self._over and self._is_through() and (marks is None or marks.is_through)
 
-    def copy_layer(self, plans: Sequence[LoadPlan], deadline_s: float) -> None:
+    def copy_layer(self, plans: Sequence[PoolReadPlan], deadline_s: float) -> None:
         """Enqueues all layers; the reads are started.  Waits for what was read ahead."""
         for layer in range(self._layers):
             for plan in plans:
@@ -121,13 +121,13 @@ class StagingCopier:
                 self._enqueued = layer + 1
                 self._changed.notify_all()
 
-    def _order(self, plan: LoadPlan, layer: int) -> None:
+    def _order(self, plan: PoolReadPlan, layer: int) -> None:
         for read in plan.fresh:
             own = read.stored_pool.kv_pool.layer_of.get(layer)
             if own is not None and not read.staged:
                 read.order_stream(self._gpu.copy_stream, own)
 
-    def _copy(self, plan: LoadPlan, layer: int, deadline_s: float) -> None:
+    def _copy(self, plan: PoolReadPlan, layer: int, deadline_s: float) -> None:
         for copy in plan.copies:
             read = copy.read
             own = read.stored_pool.kv_pool.layer_of.get(layer)

@@ -18,7 +18,7 @@ import numpy as np
 
 from tutti.errors import Unsupported
 from tutti.gio_uring.iocb import SEGMENTS_MAX, PagedMemory
-from tutti.integration.sglang.identity import Shape
+from tutti.integration.sglang.identity import PageShape
 from tutti.medium.layout import KVLayout
 from tutti.memory.host_memory import HostMemory
 
@@ -33,7 +33,7 @@ _COLLAPSE_FAILURES = 16
 _COLLAPSE_REST = 3  # times as long as a piece took: a quarter of one processor is used
 
 
-class Fragments:
+class PageFragments:
     """The fragments of page 0, and how far each one moves from page to page.
 
     addresses, sizes, strides: bytes, (layers, segments).
@@ -97,11 +97,11 @@ class Fragments:
         return merged
 
 
-def shape_of(host_pool: Any, name: str, fragments: Fragments) -> Shape:
+def shape_of(host_pool: Any, name: str, fragments: PageFragments) -> PageShape:
     """What goes into the fingerprint."""
     heads = ("head_num", "head_dim", "v_head_dim", "kv_lora_rank", "qk_rope_head_dim")
     found = [getattr(host_pool, attribute, None) for attribute in heads]
-    return Shape(
+    return PageShape(
         pool=name,
         kind="mla" if hasattr(host_pool, "kv_lora_rank") else type(host_pool).__name__,
         layers=fragments.layers,
@@ -115,7 +115,7 @@ def shape_of(host_pool: Any, name: str, fragments: Fragments) -> Shape:
     )
 
 
-def host_pool_of(layout: KVLayout, fragments: Fragments, owner: Any) -> HostMemory:
+def host_pool_of(layout: KVLayout, fragments: PageFragments, owner: Any) -> HostMemory:
     """The pool's memory, to be registered with a store; `owner` keeps it alive."""
     memory = PagedMemory(
         np.ascontiguousarray(fragments.addresses, np.uint64),

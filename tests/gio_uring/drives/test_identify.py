@@ -14,7 +14,7 @@ from tutti.errors import MediumError, TuttiError, Unsupported
 from tutti.gio_uring.drives.identify import (
     IDENTIFY_NBYTES,
     Capabilities,
-    Identity,
+    IdentifyController,
     NamespaceIdentity,
     parse_namespace_list,
 )
@@ -69,15 +69,15 @@ def test_unusable_controllers(fields: dict[str, int]) -> None:
 
 
 def test_identity() -> None:
-    found = Identity.parse(controller(), 4096)
+    found = IdentifyController.parse(controller(), 4096)
     assert (found.serial, found.model) == ("S123", "A drive")
     assert found.mdts_nbytes == 128 * KiB
     assert (found.sgl, found.sgl_advised) == (True, 32)
     assert found.has_deallocate
     assert found.has_volatile_cache
     assert not found.has_shadow_doorbells
-    assert Identity.parse(controller(at77=b"\0"), 4096).mdts_nbytes == 2 * MiB
-    assert Identity.parse(controller(at536=b"\x02\0\0\0"), 4096).sgl, "dwords only"
+    assert IdentifyController.parse(controller(at77=b"\0"), 4096).mdts_nbytes == 2 * MiB
+    assert IdentifyController.parse(controller(at536=b"\x02\0\0\0"), 4096).sgl, "dwords only"
 
 
 @pytest.mark.parametrize(
@@ -94,11 +94,11 @@ def test_identity() -> None:
 )
 def test_impossible_controllers(fields: dict[str, bytes]) -> None:
     with pytest.raises(MediumError, match="does not allow"):
-        Identity.parse(controller(**fields), 4096)
+        IdentifyController.parse(controller(**fields), 4096)
 
 
 def test_a_name_cannot_upset_a_terminal() -> None:
-    assert Identity.parse(controller(at24=b"\x1b[2J"), 4096).model.startswith("?[2J")
+    assert IdentifyController.parse(controller(at24=b"\x1b[2J"), 4096).model.startswith("?[2J")
 
 
 def test_namespaces() -> None:
@@ -157,7 +157,7 @@ def test_any_bytes_end_in_sane_numbers_or_a_typed_error(
 ) -> None:
     for parse in (
         lambda: Capabilities.parse(register),
-        lambda: Identity.parse(changed(controller(), places), 4096),
+        lambda: IdentifyController.parse(changed(controller(), places), 4096),
         lambda: NamespaceIdentity.parse(changed(namespace(), places)),
         lambda: parse_namespace_list(changed(bytes(IDENTIFY_NBYTES), places), 1024),
     ):
@@ -167,7 +167,7 @@ def test_any_bytes_end_in_sane_numbers_or_a_typed_error(
             continue
         if isinstance(found, Capabilities):
             assert 2 <= found.depth_max <= 65536
-        if isinstance(found, Identity):
+        if isinstance(found, IdentifyController):
             assert 4096 <= found.mdts_nbytes <= 2 * MiB
         if isinstance(found, NamespaceIdentity) and found.refusal is None:
             assert found.nlb << found.lba_shift < 2**64

@@ -15,7 +15,7 @@ from tutti.errors import DeviceTimeout
 from tutti.gio_uring import _native
 from tutti.gio_uring import nvme_spec as nvme
 from tutti.gio_uring.drives import rescue as drive_rescue
-from tutti.gio_uring.drives.rescue import Ask, DriveRescue, Late, NativeDrive, Outcome
+from tutti.gio_uring.drives.rescue import Ask, DriveRescue, Late, NativeDrive, RescueResult
 from tutti.gio_uring.queue_pair import COMPLETED, QueuePair
 
 GRACE_S = 0.05
@@ -80,14 +80,14 @@ def stuck(**options: Any) -> tuple[StuckDrive, Commands, DriveRescue]:
 def test_nothing_is_done_to_a_drive_in_time() -> None:
     device, commands, rescue = stuck()
     commands.commands = []
-    assert rescue.look() is Outcome.NOTHING_LATE
+    assert rescue.look() is RescueResult.NOTHING_LATE
     assert not device.aborted
     assert not commands.log
 
 
 def test_an_abort_that_helps_is_all() -> None:
     device, commands, rescue = stuck(aborts_work=True)
-    assert rescue.look() is Outcome.ABORTED
+    assert rescue.look() is RescueResult.ABORTED
     assert device.aborted == [(1, cid) for cid in range(drive_rescue.ABORTS_MAX)]
     assert not commands.log
 
@@ -98,10 +98,10 @@ def test_a_reset_brings_the_queues_back(is_mute: bool, monkeypatch: pytest.Monke
     monkeypatch.setattr(drive_rescue, "ABORT_TIMEOUT_S", 0.05)
     device, commands, rescue = stuck()
     device.is_mute = is_mute
-    assert rescue.look() is Outcome.RESET
+    assert rescue.look() is RescueResult.RESET
     assert commands.log == ["park", Ask.END_ALL, Ask.GO_ON]
     assert [qid for kind, qid, _ in device.created if kind == "sq"] == [1]
-    assert rescue.look() is Outcome.NOTHING_LATE
+    assert rescue.look() is RescueResult.NOTHING_LATE
 
 
 @pytest.mark.parametrize("fault", ["is_deaf", "is_gone"])
@@ -112,7 +112,7 @@ def test_a_drive_that_cannot_be_reset_is_given_up(
     device, commands, rescue = stuck()
     device.resets_work = False
     setattr(device, fault, True)
-    assert rescue.look() is Outcome.LOST
+    assert rescue.look() is RescueResult.LOST
     assert commands.log == ["park", Ask.LOSE]
 
 
@@ -122,7 +122,7 @@ def test_a_drive_that_sticks_again_and_again_is_given_up() -> None:
     for _ in range(drive_rescue.RESETS_MAX + 1):
         commands.commands = list(COMMANDS)
         ends.append(rescue.look())
-    assert ends == [Outcome.RESET] * drive_rescue.RESETS_MAX + [Outcome.LOST]
+    assert ends == [RescueResult.RESET] * drive_rescue.RESETS_MAX + [RescueResult.LOST]
 
 
 def test_memory_stays_owned_where_nobody_serves_the_queues() -> None:
@@ -169,7 +169,7 @@ def test_the_rings_of_a_served_controller_start_anew_beside_it() -> None:
     server = threading.Thread(target=serve)
     server.start()
     try:
-        assert rescue.look() is Outcome.RESET
+        assert rescue.look() is RescueResult.RESET
     finally:
         stop.set()
         server.join(10)

@@ -19,7 +19,7 @@ from tutti.gio_uring import _native
 from tutti.gio_uring.drives.identify import (
     IDENTIFY_NBYTES,
     Capabilities,
-    Identity,
+    IdentifyController,
     NamespaceIdentity,
     parse_namespace_list,
 )
@@ -204,10 +204,10 @@ class NvmeAdmin(Owned):
         self._must("identify itself", _IDENTIFY, nsid=nsid, cdw10=cns, prp1=self._data.address)
         return self._data.array.tobytes()
 
-    def identify(self) -> Identity:
+    def identify(self) -> IdentifyController:
         """Identify Controller. Raises MediumError for what no drive may say."""
         page_nbytes = self.capabilities.page_nbytes_min
-        return Identity.parse(self._identify(_CNS_CONTROLLER), page_nbytes)
+        return IdentifyController.parse(self._identify(_CNS_CONTROLLER), page_nbytes)
 
     def identify_namespaces(self, highest: int) -> dict[int, NamespaceIdentity]:
         """Every active namespace by nsid."""
@@ -286,7 +286,7 @@ class NvmeAdmin(Owned):
             if not queue_pair.is_dead:
                 self.create_queues(queue_pair)
 
-    def check_features(self, identity: Identity, *, shadow: bool) -> None:
+    def check_features(self, identity: IdentifyController, *, shadow: bool) -> None:
         """Raises Unsupported when a feature that was asked for is not there."""
         if shadow and not identity.has_shadow_doorbells:
             raise Unsupported(

@@ -56,7 +56,7 @@ class Capabilities:
 
 
 @dataclass(frozen=True)
-class Identity:
+class IdentifyController:
     """Identify Controller.
 
     mdts_nbytes: largest transfer of one command. sgl: whether commands may use SGLs, sgl_advised:
@@ -74,7 +74,7 @@ class Identity:
     has_shadow_doorbells: bool
 
     @classmethod
-    def parse(cls, raw: bytes, page_nbytes: int) -> Identity:
+    def parse(cls, raw: bytes, page_nbytes: int) -> IdentifyController:
         """Raises MediumError for a structure that contradicts the specification."""
         if len(raw) != IDENTIFY_NBYTES:
             raise MediumError(f"Identify Controller has {len(raw)} bytes; reset the drive")

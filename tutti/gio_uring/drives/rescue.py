@@ -54,7 +54,7 @@ class Ask(Enum):
     LOSE = 3
 
 
-class Outcome(Enum):
+class RescueResult(Enum):
     """What one look at a drive led to."""
 
     NOTHING_LATE = 0
@@ -77,7 +77,7 @@ class LateCommandStruct(ctypes.LittleEndianStructure):
 Late = tuple[int, int, int]
 
 
-class Drive(Protocol):
+class RescuedDrive(Protocol):
     """What the rescue needs of a controller."""
 
     def late(self) -> list[Late]:
@@ -131,7 +131,7 @@ class DriveRescue(Owned):
     outcomes: how often each was the end of a round.
     """
 
-    def __init__(self, admin: NvmeAdmin, drive: Drive, *, grace_s: float = GRACE_S) -> None:
+    def __init__(self, admin: NvmeAdmin, drive: RescuedDrive, *, grace_s: float = GRACE_S) -> None:
         self._admin = admin
         self._drive = drive
         self._grace_s = grace_s
@@ -139,7 +139,7 @@ class DriveRescue(Owned):
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="gio-rescue", daemon=True)
         self._has_failed = False
-        self.outcomes: collections.Counter[Outcome] = collections.Counter()
+        self.outcomes: collections.Counter[RescueResult] = collections.Counter()
 
     def start(self) -> None:
         """Looks every 100 ms from now on, on a thread of its own."""
@@ -160,7 +160,7 @@ class DriveRescue(Owned):
                 self._has_failed = True
                 _log.exception("a drive can neither be reset nor given up; close it")
 
-    def look(self) -> Outcome:
+    def look(self) -> RescueResult:
         """One round: at most ABORTS_MAX aborts, and one reset.
 
         Raises DeviceTimeout or NativeError when the drive cannot be given up either; then all its
@@ -168,11 +168,11 @@ class DriveRescue(Owned):
         """
         late = self._drive.late()
         if not late:
-            return Outcome.NOTHING_LATE
+            return RescueResult.NOTHING_LATE
         _log.warning("%d commands of %s are late", len(late), self._admin.device.bdf)
         self._abort(late[:ABORTS_MAX])
         if self._all_end(late):
-            return Outcome.ABORTED
+            return RescueResult.ABORTED
         return self._reset()
 
     def _abort(self, late: list[Late]) -> None:
@@ -190,10 +190,10 @@ class DriveRescue(Owned):
             time.sleep(_LOOK_S / 4)
         return True
 
-    def _reset(self) -> Outcome:
+    def _reset(self) -> RescueResult:
         with self._admin.lock:
             if not self._drive.late():  # the drive was reset elsewhere
-                return Outcome.ABORTED
+                return RescueResult.ABORTED
             now_s = time.monotonic()
             often = len(self._resets) == RESETS_MAX and now_s - self._resets[0] < RESETS_WINDOW_S
             self._resets.append(now_s)
@@ -206,6 +206,6 @@ class DriveRescue(Owned):
             except TuttiError:
                 _log.exception("%s is given up", self._admin.device.bdf)
                 self._drive.ask(Ask.LOSE)
-                return Outcome.LOST
+                return RescueResult.LOST
         _log.warning("%s was reset; its late commands have ended", self._admin.device.bdf)
-        return Outcome.RESET
+        return RescueResult.RESET

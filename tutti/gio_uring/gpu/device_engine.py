@@ -33,7 +33,7 @@ from tutti.gio_uring.gpu.choice import REASON
 from tutti.gio_uring.gpu.device_job import DeviceJob
 from tutti.gio_uring.gpu.driver import Driver
 from tutti.gio_uring.gpu.host_engine import STAGING_NBYTES
-from tutti.gio_uring.gpu.launcher import Launcher, ResidentKernels, ShortKernels, Work
+from tutti.gio_uring.gpu.launcher import KernelWork, Launcher, ResidentKernels, ShortKernels
 from tutti.gio_uring.gpu.memory import LeaseOwner, TableMemory, retain_until_exit
 from tutti.gio_uring.gpu.modules import Modules
 from tutti.gio_uring.gpu.parameters import BLOCK_THREADS_MAX, QueueShareStruct
@@ -42,7 +42,7 @@ from tutti.gio_uring.gpu.queues import DeviceQueues, handles_rung
 from tutti.gio_uring.gpu.stream_queue import Needed, StreamQueue, wait_until
 from tutti.gio_uring.iocb import CutStruct, Extents, IocbStruct, PagedMemory
 from tutti.gio_uring.nvme_spec import OPCODE_READ, PSDT_SGL, STATUS_TIMED_OUT
-from tutti.gio_uring.transfer import TIMEOUT_S, Options
+from tutti.gio_uring.transfer import TIMEOUT_S, TransferOptions
 
 KINDS = ("launch", "resident", "persistent")
 #: Time without a job after which the persistent kernel is told to end.
@@ -171,7 +171,7 @@ class DeviceEngine(Owned):
         extents: Extents,
         pages: U32,
         memory: PagedMemory,
-        **options: Unpack[Options],
+        **options: Unpack[TransferOptions],
     ) -> DeviceJob:
         """As `Engine.submit`, for pages in GPU memory; jobs run in the order they were submitted.
 
@@ -207,7 +207,7 @@ class DeviceEngine(Owned):
                 owner,
             )
             is_read, compare = opcode == OPCODE_READ, options.get("compare", False)
-            work = Work(batch, staged, is_read, compare, digests, timeout_s)
+            work = KernelWork(batch, staged, is_read, compare, digests, timeout_s)
             job = DeviceJob(self, work, pages.size, options.get("on_released"))
             owner.is_free = job.is_free
             if not options.get("gated"):

@@ -14,7 +14,7 @@ from tutti.base.arrays import U32
 from tutti.base.callbacks import Guard
 from tutti.base.process import Owned, finalize
 from tutti.errors import ConfigError, TuttiError
-from tutti.gio_uring.gpu.launcher import Work
+from tutti.gio_uring.gpu.launcher import KernelWork
 from tutti.gio_uring.gpu.moved_job import interrupted
 from tutti.gio_uring.gpu.stream_queue import StreamQueue, wait_until
 from tutti.gio_uring.nvme_spec import STATUS_CANCELLED
@@ -48,7 +48,11 @@ class DeviceJob(Owned):
     """
 
     def __init__(
-        self, queue: JobQueue, work: Work, pages: int, on_released: Callable[[Any], None] | None
+        self,
+        queue: JobQueue,
+        work: KernelWork,
+        pages: int,
+        on_released: Callable[[Any], None] | None,
     ) -> None:
         self.work = work
         self.is_begun = False  # kernels may have seen it

@@ -50,7 +50,7 @@ from tutti.gio_uring.gpu.verifier import Expected, Verification, Verifier
 from tutti.gio_uring.iocb import Extents, PagedMemory
 from tutti.gio_uring.job import Job
 from tutti.gio_uring.nvme_spec import OPCODE_READ
-from tutti.gio_uring.transfer import TIMEOUT_S, Options
+from tutti.gio_uring.transfer import TIMEOUT_S, TransferOptions
 
 STAGING_NBYTES = 256 * MiB
 #: So that waits, copies and events of neighbouring layers overlap.
@@ -164,7 +164,7 @@ class HostEngine(Owned):
         extents: Extents,
         pages: U32,
         memory: PagedMemory,
-        **options: Unpack[Options],
+        **options: Unpack[TransferOptions],
     ) -> MovedJob:
         """As `Engine.submit`, for pages in GPU memory.
 
@@ -231,7 +231,7 @@ class HostEngine(Owned):
         extents: Extents,
         pages: U32,
         memory: PagedMemory,
-        options: Options,
+        options: TransferOptions,
         owner: LeaseOwner,
     ) -> Verification | None:
         """Where the GPU compares or computes the digests; None where the native engine does."""
@@ -250,7 +250,7 @@ class HostEngine(Owned):
         cells: Cells,
         number: int,
         owner: LeaseOwner,
-        options: Options,
+        options: TransferOptions,
     ) -> Job:
         """The native job of one chunk, between the medium and its cells."""
         chunk = cells.chunks[number]
@@ -341,8 +341,8 @@ class HostEngine(Owned):
 
 
 def _chunk_options(
-    options: Options, chunk: StagedLayers, on_released: Callable[[Job], None]
-) -> Options:
+    options: TransferOptions, chunk: StagedLayers, on_released: Callable[[Job], None]
+) -> TransferOptions:
     """Options of a transfer for the pages of one chunk."""
     mine = options.copy()
     digests = options.get("digests")

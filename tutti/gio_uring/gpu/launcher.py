@@ -19,7 +19,7 @@ _WARP = 32
 
 
 @dataclass(frozen=True)
-class Work:
+class KernelWork:
     """What kernels need of a job until it is over.  timeout_s: of each wait in a kernel."""
 
     batch: DeviceBatch
@@ -56,14 +56,14 @@ class Launcher(Owned):
     def wake(self, layers: int, timeout_s: float) -> None:
         """Prepares a job, under the stream queue's lock.  Raises DeviceTimeout."""
 
-    def begin(self, work: Work) -> None:
+    def begin(self, work: KernelWork) -> None:
         """The tables are on the stream; from here on the device may touch memory."""
 
-    def put_layer(self, work: Work, layer: int) -> None:
+    def put_layer(self, work: KernelWork, layer: int) -> None:
         """Puts one layer on the stream: what comes behind it finds the layer moved, or failed."""
         raise NotImplementedError
 
-    def is_overdue(self, work: Work) -> bool:
+    def is_overdue(self, work: KernelWork) -> bool:
         """Whether no kernel works any more on the job that is the first of all."""
         return False
 
@@ -77,7 +77,9 @@ class Launcher(Owned):
     def close(self) -> None:
         """Releases its memory; none of its kernels may run."""
 
-    def _launch(self, name: str, work: Work, layer: int, threads: int, publish: int | None) -> None:
+    def _launch(
+        self, name: str, work: KernelWork, layer: int, threads: int, publish: int | None
+    ) -> None:
         launch_layer(
             self._stream_queue.driver,
             self._modules[f"{name}_{self._queues.ring}"],
@@ -93,14 +95,14 @@ class Launcher(Owned):
 class ResidentKernels(Launcher):
     """One kernel a layer, which stays for all of it."""
 
-    def put_layer(self, work: Work, layer: int) -> None:
+    def put_layer(self, work: KernelWork, layer: int) -> None:
         self._launch("gio_resident", work, layer, self._threads, 1)
 
 
 class ShortKernels(Launcher):
     """A kernel that sends a layer's commands, one that takes their ends, and one that moves."""
 
-    def put_layer(self, work: Work, layer: int) -> None:
+    def put_layer(self, work: KernelWork, layer: int) -> None:
         """Reads are sent a layer ahead where staging has the room."""
         if not work.is_read:
             self._move(work, layer, publish=0)
@@ -113,7 +115,7 @@ class ShortKernels(Launcher):
         self._launch("gio_drain", work, layer, _WARP, 0)
         self._move(work, layer, publish=1)
 
-    def _move(self, work: Work, layer: int, *, publish: int) -> None:
+    def _move(self, work: KernelWork, layer: int, *, publish: int) -> None:
         stream_queue, function = self._stream_queue, self._modules["gio_move"]
         launch_layer(
             stream_queue.driver,

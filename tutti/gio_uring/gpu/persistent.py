@@ -23,7 +23,7 @@ import numpy.typing as npt
 
 from tutti.base.process import finalize
 from tutti.errors import ConfigError, DeviceTimeout
-from tutti.gio_uring.gpu.launcher import Launcher, Work
+from tutti.gio_uring.gpu.launcher import KernelWork, Launcher
 from tutti.gio_uring.gpu.memory import LeaseOwner, TableMemory
 from tutti.gio_uring.gpu.modules import Modules
 from tutti.gio_uring.gpu.parameters import MailboxStruct, PostStruct
@@ -135,7 +135,7 @@ class PersistentKernel(Launcher):
         """Posts that the slowest block is not done with."""
         return int(((self._posted - self._consumed.astype(np.int64)) & _MASK).max())
 
-    def begin(self, work: Work) -> None:
+    def begin(self, work: KernelWork) -> None:
         for layer in range(work.layers):
             place = (self._posted + layer) % CAPACITY
             self._posts[place] = (work.batch.address, layer, 1)
@@ -144,11 +144,11 @@ class PersistentKernel(Launcher):
         self._driver.write_value(self._stream_queue.stream, self._pinned + _POSTED, posted)
         self._posted = posted
 
-    def put_layer(self, work: Work, layer: int) -> None:
+    def put_layer(self, work: KernelWork, layer: int) -> None:
         words = work.staged.device_words + work.staged.words.ready_offset(layer)
         self._driver.wait_value(self._stream_queue.stream, words, 1)
 
-    def is_overdue(self, work: Work) -> bool:
+    def is_overdue(self, work: KernelWork) -> bool:
         """The clock runs while a post lies there, and begins again with whatever the kernel does.
 
         A layer ends within the job's own timeout; only a kernel that does not run is later.
