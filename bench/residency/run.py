@@ -16,6 +16,7 @@ import json
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -106,10 +107,11 @@ def run(args: argparse.Namespace, progress: ProgressFactory) -> dict[str, Any]:
         return _run_moving(args, {**cell, "path": path}, progress)
     cells = []
     with progress("residency", len(args.limits) * len(args.only)) as bar:
-        for limit in args.limits:
-            for configuration in args.only:
+        for turn, limit in enumerate(args.limits):
+            for configuration in in_turn(args.only, turn):
                 cells.append(_run_cell({**cell, "path": path}, configuration, limit))
                 bar.advance(1)
+    cells.sort(key=lambda c: (args.limits.index(c["limit"]), args.only.index(c["configuration"])))
     result = {
         "benchmark": "residency",
         "cells": cells,
@@ -125,12 +127,15 @@ def run(args: argparse.Namespace, progress: ProgressFactory) -> dict[str, Any]:
 def _run_moving(
     args: argparse.Namespace, cell: dict[str, Any], progress: ProgressFactory
 ) -> dict[str, Any]:
-    """Every configuration in turn, round after round."""
+    """Every configuration in turn, round after round, each time another first."""
     cell = {**cell, "seconds": args.seconds}
     cells = []
-    runs = list(
-        itertools.product(args.moving or moving.COURSES, range(args.rounds), moving.CONFIGURATIONS)
-    )
+    courses = itertools.product(args.moving or moving.COURSES, range(args.rounds))
+    runs = [
+        (course, number, configuration)
+        for turn, (course, number) in enumerate(courses)
+        for configuration in in_turn(moving.CONFIGURATIONS, turn)
+    ]
     with progress("residency", len(runs)) as bar:
         for course, _, configuration in runs:
             given = {**cell, "course": course}
@@ -150,6 +155,12 @@ def _run_moving(
     if args.out:
         Path(args.out).write_text(json.dumps(result) + "\n")
     return result
+
+
+def in_turn(names: Sequence[str], turn: int) -> list[str]:
+    """The names, each turn another first and last: what runs late finds a warmer machine."""
+    first = turn % len(names)
+    return [*names[first:], *names[:first]]
 
 
 HEAD = (

@@ -170,6 +170,13 @@ def test_a_moving_limit_is_judged_by_the_better_path_of_each_moment(
     assert not rows["direct only"]["reached"] and not rows["page cache only"]["reached"]
 
 
+def test_no_configuration_is_always_last() -> None:
+    names = residency.CONFIGURATIONS
+    turns = [residency.in_turn(names, turn) for turn in range(len(names))]
+    assert {turn[-1] for turn in turns} == {turn[0] for turn in turns} == set(names)
+    assert all(sorted(turn) == sorted(names) for turn in turns)
+
+
 def test_the_courses() -> None:
     assert [moving.swing(s, 9) for s in (0.0, 0.4, 0.6, 1.1, 1.9)] == [0.2, 0.2, 1.0, 0.2, 1.0]
     assert [moving.ramp(s, 8) for s in (0, 2, 4, 6, 8)] == pytest.approx([0.2, 0.6, 1, 0.6, 0.2])

@@ -21,8 +21,10 @@ from tutti.errors import ConfigError, Unsupported
 from tutti.gio_uring.controller_file import BlockRange, FileController
 from tutti.medium.layout import KVLayout
 from tutti.memory.host_memory import HostMemory
+from tutti.scheduler.residency_policy import read_memory
 from tutti.store import ObjectStore
 from tutti.store import format as format_pool
+from tutti.transfers import residency
 from tutti.transfers.store_config import StoreConfig
 
 # 256 KiB a page: eight to a group of 2 MiB.
@@ -301,6 +303,9 @@ def test_a_control_group_that_vanishes_changes_nothing(
     with open_pool(paths) as store:
         store.residency.follow(1.0, root=root)
         whole = store.residency.replan(budget_nbytes=1 << 40).buffered_groups
+        set_limit(root, 0)
+        assert until(lambda: planned_groups(store) == 0)
+        assert "no memory is free (control group, version 2)" in caplog.text
         set_limit(root, 2 * store.geometry.group_nbytes)
         assert until(lambda: planned_groups(store) == 2)
         for name in ("memory.max", "memory.stat"):
@@ -310,6 +315,25 @@ def test_a_control_group_that_vanishes_changes_nothing(
         assert until(lambda: "keeps its groups: " in caplog.text)
         assert planned_groups(store) == 2 < whole
         assert caplog.text.count("limit of memory is gone") == 1
+
+
+def test_without_free_memory_a_pool_opens_and_all_goes_by_direct_io(
+    paths: list[Path],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    root = machine_of(tmp_path / "root", 0)
+    monkeypatch.setattr(residency, "read_memory", lambda *_: read_memory(root))
+    keys = some_keys(np.random.default_rng(7), PAGES)
+    with open_pool(paths, page_cache_share=1.0) as store:
+        pool = store.allocate_memory(2 * PAGES)
+        contents = fill(pool, range(PAGES), np.random.default_rng(8))
+        assert store.put(keys, np.arange(PAGES)).wait(30).stored == PAGES
+        check_load(store, pool, keys, contents)
+        assert until(lambda: "no memory is free" in caplog.text)
+        assert planned_groups(store) == 0 == store.residency.resident_nbytes()
+        assert store.stats()["residency_switches"] == 0
 
 
 def test_a_group_in_use_stays_where_it_is(tmp_path: Path) -> None:

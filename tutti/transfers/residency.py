@@ -287,6 +287,8 @@ class _Watch:
             return None, stalled
         if facts.limit_nbytes is not None:
             self._source = facts.source
+        if facts.free_nbytes == 0:
+            self.complain(f"no memory is free ({facts.source}); the page cache keeps no group")
         return facts.free_nbytes, stalled
 
     def complain(self, text: str) -> None:
