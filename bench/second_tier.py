@@ -1,6 +1,7 @@
 """Fetching through the second tier against Mooncake's own batch get, in turns, on the same values.
 
-Then local loads while the tier has nothing to do, asks for pages that no node has, and fetches.
+Then local loads while the tier has nothing to do, asks for pages that no node has, and fetches; and
+without this tier, while a process reads the same values by Mooncake, or the pool stores as many.
 
     python -m tutti.bench.second_tier --remote mooncake://HOST:PORT --dir DIR --out result.json
 
@@ -12,6 +13,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
+import os
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -26,16 +29,19 @@ from tutti.bench.environment import describe
 from tutti.bench.statistics import bootstrap_median, percentile, ratios
 from tutti.cluster.remote import RemoteConfig
 from tutti.cluster.tier import Tier
-from tutti.cluster.worker import TRAILER_NBYTES
+from tutti.cluster.worker import NICE, TRAILER_NBYTES
 from tutti.errors import DeviceTimeout
 from tutti.medium.layout import KVLayout
 from tutti.store import ObjectStore
 from tutti.store import open as open_pool
+from tutti.transfers.tickets import PutTicket
 
 _LAYERS = 16
 _WAIT_S = 60.0
 _POLL_S = 0.001
 _LOADS, _LOAD_PAGES = 200, 4
+#: What happens beside local loads.
+_BESIDE = ("idle", "asking", "fetching", "mooncake", "storing")
 
 
 def _until(done: Callable[[], bool], what: str) -> None:
@@ -83,14 +89,19 @@ class Fetcher:
 
 
 class Local:
-    """Loads of pages that the pool has, in turns with and without work for its tier."""
+    """Loads of pages that the pool has, in turns with and without work for its tier.
 
-    def __init__(self, fetcher: Fetcher, rng: np.random.Generator) -> None:
-        self._fetcher, self._rng = fetcher, rng
+    reader: a process that reads the tier's values, and stores nothing.
+    """
+
+    def __init__(self, fetcher: Fetcher, reader: Reader, rng: np.random.Generator) -> None:
+        self._fetcher, self._reader, self._rng = fetcher, reader, rng
         self._store = fetcher.store
         self._keys = rng.integers(0, 256, (_LOAD_PAGES, 16), np.uint8)
         self._memory = self._store.allocate_memory(_LOAD_PAGES)
-        self.p99_ms: dict[str, list[float]] = {"idle": [], "asking": [], "fetching": []}
+        self._other = self._store.allocate_memory(len(fetcher.keys))
+        self._put: PutTicket | None = None
+        self.p99_ms: dict[str, list[float]] = {name: [] for name in _BESIDE}
 
     def measure(self) -> None:
         """One round of each."""
@@ -99,12 +110,14 @@ class Local:
             self._store.clear(deallocate=False)
             self._store.put(self._keys, pages, memory=self._memory).wait(_WAIT_S)
             taken = []
+            self._reader.go(name == "mooncake")
             for _ in range(_LOADS):
                 self._work(name)
                 start_s = time.monotonic()
                 self._store.load(self._keys, pages, memory=self._memory).wait(_WAIT_S)
                 taken.append((time.monotonic() - start_s) * 1000)
             times.append(percentile(taken, 99))
+            self._reader.go(False)
             _until(self._is_idle, "the tier's work")
 
     def _work(self, name: str) -> None:
@@ -113,14 +126,13 @@ class Local:
             self._fetcher.tier.missed(self._rng.integers(0, 256, (_LOAD_PAGES, 16), np.uint8))
         elif name == "fetching" and self._is_idle():
             self._fetcher.tier.missed(self._fetcher.keys)
+        elif name == "storing" and self._is_idle():
+            keys = self._rng.integers(0, 256, self._fetcher.keys.shape, np.uint8)
+            self._put = self._store.put(keys, range(len(keys)), memory=self._other)
 
     def _is_idle(self) -> bool:
         with self._fetcher.tier._changed:
-            return not self._fetcher.tier._fetching
-
-    def close(self) -> None:
-        """Gives the memory back."""
-        self._store.unregister(self._memory)
+            return not self._fetcher.tier._fetching and (self._put is None or self._put.done)
 
 
 class Direct:
@@ -142,6 +154,39 @@ class Direct:
         if any(answers):
             raise DeviceTimeout("Mooncake did not deliver all values; give its servers more memory")
         return time.monotonic() - start_s
+
+
+class Reader:
+    """A process, as nice as the tier's, that reads values by Mooncake's batch get when told."""
+
+    def __init__(self, config: RemoteConfig, names: Sequence[str], nbytes: int) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._may, self._rests = context.Event(), context.Event()
+        arguments = (config, names, nbytes, self._may, self._rests)
+        context.Process(target=_read, args=arguments, daemon=True).start()
+        self.go(False)
+
+    def go(self, reads: bool) -> None:
+        """Reads from now on, or has ended reading on return."""
+        if reads:
+            self._rests.clear()
+            self._may.set()
+            return
+        self._may.clear()
+        if not self._rests.wait(_WAIT_S):
+            raise DeviceTimeout("the process that reads from Mooncake does not; is it set up?")
+
+
+def _read(config: RemoteConfig, names: Sequence[str], nbytes: int, may: Any, rests: Any) -> None:
+    os.nice(NICE)
+    direct = Direct(config, names, nbytes)
+    direct.get_s()  # opens connections
+    while True:  # bounded by the process's end
+        rests.set()
+        while not may.wait(_WAIT_S):  # bounded likewise
+            pass
+        while may.is_set():  # bounded by go()
+            direct.get_s()
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
@@ -168,10 +213,10 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
                     seconds = call()
                     if number:  # the first round opens connections
                         rates.append(gigabytes / seconds)
-            local = Local(fetcher, np.random.default_rng(args.seed + 1))
+            reader = Reader(config, names, layout.object_nbytes + TRAILER_NBYTES)
+            local = Local(fetcher, reader, np.random.default_rng(args.seed + 1))
             for _ in range(args.rounds):
                 local.measure()
-            local.close()
         finally:
             fetcher.tier.close()
     found = ratios(tier_gb, direct_gb)
@@ -187,7 +232,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         "local_p99_ms": local.p99_ms,
         "local_p99_ratio": {
             name: bootstrap_median(ratios(local.p99_ms[name], local.p99_ms["idle"])).to_dict()
-            for name in ("asking", "fetching")
+            for name in _BESIDE[1:]
         },
         "local_bar": 1.1,
     }

@@ -261,3 +261,6 @@ def test_the_comparison_with_a_batch_get_runs(tmp_path: Path, cluster: Cluster) 
     result = json.loads(out.read_text())
     assert len(result["tier_gb_per_s"]) == len(result["mooncake_gb_per_s"]) == 2
     assert result["ratio"]["median"] > 0
+    beside = result["local_p99_ratio"]
+    assert set(beside) == {"asking", "fetching", "mooncake", "storing"}
+    assert all(ratio["low"] > 0 for ratio in beside.values())

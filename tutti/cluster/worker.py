@@ -45,7 +45,7 @@ KEYS_MAX = 2048  # 40 KiB: one datagram
 ANSWER_NBYTES_MAX = 64 << 10
 OK, ERROR = range(2)
 _PR_SET_PDEATHSIG = 1
-_NICE = 5  # local loads and look-ups come first
+NICE = 5  # local loads and look-ups come first
 _Reply = tuple[bytes, Callable[[], bytes]]  # its head, and what makes the rest
 
 
@@ -111,7 +111,7 @@ def main(socket_fd: int, memory_fd: int, spec: Spec) -> None:
     """Serves until the agent closes the socket."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    os.nice(_NICE)
+    os.nice(NICE)
     with socket.socket(fileno=socket_fd) as peer, mmap.mmap(memory_fd, spec.nbytes) as memory:
         try:
             worker = Worker(spec, memory)
