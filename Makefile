@@ -142,7 +142,9 @@ bench: $(VENV)/.test sglang-venv build/view ## every result of the store anew, B
 	PYTHONPATH=build/view $(PY) -m tutti.bench.summary docs/results.md bench/results
 
 # SGLang's packages on a CPU: the stand-in takes the place of operators that no wheel has for one.
-CPU_SGLANG := env PYTHONSAFEPATH=1 PYTHONPATH=$(CURDIR)/build/view:$(CURDIR)/tests/sglang/stand_in \
+# LMCache has a folder of its own there: the tests of its recipes need more of it than its client.
+CPU_SGLANG := env PYTHONSAFEPATH=1 \
+  PYTHONPATH=$(CURDIR)/build/view:$(CURDIR)/tests/sglang/stand_in:$(abspath $(SGLANG_VENV))/peers \
   $(SGLANG_VENV)/bin/python
 
 .PHONY: bench-peers

@@ -181,12 +181,12 @@ def _read(config: RemoteConfig, names: Sequence[str], nbytes: int, may: Any, res
     os.nice(NICE)
     direct = Direct(config, names, nbytes)
     direct.get_s()  # opens connections
-    while True:  # bounded by the process's end
+    parent = multiprocessing.parent_process()
+    while parent is not None and parent.is_alive():
         rests.set()
-        while not may.wait(_WAIT_S):  # bounded likewise
-            pass
-        while may.is_set():  # bounded by go()
-            direct.get_s()
+        if may.wait(1.0):
+            while may.is_set():  # bounded by go()
+                direct.get_s()
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:

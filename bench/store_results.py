@@ -75,7 +75,7 @@ STEPS = (
     _compare("fio-memory", 120, "--seconds 1 --size 2GiB"),
     Result("residency", "tutti.cli bench residency --dir {dir} --working-set 1GiB --rounds 4"
          " --out {out}/residency.json", 600),
-    Step("residency-moving", "tutti.cli bench residency --dir {dir} --working-set 512MiB --moving"
+    Result("residency-moving", "tutti.cli bench residency --dir {dir} --working-set 512MiB --moving"
          " --seconds 5 --rounds 1 --out {out}/residency-moving.json", 240),
     # Objects of many slices are in bandwidth-fio, with their CPU time.
     _compare("cpu-fio", 240, "--seconds 1 --only 1x256KiB"),

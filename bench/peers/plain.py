@@ -22,7 +22,7 @@ _WAIT_S = 120.0
 _THREADS = 4
 
 
-class _PlainPeer(Peer):
+class PlainPeer(Peer):
     """Pages in ordinary memory that keep their content; only their names change."""
 
     def __init__(self, plan: PeerPlan) -> None:
@@ -59,7 +59,7 @@ class _PlainPeer(Peer):
             raise ChecksumMismatch(f"{wrong} pages of batch {batch} hold wrong bytes")
 
 
-class StorePeer(_PlainPeer):
+class StorePeer(PlainPeer):
     """Tutti's store on one file, one put or load for a batch."""
 
     def __init__(self, plan: PeerPlan) -> None:
@@ -99,7 +99,7 @@ class StorePeer(_PlainPeer):
         return self._store
 
 
-class FilesPeer(_PlainPeer):
+class FilesPeer(PlainPeer):
     """A file for every page, by threads, O_DIRECT; nothing is checksummed."""
 
     def __init__(self, plan: PeerPlan) -> None:

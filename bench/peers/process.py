@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from tutti.bench.peers.hicache import HiCachePeer
+from tutti.bench.peers.lmcache import LMCachePeer
 from tutti.bench.peers.peer import Peer, PeerPlan
 from tutti.bench.peers.plain import FilesPeer, StorePeer
 from tutti.errors import ConfigError, MediumError, TuttiError
@@ -31,6 +32,8 @@ def make_peer(name: str, plan: PeerPlan) -> Peer:
         return StorePeer(plan)
     if name == "file-per-page":
         return FilesPeer(plan)
+    if name == "lmcache-fs-native":
+        return LMCachePeer(plan)
     backend, options = _sglang_backend(name, plan)
     return HiCachePeer(plan, backend, **options)
 
@@ -62,12 +65,13 @@ def _sglang_backend(name: str, plan: PeerPlan) -> tuple[str, dict[str, Any]]:
     return backends[name]
 
 
-#: Each with the backend of SGLang that it needs; none for those that need no SGLang.
+#: Each with the backend of SGLang, or the package, that it needs; none for those that need neither.
 PEERS: dict[str, str] = {
     "hicache-tutti": "dynamic",
     "hicache-tutti-unverified": "dynamic",
     "hicache-file": "file",
     "hicache-nixl": "nixl",
+    "lmcache-fs-native": "lmcache",
     "store": "",
     "file-per-page": "",
 }

@@ -24,6 +24,7 @@ from tutti.base.units import MiB, format_nbytes
 from tutti.bench.environment import describe
 from tutti.bench.fio import FioJob, prepare_file, run_fio
 from tutti.bench.peers import hicache as peer_hicache
+from tutti.bench.peers import lmcache as peer_lmcache
 from tutti.bench.peers.peer import BATCH_PAGES, PeerPlan
 from tutti.bench.peers.process import PEERS
 from tutti.bench.statistics import bootstrap_median, interval_text, median, percentile, ratios
@@ -171,6 +172,8 @@ def run(args: argparse.Namespace, progress: ProgressFactory) -> dict[str, Any]:
 def _missing(name: str) -> str:
     if name == "fio":
         return "" if shutil.which("fio") else "fio is not installed"
+    if PEERS[name] == "lmcache":
+        return peer_lmcache.missing()
     return peer_hicache.missing(PEERS[name]) if PEERS[name] else ""
 
 
@@ -178,7 +181,7 @@ def _versions() -> dict[str, str]:
     from importlib import metadata
 
     found = {}
-    for name in ("sglang", "torch", "nixl"):
+    for name in ("sglang", "torch", "nixl", "lmcache"):
         try:
             found[name] = metadata.version(name)
         except metadata.PackageNotFoundError:

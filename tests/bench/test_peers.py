@@ -15,7 +15,9 @@ import pytest
 
 from tutti.base.terminal import progress
 from tutti.bench.peers import hicache as peer_hicache
+from tutti.bench.peers import lmcache as peer_lmcache
 from tutti.bench.peers import run as peers
+from tutti.bench.peers.lmcache import LMCachePeer
 from tutti.bench.peers.peer import BATCH_PAGES, PeerPlan
 from tutti.bench.peers.plain import FilesPeer, StorePeer
 from tutti.bench.peers.process import PeerProcess, make_peer
@@ -37,8 +39,10 @@ def arguments(folder: Path, *words: str) -> argparse.Namespace:
     return parser.parse_args(["--dir", str(folder), *small, *words])
 
 
-@pytest.mark.parametrize("kind", [StorePeer, FilesPeer])
+@pytest.mark.parametrize("kind", [StorePeer, FilesPeer, LMCachePeer])
 def test_a_peer_loads_what_it_stored_and_says_what_it_cost(tmp_path: Path, kind: Any) -> None:
+    if kind is LMCachePeer and (why := peer_lmcache.missing()):
+        pytest.skip(why)
     plan = plan_in(tmp_path)
     peer = kind(plan)
     process = PeerProcess(peer, plan)

@@ -25,7 +25,7 @@ class Fence:
     """Events recorded on SGLang's streams.  On the CPU they have always happened.
 
     The events are those of SGLang's `record_offload_ready`: one on the scheduler's stream, which
-    computed the slots, and one on the forward's, which may still use the pages.  Not run on a GPU.
+    computed the slots, and one on the forward's, which may still use the pages.
     """
 
     def __init__(self, events: Sequence[Any] = ()) -> None:
