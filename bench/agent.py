@@ -1,4 +1,4 @@
-"""What the agent's socket costs: look-ups and plans through it and in one process, in turns.
+"""Measures the cost of the agent's socket: look-ups and plans through it and in one process.
 
 The agent is a process of its own, as users start it.  Both pools hold the same pages.  Nothing is
 moved: a plan is asked for and given up, which the times leave out.  What a plan through the agent

@@ -1,4 +1,4 @@
-"""How fast a pool stores and retrieves: GB/s (10^9 bytes), latencies, CPU time, run lengths.
+"""Measures storing and loading in a pool: GB/s (10^9 bytes), latencies, CPU time, run lengths.
 
 Phases: `store` puts new objects, evicting once the pool is full; `retrieve` looks up and loads
 batches in random order; `layerwise` loads one long prefix and waits for layer after layer; `mixed`

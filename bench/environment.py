@@ -1,4 +1,4 @@
-"""What a result was measured on: enough to judge it, nothing that names the machine or paths."""
+"""Describes the machine and software behind a result, without host names or paths."""
 
 from __future__ import annotations
 

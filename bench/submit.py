@@ -1,4 +1,4 @@
-"""What a transfer to a GPU costs the CPU that submits it: time, driver calls and argument bytes.
+"""Measures the CPU cost of submitting a GPU transfer: time, driver calls and argument bytes.
 
 Every engine and mover submits loads of a growing number of pages through a driver that does nothing
 and over a controller that moves nothing.  The same load with more layers shows what a layer costs;

@@ -1,4 +1,4 @@
-"""What service threads and digest workers add, over drives of memory that no disk limits.
+"""Measures the gain from service threads and digest workers, on drives simulated in memory.
 
 Jobs without data give the cost of a command; copies give the rate of verified and unverified
 loads, with one drive, with one and a digest worker, and with two drives of a service thread each.

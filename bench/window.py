@@ -1,4 +1,4 @@
-"""How soon the layers of a load arrive, and at what cost: the window against a fixed one.
+"""Compares the engine's command window with a fixed one: arrival of a load's layers, and cost.
 
 Loads of a few sizes go through the engine and a file, each to an engine with the window that is
 found while it runs and to one with a fixed window of 32 commands, in turns. A second part consumes

@@ -1,4 +1,4 @@
-"""What the bandwidth benchmarks do with an open pool: bounded batches of stamped pages.
+"""Workload of the bandwidth benchmarks on an open pool: bounded batches of stamped pages.
 
 The pages that are put keep their content, so that only their keys change from batch to batch and
 nothing but the store is timed; an object holds what its source page holds. Pages are loaded into

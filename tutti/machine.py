@@ -1,4 +1,4 @@
-"""What this machine is: enough to judge a measurement, nothing that names the machine or paths."""
+"""Describes this machine for judging a measurement, without host names or paths."""
 
 from __future__ import annotations
 

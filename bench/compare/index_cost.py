@@ -1,4 +1,4 @@
-"""What the index costs: memory for an object, recovery after a crash, and the CPU time of a prompt.
+"""Measures the index: memory per object, recovery after a crash, and CPU time per prompt.
 
 The time is of one thread that hashes the prompt's tokens, looks all of its pages up and inserts
 them, in an index that is full but for these pages.

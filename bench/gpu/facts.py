@@ -1,4 +1,4 @@
-"""What is known of the GPU that a result was measured on, by nvidia-smi; nothing is changed."""
+"""Reads the facts of the measured GPU from nvidia-smi; changes no setting."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How the driver at hand treats waits that the medium ends: what the engines were built to survive.
+"""Tests the driver's handling of waits that the medium ends, on which the engines depend.
 
 Needs no device code.  The runner sets CUDA_DEVICE_MAX_CONNECTIONS to 8 for it, as SGLang does.
 """

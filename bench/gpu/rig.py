@@ -1,4 +1,4 @@
-"""What the GPU benchmarks share: a driver, memory on the device, engines, and timed rounds.
+"""Common parts of the GPU benchmarks: driver, device memory, engines, and timed rounds.
 
 Everything goes through the seam of `gpu_driver`, so that a stand-in can run a case in a test; only
 concurrent compute needs PyTorch.

@@ -1,4 +1,4 @@
-"""What is compared: something that stores and loads batches of pages of Llama-3-8B's shape."""
+"""Interface of a compared system: stores and loads batches of pages of Llama-3-8B's shape."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How four ways to use the page cache fare when memory is short: hit ratio, GB/s, p99.
+"""Compares four ways to use the page cache when memory is short: hit ratio, GB/s, p99.
 
 The experiment of the Dual-Blade paper (arXiv 2604.26557), scaled to the machine: a working set W
 of KV objects is written once, as a prefill does, then read as a whole again and again, as decoding

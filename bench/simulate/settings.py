@@ -1,4 +1,4 @@
-"""What the papers do not publish, and what a workload does under each such setting."""
+"""Tries settings that the papers do not publish, and reports the workload under each of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is stored where: least recently used blocks of a tier, by their hash ids."""
+"""Models the content of a cache tier: blocks by hash id, the least recently used evicted first."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `tutti bench slack` varies: the drive, the arrivals, the memory, and wrong profiles."""
+"""Conditions that `tutti bench slack` varies: drive, arrivals, memory, and wrong profiles."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How much of the waiting for a drive the slack-aware scheduler takes away: simulated.
+"""Simulates how much of the waiting for a drive the slack-aware scheduler removes.
 
 The same requests run through several policies on a simulated server: the scheduler's own code, a
 drive in virtual time, and published parameters of drives and GPUs.  Nothing here is measured on

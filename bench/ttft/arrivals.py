@@ -1,4 +1,4 @@
-"""When requests are due: an absolute schedule, the same for every system."""
+"""Makes the schedule of requests: absolute due times, the same for every system."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is sent to a server and what its events mean: SGLang's own API, and OpenAI's chat API."""
+"""Encodes requests and decodes events of a server: SGLang's own API, and OpenAI's chat API."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which rates are measured: a sweep, and the highest rate that meets a condition by bisection."""
+"""Chooses the rates to measure: a sweep, or a bisection for the highest rate within a condition."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where MLPerf Storage's KV-cache benchmark may store its entries: Tutti, or files by O_DIRECT.
+"""Backends for MLPerf Storage's KV-cache benchmark: Tutti, and files by O_DIRECT.
 
 The benchmark (mlcommons/storage, kv_cache_benchmark) writes, reads and deletes whole entries by
 name.  It counts a hit before it reads and ignores errors of reads, so `Counted` counts what really

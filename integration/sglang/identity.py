@@ -1,4 +1,4 @@
-"""What a pool's KV is of: model, weights, shapes and rank, and the file that holds it.
+"""Identifies the KV of a pool: model, weights, shapes and rank, and the name of its file.
 
 SGLang's page hashes name tokens (with LoRA and cache salt), but neither model nor layout nor
 parallelism. All of that is in the fingerprint of the layout, which is in every ObjectKey, in the

@@ -1,4 +1,4 @@
-"""How SGLang is started with Tutti: the arguments, without importing SGLang."""
+"""Builds the arguments that start SGLang with Tutti; does not import SGLang."""
 
 from __future__ import annotations
 

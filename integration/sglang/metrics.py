@@ -1,4 +1,4 @@
-"""What the integration counts, for SGLang's statistics, for Prometheus and for tests.
+"""Counters of the integration, for SGLang's statistics, for Prometheus and for tests.
 
 Prometheus metrics live in the scheduler's process and reach SGLang's /metrics page through
 prometheus_client's multiprocess folder, which SGLang sets up with --enable-metrics.

@@ -1,4 +1,4 @@
-"""Which files and devices hold a rank's pools: one rule, known to every rank alike.
+"""Assigns files and devices to the pools of each rank, by one rule that every rank computes.
 
 * A folder serves all ranks: each of a rank's pools has one file in every folder.
 * A file or a device holds one pool of one rank. They hold the KV pools, and the folders the other

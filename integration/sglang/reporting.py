@@ -1,4 +1,4 @@
-"""What the server's log gets of one pool: the first error of a kind, and a summary each minute."""
+"""Logs one pool on the server: the first error of each kind, and a summary each minute."""
 
 from __future__ import annotations
 

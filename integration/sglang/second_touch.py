@@ -1,4 +1,4 @@
-"""Which pages are worth a write: those that are offered for the second time."""
+"""Selects the pages worth writing: those that are offered for the second time."""
 
 from __future__ import annotations
 

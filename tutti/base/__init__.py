@@ -1,1 +1,1 @@
-"""What every layer uses and what knows nothing of KV: units, checks, threads, clocks."""
+"""Helpers for every layer: units, checks, threads, clocks.  Must not know KV."""

@@ -1,4 +1,4 @@
-"""When a medium or remote store errs or crawls: stop asking it, and ask again carefully."""
+"""Circuit breaker of a medium or remote store: stops requests on failures, probes before more."""
 
 from __future__ import annotations
 

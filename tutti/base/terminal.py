@@ -1,4 +1,4 @@
-"""What people see: tables of text and progress bars."""
+"""Formats terminal output: tables of text and progress bars."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the second tier wants of a store in the cluster, and how `tutti serve --remote` names one.
+"""Interface of a cluster's store for the second tier, and the URLs of `tutti serve --remote`.
 
     mooncake://HOST:PORT?replica_num=2&namespace=prod
 

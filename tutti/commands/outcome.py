@@ -1,4 +1,4 @@
-"""What a command hands back to the command line."""
+"""Result of a command, as the command line receives it."""
 
 from __future__ import annotations
 

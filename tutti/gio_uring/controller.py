@@ -1,4 +1,4 @@
-"""What executes NVMe commands, as Python sees it: the lowest seam.
+"""Interface of what executes NVMe commands, as Python sees it: the lowest seam.
 
 `Controller` is the protocol that everything above relies on; `NativeController` implements it for
 controllers that live in the native library. Memory that a controller may still write is never

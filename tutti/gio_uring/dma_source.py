@@ -1,4 +1,4 @@
-"""Where a drive finds memory of a GPU: sources of DMA addresses, and the proof that one is right.
+"""Sources of DMA addresses of GPU memory for drives, and the test that proves one correct.
 
 Tiers T2 and T3 need the addresses by which a drive reaches GPU memory. No source that works without
 a kernel module of its own is known, so none is built in: a source is given from outside, as a

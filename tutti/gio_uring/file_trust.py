@@ -1,4 +1,4 @@
-"""Whether other users control a file: links that they made in shared folders, files that they own.
+"""Checks for control by other users: links they made in shared folders, files they own.
 
 The rule for links is the kernel's for sticky folders (protected_symlinks, sysctl/fs), applied to
 every folder that others may write.

@@ -1,4 +1,4 @@
-"""What a machine offers to the rings, and which tier follows from it.
+"""Detects what a machine offers to the rings, and the tier that follows from it.
 
 Everything is only looked at: no setting changes, no device is opened for writing, and a file that
 is needed for a test has no name and is gone afterwards. The tiers are described in

@@ -1,4 +1,4 @@
-"""How much of the path from a drive to a GPU this machine can give to the GPU: tiers T0 to T3.
+"""Tiers T0 to T3: how much of the path from drive to GPU the GPU itself can run here.
 
 `judge_tiers` decides from facts alone, from T3 down; every tier that is missing lists what is
 missing and how to get it. docs/tiers.md describes the tiers, what they risk and how to go back.

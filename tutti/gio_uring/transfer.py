@@ -1,4 +1,4 @@
-"""What every way to move pages has in common: submitters, and the transfers they return."""
+"""Interface of every way to move pages: submitters, and the transfers that they return."""
 
 from __future__ import annotations
 

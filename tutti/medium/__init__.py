@@ -1,1 +1,1 @@
-"""What the bytes on a medium mean; no I/O."""
+"""Meaning of the bytes on a medium: formats, pure.  Must do no I/O."""

@@ -1,4 +1,4 @@
-"""What agent and clients say to each other: messages, their encoding, and their frames.
+"""Protocol between agent and clients: messages, their encoding, and their frames.
 
 A frame is the length of its body (u32, little-endian) and the body: one message in MessagePack, an
 array that begins with the message's name.  Arrays of numbers travel as bytes, little-endian.  The

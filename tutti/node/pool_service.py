@@ -1,4 +1,4 @@
-"""What the agent does for its clients on one pool: look-ups, plans, and how they end.
+"""Serves the agent's clients on one pool: look-ups, plans, and the end of each plan.
 
 Nothing here knows sockets.  A method that may wait for the medium or for space is marked by
 ``may_wait``; the agent then calls it on a thread of its own.

@@ -1,1 +1,1 @@
-"""Which slot holds which object, and which slot is next."""
+"""Placement of objects: the slot of each object, and the choice of the next slots."""

@@ -1,4 +1,4 @@
-"""Which objects go when space runs out.
+"""Eviction policies: choose the objects to evict when space runs out.
 
 A policy is a pure function of the view it is given: same view, same victims, on every rank. It
 moves nothing; the store voids the victims' records. It takes whole runs, because space that comes

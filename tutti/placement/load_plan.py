@@ -1,4 +1,4 @@
-"""What a load needs of the index, of the history of uses and of the cache of digests: one call.
+"""Plans a load in one call on the index, the history of uses and the cache of digests.
 
 Not thread-safe: the store holds a lock around it, as around the index.
 """

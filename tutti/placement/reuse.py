@@ -1,4 +1,4 @@
-"""What loads say about the future: how soon an object is used again, by age and by past uses.
+"""Predicts from past loads how soon an object is used again, by its age and number of uses.
 
 The ranking is that of LHD (Beckmann, Chen, Cidon, NSDI 2018): hits that are expected per unit of
 space and time.  An object's class is how often it was loaded, 0 to 3 or more.  For each class the

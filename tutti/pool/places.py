@@ -1,4 +1,4 @@
-"""Where members can lie: in folders, in files and on devices.
+"""Finds places for members: folders, files and devices.
 
 Facts about devices come from sysfs; what it does not report is None.
 """

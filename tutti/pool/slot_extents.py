@@ -1,4 +1,4 @@
-"""Where the objects of slots lie on the medium, as runs and as the commands of a transfer."""
+"""Computes where slots lie on the medium, as runs and as the commands of a transfer."""
 
 from __future__ import annotations
 

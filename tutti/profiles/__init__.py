@@ -1,1 +1,1 @@
-"""Where a pool's profile comes from: a file, the cache, a short measurement, or estimates."""
+"""Finds a pool's profile: in a file, in the cache, by a short measurement, or by estimates."""

@@ -1,4 +1,4 @@
-"""How events and decisions change the scheduler's state.
+"""Applies events and decisions to the scheduler's state.
 
     scheduler = Scheduler(SlackPolicy(limits), profile)
     decision = scheduler.take(event)

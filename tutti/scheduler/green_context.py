@@ -1,4 +1,4 @@
-"""How many SMs the I/O kernels get: the fewest that keep up with the medium.
+"""Chooses the number of SMs for I/O kernels: the fewest that keep up with the medium.
 
 A partition is not a reservation: kernels of the primary context still run on its SMs unless compute
 has the complementary partition.  What a GPU can be split into is the caller's to say.

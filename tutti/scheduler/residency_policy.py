@@ -1,4 +1,4 @@
-"""Which groups of a pool go through the page cache, and how much of it they may use.
+"""Policy for the page cache: which groups of a pool use it, and how much of the free memory.
 
 The idea and the budget are those of the paper Dual-Blade (arXiv 2604.26557): what fits the memory
 that is really free stays in the page cache, all the rest bypasses it, so that the rest cannot push

@@ -1,1 +1,1 @@
-"""What moves between memory and the medium, and when it is issued."""
+"""Transfers between memory and the medium, and when each is issued."""

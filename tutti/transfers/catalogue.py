@@ -1,4 +1,4 @@
-"""What an operator does with the objects of a pool: list, delete, pin, and limit their life.
+"""Operations of an operator on a pool's objects: list, delete, pin, and limit their life.
 
 Works on the index and on slot records alone: nothing here reads or writes KV.
 """

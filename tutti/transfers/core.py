@@ -1,4 +1,4 @@
-"""What the parts of one open pool share: index, allocator, engine, counters, and the lock."""
+"""Shared parts of one open pool: index, allocator, engine, counters, and the lock."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a put asks for: pages with their keys, and the part of them that is started at one time."""
+"""Request of a put: pages with their keys, and the part of them that is started at one time."""
 
 from __future__ import annotations
 

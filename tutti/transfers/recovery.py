@@ -1,4 +1,4 @@
-"""Which objects a pool holds: from snapshots, written at close, else from its slot tables."""
+"""Recovers the index of a pool: from snapshots, written at close, else from its slot tables."""
 
 from __future__ import annotations
 

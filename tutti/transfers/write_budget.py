@@ -1,4 +1,4 @@
-"""How much puts may write: a budget of bytes a day, against the wear of the drive."""
+"""Limits the bytes that puts may write a day, against the wear of the drive."""
 
 from __future__ import annotations
 

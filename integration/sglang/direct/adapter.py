@@ -1,4 +1,4 @@
-"""What the linker alone takes from SGLang 0.5.23; the rest is in adapter.py."""
+"""Everything that only the linker takes from SGLang 0.5.23; the rest is in adapter.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which hits are loaded: those that pay; `backlog.py` bounds offloads.  Counted in look-ups."""
+"""Selects the hits worth loading, counted in look-ups; `backlog.py` bounds offloads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How long the forward's stream waits for each layer of a batch: words that the stream writes.
+"""Times the forward stream's wait for each layer of a batch, by words that the stream writes.
 
 Around its wait for a layer the stream writes two words in pinned memory, and the thread that polls
 for the batch looks at them.  Times are as exact as its pauses are short, and no thread of the

@@ -1,4 +1,4 @@
-"""What the pools of one rank can restore of a request's pages: pinned, admitted, worth loading."""
+"""Finds the pages of a request that one rank's pools can restore; pins those worth loading."""
 
 from __future__ import annotations
 

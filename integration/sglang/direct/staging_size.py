@@ -1,4 +1,4 @@
-"""How much pinned memory the pages of a pool in GPU memory go through, by the longest context."""
+"""Computes the size of pinned staging for a pool in GPU memory, from the longest context."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What lies on a block device, from its first and last bytes, to warn before it is overwritten.
+"""Detects data on a block device by its first and last bytes, to warn before overwriting it.
 
 A table of well-known magic numbers, each with its source. What is in none of them but is not zeros
 either is reported too: data of an unknown kind is still data.

@@ -1,4 +1,4 @@
-"""What a drive says about itself: the CAP register and the Identify structures, checked.
+"""Decodes and checks a drive's CAP register and Identify structures.
 
 Field offsets: NVM Express Base Specification 2.0, sections 3.1.3.1 (CAP) and 5.17.2.1 (Identify
 Controller); NVM Command Set Specification 1.0, section 4.1.5.1 (Identify Namespace). A drive's word

@@ -1,4 +1,4 @@
-"""What happens to commands that a drive does not answer: abort, then a reset, then no drive.
+"""Ends commands that a drive does not answer: abort, then reset, then stop using the drive.
 
 A job whose command is late has failed already; this releases its memory. The thread that serves
 the queues is not held up: a thread of its own waits for the drive and asks the other one only for

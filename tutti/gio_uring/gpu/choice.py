@@ -1,4 +1,4 @@
-"""Which engine moves pages in GPU memory where the caller leaves it open, and why."""
+"""Chooses the engine for pages in GPU memory if the caller names none, and gives the reason."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which kernels do a job's layers, and in which order they are put on a stream.
+"""Launches the kernels of a job's layers, and decides their order on a stream.
 
 kernels/device/parameters.cuh describes each kernel.  `launch` has short ones for every layer,
 `resident` one that stays for its layer; `gpu_persistent` has one that stays for all of them.

@@ -1,4 +1,4 @@
-"""What device kernels take: the structs of ``kernels/device/parameters.cuh``.
+"""Parameters of device kernels: the structs of ``kernels/device/parameters.cuh``.
 
 That file describes every field, the kernels and their order; a test
 compares the layouts.  Addresses are device addresses unless a field says otherwise.
