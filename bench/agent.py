@@ -74,11 +74,11 @@ while part := peer.recv(65536):
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of `tutti bench agent`."""
-    parser.add_argument("--dir", type=Path, default=Path(), help="where the pools are made")
+    parser.add_argument("--dir", type=Path, default=Path(), help="folder for the pools")
     parser.add_argument("--rounds", type=int, default=400, help="calls of each kind per side")
-    parser.add_argument("--pages", type=int, default=1024, help="of a look-up")
-    parser.add_argument("--batch", type=int, default=128, help="pages of a plan")
-    parser.add_argument("--seed", type=int, default=1, help="of the keys")
+    parser.add_argument("--pages", type=int, default=1024, help="pages per look-up")
+    parser.add_argument("--batch", type=int, default=128, help="pages per plan")
+    parser.add_argument("--seed", type=int, default=1, help="seed of the keys")
 
 
 class _Side:

@@ -40,14 +40,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         default=list(SHAPES),
         metavar="LxSLICE",
-        help="objects as layers x slice",
+        help="shape of an object: layers x slice",
     )
     parser.add_argument(
         "--phases",
         nargs="+",
         choices=PHASES,
         default=list(PHASES),
-        help="what to measure: puts, loads, a prefix layer by layer, both at once (default: all)",
+        help="phases: puts, loads, one prefix layer by layer, puts with loads (default: all)",
     )
     parser.add_argument("--capacity", default="2GiB", help="size of the pool")
     duration = parser.add_mutually_exclusive_group()
@@ -60,7 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         type=positive,
         metavar="TOKENS",
-        help="store and load prompts of these lengths one at a time, instead of --batch and"
+        help="store and load one prompt at a time, of these lengths; replaces --batch and"
         f" --inflight; a page has {PAGE_SIZE} tokens",
     )
     parser.add_argument(
@@ -71,13 +71,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--pointers",
         choices=("sgl", "prp"),
-        help="how commands name memory (default: what the drive supports)",
+        help="memory pointers of commands (default: what the drive supports)",
     )
     parser.add_argument(
         "--prefix-pages",
         type=positive,
         default=1024,
-        help="pages of the prefix of the phase layerwise",
+        help="length of the prefix in the phase layerwise, in pages",
     )
     parser.add_argument("--memory", default="512MiB", help="limit of registered memory")
     parser.add_argument("--seed", type=natural, default=1, help="seed of the order of loads")

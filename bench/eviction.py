@@ -70,7 +70,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--group-slots",
         type=positive,
         default=GROUP_SLOTS,
-        help="most slots that are evicted together",
+        help="most slots to evict at once",
     )
     parser.add_argument(
         "--policies",

@@ -35,15 +35,15 @@ def add_place_arguments(parser: argparse.ArgumentParser) -> None:
     where.add_argument(
         "--path",
         nargs="+",
-        help="members of the pool: files that do not exist and are removed at the end, or blank"
-        " devices and drives, which are blank again at the end",
+        help="members of the pool: new files, which are removed at the end, or blank devices and"
+        " drives, which are erased at the end",
     )
     parser.add_argument(
         "--force",
         action="append",
         default=[],
         metavar="SERIAL",
-        help="overwrite the drive with this serial number; once per drive",
+        help="overwrite the drive with this serial number; repeat for each drive",
     )
 
 
@@ -54,13 +54,13 @@ def add_pool_arguments(parser: argparse.ArgumentParser) -> None:
         "--verify",
         choices=("always", "sampled", "off"),
         default="always",
-        help="loads whose digests are compared",
+        help="loads to verify by their digests",
     )
     parser.add_argument(
         "--durability",
         choices=("process", "flush"),
         default="process",
-        help="finished puts survive the process, or also power loss",
+        help="finished puts survive a crash of the process, or also a power loss",
     )
     parser.add_argument(
         "--executor",
@@ -72,12 +72,12 @@ def add_pool_arguments(parser: argparse.ArgumentParser) -> None:
         "--memory-pages",
         choices=("huge", "ordinary"),
         default="huge",
-        help="pages of the memory that is loaded into",
+        help="kind of memory pages for the buffers of loads",
     )
     parser.add_argument(
         "--prewrite",
         action="store_true",
-        help="write the pool's files once before, as after weeks of use",
+        help="write the pool's files once before measuring, like a pool in long use",
     )
 
 

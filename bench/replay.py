@@ -70,8 +70,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--shape",
         default="8x32KiB",
-        help="shape of a page's KV, layers x slice; smaller than a model's, so that a long trace "
-        "fits a disk",
+        help="shape of a page's KV: layers x slice. The default is smaller than a real model's, so "
+        "that a long trace fits on a disk",
     )
     parser.add_argument(
         "--page-size",
@@ -84,7 +84,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         choices=sorted(POLICIES),
         default=[StoreConfig().eviction],
-        help="policies; each one given is a replay of its own",
+        help="eviction policies, one replay for each",
     )
     parser.add_argument("--pages", type=positive, default=256, help="pages of memory to load into")
 

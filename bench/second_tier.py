@@ -241,13 +241,15 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs from the command line."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else "")
-    parser.add_argument("--remote", required=True, metavar="mooncake://HOST:PORT", help="cluster")
-    parser.add_argument("--dir", type=Path, required=True, help="where the pool is made")
-    parser.add_argument("--out", type=Path, help="where the result is written as JSON")
-    parser.add_argument("--pages", type=int, default=128, help="of 1 MiB (default: %(default)s)")
-    parser.add_argument("--rounds", type=int, default=15, help="default: %(default)s")
-    parser.add_argument("--capacity", type=int, default=GiB, help="of the pool, in bytes")
-    parser.add_argument("--seed", type=int, default=1, help="of keys and bytes")
+    parser.add_argument(
+        "--remote", required=True, metavar="mooncake://HOST:PORT", help="the cluster's store"
+    )
+    parser.add_argument("--dir", type=Path, required=True, help="folder for the pool")
+    parser.add_argument("--out", type=Path, help="file for the result (JSON)")
+    parser.add_argument("--pages", type=int, default=128, help="pages of 1 MiB (%(default)s)")
+    parser.add_argument("--rounds", type=int, default=15, help="rounds (%(default)s)")
+    parser.add_argument("--capacity", type=int, default=GiB, help="bytes of the pool")
+    parser.add_argument("--seed", type=int, default=1, help="seed of the data")
     args = parser.parse_args(argv)
     result = run(args)
     text = json.dumps(result, indent=1)

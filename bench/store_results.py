@@ -116,12 +116,12 @@ class Places:
 def main(arguments: Sequence[str]) -> int:
     """Measures, and returns the exit code: 1 when a result could not be measured."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--dir", default=".", help="on the drive to measure")
-    parser.add_argument("--out", default="bench/results", type=Path, help="(%(default)s)")
+    parser.add_argument("--dir", default=".", help="folder on the drive to measure")
+    parser.add_argument("--out", default="bench/results", type=Path, help="folder of the results")
     parser.add_argument("--trace", help="trace of requests for the replay, in Mooncake's format")
     parser.add_argument("--sglang", default="", help="command of the Python that has SGLang")
-    parser.add_argument("--minutes", type=float, default=55.0, help="for all of it (%(default)s)")
-    parser.add_argument("--only", nargs="+", metavar="NAME", help="only these results")
+    parser.add_argument("--minutes", type=float, default=55.0, help="limit in all (%(default)s)")
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="measure only these")
     args = parser.parse_args(arguments)
     places = Places(args.dir, args.out, args.trace, sglang=shlex.split(args.sglang))
     try:

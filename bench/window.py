@@ -52,14 +52,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--warm",
         type=float,
         default=5.0,
-        help="seconds of loads before the measurement, which set the window",
+        help="seconds of loads before measuring, in which the window adapts",
     )
     parser.add_argument(
         "--compute",
         nargs="*",
         type=float,
         default=[0.25, 0.5, 1.0, 2.0, 4.0],
-        help="computation per layer over the time to load one",
+        help="computation time per layer, as a multiple of the time to load one",
     )
 
 

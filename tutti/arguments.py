@@ -92,17 +92,17 @@ def add_layout(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--model",
         metavar="NAME",
-        help="name of the model, stored in the pool: pages of another model never match; its"
-        " dimensions come from its config.json (a folder, or Hugging Face's local cache), and are"
-        f" known for {', '.join(sorted(MODELS))}",
+        help="name of the model, stored in the pool: pages of other models never match. Its"
+        " dimensions are read from config.json, in a folder or in Hugging Face's local cache;"
+        f" built in: {', '.join(sorted(MODELS))}",
     )
     group.add_argument(
         "--any-model",
         action="store_true",
-        help="instead of --model: pages of every model with these dimensions match",
+        help="use instead of --model; then pages of any model with these dimensions match",
     )
     group.add_argument(
-        "--weights", default="", metavar="VERSION", help="version of the weights, stored as well"
+        "--weights", default="", metavar="VERSION", help="version of the weights, also stored"
     )
     group.add_argument("--layers", type=positive, metavar="N", help="layers of the model")
     group.add_argument("--kv-heads", type=positive, metavar="N", help="KV heads of this rank")

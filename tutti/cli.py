@@ -72,12 +72,12 @@ COMMANDS = (
     ("info", "pool:add_info", "show a pool's geometry and usage"),
     ("ls", "catalogue:add_ls", "list the chains of a pool"),
     ("rm", "catalogue:add_rm", "remove objects from a pool"),
-    ("pin", "catalogue:add_pin", "keep objects from eviction, or let them expire"),
+    ("pin", "catalogue:add_pin", "protect objects from eviction, or set their expiry"),
     ("export", "catalogue:add_export", "write objects of a pool to a file"),
     ("import", "catalogue:add_import", "store the objects of an exported file"),
     ("stat", "stat:add_stat", "show the counters of an agent's pool"),
-    ("serve", "serve:add_serve", "own pools and serve them to other processes"),
-    ("resize", "resize:add_resize", "give a pool in files another size"),
+    ("serve", "serve:add_serve", "run the agent, which serves pools to other processes"),
+    ("resize", "resize:add_resize", "change the size of a pool in files"),
     ("fsck", "fsck:add_fsck", "verify every object of a pool, and repair it"),
     ("probe", "probe:add_probe", "show which tiers work here and what blocks the others"),
     ("nvme list", "nvme:add_list", "list drives that can hold a pool"),
@@ -85,21 +85,21 @@ COMMANDS = (
     ("bench paths", "bench:add_paths", "compare the paths to one drive"),
     ("bench peers", "bench:add_peers", "compare with SGLang's backends, plain files and fio"),
     ("bench ring", "bench:add_ring", "commands per second of the rings alone"),
-    ("bench threads", "bench:add_threads", "what service threads and digest workers add"),
-    ("bench agent", "bench:add_agent", "what look-ups and plans cost over the agent's socket"),
+    ("bench threads", "bench:add_threads", "gain from service threads and digest workers"),
+    ("bench agent", "bench:add_agent", "cost of look-ups and plans over the agent's socket"),
     ("bench submit", "bench:add_submit", "CPU time and driver calls of a load to a GPU"),
-    ("bench window", "bench:add_window", "how soon layers of a load arrive, and what that costs"),
-    ("bench placement", "bench:add_placement", "show where commands went on a drive"),
+    ("bench window", "bench:add_window", "compare an adaptive window of commands with a fixed one"),
+    ("bench placement", "bench:add_placement", "show the drive addresses of commands (emulated)"),
     ("bench eviction", "bench:add_eviction", "compare eviction policies on request traces"),
     ("bench residency", "profile:add_residency", "compare four uses of the page cache"),
-    ("bench decisions", "bench:add_decisions", "time of the scheduler's decisions"),
+    ("bench decisions", "bench:add_decisions", "CPU time of the scheduler's decisions"),
     ("bench slack", "bench:add_slack", "compare scheduling policies (simulated)"),
     ("bench serve", "serving:add_serve", "start SGLang as one of the compared systems"),
     ("bench ttft", "serving:add_ttft", "measure time to first token against request rate"),
     ("bench workload", "serving:add_workload", "describe or export a workload"),
     ("bench figures", "serving:add_figures", "draw results as PNG, SVG and CSV"),
     ("sglang command", "sglang:add_command", "print the command that starts SGLang"),
-    ("sglang doctor", "sglang:add_doctor", "check what would prevent SGLang from running"),
+    ("sglang doctor", "sglang:add_doctor", "find problems that would prevent SGLang from running"),
     ("profile", "profile:add_profile", "measure the drive for the scheduler"),
     ("simulate", "bench:add_simulate", "simulate clusters and drives"),
     ("replay", "bench:add_replay", "replay a trace with real bytes and check every byte"),
@@ -112,7 +112,7 @@ _OF_OTHERS = {"model", "capacity"}  # in [sglang], for `command` alone
 _NUMBER_END = 2**63
 
 #: Help text of each group of commands.
-GROUPS = {"nvme": "drives", "bench": "measure", "sglang": "run behind SGLang"}
+GROUPS = {"nvme": "drives", "bench": "measure", "sglang": "run as SGLang's storage"}
 
 
 class _Help(argparse.RawDescriptionHelpFormatter):

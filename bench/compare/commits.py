@@ -117,10 +117,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("before", type=Path, help="checkout of the older commit")
     parser.add_argument("after", type=Path, help="checkout of the newer commit")
     parser.add_argument("bench", choices=("ring", "bandwidth", "index", "short"))
-    parser.add_argument("--dir", default=".", help="for pools' files")
+    parser.add_argument("--dir", default=".", help="folder for the pools' files")
     parser.add_argument("--shape", default="32x256KiB", help="shape of objects")
     parser.add_argument("--rounds", type=int, default=3, help="rounds to add")
-    parser.add_argument("--out", type=Path, required=True, help="the result, a JSON file")
+    parser.add_argument("--out", type=Path, required=True, help="file for the result (JSON)")
 
 
 def compare(args: argparse.Namespace) -> dict[str, Any]:

@@ -32,9 +32,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = f"cases:\n{names}"
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("cases", nargs="+", choices=[*CASES, "all"], metavar="CASE")
-    parser.add_argument("--dir", default=".", help="where the files lie (default: %(default)s)")
+    parser.add_argument("--dir", default=".", help="folder for the files (default: %(default)s)")
     parser.add_argument(
-        "--out", default="bench/results", help="for the results (default: %(default)s)"
+        "--out", default="bench/results", help="folder for the results (default: %(default)s)"
     )
     parser.add_argument("--pairs", type=int, default=PAIRS_MIN, help="rounds (%(default)s)")
     parser.add_argument(
@@ -50,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--prefix-shape", default="16x128KiB", help="shape of its pages (default: %(default)s)"
     )
     parser.add_argument(
-        "--churn", type=float, default=10.0, help="times the capacity (%(default)s)"
+        "--churn", type=float, default=10.0, help="bytes stored over capacity (%(default)s)"
     )
     parser.add_argument(
         "--records", type=int, default=1_000_000, help="records to recover (default: %(default)s)"

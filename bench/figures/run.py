@@ -52,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=Path,
         required=True,
         metavar="STEM",
-        help="writes STEM.png, .svg and .csv; with paper a folder",
+        help="write STEM.png, STEM.svg and STEM.csv; for paper, a folder",
     )
     parser.add_argument("--title", default="", help="title of the figure")
     parser.add_argument("--slo-ms", type=float, default=TTFT_LIMIT_MS, help="TTFT limit to draw")
@@ -60,11 +60,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--page-tokens", type=positive, default=64, help="tokens per page, for bandwidth"
     )
     group = parser.add_argument_group(
-        "cost", "dollars an hour; a system's amounts are read with its result"
+        "cost", "dollars per hour; amounts of hardware come from the results"
     )
     group.add_argument("--gpu-price", type=float, default=PRICES.gpu, help="price of a GPU")
-    group.add_argument("--dram-price", type=float, default=PRICES.dram_gb, help="of a GB of DRAM")
-    group.add_argument("--ssd-price", type=float, default=PRICES.ssd_gb, help="of a GB of SSD")
+    group.add_argument(
+        "--dram-price", type=float, default=PRICES.dram_gb, help="price of 1 GB DRAM"
+    )
+    group.add_argument("--ssd-price", type=float, default=PRICES.ssd_gb, help="price of 1 GB SSD")
     group.add_argument(
         "--machine",
         action="append",

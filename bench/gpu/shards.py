@@ -253,8 +253,8 @@ def _run_apart(name: str, argv: list[str], out: Path, left_s: float) -> dict[str
 #: Options that every case is given: name, default and meaning.
 _OPTIONS: tuple[tuple[str, str | int | float, str], ...] = (
     ("--out", "bench/results/gpu", "folder of the results"),
-    ("--dir", ".", "for the file of `files`"),
-    ("--file", "4GiB", "its size"),
+    ("--dir", ".", "folder for the file of the case `files`"),
+    ("--file", "4GiB", "size of that file"),
     ("--batch", "256MiB", "bytes of a transfer"),
     ("--layers", 8, "layers of a transfer"),
     ("--staging", "256MiB", "staging of an engine"),
@@ -271,9 +271,9 @@ def main(arguments: list[str] | None = None) -> int:
     for name, default, what in _OPTIONS:
         what = f"{what}"
         parser.add_argument(name, default=default, type=type(default), help=what)
-    parser.add_argument("--minutes", type=float, default=8.0, help="begin no row after so long")
-    parser.add_argument("--go-on", action="store_true", help="keep the rows of the named cases")
-    parser.add_argument("--here", metavar="CASE", help="this case alone, in this process")
+    parser.add_argument("--minutes", type=float, default=8.0, help="start no row after this time")
+    parser.add_argument("--go-on", action="store_true", help="keep earlier rows of these cases")
+    parser.add_argument("--here", metavar="CASE", help="run one case in this process")
     args = parser.parse_args(arguments)
     if args.here:
         code = _run_here(args.here, args)

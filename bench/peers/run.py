@@ -127,14 +127,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--layout", choices=LAYOUTS, default="page_first", help="SGLang's layout of host memory"
     )
     parser.add_argument(
-        "--rounds", type=int, default=7, help="times that every peer stores and loads a batch"
+        "--rounds", type=int, default=7, help="batches that each peer stores and loads"
     )
     parser.add_argument(
         "--host-pages",
         choices=HOST_PAGES,
-        help="give the memory of all peers large pages in one way: advise (madvise after it was"
-        " touched), collapse (MADV_COLLAPSE before the rounds), thp (madvise before it is touched,"
-        f" SGLang's {PARALLEL_ALLOCATION}); without it each peer does as it does by itself",
+        help="give the memory of all peers large pages in the same way: advise (madvise after the"
+        " first touch), collapse (MADV_COLLAPSE before the rounds), or thp (madvise before the"
+        f" first touch, SGLang's {PARALLEL_ALLOCATION}). Default: each peer's own way",
     )
     parser.add_argument("--batches", type=int, default=3, help="batches that a peer keeps stored")
 

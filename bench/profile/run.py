@@ -39,17 +39,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--medium",
         nargs="+",
         default=["."],
-        help="directory, new file *.tutti or blank device on the medium, or several; what is"
-        " written is removed (default: the current directory)",
+        help="directories, new files *.tutti or blank devices on the medium; test data is removed"
+        " afterwards (default: the current directory)",
     )
     parser.add_argument(
         "--force", action="append", default=[], metavar="SERIAL", help="overwrite this drive"
     )
-    parser.add_argument("--out", default="profile.json", help="the profile")
+    parser.add_argument("--out", default="profile.json", help="file for the profile")
     parser.add_argument(
         "--model",
         default="llama-3.1-8b",
-        help="model to estimate for: a folder or a name in Hugging Face's local cache, or one of "
+        help="model to estimate for: a folder, a name in Hugging Face's local cache, or one of "
         f"{', '.join(sorted(DENSE_MODELS))}; of others the estimate scales with the layers",
     )
     parser.add_argument("--gpu", choices=sorted(GPUS), default="H100", help="GPU to estimate for")
@@ -59,13 +59,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--slices",
         nargs="+",
         default=_SLICES,
-        help="contiguous pieces of it in memory",
+        help="contiguous pieces of a transfer in memory",
     )
     parser.add_argument("--repeats", type=int, default=5, help="measurements per point")
     parser.add_argument(
-        "--file-size", default="1GiB", help="size of the file, which is written once before"
+        "--file-size", default="1GiB", help="size of the test file, written once before measuring"
     )
-    parser.add_argument("--fresh", action="store_true", help="forget an interrupted run")
+    parser.add_argument("--fresh", action="store_true", help="discard an interrupted run")
 
 
 def run(args: argparse.Namespace, progress: ProgressFactory) -> dict[str, Any]:

@@ -83,7 +83,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--pretend",
         action="store_true",
-        help="only tell the monitor of the changing limits; needs no control groups",
+        help="simulate the changing limits, which only the monitor sees; needs no control group",
     )
     parser.add_argument("--out", help="also write the JSON to this file, and a chart next to it")
     parser.set_defaults(path=None)

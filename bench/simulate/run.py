@@ -75,7 +75,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="caches to compare: hbm (GPU memory alone), dram, ssd, gds, tutti-paper, tutti",
     )
     group.add_argument(
-        "--software", default="sglang", help="what serves: sglang, vllm-0.12 or vllm-0.17"
+        "--software", default="sglang", help="simulated server: sglang, vllm-0.12 or vllm-0.17"
     )
     group.add_argument("--gpu", choices=tuple(GPUS), default="H100", help="GPU of a server")
     group.add_argument(
@@ -98,7 +98,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--profile",
         type=Path,
-        help="file of `tutti profile`, whose compute and drive are used instead",
+        help="file of `tutti profile`; its compute and drive times replace --gpu and --drive",
     )
     _add_cluster_arguments(group)
     _add_remote_arguments(parser)
@@ -122,7 +122,7 @@ def _add_cluster_arguments(group: argparse._ArgumentGroup) -> None:
         nargs="+",
         choices=ROUTERS,
         default=[ROUND_ROBIN],
-        help="send in turn, or to the server with the fewest tokens to compute first",
+        help="in turn, or to the server with the fewest tokens to compute before the first",
     )
     group.add_argument(
         "--rates",
@@ -153,19 +153,19 @@ def _add_remote_arguments(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=[0.0],
         metavar="B",
-        help="bandwidths of each machine to a store that all share, each way; 0 for no such tier",
+        help="bandwidth between each machine and a shared remote store, per direction; 0: no store",
     )
     group.add_argument(
-        "--remote-latency-us", type=float, default=1000.0, help="latency of each 512 tokens"
+        "--remote-latency-us", type=float, default=1000.0, help="latency per 512 tokens"
     )
     group.add_argument(
-        "--remote-capacity", type=parse_nbytes, default=TiB, help="of all copies together"
+        "--remote-capacity", type=parse_nbytes, default=TiB, help="size of the store"
     )
     group.add_argument(
         "--remote-replicate",
         choices=(SECOND, FIRST),
         default=SECOND,
-        help="copy what is stored, or what is loaded",
+        help="copy pages when stored, or when loaded",
     )
 
 
@@ -179,16 +179,16 @@ def _add_paper_arguments(parser: argparse.ArgumentParser) -> None:
     """What is done instead of a simulation."""
     group = parser.add_argument_group("calibration")
     group.add_argument(
-        "--fit", action="store_true", help="fit the calibration to published points again and stop"
+        "--fit", action="store_true", help="fit the calibration to published points, then stop"
     )
     group.add_argument(
-        "--validate", action="store_true", help="compare simulated with published times and stop"
+        "--validate", action="store_true", help="compare simulated with published times, then stop"
     )
     group.add_argument(
         "--paper",
         type=Path,
         metavar="FOLDER",
-        help="write the CSVs of the paper's figures and stop",
+        help="write the CSVs of the paper's figures, then stop",
     )
     group.add_argument(
         "--only",

@@ -58,13 +58,13 @@ class Timed(Scheduler):
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of the command."""
-    parser.add_argument("--dir", type=Path, default=".", help="where the pool's file is made (.)")
+    parser.add_argument("--dir", type=Path, default=".", help="folder for the pool's file")
     parser.add_argument(
-        "--requests", type=positive, default=100, help="on the simulated server (%(default)s)"
+        "--requests", type=positive, default=100, help="requests to the simulated server"
     )
-    parser.add_argument("--rounds", type=positive, default=12, help="of the pool (%(default)s)")
-    parser.add_argument("--repeats", type=positive, default=3, help="of each (%(default)s)")
-    parser.add_argument("--seed", type=int, default=1, help="of the requests (%(default)s)")
+    parser.add_argument("--rounds", type=positive, default=12, help="rounds of the pool")
+    parser.add_argument("--repeats", type=positive, default=3, help="measurements of each")
+    parser.add_argument("--seed", type=int, default=1, help="seed of the requests")
 
 
 def run(args: argparse.Namespace, progress: ProgressFactory) -> dict[str, Any]:

@@ -98,7 +98,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--rounds", type=int, default=20, help="measurements on that file")
     parser.add_argument(
-        "--backlog-pages", type=int, default=512, help="pages that puts may keep waiting in memory"
+        "--backlog-pages", type=int, default=512, help="most pages that wait in memory to be stored"
     )
 
 

@@ -186,9 +186,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--page-size", type=positive, default=64, help="tokens per page")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on")
     parser.add_argument("--port", type=port, default=30000, help="port to listen on")
-    parser.add_argument("--info", type=Path, help="file for the server's description of itself")
+    parser.add_argument("--info", type=Path, help="file for a description of the server")
     parser.add_argument("--keep", action="store_true", help="accept a --dir that is not empty")
-    parser.add_argument("--print", action="store_true", help="print the command, start nothing")
+    parser.add_argument("--print", action="store_true", help="print the command only")
     parser.add_argument(
         "--more",
         default="",

@@ -69,23 +69,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--arrivals",
         choices=(POISSON, TRACE),
         default=POISSON,
-        help="trace: a trace's own times, stretched to each rate; the seed then changes nothing",
+        help="trace: the trace's own times, stretched to each rate; --seeds then has no effect",
     )
     group.add_argument(
-        "--seconds", type=float, help="send only what arrives in so many seconds, at every rate"
+        "--seconds", type=float, help="send only requests due within this time, per rate"
     )
     group.add_argument(
         "--slo",
         type=_slo,
         action="append",
         metavar="ttft:MS,tpot:MS",
-        help="limits that a request must meet; may be repeated; default ttft:1000",
+        help="latency limits that a request must meet; may be repeated; default ttft:1000",
     )
     group.add_argument(
         "--max-rate",
         action="store_true",
-        help="also search the highest rate with a mean TTFT within --ttft-limit-ms, and the "
-        f"highest at which {ATTAINMENT_MIN:g} of the requests meet each SLO",
+        help="also search for the highest rate with a mean TTFT within --ttft-limit-ms, and the "
+        f"highest rate at which a share of {ATTAINMENT_MIN:g} of the requests meets each SLO",
     )
     group.add_argument(
         "--ttft-limit-ms", type=float, default=1000.0, help="mean TTFT that --max-rate allows"
@@ -100,7 +100,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--client",
         choices=(BUILTIN, SGLANG),
         default=BUILTIN,
-        help="what sends requests: Tutti's client or sglang.bench_serving",
+        help="client that sends the requests: Tutti's own or sglang.bench_serving",
     )
     group.add_argument(
         "--sglang-python", default=sys.executable, help="interpreter that has sglang.bench_serving"
@@ -112,8 +112,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=Path,
         nargs="+",
         metavar="RESULT",
-        help="measure nothing; show results of the same arrivals side by side, and draw them as "
-        "OUT.png, .svg and .csv",
+        help="do not measure; show earlier results with the same arrivals side by side, and write "
+        "OUT.png, OUT.svg and OUT.csv",
     )
     add_prefix_arguments(parser)
 

@@ -36,7 +36,7 @@ def add_session_arguments(parser: argparse.ArgumentParser) -> None:
     """Which server, how it is asked, and in which state it starts."""
     group = parser.add_argument_group("server")
     group.add_argument("--url", default="http://127.0.0.1:30000", help="address of the server")
-    group.add_argument("--api-key", help="sent as a bearer token; flushing may need the admin's")
+    group.add_argument("--api-key", help="sent as a bearer token; a flush may need the admin key")
     group.add_argument(
         "--api",
         choices=(GENERATE, CHAT),
@@ -59,8 +59,8 @@ def add_session_arguments(parser: argparse.ArgumentParser) -> None:
         "--start",
         choices=(COLD, POPULATED, AS_IS),
         default=COLD,
-        help="cold: nothing stored before can hit, at every point; populated: every document was "
-        "computed once and the server's own cache flushed",
+        help="initial state. cold: no earlier KV can hit, at any point; populated: every document "
+        "was computed once, then the server's own cache flushed",
     )
     group.add_argument(
         "--no-flush", action="store_true", help="never flush the server's cache between points"

@@ -44,19 +44,19 @@ _TOTALS = ("requests", "hits", "reads", "misses", "errors", "wrong")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of the command."""
     parser.add_argument("--kv-cache", required=True, help="folder kv_cache_benchmark of a checkout")
-    parser.add_argument("--dir", default=".", help="where entries are stored (%(default)s)")
-    parser.add_argument("--seconds", type=int, default=8, help="of a round (default: %(default)s)")
-    parser.add_argument("--rounds", type=int, default=4, help="per system (default: %(default)s)")
-    parser.add_argument("--model", default="tiny-1b", help="one of its models (%(default)s)")
-    parser.add_argument("--users", type=int, default=4, help="of the workload (%(default)s)")
-    parser.add_argument("--seed", type=int, default=42, help="of the workload (%(default)s)")
+    parser.add_argument("--dir", default=".", help="folder for the entries (%(default)s)")
+    parser.add_argument("--seconds", type=int, default=8, help="length of a round (%(default)s)")
+    parser.add_argument("--rounds", type=int, default=4, help="rounds per system (%(default)s)")
+    parser.add_argument("--model", default="tiny-1b", help="model of the benchmark (%(default)s)")
+    parser.add_argument("--users", type=int, default=4, help="users in the workload (%(default)s)")
+    parser.add_argument("--seed", type=int, default=42, help="seed of the workload (%(default)s)")
     parser.add_argument("--capacity", default="1GiB", help="bytes of entries kept (%(default)s)")
     parser.add_argument("--memory", default="6GiB", help="limit of a round's process (%(default)s)")
     parser.add_argument(
         "--durability",
         choices=("process", "flush"),
         default="flush",
-        help="of tutti and direct; the benchmark's own backend always flushes (%(default)s)",
+        help="durability of tutti and direct; the own backend always flushes (%(default)s)",
     )
     parser.add_argument("--out", type=Path, help="also write the result to this file (JSON)")
 

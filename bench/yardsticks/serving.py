@@ -62,22 +62,28 @@ _METRIC = re.compile(
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of the command."""
     parser.add_argument("--model", required=True, help="folder or name of a model with tokenizer")
-    parser.add_argument("--dir", default=".", help="on the drive for storage (%(default)s)")
+    parser.add_argument("--dir", default=".", help="folder on the drive (%(default)s)")
     parser.add_argument(
-        "--systems", nargs="+", choices=RECIPES, default=list(RECIPES), help="(default: all)"
+        "--systems",
+        nargs="+",
+        choices=RECIPES,
+        default=list(RECIPES),
+        help="systems (default: all)",
     )
-    parser.add_argument("--capacity", default="1GiB", help="of storage (%(default)s)")
+    parser.add_argument("--capacity", default="1GiB", help="size of the storage (%(default)s)")
     parser.add_argument("--dram", default="1GB", help="host memory for KV (%(default)s)")
-    parser.add_argument("--page-size", type=int, default=64, help="tokens (%(default)s)")
-    parser.add_argument("--groups", type=int, default=12, help="of shared prefixes (%(default)s)")
-    parser.add_argument("--prompts", type=int, default=3, help="of a group (%(default)s)")
-    parser.add_argument("--prefix-tokens", type=int, default=512, help="shared (%(default)s)")
-    parser.add_argument("--question-tokens", type=int, default=64, help="own (%(default)s)")
-    parser.add_argument("--clients", type=int, default=6, help="of the turns (%(default)s)")
-    parser.add_argument("--rounds", type=int, default=4, help="turns of a client (%(default)s)")
-    parser.add_argument("--output-tokens", type=int, default=8, help="(%(default)s)")
+    parser.add_argument("--page-size", type=int, default=64, help="tokens per page (%(default)s)")
+    parser.add_argument("--groups", type=int, default=12, help="shared prefixes (%(default)s)")
+    parser.add_argument("--prompts", type=int, default=3, help="prompts per group (%(default)s)")
+    parser.add_argument("--prefix-tokens", type=int, default=512, help="shared part (%(default)s)")
+    parser.add_argument("--question-tokens", type=int, default=64, help="own part (%(default)s)")
+    parser.add_argument("--clients", type=int, default=6, help="multi-turn clients (%(default)s)")
+    parser.add_argument("--rounds", type=int, default=4, help="turns per client (%(default)s)")
+    parser.add_argument(
+        "--output-tokens", type=int, default=8, help="tokens per answer (%(default)s)"
+    )
     parser.add_argument("--rate", type=float, default=4.0, help="requests/s (%(default)s)")
-    parser.add_argument("--seed", type=int, default=1, help="of the prompts (%(default)s)")
+    parser.add_argument("--seed", type=int, default=1, help="seed of the prompts (%(default)s)")
     parser.add_argument("--bench-multiturn", type=Path, help=f"a copy of {SCRIPT}")
     parser.add_argument("--note", default="", help="kept with the result")
     parser.add_argument(

@@ -33,56 +33,58 @@ _RING_EXAMPLE = """\
 example:
   tutti bench ring"""
 _WINDOW = """\
-Loads pages of several layers from a file through two engines in turns: one finds its window of
-bytes in flight while it runs, the other has 32 commands in flight. Shows when the first layer
-arrives, how fast the whole load is, and how long a computation waits for layer after layer."""
+Compares two engines that load pages from a file in turns. One adapts its window (the bytes in
+flight) while it runs; the other always has 32 commands in flight. Reports when the first layer
+arrives, the bandwidth of the whole load, and how long a computation waits for its layers."""
 _WINDOW_EXAMPLE = """\
 example:
   tutti bench window --dir /mnt/nvme"""
 _THREADS = """\
-Moves commands without data, and verified and unverified loads, through engines over drives of
-memory: with one drive, with one and a digest worker, and with two drives of a thread each. No disk
-is used: the numbers are the engine's own limit on this machine."""
+Measures the engine without a disk: its drives are simulated in memory, so the numbers are the
+engine's own limit on this machine. Runs commands without data, unverified loads and verified loads,
+with one drive, with one drive and a digest worker, and with two drives (one thread per drive)."""
 _THREADS_EXAMPLE = """\
 example:
   tutti bench threads"""
 _AGENT = """\
-Starts an agent and asks it for look-ups and for plans of loads and puts, in turns with the same
-work in this process.  The difference is what the socket costs.  No pages are moved."""
+Measures the cost of the agent's socket. Look-ups and plans of loads and puts are timed through an
+agent and, in turns, inside this process; the difference is the cost. No pages are moved."""
 _AGENT_EXAMPLE = """\
 example:
   tutti bench agent --dir /mnt/nvme"""
 _SUBMIT = """\
-Submits loads to GPU memory through every engine and mover, with a driver that does nothing and no
-medium: microseconds of CPU, driver calls and argument bytes of a batch and of each of its layers,
-for more and more pages. No GPU is involved."""
+Measures the CPU's work to submit a load to GPU memory, for each engine and mover. Needs neither a
+GPU nor a drive: a stand-in for the CUDA driver does nothing but count. Reports microseconds of CPU,
+driver calls and argument bytes, per batch and per layer, for a growing number of pages."""
 _SUBMIT_EXAMPLE = """\
 example:
   tutti bench submit --pages 128 16384"""
 _PLACEMENT = """\
-Reads a trace of an emulated NVMe drive and shows the addresses of its commands in order, for stored
-and loaded prompts, in a pool and with one file per page. Writes JSON, CSV and a figure."""
+Shows the drive addresses of commands in the order of submission, from the trace of an emulated NVMe
+drive. Compares a pool with one file per page, for stored and for loaded prompts. Writes JSON, CSV
+and a figure."""
 _PLACEMENT_EXAMPLE = """\
 example:
   python tests/qemu/placement.py traces
   tutti bench placement traces/trace --out placement"""
 _SLACK = """\
-Runs the same requests through several policies of the scheduler, on a simulated server: the
-scheduler's own code, a drive on a virtual clock, and published times of real drives and GPUs.
-Reports how long layers waited for their loads under each policy. All its results are simulated."""
+Compares policies of the scheduler on a simulated server; all results are simulated. The scheduler's
+code is real, the drive runs on a virtual clock, and times of drives and GPUs are published ones.
+Reports how long layers waited for their loads under each policy."""
 _SLACK_EXAMPLE = """\
 example:
   tutti bench slack --workloads chat agents --gpus H100 --seeds 3"""
 _DECISIONS = """\
-Times the scheduler's decisions: those of a pool on a file, recorded and decided again, and those on
-a simulated server. Says what a decision and a request cost in CPU time, against what they may."""
+Measures the CPU time of the scheduler's decisions, in a pool on a file and on a simulated server.
+The decisions of the pool are recorded, then replayed for timing. Reports the CPU time of a decision
+and of a request, and the limit of each."""
 _DECISIONS_EXAMPLE = """\
 example:
   tutti bench decisions --dir /mnt/nvme"""
 _PEERS = """\
-Stores and loads batches of 128 pages of Llama-3-8B's shape with every peer that can run here, each
-in its own process, in interleaved rounds: SGLang's controller over Tutti, over files and over NIXL,
-the store without SGLang, one file per page, and fio."""
+Compares ways to keep KV pages on an SSD: SGLang's controller over Tutti, over files and over NIXL,
+the store without SGLang, one file per page, and fio. Each peer that can run here stores and loads
+batches of 128 pages of Llama-3-8B's shape, in a process of its own, in interleaved rounds."""
 _PEERS_EXAMPLE = """\
 example:
   tutti bench peers --dir /mnt/nvme
@@ -92,7 +94,7 @@ SGLang's peers need sglang in the same environment; peers that cannot run are li
 _SIMULATE = """\
 Serves a workload on simulated servers and drives using the real scheduler, and reports latencies.
 Times come from a calibration, or from a profile of this machine. `--validate` compares the model
-with published points. All its results are simulated."""
+with published points. All results are simulated."""
 _SIMULATE_EXAMPLE = """\
 example:
   tutti simulate --workload mooncake --data trace.jsonl --servers 16
@@ -109,14 +111,14 @@ example:
 The exit code is 1 when a byte was wrong."""
 
 _EVICTION = """\
-Replays traces of requests against index, allocator and eviction policies, without bytes, and
-compares hit rates with plain LRU and with the optimum."""
+Compares the hit rates of the eviction policies with plain LRU and with the optimum. Replays request
+traces against the index and the allocator; no data is stored."""
 _EVICTION_EXAMPLE = """\
 example:
   tutti bench eviction
   tutti bench eviction --trace conversation_trace.jsonl --capacity 0.05 0.2 --json
 
-The exit code is 1 when a policy misses a bar."""
+The exit code is 1 when a policy misses its required hit rate."""
 
 
 def bench_module(name: str) -> ModuleType:

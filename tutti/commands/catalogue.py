@@ -26,7 +26,7 @@ from tutti.transfers.catalogue import ObjectInfo
 _LISTED = 50
 _RECOVERY_S = 600.0
 _EXAMPLE = """\
-example: of a pool that no process has open, or of an agent's (`tutti serve`)
+example: a pool that no process has open, then a pool of an agent (`tutti serve`)
   tutti {name} /mnt/nvme/pool.tutti {more}
   tutti {name} unix:/run/user/1000/tutti.sock {more}
 """
@@ -35,7 +35,7 @@ example: of a pool that no process has open, or of an agent's (`tutti serve`)
 def _add_pool(parser: argparse.ArgumentParser, name: str, more: str) -> None:
     parser.epilog = _EXAMPLE.format(name=name, more=more)
     parser.add_argument(
-        "pool", metavar="POOL", help="file of a pool of one member, or unix:SOCKET of an agent"
+        "pool", metavar="POOL", help="file of a closed one-member pool, or unix:SOCKET of an agent"
     )
     add_pool_name(parser)
 
@@ -47,15 +47,15 @@ def add_pool_name(parser: argparse.ArgumentParser) -> None:
         dest="name",
         default="",
         metavar="NAME",
-        help="first letters of the name of the agent's pool, as `tutti ls` shows it",
+        help="name of one of the agent's pools, or its first letters; `tutti ls` lists the names",
     )
 
 
 def _add_keys(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("keys", nargs="*", metavar="KEY", help="32 hexadecimal digits, as ls shows")
-    parser.add_argument("--namespace", metavar="NAME", help="all objects of a namespace")
+    parser.add_argument("--namespace", metavar="NAME", help="all objects of this namespace")
     parser.add_argument(
-        "--chain", action="store_true", help="with all pages that follow them in their chains"
+        "--chain", action="store_true", help="include all pages that follow in the same chains"
     )
 
 

@@ -18,17 +18,17 @@ from tutti.commands.outcome import EXIT_FAILED, EXIT_OK, CommandResult
 from tutti.errors import CapacityError, ConfigError, system_message
 
 _DESCRIPTION = """\
-Stores and loads the same pages through Tutti, through a file per page and with fio, in files below
-a folder, and draws the speeds. Then replays a synthetic trace with real bytes, every one of them
-checked. The files are removed at the end; results.json and results.svg stay."""
+Stores and loads the same pages with Tutti, with one file per page and with fio, and draws the
+speeds. Then replays a synthetic trace with real data and checks every byte. All files are removed
+at the end, except results.json and results.svg in the folder --dir."""
 _EXAMPLE = """\
 example:
   tutti demo --dir .tutti-demo
   tutti demo --dir /mnt/nvme/demo --quick --json
 
 It runs on ordinary files (tier T0) and uses neither a GPU nor a raw NVMe drive; the numbers
-are those of this disk and file system. `tutti bench peers` measures longer, and SGLang's own
-backends too."""
+are those of this disk and file system. `tutti bench peers` measures longer and includes SGLang's
+own backends."""
 _LABEL = """\
 Ordinary files on this machine's disk: neither a GPU nor a raw NVMe drive is used.
 Stores end with the bytes on the disk; loads begin with nothing of the files in the page cache.

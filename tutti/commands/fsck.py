@@ -15,11 +15,12 @@ from tutti.fsck import FsckReport, RepairReport, check_files, repair
 
 _SHOWN_MAX = 20
 _DESCRIPTION = """\
-Reads a whole pool that is not open and verifies every object against the digests in its record.
-Without --repair nothing is written. With --repair damaged objects are quarantined: they become
-misses, and the server recomputes them. Superblocks and snapshots are rewritten, and lost records
-are dropped and counted. With --reuse-quarantined the slots that earlier damage took out of use are
-free again."""
+Verifies every object of a closed pool against the digests in its record. Nothing is written without
+--repair or --reuse-quarantined.
+
+--repair quarantines damaged objects: they become misses, and the server recomputes them. It also
+rewrites superblocks and snapshots, and drops and counts lost records. --reuse-quarantined frees the
+slots that earlier damage took out of use."""
 _EXAMPLE = """\
 example:
   tutti fsck pool.tutti

@@ -38,15 +38,15 @@ from tutti.pool.member_controller import are_drives, open_controller
 from tutti.pool.pool_format import label
 
 _FORMAT = """\
-Creates an empty pool in one or more files and stripes it over them. A pool holds pages of one
-shape, which cannot change later. The disk space is allocated at once.
+Creates an empty pool, striped over one or more files. All pages of a pool have one shape, which
+cannot change later. The disk space is allocated immediately.
 
 A path can also be an NVMe namespace (/dev/ng0n1, or /dev/nvme0n1 through the block layer) or a
 partition; `tutti nvme list` shows which are free. nvme:0000:03:00.0 is a whole drive bound to
 vfio-pci (docs/vfio.md). A device that is in use is refused.
 
-With --for-server devices are erased and labelled for a server's pools, whose layout the server
-knows; it makes them on labelled devices alone."""
+With --for-server, devices are erased and labelled, and no pool is made: SGLang's server later makes
+its pools on them, with its own layout. It uses only devices with this label."""
 _FORMAT_EXAMPLE = """\
 example:
   tutti format pool.tutti --capacity 64GiB --model llama-3.1-8b
@@ -59,7 +59,7 @@ example:
 _INFO = """\
 Shows a pool's geometry and usage from its superblocks. Nothing is written, and the pool may be in
 use. Usage is shown only for cleanly closed pools; a running server reports it in its metrics.
-Drives (nvme:0000:03:00.0) are opened exclusively, so theirs must not be in use."""
+A pool on drives (nvme:0000:03:00.0) must not be in use: drives are opened exclusively."""
 _INFO_EXAMPLE = """\
 example:
   tutti info pool.tutti
@@ -76,7 +76,7 @@ def add_format(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--for-server",
         action="store_true",
-        help="instead of a pool: label devices, on which SGLang may then make its pools",
+        help="label devices for SGLang, which then makes its own pools on them; makes no pool now",
     )
     add_layout(parser)
     parser.add_argument(

@@ -6,15 +6,16 @@ from tutti.commands.bench import bench_command
 
 _PROFILE = """\
 Measures read and write times of a drive, separately and concurrently, and writes a profile for the
-scheduler. Compute times are measured on a GPU, else estimated by a roofline and marked so. An
-interrupted run resumes."""
+scheduler. Compute times are measured on a GPU; without one they are estimated by a roofline and
+marked as estimates. An interrupted run resumes."""
 _PROFILE_EXAMPLE = """\
 example:
   tutti profile --medium /mnt/nvme --model llama-3.1-8b --gpu H100 --out profile.json"""
 _RESIDENCY = """\
-Writes a working set of objects and reads it repeatedly while a control group limits memory, in four
-ways: through the page cache, through the page cache with fadvise, with O_DIRECT, and on both paths.
-Reports the page cache's hit rate, the bandwidth and the tail latency. Needs root."""
+Compares four ways to read a pool when memory is short: through the page cache, through the page
+cache with fadvise, with O_DIRECT, and with both paths in use. Reads a working set repeatedly while
+a control group limits memory. Reports page cache hit rates, bandwidth and p99 latency.
+Needs root."""
 _RESIDENCY_EXAMPLE = """\
 example:
   tutti bench residency --dir /mnt/nvme --working-set 2GiB"""

@@ -10,11 +10,11 @@ from tutti.commands.outcome import CommandResult
 from tutti.resize import resize
 
 _DESCRIPTION = """\
-Gives a pool in files another size. Its objects are verified and copied to new files next to the old
-ones, which then take their names; pins, expiries and the order of use go along. A smaller pool
-keeps what was used last. The pool must be closed, and there must be room for both meanwhile.
+Changes the size of a closed pool in files. Objects are verified and copied to new files, which then
+replace the old ones; until then the disk needs room for both. Pins, expiries and the order of use
+are preserved. A smaller pool keeps the most recently used objects.
 
-When it is interrupted the pool is as before, or as afterwards; it can be run again."""
+An interrupted resize leaves either the old pool or the new one, and it can be run again."""
 _EXAMPLE = """\
 example:
   tutti resize pool.tutti --capacity 128GiB"""

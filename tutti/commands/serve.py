@@ -22,8 +22,8 @@ from tutti.transfers.quotas import Quota
 from tutti.transfers.store_config import DURABILITY, VERIFY, StoreConfig
 
 _DESCRIPTION = """\
-Owns pools and serves them to the processes of this machine until Ctrl-C or SIGTERM. Clients find
-pages through the agent and move the data themselves."""
+Runs the agent: opens pools and serves them to other processes on this machine, until Ctrl-C or
+SIGTERM. Clients find pages through the agent and read and write the data themselves."""
 _EXAMPLE = """\
 example:
   tutti serve /mnt/nvme/pool.tutti --socket /run/user/1000/tutti.sock
@@ -37,15 +37,15 @@ def add_serve(parser: argparse.ArgumentParser) -> None:
     """Describes `tutti serve`."""
     parser.description, parser.epilog = _DESCRIPTION, _EXAMPLE
     parser.add_argument(
-        "paths", nargs="*", metavar="PATH", help="members of one pool, always in the same order"
+        "paths", nargs="*", metavar="PATH", help="all members of one pool, always in the same order"
     )
-    parser.add_argument("--folder", metavar="DIR", help="folder with a pool for each layout")
+    parser.add_argument("--folder", metavar="DIR", help="folder of pools, one per layout")
     parser.add_argument(
         "--capacity",
         type=nbytes,
         default=0,
         metavar="SIZE",
-        help="limit of all pools that clients have made in the folder, together",
+        help="limit on the total size of the pools that clients create in the folder",
     )
     parser.add_argument(
         "--socket", required=True, metavar="PATH", help="Unix socket to listen on (mode 0600)"
@@ -55,29 +55,32 @@ def add_serve(parser: argparse.ArgumentParser) -> None:
         metavar="[HOST:]PORT",
         help="serve Prometheus metrics at http://HOST:PORT/metrics (default host 127.0.0.1)",
     )
-    parser.add_argument("--group", metavar="NAME", help="members of this group may connect, too")
+    parser.add_argument("--group", metavar="NAME", help="let members of this group connect, too")
     parser.add_argument("--verify", choices=VERIFY, default="always", help="loads to verify")
     parser.add_argument(
         "--durability",
         choices=DURABILITY,
         default="process",
-        help="acknowledged pages survive the process, or also power loss",
+        help="stored pages survive a crash of the process, or also a power loss",
     )
     parser.add_argument(
         "--eviction",
         choices=sorted(POLICIES),
         default=StoreConfig().eviction,
-        help="which objects go when a pool is full",
+        help="policy that chooses the objects to evict when a pool is full",
     )
     parser.add_argument(
         "--write-budget",
         type=nbytes,
         metavar="SIZE",
-        help="most bytes a day that are written to each pool (default: no limit)",
+        help="limit on bytes written to each pool per day (default: no limit)",
     )
     for option, meaning in (
-        ("--quota", "most bytes of a namespace in each pool; for more its own objects are evicted"),
-        ("--write-quota", "most bytes a day of a namespace that are written to each pool"),
+        (
+            "--quota",
+            "limit on a namespace's bytes per pool; over it, its own objects are evicted",
+        ),
+        ("--write-quota", "limit on bytes that a namespace writes to each pool per day"),
     ):
         parser.add_argument(
             option,

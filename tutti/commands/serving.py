@@ -8,17 +8,17 @@ from tutti.commands.bench import bench_command
 from tutti.commands.outcome import EXIT_INTERRUPTED, EXIT_OK, EXIT_UNUSABLE
 
 _SERVE = """\
-Starts SGLang as one of the compared systems on this machine and runs until Ctrl-C. The server's own
-description is written to --info. A system that is not installed is an error."""
+Starts SGLang, configured as one of the compared systems, and runs until Ctrl-C. Writes a
+description of the server to --info. Fails if the system is not installed."""
 _SERVE_EXAMPLE = """\
 example:
   tutti bench serve tutti-hicache --model meta-llama/Llama-3.1-8B --dir /mnt/nvme/run1
   tutti bench serve hicache-file --model meta-llama/Llama-3.1-8B --dir /mnt/nvme/run2 --print"""
 _TTFT = """\
-Measures time to first token (TTFT), time between tokens (ITL, TPOT) and goodput of a running server
-against request rate: Poisson arrivals on an absolute schedule, the same for every system, latencies
-measured from each request's due time. With --prefix-tokens: one prompt at a time against the cached
-prefix length."""
+Measures a running server at several request rates: time to first token (TTFT), time between tokens
+(ITL, TPOT) and goodput. Requests arrive at random (Poisson) times, which are the same for every
+system; latencies count from the time when a request is due. With --prefix-tokens, sends one prompt
+at a time and measures TTFT against the length of the cached prefix."""
 _TTFT_EXAMPLE = """\
 example:
   tutti bench ttft --workload leval-synthetic --rates 0.5 1 1.5 --system tutti --out results/tutti

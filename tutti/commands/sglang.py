@@ -56,7 +56,8 @@ _COMMAND_EXAMPLE = """\
 example:
   tutti sglang command --model meta-llama/Llama-3.1-8B --path /mnt/nvme/tutti --capacity 2TiB"""
 _DOCTOR = """\
-Checks what would prevent SGLang from starting with Tutti or make it slow, and how to fix it."""
+Checks for problems that would prevent SGLang from starting with Tutti, or make it slow, and shows
+how to fix each."""
 _DOCTOR_EXAMPLE = """\
 example:
   tutti sglang doctor --path /mnt/nvme/tutti --capacity 2TiB
@@ -108,8 +109,8 @@ def _add_common(parser: argparse.ArgumentParser, *, path_required: bool) -> None
         nargs="+",
         required=path_required,
         default=["."],
-        help="folder of the pools, on the SSD; or several folders, files and devices, which the"
-        " ranks share (docs/sglang.md); or unix:SOCKET of `tutti serve`",
+        help="folder on the SSD for the pools; several folders, files and devices are shared among"
+        " the ranks (docs/sglang.md); or unix:SOCKET of `tutti serve`",
     )
     parser.add_argument(
         "--mode", choices=(HICACHE, LINKER), default=HICACHE, help="how SGLang uses Tutti"

@@ -18,8 +18,8 @@ from tutti.errors import ConfigError
 from tutti.node.connect import AGENT, connect
 
 _DESCRIPTION = """\
-Shows the counters of an agent's pools (`tutti serve`) since they were opened. With --watch, a line
-for each interval of one pool until Ctrl-C."""
+Shows the counters of an agent's pools (`tutti serve`) since they were opened. With --watch, prints
+one line per interval for one pool, until Ctrl-C."""
 _EXAMPLE = """\
 example:
   tutti stat unix:/run/user/1000/tutti.sock --watch 5
@@ -40,7 +40,7 @@ def add_stat(parser: argparse.ArgumentParser) -> None:
     add_pool_name(parser)
     parser.add_argument("--watch", type=above_zero, metavar="SECONDS", help="length of an interval")
     parser.add_argument(
-        "--count", type=positive, metavar="N", help="end after so many intervals (default: never)"
+        "--count", type=positive, metavar="N", help="stop after N intervals (default: never)"
     )
     parser.set_defaults(run=stat)
 

@@ -35,8 +35,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--format", choices=(OPENAI, MOONCAKE), default=OPENAI, help="format of --out"
     )
-    group.add_argument("--out", type=Path, help="the file to write; nothing is written without it")
-    group.add_argument("--rate", type=float, default=1.0, help="requests/s of written timestamps")
+    group.add_argument("--out", type=Path, help="file to write (default: write nothing)")
+    group.add_argument("--rate", type=float, default=1.0, help="requests/s of the timestamps")
     group.add_argument("--seed", type=int, default=1, help="seed of the arrivals")
     group.add_argument(
         "--capacity-tokens",
@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="*",
         default=[],
         metavar="N",
-        help="print the share of blocks that plain LRU caches of so many tokens would serve",
+        help="print the hit rates of plain LRU caches of so many tokens",
     )
 
 
