@@ -60,7 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--page-tokens", type=positive, default=64, help="tokens per page, for bandwidth"
     )
     group = parser.add_argument_group(
-        "cost", "dollars per hour; amounts of hardware come from the results"
+        "cost", "prices in dollars per hour; --machine gives a system's hardware"
     )
     group.add_argument("--gpu-price", type=float, default=PRICES.gpu, help="price of a GPU")
     group.add_argument(
