@@ -24,11 +24,11 @@ import numpy as np
 
 from tutti.arguments import positive
 from tutti.base.arrays import Keys, Mask, Slots
-from tutti.base.checks import check_writable
 from tutti.base.terminal import ProgressFactory, table
 from tutti.bench import belady
 from tutti.bench.environment import describe
 from tutti.bench.traces import Synthetic, TraceRequest, block_keys, generate, read_trace
+from tutti.bench.writable import check_writable
 from tutti.errors import ConfigError
 from tutti.medium.geometry import GROUPS_LEAST
 from tutti.placement.allocator import Allocator
@@ -223,7 +223,7 @@ class Pool:
 
     def _load(self, slots: Slots) -> None:
         self.index.begin_use()
-        self.index.touch(slots)
+        self.index.access[slots] = self.index.uses
         self.history.loaded(slots, self.index.uses)
         self.loaded += slots.size
         self.runs += 1 + int(np.count_nonzero(_breaks(slots, self.group_slots)))

@@ -23,7 +23,6 @@ from typing import Any
 import numpy as np
 
 from tutti.arguments import positive
-from tutti.base.checks import check_writable
 from tutti.base.terminal import ProgressFactory, table
 from tutti.base.units import KiB, MiB, format_nbytes, parse_nbytes
 from tutti.bench.controller_memory import MemoryController
@@ -31,6 +30,7 @@ from tutti.bench.environment import describe
 from tutti.bench.plots import plot_paths
 from tutti.bench.pool_file import add_place_arguments, medium_of, pool_paths
 from tutti.bench.statistics import median, percentile
+from tutti.bench.writable import check_writable
 from tutti.errors import ConfigError, DeviceTimeout
 from tutti.gio_uring import _native
 from tutti.gio_uring.controller import NativeController

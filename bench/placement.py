@@ -18,11 +18,12 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tutti.base.checks import check_writable, open_regular
+from tutti.base.checks import open_regular
 from tutti.base.terminal import ProgressFactory, table
 from tutti.base.units import KiB
 from tutti.bench import environment
 from tutti.bench.plots import blank_figure
+from tutti.bench.writable import check_writable
 from tutti.errors import ConfigError
 
 LABEL = "emulated drive (QEMU)"

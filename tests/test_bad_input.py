@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from crash.objects import as_rows, check_usable, content_of, load_present, make_files
+from slot_addresses import slot_lba
 
 import tutti.store
 from store.pools import GEOMETRY, LAYOUT
@@ -363,7 +364,7 @@ def test_bits_flipped_in_payload(path: Path, clean: bool, seed: int) -> None:
     if not clean:
         make_unclean(path)
     layer = int(rng.integers(GEOMETRY.layers))
-    lba = int(GEOMETRY.slot_lba(np.array([5]), layer)[0])
+    lba = int(slot_lba(GEOMETRY, np.array([5]), layer)[0])
     flip(path, lba * 4096 + int(rng.integers(GEOMETRY.slice_nbytes)), int(rng.integers(8)))
     with tutti.store.open(path) as store:
         store.wait_recovered(10)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from slot_addresses import slot_lba
 
 from tutti import cli, store
 from tutti.base.terminal import progress
@@ -86,7 +87,7 @@ def flip(path: str, offset: int) -> None:
 
 def flip_payload(path: str, geometry: Geometry, wanted: bytes, layer: int = 1) -> int:
     slot = slot_of(path, geometry, wanted)
-    lba = int(geometry.slot_lba(np.array([slot]), layer)[0])
+    lba = int(slot_lba(geometry, np.array([slot]), layer)[0])
     flip(path, lba * geometry.lba_nbytes + 77)
     return slot
 

@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from tutti.errors import NativeError
 
-ABI_VERSION = 6
+ABI_VERSION = 7
 #: Bytes of a page's hash, without the fingerprint: `kTuttiHashBytesMax`.
 HASH_NBYTES_MAX = 112
 LIBRARY_VARIABLE = "TUTTI_NATIVE_LIBRARY"
@@ -150,7 +150,6 @@ _FILL: Prototypes = {
 
 _PROTOTYPES: Prototypes = {
     "tutti_isa_best": (_U32, ()),
-    "tutti_xxh3_64": (_U64, (_POINTER, _U64)),
     "tutti_xxh3_64_isa": (_U64, (_U32, _POINTER, _POINTER, _U32)),
     "tutti_crc32c": (_U32, (_POINTER, _U64, _U32)),
     "tutti_crc32c_table": (_U32, (_POINTER, _U64, _U32)),
@@ -255,18 +254,6 @@ def address(array: npt.NDArray[Any]) -> int:
     except (TypeError, ValueError):  # read only, empty, or not contiguous
         assert array.flags.c_contiguous, "native code needs a C-contiguous array"
         return int(array.ctypes.data)
-
-
-def _as_bytes(data: bytes | bytearray | memoryview | npt.NDArray[Any]) -> Bytes:
-    if isinstance(data, np.ndarray):
-        return np.ascontiguousarray(data).reshape(-1).view(np.uint8)
-    return np.frombuffer(data, np.uint8)
-
-
-def xxh3_64(data: bytes | bytearray | memoryview | npt.NDArray[Any]) -> int:
-    """XXH3-64 of a buffer, seed 0, default secret (xxHash, doc/xxhash_spec.md)."""
-    flat = _as_bytes(data)
-    return int(lib().tutti_xxh3_64(address(flat), flat.nbytes))
 
 
 def object_keys(fingerprint: bytes, hashes: Bytes) -> Bytes:

@@ -21,10 +21,10 @@ from pathlib import Path
 from select import select
 from typing import IO, Any
 
-from tutti.base.checks import check_writable
 from tutti.base.terminal import progress, table
 from tutti.bench.environment import describe
 from tutti.bench.statistics import bootstrap_median, interval_text, median, ratios
+from tutti.bench.writable import check_writable
 from tutti.errors import ConfigError, MediumError, TuttiError
 
 _ROUND_TIMEOUT_S = 300

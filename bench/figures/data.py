@@ -8,7 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tutti.base.checks import check_writable, open_regular
+from tutti.base.checks import open_regular
+from tutti.bench.writable import check_writable
 from tutti.errors import CapacityError, ConfigError, system_message
 
 #: A line of a CSV: column -> text.  Empty text is a value that is not there.

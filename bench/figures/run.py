@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from tutti.arguments import positive
-from tutti.base.checks import check_writable, open_regular
+from tutti.base.checks import open_regular
 from tutti.base.terminal import ProgressFactory, table
 from tutti.bench.figures.cost import Prices, crossings, per_million_tokens
 from tutti.bench.figures.data import (
@@ -32,6 +32,7 @@ from tutti.bench.figures.data import (
 )
 from tutti.bench.figures.draw import TITLES, draw, hit_share
 from tutti.bench.figures.paper import PaperFigure, draw_paper
+from tutti.bench.writable import check_writable
 from tutti.errors import CapacityError, ConfigError
 
 # Dollars an hour as in the Tutti paper (arXiv 2605.03375), section 4.3.

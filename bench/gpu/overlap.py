@@ -28,7 +28,6 @@ from tutti.bench.gpu.rig import (
 )
 from tutti.bench.statistics import bootstrap_median, median, ratios
 from tutti.errors import Unsupported
-from tutti.gio_uring.gpu.green_context import torch_stream
 from tutti.gio_uring.iocb import Extents, PagedMemory
 
 _SMS = 16
@@ -97,7 +96,7 @@ def _interfere(
             handle = driver.create_green_stream(rest)
             for one in (mover_stream, handle):
                 stack.callback(driver.destroy_stream, one)
-            compute = torch_stream(handle, driver.device)
+            compute = torch.cuda.ExternalStream(handle, device=torch.device("cuda", driver.device))
         gate = Gate(driver)
         stack.callback(gate.close)
         watch = Stopwatch(torch, gate, KERNELS[name](torch))

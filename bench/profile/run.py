@@ -12,13 +12,13 @@ import os
 from pathlib import Path
 from typing import Any
 
-from tutti.base.checks import check_writable
 from tutti.base.terminal import ProgressFactory, table
 from tutti.base.units import format_nbytes, parse_nbytes
 from tutti.bench.environment import describe
 from tutti.bench.profile import gpu as profile_gpu
 from tutti.bench.profile.plot import plot_profile
 from tutti.bench.statistics import median
+from tutti.bench.writable import check_writable
 from tutti.errors import ConfigError
 from tutti.model_config import model_layout
 from tutti.pool.places import is_device
@@ -133,7 +133,7 @@ def notes_of(result: dict[str, Any]) -> list[str]:
         profile.mover_points, profile.read_gb_per_s, sms=GPUS[result["gpu"]].sms
     )
     return [
-        f"interference {profile.interference:.2f}; a read takes {profile.start_up_us:.0f} us at"
+        f"interference {profile.interference:.2f}; a read takes {profile.read_us(1):.0f} us at"
         f" least; by estimate {partition.sms} SMs of an {result['gpu']} keep up with"
         f" {profile.read_gb_per_s:.2f} GB/s",
         f"estimated, not measured: {', '.join(profile.estimated) or 'nothing'}",

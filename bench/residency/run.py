@@ -23,7 +23,6 @@ from typing import Any
 
 from tutti import store as object_store
 from tutti.arguments import positive
-from tutti.base.checks import check_writable
 from tutti.base.terminal import ProgressFactory, table
 from tutti.base.units import MiB, format_nbytes, parse_nbytes
 from tutti.bench.environment import describe
@@ -36,6 +35,7 @@ from tutti.bench.residency.cell import CONFIGURATIONS
 from tutti.bench.residency.control_group import memory_group
 from tutti.bench.shape import parse_shape
 from tutti.bench.statistics import median
+from tutti.bench.writable import check_writable
 from tutti.errors import CapacityError, ConfigError, MediumError, PoolExists, Unsupported
 from tutti.gio_uring.file_member import FileMember
 

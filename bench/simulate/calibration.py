@@ -222,7 +222,7 @@ def _measured_drive(profile: TableProfile) -> SimulatedDrive:
         name="profile",
         read_bytes_per_s=profile.read_gb_per_s * 1e9,
         write_bytes_per_s=write,
-        latency_us=profile.start_up_us,
+        latency_us=profile.read_us(1),
         interference=profile.interference,
         source="a profile of this project",
     )

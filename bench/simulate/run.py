@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from tutti.arguments import above_zero, positive
-from tutti.base.checks import check_writable
 from tutti.base.terminal import ProgressFactory, table
 from tutti.base.units import TiB, parse_nbytes
 from tutti.bench.environment import describe
@@ -43,6 +42,7 @@ from tutti.bench.ttft.workloads.source import (
     build_workload,
     mooncake_requests,
 )
+from tutti.bench.writable import check_writable
 from tutti.errors import ConfigError
 from tutti.scheduler.profile import TableProfile, load_profile
 from tutti.scheduler.roofline import GPUS

@@ -31,11 +31,12 @@ from tutti.bench.simulate.hardware import SimulatedMachine, drive_names, gpu_nam
 from tutti.bench.slack import file as slack_file
 from tutti.bench.slack import report as slack_report
 from tutti.bench.slack.conditions import CONDITIONS, PROFILES
+from tutti.bench.slack.fixed_window import FixedWindow
 from tutti.bench.slack.server import LayeredServer, Measured, Noise, TruthNow
 from tutti.bench.slack.workload import KINDS, SlackRequest, generate, in_bursts, recorded
 from tutti.bench.statistics import median, percentile
 from tutti.errors import ConfigError
-from tutti.scheduler.baselines import FixedWindow, ImmediatePolicy
+from tutti.scheduler.baselines import ImmediatePolicy
 from tutti.scheduler.policy import Limits, SlackPolicy
 from tutti.scheduler.request import Profile
 from tutti.scheduler.state import Policy

@@ -22,12 +22,12 @@ from pathlib import Path
 from typing import Any
 
 from tutti.arguments import nbytes, port, positive
-from tutti.base.checks import check_writable
 from tutti.base.terminal import ProgressFactory, facts
 from tutti.base.units import format_nbytes
 from tutti.bench.environment import command_line, describe
 from tutti.bench.ttft.http import Endpoint, ServerError
 from tutti.bench.ttft.server_control import Control
+from tutti.bench.writable import check_writable
 from tutti.errors import ConfigError, Unsupported
 from tutti.integration.sglang.launch import server_arguments, server_environment
 from tutti.integration.sglang.options import HICACHE, LINKER, LINKER_OPTIONS

@@ -30,12 +30,12 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from tutti.base.checks import check_writable
 from tutti.base.terminal import ProgressFactory, table
 from tutti.bench.environment import describe
 from tutti.bench.ttft.http import Endpoint, ServerError
 from tutti.bench.ttft.recipes import RECIPES
 from tutti.bench.ttft.server_control import Control
+from tutti.bench.writable import check_writable
 from tutti.errors import ConfigError, DeviceTimeout, TuttiError, Unsupported
 
 SOURCES = ("device", "host", "storage", "total")

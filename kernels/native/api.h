@@ -11,7 +11,7 @@
 #define TUTTI_API extern "C" __attribute__((visibility("default")))
 
 // Raised with every incompatible change of a signature or a struct below.
-constexpr uint32_t kTuttiAbiVersion = 6;
+constexpr uint32_t kTuttiAbiVersion = 7;
 
 // An empty table entry; look-ups report an absent key as kTuttiMissing.
 constexpr uint32_t kTuttiNoSlot = 0xFFFFFFFFU;
@@ -25,9 +25,8 @@ enum TuttiIsa : uint32_t { kTuttiIsaScalar = 0, kTuttiIsaAvx2 = 1, kTuttiIsaAvx5
 
 TUTTI_API uint32_t tutti_abi_version(void);
 
-// XXH3-64, seed 0. `_isa` hashes n segments as one string with a given instruction set and is for
-// tests: one the processor lacks falls back to scalar.
-TUTTI_API uint64_t tutti_xxh3_64(const void* data, uint64_t nbytes);
+// XXH3-64, seed 0, of n segments as one string with a given instruction set; for tests and
+// benchmarks: one the processor lacks falls back to scalar.
 TUTTI_API uint64_t tutti_xxh3_64_isa(uint32_t isa, const uint64_t* addresses,
                                      const uint64_t* nbytes, uint32_t n);
 TUTTI_API uint32_t tutti_isa_best(void);

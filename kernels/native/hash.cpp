@@ -197,11 +197,6 @@ uint32_t tutti_abi_version(void) { return kTuttiAbiVersion; }
 
 uint32_t tutti_isa_best(void) { return best_isa(); }
 
-uint64_t tutti_xxh3_64(const void* data, uint64_t nbytes) {
-  const Segment whole{static_cast<const uint8_t*>(data), nbytes};
-  return digest_with(best_isa(), &whole, 1);
-}
-
 uint64_t tutti_xxh3_64_isa(uint32_t isa, const uint64_t* addresses, const uint64_t* nbytes,
                            uint32_t n) {
   const u32 usable = isa <= best_isa() ? isa : static_cast<u32>(kTuttiIsaScalar);

@@ -107,12 +107,22 @@ def fake_torch(driver: StandInDriver) -> SimpleNamespace:
     def make(*_: object, **__: object) -> FakeTensor:
         return FakeTensor()
 
-    cuda = SimpleNamespace(Stream=stream, Event=FakeEvent, stream=lambda _: nullcontext())
+    def external(handle: int, *, device: str) -> SimpleNamespace:
+        assert device == f"cuda:{driver.device}"
+        return fake_stream(driver, handle)
+
+    cuda = SimpleNamespace(
+        Stream=stream,
+        ExternalStream=external,
+        Event=FakeEvent,
+        stream=lambda _: nullcontext(),
+    )
     functional = SimpleNamespace(scaled_dot_product_attention=make)
     names = dict.fromkeys(("randn", "empty", "matmul", "bmm"), make)
     return SimpleNamespace(
         cuda=cuda,
         bfloat16="bf16",
+        device=lambda kind, number: f"{kind}:{number}",
         nn=SimpleNamespace(functional=functional),
         __version__="none",
         **names,
@@ -126,7 +136,6 @@ def whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[TestedGpu
     kernels = Kernels(driver, None, depth=64)
     monkeypatch.setattr(gpu_modules, "compile_cubin", lambda *_, **__: b"\x7fELF")
     monkeypatch.setattr(gpu_overlap, "_torch", lambda: fake_torch(driver))
-    monkeypatch.setattr(gpu_overlap, "torch_stream", lambda s, _: fake_stream(driver, s))
     monkeypatch.setattr(gpu_cases, "SLICES", (64 * KiB,))
     monkeypatch.setattr(gpu_cases, "BLOCKS", (16, 4))
     monkeypatch.setattr(gpu_beside, "ROUNDS", 2)

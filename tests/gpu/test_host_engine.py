@@ -15,7 +15,7 @@ from store.pools import GEOMETRY, LAYOUT, controller_of, formatted, some_keys
 from tutti.errors import DeviceTimeout, MediumError, Unsupported
 from tutti.gio_uring.gpu.batch import KernelMover
 from tutti.gio_uring.gpu.driver import CudaDriver
-from tutti.gio_uring.gpu.green_context import partition, torch_stream
+from tutti.gio_uring.gpu.green_context import partition
 from tutti.gio_uring.gpu.host_engine import HostEngine
 from tutti.gio_uring.gpu.memory import PinnedMemory, TableMemory
 from tutti.gio_uring.gpu.modules import Modules
@@ -166,7 +166,7 @@ def test_green_contexts_and_torch_streams(driver: CudaDriver) -> None:
     assert part.sms >= found.minimum
     stream = part.create_stream()
     torch = pytest.importorskip("torch", reason="needs PyTorch")
-    with torch.cuda.stream(torch_stream(stream)):
+    with torch.cuda.stream(torch.cuda.ExternalStream(stream)):
         total = torch.arange(1000, device="cuda").sum()
     wait_for(lambda: driver.is_stream_done(stream))
     assert int(total) == 499500

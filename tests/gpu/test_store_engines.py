@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from gpu.device_memory import Allocation
 from memory_controller import Faults
+from slot_addresses import slot_lba
 
 from store.pools import LAYOUT, controller_of, formatted, names, some_keys
 from tutti.errors import CapacityError, ChecksumMismatch, DeviceTimeout, TuttiError
@@ -176,7 +177,7 @@ def test_damage_is_found_and_the_object_quarantined(
         keys = some_keys(rng, 6)
         rig.store.put(keys, list(range(6)), memory=rig.memory).wait(30)
         slot = rig.store._core.index.find(keys[2:3])
-        lba = int(rig.store.geometry.slot_lba(slot, 1)[0])
+        lba = int(slot_lba(rig.store.geometry, slot, 1)[0])
         start = lba * rig.store.geometry.lba_nbytes
         rig.controller.medium(1)[start : start + 4] ^= 0x5A
         ticket = rig.store.load(keys, list(range(6, 12)), memory=rig.memory)

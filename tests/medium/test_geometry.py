@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from slot_addresses import record_lba, slot_lba
 
 from tutti.base.units import GiB, KiB, MiB, TiB
 from tutti.errors import CapacityError, LayoutError
@@ -163,32 +164,32 @@ def test_offsets_of_a_small_member() -> None:
 
 def test_addresses_of_a_small_member() -> None:
     first = MiB // 512
-    assert SMALL.slot_lba(np.array([0, 1, 3, 4])).tolist() == [
+    assert slot_lba(SMALL, np.array([0, 1, 3, 4])).tolist() == [
         first,
         first + 14,
         first + 3 * 14,
         first + 3 * 4 * 14,
     ]
-    assert SMALL.slot_lba(np.array([5]), layer=2).tolist() == [first + (1 * 3 + 2) * 4 * 14 + 14]
-    assert SMALL.record_lba(np.array([0, 7])).tolist() == [32, 32 + 7 * 8]
-    assert SMALL.slot_lba(np.array([[0], [1]]), layer=np.arange(3)).shape == (2, 3)
+    assert slot_lba(SMALL, np.array([5]), layer=2).tolist() == [first + (1 * 3 + 2) * 4 * 14 + 14]
+    assert record_lba(SMALL, np.array([0, 7])).tolist() == [32, 32 + 7 * 8]
+    assert slot_lba(SMALL, np.array([[0], [1]]), layer=np.arange(3)).shape == (2, 3)
 
 
 @given(geometries)
 def test_slices_are_disjoint_and_inside_the_groups(geometry: Geometry) -> None:
     slots = np.arange(geometry.slots)[:, None]
-    lbas = np.sort(geometry.slot_lba(slots, np.arange(geometry.layers)).ravel()).astype(int)
+    lbas = np.sort(slot_lba(geometry, slots, np.arange(geometry.layers)).ravel()).astype(int)
     assert (np.diff(lbas) == geometry.slice_nlb).all()
     assert lbas[0] * geometry.lba_nbytes == geometry.groups_offset
     assert (lbas[-1] + geometry.slice_nlb) * geometry.lba_nbytes == geometry.member_nbytes
-    records = geometry.record_lba(np.arange(geometry.slots)).astype(int) * geometry.lba_nbytes
+    records = record_lba(geometry, np.arange(geometry.slots)).astype(int) * geometry.lba_nbytes
     assert records[0] == geometry.table_offset
     assert records[-1] + 4096 <= geometry.groups_offset
 
 
 def test_addresses_do_not_overflow_on_a_large_member() -> None:
     geometry = Geometry.plan(LLAMA, 60 * TiB, lba_nbytes=512)
-    last = int(geometry.slot_lba(np.array([geometry.slots - 1], np.uint32), 31)[0])
+    last = int(slot_lba(geometry, np.array([geometry.slots - 1], np.uint32), 31)[0])
     assert (last + geometry.slice_nlb) * 512 == geometry.member_nbytes
 
 

@@ -273,16 +273,6 @@ def test_recovered_access_times_stay_in_order_with_later_lookups() -> None:
     )
     index.match(make_keys([1]))
     assert index.access[1] > index.access[0] > 0
-    index.touch(as_slots(0))
-    assert index.access[0] == index.access[1]
-
-
-def test_a_use_without_a_look_up_is_younger() -> None:
-    index = filled(4, 3)
-    index.match(make_keys([0, 1]))
-    index.begin_use()
-    index.touch(as_slots(2))
-    assert index.access[2] > index.access[1]
 
 
 def test_the_clock_wraps_without_losing_order() -> None:

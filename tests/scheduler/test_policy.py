@@ -5,8 +5,9 @@ from dataclasses import replace
 import pytest
 from scheduler.drive import Drive, Linear
 
+from tutti.bench.slack.fixed_window import FixedWindow
 from tutti.errors import ConfigError
-from tutti.scheduler.baselines import FixedWindow, ImmediatePolicy
+from tutti.scheduler.baselines import ImmediatePolicy
 from tutti.scheduler.changes import Scheduler
 from tutti.scheduler.event import LoadKnown, StepBegan, StepEnded, Tick, WriteKnown, WriteStopped
 from tutti.scheduler.policy import Limits, SlackPolicy

@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scheduler.drive import Drive, Linear
 
-from tutti.scheduler.baselines import FixedWindow, ImmediatePolicy
+from tutti.bench.slack.fixed_window import FixedWindow
+from tutti.scheduler.baselines import ImmediatePolicy
 from tutti.scheduler.event import LoadKnown, StepBegan, StepEnded, WriteKnown
 from tutti.scheduler.policy import Limits, SlackPolicy
 from tutti.scheduler.request import LoadKind, PageLocation, Phase

@@ -12,6 +12,7 @@ from typing import cast
 import numpy as np
 import pytest
 from memory_controller import Faults
+from slot_addresses import slot_lba
 
 from store.pools import GEOMETRY, LAYOUT, controller_of, fill, formatted, opened, some_keys
 from tutti.errors import (
@@ -200,7 +201,7 @@ def test_an_unreadable_slice_fails_its_page_only(rng: np.random.Generator) -> No
         store.allocate_memory(16)
         keys = some_keys(rng, 8)
         store.put(keys, np.arange(8)).wait(5)
-        slba = int(GEOMETRY.slot_lba(np.array([5]), 1)[0])
+        slba = int(slot_lba(GEOMETRY, np.array([5]), 1)[0])
         controller.fault_range(1, slba, 1, OPCODE_READ, STATUS_UNRECOVERED_READ)
         ticket = store.load(keys, np.arange(8, 16))
         with pytest.raises(MediumError) as caught:

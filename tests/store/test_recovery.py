@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from slot_addresses import slot_lba
 
 from store.pools import (
     GEOMETRY,
@@ -123,7 +124,7 @@ def test_without_digests_an_unclean_close_loses_objects(rng: np.random.Generator
 
 
 def flip_payload(image: Bytes, slot: int, layer: int, byte: int) -> None:
-    lba = int(GEOMETRY.slot_lba(np.array([slot]), layer)[0])
+    lba = int(slot_lba(GEOMETRY, np.array([slot]), layer)[0])
     image[lba * 4096 + byte] ^= 0x10
 
 
@@ -248,7 +249,7 @@ def copy_object(image: Bytes, *, source: int, target: int, sequence_step: int) -
     from tutti import native
 
     for layer in range(GEOMETRY.layers):
-        a, b = (int(x) * 4096 for x in GEOMETRY.slot_lba(np.array([source, target]), layer))
+        a, b = (int(x) * 4096 for x in slot_lba(GEOMETRY, np.array([source, target]), layer))
         image[b : b + GEOMETRY.slice_nbytes] = image[a : a + GEOMETRY.slice_nbytes]
     table = GEOMETRY.table_offset
     record = image[table + source * 4096 :][:4096].copy().view(RECORD_DTYPE)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
+from slot_addresses import record_lba, slot_lba
 
 from tutti.medium.geometry import Geometry
 from tutti.pool.slot_extents import SlotExtents, object_places, record_places
@@ -44,7 +45,7 @@ def test_a_run_is_as_long_as_its_group_allows(case: tuple[Geometry, np.ndarray])
     extents = SlotExtents(object_places(geometry, NSIDS), slots, geometry.slice_nlb)
     runs = runs_of(extents, geometry.slice_nlb)
     member, local = geometry.split_members(slots)
-    expected = zip(NSIDS[member].tolist(), geometry.slot_lba(local).tolist(), strict=True)
+    expected = zip(NSIDS[member].tolist(), slot_lba(geometry, local).tolist(), strict=True)
     assert [place for run in runs for place in run] == list(expected)
     ends = np.cumsum([len(run) for run in runs])[:-1]
     breaks = (np.diff(slots) != 1) | (slots[1:] % geometry.group_slots == 0)
@@ -57,7 +58,7 @@ def test_records_are_neighbours_through_a_member(case: tuple[Geometry, np.ndarra
     extents = SlotExtents(record_places(geometry, NSIDS), slots, geometry.record_nlb)
     runs = runs_of(extents, geometry.record_nlb)
     member, local = geometry.split_members(slots)
-    expected = zip(NSIDS[member].tolist(), geometry.record_lba(local).tolist(), strict=True)
+    expected = zip(NSIDS[member].tolist(), record_lba(geometry, local).tolist(), strict=True)
     assert [place for run in runs for place in run] == list(expected)
     ends = np.cumsum([len(run) for run in runs])[:-1]
     breaks = (np.diff(slots) != 1) | (slots[1:] % geometry.slots == 0)

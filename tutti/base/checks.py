@@ -12,10 +12,9 @@ import operator
 import os
 import stat
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, BinaryIO, ParamSpec, TypeVar
 
-from tutti.errors import CapacityError, ConfigError, system_message
+from tutti.errors import ConfigError
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -171,23 +170,3 @@ def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
     except BaseException:
         os.close(fd)
         raise
-
-
-def check_writable(*paths: Path) -> None:
-    """Fails before long work instead of after it, and makes the folders of the files.
-
-    Raises CapacityError, and ConfigError for a folder or a pipe, whose open waits for a reader.
-    """
-    for path in paths:
-        if path.is_dir():
-            raise ConfigError(f"{path} is a folder; name a file in it")
-        is_new = not path.exists()
-        if not is_new and path.is_fifo():
-            raise ConfigError(f"{path} is a pipe, not a regular file; name a file")
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.open("a").close()
-            if is_new:
-                path.unlink()
-        except OSError as error:
-            raise CapacityError(f"cannot write {system_message(error)}") from error

@@ -174,19 +174,6 @@ class Geometry:
         spent_nbytes = self.slice_padded_nbytes * self.layers + RECORD_NBYTES
         return spent_nbytes / (self.slice_nbytes * self.layers)
 
-    def slot_lba(self, slots: Slots, layer: int | Slots = 0) -> npt.NDArray[np.uint64]:
-        """First LBA of the slices of member-local `slots` in `layer`; both broadcast."""
-        group, place = np.divmod(np.asarray(slots, np.uint64), np.uint64(self.group_slots))
-        at_layer = group * np.uint64(self.layers) + np.asarray(layer, np.uint64)
-        within = at_layer * np.uint64(self.group_slots) + place
-        first = np.uint64(self.groups_offset // self.lba_nbytes)
-        return np.asarray(first + within * np.uint64(self.slice_nlb), np.uint64)
-
-    def record_lba(self, slots: Slots) -> npt.NDArray[np.uint64]:
-        """First LBA of the records of member-local `slots`."""
-        first = np.uint64(self.table_offset // self.lba_nbytes)
-        return np.asarray(first + np.asarray(slots, np.uint64) * np.uint64(self.record_nlb))
-
     def split_members(self, slots: Slots) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """(member index, member-local slot) of pool-wide slot numbers."""
         return np.divmod(np.asarray(slots, np.int64), self.slots)

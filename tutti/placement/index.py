@@ -289,11 +289,6 @@ class Index:
             self.uses -= back
         self.uses += 1
 
-    def touch(self, slots: Slots) -> None:
-        """Counts as an access now, without a look-up: a parent lives as long as its children."""
-        self._check_slots(slots)
-        self.access[slots] = self.uses
-
     def resident(self) -> Mask:
         """Slots that hold an object, shape (slots,)."""
         mask: Mask = (self.state == SlotState.READY) | (self.state == SlotState.UNPROVEN)

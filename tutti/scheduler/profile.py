@@ -99,11 +99,6 @@ class TableProfile:
         nbytes = int(self._read.curves[0].amounts[-1])
         return nbytes / self.read_us(nbytes) / 1e3
 
-    @property
-    def start_up_us(self) -> float:
-        """What the shortest read takes: the part that does not depend on its length."""
-        return self.read_us(int(self._read.curves[0].amounts[0]))
-
     def _find_interference(self, rows: object) -> float:
         """How many times as long a transfer takes with the other direction busy, the middle one."""
         slower = []

@@ -12,7 +12,6 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from tutti.base.checks import check_writable
 from tutti.base.terminal import ProgressFactory, facts, table
 from tutti.base.units import format_nbytes
 from tutti.bench.ttft.arrivals import arrival_times_s
@@ -23,6 +22,7 @@ from tutti.bench.ttft.workloads.source import (
     build_workload,
     mooncake_requests,
 )
+from tutti.bench.writable import check_writable
 from tutti.errors import CapacityError, system_message
 
 OPENAI, MOONCAKE = "openai", "mooncake"

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from gio_uring.cuda_stand_in import StandInDriver
 from gio_uring.gpu.test_host_engine import Rig, rig_over_memory
+from slot_addresses import slot_lba
 
 from store.pools import LAYOUT, some_keys
 from tutti.errors import ChecksumMismatch
@@ -105,7 +106,7 @@ def test_damage_in_a_file_fails_its_pages_alone(seed: int, tmp_path: Path) -> No
         contents = rig.fill(pages, rng)
         rig.store.put(keys, pages).wait(10)
         slot = rig.store._core.index.find(keys[3:4])
-        lba = int(rig.store.geometry.slot_lba(slot, 2)[0])
+        lba = int(slot_lba(rig.store.geometry, slot, 2)[0])
         with open(path, "r+b") as file:
             file.seek(lba * rig.store.geometry.lba_nbytes + 5)
             file.write(b"damage")

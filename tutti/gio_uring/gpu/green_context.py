@@ -10,7 +10,6 @@ ordinary context, and gives the reason.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from tutti.base.process import Owned
@@ -87,15 +86,3 @@ def _refused(driver: Driver, sms: int, reason: str, required: bool) -> SmPartiti
         raise Unsupported(f"{reason}; go without a partition, or use a newer driver")
     _log.warning("no partition of multiprocessors: %s", reason)
     return SmPartition(driver, sms, reason=reason)
-
-
-def torch_stream(stream: int, device: int = 0) -> object:
-    """The stream as PyTorch's, for `torch.cuda.stream`.  Raises Unsupported without PyTorch."""
-    try:
-        import torch
-    except ImportError as error:
-        raise Unsupported(
-            "PyTorch is not installed; in a clone of this project: pip install '.[cuda]'"
-        ) from error
-    make: Callable[..., object] = torch.cuda.ExternalStream
-    return make(stream, device=torch.device("cuda", device))

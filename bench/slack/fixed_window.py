@@ -1,0 +1,48 @@
+"""A policy that `SlackPolicy` is compared with."""
+
+from __future__ import annotations
+
+from tutti.scheduler.baselines import all_reads
+from tutti.scheduler.policy import Limits, overflow
+from tutti.scheduler.state import Decision, Issue, State
+
+
+class FixedWindow:
+    """Writes what a constant bandwidth moves in a constant window of time; reads go at once.
+
+    window_us: between issues of writes.  bytes_per_s: what the device is taken to write.
+    """
+
+    def __init__(
+        self,
+        limits: Limits | None = None,
+        *,
+        window_us: float = 10_000.0,
+        bytes_per_s: float = 10 * 2**30,
+    ) -> None:
+        self.limits = limits or Limits()
+        self._window_ns = round(window_us * 1000)
+        self._nbytes = round(window_us * 1e-6 * bytes_per_s)
+
+    def decide(self, state: State) -> Decision:
+        """See Policy."""
+        copy_outs, drops = overflow(state, self.limits)
+        gone = {*copy_outs, *drops}
+        reads = all_reads(state, self.limits)
+        waiting = [write for write in state.unwritten.values() if write.name not in gone]
+        last_ns = state.write_issued_ns
+        if waiting and last_ns is not None and state.now_ns < last_ns + self._window_ns:
+            return Decision(reads, (), copy_outs, drops, wake_ns=last_ns + self._window_ns)
+        left = self._nbytes
+        writes: list[Issue] = []
+        for write in waiting:
+            pages = write.whole_units(left // write.page_nbytes)
+            if not pages:
+                pages = 0 if writes else write.unit
+            if pages:
+                writes.append(Issue(write.name, write.issued, pages))
+            left -= pages * write.page_nbytes
+            if pages < write.pages - write.issued:
+                break
+        wake_ns = state.now_ns + self._window_ns if writes else None
+        return Decision(reads, tuple(writes), copy_outs, drops, wake_ns=wake_ns)
