@@ -34,7 +34,11 @@ DEPENDS: dict[str, tuple[str, ...]] = {
         *("tutti/gio_uring", "kernels", "bench/gpu", "bench/fio.py"),
         *("bench/controller_memory.py", "bench/compare/paired.py"),
     ),
-    "kv_cache": (*_TRANSFERS, "bench/yardsticks", "bench/residency/control_group.py"),
+    "kv_cache": (
+        *_TRANSFERS,
+        *(f"bench/yardsticks/{name}.py" for name in ("backends", "round", "run")),
+        "bench/residency/control_group.py",
+    ),
     "paths": (*_TRANSFERS, *_RIG, "bench/paths.py"),
     "peers": (
         *(*_TRANSFERS, *_PAGES, "bench/peers"),
@@ -56,7 +60,11 @@ DEPENDS: dict[str, tuple[str, ...]] = {
         *("bench/ring.py", "bench/controller_memory.py"),
     ),
     "second_tier": (*_TRANSFERS, "tutti/cluster", "bench/second_tier.py"),
-    "serving": (*_TRANSFERS, "integration/sglang", "bench/yardsticks/serving.py"),
+    "serving": (
+        *_TRANSFERS,
+        *("integration/sglang", "bench/yardsticks/serving.py"),
+        *(f"bench/ttft/{name}.py" for name in ("http", "recipes", "server_control")),
+    ),
     "simulate": _SIMULATOR,
     "slack": _SLACK,
     "slack-file": (*_TRANSFERS, *_SLACK),

@@ -41,8 +41,8 @@ _FIO_BLOCK_NBYTES = MiB
 _EXISTS_PAGES = 1024
 
 
-class PeerProcess:
-    """The process of one peer."""
+class PeerClient:
+    """Starts the process of one peer, and asks it."""
 
     def __init__(self, name: str, plan: PeerPlan) -> None:
         self.name = name
@@ -202,7 +202,7 @@ def _measure(
         for name in names:
             own = replace(plan, directory=str(folder / name))
             Path(own.directory).mkdir()
-            worker: Any = _Fio(own) if name == "fio" else PeerProcess(name, own)
+            worker: Any = _Fio(own) if name == "fio" else PeerClient(name, own)
             stack.callback(worker.end)
             askers[name] = worker
         # So many rounds first that every pool was written in full once.

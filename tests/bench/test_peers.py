@@ -88,7 +88,7 @@ def test_sglangs_memory_is_asked_for_by_its_own_setting(
     for how in ("thp", "collapse"):
         given.clear()
         with pytest.raises(MediumError, match="started"):
-            peers.Worker("hicache-nixl", replace(plan_in(tmp_path), host_pages=how))
+            peers.PeerClient("hicache-nixl", replace(plan_in(tmp_path), host_pages=how))
         assert (given.get(peers.PARALLEL_ALLOCATION) == "2") is (how == "thp")
 
 
@@ -139,7 +139,7 @@ def test_nothing_to_run_and_bad_numbers_are_errors(
 
 
 def test_a_peer_that_fails_is_named_with_its_reason(tmp_path: Path) -> None:
-    worker = peers.Worker("store", plan_in(tmp_path))
+    worker = peers.PeerClient("store", plan_in(tmp_path))
     try:
         with pytest.raises(MediumError, match=r"store failed: .*not in the pool"):
             worker.ask("load", 3)

@@ -127,7 +127,7 @@ def test_a_step_runs_with_the_python_that_has_sglang(
     python = f"env PYTHONPATH={tmp_path} {sys.executable}"
     command = ["--dir", ".", "--out", str(tmp_path), "--sglang", python]
     assert store_results.main(command) == 0
-    makefile = (Path(__file__).parents[2] / "Makefile").read_text()
+    makefile = (Path(__file__).parents[2] / "Makefile").read_text().replace("\\\n", "")
     assert '--sglang "$(CPU_SGLANG)"' in makefile
     (words,) = (line for line in makefile.splitlines() if line.startswith("CPU_SGLANG :="))
     assert "/build/view:" in words and "/tests/sglang/stand_in" in words

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tutti.bench.peers.peer import BATCH_PAGES, PeerPlan
-from tutti.bench.peers.run import PeerProcess
+from tutti.bench.peers.run import PeerClient
 from tutti.errors import MediumError
 
 
@@ -22,7 +22,7 @@ def test_sglangs_controller_stores_loads_and_is_checked(
     paths = [str(Path(__file__).parent / "stand_in"), os.environ.get("PYTHONPATH", "")]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
     plan = PeerPlan(str(tmp_path), 2, "page_first", 2)
-    worker = PeerProcess(name, plan)
+    worker = PeerClient(name, plan)
     try:
         for batch in range(2):
             assert worker.ask("store", batch)["nbytes"] == plan.batch_nbytes
