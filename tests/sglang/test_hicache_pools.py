@@ -388,7 +388,7 @@ def test_hugepages_leave_the_bytes_alone(how: str, seed: int) -> None:
     pool = hp.mha_pool("page_first", page_size=64, heads=64)
     hp.fill(pool, seed)
     before = pool.kv_buffer.clone()
-    ranges = host_memory.Fragments(pool, "kv").buffers()
+    ranges = host_memory.PageFragments(pool, "kv").buffers()
     host_memory.advise_hugepages(ranges, how, threading.Event())
     assert torch.equal(pool.kv_buffer.view(torch.uint8), before.view(torch.uint8))
 
