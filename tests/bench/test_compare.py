@@ -33,7 +33,16 @@ from tutti.errors import ConfigError, MediumError, Unsupported
 ROOT = Path(__file__).parents[2]
 RESULTS_PAGE, RESULTS = ROOT / "docs/results.md", ROOT / "bench/results"
 #: Modules that describe and draw, and change no number.
-SHOWS = {"environment", "statistics", "plots", "charts", "freshness", "summary", "figures"}
+SHOWS = {
+    "writable",
+    "environment",
+    "statistics",
+    "plots",
+    "charts",
+    "freshness",
+    "summary",
+    "figures",
+}
 #: Their benches import the store, and these results come from parts that do not use it.
 OPEN_NO_STORE = {"slack"}
 
