@@ -106,7 +106,7 @@ def run(args: argparse.Namespace, progress: ProgressFactory) -> dict[str, Any]:
     if args.bench_multiturn is None:
         skipped["bench_multiturn"] = f"not in SGLang's packages; --bench-multiturn takes {SCRIPT}"
     elif not args.bench_multiturn.is_file():
-        raise ConfigError(f"{args.bench_multiturn} is no file; it is at {SCRIPT}")
+        raise ConfigError(f"{args.bench_multiturn} is not a file; it is at {SCRIPT}")
     systems = [name for name in args.systems if name not in skipped]
     cells: dict[str, Any] = {}
     result = {
@@ -123,7 +123,7 @@ def run(args: argparse.Namespace, progress: ProgressFactory) -> dict[str, Any]:
             with tempfile.TemporaryDirectory(prefix="tutti-serving-", dir=args.dir) as folder:
                 try:
                     cells[name] = _system(name, args, Path(folder))
-                except ServerError as error:  # the others count
+                except (ServerError, DeviceTimeout) as error:  # the others count
                     skipped[name] = str(error)
                 else:
                     del skipped[name]
