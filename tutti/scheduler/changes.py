@@ -135,8 +135,11 @@ def _issue_read(state: State, issue: Issue) -> None:
     load.issued += issue.count
     if not load.running:
         state.read_ahead_nbytes += issue.count * load.ahead_nbytes
-    if load.issued == load.layers and state.unread.pop(load.name, None) is not None:
-        state.ahead_ns += load.layers * load.compute_ns
+    if load.issued == load.layers:
+        if load.running:
+            del state.unissued[load.name]
+        elif state.unread.pop(load.name, None) is not None:
+            state.ahead_ns += load.layers * load.compute_ns
 
 
 def _issue_write(state: State, issue: Issue, forced: bool) -> int:
@@ -180,7 +183,7 @@ def _load_known(state: State, event: LoadKnown) -> None:
     state.numbers += 1
     if state.step.loads and load.is_for(state.step.loads):
         load.running = True
-        state.running[event.name] = load
+        state.running[event.name] = state.unissued[event.name] = load
     else:
         state.unread[event.name] = load
     if event.at_once:
@@ -203,6 +206,7 @@ def _forget_load(state: State, load: Load) -> None:
     del state.loads[load.name]
     if load.running:
         state.running.pop(load.name, None)
+        state.unissued.pop(load.name, None)
     else:
         _not_ahead(state, load)
 
@@ -228,6 +232,8 @@ def _needed_now(state: State, load: Load) -> None:
     load.running = True
     if load.ready < load.layers:
         state.running[load.name] = load
+        if load.issued < load.layers:
+            state.unissued[load.name] = load
 
 
 def _layers_ready(state: State, event: LayersReady) -> None:
@@ -242,7 +248,8 @@ def _layers_arrived(state: State, load: Load, ready: int) -> None:
     layers = ready - load.ready
     load.ready = ready
     state.totals.read_nbytes += layers * load.layer_nbytes
-    end(state, "read", layers, layers * load.read_ns)
+    correction = state.estimates.read
+    end(state, state.reading, state.writing, correction, layers, layers * load.read_ns)
     if load.ready == load.layers and load.running:
         state.running.pop(load.name, None)
 
@@ -291,7 +298,8 @@ def _pages_written(state: State, event: PagesWritten) -> None:
         failed = min(event.failed, event.pages)
         state.totals.written_pages -= failed
         state.totals.failed_pages += failed
-    end(state, "write", pages, pages * write.write_ns)
+    correction = state.estimates.write
+    end(state, state.writing, state.reading, correction, pages, pages * write.write_ns)
     if write.written == write.pages:
         _forget_write(state, write)
 
@@ -383,6 +391,7 @@ def _step_over(state: State) -> None:
         else:
             state.ahead_ns += load.layers * load.compute_ns
     state.running.clear()
+    state.unissued.clear()
 
 
 def _layer_began(state: State, event: LayerBegan) -> None:
@@ -399,13 +408,13 @@ def _layer_began(state: State, event: LayerBegan) -> None:
 def _layers_computed(state: State, layers: int, waited_ns: int) -> None:
     """So many layers of the step were computed since the last report."""
     measured_ns = state.now_ns - state.step.layer_ns - waited_ns
-    measured(state, "layer", layers * state.step.expected_ns, measured_ns)
+    measured(state, state.estimates.layer, layers * state.step.expected_ns, measured_ns)
 
 
 def _step_ended(state: State, event: StepEnded) -> None:
     step = state.step
     if step.phase is Phase.DECODE:
-        measured(state, "decode", step.expected_ns, state.now_ns - step.began_ns)
+        measured(state, state.estimates.decode, step.expected_ns, state.now_ns - step.began_ns)
     elif step.phase is Phase.PREFILL and step.layer:
         # Without reports of layers the waiting within the step is not known.
         _layers_computed(state, step.layers - step.layer, 0)

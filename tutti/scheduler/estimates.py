@@ -39,13 +39,17 @@ class Correction:
         """
         if not 0 < measured_ns < ABSURD_NS or expected_ns <= 0:
             return False
-        ratio = min(_FACTOR_MAX, max(1 / _FACTOR_MAX, measured_ns / expected_ns))
-        contradicts = max(ratio / self.factor, self.factor / ratio) >= _CONTRADICTION
-        self.contradictions = self.contradictions + 1 if contradicts else 0
-        if self.contradictions >= _CONTRADICTIONS_MAX:
-            self.factor, self.contradictions = ratio, 0
+        ratio, factor = measured_ns / expected_ns, self.factor
+        if not 1 / _FACTOR_MAX <= ratio <= _FACTOR_MAX:
+            ratio = min(_FACTOR_MAX, max(1 / _FACTOR_MAX, ratio))
+        if ratio / factor < _CONTRADICTION and factor / ratio < _CONTRADICTION:
+            self.contradictions = 0
         else:
-            self.factor += _WEIGHT * (ratio - self.factor)
+            self.contradictions += 1
+            if self.contradictions >= _CONTRADICTIONS_MAX:
+                self.factor, self.contradictions = ratio, 0
+                return True
+        self.factor = factor + _WEIGHT * (ratio - factor)
         return True
 
 
@@ -68,7 +72,8 @@ class Estimates:
     @property
     def interference(self) -> float:
         """How many times as long a transfer takes during one in the other direction; at least 1."""
-        return max(1.0, self.base_interference * self.both.factor)
+        factor = (self._interference or self.base_interference) * self.both.factor
+        return factor if factor > 1.0 else 1.0
 
     @property
     def base_interference(self) -> float:

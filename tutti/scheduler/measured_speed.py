@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tutti.scheduler.estimates import ABSURD_NS
+from tutti.scheduler.estimates import ABSURD_NS, Correction
 from tutti.scheduler.state import Pipe, State
 
 #: Transfers are measured over so long at least, unless the device has nothing more to do.
@@ -23,19 +23,19 @@ def begin(state: State, pipe: Pipe, other: Pipe, parts: int, expected_ns: int) -
     pipe.flying_ns += expected_ns
 
 
-def end(state: State, kind: str, parts: int, base_ns: int) -> None:
+def end(
+    state: State, pipe: Pipe, other: Pipe, correction: Correction, parts: int, base_ns: int
+) -> None:
     """Parts of a direction have ended.  Measures all since the last measurement, once that is
-    enough.
+    enough.  correction: of its speed.
 
     Transfers that flew together may end at nearly the same time: those that end right after a
     measurement moved during it, and tell nothing.  The interference is learnt from reads alone: a
     write beside reads is also slow because they are served first.
     """
-    pipe, other = state.reading, state.writing
-    if kind == "write":
-        pipe, other = other, pipe
     now_ns = state.now_ns
-    _count_both(state, other)
+    if other.flying:
+        _count_both(state)
     pipe.flying -= parts
     pipe.flying_ns -= base_ns
     pipe.done_ns += base_ns
@@ -46,24 +46,23 @@ def end(state: State, kind: str, parts: int, base_ns: int) -> None:
     both_ns = state.both_ns - pipe.both_ns
     tells = took_ns >= _MEASURED_NS or pipe.from_idle
     if tells and not both_ns:
-        measured(state, kind, pipe.done_ns, took_ns)
-    elif tells and kind == "read" and both_ns >= _BOTH_SHARE * took_ns:
-        _learn_interference(state, kind, pipe.done_ns, took_ns, both_ns)
+        measured(state, correction, pipe.done_ns, took_ns)
+    elif tells and pipe is state.reading and both_ns >= _BOTH_SHARE * took_ns:
+        _learn_interference(state, pipe.done_ns, took_ns, both_ns)
     pipe.since_ns, pipe.done_ns, pipe.both_ns = now_ns, 0, state.both_ns
     pipe.from_idle = False
 
 
-def _count_both(state: State, other: Pipe) -> None:
-    """Both directions were busy until now, if the other one is."""
-    if other.flying:
-        state.both_ns += state.now_ns - state.both_since_ns
-        state.both_since_ns = state.now_ns
+def _count_both(state: State) -> None:
+    """Both directions were busy until now."""
+    state.both_ns += state.now_ns - state.both_since_ns
+    state.both_since_ns = state.now_ns
 
 
-def _learn_interference(state: State, kind: str, base_ns: int, took_ns: int, both_ns: int) -> None:
+def _learn_interference(state: State, base_ns: int, took_ns: int, both_ns: int) -> None:
     """The rest was moved during transfers in the other direction."""
     estimates = state.estimates
-    beside_ns = base_ns * getattr(estimates, kind).factor - (took_ns - both_ns)
+    beside_ns = base_ns * estimates.read.factor - (took_ns - both_ns)
     if beside_ns > 0 and took_ns < ABSURD_NS:
         expected_ns = round(beside_ns * estimates.base_interference)
         estimates.both.measured(expected_ns, both_ns)
@@ -74,16 +73,17 @@ def given_up(state: State, pipe: Pipe, other: Pipe, parts: int, base_ns: int) ->
     """Parts that were issued will not be reported: nothing is learnt from what flies with them."""
     if not parts:
         return
-    _count_both(state, other)
+    if other.flying:
+        _count_both(state)
     pipe.flying -= parts
     pipe.flying_ns -= base_ns
     pipe.since_ns = pipe.moved_ns = state.now_ns
     pipe.done_ns, pipe.both_ns, pipe.from_idle = 0, state.both_ns, False
 
 
-def measured(state: State, kind: str, base_ns: int, measured_ns: int) -> None:
+def measured(state: State, correction: Correction, base_ns: int, measured_ns: int) -> None:
     """base_ns: by the profile alone."""
-    correction, totals = getattr(state.estimates, kind), state.totals
+    totals = state.totals
     expected_ns = round(base_ns * correction.factor)
     if not 0 < measured_ns < ABSURD_NS:
         totals.ignored += 1

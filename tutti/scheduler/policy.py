@@ -98,6 +98,7 @@ class SlackPolicy:
         self._read_patience_ns = round(self.limits.read_patience_us * 1000)
         self._write_patience_ns = round(self.limits.write_patience_us * 1000)
         self._probe_ns = round(self.limits.probe_us * 1000)
+        self._read_ahead = self.limits.read_ahead_nbytes
 
     def goes_at_once(self, state: State, known: LoadKnown | WriteKnown) -> bool:
         """Whether a transfer is issued whole if nothing else is under way; see Dispatcher.alone.
@@ -158,9 +159,7 @@ class SlackPolicy:
             return self._without_writes(state)
         slack_ns = self._slack_ns(state)
         turns = self._takes_turns(state)
-        cost = 1.0  # of a nanosecond of writes to the reads
-        if not turns:
-            cost = max(0.0, estimates.interference - 1)
+        cost = 1.0 if turns else estimates.interference - 1  # of writes to the reads, both in ns
         left_ns = state.writing.left_ns(state.now_ns, estimates.write.factor)
         if slack_ns is not None and slack_ns < cost * (left_ns + self._least_ns(state, oldest)):
             return self._without_slack(state, oldest, gone, turns)
@@ -176,11 +175,11 @@ class SlackPolicy:
         self, state: State, oldest: Write, gone: tuple[str, ...], turns: bool
     ) -> Decision:
         """Reads, and writes that are old or too many."""
-        now_ns = state.now_ns
-        budget_ns, share = self._forced(state, oldest)
+        now_ns, pressure = state.now_ns, self._pressure(state)
+        budget_ns, share = self._forced(state, oldest, pressure)
         if not budget_ns:
             reads = () if turns and state.writing.flying else self._reads(state)
-            return Decision(reads, wake_ns=self._next_chance_ns(state, oldest))
+            return Decision(reads, wake_ns=self._next_chance_ns(state, oldest, pressure))
         if turns and state.reading.flying:
             return NOTHING  # as with slack
         writes = self._burst(state, budget_ns, gone)
@@ -193,46 +192,51 @@ class SlackPolicy:
     def _least_ns(self, state: State, oldest: Write) -> int:
         """Slack that is worth a pause; less where the device writes already."""
         burst_ns = self._burst_ns // 4 if state.writing.flying else self._burst_ns
-        return max(burst_ns, round(oldest.unit * oldest.write_ns * state.estimates.write.factor))
+        unit_ns = round(oldest.unit * oldest.write_ns * state.estimates.write.factor)
+        return unit_ns if unit_ns > burst_ns else burst_ns
 
     def _takes_turns(self, state: State) -> bool:
         if state.estimates.interference < 2:
             return False
         return state.now_ns - state.both_measured_ns < self._probe_ns
 
-    def _forced(self, state: State, oldest: Write) -> tuple[int, float]:
+    def _forced(self, state: State, oldest: Write, pressure: float) -> tuple[int, float]:
         """(device time, share) of writes without slack: because they are old, or too many."""
-        now_ns, limits = state.now_ns, self.limits
-        if now_ns < state.forced_until_ns:
+        now_ns = state.now_ns
+        old = now_ns >= oldest.arrived_ns + self._write_patience_ns
+        if now_ns < state.forced_until_ns or not (old or pressure > 0):
             return 0, 1.0
         unit_ns = max(1, round(oldest.unit * oldest.write_ns * state.estimates.write.factor))
-        share = self._pressure(state)
-        if share > 0:
-            return max(unit_ns, self._burst_ns), min(1.0, max(share, limits.forced_share))
-        if now_ns >= oldest.arrived_ns + self._write_patience_ns:
-            return max(unit_ns, self._idle_burst_ns), limits.forced_share
-        return 0, 1.0
+        least = self.limits.forced_share
+        if pressure > 0:
+            return max(unit_ns, self._burst_ns), min(1.0, max(pressure, least))
+        return max(unit_ns, self._idle_burst_ns), least
 
     def _pressure(self, state: State) -> float:
         """The share of the device's time that is the writes', since they are too many."""
         limits = self.limits
         if limits.pressing_pages is not None:
             return 2 * state.waiting_pages / limits.pressing_pages - 1
-        shares = [0.0]
+        most = 0.0
         for space in state.spaces.values():
+            waits = space.source + space.staged
+            if not waits:
+                continue
             locked = limits.locked_pages if space.locked_max is None else space.locked_max
             staged = limits.staged_pages if space.staged_max is None else space.staged_max
             least = limits.pressure * (locked + staged)  # larger writes are dropped anyway
+            if waits <= _PRESSING_FROM * least:
+                continue
             pressing = max(least, locked + staged - min(space.largest, max(locked, staged)))
-            if space.source + space.staged > _PRESSING_FROM * pressing:
-                used = (space.source + space.staged) / pressing if pressing else 1.0
-                shares.append((used - _PRESSING_FROM) / (1 - _PRESSING_FROM))
-        return max(shares)
+            if waits > _PRESSING_FROM * pressing:
+                used = waits / pressing if pressing else 1.0
+                most = max(most, (used - _PRESSING_FROM) / (1 - _PRESSING_FROM))
+        return most
 
-    def _next_chance_ns(self, state: State, oldest: Write) -> int | None:
+    def _next_chance_ns(self, state: State, oldest: Write, pressure: float) -> int | None:
         """When writes that wait now may go without slack."""
         at_ns = state.forced_until_ns
-        if self._pressure(state) <= 0:
+        if pressure <= 0:
             at_ns = max(at_ns, oldest.arrived_ns + self._write_patience_ns)
         return at_ns if at_ns > state.now_ns else None
 
@@ -256,21 +260,27 @@ class SlackPolicy:
         """
         read, margin = state.estimates.read.factor, self.limits.margin
         free_ns = state.now_ns + state.reading.left_ns(state.now_ns, read)
-        spares, before_ns = [], 0.0
+        least_ns, before_ns = math.inf, 0.0
         for load, first_ns, layer_ns in self._dues(state):
-            issued = load.issued
-            if issued > load.ready:
-                spares.append(first_ns + (issued - 1) * layer_ns - free_ns)
-            left = load.layers - issued
+            issued, left = load.issued, load.layers - load.issued
+            next_ns = first_ns + issued * layer_ns - free_ns
+            if issued > load.ready and next_ns - layer_ns < least_ns:
+                least_ns = next_ns - layer_ns
             if left:
                 one_ns = load.read_ns * read
-                total_ns = before_ns + left * one_ns
-                next_ns = first_ns + issued * layer_ns - free_ns
+                spare_ns = next_ns - before_ns - one_ns
+                if next_ns > 0:
+                    spare_ns -= margin * next_ns
+                if spare_ns < least_ns:
+                    least_ns = spare_ns
+                before_ns += left * one_ns
                 last_ns = next_ns + (left - 1) * layer_ns
-                spares.append(next_ns - before_ns - one_ns - margin * max(0.0, next_ns))
-                spares.append(last_ns - total_ns - margin * max(0.0, last_ns))
-                before_ns = total_ns
-        return round(min(spares)) if spares else None
+                spare_ns = last_ns - before_ns
+                if last_ns > 0:
+                    spare_ns -= margin * last_ns
+                if spare_ns < least_ns:
+                    least_ns = spare_ns
+        return None if least_ns == math.inf else round(least_ns)
 
     def _dues(self, state: State) -> list[tuple[Load, float, float]]:
         """(load, when its first layer is needed, time of a layer) of what may be issued.
@@ -283,18 +293,21 @@ class SlackPolicy:
         first_ns = step.layer_ns - step.layer * running_ns
         dues = [(load, first_ns, running_ns) for load in state.running.values()]
         start_ns = step_end_ns(state) + state.ahead_ns * layer
-        budget = max(0, self.limits.read_ahead_nbytes - state.read_ahead_nbytes)
+        budget, patience_ns = self._read_ahead - state.read_ahead_nbytes, self._read_patience_ns
+        room = _DUES_MAX - len(dues)
         for load in state.unread.values():
-            if len(dues) >= _DUES_MAX:
+            if room <= 0:
                 break
-            if budget < load.unit_nbytes:
-                budget = 0  # it holds back the read-ahead behind it
-                continue
-            budget = max(0, budget - (load.layers - load.issued) * load.ahead_nbytes)
+            if load.ahead_nbytes:
+                if budget < load.unit_nbytes:
+                    budget = 0  # it holds back the read-ahead behind it
+                    continue
+                budget -= (load.layers - load.issued) * load.ahead_nbytes
             layer_ns = load.compute_ns * layer
-            latest_ns = load.arrived_ns + self._read_patience_ns - load.issued * layer_ns
-            dues.append((load, min(start_ns, latest_ns), layer_ns))
+            due_ns = load.arrived_ns + patience_ns - load.issued * layer_ns
+            dues.append((load, due_ns if due_ns < start_ns else start_ns, layer_ns))
             start_ns += load.layers * layer_ns
+            room -= 1
         return dues
 
     def _reads(self, state: State) -> tuple[Issue, ...]:
@@ -305,15 +318,16 @@ class SlackPolicy:
         room_ns = window_ns - state.reading.flying_ns * factor
         if room_ns <= 0 and state.reading.flying > 1:
             return ()
-        running = [load for load in state.running.values() if load.issued < load.layers]
-        if len(running) + len(state.unread) <= 1:  # nothing to compare
-            only = next(iter(running or state.unread.values()), None)
+        unissued, unread = state.unissued, state.unread
+        if len(unissued) + len(unread) <= 1:  # nothing to compare
+            only = next(iter((unissued or unread).values()), None)
             if only is None:
                 return ()
             if only.running or not only.ahead_nbytes:
                 layers = max(1, math.ceil(room_ns / max(1.0, only.read_ns * factor)))
                 return (Issue(only.name, only.issued, only.in_units(layers)),)
-        queue = _Reads(state, self.limits.read_ahead_nbytes)
+        running = list(unissued.values())
+        queue = _Reads(state, self._read_ahead)
         patience_ns = self._read_patience_ns
         step_ns = state.step.expected_ns * state.estimates.layer.factor
         base_ns = state.step.layer_ns - state.step.layer * step_ns
@@ -469,4 +483,6 @@ def step_end_ns(state: State) -> float:
 
 
 def _first(queue: dict[str, Write], gone: tuple[str, ...]) -> Write | None:
+    if not gone:
+        return next(iter(queue.values()))
     return next((write for write in queue.values() if write.name not in gone), None)

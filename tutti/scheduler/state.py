@@ -102,7 +102,8 @@ class Pipe:
         """Until all in flight has ended, if the device does nothing else."""
         if not self.flying:
             return 0
-        return max(0, round(self.flying_ns * factor) - (now_ns - self.moved_ns))
+        left_ns = round(self.flying_ns * factor) - (now_ns - self.moved_ns)
+        return left_ns if left_ns > 0 else 0
 
 
 @dataclass(slots=True)
@@ -125,9 +126,10 @@ class State:
     """Everything that a decision may depend on.  Dictionaries are in order of arrival.
 
     loads, writes: all of them, by name.  running: loads that the running step needs and that have
-    not all arrived.  unread: loads to read ahead that are not all issued; ahead_ns: compute time
-    of those that are, by the profile.  unwritten: writes that may be issued.  running_on: writes
-    that were issued while no load waited, and can be stopped.
+    not all arrived; unissued: those of them that are not all issued.  unread: loads to read ahead
+    that are not all issued; ahead_ns: compute time of those that are, by the profile.  unwritten:
+    writes that may be issued.  running_on: writes that were issued while no load waited, and can be
+    stopped.
     waiting_pages: of all writes, not issued.
     spaces: by name, with pages that were not copied (source), that are on their way to staging
     (copying), and of staging in use, those on their way included (staged).
@@ -142,6 +144,7 @@ class State:
         self.step = Step()
         self.loads: dict[str, Load] = {}
         self.running: dict[str, Load] = {}
+        self.unissued: dict[str, Load] = {}
         self.unread: dict[str, Load] = {}
         self.ahead_ns = 0
         self.writes: dict[str, Write] = {}
@@ -159,8 +162,10 @@ class State:
 
     @property
     def waits(self) -> bool:
-        """Whether something may be issued: policies are asked only then."""
-        return bool(self.unwritten or self.running or self.unread)
+        """Whether something may be issued, or stopped: policies are asked only then."""
+        if self.unwritten or self.unissued or self.unread:
+            return True
+        return bool(self.running_on and self.running)
 
     @property
     def staged_pages(self) -> int:
