@@ -12,8 +12,10 @@ from hypothesis import strategies as st
 
 from tutti.base.units import GiB, MiB
 from tutti.errors import ConfigError, Unsupported
+from tutti.scheduler import residency_policy
 from tutti.scheduler.residency_policy import (
     Governor,
+    Look,
     MemoryFacts,
     plan_groups,
     read_memory,
@@ -173,32 +175,62 @@ def test_a_higher_knob_never_takes_a_group_away(
     assert not (less & ~more).any()
 
 
+def look(now_s: float, free: int, planned: int, *, stall: float = 0.0, moved: int = GiB) -> Look:
+    """At a pool of 1000 groups of a byte each."""
+    return Look(now_s, free, planned, 1000, 1, moved, stall)
+
+
 def test_a_plan_shrinks_at_once_and_grows_after_a_calm() -> None:
     governor = Governor(share=0.5, calm_s=1.0)
-    assert governor.target(0.0, 100, 80, False) == 50
-    assert governor.target(0.1, 200, 50, False) == 50
-    assert governor.target(1.0, 200, 50, False) == 50
-    assert governor.target(1.2, 200, 50, False) == 100
-    assert governor.target(1.3, 0, 100, False) == 0
+    assert governor.target(look(0.0, 100, 80)) == 50
+    assert governor.target(look(0.1, 200, 50)) == 50
+    assert governor.target(look(1.0, 200, 50)) == 50
+    assert governor.target(look(1.2, 200, 50)) == 100
+    assert governor.target(look(1.3, 0, 100)) == 0
 
 
 def test_a_small_gain_is_not_worth_a_change() -> None:
     governor = Governor(share=1.0, calm_s=0.0)
-    assert governor.target(0.0, 110, 100, False) == 100
-    assert governor.target(0.0, 120, 100, False) == 120
+    assert governor.target(look(0.0, 110, 100)) == 100
+    assert governor.target(look(0.0, 120, 100)) == 120
+
+
+def test_a_plan_never_exceeds_the_pool() -> None:
+    assert Governor(share=1.0, calm_s=0.0).target(look(0.0, 5000, 100)) == 1000
 
 
 def test_a_calm_that_is_interrupted_begins_anew() -> None:
     governor = Governor(share=1.0, calm_s=1.0)
-    assert governor.target(0.0, 200, 100, False) == 100
-    assert governor.target(0.5, 100, 100, False) == 100
-    assert governor.target(1.1, 200, 100, False) == 100
-    assert governor.target(0.2, 200, 100, False) == 100  # the clock jumped back
-    assert governor.target(1.3, 200, 100, False) == 200
+    assert governor.target(look(0.0, 200, 100)) == 100
+    assert governor.target(look(0.5, 100, 100)) == 100
+    assert governor.target(look(1.1, 200, 100)) == 100
+    assert governor.target(look(0.2, 200, 100)) == 100  # the clock jumped back
+    assert governor.target(look(1.3, 200, 100)) == 200
 
 
-def test_tasks_that_wait_for_memory_take_a_quarter() -> None:
-    assert Governor(share=1.0).target(0.0, 1000, 400, True) == 300
+def test_tasks_that_wait_for_memory_take_a_quarter_and_a_few_stop_the_growth() -> None:
+    governor = Governor(share=1.0, calm_s=0.0)
+    assert governor.target(look(0.0, 1000, 400, stall=0.3)) == 300
+    assert governor.target(look(0.1, 1000, 300, stall=0.1)) == 300
+    assert governor.target(look(0.2, 1000, 300)) == 1000
+
+
+def test_a_growth_is_a_part_of_what_moves_and_more_with_hits() -> None:
+    governor = Governor(share=1.0, calm_s=0.0)
+    assert governor.target(look(0.0, 1000, 0, moved=80)) == 2
+    assert governor.target(look(0.1, 1000, 2, moved=20)) == 2
+    assert governor.target(look(0.2, 1000, 2, moved=20)) == 3  # what is left over is not lost
+    assert Governor(share=1.0, calm_s=0.0).target(look(0.0, 1000, 500, moved=80)) == 512
+
+
+def test_an_idle_pool_fills_the_page_cache_slowly() -> None:
+    governor, planned = Governor(share=1.0, calm_s=0.0), 0
+    for tick in range(101):
+        idle = Look(tick / 10, GiB, planned, GiB, MiB)
+        planned = governor.target(idle)
+    assert 310 * MiB <= planned <= 320 * MiB  # ten seconds
+    # A clock that jumped ahead is worth a second of growth at most.
+    assert governor.target(Look(1e6, GiB, planned, GiB, MiB)) - planned <= 33 * MiB
 
 
 @pytest.mark.parametrize("period_s", [0.5, 2.0, 4.0])
@@ -207,12 +239,59 @@ def test_a_limit_that_swings_is_followed_a_bounded_number_of_times(period_s: flo
     for tick in range(6000):
         now_s = tick / 10
         free = 1000 if (now_s % period_s) < period_s / 2 else 200
-        target = governor.target(now_s, free, planned, False)
+        target = governor.target(look(now_s, free, planned))
         growths += target > planned
         planned = target
     # Ten minutes: the calm doubles after each growth that was taken back.
     assert growths <= 8
     assert planned == 200
+
+
+def least_of_direct(seconds: float, direct: float, enters: float, hits: float) -> float:
+    """The least speed in a second, over that of direct I/O, of a pool that is read in a circle
+    while the limit goes from a fifth of it to all and back; GB/s by direct I/O, through the page
+    cache the first time, and from it.
+    """
+    groups, group = 80, 6_400_000
+    governor, place = Governor(share=0.9), 0
+    planned = filled = int(0.18 * groups)
+    moved, at_s = [0.0], [0.0]
+    now_s = spare_s = 0.0
+    while now_s < seconds:
+        now_s += 0.1
+        spare_s += 0.1
+        before = moved[-1]
+        while spare_s > 0:
+            if place < min(filled, planned):
+                speed = hits
+            elif place < planned:
+                speed, filled = enters, place + 1
+            else:
+                speed = direct
+            spare_s -= group / speed / 1e9
+            moved.append(moved[-1] + group)
+            at_s.append(now_s - spare_s)
+            place = (place + 1) % groups
+        limit = int((0.2 + 0.8 * (1 - abs(2 * now_s / seconds - 1))) * groups * group)
+        now = Look(now_s, limit, planned * group, groups * group, group, int(moved[-1] - before))
+        planned = governor.target(now) // group
+        filled = min(filled, planned)
+    starts = np.arange(0, seconds - 1, 0.05)
+    speeds = np.interp(starts + 1, at_s, moved) - np.interp(starts, at_s, moved)
+    return float(speeds.min() / 1e9 / direct)
+
+
+@pytest.mark.parametrize("seconds", [3.0, 5.0, 20.0, 60.0])
+@pytest.mark.parametrize(("direct", "enters"), [(1.55, 0.7), (1.3, 0.5), (2.2, 0.9), (6.0, 2.0)])
+def test_a_growing_limit_costs_at_most_a_twentieth_of_direct_io(
+    seconds: float, direct: float, enters: float
+) -> None:
+    assert least_of_direct(seconds, direct, enters, 4 * direct) >= 0.95
+
+
+def test_without_the_brake_it_costs_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(residency_policy, "_ENTER_SHARE", 1.0)
+    assert least_of_direct(5.0, 1.3, 0.5, 5.2) < 0.95
 
 
 def test_pressure_is_that_of_the_group_or_of_the_machine(tmp_path: Path) -> None:

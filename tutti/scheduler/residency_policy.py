@@ -25,6 +25,14 @@ _CALM_MAX_S = 60.0
 _REGRET_S = 30.0
 #: Less than this share of the plan is not worth a change.
 _GROWTH_MIN = 0.125
+#: What may enter, as a share of the bytes that move: without hits, and more at a hit ratio of 1.
+#: A byte that enters takes the drive two to three times as long as one by direct I/O, a hit at most
+#: a quarter, so loads lose 1/20 of their speed at most while the plan grows.
+_ENTER_SHARE, _ENTER_PER_HIT = 1 / 40, 1 / 4
+#: What may enter each second where nothing moves.
+_IDLE_NBYTES_PER_S = 32 << 20
+#: Share of the time in which tasks waited for memory: the plan shrinks; the plan does not grow.
+_STALL_MAX, _STALL_CALM = 0.2, 0.02
 
 
 @dataclass(frozen=True)
@@ -82,42 +90,75 @@ def plan_groups(
     return buffered
 
 
+@dataclass(frozen=True)
+class Look:
+    """What the governor is told at a moment.
+
+    free_nbytes: memory that the page cache may use.  planned_nbytes: what the plan takes now, of
+    whole_nbytes in all groups of group_nbytes.  moved_nbytes: of loads and puts since the look
+    before.  stall_share: of the time since then, in which tasks waited for memory.
+    """
+
+    now_s: float
+    free_nbytes: int
+    planned_nbytes: int
+    whole_nbytes: int
+    group_nbytes: int
+    moved_nbytes: int = 0
+    stall_share: float = 0.0
+
+
 @dataclass
 class Governor:
     """How much may go through the page cache from now on: shrinks at once, grows after a calm.
 
     share: of the memory that is free.  A growth that had to be taken back doubles the calm that
     the next one needs, up to a minute, so a limit that swings is followed a bounded number of
-    times.  Deterministic: time is passed in, in seconds.
+    times.  A growth is braked: what enters is read from the drive once more slowly than by direct
+    I/O, so it may only be a small part of the bytes that move, and more where hits pay for it.
+    Deterministic: time is passed in, in seconds.
     """
 
     share: float
     calm_s: float = _CALM_S
     _calm_since_s: float | None = None
     _grew_at_s: float | None = None
+    _looked_s: float | None = None
+    _may_grow_nbytes: float = 0.0  # beyond the plan, so far
 
-    def target(self, now_s: float, free_nbytes: int, planned_nbytes: int, stalled: bool) -> int:
-        """Bytes to plan for; planned_nbytes when nothing should change.
-
-        stalled: tasks wait for memory, so a quarter goes, whatever is said to be free.
-        """
-        goal = math.floor(self.share * free_nbytes)
-        if stalled:
-            goal = min(goal, planned_nbytes * 3 // 4)
-        if goal < planned_nbytes:
+    def target(self, look: Look) -> int:
+        """Bytes to plan for; planned_nbytes when nothing should change."""
+        planned, now_s = look.planned_nbytes, look.now_s
+        goal = min(math.floor(self.share * look.free_nbytes), look.whole_nbytes)
+        if look.stall_share > _STALL_MAX:  # a quarter goes, whatever is said to be free
+            goal = min(goal, planned * 3 // 4)
+        elapsed_s = 0.0 if self._looked_s is None else max(0.0, now_s - self._looked_s)
+        self._looked_s = now_s
+        if goal < planned:
             if self._grew_at_s is not None and now_s - self._grew_at_s < _REGRET_S:
                 self.calm_s = min(2 * self.calm_s, _CALM_MAX_S)
-            self._grew_at_s, self._calm_since_s = None, None
-            return goal
-        if goal <= planned_nbytes * (1 + _GROWTH_MIN):
-            self._calm_since_s = None
-            return planned_nbytes
+            self._grew_at_s = None
+            return self._wait(goal)
+        if goal <= planned * (1 + _GROWTH_MIN) or goal < planned + look.group_nbytes:
+            return self._wait(planned)
         if self._calm_since_s is None or now_s < self._calm_since_s:  # or the clock jumped back
             self._calm_since_s = now_s
-        if now_s - self._calm_since_s < self.calm_s:
-            return planned_nbytes
+        if now_s - self._calm_since_s < self.calm_s or look.stall_share > _STALL_CALM:
+            return planned
+        hits = planned / look.whole_nbytes
+        self._may_grow_nbytes += (_ENTER_SHARE + _ENTER_PER_HIT * hits) * look.moved_nbytes
+        if not look.moved_nbytes:
+            self._may_grow_nbytes += _IDLE_NBYTES_PER_S * min(elapsed_s, 1.0)
+        groups = int(self._may_grow_nbytes // look.group_nbytes)
+        if not groups:
+            return planned
+        self._may_grow_nbytes -= groups * look.group_nbytes
         self._grew_at_s = now_s
-        return goal
+        return min(goal, planned + groups * look.group_nbytes)
+
+    def _wait(self, nbytes: int) -> int:
+        self._calm_since_s, self._may_grow_nbytes = None, 0.0
+        return nbytes
 
 
 def read_stall_us(root: Path = Path("/")) -> int | None:

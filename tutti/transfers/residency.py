@@ -25,7 +25,13 @@ from tutti.gio_uring.controller import NativeController
 from tutti.gio_uring.controller_file import BlockRange, FileController
 from tutti.medium.keys import as_keys
 from tutti.placement.index import MISSING, SlotState
-from tutti.scheduler.residency_policy import Governor, plan_groups, read_memory, read_stall_us
+from tutti.scheduler.residency_policy import (
+    Governor,
+    Look,
+    plan_groups,
+    read_memory,
+    read_stall_us,
+)
 from tutti.transfers.core import Core
 
 _log = logging.getLogger(__name__)
@@ -34,8 +40,6 @@ _INTERVAL_S = 0.1
 #: Groups that change path under one lock, and the longest time spent on changes in one interval.
 _STEP_GROUPS = 4
 _STEP_S = 0.2
-#: Share of the time in which tasks waited for memory above which the page cache shrinks.
-_STALL_SHARE = 0.2
 _COMPLAINTS_MAX = 16
 
 
@@ -64,7 +68,7 @@ class Residency(Owned):
         self._core = core
         self._controller = controller
         self.plan: ResidencyPlan | None = None
-        self._switches = self._moved_nbytes = 0
+        self._switches = self._moved_nbytes = self._seen_nbytes = 0
         self._moving_s = 0.0
         self._changing = threading.Lock()  # one thread at a time changes paths
         self._stopping = threading.Event()
@@ -218,12 +222,23 @@ class Residency(Owned):
     def _step(self, governor: Governor, watch: _Watch) -> None:
         """One look at the memory, and the changes that follow from it."""
         begin_s = time.monotonic()
-        planned = 0 if self.plan is None else self.plan.planned_nbytes
-        free_nbytes, stalled = watch.look(begin_s)
+        core = self._core
+        free_nbytes, stall_share = watch.look(begin_s)
+        counters = core.counters
+        moved_nbytes = counters.payload_read_nbytes + counters.payload_written_nbytes
+        before_nbytes, self._seen_nbytes = self._seen_nbytes, moved_nbytes
         if free_nbytes is None:
             return
-        whole = self._group.size * self._core.geometry.group_nbytes
-        target = min(governor.target(begin_s, free_nbytes, planned, stalled), whole)
+        look = Look(
+            begin_s,
+            free_nbytes,
+            0 if self.plan is None else self.plan.planned_nbytes,
+            self._group.size * core.geometry.group_nbytes,
+            core.geometry.group_nbytes,
+            moved_nbytes - before_nbytes,
+            stall_share,
+        )
+        target = governor.target(look)
         while not self._stopping.is_set() and time.monotonic() - begin_s < _STEP_S:
             if not self.move_towards(target, governor.share, free_nbytes):
                 break
@@ -271,25 +286,27 @@ class _Watch:
         self._looked_s = 0.0
         self._said: set[str] = set()
 
-    def look(self, now_s: float) -> tuple[int | None, bool]:
-        """Bytes that are free, None when that cannot be told now; and whether tasks wait."""
+    def look(self, now_s: float) -> tuple[int | None, float]:
+        """Bytes that are free, None when that cannot be told now; and the share of the time since
+        the look before in which tasks waited for memory.
+        """
         facts = read_memory(self._root)
         stall_us, before_us = read_stall_us(self._root), self._stall_us
         elapsed_us = 1e6 * (now_s - self._looked_s)
-        stalled = False
-        if stall_us is not None and before_us is not None:
-            stalled = stall_us - before_us > _STALL_SHARE * elapsed_us > 0
+        stall_share = 0.0
+        if stall_us is not None and before_us is not None and elapsed_us > 0:
+            stall_share = (stall_us - before_us) / elapsed_us
         self._stall_us, self._looked_s = stall_us, now_s
         if facts.limit_nbytes is None and self._source is not None:
             self.complain(
                 f"the limit of memory is gone ({self._source}); the page cache keeps its groups"
             )
-            return None, stalled
+            return None, stall_share
         if facts.limit_nbytes is not None:
             self._source = facts.source
         if facts.free_nbytes == 0:
             self.complain(f"no memory is free ({facts.source}); the page cache keeps no group")
-        return facts.free_nbytes, stalled
+        return facts.free_nbytes, stall_share
 
     def complain(self, text: str) -> None:
         """Logs a text once."""
