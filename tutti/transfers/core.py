@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol, Unpack
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, Unpack
 
 import numpy as np
 import numpy.typing as npt
@@ -37,8 +38,30 @@ from tutti.pool.slot_jobs import SlotJobs
 from tutti.transfers.quotas import Quotas
 from tutti.transfers.store_config import StoreConfig
 
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
 _RANGE_NLB = 2**31  # a range of a DSM command has 32 bits for its length
 _RANGES = 32  # deallocated at a time
+
+
+def releases_lock(
+    method: Callable[Concatenate[Core, _P], _R],
+) -> Callable[Concatenate[Core, _P], _R]:
+    """A decorator for short calls that take the lock on the caller's thread and do not nest: an
+    interrupt between the last statement of a ``with`` and the release leaves nothing taken.
+    """
+
+    @functools.wraps(method)
+    def call(self: Core, /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
+        try:
+            return method(self, *args, **kwargs)
+        except BaseException:
+            with contextlib.suppress(RuntimeError):  # it was released, as a rule
+                self.lock.release()
+            raise
+
+    return call
 
 
 @dataclass
@@ -213,6 +236,7 @@ class Core(Owned):
         unproven = np.flatnonzero(self.index.state[slots] == SlotState.UNPROVEN)
         return int(unproven[0]) if unproven.size else slots.size
 
+    @releases_lock
     def match(self, keys: npt.NDArray[np.uint8], *, pin: bool | str, proven: bool) -> int:
         """See ObjectStore.match."""
         with self.lock:
@@ -227,6 +251,7 @@ class Core(Owned):
             self._count_lookup(len(keys), hits)
             return hits
 
+    @releases_lock
     def present(
         self, keys: npt.NDArray[np.uint8], *, pin: bool | str, proven: bool
     ) -> npt.NDArray[np.bool_]:
@@ -260,6 +285,7 @@ class Core(Owned):
         self.counters.looked_up += keys
         self.counters.hits += hits
 
+    @releases_lock
     def stats(self) -> dict[str, Any]:
         """See ObjectStore.stats."""
         engine = self.engine.stats()
