@@ -172,7 +172,7 @@ class TuttiLinker(Owned, adapter.UnifiedCacheLinker):
             timeout_s=self._timeout_s,
             breaker=self.writes,
             chains=self._chains,
-            log_error=self.error_log.add,
+            errors=self.error_log,
         )
         self._maintenance = {
             stored_pool.name: Maintenance(

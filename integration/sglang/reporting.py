@@ -14,7 +14,7 @@ _EVERY_S = 60.0
 
 
 class ErrorLog:
-    """Logs the first error of each kind, and counts all of them.  Thread-safe."""
+    """Logs the first event of each kind, and counts all of them.  Thread-safe."""
 
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
@@ -24,12 +24,16 @@ class ErrorLog:
 
     def add(self, kind: str, message: object) -> None:
         """One error of a kind."""
+        self._metrics.count("errors")
+        self.tell(kind, message)
+
+    def tell(self, kind: str, message: object) -> None:
+        """Something of a kind that is no error, but that its user should know."""
         with self._lock:
             self.counts[kind] = self.counts.get(kind, 0) + 1
             first = self.counts[kind] == 1
             if first:
                 self._reported[kind] = 1
-        self._metrics.count("errors")
         if first:
             _log.warning("Tutti: %s (%s); repeats are summed up each minute", message, kind)
 

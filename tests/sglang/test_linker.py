@@ -90,7 +90,9 @@ def test_offload_skips_what_is_there_and_completes_in_order(tmp_path: Path) -> N
         assert rig.stored_pool.store.stats()["stored"] == 20, "each page once"
 
 
-def test_a_backlog_beyond_its_bound_is_copied_out_then_dropped(tmp_path: Path) -> None:
+def test_a_backlog_beyond_its_bound_is_copied_out_then_dropped(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     slot = 3 * 2 * 4096
     with Rig(tmp_path, backlog_share=0.0, store_staging=8 * slot) as rig:
         rig.fill(5)
@@ -103,6 +105,14 @@ def test_a_backlog_beyond_its_bound_is_copied_out_then_dropped(tmp_path: Path) -
         wait_for(lambda: rig.linker.num_completed_offloads() == 1)
         assert not rig.linker.pop_completed_offload(), "more than staging holds"
         assert rig.linker.metrics.snapshot()["dropped_pages"] == 9
+        assert "9 pages of kv are not stored" in caplog.text
+        assert "raise backlog_share or store_staging" in caplog.text
+        assert rig.offload(names(9, "again"), range(9))
+        wait_for(lambda: rig.linker.num_completed_offloads() == 1)
+        assert not rig.linker.pop_completed_offload()
+        assert caplog.text.count("are not stored") == 1, "repeats are summed up"
+        assert rig.linker.error_log.repeats() == {"backlog: full": 1}
+        assert rig.linker.metrics.snapshot().get("errors", 0) == 0, "a bound is no error"
         wait_for(lambda: rig.lookup(names(6)) == 6)
         assert rig.restore(names(6), range(20, 26))
         assert rig.content(range(20, 26)) == want
@@ -185,7 +195,9 @@ def test_a_failing_medium_opens_the_breaker_until_a_probe_succeeds(tmp_path: Pat
         wait_for(lambda: rig.lookup(names(4)) == 4)
 
 
-def test_an_open_breaker_answers_nothing_and_stores_nothing(tmp_path: Path) -> None:
+def test_an_open_breaker_answers_nothing_and_stores_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     with Rig(tmp_path, breaker_failures=1, breaker_pause_s=600.0) as rig:
         rig.fill(9)
         assert rig.store(names(4), range(4))
@@ -193,6 +205,7 @@ def test_an_open_breaker_answers_nothing_and_stores_nothing(tmp_path: Path) -> N
         assert rig.lookup(names(4)) == 0
         rig.linker.writes.failure()
         assert not rig.store(names(4, "new"), range(4))
+        assert "4 pages of kv are not stored: the SSD failed several times" in caplog.text
 
 
 def test_what_was_found_is_not_evicted_before_it_is_loaded(tmp_path: Path) -> None:

@@ -24,6 +24,8 @@ from tutti.integration.sglang import linker as linker_module
 from tutti.integration.sglang.direct import steps as steps_module
 from tutti.integration.sglang.direct.backlog import Backlog, Chains
 from tutti.integration.sglang.direct.steps import STEPS, StepsWatch
+from tutti.integration.sglang.metrics import Metrics
+from tutti.integration.sglang.reporting import ErrorLog
 from tutti.machine import machine_facts
 from tutti.medium.layout import KVLayout
 from tutti.scheduler import trace
@@ -330,6 +332,6 @@ def test_a_store_that_queues_its_puts_has_no_backlog(tmp_path: Path) -> None:
                 timeout_s=5.0,
                 breaker=Breaker(3, 5.0, time.monotonic),
                 chains=Chains(),
-                log_error=lambda *_: None,
+                errors=ErrorLog(Metrics({})),
             )
         assert threading.active_count() == threads

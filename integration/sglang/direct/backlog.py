@@ -11,7 +11,7 @@ import queue
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -27,6 +27,7 @@ from tutti.integration.sglang.direct.kv_pools import Pages
 from tutti.integration.sglang.direct.staging_copy import Fence
 from tutti.integration.sglang.direct.stored_pool import StoredPool
 from tutti.integration.sglang.metrics import STORE
+from tutti.integration.sglang.reporting import ErrorLog
 from tutti.integration.sglang.second_touch import SecondTouch
 from tutti.scheduler.dispatcher import Dispatcher, Schedule
 from tutti.scheduler.event import PagesCopied, PagesWritten, SpaceKnown, WriteGone, WriteKnown
@@ -75,6 +76,17 @@ class Chains:
 
 
 _IDLE_S = 60.0
+#: Kinds of drops, and what to do.
+_FULL = (
+    "backlog: full",
+    "more wait for the SSD than SGLang's memory and the staging may hold; raise backlog_share or"
+    " store_staging, or set second_touch to store less",
+)
+_PAUSED = ("offload: paused", "the SSD failed several times; see the errors logged before")
+_NO_SPACE = (
+    "offload: no space",
+    "no slot is free, or a budget is used up; raise capacity, write_budget or the quota",
+)
 
 
 @dataclass(eq=False)
@@ -150,7 +162,7 @@ class Backlog(Owned):
         timeout_s: float,
         breaker: Breaker,
         chains: Chains,
-        log_error: Callable[[str, object], None],
+        errors: ErrorLog,
     ) -> None:
         for stored_pool in stored_pools:
             queued = stored_pool.store.config.schedule
@@ -162,7 +174,7 @@ class Backlog(Owned):
         self._timeout_s = timeout_s
         self._breaker = breaker
         self._chains = chains
-        self._log_error = log_error
+        self._errors = errors
         self._changed = threading.Condition()
         self._order: deque[Offload] = deque()
         self._parts: dict[str, tuple[Offload, OffloadPart]] = {}  # that are not over, by name
@@ -212,7 +224,7 @@ class Backlog(Owned):
             if not accepted:
                 offload.kept = False
                 for part in parts:
-                    part.stored_pool.metrics.count("dropped_pages", part.pages)
+                    self._dropped(part, *_PAUSED, part.pages)
                 return
             for name, part in zip(names, parts, strict=True):
                 self._parts[name] = offload, part
@@ -273,9 +285,14 @@ class Backlog(Owned):
     def drop(self, name: str) -> None:
         """See WriteIssuer."""
         offload, part = self._parts[name]
-        part.stored_pool.metrics.count("dropped_pages", part.pages)
+        self._dropped(part, *_FULL, part.pages)
         part.good = False
         self._end(name, offload, part)
+
+    def _dropped(self, part: OffloadPart, kind: str, why: str, pages: int) -> None:
+        part.stored_pool.metrics.count("dropped_pages", pages)
+        name = part.stored_pool.name
+        self._errors.tell(kind, f"{pages} pages of {name} are not stored: {why}")
 
     def _run_copies(self) -> None:
         ended = False
@@ -298,7 +315,7 @@ class Backlog(Owned):
                 raise DeviceTimeout("the staging of earlier stores is still in use")
             part.stored_pool.copy_out(pages, staged, self._timeout_s)
         except Exception as error:
-            self._log_error(f"offload: {type(error).__name__}", error)
+            self._errors.add(f"offload: {type(error).__name__}", error)
             self._queue.post(WriteGone(self._queue.now_ns(), name))
             if staged is not None and part.stored_pool.gpu is not None:
                 # The GPU may still read the pages and write the staging: they are never released.
@@ -347,7 +364,7 @@ class Backlog(Owned):
             )
         except Exception as error:
             # The thread must live; what was not stored is a miss.
-            self._log_error(f"offload: {type(error).__name__}", error)
+            self._errors.add(f"offload: {type(error).__name__}", error)
             if isinstance(error, TuttiError):
                 self._breaker.failure()
             self._stored(launch, offload, part, launch.count)
@@ -365,7 +382,8 @@ class Backlog(Owned):
             keys = part.keys[launch.first : launch.first + launch.count]
             kept = (ticket.outcome == Outcome.STORED) | (ticket.outcome == Outcome.PRESENT)
             events.stored(keys, kept)
-        metrics.count("dropped_pages", dropped)
+        if dropped:
+            self._dropped(part, *_NO_SPACE, dropped)
         metrics.count("failed_pages", failed, STORE)
         if stored:
             nbytes = stored * part.stored_pool.page_nbytes
@@ -380,7 +398,7 @@ class Backlog(Owned):
         try:
             ticket.wait(0.001)
         except TuttiError as error:
-            self._log_error(f"offload: {type(error).__name__}", error)
+            self._errors.add(f"offload: {type(error).__name__}", error)
 
     def _stored(self, launch: Issue, offload: Offload, part: OffloadPart, lost: int) -> None:
         """The medium does not read these pages any more; so many of them were not stored."""
