@@ -48,9 +48,8 @@ def counted(trace: Path) -> dict[int, collections.Counter[str]]:
 @pytest.mark.parametrize(
     ("cases", "maps"),
     [
-        ("two_drives and launch", SGL),
-        pytest.param("launch and not two_drives or unplugged", BOTH, marks=pytest.mark.slow),
-        pytest.param("resident or persistent", BOTH, marks=pytest.mark.slow),
+        ("two_drives or unplugged", SGL),
+        pytest.param("objects_come_back or deadline", BOTH, marks=pytest.mark.slow),
     ],
 )
 def test_kernels_ring_drives(
