@@ -38,7 +38,7 @@ from tutti.bench.peers import run as peers
 from tutti.bench.profile import run as profile
 from tutti.bench.residency import moving
 from tutti.bench.residency import run as residency
-from tutti.bench.simulate import run as simulate
+from tutti.bench.simulate import report as simulate
 from tutti.bench.slack import decisions
 from tutti.bench.slack import report as slack_report
 from tutti.bench.statistics import interval_text

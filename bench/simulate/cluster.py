@@ -174,14 +174,14 @@ class Cluster:
         written += fetched * BLOCK_TOKENS // self.times.calibration.page_tokens
         assert not self.media or moved == written * page_nbytes, "every byte is written once"
 
+    def after(self, share: float) -> dict[str, Any]:
+        """What became of the requests but the first ones of a run; share: of those."""
+        reqs = [self._reqs[number] for number in range(len(self._reqs))]
+        return _request_numbers(reqs[round(share * len(reqs)) :])
+
     def _numbers(self, requests: Sequence[TraceRequest], wall_s: float) -> dict[str, Any]:
         reqs = [self._reqs[number] for number in range(len(requests))]
         span_s = max(req.last_ns for req in reqs) / 1e9
-        ttft_ms = [(req.first_ns - req.arrived_ns) / 1e6 for req in reqs]
-        gaps = [r for r in reqs if r.request.output_tokens > 1]
-        tpot_ms = [(r.last_ns - r.first_ns) / 1e6 / (r.request.output_tokens - 1) for r in gaps]
-        gaps_ms = sum(r.last_ns - r.first_ns for r in gaps) / 1e6
-        pooled = sum(r.request.output_tokens - 1 for r in gaps)
         tokens = sum(req.request.input_tokens for req in reqs)
         works = [server.work for server in self.servers]
         totals = [server.io.totals for server in self.servers]
@@ -191,14 +191,9 @@ class Cluster:
             "requests": len(reqs),
             "span_s": span_s,
             "rate": (len(reqs) - 1) / max(1e-9, max(req.arrived_ns for req in reqs) / 1e9),
-            "ttft_ms": spread(ttft_ms),
-            # Of requests, and of tokens: a long answer counts once there, and for each token here.
-            "tpot_ms": spread(tpot_ms),
-            "itl_ms": {"mean": gaps_ms / pooled} if pooled else None,
+            **_request_numbers(reqs),
             "input_tokens_per_s": tokens / span_s,
             "output_tokens_per_s": sum(req.request.output_tokens for req in reqs) / span_s,
-            "hit_hbm": sum(req.hit_tokens for req in reqs) / tokens,
-            "hit_store": sum(req.loaded_tokens for req in reqs) / tokens,
             **self._remote_numbers(tokens),
             "bubble_s": bubble_s,
             "bubble_share": bubble_s / gpu_s if gpu_s else 0.0,
@@ -210,7 +205,6 @@ class Cluster:
             "written_pages": sum(one.written_pages for one in totals),
             "dropped_pages": sum(one.dropped_pages for one in totals),
             "copied_pages": sum(one.copied_pages for one in totals),
-            "unstable": queue_grows([r.arrived_ns for r in reqs], [r.first_ns for r in reqs]),
             "speed": {
                 "wall_s": wall_s,
                 "requests_per_s": len(reqs) / wall_s,
@@ -230,6 +224,25 @@ class Cluster:
             / tokens
             for name in ("fetched", "copied", "late")
         }
+
+
+def _request_numbers(reqs: Sequence[SimulatedRequest]) -> dict[str, Any]:
+    """Of requests that were served."""
+    ttft_ms = [(req.first_ns - req.arrived_ns) / 1e6 for req in reqs]
+    gaps = [r for r in reqs if r.request.output_tokens > 1]
+    tpot_ms = [(r.last_ns - r.first_ns) / 1e6 / (r.request.output_tokens - 1) for r in gaps]
+    gaps_ms = sum(r.last_ns - r.first_ns for r in gaps) / 1e6
+    pooled = sum(r.request.output_tokens - 1 for r in gaps)
+    tokens = sum(req.request.input_tokens for req in reqs)
+    return {
+        "ttft_ms": spread(ttft_ms),
+        # Of requests, and of tokens: a long answer counts once there, and for each token here.
+        "tpot_ms": spread(tpot_ms),
+        "itl_ms": {"mean": gaps_ms / pooled} if pooled else None,
+        "hit_hbm": sum(req.hit_tokens for req in reqs) / tokens,
+        "hit_store": sum(req.loaded_tokens for req in reqs) / tokens,
+        "unstable": queue_grows([r.arrived_ns for r in reqs], [r.first_ns for r in reqs]),
+    }
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -15,10 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from tutti.arguments import above_zero, positive
-from tutti.base.terminal import ProgressFactory, table
+from tutti.base.terminal import ProgressFactory
 from tutti.base.units import TiB, parse_nbytes
 from tutti.bench.environment import describe
 from tutti.bench.figures.data import RATE, Row, write_csv
+from tutti.bench.simulate import report as simulate_report
 from tutti.bench.simulate.calibration import (
     FILE,
     Calibration,
@@ -30,10 +31,12 @@ from tutti.bench.simulate.calibration import (
 from tutti.bench.simulate.cluster import ROUND_ROBIN, ROUTERS, Cluster, ClusterShape
 from tutti.bench.simulate.fit import fit
 from tutti.bench.simulate.hardware import drive_names
+from tutti.bench.simulate.intervals import settings_for, spans, workload_for
 from tutti.bench.simulate.paper import SIMULATED, write_paper
 from tutti.bench.simulate.points import residuals
 from tutti.bench.simulate.remote import FIRST, SECOND, Remote
-from tutti.bench.simulate.settings import arrivals
+from tutti.bench.simulate.report import system_of
+from tutti.bench.simulate.settings import ASSUMED, WITHOUT_FIRST, Setting, arrivals
 from tutti.bench.traces import TraceRequest
 from tutti.bench.ttft.metrics import mean_interval
 from tutti.bench.ttft.workloads.source import (
@@ -47,21 +50,7 @@ from tutti.errors import ConfigError
 from tutti.scheduler.profile import TableProfile, load_profile
 from tutti.scheduler.roofline import GPUS
 
-HEAD = (
-    *("system", "router", "requests/s", "TTFT ms: mean", "p50", "p99", "TPOT ms", "ITL ms"),
-    *("hit HBM", "hit store", "bubble", "GPUs busy", "drives read, write", "dropped pages"),
-    "queue grows",
-    "simulated requests per s of wall time",
-)
-POINTS_HEAD = (
-    "published point",
-    "use, by",
-    "server",
-    "published",
-    "simulated",
-    "interval",
-    "off by",
-)
+report = simulate_report.report
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -139,6 +128,12 @@ def _add_cluster_arguments(group: argparse._ArgumentGroup) -> None:
         default=0,
         metavar="N",
         help="requests that fill the caches and are not counted",
+    )
+    group.add_argument(
+        "--as-assumed",
+        action="store_true",
+        help="each run once; without it, numbers have intervals over settings that nobody "
+        "publishes, which takes six times as long (a trace: no longer)",
     )
     group.add_argument("--unit-layers", type=positive, default=4, help="layers per transfer")
     group.add_argument("--csv", type=Path, help="also write TTFT and ITL against rate here")
@@ -258,21 +253,30 @@ def _simulated(
     workload = build_workload(args)
     if not 0 <= args.warm < len(workload.prompts):
         raise ConfigError(f"--warm {args.warm} of {len(workload.prompts)} requests leaves nothing")
-    streams = _streams(workload, args)
+    settings = settings_for(args.workload, calibration.server(args.software).chunk_tokens)
+    settings = settings[:1] if args.as_assumed else settings
+    streams = zip(*(_streams(workload_for(args, s, workload), args) for s in settings), strict=True)
     rows = []
     runs = list(itertools.product(all_times, args.routers, _remotes(args), streams))
-    with progress("simulate", len(runs)) as bar:
-        for name, router, remote, (rate, seed, requests) in runs:
+    with progress("simulate", len(runs) * len(settings)) as bar:
+        for name, router, remote, varied in runs:
             shape = ClusterShape(args.servers, per_node, media, router, args.unit_layers, remote)
-            cluster = Cluster(all_times[name], shape)
-            cluster.warm(requests[: args.warm])
-            numbers = cluster.run(requests[args.warm :])
-            rows.append({"system": name, "router": router, "seed": seed, **numbers})
+            found = []
+            for setting, (_, _, requests) in zip(settings, varied, strict=True):
+                cluster = Cluster(_times(calibration, name, args, profile, setting), shape)
+                cluster.warm(requests[: args.warm])
+                found.append(cluster.run(requests[args.warm :]))
+                if setting == ASSUMED:
+                    found.append(cluster.after(WITHOUT_FIRST.warm))
+                bar.advance(1)
+            rate, seed, _ = varied[0]
+            rows.append({"system": name, "router": router, "seed": seed, **found[0]})
+            if not args.as_assumed:
+                rows[-1] |= spans(found)
             if remote is not None and cluster.links:
                 rows[-1]["remote"] = asdict(remote)
             if rate is not None:
                 rows[-1]["rate"] = rate
-            bar.advance(1)
     if args.csv:
         write_csv(args.csv, csv_rows(rows), RATE)
     return {
@@ -288,16 +292,21 @@ def _simulated(
         "unit_layers": args.unit_layers,
         "warm": args.warm,
         "workload": workload.facts(),
+        "varied": [] if args.as_assumed else [WITHOUT_FIRST.name, *(s.name for s in settings[1:])],
         "fitted": fitted_values(calibration),
     }
 
 
 def _times(
-    calibration: Calibration, name: str, args: argparse.Namespace, profile: TableProfile | None
+    calibration: Calibration,
+    name: str,
+    args: argparse.Namespace,
+    profile: TableProfile | None,
+    setting: Setting = ASSUMED,
 ) -> ServerTimes:
     return ServerTimes(
         calibration,
-        calibration.server(args.software),
+        setting.steps_of(calibration.server(args.software)),
         calibration.system(name),
         gpu=gpu_of(args.gpu),
         drive=drive_of(args.drive),
@@ -324,7 +333,7 @@ def csv_rows(rows: list[dict[str, Any]]) -> list[Row]:
     """Rows of the figure of TTFT and ITL against rate, with intervals over seeds."""
     groups: dict[tuple[str, str, float], list[dict[str, Any]]] = {}
     for row in rows:
-        groups.setdefault((_system(row), row["router"], row["rate"]), []).append(row)
+        groups.setdefault((system_of(row), row["router"], row["rate"]), []).append(row)
     found, several = [], len({row["router"] for row in rows}) > 1
     for (system, router, rate), runs in groups.items():
         line = {
@@ -336,120 +345,10 @@ def csv_rows(rows: list[dict[str, Any]]) -> list[Row]:
             known = [run[f"{name}_ms"]["mean"] for run in runs if run[f"{name}_ms"]]
             interval = mean_interval(known) if known else dict.fromkeys(("mean", "low", "high"), "")
             line[f"{name}_ms"] = str(interval["mean"])
-            line |= {f"{name}_{end}_ms": str(interval[end]) for end in ("low", "high")}
+            spans_ms = [run.get("intervals", {}).get(f"{name}_ms_mean", ()) for run in runs]
+            ends = [x for span in spans_ms for x in span] + [interval["low"], interval["high"]]
+            line[f"{name}_low_ms"] = str(min(ends)) if known else ""
+            line[f"{name}_high_ms"] = str(max(ends)) if known else ""
         line["unstable"] = "yes" if any(run["unstable"] for run in runs) else "no"
         found.append({**line, "partial": "no"})
     return found
-
-
-def rows_of(result: dict[str, Any]) -> list[list[object]]:
-    """The table below HEAD."""
-    return [
-        [
-            *(_system(row), row["router"], f"{row['rate']:.2f}"),
-            *(f"{row['ttft_ms'][name]:.0f}" for name in ("mean", "p50", "p99")),
-            *(f"{row[n]['mean']:.1f}" if row[n] else "" for n in ("tpot_ms", "itl_ms")),
-            *(f"{row[name]:.1%}" for name in ("hit_hbm", "hit_store", "bubble_share", "gpu_busy")),
-            f"{row['medium_read_busy']:.1%}, {row['medium_write_busy']:.1%}",
-            row["dropped_pages"],
-            "yes" if row["unstable"] else "no",
-            f"{row['speed']['requests_per_s']:.0f}",
-        ]
-        for row in result["rows"]
-    ]
-
-
-def _system(row: dict[str, Any]) -> str:
-    """Its name, with the bandwidth of a second tier."""
-    if "remote" not in row:
-        return str(row["system"])
-    return f"{row['system']}, {row['remote']['bytes_per_s'] / 1e9:g} GB/s"
-
-
-def point_rows(result: dict[str, Any]) -> list[list[object]]:
-    """The table below POINTS_HEAD."""
-    return [
-        [
-            *(point["name"], f"{point['use']}, {point['by']}", point["server"]),
-            f"{point['value']:g} {point['unit']}",
-            *_simulated_cells(point),
-        ]
-        for point in result.get("points", ())
-    ]
-
-
-def _simulated_cells(point: dict[str, Any]) -> list[str]:
-    if point["simulated"] is None:
-        return ["queue grows", "", "not compared"]
-    interval = f"{point['low']:.3g} to {point['high']:.3g}" if point["settings"] > 1 else ""
-    return [f"{point['simulated']:.3g}", interval, f"{point['error']:+.1%}"]
-
-
-def notes_of(result: dict[str, Any]) -> list[str]:
-    """What the tables do not say."""
-    if "points" in result:
-        return [*_tested_notes(result["points"]), *fitted_notes(result["fitted"])]
-    workload = result["workload"]
-    estimated = [
-        f"the profile's {half} is an estimate, not measured"
-        for half in result.get("profile_estimated", ())
-    ]
-    return [
-        f"simulated: {result['servers']} servers, {result['servers_per_node']} per machine with "
-        f"{result['media_per_node']} of {result['drive']}; GPU {result['gpu']}, server "
-        f"{result['server']}; {workload['requests']} requests of {workload['name']}, "
-        f"{workload['input_tokens_mean']} tokens on the mean"
-        + (f"; {result['hbm_tokens']} tokens in HBM" if "hbm_tokens" in result else ""),
-        *estimated,
-        *_remote_notes(result),
-    ]
-
-
-def _remote_notes(result: dict[str, Any]) -> list[str]:
-    """What the second tier did, of the tokens of all prompts."""
-    return [
-        f"second tier of {_system(row)}, {row['router']}, {row['rate']:.2f} requests/s: "
-        f"{row['remote_fetched']:.1%} of the tokens fetched, {row['remote_copied']:.1%} copied, "
-        f"{row['remote_late']:.1%} late"
-        for row in result["rows"]
-        if "remote_fetched" in row
-    ]
-
-
-def _tested_notes(found: list[dict[str, Any]]) -> list[str]:
-    """Points that had no part in the fit, closed formulas apart from simulated ones."""
-    notes = []
-    for by in ("simulation", "formula"):
-        tested = [p for p in found if p["use"] == "test" and p["by"] == by]
-        known = sorted(abs(p["error"]) for p in tested if p["error"] is not None)
-        if tested and not known:
-            notes.append(
-                f"by {by}: of {len(tested)} points that were not fitted {len(tested)} are "
-                "saturated: nothing is compared"
-            )
-        elif known:
-            near = sum(error <= 0.1 for error in known)
-            notes.append(
-                f"by {by}: of {len(tested)} points that were not fitted {len(tested) - len(known)} "
-                f"are saturated; of the others {near} are within 10 %, the middle one is off by "
-                f"{known[len(known) // 2]:.1%}, and {sum(p['within'] for p in tested)} lie within "
-                "the interval over unpublished settings"
-            )
-    return notes
-
-
-def fitted_notes(fitted: dict[str, float]) -> list[str]:
-    """The fitted values."""
-    return [f"{name} = {value:g} (fitted)" for name, value in fitted.items()]
-
-
-def report(result: dict[str, Any]) -> str:
-    """For people."""
-    if "files" in result:
-        return f"simulated: wrote {', '.join(result['files'])}"
-    parts = []
-    if result["rows"]:
-        parts.append(table(HEAD, rows_of(result)))
-    if result.get("points"):
-        parts.append(table(POINTS_HEAD, point_rows(result)))
-    return "\n\n".join([*parts, *notes_of(result)])

@@ -9,7 +9,14 @@ from statistics import fmean
 from typing import Any
 
 from tutti.bench.belady import least_recently_used, unlimited
-from tutti.bench.simulate.calibration import Calibration, Sent, ServerTimes, drive_of, gpu_of
+from tutti.bench.simulate.calibration import (
+    Calibration,
+    Sent,
+    ServerParameters,
+    ServerTimes,
+    drive_of,
+    gpu_of,
+)
 from tutti.bench.simulate.cluster import Cluster, ClusterShape
 from tutti.bench.statistics import queue_grows
 from tutti.bench.traces import BLOCK_TOKENS, TraceRequest
@@ -40,6 +47,10 @@ class Setting:
     answers: float = 1.0
     chunk_tokens: int = 0
 
+    def steps_of(self, server: ServerParameters) -> ServerParameters:
+        """The server with this setting's steps."""
+        return replace(server, chunk_tokens=self.chunk_tokens or server.chunk_tokens)
+
 
 ASSUMED = Setting("as assumed")
 WITHOUT_FIRST = Setting("without the first tenth", warm=0.1)
@@ -65,9 +76,7 @@ def paper_times(
 
     system: one of the calibration; with -whole or -layers, as that awaits whole loads or layers.
     """
-    served = calibration.server(server)
-    if setting.chunk_tokens:
-        served = replace(served, chunk_tokens=setting.chunk_tokens)
+    served = setting.steps_of(calibration.server(server))
     name, _, way = system.partition("-") if system != "tutti-paper" else (system, "", "")
     found = calibration.system(name)
     if way:

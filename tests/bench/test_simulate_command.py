@@ -38,6 +38,44 @@ def test_the_command_says_that_it_is_simulated(
     assert code == 0 and [row["rate"] for row in result["rows"][:4]] == [1, 1, 2, 2]
 
 
+def test_numbers_have_intervals_over_settings_that_nobody_publishes(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    csv = tmp_path / "ttft.csv"
+    words = ("--workload", "leval-synthetic", "--requests", "40", "--rates", "0.5")
+    code, result = simulated(capsys, *words, "--systems", "tutti", "--csv", str(csv))
+    assert code == 0
+    [row] = result["rows"]
+    assert row["settings"] == 1 + len(result["varied"]) == 6 and not row["settings_unstable"]
+    for name, (low, high) in row["intervals"].items():
+        assumed = row[name] if name in row else row[name.rpartition("_")[0]][name.split("_")[-1]]
+        assert low <= assumed <= high, name
+    low, high = row["intervals"]["ttft_ms_mean"]
+    assert low < high and f"[{low:.0f}, {high:.0f}]" in simulate.report(result)
+    [point] = csv.read_text().splitlines()[1:]
+    assert f"{low},{high}" in point
+    _, once = simulated(capsys, *words, "--systems", "tutti", "--as-assumed")
+    assert once["rows"][0]["ttft_ms"] == row["ttft_ms"] and "intervals" not in once["rows"][0]
+    assert "[" not in simulate.report(once)
+
+
+def test_a_trace_has_an_order_and_answers_of_its_own(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text("\n".join(r.to_json() for r in generate(Synthetic(requests=40))))
+    words = ("--workload", "mooncake", "--data", str(trace), "--systems", "tutti")
+    for software, settings in (("sglang", 2), ("vllm-0.17", 3)):  # sglang's steps are published
+        _, result = simulated(capsys, *words, "--software", software)
+        assert result["rows"][0]["settings"] == settings
+
+
+def test_half_of_a_workload_must_outlast_the_warm_up() -> None:
+    words = ["simulate", "--requests", "8", "--rates", "1", "--warm", "5"]
+    assert cli.main(words) == 2
+    assert cli.main([*words, "--as-assumed", "--systems", "hbm"]) == 0
+
+
 def test_a_small_gpu_memory_keeps_fewer_prefixes_without_a_store(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

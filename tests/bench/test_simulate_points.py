@@ -9,11 +9,12 @@ import pytest
 from tutti.bench.figures.data import read_csv
 from tutti.bench.figures.paper import FIGURES
 from tutti.bench.simulate import fit as simulate_fit
-from tutti.bench.simulate import run as simulate
+from tutti.bench.simulate import report as simulate
 from tutti.bench.simulate.calibration import load_calibration
 from tutti.bench.simulate.fit import FITTED, fit, fit_loss
 from tutti.bench.simulate.paper import NAMES, write_paper
 from tutti.bench.simulate.points import PaperMachine, points, residuals
+from tutti.bench.simulate.run import fitted_values
 from tutti.errors import ConfigError
 
 CALIBRATION = load_calibration()
@@ -35,7 +36,7 @@ def test_the_calibration_is_what_the_fit_makes() -> None:
         assert losses[1] < losses[0] and losses[1] < losses[2], (name, value, losses)
         named.add(f"{kind}.{name}.{value}")
     ours = {f"systems.tutti.submit_{way}_us" for way in ("read", "write")}
-    assert named | ours == set(simulate.fitted_values(CALIBRATION))
+    assert named | ours == set(fitted_values(CALIBRATION))
     for way in ("submit_read_us", "submit_write_us"):
         same = [getattr(CALIBRATION.systems[name], way) for name in ("tutti", "tutti-paper")]
         assert same[0] == same[1]

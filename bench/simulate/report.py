@@ -1,0 +1,157 @@
+"""Tables and notes of `tutti simulate`, for the terminal and for the page of results."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tutti.base.terminal import table
+from tutti.bench.simulate.intervals import SHARES
+
+HEAD = (
+    *("system", "router", "requests/s", "TTFT ms: mean", "p50", "p99", "TPOT ms", "ITL ms"),
+    *("hit HBM", "hit store", "bubble", "GPUs busy", "drives read, write", "dropped pages"),
+    "queue grows",
+    "simulated requests per s of wall time",
+)
+POINTS_HEAD = (
+    "published point",
+    "use, by",
+    "server",
+    "published",
+    "simulated",
+    "interval",
+    "off by",
+)
+
+
+def rows_of(result: dict[str, Any]) -> list[list[object]]:
+    """The table below HEAD."""
+    return [
+        [
+            *(system_of(row), row["router"], f"{row['rate']:.2f}"),
+            *(_cell(row, "ttft_ms", name, ".0f") for name in ("mean", "p50", "p99")),
+            *(_cell(row, name, "mean", ".1f") for name in ("tpot_ms", "itl_ms")),
+            *(_cell(row, name, "", ".1%") for name in SHARES),
+            f"{row['medium_read_busy']:.1%}, {row['medium_write_busy']:.1%}",
+            row["dropped_pages"],
+            _grows(row),
+            f"{row['speed']['requests_per_s']:.0f}",
+        ]
+        for row in result["rows"]
+    ]
+
+
+def _cell(row: dict[str, Any], name: str, part: str, form: str) -> str:
+    """A number and, where it was asked for, its interval."""
+    if not row[name] and part:
+        return ""
+    number = format(row[name][part] if part else row[name], form)
+    span = row.get("intervals", {}).get(f"{name}_{part}" if part else name)
+    return f"{number} [{', '.join(format(end, form) for end in span)}]" if span else number
+
+
+def _grows(row: dict[str, Any]) -> str:
+    if row["unstable"] or not row.get("settings_unstable"):
+        return "yes" if row["unstable"] else "no"
+    return f"in {row['settings_unstable']} of {row['settings']} settings"
+
+
+def system_of(row: dict[str, Any]) -> str:
+    """Its name, with the bandwidth of a second tier."""
+    if "remote" not in row:
+        return str(row["system"])
+    return f"{row['system']}, {row['remote']['bytes_per_s'] / 1e9:g} GB/s"
+
+
+def point_rows(result: dict[str, Any]) -> list[list[object]]:
+    """The table below POINTS_HEAD."""
+    return [
+        [
+            *(point["name"], f"{point['use']}, {point['by']}", point["server"]),
+            f"{point['value']:g} {point['unit']}",
+            *_simulated_cells(point),
+        ]
+        for point in result.get("points", ())
+    ]
+
+
+def _simulated_cells(point: dict[str, Any]) -> list[str]:
+    if point["simulated"] is None:
+        return ["queue grows", "", "not compared"]
+    interval = f"{point['low']:.3g} to {point['high']:.3g}" if point["settings"] > 1 else ""
+    return [f"{point['simulated']:.3g}", interval, f"{point['error']:+.1%}"]
+
+
+def notes_of(result: dict[str, Any]) -> list[str]:
+    """What the tables do not say."""
+    if "points" in result:
+        return [*_tested_notes(result["points"]), *fitted_notes(result["fitted"])]
+    workload = result["workload"]
+    estimated = [
+        f"the profile's {half} is an estimate, not measured"
+        for half in result.get("profile_estimated", ())
+    ]
+    return [
+        f"simulated: {result['servers']} servers, {result['servers_per_node']} per machine with "
+        f"{result['media_per_node']} of {result['drive']}; GPU {result['gpu']}, server "
+        f"{result['server']}; {workload['requests']} requests of {workload['name']}, "
+        f"{workload['input_tokens_mean']} tokens on the mean"
+        + (f"; {result['hbm_tokens']} tokens in HBM" if "hbm_tokens" in result else ""),
+        *(
+            [f"intervals: as assumed, and with one setting changed: {', '.join(varied)}"]
+            if (varied := result.get("varied"))
+            else []
+        ),
+        *estimated,
+        *_remote_notes(result),
+    ]
+
+
+def _remote_notes(result: dict[str, Any]) -> list[str]:
+    """What the second tier did, of the tokens of all prompts."""
+    return [
+        f"second tier of {system_of(row)}, {row['router']}, {row['rate']:.2f} requests/s: "
+        f"{row['remote_fetched']:.1%} of the tokens fetched, {row['remote_copied']:.1%} copied, "
+        f"{row['remote_late']:.1%} late"
+        for row in result["rows"]
+        if "remote_fetched" in row
+    ]
+
+
+def _tested_notes(found: list[dict[str, Any]]) -> list[str]:
+    """Points that had no part in the fit, closed formulas apart from simulated ones."""
+    notes = []
+    for by in ("simulation", "formula"):
+        tested = [p for p in found if p["use"] == "test" and p["by"] == by]
+        known = sorted(abs(p["error"]) for p in tested if p["error"] is not None)
+        if tested and not known:
+            notes.append(
+                f"by {by}: of {len(tested)} points that were not fitted {len(tested)} are "
+                "saturated: nothing is compared"
+            )
+        elif known:
+            near = sum(error <= 0.1 for error in known)
+            notes.append(
+                f"by {by}: of {len(tested)} points that were not fitted {len(tested) - len(known)} "
+                f"are saturated; of the others {near} are within 10 %, the middle one is off by "
+                f"{known[len(known) // 2]:.1%}, and {sum(p['within'] for p in tested)} lie within "
+                "the interval over unpublished settings"
+            )
+    return notes
+
+
+def fitted_notes(fitted: dict[str, float]) -> list[str]:
+    """The fitted values."""
+    return [f"{name} = {value:g} (fitted)" for name, value in fitted.items()]
+
+
+def report(result: dict[str, Any]) -> str:
+    """For people."""
+    if "files" in result:
+        return f"simulated: wrote {', '.join(result['files'])}"
+    parts = []
+    if result["rows"]:
+        parts.append(table(HEAD, rows_of(result)))
+    if result.get("points"):
+        parts.append(table(POINTS_HEAD, point_rows(result)))
+    return "\n\n".join([*parts, *notes_of(result)])
