@@ -34,7 +34,7 @@ from tutti.scheduler.event import (
     WriteKnown,
     WriteStopped,
 )
-from tutti.scheduler.request import LoadKind, Phase, Profile
+from tutti.scheduler.request import LoadKind, Phase, Profile, report_at
 from tutti.scheduler.state import NOTHING, Issue, Policy, State
 
 _EVENTS_MAX = 50_000_000
@@ -261,7 +261,9 @@ class LayeredServer:
 
     def _layers_arrived(self, name: str, layers: int) -> None:
         self._ready[name] = layers
-        self._post(LayersReady(self._timeline.now_ns, name, layers))
+        load = self.state.loads.get(name)
+        if load is not None and layers >= report_at(load.ready, load.issued):
+            self._post(LayersReady(self._timeline.now_ns, name, layers))
         if self._wait is not None:
             wait, self._wait = self._wait, None
             wait()

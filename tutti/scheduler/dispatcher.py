@@ -261,9 +261,9 @@ class Dispatcher(Owned):
                 count -= write is not None and write.pages == event.pages
         return count
 
-    def ended(self, event: Event | None = None) -> None:
-        """As ``post`` for the end of a transfer, or for what was added: where nothing waits for it,
-        the next event or look at the clock takes it.
+    def note(self, event: Event | None = None) -> None:
+        """As ``post`` for the end of a transfer, what the model does, or what was added: the next
+        event or look at the clock takes it, where nothing waits for a decision.
         """
         if event is not None:
             self.add(event)

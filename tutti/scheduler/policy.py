@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 from tutti.errors import ConfigError
 from tutti.scheduler.event import LoadKnown, WriteKnown
+from tutti.scheduler.read_order import ReadOrder
 from tutti.scheduler.request import Load, PageLocation, Phase, Write
 from tutti.scheduler.state import NOTHING, Decision, Issue, State
 
@@ -157,11 +158,12 @@ class SlackPolicy:
         oldest = _first(state.unwritten, gone)
         if oldest is None:
             return self._without_writes(state)
-        slack_ns = self._slack_ns(state)
         turns = self._takes_turns(state)
         cost = 1.0 if turns else estimates.interference - 1  # of writes to the reads, both in ns
         left_ns = state.writing.left_ns(state.now_ns, estimates.write.factor)
-        if slack_ns is not None and slack_ns < cost * (left_ns + self._least_ns(state, oldest)):
+        needed_ns = cost * (left_ns + self._least_ns(state, oldest))
+        slack_ns = self._slack_ns(state, needed_ns)
+        if slack_ns is not None and slack_ns < needed_ns:
             return self._without_slack(state, oldest, gone, turns)
         if turns and state.reading.flying:
             return NOTHING  # reads pause until the device is idle; their end decides
@@ -252,51 +254,30 @@ class SlackPolicy:
             return ()
         return writes_for(state.unwritten, budget_ns / estimates.write.factor, gone)
 
-    def _slack_ns(self, state: State) -> int | None:
+    def _slack_ns(self, state: State, needed_ns: float) -> int | None:
         """How long the device may do something else before a layer is late; None: no limit.
 
         Every load is checked at its next and at its last layer: in between the time that is needed
-        grows evenly, like the deadlines.  Negative when a layer will be late anyway.
-        """
-        read, margin = state.estimates.read.factor, self.limits.margin
-        free_ns = state.now_ns + state.reading.left_ns(state.now_ns, read)
-        least_ns, before_ns = math.inf, 0.0
-        for load, first_ns, layer_ns in self._dues(state):
-            issued, left = load.issued, load.layers - load.issued
-            next_ns = first_ns + issued * layer_ns - free_ns
-            if issued > load.ready and next_ns - layer_ns < least_ns:
-                least_ns = next_ns - layer_ns
-            if left:
-                one_ns = load.read_ns * read
-                spare_ns = next_ns - before_ns - one_ns
-                if next_ns > 0:
-                    spare_ns -= margin * next_ns
-                if spare_ns < least_ns:
-                    least_ns = spare_ns
-                before_ns += left * one_ns
-                last_ns = next_ns + (left - 1) * layer_ns
-                spare_ns = last_ns - before_ns
-                if last_ns > 0:
-                    spare_ns -= margin * last_ns
-                if spare_ns < least_ns:
-                    least_ns = spare_ns
-        return None if least_ns == math.inf else round(least_ns)
-
-    def _dues(self, state: State) -> list[tuple[Load, float, float]]:
-        """(load, when its first layer is needed, time of a layer) of what may be issued.
-
-        Loads of the running step by where its layers are.  The others are taken to run one after
-        another in order of arrival, once the step has ended.
+        grows evenly, like the deadlines.  Negative when a layer will be late anyway.  Loads of the
+        running step go by where its layers are; the others are taken to run one after another in
+        order of arrival, once the step has ended.  needed_ns: less is none, so the rest is not
+        looked at.
         """
         step, layer = state.step, state.estimates.layer.factor
-        running_ns = step.expected_ns * layer
-        first_ns = step.layer_ns - step.layer * running_ns
-        dues = [(load, first_ns, running_ns) for load in state.running.values()]
-        start_ns = step_end_ns(state) + state.ahead_ns * layer
+        read = state.estimates.read.factor
+        free_ns = state.now_ns + state.reading.left_ns(state.now_ns, read)
+        least_ns, before_ns, room = math.inf, 0.0, _DUES_MAX
+        layer_ns = step.expected_ns * layer
+        first_ns = step.layer_ns - step.layer * layer_ns - free_ns
+        for load in state.running.values():
+            spare_ns, before_ns = self._spare_ns(load, first_ns, layer_ns, read, before_ns)
+            if spare_ns < least_ns:
+                least_ns = spare_ns
+            room -= 1
+        start_ns = step_end_ns(state) + state.ahead_ns * layer - free_ns
         budget, patience_ns = self._read_ahead - state.read_ahead_nbytes, self._read_patience_ns
-        room = _DUES_MAX - len(dues)
         for load in state.unread.values():
-            if room <= 0:
+            if room <= 0 or least_ns < needed_ns:
                 break
             if load.ahead_nbytes:
                 if budget < load.unit_nbytes:
@@ -304,11 +285,39 @@ class SlackPolicy:
                     continue
                 budget -= (load.layers - load.issued) * load.ahead_nbytes
             layer_ns = load.compute_ns * layer
-            due_ns = load.arrived_ns + patience_ns - load.issued * layer_ns
-            dues.append((load, due_ns if due_ns < start_ns else start_ns, layer_ns))
+            first_ns = load.arrived_ns + patience_ns - load.issued * layer_ns - free_ns
+            if first_ns > start_ns:
+                first_ns = start_ns
+            spare_ns, before_ns = self._spare_ns(load, first_ns, layer_ns, read, before_ns)
+            if spare_ns < least_ns:
+                least_ns = spare_ns
             start_ns += load.layers * layer_ns
             room -= 1
-        return dues
+        return None if least_ns == math.inf else round(least_ns)
+
+    def _spare_ns(
+        self, load: Load, first_ns: float, layer_ns: float, read: float, before_ns: float
+    ) -> tuple[float, float]:
+        """(slack of a load, time of all reads up to its last) from when the device is free.
+
+        first_ns, layer_ns: when its first layer is needed, and how much later each other.  read:
+        correction of the profile.  before_ns: time of reads that go before.
+        """
+        issued, margin = load.issued, self.limits.margin
+        next_ns = first_ns + issued * layer_ns
+        least_ns = next_ns - layer_ns if issued > load.ready else math.inf
+        left = load.layers - issued
+        if left:
+            one_ns = load.read_ns * read
+            spare_ns = next_ns - before_ns - one_ns - (margin * next_ns if next_ns > 0 else 0.0)
+            if spare_ns < least_ns:
+                least_ns = spare_ns
+            before_ns += left * one_ns
+            last_ns = next_ns + (left - 1) * layer_ns
+            spare_ns = last_ns - before_ns - (margin * last_ns if last_ns > 0 else 0.0)
+            if spare_ns < least_ns:
+                least_ns = spare_ns
+        return least_ns, before_ns
 
     def _reads(self, state: State) -> tuple[Issue, ...]:
         """Reads by deadline, until the window is full."""
@@ -326,12 +335,16 @@ class SlackPolicy:
             if only.running or not only.ahead_nbytes:
                 layers = max(1, math.ceil(room_ns / max(1.0, only.read_ns * factor)))
                 return (Issue(only.name, only.issued, only.in_units(layers)),)
+        if len(unissued) <= 1:
+            first = self._urgent(state, room_ns)
+            if first is not None:
+                return (first,)
         running = list(unissued.values())
-        queue = _Reads(state, self._read_ahead)
+        queue = ReadOrder(state, self._read_ahead)
         patience_ns = self._read_patience_ns
         step_ns = state.step.expected_ns * state.estimates.layer.factor
         base_ns = state.step.layer_ns - state.step.layer * step_ns
-        while room_ns > 0 or not (queue.issues or state.reading.flying > 1):  # ends: see _Reads
+        while room_ns > 0 or not (queue.issues or state.reading.flying > 1):  # ends: see ReadOrder
             load, least_ns = queue.head, math.inf
             if load is not None:
                 least_ns = load.arrived_ns + patience_ns
@@ -352,68 +365,29 @@ class SlackPolicy:
                 running.remove(load)
         return queue.to_issues()
 
-
-class _Reads:
-    """Reads of one decision.  head: the load to read ahead next, within the budget.
-
-    Every ``add`` issues a unit at least, so the layers that wait bound how often it is called.
-    Read-ahead that does not fit what is left of the budget holds back that behind it, unless it is
-    larger than the whole budget and has to wait for its step.
-    """
-
-    def __init__(self, state: State, budget: int) -> None:
-        self.issues: list[tuple[Load, int, int]] = []
-        self._whole, self._left = budget, max(0, budget - state.read_ahead_nbytes)
-        self._ahead = iter(state.unread.values())
-        self._next: dict[str, int] = {}
-        self.head: Load | None = None
-        self._move()
-
-    def next_layer(self, load: Load) -> int:
-        """The first layer that is not issued, this decision included."""
-        return self._next.get(load.name, load.issued)
-
-    def add(self, load: Load, layers: int) -> int:
-        """Issues so many layers, or as many as are left or fit; in whole units.  How many."""
-        first, unit = self.next_layer(load), load.unit_layers
-        count = min(-(-layers // unit) * unit, load.layers - first)
-        if load.ahead_nbytes and not load.running:
-            fits = self._left // load.ahead_nbytes
-            if fits < count:
-                count = max(min(unit, load.layers - first), fits // unit * unit)
-            self._left -= count * load.ahead_nbytes
-        self._next[load.name] = first + count
-        if self.issues and self.issues[-1][0] is load:
-            _, begin, before = self.issues.pop()
-            self.issues.append((load, begin, before + count))
-        else:
-            self.issues.append((load, first, count))
-        if load is self.head:
-            if first + count == load.layers:
-                self._move()
-            elif self._needs(load) > self._left:
-                self._left = 0
-                self._move()
-        return count
-
-    def to_issues(self) -> tuple[Issue, ...]:
-        """The decision's reads."""
-        return tuple(Issue(load.name, first, count) for load, first, count in self.issues)
-
-    def _needs(self, load: Load) -> int:
-        """Bytes of staging for the next unit."""
-        return min(load.unit_layers, load.layers - self.next_layer(load)) * load.ahead_nbytes
-
-    def _move(self) -> None:
-        """To the next load that fits."""
-        self.head = None
-        for load in self._ahead:
-            nbytes = self._needs(load)
-            if nbytes <= self._left:
-                self.head = load
-                return
-            if nbytes <= self._whole:
-                self._left = 0
+    def _urgent(self, state: State, room_ns: float) -> Issue | None:
+        """Reads of the most urgent load, at most one of which is the running step's, if they fill
+        the window; None: all must be compared.
+        """
+        load = next(iter(state.unread.values()))
+        for one in state.unissued.values():
+            step_ns = state.step.expected_ns * state.estimates.layer.factor
+            due_ns = state.step.layer_ns + (one.issued - state.step.layer) * step_ns
+            latest_ns = load.arrived_ns + self._read_patience_ns
+            if max(due_ns, one.arrived_ns) >= latest_ns:
+                return None
+            load = one
+        one_ns = max(1.0, load.read_ns * state.estimates.read.factor)
+        layers = max(1, math.ceil(room_ns / one_ns))
+        if layers > load.layers - load.issued:
+            return None
+        count = load.in_units(layers)
+        if (
+            not load.running
+            and count * load.ahead_nbytes > self._read_ahead - state.read_ahead_nbytes
+        ):
+            return None
+        return Issue(load.name, load.issued, count)
 
 
 def writes_for(

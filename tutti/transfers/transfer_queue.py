@@ -476,7 +476,7 @@ class TransferQueue(Owned):
                 put.ended += rows
                 self._report(put, lost)
         self._end_rows(put, rows)
-        dispatcher.ended()
+        dispatcher.note()
 
     def _end_rows(self, put: QueuedPut, rows: int) -> None:
         """So many rows have their outcome."""
@@ -496,4 +496,4 @@ class TransferQueue(Owned):
             self._loads.pop(load.name, None)
             if self._alone[0] == load.name:
                 self._alone = "", None
-        dispatcher.ended(LoadGone(dispatcher.now_ns(), load.name, layers))
+        dispatcher.note(LoadGone(dispatcher.now_ns(), load.name, layers))

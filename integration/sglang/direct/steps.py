@@ -146,7 +146,7 @@ class StepsWatch:
 
     def _post(self, event: Callable[[int, int], Event]) -> None:
         for dispatcher, layers in tuple(self._followers.items()):
-            dispatcher.post(event(dispatcher.now_ns(), layers))
+            dispatcher.note(event(dispatcher.now_ns(), layers))
 
 
 STEPS = StepsWatch()

@@ -1,0 +1,69 @@
+"""In which order one decision reads, where several loads wait."""
+
+from __future__ import annotations
+
+from tutti.scheduler.request import Load
+from tutti.scheduler.state import Issue, State
+
+
+class ReadOrder:
+    """Reads of one decision.  head: the load to read ahead next, within the budget.
+
+    Every ``add`` issues a unit at least, so the layers that wait bound how often it is called.
+    Read-ahead that does not fit what is left of the budget holds back that behind it, unless it is
+    larger than the whole budget and has to wait for its step.
+    """
+
+    def __init__(self, state: State, budget: int) -> None:
+        self.issues: list[tuple[Load, int, int]] = []
+        self._whole, self._left = budget, max(0, budget - state.read_ahead_nbytes)
+        self._ahead = iter(state.unread.values())
+        self._next: dict[str, int] = {}
+        self.head: Load | None = None
+        self._move()
+
+    def next_layer(self, load: Load) -> int:
+        """The first layer that is not issued, this decision included."""
+        return self._next.get(load.name, load.issued)
+
+    def add(self, load: Load, layers: int) -> int:
+        """Issues so many layers, or as many as are left or fit; in whole units.  How many."""
+        first, unit = self.next_layer(load), load.unit_layers
+        count = min(-(-layers // unit) * unit, load.layers - first)
+        if load.ahead_nbytes and not load.running:
+            fits = self._left // load.ahead_nbytes
+            if fits < count:
+                count = max(min(unit, load.layers - first), fits // unit * unit)
+            self._left -= count * load.ahead_nbytes
+        self._next[load.name] = first + count
+        if self.issues and self.issues[-1][0] is load:
+            _, begin, before = self.issues.pop()
+            self.issues.append((load, begin, before + count))
+        else:
+            self.issues.append((load, first, count))
+        if load is self.head:
+            if first + count == load.layers:
+                self._move()
+            elif self._needs(load) > self._left:
+                self._left = 0
+                self._move()
+        return count
+
+    def to_issues(self) -> tuple[Issue, ...]:
+        """The decision's reads."""
+        return tuple(Issue(load.name, first, count) for load, first, count in self.issues)
+
+    def _needs(self, load: Load) -> int:
+        """Bytes of staging for the next unit."""
+        return min(load.unit_layers, load.layers - self.next_layer(load)) * load.ahead_nbytes
+
+    def _move(self) -> None:
+        """To the next load that fits."""
+        self.head = None
+        for load in self._ahead:
+            nbytes = self._needs(load)
+            if nbytes <= self._left:
+                self.head = load
+                return
+            if nbytes <= self._whole:
+                self._left = 0
