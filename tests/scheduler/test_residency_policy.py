@@ -215,6 +215,17 @@ def test_tasks_that_wait_for_memory_take_a_quarter_and_a_few_stop_the_growth() -
     assert governor.target(look(0.2, 1000, 300)) == 1000
 
 
+def test_a_plan_is_ahead_of_memory_that_falls_evenly() -> None:
+    governor = Governor(share=1.0)
+    assert governor.target(look(0.0, 1000, 900)) == 900
+    assert governor.target(look(0.1, 950, 900)) == 900
+    assert governor.target(look(0.2, 900, 900)) == 850
+    assert governor.target(look(0.3, 850, 850)) == 800
+    assert governor.target(look(0.4, 850, 800)) == 800
+    assert governor.target(look(0.5, 200, 800)) == 200  # a jump says nothing about what follows
+    assert governor.target(look(0.6, 1000, 200)) == 200
+
+
 def test_a_growth_is_a_part_of_what_moves_and_more_with_hits() -> None:
     governor = Governor(share=1.0, calm_s=0.0)
     assert governor.target(look(0.0, 1000, 0, moved=80)) == 2

@@ -23,7 +23,7 @@ _CALM_S = 1.0
 _CALM_MAX_S = 60.0
 #: A growth that is taken back sooner than this was wrong.
 _REGRET_S = 30.0
-#: Less than this share of the plan is not worth a change.
+#: A growth by less than this share of the plan is not worth a change; a fall by more is a jump.
 _GROWTH_MIN = 0.125
 #: What may enter, as a share of the bytes that move: without hits, and more at a hit ratio of 1.
 #: A byte that enters takes the drive two to three times as long as one by direct I/O, a hit at most
@@ -124,12 +124,13 @@ class Governor:
     _calm_since_s: float | None = None
     _grew_at_s: float | None = None
     _looked_s: float | None = None
+    _free_nbytes: int = 0  # at the look before
     _may_grow_nbytes: float = 0.0  # beyond the plan, so far
 
     def target(self, look: Look) -> int:
         """Bytes to plan for; planned_nbytes when nothing should change."""
         planned, now_s = look.planned_nbytes, look.now_s
-        goal = min(math.floor(self.share * look.free_nbytes), look.whole_nbytes)
+        goal = min(math.floor(self.share * self._free_ahead(look)), look.whole_nbytes)
         if look.stall_share > _STALL_MAX:  # a quarter goes, whatever is said to be free
             goal = min(goal, planned * 3 // 4)
         elapsed_s = 0.0 if self._looked_s is None else max(0.0, now_s - self._looked_s)
@@ -155,6 +156,15 @@ class Governor:
         self._may_grow_nbytes -= groups * look.group_nbytes
         self._grew_at_s = now_s
         return min(goal, planned + groups * look.group_nbytes)
+
+    def _free_ahead(self, look: Look) -> int:
+        """What will be free at the next look if memory goes on to fall evenly.
+
+        Otherwise the kernel takes pages of groups that stay in the plan before it has shrunk.
+        """
+        fall, self._free_nbytes = self._free_nbytes - look.free_nbytes, look.free_nbytes
+        is_even = 0 < fall <= look.free_nbytes * _GROWTH_MIN
+        return look.free_nbytes - fall if is_even else look.free_nbytes
 
     def _wait(self, nbytes: int) -> int:
         self._calm_since_s, self._may_grow_nbytes = None, 0.0
