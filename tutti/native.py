@@ -189,7 +189,6 @@ _QUICK: Prototypes = {
         _I64,
         (*[_POINTER] * 4, _U64, _U64, *[_U32] * 4, _POINTER, _POINTER),
     ),
-    "tutti_load_known": (_U32, (_TABLES, _POINTER, _U64)),
     "tutti_digests_put": (None, (_DIGESTS, _POINTER, _POINTER, _U64, _POINTER)),
 }
 

@@ -204,8 +204,4 @@ enum TuttiMark : uint8_t { kTuttiUnproven = 1, kTuttiHasDigests = 2, kTuttiKnown
 TUTTI_API int64_t tutti_load_plan(const tutti_load_tables* tables, const uint8_t* keys, uint64_t n,
                                   uint32_t uses, uint32_t verify, uint64_t* plan);
 
-// Whether the cache knows the digests of all of these objects that have some.
-TUTTI_API uint32_t tutti_load_known(const tutti_load_tables* tables, const uint8_t* keys,
-                                    uint64_t n);
-
 #endif  // TUTTI_NATIVE_API_H_

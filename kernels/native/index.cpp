@@ -228,17 +228,6 @@ int64_t tutti_load_plan(const tutti_load_tables* tables, const uint8_t* keys, ui
   return runs;
 }
 
-uint32_t tutti_load_known(const tutti_load_tables* tables, const uint8_t* keys, uint64_t n) {
-  uint64_t known = 0;
-  look_up(tables->index, keys, n, [tables, &known](uint64_t, uint32_t slot) {
-    const bool needs_none = slot == kTuttiNoSlot || tables->index->has_digests[slot] == 0;
-    if (!needs_none && cached_digests(tables, slot) == nullptr) return false;
-    ++known;
-    return true;
-  });
-  return known == n ? 1 : 0;
-}
-
 int64_t tutti_index_unpin(tutti_index* index, const int64_t* slots, uint64_t n) {
   for (uint64_t i = 0; i < n; ++i) {
     if (is_slot(index, slots[i]) && index->pins[slots[i]] != 0) {

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import subprocess
 import sys
@@ -12,9 +11,10 @@ from pathlib import Path
 
 from tutti.cluster.remote import RemoteConfig
 from tutti.medium.layout import KVLayout
-from tutti.node.agent import Agent, AgentConfig
+from tutti.node.agent import Agent
 from tutti.node.client import NodeStore
 from tutti.node.pools import AgentPools
+from tutti.node.served import AgentConfig
 from tutti.transfers.store_config import StoreConfig
 
 LAYOUT = KVLayout.mha(
@@ -40,9 +40,7 @@ class RunningAgent:
         self.pools = AgentPools(folder=str(folder), capacity=1 << 30, config=config, remote=remote)
         self.agent = Agent(AgentConfig(self.path, **agent), self.pools)  # type: ignore[arg-type]
         started = threading.Event()
-        self._thread = threading.Thread(
-            target=lambda: asyncio.run(self.agent.serve(started.set)), daemon=True
-        )
+        self._thread = threading.Thread(target=self.agent.serve, args=(started.set,), daemon=True)
         self._thread.start()
         assert started.wait(WAIT_S)
 

@@ -20,7 +20,6 @@ import tutti
 from store.pools import some_keys
 from tutti.errors import AgentRefused, ConfigError, PoolInUse, PoolNotFound
 from tutti.medium.layout import KVLayout
-from tutti.node.agent import AgentConfig
 from tutti.node.client import NodeStore
 from tutti.node.connection import Connection
 from tutti.node.listener import listen
@@ -37,6 +36,7 @@ from tutti.node.messages import (
     frame,
     read_reply,
 )
+from tutti.node.served import AgentConfig
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
 import contextlib
 import grp
 import importlib.util
@@ -15,8 +14,9 @@ from tutti.base.terminal import facts
 from tutti.cluster.remote import RemoteConfig
 from tutti.commands.outcome import CommandResult
 from tutti.errors import ConfigError, Unsupported
-from tutti.node.agent import Agent, AgentConfig
+from tutti.node.agent import Agent
 from tutti.node.pools import AgentPools
+from tutti.node.served import AgentConfig
 from tutti.placement.eviction import POLICIES
 from tutti.transfers.quotas import Quota
 from tutti.transfers.store_config import DURABILITY, VERIFY, StoreConfig
@@ -131,7 +131,7 @@ def run(args: argparse.Namespace) -> CommandResult:
                 collectors = (StoreCollector(pools.stores), AgentCollector(agent))
                 stack.enter_context(published(args.metrics, *collectors))
             pools.open_given()
-            asyncio.run(_serve(agent, args.socket))
+            _serve(agent, args.socket)
     finally:
         pools.close()
     result = dict(vars(agent.counters))
@@ -154,11 +154,14 @@ def _quotas(sizes: list[tuple[str, int]], budgets: list[tuple[str, int]]) -> tup
     return tuple(Quota(name, nbytes.get(name), written.get(name)) for name in {**nbytes, **written})
 
 
-async def _serve(agent: Agent, path: str) -> None:
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        loop.add_signal_handler(number, agent.stop)
-    await agent.serve(lambda: print(f"serving on {path}", file=sys.stderr, flush=True))
+def _serve(agent: Agent, path: str) -> None:
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = [signal.signal(number, lambda *_: agent.stop()) for number in numbers]
+    try:
+        agent.serve(lambda: print(f"serving on {path}", file=sys.stderr, flush=True))
+    finally:
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)
 
 
 def _group(name: str | None) -> int | None:

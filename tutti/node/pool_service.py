@@ -1,7 +1,6 @@
 """Serves the agent's clients on one pool: look-ups, plans, and the end of each plan.
 
-Nothing here knows sockets.  A method that may wait for the medium or for space is marked by
-``may_wait``; the agent then calls it on a thread of its own.
+Nothing here knows sockets.  Plans may wait for the medium or for space, on the thread that calls.
 """
 
 from __future__ import annotations
@@ -199,16 +198,6 @@ class ClientSession:
             return f"{self._prefix}:*{self._nameless}"
         return f"{self._prefix}:{name}"
 
-    def may_wait(self, message: PlanPut | PlanLoad) -> bool:
-        """Whether a plan may have to wait for recovery, for space, or for records."""
-        core = self._core
-        if not core.ready:
-            return True
-        if isinstance(message, PlanPut):
-            return core.allocator.free_slots < len(message.keys) // KEY_NBYTES
-        with core.lock:
-            return not core.planner.knows(keys_of(message.keys))
-
     def plan_put(self, message: PlanPut) -> Plan:
         """Slots for the keys that are not there.  Raises what ObjectStore.put raises."""
         core = self._core
@@ -288,6 +277,9 @@ class ClientSession:
         return shared_file.is_open_elsewhere(self.service._fds, self._place)
 
     def end(self) -> None:
-        """No transfer of the client is under way: what it had not reported has failed."""
+        """No request and no transfer of the client is under way: what it had not reported has
+        failed.
+        """
+        self.disconnect()  # again: a last request may have pinned
         self.jobs.end()
         self.service.forget(self)

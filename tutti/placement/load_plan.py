@@ -87,11 +87,6 @@ class LoadPlanner:
         """Memory for the plan of a load; more: see LoadPlan."""
         return LoadPlan(keys, self._layers, more)
 
-    def knows(self, keys: Keys) -> bool:
-        """Whether a load of these keys finds all digests in the cache."""
-        self._index.check_keys(keys)
-        return bool(quick().tutti_load_known(self._handle, address(keys), len(keys)))
-
     def begin(
         self,
         keys: Keys,
