@@ -199,5 +199,6 @@ def test_a_close_with_everything_under_way_leaves_nothing(tmp_path: Path) -> Non
         assert rig.linker.load("r", rig.transfers(names(6), places(rig, range(8, 14), 5), WINDOWS))
         rig.linker.start_layer_wise_loading()
         rig.linker.offload(rig.transfers(names(6, "last"), at, WINDOWS))
-    assert set(threading.enumerate()) <= threads
+    # A thread that runs calls for the main one waits a moment for the next.
+    wait_for(lambda: set(threading.enumerate()) <= threads)
     assert set(os.listdir("/proc/self/fd")) <= files

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from crash.objects import when_unlocked
 
 import tutti
 from store.pools import Bytes, fill, formatted, opened, some_keys
@@ -134,7 +135,7 @@ def test_the_hottest_groups_are_chosen(tmp_path: Path) -> None:
 
 
 def test_a_share_in_the_config_plans_at_the_opening(paths: list[Path]) -> None:
-    with open_pool(paths, page_cache_share=1.0) as store:
+    with open_pool(paths, page_cache_share=1.0, residency="static") as store:
         plan = store.residency.plan
         assert plan is not None
         # The machine that runs this has more memory than the pool has bytes.
@@ -149,7 +150,7 @@ def test_a_share_in_the_config_plans_at_the_opening(paths: list[Path]) -> None:
 
 def test_flushed_puts_through_the_page_cache_leave_nothing_dirty(paths: list[Path]) -> None:
     keys, pages = some_keys(np.random.default_rng(1), PAGES), np.arange(PAGES)
-    with open_pool(paths, durability="flush", page_cache_share=1.0) as store:
+    with open_pool(paths, durability="flush", page_cache_share=1.0, residency="static") as store:
         store.allocate_memory(PAGES)
         store.put(keys, pages).wait(30)
         assert groups_resident_nbytes(store) > 0
@@ -168,7 +169,7 @@ _VICTIM = """
 import os, signal, sys
 import numpy as np, tutti
 from tutti.transfers.store_config import StoreConfig
-store = tutti.open(sys.argv[1:], config=StoreConfig(page_cache_share=1.0))
+store = tutti.open(sys.argv[1:], config=StoreConfig(page_cache_share=1.0, residency="static"))
 pages, nbytes = 16, store.layout.object_nbytes
 pool = store.allocate_memory(pages)
 for page in range(pages):
@@ -185,7 +186,7 @@ def test_what_a_killed_process_left_in_the_page_cache_is_read_directly(paths: li
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == -signal.SIGKILL, done.stderr
     keys = np.arange(16 * 16, dtype=np.uint8).reshape(16, 16)
-    with open_pool(paths) as store:
+    with when_unlocked(lambda: open_pool(paths)) as store:
         store.wait_recovered()
         assert store.match(keys) == 16
         pool = store.allocate_memory(16)
