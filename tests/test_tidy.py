@@ -242,6 +242,22 @@ def test_the_wait_rule(source: str, count: int) -> None:
     assert len(endless(source)) == count
 
 
+def test_no_cpp_function_has_more_than_eight_parameters() -> None:
+    found = []
+    for path in [p for p in files() if p.startswith("kernels/") and p.endswith(CPP_SUFFIXES)]:
+        source = without_comments(text(path))
+        for start in re.finditer(r"\w\(", source):
+            commas = depth = 0
+            for end in range(start.end() - 1, len(source)):
+                depth += (source[end] in "([{") - (source[end] in ")]}")
+                commas += source[end] == "," and depth == 1
+                if depth == 0:
+                    break
+            if commas > 7 and re.match(r"\)\s*(?:const\b|noexcept\b|[{;])", source[end:]):
+                found.append(f"{path}:{source[: start.start()].count(chr(10)) + 1}")
+    report(found, "give these a struct for their parameters")
+
+
 def test_every_cpp_loop_without_a_condition_states_its_bound() -> None:
     loop = re.compile(r"\bfor\s*\(\s*;\s*;|\bwhile\s*\(\s*(true|1)\s*\)")
     found = []

@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from tutti.errors import NativeError
 
-ABI_VERSION = 7
+ABI_VERSION = 8
 #: Bytes of a page's hash, without the fingerprint: `kTuttiHashBytesMax`.
 HASH_NBYTES_MAX = 112
 LIBRARY_VARIABLE = "TUTTI_NATIVE_LIBRARY"
@@ -131,6 +131,38 @@ class NativePutTables(ctypes.Structure):
     )
 
 
+class NativeInsertion(ctypes.Structure):
+    """`struct tutti_insertion`."""
+
+    _fields_ = (
+        ("keys", ctypes.c_void_p),
+        ("slots", ctypes.c_void_p),
+        ("sequence", ctypes.c_void_p),
+        ("depth", ctypes.c_void_p),
+        ("has_digests", ctypes.c_void_p),
+        ("access", ctypes.c_void_p),
+        ("existing", ctypes.c_void_p),
+        ("n", ctypes.c_uint64),
+        ("uses", ctypes.c_uint32),
+        ("from_max", ctypes.c_uint32),
+        ("state", ctypes.c_uint32),
+    )
+
+
+class NativePlacement(ctypes.Structure):
+    """`struct tutti_placement`."""
+
+    _fields_ = (
+        ("keys", ctypes.c_void_p),
+        ("parents", ctypes.c_void_p),
+        ("depths", ctypes.c_void_p),
+        ("n", ctypes.c_uint64),
+        ("sequence", ctypes.c_uint64),
+        ("uses", ctypes.c_uint32),
+        ("has_digests", ctypes.c_uint32),
+    )
+
+
 _POINTER = ctypes.c_void_p
 _U32 = ctypes.c_uint32
 _U64 = ctypes.c_uint64
@@ -167,10 +199,7 @@ _QUICK: Prototypes = {
     "tutti_pins_take": (_U64, (_POINTER, _POINTER, _U64, _U64, _U32, _POINTER)),
     "tutti_pins_give_back": (_U64, (_POINTER, _POINTER, _U64)),
     "tutti_index_absent": (_I64, (_INDEX, _POINTER, _U64, _U32, _POINTER)),
-    "tutti_index_insert": (
-        _I64,
-        (_INDEX, _POINTER, _POINTER, _U64, *[_POINTER] * 4, _U32, _U32, _U32, _POINTER),
-    ),
+    "tutti_index_insert": (_I64, (_INDEX, _POINTER)),
     "tutti_index_move": (_I64, (_INDEX, _POINTER, _U64, _U32, _U32, _U32)),
     "tutti_index_remove": (_U64, (_INDEX, _POINTER, _U64)),
     "tutti_reuse_evicted": (_I64, (_REUSE, _POINTER, _POINTER, _U64, _I64)),
@@ -185,10 +214,7 @@ _QUICK: Prototypes = {
     "tutti_allocator_rebuild": (None, (_POINTER,)),
     "tutti_allocator_allocate": (_U64, (_POINTER, _U64, _I64, _POINTER)),
     "tutti_allocator_free": (_I64, (_POINTER, _POINTER, _U64)),
-    "tutti_put_place": (
-        _I64,
-        (*[_POINTER] * 4, _U64, _U64, *[_U32] * 4, _POINTER, _POINTER),
-    ),
+    "tutti_put_place": (_I64, (_POINTER, _POINTER, _POINTER)),
     "tutti_digests_put": (None, (_DIGESTS, _POINTER, _POINTER, _U64, _POINTER)),
 }
 

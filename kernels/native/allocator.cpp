@@ -216,22 +216,22 @@ int64_t tutti_allocator_free(tutti_allocator* allocator, const int64_t* slots, u
   return static_cast<int64_t>(n);
 }
 
-int64_t tutti_put_place(const tutti_put_tables* tables, const uint8_t* keys, const uint8_t* parents,
-                        const uint32_t* depths, uint64_t n, uint64_t sequence, uint32_t has_digests,
-                        uint32_t from_max, uint32_t state, uint32_t uses, uint64_t* out,
-                        uint64_t* counts) {
+int64_t tutti_put_place(const tutti_put_tables* tables, const tutti_placement* placement,
+                        uint64_t* out) {
+  const tutti_placement& put = *placement;
+  const uint64_t n = put.n;
   auto* slots = reinterpret_cast<int64_t*>(out);
   uint64_t* sequences = out + n;
   auto* rows = reinterpret_cast<int64_t*>(out + 2 * n);
   auto* existing = reinterpret_cast<int64_t*>(out + 3 * n);
   auto* flags = reinterpret_cast<uint8_t*>(out + 4 * n);
-  const uint64_t placed = allocate_chain(*tables, keys, parents, n, slots);
-  for (uint64_t i = 0; i < placed; ++i) sequences[i] = sequence + i;
-  std::memset(flags, static_cast<int>(has_digests), placed);
-  if (tutti_index_insert(tables->index, keys, slots, placed, sequences, depths, flags, nullptr,
-                         uses, from_max, state, existing) < 0) {
-    return -1;
-  }
+  const uint64_t placed = allocate_chain(*tables, put.keys, put.parents, n, slots);
+  for (uint64_t i = 0; i < placed; ++i) sequences[i] = put.sequence + i;
+  std::memset(flags, static_cast<int>(put.has_digests), placed);
+  const tutti_insertion insertion = {
+      put.keys, slots,    sequences,        put.depths,       flags, nullptr, existing,
+      placed,   put.uses, kTuttiSlotVoided, kTuttiSlotWriting};
+  if (tutti_index_insert(tables->index, &insertion) < 0) return -1;
   uint64_t kept = 0;
   uint64_t late = 0;
   for (uint64_t i = 0; i < placed; ++i) {
@@ -239,12 +239,13 @@ int64_t tutti_put_place(const tutti_put_tables* tables, const uint8_t* keys, con
       tutti_allocator_free(tables->allocator, slots + i, 1);
       continue;
     }
-    const uint8_t* key = keys + i * kTuttiKeyBytes;
-    late += static_cast<uint64_t>(tutti_reuse_stored(tables->reuse, slots + i, key, 1, uses));
+    const uint8_t* key = put.keys + i * kTuttiKeyBytes;
+    late += static_cast<uint64_t>(tutti_reuse_stored(tables->reuse, slots + i, key, 1, put.uses));
     slots[kept] = slots[i];
     sequences[kept] = sequences[i];
     rows[kept++] = static_cast<int64_t>(i);
   }
+  uint64_t* counts = out + 5 * n;
   counts[0] = placed;
   counts[1] = kept;
   counts[2] = late;

@@ -40,12 +40,21 @@ struct tutti_put_tables {
   tutti_allocator* allocator;
 };
 
-// Gives slots to keys (parents: of each, depths: u32[n]) as far as there are some, maps those that
-// the index does not have, and tells the history. out: slots i64[n], sequence numbers u64[n] from
-// `sequence` on, and rows i64[n] of the keys that were mapped, then 2n words of scratch. counts:
-// how many keys got a slot, how many of them were mapped, and how many of those had been evicted.
-// -1 where a free slot is in use by the index.
-TUTTI_API int64_t tutti_put_place(const tutti_put_tables* tables, const uint8_t* keys,
-                                  const uint8_t* parents, const uint32_t* depths, uint64_t n,
-                                  uint64_t sequence, uint32_t has_digests, uint32_t from_max,
-                                  uint32_t state, uint32_t uses, uint64_t* out, uint64_t* counts);
+// Keys of a put that want slots; the arrays have n rows.
+struct tutti_placement {
+  const uint8_t* keys;
+  const uint8_t* parents;
+  const uint32_t* depths;
+  uint64_t n;
+  uint64_t sequence;  // of the first
+  uint32_t uses;
+  uint32_t has_digests;
+};
+
+// Gives slots to keys as far as there are some, maps those that the index does not have, which
+// are being written then, and tells the history. out: slots i64[n], sequence numbers u64[n], and
+// rows i64[n] of the keys that were mapped; 2n words of scratch; then how many keys got a slot, how
+// many of them were mapped, and how many of those had been evicted. -1 where a free slot is in use
+// by the index.
+TUTTI_API int64_t tutti_put_place(const tutti_put_tables* tables, const tutti_placement* placement,
+                                  uint64_t* out);

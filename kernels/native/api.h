@@ -11,7 +11,7 @@
 #define TUTTI_API extern "C" __attribute__((visibility("default")))
 
 // Raised with every incompatible change of a signature or a struct below.
-constexpr uint32_t kTuttiAbiVersion = 7;
+constexpr uint32_t kTuttiAbiVersion = 8;
 
 // An empty table entry; look-ups report an absent key as kTuttiMissing.
 constexpr uint32_t kTuttiNoSlot = 0xFFFFFFFFU;
@@ -130,15 +130,24 @@ TUTTI_API uint64_t tutti_pins_give_back(uint32_t* kept, const int64_t* slots, ui
 TUTTI_API int64_t tutti_index_absent(tutti_index* index, const uint8_t* keys, uint64_t n,
                                      uint32_t uses, int64_t* rows_out);
 
-// Maps keys[i] to slots[i] unless the key is there already: existing_out[i] is kTuttiMissing where
-// it was mapped, else the slot that holds the key. A mapped slot gets its values; access may be 0,
-// for `uses`. Returns how many were mapped; or -1 - i and changes nothing where slot i is out of
-// range, in a state above from_max, or was given before.
-TUTTI_API int64_t tutti_index_insert(tutti_index* index, const uint8_t* keys, const int64_t* slots,
-                                     uint64_t n, const uint64_t* sequence, const uint32_t* depth,
-                                     const uint8_t* has_digests, const uint32_t* access,
-                                     uint32_t uses, uint32_t from_max, uint32_t state,
-                                     int64_t* existing_out);
+// Keys to insert, with the values of their slots; each array has n rows.
+struct tutti_insertion {
+  const uint8_t* keys;
+  const int64_t* slots;
+  const uint64_t* sequence;
+  const uint32_t* depth;
+  const uint8_t* has_digests;
+  const uint32_t* access;  // 0: `uses` for all
+  int64_t* existing;       // out: kTuttiMissing, or the slot that the key has already
+  uint64_t n;
+  uint32_t uses;
+  uint32_t from_max;  // the highest state of a slot that may take a key
+  uint32_t state;     // of the slots afterwards
+};
+
+// Maps keys[i] to slots[i] unless the key is there already. Returns how many were mapped; or -1 - i
+// and changes nothing where slot i is out of range, in a state above from_max, or was given before.
+TUTTI_API int64_t tutti_index_insert(tutti_index* index, const tutti_insertion* insertion);
 
 // Moves slots to `state`. -1 - i, and nothing changes, where slot i is out of range, in a state
 // whose bit is not in `from`, or pinned though `unpinned` is set.

@@ -276,13 +276,13 @@ int64_t tutti_index_absent(tutti_index* index, const uint8_t* keys, uint64_t n, 
   return static_cast<int64_t>(drop_repeated(keys, rows_out, absent));
 }
 
-int64_t tutti_index_insert(tutti_index* index, const uint8_t* keys, const int64_t* slots,
-                           uint64_t n, const uint64_t* sequence, const uint32_t* depth,
-                           const uint8_t* has_digests, const uint32_t* access, uint32_t uses,
-                           uint32_t from_max, uint32_t state, int64_t* existing_out) {
+int64_t tutti_index_insert(tutti_index* index, const tutti_insertion* insertion) {
+  const tutti_insertion in = *insertion;
+  const int64_t* slots = in.slots;
+  const uint64_t n = in.n;
   // Slots without a key need no depth: where a slot comes twice, the later number is in it.
   for (uint64_t i = 0; i < n; ++i) {
-    if (!is_slot(index, slots[i]) || index->state[slots[i]] > from_max) {
+    if (!is_slot(index, slots[i]) || index->state[slots[i]] > in.from_max) {
       return -1 - static_cast<int64_t>(i);
     }
     index->depth[slots[i]] = static_cast<uint32_t>(i);
@@ -295,23 +295,23 @@ int64_t tutti_index_insert(tutti_index* index, const uint8_t* keys, const int64_
   uint64_t homes[kBlock];
   for (uint64_t begin = 0; begin < n; begin += kBlock) {
     const uint64_t count = n - begin < kBlock ? n - begin : kBlock;
-    for (uint64_t i = 0; i < count; ++i) block[i] = load_key(keys, begin + i);
+    for (uint64_t i = 0; i < count; ++i) block[i] = load_key(in.keys, begin + i);
     prefetch_block(index, block, count, homes);
     for (uint64_t i = 0; i < count; ++i) {
       const uint64_t position = probe(index, block[i], homes[i]);
       const uint32_t existing = index->table[position];
       const uint64_t row = begin + i;
-      existing_out[row] = wide(existing);
+      in.existing[row] = wide(existing);
       if (existing != kTuttiNoSlot) continue;
       const auto slot = static_cast<uint64_t>(slots[row]);
       index->keys[2 * slot] = block[i].low;
       index->keys[2 * slot + 1] = block[i].high;
       index->table[position] = static_cast<uint32_t>(slot);
-      index->state[slot] = static_cast<uint8_t>(state);
-      index->sequence[slot] = sequence[row];
-      index->depth[slot] = depth[row];
-      index->has_digests[slot] = has_digests[row];
-      index->access[slot] = access != nullptr ? access[row] : uses;
+      index->state[slot] = static_cast<uint8_t>(in.state);
+      index->sequence[slot] = in.sequence[row];
+      index->depth[slot] = in.depth[row];
+      index->has_digests[slot] = in.has_digests[row];
+      index->access[slot] = in.access != nullptr ? in.access[row] : in.uses;
       ++inserted;
     }
   }

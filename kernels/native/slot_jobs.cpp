@@ -152,14 +152,11 @@ int tutti_put_start(const tutti_put* put, uint64_t* words) {
   if (n == 0 || tables.allocator->free_slots < n + put->reserve) return 0;
   if (tutti_index_absent(tables.index, put->keys, n, uses, rows) < static_cast<int64_t>(n))
     return 0;
-  uint64_t* counts = at.columns + 5 * n;
-  if (tutti_put_place(&tables, put->keys, put->parents, put->depths, n, put->sequence,
-                      has_digests(*put), kTuttiSlotVoided, kTuttiSlotWriting, uses, at.columns,
-                      counts) < 0) {
-    return -EINVAL;
-  }
+  const tutti_placement placement = {put->keys,     put->parents, put->depths,      n,
+                                     put->sequence, uses,         has_digests(*put)};
+  if (tutti_put_place(&tables, &placement, at.columns) < 0) return -EINVAL;
   std::memcpy(at.slots, at.columns, 2 * n * sizeof *words);  // slots and sequence numbers
-  const auto late = static_cast<int>(counts[2]);
+  const auto late = static_cast<int>(at.columns[5 * n + 2]);
   const auto of_first = [&](int64_t slot) {
     return static_cast<uint64_t>(slot) / put->member_slots ==
            static_cast<uint64_t>(at.slots[0]) / put->member_slots;

@@ -74,6 +74,8 @@ STRUCTS: dict[str, type[ctypes.Structure]] = {
     "tutti_load_tables": native_library.NativeLoadTables,
     "tutti_allocator": native_library.NativeAllocator,
     "tutti_put_tables": native_library.NativePutTables,
+    "tutti_placement": native_library.NativePlacement,
+    "tutti_insertion": native_library.NativeInsertion,
     "tutti_record_identity": native_library.NativeRecordIdentity,
     "tutti_slot_job": slot_jobs.SlotJobStruct,
     "tutti_put": slot_jobs.PutStruct,

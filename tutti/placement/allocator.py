@@ -17,8 +17,15 @@ import numpy as np
 import numpy.typing as npt
 
 from tutti.base.arrays import U32, U64, Keys, Slots
-from tutti.native import NO_SLOT, NativeAllocator, NativePutTables, address, quick
-from tutti.placement.index import MISSING, Index, SlotState
+from tutti.native import (
+    NO_SLOT,
+    NativeAllocator,
+    NativePlacement,
+    NativePutTables,
+    address,
+    quick,
+)
+from tutti.placement.index import MISSING, Index
 from tutti.placement.reuse import ReuseHistory
 
 
@@ -144,12 +151,10 @@ class Placer:
         index.check_keys(parents)
         assert depths.shape == (n,) and depths.dtype == np.uint32, "a depth per key"
         out = np.empty(5 * n + 3, np.uint64)
-        place = address(out)
-        result = quick().tutti_put_place(
-            *(ctypes.byref(self.tables), address(keys), address(parents), address(depths)),
-            *(n, sequence, has_digests, SlotState.VOIDED, SlotState.WRITING, index.uses),
-            *(place, place + 40 * n),
-        )
+        arrays = (address(keys), address(parents), address(depths))
+        placement = NativePlacement(*arrays, n, sequence, index.uses, has_digests)
+        pointers = (ctypes.byref(self.tables), ctypes.byref(placement), address(out))
+        result = quick().tutti_put_place(*pointers)
         assert result == 0, "a free slot is in use"
         count, mapped, late = out[5 * n :].tolist()
         self._history.regretted += late

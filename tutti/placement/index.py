@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from tutti.base.arrays import Keys, Mask, Slots
 from tutti.medium.keys import KEY_NBYTES
-from tutti.native import NO_SLOT, NativeIndex, address, quick
+from tutti.native import NO_SLOT, NativeIndex, NativeInsertion, address, quick
 
 _Scalar = TypeVar("_Scalar", bound=np.generic)
 
@@ -191,11 +191,13 @@ class Index:
         if access is not None:
             columns.append(_column(access, np.uint32, n))
             self.uses = max(self.uses, int(columns[3].max(initial=0)))
-        places = [*map(address, columns), 0][:4]
+        columns_at = [*map(address, columns), 0][:4]
         # READY and UNPROVEN come from FREE alone: a record that was voided speaks of no object.
         last = SlotState.VOIDED if state == SlotState.WRITING else SlotState.FREE
-        arguments = (address(keys), address(slots), n, *places, self.uses, last, state)
-        done = quick().tutti_index_insert(self._handle, *arguments, address(existing))
+        insertion = NativeInsertion(
+            address(keys), address(slots), *columns_at, address(existing), n, self.uses, last, state
+        )
+        done = quick().tutti_index_insert(self._handle, ctypes.byref(insertion))
         if done < 0:
             self._check_slots(slots)
             self._check_transition(slots, state)
