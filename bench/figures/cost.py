@@ -34,7 +34,17 @@ def per_million_tokens(row: Row, prices: Prices) -> float | None:
     tokens_per_s = (number_of(row, "input_tokens_per_s") or 0.0) + (
         number_of(row, "output_tokens_per_s") or 0.0
     )
-    return 1e6 * prices.per_hour(row) / (3600 * tokens_per_s) if tokens_per_s else None
+    return _dollars(row, prices, tokens_per_s) if tokens_per_s else None
+
+
+def interval_per_million(row: Row, prices: Prices) -> tuple[float, float] | None:
+    """The least and the most of the same, where the row has intervals of its tokens."""
+    low, high = (number_of(row, f"tokens_{end}_per_s") for end in ("low", "high"))
+    return (_dollars(row, prices, high), _dollars(row, prices, low)) if low and high else None
+
+
+def _dollars(row: Row, prices: Prices, tokens_per_s: float) -> float:
+    return 1e6 * prices.per_hour(row) / (3600 * tokens_per_s)
 
 
 def crossings(a: Sequence[tuple[float, float]], b: Sequence[tuple[float, float]]) -> list[float]:

@@ -44,6 +44,7 @@ COLUMNS = {
     ),
     COST: (
         *("system", "source", "rate", "input_tokens_per_s", "output_tokens_per_s"),
+        *("tokens_low_per_s", "tokens_high_per_s"),
         *("gpus", "dram_gb", "ssd_gb", "unstable", "partial"),
     ),
 }
@@ -169,6 +170,8 @@ def _costs(result: dict[str, Any], extra: dict[str, float]) -> list[dict[str, An
             "rate": row["rate"],
             "input_tokens_per_s": row.get("input_tokens_per_s"),
             "output_tokens_per_s": row.get("output_tokens_per_s"),
+            "tokens_low_per_s": None,
+            "tokens_high_per_s": None,
             **extra,
             "unstable": "yes" if row["unstable"] else "no",
             "partial": "yes" if row["partial"] else "no",

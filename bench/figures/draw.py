@@ -8,7 +8,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from tutti.bench.figures.cost import Prices, crossings, per_million_tokens
+from tutti.bench.figures.cost import Prices, crossings, interval_per_million, per_million_tokens
 from tutti.bench.figures.data import (
     BANDWIDTH,
     BUBBLE,
@@ -259,13 +259,24 @@ def hit_share(row: Row) -> float:
 def _cost(axis: Any, rows: Sequence[Row], prices: Prices) -> None:
     for number, (system, found) in enumerate(_systems(rows).items()):
         costs = [(value(row, "rate"), per_million_tokens(row, prices), row) for row in found]
-        points = sorted((rate, cost, _hollow([row])) for rate, cost, row in costs if cost)
+        known = [(rate, cost, row) for rate, cost, row in costs if cost]
+        points = sorted(known, key=lambda point: point[0])
         if points:
             colour, marker = COLOURS[number % len(COLOURS)], _MARKERS[number % len(_MARKERS)]
             axis.plot([p[0] for p in points], [p[1] for p in points], color=colour, linewidth=1.2)
             axis.plot([], [], color=colour, marker=marker, label=system)
-            for rate, cost, hollow in points:
-                axis.plot([rate], [cost], marker, color=colour, mfc="none" if hollow else colour)
+            for rate, cost, row in points:
+                ends = None if _hollow([row]) else interval_per_million(row, prices)
+                axis.errorbar(
+                    [rate],
+                    [cost],
+                    yerr=ends and [[max(0.0, cost - ends[0])], [max(0.0, ends[1] - cost)]],
+                    fmt=marker,
+                    color=colour,
+                    mfc="none" if _hollow([row]) else colour,
+                    capsize=2,
+                    elinewidth=0.8,
+                )
     axis.set_xlabel("requests/s")
     axis.set_ylabel("$ for 10^6 tokens, prompts and answers")
     axis.set_ylim(bottom=0)

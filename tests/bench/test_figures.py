@@ -14,7 +14,7 @@ import pytest
 from tutti.base.terminal import progress
 from tutti.bench.figures import paper
 from tutti.bench.figures import run as figures
-from tutti.bench.figures.cost import Prices, crossings, per_million_tokens
+from tutti.bench.figures.cost import Prices, crossings, interval_per_million, per_million_tokens
 from tutti.bench.figures.data import (
     BANDWIDTH,
     COLUMNS,
@@ -204,6 +204,7 @@ def test_rows_of_results() -> None:
 def cost_row(**changes: str) -> Row:
     row = {"system": "a", "source": "measured", "rate": "1", "unstable": "no", "partial": "no"}
     row |= {"input_tokens_per_s": "900", "output_tokens_per_s": "100"}
+    row |= {"tokens_low_per_s": "500", "tokens_high_per_s": "1250"}
     return row | {"gpus": "2", "dram_gb": "256", "ssd_gb": "14000"} | changes
 
 
@@ -216,6 +217,9 @@ def test_cost_of_a_million_tokens() -> None:
     assert (
         per_million_tokens(cost_row(input_tokens_per_s="", output_tokens_per_s="0"), prices) is None
     )
+    ends = interval_per_million(cost_row(), prices)
+    assert ends == pytest.approx((per_hour / 4.5, per_hour / 1.8))
+    assert interval_per_million(cost_row(tokens_low_per_s=""), prices) is None
 
 
 def test_cost_comes_from_flags(tmp_path: Path) -> None:
