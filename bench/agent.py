@@ -2,12 +2,14 @@
 
 The agent is a process of its own, as users start it.  Both pools hold the same pages.  Nothing is
 moved: a plan is asked for and given up, which the times leave out.  What a plan through the agent
-consists of is measured with it: the socket alone, and a request that asks for nothing.
+consists of is measured with it: the socket alone, and a request that asks for nothing.  Then many
+clients, a process each, ask at the same time.
 """
 
 from __future__ import annotations
 
 import argparse
+import multiprocessing
 import os
 import socket
 import subprocess
@@ -51,6 +53,8 @@ _LAYOUT = KVLayout.mha(
 )
 _CAPACITY = "256MiB"
 _WAIT_S = 30.0
+_START_S = 120.0
+_CROWD_S = 5.0
 _EMPTY, _SOCKET = "look-up of no key", "socket alone"
 _BARS_US: dict[str, float | None] = {
     "look-up": 500.0,
@@ -78,6 +82,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rounds", type=int, default=400, help="calls of each kind per side")
     parser.add_argument("--pages", type=int, default=1024, help="pages per look-up")
     parser.add_argument("--batch", type=int, default=128, help="pages per plan")
+    parser.add_argument(
+        "--clients", type=int, default=64, help="processes that ask at the same time; 0 for none"
+    )
     parser.add_argument("--seed", type=int, default=1, help="seed of the keys")
 
 
@@ -196,10 +203,58 @@ def _agent(folder: Path) -> Iterator[str]:
             process.terminate()
 
 
+def _ask(path: str, keys: Keys, batch: int, ready: Any, until_s: Any, results: Any) -> None:
+    """A client of many: look-ups and load plans in turns from when all are connected."""
+    with NodeStore(path, _LAYOUT, _CAPACITY) as store:
+        plan = _through_socket(store)
+        times_us: dict[str, list[float]] = {"look-up": [], "load plan": []}
+        ready.wait(_START_S)
+        while time.monotonic() < until_s.value:
+            start_ns = time.perf_counter_ns()
+            store.match(keys)
+            middle_ns = time.perf_counter_ns()
+            give_up = plan(PlanLoad(keys[:batch].tobytes()))
+            times_us["load plan"].append((time.perf_counter_ns() - middle_ns) / 1000)
+            times_us["look-up"].append((middle_ns - start_ns) / 1000)
+            give_up()
+        results.put(times_us)
+
+
+def _crowd(path: str, keys: Keys, batch: int, clients: int) -> dict[str, Any]:
+    """What one agent answers to many clients at a time."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])  # which they all import
+    ready, until_s = context.Barrier(clients + 1), context.Value("d", 0.0)
+    results = context.Queue()
+    arguments = (path, keys, batch, ready, until_s, results)
+    processes = [context.Process(target=_ask, args=arguments) for _ in range(clients)]
+    for process in processes:
+        process.start()
+    until_s.value = time.monotonic() + 3600.0
+    ready.wait(_START_S)
+    until_s.value = time.monotonic() + _CROWD_S
+    found = [results.get(timeout=_CROWD_S + _WAIT_S) for _ in processes]
+    for process in processes:
+        process.join(_WAIT_S)
+    return {
+        "clients": clients,
+        "seconds": _CROWD_S,
+        "calls": {
+            name: {
+                "per_s": sum(len(each[name]) for each in found) / _CROWD_S,
+                "p50_us": percentile([us for each in found for us in each[name]], 50),
+                "p99_us": percentile([us for each in found for us in each[name]], 99),
+            }
+            for name in found[0]
+        },
+    }
+
+
 def run(args: argparse.Namespace, progress: ProgressFactory) -> dict[str, Any]:
     """Calls on both sides in turns.  Raises ConfigError."""
     rounds, pages = whole("--rounds", args.rounds, 3, 10**6), whole("--pages", args.pages, 1, 4096)
     batch = whole("--batch", args.batch, 1, pages)
+    clients = whole("--clients", args.clients, 0, 256)
     rng = np.random.default_rng(args.seed)
     keys = rng.integers(0, 256, (pages, 16), np.uint8)
     with ExitStack() as stack, progress("agent", rounds) as bar:
@@ -223,10 +278,12 @@ def run(args: argparse.Namespace, progress: ProgressFactory) -> dict[str, Any]:
             ask()
             sides[0].times_us[_SOCKET].append((time.perf_counter_ns() - start_ns) / 1000)
             bar.advance(1)
+        crowd = [_crowd(path, keys, batch, clients)] if clients else []
         rows = [_row(name, *(side.times_us[name] for side in sides)) for name in _BARS_US]
     return {
         "benchmark": "agent",
         "rows": rows,
+        "crowd": crowd,
         "pages": pages,
         "batch": batch,
         "rounds": rounds,
@@ -280,8 +337,17 @@ def notes_of(result: dict[str, Any]) -> list[str]:
     return [
         f"look-ups of {result['pages']} pages, plans of {result['batch']} pages,"
         f" {result['rounds']} rounds",
+        *(
+            f"{crowd['clients']} clients at a time, a process each on the same cores: "
+            + "; ".join(
+                f"{name} {found['per_s']:.0f} a second, p50 {found['p50_us']:.0f} us,"
+                f" p99 {found['p99_us']:.0f} us"
+                for name, found in crowd["calls"].items()
+            )
+            for crowd in result.get("crowd", ())
+        ),
         f"{_SOCKET}: a process that answers a load plan's bytes with as many, and does no more;"
-        f" {_EMPTY}: with the agent's loop and its messages",
+        f" {_EMPTY}: with the agent's threads and its messages",
     ]
 
 

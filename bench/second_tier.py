@@ -6,7 +6,9 @@ without this tier, while a process reads the same values by Mooncake, or the poo
     python -m tutti.bench.second_tier --remote mooncake://HOST:PORT --dir DIR --out result.json
 
 The tier's time runs from a look-up's miss until the pages are verified and stored in the pool; that
-of Mooncake until they are in memory, in one batch.  A cluster must run already.
+of Mooncake until they are in memory, in one batch.  Third in turn, what bounds any tier that stores
+what it fetches: the same batch get while the pool stores as many pages that it has in memory, until
+both are over.  A cluster must run already.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +35,7 @@ from tutti.cluster.tier import Tier
 from tutti.cluster.worker import NICE, TRAILER_NBYTES
 from tutti.errors import DeviceTimeout
 from tutti.medium.layout import KVLayout
+from tutti.memory.host_memory import HostMemory
 from tutti.store import ObjectStore
 from tutti.store import open as open_pool
 from tutti.transfers.tickets import PutTicket
@@ -81,6 +85,15 @@ class Fetcher:
         start_s = time.monotonic()
         self.tier.missed(self.keys)
         _until(lambda: bool(self._counts()["fetched"] >= before + len(self.keys)), "fetching")
+        return time.monotonic() - start_s
+
+    def store_beside(self, memory: HostMemory, work: Callable[[], object]) -> float:
+        """Seconds of storing as many pages from memory, beside work, until both are over."""
+        self.store.clear(deallocate=False)
+        start_s = time.monotonic()
+        ticket = self.store.put(self.keys, range(len(self.keys)), memory=memory)
+        work()
+        ticket.wait(_WAIT_S)
         return time.monotonic() - start_s
 
     def _counts(self) -> dict[str, Any]:
@@ -198,6 +211,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     keys = np.random.default_rng(args.seed).integers(0, 256, (args.pages, 16), np.uint8)
     tier_gb: list[float] = []
     direct_gb: list[float] = []
+    both_gb: list[float] = []
     gigabytes = args.pages * layout.object_nbytes / 1e9
     with open_pool(
         str(args.dir / "second-tier.tutti"), layout, args.capacity, profile=None
@@ -208,11 +222,15 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
             prefix = f"tutti/{config.namespace}/{layout.fingerprint.hex()}/"
             names = [prefix + key.tobytes().hex() for key in keys]
             direct = Direct(config, names, layout.object_nbytes + TRAILER_NBYTES)
+            memory = pool.allocate_memory(args.pages)
+            both = partial(fetcher.store_beside, memory, direct.get_s)
+            calls = ((fetcher.fetch_s, tier_gb), (direct.get_s, direct_gb), (both, both_gb))
             for number in range(args.rounds + 1):
-                for call, rates in ((fetcher.fetch_s, tier_gb), (direct.get_s, direct_gb)):
+                for call, rates in calls:
                     seconds = call()
                     if number:  # the first round opens connections
                         rates.append(gigabytes / seconds)
+            pool.unregister(memory)
             reader = Reader(config, names, layout.object_nbytes + TRAILER_NBYTES)
             local = Local(fetcher, reader, np.random.default_rng(args.seed + 1))
             for _ in range(args.rounds):
@@ -227,7 +245,9 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         "page_nbytes": layout.object_nbytes,
         "tier_gb_per_s": tier_gb,
         "mooncake_gb_per_s": direct_gb,
+        "mooncake_and_store_gb_per_s": both_gb,
         "ratio": {**bootstrap_median(found).to_dict()},
+        "ratio_to_mooncake_and_store": bootstrap_median(ratios(tier_gb, both_gb)).to_dict(),
         "bar": 0.9,
         "local_p99_ms": local.p99_ms,
         "local_p99_ratio": {

@@ -1,8 +1,11 @@
-"""Prefill and decode apart: HiCache of two servers, in one process, through the agent."""
+"""Prefill and decode apart: HiCache of two servers, in one process, through one node's agent, or
+through two nodes' agents and the second tier.
+"""
 
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 from pathlib import Path
@@ -10,10 +13,12 @@ from typing import Any
 
 import host_pools as hp
 import pytest
+from cluster.faulty import Faults
 from node.agents import RunningAgent, running
 
 from tutti.integration.sglang.hicache import TuttiHiCacheStorage
 
+WAIT_S = 30.0
 Connect = Callable[[RunningAgent], "Server"]
 
 
@@ -93,3 +98,34 @@ def test_a_turn_before_its_write_is_durable_is_a_miss(
         assert seen == [0]
         assert prefill.storage.batch_exists(hashes(4)) == 4
         assert prefill.read(hashes(4), seed) == want
+
+
+def test_turns_travel_between_two_nodes(tmp_path: Path, connect: Connect, seed: int) -> None:
+    """A stand-in of the remote store.  What has not landed is a miss, and never waited for."""
+    faults = Faults(tmp_path / "remote")
+    remote = faults.config(replicate="first")
+    with (
+        running(tmp_path / "one", remote=remote) as one,
+        running(tmp_path / "two", remote=remote) as two,
+    ):
+        prefill, decode = connect(one), connect(two)
+        prompt, answer = hashes(6), hashes(4, 6)
+        faults.set("slow")
+        want = prefill.write(prompt, seed)
+        began_s = time.monotonic()
+        assert decode.storage.batch_exists(prompt) == 0
+        assert time.monotonic() - began_s < faults.config().timeout_s
+        faults.set("")
+        lands(decode, prompt)
+        assert decode.read(prompt, seed) == want
+        want += decode.write(answer, seed + 1)
+        lands(prefill, prompt + answer)
+        assert prefill.read(prompt + answer, seed) == want
+
+
+def lands(server: Server, wanted: list[str]) -> None:
+    """Looks up until all pages are there; each look-up answers at once."""
+    deadline_s = time.monotonic() + WAIT_S
+    while server.storage.batch_exists(wanted) < len(wanted):
+        assert time.monotonic() < deadline_s, "not fetched"
+        time.sleep(0.05)
