@@ -9,12 +9,16 @@ plays no part; the result says where they cannot. What was loaded last is compar
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from tutti.arguments import PAGE_SIZE, above_zero, natural, positive
 from tutti.base.terminal import ProgressFactory, table
 from tutti.base.units import GiB, parse_nbytes
 from tutti.bench.environment import describe
+from tutti.bench.gpu.pool_pages import ENGINES, DevicePool, open_gpu
+from tutti.bench.gpu.rig import facts_of
 from tutti.bench.pool_file import (
     add_pool_arguments,
     medium_facts,
@@ -25,6 +29,9 @@ from tutti.bench.pool_file import (
 from tutti.bench.shape import KvPageShape, parse_shape
 from tutti.bench.workload import Limit, PoolWorkload
 from tutti.errors import ConfigError
+from tutti.gio_uring.gpu.driver import Driver
+from tutti.gio_uring.gpu.modules import Modules
+from tutti.memory.device_memory import DeviceMemory
 from tutti.store import ObjectStore
 from tutti.transfers.store_config import StoreConfig
 
@@ -80,6 +87,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="length of the prefix in the phase layerwise, in pages",
     )
     parser.add_argument("--memory", default="512MiB", help="limit of registered memory")
+    parser.add_argument(
+        "--gpu",
+        choices=ENGINES,
+        metavar="ENGINE",
+        help="store from and load into memory of GPU 0 by this engine: host (the CPU submits, copy"
+        " engines move), launch, resident or persistent (kernels submit)",
+    )
     parser.add_argument("--seed", type=natural, default=1, help="seed of the order of loads")
 
 
@@ -95,25 +109,20 @@ def run(args: argparse.Namespace, progress: ProgressFactory) -> dict[str, Any]:
     rows: list[dict[str, Any]] = []
     medium: dict[str, Any] = {}
     wrong = 0
-    for shape in shapes:
-        config = StoreConfig(verify=args.verify, durability=args.durability)
-        with temporary_pool(
-            paths,
-            shape.layout(),
-            parse_nbytes(args.capacity),
-            config=config,
-            prewrite=args.prewrite,
-            force=args.force,
-            progress=progress,
-            engine=_engine_options(args),
-        ) as store:
-            medium = medium_facts(store)
-            for context in args.contexts or (None,):
-                workload = make_workload(store, shape, args, context)
-                rows += _measure(workload, shape, args, progress)
-                wrong += workload.wrong
-                store.unregister(workload.memory)
-                store.clear(deallocate=False)  # the next one has the same keys
+    with ExitStack() as stack:
+        gpu = stack.enter_context(open_gpu()) if args.gpu else None
+        for shape in shapes:
+            with _opened(paths, shape, args, progress, gpu) as (store, memory):
+                medium = medium_facts(store)
+                for context in args.contexts or (None,):
+                    workload = make_workload(store, shape, args, context, memory)
+                    rows += _measure(workload, shape, args, progress)
+                    wrong += workload.wrong
+                    if memory is None:
+                        store.unregister(workload.memory)
+                    store.clear(deallocate=False)  # the next one has the same keys
+        if gpu is not None:
+            medium["gpu"] = {"engine": args.gpu, **facts_of(gpu[0])}
     return {
         "benchmark": "bandwidth",
         "rows": rows,
@@ -128,6 +137,42 @@ def run(args: argparse.Namespace, progress: ProgressFactory) -> dict[str, Any]:
     }
 
 
+@contextmanager
+def _opened(
+    paths: list[str],
+    shape: KvPageShape,
+    args: argparse.Namespace,
+    progress: ProgressFactory,
+    gpu: tuple[Driver, Modules] | None,
+) -> Iterator[tuple[ObjectStore, DeviceMemory | None]]:
+    """A pool for objects of a shape; on a GPU, --memory for all its workloads."""
+    with ExitStack() as stack:
+        device = None
+        if gpu is not None:
+            pages = parse_nbytes(args.memory) // shape.object_nbytes
+            device = DevicePool(*gpu, args.gpu, shape.layout(), _at_least_two(pages, shape))
+            stack.callback(device.close)
+        store = stack.enter_context(
+            temporary_pool(
+                paths,
+                shape.layout(),
+                parse_nbytes(args.capacity),
+                config=StoreConfig(verify=args.verify, durability=args.durability),
+                prewrite=args.prewrite,
+                force=args.force,
+                progress=progress,
+                engine=_engine_options(args),
+            )
+        )
+        yield store, None if device is None else device.attach(store)
+
+
+def _at_least_two(pages: int, shape: KvPageShape) -> int:
+    if pages < 2:
+        raise ConfigError(f"objects of {shape.object_nbytes} bytes need twice that as --memory")
+    return pages
+
+
 def _engine_options(args: argparse.Namespace) -> dict[str, Any]:
     options: dict[str, Any] = {"executor": args.executor}
     if args.depth is not None:
@@ -140,12 +185,16 @@ def _engine_options(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def make_workload(
-    store: ObjectStore, shape: KvPageShape, args: argparse.Namespace, context: int | None = None
+    store: ObjectStore,
+    shape: KvPageShape,
+    args: argparse.Namespace,
+    context: int | None = None,
+    memory: DeviceMemory | None = None,
 ) -> PoolWorkload:
     """Memory within --memory, batches of --batch as far as that allows.
 
-    context: tokens of the batches instead, one at a time.  Raises ConfigError when not even one
-    object fits, or not a whole context.
+    context: tokens of the batches instead, one at a time.  memory: of a GPU.  Raises ConfigError
+    when not even one object fits, or not a whole context.
     """
     if context is not None:
         pages = max(1, context // PAGE_SIZE)
@@ -162,11 +211,10 @@ def make_workload(
             inflight=1,
             load_pages=pages,
             hugepages=args.memory_pages == "huge",
+            memory=memory,
             seed=args.seed,
         )
-    memory_pages = parse_nbytes(args.memory) // shape.object_nbytes
-    if memory_pages < 2:
-        raise ConfigError(f"objects of {shape.object_nbytes} bytes need twice that as --memory")
+    memory_pages = _at_least_two(parse_nbytes(args.memory) // shape.object_nbytes, shape)
     inflight = min(args.inflight, memory_pages // 2)
     # A pool must hold more than what is in flight, or every put would have to be dropped.
     share = min(memory_pages // 2, store.stats()["capacity_objects"] // 4) // inflight
@@ -177,6 +225,7 @@ def make_workload(
         inflight=inflight,
         load_pages=min(memory_pages - batch_pages * inflight, args.prefix_pages),
         hugepages=args.memory_pages == "huge",
+        memory=memory,
         seed=args.seed,
     )
 

@@ -16,6 +16,7 @@ import numpy.typing as npt
 from tutti.base.arrays import U64, Keys
 from tutti.errors import ConfigError
 from tutti.gio_uring.memory import view_at
+from tutti.memory.device_memory import DeviceMemory
 from tutti.memory.host_memory import HostMemory
 
 Pages = npt.NDArray[np.integer[Any]]
@@ -99,3 +100,27 @@ class Stamps:
             tiles = pattern.reshape(-1, _BLOCK_WORDS)[None] ^ salt[:, :, None]
             return np.asarray(tiles.reshape(len(keys), pattern.size))
         return pattern[None, :] ^ np.repeat(salt, _BLOCK_WORDS, axis=1)[:, : pattern.size]
+
+
+class DeviceStamps:
+    """`Stamps` of pages in GPU memory, by copies of one page at a time."""
+
+    def __init__(self, memory: DeviceMemory) -> None:
+        self._memory = memory
+        self._mirror = HostMemory.allocate(memory.layout, 1, hugepages=False)
+        self._stamps = Stamps(self._mirror)
+        self._row = np.zeros(1, np.int64)
+
+    def fill(self, pages: Pages, keys: Keys) -> None:
+        """See Stamps.fill."""
+        for page, key in zip(pages.tolist(), keys, strict=True):
+            self._stamps.fill(self._row, key[None, :])
+            self._memory.write(page, self._mirror.read(0))
+
+    def wrong(self, pages: Pages, keys: Keys) -> npt.NDArray[np.bool_]:
+        """See Stamps.wrong."""
+        found = np.zeros(len(pages), np.bool_)
+        for row, page in enumerate(pages.tolist()):
+            self._mirror.write(0, self._memory.read(page))
+            found[row] = self._stamps.wrong(self._row, keys[row : row + 1])[0]
+        return found

@@ -20,8 +20,10 @@ import numpy.typing as npt
 
 from tutti.base.arrays import Keys
 from tutti.bench.meter import Meter
-from tutti.bench.stamps import Stamps, numbered_keys
+from tutti.bench.stamps import DeviceStamps, Stamps, numbered_keys
 from tutti.errors import CapacityError, DeviceTimeout
+from tutti.memory.device_memory import DeviceMemory
+from tutti.memory.host_memory import HostMemory
 from tutti.store import ObjectStore
 from tutti.transfers.tickets import LoadTicket, PutTicket
 
@@ -63,6 +65,7 @@ class PoolWorkload:
 
     batch_pages: objects of one put or load.  inflight: batches under way at once.
     load_pages: pages of the memory that is loaded into, at least batch_pages * inflight.
+    memory: pages to use instead of host memory of its own, registered, enough for both.
     memory_pages: use only so many pages for puts, and as many for loads, over and over.  Then many
     objects land in one page, as a benchmark with few buffers reads many blocks into each; what was
     loaded is not checked, and verification must be off.
@@ -77,6 +80,7 @@ class PoolWorkload:
         load_pages: int,
         hugepages: bool = True,
         memory_pages: int | None = None,
+        memory: HostMemory | None = None,
         seed: int = 0,
     ) -> None:
         self.store = store
@@ -87,10 +91,14 @@ class PoolWorkload:
         self.source_pages = memory_pages or batch_pages * inflight
         self.load_pages = memory_pages or max(load_pages, self.source_pages)
         self.object_nbytes = store.layout.object_nbytes
-        self.memory = store.allocate_memory(
-            self.source_pages + self.load_pages, hugepages=hugepages
-        )
-        self.stamps = Stamps(self.memory)
+        pages = self.source_pages + self.load_pages
+        self.memory = memory or store.allocate_memory(pages, hugepages=hugepages)
+        assert pages <= self.memory.pages, "the memory that was given is too small"
+        self.stamps: Stamps | DeviceStamps
+        if isinstance(self.memory, DeviceMemory):
+            self.stamps = DeviceStamps(self.memory)
+        else:
+            self.stamps = Stamps(self.memory)
         self.wrong = 0
         self.batches = 0  # put so far
         self._rng = np.random.default_rng(seed)
@@ -98,13 +106,13 @@ class PoolWorkload:
         self.stamps.fill(sources, numbered_keys(sources))
         # Touches the memory, which otherwise happens in the first timed load.
         self.stamps.fill(
-            np.arange(self.source_pages, self.memory.pages),
+            np.arange(self.source_pages, pages),
             numbered_keys(np.zeros(self.load_pages)),
         )
 
     @property
     def backing(self) -> str:
-        """What the registered memory really lies on: "hugetlb", "thp" or "pages"."""
+        """What the registered memory really lies on: "hugetlb", "thp", "pages", or "gpu"."""
         return str(self.memory.owner.backing)
 
     def keys(self, batch: int) -> Keys:

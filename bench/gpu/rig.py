@@ -101,6 +101,20 @@ class DevicePages:
         self._driver.free(self.address)
 
 
+def facts_of(driver: Driver) -> dict[str, Any]:
+    """What a driver says of itself and the device, for JSON."""
+    try:
+        sms: Any = driver.sm_resource().count
+    except TuttiError as error:  # one without green contexts
+        sms = f"unknown: {error}"
+    return {
+        "version": getattr(driver, "version", "stand-in"),
+        "architecture": driver.architecture,
+        "multiprocessors": sms,
+        "copy_batch": driver.has_copy_batch,
+    }
+
+
 class TestedGpu:
     """The GPU under test.  modules: None where nothing may be launched, and why not."""
 
@@ -113,17 +127,8 @@ class TestedGpu:
     @property
     def facts(self) -> dict[str, Any]:
         """What the driver says of itself and the device, for JSON."""
-        try:
-            sms: Any = self.driver.sm_resource().count
-        except TuttiError as error:  # one without green contexts
-            sms = f"unknown: {error}"
-        return {
-            "version": getattr(self.driver, "version", "stand-in"),
-            "architecture": self.driver.architecture,
-            "multiprocessors": sms,
-            "copy_batch": self.driver.has_copy_batch,
-            "device_code": "loaded" if self.modules is not None else self._why_no_modules,
-        }
+        code = "loaded" if self.modules is not None else self._why_no_modules
+        return {**facts_of(self.driver), "device_code": code}
 
     def mover(self, name: str, blocks: int = 16) -> Mover:
         """One of MOVERS."""

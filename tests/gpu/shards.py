@@ -27,6 +27,7 @@ SHARDS = {
     "host_engine": ["tests/gpu/test_host_engine.py"],
     "device_engines": ["tests/gpu/test_device_engines.py"],
     "store_engines": ["tests/gpu/test_store_engines.py"],
+    "bandwidth": ["tests/gpu/test_bandwidth.py"],
     # A tool may wait for every launch, so the kernel that stays is left out.
     "memcheck": [
         "tests/gpu/test_device_engines.py",

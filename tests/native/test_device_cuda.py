@@ -22,6 +22,7 @@ SUITES = {
     "test_host_engine.py": (["-k", "not torch"], 1, 7),
     "test_device_engines.py": (["-k", "not (every_length or faults)"], 8, 15),
     "test_store_engines.py": ([], 1, 19),
+    "test_bandwidth.py": ([], 8, 5),
 }
 REFUSALS = """
 400 a stream that was destroyed
