@@ -89,17 +89,33 @@ def run(args: argparse.Namespace, progress: ProgressFactory) -> dict[str, Any]:
     }
 
 
-def report(result: dict[str, Any]) -> str:
-    """A table for people."""
+HEAD = (
+    *("engine", "pages", "us a batch", "us a layer", "us until it returns", "calls a layer"),
+    "argument bytes a layer",
+)
+
+
+def rows_of(result: dict[str, Any]) -> list[list[object]]:
+    """The table below HEAD."""
     names = ("way", "pages", "batch_us", "layer_us", "return_us", "calls", "argument_nbytes")
-    heads = ("engine", "pages", "us a batch", "us a layer", "us until it returns", "calls a layer")
     rows = []
     for row in result["rows"]:
         cells = {name: round(v, 1) if isinstance(v, float) else v for name, v in row.items()}
-        if row["layer_us"] <= row["layer_noise_us"]:
-            cells["layer_us"] = f"below noise ({row['layer_noise_us']:.1f})"
+        noise_us = row.get("layer_noise_us", 0.0)  # results of before have none
+        if row["layer_us"] <= noise_us:
+            cells["layer_us"] = f"below noise ({noise_us:.1f})"
         rows.append([cells[name] for name in names])
-    return f"{table((*heads, 'argument bytes a layer'), rows)}\n{result['source']}"
+    return rows
+
+
+def notes_of(result: dict[str, Any]) -> list[str]:
+    """What the table does not say."""
+    return [str(result["source"])]
+
+
+def report(result: dict[str, Any]) -> str:
+    """For people."""
+    return "\n".join([table(HEAD, rows_of(result)), *notes_of(result)])
 
 
 def measure(way: str, pages: int, repeats: int) -> dict[str, Any]:

@@ -29,6 +29,7 @@ from tutti.bench import (
     paths,
     soak_report,
     store_results,
+    submit,
     threads,
     window,
 )
@@ -258,6 +259,7 @@ _KINDS: dict[str, Callable[[dict[str, Any]], str]] = {
     "simulate": _simulate,
     "slack": _table_of(slack_report),
     "soak": _table_of(soak_report),
+    "submit": _table_of(submit),
     "threads": _table_of(threads),
     "window": _table_of(window),
 }
