@@ -12,7 +12,7 @@ constexpr u64 kTickNs = 20'000'000;   // how often deadlines are looked at
 constexpr u64 kIdleNs = 200'000'000;  // a sleeping thread wakes this often by itself
 constexpr u32 kFloorCommands = 2;     // of any size, whatever the window
 constexpr u32 kShare = 8;             // of the window is owed to stores, one part in so many
-// Of the best rate: what a window has at least, while a layer is waited for and while none is.
+// Of the best rate: what a window has at least, while a layer is waited for or of stores, and else.
 constexpr double kNarrowShare = 0.98;
 constexpr double kWideShare = 0.995;
 constexpr u64 kDefaultRate = 1'000'000'000;  // before a drive was measured
@@ -34,8 +34,9 @@ ServiceThread::ServiceThread(Engine* engine, const ServiceThreadConfig& config, 
   // issue() stops at twice the depth; a turn and a reset can each add as many as are in flight.
   finished_.reserve(4 * qp_->depth);
   for (u32 kind = 0; kind < kKinds; ++kind) {
-    windows_[0][kind].start(kSizeNbytes[kind % kSizes], kWideShare);
-    windows_[1][kind].start(kSizeNbytes[kind % kSizes], kNarrowShare);
+    const bool store = kind >= kSizes;
+    windows_[0][kind].start(kSizeNbytes[kind % kSizes], store, store ? kNarrowShare : kWideShare);
+    windows_[1][kind].start(kSizeNbytes[kind % kSizes], store, kNarrowShare);
   }
 }
 

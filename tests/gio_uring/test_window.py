@@ -13,7 +13,7 @@ from tutti.gio_uring.engine import NEVER_DUE, PRIORITY_LOAD, Engine
 from tutti.gio_uring.iocb import Extents, PagedMemory
 from tutti.gio_uring.job import Job
 from tutti.gio_uring.memory import HostBuffer
-from tutti.gio_uring.nvme_spec import OPCODE_READ
+from tutti.gio_uring.nvme_spec import OPCODE_READ, OPCODE_WRITE
 
 LAYERS, PAGES = 16, 32
 SLICE_NBYTES = 64 * KiB
@@ -51,12 +51,14 @@ class Rig:
         self.region.close()
         self.controller.close()
 
-    def submit(self, pages: int, due_ns: int = 0) -> tuple[Job, np.ndarray]:
+    def submit(
+        self, pages: int, due_ns: int = 0, opcode: int = OPCODE_READ
+    ) -> tuple[Job, np.ndarray]:
         extents = Extents([0], [1], [pages], SLICE_NLB, PAGES * SLICE_NLB)
         ready = np.zeros(LAYERS, np.uint64)
         numbers = self.memory.check_pages(np.arange(pages))
         job = self.engine.submit(
-            OPCODE_READ,
+            opcode,
             extents,
             numbers,
             self.memory,
@@ -137,3 +139,14 @@ def test_layers_of_all_loads_are_issued_as_they_are_due(make) -> None:  # type: 
     assert first_ns[LAYERS // 2] < second_ns[-1]
     assert second_ns[LAYERS // 2] < first_ns[-1]
     assert ahead_ns[1] > max(first_ns[-1], second_ns[-1])
+
+
+def test_stores_begin_with_few_bytes_in_flight(make) -> None:  # type: ignore[no-untyped-def]
+    """A load that comes has to wait for these."""
+    rig = make(parallelism=None)
+    for opcode in (OPCODE_READ, OPCODE_WRITE):
+        job, _ = rig.submit(1, opcode=opcode)
+        assert job.wait_released(20)
+    reads, writes = rig.engine.windows()[0].window_nbytes
+    assert reads >= 32 * COMMAND_NBYTES
+    assert COMMAND_NBYTES < writes <= 4 * MiB
