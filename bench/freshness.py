@@ -55,6 +55,7 @@ DEPENDS: dict[str, tuple[str, ...]] = {
     "replay": (*_TRANSFERS, *_RIG, *_TRACES, "bench/replay.py"),
     "residency": (*_TRANSFERS, *_RIG, "bench/residency"),
     "residency-moving": (*_TRANSFERS, *_RIG, "bench/residency"),
+    "short": (*_TRANSFERS, "bench/short.py", "bench/pool_file.py", "bench/shape.py"),
     "ring": (
         *("kernels/include/gio_uring", "kernels/native/ring_bench.cpp"),
         *("bench/ring.py", "bench/controller_memory.py"),

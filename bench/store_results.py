@@ -66,6 +66,7 @@ STEPS = (
     Result("replay", "tutti.cli replay --trace {trace} --shape 4x16KiB --capacity 1GiB 3GiB 9GiB"
          " --dir {dir} --json", 720, prints=True),
     Result("window", "tutti.cli bench window --dir {dir} --json", 240, prints=True),
+    Result("short", "tutti.cli bench short --dir {dir} --json", 120, prints=True),
     Result("threads", "tutti.cli bench threads --json", 120, prints=True),
     Result("slack-file", "tutti.cli bench slack --json --workloads --dir {dir} --rounds 24", 240,
          prints=True),

@@ -89,6 +89,7 @@ COMMANDS = (
     ("bench agent", "bench:add_agent", "cost of look-ups and plans over the agent's socket"),
     ("bench submit", "bench:add_submit", "CPU time and driver calls of a load to a GPU"),
     ("bench window", "bench:add_window", "compare an adaptive window of commands with a fixed one"),
+    ("bench short", "bench:add_short", "cost of transfers of a few pages"),
     ("bench placement", "bench:add_placement", "show the drive addresses of commands (emulated)"),
     ("bench eviction", "bench:add_eviction", "compare eviction policies on request traces"),
     ("bench residency", "profile:add_residency", "compare four uses of the page cache"),

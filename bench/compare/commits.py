@@ -68,47 +68,10 @@ with temporary_pool([sys.argv[1]], shape.layout(), 3 * 2**28) as store:
         rows = [{"shape": sys.argv[2], "phase": name, **phases[name]} for name in phases]
         print(json.dumps({"rows": rows}), flush=True)
 """
-#: CPU time of the calling thread up to the return of a call, and of the process to its end; and of
-#: calls in a row, while those before are under way.
-_SHORT = """
-import json, sys, threading, time
-sys.path.insert(0, "")
-import numpy as np
-from tutti.bench.pool_file import temporary_pool
-from tutti.bench.shape import parse_shape
-from tutti.bench.statistics import median
-here, process, rng = time.thread_time_ns, time.process_time_ns, np.random.default_rng(1)
-took = {}
-def call(name, function, settle):
-    began = here(), process()
-    result = function()
-    took.setdefault(name, []).append(here() - began[0])
-    settle(result)
-    took.setdefault(f"{name}, all threads", []).append(process() - began[1])
-def measure(store, memory):
-    for turn in range(300):
-        for n in (1, 16):
-            keys, pages = rng.integers(0, 256, (n, 16), np.uint8), np.arange(n)
-            call(f"put {n}", lambda: store.put(keys, pages), lambda put: put.wait())
-            load = lambda: store.load(keys[: store.match(keys)], pages)
-            call(f"match and load {n}", load, lambda load: load.wait_settled())
-            began, loads = here(), [load() for _ in range(8)]
-            took.setdefault(f"match and load {n}, in a row", []).append((here() - began) / 8)
-            for each in loads:
-                each.wait_settled()
-layout = parse_shape("4x16KiB").layout()
-with temporary_pool([sys.argv[1] + "/short.tutti"], layout, 2**28) as store:
-    thread = threading.Thread(target=measure, args=(store, store.allocate_memory(16)), daemon=True)
-    thread.start()
-    thread.join(240)
-    assert not thread.is_alive(), "it hangs"
-rows = [{"phase": name, "cpu_us": median(took[name][50:]) / 1e3} for name in took]
-print(json.dumps({"rows": rows}))
-"""
 _SIDES = ("before", "after", "again")
 HEAD = ("number", "before", "after", "after/before", "before/before (noise)")
 #: What is compared of each row: commands and bytes in a time, CPU time, latencies.
-_NUMBERS = ("commands_per_s", "cpu_ns_per_command", "cpu_us", "gb_per_s", "cpu_s_per_gb", "p50_ms")
+_NUMBERS = ("commands_per_s", "cpu_ns_per_command", "gb_per_s", "cpu_s_per_gb", "p50_ms")
 _INDEX_NUMBERS = ("index_nbytes_per_object", "open_s", "cpu_s")
 
 
@@ -116,7 +79,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of this command."""
     parser.add_argument("before", type=Path, help="checkout of the older commit")
     parser.add_argument("after", type=Path, help="checkout of the newer commit")
-    parser.add_argument("bench", choices=("ring", "bandwidth", "index", "short"))
+    parser.add_argument("bench", choices=("ring", "bandwidth", "index"))
     parser.add_argument("--dir", default=".", help="folder for the pools' files")
     parser.add_argument("--shape", default="32x256KiB", help="shape of objects")
     parser.add_argument("--rounds", type=int, default=3, help="rounds to add")
@@ -152,12 +115,9 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
 def _round(args: argparse.Namespace, turns: Sequence[str]) -> dict[str, dict[str, float]]:
     checkouts = {side: args.after if side == "after" else args.before for side in turns}
     if args.bench != "bandwidth":
-        words = {
-            "ring": ["-m", "tutti.cli", *_RING.split()],
-            "index": ["-c", _INDEX, args.dir],
-            "short": ["-c", _SHORT, args.dir],
-        }
-        found = words[args.bench]
+        found = ["-c", _INDEX, args.dir]
+        if args.bench == "ring":
+            found = ["-m", "tutti.cli", *_RING.split()]
         return {side: _numbers(_run(checkouts[side], found)) for side in turns}
     passes: list[dict[str, dict[str, float]]] = []
     with ExitStack() as stack:

@@ -39,6 +39,13 @@ arrives, the bandwidth of the whole load, and how long a computation waits for i
 _WINDOW_EXAMPLE = """\
 example:
   tutti bench window --dir /mnt/nvme"""
+_SHORT = """\
+Measures transfers of a few pages. In a pool in memory: the CPU time of a put, and of a look-up with
+a load, until the call returns. On a file: how long one page of 8 MiB takes until it is
+acknowledged, against plain writes of the same bytes and one record."""
+_SHORT_EXAMPLE = """\
+example:
+  tutti bench short --dir /mnt/nvme"""
 _THREADS = """\
 Measures the engine without a disk: its drives are simulated in memory, so the numbers are the
 engine's own limit on this machine. Runs commands without data, unverified loads and verified loads,
@@ -168,6 +175,7 @@ add_paths = bench_command("paths", _PATHS, _PATHS_EXAMPLE)
 add_peers = bench_command("peers.run", _PEERS, _PEERS_EXAMPLE)
 add_ring = bench_command("ring", _RING, _RING_EXAMPLE)
 add_window = bench_command("window", _WINDOW, _WINDOW_EXAMPLE)
+add_short = bench_command("short", _SHORT, _SHORT_EXAMPLE)
 add_threads = bench_command("threads", _THREADS, _THREADS_EXAMPLE)
 add_agent = bench_command("agent", _AGENT, _AGENT_EXAMPLE)
 add_submit = bench_command("submit", _SUBMIT, _SUBMIT_EXAMPLE)
