@@ -269,7 +269,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--pages", type=int, default=128, help="pages of 1 MiB (%(default)s)")
     parser.add_argument("--rounds", type=int, default=15, help="rounds (%(default)s)")
     parser.add_argument("--capacity", type=int, default=GiB, help="bytes of the pool")
-    parser.add_argument("--seed", type=int, default=1, help="seed of the data")
+    parser.add_argument(
+        "--seed", type=int, default=1, help="seed of the data, another for each run on a cluster"
+    )
     args = parser.parse_args(argv)
     result = run(args)
     text = json.dumps(result, indent=1)
