@@ -17,8 +17,8 @@ from tutti.arguments import PAGE_SIZE, above_zero, natural, positive
 from tutti.base.terminal import ProgressFactory, table
 from tutti.base.units import GiB, parse_nbytes
 from tutti.bench.environment import describe
-from tutti.bench.gpu.pool_pages import ENGINES, DevicePool, open_gpu
 from tutti.bench.gpu.rig import facts_of
+from tutti.bench.gpu_memory import ENGINES, DevicePool, open_gpu
 from tutti.bench.pool_file import (
     add_pool_arguments,
     medium_facts,

@@ -10,7 +10,7 @@ import pytest
 
 from tutti.base.terminal import progress
 from tutti.bench import bandwidth
-from tutti.bench.gpu.pool_pages import ENGINES
+from tutti.bench.gpu_memory import ENGINES
 from tutti.gio_uring.gpu.driver import CudaDriver
 from tutti.gio_uring.gpu.modules import Modules
 
