@@ -332,6 +332,6 @@ def test_a_store_that_queues_its_puts_has_no_backlog(tmp_path: Path) -> None:
                 timeout_s=5.0,
                 breaker=Breaker(3, 5.0, time.monotonic),
                 chains=Chains(),
-                errors=ErrorLog(Metrics({})),
+                errors=ErrorLog(Metrics({"mode": "linker", "pool": "kv", "rank": "0"})),
             )
         assert threading.active_count() == threads
