@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import ast
+import functools
+import re
 import subprocess
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +83,10 @@ DEPENDS: dict[str, tuple[str, ...]] = {
 }
 
 
+#: Lines of C++ without code: comments, and names of files.
+_NO_CODE = re.compile(r'\s*(//|#include "|$)')
+
+
 def has_history(root: Path) -> bool:
     """Whether the folder is a checkout with all of its history."""
     return _git(root, "rev-parse", "--is-shallow-repository") == (0, "false")
@@ -92,13 +100,43 @@ def depends(name: str, result: dict[str, Any]) -> tuple[str, ...]:
 def is_stale(name: str, result: dict[str, Any], root: Path) -> bool:
     """Whether the measured code was changed after the commit that a result names.
 
-    A commit outside of the history, or with changes of its own, cannot be looked up: such a result
-    is stale.
+    Comments, docstrings, and names of files and of modules that are imported are no code.  A commit
+    outside of the history, or with changes of its own, cannot be looked up: such a result is stale.
     """
     commit = str(result["machine"]["commit"])
     if _git(root, "merge-base", "--is-ancestor", commit, "HEAD")[0] != 0:
         return True
-    return _git(root, "diff", "--quiet", commit, "--", *depends(name, result))[0] != 0
+    among = ("--no-renames", "--name-only", commit, "--", *depends(name, result))
+    failed, changed = _git(root, "diff", *among)
+    if failed:
+        return True
+    gone, new = Counter[str](), Counter[str]()
+    for path in changed.splitlines():
+        was_absent, old = _git(root, "show", f"{commit}:{path}")
+        before = None if was_absent else _code(path, old)
+        file = root / path
+        now = _code(path, file.read_text().strip()) if file.exists() else None
+        if before is not None and now is not None and before != now:
+            return True
+        if before != now:  # the file has another name now
+            gone.update([before] if before is not None else [])
+            new.update([now] if now is not None else [])
+    return gone != new
+
+
+@functools.cache
+def _code(path: str, text: str) -> str:
+    """What a file does, in a form that comments and names of files do not change."""
+    if not path.endswith(".py"):
+        return "\n".join(line for line in text.splitlines() if not _NO_CODE.match(line))
+    tree = ast.parse(text)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom):
+            node.module, node.level = None, 0
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            is_text = ast.get_docstring(node, clean=False) is not None
+            node.body = node.body[is_text:]
+    return ast.dump(tree)
 
 
 def _git(root: Path, *arguments: str) -> tuple[int, str]:

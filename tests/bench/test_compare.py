@@ -9,6 +9,7 @@ import re
 import shutil
 import socket
 import subprocess
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -316,12 +317,14 @@ def test_a_result_depends_on_all_that_its_bench_imports(name: str) -> None:
         assert {"tutti/store.py", "tutti/transfers", "tutti/scheduler"} <= set(DEPENDS[name])
 
 
-def test_a_result_is_stale_when_its_code_has_changed(tmp_path: Path) -> None:
-    def git(*arguments: str) -> str:
-        identity = ("-c", "user.name=test", "-c", "user.email=test@example.org")
-        command = ["git", *identity, *arguments]
-        return subprocess.check_output(command, cwd=tmp_path, text=True).strip()
+def run_git(folder: Path, *arguments: str) -> str:
+    identity = ("-c", "user.name=test", "-c", "user.email=test@example.org")
+    command = ["git", *identity, *arguments]
+    return subprocess.check_output(command, cwd=folder, text=True).strip()
 
+
+def test_a_result_is_stale_when_its_code_has_changed(tmp_path: Path) -> None:
+    git = partial(run_git, tmp_path)
     assert not has_history(tmp_path)
     git("init", "-q")
     code = tmp_path / "bench/ring.py"
@@ -341,6 +344,29 @@ def test_a_result_is_stale_when_its_code_has_changed(tmp_path: Path) -> None:
     assert commit_of(tmp_path).endswith("+dirty")
     unknown = {"benchmark": "ring", "machine": {"commit": "0123456789ab"}}
     assert is_stale("ring", unknown, tmp_path)
+
+
+def test_comments_and_names_of_files_make_no_result_stale(tmp_path: Path) -> None:
+    git = partial(run_git, tmp_path)
+    git("init", "-q")
+    folder = tmp_path / "tutti/gio_uring"
+    folder.mkdir(parents=True)
+    (folder / "one.py").write_text('"""One."""\n\n\ndef f():\n    """It is one."""\n    return 1\n')
+    (folder / "two.py").write_text("from tutti.gio_uring.one import f\n\nf()\n")
+    (folder / "old.h").write_text('#include "one.h"\nint f();  // one\n')
+    git("add", ".")
+    git("commit", "-qm", "one")
+    result = {"benchmark": "threads", "machine": {"commit": git("rev-parse", "HEAD")}}
+    (folder / "one.py").rename(folder / "first.py")
+    (folder / "first.py").write_text("def f():\n    return 1  # which is one\n")
+    (folder / "two.py").write_text("from tutti.gio_uring.first import f\n\nf()\n")
+    (folder / "old.h").write_text('// Of one.\n#include "first.h"\nint f();  // one\n')
+    git("add", ".")
+    assert not is_stale("threads", result, tmp_path)
+    (folder / "first.py").write_text("def f():\n    return 2\n")
+    assert is_stale("threads", result, tmp_path)
+    (folder / "first.py").unlink()
+    assert is_stale("threads", result, tmp_path)
 
 
 def test_results_that_a_run_replaces_change_no_commit(tmp_path: Path) -> None:
