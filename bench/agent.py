@@ -152,7 +152,7 @@ def _in_process(service: PoolService) -> Callable[[Any], Callable[[], None]]:
 
         def give_up() -> None:
             for job in made.jobs:
-                cancelled = np.full(len(job.rows) // 4, STATUS_CANCELLED, np.uint32)
+                cancelled = np.full(len(job.slots) // 8, STATUS_CANCELLED, np.uint32)
                 session.moved(Moved(job.job, packed_status(cancelled)))
 
         return give_up

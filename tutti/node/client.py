@@ -48,6 +48,7 @@ from tutti.node.messages import (
     Present,
     Unpin,
     Written,
+    rows_of,
     statuses_of,
 )
 from tutti.node.remote_catalogue import RemoteCatalogue
@@ -307,7 +308,7 @@ class NodeStore(Owned, Store):
         pages: U32,
         memory: PagedMemory,
     ) -> None:
-        rows = np.frombuffer(job.rows, "<u4").astype(np.int64) + start
+        rows = rows_of(job) + start
         try:
             transfer = session.read(
                 job, pages[start:], memory, self.config.timeout_s, lambda _: load.end()

@@ -10,10 +10,12 @@ import secrets
 import threading
 from collections.abc import Callable
 from dataclasses import astuple
-from typing import Any
+from functools import partial
 
 import numpy as np
+import numpy.typing as npt
 
+from tutti.base.arrays import Keys
 from tutti.base.threads import start_thread
 from tutti.cluster.remote import RemoteConfig
 from tutti.cluster.tier import Tier
@@ -28,6 +30,7 @@ from tutti.node.messages import (
     VERSION,
     Match,
     Moved,
+    MoveJob,
     Plan,
     PlanLoad,
     PlanPut,
@@ -37,10 +40,11 @@ from tutti.node.messages import (
     keys_of,
     packed_status,
 )
-from tutti.node.remote_transfers import JobTable, PlannedMemory
+from tutti.node.remote_transfers import JobTable, PlacedPut, PlannedLoad, PlannedMemory
 from tutti.store import ObjectStore
+from tutti.transfers.loader import compared_alike
 from tutti.transfers.put_request import PutPart, PutRequest
-from tutti.transfers.tickets import PutProgress
+from tutti.transfers.tickets import Outcome, PutProgress
 
 _log = logging.getLogger(__name__)
 
@@ -76,6 +80,8 @@ class PoolService:
         page_nbytes = 8 * self.core.layers + _PAGE_NBYTES
         fitting = (FRAME_NBYTES_MAX - _REST_NBYTES) // page_nbytes
         self.batch_pages = max(1, min(store._writer.batch_pages, fitting))
+        #: Pages and memory in requests whose pages only the client knows.
+        self.nowhere = PlannedMemory(self.core.geometry).of_rows(self.batch_pages)
         self.sessions: dict[bytes, ClientSession] = {}
         self.tier = None if remote is None else Tier(store, remote)
         self._stopping = threading.Event()
@@ -138,6 +144,8 @@ class ClientSession:
         self.pid = pid
         self.jobs = JobTable()
         self._core = service.core
+        self._loader, self._writer = service.store._loader, service.store._writer
+        self._put_layers = self._core.layers if self._core.config.verify != "off" else 0
         self._tier = service.tier
         self._report = report
         self._place = shared_file.lock_place(pid)
@@ -159,6 +167,7 @@ class ClientSession:
             self.service.store.layout.to_json(),
             list(astuple(geometry)),
             self.service.files,
+            [core.members.nsid(member) for member in range(core.members.count)],
             core.config.verify,
             core.config.durability,
             core.config.timeout_s,
@@ -200,36 +209,58 @@ class ClientSession:
 
     def plan_put(self, message: PlanPut) -> Plan:
         """Slots for the keys that are not there.  Raises what ObjectStore.put raises."""
-        core = self._core
         keys = self._batch(message.keys)
         if message.parent and len(message.parent) != KEY_NBYTES:
             raise KeySizeError(f"the parent key has {len(message.parent)} bytes, not {KEY_NBYTES}")
         if not 0 <= message.depth < 2**31:
             raise ConfigError(f"depth is {message.depth}; it counts the pages before the first key")
+        pages, memory = self.service.nowhere
+        request = PutRequest.chain(
+            keys, pages[: len(keys)], memory, message.parent or None, message.depth
+        )
+        if message.namespace or message.ttl_s is not None:
+            tenant, expiry = tenant_of(message.namespace), expiry_of(message.ttl_s)
+            request = request._replace(tenant=tenant, expiry_64s=expiry)
+            self.service.store.catalogue.watch(expiry > 0)
+        self._puts += 1
+        number = self._puts
+        put = self._writer.plan(request)
+        if put is None:
+            return self._plan_any_put(number, request)
+        if not put.placed.slots.size:
+            outcome = np.full(len(keys), Outcome.PRESENT, np.uint8)
+            self._stored(keys, outcome)
+            return Plan(number, [], outcome.tobytes())
+        job = PlacedPut(self._writer, put, self._put_layers, partial(self._put_over, number, keys))
+        rows = put.placed.rows
+        of_rows = b"" if rows is None else rows.astype("<u4").tobytes()
+        return Plan(number, [MoveJob(self.jobs.add(job), put.placed.slots.tobytes(), of_rows)])
+
+    def _plan_any_put(self, number: int, request: PutRequest) -> Plan:
+        """A put that has to wait for space, or that quotas concern."""
+        core, keys = self._core, request.keys
         planned = PlannedMemory(core.geometry)
         pages, memory = planned.of_rows(len(keys))
-        request = PutRequest.chain(keys, pages, memory, message.parent or None, message.depth)
-        tenant, expiry = tenant_of(message.namespace), expiry_of(message.ttl_s)
-        request = request._replace(tenant=tenant, expiry_64s=expiry)
-        self.service.store.catalogue.watch(expiry > 0)
+        request = request._replace(pages=pages, memory=memory)
         progress = PutProgress(len(keys), core.guard, core.store_latency)
         with core.admitted(core.config.timeout_s):
             part = PutPart(request, np.arange(len(keys)), progress, lambda *_: progress.end_part())
-            error = self.service.store._writer.put([part])
+            error = self._writer.put([part])
         if error is not None:
             raise error
-        self._puts += 1
-        number = self._puts
-        if self._tier is not None:
-            tier = self._tier
-            progress.on_done(lambda done: tier.put_over(keys, done.outcome))
         if not planned.jobs:
+            self._stored(keys, progress.outcome)
             return Plan(number, [], progress.outcome.tobytes(), packed_status(progress.status))
         jobs = [job.message(self.jobs.add(job)) for job in planned.jobs]
-        progress.on_done(lambda done: self._put_over(number, done))
+        progress.on_done(partial(self._put_over, number, keys))
         return Plan(number, jobs)
 
-    def _put_over(self, number: int, progress: PutProgress) -> None:
+    def _stored(self, keys: Keys, outcome: npt.NDArray[np.uint8]) -> None:
+        if self._tier is not None:
+            self._tier.put_over(keys, outcome)
+
+    def _put_over(self, number: int, keys: Keys, progress: PutProgress) -> None:
+        self._stored(keys, progress.outcome)
         self._report(Written(number, progress.outcome.tobytes(), packed_status(progress.status)))
 
     def plan_load(self, message: PlanLoad) -> Plan:
@@ -237,14 +268,18 @@ class ClientSession:
 
         Raises what ObjectStore.load raises.
         """
-        core = self._core
-        keys = self._batch(message.keys)
-        planned = PlannedMemory(core.geometry)
-        pages, memory = planned.of_rows(len(keys))
-        with core.admitted(core.config.timeout_s):
-            progress = self.service.store._loader.load(keys, pages, memory)
+        keys, loader = self._batch(message.keys), self._loader
+        plan, every = loader.plan(keys)
         if self._tier is not None:
             self._tier.used(keys)
+        compare = compared_alike(plan.marks, every)
+        if compare is not None:
+            number = self.jobs.add(PlannedLoad(loader, plan))
+            digests = plan.digests.tobytes() if compare else b""
+            job = MoveJob(number, plan.slots.tobytes(), digests=digests, compare=compare)
+            return Plan(0, [job])
+        planned = PlannedMemory(self._core.geometry)
+        progress = loader.load_planned((keys, plan, *planned.of_rows(len(keys))), every=every)
         whole = [part.whole for part in progress.parts]
         jobs = [job.message(self.jobs.add(job), whole[i]) for i, job in enumerate(planned.jobs)]
         return Plan(0, jobs, status=packed_status(progress.record_status))
@@ -258,14 +293,14 @@ class ClientSession:
             self.jobs.put_back(message.job, job)
             raise
 
-    def _batch(self, raw: bytes) -> Any:
+    def _batch(self, raw: bytes) -> Keys:
         keys = keys_of(raw)
         if len(keys) > self.service.batch_pages:
             raise ConfigError(
                 f"{len(keys)} keys in one plan, at most {self.service.batch_pages} are taken; ask"
                 " for less at a time"
             )
-        return np.ascontiguousarray(keys)
+        return keys
 
     def disconnect(self) -> None:
         """The client is gone: its pins are taken back."""

@@ -7,19 +7,25 @@ what they submit, the client gets it in one answer, and reports every job by its
 from __future__ import annotations
 
 import threading
+import time
+from collections.abc import Callable
 from typing import Unpack
 
 import numpy as np
 
-from tutti.base.arrays import U32, U64
+from tutti.base.arrays import U32, U64, Slots
 from tutti.base.interrupts import Latch
 from tutti.errors import ConfigError, Unsupported
-from tutti.gio_uring.iocb import CutStruct, Extents, PagedMemory
+from tutti.gio_uring.iocb import Extents, PagedMemory
 from tutti.gio_uring.nvme_spec import STATUS_CANCELLED
 from tutti.gio_uring.transfer import TransferOptions
 from tutti.medium.geometry import Geometry
 from tutti.node.messages import MoveJob, statuses_of
-from tutti.pool.slot_extents import WHOLE
+from tutti.placement.load_plan import LoadPlan
+from tutti.pool.slot_extents import SlotExtents
+from tutti.transfers.loader import Loader
+from tutti.transfers.tickets import PutProgress
+from tutti.transfers.writer import PlannedPut, Writer
 
 
 class RemoteJob:
@@ -28,11 +34,10 @@ class RemoteJob:
     page_status: u32 (pages,), what the client reported; final once released.
     """
 
-    def __init__(self, extents: Extents, pages: U32, layers: int, options: TransferOptions) -> None:
+    def __init__(self, slots: Slots, pages: U32, options: TransferOptions) -> None:
         self.page_status: U32 = np.zeros(pages.size, np.uint32)
-        self._extents = extents
+        self._slots = slots
         self._pages = pages
-        self._layers = layers
         self._digests = options.get("digests")
         self._compare = bool(options.get("compare"))
         self._on_released = options.get("on_released")
@@ -43,14 +48,11 @@ class RemoteJob:
     def message(self, number: int, whole: bool = False) -> MoveJob:
         """The job as a client gets it, who moves it from now on."""
         self._sent = True
-        extents, digests = self._extents, self._digests
-        runs = extents.commands(CutStruct(extents.slice_nlb, 1, WHOLE, WHOLE))
+        digests = self._digests
         return MoveJob(
             number,
+            self._slots.astype("<i8").tobytes(),
             self._pages.astype("<u4").tobytes(),
-            runs["slba"].tobytes(),
-            runs["nsid"].tobytes(),
-            (runs["nlb"] // extents.slice_nlb).tobytes(),
             digests.tobytes() if digests is not None and self._compare else b"",
             self._compare,
             whole,
@@ -63,11 +65,7 @@ class RemoteJob:
         """
         statuses = statuses_of(status, self._pages.size)
         wanted = None if self._compare else self._digests
-        computed: U64 | None = None
-        if wanted is not None and not statuses.all():
-            if len(digests) != wanted.nbytes:
-                raise ConfigError(f"{len(digests)} bytes of digests, expected {wanted.nbytes}")
-            computed = np.frombuffer(digests, np.uint64).reshape(wanted.shape)
+        computed = None if wanted is None else _computed(digests, statuses, wanted.shape[1])
         self._end(statuses, computed)
 
     def fail(self, status: int) -> None:
@@ -139,21 +137,78 @@ class PlannedMemory:
         **options: Unpack[TransferOptions],
     ) -> RemoteJob:
         """See Submitter."""
-        job = RemoteJob(extents, pages, self._layers, options)
+        assert isinstance(extents, SlotExtents), "a store's transfers are of slots"
+        job = RemoteJob(extents.slots, pages, options)
         self.jobs.append(job)
         return job
+
+
+class PlannedLoad:
+    """The only job of a load that a client carries out, whose digests are known if it compares."""
+
+    def __init__(self, loader: Loader, plan: LoadPlan) -> None:
+        self._loader, self._plan = loader, plan
+        self._begun_s = time.monotonic()
+
+    def finish(self, status: bytes, digests: bytes) -> None:
+        """See RemoteJob."""
+        statuses = statuses_of(status, self._plan.slots.size)
+        self._loader.moved_elsewhere(self._plan, statuses, self._begun_s)
+
+    def fail(self, status: int) -> None:
+        """See RemoteJob."""
+        statuses = np.full(self._plan.slots.size, status, np.uint32)
+        self._loader.moved_elsewhere(self._plan, statuses, self._begun_s)
+
+
+class PlacedPut:
+    """The only job of a put that a client carries out.
+
+    layers: of digests that it has to compute for each page; 0 for none.  over: with the outcome.
+    """
+
+    def __init__(
+        self, writer: Writer, put: PlannedPut, layers: int, over: Callable[[PutProgress], None]
+    ) -> None:
+        self._writer, self._put, self._layers, self._over = writer, put, layers, over
+
+    def finish(self, status: bytes, digests: bytes) -> None:
+        """See RemoteJob."""
+        statuses = statuses_of(status, self._put.placed.slots.size)
+        self._end(statuses, _computed(digests, statuses, self._layers) if self._layers else None)
+
+    def fail(self, status: int) -> None:
+        """See RemoteJob."""
+        self._end(np.full(self._put.placed.slots.size, status, np.uint32), None)
+
+    def _end(self, statuses: U32, digests: U64 | None) -> None:
+        self._writer.written_elsewhere(self._put, statuses, digests, self._over)
+
+
+def _computed(digests: bytes, statuses: U32, layers: int) -> U64 | None:
+    """Digests (n, layers) from their bytes; None where no page was moved.  Raises ConfigError."""
+    if statuses.all():
+        return None
+    expected = 8 * layers * statuses.size
+    if len(digests) != expected:
+        raise ConfigError(f"{len(digests)} bytes of digests, expected {expected}")
+    return np.frombuffer(bytearray(digests), "<u8").reshape(statuses.size, layers)
+
+
+#: What a client reports: each ends once.
+Planned = RemoteJob | PlannedLoad | PlacedPut
 
 
 class JobTable:
     """The jobs that one client has not reported yet, by number.  Thread-safe."""
 
     def __init__(self) -> None:
-        self._jobs: dict[int, RemoteJob] = {}
+        self._jobs: dict[int, Planned] = {}
         self._next = 1
         self._lock = threading.Lock()
         self._ended = False
 
-    def add(self, job: RemoteJob) -> int:
+    def add(self, job: Planned) -> int:
         """Gives a job its number.  After ``end`` the job fails at once."""
         with self._lock:
             number, self._next = self._next, self._next + 1
@@ -163,7 +218,7 @@ class JobTable:
         job.fail(STATUS_CANCELLED)
         return number
 
-    def take(self, number: int) -> RemoteJob:
+    def take(self, number: int) -> Planned:
         """The job of a number, once.  Raises ConfigError for a number that is not under way."""
         with self._lock:
             job = self._jobs.pop(number, None)
@@ -171,7 +226,7 @@ class JobTable:
             raise ConfigError(f"job {number} is not under way; it was reported before, or never")
         return job
 
-    def put_back(self, number: int, job: RemoteJob) -> None:
+    def put_back(self, number: int, job: Planned) -> None:
         """The report of a job was refused: it is under way still."""
         with self._lock:
             if not self._ended:

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from tutti.base.arrays import U32
+from tutti.base.arrays import U32, Rows
 from tutti.errors import AgentLost, AgentRefused, TuttiError
 from tutti.gio_uring.controller_file import FileController
 from tutti.gio_uring.engine import PRIORITY_LOAD, PRIORITY_STORE, Engine
@@ -40,7 +40,9 @@ from tutti.node.messages import (
     PlanPut,
     Written,
     packed_status,
+    rows_of,
 )
+from tutti.pool.slot_extents import SlotExtents, object_places
 
 _log = logging.getLogger(__name__)
 
@@ -89,6 +91,8 @@ class AgentSession:
             self.controller.close()
             self._reports.close()
             raise
+        self._nsids = np.array(welcome.nsids, np.uint32)
+        self._places = object_places(self.geometry, self._nsids)
         self._calls = Connections(path, welcome.session, open_timeout_s)
         self._lock = threading.Lock()
         self._quiet = threading.Condition(self._lock)
@@ -155,7 +159,7 @@ class AgentSession:
 
     def write(self, job: MoveJob, pages: U32, memory: PagedMemory, timeout_s: float) -> None:
         """Writes pages (of the whole plan) where a job says, and reports it."""
-        rows = np.frombuffer(job.rows, "<u4")
+        rows, extents = self._extents(job)
         digests = None
         if self.welcome.verify != "off":
             digests = np.zeros((rows.size, self.geometry.layers), np.uint64)
@@ -167,7 +171,7 @@ class AgentSession:
         with self._reporting_failure(job, rows.size):
             self._submitter(memory).submit(
                 OPCODE_WRITE,
-                self._extents(job),
+                extents,
                 np.ascontiguousarray(pages[rows]),
                 memory,
                 digests=digests,
@@ -185,7 +189,7 @@ class AgentSession:
         on_released: Callable[[Any], None],
     ) -> Transfer:
         """Reads pages (of the whole plan) from where a job says, and reports it."""
-        rows = np.frombuffer(job.rows, "<u4")
+        rows, extents = self._extents(job)
         digests = None
         if job.compare:
             shape = (rows.size, self.geometry.layers)
@@ -198,7 +202,7 @@ class AgentSession:
         with self._reporting_failure(job, rows.size):
             return self._submitter(memory).submit(
                 OPCODE_READ,
-                self._extents(job),
+                extents,
                 np.ascontiguousarray(pages[rows]),
                 memory,
                 digests=digests,
@@ -211,8 +215,8 @@ class AgentSession:
     def give_up(self, jobs: Sequence[MoveJob]) -> None:
         """Reports jobs that will not be submitted."""
         for job in jobs:
-            n = len(job.rows) // 4
-            self._report(Moved(job.job, packed_status(np.full(n, STATUS_CANCELLED, np.uint32))))
+            status = np.full(len(job.slots) // 8, STATUS_CANCELLED, np.uint32)
+            self._report(Moved(job.job, packed_status(status)))
 
     def fail(self) -> None:
         """The agent is lost: nothing is planned any more, and waiting puts hear of it."""
@@ -265,15 +269,11 @@ class AgentSession:
         path: Submitter | None = memory.path
         return self.engine if path is None else path
 
-    def _extents(self, job: MoveJob) -> Extents:
-        geometry = self.geometry
-        return Extents(
-            np.frombuffer(job.slba, "<u8"),
-            np.frombuffer(job.nsid, "<u4"),
-            np.frombuffer(job.count, "<u4"),
-            geometry.slice_nlb,
-            geometry.layer_stride_nlb,
-        )
+    def _extents(self, job: MoveJob) -> tuple[Rows, Extents]:
+        """Which of the plan's pages a job moves, and where; native code checks the slots."""
+        geometry, rows = self.geometry, rows_of(job)
+        slots = np.frombuffer(job.slots, "<i8")
+        return rows, SlotExtents(self._places, slots, geometry.slice_nlb, geometry.layer_stride_nlb)
 
     def _report(self, moved: Moved) -> None:
         """On the engine's thread.  A report that cannot be sent ends the session."""

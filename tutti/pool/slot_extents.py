@@ -51,14 +51,16 @@ def record_places(geometry: Geometry, nsids: U32) -> SlotPlaces:
 class SlotExtents(Extents):
     """Where slots in page order lie: their commands at once, their runs where they are asked for.
 
-    layer_stride_nlb: see Extents.
+    slots: (n,).  layer_stride_nlb: see Extents.
     """
+
+    slots: Slots
 
     def __init__(
         self, places: SlotPlaces, slots: Slots, slice_nlb: int, layer_stride_nlb: int = 0
     ) -> None:
         self.__dict__.update(slice_nlb=slice_nlb, layer_stride_nlb=layer_stride_nlb)
-        self.__dict__.update(_places=places, _slots=slots)
+        self.__dict__.update(_places=places, slots=slots)
 
     def __getattr__(self, name: str) -> Any:
         if name not in ("slba", "nsid", "count"):
@@ -70,6 +72,6 @@ class SlotExtents(Extents):
 
     def commands(self, cut: CutStruct) -> Runs:
         """See Extents."""
-        slots = np.ascontiguousarray(self._slots)
+        slots = np.ascontiguousarray(self.slots)
         arguments = (address(slots), slots.size, ctypes.byref(self._places))
         return fill_runs(_native.quick().gio_slot_runs, arguments, cut, 2 * slots.size + 64)

@@ -6,6 +6,7 @@ job starts at once behind a gate that opens when the digests are known.
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import threading
 from collections.abc import Sequence
@@ -120,14 +121,71 @@ class Loader:
             self._load_parts(batch, settle, every=every, held=held)
         return progress
 
+    def plan(self, keys: Keys) -> tuple[LoadPlan, bool]:
+        """Begins a load that another process carries out: pins the slots, as ``load`` does.
+
+        `load_planned`, or `moved_elsewhere`, has to follow.  Also returns whether proven objects
+        are verified.
+        """
+        core = self._core
+        with core.lock:
+            core.wait_admitted(core.config.timeout_s)
+            core.begin()
+            try:
+                every = self._verifies_every()
+                plan = self._found(keys, every)
+            except BaseException:
+                core.end()
+                raise
+            self._loads += 1
+            core.counters.load_runs += plan.runs
+        return plan, every
+
+    def load_planned(
+        self, batch: tuple[Keys, LoadPlan, U32, PagedMemory], *, every: bool
+    ) -> LoadProgress:
+        """Submits a load that was planned, in as many jobs as it takes."""
+        core, (keys, plan, pages, memory) = self._core, batch
+        progress = LoadProgress(len(keys), core.layers, core.guard, core.load_latency)
+        settle = _Settle(self, progress, plan)
+        self._load_parts(
+            _Pages(keys, plan.slots, plan, pages, memory), settle, every=every, held=False
+        )
+        return progress
+
+    def moved_elsewhere(self, plan: LoadPlan, status: U32, begun_s: float) -> None:
+        """All pages of a load that was planned have this status (n,) now."""
+        core, n = self._core, plan.slots.size
+        progress = LoadProgress(n, core.layers, core.guard, core.load_latency, begun_s)
+        self.settle(_Settle(self, progress, plan), status)
+
+    def _verifies_every(self) -> bool:
+        policy = self._core.config.verify
+        return policy == "always" or (policy == "sampled" and self._loads % SAMPLE_ONE_IN == 0)
+
+    def _found(
+        self,
+        keys: Keys,
+        every: bool,
+        plan: LoadPlan | None = None,
+        start: ctypes.Structure | None = None,
+    ) -> LoadPlan:
+        """See LoadPlanner.begin.  Lock held."""
+        try:
+            return self._core.planner.begin(keys, verify=every, plan=plan, start=start)
+        except LookupError as error:
+            raise KeyMissing(
+                f"key {error} of {len(keys)} is not in the pool; ask match() which prefix is, and "
+                "pin it if time passes before the load"
+            ) from None
+
     def _begin(
         self, progress: LoadProgress, keys: Keys, pages: U32, memory: PagedMemory, *, held: bool
     ) -> tuple[_Settle, bool]:
         """Finds every key, checks that it may be served, pins its slot, and submits the load if one
         job of the engine can move it.  Also returns whether proven objects are verified.
         """
-        core, policy = self._core, self._core.config.verify
-        every = policy == "always" or (policy == "sampled" and self._loads % SAMPLE_ONE_IN == 0)
+        core, every = self._core, self._verifies_every()
         is_ours = memory.path is None
         plan = core.planner.plan(len(keys), core.slot_jobs.words if is_ours else 0)
         settle = _Settle(self, progress, plan)
@@ -137,17 +195,12 @@ class Loader:
                 job = core.engine.open_job(plan.status, (plan, pages, memory), settle.end_part)
                 progress.parts = [LoadPart(job, None, whole=False)]
                 struct = core.slot_jobs.struct(job, pages, memory, held=held)
-            core.planner.begin(keys, verify=every, plan=plan, start=struct)
-        except BaseException as error:
+            self._found(keys, every, plan, struct)
+        except BaseException:
             if job is not None:
                 core.engine.forget_job(job)
             progress.parts = []  # or they would keep each other and the memory
-            if not isinstance(error, LookupError):
-                raise
-            raise KeyMissing(
-                f"key {error} of {len(keys)} is not in the pool; ask match() which prefix is, and "
-                "pin it if time passes before the load"
-            ) from None
+            raise
         if job is not None and plan.runs < 0:
             progress.parts = []
             core.engine.check_started(job, plan.runs - NOT_STARTED)
@@ -311,10 +364,13 @@ class Loader:
             core.digests.put(slots[right], sequences[right], found[right])
         return found, status
 
-    def settle(self, settle: _Settle) -> None:
-        """All jobs of a load were released: unpins, proves and quarantines."""
+    def settle(self, settle: _Settle, status: U32 | None = None) -> None:
+        """All jobs of a load were released: unpins, proves and quarantines.
+
+        status: (n,), unless the jobs tell it.
+        """
         core, progress, slots = self._core, settle.progress, settle.plan.slots
-        status = progress.status(STATUS_CANCELLED)
+        status = progress.status(STATUS_CANCELLED) if status is None else status
         failed = int(np.count_nonzero(status))
         loaded = progress.keys - failed
         with core.lock:
@@ -344,18 +400,26 @@ class Loader:
         self._reclaimer.discard(torn[index.pins[torn] == 0])
 
 
+def compared_alike(marks: npt.NDArray[np.uint8], every: bool) -> bool | None:
+    """Whether digests, which are known, are compared in a load that one job moves; None for one
+    that takes several jobs, or has to read records.
+    """
+    octets = marks.tobytes()
+    first = octets[0] if octets else MARK_UNPROVEN
+    verify = every and bool(first & MARK_HAS_DIGESTS)
+    is_ready = not first & MARK_UNPROVEN and bool(first & MARK_KNOWN) == verify
+    return verify if is_ready and octets.count(first) == len(octets) else None
+
+
 def _partition(marks: npt.NDArray[np.uint8], every: bool) -> tuple[Mask | None, Sequence[_Rows]]:
     """Which objects are unproven, and the parts of a load that a job each moves.
 
     every: proven objects are verified, too.
     """
-    octets = marks.tobytes()
-    first = octets[0] if octets else 0
-    verify = every and bool(first & MARK_HAS_DIGESTS)
-    is_ready = not first & MARK_UNPROVEN and bool(first & MARK_KNOWN) == verify
-    if is_ready and octets.count(first) == len(octets):
-        rows = np.arange(len(octets), dtype=np.int64)
-        return None, (_Rows(rows, _NO_ROWS, verify, whole=False),) if octets else ()
+    verify = compared_alike(marks, every)
+    if verify is not None:
+        rows = np.arange(marks.size, dtype=np.int64)
+        return None, (_Rows(rows, _NO_ROWS, verify, whole=False),)
     unproven = (marks & MARK_UNPROVEN) != 0
     verified = unproven | ((marks & MARK_HAS_DIGESTS) != 0) if every else unproven
     kinds = ((verified & ~unproven, True, False), (~verified, False, False), (unproven, True, True))

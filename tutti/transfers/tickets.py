@@ -119,17 +119,22 @@ class PutTicket(Owned):
 class PutProgress:
     """The state of one put, which ends with the last batch of the writer.  Thread-safe.
 
+    begun_s: monotonic; now unless it is given.
     outcome: u8 (keys,), an Outcome each.  status: u32 (keys,), why a key failed, else 0.
     refusal: what the pool raised when a part of the put was started.
     slots: of pages that came before others of the put.  is_cut: there was no space for all.
     """
 
     def __init__(
-        self, keys: int, guard: Guard | None = None, latency: Histogram | None = None
+        self,
+        keys: int,
+        guard: Guard | None = None,
+        latency: Histogram | None = None,
+        begun_s: float = 0.0,
     ) -> None:
         self._guard = guard or Guard()
         self._latency = latency
-        self._begun_s = time.monotonic()
+        self._begun_s = begun_s or time.monotonic()
         self._parts = 1  # the submission itself
         self._lock = threading.Lock()
         self._done = Latch()
@@ -293,6 +298,7 @@ class LoadTicket(Owned):
 class LoadProgress:
     """The state of one load: its jobs, and whether all of them were released.  Thread-safe.
 
+    begun_s: monotonic; now unless it is given.
     record_status: u32 (keys,), why the slot record of a key was refused, else 0.
     """
 
@@ -302,10 +308,11 @@ class LoadProgress:
         layers: int,
         guard: Guard | None = None,
         latency: Histogram | None = None,
+        begun_s: float = 0.0,
     ) -> None:
         self._guard = guard or Guard()
         self._latency = latency
-        self._begun_s = time.monotonic()
+        self._begun_s = begun_s or time.monotonic()
         self.keys = keys
         self.layers = layers
         self.parts: list[LoadPart] = []

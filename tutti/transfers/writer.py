@@ -9,6 +9,7 @@ enough that records follow their data soon.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -26,13 +27,14 @@ from tutti.gio_uring.nvme_spec import (
 )
 from tutti.gio_uring.status import error_status
 from tutti.medium.slot_record import RecordContent, RecordState
+from tutti.placement.allocator import Placed
 from tutti.placement.index import SlotState
 from tutti.pool.record_table import BLOCK_RECORDS, RecordTable
 from tutti.transfers.core import Core
 from tutti.transfers.put_request import PutPart, PutRequest, PutTogether
 from tutti.transfers.quick_put import QuickPut, QuickPuts
 from tutti.transfers.reclaim import Reclaimer
-from tutti.transfers.tickets import Outcome
+from tutti.transfers.tickets import Outcome, PutProgress
 
 _log = logging.getLogger(__name__)
 
@@ -64,6 +66,18 @@ class _Batch(NamedTuple):
             digests,
             self.block,
         )
+
+
+class PlannedPut(NamedTuple):
+    """A chain that another process writes.  begun_s: monotonic.
+
+    flushes_failed: how many flushes had failed when it was planned.
+    """
+
+    request: PutRequest
+    placed: Placed
+    flushes_failed: int
+    begun_s: float
 
 
 class Writer:
@@ -117,6 +131,59 @@ class Writer:
             together.end_batch()
             return None
 
+    def plan(self, request: PutRequest) -> PlannedPut | None:
+        """Gives slots to a chain that another process writes, where that takes no waiting and no
+        choice: `written_elsewhere` has to follow if there are any.  None: nothing changed.
+        """
+        core, n = self._core, len(request.keys)
+        with core.lock:
+            core.wait_admitted(core.config.timeout_s)
+            core.check_open()
+            room = core.allocator.free_slots - self._reclaimer.reserve_slots
+            if not 0 < n <= room or not core.is_unlimited or request.tenant or request.expiry_64s:
+                return None
+            if request.depths[0] == 0:
+                core.index.begin_use()  # see put
+            sequence = core.take_sequences(n)
+            placed = core.placer.place(
+                request.keys,
+                request.parents,
+                request.depths,
+                sequence,
+                has_digests=core.config.verify != "off",
+            )
+            if placed.rows is not None:
+                core.index.absent(request.keys)  # the others count as accessed
+                core.counters.present += n - placed.rows.size
+            if placed.slots.size:
+                core.in_flight += 1
+                self.active += 1
+            return PlannedPut(request, placed, self._flushes_failed, time.monotonic())
+
+    def written_elsewhere(
+        self,
+        put: PlannedPut,
+        status: U32,
+        digests: U64 | None,
+        over: Callable[[PutProgress], None],
+    ) -> None:
+        """Pages of a chain that was planned are written.  status, digests: of those with slots.
+
+        over: called when the outcome of every key is known.
+        """
+        core, request, placed = self._core, put.request, put.placed
+        progress = PutProgress(len(request.keys), core.guard, core.store_latency, put.begun_s)
+        progress.on_done(over)
+        every = np.arange(len(request.keys), dtype=np.int64)
+        rows = every if placed.rows is None else placed.rows
+        progress.outcome[:] = Outcome.PRESENT
+        progress.outcome[rows] = Outcome.PENDING
+        together = PutTogether([PutPart(request, every, progress, lambda *_: progress.end_part())])
+        batch = _Batch(
+            together, request.take(rows), rows, placed.slots, placed.sequences, digests, _NO_BLOCK
+        )
+        self._data_written(batch, status, put.flushes_failed)
+
     def _quick_ended(self, put: QuickPut, job: Job) -> None:
         core, together, n = self._core, put.together, put.n
         with core.lock:
@@ -137,9 +204,9 @@ class Writer:
         batch = _Batch(
             together, together.request, rows, put.slots, put.sequences, digests, put.block
         )
-        job.page_status = put.status(of_records=False)
-        if not put.is_chained or np.count_nonzero(job.page_status):
-            self._data_written(batch, job, put.flushes_failed)
+        status = put.status(of_records=False)
+        if not put.is_chained or np.count_nonzero(status):
+            self._data_written(batch, status, put.flushes_failed)
         else:
             job.page_status = put.status(of_records=True)
             self._records_written(batch, job)
@@ -228,7 +295,7 @@ class Writer:
                 request.memory,
                 digests=batch.digests,
                 held=together.grant is not None,  # of host memory alone
-                on_released=lambda job: self._data_written(batch, job, failed),
+                on_released=lambda job: self._data_written(batch, job.page_status, failed),
             )
         except BaseException:
             self._cancel(batch)
@@ -258,10 +325,10 @@ class Writer:
         together.add_slots(slots)
         return _Batch(together, request, rows, slots, sequences, digests, block), placed.keys
 
-    def _data_written(self, batch: _Batch, job: Job, flushes_failed: int) -> None:
-        if np.count_nonzero(job.page_status):
-            good = job.page_status == 0
-            self._drop(batch.at(~good), job.page_status[~good])
+    def _data_written(self, batch: _Batch, status: U32, flushes_failed: int) -> None:
+        if np.count_nonzero(status):
+            good = status == 0
+            self._drop(batch.at(~good), status[~good])
             batch = batch.at(good)
         if batch.rows.size and batch.block == _NO_BLOCK:
             try:
