@@ -26,11 +26,11 @@ from tutti.bench.pool_file import (
     pool_paths,
     temporary_pool,
 )
+from tutti.bench.pool_workload import Limit, PoolWorkload
 from tutti.bench.shape import KvPageShape, parse_shape
-from tutti.bench.workload import Limit, PoolWorkload
 from tutti.errors import ConfigError
+from tutti.gio_uring.gpu.device_code import Modules
 from tutti.gio_uring.gpu.driver import Driver
-from tutti.gio_uring.gpu.modules import Modules
 from tutti.memory.device_memory import DeviceMemory
 from tutti.store import ObjectStore
 from tutti.transfers.store_config import StoreConfig

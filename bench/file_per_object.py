@@ -16,8 +16,8 @@ import numpy as np
 import numpy.typing as npt
 
 from tutti.bench.meter import Meter
+from tutti.bench.pool_workload import Limit
 from tutti.bench.stamps import Stamps, numbered_keys
-from tutti.bench.workload import Limit
 from tutti.errors import CapacityError
 from tutti.memory.host_memory import HostMemory
 

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from tutti.errors import ConfigError, Unsupported
+from tutti.gio_uring.gpu.device_code import Modules
 from tutti.gio_uring.gpu.device_engine import KINDS, DeviceEngine
 from tutti.gio_uring.gpu.driver import CudaDriver, Driver
 from tutti.gio_uring.gpu.host_engine import STAGING_NBYTES, HostEngine
-from tutti.gio_uring.gpu.modules import Modules
 from tutti.gio_uring.gpu.mover import choose_mover
 from tutti.gio_uring.gpu.verifier import Verifier
 from tutti.medium.layout import KVLayout

@@ -18,7 +18,7 @@ from tutti.medium.layout import KVLayout
 from tutti.pool.member_controller import open_controller
 from tutti.pool.places import is_device
 from tutti.pool.pool_format import make_blank
-from tutti.profiles.found import AUTO
+from tutti.profiles.at_open import AUTO
 from tutti.store import ObjectStore
 from tutti.transfers.store_config import StoreConfig
 

@@ -30,8 +30,8 @@ from tutti.base.arrays import Keys
 from tutti.base.units import GiB
 from tutti.bench.environment import describe
 from tutti.bench.statistics import bootstrap_median, percentile, ratios
-from tutti.cluster.remote import RemoteConfig
-from tutti.cluster.tier import Tier
+from tutti.cluster.remote_store import RemoteConfig
+from tutti.cluster.second_tier import Tier
 from tutti.cluster.worker import NICE, TRAILER_NBYTES
 from tutti.errors import DeviceTimeout
 from tutti.medium.layout import KVLayout

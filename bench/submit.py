@@ -23,14 +23,14 @@ from tutti.bench.counting_driver import CountingDriver, NamedKernels
 from tutti.bench.environment import describe
 from tutti.errors import ConfigError, DeviceTimeout
 from tutti.gio_uring.engine import Engine
-from tutti.gio_uring.gpu.batch import KernelMover
+from tutti.gio_uring.gpu.device_batch import KernelMover
+from tutti.gio_uring.gpu.device_code import Modules
 from tutti.gio_uring.gpu.device_engine import KINDS, DeviceEngine
 from tutti.gio_uring.gpu.driver import Driver
 from tutti.gio_uring.gpu.host_engine import HostEngine
-from tutti.gio_uring.gpu.memory import TableMemory
-from tutti.gio_uring.gpu.modules import Modules
 from tutti.gio_uring.gpu.mover import BatchCopyMover, CopyMover, Mover
 from tutti.gio_uring.gpu.persistent import PersistentKernel
+from tutti.gio_uring.gpu.pinned_memory import TableMemory
 from tutti.gio_uring.iocb import Extents, PagedMemory
 from tutti.gio_uring.nvme_spec import OPCODE_READ
 

@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 import tutti
-from tutti.cluster.tier import COUNTERS as TIER_COUNTERS
+from tutti.cluster.second_tier import COUNTERS as TIER_COUNTERS
 from tutti.medium.layout import KVLayout
 from tutti.metrics import AgentCollector, StoreCollector
 from tutti.node.agent import AgentCounters

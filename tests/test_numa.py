@@ -10,8 +10,8 @@ from gio_uring.cuda_stand_in import StandInDriver
 
 from tutti.base import numa
 from tutti.base.numa import on_node
-from tutti.gio_uring.gpu import memory as gpu_memory
-from tutti.gio_uring.gpu.memory import PinnedStaging
+from tutti.gio_uring.gpu import pinned_memory
+from tutti.gio_uring.gpu.pinned_memory import PinnedStaging
 from tutti.gio_uring.memory import HostBuffer
 
 
@@ -66,7 +66,7 @@ def test_staging_is_touched_on_the_gpus_node(
         made.append(processors.now)
         return HostBuffer(nbytes)
 
-    monkeypatch.setattr(gpu_memory, "HostBuffer", on_some_node)
+    monkeypatch.setattr(pinned_memory, "HostBuffer", on_some_node)
     driver = StandInDriver()
     driver.numa_node = 1
     PinnedStaging(driver, None, 4096).close()

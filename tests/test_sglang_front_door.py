@@ -35,7 +35,7 @@ from tutti.integration.sglang.options import (
     option_table,
     parse_options,
 )
-from tutti.integration.sglang.reporting import ErrorLog, MinuteLog
+from tutti.integration.sglang.server_log import ErrorLog, MinuteLog
 from tutti.integration.sglang.weights import WeightsWatch, _around_flush, _around_update
 from tutti.transfers.store_config import StoreConfig
 

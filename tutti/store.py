@@ -49,7 +49,7 @@ from tutti.pool.block_io import BlockIo
 from tutti.pool.member_controller import check_owners, open_controller
 from tutti.pool.members import Members
 from tutti.pool.pool_format import Paths, format, format_missing, member_names
-from tutti.profiles.found import AUTO, OFF, ProfileChoice, check_choice, find_schedule
+from tutti.profiles.at_open import AUTO, OFF, ProfileChoice, check_choice, find_schedule
 from tutti.scheduler.dispatcher import Dispatcher, Schedule
 from tutti.transfers.catalogue import Catalogue
 from tutti.transfers.core import Closable, Core

@@ -31,9 +31,9 @@ from tutti.bench.compare.systems import (
 )
 from tutti.bench.fio import IODEPTH, FioJob, hugepages_of, reserved_hugepages, run_fio
 from tutti.bench.meter import Meter
+from tutti.bench.pool_workload import Limit, PoolWorkload
 from tutti.bench.shape import KvPageShape, parse_shape
 from tutti.bench.statistics import interval_text
-from tutti.bench.workload import Limit, PoolWorkload
 from tutti.errors import Unsupported
 from tutti.gio_uring.memory import HUGEPAGE_NBYTES, HostBuffer
 

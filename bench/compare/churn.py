@@ -8,8 +8,8 @@ import numpy as np
 
 from tutti.base.arrays import Keys
 from tutti.base.terminal import ProgressFactory
+from tutti.bench.pool_workload import WAIT_S, PoolWorkload
 from tutti.bench.stamps import numbered_keys
-from tutti.bench.workload import WAIT_S, PoolWorkload
 from tutti.transfers.tickets import PutTicket
 
 #: Numbers of the keys of churn, apart from those of a workload's batches.

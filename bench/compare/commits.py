@@ -46,8 +46,8 @@ import json, sys
 sys.path.insert(0, "")
 from tutti.bench.pool_file import temporary_pool
 from tutti.bench.shape import parse_shape
-from tutti.bench import workload
-from tutti.bench.workload import Limit
+from tutti.bench import pool_workload
+from tutti.bench.pool_workload import Limit
 Workload = getattr(workload, "PoolWorkload", None) or workload.Workload  # an earlier name
 shape = parse_shape(sys.argv[2])
 pages = 2**25 // shape.object_nbytes

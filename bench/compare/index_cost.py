@@ -21,9 +21,9 @@ import numpy as np
 from tutti import store as object_store
 from tutti.arguments import PAGE_SIZE
 from tutti.base.units import KiB, MiB
+from tutti.bench.pool_workload import Limit, PoolWorkload
 from tutti.bench.shape import KvPageShape
 from tutti.bench.statistics import median
-from tutti.bench.workload import Limit, PoolWorkload
 from tutti.errors import DeviceTimeout, MediumError
 from tutti.gio_uring.memory import HostBuffer
 from tutti.medium.geometry import RECORD_NBYTES, Geometry

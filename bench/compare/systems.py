@@ -14,11 +14,11 @@ from tutti.bench.compare.paired import ComparedSystem, Round
 from tutti.bench.file_per_object import FilePerObject
 from tutti.bench.fio import FioJob, prepare_file, run_fio
 from tutti.bench.pool_file import medium_facts, temporary_pool
+from tutti.bench.pool_workload import Limit, PoolWorkload
 from tutti.bench.shape import KvPageShape
-from tutti.bench.workload import Limit, PoolWorkload
 from tutti.errors import ChecksumMismatch
 from tutti.memory.host_memory import HostMemory
-from tutti.profiles.found import AUTO, find_schedule
+from tutti.profiles.at_open import AUTO, find_schedule
 from tutti.transfers.store_config import StoreConfig
 
 INFLIGHT = 4

@@ -30,7 +30,7 @@ from tutti.bench.gpu.rig import (
 from tutti.errors import Unsupported
 from tutti.gio_uring.gpu.device_engine import KINDS
 from tutti.gio_uring.gpu.host_engine import STAGING_NBYTES
-from tutti.gio_uring.gpu.memory import PinnedMemory
+from tutti.gio_uring.gpu.pinned_memory import PinnedMemory
 from tutti.gio_uring.memory import HostBuffer
 
 DIRECTIONS = ("load", "store")

@@ -16,8 +16,8 @@ from tutti.bench.gpu.interference import loads_beside
 from tutti.bench.gpu.rig import DevicePages, LayerLoad, TestedGpu, poll_until, transfers
 from tutti.bench.statistics import bootstrap_median, ratios
 from tutti.errors import DeviceTimeout, Unsupported
-from tutti.gio_uring.gpu.batch import BatchRequest, DeviceBatch, launch_layer
-from tutti.gio_uring.gpu.memory import LeaseOwner
+from tutti.gio_uring.gpu.device_batch import BatchRequest, DeviceBatch, launch_layer
+from tutti.gio_uring.gpu.pinned_memory import LeaseOwner
 from tutti.gio_uring.nvme_spec import OPCODE_WRITE
 
 

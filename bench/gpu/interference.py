@@ -14,7 +14,7 @@ import numpy as np
 from tutti.bench.gpu.rig import DevicePages, poll_until, stream_of_transfers
 from tutti.errors import DeviceTimeout
 from tutti.gio_uring.gpu.driver import Driver
-from tutti.gio_uring.gpu.memory import PinnedMemory
+from tutti.gio_uring.gpu.pinned_memory import PinnedMemory
 from tutti.gio_uring.memory import HostBuffer
 
 ROUNDS = 12

@@ -20,7 +20,7 @@ from tutti.bench.gpu.cases import RoundPlan, Row
 from tutti.bench.gpu.interference import Gate
 from tutti.bench.gpu.rig import TestedGpu, poll_until, spin_until
 from tutti.gio_uring.gpu.driver import Driver
-from tutti.gio_uring.gpu.memory import PinnedMemory
+from tutti.gio_uring.gpu.pinned_memory import PinnedMemory
 from tutti.gio_uring.memory import HostBuffer
 
 #: Calls that no stream is expected to hold, other streams, and what counts as not returning.

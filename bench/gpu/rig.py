@@ -21,13 +21,13 @@ from tutti.bench.controller_memory import MemoryController
 from tutti.errors import DeviceTimeout, TuttiError
 from tutti.gio_uring.controller import NativeController
 from tutti.gio_uring.engine import Engine
-from tutti.gio_uring.gpu.batch import KernelMover
+from tutti.gio_uring.gpu.device_batch import KernelMover
+from tutti.gio_uring.gpu.device_code import Modules
 from tutti.gio_uring.gpu.device_engine import DeviceEngine, KernelSize
 from tutti.gio_uring.gpu.driver import Driver
 from tutti.gio_uring.gpu.host_engine import STREAMS, HostEngine
-from tutti.gio_uring.gpu.memory import PinnedMemory, TableMemory
-from tutti.gio_uring.gpu.modules import Modules
 from tutti.gio_uring.gpu.mover import BatchCopyMover, CopyMover, Mover
+from tutti.gio_uring.gpu.pinned_memory import PinnedMemory, TableMemory
 from tutti.gio_uring.iocb import Extents, PagedMemory
 from tutti.gio_uring.memory import HostBuffer
 from tutti.gio_uring.nvme_spec import OPCODE_READ, OPCODE_WRITE

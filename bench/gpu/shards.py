@@ -38,9 +38,9 @@ from tutti.bench.gpu.facts import clocks, describe_gpu, describe_host
 from tutti.bench.gpu.report import line_of
 from tutti.bench.gpu.rig import TestedGpu
 from tutti.errors import ConfigError, CudaError, TuttiError
+from tutti.gio_uring.gpu.device_code import Modules
 from tutti.gio_uring.gpu.device_engine import KINDS
 from tutti.gio_uring.gpu.driver import CudaDriver, Driver
-from tutti.gio_uring.gpu.modules import Modules
 
 CASES: dict[str, Case] = {
     "probes": gpu_probes.probes,

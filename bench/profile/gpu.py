@@ -14,9 +14,9 @@ from typing import Any
 from tutti.bench.gpu.cases import Way, copy_engines, open_engine
 from tutti.bench.gpu.rig import DevicePages, LayerLoad, TestedGpu, transfers
 from tutti.bench.statistics import median
+from tutti.gio_uring.gpu.device_code import Modules
 from tutti.gio_uring.gpu.device_engine import KINDS
 from tutti.gio_uring.gpu.driver import CudaDriver
-from tutti.gio_uring.gpu.modules import Modules
 from tutti.scheduler.roofline import ModelShape, mover_gb_per_s
 
 NEW_TOKENS = (64, 256, 1024, 2048, 4096, 8192, 16384)

@@ -22,11 +22,11 @@ from tutti.bench.writable import check_writable
 from tutti.errors import ConfigError
 from tutti.model_config import model_layout
 from tutti.pool.places import is_device
-from tutti.profiles.found import model_like
+from tutti.profiles.at_open import model_like
 from tutti.profiles.medium_timing import Medium
-from tutti.scheduler.green_context import choose_partition
 from tutti.scheduler.profile import KIND, SCHEMA, TableProfile, estimated_compute, estimated_movers
 from tutti.scheduler.roofline import DENSE_MODELS, GPUS, GpuRoofline, ModelShape
+from tutti.scheduler.sm_share import choose_partition
 
 DIRECTIONS = ("read", "write", "both")
 _SIZES = ("1MiB", "4MiB", "16MiB", "64MiB", "256MiB")

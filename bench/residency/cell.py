@@ -22,10 +22,10 @@ import numpy as np
 
 from tutti import store as object_store
 from tutti.bench.meter import Meter
+from tutti.bench.pool_workload import WAIT_S, PendingLoad, PoolWorkload
 from tutti.bench.residency import moving
 from tutti.bench.shape import parse_shape
 from tutti.bench.stamps import numbered_keys
-from tutti.bench.workload import WAIT_S, PendingLoad, PoolWorkload
 from tutti.errors import ConfigError
 from tutti.gio_uring.controller_file import BlockRange, FileController
 from tutti.gio_uring.memory import HostBuffer

@@ -16,8 +16,8 @@ from typing import Any, TypeVar
 from tutti.base.checks import open_regular
 from tutti.bench.simulate.hardware import SimulatedDrive, machine
 from tutti.errors import ConfigError
+from tutti.scheduler.loads_and_writes import Profile
 from tutti.scheduler.profile import TableProfile
-from tutti.scheduler.request import Profile
 from tutti.scheduler.roofline import (
     DENSE_MODELS,
     GPUS,

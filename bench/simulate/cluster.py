@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from tutti.bench.simulate.cached_blocks import Blocks
 from tutti.bench.simulate.calibration import ServerTimes
 from tutti.bench.simulate.device import READ, WRITE, Device, Timeline
 from tutti.bench.simulate.remote import Remote, RemoteLink
 from tutti.bench.simulate.server import SimulatedRequest, SimulatedServer
-from tutti.bench.simulate.tiers import Blocks
 from tutti.bench.statistics import queue_grows
 from tutti.bench.traces import BLOCK_TOKENS, TraceRequest
 from tutti.bench.ttft.metrics import spread

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from functools import partial
 
 from tutti.errors import DeviceTimeout
-from tutti.scheduler.request import Write
+from tutti.scheduler.loads_and_writes import Write
 
 READ, WRITE = "read", "write"
 

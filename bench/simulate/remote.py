@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
+from tutti.bench.simulate.cached_blocks import Blocks
 from tutti.bench.simulate.device import READ, WRITE, Device, Line, Timeline
-from tutti.bench.simulate.tiers import Blocks
 from tutti.errors import ConfigError
 
 FIRST, SECOND = "first", "second"

@@ -12,14 +12,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
+from tutti.bench.simulate.cached_blocks import Blocks
 from tutti.bench.simulate.calibration import ServerTimes
 from tutti.bench.simulate.device import Device, Timeline
-from tutti.bench.simulate.io import ServerIo
 from tutti.bench.simulate.remote import FIRST, SECOND, RemoteLink
-from tutti.bench.simulate.tiers import Blocks
+from tutti.bench.simulate.server_io import ServerIo
 from tutti.bench.traces import BLOCK_TOKENS, TraceRequest
 from tutti.scheduler.event import LayerBegan, LoadKnown, StepBegan, StepEnded
-from tutti.scheduler.request import LoadKind, Phase
+from tutti.scheduler.loads_and_writes import LoadKind, Phase
 
 
 @dataclass(slots=True, eq=False)

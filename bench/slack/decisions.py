@@ -25,11 +25,11 @@ from tutti.bench.slack.server import LayeredServer, Noise
 from tutti.bench.slack.workload import KINDS, generate
 from tutti.bench.statistics import median
 from tutti.errors import ConfigError
-from tutti.scheduler.changes import Scheduler
 from tutti.scheduler.event import Event
+from tutti.scheduler.loads_and_writes import Profile
 from tutti.scheduler.policy import Limits, SlackPolicy
-from tutti.scheduler.request import Profile
 from tutti.scheduler.state import NOTHING, Decision, Policy
+from tutti.scheduler.state_changes import Scheduler
 
 #: Microseconds a decision, and milliseconds a request in all.
 DECISION_US, REQUEST_MS = 20.0, 0.3

@@ -22,10 +22,10 @@ import tutti
 from tutti.base.terminal import ProgressFactory
 from tutti.bench.statistics import bootstrap_median, median, ratios
 from tutti.medium.layout import KVLayout
-from tutti.profiles.found import AUTO
+from tutti.profiles.at_open import AUTO
 from tutti.scheduler.dispatcher import DecisionHook, Schedule
 from tutti.scheduler.event import LayerBegan, StepBegan, StepEnded
-from tutti.scheduler.request import Phase
+from tutti.scheduler.loads_and_writes import Phase
 from tutti.store import ObjectStore
 from tutti.transfers.store_config import StoreConfig
 

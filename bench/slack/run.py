@@ -37,8 +37,8 @@ from tutti.bench.slack.workload import KINDS, SlackRequest, generate, in_bursts,
 from tutti.bench.statistics import median, percentile
 from tutti.errors import ConfigError
 from tutti.scheduler.baselines import ImmediatePolicy
+from tutti.scheduler.loads_and_writes import Profile
 from tutti.scheduler.policy import Limits, SlackPolicy
-from tutti.scheduler.request import Profile
 from tutti.scheduler.state import Policy
 
 report = slack_report.report

@@ -19,7 +19,6 @@ from tutti.bench.simulate.device import READ, Device, Timeline, Writes
 from tutti.bench.simulate.hardware import SimulatedMachine, copy_bytes_per_s
 from tutti.bench.slack.conditions import Conditions
 from tutti.bench.slack.workload import SlackRequest
-from tutti.scheduler.changes import Scheduler
 from tutti.scheduler.estimates import Estimates
 from tutti.scheduler.event import (
     Event,
@@ -34,8 +33,9 @@ from tutti.scheduler.event import (
     WriteKnown,
     WriteStopped,
 )
-from tutti.scheduler.request import LoadKind, Phase, Profile, report_at
+from tutti.scheduler.loads_and_writes import LoadKind, Phase, Profile, report_at
 from tutti.scheduler.state import NOTHING, Issue, Policy, State
+from tutti.scheduler.state_changes import Scheduler
 
 _EVENTS_MAX = 50_000_000
 

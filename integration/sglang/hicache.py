@@ -19,7 +19,7 @@ from tutti.base.units import format_nbytes
 from tutti.errors import ConfigError, Unsupported
 from tutti.gio_uring.memory import hugepage_nbytes
 from tutti.integration.sglang import adapter
-from tutti.integration.sglang.direct.steps import STEPS
+from tutti.integration.sglang.direct.model_steps import STEPS
 from tutti.integration.sglang.host.flat_pages import FlatPages
 from tutti.integration.sglang.host.host_pools import (
     PageFragments,

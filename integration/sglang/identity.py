@@ -26,7 +26,7 @@ from tutti.interface import Store
 from tutti.medium.layout import ITEMSIZE_NBYTES, KVLayout
 from tutti.node.connect import AGENT, connect
 from tutti.pool.places import SUFFIX, exists, is_device, shared_node
-from tutti.profiles.found import AUTO
+from tutti.profiles.at_open import AUTO
 from tutti.scheduler.dispatcher import Schedule
 from tutti.store import ObjectStore
 from tutti.store import open as open_pool

@@ -31,30 +31,30 @@ from tutti.integration.sglang.adapter import check_version, served_model
 from tutti.integration.sglang.direct import adapter
 from tutti.integration.sglang.direct.admission import admission_for
 from tutti.integration.sglang.direct.backlog import Backlog, Chains, OffloadPart, admitted
-from tutti.integration.sglang.direct.control import LINKERS
-from tutti.integration.sglang.direct.gpu import open_gpu
+from tutti.integration.sglang.direct.control_requests import LINKERS
+from tutti.integration.sglang.direct.gpu_copies import open_gpu
 from tutti.integration.sglang.direct.kv_pools import kv_pool_group
 from tutti.integration.sglang.direct.load_batch import LayerCounter, LoadBatch, QueuedLoad
 from tutti.integration.sglang.direct.lookups import Lookups
 from tutti.integration.sglang.direct.maintenance import Maintenance
+from tutti.integration.sglang.direct.model_steps import STEPS
 from tutti.integration.sglang.direct.open_pools import (
     limits_of,
     open_stored_pools,
     served_profile,
 )
 from tutti.integration.sglang.direct.read_ahead import ReadAhead
-from tutti.integration.sglang.direct.staging import StagingPages
 from tutti.integration.sglang.direct.staging_copy import Fence
-from tutti.integration.sglang.direct.steps import STEPS
+from tutti.integration.sglang.direct.staging_pages import StagingPages
 from tutti.integration.sglang.direct.stored_pool import StoredPool
 from tutti.integration.sglang.kv_events import DiskEvents, publishes
 from tutti.integration.sglang.metrics import LOAD, STORE
 from tutti.integration.sglang.options import LINKER, LINKER_OPTIONS, parse_options
-from tutti.integration.sglang.reporting import ErrorLog
 from tutti.integration.sglang.second_touch import SecondTouch
+from tutti.integration.sglang.server_log import ErrorLog
 from tutti.integration.sglang.weights import WATCH
 from tutti.medium.keys import hexadecimal_keys
-from tutti.profiles.found import OFF
+from tutti.profiles.at_open import OFF
 from tutti.scheduler.baselines import ImmediatePolicy
 from tutti.scheduler.dispatcher import Schedule, Unknown
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from tutti.errors import ConfigError
 from tutti.integration.sglang import kv_events
-from tutti.integration.sglang.direct import control, steps
+from tutti.integration.sglang.direct import control_requests, model_steps
 
 _UPDATER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager."
 _UPDATES = (
@@ -73,8 +73,8 @@ def activate() -> None:
     HookRegistry.register(_UPDATER + _END, _around_end, HookType.AROUND)
     HookRegistry.register(_FLUSH, _around_flush, HookType.AROUND)
     WATCH.watched = True
-    steps.activate()
-    control.activate()
+    model_steps.activate()
+    control_requests.activate()
     kv_events.activate()
 
 

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "digest.cuh"
-#include "layer_share.cuh"
+#include "submit.cuh"
 
 namespace gio {
 

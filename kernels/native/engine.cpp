@@ -7,7 +7,7 @@
 #include <algorithm>
 #include <chrono>
 
-#include "service_thread.h"
+#include "drive_loop.h"
 
 namespace gio {
 namespace {

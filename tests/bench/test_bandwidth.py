@@ -14,8 +14,8 @@ from tutti.base.terminal import progress
 from tutti.bench import bandwidth, pool_file, ring
 from tutti.bench.compare.churn import churn
 from tutti.bench.file_per_object import FilePerObject
+from tutti.bench.pool_workload import Limit, PoolWorkload
 from tutti.bench.shape import KvPageShape
-from tutti.bench.workload import Limit, PoolWorkload
 from tutti.errors import CapacityError, ConfigError, PoolExists
 from tutti.medium.geometry import Geometry
 from tutti.memory.host_memory import HostMemory

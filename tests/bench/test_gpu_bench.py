@@ -39,9 +39,9 @@ from tutti.bench.gpu.rig import (
 )
 from tutti.bench.profile import gpu as profile_gpu
 from tutti.errors import ConfigError, CudaError, DeviceTimeout
-from tutti.gio_uring.gpu import modules as gpu_modules
+from tutti.gio_uring.gpu import device_code
+from tutti.gio_uring.gpu.device_code import KERNELS, CubinCache, Modules
 from tutti.gio_uring.gpu.device_engine import KINDS
-from tutti.gio_uring.gpu.modules import KERNELS, CubinCache, Modules
 
 
 @pytest.fixture
@@ -134,7 +134,7 @@ def whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[TestedGpu
     """A machine with kernels, PyTorch and fio, all of them stand-ins."""
     driver = StandInDriver()
     kernels = Kernels(driver, None, depth=64)
-    monkeypatch.setattr(gpu_modules, "compile_cubin", lambda *_, **__: b"\x7fELF")
+    monkeypatch.setattr(device_code, "compile_cubin", lambda *_, **__: b"\x7fELF")
     monkeypatch.setattr(gpu_overlap, "_torch", lambda: fake_torch(driver))
     monkeypatch.setattr(gpu_cases, "SLICES", (64 * KiB,))
     monkeypatch.setattr(gpu_cases, "BLOCKS", (16, 4))

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from virtual_drive import VirtualDrive
 
+from tutti.bench.simulate.cached_blocks import Blocks
 from tutti.bench.simulate.calibration import (
     Calibration,
     ServerTimes,
@@ -22,7 +23,6 @@ from tutti.bench.simulate.cluster import PREFIX, ROUND_ROBIN, Cluster, ClusterSh
 from tutti.bench.simulate.device import READ, WRITE, Device, Timeline
 from tutti.bench.simulate.hardware import SimulatedDrive, machine
 from tutti.bench.simulate.remote import FIRST, SECOND, Remote
-from tutti.bench.simulate.tiers import Blocks
 from tutti.bench.slack.server import LayeredServer, Noise
 from tutti.bench.slack.workload import SlackRequest
 from tutti.bench.traces import BLOCK_TOKENS, Synthetic, TraceRequest, generate

@@ -23,8 +23,8 @@ from tutti.errors import ConfigError
 from tutti.scheduler.baselines import ImmediatePolicy
 from tutti.scheduler.estimates import Correction
 from tutti.scheduler.event import LoadKnown, StepBegan, WriteKnown
+from tutti.scheduler.loads_and_writes import Phase
 from tutti.scheduler.policy import Limits, SlackPolicy, writes_for
-from tutti.scheduler.request import Phase
 from tutti.scheduler.state import Decision, State
 
 TRUTH = machine(drive_names()[0], "H100")

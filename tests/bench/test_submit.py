@@ -8,7 +8,7 @@ import pytest
 
 from tutti import cli
 from tutti.bench import submit
-from tutti.gio_uring.gpu.batch import TableImage
+from tutti.gio_uring.gpu.device_batch import TableImage
 
 FEW, MANY = 128, 2048
 

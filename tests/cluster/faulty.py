@@ -8,7 +8,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from tutti.cluster.remote import RemoteConfig, ValueStatus
+from tutti.cluster.remote_store import RemoteConfig, ValueStatus
 from tutti.errors import RemoteFailed
 
 HANG_S = 3600.0

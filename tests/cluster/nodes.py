@@ -12,7 +12,7 @@ import numpy as np
 from node.agents import LAYOUT, RunningAgent
 
 from tutti.base.arrays import Keys
-from tutti.cluster.remote import RemoteConfig
+from tutti.cluster.remote_store import RemoteConfig
 from tutti.node.client import NodeStore
 
 WAIT_S = 30.0

@@ -22,7 +22,7 @@ from node.agents import LAYOUT, start_process
 import tutti
 from store.pools import some_keys
 from tutti.base.arrays import Keys
-from tutti.cluster.remote import RemoteConfig
+from tutti.cluster.remote_store import RemoteConfig
 
 pytestmark = pytest.mark.slow
 

@@ -20,9 +20,9 @@ from tutti.base.units import MiB
 from tutti.errors import ConfigError, MediumError, Unsupported
 from tutti.gio_uring import nvme_spec as nvme
 from tutti.gio_uring.dma_source import KNOWN_SOURCES, choose_source, prove
+from tutti.gio_uring.gpu.device_queues import DeviceQueues
 from tutti.gio_uring.gpu.doorbells import GpuDoorbells
-from tutti.gio_uring.gpu.memory import TableMemory
-from tutti.gio_uring.gpu.queues import DeviceQueues
+from tutti.gio_uring.gpu.pinned_memory import TableMemory
 from tutti.gio_uring.memory import HostBuffer
 from tutti.gio_uring.queue_pair import QueuePair, QueuePairStruct
 from tutti.gio_uring.tier import DriveFacts, MappingFacts, judge_tiers, probe_mapping

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from tutti.errors import Unsupported
+from tutti.gio_uring.gpu.device_code import Modules
 from tutti.gio_uring.gpu.driver import CudaDriver
-from tutti.gio_uring.gpu.modules import Modules
 
 
 @pytest.fixture(scope="session")

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tutti.gio_uring.gpu.driver import CudaDriver
-from tutti.gio_uring.gpu.memory import PinnedMemory
+from tutti.gio_uring.gpu.pinned_memory import PinnedMemory
 from tutti.gio_uring.iocb import PagedMemory
 from tutti.gio_uring.memory import HostBuffer
 

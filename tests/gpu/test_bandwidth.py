@@ -11,8 +11,8 @@ import pytest
 from tutti.base.terminal import progress
 from tutti.bench import bandwidth
 from tutti.bench.gpu_memory import ENGINES
+from tutti.gio_uring.gpu.device_code import Modules
 from tutti.gio_uring.gpu.driver import CudaDriver
-from tutti.gio_uring.gpu.modules import Modules
 
 SMALL = "--shapes 2x16KiB --capacity 4MiB --batch 64KiB --memory 256KiB --inflight 2 --gib 0.0001"
 

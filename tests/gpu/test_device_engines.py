@@ -12,12 +12,12 @@ import xxhash
 from gpu.device_memory import Allocation, page_bytes, paged, wait_for
 from memory_controller import Faults, MemoryController
 
-from tutti.gio_uring.gpu.batch import BatchRequest, DeviceBatch, launch_layer
+from tutti.gio_uring.gpu.device_batch import BatchRequest, DeviceBatch, launch_layer
+from tutti.gio_uring.gpu.device_code import Modules
 from tutti.gio_uring.gpu.device_engine import KINDS, DeviceEngine, KernelSize
 from tutti.gio_uring.gpu.driver import CudaDriver
 from tutti.gio_uring.gpu.green_context import partition
-from tutti.gio_uring.gpu.memory import LeaseOwner, TableMemory
-from tutti.gio_uring.gpu.modules import Modules
+from tutti.gio_uring.gpu.pinned_memory import LeaseOwner, TableMemory
 from tutti.gio_uring.iocb import Extents, PagedMemory
 from tutti.gio_uring.nvme_spec import (
     OPCODE_READ,

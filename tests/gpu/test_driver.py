@@ -14,10 +14,10 @@ from gpu.device_memory import Allocation, wait_for
 
 from tutti.errors import CudaError
 from tutti.gio_uring.gpu import driver as gpu_driver
-from tutti.gio_uring.gpu.batch import BatchRequest, DeviceBatch, launch_layer
+from tutti.gio_uring.gpu.device_batch import BatchRequest, DeviceBatch, launch_layer
+from tutti.gio_uring.gpu.device_code import KERNELS, Modules
 from tutti.gio_uring.gpu.driver import CudaDriver
-from tutti.gio_uring.gpu.memory import LeaseOwner, PinnedMemory, TableMemory
-from tutti.gio_uring.gpu.modules import KERNELS, Modules
+from tutti.gio_uring.gpu.pinned_memory import LeaseOwner, PinnedMemory, TableMemory
 from tutti.gio_uring.iocb import PagedMemory
 from tutti.gio_uring.memory import HostBuffer, view_at
 from tutti.gio_uring.nvme_spec import OPCODE_WRITE

@@ -13,13 +13,13 @@ from memory_controller import Faults, MemoryController
 
 from store.pools import GEOMETRY, LAYOUT, controller_of, formatted, some_keys
 from tutti.errors import DeviceTimeout, MediumError, Unsupported
-from tutti.gio_uring.gpu.batch import KernelMover
+from tutti.gio_uring.gpu.device_batch import KernelMover
+from tutti.gio_uring.gpu.device_code import Modules
 from tutti.gio_uring.gpu.driver import CudaDriver
 from tutti.gio_uring.gpu.green_context import partition
 from tutti.gio_uring.gpu.host_engine import HostEngine
-from tutti.gio_uring.gpu.memory import PinnedMemory, TableMemory
-from tutti.gio_uring.gpu.modules import Modules
 from tutti.gio_uring.gpu.mover import BatchCopyMover, CopyMover, Mover
+from tutti.gio_uring.gpu.pinned_memory import PinnedMemory, TableMemory
 from tutti.gio_uring.memory import HostBuffer
 from tutti.memory.device_memory import DeviceMemory
 from tutti.store import ObjectStore

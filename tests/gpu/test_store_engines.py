@@ -15,10 +15,10 @@ from store.pools import LAYOUT, controller_of, formatted, names, some_keys
 from tutti.errors import CapacityError, ChecksumMismatch, DeviceTimeout, TuttiError
 from tutti.gio_uring.controller import NativeController
 from tutti.gio_uring.controller_span import SpanController
+from tutti.gio_uring.gpu.device_code import Modules
 from tutti.gio_uring.gpu.device_engine import KINDS, DeviceEngine, KernelSize
 from tutti.gio_uring.gpu.driver import CudaDriver
 from tutti.gio_uring.gpu.host_engine import HostEngine
-from tutti.gio_uring.gpu.modules import Modules
 from tutti.gio_uring.gpu.verifier import Verifier
 from tutti.memory.device_memory import DeviceMemory
 from tutti.store import ObjectStore

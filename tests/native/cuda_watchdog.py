@@ -14,9 +14,9 @@ from gpu.device_memory import Allocation, paged
 from memory_controller import Faults, MemoryController
 
 from tutti.errors import CudaError, Unsupported
+from tutti.gio_uring.gpu.device_code import Modules
 from tutti.gio_uring.gpu.device_engine import DeviceEngine
 from tutti.gio_uring.gpu.driver import CudaDriver
-from tutti.gio_uring.gpu.modules import Modules
 from tutti.gio_uring.gpu.stream_queue import wait_until
 from tutti.gio_uring.iocb import Extents
 from tutti.gio_uring.nvme_spec import OPCODE_READ, STATUS_TIMED_OUT

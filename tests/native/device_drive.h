@@ -71,7 +71,7 @@ inline Page*& active() {
 // The library's controller, in this unit so that its accesses to the rings are switch points too.
 #include "controller.cpp"
 #include "controller_memory.cpp"
-#include "faults.cpp"
+#include "controller_memory_faults.cpp"
 
 namespace device {
 

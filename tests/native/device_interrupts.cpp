@@ -29,8 +29,8 @@ inline void switch_point() {
 #undef GIO_SCHED_POINT
 #define GIO_SCHED_POINT() ::visit::switch_point()
 // The code under test, and a queue.
-#include "layer_share.cuh"
 #include "ring_harness.h"
+#include "submit.cuh"
 
 namespace {
 

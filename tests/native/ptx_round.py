@@ -14,9 +14,9 @@ import xxhash
 from gpu.device_memory import Allocation, page_bytes, paged
 from memory_controller import MemoryController
 
+from tutti.gio_uring.gpu.device_code import Modules
 from tutti.gio_uring.gpu.device_engine import DeviceEngine, KernelSize
 from tutti.gio_uring.gpu.driver import CudaDriver
-from tutti.gio_uring.gpu.modules import Modules
 from tutti.gio_uring.iocb import Extents
 from tutti.gio_uring.nvme_spec import OPCODE_READ, OPCODE_WRITE
 

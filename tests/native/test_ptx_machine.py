@@ -19,7 +19,7 @@ from native.programs import KERNELS
 from native.ptx_text import Decoder, PtxError
 from native.stand_in import TESTS, TIMEOUT_S, attempt, run_tests
 
-from tutti.gio_uring.gpu.modules import DeviceSource
+from tutti.gio_uring.gpu.device_code import DeviceSource
 
 pytestmark = pytest.mark.timeout(TIMEOUT_S + 100)
 ROUND = str(TESTS / "native/ptx_round.py")

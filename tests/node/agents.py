@@ -9,12 +9,12 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-from tutti.cluster.remote import RemoteConfig
+from tutti.cluster.remote_store import RemoteConfig
 from tutti.medium.layout import KVLayout
 from tutti.node.agent import Agent
+from tutti.node.agent_pools import AgentPools
 from tutti.node.client import NodeStore
-from tutti.node.pools import AgentPools
-from tutti.node.served import AgentConfig
+from tutti.node.served_connection import AgentConfig
 from tutti.transfers.store_config import StoreConfig
 
 LAYOUT = KVLayout.mha(

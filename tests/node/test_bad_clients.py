@@ -36,7 +36,7 @@ from tutti.node.messages import (
     frame,
     read_reply,
 )
-from tutti.node.served import AgentConfig
+from tutti.node.served_connection import AgentConfig
 
 
 @pytest.fixture

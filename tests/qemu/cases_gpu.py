@@ -25,10 +25,10 @@ from tutti.gio_uring.controller import NativeController
 from tutti.gio_uring.controller_span import SpanController
 from tutti.gio_uring.controller_vfio import VfioController
 from tutti.gio_uring.engine import Engine
-from tutti.gio_uring.gpu.choice import tier_of
+from tutti.gio_uring.gpu.device_code import Modules
 from tutti.gio_uring.gpu.device_engine import KINDS, DeviceEngine
 from tutti.gio_uring.gpu.driver import CudaDriver
-from tutti.gio_uring.gpu.modules import Modules
+from tutti.gio_uring.gpu.engine_choice import tier_of
 from tutti.gio_uring.iocb import Extents, flat_memory
 from tutti.gio_uring.job import Job
 from tutti.gio_uring.memory import DmaRegion, HostBuffer

@@ -25,7 +25,7 @@ EVENTS = (*sorted(RUNG | BOTH), "admin_cmd")
 #: Compiles the kernels for the guest, which finds them in the cache.
 COMPILE = """
 from tutti.gio_uring.gpu.driver import CudaDriver
-from tutti.gio_uring.gpu.modules import Modules
+from tutti.gio_uring.gpu.device_code import Modules
 Modules(CudaDriver())
 """
 

@@ -11,7 +11,6 @@ import heapq
 import math
 from dataclasses import asdict, dataclass, field
 
-from tutti.scheduler.changes import apply, commit
 from tutti.scheduler.estimates import Correction, Estimates
 from tutti.scheduler.event import (
     Event,
@@ -21,8 +20,9 @@ from tutti.scheduler.event import (
     Tick,
     WriteStopped,
 )
-from tutti.scheduler.request import Load, Profile, Write
+from tutti.scheduler.loads_and_writes import Load, Profile, Write
 from tutti.scheduler.state import Decision, Policy, State
+from tutti.scheduler.state_changes import apply, commit
 from tutti.scheduler.trace import line
 
 

@@ -22,8 +22,8 @@ from tutti.scheduler.event import (
     StepEnded,
     WriteKnown,
 )
+from tutti.scheduler.loads_and_writes import Phase
 from tutti.scheduler.policy import Limits, SlackPolicy
-from tutti.scheduler.request import Phase
 from tutti.scheduler.state import Decision, Issue, State
 from tutti.scheduler.trace import line, replay
 

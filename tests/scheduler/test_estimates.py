@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from scheduler.drive import Linear
 
 from tutti.errors import ConfigError
-from tutti.scheduler.changes import apply, commit
 from tutti.scheduler.estimates import Correction, Estimates, is_worth_loading
 from tutti.scheduler.event import (
     BatchJoined,
@@ -25,8 +24,9 @@ from tutti.scheduler.event import (
     Tick,
     WriteKnown,
 )
-from tutti.scheduler.request import Phase
+from tutti.scheduler.loads_and_writes import Phase
 from tutti.scheduler.state import Decision, Issue, State
+from tutti.scheduler.state_changes import apply, commit
 
 MS = 1_000_000
 

@@ -11,7 +11,6 @@ from scheduler.drive import Linear, same, snapshot
 
 from tutti.errors import ConfigError
 from tutti.scheduler import event as events
-from tutti.scheduler.changes import apply, commit
 from tutti.scheduler.event import (
     BatchJoined,
     LayerBegan,
@@ -29,9 +28,10 @@ from tutti.scheduler.event import (
     from_json,
     to_json,
 )
+from tutti.scheduler.loads_and_writes import LoadKind, PageLocation, Phase
 from tutti.scheduler.policy import SlackPolicy
-from tutti.scheduler.request import LoadKind, PageLocation, Phase
 from tutti.scheduler.state import State
+from tutti.scheduler.state_changes import apply, commit
 from tutti.scheduler.trace import replay
 
 

@@ -8,11 +8,11 @@ from scheduler.drive import Drive, Linear
 from tutti.bench.slack.fixed_window import FixedWindow
 from tutti.errors import ConfigError
 from tutti.scheduler.baselines import ImmediatePolicy
-from tutti.scheduler.changes import Scheduler
 from tutti.scheduler.event import LoadKnown, StepBegan, StepEnded, Tick, WriteKnown, WriteStopped
+from tutti.scheduler.loads_and_writes import Phase
 from tutti.scheduler.policy import Limits, SlackPolicy
-from tutti.scheduler.request import Phase
 from tutti.scheduler.state import Issue
+from tutti.scheduler.state_changes import Scheduler
 from tutti.scheduler.trace import replay
 
 MS = 1_000_000

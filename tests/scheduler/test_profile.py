@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tutti.errors import ProfileError
+from tutti.scheduler.loads_and_writes import Profile
 from tutti.scheduler.profile import (
     SCHEMA,
     TableProfile,
@@ -21,7 +22,6 @@ from tutti.scheduler.profile import (
     load_profile,
 )
 from tutti.scheduler.profile_curves import Curve, Family
-from tutti.scheduler.request import Profile
 from tutti.scheduler.roofline import DENSE_MODELS, GPUS, PAPER_DRIVE, Roofline
 
 MODEL, GPU = DENSE_MODELS["llama-3.1-8b"], GPUS["H100"]

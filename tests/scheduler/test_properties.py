@@ -12,8 +12,8 @@ from scheduler.drive import Drive, Linear
 from tutti.bench.slack.fixed_window import FixedWindow
 from tutti.scheduler.baselines import ImmediatePolicy
 from tutti.scheduler.event import LoadKnown, StepBegan, StepEnded, WriteKnown
+from tutti.scheduler.loads_and_writes import LoadKind, PageLocation, Phase
 from tutti.scheduler.policy import Limits, SlackPolicy
-from tutti.scheduler.request import LoadKind, PageLocation, Phase
 from tutti.scheduler.state import Decision, State
 from tutti.scheduler.trace import replay
 

@@ -17,10 +17,10 @@ from gio_uring.cuda_stand_in import StandInDriver
 from gio_uring.ringing_kernels import RingingKernels
 from linker_engine import PAGE, Rig
 
-from tutti.gio_uring.gpu import modules as gpu_modules
-from tutti.gio_uring.gpu.modules import CubinCache
+from tutti.gio_uring.gpu import device_code
+from tutti.gio_uring.gpu.device_code import CubinCache
 from tutti.integration.sglang import linker as linker_module
-from tutti.integration.sglang.direct.gpu import Gpu
+from tutti.integration.sglang.direct.gpu_copies import Gpu
 from tutti.integration.sglang.linker import TuttiLinker
 
 
@@ -102,7 +102,7 @@ def stand_in_gpu(
     def ready(linker: TuttiLinker) -> list[StandInEvent]:
         return [StandInEvent(driver, s) for s in (streams.scheduler, streams.forward)]
 
-    monkeypatch.setattr(gpu_modules, "compile_cubin", lambda *_, **__: b"\x7fELF")
+    monkeypatch.setattr(device_code, "compile_cubin", lambda *_, **__: b"\x7fELF")
     monkeypatch.setattr(CubinCache, "read", lambda *_: None)  # such code must not be cached
     monkeypatch.setattr(CubinCache, "write", lambda *_: None)
     monkeypatch.setattr(linker_module, "open_gpu", opened)

@@ -15,7 +15,7 @@ from prometheus_client import REGISTRY
 import tutti
 from tutti import cli
 from tutti.errors import PoolClosed
-from tutti.integration.sglang.direct import control
+from tutti.integration.sglang.direct import control_requests as control
 from tutti.integration.sglang.metrics import _OF_MODE, METRICS
 from tutti.integration.sglang.options import HICACHE
 

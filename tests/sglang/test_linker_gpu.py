@@ -17,9 +17,9 @@ from test_linker_profile import Batch, FlatProfile
 
 from tutti.errors import DeviceTimeout, PoolInUse
 from tutti.integration.sglang import linker as linker_module
-from tutti.integration.sglang.direct.gpu import Gpu, open_gpu
-from tutti.integration.sglang.direct.steps import STEPS
-from tutti.scheduler.request import Phase
+from tutti.integration.sglang.direct.gpu_copies import Gpu, open_gpu
+from tutti.integration.sglang.direct.model_steps import STEPS
+from tutti.scheduler.loads_and_writes import Phase
 
 SLOT = 3 * 2 * 4096
 

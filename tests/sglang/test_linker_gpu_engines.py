@@ -192,7 +192,7 @@ def test_auto_chooses_by_tier_and_profile_and_gives_the_reason_once(
 ) -> None:
     profile = write_profile(tmp_path, times)
     with (
-        caplog.at_level(logging.INFO, "tutti.integration.sglang.direct.gpu"),
+        caplog.at_level(logging.INFO, "tutti.integration.sglang.direct.gpu_copies"),
         gpu_rig(tmp_path / "pool", monkeypatch, profile=str(profile)) as rig,
     ):
         stats = stats_of(rig)

@@ -57,7 +57,7 @@ def test_staging_holds_two_loads_of_the_longest_context(
         return ReqToTokenPool(**{**options, "max_context_len": pages * PAGE})
 
     monkeypatch.setattr(engine, "ReqToTokenPool", pool)
-    caplog.set_level(logging.INFO, "tutti.integration.sglang.direct.gpu")
+    caplog.set_level(logging.INFO, "tutti.integration.sglang.direct.gpu_copies")
     with gpu_rig(tmp_path, monkeypatch, gpu_engine=gpu_engine, profile="off") as rig:
         nbytes, reason = staging_of(rig)
         layers = engine.LAYERS * pages * SLICE  # fewer than four

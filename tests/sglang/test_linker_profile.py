@@ -18,14 +18,14 @@ from linker_gpu import gpu_rig
 
 import tutti
 from tutti.base.breaker import Breaker
-from tutti.bench.simulate.io import policy_of
+from tutti.bench.simulate.server_io import policy_of
 from tutti.errors import ConfigError, ProfileError
 from tutti.integration.sglang import linker as linker_module
 from tutti.integration.sglang.direct import steps as steps_module
 from tutti.integration.sglang.direct.backlog import Backlog, Chains
-from tutti.integration.sglang.direct.steps import STEPS, StepsWatch
+from tutti.integration.sglang.direct.model_steps import STEPS, StepsWatch
 from tutti.integration.sglang.metrics import Metrics
-from tutti.integration.sglang.reporting import ErrorLog
+from tutti.integration.sglang.server_log import ErrorLog
 from tutti.machine import machine_facts
 from tutti.medium.layout import KVLayout
 from tutti.scheduler import trace
@@ -40,9 +40,9 @@ from tutti.scheduler.event import (
     StepEnded,
     from_json,
 )
+from tutti.scheduler.loads_and_writes import LoadKind, Phase
 from tutti.scheduler.policy import Limits, SlackPolicy
 from tutti.scheduler.profile import estimated_document
-from tutti.scheduler.request import LoadKind, Phase
 from tutti.scheduler.roofline import GPUS, ModelShape
 from tutti.scheduler.state import Decision, Policy
 from tutti.transfers.core import StoreConfig

@@ -16,7 +16,7 @@ from gio_uring.kernel_stand_in import Kernels
 from linker_engine import names
 from linker_gpu import GpuRig, stand_in_gpu
 
-from tutti.gio_uring.gpu import modules as gpu_modules
+from tutti.gio_uring.gpu import device_code
 from tutti.gio_uring.gpu.driver import SmResource
 from tutti.integration.sglang import linker as linker_module
 from tutti.scheduler.profile import TableProfile, estimated_document
@@ -43,7 +43,7 @@ def rig_of(
     refused: str = "",
 ) -> Iterator[tuple[GpuRig, list[int]]]:
     """A rig whose pages a kernel moves, and the grids of its launches."""
-    monkeypatch.setattr(gpu_modules, "compile_cubin", lambda *_, **__: b"\x7fELF")
+    monkeypatch.setattr(device_code, "compile_cubin", lambda *_, **__: b"\x7fELF")
     options = {"profile": "off"}  # else the pool's queue would decide on its puts a second time
     if known is not None:
         options = {"profile": "profile.json"}

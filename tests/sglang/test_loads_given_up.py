@@ -13,7 +13,7 @@ import pytest
 from linker_engine import Rig, names, wait_for
 
 from tutti.errors import DeviceTimeout, PagesInUse
-from tutti.integration.sglang.direct.staging import StagingPages
+from tutti.integration.sglang.direct.staging_pages import StagingPages
 from tutti.integration.sglang.hicache import TuttiHiCacheStorage
 from tutti.integration.sglang.host import host_store
 from tutti.store import ObjectStore

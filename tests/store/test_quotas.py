@@ -14,7 +14,7 @@ from tutti.cli import main
 from tutti.errors import ConfigError
 from tutti.medium.slot_record import tenant_of
 from tutti.node.client import NodeStore
-from tutti.transfers.quotas import Quota, Quotas
+from tutti.transfers.put_limits import Quota, Quotas
 from tutti.transfers.store_config import StoreConfig
 from tutti.transfers.tickets import Outcome
 

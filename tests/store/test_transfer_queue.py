@@ -19,8 +19,8 @@ from tutti.gio_uring.nvme_spec import OPCODE_READ, OPCODE_WRITE
 from tutti.scheduler.baselines import ImmediatePolicy
 from tutti.scheduler.dispatcher import Schedule
 from tutti.scheduler.event import LoadKnown, StepBegan, StepEnded, WriteKnown
+from tutti.scheduler.loads_and_writes import Phase
 from tutti.scheduler.policy import Limits, SlackPolicy
-from tutti.scheduler.request import Phase
 from tutti.scheduler.state import Decision, Issue, State
 from tutti.store import ObjectStore
 from tutti.transfers import transfer_queue

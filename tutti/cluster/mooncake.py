@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 from collections.abc import Mapping, Sequence
 
-from tutti.cluster.remote import ValueStatus
+from tutti.cluster.remote_store import ValueStatus
 from tutti.errors import RemoteFailed
 
 _NOT_FOUND = -704  # Mooncake's OBJECT_NOT_FOUND
@@ -15,7 +15,7 @@ _PORT = 9  # any; no packet is sent
 class MooncakeStore:
     """A client of a Mooncake cluster that offers no memory of its own.
 
-    options: see tutti.cluster.remote.OPTIONS.  Raises RemoteFailed.
+    options: see tutti.cluster.remote_store.OPTIONS.  Raises RemoteFailed.
     """
 
     def __init__(self, options: Mapping[str, str], address: int, nbytes: int) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from tutti.base.arrays import U32, Keys
-from tutti.cluster.remote import RemoteConfig
+from tutti.cluster.remote_store import RemoteConfig
 from tutti.cluster.worker import (
     ANSWER_NBYTES_MAX,
     ERROR,

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import xxhash
 
-from tutti.cluster.remote import RemoteStore, ValueStatus
+from tutti.cluster.remote_store import RemoteStore, ValueStatus
 from tutti.errors import RemoteFailed
 from tutti.gio_uring.memory import address_of
 from tutti.medium.keys import KEY_NBYTES

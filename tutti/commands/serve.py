@@ -11,14 +11,14 @@ import sys
 
 from tutti.arguments import named_nbytes, nbytes, say_capacity
 from tutti.base.terminal import facts
-from tutti.cluster.remote import RemoteConfig
+from tutti.cluster.remote_store import RemoteConfig
 from tutti.commands.outcome import CommandResult
 from tutti.errors import ConfigError, Unsupported
 from tutti.node.agent import Agent
-from tutti.node.pools import AgentPools
-from tutti.node.served import AgentConfig
+from tutti.node.agent_pools import AgentPools
+from tutti.node.served_connection import AgentConfig
 from tutti.placement.eviction import POLICIES
-from tutti.transfers.quotas import Quota
+from tutti.transfers.put_limits import Quota
 from tutti.transfers.store_config import DURABILITY, VERIFY, StoreConfig
 
 _DESCRIPTION = """\

@@ -1,8 +1,8 @@
 """The node's agent: one process owns the pools, and others use them over a Unix socket.
 
 Control plane only: a client gets the files of the members and slots, and moves the bytes itself.
-Each connection has a thread of its own (served.py), so that a client that floods or hangs does not
-delay the others.
+Each connection has a thread of its own (served_connection.py), so that a client that floods or
+hangs does not delay the others.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from tutti.errors import AgentRefused, TuttiError, system_message
+from tutti.node.agent_pools import AgentPools
 from tutti.node.listener import check_peer, listen
 from tutti.node.messages import failure_of, frame
 from tutti.node.pool_service import ClientSession
-from tutti.node.pools import AgentPools
-from tutti.node.served import AgentConfig, ServedConnection
+from tutti.node.served_connection import AgentConfig, ServedConnection
 
 _log = logging.getLogger(__name__)
 

@@ -37,6 +37,7 @@ from tutti.interface import Keys, Store
 from tutti.medium.keys import as_keys
 from tutti.medium.layout import KVLayout
 from tutti.memory.host_memory import HostMemory
+from tutti.node.agent_session import AgentSession
 from tutti.node.kept_session import KeptSession
 from tutti.node.messages import (
     VERSION,
@@ -52,7 +53,6 @@ from tutti.node.messages import (
     statuses_of,
 )
 from tutti.node.remote_catalogue import RemoteCatalogue
-from tutti.node.session import AgentSession
 from tutti.transfers.core import Closable
 from tutti.transfers.put_request import PutRequest, checked_pages
 from tutti.transfers.store_config import StoreConfig

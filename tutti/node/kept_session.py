@@ -8,8 +8,8 @@ import threading
 
 from tutti.errors import AgentLost, PoolMismatch, TuttiError
 from tutti.memory.host_memory import HostMemory
+from tutti.node.agent_session import AgentSession
 from tutti.node.messages import VERSION, Hello
-from tutti.node.session import AgentSession
 
 _log = logging.getLogger(__name__)
 

@@ -17,8 +17,8 @@ import numpy.typing as npt
 
 from tutti.base.arrays import Keys
 from tutti.base.threads import start_thread
-from tutti.cluster.remote import RemoteConfig
-from tutti.cluster.tier import Tier
+from tutti.cluster.remote_store import RemoteConfig
+from tutti.cluster.second_tier import Tier
 from tutti.errors import ConfigError, DeviceTimeout, KeySizeError, TuttiError, Unsupported
 from tutti.gio_uring import shared_file
 from tutti.gio_uring.controller_file import FileController

@@ -1,4 +1,4 @@
-"""Times one read, one write or both on a file; `found.py` decides when, and makes the profile."""
+"""Times one read, one write or both on a file; `at_open.py` decides when, and makes the profile."""
 
 from __future__ import annotations
 

@@ -26,7 +26,6 @@ from tutti.base.process import Owned
 from tutti.base.threads import start_thread
 from tutti.errors import ConfigError
 from tutti.scheduler.baselines import ImmediatePolicy
-from tutti.scheduler.changes import Scheduler
 from tutti.scheduler.estimates import Estimates
 from tutti.scheduler.event import (
     Event,
@@ -37,9 +36,10 @@ from tutti.scheduler.event import (
     WriteGone,
     WriteKnown,
 )
+from tutti.scheduler.loads_and_writes import Profile
 from tutti.scheduler.policy import Limits, SlackPolicy
-from tutti.scheduler.request import Profile
 from tutti.scheduler.state import NOTHING, Decision, Issue, Policy, State
+from tutti.scheduler.state_changes import Scheduler
 
 #: The loop looks at the clock at least so often.
 _NAP_S = 0.5

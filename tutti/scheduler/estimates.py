@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass
 
 from tutti.errors import ConfigError
-from tutti.scheduler.request import Profile
+from tutti.scheduler.loads_and_writes import Profile
 
 _WEIGHT = 0.2
 _FACTOR_MAX = 8.0

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from tutti.errors import ConfigError
-from tutti.scheduler.request import LoadKind, Phase
+from tutti.scheduler.loads_and_writes import LoadKind, Phase
 
 
 @dataclass(slots=True)

@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 
 from tutti.errors import ConfigError
 from tutti.scheduler.event import LoadKnown, WriteKnown
+from tutti.scheduler.loads_and_writes import Load, PageLocation, Phase, Write
 from tutti.scheduler.read_order import ReadOrder
-from tutti.scheduler.request import Load, PageLocation, Phase, Write
 from tutti.scheduler.state import NOTHING, Decision, Issue, State
 
 #: So many loads are looked at for slack, those that are due first.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tutti.scheduler.request import Load
+from tutti.scheduler.loads_and_writes import Load
 from tutti.scheduler.state import Issue, State
 
 

@@ -1,4 +1,4 @@
-"""The scheduler's state and its decisions.  Events change the state in `changes.py`.
+"""The scheduler's state and its decisions.  Events change the state in `state_changes.py`.
 
 Only the state changes.  A decision is not frozen because that makes it several times as slow.
 """
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from tutti.scheduler.estimates import Estimates
-from tutti.scheduler.request import Load, Profile, Step, Write
+from tutti.scheduler.loads_and_writes import Load, Profile, Step, Write
 
 
 @dataclass(slots=True)

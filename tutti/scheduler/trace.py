@@ -11,10 +11,10 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 
 from tutti.errors import ConfigError
-from tutti.scheduler.changes import Scheduler
 from tutti.scheduler.event import Event, from_json, to_json
-from tutti.scheduler.request import Profile
+from tutti.scheduler.loads_and_writes import Profile
 from tutti.scheduler.state import Decision, Policy
+from tutti.scheduler.state_changes import Scheduler
 
 
 def line(event: Event, decision: Decision) -> str:

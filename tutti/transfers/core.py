@@ -35,7 +35,7 @@ from tutti.placement.reuse import ReuseHistory
 from tutti.pool.members import Members
 from tutti.pool.slot_extents import SlotExtents, object_places
 from tutti.pool.slot_jobs import SlotJobs
-from tutti.transfers.quotas import Quotas
+from tutti.transfers.put_limits import Quotas
 from tutti.transfers.store_config import StoreConfig
 
 _P = ParamSpec("_P")

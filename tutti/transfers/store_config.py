@@ -9,7 +9,7 @@ from tutti.base.units import parse_nbytes
 from tutti.errors import ConfigError
 from tutti.placement.eviction import POLICIES, EvictionPolicy
 from tutti.scheduler.dispatcher import Schedule
-from tutti.transfers.quotas import Quota
+from tutti.transfers.put_limits import Quota
 
 VERIFY = ("always", "sampled", "off")
 DURABILITY = ("process", "flush")
@@ -31,7 +31,7 @@ class StoreConfig:
     digest_cache_nbytes: memory for digests of recent objects.
     write_budget: bytes a day that puts may write, also as "2TiB"; None for no limit.  An hour's
         budget may go at once, and pages beyond it are dropped and counted as ``over_budget``.
-    quotas: limits of namespaces; see tutti.transfers.quotas.
+    quotas: limits of namespaces; see tutti.transfers.put_limits.
     schedule: when puts and loads are launched; None for at once.  See docs/scheduler.md.
     window_nbytes: bytes of commands in flight on each drive; None finds the smallest number that
         has the drive's full bandwidth while it runs, which keeps first layers early.

@@ -41,7 +41,7 @@ from tutti.scheduler.event import (
     WriteKnown,
     WriteStopped,
 )
-from tutti.scheduler.request import report_at
+from tutti.scheduler.loads_and_writes import report_at
 from tutti.scheduler.state import Issue
 from tutti.transfers.core import Core
 from tutti.transfers.loader import Loader

@@ -7,10 +7,10 @@ from typing import Any
 
 from tutti.integration.sglang.direct.kv_pools import KvPoolGroup
 from tutti.integration.sglang.direct.stored_pool import StoredPool
-from tutti.profiles.found import FILE
+from tutti.profiles.at_open import FILE
 from tutti.scheduler.dispatcher import GIVEN
 from tutti.scheduler.estimates import Estimates, is_worth_loading
-from tutti.scheduler.request import Profile
+from tutti.scheduler.loads_and_writes import Profile
 
 PAGES_MAX = 1 << 40
 

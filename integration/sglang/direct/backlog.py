@@ -27,8 +27,8 @@ from tutti.integration.sglang.direct.kv_pools import Pages
 from tutti.integration.sglang.direct.staging_copy import Fence
 from tutti.integration.sglang.direct.stored_pool import StoredPool
 from tutti.integration.sglang.metrics import STORE
-from tutti.integration.sglang.reporting import ErrorLog
 from tutti.integration.sglang.second_touch import SecondTouch
+from tutti.integration.sglang.server_log import ErrorLog
 from tutti.scheduler.dispatcher import Dispatcher, Schedule
 from tutti.scheduler.event import PagesCopied, PagesWritten, SpaceKnown, WriteGone, WriteKnown
 from tutti.scheduler.state import Issue

@@ -6,13 +6,13 @@ import logging
 
 from tutti.base.units import MiB
 from tutti.errors import CudaError, Unsupported
-from tutti.gio_uring.gpu.batch import KernelMover
+from tutti.gio_uring.gpu.device_batch import KernelMover
+from tutti.gio_uring.gpu.device_code import Modules
 from tutti.gio_uring.gpu.driver import Driver
 from tutti.gio_uring.gpu.green_context import SmPartition, partition
-from tutti.gio_uring.gpu.memory import TableMemory
-from tutti.gio_uring.gpu.modules import Modules
-from tutti.scheduler.green_context import choose_partition
+from tutti.gio_uring.gpu.pinned_memory import TableMemory
 from tutti.scheduler.profile import TableProfile
+from tutti.scheduler.sm_share import choose_partition
 
 _log = logging.getLogger(__name__)
 

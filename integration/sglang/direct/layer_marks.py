@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from tutti.base.process import Owned
 from tutti.gio_uring.gpu.driver import Driver
-from tutti.gio_uring.gpu.memory import PinnedMemory
+from tutti.gio_uring.gpu.pinned_memory import PinnedMemory
 from tutti.gio_uring.memory import HostBuffer
 
 #: Batches whose waits the stream may still have before it; others go unmeasured.

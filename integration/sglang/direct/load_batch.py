@@ -18,7 +18,7 @@ import torch
 from tutti.base.arrays import Keys
 from tutti.base.process import Owned
 from tutti.errors import DeviceTimeout
-from tutti.integration.sglang.direct.gpu import Gpu
+from tutti.integration.sglang.direct.gpu_copies import Gpu
 from tutti.integration.sglang.direct.kv_pools import Pages
 from tutti.integration.sglang.direct.read_ahead import ReadAhead
 from tutti.integration.sglang.direct.reads import Read

@@ -12,10 +12,10 @@ from tutti.base.arrays import Keys
 from tutti.base.breaker import Breaker
 from tutti.base.process import Owned
 from tutti.errors import ChecksumMismatch, DeviceTimeout, KeyMissing, PagesInUse, TuttiError
-from tutti.integration.sglang.direct.staging import StagingPages
+from tutti.integration.sglang.direct.staging_pages import StagingPages
 from tutti.integration.sglang.kv_events import DiskEvents
 from tutti.integration.sglang.metrics import LOAD, Metrics
-from tutti.integration.sglang.reporting import ErrorLog, MinuteLog
+from tutti.integration.sglang.server_log import ErrorLog, MinuteLog
 from tutti.interface import Store
 
 _PROVE_OBJECTS = 64

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tutti.errors import Unsupported
-from tutti.integration.sglang.direct.gpu import Gpu
+from tutti.integration.sglang.direct.gpu_copies import Gpu
 from tutti.integration.sglang.direct.kv_pools import KvPool, KvPoolGroup
 from tutti.integration.sglang.direct.staging_size import staging_sizes
 from tutti.integration.sglang.direct.stored_pool import StoredPool, split_nbytes
@@ -23,11 +23,11 @@ from tutti.integration.sglang.identity import (
 from tutti.integration.sglang.metrics import Metrics
 from tutti.integration.sglang.options import LINKER
 from tutti.pool.places import is_device
-from tutti.profiles.found import find_profile, folders_of, is_off, model_like
+from tutti.profiles.at_open import find_profile, folders_of, is_off, model_like
 from tutti.scheduler.dispatcher import GIVEN, Schedule
+from tutti.scheduler.loads_and_writes import Profile
 from tutti.scheduler.policy import Limits
 from tutti.scheduler.profile import TableProfile
-from tutti.scheduler.request import Profile
 
 _log = logging.getLogger(__name__)
 

@@ -24,7 +24,7 @@ from tutti.integration.sglang.direct.stored_pool import StoredPool
 from tutti.integration.sglang.metrics import LOAD
 from tutti.scheduler.dispatcher import Dispatcher, Schedule
 from tutti.scheduler.event import LayersReady, LoadGone, LoadKnown
-from tutti.scheduler.request import LoadKind
+from tutti.scheduler.loads_and_writes import LoadKind
 from tutti.scheduler.state import Issue
 
 _PIECE_NBYTES = 16 << 20

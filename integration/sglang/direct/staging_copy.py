@@ -16,7 +16,7 @@ from typing import Any
 
 from tutti.errors import CudaError, DeviceTimeout
 from tutti.gio_uring.gpu.stream_queue import wait_until
-from tutti.integration.sglang.direct.gpu import Gpu
+from tutti.integration.sglang.direct.gpu_copies import Gpu
 from tutti.integration.sglang.direct.kv_pools import Pages
 from tutti.integration.sglang.direct.reads import Read
 

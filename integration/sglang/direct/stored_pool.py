@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import torch
 
 from tutti.errors import ConfigError
-from tutti.integration.sglang.direct.gpu import Gpu
+from tutti.integration.sglang.direct.gpu_copies import Gpu
 from tutti.integration.sglang.direct.kv_pools import KvPool, Pages, Spans, Views, spans_of
-from tutti.integration.sglang.direct.staging import StagingPages
+from tutti.integration.sglang.direct.staging_pages import StagingPages
 from tutti.integration.sglang.direct.staging_size import StagingSize
 from tutti.integration.sglang.kv_events import DiskEvents
 from tutti.integration.sglang.metrics import Metrics

@@ -28,8 +28,8 @@ from tutti.errors import (
 )
 from tutti.integration.sglang.kv_events import DiskEvents
 from tutti.integration.sglang.metrics import LOAD, STORE, Metrics
-from tutti.integration.sglang.reporting import ErrorLog, MinuteLog
 from tutti.integration.sglang.second_touch import SecondTouch
+from tutti.integration.sglang.server_log import ErrorLog, MinuteLog
 from tutti.integration.sglang.weights import WeightsWatch
 from tutti.interface import Store
 from tutti.medium.keys import hexadecimal_keys

@@ -15,17 +15,17 @@ from memory_controller import MemoryController
 
 from tutti.errors import CapacityError, ConfigError, CudaError, DeviceTimeout, Unsupported
 from tutti.gio_uring.engine import Engine
+from tutti.gio_uring.gpu import device_code
 from tutti.gio_uring.gpu import device_engine as gpu_device_engine
-from tutti.gio_uring.gpu import modules as gpu_modules
 from tutti.gio_uring.gpu import persistent as gpu_persistent
-from tutti.gio_uring.gpu.batch import KernelMover
+from tutti.gio_uring.gpu.device_batch import KernelMover
+from tutti.gio_uring.gpu.device_code import CubinCache, DeviceSource, Modules
 from tutti.gio_uring.gpu.device_engine import KERNEL_S, DeviceEngine, KernelSize
 from tutti.gio_uring.gpu.device_job import DeviceJob
+from tutti.gio_uring.gpu.device_queues import split_shares
 from tutti.gio_uring.gpu.driver import SmResource
 from tutti.gio_uring.gpu.host_engine import HostEngine
-from tutti.gio_uring.gpu.memory import TableMemory
-from tutti.gio_uring.gpu.modules import CubinCache, DeviceSource, Modules
-from tutti.gio_uring.gpu.queues import split_shares
+from tutti.gio_uring.gpu.pinned_memory import TableMemory
 from tutti.gio_uring.iocb import RUN_DTYPE, Extents, PagedMemory
 from tutti.gio_uring.nvme_spec import (
     OPCODE_READ,
@@ -85,7 +85,7 @@ def device_rig(
     staging: int = 1 << 20,
     rest_s: float = 60.0,
 ) -> Iterator[Rig]:
-    monkeypatch.setattr(gpu_modules, "compile_cubin", lambda *_, **__: b"\x7fELF")
+    monkeypatch.setattr(device_code, "compile_cubin", lambda *_, **__: b"\x7fELF")
     driver = StandInDriver()
     modules = Modules(driver, source=DeviceSource(tmp_path), cache=CubinCache(tmp_path))
     rig = Rig(kind, modules, driver, staging, rest_s)
@@ -308,7 +308,7 @@ def test_launches_that_block_are_refused(tmp_path: Path, monkeypatch: pytest.Mon
 def test_blocks_that_could_not_all_stay_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gpu_modules, "compile_cubin", lambda *_, **__: b"\x7fELF")
+    monkeypatch.setattr(device_code, "compile_cubin", lambda *_, **__: b"\x7fELF")
     driver = StandInDriver(sms=SmResource(2, 1, 1))
     modules = Modules(driver, source=DeviceSource(tmp_path), cache=CubinCache(tmp_path))
     with MemoryController([4 << 20]) as controller:
@@ -349,7 +349,7 @@ def test_the_kernel_mover_fills_its_tables(
 ) -> None:
     """The engine `host` with the SM copy in place of the copy engine."""
     rng = np.random.default_rng(seed)
-    monkeypatch.setattr(gpu_modules, "compile_cubin", lambda *_, **__: b"\x7fELF")
+    monkeypatch.setattr(device_code, "compile_cubin", lambda *_, **__: b"\x7fELF")
     driver = StandInDriver()
     controller = MemoryController([4 << 20])
     Kernels(driver, controller.medium(1))

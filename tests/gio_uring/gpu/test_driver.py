@@ -24,7 +24,7 @@ from tutti.errors import ConfigError, CudaError, Unsupported
 from tutti.gio_uring.gpu import driver as gpu_driver
 from tutti.gio_uring.gpu.driver import CudaDriver, Driver, SmResource
 from tutti.gio_uring.gpu.green_context import partition
-from tutti.gio_uring.gpu.memory import PinnedMemory
+from tutti.gio_uring.gpu.pinned_memory import PinnedMemory
 from tutti.gio_uring.memory import HostBuffer
 
 NEEDED = "cuda-bindings (the extra device-check)"

@@ -29,8 +29,8 @@ from tutti.errors import (
 from tutti.gio_uring.controller import NativeController
 from tutti.gio_uring.controller_file import FileController
 from tutti.gio_uring.engine import Engine
+from tutti.gio_uring.gpu.device_code import KERNELS
 from tutti.gio_uring.gpu.host_engine import HostEngine
-from tutti.gio_uring.gpu.modules import KERNELS
 from tutti.gio_uring.gpu.mover import CopyMover
 from tutti.gio_uring.gpu.verifier import Verifier
 from tutti.gio_uring.job import Job

@@ -28,17 +28,17 @@ from tutti.base.units import MiB
 from tutti.errors import ConfigError, DeviceTimeout, PoolClosed, Unsupported
 from tutti.gio_uring.controller import NativeController
 from tutti.gio_uring.engine import LIST_NBYTES
-from tutti.gio_uring.gpu.batch import BatchRequest, Commands, DeviceBatch, Staged
-from tutti.gio_uring.gpu.choice import REASON
+from tutti.gio_uring.gpu.device_batch import BatchRequest, Commands, DeviceBatch, Staged
+from tutti.gio_uring.gpu.device_code import Modules
 from tutti.gio_uring.gpu.device_job import DeviceJob
+from tutti.gio_uring.gpu.device_queues import DeviceQueues, handles_rung
 from tutti.gio_uring.gpu.driver import Driver
+from tutti.gio_uring.gpu.engine_choice import REASON
 from tutti.gio_uring.gpu.host_engine import STAGING_NBYTES
 from tutti.gio_uring.gpu.launcher import KernelWork, Launcher, ResidentKernels, ShortKernels
-from tutti.gio_uring.gpu.memory import LeaseOwner, TableMemory, retain_until_exit
-from tutti.gio_uring.gpu.modules import Modules
 from tutti.gio_uring.gpu.parameters import BLOCK_THREADS_MAX, QueueShareStruct
 from tutti.gio_uring.gpu.persistent import PersistentKernel
-from tutti.gio_uring.gpu.queues import DeviceQueues, handles_rung
+from tutti.gio_uring.gpu.pinned_memory import LeaseOwner, TableMemory, retain_until_exit
 from tutti.gio_uring.gpu.stream_queue import Needed, StreamQueue, wait_until
 from tutti.gio_uring.iocb import CutStruct, Extents, IocbStruct, PagedMemory
 from tutti.gio_uring.nvme_spec import OPCODE_READ, PSDT_SGL, STATUS_TIMED_OUT

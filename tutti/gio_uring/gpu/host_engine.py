@@ -34,11 +34,11 @@ from tutti.base.process import Owned
 from tutti.base.units import MiB
 from tutti.errors import PoolClosed
 from tutti.gio_uring.engine import Engine
-from tutti.gio_uring.gpu.choice import REASON
 from tutti.gio_uring.gpu.driver import Driver
-from tutti.gio_uring.gpu.memory import LeaseOwner
+from tutti.gio_uring.gpu.engine_choice import REASON
 from tutti.gio_uring.gpu.moved_job import MovedJob, Route
 from tutti.gio_uring.gpu.mover import CopyDescriptor, Mover, choose_mover
+from tutti.gio_uring.gpu.pinned_memory import LeaseOwner
 from tutti.gio_uring.gpu.stream_queue import (
     Cells,
     Needed,

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 from tutti.base.arrays import U64
 from tutti.base.process import Owned
-from tutti.gio_uring.gpu.batch import DeviceBatch, launch_layer
-from tutti.gio_uring.gpu.modules import Modules
-from tutti.gio_uring.gpu.queues import DeviceQueues
+from tutti.gio_uring.gpu.device_batch import DeviceBatch, launch_layer
+from tutti.gio_uring.gpu.device_code import Modules
+from tutti.gio_uring.gpu.device_queues import DeviceQueues
 from tutti.gio_uring.gpu.stream_queue import StagedLayers, StreamQueue
 
 _WARP = 32

@@ -17,7 +17,7 @@ from tutti.base.arrays import U32, U64
 from tutti.base.units import KiB
 from tutti.errors import Unsupported
 from tutti.gio_uring.gpu.driver import BATCH_MAX, Driver
-from tutti.gio_uring.gpu.memory import LeaseOwner
+from tutti.gio_uring.gpu.pinned_memory import LeaseOwner
 from tutti.gio_uring.iocb import PagedMemory
 
 #: A copy engine pays for each fragment, so that a kernel moves shorter ones faster

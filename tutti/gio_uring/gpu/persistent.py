@@ -23,11 +23,11 @@ import numpy.typing as npt
 
 from tutti.base.process import finalize
 from tutti.errors import ConfigError, DeviceTimeout
+from tutti.gio_uring.gpu.device_code import Modules
+from tutti.gio_uring.gpu.device_queues import DeviceQueues
 from tutti.gio_uring.gpu.launcher import KernelWork, Launcher
-from tutti.gio_uring.gpu.memory import LeaseOwner, TableMemory
-from tutti.gio_uring.gpu.modules import Modules
 from tutti.gio_uring.gpu.parameters import MailboxStruct, PostStruct
-from tutti.gio_uring.gpu.queues import DeviceQueues
+from tutti.gio_uring.gpu.pinned_memory import LeaseOwner, TableMemory
 from tutti.gio_uring.gpu.stream_queue import StreamQueue, wait_until
 from tutti.gio_uring.memory import view_at
 

@@ -24,7 +24,12 @@ from tutti.errors import CapacityError, ConfigError, DeviceTimeout, TuttiError
 from tutti.gio_uring.controller import NativeController
 from tutti.gio_uring.gpu.driver import Driver
 from tutti.gio_uring.gpu.events import EventPool
-from tutti.gio_uring.gpu.memory import ALIGNMENT, LeaseOwner, PinnedStaging, retain_until_exit
+from tutti.gio_uring.gpu.pinned_memory import (
+    ALIGNMENT,
+    LeaseOwner,
+    PinnedStaging,
+    retain_until_exit,
+)
 from tutti.gio_uring.layer_words import LayerWords
 
 _LOOK_S = 0.00005

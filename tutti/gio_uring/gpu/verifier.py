@@ -14,10 +14,10 @@ import numpy as np
 from tutti.base.arrays import U32, U64
 from tutti.base.process import Owned
 from tutti.base.units import MiB
-from tutti.gio_uring.gpu.batch import BatchRequest, DeviceBatch, launch_layer
+from tutti.gio_uring.gpu.device_batch import BatchRequest, DeviceBatch, launch_layer
+from tutti.gio_uring.gpu.device_code import Modules
 from tutti.gio_uring.gpu.driver import Driver
-from tutti.gio_uring.gpu.memory import LeaseOwner, TableMemory
-from tutti.gio_uring.gpu.modules import Modules
+from tutti.gio_uring.gpu.pinned_memory import LeaseOwner, TableMemory
 from tutti.gio_uring.iocb import PagedMemory
 from tutti.gio_uring.layer_words import LayerWords
 from tutti.gio_uring.nvme_spec import OPCODE_READ

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tutti.errors import ConfigError, Unsupported
-from tutti.scheduler.green_context import Partition, choose_partition
 from tutti.scheduler.roofline import GPUS, mover_gb_per_s
+from tutti.scheduler.sm_share import Partition, choose_partition
 
 LINEAR = [(8, 10.0), (16, 20.0), (64, 50.0)]
 

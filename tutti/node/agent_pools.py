@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tutti.base.units import format_nbytes
-from tutti.cluster.remote import RemoteConfig
+from tutti.cluster.remote_store import RemoteConfig
 from tutti.errors import CapacityError, ConfigError, PoolMismatch, PoolNotFound, TuttiError
 from tutti.medium.layout import KVLayout, differences
 from tutti.node.pool_service import PoolService

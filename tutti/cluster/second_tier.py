@@ -22,8 +22,8 @@ from tutti.base.arrays import U32, Keys
 from tutti.base.breaker import Breaker
 from tutti.base.threads import start_thread
 from tutti.cluster.recent_keys import RecentKeys
-from tutti.cluster.remote import RemoteConfig, ValueStatus
 from tutti.cluster.remote_process import RemoteProcess, Staging, StagingInUse
+from tutti.cluster.remote_store import RemoteConfig, ValueStatus
 from tutti.cluster.worker import EXISTS, GET, KEYS_MAX, PUT
 from tutti.errors import (
     KeyMissing,

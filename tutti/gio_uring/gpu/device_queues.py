@@ -15,10 +15,10 @@ import numpy as np
 from tutti.base.process import Owned
 from tutti.gio_uring.controller import NativeController
 from tutti.gio_uring.engine import LIST_NBYTES
-from tutti.gio_uring.gpu.batch import TableImage
+from tutti.gio_uring.gpu.device_batch import TableImage
 from tutti.gio_uring.gpu.doorbells import GpuDoorbells
 from tutti.gio_uring.gpu.driver import Driver
-from tutti.gio_uring.gpu.memory import LeaseOwner, PinnedMemory, TableMemory
+from tutti.gio_uring.gpu.pinned_memory import LeaseOwner, PinnedMemory, TableMemory
 from tutti.gio_uring.iocb import Runs
 from tutti.gio_uring.memory import HostBuffer
 from tutti.gio_uring.queue_pair import QueuePair, QueuePairStruct

@@ -16,8 +16,8 @@ import tutti
 from tutti.errors import ConfigError, DeviceTimeout, ProfileError
 from tutti.machine import machine_facts
 from tutti.medium.layout import KVLayout
-from tutti.profiles import found
-from tutti.profiles.found import find_profile, model_of
+from tutti.profiles import at_open
+from tutti.profiles.at_open import find_profile, model_of
 from tutti.profiles.medium_timing import Medium
 from tutti.scheduler.dispatcher import Schedule
 from tutti.scheduler.profile import estimated_document
@@ -33,7 +33,7 @@ LAYOUT = KVLayout.mha(
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty cache of this test's own, and measurements of one round."""
-    monkeypatch.setattr(found, "_ROUNDS_S", 0.0)
+    monkeypatch.setattr(at_open, "_ROUNDS_S", 0.0)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return tmp_path / "cache" / "tutti"
 
@@ -130,7 +130,7 @@ def test_a_medium_that_cannot_be_measured_is_estimated(
         assert store.stats()["profile"] == "estimated"
     assert "does not answer" in caplog.text
     monkeypatch.undo()
-    monkeypatch.setattr(found, "_FILE_NBYTES", 1 << 60)
+    monkeypatch.setattr(at_open, "_FILE_NBYTES", 1 << 60)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "other"))
     assert find_profile("auto", [tmp_path], model_of(LAYOUT))[1] == "estimated"
     assert "no room" in caplog.text
@@ -140,7 +140,7 @@ def test_a_medium_that_cannot_be_measured_is_estimated(
 def test_a_slow_medium_is_not_waited_for(
     tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(found, "_WRITTEN_S", -1.0)
+    monkeypatch.setattr(at_open, "_WRITTEN_S", -1.0)
     assert find_profile("auto", [tmp_path], model_of(LAYOUT))[1] == "estimated"
     assert "too slow" in caplog.text
     assert [path.name for path in tmp_path.iterdir()] == ["cache"]

@@ -19,7 +19,7 @@ from typing import Any
 
 from tutti.scheduler.dispatcher import Dispatcher
 from tutti.scheduler.event import Event, LayerBegan, StepBegan, StepEnded
-from tutti.scheduler.request import Phase
+from tutti.scheduler.loads_and_writes import Phase
 
 _log = logging.getLogger(__name__)
 

@@ -10,8 +10,8 @@ import pytest
 from gio_uring.cuda_stand_in import StandInDriver
 
 from tutti.errors import CudaError, Unsupported
-from tutti.gio_uring.gpu import modules as gpu_modules
-from tutti.gio_uring.gpu.modules import (
+from tutti.gio_uring.gpu import device_code
+from tutti.gio_uring.gpu.device_code import (
     KERNELS,
     CubinCache,
     DeviceSource,
@@ -40,7 +40,7 @@ class CountingCompiler:
 @pytest.fixture
 def compiler(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, tuple[str, ...]]]:
     CountingCompiler.compiled = []
-    monkeypatch.setattr(gpu_modules, "_Nvrtc", CountingCompiler)
+    monkeypatch.setattr(device_code, "_Nvrtc", CountingCompiler)
     return CountingCompiler.compiled
 
 

@@ -15,7 +15,7 @@ from prometheus_client import CollectorRegistry
 
 from store.pools import some_keys
 from tutti.cluster.recent_keys import RecentKeys
-from tutti.cluster.remote import RemoteConfig
+from tutti.cluster.remote_store import RemoteConfig
 from tutti.errors import ConfigError, DeviceTimeout
 from tutti.metrics import StoreCollector
 

@@ -19,7 +19,8 @@ from typing import Any, Protocol
 
 from tutti.base.threads import start_thread
 from tutti.errors import AgentRefused, CapacityError, TuttiError
-from tutti.node import operations
+from tutti.node import called_operations
+from tutti.node.agent_pools import AgentPools
 from tutti.node.messages import (
     HEADER,
     VERSION,
@@ -42,7 +43,6 @@ from tutti.node.messages import (
     read_request,
 )
 from tutti.node.pool_service import ClientSession
-from tutti.node.pools import AgentPools
 
 _log = logging.getLogger(__name__)
 
@@ -291,7 +291,7 @@ class ServedConnection:
             session.unpin(message.name)
             return Answer()
         if isinstance(message, Call):
-            return Answer(operations.run(session, message.name, message.arguments))
+            return Answer(called_operations.run(session, message.name, message.arguments))
         raise AgentRefused("the session is open already; open another connection")
 
     def _greet(self, message: Any) -> Message | None:

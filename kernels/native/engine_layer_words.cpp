@@ -1,7 +1,7 @@
 // The host engine's side of the words that it shares with the mover of a job's staging memory.
 #include <algorithm>
 
-#include "service_thread.h"
+#include "drive_loop.h"
 
 namespace gio {
 namespace {

@@ -1,5 +1,5 @@
 // One drive's thread: issues commands as they are due, rings the queue pair (vfio too) and reaps.
-#include "service_thread.h"
+#include "drive_loop.h"
 
 #include <algorithm>
 #include <cstring>

@@ -30,8 +30,16 @@ from tutti.scheduler.event import (
     WriteKnown,
     WriteStopped,
 )
+from tutti.scheduler.loads_and_writes import (
+    Load,
+    LoadKind,
+    PageLocation,
+    Phase,
+    Profile,
+    Step,
+    Write,
+)
 from tutti.scheduler.measured_speed import begin, end, given_up, measured
-from tutti.scheduler.request import Load, LoadKind, PageLocation, Phase, Profile, Step, Write
 from tutti.scheduler.state import NOTHING, Decision, Issue, Policy, Space, State
 
 _Entry = TypeVar("_Entry", Load, Write)

@@ -13,7 +13,6 @@ from functools import partial
 from tutti.bench.simulate.calibration import ServerTimes
 from tutti.bench.simulate.device import READ, WRITE, Device, Line, Timeline, Writes
 from tutti.scheduler.baselines import ImmediatePolicy
-from tutti.scheduler.changes import Scheduler
 from tutti.scheduler.event import (
     Event,
     LayersReady,
@@ -25,9 +24,10 @@ from tutti.scheduler.event import (
     WriteKnown,
     WriteStopped,
 )
+from tutti.scheduler.loads_and_writes import Write, report_at
 from tutti.scheduler.policy import Limits, SlackPolicy
-from tutti.scheduler.request import Write, report_at
 from tutti.scheduler.state import NOTHING, Decision, Issue, Policy, Totals
+from tutti.scheduler.state_changes import Scheduler
 
 
 def policy_of(name: str, limits: Limits) -> Policy:

@@ -20,13 +20,12 @@ import torch
 
 from tutti.base.units import MiB
 from tutti.errors import CudaError, DeviceTimeout, Unsupported
-from tutti.gio_uring.gpu.choice import choose_engine
+from tutti.gio_uring.gpu.device_code import Modules
 from tutti.gio_uring.gpu.device_engine import DeviceEngine
 from tutti.gio_uring.gpu.driver import CudaDriver, Driver
+from tutti.gio_uring.gpu.engine_choice import choose_engine
 from tutti.gio_uring.gpu.events import EventPool
 from tutti.gio_uring.gpu.host_engine import STREAMS, HostEngine
-from tutti.gio_uring.gpu.memory import PinnedMemory
-from tutti.gio_uring.gpu.modules import Modules
 from tutti.gio_uring.gpu.mover import (
     FRAGMENT_NBYTES_MIN,
     AutoMover,
@@ -35,6 +34,7 @@ from tutti.gio_uring.gpu.mover import (
     Mover,
     choose_mover,
 )
+from tutti.gio_uring.gpu.pinned_memory import PinnedMemory
 from tutti.gio_uring.gpu.stream_queue import wait_until
 from tutti.gio_uring.gpu.verifier import Verifier
 from tutti.integration.sglang.direct.kernel_share import KernelShare

@@ -13,7 +13,6 @@ import numpy.typing as npt
 
 from tutti.base.arrays import U32, U64
 from tutti.gio_uring.gpu.driver import Driver
-from tutti.gio_uring.gpu.memory import LeaseOwner, TableMemory, Tables
 from tutti.gio_uring.gpu.mover import CopyDescriptor, PreparedCopy
 from tutti.gio_uring.gpu.parameters import (
     BLOCK_THREADS_MAX,
@@ -23,6 +22,7 @@ from tutti.gio_uring.gpu.parameters import (
     RunStateStruct,
     SliceTableStruct,
 )
+from tutti.gio_uring.gpu.pinned_memory import LeaseOwner, TableMemory, Tables
 from tutti.gio_uring.iocb import IocbStruct, PagedMemory
 from tutti.gio_uring.layer_words import LayerWords
 from tutti.gio_uring.memory import Bytes, view_at

@@ -17,7 +17,7 @@ from node.agents import LAYOUT, RunningAgent
 
 from store.pools import some_keys
 from tutti.cluster.remote_process import RemoteProcess, Staging, StagingInUse
-from tutti.cluster.tier import Tier
+from tutti.cluster.second_tier import Tier
 from tutti.cluster.worker import EXISTS, GET, OK, REPLY
 from tutti.errors import ConfigError, DeviceTimeout, RemoteFailed
 from tutti.transfers.store_config import StoreConfig
