@@ -36,6 +36,10 @@ METRICS: Mapping[str, tuple[str, str]] = {
     "ahead_pages": ("counter", "pages read for requests that still waited"),
     "ahead_used_pages": ("counter", "pages of these that a batch used, counted once"),
     "ahead_unused_pages": ("counter", "pages of these that no batch used before they were dropped"),
+    "kernel_copied_pages": (
+        "counter",
+        "pages that a kernel copied between staging and GPU memory, once for each layer",
+    ),
     "fullness": ("gauge", "objects stored over usable_objects, 0 to 1"),
     "usable_objects": ("gauge", "pages that the pool can keep: neither reserve nor quarantine"),
     "capacity_tokens": ("gauge", "the same in tokens"),
@@ -62,6 +66,7 @@ _OF_MODE = {
     "ahead_pages": LINKER,
     "ahead_used_pages": LINKER,
     "ahead_unused_pages": LINKER,
+    "kernel_copied_pages": LINKER,
     "backlog_pages": LINKER,
     "breaker_open": LINKER,
     "hugepage_bytes": HICACHE,

@@ -16,12 +16,16 @@ import torch
 from gio_uring.cuda_stand_in import StandInDriver
 from gio_uring.ringing_kernels import RingingKernels
 from linker_engine import PAGE, Rig
+from triton.runtime.interpreter import InterpretedFunction
 
 from tutti.gio_uring.gpu import device_code
 from tutti.gio_uring.gpu.device_code import CubinCache
+from tutti.gio_uring.memory import view_at
 from tutti.integration.sglang import linker as linker_module
+from tutti.integration.sglang.direct import table_copy
 from tutti.integration.sglang.direct.gpu_copies import Gpu
 from tutti.integration.sglang.linker import TuttiLinker
+from tutti.kernels.triton.copy_pages import copy_pages
 
 
 class StandInEvent:
@@ -42,6 +46,7 @@ class StandInStreams:
     def __init__(self, driver: StandInDriver) -> None:
         self.scheduler, self.forward = driver.create_stream(), driver.create_stream()
         self.kernels = RingingKernels(driver)
+        self.tables = TableKernel(driver)
 
     def current(self) -> int:
         return self.forward
@@ -51,6 +56,27 @@ class StandInStreams:
 
     def handle_of(self, event: Any) -> int:
         return int(event.cuda_event)
+
+
+class TableKernel:
+    """The kernel that copies by tables, in Triton's interpreter."""
+
+    def __init__(self, driver: StandInDriver) -> None:
+        self._driver = driver
+        self._kernel = InterpretedFunction(copy_pages.fn)
+        driver.kernels["copy_pages"] = self._run
+
+    def _run(self, address: int, segments: int, pages: int, programs: int, *scratch: int) -> None:
+        nbytes = 8 * (5 * segments + 2 * pages)
+        table = view_at(self._driver.host(address, nbytes), nbytes).view(np.int64).copy()
+        spans = table[: 5 * segments].reshape(segments, 5)
+        unit = max(u for u in (16, 4, 1) if not (spans % u).any())
+        for span in spans:  # where the host finds the whole of both sides
+            for side, numbers in zip((0, 2), table[5 * segments :].reshape(2, pages), strict=True):
+                reach = int(numbers.max() * span[side + 1] + span[4])
+                span[side] = self._driver.host(int(span[side]), reach)
+        here = int(table.ctypes.data)
+        self._kernel[(programs,)](here, segments, pages, programs, UNIT=unit, BLOCK=8192)
 
 
 class GpuRig(Rig):
@@ -103,6 +129,7 @@ def stand_in_gpu(
         return [StandInEvent(driver, s) for s in (streams.scheduler, streams.forward)]
 
     monkeypatch.setattr(device_code, "compile_cubin", lambda *_, **__: b"\x7fELF")
+    monkeypatch.setattr(table_copy, "compile_for", lambda *_: b"\x7fELF")
     monkeypatch.setattr(CubinCache, "read", lambda *_: None)  # such code must not be cached
     monkeypatch.setattr(CubinCache, "write", lambda *_: None)
     monkeypatch.setattr(linker_module, "open_gpu", opened)

@@ -105,10 +105,10 @@ def linear_and_windows() -> tuple[Any, Any]:
     return pool, states()
 
 
-def sparse() -> tuple[Any, Any]:
+def sparse(pages: int = 16) -> tuple[Any, Any]:
     """Latents with an indexer, whose pages are smaller than the medium's blocks."""
     pool = DSATokenToKVPool(
-        size=16 * 64,
+        size=pages * 64,
         page_size=64,
         kv_lora_rank=512,
         dtype=torch.bfloat16,

@@ -41,6 +41,7 @@ from tutti.integration.sglang.direct.kernel_share import KernelShare
 from tutti.integration.sglang.direct.kv_pools import Pages, Span
 from tutti.integration.sglang.direct.layer_marks import BatchMarks, LayerMarks
 from tutti.integration.sglang.direct.staging_size import StagingSize
+from tutti.integration.sglang.direct.table_copy import TableCopies, are_short
 from tutti.interface import Store
 from tutti.memory.host_memory import HostMemory
 from tutti.scheduler.profile import TableProfile
@@ -99,6 +100,7 @@ class Gpu:
             self.share = KernelShare(driver, self._device_code(), profile)
         self._asked_mover = mover
         self._rare: KernelShare | None = None  # of the mover auto, once a pool has short fragments
+        self._short: TableCopies | None = None  # once a pool in staging has them
         self.copy_stream = driver.create_stream(-1)
         self.leaving = driver.create_stream()
         self._engine = engine
@@ -229,6 +231,16 @@ class Gpu:
         store.attach(pinned)
         return pinned.device_address - pinned.address
 
+    def expect(self, layers: Sequence[Sequence[Span]]) -> None:
+        """Prepares for `copy` of a pool with these segments: a kernel for short ones."""
+        wants_kernel = self._asked_mover in ("auto", "kernel") and any(map(are_short, layers))
+        if self._short is not None or not wants_kernel:
+            return
+        try:
+            self._short = TableCopies(self.driver, self.events)
+        except (CudaError, Unsupported) as error:
+            _log.warning("short pieces of pages go by copy engines, not by a kernel: %s", error)
+
     def follow(self, events: Sequence[Any]) -> None:
         """Nothing is written to SGLang's pages from now on before ``events`` happened."""
         for event in events:
@@ -249,22 +261,24 @@ class Gpu:
         of: Pages,
         *,
         is_local: bool = False,
-    ) -> None:
-        """Enqueues copies of pages ``of`` (n,) of some segments to pages ``to`` (n,) of others.
+    ) -> bool:
+        """Enqueues copies of pages ``of`` (n,) of some segments to pages ``to`` (n,) of others;
+        whether a kernel makes them.
 
         is_local: both in the GPU's memory.
         """
+        if self._short is not None and self._short.copy(stream, targets, to, sources, of):
+            return True
         there = np.concatenate([_addresses(span, to) for span in targets])
         here = np.concatenate([_addresses(span, of) for span in sources])
         nbytes = np.repeat(np.array([span.nbytes for span in targets], np.uint64), len(to))
-        if not len(to):
-            return
-        if self.driver.has_copy_batch:
+        if len(to) and self.driver.has_copy_batch:
             self.driver.copy_batch(there, here, nbytes, stream, is_local=is_local)
-            return
+            return False
         with self.driver.bound():
             for target, source, n in zip(there, here, nbytes, strict=True):
                 self.driver.copy(int(target), int(source), int(n), stream)
+        return False
 
     def wait_left(self, timeout_s: float) -> None:
         """Waits for what is on ``leaving`` by now.  Raises DeviceTimeout: it may still move."""
@@ -291,10 +305,10 @@ class Gpu:
             self.driver.destroy_stream(stream)
         self._marks.close()
         self.events.release([self._left])
+        for part in (self.share, self._rare, self._short):
+            if part is not None:
+                part.close()
         self.events.close()
-        for share in (self.share, self._rare):
-            if share is not None:
-                share.close()
         if self._modules is not None:
             self._modules.close()
 

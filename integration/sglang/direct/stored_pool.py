@@ -53,6 +53,8 @@ class StoredPool:
         self.stores = StagingPages(store, store_staging, kv_pool.staging_views)
         self._load_spans = self._reached(self.loads)
         self._store_spans = self._reached(self.stores)
+        if gpu is not None and self._load_spans + self._store_spans:
+            gpu.expect(kv_pool.spans)
         if self.memory is None and not (self.loads.pages and self.stores.pages):
             raise ConfigError(
                 f"pool {kv_pool.name} goes through staging, and a page of it has "
@@ -97,7 +99,11 @@ class StoredPool:
         assert self.gpu is not None, "pages in GPU memory"
         target = self.kv_pool.spans[layer]
         source = self._load_spans[layer] if staged else target
-        self.gpu.copy(self.gpu.copy_stream, target, targets, source, rows, is_local=not staged)
+        stream = self.gpu.copy_stream
+        self._count(self.gpu.copy(stream, target, targets, source, rows, is_local=not staged), rows)
+
+    def _count(self, by_kernel: bool, pages: Pages) -> None:
+        self.metrics.count("kernel_copied_pages", len(pages) if by_kernel else 0)
 
     def copy_from_staging(self, layer: int, source: Views, rows: Pages, targets: Pages) -> None:
         """Copies pages ``rows`` of one of SGLang's layers from staging to ``targets``."""
@@ -111,7 +117,7 @@ class StoredPool:
         """
         if self.gpu is not None:
             for there, here in zip(self._store_spans, self.kv_pool.spans, strict=True):
-                self.gpu.copy(self.gpu.leaving, there, staged, here, pages)
+                self._count(self.gpu.copy(self.gpu.leaving, there, staged, here, pages), pages)
             self.gpu.wait_left(timeout_s)
             return
         for sources, targets in zip(self.kv_pool.views, self.stores.views, strict=True):

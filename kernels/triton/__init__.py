@@ -1,0 +1,1 @@
+"""Kernels in Triton, for pages that a table of addresses describes better than strides do."""
