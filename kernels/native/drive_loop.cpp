@@ -17,6 +17,7 @@ constexpr double kNarrowShare = 0.98;
 constexpr double kWideShare = 0.995;
 constexpr u64 kDefaultRate = 1'000'000'000;  // before a drive was measured
 constexpr u64 kOffloadNbytes = 128 << 10;    // less is hashed sooner than handed over
+constexpr u64 kShortNbytes = 1 << 20;        // of a load whose layers are issued all at once
 constexpr u64 kSizeNbytes[] = {64 << 10, 256 << 10, 512 << 10, 1 << 20};
 
 }  // namespace
@@ -120,17 +121,15 @@ void ServiceThread::begin_load(Part* part, u64 clock_ns) {
   const JobConfig& config = part->job->config;
   part->due_ns = config.due_ns != 0 ? config.due_ns : clock_ns;
   part->interval_ns = config.interval_ns;
-  if (part->interval_ns == 0) {
-    const u64 layer_nbytes = static_cast<u64>(config.iocb.n_pages) * config.iocb.slice_nlb
-                             << config.iocb.lba_shift;
-    const u64 nbytes = layer_nbytes * part->n_runs / config.iocb.n_runs;  // this thread's part
-    const u64 rate = std::max(window_of(kind_of_direction_[0]).rate(), kDefaultRate / 10);
-    part->interval_ns = nbytes * 1000 / (rate / 1'000'000);
-  }
+  const u64 layer_nbytes = static_cast<u64>(config.iocb.n_pages) * config.iocb.slice_nlb
+                           << config.iocb.lba_shift;
+  const u64 nbytes = layer_nbytes * part->n_runs / config.iocb.n_runs;  // this thread's part
+  const u64 rate = std::max(window_of(kind_of_direction_[0]).rate(), kDefaultRate / 10);
+  if (part->interval_ns == 0) part->interval_ns = nbytes * 1000 / (rate / 1'000'000);
   part->is_due = config.due_ns != kNeverDue && part->job->n_layers > 1;
-  if (part->is_due && loads_due_ == 0 && active_.empty()) {
-    opening_ = part;
-    first_layer_left_ = part->n_runs;
+  const bool is_long = nbytes * part->job->n_layers > kShortNbytes;
+  if (is_long && part->is_due && loads_due_ == 0 && active_.empty()) {
+    opening_ = part, first_layer_left_ = part->n_runs;
   }
   if (part->is_due && loads_due_++ == 0) interrupt(kind_);
 }

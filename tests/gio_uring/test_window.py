@@ -141,6 +141,11 @@ def test_layers_of_all_loads_are_issued_as_they_are_due(make) -> None:  # type: 
     assert ahead_ns[1] > max(first_ns[-1], second_ns[-1])
 
 
+def test_a_short_load_is_issued_whole(make) -> None:  # type: ignore[no-untyped-def]
+    nbytes = LAYERS * SLICE_NBYTES
+    assert make().load(1)[-1] <= 1.1 * (LATENCY_NS + nbytes * 10**9 // RATE)
+
+
 def test_stores_begin_with_few_bytes_in_flight(make) -> None:  # type: ignore[no-untyped-def]
     """A load that comes has to wait for these."""
     rig = make(parallelism=None)
