@@ -21,7 +21,7 @@ from tutti.base.breaker import Breaker
 from tutti.bench.simulate.server_io import policy_of
 from tutti.errors import ConfigError, ProfileError
 from tutti.integration.sglang import linker as linker_module
-from tutti.integration.sglang.direct import steps as steps_module
+from tutti.integration.sglang.direct import model_steps as steps_module
 from tutti.integration.sglang.direct.backlog import Backlog, Chains
 from tutti.integration.sglang.direct.model_steps import STEPS, StepsWatch
 from tutti.integration.sglang.metrics import Metrics
