@@ -35,6 +35,7 @@ from tutti.interface import Store
 from tutti.medium.layout import KVLayout
 from tutti.node.client import NodeStore
 from tutti.node.messages import (
+    HEADER,
     Message,
     Moved,
     Plan,
@@ -43,6 +44,7 @@ from tutti.node.messages import (
     Written,
     frame,
     packed_status,
+    read_reply,
 )
 from tutti.node.pool_service import PoolService
 from tutti.store import open as open_pool
@@ -151,7 +153,8 @@ def _in_process(service: PoolService) -> Callable[[Any], Callable[[], None]]:
         made = session.plan_put(message) if is_put else session.plan_load(message)  # type: ignore[arg-type]
 
         def give_up() -> None:
-            for job in made.jobs:
+            jobs = made.jobs if isinstance(made, Plan) else read_reply(made[HEADER.size :]).jobs
+            for job in jobs:
                 cancelled = np.full(len(job.slots) // 8, STATUS_CANCELLED, np.uint32)
                 session.moved(Moved(job.job, packed_status(cancelled)))
 

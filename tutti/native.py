@@ -163,6 +163,25 @@ class NativePlacement(ctypes.Structure):
     )
 
 
+class NativePutRequest(ctypes.Structure):
+    """`struct tutti_put_request`."""
+
+    _fields_ = (
+        ("keys", ctypes.c_char_p),
+        ("parent", ctypes.c_char_p),
+        ("n", ctypes.c_uint64),
+        ("sequence", ctypes.c_uint64),
+        ("number", ctypes.c_uint64),
+        ("job", ctypes.c_uint64),
+        ("depth", ctypes.c_uint32),
+        ("uses", ctypes.c_uint32),
+        ("has_digests", ctypes.c_uint32),
+    )
+
+
+#: `kTuttiAnswerBytes`.
+ANSWER_NBYTES = 96
+
 _POINTER = ctypes.c_void_p
 _U32 = ctypes.c_uint32
 _U64 = ctypes.c_uint64
@@ -206,6 +225,8 @@ _QUICK: Prototypes = {
     "tutti_reuse_loaded": (_I64, (_REUSE, _POINTER, _U64, _I64)),
     "tutti_reuse_stored": (_I64, (_REUSE, _POINTER, _POINTER, _U64, _I64)),
     "tutti_load_plan": (_I64, (_TABLES, _POINTER, _U64, _U32, _U32, _POINTER)),
+    "tutti_load_answer": (_I64, (_TABLES, _POINTER, _U64, _U32, _U32, _U64, _POINTER)),
+    "tutti_put_answer": (_I64, (_POINTER, _POINTER, _POINTER)),
     "tutti_load_start": (_I64, (_TABLES, _POINTER, _U64, _U32, _U32, _POINTER, _POINTER)),
     "tutti_put_start": (ctypes.c_int, (_POINTER, _POINTER)),
     "tutti_put_end": (ctypes.c_int, (_POINTER, _U64, _POINTER)),

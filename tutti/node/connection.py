@@ -111,12 +111,11 @@ class Connection:
                     self._buffer.extend(bytes(HEADER.size + FRAME_NBYTES_MAX - len(self._buffer)))
                 continue
             self._receive_some(deadline_s, timeout_s)
-        body = bytes(memoryview(self._buffer)[HEADER.size : need])
+        reply = read_reply(memoryview(self._buffer)[HEADER.size : need])
         rest = self._have - need
         if rest:
             self._buffer[:rest] = self._buffer[need : self._have]
         self._have = rest
-        reply = read_reply(body)
         if isinstance(reply, Failure):
             error = error_of(reply)
             if isinstance(error, AgentRefused):

@@ -5,6 +5,7 @@ Nothing here knows sockets.  Plans may wait for the medium or for space, on the 
 
 from __future__ import annotations
 
+import itertools
 import logging
 import secrets
 import threading
@@ -13,7 +14,6 @@ from dataclasses import astuple
 from functools import partial
 
 import numpy as np
-import numpy.typing as npt
 
 from tutti.base.arrays import Keys
 from tutti.base.threads import start_thread
@@ -24,6 +24,7 @@ from tutti.gio_uring import shared_file
 from tutti.gio_uring.controller_file import FileController
 from tutti.medium.keys import KEY_NBYTES
 from tutti.medium.slot_record import expiry_of, tenant_of
+from tutti.native import NativePutRequest
 from tutti.node.messages import (
     FILES_MAX,
     FRAME_NBYTES_MAX,
@@ -40,9 +41,9 @@ from tutti.node.messages import (
     keys_of,
     packed_status,
 )
-from tutti.node.remote_transfers import JobTable, PlacedPut, PlannedLoad, PlannedMemory
+from tutti.node.remote_transfers import JobTable, PlacedPut, PlannedLoad, PlannedMemory, RemoteJob
+from tutti.placement.load_plan import LoadPlan
 from tutti.store import ObjectStore
-from tutti.transfers.loader import compared_alike
 from tutti.transfers.put_request import PutPart, PutRequest
 from tutti.transfers.tickets import Outcome, PutProgress
 
@@ -80,8 +81,6 @@ class PoolService:
         page_nbytes = 8 * self.core.layers + _PAGE_NBYTES
         fitting = (FRAME_NBYTES_MAX - _REST_NBYTES) // page_nbytes
         self.batch_pages = max(1, min(store._writer.batch_pages, fitting))
-        #: Pages and memory in requests whose pages only the client knows.
-        self.nowhere = PlannedMemory(self.core.geometry).of_rows(self.batch_pages)
         self.sessions: dict[bytes, ClientSession] = {}
         self.tier = None if remote is None else Tier(store, remote)
         self._stopping = threading.Event()
@@ -151,7 +150,7 @@ class ClientSession:
         self._place = shared_file.lock_place(pid)
         self._prefix = self.id.hex()
         self._nameless = 0
-        self._puts = 0
+        self._puts = itertools.count(1)
 
     def share_files(self) -> list[int]:
         """The members, opened for the client; the caller closes them once they are sent."""
@@ -207,41 +206,48 @@ class ClientSession:
             return f"{self._prefix}:*{self._nameless}"
         return f"{self._prefix}:{name}"
 
-    def plan_put(self, message: PlanPut) -> Plan:
-        """Slots for the keys that are not there.  Raises what ObjectStore.put raises."""
-        keys = self._batch(message.keys)
+    def plan_put(self, message: PlanPut) -> Plan | memoryview:
+        """Slots for the keys that are not there, or the frame of this answer.
+
+        Raises what ObjectStore.put raises.
+        """
+        self._check_batch(message.keys)
         if message.parent and len(message.parent) != KEY_NBYTES:
             raise KeySizeError(f"the parent key has {len(message.parent)} bytes, not {KEY_NBYTES}")
         if not 0 <= message.depth < 2**31:
             raise ConfigError(f"depth is {message.depth}; it counts the pages before the first key")
-        pages, memory = self.service.nowhere
-        request = PutRequest.chain(
-            keys, pages[: len(keys)], memory, message.parent or None, message.depth
-        )
+        number, job = next(self._puts), self.jobs.number()
         if message.namespace or message.ttl_s is not None:
-            tenant, expiry = tenant_of(message.namespace), expiry_of(message.ttl_s)
-            request = request._replace(tenant=tenant, expiry_64s=expiry)
-            self.service.store.catalogue.watch(expiry > 0)
-        self._puts += 1
-        number = self._puts
-        put = self._writer.plan(request)
+            return self._plan_any_put(number, message)
+        request = NativePutRequest(
+            parent=message.parent or None,
+            number=number,
+            job=job,
+            depth=message.depth,
+            has_digests=self._put_layers > 0,
+        )
+        put = self._writer.plan(message.keys, request)
         if put is None:
-            return self._plan_any_put(number, request)
-        if not put.placed.slots.size:
-            outcome = np.full(len(keys), Outcome.PRESENT, np.uint8)
-            self._stored(keys, outcome)
+            return self._plan_any_put(number, message)
+        chain = put.chain
+        if not chain.count:
+            outcome = np.full(len(chain.keys), Outcome.PRESENT, np.uint8)
+            if self._tier is not None:
+                self._tier.put_over(chain.keys, outcome)
             return Plan(number, [], outcome.tobytes())
-        job = PlacedPut(self._writer, put, self._put_layers, partial(self._put_over, number, keys))
-        rows = put.placed.rows
-        of_rows = b"" if rows is None else rows.astype("<u4").tobytes()
-        return Plan(number, [MoveJob(self.jobs.add(job), put.placed.slots.tobytes(), of_rows)])
+        over = partial(self._put_over, number, message.keys)
+        self.jobs.add(job, PlacedPut(self._writer, put, self._put_layers, over))
+        return chain.answer
 
-    def _plan_any_put(self, number: int, request: PutRequest) -> Plan:
-        """A put that has to wait for space, or that quotas concern."""
-        core, keys = self._core, request.keys
+    def _plan_any_put(self, number: int, message: PlanPut) -> Plan:
+        """A put that has to wait for space, or with a namespace or a time to live."""
+        core, keys = self._core, keys_of(message.keys)
+        tenant, expiry = tenant_of(message.namespace), expiry_of(message.ttl_s)
         planned = PlannedMemory(core.geometry)
         pages, memory = planned.of_rows(len(keys))
-        request = request._replace(pages=pages, memory=memory)
+        request = PutRequest.chain(keys, pages, memory, message.parent or None, message.depth)
+        request = request._replace(tenant=tenant, expiry_64s=expiry)
+        self.service.store.catalogue.watch(expiry > 0)
         progress = PutProgress(len(keys), core.guard, core.store_latency)
         with core.admitted(core.config.timeout_s):
             part = PutPart(request, np.arange(len(keys)), progress, lambda *_: progress.end_part())
@@ -249,39 +255,47 @@ class ClientSession:
         if error is not None:
             raise error
         if not planned.jobs:
-            self._stored(keys, progress.outcome)
+            if self._tier is not None:
+                self._tier.put_over(keys, progress.outcome)
             return Plan(number, [], progress.outcome.tobytes(), packed_status(progress.status))
-        jobs = [job.message(self.jobs.add(job)) for job in planned.jobs]
-        progress.on_done(partial(self._put_over, number, keys))
+        jobs = [self._told(job) for job in planned.jobs]
+        progress.on_done(partial(self._put_over, number, message.keys))
         return Plan(number, jobs)
 
-    def _stored(self, keys: Keys, outcome: npt.NDArray[np.uint8]) -> None:
-        if self._tier is not None:
-            self._tier.put_over(keys, outcome)
+    def _told(self, job: RemoteJob, *, whole: bool = False) -> MoveJob:
+        """What the client hears of a job, which is under way from now on."""
+        number = self.jobs.number()
+        self.jobs.add(number, job)
+        return job.message(number, whole)
 
-    def _put_over(self, number: int, keys: Keys, progress: PutProgress) -> None:
-        self._stored(keys, progress.outcome)
+    def _put_over(self, number: int, keys: bytes, progress: PutProgress) -> None:
+        if self._tier is not None:
+            self._tier.put_over(keys_of(keys), progress.outcome)
         self._report(Written(number, progress.outcome.tobytes(), packed_status(progress.status)))
 
-    def plan_load(self, message: PlanLoad) -> Plan:
-        """Where the objects are, which stay there until the client reports its jobs.
+    def plan_load(self, message: PlanLoad) -> Plan | memoryview:
+        """Where the objects are, which stay there until the client reports its jobs; or the frame
+        of this answer.
 
         Raises what ObjectStore.load raises.
         """
-        keys, loader = self._batch(message.keys), self._loader
-        plan, every = loader.plan(keys)
+        raw, loader, number = message.keys, self._loader, self.jobs.number()
+        self._check_batch(raw)
+        plan, every = loader.plan(raw, number)
+        answer = plan.answer
+        if answer is not None:
+            self.jobs.add(number, PlannedLoad(loader, plan))
         if self._tier is not None:
-            self._tier.used(keys)
-        compare = compared_alike(plan.marks, every)
-        if compare is not None:
-            number = self.jobs.add(PlannedLoad(loader, plan))
-            digests = plan.digests.tobytes() if compare else b""
-            job = MoveJob(number, plan.slots.tobytes(), digests=digests, compare=compare)
-            return Plan(0, [job])
+            self._tier.used(keys_of(raw))
+        return answer or self._plan_any_load(keys_of(raw), plan, every=every)
+
+    def _plan_any_load(self, keys: Keys, plan: LoadPlan, *, every: bool) -> Plan:
+        """A load in several jobs, or whose digests have to be read."""
         planned = PlannedMemory(self._core.geometry)
-        progress = loader.load_planned((keys, plan, *planned.of_rows(len(keys))), every=every)
+        pages, memory = planned.of_rows(len(keys))
+        progress = self._loader.load_planned((keys, plan, pages, memory), every=every)
         whole = [part.whole for part in progress.parts]
-        jobs = [job.message(self.jobs.add(job), whole[i]) for i, job in enumerate(planned.jobs)]
+        jobs = [self._told(job, whole=whole[i]) for i, job in enumerate(planned.jobs)]
         return Plan(0, jobs, status=packed_status(progress.record_status))
 
     def moved(self, message: Moved) -> None:
@@ -290,17 +304,19 @@ class ClientSession:
         try:
             job.finish(message.status, message.digests)
         except ConfigError:
-            self.jobs.put_back(message.job, job)
+            self.jobs.add(message.job, job)
             raise
 
-    def _batch(self, raw: bytes) -> Keys:
-        keys = keys_of(raw)
-        if len(keys) > self.service.batch_pages:
+    def _check_batch(self, keys: bytes) -> None:
+        """Raises ConfigError for a part of a key, or too many."""
+        n, rest = divmod(len(keys), KEY_NBYTES)
+        if rest:
+            raise ConfigError(f"{len(keys)} bytes are not whole keys of {KEY_NBYTES}")
+        if n > self.service.batch_pages:
             raise ConfigError(
-                f"{len(keys)} keys in one plan, at most {self.service.batch_pages} are taken; ask"
-                " for less at a time"
+                f"{n} keys in one plan, at most {self.service.batch_pages} are taken; ask for less"
+                " at a time"
             )
-        return keys
 
     def disconnect(self) -> None:
         """The client is gone: its pins are taken back."""

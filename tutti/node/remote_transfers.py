@@ -6,6 +6,7 @@ what they submit, the client gets it in one answer, and reports every job by its
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections.abc import Callable
@@ -174,12 +175,12 @@ class PlacedPut:
 
     def finish(self, status: bytes, digests: bytes) -> None:
         """See RemoteJob."""
-        statuses = statuses_of(status, self._put.placed.slots.size)
+        statuses = statuses_of(status, self._put.chain.count)
         self._end(statuses, _computed(digests, statuses, self._layers) if self._layers else None)
 
     def fail(self, status: int) -> None:
         """See RemoteJob."""
-        self._end(np.full(self._put.placed.slots.size, status, np.uint32), None)
+        self._end(np.full(self._put.chain.count, status, np.uint32), None)
 
     def _end(self, statuses: U32, digests: U64 | None) -> None:
         self._writer.written_elsewhere(self._put, statuses, digests, self._over)
@@ -204,19 +205,21 @@ class JobTable:
 
     def __init__(self) -> None:
         self._jobs: dict[int, Planned] = {}
-        self._next = 1
+        self._numbers = itertools.count(1)
         self._lock = threading.Lock()
         self._ended = False
 
-    def add(self, job: Planned) -> int:
-        """Gives a job its number.  After ``end`` the job fails at once."""
+    def number(self) -> int:
+        """A number that no other job has."""
+        return next(self._numbers)
+
+    def add(self, number: int, job: Planned) -> None:
+        """A job is under way.  After ``end`` it fails at once."""
         with self._lock:
-            number, self._next = self._next, self._next + 1
             if not self._ended:
                 self._jobs[number] = job
-                return number
+                return
         job.fail(STATUS_CANCELLED)
-        return number
 
     def take(self, number: int) -> Planned:
         """The job of a number, once.  Raises ConfigError for a number that is not under way."""
@@ -225,14 +228,6 @@ class JobTable:
         if job is None:
             raise ConfigError(f"job {number} is not under way; it was reported before, or never")
         return job
-
-    def put_back(self, number: int, job: Planned) -> None:
-        """The report of a job was refused: it is under way still."""
-        with self._lock:
-            if not self._ended:
-                self._jobs[number] = job
-                return
-        job.fail(STATUS_CANCELLED)
 
     def end(self) -> None:
         """No transfer of the client is under way any more: all jobs fail."""

@@ -98,12 +98,12 @@ class Outgoing:
     def __init__(self, peer: socket.socket, unread_s: float) -> None:
         self._peer = peer
         self._unread_s = unread_s
-        self._unsent: deque[bytes] = deque()
+        self._unsent: deque[bytes | memoryview] = deque()
         self._unsent_nbytes = 0
         self._is_closed = False
         self._changed = threading.Condition()
 
-    def send(self, raw: bytes) -> None:
+    def send(self, raw: bytes | memoryview) -> None:
         """Sends bytes after those of earlier calls; nothing once the connection is cut off."""
         with self._changed:
             if self._is_closed:
@@ -202,8 +202,8 @@ class ServedConnection:
     def _run(self) -> None:
         try:
             while (body := self._next_body()) is not None:
-                self._agent.count("requests")
                 self._serve(body)
+                self._agent.count("requests")  # while the client goes on
                 self._outgoing.drain()
         except AgentRefused as error:
             self._agent.count("refused")
@@ -217,11 +217,13 @@ class ServedConnection:
             self._agent.connection_over(self, self._owns)
             self._peer.close()
 
-    def _serve(self, body: bytes) -> None:
+    def _serve(self, body: bytes | memoryview) -> None:
         """Raises AgentRefused, which ends the connection."""
         try:
             answer = self._answer(read_request(body))
-            if answer is not None:
+            if isinstance(answer, memoryview):
+                self._outgoing.send(answer)
+            elif answer is not None:
                 self._send(answer)
         except AgentRefused:
             raise
@@ -233,7 +235,7 @@ class ServedConnection:
                 self._outgoing.drain()
                 self.shut_down()
 
-    def _next_body(self) -> bytes | None:
+    def _next_body(self) -> bytes | memoryview | None:
         """The next whole message; None at the end of the connection.
 
         Raises AgentRefused when the first message, or the rest of one, does not come in time.
@@ -254,6 +256,10 @@ class ServedConnection:
                 continue
             if not part:
                 return None
+            if not self._buffer and len(part) > HEADER.size:
+                nbytes = body_nbytes(part[: HEADER.size])
+                if len(part) == HEADER.size + nbytes:
+                    return memoryview(part)[HEADER.size :]  # one request at a time, as a rule
             self._buffer += part
         return body
 
@@ -270,8 +276,8 @@ class ServedConnection:
         del buffer[:end]
         return body
 
-    def _answer(self, message: Any) -> Message | None:
-        """The answer to a request; None where none is due, or where it was sent."""
+    def _answer(self, message: Any) -> Message | memoryview | None:
+        """The answer to a request, or its frame; None where none is due, or where it was sent."""
         session = self.session
         if session is None:
             return self._greet(message)

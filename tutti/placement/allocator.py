@@ -17,10 +17,13 @@ import numpy as np
 import numpy.typing as npt
 
 from tutti.base.arrays import U32, U64, Keys, Slots
+from tutti.medium.keys import KEY_NBYTES
 from tutti.native import (
+    ANSWER_NBYTES,
     NO_SLOT,
     NativeAllocator,
     NativePlacement,
+    NativePutRequest,
     NativePutTables,
     address,
     quick,
@@ -131,6 +134,72 @@ class Placed(NamedTuple):
     sequences: U64
 
 
+class PlacedChain:
+    """A chain of keys that another process stores, and the message that it gets.
+
+    count: of keys that the index did not have, which have slots now.
+    """
+
+    __slots__ = ("_block", "_keys", "count")
+
+    def __init__(self, keys: int) -> None:
+        rest = (ANSWER_NBYTES + 12 * keys) // 8 + 1
+        self._block: U64 = np.empty(2 * (keys + 1) + keys // 2 + 1 + 5 * keys + 4 + rest, np.uint64)
+        self._keys, self.count = keys, 0
+
+    @property
+    def address(self) -> int:
+        """Where native code writes it."""
+        return address(self._block)
+
+    @property
+    def keys(self) -> Keys:
+        """(n, 16)"""
+        return self._block[2 : 2 * (self._keys + 1)].view(np.uint8).reshape(-1, KEY_NBYTES)
+
+    @property
+    def parents(self) -> Keys:
+        """(n, 16)"""
+        return self._block[: 2 * self._keys].view(np.uint8).reshape(-1, KEY_NBYTES)
+
+    @property
+    def depths(self) -> U32:
+        """(n,)"""
+        return self._block[2 * (self._keys + 1) :].view(np.uint32)[: self._keys]
+
+    @property
+    def rows(self) -> Slots:
+        """Keys that have slots now, (count,)."""
+        n = self._keys
+        return self._placed[2 * n : 2 * n + self.count].view(np.int64)
+
+    @property
+    def slots(self) -> Slots:
+        """(count,)"""
+        return self._placed[: self.count].view(np.int64)
+
+    @property
+    def sequences(self) -> U64:
+        """(count,)"""
+        return self._placed[self._keys : self._keys + self.count]
+
+    @property
+    def late(self) -> int:
+        """How many of them had been evicted."""
+        return int(self._placed[5 * self._keys + 2])
+
+    @property
+    def answer(self) -> memoryview:
+        """For the process that stores them."""
+        start = 5 * self._keys + 3
+        nbytes = int(self._placed[start])
+        return self._placed[start + 1 :].view(np.uint8).data[:nbytes]
+
+    @property
+    def _placed(self) -> U64:
+        return self._block[2 * (self._keys + 1) + self._keys // 2 + 1 :]
+
+
 class Placer:
     """Gives slots to keys: of the index, the history of uses and the allocator in one call."""
 
@@ -160,3 +229,17 @@ class Placer:
         self._history.regretted += late
         rows = None if mapped == n else out[2 * n : 2 * n + mapped].view(np.int64)
         return Placed(count, rows, out[:mapped].view(np.int64), out[n : n + mapped])
+
+    def answer(self, keys: bytes, request: NativePutRequest) -> PlacedChain:
+        """As `place`, of a chain for another process, for which there is room; ``request`` has the
+        rest, whose parent is None or 16 bytes.
+        """
+        index, n = self._index, len(keys) // KEY_NBYTES
+        assert n * KEY_NBYTES == len(keys), "a key is 16 bytes"
+        chain = PlacedChain(n)
+        request.keys, request.n, request.uses = keys, n, index.uses
+        handles = (ctypes.byref(self.tables), ctypes.byref(request))
+        chain.count = quick().tutti_put_answer(*handles, chain.address)
+        assert chain.count >= 0, "a free slot is in use"
+        self._history.regretted += chain.late
+        return chain

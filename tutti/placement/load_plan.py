@@ -11,7 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from tutti.base.arrays import U32, U64, Keys, Slots
-from tutti.native import NativeLoadTables, address, quick
+from tutti.medium.keys import KEY_NBYTES
+from tutti.native import ANSWER_NBYTES, NativeLoadTables, address, quick
 from tutti.placement.digest_cache import DigestCache
 from tutti.placement.index import Index
 from tutti.placement.reuse import ReuseHistory
@@ -24,12 +25,14 @@ class LoadPlan:
     """Slots of the keys of a load, which are pinned, and what is known of them, in one block.
 
     runs: how many runs the slots are.  more: words for each key behind what is described here.
+    rest: further words.
     """
 
     __slots__ = ("_block", "_keys", "_layers", "runs")
 
-    def __init__(self, keys: int, layers: int, more: int) -> None:
-        self._block: U64 = np.empty(keys * (2 + layers + more) + keys // 8 + 2, np.uint64)
+    def __init__(self, keys: int, layers: int, more: int, rest: int = 0) -> None:
+        words = keys * (2 + layers + more) + keys // 8 + 2 + rest
+        self._block: U64 = np.empty(words, np.uint64)
         self._keys, self._layers, self.runs = keys, layers, 0
 
     @property
@@ -64,6 +67,22 @@ class LoadPlan:
         """NVMe status of each, (n,), of a load that was started with the plan."""
         n = self._keys
         return self._block[(2 + self._layers) * n + n // 8 + 1 :].view(np.uint32)[:n]
+
+
+class LoadAnswer(LoadPlan):
+    """A plan for another process, with the message that it gets if one job moves all pages."""
+
+    __slots__ = ()
+
+    def __init__(self, keys: int, layers: int) -> None:
+        super().__init__(keys, layers, layers + 1, ANSWER_NBYTES // 8 + 1)
+
+    @property
+    def answer(self) -> memoryview | None:
+        """None where it takes several jobs, or digests have to be read first."""
+        start = (2 + self._layers) * self._keys + self._keys // 8 + 1
+        nbytes = int(self._block[start])
+        return self._block[start + 1 :].view(np.uint8).data[:nbytes] if nbytes else None
 
 
 class LoadPlanner:
@@ -114,5 +133,19 @@ class LoadPlanner:
         else:
             plan.runs = quick().tutti_load_start(*arguments, ctypes.byref(start))
         if -1 - n < plan.runs < 0:
+            raise LookupError(-1 - plan.runs)
+        return plan
+
+    def answer(self, keys: bytes, *, verify: bool, job: int) -> LoadAnswer:
+        """As `begin`, for another process.  keys: 16 bytes each.  job: number of the only one."""
+        index, n = self._index, len(keys) // KEY_NBYTES
+        assert n * KEY_NBYTES == len(keys), "a key is 16 bytes"
+        index.begin_use()
+        if not index.native.hits:
+            index.own("hits")
+        plan = LoadAnswer(n, self._layers)
+        arguments = (self._handle, keys, n, index.uses, verify, job, plan.address)
+        plan.runs = quick().tutti_load_answer(*arguments)
+        if plan.runs < 0:
             raise LookupError(-1 - plan.runs)
         return plan

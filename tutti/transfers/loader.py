@@ -6,7 +6,6 @@ job starts at once behind a gate that opens when the digests are known.
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import threading
 from collections.abc import Sequence
@@ -28,8 +27,15 @@ from tutti.gio_uring.nvme_spec import (
     STATUS_TIMED_OUT,
     STATUS_UNRECOVERED_READ,
 )
+from tutti.medium.keys import KEY_NBYTES
 from tutti.placement.index import SlotState
-from tutti.placement.load_plan import MARK_HAS_DIGESTS, MARK_KNOWN, MARK_UNPROVEN, LoadPlan
+from tutti.placement.load_plan import (
+    MARK_HAS_DIGESTS,
+    MARK_KNOWN,
+    MARK_UNPROVEN,
+    LoadAnswer,
+    LoadPlan,
+)
 from tutti.pool.record_table import BLOCK_RECORDS, RecordTable
 from tutti.pool.slot_jobs import NOT_STARTED
 from tutti.transfers.core import Core
@@ -121,22 +127,22 @@ class Loader:
             self._load_parts(batch, settle, every=every, held=held)
         return progress
 
-    def plan(self, keys: Keys) -> tuple[LoadPlan, bool]:
+    def plan(self, keys: bytes, job: int) -> tuple[LoadAnswer, bool]:
         """Begins a load that another process carries out: pins the slots, as ``load`` does.
 
-        `load_planned`, or `moved_elsewhere`, has to follow.  Also returns whether proven objects
-        are verified.
+        job: number of its job, if it takes one: then `moved_elsewhere` has to follow, else
+        `load_planned`.  Also returns whether proven objects are verified.
         """
         core = self._core
         with core.lock:
             core.wait_admitted(core.config.timeout_s)
-            core.begin()
+            core.check_open()
+            every = self._verifies_every()
             try:
-                every = self._verifies_every()
-                plan = self._found(keys, every)
-            except BaseException:
-                core.end()
-                raise
+                plan = core.planner.answer(keys, verify=every, job=job)
+            except LookupError as error:
+                raise _missing(error, len(keys) // KEY_NBYTES) from None
+            core.in_flight += 1
             self._loads += 1
             core.counters.load_runs += plan.runs
         return plan, every
@@ -163,22 +169,6 @@ class Loader:
         policy = self._core.config.verify
         return policy == "always" or (policy == "sampled" and self._loads % SAMPLE_ONE_IN == 0)
 
-    def _found(
-        self,
-        keys: Keys,
-        every: bool,
-        plan: LoadPlan | None = None,
-        start: ctypes.Structure | None = None,
-    ) -> LoadPlan:
-        """See LoadPlanner.begin.  Lock held."""
-        try:
-            return self._core.planner.begin(keys, verify=every, plan=plan, start=start)
-        except LookupError as error:
-            raise KeyMissing(
-                f"key {error} of {len(keys)} is not in the pool; ask match() which prefix is, and "
-                "pin it if time passes before the load"
-            ) from None
-
     def _begin(
         self, progress: LoadProgress, keys: Keys, pages: U32, memory: PagedMemory, *, held: bool
     ) -> tuple[_Settle, bool]:
@@ -195,12 +185,14 @@ class Loader:
                 job = core.engine.open_job(plan.status, (plan, pages, memory), settle.end_part)
                 progress.parts = [LoadPart(job, None, whole=False)]
                 struct = core.slot_jobs.struct(job, pages, memory, held=held)
-            self._found(keys, every, plan, struct)
-        except BaseException:
+            core.planner.begin(keys, verify=every, plan=plan, start=struct)
+        except BaseException as error:
             if job is not None:
                 core.engine.forget_job(job)
             progress.parts = []  # or they would keep each other and the memory
-            raise
+            if not isinstance(error, LookupError):
+                raise
+            raise _missing(error, len(keys)) from None
         if job is not None and plan.runs < 0:
             progress.parts = []
             core.engine.check_started(job, plan.runs - NOT_STARTED)
@@ -400,15 +392,11 @@ class Loader:
         self._reclaimer.discard(torn[index.pins[torn] == 0])
 
 
-def compared_alike(marks: npt.NDArray[np.uint8], every: bool) -> bool | None:
-    """Whether digests, which are known, are compared in a load that one job moves; None for one
-    that takes several jobs, or has to read records.
-    """
-    octets = marks.tobytes()
-    first = octets[0] if octets else MARK_UNPROVEN
-    verify = every and bool(first & MARK_HAS_DIGESTS)
-    is_ready = not first & MARK_UNPROVEN and bool(first & MARK_KNOWN) == verify
-    return verify if is_ready and octets.count(first) == len(octets) else None
+def _missing(error: LookupError, keys: int) -> KeyMissing:
+    return KeyMissing(
+        f"key {error} of {keys} is not in the pool; ask match() which prefix is, and pin it if time"
+        " passes before the load"
+    )
 
 
 def _partition(marks: npt.NDArray[np.uint8], every: bool) -> tuple[Mask | None, Sequence[_Rows]]:
@@ -416,10 +404,13 @@ def _partition(marks: npt.NDArray[np.uint8], every: bool) -> tuple[Mask | None, 
 
     every: proven objects are verified, too.
     """
-    verify = compared_alike(marks, every)
-    if verify is not None:
-        rows = np.arange(marks.size, dtype=np.int64)
-        return None, (_Rows(rows, _NO_ROWS, verify, whole=False),)
+    octets = marks.tobytes()
+    first = octets[0] if octets else 0
+    verify = every and bool(first & MARK_HAS_DIGESTS)
+    is_ready = not first & MARK_UNPROVEN and bool(first & MARK_KNOWN) == verify
+    if is_ready and octets.count(first) == len(octets):
+        rows = np.arange(len(octets), dtype=np.int64)
+        return None, (_Rows(rows, _NO_ROWS, verify, whole=False),) if octets else ()
     unproven = (marks & MARK_UNPROVEN) != 0
     verified = unproven | ((marks & MARK_HAS_DIGESTS) != 0) if every else unproven
     kinds = ((verified & ~unproven, True, False), (~verified, False, False), (unproven, True, True))

@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 from tutti.base.arrays import U32, U64, Mask, Slots
 from tutti.errors import DeviceTimeout, PoolClosed, PoolMoved, TuttiError
+from tutti.gio_uring.iocb import PagedMemory
 from tutti.gio_uring.job import Job
 from tutti.gio_uring.nvme_spec import (
     STATUS_CANCELLED,
@@ -26,8 +27,10 @@ from tutti.gio_uring.nvme_spec import (
     STATUS_WRITE_FAULT,
 )
 from tutti.gio_uring.status import error_status
+from tutti.medium.keys import KEY_NBYTES
 from tutti.medium.slot_record import RecordContent, RecordState
-from tutti.placement.allocator import Placed
+from tutti.native import NativePutRequest
+from tutti.placement.allocator import PlacedChain
 from tutti.placement.index import SlotState
 from tutti.pool.record_table import BLOCK_RECORDS, RecordTable
 from tutti.transfers.core import Core
@@ -42,6 +45,7 @@ BATCH_NBYTES = 256 << 20
 BATCH_PAGES_MIN = 64
 _BLOCKS = 6
 _NO_BLOCK = -1
+_NOWHERE = PagedMemory(np.zeros((1, 1), np.uint64), (0,), (0,), 0)
 
 
 class _Batch(NamedTuple):
@@ -74,8 +78,7 @@ class PlannedPut(NamedTuple):
     flushes_failed: how many flushes had failed when it was planned.
     """
 
-    request: PutRequest
-    placed: Placed
+    chain: PlacedChain
     flushes_failed: int
     begun_s: float
 
@@ -131,34 +134,28 @@ class Writer:
             together.end_batch()
             return None
 
-    def plan(self, request: PutRequest) -> PlannedPut | None:
+    def plan(self, keys: bytes, request: NativePutRequest) -> PlannedPut | None:
         """Gives slots to a chain that another process writes, where that takes no waiting and no
-        choice: `written_elsewhere` has to follow if there are any.  None: nothing changed.
+        choice: `written_elsewhere` has to follow if it gets any.  None: nothing changed.
         """
-        core, n = self._core, len(request.keys)
+        core, n = self._core, len(keys) // KEY_NBYTES
         with core.lock:
             core.wait_admitted(core.config.timeout_s)
             core.check_open()
             room = core.allocator.free_slots - self._reclaimer.reserve_slots
-            if not 0 < n <= room or not core.is_unlimited or request.tenant or request.expiry_64s:
+            if not 0 < n <= room or not core.is_unlimited:
                 return None
-            if request.depths[0] == 0:
+            if request.depth == 0:
                 core.index.begin_use()  # see put
-            sequence = core.take_sequences(n)
-            placed = core.placer.place(
-                request.keys,
-                request.parents,
-                request.depths,
-                sequence,
-                has_digests=core.config.verify != "off",
-            )
-            if placed.rows is not None:
-                core.index.absent(request.keys)  # the others count as accessed
-                core.counters.present += n - placed.rows.size
-            if placed.slots.size:
+            request.sequence = core.take_sequences(n)
+            chain = core.placer.answer(keys, request)
+            if chain.count < n:
+                core.index.absent(chain.keys)  # the others count as accessed
+                core.counters.present += n - chain.count
+            if chain.count:
                 core.in_flight += 1
                 self.active += 1
-            return PlannedPut(request, placed, self._flushes_failed, time.monotonic())
+            return PlannedPut(chain, self._flushes_failed, time.monotonic())
 
     def written_elsewhere(
         self,
@@ -171,16 +168,18 @@ class Writer:
 
         over: called when the outcome of every key is known.
         """
-        core, request, placed = self._core, put.request, put.placed
-        progress = PutProgress(len(request.keys), core.guard, core.store_latency, put.begun_s)
+        core, chain = self._core, put.chain
+        keys, rows = chain.keys, chain.rows
+        # Which pages these are, and of which memory, only the other process knows.
+        request = PutRequest(keys, chain.parents, chain.depths, chain.depths, _NOWHERE)
+        progress = PutProgress(len(keys), core.guard, core.store_latency, put.begun_s)
         progress.on_done(over)
-        every = np.arange(len(request.keys), dtype=np.int64)
-        rows = every if placed.rows is None else placed.rows
+        every = np.arange(len(keys), dtype=np.int64)
         progress.outcome[:] = Outcome.PRESENT
         progress.outcome[rows] = Outcome.PENDING
         together = PutTogether([PutPart(request, every, progress, lambda *_: progress.end_part())])
         batch = _Batch(
-            together, request.take(rows), rows, placed.slots, placed.sequences, digests, _NO_BLOCK
+            together, request.take(rows), rows, chain.slots, chain.sequences, digests, _NO_BLOCK
         )
         self._data_written(batch, status, put.flushes_failed)
 
