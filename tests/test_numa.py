@@ -8,11 +8,14 @@ from pathlib import Path
 import pytest
 from gio_uring.cuda_stand_in import StandInDriver
 
+import tutti
+from tutti import store as store_module
 from tutti.base import numa
 from tutti.base.numa import on_node
 from tutti.gio_uring.gpu import pinned_memory
 from tutti.gio_uring.gpu.pinned_memory import PinnedStaging
 from tutti.gio_uring.memory import HostBuffer
+from tutti.medium.layout import KVLayout
 
 
 class Processors:
@@ -72,3 +75,26 @@ def test_staging_is_touched_on_the_gpus_node(
     PinnedStaging(driver, None, 4096).close()
     driver.close()
     assert made == [{5, 6}]
+
+
+def test_a_pool_and_its_threads_are_opened_on_the_drives_node(
+    processors: Processors, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    made: list[set[int]] = []
+
+    def opened(*arguments: object, **options: object) -> object:
+        made.append(processors.now)
+        return open_controller(*arguments, **options)
+
+    before = processors.now
+    open_controller = store_module.open_controller
+    monkeypatch.setattr(store_module, "open_controller", opened)
+    monkeypatch.setattr(store_module, "shared_node", lambda names: len(names) - 1)
+    layout = KVLayout.mha(
+        layers=2, kv_heads=2, head_dim=64, page_size=16, dtype="float16", model="numa"
+    )
+    for members in (["one"], ["left", "right"]):
+        paths = [str(tmp_path / f"{name}.tutti") for name in members]
+        with tutti.open(paths, layout, "16MiB", profile=None):
+            assert processors.now == before, "the caller's thread is back where it was"
+    assert made == [{2, 3, 8}, {5, 6}]

@@ -24,6 +24,7 @@ import numpy.typing as npt
 from tutti.base.callbacks import check_not_called
 from tutti.base.checks import belongs_in, instance, one_of, optional, takes
 from tutti.base.interrupts import uninterrupted
+from tutti.base.numa import on_node
 from tutti.base.process import Owned, finalize
 from tutti.base.threads import start_thread
 from tutti.errors import (
@@ -48,6 +49,7 @@ from tutti.placement.index import MISSING, SlotState
 from tutti.pool.block_io import BlockIo
 from tutti.pool.member_controller import check_owners, open_controller
 from tutti.pool.members import Members
+from tutti.pool.places import shared_node
 from tutti.pool.pool_format import Paths, format, format_missing, member_names
 from tutti.profiles.at_open import AUTO, OFF, ProfileChoice, check_choice, find_schedule
 from tutti.scheduler.dispatcher import Dispatcher, Schedule
@@ -381,7 +383,8 @@ def open(
 
     paths: one path, or several members over which the pool is striped, in a fixed order; or drives
     as "nvme:0000:03:00.0", see docs/vfio.md.  Devices and drives are formatted here only if
-    they were labelled for it by ``tutti format --for-server``.
+    they were labelled for it by ``tutti format --for-server``.  The pool's threads and its memory
+    are on the NUMA node of its drives, if sysfs names one for all.
     layout: what the pool must hold; left out, whatever it holds.  That of a new pool names its
     model, see KVLayout.  capacity: total size of a new pool, as bytes or "64GiB".
     verify, durability: see StoreConfig, which ``config`` gives as a whole instead.
@@ -398,19 +401,21 @@ def open(
         raise ConfigError("config has a schedule, and profile is given; leave one of them out")
     check_choice(profile)
     format_missing(names, layout, capacity, executor)
-    controller = open_controller(names, executor=executor, service_threads=config.service_threads)
 
     def schedule_of(found: KVLayout) -> Schedule | None:
         return find_schedule(profile, names, found, executor=executor)
 
-    try:
-        if not config.any_owner:
-            check_owners(controller)
-        store = ObjectStore(controller, names, config=config, schedule_of=schedule_of)
-    except BaseException:
-        with contextlib.suppress(TuttiError):  # a device that is stuck keeps it
-            controller.close()
-        raise
+    with on_node(shared_node(names)):  # with its threads and what it allocates
+        threads = config.service_threads
+        controller = open_controller(names, executor=executor, service_threads=threads)
+        try:
+            if not config.any_owner:
+                check_owners(controller)
+            store = ObjectStore(controller, names, config=config, schedule_of=schedule_of)
+        except BaseException:
+            with contextlib.suppress(TuttiError):  # a device that is stuck keeps it
+                controller.close()
+            raise
     if layout is not None and layout != store.layout:
         found = differences(store.layout, layout)
         store.close()

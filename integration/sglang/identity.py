@@ -19,13 +19,12 @@ from typing import Any
 import xxhash
 
 from tutti import __version__
-from tutti.base.numa import on_node
 from tutti.errors import ConfigError, TuttiError
 from tutti.integration.sglang.rank_members import share
 from tutti.interface import Store
 from tutti.medium.layout import ITEMSIZE_NBYTES, KVLayout
 from tutti.node.connect import AGENT, connect
-from tutti.pool.places import SUFFIX, exists, is_device, shared_node
+from tutti.pool.places import SUFFIX, exists, is_device
 from tutti.profiles.at_open import AUTO
 from tutti.scheduler.dispatcher import Schedule
 from tutti.store import ObjectStore
@@ -260,8 +259,7 @@ def _open(
     place, ranks = parallel_rank.place_on_node
     file = str(pool_path("", layout, pool, parallel_rank))
     members = share(options["path"], ranks).of(place, file, is_kv=is_kv)
-    with on_node(shared_node(members)):  # with its threads and what it allocates
-        store = _open_members(members, layout, capacity // parallel_rank.ranks, options, schedule)
+    store = _open_members(members, layout, capacity // parallel_rank.ranks, options, schedule)
     return store, ", ".join(members)
 
 

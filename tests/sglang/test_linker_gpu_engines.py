@@ -228,13 +228,21 @@ def test_many_short_fragments_go_by_a_kernel_and_few_by_copy_engines(
         assert "auto" in str(stats_of(rig)["gpu_mover"])
 
 
-@pytest.mark.parametrize(("connections", "streams"), [("8", 2), ("32", 4)])
+@pytest.mark.parametrize(("connections", "streams"), [("4", 2), ("8", 2), ("32", 4)])
 @pytest.mark.parametrize("mover", ["auto", "kernel"])
 def test_layers_take_two_streams_by_turns_as_far_as_hardware_queues_go(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, connections: str, streams: int, mover: str
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    connections: str,
+    streams: int,
+    mover: str,
 ) -> None:
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", connections)
     with gpu_rig(tmp_path, monkeypatch, **WIDE, gpu_mover=mover, profile="off") as rig:
+        # Four of SGLang's streams, two of the linker's, and the engine's.
+        assert ("4 CUDA streams have no hardware queue" in caplog.text) == (connections == "4")
+        assert ("no hardware queue" in caplog.text) == (connections == "4")
         assert stats_of(rig)["gpu_streams"] == streams
         rig.fill(1)
         want = rig.content(range(48))
