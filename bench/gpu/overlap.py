@@ -6,12 +6,15 @@ a layer of Llama-3-8B's shapes.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from tutti.base.units import KiB
 from tutti.bench.gpu import interference as gpu_beside
@@ -26,9 +29,12 @@ from tutti.bench.gpu.rig import (
     spin_until,
     transfers,
 )
+from tutti.bench.gpu_memory import DevicePool
 from tutti.bench.statistics import bootstrap_median, median, ratios
 from tutti.errors import Unsupported
 from tutti.gio_uring.iocb import Extents, PagedMemory
+from tutti.medium.layout import KVLayout
+from tutti.store import open as open_pool
 
 _SMS = 16
 #: Llama-3-8B: hidden size, of the MLP, of K and V together.
@@ -36,6 +42,7 @@ _HIDDEN, _MLP, _KV = 4096, 14336, 2048
 _PREFIX_TOKENS = 8192
 _PAGE_TOKENS = 64
 _LAYERS = 32
+_TIMEOUT_S = 20.0
 
 
 def _torch() -> Any:
@@ -195,28 +202,48 @@ class _Layer:
 def pipeline(machine: TestedGpu, plan: RoundPlan) -> list[Row]:
     """32 layers that wait for their loads on the GPU, against max(loads alone, compute alone).
 
-    In one part all layers are submitted before any compute is, as the store does; in more, each
-    part before its own layers' compute.
+    Through a store: from a pool in a file.  Else by the engine alone over a medium that moves
+    nothing, in one part, where all layers are submitted before any compute is, as the store does,
+    or in more, each part before its own layers' compute.
     """
     torch = _torch()
+    ways = {"through a store, from a file": partial(_store_loads, machine, plan)}
+    for parts in (1, 8, 32):
+        name = f"loads in {parts} part{'s'[: parts > 1]}"
+        ways[name] = partial(_engine_loads, machine, parts)
     return [
         Row(
-            f"{new} new tokens over {_PREFIX_TOKENS}, loads in {parts} part{'s'[: parts > 1]}",
-            partial(_pipeline, torch, machine, new, parts),
+            f"{new} new tokens over {_PREFIX_TOKENS}, {name}",
+            partial(_pipeline, torch, new, name, way),
         )
         for new in (2048, 4096)
-        for parts in (1, 8, 32)
+        for name, way in ways.items()
     ]
 
 
-def _pipeline(torch: Any, machine: TestedGpu, new_tokens: int, parts: int) -> dict[str, Any]:
-    slice_nbytes = _PAGE_TOKENS * _KV * 2
-    load = LayerLoad(slice_nbytes, _PREFIX_TOKENS // _PAGE_TOKENS, layers=_LAYERS)
+class _Loading(NamedTuple):
+    """A load under way.  order: makes a stream wait for a layer, counted from 0."""
+
+    order: Callable[[int, int], object]
+    is_done: Callable[[], bool]
+    finish: Callable[[], object]
+
+
+#: What begins a load of so many layers each.
+_Loads = list[tuple[int, Callable[[], _Loading]]]
+
+
+def _prefix() -> LayerLoad:
+    return LayerLoad(_PAGE_TOKENS * _KV * 2, _PREFIX_TOKENS // _PAGE_TOKENS, layers=_LAYERS)
+
+
+@contextmanager
+def _engine_loads(machine: TestedGpu, parts: int) -> Iterator[_Loads]:
+    load = _prefix()
     staging_nbytes = 2 * load.nbytes
     with ExitStack() as stack:
         pages = DevicePages(machine.driver, load)
         stack.callback(pages.close)
-        layer, stream = _Layer(torch, new_tokens), torch.cuda.Stream()
         mover = copy_engines(machine).mover
         gpu = stack.enter_context(
             machine.host_engine(
@@ -224,37 +251,90 @@ def _pipeline(torch: Any, machine: TestedGpu, new_tokens: int, parts: int) -> di
             )
         )
 
+        def begin(part: _Part) -> _Loading:
+            transfer = _submit(gpu, part)
+            return _Loading(
+                lambda stream, layer: transfer.order_stream(stream, layer + 1),
+                lambda: bool(transfer.done),
+                lambda: finish(transfer),
+            )
+
+        yield [(part.load.layers, partial(begin, part)) for part in _parts(pages, parts)]
+
+
+@contextmanager
+def _store_loads(machine: TestedGpu, plan: RoundPlan) -> Iterator[_Loads]:
+    layout = KVLayout.mha(
+        layers=_LAYERS,
+        kv_heads=8,
+        head_dim=128,
+        page_size=_PAGE_TOKENS,
+        dtype="bfloat16",
+        model="pipeline",
+    )
+    count = _prefix().pages
+    keys = np.random.default_rng(1).integers(0, 256, (count, 16), np.uint8)
+    if machine.modules is None:
+        raise Unsupported("a store's engine needs device code, for its digests")
+    with ExitStack() as stack:
+        path = plan.folder / f"gpu-bench-{os.getpid()}.tutti"
+        stack.callback(path.unlink, missing_ok=True)
+        pool = DevicePool(machine.driver, machine.modules, "host", layout, count)
+        stack.callback(pool.close)
+        capacity = 2 * count * layout.object_nbytes
+        store = stack.enter_context(open_pool(str(path), layout, capacity, profile=None))
+        memory = pool.attach(store)
+        store.put(keys, range(count), memory=memory).wait(_TIMEOUT_S)
+
+        def begin() -> _Loading:
+            ticket = store.load(keys, range(count), memory=memory)
+            return _Loading(
+                ticket.order_stream, lambda: ticket.done, partial(ticket.wait, _TIMEOUT_S)
+            )
+
+        yield [(_LAYERS, begin)]
+
+
+def _pipeline(
+    torch: Any,
+    new_tokens: int,
+    name: str,
+    way: Callable[[], AbstractContextManager[_Loads]],
+) -> dict[str, Any]:
+    with way() as begins:
+        layer, stream = _Layer(torch, new_tokens), torch.cuda.Stream()
+
         def run(loads: bool, computes: bool) -> float:
             began_s = time.perf_counter()
-            running = []
-            for part in _parts(pages, parts):
+            running: list[_Loading] = []
+            for layers, begin in begins:
                 if loads:
-                    running.append(_submit(gpu, part))
+                    running.append(begin())
                 with torch.cuda.stream(stream):
-                    for number in range(part.load.layers if computes else 0):
+                    for number in range(layers if computes else 0):
                         if loads:
-                            running[-1].order_stream(stream.cuda_stream, number + 1)
+                            running[-1].order(stream.cuda_stream, number)
                         layer.run()
-            spin_until(lambda: all(transfer.done for transfer in running), "a load")
+            spin_until(lambda: all(loading.is_done() for loading in running), "a load")
             spin_until(stream.query, "the pipeline")
             elapsed_s = time.perf_counter() - began_s
-            for transfer in running:
-                finish(transfer)
+            for loading in running:
+                loading.finish()
             return elapsed_s * 1e3
 
         for _ in range(3):
             run(True, True)
         hows = {"both_ms": (True, True), "io_ms": (True, False), "compute_ms": (False, True)}
-        found: dict[str, list[float]] = {name: [] for name in hows}
+        found: dict[str, list[float]] = {how: [] for how in hows}
         for number in range(gpu_beside.ROUNDS):
-            for name in hows if number % 2 == 0 else reversed(hows):
-                found[name].append(run(*hows[name]))
+            for how in hows if number % 2 == 0 else reversed(hows):
+                found[how].append(run(*hows[how]))
     bars = [max(pair) for pair in zip(found["io_ms"], found["compute_ms"], strict=True)]
     return {
         "new_tokens": new_tokens,
-        "parts": parts,
-        "load_nbytes": load.nbytes,
-        **{name: median(values) for name, values in found.items()},
+        "way": name,
+        "load_nbytes": _prefix().nbytes,
+        **{how: median(values) for how, values in found.items()},
         "ratio": bootstrap_median(ratios(found["both_ms"], bars)).to_dict(),
         "torch": str(torch.__version__),
         "raw": found,

@@ -29,6 +29,7 @@ STEPS = [
     (TESTS, "host_engine"),
     (BENCH, "scatter"),
     (BENCH, "pipeline"),
+    (TESTS, "bandwidth"),
     (TESTS, "store_engines"),
     (TESTS, "device_engines"),
     (TESTS, "memcheck"),
