@@ -1,7 +1,7 @@
 """Compares ways to keep pages on an SSD: SGLang's backends, Tutti's, plain files and fio.
 
-Every peer is a process of its own. The rounds are interleaved: in each, every peer stores a batch
-of 128 pages of Llama-3-8B's shape and loads one that it stored earlier.
+Every peer is a process of its own, and is compared in rounds with `hicache-tutti`: in each round
+both store a batch of 128 pages of Llama-3-8B's shape and load one that they stored earlier.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -136,7 +136,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         " first touch), collapse (MADV_COLLAPSE before the rounds), or thp (madvise before the"
         f" first touch, SGLang's {PARALLEL_ALLOCATION}). Default: each peer's own way",
     )
-    parser.add_argument("--batches", type=int, default=3, help="batches that a peer keeps stored")
+    parser.add_argument("--batches", type=int, default=2, help="batches that a peer keeps stored")
 
 
 def run(args: argparse.Namespace, progress: ProgressFactory) -> dict[str, Any]:
@@ -189,52 +189,95 @@ def _versions() -> dict[str, str]:
     return found
 
 
+@dataclass
+class _Measured:
+    """What was seen of one peer; base: batch by batch, `hicache-tutti` in the same rounds."""
+
+    samples: dict[str, list[Sample]] = field(default_factory=lambda: {p: [] for p in PHASES})
+    base: dict[str, list[Sample]] = field(default_factory=lambda: {p: [] for p in PHASES})
+    exists: list[dict[str, Any]] = field(default_factory=list)
+    pages: dict[str, Any] | None = None
+
+
+class _Worker:
+    """One peer at work in a folder of its own, which goes with it."""
+
+    def __init__(self, name: str, plan: PeerPlan, folder: Path, stack: ExitStack) -> None:
+        self.name, self._batches, self._next = name, plan.batches, 0
+        directory = folder / name
+        directory.mkdir()
+        stack.callback(shutil.rmtree, directory, ignore_errors=True)
+        own = replace(plan, directory=str(directory))
+        self._asker: Any = _Fio(own) if name == "fio" else PeerClient(name, own)
+        stack.callback(self._asker.end)
+
+    def round(self) -> dict[str, Sample]:
+        """Stores a batch, and loads the oldest that is kept."""
+        batch = self._next
+        self._next += 1
+        stored = Sample(**self._asker.ask("store", batch))
+        loaded = Sample(**self._asker.ask("load", max(0, batch - self._batches + 1)))
+        return {"store": stored, "load": loaded}
+
+    def look_up(self, times: int, found: _Measured) -> None:
+        """Asks for a long prompt, made up of the stored batches over and over; and the pages."""
+        if self.name == "fio":
+            return
+        kept = [self._next - 1 - i % self._batches for i in range(_EXISTS_PAGES // BATCH_PAGES)]
+        found.exists += [self._asker.ask("exists", *kept) for _ in range(times)]
+        found.pages = self._asker.ask("pages")
+
+
 def _measure(
     args: argparse.Namespace, names: list[str], tokens: int, progress: ProgressFactory
 ) -> dict[str, Any]:
+    """Each peer in rounds of its own with `hicache-tutti`, so that few bytes lie on the disk.
+
+    Rounds of all peers together need more than the cache of a virtual disk's host holds, and then
+    whose bytes it keeps decides the speeds.
+    """
     plan = PeerPlan("", tokens, args.layout, args.batches, args.host_pages or "")
-    samples: dict[str, dict[str, list[Sample]]] = {n: {p: [] for p in PHASES} for n in names}
-    with ExitStack() as stack:
+    found = {name: _Measured() for name in names}
+    others = [name for name in names if name != _BASE]
+    warming = 2 * args.batches + 2  # every pool was written in full once
+    title, steps = f"pages of {tokens} tokens", warming * len(names) + args.rounds * 2 * len(others)
+    with ExitStack() as stack, progress(title, steps) as bar:
         folder = Path(
             stack.enter_context(tempfile.TemporaryDirectory(prefix="tutti-peers-", dir=args.dir))
         )
-        askers: dict[str, Any] = {}
-        for name in names:
-            own = replace(plan, directory=str(folder / name))
-            Path(own.directory).mkdir()
-            worker: Any = _Fio(own) if name == "fio" else PeerClient(name, own)
-            stack.callback(worker.end)
-            askers[name] = worker
-        # So many rounds first that every pool was written in full once.
-        first = -(2 * args.batches + 2)
-        with progress(f"pages of {tokens} tokens", (args.rounds - first) * len(names)) as bar:
-            for number in range(first, args.rounds):
-                order = names if number % 2 == 0 else names[::-1]
-                for name in order:
-                    _round(askers[name], number - first, args.batches, samples[name], number >= 0)
-                    bar.advance(1)
-        newest = args.rounds - first
-        # The stored batches, named over and over, make up the long prompt that is looked up.
-        kept = [newest - 1 - i % args.batches for i in range(_EXISTS_PAGES // BATCH_PAGES)]
-        exists = {
-            name: [asker.ask("exists", *kept) for _ in range(args.rounds)]
-            for name, asker in askers.items()
-            if name != "fio"
+
+        def start(name: str, stack: ExitStack) -> _Worker:
+            worker = _Worker(name, plan, folder, stack)
+            for _ in range(warming):
+                worker.round()
+                bar.advance(1)
+            return worker
+
+        base = start(_BASE, stack) if _BASE in names else None
+        if base is not None and not others:
+            _rounds(args.rounds, [base], found)
+        for name in others:
+            with ExitStack() as own:
+                worker = start(name, own)
+                _rounds(args.rounds, [worker] if base is None else [base, worker], found)
+                worker.look_up(args.rounds, found[name])
+                bar.advance(2 * args.rounds)
+        if base is not None:
+            base.look_up(args.rounds, found[_BASE])
+    return _cell(found, plan)
+
+
+def _rounds(count: int, workers: list[_Worker], found: dict[str, _Measured]) -> None:
+    for number in range(count):
+        seen = {
+            worker.name: worker.round()
+            for worker in (workers if number % 2 == 0 else workers[::-1])
         }
-        cell = _cell(samples, exists, plan)
-        for name in exists:
-            cell["peers"][name]["host_pages"] = askers[name].ask("pages")
-    return cell
-
-
-def _round(
-    asker: Any, batch: int, batches: int, samples: dict[str, list[Sample]], counted: bool
-) -> None:
-    stored = Sample(**asker.ask("store", batch))
-    loaded = Sample(**asker.ask("load", max(0, batch - batches + 1)))
-    if counted:
-        samples["store"].append(stored)
-        samples["load"].append(loaded)
+        for name, samples in seen.items():
+            for phase in PHASES:
+                found[name].samples[phase].append(samples[phase])
+                if _BASE in seen:
+                    found[name].base[phase].append(seen[_BASE][phase])
 
 
 class _Fio:
@@ -262,28 +305,24 @@ class _Fio:
         Path(self._path).unlink(missing_ok=True)
 
 
-def _cell(
-    samples: dict[str, dict[str, list[Sample]]],
-    exists: dict[str, list[dict[str, Any]]],
-    plan: PeerPlan,
-) -> dict[str, Any]:
+def _cell(found: dict[str, _Measured], plan: PeerPlan) -> dict[str, Any]:
     peers: dict[str, Any] = {}
-    base = samples.get(_BASE, {})
-    for name, phases in samples.items():
-        peers[name] = {phase: _phase(phases[phase], base.get(phase)) for phase in PHASES}
-        if name in exists:
-            times = [answer["wall_s"] for answer in exists[name]]
+    for name, of in found.items():
+        peers[name] = {phase: _phase(of.samples[phase], of.base[phase]) for phase in PHASES}
+        if of.exists:
+            times = [answer["wall_s"] for answer in of.exists]
             peers[name]["exists"] = {
-                "pages": exists[name][-1]["pages"],
+                "pages": of.exists[-1]["pages"],
                 "median_ms": median(times) * 1e3,
                 "max_ms": max(times) * 1e3,
             }
+            peers[name]["host_pages"] = of.pages
     return {"page_nbytes": plan.page_nbytes, "stored_nbytes": plan.batches * plan.batch_nbytes} | {
         "peers": peers
     }
 
 
-def _phase(found: list[Sample], base: list[Sample] | None) -> dict[str, Any]:
+def _phase(found: list[Sample], base: list[Sample]) -> dict[str, Any]:
     speeds = [s.nbytes / s.wall_s / 1e9 for s in found]
     cpus = [s.cpu_s / (s.nbytes / 1e9) for s in found]
     facts: dict[str, Any] = {
