@@ -36,6 +36,7 @@ from tutti.scheduler.event import (
 from tutti.scheduler.loads_and_writes import LoadKind, Phase, Profile, report_at
 from tutti.scheduler.state import NOTHING, Issue, Policy, State
 from tutti.scheduler.state_changes import Scheduler
+from tutti.scheduler.step_reports import StepReports
 
 _EVENTS_MAX = 50_000_000
 
@@ -171,6 +172,7 @@ class LayeredServer:
         if self._truth is not None and conditions is not None:
             now = partial(_interference_now, conditions, self._timeline)
             self.state.estimates = _Told(profile, now)
+        self._reports = StepReports()
         self._wake_ns: int | None = None
         self._ready: dict[str, int] = {}  # layers of a load that arrived
         self._queue: deque[int] = deque()  # requests that wait for their prefill
@@ -209,8 +211,10 @@ class LayeredServer:
         measured.prediction_error = totals.error_ns / expected_ns if expected_ns else 0.0
         return measured
 
-    def _post(self, event: Event) -> None:
-        """An event for the scheduler, and what it decides."""
+    def _post(self, event: Event | None) -> None:
+        """An event for the scheduler, and what it decides.  None: it is not told."""
+        if event is None:
+            return
         decision = self.scheduler.take(event)
         self._watch()
         if decision is NOTHING:
@@ -315,7 +319,7 @@ class LayeredServer:
             context_tokens=request.hit_tokens,
             loads=loads,
         )
-        self._post(begun)
+        self._post(self._reports.began(begun, self.state.waits))
         self._layer(number, 0, self._timeline.now_ns, self.measured.bubble_s)
 
     def _layer(self, number: int, layer: int, waits_ns: int, bubble_before_s: float) -> None:
@@ -327,7 +331,7 @@ class LayeredServer:
             self._wait = lambda: self._layer(number, layer, waits_ns, bubble_before_s)
             return
         self.measured.bubble_s += (now_ns - waits_ns) / 1e9
-        self._post(LayerBegan(now_ns, layer, now_ns - waits_ns))
+        self._post(self._reports.layer_began(LayerBegan(now_ns, layer, now_ns - waits_ns)))
         layer_us = self._machine.layer_us(request.new_tokens, request.hit_tokens)
         ends_ns = now_ns + round(layer_us * 1000 * float(self._layer_factors[number, layer]))
         if layer + 1 < self._machine.model.layers:
@@ -343,7 +347,7 @@ class LayeredServer:
         measured.first_token_s.append((now_ns - request.arrival_ns) / 1e9)
         if request.hit_tokens:
             measured.bubbles_s.append(measured.bubble_s - bubble_before_s)
-        self._post(StepEnded(now_ns))
+        self._post(self._reports.ended(StepEnded(now_ns)))
         model = self._machine.model
         pages = request.new_tokens // model.page_tokens
         if pages:
@@ -362,7 +366,8 @@ class LayeredServer:
         if self._truth is not None:
             self._truth.decode_factor = factor
         now_ns, batch = self._timeline.now_ns, len(self._running)
-        self._post(StepBegan(now_ns, Phase.DECODE, tokens=batch, context_tokens=context))
+        begun = StepBegan(now_ns, Phase.DECODE, tokens=batch, context_tokens=context)
+        self._post(self._reports.began(begun, self.state.waits))
         took_ns = round(self._machine.decode_us(batch, context) * 1000 * factor)
         moved = self._issued_nbytes
         self._timeline.at(now_ns + took_ns, lambda: self._slowed(now_ns, took_ns, moved))
@@ -377,7 +382,7 @@ class LayeredServer:
         now_ns, measured = self._timeline.now_ns, self.measured
         measured.decode_s += (now_ns - began_ns) / 1e9
         measured.decode_alone_s += alone_ns / 1e9
-        self._post(StepEnded(now_ns))
+        self._post(self._reports.ended(StepEnded(now_ns)))
         for one in self._running:
             measured.between_tokens_s.append((now_ns - one.last_ns) / 1e9)
             one.last_ns, one.left, one.context = now_ns, one.left - 1, one.context + 1

@@ -151,7 +151,7 @@ class StepBegan:
 @dataclass(slots=True)
 class LayerBegan:
     """A layer begins to compute, after it waited for its load.  Optional: without it the profile
-    determines which layer computes.
+    determines which layer computes.  waited_ns: of all layers since the last that was reported.
     """
 
     at_ns: int
@@ -161,9 +161,12 @@ class LayerBegan:
 
 @dataclass(slots=True)
 class StepEnded:
-    """The model is idle, until another step begins."""
+    """The model is idle, until another step begins.  waited_ns: of layers for their loads, since
+    the last ``LayerBegan``.
+    """
 
     at_ns: int
+    waited_ns: int = 0
 
 
 Event = (

@@ -84,10 +84,10 @@ def given_up(state: State, pipe: Pipe, other: Pipe, parts: int, base_ns: int) ->
 def measured(state: State, correction: Correction, base_ns: int, measured_ns: int) -> None:
     """base_ns: by the profile alone."""
     totals = state.totals
-    expected_ns = round(base_ns * correction.factor)
     if not 0 < measured_ns < ABSURD_NS:
         totals.ignored += 1
         return
+    expected_ns = round(base_ns * correction.factor)
     totals.error_ns += abs(measured_ns - expected_ns)
     totals.expected_ns += expected_ns
     totals.measurements += 1

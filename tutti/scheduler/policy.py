@@ -94,6 +94,7 @@ class SlackPolicy:
         self.limits = limits or Limits()
         self._window_ns = round(self.limits.read_window_us * 1000)
         self._burst_ns = round(self.limits.write_burst_us * 1000)
+        self._least_burst_ns = self._burst_ns // 4
         self._idle_burst_ns = round(self.limits.idle_burst_us * 1000)
         self._run_ns = round(self.limits.run_us * 1000)
         self._read_patience_ns = round(self.limits.read_patience_us * 1000)
@@ -116,13 +117,10 @@ class SlackPolicy:
 
     def decide(self, state: State) -> Decision:
         """See Policy."""
-        copy_outs: tuple[str, ...] = ()
-        drops: tuple[str, ...] = ()
-        if state.writes:
-            copy_outs, drops = overflow(state, self.limits)
+        copy_outs, drops = overflow(state, self.limits) if state.writes else ((), ())
         gone = copy_outs + drops
         plan = NOTHING
-        has_loads = bool(state.running or state.unread)
+        has_loads = state.running or state.unread
         if has_loads and state.running_on:
             plan = Decision(stops=tuple(state.running_on))
         elif state.unwritten:
@@ -154,13 +152,13 @@ class SlackPolicy:
 
     def _with_writes(self, state: State, gone: tuple[str, ...]) -> Decision:
         """Where loads and writes wait."""
-        estimates = state.estimates
         oldest = _first(state.unwritten, gone)
         if oldest is None:
             return self._without_writes(state)
         turns = self._takes_turns(state)
-        cost = 1.0 if turns else estimates.interference - 1  # of writes to the reads, both in ns
-        left_ns = state.writing.left_ns(state.now_ns, estimates.write.factor)
+        # Of writes to the reads, both in ns.
+        cost = 1.0 if turns else state.estimates.interference - 1
+        left_ns = state.writing.left_ns(state.now_ns, state.estimates.write.factor)
         needed_ns = cost * (left_ns + self._least_ns(state, oldest))
         slack_ns = self._slack_ns(state, needed_ns)
         if slack_ns is not None and slack_ns < needed_ns:
@@ -181,7 +179,11 @@ class SlackPolicy:
         budget_ns, share = self._forced(state, oldest, pressure)
         if not budget_ns:
             reads = () if turns and state.writing.flying else self._reads(state)
-            return Decision(reads, wake_ns=self._next_chance_ns(state, oldest, pressure))
+            wake_ns = self._next_chance_ns(state, oldest, pressure)
+            # By place: names cost as much as the rest of it.
+            return NOTHING if not reads and wake_ns is None else Decision(
+                reads, (), (), (), (), wake_ns
+            )
         if turns and state.reading.flying:
             return NOTHING  # as with slack
         writes = self._burst(state, budget_ns, gone)
@@ -193,7 +195,7 @@ class SlackPolicy:
 
     def _least_ns(self, state: State, oldest: Write) -> int:
         """Slack that is worth a pause; less where the device writes already."""
-        burst_ns = self._burst_ns // 4 if state.writing.flying else self._burst_ns
+        burst_ns = self._least_burst_ns if state.writing.flying else self._burst_ns
         unit_ns = round(oldest.unit * oldest.write_ns * state.estimates.write.factor)
         return unit_ns if unit_ns > burst_ns else burst_ns
 
@@ -274,6 +276,8 @@ class SlackPolicy:
             if spare_ns < least_ns:
                 least_ns = spare_ns
             room -= 1
+        if least_ns < needed_ns or not state.unread:
+            return None if least_ns == math.inf else round(least_ns)
         start_ns = step_end_ns(state) + state.ahead_ns * layer - free_ns
         budget, patience_ns = self._read_ahead - state.read_ahead_nbytes, self._read_patience_ns
         for load in state.unread.values():

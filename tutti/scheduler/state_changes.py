@@ -93,9 +93,8 @@ def commit(state: State, decision: Decision) -> None:
         write = state.writes[name]
         _place(state, write, PageLocation.COPYING)
         state.totals.copied_pages += write.pages
-    if decision.reads:
-        for issue in decision.reads:
-            _issue_read(state, issue)
+    for issue in decision.reads:
+        _issue_read(state, issue)
     if decision.writes:
         expected_ns = 0
         for issue in decision.writes:
@@ -425,7 +424,8 @@ def _step_ended(state: State, event: StepEnded) -> None:
         measured(state, state.estimates.decode, step.expected_ns, state.now_ns - step.began_ns)
     elif step.phase is Phase.PREFILL and step.layer:
         # Without reports of layers the waiting within the step is not known.
-        _layers_computed(state, step.layers - step.layer, 0)
+        _layers_computed(state, step.layers - step.layer, event.waited_ns)
+    state.totals.bubble_ns += event.waited_ns
     _step_over(state)
     now_ns = state.now_ns
     state.step = Step(number=state.numbers, began_ns=now_ns, layer_ns=now_ns)
