@@ -113,7 +113,11 @@ class Load:
 
     def in_units(self, layers: int) -> int:
         """So many layers as an issue: in whole units, or all that are left."""
-        return min(-(-layers // self.unit_layers) * self.unit_layers, self.layers - self.issued)
+        left = self.layers - self.issued
+        unit = self.unit_layers
+        if unit > 1:
+            layers = -(-layers // unit) * unit
+        return layers if layers < left else left
 
     @property
     def unit_nbytes(self) -> int:
@@ -162,7 +166,8 @@ class Write:
     @property
     def unit(self) -> int:
         """Pages of the shortest issue."""
-        return min(self.unit_pages, self.pages - self.issued)
+        left = self.pages - self.issued
+        return left if left < self.unit_pages else self.unit_pages
 
     def whole_units(self, pages: int) -> int:
         """The most pages, up to so many, that are an issue; 0 when none is."""

@@ -94,7 +94,6 @@ class SlackPolicy:
         self.limits = limits or Limits()
         self._window_ns = round(self.limits.read_window_us * 1000)
         self._burst_ns = round(self.limits.write_burst_us * 1000)
-        self._least_burst_ns = self._burst_ns // 4
         self._idle_burst_ns = round(self.limits.idle_burst_us * 1000)
         self._run_ns = round(self.limits.run_us * 1000)
         self._read_patience_ns = round(self.limits.read_patience_us * 1000)
@@ -156,10 +155,14 @@ class SlackPolicy:
         if oldest is None:
             return self._without_writes(state)
         turns = self._takes_turns(state)
+        writing, factor = state.writing, state.estimates.write.factor
         # Of writes to the reads, both in ns.
         cost = 1.0 if turns else state.estimates.interference - 1
-        left_ns = state.writing.left_ns(state.now_ns, state.estimates.write.factor)
-        needed_ns = cost * (left_ns + self._least_ns(state, oldest))
+        left_ns, least_ns = 0, self._burst_ns  # slack that is worth a pause
+        if writing.flying:  # less where the device writes already
+            left_ns, least_ns = writing.left_ns(state.now_ns, factor), least_ns // 4
+        unit_ns = round(oldest.unit * oldest.write_ns * factor)
+        needed_ns = cost * (left_ns + (unit_ns if unit_ns > least_ns else least_ns))
         slack_ns = self._slack_ns(state, needed_ns)
         if slack_ns is not None and slack_ns < needed_ns:
             return self._without_slack(state, oldest, gone, turns)
@@ -176,14 +179,13 @@ class SlackPolicy:
     ) -> Decision:
         """Reads, and writes that are old or too many."""
         now_ns, pressure = state.now_ns, self._pressure(state)
-        budget_ns, share = self._forced(state, oldest, pressure)
-        if not budget_ns:
+        chance_ns = state.forced_until_ns  # when writes that wait may go without slack
+        if pressure <= 0:
+            chance_ns = max(chance_ns, oldest.arrived_ns + self._write_patience_ns)
+        if chance_ns > now_ns:
             reads = () if turns and state.writing.flying else self._reads(state)
-            wake_ns = self._next_chance_ns(state, oldest, pressure)
-            # By place: names cost as much as the rest of it.
-            return NOTHING if not reads and wake_ns is None else Decision(
-                reads, (), (), (), (), wake_ns
-            )
+            return Decision(reads, (), (), (), (), chance_ns)
+        budget_ns, share = self._forced(state, oldest, pressure)
         if turns and state.reading.flying:
             return NOTHING  # as with slack
         writes = self._burst(state, budget_ns, gone)
@@ -193,12 +195,6 @@ class SlackPolicy:
         wake_ns = now_ns + gap_ns if writes else None
         return Decision(reads, writes, wake_ns=wake_ns, forced=bool(writes), forced_gap_ns=gap_ns)
 
-    def _least_ns(self, state: State, oldest: Write) -> int:
-        """Slack that is worth a pause; less where the device writes already."""
-        burst_ns = self._least_burst_ns if state.writing.flying else self._burst_ns
-        unit_ns = round(oldest.unit * oldest.write_ns * state.estimates.write.factor)
-        return unit_ns if unit_ns > burst_ns else burst_ns
-
     def _takes_turns(self, state: State) -> bool:
         if state.estimates.interference < 2:
             return False
@@ -206,10 +202,6 @@ class SlackPolicy:
 
     def _forced(self, state: State, oldest: Write, pressure: float) -> tuple[int, float]:
         """(device time, share) of writes without slack: because they are old, or too many."""
-        now_ns = state.now_ns
-        old = now_ns >= oldest.arrived_ns + self._write_patience_ns
-        if now_ns < state.forced_until_ns or not (old or pressure > 0):
-            return 0, 1.0
         unit_ns = max(1, round(oldest.unit * oldest.write_ns * state.estimates.write.factor))
         least = self.limits.forced_share
         if pressure > 0:
@@ -236,13 +228,6 @@ class SlackPolicy:
                 used = waits / pressing if pressing else 1.0
                 most = max(most, (used - _PRESSING_FROM) / (1 - _PRESSING_FROM))
         return most
-
-    def _next_chance_ns(self, state: State, oldest: Write, pressure: float) -> int | None:
-        """When writes that wait now may go without slack."""
-        at_ns = state.forced_until_ns
-        if pressure <= 0:
-            at_ns = max(at_ns, oldest.arrived_ns + self._write_patience_ns)
-        return at_ns if at_ns > state.now_ns else None
 
     def _burst(self, state: State, budget_ns: int, gone: tuple[str, ...]) -> tuple[Issue, ...]:
         """Writes that take so long, one unit at least; none while the device has enough of them.
@@ -337,8 +322,7 @@ class SlackPolicy:
             if only is None:
                 return ()
             if only.running or not only.ahead_nbytes:
-                layers = max(1, math.ceil(room_ns / max(1.0, only.read_ns * factor)))
-                return (Issue(only.name, only.issued, only.in_units(layers)),)
+                return (Issue(only.name, only.issued, only.in_units(_fill(only, room_ns, factor))),)
         if len(unissued) <= 1:
             first = self._urgent(state, room_ns)
             if first is not None:
@@ -381,8 +365,7 @@ class SlackPolicy:
             if max(due_ns, one.arrived_ns) >= latest_ns:
                 return None
             load = one
-        one_ns = max(1.0, load.read_ns * state.estimates.read.factor)
-        layers = max(1, math.ceil(room_ns / one_ns))
+        layers = _fill(load, room_ns, state.estimates.read.factor)
         if layers > load.layers - load.issued:
             return None
         count = load.in_units(layers)
@@ -392,6 +375,14 @@ class SlackPolicy:
         ):
             return None
         return Issue(load.name, load.issued, count)
+
+
+def _fill(load: Load, room_ns: float, factor: float) -> int:
+    """Layers of a load that take so long; one at least."""
+    one_ns = load.read_ns * factor
+    if one_ns < 1.0:
+        one_ns = 1.0
+    return math.ceil(room_ns / one_ns) if room_ns > one_ns else 1
 
 
 def writes_for(

@@ -203,7 +203,7 @@ def _load_gone(state: State, event: LoadGone) -> None:
         state.totals.ignored += 1
     else:
         if load.ready < event.layers <= load.issued:
-            _layers_arrived(state, load, event.layers)
+            _layers_ready(state, event)
         _forget_load(state, load)
 
 
@@ -243,21 +243,17 @@ def _needed_now(state: State, load: Load) -> None:
             state.unissued[load.name] = load
 
 
-def _layers_ready(state: State, event: LayersReady) -> None:
+def _layers_ready(state: State, event: LayersReady | LoadGone) -> None:
     load = state.loads.get(event.name)
     if load is None or not load.ready < event.layers <= load.issued:
         state.totals.ignored += 1
         return
-    _layers_arrived(state, load, event.layers)
-
-
-def _layers_arrived(state: State, load: Load, ready: int) -> None:
-    layers = ready - load.ready
-    load.ready = ready
+    layers = event.layers - load.ready
+    load.ready = event.layers
     state.totals.read_nbytes += layers * load.layer_nbytes
     correction = state.estimates.read
     end(state, state.reading, state.writing, correction, layers, layers * load.read_ns)
-    if load.ready == load.layers and load.running:
+    if load.running and load.ready == load.layers:
         state.running.pop(load.name, None)
 
 
