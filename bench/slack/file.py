@@ -24,8 +24,9 @@ from tutti.bench.statistics import bootstrap_median, median, ratios
 from tutti.medium.layout import KVLayout
 from tutti.profiles.at_open import AUTO
 from tutti.scheduler.dispatcher import DecisionHook, Schedule
-from tutti.scheduler.event import LayerBegan, StepBegan, StepEnded
+from tutti.scheduler.event import Event, LayerBegan, StepBegan, StepEnded
 from tutti.scheduler.loads_and_writes import Phase
+from tutti.scheduler.step_reports import StepReports
 from tutti.store import ObjectStore
 from tutti.transfers.store_config import StoreConfig
 
@@ -175,6 +176,7 @@ class _Rounds:
         self._profile = profile
         self._rng = rng
         self._number = 0
+        self._reports = StepReports()
         self._prefix = rng.integers(0, 256, (_LOADED, 16), np.uint8)
         store.put(self._prefix, np.arange(_LOADED)).wait(_WAIT_S)
 
@@ -191,9 +193,7 @@ class _Rounds:
         put = store.put(stored, np.arange(_LOADED, _LOADED + self._stored))
         put.on_done(lambda _: ended_s.append(time.perf_counter()))
         began_s = time.perf_counter()
-        if scheduler is not None:
-            layers, loads = _LAYOUT.layers, (batch,)
-            scheduler.post(StepBegan(scheduler.now_ns(), Phase.PREFILL, layers, 1, loads=loads))
+        self._step(Phase.PREFILL, _LAYOUT.layers, (batch,))
         ticket = store.load(self._prefix, np.arange(_LOADED), batch=batch)
         waited_s = 0.0
         for layer in range(_LAYOUT.layers):
@@ -202,17 +202,32 @@ class _Rounds:
             waited_s += layer_waited_s
             if scheduler is not None:
                 waited_ns = round(layer_waited_s * 1e9)
-                scheduler.post(LayerBegan(scheduler.now_ns(), layer, waited_ns))
+                began = LayerBegan(scheduler.now_ns(), layer, waited_ns)
+                self._post(self._reports.layer_began(began))
             time.sleep(self._profile.layer_s)
             began_s = time.perf_counter()
-        if scheduler is not None:
-            scheduler.post(StepEnded(scheduler.now_ns()))
-            scheduler.post(StepBegan(scheduler.now_ns(), Phase.DECODE, tokens=1))
+        self._ends()
+        self._step(Phase.DECODE)
         time.sleep(_DECODE_S)
-        if scheduler is not None:
-            scheduler.post(StepEnded(scheduler.now_ns()))
+        self._ends()
         put.wait(_WAIT_S)
         return waited_s, ended_s[0] - put_s
+
+    def _step(self, phase: Phase, layers: int = 0, loads: tuple[str, ...] = ()) -> None:
+        scheduler = self._store.scheduler
+        if scheduler is not None:
+            began = StepBegan(scheduler.now_ns(), phase, layers, 1, loads=loads)
+            self._post(self._reports.began(began, scheduler.state.waits))
+
+    def _ends(self) -> None:
+        scheduler = self._store.scheduler
+        if scheduler is not None:
+            self._post(self._reports.ended(StepEnded(scheduler.now_ns())))
+
+    def _post(self, event: Event | None) -> None:
+        scheduler = self._store.scheduler
+        if event is not None and scheduler is not None:
+            scheduler.post(event)
 
 
 def _measure(store: ObjectStore, rng: np.random.Generator) -> FileProfile:

@@ -46,6 +46,15 @@ def test_a_write_that_nothing_is_in_the_way_of_is_one_issue_and_stops_for_a_load
     assert not one.state.waiting_pages
 
 
+@pytest.mark.parametrize(("layer_us", "ahead"), [(100.0, 64), (5000.0, 16)])
+def test_a_load_that_will_be_late_anyway_is_read_further_ahead(layer_us: float, ahead: int) -> None:
+    scheduler = Scheduler(SlackPolicy(), Linear(layer=layer_us, read_gbps=10.0))
+    load = LoadKnown(0, "a", layers=128, layer_nbytes=10 * MB, tokens=1, prefix_tokens=1)
+    assert scheduler.take(load).reads == (Issue("a", 0, 16),)  # nothing else: idle_burst_us
+    scheduler.take(StepBegan(0, Phase.PREFILL, 128, 1, 1, ("a",)))
+    assert scheduler.state.loads["a"].issued == ahead
+
+
 def test_what_was_begun_once_is_neither_copied_nor_dropped() -> None:
     scheduler = Scheduler(SlackPolicy(Limits(locked_pages=40, staged_pages=0)), Linear())
     scheduler.take(WriteKnown(0, "w", pages=40, page_nbytes=4 * MB, can_stop=True))

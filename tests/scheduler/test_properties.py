@@ -163,7 +163,8 @@ def test_a_write_waits_for_a_bounded_time(work: Any, truth: Linear, limits: Limi
     unit_reads = [unit * mb * MB for _, _, mb, unit, _ in work[0]]
     unit_writes = [unit * mb * MB for _, _, mb, unit, _ in work[1]]
     slow = truth.interference
-    drain_us = limits.read_window_us + slow * truth.read_us(max(unit_reads, default=0))
+    window_us = max(limits.read_window_us, limits.late_window_us)
+    drain_us = window_us + slow * truth.read_us(max(unit_reads, default=0))
     write_us = slow * truth.write_us(max(unit_writes, default=0)) + slow * limits.write_burst_us
     units = sum(-(-pages // unit) for _, pages, _, unit, _ in work[1])
     bound_us = limits.write_patience_us + (units + 1) * (

@@ -53,7 +53,7 @@ class LoadKind(Enum):
 
 
 #: What flies of a load is reported in so many parts.
-_REPORTS = 4
+_REPORTS = 2
 
 
 @dataclass(slots=True)

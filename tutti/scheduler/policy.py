@@ -29,6 +29,8 @@ class Limits:
     read_ahead_nbytes: staging for read-ahead whose step did not begin.
     read_window_us: reads are issued so far ahead of the device, and no further: what is issued
         cannot be overtaken.
+    late_window_us: likewise, of a load that will be late to its last layer anyway: nothing goes
+        between its reads, and each window costs a decision.
     write_burst_us: writes are issued in bursts of this length while loads wait.
     idle_burst_us: likewise while none is known, of writes that cannot be stopped; a new load may
         have to wait for two of them.  Reads of a load that is all there is go as far ahead.
@@ -50,6 +52,7 @@ class Limits:
     staged_pages: int = 4096
     read_ahead_nbytes: int = 4 << 30
     read_window_us: float = 4_000.0
+    late_window_us: float = 64_000.0
     write_burst_us: float = 4_000.0
     idle_burst_us: float = 16_000.0
     run_us: float = 500_000.0
@@ -66,8 +69,9 @@ class Limits:
         times = (self.read_patience_us, self.write_patience_us, self.probe_us)
         if min(counts) < 0 or min(times) < 0 or not 0 <= self.margin < 1:
             raise ConfigError("limits of the scheduler are not negative, and the margin is below 1")
-        if min(self.read_window_us, self.write_burst_us, self.idle_burst_us, self.run_us) <= 0:
-            raise ConfigError("read_window_us, run_us and bursts are above 0")
+        windows = (self.read_window_us, self.late_window_us, self.run_us)
+        if min(*windows, self.write_burst_us, self.idle_burst_us) <= 0:
+            raise ConfigError("windows, run_us and bursts are above 0")
         if self.pressing_pages is not None and self.pressing_pages < 1:
             raise ConfigError("pressing_pages counts from 1; None leaves it to pressure")
         if not (0 < self.forced_share <= 0.5 and 0 < self.pressure <= 1):
@@ -87,12 +91,13 @@ class SlackPolicy:
     * Starvation: a write older than ``write_patience_us`` goes all the same, one unit each time,
       in ``forced_share`` of the device's time.  So a write that has k units before it and in it is
       issued within ``write_patience_us + k * (drain + unit / forced_share)``, where ``drain`` is
-      the time of the reads in flight (``read_window_us`` and one unit at most).
+      the time of the reads in flight (the longest window and one unit at most).
     """
 
     def __init__(self, limits: Limits | None = None) -> None:
         self.limits = limits or Limits()
         self._window_ns = round(self.limits.read_window_us * 1000)
+        self._late_window_ns = round(self.limits.late_window_us * 1000)
         self._burst_ns = round(self.limits.write_burst_us * 1000)
         self._idle_burst_ns = round(self.limits.idle_burst_us * 1000)
         self._run_ns = round(self.limits.run_us * 1000)
@@ -134,7 +139,7 @@ class SlackPolicy:
         """Where no writes wait; some may still be in flight."""
         if state.writing.flying and self._takes_turns(state):
             return NOTHING
-        reads = self._reads(state)
+        reads = self._reads(state, self._late_window_ns)
         return Decision(reads) if reads else NOTHING
 
     def _writes_alone(self, state: State, gone: tuple[str, ...]) -> Decision:
@@ -183,7 +188,9 @@ class SlackPolicy:
         if pressure <= 0:
             chance_ns = max(chance_ns, oldest.arrived_ns + self._write_patience_ns)
         if chance_ns > now_ns:
-            reads = () if turns and state.writing.flying else self._reads(state)
+            reads: tuple[Issue, ...] = ()
+            if not (turns and state.writing.flying):
+                reads = self._reads(state, chance_ns - now_ns)
             return Decision(reads, (), (), (), (), chance_ns)
         budget_ns, share = self._forced(state, oldest, pressure)
         if turns and state.reading.flying:
@@ -308,11 +315,13 @@ class SlackPolicy:
                 least_ns = spare_ns
         return least_ns, before_ns
 
-    def _reads(self, state: State) -> tuple[Issue, ...]:
-        """Reads by deadline, until the window is full."""
+    def _reads(self, state: State, free_ns: int = 0) -> tuple[Issue, ...]:
+        """Reads by deadline, until the window is full.  free_ns: so long no write may go."""
         factor = state.estimates.read.factor
         is_alone = len(state.loads) == 1 and not state.writes
         window_ns = self._idle_burst_ns if is_alone else self._window_ns
+        if free_ns > window_ns and len(state.unissued) == 1 and self._is_late(state, factor):
+            window_ns = min(free_ns, self._late_window_ns)
         room_ns = window_ns - state.reading.flying_ns * factor
         if room_ns <= 0 and state.reading.flying > 1:
             return ()
@@ -352,6 +361,17 @@ class SlackPolicy:
             if load.running and queue.next_layer(load) == load.layers:
                 running.remove(load)
         return queue.to_issues()
+
+    def _is_late(self, state: State, factor: float) -> bool:
+        """Whether the one load of the running step that is not all issued will be late to its last
+        layer, even if nothing goes between its reads.
+        """
+        (load,) = state.unissued.values()
+        step = state.step
+        layer_ns = step.expected_ns * state.estimates.layer.factor
+        due_ns = step.layer_ns + (load.layers - 1 - step.layer) * layer_ns
+        free_ns = state.now_ns + state.reading.left_ns(state.now_ns, factor)
+        return free_ns + (load.layers - load.issued) * load.read_ns * factor > due_ns
 
     def _urgent(self, state: State, room_ns: float) -> Issue | None:
         """Reads of the most urgent load, at most one of which is the running step's, if they fill

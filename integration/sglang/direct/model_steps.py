@@ -12,14 +12,16 @@ Without the plugin this is never called, and writes yield to reads alone.
 from __future__ import annotations
 
 import logging
+import threading
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from tutti.scheduler.dispatcher import Dispatcher
 from tutti.scheduler.event import Event, LayerBegan, StepBegan, StepEnded
 from tutti.scheduler.loads_and_writes import Phase
+from tutti.scheduler.step_reports import StepReports
 
 _log = logging.getLogger(__name__)
 
@@ -47,6 +49,14 @@ class _Launched:
     over: bool = False
 
 
+@dataclass
+class _Follower:
+    """A queue that is told.  layers: of the model."""
+
+    layers: int
+    reports: StepReports = field(default_factory=StepReports)
+
+
 class StepsWatch:
     """The batches of this process's scheduler that were launched and not processed.
 
@@ -54,7 +64,8 @@ class StepsWatch:
     """
 
     def __init__(self) -> None:
-        self._followers: dict[Dispatcher, int] = {}  # and the layers of its model
+        self._followers: dict[Dispatcher, _Follower] = {}
+        self._telling = threading.Lock()
         self._users: list[Dispatcher] = []
         self._steps: deque[_Launched] = deque()
         self._layer = -1  # the last that the forward asked for since the launch
@@ -66,7 +77,8 @@ class StepsWatch:
         Pools that share one follow once each, and it gets every step once.
         """
         self._users.append(dispatcher)
-        self._followers[dispatcher] = max(layers, self._followers.get(dispatcher, 0))
+        follower = self._followers.setdefault(dispatcher, _Follower(layers))
+        follower.layers = max(layers, follower.layers)
 
     def leave(self, dispatcher: Dispatcher) -> None:
         """Posts nothing more to it, once every pool that followed has left."""
@@ -101,15 +113,13 @@ class StepsWatch:
         self._layer = layer
         newest = self._steps[-1]
         if newest.begun and not newest.over and newest.step.phase is Phase.PREFILL:
-            waited_ns = round(waited_s * 1e9)
-            self._post(lambda now_ns, _: LayerBegan(now_ns, layer, waited_ns))
+            self._post_layer(layer, waited_s)
 
     def stream_began(self, batch: str, layer: int, waited_s: float) -> None:
         """The stream of a GPU's forward has waited for a layer of a batch.  On any thread."""
         now = next((one for one in tuple(self._steps) if not one.over), None)
         if now is not None and now.begun and batch in now.step.loads:
-            waited_ns = round(waited_s * 1e9)
-            self._post(lambda now_ns, _: LayerBegan(now_ns, layer, waited_ns))
+            self._post_layer(layer, waited_s)
 
     def returned(self) -> None:
         """The launch of the newest batch returned: if its layers were asked for, it is computed."""
@@ -128,25 +138,39 @@ class StepsWatch:
         if launched is None or launched.begun:
             return
         launched.begun, step = True, launched.step
-        self._post(
-            lambda now_ns, layers: StepBegan(
-                now_ns,
+
+        def began(dispatcher: Dispatcher, follower: _Follower) -> Event | None:
+            event = StepBegan(
+                dispatcher.now_ns(),
                 step.phase,
-                layers=layers,
+                layers=follower.layers,
                 tokens=step.tokens,
                 context_tokens=step.context_tokens,
                 loads=step.loads,
             )
-        )
+            return follower.reports.began(event, dispatcher.state.waits)
+
+        self._post(began)
 
     def _end(self, launched: _Launched) -> None:
         if launched.begun and not launched.over:
-            self._post(lambda now_ns, _: StepEnded(now_ns))
+            self._post(lambda to, follower: follower.reports.ended(StepEnded(to.now_ns())))
         launched.over = True
 
-    def _post(self, event: Callable[[int, int], Event]) -> None:
-        for dispatcher, layers in tuple(self._followers.items()):
-            dispatcher.note(event(dispatcher.now_ns(), layers))
+    def _post_layer(self, layer: int, waited_s: float) -> None:
+        waited_ns = round(waited_s * 1e9)
+        self._post(
+            lambda to, follower: follower.reports.layer_began(
+                LayerBegan(to.now_ns(), layer, waited_ns)
+            )
+        )
+
+    def _post(self, report: Callable[[Dispatcher, _Follower], Event | None]) -> None:
+        for dispatcher, follower in tuple(self._followers.items()):
+            with self._telling:  # a stream's layers come on another thread
+                event = report(dispatcher, follower)
+            if event is not None:
+                dispatcher.note(event)
 
 
 STEPS = StepsWatch()
