@@ -15,7 +15,6 @@ from tutti.base.process import own_file
 from tutti.errors import AgentLost, AgentRefused
 from tutti.node.messages import (
     FILES_MAX,
-    FRAME_NBYTES_MAX,
     HEADER,
     Failure,
     Hello,
@@ -40,8 +39,7 @@ class Connection:
     """
 
     def __init__(self, path: str, timeout_s: float) -> None:
-        self._buffer = bytearray(_RECEIVE_NBYTES)
-        self._have = 0
+        self._came = b""  # and was not given out
         self._timeout_s = 0.0
         self._path = path
         flags = socket.SOCK_STREAM | socket.SOCK_CLOEXEC
@@ -67,10 +65,9 @@ class Connection:
         self.send(hello, timeout_s)
         try:
             part, files, _, _ = socket.recv_fds(
-                self._socket, len(self._buffer), FILES_MAX, socket.MSG_CMSG_CLOEXEC
+                self._socket, _RECEIVE_NBYTES, FILES_MAX, socket.MSG_CMSG_CLOEXEC
             )
-            self._buffer[: len(part)] = part
-            self._have = len(part)
+            self._came = part
             if not part:
                 raise self._lost("it closed the connection")
             welcome = self.receive(timeout_s)
@@ -97,25 +94,9 @@ class Connection:
         """The next answer.  Raises what it says if it is a Failure, or AgentLost."""
         self._set_timeout(timeout_s)
         deadline_s = time.monotonic() + timeout_s
-        need = HEADER.size
-        is_header = True
-        while self._have < need or is_header:
-            if self._have >= need:
-                try:
-                    need += body_nbytes(memoryview(self._buffer)[: HEADER.size])
-                except AgentRefused:
-                    self.close()
-                    raise
-                is_header = False
-                if need > len(self._buffer):
-                    self._buffer.extend(bytes(HEADER.size + FRAME_NBYTES_MAX - len(self._buffer)))
-                continue
+        while (body := self._body()) is None:  # bounded by the deadline
             self._receive_some(deadline_s, timeout_s)
-        reply = read_reply(memoryview(self._buffer)[HEADER.size : need])
-        rest = self._have - need
-        if rest:
-            self._buffer[:rest] = self._buffer[need : self._have]
-        self._have = rest
+        reply = read_reply(body)
         if isinstance(reply, Failure):
             error = error_of(reply)
             if isinstance(error, AgentRefused):
@@ -123,14 +104,29 @@ class Connection:
             raise error
         return reply
 
+    def _body(self) -> bytes | memoryview | None:
+        """What has come as a whole, without its length."""
+        came = self._came
+        if len(came) < HEADER.size:
+            return None
+        try:
+            end = HEADER.size + body_nbytes(came[: HEADER.size])
+        except AgentRefused:
+            self.close()
+            raise
+        if len(came) < end:
+            return None
+        self._came = came[end:]
+        return memoryview(came)[HEADER.size : end]
+
     def _receive_some(self, deadline_s: float, timeout_s: float) -> None:
         try:
-            got = self._socket.recv_into(memoryview(self._buffer)[self._have :])
+            part = self._socket.recv(_RECEIVE_NBYTES)
         except OSError as error:
             raise self._lost(_reason(error, timeout_s)) from error
-        if not got:
+        if not part:
             raise self._lost("it closed the connection")
-        self._have += got
+        self._came = self._came + part if self._came else part
         if time.monotonic() > deadline_s:
             raise self._lost(f"no whole answer within {timeout_s:g} s")
 
@@ -149,7 +145,7 @@ class Connection:
 
     def wait_readable(self, timeout_s: float) -> bool:
         """Whether an answer, or the end of the connection, has begun to arrive."""
-        if self._have:
+        if self._came:
             return True
         try:
             ready, _, _ = select.select([self._socket], [], [], timeout_s)
