@@ -9,7 +9,7 @@ from tutti.scheduler.loads_and_writes import Phase
 from tutti.scheduler.step_reports import StepReports
 
 
-@pytest.mark.parametrize(("layers", "most"), [(1, 1), (8, 8), (15, 15), (32, 8), (33, 8), (80, 8)])
+@pytest.mark.parametrize(("layers", "most"), [(1, 1), (4, 4), (7, 7), (32, 4), (33, 4), (80, 4)])
 def test_a_prefill_is_told_in_parts_with_all_that_it_waited(layers: int, most: int) -> None:
     reports = StepReports()
     begun = StepBegan(0, Phase.PREFILL, layers=layers)
@@ -27,7 +27,7 @@ def test_layers_that_are_not_asked_for_do_not_silence_the_others() -> None:
     """A hybrid model has KV in some layers only."""
     reports = StepReports()
     reports.began(StepBegan(0, Phase.PREFILL, layers=32), waits=True)
-    told = [reports.layer_began(LayerBegan(at, at)) for at in range(0, 32, 8)]
+    told = [reports.layer_began(LayerBegan(at, at)) for at in range(0, 32, 4)]
     assert [event.layer for event in told if event is not None] == [8, 16, 24]
 
 
@@ -47,5 +47,5 @@ def test_decode_steps_are_told_while_something_waits_and_now_and_then() -> None:
     reports.began(StepBegan(0, Phase.PREFILL, layers=4), waits=False)
     reports.ended(StepEnded(1))
     assert decode_steps(reports, 1, waits=False) == 1, "the first"
-    assert decode_steps(reports, 64, waits=False) == 8
+    assert decode_steps(reports, 64, waits=False) == 4
     assert decode_steps(reports, 5, waits=True) == 5

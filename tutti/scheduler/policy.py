@@ -156,7 +156,7 @@ class SlackPolicy:
 
     def _with_writes(self, state: State, gone: tuple[str, ...]) -> Decision:
         """Where loads and writes wait."""
-        oldest = _first(state.unwritten, gone)
+        oldest = _first(state.unwritten, gone) if gone else next(iter(state.unwritten.values()))
         if oldest is None:
             return self._without_writes(state)
         turns = self._takes_turns(state)
@@ -264,6 +264,8 @@ class SlackPolicy:
         layer_ns = step.expected_ns * layer
         first_ns = step.layer_ns - step.layer * layer_ns - free_ns
         for load in state.running.values():
+            if load.issued > load.ready and first_ns + (load.issued - 1) * layer_ns < needed_ns:
+                return -1  # what flies will be late
             spare_ns, before_ns = self._spare_ns(load, first_ns, layer_ns, read, before_ns)
             if spare_ns < least_ns:
                 least_ns = spare_ns
@@ -472,6 +474,4 @@ def step_end_ns(state: State) -> float:
 
 
 def _first(queue: dict[str, Write], gone: tuple[str, ...]) -> Write | None:
-    if not gone:
-        return next(iter(queue.values()))
     return next((write for write in queue.values() if write.name not in gone), None)

@@ -10,10 +10,10 @@ from tutti.scheduler.event import LayerBegan, StepBegan, StepEnded
 from tutti.scheduler.loads_and_writes import Phase
 
 #: A prefill is reported in about so many parts.
-_PARTS = 8
+_PARTS = 4
 #: Of decode steps that follow each other while nothing waits, one in so many is reported: it only
 #: corrects the profile.
-_STEPS = 8
+_STEPS = 16
 
 
 class StepReports:
