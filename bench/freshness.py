@@ -20,6 +20,7 @@ _TRANSFERS = (*_STORE, *_ENGINE)
 _PAGES = ("bench/stamps.py", "bench/shape.py", "bench/fio.py")
 _RIG = (*_PAGES, "bench/pool_workload.py", "bench/meter.py", "bench/pool_file.py")
 _TRACES = ("bench/traces.py", "bench/belady.py")
+_RESIDENCY = ("tutti/base/memory_pressure.py", "bench/residency")
 _SIMULATOR = ("tutti/scheduler", "bench/simulate", "bench/ttft", *_TRACES)
 _DRIVE = tuple(f"bench/simulate/{name}" for name in ("device.py", "hardware.py", "hardware.json"))
 _SLACK = ("tutti/scheduler", *_DRIVE, "bench/slack")
@@ -57,8 +58,8 @@ DEPENDS: dict[str, tuple[str, ...]] = {
         "bench/compare/paired.py",
     ),
     "replay": (*_TRANSFERS, *_RIG, *_TRACES, "bench/replay.py"),
-    "residency": (*_TRANSFERS, *_RIG, "bench/residency"),
-    "residency-moving": (*_TRANSFERS, *_RIG, "bench/residency"),
+    "residency": (*_TRANSFERS, *_RIG, *_RESIDENCY),
+    "residency-moving": (*_TRANSFERS, *_RIG, *_RESIDENCY),
     "short": (*_TRANSFERS, "bench/short.py", "bench/pool_file.py", "bench/shape.py"),
     "ring": (
         *("kernels/include/gio_uring", "kernels/native/ring_bench.cpp"),

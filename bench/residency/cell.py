@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from tutti import store as object_store
+from tutti.base.memory_pressure import read_memory
 from tutti.bench.meter import Meter
 from tutti.bench.pool_workload import WAIT_S, PendingLoad, PoolWorkload
 from tutti.bench.residency import moving
@@ -29,7 +30,7 @@ from tutti.bench.stamps import numbered_keys
 from tutti.errors import ConfigError
 from tutti.gio_uring.controller_file import BlockRange, FileController
 from tutti.gio_uring.memory import HostBuffer
-from tutti.scheduler.residency_policy import plan_groups, read_memory
+from tutti.scheduler.residency_policy import plan_groups
 from tutti.store import ObjectStore
 from tutti.transfers.store_config import StoreConfig
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tutti.base.memory_pressure import MemoryFacts
 from tutti.base.terminal import Progress
 from tutti.base.units import MiB
 from tutti.bench.residency import control_group, moving
@@ -22,7 +23,6 @@ from tutti.cli import main
 from tutti.errors import ConfigError, PoolExists, TuttiError, Unsupported
 from tutti.gio_uring.file_creation import allocate_file
 from tutti.gio_uring.file_member import FileMember
-from tutti.scheduler.residency_policy import MemoryFacts
 from tutti.store import format as format_pool
 
 SHAPE = "1x256KiB"  # groups of 2 MiB

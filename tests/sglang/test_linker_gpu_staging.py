@@ -15,13 +15,13 @@ from linker_engine import PAGE, names, wait_for
 from linker_gpu import GpuRig, gpu_rig
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 
+from tutti.base.memory_pressure import MemoryFacts
 from tutti.errors import CapacityError
 from tutti.gio_uring.engine import Engine
 from tutti.gio_uring.gpu.device_engine import KINDS
 from tutti.gio_uring.gpu.moved_job import MovedJob
 from tutti.gio_uring.job import Job
 from tutti.integration.sglang.direct import staging_size
-from tutti.scheduler.residency_policy import MemoryFacts
 
 SLICE = 2 * 4 * 32 * 2 * PAGE  # bytes of a page in one layer: K and V of four heads
 ALL = list(range(48))

@@ -17,12 +17,12 @@ from crash.objects import when_unlocked
 
 import tutti
 from store.pools import Bytes, fill, formatted, opened, some_keys
+from tutti.base.memory_pressure import read_memory
 from tutti.base.units import MiB
 from tutti.errors import ConfigError, Unsupported
 from tutti.gio_uring.controller_file import BlockRange, FileController
 from tutti.medium.layout import KVLayout
 from tutti.memory.host_memory import HostMemory
-from tutti.scheduler.residency_policy import read_memory
 from tutti.store import ObjectStore
 from tutti.store import format as format_pool
 from tutti.transfers import residency

@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tutti.base.interrupts import uninterrupted
+from tutti.base.memory_pressure import read_memory, read_stall_us
 from tutti.base.process import Owned
 from tutti.base.threads import start_thread
 from tutti.errors import TuttiError, Unsupported
@@ -29,8 +30,6 @@ from tutti.scheduler.residency_policy import (
     Governor,
     Look,
     plan_groups,
-    read_memory,
-    read_stall_us,
 )
 from tutti.transfers.core import Core
 

@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from tutti.base.memory_pressure import read_memory
 from tutti.base.units import MiB, format_nbytes
 from tutti.gio_uring.gpu.stream_queue import Needed
 from tutti.integration.sglang.direct.kv_pools import KvPoolGroup
 from tutti.integration.sglang.identity import ParallelRank
-from tutti.scheduler.residency_policy import read_memory
 
 #: Layers of a transfer that have a place: two move while two are read.
 _LAYERS = 4
