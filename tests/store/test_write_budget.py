@@ -12,8 +12,8 @@ import tutti
 from store.pools import LAYOUT, some_keys
 from tutti.errors import ConfigError
 from tutti.medium.geometry import RECORD_NBYTES
+from tutti.transfers.put_limits import WriteBudget
 from tutti.transfers.tickets import Outcome
-from tutti.transfers.write_budget import WriteBudget
 
 OBJECT_NBYTES = LAYOUT.object_nbytes + RECORD_NBYTES
 HOURS = 24
