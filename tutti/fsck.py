@@ -33,6 +33,7 @@ from tutti.medium.slot_record import (
     RECORD_DTYPE,
     RecordState,
     check_records,
+    torn_records,
 )
 from tutti.medium.superblock import (
     SNAPSHOT_ENTRY_DTYPE,
@@ -292,8 +293,7 @@ class _Tables:
                 message = f"its record cannot be read: {status_name(int(bad[row]))}"
                 self._report.add(Finding("unreadable", member, message, slot=int(slots[row])))
                 verdict[row] = RecordState.FOREIGN
-            written = chunk.reshape(-1, BLOCK_NBYTES).any(axis=1)
-            torn = (verdict == RecordState.EMPTY) & written
+            torn = torn_records(records, verdict)
             if snapshot is None:
                 part = _entries(records, slots, verdict)
                 found += part.size

@@ -21,6 +21,7 @@ from tutti.medium.slot_record import (
     access_64s,
     check_records,
     fill_records,
+    torn_records,
 )
 
 IDENTITY = RecordIdentity(
@@ -83,6 +84,15 @@ def test_no_records_are_no_problem() -> None:
 def test_a_place_never_written_is_empty(content: int) -> None:
     records = np.full(3 * 4096, content, np.uint8).view(RECORD_DTYPE)
     assert check_records(records, SLOTS, IDENTITY).tolist() == [RecordState.EMPTY] * 3
+
+
+def test_a_torn_record_is_told_from_a_free_slot() -> None:
+    records = filled()
+    records[1:2] = np.zeros(4096, np.uint8).view(RECORD_DTYPE)
+    records.view(np.uint8)[2 * 4096 + 512 : 3 * 4096] = 0  # its first block alone was written
+    verdicts = check_records(records, SLOTS, IDENTITY)
+    assert verdicts.tolist() == [RecordState.READY, RecordState.EMPTY, RecordState.EMPTY]
+    assert torn_records(records, verdicts).tolist() == [False, False, True]
 
 
 @pytest.mark.parametrize("state", [RecordState.READY, RecordState.VOID, RecordState.QUARANTINED])

@@ -1,4 +1,5 @@
-"""Slot records: what describes each slot on the medium (docs/format.md, section 3).
+"""Slot records (docs/format.md, section 3): what describes each slot on the medium.  Tells valid
+records from stale, foreign and torn ones, and torn ones from those of free slots.
 
 All functions work on arrays of records; a record is never trusted before `check_records`.
 """
@@ -19,7 +20,7 @@ import numpy.typing as npt
 import xxhash
 
 from tutti import native
-from tutti.base.arrays import Slots
+from tutti.base.arrays import Mask, Slots
 from tutti.base.checks import text
 from tutti.errors import ConfigError
 from tutti.medium.geometry import BLOCK_NBYTES, FORMAT_VERSION, LAYERS_MAX
@@ -165,7 +166,9 @@ def check_records(
 ) -> npt.NDArray[np.uint8]:
     """What each record, read from the place of member-local `slots`, is: a RecordState (n,) uint8.
 
-    Never raises for bytes; the order of the verdicts is that of docs/format.md, section 3.
+    EMPTY for free slots and for torn records, both of which hold no object; `torn_records` tells
+    them apart.  Never raises for bytes; the order of the verdicts is that of docs/format.md,
+    section 3.
     """
     state = records["state"]
     ours = (
@@ -184,6 +187,16 @@ def check_records(
     verdicts = np.where(ours, verdicts, RecordState.FOREIGN)
     intact = written & native.records_check(records)
     return np.where(intact, verdicts, RecordState.EMPTY).astype(np.uint8)
+
+
+def torn_records(records: Records, verdicts: npt.NDArray[np.uint8]) -> Mask:
+    """Which records (n,) are torn: EMPTY by `check_records`, but not zeros as those of free slots.
+
+    records: contiguous, as they were read.
+    """
+    raw = records.view(np.uint8).reshape(-1, BLOCK_NBYTES)
+    torn: Mask = (verdicts == RecordState.EMPTY) & raw.any(axis=1)
+    return torn
 
 
 def octets(raw: bytes) -> npt.NDArray[np.uint8]:
