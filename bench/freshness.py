@@ -47,7 +47,7 @@ DEPENDS: dict[str, tuple[str, ...]] = {
     "paths": (*_TRANSFERS, *_RIG, "bench/paths.py"),
     "peers": (
         *(*_TRANSFERS, *_PAGES, "bench/peers"),
-        *("integration/sglang/hicache.py", "integration/sglang/host"),
+        *(f"integration/sglang/{name}" for name in ("hicache.py", "host", "page_keys.py")),
     ),
     "placement": (*_TRANSFERS, "bench/placement.py", "tests/qemu/placement.py"),
     "profile": (

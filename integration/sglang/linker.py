@@ -50,10 +50,10 @@ from tutti.integration.sglang.direct.stored_pool import StoredPool
 from tutti.integration.sglang.kv_events import DiskEvents, publishes
 from tutti.integration.sglang.metrics import LOAD, STORE
 from tutti.integration.sglang.options import LINKER, LINKER_OPTIONS, parse_options
+from tutti.integration.sglang.page_keys import page_keys
 from tutti.integration.sglang.second_touch import SecondTouch
 from tutti.integration.sglang.server_log import ErrorLog
 from tutti.integration.sglang.weights import WATCH
-from tutti.medium.keys import hexadecimal_keys
 from tutti.profiles.at_open import OFF
 from tutti.scheduler.baselines import ImmediatePolicy
 from tutti.scheduler.dispatcher import Schedule, Unknown
@@ -447,10 +447,7 @@ class TuttiLinker(Owned, adapter.UnifiedCacheLinker):
         namespace = WATCH.namespace
         if transfer is None or not transfer.keys or namespace is None:
             return None
-        fingerprint = self._fingerprint
-        if namespace:
-            fingerprint = xxhash.xxh3_128_digest(fingerprint + namespace)
-        return hexadecimal_keys(fingerprint, transfer.keys)
+        return page_keys(self._fingerprint, namespace, transfer.keys)
 
     @property
     def _fingerprint(self) -> bytes:

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tutti.errors import ConfigError, KeySizeError
-from tutti.medium.keys import as_keys, chain_keys, hexadecimal_keys, object_keys
+from tutti.medium.keys import as_keys, chain_keys, object_keys
 
 FINGERPRINT = bytes(range(16))
 OTHER = bytes(16)
@@ -41,20 +41,6 @@ def test_keys_of_any_size_of_hash_are_as_defined(nbytes: int, n: int, seed: rand
     hashes = [seed.randbytes(nbytes) for _ in range(n)]
     expected = [xxhash.xxh3_128_digest(FINGERPRINT + page) for page in hashes]
     assert [row.tobytes() for row in object_keys(FINGERPRINT, hashes)] == expected
-    names = [page.hex() for page in hashes]
-    assert [row.tobytes() for row in hexadecimal_keys(FINGERPRINT, names)] == expected
-
-
-def test_names_that_are_not_hexadecimal_count_as_their_bytes() -> None:
-    for names in (["xy", "ab"], ["abc", "abd"], ["é", "a"], ["ab cd", "ab-cd"]):
-        keys = hexadecimal_keys(FINGERPRINT, names)
-        for row, name in zip(keys, names, strict=True):
-            assert row.tobytes() == hexadecimal_keys(FINGERPRINT, [name])[0].tobytes()
-    assert (
-        hexadecimal_keys(FINGERPRINT, ["xy"])[0].tobytes()
-        == object_keys(FINGERPRINT, [b"xy"])[0].tobytes()
-    )
-    assert hexadecimal_keys(FINGERPRINT, []).shape == (0, 16)
 
 
 def test_an_empty_hash_is_refused_by_its_index() -> None:

@@ -7,8 +7,6 @@ hash (`object_keys`), as SGLang's SHA-256 chain is.
 
 from __future__ import annotations
 
-import binascii
-import contextlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -42,20 +40,6 @@ def object_keys(fingerprint: bytes, hashes: Sequence[bytes]) -> Keys:
         return native.object_keys(fingerprint, raw.reshape(len(hashes), -1))
     digest = xxhash.xxh3_128_digest
     return _stack([digest(fingerprint + page_hash) for page_hash in hashes])
-
-
-def hexadecimal_keys(fingerprint: bytes, names: Sequence[str]) -> Keys:
-    """The ObjectKey of each page hash that SGLang wrote as hexadecimal digits.
-
-    A name of anything else counts as its own bytes. Raises KeySizeError as `object_keys` does.
-    """
-    _check_fingerprint(fingerprint)
-    sizes = set(map(len, names))
-    if len(sizes) == 1 and 0 < max(sizes) <= 2 * native.HASH_NBYTES_MAX and max(sizes) % 2 == 0:
-        with contextlib.suppress(ValueError):  # some are no hexadecimal digits
-            raw = np.frombuffer(binascii.unhexlify("".join(names)), np.uint8)
-            return native.object_keys(fingerprint, raw.reshape(len(names), -1))
-    return object_keys(fingerprint, [_hash_bytes(name) for name in names])
 
 
 def chain_keys(
@@ -134,13 +118,6 @@ def _token_bytes(tokens: npt.NDArray[np.integer[Any]] | Sequence[int]) -> bytes:
 def _stack(keys: Sequence[bytes]) -> Keys:
     # Writable memory, whose address is found sooner.
     return np.frombuffer(bytearray().join(keys), np.uint8).reshape(-1, KEY_NBYTES)
-
-
-def _hash_bytes(name: str) -> bytes:
-    try:
-        return bytes.fromhex(name)
-    except ValueError:
-        return name.encode()
 
 
 def _check_fingerprint(fingerprint: bytes) -> None:

@@ -15,7 +15,6 @@ from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
-import xxhash
 
 from tutti.base.arrays import Keys
 from tutti.errors import (
@@ -28,11 +27,11 @@ from tutti.errors import (
 )
 from tutti.integration.sglang.kv_events import DiskEvents
 from tutti.integration.sglang.metrics import LOAD, STORE, Metrics
+from tutti.integration.sglang.page_keys import page_keys
 from tutti.integration.sglang.second_touch import SecondTouch
 from tutti.integration.sglang.server_log import ErrorLog, MinuteLog
 from tutti.integration.sglang.weights import WeightsWatch
 from tutti.interface import Store
-from tutti.medium.keys import hexadecimal_keys
 from tutti.memory.host_memory import HostMemory
 from tutti.transfers.tickets import LoadTicket, Outcome, PutTicket
 
@@ -81,10 +80,7 @@ class HostStore:
         namespace = self._watch.namespace
         if namespace is None:
             return None
-        fingerprint = self.store.layout.fingerprint
-        if namespace:
-            fingerprint = xxhash.xxh3_128_digest(fingerprint + namespace)
-        return hexadecimal_keys(fingerprint, hashes)
+        return page_keys(self.store.layout.fingerprint, namespace, hashes)
 
     def match(self, hashes: Sequence[str]) -> int:
         """Returns how many of the hashes, from the first on, are stored."""
