@@ -1,4 +1,5 @@
-// XXH3-64 of one slice by one warp, and the copy of the slice in the same pass.
+// XXH3-64 of one slice by one warp, and the copy of the slice in the same pass; the comparison
+// with the recorded digest.
 //
 // A block of 1024 bytes is 16 stripes of 8 accumulators.  Within a block the stripes only add up,
 // so four lanes take a stripe's eight words, eight stripes go at once, and sums over the stripes
@@ -262,6 +263,13 @@ GIO_HD u64 warp_digest(const Slice& slice) {
   const bool is_long = slice.nbytes > tutti::kXxh3MidBytesMax;
   return is_long && slice.has_units_of(sizeof(Quad)) ? warp_digest_quads(slice)
                                                      : warp_digest_bytes(slice);
+}
+
+// Compares the digest of a slice that was read with the one recorded, `kept`; records that of one
+// that was written.  False: they differ.
+GIO_HD bool digest_settles(u64* kept, u64 digest, bool is_read) {
+  if (!is_read) *kept = digest;
+  return *kept == digest;
 }
 
 }  // namespace gio

@@ -1,4 +1,4 @@
-// Moving and checking the slices of a layer, by the warps of one block or of a grid.
+// Moving the slices of a layer, by the warps of one block or of a grid; digest.cuh compares them.
 #pragma once
 
 #include "digest.cuh"
@@ -57,17 +57,13 @@ GIO_HD void lose_page(const SliceWork& work, u32 index, u32 status) {
   if (work.table->page_status != 0) set_if_zero(&at<u32>(work.table->page_status)[index], status);
 }
 
-// Compares a read slice's digest, or keeps a written one's.
+// One lane compares a read slice's digest, or keeps a written one's.
 GIO_HD void settle_digest(const SliceWork& work, u32 index, u64 digest) {
   const u64 place = static_cast<u64>(index) * work.paged->n_layers + work.layer;
   u64* kept = &at<u64>(work.table->digests)[place];
-  if (lane_index() != 0) return;
-  if (!work.reads()) {
-    *kept = digest;
-  } else if (*kept != digest) {
-    note_error(work.tally, kDigestMismatch);
-    lose_page(work, index, kDigestMismatch);
-  }
+  if (lane_index() != 0 || digest_settles(kept, digest, work.reads())) return;
+  note_error(work.tally, kDigestMismatch);
+  lose_page(work, index, kDigestMismatch);
 }
 
 // Copies bytes `from` to `to` of a slice between its page and staging.
