@@ -199,7 +199,7 @@ class ObjectStore(Owned, Store):
         paged = self._memory(memory)
         request = PutRequest.checked(keys, pages, paged, parent, depth, ttl_s, namespace)
         if ttl_s is not None:
-            self.catalogue.watch(True)
+            self.catalogue.expiry.watch(True)
         return PutTicket(self._queue.put(request))
 
     @uninterrupted(lambda _, ticket: ticket.wait_ended(_UNDO_S))
@@ -336,7 +336,7 @@ class ObjectStore(Owned, Store):
         """Ends what is under way, and leaves the pool clean if it can."""
         core = self._core
         self._queue.stop(timeout_s)
-        self.catalogue.stop(timeout_s)
+        self.catalogue.expiry.stop(timeout_s)
         with core.lock:
             core.closing = True
             core.changed.notify_all()

@@ -249,7 +249,7 @@ def test_fetched_pages_expire_without_a_restart(tmp_path: Path, faults: Faults, 
         expiries = [store._core.index.expiry[store._core.index.resident()] for store in stores]
         assert expiries[0].all()
         assert np.array_equal(*expiries)
-        assert stores[1].catalogue._sweeper is not None
+        assert stores[1].catalogue.expiry._thread is not None
 
 
 def test_the_tier_goes_on_once_its_staging_memory_is_free(

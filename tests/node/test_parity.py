@@ -400,8 +400,8 @@ def test_expired_objects_are_swept(tmp_path: Path, rng: np.random.Generator) -> 
         keys = some_keys(rng, 8)
         store.put(keys, np.arange(8)).wait(5)
         store.catalogue.expire(keys[5:], 1.0)
-        assert store.catalogue.sweep().size == 0
+        assert store.catalogue.expiry.sweep().size == 0
         store._core.index.expiry[store._core.index.expiry > 0] = 1  # long ago
-        assert store.catalogue.sweep().size == 3
+        assert store.catalogue.expiry.sweep().size == 3
         assert store.present(keys).tolist() == [True] * 5 + [False] * 3
         assert store.stats()["expired"] == 3

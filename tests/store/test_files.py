@@ -25,6 +25,7 @@ from tutti.medium.layout import KVLayout
 from tutti.memory.host_memory import HostMemory
 from tutti.store import ObjectStore
 from tutti.store import format as format_pool
+from tutti.transfers.reclaim import deallocate_empty
 from tutti.transfers.resources import _STUCK
 
 SMALL = KVLayout.mha(
@@ -366,7 +367,7 @@ def test_many_empty_groups_are_given_back_in_few_commands_and_few_at_a_time(
 
         monkeypatch.setattr(engine, "deallocate", counted)
         monkeypatch.setattr("tutti.transfers.core._RANGES", 3)
-        store.catalogue._deallocate_empty(np.arange(2 * groups * size))
+        deallocate_empty(store._core, store._reclaimer, np.arange(2 * groups * size))
         group_nlb = geometry.layers * geometry.layer_stride_nlb
         assert [ranges for ranges, _ in counts] == [3, 1], "two runs of neighbours on each member"
         assert sum(nlb for _, nlb in counts) == (2 * groups - 2) * group_nlb
@@ -375,14 +376,14 @@ def test_many_empty_groups_are_given_back_in_few_commands_and_few_at_a_time(
         counts.clear()
         with core.lock:
             core.allocator.free(slots)
-        store.catalogue._deallocate_empty(slots[:size])
+        deallocate_empty(store._core, store._reclaimer, slots[:size])
         assert counts == [(1, group_nlb)]
 
 
 def test_expired_objects_give_their_blocks_back(
     tmp_path: Path, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tutti.transfers.catalogue._SWEEP_S", 0.05)
+    monkeypatch.setattr("tutti.transfers.expiry._INTERVAL_S", 0.05)
     with tutti.open(tmp_path / "pool", layout=SMALL, capacity="48MiB") as store:
         size = store.geometry.group_slots
         keys = some_keys(rng, size)

@@ -356,7 +356,7 @@ class Tier:
             request = PutRequest(
                 keys[rows], parents, depths, pages[rows], self._staging.memory, tenant, expiry
             )
-            self._store.catalogue.watch(expiry > 0)
+            self._store.catalogue.expiry.watch(expiry > 0)
             ticket = self._store.put_request(request)
             self._in_use[part].append((ticket.wait_ended, ticket))
         return n

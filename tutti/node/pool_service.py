@@ -247,7 +247,7 @@ class ClientSession:
         pages, memory = planned.of_rows(len(keys))
         request = PutRequest.chain(keys, pages, memory, message.parent or None, message.depth)
         request = request._replace(tenant=tenant, expiry_64s=expiry)
-        self.service.store.catalogue.watch(expiry > 0)
+        self.service.store.catalogue.expiry.watch(expiry > 0)
         progress = PutProgress(len(keys), core.guard, core.store_latency)
         with core.admitted(core.config.timeout_s):
             part = PutPart(request, np.arange(len(keys)), progress, lambda *_: progress.end_part())

@@ -99,6 +99,11 @@ class LookupPins:
         for name in names:
             self.release(name)
 
+    def reserve(self, change: int) -> None:
+        """So many slots more, or less, are kept by the catalogue, of the same share."""
+        self.reserved = max(0, self.reserved + change)
+        self.changes += 1
+
     def forget(self, slots: Slots) -> None:
         """Removes all pins of slots that lose their objects."""
         for name, (since, held) in list(self._held.items()):

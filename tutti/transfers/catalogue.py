@@ -5,8 +5,6 @@ Works on the index and on slot records alone: nothing here reads or writes KV.
 
 from __future__ import annotations
 
-import contextlib
-import logging
 import math
 import threading
 import time
@@ -20,7 +18,7 @@ from tutti.base.arrays import Keys, Slots
 from tutti.base.checks import optional, seconds, takes, text
 from tutti.base.interrupts import uninterrupted
 from tutti.base.process import Owned
-from tutti.errors import CapacityError, DeviceTimeout, MediumError, TuttiError
+from tutti.errors import CapacityError, DeviceTimeout, MediumError
 from tutti.medium.keys import as_keys
 from tutti.medium.slot_record import (
     EXPIRY_UNIT_S,
@@ -33,12 +31,10 @@ from tutti.medium.slot_record import (
 from tutti.placement.index import MISSING, SlotState
 from tutti.pool.record_table import BLOCK_RECORDS, RecordTable
 from tutti.transfers.core import Core
-from tutti.transfers.reclaim import Reclaimer
-
-_log = logging.getLogger(__name__)
+from tutti.transfers.expiry import Expiry
+from tutti.transfers.reclaim import Reclaimer, deallocate_empty
 
 _PAUSE_S = 0.01
-_SWEEP_S = 16.0
 
 
 @dataclass(frozen=True)
@@ -75,19 +71,12 @@ class Catalogue(Owned):
         self._reclaimer = reclaimer
         self._table = RecordTable(core.engine, core.members, blocks=1)
         self._changing = threading.Lock()  # one thread at a time reads and rewrites records
-        self._stopping = threading.Event()
-        self._sweeper: threading.Thread | None = None
+        self.expiry = Expiry(core, reclaimer)
 
     def close(self) -> None:
         """Gives the staging memory back; nothing may be in flight."""
-        self.stop(1.0)
+        self.expiry.stop(1.0)
         self._table.close()
-
-    def stop(self, timeout_s: float) -> None:
-        """Ends the thread that removes what has expired."""
-        self._stopping.set()
-        if self._sweeper is not None:
-            self._sweeper.join(timeout_s)
 
     @takes(namespace=optional(text))
     def keys(self, namespace: str | None = None) -> Keys:
@@ -136,7 +125,7 @@ class Catalogue(Owned):
             while slots.size and time.monotonic() < deadline_s:
                 idle = slots[core.index.pins[slots] == 0]
                 core.lookup_pins.forget(idle)
-                self._reserve(-int(np.count_nonzero(core.index.pinned[idle])))
+                core.lookup_pins.reserve(-int(np.count_nonzero(core.index.pinned[idle])))
                 self._reclaimer.discard(np.sort(idle))
                 gone = np.concatenate((gone, idle))
                 if idle.size < slots.size:
@@ -146,7 +135,7 @@ class Catalogue(Owned):
                 lambda: not (core.index.state[gone] == SlotState.VOIDING).any(),
                 max(_PAUSE_S, deadline_s - time.monotonic()),
             )
-        self._deallocate_empty(gone)
+        deallocate_empty(core, self._reclaimer, gone)
         if slots.size or not voided:
             raise DeviceTimeout(
                 f"{gone.size} objects were removed, {slots.size} are still being transferred; try"
@@ -181,83 +170,14 @@ class Catalogue(Owned):
     def expire(self, keys: Keys, ttl_s: float | None) -> int:
         """Objects are removed in so many seconds, rounded up to 64; None: never.  How many."""
         expiry = expiry_of(ttl_s)
-        self.watch(expiry > 0)
+        self.expiry.watch(expiry > 0)
         return self._change(keys, expiry=expiry)
-
-    def watch(self, something: bool) -> None:
-        """Removes what expires from now on, in a thread, if there is something that does."""
-        with self._core.lock:
-            if something and self._sweeper is None:
-                self._sweeper = threading.Thread(target=self._run, name="tutti-expiry", daemon=True)
-                self._sweeper.start()
-
-    def sweep(self) -> Slots:
-        """Removes what has expired and is not being transferred; the slots of these objects."""
-        core = self._core
-        with core.lock:
-            if not core.ready or core.closing:
-                return np.zeros(0, np.int64)
-            index = core.index
-            due = (index.expiry > 0) & (index.expiry <= core.now_64s())
-            slots = np.flatnonzero(due & index.resident() & (index.pins == 0)).astype(np.int64)
-            if slots.size:
-                core.lookup_pins.forget(slots)
-                self._reserve(-int(np.count_nonzero(index.pinned[slots])))
-                core.counters.expired += slots.size
-                self._reclaimer.discard(slots)
-            return slots
 
     def recount(self) -> None:
         """After recovery: what is pinned counts, and what expires is watched."""
         with self._core.lock:
             self._core.lookup_pins.reserved = int(np.count_nonzero(self._core.index.pinned))
-            self.watch(bool(self._core.index.expiry.any()))
-
-    def _run(self) -> None:
-        gone = np.zeros(0, np.int64)
-        while not self._stopping.wait(_SWEEP_S):
-            self._deallocate_empty(gone)  # of the sweep before: its records are void by now
-            gone = self.sweep()
-
-    def _deallocate_empty(self, gone: Slots) -> None:
-        """Gives the medium back the groups of these slots in which nothing is left.
-
-        Nothing is put into them meanwhile, nor later in this process if the medium does not answer.
-        """
-        core = self._core
-        size = core.geometry.group_slots
-        groups = np.unique(gone // size)
-        if not groups.size:
-            return
-        with (
-            contextlib.suppress(TuttiError),  # a clear does it all, a close or a failure need not
-            core.admitted(core.config.timeout_s),
-        ):
-            with core.lock:
-                slots = (groups[:, None] * size + np.arange(size)).astype(np.int64)
-                empty = core.allocator.is_free(slots).all(axis=1)
-                groups, slots = groups[empty], slots[empty].reshape(-1)
-                if not groups.size:
-                    return
-                core.allocator.take(slots)
-                self._reclaimer.returning += slots.size
-            is_answered = True
-            try:
-                core.deallocate(groups)
-            except DeviceTimeout as error:
-                is_answered = False
-                _log.warning("%d empty slots stay out of use: %s", slots.size, error)
-            finally:
-                with core.lock:
-                    self._reclaimer.returning -= slots.size
-                    if is_answered:
-                        core.allocator.free(slots)
-                    core.changed.notify_all()
-
-    def _reserve(self, change: int) -> None:
-        pins = self._core.lookup_pins
-        pins.reserved = max(0, pins.reserved + change)
-        pins.changes += 1
+            self.expiry.watch(bool(self._core.index.expiry.any()))
 
     def _resident(self, keys: Keys) -> Slots:
         """Distinct slots of keys that are there, ascending.  Lock held."""
@@ -276,7 +196,9 @@ class Catalogue(Owned):
             expiries = index.expiry[slots] if expiry is None else np.full(slots.size, expiry)
             self._write(slots, records, pins, expiries)
             with core.lock:
-                self._reserve(int(np.count_nonzero(pins) - np.count_nonzero(index.pinned[slots])))
+                core.lookup_pins.reserve(
+                    int(np.count_nonzero(pins) - np.count_nonzero(index.pinned[slots]))
+                )
                 index.describe(slots, tenant=index.tenant[slots], expiry=expiries, pinned=pins)
             count += slots.size
         return count

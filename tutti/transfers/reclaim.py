@@ -5,17 +5,21 @@ Everything here is driven by completions, so a put normally finds free slots and
 
 from __future__ import annotations
 
+import contextlib
+import logging
 from collections import deque
 
 import numpy as np
 
 from tutti.base.arrays import Slots
-from tutti.errors import PoolClosed
+from tutti.errors import DeviceTimeout, PoolClosed, TuttiError
 from tutti.gio_uring.job import Job
 from tutti.medium.slot_record import COUNTER_MAX, RecordContent, RecordState
 from tutti.placement.index import SlotState
 from tutti.pool.record_table import BLOCK_RECORDS, RecordTable
 from tutti.transfers.core import Core
+
+_log = logging.getLogger(__name__)
 
 _BLOCKS = 3
 _TRIES = 3
@@ -169,3 +173,38 @@ class Reclaimer:
                         core.index.set_state(lost, SlotState.QUARANTINED)
             self._issue()
             core.end()
+
+
+def deallocate_empty(core: Core, reclaimer: Reclaimer, gone: Slots) -> None:
+    """Gives the medium back the groups of these slots in which nothing is left.
+
+    Nothing is put into them meanwhile, nor later in this process if the medium does not answer.
+    """
+    size = core.geometry.group_slots
+    groups = np.unique(gone // size)
+    if not groups.size:
+        return
+    with (
+        contextlib.suppress(TuttiError),  # a clear does it all, a close or a failure need not
+        core.admitted(core.config.timeout_s),
+    ):
+        with core.lock:
+            slots = (groups[:, None] * size + np.arange(size)).astype(np.int64)
+            empty = core.allocator.is_free(slots).all(axis=1)
+            groups, slots = groups[empty], slots[empty].reshape(-1)
+            if not groups.size:
+                return
+            core.allocator.take(slots)
+            reclaimer.returning += slots.size
+        is_answered = True
+        try:
+            core.deallocate(groups)
+        except DeviceTimeout as error:
+            is_answered = False
+            _log.warning("%d empty slots stay out of use: %s", slots.size, error)
+        finally:
+            with core.lock:
+                reclaimer.returning -= slots.size
+                if is_answered:
+                    core.allocator.free(slots)
+                core.changed.notify_all()
