@@ -67,10 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="sizes of the pool, as fractions of a trace's blocks",
     )
     parser.add_argument(
-        "--group-slots",
-        type=positive,
-        default=GROUP_SLOTS,
-        help="most slots to evict at once",
+        "--group-slots", type=positive, default=GROUP_SLOTS, help="most slots to evict at once"
     )
     parser.add_argument(
         "--policies",

@@ -206,10 +206,7 @@ def measure(
         controller.expect_rings(True)  # the submitter wakes no thread that sleeps
         cpu_s = time.process_time() - time.thread_time()
         result = _native.lib().gio_path_bench(
-            controller.handle,
-            queue_pair.struct_address,
-            ctypes.byref(load),
-            ctypes.byref(seconds),
+            controller.handle, queue_pair.struct_address, ctypes.byref(load), ctypes.byref(seconds)
         )
         cpu_s = time.process_time() - time.thread_time() - cpu_s
         controller.expect_rings(False)

@@ -138,10 +138,7 @@ def _profile_of(config: StoreConfig | None) -> str | None:
 
 
 def _opened(
-    paths: list[str],
-    layout: KVLayout,
-    config: StoreConfig | None,
-    engine: Mapping[str, Any],
+    paths: list[str], layout: KVLayout, config: StoreConfig | None, engine: Mapping[str, Any]
 ) -> ObjectStore:
     executor = engine.get("executor", "auto")
     options = {name: value for name, value in engine.items() if name != "executor"}

@@ -106,8 +106,7 @@ class PoolWorkload:
         self.stamps.fill(sources, numbered_keys(sources))
         # Touches the memory, which otherwise happens in the first timed load.
         self.stamps.fill(
-            np.arange(self.source_pages, pages),
-            numbered_keys(np.zeros(self.load_pages)),
+            np.arange(self.source_pages, pages), numbered_keys(np.zeros(self.load_pages))
         )
 
     @property

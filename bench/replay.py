@@ -278,10 +278,7 @@ def _replay(
 ) -> dict[str, Any]:
     capacity_nbytes = parse_nbytes(capacity)
     config = StoreConfig(
-        verify=args.verify,
-        durability=args.durability,
-        eviction=eviction,
-        pin_lookups=_PIN_LOOKUPS,
+        verify=args.verify, durability=args.durability, eviction=eviction, pin_lookups=_PIN_LOOKUPS
     )
     with temporary_pool(
         pool_paths(args, "replay"),

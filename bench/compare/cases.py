@@ -376,11 +376,7 @@ def _prefix_plan(setup: Setup, *, hugepages: bool) -> PoolPlan:
     shape = parse_shape(setup.prefix_shape)
     capacity_nbytes = max(setup.size_nbytes, setup.prefix_pages * shape.object_nbytes * 3 // 2)
     return PoolPlan(
-        shape,
-        capacity_nbytes,
-        hugepages=hugepages,
-        load_pages=setup.prefix_pages,
-        seed=setup.seed,
+        shape, capacity_nbytes, hugepages=hugepages, load_pages=setup.prefix_pages, seed=setup.seed
     )
 
 

@@ -40,13 +40,7 @@ _MARKERS = "osD^vP*X"
 
 
 def draw(
-    kind: str,
-    rows: Sequence[Row],
-    stem: Path,
-    *,
-    title: str,
-    slo_ms: float,
-    prices: Prices,
+    kind: str, rows: Sequence[Row], stem: Path, *, title: str, slo_ms: float, prices: Prices
 ) -> list[Path]:
     """Draws <stem>.png and <stem>.svg; returns them, or nothing without matplotlib.
 

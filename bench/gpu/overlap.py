@@ -296,10 +296,7 @@ def _store_loads(machine: TestedGpu, plan: RoundPlan) -> Iterator[_Loads]:
 
 
 def _pipeline(
-    torch: Any,
-    new_tokens: int,
-    name: str,
-    way: Callable[[], AbstractContextManager[_Loads]],
+    torch: Any, new_tokens: int, name: str, way: Callable[[], AbstractContextManager[_Loads]]
 ) -> dict[str, Any]:
     with way() as begins:
         layer, stream = _Layer(torch, new_tokens), torch.cuda.Stream()

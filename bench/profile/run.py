@@ -56,10 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--page-tokens", type=int, default=64, help="tokens per page")
     parser.add_argument("--sizes", nargs="+", default=_SIZES, help="bytes of one transfer")
     parser.add_argument(
-        "--slices",
-        nargs="+",
-        default=_SLICES,
-        help="contiguous pieces of a transfer in memory",
+        "--slices", nargs="+", default=_SLICES, help="contiguous pieces of a transfer in memory"
     )
     parser.add_argument("--repeats", type=int, default=5, help="measurements per point")
     parser.add_argument(

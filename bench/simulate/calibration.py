@@ -18,13 +18,7 @@ from tutti.bench.simulate.hardware import SimulatedDrive, machine
 from tutti.errors import ConfigError
 from tutti.scheduler.loads_and_writes import Profile
 from tutti.scheduler.profile import TableProfile
-from tutti.scheduler.roofline import (
-    DENSE_MODELS,
-    GPUS,
-    GpuRoofline,
-    ModelShape,
-    Roofline,
-)
+from tutti.scheduler.roofline import DENSE_MODELS, GPUS, GpuRoofline, ModelShape, Roofline
 
 FILE = Path(__file__).with_name("calibration.json")
 TIERS = ("none", "dram", "ssd")

@@ -152,10 +152,7 @@ def _slo(
     slo: Slo, values: Sequence[dict[str, float]], sent: int, span_s: float
 ) -> dict[str, float]:
     met = sum(slo.is_met(value) for value in values)
-    return {
-        "goodput": met / span_s if span_s else 0.0,
-        "attainment": met / sent if sent else 0.0,
-    }
+    return {"goodput": met / span_s if span_s else 0.0, "attainment": met / sent if sent else 0.0}
 
 
 def _errors(records: Sequence[Record]) -> dict[str, int]:

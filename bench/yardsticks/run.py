@@ -100,10 +100,7 @@ def run(args: argparse.Namespace, progress: ProgressFactory) -> dict[str, Any]:
     yardstick = revision_of(args.kv_cache)
     memory_nbytes = parse_nbytes(args.memory)
     rounds: dict[str, list[dict[str, Any]]] = {system: [] for system in SYSTEMS}
-    with (
-        ExitStack() as stack,
-        progress("KV-cache benchmark", args.rounds * len(SYSTEMS)) as bar,
-    ):
+    with ExitStack() as stack, progress("KV-cache benchmark", args.rounds * len(SYSTEMS)) as bar:
         members_file, limit = _limit_memory(stack, memory_nbytes)
         for number in range(args.rounds):
             first = number % len(SYSTEMS)

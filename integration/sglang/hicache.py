@@ -203,11 +203,7 @@ class TuttiHiCacheStorage(adapter.HiCacheStorage):
         return flat.read(keys, target_locations)
 
     def set(
-        self,
-        key: str,
-        value: Any = None,
-        target_location: Any = None,
-        target_sizes: Any = None,
+        self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None
     ) -> bool:
         """Stores one flat page."""
         return self.batch_set([key], [value])

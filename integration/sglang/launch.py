@@ -115,10 +115,7 @@ def ranks_on_node(arguments: Sequence[str]) -> int:
 
 _STAGES = ("--pp-size", "--pipeline-parallel-size")
 #: The flags that start each mode.
-_STARTS = {
-    HICACHE: "--enable-hierarchical-cache",
-    LINKER: "--enable-unified-cache-external-linker",
-}
+_STARTS = {HICACHE: "--enable-hierarchical-cache", LINKER: "--enable-unified-cache-external-linker"}
 
 
 def check_together(mode: str, more: Sequence[str]) -> None:

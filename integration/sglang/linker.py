@@ -19,14 +19,7 @@ import xxhash
 from tutti.base.arrays import Keys
 from tutti.base.breaker import Breaker, crawls
 from tutti.base.process import Owned, at_exit, forget_exit
-from tutti.errors import (
-    ConfigError,
-    DeviceTimeout,
-    KeyMissing,
-    PoolClosed,
-    TuttiError,
-    Unsupported,
-)
+from tutti.errors import ConfigError, DeviceTimeout, KeyMissing, PoolClosed, TuttiError, Unsupported
 from tutti.integration.sglang.adapter import check_version, served_model
 from tutti.integration.sglang.direct import adapter
 from tutti.integration.sglang.direct.admission import admission_for
@@ -38,11 +31,7 @@ from tutti.integration.sglang.direct.load_batch import LayerCounter, LoadBatch, 
 from tutti.integration.sglang.direct.lookups import Lookups
 from tutti.integration.sglang.direct.maintenance import Maintenance
 from tutti.integration.sglang.direct.model_steps import STEPS
-from tutti.integration.sglang.direct.open_pools import (
-    limits_of,
-    open_stored_pools,
-    served_profile,
-)
+from tutti.integration.sglang.direct.open_pools import limits_of, open_stored_pools, served_profile
 from tutti.integration.sglang.direct.read_ahead import ReadAhead
 from tutti.integration.sglang.direct.staging_copy import Fence
 from tutti.integration.sglang.direct.staging_pages import StagingPages

@@ -34,11 +34,7 @@ class Histogram:
     def as_dict(self) -> dict[str, Any]:
         """bounds_s: upper bounds.  counts: one per bucket, one more than bounds.  sum_s: of all."""
         with self._lock:
-            return {
-                "bounds_s": list(BOUNDS_S),
-                "counts": list(self._counts),
-                "sum_s": self._sum_s,
-            }
+            return {"bounds_s": list(BOUNDS_S), "counts": list(self._counts), "sum_s": self._sum_s}
 
 
 def quantile_s(counts: Sequence[int], share: float) -> float | None:

@@ -25,14 +25,7 @@ from tutti.cluster.recent_keys import RecentKeys
 from tutti.cluster.remote_process import RemoteProcess, Staging, StagingInUse
 from tutti.cluster.remote_store import RemoteConfig, ValueStatus
 from tutti.cluster.worker import EXISTS, GET, KEYS_MAX, PUT
-from tutti.errors import (
-    KeyMissing,
-    MediumError,
-    PagesInUse,
-    PoolClosed,
-    RemoteFailed,
-    TuttiError,
-)
+from tutti.errors import KeyMissing, MediumError, PagesInUse, PoolClosed, RemoteFailed, TuttiError
 from tutti.medium.keys import as_keys
 from tutti.medium.slot_record import EXPIRY_UNIT_S
 from tutti.placement.index import MISSING

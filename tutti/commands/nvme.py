@@ -52,9 +52,7 @@ def run_list(args: argparse.Namespace) -> CommandResult:
 
 
 def _text(
-    devices: list[BlockDevice],
-    unreadable: list[tuple[str, str]],
-    given_away: list[ControllerFacts],
+    devices: list[BlockDevice], unreadable: list[tuple[str, str]], given_away: list[ControllerFacts]
 ) -> str:
     rows: list[tuple[object, ...]] = [
         (

@@ -76,10 +76,7 @@ def add_serve(parser: argparse.ArgumentParser) -> None:
         help="limit on bytes written to each pool per day (default: no limit)",
     )
     for option, meaning in (
-        (
-            "--quota",
-            "limit on a namespace's bytes per pool; over it, its own objects are evicted",
-        ),
+        ("--quota", "limit on a namespace's bytes per pool; over it, its own objects are evicted"),
         ("--write-quota", "limit on bytes that a namespace writes to each pool per day"),
     ):
         parser.add_argument(

@@ -133,12 +133,7 @@ def run_command(args: argparse.Namespace) -> CommandResult:
     options = {"path": path, "capacity": args.capacity}
     options.update(_options(args.option, args.mode, own))
     arguments = server_arguments(
-        args.mode,
-        args.model,
-        options,
-        page_size=args.page_size,
-        layout=args.layout,
-        own=own,
+        args.mode, args.model, options, page_size=args.page_size, layout=args.layout, own=own
     )
     check_together(args.mode, args.more)
     arguments += args.more

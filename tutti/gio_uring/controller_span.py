@@ -34,10 +34,7 @@ class SpanController(NativeController):
     """
 
     def __init__(
-        self,
-        drives: Sequence[NativeController],
-        *,
-        places: Sequence[tuple[int, int]] | None = None,
+        self, drives: Sequence[NativeController], *, places: Sequence[tuple[int, int]] | None = None
     ) -> None:
         if not drives or len({drive.info.lba_shift for drive in drives}) != 1:
             raise ConfigError("give at least one drive, and drives with blocks of one size only")

@@ -228,12 +228,7 @@ class Engine(Owned):
         return self._raw(OPCODE_FLUSH, runs, timeout_s, on_released)
 
     def deallocate(
-        self,
-        slba: npt.ArrayLike,
-        nsid: npt.ArrayLike,
-        nlb: npt.ArrayLike,
-        *,
-        timeout_s: float,
+        self, slba: npt.ArrayLike, nsid: npt.ArrayLike, nlb: npt.ArrayLike, *, timeout_s: float
     ) -> Job:
         """Tells the medium that ranges of LBAs hold nothing of value (DSM), after all loads."""
         slba = np.asarray(slba, np.uint64)

@@ -345,12 +345,7 @@ def _constants(superblock: Superblock) -> tuple[object, ...]:
 
 def pool_constants(superblock: Superblock) -> tuple[object, ...]:
     """What all members of a pool have in common, and no other pool has."""
-    return (
-        superblock.pool_uuid,
-        superblock.members,
-        superblock.geometry,
-        superblock.layout_json,
-    )
+    return (superblock.pool_uuid, superblock.members, superblock.geometry, superblock.layout_json)
 
 
 def check_members(superblocks: Sequence[Superblock], paths: Sequence[str]) -> None:

@@ -90,12 +90,7 @@ class DeviceMemory(HostMemory):
 
     @classmethod
     def allocate(
-        cls,
-        layout: KVLayout,
-        pages: int,
-        *,
-        order: str | None = None,
-        hugepages: bool = True,
+        cls, layout: KVLayout, pages: int, *, order: str | None = None, hugepages: bool = True
     ) -> Self:
         """Engines allocate their own GPU memory.  Raises Unsupported."""
         raise Unsupported("allocate a CUDA tensor and give it to DeviceMemory.from_buffer")

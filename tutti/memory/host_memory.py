@@ -69,12 +69,7 @@ class HostMemory(Owned):
     @classmethod
     @takes(layout=_LAYOUT, pages=_pages, order=_ORDER, hugepages=flag)
     def allocate(
-        cls,
-        layout: KVLayout,
-        pages: int,
-        *,
-        order: str | None = None,
-        hugepages: bool = True,
+        cls, layout: KVLayout, pages: int, *, order: str | None = None, hugepages: bool = True
     ) -> HostMemory:
         """A pool in fresh memory, on hugepages where the machine gives them.
 

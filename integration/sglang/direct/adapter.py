@@ -12,11 +12,7 @@ from sglang.srt.mem_cache.hybrid_cache.linker_pool_assembler import (
     _mamba_device_pool_entry,
     resolve_hybrid_device_pool_group,
 )
-from sglang.srt.mem_cache.memory_pool import (
-    HybridLinearKVPool,
-    MHATokenToKVPool,
-    MLATokenToKVPool,
-)
+from sglang.srt.mem_cache.memory_pool import HybridLinearKVPool, MHATokenToKVPool, MLATokenToKVPool
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCacheLinker

@@ -111,10 +111,7 @@ def admission_for(
     # Estimates of another GPU's compute do not say which hits are worth their load.
     if schedule is not None and schedule.source in (FILE, GIVEN):
         pays = break_even(
-            schedule.profile,
-            layers=group.layers,
-            page_tokens=group.page_size,
-            page_nbytes=nbytes,
+            schedule.profile, layers=group.layers, page_tokens=group.page_size, page_nbytes=nbytes
         )
     return Admission(
         nbytes,

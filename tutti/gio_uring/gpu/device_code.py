@@ -235,9 +235,7 @@ class Modules(Owned):
     ) -> None:
         self._driver = driver
         cubin = compile_cubin(
-            source or DeviceSource(),
-            driver.architecture,
-            cache=cache or CubinCache(cache_folder()),
+            source or DeviceSource(), driver.architecture, cache=cache or CubinCache(cache_folder())
         )
         self._module = driver.load_module(cubin)
         try:

@@ -39,13 +39,7 @@ from tutti.gio_uring.gpu.engine_choice import REASON
 from tutti.gio_uring.gpu.moved_job import MovedJob, Route
 from tutti.gio_uring.gpu.mover import CopyDescriptor, Mover, choose_mover
 from tutti.gio_uring.gpu.pinned_memory import LeaseOwner
-from tutti.gio_uring.gpu.stream_queue import (
-    Cells,
-    Needed,
-    StagedLayers,
-    StreamQueue,
-    wait_until,
-)
+from tutti.gio_uring.gpu.stream_queue import Cells, Needed, StagedLayers, StreamQueue, wait_until
 from tutti.gio_uring.gpu.verifier import Expected, Verification, Verifier
 from tutti.gio_uring.iocb import Extents, PagedMemory
 from tutti.gio_uring.job import Job

@@ -14,12 +14,7 @@ from tutti.base.arrays import U32
 from tutti.base.process import Owned, finalize
 from tutti.errors import ConfigError, CudaError, TuttiError
 from tutti.gio_uring.gpu.mover import PreparedCopy
-from tutti.gio_uring.gpu.stream_queue import (
-    CALLS_MAX,
-    Cells,
-    StreamQueue,
-    wait_until,
-)
+from tutti.gio_uring.gpu.stream_queue import CALLS_MAX, Cells, StreamQueue, wait_until
 from tutti.gio_uring.gpu.verifier import Verification
 from tutti.gio_uring.job import Job
 from tutti.gio_uring.nvme_spec import STATUS_CANCELLED

@@ -101,12 +101,7 @@ class Verification:
     """The digests of one transfer.  computed: where those of a write go; None for a read."""
 
     def __init__(
-        self,
-        driver: Driver,
-        function: int,
-        batch: DeviceBatch,
-        blocks: int,
-        computed: U64 | None,
+        self, driver: Driver, function: int, batch: DeviceBatch, blocks: int, computed: U64 | None
     ) -> None:
         self._driver, self._function = driver, function
         self._batch, self._blocks = batch, blocks
