@@ -33,7 +33,8 @@ _SPARE_HUGEPAGES = 128  # other programs take some as well
 class FioJob:
     """One run: `io_nbytes` from or to a file of `size_nbytes`, front to back, around at its end.
 
-    direction: "read" or "write".  hugepages: buffers on reserved hugepages, else on ordinary pages.
+    direction: "read", "write" or "randread".  hugepages: buffers on reserved ones.  batches: of
+    `iodepth` blocks, in memory that may be transparent hugepages; else all is on ordinary pages.
     """
 
     path: str
@@ -43,6 +44,7 @@ class FioJob:
     io_nbytes: int
     hugepages: bool = False
     iodepth: int = IODEPTH
+    batches: bool = False
 
     def command(self) -> list[str]:
         """The arguments of fio."""
@@ -55,7 +57,9 @@ class FioJob:
             f"--size={self.size_nbytes}",
             f"--io_size={self.io_nbytes}",
             f"--iodepth={self.iodepth}",
-            f"--iomem={'mmaphuge' if self.hugepages else 'mmap'}",
+            f"--iomem={'malloc' if self.batches else 'mmaphuge' if self.hugepages else 'mmap'}",
+            *([f"--iodepth_batch={self.iodepth}"] if self.batches else []),
+            *([f"--iodepth_batch_complete_min={self.iodepth}"] if self.batches else []),
             "--ioengine=io_uring",
             "--direct=1",
             "--overwrite=1",
@@ -88,14 +92,16 @@ def run_fio(job: FioJob) -> FioResult:
     """Runs one job.  Raises Unsupported without fio, MediumError when the job fails."""
     if shutil.which("fio") is None:
         raise Unsupported("fio is not installed; install it, e.g. with `apt-get install fio`")
-    done = subprocess.run(job.command(), capture_output=True, text=True, timeout=_TIMEOUT_S)
+    tunables = {**os.environ, "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"} if job.batches else None
+    command, timeout_s = job.command(), _TIMEOUT_S
+    done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, env=tunables)
     if done.returncode != 0:
         lines = (done.stderr or done.stdout).strip().splitlines()
         raise MediumError(
             f"fio failed: {lines[-1] if lines else 'no message'}; with hugepages, reserve more "
             "of them (vm.nr_hugepages)"
         )
-    return parse_fio(done.stdout, job.direction)
+    return parse_fio(done.stdout, job.direction.removeprefix("rand"))
 
 
 def parse_fio(text: str, direction: str) -> FioResult:

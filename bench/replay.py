@@ -3,23 +3,27 @@
 For each request: look up its blocks, load the prefix that hits, compare every byte with what the
 keys stand for, "compute" the missing blocks and put them. Only look-ups, loads and puts are timed.
 The hit rate stands next to what unlimited capacity, Belady's MIN and plain LRU over single blocks
-reach with the same trace (tutti/bench/belady.py).
+reach with the same trace (tutti/bench/belady.py).  A request is played on another thread than the
+main one, as in a server: a call from the main thread, which Ctrl-C interrupts, costs a switch more.
 """
 
 from __future__ import annotations
 
 import argparse
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from tutti.arguments import natural, positive
 from tutti.base.arrays import Keys
+from tutti.base.interrupts import uninterrupted
 from tutti.base.terminal import ProgressFactory, table
-from tutti.base.units import format_nbytes, parse_nbytes
+from tutti.base.units import MiB, format_nbytes, parse_nbytes
 from tutti.bench import belady
 from tutti.bench.environment import describe
+from tutti.bench.fio import FioJob, run_fio
 from tutti.bench.meter import Meter
 from tutti.bench.pool_file import (
     add_pool_arguments,
@@ -40,12 +44,17 @@ from tutti.bench.traces import (
     read_trace,
 )
 from tutti.errors import ConfigError, DeviceTimeout, KeyMissing, MediumError
+from tutti.gio_uring.file_creation import allocate_file
 from tutti.placement.eviction import POLICIES
 from tutti.store import ObjectStore
 from tutti.transfers.store_config import StoreConfig
 
 WAIT_S = 120.0
 SYNTHETIC = "synthetic"
+_FLOOR_NBYTES = 256 * MiB
+HITS: tuple[str, ...] = ("capacity", "eviction", "objects", "token hits", "block hits", "unlimited")
+HITS += ("MIN (bound)", "plain LRU", "evicted", "wrong")
+SPEEDS = ("capacity", "", "GB/s", "p50 ms", "p99 ms", "CPU-s/GB", "fio's", "mean run", "bytes/byte")
 
 # A replay has one request under way: more pins would only keep a small pool from evicting.
 _PIN_LOOKUPS = 1
@@ -87,6 +96,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="eviction policies, one replay for each",
     )
     parser.add_argument("--pages", type=positive, default=256, help="pages of memory to load into")
+    what = "also measure what fio's direct reads and writes of objects cost, as many at a time"
+    parser.add_argument("--floor", action="store_true", help=what)
 
 
 def run(args: argparse.Namespace, progress: ProgressFactory) -> dict[str, Any]:
@@ -117,47 +128,39 @@ def run(args: argparse.Namespace, progress: ProgressFactory) -> dict[str, Any]:
     }
 
 
+def hit_rows(result: dict[str, Any]) -> list[list[Any]]:
+    """For HITS."""
+    names = [f"{of}_hit_rate" for of in ("token", "block", "unlimited", "minimum", "lru")]
+    rows = []
+    for run in result["runs"]:
+        capacity = format_nbytes(run["capacity_nbytes"])
+        percents = [f"{100 * run[name]:.1f} %" for name in names]
+        first = [capacity, run["eviction"], run["capacity_objects"]]
+        rows.append([*first, *percents, run["evicted"], run["wrong"]])
+    return rows
+
+
+def speed_rows(result: dict[str, Any]) -> list[list[Any]]:
+    """For SPEEDS."""
+    rows = []
+    for run in result["runs"]:
+        capacity = format_nbytes(run["capacity_nbytes"])
+        load_only, put_only = f"{run['mean_run_length']:.1f}", run["bytes_written_per_byte_stored"]
+        for what, last in (("load", [load_only, ""]), ("put", ["", f"{put_only:.3f}"])):
+            names = ("gb_per_s", "p50_ms", "p99_ms", "cpu_s_per_gb", "fio_cpu_s_per_gb")
+            numbers = (run[what].get(name) for name in names)
+            texts = ["" if number is None else f"{number:.3g}" for number in numbers]
+            rows.append([capacity, what, *texts, *last])
+    return rows
+
+
 def report(result: dict[str, Any]) -> str:
     """Tables for people."""
-    runs = result["runs"]
-    hits = [
-        "capacity",
-        "eviction",
-        "objects",
-        "token hits",
-        "block hits",
-        "unlimited",
-        "MIN",
-        "LRU",
-        "evicted",
-    ]
-    speeds = ["capacity", "", "GB/s", "p50 ms", "p99 ms", "CPU-s/GB", "mean run", "bytes/byte"]
-    hit_rows, speed_rows = [], []
-    for run in runs:
-        capacity = format_nbytes(run["capacity_nbytes"])
-        rates = [run["token_hit_rate"], run["block_hit_rate"], run["unlimited_hit_rate"]]
-        rates += [run["minimum_hit_rate"], run["lru_hit_rate"]]
-        percents = [f"{100 * rate:.1f} %" for rate in rates]
-        hit_rows.append(
-            [capacity, run["eviction"], run["capacity_objects"], *percents, run["evicted"]]
-        )
-        for what, last in (("load", run["mean_run_length"]), ("put", None)):
-            meter = run[what]
-            numbers = [meter["gb_per_s"], meter["p50_ms"], meter["p99_ms"], meter["cpu_s_per_gb"]]
-            written = f"{run['bytes_written_per_byte_stored']:.3f}" if what == "put" else ""
-            run_length = "" if last is None else f"{last:.1f}"
-            texts = [f"{number:.3g}" for number in numbers]
-            speed_rows.append([capacity, what, *texts, run_length, written])
     verdict = f"WRONG BYTES in {result['wrong']} pages" if result["wrong"] else "every byte right"
-    loaded = sum(run["loaded_pages"] for run in runs)
-    return "\n".join(
-        [
-            table(hits, hit_rows),
-            "",
-            table(speeds, speed_rows),
-            f"{result['requests']} requests, {loaded} pages loaded and compared: {verdict}",
-        ]
-    )
+    loaded = sum(run["loaded_pages"] for run in result["runs"])
+    last = f"{result['requests']} requests, {loaded} pages loaded and compared: {verdict}"
+    hits, speeds = table(list(HITS), hit_rows(result)), table(list(SPEEDS), speed_rows(result))
+    return f"{hits}\n\n{speeds}\n{last}"
 
 
 class Replayer:
@@ -175,6 +178,7 @@ class Replayer:
         self.blocks = self.hit_blocks = 0
         self.loaded_pages = self.wrong = self.lost = 0
 
+    @uninterrupted()
     def play(self, request: TraceRequest) -> None:
         """One request from look-up to put.  Counts wrong bytes instead of raising."""
         keys = block_keys(self.store.layout.fingerprint, request.hash_ids, self.pages_per_block)
@@ -299,4 +303,21 @@ def _replay(
         result = replayer.summary()
         blocks = result["capacity_objects"] // replayer.pages_per_block
         facts = {"capacity_nbytes": capacity_nbytes, **medium_facts(store)}
-        return {**facts, **result, **reference_rates(requests, blocks)}
+        object_nbytes = store.layout.object_nbytes
+    if args.floor:
+        _add_floor(Path(medium_of(args), "replay-floor.fio"), result, object_nbytes)
+    return {**facts, **result, **reference_rates(requests, blocks)}
+
+
+def _add_floor(path: Path, result: dict[str, Any], nbytes: int) -> None:
+    """CPU-s/GB of fio, which writes a file twice and then reads from it, ``nbytes`` a block."""
+    try:
+        allocate_file(str(path), _FLOOR_NBYTES)
+        for what, direction in (("put", "write"), ("put", "write"), ("load", "randread")):
+            meter = result[what]
+            depth = max(1, meter["nbytes"] // nbytes // max(1, meter["operations"]))
+            job = FioJob(str(path), direction, nbytes, _FLOOR_NBYTES, _FLOOR_NBYTES)
+            done = run_fio(replace(job, iodepth=depth, batches=True))
+            meter["fio_cpu_s_per_gb"] = done.cpu_s_per_gb
+    finally:
+        path.unlink(missing_ok=True)

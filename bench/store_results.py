@@ -64,7 +64,7 @@ STEPS = (
     _compare("layerwise-fio", 420, "--seconds 1"),
     _compare("cpu-verify", 300, "--size 2GiB --seconds 0.7"),
     Result("replay", "tutti.cli replay --trace {trace} --shape 4x16KiB --capacity 1GiB 3GiB 9GiB"
-         " --dir {dir} --json", 720, prints=True),
+         " --floor --dir {dir} --json", 720, prints=True),
     Result("window", "tutti.cli bench window --dir {dir} --json", 240, prints=True),
     Result("short", "tutti.cli bench short --dir {dir} --json", 120, prints=True),
     Result("threads", "tutti.cli bench threads --json", 120, prints=True),

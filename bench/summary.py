@@ -27,6 +27,7 @@ from tutti.bench import (
     eviction,
     freshness,
     paths,
+    replay,
     short,
     soak_report,
     store_results,
@@ -154,32 +155,8 @@ def _plain(facts: dict[str, Any]) -> str:
 
 
 def _replay(result: dict[str, Any]) -> str:
-    head = [
-        *("capacity", "token hits", "block hits", "unlimited", "MIN (bound)", "plain LRU"),
-        *("load GB/s", "load p50/p99 ms", "put GB/s", "put p50/p99 ms", "load CPU-s/GB"),
-        *("mean run", "bytes written per byte", "evicted", "wrong"),
-    ]
-    rows = [
-        [
-            format_nbytes(run["capacity_nbytes"]),
-            f"{run['token_hit_rate']:.1%}",
-            f"{run['block_hit_rate']:.1%}",
-            f"{run['unlimited_hit_rate']:.1%}",
-            f"{run['minimum_hit_rate']:.1%}",
-            f"{run['lru_hit_rate']:.1%}",
-            f"{run['load']['gb_per_s']:.2f}",
-            f"{run['load']['p50_ms']:.2f} / {run['load']['p99_ms']:.1f}",
-            f"{run['put']['gb_per_s']:.2f}",
-            f"{run['put']['p50_ms']:.2f} / {run['put']['p99_ms']:.1f}",
-            f"{run['load']['cpu_s_per_gb']:.2f}",
-            f"{run['mean_run_length']:.1f}",
-            f"{run['bytes_written_per_byte_stored']:.3f}",
-            run["evicted"],
-            run["wrong"],
-        ]
-        for run in result["runs"]
-    ]
-    return "\n".join(_markdown(head, rows))
+    hits = _markdown(replay.HITS, replay.hit_rows(result))
+    return "\n".join([*hits, "", *_markdown(replay.SPEEDS, replay.speed_rows(result))])
 
 
 def _ring(result: dict[str, Any]) -> str:

@@ -2,6 +2,8 @@
 
 Jobs without data give the cost of a command; copies give the rate of verified and unverified
 loads, with one drive, with one and a digest worker, and with two drives of a service thread each.
+In the same rounds loads that copy nothing give the digests alone: of as much memory, which bounds
+what a second drive can gain on this machine, and of two slices that stay in the caches.
 """
 
 from __future__ import annotations
@@ -27,13 +29,15 @@ from tutti.gio_uring.iocb import Extents, PagedMemory
 from tutti.gio_uring.memory import HostBuffer
 from tutti.gio_uring.nvme_spec import OPCODE_READ, OPCODE_WRITE
 
-HEAD = ("drives", "workers", "unverified GB/s", "verified GB/s", "verified over one drive's")
+HEAD = ("work", "drives", "workers", "unverified GB/s", "verified GB/s", "over one drive's")
 _LBA_NBYTES = 4 * KiB
 _TIMEOUT_S = 60.0
-_LAYERS, _PAGES, _SLICE_NBYTES = 16, 64, 256 * KiB
+_SLICE_NBYTES = 256 * KiB
 _COMMAND_LAYERS, _COMMAND_PAGES = 64, 4096
-#: (drives, digest workers) of each row; the first one is what the others are compared with.
-_SHAPES = ((1, 0), (1, 1), (2, 0))
+#: Work, with layers and pages, drives and digest workers; the first row of a work is compared with.
+_COPIES, _DIGESTS, _CACHED = ("copies", 16, 64), ("digests alone", 16, 64), ("in caches", 512, 2)
+_WORKS = (_COPIES, _DIGESTS, _CACHED)
+_ROWS = (*((work, (drives, 0)) for work in _WORKS for drives in (1, 2)), (_COPIES, (1, 1)))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -61,14 +65,15 @@ class _Rig:
             buffer = HostBuffer(layers * pages * slice_nbytes)
             buffer.array[:] = 7
             undo.callback(span.register(buffer).close)
-            starts = np.arange(layers, dtype=np.uint64) * np.uint64(pages * slice_nbytes)
+            apart_nbytes = 0 if pages == _CACHED[2] else pages * slice_nbytes
+            starts = np.arange(layers, dtype=np.uint64) * np.uint64(apart_nbytes)
             bases = (np.uint64(buffer.address) + starts)[:, None]
             self._memory = PagedMemory(bases, (slice_nbytes,), (slice_nbytes,), pages, buffer)
             counts = [len(range(i, pages, drives)) for i in range(drives)]
             nsids = list(range(1, drives + 1))
             self._extents = Extents([0] * drives, nsids, counts, nlb, per_drive * nlb)
             self._pages = self._memory.check_pages(np.arange(pages))
-            self.nbytes = layers * pages * slice_nbytes
+            self.nbytes, self.digests = layers * pages * slice_nbytes, (pages, layers)
             self.close = undo.pop_all().close
 
     def seconds(self, opcode: int, digests: U64 | None = None) -> float:
@@ -91,7 +96,7 @@ def run(args: argparse.Namespace, progress: ProgressFactory) -> dict[str, Any]:
     """Commands without data, then loads of every shape in turns.  Raises ConfigError."""
     if args.rounds < 3:
         raise ConfigError("--rounds counts from 3")
-    with progress("threads", args.rounds * (1 + len(_SHAPES))) as bar:
+    with progress("threads", args.rounds * (1 + len(_ROWS))) as bar:
         commands = []
         with contextlib.closing(
             _Rig((1, 0), "zero_copy", _COMMAND_LAYERS, _COMMAND_PAGES, _LBA_NBYTES)
@@ -124,8 +129,11 @@ def _commands(rig: _Rig) -> tuple[float, float]:
 
 def _loads(rounds: int, advance: Any) -> list[dict[str, Any]]:
     with ExitStack() as stack:
-        rigs = [_Rig(shape, "copy", _LAYERS, _PAGES, _SLICE_NBYTES) for shape in _SHAPES]
-        digests: list[U64] = [np.zeros((_PAGES, _LAYERS), np.uint64) for _ in rigs]
+        rigs = []
+        for work, shape in _ROWS:
+            mode = "copy" if work is _COPIES else "zero_copy"
+            rigs.append(_Rig(shape, mode, *work[1:], _SLICE_NBYTES))
+        digests: list[U64] = [np.zeros(rig.digests, np.uint64) for rig in rigs]
         for rig, expected in zip(rigs, digests, strict=True):
             stack.callback(rig.close)
             rig.seconds(OPCODE_WRITE, expected)
@@ -137,16 +145,19 @@ def _loads(rounds: int, advance: Any) -> list[dict[str, Any]]:
                 plain[i].append(gigabytes / rigs[i].seconds(OPCODE_READ))
                 verified[i].append(gigabytes / rigs[i].seconds(OPCODE_READ, digests[i]))
                 advance()
+    works = [work for work, _ in _ROWS]
+    first = [verified[works.index(work)] for work in works]
     return [
         {
+            "work": work[0],
             "drives": drives,
             "digest_workers": workers,
             "unverified_gb_per_s": bootstrap_median(plain[i]).to_dict(),
             "verified_gb_per_s": bootstrap_median(verified[i]).to_dict(),
-            "verified_over_first": bootstrap_median(ratios(verified[i], verified[0])).to_dict(),
+            "verified_over_first": bootstrap_median(ratios(verified[i], first[i])).to_dict(),
             "verified_over_unverified": bootstrap_median(ratios(verified[i], plain[i])).to_dict(),
         }
-        for i, (drives, workers) in enumerate(_SHAPES)
+        for i, (work, (drives, workers)) in enumerate(_ROWS)
     ]
 
 
@@ -154,6 +165,7 @@ def rows_of(result: dict[str, Any]) -> list[Sequence[Any]]:
     """What a table shows of the loads."""
     return [
         (
+            row.get("work", "copies"),
             row["drives"],
             row["digest_workers"],
             round(row["unverified_gb_per_s"]["median"], 2),

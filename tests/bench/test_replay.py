@@ -5,12 +5,14 @@ from __future__ import annotations
 import argparse
 import bisect
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 
 from store.pools import formatted, opened
 from tutti.base.terminal import progress
+from tutti.base.units import MiB
 from tutti.bench import replay
 from tutti.bench.belady import least_recently_used, minimum
 from tutti.bench.replay import Replayer
@@ -131,6 +133,16 @@ def test_the_command(tmp_path: Path) -> None:
     result["wrong"] = 3
     assert "WRONG BYTES in 3 pages" in replay.report(result)
     assert list(tmp_path.iterdir()) == [trace], "the pool was left behind"
+
+
+@pytest.mark.skipif(shutil.which("fio") is None, reason="fio is not installed")
+def test_fio_gives_the_floor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replay, "_FLOOR_NBYTES", 4 * MiB)
+    shape = ("--shape", "1x32KiB", "--dir", str(tmp_path), "--capacity", "16MiB", "--floor")
+    result = replay.run(arguments("--requests", "40", *shape), progress)
+    for what in ("load", "put"):
+        assert result["runs"][0][what]["fio_cpu_s_per_gb"] > 0
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_synthetic_requests(tmp_path: Path) -> None:
