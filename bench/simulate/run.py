@@ -111,7 +111,7 @@ def _add_cluster_arguments(group: argparse._ArgumentGroup) -> None:
         nargs="+",
         choices=ROUTERS,
         default=[ROUND_ROBIN],
-        help="in turn, or to the server with the fewest tokens to compute before the first",
+        help="round-robin: servers in turn; prefix: the server with the fewest tokens to compute",
     )
     group.add_argument(
         "--rates",
@@ -121,22 +121,24 @@ def _add_cluster_arguments(group: argparse._ArgumentGroup) -> None:
         metavar="R",
         help="requests per second, at random times (default: the trace's own times)",
     )
-    group.add_argument("--seeds", type=positive, default=1, help="runs with other arrival times")
+    group.add_argument(
+        "--seeds", type=positive, default=1, help="number of seeds of the arrival times"
+    )
     group.add_argument(
         "--warm",
         type=int,
         default=0,
         metavar="N",
-        help="requests that fill the caches and are not counted",
+        help="requests that fill the caches first; they are not counted",
     )
     group.add_argument(
         "--as-assumed",
         action="store_true",
-        help="each run once; without it, numbers have intervals over settings that nobody "
-        "publishes, which takes six times as long (a trace: no longer)",
+        help="run once, with the assumed settings. Default: repeat with each unpublished setting "
+        "changed, to show intervals (six times as long; not for a trace)",
     )
     group.add_argument("--unit-layers", type=positive, default=4, help="layers per transfer")
-    group.add_argument("--csv", type=Path, help="also write TTFT and ITL against rate here")
+    group.add_argument("--csv", type=Path, help="file for TTFT and ITL by rate")
 
 
 def _add_remote_arguments(parser: argparse.ArgumentParser) -> None:
@@ -151,10 +153,13 @@ def _add_remote_arguments(parser: argparse.ArgumentParser) -> None:
         help="bandwidth between each machine and a shared remote store, per direction; 0: no store",
     )
     group.add_argument(
-        "--remote-latency-us", type=float, default=1000.0, help="latency per 512 tokens"
+        "--remote-latency-us", type=float, default=1000.0, help="latency of reading 512 tokens"
     )
     group.add_argument(
-        "--remote-capacity", type=parse_nbytes, default=TiB, help="size of the store"
+        "--remote-capacity",
+        type=parse_nbytes,
+        default=TiB,
+        help="size of the remote store in bytes",
     )
     group.add_argument(
         "--remote-replicate",

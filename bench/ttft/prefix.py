@@ -26,7 +26,8 @@ _OUTPUT_TOKENS = 8
 def add_prefix_arguments(parser: argparse.ArgumentParser) -> None:
     """The other measurement: one request at a time."""
     group = parser.add_argument_group(
-        "cached prefixes", "instead of rates: one prompt at a time, of which so much is stored"
+        "cached prefixes",
+        "send one prompt at a time, of which --prefix-tokens are cached, instead of rates",
     )
     group.add_argument(
         "--prefix-tokens", type=int, nargs="+", metavar="TOKENS", help="cached tokens of a prompt"

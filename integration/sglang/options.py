@@ -70,29 +70,29 @@ OPTIONS: tuple[Option, ...] = (
         "degraded",
         "bool",
         False,
-        "start without members that are gone, where others of the pool are there; what they hold "
-        "misses",
+        "open a pool although some of its members are missing; objects on them are misses",
     ),
-    Option("verify", "str", "always", "which loads are checked against digests", choices=VERIFY),
+    Option("verify", "str", "always", "which loads are verified by their digests", choices=VERIFY),
     Option(
         "durability",
         "str",
         "process",
-        "what acknowledged pages survive: the process's death, or a loss of power as well (flush)",
+        "stored pages survive a crash of the process, or also a power loss (flush)",
         choices=DURABILITY,
     ),
     Option(
         "eviction",
         "str",
         "lru",
-        "which objects go when a pool is full: the fewest expected loads, or not used for longest",
+        "which objects are evicted when a pool is full: lru: the least recently used; density: "
+        "those with the fewest expected loads",
         choices=tuple(POLICIES),
     ),
     Option(
         "write_budget",
         "size",
         None,
-        "most bytes a day that are written to each pool of each rank; pages beyond it are dropped",
+        "limit on bytes written to each pool of each rank per day; pages beyond it are not stored",
     ),
     Option(
         "page_cache_share",
@@ -106,7 +106,7 @@ OPTIONS: tuple[Option, ...] = (
         "residency",
         "str",
         "dynamic",
-        "whether page_cache_share follows the memory that is free later, or is planned once",
+        "dynamic: page_cache_share follows the free memory; static: it is applied once",
         choices=RESIDENCY,
     ),
     Option(
@@ -116,15 +116,13 @@ OPTIONS: tuple[Option, ...] = (
         "how files are read and written",
         choices=("auto", "uring", "threads"),
     ),
-    Option(
-        "timeout_s", "float", 30.0, "after how long a command of the SSD has failed", minimum=0.001
-    ),
+    Option("timeout_s", "float", 30.0, "deadline of an SSD command", minimum=0.001),
     Option("model", "str", None, "name of the model in the pools' identity; default: SGLang's"),
     Option(
         "weights",
         "str",
         None,
-        "version of the weights in the pools' identity; default: what the checkpoint's files tell",
+        "version of the weights in the pools' identity; default: that of the checkpoint's files",
     ),
     Option(
         "allow_unwatched_weights",
@@ -136,26 +134,26 @@ OPTIONS: tuple[Option, ...] = (
         "kv_events",
         "bool",
         False,
-        "announce the disk's pages to routers, with SGLang's own KV events (docs/cluster.md)",
+        "tell routers which pages are on disk, by SGLang's KV events (docs/cluster.md)",
     ),
     Option(
         "profile",
         "str",
         "auto",
-        "by which writes yield to reads: auto (cached, measured in at most 2 s, or estimated), a "
-        "file that `tutti profile` wrote, or off",
+        "times by which transfers are scheduled: auto (from a cache, measured within 2 s, or "
+        "estimated), a file of `tutti profile`, or off (no scheduling)",
     ),
     Option(
         "second_touch",
         "bool",
         False,
-        "store a page only when it is offered for the second time: less wear, fewer first hits",
+        "store a page only when it is offered for the second time: less wear, fewer hits",
     ),
     Option(
         "hugepages",
         "str",
         "collapse",
-        "ask the kernel for hugepages below the host pool; collapse also moves what is in use",
+        "hugepages for the host pool; collapse also moves pages that are in use already",
         modes=(HICACHE,),
         choices=HUGEPAGES,
     ),
@@ -254,30 +252,30 @@ _PLAIN = tuple(
             "recompute_us_per_token",
             "float",
             0.0,
-            "time to compute one token's KV; hits that take longer to load are computed instead "
-            "(0: every hit is loaded)",
+            "time to compute one token's KV; hits that take longer to load are computed instead. "
+            "0: unknown; only a profile from a file can then reject a hit",
             0,
         ),
         (
             "max_load_tokens",
             "int",
             0,
-            "at most so many tokens are loaded for one batch, the rest is computed (0: no limit)",
+            "limit on tokens loaded for one batch; the rest is computed (0: no limit)",
             0,
         ),
         (
             "max_load_ms",
             "float",
             0.0,
-            "a look-up returns no more than the SSD loads in this time, by past loads, and what "
-            "was read ahead (0: no limit)",
+            "limit on the load time of a look-up's hits, estimated from past loads; pages read "
+            "ahead do not count (0: no limit)",
             0,
         ),
         (
             "read_ahead_share",
             "float",
             0.5,
-            "share of load_staging that may be filled for requests that still wait (0: none)",
+            "share of load_staging for pages of requests that still wait (0: no read-ahead)",
             0,
         ),
         (
@@ -288,34 +286,53 @@ _PLAIN = tuple(
             "default: an eighth of capacity",
             None,
         ),
-        ("pin_lookups", "int", 256, "for how many later look-ups a found page is kept", 1),
-        ("pin_share", "float", 0.5, "share of the pool that found pages may keep", 0),
+        (
+            "pin_lookups",
+            "int",
+            256,
+            "number of later look-ups during which a found page is not evicted",
+            1,
+        ),
+        (
+            "pin_share",
+            "float",
+            0.5,
+            "largest share of the pool that is kept from eviction in this way",
+            0,
+        ),
         (
             "backlog_share",
             "float",
             0.25,
-            "share of each pool's pages that may wait for the SSD before they are copied out",
+            "share of each pool's pages that may wait to be written; pages beyond it are copied to "
+            "store_staging",
             0,
         ),
         (
             "load_staging",
             "size",
             256 * MiB,
-            "memory that loads go through; larger ones bypass it",
+            "staging memory for loads; larger loads bypass it",
             None,
         ),
-        ("store_staging", "size", 256 * MiB, "memory for pages copied out of SGLang's pool", None),
+        (
+            "store_staging",
+            "size",
+            256 * MiB,
+            "staging memory for pages that wait to be written",
+            None,
+        ),
         (
             "gpu_staging",
             "size",
             None,
-            "pinned memory of each pool, for loads and as much for stores of pages in GPU memory; "
-            "default: four layers of the longest context, twice, from 64 MiB to 4 GiB and as far "
-            "as a sixteenth of free memory goes",
+            "pinned staging of each pool in GPU memory, for loads and as much for stores; default: "
+            "twice four layers of the longest context, 64 MiB to 4 GiB, at most 1/16 of the free "
+            "memory",
             None,
         ),
-        ("load_timeout_s", "float", 60.0, "after how long a batch's load has failed", 0.001),
-        ("breaker_failures", "int", 3, "failures in a row after which the SSD is not asked", 1),
+        ("load_timeout_s", "float", 60.0, "deadline of a batch's load", 0.001),
+        ("breaker_failures", "int", 3, "consecutive failures after which the SSD is not used", 1),
         ("breaker_pause_s", "float", 5.0, "time between probes of an SSD that failed", 0.001),
         ("crawl_mbs", "float", 20.0, "a load slower than this (MB/s) counts as a failure", 0),
     )
@@ -327,8 +344,8 @@ LINKER_OPTIONS: tuple[Option, ...] = (
         "gpu_mover",
         "str",
         "auto",
-        "how pages in GPU memory are copied: copy-batch is one cuMemcpyBatchAsync for a layer, "
-        "copy one call for each piece, kernel a kernel on as many multiprocessors as profile says; "
+        "how pages in GPU memory are copied: copy-batch: one cuMemcpyBatchAsync per layer; "
+        "copy: one call per piece; kernel: a kernel on as many multiprocessors as profile says; "
         "auto: the better of the first two that the driver has, and a kernel for 64 and more "
         "fragments below 28 KiB",
         modes=(LINKER,),
@@ -338,9 +355,9 @@ LINKER_OPTIONS: tuple[Option, ...] = (
         "gpu_engine",
         "str",
         "auto",
-        "who submits the commands for pages in GPU memory: host is the CPU, launch short kernels, "
-        "resident a kernel for each layer, persistent one kernel for all; auto: host, or the one "
-        "that is a tenth faster by profile",
+        "what submits the commands for pages in GPU memory: host: the CPU; launch: short kernels; "
+        "resident: one kernel per layer; persistent: one kernel for all layers; auto: host, unless "
+        "another is at least a tenth faster by profile",
         modes=(LINKER,),
         choices=("auto", "host", "launch", "resident", "persistent"),
     ),
