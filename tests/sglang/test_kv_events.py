@@ -205,6 +205,42 @@ def test_the_linker_announces_also_what_only_a_lookup_found(config: str, tmp_pat
         router.close()
 
 
+def test_dynamos_indexer_finds_what_is_announced_until_it_is_withdrawn(
+    config: str, tmp_path: Path
+) -> None:
+    """The tree that Dynamo's router asks, fed with events of the disk alone."""
+    reason = "pip install --no-deps ai-dynamo-runtime==1.6.1"
+    dynamo = pytest.importorskip("dynamo.llm", reason=reason)
+    tokens = array("q", range(100, 100 + 4 * PAGE))
+    names = get_storage_hash_str(RadixKey(tokens), None, page_size=PAGE)
+    hashes = dynamo.compute_block_hash_for_seq(list(tokens), PAGE)
+    assert len(set(hashes)) == 4
+    tree, allocator, requests = build_fixture(CONFIG, enable_kv_cache_events=True)
+    router, indexer, worker = Router(tree, config), dynamo.RadixTree(), 7
+
+    def tell(number: int, what: dict[str, Any]) -> dict[Any, int]:
+        """What the indexer finds of the prompt after an event: pages by worker."""
+        indexer.apply_event(worker, json.dumps({"event_id": number, "data": what}).encode())
+        found: dict[Any, int] = indexer.find_matches(hashes).scores
+        return found
+
+    with linker_engine.Rig(tmp_path / "ssd", kv_events=True) as rig:
+        assert rig.store(names, range(4))
+        Kit()._insert(tree, allocator, requests, list(tokens))
+        router.wait(lambda got: len(got.stored("DISK")) == 4)
+        assert not indexer.find_matches(hashes).scores
+        for number, (block, (parent, page)) in enumerate(router.stored("DISK").items(), 1):
+            (local,) = dynamo.compute_block_hash_for_seq(page, PAGE)
+            one = {"block_hash": block % 2**64, "tokens_hash": local}
+            before = None if parent is None else parent % 2**64
+            found = tell(number, {"stored": {"parent_hash": before, "blocks": [one]}})
+            assert list(found.values()) == [number]
+    router.wait(lambda got: len(got.removed("DISK")) == 4)  # the linker was closed
+    gone = [block % 2**64 for block in router.removed("DISK")]
+    assert not tell(5, {"removed": {"block_hashes": gone}})
+    router.close()
+
+
 def test_the_option_wants_a_server_that_publishes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
