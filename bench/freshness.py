@@ -57,7 +57,7 @@ DEPENDS: dict[str, tuple[str, ...]] = {
         "bench/fio.py",
         "bench/compare/paired.py",
     ),
-    "replay": (*_TRANSFERS, *_RIG, *_TRACES, "bench/replay.py"),
+    "replay": (*_TRANSFERS, *_RIG, *_TRACES, "bench/fio.py", "bench/replay.py"),
     "residency": (*_TRANSFERS, *_RIG, *_RESIDENCY),
     "residency-moving": (*_TRANSFERS, *_RIG, *_RESIDENCY),
     "short": (*_TRANSFERS, "bench/short.py", "bench/pool_file.py", "bench/shape.py"),
