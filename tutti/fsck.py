@@ -409,8 +409,7 @@ class _Verifier:
         self._regions: list[DmaRegion] = []
 
     def __enter__(self) -> _Verifier:
-        for buffer in self._pool.buffers:
-            self._regions.append(self._engine.controller.register(buffer))
+        self._regions = self._engine.controller.register_all(self._pool.buffers)
         return self
 
     def __exit__(self, *exception: object) -> None:

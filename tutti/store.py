@@ -227,7 +227,7 @@ class ObjectStore(Owned, Store):
             if not len(keys):
                 return 0
             memory = HostMemory.allocate(self.layout, len(keys))
-            regions = self._resources.register(memory)
+            regions = self.controller.register_all(memory.buffers)
             numbers = np.arange(len(keys), dtype=np.uint32)
             settled = True
             try:

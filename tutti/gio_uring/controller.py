@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import weakref
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol, Self
 
@@ -164,6 +165,18 @@ class NativeController(Owned):
                 _native.check(result, what, remedy, ConfigError)
         self._buffers[address] = buffer
         return region
+
+    def register_all(self, buffers: Iterable[Any]) -> list[DmaRegion]:
+        """Registers all of the buffers, or none.  Raises what `register` raises."""
+        regions: list[DmaRegion] = []
+        try:
+            for buffer in buffers:
+                regions.append(self.register(buffer))
+        except BaseException:
+            for region in regions:
+                region.close()
+            raise
+        return regions
 
     def _unregister(self, region: DmaRegion) -> None:
         if not self.is_closed:

@@ -126,15 +126,7 @@ class AgentSession:
 
     def register(self, memory: HostMemory) -> None:
         """Makes memory known to the session's own controller."""
-        regions: list[DmaRegion] = []
-        try:
-            for address, nbytes in memory.buffers:
-                regions.append(self.controller.register((address, nbytes)))
-        except BaseException:
-            for region in regions:
-                region.close()
-            raise
-        self._regions[id(memory)] = regions
+        self._regions[id(memory)] = self.controller.register_all(memory.buffers)
 
     def unregister(self, memory: HostMemory) -> None:
         """Forgets memory."""

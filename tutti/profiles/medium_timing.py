@@ -76,7 +76,7 @@ class Medium:
         noise = self._rng.integers(0, 256, MiB, np.uint8)
         for buffer in self._buffers:
             buffer.array[:] = np.resize(noise, buffer.array.size)
-        self._regions = [self._controller.register(buffer) for buffer in self._buffers]
+        self._regions = self._controller.register_all(self._buffers)
         self.facts: dict[str, Any] = {
             "members": len(self._paths),
             "memory": str(self._buffers[0].backing),

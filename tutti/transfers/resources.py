@@ -50,7 +50,7 @@ class Resources:
 
     def add(self, memory: HostMemory) -> None:
         """Registers memory with the controller."""
-        self._regions[id(memory)] = self.register(memory)
+        self._regions[id(memory)] = self.controller.register_all(memory.buffers)
         self.memories.append(memory)
 
     def remove(self, memory: HostMemory) -> None:
@@ -59,18 +59,6 @@ class Resources:
             region.close()
         del self._regions[id(memory)]
         self.memories.remove(memory)
-
-    def register(self, memory: HostMemory) -> list[DmaRegion]:
-        """Registers memory that the caller closes himself."""
-        regions: list[DmaRegion] = []
-        try:
-            for address, nbytes in memory.buffers:
-                regions.append(self.controller.register((address, nbytes)))
-        except BaseException:
-            for region in regions:
-                region.close()
-            raise
-        return regions
 
     def lost_jobs(self) -> int:
         """Jobs that no wait ends: only the close of their part resets the device."""
