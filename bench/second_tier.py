@@ -6,9 +6,10 @@ without this tier, while a process reads the same values by Mooncake, or the poo
     python -m tutti.bench.second_tier --remote mooncake://HOST:PORT --dir DIR --out result.json
 
 The tier's time runs from a look-up's miss until the pages are verified and stored in the pool; that
-of Mooncake until they are in memory, in one batch.  Third in turn, what bounds any tier that stores
+of Mooncake until they are in memory, in one batch.  Then in turn, what bounds any tier that keeps
 what it fetches: the same batch get while the pool stores as many pages that it has in memory, until
-both are over.  A cluster must run already.
+both are over; and gets of an eighth each, of which one thread hashes and writes the last while the
+next is under way.  A cluster must run already.
 """
 
 from __future__ import annotations
@@ -20,11 +21,13 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import xxhash
 
 from tutti.base.arrays import Keys
 from tutti.base.units import GiB
@@ -44,6 +47,7 @@ _LAYERS = 16
 _WAIT_S = 60.0
 _POLL_S = 0.001
 _LOADS, _LOAD_PAGES = 200, 4
+_PARTS = 8
 #: What happens beside local loads.
 _BESIDE = ("idle", "asking", "fetching", "mooncake", "storing")
 
@@ -163,10 +167,40 @@ class Direct:
     def get_s(self) -> float:
         """Seconds of one batch get."""
         start_s = time.monotonic()
-        answers = self._store.get(self._names, self._addresses, self._nbytes)
-        if any(answers):
-            raise DeviceTimeout("Mooncake did not deliver all values; give its servers more memory")
+        self._get(0, len(self._names))
         return time.monotonic() - start_s
+
+    def keep_s(self, path: Path) -> float:
+        """Seconds of gets in parts; a thread hashes and writes each while the next is read."""
+        fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+        base, step = self._addresses[0], -(-len(self._names) // _PARTS)
+
+        def keep(first: int, last: int) -> None:
+            part = self._memory[first * self._nbytes : last * self._nbytes]
+            for start in range(0, part.size, self._nbytes):
+                xxhash.xxh3_128(part.data[start : start + self._nbytes]).digest()
+            os.pwrite(fd, part.data, self._addresses[first] - base)
+
+        try:
+            start_s = time.monotonic()
+            with ThreadPoolExecutor(1) as thread:
+                kept = []
+                for first in range(0, len(self._names), step):
+                    last = min(first + step, len(self._names))
+                    self._get(first, last)
+                    kept.append(thread.submit(keep, first, last))
+                for part in kept:
+                    part.result(_WAIT_S)
+            os.fdatasync(fd)
+            return time.monotonic() - start_s
+        finally:
+            os.close(fd)
+            path.unlink()
+
+    def _get(self, first: int, last: int) -> None:
+        names, addresses = self._names[first:last], self._addresses[first:last]
+        if any(self._store.get(names, addresses, self._nbytes)):
+            raise DeviceTimeout("Mooncake did not deliver all values; give its servers more memory")
 
 
 class Reader:
@@ -212,6 +246,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     tier_gb: list[float] = []
     direct_gb: list[float] = []
     both_gb: list[float] = []
+    kept_gb: list[float] = []
     gigabytes = args.pages * layout.object_nbytes / 1e9
     with open_pool(
         str(args.dir / "second-tier.tutti"), layout, args.capacity, profile=None
@@ -224,7 +259,13 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
             direct = Direct(config, names, layout.object_nbytes + TRAILER_NBYTES)
             memory = pool.allocate_memory(args.pages)
             both = partial(fetcher.store_beside, memory, direct.get_s)
-            calls = ((fetcher.fetch_s, tier_gb), (direct.get_s, direct_gb), (both, both_gb))
+            keep = partial(direct.keep_s, args.dir / "second-tier.kept")
+            calls = (
+                (fetcher.fetch_s, tier_gb),
+                (direct.get_s, direct_gb),
+                (both, both_gb),
+                (keep, kept_gb),
+            )
             for number in range(args.rounds + 1):
                 for call, rates in calls:
                     seconds = call()
@@ -247,6 +288,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         "mooncake_gb_per_s": direct_gb,
         "mooncake_and_store_gb_per_s": both_gb,
         "ratio": {**bootstrap_median(found).to_dict()},
+        "mooncake_and_write_gb_per_s": kept_gb,
+        "ratio_to_mooncake_and_write": bootstrap_median(ratios(tier_gb, kept_gb)).to_dict(),
         "ratio_to_mooncake_and_store": bootstrap_median(ratios(tier_gb, both_gb)).to_dict(),
         "bar": 0.9,
         "local_p99_ms": local.p99_ms,
