@@ -45,8 +45,6 @@ from tutti.scheduler.state_changes import Scheduler
 _NAP_S = 0.5
 #: So many events may wait for that.
 _ENDS_MAX = 16
-#: Transfers that are under way after an event.
-_MORE: dict[type[Event], int] = {LoadKnown: 1, WriteKnown: 1, LoadGone: -1, WriteGone: -1}
 
 DecisionHook = Callable[[Event, Decision], None]
 
@@ -230,9 +228,8 @@ class Dispatcher(Owned):
     def alone(self, known: LoadKnown | WriteKnown, over: int = 0) -> bool:
         """Takes an event as ``add`` does, if its transfer meets nothing else and may start at once.
 
-        Then the caller starts it, and calls ``decide`` after that: a decision that comes before
-        costs the transfer more time than all else.  over: transfers that have ended, and whose end
-        was not added yet.
+        Then the caller starts it.  Nothing waits for a decision then, so none is needed
+        before the next event.  over: transfers that have ended, and whose end was not added yet.
         """
         with self._lock:
             if self._under_way() > over or not self._goes(known):
@@ -252,13 +249,22 @@ class Dispatcher(Owned):
         """Transfers that were announced and are not over, by the events too.  Lock held."""
         state = self._scheduler.state
         count = len(state.loads) + len(state.writes)
-        if isinstance(self._taken, LoadKnown | WriteKnown):
-            count += 1  # or it is there already: then a decision too many
-        for event in self._events:
-            count += _MORE.get(type(event), 0)
-            if type(event) is PagesWritten:
+        pages: dict[str, int] = {}  # of writes that may not be in the state yet
+        # What is taken now may be there already: then a decision too many.
+        for event in (self._taken, *self._events):
+            kind = type(event)
+            if isinstance(event, WriteKnown):
+                count, pages[event.name] = count + 1, event.pages
+            elif kind is LoadKnown:
+                count += 1
+            elif event is self._taken:
+                continue
+            elif kind is LoadGone or kind is WriteGone:
+                count -= 1
+            elif isinstance(event, PagesWritten):
                 write = state.writes.get(event.name)  # a decision under way may remove it
-                count -= write is not None and write.pages == event.pages
+                most = pages.get(event.name) if write is None else write.pages
+                count -= most == event.pages
         return count
 
     def note(self, event: Event | None = None) -> None:

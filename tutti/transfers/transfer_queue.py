@@ -143,21 +143,26 @@ class TransferQueue(Owned):
     def _post_put(self, dispatcher: Dispatcher, put: QueuedPut, parts: OpenParts | None) -> None:
         nbytes = self._core.geometry.slice_nbytes * self._core.layers
         known = WriteKnown(dispatcher.now_ns(), put.name, put.rows.size, nbytes)
-        alone = parts is None and dispatcher.alone(known, self._over())
+        if parts is None and dispatcher.alone(known, self._over()):
+            self._put_alone(put)
+            return
         self._here.puts = True
         try:
             if parts is not None:
                 known.can_stop = True
                 known.unit_pages = -(-self._part_rows(put) // self._core.layers)
-            if alone:
-                self.write(Issue(put.name, 0, put.rows.size))
-            else:
-                dispatcher.post(known)
+            dispatcher.post(known)
         finally:
             self._here.puts = False
         self._start_parts(len(self._parts))
-        if alone:
-            dispatcher.decide()
+
+    def _put_alone(self, put: QueuedPut) -> None:
+        """Nothing is under way that it could go behind, or together with."""
+        with self._lock:
+            if put.is_free:
+                return  # given up meanwhile
+            put.granted = put.launched = put.rows.size
+        self._start([self._part(put, put.rows, paced=True)])
 
     def load(
         self, keys: npt.NDArray[np.uint8], pages: Any, memory: PagedMemory, batch: str
@@ -173,22 +178,17 @@ class TransferQueue(Owned):
             load.due, known.unit_layers = threading.Event(), load.layers
         # What waits for a clear first would teach the profile a wrong speed.
         is_alone = core.ready and dispatcher.alone(known, self._over())
-        begin = self._load_alone if is_alone else self._load_in_turn
         try:
-            progress = begin(dispatcher, load, known, (keys, pages, memory))
+            if is_alone:
+                load.granted = load.layers
+                progress = self._loader.load(keys, pages, memory, admit=True)
+                self._alone = load.name, progress
+            else:
+                progress = self._load_in_turn(dispatcher, load, known, (keys, pages, memory))
         except BaseException:
             self._gone(dispatcher, load)
             raise
         progress.on_settled(lambda: self._gone(dispatcher, load, ended=True))
-        return progress
-
-    def _load_alone(
-        self, dispatcher: Dispatcher, load: _Load, known: LoadKnown, given: _Given
-    ) -> LoadProgress:
-        load.granted = load.layers
-        progress = self._loader.load(*given, admit=True)
-        self._alone = load.name, progress
-        dispatcher.decide()
         return progress
 
     def _load_in_turn(
