@@ -13,6 +13,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +76,6 @@ def _opened(stack: ExitStack, folder: Path, shape: str, verify: str = "always") 
     layout, config = parse_shape(shape).layout(), StoreConfig(verify=verify)
     pool = temporary_pool([f"{made}/short.tutti"], layout, GiB // 2, config=config)
     store: ObjectStore = stack.enter_context(pool)
-    store.allocate_memory(max(_PAGES))
     return store
 
 
@@ -85,6 +85,7 @@ def _calls(folder: Path, count: int) -> list[dict[str, Any]]:
     took: dict[tuple[int, str], list[float]] = {}
     with ExitStack() as stack:
         store = _opened(stack, folder, _SHAPE)
+        store.allocate_memory(max(_PAGES))
         for turn in range(-_WARM, count):
             for n in _PAGES:
                 for call, us in _call_costs(store, n, rng).items():
@@ -122,9 +123,14 @@ def _call_costs(store: ObjectStore, n: int, rng: np.random.Generator) -> dict[st
 
 
 def _one_page(folder: Path, rounds: int) -> dict[str, Any]:
-    """Times of a put of one page with and without digests, of its bytes, and of a record."""
+    """Times of a put of one page with and without digests, of its bytes, and of a record.
+
+    Each is of other bytes and to a place that was not written lately.  Nothing is deleted, as the
+    blocks of empty groups are deallocated and the next put would have to allocate them again: the
+    pools are full and evict.
+    """
     rng = np.random.default_rng(2)
-    nbytes = parse_shape(_PAGE_SHAPE).layout().object_nbytes
+    nbytes, pages = parse_shape(_PAGE_SHAPE).layout().object_nbytes, max(_PAGES)
     times: dict[str, list[float]] = {"bytes": [], "record": [], "put": [], "put, no digests": []}
 
     def timed(name: str, call: Callable[[], Any]) -> None:
@@ -132,29 +138,33 @@ def _one_page(folder: Path, rounds: int) -> dict[str, Any]:
         call()
         times[name].append(time.perf_counter() - began_s)
 
-    def put(name: str, store: ObjectStore) -> None:
+    def put(name: str, page: int) -> None:
         keys = rng.integers(0, 256, (1, 16), np.uint8)
-        timed(name, lambda: store.put(keys, [0]).wait(_WAIT_S))
-        store.catalogue.delete(keys)
+        timed(name, lambda: pools[name].put(keys, [page]).wait(_WAIT_S))
 
     with ExitStack() as stack:
-        page = HostBuffer(nbytes).array
-        page[:] = 1
+        source = HostBuffer(pages * nbytes).array.reshape(pages, nbytes)
+        source[:] = rng.integers(0, 256, source.shape, np.uint8)
         pools = {
             "put": _opened(stack, folder, _PAGE_SHAPE),
             "put, no digests": _opened(stack, folder, _PAGE_SHAPE, verify="off"),
         }
+        for store in pools.values():
+            own = store.allocate_memory(pages)
+            for page in range(pages):
+                own.write(page, source[page])
+        record, slots = source[0, :_RECORD_NBYTES].data, pools["put"].geometry.slots
         path = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=folder))) / "plain"
-        allocate_file(path, nbytes + MiB)
+        allocate_file(path, slots * nbytes + MiB)
         plain = os.open(path, os.O_RDWR | os.O_DIRECT)
         stack.callback(os.close, plain)
-        warm = pools["put"].geometry.slots  # every slot was written before
-        for turn in range(warm + rounds):
-            timed("bytes", lambda: os.pwrite(plain, page.data, 0))
-            timed("record", lambda: os.pwrite(plain, page[:_RECORD_NBYTES].data, nbytes))
+        for turn in range(slots + rounds):  # every place was written before it counts
+            page = turn % pages
+            timed("bytes", partial(os.pwrite, plain, source[page].data, turn % slots * nbytes))
+            timed("record", partial(os.pwrite, plain, record, slots * nbytes))
             for name in list(pools)[:: 1 if turn % 2 else -1]:
-                put(name, pools[name])
-    times = {name: took_s[warm:] for name, took_s in times.items()}
+                put(name, page)
+    times = {name: took_s[slots:] for name, took_s in times.items()}
     floor = [a + b for a, b in zip(times["bytes"], times["record"], strict=True)]
     return {
         "nbytes": nbytes,

@@ -15,6 +15,7 @@ from tutti.scheduler.dispatcher import Dispatcher, Schedule
 from tutti.scheduler.event import (
     Event,
     LayersReady,
+    LoadGone,
     LoadKnown,
     PagesCopied,
     PagesWritten,
@@ -279,3 +280,20 @@ def test_a_transfer_whose_announcement_is_being_taken_is_not_overlooked() -> Non
     finally:
         goes_on.set()
         dispatcher.stop()
+
+
+def test_transfers_that_ended_before_a_decision_are_not_under_way() -> None:
+    dispatcher, _ = dispatcher_of(clock=ManualClock(0))
+    for number in range(3):
+        put, load = f"put {number}", f"load {number}"
+        assert dispatcher.alone(WriteKnown(0, put, pages=2, page_nbytes=4096))
+        assert not dispatcher.alone(LoadKnown(0, load, 1, 4096, tokens=0, prefix_tokens=0))
+        dispatcher.add(PagesWritten(0, put, 1))
+        assert not dispatcher.alone(LoadKnown(0, load, 1, 4096, tokens=0, prefix_tokens=0))
+        dispatcher.add(PagesWritten(0, put, 2))
+        assert dispatcher.alone(LoadKnown(0, load, 1, 4096, tokens=0, prefix_tokens=0))
+        dispatcher.add(LoadGone(0, load, 1))
+    assert not dispatcher.state.totals.written_pages, "no decision was needed"
+    dispatcher.run_due()
+    assert dispatcher.state.totals.written_pages == 6
+    assert not (dispatcher.state.writes or dispatcher.state.loads)

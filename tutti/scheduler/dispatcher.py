@@ -228,8 +228,8 @@ class Dispatcher(Owned):
     def alone(self, known: LoadKnown | WriteKnown, over: int = 0) -> bool:
         """Takes an event as ``add`` does, if its transfer meets nothing else and may start at once.
 
-        Then the caller starts it.  Nothing waits for a decision then, so none is needed
-        before the next event.  over: transfers that have ended, and whose end was not added yet.
+        Then the caller starts it.  Nothing waits for a decision then, so none is needed before the
+        next event.  over: transfers that have ended, and whose end was not added yet.
         """
         with self._lock:
             if self._under_way() > over or not self._goes(known):
