@@ -16,7 +16,6 @@ constexpr u32 kShare = 8;             // of the window is owed to stores, one pa
 constexpr double kNarrowShare = 0.98;
 constexpr double kWideShare = 0.995;
 constexpr u64 kDefaultRate = 1'000'000'000;  // before a drive was measured
-constexpr u64 kOffloadNbytes = 128 << 10;    // less is hashed sooner than handed over
 constexpr u64 kShortNbytes = 1 << 20;        // of a load whose layers are issued all at once
 constexpr u64 kSizeNbytes[] = {64 << 10, 256 << 10, 512 << 10, 1 << 20};
 
@@ -34,6 +33,7 @@ ServiceThread::ServiceThread(Engine* engine, const ServiceThreadConfig& config, 
   active_.reserve(qp_->depth);
   // issue() stops at twice the depth; a turn and a reset can each add as many as are in flight.
   finished_.reserve(4 * qp_->depth);
+  to_digest_.reserve(4 * qp_->depth);
   for (u32 kind = 0; kind < kKinds; ++kind) {
     const bool store = kind >= kSizes;
     windows_[0][kind].start(kSizeNbytes[kind % kSizes], store, store ? kNarrowShare : kWideShare);
@@ -65,9 +65,11 @@ void ServiceThread::loop() {
     const u64 clock_ns = controller_->clock_ns(now);
     accept(clock_ns);
     if (issue(now, clock_ns)) sq_ring<WordDoorbell>(qp_);
-    const bool busy = !finished_.empty() || !is_attended_;
+    const bool busy = !finished_.empty() || !to_digest_.empty() || !is_attended_;
     const u64 idle_ns = active_.empty() ? kIdleNs : kTickNs;
     controller_->service(busy ? 0 : blocked_.empty() ? idle_ns : mover_ns_);
+    for (const Finished& f : to_digest_) digest_command(f.part, f.completed);
+    to_digest_.clear();
     now = monotonic_ns();
     for (const Finished& f : finished_) finish(f.part, f.completed);
     finished_.clear();
@@ -255,6 +257,9 @@ bool ServiceThread::send(u32 cid, const Command& command) {
                                 ListMemory{list, list, list_nbytes_}, &sqe);
   ++part->next;
   ++part->outstanding;
+  if (part->job->digests_early) {  // once the drive has it
+    to_digest_.push_back({part, {command.layer, command.run, kOk}});
+  }
   if (status != kOk) {
     cid_release(qp_, cid);
     finished_.push_back({part, {command.layer, command.run, status}});
@@ -406,40 +411,14 @@ void ServiceThread::finish(Part* part, const Completed& completed) {
       const bool is_closed = engine_->stop_ && completed.status == kAbortedSqDeletion;
       engine_->mark_pages(job, run.first, end, is_closed ? kCancelled : completed.status);
     }
-    if (completed.status == kOk && job->config.digest != kDigestNone) {
+    const bool has_digests = job->config.digest != kDigestNone && !job->digests_early;
+    if (completed.status == kOk && has_digests) {
       digest_command(part, completed);
     } else {
       engine_->layer_command_ended(job, completed.layer);
     }
   }
   maybe_drop(part);
-}
-
-// Hashes the slices that are whole now; they follow each other.
-void ServiceThread::digest_command(Part* part, const Completed& completed) {
-  Job* job = part->job;
-  const Iocb& io = job->config.iocb;
-  const Run& run = job->runs[completed.run];
-  DigestTask task = {job, completed.layer, run.first, run.first + run_slices(io, run)};
-  if (!job->whole_slices) {
-    u32 left = run.nlb;
-    u32 skip_nlb = run.skip >> io.lba_shift;
-    const u32 end = task.end;
-    task.end = task.first;
-    for (u32 i = run.first; i < end; ++i) {
-      const u32 covered = std::min(left, io.slice_nlb - skip_nlb);
-      left -= covered;
-      skip_nlb = 0;
-      u32& slice = job->slice_left[static_cast<size_t>(completed.layer) * io.n_pages + i];
-      slice -= covered;
-      if (slice != 0) continue;
-      if (task.end == task.first) task.first = i;
-      task.end = i + 1;
-    }
-  }
-  ++job->refs;  // dropped when the task is done
-  const u64 nbytes = static_cast<u64>(task.end - task.first) * io.slice_nlb << io.lba_shift;
-  if (nbytes < kOffloadNbytes || !engine_->offer(task)) engine_->digest(task);
 }
 
 // What jobs' flags ask for: cancelled ones end, gates that were opened are passed, and parts of

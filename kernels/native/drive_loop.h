@@ -135,6 +135,7 @@ class ServiceThread {
   u32 first_layer_left_ = 0;   // commands of that layer
   u64 alone_ns_[kKinds] = {};  // time of a command that begins on an idle drive
   std::vector<Finished> finished_;
+  std::vector<Finished> to_digest_;  // issued in this turn
   std::list<Part> parts_;
   Part::Turns ready_[kPriorities];  // have commands to issue
   Part::Turns blocked_;             // have some, once their mover allows

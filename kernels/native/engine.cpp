@@ -45,13 +45,15 @@ Job::Job(const JobConfig& c)
       n_layers(c.iocb.n_layers),
       has_pages(c.iocb.opcode == kRead || c.iocb.opcode == kWrite),
       whole_slices(true),
+      digests_early(c.iocb.opcode == kWrite && c.digest == kDigestCompute && c.gated == 0),
       layer_left(new std::atomic<u32>[c.iocb.n_layers]),
       submitted_ns(monotonic_ns()),
       refs(1),
       gate(c.gated == 0),
       place{c.tag},
       granted(c.held != 0 ? 0 : c.iocb.n_layers) {
-  for (u32 layer = 0; layer < n_layers; ++layer) layer_left[layer] = c.iocb.n_runs;
+  const u32 ends = c.iocb.n_runs * (digests_early ? 2 : 1);
+  for (u32 layer = 0; layer < n_layers; ++layer) layer_left[layer] = ends;
   if (config.digest == kDigestNone) return;
   for (u32 r = 0; r < c.iocb.n_runs && whole_slices; ++r) {
     whole_slices = runs[r].skip == 0 && runs[r].nlb % c.iocb.slice_nlb == 0;

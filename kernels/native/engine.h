@@ -128,7 +128,8 @@ struct Job {
   const u32 n_layers;
   const bool has_pages;                            // reads and writes
   bool whole_slices;                               // no run splits a slice
-  std::unique_ptr<std::atomic<u32>[]> layer_left;  // commands not yet finished, by layer
+  const bool digests_early;                        // while the commands are under way
+  std::unique_ptr<std::atomic<u32>[]> layer_left;  // commands and early digests to end, by layer
   std::vector<u32> slice_left;  // blocks not yet moved, [layer][page]; empty if whole_slices
   const u64 submitted_ns;
   std::mutex mutex;       // of the step from one watermark to the next, and of the end

@@ -2,12 +2,45 @@
 // progress never depends on a worker.
 #include <algorithm>
 
-#include "engine.h"
+#include "drive_loop.h"
 #include "hash.h"
 
 namespace gio {
 
-// Hashes slices that have arrived, or are on the medium, and then their command has ended.
+namespace {
+
+constexpr u64 kOffloadNbytes = 128 << 10;  // less is hashed sooner than handed over
+
+}  // namespace
+
+// Hashes the slices that are whole now; they follow each other.
+void ServiceThread::digest_command(Part* part, const Completed& completed) {
+  Job* job = part->job;
+  const Iocb& io = job->config.iocb;
+  const Run& run = job->runs[completed.run];
+  DigestTask task = {job, completed.layer, run.first, run.first + run_slices(io, run)};
+  if (!job->whole_slices) {
+    u32 left = run.nlb;
+    u32 skip_nlb = run.skip >> io.lba_shift;
+    const u32 end = task.end;
+    task.end = task.first;
+    for (u32 i = run.first; i < end; ++i) {
+      const u32 covered = std::min(left, io.slice_nlb - skip_nlb);
+      left -= covered;
+      skip_nlb = 0;
+      u32& slice = job->slice_left[static_cast<size_t>(completed.layer) * io.n_pages + i];
+      slice -= covered;
+      if (slice != 0) continue;
+      if (task.end == task.first) task.first = i;
+      task.end = i + 1;
+    }
+  }
+  ++job->refs;  // dropped when the task is done
+  const u64 nbytes = static_cast<u64>(task.end - task.first) * io.slice_nlb << io.lba_shift;
+  if (nbytes < kOffloadNbytes || !engine_->offer(task)) engine_->digest(task);
+}
+
+// Hashes slices that have arrived, or are being written, which then counts as the end of a command.
 void Engine::digest(const DigestTask& task) {
   Job* job = task.job;
   if (!job->done) {

@@ -331,3 +331,15 @@ def test_ctrl_c_between_a_submission_and_its_job(rig: Rig, monkeypatch: pytest.M
     while rig.engine._jobs and time.monotonic() < deadline_s:
         time.sleep(0.01)
     assert not rig.engine._jobs and not failures
+
+
+def test_digests_are_computed_while_the_data_is_being_written(rig: Rig) -> None:
+    rig.controller.set_faults(Faults(stall_from=1))
+    digests = np.zeros((4, LAYERS), np.uint64)
+    job = rig.submit(OPCODE_WRITE, [0, 1, 2, 3], digests=digests)
+    deadline_s = time.monotonic() + 10
+    while not digests.all() and time.monotonic() < deadline_s:
+        time.sleep(0.001)
+    assert digests.all() and not job.report().done
+    rig.controller.release()
+    assert job.wait_released(5) and job.report().status == 0
