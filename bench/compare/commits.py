@@ -46,9 +46,11 @@ import json, sys
 sys.path.insert(0, "")
 from tutti.bench.pool_file import temporary_pool
 from tutti.bench.shape import parse_shape
-from tutti.bench import pool_workload
-from tutti.bench.pool_workload import Limit
-Workload = getattr(workload, "PoolWorkload", None) or workload.Workload  # an earlier name
+try:
+    from tutti.bench import pool_workload as workload
+except ImportError:
+    from tutti.bench import workload  # an earlier name
+Limit, Workload = workload.Limit, workload.PoolWorkload
 shape = parse_shape(sys.argv[2])
 pages = 2**25 // shape.object_nbytes
 with temporary_pool([sys.argv[1]], shape.layout(), 3 * 2**28) as store:

@@ -435,3 +435,10 @@ def test_commits_are_compared_in_rounds_that_add_up(checkouts: list[str], tmp_pa
     assert "1.500" in render("<!-- result: out -->\n<!-- end -->", tmp_path)
     assert commits.main([*reversed(checkouts), *command[2:]]) == 1, "other commits"
     assert commits.main([str(tmp_path), *command[1:]]) == 1, "not a checkout"
+
+
+def test_what_a_checkout_is_asked_for_is_in_this_one() -> None:
+    names = commits._BANDWIDTH.partition("shape =")[0]
+    given: dict[str, object] = {}
+    exec(names, given)
+    assert {"Limit", "Workload", "temporary_pool"} <= given.keys()
