@@ -19,6 +19,10 @@ _ENGINE = (*_RINGS, "tutti/gio_uring")
 _TRANSFERS = (*_STORE, *_ENGINE)
 _PAGES = ("bench/stamps.py", "bench/shape.py", "bench/fio.py")
 _RIG = (*_PAGES, "bench/pool_workload.py", "bench/meter.py", "bench/pool_file.py")
+_COMPARE = tuple(
+    f"bench/compare/{name}.py"
+    for name in ("cases", "churn", "index_cost", "paired", "run", "systems")
+)
 _TRACES = ("bench/traces.py", "bench/belady.py")
 _RESIDENCY = ("tutti/base/memory_pressure.py", "bench/residency")
 _SIMULATOR = ("tutti/scheduler", "bench/simulate", "bench/ttft", *_TRACES)
@@ -30,14 +34,14 @@ _SLACK = ("tutti/scheduler", *_DRIVE, "bench/slack")
 DEPENDS: dict[str, tuple[str, ...]] = {
     "agent": (*_TRANSFERS, "tutti/node", "bench/agent.py"),
     "commits": ("bench/compare/commits.py",),  # of the code, two fixed versions
-    "compare": (*_TRANSFERS, *_RIG, "bench/compare", "bench/file_per_object.py"),
+    "compare": (*_TRANSFERS, *_RIG, *_COMPARE, "bench/file_per_object.py"),
     "decisions": (*_TRANSFERS, *_SLACK),
     "eviction": ("tutti/placement", "bench/eviction.py", *_TRACES),
     "failures": ("kernels/native", "tutti", "tests/native/failures.py"),
     "fuzz": ("tutti", "tests/fuzz"),
     "gpu": (
-        *("tutti/gio_uring", "kernels", "bench/gpu", "bench/fio.py"),
-        *("bench/controller_memory.py", "bench/compare/paired.py"),
+        *(*_TRANSFERS, "kernels", "bench/gpu", "bench/gpu_memory.py", "bench/fio.py"),
+        "bench/compare/paired.py",
     ),
     "kv_cache": (
         *_TRANSFERS,
@@ -53,9 +57,7 @@ DEPENDS: dict[str, tuple[str, ...]] = {
     "profile": (
         *_TRANSFERS,
         "bench/profile",
-        "bench/gpu",
-        "bench/fio.py",
-        "bench/compare/paired.py",
+        *("bench/gpu", "bench/gpu_memory.py", "bench/fio.py", "bench/compare/paired.py"),
     ),
     "replay": (*_TRANSFERS, *_RIG, *_TRACES, "bench/fio.py", "bench/replay.py"),
     "residency": (*_TRANSFERS, *_RIG, *_RESIDENCY),

@@ -26,14 +26,14 @@ from tutti.gio_uring import file_member
 from tutti.gio_uring.controller import NativeController
 from tutti.gio_uring.engine import Engine
 from tutti.pool.record_table import RecordTable
-from tutti.transfers.catalogue import Catalogue
+from tutti.transfers.expiry import Expiry
 from tutti.transfers.reclaim import Reclaimer
 from tutti.transfers.resources import Resources
 
 #: Owner and name of each function; how many calls of it come before the one that fails.
 PLACES: list[tuple[Any, str, int]] = [
-    (Catalogue, "stop", 1),
     (Engine, "close", 0),
+    (Expiry, "stop", 1),
     (Latch, "set", 0),
     (NativeController, "__init__", 0),
     (Reclaimer, "close", 0),
