@@ -2,8 +2,8 @@
 
 The agent is a process of its own, as users start it.  Both pools hold the same pages.  Nothing is
 moved: a plan is asked for and given up, which the times leave out.  What a plan through the agent
-consists of is measured with it: the socket alone, and a request that asks for nothing.  Then many
-clients, a process each, ask at the same time.
+consists of is measured with it: the socket alone, between processes on one core and on two, and a
+request that asks for nothing.  Then many clients, a process each, ask at the same time.
 """
 
 from __future__ import annotations
@@ -58,17 +58,21 @@ _WAIT_S = 30.0
 _START_S = 120.0
 _CROWD_S = 5.0
 _EMPTY, _SOCKET = "look-up of no key", "socket alone"
+_ONE_CORE, _TWO_CORES = f"{_SOCKET}, one core", f"{_SOCKET}, two cores"
 _BARS_US: dict[str, float | None] = {
     "look-up": 500.0,
     "load plan": 150.0,
     "put plan": 150.0,
     _EMPTY: None,
     _SOCKET: None,
+    _ONE_CORE: None,
+    _TWO_CORES: None,
 }
 # Answers requests of a plan's size with answers of a plan's size, and does nothing else.
 _ECHO = """
-import socket, sys
+import os, socket, sys
 peer, request_nbytes, answer = socket.socket(fileno=0), int(sys.argv[1]), bytes(int(sys.argv[2]))
+os.sched_setaffinity(0, map(int, sys.argv[3].split(",")))
 have = 0
 while part := peer.recv(65536):
     have += len(part)
@@ -164,23 +168,34 @@ def _in_process(service: PoolService) -> Callable[[Any], Callable[[], None]]:
 
 
 @contextmanager
-def _echo(request: Message, answer: Message) -> Iterator[Callable[[], None]]:
-    """Sends a request to a process that answers with as many bytes as ``answer`` has."""
-    sent, wanted = frame(request), len(frame(answer))
+def _echo(
+    request: Message, answer: Message, own: set[int], its: set[int]
+) -> Iterator[Callable[[], float]]:
+    """Sends a request to a process that answers with as many bytes as ``answer`` has: us of a call.
+
+    own, its: processors of the caller's thread, and of the process.
+    """
+    sent, wanted, every = frame(request), len(frame(answer)), os.sched_getaffinity(0)
     near, far = socket.socketpair()
-    command = [sys.executable, "-c", _ECHO, str(len(sent)), str(wanted)]
+    command = [sys.executable, "-c", _ECHO, str(len(sent)), str(wanted), ",".join(map(str, its))]
     with near, subprocess.Popen(command, stdin=far.fileno()) as process:
         far.close()
         near.settimeout(_WAIT_S)
 
-        def ask() -> None:
-            near.sendall(sent)
-            left = wanted
-            while left > 0:  # bounded by the socket's timeout
-                part = len(near.recv(1 << 16))
-                if not part:
-                    raise DeviceTimeout("the process at the other end of the socket has ended")
-                left -= part
+        def ask() -> float:
+            os.sched_setaffinity(0, own)
+            try:
+                start_ns = time.perf_counter_ns()
+                near.sendall(sent)
+                left = wanted
+                while left > 0:  # bounded by the socket's timeout
+                    part = len(near.recv(1 << 16))
+                    if not part:
+                        raise DeviceTimeout("the process at the other end of the socket has ended")
+                    left -= part
+                return (time.perf_counter_ns() - start_ns) / 1000
+            finally:
+                os.sched_setaffinity(0, every)
 
         try:
             yield ask
@@ -271,18 +286,29 @@ def run(args: argparse.Namespace, progress: ProgressFactory) -> dict[str, Any]:
         sides = (_Side(remote, _through_socket(remote)), _Side(local, _in_process(service)))
         for side in sides:
             side.fill(keys)
-        ask = stack.enter_context(_echo(*_sample(remote, keys[:batch])))
-        ask()  # it has started
+        sample, cores = _sample(remote, keys[:batch]), sorted(os.sched_getaffinity(0))
+        one, other = {cores[0]}, {cores[-1]}
+        echoes = {
+            name: stack.enter_context(_echo(*sample, own, its))
+            for name, own, its in (
+                (_SOCKET, set(cores), set(cores)),
+                (_ONE_CORE, one, one),
+                (_TWO_CORES, one, other),
+            )
+            if name != _TWO_CORES or one != other
+        }
+        for ask in echoes.values():
+            ask()  # it has started
         for number in range(rounds):
             new = rng.integers(0, 256, (batch, 16), np.uint8)
             for side in sides if number % 2 else reversed(sides):
                 side.measure(keys, new, batch)
-            start_ns = time.perf_counter_ns()
-            ask()
-            sides[0].times_us[_SOCKET].append((time.perf_counter_ns() - start_ns) / 1000)
+            for name, ask in echoes.items():
+                sides[0].times_us[name].append(ask())
             bar.advance(1)
         crowd = [_crowd(path, keys, batch, clients)] if clients else []
-        rows = [_row(name, *(side.times_us[name] for side in sides)) for name in _BARS_US]
+        measured = (name for name, times_us in sides[0].times_us.items() if times_us)
+        rows = [_row(name, *(side.times_us[name] for side in sides)) for name in measured]
     return {
         "benchmark": "agent",
         "rows": rows,
@@ -349,8 +375,9 @@ def notes_of(result: dict[str, Any]) -> list[str]:
             )
             for crowd in result.get("crowd", ())
         ),
-        f"{_SOCKET}: a process that answers a load plan's bytes with as many, and does no more;"
-        f" {_EMPTY}: with the agent's threads and its messages",
+        f"{_SOCKET}: a process that answers a load plan's bytes with as many, and does no more,"
+        " where the kernel puts both, then with both on one core, and on two; "
+        f"{_EMPTY}: with the agent's threads and its messages",
     ]
 
 
