@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import linker_states
 import numpy as np
@@ -37,7 +38,7 @@ def packed(folder: Path, monkeypatch: pytest.MonkeyPatch, **options: object) -> 
 
 
 def round_trip(rig: StatesRig) -> dict[str, float]:
-    """Stores and restores 70 pages elsewhere; what each pool's kernel copied."""
+    """Stores and restores 70 pages elsewhere; what the kernel copied of each pool."""
     rig.fill(1)
     kept = {s.kv_pool.source: list(range(1, 1 + PAGES)) for s in rig.linker.stored_pools.values()}
     new = {source: [2 * PAGES + 2 - p for p in pages] for source, pages in kept.items()}
@@ -52,10 +53,12 @@ def round_trip(rig: StatesRig) -> dict[str, float]:
     for name, stored_pool in rig.linker.stored_pools.items():
         assert rig.content(name, new[stored_pool.kv_pool.source]) == want[name], name
         assert rig.content(name, [0]) == [bytes(stored_pool.kv_pool.nbytes)]
-    return {
-        name: s.metrics.snapshot().get("kernel_copied_pages", 0)
-        for name, s in rig.linker.stored_pools.items()
-    }
+    return copied_pages(rig)
+
+
+def copied_pages(rig: StatesRig) -> dict[str, float]:
+    pools = rig.linker.stored_pools.items()
+    return {name: s.metrics.snapshot().get("kernel_copied_pages", 0) for name, s in pools}
 
 
 @pytest.mark.parametrize("mover", ["auto", "copy-batch"])
@@ -95,6 +98,31 @@ def test_tables_that_layers_still_need_are_not_written_again(
     with stand_in_gpu(monkeypatch), packed(tmp_path, monkeypatch) as rig:
         copied = round_trip(rig)
         assert any(copied.values())
+
+
+def test_a_launch_that_fails_fails_its_load_and_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its table is free again, or the linker would not close."""
+    with (
+        stand_in_gpu(monkeypatch) as (driver, _),
+        packed(tmp_path, monkeypatch) as rig,
+    ):
+        before = round_trip(rig)
+        pages = {
+            s.kv_pool.source: list(range(1, 1 + PAGES)) for s in rig.linker.stored_pools.values()
+        }
+        launch, kernels = driver.launch, rig.linker._gpu._short._functions.values()
+
+        def refused(function: int, *others: Any) -> None:
+            driver.fail["cuLaunchKernel"] = int(function in kernels)
+            launch(function, *others)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(driver, "launch", refused)
+            assert not rig.restore(rig.transfers(names(PAGES), pages))
+        assert rig.restore(rig.transfers(names(PAGES), pages))
+        assert copied_pages(rig) != before
 
 
 @pytest.mark.parametrize("unit", [16, 4, 1])

@@ -302,12 +302,13 @@ class Gpu:
             left_s = max(0.0, deadline_s - time.monotonic())
             if not wait_until(lambda s=stream: self.driver.is_stream_done(s), left_s):  # type: ignore[misc]
                 raise DeviceTimeout("a stream of the GPU did not end; end the process")
-            self.driver.destroy_stream(stream)
         self._marks.close()
         self.events.release([self._left])
         for part in (self.share, self._rare, self._short):
             if part is not None:
                 part.close()
+        for stream in (self.copy_stream, self.leaving):
+            self.driver.destroy_stream(stream)
         self.events.close()
         if self._modules is not None:
             self._modules.close()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 
@@ -71,7 +72,6 @@ class TableCopies(Owned):
         spans = table[: 5 * len(targets)]
         function = self._functions[max(u for u in _UNITS_NBYTES if not (spans % u).any())]
         event: list[int] = []
-        self._events.acquire(1, event)
         programs = min(count, _PROGRAMS)
         numbers = (len(targets), len(to), programs)
         arguments = [
@@ -79,8 +79,14 @@ class TableCopies(Owned):
             *((number, ctypes.c_int32) for number in numbers),
             *_SCRATCH,
         ]
-        self._driver.launch(function, programs, 32 * _WARPS, arguments, stream)
-        self._driver.record_event(event[0], stream)
+        try:
+            self._events.acquire(1, event)
+            self._driver.launch(function, programs, 32 * _WARPS, arguments, stream)
+            self._driver.record_event(event[0], stream)
+        except BaseException:  # no event tells whether the table is still read
+            owner.is_free = partial(self._driver.is_stream_done, stream)
+            self._events.release(event)
+            raise
 
         def is_read() -> bool:
             if not self._driver.is_event_done(event[0]):
@@ -92,7 +98,7 @@ class TableCopies(Owned):
         return True
 
     def close(self) -> None:
-        """Releases everything; nothing may be on the streams."""
+        """Releases everything; nothing may be on the streams, which are still there."""
         assert not self._tables.arena.in_use, "nothing is on the streams"
         for module in self._modules:
             self._driver.unload_module(module)
