@@ -45,7 +45,7 @@ from tutti.memory.host_memory import HostMemory
 from tutti.pool.block_io import BlockIo, opened_io
 from tutti.pool.member_controller import open_controller
 from tutti.pool.members import Members
-from tutti.pool.record_table import BLOCK_RECORDS, RecordTable
+from tutti.pool.record_table import RecordTable
 from tutti.transfers.core import Core
 from tutti.transfers.store_config import StoreConfig
 
@@ -402,10 +402,10 @@ class _Verifier:
         self._core = Core(engine, members, StoreConfig(digest_cache_nbytes=0))
         self._timeout_s = 2 * self._core.config.timeout_s
         layout = members.layout
-        pages = min(_MEMORY_NBYTES // layout.object_nbytes // _BATCHES, BLOCK_RECORDS)
+        self._table = RecordTable(engine, members, blocks=1)
+        pages = min(_MEMORY_NBYTES // layout.object_nbytes // _BATCHES, self._table.block_records)
         self._pages = max(1, pages)  # of one batch
         self._pool = HostMemory.allocate(layout, self._pages * _BATCHES)
-        self._table = RecordTable(engine, members, blocks=1)
         self._regions: list[DmaRegion] = []
 
     def __enter__(self) -> _Verifier:

@@ -31,21 +31,28 @@ from tutti.pool.members import Members
 from tutti.pool.slot_extents import record_places
 from tutti.pool.slot_jobs import SlotJobs, SlotJobStruct
 
-#: Records that one staging block holds, 4 MiB: the most pages of one put batch.
-BLOCK_RECORDS = 1024
+#: The fewest and the most records of a staging block, and the bytes of objects between the two.
+BLOCK_RECORDS_MIN, _BLOCK_RECORDS_MAX = 64, 1024
+_BLOCK_OBJECTS_NBYTES = 256 << 20
 
 
 class RecordTable(Owned):
-    """Reads and writes records through a bounded set of registered staging blocks.  Thread-safe."""
+    """Reads and writes records through a bounded set of registered staging blocks.  Thread-safe.
+
+    block_records: records that a block holds, at most 4 MiB of them: the pages of one put batch,
+    whose records cost little in comparison.
+    """
 
     def __init__(self, engine: Engine, members: Members, *, blocks: int) -> None:
         self._members = members
-        self._geometry = members.geometry
-        self._buffer = HostBuffer(blocks * BLOCK_RECORDS * RECORD_NBYTES)
+        self._geometry = geometry = members.geometry
+        most = _BLOCK_OBJECTS_NBYTES // (geometry.slice_nbytes * geometry.layers)
+        self.block_records = min(_BLOCK_RECORDS_MAX, max(BLOCK_RECORDS_MIN, most))
+        self._buffer = HostBuffer(blocks * self.block_records * RECORD_NBYTES)
         self._region = engine.controller.register(self._buffer)
         self._records = self._buffer.array.view(RECORD_DTYPE)
         self._memory: PagedMemory = flat_memory(
-            self._buffer.address, RECORD_NBYTES, blocks * BLOCK_RECORDS, self._buffer
+            self._buffer.address, RECORD_NBYTES, blocks * self.block_records, self._buffer
         )
         self._nsids = np.array([members.nsid(m) for m in range(members.count)], np.uint32)
         places, nlb = record_places(members.geometry, self._nsids), members.geometry.record_nlb
@@ -76,7 +83,7 @@ class RecordTable(Owned):
             return self._free.pop() if self._free else None
 
     def reserve(self, timeout_s: float) -> int:
-        """A staging block of BLOCK_RECORDS records.  DeviceTimeout when none became free."""
+        """A staging block of ``block_records`` records.  DeviceTimeout when none became free."""
         with self._lock:
             if not self._free and not self._changed.wait_for(lambda: bool(self._free), timeout_s):
                 raise DeviceTimeout(
@@ -99,8 +106,8 @@ class RecordTable(Owned):
         fua: bool = False,
         timeout_s: float = 30.0,
     ) -> Job:
-        """Writes the records of at most BLOCK_RECORDS slots, consecutive ones by one command."""
-        records = self._records[block * BLOCK_RECORDS :][: content.slots.size]
+        """Writes the records of at most ``block_records`` slots, each run by one command."""
+        records = self._staged(block, content.slots.size)
         order, slots = self._order(content.slots), content.slots
         if order is None:
             fill_records(records, self._members.identity(0), content)
@@ -126,7 +133,7 @@ class RecordTable(Owned):
         return statuses
 
     def read(self, block: int, slots: Slots, *, timeout_s: float) -> Job:
-        """Reads the records of at most BLOCK_RECORDS slots, in their order, into a block."""
+        """Reads the records of at most ``block_records`` slots, in their order, into a block."""
         return self._submit(OPCODE_READ, block, slots, None, fua=False, timeout_s=timeout_s)
 
     def check(
@@ -137,7 +144,7 @@ class RecordTable(Owned):
         Fills ``digests`` (n, layers).  Returns (n,): 0 the record is not that of this key, 1 it
         is and has digests, 2 it is and has none.
         """
-        records = self._records[block * BLOCK_RECORDS :][: slots.size]
+        records = self._staged(block, slots.size)
         members, local = self._geometry.split_members(slots)
         right = np.zeros(slots.size, np.bool_)
         for member in np.unique(members).tolist():
@@ -153,9 +160,13 @@ class RecordTable(Owned):
 
     def content(self, block: int, n: int) -> npt.NDArray[np.void]:
         """A copy of the first n records of a block, after a ``read``; see ``check``."""
-        raw = self._records[block * BLOCK_RECORDS :][:n].view(np.uint8).reshape(-1, RECORD_NBYTES)
+        raw = self._staged(block, n).view(np.uint8).reshape(-1, RECORD_NBYTES)
         records: npt.NDArray[np.void] = raw.copy().view(RECORD_DTYPE)[:, 0]
         return records
+
+    def _staged(self, block: int, n: int) -> npt.NDArray[np.void]:
+        """The first n records of a block."""
+        return self._records[block * self.block_records :][:n]
 
     def _order(self, slots: Slots) -> Slots | None:
         """Slots by member: what lies together in staging is filled and written together.
@@ -177,8 +188,8 @@ class RecordTable(Owned):
         fua: bool,
         timeout_s: float,
     ) -> Job:
-        assert slots.size <= BLOCK_RECORDS, "a block holds BLOCK_RECORDS records"
-        first = block * BLOCK_RECORDS
+        assert slots.size <= self.block_records, "a block holds block_records records"
+        first = block * self.block_records
         pages = np.arange(first, first + slots.size, dtype=np.uint32)
         return self._jobs.start(
             opcode,

@@ -29,7 +29,7 @@ from tutti.medium.slot_record import (
     tenant_of,
 )
 from tutti.placement.index import MISSING, SlotState
-from tutti.pool.record_table import BLOCK_RECORDS, RecordTable
+from tutti.pool.record_table import RecordTable
 from tutti.transfers.core import Core
 from tutti.transfers.expiry import Expiry
 from tutti.transfers.reclaim import Reclaimer, deallocate_empty
@@ -206,8 +206,9 @@ class Catalogue(Owned):
     def _records(self, keys: Keys) -> Iterator[tuple[Slots, npt.NDArray[np.void]]]:
         """(slots, their records), a block at a time; the objects stay while it is looked at."""
         core, keys = self._core, as_keys(keys)
-        for start in range(0, len(keys), BLOCK_RECORDS):
-            some = np.ascontiguousarray(keys[start : start + BLOCK_RECORDS])
+        most = self._table.block_records
+        for start in range(0, len(keys), most):
+            some = np.ascontiguousarray(keys[start : start + most])
             with core.admitted(core.config.timeout_s), self._changing:
                 with core.lock:
                     slots = self._resident(some)

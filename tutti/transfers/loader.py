@@ -36,7 +36,7 @@ from tutti.placement.load_plan import (
     LoadAnswer,
     LoadPlan,
 )
-from tutti.pool.record_table import BLOCK_RECORDS, RecordTable
+from tutti.pool.record_table import RecordTable
 from tutti.pool.slot_jobs import NOT_STARTED
 from tutti.transfers.core import Core
 from tutti.transfers.reclaim import Reclaimer
@@ -294,8 +294,9 @@ class Loader:
     def _start_records(self, batch: _Pages, rows: Slots) -> list[_RecordRead]:
         """Starts to read the records of rows, as far as staging is free; one block at least."""
         reads: list[_RecordRead] = []
-        for start in range(0, rows.size, BLOCK_RECORDS):
-            part = rows[start : start + BLOCK_RECORDS]
+        most = self._table.block_records
+        for start in range(0, rows.size, most):
+            part = rows[start : start + most]
             try:
                 block = self._table.reserve(0.0 if reads else self._core.config.timeout_s)
             except DeviceTimeout:

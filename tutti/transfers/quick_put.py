@@ -20,7 +20,7 @@ from tutti.medium.keys import KEY_NBYTES
 from tutti.medium.slot_record import COUNTER_MAX
 from tutti.native import address, quick
 from tutti.placement.index import SlotState
-from tutti.pool.record_table import BLOCK_RECORDS, RecordTable
+from tutti.pool.record_table import RecordTable
 from tutti.pool.slot_jobs import PutStruct
 from tutti.transfers.core import Core
 from tutti.transfers.put_request import PutTogether
@@ -123,7 +123,7 @@ class QuickPuts:
             put.keys, put.parents = address(request.keys), address(request.parents)
             put.depths, put.n, put.sequence = address(request.depths), n, core.sequence
             put.uses, put.access_64s = core.index.uses, core.now_64s()
-            put.first_page = block * BLOCK_RECORDS
+            put.first_page = block * self._table.block_records
             put.staging = self._staging + put.first_page * RECORD_NBYTES
             if core.members.superblocks is not self._superblocks:
                 self._look()

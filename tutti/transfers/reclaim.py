@@ -16,7 +16,7 @@ from tutti.errors import DeviceTimeout, PoolClosed, TuttiError
 from tutti.gio_uring.job import Job
 from tutti.medium.slot_record import COUNTER_MAX, RecordContent, RecordState
 from tutti.placement.index import SlotState
-from tutti.pool.record_table import BLOCK_RECORDS, RecordTable
+from tutti.pool.record_table import RecordTable
 from tutti.transfers.core import Core
 
 _log = logging.getLogger(__name__)
@@ -106,8 +106,9 @@ class Reclaimer:
         self._enqueue(slots, SlotState.QUARANTINED)
 
     def _enqueue(self, slots: Slots, outcome: SlotState, tries: int = 0) -> None:
-        for start in range(0, slots.size, BLOCK_RECORDS):
-            self._queue.append((slots[start : start + BLOCK_RECORDS], outcome, tries))
+        most = self._table.block_records
+        for start in range(0, slots.size, most):
+            self._queue.append((slots[start : start + most], outcome, tries))
         self._issue()
 
     def _issue(self) -> None:

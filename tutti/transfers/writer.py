@@ -32,7 +32,7 @@ from tutti.medium.slot_record import RecordContent, RecordState
 from tutti.native import NativePutRequest
 from tutti.placement.allocator import PlacedChain
 from tutti.placement.index import SlotState
-from tutti.pool.record_table import BLOCK_RECORDS, RecordTable
+from tutti.pool.record_table import BLOCK_RECORDS_MIN, RecordTable
 from tutti.transfers.core import Core
 from tutti.transfers.put_request import PutPart, PutRequest, PutTogether
 from tutti.transfers.quick_put import QuickPut, QuickPuts
@@ -41,8 +41,6 @@ from tutti.transfers.tickets import Outcome, PutProgress
 
 _log = logging.getLogger(__name__)
 
-BATCH_NBYTES = 256 << 20
-BATCH_PAGES_MIN = 64
 _BLOCKS = 6
 _NO_BLOCK = -1
 _NOWHERE = PagedMemory(np.zeros((1, 1), np.uint64), (0,), (0,), 0)
@@ -90,9 +88,8 @@ class Writer:
         self._core = core
         self._reclaimer = reclaimer
         self._table = RecordTable(core.engine, core.members, blocks=_BLOCKS)
-        object_nbytes = core.geometry.slice_nbytes * core.layers
-        self.batch_pages = min(BLOCK_RECORDS, max(BATCH_PAGES_MIN, BATCH_NBYTES // object_nbytes))
-        self._quick = QuickPuts(core, self._table, BATCH_PAGES_MIN, reclaimer.reserve_slots)
+        self.batch_pages = self._table.block_records
+        self._quick = QuickPuts(core, self._table, BLOCK_RECORDS_MIN, reclaimer.reserve_slots)
         self.active = 0  # batches under way
         self.finished = 0  # batches that ended
         self.batch_ended: Callable[[], object] = lambda: None  # called after each
