@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import string
 
 import pytest
 import xxhash
@@ -24,8 +25,21 @@ def test_digits_stand_for_the_bytes_of_the_hash(nbytes: int, n: int, seed: rando
     assert (keys == object_keys(FINGERPRINT, hashes)).all()
 
 
+@given(nbytes=st.integers(1, 40), where=st.integers(0, 79), digit=st.characters())
+def test_each_digit_is_looked_at(nbytes: int, where: int, digit: str) -> None:
+    name = "a" * 2 * nbytes
+    other = name[: where % len(name)] + digit + name[where % len(name) + 1 :]
+    keys = page_keys(FINGERPRINT, NO_UPDATE, [name, other])
+    raw = bytes.fromhex(other) if digit in string.hexdigits else other.encode()
+    assert (keys == object_keys(FINGERPRINT, [bytes.fromhex(name), raw])).all()
+
+
 def test_names_that_are_not_hexadecimal_count_as_their_bytes() -> None:
-    for names in (["xy", "ab"], ["abc", "abd"], ["é", "a"], ["ab cd", "ab-cd"]):
+    long = "0123456789abcdef" * 2
+    for names in (
+        *(["xy", "ab"], ["abc", "abd"], ["é", "a"], ["ab cd", "ab-cd"], ["aa", "a", "aaa"]),
+        *([long, long[:-1] + "g"], [long + "ab", long + "\n0"], ["ab\n", "a"]),
+    ):
         keys = page_keys(FINGERPRINT, NO_UPDATE, names)
         for row, name in zip(keys, names, strict=True):
             assert row.tobytes() == page_keys(FINGERPRINT, NO_UPDATE, [name])[0].tobytes()

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -212,6 +213,7 @@ _PROTOTYPES: Prototypes = {
 #: Calls of microseconds, which keep the GIL: to give it up and take it again costs more.
 _QUICK: Prototypes = {
     "tutti_object_keys": (None, (_POINTER, _POINTER, _U64, _U64, _POINTER)),
+    "tutti_named_keys": (_U32, (_POINTER, _POINTER, _U64, _U64, _POINTER)),
     "tutti_index_match": (_U64, (_INDEX, _POINTER, _U64, _U32, _POINTER)),
     "tutti_index_find": (_U64, (_INDEX, _POINTER, _U64, _POINTER)),
     "tutti_index_unpin": (_I64, (_INDEX, _POINTER, _U64)),
@@ -309,6 +311,19 @@ def object_keys(fingerprint: bytes, hashes: Bytes) -> Bytes:
     keys = np.empty((n, 16), np.uint8)
     quick().tutti_object_keys(fingerprint, address(hashes), n, nbytes, address(keys))
     return keys
+
+
+def named_keys(fingerprint: bytes, names: Sequence[str]) -> Bytes | None:
+    """As `object_keys`, of hexadecimal digits; None unless all names are that, of one length."""
+    n, digits = len(names), len(names[0])
+    # With line feeds between them the length of the whole tells that of each.
+    text = "\n".join(names).encode(errors="replace")
+    nbytes, odd = divmod(digits, 2)
+    if odd or not 0 < nbytes <= HASH_NBYTES_MAX or len(text) != n * (digits + 1) - 1:
+        return None
+    keys = np.empty((n, 16), np.uint8)
+    is_right = quick().tutti_named_keys(fingerprint, text, n, nbytes, address(keys))
+    return keys if is_right else None
 
 
 def _count_records(records: npt.NDArray[Any]) -> int:

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import binascii
-import contextlib
 from collections.abc import Sequence
 
-import numpy as np
 import xxhash
 
 from tutti import native
@@ -23,12 +20,10 @@ def page_keys(fingerprint: bytes, weights: bytes, hashes: Sequence[str]) -> Keys
     check_key("fingerprint", fingerprint)
     if weights:
         fingerprint = xxhash.xxh3_128_digest(fingerprint + weights)
-    sizes = set(map(len, hashes))
-    if len(sizes) == 1 and 0 < max(sizes) <= 2 * native.HASH_NBYTES_MAX and max(sizes) % 2 == 0:
-        with contextlib.suppress(ValueError):  # some are no hexadecimal digits
-            raw = np.frombuffer(binascii.unhexlify("".join(hashes)), np.uint8)
-            return native.object_keys(fingerprint, raw.reshape(len(hashes), -1))
-    return object_keys(fingerprint, [_hash_bytes(name) for name in hashes])
+    keys = native.named_keys(fingerprint, hashes) if hashes else None
+    if keys is None:
+        keys = object_keys(fingerprint, [_hash_bytes(name) for name in hashes])
+    return keys
 
 
 def _hash_bytes(name: str) -> bytes:

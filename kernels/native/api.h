@@ -36,6 +36,11 @@ TUTTI_API uint32_t tutti_isa_best(void);
 constexpr uint64_t kTuttiHashBytesMax = 112;
 TUTTI_API void tutti_object_keys(const uint8_t* fingerprint, const uint8_t* hashes, uint64_t n,
                                  uint64_t nbytes, uint8_t* keys);
+// As above, of hashes that are written as 2 * nbytes hexadecimal digits each, with one line feed
+// between two. 0, and keys are undefined, where the text is not that; it has n * (2 * nbytes + 1) -
+// 1 bytes.
+TUTTI_API uint32_t tutti_named_keys(const uint8_t* fingerprint, const uint8_t* text, uint64_t n,
+                                    uint64_t nbytes, uint8_t* keys);
 
 // CRC32C (Castagnoli, RFC 3720 appendix B.4). `seed` is the CRC of what came before, 0 at first.
 // `_table` is the portable path, exported for tests.

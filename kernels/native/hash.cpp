@@ -187,6 +187,43 @@ void digest_128(const u8* p, u64 nbytes, u8* digest) {
   std::memcpy(digest, words, sizeof words);
 }
 
+constexpr u32 kDigits = 16;  // decoded at a time
+
+// The bytes of 16 hexadecimal digits; false where some are no digits.
+bool decode_digits(const u8* text, u8* bytes) {
+  const __m128i all = _mm_loadu_si128(reinterpret_cast<const __m128i*>(text));
+  const __m128i figure = _mm_sub_epi8(all, _mm_set1_epi8('0'));
+  const __m128i small = _mm_or_si128(all, _mm_set1_epi8(0x20));
+  const __m128i letter = _mm_sub_epi8(small, _mm_set1_epi8('a'));
+  const __m128i is_figure = _mm_cmpeq_epi8(_mm_min_epu8(figure, _mm_set1_epi8(9)), figure);
+  const __m128i is_letter = _mm_cmpeq_epi8(_mm_min_epu8(letter, _mm_set1_epi8(5)), letter);
+  if (_mm_movemask_epi8(_mm_or_si128(is_figure, is_letter)) != 0xFFFF) return false;
+  const __m128i of_letter = _mm_add_epi8(letter, _mm_set1_epi8(10));
+  const __m128i value =
+      _mm_or_si128(_mm_and_si128(is_figure, figure), _mm_and_si128(is_letter, of_letter));
+  // In each pair the first digit is the high one, and the low byte of the word.
+  const __m128i both = _mm_or_si128(_mm_slli_epi16(value, 4), _mm_srli_epi16(value, 8));
+  const __m128i words = _mm_and_si128(both, _mm_set1_epi16(0xFF));
+  _mm_storel_epi64(reinterpret_cast<__m128i*>(bytes), _mm_packus_epi16(words, words));
+  return true;
+}
+
+// The same of any even number of digits.
+bool decode_name(const u8* text, u64 digits, u8* bytes) {
+  u64 done = 0;
+  for (; done + kDigits <= digits; done += kDigits) {
+    if (!decode_digits(text + done, bytes + done / 2)) return false;
+  }
+  if (done == digits) return true;
+  u8 rest[kDigits];
+  u8 decoded[kDigits / 2];
+  std::memset(rest, '0', sizeof rest);
+  std::memcpy(rest, text + done, digits - done);
+  if (!decode_digits(rest, decoded)) return false;
+  std::memcpy(bytes + done / 2, decoded, (digits - done) / 2);
+  return true;
+}
+
 }  // namespace
 
 uint64_t tutti::xxh3_segments(const Segment* segments, uint32_t n) {
@@ -213,4 +250,18 @@ void tutti_object_keys(const uint8_t* fingerprint, const uint8_t* hashes, uint64
     std::memcpy(both + kTuttiKeyBytes, hashes + i * nbytes, nbytes);
     digest_128(both, kTuttiKeyBytes + nbytes, keys + i * kTuttiKeyBytes);
   }
+}
+
+uint32_t tutti_named_keys(const uint8_t* fingerprint, const uint8_t* text, uint64_t n,
+                          uint64_t nbytes, uint8_t* keys) {
+  u8 both[kTuttiKeyBytes + kTuttiHashBytesMax];
+  std::memcpy(both, fingerprint, kTuttiKeyBytes);
+  const u64 digits = 2 * nbytes;
+  for (u64 i = 0; i < n; ++i) {
+    const u8* const name = text + i * (digits + 1);
+    if (i + 1 < n && name[digits] != '\n') return 0;
+    if (!decode_name(name, digits, both + kTuttiKeyBytes)) return 0;
+    digest_128(both, kTuttiKeyBytes + nbytes, keys + i * kTuttiKeyBytes);
+  }
+  return 1;
 }

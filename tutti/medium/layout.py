@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import TypedDict, Unpack
 
 import xxhash
@@ -207,7 +207,7 @@ class KVLayout:
         """Payload of one page over all layers."""
         return self.layers * self.slice_nbytes
 
-    @property
+    @cached_property
     def fingerprint(self) -> bytes:
         """16 bytes: XXH3-128 of `to_json()`, canonical byte order."""
         return xxhash.xxh3_128_digest(self.to_json().encode("ascii"))

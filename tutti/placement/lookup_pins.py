@@ -62,13 +62,16 @@ class LookupPins:
         Returns how many of them, from the first on (with ``last`` the last ones): what others keep
         already costs nothing, and the rest goes as far as there is room.
         """
-        name = next(self._nameless) if holder is None else holder
-        before = self._held.get(name)
-        if before is not None and np.array_equal(before[1], slots):
-            self._held[name] = self._clock, before[1]
-            self._held.move_to_end(name)
-            return slots.size
-        self.release(name)
+        name: str | int
+        if holder is None:
+            name = next(self._nameless)
+        else:
+            name, before = holder, self._held.get(holder)
+            if before is not None and np.array_equal(before[1], slots):
+                self._held[name] = self._clock, before[1]
+                self._held.move_to_end(name)
+                return slots.size
+            self.release(name)
         self._is_changing = True
         room = max(0, self._slots_max - self.reserved - self.count)
         fresh = ctypes.c_uint64()
