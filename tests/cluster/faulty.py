@@ -15,11 +15,12 @@ HANG_S = 3600.0
 
 
 class FaultyStore:
-    """Values are files of the folder; its file `fault` names the fault to inject, `calls` what was
-    asked."""
+    """Values are files of the folder, those of a tenant begin with its name; its file `fault` names
+    the fault to inject, `calls` what was asked."""
 
     def __init__(self, options: Mapping[str, str], address: int, nbytes: int) -> None:
         self._folder = Path(options["folder"])
+        self._tenant = options.get("tenant_id", "")
         self._memory = (ctypes.c_char * nbytes).from_address(address)
         self._base = address
         if self._fault() == "unreachable":
@@ -31,7 +32,7 @@ class FaultyStore:
 
     def _begin(self, op: str, names: Sequence[str]) -> None:
         with open(self._folder / "calls", "a") as calls:
-            calls.write(f"{op} {len(names)}\n")
+            calls.write(f"{op} {len(names)} {self._tenant}".rstrip() + "\n")
         fault = self._fault()
         if fault == "hang" or fault == f"hang-{op}":
             time.sleep(HANG_S)
@@ -43,7 +44,7 @@ class FaultyStore:
             time.sleep(0.2)
 
     def _path(self, name: str) -> Path:
-        return self._folder / name.replace("/", "_")
+        return self._folder / (self._tenant + name.replace("/", "_"))
 
     def exists(self, names: Sequence[str]) -> list[ValueStatus]:
         self._begin("exists", names)
@@ -70,6 +71,8 @@ class FaultyStore:
 
     def put(self, names: Sequence[str], addresses: Sequence[int], nbytes: int) -> list[ValueStatus]:
         self._begin("put", names)
+        if self._fault() == "full" and self._tenant:
+            return [ValueStatus.ABSENT] * len(names)
         for name, address in zip(names, addresses, strict=True):
             start = address - self._base
             self._path(name).write_bytes(self._memory[start : start + nbytes])
@@ -85,7 +88,7 @@ class Faults:
 
     def set(self, fault: str) -> None:
         """One of "", flip, swap, fail, hang, hang-OPERATION, die, raise, raise-OPERATION, slow,
-        unreachable."""
+        unreachable, full (only tenants)."""
         (self.folder / "next").write_text(fault)
         os.replace(self.folder / "next", self.folder / "fault")
 

@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -89,9 +89,10 @@ class Far:
 class Cluster:
     """One master and its segment servers, over TCP on 127.0.0.1, or some of them far away."""
 
-    def __init__(self, logs: Path, address: str = _HERE) -> None:
+    def __init__(self, logs: Path, address: str = _HERE, tenants: Sequence[str] = ()) -> None:
         self._logs = logs
         self._address = address
+        self._tenants = tenants
         self.port = free_port()
         self.segments: list[subprocess.Popen[bytes]] = []
         self.master = self._start("mooncake_master", *self._master_options())
@@ -124,7 +125,30 @@ class Cluster:
             f"--metrics_host={_HERE}",
             f"--metrics_port={free_port()}",
             "--client_ttl=5",
+            *self._quotas(),
         ]
+
+    def _quotas(self) -> list[str]:
+        """Options of a master that admits these tenants only, each with a quota."""
+        if not self._tenants:
+            return []
+        policy = self._logs / "tenants.yaml"
+        lines = [f"  - name: {name}\n    quota: 16MB\n" for name in self._tenants]
+        policy.write_text("".join(["version: 1\ntenants:\n", *lines]))
+        return ["--enable_multi_tenants", f"--tenant_quota_connector_uri={policy}"]
+
+    def has(self, tenant: str, names: Sequence[str]) -> list[bool]:
+        """Which keys a plain client of Mooncake finds as this tenant."""
+        asks = (
+            "import os, sys; from mooncake.store import MooncakeDistributedStore as Store\n"
+            "store = Store(); master, tenant, *names = sys.argv[1:]; own = master.split(':')[0]\n"
+            "made = (own, 'P2PHANDSHAKE', 0, 0, 'tcp', '', master)\n"
+            "assert store.setup(*made, tenant_id=tenant) == 0\n"
+            "print(*store.batch_is_exist(names), flush=True); os._exit(0)"
+        )
+        command = [python(), "-c", asks, f"{self._address}:{self.port}", tenant, *names]
+        answer = subprocess.run(command, stdout=subprocess.PIPE, check=True, timeout=WAIT_S)
+        return [word == b"1" for word in answer.stdout.split()]
 
     def _start(
         self, name: str, *options: str, enter: tuple[str, ...] = ()
@@ -154,10 +178,12 @@ class Cluster:
 
 
 @contextlib.contextmanager
-def running(folder: Path, segments: int = 1, address: str = _HERE) -> Iterator[Cluster]:
+def running(
+    folder: Path, segments: int = 1, address: str = _HERE, tenants: Sequence[str] = ()
+) -> Iterator[Cluster]:
     os.environ.setdefault("GLOG_minloglevel", "2")
     folder.mkdir()
-    cluster = Cluster(folder, address)
+    cluster = Cluster(folder, address, tenants)
     try:
         for _ in range(segments):
             cluster.add_segment()

@@ -38,10 +38,11 @@ class Node:
         self.store: NodeStore = self.agent.connect()
         self.memory = self.store.allocate_memory(2 * PAGES)
 
-    def put(self, keys: Keys) -> None:
+    def put(self, keys: Keys, namespace: str = "") -> None:
         for page, key in enumerate(keys):
             self.memory.write(page, content(key.tobytes()))
-        self.store.put(keys, range(len(keys)), memory=self.memory).wait(WAIT_S)
+        ticket = self.store.put(keys, range(len(keys)), memory=self.memory, namespace=namespace)
+        ticket.wait(WAIT_S)
 
     def load(self, keys: Keys) -> None:
         """Loads keys and compares every byte."""

@@ -23,6 +23,7 @@ import tutti
 from store.pools import some_keys
 from tutti.base.arrays import Keys
 from tutti.cluster.remote_store import RemoteConfig
+from tutti.node.client import NodeStore
 
 pytestmark = pytest.mark.slow
 
@@ -168,36 +169,88 @@ def test_replicas_outlive_one_segment_server(tmp_path: Path, cluster: Cluster, s
         second.load(keys)
 
 
-def test_tutti_serve_shares_pages_with_another_agent(
-    tmp_path: Path, cluster: Cluster, seed: int
-) -> None:
-    keys = some_keys(np.random.default_rng(seed), 4)
+@contextlib.contextmanager
+def two_agents(tmp_path: Path, url: str) -> Iterator[tuple[NodeStore, NodeStore]]:
+    """Clients of two agents as a user starts them, with a pool each."""
     agents: list[subprocess.Popen[str]] = []
     try:
         for name in ("a", "b"):
             (tmp_path / name).mkdir()
-            options = ("--remote", cluster.url(client_ttl=1, replicate="first"))
-            agents.append(start_process(tmp_path / name / "s", tmp_path / name, *options))
+            agents.append(start_process(tmp_path / name / "s", tmp_path / name, "--remote", url))
         with (
             tutti.connect(str(tmp_path / "a" / "s"), LAYOUT, "32MiB") as first,
             tutti.connect(str(tmp_path / "b" / "s"), LAYOUT, "32MiB") as second,
         ):
-            memory = first.allocate_memory(4)
-            raw = np.random.default_rng(seed).bytes(LAYOUT.object_nbytes)
-            for page in range(4):
-                memory.write(page, raw)
-            first.put(keys, range(4)).wait(SLACK_S)
-            until(lambda: first.stats()["remote"]["replicated"] == 4, "not replicated")
-            until(lambda: second.match(keys) == 4, "not fetched")
-            mine = second.allocate_memory(4)
-            ticket = second.load(keys, range(4))
-            ticket.wait(SLACK_S)
-            assert ticket.wait_settled(SLACK_S)
-            assert all(mine.read(page) == raw for page in range(4))
+            yield first, second
     finally:
         for agent in agents:
             agent.send_signal(signal.SIGTERM)
             assert agent.wait(SLACK_S) == 0
+
+
+def load_equal(store: NodeStore, keys: Keys, raw: bytes) -> None:
+    """Every page of keys has these bytes."""
+    memory = store.allocate_memory(len(keys))
+    ticket = store.load(keys, range(len(keys)))
+    ticket.wait(SLACK_S)
+    assert ticket.wait_settled(SLACK_S)
+    assert all(memory.read(page) == raw for page in range(len(keys)))
+
+
+def test_tutti_serve_shares_pages_with_another_agent(
+    tmp_path: Path, cluster: Cluster, seed: int
+) -> None:
+    keys = some_keys(np.random.default_rng(seed), 4)
+    with two_agents(tmp_path, cluster.url(client_ttl=1, replicate="first")) as (first, second):
+        memory = first.allocate_memory(4)
+        raw = np.random.default_rng(seed).bytes(LAYOUT.object_nbytes)
+        for page in range(4):
+            memory.write(page, raw)
+        first.put(keys, range(4)).wait(SLACK_S)
+        until(lambda: first.stats()["remote"]["replicated"] == 4, "not replicated")
+        until(lambda: second.match(keys) == 4, "not fetched")
+        load_equal(second, keys, raw)
+
+
+def test_tutti_serve_puts_namespaces_in_tenants(tmp_path: Path, seed: int) -> None:
+    """The master admits the tenant of the first namespace, and not that of the second."""
+    keys = some_keys(np.random.default_rng(seed), 6)
+    admitted = ("default", "team-a")
+    with running(tmp_path / "mooncake", tenants=admitted) as cluster:
+        url = cluster.url(client_ttl=1, replicate="first", tenants="team-a,team-b")
+        with two_agents(tmp_path, url) as (first, second):
+            memory = first.allocate_memory(2)
+            raw = np.random.default_rng(seed).bytes(LAYOUT.object_nbytes)
+            for page in range(2):
+                memory.write(page, raw)
+
+            def put(keys: Keys, namespace: str) -> None:
+                first.put(keys, range(2), namespace=namespace).wait(SLACK_S)
+
+            def copied() -> bool:
+                put(keys[:2], "")  # again: a segment server needs a while to join
+                put(keys[2:4], "team-a")
+                time.sleep(0.2)
+                return bool(first.stats()["remote"]["replicated"] == 4)
+
+            until(copied, "not replicated")
+            names = [
+                f"tutti/default/{LAYOUT.fingerprint.hex()}/{key.tobytes().hex()}" for key in keys
+            ]
+            assert cluster.has("default", names) == [True, True, *[False] * 4]
+            assert cluster.has("team-a", names) == [False, False, True, True, False, False]
+            before = first.stats()["remote"]
+            put(keys[4:], "team-b")
+            until(
+                lambda: (
+                    first.stats()["remote"]["replicate_failed"] == before["replicate_failed"] + 2
+                ),
+                "the master took pages of a tenant that it does not know",
+            )
+            assert first.stats()["remote"]["failures"] == before["failures"]
+            until(lambda: second.match(keys) == 4, "not fetched")
+            load_equal(second, keys[:4], raw)
+            assert len(second.catalogue.keys("team-a")) == 2
 
 
 @pytest.mark.parametrize("said", [b"\xff" * 4096, b""], ids=["garbage", "nothing"])

@@ -275,6 +275,14 @@ def test_recent_keys_expire() -> None:
         ("mooncake://host:1?replica_num=x", "replica_num"),
         ("mooncake://host:1?namespace=", "namespace of --remote is empty"),
         ("mooncake://[::1]:1", "IPv6"),
+        ("mooncake://host:1?tenants=", "tenants of --remote is empty"),
+        ("mooncake://host:1?tenants=a,,b", "'' cannot be a tenant"),
+        ("mooncake://host:1?tenants=_a", "'_a' cannot be a tenant"),
+        ("mooncake://host:1?tenants=a%0a", "cannot be a tenant"),
+        ("mooncake://host:1?tenants=a,b,a", "'a' and 'a' cannot be told apart; name each once"),
+        ("mooncake://host:1?tenants=a,default", "'default' is tenant_id"),
+        ("mooncake://host:1?tenant_id=b&tenants=a,b", "'b' is tenant_id"),
+        ("mooncake://host:1?tenants=" + ",".join("abcdefghijklmnopq"), "17 tenants .* at most 16"),
     ],
 )
 def test_a_wrong_remote_is_refused(url: str, what: str) -> None:
@@ -288,6 +296,9 @@ def test_a_remote_by_its_address() -> None:
     )
     assert config.options == {"replica_num": "2", "master_server_address": "10.0.0.1:50051"}
     assert (config.namespace, config.queue_nbytes, config.client_ttl_s) == ("prod", 1 << 30, 8.0)
+    assert config.tenants == ()
+    config = RemoteConfig.parse("mooncake://10.0.0.1:50051?tenant_id=rest&tenants=team-a,default")
+    assert config.tenants == ("team-a", "default")
 
 
 def test_a_pool_that_is_busy_for_once_does_not_end_the_tier(

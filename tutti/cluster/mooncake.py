@@ -9,6 +9,7 @@ from tutti.cluster.remote_store import ValueStatus
 from tutti.errors import RemoteFailed
 
 _NOT_FOUND = -704  # Mooncake's OBJECT_NOT_FOUND
+_REFUSED = (-1700, -1701)  # TENANT_QUOTA_EXCEEDED, TENANT_NOT_REGISTERED
 _PORT = 9  # any; no packet is sent
 
 
@@ -57,7 +58,8 @@ class MooncakeStore:
         """See RemoteStore."""
         sizes = [nbytes] * len(names)
         codes = self._store.batch_put_from(list(names), list(addresses), sizes, self._replicas)
-        return [ValueStatus.DONE if code == 0 else ValueStatus.FAILED for code in codes]
+        refused = dict.fromkeys(_REFUSED, ValueStatus.ABSENT)
+        return [{0: ValueStatus.DONE, **refused}.get(code, ValueStatus.FAILED) for code in codes]
 
 
 def _own_address(master: str) -> str:

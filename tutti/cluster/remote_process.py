@@ -112,6 +112,7 @@ class RemoteProcess:
             layout.object_nbytes,
             staging.stride_nbytes,
             staging.nbytes,
+            config.tenants,
         )
         self._process: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None

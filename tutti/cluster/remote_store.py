@@ -16,9 +16,10 @@ from urllib.parse import parse_qsl, urlsplit
 from tutti.base.checks import one_of, seconds, whole
 from tutti.base.units import parse_nbytes
 from tutti.errors import ConfigError
+from tutti.medium.slot_record import tenant_of
 
 REPLICATE = ("second", "first", "off")
-
+TENANTS_MAX = 16  # each is a client of Mooncake, and a call for each look-up that misses
 
 #: Options of Mooncake by its own names.
 OPTIONS = frozenset(
@@ -35,6 +36,7 @@ _SETTINGS: Mapping[str, tuple[str, Callable[[str], Any]]] = {
     "queue": ("queue_nbytes", parse_nbytes),
     "prefetch": ("prefetch_nbytes", parse_nbytes),
     "staging": ("staging_nbytes", parse_nbytes),
+    "tenants": ("tenants", lambda names: tuple(names.split(","))),
 }
 
 
@@ -60,7 +62,10 @@ class RemoteStore(Protocol):
         """Reads values of ``nbytes`` each to addresses."""
 
     def put(self, names: Sequence[str], addresses: Sequence[int], nbytes: int) -> list[ValueStatus]:
-        """Stores values of ``nbytes`` each from addresses; those that are there may stay."""
+        """Stores values of ``nbytes`` each from addresses; those that are there may stay.
+
+        ABSENT for what a tenant may not store.
+        """
 
 
 @dataclass(frozen=True)
@@ -76,6 +81,8 @@ class RemoteConfig:
     not asked for; Mooncake's own name and meaning.  failures_max: calls that fail in a row before
     none is made for ``client_ttl_s``.  queue_nbytes: pages that wait for replication.
     prefetch_nbytes: pages that one look-up may fetch.  staging_nbytes: memory for both.
+    tenants: namespaces of the pool whose pages go to the tenant of the same name, made with it as
+    the option tenant_id; pages of the others go to the tenant_id of ``options``.
     """
 
     factory: str
@@ -89,6 +96,7 @@ class RemoteConfig:
     queue_nbytes: int = 256 << 20
     prefetch_nbytes: int = 1 << 30
     staging_nbytes: int = 64 << 20
+    tenants: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         one_of(*REPLICATE)("replicate", self.replicate)
@@ -98,6 +106,31 @@ class RemoteConfig:
         whole("failures_max", self.failures_max, 1, 2**31)
         for name in ("queue_nbytes", "prefetch_nbytes", "staging_nbytes"):
             whole(name, getattr(self, name), 1, 2**48)
+        self._check_tenants()
+
+    def _check_tenants(self) -> None:
+        if len(self.tenants) > TENANTS_MAX:
+            raise ConfigError(f"{len(self.tenants)} tenants are given; give at most {TENANTS_MAX}")
+        others = self.options.get("tenant_id", "default")
+        known: dict[int, str] = {}
+        for name in self.tenants:
+            if not name.strip() or name.startswith("_") or not name.isprintable():
+                raise ConfigError(
+                    f"{name!r} cannot be a tenant; give names with commas between them, without"
+                    " control characters and without an underscore at the start"
+                )
+            if name == others:
+                raise ConfigError(
+                    f"the tenant {name!r} is tenant_id, which takes all other namespaces; leave it"
+                    " out of tenants, or give another tenant_id"
+                )
+            number = tenant_of(name)
+            if number in known:
+                raise ConfigError(
+                    f"the tenants {known[number]!r} and {name!r} cannot be told apart; name each"
+                    " once, or rename one"
+                )
+            known[number] = name
 
     def check(self, verify: str) -> None:
         """Whether pages of a pool may be copied that verifies its loads so; or ConfigError."""

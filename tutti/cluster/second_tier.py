@@ -386,12 +386,15 @@ class Tier:
             expiry = round(until_s / EXPIRY_UNIT_S)
             names = (info.key, info.parent, info.depth, info.tenant)
             self._staging.set_head(page, *names, expiry, _VERSION)
-        done = self._call(PUT, own, pages) == ValueStatus.DONE
+        answers = self._call(PUT, own, pages)
+        done = answers == ValueStatus.DONE
         self._remember(self._replicated, own[done])
         self._count("replicated", int(np.count_nonzero(done)))
-        if not done.all():
-            self._count("replicate_failed", int(np.count_nonzero(~done)))
-            self._fail(own[~done], self._writes)
+        self._count("replicate_failed", int(np.count_nonzero(~done)))
+        self._remember(self._failed, own[~done])
+        failed = answers == ValueStatus.FAILED  # the others: a tenant's quota is no fault
+        if failed.any():
+            self._fail(own[failed], self._writes)
 
     def _read(self, keys: Keys, pages: U32) -> bool:
         """Reads objects of the pool into staging pages; whether all were right."""

@@ -18,7 +18,7 @@ import socket
 import struct
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from queue import SimpleQueue
 from typing import Any, NamedTuple
@@ -26,10 +26,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import xxhash
 
-from tutti.cluster.remote_store import RemoteStore, ValueStatus
+from tutti.cluster.remote_store import ValueStatus
+from tutti.cluster.tenants import OTHERS, TenantStores
 from tutti.errors import RemoteFailed
 from tutti.gio_uring.memory import address_of
 from tutti.medium.keys import KEY_NBYTES
+from tutti.medium.slot_record import tenant_of
 
 #: Behind the payload of a value: key, parent, depth, tenant, expiry (64 s), version; and XXH3-128
 #: of its name, the payload and these.
@@ -58,10 +60,11 @@ class Spec(NamedTuple):
     object_nbytes: int
     stride_nbytes: int
     nbytes: int
+    tenants: Sequence[str]
 
 
 class Worker:
-    """Serves requests with one store over one piece of memory."""
+    """Serves requests with the stores of all tenants over one piece of memory."""
 
     def __init__(self, spec: Spec, memory: mmap.mmap) -> None:
         self._spec = spec
@@ -70,7 +73,11 @@ class Worker:
         self._value_nbytes = spec.object_nbytes + TRAILER_NBYTES
         module, _, name = spec.factory.partition(":")
         make: Any = getattr(importlib.import_module(module), name)
-        self._store: RemoteStore = make(spec.options, self._base, spec.nbytes)
+        options = {OTHERS: spec.options}
+        options |= {tenant_of(name): {**spec.options, "tenant_id": name} for name in spec.tenants}
+        self._stores = TenantStores(
+            {number: make(own, self._base, spec.nbytes) for number, own in options.items()}
+        )
 
     def answer(self, request: bytes) -> Callable[[], bytes]:
         """Moves the values; what is returned compares digests and has one byte per key."""
@@ -78,15 +85,18 @@ class Worker:
         keys = [request[i : i + KEY_NBYTES] for i in range(REQUEST.size, len(request), KEY_NBYTES)]
         names = [self._spec.prefix + key.hex() for key in keys[:n]]
         if op == EXISTS:
-            return partial(bytes, self._store.exists(names))
+            return partial(bytes, self._stores.exists(names))
         pages = np.frombuffer(request, "<u4", n, REQUEST.size + n * KEY_NBYTES)
         starts = [int(page) * self._spec.stride_nbytes for page in pages]
         addresses = [self._base + start for start in starts]
         if op == PUT:
             for name, start in zip(names, starts, strict=True):
                 self._bytes[self._digest_at(start)] = self._digest(name, start)
-            return partial(bytes, self._store.put(names, addresses, self._value_nbytes))
-        answers = self._store.get(names, addresses, self._value_nbytes)
+            heads = (HEAD.unpack_from(self._bytes, at + self._spec.object_nbytes) for at in starts)
+            tenants = [head[3] for head in heads]
+            put = self._stores.put(names, tenants, addresses, self._value_nbytes)
+            return partial(bytes, put)
+        answers = self._stores.get(names, addresses, self._value_nbytes)
         return partial(self._compared, names, starts, answers)
 
     def _compared(self, names: list[str], starts: list[int], answers: list[ValueStatus]) -> bytes:

@@ -96,7 +96,8 @@ def add_serve(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--remote",
         metavar="mooncake://HOST:PORT",
-        help="share pages with other nodes through a Mooncake Store; options: docs/cluster.md",
+        help="share pages with other nodes through a Mooncake Store; with ?tenants=A,B pages of"
+        " these namespaces go to its tenants A and B; other options: docs/cluster.md",
     )
     parser.set_defaults(run=run)
 

@@ -1,0 +1,63 @@
+"""Tenants of a remote store: which of them a page goes to, and which of them has it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from tutti.cluster.remote_store import RemoteStore, ValueStatus
+
+OTHERS = 0  # the number of no namespace: the tenant of all that have none of their own
+
+
+class TenantStores:
+    """The stores of tenants by the numbers of their namespaces; look-ups ask in that order.
+
+    Names do not depend on namespaces, so ``get`` reads each where the last look-up found it.
+    """
+
+    def __init__(self, stores: Mapping[int, RemoteStore]) -> None:
+        self._stores = stores
+        self._found: dict[str, int] = {}  # by the last look-up, without those of OTHERS
+
+    def exists(self, names: Sequence[str]) -> list[ValueStatus]:
+        """See RemoteStore; each tenant is asked for what those before it do not have."""
+        answers = [ValueStatus.ABSENT] * len(names)
+        missing = list(range(len(names)))
+        self._found = {}
+        for tenant, store in self._stores.items():
+            for row, answer in zip(missing, store.exists([names[i] for i in missing]), strict=True):
+                answers[row] = answer
+                if tenant != OTHERS and answer == ValueStatus.DONE:
+                    self._found[names[row]] = tenant
+            missing = [row for row in missing if answers[row] != ValueStatus.DONE]
+            if not missing:
+                break
+        return answers
+
+    def get(self, names: Sequence[str], addresses: Sequence[int], nbytes: int) -> list[ValueStatus]:
+        """See RemoteStore."""
+        tenants = [self._found.get(name, OTHERS) for name in names]
+        return self._each(tenants, names, addresses, lambda store, *own: store.get(*own, nbytes))
+
+    def put(
+        self, names: Sequence[str], tenants: Sequence[int], addresses: Sequence[int], nbytes: int
+    ) -> list[ValueStatus]:
+        """See RemoteStore.  tenants: numbers of the namespaces, one per value."""
+        own = [tenant if tenant in self._stores else OTHERS for tenant in tenants]
+        return self._each(own, names, addresses, lambda store, *own: store.put(*own, nbytes))
+
+    def _each(
+        self,
+        tenants: Sequence[int],
+        names: Sequence[str],
+        addresses: Sequence[int],
+        call: Callable[[RemoteStore, list[str], list[int]], list[ValueStatus]],
+    ) -> list[ValueStatus]:
+        """Calls the store of each tenant with its own values; the answers in the order of all."""
+        answers = [ValueStatus.FAILED] * len(names)
+        for tenant in set(tenants):
+            rows = [row for row, other in enumerate(tenants) if other == tenant]
+            own = [names[row] for row in rows], [addresses[row] for row in rows]
+            for row, answer in zip(rows, call(self._stores[tenant], *own), strict=True):
+                answers[row] = answer
+        return answers
