@@ -47,6 +47,15 @@ def wait_until(condition: object, timeout_s: float = WAIT_S) -> None:
         time.sleep(0.02)
 
 
+def stop(process: subprocess.Popen[str]) -> None:
+    """Stops every thread of a process; one that runs notices the signal later."""
+    process.send_signal(signal.SIGSTOP)
+    states = list(Path(f"/proc/{process.pid}/task").glob("*/stat"))
+    wait_until(
+        lambda: all(file.read_text().rpartition(")")[2].split()[0] == "T" for file in states)
+    )
+
+
 def test_a_client_that_dies_leaves_nothing(tmp_path: Path, seed: int) -> None:
     """Its pins go, and slots that it was to fill are free again."""
     code = f"""
@@ -206,7 +215,7 @@ def test_an_agent_that_hangs_is_a_miss_after_the_deadline(tmp_path: Path, seed: 
             keys = some_keys(rng, 8)
             contents = fill(memory, range(8), rng)
             store.put(keys, np.arange(8)).wait(WAIT_S)
-            agent.send_signal(signal.SIGSTOP)
+            stop(agent)
             assert store.match(keys) == 0
             assert store.put(some_keys(rng, 2), [0, 1]).wait(WAIT_S).dropped == 2
             agent.send_signal(signal.SIGCONT)
@@ -228,7 +237,7 @@ def test_a_new_agent_waits_for_the_files_of_an_old_client(tmp_path: Path, seed: 
         assert worker.stdout is not None
         assert worker.stdout.readline() == "running\n"
         wait_until(lambda: log.stat().st_size > 0)
-        worker.send_signal(signal.SIGSTOP)
+        stop(worker)
         agent.kill()
         agent.communicate(timeout=WAIT_S)
         (file,) = folder.glob("*.tutti")
