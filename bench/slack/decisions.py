@@ -28,7 +28,7 @@ from tutti.errors import ConfigError
 from tutti.scheduler.event import Event
 from tutti.scheduler.loads_and_writes import Profile
 from tutti.scheduler.policy import Limits, SlackPolicy
-from tutti.scheduler.state import NOTHING, Decision, Policy
+from tutti.scheduler.state import Decision, Policy, State
 from tutti.scheduler.state_changes import Scheduler
 
 #: Microseconds a decision, and milliseconds a request in all.
@@ -44,21 +44,26 @@ class Timed(Scheduler):
     """
 
     def __init__(self, policy: Policy, profile: Profile) -> None:
-        super().__init__(policy, profile)
+        super().__init__(self, profile)
+        self._decide = policy.decide
         self.events = self.asked = self.took_ns = self.asked_ns = 0
         self._clock_ns = _clock_ns()
 
     def take(self, event: Event) -> Decision:
         """As Scheduler.take."""
-        began_ns = time.thread_time_ns()
+        asked, began_ns = self.asked, time.thread_time_ns()
         decision = super().take(event)
         took_ns = max(0, time.thread_time_ns() - began_ns - self._clock_ns)
         self.events += 1
         self.took_ns += took_ns
-        if self.state.waits or decision is not NOTHING:
-            self.asked += 1
+        if self.asked > asked:
             self.asked_ns += took_ns
         return decision
+
+    def decide(self, state: State) -> Decision:
+        """As Policy.decide."""
+        self.asked += 1
+        return self._decide(state)
 
 
 def _clock_ns() -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from pathlib import Path
 
@@ -24,6 +25,14 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         assert 0 < cell["decisions_a_request"] <= cell["events_a_request"]
         assert cell["decision_us"] > 0 and cell["request_ms"] > 0
     assert not list(tmp_path.iterdir()), "the pool is removed"
+
+
+@pytest.mark.parametrize(("kind", "most"), [("agents", 18), ("chat", 11), ("documents", 14)])
+def test_a_request_takes_few_decisions(kind: str, most: int) -> None:
+    args = argparse.Namespace(requests=40, seed=1)
+    timed = decisions._simulated(kind, args)
+    assert not timed.state.writes
+    assert timed.asked <= most * args.requests
 
 
 def test_a_bar_can_be_missed() -> None:

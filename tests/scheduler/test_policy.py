@@ -8,10 +8,19 @@ from scheduler.drive import Drive, Linear
 from tutti.bench.slack.fixed_window import FixedWindow
 from tutti.errors import ConfigError
 from tutti.scheduler.baselines import ImmediatePolicy
-from tutti.scheduler.event import LoadKnown, StepBegan, StepEnded, Tick, WriteKnown, WriteStopped
+from tutti.scheduler.event import (
+    LayerBegan,
+    LayersReady,
+    LoadKnown,
+    StepBegan,
+    StepEnded,
+    Tick,
+    WriteKnown,
+    WriteStopped,
+)
 from tutti.scheduler.loads_and_writes import Phase
 from tutti.scheduler.policy import Limits, SlackPolicy
-from tutti.scheduler.state import Issue
+from tutti.scheduler.state import Decision, Issue, State
 from tutti.scheduler.state_changes import Scheduler
 from tutti.scheduler.trace import replay
 
@@ -46,13 +55,53 @@ def test_a_write_that_nothing_is_in_the_way_of_is_one_issue_and_stops_for_a_load
     assert not one.state.waiting_pages
 
 
-@pytest.mark.parametrize(("layer_us", "ahead"), [(100.0, 64), (5000.0, 16)])
+@pytest.mark.parametrize(("layer_us", "ahead"), [(100.0, 64), (5000.0, 32)])
 def test_a_load_that_will_be_late_anyway_is_read_further_ahead(layer_us: float, ahead: int) -> None:
     scheduler = Scheduler(SlackPolicy(), Linear(layer=layer_us, read_gbps=10.0))
     load = LoadKnown(0, "a", layers=128, layer_nbytes=10 * MB, tokens=1, prefix_tokens=1)
     assert scheduler.take(load).reads == (Issue("a", 0, 16),)  # nothing else: idle_burst_us
     scheduler.take(StepBegan(0, Phase.PREFILL, 128, 1, 1, ("a",)))
     assert scheduler.state.loads["a"].issued == ahead
+
+
+@pytest.mark.parametrize(
+    ("layer_us", "ahead"),
+    [
+        (100.0, 64),  # late to its last layer: until late_window_us
+        (1050.0, 64),  # slack comes later than that
+        (1100.0, 51),  # each layer that is read gives 0.1 ms of slack; a write needs 4 ms
+        (5000.0, 32),  # it has slack at once: what was issued before
+    ],
+)
+def test_a_load_is_read_ahead_until_a_write_fits(layer_us: float, ahead: int) -> None:
+    scheduler = Scheduler(SlackPolicy(), Linear(layer=layer_us, read_gbps=10.0))
+    scheduler.take(StepBegan(0, Phase.PREFILL, 128, 1, 1, ("a",)))
+    load = LoadKnown(0, "a", layers=128, layer_nbytes=10 * MB, tokens=1, prefix_tokens=1)
+    scheduler.take(load)
+    scheduler.take(WriteKnown(0, "w", pages=1, page_nbytes=5 * MB))
+    assert scheduler.state.loads["a"].issued == ahead
+
+
+def test_a_layer_that_began_is_no_decision_while_a_transfer_is_in_flight() -> None:
+    asked: list[State] = []
+
+    class Asked(SlackPolicy):
+        def decide(self, state: State) -> Decision:
+            asked.append(state)
+            return super().decide(state)
+
+    scheduler = Scheduler(Asked(), Linear())
+    load = LoadKnown(0, "a", layers=128, layer_nbytes=10 * MB, tokens=1, prefix_tokens=1)
+    scheduler.take(StepBegan(0, Phase.PREFILL, 128, 1, 1, ("a",)))
+    scheduler.take(load)
+    scheduler.take(LayersReady(MS, "a", 1))
+    before = len(asked)
+    assert before and scheduler.state.reading.flying
+    scheduler.take(LayerBegan(MS, 0))
+    scheduler.take(StepEnded(2 * MS))
+    assert len(asked) == before
+    scheduler.take(Tick(3 * MS))
+    assert len(asked) == before + 1
 
 
 def test_what_was_begun_once_is_neither_copied_nor_dropped() -> None:

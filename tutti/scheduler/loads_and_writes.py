@@ -52,8 +52,8 @@ class LoadKind(Enum):
     READ_AHEAD = "read_ahead"
 
 
-#: What flies of a load is reported in so many parts.
-_REPORTS = 2
+#: One in so many layers of what flies of a load has not arrived when the scheduler is told.
+_UNTOLD = 4
 
 
 @dataclass(slots=True)
@@ -129,7 +129,8 @@ def report_at(ready: int, issued: int) -> int:
     """At how many layers of a load the scheduler is told next: it issues more before the last of
     those that fly have arrived, and each report costs a decision.
     """
-    return ready + max(1, (issued - ready) // _REPORTS)
+    flying = issued - ready
+    return ready + max(1, flying - max(1, flying // _UNTOLD))
 
 
 class PageLocation(Enum):

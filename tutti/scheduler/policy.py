@@ -29,8 +29,9 @@ class Limits:
     read_ahead_nbytes: staging for read-ahead whose step did not begin.
     read_window_us: reads are issued so far ahead of the device, and no further: what is issued
         cannot be overtaken.
-    late_window_us: likewise, of a load that will be late to its last layer anyway: nothing goes
-        between its reads, and each window costs a decision.
+    late_window_us: likewise, of a load of the running step while nothing can go between its reads:
+        there is too little slack for the writes that wait, or it will be late to its last layer in
+        any case.  Each window costs a decision.
     write_burst_us: writes are issued in bursts of this length while loads wait.
     idle_burst_us: likewise while none is known, of writes that cannot be stopped; a new load may
         have to wait for two of them.  Reads of a load that is all there is go as far ahead.
@@ -159,10 +160,10 @@ class SlackPolicy:
         oldest = _first(state.unwritten, gone) if gone else next(iter(state.unwritten.values()))
         if oldest is None:
             return self._without_writes(state)
-        turns = self._takes_turns(state)
+        slower = state.estimates.interference
+        turns = slower >= 2 and self._takes_turns(state)
         writing, factor = state.writing, state.estimates.write.factor
-        # Of writes to the reads, both in ns.
-        cost = 1.0 if turns else state.estimates.interference - 1
+        cost = 1.0 if turns else slower - 1  # of writes to the reads, both in ns
         left_ns, least_ns = 0, self._burst_ns  # slack that is worth a pause
         if writing.flying:  # less where the device writes already
             left_ns, least_ns = writing.left_ns(state.now_ns, factor), least_ns // 4
@@ -170,7 +171,7 @@ class SlackPolicy:
         needed_ns = cost * (left_ns + (unit_ns if unit_ns > least_ns else least_ns))
         slack_ns = self._slack_ns(state, needed_ns)
         if slack_ns is not None and slack_ns < needed_ns:
-            return self._without_slack(state, oldest, gone, turns)
+            return self._without_slack(state, oldest, gone, turns, needed_ns)
         if turns and state.reading.flying:
             return NOTHING  # reads pause until the device is idle; their end decides
         budget_ns = self._burst_ns
@@ -180,7 +181,7 @@ class SlackPolicy:
         return Decision(() if turns else self._reads(state), writes)
 
     def _without_slack(
-        self, state: State, oldest: Write, gone: tuple[str, ...], turns: bool
+        self, state: State, oldest: Write, gone: tuple[str, ...], turns: bool, needed_ns: float
     ) -> Decision:
         """Reads, and writes that are old or too many."""
         now_ns, pressure = state.now_ns, self._pressure(state)
@@ -190,7 +191,7 @@ class SlackPolicy:
         if chance_ns > now_ns:
             reads: tuple[Issue, ...] = ()
             if not (turns and state.writing.flying):
-                reads = self._reads(state, chance_ns - now_ns)
+                reads = self._reads(state, chance_ns - now_ns, needed_ns)
             return Decision(reads, (), (), (), (), chance_ns)
         budget_ns, share = self._forced(state, oldest, pressure)
         if turns and state.reading.flying:
@@ -317,14 +318,20 @@ class SlackPolicy:
                 least_ns = spare_ns
         return least_ns, before_ns
 
-    def _reads(self, state: State, free_ns: int = 0) -> tuple[Issue, ...]:
-        """Reads by deadline, until the window is full.  free_ns: so long no write may go."""
+    def _reads(
+        self, state: State, free_ns: int = 0, needed_ns: float = math.inf
+    ) -> tuple[Issue, ...]:
+        """Reads by deadline, until the window is full.
+
+        free_ns: so long no write may go without slack.  needed_ns: less slack is none.
+        """
         factor = state.estimates.read.factor
         is_alone = len(state.loads) == 1 and not state.writes
-        window_ns = self._idle_burst_ns if is_alone else self._window_ns
-        if free_ns > window_ns and len(state.unissued) == 1 and self._is_late(state, factor):
-            window_ns = min(free_ns, self._late_window_ns)
-        room_ns = window_ns - state.reading.flying_ns * factor
+        window_ns: float = self._idle_burst_ns if is_alone else self._window_ns
+        flying_ns = state.reading.flying_ns * factor
+        if free_ns > max(window_ns, flying_ns) and len(state.unissued) <= 1:
+            window_ns = max(window_ns, min(free_ns, self._uncut_ns(state, flying_ns, needed_ns)))
+        room_ns = window_ns - flying_ns
         if room_ns <= 0 and state.reading.flying > 1:
             return ()
         unissued, unread = state.unissued, state.unread
@@ -364,16 +371,29 @@ class SlackPolicy:
                 running.remove(load)
         return queue.to_issues()
 
-    def _is_late(self, state: State, factor: float) -> bool:
-        """Whether the one load of the running step that is not all issued will be late to its last
-        layer, even if nothing goes between its reads.
+    def _uncut_ns(self, state: State, flying_ns: float, needed_ns: float) -> float:
+        """How far ahead the load that is due first is read, as no write goes between its layers.
+
+        Shorter windows would only cost decisions.  They end where slack begins that a write needs;
+        if none waits, at two ``idle_burst_us``, unless the load will be late to its last layer.
         """
-        (load,) = state.unissued.values()
-        step = state.step
-        layer_ns = step.expected_ns * state.estimates.layer.factor
-        due_ns = step.layer_ns + (load.layers - 1 - step.layer) * layer_ns
-        free_ns = state.now_ns + state.reading.left_ns(state.now_ns, factor)
-        return free_ns + (load.layers - load.issued) * load.read_ns * factor > due_ns
+        for load in state.unissued.values():
+            break
+        else:  # all are read ahead, and another may be needed first
+            return self._idle_burst_ns if needed_ns == math.inf else 0.0
+        step, estimates = state.step, state.estimates
+        one_ns = load.read_ns * estimates.read.factor
+        layer_ns = step.expected_ns * estimates.layer.factor
+        free_ns = state.now_ns + state.reading.left_ns(state.now_ns, estimates.read.factor)
+        first_ns, left = step.layer_ns - step.layer * layer_ns - free_ns, load.layers - load.issued
+        last_ns = first_ns + (load.layers - 1) * layer_ns - left * one_ns
+        if needed_ns == math.inf and last_ns >= 0:
+            return 2 * self._idle_burst_ns
+        # The slack of its next layer grows with each that is read; all other slack stays.
+        next_ns, more_ns = first_ns + (load.issued - 1) * layer_ns, layer_ns - one_ns
+        if next_ns < needed_ns <= last_ns and more_ns > 0:
+            left = min(left, math.ceil((needed_ns - next_ns) / more_ns))
+        return min(flying_ns + left * one_ns, self._late_window_ns)
 
     def _urgent(self, state: State, room_ns: float) -> Issue | None:
         """Reads of the most urgent load, at most one of which is the running step's, if they fill

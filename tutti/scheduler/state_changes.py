@@ -42,6 +42,9 @@ from tutti.scheduler.loads_and_writes import (
 from tutti.scheduler.measured_speed import begin, end, given_up, measured
 from tutti.scheduler.state import NOTHING, Decision, Issue, Policy, Space, State
 
+#: The policy is not asked about these while a transfer is in flight: it will be, when that ends.
+_LATER = (LayerBegan, StepEnded)
+
 _Entry = TypeVar("_Entry", Load, Write)
 
 
@@ -60,6 +63,8 @@ class Scheduler:
         state = self.state
         apply(state, event)
         if not state.waits:
+            return NOTHING
+        if type(event) in _LATER and (state.reading.flying or state.writing.flying):
             return NOTHING
         decision = self.policy.decide(state)
         if decision is NOTHING:
