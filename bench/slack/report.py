@@ -9,8 +9,9 @@ from tutti.bench.statistics import interval_text
 
 HEAD = (
     *("condition", "drive", "GPU", "workload", "bubble s: none", "whole", "fixed", "slack"),
-    *("oracle", "bound (no writes)", "gap", "closed by slack", "first token p99 s: fixed, slack"),
-    *("stored pages: none, slack", "drain s: none, slack", "missed"),
+    *("oracle", "bound (no writes)", "gap", "closed by slack", "fluid"),
+    *("first token p99 s: fixed, slack", "stored pages: none, slack", "drain s: none, slack"),
+    "missed",
 )
 
 
@@ -28,6 +29,7 @@ def rows_of(result: dict[str, Any]) -> list[list[object]]:
                 *(f"{policies[name]['bubble_s']:.2f}" for name in names),
                 f"{row['gap']:.0%}",
                 "" if closed is None else f"{closed:.0%}",
+                ", ".join(f"{part:.0%}" for part in row.get("fluid", ())),
                 ", ".join(f"{one['first_token_p99_s']:.2f}" for one in (fixed, slack)),
                 ", ".join(f"{one['stored_pages']:.0f}" for one in (none, slack)),
                 ", ".join(f"{one['drained_s']:.1f}" for one in (none, slack)),

@@ -11,7 +11,9 @@ step and the interference of every moment; `bound` has no writes at all: what it
 of writes can take away.
 
 The gap is what writes cost: the bubble of `none` less that of `bound`.  A policy is judged by the
-part of the gap that it closes, with every page stored.
+part of the gap that it closes, with every page stored.  `fluid` estimates the part that a scheduler
+could close that knows the future: with all of memory in use, and with room left for the largest
+put that fits.
 """
 
 from __future__ import annotations
@@ -63,6 +65,9 @@ _METRICS = (
     *("backlog_pages_max", "backlog_pages_mean", "dropped_pages", "stored_pages", "drained_s"),
     *("prediction_error", "forced_pages"),
 )
+
+#: What writes delay reads by under that estimate.
+_FLUID = ("fluid_s", "fluid_with_room_s")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -190,7 +195,15 @@ class _Cell:
             whole=name == "whole",
             conditions=conditions,
         )
-        return numbers(server.run())
+        found = numbers(server.run())
+        if name == "bound":
+            limits, model = self._limits, self._truth.model
+            page_ns = model.page_nbytes / self._truth.drive.write_bytes_per_s * 1e9
+            largest = max(limits.locked_pages, limits.staged_pages)
+            memory = limits.locked_pages + limits.staged_pages
+            for key, pages in zip(_FLUID, (memory, memory - largest), strict=True):
+                found[key] = server.fluid.delayed_s(largest, pages, page_ns)
+        return found
 
 
 def policy_of(
@@ -234,11 +247,14 @@ def _row(runs: dict[str, list[dict[str, float]]], condition: str) -> dict[str, A
         for name, found in runs.items()
     }
     gap, closed = gap_closed(policies, "slack")
+    gap_s = gap * policies["none"]["bubble_s"]
+    delayed_s = {key: median([one[key] for one in runs["bound"]]) for key in _FLUID}
     wrong = [name for name in policies if name not in POLICIES]
     return {
         "policies": policies,
         "gap": gap,
         "closed": closed,
+        "fluid": [] if closed is None else [1 - delayed_s[key] / gap_s for key in _FLUID],
         "closed_by_wrong": {name: gap_closed(policies, name)[1] for name in wrong},
         "bars": bars_of(policies, condition),
     }

@@ -18,6 +18,7 @@ import numpy as np
 from tutti.bench.simulate.device import READ, Device, Timeline, Writes
 from tutti.bench.simulate.hardware import SimulatedMachine, copy_bytes_per_s
 from tutti.bench.slack.conditions import Conditions
+from tutti.bench.slack.fluid import Fluid
 from tutti.bench.slack.workload import SlackRequest
 from tutti.scheduler.estimates import Estimates
 from tutti.scheduler.event import (
@@ -181,6 +182,7 @@ class LayeredServer:
         self._left = len(requests)
         self._wait: Callable[[], None] | None = None  # goes on when a layer arrives
         self.measured = Measured()
+        self.fluid = Fluid()
         self._last_ns = 0
         self._last_token_ns = 0
         self._issued_nbytes = 0
@@ -252,7 +254,12 @@ class LayeredServer:
         for layer in range(issue.first, issue.first + issue.count):
             self._issued_nbytes += nbytes
             arrived = partial(self._layers_arrived, issue.name, layer + 1)
-            self._device.start(READ, nbytes, partial(self._after_latency, arrived))
+            self.fluid.read_begins(self._timeline.now_ns)
+            self._device.start(READ, nbytes, partial(self._read_done, arrived))
+
+    def _read_done(self, arrived: Callable[[], None]) -> None:
+        self.fluid.read_ends(self._timeline.now_ns)
+        self._after_latency(arrived)
 
     def _after_latency(self, done: Callable[[], None]) -> None:
         self._timeline.at(self._timeline.now_ns + self._latency_ns, done)
@@ -352,6 +359,7 @@ class LayeredServer:
         pages = request.new_tokens // model.page_tokens
         if pages:
             measured.offered_pages += pages
+            self.fluid.puts.append((now_ns, pages))
             self._post(WriteKnown(now_ns, f"w{number}", pages, model.page_nbytes, can_stop=True))
         if request.out_tokens > 1:
             context = request.hit_tokens + request.new_tokens
