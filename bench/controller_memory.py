@@ -42,7 +42,7 @@ class MemoryConfigStruct(ctypes.LittleEndianStructure):
         ("channels", _U32),
         ("crowd", _U32),
         ("crowd_percent", _U32),
-        ("reserved", _U32),
+        ("is_shared", _U32),
     )
 
 

@@ -76,13 +76,15 @@ class Parallelism:
 
     channels: each moves one transfer at a time, at channel_bandwidth bytes per second, and all
     together no more than the drive's bandwidth. crowd: with more transfers in flight each takes
-    crowd_factor times as long on the drive.
+    crowd_factor times as long on the drive. is_shared: the transfers in flight share the bandwidth,
+    and all end with the last one.
     """
 
-    channels: int
-    channel_bandwidth: int
+    channels: int = 0
+    channel_bandwidth: int = 0
     crowd: int = 0
     crowd_factor: float = 0.0
+    is_shared: bool = False
 
 
 @dataclass(frozen=True)
@@ -143,6 +145,7 @@ class MemoryController(controller_memory.MemoryController):
             more["channel_bandwidth"] = parallelism.channel_bandwidth
             more["crowd"] = parallelism.crowd
             more["crowd_percent"] = round(parallelism.crowd_factor * 100)
+            more["is_shared"] = int(parallelism.is_shared)
         super().__init__(
             namespace_nbytes,
             mode=mode,

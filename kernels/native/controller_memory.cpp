@@ -159,6 +159,9 @@ void MemoryController::hold(u32 index, const Sqe& sqe, const Verdict& verdict) {
   const u64 due_ns = config_.mode == kModeVirtual ? virtual_due_ns(sqe) : 0;
   const u64 order = verdict.order != 0 ? verdict.order : stats_.commands;
   const Held held = {sqe, index, verdict, turn_ + verdict.delay_turns, due_ns, order};
+  if (config_.is_shared != 0) {
+    for (Held& other : held_) other.due_ns = std::max(other.due_ns, due_ns);
+  }
   (verdict.is_unanswered ? unanswered_ : held_).push_back(held);
 }
 

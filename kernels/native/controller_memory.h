@@ -36,7 +36,7 @@ struct MemoryConfig {
   u32 channels;           // that each move one transfer at a time; 0 = as many as there are
   u32 crowd;              // with more transfers in flight than this each takes
   u32 crowd_percent;      // so much of its time; 0 = no matter how many
-  u32 reserved;
+  u32 is_shared;          // 1: transfers in flight share the bandwidth, and end with the last one
 };
 static_assert(sizeof(MemoryConfig) == 88, "layout shared with Python");
 

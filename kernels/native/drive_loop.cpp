@@ -17,6 +17,11 @@ constexpr double kNarrowShare = 0.98;
 constexpr double kWideShare = 0.995;
 constexpr u64 kDefaultRate = 1'000'000'000;  // before a drive was measured
 constexpr u64 kShortNbytes = 1 << 20;        // of a load whose layers are issued all at once
+constexpr u32 kOpenings = 31;  // loads that find the drive idle: in one, a command is alone
+// What a window begins with at most: of stores, because a load that comes waits for those that are
+// in flight, and while a layer is waited for, because it may come with the last one in flight.
+constexpr u64 kStartStoreNbytes = 4 << 20;
+constexpr u64 kStartWaitedNbytes = 8 << 20;
 constexpr u64 kSizeNbytes[] = {64 << 10, 256 << 10, 512 << 10, 1 << 20};
 
 }  // namespace
@@ -36,8 +41,10 @@ ServiceThread::ServiceThread(Engine* engine, const ServiceThreadConfig& config, 
   to_digest_.reserve(4 * qp_->depth);
   for (u32 kind = 0; kind < kKinds; ++kind) {
     const bool store = kind >= kSizes;
-    windows_[0][kind].start(kSizeNbytes[kind % kSizes], store, store ? kNarrowShare : kWideShare);
-    windows_[1][kind].start(kSizeNbytes[kind % kSizes], store, kNarrowShare);
+    const u64 size = kSizeNbytes[kind % kSizes];
+    windows_[0][kind].start(size, store ? kStartStoreNbytes : ~u64{0},
+                            store ? kNarrowShare : kWideShare);
+    windows_[1][kind].start(size, store ? kStartStoreNbytes : kStartWaitedNbytes, kNarrowShare);
   }
 }
 
@@ -131,7 +138,9 @@ void ServiceThread::begin_load(Part* part, u64 clock_ns) {
   part->is_due = config.due_ns != kNeverDue && part->job->n_layers > 1;
   const bool is_long = nbytes * part->job->n_layers > kShortNbytes;
   if (is_long && part->is_due && loads_due_ == 0 && active_.empty()) {
-    opening_ = part, first_layer_left_ = part->n_runs;
+    opening_ = part, opening_ns_ = clock_ns, opening_nbytes_ = 0;
+    opening_rate_ -= opening_rate_ / kOpenings;  // the most, but a drive may become slower
+    wants_alone_ = n_openings_++ % kOpenings == 0;
   }
   if (part->is_due && loads_due_++ == 0) interrupt(kind_);
 }
@@ -193,12 +202,19 @@ void ServiceThread::interrupt(u32 kind) {
   windows_[1][kind].interrupt();
 }
 
-// Until the first layer of a load that found the drive idle is there, what is in flight must not
-// slow it down: what the drive moves in the time that a command alone takes, and one command.
-u64 ServiceThread::limit(u32 kind, u64 nbytes) {
-  if (opening_ == nullptr || fixed_window_ != 0) return window(kind);
-  const u64 alone = window_of(kind).rate() / 1000 * alone_ns_[kind] / 1'000'000;
-  return std::min(window(kind), alone + nbytes);
+// Whether the next command of a part has to wait for one that is in flight.  Drives may report
+// commands only once the last one of those in flight has ended, so a load that finds a drive idle
+// begins with its first layer, or with about what the drive moves in the time that a command alone
+// takes, and goes on with that and 1.25 times what is there already.
+bool ServiceThread::is_full(const Part& part, u32 kind, u64 nbytes) {
+  if (part.job->config.priority == kRecords || active_.empty()) return false;
+  if (opening_ != nullptr && fixed_window_ == 0) {
+    if (wants_alone_ || alone_ns_[kind] == 0) return true;
+    const bool is_first = &part == opening_ && part.next < part.n_runs;
+    const u64 most = opening_rate_ / 1000 * alone_ns_[kind] / 1'000'000 + 5 * opening_nbytes_ / 4;
+    if (!is_first && inflight_nbytes_ + nbytes / 2 > most) return true;
+  }
+  return active_.size() >= kFloorCommands && inflight_nbytes_ + nbytes > window(kind);
 }
 
 bool ServiceThread::issue(u64 now, u64 clock_ns) {
@@ -216,10 +232,7 @@ bool ServiceThread::issue(u64 now, u64 clock_ns) {
     const Iocb& io = job.config.iocb;
     const u64 nbytes = job.has_pages ? static_cast<u64>(job.runs[run].nlb) << io.lba_shift : 0;
     const u32 kind = nbytes == 0 ? kind_ : kind_of(io.opcode, nbytes);
-    is_full_ = job.config.priority != kRecords && active_.size() >= kFloorCommands &&
-               inflight_nbytes_ + nbytes > limit(kind, nbytes);
-    if (is_full_) break;
-    const u32 cid = cid_acquire(qp_);
+    const u32 cid = is_full(*part, kind, nbytes) ? kNoCid : cid_acquire(qp_);
     is_full_ = cid == kNoCid;
     if (is_full_) break;
     Command command;
@@ -229,7 +242,6 @@ bool ServiceThread::issue(u64 now, u64 clock_ns) {
     command.nbytes = nbytes;
     command.kind = kind;
     command.issued_ns = clock_ns;
-    command.is_alone = active_.empty();
     command.deadline_ns = now + job.config.timeout_ns;
     any = send(cid, command) || any;
     if (run_index + 1 == part->n_runs) relist(part);
@@ -272,6 +284,8 @@ bool ServiceThread::send(u32 cid, const Command& command) {
     kind_ = kind_of_direction_[command.kind / kSizes] = command.kind;
   }
   commands_[cid] = command;
+  commands_[cid].is_alone = active_.empty();
+  if (active_.size() == 1) commands_[active_.front()].is_alone = false;
   active_.push_back(cid);
   inflight_nbytes_ += command.nbytes;
   if (config.priority >= kStores) inflight_late_ += command.nbytes;
@@ -303,7 +317,12 @@ void ServiceThread::reap(u64 clock_ns) {
     inflight_nbytes_ -= command.nbytes;
     if (command.part->job->config.priority >= kStores) inflight_late_ -= command.nbytes;
     measure(command, clock_ns);
-    finished_.push_back({command.part, {command.layer, command.run, word & ~kCompleted}});
+    const Completed completed = {command.layer, command.run, word & ~kCompleted};
+    if (command.part->job->config.digest == kDigestNone) {
+      finish(command.part, completed);
+    } else {  // once the drive has its next commands
+      finished_.push_back({command.part, completed});
+    }
   }
   active_.resize(kept);
   publish_windows();
@@ -317,12 +336,15 @@ void ServiceThread::measure(const Command& command, u64 clock_ns) {
   latency_ns = latency_ns == 0 ? took_ns : latency_ns - latency_ns / 16 + took_ns / 16;
   if (command.is_alone) {  // the least, which a slower drive raises in time
     u64& alone_ns = alone_ns_[command.kind];
-    alone_ns = alone_ns == 0 ? took_ns : std::min(took_ns, alone_ns + alone_ns / 64);
+    alone_ns = alone_ns == 0 ? took_ns : std::min(took_ns, alone_ns + alone_ns / 8);
+    wants_alone_ = false;
   }
   if (opening_ != nullptr) {
     interrupt(command.kind);
-    const bool is_first = command.part == opening_ && command.layer == 0;
-    if (is_first && --first_layer_left_ == 0) opening_ = nullptr;
+    opening_nbytes_ += command.nbytes;
+    const u64 took_us = std::max<u64>((clock_ns - opening_ns_) / 1000, 1);
+    opening_rate_ = std::max(opening_rate_, opening_nbytes_ * 1'000'000 / took_us);
+    if (opening_nbytes_ >= window(command.kind)) opening_ = nullptr;
   } else if (is_full_) {
     window_of(command.kind).delivered(clock_ns, command.nbytes);
   }

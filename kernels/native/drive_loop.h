@@ -78,7 +78,7 @@ class ServiceThread {
     u64 issued_ns = 0;
     u64 deadline_ns = 0;
     u32 kind = 0;
-    bool is_alone = false;
+    bool is_alone = false;  // from its beginning until now
     bool timed_out = false;
   };
   struct Finished {
@@ -100,7 +100,7 @@ class ServiceThread {
   void relist(Part* part);
   Window& window_of(u32 kind) { return windows_[loads_due_ != 0 ? 1 : 0][kind]; }
   u64 window(u32 kind);
-  u64 limit(u32 kind, u64 nbytes);
+  bool is_full(const Part& part, u32 kind, u64 nbytes);
   void interrupt(u32 kind);
   bool issue(u64 now, u64 clock_ns);
   Part* pick();
@@ -131,9 +131,13 @@ class ServiceThread {
   std::vector<u32> active_;        // CIDs in flight
   u64 inflight_nbytes_ = 0;
   u64 inflight_late_ = 0;      // bytes of stores
-  Part* opening_ = nullptr;    // the load that found the drive idle, until its first layer is there
-  u32 first_layer_left_ = 0;   // commands of that layer
-  u64 alone_ns_[kKinds] = {};  // time of a command that begins on an idle drive
+  Part* opening_ = nullptr;    // a load that found the drive idle, until a window was moved
+  u64 opening_ns_ = 0;         // when it began
+  u64 opening_nbytes_ = 0;     // moved since
+  u64 opening_rate_ = 0;       // bytes per second, of such loads
+  u32 n_openings_ = 0;         // such loads
+  bool wants_alone_ = false;   // one of its commands, to see how long it takes
+  u64 alone_ns_[kKinds] = {};  // time of a command with no other in flight
   std::vector<Finished> finished_;
   std::vector<Finished> to_digest_;  // issued in this turn
   std::list<Part> parts_;

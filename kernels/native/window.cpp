@@ -6,11 +6,8 @@ namespace gio {
 
 namespace {
 
-constexpr u32 kMemory = 16;  // comparisons that an average is over
-// Where it starts: so many commands that only an unusual drive wants more; of stores at most so
-// many bytes, because a load that comes waits for those that are in flight.
-constexpr u32 kStart = 32;
-constexpr u64 kStartStoreNbytes = 4 << 20;
+constexpr u32 kMemory = 16;   // comparisons that an average is over
+constexpr u32 kStart = 32;    // commands: so many that only an unusual drive wants more
 constexpr u32 kRestLong = 8;  // samples between later ones
 
 }  // namespace
@@ -20,10 +17,9 @@ u64 Window::level_nbytes(u32 level) {
   return level % 2 == 0 ? octave : octave * 181 / 128;  // the square root of two
 }
 
-void Window::start(u64 command_nbytes, bool is_store, double share) {
+void Window::start(u64 command_nbytes, u64 most_nbytes, double share) {
   share_ = share;
-  u64 nbytes = kStart * command_nbytes;
-  if (is_store) nbytes = std::min(nbytes, kStartStoreNbytes);
+  const u64 nbytes = std::min(kStart * command_nbytes, most_nbytes);
   while (base_ + 1 < kLevels && level_nbytes(base_) < nbytes) ++base_;
   lowest_ = highest_ = base_;
 }

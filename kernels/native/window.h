@@ -14,10 +14,10 @@ namespace gio {
 
 class Window {
  public:
-  // command_nbytes: of the commands it is for, 32 of which it starts with; 4 MiB at most if they
-  // are stores.
+  // command_nbytes: of the commands it is for, 32 of which it starts with, but with no more than
+  // most_nbytes.
   // share: of the best rate, which it has at least.
-  void start(u64 command_nbytes, bool is_store, double share);
+  void start(u64 command_nbytes, u64 most_nbytes, double share);
 
   u64 nbytes() const { return level_nbytes(phase_ == kProbe ? probe_ : base_); }
   // Commands of `nbytes` in all have ended, and the window was full until then.

@@ -141,6 +141,22 @@ def test_layers_of_all_loads_are_issued_as_they_are_due(make) -> None:  # type: 
     assert ahead_ns[1] > max(first_ns[-1], second_ns[-1])
 
 
+def test_layers_do_not_all_come_at_the_end_of_a_drive_that_serves_them_together(make) -> None:  # type: ignore[no-untyped-def]
+    """The first one in at most 1.5 times the time of its bytes and of a command."""
+    shared = Parallelism(is_shared=True)
+    rig, deep = make(parallelism=shared), make(window_nbytes=32 * MiB, parallelism=shared)
+    for _ in range(20):
+        for pages in (2, 4, PAGES):
+            rig.load(pages)
+    for pages in (2, 4, PAGES):
+        layer_ns = pages * SLICE_NBYTES * 10**9 // RATE
+        command_ns = min(pages * SLICE_NBYTES, COMMAND_NBYTES) * 10**9 // RATE + LATENCY_NS
+        ready = rig.load(pages)
+        assert ready[0] <= 1.5 * (layer_ns + command_ns), pages
+        assert ready[LAYERS // 4 - 1] <= 0.5 * ready[-1], pages
+    assert rig.load(PAGES)[-1] <= deep.load(PAGES)[-1] / 0.93
+
+
 def test_a_short_load_is_issued_whole(make) -> None:  # type: ignore[no-untyped-def]
     nbytes = LAYERS * SLICE_NBYTES
     assert make().load(1)[-1] <= 1.1 * (LATENCY_NS + nbytes * 10**9 // RATE)
