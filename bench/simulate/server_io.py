@@ -65,6 +65,7 @@ class ServerIo:
         self._gone: dict[str, Callable[[bool], None]] = {}
         self._least_ns: dict[str, int] = {}  # when thread and link are through with a write
         self._ready: dict[str, int] = {}
+        self._begins_ns: dict[str, int] = {}  # when a load's first byte may be read
         self.offered_pages = 0
         self.decisions = 0
 
@@ -104,6 +105,7 @@ class ServerIo:
     def forget(self, name: str) -> None:
         """A load that is not needed any more."""
         del self._ready[name]
+        self._begins_ns.pop(name, None)
         if name in self._state.loads:
             self.post(LoadGone(self._timeline.now_ns, name))
 
@@ -144,7 +146,9 @@ class ServerIo:
         now_ns, fixed_us = self._timeline.now_ns, self._times.system.fixed_us
         if fixed_us and not issue.first:
             # Before a load's first byte; the thread does nothing else meanwhile.
-            at_ns = self.thread.take(now_ns, round(fixed_us * 1000))
+            self._begins_ns[issue.name] = self.thread.take(now_ns, round(fixed_us * 1000))
+        at_ns = self._begins_ns.get(issue.name, now_ns)
+        if at_ns > now_ns:  # layers that are issued meanwhile come behind the first
             unit, nbytes, name = load.unit_layers, load.layer_nbytes, load.name
             self._timeline.at(at_ns, lambda: self._units(name, issue.first, end, unit, nbytes))
         else:
@@ -159,7 +163,8 @@ class ServerIo:
     def _arrived(self, name: str, layers: int) -> Callable[[], None]:
         def arrived() -> None:
             if name in self._ready:
-                self._ready[name] = layers
+                # Where a write gave back its time, later layers overtake: those before are there.
+                self._ready[name] = max(self._ready[name], layers)
                 load = self._state.loads.get(name)
                 if load is not None and layers >= report_at(load.ready, load.issued):
                     self.post(LayersReady(self._timeline.now_ns, name, layers))
