@@ -205,13 +205,13 @@ void ServiceThread::interrupt(u32 kind) {
 // Whether the next command of a part has to wait for one that is in flight.  Drives may report
 // commands only once the last one of those in flight has ended, so a load that finds a drive idle
 // begins with its first layer, or with about what the drive moves in the time that a command alone
-// takes, and goes on with that and 1.25 times what is there already.
+// takes, and goes on with that and three times what is there already.
 bool ServiceThread::is_full(const Part& part, u32 kind, u64 nbytes) {
   if (part.job->config.priority == kRecords || active_.empty()) return false;
   if (opening_ != nullptr && fixed_window_ == 0) {
     if (wants_alone_ || alone_ns_[kind] == 0) return true;
     const bool is_first = &part == opening_ && part.next < part.n_runs;
-    const u64 most = opening_rate_ / 1000 * alone_ns_[kind] / 1'000'000 + 5 * opening_nbytes_ / 4;
+    const u64 most = opening_rate_ / 1000 * alone_ns_[kind] / 1'000'000 + 3 * opening_nbytes_;
     if (!is_first && inflight_nbytes_ + nbytes / 2 > most) return true;
   }
   return active_.size() >= kFloorCommands && inflight_nbytes_ + nbytes > window(kind);

@@ -153,7 +153,7 @@ def test_layers_do_not_all_come_at_the_end_of_a_drive_that_serves_them_together(
         command_ns = min(pages * SLICE_NBYTES, COMMAND_NBYTES) * 10**9 // RATE + LATENCY_NS
         ready = rig.load(pages)
         assert ready[0] <= 1.5 * (layer_ns + command_ns), pages
-        assert ready[LAYERS // 4 - 1] <= 0.5 * ready[-1], pages
+        assert ready[LAYERS // 8 - 1] <= 0.5 * ready[-1], pages
     assert rig.load(PAGES)[-1] <= deep.load(PAGES)[-1] / 0.93
 
 
