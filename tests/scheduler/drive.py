@@ -22,7 +22,7 @@ from tutti.scheduler.event import (
 )
 from tutti.scheduler.loads_and_writes import Load, Profile, Write
 from tutti.scheduler.state import Decision, Policy, State
-from tutti.scheduler.state_changes import apply, commit
+from tutti.scheduler.state_changes import Scheduler
 from tutti.scheduler.trace import line
 
 
@@ -85,6 +85,21 @@ def _plain(value: object) -> object:
 _ASKED = ("_profile", "_bases", "_interference")
 
 
+class Watched:
+    """A policy of which every decision is kept, with the state that it was made on."""
+
+    def __init__(self, policy: Policy) -> None:
+        self.policy = policy
+        self.decisions: list[tuple[State, Decision]] = []
+
+    def decide(self, state: State) -> Decision:
+        before = snapshot(state)
+        decision = self.policy.decide(state)
+        assert same(state, before), "a policy only reads the state"
+        self.decisions.append((before, decision))
+        return decision
+
+
 @dataclass
 class Drive:
     """Feeds events to a policy and carries out its decisions, until nothing is left to happen."""
@@ -95,12 +110,14 @@ class Drive:
     state: State = field(init=False)
     trace: list[str] = field(default_factory=list)
     launches: list[tuple[int, str, str]] = field(default_factory=list)  # (when, direction, name)
-    decisions: list[tuple[State, Decision]] = field(default_factory=list)
+    decisions: list[tuple[State, Decision]] = field(init=False)
     dropped: list[str] = field(default_factory=list)
     ready: list[tuple[str, int]] = field(default_factory=list)  # layers, by the end of their read
 
     def __post_init__(self) -> None:
-        self.state = State(self.profile)
+        watched = Watched(self.policy)
+        self._scheduler = Scheduler(watched, self.profile)
+        self.state, self.decisions = self._scheduler.state, watched.decisions
         self._events: list[tuple[int, int, Event]] = []
         self._count = 0
         self._busy_ns = {"read": 0, "write": 0}
@@ -121,12 +138,7 @@ class Drive:
         raise AssertionError(f"not quiet after {steps_max} events")
 
     def _take(self, event: Event) -> None:
-        apply(self.state, event)
-        before = snapshot(self.state)
-        decision = self.policy.decide(self.state)
-        assert same(self.state, before), "a policy only reads the state"
-        self.decisions.append((before, decision))
-        commit(self.state, decision)
+        decision = self._scheduler.take(event)
         self.trace.append(line(event, decision))
         self.dropped += decision.drops
         for name in decision.stops:
