@@ -27,8 +27,9 @@ from tutti.scheduler.baselines import ImmediatePolicy
 from tutti.scheduler.estimates import Correction
 from tutti.scheduler.event import LoadKnown, StepBegan, WriteKnown
 from tutti.scheduler.loads_and_writes import Phase
-from tutti.scheduler.policy import Limits, SlackPolicy, writes_for
+from tutti.scheduler.policy import Limits, SlackPolicy
 from tutti.scheduler.state import Decision, State
+from tutti.scheduler.write_order import writes_for
 
 TRUTH = machine(drive_names()[0], "H100")
 LIMITS = Limits(locked_pages=256, staged_pages=256)

@@ -122,7 +122,8 @@ class Load:
     @property
     def unit_nbytes(self) -> int:
         """Bytes of staging that the shortest issue takes."""
-        return min(self.unit_layers, self.layers - self.issued) * self.ahead_nbytes
+        left = self.layers - self.issued
+        return (left if left < self.unit_layers else self.unit_layers) * self.ahead_nbytes
 
 
 def report_at(ready: int, issued: int) -> int:
