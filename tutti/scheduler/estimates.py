@@ -14,7 +14,7 @@ from tutti.errors import ConfigError
 from tutti.scheduler.loads_and_writes import Profile
 
 _WEIGHT = 0.2
-_FACTOR_MAX = 8.0
+_FACTOR_MIN, _FACTOR_MAX = 1 / 8, 8.0
 #: A measurement this many times off contradicts the factor ...
 _CONTRADICTION = 1.5
 #: ... and so many in a row replace it.
@@ -40,8 +40,8 @@ class Correction:
         if not 0 < measured_ns < ABSURD_NS or expected_ns <= 0:
             return False
         ratio, factor = measured_ns / expected_ns, self.factor
-        if not 1 / _FACTOR_MAX <= ratio <= _FACTOR_MAX:
-            ratio = min(_FACTOR_MAX, max(1 / _FACTOR_MAX, ratio))
+        if not _FACTOR_MIN <= ratio <= _FACTOR_MAX:
+            ratio = min(_FACTOR_MAX, max(_FACTOR_MIN, ratio))
         if ratio / factor < _CONTRADICTION and factor / ratio < _CONTRADICTION:
             self.contradictions = 0
         else:

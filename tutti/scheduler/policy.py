@@ -388,9 +388,9 @@ class SlackPolicy:
         Shorter windows would only cost decisions.  They end where slack begins that a write needs;
         if none waits, at two ``idle_burst_us``, unless the load will be late to its last layer.
         """
-        load = next(iter(state.unissued.values()), None)
-        if load is None:  # all are read ahead, and another may be needed first
+        if not state.unissued:  # all are read ahead, and another may be needed first
             return self._idle_burst_ns if needed_ns == math.inf else 0.0
+        load = next(iter(state.unissued.values()))
         step, estimates = state.step, state.estimates
         one_ns = load.read_ns * estimates.read.factor
         layer_ns = step.expected_ns * estimates.layer.factor
