@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from tutti.base.terminal import ProgressFactory, table
+from tutti.base.terminal import Advance, ProgressFactory, table
 from tutti.base.units import MiB, format_nbytes
 from tutti.bench.environment import describe
 from tutti.bench.fio import FioJob, prepare_file, run_fio
@@ -127,7 +127,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--layout", choices=LAYOUTS, default="page_first", help="SGLang's layout of host memory"
     )
     parser.add_argument(
-        "--rounds", type=int, default=7, help="batches that each peer stores and loads"
+        "--rounds", type=int, default=3, help="batches that a launch of a peer stores and loads"
+    )
+    parser.add_argument(
+        "--launches",
+        type=int,
+        default=3,
+        help="times that each peer starts anew: where memory and files lie changes its speed",
     )
     parser.add_argument(
         "--host-pages",
@@ -141,8 +147,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, progress: ProgressFactory) -> dict[str, Any]:
     """Measures; the result for JSON.  Raises TuttiError."""
-    if args.rounds < 1 or args.batches < 2:
-        raise ConfigError("give at least one round and two batches")
+    if args.rounds < 1 or args.launches < 1 or args.batches < 2:
+        raise ConfigError("give at least one round, one launch and two batches")
     if not os.path.isdir(args.dir):
         raise ConfigError(f"{args.dir} is not a directory; make it, or name another with --dir")
     skipped = {
@@ -159,6 +165,7 @@ def run(args: argparse.Namespace, progress: ProgressFactory) -> dict[str, Any]:
         "host_pages": args.host_pages or "each as it does by itself",
         "batch_pages": BATCH_PAGES,
         "rounds": args.rounds,
+        "launches": args.launches,
         "skipped": skipped,
         "cells": {
             f"pages of {tokens} tokens": _measure(args, names, tokens, progress)
@@ -239,32 +246,44 @@ def _measure(
     plan = PeerPlan("", tokens, args.layout, args.batches, args.host_pages or "")
     found = {name: _Measured() for name in names}
     others = [name for name in names if name != _BASE]
-    warming = 2 * args.batches + 2  # every pool was written in full once
-    title, steps = f"pages of {tokens} tokens", warming * len(names) + args.rounds * 2 * len(others)
-    with ExitStack() as stack, progress(title, steps) as bar:
-        folder = Path(
-            stack.enter_context(tempfile.TemporaryDirectory(prefix="tutti-peers-", dir=args.dir))
-        )
+    steps = args.launches * (_warming(plan) * len(names) + args.rounds * 2 * len(others))
+    with progress(f"pages of {tokens} tokens", steps) as bar:
+        for number in range(args.launches):
+            with tempfile.TemporaryDirectory(prefix="tutti-peers-", dir=args.dir) as folder:
+                ordered = others if number % 2 == 0 else others[::-1]
+                _launch(args.rounds, replace(plan, directory=folder), ordered, found, bar)
+    return _cell(found, plan, args.rounds)
 
-        def start(name: str, stack: ExitStack) -> _Worker:
-            worker = _Worker(name, plan, folder, stack)
-            for _ in range(warming):
-                worker.round()
-                bar.advance(1)
-            return worker
 
-        base = start(_BASE, stack) if _BASE in names else None
+def _warming(plan: PeerPlan) -> int:
+    """Rounds until every pool was written in full once."""
+    return 2 * plan.batches + 2
+
+
+def _launch(
+    rounds: int, plan: PeerPlan, others: list[str], found: dict[str, _Measured], bar: Advance
+) -> None:
+    """Starts every peer once, and measures it."""
+
+    def start(name: str, stack: ExitStack) -> _Worker:
+        worker = _Worker(name, plan, Path(plan.directory), stack)
+        for _ in range(_warming(plan)):
+            worker.round()
+            bar.advance(1)
+        return worker
+
+    with ExitStack() as stack:
+        base = start(_BASE, stack) if _BASE in found else None
         if base is not None and not others:
-            _rounds(args.rounds, [base], found)
+            _rounds(rounds, [base], found)
         for name in others:
             with ExitStack() as own:
                 worker = start(name, own)
-                _rounds(args.rounds, [worker] if base is None else [base, worker], found)
-                worker.look_up(args.rounds, found[name])
-                bar.advance(2 * args.rounds)
+                _rounds(rounds, [worker] if base is None else [base, worker], found)
+                worker.look_up(rounds, found[name])
+                bar.advance(2 * rounds)
         if base is not None:
-            base.look_up(args.rounds, found[_BASE])
-    return _cell(found, plan)
+            base.look_up(rounds, found[_BASE])
 
 
 def _rounds(count: int, workers: list[_Worker], found: dict[str, _Measured]) -> None:
@@ -305,10 +324,13 @@ class _Fio:
         Path(self._path).unlink(missing_ok=True)
 
 
-def _cell(found: dict[str, _Measured], plan: PeerPlan) -> dict[str, Any]:
+def _cell(found: dict[str, _Measured], plan: PeerPlan, rounds: int) -> dict[str, Any]:
     peers: dict[str, Any] = {}
     for name, of in found.items():
-        peers[name] = {phase: _phase(of.samples[phase], of.base[phase]) for phase in PHASES}
+        peers[name] = {
+            phase: _phase(of.samples[phase], of.base[phase] if name != _BASE else [], rounds)
+            for phase in PHASES
+        }
         if of.exists:
             times = [answer["wall_s"] for answer in of.exists]
             peers[name]["exists"] = {
@@ -322,7 +344,7 @@ def _cell(found: dict[str, _Measured], plan: PeerPlan) -> dict[str, Any]:
     }
 
 
-def _phase(found: list[Sample], base: list[Sample]) -> dict[str, Any]:
+def _phase(found: list[Sample], base: list[Sample], rounds: int) -> dict[str, Any]:
     speeds = [s.nbytes / s.wall_s / 1e9 for s in found]
     cpus = [s.cpu_s / (s.nbytes / 1e9) for s in found]
     facts: dict[str, Any] = {
@@ -337,7 +359,11 @@ def _phase(found: list[Sample], base: list[Sample]) -> dict[str, Any]:
         against = [s.nbytes / s.wall_s / 1e9 for s in base]
         cpu_base = [s.cpu_s / (s.nbytes / 1e9) for s in base]
         difference = [b - a for a, b in zip(cpus, cpu_base, strict=True)]
-        facts["base_over_this_speed"] = bootstrap_median(ratios(against, speeds)).to_dict()
+        over = ratios(against, speeds)
+        facts["base_over_this_speed"] = bootstrap_median(over).to_dict()
+        facts["base_over_this_speed_of_launches"] = [
+            median(over[i : i + rounds]) for i in range(0, len(over), rounds)
+        ]
         facts["base_minus_this_cpu_s_per_gb"] = bootstrap_median(difference).to_dict()
     return facts
 
@@ -354,7 +380,8 @@ def report(result: dict[str, Any]) -> str:
 
 HEAD = [
     *("peer", "direction", "GB/s", "CPU-s/GB", "p99 of a batch, ms", "memory, MiB"),
-    *(f"{_BASE}/this speed", f"{_BASE}-this CPU-s/GB", "look-up", "large pages"),
+    *(f"{_BASE}/this speed", "of each launch", f"{_BASE}-this CPU-s/GB"),
+    *("look-up", "large pages"),
 ]
 
 
@@ -375,6 +402,7 @@ def rows_of(cell: dict[str, Any]) -> list[list[str]]:
                     f"{found['p99_batch_ms']:.0f}",
                     f"{found['extra_memory_nbytes'] / MiB:.0f}",
                     interval_text(found.get("base_over_this_speed"), 2),
+                    " ".join(f"{r:.2f}" for r in found.get("base_over_this_speed_of_launches", ())),
                     interval_text(found.get("base_minus_this_cpu_s_per_gb"), 2),
                     f"{exists['pages']} pages {exists['median_ms']:.2f} ms" if exists else "",
                     f"{pages['hugepage_nbytes'] / pages['nbytes']:.0%}" if pages else "",

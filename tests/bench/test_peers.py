@@ -35,7 +35,8 @@ def plan_in(folder: Path) -> PeerPlan:
 def arguments(folder: Path, *words: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     peers.add_arguments(parser)
-    small = ["--page-tokens", str(TOKENS), "--rounds", "2", "--batches", str(BATCHES)]
+    small = ["--page-tokens", str(TOKENS), "--batches", str(BATCHES), "--rounds", "2"]
+    small += ["--launches", "1"]
     return parser.parse_args(["--dir", str(folder), *small, *words])
 
 
@@ -107,7 +108,9 @@ def test_a_run_compares_what_is_there_and_names_what_is_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(peer_hicache, "missing", lambda backend: f"no {backend} today")
-    words = ["--peers", "store", "file-per-page", "hicache-nixl"]
+    monkeypatch.setattr(peers, "_BASE", "store")
+    words = ["--peers", "store", "file-per-page", "hicache-nixl", "--rounds", "1"]
+    words += ["--launches", "2"]
     result = peers.run(arguments(tmp_path, *words), progress)
     assert result["skipped"] == {"hicache-nixl": "no nixl today"}
     (cell,) = result["cells"].values()
@@ -117,6 +120,8 @@ def test_a_run_compares_what_is_there_and_names_what_is_not(
         for phase in peers.PHASES:
             assert len(facts[phase]["gb_per_s"]) == 2
             assert facts[phase]["median_gb_per_s"] > 0
+    for phase in peers.PHASES:
+        assert len(cell["peers"]["file-per-page"][phase]["base_over_this_speed_of_launches"]) == 2
     assert "no nixl today" in peers.report(result)
     assert not list(tmp_path.iterdir()), "files were left behind"
     (tmp_path / "peers.json").write_text(json.dumps(result))
@@ -132,6 +137,8 @@ def test_nothing_to_run_and_bad_numbers_are_errors(
         peers.run(arguments(tmp_path, "--peers", "hicache-file"), progress)
     with pytest.raises(ConfigError, match="at least one round"):
         peers.run(arguments(tmp_path, "--rounds", "0"), progress)
+    with pytest.raises(ConfigError, match="one launch"):
+        peers.run(arguments(tmp_path, "--launches", "0"), progress)
     with pytest.raises(ConfigError, match="is not a directory"):
         peers.run(arguments(tmp_path / "nowhere"), progress)
     with pytest.raises(ConfigError, match="is not a peer"):
