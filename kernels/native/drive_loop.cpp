@@ -18,6 +18,7 @@ constexpr double kWideShare = 0.995;
 constexpr u64 kDefaultRate = 1'000'000'000;  // before a drive was measured
 constexpr u64 kShortNbytes = 1 << 20;        // of a load whose layers are issued all at once
 constexpr u32 kOpenings = 31;  // loads that find the drive idle: in one, a command is alone
+constexpr u64 kOpeningNs = 200'000'000;  // how long one command may keep all others waiting
 // What a window begins with at most: of stores, because a load that comes waits for those that are
 // in flight, and while a layer is waited for, because it may come with the last one in flight.
 constexpr u64 kStartStoreNbytes = 4 << 20;
@@ -139,6 +140,7 @@ void ServiceThread::begin_load(Part* part, u64 clock_ns) {
   const bool is_long = nbytes * part->job->n_layers > kShortNbytes;
   if (is_long && part->is_due && loads_due_ == 0 && active_.empty()) {
     opening_ = part, opening_ns_ = clock_ns, opening_nbytes_ = 0;
+    opening_end_ns_ = monotonic_ns() + kOpeningNs;
     opening_rate_ -= opening_rate_ / kOpenings;  // the most, but a drive may become slower
     wants_alone_ = n_openings_++ % kOpenings == 0;
   }
@@ -209,9 +211,11 @@ void ServiceThread::interrupt(u32 kind) {
 bool ServiceThread::is_full(const Part& part, u32 kind, u64 nbytes) {
   if (part.job->config.priority == kRecords || active_.empty()) return false;
   if (opening_ != nullptr && fixed_window_ == 0) {
-    if (wants_alone_ || alone_ns_[kind] == 0) return true;
+    if (wants_alone_) return true;
     const bool is_first = &part == opening_ && part.next < part.n_runs;
-    const u64 most = opening_rate_ / 1000 * alone_ns_[kind] / 1'000'000 + 3 * opening_nbytes_;
+    u64 alone_ns = alone_ns_[kind];
+    if (alone_ns == 0) alone_ns = *std::max_element(std::begin(alone_ns_), std::end(alone_ns_));
+    const u64 most = opening_rate_ / 1000 * alone_ns / 1'000'000 + 3 * opening_nbytes_;
     if (!is_first && inflight_nbytes_ + nbytes / 2 > most) return true;
   }
   return active_.size() >= kFloorCommands && inflight_nbytes_ + nbytes > window(kind);
@@ -316,8 +320,8 @@ void ServiceThread::reap(u64 clock_ns) {
     cid_release(qp_, cid);
     inflight_nbytes_ -= command.nbytes;
     if (command.part->job->config.priority >= kStores) inflight_late_ -= command.nbytes;
-    measure(command, clock_ns);
     const Completed completed = {command.layer, command.run, word & ~kCompleted};
+    measure(command, completed.status, clock_ns);
     if (command.part->job->config.digest == kDigestNone) {
       finish(command.part, completed);
     } else {  // once the drive has its next commands
@@ -328,22 +332,28 @@ void ServiceThread::reap(u64 clock_ns) {
   publish_windows();
 }
 
-void ServiceThread::measure(const Command& command, u64 clock_ns) {
+// A command that failed ends an opening like any other, but says nothing about the drive's speed.
+void ServiceThread::measure(const Command& command, u32 status, u64 clock_ns) {
   if (command.nbytes == 0) return;
   const u32 direction = command.kind / kSizes;
   u64& latency_ns = latency_ns_[direction];
   const u64 took_ns = clock_ns - command.issued_ns;
-  latency_ns = latency_ns == 0 ? took_ns : latency_ns - latency_ns / 16 + took_ns / 16;
-  if (command.is_alone) {  // the least, which a slower drive raises in time
-    u64& alone_ns = alone_ns_[command.kind];
-    alone_ns = alone_ns == 0 ? took_ns : std::min(took_ns, alone_ns + alone_ns / 8);
+  if (status == kOk) {
+    latency_ns = latency_ns == 0 ? took_ns : latency_ns - latency_ns / 16 + took_ns / 16;
+  }
+  if (command.is_alone) {
+    u64& alone_ns = alone_ns_[command.kind];  // the least, which a slower drive raises in time
+    if (status == kOk) {
+      alone_ns = alone_ns == 0 ? took_ns : std::min(took_ns, alone_ns + alone_ns / 8);
+    }
     wants_alone_ = false;
   }
   if (opening_ != nullptr) {
     interrupt(command.kind);
     opening_nbytes_ += command.nbytes;
     const u64 took_us = std::max<u64>((clock_ns - opening_ns_) / 1000, 1);
-    opening_rate_ = std::max(opening_rate_, opening_nbytes_ * 1'000'000 / took_us);
+    const u64 rate = opening_nbytes_ * 1'000'000 / took_us;
+    if (status == kOk) opening_rate_ = std::max(opening_rate_, rate);
     if (opening_nbytes_ >= window(command.kind)) opening_ = nullptr;
   } else if (is_full_) {
     window_of(command.kind).delivered(clock_ns, command.nbytes);
@@ -410,6 +420,10 @@ void ServiceThread::check_deadlines(u64 now) {
     command.timed_out = true;
     count(kTimeouts, 1);
     engine_->abandon(command.part->job, kTimedOut);
+  }
+  if (opening_ != nullptr && (late != 0 || now >= opening_end_ns_)) {
+    opening_ = nullptr;  // the others go on
+    return;
   }
   if (late == 0 || late < active_.size() || !is_full_) return;
   for (const auto& ready : ready_) {  // the drive is stuck: nothing queued can be issued

@@ -106,7 +106,7 @@ class ServiceThread {
   Part* pick();
   bool send(u32 cid, const Command& command);
   void reap(u64 clock_ns);
-  void measure(const Command& command, u64 clock_ns);
+  void measure(const Command& command, u32 status, u64 clock_ns);
   void publish_windows();
   void check_deadlines(u64 now);
   void finish(Part* part, const Completed& completed);
@@ -133,6 +133,7 @@ class ServiceThread {
   u64 inflight_late_ = 0;      // bytes of stores
   Part* opening_ = nullptr;    // a load that found the drive idle, until a window was moved
   u64 opening_ns_ = 0;         // when it began
+  u64 opening_end_ns_ = 0;     // when it ends at the latest, by the monotonic clock
   u64 opening_nbytes_ = 0;     // moved since
   u64 opening_rate_ = 0;       // bytes per second, of such loads
   u32 n_openings_ = 0;         // such loads

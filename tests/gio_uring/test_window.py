@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from memory_controller import MemoryController, Parallelism
+from memory_controller import Faults, MemoryController, Parallelism
 
 from tutti.base.units import KiB, MiB
 from tutti.gio_uring.engine import NEVER_DUE, PRIORITY_LOAD, Engine
@@ -155,6 +156,25 @@ def test_layers_do_not_all_come_at_the_end_of_a_drive_that_serves_them_together(
         assert ready[0] <= 1.5 * (layer_ns + command_ns), pages
         assert ready[LAYERS // 8 - 1] <= 0.5 * ready[-1], pages
     assert rig.load(PAGES)[-1] <= deep.load(PAGES)[-1] / 0.93
+
+
+def test_a_command_that_never_ends_does_not_stop_the_drive(make) -> None:  # type: ignore[no-untyped-def]
+    """Not even the one that a load begins with, alone."""
+    rig = make()
+    rig.controller.set_faults(Faults(stall_from=1))
+    stuck, _ = rig.submit(PAGES)
+    ends = time.monotonic() + 20
+    while not rig.controller.stats().unanswered:
+        assert time.monotonic() < ends
+        time.sleep(0.001)
+    rig.controller.set_faults(Faults())
+    other, _ = rig.submit(PAGES)
+    assert other.wait_released(20)
+    assert other.report().status == 0
+    assert not stuck.report().released
+    rig.controller.release()
+    assert stuck.wait_released(20)
+    assert stuck.report().status == 0
 
 
 def test_a_short_load_is_issued_whole(make) -> None:  # type: ignore[no-untyped-def]
