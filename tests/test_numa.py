@@ -60,6 +60,18 @@ def test_a_node_that_has_none_of_its_processors_changes_nothing(
     assert not processors.log
 
 
+def test_a_system_that_refuses_changes_nothing(
+    processors: Processors, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(pid: int, there: set[int]) -> None:
+        raise PermissionError("sandbox")
+
+    monkeypatch.setattr(os, "sched_setaffinity", refuse)
+    before = processors.now
+    with on_node(0):
+        assert processors.now == before
+
+
 def test_staging_is_touched_on_the_gpus_node(
     processors: Processors, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 PCI_DEVICES = Path("/sys/bus/pci/devices")
@@ -26,18 +26,21 @@ def node_of(device: Path) -> int | None:
 def on_node(node: int | None) -> Iterator[None]:
     """Keeps the calling thread on a node's processors, for memory and threads that it makes.
 
-    Does nothing for None, or where the thread may use none of these processors.
+    Does nothing for None, where the thread may use none of these processors or no others, and
+    where the system refuses.
     """
     before = os.sched_getaffinity(0)
     there = before & _processors(node)
-    if not there:
+    if not there or there == before:
         yield
         return
-    os.sched_setaffinity(0, there)
+    with suppress(OSError):
+        os.sched_setaffinity(0, there)
     try:
         yield
     finally:
-        os.sched_setaffinity(0, before)
+        with suppress(OSError):
+            os.sched_setaffinity(0, before)
 
 
 def _processors(node: int | None) -> set[int]:
