@@ -152,3 +152,15 @@ def test_the_kernel_moves_these_bytes_alone(unit: int, programs: int, seed: int)
 def test_the_kernel_compiles_for_a_gpu_that_is_absent(architecture: str) -> None:
     for unit in (16, 4, 1):
         assert compile_for(architecture, unit)[:4] == b"\x7fELF"
+
+
+@pytest.mark.parametrize("error", [TypeError, AttributeError, OSError])
+def test_a_triton_that_is_different_is_not_used(
+    monkeypatch: pytest.MonkeyPatch, error: type[Exception]
+) -> None:
+    def different(*_: object, **__: object) -> None:
+        raise error("another version")
+
+    monkeypatch.setattr("triton.compile", different)
+    with pytest.raises(Unsupported, match="another version"):
+        compile_for("sm_90", 16)

@@ -123,26 +123,27 @@ def compile_for(architecture: str, unit_nbytes: int) -> bytes:
     except ImportError as error:
         raise Unsupported(f"this Triton has not what it takes: {error}") from error
     names = ("segments", "pages", "programs")
-    source = ASTSource(
-        fn=copy_pages,
-        signature={
-            "table": "i64",
-            **dict.fromkeys(names, "i32"),
-            **dict.fromkeys(("UNIT", "BLOCK"), "constexpr"),
-        },
-        constexprs={"UNIT": unit_nbytes, "BLOCK": _BLOCK_NBYTES},
-    )
     target = GPUTarget("cuda", int(architecture.removeprefix("sm_")), 32)
     try:
+        source = ASTSource(
+            fn=copy_pages,
+            signature={
+                "table": "i64",
+                **dict.fromkeys(names, "i32"),
+                **dict.fromkeys(("UNIT", "BLOCK"), "constexpr"),
+            },
+            constexprs={"UNIT": unit_nbytes, "BLOCK": _BLOCK_NBYTES},
+        )
         made = triton.compile(source, target=target, options={"num_warps": _WARPS})
-    except (TritonError, RuntimeError, OSError) as error:
-        raise Unsupported(f"Triton does not compile for {architecture}: {error}") from error
-    entry = made.asm["ptx"].partition(".entry")[2].partition(")")[0]
+        text: str = made.asm["ptx"]
+        code: bytes = made.asm["cubin"]
+    except (TritonError, RuntimeError, OSError, TypeError, AttributeError, KeyError) as error:
+        raise Unsupported(f"Triton does not compile for {architecture}: {error!r}") from error
+    entry = text.partition(".entry")[2].partition(")")[0]
     if entry.count(".param") != 1 + len(names) + len(_SCRATCH):
         raise Unsupported(
             "this Triton calls its kernels otherwise; use the version that SGLang has"
         )
-    code: bytes = made.asm["cubin"]
     return code
 
 
