@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import struct
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from node.agents import LAYOUT, WAIT_S, RunningAgent, running
 
 import tutti
 from store.pools import some_keys
-from tutti.errors import AgentRefused, ConfigError, PoolInUse, PoolNotFound
+from tutti.errors import AgentRefused, ConfigError, KeyMissing, PoolClosed, PoolInUse, PoolNotFound
 from tutti.medium.layout import KVLayout
 from tutti.node.client import NodeStore
 from tutti.node.connection import Connection
@@ -32,6 +35,7 @@ from tutti.node.messages import (
     Join,
     Match,
     Moved,
+    Plan,
     PlanPut,
     frame,
     read_reply,
@@ -120,6 +124,64 @@ def test_requests_that_are_wrong_are_answered(agent: RunningAgent, good: NodeSto
         good.call("format_disk")
     with pytest.raises(ConfigError, match="not acceptable"):
         good.call("wait_recovered", seconds="soon")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"slots": b"123"},
+        {"slots": bytes(24)},
+        {"rows": bytes(3)},
+        {"rows": np.array([0, 1, 2, 4], "<u4").tobytes()},
+        {"digests": bytes(8), "compare": True},
+    ],
+    ids=["part of a slot", "three slots", "part of a page", "a fifth page", "a digest"],
+)
+def test_a_plan_that_makes_no_sense_is_a_miss(
+    agent: RunningAgent, good: NodeStore, change: dict[str, Any], seed: int
+) -> None:
+    """Nothing waits for it, and nothing that was not written is taken for stored."""
+
+    def use_odd_plans(session: Any) -> None:
+        request = session.request
+
+        def odd(message: Any, timeout_s: float) -> Any:
+            answer = request(message, timeout_s)
+            if isinstance(answer, Plan):
+                answer.jobs = [msgspec.structs.replace(job, **change) for job in answer.jobs]
+            return answer
+
+        session.request = odd
+
+    def matched(keys: Any, count: int) -> bool:
+        """The agent may have closed the session; another one is opened."""
+        ends = time.monotonic() + WAIT_S
+        while store.match(keys) != count and time.monotonic() < ends:
+            time.sleep(0.01)
+        return store.match(keys) == count
+
+    with agent.connect() as store:
+        store.allocate_memory(8)
+        keys = some_keys(np.random.default_rng(seed + 1), 8)
+        assert store.put(keys[:4], np.arange(4)).wait(WAIT_S).stored == 4
+        session = store._kept.need()
+        use_odd_plans(session)
+        with pytest.raises(KeyMissing, match="compute the pages"):
+            store.load(keys[:4], np.arange(4, 8))
+        assert session.wait_quiet(WAIT_S)
+    with agent.connect() as store:
+        store.allocate_memory(8)
+        assert matched(keys[:4], 4)
+        store.load(keys[:4], np.arange(4, 8)).wait(WAIT_S)
+        if "compare" not in change:
+            session = store._kept.need()
+            use_odd_plans(session)
+            with contextlib.suppress(PoolClosed):  # "cancelled"
+                assert store.put(keys[4:], np.arange(4)).wait(WAIT_S).stored == 0
+            assert session.wait_quiet(WAIT_S)
+    with agent.connect() as store:
+        assert matched(keys[:4], 4)
+        assert store.match(keys[4:]) == 0
 
 
 def test_a_report_of_what_is_not_under_way(agent: RunningAgent, good: NodeStore) -> None:

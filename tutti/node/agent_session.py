@@ -39,6 +39,7 @@ from tutti.node.messages import (
     PlanLoad,
     PlanPut,
     Written,
+    digests_of,
     packed_status,
     rows_of,
 )
@@ -150,17 +151,20 @@ class AgentSession:
         callback(written)
 
     def write(self, job: MoveJob, pages: U32, memory: PagedMemory, timeout_s: float) -> None:
-        """Writes pages (of the whole plan) where a job says, and reports it."""
-        rows, extents = self._extents(job)
-        digests = None
-        if self.welcome.verify != "off":
-            digests = np.zeros((rows.size, self.geometry.layers), np.uint64)
+        """Writes pages (of the whole plan) where a job says, and reports it.
 
-        def over(transfer: Transfer) -> None:
-            raw = b"" if digests is None else digests.tobytes()
-            self._report(Moved(job.job, packed_status(transfer.page_status), raw))
+        Raises AgentRefused for a job that makes no sense; it is reported as well.
+        """
+        with self._reporting_failure(job):
+            rows, extents = self._extents(job, pages.size)
+            digests = None
+            if self.welcome.verify != "off":
+                digests = np.zeros((rows.size, self.geometry.layers), np.uint64)
 
-        with self._reporting_failure(job, rows.size):
+            def over(transfer: Transfer) -> None:
+                raw = b"" if digests is None else digests.tobytes()
+                self._report(Moved(job.job, packed_status(transfer.page_status), raw))
+
             self._submitter(memory).submit(
                 OPCODE_WRITE,
                 extents,
@@ -179,20 +183,22 @@ class AgentSession:
         memory: PagedMemory,
         timeout_s: float,
         on_released: Callable[[Any], None],
-    ) -> Transfer:
-        """Reads pages (of the whole plan) from where a job says, and reports it."""
-        rows, extents = self._extents(job)
-        digests = None
-        if job.compare:
-            shape = (rows.size, self.geometry.layers)
-            digests = np.frombuffer(job.digests, "<u8").reshape(shape).copy()
+    ) -> tuple[Transfer, Rows]:
+        """Reads pages (of the whole plan) from where a job says, and reports it.  Also which.
 
-        def over(transfer: Transfer) -> None:
-            on_released(transfer)
-            self._report(Moved(job.job, packed_status(transfer.page_status)))
+        Raises AgentRefused for a job that makes no sense; it is reported as well.
+        """
+        with self._reporting_failure(job):
+            rows, extents = self._extents(job, pages.size)
+            digests = None
+            if job.compare:
+                digests = digests_of(job, rows.size, self.geometry.layers)
 
-        with self._reporting_failure(job, rows.size):
-            return self._submitter(memory).submit(
+            def over(transfer: Transfer) -> None:
+                on_released(transfer)
+                self._report(Moved(job.job, packed_status(transfer.page_status)))
+
+            transfer = self._submitter(memory).submit(
                 OPCODE_READ,
                 extents,
                 np.ascontiguousarray(pages[rows]),
@@ -203,11 +209,14 @@ class AgentSession:
                 timeout_s=timeout_s,
                 on_released=over,
             )
+            return transfer, rows
 
     def give_up(self, jobs: Sequence[MoveJob]) -> None:
         """Reports jobs that will not be submitted."""
         for job in jobs:
-            status = np.full(len(job.slots) // 8, STATUS_CANCELLED, np.uint32)
+            status = np.full(
+                max(1, len(job.slots) // 8), STATUS_CANCELLED, np.uint32
+            )  # none is success
             self._report(Moved(job.job, packed_status(status)))
 
     def fail(self) -> None:
@@ -250,20 +259,20 @@ class AgentSession:
             self._reports.close()
 
     @contextlib.contextmanager
-    def _reporting_failure(self, job: MoveJob, pages: int) -> Any:
+    def _reporting_failure(self, job: MoveJob) -> Any:
         try:
             yield
         except BaseException:
-            self._report(Moved(job.job, packed_status(np.full(pages, STATUS_CANCELLED, np.uint32))))
+            self.give_up([job])
             raise
 
     def _submitter(self, memory: PagedMemory) -> Submitter:
         path: Submitter | None = memory.path
         return self.engine if path is None else path
 
-    def _extents(self, job: MoveJob) -> tuple[Rows, Extents]:
+    def _extents(self, job: MoveJob, pages: int) -> tuple[Rows, Extents]:
         """Which of the plan's pages a job moves, and where; native code checks the slots."""
-        geometry, rows = self.geometry, rows_of(job)
+        geometry, rows = self.geometry, rows_of(job, pages)
         slots = np.frombuffer(job.slots, "<i8")
         return rows, SlotExtents(self._places, slots, geometry.slice_nlb, geometry.layer_stride_nlb)
 

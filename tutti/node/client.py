@@ -49,7 +49,6 @@ from tutti.node.messages import (
     Present,
     Unpin,
     Written,
-    rows_of,
     statuses_of,
 )
 from tutti.node.remote_catalogue import RemoteCatalogue
@@ -267,12 +266,14 @@ class NodeStore(Owned, Store):
             for start, jobs in parts:
                 while jobs:  # bounded: each turn takes one
                     self._read(session, load, start, jobs.pop(0), numbers, paged)
-        except BaseException:
+        except BaseException as error:
             for _, jobs in parts:
                 session.give_up(jobs)
                 for _ in jobs:
                     load.end()
             progress.cancel(self.config.timeout_s)
+            if isinstance(error, AgentRefused):
+                raise KeyMissing(f"{error}; compute the pages") from error
             raise
         finally:
             load.end()
@@ -308,15 +309,14 @@ class NodeStore(Owned, Store):
         pages: U32,
         memory: PagedMemory,
     ) -> None:
-        rows = rows_of(job) + start
         try:
-            transfer = session.read(
+            transfer, rows = session.read(
                 job, pages[start:], memory, self.config.timeout_s, lambda _: load.end()
             )
         except BaseException:
             load.end()
             raise
-        load.progress.parts.append(LoadPart(transfer, rows, job.whole))
+        load.progress.parts.append(LoadPart(transfer, rows + start, job.whole))
 
     def prove(self, max_objects: int = 64, *, timeout_s: float = 60.0) -> int:
         """Nothing is left to do here: the agent verifies for all of its clients."""

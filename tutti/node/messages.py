@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from tutti import errors
-from tutti.base.arrays import U32, Keys, Rows
+from tutti.base.arrays import U32, U64, Keys, Rows
 from tutti.errors import AgentRefused, ConfigError, TuttiError, Unsupported
 from tutti.medium.keys import KEY_NBYTES
 
@@ -245,16 +245,29 @@ def keys_of(raw: bytes) -> Keys:
     return np.frombuffer(bytearray(raw), np.uint8).reshape(-1, KEY_NBYTES)
 
 
-def rows_of(job: MoveJob) -> Rows:
-    """Which pages of its plan a job moves, (n,).  Raises AgentRefused for another n of slots."""
+def rows_of(job: MoveJob, pages: int) -> Rows:
+    """Which of the ``pages`` of its plan a job moves, (n,).  Raises AgentRefused for another n of
+    slots, and for pages that the plan does not have.
+    """
     n, rest = divmod(len(job.slots), 8)
-    rows = np.frombuffer(job.rows, "<u4").astype(np.int64) if job.rows else np.arange(n)
-    if rest or rows.size != n:
+    if not rest and len(job.rows) in (0, 4 * n):
+        rows = np.frombuffer(job.rows, "<u4").astype(np.int64) if job.rows else np.arange(n)
+        if not n or rows.max() < pages:
+            return rows
+    raise AgentRefused(
+        f"a plan for {pages} pages has {len(job.slots)} bytes of slots and {len(job.rows)} of"
+        " pages that do not fit; use the same version of tutti on both sides"
+    )
+
+
+def digests_of(job: MoveJob, pages: int, layers: int) -> U64:
+    """The digests (pages, layers) that a job compares with.  Raises AgentRefused."""
+    if len(job.digests) != 8 * pages * layers:
         raise AgentRefused(
-            f"a plan has {len(job.slots)} bytes of slots for {rows.size} pages; use the same"
-            " version of tutti on both sides"
+            f"a plan has {len(job.digests)} bytes of digests for {pages} pages of {layers} layers;"
+            " use the same version of tutti on both sides"
         )
-    return rows
+    return np.frombuffer(job.digests, "<u8").reshape(pages, layers).copy()
 
 
 def statuses_of(raw: bytes, n: int) -> U32:
