@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import subprocess
@@ -11,6 +12,8 @@ from pathlib import Path
 import pytest
 
 from tutti import cli
+from tutti.commands import serve
+from tutti.commands.settings import configure
 from tutti.model_config import model_layout
 
 FILE = """
@@ -134,3 +137,22 @@ def test_the_shell_completes_commands(tmp_path: Path) -> None:
     program = "import sys; sys.argv = ['tutti']; from tutti import cli; cli.main()"
     subprocess.run([sys.executable, "-c", program], env=environment, timeout=60, check=True)
     assert {"--path", "--page-size"} <= {word.strip() for word in answer.read_text().split("\v")}
+
+
+def test_options_that_may_be_repeated_are_lists(
+    config: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config.write_text(FILE.replace("[serve]", 'option = ["verify=off", "degraded=true"]\n[serve]'))
+    found = given(capsys)
+    assert (found["verify"], found["degraded"]) == ("off", True)
+    monkeypatch.setenv("TUTTI_SGLANG_OPTION", "verify=sampled,timeout_s=9")
+    found = given(capsys, "--option", "degraded=true")
+    assert (found["verify"], found["timeout_s"], found["degraded"]) == ("sampled", 9, True)
+    parser = argparse.ArgumentParser()
+    serve.add_serve(parser)
+    configure(parser, "serve", {"TUTTI_SERVE_QUOTA": "a=1MiB,b=2MiB"}, set())
+    assert parser.parse_args(["--quota", "c=3MiB"]).quota == [
+        ("a", 1 << 20),
+        ("b", 2 << 20),
+        ("c", 3 << 20),
+    ]

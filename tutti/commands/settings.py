@@ -2,6 +2,7 @@
 
 export TUTTI_CONFIG=/etc/tutti.toml      # [serve] folder = "/mnt/nvme/tutti", capacity = "2TiB"
 export TUTTI_SERVE_CAPACITY=1TiB         # wins over the file; an argument wins over both
+export TUTTI_SERVE_QUOTA=a=1TiB,b=2TiB   # an option that may be repeated: arguments are added
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ def configure(
         action = options[name]
         action.required = False
         # Text passes through the option's own type, and its choices, as an argument does.
-        if action.nargs == "+":
+        if action.nargs == "+" or isinstance(action, argparse._AppendAction):
             parts = value if isinstance(value, list) else str(value).split(",")
             action.default = [_checked(parser, action, name, str(part)) for part in parts]
         else:
