@@ -25,7 +25,7 @@ def test_digits_stand_for_the_bytes_of_the_hash(nbytes: int, n: int, seed: rando
     assert (keys == object_keys(FINGERPRINT, hashes)).all()
 
 
-@given(nbytes=st.integers(1, 40), where=st.integers(0, 79), digit=st.characters())
+@given(nbytes=st.integers(1, 40), where=st.integers(0, 79), digit=st.characters(codec="utf-8"))
 def test_each_digit_is_looked_at(nbytes: int, where: int, digit: str) -> None:
     name = "a" * 2 * nbytes
     other = name[: where % len(name)] + digit + name[where % len(name) + 1 :]
