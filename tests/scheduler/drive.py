@@ -120,6 +120,7 @@ class Drive:
         self.state, self.decisions = self._scheduler.state, watched.decisions
         self._events: list[tuple[int, int, Event]] = []
         self._count = 0
+        self._wake_ns: int | None = None  # the last decision's, as in the dispatcher
         self._busy_ns = {"read": 0, "write": 0}
         self._writing: list[tuple[str, int, int, int, int]] = []  # name, first, pages, begin, end
 
@@ -131,14 +132,18 @@ class Drive:
     def run(self, steps_max: int = 20_000) -> None:
         """Until all is quiet."""
         for _ in range(steps_max):
-            if not self._events:
+            next_ns = self._events[0][0] if self._events else math.inf
+            if self._wake_ns is not None and self._wake_ns < next_ns:
+                self._take(Tick(self._wake_ns))
+            elif self._events:
+                self._take(heapq.heappop(self._events)[2])
+            else:
                 return
-            _, _, event = heapq.heappop(self._events)
-            self._take(event)
         raise AssertionError(f"not quiet after {steps_max} events")
 
     def _take(self, event: Event) -> None:
         decision = self._scheduler.take(event)
+        self._wake_ns = decision.wake_ns
         self.trace.append(line(event, decision))
         self.dropped += decision.drops
         for name in decision.stops:
@@ -157,8 +162,6 @@ class Drive:
             self.at(PagesWritten(end_ns, write.name, write.first + write.count))
         for name in decision.copy_outs:
             self.at(PagesCopied(self.state.now_ns + 100_000, name))
-        if decision.wake_ns is not None:
-            self.at(Tick(decision.wake_ns))
 
     def _stop(self, name: str) -> None:
         """Pages of which the drive has not begun are given back; the page that is written ends."""
