@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from free_ports import free_port
 
 from tutti.base.terminal import progress
 from tutti.bench.ttft import recipes
@@ -75,12 +76,6 @@ def printed(name: str, *argv: str) -> dict[str, Any]:
     return recipes.run(args, progress)
 
 
-def free_port() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return str(probe.getsockname()[1])
-
-
 def test_every_recipe_prints_one_command_with_the_same_sizes(tmp_path: Path) -> None:
     for name, recipe in RECIPES.items():
         result = printed(name, "--dir", str(tmp_path / name), "--page-size", "32", "--dram", "8GB")
@@ -134,14 +129,14 @@ def test_facts_that_cannot_be_written_are_refused_before_the_server_starts(
 
 
 def test_a_server_that_ends_at_once_is_an_error(sglang: Path) -> None:
-    args = parsed("hbm", "--model", "m", "--port", free_port(), "--more=--end-at-once")
+    args = parsed("hbm", "--model", "m", "--port", str(free_port()), "--more=--end-at-once")
     with pytest.raises(ServerError, match="ended with 7"):
         recipes.run(args, progress)
 
 
 def test_a_server_that_ends_later_is_no_success(sglang: Path, tmp_path: Path, capfd: Any) -> None:
     # A folder that it has no use for need not be there.
-    argv = ["--model", "m", "--port", free_port(), "--dir", str(tmp_path / "none")]
+    argv = ["--model", "m", "--port", str(free_port()), "--dir", str(tmp_path / "none")]
     result = recipes.run(parsed("hbm", *argv, "--more=--end-soon"), progress)
     assert result["exit_code"] == 9 and "SGLang ended with 9" in result["stopped"]
     written = capfd.readouterr()
@@ -152,7 +147,7 @@ def test_what_runs_beside_the_server_has_to_stay(sglang: Path, tmp_path: Path) -
     daemon = sglang.parent / "lmcache" / "cli"
     daemon.mkdir(parents=True)
     (daemon / "main.py").write_text("import sys; sys.exit(8)")
-    argv = ["--model", "m", "--port", free_port(), "--dir", str(tmp_path / "kv")]
+    argv = ["--model", "m", "--port", str(free_port()), "--dir", str(tmp_path / "kv")]
     with pytest.raises(ServerError, match="beside it ended with 8"):
         # The server may be up first; then it is told in the result.
         raise ServerError(recipes.run(parsed("lmcache", *argv), progress)["stopped"])
@@ -195,7 +190,7 @@ def test_only_the_first_signal_raises() -> None:
 def test_a_server_runs_until_it_is_ended(
     tmp_path: Path, sglang: Path, number: signal.Signals, deaf: bool
 ) -> None:
-    info, port = tmp_path / "info.json", free_port()
+    info, port = tmp_path / "info.json", str(free_port())
     argv = ["hicache-file", "--model", "m", "--dir", str(tmp_path / "kv"), "--port", port]
     returned = threading.Event()
     main_thread = threading.main_thread().ident or 0

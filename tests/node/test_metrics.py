@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from free_ports import free_port
 from node.agents import LAYOUT, start_process
 from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
@@ -21,12 +22,6 @@ from tutti.errors import ConfigError
 from tutti.metrics import StoreCollector, published
 
 Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def read_page(port: int) -> Samples:
