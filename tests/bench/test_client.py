@@ -74,7 +74,7 @@ def test_a_slow_server_does_not_slow_its_load() -> None:
         run = driven(server.url, 10, gap_s=0.01)
     assert all(record.error == "" for record in run.records)
     by_due = sorted(run.records, key=lambda record: record.due_s)
-    assert by_due[-1].sent_s < by_due[1].done_s, "the last went out long before its turn"
+    assert by_due[-1].sent_s < by_due[5].done_s, "the last went out long before its turn"
     assert by_due[-1].tokens[0][0] - by_due[-1].due_s > 0.5, "its wait in the queue counts"
 
 

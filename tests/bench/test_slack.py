@@ -90,7 +90,7 @@ class WritesFirst(SlackPolicy):
 
     def _with_writes(self, state: State, gone: tuple[str, ...]) -> Decision:
         writes = writes_for(state.unwritten, 1e12, gone)
-        return Decision((), writes) if writes else self._without_writes(state, gone)
+        return Decision((), writes) if writes else self._without_writes(state)
 
 
 def never_corrected(self: Correction, expected_ns: int, measured_ns: int) -> bool:

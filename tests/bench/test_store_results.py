@@ -109,9 +109,9 @@ def test_a_result_that_lacks_a_system_is_not_taken(
 def test_a_step_ends_with_its_time_and_removes_its_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: str
 ) -> None:
-    slow = Result("step", program.format(made({"sleep_s": 60})), 1)
+    slow = Result("step", program.format(made({"sleep_s": 60})), 4)
     outcomes = run(tmp_path, slow, monkeypatch=monkeypatch)
-    assert outcomes == {"step": "not measured: no end in 1 s"}
+    assert outcomes == {"step": "not measured: no end in 4 s"}
     assert (tmp_path / "cleaned").exists()
     outcomes = run(tmp_path, slow, monkeypatch=monkeypatch, limit_s=0)
     assert outcomes == {"step": "not measured: the time for all results was over"}

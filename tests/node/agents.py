@@ -21,6 +21,7 @@ LAYOUT = KVLayout.mha(
     layers=4, kv_heads=2, head_dim=64, page_size=16, dtype="bfloat16", model="test-model"
 )
 WAIT_S = 30.0
+LOOKUP_S = 10.0  #: on a busy machine a look-up may take more than the second of the default
 
 
 class RunningAgent:
@@ -45,7 +46,7 @@ class RunningAgent:
         assert started.wait(WAIT_S)
 
     def connect(self, layout: KVLayout | None = LAYOUT, capacity: str = "32MiB") -> NodeStore:
-        return NodeStore(self.path, layout, capacity)
+        return NodeStore(self.path, layout, capacity, lookup_timeout_s=LOOKUP_S)
 
     def stop(self) -> None:
         """A second call does nothing."""

@@ -45,7 +45,7 @@ from tutti.node.served_connection import AgentConfig
 
 @pytest.fixture
 def agent(tmp_path: Path) -> Iterator[RunningAgent]:
-    with running(tmp_path / "agent", hello_s=0.5, unread_s=1.0) as one:
+    with running(tmp_path / "agent", hello_s=2.0, unread_s=1.0) as one:
         yield one
 
 

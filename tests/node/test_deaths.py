@@ -84,7 +84,7 @@ os.kill(os.getpid(), 9)
         )
         assert dead.stdout == "10\n", dead.stderr
         wait_until(lambda: store.stats()["busy_objects"] == 0)
-        assert store.stats()["sessions"] == 1
+        wait_until(lambda: store.stats()["sessions"] == 1)
         assert store.match(keys) == 4
         assert store.put(keys, np.arange(8).repeat(2)[:10]).wait(WAIT_S).stored == 6
 
