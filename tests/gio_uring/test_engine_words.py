@@ -122,7 +122,7 @@ def test_a_dead_controller_releases_every_layer(rig: Rig) -> None:
 
 
 def test_a_mover_that_stops_ends_its_job(rig: Rig) -> None:
-    job = rig.submit(OPCODE_READ, 1, timeout_s=0.2)
+    job = rig.submit(OPCODE_READ, 1, timeout_s=1.0)
     assert job.wait_released(5)
     assert job.report().status == STATUS_TIMED_OUT
     assert rig.statuses() == [0] + [STATUS_TIMED_OUT] * (LAYERS - 1)

@@ -248,7 +248,7 @@ def test_late_answers_keep_their_memory(rng: np.random.Generator) -> None:
     """After a timeout the pages and slots stay owned until the device has answered."""
     images = formatted()
     controller = controller_of(images)
-    store = opened(images, controller=controller, timeout_s=0.3, window_nbytes=1 << 30)
+    store = opened(images, controller=controller, timeout_s=1.0, window_nbytes=1 << 30)
     pool = store.allocate_memory(32)
     keys = some_keys(rng, 8)
     contents = fill(pool, range(8), rng)
@@ -266,7 +266,7 @@ def test_late_answers_keep_their_memory(rng: np.random.Generator) -> None:
     more = some_keys(rng, 4)
     put = store.put(more, np.arange(24, 28))
     with pytest.raises(DeviceTimeout):
-        put.wait(1.0)
+        put.wait(2.5)
     with store._core.lock:
         writing = store._core.index.find(more)
         assert (store._core.index.state[writing] == SlotState.WRITING).all()
@@ -295,7 +295,7 @@ def test_a_load_that_was_given_up_says_who_has_its_pages(
     """Its data command is on its way, its records cannot be had: no ticket, yet pages in use."""
     images = formatted()
     controller = controller_of(images)
-    store = opened(images, controller=controller, timeout_s=0.3, window_nbytes=1 << 30)
+    store = opened(images, controller=controller, timeout_s=1.0, window_nbytes=1 << 30)
     pool = store.allocate_memory(32)
     keys = some_keys(rng, 4)
     contents = fill(pool, range(4), rng)
@@ -335,7 +335,7 @@ def test_a_load_that_was_given_up_says_who_has_its_pages(
 def test_close_resets_a_device_that_does_not_answer(rng: np.random.Generator) -> None:
     images = formatted()
     controller = controller_of(images)
-    store = opened(images, controller=controller, timeout_s=0.3)
+    store = opened(images, controller=controller, timeout_s=1.0)
     store.allocate_memory(8)
     keys = some_keys(rng, 4)
     store.put(keys, np.arange(4)).wait(5)
@@ -367,7 +367,7 @@ def test_what_a_close_cancels_is_closed_and_not_a_failed_drive(
 def test_a_device_that_refuses_a_reset_keeps_its_memory(rng: np.random.Generator) -> None:
     images = formatted()
     controller = controller_of(images)
-    store = opened(images, controller=controller, timeout_s=0.3)
+    store = opened(images, controller=controller, timeout_s=1.0)
     store.allocate_memory(8)
     keys = some_keys(rng, 4)
     store.put(keys, np.arange(4)).wait(5)
@@ -418,7 +418,7 @@ def test_close_in_the_middle_of_puts(durability: str, rng: np.random.Generator) 
     images = formatted()
     for stall in range(1, 12):
         controller = controller_of(images)
-        store = opened(images, controller=controller, timeout_s=0.2, durability=durability)
+        store = opened(images, controller=controller, timeout_s=0.5, durability=durability)
         store.allocate_memory(8)
         controller.set_faults(Faults(stall_from=stall))
         keys = some_keys(rng, 8)

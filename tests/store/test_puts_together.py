@@ -29,7 +29,7 @@ class OneByOne:
         return Decision(writes=tuple(Issue(w.name, w.issued, 1) for w in waiting))
 
 
-def until(condition: Callable[[], bool], seconds: float = 10.0) -> bool:
+def until(condition: Callable[[], bool], seconds: float = 30.0) -> bool:
     """Whether a condition holds in time."""
     end_s = time.monotonic() + seconds
     while not condition() and time.monotonic() < end_s:
@@ -43,7 +43,7 @@ def test_a_put_that_finds_no_space_cuts_no_other_that_is_written_with_it(
     rng = np.random.default_rng(seed)
     path = tmp_path / "pool"
     tutti.format([path], LAYOUT, 3 << 20)
-    config = StoreConfig(schedule=Schedule(Linear(), policy=OneByOne), timeout_s=1.0)
+    config = StoreConfig(schedule=Schedule(Linear(), policy=OneByOne), timeout_s=2.0)
     with tutti.open([path], LAYOUT, config=config) as store:
         store.allocate_memory(4)
         slots = store.stats()["capacity_objects"]

@@ -18,7 +18,7 @@ from tutti.errors import ConfigError, KeyMissing, TuttiError
 from tutti.gio_uring.nvme_spec import OPCODE_READ, OPCODE_WRITE
 from tutti.scheduler.baselines import ImmediatePolicy
 from tutti.scheduler.dispatcher import Schedule
-from tutti.scheduler.event import LoadKnown, StepBegan, StepEnded, WriteKnown
+from tutti.scheduler.event import StepBegan, StepEnded, WriteKnown
 from tutti.scheduler.loads_and_writes import Phase
 from tutti.scheduler.policy import Limits, SlackPolicy
 from tutti.scheduler.state import Decision, Issue, State
@@ -112,7 +112,7 @@ def test_close_launches_what_waits(rng: np.random.Generator) -> None:
 
 
 def test_a_scheduler_that_is_stuck_costs_time_only(rng: np.random.Generator) -> None:
-    with scheduled(timeout_s=0.2) as store:
+    with scheduled(timeout_s=1.0) as store:
         store.allocate_memory(8)
         keys = some_keys(rng, 2)
         store.put(keys, [0, 1]).wait(10)
@@ -233,44 +233,6 @@ def test_a_load_that_is_interrupted_is_forgotten(
         assert store._core.wait_quiet(10.0), "nothing of it is under way"
 
 
-def test_a_short_transfer_that_is_alone_starts_before_its_decision(
-    rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    seen: list[Any] = []
-    schedule = Schedule(PROFILE, record=lambda event, _: seen.append(event))
-    with scheduled(schedule) as store:
-        store.allocate_memory(8)
-        keys = some_keys(rng, 4)
-        store.put(keys, np.arange(4)).wait(10)
-        assert store.load(keys, np.arange(4, 8)).wait_settled(10)
-        with pytest.raises(KeyMissing):
-            store.load(some_keys(rng, 1), [0])
-        store._queue.stop(10.0)
-        counters = store.stats()["scheduler"]
-        known = [one.at_once for one in seen if isinstance(one, LoadKnown | WriteKnown)]
-        assert known == [True] * 3
-        assert counters["written_pages"] == 4
-        assert counters["read_nbytes"] == 4 * GEOMETRY.slice_nbytes * GEOMETRY.layers
-        assert counters["loads_waiting"] == counters["writes_waiting"] == counters["ignored"] == 0
-
-
-def test_transfers_that_meet_others_are_decided_on(rng: np.random.Generator) -> None:
-    seen: list[Any] = []
-    controller = controller_of(images := formatted())
-    schedule = Schedule(PROFILE, record=lambda event, _: seen.append(event))
-    with opened(images, controller=controller, schedule=schedule) as store:
-        store.allocate_memory(8)
-        keys = some_keys(rng, 4)
-        store.put(keys, np.arange(4)).wait(10)
-        controller.set_faults(Faults(stall_from=1))
-        tickets = [store.load(keys[at : at + 2], [at, at + 1]) for at in (0, 2)]
-        controller.set_faults(None)
-        controller.release()
-        for ticket in tickets:
-            ticket.wait(10)
-        assert [one.at_once for one in seen if isinstance(one, LoadKnown)] == [True, False]
-
-
 class WritesOnly(Never):
     """A policy that issues no load."""
 
@@ -312,7 +274,7 @@ def test_layers_are_read_as_they_are_granted(rng: np.random.Generator) -> None:
 
 
 def test_a_load_that_is_never_granted_is_read_after_all(rng: np.random.Generator) -> None:
-    store, keys = stored(WritesOnly, rng, timeout_s=0.3)
+    store, keys = stored(WritesOnly, rng, timeout_s=1.0)
     with store:
         store.load(keys, np.arange(4)).wait(10)
 

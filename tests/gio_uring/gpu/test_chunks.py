@@ -89,7 +89,7 @@ def test_a_layer_is_copied_while_the_one_before_is_and_tells_of_both(seed: int) 
 def test_a_layer_is_there_before_the_last_layer_of_any_chunk_was_read(seed: int) -> None:
     """Chunks are cut by layer first: eight or more of them, and the medium stops behind layer 1."""
     rng = np.random.default_rng(seed)
-    with rig_over_memory(staging_nbytes=SHORT, verify="off", timeout_s=1.0) as rig:
+    with rig_over_memory(staging_nbytes=SHORT, verify="off") as rig:
         keys, pages = some_keys(rng, 24), list(range(24))
         contents = rig.fill(pages, rng)
         rig.store.put(keys, pages).wait(10)

@@ -333,14 +333,14 @@ def test_a_dead_controller_lets_every_stream_go(rng: np.random.Generator) -> Non
 
 
 def test_closing_with_work_in_flight(rng: np.random.Generator) -> None:
-    with rig_over_memory(timeout_s=1.0) as rig:
+    with rig_over_memory(timeout_s=2.0) as rig:
         keys, pages = some_keys(rng, 12), list(range(12))
         rig.fill(pages, rng)
         rig.store.put(keys, pages).wait(10)
         memory_of(rig).set_faults(Faults(stall_from=3))
         loading = rig.store.load(keys, list(range(12, 24)))
         storing = rig.store.put(some_keys(rng, 12), pages)
-        rig.store.close(2.0)
+        rig.store.close(4.0)
         assert loading.done
         for ticket in (loading, storing):
             with pytest.raises(TuttiError):

@@ -1,0 +1,67 @@
+"""A transfer that meets no other starts at once; a policy decides on all that do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from memory_controller import Faults
+from scheduler.drive import Linear
+
+from store.pools import GEOMETRY, controller_of, formatted, opened, some_keys
+from tutti.errors import KeyMissing
+from tutti.scheduler import dispatcher
+from tutti.scheduler.dispatcher import Schedule
+from tutti.scheduler.event import LoadKnown, WriteKnown
+
+PROFILE = Linear()
+
+
+@pytest.fixture
+def rng(seed: int) -> np.random.Generator:
+    return np.random.default_rng(seed)
+
+
+@pytest.fixture(autouse=True)
+def no_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loop never looks by itself: it may be taking an event just when a transfer comes."""
+    monkeypatch.setattr(dispatcher, "_NAP_S", 600.0)
+
+
+def test_a_short_transfer_that_is_alone_starts_before_its_decision(
+    rng: np.random.Generator,
+) -> None:
+    seen: list[Any] = []
+    schedule = Schedule(PROFILE, record=lambda event, _: seen.append(event))
+    with opened(formatted(), schedule=schedule) as store:
+        store.allocate_memory(8)
+        keys = some_keys(rng, 4)
+        store.put(keys, np.arange(4)).wait(10)
+        assert store.load(keys, np.arange(4, 8)).wait_settled(10)
+        with pytest.raises(KeyMissing):
+            store.load(some_keys(rng, 1), [0])
+        store._queue.stop(10.0)
+        counters = store.stats()["scheduler"]
+        known = [one.at_once for one in seen if isinstance(one, LoadKnown | WriteKnown)]
+        assert known == [True] * 3
+        assert counters["written_pages"] == 4
+        assert counters["read_nbytes"] == 4 * GEOMETRY.slice_nbytes * GEOMETRY.layers
+        assert counters["loads_waiting"] == counters["writes_waiting"] == counters["ignored"] == 0
+
+
+def test_transfers_that_meet_others_are_decided_on(rng: np.random.Generator) -> None:
+    seen: list[Any] = []
+    controller = controller_of(images := formatted())
+    schedule = Schedule(PROFILE, record=lambda event, _: seen.append(event))
+    with opened(images, controller=controller, schedule=schedule) as store:
+        store.allocate_memory(8)
+        keys = some_keys(rng, 4)
+        store.put(keys, np.arange(4)).wait(10)
+        controller.set_faults(Faults(stall_from=1))
+        tickets = [store.load(keys[at : at + 2], [at, at + 1]) for at in (0, 2)]
+        controller.set_faults(None)
+        controller.release()
+        for ticket in tickets:
+            ticket.wait(10)
+        assert [one.at_once for one in seen if isinstance(one, LoadKnown)] == [True, False]
