@@ -28,8 +28,8 @@ def stored(store: Any, rng: np.random.Generator, n: int = 6) -> tuple[Any, list[
     memory = store.allocate_memory(n)
     keys = some_keys(rng, n)
     contents = fill(memory, range(n), rng)
-    store.put(keys[: n - 1], range(n - 1)).wait(5)
-    store.put(keys[n - 1 :], [n - 1], parent=keys[1].tobytes(), depth=2, ttl_s=640).wait(5)
+    store.put(keys[: n - 1], range(n - 1)).wait(30)
+    store.put(keys[n - 1 :], [n - 1], parent=keys[1].tobytes(), depth=2, ttl_s=640).wait(30)
     store.unregister(memory)
     return keys, contents
 
@@ -37,8 +37,8 @@ def stored(store: Any, rng: np.random.Generator, n: int = 6) -> tuple[Any, list[
 def loaded(store: Any, keys: Any) -> list[bytes]:
     memory = store.allocate_memory(len(keys))
     ticket = store.load(keys, range(len(keys)), memory=memory)
-    ticket.wait(5)
-    assert ticket.wait_settled(5)
+    ticket.wait(30)
+    assert ticket.wait_settled(30)
     contents = [memory.read(page) for page in range(len(keys))]
     store.unregister(memory)
     return contents

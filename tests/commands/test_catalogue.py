@@ -35,9 +35,9 @@ def test_chains_are_listed_pinned_and_removed(
             pool = str(tmp_path / "pool.tutti")
             store = tutti.open(pool, LAYOUT, "32MiB")
         store.allocate_memory(6)
-        store.put(keys[:4], np.arange(4)).wait(5)
-        store.put(keys[4:5], [4], parent=keys[1].tobytes(), depth=2).wait(5)
-        store.put(keys[5:], [5], namespace="team").wait(5)
+        store.put(keys[:4], np.arange(4)).wait(30)
+        store.put(keys[4:5], [4], parent=keys[1].tobytes(), depth=2).wait(30)
+        store.put(keys[5:], [5], namespace="team").wait(30)
         store.close()
         found = run(capsys, "ls", pool)
         assert (found["objects"], found["chains"]) == (6, 3)
@@ -77,7 +77,7 @@ def test_an_agent_with_several_pools_lists_each_and_is_asked_for_one(
         for layout, n in ((LAYOUT, 3), (other, 1)):
             with agent.connect(layout) as store:
                 store.allocate_memory(n)
-                store.put(some_keys(rng, n), np.arange(n)).wait(5)
+                store.put(some_keys(rng, n), np.arange(n)).wait(30)
     with running(tmp_path) as agent:
         socket = f"unix:{agent.path}"
         pools = run(capsys, "ls", socket)["pools"]

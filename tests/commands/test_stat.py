@@ -28,7 +28,7 @@ def test_totals(agent: RunningAgent, capsys: pytest.CaptureFixture[str], seed: i
         memory = store.allocate_memory(4)
         fill(memory, range(4), rng)
         keys = some_keys(rng, 8)
-        store.put(keys[:4], range(4)).wait(5)
+        store.put(keys[:4], range(4)).wait(30)
         assert store.match(keys) == 4
         assert main(["stat", f"unix:{agent.path}"]) == 0
         shown = capsys.readouterr().out
@@ -51,7 +51,7 @@ def test_an_interval_shows_what_happened_in_it(
     with agent.connect() as store:
         memory = store.allocate_memory(4)
         fill(memory, range(4), rng)
-        store.put(keys[:4], range(4)).wait(5)
+        store.put(keys[:4], range(4)).wait(30)
         store.match(keys)
         stop = threading.Event()
 
@@ -62,7 +62,7 @@ def test_an_interval_shows_what_happened_in_it(
         busy = threading.Thread(target=look_up)
         busy.start()
         try:
-            assert main(["stat", f"unix:{agent.path}", "--watch", "0.2", "--count", "2"]) == 0
+            assert main(["stat", f"unix:{agent.path}", "--watch", "0.5", "--count", "2"]) == 0
         finally:
             stop.set()
             busy.join()

@@ -61,11 +61,11 @@ def test_an_agent_publishes_its_pools(tmp_path: Path, seed: int) -> None:
             memory = store.allocate_memory(8)
             fill(memory, range(4), rng)
             keys = some_keys(rng, 6)
-            store.put(keys[:4], range(4)).wait(5)
+            store.put(keys[:4], range(4)).wait(30)
             assert store.match(keys) == 4
             ticket = store.load(keys[:4], range(4, 8))
-            ticket.wait(5)
-            assert ticket.wait_settled(5)
+            ticket.wait(30)
+            assert ticket.wait_settled(30)
             store.stats()  # after the reports of this client
             samples = read_page(port)
     for name, value in (

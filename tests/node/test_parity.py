@@ -44,13 +44,13 @@ def opener(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Opener]:
     with contextlib.ExitStack() as stack:
 
         def embedded(layout: KVLayout = LAYOUT, capacity: str = "32MiB", **config: Any) -> Any:
-            config = {"timeout_s": 5.0, **config}
+            config = {"timeout_s": 30.0, **config}
             path = str(tmp_path / "pool.tutti")
             store = tutti.open(path, layout, capacity, config=StoreConfig(**config))
             return stack.enter_context(store)
 
         def served(layout: KVLayout = LAYOUT, capacity: str = "32MiB", **config: Any) -> Any:
-            config = {"timeout_s": 5.0, **config}
+            config = {"timeout_s": 30.0, **config}
             agent = RunningAgent(tmp_path / "agent", config=StoreConfig(**config))
             AGENTS.append(agent)
             stack.callback(AGENTS.clear)
@@ -74,14 +74,14 @@ def test_what_was_put_is_loaded(
     pool = store.allocate_memory(48)
     keys = some_keys(rng, 20)
     contents = fill(pool, range(20), rng)
-    result = store.put(keys, np.arange(20)).wait(5)
+    result = store.put(keys, np.arange(20)).wait(30)
     assert (result.stored, result.present, result.dropped) == (20, 0, 0)
     assert store.match(keys) == 20
     pages = 24 + rng.permutation(20)
     ticket = store.load(keys, pages)
     for layer in range(LAYOUT.layers):
-        ticket.wait_layer(layer, 5)
-    assert ticket.wait_settled(5)
+        ticket.wait_layer(layer, 30)
+    assert ticket.wait_settled(30)
     assert [pool.read(int(page)) for page in pages] == contents
 
 
@@ -100,8 +100,8 @@ def test_layouts_and_orders(opener: Opener, layout: KVLayout, rng: np.random.Gen
     pool = store.allocate_memory(12, order=order)
     keys = some_keys(rng, 6)
     contents = fill(pool, range(6), rng)
-    assert store.put(keys, np.arange(6)).wait(5).stored == 6
-    store.load(keys, np.arange(6, 12)).wait(5)
+    assert store.put(keys, np.arange(6)).wait(30).stored == 6
+    store.load(keys, np.arange(6, 12)).wait(30)
     assert [pool.read(page) for page in range(6, 12)] == contents
 
 
@@ -109,17 +109,17 @@ def test_prefixes_gaps_and_repetitions(opener: Opener, rng: np.random.Generator)
     store = opener()
     store.allocate_memory(8)
     keys = some_keys(rng, 8)
-    store.put(keys[:3], [0, 1, 2]).wait(5)
-    store.put(keys[5:], [5, 6, 7], parent=keys[4].tobytes(), depth=5).wait(5)
+    store.put(keys[:3], [0, 1, 2]).wait(30)
+    store.put(keys[5:], [5, 6, 7], parent=keys[4].tobytes(), depth=5).wait(30)
     assert store.match(keys) == 3
     assert store.match(keys[5:]) == 3
     assert store.match(keys[3:]) == 0
     assert store.present(keys).tolist() == [True] * 3 + [False] * 2 + [True] * 3
-    result = store.put(np.concatenate((keys, keys)), [*range(8), *range(8)]).wait(5)
+    result = store.put(np.concatenate((keys, keys)), [*range(8), *range(8)]).wait(30)
     assert (result.stored, result.present) == (2, 14)
     assert store.match(keys) == 8
     assert store.match(keys[:0]) == 0
-    assert store.put(keys[:0], []).wait(5).stored == 0
+    assert store.put(keys[:0], []).wait(30).stored == 0
 
 
 def test_a_store_is_a_container_of_keys(opener: Opener, rng: np.random.Generator) -> None:
@@ -129,9 +129,9 @@ def test_a_store_is_a_container_of_keys(opener: Opener, rng: np.random.Generator
     assert len(store) == 0
     assert store, "an empty store is a store"
     put = store.put(keys[:3], [0, 1, 2])
-    put.wait(5)
+    put.wait(30)
     load = store.load(keys[:3], [4, 5, 6])
-    load.wait(5)
+    load.wait(30)
     assert len(store) == 3
     assert [key.tobytes() in store for key in keys] == [True] * 3 + [False]
     with pytest.raises(KeySizeError):
@@ -177,7 +177,7 @@ def test_what_is_not_there(opener: Opener, rng: np.random.Generator) -> None:
     store = opener()
     store.allocate_memory(8)
     keys = some_keys(rng, 4)
-    store.put(keys[:2], [0, 1]).wait(5)
+    store.put(keys[:2], [0, 1]).wait(30)
     with pytest.raises(KeyMissing, match="key 2 of 4"):
         store.load(keys, [4, 5, 6, 7])
     assert store.stats()["busy_objects"] == 0
@@ -201,7 +201,7 @@ def test_bad_arguments(opener: Opener, rng: np.random.Generator) -> None:
         store.put(keys, [0, 1], parent=b"short")
     with pytest.raises(ConfigError, match="depth"):
         store.put(keys, [0, 1], depth=-1)
-    store.put(keys, [0, 1]).wait(5)
+    store.put(keys, [0, 1]).wait(30)
     with pytest.raises(ConfigError, match="twice"):
         store.load(keys, [2, 2])
     other = HostMemory.allocate(KVLayout.mla(5, 512, 64, 16, "bfloat16", model="test-model"), 2)
@@ -221,16 +221,16 @@ def test_eviction_and_pins(opener: Opener, rng: np.random.Generator) -> None:
     assert capacity >= 64
     store.allocate_memory(16)
     pinned = some_keys(rng, 8)
-    store.put(pinned, np.arange(8)).wait(5)
+    store.put(pinned, np.arange(8)).wait(30)
     for _ in range(2 * capacity // 16):
         assert store.match(pinned, pin="request") == 8
-        store.put(some_keys(rng, 16), np.arange(16)).wait(5)
+        store.put(some_keys(rng, 16), np.arange(16)).wait(30)
     stats = store.stats()
     assert stats["evicted"] > 0
     assert store.match(pinned) == 8
     store.unpin("request")
     for _ in range(3 * capacity // 16):
-        store.put(some_keys(rng, 16), np.arange(16)).wait(5)
+        store.put(some_keys(rng, 16), np.arange(16)).wait(30)
     assert store.match(pinned) == 0
     assert store.stats()["busy_objects"] == 0
 
@@ -239,10 +239,10 @@ def test_clear(opener: Opener, rng: np.random.Generator) -> None:
     store = opener()
     store.allocate_memory(8)
     keys = some_keys(rng, 8)
-    store.put(keys, np.arange(8)).wait(5)
+    store.put(keys, np.arange(8)).wait(30)
     store.clear()
     assert store.match(keys) == 0
-    assert store.put(keys, np.arange(8)).wait(5).stored == 8
+    assert store.put(keys, np.arange(8)).wait(30).stored == 8
 
 
 def test_damage_is_found_and_quarantined(
@@ -252,7 +252,7 @@ def test_damage_is_found_and_quarantined(
     pool = store.allocate_memory(8)
     keys = some_keys(rng, 4)
     fill(pool, range(4), rng)
-    store.put(keys, np.arange(4)).wait(5)
+    store.put(keys, np.arange(4)).wait(30)
     (path,) = tmp_path.rglob("*.tutti")
     geometry = store.geometry
     content = pool.read(2)[: LAYOUT.segments[0]]
@@ -264,9 +264,9 @@ def test_damage_is_found_and_quarantined(
         file.write(bytes([content[0] ^ 1]))
     ticket = store.load(keys, np.arange(4, 8))
     with pytest.raises(ChecksumMismatch):
-        ticket.wait(5)
+        ticket.wait(30)
     assert ticket.failed().tolist() == [2]
-    assert ticket.wait_settled(5)
+    assert ticket.wait_settled(30)
     assert store.stats()["quarantined"] == 1
     assert store.present(keys).tolist() == [True, True, False, True]
 
@@ -278,10 +278,10 @@ def test_tickets_call_back(opener: Opener, rng: np.random.Generator) -> None:
     done: list[list[int]] = []
     ticket = store.put(keys, np.arange(4))
     ticket.on_done(lambda each: done.append(each.outcome.tolist()))
-    ticket.wait(5)
+    ticket.wait(30)
     load = store.load(keys, np.arange(4, 8))
     load.on_settled(lambda: done.append([]))
-    assert load.wait_settled(5)
+    assert load.wait_settled(30)
     assert sorted(done) == [[], [int(Outcome.STORED)] * 4]
 
 
@@ -289,11 +289,11 @@ def test_counters(opener: Opener, rng: np.random.Generator) -> None:
     store = opener()
     store.allocate_memory(8)
     keys = some_keys(rng, 4)
-    store.put(keys, np.arange(4)).wait(5)
+    store.put(keys, np.arange(4)).wait(30)
     assert store.match(keys) == 4
     load = store.load(keys, np.arange(4, 8))
-    load.wait(5)
-    assert load.wait_settled(5)
+    load.wait(30)
+    assert load.wait_settled(30)
     stats = store.stats()
     nbytes = 4 * LAYOUT.object_nbytes
     assert stats["stored"] == stats["loaded"] == stats["hits"] == 4
@@ -305,11 +305,11 @@ def test_catalogue_lists_and_describes(opener: Opener, rng: np.random.Generator)
     store = opener()
     store.allocate_memory(8)
     keys = some_keys(rng, 8)
-    store.put(keys[:5], np.arange(5)).wait(5)
-    store.put(keys[5:], np.arange(3), ttl_s=3600, namespace="team").wait(5)
+    store.put(keys[:5], np.arange(5)).wait(30)
+    store.put(keys[5:], np.arange(3), ttl_s=3600, namespace="team").wait(30)
     load = store.load(keys[:2], [6, 7])
-    load.wait(5)
-    assert load.wait_settled(5)
+    load.wait(30)
+    assert load.wait_settled(30)
     store.stats()  # the load has been reported
     every = store.catalogue.keys()
     listed = {key.tobytes() for key in every}
@@ -334,14 +334,14 @@ def test_catalogue_deletes(opener: Opener, rng: np.random.Generator) -> None:
     store = opener()
     store.allocate_memory(8)
     keys = some_keys(rng, 8)
-    store.put(keys, np.arange(8)).wait(5)
+    store.put(keys, np.arange(8)).wait(30)
     store.match(keys, pin="request")
     assert store.catalogue.delete(keys[4:]) == 4
     assert store.catalogue.delete(keys[4:]) == 0
     assert store.match(keys) == 4
     slots = store.stats()["slots"]
     assert (slots["ready"], slots["voiding"]) == (4, 0)
-    assert store.put(keys[4:], np.arange(4), parent=keys[3].tobytes(), depth=4).wait(5).stored == 4
+    assert store.put(keys[4:], np.arange(4), parent=keys[3].tobytes(), depth=4).wait(30).stored == 4
 
 
 def test_catalogue_pins_survive(opener: Opener, tmp_path: Path, rng: np.random.Generator) -> None:
@@ -350,11 +350,11 @@ def test_catalogue_pins_survive(opener: Opener, tmp_path: Path, rng: np.random.G
     memory = store.allocate_memory(32)
     pinned = some_keys(rng, 8)
     contents = fill(memory, range(8), rng)
-    store.put(pinned, np.arange(8), ttl_s=7200, namespace="team").wait(5)
+    store.put(pinned, np.arange(8), ttl_s=7200, namespace="team").wait(30)
     assert store.catalogue.pin(pinned) == 8
     assert store.stats()["pinned_objects"] == 8
     for _ in range(3 * capacity // 16):
-        store.put(some_keys(rng, 16), np.arange(16)).wait(5)
+        store.put(some_keys(rng, 16), np.arange(16)).wait(30)
     assert store.stats()["evicted"] > 0
     assert store.match(pinned) == 8
     everything = store.catalogue.keys()
@@ -374,8 +374,8 @@ def test_catalogue_pins_survive(opener: Opener, tmp_path: Path, rng: np.random.G
         assert len(again.catalogue.keys("team")) == 8
         memory = again.allocate_memory(32)
         for _ in range(3 * capacity // 16):
-            again.put(some_keys(rng, 16), np.arange(16, 32)).wait(5)
-        again.load(pinned, np.arange(8)).wait(5)
+            again.put(some_keys(rng, 16), np.arange(16, 32)).wait(30)
+        again.load(pinned, np.arange(8)).wait(30)
         assert [memory.read(page) for page in range(8)] == contents
         assert again.catalogue.unpin(pinned) == 8
         assert again.stats()["pinned_objects"] == 0
@@ -385,7 +385,7 @@ def test_what_expires_is_removed(opener: Opener, rng: np.random.Generator) -> No
     store = opener()
     store.allocate_memory(8)
     keys = some_keys(rng, 8)
-    store.put(keys, np.arange(8)).wait(5)
+    store.put(keys, np.arange(8)).wait(30)
     with pytest.raises(ConfigError, match="ttl_s"):
         store.put(keys, np.arange(8), ttl_s=0)
     assert store.catalogue.expire(keys[6:], 1.0) == 2
@@ -399,7 +399,7 @@ def test_expired_objects_are_swept(tmp_path: Path, rng: np.random.Generator) -> 
     with tutti.open(str(tmp_path / "pool.tutti"), LAYOUT, "32MiB") as store:
         store.allocate_memory(8)
         keys = some_keys(rng, 8)
-        store.put(keys, np.arange(8)).wait(5)
+        store.put(keys, np.arange(8)).wait(30)
         store.catalogue.expire(keys[5:], 1.0)
         assert store.catalogue.expiry.sweep().size == 0
         store._core.index.expiry[store._core.index.expiry > 0] = 1  # long ago
