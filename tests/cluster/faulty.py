@@ -41,7 +41,7 @@ class FaultyStore:
         elif fault in ("raise", f"raise-{op}"):
             raise RemoteFailed("refused")
         elif fault == "slow":
-            time.sleep(0.2)
+            time.sleep(0.5)
 
     def _path(self, name: str) -> Path:
         return self._folder / (self._tenant + name.replace("/", "_"))

@@ -101,7 +101,7 @@ def test_a_failing_remote_store_is_left_alone_and_tried_again(
 ) -> None:
     rng = np.random.default_rng(seed)
     keys, own = some_keys(rng, 4), some_keys(rng, 4)
-    config = faults.config(timeout_s=0.5, failures_max=2)
+    config = faults.config(timeout_s=1.5, failures_max=2)
     with nodes(tmp_path, config) as (first, second):
         first.share(keys)
         faults.set(fault)
@@ -138,7 +138,7 @@ def test_a_hanging_remote_store_is_killed_at_the_deadline(
     tmp_path: Path, faults: Faults, seed: int
 ) -> None:
     keys = some_keys(np.random.default_rng(seed), 4)
-    with nodes(tmp_path, faults.config(timeout_s=0.5)) as (first, second):
+    with nodes(tmp_path, faults.config(timeout_s=1.5)) as (first, second):
         first.share(keys)
         faults.set("hang-get")
         second.miss(keys, "failures")
@@ -211,7 +211,7 @@ def test_a_chain_that_is_too_late_is_not_fetched(tmp_path: Path, faults: Faults,
     rng = np.random.default_rng(seed)
     keys = some_keys(rng, 4)
     small = LAYOUT.object_nbytes * 2
-    config = faults.config(timeout_s=0.3, staging_nbytes=small)
+    config = faults.config(timeout_s=0.75, staging_nbytes=small)
     with nodes(tmp_path, config) as (first, second):
         first.share(keys)
         faults.set("slow")
