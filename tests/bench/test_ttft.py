@@ -339,10 +339,10 @@ def test_a_server_that_dies_between_points_leaves_what_it_gave(tmp_path: Path) -
 
         def end(number: int) -> None:
             if number == 1 + 12 + 11:  # the last request of the second point
-                threading.Timer(0.2, server.stop).start()
+                threading.Timer(0.7, server.stop).start()
 
         server.script.on_request = end
-        argv = ["--rates", "200", "400", "800", "--seeds", "1", "--settle-s", "0.5"]
+        argv = ["--rates", "200", "400", "800", "--seeds", "1", "--settle-s", "2"]
         result = measured(server.url, *argv, "--out", str(tmp_path / "out"))
         assert "no server answers" in result["stopped"] and result["partial"]
         assert len(result["points"]) == 2

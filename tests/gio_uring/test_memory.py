@@ -52,8 +52,9 @@ def test_what_memory_lies_on_is_read_back() -> None:
     large.array[:] = 1
     ranges = [(buffer.address, buffer.nbytes) for buffer in (small, large)]
     assert hugepage_nbytes(ranges[:1]) == 0
-    assert (hugepage_nbytes(ranges) >= 2 * MiB) == (large.backing != "pages")
-    assert hugepage_nbytes(ranges) <= 8 * MiB
+    # Where free memory is in pieces, some of the four may be large and most of it not.
+    nbytes = hugepage_nbytes(ranges)
+    assert nbytes < 8 * MiB if large.backing == "pages" else 2 * MiB <= nbytes <= 8 * MiB
     assert hugepage_nbytes([]) == 0
 
 

@@ -48,6 +48,7 @@ ORDERS = [
 ]
 
 
+@pytest.mark.timeout(600)  # of up to RUNS_MAX runs
 @pytest.mark.parametrize(
     ("header", "order", "without"), [o[1:] for o in ORDERS], ids=[o[0] for o in ORDERS]
 )

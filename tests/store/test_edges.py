@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -288,25 +289,24 @@ def test_look_ups_go_on_during_a_clear(rng: np.random.Generator) -> None:
 
 
 @pytest.mark.parametrize("what", ["memory", "file"])
-def test_a_process_may_end_without_close(what: str) -> None:
+def test_a_process_may_end_without_close(what: str, tmp_path: Path) -> None:
     program = textwrap.dedent(
         f"""
-        import os, tempfile, sys
+        import sys
         import numpy as np
         from store.pools import LAYOUT, formatted, opened
         import tutti.store
         if {what!r} == "memory":
             store = opened(formatted())
         else:
-            path = os.path.join(tempfile.mkdtemp(), "pool")
-            store = tutti.store.open(path, LAYOUT, "64MiB", executor="threads")
+            store = tutti.store.open(sys.argv[1], LAYOUT, "64MiB", executor="threads")
         store.allocate_memory(4)
         store.put([b"0123456789abcdef"], [0]).wait(5)
         raise SystemExit(7)
         """
     )
     done = subprocess.run(
-        [sys.executable, "-c", program],
+        [sys.executable, "-c", program, str(tmp_path / "pool")],
         env={"PYTHONPATH": ":".join(sys.path)},
         capture_output=True,
         timeout=60,
