@@ -225,7 +225,7 @@ def test_a_cuda_error_before_any_kernel_costs_the_job_alone(
 def test_the_persistent_kernel_is_launched_once_and_again_after_a_rest(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with device_rig("persistent", tmp_path, monkeypatch, rest_s=0.2) as rig:
+    with device_rig("persistent", tmp_path, monkeypatch, rest_s=1.5) as rig:
         pages = list(range(8))
         for _ in range(3):
             assert rig.submit(OPCODE_WRITE, pages).wait_released(10)
@@ -251,7 +251,7 @@ def test_the_mailbox_goes_round(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     with device_rig("persistent", tmp_path, monkeypatch) as rig:
         job = rig.submit(OPCODE_WRITE, list(range(8)))
         with pytest.raises(ConfigError, match="another engine"):
-            job.wait_layers(1, 1)
+            job.wait_layers(1, 10)
 
 
 @pytest.mark.parametrize("comes_back", [True, False])

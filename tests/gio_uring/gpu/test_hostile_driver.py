@@ -47,8 +47,8 @@ class Scene:
     def fill(self, stream: int) -> None:
         self.driver.fill(self.memory, 1, 64, stream)
 
-    def is_done(self, stream: int) -> bool:
-        return wait_until(lambda: self.driver.is_stream_done(stream), _SOON_S)
+    def is_done(self, stream: int, within_s: float = 10.0) -> bool:
+        return wait_until(lambda: self.driver.is_stream_done(stream), within_s)
 
 
 @pytest.fixture
@@ -65,7 +65,7 @@ def test_a_stream_waits_for_the_wait_of_one_that_shares_its_queue(scene: Scene) 
     scene.close_gate()
     for stream in scene.others:
         scene.fill(stream)
-    done = [scene.is_done(stream) for stream in scene.others]
+    done = [scene.is_done(stream, _SOON_S) for stream in scene.others]
     assert any(done)
     assert not all(done), "16 streams on 8 queues"
     scene.open_gate()
@@ -116,6 +116,7 @@ def test_who_must_open_a_gate_makes_and_frees_nothing_before(scene: Scene, name:
     with pytest.raises(CudaError, check=lambda error: error.code == _CODE):
         CREATIONS[name](scene)
     scene.open_gate()
+    assert scene.is_done(scene.stream)
     CREATIONS[name](scene)
 
 
