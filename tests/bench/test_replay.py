@@ -137,7 +137,7 @@ def test_the_command(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(shutil.which("fio") is None, reason="fio is not installed")
 def test_fio_gives_the_floor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replay, "_FLOOR_NBYTES", 4 * MiB)
+    monkeypatch.setattr(replay, "_FLOOR_NBYTES", 64 * MiB)  # fio counts milliseconds
     shape = ("--shape", "1x32KiB", "--dir", str(tmp_path), "--capacity", "16MiB", "--floor")
     result = replay.run(arguments("--requests", "40", *shape), progress)
     for what in ("load", "put"):
