@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from crash.objects import when_unlocked
 
 import tutti
 from store.forked import CHILDREN, LAYOUT, OBJECTS
@@ -57,7 +58,7 @@ def test_a_child_that_outlives_its_parent_does_not_keep_the_pool(tmp_path: Path)
         try:
             assert parent.wait(30) == -signal.SIGKILL
             os.kill(child, 0)  # it lives
-            tutti.open(path).close()
+            when_unlocked(lambda: tutti.open(path)).close()
         finally:
             os.kill(child, signal.SIGKILL)
 
