@@ -394,7 +394,8 @@ def test_reset_and_close_leave_nothing(tmp_path: Path) -> None:
     assert not rig.stored_pool.store._core.index.pins.any()
     rig.linker.close()
     rig.linker.close()
-    assert set(threading.enumerate()) <= threads
+    # A thread that runs calls for the main one waits a moment for the next.
+    wait_for(lambda: set(threading.enumerate()) <= threads)
     assert set(os.listdir("/proc/self/fd")) <= files
 
 
