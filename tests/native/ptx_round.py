@@ -21,7 +21,7 @@ from tutti.gio_uring.iocb import Extents
 from tutti.gio_uring.nvme_spec import OPCODE_READ, OPCODE_WRITE
 
 LAYERS, PAGES, SEGMENTS = 2, 8, (4096, 1000)
-TIMEOUT_S = 2.0
+TIMEOUT_S = 6.0
 
 
 class Bells:
