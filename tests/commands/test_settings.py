@@ -151,8 +151,4 @@ def test_options_that_may_be_repeated_are_lists(
     parser = argparse.ArgumentParser()
     serve.add_serve(parser)
     configure(parser, "serve", {"TUTTI_SERVE_QUOTA": "a=1MiB,b=2MiB"}, set())
-    assert parser.parse_args(["--quota", "c=3MiB"]).quota == [
-        ("a", 1 << 20),
-        ("b", 2 << 20),
-        ("c", 3 << 20),
-    ]
+    assert parser.get_default("quota") == [("a", 1 << 20), ("b", 2 << 20)]
