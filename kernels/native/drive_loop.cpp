@@ -3,27 +3,17 @@
 
 #include <algorithm>
 #include <cstring>
-#include <iterator>
 
 namespace gio {
 namespace {
 
-constexpr u64 kTickNs = 20'000'000;   // how often deadlines are looked at
-constexpr u64 kIdleNs = 200'000'000;  // a sleeping thread wakes this often by itself
-constexpr u32 kFloorCommands = 2;     // of any size, whatever the window
-constexpr u32 kShare = 8;             // of the window is owed to stores, one part in so many
-// Of the best rate: what a window has at least, while a layer is waited for or of stores, and else.
-constexpr double kNarrowShare = 0.98;
-constexpr double kWideShare = 0.995;
+constexpr u64 kTickNs = 20'000'000;          // how often deadlines are looked at
+constexpr u64 kIdleNs = 200'000'000;         // a sleeping thread wakes this often by itself
+constexpr u32 kShare = 8;                    // of the window is owed to stores, one part in so many
 constexpr u64 kDefaultRate = 1'000'000'000;  // before a drive was measured
 constexpr u64 kShortNbytes = 1 << 20;        // of a load whose layers are issued all at once
 constexpr u32 kOpenings = 31;  // loads that find the drive idle: in one, a command is alone
 constexpr u64 kOpeningNs = 200'000'000;  // how long one command may keep all others waiting
-// What a window begins with at most: of stores, because a load that comes waits for those that are
-// in flight, and while a layer is waited for, because it may come with the last one in flight.
-constexpr u64 kStartStoreNbytes = 4 << 20;
-constexpr u64 kStartWaitedNbytes = 8 << 20;
-constexpr u64 kSizeNbytes[] = {64 << 10, 256 << 10, 512 << 10, 1 << 20};
 
 }  // namespace
 
@@ -40,13 +30,7 @@ ServiceThread::ServiceThread(Engine* engine, const ServiceThreadConfig& config, 
   // issue() stops at twice the depth; a turn and a reset can each add as many as are in flight.
   finished_.reserve(4 * qp_->depth);
   to_digest_.reserve(4 * qp_->depth);
-  for (u32 kind = 0; kind < kKinds; ++kind) {
-    const bool store = kind >= kSizes;
-    const u64 size = kSizeNbytes[kind % kSizes];
-    windows_[0][kind].start(size, store ? kStartStoreNbytes : ~u64{0},
-                            store ? kNarrowShare : kWideShare);
-    windows_[1][kind].start(size, store ? kStartStoreNbytes : kStartWaitedNbytes, kNarrowShare);
-  }
+  start_windows();
 }
 
 ServiceThread::~ServiceThread() { join(); }
@@ -188,39 +172,6 @@ Part* ServiceThread::pick() {
   return nullptr;
 }
 
-u32 ServiceThread::kind_of(u32 opcode, u64 nbytes) {
-  u32 size = 0;
-  while (size + 1 < kSizes && nbytes > kSizeNbytes[size]) ++size;
-  return size + (opcode == kWrite ? kSizes : 0);
-}
-
-u64 ServiceThread::window(u32 kind) {
-  return fixed_window_ != 0 ? fixed_window_ : window_of(kind).nbytes();
-}
-
-// What is delivered from now on was not issued under this kind's windows alone.
-void ServiceThread::interrupt(u32 kind) {
-  windows_[0][kind].interrupt();
-  windows_[1][kind].interrupt();
-}
-
-// Whether the next command of a part has to wait for one that is in flight.  Drives may report
-// commands only once the last one of those in flight has ended, so a load that finds a drive idle
-// begins with its first layer, or with about what the drive moves in the time that a command alone
-// takes, and goes on with that and three times what is there already.
-bool ServiceThread::is_full(const Part& part, u32 kind, u64 nbytes) {
-  if (part.job->config.priority == kRecords || active_.empty()) return false;
-  if (opening_ != nullptr && fixed_window_ == 0) {
-    if (wants_alone_) return true;
-    const bool is_first = &part == opening_ && part.next < part.n_runs;
-    u64 alone_ns = alone_ns_[kind];
-    if (alone_ns == 0) alone_ns = *std::max_element(std::begin(alone_ns_), std::end(alone_ns_));
-    const u64 most = opening_rate_ / 1000 * alone_ns / 1'000'000 + 3 * opening_nbytes_;
-    if (!is_first && inflight_nbytes_ + nbytes / 2 > most) return true;
-  }
-  return active_.size() >= kFloorCommands && inflight_nbytes_ + nbytes > window(kind);
-}
-
 bool ServiceThread::issue(u64 now, u64 clock_ns) {
   bool any = false;
   is_full_ = false;
@@ -330,67 +281,6 @@ void ServiceThread::reap(u64 clock_ns) {
   }
   active_.resize(kept);
   publish_windows();
-}
-
-// A command that failed ends an opening like any other, but says nothing about the drive's speed.
-void ServiceThread::measure(const Command& command, u32 status, u64 clock_ns) {
-  if (command.nbytes == 0) return;
-  const u32 direction = command.kind / kSizes;
-  u64& latency_ns = latency_ns_[direction];
-  const u64 took_ns = clock_ns - command.issued_ns;
-  if (status == kOk) {
-    latency_ns = latency_ns == 0 ? took_ns : latency_ns - latency_ns / 16 + took_ns / 16;
-  }
-  if (command.is_alone) {
-    u64& alone_ns = alone_ns_[command.kind];  // the least, which a slower drive raises in time
-    if (status == kOk) {
-      alone_ns = alone_ns == 0 ? took_ns : std::min(took_ns, alone_ns + alone_ns / 8);
-    }
-    wants_alone_ = false;
-  }
-  if (opening_ != nullptr) {
-    interrupt(command.kind);
-    opening_nbytes_ += command.nbytes;
-    const u64 took_us = std::max<u64>((clock_ns - opening_ns_) / 1000, 1);
-    const u64 rate = opening_nbytes_ * 1'000'000 / took_us;
-    if (status == kOk) opening_rate_ = std::max(opening_rate_, rate);
-    if (opening_nbytes_ >= window(command.kind)) opening_ = nullptr;
-  } else if (is_full_) {
-    window_of(command.kind).delivered(clock_ns, command.nbytes);
-  }
-}
-
-// For readers on other threads.
-void ServiceThread::publish_windows() {
-  u64 words[sizeof(WindowStats) / sizeof(u64)];
-  WindowStats stats = {};
-  for (u32 direction = 0; direction < 2; ++direction) {
-    const u32 kind = kind_of_direction_[direction];
-    const Window& waited = windows_[1][kind];
-    const Window& window = waited.samples() != 0 ? waited : windows_[0][kind];
-    stats.window_nbytes[direction] = fixed_window_ != 0 ? fixed_window_ : window.nbytes();
-    stats.rate[direction] = window.rate();
-    stats.latency_ns[direction] = latency_ns_[direction];
-    stats.samples[direction] = window.samples();
-  }
-  stats.inflight_nbytes = inflight_nbytes_;
-  std::memcpy(words, &stats, sizeof stats);
-  for (size_t i = 0; i < std::size(words); ++i) {
-    window_stats_[i].store(words[i], std::memory_order_relaxed);
-  }
-}
-
-WindowStats ServiceThread::window_stats() const {
-  u64 words[sizeof(WindowStats) / sizeof(u64)];
-  for (size_t i = 0; i < std::size(words); ++i) {
-    words[i] = window_stats_[i].load(std::memory_order_relaxed);
-  }
-  WindowStats stats;
-  std::memcpy(&stats, words, sizeof stats);
-  stats.commands = stats_[kCommands];
-  stats.bytes_read = stats_[kBytesRead];
-  stats.bytes_written = stats_[kBytesWritten];
-  return stats;
 }
 
 void ServiceThread::add_stats(EngineStats* stats) const {

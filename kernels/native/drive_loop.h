@@ -101,6 +101,7 @@ class ServiceThread {
   Window& window_of(u32 kind) { return windows_[loads_due_ != 0 ? 1 : 0][kind]; }
   u64 window(u32 kind);
   bool is_full(const Part& part, u32 kind, u64 nbytes);
+  void start_windows();
   void interrupt(u32 kind);
   bool issue(u64 now, u64 clock_ns);
   Part* pick();
