@@ -2,7 +2,6 @@
 #include "drive_loop.h"
 
 #include <algorithm>
-#include <cstring>
 
 namespace gio {
 namespace {
