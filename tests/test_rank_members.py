@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from node.agents import running
 from test_sglang_front_door import IDENTITY, SHAPE
 
 from tutti.base.units import MiB
@@ -133,6 +134,13 @@ def test_paths_that_are_none(path: object) -> None:
 def test_a_socket_is_given_alone(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="give it alone"):
         opened([str(tmp_path), "unix:/run/tutti"])
+
+
+def test_settings_of_an_agents_pools_are_the_agents(tmp_path: Path) -> None:
+    with running(tmp_path / "agent") as agent:
+        path = [f"unix:{agent.path}"]
+        with pytest.raises(ConfigError, match="verify, eviction: the agent at"):
+            opened(path, verify="off", eviction="density")
 
 
 def test_the_command_prints_the_shares(capsys: pytest.CaptureFixture[str]) -> None:

@@ -20,6 +20,7 @@ import xxhash
 
 from tutti import __version__
 from tutti.errors import ConfigError, TuttiError
+from tutti.integration.sglang.options import OPTIONS
 from tutti.integration.sglang.rank_members import share
 from tutti.interface import Store
 from tutti.medium.layout import ITEMSIZE_NBYTES, KVLayout
@@ -254,6 +255,7 @@ def _open(
     if uses_agent(options):
         # One pool for all ranks and replicas whose KV is the same.
         where = options["path"][0]
+        _refuse_pools_own(options)
         capacity //= layout.world
         return connect(where, layout, capacity, executor=options["executor"]), where
     place, ranks = parallel_rank.place_on_node
@@ -261,6 +263,16 @@ def _open(
     members = share(options["path"], ranks).of(place, file, is_kv=is_kv)
     store = _open_members(members, layout, capacity // parallel_rank.ranks, options, schedule)
     return store, ", ".join(members)
+
+
+def _refuse_pools_own(options: Mapping[str, Any]) -> None:
+    """Raises ConfigError for settings of a pool, which an agent's pool has from the agent."""
+    given = [o.name for o in OPTIONS if o.is_pools_own and options[o.name] != o.default]
+    if given:
+        raise ConfigError(
+            f"{', '.join(given)}: the agent at {options['path'][0]} has settings of its own for its"
+            " pools; leave this out, and see `tutti serve --help` for what can be set there"
+        )
 
 
 def facts_of(store: Store, path: str) -> dict[str, str]:

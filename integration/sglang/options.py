@@ -27,7 +27,7 @@ class Option:
     kind: "str", "size", "int", "float", "bool", or "paths", a string or a list of them.
 
     choices: the values that are allowed.  minimum: the smallest number that is allowed.
-    required: has no default.
+    required: has no default.  is_pools_own: with an agent, its pools have the agent's.
     """
 
     name: str
@@ -38,6 +38,7 @@ class Option:
     choices: Sequence[str] = ()
     minimum: float | None = None
     required: bool = False
+    is_pools_own: bool = False
 
 
 HUGEPAGES = ("advise", "collapse", "off")
@@ -71,14 +72,23 @@ OPTIONS: tuple[Option, ...] = (
         "bool",
         False,
         "open a pool although some of its members are missing; objects on them are misses",
+        is_pools_own=True,
     ),
-    Option("verify", "str", "always", "which loads are verified by their digests", choices=VERIFY),
+    Option(
+        "verify",
+        "str",
+        "always",
+        "which loads are verified by their digests",
+        choices=VERIFY,
+        is_pools_own=True,
+    ),
     Option(
         "durability",
         "str",
         "process",
         "stored pages survive a crash of the process, or also a power loss (flush)",
         choices=DURABILITY,
+        is_pools_own=True,
     ),
     Option(
         "eviction",
@@ -87,12 +97,14 @@ OPTIONS: tuple[Option, ...] = (
         "which objects are evicted when a pool is full: lru: the least recently used; density: "
         "those with the fewest expected loads",
         choices=tuple(POLICIES),
+        is_pools_own=True,
     ),
     Option(
         "write_budget",
         "size",
         None,
         "limit on bytes written to each pool of each rank per day; pages beyond it are not stored",
+        is_pools_own=True,
     ),
     Option(
         "page_cache_share",
@@ -101,6 +113,7 @@ OPTIONS: tuple[Option, ...] = (
         "share of free memory that the page cache may use for each pool of each "
         "rank (0: direct I/O only)",
         minimum=0,
+        is_pools_own=True,
     ),
     Option(
         "residency",
@@ -108,6 +121,7 @@ OPTIONS: tuple[Option, ...] = (
         "dynamic",
         "dynamic: page_cache_share follows the free memory; static: it is applied once",
         choices=RESIDENCY,
+        is_pools_own=True,
     ),
     Option(
         "executor",
@@ -116,7 +130,9 @@ OPTIONS: tuple[Option, ...] = (
         "how files are read and written",
         choices=("auto", "uring", "threads"),
     ),
-    Option("timeout_s", "float", 30.0, "deadline of an SSD command", minimum=0.001),
+    Option(
+        "timeout_s", "float", 30.0, "deadline of an SSD command", minimum=0.001, is_pools_own=True
+    ),
     Option("model", "str", None, "name of the model in the pools' identity; default: SGLang's"),
     Option(
         "weights",
