@@ -148,7 +148,7 @@ CPU_SGLANG := env PYTHONSAFEPATH=1 \
   $(SGLANG_VENV)/bin/python
 
 .PHONY: bench-peers
-bench-peers: $(VENV)/.core sglang-venv build/view ## SGLang's backends against Tutti's on a CPU, BENCH_DIR=..., ARGS="--launches 3"
+bench-peers: $(VENV)/.core sglang-venv build/view ## SGLang's backends against Tutti's on a CPU, BENCH_DIR=..., ARGS="--host-pages thp"
 	$(CPU_SGLANG) -m tutti.cli bench peers --dir $(BENCH_DIR) $(ARGS)
 
 TINY_MODEL := build/tiny-model

@@ -76,7 +76,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--groups", type=int, default=12, help="shared prefixes (%(default)s)")
     parser.add_argument("--prompts", type=int, default=3, help="prompts per group (%(default)s)")
     parser.add_argument("--prefix-tokens", type=int, default=512, help="shared part (%(default)s)")
-    parser.add_argument("--question-tokens", type=int, default=64, help="own part (%(default)s)")
+    parser.add_argument(
+        "--question-tokens",
+        type=int,
+        default=64,
+        help="tokens of a question that no other request has (%(default)s)",
+    )
     parser.add_argument("--clients", type=int, default=6, help="multi-turn clients (%(default)s)")
     parser.add_argument("--rounds", type=int, default=4, help="turns per client (%(default)s)")
     parser.add_argument(
@@ -87,7 +92,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--bench-multiturn", type=Path, help=f"a copy of {SCRIPT}")
     parser.add_argument("--note", default="", help="kept with the result")
     parser.add_argument(
-        "--more", default="", metavar="='ARGUMENTS'", help="SGLang's own, as of bench serve"
+        "--more",
+        default="",
+        metavar="ARGUMENTS",
+        help="more arguments for SGLang, in one word: --more='...'",
     )
     parser.add_argument("--out", type=Path, help="also write the result to this file (JSON)")
 

@@ -91,8 +91,9 @@ example:
   tutti bench decisions --dir /mnt/nvme"""
 _PEERS = """\
 Compares ways to keep KV pages on an SSD: SGLang's controller over Tutti, over files and over NIXL,
-the store without SGLang, one file per page, and fio. Each peer that can run here stores and loads
-batches of 128 pages of Llama-3-8B's shape, in a process of its own, in interleaved rounds."""
+LMCache's client, the store without SGLang, one file per page, and fio. Each peer that can run here
+stores and loads batches of 128 pages of Llama-3-8B's shape, in a process of its own and in rounds
+that alternate with hicache-tutti's."""
 _PEERS_EXAMPLE = """\
 example:
   tutti bench peers --dir /mnt/nvme

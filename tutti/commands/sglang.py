@@ -50,7 +50,7 @@ _OF_THE_DISK = ("disk", "tier")
 
 _COMMAND = """\
 Prints the command that starts SGLang with Tutti and checks it with the installed SGLang.
-With --mode hicache Tutti stores what SGLang's host cache evicts; with --mode linker KV moves
+With --mode hicache Tutti stores the pages of SGLang's host cache; with --mode linker KV moves
 between SGLang's KV pool and the SSD without a host cache."""
 _COMMAND_EXAMPLE = """\
 example:

@@ -313,7 +313,7 @@ def _explained(what: str) -> Iterator[None]:
         if error.errno in (errno.EACCES, errno.EPERM):
             raise ConfigError(f"{text}; run as root, or change the owner of {_VFIO}/*") from error
         if error.errno == errno.ENOENT:
-            raise Unsupported(f"{text}; run `modprobe vfio-pci`") from error
+            raise Unsupported(f"{text}; run `modprobe -a vfio-pci vfio_iommu_type1`") from error
         raise NativeError(f"{text}; see the kernel's log") from error
 
 
