@@ -214,9 +214,8 @@ class AgentSession:
     def give_up(self, jobs: Sequence[MoveJob]) -> None:
         """Reports jobs that will not be submitted."""
         for job in jobs:
-            status = np.full(
-                max(1, len(job.slots) // 8), STATUS_CANCELLED, np.uint32
-            )  # none is success
+            pages = max(1, len(job.slots) // 8)  # a report without any status is one of success
+            status = np.full(pages, STATUS_CANCELLED, np.uint32)
             self._report(Moved(job.job, packed_status(status)))
 
     def fail(self) -> None:
