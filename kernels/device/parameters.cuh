@@ -36,7 +36,8 @@
 //
 // After a deadline a command keeps its CID, and the device may still write where the command says.
 // `tallies[layer].owned` counts such commands; memory and CIDs are free again when it is 0: by
-// gio_collect, or after the controller was reset.
+// gio_collect, or after the controller was reset.  A block one of whose commands was late sends
+// nothing more in later layers, and gives them up at once.
 #pragma once
 
 #include "gio_uring/iocb.h"
@@ -55,7 +56,7 @@ struct QueueShare {
   u32 list_nbytes;  // at most 4096 where a list may not cross a page
   u32 first_run;    // runs first_run to first_run + n_runs - 1 of the IOCB; the pieces of a slice
   u32 n_runs;       // that is longer than a command belong to one share
-  u32 reserved;
+  u32 lost;         // not 0: a deadline passed, and the block sends nothing more.  Its own word
 };
 static_assert(sizeof(QueueShare) == 40, "layout shared with Python");
 

@@ -29,7 +29,7 @@ struct Resident {
 
   GIO_HD Resident(const Batch* batch, u32 layer, const SliceWork& work)
       : layer_share(batch, layer),
-        deadline(deadline_after(batch->timeout_ns)),
+        deadline(layer_share.deadline()),
         n_runs(layer_share.share->n_runs),
         listed(0),
         gathered(0),
@@ -37,7 +37,7 @@ struct Resident {
         reads(moves && work.reads()),
         digests(work.has_digests()),
         over(n_runs == 0) {
-    if (!moves || reads) listed = gathered = n_runs;
+    if ((!moves || reads) && !layer_share.is_lost) listed = gathered = n_runs;
   }
 };
 

@@ -81,13 +81,14 @@ GIO_HD u32 warp_reap(QueuePair* qp) {
 // A warp's share of one layer.
 struct LayerShare {
   const Batch* batch;
-  const QueueShare* share;
+  QueueShare* share;
   const Iocb* io;
   QueuePair* qp;
   RunState* states;  // of the share, in this layer
   LayerTally* tally;
   u32 layer;
-  u32 low;  // every run below was over; a multiple of 32
+  u32 low;       // every run below was over; a multiple of 32
+  bool is_lost;  // a deadline passed in a layer before: its queue is not waited for again
 
   GIO_HD LayerShare(const Batch* b, u32 l)
       : batch(b),
@@ -97,9 +98,12 @@ struct LayerShare {
         states(at<RunState>(b->states) + static_cast<u64>(l) * io->n_runs + share->first_run),
         tally(at<LayerTally>(b->tallies) + l),
         layer(l),
-        low(0) {}
+        low(0),
+        is_lost(own_load(&share->lost) != 0) {}
 
   GIO_HD const Run& run(u32 index) const { return at<Run>(io->runs)[share->first_run + index]; }
+  // When to give up.
+  GIO_HD u64 deadline() const { return is_lost ? 0 : deadline_after(batch->timeout_ns); }
 };
 
 // The first error of a layer stays.
@@ -221,6 +225,7 @@ GIO_HD Poll share_poll(LayerShare* layer_share, u32 limit, u32* ended, u32 room)
 
 // The deadline passed: what has not ended counts as timed out.  CIDs stay with their commands.
 GIO_HD void share_expire(const LayerShare& layer_share) {
+  if (lane_index() == 0) own_store(&layer_share.share->lost, 1);
   for (u32 index = layer_share.low + lane_index(); index < layer_share.share->n_runs;
        index += kLanes) {
     RunState* state = &layer_share.states[index];
@@ -248,25 +253,28 @@ GIO_HD bool pump_may_lead(const LayerShare& layer_share) {
 // Sends what there are CIDs for.
 template <typename Doorbell>
 GIO_HD void share_submit(LayerShare* layer_share) {
-  if (!pump_may_lead(*layer_share)) return;
+  if (layer_share->is_lost || !pump_may_lead(*layer_share)) return;
   share_poll<Doorbell>(layer_share, layer_share->share->n_runs, nullptr, 0);
 }
 
-// Until every run ended, or the deadline.
+// Until every run ended, or the deadline.  A share that is lost gives up at once.
 template <typename Doorbell>
 GIO_HD void share_drain(LayerShare* layer_share) {
   const u64 deadline = deadline_after(layer_share->batch->timeout_ns);
   Backoff backoff;
   bool open = true;
   while (open) {  // bounded by the deadline
-    const Poll look = share_poll<Doorbell>(layer_share, layer_share->share->n_runs, nullptr, 0);
+    Poll look = {true, false, 0};
+    const bool is_lost = layer_share->is_lost;
+    if (!is_lost) look = share_poll<Doorbell>(layer_share, layer_share->share->n_runs, nullptr, 0);
     open = look.open;
     if (look.moved) {
       backoff.wake();
     } else if (open) {
       backoff.nap();
     }
-    if (open && __shfl_sync(kAllLanes, static_cast<u32>(now_ns() > deadline), 0) != 0) {
+    const bool is_late = is_lost || now_ns() > deadline;
+    if (open && __shfl_sync(kAllLanes, static_cast<u32>(is_late), 0) != 0) {
       share_expire(*layer_share);
       open = false;
     }

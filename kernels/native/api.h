@@ -162,22 +162,20 @@ TUTTI_API int64_t tutti_index_move(tutti_index* index, const int64_t* slots, uin
 // Unmaps the keys of the given slots, all in range; returns how many of them were mapped.
 TUTTI_API uint64_t tutti_index_remove(tutti_index* index, const int64_t* slots, uint64_t n);
 
-// What loads taught (tutti/placement/reuse.py), all the caller's: used and level by slot, reused
-// and censored (levels x buckets), and as many evicted keys as slots: a tag with the level, 0 for
-// none.
+// How often objects are used (tutti/placement/reuse.py), all the caller's: by slot, the use in
+// which it was filled or last loaded, how often that was, and its value; and as many evicted keys
+// as slots, a tag of each, 0 for none.
 struct tutti_reuse {
   uint32_t* used;
-  uint8_t* level;
-  double* reused;
-  double* censored;
+  uint32_t* value;
+  uint8_t* uses;
   uint16_t* tag;
-  uint32_t* ghost_used;
   uint64_t slots;
+  uint32_t age;
 };
 
-// Objects were evicted; they replace older ones, counted as censored. -1 for a slot out of range.
-TUTTI_API int64_t tutti_reuse_evicted(tutti_reuse* reuse, const int64_t* slots, const uint8_t* keys,
-                                      uint64_t n, int64_t now);
+// Keys were evicted; they replace older ones.
+TUTTI_API void tutti_reuse_evicted(tutti_reuse* reuse, const uint8_t* keys, uint64_t n);
 
 // Slots were loaded in use `now`; counts each once. -1 for a slot out of range.
 TUTTI_API int64_t tutti_reuse_loaded(tutti_reuse* reuse, const int64_t* slots, uint64_t n,

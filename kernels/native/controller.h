@@ -96,6 +96,12 @@ class Controller {
     (void)deadline_ns;
   }
 
+  // One that was late has ended; told before another command can have its CID.
+  virtual void late_ended(const QueuePair& qp, u32 cid) {
+    (void)qp;
+    (void)cid;
+  }
+
   // The clock that a drive's speed is measured by: CLOCK_MONOTONIC, or a virtual one.
   virtual u64 clock_ns(u64 monotonic_ns) { return monotonic_ns; }
 

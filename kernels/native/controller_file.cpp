@@ -18,6 +18,7 @@ namespace {
 
 constexpr u32 kExtentsMax = 1024;  // of one request: the kernel's UIO_MAXIOV
 constexpr u32 kPartsMax = 256;     // of one request
+constexpr u32 kPiecesMax = 128;    // of memory, in one request of more than a block
 constexpr u32 kBounces = 8;
 constexpr u32 kRequestsMax = 4096;
 constexpr u32 kCommandsPerRequest = 4;
@@ -81,6 +82,8 @@ int FileController::open_files(const FileConfig& config) {
                       (1u << config.lba_shift) % file.offset_alignment != 0)) {
       return -EINVAL;
     }
+    // A generic device takes commands in its own blocks, as offset_alignment says.
+    if (file.generic_nsid != 0 && !is_direct) return -EINVAL;
     if (file.nlb == 0 || file.nlb > (~0ULL >> 1) >> config.lba_shift) return -EINVAL;
     file.fd = fcntl(file.fd, F_DUPFD_CLOEXEC, 0);
     if (file.fd < 0) return -errno;
@@ -165,6 +168,10 @@ void FileController::fetch() {
   {
     std::lock_guard<std::mutex> lock(next_buffered_mutex_);
     buffered_ = next_buffered_;
+  }
+  request_nbytes_ = request_nbytes_max_;
+  if (!has_large_pages_.load(std::memory_order_relaxed)) {
+    request_nbytes_ = std::min<u64>(request_nbytes_, kPiecesMax * kPageNbytes);
   }
   std::optional<MemoryMap::Reader> reader;
   bool has_room = !cutting_.is_active || cut();
@@ -294,17 +301,20 @@ bool FileController::cut() {
 
 // How much of the transfer in cutting_ the request has room for: whole blocks.
 u64 FileController::fit(const Request& request) const {
-  const u64 room_nbytes = request_nbytes_max_ - request.total_nbytes;
+  const u64 room_nbytes = request_nbytes_ - request.total_nbytes;
   const u64 span_nbytes = cutting_.span.end - cutting_.offset;
   const u64 wanted = std::min({room_nbytes, cutting_.left, span_nbytes});
   u64 nbytes = 0;
   u64 skip = cutting_.extent_done;
   const size_t end = std::min(extents_.size(), cutting_.extent + kExtentsMax - request.n_extents);
+  const size_t pieces_end = cutting_.extent + kPiecesMax - std::min(kPiecesMax, request.n_extents);
+  const u64 lba_nbytes = 1ULL << info.lba_shift;
   for (size_t i = cutting_.extent; i < end && nbytes < wanted; ++i) {
+    if (i >= pieces_end && (nbytes >= lba_nbytes || request.n_extents != 0)) break;
     nbytes += extents_[i].nbytes - skip;
     skip = 0;
   }
-  return std::min(nbytes, wanted) & ~((1ULL << info.lba_shift) - 1);
+  return std::min(nbytes, wanted) & ~(lba_nbytes - 1);
 }
 
 void FileController::append(Request* request, u64 nbytes) {

@@ -1,10 +1,11 @@
 // NVMe commands executed on files and block devices.
 //
 // Namespace i+1 is file i.  Commands fetched in one turn that are adjacent on the medium become
-// one request to the kernel, long ones are cut, and memory that direct I/O does not take goes
-// through a bounce buffer.  A request that fails is done again command by command, so that a
-// command only ever reports its own error.  Ranges of blocks can be sent through the page cache
-// instead; no request crosses the border of one.
+// one request to the kernel, and long ones are cut: virtual disks have rings of 256 descriptors,
+// one for each piece of memory, so a request of more pieces keeps others from going out.  Memory
+// that direct I/O does not take goes through a bounce buffer.  A request that fails is done again
+// command by command, so that a command only ever reports its own error.  Ranges of blocks can be
+// sent through the page cache instead; no request crosses the border of one.
 #pragma once
 
 #include <atomic>
@@ -71,6 +72,8 @@ class FileController final : public Controller {
   // Any thread.  From the next turn of service() on, exactly these blocks go through the page
   // cache.  -EINVAL for bad ranges, -ENOTSUP for a file that has no buffered_fd.
   int set_buffered(const BufferedRange* ranges, size_t n);
+  // Any thread.  Whether commands name memory on large pages, so that an extent is one piece.
+  void set_large_pages(bool has) { has_large_pages_.store(has, std::memory_order_relaxed); }
   FileStats stats() const;
   Executor* executor() { return executor_.get(); }
   int uring_error() const { return uring_error_; }
@@ -173,6 +176,8 @@ class FileController final : public Controller {
   std::unique_ptr<Executor> executor_;
   int uring_error_ = 0;  // why the threads executor took its place
   u32 request_nbytes_max_ = 0;
+  u64 request_nbytes_ = 0;  // of this turn: less than the most without large pages
+  std::atomic<bool> has_large_pages_ = false;
 
   std::unique_ptr<Request[]> requests_;
   std::unique_ptr<iovec[]> extent_memory_;
@@ -210,6 +215,8 @@ TUTTI_API void gio_file_controller_stats(gio::Controller*, gio::FileStats* out);
 // See FileController::set_buffered.
 TUTTI_API int gio_file_controller_set_buffered(gio::Controller*, const gio::BufferedRange* ranges,
                                                uint64_t n);
+// See FileController::set_large_pages.
+TUTTI_API void gio_file_controller_set_large_pages(gio::Controller*, int has);
 // Alignment that direct I/O on fd needs: STATX_DIOALIGN, else the file system's block size.
 // 0, -EOPNOTSUPP where the file takes no direct I/O, or another negative errno.
 TUTTI_API int gio_file_alignment(int fd, uint32_t* memory, uint32_t* offset);

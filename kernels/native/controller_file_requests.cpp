@@ -19,7 +19,8 @@ namespace gio {
 
 namespace {
 
-constexpr u32 kTriesMax = 64;  // of one window without progress
+constexpr u32 kTriesMax = 64;     // of one window without progress
+constexpr u32 kNvmeTriesMax = 6;  // of an NVMe command, as many as the kernel's driver makes
 constexpr u64 kResetTickNs = 10'000'000;
 
 u64 now_ns() {
@@ -28,7 +29,23 @@ u64 now_ns() {
   return static_cast<u64>(now.tv_sec) * 1'000'000'000 + static_cast<u64>(now.tv_nsec);
 }
 
+constexpr u32 kMediaErrors = 2, kVendors = 7;
+constexpr u32 type_of_nvme(u32 status) { return status >> 8 & 7; }
+
+u32 status_of_nvme(OpKind kind, u32 status) {
+  switch (type_of_nvme(status)) {
+    case kMediaErrors:
+      return kind == OpKind::kRead ? kUnrecoveredRead : kWriteFault;
+    case kVendors:  // not to be taken for those that gio_uring itself reports
+      return kInternalError;
+    default:
+      return status & kTypeAndCode;
+  }
+}
+
 u32 status_of(OpKind kind, long long result) {
+  const u32 nvme = nvme_status_of(result);
+  if (nvme != 0) return status_of_nvme(kind, nvme);
   switch (-result) {
     case 0:  // nothing moved: the end of the file
     case EIO:
@@ -45,6 +62,9 @@ u32 status_of(OpKind kind, long long result) {
     case ENXIO:  // what the block layer and the driver say of a device that has left
     case ENODEV:
       return kDeviceGone;
+    case EROFS:
+    case EPERM:  // what the block layer says of a device that is read-only
+      return kNamespaceWriteProtected;
     case EFAULT:
       return kDataTransferError;
     case EINVAL:
@@ -112,6 +132,7 @@ void FileController::hand_over(Request* request) {
 // Makes the request be about these parts, from their first byte.
 void FileController::open_window(Request* request, u32 first_part, u32 n_parts) {
   restore_extent(request);
+  request->tries = 0;
   request->first_part = first_part;
   request->window_parts = n_parts;
   if (request->kind == OpKind::kDeallocate) {
@@ -202,7 +223,11 @@ void FileController::finish(const Done& done) {
 // True when the request goes on in spite of the error.
 bool FileController::try_again(Request* request, long long result) {
   const bool is_passing = result == -EAGAIN || result == -EINTR || result == -ECANCELED;
-  if (is_passing && ++request->tries < kTriesMax) {
+  const u32 nvme = nvme_status_of(result);  // the kernel does not repeat commands of our own
+  // What the medium cannot read the drive has tried often enough by itself.
+  const bool may_pass =
+      nvme != 0 && (nvme & kDoNotRetry) == 0 && type_of_nvme(nvme) != kMediaErrors;
+  if ((is_passing || may_pass) && ++request->tries < (may_pass ? kNvmeTriesMax : kTriesMax)) {
     count(kRepeated, 1);
     hand_over(request);
     return true;
@@ -215,7 +240,6 @@ bool FileController::try_again(Request* request, long long result) {
   }
   if (request->n_parts > 1 && !request->is_single) {
     request->is_single = true;
-    request->tries = 0;
     count(kRepeated, 1);
     open_window(request, 0, 1);
     hand_over(request);
@@ -351,6 +375,10 @@ void gio_file_controller_stats(gio::Controller* controller, gio::FileStats* out)
 int gio_file_controller_set_buffered(gio::Controller* controller, const gio::BufferedRange* ranges,
                                      uint64_t n) {
   return gio::without_exceptions([=] { return file(controller)->set_buffered(ranges, n); });
+}
+
+void gio_file_controller_set_large_pages(gio::Controller* controller, int has) {
+  file(controller)->set_large_pages(has != 0);
 }
 
 int gio_file_alignment(int fd, uint32_t* memory, uint32_t* offset) {

@@ -26,7 +26,6 @@ namespace {
 constexpr u32 kSpins = 100;              // looks at the queues before sleeping
 constexpr u64 kNapNs = 200'000;          // where nothing ends a sleep
 constexpr u64 kLookNs = 50'000'000;      // how often request_fd and, when idle, CSTS are looked at
-constexpr u64 kLateNs = 500'000'000;     // a late command is told again every 20 ms, or has ended
 constexpr u64 kFatalNs = 5'000'000'000;  // for the restart of a drive that reports a fatal error
 constexpr u32 kAllOnes = 0xffffffffu;    // what reads of an absent PCI device return
 constexpr u32 kCstsFatal = 1u << 1;      // CSTS.CFS
@@ -66,12 +65,19 @@ bool passes(u32 event, u32 value, u32 old) {
   return ahead < static_cast<u16>(value - old);
 }
 
+// Or a forked child keeps the device for as long as it lives.
+void keep_from_children(u64 address, u64 nbytes) {
+  madvise(at<void>(address), nbytes, MADV_DONTFORK);
+}
+
 // Puts other memory in the place of the doorbells at once, while other threads store to them.  Not
 // by libc's mmap, which the thread sanitizer takes for a write to all of it.
 int replace_mapping(u64 address, u64 nbytes, int flags, int fd, u64 offset) {
   const long mapped = syscall(SYS_mmap, address, nbytes, PROT_READ | PROT_WRITE, flags | MAP_FIXED,
                               fd, static_cast<off_t>(offset));
-  return mapped == -1 ? -errno : 0;
+  if (mapped == -1) return -errno;
+  keep_from_children(address, nbytes);
+  return 0;
 }
 
 // Memory of no drive, all zeros.
@@ -101,6 +107,7 @@ int VfioController::map_doorbells() {
                             config_.device_fd, static_cast<off_t>(config_.doorbells));
   if (mapped == MAP_FAILED) return -errno;
   doorbells_ = reinterpret_cast<u64>(mapped);
+  keep_from_children(doorbells_, config_.doorbells_nbytes);
   return 0;
 }
 
@@ -159,28 +166,26 @@ int VfioController::reset(u64 timeout_ns) {
 }
 
 void VfioController::late(const QueuePair& qp, u32 cid, u64 deadline_ns) {
-  const u64 now = now_ns();
   std::lock_guard<std::mutex> lock(late_mutex_);
-  for (Late& known : late_) {
-    if (known.command.qid != qp.qid || known.command.cid != cid) continue;
-    known.command.deadline_ns = deadline_ns;
-    known.told_ns = now;
-    return;
+  for (const LateCommand& known : late_) {
+    if (known.qid == qp.qid && known.cid == cid) return;
   }
   if (late_.size() == late_.capacity()) return;  // it is told again when there is room
-  late_.push_back({{qp.qid, cid, deadline_ns}, now});
+  late_.push_back({qp.qid, cid, deadline_ns});
+}
+
+void VfioController::late_ended(const QueuePair& qp, u32 cid) {
+  std::lock_guard<std::mutex> lock(late_mutex_);
+  late_.erase(std::remove_if(late_.begin(), late_.end(),
+                             [&](const LateCommand& known) {
+                               return known.qid == qp.qid && known.cid == cid;
+                             }),
+              late_.end());
 }
 
 u32 VfioController::late_commands(LateCommand* out, u32 max) {
-  const u64 now = now_ns();
   std::lock_guard<std::mutex> lock(late_mutex_);
-  late_.erase(std::remove_if(late_.begin(), late_.end(),
-                             [&](const Late& late) { return late.told_ns + kLateNs < now; }),
-              late_.end());
-  u32 n = 0;
-  for (const Late& late : late_) {
-    if (n < max) out[n++] = late.command;
-  }
+  std::copy_n(late_.begin(), std::min<size_t>(max, late_.size()), out);
   return static_cast<u32>(late_.size());
 }
 

@@ -78,6 +78,7 @@ class VfioController final : public Controller {
   void end_all(u32 status);
 
   void late(const QueuePair& qp, u32 cid, u64 deadline_ns) override;
+  void late_ended(const QueuePair& qp, u32 cid) override;
 
   // A reset concurrent with service(), by one other thread at a time: park(), disable the drive,
   // ask for kAskEndAll, enable it and make its queues, ask for kAskGoOn.  An ask is done when
@@ -116,11 +117,6 @@ class VfioController final : public Controller {
     return (2 * pairs_[pair]->qid + which) * config_.doorbell_nbytes;
   }
 
-  struct Late {
-    LateCommand command;
-    u64 told_ns;
-  };
-
   const VfioConfig config_;
   u64 doorbells_ = 0;  // address of the mapping
   std::vector<QueuePair*> pairs_;
@@ -130,7 +126,7 @@ class VfioController final : public Controller {
   std::atomic<bool> is_parked_{false};
   std::atomic<u32> asked_{kAskNothing};
   std::mutex late_mutex_;
-  std::vector<Late> late_;
+  std::vector<LateCommand> late_;
   u64 next_look_ns_ = 0;
   u64 next_check_ns_ = 0;
 };

@@ -267,6 +267,7 @@ void ServiceThread::reap(u64 clock_ns) {
       continue;
     }
     const Command command = commands_[cid];
+    if (command.timed_out) controller_->late_ended(*qp_, cid);
     cid_release(qp_, cid);
     inflight_nbytes_ -= command.nbytes;
     if (command.part->job->config.priority >= kStores) inflight_late_ -= command.nbytes;

@@ -58,7 +58,7 @@ bool ServiceThread::is_full(const Part& part, u32 kind, u64 nbytes) {
     u64 alone_ns = alone_ns_[kind];
     if (alone_ns == 0) alone_ns = *std::max_element(std::begin(alone_ns_), std::end(alone_ns_));
     const u64 most = opening_rate_ / 1000 * alone_ns / 1'000'000 + 3 * opening_nbytes_;
-    if (!is_first && inflight_nbytes_ + nbytes / 2 > most) return true;
+    if (!is_first && inflight_nbytes_ + nbytes > most) return true;
   }
   return active_.size() >= kFloorCommands && inflight_nbytes_ + nbytes > window(kind);
 }

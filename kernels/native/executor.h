@@ -28,8 +28,21 @@ struct Op {
 
 struct Done {
   Op* op;
-  long long result;  // bytes moved, possibly fewer than asked for; or negative errno
+  // Bytes moved, possibly fewer than asked for; or negative errno; or below those an NVMe status.
+  long long result;
 };
+
+// The status of a failed NVMe command, with its bits More and Do Not Retry, as a result.
+constexpr long long kErrnoMin = -4095;
+constexpr u32 kDoNotRetry = 1u << 14;
+constexpr u32 kTypeAndCode = 0x7ff;
+constexpr long long result_of_nvme(u32 status) {
+  return kErrnoMin - 1 - static_cast<long long>(status);
+}
+// 0 for any other result.
+constexpr u32 nvme_status_of(long long result) {
+  return result < kErrnoMin ? static_cast<u32>(kErrnoMin - 1 - result) : 0;
+}
 
 enum ExecutorKind : u32 {
   kExecutorAuto = 0,

@@ -16,25 +16,18 @@ namespace {
 
 static_assert(sizeof(nvme_uring_cmd) <= 80, "a long entry has room for 80 bytes of command");
 
-// A command's status as an errno: the same that the block layer would give, so that what follows
-// is the same as well.
-int errno_of(u32 status) {
-  constexpr u32 kTypeAndCode = 0x7ff;  // without More and Do Not Retry
+// A command's status as a result; as an errno where the same follows as for a file.
+long long result_of_status(u32 status) {
   switch (status & kTypeAndCode) {
     case kInvalidField:
-    case kLbaOutOfRange:
       return -EINVAL;
     case kInvalidNamespace:
       return -ENODEV;
-    case kDataTransferError:
-      return -EFAULT;
     case kAbortRequested:
     case kAbortedSqDeletion:
       return -ECANCELED;
-    case kCapacityExceeded:
-      return -ENOSPC;
     default:
-      return -EIO;
+      return result_of_nvme(status);
   }
 }
 
@@ -69,7 +62,7 @@ class PassthroughExecutor final : public UringLoop {
   }
 
   long long outcome(const Op& op, int result) const override {
-    if (result > 0) return errno_of(static_cast<u32>(result));
+    if (result > 0) return result_of_status(static_cast<u32>(result));
     if (result < 0) return result;
     const bool moves = op.kind == OpKind::kRead || op.kind == OpKind::kWrite;
     return moves ? static_cast<long long>(op.nbytes) : 0;

@@ -91,7 +91,7 @@ class UringLoop : public Executor {
   // The rest of a zeroed entry.
   virtual void fill(io_uring_sqe* sqe, const Op& op) = 0;
 
-  // What a completion's result means: bytes moved or negative errno.
+  // What a completion's result means: as Done has it.
   virtual long long outcome(const Op&, int result) const { return result; }
 
   Uring ring_;

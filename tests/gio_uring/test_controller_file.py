@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import errno
 import itertools
+import math
 import os
 import random
 import resource
 import struct
 import tempfile
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ import numpy as np
 import pytest
 from nvme_host import LBA, READ, WRITE, Fill, NvmeHost
 
-from tutti.base.units import MiB
+from tutti.base.units import KiB, MiB
 from tutti.errors import (
     ConfigError,
     PoolNotFound,
@@ -28,6 +30,7 @@ from tutti.gio_uring import nvme_spec as nvme
 from tutti.gio_uring.controller_file import FileController, RequestLimits, uring_refusal
 from tutti.gio_uring.file_creation import allocate_file
 from tutti.gio_uring.file_member import FileMember
+from tutti.gio_uring.memory import HostBuffer
 
 OK = nvme.STATUS_OK
 NBYTES = 4 * MiB
@@ -142,6 +145,53 @@ def test_long_commands_are_cut(opened: Opened, path: Path, executor: str, seed: 
         at = address - host.buffer.address
         assert host.data[at : at + size].tobytes() == content[start + before :][:size]
     assert stats(host)["requests"] == 6
+
+
+def test_requests_are_long_on_large_pages_alone(
+    opened: Opened, tmp_path: Path, executor: str, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "long"
+    content = random.Random(seed).randbytes(2 * MiB)
+    path.write_bytes(content)
+    host = opened(path, executor=executor)
+
+    def large_nbytes(share: float, ranges: list[tuple[int, int]]) -> int:
+        return math.ceil(share * sum(nbytes for _, nbytes in ranges))
+
+    for share, is_large in ((0.0, False), (0.89, False), (0.9, True)):
+        monkeypatch.setattr(controller_file, "hugepage_nbytes", partial(large_nbytes, share))
+        memory = HostBuffer(4 * MiB, hugepages=False)
+        memory.array[:] = 0
+        with host.controller.register(memory):
+            host.controller.read_page_sizes()
+            assert host.controller.request_nbytes_max == (2 * MiB if is_large else 512 * KiB)
+            before = stats(host)["requests"]
+            halves = [(memory.address + at, MiB) for at in (0, MiB)]
+            reads = [
+                host.transfer(READ, i * MiB // LBA, MiB // LBA, [half])
+                for i, half in enumerate(halves)
+            ]
+            assert host.run_all(reads) == [OK, OK]
+            assert stats(host)["requests"] - before == (1 if is_large else 4)
+            assert memory.array[: 2 * MiB].tobytes() == content
+            # A request has at most 128 pieces of memory on pages of any size.
+            before = stats(host)["requests"]
+            pieces = [(memory.address + 2 * at * LBA, LBA) for at in range(256)]
+            assert host.run(host.transfer(READ, 0, 256, pieces)) == OK
+            assert stats(host)["requests"] - before == 2
+            assert memory.array[510 * LBA :][:LBA].tobytes() == content[255 * LBA :][:LBA]
+            before = stats(host)["requests"]
+            joined = [
+                host.transfer(
+                    READ, at, 16, pieces[at : at + 16], lists=host.list_memory(at * 16, 256)
+                )
+                for at in range(0, 256, 16)
+            ]
+            assert host.run_all(joined) == [OK] * 16
+            assert stats(host)["requests"] - before == 2
+    host.close()
+    host.controller.close()
+    host.controller.read_page_sizes()  # does nothing
 
 
 def test_few_requests_serve_many_commands(

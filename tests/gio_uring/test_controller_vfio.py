@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,8 @@ import pytest
 from tutti.gio_uring import _native
 from tutti.gio_uring import nvme_spec as nvme
 from tutti.gio_uring.controller_vfio import _RESTART, VfioConfigStruct, _lib
+from tutti.gio_uring.drives import rescue as drive_rescue
+from tutti.gio_uring.drives.rescue import Ask, NativeDrive
 from tutti.gio_uring.memory import HostBuffer, view_at
 from tutti.gio_uring.queue_pair import COMPLETED, QueuePair
 
@@ -148,3 +151,27 @@ def test_shadow_doorbells_are_forwarded_when_the_drive_asks() -> None:
         service(rig.handle, 0)
         assert rig.register(2) == expected
     rig.close()
+
+
+def is_kept_from_children(address: int) -> bool:
+    """Whether the kernel does not copy the mapping at this address in a fork."""
+    is_here = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        first, _, rest = line.partition(" ")
+        if "-" in first:
+            start, end = (int(text, 16) for text in first.split("-"))
+            is_here = start <= address < end
+        elif first == "VmFlags:" and is_here:
+            return "dc" in rest.split()
+    raise AssertionError("it is not mapped")
+
+
+def test_a_forked_child_gets_no_doorbells(rig: Rig) -> None:
+    """A mapping of the drive's keeps the drive from its owner, who closes it or is killed."""
+    assert is_kept_from_children(rig.doorbells)
+    drive = NativeDrive(rig.handle or 0, "rig")
+    drive.park()
+    lib: Any = drive_rescue._lib()
+    lib.gio_vfio_controller_ask(rig.handle, Ask.GO_ON.value)
+    assert _native.lib().gio_controller_service(rig.handle, 0) == 0
+    assert is_kept_from_children(rig.doorbells)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import array
 import gc
 import mmap
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -56,6 +57,13 @@ def test_what_memory_lies_on_is_read_back() -> None:
     nbytes = hugepage_nbytes(ranges)
     assert nbytes < 8 * MiB if large.backing == "pages" else 2 * MiB <= nbytes <= 8 * MiB
     assert hugepage_nbytes([]) == 0
+
+
+def test_names_of_mapped_files_may_be_any_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    smaps = b"1000-2000 r--p 00000000 00:00 7 /tmp/\xff\x0b\xc2\x85 a\nRss: 4 kB\n"
+    smaps += b"KernelPageSize: 4 kB\nAnonHugePages: 4 kB\n"
+    monkeypatch.setattr(Path, "read_bytes", lambda _: smaps)
+    assert hugepage_nbytes([(0x1000, 0x1000)]) == 4096
 
 
 def test_memory_outlives_its_buffer() -> None:

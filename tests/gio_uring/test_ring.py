@@ -9,7 +9,13 @@ from gio_uring.command_ring import Ring, simple_command
 from memory_controller import Faults, MemoryController
 
 from tutti.base.units import MiB
-from tutti.errors import CapacityError, ChecksumMismatch, DeviceTimeout, MediumError
+from tutti.errors import (
+    CapacityError,
+    ChecksumMismatch,
+    DeviceTimeout,
+    MediumError,
+    PoolReadOnly,
+)
 from tutti.gio_uring import nvme_spec as nvme
 from tutti.gio_uring.status import status_error, status_name
 
@@ -71,6 +77,8 @@ def test_waiting_for_a_started_controller(controller: MemoryController) -> None:
     [
         (nvme.STATUS_TIMED_OUT, DeviceTimeout, "timed out"),
         (nvme.STATUS_CAPACITY_EXCEEDED, CapacityError, "capacity exceeded"),
+        (nvme.STATUS_NAMESPACE_WRITE_PROTECTED, PoolReadOnly, r"write protected \(0x020\)"),
+        (nvme.STATUS_WRITE_TO_READ_ONLY_RANGE, PoolReadOnly, "make the medium writable"),
         (nvme.STATUS_DIGEST_MISMATCH, ChecksumMismatch, "digest mismatch"),
         (nvme.STATUS_UNRECOVERED_READ, MediumError, r"a read failed: unrecovered read \(0x281\)"),
         (nvme.STATUS_LBA_OUT_OF_RANGE, MediumError, r"lba out of range \(0x080\)"),

@@ -32,6 +32,8 @@ enum Fault : int {
   kUnmarked = 8,      // a run failed and its page does not know
   kDigest = 9,        // a written slice's digest
   kUncollected = 10,  // late commands do not come back
+  kSent = 11,         // a share sent something after its deadline
+  kWaited = 12,       // a layer waited for queues whose deadline had passed in one before
 };
 
 constexpr u64 kIdleStepsMax = 3'000'000;
@@ -314,6 +316,31 @@ int check_words(const Machine& m) {
   return any && !may ? kStatus : kNone;
 }
 
+// After a deadline a share sends nothing; the layer that was sent ahead by then it gives up.
+int check_lost(const Machine& m) {
+  for (const gio::QueueShare& share : m.shares) {
+    bool is_lost = false;
+    u32 ahead = m.c.engine == 3 ? 1 : 0;
+    for (u32 layer = 0; layer < m.n_layers(); ++layer) {
+      const bool is_silent = is_lost && ahead == 0;
+      if (is_lost && ahead != 0) --ahead;
+      for (u32 r = share.first_run; r < share.first_run + share.n_runs; ++r) {
+        const gio::RunState& state = m.state(layer, r);
+        const bool is_unsent = state.cid == gio::kNoCid && state.status == gio::kTimedOut;
+        if (is_silent && !is_unsent) return kSent;
+        is_lost = is_lost || state.status == gio::kTimedOut;
+      }
+    }
+  }
+  return kNone;
+}
+
+// Whether no share waits for its queue any more.
+bool all_lost(const Machine& m) {
+  const auto is_over = [](const gio::QueueShare& s) { return s.lost != 0 || s.n_runs == 0; };
+  return std::all_of(m.shares.begin(), m.shares.end(), is_over);
+}
+
 // Nothing but what was to be moved has changed, and that is right.
 int check_bytes(const Machine& m, const Bytes& memory, const Bytes& medium) {
   const Scene& scene = *m.scene;
@@ -375,12 +402,15 @@ Outcome run(const Case& c) {
     finished = run_persistent(&m, &outcome.steps);
   } else {
     for (u32 layer = 0; layer < m.n_layers() && finished; ++layer) {
+      const u64 limit = all_lost(m) ? outcome.steps + kSilenceSteps : ~0ull;
       finished = run_layer(&m, layer, &outcome.steps);
+      if (outcome.steps > limit) m.fault = kWaited;
     }
   }
   outcome.fault = !finished ? kStalled : m.fault;
   if (outcome.fault == kNone && owned(m) != cids_missing(m)) outcome.fault = kCids;
   if (outcome.fault == kNone) outcome.fault = check_words(m);
+  if (outcome.fault == kNone) outcome.fault = check_lost(m);
   if (outcome.fault == kNone && !collect(&m, &outcome.steps)) outcome.fault = kUncollected;
   m.drive->read_back(&scene.medium);
   if (outcome.fault == kNone) outcome.fault = check_bytes(m, memory, medium);

@@ -14,7 +14,10 @@ HERE = Path(__file__).parent
 KERNELS = HERE.parents[1] / "kernels"
 HEADERS = KERNELS / "include"
 #: What programs include besides headers, by the first word of their names: kernels, controllers.
-KERNEL_FOLDERS = {"device": [KERNELS / "device", KERNELS / "native"]}
+KERNEL_FOLDERS = {
+    "controller": [KERNELS / "native"],
+    "device": [KERNELS / "device", KERNELS / "native"],
+}
 SOURCE_SUFFIXES = {".h", ".cpp", ".cu", ".cuh"}
 FLAGS = ["-std=c++17", "-O1", "-g1", "-Wall", "-Wextra", "-Werror", "-pthread"]
 SANITIZERS = {

@@ -76,7 +76,7 @@ def test_a_failed_command_is_a_status_of_its_pages_alone(
     assert device.ask(seed, *words)[0] == 0
 
 
-@pytest.mark.parametrize("engine", [SUBMIT_AND_DRAIN, RESIDENT, PERSISTENT])
+@pytest.mark.parametrize("engine", [SUBMIT_AND_DRAIN, RESIDENT, PERSISTENT, AHEAD])
 @settings(PROPERTY, max_examples=15)
 @given(seed=seeds, shape=shapes, opcode=st.sampled_from([READ, WRITE]), mmio=flags, staged=flags)
 def test_a_silent_drive_is_a_status_and_keeps_its_cids_until_it_answers(
@@ -88,6 +88,8 @@ def test_a_silent_drive_is_a_status_and_keeps_its_cids_until_it_answers(
     mmio: int,
     staged: int,
 ) -> None:
+    """Later layers do not wait for that queue again, and send nothing by it."""
+    opcode = READ if engine == AHEAD else opcode
     words = (*shape, opcode, mmio, engine, staged, 0, SILENCE)
     assert device.ask(seed, *words)[0] == 0
 

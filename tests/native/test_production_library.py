@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from native.library import build_library, leaks_of, run_program, runtimes
+from native.instrumented import build_library, leaks_of, run_program, runtimes
 
 from tutti.gio_uring.controller_file import uring_refusal
 

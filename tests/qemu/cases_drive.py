@@ -7,7 +7,9 @@ KiB; 2 fails on purpose, see `drives_of_the_first_boot` in test_nvme.py; 3 is sl
 from __future__ import annotations
 
 import itertools
+import os
 import random
+import signal
 import time
 from collections.abc import Sequence
 from typing import Self
@@ -380,6 +382,26 @@ def test_a_lost_drive_is_an_error_at_once(drives: Drives) -> None:
 def test_one_owner(drives: Drives) -> None:
     with drives.open(USUAL), pytest.raises(PoolInUse, match="another process has it"):
         drives.open(USUAL).__enter__()
+
+
+def test_a_forked_child_does_not_keep_the_drive(drives: Drives) -> None:
+    """It lives on while its parent closes the drive and opens it again."""
+    begun, told = os.pipe()
+    with drives.open(USUAL):
+        pid = os.fork()
+        if pid == 0:
+            os.write(told, b".")
+            time.sleep(100)
+            os._exit(0)
+        assert os.read(begun, 1) == b"."
+    try:
+        with drives.open(USUAL), pytest.raises(PoolInUse, match="another process has it"):
+            drives.open(USUAL).__enter__()
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        os.close(begun)
+        os.close(told)
 
 
 @pytest.mark.parametrize(

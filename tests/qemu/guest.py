@@ -243,8 +243,9 @@ class Guest:
         words += ["-device", "intel-iommu,intremap=on,caching-mode=on,aw-bits=48"]
         words += ["-kernel", f"{HOME}/vmlinux", "-initrd", f"{HOME}/initramfs.gz", "-append"]
         # no_timer_check: on a busy host the emulated timer is late, and the kernel would give up.
-        kernel = "console=ttyS0 quiet panic=-1 mitigations=off tsc=reliable no_timer_check"
-        words += [f"{kernel} intel_iommu=on"]
+        # nohz, highres: a one-shot timer of a CPU may be lost, and the next one of a period is not.
+        kernel = "console=ttyS0 quiet panic=-1 mitigations=off intel_iommu=on"
+        words += [f"{kernel} tsc=reliable no_timer_check nohz=off highres=off"]
         words += ["-qmp", f"unix:{self._monitor},server=on,wait=off"]
         for name, path, more in (("host", "/", ",readonly=on"), ("out", self.out, "")):
             words += [

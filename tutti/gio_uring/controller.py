@@ -178,6 +178,16 @@ class NativeController(Owned):
             raise
         return regions
 
+    def read_page_sizes(self) -> None:
+        """Reads on what pages the registered memory lies now: how long requests to the kernel may
+        be depends on it. For after a registration, and when memory was moved to large pages.
+        """
+
+    @property
+    def request_nbytes_max(self) -> int:
+        """The largest request below the commands: a whole one, where there is no kernel between."""
+        return self.info.mdts_nbytes
+
     def _unregister(self, region: DmaRegion) -> None:
         if not self.is_closed:
             for handle in self.handles:

@@ -15,6 +15,7 @@ import errno
 import mmap
 import os
 import stat
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -24,6 +25,7 @@ from tutti.errors import ConfigError, Unsupported
 from tutti.gio_uring import _native
 from tutti.gio_uring.controller import NativeController
 from tutti.gio_uring.file_member import FileMember
+from tutti.gio_uring.memory import address_of, hugepage_nbytes
 
 EXECUTORS = ("auto", "uring", "threads", "passthrough")
 
@@ -34,6 +36,9 @@ _U64 = ctypes.c_uint64
 
 _DIRECT = 1  # FileNamespace::flags
 _MDTS_NBYTES = MiB  # largest transfer of one command
+# Of one request from memory on ordinary pages, as kernels/native/controller_file.cpp has it.
+_ORDINARY_NBYTES = 512 * KiB
+_LARGE_SHARE = 0.9  # of registered memory that lies on large pages, for requests to be long
 
 _lib = _native.part(
     {
@@ -41,6 +46,7 @@ _lib = _native.part(
         "gio_file_controller_executor": (_U32, (_P, _P)),
         "gio_file_controller_stats": (None, (_P, _P)),
         "gio_file_controller_set_buffered": (_I, (_P, _P, _U64)),
+        "gio_file_controller_set_large_pages": (None, (_P, _I)),
         "gio_uring_refusal": (_I, ()),
     }
 )
@@ -114,11 +120,12 @@ class BlockRange(NamedTuple):
 class RequestLimits(NamedTuple):
     """Of requests to the kernel.
 
-    nbytes_max: adjacent commands are joined and long ones cut to this. in_flight_max: requests.
+    nbytes_max: adjacent commands are joined and long ones cut to this, and to 512 KiB unless the
+    memory lies on large pages, see `FileController.read_page_sizes`. in_flight_max: requests.
     threads: of the threads executor.
     """
 
-    nbytes_max: int = 512 * KiB
+    nbytes_max: int = 2 * MiB
     in_flight_max: int = 256
     threads: int = 4
 
@@ -169,7 +176,8 @@ class FileController(NativeController):
             request_nbytes_max = limits.nbytes_max
             for member in self.members:
                 if member.generic is not None:
-                    request_nbytes_max = min(request_nbytes_max, member.generic.request_nbytes_max)
+                    most = min(_ORDINARY_NBYTES, member.generic.request_nbytes_max)
+                    request_nbytes_max = min(request_nbytes_max, most)
             config = FileConfigStruct(
                 n_namespaces=len(self.members),
                 lba_shift=lba_nbytes.bit_length() - 1,
@@ -194,6 +202,9 @@ class FileController(NativeController):
             self._close_members()
             raise
         self._buffered: tuple[BlockRange, ...] = ()
+        self._request_nbytes_max = (request_nbytes_max, min(request_nbytes_max, _ORDINARY_NBYTES))
+        self._has_large_pages = False
+        self._closing = threading.Lock()
         self.executor_name, self.fallback_reason = self._read_executor()
 
     def check_places(self) -> None:
@@ -211,6 +222,11 @@ class FileController(NativeController):
             self.members.append(member)
             if member is not file:
                 self._own_members.append(member)
+            if member.generic is not None and lba_nbytes % member.generic.lba_nbytes:
+                raise ConfigError(
+                    f"{member.name} has blocks of {member.generic.lba_nbytes} bytes, more than the"
+                    f" {lba_nbytes} of a pool; format the namespace with 512 or 4096 by nvme-cli"
+                )
             if member.direct and lba_nbytes % member.offset_alignment:
                 member.give_up_direct(
                     f"blocks of {lba_nbytes} bytes are smaller than its direct I/O,"
@@ -308,7 +324,7 @@ class FileController(NativeController):
                     " written back over its neighbour; choose whole pages within the namespace"
                 )
         for nsid in {r.nsid for r in ranges}:
-            self._check_has_both(nsid)
+            self.check_has_both(nsid)
         for piece in _without(self._buffered, ranges):
             self.drop(piece)
         array = (BufferedRangeStruct * len(ranges))()
@@ -322,7 +338,8 @@ class FileController(NativeController):
             _native.check(result, "cannot choose what is buffered", remedy, ConfigError)
         self._buffered = tuple(ranges)
 
-    def _check_has_both(self, nsid: int) -> None:
+    def check_has_both(self, nsid: int) -> None:
+        """Raises Unsupported where ranges of this file cannot go through the page cache."""
         if not 1 <= nsid <= len(self.members):
             raise ConfigError(f"no namespace {nsid}; there are 1 to {len(self.members)}")
         member = self.members[nsid - 1]
@@ -337,6 +354,20 @@ class FileController(NativeController):
     def _span(self, blocks: BlockRange) -> tuple[int, int]:
         lba_nbytes = self.info.lba_nbytes
         return blocks.slba * lba_nbytes, blocks.nlb * lba_nbytes
+
+    def read_page_sizes(self) -> None:
+        """As NativeController.read_page_sizes: most of the memory counts for all of it."""
+        ranges = [address_of(buffer) for buffer in list(self._buffers.values())]
+        total = sum(nbytes for _, nbytes in ranges)
+        self._has_large_pages = total > 0 and hugepage_nbytes(ranges) >= _LARGE_SHARE * total
+        with self._closing:
+            for handle in () if self.is_closed else self.handles:
+                _lib().gio_file_controller_set_large_pages(handle, self._has_large_pages)
+
+    @property
+    def request_nbytes_max(self) -> int:
+        large, ordinary = self._request_nbytes_max
+        return large if self._has_large_pages else ordinary
 
     def drop(self, blocks: BlockRange) -> None:
         """Writes blocks back and drops them from the page cache.  Raises MediumError."""
@@ -357,7 +388,8 @@ class FileController(NativeController):
         return total
 
     def close(self) -> None:
-        super().close()
+        with self._closing:
+            super().close()
         self._close_members()
 
     def _close_members(self) -> None:

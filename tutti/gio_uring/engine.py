@@ -22,7 +22,7 @@ from tutti.base.callbacks import Guard
 from tutti.base.interrupts import uninterrupted
 from tutti.base.process import Owned, finalize
 from tutti.base.threads import start_thread
-from tutti.errors import CapacityError, ConfigError, DeviceTimeout, PoolClosed
+from tutti.errors import CapacityError, ConfigError, DeviceTimeout, PoolClosed, Unsupported
 from tutti.gio_uring import _native
 from tutti.gio_uring.controller import NativeController
 from tutti.gio_uring.engine_structs import (
@@ -41,6 +41,7 @@ from tutti.gio_uring.nvme_spec import (
     OPCODE_DATASET_MANAGEMENT,
     OPCODE_FLUSH,
     OPCODE_READ,
+    PAGE_NBYTES,
     PSDT_PRP,
     PSDT_SGL,
 )
@@ -61,6 +62,7 @@ NEVER_DUE = 2**64 - 1
 
 LIST_NBYTES = 4096  # per CID: 256 SGL descriptors or 512 PRP entries
 _DESCRIPTORS_PER_LIST = LIST_NBYTES // 16
+_PRP_UNIT = 4  # bytes
 
 _POLL_NS = 200_000_000
 _STOP_TIMEOUT_S = 5.0
@@ -169,6 +171,28 @@ class Engine(Owned):
         remedy = "free memory, or end other threads"
         _native.check(result, "cannot start an engine", remedy, CapacityError)
 
+    def check_memory(self, memory: PagedMemory, slice_nlb: int) -> None:
+        """Raises Unsupported for memory that no command without SGLs can name: PRPs let only the
+        first byte of a command begin inside of a page, and only its last byte end there.
+        """
+        if self.psdt != PSDT_PRP or memory.fills_pages:
+            return
+        nbytes, start = memory.segment_nbytes, int(memory.bases[0, 0])
+        places = np.append(memory.bases, np.array(memory.stride_nbytes, np.uint64))
+        if nbytes != (slice_nlb * self.lba_nbytes,) or np.any(places % np.uint64(_PRP_UNIT)):
+            raise Unsupported(
+                f"the drive has no SGLs, so the parts of a page must begin and end at multiples of"
+                f" {PAGE_NBYTES} bytes; these have {', '.join(map(str, nbytes))} bytes and begin at"
+                f" {start:#x}: use a page size and memory that fit, a drive with SGLs, or a file on"
+                " the kernel's driver"
+            )
+
+    def descriptors_of(self, memory: PagedMemory) -> int:
+        """Most descriptors of a command.  One slice is all that PRPs can name off the pages."""
+        if self.psdt == PSDT_PRP and not memory.fills_pages:
+            return len(memory.segment_nbytes) + 2
+        return self.descriptors_max
+
     def submit(
         self,
         opcode: int,
@@ -184,7 +208,7 @@ class Engine(Owned):
         the engine's own thread, where it must not wait for a job.
         Raises PoolClosed after ``close``, CapacityError without memory for the job.
         """
-        slices_max = max(1, (self.descriptors_max - 1) // (len(memory.segment_nbytes) + 1))
+        slices_max = max(1, (self.descriptors_of(memory) - 1) // (len(memory.segment_nbytes) + 1))
         runs = extents.commands(
             CutStruct(extents.slice_nlb, self.lba_nbytes, self.command_nlb_max, slices_max)
         )

@@ -18,6 +18,7 @@ import numpy.typing as npt
 from tutti.base.arrays import U32, U64
 from tutti.errors import ConfigError, PageRangeError
 from tutti.gio_uring import _native
+from tutti.gio_uring.nvme_spec import PAGE_NBYTES
 from tutti.native import address
 
 SEGMENTS_MAX = 4
@@ -87,6 +88,13 @@ class PagedMemory:
     def table(self) -> U64:
         """``bases`` as native code reads them."""
         return np.ascontiguousarray(self.bases, np.uint64)
+
+    @cached_property
+    def fills_pages(self) -> bool:
+        """Whether every segment begins and ends where a page of the device's does."""
+        lengths = (*self.segment_nbytes, *self.stride_nbytes)
+        is_odd = any(nbytes % PAGE_NBYTES for nbytes in lengths)
+        return not is_odd and not np.any(self.bases % np.uint64(PAGE_NBYTES))
 
     @cached_property
     def iocb(self) -> IocbStruct:

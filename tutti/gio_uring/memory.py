@@ -109,24 +109,26 @@ class _Mapping:
     huge_nbytes: int = 0
 
 
-#: What proc(5) calls large pages of a mapping, in smaps.
-_HUGE = ("AnonHugePages:", "ShmemPmdMapped:", "Private_Hugetlb:", "Shared_Hugetlb:")
+#: What proc(5) calls large pages within a mapping of ordinary ones, in smaps.
+_HUGE = ("AnonHugePages:", "ShmemPmdMapped:")
 
 
 def _mappings() -> list[_Mapping]:
     """Mappings of the process in ascending order (proc(5), smaps); none if unknown."""
     try:
-        lines = Path("/proc/self/smaps").read_text().splitlines()
+        text = Path("/proc/self/smaps").read_bytes().decode(errors="replace")
     except OSError:
         return []
     found: list[_Mapping] = []
-    for line in lines:
+    for line in text.rstrip("\n").split("\n") if text else ():
         head = line.split(maxsplit=2)
         if not head[0].endswith(":"):
             first, _, last = head[0].partition("-")
             found.append(_Mapping(int(first, 16), int(last, 16)))
         elif head[0] == "Rss:":
             found[-1].resident_nbytes = int(head[1]) << 10
+        elif head[0] == "KernelPageSize:" and int(head[1]) << 10 > mmap.PAGESIZE:
+            found[-1].huge_nbytes = found[-1].end - found[-1].start  # hugetlb, touched or not
         elif head[0] in _HUGE:
             found[-1].huge_nbytes += int(head[1]) << 10
     return found

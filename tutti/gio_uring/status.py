@@ -12,6 +12,7 @@ from tutti.errors import (
     MediumError,
     PoolClosed,
     PoolMoved,
+    PoolReadOnly,
     TuttiError,
 )
 from tutti.gio_uring import nvme_spec
@@ -22,8 +23,10 @@ from tutti.gio_uring.nvme_spec import (
     STATUS_DIGEST_MISMATCH,
     STATUS_INTERNAL_ERROR,
     STATUS_MEMBER_MOVED,
+    STATUS_NAMESPACE_WRITE_PROTECTED,
     STATUS_OK,
     STATUS_TIMED_OUT,
+    STATUS_WRITE_TO_READ_ONLY_RANGE,
 )
 
 _STATUS_NAMES = {
@@ -45,7 +48,7 @@ def status_error(
 
     `pages` are positions in the caller's batch. DeviceTimeout where the command had not ended,
     CapacityError for a full medium, ChecksumMismatch for bytes with another digest, PoolClosed for
-    what a close cancelled, PoolMoved, DeviceGone, else MediumError.
+    what a close cancelled, PoolMoved, PoolReadOnly, DeviceGone, else MediumError.
     """
     if status == STATUS_OK:
         return None
@@ -59,6 +62,8 @@ def status_error(
         return PoolClosed(f"{name}, because the pool was closed; open it again")
     if status == STATUS_MEMBER_MOVED:
         return PoolMoved(f"{name}; a file of the pool was renamed, removed, replaced or truncated")
+    if status in (STATUS_NAMESPACE_WRITE_PROTECTED, STATUS_WRITE_TO_READ_ONLY_RANGE):
+        return PoolReadOnly(f"{name}; make the medium writable, or replace a worn-out drive")
     if status == STATUS_CAPACITY_EXCEEDED:
         return CapacityError(f"{name}; free space on the medium")
     if status == STATUS_DIGEST_MISMATCH:

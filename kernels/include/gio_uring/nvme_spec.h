@@ -82,8 +82,10 @@ enum Status : u32 {
   kSglLengthInvalid = 0x00f,
   kSglTypeInvalid = 0x011,
   kInvalidPrpOffset = 0x013,
+  kNamespaceWriteProtected = 0x020,
   kLbaOutOfRange = 0x080,
   kCapacityExceeded = 0x081,
+  kWriteToReadOnlyRange = 0x182,
   kWriteFault = 0x280,
   kUnrecoveredRead = 0x281,
   // Vendor-specific (SCT 7): statuses that gio_uring itself reports for a slice.

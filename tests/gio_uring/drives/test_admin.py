@@ -7,8 +7,10 @@ import struct
 from typing import Any
 
 import pytest
+from gio_uring.drives.test_identify import controller
 
 from tutti.errors import ConfigError, DeviceGone, DeviceTimeout, MediumError
+from tutti.gio_uring.drives import admin as drive_admin
 from tutti.gio_uring.drives.admin import NvmeAdmin
 from tutti.gio_uring.drives.identify import IDENTIFY_NBYTES
 from tutti.gio_uring.nvme_spec import Cqe, Sqe
@@ -27,6 +29,9 @@ class FakeDrive:
 
     bdf = "0000:99:00.0"
     irq_fd = -1
+    cap = CAP
+    crto = 0
+    looks_until_shut_down = 0
 
     def __init__(self) -> None:
         self.csts = 0
@@ -61,7 +66,10 @@ class FakeDrive:
     def read_register(self, offset: int, nbytes: int) -> int:
         if self.is_gone:
             raise DeviceGone("all ones")
-        known = {0x00: CAP, 0x14: self.cc, 0x1C: self.csts}
+        if offset == 0x1C and self.csts & 1 << 2:  # it shuts down
+            self.looks_until_shut_down -= 1
+            self.csts ^= 3 << 2 if self.looks_until_shut_down < 0 else 0
+        known = {0x00: self.cap, 0x14: self.cc, 0x1C: self.csts, 0x68: self.crto}
         return known[offset]
 
     def write_register(self, offset: int, nbytes: int, content: int) -> None:
@@ -85,7 +93,7 @@ class FakeDrive:
             self.created.clear()
             self.log.append("enabled")
         if cc >> 14 & 3 == 1:
-            self.csts |= 2 << 2
+            self.csts |= 1 << 2
             self.log.append("shut down")
 
     def _serve(self, tail: int) -> None:
@@ -140,6 +148,23 @@ def test_bring_up_and_shutdown() -> None:
     admin.shut_down()
     assert drive.log[-3:] == ["delete sq 1", "delete cq 1", "shut down"]
     assert not drive.cc & 1
+
+
+def test_a_drive_has_the_time_that_it_says_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(drive_admin, "_SHUTDOWN_TIMEOUT_S", 0.005)
+    drive = FakeDrive()
+    drive.cap, drive.crto = CAP | 1 << 59, 240
+    drive.identify[1] = controller(at88=struct.pack("<I", 20_000_000))
+    admin = brought_up(drive)
+    assert admin.capabilities.timeout_s == 120
+    drive.looks_until_shut_down = 100
+    with pytest.raises(DeviceTimeout, match="shut down"):
+        admin.shut_down()
+    admin.identify()
+    drive.csts = READY
+    drive.looks_until_shut_down = 100
+    admin.shut_down()
+    assert drive.log[-1] == "shut down"
 
 
 def test_the_admin_ring_wraps() -> None:

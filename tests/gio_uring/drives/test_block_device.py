@@ -114,6 +114,24 @@ def test_a_blank_drive_is_free(machine: Machine) -> None:
     assert Devices(machine.root).names() == ["nvme0n1", "nvme0n1p1", "nvme0n1p2", "nvme1n1"]
 
 
+def test_what_is_not_read_to_its_end_is_not_blank(machine: Machine) -> None:
+    """A read that meets a bad block ends before it, as it would at the end of the device."""
+    os.truncate(machine.root / "dev/nvme1n1", NBYTES - 4096)
+    assert Devices(machine.root).inspect("nvme1n1").holds == ("unknown, it cannot be read",)
+    for good_nbytes in (0, 512):
+        read = iter((bytes(good_nbytes), bytes(MiB)))
+        assert contents(lambda at, n, read=read: next(read), NBYTES) != []  # type: ignore[misc]
+
+
+def test_a_device_without_a_size_cannot_be_used(machine: Machine) -> None:
+    """As the kernel leaves a namespace whose blocks are larger than it takes."""
+    (machine.root / "sys/class/block/nvme1n1/size").write_text("0\n")
+    assert "cannot be used: it has no size" in machine.uses("nvme1n1")
+    (machine.root / "sys/class/block/nvme0n1p1/size").write_text("0\n")
+    assert "cannot be used" in machine.uses("nvme0n1p1")
+    assert machine.uses("nvme0n1") == ""
+
+
 def test_partitions_are_content_of_their_drive(machine: Machine) -> None:
     drive = Devices(machine.root).inspect("nvme0n1")
     assert drive.holds == ("partitions: nvme0n1p1, nvme0n1p2",)
@@ -299,6 +317,18 @@ def test_a_device_that_has_left_is_gone_and_not_full(
             fill = host.transfer(opcode, 5, 1, [host.extent(0, LBA)])
             assert host.run(fill) == nvme.STATUS_DEVICE_GONE
         host.close()
+
+
+@pytest.mark.parametrize("executor", ["uring", "threads"])
+def test_a_device_that_becomes_read_only_says_so(loop: Path, executor: str) -> None:
+    with FileController([loop], executor=executor) as controller:
+        host = NvmeHost(controller)
+        assert host.write(5, bytes(LBA)) == nvme.STATUS_OK
+        subprocess.run(["blockdev", "--setro", loop], check=True)
+        assert host.write(5, bytes(LBA)) == nvme.STATUS_NAMESPACE_WRITE_PROTECTED
+        assert not host.read(5, 1).any()
+        host.close()
+    subprocess.run(["blockdev", "--setrw", loop], check=True)
 
 
 def test_a_file_system_is_not_overwritten(loop: Path, tmp_path: Path) -> None:

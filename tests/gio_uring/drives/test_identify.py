@@ -27,6 +27,11 @@ def cap(**fields: int) -> int:
     return entries | timeout << 24 | stride << 32 | css << 37 | mpsmin << 48
 
 
+def capabilities(register: int) -> Capabilities:
+    """Of a drive without CRTO, which is not read."""
+    return Capabilities.parse(register, lambda: pytest.fail("there is no such register"))
+
+
 def controller(**fields: Any) -> bytes:
     """An Identify Controller structure of a usual drive, with changes by offset."""
     raw = bytearray(IDENTIFY_NBYTES)
@@ -56,16 +61,22 @@ def namespace(nlb: int = 1000, shift: int = 12, **fields: Any) -> bytes:
 
 
 def test_capabilities() -> None:
-    found = Capabilities.parse(cap(mqes=1500, to=20, dstrd=2))
+    found = capabilities(cap(mqes=1500, to=20, dstrd=2))
     assert (found.depth_max, found.timeout_s, found.doorbell_nbytes) == (1024, 10.0, 16)
-    assert Capabilities.parse(cap(to=0)).timeout_s == 0.5
-    assert Capabilities.parse(cap(mqes=65535)).depth_max == 65536
+    assert capabilities(cap(to=0)).timeout_s == 0.5
+    assert capabilities(cap(mqes=65535)).depth_max == 65536
+
+
+@pytest.mark.parametrize(("crto", "timeout_s"), [(0x4_0030, 24.0), (0x30_0004, 10.0)])
+def test_time_to_become_ready_with_media(crto: int, timeout_s: float) -> None:
+    """Whichever is longer; the other half of CRTO is the time to become ready without media."""
+    assert Capabilities.parse(cap(to=20) | 1 << 59, lambda: crto).timeout_s == timeout_s
 
 
 @pytest.mark.parametrize("fields", [{"mqes": 0}, {"css": 0}, {"css": 0x81}, {"mpsmin": 4}])
 def test_unusable_controllers(fields: dict[str, int]) -> None:
     with pytest.raises(Unsupported):
-        Capabilities.parse(cap(**fields))
+        capabilities(cap(**fields))
 
 
 def test_identity() -> None:
@@ -76,6 +87,10 @@ def test_identity() -> None:
     assert found.has_deallocate
     assert found.has_volatile_cache
     assert not found.has_shadow_doorbells
+    assert found.shutdown_s == 0
+    slow = struct.pack("<I", 25_000_000)
+    assert IdentifyController.parse(controller(at88=slow), 4096).shutdown_s == 25
+    assert IdentifyController.parse(controller(at88=b"\xff" * 4), 4096).shutdown_s == 60
     assert IdentifyController.parse(controller(at77=b"\0"), 4096).mdts_nbytes == 2 * MiB
     assert IdentifyController.parse(controller(at536=b"\x02\0\0\0"), 4096).sgl, "dwords only"
 
@@ -118,6 +133,7 @@ def test_namespaces() -> None:
         ({"at128": b"\x08\0"}, "metadata"),
         ({"at29": b"\x01"}, "protection"),
         ({"nlb": 0}, "no blocks"),
+        ({"at99": b"\x01"}, "write protected"),
     ],
 )
 def test_unusable_namespaces(fields: dict[str, Any], why: str) -> None:
@@ -156,7 +172,7 @@ def test_any_bytes_end_in_sane_numbers_or_a_typed_error(
     places: dict[int, int], register: int
 ) -> None:
     for parse in (
-        lambda: Capabilities.parse(register),
+        lambda: Capabilities.parse(register, lambda: register >> 32),
         lambda: IdentifyController.parse(changed(controller(), places), 4096),
         lambda: NamespaceIdentity.parse(changed(namespace(), places)),
         lambda: parse_namespace_list(changed(bytes(IDENTIFY_NBYTES), places), 1024),

@@ -5,17 +5,20 @@ from __future__ import annotations
 import ctypes
 import os
 import threading
+import time
 from typing import Any
 
 import pytest
 from gio_uring.drives.test_admin import READY, FakeDrive, brought_up
-from gio_uring.test_controller_vfio import Rig
+from gio_uring.test_controller_vfio import DEPTH, Rig
 
 from tutti.errors import DeviceTimeout
 from tutti.gio_uring import _native
 from tutti.gio_uring import nvme_spec as nvme
+from tutti.gio_uring.controller import NativeController
 from tutti.gio_uring.drives import rescue as drive_rescue
 from tutti.gio_uring.drives.rescue import Ask, DriveRescue, Late, NativeDrive, RescueResult
+from tutti.gio_uring.engine import Engine
 from tutti.gio_uring.queue_pair import COMPLETED, QueuePair
 
 GRACE_S = 0.05
@@ -51,7 +54,7 @@ class Commands:
         self.log: list[object] = []
 
     def late(self) -> list[Late]:
-        if self.aborts_work and self.device.aborted:
+        if self.aborts_work and len(self.device.aborted) == drive_rescue.ABORTS_MAX:
             self.commands = []
         return list(self.commands)
 
@@ -90,6 +93,21 @@ def test_an_abort_that_helps_is_all() -> None:
     assert rescue.look() is RescueResult.ABORTED
     assert device.aborted == [(1, cid) for cid in range(drive_rescue.ABORTS_MAX)]
     assert not commands.log
+
+
+def test_a_command_that_ends_meanwhile_is_not_aborted() -> None:
+    """Its CID is another command's by now."""
+    device, commands, rescue = stuck()
+    answered = StuckDrive._execute
+
+    def execute(opcode: int, sqe: nvme.Sqe) -> int:
+        if opcode == 0x08:
+            commands.commands = [(1, cid, 7777 + cid) for cid in range(6)]
+        return answered(device, opcode, sqe)
+
+    device._execute = execute  # type: ignore[method-assign]
+    assert rescue.look() is RescueResult.ABORTED
+    assert device.aborted == [(1, 0)]
 
 
 @pytest.mark.parametrize("is_mute", [False, True])
@@ -198,6 +216,38 @@ def test_doorbells_that_are_rung_during_a_reset_are_rung_after_it() -> None:
     lib.gio_vfio_controller_ask(rig.handle, Ask.GO_ON.value)
     service(rig.handle, 0)
     assert doorbell(rig, 2) == 2
+    rig.close()
+
+
+class RigController(NativeController):
+    """The native part under an engine, with one queue pair."""
+
+    def __init__(self, rig: Rig) -> None:
+        self._rig = rig
+        super().__init__(rig.handle or 0)
+
+    def create_queue_pair(
+        self, depth: int, *, is_device: bool = False, service_thread: int = 0
+    ) -> QueuePair:
+        return self._rig.pair
+
+
+def test_a_command_is_late_until_it_ends_and_no_longer() -> None:
+    """Another command has its CID at once."""
+    rig = Rig()
+    controller, drive = RigController(rig), NativeDrive(rig.handle or 0, "rig")
+    engine = Engine(controller, depth=DEPTH)
+    job = engine.flush([1], timeout_s=0.01)
+    deadline_s = time.monotonic() + 30
+    while not (late := drive.late()):
+        assert time.monotonic() < deadline_s
+    ((qid, cid, _),) = late
+    rig.complete(0, cid, 0)
+    assert job.wait_released(30)
+    assert qid == 1
+    assert not drive.late()
+    engine.close()
+    controller.keep_after_failure()
     rig.close()
 
 

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from gio_uring.cuda_stand_in import StandInDriver, StandInTensor
 from gio_uring.kernel_stand_in import Kernels
+from gio_uring.ringing_kernels import RingingKernels
 from memory_controller import MemoryController
 
 from tutti.errors import CapacityError, ConfigError, CudaError, DeviceTimeout, Unsupported
@@ -171,6 +172,24 @@ def test_after_a_deadline_the_memory_stays(
         assert not released  # its waiter would use the slots again
     assert released == [job]
     assert job.wait_released(0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_reset_of_the_drive_ends_the_engine(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At once: no kernel waits for commands that the drive does not know."""
+    with device_rig(kind, tmp_path, monkeypatch) as rig:
+        gated = rig.submit(OPCODE_READ, list(range(8)), gated=True)
+        rig.controller._queue_pairs[-1].is_dead = True  # as a drive's reset leaves them
+        with pytest.raises(DeviceTimeout, match="a drive was reset"):
+            rig.submit(OPCODE_READ, list(range(8)))
+        gated.open_gate()
+        with pytest.raises(DeviceTimeout, match="a drive was reset"):
+            gated.wait_layers(1, 10)
+        assert gated.wait_released(0)
+        assert "cuLaunchKernel" not in rig.driver.calls
+        assert rig.engine.stream_queue.staging.arena.in_use == 0
 
 
 @pytest.mark.parametrize(
@@ -380,6 +399,46 @@ def test_the_kernel_mover_fills_its_tables(
     tables.close()
     modules.close()
     controller.close()
+    driver.close()
+    assert not driver.violations
+
+
+@pytest.mark.parametrize("lba_nbytes", [512, 4096])
+def test_without_sgls_the_padding_lies_in_staging(
+    lba_nbytes: int, seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Real commands, of several slices each, whose PRPs name memory in a row."""
+    rng = np.random.default_rng(seed)
+    monkeypatch.setattr(device_code, "compile_cubin", lambda *_, **__: b"\x7fELF")
+    driver = StandInDriver()
+    RingingKernels(driver)
+    modules = Modules(driver, source=DeviceSource(tmp_path), cache=CubinCache(tmp_path))
+    nbytes, pages = 3500, np.arange(PAGES, dtype=np.uint32)
+    nlb = -(-nbytes // lba_nbytes)
+    extents = Extents([0], [1], [PAGES], nlb, PAGES * nlb)
+    with MemoryController([4 << 20], lba_nbytes=lba_nbytes, sgl_descriptors=0) as controller:
+        engine = DeviceEngine(driver, modules, controller, staging_nbytes=1 << 20)
+        engine.stream_queue.staging._buffer.array[:] = 0xA5  # as other jobs left it
+        tensors = [StandInTensor(driver, PAGES * nbytes) for _ in range(LAYERS)]
+        bases = np.array([[tensor.data_ptr()] for tensor in tensors], np.uint64)
+        memory = PagedMemory(bases, (nbytes,), (nbytes,), PAGES)
+        for tensor in tensors:
+            tensor.array[:] = rng.integers(0, 256, tensor.numel(), dtype=np.uint8)
+        before = [tensor.array.copy() for tensor in tensors]
+        job = engine.submit(OPCODE_WRITE, extents, pages, memory)
+        assert job.wait_released(10)
+        assert not job.page_status.any()
+        medium = controller.medium(1)[: LAYERS * PAGES * nlb * lba_nbytes]
+        assert not medium.reshape(LAYERS, PAGES, -1)[:, :, nbytes:].any()
+        for tensor in tensors:
+            tensor.array[:] = 0
+        job = engine.submit(OPCODE_READ, extents, pages[::-1].copy(), memory)
+        assert job.wait_released(10)
+        assert not job.page_status.any()
+        for tensor, old in zip(tensors, before, strict=True):
+            assert (tensor.array.reshape(PAGES, -1)[::-1] == old.reshape(PAGES, -1)).all()
+        engine.close()
+    modules.close()
     driver.close()
     assert not driver.violations
 

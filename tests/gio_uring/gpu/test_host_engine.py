@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ from tutti.gio_uring.gpu.host_engine import HostEngine
 from tutti.gio_uring.gpu.mover import CopyMover
 from tutti.gio_uring.gpu.verifier import Verifier
 from tutti.gio_uring.job import Job
+from tutti.gio_uring.nvme_spec import PSDT_PRP
 from tutti.memory.device_memory import DeviceMemory
 from tutti.pool import pool_format
 from tutti.store import ObjectStore
@@ -471,6 +473,18 @@ def test_what_cannot_fit_or_work_says_so(rng: np.random.Generator) -> None:
         with pytest.raises(ConfigError, match="gpu="):
             DeviceMemory.from_layers(LAYOUT, rig.tensors, PAGES)
         rig.store.unregister(rig.pool)
+
+
+def test_staging_that_a_drive_without_sgls_cannot_reach(monkeypatch: pytest.MonkeyPatch) -> None:
+    with rig_over_memory() as rig:
+        memory, slice_nlb = rig.pool.memory, rig.store.geometry.slice_nlb
+        shorter = (memory.segment_nbytes[0] - 512, *memory.segment_nbytes[1:])
+        padded = replace(memory, segment_nbytes=shorter)
+        rig.gpu.check_page(padded, slice_nlb)
+        monkeypatch.setattr(rig.store.engine, "psdt", PSDT_PRP)
+        rig.gpu.check_page(memory, slice_nlb)
+        with pytest.raises(Unsupported, match="no SGLs"):
+            rig.gpu.check_page(padded, slice_nlb)
 
 
 def _load_host(rig: Rig) -> None:

@@ -1,8 +1,8 @@
 """A drive's registers and its admin queue: bring-up from reset, admin commands, shutdown.
 
 Registers and admin commands: NVM Express Base Specification 2.0, sections 3.1.3, 3.5 and 5. Every
-wait has a deadline, the drive's own (CAP.TO) where it has one. `NvmeAdmin` remembers the I/O
-queues, so that it can make them again after a reset.
+wait has a deadline, the drive's own (CAP.TO, CRTO, RTD3E) where it has one. `NvmeAdmin` remembers
+the I/O queues, so that it can make them again after a reset.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from tutti.gio_uring.memory import HostBuffer
 from tutti.gio_uring.nvme_spec import Cqe, Sqe, make_cdw0
 from tutti.gio_uring.queue_pair import COMPLETED, NO_CID, QueuePair
 
-_CAP, _CC, CSTS, _AQA, _ASQ, _ACQ = 0x00, 0x14, 0x1C, 0x24, 0x28, 0x30
+_CAP, _CC, CSTS, _AQA, _ASQ, _ACQ, _CRTO = 0x00, 0x14, 0x1C, 0x24, 0x28, 0x30, 0x68
 DOORBELLS = 0x1000
 
 _CC_ENABLE = 1
@@ -73,7 +73,9 @@ class NvmeAdmin(Owned):
     def __post_init__(self) -> None:
         self.lock = threading.RLock()  # held to reset, or to run a command
         self.device.enable_dma()
-        self.capabilities = Capabilities.parse(self.device.read_register(_CAP, 8))
+        read = self.device.read_register
+        self.capabilities = Capabilities.parse(read(_CAP, 8), lambda: read(_CRTO, 4))
+        self._shutdown_timeout_s = _SHUTDOWN_TIMEOUT_S
         self._data = HostBuffer(IDENTIFY_NBYTES, hugepages=False)
         self._mapped: list[Range] = [(self._data.address, IDENTIFY_NBYTES)]
         self.device.map(self._mapped[0])
@@ -117,7 +119,8 @@ class NvmeAdmin(Owned):
         """A normal shutdown (CC.SHN), after which power may be cut; then the drive is disabled."""
         cc = self.device.read_register(_CC, 4)
         self.device.write_register(_CC, 4, cc & ~(3 << 14) | _CC_SHUTDOWN_NORMAL)
-        self._wait_status(_CSTS_SHUTDOWN, _CSTS_SHUTDOWN_DONE, _SHUTDOWN_TIMEOUT_S, "shut down")
+        limit_s = self._shutdown_timeout_s
+        self._wait_status(_CSTS_SHUTDOWN, _CSTS_SHUTDOWN_DONE, limit_s, "shut down")
         self.disable()
 
     def _wait_status(self, mask: int, wanted: int, timeout_s: float, what: str) -> None:
@@ -207,7 +210,9 @@ class NvmeAdmin(Owned):
     def identify(self) -> IdentifyController:
         """Identify Controller. Raises MediumError for what no drive may say."""
         page_nbytes = self.capabilities.page_nbytes_min
-        return IdentifyController.parse(self._identify(_CNS_CONTROLLER), page_nbytes)
+        found = IdentifyController.parse(self._identify(_CNS_CONTROLLER), page_nbytes)
+        self._shutdown_timeout_s = max(_SHUTDOWN_TIMEOUT_S, found.shutdown_s)
+        return found
 
     def identify_namespaces(self, highest: int) -> dict[int, NamespaceIdentity]:
         """Every active namespace by nsid."""

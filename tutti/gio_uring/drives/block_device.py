@@ -129,6 +129,8 @@ class Devices:
             reasons.append(f"the system is on its drive ({', '.join(system)})")
         if _text(self._class / drive / "ro") == "1" or _text(self._class / name / "ro") == "1":
             reasons.append("read-only")
+        if int(_text(self._class / name / "size") or 0) == 0:
+            reasons.append("cannot be used: it has no size; its blocks may be too large")
         return reasons
 
     def _mounts_above(self, name: str) -> list[str]:

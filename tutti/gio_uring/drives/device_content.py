@@ -110,13 +110,16 @@ def check_forced(places: Iterable[Held], force: Force) -> None:
 def contents(read: Read, nbytes: int) -> list[str]:
     """What a device of `nbytes` holds, in words; empty when both of its ends are zeros.
 
-    LABEL at its start counts as zeros.
+    LABEL at its start counts as zeros, and bytes that are not read as content.
     """
-    head = read(0, min(HEAD_NBYTES, nbytes))
+    head_nbytes = min(HEAD_NBYTES, nbytes)
+    head = read(0, head_nbytes)
     if head.startswith(LABEL):
         head = bytes(len(LABEL)) + head[len(LABEL) :]
     start = max(0, nbytes - TAIL_NBYTES)
     tail = read(start, nbytes - start)
+    if len(head) != head_nbytes or len(tail) != nbytes - start:
+        return ["unknown, it cannot be read"]
     found = [m.what for m in _HEAD if head[m.offset :].startswith(m.magic)]
     for magic in _tail(nbytes):
         if magic.offset >= start and tail[magic.offset - start :].startswith(magic.magic):

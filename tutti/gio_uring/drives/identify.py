@@ -1,13 +1,15 @@
-"""Decodes and checks a drive's CAP register and Identify structures.
+"""Decodes and checks a drive's CAP and CRTO registers and Identify structures.
 
-Field offsets: NVM Express Base Specification 2.0, sections 3.1.3.1 (CAP) and 5.17.2.1 (Identify
-Controller); NVM Command Set Specification 1.0, section 4.1.5.1 (Identify Namespace). A drive's word
-is never trusted: values that the specification reserves or that make no sense are refused.
+Field offsets: NVM Express Base Specification 2.0, sections 3.1.3.1 (CAP), 3.1.3.21 (CRTO) and
+5.17.2.1 (Identify Controller); NVM Command Set Specification 1.0, section 4.1.5.1 (Identify
+Namespace). A drive's word is never trusted: values that the specification reserves or that make no
+sense are refused.
 """
 
 from __future__ import annotations
 
 import struct
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from tutti.base.units import MiB
@@ -21,11 +23,14 @@ _MDTS_MAX = 20  # 4 GiB of the smallest pages; a larger power overflows 32 bits 
 _TRANSFER_NBYTES_MAX = 2 * MiB  # what one page of PRP entries describes
 _CSS_NVM = 1 << 0
 _CSS_NONE = 1 << 7
+_READY_WITH_MEDIA = 1 << 59  # CAP.CRMS.CRWMS: CRTO says how long that takes
+_SHUTDOWN_MAX_S = 60.0
 
 
 @dataclass(frozen=True)
 class Capabilities:
-    """CAP. timeout_s: longest time to become ready or disabled. depth_max: entries of a queue.
+    """CAP and CRTO. timeout_s: longest time to become ready or disabled. depth_max: entries of a
+    queue.
 
     doorbell_nbytes: from one doorbell to the next.
     """
@@ -36,8 +41,11 @@ class Capabilities:
     page_nbytes_min: int
 
     @classmethod
-    def parse(cls, cap: int) -> Capabilities:
-        """Raises Unsupported for a controller that this driver cannot drive."""
+    def parse(cls, cap: int, read_crto: Callable[[], int]) -> Capabilities:
+        """read_crto: for a drive that has that register.
+
+        Raises Unsupported for a controller that this driver cannot drive.
+        """
         entries = (cap & 0xFFFF) + 1
         if entries < 2:
             raise Unsupported(f"the drive's queues have {entries} entry; at least 2 are needed")
@@ -47,9 +55,10 @@ class Capabilities:
         page_nbytes = 1 << (12 + (cap >> 48 & 0xF))
         if page_nbytes != 4096:
             raise Unsupported(f"the drive's smallest page has {page_nbytes} bytes; 4096 are needed")
+        with_media = read_crto() & 0xFFFF if cap & _READY_WITH_MEDIA else 0
         return cls(
             depth_max=1 << (entries.bit_length() - 1),
-            timeout_s=max(1, cap >> 24 & 0xFF) * 0.5,
+            timeout_s=max(1, cap >> 24 & 0xFF, with_media) * 0.5,
             doorbell_nbytes=4 << (cap >> 32 & 0xF),
             page_nbytes_min=page_nbytes,
         )
@@ -61,6 +70,7 @@ class IdentifyController:
 
     mdts_nbytes: largest transfer of one command. sgl: whether commands may use SGLs, sgl_advised:
     most descriptors that it recommends in one, 0 = not reported. namespaces: highest nsid.
+    shutdown_s: what it may need to shut down (RTD3E), 0 = not reported, and a minute at most.
     """
 
     serial: str
@@ -72,6 +82,7 @@ class IdentifyController:
     has_deallocate: bool
     has_volatile_cache: bool
     has_shadow_doorbells: bool
+    shutdown_s: float
 
     @classmethod
     def parse(cls, raw: bytes, page_nbytes: int) -> IdentifyController:
@@ -80,6 +91,7 @@ class IdentifyController:
             raise MediumError(f"Identify Controller has {len(raw)} bytes; reset the drive")
         mdts = raw[77]
         sqes, cqes = raw[512], raw[513]
+        (shutdown_us,) = struct.unpack_from("<I", raw, 88)
         (namespaces,) = struct.unpack_from("<I", raw, 516)
         (oacs,) = struct.unpack_from("<H", raw, 256)
         (oncs,) = struct.unpack_from("<H", raw, 520)
@@ -100,6 +112,7 @@ class IdentifyController:
             has_deallocate=bool(oncs & 1 << 2),
             has_volatile_cache=bool(raw[525] & 1),
             has_shadow_doorbells=bool(oacs & 1 << 8),
+            shutdown_s=min(shutdown_us * 1e-6, _SHUTDOWN_MAX_S),
         )
 
 
@@ -136,6 +149,8 @@ class NamespaceIdentity:
             refusal = f"its blocks carry {metadata_nbytes} bytes of metadata; format it without"
         elif dps & 7:
             refusal = "it uses protection information; format it without"
+        elif raw[99] & 1:  # NSATTR
+            refusal = "it is write protected; lift that with `nvme set-feature --feature-id=0x84`"
         elif nlb == 0:
             refusal = "it has no blocks"
         reads = {1: "zeros", 2: "ones"}.get(dlfeat & 7, "anything")

@@ -176,9 +176,12 @@ class DriveRescue(Owned):
         return self._reset()
 
     def _abort(self, late: list[Late]) -> None:
-        for qid, cid, _ in late:
+        for command in late:
+            qid, cid, _ = command
             try:
-                self._admin.abort(qid, cid, ABORT_TIMEOUT_S)
+                with self._admin.lock:  # or it ends meanwhile, and another one has its CID
+                    if command in self._drive.late():
+                        self._admin.abort(qid, cid, ABORT_TIMEOUT_S)
             except TuttiError:  # no answer, or a refusal: the reset comes next
                 return
 

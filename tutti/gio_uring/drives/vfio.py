@@ -2,7 +2,7 @@
 
 The IOMMU lets the device reach what `map` named and nothing else. When the last descriptor is
 closed, also because the process was killed, the kernel takes the mappings away and resets the
-device.
+device. A forked child therefore closes its copies at once.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ import mmap
 import os
 import struct
 from collections.abc import Iterator
+from io import FileIO
 from pathlib import Path
 
 from tutti.base.numa import PCI_DEVICES as PCI_DEVICES
-from tutti.base.process import Owned, finalize
+from tutti.base.process import Owned, finalize, own_file
 from tutti.errors import ConfigError, DeviceGone, NativeError, PoolInUse, Unsupported
 
 _VFIO = Path("/dev/vfio")
@@ -58,8 +59,8 @@ class VfioDevice(Owned):
 
     def __init__(self, bdf: str) -> None:
         self.bdf = bdf
-        self._fds: list[int] = []
-        self._finalizer = finalize(self, _close_all, self._fds)
+        self._files: list[FileIO] = []
+        self._finalizer = finalize(self, _close_all, self._files)
         try:
             self._open()
         except BaseException:
@@ -68,11 +69,10 @@ class VfioDevice(Owned):
 
     def _open(self) -> None:
         group = iommu_group(self.bdf)
-        self._fds.append(fd := _open(_VFIO / "vfio"))
-        self.container_fd = fd
+        self.container_fd = self._own(_open(_VFIO / "vfio"))
         if fcntl.ioctl(self.container_fd, _CHECK_EXTENSION, _TYPE1V2_IOMMU) == 0:
             raise Unsupported("the kernel has no type 1 IOMMU; run `modprobe vfio_iommu_type1`")
-        self._fds.append(group_fd := _open(_VFIO / group))
+        group_fd = self._own(_open(_VFIO / group))
         status = bytearray(struct.pack("<II", 8, 0))
         fcntl.ioctl(group_fd, _GROUP_GET_STATUS, status)
         if not struct.unpack("<II", status)[1] & _GROUP_VIABLE:
@@ -85,15 +85,18 @@ class VfioDevice(Owned):
             fcntl.ioctl(self.container_fd, _SET_IOMMU, _TYPE1V2_IOMMU)
             # A bytearray, because ioctl returns the number of the descriptor for those alone.
             name = bytearray(self.bdf.encode() + b"\0")
-            self._fds.append(fcntl.ioctl(group_fd, _GROUP_GET_DEVICE_FD, name))
-            self.fd = self._fds[-1]
+            self.fd = self._own(fcntl.ioctl(group_fd, _GROUP_GET_DEVICE_FD, name))
         self.iova_ranges = self._iova_ranges()
         self._bar_flags, self._bar_nbytes, self.registers = self._region(_REGION_BAR0)
         self._config = self._region(_REGION_CONFIG)[2]
-        self._fds.append(os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC))
-        self.wake_fd = self._fds[-1]
+        self.wake_fd = self._own(os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC))
         self.irq_fd = self._event(_IRQ_MSIX)
         self.request_fd = self._event(_IRQ_REQUEST)
+
+    def _own(self, fd: int) -> int:
+        """A descriptor that `close` closes, and a forked child."""
+        self._files.append(own_file(FileIO(fd, "r+")))
+        return fd
 
     def _region(self, index: int) -> tuple[int, int, int]:
         """(flags, nbytes, offset in `fd`) of a region."""
@@ -109,7 +112,7 @@ class VfioDevice(Owned):
             fcntl.ioctl(self.fd, _DEVICE_GET_IRQ_INFO, info)
             if struct.unpack("<IIII", info)[3] == 0:
                 return -1
-            self._fds.append(fd := os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC))
+            fd = self._own(os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC))
             wanted = struct.pack("<IIIIIi", 24, _IRQ_DATA_EVENTFD_TRIGGER, index, 0, 1, fd)
             fcntl.ioctl(self.fd, _DEVICE_SET_IRQS, wanted)
         except OSError:
@@ -317,8 +320,8 @@ def _explained(what: str) -> Iterator[None]:
         raise NativeError(f"{text}; see the kernel's log") from error
 
 
-def _close_all(fds: list[int]) -> None:
-    for fd in reversed(fds):
+def _close_all(files: list[FileIO]) -> None:
+    for file in reversed(files):
         with contextlib.suppress(OSError):
-            os.close(fd)
-    fds.clear()
+            file.close()
+    files.clear()

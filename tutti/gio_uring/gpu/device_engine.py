@@ -41,6 +41,7 @@ from tutti.gio_uring.gpu.persistent import PersistentKernel
 from tutti.gio_uring.gpu.pinned_memory import LeaseOwner, TableMemory, retain_until_exit
 from tutti.gio_uring.gpu.stream_queue import Needed, StreamQueue, wait_until
 from tutti.gio_uring.iocb import CutStruct, Extents, IocbStruct, PagedMemory
+from tutti.gio_uring.memory import view_at
 from tutti.gio_uring.nvme_spec import OPCODE_READ, PSDT_SGL, STATUS_TIMED_OUT
 from tutti.gio_uring.transfer import TIMEOUT_S, TransferOptions
 
@@ -176,7 +177,7 @@ class DeviceEngine(Owned):
         """As `Engine.submit`, for pages in GPU memory; jobs run in the order they were submitted.
 
         timeout_s: for each kernel.  Raises CapacityError when a layer does not fit into the
-        staging, DeviceTimeout when none comes free or after a deadline passed.
+        staging, DeviceTimeout when none comes free, a deadline passed or a drive was reset.
         """
         self._check()
         layers, digests = memory.bases.shape[0], options.get("digests")
@@ -229,6 +230,11 @@ class DeviceEngine(Owned):
                 "a deadline passed or a CUDA call failed, and the device may still write; close "
                 "the engine"
             )
+        if self._queues.are_dead:
+            raise DeviceTimeout(
+                "a drive was reset, which ended the queues that the GPU rings; close the engine, "
+                "and make a new one"
+            )
 
     def _commands(
         self,
@@ -248,7 +254,12 @@ class DeviceEngine(Owned):
         runs, parts = self._queues.split(runs)
         io = IocbStruct()
         io.n_runs, io.n_pages, io.n_layers, io.n_segments = runs.size, pages, starts.size, 1
-        io.segment_nbytes[0], io.segment_stride[0] = sum(memory.segment_nbytes), stride
+        nbytes = sum(memory.segment_nbytes)
+        if not info.sgl_descriptors:  # PRPs name memory in a row: the padding lies in staging, too
+            if opcode != OPCODE_READ:
+                _clear_padding(starts, pages, stride, nbytes)
+            nbytes = stride
+        io.segment_nbytes[0], io.segment_stride[0] = nbytes, stride
         queues = self._queues
         io.padding = queues.scratch if opcode == OPCODE_READ else queues.zeros
         io.opcode, io.lba_shift = opcode, info.lba_shift
@@ -316,7 +327,7 @@ class DeviceEngine(Owned):
             "gpu_layers": self.stream_queue.layers,
         }
 
-    def check_page(self, slice_nlb: int) -> None:
+    def check_page(self, _: PagedMemory, slice_nlb: int) -> None:
         """Raises CapacityError where the staging has no room for a page of one layer."""
         lba_nbytes = self._lba_nbytes
         self.stream_queue.check_page(Needed(1, 1, slice_nlb * lba_nbytes, lba_nbytes))
@@ -430,6 +441,12 @@ class DeviceEngine(Owned):
         self.stream_queue.close(timeout_s)
         self._queues.close()
         self._tables.close()
+
+
+def _clear_padding(starts: U64, pages: int, stride: int, nbytes: int) -> None:
+    """Zeros behind each staged slice; kernels write the slices alone."""
+    for start in np.unique(starts).tolist():
+        view_at(start, pages * stride).reshape(pages, stride)[:, nbytes:] = 0
 
 
 def _check_staying(driver: Driver, blocks: int) -> None:

@@ -70,10 +70,12 @@ class DeviceQueues(Owned):
             undo.callback(lists.close)
             self.scratch = buffer.address + lists_nbytes
             self.zeros = self.scratch + lba_nbytes
+            self._pairs: list[QueuePair] = []
             images = []
             for handle in handles:
                 pair = controller.create_queue_pair(depth, is_device=True, service_thread=handle)
                 undo.callback(pair.close)
+                self._pairs.append(pair)
                 pinned = PinnedMemory(driver, pair.memory)
                 undo.callback(pinned.close)
                 images.append(_image(pair, pinned, doorbells[handle] if doorbells else pinned))
@@ -94,6 +96,11 @@ class DeviceQueues(Owned):
                 offset += image.nbytes
             tables.upload(lease, offset, stream)
             self._undo = undo.pop_all()
+
+    @property
+    def are_dead(self) -> bool:
+        """Whether a reset of a drive has ended one of them: nothing that it is given ends."""
+        return any(pair.is_dead for pair in self._pairs)
 
     def split(self, runs: Runs) -> tuple[Runs, list[tuple[int, int]]]:
         """Runs by native controller, with its NSIDs, and (first, number) for each queue pair:

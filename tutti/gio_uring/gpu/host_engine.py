@@ -29,7 +29,7 @@ from typing import Any, Unpack
 
 import numpy as np
 
-from tutti.base.arrays import U32
+from tutti.base.arrays import U32, U64
 from tutti.base.process import Owned
 from tutti.base.units import MiB
 from tutti.errors import PoolClosed
@@ -249,8 +249,7 @@ class HostEngine(Owned):
         """The native job of one chunk, between the medium and its cells."""
         chunk = cells.chunks[number]
         count, stride = chunk.last - chunk.first, extents.slice_nlb * self.engine.lba_nbytes
-        slice_nbytes = sum(memory.segment_nbytes)
-        staging = PagedMemory(chunk.starts[:, None], (stride,), (slice_nbytes,), count, owner)
+        staging = _staging_memory(memory, chunk.starts[:, None], stride, count, owner)
         if opcode == OPCODE_READ:
             chunk.words.grant(cells.granted(number))
         return self.engine.submit(
@@ -283,9 +282,13 @@ class HostEngine(Owned):
             "gpu_layers": self._loads.layers + self._stores.layers,
         }
 
-    def check_page(self, slice_nlb: int) -> None:
-        """Raises CapacityError where staging of a direction has no room for a page of one layer."""
+    def check_page(self, memory: PagedMemory, slice_nlb: int) -> None:
+        """Raises CapacityError where staging of a direction has no room for a page of one layer,
+        and Unsupported where the drive could not reach a page there.
+        """
         lba_nbytes = self.engine.lba_nbytes
+        staging = _staging_memory(memory, np.zeros((1, 1), np.uint64), slice_nlb * lba_nbytes)
+        self.engine.check_memory(staging, slice_nlb)
         for queue in (self._loads, self._stores):
             queue.check_page(Needed(1, 1, slice_nlb * lba_nbytes, lba_nbytes))
 
@@ -332,6 +335,13 @@ class HostEngine(Owned):
             self._stores.close(timeout_s)
         if self.verifier is not None:
             self.verifier.close()
+
+
+def _staging_memory(
+    memory: PagedMemory, starts: U64, stride: int, pages: int = 1, owner: Any = None
+) -> PagedMemory:
+    """Staged pages of ``memory`` as the drive sees them: the segments of a slice in one."""
+    return PagedMemory(starts, (stride,), (sum(memory.segment_nbytes),), pages, owner)
 
 
 def _chunk_options(

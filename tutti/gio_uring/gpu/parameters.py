@@ -28,7 +28,7 @@ class QueueShareStruct(ctypes.LittleEndianStructure):
         ("list_nbytes", _U32),
         ("first_run", _U32),
         ("n_runs", _U32),
-        ("reserved", _U32),
+        ("lost", _U32),
     )
 
 

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from tutti.base.numa import on_node
-from tutti.base.process import Owned
+from tutti.base.process import Owned, finalize
 from tutti.base.units import format_nbytes
-from tutti.errors import CapacityError, DeviceTimeout
+from tutti.errors import CapacityError, CudaError, DeviceTimeout
 from tutti.gio_uring.controller import NativeController
 from tutti.gio_uring.gpu.driver import Driver
 from tutti.gio_uring.memory import DmaRegion, HostBuffer, address_of
@@ -28,7 +28,10 @@ def retain_until_exit(owner: object) -> None:
 
 
 class PinnedMemory(Owned):
-    """Host memory registered with the driver; memory that is registered already is accepted.
+    """Host memory registered with the driver until `close`, or until nothing has this object.
+
+    Memory that other code has registered is accepted, except a `HostBuffer`: that is new, so the
+    driver knows its address from memory that was unmapped, and would use those pages.
 
     `address` is the host's, `device_address` the device's.  Holds the buffer.
     """
@@ -36,8 +39,18 @@ class PinnedMemory(Owned):
     def __init__(self, driver: Driver, buffer: Any) -> None:
         self.buffer = buffer
         self.address, self.nbytes = address_of(buffer)
-        self._driver = driver
-        self._is_mine = driver.register_host(self.address, self.nbytes)
+        is_mine = driver.register_host(self.address, self.nbytes)
+        if not is_mine and isinstance(buffer, HostBuffer):
+            raise CudaError(
+                f"the CUDA driver still has memory registered at {self.address:#x} that was "
+                "unmapped, and a new buffer lies there now; restart the process",
+                call="cuMemHostRegister",
+            )
+        #: Has the buffer too, which therefore is not unmapped before.
+        self._unpin = finalize(self, _unregister, driver, buffer, self.address)
+        self._unpin.atexit = False  # a kernel may still use it
+        if not is_mine:
+            self._unpin.detach()
         self.device_address = driver.device_address(self.address)
 
     def to_device(self, address: int) -> int:
@@ -47,9 +60,16 @@ class PinnedMemory(Owned):
 
     def close(self) -> None:
         """Unpins it if it was pinned here; a second call does nothing."""
-        is_mine, self._is_mine = self._is_mine, False
-        if is_mine:
-            self._driver.unregister_host(self.address)
+        self._unpin()
+
+
+def _unregister(driver: Driver, buffer: Any, address: int) -> None:
+    """Unpins a buffer.  If that fails it stays mapped, so that no other comes to lie there."""
+    try:
+        driver.unregister_host(address)
+    except BaseException:
+        retain_until_exit(buffer)
+        raise
 
 
 @dataclass(eq=False)
@@ -180,7 +200,11 @@ class TableMemory(Owned):
     def __init__(self, driver: Driver, nbytes: int) -> None:
         self._driver = driver
         self._staging = PinnedStaging(driver, None, nbytes)
-        self._device = driver.allocate(nbytes)
+        try:
+            self._device = driver.allocate(nbytes)
+        except BaseException:
+            self._staging.close()
+            raise
         self._arena = Arena(self._device, nbytes, "memory for tables")
 
     def lease(self, nbytes: int, timeout_s: float, owner: LeaseOwner) -> Tables:

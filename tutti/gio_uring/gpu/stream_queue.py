@@ -12,6 +12,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -182,12 +183,18 @@ class StreamQueue(Owned):
             )
         self.driver = driver
         self._own_streams: list[int] = []
-        if isinstance(streams, int):
-            streams = self._own_streams = [driver.create_stream(-1) for _ in range(streams)]
-        self.streams = streams
-        self.staging = PinnedStaging(driver, controller, nbytes)
+        with ExitStack() as undo:
+            if isinstance(streams, int):
+                for _ in range(streams):
+                    self._own_streams.append(driver.create_stream(-1))
+                    undo.callback(driver.destroy_stream, self._own_streams[-1])
+                streams = self._own_streams
+            self.streams = streams
+            self.staging = PinnedStaging(driver, controller, nbytes)
+            undo.callback(self.staging.close)
+            self.events = EventPool(driver)
+            undo.pop_all()
         self.lock = threading.Lock()  # keeps what one transfer enqueues together
-        self.events = EventPool(driver)
         self._feeds: deque[Feed] = deque()  # the first is being put on the stream
         #: Why the stream is not ordered behind another one; then nothing may follow on it.
         self.failure: TuttiError | None = None
