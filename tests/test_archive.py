@@ -111,6 +111,22 @@ def test_a_damaged_file_stores_no_wrong_byte(tmp_path: Path, seed: int) -> None:
                 assert loaded(store, there) == [by_key[key.tobytes()] for key in there]
 
 
+def test_what_comes_before_the_damage_is_stored(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], seed: int
+) -> None:
+    """Also objects that would have gone into one put with the damaged one."""
+    whole, _, _ = exported(tmp_path, np.random.default_rng(seed))
+    archive, pool = tmp_path / "torn.tkv", str(tmp_path / "target.tutti")
+    archive.write_bytes(whole[: -2 * (LAYOUT.object_nbytes + 56) - 1])  # the fourth of six is torn
+    tutti.open(pool, LAYOUT, "32MiB").close()
+    for stored, present in ((3, 0), (0, 3)):
+        assert main(["import", pool, str(archive)]) == 3
+        said = capsys.readouterr().err
+        assert f"{stored} are stored now, {present} were in the pool already" in said
+    with tutti.open(pool) as store:
+        assert len(store.catalogue.keys()) == 3
+
+
 def test_another_model_and_another_version_are_refused(tmp_path: Path, seed: int) -> None:
     whole, _, _ = exported(tmp_path, np.random.default_rng(seed))
     with tutti.open(str(tmp_path / "other.tutti"), OTHER, "32MiB") as store:
@@ -174,3 +190,5 @@ def test_the_command_line_keeps_files(
     assert main(["import", pool, str(tmp_path / "none")]) == 3
     assert main([*argv[:-1], str(tmp_path / "none" / "b")]) == 3
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.tkv", "pool.tutti"]
+    assert main([*argv[:-1], str(tmp_path / "b.tkv")]) == 0
+    assert (tmp_path / "b.tkv").stat().st_mode & 0o777 == 0o600

@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import textwrap
 import time
 from pathlib import Path
 
@@ -75,17 +76,24 @@ def lines() -> list[tuple[str, str]]:
         for block in re.split(r"^ *```.*$", page.read_text(), flags=re.MULTILINE)[1::2]:
             for line in whole_lines(block):
                 if re.match(rf"({PROGRAMS}) ", line):
-                    found.setdefault(re.sub(r"\s+", " ", line), page.name)
+                    found.setdefault(line, page.name)
     return [(page, command) for command, page in found.items()]
 
 
 def whole_lines(block: str) -> list[str]:
-    """Lines of a shell: those that go on, by a backslash or an open quotation, are joined."""
+    """Lines of a shell, without comments; what lies between quotation marks stays as it is."""
     found, begun = [], ""
-    for line in block.replace("\\\n", " ").splitlines():
-        begun = (begun + " " + re.sub(r"(^|\s+)# .*", "", line)).strip()
-        if begun.count("'") % 2 == 0:
-            found.append(begun)
+    for line in textwrap.dedent(block).splitlines():
+        is_quoted = begun.count("'") % 2 == 1
+        begun += line if is_quoted else re.sub(r"(^|\s+)# .*", "", line)
+        if begun.count("'") % 2 == 1:
+            begun += "\n"
+        elif begun.endswith("\\"):
+            begun = begun[:-1]
+        else:
+            parts = begun.strip().split("'")
+            parts[::2] = [re.sub(r"\s+", " ", part) for part in parts[::2]]
+            found.append("'".join(parts))
             begun = ""
     return found
 
@@ -164,10 +172,10 @@ def test_every_target_of_make_that_a_page_has_exists() -> None:
             assert target in targets, f"{page.name}: make {target}"
 
 
-def test_bodies_of_requests_in_a_page_are_json() -> None:
-    found = [command for _, command in lines() if command.startswith("curl") and " -d " in command]
-    for command in found:
-        words = shlex.split(command)
-        body = json.loads(words[words.index("-d") + 1])
+def test_json_in_a_command_of_a_page_can_be_read() -> None:
+    words = [word for _, command in lines() if "{" in command for word in shlex.split(command)]
+    bodies = [json.loads(word) for word in words if word.startswith("{")]
+    assert len(bodies) >= 5
+    for body in bodies:
         if "hicache_storage_backend_extra_config_json" in body:
             assert json.loads(body["hicache_storage_backend_extra_config_json"])["path"]

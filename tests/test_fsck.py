@@ -23,6 +23,7 @@ from tutti.medium.layout import KVLayout
 from tutti.medium.slot_record import RECORD_DTYPE, RecordState
 from tutti.medium.superblock import choose_superblock
 from tutti.pool.block_io import BlockIo
+from tutti.profiles import at_open
 from tutti.transfers.store_config import StoreConfig
 
 LAYOUT = KVLayout.mha(2, 1, 64, 32, "bfloat16", model="test-model")
@@ -397,6 +398,20 @@ def test_repair_of_a_pool_that_others_can_write(pool: tuple[str, Geometry]) -> N
     flip_payload(path, geometry, KEYS[0])
     os.chmod(path, 0o666)
     assert repair([path], check(path), progress).quarantined == 1
+
+
+def test_the_command_mends_a_pool_that_others_can_write(
+    pool: tuple[str, Geometry], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also what it takes back from quarantine, for which nothing is measured either."""
+    path, geometry = pool
+    monkeypatch.setattr(at_open, "find_profile", lambda *_, **__: pytest.fail("measured"))
+    flip_payload(path, geometry, KEYS[0])
+    os.chmod(path, 0o666)
+    assert cli.main(["fsck", path, "--repair"]) == 0
+    capsys.readouterr()
+    assert cli.main(["fsck", path, "--reuse-quarantined", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["reused"] == 1
 
 
 def test_no_pool(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tutti.base.memory_pressure import MemoryFacts, read_memory, read_stall_us
+from tutti.base.memory_pressure import MemoryFacts, read_memory, read_stall_us, total_nbytes
 from tutti.base.units import GiB, MiB
 from tutti.errors import Unsupported
 
@@ -53,6 +53,46 @@ def test_version_2_counts_anon_and_shmem_of_the_tightest_group(tmp_path: Path) -
     assert "version 2" in facts.source
 
 
+@pytest.mark.parametrize(
+    ("most", "high", "limit_nbytes"),
+    [
+        ("max", f"{GiB}", GiB),
+        (f"{2 * GiB}", f"{GiB}", GiB),
+        (f"{GiB}", f"{2 * GiB}", GiB),
+        (f"{GiB}", "max", GiB),
+        ("max", "max", None),
+    ],
+)
+def test_version_2_is_limited_by_the_smaller_of_high_and_max(
+    tmp_path: Path, most: str, high: str, limit_nbytes: int | None
+) -> None:
+    root = machine(tmp_path)
+    mount(root, 2)
+    add_group(root, "", 2, most, f"anon {100 * MiB}\n")
+    (root / "sys/fs/cgroup/memory.high").write_text(f"{high}\n")
+    facts = read_memory(root)
+    assert facts.limit_nbytes == limit_nbytes
+    assert facts.free_nbytes == (GiB - 100 * MiB if limit_nbytes else 8 * GiB)
+    (root / "sys/fs/cgroup/memory.high").write_text("\n")
+    assert read_memory(root).told == {root / "sys/fs/cgroup": False}
+
+
+def test_the_total_is_the_tightest_limit_whatever_is_used(tmp_path: Path) -> None:
+    root = machine(tmp_path)
+    assert total_nbytes(root) == 9 * 1024
+    (root / "proc/meminfo").write_text(f"MemTotal: {8 * 1024 * 1024} kB\n")
+    assert total_nbytes(root) == 8 * GiB
+    mount(root, 2)
+    (root / "proc/self/cgroup").write_text("0::/outer/inner\n")
+    add_group(root, "", 2, "max", "")
+    add_group(root, "outer", 2, str(2 * GiB), f"anon {2 * GiB}\n")
+    add_group(root, "outer/inner", 2, str(GiB), "anon 0\n")
+    assert total_nbytes(root) == GiB
+    (root / "proc/meminfo").unlink()
+    with pytest.raises(Unsupported, match="mount /proc"):
+        total_nbytes(root)
+
+
 def test_version_1_beside_an_empty_version_2(tmp_path: Path) -> None:
     """A hybrid hierarchy: memory is limited by version 1 alone."""
     root = machine(tmp_path)
@@ -94,7 +134,10 @@ def test_a_limit_that_cannot_be_read_is_none(tmp_path: Path, limit: str) -> None
     root = machine(tmp_path)
     mount(root, 2)
     add_group(root, "", 2, limit, "anon 5\n")
-    assert read_memory(root).limit_nbytes is None
+    facts = read_memory(root)
+    assert facts.limit_nbytes is None
+    # Only a group that says so has no limit.
+    assert facts.told == {root / "sys/fs/cgroup": limit.startswith("max")}
 
 
 def test_no_proc_is_said(tmp_path: Path) -> None:

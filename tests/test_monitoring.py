@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -82,6 +84,15 @@ def test_alert_rules_have_the_fields_of_prometheus() -> None:
             assert rule["annotations"]["summary"]
             names.append(rule["alert"])
     assert len(set(names)) == len(names)
+
+
+def test_prometheus_reads_the_rules() -> None:
+    promtool = shutil.which("promtool")
+    if promtool is None:
+        pytest.skip("promtool is not installed (Debian's and Ubuntu's package prometheus)")
+    check = [promtool, "check", "rules", str(MONITORING / "alerts.yml")]
+    done = subprocess.run(check, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_panels_of_the_dashboard_do_not_overlap() -> None:

@@ -16,7 +16,13 @@ from tutti.cli import main
 from tutti.errors import ConfigError, MemberMissing, MemberSwapped
 from tutti.integration.sglang import rank_members
 from tutti.integration.sglang.identity import ParallelRank, layout_of, open_store
-from tutti.integration.sglang.options import HICACHE, parse_options
+from tutti.integration.sglang.options import (
+    HICACHE,
+    LINKER,
+    LINKER_OPTIONS,
+    Option,
+    parse_options,
+)
 from tutti.integration.sglang.rank_members import share
 from tutti.pool.places import Place, PlaceKind
 from tutti.store import ObjectStore
@@ -26,9 +32,13 @@ DRIVES = [f"nvme:0000:0{i}:00.0" for i in range(1, 5)]
 
 
 def opened(
-    paths: Sequence[str], rank: ParallelRank | None = None, **options: object
+    paths: Sequence[str],
+    rank: ParallelRank | None = None,
+    mode: str = HICACHE,
+    own: Sequence[Option] = (),
+    **options: object,
 ) -> ObjectStore:
-    parsed = parse_options({"path": list(paths), "capacity": "64MiB", **options}, HICACHE)
+    parsed = parse_options({"path": list(paths), "capacity": "64MiB", **options}, mode, own)
     rank = rank or ParallelRank()
     layout = layout_of(SHAPE, IDENTITY, rank)
     store, _ = open_store(layout, "kv", 64 * MiB, parsed, rank)
@@ -140,7 +150,13 @@ def test_settings_of_an_agents_pools_are_the_agents(tmp_path: Path) -> None:
     with running(tmp_path / "agent") as agent:
         path = [f"unix:{agent.path}"]
         with pytest.raises(ConfigError, match="verify, eviction: the agent at"):
-            opened(path, verify="off", eviction="density")
+            opened(path, verify="off", eviction="lfuda")
+        with pytest.raises(ConfigError, match="profile: the agent at"):
+            opened(path, profile="/some/profile.json")
+        own = {"path": path, "capacity": "64MiB", "profile": "off"}  # as it is with an agent
+        open_store(LAYOUT, "kv", 64 * MiB, parse_options(own, HICACHE), ParallelRank())[0].close()
+        with pytest.raises(ConfigError, match="pin_lookups, pin_share: the agent at"):
+            opened(path, None, LINKER, LINKER_OPTIONS, pin_share=0.25, pin_lookups=7)
 
 
 def test_the_command_prints_the_shares(capsys: pytest.CaptureFixture[str]) -> None:

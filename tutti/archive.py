@@ -138,7 +138,7 @@ def import_objects(store: Store, file: BinaryIO, *, namespace: str = "") -> Impo
     """Stores the objects of a file in a pool.
 
     file: opened for binary reading.  namespace: whose objects they become.  Nothing of an object
-    is stored before its checksum was right; objects before a damaged one stay stored.
+    is stored before its checksum was right; objects before a damaged one are stored.
     Raises PoolMismatch for KV of another model, layout or version, PoolCorrupt for a damaged or
     incomplete file, and what ``put`` raises.
     """
@@ -147,10 +147,18 @@ def import_objects(store: Store, file: BinaryIO, *, namespace: str = "") -> Impo
     with _memory(store) as memory:
         batch: list[_Entry] = []
         for number in range(count):
-            entry = _read_entry(file, number, store.layout.object_nbytes)
-            if batch and (len(batch) == memory.pages or not entry.follows(batch[-1])):
+            entry = _read_entry(file, store.layout.object_nbytes)
+            is_full = len(batch) == memory.pages
+            if batch and (entry is None or is_full or not entry.follows(batch[-1])):
                 totals += _put(store, memory, batch, namespace)
                 batch = []
+            if entry is None:
+                stored, present, dropped = totals.tolist()
+                raise PoolCorrupt(
+                    f"object {number} of the file is damaged or missing; of those before it"
+                    f" {stored} are stored now, {present} were in the pool already and {dropped}"
+                    " were dropped. Export the file again for the rest"
+                )
             batch.append(entry)
         if batch:
             totals += _put(store, memory, batch, namespace)
@@ -208,14 +216,12 @@ def _read_header(layout: KVLayout, file: BinaryIO) -> int:
     return count
 
 
-def _read_entry(file: BinaryIO, number: int, object_nbytes: int) -> _Entry:
+def _read_entry(file: BinaryIO, object_nbytes: int) -> _Entry | None:
+    """The next object; None where it is damaged or missing."""
     raw = file.read(_HEAD.size + object_nbytes + _DIGEST_NBYTES)
     head, payload = raw[: _HEAD.size], raw[_HEAD.size : _HEAD.size + object_nbytes]
     if raw[_HEAD.size + object_nbytes :] != _digest(head, payload):
-        raise PoolCorrupt(
-            f"object {number} of the file is damaged or missing; those before it are stored,"
-            " export the file again for the rest"
-        )
+        return None
     key, parent, depth, ttl_s = _HEAD.unpack(head)
     return _Entry(key, parent, depth, ttl_s, payload)
 

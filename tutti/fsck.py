@@ -2,8 +2,7 @@
 
 The check reads superblocks, snapshots and slot tables, then every object whose record has digests,
 and compares them slice by slice. Repair opens the pool in the ordinary way and loads the damaged
-objects, which quarantines them, or does so itself where they have no digests: they are misses from
-then on, and are computed again.
+objects, which quarantines them, or does so itself where they have no digests: they are misses then.
 """
 
 from __future__ import annotations
@@ -38,6 +37,7 @@ from tutti.medium.slot_record import (
 from tutti.medium.superblock import (
     SNAPSHOT_ENTRY_DTYPE,
     Superblock,
+    check_members,
     choose_superblock,
     decode_snapshot,
 )
@@ -230,22 +230,24 @@ def _superblocks_agree(io: BlockIo, names: Sequence[str], report: FsckReport) ->
     """Looks at both copies of every superblock; False when a clear was interrupted, because then
     the pool has no contents before it is finished.
     """
-    epochs = set()
+    found = []
     for nsid, name in enumerate(names, 1):
         raw = io.read(nsid, 0, 2 * BLOCK_NBYTES)
         copies = raw[:BLOCK_NBYTES], raw[BLOCK_NBYTES:]
         superblock, _ = choose_superblock(*copies, name)
-        epochs.add(superblock.epoch)
+        found.append(superblock)
         for letter, copy in zip("AB", copies, strict=True):
             try:
                 Superblock.decode(copy, f"{name}, superblock {letter}")
             except PoolCorrupt as error:
                 report.add(Finding("superblock", superblock.member_index, str(error)))
         report.pool_uuid = superblock.pool_uuid.hex()
-    if len(epochs) > 1:
+    check_members(found, names)  # other pools have other epochs
+    is_cleared = len({superblock.epoch for superblock in found}) > 1
+    if is_cleared:
         message = "a clear was interrupted; the next opening of the pool finishes it"
         report.add(Finding("clear", 0, message))
-    return len(epochs) == 1
+    return not is_cleared
 
 
 class _Tables:
@@ -406,6 +408,7 @@ class _Verifier:
         pages = min(_MEMORY_NBYTES // layout.object_nbytes // _BATCHES, self._table.block_records)
         self._pages = max(1, pages)  # of one batch
         self._pool = HostMemory.allocate(layout, self._pages * _BATCHES)
+        self._core.check_path(self._pool.memory)  # or every object would look unreadable
         self._regions: list[DmaRegion] = []
 
     def __enter__(self) -> _Verifier:

@@ -116,7 +116,10 @@ class Store(ABC):
 
     @abstractmethod
     def unregister(self, memory: HostMemory) -> None:
-        """Takes ``register`` back.  Raises DeviceTimeout while transfers use the memory."""
+        """Takes ``register`` back, once the store moves nothing, from or to other memory either.
+
+        Raises DeviceTimeout where no such moment comes in time; the memory stays registered.
+        """
 
     def allocate_memory(
         self, pages: int, *, order: str | None = None, hugepages: bool = True

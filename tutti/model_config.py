@@ -31,7 +31,9 @@ def model_layout(name: str, page_size: int, dtype: str) -> KVLayout | None:
     config = _read(path)
     try:
         return _layout(config.get("text_config", config), page_size, dtype)
-    except (KeyError, TypeError, ZeroDivisionError) as error:
+    except ConfigError:
+        raise
+    except (LookupError, TypeError, ValueError, ArithmeticError) as error:
         raise ConfigError(
             f"{path} does not describe the KV ({error}); pass --layers, --kv-heads and --head-dim"
         ) from error
@@ -49,7 +51,8 @@ def _layout(config: dict[str, Any], page_size: int, dtype: str) -> KVLayout:
 
 
 def _config_path(name: str) -> Path | None:
-    folder = Path(name).expanduser()
+    # Where no home folder is known "~" stays, and nothing is found; pathlib raises RuntimeError.
+    folder = Path(os.path.expanduser(name))
     if (folder / "config.json").is_file():
         return folder / "config.json"
     snapshots = _hub() / f"models--{name.replace('/', '--')}" / "snapshots"
@@ -60,14 +63,14 @@ def _config_path(name: str) -> Path | None:
 def _hub() -> Path:
     """Where Hugging Face's libraries keep files, by their own variables."""
     home = os.environ.get("HF_HOME", "~/.cache/huggingface")
-    return Path(os.environ.get("HF_HUB_CACHE", f"{home}/hub")).expanduser()
+    return Path(os.path.expanduser(os.environ.get("HF_HUB_CACHE", f"{home}/hub")))
 
 
 def _read(path: Path) -> dict[str, Any]:
     try:
         text = path.read_bytes()[:_CONFIG_NBYTES_MAX]
         config = json.loads(text)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path} cannot be read: {error}; get the model's files again") from error
     if not isinstance(config, dict):
         raise ConfigError(f"{path} is not a JSON object; get the model's files again")

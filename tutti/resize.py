@@ -7,7 +7,6 @@ pool or the new one, never a part of either.
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -16,8 +15,9 @@ import numpy as np
 
 from tutti.base.arrays import Keys
 from tutti.base.units import MiB
-from tutti.errors import DeviceTimeout, KeyMissing, Unsupported
+from tutti.errors import CapacityError, DeviceTimeout, KeyMissing, Unsupported
 from tutti.gio_uring.drives.block_device import device_name
+from tutti.gio_uring.file_trust import resolve
 from tutti.medium.superblock import Superblock
 from tutti.memory.host_memory import HostMemory
 from tutti.pool import replacement
@@ -37,7 +37,9 @@ Progress = Callable[[int, int], None]
 
 
 class Resized(NamedTuple):
-    """Objects that went along, were damaged, and had no room (the least recently used ones)."""
+    """Objects that went along, were damaged, and had no room: those used least recently of the ones
+    that are not pinned.
+    """
 
     kept: int
     damaged: int
@@ -51,22 +53,24 @@ def resize(
 
     Pins, expiries, namespaces and the order of use go along. The file systems need room for the
     new files while the old ones are there. progress: called with (objects done, objects).
-    Raises Unsupported for devices, CapacityError, PoolInUse, and what opening and formatting raise.
+    Raises Unsupported for devices, CapacityError, PoolInUse, PoolReadOnly before anything is copied
+    when the new files cannot have the old ones' owner, and what opening and formatting raise.
     """
     names = member_names(paths)
     if are_drives(names) or any(device_name(name) is not None for name in names):
         raise Unsupported(
             "a pool on devices is as large as they are; format a pool on other devices instead"
         )
+    names = [resolve(name) for name in names]  # or a link would become the pool
     replacement.finish(names)
     news = replacement.beside(names)
     with open_pool(names, executor=executor, profile=None) as old:
         old.wait_recovered()
         try:
-            with contextlib.suppress(FileNotFoundError):
-                for path in news:  # of an attempt that was interrupted
-                    os.unlink(path)
+            for path in news:  # of an attempt that was interrupted
+                Path(path).unlink(missing_ok=True)
             format(news, old.layout, capacity, executor=executor)
+            replacement.give_owners(names)
             with open_pool(news, executor=executor, profile=None) as new:
                 result = _copy(old, new, progress)
         except BaseException:
@@ -92,18 +96,32 @@ def _copy(old: ObjectStore, new: ObjectStore, progress: Progress | None) -> Resi
     keys = old.catalogue.keys_by_use()
     room = new.stats()["capacity_objects"]
     room -= min(room // 8, max(_RESERVE, new.geometry.group_slots))
-    wanted = keys[max(0, len(keys) - room) :]
+    wanted = keys if len(keys) <= room else _chosen(old, keys, room)
     pages = max(1, min(len(wanted), _BATCH_NBYTES // old.layout.object_nbytes))
     memory = HostMemory.allocate(old.layout, pages)
-    kept = damaged = 0
+    kept = 0
     with _registered(memory, old, new):
         for start in range(0, len(wanted), pages):
             infos = old.catalogue.objects(wanted[start : start + pages])
             copied = _copy_batch(old, new, memory, infos)
-            kept, damaged = kept + copied, damaged + len(infos) - copied
+            kept += copied
             if progress is not None:
                 progress(min(start + pages, len(wanted)), len(wanted))
-    return Resized(kept, damaged, len(keys) - len(wanted))
+    return Resized(kept, len(wanted) - kept, len(keys) - len(wanted))
+
+
+def _chosen(old: ObjectStore, keys: Keys, room: int) -> Keys:
+    """So many of the keys, in their order: those that are pinned, and the last of the others."""
+    pins = {info.key for info in old.catalogue.objects(keys) if info.pinned}
+    if len(pins) > room:
+        raise CapacityError(
+            f"{len(pins)} objects are pinned, the new pool takes {room}: give it more capacity, or"
+            " unpin some"
+        )
+    is_pinned = np.array([key.tobytes() in pins for key in keys], np.bool_)
+    others = np.flatnonzero(~is_pinned)
+    is_pinned[others[others.size - (room - len(pins)) :]] = True
+    return keys[is_pinned]
 
 
 @contextlib.contextmanager

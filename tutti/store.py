@@ -16,6 +16,7 @@ import contextlib
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -43,7 +44,6 @@ from tutti.gio_uring.iocb import PagedMemory
 from tutti.interface import Keys, Store
 from tutti.medium.keys import as_keys
 from tutti.medium.layout import KVLayout, differences
-from tutti.medium.superblock import Superblock
 from tutti.memory.host_memory import HostMemory
 from tutti.placement.index import MISSING, SlotState
 from tutti.pool.block_io import BlockIo
@@ -67,6 +67,7 @@ from tutti.transfers.transfer_queue import TransferQueue
 from tutti.transfers.writer import Writer
 
 _UNDO_S = 60.0  # the longest wait for an interrupted put or load
+_PROVE_TRIES = 16  # to read objects before one of them is evicted
 #: Settings that ``open`` takes inside a StoreConfig only.
 _IN_CONFIG = sorted({field.name for field in fields(StoreConfig)} - {"verify", "durability"})
 
@@ -125,14 +126,22 @@ class ObjectStore(Owned, Store):
                 self._core, self._writer, self._loader, self.config.schedule
             )
             parts.append(self._queue)
-            arguments = (self._core, self._reclaimer, self.catalogue, found_as, clean)
+            self.residency = Residency(self._core, controller)
+            parts.append(self.residency)
+            recovering = partial(
+                recover,
+                self._core,
+                self._reclaimer,
+                found_as,
+                proven=clean,
+                before_ready=self.residency.plan_opening,
+            )
+            arguments = (self._core, self.catalogue, recovering)
             recovery = threading.Thread(target=_recover, args=arguments, daemon=True)
             self._resources.recovery = recovery
             start_thread(recovery, "tutti-recovery")
             if clean:
                 self._core.wait_ready(self.config.timeout_s * 4)
-            self.residency = Residency(self._core, controller)
-            parts.append(self.residency)
             self._dropped = finalize(self, self._resources.drop, self.config.timeout_s)
             self._dropped.atexit = False
         except BaseException as error:
@@ -171,6 +180,7 @@ class ObjectStore(Owned, Store):
         if not (self._core.wait_quiet(timeout_s) and memory.wait_idle(timeout_s)):
             raise DeviceTimeout("transfers are still under way; the memory stays registered")
         self._resources.remove(memory)
+        self.controller.read_page_sizes()
 
     def match(self, keys: Keys, *, pin: bool | str = False, proven: bool = False) -> int:
         return self._core.match(as_keys(keys), pin=pin, proven=proven)
@@ -223,29 +233,36 @@ class ObjectStore(Owned, Store):
     @uninterrupted()
     def prove(self, max_objects: int = 64, *, timeout_s: float = 60.0) -> int:
         with self._core.admitted(timeout_s), self._proving:
-            keys, self._prove_from = self._core.unproven_keys(max_objects, self._prove_from)
-            if not len(keys):
-                return 0
-            memory = HostMemory.allocate(self.layout, len(keys))
-            regions = self.controller.register_all(memory.buffers)
-            numbers = np.arange(len(keys), dtype=np.uint32)
-            settled = True
-            try:
-                progress = self._loader.load(keys, numbers, memory.memory)
-                settled = progress.wait_settled(timeout_s)
-            except KeyMissing:
-                return len(keys)  # one was evicted meanwhile
-            except PagesInUse as error:
-                settled = error.wait_settled(timeout_s)
-            finally:
-                for region in regions if settled else ():
-                    region.close()
-            if not settled:
-                self._resources.lose(regions)
-                raise DeviceTimeout(
-                    f"the objects were not read within {timeout_s:g} s; their memory stays in use"
-                )
-            return len(keys)
+            start = self._prove_from
+            for _ in range(_PROVE_TRIES):
+                keys, self._prove_from = self._core.unproven_keys(max_objects, start)
+                with contextlib.suppress(KeyMissing):  # one was evicted: the others still count
+                    self._read_once(keys, timeout_s)
+                    return len(keys)
+            self._prove_from = start
+            raise DeviceTimeout("objects were evicted as fast as they were chosen; try again")
+
+    def _read_once(self, keys: npt.NDArray[np.uint8], timeout_s: float) -> None:
+        """Reads objects that are unproven, which verifies them, into memory of its own."""
+        if not len(keys):
+            return
+        memory = HostMemory.allocate(self.layout, len(keys))
+        regions = self.controller.register_all(memory.buffers)
+        numbers = np.arange(len(keys), dtype=np.uint32)
+        settled = True
+        try:
+            progress = self._loader.load(keys, numbers, memory.memory)
+            settled = progress.wait_settled(timeout_s)
+        except PagesInUse as error:
+            settled = error.wait_settled(timeout_s)
+        finally:
+            for region in regions if settled else ():
+                region.close()
+        if not settled:
+            self._resources.lose(regions)
+            raise DeviceTimeout(
+                f"the objects were not read within {timeout_s:g} s; their memory stays in use"
+            )
 
     @uninterrupted()
     def quarantine(self, keys: Keys) -> int:
@@ -262,10 +279,14 @@ class ObjectStore(Owned, Store):
         """Frees the slots in quarantine, on the medium too.  Returns how many.
 
         For a drive that was repaired or whose damage came from elsewhere: a place that damages
-        bytes again is found by the digest of its next object.
+        bytes again is found by the digest of its next object.  Raises DeviceTimeout.
         """
         core = self._core
-        with core.admitted(self.config.timeout_s), core.lock:
+        timeout_s = self.config.timeout_s
+        with core.admitted(timeout_s), core.lock:
+            # A record that says quarantined and comes late would replace that of the next object.
+            if not core.changed.wait_for(lambda: not self._reclaimer.busy, timeout_s):
+                raise DeviceTimeout("records are still being written; try again")
             state, pins = core.index.state, core.index.pins
             slots = np.flatnonzero((state == SlotState.QUARANTINED) & (pins == 0))
             slots = slots[np.isin(slots // self.geometry.slots, core.members.present)]
@@ -426,15 +447,9 @@ def open(
     return store
 
 
-def _recover(
-    core: Core,
-    reclaimer: Reclaimer,
-    catalogue: Catalogue,
-    found_as: Sequence[Superblock | None],
-    clean: bool,
-) -> None:
+def _recover(core: Core, catalogue: Catalogue, recovering: Callable[[], None]) -> None:
     try:
-        recover(core, reclaimer, found_as, proven=clean)
+        recovering()
         catalogue.recount()
     except BaseException as error:
         with core.lock:

@@ -12,6 +12,7 @@ from tutti.cluster.remote_store import RemoteConfig, ValueStatus
 from tutti.errors import RemoteFailed
 
 HANG_S = 3600.0
+SLOW_START_S = 2.0
 
 
 class FaultyStore:
@@ -25,6 +26,8 @@ class FaultyStore:
         self._base = address
         if self._fault() == "unreachable":
             raise RemoteFailed("the master is away")
+        if self._fault() == "slow-start":
+            time.sleep(SLOW_START_S)
 
     def _fault(self) -> str:
         path = self._folder / "fault"
@@ -88,7 +91,7 @@ class Faults:
 
     def set(self, fault: str) -> None:
         """One of "", flip, swap, fail, hang, hang-OPERATION, die, raise, raise-OPERATION, slow,
-        unreachable, full (only tenants)."""
+        unreachable, slow-start (each store), full (only tenants)."""
         (self.folder / "next").write_text(fault)
         os.replace(self.folder / "next", self.folder / "fault")
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from cluster.faulty import Faults, FaultyStore
+from cluster.faulty import SLOW_START_S, Faults, FaultyStore
 from cluster.nodes import PAGES, Node, nodes, until
 
 from store.pools import some_keys
@@ -59,6 +59,19 @@ def test_pages_go_to_the_tenant_of_their_namespace_and_come_back(
         assert second.remote()["fetched"] == PAGES
         infos = second.store.catalogue.objects(keys)
         assert [info.tenant for info in infos] == [tenant_of(ns) for ns in parts for _ in range(2)]
+
+
+def test_each_tenant_has_time_of_its_own_to_connect(
+    tmp_path: Path, faults: Faults, seed: int
+) -> None:
+    """Together they take longer than one may."""
+    connect_s = 2.5 * SLOW_START_S
+    faults.set("slow-start")
+    config = faults.config(replicate="first", tenants=TENANTS, connect_s=connect_s)
+    assert SLOW_START_S * (1 + len(TENANTS)) > connect_s
+    with nodes(tmp_path, config, 1) as (node,):
+        share(node, some_keys(np.random.default_rng(seed), 2), "team-b")
+        assert len(names(faults, "team-b")) == 2
 
 
 def test_a_page_is_in_one_tenant_only(tmp_path: Path, faults: Faults, seed: int) -> None:

@@ -21,38 +21,48 @@ def run(capsys: pytest.CaptureFixture[str], *argv: str) -> dict[str, object]:
     return found
 
 
-@pytest.mark.parametrize("where", ["file", "agent"])
+@pytest.mark.parametrize("where", ["file", "files", "agent"])
 def test_chains_are_listed_pinned_and_removed(
     where: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], seed: int
 ) -> None:
     rng = np.random.default_rng(seed)
     keys = some_keys(rng, 6)
-    first = keys[0].tobytes().hex()
+    first, members = keys[0].tobytes().hex(), []
     with running(tmp_path) as agent:
         if where == "agent":
             pool, store = f"unix:{agent.path}", agent.connect()
         else:
-            pool = str(tmp_path / "pool.tutti")
-            store = tutti.open(pool, LAYOUT, "32MiB")
+            files = [str(tmp_path / f"pool{i}.tutti") for i in range(1 + (where == "files"))]
+            store = tutti.open(files, LAYOUT, "32MiB")
+            pool, *more = files
+            members = [word for file in more for word in ("--member", file)]
         store.allocate_memory(6)
         store.put(keys[:4], np.arange(4)).wait(30)
         store.put(keys[4:5], [4], parent=keys[1].tobytes(), depth=2).wait(30)
         store.put(keys[5:], [5], namespace="team").wait(30)
         store.close()
-        found = run(capsys, "ls", pool)
+
+        def on(command: str, *words: str) -> dict[str, object]:
+            return run(capsys, command, pool, *words, *members)
+
+        found = on("ls")
         assert (found["objects"], found["chains"]) == (6, 3)
-        assert run(capsys, "ls", pool, "--namespace", "team")["objects"] == 1
-        assert main(["ls", pool]) == 0
+        assert on("ls", "--namespace", "team")["objects"] == 1
+        assert main(["ls", pool, *members]) == 0
         assert first in capsys.readouterr().out
-        assert run(capsys, "pin", pool, first, "--chain", "--ttl", "600") == {"pinned": 5}
-        listed = run(capsys, "ls", pool)["listed"]
+        assert on("pin", first, "--chain", "--ttl", "600") == {"pinned": 5}
+        listed = on("ls")["listed"]
         assert isinstance(listed, list)
         assert sum(info["pinned"] for info in listed) == 5
-        assert run(capsys, "pin", pool, first, "--undo") == {"unpinned": 1}
+        assert on("pin", first, "--undo") == {"unpinned": 1}
         second = keys[1].tobytes().hex()
-        assert run(capsys, "rm", pool, second, "--chain") == {"removed": 4}
-        assert run(capsys, "rm", pool, "--namespace", "team") == {"removed": 1}
-        assert run(capsys, "ls", pool)["objects"] == 1
+        assert on("rm", second, "--chain") == {"removed": 4}
+        assert on("rm", "--namespace", "team") == {"removed": 1}
+        assert on("ls")["objects"] == 1
+        if where == "files":
+            assert main(["ls", pool]) != 0, "a part of a pool"
+        if where == "agent":
+            assert main(["ls", pool, "--member", str(tmp_path / "other")]) == 2
 
 
 def test_wrong_keys_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pwd
 import subprocess
 import sys
 from pathlib import Path
@@ -59,6 +60,27 @@ def test_a_wrong_path(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert "does not exist; correct the path" in sentence(capsys, "info", tmp_path / "nothing")
 
 
+def test_a_link_to_nowhere(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Nothing is written, and a link to a new file in a folder that exists is followed."""
+    (tmp_path / "nowhere").symlink_to(tmp_path / "none" / "pool")
+    (tmp_path / "there").symlink_to(tmp_path / "pool")
+    words = ["--capacity=32MiB", *SMALL]
+    said = sentence(capsys, "format", tmp_path / "first", tmp_path / "nowhere", *words)
+    assert f"nowhere is a link to {tmp_path}/none/pool, whose folder does not exist; make" in said
+    assert sorted(os.listdir(tmp_path)) == ["nowhere", "there"]
+    assert cli.main(["format", str(tmp_path / "there"), *words]) == 0
+    assert (tmp_path / "pool").is_file() and (tmp_path / "there").is_symlink()
+
+
+@pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="needs a second file system")
+def test_a_link_to_a_full_disk(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The room is that of the file system where the link leads."""
+    link = tmp_path / "link"
+    link.symlink_to(f"/dev/shm/{tmp_path.name}-pool")
+    said = sentence(capsys, "format", link, "--capacity=900TiB", *SMALL)
+    assert f"in /dev/shm/{tmp_path.name}-pool: " in said and "free space" in said
+
+
 def test_a_pool_in_use(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with store.open(tmp_path / "p", layout=LAYOUT, capacity="16MiB"):
         assert "in use" in sentence(capsys, "fsck", tmp_path / "p")
@@ -79,6 +101,39 @@ def test_a_model_that_is_not_local(
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
     said = sentence(capsys, "format", tmp_path / "p", "--capacity=1GiB", "--model=org/some-model")
     assert "has no config.json here; pass --model as a folder" in said
+
+
+def test_a_user_without_a_home_folder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unknown(uid: int) -> None:
+        raise KeyError(uid)
+
+    for name in ("HOME", "HF_HOME", "HF_HUB_CACHE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", unknown)
+    said = sentence(capsys, "format", tmp_path / "p", "--capacity=1GiB", "--model=org/some-model")
+    assert "has no config.json here; pass --model as a folder" in said
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        '{"num_hidden_layers": "many", "num_attention_heads": 8, "head_dim": 64}',
+        '{"num_hidden_layers": 1e999, "num_attention_heads": 8, "head_dim": 64}',
+        '{"num_hidden_layers": 4, "num_attention_heads": 0, "hidden_size": 64}',
+        '{"num_hidden_layers": -4, "num_attention_heads": 8, "head_dim": 64}',
+        '{"text_config": []}',
+        "[" * 100_000,
+    ],
+)
+def test_a_config_of_no_model(
+    config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text(config)
+    said = sentence(capsys, "format", tmp_path / "p", "--capacity=1GiB", f"--model={tmp_path}")
+    assert "; " in said, "it says what to do"
+    assert not (tmp_path / "p").exists()
 
 
 def test_an_old_sglang(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

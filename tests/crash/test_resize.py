@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import json
 import os
 import signal
 from collections.abc import Callable, Sequence
@@ -15,9 +17,11 @@ import tutti
 from store.pools import LAYOUT
 from tutti import cli, resize
 from tutti.base.units import MiB
-from tutti.errors import CapacityError, PoolInUse, Unsupported
+from tutti.errors import CapacityError, PoolError, PoolInUse, PoolReadOnly, Unsupported
+from tutti.gio_uring.file_member import FileMember
 from tutti.pool import replacement
 from tutti.store import ObjectStore
+from tutti.transfers.store_config import StoreConfig
 
 SMALL, LARGE = 24 * MiB, 48 * MiB
 KEYS = [bytes([1 + i]) * 16 for i in range(40)]
@@ -74,27 +78,76 @@ def test_everything_that_fits_goes_along(tmp_path: Path, before: int, after: int
         ]
 
 
+def fill(store: ObjectStore) -> list[bytes]:
+    """Puts as many objects as evict none, one after the other; their keys."""
+    slots = store.stats()["capacity_objects"]
+    memory = store.allocate_memory(1, hugepages=False)
+    keys = [i.to_bytes(16, "big") for i in range(slots - store.geometry.group_slots)]
+    for key in keys:
+        memory.write(0, content_of(key))
+        assert store.put(as_rows([key]), [0]).wait(30).stored == 1
+    return keys
+
+
 def test_a_smaller_pool_keeps_what_was_used_last(tmp_path: Path) -> None:
     path = str(tmp_path / "pool")
-    least = 0
     with pytest.raises(CapacityError, match="give at least"):
         tutti.open(path, LAYOUT, MiB)
     with tutti.open(path, LAYOUT, LARGE) as store:
-        slots = store.stats()["capacity_objects"]
-        memory = store.allocate_memory(1, hugepages=False)
-        keys = [i.to_bytes(16, "big") for i in range(slots - store.geometry.group_slots)]
-        for key in keys:
-            memory.write(0, content_of(key))
-            assert store.put(as_rows([key]), [0]).wait(30).stored == 1
+        keys = fill(store)
         store.match(as_rows(keys[:1]))
-        least = len(keys)
     assert cli.main(["resize", path, "--capacity", "12MiB"]) == 0
     with tutti.open(path) as store:
         left = store.present(as_rows(keys))
         count = int(left.sum())
-        assert 0 < count < least
+        assert 0 < count < len(keys)
         assert left[0], "it was used last"
         assert left[-count + 1 :].all()
+
+
+def test_pinned_objects_go_along_whatever_has_no_room(tmp_path: Path) -> None:
+    path = str(tmp_path / "pool")
+    with tutti.open(path, LAYOUT, LARGE) as store:
+        keys = fill(store)
+        store.catalogue.pin(as_rows(keys[:3]))  # used before all others
+    done = resize.resize(path, "12MiB")
+    with tutti.open(path) as store:
+        left = store.present(as_rows(keys))
+        assert (done.kept, done.dropped) == (left.sum(), len(keys) - left.sum())
+        assert left[:3].all() and not left[3] and left[-1]
+        assert all(info.pinned for info in store.catalogue.objects(as_rows(keys[:3])))
+    with tutti.open(path, config=StoreConfig(pin_share=1.0)) as store:
+        store.catalogue.pin(as_rows(keys))
+    with pytest.raises(CapacityError, match="unpin some"):
+        resize.resize(path, "9MiB")
+
+
+def test_links_owners_and_modes_stay(tmp_path: Path) -> None:
+    (tmp_path / "disk").mkdir()
+    real = tmp_path / "disk" / "pool"
+    with tutti.open(str(real), LAYOUT, SMALL):
+        pass
+    real.chmod(0o660)
+    link = tmp_path / "pool"
+    link.symlink_to(real)
+    resize.resize(str(link), LARGE)
+    assert link.is_symlink() and link.resolve() == real
+    assert (real.stat().st_mode & 0o777, os.listdir(tmp_path / "disk")) == (0o660, ["pool"])
+    with tutti.open(str(link)) as store:
+        assert store.geometry.member_nbytes > SMALL
+
+
+def test_who_waits_for_the_old_file_finds_no_pool_in_it(tmp_path: Path) -> None:
+    """Objects stored in the old file would be lost."""
+    path = str(tmp_path / "pool")
+    with tutti.open(path, LAYOUT, SMALL):
+        pass
+    with open(path, "r+b") as waiting:
+        resize.resize(path, LARGE)
+        with pytest.raises(PoolError):
+            tutti.open(f"/proc/self/fd/{waiting.fileno()}")
+    with tutti.open(path) as store:
+        assert store.geometry.member_nbytes > SMALL
 
 
 def killed_at(point: int, paths: Sequence[str], capacity: int) -> bool:
@@ -149,6 +202,39 @@ def test_killed_in_the_middle(tmp_path: Path) -> None:
     assert points >= 8, "too few places were tried"
 
 
+def test_info_and_fsck_say_what_an_interrupted_resize_left(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nothing is changed by that; a repair ends a replacement that had begun."""
+    paths = made(tmp_path, SMALL)
+    seen = set()
+    for point in range(POINTS):
+        assert killed_at(point, paths, LARGE)
+        files = sorted(os.listdir(tmp_path))
+        for path in paths:
+            FileMember(path, lock=True).close()  # the killed process has ended its transfers
+        is_half = files == ["left", "right", "right.resize"]
+        for command in ("info", "fsck"):
+            code = cli.main([command, *paths])
+            shown = capsys.readouterr()
+            if is_half:
+                assert code == 3 and "run `tutti resize` again, or open the pool" in shown.err
+            elif len(files) == 4:
+                assert code == 0 and "run `tutti resize` again, or remove them" in shown.out
+                assert f"{tmp_path}/left.resize, {tmp_path}/right.resize" in shown.out
+            else:
+                assert code == 0 and "resize" not in shown.out
+        assert sorted(os.listdir(tmp_path)) == files
+        seen.add(len(files))
+        if is_half:
+            break
+    assert seen == {2, 3, 4}
+    assert cli.main(["fsck", *paths, "--repair", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["left_of_resize"] == []
+    with tutti.open(paths) as store:
+        assert len(held(store)) == len(KEYS)
+
+
 def test_what_cannot_be_resized(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     paths = made(tmp_path, SMALL)
     with tutti.open(paths), pytest.raises(PoolInUse):
@@ -159,6 +245,28 @@ def test_what_cannot_be_resized(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         resize.resize(paths, MiB)
     with pytest.raises(Unsupported, match="other devices"):
         resize.resize("nvme:0000:03:00.0", LARGE)
+    assert sorted(os.listdir(tmp_path)) == ["left", "right"]
+    with tutti.open(paths) as store:
+        assert len(held(store)) == len(KEYS)
+
+
+def test_who_may_not_give_files_away_is_told_before_anything_is_copied(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paths = made(tmp_path, SMALL)
+
+    def refused(*arguments: object) -> None:
+        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "chown", refused)
+        patch.setattr(resize, "_copy", refused)
+        with pytest.raises(PoolReadOnly, match="give it a group of yours with chgrp"):
+            resize.resize(paths, LARGE)
+        if os.geteuid() == 0:  # root's files, which a group may write
+            patch.setattr(os, "geteuid", lambda: 1000)
+            assert cli.main(["resize", *paths, "--capacity", "48MiB"]) == 3
+            assert "run as its owner" in capsys.readouterr().err
     assert sorted(os.listdir(tmp_path)) == ["left", "right"]
     with tutti.open(paths) as store:
         assert len(held(store)) == len(KEYS)

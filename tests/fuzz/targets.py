@@ -262,8 +262,9 @@ def identify(data: bytes) -> None:
     raw[512:514] = b"\x66\x44"
     raw[516:520] = b"\1\0\0\0"
     raw = patched(bytes(raw), data)
+    registers = data[:12].ljust(12, b"\0")
     for parse in (
-        lambda: Capabilities.parse(int.from_bytes(data[:8], "little")),
+        lambda: Capabilities.parse(int.from_bytes(registers[:8], "little"), lambda: registers[8]),
         lambda: IdentifyController.parse(bytes(raw), 4096),
         lambda: NamespaceIdentity.parse(bytes(raw)),
     ):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,12 +14,12 @@ from hypothesis import strategies as st
 from tutti.placement.eviction import (
     EvictionPolicy,
     EvictionView,
-    LeastHitDensity,
+    LeastFrequentlyUsed,
     LeastRecentlyUsed,
 )
 
 POLICY: EvictionPolicy = LeastRecentlyUsed()
-DENSITY: EvictionPolicy = LeastHitDensity()
+LFUDA: EvictionPolicy = LeastFrequentlyUsed()
 
 
 def make_view(
@@ -33,11 +35,11 @@ def make_view(
     resident[list(empty)] = False
     pinned = np.zeros(times.size, np.bool_)
     pinned[list(busy)] = True
-    worth = times.astype(float)
-    return EvictionView(resident, pinned, times, np.asarray(depth, np.uint32), group_slots, worth)
+    depths = np.asarray(depth, np.uint32)
+    return EvictionView(resident, pinned, times, depths, group_slots, 10 - times)
 
 
-def victims_by_definition(view: EvictionView, rank: npt.NDArray[Any], n: int) -> list[int]:
+def victims_by_definition(view: EvictionView, rank: Sequence[Any], n: int) -> list[int]:
     """Whole runs of one rank, the lowest first and the deepest of those: one slot at a time."""
     runs: list[list[int]] = []
     for slot in np.flatnonzero(view.resident & ~view.busy).tolist():
@@ -72,11 +74,12 @@ def test_agrees_with_the_definition(data: st.DataObject) -> None:
         data.draw(numbers),
         data.draw(numbers),
         group_slots,
-        np.array(data.draw(small), float),
+        data.draw(numbers),
     )
     n = data.draw(st.integers(0, size + 2))
-    assert POLICY.victims(view, n).tolist() == victims_by_definition(view, view.access, n)
-    assert DENSITY.victims(view, n).tolist() == victims_by_definition(view, view.worth, n)
+    assert POLICY.victims(view, n).tolist() == victims_by_definition(view, view.access.tolist(), n)
+    rank = list(zip(view.value.tolist(), view.access.tolist(), strict=True))
+    assert LFUDA.victims(view, n).tolist() == victims_by_definition(view, rank, n)
 
 
 def test_what_was_looked_up_together_goes_together_and_the_coldest_first() -> None:
@@ -114,7 +117,9 @@ def test_nothing_to_evict_is_not_an_error() -> None:
     assert POLICY.victims(nothing, 0).dtype == np.int64
 
 
-def test_density_takes_whole_runs_of_what_is_worth_least() -> None:
+def test_what_was_used_least_goes_first_and_of_that_what_was_used_last() -> None:
     view = make_view(4, [1, 1, 1, 9, 5, 5, 5, 5], [3, 4, 5, 0, 0, 1, 2, 3])
-    assert DENSITY.victims(view, 1).tolist() == [0, 1, 2]
-    assert DENSITY.victims(view, 4).tolist() == [0, 1, 2, 4, 5, 6, 7]
+    assert LFUDA.victims(view, 1).tolist() == [3], "its value is least"
+    assert LFUDA.victims(view, 3).tolist() == [3, 4, 5, 6, 7]
+    alike = replace(view, value=np.ones(8, np.uint32))
+    assert LFUDA.victims(alike, 4).tolist() == [0, 1, 2, 4, 5, 6, 7]

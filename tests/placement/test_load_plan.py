@@ -27,7 +27,7 @@ def test_a_load_pins_all_of_its_keys_or_none() -> None:
     assert plan.sequences.tolist() == [100, 101, 103, 101]
     assert index.pins.tolist() == [1, 2, 0, 1, 0, 0, 0, 0]
     assert index.hits[:4].tolist() == [1, 2, 0, 1]
-    assert history.level[:4].tolist() == [1, 1, 0, 1], "twice in one load is one use"
+    assert history.uses[:4].tolist() == [1, 1, 0, 1], "twice in one load is one use"
     assert (index.access[[0, 1, 3]] == index.uses).all()
     with pytest.raises(LookupError, match="2"):
         loads.begin(make_keys([0, 1, 7, 2]), verify=True)
@@ -50,4 +50,4 @@ def test_digests_are_copied_where_they_are_known_and_wanted(verify: bool) -> Non
     assert plan.digests[3].tolist() == written[2].tolist()
     if verify:
         assert plan.digests[0].tolist() == written[0].tolist()
-    assert history.level[:5].tolist() == [1, 1, 1, 0, 0], "an unproven object was not used yet"
+    assert history.uses[:5].tolist() == [1, 1, 1, 0, 0], "an unproven object was not used yet"

@@ -257,6 +257,10 @@ def test_what_has_left_is_asked_for_nothing() -> None:
     assert sum(launch.count for launch in stays.writes) == 4
     assert len(leaves.writes) == launched and not nameless.writes
     assert not dispatcher.state.writes
+    dispatcher.post(WriteKnown(0, f"{leaving}2", pages=4, page_nbytes=MB))
+    dispatcher.post(LoadKnown(0, f"{leaving}3", 4, MB, tokens=1, prefix_tokens=1))
+    dispatcher.run_due()
+    assert not dispatcher.state.writes and not dispatcher.state.loads, "announced too late"
 
 
 def test_a_transfer_whose_announcement_is_being_taken_is_not_overlooked() -> None:

@@ -94,7 +94,7 @@ def makes_sense(state: State, event: events.Event) -> bool:
             return load is not None and load.ready < event.layers <= load.issued
         case PagesWritten():
             write = writes.get(event.name)
-            return write is not None and write.written < event.pages <= write.issued
+            return write is not None and write.written < event.pages <= write.may_be_written
         case PagesCopied():
             return event.name in writes and writes[event.name].place is PageLocation.COPYING
         case LayerBegan():

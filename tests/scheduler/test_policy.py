@@ -12,6 +12,7 @@ from tutti.scheduler.event import (
     LayerBegan,
     LayersReady,
     LoadKnown,
+    PagesWritten,
     StepBegan,
     StepEnded,
     Tick,
@@ -112,6 +113,23 @@ def test_what_was_begun_once_is_neither_copied_nor_dropped() -> None:
     scheduler.take(WriteStopped(MS, "w", 0))
     more = scheduler.take(WriteKnown(2 * MS, "v", pages=1, page_nbytes=4 * MB))
     assert more.drops == ("v",)
+
+
+@pytest.mark.parametrize("written", [40, 25])
+def test_a_write_that_stopped_may_have_been_under_way(written: int) -> None:
+    scheduler = Scheduler(SlackPolicy(Limits(locked_pages=40, staged_pages=0)), Linear())
+    state = scheduler.state
+    scheduler.take(WriteKnown(0, "w", pages=40, page_nbytes=4 * MB, can_stop=True))
+    load = LoadKnown(MS, "a", layers=8, layer_nbytes=10 * MB, tokens=512, prefix_tokens=8192)
+    assert scheduler.take(load).stops == ("w",)
+    scheduler.take(WriteStopped(MS, "w", 20))
+    decision = scheduler.take(PagesWritten(2 * MS, "w", written))
+    issued = sum(issue.count for issue in decision.writes)
+    assert [issue.first for issue in decision.writes] == [written] * bool(issued)
+    left = 40 - written
+    assert (state.writing.flying, state.waiting_pages) == (issued, left - issued)
+    assert (state.totals.written_pages, state.totals.ignored) == (written, 0)
+    assert ("w" in state.writes) == (left > 0)
 
 
 @pytest.mark.parametrize("factor", [0.5, 1.0, 3.0])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -127,9 +129,11 @@ def test_a_plan_is_ahead_of_memory_that_falls_evenly() -> None:
 
 def test_a_growth_is_a_part_of_what_moves_and_more_with_hits() -> None:
     governor = Governor(share=1.0, calm_s=0.0)
-    assert governor.target(look(0.0, 1000, 0, moved=80)) == 2
-    assert governor.target(look(0.1, 1000, 2, moved=20)) == 2
-    assert governor.target(look(0.2, 1000, 2, moved=20)) == 3  # what is left over is not lost
+    assert governor.target(Look(0.0, 1000 * MiB, 0, 1000 * MiB, MiB, 80 * MiB)) == 2 * MiB
+    of_two = Look(0.1, 1000 * MiB, 2 * MiB, 1000 * MiB, MiB, 20 * MiB)
+    assert governor.target(of_two) == 2 * MiB
+    # What is left over is not lost.
+    assert governor.target(replace(of_two, now_s=0.2)) == 3 * MiB
     assert Governor(share=1.0, calm_s=0.0).target(look(0.0, 1000, 500, moved=80)) == 512
 
 
@@ -141,6 +145,13 @@ def test_an_idle_pool_fills_the_page_cache_slowly() -> None:
     assert 310 * MiB <= planned <= 320 * MiB  # ten seconds
     # A clock that jumped ahead is worth a second of growth at most.
     assert governor.target(Look(1e6, GiB, planned, GiB, MiB)) - planned <= 33 * MiB
+
+
+def test_a_trickle_slows_growth_by_no_more_than_it_moves() -> None:
+    governor, planned = Governor(share=1.0, calm_s=0.0), 0
+    for tick in range(101):
+        planned = governor.target(Look(tick / 10, GiB, planned, GiB, MiB, MiB))
+    assert 210 * MiB <= planned <= 220 * MiB  # ten seconds, of 32 MiB less 10 MiB each
 
 
 @pytest.mark.parametrize("period_s", [0.5, 2.0, 4.0])

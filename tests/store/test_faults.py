@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -30,6 +30,7 @@ from tutti.gio_uring.nvme_spec import (
     OPCODE_READ,
     OPCODE_WRITE,
     STATUS_CAPACITY_EXCEEDED,
+    STATUS_INTERNAL_ERROR,
     STATUS_UNRECOVERED_READ,
     STATUS_WRITE_FAULT,
 )
@@ -141,10 +142,11 @@ def test_a_slot_whose_void_record_fails_does_not_stop_a_clear(rng: np.random.Gen
         assert store.put(keys, np.arange(4)).wait(5).stored == 4
 
 
+@pytest.mark.parametrize("status", [STATUS_WRITE_FAULT, STATUS_INTERNAL_ERROR])
 def test_a_failed_flush_fails_what_was_written_meanwhile(
-    rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+    rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch, status: int
 ) -> None:
-    """The next flush may succeed: the loss is reported only once."""
+    """The next flush may succeed: the loss is reported only once.  It condemns no place."""
     images = formatted()
     controller = controller_of(images)
     with opened(images, controller=controller, durability="flush") as store:
@@ -158,15 +160,34 @@ def test_a_failed_flush_fails_what_was_written_meanwhile(
         written = Held(monkeypatch, store._writer, "_data_written")
         tickets.append(store.put(keys[8:], np.arange(8, 12)))  # comes too late for both
         wait_until(lambda: written.calls)
-        controller.fault_range(1, 0, 1, OPCODE_FLUSH, STATUS_WRITE_FAULT)
+        controller.fault_range(1, 0, 1, OPCODE_FLUSH, status)
         flush.go_on()
         for ticket in tickets:
             if ticket is tickets[2]:
                 written.go_on()
-            with pytest.raises(MediumError, match="write fault"):
+            with pytest.raises(MediumError, match=f"{status:#05x}"):
                 ticket.wait(5)
-        assert store.match(keys) == 0
+        assert (store.match(keys), store.stats()["slots"]["quarantined"]) == (0, 0)
         assert store.put(keys, np.arange(12)).wait(5).stored == 12
+
+
+def test_a_flush_fails_just_before_its_pages_wait_for_the_next(
+    rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two threads: one handles the end of a flush while the other brings what was written."""
+    with opened(formatted(), durability="flush") as store:
+        store.allocate_memory(4)
+        keys, writer = some_keys(rng, 4), store._writer
+        flush = writer._flush
+
+        def late(*arguments: Any) -> None:
+            writer._flushes_failed += 1 if arguments else 0
+            flush(*arguments)
+
+        monkeypatch.setattr(writer, "_flush", late)
+        with pytest.raises(MediumError, match="write fault"):
+            store.put(keys, np.arange(4)).wait(5)
+        assert store.match(keys) == 0
 
 
 def test_close_ends_what_waits_for_the_next_flush(

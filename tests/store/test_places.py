@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import subprocess
 from collections.abc import Iterator
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 from crash.objects import as_rows, content_of
 from loop_devices import Loop, loop_devices
+from memory_controller import MemoryController
 
 import tutti
 from store.pools import LAYOUT
@@ -28,9 +30,11 @@ from tutti.errors import (
     TuttiError,
 )
 from tutti.gio_uring.drives.block_device import Devices
-from tutti.pool import places
+from tutti.gio_uring.file_member import FileMember
+from tutti.pool import member_controller, places, pool_format
+from tutti.pool.block_io import opened_io
 from tutti.pool.places import PlaceKind, check_distinct, place_of
-from tutti.pool.pool_format import label
+from tutti.pool.pool_format import erase, label
 from tutti.store import ObjectStore
 
 CAPACITY = 24 * MiB
@@ -106,12 +110,72 @@ def test_two_names_of_one_place(tmp_path: Path) -> None:
     assert (tmp_path / "a").stat().st_size == 0
 
 
+def test_nothing_is_written_before_all_places_are_free(loop: Loop, tmp_path: Path) -> None:
+    device, file, taken = loop(), tmp_path / "file", tmp_path / "taken"
+    for path in (file, taken):
+        path.write_bytes(b"old")
+    with open(device, "r+b", buffering=0) as disk:
+        disk.write(b"mine".ljust(4096, b"."))
+    claim = os.open(device, os.O_RDWR | os.O_EXCL)
+    serial = Devices().inspect(Path(device).name).serial
+    try:
+        with pytest.raises(PoolInUse):
+            tutti.format(device, LAYOUT, CAPACITY, force=serial, prewrite=True)
+    finally:
+        os.close(claim)
+    with open(device, "rb") as disk:
+        assert disk.read(4) == b"mine"
+    with open(taken, "rb") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(PoolInUse):
+            tutti.format([file, tmp_path / "new", taken], LAYOUT, CAPACITY, force=True)
+    assert (file.read_bytes(), (tmp_path / "new").exists()) == (b"old", False)
+
+
 def test_two_names_of_one_device(loop: Loop, tmp_path: Path) -> None:
     device = loop()
     (tmp_path / "by-id").symlink_to(device)
     with pytest.raises(MemberSwapped, match="given twice"):
         tutti.format([device, str(tmp_path / "by-id")], LAYOUT, CAPACITY)
     label(device)  # nothing was written
+
+
+#: Places where other software finds its devices again, see device_content.py.
+SIGNATURES = (16 * 1024, 64 * 1024 + 0x40, 128 * 1024, MiB - 4096, -MiB, -64 * 1024, -8192, -512)
+
+
+def test_a_formatted_device_has_no_signature_of_its_old_owner(loop: Loop) -> None:
+    device = loop()
+    serial = Devices().inspect(Path(device).name).serial
+    with open(device, "r+b") as disk:
+        for at in SIGNATURES:
+            disk.seek(at, os.SEEK_SET if at >= 0 else os.SEEK_END)
+            disk.write(b"_BHRfS_M")
+    with pytest.raises(PoolExists, match="Btrfs"):
+        tutti.format(device, LAYOUT, CAPACITY)
+    tutti.format(device, LAYOUT, CAPACITY, force=serial)
+    content = Path(device).read_bytes()
+    assert content[8192:MiB] == bytes(MiB - 8192)
+    assert content[-MiB:] == bytes(MiB)
+    tutti.open(device).close()
+
+
+def test_a_formatted_drive_has_no_signature_of_its_old_owner(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Memory stands in for the drive."""
+    controller = MemoryController([32 * MiB])
+    medium = controller.medium(1)
+    medium[:] = 7
+    monkeypatch.setattr(pool_format, "open_controller", lambda names: controller)
+    monkeypatch.setattr(member_controller, "serial_of", lambda controller, nsid: "S1")
+    monkeypatch.setattr(controller, "close", lambda: None)  # what it holds is looked at below
+    tutti.format("nvme:0000:03:00.0", LAYOUT, CAPACITY, force="S1")
+    assert not medium[8192:MiB].any()
+    assert not medium[-MiB:].any()
+    assert medium[0] != 7
+    monkeypatch.undo()
+    controller.close()
 
 
 def test_a_labelled_device_is_made_a_pool_and_no_other(loop: Loop) -> None:
@@ -134,6 +198,63 @@ def test_a_labelled_device_is_made_a_pool_and_no_other(loop: Loop) -> None:
     other = tutti.KVLayout.mha(2, 1, 64, 32, "bfloat16")
     with pytest.raises(PoolMismatch):
         tutti.open(devices, other, CAPACITY)
+
+
+@pytest.mark.parametrize("kind", ["file", "device"])
+def test_info_leaves_what_is_in_the_page_cache(
+    kind: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    """A running pool keeps objects there."""
+    path = str(tmp_path / "pool") if kind == "file" else request.getfixturevalue("loop")()
+    tutti.format(path, LAYOUT, CAPACITY)
+    member = FileMember(path)
+    try:
+        os.fsync(member.fd)
+        Path(path).read_bytes()
+        cached = member.resident_nbytes(0, member.nbytes)
+        assert cached >= member.nbytes // 2
+        assert cli.main(["info", path]) == 0
+        assert member.resident_nbytes(0, member.nbytes) == cached
+    finally:
+        member.close()
+
+
+def test_a_loop_device_is_forced_by_the_path_of_its_file(
+    loop: Loop, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    device, image = loop(), tmp_path / "image0"
+    with open(device, "r+b") as disk:
+        disk.write(b"mine")
+    words = ["format", device, "--capacity", "24MiB", "--model", "tiny", "--force"]
+    assert cli.main([*words, str(tmp_path)]) == 2
+    assert "is a path, not a serial number" in capsys.readouterr().err
+    assert cli.main(words) == 3
+    assert f"its serial number, '{image}'" in capsys.readouterr().err
+    assert cli.main([*words, str(image)]) == 0
+    assert cli.main(["info", device]) == 0
+
+
+def test_a_device_is_erased_to_its_last_byte(loop: Loop, tmp_path: Path) -> None:
+    """Its size is not a multiple of 4096, and a backup of its partition table is at the end."""
+    device, nbytes = loop(32 * MiB + 512), 32 * MiB + 512
+    with open(device, "r+b") as disk:
+        disk.seek(nbytes - 512)
+        disk.write(b"EFI PART")
+    assert cli.main(["format", device, "--for-server"]) == 3
+    words = ["format", device, "--for-server", "--force", str(tmp_path / "image0")]
+    assert cli.main(words) == 0
+    assert Path(device).read_bytes()[-MiB:] == bytes(MiB)
+    assert not Devices().inspect(Path(device).name).holds
+
+
+def test_a_namespace_is_erased_to_its_last_block() -> None:
+    controller = MemoryController([4 * MiB + 512], lba_nbytes=512)
+    controller.medium(1)[:] = 1
+    with opened_io(controller) as (_, io):
+        erase(controller, io, 1)
+    medium = controller.medium(1)
+    assert not medium[:MiB].any() and not medium[-MiB:].any()
+    controller.close()
 
 
 def test_half_of_the_members_are_labelled(loop: Loop) -> None:

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from node.agents import LAYOUT, WAIT_S, start_process
+from scheduler.drive import Linear
 
 from store.pools import GEOMETRY, fill, formatted, images_of, opened, some_keys
+from store.test_puts_together import OneByOne
 from tutti.cli import main
-from tutti.errors import ConfigError
+from tutti.errors import ConfigError, DeviceTimeout
 from tutti.medium.slot_record import tenant_of
 from tutti.node.client import NodeStore
+from tutti.scheduler.dispatcher import Schedule
 from tutti.transfers.put_limits import Quota, Quotas
 from tutti.transfers.store_config import StoreConfig
 from tutti.transfers.tickets import Outcome
@@ -80,6 +84,85 @@ def test_what_the_quota_drops_takes_nothing_from_the_budget(seed: int) -> None:
     assert found["namespaces"]["small"]["over_quota"] == 6
     assert found["namespaces"]["small"]["over_budget"] == 1
     assert (found["over_budget"], found["dropped"]) == (3, 9)
+
+
+@pytest.mark.parametrize("present", [0, 6])
+def test_a_chain_longer_than_its_quota_keeps_its_start(
+    present: int, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where each page is a part of its own, and some were there before."""
+    rng = np.random.default_rng(seed)
+    quota = Quota("small", 10 * OBJECT_NBYTES)
+    schedule = Schedule(Linear(), policy=OneByOne)
+    with opened(formatted(), quotas=(quota,), schedule=schedule) as store:
+        monkeypatch.setattr(store._queue, "_short", 1)
+        store.allocate_memory(16)
+        old, keys = some_keys(rng, 7), some_keys(rng, 16)
+        store.put(old, range(7), namespace="small").wait(WAIT_S)
+        store.put(keys[:present], range(present), namespace="small").wait(WAIT_S)
+        result = store.put(keys, range(16), namespace="small").wait(WAIT_S)
+        assert (result.present, result.stored, result.dropped) == (present, 10 - present, 6)
+        assert store.match(keys) == 10
+        assert store.match(old) == 0, "what is not of the chain goes first"
+
+
+def test_what_was_dropped_has_nothing_behind_it(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though a budget has more a moment later."""
+    rng = np.random.default_rng(seed)
+    schedule = Schedule(Linear(), policy=OneByOne)  # each page is a part
+    with opened(formatted(), write_budget=2**40, schedule=schedule) as store:
+        monkeypatch.setattr(store._queue, "_short", 1)
+        store.allocate_memory(8)
+        most = [1, 1, 0, 1, 1, 1, 1, 1]
+        budget = store._core.quotas._budget
+        monkeypatch.setattr(budget, "allowed", lambda n: min(n, most.pop(0)))
+        ticket = store.put(some_keys(rng, 8), range(8))
+        ticket.wait(WAIT_S)
+    assert ticket.outcome.tolist() == [Outcome.STORED] * 2 + [Outcome.DROPPED] * 6
+    assert store._core.counters.dropped == 6
+
+
+def test_behind_a_batch_that_cannot_start_the_quota_drops_what_it_would(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rng = np.random.default_rng(seed)
+    with opened(formatted(), write_budget=24 * 10 * OBJECT_NBYTES) as store:
+        store.allocate_memory(16)
+        monkeypatch.setattr(store._writer, "batch_pages", 4)
+        put_batch, left = store._writer._put_batch, [1]
+
+        def late(*arguments: Any) -> Any:
+            if not left:
+                raise DeviceTimeout("made up")
+            left.pop()
+            return put_batch(*arguments)
+
+        monkeypatch.setattr(store._writer, "_put_batch", late)
+        ticket = store.put(some_keys(rng, 16), range(16))
+        with pytest.raises(DeviceTimeout):
+            ticket.wait(WAIT_S)
+    each = [Outcome.STORED] * 4 + [Outcome.FAILED] * 6 + [Outcome.DROPPED] * 6
+    assert ticket.outcome.tolist() == each
+
+
+def test_what_finds_no_space_takes_nothing_from_the_budget(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    quota = Quota("slow", write_budget=24 * 8 * OBJECT_NBYTES)
+    with opened(formatted(), quotas=(quota,), write_budget=24 * 100 * OBJECT_NBYTES) as store:
+        store.allocate_memory(32)
+        slots = GEOMETRY.slots
+        held = some_keys(rng, slots - 3)
+        store.put(held, range(slots - 3)).wait(WAIT_S)
+        there = held[store.present(held)]
+        store.catalogue.pin(there)
+        first = store.put(some_keys(rng, 8), range(8), namespace="slow").wait(WAIT_S)
+        assert 0 < first.stored < 8
+        found = store.stats()["namespaces"]["slow"]
+        assert found["written_nbytes"] == first.stored * OBJECT_NBYTES
+        store.catalogue.unpin(there)
+        store.clear()
+        second = store.put(some_keys(rng, 8), range(8), namespace="slow").wait(WAIT_S)
+        assert second.stored == 8 - first.stored, "eight an hour"
 
 
 def test_usage_is_what_a_scan_finds(seed: int) -> None:

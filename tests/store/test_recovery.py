@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,6 +24,8 @@ from store.pools import (
 )
 from tutti.errors import (
     ChecksumMismatch,
+    DeviceTimeout,
+    KeyMissing,
     MemberMissing,
     MemberSwapped,
     PoolCorrupt,
@@ -32,6 +36,7 @@ from tutti.medium.slot_record import RECORD_DTYPE
 from tutti.medium.superblock import Superblock
 from tutti.store import ObjectStore
 from tutti.transfers.store_config import StoreConfig
+from tutti.transfers.tickets import LoadProgress
 
 
 @pytest.fixture
@@ -41,6 +46,7 @@ def rng(seed: int) -> np.random.Generator:
 
 def left_by(store: ObjectStore, *, clean: bool) -> list[Bytes]:
     """What a close leaves behind, or a crash at a quiet moment."""
+    assert store._core.wait_quiet(5)
     members = store.members.count
     images = images_of(store.controller, members)
     controller = store.controller
@@ -52,6 +58,13 @@ def left_by(store: ObjectStore, *, clean: bool) -> list[Bytes]:
     else:
         store.close()
     return images
+
+
+def recovered(images: list[Bytes], **options: Any) -> ObjectStore:
+    """The pool opened again, with all of it known."""
+    store = opened(images, **options)
+    store.wait_recovered(5)
+    return store
 
 
 def filled(
@@ -113,8 +126,7 @@ def test_a_damaged_snapshot_is_not_needed(
 
 def test_without_digests_an_unclean_close_loses_objects(rng: np.random.Generator) -> None:
     images, keys, _ = filled(rng, clean=False, verify="off")
-    with opened(images) as store:
-        store.wait_recovered(5)
+    with recovered(images) as store:
         assert store.match(keys) == 0
         store._core.wait_quiet(5)
         assert store.stats()["slots"]["ready"] == 0
@@ -132,8 +144,7 @@ def flip_payload(image: Bytes, slot: int, layer: int, byte: int) -> None:
 def test_a_flipped_payload_byte_is_never_served(clean: bool, rng: np.random.Generator) -> None:
     images, keys, contents = filled(rng, clean=clean)
     flip_payload(images[0], slot=4, layer=2, byte=100)
-    with opened(images) as store:
-        store.wait_recovered(5)
+    with recovered(images) as store:
         pool = store.allocate_memory(10)
         ticket = store.load(keys, np.arange(10))
         with pytest.raises(ChecksumMismatch) as caught:
@@ -148,8 +159,7 @@ def test_a_flipped_payload_byte_is_never_served(clean: bool, rng: np.random.Gene
         gone = 1 if clean else 0
         assert store.stats()["slots"]["quarantined"] == gone
         images = images_of(store.controller)
-    with opened(images) as store:  # the quarantine, or the void record, is on the medium
-        store.wait_recovered(5)
+    with recovered(images) as store:  # the quarantine, or the void record, is on the medium
         assert store.match(keys) == 4
         assert store.stats()["slots"]["quarantined"] == gone
         store.clear()
@@ -160,8 +170,7 @@ def test_an_unproven_object_counts_only_as_a_whole(rng: np.random.Generator) -> 
     """The first layer of an unproven object is not ready before its last was verified."""
     images, keys, _ = filled(rng, clean=False)
     flip_payload(images[0], slot=0, layer=LAYOUT.layers - 1, byte=0)
-    with opened(images) as store:
-        store.wait_recovered(5)
+    with recovered(images) as store:
         store.allocate_memory(10)
         with pytest.raises(ChecksumMismatch):
             store.load(keys, np.arange(10)).wait_layer(0, 5)
@@ -172,8 +181,7 @@ def test_a_damaged_record_is_a_miss(field: str, rng: np.random.Generator) -> Non
     images, keys, _ = filled(rng, clean=False)
     offset = RECORD_DTYPE.fields[field][1]  # type: ignore[index]
     images[0][GEOMETRY.table_offset + 3 * 4096 + offset] ^= 1
-    with opened(images) as store:
-        store.wait_recovered(5)
+    with recovered(images) as store:
         assert store.match(keys) == 3
         assert store.match(keys[4:]) == 6
 
@@ -216,12 +224,66 @@ def test_quarantine_by_key(rng: np.random.Generator) -> None:
     asked = np.concatenate([keys[4:6], keys[4:5], some_keys(rng, 1)])
     assert store.quarantine(asked) == 2
     assert (store.match(keys), store.quarantine(asked)) == (4, 0)
-    assert store._core.wait_quiet(5)
-    with opened(left_by(store, clean=False)) as again:  # on the medium, without a snapshot
-        again.wait_recovered(5)
+    with recovered(left_by(store, clean=False)) as again:  # on the medium, without a snapshot
         assert again.stats()["slots"]["quarantined"] == 2
         assert again.reuse_quarantined() == 2
         assert again.reuse_quarantined() == 0
+
+
+def test_an_object_that_was_damaged_while_it_was_pinned_stays_in_quarantine(
+    rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rewritten record must not be the last one: it says that the object is good."""
+    images, keys, _ = filled(rng, clean=True)
+    store = opened(images)
+    write = store.catalogue._write
+
+    def damaged(*arguments: Any) -> None:
+        store.quarantine(keys[4:5])  # as a load does that finds a wrong digest
+        core = store._core
+        with core.lock:
+            assert core.changed.wait_for(lambda: not store._reclaimer.busy, 5)
+        write(*arguments)
+
+    monkeypatch.setattr(store.catalogue, "_write", damaged)
+    assert store.catalogue.pin(keys[3:6]) == 2
+    assert store._core.lookup_pins.reserved == 2
+    with recovered(left_by(store, clean=False)) as again:
+        assert again.match(keys) == 4
+        assert again.stats()["slots"]["quarantined"] == 1
+
+
+def test_slots_are_reused_after_the_records_of_their_quarantine(
+    rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those records are written late: once something waits for what is under way."""
+    images, keys, _ = filled(rng, clean=True)
+    store = opened(images)
+    store.allocate_memory(10)
+    core, table, go = store._core, store._reclaimer._table, threading.Event()
+    write, wait = table.write, core.changed.wait
+
+    def late(*arguments: Any, **options: Any) -> None:
+        def run() -> None:
+            assert go.wait(5)
+            with core.lock:
+                write(*arguments, **options)
+
+        threading.Thread(target=run).start()
+
+    def waited(*arguments: Any) -> bool:
+        go.set()
+        return wait(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(table, "write", late)
+        assert store.quarantine(keys[4:6]) == 2
+    monkeypatch.setattr(core.changed, "wait", waited)
+    assert store.reuse_quarantined() == 2
+    assert store.put(keys[4:6], np.arange(2)).wait(5).stored == 2
+    with recovered(left_by(store, clean=False)) as again:
+        assert again.match(keys) == 10
+        assert again.stats()["slots"]["quarantined"] == 0
 
 
 def test_a_key_found_twice(rng: np.random.Generator) -> None:
@@ -229,8 +291,7 @@ def test_a_key_found_twice(rng: np.random.Generator) -> None:
     images, keys, contents = filled(rng, clean=False)
     copy_object(images[0], source=2, target=20, sequence_step=5)
     copy_object(images[0], source=7, target=21, sequence_step=0)
-    with opened(images) as store:
-        store.wait_recovered(5)
+    with recovered(images) as store:
         store._core.wait_quiet(5)
         assert store.match(keys) == 7
         pool = store.allocate_memory(7)
@@ -239,8 +300,7 @@ def test_a_key_found_twice(rng: np.random.Generator) -> None:
         with store._core.lock:
             assert store._core.index.find(keys[2:3])[0] == 20
         images = images_of(store.controller)
-    with opened(images) as store:
-        store.wait_recovered(5)
+    with recovered(images) as store:
         assert store.match(keys) == 7
 
 
@@ -263,8 +323,7 @@ def test_superblocks(rng: np.random.Generator) -> None:
     images, keys, contents = filled(rng, clean=True)
     one = images[0].copy()
     one[40] ^= 1
-    with opened([one]) as store:  # A is damaged, B is older or the same
-        store.wait_recovered(5)
+    recovered([one]).close()  # A is damaged, B is older or the same
     both = one.copy()
     both[4096 + 40] ^= 1
     with pytest.raises(PoolCorrupt, match="CRC"):
@@ -333,8 +392,7 @@ def test_an_interrupted_clear_is_finished(rng: np.random.Generator) -> None:
     superblock = Superblock.decode(images[0][4096:8192].tobytes(), "member0")
     newer = replace(superblock, generation=superblock.generation + 1, epoch=12345)
     images[0][:4096] = np.frombuffer(newer.encode(), np.uint8)
-    with opened(images) as store:
-        store.wait_recovered(5)
+    with recovered(images) as store:
         assert store.match(keys) == 0
         assert store.members.superblock(1).epoch == 12345
 
@@ -345,8 +403,7 @@ def test_lookups_miss_while_recovery_runs(rng: np.random.Generator) -> None:
     # The recovery's first read is answered late.
     from memory_controller import Faults
 
-    store = opened(images, controller=controller)
-    store.wait_recovered(5)
+    store = recovered(images, controller=controller)
     store.close()
 
     controller = controller_of(images)
@@ -364,22 +421,54 @@ def test_unproven_objects_stay_unproven_over_a_close(rng: np.random.Generator) -
     """Opening and closing cleanly must not turn what a crash left into trusted objects."""
     images, keys, _ = filled(rng, clean=False)
     flip_payload(images[0], slot=3, layer=1, byte=7)
-    store = opened(images)
-    store.wait_recovered(5)
+    store = recovered(images)
     images = left_by(store, clean=True)
-    with opened(images, verify="off") as store:
-        store.wait_recovered(5)
+    with recovered(images, verify="off") as store:
         store.allocate_memory(10)
         with pytest.raises(ChecksumMismatch) as caught:
             store.load(keys, np.arange(10)).wait(5)
         assert caught.value.pages == (3,)
 
 
+def test_proving_goes_on_with_the_others_when_one_is_evicted(
+    rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    images, _, _ = filled(rng, clean=False)
+    with recovered(images) as store:
+        core, load, evictions = store._core, store._loader.load, [0, 0]
+
+        def late(keys: Bytes, pages: Any, memory: Any) -> LoadProgress:
+            if evictions:
+                evictions.pop()
+                with core.lock:
+                    store._reclaimer.discard(core.index.find(keys[1:2]))
+            return load(keys, pages, memory)
+
+        monkeypatch.setattr(store._loader, "load", late)
+        assert [store.prove(4) for _ in range(3)] == [4, 4, 0]
+        assert store.stats()["proven"] == 8
+
+
+def test_proving_ends_when_all_is_evicted(
+    rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    images, _, _ = filled(rng, clean=False)
+    with recovered(images) as store:
+
+        def missing(*_: object) -> LoadProgress:
+            raise KeyMissing("evicted")
+
+        monkeypatch.setattr(store._loader, "load", missing)
+        with pytest.raises(DeviceTimeout, match="evicted"):
+            store.prove(4)
+        monkeypatch.undo()
+        assert [store.prove(4) for _ in range(4)] == [4, 4, 2, 0]
+
+
 def test_proving_verifies_and_quarantines(rng: np.random.Generator) -> None:
     images, keys, contents = filled(rng, clean=False)
     flip_payload(images[0], slot=6, layer=0, byte=7)
-    store = opened(images)
-    store.wait_recovered(5)
+    store = recovered(images)
     assert store.match(keys, proven=True) == 0
     assert store.match(keys) == 10
     looked_at = 0

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ from crash.objects import when_unlocked
 
 import tutti
 from store.pools import Bytes, fill, formatted, opened, some_keys
-from tutti.base.memory_pressure import read_memory
+from tutti.base.memory_pressure import MemoryFacts, read_memory
 from tutti.base.units import MiB
 from tutti.errors import ConfigError, Unsupported
 from tutti.gio_uring.controller_file import BlockRange, FileController
@@ -148,6 +149,41 @@ def test_a_share_in_the_config_plans_at_the_opening(paths: list[Path]) -> None:
         StoreConfig(page_cache_share=1.5)
 
 
+@pytest.mark.parametrize("clean", [True, False])
+def test_the_plan_of_the_opening_knows_what_recovery_finds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clean: bool
+) -> None:
+    format_pool([tmp_path / "pool"], LAYOUT, CAPACITY_NBYTES)
+    keys = some_keys(np.random.default_rng(3), PAGES)
+    with open_pool([tmp_path / "pool"]) as store:
+        store.allocate_memory(PAGES)
+        store.put(keys, np.arange(PAGES)).wait(30)
+        full = store.residency.groups_of(keys)
+        assert store.catalogue.delete(keys[: -store.geometry.group_slots]) > 0
+        used = store.residency.groups_of(keys)
+        assert set(used) < set(full)
+        group_nbytes = store.geometry.group_nbytes
+        store._core.leave_open = not clean
+    go, recover = threading.Event(), tutti.store.recover
+
+    def late(*arguments: Any, **options: Any) -> None:
+        assert go.wait(30)
+        recover(*arguments, **options)
+
+    monkeypatch.setattr("tutti.store.recover", late)
+    facts = MemoryFacts(len(used) * group_nbytes)
+    monkeypatch.setattr(residency, "read_memory", lambda *_: facts)
+    if clean:
+        go.set()
+    share = {"page_cache_share": 1.0, "residency": "static"}
+    with open_pool([tmp_path / "pool"], **share) as store:
+        assert store.recovered == clean
+        go.set()
+        store.wait_recovered(30)
+        assert sum(found.nlb for found in file_of(store).buffered) == sum(r.nlb for r in used)
+        assert {found.slba for found in file_of(store).buffered} <= {r.slba for r in used}
+
+
 def test_flushed_puts_through_the_page_cache_leave_nothing_dirty(paths: list[Path]) -> None:
     keys, pages = some_keys(np.random.default_rng(1), PAGES), np.arange(PAGES)
     with open_pool(paths, durability="flush", page_cache_share=1.0, residency="static") as store:
@@ -194,6 +230,21 @@ def test_what_a_killed_process_left_in_the_page_cache_is_read_directly(paths: li
         assert file_of(store).stats().buffered == 0
         nbytes = store.layout.object_nbytes
         assert [pool.read(page) for page in range(16)] == [bytes([p]) * nbytes for p in range(16)]
+
+
+def test_a_share_that_a_file_cannot_have_is_refused_before_recovery(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    format_pool([tmp_path / "pool"], LAYOUT, CAPACITY_NBYTES)
+    with open_pool([tmp_path / "pool"]) as store:
+        store._core.leave_open = True
+
+    def refuse(*_: Any) -> None:
+        raise Unsupported("made up: no direct I/O")
+
+    monkeypatch.setattr(FileController, "check_has_both", refuse)
+    with pytest.raises(Unsupported, match="no direct I/O"):
+        open_pool([tmp_path / "pool"], page_cache_share=1.0)
 
 
 def test_a_pool_in_memory_has_no_page_cache() -> None:
@@ -258,7 +309,7 @@ def machine_of(root: Path, limit_nbytes: int) -> Path:
     return root
 
 
-def set_limit(root: Path, limit_nbytes: int) -> None:
+def set_limit(root: Path, limit_nbytes: int | str) -> None:
     folder = root / "sys/fs/cgroup/job"
     (folder / "memory.stat").write_text("anon 0\nshmem 0\n")
     (folder / "new").write_text(f"{limit_nbytes}\n")
@@ -318,6 +369,22 @@ def test_a_control_group_that_vanishes_changes_nothing(
         assert caplog.text.count("limit of memory is gone") == 1
 
 
+def test_after_a_limit_is_lifted_the_plan_follows_the_machine(
+    paths: list[Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    root = machine_of(tmp_path / "root", 0)
+    with open_pool(paths) as store:
+        store.residency.follow(1.0, root=root)
+        set_limit(root, 2 * store.geometry.group_nbytes)
+        assert until(lambda: planned_groups(store) == 2)
+        set_limit(root, "max")
+        assert until(lambda: planned_groups(store) > 2)
+        available_kib = store.geometry.group_nbytes // 1024
+        (root / "proc/meminfo").write_text(f"MemAvailable: {available_kib} kB\n")
+        assert until(lambda: planned_groups(store) == 1)
+        assert "limit of memory is gone" not in caplog.text
+
+
 def test_without_free_memory_a_pool_opens_and_all_goes_by_direct_io(
     paths: list[Path],
     tmp_path: Path,
@@ -353,6 +420,21 @@ def test_a_group_in_use_stays_where_it_is(tmp_path: Path) -> None:
         while store.residency.move_towards(1 << 40, 1.0, 1 << 40):
             pass
         assert planned_groups(store) == store.geometry.groups
+
+
+@pytest.mark.parametrize("state", [{"ready": False}, {"closing": True}])
+def test_a_pool_that_is_not_ready_or_closes_moves_no_group(
+    tmp_path: Path, state: dict[str, bool]
+) -> None:
+    format_pool([tmp_path / "pool"], LAYOUT, CAPACITY_NBYTES)
+    with open_pool([tmp_path / "pool"]) as store:
+        core = store._core
+        with pytest.MonkeyPatch.context() as patch:
+            for name, value in state.items():
+                patch.setattr(core, name, value)
+            assert not store.residency.move_towards(1 << 40, 1.0, 1 << 40)
+        assert planned_groups(store) == 0
+        assert store.residency.move_towards(1 << 40, 1.0, 1 << 40)
 
 
 def test_a_share_is_followed_by_default_and_the_thread_ends(paths: list[Path]) -> None:

@@ -448,8 +448,14 @@ def test_puts_that_stop_lose_nothing(rng: np.random.Generator, stoppable: None) 
             for load in loads:
                 load.wait(20)
             assert [pool.read(page) for page in range(12, 20)] == contents[:4] * 2
-            store.load(keys, np.arange(12, 24)).wait(20)
+            loads.append(store.load(keys, np.arange(12, 24)))
+            assert all(load.wait_settled(20) for load in loads)
             assert [pool.read(page) for page in range(12, 24)] == contents
+        store._queue.stop(10.0)
+        counters = store.scheduler.counters()
+        assert (counters["written_pages"], counters["ignored"]) == (20 * 12, 0)
+        assert (counters["writes_waiting"], counters["loads_waiting"]) == (0, 0)
+        assert store.scheduler.state.writing.flying == 0
 
 
 def test_a_stopped_put_goes_on_when_the_store_closes(
@@ -460,3 +466,26 @@ def test_a_stopped_put_goes_on_when_the_store_closes(
     ticket = store.put(some_keys(rng, 8), np.arange(8))
     store.close()
     assert ticket.wait(10).stored == 8
+
+
+@pytest.mark.parametrize("policy", [SlackPolicy, OneByOne])
+def test_a_put_that_a_close_overtakes_is_not_left_in_a_shared_queue(
+    rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch, policy: Callable[[Limits], Any]
+) -> None:
+    schedule = Schedule(PROFILE, policy=policy)
+    with scheduled(schedule) as other:
+        store = scheduled(schedule)
+        queue, store_closes = store._queue, store.close
+        assert queue.dispatcher is other.scheduler
+        store.allocate_memory(4)
+        announce = queue._post_put
+
+        def close_first(*arguments: Any) -> None:
+            in_time(store_closes)
+            announce(*arguments)
+
+        monkeypatch.setattr(queue, "_post_put", close_first)
+        assert store.put(some_keys(rng, 4), np.arange(4)).wait(10).stored == 4
+        assert other.scheduler is not None
+        other.scheduler.counters()  # takes what was posted
+        assert not other.scheduler._events and not other.scheduler.state.writes

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 
 from tutti.errors import Unsupported
@@ -18,7 +18,8 @@ class MemoryFacts:
 
     available_nbytes: MemAvailable of the machine, which counts page cache that can be reclaimed.
     limit_nbytes: of the tightest control group around the process, None without one; anon_nbytes,
-    shmem_nbytes: what is used in that group and cannot be reclaimed.  source: which group.
+    shmem_nbytes: what is used in that group and cannot be reclaimed.  source: which version it has;
+    folder: where it is.  told: of each group around the process, whether its limit could be read.
     """
 
     available_nbytes: int
@@ -26,6 +27,8 @@ class MemoryFacts:
     anon_nbytes: int = 0
     shmem_nbytes: int = 0
     source: str = "no control group"
+    folder: Path | None = None
+    told: dict[Path, bool] = field(default_factory=dict)
 
     @property
     def free_nbytes(self) -> int:
@@ -46,6 +49,18 @@ def read_stall_us(root: Path = Path("/")) -> int | None:
         if stalled is not None:
             return stalled
     return _stall_us(root / "proc/pressure/memory")
+
+
+def total_nbytes(root: Path = Path("/")) -> int:
+    """What the machine has, or less where a control group limits it: the same at any moment.
+
+    Raises Unsupported without /proc/meminfo.
+    """
+    total = _numbers(root / "proc/meminfo").get("MemTotal:")
+    if total is None:
+        raise Unsupported("/proc/meminfo has no MemTotal; mount /proc")
+    limits = [_limit_nbytes(folder, is_v2) for folder, is_v2 in _groups_around(root)]
+    return min([total * 1024, *(limit for limit in limits if limit is not None)])
 
 
 def _stall_us(path: Path) -> int | None:
@@ -69,28 +84,47 @@ def read_memory(root: Path = Path("/")) -> MemoryFacts:
     available = _numbers(root / "proc/meminfo").get("MemAvailable:")
     if available is None:
         raise Unsupported("/proc/meminfo has no MemAvailable; mount /proc to plan residency")
-    tightest = MemoryFacts(available * 1024)
+    told: dict[Path, bool] = {}
+    tightest = MemoryFacts(available * 1024, told=told)
     for folder, is_v2 in _groups_around(root):
-        facts = _group_facts(folder, is_v2, tightest.available_nbytes)
-        if facts is not None and facts.free_nbytes <= tightest.free_nbytes:
+        limit_nbytes = _limit_nbytes(folder, is_v2)
+        told[folder] = limit_nbytes is not None
+        if limit_nbytes is None or limit_nbytes >= _UNLIMITED_NBYTES:
+            continue
+        facts = _group_facts(folder, is_v2, limit_nbytes, tightest)
+        if facts.free_nbytes <= tightest.free_nbytes:
             tightest = facts
     return tightest
 
 
-def _group_facts(folder: Path, is_v2: bool, available_nbytes: int) -> MemoryFacts | None:
-    """None for a group without a limit."""
-    try:
-        text = (folder / ("memory.max" if is_v2 else "memory.limit_in_bytes")).read_text().strip()
-    except OSError:
-        return None
-    if not text.isdigit() or int(text) >= _UNLIMITED_NBYTES:
-        return None
+def _limit_nbytes(folder: Path, is_v2: bool) -> int | None:
+    """From _UNLIMITED_NBYTES on for a group without a limit; None where that cannot be told."""
+    # Above memory.high pages are reclaimed and tasks throttled: page cache is of no use there.
+    names = ("memory.max", "memory.high") if is_v2 else ("memory.limit_in_bytes",)
+    limits = []
+    for name in names:
+        try:
+            text = (folder / name).read_text().strip()
+        except OSError as error:
+            if name == "memory.high" and isinstance(error, FileNotFoundError):
+                continue
+            return None
+        if not text.isdigit() and not (is_v2 and text == "max"):
+            return None
+        limits.append(int(text) if text.isdigit() else _UNLIMITED_NBYTES)
+    return min(limits)
+
+
+def _group_facts(folder: Path, is_v2: bool, limit_nbytes: int, machine: MemoryFacts) -> MemoryFacts:
+    """Of a group with a limit, on a machine of which another group may have told already."""
     stat = _numbers(folder / "memory.stat")
     # "total_" counts the groups below as well; version 2 always does.
     anon = stat.get("anon", 0) if is_v2 else stat.get("total_rss", stat.get("rss", 0))
     shmem = stat.get("shmem", 0) if is_v2 else stat.get("total_shmem", stat.get("shmem", 0))
     version = "version 2" if is_v2 else "version 1"
-    return MemoryFacts(available_nbytes, int(text), anon, shmem, f"control group, {version}")
+    source = f"control group, {version}"
+    available_nbytes, told = machine.available_nbytes, machine.told
+    return MemoryFacts(available_nbytes, limit_nbytes, anon, shmem, source, folder, told)
 
 
 def _groups_around(root: Path) -> Iterator[tuple[Path, bool]]:

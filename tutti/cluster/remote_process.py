@@ -121,7 +121,10 @@ class RemoteProcess:
         self.starts = 0
 
     def connect(self) -> None:
-        """Starts the worker unless it runs.  Raises RemoteFailed, after ``connect_s`` at most."""
+        """Starts the worker unless it runs.
+
+        Raises RemoteFailed, after ``connect_s`` at most for each tenant, and for all others.
+        """
         if self._process is None:
             self._start()
 
@@ -198,7 +201,8 @@ class RemoteProcess:
                 raise RemoteFailed(f"the remote store's process cannot start: {error}") from error
         self._socket = ours
         self.starts += 1
-        self._receive(0, self._config.connect_s)
+        for _ in range(1 + len(self._config.tenants)):
+            self._receive(0, self._config.connect_s)
 
     def _send(self, request: bytes, timeout_s: float) -> None:
         assert self._socket is not None

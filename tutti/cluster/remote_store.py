@@ -77,10 +77,11 @@ class RemoteConfig:
     loaded, or offered again), as soon as they are stored ("first"), or none ("off").
     timeout_s: how long a call of the remote store may take, and how old a chain may be when its
     next call begins.
-    connect_s: how long its process may take to start.  client_ttl_s: how long a key that failed is
-    not asked for; Mooncake's own name and meaning.  failures_max: calls that fail in a row before
-    none is made for ``client_ttl_s``.  queue_nbytes: pages that wait for replication.
-    prefetch_nbytes: pages that one look-up may fetch.  staging_nbytes: memory for both.
+    connect_s: how long its process may take to start, and then the client of each tenant.
+    client_ttl_s: how long a key that failed is not asked for; Mooncake's own name and meaning.
+    failures_max: calls that fail in a row before none is made for ``client_ttl_s``.
+    queue_nbytes: pages that wait for replication.  prefetch_nbytes: pages that one look-up may
+    fetch.  staging_nbytes: memory for both.
     tenants: namespaces of the pool whose pages go to the tenant of the same name, made with it as
     the option tenant_id; pages of the others go to the tenant_id of ``options``.
     """

@@ -41,7 +41,7 @@ TRAILER_NBYTES = HEAD.size + DIGEST_NBYTES
 EXISTS, GET, PUT = range(3)
 #: Number of the call, operation and number of keys; 16 bytes per key and a u32 per page follow.
 REQUEST = struct.Struct("<IBI")
-#: Before each answer: OK or ERROR, and the number of its call; 0 for the start.
+#: Before each answer: OK or ERROR, and the number of its call; 0 for each store at the start.
 REPLY = struct.Struct("<BI")
 KEYS_MAX = 2048  # 40 KiB: one datagram
 ANSWER_NBYTES_MAX = 64 << 10
@@ -64,9 +64,13 @@ class Spec(NamedTuple):
 
 
 class Worker:
-    """Serves requests with the stores of all tenants over one piece of memory."""
+    """Serves requests with the stores of all tenants over one piece of memory.
 
-    def __init__(self, spec: Spec, memory: mmap.mmap) -> None:
+    opened: called for each store.  They are opened one after another: Mooncake holds the
+    interpreter meanwhile, so that threads would not make it faster.
+    """
+
+    def __init__(self, spec: Spec, memory: mmap.mmap, opened: Callable[[], object]) -> None:
         self._spec = spec
         self._bytes = memoryview(memory)
         self._base, _ = address_of(memory)
@@ -75,9 +79,11 @@ class Worker:
         make: Any = getattr(importlib.import_module(module), name)
         options = {OTHERS: spec.options}
         options |= {tenant_of(name): {**spec.options, "tenant_id": name} for name in spec.tenants}
-        self._stores = TenantStores(
-            {number: make(own, self._base, spec.nbytes) for number, own in options.items()}
-        )
+        stores = {}
+        for number, own in options.items():
+            stores[number] = make(own, self._base, spec.nbytes)
+            opened()
+        self._stores = TenantStores(stores)
 
     def answer(self, request: bytes) -> Callable[[], bytes]:
         """Moves the values; what is returned compares digests and has one byte per key."""
@@ -124,11 +130,10 @@ def main(socket_fd: int, memory_fd: int, spec: Spec) -> None:
     os.nice(NICE)
     with socket.socket(fileno=socket_fd) as peer, mmap.mmap(memory_fd, spec.nbytes) as memory:
         try:
-            worker = Worker(spec, memory)
+            worker = Worker(spec, memory, lambda: peer.send(REPLY.pack(OK, 0)))
         except Exception as error:
             peer.send(REPLY.pack(ERROR, 0) + str(error).encode()[:1024])
             os._exit(1)
-        peer.send(REPLY.pack(OK, 0))
         replies: SimpleQueue[_Reply | None] = SimpleQueue()
         threading.Thread(target=_reply, args=(peer, replies), daemon=True).start()
         while request := peer.recv(ANSWER_NBYTES_MAX):

@@ -11,6 +11,8 @@ from typing import Any
 from tutti.base.terminal import progress
 from tutti.commands.outcome import EXIT_FAILED, EXIT_OK, CommandResult
 from tutti.errors import Unsupported
+from tutti.pool.places import is_device
+from tutti.pool.pool_format import check_unlabelled
 
 _BANDWIDTH = """\
 Measures store and retrieve bandwidth in GB/s (10^9 bytes) of payload, and its CPU time, for objects
@@ -147,6 +149,15 @@ def _wrong_bytes(result: dict[str, Any]) -> int:
     return EXIT_FAILED if result.get("wrong") else EXIT_OK
 
 
+def _check_devices(args: argparse.Namespace) -> None:
+    """Raises PoolExists for devices that were given to a server: they would be blank afterwards."""
+    for option in ("path", "medium"):
+        places = getattr(args, option, None)
+        if isinstance(places, list):
+            devices = dict.fromkeys(place for place in places if is_device(place))
+            check_unlabelled(list(devices), args.force)
+
+
 def bench_command(
     name: str,
     description: str,
@@ -164,6 +175,7 @@ def bench_command(
         module.add_arguments(parser)
 
         def run(args: argparse.Namespace) -> CommandResult:
+            _check_devices(args)
             result = module.run(args, progress)
             return CommandResult(result, module.report(result), exit_code(result))
 

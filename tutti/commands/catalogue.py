@@ -15,7 +15,7 @@ from tutti.arguments import above_zero, positive
 from tutti.base.arrays import Keys
 from tutti.base.terminal import facts, table
 from tutti.base.units import format_nbytes
-from tutti.commands.outcome import CommandResult
+from tutti.commands.outcome import EXIT_FAILED, EXIT_OK, CommandResult
 from tutti.errors import ConfigError, KeySizeError
 from tutti.interface import Store
 from tutti.medium.keys import KEY_NBYTES, as_keys
@@ -24,6 +24,7 @@ from tutti.store import open as open_pool
 from tutti.transfers.catalogue import ObjectInfo
 
 _LISTED = 50
+_NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
 _RECOVERY_S = 600.0
 _EXAMPLE = """\
 example: a pool that no process has open, then a pool of an agent (`tutti serve`)
@@ -35,7 +36,17 @@ example: a pool that no process has open, then a pool of an agent (`tutti serve`
 def _add_pool(parser: argparse.ArgumentParser, name: str, more: str) -> None:
     parser.epilog = _EXAMPLE.format(name=name, more=more)
     parser.add_argument(
-        "pool", metavar="POOL", help="file of a closed one-member pool, or unix:SOCKET of an agent"
+        "pool",
+        metavar="POOL",
+        help="file or device of a closed pool, or unix:SOCKET of an agent",
+    )
+    parser.add_argument(
+        "--member",
+        dest="members",
+        action="append",
+        default=[],
+        metavar="PATH",
+        help="another file or device of the same pool; repeat it for each",
     )
     add_pool_name(parser)
 
@@ -122,7 +133,7 @@ def of_each_pool(args: argparse.Namespace, show: Callable[[str], CommandResult])
 
 
 def _ls(args: argparse.Namespace, name: str) -> CommandResult:
-    with _opened(args.pool, name) as store:
+    with _opened(args, name) as store:
         infos = store.catalogue.objects(store.catalogue.keys(args.namespace))
         page_size = store.layout.page_size
     chains = chains_of(infos)
@@ -145,14 +156,14 @@ def _ls(args: argparse.Namespace, name: str) -> CommandResult:
 
 def rm(args: argparse.Namespace) -> CommandResult:
     """Removes objects."""
-    with _opened(args.pool, args.name) as store:
+    with _opened(args, args.name) as store:
         gone = store.catalogue.delete(_chosen(store, args))
     return CommandResult({"removed": gone}, f"{gone} objects removed")
 
 
 def pin(args: argparse.Namespace) -> CommandResult:
     """Pins or unpins objects."""
-    with _opened(args.pool, args.name) as store:
+    with _opened(args, args.name) as store:
         keys = _chosen(store, args)
         count = store.catalogue.unpin(keys) if args.undo else store.catalogue.pin(keys)
         if args.ttl is not None:
@@ -164,12 +175,13 @@ def pin(args: argparse.Namespace) -> CommandResult:
 def export(args: argparse.Namespace) -> CommandResult:
     """Writes objects to a file, which appears when it is complete."""
     part = Path(f"{args.out}.part")
-    with _opened(args.pool, args.name) as store:
+    with _opened(args, args.name) as store:
         keys = _chosen(store, args)
         if Path(args.out).exists():
             raise ConfigError(f"{args.out} exists; name another file, or remove it first")
         try:
-            with part.open("xb") as file:
+            # Prompts can be recovered from KV, so the file is the user's own, as a pool is.
+            with os.fdopen(os.open(part, _NEW, 0o600), "wb") as file:
                 count = export_objects(store, keys, file)
                 file.flush()
                 os.fsync(file.fileno())
@@ -188,12 +200,15 @@ def export(args: argparse.Namespace) -> CommandResult:
 
 def import_(args: argparse.Namespace) -> CommandResult:
     """Stores the objects of a file."""
-    with Path(args.file).open("rb") as file, _opened(args.pool, args.name) as store:
+    with Path(args.file).open("rb") as file, _opened(args, args.name) as store:
         result: ImportResult = import_objects(store, file, namespace=args.namespace)
     text = f"{result.stored} objects stored, {result.present} in the pool already"
     if result.dropped:
-        text += f", {result.dropped} dropped: the pool is full of objects in use"
-    return CommandResult(dict(vars(result)), text)
+        text += (
+            f", {result.dropped} dropped: the pool is full of objects in use, or the namespace's"
+            " quota or a budget of writes is used up"
+        )
+    return CommandResult(dict(vars(result)), text, EXIT_FAILED if result.dropped else EXIT_OK)
 
 
 def _row(chain: list[ObjectInfo], page_size: int) -> tuple[object, ...]:
@@ -247,11 +262,17 @@ def _key(text: str) -> bytes:
 
 
 @contextmanager
-def _opened(pool: str, name: str) -> Iterator[Store]:
-    if name and not pool.startswith(AGENT):
-        raise ConfigError(f"--pool chooses among an agent's pools, and {pool} is a file")
-    is_agent = pool.startswith(AGENT)
-    store: Store = connect(pool, pool=name) if is_agent else open_pool(pool, profile=None)
+def _opened(args: argparse.Namespace, name: str) -> Iterator[Store]:
+    is_agent = args.pool.startswith(AGENT)
+    if name and not is_agent:
+        raise ConfigError(f"--pool chooses among an agent's pools, and {args.pool} is a file")
+    if args.members and is_agent:
+        raise ConfigError("--member names a part of a closed pool; an agent has its pools whole")
+    store: Store = (
+        connect(args.pool, pool=name)
+        if is_agent
+        else open_pool([args.pool, *args.members], profile=None)
+    )
     try:
         store.wait_recovered(_RECOVERY_S)
         yield store

@@ -12,6 +12,8 @@ from tutti.base.terminal import facts, progress, table
 from tutti.base.units import format_nbytes
 from tutti.commands.outcome import EXIT_FAILED, EXIT_OK, CommandResult
 from tutti.fsck import FsckReport, RepairReport, check_files, repair
+from tutti.pool import replacement
+from tutti.transfers.store_config import StoreConfig
 
 _SHOWN_MAX = 20
 _DESCRIPTION = """\
@@ -50,7 +52,10 @@ def add_fsck(parser: argparse.ArgumentParser) -> None:
 
 def run_fsck(args: argparse.Namespace) -> CommandResult:
     """Checks the pool, and repairs it with --repair."""
-    report = check_files(args.paths, progress, sample=args.sample, seed=args.seed)
+    if args.repair or args.reuse_quarantined:  # which open the pool
+        replacement.finish(args.paths)
+    with replacement.explained(args.paths):
+        report = check_files(args.paths, progress, sample=args.sample, seed=args.seed)
     repaired = None
     if args.repair and not report.sound:
         repaired = repair(args.paths, report, progress)
@@ -60,11 +65,15 @@ def run_fsck(args: argparse.Namespace) -> CommandResult:
     if args.reuse_quarantined:
         result["reused"] = reused
         text += f"\nSlots taken back from quarantine: {reused}."
+    if left := replacement.leftovers(args.paths):
+        text += f"\n{replacement.remedy(left)}"
+    result["left_of_resize"] = left
     return CommandResult(result, text, EXIT_OK if is_good else EXIT_FAILED)
 
 
 def _reuse_quarantined(paths: list[str]) -> int:
-    with store.open(paths) as pool:
+    # As in a repair: nothing is served, so files that other users can change are accepted.
+    with store.open(paths, config=StoreConfig(any_owner=True), profile=None) as pool:
         pool.wait_recovered()
         return pool.reuse_quarantined()
 

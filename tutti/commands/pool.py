@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
+import fcntl
+import mmap
 import os
 import stat
 from collections.abc import Callable
@@ -33,6 +36,7 @@ from tutti.medium.superblock import (
     choose_superblock,
     decode_snapshot,
 )
+from tutti.pool import replacement
 from tutti.pool.block_io import opened_io
 from tutti.pool.member_controller import are_drives, open_controller
 from tutti.pool.pool_format import label
@@ -99,12 +103,21 @@ def add_format(parser: argparse.ArgumentParser) -> None:
 
 
 def _serial(text: str) -> str:
-    """An argparse type: a serial number, which no path is taken for."""
-    if "/" in text or os.path.exists(text):
+    """An argparse type: a serial number, which no path is taken for but a loop device's file."""
+    if ("/" in text or os.path.exists(text)) and text not in _loop_files():
         raise argparse.ArgumentTypeError(
             f"{text!r} is a path, not a serial number; put --force after the paths"
         )
     return text
+
+
+def _loop_files() -> list[str]:
+    """The paths of the files behind loop devices, which are their serial numbers."""
+    found = []
+    for place in Path("/sys/class/block").glob("loop*/loop/backing_file"):
+        with contextlib.suppress(OSError):  # detached just now
+            found.append(place.read_text(errors="replace").strip())
+    return found
 
 
 def run_format(args: argparse.Namespace) -> CommandResult:
@@ -170,10 +183,12 @@ def run_info(args: argparse.Namespace) -> CommandResult:
     """Reads superblocks and snapshots, and takes no ownership."""
     on_drives = are_drives(args.paths)
     members = _read_drives(args.paths) if on_drives else [_read_file(p) for p in args.paths]
-    check_members([member.superblock for member in members], args.paths)
+    with replacement.explained(args.paths):
+        check_members([member.superblock for member in members], args.paths)
     newest = max((member.superblock for member in members), key=lambda s: s.generation)
     geometry, layout = newest.geometry, KVLayout.from_json(newest.layout_json)
     owners = sorted({member.owner for member in members if member.owner is not None})
+    left = [] if owners else replacement.leftovers(args.paths)  # else perhaps of the one that runs
     slots = len(members) * geometry.slots
     objects = _total([member.objects for member in members])
     quarantined = _total([member.quarantined for member in members])
@@ -195,6 +210,7 @@ def run_info(args: argparse.Namespace) -> CommandResult:
             {"path": m.path, "state": m.superblock.state.name.lower(), "objects": m.objects}
             for m in members
         ],
+        "left_of_resize": left,
     }
     full = "unknown until the pool is closed cleanly"
     if objects is not None:
@@ -213,7 +229,7 @@ def run_info(args: argparse.Namespace) -> CommandResult:
         for m in members
     ]
     text = f"{facts(rows)}\n\n{table(('member', 'superblock', 'objects', 'path'), lines)}"
-    return CommandResult(result, text)
+    return CommandResult(result, f"{text}\n\n{replacement.remedy(left)}" if left else text)
 
 
 def _read_drives(names: list[str]) -> list[_Member]:
@@ -235,14 +251,22 @@ def _read_file(path: str) -> _Member:
             raise PoolNotFound(
                 f"{path} is neither a file nor a block device; pass the path of a pool"
             )
-        # Direct writes to a device bypass its page cache, so cached blocks may be stale.
-        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        if stat.S_ISBLK(status.st_mode):
+            # What was written around the block layer is not in the page cache, and what a running
+            # pool keeps there stays.
+            fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | os.O_DIRECT)
         owner = _lock_owner(status)
-        member = _read_member(path, lambda offset, nbytes: os.pread(fd, nbytes, offset), owner)
+        member = _read_member(path, partial(_read_blocks, fd), owner)
         check_size(os.lseek(fd, 0, os.SEEK_END), member.superblock.geometry, path)
         return member
     finally:
         os.close(fd)
+
+
+def _read_blocks(fd: int, offset: int, nbytes: int) -> bytes:
+    """As os.pread, into memory that is aligned for direct I/O."""
+    with mmap.mmap(-1, nbytes) as memory:
+        return memory[: os.preadv(fd, [memory], offset)]
 
 
 def _read_member(path: str, read: _Read, owner: int | None) -> _Member:

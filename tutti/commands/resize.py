@@ -12,7 +12,7 @@ from tutti.resize import resize
 _DESCRIPTION = """\
 Changes the size of a closed pool in files. Objects are verified and copied to new files, which then
 replace the old ones; until then the disk needs room for both. Pins, expiries and the order of use
-are preserved. A smaller pool keeps the most recently used objects.
+are preserved. A smaller pool keeps pinned objects and, of the others, those used most recently.
 
 An interrupted resize leaves either the old pool or the new one, and it can be run again."""
 _EXAMPLE = """\

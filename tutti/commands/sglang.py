@@ -417,8 +417,11 @@ def _machine(folder: Path, *, with_drive: bool) -> Iterator[CheckResult]:
             "LimitMEMLOCK=infinity in the unit)",
         )
     paged = "Tutti's buffers get none: one descriptor per 4 KiB, which costs bandwidth"
-    backing = f"Tutti's buffers: {memory.backing}; SGLang's host pool: see tutti:hugepage_bytes"
+    backing = f"Tutti's buffers: {memory.backing}"
     yield _either("hugepages", memory.backing != "pages", backing, paged)
+    late = "moved onto large pages once it is opened (see tutti:hugepage_bytes)"
+    early = "on large pages only by the environment that `tutti sglang command` prints"
+    yield _either("host pool", memory.collapses, late, early)
     best = next((tier for tier in machine.tiers if tier.available), None)
     yield CheckResult("tier", "ok" if best else "unknown", best.name if best else "none")
 

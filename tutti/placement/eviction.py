@@ -24,8 +24,8 @@ class EvictionView:
 
     `resident`: holds an object. `busy`: pinned, or a write is under way; never a victim. `access`:
     u32, the look-up that last touched it. `depth`: u32, pages before it in its chain.
-    `group_slots`: slots of a group; the number of slots is a multiple of it. `worth`: the loads
-    that are still expected, per use (tutti/placement/reuse.py).
+    `group_slots`: slots of a group; the number of slots is a multiple of it. `value`: u32, uses and
+    age (tutti/placement/reuse.py).
     """
 
     resident: Mask
@@ -33,7 +33,7 @@ class EvictionView:
     access: npt.NDArray[np.uint32]
     depth: npt.NDArray[np.uint32]
     group_slots: int
-    worth: npt.NDArray[np.float64]
+    value: npt.NDArray[np.uint32]
 
 
 class EvictionPolicy(Protocol):
@@ -61,24 +61,24 @@ class LeastRecentlyUsed:
         return _first_runs(view, view.access, n)
 
 
-class LeastHitDensity:
-    """The runs of which the fewest loads are expected, per use; of those the ends of chains first.
+class LeastFrequentlyUsed:
+    """The runs of least value, by LFU with dynamic aging; of equal value as LeastRecentlyUsed.
 
-    A run is neighbouring slots of one group that hold successive pages of a chain and are expected
-    to be used alike. It goes as a whole.
+    A run is neighbouring slots of one group that hold successive pages of a chain and were used
+    alike. It goes as a whole.
     """
 
     def victims(self, view: EvictionView, n: int) -> Slots:
         """See EvictionPolicy. O(slots), vectorised."""
-        return _first_runs(view, view.worth, n)
+        return _first_runs(view, view.value.astype(np.uint64) << np.uint64(32) | view.access, n)
 
 
 #: By the name that options give.
-POLICIES: dict[str, EvictionPolicy] = {"density": LeastHitDensity(), "lru": LeastRecentlyUsed()}
+POLICIES: dict[str, EvictionPolicy] = {"lfuda": LeastFrequentlyUsed(), "lru": LeastRecentlyUsed()}
 
 
 def _first_runs(
-    view: EvictionView, rank: npt.NDArray[np.uint32] | npt.NDArray[np.float64], n: int
+    view: EvictionView, rank: npt.NDArray[np.uint32] | npt.NDArray[np.uint64], n: int
 ) -> Slots:
     """At least n slots, by whole runs of one rank each, the lowest rank and the deepest first."""
     slots = np.flatnonzero(view.resident & ~view.busy)

@@ -26,11 +26,15 @@ from tutti.gio_uring.drives.device_content import (
     LABEL,
     TAIL_NBYTES,
     Force,
+    Held,
     check_force,
+    check_forced,
 )
-from tutti.gio_uring.drives.generic_device import readable_path
+from tutti.gio_uring.drives.generic_device import is_generic, readable_path
 from tutti.gio_uring.file_creation import ReservedFile, reserve_file
 from tutti.gio_uring.file_member import FileMember
+from tutti.gio_uring.file_trust import resolve
+from tutti.gio_uring.named_drive import serial_of
 from tutti.medium.geometry import BLOCK_NBYTES, Geometry
 from tutti.medium.layout import KVLayout
 from tutti.pool import replacement
@@ -83,13 +87,16 @@ def format(
             raise PoolExists(f"{name} is a folder; name a file in it")
         if device_name(name) is None and os.path.exists(name) and not force:
             raise PoolExists(f"{name} exists; open it, or use --force to overwrite it")
-    check_free(names, geometry.member_nbytes)
+    check_free([_place_of(name) for name in names], geometry.member_nbytes)
     made: list[ReservedFile] = []
     try:
-        for name in names:
-            may_exist = bool(force) or device_name(name) is not None
-            nbytes = geometry.member_nbytes
-            made.append(reserve_file(name, nbytes, prewrite, progress, may_exist=may_exist))
+        with contextlib.ExitStack() as claims:
+            for name in names:
+                _claim(name, claims)
+            for name in names:
+                may_exist = bool(force) or device_name(name) is not None
+                nbytes = geometry.member_nbytes
+                made.append(reserve_file(name, nbytes, prewrite, progress, may_exist=may_exist))
         # Through the open files, so that no other process has them before they are a pool.
         files = [file.path if file.file is None else file.file.fileno() for file in made]
         with FileController(files, executor=executor, lock=True) as controller:
@@ -103,6 +110,34 @@ def format(
         for file in made:
             file.close()
     return geometry
+
+
+def _place_of(name: str) -> str:
+    """Where a new file will be: links are followed.  Raises PoolNotFound where it has no folder."""
+    if os.path.exists(name) or not os.path.islink(name):
+        return name
+    place = resolve(name)
+    if not os.path.isdir(os.path.dirname(place)):
+        raise PoolNotFound(
+            f"{name} is a link to {place}, whose folder does not exist; make the folder, or correct"
+            " the link"
+        )
+    return place
+
+
+def _claim(name: str, claims: contextlib.ExitStack) -> None:
+    """Checks that no process uses what is there, before anything is written; devices stay claimed.
+
+    Generic devices are claimed whenever they are opened.
+    """
+    if is_generic(name) or not os.path.exists(name):
+        return
+    is_device = Path(name).is_block_device()
+    member = FileMember(name, lock=not is_device)
+    if is_device:
+        claims.callback(member.close)
+    else:
+        member.close()
 
 
 def format_missing(
@@ -181,12 +216,44 @@ def make_blank(names: Sequence[str]) -> None:
 def erase(controller: NativeController, io: BlockIo, nsid: int) -> None:
     """Zeros at both ends of a namespace: it counts as blank afterwards."""
     nbytes = controller.info.namespace_nlb[nsid - 1] * controller.info.lba_nbytes
-    nbytes -= nbytes % BLOCK_NBYTES
-    head = min(HEAD_NBYTES, nbytes)
-    start = max(head, nbytes - TAIL_NBYTES)
-    io.write(nsid, 0, bytes(head))
-    io.write(nsid, start, bytes(nbytes - start))
+    tail_nbytes = min(TAIL_NBYTES, nbytes - nbytes % BLOCK_NBYTES)
+    io.write(nsid, 0, bytes(min(HEAD_NBYTES, tail_nbytes)))
+    io.write(nsid, nbytes - tail_nbytes, bytes(tail_nbytes))
     io.flush([nsid])
+    if isinstance(controller, FileController):
+        _erase_rest(controller.members[nsid - 1])
+
+
+@system_errors()
+def _erase_rest(member: FileMember) -> None:
+    """Zeros behind a device's last whole block, where no command of its controller reaches."""
+    nbytes = member.nbytes % BLOCK_NBYTES
+    if nbytes == 0:
+        return
+    fd = os.open(readable_path(member.name), os.O_WRONLY | os.O_DSYNC | os.O_CLOEXEC)
+    try:
+        os.pwrite(fd, bytes(nbytes), member.nbytes - nbytes)
+    finally:
+        os.close(fd)
+
+
+def check_unlabelled(names: Sequence[str], force: Force) -> None:
+    """Raises PoolExists for devices or drives that are labelled for a server and whose serial
+    numbers ``force`` does not name, and what opening drives raises.
+    """
+    found = [name for name, is_found in zip(names, _labelled(names), strict=True) if is_found]
+    if found:
+        held = ["the label of `tutti format --for-server`"]
+        serials = _serials(found, force)
+        places = [Held(name, held, serial) for name, serial in zip(found, serials, strict=True)]
+        check_forced(places, force)
+
+
+def _serials(names: list[str], force: Force) -> list[str]:
+    if not are_drives(names):
+        return [device.serial for device in check_devices(names, force)]
+    with open_controller(names) as controller:
+        return [serial_of(controller, nsid) for nsid in range(1, len(names) + 1)]
 
 
 def is_labelled(name: str) -> bool:
@@ -207,13 +274,16 @@ def is_labelled(name: str) -> bool:
         os.close(fd)
 
 
+def _labelled(names: Sequence[str]) -> list[bool]:
+    if not are_drives(names):
+        return [is_labelled(name) for name in names]
+    with open_controller(names) as controller, opened_io(controller) as (_, io):
+        return [io.read(nsid, 0, len(LABEL)) == LABEL for nsid in range(1, len(names) + 1)]
+
+
 def _are_labelled(names: Sequence[str]) -> bool:
     """Whether a pool may be made there.  Raises MemberMissing where a pool has other members."""
-    if are_drives(names):
-        with open_controller(names) as controller, opened_io(controller) as (_, io):
-            found = [io.read(nsid, 0, len(LABEL)) == LABEL for nsid in range(1, len(names) + 1)]
-    else:
-        found = [is_labelled(name) for name in names]
+    found = _labelled(names)
     if any(found) and not all(found):
         raise MemberMissing(
             f"{names[found.index(True)]} has no pool yet, {names[found.index(False)]} is not"
@@ -256,9 +326,14 @@ def _write_format(
     geometry: Geometry,
     force: Force = True,
 ) -> None:
+    """Erases the signatures on devices and drives first, by which their old owner finds them."""
+    has_drives = are_drives(names)
     with opened_io(controller) as (engine, io):
-        if are_drives(names):
+        if has_drives:
             check_blank(controller, io, names, force)
+        for nsid, name in enumerate(names, 1):
+            if has_drives or device_name(name) is not None:
+                erase(controller, io, nsid)
         Members.format(io, engine, names, layout, geometry)
 
 

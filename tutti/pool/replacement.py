@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Sequence
+import stat
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from tutti.errors import PoolError, PoolInUse
+from tutti.errors import MemberSwapped, PoolError, PoolInUse, PoolReadOnly
 from tutti.gio_uring.file_creation import sync_folder
 from tutti.gio_uring.file_member import FileMember
 from tutti.medium.geometry import BLOCK_NBYTES
@@ -23,6 +24,26 @@ SUFFIX = ".resize"
 def beside(names: Sequence[str]) -> list[str]:
     """Where the new members are made."""
     return [f"{name}{SUFFIX}" for name in names]
+
+
+def give_owners(names: Sequence[str]) -> None:
+    """Gives the new members the owners, the groups and the modes of the old ones.
+
+    Raises PoolReadOnly where this process may not.
+    """
+    for name in names:
+        status = os.stat(name)
+        try:
+            os.chown(f"{name}{SUFFIX}", status.st_uid, status.st_gid)
+        except PermissionError as error:
+            # Of other owners than this user and root no pool is opened.
+            is_own = status.st_uid == os.geteuid()
+            remedy = "give it a group of yours with chgrp" if is_own else "run as its owner"
+            raise PoolReadOnly(
+                f"{name} belongs to user {status.st_uid} and group {status.st_gid}, to whom this"
+                f" process cannot give a new file; {remedy}"
+            ) from error
+        os.chmod(f"{name}{SUFFIX}", stat.S_IMODE(status.st_mode))
 
 
 def superblock_of(path: str) -> Superblock | None:
@@ -37,18 +58,53 @@ def superblock_of(path: str) -> Superblock | None:
 
 def finish(names: Sequence[str]) -> bool:
     """Ends a replacement that was interrupted after its first name; whether there was one."""
+    waiting = _waiting(names)
+    for name in waiting:
+        _rename(name)
+    return bool(waiting)
+
+
+def leftovers(names: Sequence[str]) -> list[str]:
+    """The files that a resize left beside a whole pool, because it was interrupted."""
+    files = beside([os.path.realpath(name) for name in names])
+    return [file for file in files if os.path.exists(file)]
+
+
+def remedy(files: Sequence[str]) -> str:
+    """What to do about leftovers."""
+    return (
+        f"An interrupted resize left {', '.join(files)}: run `tutti resize` again, or remove"
+        f" {'it' if len(files) == 1 else 'them'}. The pool is as it was before."
+    )
+
+
+@contextlib.contextmanager
+def explained(names: Sequence[str]) -> Iterator[None]:
+    """Says of members that do not fit together whether an interrupted resize is the reason."""
+    try:
+        yield
+    except MemberSwapped as error:
+        if waiting := _waiting(names):
+            raise MemberSwapped(
+                f"a resize was interrupted when {', '.join(beside(waiting))} had not replaced the"
+                " old file yet; run `tutti resize` again, or open the pool: both finish it"
+            ) from error
+        raise
+
+
+def _waiting(names: Sequence[str]) -> list[str]:
+    """The members that still have to be replaced; none where no other has been."""
+    names = [os.path.realpath(name) for name in names]  # as `resize` names the new members
     waiting = [name for name in names if os.path.exists(f"{name}{SUFFIX}")]
     if not waiting or len(waiting) == len(names):
-        return False  # of all members: not one name has changed
+        return []  # of all members: not one name has changed
     found = [superblock_of(f"{n}{SUFFIX}" if n in waiting else n) for n in names]
     first = found[0]
     if first is None or any(
         s is None or s.pool_uuid != first.pool_uuid or s.members != len(names) for s in found
     ):
-        return False
-    for name in waiting:
-        _rename(name)
-    return True
+        return []
+    return waiting
 
 
 def replace(names: Sequence[str], olds: Sequence[Superblock]) -> None:
@@ -57,9 +113,11 @@ def replace(names: Sequence[str], olds: Sequence[Superblock]) -> None:
     olds: the superblocks of the old pool when it was closed.  Raises PoolInUse when it was opened
     since; nothing has changed then.
     """
+    members: list[FileMember] = []
     with contextlib.ExitStack() as stack:
         for name, old in zip(names, olds, strict=True):
-            stack.callback(FileMember(name, lock=True).close)
+            members.append(FileMember(name, lock=True))
+            stack.callback(members[-1].close)
             now = superblock_of(name)
             if now is None or (now.pool_uuid, now.generation) != (old.pool_uuid, old.generation):
                 raise PoolInUse(f"{name} was opened meanwhile; close it there, then try again")
@@ -67,6 +125,18 @@ def replace(names: Sequence[str], olds: Sequence[Superblock]) -> None:
         assert all(s is not None and s.state == PoolState.CLEAN for s in news), "finished members"
         for name in names:
             _rename(name)
+        for member in members:
+            _forget(member)
+
+
+def _forget(member: FileMember) -> None:
+    """Makes no pool of a file that has lost its name.
+
+    A process that waits for its lock has it open already, and what it stored there would be lost.
+    """
+    if os.fstat(member.fd).st_nlink == 0 and member.buffered_fd is not None:
+        os.pwrite(member.buffered_fd, bytes(2 * BLOCK_NBYTES), 0)
+        os.fsync(member.buffered_fd)
 
 
 def _rename(name: str) -> None:

@@ -112,6 +112,7 @@ class SlotJobs:
     def struct(self, job: Job, pages: U32, memory: PagedMemory, *, held: bool) -> SlotJobStruct:
         """Of a job that is open; native code starts it."""
         struct = SlotJobStruct.from_buffer_copy(self.common)
+        struct.descriptors_max = self._engine.descriptors_of(memory)
         struct.memory, struct.pages = ctypes.addressof(memory.iocb), address(pages)
         struct.job, struct.tag, struct.held = ctypes.addressof(job.native), job.tag, held
         return struct

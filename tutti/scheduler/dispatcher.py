@@ -394,10 +394,11 @@ class Dispatcher(Owned):
     def _try(self, method: str, name: str, what: Any, failed: Event | None) -> None:
         """The loop must live; what could not be launched is gone."""
         issuer = self._issuers.get(name.partition(":")[0] if ":" in name else "")
-        if issuer is None:
-            return  # it has left
-        launch = getattr(issuer, method)
-        if not self._guard.call(f"the launch of {name}", launch, what) and failed is not None:
+        # One that has left announced it too late for `detach`.
+        is_launched = issuer is not None and self._guard.call(
+            f"the launch of {name}", getattr(issuer, method), what
+        )
+        if not is_launched and failed is not None:
             self.post(failed)
 
     def _run(self) -> None:

@@ -166,6 +166,11 @@ class Write:
     place: PageLocation = PageLocation.SOURCE
 
     @property
+    def may_be_written(self) -> int:
+        """Pages whose end may be reported: also those given back, which may have been under way."""
+        return self.pages if self.can_stop and self.began else self.issued
+
+    @property
     def unit(self) -> int:
         """Pages of the shortest issue."""
         left = self.pages - self.issued

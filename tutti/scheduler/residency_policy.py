@@ -25,7 +25,7 @@ _GROWTH_MIN = 0.125
 #: A byte that enters takes the drive two to three times as long as one by direct I/O, a hit at most
 #: a quarter, so loads lose 1/20 of their speed at most while the plan grows.
 _ENTER_SHARE, _ENTER_PER_HIT = 1 / 40, 1 / 4
-#: What may enter each second where nothing moves.
+#: What may enter each second where nothing moves; what moves is taken from it.
 _IDLE_NBYTES_PER_S = 32 << 20
 #: Share of the time in which tasks waited for memory: the plan shrinks; the plan does not grow.
 _STALL_MAX, _STALL_CALM = 0.2, 0.02
@@ -119,9 +119,9 @@ class Governor:
         if now_s - self._calm_since_s < self.calm_s or look.stall_share > _STALL_CALM:
             return planned
         hits = planned / look.whole_nbytes
-        self._may_grow_nbytes += (_ENTER_SHARE + _ENTER_PER_HIT * hits) * look.moved_nbytes
-        if not look.moved_nbytes:
-            self._may_grow_nbytes += _IDLE_NBYTES_PER_S * min(elapsed_s, 1.0)
+        idle_nbytes = _IDLE_NBYTES_PER_S * min(elapsed_s, 1.0) - look.moved_nbytes
+        enter_share = _ENTER_SHARE + _ENTER_PER_HIT * hits
+        self._may_grow_nbytes += max(enter_share * look.moved_nbytes, idle_nbytes)
         groups = int(self._may_grow_nbytes // look.group_nbytes)
         if not groups:
             return planned

@@ -296,9 +296,12 @@ def _write_known(state: State, event: WriteKnown) -> None:
 
 def _pages_written(state: State, event: PagesWritten) -> None:
     write = state.writes.get(event.name)
-    if write is None or not write.written < event.pages <= write.issued:
+    if write is None or not write.written < event.pages <= write.may_be_written:
         state.totals.ignored += 1
         return
+    late = max(0, event.pages - write.issued)
+    if late:
+        _written_after_all(state, write, late)
     pages = event.pages - write.written
     write.written = event.pages
     state.totals.written_pages += pages
@@ -306,10 +309,19 @@ def _pages_written(state: State, event: PagesWritten) -> None:
         failed = min(event.failed, event.pages)
         state.totals.written_pages -= failed
         state.totals.failed_pages += failed
-    correction = state.estimates.write
-    end(state, state.writing, state.reading, correction, pages, pages * write.write_ns)
+    if pages > late:
+        flown, correction = pages - late, state.estimates.write
+        end(state, state.writing, state.reading, correction, flown, flown * write.write_ns)
     if write.written == write.pages:
         _forget_write(state, write)
+
+
+def _written_after_all(state: State, write: Write, pages: int) -> None:
+    """Pages that a write gave back when it stopped: commands that were under way wrote them."""
+    write.issued += pages
+    state.waiting_pages -= pages
+    if write.issued == write.pages:
+        state.unwritten.pop(write.name, None)
 
 
 def _write_stopped(state: State, event: WriteStopped) -> None:

@@ -196,6 +196,10 @@ class Catalogue(Owned):
             expiries = index.expiry[slots] if expiry is None else np.full(slots.size, expiry)
             self._write(slots, records, pins, expiries)
             with core.lock:
+                # A load may have found damage meanwhile, and taken its slot out of use.
+                left = index.resident()[slots]
+                self._reclaimer.quarantine_again(slots[~left])
+                slots, pins, expiries = slots[left], pins[left], expiries[left]
                 core.lookup_pins.reserve(
                     int(np.count_nonzero(pins) - np.count_nonzero(index.pinned[slots]))
                 )

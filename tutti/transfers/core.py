@@ -180,10 +180,14 @@ class Core(Owned):
         return bool(getattr(memory.path, "is_remote", False))
 
     def check_path(self, memory: PagedMemory) -> None:
-        """Raises CapacityError for memory whose path could not move a single page."""
+        """Raises CapacityError for memory whose path could not move a single page, and Unsupported
+        for memory that the drive cannot reach by itself.
+        """
+        if memory.path is None:
+            self.engine.check_memory(memory, self.geometry.slice_nlb)
         check = getattr(memory.path, "check_page", None)
         if check is not None:
-            check(self.geometry.slice_nlb)
+            check(memory, self.geometry.slice_nlb)
 
     def write_pages_max(self, memory: PagedMemory, most: int) -> int:
         """Pages of one write from this memory: ``most``, or what its path copies out at once."""
@@ -191,10 +195,10 @@ class Core(Owned):
         limit = getattr(path, "write_pages_max", None)
         return most if limit is None else min(most, limit(self.layers, self.geometry.slice_nlb))
 
-    def choose_victims(self, n: int, among: Mask | None = None) -> Slots:
+    def choose_victims(self, n: int, among: Mask | None = None, *, ages: bool = True) -> Slots:
         """Slots to evict, at least ``n`` where the policy finds so many.  Lock held.
 
-        among: which slots may go; None for all.
+        among: which slots may go; None for all.  ages: whether the rest of the pool ages by it.
         """
         index, policy = self.index, self.config.eviction_policy
         assert policy is not None, "checked by StoreConfig"
@@ -205,14 +209,12 @@ class Core(Owned):
             index.access,
             index.depth,
             self.geometry.group_slots,
-            self.history.worth(index.access, index.uses),
+            self.history.value,
         )
         victims = np.ascontiguousarray(policy.victims(view, n), np.int64)
         if victims.size:
             self.counters.evicted += victims.size
-            left = index.resident()
-            left[victims] = False
-            self.history.evicted(victims, index.key[victims], left, index.uses)
+            self.history.evicted(victims, index.key[victims], ages=ages)
         return victims
 
     def extents(self, slots: Slots) -> Extents:
@@ -309,6 +311,7 @@ class Core(Owned):
             "bytes_written": int(engine.bytes_written),
             "bytes_written_per_byte_stored": engine.bytes_written / payload if payload else 0.0,
             "commands": int(engine.commands),
+            "request_nbytes_max": self.engine.controller.request_nbytes_max,
             "jobs": int(engine.jobs),
             "timeouts": int(engine.timeouts),
             "engine_cpu_s": engine.thread_cpu_ns / 1e9,

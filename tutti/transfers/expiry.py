@@ -8,6 +8,7 @@ import numpy as np
 
 from tutti.base.arrays import Slots
 from tutti.base.process import Owned
+from tutti.base.threads import start_thread
 from tutti.transfers.core import Core
 from tutti.transfers.reclaim import Reclaimer, deallocate_empty
 
@@ -24,11 +25,12 @@ class Expiry(Owned):
         self._thread: threading.Thread | None = None
 
     def watch(self, something: bool) -> None:
-        """Starts the thread if there is something that expires."""
+        """Starts the thread if there is something that expires.  Raises CapacityError."""
         with self._core.lock:
             if something and self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="tutti-expiry", daemon=True)
-                self._thread.start()
+                thread = threading.Thread(target=self._run, daemon=True)
+                start_thread(thread, "tutti-expiry")
+                self._thread = thread
 
     def stop(self, timeout_s: float) -> None:
         """Ends the thread."""

@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tutti.base.arrays import U32, U64, Keys, Mask, Slots
+from tutti.base.threads import start_thread
 from tutti.errors import DeviceTimeout, KeyMissing
 from tutti.gio_uring.engine import PRIORITY_LOAD
 from tutti.gio_uring.iocb import PagedMemory
@@ -83,6 +84,22 @@ class _Gate(NamedTuple):
         """The rows of the load whose digests are not known yet."""
         assert self.part.rows is not None, "a load whose digests are known has no gate"
         return self.part.rows[self.unknown]
+
+
+@dataclass(eq=False)
+class QueuedLoad:
+    """A load that the scheduler knows.  progress: of a held one; else ``due`` is set when it may
+    start.
+
+    granted, ready: layers that may be read, and that have arrived as far as the scheduler knows.
+    """
+
+    name: str
+    layers: int
+    progress: LoadProgress | None = None
+    due: threading.Event | None = None
+    granted: int = 0
+    ready: int = 0
 
 
 class Loader:
@@ -264,9 +281,14 @@ class Loader:
             return
         settle.add_part()
         # A stream waits for these pages instead of the caller, who goes on at once.
-        threading.Thread(
-            target=self._open_later, args=(gate, settle), name="tutti-records", daemon=True
-        ).start()
+        thread = threading.Thread(target=self._open_later, args=(gate, settle), daemon=True)
+        try:
+            start_thread(thread, "tutti-records")
+        except BaseException:
+            settle.end_part()
+            for read in reads:
+                read.release(self._table)
+            raise
 
     def _open_gate(self, gate: _Gate) -> None:
         """Fills the digests that are not known from the records, and lets the job compare them."""

@@ -70,7 +70,7 @@ class WriteBudget:
         return min(objects, int(self._left))
 
     def take(self, objects: int) -> None:
-        """Counts objects as written, at most as many as ``allowed`` said."""
+        """Counts objects as written, at most as many as ``allowed`` said; below 0 undoes it."""
         self._left -= objects
 
 
@@ -135,6 +135,14 @@ class Quotas:
         account.over_quota += n - fitting + allowed - granted
         account.granted += granted
         return granted, fitting - allowed
+
+    def give_back(self, tenant: int, n: int) -> None:
+        """So many objects of those that were granted are not written."""
+        account = self._accounts.get(tenant)
+        if account is not None:
+            account.budget.take(-n)
+            account.granted -= n
+        self._budget.take(-n)
 
     def stats(self, index: Index) -> dict[str, dict[str, Any]]:
         """By namespace: its limits and usage in bytes, and what happened, in objects."""

@@ -19,6 +19,7 @@ from tutti.gio_uring.iocb import PagedMemory
 from tutti.gio_uring.job import Job
 from tutti.medium.keys import KEY_NBYTES, as_keys, check_key
 from tutti.medium.slot_record import expiry_of, tenant_of
+from tutti.placement.index import MISSING, Index
 from tutti.transfers.tickets import Outcome, PutProgress
 
 DEPTH_MAX = 2**32 - 1  # of a record
@@ -303,6 +304,13 @@ class PutTogether:
         """Of the same puts' earlier pages: space for the end of a chain never comes from these."""
         earlier = [slots for part in self._parts for slots in part.progress.slots]
         return np.concatenate(earlier) if earlier else NO_ROWS
+
+    def found(self, index: Index) -> Slots:
+        """Of all pages of these puts that are in the pool, whichever put brought them."""
+        requests = {id(part.request): part.request for part in self._parts}
+        slots = np.concatenate([index.find(request.keys) for request in requests.values()])
+        found: Slots = slots[slots != MISSING]
+        return found
 
     def add_slots(self, slots: Slots) -> None:
         """Pages were placed here."""

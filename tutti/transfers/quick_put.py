@@ -119,6 +119,7 @@ class QuickPuts:
             job = core.engine.open_job(_NO_STATUS, keep, partial(ended, started))
             data = self._data
             data.memory, data.pages = ctypes.addressof(memory.iocb), address(request.pages)
+            data.descriptors_max = core.engine.descriptors_of(memory)
             data.job, data.tag = ctypes.addressof(job.native), job.tag
             put.keys, put.parents = address(request.keys), address(request.parents)
             put.depths, put.n, put.sequence = address(request.depths), n, core.sequence

@@ -105,6 +105,10 @@ class Reclaimer:
         self._core.index.remove(slots, SlotState.QUARANTINED)
         self._enqueue(slots, SlotState.QUARANTINED)
 
+    def quarantine_again(self, slots: Slots) -> None:
+        """Writes the records of slots in quarantine once more: others may have replaced them."""
+        self._enqueue(slots, SlotState.QUARANTINED)
+
     def _enqueue(self, slots: Slots, outcome: SlotState, tries: int = 0) -> None:
         most = self._table.block_records
         for start in range(0, slots.size, most):
@@ -142,12 +146,18 @@ class Reclaimer:
                     fua=core.config.durability == "flush",
                     timeout_s=core.config.timeout_s,
                 )
-            except PoolClosed:
+            except TuttiError as error:
                 # The slots stay out of use; the next open finds their records as they are.
                 self._table.release(block)
                 self._active -= 1
                 core.in_flight -= 1
-                self._queue.clear()
+                if outcome == SlotState.VOIDED:
+                    self._voiding -= slots.size
+                if isinstance(error, PoolClosed):
+                    self._queue.clear()
+                else:
+                    core.leave_open = True
+                    _log.warning("%d slots stay out of use: %s", slots.size, error)
 
     def _settle(self, job: Job, block: int, slots: Slots, outcome: SlotState, tries: int) -> None:
         """The records were written, or not: then they are tried again, and at last given up."""

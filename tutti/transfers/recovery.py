@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -35,12 +35,18 @@ Entries = npt.NDArray[np.void]
 
 
 def recover(
-    core: Core, reclaimer: Reclaimer, found_as: Sequence[Superblock | None], *, proven: bool
+    core: Core,
+    reclaimer: Reclaimer,
+    found_as: Sequence[Superblock | None],
+    *,
+    proven: bool,
+    before_ready: Callable[[], None],
 ) -> None:
     """Fills the index.
 
     found_as: the superblocks as they were before the pool was marked open.
     proven: they show that the pool was closed cleanly, so its records can be trusted.
+    before_ready: called with the lock when the index is whole and no transfer can have begun.
     Reads without the lock, so look-ups miss meanwhile; then takes over everything at once.
     """
     members = core.members
@@ -54,6 +60,7 @@ def recover(
     with core.lock:
         core.sequence = max(core.sequence, members.next_sequence, top + 1)
         _take_over(core, reclaimer, entries, proven)
+        before_ready()
         core.ready = True
         core.changed.notify_all()
 

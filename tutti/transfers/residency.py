@@ -63,7 +63,10 @@ class Residency(Owned):
     """
 
     def __init__(self, core: Core, controller: NativeController) -> None:
-        """Plans at once when the store's config has a ``page_cache_share``, before any transfer."""
+        """With a ``page_cache_share`` in the config, recovery is to end with ``plan_opening``.
+
+        Raises Unsupported as ``replan`` does, and CapacityError without a thread.
+        """
         self._core = core
         self._controller = controller
         self.plan: ResidencyPlan | None = None
@@ -79,9 +82,16 @@ class Residency(Owned):
         self._member, self._group = member[present], group[present]
         self._chosen = np.zeros(self._group.size, np.bool_)
         if core.config.page_cache_share > 0:
-            self._apply(core.config.page_cache_share, None)
+            files = self._file_controller()
+            for each in members.present:
+                files.check_has_both(members.nsid(each))
             if core.config.residency == "dynamic":
                 self.follow(core.config.page_cache_share)
+
+    def plan_opening(self) -> None:
+        """Plans by the index that was recovered, before it is ready for transfers.  Lock held."""
+        if self._core.config.page_cache_share > 0:
+            self._apply(self._core.config.page_cache_share, None)
 
     def follow(self, share: float, *, root: Path = Path("/")) -> None:
         """Keeps the plan at ``share`` of the memory that is free, until ``close``.
@@ -122,10 +132,14 @@ class Residency(Owned):
     def move_towards(self, target_nbytes: int, share: float, budget_nbytes: int) -> bool:
         """Moves at most a few idle groups so that the plan comes closer to the target.
 
-        The hottest come first and the coldest go first.  False when nothing is left to move, or
-        all that could move is in use.  Raises MediumError when a write-back fails.
+        The hottest come first and the coldest go first.  False when nothing moved: nothing is left
+        to move, all that could is in use, or the pool is not ready or closes.  Raises MediumError
+        when a write-back fails.
         """
+        core = self._core
         with self._changing:
+            if not core.ready:  # a plan of now would be one of an index that is not there yet
+                return False
             begin_s = time.monotonic()
             moving = self._next_groups(target_nbytes)
             if moving.size == 0:
@@ -135,16 +149,17 @@ class Residency(Owned):
             # Written back before the lock is taken, so that little is left to do below it.
             for place in moving[leaving]:
                 controller.drop(self._blocks(int(self._member[place]), int(self._group[place]), 1))
-            with self._core.lock:
+            with core.lock:
                 moving = moving[~self._in_use()[moving]]
                 chosen = self._chosen.copy()
                 chosen[moving] = ~chosen[moving]
-                if moving.size and self._core.ready and not self._core.closing:
+                taken = moving.size > 0 and core.ready and not core.closing
+                if taken:
                     self._take(chosen, share, budget_nbytes)
                     self._switches += moving.size
-                    self._moved_nbytes += moving.size * self._core.geometry.group_nbytes
+                    self._moved_nbytes += moving.size * core.geometry.group_nbytes
             self._moving_s += time.monotonic() - begin_s
-            return moving.size > 0
+            return taken
 
     def groups_of(self, keys: npt.NDArray[np.uint8]) -> list[BlockRange]:
         """The blocks of each group that holds one of these objects; keys as for ``match``.
@@ -280,7 +295,7 @@ class _Watch:
 
     def __init__(self, root: Path) -> None:
         self._root = root
-        self._source: str | None = None
+        self._folder: Path | None = None  # of the control group whose limit counts
         self._stall_us: int | None = None
         self._looked_s = 0.0
         self._said: set[str] = set()
@@ -296,13 +311,13 @@ class _Watch:
         if stall_us is not None and before_us is not None and elapsed_us > 0:
             stall_share = (stall_us - before_us) / elapsed_us
         self._stall_us, self._looked_s = stall_us, now_s
-        if facts.limit_nbytes is None and self._source is not None:
+        # A group that says that it has no limit any more, or that the process left, is done with.
+        if self._folder is not None and not (facts.told and facts.told.get(self._folder, True)):
             self.complain(
-                f"the limit of memory is gone ({self._source}); the page cache keeps its groups"
+                f"the limit of memory is gone ({self._folder}); the page cache keeps its groups"
             )
             return None, stall_share
-        if facts.limit_nbytes is not None:
-            self._source = facts.source
+        self._folder = facts.folder
         if facts.free_nbytes == 0:
             self.complain(f"no memory is free ({facts.source}); the page cache keeps no group")
         return facts.free_nbytes, stall_share

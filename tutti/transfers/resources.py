@@ -52,6 +52,7 @@ class Resources:
         """Registers memory with the controller."""
         self._regions[id(memory)] = self.controller.register_all(memory.buffers)
         self.memories.append(memory)
+        self.controller.read_page_sizes()
 
     def remove(self, memory: HostMemory) -> None:
         """Takes ``add`` back; no transfer of it may be under way."""

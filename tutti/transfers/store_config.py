@@ -30,7 +30,8 @@ class StoreConfig:
         that pin are shortened rather than exceed it.
     digest_cache_nbytes: memory for digests of recent objects.
     write_budget: bytes a day that puts may write, also as "2TiB"; None for no limit.  An hour's
-        budget may go at once, and pages beyond it are dropped and counted as ``over_budget``.
+        budget may go at once.  Pages beyond it are dropped; ``over_budget`` counts those of the
+        part of a put in which it ended.
     quotas: limits of namespaces; see tutti.transfers.put_limits.
     schedule: when puts and loads are launched; None for at once.  See docs/scheduler.md.
     window_nbytes: bytes of commands in flight on each drive; None finds the smallest number that
@@ -40,8 +41,8 @@ class StoreConfig:
     page_cache_share: how much of the memory that is free at the opening the page cache may use for
         groups of the pool, from 0 (none: all by direct I/O) to 1; see docs/residency.md.
     residency: "dynamic" follows the memory that is free later, "static" plans at the opening only.
-    eviction: which objects go when space runs out: "density" (the fewest expected loads), "lru"
-        (not used for longest), or an EvictionPolicy.
+    eviction: which objects go when space runs out: "lru" (not used for longest), "lfuda" (used
+        least, where what was used long ago counts less), or an EvictionPolicy.
     degraded: open a pool whose other members are missing; their objects are misses.
     any_owner: accept files that other users can change, and with them what they serve.
     """

@@ -80,8 +80,9 @@ class PutTicket(Owned):
         """Returns the outcome, once every object is acknowledged at the pool's durability level.
 
         Raises DeviceTimeout after the timeout (the put goes on), CapacityError for a full disk,
-        MediumError for a failed write: ``pages`` are the positions of keys that were not stored;
-        the others were.  A put that the pool refused when it was started raises the refusal.
+        PoolReadOnly for a write-protected one, MediumError for a failed write: ``pages`` are the
+        positions of keys that were not stored; the others were.  A put that the pool refused when
+        it was started raises the refusal.
         """
         if not self._progress.wait(timeout_s):
             raise DeviceTimeout(

@@ -18,7 +18,6 @@ import itertools
 import threading
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -44,7 +43,7 @@ from tutti.scheduler.event import (
 from tutti.scheduler.loads_and_writes import report_at
 from tutti.scheduler.state import Issue
 from tutti.transfers.core import Core
-from tutti.transfers.loader import Loader
+from tutti.transfers.loader import Loader, QueuedLoad
 from tutti.transfers.put_request import NO_ROWS, OpenParts, PutGrant, PutPart, PutRequest, QueuedPut
 from tutti.transfers.tickets import LoadProgress, Outcome, PutProgress
 from tutti.transfers.writer import Writer
@@ -54,21 +53,6 @@ LONG_NBYTES, LAYERS_MIN = 16 << 20, 8  #: of a put that stops when a load comes
 _LOOK_S = 0.5
 _NEVER = 2**32 - 1
 _Given = tuple[npt.NDArray[np.uint8], Any, PagedMemory]  # keys, pages and memory of a load
-
-
-@dataclass(eq=False)
-class _Load:
-    """A load on its way.  progress: of a held one; else ``due`` is set when it may start.
-
-    granted, ready: layers that may be read, and that have arrived as far as the scheduler knows.
-    """
-
-    name: str
-    layers: int
-    progress: LoadProgress | None = None
-    due: threading.Event | None = None
-    granted: int = 0
-    ready: int = 0
 
 
 class TransferQueue(Owned):
@@ -86,7 +70,7 @@ class TransferQueue(Owned):
         self._numbers = itertools.count(1)
         self._lock = threading.Lock()  # the core's, where both are held, was taken before
         self._puts: dict[str, QueuedPut] = {}
-        self._loads: dict[str, _Load] = {}
+        self._loads: dict[str, QueuedLoad] = {}
         self._alone: tuple[str, LoadProgress | None] = ("", None)  # the last, until it was reported
         self._stopping = self._closed = False
         slice_nbytes = core.geometry.slice_padded_nbytes
@@ -102,12 +86,12 @@ class TransferQueue(Owned):
         self._starter = threading.Thread(target=self._run, name="tutti-puts", daemon=True)
         self.dispatcher: Dispatcher | None = None
         self._prefix, self._most = "", 0
-        writer.batch_ended = self._batch_ended
-        start_thread(self._starter)
         if schedule is not None:
             self._most = schedule.limits.locked_pages if schedule.puts else 0
             self.dispatcher = Dispatcher.join(schedule, core.guard)
             self._prefix = self.dispatcher.attach(self)
+        start_thread(self._starter, give_up=self._leave)
+        writer.batch_ended = self._batch_ended
 
     def put(self, request: PutRequest) -> PutProgress:
         """Starts a put, now or later; see ObjectStore.put.
@@ -143,15 +127,22 @@ class TransferQueue(Owned):
     def _post_put(self, dispatcher: Dispatcher, put: QueuedPut, parts: OpenParts | None) -> None:
         nbytes = self._core.geometry.slice_nbytes * self._core.layers
         known = WriteKnown(dispatcher.now_ns(), put.name, put.rows.size, nbytes)
-        if parts is None and dispatcher.alone(known, self._over()):
+        if parts is not None:
+            known.can_stop = True
+            known.unit_pages = -(-self._part_rows(put) // self._core.layers)
+        over = self._over()
+        with self._lock:  # a close at the same time must not release it first
+            if put.is_free:
+                return
+            is_alone = parts is None and dispatcher.alone(known, over)
+            if not is_alone:
+                dispatcher.add(known)
+        if is_alone:
             self._put_alone(put)
             return
         self._here.puts = True
         try:
-            if parts is not None:
-                known.can_stop = True
-                known.unit_pages = -(-self._part_rows(put) // self._core.layers)
-            dispatcher.post(known)
+            dispatcher.decide()
         finally:
             self._here.puts = False
         self._start_parts(len(self._parts))
@@ -171,8 +162,8 @@ class TransferQueue(Owned):
         core, dispatcher = self._core, self.dispatcher
         if dispatcher is None or not len(keys) or self._stopping or dispatcher.is_issued(batch):
             return self._loader.load(keys, pages, memory, admit=True)
-        load, nbytes = _Load(self._new_name(), core.layers), core.geometry.slice_nbytes * len(keys)
-        at_ns = dispatcher.now_ns()
+        load, at_ns = QueuedLoad(self._new_name(), core.layers), dispatcher.now_ns()
+        nbytes = core.geometry.slice_nbytes * len(keys)
         known = LoadKnown(at_ns, load.name, load.layers, nbytes, 0, 0, batch=batch)
         if memory.path is not None:
             load.due, known.unit_layers = threading.Event(), load.layers
@@ -192,7 +183,7 @@ class TransferQueue(Owned):
         return progress
 
     def _load_in_turn(
-        self, dispatcher: Dispatcher, load: _Load, known: LoadKnown, given: _Given
+        self, dispatcher: Dispatcher, load: QueuedLoad, known: LoadKnown, given: _Given
     ) -> LoadProgress:
         timeout_s = self._core.config.timeout_s
         with self._core.admitted(timeout_s):
@@ -225,7 +216,7 @@ class TransferQueue(Owned):
         except TuttiError:  # a lost context of a GPU, which the load's caller is told
             return 0
 
-    def _release_load(self, load: _Load) -> None:
+    def _release_load(self, load: QueuedLoad) -> None:
         """It waits for no more decisions."""
         load.granted = load.layers
         if load.due is not None:
@@ -258,6 +249,9 @@ class TransferQueue(Owned):
         self._closed = True
         self._wake.release()
         self._starter.join(1.0)
+        self._leave()
+
+    def _leave(self) -> None:
         if self.dispatcher is not None:
             self.dispatcher.detach(self._prefix)
             self.dispatcher.leave()
@@ -274,7 +268,7 @@ class TransferQueue(Owned):
         elif load.progress is not None:
             self._grant(load, load.progress)
 
-    def _grant(self, load: _Load, progress: LoadProgress) -> None:
+    def _grant(self, load: QueuedLoad, progress: LoadProgress) -> None:
         """Of a load that is granted whole the end alone is reported."""
         with self._lock:  # or another thread's later grant would be followed by this one
             told_at = _NEVER
@@ -282,7 +276,7 @@ class TransferQueue(Owned):
                 told_at = report_at(load.ready, load.granted)
             progress.grant(load.granted, told_at, partial(self._arrived, load, progress))
 
-    def _arrived(self, load: _Load, progress: LoadProgress) -> None:
+    def _arrived(self, load: QueuedLoad, progress: LoadProgress) -> None:
         dispatcher, ready = self.dispatcher, progress.layers_ready
         with self._lock:
             if dispatcher is None or ready <= load.ready:
@@ -298,9 +292,9 @@ class TransferQueue(Owned):
         end = launch.first + launch.count
         with self._lock:
             put = self._puts.get(launch.name)
-            if put is None or put.is_free or put.granted != launch.first:
+            if put is None or put.is_free or put.granted < launch.first:
                 return  # given up meanwhile
-            put.granted = end
+            put.granted = end = max(end, put.granted)
             while put.launched < end:  # bounded: each turn launches a row at least
                 rows = end - put.launched if put.open is None else self._part_rows(put)
                 first, put.launched = put.launched, put.launched + rows
@@ -388,6 +382,7 @@ class TransferQueue(Owned):
         dispatcher, rows = self.dispatcher, put.ended + (put.open.done if put.open else 0)
         if dispatcher is not None and rows > put.written:
             put.written = rows
+            put.granted = max(put.granted, rows)  # it stopped, and what was under way ended
             dispatcher.add(PagesWritten(dispatcher.now_ns(), put.name, rows, failed))
 
     def _run(self) -> None:
@@ -489,7 +484,7 @@ class TransferQueue(Owned):
             put.progress.end_part()
             self._core.end()
 
-    def _gone(self, dispatcher: Dispatcher, load: _Load, *, ended: bool = False) -> None:
+    def _gone(self, dispatcher: Dispatcher, load: QueuedLoad, *, ended: bool = False) -> None:
         """A load has ended, or could not be started."""
         layers = load.layers if ended and load.granted == load.layers else 0
         with self._lock:

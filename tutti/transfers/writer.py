@@ -2,8 +2,7 @@
 
     put -> slots -> data job -> [flush, shared by all that wait for it] -> record job -> ready
 
-A long put is a pipeline of batches: long enough that what Python does per batch costs little, short
-enough that records follow their data soon.
+A long put goes in batches: so long that Python costs little, and so short that records come soon.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tutti.base.arrays import U32, U64, Mask, Slots
-from tutti.errors import DeviceTimeout, PoolClosed, PoolMoved, TuttiError
+from tutti.errors import DeviceTimeout, PoolMoved, TuttiError
 from tutti.gio_uring.iocb import PagedMemory
 from tutti.gio_uring.job import Job
 from tutti.gio_uring.nvme_spec import (
@@ -96,6 +95,7 @@ class Writer:
         self._unflushed: list[_Batch] = []
         self._flushing = False
         self._flushes_failed = 0
+        self._flush_status = STATUS_WRITE_FAULT  # of the last that failed
 
     def close(self) -> None:
         """Gives the staging memory back; nothing may be in flight."""
@@ -122,8 +122,9 @@ class Writer:
                     put.flushes_failed = self._flushes_failed
                     self.active += 1
                     return None
-                new = self._granted(together, self._absent_rows(together))
-            self._put_rows(together, new)
+                new = self._absent_rows(together)
+                granted = self._granted(together, new.size)
+            self._put_rows(together, new, granted)
         except BaseException as error:
             together.refuse(error)
             return error
@@ -207,27 +208,33 @@ class Writer:
             job.page_status = put.status(of_records=True)
             self._records_written(batch, job)
 
-    def _put_rows(self, together: PutTogether, new: Slots) -> None:
-        """Raises for the first batch alone: afterwards the tickets must reach the callers."""
+    def _put_rows(self, together: PutTogether, new: Slots, granted: int) -> None:
+        """Puts the first ``granted`` of the new rows; there the puts are cut.  Raises for the first
+        batch alone: afterwards the tickets must reach the callers.
+        """
         step = self._core.write_pages_max(together.request.memory, self.batch_pages)
-        if together.is_cut:
-            self._cut(together, new)
-            return
-        for start in range(0, new.size, step):
-            rows = new[start : start + step]
-            try:
-                placed = self._put_batch(together, rows)
-            except TuttiError as error:
-                if start == 0:
-                    raise
-                together.tell(new[start:], Outcome.FAILED, error_status(error))
-                return
-            if placed < rows.size:
-                self._cut(together, new[start + placed :])
-                return
+        done = written = 0
+        try:
+            while done < granted:  # bounded: each turn but the last takes a batch
+                rows = new[done : min(done + step, granted)]
+                try:
+                    taken, placed = self._put_batch(together, rows)
+                except TuttiError as error:
+                    if done == 0:
+                        raise
+                    together.tell(new[done:granted], Outcome.FAILED, error_status(error))
+                    done = granted
+                    break
+                done, written = done + taken, written + placed
+                if taken < rows.size:
+                    break
+            if done < new.size:
+                self._cut(together, new[done:])
+        finally:
+            self._give_back(together, granted - written)
 
     def _cut(self, together: PutTogether, left: Slots) -> None:
-        """There is no space for the rest of the puts."""
+        """Drops the rest of the puts, for lack of space or budget."""
         together.cut(left)
         with self._core.lock:
             self._core.counters.dropped += left.size
@@ -242,31 +249,39 @@ class Writer:
             self._present(together, np.flatnonzero(others))
         return rows
 
-    def _granted(self, together: PutTogether, rows: Slots) -> Slots:
-        """Rows that quotas and budgets let be written; the ends of chains are dropped first."""
-        core, counters = self._core, self._core.counters
+    def _granted(self, together: PutTogether, n: int) -> int:
+        """How many of n new rows quotas and budgets let be written, from the first on."""
+        core = self._core
+        if together.is_cut:
+            return 0
         if core.is_unlimited:
-            return rows
-        tenant = together.request.tenant
-        most, over_budget = core.quotas.grant(tenant, rows.size, core.index, self._evict)
-        if most < rows.size:
-            together.tell(rows[most:], Outcome.DROPPED)
-            counters.dropped += rows.size - most
-            counters.over_budget += over_budget
-        return rows[:most]
+            return n
 
-    def _evict(self, n: int, among: Mask) -> int:
-        victims = self._core.choose_victims(n, among)
-        if victims.size:
-            self._reclaimer.discard(np.sort(victims))
-        return victims.size
+        def evict(wanted: int, among: Mask) -> int:
+            among[together.found(core.index)] = False  # or the end of a chain would take its start
+            victims = core.choose_victims(wanted, among, ages=False)
+            if victims.size:
+                self._reclaimer.discard(np.sort(victims))
+            return victims.size
+
+        most, over_budget = core.quotas.grant(together.request.tenant, n, core.index, evict)
+        core.counters.over_budget += over_budget
+        return most
+
+    def _give_back(self, together: PutTogether, n: int) -> None:
+        """So many rows were granted and not written."""
+        if n and not self._core.is_unlimited:
+            with self._core.lock:
+                self._core.quotas.give_back(together.request.tenant, n)
 
     def _present(self, together: PutTogether, rows: Slots) -> None:
         together.tell(rows, Outcome.PRESENT)
         self._core.counters.present += rows.size
 
-    def _put_batch(self, together: PutTogether, rows: Slots) -> int:
-        """Gives slots to a batch and starts its data job; returns how many rows have a slot now."""
+    def _put_batch(self, together: PutTogether, rows: Slots) -> tuple[int, int]:
+        """Gives slots to a batch and starts its data job; returns how many rows, from the first,
+        have a slot now, and how many of these got it here.
+        """
         core, request = self._core, together.request
         # Where others move the data, staging for records is not kept from everybody meanwhile.
         late = core.is_remote(request.memory)
@@ -282,7 +297,7 @@ class Writer:
             raise
         if batch.rows.size == 0:
             self._finish(batch)
-            return placed
+            return placed, 0
         failed = self._flushes_failed
         try:
             job = core.write(
@@ -298,7 +313,7 @@ class Writer:
             raise
         if together.grant is not None and isinstance(job, Job):
             together.grant.begin(job)  # one that is never allowed to go on ends by its deadline
-        return placed
+        return placed, batch.rows.size
 
     def _place(self, together: PutTogether, rows: Slots, block: int) -> tuple[_Batch, int]:
         """Allocates slots and claims the keys; returns how many rows, from the first, are done."""
@@ -324,7 +339,7 @@ class Writer:
     def _data_written(self, batch: _Batch, status: U32, flushes_failed: int) -> None:
         if np.count_nonzero(status):
             good = status == 0
-            self._drop(batch.at(~good), status[~good])
+            self._drop(batch.at(~good), status[~good], status[~good] == STATUS_WRITE_FAULT)
             batch = batch.at(good)
         if batch.rows.size and batch.block == _NO_BLOCK:
             try:
@@ -336,20 +351,26 @@ class Writer:
             self._finish(batch)
         elif self._core.config.durability != "flush":
             self._write_records(batch)
-        elif self._flushes_failed == flushes_failed:
-            self._flush(batch)
-        else:  # a flush that failed meanwhile may have lost these
-            self._give_up(batch, STATUS_WRITE_FAULT)
+        else:
+            self._flush(batch, flushes_failed)
 
-    def _flush(self, batch: _Batch | None) -> None:
-        """Group commit: batches that arrive during a flush share the next one."""
+    def _flush(self, batch: _Batch | None = None, flushes_failed: int = 0) -> None:
+        """Group commit: batches that arrive during a flush share the next one.
+
+        flushes_failed: how many had failed before the batch was written.
+        """
+        batches: list[_Batch] = []
         with self._core.lock:
-            if batch is not None:
+            is_lost = batch is not None and self._flushes_failed != flushes_failed
+            if batch is not None and not is_lost:
                 self._unflushed.append(batch)
-            if self._flushing or not self._unflushed:
-                return
-            self._flushing = True
-            batches, self._unflushed = self._unflushed, []
+            if not self._flushing:
+                batches, self._unflushed = self._unflushed, []
+                self._flushing = bool(batches)
+        if batch is not None and is_lost:  # a flush that failed meanwhile may have lost these
+            self._give_up(batch, self._flush_status)
+        if not batches:
+            return
 
         def on_released(job: Job) -> None:
             status = int(job.report().status) or self._moved()
@@ -358,6 +379,7 @@ class Writer:
                 # nothing of that: the kernel tells of a file's error once (fsync(2)).
                 with self._core.lock:
                     self._flushes_failed += 1
+                    self._flush_status = status
                     batches.extend(self._unflushed)
                     self._unflushed = []
             for flushed in batches:
@@ -367,19 +389,19 @@ class Writer:
                     self._write_records(flushed)
             with self._core.lock:
                 self._flushing = False
-            self._flush(None)
+            self._flush()
 
         core = self._core
         try:
             core.engine.flush(
                 core.members.nsids(), timeout_s=core.config.timeout_s, on_released=on_released
             )
-        except PoolClosed:
-            for cancelled in batches:
-                self._cancel(cancelled)
+        except TuttiError as error:
+            for refused in batches:
+                self._give_up(refused, error_status(error))
             with core.lock:
                 self._flushing = False
-            self._flush(None)  # other threads may have brought more meanwhile
+            self._flush()  # other threads may have brought more meanwhile
 
     def _moved(self) -> int:
         """STATUS_MEMBER_MOVED where the files are no longer what was opened, else 0."""
@@ -412,8 +434,8 @@ class Writer:
                 fua=core.config.durability == "flush",
                 timeout_s=core.config.timeout_s,
             )
-        except PoolClosed:
-            self._cancel(batch)
+        except TuttiError as error:
+            self._give_up(batch, error_status(error))
 
     def _records_written(self, batch: _Batch, job: Job) -> None:
         core = self._core
@@ -439,15 +461,18 @@ class Writer:
         self._give_up(batch, STATUS_CANCELLED)
 
     def _give_up(self, batch: _Batch, status: int) -> None:
-        self._drop(batch, np.full(batch.rows.size, status, np.uint32))
+        nothing = np.zeros(batch.rows.size, np.bool_)  # a flush says nothing of single places
+        self._drop(batch, np.full(batch.rows.size, status, np.uint32), nothing)
         self._finish(batch)
 
-    def _drop(self, batch: _Batch, status: U32) -> None:
-        """Data that was not written: no record speaks of the slots, so they are free at once."""
+    def _drop(self, batch: _Batch, status: U32, bad: Mask) -> None:
+        """Data that was not written: no record speaks of the slots, so they are free at once.
+
+        bad: whose places the medium could not write; no object is put there again.
+        """
         core = self._core
         with core.lock:
             self._fail(batch, status)
-            bad = status == STATUS_WRITE_FAULT
             core.index.remove(batch.slots[~bad], SlotState.VOIDED)
             core.allocator.free(batch.slots[~bad])
             if bad.any():
