@@ -65,13 +65,11 @@ def running(folder: Path, **options: object) -> Iterator[RunningAgent]:
         agent.stop()
 
 
-def start_process(path: Path, folder: Path, *options: str) -> subprocess.Popen[str]:
-    """`tutti serve` as a user starts it; returns once it listens."""
+def start_process(path: Path, folder: Path | None, *options: str) -> subprocess.Popen[str]:
+    """`tutti serve` as a user starts it; returns once it listens.  Without a folder: of paths."""
+    pools = () if folder is None else ("--folder", str(folder), "--capacity", "1GiB")
     process = subprocess.Popen(
-        [
-            *(sys.executable, "-m", "tutti.cli", "serve", "--folder", str(folder)),
-            *("--capacity", "1GiB", "--socket", str(path), *options),
-        ],
+        [*(sys.executable, "-m", "tutti.cli", "serve", "--socket", str(path)), *pools, *options],
         stderr=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         text=True,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import socket
 import struct
@@ -37,6 +38,7 @@ from tutti.node.messages import (
     Moved,
     Plan,
     PlanPut,
+    Pools,
     frame,
     read_reply,
 )
@@ -222,12 +224,56 @@ def test_a_flood_and_a_client_that_does_not_listen(agent: RunningAgent, good: No
         assert not thread.is_alive()
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="another user takes root")
-def test_another_user_is_refused(agent: RunningAgent, good: NodeStore) -> None:
-    os.chmod(agent.path, 0o666)  # the mode alone keeps them out; so do the credentials
+def let_others_reach(agent: RunningAgent) -> None:
     for folder in Path(agent.path).parents:
         if folder.is_relative_to("/tmp") and folder != Path("/tmp"):
             folder.chmod(0o755)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="another user takes root")
+@pytest.mark.parametrize(
+    ("name", "groups", "is_served"),
+    [
+        (b"\xff\xfe", [65533], True),
+        (b"x", [65533], True),
+        (b"x", [], False),
+        (b"\x0cGroups:\t65533", [], False),
+    ],
+    ids=["not UTF-8", "a member", "no member", "a name that says so"],
+)
+def test_members_of_a_group(
+    tmp_path: Path, name: bytes, groups: list[int], is_served: bool
+) -> None:
+    """Whatever their processes are called."""
+    code = f"""
+import contextlib, os, socket
+open("/proc/self/comm", "wb").write({name!r})
+os.setgroups({groups})
+os.setgid(65534)
+os.setuid(65534)
+peer = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+peer.settimeout({WAIT_S})
+peer.connect({str(tmp_path / "agent" / "s")!r})
+with contextlib.suppress(BrokenPipeError):  # it was refused already
+    peer.sendall({frame(Pools())!r})
+print(peer.recv(65536))
+"""
+    with running(tmp_path / "agent", group=65533) as agent:
+        let_others_reach(agent)
+        os.chmod(agent.path, 0o666)  # the credentials alone keep them out
+        done = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, timeout=WAIT_S, cwd="/"
+        )
+        assert ("answer" in done.stdout) == is_served, done.stderr
+        assert ("may not use the agent" in done.stdout) != is_served, done.stderr
+        with agent.connect() as store:
+            assert store.match([bytes(16)]) == 0
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="another user takes root")
+def test_another_user_is_refused(agent: RunningAgent, good: NodeStore) -> None:
+    os.chmod(agent.path, 0o666)  # the mode alone keeps them out; so do the credentials
+    let_others_reach(agent)
     code = f"""
 import os, socket
 os.setgroups([])
@@ -258,6 +304,16 @@ def test_the_socket_is_for_its_owner(agent: RunningAgent, tmp_path: Path) -> Non
         listen(str(file), None)
     with pytest.raises(ConfigError, match="107 bytes"):
         listen(str(tmp_path / ("x" * 120)), None)
+
+
+def test_a_group_that_the_owner_is_not_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+
+    monkeypatch.setattr(os, "chown", refuse)
+    with pytest.raises(ConfigError, match="name a group that this user is in"):
+        listen(str(tmp_path / "s"), 65533)
+    assert not (tmp_path / "s").exists()
 
 
 def test_an_agent_that_answers_garbage(tmp_path: Path) -> None:

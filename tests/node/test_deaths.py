@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -18,9 +19,14 @@ from node.agents import LAYOUT, WAIT_S, running, start_process
 import tutti
 import tutti.errors
 from store.pools import fill, some_keys
-from tutti.errors import AgentLost, KeyMissing
+from tutti.errors import AgentLost, ConfigError, DeviceTimeout, KeyMissing
+from tutti.gio_uring.controller_file import FileController
+from tutti.memory.host_memory import HostMemory
+from tutti.node.agent_session import AgentSession
 from tutti.node.client import NodeStore
+from tutti.node.messages import PlanPut
 from tutti.transfers.loader import Loader
+from tutti.transfers.store_config import StoreConfig
 
 WORKER = Path(__file__).with_name("worker.py")
 
@@ -88,6 +94,7 @@ os.kill(os.getpid(), 9)
         wait_until(lambda: store.stats()["sessions"] == 1)
         assert store.match(keys) == 4
         assert store.put(keys, np.arange(8).repeat(2)[:10]).wait(WAIT_S).stored == 6
+        assert agent.agent.counters.lost == 1
 
 
 def test_a_child_that_outlives_a_client_does_not_keep_its_session(tmp_path: Path) -> None:
@@ -209,22 +216,125 @@ def test_an_agent_that_hangs_is_a_miss_after_the_deadline(tmp_path: Path, seed: 
     folder.mkdir()
     agent = start_process(path, folder)
     try:
-        with NodeStore(
-            str(path), LAYOUT, "32MiB", lookup_timeout_s=0.2, open_timeout_s=1.0
-        ) as store:
+        with (
+            NodeStore(str(path), LAYOUT, "32MiB", lookup_timeout_s=0.2) as store,
+            NodeStore(str(path), LAYOUT, "32MiB", lookup_timeout_s=0.2) as fresh,
+        ):
             memory = store.allocate_memory(16)
             keys = some_keys(rng, 8)
             contents = fill(memory, range(8), rng)
             store.put(keys, np.arange(8)).wait(WAIT_S)
             stop(agent)
+            # What waited too long would get an answer: also where a connection has to be made.
+            wakes = threading.Timer(10.0, agent.send_signal, (signal.SIGCONT,))
+            wakes.start()
+            assert fresh.match(keys) == 0
             assert store.match(keys) == 0
             assert store.put(some_keys(rng, 2), [0, 1]).wait(WAIT_S).dropped == 2
+            wakes.cancel()
             agent.send_signal(signal.SIGCONT)
             wait_until(lambda: store.match(keys) == 8)
             store.load(keys, np.arange(8, 16)).wait(WAIT_S)
             assert [memory.read(page) for page in range(8, 16)] == contents
     finally:
         end([agent])
+
+
+def test_memory_registered_twice_while_the_agent_is_away(tmp_path: Path) -> None:
+    """It is refused as it would be otherwise, and the agent is found again."""
+    folder = tmp_path / "agent"
+    with running(folder) as agent:
+        store = agent.connect()
+        memory = store.allocate_memory(8)
+    with store:
+        wait_until(lambda: store._kept.session is None)
+        with pytest.raises(ConfigError, match="register memory once"):
+            store.register(memory)
+        half = HostMemory.from_buffer(LAYOUT, memory.owner, 4)
+        with pytest.raises(ConfigError, match="register memory once"):
+            store.register(half)
+        store.allocate_memory(4)
+        with running(folder):
+            wait_until(lambda: store.connected)
+            assert store.stats()["reconnects"] == 1
+
+
+def test_whatever_fails_while_connecting_is_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, failures = tmp_path / "agent", [RuntimeError("can't start new thread")]
+    register = AgentSession.register
+
+    def fail_once(session: AgentSession, memory: HostMemory) -> None:
+        if failures:
+            raise failures.pop()
+        register(session, memory)
+
+    with running(folder) as agent:
+        store = agent.connect()
+        store.allocate_memory(8)
+    monkeypatch.setattr(AgentSession, "register", fail_once)
+    with store, running(folder) as agent:
+        wait_until(lambda: store.connected)
+        assert not failures
+        wait_until(lambda: store.stats()["sessions"] == 1)
+
+
+def test_memory_stays_while_a_lost_session_moves_it(tmp_path: Path, seed: int) -> None:
+    keys = some_keys(np.random.default_rng(seed), 4)
+    config = StoreConfig(timeout_s=3.0)
+    with running(tmp_path / "agent", config=config) as agent, agent.connect() as store:
+        memory = store.allocate_memory(4)
+        session = store._kept.need()
+        plan = session.plan(PlanPut(keys.tobytes()), WAIT_S)  # its transfers do not end
+        session.fail()
+        wait_until(lambda: store._kept.session is not session)
+        with pytest.raises(DeviceTimeout, match="stays registered"):
+            store.unregister(memory)
+        session.give_up(plan.jobs)
+        wait_until(lambda: store.connected)
+        store.unregister(memory)
+
+
+def test_a_close_that_failed_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Part:
+        is_closed = False
+
+        def close(self) -> None:
+            self.is_closed = True
+
+    failures, close, part = [DeviceTimeout("the device is busy")], FileController.close, Part()
+
+    def fail_once(controller: FileController) -> None:
+        if failures:
+            raise failures.pop()
+        close(controller)
+
+    with running(tmp_path / "agent") as agent:
+        store = agent.connect()
+        store.allocate_memory(4)
+        store.attach(part)
+        monkeypatch.setattr(FileController, "close", fail_once)
+        with pytest.raises(DeviceTimeout):
+            store.close()
+        assert not part.is_closed
+        store.close()
+        assert part.is_closed
+        (service,) = agent.pools.services.values()
+        wait_until(lambda: not service.sessions)
+
+
+def test_a_session_that_was_closed_is_not_lost(tmp_path: Path) -> None:
+    with running(tmp_path / "agent") as agent:
+        counters = agent.agent.counters
+        agent.connect().close()
+        wait_until(lambda: counters.sessions == 1 and not agent.agent.sessions)
+        assert counters.lost == 0
+        store = agent.connect()
+        store._kept.need().plan(PlanPut(bytes(16)), WAIT_S)  # and never reported
+        store.close(1.0)
+        wait_until(lambda: counters.sessions == 2 and not agent.agent.sessions)
+        assert counters.lost == 1
 
 
 def test_a_new_agent_waits_for_the_files_of_an_old_client(tmp_path: Path, seed: int) -> None:

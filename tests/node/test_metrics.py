@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from free_ports import free_port
 from node.agents import LAYOUT, start_process
+from node.test_deaths import wait_until
 from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -68,6 +69,8 @@ def test_an_agent_publishes_its_pools(tmp_path: Path, seed: int) -> None:
             assert ticket.wait_settled(30)
             store.stats()  # after the reports of this client
             samples = read_page(port)
+        wait_until(lambda: total(read_page(port), "tutti_agent_open_sessions") == 0)
+        assert total(read_page(port), "tutti_agent_lost_total") == 0, "it was closed"
     for name, value in (
         ("tutti_up", 1),
         ("tutti_recovered", 1),

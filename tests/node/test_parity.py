@@ -14,7 +14,7 @@ from node.agents import LAYOUT, RunningAgent
 
 import tutti
 from store.pools import fill, some_keys
-from tutti.base.units import format_nbytes
+from tutti.base.units import KiB, MiB, format_nbytes
 from tutti.errors import (
     CapacityError,
     ChecksumMismatch,
@@ -25,10 +25,12 @@ from tutti.errors import (
     PoolClosed,
     PoolMismatch,
 )
+from tutti.gio_uring import controller_file
 from tutti.medium.geometry import RECORD_NBYTES
 from tutti.medium.layout import KVLayout
 from tutti.medium.slot_record import EXPIRY_UNIT_S
 from tutti.memory.host_memory import PAGE_FIRST_DIRECT, HostMemory
+from tutti.node import client
 from tutti.transfers.store_config import StoreConfig
 from tutti.transfers.tickets import LoadTicket, Outcome, PutTicket
 
@@ -173,6 +175,44 @@ def test_many_pages_in_one_call(opener: Opener, rng: np.random.Generator) -> Non
     assert all(pool.read(1300 + i) == content for i, content in enumerate(contents))
 
 
+def test_more_keys_than_a_message_has(opener: Opener, rng: np.random.Generator) -> None:
+    store = opener()
+    store.allocate_memory(4)
+    keys, there = some_keys(rng, 70_000), [0, 40_000, 69_999]
+    store.put(keys[there], np.arange(3)).wait(30)
+    assert store.match(keys) == 1
+    assert np.flatnonzero(store.present(keys)).tolist() == there
+    assert store.quarantine(keys) == 3
+    assert store.match(keys) == 0
+
+
+def test_pins_of_a_look_up_in_several_messages(
+    opener: Opener, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client, "LISTED_MAX", 4)
+    store = opener()
+    store.allocate_memory(10)
+    keys = some_keys(rng, 10)
+    store.put(keys, np.arange(10)).wait(30)
+
+    def busy() -> int:
+        return int(store.stats()["busy_objects"])
+
+    assert store.match(keys, pin="mine") == 10
+    assert busy() == 10
+    assert store.match(keys[:2], pin="mine") == 2
+    assert busy() == 2
+    assert store.present(keys, pin="mine").all()
+    assert busy() == 10
+    store.unpin("mine")
+    assert busy() == 0
+    assert store.match(keys, pin="mine") == 10
+    store.unpin()
+    assert busy() == 0
+    assert store.match(keys, pin=True) == 10
+    assert busy() == 10
+
+
 def test_what_is_not_there(opener: Opener, rng: np.random.Generator) -> None:
     store = opener()
     store.allocate_memory(8)
@@ -233,6 +273,23 @@ def test_eviction_and_pins(opener: Opener, rng: np.random.Generator) -> None:
         store.put(some_keys(rng, 16), np.arange(16)).wait(30)
     assert store.match(pinned) == 0
     assert store.stats()["busy_objects"] == 0
+
+
+def test_requests_are_as_long_as_the_pages_of_registered_memory_allow(
+    opener: Opener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = opener()
+    memory = HostMemory.allocate(LAYOUT, 4, hugepages=False)
+
+    def on_large_pages(ranges: list[tuple[int, int]]) -> int:
+        return sum(nbytes for _, nbytes in ranges) if memory.buffers[0] in ranges else 0
+
+    monkeypatch.setattr(controller_file, "hugepage_nbytes", on_large_pages)
+    limits = [store.stats()["request_nbytes_max"]]
+    for change in (store.register, store.unregister):
+        change(memory)
+        limits.append(store.stats()["request_nbytes_max"])
+    assert limits == [512 * KiB, 2 * MiB, 512 * KiB]
 
 
 def test_clear(opener: Opener, rng: np.random.Generator) -> None:

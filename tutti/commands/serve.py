@@ -6,11 +6,15 @@ import argparse
 import contextlib
 import grp
 import importlib.util
+import resource
 import signal
 import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from tutti.arguments import named_nbytes, nbytes, say_capacity
 from tutti.base.terminal import facts
+from tutti.base.units import format_nbytes
 from tutti.cluster.remote_store import RemoteConfig
 from tutti.commands.outcome import CommandResult
 from tutti.errors import ConfigError, Unsupported
@@ -31,6 +35,57 @@ example:
 
 With --folder pools are created as servers ask for them; in SGLang, set the option
 "path": "unix:/run/user/1000/tutti.sock"."""
+
+
+class _PoolOption(NamedTuple):
+    """How a field of StoreConfig is given; its range is checked there."""
+
+    metavar: str | None
+    choices: Sequence[str] | None
+    read: Callable[[str], Any]
+    meaning: str
+
+
+def _yes_or_no(text: str) -> bool:
+    """An argparse type; TOML's true and false are taken, too."""
+    known = {"yes": True, "true": True, "no": False, "false": False}
+    if text.lower() not in known:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither yes nor no")
+    return known[text.lower()]
+
+
+_DEFAULTS = StoreConfig()
+#: By field of StoreConfig, all but those of an own engine: clients move the data with theirs.
+_POOL_OPTIONS: Mapping[str, _PoolOption] = {
+    "verify": _PoolOption(None, VERIFY, str, "loads to verify"),
+    "durability": _PoolOption(
+        None, DURABILITY, str, "stored pages survive a crash of the process, or also a power loss"
+    ),
+    "eviction": _PoolOption(
+        None, sorted(POLICIES), str, "policy that chooses the objects to evict when a pool is full"
+    ),
+    "timeout_s": _PoolOption(
+        "SECONDS", None, float, "deadline of a command to the drive, of clients' as well"
+    ),
+    "pin_lookups": _PoolOption(
+        "N", None, int, "later look-ups of a client during which a page it found is not evicted"
+    ),
+    "pin_share": _PoolOption(
+        "SHARE", None, float, "share of a pool, 0 to 1, that all pins together may protect"
+    ),
+    "digest_cache_nbytes": _PoolOption(
+        "SIZE", None, nbytes, "memory of each pool for digests of recent objects"
+    ),
+    "write_budget": _PoolOption(
+        "SIZE", None, nbytes, "limit on bytes written to each pool per day"
+    ),
+    "degraded": _PoolOption(
+        "yes|no", None, _yes_or_no, "open a pool without its missing members; their objects miss"
+    ),
+    "any_owner": _PoolOption(
+        "yes|no", None, _yes_or_no, "accept files that other users can change, and what they serve"
+    ),
+}
 
 
 def add_serve(parser: argparse.ArgumentParser) -> None:
@@ -56,30 +111,22 @@ def add_serve(parser: argparse.ArgumentParser) -> None:
         help="serve Prometheus metrics at http://HOST:PORT/metrics (default host 127.0.0.1)",
     )
     parser.add_argument("--group", metavar="NAME", help="let members of this group connect, too")
-    parser.add_argument("--verify", choices=VERIFY, default="always", help="loads to verify")
-    parser.add_argument(
-        "--durability",
-        choices=DURABILITY,
-        default="process",
-        help="stored pages survive a crash of the process, or also a power loss",
-    )
-    parser.add_argument(
-        "--eviction",
-        choices=sorted(POLICIES),
-        default=StoreConfig().eviction,
-        help="policy that chooses the objects to evict when a pool is full",
-    )
-    parser.add_argument(
-        "--write-budget",
-        type=nbytes,
-        metavar="SIZE",
-        help="limit on bytes written to each pool per day (default: no limit)",
-    )
+    pools = parser.add_argument_group("settings of every pool")
+    for name, (metavar, choices, read, meaning) in _POOL_OPTIONS.items():
+        pools.add_argument(
+            _option(name),
+            dest=name,
+            type=read,
+            choices=choices,
+            metavar=metavar,
+            default=getattr(_DEFAULTS, name),
+            help=f"{meaning} (default: {_shown(name)})",
+        )
     for option, meaning in (
         ("--quota", "limit on a namespace's bytes per pool; over it, its own objects are evicted"),
         ("--write-quota", "limit on bytes that a namespace writes to each pool per day"),
     ):
-        parser.add_argument(
+        pools.add_argument(
             option,
             type=named_nbytes,
             action="append",
@@ -110,17 +157,12 @@ def run(args: argparse.Namespace) -> CommandResult:
         args.paths,
         folder=args.folder,
         capacity=args.capacity,
-        config=StoreConfig(
-            verify=args.verify,
-            durability=args.durability,
-            eviction=args.eviction,
-            write_budget=args.write_budget,
-            quotas=_quotas(args.quota, args.write_quota),
-        ),
+        config=_config(args),
         executor=args.executor,
         remote=_remote(args.remote),
     )
     agent = Agent(AgentConfig(args.socket, group=_group(args.group)), pools)
+    _raise_files_limit()
     try:
         with contextlib.ExitStack() as stack:
             if args.metrics is not None:
@@ -145,6 +187,27 @@ def _remote(url: str | None) -> RemoteConfig | None:
     return config
 
 
+def _config(args: argparse.Namespace) -> StoreConfig:
+    given = {name: getattr(args, name) for name in _POOL_OPTIONS}
+    return StoreConfig(**given, quotas=_quotas(args.quota, args.write_quota))
+
+
+def _option(field: str) -> str:
+    """`digest_cache_nbytes` is `--digest-cache`: its values have units of their own."""
+    return "--" + field.removesuffix("_nbytes").removesuffix("_s").replace("_", "-")
+
+
+def _shown(field: str) -> str:
+    value = getattr(_DEFAULTS, field)
+    if value is None:
+        return "no limit"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if field.endswith("_nbytes"):
+        return format_nbytes(value)
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
 def _quotas(sizes: list[tuple[str, int]], budgets: list[tuple[str, int]]) -> tuple[Quota, ...]:
     nbytes, written = dict(sizes), dict(budgets)
     if len(nbytes) < len(sizes) or len(written) < len(budgets):
@@ -160,6 +223,13 @@ def _serve(agent: Agent, path: str) -> None:
     finally:
         for number, handler in zip(numbers, before, strict=True):
             signal.signal(number, handler)
+
+
+def _raise_files_limit() -> None:
+    """Each connection is an open file, and the usual soft limit is no more than the agent takes."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(OSError, ValueError):  # a connection that does not fit is logged
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def _group(name: str | None) -> int | None:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 from tutti.errors import AgentRefused, TuttiError, system_message
 from tutti.node.agent_pools import AgentPools
-from tutti.node.listener import check_peer, listen
+from tutti.node.listener import SpareFile, check_peer, is_out_of_files, listen, out_of_files
 from tutti.node.messages import failure_of, frame
 from tutti.node.pool_service import ClientSession
 from tutti.node.served_connection import AgentConfig, ServedConnection
@@ -28,11 +28,15 @@ _log = logging.getLogger(__name__)
 
 _SWEEP_S = 0.25
 _SWITCH_S = 0.0005
+_WARN_EVERY_S = 60.0
 
 
 @dataclass
 class AgentCounters:
-    """Totals since the agent started."""
+    """Totals since the agent started.
+
+    lost: sessions that ended otherwise than by a close, or whose jobs were not all reported.
+    """
 
     connections: int = 0
     sessions: int = 0
@@ -52,12 +56,12 @@ class Agent:
         self.counters = AgentCounters()
         self.pools = pools
         self.sessions: dict[bytes, ClientSession] = {}
-        #: One report of a client is handled at a time: it may wait for staging of records.
-        self.reporting = threading.Lock()
         self._connections: set[ServedConnection] = set()
         self._leaving: set[ClientSession] = set()
         self._lock = threading.Lock()  # of all of these
         self._stops = False
+        self._spare = SpareFile()
+        self._warns_from_s = 0.0
 
     def serve(self, started: Callable[[], None] = lambda: None) -> None:
         """Listens until ``stop``, then ends all sessions.  Raises ConfigError or PoolInUse."""
@@ -66,17 +70,20 @@ class Agent:
         listener = listen(self.config.path, self.config.group)
         try:
             listener.settimeout(_SWEEP_S)
+            self._spare.take()
             started()
             swept_s = time.monotonic()
             while not self._stops:
                 self._accept(listener)
                 if time.monotonic() - swept_s > _SWEEP_S:
                     self._settle_gone()
+                    self._spare.take()
                     swept_s = time.monotonic()
         finally:
             with contextlib.suppress(OSError):
                 os.unlink(self.config.path)
             listener.close()
+            self._spare.release()
             with self._lock:
                 self._stops = True
                 connections = list(self._connections)
@@ -111,7 +118,8 @@ class Agent:
                 return
             del self.sessions[session.id]
             self._leaving.add(session)
-            self.counters.lost += 1
+            has_left = session.has_left and session.jobs.is_empty()
+            self.counters.lost += not (has_left or self._stops)
             others = [each for each in self._connections if each.session is session]
         session.disconnect()
         for each in others:
@@ -123,9 +131,8 @@ class Agent:
             peer, _ = listener.accept()
         except TimeoutError:
             return
-        except OSError as error:  # too many open files: others end meanwhile
-            _log.warning("no connection could be accepted: %s", system_message(error))
-            time.sleep(_SWEEP_S)
+        except OSError as error:
+            self._not_accepted(listener, error)
             return
         connection = None
         try:
@@ -134,13 +141,36 @@ class Agent:
                 self._connections.add(connection)
                 self.counters.connections += 1
             connection.start()
-        except TuttiError as error:
-            self.count("refused")
-            with contextlib.suppress(OSError):
-                peer.send(frame(failure_of(error)), socket.MSG_DONTWAIT)
-            peer.close()
+        except Exception as error:  # of this peer alone
+            if not isinstance(error, TuttiError):
+                _log.error("a connection failed", exc_info=error)
+            self._refuse(peer, error)
             with self._lock:
                 self._connections.discard(connection)
+
+    def _not_accepted(self, listener: socket.socket, error: OSError) -> None:
+        """Without a free descriptor the next peer is told so by means of the spare one."""
+        now_s = time.monotonic()
+        if now_s >= self._warns_from_s:
+            self._warns_from_s = now_s + _WARN_EVERY_S
+            _log.warning("no connection could be accepted: %s", system_message(error))
+        if is_out_of_files(error):
+            self._spare.release()
+            try:
+                peer, _ = listener.accept()
+            except OSError:
+                time.sleep(_SWEEP_S)  # others end meanwhile
+            else:
+                self._refuse(peer, out_of_files())
+            self._spare.take()
+        else:
+            time.sleep(_SWEEP_S)
+
+    def _refuse(self, peer: socket.socket, error: Exception) -> None:
+        self.count("refused")
+        with contextlib.suppress(OSError):
+            peer.send(frame(failure_of(error)), socket.MSG_DONTWAIT)
+        peer.close()
 
     def _check_peer(self, peer: socket.socket) -> int:
         """The process at the other end.  Raises AgentRefused for one that may not connect."""

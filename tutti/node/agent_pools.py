@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Sequence
 from pathlib import Path
 
 from tutti.base.units import format_nbytes
 from tutti.cluster.remote_store import RemoteConfig
-from tutti.errors import CapacityError, ConfigError, PoolMismatch, PoolNotFound, TuttiError
+from tutti.errors import (
+    CapacityError,
+    ConfigError,
+    DeviceTimeout,
+    PoolMismatch,
+    PoolNotFound,
+    TuttiError,
+)
 from tutti.medium.layout import KVLayout, differences
 from tutti.node.pool_service import PoolService
 from tutti.pool.pool_format import Paths
@@ -17,6 +25,9 @@ from tutti.store import open as open_pool
 from tutti.transfers.store_config import StoreConfig
 
 SUFFIX = ".tutti"
+#: Time-outs of a pool that an opening may take: four for its snapshot, and one for the rest.
+_OPENING_TIMEOUTS = 5
+_STOPPING = "the agent is stopping; connect again later"
 
 
 class AgentPools:
@@ -47,8 +58,10 @@ class AgentPools:
         self._config = config or StoreConfig()
         self._executor = executor
         self._remote = remote
-        self._lock = threading.Lock()
+        #: Of what follows, and told when an opening has ended; never held while a pool opens.
+        self._changed = threading.Condition()
         self._closed = False
+        self._opening: dict[str, int] = {}  # pools, and the bytes that each is made with
         self.services: dict[str, PoolService] = {}
 
     def open_given(self) -> None:
@@ -61,18 +74,48 @@ class AgentPools:
     def open(self, layout_json: str, capacity: int, name: str = "") -> PoolService:
         """The pool of a layout (as JSON), opened, or made with a capacity in bytes.
 
-        Without a layout: the pool whose name begins so, or the only one.  Raises TuttiError.
+        Without a layout: the pool whose name begins so, or the only one.  One that is being opened
+        delays those alone who ask for it.  Raises TuttiError.
         """
-        with self._lock:
+        layout = KVLayout.from_json(layout_json) if layout_json else None
+        name = layout.fingerprint.hex() if layout and self._folder else self._named(name)
+        service = self._begin(name, capacity)
+        if service is None:
+            service = self._make(name, layout, capacity)
+        if layout is not None and layout != service.store.layout:
+            raise PoolMismatch(
+                "the agent's pool has another layout:"
+                f" {differences(service.store.layout, layout)}; connect with that layout, or start"
+                " an agent with --folder, which has a pool for each"
+            )
+        return service
+
+    def _begin(self, name: str, capacity: int) -> PoolService | None:
+        """The open pool of a name; None: the caller is the one who opens it."""
+        timeout_s = _OPENING_TIMEOUTS * self._config.timeout_s
+        with self._changed:
+            if not self._changed.wait_for(lambda: name not in self._opening, timeout_s):
+                raise DeviceTimeout("the pool is still being opened; connect again later")
             if self._closed:
-                raise PoolNotFound("the agent is stopping; connect again later")
-            layout = KVLayout.from_json(layout_json) if layout_json else None
-            name = layout.fingerprint.hex() if layout and self._folder else self._named(name)
-            if self._paths:
-                return self._given(layout_json)
-            if name not in self.services:
-                self.services[name] = self._open_file(name, layout, capacity)
-            return self.services[name]
+                raise PoolNotFound(_STOPPING)
+            service = self.services.get(name)
+            if service is None:
+                self._opening[name] = self._checked(name, capacity)
+            return service
+
+    def _make(self, name: str, layout: KVLayout | None, capacity: int) -> PoolService:
+        try:
+            service = self._open(name, layout, capacity)
+            with self._changed:
+                if not self._closed:
+                    self.services[name] = service
+                    return service
+            service.close()
+            raise PoolNotFound(_STOPPING)
+        finally:
+            with self._changed:
+                del self._opening[name]
+                self._changed.notify_all()
 
     def names(self) -> list[str]:
         """What pools are called, open or not: their files, without the suffix."""
@@ -90,66 +133,60 @@ class AgentPools:
             )
         return found[0]
 
-    def _given(self, layout_json: str) -> PoolService:
-        service = self.services.get("")
-        if service is None:
-            store = self._open(self._paths)
-            service = self.services[""] = self._serve(store)
-        own = service.store.layout
-        wanted = KVLayout.from_json(layout_json) if layout_json else own
-        if wanted != own:
-            raise PoolMismatch(
-                f"the agent's pool has another layout: {differences(own, wanted)}; connect with"
-                " that layout, or start an agent with --folder, which has a pool for each"
-            )
-        return service
-
-    def _open_file(self, name: str, layout: KVLayout | None, capacity: int) -> PoolService:
-        assert self._folder is not None
-        path = self._folder / f"{name}{SUFFIX}"
-        if not path.exists():
-            self._check_capacity(capacity)
-        return self._serve(self._open(str(path), layout, capacity or None))
-
-    def _serve(self, store: ObjectStore) -> PoolService:
+    def _open(self, name: str, layout: KVLayout | None, capacity: int) -> PoolService:
+        paths: Paths = self._paths
+        if self._folder is not None:
+            paths = str(self._folder / f"{name}{SUFFIX}")
+        # Clients move the data: the agent has no transfers to schedule.
+        store = open_pool(
+            paths,
+            layout if self._folder else None,
+            (capacity or None) if self._folder else None,
+            config=self._config,
+            executor=self._executor,
+            profile=None,
+        )
         try:
             return PoolService(store, self._remote)
         except BaseException:
             store.close()
             raise
 
-    def _open(
-        self, paths: Paths, layout: KVLayout | None = None, capacity: int | None = None
-    ) -> ObjectStore:
-        # Clients move the data: the agent has no transfers to schedule.
-        config, executor = self._config, self._executor
-        return open_pool(paths, layout, capacity, config=config, executor=executor, profile=None)
-
-    def _check_capacity(self, capacity: int) -> None:
-        assert self._folder is not None
+    def _checked(self, name: str, capacity: int) -> int:
+        """The bytes that a pool of the folder is made with; 0 where it is there.  Lock held."""
+        if self._folder is None or (self._folder / f"{name}{SUFFIX}").exists():
+            return 0
         if not capacity:
             raise PoolNotFound(
                 "the agent has no pool of this layout; give a capacity, with which it makes one"
             )
-        used = sum(path.stat().st_size for path in self._folder.glob(f"*{SUFFIX}"))
+        sizes = dict(self._opening)  # of which a part may be there
+        for path in self._folder.glob(f"*{SUFFIX}"):
+            with contextlib.suppress(FileNotFoundError):  # one that could not be made is gone
+                sizes[path.stem] = max(path.stat().st_size, sizes.get(path.stem, 0))
+        used = sum(sizes.values())
         if used + capacity > self._capacity:
             raise CapacityError(
                 f"a pool of {format_nbytes(capacity)} in addition to {format_nbytes(used)} is"
                 f" more than the agent's {format_nbytes(self._capacity)}; raise its --capacity,"
                 " or remove pools that are not used any more"
             )
+        return capacity
 
     def stores(self) -> dict[str, ObjectStore]:
         """Open pools by the name of their first member."""
-        with self._lock:
+        with self._changed:
             return {service.files[0]: service.store for service in self.services.values()}
 
     def close(self) -> None:
         """Closes all pools.  Raises the first error after all were tried."""
-        with self._lock:
-            self._closed = True
-            services, self.services = list(self.services.values()), {}
         errors: list[TuttiError] = []
+        with self._changed:
+            self._closed = True
+            if not self._changed.wait_for(lambda: not self._opening, self._config.timeout_s):
+                names = ", ".join(self._opening)
+                errors.append(DeviceTimeout(f"still being opened, and left unclean: {names}"))
+            services, self.services = list(self.services.values()), {}
         for service in services:
             try:
                 service.close()

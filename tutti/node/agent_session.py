@@ -18,7 +18,9 @@ from typing import Any
 import numpy as np
 
 from tutti.base.arrays import U32, Rows
-from tutti.errors import AgentLost, AgentRefused, TuttiError
+from tutti.base.interrupts import uninterrupted
+from tutti.base.threads import start_thread
+from tutti.errors import AgentRefused, DeviceTimeout, TuttiError
 from tutti.gio_uring.controller_file import FileController
 from tutti.gio_uring.engine import PRIORITY_LOAD, PRIORITY_STORE, Engine
 from tutti.gio_uring.iocb import Extents, PagedMemory
@@ -48,6 +50,7 @@ from tutti.pool.slot_extents import SlotExtents, object_places
 _log = logging.getLogger(__name__)
 
 _LOOK_S = 0.5
+#: To send or receive the rest of a message, beyond what the agent may wait before it reads.
 _SEND_S = 5.0
 
 WrittenCallback = Callable[[Written | None], None]
@@ -94,7 +97,11 @@ class AgentSession:
             raise
         self._nsids = np.array(welcome.nsids, np.uint32)
         self._places = object_places(self.geometry, self._nsids)
-        self._calls = Connections(path, welcome.session, open_timeout_s)
+        self._calls = Connections(path, welcome.session, self.fail)
+        # The agent reads no report while it waits for staging or the medium on behalf of another.
+        self._send_s = welcome.timeout_s + _SEND_S
+        self._closing = threading.Lock()
+        self._is_stuck = False
         self._lock = threading.Lock()
         self._quiet = threading.Condition(self._lock)
         self._send_lock = threading.Lock()
@@ -105,16 +112,12 @@ class AgentSession:
         self._ids = itertools.count(1)
         self._regions: dict[int, list[DmaRegion]] = {}
         self.lost = False
-        self._reader = threading.Thread(target=self._read, name="tutti-client", daemon=True)
-        self._reader.start()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        start_thread(self._reader, "tutti-client", self._undo_opening)
 
     def request(self, message: Message, timeout_s: float) -> Any:
         """The agent's answer.  Raises what it says; AgentLost ends the session."""
-        try:
-            return self._calls.request(message, timeout_s)
-        except (AgentLost, AgentRefused):
-            self.fail()
-            raise
+        return self._calls.request(message, timeout_s)
 
     def call(self, name: str, timeout_s: float, **arguments: Any) -> Any:
         """The result of an operation by name, after all reports so far have been counted."""
@@ -128,17 +131,24 @@ class AgentSession:
     def register(self, memory: HostMemory) -> None:
         """Makes memory known to the session's own controller."""
         self._regions[id(memory)] = self.controller.register_all(memory.buffers)
+        self.controller.read_page_sizes()
 
     def unregister(self, memory: HostMemory) -> None:
         """Forgets memory."""
         for region in self._regions.pop(id(memory), []):
             region.close()
+        self.controller.read_page_sizes()
 
     def plan(self, message: PlanPut | PlanLoad, timeout_s: float) -> Any:
-        """A plan whose jobs are this session's from now on: each is submitted or given up."""
-        plan = self.request(message, timeout_s)
-        with self._lock:
-            self._moving += len(plan.jobs)
+        """Asks the agent for a plan; the caller then submits or gives up each of its jobs."""
+        try:
+            plan = self.request(message, timeout_s)
+            with self._lock:
+                self._moving += len(plan.jobs)
+        except BaseException as error:
+            if not isinstance(error, TuttiError):
+                self.fail()  # the agent may have planned: its claims end with the session
+            raise
         return plan
 
     def await_written(self, number: int, callback: WrittenCallback) -> None:
@@ -218,6 +228,7 @@ class AgentSession:
             status = np.full(pages, STATUS_CANCELLED, np.uint32)
             self._report(Moved(job.job, packed_status(status)))
 
+    @uninterrupted()
     def fail(self) -> None:
         """The agent is lost: nothing is planned any more, and waiting puts hear of it."""
         with self._lock:
@@ -241,21 +252,43 @@ class AgentSession:
             return self._quiet.wait_for(lambda: self._moving == 0 and not self._puts, timeout_s)
 
     def close(self, timeout_s: float) -> None:
-        """Ends transfers, the files' openings, and with them the session.  Raises DeviceTimeout."""
-        with self._lock:
-            self._quiet.wait_for(lambda: self._moving == 0, timeout_s)
+        """Ends transfers, the files' openings, and with them the session.  Raises DeviceTimeout.
+
+        A call after an error goes on from there; memory stays registered with an engine that does
+        not stop.
+        """
+        if not self._closing.acquire(timeout=timeout_s):
+            raise DeviceTimeout("the session is still being closed; close it again")
         try:
-            self.engine.close(timeout_s)
-            for regions in self._regions.values():
-                for region in regions:
-                    region.close()
-            self._regions.clear()
-            self.controller.close()
+            with self._lock:
+                self._quiet.wait_for(lambda: self._moving == 0, timeout_s)
+            self._release(timeout_s)
         finally:
             self.fail()
             if threading.current_thread() is not self._reader:
                 self._reader.join(timeout_s)
             self._reports.close()
+            self._closing.release()
+
+    def _release(self, timeout_s: float) -> None:
+        if self._is_stuck:  # the device may still use the memory
+            return
+        self._is_stuck = True
+        self.engine.close(timeout_s)
+        self._is_stuck = False
+        for regions in self._regions.values():
+            for region in regions:
+                region.close()
+        self._regions.clear()
+        self.controller.close()
+        with contextlib.suppress(TuttiError), self._send_lock:
+            if not self.lost:
+                self._reports.send(Call("leave"), self._send_s)
+
+    def _undo_opening(self) -> None:
+        self.engine.close()
+        self.controller.close()
+        self._reports.close()
 
     @contextlib.contextmanager
     def _reporting_failure(self, job: MoveJob) -> Any:
@@ -280,7 +313,7 @@ class AgentSession:
         try:
             if not self.lost:
                 with self._send_lock:
-                    self._reports.send(moved, _SEND_S)
+                    self._reports.send(moved, self._send_s)
         except TuttiError as error:
             _log.debug("a report was not sent: %s", error)
             self.fail()
@@ -292,16 +325,17 @@ class AgentSession:
 
     def _settle_reports(self, timeout_s: float) -> None:
         done = threading.Event()
-        with self._lock:
-            if self.lost:
-                return
-            self._settles.append(done)
-            try:
-                with self._send_lock:
-                    self._reports.send(Call("settle"), _SEND_S)
-            except TuttiError:
-                self._settles.remove(done)
-                return
+        if not self._send_lock.acquire(timeout=timeout_s):
+            return  # a report waits for the agent
+        try:
+            with self._lock:
+                if self.lost:
+                    return
+                self._settles.append(done)  # in the order of the answers
+            with contextlib.suppress(TuttiError):  # the reader finds out, and ends the wait
+                self._reports.send(Call("settle"), self._send_s)
+        finally:
+            self._send_lock.release()
         done.wait(timeout_s)
 
     def _read(self) -> None:
@@ -310,7 +344,7 @@ class AgentSession:
             while not self.lost:
                 if not self._reports.wait_readable(_LOOK_S):
                     continue
-                reply = self._reports.receive(_SEND_S)
+                reply = self._reports.receive(self._send_s)
                 if isinstance(reply, Written):
                     self._written(reply)
                 elif isinstance(reply, Answer):

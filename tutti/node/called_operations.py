@@ -6,8 +6,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import Any
 
+import numpy as np
+
 from tutti.base.arrays import Keys
 from tutti.errors import ConfigError, TuttiError
+from tutti.medium.slot_record import tenant_of
 from tutti.node.messages import DESCRIBED_MAX, LISTED_MAX, keys_of
 from tutti.node.pool_service import ClientSession
 
@@ -16,6 +19,11 @@ _DELETE_MAX_S = 600.0
 
 def _settle(session: ClientSession, arguments: Mapping[str, Any]) -> Any:
     """Nothing: what came before it on the same connection has been done."""
+
+
+def _leave(session: ClientSession, arguments: Mapping[str, Any]) -> Any:
+    """The client closes the session: the end of its connection does not count as lost."""
+    session.has_left = True
 
 
 def _stats(session: ClientSession, arguments: Mapping[str, Any]) -> Any:
@@ -38,10 +46,19 @@ def _quarantine(session: ClientSession, arguments: Mapping[str, Any]) -> Any:
 
 
 def _list(session: ClientSession, arguments: Mapping[str, Any]) -> Any:
-    """Keys from a position on, as many as fit into an answer."""
-    keys = session.service.store.catalogue.keys(arguments.get("namespace"))
-    start = int(arguments.get("start", 0))
-    return keys[start : start + LISTED_MAX].tobytes()
+    """Keys from a slot on, as many as fit into an answer, and the slot to go on from: by slots,
+    because objects come and go between two answers.
+    """
+    core, namespace = session.service.core, arguments.get("namespace")
+    start = max(0, int(arguments.get("start", 0)))
+    with core.lock:
+        core.check_open()
+        held = core.index.resident()
+        if namespace is not None:
+            held &= core.index.tenant == tenant_of(namespace)
+        slots = start + np.flatnonzero(held[start:])[:LISTED_MAX]
+        end = int(slots[-1]) + 1 if slots.size else start
+        return [core.index.key[slots].tobytes(), end]
 
 
 def _objects(session: ClientSession, arguments: Mapping[str, Any]) -> Any:
@@ -72,6 +89,7 @@ def _keys(arguments: Mapping[str, Any]) -> Keys:
 
 OPERATIONS: Mapping[str, Callable[[ClientSession, Mapping[str, Any]], Any]] = {
     "settle": _settle,
+    "leave": _leave,
     "stats": _stats,
     "clear": _clear,
     "list": _list,

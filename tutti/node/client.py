@@ -12,13 +12,15 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from typing import Any
+import time
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from tutti.base.arrays import U32
 from tutti.base.callbacks import check_not_called
+from tutti.base.interrupts import uninterrupted
 from tutti.base.process import Owned
 from tutti.base.units import parse_nbytes
 from tutti.errors import (
@@ -34,12 +36,13 @@ from tutti.gio_uring.controller import NativeController
 from tutti.gio_uring.engine import Engine
 from tutti.gio_uring.iocb import PagedMemory
 from tutti.interface import Keys, Store
-from tutti.medium.keys import as_keys
+from tutti.medium.keys import KEY_NBYTES, as_keys
 from tutti.medium.layout import KVLayout
 from tutti.memory.host_memory import HostMemory
 from tutti.node.agent_session import AgentSession
 from tutti.node.kept_session import KeptSession
 from tutti.node.messages import (
+    LISTED_MAX,
     VERSION,
     Hello,
     Match,
@@ -51,7 +54,7 @@ from tutti.node.messages import (
     Written,
     statuses_of,
 )
-from tutti.node.remote_catalogue import RemoteCatalogue
+from tutti.node.remote_catalogue import RemoteCatalogue, parts_of
 from tutti.transfers.core import Closable
 from tutti.transfers.put_request import PutRequest, checked_pages
 from tutti.transfers.store_config import StoreConfig
@@ -66,6 +69,9 @@ from tutti.transfers.tickets import (
 
 #: What a plan may take beyond the store's own time-out for space and records.
 _PLAN_S = 5.0
+_UNDO_S = 60.0  # the longest wait for an interrupted put or load
+
+_LookUp = TypeVar("_LookUp", Match, Present)
 
 
 class NodeStore(Owned, Store):
@@ -75,6 +81,7 @@ class NodeStore(Owned, Store):
     operations that need an answer raise AgentLost.
     """
 
+    @uninterrupted(lambda store, _: store.close())
     def __init__(
         self,
         path: str,
@@ -90,8 +97,10 @@ class NodeStore(Owned, Store):
         self._lookup_timeout_s = lookup_timeout_s
         self._memories: list[HostMemory] = []
         self._parts: list[Closable] = []
-        self._closed = False
+        self._closed = self._ended = False
         self._missed = 0
+        #: Of pins by a name that are in several parts, how many.
+        self._pin_parts: dict[str, int] = {}
         nbytes = 0 if capacity is None else parse_nbytes(capacity)
         self.catalogue = RemoteCatalogue(self.call)
         hello = Hello(VERSION, "" if layout is None else layout.to_json(), nbytes, pool)
@@ -130,12 +139,14 @@ class NodeStore(Owned, Store):
             return False
         return True
 
+    @uninterrupted(lambda store, memory: store.unregister(memory))
     def register(self, memory: HostMemory) -> HostMemory:
         self._check_layout(memory)
         self._check_open()
         self._kept.register(memory)
         return memory
 
+    @uninterrupted()
     def unregister(self, memory: HostMemory) -> None:
         if not any(memory is known for known in self._memories):
             raise ConfigError("this memory is not registered with the store")
@@ -149,22 +160,48 @@ class NodeStore(Owned, Store):
         self._parts.append(part)
 
     def match(self, keys: Keys, *, pin: bool | str = False, proven: bool = False) -> int:
-        array = as_keys(keys)
-        answer = self._look_up(Match(array.tobytes(), _pin(pin), proven))
-        return 0 if answer is None else int(answer)
+        found = 0
+        for message in self._look_ups(Match, keys, pin, proven):
+            hits = int(self._look_up(message) or 0)
+            found += hits
+            if hits * KEY_NBYTES < len(message.keys):
+                break
+        return found
 
     def present(
         self, keys: Keys, *, pin: bool | str = False, proven: bool = False
     ) -> npt.NDArray[np.bool_]:
-        array = as_keys(keys)
-        answer = self._look_up(Present(array.tobytes(), _pin(pin), proven))
-        if answer is None:
-            return np.zeros(len(array), np.bool_)
-        return np.frombuffer(answer, np.bool_).copy()
+        there: list[npt.NDArray[np.bool_]] = []
+        # Where not all can be pinned, the last ones are.
+        for message in reversed(self._look_ups(Present, keys, pin, proven)):
+            answer = self._look_up(message)
+            absent = bytes(len(message.keys) // KEY_NBYTES)
+            there.append(np.frombuffer(absent if answer is None else answer, np.bool_))
+        return np.concatenate(there[::-1])
 
     def unpin(self, name: str | None = None) -> None:
         """See ObjectStore; pins of other processes stay."""
-        self._look_up(Unpin(name or ""))
+        if not name:
+            self._pin_parts.clear()
+        for part in range(self._pin_parts.pop(name or "", 1)):
+            self._look_up(Unpin(_pin(name or "", part)))
+
+    def _look_ups(
+        self, kind: type[_LookUp], keys: Keys, pin: bool | str, proven: bool
+    ) -> list[_LookUp]:
+        """A look-up in as many parts as it needs messages, each of which has a pin of its own."""
+        array = as_keys(keys)
+        parts = max(1, -(-len(array) // LISTED_MAX))
+        if isinstance(pin, str):  # its next look-up ends what it has pinned
+            for part in range(1, self._pin_parts.pop(pin, 1)):
+                self._look_up(Unpin(_pin(pin, part)))
+            if parts > 1:
+                self._pin_parts[pin] = parts
+        starts = range(0, parts * LISTED_MAX, LISTED_MAX)
+        return [
+            kind(array[start : start + LISTED_MAX].tobytes(), _pin(pin, part), proven)
+            for part, start in enumerate(starts)
+        ]
 
     def _look_up(self, message: Match | Present | Unpin) -> Any:
         """The answer's value; None while the agent is away."""
@@ -176,6 +213,7 @@ class NodeStore(Owned, Store):
         self._missed += 1
         return None
 
+    @uninterrupted(lambda _, ticket: ticket.wait_ended(_UNDO_S))
     def put(
         self,
         keys: Keys,
@@ -198,10 +236,15 @@ class NodeStore(Owned, Store):
             for start in range(0, n, max(1, step)):
                 rows = np.arange(start, min(n, start + step))
                 part = request.take(rows)
-                if session is None or not self._put_part(
-                    session, progress, rows, part, ttl_s, namespace
-                ):
-                    progress.outcome[start:] = Outcome.DROPPED
+                try:
+                    goes_on = self._put_part(session, progress, rows, part, ttl_s, namespace)
+                except Exception as error:
+                    if not start:
+                        raise
+                    progress.refuse(np.arange(start, n), error)  # others are under way
+                    break
+                if not goes_on:
+                    progress.outcome[start + rows.size :] = Outcome.DROPPED
                     break
         finally:
             progress.end_part()
@@ -209,23 +252,26 @@ class NodeStore(Owned, Store):
 
     def _put_part(
         self,
-        session: AgentSession,
+        session: AgentSession | None,
         progress: PutProgress,
         rows: npt.NDArray[Any],
         part: PutRequest,
         ttl_s: float | None,
         namespace: str,
     ) -> bool:
-        """Puts the keys of one plan; False when the agent is away."""
+        """Puts the keys of one plan; False when the agent is away or has dropped some of them."""
         parent, depth = part.parents[0].tobytes(), int(part.depths[0])
         message = PlanPut(part.keys.tobytes(), parent, depth, ttl_s, namespace)
-        try:
-            plan = session.plan(message, self._plan_timeout_s())
-        except (AgentLost, AgentRefused):
+        plan = None
+        with contextlib.suppress(AgentLost, AgentRefused):
+            plan = None if session is None else session.plan(message, self._plan_timeout_s())
+        if session is None or plan is None:
+            _fill(progress, rows, None)
             return False
+        goes_on = Outcome.DROPPED not in plan.outcome
         if not plan.jobs:
             _fill(progress, rows, Written(plan.number, plan.outcome, plan.status))
-            return True
+            return goes_on
         progress.add_part()
 
         def over(written: Written | None) -> None:
@@ -243,8 +289,9 @@ class NodeStore(Owned, Store):
                 if not isinstance(error, TuttiError):
                     raise
                 break
-        return True
+        return goes_on
 
+    @uninterrupted(lambda _, ticket: ticket.cancel(_UNDO_S))
     def load(
         self,
         keys: Keys,
@@ -324,14 +371,25 @@ class NodeStore(Owned, Store):
         return 0
 
     def quarantine(self, keys: Keys) -> int:
-        return int(self.call("quarantine", keys=as_keys(keys).tobytes()))
+        parts = parts_of(as_keys(keys), LISTED_MAX)
+        return sum(int(self.call("quarantine", keys=some)) for some in parts)
 
     def clear(self, *, deallocate: bool = True) -> None:
         """See ObjectStore; for all clients."""
         self.call("clear", timeout_s=8 * self.config.timeout_s, deallocate=deallocate)
 
     def wait_recovered(self, timeout_s: float = 600.0) -> None:
-        self.call("wait_recovered", timeout_s=timeout_s + _PLAN_S, seconds=timeout_s)
+        deadline_s = time.monotonic() + timeout_s
+        left_s = timeout_s
+        while left_s >= 0:  # bounded by the deadline
+            some_s = min(left_s, self.config.timeout_s)  # the agent waits no longer in one call
+            with contextlib.suppress(DeviceTimeout):
+                self.call("wait_recovered", some_s + _PLAN_S, seconds=some_s)
+                return
+            left_s = deadline_s - time.monotonic()
+        raise DeviceTimeout(
+            f"recovery is not done after {timeout_s:g} s; look-ups miss until it is"
+        )
 
     def stats(self) -> dict[str, Any]:
         """See ObjectStore: the pool's, of all clients; and how this one is connected."""
@@ -340,25 +398,33 @@ class NodeStore(Owned, Store):
             "reconnects": self._kept.reconnects,
             "missed_calls": self._missed,
         }
+        if (session := self._kept.session) is not None:
+            mine["request_nbytes_max"] = session.controller.request_nbytes_max
         with contextlib.suppress(AgentLost, AgentRefused):
             return {**self.call("stats", self._lookup_timeout_s), **mine}
         return mine
 
+    @uninterrupted()
     def call(self, name: str, timeout_s: float | None = None, **arguments: Any) -> Any:
         """An operation of the agent by name.  Raises AgentLost, and what the operation raises."""
         self._check_open()
         timeout_s = self._plan_timeout_s() if timeout_s is None else timeout_s
         return self._kept.need().call(name, timeout_s, **arguments)
 
+    @uninterrupted()
     def close(self, timeout_s: float | None = None) -> None:
-        """Ends what is under way here.  The pool stays open in the agent.  Raises DeviceTimeout."""
-        if self._closed:
+        """Ends what is under way here.  The pool stays open in the agent.  Raises DeviceTimeout; a
+        call after that goes on from there.
+        """
+        if self._ended:
             return
         check_not_called()
         self._closed = True
         self._kept.close(self.config.timeout_s if timeout_s is None else timeout_s)
-        for part in self._parts:
-            part.close()
+        while self._parts:  # bounded by their number
+            self._parts[0].close()
+            del self._parts[0]
+        self._ended = True
 
     def _plan_timeout_s(self) -> float:
         return 2 * self.config.timeout_s + _PLAN_S
@@ -398,7 +464,8 @@ def _fill(progress: PutProgress, rows: npt.NDArray[Any], written: Written | None
     progress.status[rows] = statuses_of(written.status, rows.size)
 
 
-def _pin(pin: bool | str) -> str:
+def _pin(pin: bool | str, part: int) -> str:
+    """The name of a pin in a message: "" for none, "*" for one without a name."""
     if isinstance(pin, str):
-        return pin
+        return f"{pin}\0{part}" if part and pin not in ("", "*") else pin
     return "*" if pin else ""

@@ -9,10 +9,11 @@ import socket
 import struct
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 from tutti.base.process import own_file
-from tutti.errors import AgentLost, AgentRefused
+from tutti.errors import AgentLost, AgentRefused, TuttiError, system_message
 from tutti.node.messages import (
     FILES_MAX,
     HEADER,
@@ -43,7 +44,12 @@ class Connection:
         self._timeout_s = 0.0
         self._path = path
         flags = socket.SOCK_STREAM | socket.SOCK_CLOEXEC
-        self._socket = own_file(socket.socket(socket.AF_UNIX, flags))
+        try:
+            self._socket = own_file(socket.socket(socket.AF_UNIX, flags))
+        except OSError as error:
+            raise AgentRefused(
+                f"no connection to the agent can be made: {system_message(error)}"
+            ) from error
         try:
             self._set_timeout(timeout_s)
             self._socket.connect(path)
@@ -87,6 +93,8 @@ class Connection:
         self._set_timeout(timeout_s)
         try:
             self._socket.sendall(frame(message))
+        except (BrokenPipeError, ConnectionResetError):
+            return  # the agent hung up: why, or the end, is still to be read
         except OSError as error:
             raise self._lost(_reason(error, timeout_s)) from error
 
@@ -147,11 +155,12 @@ class Connection:
         """Whether an answer, or the end of the connection, has begun to arrive."""
         if self._came:
             return True
+        poll = select.poll()  # as select() takes no descriptor above 1023
         try:
-            ready, _, _ = select.select([self._socket], [], [], timeout_s)
+            poll.register(self._socket, select.POLLIN)
+            return bool(poll.poll(timeout_s * 1000))
         except (OSError, ValueError) as error:
             raise self._lost("it was closed") from error
-        return bool(ready)
 
     @property
     def is_open(self) -> bool:
@@ -170,36 +179,55 @@ class Connection:
 
 
 class Connections:
-    """Connections of one session: each request has one of its own while it lasts."""
+    """Connections of one session: each request has one of its own while it lasts.
 
-    def __init__(self, path: str, session: bytes, timeout_s: float) -> None:
+    on_lost: called, maybe repeatedly, when an answer was lost or makes no sense.
+    """
+
+    def __init__(self, path: str, session: bytes, on_lost: Callable[[], None]) -> None:
         self._path = path
         self._session = session
-        self._timeout_s = timeout_s
+        self._on_lost = on_lost
         self._idle: list[Connection] = []
         self._all: set[Connection] = set()
         self._lock = threading.Lock()
         self._closed = False
 
     def request(self, message: Message, timeout_s: float) -> Any:
-        """See Connection.request; no request waits for another's answer."""
-        connection = self._take()
-        try:
-            return connection.request(message, timeout_s)
-        finally:
-            self._give_back(connection)
+        """See Connection.request; no request waits for another's answer.
 
-    def _take(self) -> Connection:
+        AgentRefused without ``on_lost``: there are too many connections for this request.
+        """
+        connection = self._take(timeout_s)
+        try:
+            answer = connection.request(message, timeout_s)
+        except TuttiError as error:
+            self._give_back(connection)
+            if isinstance(error, AgentLost | AgentRefused):
+                self._on_lost()
+            raise
+        except BaseException:  # the answer may still come: it must not be another request's
+            connection.close()
+            self._give_back(connection)
+            raise
+        self._give_back(connection)
+        return answer
+
+    def _take(self, timeout_s: float) -> Connection:
         with self._lock:
             if self._closed:
                 raise AgentLost("the session with the agent has ended; it is tried again")
             if self._idle:
                 return self._idle.pop()
-        connection = Connection(self._path, self._timeout_s)
         try:
-            connection.request(Join(self._session), self._timeout_s)
-        except BaseException:
-            connection.close()
+            connection = Connection(self._path, timeout_s)
+            try:
+                connection.request(Join(self._session), timeout_s)
+            except BaseException:
+                connection.close()
+                raise
+        except AgentLost:
+            self._on_lost()
             raise
         self._keep(connection)
         return connection

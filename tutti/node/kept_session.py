@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import random
 import threading
+import time
 
-from tutti.errors import AgentLost, PoolMismatch, TuttiError
+from tutti.base.threads import start_thread
+from tutti.errors import AgentLost, ConfigError, PoolClosed, PoolMismatch, TuttiError
 from tutti.memory.host_memory import HostMemory
 from tutti.node.agent_session import AgentSession
 from tutti.node.messages import VERSION, Hello
@@ -48,8 +51,8 @@ class KeptSession:
         self._layout, self._geometry = first.layout, first.geometry
         self._hello = Hello(VERSION, first.welcome.layout, hello.capacity)
         self._timeout_s = first.welcome.timeout_s
-        self._keeper = threading.Thread(target=self._keep, name="tutti-reconnect", daemon=True)
-        self._keeper.start()
+        self._keeper = threading.Thread(target=self._keep, daemon=True)
+        start_thread(self._keeper, "tutti-reconnect", lambda: first.close(self._timeout_s))
 
     def need(self) -> AgentSession:
         """The session.  Raises AgentLost while the agent is away."""
@@ -59,27 +62,32 @@ class KeptSession:
         return session
 
     def register(self, memory: HostMemory) -> None:
-        """Makes memory known to this session and all later ones."""
+        """Makes memory known to the session with the agent, and to all later ones."""
         with self._lock:
             if self.session is not None:
                 self.session.register(memory)
+            else:
+                _check_apart([*self._memories, memory])
             self._memories.append(memory)
 
     def unregister(self, memory: HostMemory) -> None:
         """Forgets memory; no transfer of it may be under way."""
         with self._lock:
             self._memories.remove(memory)
-            for each in (self.session, *self._retired):
-                if each is not None:
-                    each.unregister(memory)
+            if self.session is not None:
+                self.session.unregister(memory)  # a lost one does when it is closed
 
     def wait_quiet(self, timeout_s: float) -> bool:
-        """Waits until nothing is under way."""
-        session = self.session
-        return session is None or session.wait_quiet(timeout_s)
+        """Waits until nothing is under way, in sessions that were lost either."""
+        deadline_s = time.monotonic() + timeout_s
+        return all(
+            each.wait_quiet(max(0.0, deadline_s - time.monotonic())) for each in self._sessions()
+        )
 
     def close(self, timeout_s: float) -> None:
-        """Ends what is under way, and the session.  Raises DeviceTimeout."""
+        """Ends what is under way, and the session.  Raises DeviceTimeout; a call after that goes on
+        from there.
+        """
         with self._lock:
             self._closed = True
             self._changed.notify_all()
@@ -87,9 +95,19 @@ class KeptSession:
         session = self.session
         if session is not None:
             session.wait_quiet(timeout_s)
-        for each in (*self._retired, session):
-            if each is not None:
+        errors: list[TuttiError] = []
+        for each in self._sessions():
+            try:
                 each.close(timeout_s)
+            except TuttiError as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
+
+    def _sessions(self) -> list[AgentSession]:
+        """The session of now, and those that may still move pages."""
+        session, retired = self.session, self._retired
+        return retired if session is None else [*retired, session]
 
     def _open(self) -> AgentSession:
         return AgentSession(
@@ -111,6 +129,7 @@ class KeptSession:
                 self._changed.wait_for(lambda: self._closed or self._is_lost(), 1.0)
                 lost = self.session if self._is_lost() else None
                 if lost is not None and not self._closed:
+                    self._retired = [*self._retired, lost]
                     self.session = None
             if lost is not None and not self._closed:
                 self._retire(lost)
@@ -123,28 +142,49 @@ class KeptSession:
         """Closes the files once the transfers of a lost session have ended."""
         try:
             session.close(self._timeout_s)
-        except TuttiError as error:
+        except Exception as error:
             _log.warning("transfers of a lost session are still under way: %s", error)
-            self._retired.append(session)
+            return
+        with self._lock:
+            self._retired = [each for each in self._retired if each is not session]
 
     def _reconnect(self) -> None:
         pause_s = _RETRY_FIRST_S
         while not self._closed:
             try:
-                session = self._open()
-                if session.layout != self._layout or session.geometry != self._geometry:
-                    session.close(self._timeout_s)
-                    raise PoolMismatch("the agent has another pool now; restart this process")
-            except TuttiError as error:
-                _log.debug("not connected: %s", error)
+                self._adopt(self._open())
+                return
+            except Exception as error:  # whatever it is, the next attempt may succeed
+                level = logging.DEBUG if isinstance(error, TuttiError) else logging.WARNING
+                _log.log(level, "not connected: %s", error)
                 with self._lock:
                     # Spread, so that many clients do not come at the same moment.
                     self._changed.wait_for(lambda: self._closed, pause_s * random.uniform(0.5, 1))
                 pause_s = min(2 * pause_s, _RETRY_MAX_S)
-                continue
+
+    def _adopt(self, session: AgentSession) -> None:
+        """Makes a new session the one of now, or closes it."""
+        try:
+            if session.layout != self._layout or session.geometry != self._geometry:
+                raise PoolMismatch("the agent has another pool now; restart this process")
             with self._lock:
+                if self._closed:
+                    raise PoolClosed("the pool is closed; open it again")
                 for memory in self._memories:
                     session.register(memory)
                 self.session = session
                 self.reconnects += 1
-            return
+        except BaseException:
+            session.close(self._timeout_s)
+            raise
+
+
+def _check_apart(memories: list[HostMemory]) -> None:
+    """As a controller would: raises ConfigError for memory that overlaps."""
+    ranges = sorted(buffer for memory in memories for buffer in memory.buffers)
+    for (start, nbytes), (following, _) in itertools.pairwise(ranges):
+        if start + nbytes > following:
+            raise ConfigError(
+                f"the memory at {following:#x} overlaps other memory; register memory once, and"
+                " unregister what it overlaps first"
+            )

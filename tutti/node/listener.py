@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import socket
 import stat
@@ -13,6 +14,42 @@ from tutti.errors import AgentRefused, ConfigError, PoolInUse
 
 _CREDENTIALS = struct.Struct("3i")  # struct ucred: pid, uid, gid
 _BACKLOG = 128
+_OUT_OF_FILES = (errno.EMFILE, errno.ENFILE)
+
+
+def is_out_of_files(error: BaseException | None) -> bool:
+    """Whether a call failed because the process, or the machine, has too many open files."""
+    return isinstance(error, OSError) and error.errno in _OUT_OF_FILES
+
+
+def out_of_files() -> AgentRefused:
+    """What a client is told for whom no descriptor is left."""
+    return AgentRefused(
+        "the agent has as many files open as it may; end other clients, or restart the agent with"
+        " a higher limit (ulimit -Hn)"
+    )
+
+
+class SpareFile:
+    """A descriptor to give up when no other is left, so that one more peer can be answered.
+
+    Not thread-safe.
+    """
+
+    def __init__(self) -> None:
+        self._fd = -1
+
+    def take(self) -> None:
+        """Has a descriptor from now on, if one is free."""
+        if self._fd < 0:
+            with contextlib.suppress(OSError):
+                self._fd = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+
+    def release(self) -> None:
+        """A second call does nothing."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
 
 
 def check_peer(peer: socket.socket, group: int | None) -> int:
@@ -37,9 +74,6 @@ def listen(path: str, group: int | None) -> socket.socket:
     before = os.umask(0o177)
     try:
         listener.bind(path)
-        if group is not None:
-            os.chown(path, -1, group)
-            os.chmod(path, 0o660)
     except OSError as error:
         listener.close()
         raise ConfigError(
@@ -48,6 +82,17 @@ def listen(path: str, group: int | None) -> socket.socket:
         ) from error
     finally:
         os.umask(before)
+    if group is not None:
+        try:
+            os.chown(path, -1, group)
+            os.chmod(path, 0o660)
+        except OSError as error:
+            listener.close()
+            os.unlink(path)
+            raise ConfigError(
+                f"cannot give {path} to group {group}: {error.strerror}; name a group that this"
+                " user is in"
+            ) from error
     listener.listen(_BACKLOG)
     listener.setblocking(False)
     return listener
@@ -77,10 +122,12 @@ def _remove_stale(path: str) -> None:
 def _groups_of(pid: int) -> tuple[int, ...]:
     """Supplementary groups of a process, as /proc shows them; none where it does not."""
     try:
-        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    except OSError:
+        lines = Path(f"/proc/{pid}/status").read_bytes().split(b"\n")
+    except OSError as error:
+        if is_out_of_files(error):
+            raise out_of_files() from error
         return ()
-    for line in lines:
-        if line.startswith("Groups:"):
+    for line in lines:  # the name of a process is any bytes but this end of a line
+        if line.startswith(b"Groups:"):
             return tuple(int(word) for word in line.split()[1:])
     return ()

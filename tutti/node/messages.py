@@ -24,12 +24,12 @@ except ImportError as _missing:
         "the agent and its clients need the package msgspec; install tutti-kv[node]"
     ) from _missing
 
-VERSION = 3
+VERSION = 4
 FRAME_NBYTES_MAX = 1 << 20
 HEADER = struct.Struct("<I")
 #: Members' files that one answer can carry (SCM_MAX_FD of Linux is 253).
 FILES_MAX = 250
-#: Most keys of one answer, and most objects described in one; both fit into a message.
+#: Most keys of one request or answer, and most objects described in one; both fit into a message.
 LISTED_MAX = 32768
 DESCRIBED_MAX = 2048
 
@@ -78,7 +78,7 @@ class Present(Message, tag="present"):
 
 
 class Unpin(Message, tag="unpin"):
-    """See ObjectStore.unpin; no name: all of this session."""
+    """See ObjectStore.unpin; without a name, the pins of all look-ups of the sender's session."""
 
     name: str = ""
 
@@ -127,7 +127,6 @@ class Welcome(Message, tag="welcome"):
 
     version: int
     session: bytes
-    epoch: int
     layout: str
     geometry: list[Any]
     files: list[str]
@@ -136,7 +135,6 @@ class Welcome(Message, tag="welcome"):
     durability: str
     timeout_s: float
     batch_pages: int
-    capacity_objects: int
 
 
 class MoveJob(Message, tag="job"):
@@ -157,7 +155,8 @@ class MoveJob(Message, tag="job"):
 class Plan(Message, tag="plan"):
     """Answers PlanPut and PlanLoad.
 
-    number: of a put, as Written repeats it.  outcome: of a put without a job, u8 for each key.
+    number: of a put, as Written repeats it.  outcome: of a put, u8 for each key, or empty: final
+    if it has no job.
     status: u32 for each key, empty when all are 0: of keys that need not be moved any more.
     """
 

@@ -25,6 +25,7 @@ from tutti.gio_uring.controller_file import FileController
 from tutti.medium.keys import KEY_NBYTES
 from tutti.medium.slot_record import expiry_of, tenant_of
 from tutti.native import NativePutRequest
+from tutti.node.listener import is_out_of_files, out_of_files
 from tutti.node.messages import (
     FILES_MAX,
     FRAME_NBYTES_MAX,
@@ -82,6 +83,8 @@ class PoolService:
         fitting = (FRAME_NBYTES_MAX - _REST_NBYTES) // page_nbytes
         self.batch_pages = max(1, min(store._writer.batch_pages, fitting))
         self.sessions: dict[bytes, ClientSession] = {}
+        #: One report is handled at a time: it may wait for staging of records, or for the medium.
+        self.reporting = threading.Lock()
         self.tier = None if remote is None else Tier(store, remote)
         self._stopping = threading.Event()
         self._prover = threading.Thread(target=self._prove, daemon=True)
@@ -134,14 +137,15 @@ class PoolService:
 class ClientSession:
     """One client of one pool: what it has pinned and what it moves.
 
-    id: 16 random bytes that other connections of the client join by.
+    id: 16 random bytes that other connections of the client join by.  has_left: the client has
+    closed it, and does not just end.
     """
 
     def __init__(self, service: PoolService, pid: int, report: Callable[[Written], None]) -> None:
         self.service = service
         self.id = secrets.token_bytes(16)
-        self.pid = pid
         self.jobs = JobTable()
+        self.has_left = False
         self._core = service.core
         self._loader, self._writer = service.store._loader, service.store._writer
         self._put_layers = self._core.layers if self._core.config.verify != "off" else 0
@@ -154,7 +158,12 @@ class ClientSession:
 
     def share_files(self) -> list[int]:
         """The members, opened for the client; the caller closes them once they are sent."""
-        return shared_file.reopen(self.service._fds, self._place)
+        try:
+            return shared_file.reopen(self.service._fds, self._place)
+        except Unsupported as error:
+            if is_out_of_files(error.__cause__):
+                raise out_of_files() from error
+            raise
 
     def welcome(self) -> Welcome:
         """What the client has to know."""
@@ -162,7 +171,6 @@ class ClientSession:
         return Welcome(
             VERSION,
             self.id,
-            core.members.superblock(core.members.present[0]).epoch,
             self.service.store.layout.to_json(),
             list(astuple(geometry)),
             self.service.files,
@@ -171,7 +179,6 @@ class ClientSession:
             core.config.durability,
             core.config.timeout_s,
             self.service.batch_pages,
-            core.index.slots,
         )
 
     def match(self, message: Match) -> int:
@@ -259,8 +266,9 @@ class ClientSession:
                 self._tier.put_over(keys, progress.outcome)
             return Plan(number, [], progress.outcome.tobytes(), packed_status(progress.status))
         jobs = [self._told(job) for job in planned.jobs]
+        known = progress.outcome.tobytes()
         progress.on_done(partial(self._put_over, number, message.keys))
-        return Plan(number, jobs)
+        return Plan(number, jobs, known)
 
     def _told(self, job: RemoteJob, *, whole: bool = False) -> MoveJob:
         """What the client hears of a job, which is under way from now on."""
@@ -302,7 +310,8 @@ class ClientSession:
         """The client reports a job.  May wait for staging of records."""
         job = self.jobs.take(message.job)
         try:
-            job.finish(message.status, message.digests)
+            with self.service.reporting:
+                job.finish(message.status, message.digests)
         except ConfigError:
             self.jobs.add(message.job, job)
             raise

@@ -27,19 +27,19 @@ class RemoteCatalogue:
 
     @takes(namespace=optional(text))
     def keys(self, namespace: str | None = None) -> Keys:
-        """See Catalogue; what changes meanwhile may be left out."""
+        """See Catalogue; what comes or goes meanwhile may be left out."""
         parts: list[Keys] = [np.zeros((0, 16), np.uint8)]
-        more = True
-        while more:  # bounded: the agent's keys end
-            start = sum(len(part) for part in parts)
-            parts.append(keys_of(self._call("list", start=start, namespace=namespace)))
+        start, more = 0, True
+        while more:  # bounded: the pool's slots end
+            raw, start = self._call("list", start=start, namespace=namespace)
+            parts.append(keys_of(raw))
             more = len(parts[-1]) == LISTED_MAX
         return np.concatenate(parts)
 
     def objects(self, keys: Keys) -> list[ObjectInfo]:
         """See Catalogue."""
         found: list[ObjectInfo] = []
-        for some in _parts(keys, DESCRIBED_MAX):
+        for some in parts_of(keys, DESCRIBED_MAX):
             found += [ObjectInfo(**info) for info in self._call("objects", keys=some)]
         return found
 
@@ -48,24 +48,25 @@ class RemoteCatalogue:
         """See Catalogue."""
         return sum(
             self._call("delete", timeout_s + _EXTRA_S, keys=some, seconds=timeout_s)
-            for some in _parts(keys, LISTED_MAX)
+            for some in parts_of(keys, LISTED_MAX)
         )
 
     def pin(self, keys: Keys) -> int:
         """See Catalogue."""
-        return sum(self._call("pin", keys=some) for some in _parts(keys, LISTED_MAX))
+        return sum(self._call("pin", keys=some) for some in parts_of(keys, LISTED_MAX))
 
     def unpin(self, keys: Keys) -> int:
         """See Catalogue."""
-        return sum(self._call("unpin", keys=some) for some in _parts(keys, LISTED_MAX))
+        return sum(self._call("unpin", keys=some) for some in parts_of(keys, LISTED_MAX))
 
     def expire(self, keys: Keys, ttl_s: float | None) -> int:
         """See Catalogue."""
-        parts = _parts(keys, LISTED_MAX)
+        parts = parts_of(keys, LISTED_MAX)
         return sum(self._call("expire", keys=some, ttl_s=ttl_s) for some in parts)
 
 
-def _parts(keys: Keys, n: int) -> Iterator[bytes]:
+def parts_of(keys: Keys, n: int) -> Iterator[bytes]:
+    """The bytes of keys, of ``n`` at a time."""
     keys = as_keys(keys)
     for start in range(0, len(keys), n):
         yield keys[start : start + n].tobytes()

@@ -229,6 +229,10 @@ class JobTable:
             raise ConfigError(f"job {number} is not under way; it was reported before, or never")
         return job
 
+    def is_empty(self) -> bool:
+        """Whether all have been reported."""
+        return not self._jobs
+
     def end(self) -> None:
         """No transfer of the client is under way any more: all jobs fail."""
         with self._lock:

@@ -68,15 +68,11 @@ class AgentConfig:
 
 
 class Host(Protocol):
-    """What connections need of the agent.
-
-    sessions: by their ids.  reporting: held while a report of a client is handled.
-    """
+    """What connections need of the agent.  sessions: by their ids."""
 
     config: AgentConfig
     pools: AgentPools
     sessions: dict[bytes, ClientSession]
-    reporting: threading.Lock
 
     def count(self, name: str) -> None:
         """Adds one to a counter."""
@@ -288,8 +284,7 @@ class ServedConnection:
         if isinstance(message, PlanPut):
             return session.plan_put(message)
         if isinstance(message, Moved):
-            with self._agent.reporting:
-                session.moved(message)
+            session.moved(message)
             return None
         if isinstance(message, Present):
             return Answer(session.present(message))
